@@ -71,7 +71,7 @@ def build_components(
     compiler: Compiler = GrammarCompiler(build_grammars(runner))
     engine = EngineThread(core, name=identity.node_id, compiler=compiler)
     runner.hook = KvPassHook(worker, engine.beat)
-    links.attach(worker, engine.post)
+    links.attach(worker.inbox, engine.post)
     calls = EngineCalls(engine)
     ledger.set_change_callback(calls.notify_change_from_engine)
     card = _build_card(role, options, identity, runner, scheduler)

@@ -145,7 +145,7 @@ class Node:
             clock=lambda: world.now,
             read_blocks=self.memory.read if isinstance(self.memory, LaggingMemory) else None,
         )
-        self.link.events = self.worker
+        self.link.events = self.worker.inbox
         self.free = [BlockId(block) for block in range(num_blocks)]
         self.is_stopped = False  # SIGSTOP: it takes no turn
         self.num_layers_ended: int | None = None  # of the pass under way

@@ -205,7 +205,7 @@ def pass_in_a_long_layer(world: World, busy: Node, seconds: int) -> None:
         for node in world.nodes:
             node.link.pass_all()
             if node is busy:
-                node.worker.pulse()
+                node.worker.inbox.pulse()
             else:
                 world.turn(node)
 
@@ -316,7 +316,7 @@ def test_peers_that_do_not_fit_are_refused_by_name() -> None:
         link,
         CONFIG,
     )
-    link.events = worker
+    link.events = worker.inbox
     world.receive(ID, "stranger", 0, 2)
 
     for _ in range(4):
@@ -392,6 +392,17 @@ def test_an_idle_worker_asks_for_no_poll_and_a_busy_one_for_many() -> None:
     assert busy == [CONFIG.burst_poll_s, CONFIG.burst_poll_s]
     assert later == [CONFIG.poll_s, CONFIG.poll_s]
     assert [node.worker.next_poll_s(world.now) for node in world.nodes] == [None, None, None]
+
+
+def test_hand_offs_without_writes_are_polled_for_their_deadlines() -> None:
+    world = World()
+    world.receive(ID, "p0", 0, 4)  # the link is not up yet
+    world.begin(ID, "p0", 4)
+    world.complete(ID)  # held for the grant
+
+    delays = [world.d.worker.next_poll_s(world.now), world.ps["p0"].worker.next_poll_s(world.now)]
+
+    assert delays == [CONFIG.tick_s, CONFIG.tick_s]
 
 
 @pytest.mark.parametrize("is_direct", [False, True])
