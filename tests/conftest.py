@@ -1,4 +1,4 @@
-"""Session fixtures of all tests: trace folder, SIGINT handler, fork servers."""
+"""Environment and session fixtures of all tests: trace folder, SIGINT handler, fork servers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ import pytest
 import baton.cluster
 from baton.cli.options.telemetry import TRACE_DIR_VARIABLE
 from tests.support.fork_server import ForkServers, can_fork
+
+# Idle torch threads spin otherwise, on cores that other processes need. OpenMP reads the variable
+# when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @pytest.fixture(scope="session", autouse=True)
