@@ -25,8 +25,11 @@ from pathlib import Path
 from baton.__main__ import main as run_baton
 from baton.cli.program import prepare
 
-NODES = ("prefill_node.__main__", "decode_node.__main__")
-PRELOADED = (*NODES, "router.__main__")
+NODES = "tests.support.preloaded_nodes"
+PRELOADED = (
+    *(NODES, "router.__main__", "router.openai.app", "router.openai.server"),
+    *("telemetry.metrics.otlp", "telemetry.tracing.otlp", "typer._adapters"),
+)
 SERVE = (sys.executable, "-m", "baton", "serve")
 PR_SET_CHILD_SUBREAPER = 36
 MAX_REQUEST_BYTES = 1 << 17
@@ -92,7 +95,7 @@ class ForkServer:
 def fork_context() -> ForkServerContext:
     """Return a multiprocessing context whose server has imported the packages of nodes."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(NODES))
+    context.set_forkserver_preload([NODES])
     return context
 
 
