@@ -31,6 +31,7 @@ PRELOADED = (
     *("telemetry.metrics.otlp", "telemetry.tracing.otlp", "typer._adapters"),
 )
 SERVE = (sys.executable, "-m", "baton", "serve")
+PACKAGE_PATH = "PYTHONPATH"
 PR_SET_CHILD_SUBREAPER = 36
 MAX_REQUEST_BYTES = 1 << 17
 REPARENT_POLL_S = 0.0005
@@ -100,8 +101,9 @@ def fork_context() -> ForkServerContext:
 
 
 def can_fork(command: Sequence[str], environment: dict[str, str]) -> bool:
-    """Return whether this is `baton serve` without an environment of its own."""
-    return tuple(command[: len(SERVE)]) == SERVE and environment == dict(os.environ)
+    """Return whether this is `baton serve` in our environment, but for the path of packages."""
+    differs = {name for name, _ in environment.items() ^ os.environ.items()}
+    return tuple(command[: len(SERVE)]) == SERVE and differs <= {PACKAGE_PATH}
 
 
 def _start_server() -> tuple[subprocess.Popen[bytes], socket.socket]:
@@ -139,6 +141,7 @@ def serve(connection: socket.socket) -> tuple[list[str], int] | None:
             os.chdir(folder)
             os.environ.clear()
             os.environ.update(environment)
+            sys.path[1:1] = filter(None, environment.get(PACKAGE_PATH, "").split(os.pathsep))
             return arguments, output_fd
         os.close(output_fd)
         connection.send(str(pid).encode())
