@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 
@@ -27,7 +28,7 @@ def _test_process(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ProcessEnded(code)
 
     monkeypatch.setattr(serve, "_begin", lambda *_: None)
-    monkeypatch.setattr(serve.logging, "shutdown", lambda: None)
+    monkeypatch.setattr(logging, "shutdown", lambda: None)
     monkeypatch.setattr(os, "_exit", end)
 
 
