@@ -60,7 +60,7 @@ class NixlTransport:
     is_one_sided = True
 
     def __init__(self, region: Region, config: NixlConfig = NixlConfig()) -> None:
-        self._nixl = _import_nixl()
+        self._nixl = import_nixl()
         self._region = region
         self._config = config
         # Warm-up: the first agent of a process takes half a second to create.
@@ -253,7 +253,7 @@ def _places(block_ids: tuple[BlockId, ...], layers: LayerRange | None) -> Any:
     return (blocks[:, None] * layers.of + within).ravel()
 
 
-def _import_nixl() -> ModuleType:
+def import_nixl() -> ModuleType:
     """Import the bindings only: the package `nixl` loads torch to find the CUDA version."""
     raises, wheels = logging.raiseExceptions, ["nixl_cu13", "nixl_cu12"]
     version = getattr(sys.modules.get("torch"), "version", None)

@@ -42,12 +42,20 @@ async def stream_answer(client: AsyncClient, ask: ClientRequest) -> ClientAnswer
     return ClientAnswer(ask, tuple(token_ids), finish)
 
 
-def answer_all(address: str, asks: Sequence[ClientRequest]) -> list[ClientAnswer]:
-    """Send all requests at once and return their answers."""
+def answer_all(
+    address: str, asks: Sequence[ClientRequest], *, num_at_once: int | None = None
+) -> list[ClientAnswer]:
+    """Send all requests, at most `num_at_once` at the same time, and return their answers."""
 
     async def ask_all() -> list[ClientAnswer]:
+        turns = asyncio.Semaphore(num_at_once or len(asks))
         async with AsyncClient(address, timeout_s=PATIENCE_S) as client:
-            return list(await asyncio.gather(*(stream_answer(client, ask) for ask in asks)))
+
+            async def answer(ask: ClientRequest) -> ClientAnswer:
+                async with turns:
+                    return await stream_answer(client, ask)
+
+            return list(await asyncio.gather(*map(answer, asks)))
 
     return asyncio.run(ask_all())
 

@@ -2,7 +2,8 @@
 
 A server imports the packages of all roles once and forks. Each fork becomes a child of the test
 process and runs the command line, like a process started by Popen: it can be signalled, waited
-for and killed in the same way. Processes with an environment of their own have their own server.
+for and killed in the same way. Processes with an environment of their own have their own
+server, unless only their path of packages differs.
 """
 
 from __future__ import annotations
@@ -25,10 +26,14 @@ from pathlib import Path
 
 from baton.cli.program import prepare
 
-NODES = ("prefill_node.__main__", "decode_node.__main__")
-PRELOADED = (*NODES, "router.__main__")
+NODES = "tests.support.preloaded_nodes"
+PRELOADED = (
+    *(NODES, "router.__main__", "router.openai.app", "router.openai.server"),
+    *("telemetry.metrics.otlp", "telemetry.tracing.otlp", "typer._adapters"),
+)
 # Programs that can be forked, with the module of `main`.
 PROGRAMS = {"baton": "baton.__main__", "benchmarks.chaos.node": "benchmarks.chaos.node"}
+PACKAGE_PATH = "PYTHONPATH"
 PR_SET_CHILD_SUBREAPER = 36
 MAX_REQUEST_BYTES = 1 << 17
 REPARENT_POLL_S = 0.0005
@@ -80,10 +85,12 @@ class ForkServers:
             process.wait()
 
     def _fork(self, environment: dict[str, str], request: bytes, output_fd: int) -> int:
-        own = frozenset(environment.items() - os.environ.items())
+        changed = dict(environment.items() - os.environ.items())
+        changed.pop(PACKAGE_PATH, None)  # the fork adds it to its own path
+        own = frozenset(changed.items())
         with self._lock:
             if own not in self._servers:
-                self._servers[own] = _start_server(environment)
+                self._servers[own] = _start_server({**os.environ, **changed})
             _, connection = self._servers[own]
             _set_subreaper(True)
             try:
@@ -99,7 +106,7 @@ class ForkServers:
 def fork_context() -> ForkServerContext:
     """Return a multiprocessing context whose server has imported the packages of nodes."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(NODES))
+    context.set_forkserver_preload([NODES])
     return context
 
 
@@ -153,6 +160,7 @@ def serve(connection: socket.socket) -> ForkOrder | None:
             os.chdir(folder)
             os.environ.clear()
             os.environ.update(environment)
+            sys.path[1:1] = filter(None, environment.get(PACKAGE_PATH, "").split(os.pathsep))
             return ForkOrder(program, arguments, output_fd)
         os.close(output_fd)
         connection.send(str(pid).encode())
