@@ -2,7 +2,7 @@
 #
 #   make demo         a cluster of three processes, a few prompts, and a trace of one request
 #   make test         all tests that need no GPU, with WORKERS (2) processes: most tests wait
-#   make check        format, lint, import rules, types and the fast tests, about a minute and a half
+#   make check        format, lint, import rules, types and the fast tests, about a minute
 #   make breaking     compares the protos with those of main for incompatible changes
 #   make docs         the documentation as a site in build/docs; broken links and anchors are errors
 #   make dist         wheel and sdist in dist/, tested in an empty environment
@@ -23,12 +23,12 @@ BIN := $(VENV)/bin
 PROTOS := $(shell find protos -name '*.proto')
 STUBS := $(VENV)/.stubs
 PYTEST := $(BIN)/python -m pytest
-CPP_FILES = $(shell git ls-files '*.cpp' '*.h' '*.c')
+CPP_FILES = $(shell find benchmarks engine tools -name '*.cpp' -o -name '*.h' -o -name '*.c')
 # Test runs start hundreds of processes, which should share compiled bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
 .DELETE_ON_ERROR:
-.PHONY: demo test check sanitize arm64 soak containers breaking docs dist constraints bench format clean
+.PHONY: demo test check lint fast-tests sanitize arm64 soak containers breaking docs dist constraints bench format clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/baton demo
@@ -37,14 +37,21 @@ test: $(VENV)/.dev $(STUBS)
 	$(PYTEST) -m "not gpu and not containers" -n $(WORKERS) --max-worker-restart 0 \
 		--dist loadfile --no-loadscope-reorder
 
+# At the same time; each prints its output when it has ended.
 check: $(VENV)/.dev $(STUBS)
+	$(MAKE) --jobs 2 --output-sync --no-print-directory lint fast-tests
+
+lint: $(VENV)/.dev $(STUBS)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
 	$(BIN)/buf lint protos
 	$(BIN)/lint-imports
 	$(BIN)/mypy
-	$(PYTEST) -n $(WORKERS) -m "not slow and not gpu" tests/unit tests/properties
+
+# The property tests take longest: they start first, and idle workers take over the rest.
+fast-tests: $(VENV)/.dev $(STUBS)
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow and not gpu" tests/properties tests/unit
 
 sanitize: $(VENV)/.dev $(STUBS)
 	$(BIN)/python -m tools.sanitize_kernels -n $(WORKERS) --max-worker-restart 0

@@ -77,4 +77,5 @@ class CompletionBuilder:
         self.completion.text += self._stops.flush()
         self.completion.finish_reason = output.finish_reason
         self.completion.stop_token_id = output.stop_token_id
-        self.completion.error = output.error
+        if output.failure is not None:
+            self.completion.error = output.failure.reason

@@ -28,3 +28,7 @@ DECODE = Role(NodeRole.DECODE, build_services, speculates=True)
 def main(options: NodeOptions, around: Around = NO_NODE_DECORATORS) -> None:
     """Serve until SIGTERM or a Drain call. Raise a named error if the options cannot work."""
     run(DECODE, options, around)
+
+
+if __name__ == "__main__":
+    raise SystemExit("use `baton serve decode`, which has the options")

@@ -53,14 +53,14 @@ class DecodeServicer(node_pb2_grpc.DecodeServiceServicer):
         spec = decode_spec(order, CLIENT_ID, time.monotonic())
         is_first = True
         with (
-            self._tracing.record_call(context, handoff_from(order.handoff_id), spec) as trace,
+            self._tracing.record_call(context, handoff_from(order.handoff_id), spec) as timeline,
             self._ledger.open_entry(spec.request_id) as entry,
         ):
             async with aclosing(self._state.calls.stream_outputs(spec)) as outputs:
                 async for output in outputs:
                     is_first_or_last = is_first or output.finish_reason is not None
-                    if is_first_or_last:
-                        trace.record_output(output)
+                    if timeline is not None and is_first_or_last:
+                        timeline.note_output(output)
                     summary = self._summary(entry, output.served) if is_first_or_last else None
                     yield node_pb2.CallEvent(output=output_to(output), summary=summary)
                     is_first = False

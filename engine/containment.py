@@ -10,12 +10,12 @@ keep their tokens.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 from engine.errors import PassHookFailed
-from engine.plan import Plan, Runner, RunResult
-from engine.request import RequestId
+from engine.plan import Plan, RunResult
+from engine.request import Failure, FailureCause, RequestId
 from engine.scheduler.scheduler import Scheduler
 
 # If this many rows fail one after the other, with no success in between, the rows are not at
@@ -28,14 +28,14 @@ log = logging.getLogger(__name__)
 class Containment:
     """Runs plans. Raises the exception of a failed pass if no request is found to be at fault."""
 
-    def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
-        self._runner = runner
+    def __init__(self, run_pass: Callable[[Plan], RunResult], scheduler: Scheduler) -> None:
+        self._run_pass = run_pass
         self._scheduler = scheduler
         self._num_crashes_in_a_row = 0
 
     def run(self, plan: Plan) -> RunResult:
         try:
-            result = self._runner.run(plan)
+            result = self._run_pass(plan)
         except PassHookFailed as failure:
             raise failure.root from None
         except Exception as failure:
@@ -67,7 +67,7 @@ class Containment:
                 is_retry=True,
             )
             try:
-                _merge(self._runner.run(retry), into=result)
+                _merge(self._run_pass(retry), into=result)
                 self._num_crashes_in_a_row = 0
             except PassHookFailed as hook_failure:
                 raise hook_failure.root from None
@@ -82,7 +82,7 @@ class Containment:
     def _remove_rows(self, request_ids: Sequence[RequestId], failure: Exception) -> None:
         """Remove rows from the runner. Raises `failure` if even that fails."""
         try:
-            self._runner.run(Plan(dropped=tuple(request_ids), is_retry=True))
+            self._run_pass(Plan(dropped=tuple(request_ids), is_retry=True))
         except Exception:
             log.exception("the runner cannot remove the rows of a failed pass")
             raise failure from None
@@ -94,7 +94,8 @@ class Containment:
         if self._num_crashes_in_a_row >= MAX_CRASHES_IN_A_ROW:
             raise failure
         log.error("request %s ends: a pass of it alone fails", request_id, exc_info=error)
-        result.crashes[request_id] = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"
+        result.failures[request_id] = Failure(reason, FailureCause.PASS)
 
 
 def _halves(request_ids: Sequence[RequestId]) -> list[Sequence[RequestId]]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from engine.containment import Containment
 from engine.errors import EngineStopped
-from engine.plan import KvWorker, Runner, RunResult
+from engine.plan import KvWorker, Plan, Runner, RunResult
 from engine.request import OutputsByClient
 from engine.scheduler.scheduler import Scheduler
+from engine.step_observer import StepObserver, StepRecord
+from kv_transfer.records import TransferRecord
 from kv_transfer.types import NO_REPORTS, KvOrders, KvReports
 
 
@@ -22,11 +24,14 @@ class EngineCore:
         runner: Runner,
         kv_worker: KvWorker,
         clock: Callable[[], float] = time.monotonic,
+        observers: Sequence[StepObserver] = (),
     ) -> None:
         self.scheduler = scheduler
-        self._containment = Containment(runner, scheduler)
+        self._runner = runner
+        self._containment = Containment(self._run_pass, scheduler)
         self._kv_worker = kv_worker
         self._clock = clock
+        self._observers = observers
         self._made_progress = False
         self.failure: BaseException | None = None  # the exception that ended the engine
 
@@ -49,13 +54,33 @@ class EngineCore:
             raise EngineStopped(f"the engine stopped: {self.failure!r}") from self.failure
 
     def _step(self) -> OutputsByClient:
-        plan = self.scheduler.schedule(self._clock())
-        self._kv_worker.start(plan.kv_orders, self._clock())
+        began_s = self._clock()
+        plan = self.scheduler.schedule(began_s)
+        scheduled_s = self._clock()
+        self._kv_worker.start(plan.kv_orders, scheduled_s)
+        ordered_s = self._clock()
+        for observer in self._observers:
+            observer.note_plan(plan, ordered_s)
         run = self._containment.run(plan) if plan.concerns_runner else RunResult()
         now = self._clock()  # the pass may have taken seconds
         reports = self._kv_worker.poll(now)
+        polled_s = self._clock()
         self._made_progress = not plan.is_empty or reports != NO_REPORTS
-        return self.scheduler.update(plan, run, reports, now)
+        outputs = self.scheduler.update(plan, run, reports, now)
+        if self._observers:
+            times_s = (began_s, scheduled_s, ordered_s, now, polled_s, self._clock())
+            step = StepRecord(plan, times_s, reports, self._kv_worker.take_records())
+            for observer in self._observers:
+                observer.note_end(step)
+        return outputs
+
+    def _run_pass(self, plan: Plan) -> RunResult:
+        began_s = self._clock()
+        result = self._runner.run(plan)
+        ended_s = self._clock()
+        for observer in self._observers:
+            observer.note_pass(plan, began_s, ended_s)
+        return result
 
     def max_idle_s(self) -> float | None:
         """Return the time for which no step is needed unless an action is posted; None: no limit.
@@ -78,3 +103,6 @@ class NoKvWorker:
 
     def next_poll_s(self, now: float) -> float | None:
         return None
+
+    def take_records(self) -> tuple[TransferRecord, ...]:
+        return ()

@@ -12,7 +12,15 @@ from types import TracebackType
 
 from engine.core import EngineCore
 from engine.errors import EngineGone
-from engine.request import ClientId, EngineRequest, FinishReason, Output, RequestId
+from engine.request import (
+    ClientId,
+    EngineRequest,
+    Failure,
+    FailureCause,
+    FinishReason,
+    Output,
+    RequestId,
+)
 from engine.structured_output.compiler import GrammarCompiler
 from engine.structured_output.grammar import Grammar
 from engine.structured_output.params import FIELD
@@ -129,7 +137,8 @@ class EngineThread:
             log.exception("the engine stopped on an unexpected exception")
             with self._submit_lock:
                 self._failure = failure
-            self._fail_all(f"the engine stopped: {failure!r}")
+            reason = f"the engine stopped: {failure!r}"
+            self._fail_all(Failure(reason, FailureCause.ENGINE_STOPPED))
 
     def _run_once(self) -> None:
         self._run_posted_actions()
@@ -158,7 +167,8 @@ class EngineThread:
         try:
             self._core.scheduler.add(spec)
         except InvalidRequest as refusal:
-            self._deliver(spec.client_id, [_error_output(spec.request_id, str(refusal))])
+            failure = Failure(str(refusal), FailureCause.REQUEST)
+            self._deliver(spec.client_id, [_failed_output(spec.request_id, failure)])
 
     def _on_compiled(self, spec: EngineRequest, outcome: Grammar | InvalidRequest) -> None:
         """Called on any thread. The inbox is first in, first out: the request was added before."""
@@ -176,11 +186,11 @@ class EngineThread:
     def _stop(self) -> None:
         self._is_stopping = True
 
-    def _fail_all(self, reason: str) -> None:
+    def _fail_all(self, failure: Failure) -> None:
         for client_id, request_ids in self._core.scheduler.request_ids_by_client().items():
-            self._deliver(client_id, [_error_output(each, reason) for each in request_ids])
+            self._deliver(client_id, [_failed_output(each, failure) for each in request_ids])
         for spec in self._pending_requests():
-            self._deliver(spec.client_id, [_error_output(spec.request_id, reason)])
+            self._deliver(spec.client_id, [_failed_output(spec.request_id, failure)])
 
     def _pending_requests(self) -> Iterator[EngineRequest]:
         while True:
@@ -197,5 +207,5 @@ class EngineThread:
             raise EngineGone(f"the engine of this node has stopped: {reason}")
 
 
-def _error_output(request_id: RequestId, reason: str) -> Output:
-    return Output(request_id, 0, finish_reason=FinishReason.ERROR, error=reason)
+def _failed_output(request_id: RequestId, failure: Failure) -> Output:
+    return Output(request_id, 0, finish_reason=FinishReason.ERROR, failure=failure)

@@ -9,10 +9,6 @@ class EngineError(NamedError):
     """Base class of the engine's exceptions."""
 
 
-class NonFiniteLogits(EngineError):
-    """The model produced NaN or infinite logits for one request."""
-
-
 class EngineStopped(EngineError):
     """The engine has ended and accepts no requests."""
 

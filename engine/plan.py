@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.request import RequestId
+from engine.request import Failure, RequestId
 from engine.sampling import SamplingParams
 from engine.structured_output.grammar import Grammar
+from kv_transfer.records import TransferRecord
 from kv_transfer.types import BlockId, KvOrders, KvReports, TokenLogprobs
 
 
@@ -47,6 +48,7 @@ class Plan:
     started: tuple[PlanRow, ...] = ()
     new_block_ids: dict[RequestId, tuple[BlockId, ...]] = field(default_factory=dict)
     num_scheduled_tokens: dict[RequestId, int] = field(default_factory=dict)
+    num_prompt_tokens: int = 0  # prompt tokens among them; zero if `is_retry`
     # With speculation: the part of the token budget left for draft tokens of all rows.
     max_draft_tokens: int = 0
     kv_orders: KvOrders = KvOrders()
@@ -72,9 +74,7 @@ class RunResult:
     logprobs: dict[RequestId, list[TokenLogprobs]] = field(default_factory=dict)
     # Logprobs of the prompt tokens scheduled in this step; None for the first of a prompt.
     prompt_logprobs: dict[RequestId, list[TokenLogprobs | None]] = field(default_factory=dict)
-    errors: dict[RequestId, str] = field(default_factory=dict)  # instead of a token
-    refusals: dict[RequestId, str] = field(default_factory=dict)  # errors caused by the request
-    crashes: dict[RequestId, str] = field(default_factory=dict)  # rows that failed a whole pass
+    failures: dict[RequestId, Failure] = field(default_factory=dict)  # instead of a token
     # With speculation: number of proposed tokens. The accepted ones are in `token_ids`.
     num_proposed: dict[RequestId, int] = field(default_factory=dict)
 
@@ -94,4 +94,8 @@ class KvWorker(Protocol):
 
     def next_poll_s(self, now: float) -> float | None:
         """Return the time until the next `poll` is needed; None: not before the engine is woken."""
+        ...
+
+    def take_records(self) -> tuple[TransferRecord, ...]:
+        """Return the hand-offs that ended since the last call."""
         ...

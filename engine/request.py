@@ -64,6 +64,23 @@ class RequestStats:
     num_accepted_tokens: int = 0  # of the proposed ones
 
 
+class FailureCause(Enum):
+    """Cause of a request's failure. It decides whether the request can continue elsewhere."""
+
+    MODEL = "model"  # non-finite logits, or a logits processor that failed
+    REQUEST = "request"  # the request itself: it can never be served
+    PASS = "pass"  # every pass that contains the request fails
+    KV_LOST = "kv_lost"  # the KV of the prompt did not arrive
+    ENGINE_STOPPED = "engine_stopped"  # not the request: the engine has ended
+
+
+class Failure(NamedTuple):
+    """Reason why a request got no token and ends."""
+
+    reason: str
+    cause: FailureCause = FailureCause.MODEL
+
+
 class Output(NamedTuple):
     """Output of one request in one step. A named tuple, since a step may create a thousand."""
 
@@ -74,12 +91,9 @@ class Output(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the stop token that ended the request, if any
-    error: str | None = None
-    is_refused: bool = False  # the error is a fault of the request itself
+    failure: Failure | None = None  # set together with FinishReason.ERROR
     served: RequestStats | None = None  # set together with finish_reason
-    has_crashed: bool = False  # the error: every pass that contains the request fails
     first_prompt_index: int = 0  # index of prompt_logprobs[0] in the prompt's tokens
-    is_kv_lost: bool = False  # the error: the KV of the prompt did not arrive
 
 
 OutputsByClient = dict[ClientId, list[Output]]  # of one step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -60,32 +60,41 @@ class SamplingParams:
         self._check_token_ids()
         self._check_form()
 
+    # NaN fails every comparison, so it is refused, too.
+
     def _check_limits(self) -> None:
-        _check("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
-        _check("min_tokens", self.min_tokens, self.min_tokens >= 0, "at least 0")
-        in_order = self.min_tokens <= self.max_tokens
-        _check("min_tokens", self.min_tokens, in_order, f"at most max_tokens ({self.max_tokens})")
+        if not self.max_tokens >= 1:
+            raise _invalid("max_tokens", self.max_tokens, "at least 1")
+        if not self.min_tokens >= 0:
+            raise _invalid("min_tokens", self.min_tokens, "at least 0")
+        if not self.min_tokens <= self.max_tokens:
+            raise _invalid("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
-            allowed = count is None or 0 <= count <= MAX_LOGPROBS
-            _check(name, count, allowed, f"from 0 to {MAX_LOGPROBS}, or left out")
+            if count is not None and not 0 <= count <= MAX_LOGPROBS:
+                raise _invalid(name, count, f"from 0 to {MAX_LOGPROBS}, or left out")
 
     def _check_shape_of_distribution(self) -> None:
-        _check("temperature", self.temperature, 0 <= self.temperature <= 100, "from 0 to 100")
-        _check("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1")
-        _check("top_k", self.top_k, self.top_k >= 0, "at least 0 (0 keeps all tokens)")
-        _check("min_p", self.min_p, 0 <= self.min_p <= 1, "from 0 to 1")
+        if not 0 <= self.temperature <= 100:
+            raise _invalid("temperature", self.temperature, "from 0 to 100")
+        if not 0 < self.top_p <= 1:
+            raise _invalid("top_p", self.top_p, "above 0 and at most 1")
+        if not self.top_k >= 0:
+            raise _invalid("top_k", self.top_k, "at least 0 (0 keeps all tokens)")
+        if not 0 <= self.min_p <= 1:
+            raise _invalid("min_p", self.min_p, "from 0 to 1")
 
     def _check_penalties(self) -> None:
-        positive = 0 < self.repetition_penalty < math.inf
-        _check("repetition_penalty", self.repetition_penalty, positive, "above 0 and finite")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise _invalid("repetition_penalty", self.repetition_penalty, "above 0 and finite")
         for name in ("presence_penalty", "frequency_penalty"):
             penalty = getattr(self, name)
-            _check(name, penalty, -2 <= penalty <= 2, "from -2 to 2")
+            if not -2 <= penalty <= 2:
+                raise _invalid(name, penalty, "from -2 to 2")
         _check_count("logit_bias", len(self.logit_bias), MAX_LOGIT_BIASES)
         for token_id, bias in self.logit_bias.items():
             if not -100 <= bias <= 100:
-                _check(f"logit_bias[{token_id}]", bias, is_valid=False, expected="from -100 to 100")
+                raise _invalid(f"logit_bias[{token_id}]", bias, "from -100 to 100")
 
     def _check_token_ids(self) -> None:
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
@@ -99,7 +108,8 @@ class SamplingParams:
         _check_count("allowed_token_ids", len(allowed), MAX_LISTED_TOKEN_IDS)
         banned = chain(self.banned_token_ids, chain.from_iterable(self.banned_sequences))
         lowest = min(chain(self.stop_token_ids, banned, allowed, self.logit_bias), default=0)
-        _check("token id", lowest, lowest >= 0, "at least 0")
+        if lowest < 0:
+            raise _invalid("token id", lowest, "at least 0")
 
     def _check_banned_sequences(self) -> None:
         """Check the limits, which exist because every sequence is compared at every token."""
@@ -143,8 +153,8 @@ class SamplingDefaults:
 
     @property
     def given(self) -> dict[str, float | int]:
-        values = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return {name: value for name, value in values if value is not None}
+        values = {name: getattr(self, name) for name in self.__slots__}
+        return {name: value for name, value in values.items() if value is not None}
 
     def params(self, **chosen: Any) -> SamplingParams:
         """Build parameters from `chosen` and, for the rest, the defaults. Raises InvalidRequest."""
@@ -159,7 +169,5 @@ def _check_count(name: str, count: int, limit: int) -> None:
         raise InvalidRequest(f"{name} has {count} token ids; at most {limit} are allowed", name)
 
 
-def _check(name: str, value: object, is_valid: bool, expected: str) -> None:
-    # NaN fails every comparison, so it is rejected, too.
-    if not is_valid:
-        raise InvalidRequest(f"{name} is {value}; it must be {expected}", name.partition("[")[0])
+def _invalid(name: str, value: object, expected: str) -> InvalidRequest:
+    return InvalidRequest(f"{name} is {value}; it must be {expected}", name.partition("[")[0])

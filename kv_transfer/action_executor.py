@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from kv_transfer.link import Link
 from kv_transfer.pairs import Pairs, PeerPair
-from kv_transfer.peer_lifecycle import PeerLifecycle
 from kv_transfer.poll_interval import PollInterval
 from kv_transfer.protocol.actions import (
     BreakLink,
     CancelWrites,
     CheckDigest,
-    DigestLanded,
-    DigestSent,
+    DigestBlocks,
     ExpectWrites,
     PairAction,
     PostWrite,
@@ -34,22 +32,20 @@ class ActionExecutor:
         receiver: Receiver,
         sender: Sender,
         pairs: Pairs,
-        meetings: PeerLifecycle,
         link: Link,
         digests: Digests,
         ledger: TransferLedger,
-        pace: PollInterval,
+        poll_interval: PollInterval,
         *,
         is_one_sided: bool,
     ) -> None:
         self._receiver = receiver
         self._sender = sender
         self._pairs = pairs
-        self._peer_lifecycle = meetings
         self._link = link
         self._digests = digests
         self._ledger = ledger
-        self._pace = pace
+        self._poll_interval = poll_interval
         self._is_one_sided = is_one_sided
 
     def execute_all(self, now: float) -> None:
@@ -59,51 +55,45 @@ class ActionExecutor:
             if not actions:
                 return
             for action in actions:
-                self._perform(action, now)
+                self._execute(action, now)
 
-    def _perform(self, action: ReceiverAction | SenderAction, now: float) -> None:
-        if isinstance(action, CheckDigest):
-            is_good = self._digests.matches(action.handoff_id, action.block_ids, action.digest)
-            self._receiver.checked(action.handoff_id, is_good=is_good)
-        elif isinstance(action, DigestLanded):
-            self._digests.add_landed(action.handoff_id, action.block_ids)
-        elif isinstance(action, BreakLink):
-            self._peer_lifecycle.cut(action.link_id, action.reason, now)
-        else:
-            self._execute_on_pair(action, now)
+    def _execute(self, action: ReceiverAction | SenderAction, now: float) -> None:
+        match action:
+            case CheckDigest(handoff_id, block_ids, digest):
+                is_good = self._digests.matches(handoff_id, block_ids, digest)
+                self._receiver.checked(handoff_id, is_good=is_good)
+            case DigestBlocks(handoff_id, block_ids):
+                self._digests.add(handoff_id, block_ids)
+            case BreakLink(link_id, reason):
+                self._pairs.cut(link_id, reason, now)
+            case _:
+                pair = self._pairs.get(action.link_id)
+                if pair is not None:  # else an earlier action cut the pair
+                    self._execute_on_pair(pair, action, now)
 
-    def _execute_on_pair(self, action: PairAction, now: float) -> None:
-        pair = self._pairs.get(action.link_id)
-        if pair is None:
-            return  # an earlier action cut the pair
+    def _execute_on_pair(self, pair: PeerPair, action: PairAction, now: float) -> None:
         match action:
             case SendMessage(link_id, message):
                 self._link.send(link_id, message)
             case ExpectWrites(_, ticket, block_ids):
                 # If P holds computed blocks, they are written before its first Writing arrives.
-                self._pace.burst(now)
+                self._poll_interval.burst(now)
                 pair.channel.expect(ticket, block_ids)
             case CancelWrites(_, ticket):
                 pair.channel.cancel(ticket)
-            case PostWrite():
-                self._post(pair, action, now)
-            case DigestSent(_, handoff_id, block_ids):
-                self._digests.add_sent(handoff_id, block_ids)
+            case PostWrite(_, handoff_id, write):
+                self._poll_interval.burst(now)
+                with self._ledger.posting(handoff_id, write, pair.node_id):
+                    pair.channel.post(write)
             case SendDone():
                 self._announce(pair, action, now)
-
-    def _post(self, pair: PeerPair, post: PostWrite, now: float) -> None:
-        self._pace.burst(now)
-        peer = pair.peer.node_id if pair.peer is not None else None
-        with self._ledger.posting(post.handoff_id, post.write, peer):
-            pair.channel.post(post.write)
 
     def _announce(self, pair: PeerPair, announce: SendDone, now: float) -> None:
         """Send Done. On a one-sided transport it follows the data, and a Writing wakes D."""
         complete = announce.complete
-        digest = self._digests.take_sent_digest(complete.handoff_id)
+        digest = self._digests.take(complete.handoff_id)
         done = Done(complete.handoff_id, complete.num_tokens, complete.first_token, digest)
-        self._pace.linger(now)
+        self._poll_interval.linger(now)
         if self._is_one_sided:
             pair.channel.notify(announce.ticket, note_of(done))
             self._link.send(pair.link_id, Writing(complete.handoff_id))

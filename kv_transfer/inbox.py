@@ -15,6 +15,8 @@ from kv_transfer.protocol.messages import LinkMessage, Renew, Renewed
 
 
 class Inbox:
+    """Implements LinkEvents."""
+
     def __init__(self, link: Link, config: KvWorkerConfig, clock: Callable[[], float]) -> None:
         self._link = link
         self._busy_s = config.busy_s

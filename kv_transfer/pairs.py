@@ -1,17 +1,22 @@
-"""Registry of the node's pairs: the channel and the Hello of each linked peer.
+"""The node's pairs with its peers: dialled, accepted, cut, and redialled to end fences.
 
 In a dialled pair this node receives (it is D), in an accepted one it sends (it is P). Each link
 has its own channel, opened before Hello and destroyed when the pair is cut. Neither is reused.
+Both state machines are notified in the order that keeps blocks safe.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
+from kv_transfer.config import KvWorkerConfig
 from kv_transfer.errors import PeerUnreachable
 from kv_transfer.link import Link, LinkId
 from kv_transfer.protocol.messages import Closed, Fingerprint, Hello, Region, find_mismatch
+from kv_transfer.protocol.receiver import Receiver
+from kv_transfer.protocol.sender import Sender
 from kv_transfer.transports.base import Channel, Transport
 from kv_transfer.types import BlockId, Incarnation, NodeId
 
@@ -33,51 +38,60 @@ class PeerPair:
     link_id: LinkId
     channel: Channel
     last_message_s: float  # time of the peer's last message, or of dialling
-    address: str | None = None  # dialled address; None if accepted
+    address: str = ""  # dialled address; empty if accepted
     peer: Hello | None = None
 
     @property
     def is_dialled(self) -> bool:
-        return self.address is not None
+        return bool(self.address)
+
+    @property
+    def node_id(self) -> NodeId | None:
+        return self.peer.node_id if self.peer is not None else None
 
     def has_blocks(self, block_ids: tuple[BlockId, ...]) -> bool:
         """Return whether all these blocks are inside the peer's region."""
         return self.peer is not None and max(block_ids, default=-1) < self.peer.region.num_blocks
 
 
-@dataclass(frozen=True, slots=True)
-class CutPair:
-    """Pair whose local end is destroyed while the peer's may still exist."""
-
-    link_id: LinkId
-    address: str
-    node_id: NodeId
-    channel: Channel  # closed; `is_peer_gone` remains valid
-
-
 class Pairs:
     def __init__(
-        self, identity: Identity, region: Region, transport: Transport, link: Link
+        self,
+        identity: Identity,
+        region: Region,
+        transport: Transport,
+        link: Link,
+        receiver: Receiver,
+        sender: Sender,
+        config: KvWorkerConfig,
     ) -> None:
-        self._identity = identity
-        self._region = region
+        self._hello = Hello(
+            identity.node_id,
+            identity.incarnation,
+            identity.fingerprint,
+            region,
+            transport.name,
+            metadata=b"",
+        )
         self._transport = transport
         self._link = link
+        self._receiver = receiver
+        self._sender = sender
+        self._silence_s = config.receiver.silence_s
+        self._redial_s = config.redial_s
+        self._redialled_s = float("-inf")
         self._pairs: dict[LinkId, PeerPair] = {}
         self._link_by_address: dict[str, LinkId] = {}
-        self._cut: dict[LinkId, CutPair] = {}
+        # Cut pairs whose peer may still write. Their channels are closed; `is_peer_gone` is valid.
+        self._fenced: dict[LinkId, PeerPair] = {}
         self.num_cut = 0
+        self.num_dropped = 0  # messages of unknown links, and second Hellos
 
     def get(self, link_id: LinkId) -> PeerPair | None:
         return self._pairs.get(link_id)
 
     def __iter__(self) -> Iterator[PeerPair]:
         return iter(list(self._pairs.values()))
-
-    @property
-    def has_cut_pairs(self) -> bool:
-        """Return whether blocks are fenced because a cut peer may still write."""
-        return bool(self._cut)
 
     def get_or_dial(self, address: str, now: float) -> LinkId:
         """Return the link to this peer, dialling it if needed. Raise PeerUnreachable."""
@@ -93,88 +107,103 @@ class Pairs:
         link_id = self._link.dial(address)
         self._pairs[link_id] = PeerPair(link_id, channel, now, address)
         self._link_by_address[address] = link_id
-        self._link.send(link_id, self._hello(channel.metadata))
+        self._link.send(link_id, replace(self._hello, metadata=channel.metadata))
         return link_id
 
-    def complete_dial(self, link_id: LinkId, theirs: Hello) -> PeerPair:
-        """Handle the peer's reply to our Hello. Raise PeerUnreachable if incompatible."""
-        pair = self._pairs[link_id]
-        self._check_compatible(theirs)
-        pair.channel.connect(theirs.metadata, theirs.region)
-        pair.peer = theirs
-        return pair
+    def handle_hello(self, link_id: LinkId, hello: Hello, now: float) -> None:
+        pair = self._pairs.get(link_id)
+        if pair is None:
+            self._accept(link_id, hello, now)
+        elif pair.peer is None:
+            self._complete_dial(pair, hello, now)
+        else:
+            self.num_dropped += 1
 
-    def accept(self, link_id: LinkId, theirs: Hello, now: float) -> PeerPair:
-        """Connect the data path to a peer that dialled us, and reply. Raise PeerUnreachable.
+    def handle_closed(self, link_id: LinkId, closed: Closed, now: float) -> None:
+        self.cut(link_id, f"closed by the peer: {closed.reason}", now)
+        self._end_fence(link_id)
 
-        The reply confirms that all older pairs with this peer are cut, so the caller must cut
-        those (`list_accepted_from`) first.
+    def cut(self, link_id: LinkId, reason: str, now: float) -> None:
+        """Cut a pair. The local end is destroyed first, because blocks are released after that."""
+        pair = self._pairs.pop(link_id, None)
+        if pair is None:
+            return
+        self.num_cut += 1
+        self._link_by_address.pop(pair.address, None)
+        pair.channel.close()
+        self._close_link(link_id, reason)
+        # Without a Hello no grant was sent, so there are no writes.
+        writes_stopped = pair.peer is None or pair.channel.close_stops_writes
+        self._receiver.handle_link_cut(link_id, reason, now, writes_stopped=writes_stopped)
+        self._sender.handle_link_cut(link_id, reason)
+        if self._receiver.has_fenced_blocks(link_id):
+            self._fenced[link_id] = pair
+
+    def tick(self, now: float) -> None:
+        """Cut links without a Hello, release the blocks of dead peers, and redial cut peers."""
+        for pair in self:
+            if pair.peer is None and now >= pair.last_message_s + self._silence_s:
+                self.cut(pair.link_id, "the prefill node did not reply to Hello", now)
+        for pair in list(self._fenced.values()):
+            if pair.channel.is_peer_gone():
+                self._end_fence(pair.link_id)
+        if self._fenced and now >= self._redialled_s + self._redial_s:
+            self._redialled_s = now
+            self._redial(now)
+
+    def _redial(self, now: float) -> None:
+        """Dial all cut peers. Their blocks stay fenced until they reply or die."""
+        # If the local transport cannot open a channel, the next tick tries again.
+        with suppress(PeerUnreachable):
+            for pair in self._fenced.values():
+                self.get_or_dial(pair.address, now)
+
+    def _accept(self, link_id: LinkId, theirs: Hello, now: float) -> None:
+        """Connect the data path to a peer that dialled this node, and reply.
+
+        The reply confirms that all older pairs with this peer are cut.
         """
+        for older in self:
+            if not older.is_dialled and older.node_id == theirs.node_id:
+                self.cut(older.link_id, f"{theirs.node_id} has dialled again", now)
         try:
             self._check_compatible(theirs)
             channel = self._transport.open()
             channel.connect(theirs.metadata, theirs.region)
-        except PeerUnreachable:
+        except PeerUnreachable as error:
             # The peer finds the mismatch itself by comparing our Hello.
-            self._link.send(link_id, self._hello(b""))
-            raise
-        pair = PeerPair(link_id, channel, now, peer=theirs)
-        self._pairs[link_id] = pair
-        self._link.send(link_id, self._hello(channel.metadata))
-        return pair
+            self._link.send(link_id, self._hello)
+            self._close_link(link_id, str(error))
+            return
+        self._pairs[link_id] = PeerPair(link_id, channel, now, peer=theirs)
+        self._link.send(link_id, replace(self._hello, metadata=channel.metadata))
+        self._sender.link_up(link_id)
 
-    def refuse(self, link_id: LinkId, reason: str) -> None:
-        """Close a link that never became a pair."""
+    def _complete_dial(self, pair: PeerPair, theirs: Hello, now: float) -> None:
+        """Connect the data path to a peer that replied to our Hello."""
+        # P cut its older ends before it replied, or it is a new process.
+        for older in list(self._fenced.values()):
+            if older.node_id == theirs.node_id:
+                self._end_fence(older.link_id)
+        try:
+            self._check_compatible(theirs)
+            pair.channel.connect(theirs.metadata, theirs.region)
+        except PeerUnreachable as error:
+            self.cut(pair.link_id, str(error), now)
+            return
+        pair.peer = theirs
+        self._receiver.link_up(pair.link_id, now)
+
+    def _end_fence(self, link_id: LinkId) -> None:
+        """Release the fenced blocks of a pair whose ends are both destroyed."""
+        self._receiver.handle_peer_cut(link_id)
+        self._fenced.pop(link_id, None)
+
+    def _close_link(self, link_id: LinkId, reason: str) -> None:
         self._link.send(link_id, Closed(reason))
         self._link.close(link_id)
-
-    def cut(self, link_id: LinkId, reason: str) -> PeerPair | None:
-        """Destroy the local end, then send Closed. The link is not used again."""
-        pair = self._pairs.pop(link_id, None)
-        if pair is None:
-            return None
-        self.num_cut += 1
-        pair.channel.close()
-        self._link.send(link_id, Closed(reason))
-        self._link.close(link_id)
-        if pair.address is not None:
-            del self._link_by_address[pair.address]
-            if pair.peer is not None:
-                self._cut[link_id] = CutPair(link_id, pair.address, pair.peer.node_id, pair.channel)
-        return pair
-
-    def list_accepted_from(self, node_id: NodeId) -> list[PeerPair]:
-        return [
-            pair
-            for pair in self
-            if not pair.is_dialled and pair.peer is not None and pair.peer.node_id == node_id
-        ]
-
-    def list_unanswered(self, since_s: float) -> list[PeerPair]:
-        """Return the pairs without a Hello whose peer has sent nothing since `since_s`."""
-        return [pair for pair in self if pair.peer is None and pair.last_message_s <= since_s]
-
-    def list_cut_from(self, node_id: NodeId) -> list[CutPair]:
-        return [pair for pair in self._cut.values() if pair.node_id == node_id]
-
-    def list_cut(self) -> list[CutPair]:
-        return list(self._cut.values())
-
-    def forget_cut(self, link_id: LinkId) -> None:
-        self._cut.pop(link_id, None)
 
     def _check_compatible(self, theirs: Hello) -> None:
-        reason = find_mismatch(self._hello(b""), theirs)
+        reason = find_mismatch(self._hello, theirs)
         if reason is not None:
             raise PeerUnreachable(reason)
-
-    def _hello(self, metadata: bytes) -> Hello:
-        identity = self._identity
-        return Hello(
-            identity.node_id,
-            identity.incarnation,
-            identity.fingerprint,
-            self._region,
-            self._transport.name,
-            metadata,
-        )

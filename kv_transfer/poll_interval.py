@@ -32,17 +32,13 @@ class PollInterval:
 
     def next_poll_s(self, now: float) -> float | None:
         """Return the delay until the next poll; None: only after the next message."""
-        delays = [self._poll_interval_s(now)]
-        ticks = [self._receiver.next_tick_s(), self._sender.next_tick_s()]
-        delays += [max(tick - now, self._config.tick_s) for tick in ticks if tick is not None]
-        return min((delay for delay in delays if delay is not None), default=None)
-
-    def _poll_interval_s(self, now: float) -> float | None:
-        is_writing = any(incoming.is_writing for incoming in self._receiver.incoming())
-        states = {incoming.state for incoming in self._receiver.incoming()}
-        is_awaiting = bool(states - {IncomingState.WAITING})
-        if now < self._bursts_until_s and (is_awaiting or self._sender.has_flights):
+        incoming = list(self._receiver.incoming())
+        is_granted = any(one.state is not IncomingState.WAITING for one in incoming)
+        if now < self._bursts_until_s and (is_granted or self._sender.has_flights):
             return self._config.burst_poll_s
-        if is_writing or self._sender.has_flights or now < self._lingers_until_s:
+        is_writing = self._sender.has_flights or any(one.is_writing for one in incoming)
+        if is_writing or now < self._lingers_until_s:
             return self._config.poll_s
-        return self._config.idle_poll_s if is_awaiting else None
+        if is_granted:
+            return self._config.idle_poll_s
+        return self._config.tick_s if incoming or self._sender.has_sends else None

@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 from kv_transfer.protocol.memory_runs import layer_bytes_range
 from kv_transfer.transports.base import Write
-from kv_transfer.types import HandoffId, NodeId
+from kv_transfer.types import (
+    Complete,
+    HandoffId,
+    KvOrders,
+    NodeId,
+    Send,
+    SendLayers,
+    Withdraw,
+)
 
 MAX_UNCOLLECTED_RECORDS = 10_000  # the oldest records are dropped if they are not collected
 
@@ -20,9 +28,12 @@ class TransferRole(Enum):
     RECEIVED = "received"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TransferRecord:
-    """One hand-off as seen by one node. Times are its monotonic seconds; None: not reached."""
+    """One hand-off as seen by one node. Times are its monotonic seconds; None: not reached.
+
+    The ledger updates a record until its hand-off has ended.
+    """
 
     handoff_id: HandoffId
     role: TransferRole
@@ -63,70 +74,68 @@ class TransferLedger:
         self._clock = clock
         self._block_bytes = block_bytes
         self._open: dict[HandoffId, TransferRecord] = {}
-        self._write_by_id: dict[int, tuple[HandoffId, int]] = {}
         self._closed: deque[TransferRecord] = deque(maxlen=MAX_UNCOLLECTED_RECORDS)
 
-    def begin(self, handoff_id: HandoffId, role: TransferRole, num_blocks: int = 0) -> None:
+    def begin(self, orders: KvOrders) -> None:
+        """Open a record for each hand-off that these orders name first."""
+        for receive in orders.receives:
+            self._begin(receive.handoff_id, TransferRole.RECEIVED, len(receive.block_ids))
+        sends: tuple[Send | Complete | SendLayers | Withdraw, ...] = (
+            *orders.sends,
+            *orders.completes,
+            *orders.layer_sends,
+            *orders.withdraws,
+        )
+        for send in sends:
+            self._begin(send.handoff_id, TransferRole.SENT)
+
+    def _begin(self, handoff_id: HandoffId, role: TransferRole, num_blocks: int = 0) -> None:
         if handoff_id not in self._open:
             self._open[handoff_id] = TransferRecord(
                 handoff_id, role, self._transport, self._clock(), num_blocks=num_blocks
             )
 
     def note_computed(self, handoff_id: HandoffId) -> None:
-        record = self._open.get(handoff_id)
-        if record is not None:
-            self._open[handoff_id] = replace(record, computed_s=self._clock())
+        self._open[handoff_id].computed_s = self._clock()
 
     @contextmanager
     def posting(self, handoff_id: HandoffId, write: Write, peer: NodeId | None) -> Iterator[None]:
         """Time the transport's `post`, which may do the whole write at once, and record it."""
         began_s = self._clock()
         yield
-        self._posted(handoff_id, write, peer, began_s)
-
-    def _posted(
-        self, handoff_id: HandoffId, write: Write, peer: NodeId | None, began_s: float
-    ) -> None:
         record = self._open.get(handoff_id)
         if record is None:
             return
-        layers = write.layers
-        num_bytes = len(write.sources) * len(layer_bytes_range(self._block_bytes, layers))
-        is_last_part = layers is None or layers.end == layers.of
-        self._write_by_id[write.write_id] = (handoff_id, num_bytes)
-        self._open[handoff_id] = replace(
-            record,
-            peer=peer,
-            num_blocks=record.num_blocks + is_last_part * len(write.sources),
-            num_bytes=record.num_bytes + num_bytes,
-            num_writes=record.num_writes + 1,
-            num_descriptors=record.num_descriptors + _num_runs(write),
-            first_post_s=began_s if record.first_post_s is None else record.first_post_s,
-            post_s=record.post_s + self._clock() - began_s,
-        )
+        layer_bytes = len(layer_bytes_range(self._block_bytes, write.layers))
+        record.peer = peer
+        if write.layers is None or write.layers.end == write.layers.of:
+            record.num_blocks += len(write.sources)
+        record.num_bytes += len(write.sources) * layer_bytes
+        record.num_writes += 1
+        record.num_descriptors += _num_runs(write)
+        if record.first_post_s is None:
+            record.first_post_s = began_s
+        record.post_s += self._clock() - began_s
 
-    def written(self, write_id: int) -> None:
-        handoff_id, num_bytes = self._write_by_id.pop(write_id, (None, 0))
-        record = self._open.get(handoff_id) if handoff_id is not None else None
+    def written(self, handoff_id: HandoffId, num_bytes: int) -> None:
+        record = self._open.get(handoff_id)
         if record is None:
             return
-        early = num_bytes if record.computed_s is None else 0
-        num_early = record.num_bytes_written_early + early
-        self._open[record.handoff_id] = replace(
-            record, last_written_s=self._clock(), num_bytes_written_early=num_early
-        )
+        record.last_written_s = self._clock()
+        if record.computed_s is None:
+            record.num_bytes_written_early += num_bytes
 
     def landed(self, handoff_id: HandoffId) -> None:
         record = self._open.get(handoff_id)
         if record is not None:
-            num_bytes = record.num_blocks * self._block_bytes
-            self._open[handoff_id] = replace(record, num_bytes=num_bytes)
-            self.end(handoff_id, "done")
+            record.num_bytes = record.num_blocks * self._block_bytes
+        self.end(handoff_id, "done")
 
     def end(self, handoff_id: HandoffId, outcome: str) -> None:
         record = self._open.pop(handoff_id, None)
         if record is not None:
-            self._closed.append(replace(record, outcome=outcome, ended_s=self._clock()))
+            record.outcome, record.ended_s = outcome, self._clock()
+            self._closed.append(record)
 
     def take(self) -> tuple[TransferRecord, ...]:
         taken = tuple(self._closed)

@@ -1,8 +1,7 @@
 """KV worker: executes the actions of the two state machines on a control link and a transport.
 
-`deliver`, `lost` and `pulse` are thread-safe: they queue messages for the engine thread, which the
-caller wakes afterwards, and send keep-alives during long forward passes. Everything else runs
-on the engine thread and never blocks, except for layer fences.
+The control link delivers messages to `inbox`, from any thread. Everything else runs on the engine
+thread and never blocks, except for layer fences.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 from kv_transfer.action_executor import ActionExecutor
@@ -20,7 +19,6 @@ from kv_transfer.fence import PASSED, Fence, FencedLayers
 from kv_transfer.inbox import Inbox
 from kv_transfer.link import Link, LinkId
 from kv_transfer.pairs import Identity, Pairs, PeerPair
-from kv_transfer.peer_lifecycle import PeerLifecycle
 from kv_transfer.poll_interval import PollInterval
 from kv_transfer.protocol.digest import Digests, ReadBlocks
 from kv_transfer.protocol.done_message import decode_done
@@ -31,12 +29,11 @@ from kv_transfer.protocol.messages import (
     Hello,
     LinkMessage,
     Region,
-    Renewed,
     Writing,
 )
 from kv_transfer.protocol.receiver import Receiver
 from kv_transfer.protocol.sender import Sender
-from kv_transfer.records import TransferLedger, TransferRecord, TransferRole
+from kv_transfer.records import TransferLedger, TransferRecord
 from kv_transfer.transports.base import (
     Arrived,
     BlocksLanded,
@@ -47,7 +44,7 @@ from kv_transfer.transports.base import (
     WriteFailed,
     Written,
 )
-from kv_transfer.types import HandoffId, KvOrders, KvReports, Lost, NodeId, Receive
+from kv_transfer.types import HandoffId, KvOrders, KvReports, NodeId, Receive
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +63,7 @@ class KvCounters:
 
 
 class KvTransferWorker:
-    """Implements KvWorker for the engine and LinkEvents for the control link."""
+    """Implements KvWorker for the engine. Its `inbox` implements LinkEvents."""
 
     def __init__(
         self,
@@ -81,32 +78,27 @@ class KvTransferWorker:
         self._config = config = config or KvWorkerConfig()
         self._region = region
         self._transport = transport
-        self._pairs = Pairs(identity, region, transport, link)
+        self._clock = clock
         self._receiver = Receiver(config.receiver, is_one_sided=transport.is_one_sided)
         num_layers = identity.fingerprint.num_layers
         self._sender = Sender(region.block_bytes, config.sender, num_layers)
         self._has_whole_layers = region.block_bytes % num_layers == 0
-        self._peer_lifecycle = PeerLifecycle(
-            self._pairs, self._receiver, self._sender, config.redial_s
-        )
+        self._pairs = Pairs(identity, region, transport, link, self._receiver, self._sender, config)
         self._ledger = TransferLedger(transport.name, region.block_bytes, clock)
         self._digests = Digests(region, is_on=config.verify, read_blocks=read_blocks)
-        self._inbox = Inbox(link, config, clock)
-        self._pace = PollInterval(config, self._receiver, self._sender)
+        self.inbox = Inbox(link, config, clock)
+        self._poll_interval = PollInterval(config, self._receiver, self._sender)
         self._executor = ActionExecutor(
             self._receiver,
             self._sender,
             self._pairs,
-            self._peer_lifecycle,
             link,
             self._digests,
             self._ledger,
-            self._pace,
+            self._poll_interval,
             is_one_sided=transport.is_one_sided,
         )
         self._layers = FencedLayers()
-        self._failed_at_once: list[Lost] = []
-        self._num_dropped = 0
 
     def __enter__(self) -> KvTransferWorker:
         return self
@@ -118,19 +110,8 @@ class KvTransferWorker:
         trace: TracebackType | None,
     ) -> None:
         for pair in self._pairs:
-            self._pairs.cut(pair.link_id, "the node is closing")
+            self._pairs.cut(pair.link_id, "the node is closing", self._clock())
         self._transport.close()
-
-    # --- LinkEvents: any thread ----------------------------------------------------------
-
-    def deliver(self, link_id: LinkId, message: LinkMessage) -> None:
-        self._inbox.deliver(link_id, message)
-
-    def lost(self, link_id: LinkId, reason: str) -> None:
-        self._inbox.lost(link_id, reason)
-
-    def pulse(self) -> None:
-        self._inbox.pulse()
 
     # --- KvWorker: the engine thread -------------------------------------------------------
 
@@ -138,26 +119,22 @@ class KvTransferWorker:
         # The previous pass must have written its blocks before they are sent or granted.
         self._wait_for_layers(now)
         self._read_inbox(now)
+        self._ledger.begin(orders)
         for receive in orders.receives:
             self._receive(receive, now)
         for revoke in orders.revokes:
             self._receiver.revoke(revoke.handoff_id, now)
         for send in orders.sends:
-            self._ledger.begin(send.handoff_id, TransferRole.SENT)
             self._sender.send(send, now)
         for complete in orders.completes:
-            self._ledger.begin(complete.handoff_id, TransferRole.SENT)
             self._ledger.note_computed(complete.handoff_id)
             self._sender.complete(complete, now)
         # Blocks that cannot be split by layer are sent whole by the Send after the pass.
         for layer_send in orders.layer_sends if self._has_whole_layers else ():
-            self._ledger.begin(layer_send.handoff_id, TransferRole.SENT)
             self._sender.send_layers(layer_send, now)
         for withdraw in orders.withdraws:
-            self._ledger.begin(withdraw.handoff_id, TransferRole.SENT)
             self._sender.withdraw(withdraw, now)
-        self._execute_actions(now)
-        self._inbox.set_keep_alives(self._receiver.renewals())
+        self._finish_turn(now)
 
     def layer_done(self, layer: int, now: float, fence: Fence = PASSED) -> None:
         """Record that the pass has launched `layer`. It is sent once `fence` has passed."""
@@ -179,34 +156,25 @@ class KvTransferWorker:
         for pair in self._pairs:
             for event in pair.channel.poll():
                 self._handle_event(pair, event, now)
-                self._execute_actions(now)
+                self._executor.execute_all(now)
         self._sender.report_progress()
-        self._execute_actions(now)
-        if self._pace.is_tick_due(now):
-            self._tick(now)
-            self._execute_actions(now)
-            self._inbox.set_keep_alives(self._receiver.renewals())
+        if self._poll_interval.is_tick_due(now):
+            self._receiver.tick(now)
+            self._sender.tick(now)
+            self._pairs.tick(now)
+        self._finish_turn(now)
 
     def poll(self, now: float) -> KvReports:
         self.progress(now)
-        reports, finished = self._receiver.take_reports(), self._sender.take_finished()
-        failed_at_once, self._failed_at_once = tuple(self._failed_at_once), []
-        self._close_records(reports, finished)
-        return KvReports(
-            finished_recving=reports.finished_recving,
-            failed_recving=reports.failed_recving + failed_at_once,
-            released=reports.released + tuple(lost.handoff_id for lost in failed_at_once),
-            finished_sending=finished,
+        reports = replace(
+            self._receiver.take_reports(), finished_sending=self._sender.take_finished()
         )
+        self._close_records(reports)
+        return reports
 
     def next_poll_s(self, now: float) -> float | None:
-        """Return the delay until `poll` is due; None: only after `deliver` or `lost`."""
-        if self._inbox:
-            return 0.0
-        delays = [self._pace.next_poll_s(now)]
-        if self._pairs.has_cut_pairs:
-            delays.append(self._config.redial_s)
-        return min((delay for delay in delays if delay is not None), default=None)
+        """Return the delay until `poll` is due; None: only after a message in the inbox."""
+        return 0.0 if self.inbox else self._poll_interval.next_poll_s(now)
 
     def connect(self, address: str, now: float) -> None:
         """Connect to the P at `address` ahead of the first hand-off, which reports any error."""
@@ -222,8 +190,7 @@ class KvTransferWorker:
     def counters(self) -> KvCounters:
         fenced = (i for i in self._receiver.incoming() if i.state is IncomingState.FENCED)
         return KvCounters(
-            num_dropped=self._num_dropped
-            + self._peer_lifecycle.num_dropped
+            num_dropped=self._pairs.num_dropped
             + self._receiver.num_dropped
             + self._sender.num_dropped,
             num_cut_pairs=self._pairs.num_cut,
@@ -239,14 +206,14 @@ class KvTransferWorker:
         return (*incoming, *(outgoing.handoff_id for outgoing in self._sender.outgoing()))
 
     def connected_peers(self) -> tuple[NodeId, ...]:
-        return tuple(pair.peer.node_id for pair in self._pairs if pair.peer is not None)
+        return tuple(pair.node_id for pair in self._pairs if pair.node_id is not None)
 
     # --- Layers of the pass under way ---------------------------------------------------------
 
     def _release_layers(self, now: float) -> None:
         for num_ended in self._layers.take_passed():
             self._sender.layer_done(num_ended, now)
-            self._execute_actions(now)
+            self._executor.execute_all(now)
 
     def _wait_for_layers(self, now: float) -> None:
         while self._layers:
@@ -256,53 +223,49 @@ class KvTransferWorker:
     # --- Orders that need a link -------------------------------------------------------------
 
     def _receive(self, receive: Receive, now: float) -> None:
-        self._ledger.begin(receive.handoff_id, TransferRole.RECEIVED, len(receive.block_ids))
         try:
             link_id = self._pairs.get_or_dial(receive.source.address, now)
         except PeerUnreachable as error:
-            self._failed_at_once.append(Lost(receive.handoff_id, str(error)))
-            self._ledger.end(receive.handoff_id, str(error))
-            return
-        self._receiver.receive(receive, link_id, now)
+            self._receiver.reject(receive.handoff_id, str(error))
+        else:
+            self._receiver.receive(receive, link_id, now)
 
     # --- Control messages --------------------------------------------------------------------
 
     def _read_inbox(self, now: float) -> None:
-        has_messages = bool(self._inbox)
-        for link_id, message in self._inbox.take():
+        for link_id, message in self.inbox.take():
             if isinstance(message, str):
-                self._peer_lifecycle.cut(link_id, f"link lost: {message}", now)
+                self._pairs.cut(link_id, f"link lost: {message}", now)
             elif isinstance(message, Hello):
-                self._peer_lifecycle.handle_hello(link_id, message, now)
+                self._pairs.handle_hello(link_id, message, now)
             elif isinstance(message, Closed):
-                self._peer_lifecycle.handle_closed(link_id, message, now)
+                self._pairs.handle_closed(link_id, message, now)
             else:
                 self._handle_message(link_id, message, now)
-            self._execute_actions(now)
-        if has_messages:
-            self._inbox.set_keep_alives(self._receiver.renewals())
+            self._executor.execute_all(now)
 
     def _handle_message(self, link_id: LinkId, message: LinkMessage, now: float) -> None:
         pair = self._pairs.get(link_id)
-        is_early = pair is not None and pair.peer is None and not isinstance(message, Renewed)
-        if pair is None or is_early:
-            self._num_dropped += 1
+        if pair is None:
+            self._pairs.num_dropped += 1
         elif pair.is_dialled:
             pair.last_message_s = now
             if isinstance(message, Writing):
-                self._pace.burst(now)
-            self._receiver.hear(link_id, message, now)
+                self._poll_interval.burst(now)
+            self._receiver.handle_message(link_id, message, now)
         elif isinstance(message, Grant) and not pair.has_blocks(message.block_ids):
-            self._peer_lifecycle.cut(link_id, "it granted blocks that it does not have", now)
+            self._pairs.cut(link_id, "it granted blocks that it does not have", now)
         else:
-            self._sender.hear(link_id, message, now)
+            self._sender.handle_message(link_id, message, now)
 
     # --- Events of the data path -----------------------------------------------------------
 
     def _handle_event(self, pair: PeerPair, event: ChannelEvent, now: float) -> None:
         match event:
             case Written(write_id):
-                self._ledger.written(write_id)
+                write = self._sender.find_write(write_id)
+                if write is not None:
+                    self._ledger.written(*write)
                 self._sender.written(pair.link_id, write_id, now)
             case WriteFailed(write_id, reason):
                 self._sender.write_failed(pair.link_id, write_id, reason)
@@ -313,25 +276,22 @@ class KvTransferWorker:
             case CancelCompleted(ticket):
                 self._receiver.handle_cancel_completed(pair.link_id, ticket)
             case ChannelBroken(reason):
-                self._peer_lifecycle.cut(pair.link_id, reason, now)
+                self._pairs.cut(pair.link_id, reason, now)
 
     def _handle_arrival(self, pair: PeerPair, ticket: int, note: bytes, now: float) -> None:
         try:
             done = decode_done(note) if note else None
         except PeerUnreachable as error:
-            self._peer_lifecycle.cut(pair.link_id, str(error), now)
+            self._pairs.cut(pair.link_id, str(error), now)
             return
         self._receiver.arrived(pair.link_id, ticket, done)
 
-    def _tick(self, now: float) -> None:
-        self._receiver.tick(now)
-        self._sender.tick(now)
-        self._peer_lifecycle.tick(now, self._config.receiver.silence_s)
-
-    def _execute_actions(self, now: float) -> None:
+    def _finish_turn(self, now: float) -> None:
+        """Execute the remaining actions. A long pass may follow, so that peers need keep-alives."""
         self._executor.execute_all(now)
+        self.inbox.set_keep_alives(self._receiver.renewals())
 
-    def _close_records(self, reports: KvReports, finished: tuple[HandoffId, ...]) -> None:
+    def _close_records(self, reports: KvReports) -> None:
         for landed in reports.finished_recving:
             self._digests.forget(landed.handoff_id)
             self._ledger.landed(landed.handoff_id)
@@ -340,6 +300,6 @@ class KvTransferWorker:
         for handoff_id in reports.released:
             self._digests.forget(handoff_id)
             self._ledger.end(handoff_id, "revoked")
-        for handoff_id in finished:
+        for handoff_id in reports.finished_sending:
             self._digests.forget(handoff_id)
             self._ledger.end(handoff_id, self._sender.why_ended(handoff_id))

@@ -9,11 +9,18 @@ from typing import TypeVar
 
 from engine.engine_thread import EngineThread
 from engine.errors import EngineStopped, PassFailed
-from engine.request import ClientId, EngineRequest, FinishReason, Output, RequestId
-from errors import InvalidRequest
+from engine.request import ClientId, EngineRequest, FailureCause, Output, RequestId
+from errors import InvalidRequest, NamedError
 from rpc.errors import KvLoadFailed, RequestIdInUse
 
 CLIENT_ID = ClientId("grpc")
+# Errors of failed requests. A failure of the model is an output instead.
+ERRORS: dict[FailureCause, type[NamedError]] = {
+    FailureCause.REQUEST: InvalidRequest,
+    FailureCause.PASS: PassFailed,
+    FailureCause.KV_LOST: KvLoadFailed,
+    FailureCause.ENGINE_STOPPED: EngineStopped,
+}
 
 Result = TypeVar("Result")
 
@@ -89,14 +96,8 @@ class EngineCalls:
             while not is_finished:
                 output = await inbox.get()
                 is_finished = output.finish_reason is not None
-                if output.finish_reason is FinishReason.ERROR and self._engine.failure is not None:
-                    raise EngineStopped(output.error or "the engine of this node has stopped")
-                if output.has_crashed:
-                    raise PassFailed(output.error or "the engine gave no reason")
-                if output.is_kv_lost:
-                    raise KvLoadFailed(output.error or "the engine gave no reason")
-                if output.is_refused:
-                    raise InvalidRequest(output.error or "the engine gave no reason")
+                if output.failure is not None and output.failure.cause in ERRORS:
+                    raise ERRORS[output.failure.cause](output.failure.reason)
                 yield output
         finally:
             if not is_finished:

@@ -1,8 +1,4 @@
-"""Per-request accounting of computed, cached and received tokens on this node.
-
-The ledger wraps the engine's runner and KV worker and observes plans, orders and reports without
-changing them. The engine and its workers do not depend on it.
-"""
+"""Per-request accounting of computed, cached and received tokens on this node."""
 
 from __future__ import annotations
 
@@ -10,17 +6,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from engine.plan import Plan, Runner, RunResult
+from engine.plan import Plan, PlanRow
 from engine.request import RequestId
+from engine.step_observer import StepObserver, StepRecord
 from kv_transfer.records import TransferRecord, TransferRole
-from kv_transfer.types import HandoffId, KvOrders, KvReports
-from node.tracing import RecordingKvWorker
+from kv_transfer.types import NO_REPORTS, HandoffId, Receive
 
 # Called on the engine's thread; must not block.
 OnSent = Callable[[HandoffId], None]
 OnChange = Callable[[], None]
-
-NO_REPORTS = KvReports()
 
 
 @dataclass(slots=True)
@@ -33,7 +27,7 @@ class Entry:
     num_received_bytes: int = 0
 
 
-class RequestLedger:
+class RequestLedger(StepObserver):
     """Accounting entries of the requests in flight.
 
     Entries are written on the engine's thread. An entry is up to date for each output that has
@@ -63,73 +57,44 @@ class RequestLedger:
         finally:
             del self._entries[request_id]
 
-    def note_plan(self, plan: Plan) -> None:
-        self._notify_change()
-        for row in plan.started:
-            entry = self._entries.get(row.request_id)
-            if entry is None:
-                continue
-            num_known = min(row.num_prompt_tokens, row.num_computed_tokens)
-            if entry.num_computed_prompt_tokens == 0 and entry.num_received_blocks == 0:
-                entry.num_cached_prompt_tokens = num_known
-            entry.num_computed_prompt_tokens += row.num_prompt_tokens - num_known
-
-    def note_orders(self, orders: KvOrders) -> None:
-        if orders.receives:
+    def note_plan(self, plan: Plan, now_s: float) -> None:
+        receives = plan.kv_orders.receives
+        if receives or plan.started or plan.dropped:
             self._notify_change()
-        for receive in orders.receives:
-            entry = self._entries.get(RequestId(str(receive.handoff_id)))
-            if entry is not None:
-                entry.num_cached_prompt_tokens = receive.first_block * self._block_size
+        for receive in receives:
+            self._note_receive(receive)
+        for row in plan.started:
+            self._note_started(row)
 
-    def note_record(self, record: TransferRecord) -> None:
+    def note_end(self, step: StepRecord) -> None:
+        for record in step.transfers:
+            self._note_record(record)
+        if step.reports != NO_REPORTS:
+            self._notify_change()
+        if self._on_sent is not None:
+            for handoff_id in step.reports.finished_sending:
+                self._on_sent(handoff_id)
+
+    def _note_receive(self, receive: Receive) -> None:
+        entry = self._entries.get(RequestId(str(receive.handoff_id)))
+        if entry is not None:
+            entry.num_cached_prompt_tokens = receive.first_block * self._block_size
+
+    def _note_started(self, row: PlanRow) -> None:
+        entry = self._entries.get(row.request_id)
+        if entry is None:
+            return
+        num_known = min(row.num_prompt_tokens, row.num_computed_tokens)
+        if entry.num_computed_prompt_tokens == 0 and entry.num_received_blocks == 0:
+            entry.num_cached_prompt_tokens = num_known
+        entry.num_computed_prompt_tokens += row.num_prompt_tokens - num_known
+
+    def _note_record(self, record: TransferRecord) -> None:
         entry = self._entries.get(RequestId(str(record.handoff_id)))
         if entry is not None and record.role is TransferRole.RECEIVED and record.outcome == "done":
             entry.num_received_blocks += record.num_blocks
             entry.num_received_bytes += record.num_bytes
 
-    def note_reports(self, reports: KvReports) -> None:
-        if reports != NO_REPORTS:
-            self._notify_change()
-        if self._on_sent is not None:
-            for handoff_id in reports.finished_sending:
-                self._on_sent(handoff_id)
-
     def _notify_change(self) -> None:
         if self._on_change is not None:
             self._on_change()
-
-
-class LedgerRunner:
-    """Runner decorator that records plans in the ledger."""
-
-    def __init__(self, runner: Runner, ledger: RequestLedger) -> None:
-        self._runner = runner
-        self._ledger = ledger
-
-    def run(self, plan: Plan) -> RunResult:
-        if (plan.started or plan.dropped) and not plan.is_retry:
-            self._ledger.note_plan(plan)
-        return self._runner.run(plan)
-
-
-class LedgerKvWorker:
-    """KV worker decorator that records orders, transfers and reports in the ledger."""
-
-    def __init__(self, worker: RecordingKvWorker, ledger: RequestLedger) -> None:
-        self._worker = worker
-        self._ledger = ledger
-
-    def start(self, orders: KvOrders, now: float) -> None:
-        self._ledger.note_orders(orders)
-        self._worker.start(orders, now)
-
-    def poll(self, now: float) -> KvReports:
-        reports = self._worker.poll(now)
-        for record in self._worker.take_records():
-            self._ledger.note_record(record)
-        self._ledger.note_reports(reports)
-        return reports
-
-    def next_poll_s(self, now: float) -> float | None:
-        return self._worker.next_poll_s(now)

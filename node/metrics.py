@@ -19,7 +19,7 @@ from telemetry.resource import Process
 @contextmanager
 def export_node_metrics(process: Process, node: NodeComponents) -> Iterator[None]:
     """Serve the node's metrics until the block ends, if metrics are enabled."""
-    metrics = node.tracing.metrics
+    metrics = node.metrics
     if metrics is None:
         yield
         return

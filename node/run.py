@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,7 +13,6 @@ from baton.v1 import node_pb2_grpc
 from engine.errors import EngineStopped
 from engine.runner.load import load_runner
 from engine.runner.model_runner import TorchRunner
-from errors import InvalidConfig
 from kv_transfer.pairs import Identity
 from node.heartbeat import follow_heartbeat
 from node.kv_worker import NO_NODE_DECORATORS, Around
@@ -25,7 +22,6 @@ from node.servicer import NodeServicer, prefix_cache_resetter
 from node.state import NodeState
 from node.wiring import NodeComponents, build_components, identify
 from rpc.grace_period import ShutdownDeadline
-from rpc.listening import check_port
 from rpc.node_info import NodeRole
 from rpc.server import Running, Service, announce, serving, stop_signal
 from telemetry.resource import Process
@@ -46,8 +42,6 @@ class Role:
 
 def run(role: Role, options: NodeOptions, around: Around = NO_NODE_DECORATORS) -> None:
     """Serve until SIGTERM or a Drain call. Raise a named error if the options cannot work."""
-    check_port(options.host, options.port)  # before the model is loaded
-    _pin(options.cpus)
     config = options.runner if role.speculates else replace(options.runner, speculation=None)
     with load_runner(config) as runner:
         identity = identify(options, role.name, runner)
@@ -128,21 +122,6 @@ async def _wait_for_first(*waits: Awaitable[object]) -> None:
     finally:
         for task in tasks:
             task.cancel()
-
-
-def _pin(cpus: tuple[int, ...]) -> None:
-    """Set the process's CPU affinity. Raises InvalidConfig.
-
-    Call it before any thread starts, since threads inherit the affinity.
-    """
-    if not cpus:
-        return
-    allowed = os.sched_getaffinity(0)
-    with suppress(OSError):  # raised if no CPU of them exists; single missing ones are ignored
-        os.sched_setaffinity(0, cpus)
-    if os.sched_getaffinity(0) != set(cpus):
-        wanted, free = (",".join(map(str, sorted(some))) for some in (cpus, allowed))
-        raise InvalidConfig(f"--cpus {wanted}: not all are available; choose from {free}")
 
 
 def _node_service(node: NodeComponents) -> Service:

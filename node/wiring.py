@@ -6,6 +6,7 @@ import secrets
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 
+from engine.core import EngineCore
 from engine.engine_thread import Compiler, EngineThread
 from engine.factory import EngineOptions, build_grammars, build_scheduler
 from engine.runner.model_runner import TorchRunner
@@ -19,7 +20,7 @@ from kv_transfer.worker import KvTransferWorker
 from node.engine_calls import EngineCalls
 from node.kv_link import GrpcLinks
 from node.kv_worker import Around, KvPassHook, make_kv_worker
-from node.ledger import LedgerKvWorker, LedgerRunner, RequestLedger
+from node.ledger import RequestLedger
 from node.options import NodeOptions
 from node.state import NodeState, update_reader
 from node.tracing import NodeTracing
@@ -45,6 +46,7 @@ class NodeComponents:
     engine: EngineThread
     ledger: RequestLedger
     tracing: NodeTracing
+    metrics: NodeMetrics | None
     state: NodeState
 
 
@@ -58,24 +60,24 @@ def build_components(
 ) -> NodeComponents:
     """Build and connect a node's components. Call this on the asyncio loop."""
     tracing = _build_tracing(role, options, identity, tracer)
+    metrics = _build_metrics(role, options, tracing)
     links, ledger = GrpcLinks(options.tls), RequestLedger(runner.kv_memory.block_size)
     worker = make_kv_worker(options, identity, runner, links, around)
     scheduler = build_scheduler(runner, _engine_options(options))
-    core = tracing.build_core(
-        scheduler,
-        LedgerRunner(tracing.wrap_runner(runner), ledger),
-        LedgerKvWorker(tracing.wrap_kv_worker(worker), ledger),
-    )
+    # Metrics before traces: with the end of a hand-off, the trace of its request may be complete.
+    counters = () if metrics is None else (metrics,)
+    observers = (ledger, *counters, *tracing.step_observers())
+    core = EngineCore(scheduler, runner, worker, observers=observers)
     compiler: Compiler = GrammarCompiler(build_grammars(runner))
     engine = EngineThread(core, name=identity.node_id, compiler=compiler)
     runner.hook = KvPassHook(worker, engine.beat)
-    links.attach(worker, engine.post)
+    links.attach(worker.inbox, engine.post)
     calls = EngineCalls(engine)
     ledger.set_change_callback(calls.notify_change_from_engine)
     card = _build_card(role, options, identity, runner, scheduler)
     state = NodeState(card, calls, update_reader(engine, scheduler))
     return NodeComponents(
-        options, links, worker, scheduler, compiler, engine, ledger, tracing, state
+        options, links, worker, scheduler, compiler, engine, ledger, tracing, metrics, state
     )
 
 
@@ -126,8 +128,13 @@ def _build_tracing(
     role: NodeRole, options: NodeOptions, identity: Identity, tracer: Tracer
 ) -> NodeTracing:
     facts = NodeFacts(role.value, identity.node_id, identity.incarnation, options.kv_verify)
-    metrics = NodeMetrics(role.value) if options.telemetry.counts else None
-    return NodeTracing(tracer, facts, metrics, options.trace_step_ratio)
+    return NodeTracing(tracer, facts, options.trace_step_ratio)
+
+
+def _build_metrics(
+    role: NodeRole, options: NodeOptions, tracing: NodeTracing
+) -> NodeMetrics | None:
+    return NodeMetrics(role.value, tracing.handoff_context) if options.telemetry.counts else None
 
 
 def _engine_options(options: NodeOptions) -> EngineOptions:

@@ -41,3 +41,7 @@ PREFILL = Role(NodeRole.PREFILL, build_services, speculates=False)
 def main(options: NodeOptions, around: Around = NO_NODE_DECORATORS) -> None:
     """Serve until SIGTERM or a Drain call. Raise a named error if the options cannot work."""
     run(PREFILL, options, around)
+
+
+if __name__ == "__main__":
+    raise SystemExit("use `baton serve prefill`, which has the options")

@@ -53,14 +53,15 @@ class PrefillServicer(node_pb2_grpc.PrefillServiceServicer):
         spec = prefill_spec(order, CLIENT_ID, time.monotonic())
         handoff_id = handoff_from(order.handoff_id)
         with (
-            self._tracing.record_call(context, handoff_id, spec) as trace,
+            self._tracing.record_call(context, handoff_id, spec) as timeline,
             self._sends.expect_send(handoff_id) as sent,
         ):
             reason = None
             async with aclosing(self._state.calls.stream_outputs(spec)) as outputs:
                 async for output in outputs:
                     reason = output.finish_reason
-                    trace.record_output(output)
+                    if timeline is not None:
+                        timeline.note_output(output)
                     yield node_pb2.CallEvent(
                         output=output_to(output), prefill_summary=_summary(spec, output)
                     )

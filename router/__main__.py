@@ -263,3 +263,7 @@ async def _until_drained(server: Running, pipeline: Pipeline, timeout_s: float) 
             grace.begin(lambda: pipeline.num_in_flight + pipeline.num_waiting)
             await server.health.set_ready(False)
             await pipeline.drain()
+
+
+if __name__ == "__main__":
+    raise SystemExit("use `baton serve router`, which has the options")

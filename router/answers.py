@@ -20,7 +20,7 @@ from dataclasses import replace
 from kv_transfer.types import TokenLogprobs
 from router.context import PromptPlacement, RequestContext
 from router.dispatch.quarantine import PromptGroup
-from router.input_processing.logprob_limits import LogprobBudget
+from router.input_processing.limits import LogprobBudget
 from router.pipeline import Pipeline
 from router.request_scope import RequestScope, never_late
 from router.values import AnswerPart, CompletionSummary, GenerateCall, TokenChunk, TokenPrompt
@@ -42,6 +42,12 @@ async def generate_answers(
     Each `num_each` consecutive calls have the same prompt. The first call is answered in `scope`,
     the others in child scopes. If one answer fails, or the consumer stops early, all are cancelled.
     """
+    if len(calls) == 1:
+        with scope.answering(calls[0], is_late) as call, pipeline.accept(call.request_id):
+            async with aclosing(pipeline.generate(call, scope.context)) as parts:
+                async for part in parts:
+                    yield 0, part
+        return
     scopes = [scope, *(scope.begin_child(call.request_id) for call in calls[1:])]
     budget = LogprobBudget(num_each)
     prompts = [SharedPrompt(pipeline, budget) for _ in range(0, len(calls), num_each)]
@@ -49,13 +55,8 @@ async def generate_answers(
         prompts[place // num_each].answering(own, call, is_late, is_first=place % num_each == 0)
         for place, (own, call) in enumerate(zip(scopes, calls, strict=True))
     ]
-    if len(answers) > 1:
-        async for indexed in _merge(answers):
-            yield indexed
-        return
-    async with answers[0] as parts:
-        async for part in parts:
-            yield 0, part
+    async for indexed in _merge(answers):
+        yield indexed
 
 
 class SharedPrompt:

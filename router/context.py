@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from router.dispatch.quarantine import PromptGroup
-from router.input_processing.logprob_limits import LogprobBudget
+from router.input_processing.limits import LogprobBudget
 from router.routing.node_table import Node
 from router.tracing import UNTRACED, RequestTrace
 from rpc.errors import DeadlineExceeded

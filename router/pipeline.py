@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 from router.admission.admission import Admission
 from router.admission.admission_queue import INITIAL_CAPACITY, AdmissionQueueConfig
-from router.admission.retry_budget import RetryBudget
 from router.context import RequestContext
 from router.dispatch.config import DispatchConfig
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.node_rpcs import NodeCalls
+from router.dispatch.retries import RetryBudget
 from router.input_processing.form_checks import NO_FORM_CHECKS, FormChecks
 from router.input_processing.input_processor import InputProcessor
 from router.input_processing.large_texts import LargeTextConfig

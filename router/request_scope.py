@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 from router.context import RequestContext
-from router.input_processing.cache_salts import bind_salt, token_digest
 from router.tracing import NO_REQUEST_TRACING, Tracing
 from router.values import GenerateCall
+from rpc.security.token import HEADER
 from telemetry import names
 from telemetry.tracing.tracer import Received
 
@@ -47,14 +48,15 @@ class RequestScope:
         """Yield the call with its salt bound to the client. The request ends with the block."""
         with self._trace.ending(is_late):
             self._trace.note_call(call)
-            yield replace(call, cache_salt=bind_salt(call.cache_salt, self._owner))
+            salt = bind_salt(call.cache_salt, self._owner)
+            yield call if salt == call.cache_salt else replace(call, cache_salt=salt)
 
     def begin_child(self, request_id: str) -> RequestScope:
         """Begin the scope of another answer to the same client request, in the same trace."""
         metadata = [(names.TRACEPARENT, self._trace.traceparent)]
-        context = new_request_context()
-        trace = self._tracing.begin(metadata, request_id, context.received_s)
-        context = replace(context, deadline_s=self.context.deadline_s, trace=trace)
+        now = time.monotonic()
+        trace = self._tracing.begin(metadata, request_id, now)
+        context = RequestContext(now, self.context.deadline_s, trace)
         return RequestScope(self._tracing, context, self._owner)
 
 
@@ -69,14 +71,23 @@ class RequestScopes:
         self._by_token = by_token
 
     def begin(
-        self, request_id: str, metadata: Received | None, context: RequestContext
+        self, request_id: str, metadata: Received | None, remaining_s: float | None = None
     ) -> RequestScope:
+        """Begin the scope of a request that arrives now, with `remaining_s` until its deadline."""
+        now = time.monotonic()
         owner = token_digest(metadata) if self._by_token and metadata is not None else ""
-        trace = self._tracing.begin(metadata, request_id, context.received_s)
-        return RequestScope(self._tracing, replace(context, trace=trace), owner)
+        trace = self._tracing.begin(metadata, request_id, now)
+        deadline_s = None if remaining_s is None else now + remaining_s
+        return RequestScope(self._tracing, RequestContext(now, deadline_s, trace), owner)
 
 
-def new_request_context(remaining_s: float | None = None) -> RequestContext:
-    """Return the context of a request that arrives now, its deadline on the pipeline's clock."""
-    now = time.monotonic()
-    return RequestContext(now, None if remaining_s is None else now + remaining_s)
+def token_digest(metadata: Received) -> str:
+    """Return the hash of the client's token; empty without a token."""
+    header = next((value for key, value in metadata if key == HEADER), "")
+    token = (header.decode() if isinstance(header, bytes) else header).partition(" ")[2].strip()
+    return hashlib.sha256(token.encode()).hexdigest() if token else ""
+
+
+def bind_salt(salt: str, owner: str) -> str:
+    """Bind a salt to its owner. Requests without a salt share KV with all others without one."""
+    return f"{owner}:{salt}" if salt and owner else salt

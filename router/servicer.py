@@ -19,7 +19,7 @@ from router.input_processing.limits import (
     is_valid_name,
 )
 from router.pipeline import Pipeline
-from router.request_scope import RequestScopes, new_request_context
+from router.request_scope import RequestScopes
 from router.routing.node_table import NodeTable
 from router.translate import ResponseBuilder, calls_from, tokenize_input_from
 from router.values import TokenChunk
@@ -47,15 +47,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         client_id = request.request_id
         request_id = client_id if is_valid_name(client_id) else secrets.token_hex(ID_BYTES)
-        received = new_request_context(context.time_remaining())
-        scope = self._scopes.begin(request_id, context.invocation_metadata(), received)
-        is_past = partial(is_late, context, received.received_s)
+        metadata, remaining_s = context.invocation_metadata(), context.time_remaining()
+        scope = self._scopes.begin(request_id, metadata, remaining_s)
+        is_past = partial(is_late, context, scope.context.received_s)
         async with named_errors(context, request_id=request_id, trace_id=scope.trace_id):
             with scope.ending_on_error(is_past):
                 check_name("request_id", client_id)
-                defaults = self._table.sampling_defaults(request.model)
-                max_model_len = self._table.max_model_len(request.model)
-                calls = calls_from(request, request_id, defaults, max_model_len)
+                model = self._table.served_model(request.model)
+                calls = calls_from(
+                    request, request_id, model.sampling_defaults, model.max_model_len
+                )
             builders = [ResponseBuilder(request_id, index) for index in range(len(calls))]
             answers = generate_answers(self._pipeline, scope, calls, len(calls), is_past)
             async with aclosing(answers) as parts:
@@ -93,5 +94,5 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             max_model_len=card.max_model_len,
             vocab_size=card.vocab_size,
             sampling_defaults=sampling_defaults_to(card.sampling_defaults),
-            max_sequence_len=self._table.max_sequence_len(card.model) or 0,
+            max_sequence_len=self._table.served_model(card.model).max_sequence_len or 0,
         )

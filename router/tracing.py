@@ -12,7 +12,6 @@ from router.routing.node_table import Node, NodeTable
 from router.routing.policy import Route, RoutingPolicy
 from router.values import ChatPrompt, CompletionSummary, GenerateCall, PrefillPlace
 from rpc.call_outcome import end_of
-from rpc.node_info import NodeRole
 from telemetry import names
 from telemetry.logs import log_event
 from telemetry.metrics.instruments import RouterMetrics
@@ -127,7 +126,7 @@ class RecordedTrace(RequestTrace):
         self._timeline.tries.append(attempt)
 
     def note_routed(self, route: Route, policy: RoutingPolicy, table: NodeTable) -> None:
-        num_tokens = self._timeline.num_prompt_tokens or 0
+        num_tokens, groups = self._timeline.num_prompt_tokens or 0, table.groups()
         self._timeline.request_attributes.setdefault(names.RESPONSE_MODEL, route.decode.card.model)
         self._timeline.tries[-1].choice = RouteChoice(
             at_s=time.monotonic(),
@@ -135,8 +134,8 @@ class RecordedTrace(RequestTrace):
             decode_node=route.decode.card.node_id,
             prefill_node="" if route.prefill is None else route.prefill.card.node_id,
             reason=route.local_reason,
-            num_decode_candidates=len(table.open_nodes(NodeRole.DECODE)),
-            num_prefill_candidates=len(table.open_nodes(NodeRole.PREFILL)),
+            num_decode_candidates=sum(len(group.decodes) for group in groups),
+            num_prefill_candidates=sum(len(group.prefills) for group in groups),
             num_predicted_hit_tokens=max(0, num_tokens - route.num_missing_tokens),
         )
 

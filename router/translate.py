@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+
+from google.protobuf import struct_pb2
 
 from baton.v1 import inference_pb2, sampling_pb2
 from engine.extra_args import MAX_ARGUMENT_ENTRIES
@@ -112,12 +114,11 @@ def call_from(
     """Convert a request to a `Call`, ignoring `n`. Raises InvalidRequest and EmptyPrompt."""
     check_name("model", message.model)
     check_name("cache_salt", message.cache_salt)
-    _check_counts(message.sampling)
-    sampling = sampling_from(message.sampling, defaults)
+    params = message.sampling
+    _check_counts(params)
+    sampling = sampling_from(params, defaults)
     stop = StopRule(
-        strings=stop_strings_from(message.sampling.stop),
-        is_included=message.sampling.include_stop_in_output,
-        min_tokens=sampling.min_tokens,
+        stop_strings_from(params.stop), params.include_stop_in_output, sampling.min_tokens
     )
     return GenerateCall(
         request_id=request_id,
@@ -127,7 +128,7 @@ def call_from(
         model=message.model,
         priority=message.priority,
         cache_salt=message.cache_salt,
-        bad_words=bad_words_from(message.sampling.bad_words),
+        bad_words=bad_words_from(params.bad_words),
     )
 
 
@@ -136,13 +137,23 @@ def _check_counts(message: sampling_pb2.SamplingParams) -> None:
 
     `SamplingParams` checks the same limits again.
     """
-    for field, most in MAX_COUNTS.items():
-        check_count(field, len(getattr(message, field)), most)
-    check_count("allowed_token_ids", len(message.allowed_token_ids.ids), MAX_LISTED_TOKEN_IDS)
-    num_banned = sum(len(sequence.ids) for sequence in message.banned_sequences)
-    check_count("banned_sequences", num_banned, MAX_BANNED_SEQUENCE_TOKENS)
-    check_count("structured_outputs", len(message.structured_outputs.choice.texts), MAX_CHOICES)
-    for name, value in message.extra_args.items():
+    for descriptor, value in message.ListFields():
+        name = descriptor.name
+        if name in MAX_COUNTS:
+            check_count(name, len(value), MAX_COUNTS[name])
+        if name == "allowed_token_ids":
+            check_count(name, len(value.ids), MAX_LISTED_TOKEN_IDS)
+        elif name == "banned_sequences":
+            num_banned = sum(len(sequence.ids) for sequence in value)
+            check_count(name, num_banned, MAX_BANNED_SEQUENCE_TOKENS)
+        elif name == "structured_outputs":
+            check_count(name, len(value.choice.texts), MAX_CHOICES)
+        elif name == "extra_args":
+            _check_arguments(value)
+
+
+def _check_arguments(arguments: Mapping[str, struct_pb2.Value]) -> None:
+    for name, value in arguments.items():
         check_name("extra_args", name)
         check_count("extra_args", len(value.list_value.values), MAX_ARGUMENT_ENTRIES)
 

@@ -55,6 +55,10 @@ def unreachable(address: str, details: str) -> str:
     return f"{address} cannot be reached: {reason}; is a router running there? baton up starts one"
 
 
+def is_port(written: str) -> bool:
+    return written.isascii() and written.isdigit() and 0 < int(written) <= MAX_PORT
+
+
 def _with_port(address: str, written: str) -> str:
     if not address:
         raise InvalidConfig(f"address {written!r} is empty; {ADDRESS_ADVICE}")
@@ -65,7 +69,7 @@ def _with_port(address: str, written: str) -> str:
         host, _, port = address.rpartition(":")
     if not HOST.fullmatch(host):
         raise InvalidConfig(f"address {written!r} has no host, or an invalid one; {ADDRESS_ADVICE}")
-    if not (port.isascii() and port.isdigit() and 0 < int(port) <= MAX_PORT):
+    if not is_port(port):
         raise InvalidConfig(f"address {written!r}: its port must be from 1 to {MAX_PORT}")
     return f"{host}:{port}"
 

@@ -1,4 +1,4 @@
-"""Session fixtures of all tests: trace folder and SIGINT handler."""
+"""Environment and session fixtures of all tests: trace folder, SIGINT handler, fork servers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-import baton.cluster
+import baton.cluster.child
 from baton.cli.options.telemetry import TRACE_DIR_VARIABLE
-from tests.support.fork_server import ForkServer, can_fork
+from tests.support.fork_server import ForkServers, can_fork
+
+# Idle torch threads spin otherwise, on cores that other processes need. OpenMP reads the variable
+# when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -35,14 +39,14 @@ def _sigint_handler() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _forked_processes(_sigint_handler: None, _trace_dir: None) -> Iterator[None]:
-    """Fork the processes of clusters from one server per test process."""
-    server, start_process = ForkServer(), baton.cluster.start_process
+    """Fork the processes of clusters from servers of the test process."""
+    servers, start_process = ForkServers(), baton.cluster.child.start_process
 
     def fork_or_start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[str]:
-        start = server.start_process if can_fork(command, environment) else start_process
+        start = servers.start_process if can_fork(command) else start_process
         return start(command, environment)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(baton.cluster, "start_process", fork_or_start)
+        patch.setattr(baton.cluster.child, "start_process", fork_or_start)
         yield
-    server.close()
+    servers.close()

@@ -29,7 +29,7 @@ from tools.import_layers import (
     upward_packages,
 )
 from tools.product_code import FUNCTIONS, Module, benchmark_modules, product_modules
-from tools.request_shapes import Shape, class_shapes, message_shapes, read_protos
+from tools.request_shapes import NOT_SHAPES, Shape, class_shapes, message_shapes, read_protos
 
 QUESTION_WORDS = {"What", "Who", "Whose", "Whom", "Which", "How", "Whether", "Where", "When", "Why"}
 DOCUMENTED = (ast.Module, ast.ClassDef, *FUNCTIONS)
@@ -200,6 +200,8 @@ def _print_list(modules: Sequence[Module], findings: Findings) -> None:
     for field in fields(findings):
         items = getattr(findings, field.name)
         print(f"\n{field.name.replace('_', ' ').capitalize()}:", *items, sep="\n  ")
+    excluded = [f"{', '.join(sorted(names))}: {why}" for why, names in NOT_SHAPES.items()]
+    print("\nNot counted as shapes:", *excluded, sep="\n  ")
 
 
 if __name__ == "__main__":

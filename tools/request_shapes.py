@@ -4,7 +4,7 @@ A class is a shape of a request if it has a field for the prompt or the sampling
 a shape of an output if it has a field for token ids and is no shape of a request. A wrapper is a
 class with a field of such a class, not of a collection of them. Fields are annotated names of a
 class, properties, and attributes that `__init__` sets. Messages of the protocols are counted by
-the same names.
+the same names. `NOT_SHAPES` names the classes with such fields that are no shapes, and why.
 """
 
 from __future__ import annotations
@@ -31,12 +31,22 @@ PACKAGES = (
 REQUEST_FIELDS = {"prompt", "prompt_token_ids"}
 REQUEST_TYPES = {"SamplingParams", "Prompt"}
 OUTPUT_FIELDS = {"token_id", "token_ids", "first_token_id"}
-# Classes with such fields that carry neither: a prompt on its own or echoed, calls that generate
-# nothing, events of the prefix cache, inputs of a forward pass.
-OTHERS = {
-    "TokenizeTextBody", "TokenPrompt", "EchoedPrompt", "ToldPrompt", "CompletionChoice",
-    "BlockStored", "SharedPrompt", "Step", "TokenizeResponse", "DetokenizeRequest", "TopLogprob",
+# Classes and messages with such fields that carry neither a request nor an output, by reason.
+NOT_SHAPES = {
+    "a prompt without parameters": {
+        "TokenPrompt", "EchoedPrompt", "SharedPrompt", "PromptPlacement",
+    },
+    "belongs to a call that generates nothing": {
+        "TokenizeTextBody", "TokenizeResponse", "DetokenizeRequest",
+    },
+    "an event of the prefix cache": {"BlockStored"},
+    "the tensors of a whole forward pass": {"Step", "Peaks"},
+    "a value inside the shapes, passed on unchanged like SamplingParams": {
+        "TokenLogprobs", "TopLogprob",
+    },
+    "a state machine that turns one shape into the next": {"AnswerAssembler", "CompletionChoice"},
 }  # fmt: skip
+OTHERS = {name for names in NOT_SHAPES.values() for name in names}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,10 @@
 // Preloaded library that shifts the wall clock of a process. The offset in nanoseconds is read from
-// a file per process, which the test writes. Other clocks are not affected.
+// a file per process, which the test writes; a forked process has a file of its own. Other clocks
+// are not affected.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -14,10 +16,10 @@
 static volatile int64_t* off_ns;
 static int (*real_gettime)(clockid_t, struct timespec*);
 
-__attribute__((constructor)) static void begin(void) {
+static void map_clock(void) {
     char path[4096];
     const char* folder = getenv("BATON_CHAOS_CLOCKS");
-    real_gettime = (int (*)(clockid_t, struct timespec*))dlsym(RTLD_NEXT, "clock_gettime");
+    off_ns = NULL;
     if (!folder) return;
     snprintf(path, sizeof path, "%s/%d", folder, (int)getpid());
     int file = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
@@ -27,6 +29,12 @@ __attribute__((constructor)) static void begin(void) {
         if (map != MAP_FAILED) off_ns = map;
     }
     close(file);
+}
+
+__attribute__((constructor)) static void begin(void) {
+    real_gettime = (int (*)(clockid_t, struct timespec*))dlsym(RTLD_NEXT, "clock_gettime");
+    map_clock();
+    pthread_atfork(NULL, NULL, map_clock);
 }
 
 int clock_gettime(clockid_t clock, struct timespec* now) {

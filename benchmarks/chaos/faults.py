@@ -16,8 +16,8 @@ class FaultKind(Enum):
     FREEZE = "freeze"  # the same, longer than all keepalive timeouts
     SLOW = "slow"  # stopped for a moment repeatedly
     CUT = "cut"  # KV links of a prefill node are aborted, and new ones are refused
-    HUSH = "hush"  # KV links stay open but stall
-    CROWD = "crowd"  # more clients than the KV caches can hold
+    STALL = "stall"  # KV links stay open but transfer nothing
+    OVERLOAD = "overload"  # more clients than the KV caches can hold
     DROP = "drop"  # half of a node's link messages and notifications are lost
     LATE = "late"  # all of them are delayed
     DOUBLE = "double"  # all of them arrive twice
@@ -30,7 +30,7 @@ class FaultKind(Enum):
 class Phase(Enum):
     """Progress of the newest request when a fault strikes."""
 
-    ASKED = "asked"  # sent, no token received
+    SENT = "sent"  # no token received
     FIRST_TOKEN = "first token"
     DECODING = "decoding"
 
@@ -47,8 +47,8 @@ ROLES_BY_FAULT_KIND = {
     FaultKind.FREEZE: (TargetRole.DECODE,),
     FaultKind.SLOW: (TargetRole.ROUTER, TargetRole.PREFILL, TargetRole.DECODE),
     FaultKind.CUT: (TargetRole.PREFILL,),
-    FaultKind.HUSH: (TargetRole.PREFILL,),
-    FaultKind.CROWD: (TargetRole.ROUTER,),
+    FaultKind.STALL: (TargetRole.PREFILL,),
+    FaultKind.OVERLOAD: (TargetRole.ROUTER,),
     FaultKind.DROP: (TargetRole.PREFILL, TargetRole.DECODE),
     FaultKind.LATE: (TargetRole.PREFILL, TargetRole.DECODE),
     FaultKind.DOUBLE: (TargetRole.PREFILL, TargetRole.DECODE),
@@ -61,7 +61,7 @@ ROLES_BY_FAULT_KIND = {
 TRANSFER_FAULTS = frozenset(
     {FaultKind.DROP, FaultKind.LATE, FaultKind.DOUBLE, FaultKind.SWAP, FaultKind.CORRUPT}
 )
-CLIENT_FAULTS = frozenset({FaultKind.CROWD, FaultKind.HOSTILE})
+CLIENT_FAULTS = frozenset({FaultKind.OVERLOAD, FaultKind.HOSTILE})
 MIN_DURATION_S, MAX_DURATION_S = 0.3, 6.0
 
 

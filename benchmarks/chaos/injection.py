@@ -20,7 +20,7 @@ from rpc.channel import KEEPALIVE
 PHASE_PATIENCE_S = 2.0
 READY_WITHIN_S = 120.0
 LOOK_EVERY_S = 0.2
-CROWD_FACTOR = 4
+OVERLOAD_FACTOR = 4
 SLOW_STOPPED_S, SLOW_RUNNING_S = 0.2, 0.1
 JUMP_S = 3600.0
 WIRE_PATIENCE_S = 10.0
@@ -98,10 +98,10 @@ class FaultInjector:
                     await self._until_ready(victim.name)
                 case FaultKind.SLOW:
                     await self._slow(victim, fault.lasts_s)
-                case FaultKind.CUT | FaultKind.HUSH:
+                case FaultKind.CUT | FaultKind.STALL:
                     await self._block_links(victim, fault)
-                case FaultKind.CROWD:
-                    await self._run_crowd(fault.lasts_s)
+                case FaultKind.OVERLOAD:
+                    await self._run_overload(fault.lasts_s)
                 case FaultKind.JUMP:
                     await self._jump(victim, fault)
                 case FaultKind.HOSTILE:
@@ -153,7 +153,7 @@ class FaultInjector:
 
     async def _block_links(self, victim: Child, fault: Fault) -> None:
         proxy = self._cluster.proxy(victim)
-        (proxy.cut if fault.kind is FaultKind.CUT else proxy.hush)()
+        (proxy.cut if fault.kind is FaultKind.CUT else proxy.stall)()
         try:
             await asyncio.sleep(fault.lasts_s)
         finally:
@@ -184,7 +184,7 @@ class FaultInjector:
             attack, injected.outcomes = await self._hostile.attack()
             injected.attack = attack.value
 
-    async def _run_crowd(self, lasts_s: float) -> None:
+    async def _run_overload(self, lasts_s: float) -> None:
         enough = asyncio.Event()
         asyncio.get_running_loop().call_later(lasts_s, enough.set)
-        await self._load.run(CROWD_FACTOR * self._num_clients, enough)
+        await self._load.run(OVERLOAD_FACTOR * self._num_clients, enough)

@@ -129,7 +129,7 @@ class ChaosLoad:
         self, one: KnownAnswer, generation: Generation, record: AnswerOutcome
     ) -> None:
         answer = Answer()
-        self._note(Phase.ASKED)
+        self._note(Phase.SENT)
         stream = self._client.stream(one.request.prompt, generation, timeout_s=record.patience_s)
         try:
             async with aclosing(stream) as chunks:

@@ -61,7 +61,7 @@ class NodeProxy:
             if passage.is_link:
                 passage.abort()
 
-    def hush(self) -> None:
+    def stall(self) -> None:
         """Stall the traffic of KV links."""
         self._is_flowing.clear()
 

@@ -78,8 +78,8 @@ async def reference_answers(
             request = replace(drawn, generation=_stopped(drawn.generation, answer.text))
             answer = await client.generate(request.prompt, request.generation)
         alone.append(KnownAnswer(request, answer))
-    crowd = (client.generate(one.request.prompt, with_salt(one.request, "crowd")) for one in alone)
-    for one, answer in zip(alone, await asyncio.gather(*crowd), strict=True):
+    batch = (client.generate(one.request.prompt, with_salt(one.request, "batch")) for one in alone)
+    for one, answer in zip(alone, await asyncio.gather(*batch), strict=True):
         difference = difference_of(one, answer)
         if difference is not None:
             raise UnstableAnswer(f"request {one.request.tag} ({one.request.kind}): {difference}")

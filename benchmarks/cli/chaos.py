@@ -34,9 +34,9 @@ def chaos(
     kinds: Annotated[
         str,
         typer.Option(
-            help="kill, stop, freeze, slow, cut, hush, crowd, drop, late, double, swap, corrupt, "
-            "jump, hostile; comma-separated. hostile: a client sends the most expensive requests "
-            "that the limits allow, while the latency of other clients is measured."
+            help="kill, stop, freeze, slow, cut, stall, overload, drop, late, double, swap, "
+            "corrupt, jump, hostile; comma-separated. hostile: a client sends the most expensive "
+            "requests that the limits allow, while the latency of other clients is measured."
         ),
     ] = EVERYTHING,
     roles: Annotated[
@@ -56,7 +56,7 @@ def chaos(
     prefill: Annotated[int, typer.Option(min=1, help="Prefill nodes.")] = 2,
     decode: Annotated[int, typer.Option(min=2, help="Decode nodes.")] = 2,
     kv_cache_memory: Annotated[
-        str, typer.Option(help="KV cache of each node; small, so that crowd fills it.")
+        str, typer.Option(help="KV cache of each node; small, so that overload fills it.")
     ] = "3MiB",
     dtype: Annotated[
         str,

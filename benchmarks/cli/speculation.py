@@ -30,12 +30,13 @@ def speculation(
 ) -> None:
     """Measure the speed-up of speculative decoding on source code, and compare the tokens."""
     from baton.cli.options.lists import parse_numbers
-    from benchmarks.engine.speculation import SpeculationBench, SpeedUp, run
     from engine.spec_decode.config import parse_speculation
 
     chosen = parse_speculation(speculative)
     if chosen is None:
         raise InvalidConfig("nothing to measure: --speculative is empty")
+    from benchmarks.engine.speculation import SpeculationBench, SpeedUp, run
+
     what = SpeculationBench(
         model,
         chosen,

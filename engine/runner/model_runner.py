@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.plan import Plan, RunResult
+from engine.request import Failure
 from engine.runner.attention.kv_tensor import describe
 from engine.runner.attention.paged_attention import PagedAttention
 from engine.runner.fences import FencedHook, make_fences
@@ -29,7 +30,7 @@ from engine.runner.sampling.grammar_masks import GrammarMasks
 from engine.runner.sampling.logits_processors import NO_PROCESSORS, Processors
 from engine.runner.sampling.logprobs import token_logprobs
 from engine.runner.sampling.prompt_logprobs import PromptLogprobs
-from engine.runner.sampling.sampler import Sampler, SamplingResult
+from engine.runner.sampling.sampler import Choice, Sampler
 from engine.runner.sampling.spec_decode import Drafts, SpecDecoder, accepted_indices
 from engine.spec_decode.config import Speculation
 from kv_transfer.types import BlockId
@@ -163,19 +164,18 @@ class TorchRunner:
 
     def _sample(self, step: Step, logits: Tensor, drafts: Drafts, result: RunResult) -> None:
         runs = [step.runs[index] for index in step.sampled]
-        runs = self._grammar_masks.apply_masks(runs, result.refusals)
+        runs = self._grammar_masks.apply_masks(runs, result.failures)
         choices = self.sampler.choose(logits, runs)
         accepted = accepted_indices(runs, choices, drafts)
         _add_logprobs(logits, runs, choices, accepted, result)
         for index in accepted:
             request_id, choice = runs[index].row.request_id, choices[index]
-            if request_id in result.refusals:
+            if request_id in result.failures:
                 continue
-            if choice.token_id is None:
-                reasons = result.refusals if choice.is_refused else result.errors
-                reasons[request_id] = choice.error
-            elif request_id not in result.errors:
-                result.token_ids.setdefault(request_id, []).append(choice.token_id)
+            if isinstance(choice, Failure):
+                result.failures[request_id] = choice
+            else:
+                result.token_ids.setdefault(request_id, []).append(choice)
         for request_id, token_ids in result.token_ids.items():
             self._batch.append(request_id, token_ids)
 
@@ -183,14 +183,12 @@ class TorchRunner:
 def _add_logprobs(
     logits: Tensor,
     runs: Sequence[TokenRun],
-    choices: list[SamplingResult],
+    choices: list[Choice],
     accepted: Sequence[int],
     result: RunResult,
 ) -> None:
-    requested = [
-        (i, choices[i].token_id) for i in accepted if runs[i].row.sampling.logprobs is not None
-    ]
-    chosen = [(i, token_id) for i, token_id in requested if token_id is not None]
+    requested = [(i, choices[i]) for i in accepted if runs[i].row.sampling.logprobs is not None]
+    chosen = [(i, choice) for i, choice in requested if not isinstance(choice, Failure)]
     if not chosen:
         return
     indices = [index for index, _ in chosen]

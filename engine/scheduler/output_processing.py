@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.errors import OutOfOrder
 from engine.events import RequestEventKind
 from engine.plan import RunResult
-from engine.request import ClientId, FinishReason, Output
+from engine.request import ClientId, Failure, FailureCause, FinishReason, Output
 from engine.scheduler.config import LoadFailurePolicy
 from engine.scheduler.request import Request, RequestStatus
 from engine.scheduler.state import SchedulerState
@@ -20,29 +20,18 @@ class OutputProcessor:
 
     def settle_run(self, run: RunResult) -> None:
         batch = self._state.batch
-        num_failed = len(run.errors) + len(run.refusals) + len(run.crashes)
-        if len(run.token_ids) + num_failed < batch.num_decoding:
+        if len(run.token_ids) + len(run.failures) < batch.num_decoding:
             raise OutOfOrder(f"{batch.num_decoding} requests decode; the run has fewer results")
         completed_prefills = [
             request
             for request, num_tokens in batch.chunks
-            if request.status is RequestStatus.RUNNING and request.request_id not in run.errors
-            if request.request_id not in run.refusals
-            if request.request_id not in run.crashes
+            if request.status is RequestStatus.RUNNING and request.request_id not in run.failures
             if self._advance_prefill(request, num_tokens, run)
         ]
-        for request_id, error in run.errors.items():
+        for request_id, failure in run.failures.items():
             failed = batch.running.get(request_id)
             if failed is not None:
-                self._fail(failed, error)
-        for request_id, error in run.crashes.items():
-            crashed = batch.running.get(request_id)
-            if crashed is not None:
-                self._fail(crashed, error, has_crashed=True)
-        for request_id, reason in run.refusals.items():
-            refused = batch.running.get(request_id)
-            if refused is not None:
-                self.refuse(refused, reason)
+                self._end_failed_run(failed, failure)
         if run.num_proposed:
             self._count_draft_tokens(run)
         self._append_tokens(run)
@@ -59,9 +48,17 @@ class OutputProcessor:
         for handoff_id in reports.finished_sending:
             self._state.handoffs.end_sending(handoff_id)
 
-    def refuse(self, request: Request, reason: str) -> None:
-        """End a request, in any state, with an error that is its own fault."""
-        self._end_with_error(request, reason, is_refused=True)
+    def fail(self, request: Request, failure: Failure) -> None:
+        """End a request, in any state, with an error."""
+        output = Output(
+            request.request_id,
+            request.num_output_tokens,
+            finish_reason=FinishReason.ERROR,
+            failure=failure,
+            served=request.served(),
+        )
+        self._state.add_output(request.client_id, output)
+        self._state.finish(request, FinishReason.ERROR, error=failure.reason)
 
     # --- the run ------------------------------------------------------------------
 
@@ -167,31 +164,11 @@ class OutputProcessor:
         request.is_long = False
         self._state.batch.turn_to_decode(request, self._state.cache.capacity(request))
 
-    def _fail(self, request: Request, error: str, *, has_crashed: bool = False) -> None:
-        self._state.cache.uncache_blocks(request)
-        self._end_with_error(request, error, has_crashed=has_crashed)
-
-    def _end_with_error(
-        self,
-        request: Request,
-        error: str,
-        *,
-        is_refused: bool = False,
-        has_crashed: bool = False,
-        is_kv_lost: bool = False,
-    ) -> None:
-        output = Output(
-            request.request_id,
-            request.num_output_tokens,
-            finish_reason=FinishReason.ERROR,
-            error=error,
-            is_refused=is_refused,
-            has_crashed=has_crashed,
-            is_kv_lost=is_kv_lost,
-            served=request.served(),
-        )
-        self._state.add_output(request.client_id, output)
-        self._state.finish(request, FinishReason.ERROR, error=error)
+    def _end_failed_run(self, request: Request, failure: Failure) -> None:
+        """End a request whose row failed. Its KV may be wrong, unless the request is at fault."""
+        if failure.cause is not FailureCause.REQUEST:
+            self._state.cache.uncache_blocks(request)
+        self.fail(request, failure)
 
     # --- KV reports ---------------------------------------------------------------
 
@@ -242,8 +219,8 @@ class OutputProcessor:
         request.receive = None
         self._state.record_event(request, RequestEventKind.LOST)
         if self._state.config.kv_load_failure_policy is LoadFailurePolicy.FAIL:
-            error = f"the KV of the prompt was lost: {reason}"
-            self._end_with_error(request, error, is_kv_lost=True)
+            reason = f"the KV of the prompt was lost: {reason}"
+            self.fail(request, Failure(reason, FailureCause.KV_LOST))
         else:
             self._state.restart(request)
 

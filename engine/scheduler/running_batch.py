@@ -85,13 +85,18 @@ class Batch:
 
     def take_plan(self, kv_orders: KvOrders, max_draft_tokens: int = 0) -> Plan:
         num_scheduled_tokens = self._decode_tokens.copy()
+        num_prompt_tokens = 0
         for request, num_tokens in self.chunks:
             num_scheduled_tokens[request.request_id] = num_tokens
+            # The others are output tokens of a resumed request.
+            num_missing = max(0, request.num_prompt_tokens - request.num_computed_tokens)
+            num_prompt_tokens += min(num_missing, num_tokens)
         plan = Plan(
             dropped=tuple(self._dropped),
             started=tuple(self._started),
             new_block_ids=self._new_block_ids,
             num_scheduled_tokens=num_scheduled_tokens,
+            num_prompt_tokens=num_prompt_tokens,
             max_draft_tokens=max_draft_tokens,
             kv_orders=kv_orders,
         )

@@ -9,7 +9,16 @@ from __future__ import annotations
 from engine.errors import OutOfOrder
 from engine.events import KvEvent, RequestEvent, SchedulerStats
 from engine.plan import Plan, PlanRow, RunResult
-from engine.request import ClientId, EngineRequest, FinishReason, Output, OutputsByClient, RequestId
+from engine.request import (
+    ClientId,
+    EngineRequest,
+    Failure,
+    FailureCause,
+    FinishReason,
+    Output,
+    OutputsByClient,
+    RequestId,
+)
 from engine.scheduler.config import CacheConfig, SchedulerConfig
 from engine.scheduler.output_processing import OutputProcessor
 from engine.scheduler.request import Request
@@ -51,7 +60,7 @@ class Scheduler:
         """End the request, whose grammar was rejected. Does nothing if it has already ended."""
         request = self._find_alive(spec)
         if request is not None:
-            self._settler.refuse(request, reason)
+            self._settler.fail(request, Failure(reason, FailureCause.REQUEST))
 
     def abort(self, request_id: RequestId) -> None:
         """End a request in any state. The final output is part of the next step's outputs.

@@ -47,10 +47,10 @@ class CancelWrites:
 
 
 @dataclass(frozen=True, slots=True)
-class DigestLanded:
-    """D: add blocks that have landed to the digest while other blocks are still in flight.
+class DigestBlocks:
+    """Add blocks to the digest of a hand-off, after those of its earlier DigestBlocks.
 
-    They follow the blocks of all earlier DigestLanded actions of the hand-off.
+    D: they have landed, while others are in flight. P: they are computed and posted.
     """
 
     handoff_id: HandoffId
@@ -61,7 +61,7 @@ class DigestLanded:
 class CheckDigest:
     """D: compare the digest of the landed bytes with P's. The result goes to `checked`.
 
-    `block_ids` holds only the blocks not yet covered by a DigestLanded.
+    `block_ids` holds only the blocks not yet covered by a DigestBlocks.
     """
 
     handoff_id: HandoffId
@@ -79,15 +79,6 @@ class PostWrite:
 
 
 @dataclass(frozen=True, slots=True)
-class DigestSent:
-    """P: add blocks to the digest. They are computed, and all their bytes are posted."""
-
-    link_id: LinkId
-    handoff_id: HandoffId
-    block_ids: tuple[BlockId, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class SendDone:
     """P: all writes have completed. Send Done with the digest, behind the data if one-sided."""
 
@@ -96,6 +87,6 @@ class SendDone:
     complete: Complete
 
 
-ReceiverAction = SendMessage | BreakLink | ExpectWrites | CancelWrites | DigestLanded | CheckDigest
-SenderAction = SendMessage | BreakLink | PostWrite | DigestSent | SendDone
-PairAction = SendMessage | ExpectWrites | CancelWrites | PostWrite | DigestSent | SendDone
+ReceiverAction = SendMessage | BreakLink | ExpectWrites | CancelWrites | DigestBlocks | CheckDigest
+SenderAction = SendMessage | BreakLink | PostWrite | DigestBlocks | SendDone
+PairAction = SendMessage | ExpectWrites | CancelWrites | PostWrite | SendDone

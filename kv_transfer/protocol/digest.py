@@ -44,7 +44,7 @@ def _view(span: BlockRun) -> memoryview:
 
 
 class Digests:
-    """Digests of the open hand-offs: of blocks sent, and of blocks landed so far."""
+    """Digests of the open hand-offs. A node either sends or receives a hand-off."""
 
     def __init__(
         self, region: Region, *, is_on: bool, read_blocks: ReadBlocks | None = None
@@ -52,46 +52,30 @@ class Digests:
         self._region = region
         self._is_on = is_on
         self._read_blocks = read_blocks
-        self._sent: dict[HandoffId, BlockDigest] = {}
-        self._landed: dict[HandoffId, BlockDigest] = {}
+        self._open: dict[HandoffId, BlockDigest] = {}
         self.num_mismatches = 0
 
-    def add_sent(self, handoff_id: HandoffId, block_ids: Sequence[BlockId]) -> None:
-        self._add(self._sent, handoff_id, block_ids)
+    def add(self, handoff_id: HandoffId, block_ids: Sequence[BlockId]) -> None:
+        """Add the next blocks that were sent, or that have landed."""
+        if not self._is_on:
+            return
+        if handoff_id not in self._open:
+            self._open[handoff_id] = BlockDigest(self._region, self._read_blocks)
+        self._open[handoff_id].add(block_ids)
 
-    def add_landed(self, handoff_id: HandoffId, block_ids: Sequence[BlockId]) -> None:
-        self._add(self._landed, handoff_id, block_ids)
-
-    def take_sent_digest(self, handoff_id: HandoffId) -> int | None:
-        """Return the digest for Done; None if verification is off or no block was sent."""
-        digest = self._sent.pop(handoff_id, None)
+    def take(self, handoff_id: HandoffId) -> int | None:
+        """Return the digest; None if verification is off or no block was added."""
+        digest = self._open.pop(handoff_id, None)
         return digest.value() if digest is not None else None
 
     def matches(self, handoff_id: HandoffId, rest: Sequence[BlockId], expected: int) -> bool:
         """Return whether the landed blocks, completed by `rest`, match P's digest."""
         if not self._is_on:
             return True
-        digest = self._landed.pop(handoff_id, None) or self._new()
-        digest.add(rest)
-        is_good = digest.value() == expected
+        self.add(handoff_id, rest)
+        is_good = self.take(handoff_id) == expected
         self.num_mismatches += not is_good
         return is_good
 
     def forget(self, handoff_id: HandoffId) -> None:
-        self._sent.pop(handoff_id, None)
-        self._landed.pop(handoff_id, None)
-
-    def _add(
-        self,
-        digests: dict[HandoffId, BlockDigest],
-        handoff_id: HandoffId,
-        block_ids: Sequence[BlockId],
-    ) -> None:
-        if not self._is_on:
-            return
-        if handoff_id not in digests:
-            digests[handoff_id] = self._new()
-        digests[handoff_id].add(block_ids)
-
-    def _new(self) -> BlockDigest:
-        return BlockDigest(self._region, self._read_blocks)
+        self._open.pop(handoff_id, None)

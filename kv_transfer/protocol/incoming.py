@@ -44,3 +44,7 @@ class IncomingHandoff:
         if state not in _TRANSITIONS[self.state]:
             raise RuntimeError(f"{self.order.handoff_id}: {self.state} cannot become {state}")
         self.state = state
+
+    def fence(self, now: float) -> None:
+        self.move(IncomingState.FENCED)
+        self.fenced_s = now

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 
 from kv_transfer.link import LinkId
-from kv_transfer.protocol.messages import Grant
-from kv_transfer.types import BlockId, Complete, HandoffId
+from kv_transfer.protocol.messages import Grant, Writing
+from kv_transfer.types import BlockId, Complete, HandoffId, Send, SendLayers
 
 
 class OutgoingState(Enum):
@@ -36,7 +37,7 @@ class OutgoingHandoff:
     is_ordered: bool = False  # the scheduler has ordered it and expects finished_sending
     has_final_order: bool = False  # the scheduler has ordered Complete or Withdraw
     complete: Complete | None = None
-    held_until_s: float | None = None
+    held_until_s: float = math.inf
     link_id: LinkId | None = None
     grant: Grant | None = None
     lease_until_s: float = 0.0
@@ -53,6 +54,33 @@ class OutgoingHandoff:
     def num_written(self) -> int:
         """Number of leading blocks of the grant whose writes have all completed."""
         return min([self.num_posted, *(flight.first for flight in self.in_flight.values())])
+
+    @property
+    def deadline_s(self) -> float:
+        """Return when this send fails unless D grants it or renews its lease."""
+        if self.state is OutgoingState.PUSHING:
+            return self.lease_until_s
+        return self.held_until_s if self.state is OutgoingState.HELD else math.inf
+
+    def take_progress(self) -> Writing | None:
+        """Return the progress of the writes; None if it has not changed since the last call."""
+        is_begun = bool(self.in_flight or self.num_posted)
+        progress = self.num_written, self.complete is not None
+        if self.state is not OutgoingState.PUSHING or not is_begun or self.reported == progress:
+            return None
+        self.reported = progress
+        return Writing(self.handoff_id, self.num_written)
+
+    def is_stuck(self, now: float, limit_s: float) -> bool:
+        """Return whether a write has been in flight for `limit_s`."""
+        return any(now >= flight.posted_s + limit_s for flight in self.in_flight.values())
+
+    def check_follows(self, order: Send | SendLayers) -> None:
+        """Raise ValueError if the blocks of an order leave a gap."""
+        if not self.blocks:
+            self.first_block = order.first_block
+        elif order.first_block != self.first_block + len(self.blocks):
+            raise ValueError(f"{self.handoff_id}: blocks do not follow those sent before")
 
     def move(self, state: OutgoingState) -> None:
         if state not in _TRANSITIONS[self.state]:

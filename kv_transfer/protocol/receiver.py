@@ -15,7 +15,6 @@ destroyed: D's end of it, and also P's where P accesses D's memory directly.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from kv_transfer.config import ReceiverConfig
 from kv_transfer.link import LinkId
@@ -23,7 +22,7 @@ from kv_transfer.protocol.actions import (
     BreakLink,
     CancelWrites,
     CheckDigest,
-    DigestLanded,
+    DigestBlocks,
     ExpectWrites,
     ReceiverAction,
     SendMessage,
@@ -40,33 +39,17 @@ from kv_transfer.protocol.messages import (
     RevokeGrant,
     Writing,
 )
+from kv_transfer.protocol.sender_link import SenderLink
 from kv_transfer.types import HandoffId, KvReports, Landed, Lost, Receive
 
 
-@dataclass(slots=True)
-class _SenderLink:
-    """State of one link to a prefill node."""
-
-    waiting_since_s: float  # start of the current period with outstanding hand-offs
-    renew_s: float  # when the next Renew is due
-    is_up: bool = False
-    is_cut: bool = False  # the local end of the data path is destroyed
-    last_message_s: float = 0.0
-    handoff_ids: dict[HandoffId, None] = field(default_factory=dict)  # oldest first
-
-
 class Receiver:
-    def __init__(
-        self,
-        config: ReceiverConfig,
-        *,
-        is_one_sided: bool,
-    ) -> None:
+    def __init__(self, config: ReceiverConfig, *, is_one_sided: bool) -> None:
         self._config = config
         self._is_one_sided = is_one_sided
         self._incoming: dict[HandoffId, IncomingHandoff] = {}
-        self._links: dict[LinkId, _SenderLink] = {}
-        self._handoff_by_ticket: dict[int, HandoffId] = {}
+        self._links: dict[LinkId, SenderLink] = {}
+        self._incoming_by_ticket: dict[int, IncomingHandoff] = {}
         self._num_tickets = 0
         self._actions: list[ReceiverAction] = []
         self._landed: list[Landed] = []
@@ -81,13 +64,16 @@ class Receiver:
         if order.handoff_id in self._incoming:
             raise ValueError(f"{order.handoff_id} is being received already")
         link = self._get_link(link_id, now)
-        if not link.handoff_ids:
-            link.waiting_since_s = now
-        link.handoff_ids[order.handoff_id] = None
         incoming = IncomingHandoff(order, link_id, began_s=now)
         self._incoming[order.handoff_id] = incoming
+        link.add(incoming, now)
         if link.is_up:
             self._grant(incoming)
+
+    def reject(self, handoff_id: HandoffId, reason: str) -> None:
+        """Report a receive whose peer cannot be reached as failed. Nothing was granted."""
+        self._failed.append(Lost(handoff_id, reason))
+        self._released.append(handoff_id)
 
     def revoke(self, handoff_id: HandoffId, now: float) -> None:
         """Cancel a receive to get its blocks back. Ignored if it has ended or is fenced already."""
@@ -107,13 +93,11 @@ class Receiver:
         link = self._get_link(link_id, now)
         if link.is_up or link.is_cut:
             return
-        link.is_up = True
-        link.last_message_s = now
-        link.renew_s = now + self._config.renew_every_s
-        for incoming in self._incoming_on(link):
+        link.come_up(now)
+        for incoming in link.incoming.values():
             self._grant(incoming)
 
-    def hear(self, link_id: LinkId, message: LinkMessage, now: float) -> None:
+    def handle_message(self, link_id: LinkId, message: LinkMessage, now: float) -> None:
         """Handle a message of P. Drop and count it if it names no receive of this link."""
         link = self._links.get(link_id)
         is_sign_of_life = isinstance(message, Renewed)
@@ -159,7 +143,7 @@ class Receiver:
         landed = incoming.order.block_ids[incoming.num_written : num_written]
         if landed and incoming.state is IncomingState.GRANTED:
             incoming.num_written += len(landed)
-            self._actions.append(DigestLanded(incoming.order.handoff_id, landed))
+            self._actions.append(DigestBlocks(incoming.order.handoff_id, landed))
 
     def handle_link_cut(
         self, link_id: LinkId, reason: str, now: float, *, writes_stopped: bool
@@ -172,11 +156,10 @@ class Receiver:
         if link is None or link.is_cut:
             return
         link.is_cut = True
-        for incoming in self._incoming_on(link):
+        for incoming in list(link.incoming.values()):
             if incoming.state is IncomingState.GRANTED:
                 self._report_failed(incoming, reason)
-                incoming.move(IncomingState.FENCED)
-                incoming.fenced_s = now
+                incoming.fence(now)
             elif incoming.state is IncomingState.WAITING:
                 self._report_failed(incoming, reason)
                 self._release(incoming)
@@ -189,7 +172,7 @@ class Receiver:
         """Release fenced blocks: P's end is destroyed, or P is dead. Requires `handle_link_cut`."""
         link = self._links.get(link_id)
         if link is not None and link.is_cut:
-            for incoming in self._incoming_on(link):
+            for incoming in list(link.incoming.values()):
                 self._release(incoming)
             self._forget_if_unused(link_id)
 
@@ -237,60 +220,19 @@ class Receiver:
 
     def tick(self, now: float) -> None:
         """Send renewals that are due, and fail receives and links past their deadline."""
+        give_up_s = self._config.give_up_s
         for incoming in list(self._incoming.values()):
-            if incoming.state is IncomingState.GRANTED and now >= self._give_up_s(incoming):
-                self._fail(incoming, f"gave up after {self._config.give_up_s:g} s", now)
-        for link_id, link in list(self._links.items()):
-            if link.is_cut or not link.handoff_ids:
+            if incoming.state is IncomingState.GRANTED and now >= incoming.began_s + give_up_s:
+                self._fail(incoming, f"gave up after {give_up_s:g} s", now)
+        for link_id, link in self._links.items():
+            if not link.awaits_peer:
                 continue
-            self._renew_if_due(link_id, link, now)
-            reason = self._break_reason(link, now)
+            renew = link.take_due_renew(now)
+            if renew is not None:
+                self._send_message(link_id, renew)
+            reason = link.break_reason(now)
             if reason is not None:
                 self._actions.append(BreakLink(link_id, reason))
-
-    def next_tick_s(self) -> float | None:
-        """Return the time at which `tick` is due next, unless another event comes first."""
-        times: list[float] = []
-        for link in self._links.values():
-            if not link.is_cut and link.handoff_ids:
-                times += [self._silence_deadline_s(link), link.renew_s]
-                times += [self._deadline_s(incoming) for incoming in self._incoming_on(link)]
-        return min(times, default=None)
-
-    def _deadline_s(self, incoming: IncomingHandoff) -> float:
-        if incoming.state is IncomingState.FENCED:
-            return incoming.fenced_s + self._config.fence_age_s
-        return self._give_up_s(incoming)
-
-    def _give_up_s(self, incoming: IncomingHandoff) -> float:
-        return incoming.began_s + self._config.give_up_s
-
-    def _silence_deadline_s(self, link: _SenderLink) -> float:
-        return max(link.waiting_since_s, link.last_message_s) + self._config.silence_s
-
-    def _renew_if_due(self, link_id: LinkId, link: _SenderLink, now: float) -> None:
-        if now < link.renew_s:
-            return
-        link.renew_s = now + self._config.renew_every_s
-        self._send_message(link_id, self._make_renew(link))
-
-    def _make_renew(self, link: _SenderLink) -> Renew:
-        """Return a Renew for a link. Without live grants it still requests a sign of life."""
-        granted = [
-            i.order.handoff_id for i in self._incoming_on(link) if i.state is IncomingState.GRANTED
-        ]
-        return Renew(tuple(granted), self._config.lease_s)
-
-    def _break_reason(self, link: _SenderLink, now: float) -> str | None:
-        if now >= self._silence_deadline_s(link):
-            return f"the prefill node sent nothing for {self._config.silence_s:g} s"
-        age_s = self._config.fence_age_s
-        if not link.is_up and now >= link.waiting_since_s + age_s:
-            return f"the prefill node is alive but did not reply to Hello within {age_s:g} s"
-        for incoming in self._incoming_on(link):
-            if incoming.state is IncomingState.FENCED and now >= self._deadline_s(incoming):
-                return f"no reply to the revoke of {incoming.order.handoff_id} in {age_s:g} s"
-        return None
 
     # --- Output for the KV worker --------------------------------------------------------
 
@@ -310,9 +252,9 @@ class Receiver:
     def renewals(self) -> tuple[tuple[LinkId, Renew], ...]:
         """Return the keep-alives that other threads can send while the engine thread is busy."""
         return tuple(
-            (link_id, self._make_renew(link))
+            (link_id, link.make_renew())
             for link_id, link in self._links.items()
-            if link.handoff_ids and not link.is_cut
+            if link.awaits_peer
         )
 
     def has_fenced_blocks(self, link_id: LinkId) -> bool:
@@ -326,7 +268,7 @@ class Receiver:
         incoming.ticket = self._num_tickets
         incoming.move(IncomingState.GRANTED)
         order = incoming.order
-        self._handoff_by_ticket[incoming.ticket] = order.handoff_id
+        self._incoming_by_ticket[incoming.ticket] = incoming
         self._actions.append(ExpectWrites(incoming.link_id, incoming.ticket, order.block_ids))
         self._send_message(
             incoming.link_id,
@@ -361,8 +303,7 @@ class Receiver:
         self._fence(incoming, now)
 
     def _fence(self, incoming: IncomingHandoff, now: float) -> None:
-        incoming.move(IncomingState.FENCED)
-        incoming.fenced_s = now
+        incoming.fence(now)
         self._actions.append(CancelWrites(incoming.link_id, incoming.ticket))
         self._send_message(
             incoming.link_id, RevokeGrant(incoming.order.handoff_id, incoming.ticket)
@@ -378,26 +319,21 @@ class Receiver:
     def _end(self, incoming: IncomingHandoff) -> None:
         incoming.move(IncomingState.ENDED)
         del self._incoming[incoming.order.handoff_id]
-        self._links[incoming.link_id].handoff_ids.pop(incoming.order.handoff_id)
-        self._handoff_by_ticket.pop(incoming.ticket, None)
+        del self._links[incoming.link_id].incoming[incoming.order.handoff_id]
+        self._incoming_by_ticket.pop(incoming.ticket, None)
 
     def _forget_if_unused(self, link_id: LinkId) -> None:
         link = self._links[link_id]
-        if link.is_cut and not link.handoff_ids:
+        if link.is_cut and not link.incoming:
             del self._links[link_id]
 
     # --- Lookups ---------------------------------------------------------------------------
 
-    def _get_link(self, link_id: LinkId, now: float) -> _SenderLink:
-        link = _SenderLink(waiting_since_s=now, renew_s=now + self._config.renew_every_s)
-        return self._links.setdefault(link_id, link)
-
-    def _incoming_on(self, link: _SenderLink) -> list[IncomingHandoff]:
-        return [self._incoming[handoff_id] for handoff_id in link.handoff_ids]
+    def _get_link(self, link_id: LinkId, now: float) -> SenderLink:
+        return self._links.setdefault(link_id, SenderLink(self._config, waiting_since_s=now))
 
     def _find_by_ticket(self, link_id: LinkId, ticket: int) -> IncomingHandoff | None:
-        handoff_id = self._handoff_by_ticket.get(ticket)
-        incoming = self._incoming[handoff_id] if handoff_id is not None else None
+        incoming = self._incoming_by_ticket.get(ticket)
         return incoming if incoming is not None and incoming.link_id == link_id else None
 
     def _send_message(self, link_id: LinkId, message: LinkMessage) -> None:

@@ -21,7 +21,7 @@ from kv_transfer.config import SenderConfig
 from kv_transfer.link import LinkId
 from kv_transfer.protocol.actions import (
     BreakLink,
-    DigestSent,
+    DigestBlocks,
     PostWrite,
     SendDone,
     SenderAction,
@@ -34,11 +34,9 @@ from kv_transfer.protocol.messages import (
     Renew,
     Revoked,
     RevokeGrant,
-    Writing,
 )
 from kv_transfer.protocol.outgoing import OutgoingHandoff, OutgoingState, WriteInFlight
-from kv_transfer.protocol.pieces import WritePart, WriteSplitter
-from kv_transfer.protocol.writes_in_flight import Flights
+from kv_transfer.protocol.write_splitter import WritePart, WriteSplitter
 from kv_transfer.transports.base import Write
 from kv_transfer.types import Complete, HandoffId, Send, SendLayers, Withdraw
 
@@ -48,17 +46,20 @@ class _ReceiverLink:
     """State of one link to a decode node."""
 
     last_ticket: int = 0  # grants up to this ticket are handled; older ones are dropped
+    num_bytes_in_flight: int = 0
     is_broken: bool = False  # a write failed; the link is about to be cut
 
 
 class Sender:
     def __init__(self, block_bytes: int, config: SenderConfig, num_layers: int = 1) -> None:
         self._config = config
-        self._flights = Flights(max(block_bytes, config.max_in_flight_bytes))
+        self._max_in_flight_bytes = max(block_bytes, config.max_in_flight_bytes)  # per link
         self._splitter = WriteSplitter(block_bytes, num_layers, config.max_write_bytes)
         self._outgoing: dict[HandoffId, OutgoingHandoff] = {}
         self._ended: OrderedDict[HandoffId, str] = OrderedDict()
         self._links: dict[LinkId, _ReceiverLink] = {}
+        self._outgoing_by_write: dict[int, OutgoingHandoff] = {}  # writes in flight
+        self._num_writes = 0
         self._actions: list[SenderAction] = []
         self._finished: list[HandoffId] = []
         self.num_dropped = 0
@@ -67,7 +68,8 @@ class Sender:
 
     def send(self, order: Send, now: float) -> None:
         """Queue computed blocks for sending. They follow those of the earlier orders."""
-        outgoing = self._get_for_blocks(order)
+        outgoing = self._get_or_create(order.handoff_id)
+        outgoing.check_follows(order)
         if order.block_ids[: len(outgoing.coming)] != outgoing.coming:
             raise ValueError(f"{order.handoff_id}: blocks differ from those of SendLayers")
         outgoing.coming = ()
@@ -76,7 +78,8 @@ class Sender:
 
     def send_layers(self, order: SendLayers, now: float) -> None:
         """Queue blocks that the next forward pass computes, for sending layer by layer."""
-        outgoing = self._get_for_blocks(order)
+        outgoing = self._get_or_create(order.handoff_id)
+        outgoing.check_follows(order)
         if outgoing.coming:
             raise ValueError(f"{order.handoff_id}: the blocks of the last pass were not sent")
         outgoing.coming, outgoing.num_layers_ended = order.block_ids, 0
@@ -100,7 +103,6 @@ class Sender:
         if outgoing.state is OutgoingState.HELD:
             outgoing.held_until_s = now + self._config.hold_s
         self._push(outgoing, now)
-        self._end_if_over(outgoing)
 
     def withdraw(self, order: Withdraw, now: float) -> None:
         outgoing = self._get_or_create(order.handoff_id)
@@ -113,7 +115,7 @@ class Sender:
     def link_up(self, link_id: LinkId) -> None:
         self._links[link_id] = _ReceiverLink()
 
-    def hear(self, link_id: LinkId, message: LinkMessage, now: float) -> None:
+    def handle_message(self, link_id: LinkId, message: LinkMessage, now: float) -> None:
         """Handle a message of D. Drop and count unexpected ones."""
         link = self._links.get(link_id)
         if link is None or link.is_broken:
@@ -134,9 +136,10 @@ class Sender:
         """
         if self._links.pop(link_id, None) is None:
             return
-        self._flights.forget(link_id)
         for outgoing in [send for send in self._outgoing.values() if send.link_id == link_id]:
-            self._flights.end_all(outgoing)
+            for write_id in outgoing.in_flight:
+                del self._outgoing_by_write[write_id]
+            outgoing.in_flight.clear()
             outgoing.link_id = None
             self._fail(outgoing, reason)
             self._end_if_over(outgoing)
@@ -144,18 +147,17 @@ class Sender:
     # --- Events of the data path -------------------------------------------------------
 
     def written(self, link_id: LinkId, write_id: int, now: float) -> None:
-        outgoing = self._end_flight(link_id, write_id)
+        outgoing = self._end_write(link_id, write_id)
         if outgoing is None:
             self.num_dropped += 1
             return
         self._end_if_over(outgoing)
         for other in list(self._outgoing.values()):
             self._push(other, now)  # the in-flight limit has room again
-            self._end_if_over(other)
 
     def write_failed(self, link_id: LinkId, write_id: int, reason: str) -> None:
         """Fail the send and break the link: parts of the failed write may still land."""
-        outgoing = self._end_flight(link_id, write_id)
+        outgoing = self._end_write(link_id, write_id)
         if outgoing is None:
             self.num_dropped += 1
             return
@@ -171,41 +173,23 @@ class Sender:
         most writes have completed by then and need no message.
         """
         for outgoing in self._outgoing.values():
-            is_begun = bool(outgoing.in_flight or outgoing.num_posted)
-            if not is_begun or outgoing.state is not OutgoingState.PUSHING:
-                continue
-            progress = outgoing.num_written, outgoing.complete is not None
-            if outgoing.reported != progress:
-                outgoing.reported = progress
-                self._send_to_peer(outgoing, Writing(outgoing.handoff_id, outgoing.num_written))
+            writing = outgoing.take_progress()
+            if writing is not None:
+                self._send_to_peer(outgoing, writing)
 
     # --- Time ----------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
+        """Fail sends past their deadline, and break links on which a write does not end."""
+        timeout_s = self._config.write_timeout_s
         for outgoing in list(self._outgoing.values()):
-            if self._is_stuck(outgoing, now) and outgoing.link_id is not None:
-                reason = f"a write did not end in {self._config.write_timeout_s:g} s"
+            if outgoing.is_stuck(now, timeout_s) and outgoing.link_id is not None:
+                reason = f"a write did not end in {timeout_s:g} s"
                 self._actions.append(BreakLink(outgoing.link_id, reason))
-            elif now >= self._deadline_s(outgoing):
+            elif now >= outgoing.deadline_s:
                 is_held = outgoing.state is OutgoingState.HELD
                 self._fail(outgoing, "never granted in time" if is_held else "the lease ended")
                 self._end_if_over(outgoing)
-
-    def next_tick_s(self) -> float | None:
-        """Return the time at which `tick` is due next, unless another event comes first."""
-        times = [self._deadline_s(outgoing) for outgoing in self._outgoing.values()]
-        return min((time for time in times if time != float("inf")), default=None)
-
-    def _deadline_s(self, outgoing: OutgoingHandoff) -> float:
-        if outgoing.state is OutgoingState.PUSHING:
-            return outgoing.lease_until_s
-        if outgoing.state is OutgoingState.HELD and outgoing.held_until_s is not None:
-            return outgoing.held_until_s
-        return float("inf")
-
-    def _is_stuck(self, outgoing: OutgoingHandoff, now: float) -> bool:
-        limit_s = self._config.write_timeout_s
-        return any(now >= flight.posted_s + limit_s for flight in outgoing.in_flight.values())
 
     # --- Output for the KV worker --------------------------------------------------------
 
@@ -228,7 +212,18 @@ class Sender:
 
     @property
     def has_flights(self) -> bool:
-        return bool(self._flights)
+        return bool(self._outgoing_by_write)
+
+    @property
+    def has_sends(self) -> bool:
+        return bool(self._outgoing)
+
+    def find_write(self, write_id: int) -> tuple[HandoffId, int] | None:
+        """Return the hand-off and the size in bytes of a write in flight."""
+        outgoing = self._outgoing_by_write.get(write_id)
+        if outgoing is None:
+            return None
+        return outgoing.handoff_id, outgoing.in_flight[write_id].num_bytes
 
     # --- Message handlers ------------------------------------------------------------------
 
@@ -251,7 +246,6 @@ class Sender:
         outgoing.link_id, outgoing.grant = link_id, grant
         outgoing.lease_until_s = now + grant.lease_s
         self._push(outgoing, now)
-        self._end_if_over(outgoing)
 
     def _handle_renew(self, link_id: LinkId, renew: Renew, now: float) -> None:
         for handoff_id in renew.handoff_ids:
@@ -259,7 +253,6 @@ class Sender:
             if outgoing is not None and outgoing.state is OutgoingState.PUSHING:
                 outgoing.lease_until_s = now + renew.lease_s
                 self._push(outgoing, now)
-                self._end_if_over(outgoing)
 
     def _handle_revoke(self, link_id: LinkId, link: _ReceiverLink, message: RevokeGrant) -> None:
         link.last_ticket = max(link.last_ticket, message.ticket)
@@ -275,6 +268,11 @@ class Sender:
     # --- Transitions -----------------------------------------------------------------------
 
     def _push(self, outgoing: OutgoingHandoff, now: float) -> None:
+        """Post what can be posted now, and end the send if that was all."""
+        self._post_ready(outgoing, now)
+        self._end_if_over(outgoing)
+
+    def _post_ready(self, outgoing: OutgoingHandoff, now: float) -> None:
         """Post computed and granted blocks while the lease and the in-flight limit allow it."""
         grant, link_id = outgoing.grant, outgoing.link_id
         if outgoing.state is not OutgoingState.PUSHING or grant is None or link_id is None:
@@ -287,30 +285,33 @@ class Sender:
         if now >= outgoing.lease_until_s or link.is_broken:
             return
         while True:
-            room_bytes = self._flights.room_bytes(link_id)
+            room_bytes = self._max_in_flight_bytes - link.num_bytes_in_flight
             part = self._splitter.take_next(outgoing, grant, room_bytes)
             if part is None:
                 return
-            self._post(outgoing, link_id, grant, part, now)
+            if part.num_bytes:
+                link.num_bytes_in_flight += part.num_bytes
+                write = self._begin_write(outgoing, grant, part, now)
+                self._actions.append(PostWrite(link_id, outgoing.handoff_id, write))
+            if part.is_complete:
+                self._actions.append(DigestBlocks(outgoing.handoff_id, part.sources))
 
-    def _post(
-        self, outgoing: OutgoingHandoff, link_id: LinkId, grant: Grant, part: WritePart, now: float
-    ) -> None:
-        if part.num_bytes:
-            flight = WriteInFlight(now, part.num_bytes, part.places.start)
-            write_id = self._flights.begin(outgoing, link_id, flight)
-            write = _make_write(write_id, outgoing, grant, part)
-            self._actions.append(PostWrite(link_id, outgoing.handoff_id, write))
-        if part.completed:
-            add = DigestSent(link_id, outgoing.handoff_id, part.completed)
-            self._actions.append(add)
+    def _begin_write(
+        self, outgoing: OutgoingHandoff, grant: Grant, part: WritePart, now: float
+    ) -> Write:
+        self._num_writes += 1
+        write_id = self._num_writes
+        self._outgoing_by_write[write_id] = outgoing
+        outgoing.in_flight[write_id] = WriteInFlight(now, part.num_bytes, part.first)
+        targets = grant.block_ids[part.first : part.first + len(part.sources)]
+        return Write(write_id, grant.ticket, part.first, part.sources, targets, part.layers)
 
-    def _end_flight(self, link_id: LinkId, write_id: int) -> OutgoingHandoff | None:
-        handoff_id = self._flights.get_handoff(write_id)
-        if handoff_id is None:
-            return None
-        outgoing = self._outgoing[handoff_id]
-        self._flights.end(outgoing, link_id, write_id)
+    def _end_write(self, link_id: LinkId, write_id: int) -> OutgoingHandoff | None:
+        """Return the send of a write that has ended; None if it is unknown."""
+        outgoing = self._outgoing_by_write.pop(write_id, None)
+        if outgoing is not None:
+            flight = outgoing.in_flight.pop(write_id)
+            self._links[link_id].num_bytes_in_flight -= flight.num_bytes
         return outgoing
 
     def _fail(self, outgoing: OutgoingHandoff, reason: str) -> None:
@@ -359,15 +360,6 @@ class Sender:
 
     # --- Lookups ---------------------------------------------------------------------------
 
-    def _get_for_blocks(self, order: Send | SendLayers) -> OutgoingHandoff:
-        """Return the send that these blocks continue. Raise ValueError if they leave a gap."""
-        outgoing = self._get_or_create(order.handoff_id)
-        if not outgoing.blocks:
-            outgoing.first_block = order.first_block
-        elif order.first_block != outgoing.first_block + len(outgoing.blocks):
-            raise ValueError(f"{order.handoff_id}: blocks do not follow those sent before")
-        return outgoing
-
     def _get_or_create(self, handoff_id: HandoffId) -> OutgoingHandoff:
         """Return the send of an order, created if new.
 
@@ -392,17 +384,3 @@ class Sender:
 
     def _send_message(self, link_id: LinkId, message: LinkMessage) -> None:
         self._actions.append(SendMessage(link_id, message))
-
-
-def _make_write(write_id: int, outgoing: OutgoingHandoff, grant: Grant, part: WritePart) -> Write:
-    start = grant.first_block - outgoing.first_block
-    places = slice(part.places.start, part.places.stop)
-    source_ids = [*outgoing.blocks, *outgoing.coming]
-    return Write(
-        write_id=write_id,
-        ticket=grant.ticket,
-        first=places.start,
-        sources=tuple(source_ids[start + places.start : start + places.stop]),
-        targets=grant.block_ids[places],
-        layers=part.layers,
-    )

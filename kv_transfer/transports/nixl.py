@@ -60,7 +60,7 @@ class NixlTransport:
     is_one_sided = True
 
     def __init__(self, region: Region, config: NixlConfig = NixlConfig()) -> None:
-        self._nixl = _import_nixl()
+        self._nixl = import_nixl()
         self._region = region
         self._config = config
         # Warm-up: the first agent of a process takes half a second to create.
@@ -94,7 +94,8 @@ class NixlChannel:
         self._peer_metadata = b""
         tls = os.environ.get("UCX_TLS", config.tls)
         self._is_direct = _allows(tls, _direct_transports(region))
-        self._path: _Path | None = None
+        self._peer_name = ""  # of the peer's agent, once loaded
+        self._lists_by_parts: dict[int, _DescriptorLists] = {}
         self._handle_by_write: dict[int, int] = {}
         self._failures: list[ChannelEvent] = []
 
@@ -122,36 +123,29 @@ class NixlChannel:
         mark = self._peer_mark
         return mark is not None and mark.is_near(self._mark) and mark.is_gone()
 
-    def _ensure_connected(self) -> _Path:
-        """Load the peer and prepare the descriptors of all blocks, once.
+    def _load_peer(self) -> str:
+        """Load the peer's metadata, once. Return the name of its agent."""
+        if not self._peer_name:
+            name = self._agent.loadRemoteMD(self._peer_metadata)
+            self._peer_name = name.decode() if isinstance(name, bytes) else name
+        return self._peer_name
+
+    def _get_lists(self, num_parts: int) -> _DescriptorLists:
+        """Return the descriptors of all blocks split into `num_parts`, prepared on first use.
 
         Writes refer to the descriptors by index.
         """
-        if self._path is not None:
-            return self._path
-        if self._peer_region is None:
-            raise PeerUnreachable("the peer is not connected yet")
-        name = self._agent.loadRemoteMD(self._peer_metadata)
-        name = name.decode() if isinstance(name, bytes) else name
-        local = self._prepare(self._nixl.NIXL_INIT_AGENT, self._region)
-        self._path = _Path(
-            name, {1: _DescriptorLists(local, self._prepare(name, self._peer_region))}
-        )
-        return self._path
-
-    def _lists(self, path: _Path, num_parts: int) -> _DescriptorLists:
-        """Return the descriptor lists of blocks split into `num_parts`, created on first use."""
-        lists = path.lists_by_parts.get(num_parts)
-        if lists is None and self._peer_region is not None:
-            lists = path.lists_by_parts[num_parts] = _DescriptorLists(
-                self._prepare(self._nixl.NIXL_INIT_AGENT, self._region, num_parts),
-                self._prepare(path.peer, self._peer_region, num_parts),
-            )
+        lists = self._lists_by_parts.get(num_parts)
         if lists is None:
-            raise PeerUnreachable("the peer is not connected yet")
+            if self._peer_region is None:
+                raise PeerUnreachable("the peer is not connected yet")
+            lists = self._lists_by_parts[num_parts] = _DescriptorLists(
+                self._prepare(self._nixl.NIXL_INIT_AGENT, self._region, num_parts),
+                self._prepare(self._load_peer(), self._peer_region, num_parts),
+            )
         return lists
 
-    def _prepare(self, agent_name: str, region: Region, num_parts: int = 1) -> int:
+    def _prepare(self, agent_name: str, region: Region, num_parts: int) -> int:
         size, count = region.block_bytes // num_parts, region.num_blocks * num_parts
         strided = [[region.base, size, _device_number(region), size, count]]
         blocks = np.array(strided, dtype=np.uint64)
@@ -165,13 +159,10 @@ class NixlChannel:
         """No-op: only P knows which writes are in flight."""
 
     def post(self, write: Write) -> None:
-        sources, targets = (
-            _places(write.sources, write.layers),
-            _places(write.targets, write.layers),
-        )
+        sources = _places(write.sources, write.layers)
+        targets = _places(write.targets, write.layers)
         try:
-            path = self._ensure_connected()
-            lists = self._lists(path, 1 if write.layers is None else write.layers.of)
+            lists = self._get_lists(1 if write.layers is None else write.layers.of)
             handle = self._agent.makeXferReq(
                 self._nixl.NIXL_WRITE, lists.local, sources, lists.remote, targets
             )
@@ -183,7 +174,7 @@ class NixlChannel:
     def notify(self, ticket: int, note: bytes) -> None:
         try:
             payload = ticket.to_bytes(_TICKET_BYTES, "big") + note
-            self._agent.genNotif(self._ensure_connected().peer, payload)
+            self._agent.genNotif(self._load_peer(), payload)
         except self._errors as error:
             self._failures.append(ChannelBroken(f"notify: {error!r}"))
 
@@ -232,21 +223,13 @@ class NixlChannel:
         for handle in self._handle_by_write.values():
             self._release(handle)
         self._handle_by_write.clear()
-        if self._path is not None:
-            for lists in self._path.lists_by_parts.values():
-                self._agent.releasedDlistH(lists.local)
-                self._agent.releasedDlistH(lists.remote)
-            self._agent.invalidateRemoteMD(self._path.peer)
+        for lists in self._lists_by_parts.values():
+            self._agent.releasedDlistH(lists.local)
+            self._agent.releasedDlistH(lists.remote)
+        if self._peer_name:
+            self._agent.invalidateRemoteMD(self._peer_name)
         self._agent.deregisterMem(self._registered, [])
         self._agent = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Path:
-    """The peer's agent name and the prepared descriptors."""
-
-    peer: str
-    lists_by_parts: dict[int, _DescriptorLists]
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +253,7 @@ def _places(block_ids: tuple[BlockId, ...], layers: LayerRange | None) -> Any:
     return (blocks[:, None] * layers.of + within).ravel()
 
 
-def _import_nixl() -> ModuleType:
+def import_nixl() -> ModuleType:
     """Import the bindings only: the package `nixl` loads torch to find the CUDA version."""
     raises, wheels = logging.raiseExceptions, ["nixl_cu13", "nixl_cu12"]
     version = getattr(sys.modules.get("torch"), "version", None)

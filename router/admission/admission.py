@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from router.admission.admission_queue import AdmissionQueue, AdmissionQueueConfig
-from router.admission.answer_forecast import AnswerForecast
-from router.admission.wait_forecast import FirstTokenForecast
+from router.admission.forecasts import AnswerForecast, FirstTokenForecast
 from router.context import RequestContext
 from router.values import AnswerPart, CompletionSummary, GenerateCall
 from rpc.errors import TooLate
@@ -17,7 +16,7 @@ MARGIN = 1.25  # forecasts are inexact, and requests of a higher priority overta
 
 
 class AnswerMeter:
-    """Measures one answer for the forecasts."""
+    """Measures one answer for the forecasts, from its request's arrival in the queue."""
 
     def __init__(
         self, first_tokens: FirstTokenForecast, priority: int, clock: Callable[[], float]
@@ -25,20 +24,35 @@ class AnswerMeter:
         self._first_tokens = first_tokens
         self._priority = priority
         self._clock = clock
-        self.has_begun = False
-        self.is_complete = False
-        self.num_tokens = 0
-        self.last_s = 0.0  # time of the last token, or of the admission before the first one
+        self._admitted_s: float | None = None
+        self._has_begun = False
+        self._is_complete = False
+        self._num_tokens = 0
+        self._last_s = 0.0  # time of the last token, or of the admission before the first one
+        first_tokens.note_arrival(priority, clock())
+
+    def admit(self) -> None:
+        self._admitted_s = self._last_s = self._clock()
 
     def note_part(self, part: AnswerPart) -> None:
-        if not self.has_begun:
-            self.has_begun = True
+        if not self._has_begun:
+            self._has_begun = True
             self._first_tokens.note_began(self._priority, self._clock())
         if isinstance(part, CompletionSummary):
-            self.is_complete = True
+            self._is_complete = True
         elif part.token_ids:
-            self.last_s = self._clock()
-            self.num_tokens += len(part.token_ids)
+            self._last_s = self._clock()
+            self._num_tokens += len(part.token_ids)
+
+    def close(self, answers: AnswerForecast, num_in_flight: int) -> None:
+        """Record the answer's pace, if the request was admitted."""
+        if not self._has_begun:
+            self._first_tokens.note_left(self._priority)
+        if self._admitted_s is not None:
+            lasted_s = self._last_s - self._admitted_s
+            answers.note_answer(
+                self._num_tokens, lasted_s, num_in_flight, is_whole=self._is_complete
+            )
 
 
 class Admission:
@@ -67,18 +81,29 @@ class Admission:
     ) -> AsyncIterator[Callable[[AnswerPart], None]]:
         """Wait for admission, and hold the place until the end of the block.
 
-        Yields a callback for each part of the answer. Raises TooLate and QueueFull.
+        A request that is cancelled while it waits, such as by a disconnected client or a deadline,
+        leaves the queue at once. Yields a callback for each part of the answer. Raises TooLate and
+        QueueFull.
         """
         context.trace.note_queued(self.num_waiting)
         wait_s = self._first_token_forecast.wait_s(call.priority)
         self._refuse_if_too_late(call, context, wait_s, self.num_in_flight)
-        with self._awaiting_first_part(call.priority) as meter:
-            async with self._place(call.priority):
-                # The wait may have exceeded the forecast: do not start work that is too late.
-                self._refuse_if_too_late(call, context, 0.0, self.num_in_flight - 1)
-                context.trace.note_admitted()
-                with self._measuring_pace(meter):
-                    yield meter.note_part
+        turn = asyncio.Event()
+        is_admitted = self._queue.join(turn, call.priority)
+        meter = AnswerMeter(self._first_token_forecast, call.priority, self._clock)
+        try:
+            if not is_admitted:
+                await turn.wait()
+            # The wait may have exceeded the forecast: do not start work that is too late.
+            self._refuse_if_too_late(call, context, 0.0, self.num_in_flight - 1)
+            context.trace.note_admitted()
+            meter.admit()
+            yield meter.note_part
+        finally:
+            meter.close(self._answer_forecast, self.num_in_flight)
+            admitted = self._queue.leave(turn, self._clock())
+            if admitted is not None:
+                admitted.set()
 
     def _refuse_if_too_late(
         self, call: GenerateCall, context: RequestContext, wait_s: float, num_others: int
@@ -97,47 +122,4 @@ class Admission:
                 f"{answer_s:.1f} s, with {MARGIN - 1:.0%} in reserve, but the client waits for "
                 f"{remaining_s:.1f} s",
                 MARGIN * (wait_s + answer_s) - remaining_s,
-            )
-
-    @contextmanager
-    def _awaiting_first_part(self, priority: int) -> Iterator[AnswerMeter]:
-        """Count the request among those that wait for a first token until its answer begins."""
-        self._first_token_forecast.note_arrival(priority, self._clock())
-        meter = AnswerMeter(self._first_token_forecast, priority, self._clock)
-        try:
-            yield meter
-        finally:
-            if not meter.has_begun:
-                self._first_token_forecast.note_left(priority)
-
-    @asynccontextmanager
-    async def _place(self, priority: int) -> AsyncIterator[None]:
-        """Wait for the turn in the queue, and hold the place. Raises QueueFull.
-
-        A request that is cancelled while it waits, such as by a disconnected client or a deadline,
-        leaves the queue at once.
-        """
-        turn = asyncio.Event()
-        is_admitted = self._queue.join(turn, priority)
-        try:
-            if not is_admitted:
-                await turn.wait()
-            yield
-        finally:
-            admitted = self._queue.leave(turn, self._clock())
-            if admitted is not None:
-                admitted.set()
-
-    @contextmanager
-    def _measuring_pace(self, meter: AnswerMeter) -> Iterator[None]:
-        """Record the answer's pace at the end of the block."""
-        began_s = meter.last_s = self._clock()
-        try:
-            yield
-        finally:
-            self._answer_forecast.note_answer(
-                meter.num_tokens,
-                meter.last_s - began_s,
-                self.num_in_flight,
-                is_whole=meter.is_complete,
             )

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from errors import InvalidConfig
 from rpc.node_info import NodeRole
+from rpc.router_address import HOST, MAX_PORT, is_port
 
 DNS, FILE = "dns:", "file:"
-MAX_PORT = 65535
-HOST = re.compile(r"\[[0-9A-Fa-f:.%\w]+\]|[^\s\[\]/:,]+")
 ADDRESS_ADVICE = "write host:port, dns:///name:port or file:///path"
 
 
@@ -106,7 +104,7 @@ def _check_address(address: str, written: str = "") -> str:
     host, _, port = address.rpartition(":")
     if not HOST.fullmatch(host):
         raise InvalidConfig(f"node address {written or address!r}: {ADDRESS_ADVICE}")
-    if not (port.isascii() and port.isdigit() and 0 < int(port) <= MAX_PORT):
+    if not is_port(port):
         raise InvalidConfig(
             f"node address {written or address!r}: its port must be from 1 to {MAX_PORT}"
         )

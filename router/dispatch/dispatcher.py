@@ -6,19 +6,17 @@ import itertools
 import secrets
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import replace
 from functools import partial
 
 from engine.request import EngineRequest
 from kv_transfer.types import HandoffId
-from router.admission.retry_budget import RetryBudget
 from router.answer import AnswerAssembler
 from router.context import PromptPlacement, RequestContext
 from router.dispatch.attempt import Attempt
 from router.dispatch.config import DispatchConfig
-from router.dispatch.failures import AttemptFailures
 from router.dispatch.node_rpcs import NodeCalls
 from router.dispatch.quarantine import Quarantine, QuarantineVerdict, Suspicion, TrackedAttempt
+from router.dispatch.retries import AttemptFailures, RetryBudget
 from router.dispatch.route_finder import RouteFinder
 from router.input_processing.tokenization import TextBoundary
 from router.routing.assignment import Assignment
@@ -178,8 +176,9 @@ class Dispatcher:
                 self._quarantine.release_node(tracked, route.prefill.address)
 
         handoff_id = HandoffId(request.own_id, number)
-        placement = PromptPlacement(request.call.prompt_token_ids, route.decode)
-        request.context.note_placement(placement)
+        token_ids = request.call.prompt_token_ids
+        request.context.note_placement(PromptPlacement(token_ids, route.decode))
+        has_kv = PromptPlacement(token_ids, route.decode, has_kv=True)
         return Attempt(
             route=route,
             handoff_id=handoff_id,
@@ -188,7 +187,7 @@ class Dispatcher:
             context=request.context,
             clock=self._clock,
             on_prefilled=note_prompt_done,
-            on_decoded=partial(request.context.note_placement, replace(placement, has_kv=True)),
+            on_decoded=partial(request.context.note_placement, has_kv),
         )
 
     def _note_failure(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import TracebackType
 
 import grpc
@@ -13,7 +11,7 @@ from grpc import aio
 from baton.v1 import node_pb2, node_pb2_grpc
 from engine.errors import EngineGone, EngineStopped, PassFailed
 from engine.request import EngineRequest, FinishReason, Output, RequestId
-from errors import InvalidRequest
+from errors import InvalidRequest, NamedError
 from router.dispatch.node_rpcs import Deliver, Leg, LegOutput
 from router.dispatch.node_stream import NodeStream
 from router.routing.node_table import Node
@@ -125,18 +123,20 @@ class GrpcNodeCalls:
         timeout_s: float | None = None,
         trace: RequestTrace = UNTRACED,
     ) -> None:
+        def handle(event: node_pb2.CallEvent) -> None:
+            summary = None
+            if event.HasField("prefill_summary"):
+                summary = PrefillSummary(event.prefill_summary.prompt_tokens_cached)
+            output = _parse_output(event.output, request.request_id)
+            deliver(LegOutput(Leg.PREFILL, (output,), summary))
+
         order = prefill_order(request)
-        with _translating_errors(node), trace.leg(PREFILL, node) as leg:
-            order.context.metadata.update(leg.metadata)
-
-            def handle(event: node_pb2.CallEvent) -> None:
-                summary = None
-                if event.HasField("prefill_summary"):
-                    summary = PrefillSummary(event.prefill_summary.prompt_tokens_cached)
-                output = _parse_output(event.output, request.request_id)
-                deliver(LegOutput(Leg.PREFILL, (output,), summary))
-
-            await self._connection(node.address).prefill.call(order, handle, timeout_s)
+        try:
+            with trace.leg(PREFILL, node) as leg:
+                order.context.metadata.update(leg.metadata)
+                await self._connection(node.address).prefill.call(order, handle, timeout_s)
+        except (grpc.RpcError, RemoteFailure) as error:
+            raise _named_error(error, node) from error
 
     async def decode(
         self,
@@ -147,45 +147,45 @@ class GrpcNodeCalls:
         timeout_s: float | None = None,
         trace: RequestTrace = UNTRACED,
     ) -> None:
+        def handle(event: node_pb2.CallEvent) -> None:
+            summary = _parse_summary(event.summary) if event.HasField("summary") else None
+            output = _parse_output(event.output, request.request_id)
+            if output.finish_reason is not None:
+                leg.finished()
+            deliver(LegOutput(Leg.DECODE, (output,), summary))
+
         order = decode_order(request)
-        with _translating_errors(node), trace.leg(DECODE, node) as leg:
-            order.context.metadata.update(leg.metadata)
-
-            def handle(event: node_pb2.CallEvent) -> None:
-                summary = _parse_summary(event.summary) if event.HasField("summary") else None
-                output = _parse_output(event.output, request.request_id)
-                if output.finish_reason is not None:
-                    leg.finished()
-                deliver(LegOutput(Leg.DECODE, (output,), summary))
-
-            await self._connection(node.address).decode.call(order, handle, timeout_s)
+        try:
+            with trace.leg(DECODE, node) as leg:
+                order.context.metadata.update(leg.metadata)
+                await self._connection(node.address).decode.call(order, handle, timeout_s)
+        except (grpc.RpcError, RemoteFailure) as error:
+            raise _named_error(error, node) from error
 
     async def connect(self, decode: Node, prefill: Node) -> None:
         """Have a decode node open its data path to a prefill node. Raises NodeFailed."""
         stub = node_pb2_grpc.DecodeServiceStub(self.channel(decode.address))
         peer = node_pb2.Peer(node_id=prefill.card.node_id, address=prefill.address)
-        with _translating_errors(decode):
+        try:
             await stub.Connect(node_pb2.ConnectRequest(prefill=peer), timeout=CONNECT_TIMEOUT_S)
+        except grpc.RpcError as error:
+            raise _named_error(error, decode) from error
 
 
-@contextmanager
-def _translating_errors(node: Node) -> Iterator[None]:
-    """Convert gRPC errors to named errors that mention the node."""
-    try:
-        yield
-    except (grpc.RpcError, RemoteFailure) as error:
-        remote = remote_error(error)
-        who = f"{node.card.role.value} node {node.card.node_id} at {node.address}"
-        if remote.code in CLIENT_ERROR_CODES:
-            raise InvalidRequest(remote.message) from error
-        if remote.code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            raise DeadlineExceeded(f"the client's deadline passed while {who} worked") from error
-        if remote.reason == reason_of(MessageTooLarge):
-            raise MessageTooLarge(remote.message) from error
-        message = f"{who}: {remote.code.name}: {remote.message}"
-        if remote.reason in NOT_STARTED_REASONS:
-            raise NodeDraining(message) from error
-        raise NodeFailed(message, failure_kind(remote)) from error
+def _named_error(error: grpc.RpcError | RemoteFailure, node: Node) -> NamedError:
+    """Convert a gRPC error to a named error that mentions the node."""
+    remote = remote_error(error)
+    who = f"{node.card.role.value} node {node.card.node_id} at {node.address}"
+    if remote.code in CLIENT_ERROR_CODES:
+        return InvalidRequest(remote.message)
+    if remote.code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineExceeded(f"the client's deadline passed while {who} worked")
+    if remote.reason == reason_of(MessageTooLarge):
+        return MessageTooLarge(remote.message)
+    message = f"{who}: {remote.code.name}: {remote.message}"
+    if remote.reason in NOT_STARTED_REASONS:
+        return NodeDraining(message)
+    return NodeFailed(message, failure_kind(remote))
 
 
 def failure_kind(remote: RemoteError) -> FailureKind:
@@ -200,7 +200,7 @@ def failure_kind(remote: RemoteError) -> FailureKind:
 def _parse_output(message: node_pb2.TokenOutput, request_id: RequestId) -> Output:
     output = output_from(message, request_id)
     if output.finish_reason is FinishReason.ERROR:
-        raise GenerationFailed(output.error or "the engine gave no reason")
+        raise GenerationFailed(message.error or "the engine gave no reason")
     if output.finish_reason is FinishReason.ABORT:
         raise NodeFailed("the node aborted the request")
     return output

@@ -60,7 +60,7 @@ class NodeStream:
             sizes = f"{request.ByteSize()} vs. {MAX_EVENT_BYTES}"
             raise MessageTooLarge(f"{TOO_LARGE} ({sizes}); {TOO_LARGE_ADVICE}")
         if self._stream is None or self._stream.is_over:
-            self._stream = _Stream(self._method)
+            self._stream = _Stream(self._method, self._request)
         stream, call = self._stream, _PendingCall(take)
         # The node enforces the deadline; the timer covers a node that does not respond.
         timer = None if timeout_s is None else call.loop.call_later(timeout_s, call.fail, LATE)
@@ -70,7 +70,7 @@ class NodeStream:
         finally:
             if timer is not None:
                 timer.cancel()
-            stream.end(number, self._request(call=number, cancel=node_pb2.CancelOrder()))
+            stream.end(number)
 
     def close_when_idle(self) -> None:
         """Close the stream once the calls in flight have ended. No new call may follow."""
@@ -118,7 +118,10 @@ class _PendingCall:
 class _Stream:
     """One gRPC stream, until it breaks."""
 
-    def __init__(self, method: aio.StreamStreamMultiCallable[Any, Any]) -> None:
+    def __init__(
+        self, method: aio.StreamStreamMultiCallable[Any, Any], request: Callable[..., Request]
+    ) -> None:
+        self._request = request
         self._calls: dict[int, _PendingCall] = {}  # that the node has not ended
         self._requests: asyncio.Queue[Request | None] = asyncio.Queue()
         self._is_closing = False
@@ -129,9 +132,10 @@ class _Stream:
         self._calls[number] = call
         self._requests.put_nowait(request)
 
-    def end(self, number: int, cancel: Request) -> None:
+    def end(self, number: int) -> None:
+        """Cancel the call on the node, unless the node has ended it."""
         if self._calls.pop(number, None) is not None:
-            self._requests.put_nowait(cancel)
+            self._requests.put_nowait(self._request(call=number, cancel=node_pb2.CancelOrder()))
         self._close_if_due()
 
     def close_when_idle(self) -> None:

@@ -65,7 +65,6 @@ class TrackedAttempt:
     def __init__(self, suspicion: Suspicion, route: Route) -> None:
         self.suspicion = suspicion
         self.addresses = set(route.addresses)  # less the nodes that are done with it
-        self.is_test = suspicion.is_suspect
         self.num_tokens = 0
         self.engine_ends: dict[str, _EngineEnd] = {}
 
@@ -77,11 +76,12 @@ class TrackedAttempt:
     @property
     def has_passed(self) -> bool:
         """True if it passed its test. It stays a suspect until another attempt joins its nodes."""
-        factor = TEST_FACTOR ** max(0, self.suspicion.num_tests - 1)
-        return self.num_tokens >= min(int(PROVEN_TOKENS * factor), MAX_TEST_TOKENS)
+        return self.num_tokens >= self.num_test_tokens
 
-    def is_tested_at(self, address: str) -> bool:
-        return self.is_test and address in self.addresses
+    @property
+    def num_test_tokens(self) -> int:
+        factor = TEST_FACTOR ** max(0, self.suspicion.num_tests - 1)
+        return min(int(PROVEN_TOKENS * factor), MAX_TEST_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,7 @@ class Quarantine:
     def __init__(self, on_change: Callable[[], None]) -> None:
         self._on_change = on_change  # wakes the waiting requests
         self._attempts_by_address: dict[str, set[TrackedAttempt]] = {}
+        self._tests: set[TrackedAttempt] = set()  # the attempts of suspects among these
         self._reserved: dict[Suspicion, frozenset[str]] = {}
         self._num_waiting = 0
 
@@ -103,17 +104,15 @@ class Quarantine:
         """Return the addresses to which this request must not be sent now."""
         if suspicion.group.is_suspect and not suspicion.num_tests:
             suspicion.is_suspect = True
+        held = [test.addresses for test in self._tests if not test.has_passed]
         if suspicion.is_suspect:
-            return frozenset(a for a in self._attempts_by_address if self._is_closed_to_suspects(a))
-        held = (a for a in self._attempts_by_address if self._is_held_by_test(a))
-        return frozenset(held).union(*self._reserved.values())
+            return frozenset(self._unproven_addresses()).union(*held)
+        return frozenset().union(*held, *self._reserved.values())
 
     def is_group_tested(self, suspicion: Suspicion) -> bool:
         """True if another answer to its prompt is being tested, whose result it must await."""
-        others = (other for group in self._attempts_by_address.values() for other in group)
         return suspicion.is_suspect and any(
-            other.is_test and not other.has_passed and other.suspicion.group is suspicion.group
-            for other in others
+            not test.has_passed and test.suspicion.group is suspicion.group for test in self._tests
         )
 
     def group_addresses(self, suspicion: Suspicion) -> frozenset[str]:
@@ -136,23 +135,27 @@ class Quarantine:
 
     def track(self, suspicion: Suspicion, route: Route) -> TrackedAttempt:
         """Begin an attempt, which ends the tests on its nodes: they have passed."""
-        for address in route.addresses:
-            for other in self._attempts_by_address.get(address, ()):
-                if other.is_tested_at(address):
-                    other.is_test = other.suspicion.is_suspect = False
-        suspicion.num_tests += suspicion.is_suspect
         tracked = TrackedAttempt(suspicion, route)
+        for other in [test for test in self._tests if test.addresses & tracked.addresses]:
+            self._tests.remove(other)
+            other.suspicion.is_suspect = False
+        if suspicion.is_suspect:
+            suspicion.num_tests += 1
+            self._tests.add(tracked)
         suspicion.group.attempts.add(tracked)
-        for address in route.addresses:
+        for address in tracked.addresses:
             self._attempts_by_address.setdefault(address, set()).add(tracked)
         return tracked
 
     def note_tokens(self, tracked: TrackedAttempt, num_tokens: int) -> None:
         """Add tokens that the attempt has generated."""
-        before = tracked.is_proven, tracked.has_passed
+        before = tracked.num_tokens
         tracked.num_tokens += num_tokens
-        if before != (tracked.is_proven, tracked.has_passed):
-            self._notify()
+        if self._num_waiting and any(
+            before < limit <= tracked.num_tokens
+            for limit in (PROVEN_TOKENS, tracked.num_test_tokens)
+        ):
+            self._on_change()
 
     def release_node(self, tracked: TrackedAttempt, address: str) -> None:
         """Take the attempt off a node that is done with it."""
@@ -168,6 +171,7 @@ class Quarantine:
     def end(self, tracked: TrackedAttempt) -> None:
         """End the attempt."""
         tracked.suspicion.group.attempts.discard(tracked)
+        self._tests.discard(tracked)
         for address in tuple(tracked.addresses):
             self.release_node(tracked, address)
 
@@ -193,7 +197,7 @@ class Quarantine:
         """Return the engine's end, as seen when the first attempt on it failed."""
         if address not in tracked.engine_ends:
             attempts = self._attempts_by_address[address]
-            tests = [other for other in attempts if other.is_tested_at(address)]
+            tests = [other for other in attempts if other in self._tests]
             unproven = {other for other in attempts if not other.is_proven}
             is_clear = len(tests) == 1 and unproven <= set(tests)
             engine_end = _EngineEnd(tests[0] if is_clear else None, len(attempts) == 1)
@@ -201,13 +205,10 @@ class Quarantine:
                 other.engine_ends[address] = engine_end
         return tracked.engine_ends[address]
 
-    def _is_closed_to_suspects(self, address: str) -> bool:
-        is_held = self._is_held_by_test(address)
-        return is_held or not all(other.is_proven for other in self._attempts_by_address[address])
-
-    def _is_held_by_test(self, address: str) -> bool:
-        attempts = self._attempts_by_address[address]
-        return any(other.is_tested_at(address) and not other.has_passed for other in attempts)
+    def _unproven_addresses(self) -> Iterator[str]:
+        for address, attempts in self._attempts_by_address.items():
+            if not all(other.is_proven for other in attempts):
+                yield address
 
     def _notify(self) -> None:
         if self._num_waiting:

@@ -54,8 +54,7 @@ class RouteFinder:
         it has room. Raises NoNodes, IncompatibleNodes and PoisonedRequest.
         """
         route = None if prompt_node is None else self._route_to(prompt_node, request)
-        closed = self._quarantine.closed_addresses(suspicion)
-        if route is not None and route.decode.address not in closed and not suspicion.is_suspect:
+        if route is not None and self._is_allowed(route, suspicion):
             return route
         request = replace(request, number=next(self._numbers))
         return await self._find_open(request, failed, suspicion)
@@ -72,6 +71,10 @@ class RouteFinder:
         block_size = decode.card.fingerprint.block_size
         num_missing = 1 + (len(request.prompt_token_ids) - 1) % block_size
         return Route(decode, None, "its prompt is there, for another answer", num_missing)
+
+    def _is_allowed(self, route: Route, suspicion: Suspicion) -> bool:
+        closed = self._quarantine.closed_addresses(suspicion)
+        return route.decode.address not in closed and not suspicion.is_suspect
 
     async def _find_open(
         self, request: RoutingRequest, failed: frozenset[str], suspicion: Suspicion
@@ -130,11 +133,15 @@ class RouteFinder:
 
     async def _wait_for_any(self, request: RoutingRequest) -> Route:
         """Choose again at each change of the table, such as for a node that restarts."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._config.node_patience_s):
-                while True:
-                    changed = self._changed
-                    with suppress(NoNodes, IncompatibleNodes):
-                        return choose(self._table, self._config.routing, request)
+        loop = asyncio.get_running_loop()
+        give_up_s = loop.time() + self._config.node_patience_s
+        while True:
+            changed = self._changed
+            try:
+                return choose(self._table, self._config.routing, request)
+            except (NoNodes, IncompatibleNodes):
+                if loop.time() >= give_up_s:
+                    raise
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(give_up_s):
                     await changed.wait()
-        return choose(self._table, self._config.routing, request)

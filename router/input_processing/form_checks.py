@@ -21,7 +21,7 @@ RETRY_AFTER_S = 1.0
 
 
 class FormChecks(Protocol):
-    async def check(self, form: StructuredOutputs | None) -> None:
+    async def check(self, form: StructuredOutputs) -> None:
         """Raises InvalidRequest for a form that cannot be used, and QueueFull if too many wait."""
         ...
 
@@ -29,7 +29,7 @@ class FormChecks(Protocol):
 class NoFormChecks:
     """Accepts all forms, which nodes check anyway."""
 
-    async def check(self, form: StructuredOutputs | None) -> None:
+    async def check(self, form: StructuredOutputs) -> None:
         pass
 
 
@@ -52,9 +52,7 @@ class ThreadedFormChecks:
         self._num_waiting = 0
         self._num_waiting_characters = 0
 
-    async def check(self, form: StructuredOutputs | None) -> None:
-        if form is None:
-            return
+    async def check(self, form: StructuredOutputs) -> None:
         size = len(form.text)
         num_characters = self._num_waiting_characters + size
         if self._num_waiting >= self._max_waiting or num_characters > self._max_waiting_characters:

@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from router.context import RequestContext
 from router.input_processing.form_checks import FormChecks
 from router.input_processing.large_texts import LargeTextConfig, LargeTexts
-from router.input_processing.logprob_limits import LogprobBudget, check_prompt_logprobs_fit
+from router.input_processing.limits import LogprobBudget, check_prompt_logprobs_fit
 from router.input_processing.tokenization import TextBoundary
 from router.routing.node_table import NodeTable
 from router.values import GenerateCall, Prompt, TokenPrompt
@@ -47,7 +47,8 @@ class InputProcessor:
         budget = context.logprob_budget or LogprobBudget()
         budget.spend(len(token_ids), call.sampling.prompt_logprobs)
         check_prompt_logprobs_fit(len(token_ids), call.sampling.prompt_logprobs)
-        await self._forms.check(call.sampling.structured_outputs)
+        if call.sampling.structured_outputs is not None:
+            await self._forms.check(call.sampling.structured_outputs)
         return self._cap_max_tokens(replace(call, prompt=TokenPrompt(token_ids)), len(token_ids))
 
     def check_model(self, model: str) -> None:
@@ -59,7 +60,9 @@ class InputProcessor:
 
     async def token_ids(self, prompt: Prompt, model: str = "") -> tuple[int, ...]:
         """Tokenise a prompt. Raises InvalidRequest if its text exceeds the context length."""
-        tokenize = partial(self._text.token_ids, prompt, self._table.max_model_len(model))
+        tokenize = partial(
+            self._text.token_ids, prompt, self._table.served_model(model).max_model_len
+        )
         return await self._large_texts.read(prompt.num_characters, tokenize)
 
     async def text(self, token_ids: tuple[int, ...]) -> str:
@@ -88,8 +91,10 @@ class InputProcessor:
 
     def _cap_max_tokens(self, call: GenerateCall, num_prompt_tokens: int) -> GenerateCall:
         """Lower a default `max_tokens` to what the KV cache of every decode node can hold."""
-        longest = self._table.max_sequence_len(call.model)
-        if not call.fills_context or longest is None:
+        if not call.fills_context:
+            return call
+        longest = self._table.served_model(call.model).max_sequence_len
+        if longest is None:
             return call
         least = max(1, call.sampling.min_tokens)
         max_tokens = max(least, longest - num_prompt_tokens)

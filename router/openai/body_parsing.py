@@ -38,7 +38,8 @@ class Bodies:
 
     async def read(self, request: Request, lease: Lease) -> bytes:
         """Raises MessageTooLarge, QueueFull, BodyTimeout and ClientGone."""
-        return await read_body(request, lease, JsonGauge(max_values(self._table.max_model_len(""))))
+        max_model_len = self._table.served_model("").max_model_len
+        return await read_body(request, lease, JsonGauge(max_values(max_model_len)))
 
     async def fields(self, body: bytes) -> dict[str, Any]:
         """Parse the body. Raises Unreadable, and QueueFull if too many bodies wait to be parsed."""

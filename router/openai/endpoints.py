@@ -57,13 +57,14 @@ class Models:
         return sorted(self.table.models)
 
     def _card(self, name: str) -> Json:
+        model = self.table.served_model(name)
         return {
             "id": name,
             "object": "model",
             "created": self.since,
             "owned_by": "baton",
-            "max_model_len": self.table.max_model_len(name),
-            "max_sequence_len": self.table.max_sequence_len(name),  # limit of the KV caches
+            "max_model_len": model.max_model_len,
+            "max_sequence_len": model.max_sequence_len,  # limit of the KV caches
         }
 
 
@@ -94,7 +95,7 @@ class Tokens:
         token_ids = await self.inputs.token_ids(prompt, body.model)
         response: dict[str, Any] = {
             "count": len(token_ids),
-            "max_model_len": self.table.max_model_len(body.model),
+            "max_model_len": self.table.served_model(body.model).max_model_len,
             "tokens": token_ids,
             "token_strs": None,
         }

@@ -28,7 +28,7 @@ from router.openai.response.encoding import encode_in_slices
 from router.openai.response.output_parsers import Parsing
 from router.openai.response.request_warnings import Warnings
 from router.pipeline import Pipeline
-from router.request_scope import RequestScope, RequestScopes, new_request_context
+from router.request_scope import RequestScope, RequestScopes
 from router.routing.node_table import NodeTable
 from router.values import TextPrompt
 
@@ -66,9 +66,7 @@ class GenerationEndpoint:
         request_id = (
             client_request_id if is_valid_name(client_request_id) else secrets.token_hex(ID_BYTES)
         )
-        request_scope = self._scopes.begin(
-            request_id, request.headers.items(), new_request_context()
-        )
+        request_scope = self._scopes.begin(request_id, request.headers.items())
         reply = Reply(scope, receive, send)
         reply.headers[REQUEST_ID] = request_id
         if request_scope.trace_id:
@@ -99,8 +97,8 @@ class GenerationEndpoint:
         fields = await self._bodies.fields(body)
         model = fields.get("model")
         model = model if isinstance(model, str) else ""
-        defaults = self._table.sampling_defaults(model)
-        advice = ModelContext(defaults, self._table.max_model_len(model), self._parsing)
+        served = self._table.served_model(model)
+        advice = ModelContext(served.sampling_defaults, served.max_model_len, self._parsing)
         return await self._bodies.run_for_body(
             body, partial(self._read, fields, request_id, advice)
         )

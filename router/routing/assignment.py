@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.routing.node_table import Node, NodeTable
+from router.routing.node_table import NodeTable
 from router.routing.policy import Route
 
 
@@ -14,12 +14,13 @@ class Assignment:
         self._route = route
         self._decode = table.node_load(route.decode)
         self._prompt = self._decode if route.prefill is None else table.node_load(route.prefill)
+        self._addresses = route.addresses
         self._is_prompt_done = False
         self._decode.num_sent += 1
         self._prompt.num_sent_tokens += route.num_missing_tokens
         if route.prefill is not None:
             self._prompt.num_sent += 1
-        table.note_use(*self._nodes)
+        table.note_use(self._decode, self._prompt)
         for address in self._addresses:
             table.prefixes.expect(address, route.block_names)
 
@@ -42,12 +43,3 @@ class Assignment:
                 self._table.prefixes.cancel_expected(address, self._route.block_names)
         self.note_prompt_done()
         self._decode.note_request_ended()
-
-    @property
-    def _nodes(self) -> list[Node]:
-        nodes = (self._route.decode, self._route.prefill)
-        return [node for node in nodes if node is not None]
-
-    @property
-    def _addresses(self) -> list[str]:
-        return [node.address for node in self._nodes]

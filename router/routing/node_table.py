@@ -80,11 +80,23 @@ class LoadEstimate:
 
 
 @dataclass(frozen=True, slots=True)
+class ServedModel:
+    """Limits and defaults of a model, from the nodes that serve it."""
+
+    sampling_defaults: SamplingDefaults = NO_SAMPLING_DEFAULTS  # of the first node
+    max_model_len: int | None = None  # largest context length of decode nodes; None without any
+    max_sequence_len: int | None = None  # that fits on every decode node; None without any
+
+
+@dataclass(frozen=True, slots=True)
 class NodeGroup:
     """Open nodes with compatible KV, in a stable order."""
 
     prefills: tuple[Node, ...]
     decodes: tuple[Node, ...]
+
+
+UNSERVED = ServedModel()
 
 
 class NodeTable:
@@ -99,6 +111,8 @@ class NodeTable:
         self._last_of_name: dict[NodeId, str] = {}
         self._groups: tuple[NodeGroup, ...] | None = ()  # None: out of date
         self._kinds_in_service: set[KvKind] = set()  # that have had open nodes of both roles
+        self._served_models: dict[str, ServedModel] = {}  # by name; the empty name: of all nodes
+        self.models: frozenset[str] = frozenset()
         self.namings: frozenset[PrefixNaming] = frozenset()  # one, unless models differ
         self.prefixes = NodePrefixes()
         self._num_uses = 0
@@ -142,11 +156,11 @@ class NodeTable:
         self.prefixes.drop(address)
         self._rebuild()
 
-    def note_use(self, *nodes: Node) -> None:
-        """Record that a request is sent to these nodes."""
+    def note_use(self, *loads: LoadEstimate) -> None:
+        """Record that a request is sent to the nodes with these loads."""
         self._num_uses += 1
-        for node in nodes:
-            self.node_load(node).last_use = self._num_uses
+        for load in loads:
+            load.last_use = self._num_uses
 
     def node_load(self, node: Node) -> LoadEstimate:
         """Return the load of a node; an empty one if the node was lost."""
@@ -156,33 +170,9 @@ class NodeTable:
     def nodes(self) -> tuple[Node, ...]:
         return tuple(self._nodes.values())
 
-    @property
-    def models(self) -> frozenset[str]:
-        return frozenset(node.card.model for node in self._nodes.values())
-
-    def max_model_len(self, model: str) -> int | None:
-        """Return the largest context length of the decode nodes; None without any."""
-        found = [
-            node.card.max_model_len
-            for node in self._nodes.values()
-            if node.card.role is NodeRole.DECODE and model in ("", node.card.model)
-        ]
-        return max(found, default=None)
-
-    def max_sequence_len(self, model: str) -> int | None:
-        """Return the sequence length that fits on every decode node; None without any."""
-        found = [
-            node.card.max_sequence_length
-            for node in self._nodes.values()
-            if node.card.role is NodeRole.DECODE and model in ("", node.card.model)
-        ]
-        return min(found, default=None)
-
-    def sampling_defaults(self, model: str) -> SamplingDefaults:
-        """Return the defaults of `model`, or of any model if the name is empty."""
-        found = (node.card for node in self._nodes.values() if model in ("", node.card.model))
-        card = next(found, None)
-        return NO_SAMPLING_DEFAULTS if card is None else card.sampling_defaults
+    def served_model(self, name: str) -> ServedModel:
+        """Return a model's limits and defaults, or those over all models if the name is empty."""
+        return self._served_models.get(name, UNSERVED)
 
     def is_open(self, node: Node) -> bool:
         """Return whether the node accepts new requests. Of equal names, the last to join does."""
@@ -238,11 +228,25 @@ class NodeTable:
     def _rebuild(self) -> None:
         self._groups = None
         self._last_of_name = {node.card.node_id: address for address, node in self._nodes.items()}
-        namings = (node.card.prefix_naming for node in self._nodes.values())
-        self.namings = frozenset(naming for naming in namings if naming is not None)
+        cards = [node.card for node in self._nodes.values()]
+        self.namings = frozenset(card.prefix_naming for card in cards if card.prefix_naming)
+        self.models = frozenset(card.model for card in cards)
+        self._served_models = {
+            name: _served_model([card for card in cards if name in ("", card.model)])
+            for name in ("", *self.models)
+        }
 
     def _all_open(self) -> list[Node]:
         return [node for role in NodeRole for node in self.open_nodes(role)]
+
+
+def _served_model(cards: Sequence[NodeCard]) -> ServedModel:
+    decodes = [card for card in cards if card.role is NodeRole.DECODE]
+    return ServedModel(
+        cards[0].sampling_defaults if cards else NO_SAMPLING_DEFAULTS,
+        max((card.max_model_len for card in decodes), default=None),
+        min((card.max_sequence_length for card in decodes), default=None),
+    )
 
 
 def _group_by_kind(nodes: list[Node]) -> tuple[NodeGroup, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
+from typing import TypeVar
 
 from engine.kv_cache.block_hashes import BlockHash
 from errors import InvalidConfig
@@ -22,6 +23,8 @@ EVICTION_WEIGHT = 0.25
 # Decode computes a prompt itself only if prefill would compute at least so many times its tokens.
 MIN_SAVING = 2
 UINT64 = 2**64 - 1
+
+Cost = TypeVar("Cost", int, tuple[int, int])
 
 
 class RoutingPolicy(Enum):
@@ -83,8 +86,9 @@ class Route:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        nodes = (self.decode, self.prefill)
-        return tuple(node.address for node in nodes if node is not None)
+        if self.prefill is None:
+            return (self.decode.address,)
+        return self.decode.address, self.prefill.address
 
 
 def choose(
@@ -200,17 +204,14 @@ def pick(routing: Routing, view: RoutingView, nodes: Sequence[Node]) -> Node:
         case RoutingPolicy.POWER_OF_TWO:
             return min(_draw_two(nodes, routing.seed, number), key=view.num_requests)
         case RoutingPolicy.PREFIX_AWARE:
-            cheapest = _least(nodes, view.costs(nodes))
-            return _round_robin(_least_recently_used(cheapest, view.table), number)
+            last_uses = [view.table.node_load(node).last_use for node in nodes]
+            costs = list(zip(view.costs(nodes), last_uses, strict=True))
+            return _round_robin(_least(nodes, costs), number)  # least recently used of the cheapest
 
 
-def _least(nodes: Sequence[Node], costs: Sequence[int]) -> Sequence[Node]:
+def _least(nodes: Sequence[Node], costs: Sequence[Cost]) -> Sequence[Node]:
     least = min(costs)
     return [node for node, cost in zip(nodes, costs, strict=True) if cost == least]
-
-
-def _least_recently_used(nodes: Sequence[Node], table: NodeTable) -> Sequence[Node]:
-    return _least(nodes, [table.node_load(node).last_use for node in nodes])
 
 
 def _round_robin(equal: Sequence[Node], number: int) -> Node:
@@ -244,13 +245,8 @@ def _build_view(table: NodeTable, routing: Routing, request: RoutingRequest) -> 
     for naming in table.namings:
         # The last token is always computed: its logits give the next one.
         usable = naming.names(token_ids[:-1], len(request.prompt_token_ids), request.cache_salt)
-        for hits, match in (
-            (reported, table.prefixes.match_reported),
-            (expected, table.prefixes.match_expected),
-        ):
-            hits.update(
-                (address, num * naming.block_size) for address, num in match(usable).items()
-            )
+        for hits, matched in zip((reported, expected), table.prefixes.match(usable), strict=True):
+            hits.update((address, num * naming.block_size) for address, num in matched.items())
         names += usable
     return RoutingView(table, request, tuple(names), reported, expected)
 

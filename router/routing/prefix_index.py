@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from engine.kv_cache.block_hashes import BlockHash
 from rpc.cached_prefixes import PrefixChanges, PrefixGap
@@ -16,7 +17,7 @@ class PrefixIndex:
     """Bidirectional index of block names and their holders."""
 
     def __init__(self) -> None:
-        self._holders_by_name: dict[BlockHash, set[str]] = {}
+        self._holders_by_name: defaultdict[BlockHash, set[str]] = defaultdict(set)
         self._names_by_holder: dict[str, OrderedDict[BlockHash, None]] = {}
 
     def names(self, holder: str) -> Iterable[BlockHash]:
@@ -27,26 +28,24 @@ class PrefixIndex:
         held = self._names_by_holder.setdefault(holder, OrderedDict())
         for name in names:
             held[name] = None
-            self._holders_by_name.setdefault(name, set()).add(holder)
+            self._holders_by_name[name].add(holder)
 
     def remove(self, holder: str, names: Iterable[BlockHash]) -> None:
         held = self._names_by_holder.get(holder, OrderedDict())
-        for name in names:
-            if name in held:
-                del held[name]
-                self._forget(holder, name)
+        removed = held.keys() & names
+        for name in removed:
+            del held[name]
+        self._forget(holder, removed)
 
     def drop(self, holder: str) -> None:
         """Remove all blocks of a holder."""
-        for name in self._names_by_holder.pop(holder, ()):
-            self._forget(holder, name)
+        self._forget(holder, self._names_by_holder.pop(holder, ()))
 
     def trim(self, holder: str, max_names: int) -> None:
         """Drop the oldest blocks of a holder beyond `max_names`."""
         held = self._names_by_holder.get(holder, OrderedDict())
-        while len(held) > max_names:
-            name, _ = held.popitem(last=False)
-            self._forget(holder, name)
+        oldest = [held.popitem(last=False)[0] for _ in range(len(held) - max_names)]
+        self._forget(holder, oldest)
 
     def num_names(self, holder: str) -> int:
         return len(self._names_by_holder.get(holder, ()))
@@ -65,11 +64,19 @@ class PrefixIndex:
         matched.update(dict.fromkeys(matching or (), len(names)))
         return matched
 
-    def _forget(self, holder: str, name: BlockHash) -> None:
-        holders = self._holders_by_name[name]
-        holders.discard(holder)
-        if not holders:
-            del self._holders_by_name[name]
+    def _forget(self, holder: str, names: Iterable[BlockHash]) -> None:
+        for name in names:
+            holders = self._holders_by_name[name]
+            holders.discard(holder)
+            if not holders:
+                del self._holders_by_name[name]
+
+
+class PrefixMatch(NamedTuple):
+    """Number of leading blocks of a prompt by node, without the nodes that have none."""
+
+    reported: Mapping[str, int]  # that the node has reported
+    expected: Mapping[str, int]  # that it has or is about to have
 
 
 class NodePrefixes:
@@ -111,13 +118,10 @@ class NodePrefixes:
         """Return how many cached blocks the node has reported."""
         return self._reported.num_names(address)
 
-    def match_reported(self, names: Sequence[BlockHash]) -> dict[str, int]:
-        """Return the number of leading blocks that each node has reported."""
-        return self._reported.match(names)
-
-    def match_expected(self, names: Sequence[BlockHash]) -> Mapping[str, int]:
-        """Return the number of leading blocks that each node has or is about to have."""
-        likely = self._reported.match(names)
+    def match(self, names: Sequence[BlockHash]) -> PrefixMatch:
+        """Match the leading blocks of a prompt with those of all nodes."""
+        reported = self._reported.match(names)
+        expected = dict(reported)
         for address, count in self._expected.match(names).items():
-            likely[address] = max(count, likely.get(address, 0))
-        return likely
+            expected[address] = max(count, expected.get(address, 0))
+        return PrefixMatch(reported, expected)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from google.protobuf import struct_pb2
@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 
 from baton.v1 import node_pb2, sampling_pb2
 from engine.extra_args import parse_argument
-from engine.request import FinishReason, Output, RequestId
+from engine.request import Failure, FinishReason, Output, RequestId
 from engine.sampling import NO_SAMPLING_DEFAULTS, Argument, SamplingDefaults, SamplingParams
 from engine.structured_output.params import StructuredOutputs
 from kv_transfer.protocol.messages import Fingerprint
@@ -31,6 +31,8 @@ SCALARS = (
     "logprobs",
     "prompt_logprobs",
 )
+# Sampling parameters that the router applies itself.
+ROUTER_FIELDS = frozenset({"stop", "include_stop_in_output", "bad_words"})
 FINISH_TO_MESSAGE = {
     None: sampling_pb2.FINISH_REASON_UNSPECIFIED,
     FinishReason.STOP: sampling_pb2.FINISH_REASON_STOP,
@@ -46,19 +48,13 @@ def sampling_from(
     message: sampling_pb2.SamplingParams, defaults: SamplingDefaults = NO_SAMPLING_DEFAULTS
 ) -> SamplingParams:
     """Raises InvalidRequest. Stop strings are not converted, since the engine has none."""
-    present_fields = {descriptor.name: value for descriptor, value in message.ListFields()}
-    scalars = {name: present_fields[name] for name in SCALARS if name in present_fields}
-    has_allowed = message.HasField("allowed_token_ids")
+    present_fields = ((descriptor.name, value) for descriptor, value in message.ListFields())
     return defaults.params(
-        **scalars,
-        logit_bias=dict(message.logit_bias),
-        allowed_token_ids=tuple(message.allowed_token_ids.ids) if has_allowed else None,
-        banned_token_ids=tuple(message.banned_token_ids),
-        stop_token_ids=tuple(message.stop_token_ids),
-        ignore_eos=message.ignore_eos,
-        structured_outputs=structured_outputs_from(message),
-        banned_sequences=tuple(tuple(banned.ids) for banned in message.banned_sequences),
-        extra_args={name: argument_from(value) for name, value in message.extra_args.items()},
+        **{
+            name: CONVERTERS[name](value) if name in CONVERTERS else value
+            for name, value in present_fields
+            if name not in ROUTER_FIELDS
+        }
     )
 
 
@@ -86,16 +82,25 @@ def argument_to(value: Argument) -> struct_pb2.Value:
     return struct_pb2.Value(number_value=value)
 
 
-def structured_outputs_from(message: sampling_pb2.SamplingParams) -> StructuredOutputs | None:
+def structured_outputs_from(message: sampling_pb2.StructuredOutputs) -> StructuredOutputs:
     """Raises InvalidRequest."""
-    if not message.HasField("structured_outputs"):
-        return None
-    outputs = message.structured_outputs
-    form = outputs.WhichOneof("form")
-    form_args: Any = {} if form is None else {form: getattr(outputs, form)}
+    form = message.WhichOneof("form")
+    form_args: Any = {} if form is None else {form: getattr(message, form)}
     if form == "choice":
-        form_args = {form: tuple(outputs.choice.texts)}
-    return StructuredOutputs(**form_args, disable_any_whitespace=outputs.disable_any_whitespace)
+        form_args = {form: tuple(message.choice.texts)}
+    return StructuredOutputs(**form_args, disable_any_whitespace=message.disable_any_whitespace)
+
+
+# Conversions of the sampling parameters that are neither numbers nor flags.
+CONVERTERS: Mapping[str, Callable[[Any], Any]] = {
+    "logit_bias": dict,
+    "allowed_token_ids": lambda listed: tuple(listed.ids),
+    "banned_token_ids": tuple,
+    "stop_token_ids": tuple,
+    "structured_outputs": structured_outputs_from,
+    "banned_sequences": lambda sequences: tuple(tuple(banned.ids) for banned in sequences),
+    "extra_args": lambda values: {name: argument_from(value) for name, value in values.items()},
+}
 
 
 def structured_outputs_to(value: StructuredOutputs | None) -> sampling_pb2.StructuredOutputs | None:
@@ -110,15 +115,16 @@ def structured_outputs_to(value: StructuredOutputs | None) -> sampling_pb2.Struc
 
 
 def sampling_to(sampling: SamplingParams) -> sampling_pb2.SamplingParams:
+    extra_args = {name: argument_to(value) for name, value in sampling.extra_args.items()}
     message = sampling_pb2.SamplingParams(
         **{name: getattr(sampling, name) for name in SCALARS},
-        logit_bias=sampling.logit_bias,
+        logit_bias=sampling.logit_bias or None,  # None costs less than an empty map
         banned_token_ids=sampling.banned_token_ids,
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,
         structured_outputs=structured_outputs_to(sampling.structured_outputs),
         banned_sequences=[sampling_pb2.TokenIds(ids=ids) for ids in sampling.banned_sequences],
-        extra_args={name: argument_to(value) for name, value in sampling.extra_args.items()},
+        extra_args=extra_args or None,
     )
     if sampling.allowed_token_ids is not None:
         message.allowed_token_ids.ids.extend(sampling.allowed_token_ids)
@@ -180,7 +186,7 @@ def output_from(message: node_pb2.TokenOutput, request_id: RequestId) -> Output:
         prompt_logprobs=prompt_logprobs_from(message.prompt_logprobs),
         finish_reason=FINISH_FROM_MESSAGE[message.finish_reason],
         stop_token_id=present(message, "stop_token_id", message.stop_token_id),
-        error=message.error or None,
+        failure=Failure(message.error) if message.error else None,
         first_prompt_index=message.first_prompt_index,
     )
 
@@ -193,7 +199,7 @@ def output_to(output: Output) -> node_pb2.TokenOutput:
         prompt_logprobs=prompt_logprobs_to(output.prompt_logprobs),
         finish_reason=FINISH_TO_MESSAGE[output.finish_reason],
         stop_token_id=output.stop_token_id,
-        error=output.error or "",
+        error="" if output.failure is None else output.failure.reason,
         first_prompt_index=output.first_prompt_index,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # Enough for a prompt of 13 million token ids. Requests whose answers would be larger are refused
-# early (`router/input_processing/logprob_limits.py`).
+# early (`router/input_processing/limits.py`).
 MAX_MESSAGE_BYTES = 64 << 20
 # Limit for clients' requests. Empty messages in lists take 30 times their bytes once parsed.
 MAX_REQUEST_BYTES = 8 << 20

@@ -17,7 +17,13 @@ from rpc.security.token_gate import Continuation, Handler
 from rpc.status import named_errors
 
 Context = aio.ServicerContext[Any, Any]
-KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+# Fields of a handler's method. Keys: requests are a stream, responses are a stream.
+KINDS = {
+    (False, False): "unary_unary",
+    (False, True): "unary_stream",
+    (True, False): "stream_unary",
+    (True, True): "stream_stream",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +47,7 @@ class InvalidMessageInterceptor(aio.ServerInterceptor):
         handler: Any = await continuation(handler_call_details)
         if handler is None or handler.request_deserializer is None:
             return handler  # type: ignore[no-any-return]
-        kind = next(kind for kind in KINDS if getattr(handler, kind) is not None)
+        kind = KINDS[handler.request_streaming, handler.response_streaming]
         changed = {
             "request_deserializer": _refusing_deserializer(
                 handler.request_deserializer, is_gauged=self._is_gauged
@@ -73,25 +79,23 @@ def _checked(method: Callable[[Any, Context], Any]) -> Callable[[Any, Context], 
     """Wrap a method, unary or streaming, to raise the refusals of its requests."""
 
     async def checked(request: Any, context: Context) -> Any:
-        async with named_errors(context):
-            readable = _readable(request)
-        if not inspect.isasyncgenfunction(method):
-            return await method(readable, context)
-        async for response in method(readable, context):
+        if isinstance(request, _Refused):
+            async with named_errors(context):
+                raise request.refusal
+        if isinstance(request, AsyncIterator):
+            request = _each_readable(request)
+        responses = method(request, context)
+        if not inspect.isasyncgen(responses):
+            return await responses
+        async for response in responses:
             await context.write(response)
         return None
 
     return checked
 
 
-def _readable(request: Any) -> Any:
-    if isinstance(request, AsyncIterator):
-        return _each_readable(request)
-    if isinstance(request, _Refused):
-        raise request.refusal
-    return request
-
-
 async def _each_readable(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
     async for request in requests:
-        yield _readable(request)
+        if isinstance(request, _Refused):
+            raise request.refusal
+        yield request

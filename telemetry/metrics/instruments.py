@@ -13,7 +13,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
+from engine.plan import Plan
+from engine.step_observer import StepObserver, StepRecord
 from kv_transfer.records import TransferRecord, TransferRole
+from kv_transfer.types import HandoffId
 from telemetry import names
 from telemetry.metrics import names as counted
 from telemetry.metrics.names import Metric, MetricKind
@@ -27,6 +30,8 @@ VERDICTS = ("bystander", "suspect", "poison")
 # Values read at a scrape: by metric, or by metric and the value of its only label.
 Reading = Mapping[Metric, float | Mapping[str, float]]
 Read = Callable[[], Reading]
+# Returns the trace context of a hand-off's request; None if it is not traced.
+HandoffContext = Callable[[HandoffId], TraceContext | None]
 
 
 class RouterMetrics:
@@ -92,11 +97,12 @@ class RouterMetrics:
             self._per_token.labels(*call).observe(per_token_s, exemplar)
 
 
-class NodeMetrics:
-    """Metrics of a node. The engine thread updates them per step and per hand-off."""
+class NodeMetrics(StepObserver):
+    """Metrics of a node's passes and hand-offs."""
 
-    def __init__(self, role: str) -> None:
+    def __init__(self, role: str, context_of: HandoffContext = lambda _: None) -> None:
         registry = self.registry = CollectorRegistry()
+        self._context_of = context_of
         self._step = _histogram(registry, counted.STEP)
         self._batch = _histogram(registry, counted.BATCH)
         # Created here to export zeros, too.
@@ -107,11 +113,17 @@ class NodeMetrics:
         self._rate = _histogram(registry, counted.RATE)
         self._overlap = _histogram(registry, counted.OVERLAP)
 
-    def observe_step(self, took_s: float, num_requests: int, num_prompt_tokens: int) -> None:
-        self._step.observe(took_s)
-        self._batch.observe(num_requests)
-        if num_prompt_tokens:
-            self._computed.inc(num_prompt_tokens)
+    def note_pass(self, plan: Plan, began_s: float, ended_s: float) -> None:
+        if not plan.num_scheduled_tokens:
+            return
+        self._step.observe(ended_s - began_s)
+        self._batch.observe(len(plan.num_scheduled_tokens))
+        if plan.num_prompt_tokens:
+            self._computed.inc(plan.num_prompt_tokens)
+
+    def note_end(self, step: StepRecord) -> None:
+        for record in step.transfers:
+            self.take(record, self._context_of(record.handoff_id))
 
     def take(self, record: TransferRecord, trace: TraceContext | None) -> None:
         """Count a hand-off. Called once, when it has ended on this node."""

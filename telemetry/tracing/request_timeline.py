@@ -136,7 +136,7 @@ class _RequestSpans:
     def __init__(self, timeline: RequestTimeline, to_unix_ns: ToUnixNs) -> None:
         self._timeline = timeline
         self._root_id = timeline.context.span_id
-        self._make = SpanMaker(timeline.context.trace_id, to_unix_ns)
+        self._make = SpanMaker(timeline.context.trace_id, ROLE, to_unix_ns)
         self._end = timeline.end or End(timeline.received_s, SpanOutcome.FAILED)
 
     def spans(self) -> Iterator[Span]:
@@ -151,7 +151,6 @@ class _RequestSpans:
         timeline, usage = self._timeline, self._timeline.usage
         first_s = timeline.first_token_s
         attributes = {
-            names.ROLE: ROLE,
             names.PROVIDER: "baton",
             names.RESPONSE_ID: timeline.request_id,
             names.INPUT_TOKENS: timeline.num_prompt_tokens,
@@ -184,7 +183,6 @@ class _RequestSpans:
         end = self._end if timeline.admitted_s is None else End(timeline.admitted_s)
         read_s = timeline.tokenized_s
         attributes: dict[str, AttributeValue | None] = {
-            names.ROLE: ROLE,
             names.QUEUE_POSITION: timeline.queue_position,
             names.QUEUE_WAIT: None if read_s is None else end.at_s - read_s,
         }
@@ -226,7 +224,6 @@ class _RequestSpans:
             if leg.end is not None and leg.has_failed
         )
         attributes: dict[str, AttributeValue | None] = {
-            names.ROLE: ROLE,
             names.ATTEMPT: attempt.number,
             names.PRIOR_TOKENS: attempt.num_prior_tokens,
         }
@@ -248,7 +245,7 @@ class _RequestSpans:
             end = End(min(leg.began_s for leg in attempt.legs))
         chosen = {} if choice is None else _choice_attributes(choice)
         events = () if choice is None else (self._make.event(names.CHOSEN, choice.at_s),)
-        attributes = {names.ROLE: ROLE, names.ATTEMPT: attempt.number, **chosen}
+        attributes = {names.ATTEMPT: attempt.number, **chosen}
         return self._make.span(names.ROUTE, parent_id, began_s, end, attributes, events=events)
 
     def _leg(
@@ -256,7 +253,6 @@ class _RequestSpans:
     ) -> Span:
         end = leg.end or self._end
         attributes = {
-            names.ROLE: ROLE,
             names.NODE: leg.node_id,
             names.INCARNATION: leg.incarnation,
             names.SERVER_ADDRESS: leg.address,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from hashlib import blake2b
 
-from telemetry.names import ERROR_TYPE, OUTCOME
+from telemetry.names import ERROR_TYPE, OUTCOME, ROLE
 
 AttributeValue = str | bool | int | float | tuple[str, ...]
 Attributes = Mapping[str, AttributeValue]
@@ -134,9 +134,10 @@ def child_id(parent_id: int, name: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SpanMaker:
-    """Builds the spans of one trace from monotonic times."""
+    """Builds a process's spans of one trace from monotonic times."""
 
     trace_id: int
+    role: str
     to_unix_ns: ToUnixNs
 
     def span(
@@ -152,7 +153,7 @@ class SpanMaker:
         events: tuple[SpanEvent, ...] = (),
         links: Iterable[int] = (),
     ) -> Span:
-        span_attributes = known(attributes)
+        span_attributes = {ROLE: self.role, **known(attributes)}
         if end.outcome is not SpanOutcome.OK:
             span_attributes[OUTCOME] = end.outcome.name.lower()
         if end.error_type and end.outcome.status is SpanStatus.ERROR:

@@ -18,31 +18,25 @@ from telemetry.tracing.spans import (
 )
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class StepTimeline:
     context: TraceContext
     facts: NodeFacts
-    began_s: float
-    # End of each part, which is the start of the next one.
-    scheduled_s: float = 0.0
-    ordered_s: float = 0.0
-    ran_s: float = 0.0
-    polled_s: float = 0.0
-    ended_s: float = 0.0
-    number: int = 0
-    num_rows: int = 0
-    num_prefill_tokens: int = 0
-    num_decode_tokens: int = 0
-    requests: tuple[TraceContext, ...] = ()  # traced requests in the step, up to the limit of links
+    times_s: tuple[float, ...]  # begin, and the end of each part of `names.STEP_PARTS`
+    number: int
+    num_rows: int
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    requests: tuple[TraceContext, ...]  # traced requests in the step, up to the limit of links
     num_links_left_out: int = 0
 
     def spans(self, to_unix_ns: ToUnixNs) -> list[Span]:
         """Return the span of an ended step."""
-        span = SpanMaker(self.context.trace_id, to_unix_ns).span(
+        span = SpanMaker(self.context.trace_id, self.facts.leg, to_unix_ns).span(
             names.ENGINE_STEP,
             None,
-            self.began_s,
-            End(self.ended_s),
+            self.times_s[0],
+            End(self.times_s[-1]),
             self._attributes(),
             span_id=self.context.span_id,
         )
@@ -51,7 +45,6 @@ class StepTimeline:
 
     def _attributes(self) -> dict[str, AttributeValue | None]:
         return {
-            names.ROLE: self.facts.leg,
             names.NODE: self.facts.node_id,
             names.INCARNATION: self.facts.incarnation,
             names.STEP_NUMBER: self.number,
@@ -63,5 +56,4 @@ class StepTimeline:
         }
 
     def _parts_s(self) -> list[float]:
-        ends = (self.scheduled_s, self.ordered_s, self.ran_s, self.polled_s, self.ended_s)
-        return [end_s - began_s for began_s, end_s in pairwise((self.began_s, *ends))]
+        return [end_s - began_s for began_s, end_s in pairwise(self.times_s)]

@@ -31,7 +31,7 @@ from tests.support.models import VARIANTS, make_model_folder
 NUM_ASKS = 15
 NUM_CLIENTS = 4
 LASTS_S = 1.0
-OWN_TESTS = {FaultKind.FREEZE, FaultKind.CORRUPT, FaultKind.CROWD, FaultKind.HOSTILE}
+OWN_TESTS = {FaultKind.FREEZE, FaultKind.CORRUPT, FaultKind.OVERLOAD, FaultKind.HOSTILE}
 FAULTS = [
     (kind, role)
     for kind in FaultKind
@@ -67,7 +67,7 @@ class Running:
                 HostileProcesses(target, 0, (attack,)) as hostile,
             ):
                 chaos = ChaosRun(self.cluster, client, self.answers, NUM_CLIENTS, hostile=hostile)
-                fault = Fault(0, 0.3, FaultKind.HOSTILE, TargetRole.ROUTER, 0, Phase.ASKED, LASTS_S)
+                fault = Fault(0, 0.3, FaultKind.HOSTILE, TargetRole.ROUTER, 0, Phase.SENT, LASTS_S)
                 return await chaos.run([fault], fault.at_s, asyncio.Event())
 
         return self.runner.run(scene())
@@ -136,7 +136,7 @@ def test_corrupted_kv_is_detected_and_the_prompt_is_computed_on_decode(
     before = running.total(TargetRole.DECODE, DIGEST_MISMATCHES)
 
     report = running.through(
-        Fault(0, 0.3, FaultKind.CORRUPT, TargetRole.PREFILL, 0, Phase.ASKED, LASTS_S)
+        Fault(0, 0.3, FaultKind.CORRUPT, TargetRole.PREFILL, 0, Phase.SENT, LASTS_S)
     )
 
     assert report.is_good, report
@@ -145,11 +145,11 @@ def test_corrupted_kv_is_detected_and_the_prompt_is_computed_on_decode(
     assert report.counts["local"] > 0
 
 
-def test_a_crowd_fills_the_caches(running: Running) -> None:
+def test_an_overload_fills_the_caches(running: Running) -> None:
     before = running.total(TargetRole.DECODE, PREEMPTIONS)
 
     report = running.through(
-        Fault(0, 0.3, FaultKind.CROWD, TargetRole.ROUTER, 0, Phase.ASKED, LASTS_S)
+        Fault(0, 0.3, FaultKind.OVERLOAD, TargetRole.ROUTER, 0, Phase.SENT, LASTS_S)
     )
 
     assert report.is_good, report

@@ -65,14 +65,14 @@ class ContainerCluster:
         return next(one for one in self.containers(service) if node_id in log_of(one))
 
     def exit_codes(self) -> set[int]:
-        told = run("docker", "inspect", "--format", "{{.State.ExitCode}}", *self.containers())
-        return {int(code) for code in told.splitlines()}
+        reported = run("docker", "inspect", "--format", "{{.State.ExitCode}}", *self.containers())
+        return {int(code) for code in reported.splitlines()}
 
     def received_bytes(self, service: str) -> int:
         """Return the bytes that the containers of a service have received over the network."""
         counter = "/sys/class/net/eth0/statistics/rx_bytes"
-        told = [run("docker", "exec", one, "cat", counter) for one in self.containers(service)]
-        return sum(map(int, told))
+        reported = [run("docker", "exec", one, "cat", counter) for one in self.containers(service)]
+        return sum(map(int, reported))
 
 
 def missing() -> str:

@@ -11,7 +11,7 @@ from threading import Event, Semaphore
 import pytest
 
 from baton.client import Answer, Client, Generation
-from baton.retries import Retries
+from baton.client.retries import Retries
 from engine.sampling import SamplingParams
 from tests.containers.compose import ContainerCluster, log_of, run
 

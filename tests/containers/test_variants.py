@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from baton.client import Answer, BatonError, Client, Generation, TlsConfig
-from baton.retries import Retries
+from baton.client.retries import Retries
 from engine.sampling import SamplingParams
 from rpc.security.tls import PLAIN
 from tests.containers.compose import ContainerCluster, run
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.containers
 
 PATIENCE_S = 120.0
 NUM_TOKENS = 24
-ASKED = Generation(SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True))
+REQUESTED = Generation(SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True))
 PROMPT = "import os, sys\n" * 20
 
 
@@ -36,7 +36,7 @@ def running(cluster: ContainerCluster) -> Iterator[ContainerCluster]:
 def answer_of(cluster: ContainerCluster, tls: TlsConfig = PLAIN) -> Answer:
     once = Retries(max_attempts=1)
     with Client(cluster.address, timeout_s=PATIENCE_S, retries=once, tls=tls) as client:
-        return client.generate(PROMPT, ASKED)
+        return client.generate(PROMPT, REQUESTED)
 
 
 def check_handed_over(answer: Answer, transport: str) -> None:

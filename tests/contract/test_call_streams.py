@@ -33,7 +33,7 @@ async def connected(node: ScriptedNode) -> AsyncIterator[NodeStream]:
         await connection.close()
 
 
-class Asked:
+class RouterCall:
     """Call of the router, with the events that it receives."""
 
     def __init__(self, stream: NodeStream) -> None:
@@ -45,24 +45,24 @@ class Asked:
         return [event.output.first_index for event in self.events]
 
 
-async def ask(stream: NodeStream, node: ScriptedNode) -> tuple[Asked, ScriptedCall]:
-    asked = Asked(stream)
-    return asked, await node.calls.get()
+async def ask(stream: NodeStream, node: ScriptedNode) -> tuple[RouterCall, ScriptedCall]:
+    requested = RouterCall(stream)
+    return requested, await node.calls.get()
 
 
 def test_each_call_gets_its_own_events_in_order_to_its_own_end() -> None:
     async def scene() -> None:
         node = ScriptedNode()
         async with connected(node) as stream:
-            (one, told_one), (two, told_two) = await ask(stream, node), await ask(stream, node)
+            (one, node_one), (two, node_two) = await ask(stream, node), await ask(stream, node)
 
-            told_one.tell(0)
-            told_two.tell(5, 6)
-            told_one.tell(1, 2)
-            told_two.end()
+            node_one.tell(0)
+            node_two.tell(5, 6)
+            node_one.tell(1, 2)
+            node_two.end()
             await two.task
             assert not one.task.done()
-            told_one.end()
+            node_one.end()
             await one.task
 
             assert (one.places, two.places) == ([0, 1, 2], [5, 6])
@@ -77,10 +77,10 @@ def test_events_of_all_calls_at_one_moment_are_sent_in_one_message() -> None:
         async with connected(node) as stream:
             calls = [await ask(stream, node) for _ in range(20)]
 
-            for _, told in calls:
-                told.tell(0)
-                told.end()
-            await asyncio.gather(*(asked.task for asked, _ in calls))
+            for _, reported in calls:
+                reported.tell(0)
+                reported.end()
+            await asyncio.gather(*(requested.task for requested, _ in calls))
 
             assert sum(node.messages) == 40
             assert len(node.messages) <= 3
@@ -92,28 +92,28 @@ def test_cancelling_one_call_ends_it_on_the_node_and_no_other() -> None:
     async def scene() -> None:
         node = ScriptedNode()
         async with connected(node) as stream:
-            (one, told_one), (two, told_two) = await ask(stream, node), await ask(stream, node)
+            (one, node_one), (two, node_two) = await ask(stream, node), await ask(stream, node)
 
             one.task.cancel()
-            await told_one.left.wait()
+            await node_one.left.wait()
 
-            assert not told_two.left.is_set()
-            told_two.tell(0)
-            told_two.end()
+            assert not node_two.left.is_set()
+            node_two.tell(0)
+            node_two.end()
             await two.task
             assert two.places == [0]
 
     play(scene())
 
 
-def test_a_call_that_fails_tells_why_and_leaves_the_others_alone() -> None:
+def test_a_failed_call_reports_its_reason_and_affects_no_other() -> None:
     async def scene() -> None:
         node = ScriptedNode()
         async with connected(node) as stream:
-            (one, told_one), (two, told_two) = await ask(stream, node), await ask(stream, node)
+            (one, node_one), (two, node_two) = await ask(stream, node), await ask(stream, node)
 
-            told_one.tell(0)
-            told_one.end(GenerationFailed("the engine says no"))
+            node_one.tell(0)
+            node_one.end(GenerationFailed("the engine says no"))
             with pytest.raises(RemoteFailure) as failure:
                 await one.task
 
@@ -121,23 +121,25 @@ def test_a_call_that_fails_tells_why_and_leaves_the_others_alone() -> None:
             assert (remote.code, remote.reason) == (StatusCode.INTERNAL, "GENERATION_FAILED")
             assert (remote.message, remote.metadata) == ("the engine says no", {"node_id": "d"})
             assert one.places == [0]
-            told_two.end()
+            node_two.end()
             await two.task
 
     play(scene())
 
 
-def test_a_bug_in_one_call_is_told_and_ends_no_other(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_exception_in_one_call_is_reported_and_ends_no_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def scene() -> None:
         node = ScriptedNode()
         async with connected(node) as stream:
-            (one, told_one), (two, told_two) = await ask(stream, node), await ask(stream, node)
+            (one, node_one), (two, node_two) = await ask(stream, node), await ask(stream, node)
 
-            told_one.end(ZeroDivisionError("oh"))
+            node_one.end(ZeroDivisionError("oh"))
             with pytest.raises(RemoteFailure, match="ZeroDivisionError: oh"):
                 await one.task
 
-            told_two.end()
+            node_two.end()
             await two.task
 
     play(scene())
@@ -152,7 +154,7 @@ def test_a_draining_node_refuses_a_new_call_and_finishes_the_old_one() -> None:
             node.is_draining = True
 
             with pytest.raises(RemoteFailure) as refusal:
-                await Asked(stream).task
+                await RouterCall(stream).task
 
             assert refusal.value.remote.reason == "DRAINING"
             told_old.tell(0)
@@ -169,18 +171,18 @@ def test_a_node_that_goes_away_fails_every_call_and_the_next_call_finds_it_again
         async with serve_scripted_node(node) as address:
             connection = Connection(open_channel(address))
             calls = [await ask(connection.decode, node) for _ in range(3)]
-        for asked, told in calls:
+        for requested, reported in calls:
             with pytest.raises(RemoteFailure) as failure:
-                await asked.task
+                await requested.task
             assert failure.value.remote.code in (StatusCode.UNAVAILABLE, StatusCode.CANCELLED)
-            assert told.left.is_set()
+            assert reported.left.is_set()
 
         again = ScriptedNode()
         async with serve_scripted_node(again, port=int(address.rpartition(":")[2])):
             await connection.channel.channel_ready()
-            retry, told = await ask(connection.decode, again)
-            told.tell(7)
-            told.end()
+            retry, reported = await ask(connection.decode, again)
+            reported.tell(7)
+            reported.end()
             await retry.task
             assert retry.places == [7]
             await connection.close()
@@ -197,10 +199,10 @@ def test_a_router_that_goes_away_ends_every_call_on_the_node() -> None:
 
             await connection.close()
 
-            for asked, told in calls:
-                await told.left.wait()
+            for requested, reported in calls:
+                await reported.left.wait()
                 with pytest.raises(RemoteFailure, match="closed"):
-                    await asked.task
+                    await requested.task
             await node.stream_ended.wait()
             assert node.num_under_way == 0
 
@@ -212,16 +214,16 @@ def test_a_connection_that_is_given_up_closes_when_its_last_call_has_ended() -> 
         node = ScriptedNode()
         async with serve_scripted_node(node) as address:
             connection = Connection(open_channel(address))
-            asked, told = await ask(connection.decode, node)
+            requested, reported = await ask(connection.decode, node)
 
             closing = asyncio.ensure_future(connection.close(PATIENCE_S))
-            told.tell(0)
-            told.end()
-            await asked.task
+            reported.tell(0)
+            reported.end()
+            await requested.task
             await closing
             await node.stream_ended.wait()
 
-            assert asked.places == [0]
+            assert requested.places == [0]
 
     play(scene())
 

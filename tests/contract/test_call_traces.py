@@ -67,14 +67,14 @@ async def traced_router() -> AsyncIterator[tuple[MoodyRouter, AsyncClient, Takin
         yield router, client, tracer
 
 
-def asked() -> Generation:
+def requested() -> Generation:
     return Generation(ENDLESS, traceparent=CALLER.traceparent)
 
 
-def test_a_client_that_leaves_has_cancelled() -> None:
+def test_a_disconnected_client_counts_as_cancelled() -> None:
     async def scene() -> None:
         async with traced_router() as (router, client, tracer):
-            asking = asyncio.ensure_future(client.generate((1,), asked()))
+            asking = asyncio.ensure_future(client.generate((1,), requested()))
             await router.text.read.get()
             asking.cancel()
 
@@ -90,7 +90,7 @@ def test_a_clients_deadline_that_passes_is_an_error_of_that_name() -> None:
     async def scene() -> None:
         async with traced_router() as (_, client, tracer):
             with pytest.raises(BatonError):
-                await client.generate((1,), asked(), timeout_s=0.5)
+                await client.generate((1,), requested(), timeout_s=0.5)
 
             root = (await tracer.next_spans())[0]
 
@@ -105,7 +105,7 @@ def test_a_bug_of_the_router_is_an_error_named_after_it() -> None:
         async with traced_router() as (router, client, tracer):
             router.text.token_ids = _broken  # type: ignore[method-assign]
             with pytest.raises(BatonError) as failure:
-                await client.generate((1,), asked())
+                await client.generate((1,), requested())
 
             root = (await tracer.next_spans())[0]
 
@@ -230,7 +230,7 @@ def test_a_deadline_that_passes_on_the_node_is_an_error_of_that_name() -> None:
     play(scene())
 
 
-def test_an_engine_that_dies_is_the_error_of_its_calls() -> None:
+def test_an_engine_failure_is_the_error_of_its_calls() -> None:
     async def scene() -> None:
         async with calling(an_engine(runner=BrokenRunner())) as called:
             span = await called.span()

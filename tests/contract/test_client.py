@@ -193,7 +193,7 @@ def test_omitted_sampling_parameters_take_the_model_defaults() -> None:
             await client.generate(PROMPT, Generation({"max_tokens": 2, "top_k": 1}))
             await client.generate(PROMPT, SIX)
 
-        left, whole = (asked.request.sampling for asked in calls.asked)
+        left, whole = (requested.request.sampling for requested in calls.received)
         assert left == SamplingParams(2, temperature=0.3, top_k=1)
         assert whole == SIX.sampling
 

@@ -92,10 +92,10 @@ def test_where_all_are_being_answered_a_new_one_is_refused_by_name() -> None:
             assert b"200" in await reading.readline()
 
             async with a_connection(router) as (refused, _):
-                told = await refused.read()
+                reported = await refused.read()
 
-            assert told.startswith(b"HTTP/1.1 503")
-            assert b"TOO_MANY_CONNECTIONS" in told
+            assert reported.startswith(b"HTTP/1.1 503")
+            assert b"TOO_MANY_CONNECTIONS" in reported
 
     with_limits(ConnectionLimits(max_connections=1), scene, FakeNodeCalls(is_endless=True))
 

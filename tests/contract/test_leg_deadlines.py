@@ -51,27 +51,27 @@ def test_a_node_knows_the_time_that_remains_and_gives_up_by_itself(leg: str) -> 
             with pytest.raises(DeadlineExceeded, match="decode node decode"):
                 await call
 
-            told = await called.calls.get()
-            await told.left.wait()
-        deadline_s = told.context.deadline_s
+            reported = await called.calls.get()
+            await reported.left.wait()
+        deadline_s = reported.context.deadline_s
         assert deadline_s is not None
-        assert told.order.context.timeout_s == 0.3
+        assert reported.order.context.timeout_s == 0.3
         assert deadline_s >= asked_s + 0.3
 
     asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
 
 
-def test_without_a_deadline_a_node_is_told_of_none() -> None:
+def test_without_a_deadline_none_is_sent_to_the_node() -> None:
     async def scene() -> None:
         called = ScriptedNode()
         async with calls_to(called) as (calls, node):
-            asked = asyncio.ensure_future(calls.decode(node, REQUEST, ignore))
+            requested = asyncio.ensure_future(calls.decode(node, REQUEST, ignore))
 
-            told = await called.calls.get()
-            assert told.context.deadline_s is None
+            reported = await called.calls.get()
+            assert reported.context.deadline_s is None
 
-            asked.cancel()
-            await told.left.wait()
+            requested.cancel()
+            await reported.left.wait()
 
     asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
 
@@ -85,11 +85,11 @@ def test_an_answer_that_is_too_large_to_send_is_not_taken_for_a_broken_node() ->
             other = calls.decode(node, OTHER, ignore)
             going_on = asyncio.ensure_future(other)
             told_other = await called.calls.get()
-            asked = asyncio.ensure_future(calls.decode(node, REQUEST, ignore))
+            requested = asyncio.ensure_future(calls.decode(node, REQUEST, ignore))
             (await called.calls.get()).script.put_nowait(too_large)
 
             with pytest.raises(MessageTooLarge, match="larger than max"):
-                await asked
+                await requested
 
             told_other.tell(0)
             told_other.end()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.extra_args import Arguments
+from engine.request import Failure
 from engine.runner.input_batch import TokenRun
 from engine.runner.layout import Ints
 from engine.runner.sampling import logits_processors as processors
@@ -81,14 +82,14 @@ def chosen(*rows: TokenRun) -> list[int | str]:
     logits = torch.zeros(len(rows), MODEL.vocab_size)
     logits[:, 5] = 1.0
     choices = Sampler(EOS, all_of_them()).choose(logits, rows)
-    return [one.error if one.token_id is None else one.token_id for one in choices]
+    return [one.reason if isinstance(one, Failure) else one for one in choices]
 
 
 def test_only_requests_that_give_its_argument_get_a_processor() -> None:
     assert chosen(row(favour=2), row(), row(favour=6)) == [2, 5, 6]
 
 
-def test_a_processor_is_told_the_tokens_so_far_and_where_the_answer_begins() -> None:
+def test_a_processor_receives_the_tokens_so_far_and_the_prompt_length() -> None:
     assert chosen(row(1, 2, 3, 4, num_prompt=2, back=2)) == [3]
 
 
@@ -117,11 +118,12 @@ def test_one_that_fails_ends_its_request_by_name_and_no_other(how: str, word: st
 def test_a_processor_cannot_allow_a_banned_token() -> None:
     logits = torch.zeros(1, MODEL.vocab_size)
     banned = SamplingParams(temperature=0.0, banned_token_ids=(2,), extra_args={"favour": 2})
-    asked = make_run([1], banned)
+    requested = make_run([1], banned)
 
-    (choice,) = Sampler(EOS, all_of_them()).choose(logits, [asked])
+    (choice,) = Sampler(EOS, all_of_them()).choose(logits, [requested])
 
-    assert choice.token_id not in (2, None)
+    assert isinstance(choice, int)
+    assert choice != 2
     assert float(logits.min()) > NEVER  # the caller's tensor is unchanged
 
 

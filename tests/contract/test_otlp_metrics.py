@@ -17,6 +17,8 @@ from opentelemetry.proto.collector.metrics.v1 import (
 )
 from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric, ResourceMetrics
 
+from engine.plan import Plan
+from engine.request import RequestId
 from kv_transfer.records import TransferRecord, TransferRole
 from kv_transfer.types import HandoffId
 from telemetry.metrics import names as counted
@@ -28,6 +30,7 @@ from telemetry.tracing.spans import TraceContext
 
 PROCESS = Process("prefill", "p0", "1")
 TRACE = TraceContext(0xABC, 0xDEF)
+PLAN = Plan(num_scheduled_tokens={RequestId("a"): 17, RequestId("b"): 1}, num_prompt_tokens=17)
 RECORD = TransferRecord(
     handoff_id=HandoffId("a", 1),
     role=TransferRole.SENT,
@@ -73,7 +76,7 @@ def collector() -> Iterator[MetricsCollector]:
 
 def test_a_collector_gets_what_prometheus_would(collector: MetricsCollector) -> None:
     metrics = NodeMetrics("prefill")
-    metrics.observe_step(0.003, num_requests=2, num_prompt_tokens=17)
+    metrics.note_pass(PLAN, 1.0, 1.003)
     metrics.take(RECORD, TRACE)
     read: Reading = {
         counted.RUNNING: 3.0,
@@ -85,20 +88,20 @@ def test_a_collector_gets_what_prometheus_would(collector: MetricsCollector) -> 
     with export_metrics(options, PROCESS, metrics.registry, lambda: read):
         pass  # all is sent at the end
 
-    told = collector.last
-    assert set(told) >= {"baton.kv.transfer", "baton.requests.running", "baton.preemptions"}
-    assert set(told) <= {metric.name for metric in counted.METRICS}
-    [transfer] = told["baton.kv.transfer"].histogram.data_points
-    assert told["baton.kv.transfer"].unit == "s"
+    reported = collector.last
+    assert set(reported) >= {"baton.kv.transfer", "baton.requests.running", "baton.preemptions"}
+    assert set(reported) <= {metric.name for metric in counted.METRICS}
+    [transfer] = reported["baton.kv.transfer"].histogram.data_points
+    assert reported["baton.kv.transfer"].unit == "s"
     assert transfer.count == 1
     assert transfer.sum == pytest.approx(0.02)
     assert sum(transfer.bucket_counts) == 1
     assert transfer.bucket_counts[list(transfer.explicit_bounds).index(0.025)] == 1
     assert transfer.exemplars[0].trace_id.hex() == TRACE.trace_hex
-    [computed] = told["baton.prompt_tokens.computed"].sum.data_points
+    [computed] = reported["baton.prompt_tokens.computed"].sum.data_points
     assert computed.as_double == 17
-    assert told["baton.preemptions"].sum.is_monotonic
-    [waiting] = told["baton.requests.waiting"].gauge.data_points
+    assert reported["baton.preemptions"].sum.is_monotonic
+    [waiting] = reported["baton.requests.waiting"].gauge.data_points
     assert [(one.key, one.value.string_value) for one in waiting.attributes] == [
         ("status", "ready")
     ]
@@ -114,7 +117,7 @@ def test_metrics_are_sent_while_the_process_runs(collector: MetricsCollector) ->
         assert collector.has_some.wait(60)
 
 
-def test_a_collector_that_is_gone_holds_nobody_up(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_collector_delays_no_process(caplog: pytest.LogCaptureFixture) -> None:
     metrics = NodeMetrics("decode")
     options = TelemetryOptions(otlp_endpoint="http://127.0.0.1:1", otlp_metrics_every_s=3600)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.request import RequestId
+from engine.request import Failure, FailureCause, RequestId
 from engine.runner.load import RunnerConfig, load_runner
 from engine.runner.model_runner import TorchRunner
 from engine.runner.sampling.sampler import GRAMMAR_TOKENS_FORBIDDEN
@@ -82,12 +82,12 @@ def library(folder: Path) -> GrammarLibrary:
 def test_greedy_takes_the_likeliest_of_the_tokens_that_fit_when_tried(
     name: str, folder: Path, runner: TorchRunner, library: GrammarLibrary
 ) -> None:
-    asked = drive(library, FORMS[name], num_tokens=64)
+    requested = drive(library, FORMS[name], num_tokens=64)
 
-    (answer,) = driver(runner).run(asked)
+    (answer,) = driver(runner).run(requested)
 
     assert answer[-1] == EOS_TOKEN_ID
-    assert answer == _by_trying(folder, asked)
+    assert answer == _by_trying(folder, requested)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -150,9 +150,9 @@ def test_each_token_is_taken_once(runner: TorchRunner, library: GrammarLibrary) 
             self._matcher.fill(allowed)
 
     noted = Noted(library.compile(FORMS["regex"]))
-    asked = replace(drive(library, None), grammar=noted)
+    requested = replace(drive(library, None), grammar=noted)
 
-    (answer,) = driver(runner).run(asked)
+    (answer,) = driver(runner).run(requested)
 
     assert answer[-1] == EOS_TOKEN_ID
     assert noted.taken == answer[:-1]
@@ -161,16 +161,16 @@ def test_each_token_is_taken_once(runner: TorchRunner, library: GrammarLibrary) 
 def test_logprobs_are_the_models_own_whatever_the_grammar_forbids(
     folder: Path, runner: TorchRunner, library: GrammarLibrary
 ) -> None:
-    asked = drive(library, FORMS["regex"], logprobs=3)
+    requested = drive(library, FORMS["regex"], logprobs=3)
 
-    driver(runner).run(asked)
+    driver(runner).run(requested)
 
-    reference = reference_logprobs(folder, asked.tokens)[len(asked.prompt) - 1 :]
-    ranks = [told.rank for told in asked.logprobs]
+    reference = reference_logprobs(folder, requested.tokens)[len(requested.prompt) - 1 :]
+    ranks = [reported.rank for reported in requested.logprobs]
     assert max(ranks) > 1  # the allowed token differs from the likeliest one
-    for told, row in zip(asked.logprobs, reference, strict=False):
-        assert told.logprob == pytest.approx(float(row[told.token_id]), abs=1e-3)
-        assert told.top[0][1] == pytest.approx(float(row.max()), abs=1e-3)
+    for reported, row in zip(requested.logprobs, reference, strict=False):
+        assert reported.logprob == pytest.approx(float(row[reported.token_id]), abs=1e-3)
+        assert reported.top[0][1] == pytest.approx(float(row.max()), abs=1e-3)
 
 
 def test_before_min_tokens_it_ends_only_if_nothing_else_may_follow(
@@ -190,11 +190,11 @@ def test_before_min_tokens_it_ends_only_if_nothing_else_may_follow(
 def test_a_form_that_the_other_settings_forbid_ends_with_their_names(
     runner: TorchRunner, library: GrammarLibrary
 ) -> None:
-    asked = drive(library, FORMS["choice"], allowed_token_ids=(EOS_TOKEN_ID,))
+    requested = drive(library, FORMS["choice"], allowed_token_ids=(EOS_TOKEN_ID,))
 
-    driver(runner).run(asked)
+    driver(runner).run(requested)
 
-    assert asked.refusal == GRAMMAR_TOKENS_FORBIDDEN
+    assert requested.failure == Failure(GRAMMAR_TOKENS_FORBIDDEN, FailureCause.REQUEST)
 
 
 def test_tokens_from_elsewhere_that_do_not_fit_end_that_request_alone(
@@ -206,8 +206,9 @@ def test_tokens_from_elsewhere_that_do_not_fit_end_that_request_alone(
 
     driver(runner).run(bad, good)
 
-    assert bad.refusal is not None
-    assert good.refusal is None
+    assert bad.failure is not None
+    assert bad.failure.cause is FailureCause.REQUEST
+    assert good.failure is None
     assert good.outputs == driver(runner).run(drive(library, FORMS["regex"]))[0]
 
 
@@ -233,13 +234,15 @@ def driver(runner: TorchRunner) -> Driver:
     return Driver(runner, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, chunk=20)
 
 
-def _by_trying(folder: Path, asked: Drive) -> list[int]:
+def _by_trying(folder: Path, requested: Drive) -> list[int]:
     """Generate greedily with transformers' logits, choosing the likeliest token that is allowed."""
-    assert asked.grammar is not None
+    assert requested.grammar is not None
     answer: list[int] = []
-    while len(answer) < asked.num_tokens and EOS_TOKEN_ID not in answer:
-        order = reference_logprobs(folder, (*asked.prompt, *answer))[-1].argsort(descending=True)
-        fitting = (token for token in order.tolist() if _fits(asked.grammar, [*answer, token]))
+    while len(answer) < requested.num_tokens and EOS_TOKEN_ID not in answer:
+        order = reference_logprobs(folder, (*requested.prompt, *answer))[-1].argsort(
+            descending=True
+        )
+        fitting = (token for token in order.tolist() if _fits(requested.grammar, [*answer, token]))
         answer.append(next(fitting))
     return answer
 

@@ -33,7 +33,7 @@ BLOCK_SIZE, NUM_BLOCKS = 16, 32
 # Tokens computed before and in this pass, by sequence: single tokens first.
 PASSES = (((0, 20), (0, 33)), ((20, 1), (33, 1)), ((21, 1), (0, 70)), ((22, 1), (70, 5)))
 # Sequences whose last state is requested, by pass: none for a chunk inside of a prompt.
-ASKED = ((0, 1), (), (1,), (0, 1))
+SAMPLED = ((0, 1), (), (1,), (0, 1))
 # Each has a part that others lack: biases, query and key norms, windows, quantization.
 MODELS = (
     ("llama-tied-mqa", "none"),
@@ -72,13 +72,13 @@ def passes_through(
     ropes = Ropes(config, CPU, kv.dtype)
     generator = torch.Generator().manual_seed(1)
     found = []
-    for sequences, asked in zip(PASSES, ASKED, strict=True):
+    for sequences, sampled in zip(PASSES, SAMPLED, strict=True):
         layout = layout_of(sequences)
         token_ids = torch.randint(config.vocab_size, layout.positions.shape, generator=generator)
         angles = ropes.angles(torch.from_numpy(layout.positions), None)
         ends = None
         if are_ends_alone:
-            of_ends = np.array(asked, dtype=np.int64)
+            of_ends = np.array(sampled, dtype=np.int64)
             places = torch.from_numpy(layout.last_token_indices(of_ends))
             ends = Ends(places, attention.begin(layout.restrict_to_last_tokens(of_ends)))
         found.append(decoder.forward(token_ids, angles, attention.begin(layout), None, ends))
@@ -143,7 +143,8 @@ def at_ends(passed: Sequence[Tensor]) -> list[Tensor]:
     *states, kv = passed
     last = [layout_of(sequences).last_token_indices(np.arange(2)) for sequences in PASSES]
     picked = [
-        one[places[list(asked)]] for one, places, asked in zip(states, last, ASKED, strict=True)
+        one[places[list(sampled)]]
+        for one, places, sampled in zip(states, last, SAMPLED, strict=True)
     ]
     return [*picked, kv]
 

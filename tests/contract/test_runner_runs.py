@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from engine.core import EngineCore, NoKvWorker
 from engine.errors import PassHookFailed
 from engine.plan import Plan, PlanRow, RunResult
-from engine.request import EngineRequest, Output, RequestId
+from engine.request import EngineRequest, Failure, FailureCause, Output, RequestId
 from engine.runner.load import RunnerConfig, load_runner
 from engine.runner.model_info import NO_LAYER, KvMemory
 from engine.runner.model_runner import TorchRunner
@@ -99,7 +99,7 @@ class SeenLayers:
     def __init__(self, memory: KvMemory, block: int) -> None:
         self._memory = memory
         self._block = block
-        self.told: list[tuple[str, list[bool]]] = []
+        self.reported: list[tuple[str, list[bool]]] = []
 
     def layer_done(self, layer: int, fence: Fence) -> None:
         assert fence.is_passed  # the CPU computes synchronously
@@ -111,7 +111,7 @@ class SeenLayers:
     def _note(self, what: str) -> None:
         layers = range(self._memory.num_layers)
         written = [bool(layer_of(self._memory, self._block, each).all()) for each in layers]
-        self.told.append((what, written))
+        self.reported.append((what, written))
 
 
 def test_the_hook_is_told_of_a_layer_once_its_kv_is_in_memory(folder: Path) -> None:
@@ -122,7 +122,7 @@ def test_the_hook_is_told_of_a_layer_once_its_kv_is_in_memory(folder: Path) -> N
         prompt = prompt_of(BLOCK_SIZE)
         runner.run(Plan(started=(row(name, prompt, (7,)),), num_scheduled_tokens={name: 16}))
 
-        assert runner.hook.told == [
+        assert runner.hook.reported == [
             ("layer 0", [True, False]),
             ("layer 1", [True, True]),
             ("pass", [True, True]),
@@ -139,7 +139,7 @@ def test_a_request_of_nan_ends_alone(poisoned_folder: Path) -> None:
         together = driver(runner).run(*drives)
 
     assert POISON not in {token for answer in together for token in answer}
-    assert [each.error for each in drives] == [None, NOT_FINITE, None]
+    assert [each.failure for each in drives] == [None, Failure(NOT_FINITE), None]
     assert together == [alone[0], [], alone[1]]
 
 
@@ -157,13 +157,13 @@ def test_blocks_that_held_nan_serve_the_next_request_well(poisoned_folder: Path)
 
 
 def test_prompt_logprobs_of_nan_are_an_error_too(poisoned_folder: Path) -> None:
-    asked = drive("r", (5, POISON, 9, 11))
-    asked.sampling = SamplingParams(temperature=0.0, prompt_logprobs=1)
+    requested = drive("r", (5, POISON, 9, 11))
+    requested.sampling = SamplingParams(temperature=0.0, prompt_logprobs=1)
 
     with load(poisoned_folder) as runner:
-        driver(runner).run(asked)
+        driver(runner).run(requested)
 
-    assert asked.error == NOT_FINITE
+    assert requested.failure == Failure(NOT_FINITE)
 
 
 def test_a_plan_that_schedules_nothing_gives_nothing(folder: Path) -> None:
@@ -281,14 +281,16 @@ def test_a_pass_that_one_request_breaks_is_run_again_without_it(
         expected = answers(engine_of(runner), good)
         found = answers(engine_of(runner), [good[0], bad, *good[1:]])
 
-    assert [output.has_crashed for output in found.pop("bad")] == [True]
+    (failed,) = found.pop("bad")
+    assert failed.failure is not None
+    assert failed.failure.cause is FailureCause.PASS
     for name, outputs in expected.items():
         its_own = found[name]
         assert [t for o in its_own for t in o.token_ids] == [
             t for o in outputs for t in o.token_ids
         ]
-        told = prompt_logprobs_in(its_own)
-        assert [one and one.token_id for one in told] == [
+        reported = prompt_logprobs_in(its_own)
+        assert [one and one.token_id for one in reported] == [
             one and one.token_id for one in prompt_logprobs_in(outputs)
         ]
 
@@ -302,11 +304,11 @@ def test_a_retry_keeps_its_layers_until_the_pass_has_ended(folder: Path) -> None
         )
 
         first = runner.run(plan)
-        hook.told.clear()
+        hook.reported.clear()
         again = runner.run(replace(plan, is_retry=True))
 
     assert again.token_ids == first.token_ids
-    assert [what for what, _ in hook.told] == [f"layer {NO_LAYER}"] * 2 + ["pass"]
+    assert [what for what, _ in hook.reported] == [f"layer {NO_LAYER}"] * 2 + ["pass"]
 
 
 def test_a_hook_that_fails_is_told_apart_from_a_pass_that_fails(folder: Path) -> None:

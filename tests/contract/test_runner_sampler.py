@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.generation import logits_process as generation
 
+from engine.request import Failure, FailureCause
 from engine.runner.input_batch import TokenRun
 from engine.runner.sampling import sampler as sampler_module
 from engine.runner.sampling.constraints import constrain
@@ -22,8 +23,8 @@ from engine.runner.sampling.randomness import exponential_numbers
 from engine.runner.sampling.sampler import (
     ALL_TOKENS_FORBIDDEN,
     NOT_FINITE,
+    Choice,
     Sampler,
-    SamplingResult,
 )
 from engine.sampling import SamplingParams
 from tests.support.token_runs import make_run
@@ -33,9 +34,13 @@ EOS = (7, 8)
 
 
 def row(
-    known: Sequence[int] = (1, 2, 3), *, num_prompt: int | None = None, seed: int = 0, **asked: Any
+    known: Sequence[int] = (1, 2, 3),
+    *,
+    num_prompt: int | None = None,
+    seed: int = 0,
+    **requested: Any,
 ) -> TokenRun:
-    return make_run(known, SamplingParams(**asked), num_prompt_tokens=num_prompt, seed=seed)
+    return make_run(known, SamplingParams(**requested), num_prompt_tokens=num_prompt, seed=seed)
 
 
 def constrained_logits(logits: Tensor, rows: Sequence[TokenRun], eos: tuple[int, ...]) -> Tensor:
@@ -47,16 +52,16 @@ def random_logits(*shape: int, seed: int = 0, spread: float = 2.0) -> Tensor:
     return torch.randn(*shape, generator=generator) * spread
 
 
-def choose(logits: Tensor, *rows: TokenRun) -> list[int | None]:
-    return [choice.token_id for choice in Sampler(EOS).choose(logits, rows)]
+def choose(logits: Tensor, *rows: TokenRun) -> list[Choice]:
+    return Sampler(EOS).choose(logits, rows)
 
 
-def draw_many(logits: Tensor, num: int, **asked: Any) -> Counter[int]:
+def draw_many(logits: Tensor, num: int, **requested: Any) -> Counter[int]:
     """Draw once per seed from the same row of logits."""
-    rows = [row(seed=seed, **asked) for seed in range(num)]
+    rows = [row(seed=seed, **requested) for seed in range(num)]
     drawn: Counter[int] = Counter()
     for token_id in choose(logits.expand(num, -1), *rows):
-        assert token_id is not None
+        assert isinstance(token_id, int)
         drawn[token_id] += 1
     return drawn
 
@@ -102,7 +107,7 @@ def warped(logits: Tensor, *warpers: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("asked", "warpers"),
+    ("requested", "warpers"),
     [
         ({"top_k": 1}, [generation.TopKLogitsWarper(1)]),
         ({"top_k": 5}, [generation.TopKLogitsWarper(5)]),
@@ -123,11 +128,11 @@ def warped(logits: Tensor, *warpers: Any) -> Tensor:
     ids=["k1", "k5", "p0.7", "p-tiny", "min-p0.1", "min-p1", "all"],
 )
 def test_draws_follow_what_transformers_warpers_leave(
-    asked: dict[str, float], warpers: list[Any]
+    requested: dict[str, float], warpers: list[Any]
 ) -> None:
     logits = random_logits(VOCAB_SIZE, seed=3)
 
-    drawn = draw_many(logits, 5_000, **asked)
+    drawn = draw_many(logits, 5_000, **requested)
 
     probabilities = warped(logits, *warpers)
     assert_drawn_by(probabilities, drawn)
@@ -208,7 +213,7 @@ GOLDEN_TIMES = [
 
 # --- independence of the batch ------------------------------------------------------------
 
-ASKED = st.fixed_dictionaries(
+REQUESTED = st.fixed_dictionaries(
     {
         "temperature": st.sampled_from([0.0, 0.3, 1.0, 2.0]),
         "top_k": st.sampled_from([0, 0, 1, 5, 40]),
@@ -222,12 +227,14 @@ ASKED = st.fixed_dictionaries(
 )
 
 
-@given(asked=st.lists(ASKED, min_size=2, max_size=6), seed=st.integers(0, 2**20))
+@given(requested=st.lists(REQUESTED, min_size=2, max_size=6), seed=st.integers(0, 2**20))
 @settings(max_examples=60, deadline=None)
-def test_a_choice_depends_on_its_own_row_alone(asked: list[dict[str, Any]], seed: int) -> None:
-    logits = random_logits(len(asked), VOCAB_SIZE, seed=seed)
+def test_a_choice_depends_on_its_own_row_alone(requested: list[dict[str, Any]], seed: int) -> None:
+    logits = random_logits(len(requested), VOCAB_SIZE, seed=seed)
     before = logits.clone()
-    rows = [row((1, 3, 3, 5), num_prompt=2, seed=seed + i, **each) for i, each in enumerate(asked)]
+    rows = [
+        row((1, 3, 3, 5), num_prompt=2, seed=seed + i, **each) for i, each in enumerate(requested)
+    ]
 
     together = choose(logits, *rows)
 
@@ -238,7 +245,7 @@ def test_a_choice_depends_on_its_own_row_alone(asked: list[dict[str, Any]], seed
 def test_seed_and_position_decide_the_draw() -> None:
     logits = torch.zeros(1, 5_000)
 
-    def drawn(seed: int, num_known: int) -> int | None:
+    def drawn(seed: int, num_known: int) -> Choice:
         return choose(logits, row([1] * num_known, seed=seed))[0]
 
     assert drawn(1, 5) == drawn(1, 5)
@@ -263,8 +270,8 @@ def test_a_request_that_allows_nothing_is_an_error_of_its_own() -> None:
     choices = Sampler(EOS).choose(logits, [nothing, row(temperature=0.0)])
 
     assert choices == [
-        SamplingResult(None, ALL_TOKENS_FORBIDDEN, is_refused=True),
-        SamplingResult(int(logits[1].argmax())),
+        Failure(ALL_TOKENS_FORBIDDEN, FailureCause.REQUEST),
+        int(logits[1].argmax()),
     ]
 
 
@@ -286,7 +293,7 @@ def test_logit_bias_is_added() -> None:
 def test_end_tokens_are_masked_until_min_tokens(
     num_outputs: int, ignore_eos: bool, masked: set[int]
 ) -> None:
-    asked = row(
+    requested = row(
         [1] * (2 + num_outputs),
         num_prompt=2,
         min_tokens=3,
@@ -294,7 +301,7 @@ def test_end_tokens_are_masked_until_min_tokens(
         ignore_eos=ignore_eos,
     )
 
-    constrained = constrained_logits(random_logits(1, VOCAB_SIZE), [asked], EOS)
+    constrained = constrained_logits(random_logits(1, VOCAB_SIZE), [requested], EOS)
 
     assert set(constrained[0].isneginf().nonzero().flatten().tolist()) == masked
 
@@ -327,11 +334,11 @@ def test_presence_and_frequency_count_the_outputs_alone(
 ) -> None:
     logits = random_logits(1, VOCAB_SIZE)
     num_prompt = min(num_prompt, len(tokens))
-    asked = row(
+    requested = row(
         tokens, num_prompt=num_prompt, presence_penalty=presence, frequency_penalty=frequency
     )
 
-    constrained = constrained_logits(logits, [asked], EOS)
+    constrained = constrained_logits(logits, [requested], EOS)
 
     expected = logits.clone()
     for token_id, count in Counter(tokens[num_prompt:]).items():
@@ -354,7 +361,7 @@ def test_a_row_that_is_not_finite_is_an_error_and_its_mates_are_not(
 
     choices = Sampler(EOS).choose(logits, rows)
 
-    assert choices == [sound[0], SamplingResult(None, NOT_FINITE), sound[2]]
+    assert choices == [sound[0], Failure(NOT_FINITE), sound[2]]
 
 
 def test_a_batch_of_nothing_but_broken_rows_is_all_errors() -> None:
@@ -362,7 +369,7 @@ def test_a_batch_of_nothing_but_broken_rows_is_all_errors() -> None:
 
     choices = Sampler(EOS).choose(logits, [row(), row(temperature=0.0)])
 
-    assert choices == [SamplingResult(None, NOT_FINITE)] * 2
+    assert choices == [Failure(NOT_FINITE)] * 2
 
 
 # --- logprobs --------------------------------------------------------------------------------
@@ -433,15 +440,15 @@ def test_logit_bias_equals_the_sequence_bias_of_transformers() -> None:
 
 
 def test_without_a_form_min_tokens_is_never_given_up() -> None:
-    asked = row(allowed_token_ids=EOS, min_tokens=2, max_tokens=4)
+    requested = row(allowed_token_ids=EOS, min_tokens=2, max_tokens=4)
 
-    assert Sampler(EOS).choose(random_logits(1, VOCAB_SIZE), [asked]) == [
-        SamplingResult(None, ALL_TOKENS_FORBIDDEN, is_refused=True)
+    assert Sampler(EOS).choose(random_logits(1, VOCAB_SIZE), [requested]) == [
+        Failure(ALL_TOKENS_FORBIDDEN, FailureCause.REQUEST)
     ]
 
 
 def test_with_a_form_min_tokens_is_given_up_where_nothing_else_may_come() -> None:
     only_end = torch.tensor([token == EOS[0] for token in range(VOCAB_SIZE)])
-    asked = row(min_tokens=2, max_tokens=4)._replace(allowed=only_end)
+    requested = row(min_tokens=2, max_tokens=4)._replace(allowed=only_end)
 
-    assert choose(random_logits(1, VOCAB_SIZE), asked) == [EOS[0]]
+    assert choose(random_logits(1, VOCAB_SIZE), requested) == [EOS[0]]

@@ -88,9 +88,9 @@ def refusals(server: TlsConfig, client: TlsConfig) -> set[tuple[grpc.StatusCode,
             async with AsyncClient(address, tls=client, timeout_s=PATIENCE_S) as other:
                 with pytest.raises(BatonError) as refusal:
                     await other.generate((1, 2))
-            told = await asyncio.to_thread(blocking, address)
+            reported = await asyncio.to_thread(blocking, address)
             assert router.num_asked == 0
-        return [refusal.value, told]
+        return [refusal.value, reported]
 
     errors = asyncio.run(scene())
     return {(one.code, one.reason, one.message.partition(" ")[2]) for one in errors}
@@ -110,25 +110,25 @@ def test_a_plain_client_of_a_secured_server_is_told_to_use_tls(mutual: TlsConfig
 
 
 def test_a_secured_client_of_a_plain_server_is_told_to_use_none(authority: Authority) -> None:
-    told = the_refusal(PLAIN, TlsConfig(ca=authority.ca))
+    reported = the_refusal(PLAIN, TlsConfig(ca=authority.ca))
 
-    assert "does not speak TLS; leave --tls-ca out" in told
+    assert "does not speak TLS; leave --tls-ca out" in reported
 
 
 def test_a_client_that_trusts_others_is_told_which_authority_is_missing(
     mutual: TlsConfig, stranger: Authority
 ) -> None:
-    told = the_refusal(mutual, replace(mutual, ca=stranger.ca))
+    reported = the_refusal(mutual, replace(mutual, ca=stranger.ca))
 
-    assert f"is not signed by an authority in --tls-ca {stranger.ca}" in told
+    assert f"is not signed by an authority in --tls-ca {stranger.ca}" in reported
 
 
 def test_a_client_without_a_certificate_is_told_to_show_one(
     mutual: TlsConfig, authority: Authority
 ) -> None:
-    told = the_refusal(mutual, TlsConfig(ca=authority.ca))
+    reported = the_refusal(mutual, TlsConfig(ca=authority.ca))
 
-    assert "wants a client certificate; give --tls-cert and --tls-key" in told
+    assert "wants a client certificate; give --tls-cert and --tls-key" in reported
 
 
 def test_a_client_with_a_strangers_certificate_is_told_so(
@@ -136,9 +136,9 @@ def test_a_client_with_a_strangers_certificate_is_told_so(
 ) -> None:
     cert, key = stranger.issue("client", "client.example")
 
-    told = the_refusal(mutual, TlsConfig(cert, key, authority.ca))
+    reported = the_refusal(mutual, TlsConfig(cert, key, authority.ca))
 
-    assert f"does not take the certificate {cert}" in told
+    assert f"does not take the certificate {cert}" in reported
 
 
 def test_a_certificate_for_another_host_is_told_with_the_way_round_it(
@@ -146,10 +146,10 @@ def test_a_certificate_for_another_host_is_told_with_the_way_round_it(
 ) -> None:
     cert, key = authority.issue("elsewhere", "router.example")
 
-    told = the_refusal(TlsConfig(cert, key), TlsConfig(ca=authority.ca))
+    reported = the_refusal(TlsConfig(cert, key), TlsConfig(ca=authority.ca))
 
-    assert "is not for 127.0.0.1" in told
-    assert "--tls-server-name" in told
+    assert "is not for 127.0.0.1" in reported
+    assert "--tls-server-name" in reported
 
 
 def test_where_nobody_listens_tls_is_not_blamed(mutual: TlsConfig) -> None:

@@ -194,7 +194,9 @@ def test_every_write_ends_once_and_every_ticket_arrives_once(pool: EndpointPool,
 
 
 @pytest.mark.parametrize("kind", TWO_SIDED)
-def test_decode_is_told_of_whole_blocks_before_all_have_come(pool: EndpointPool, kind: str) -> None:
+def test_decode_learns_of_complete_blocks_before_the_last_has_arrived(
+    pool: EndpointPool, kind: str
+) -> None:
     with ends(pool, kind) as pair:
         fill(pair.p, ids(0, 1))
         pair.d.ask("expect", TICKET, ids(5, 9, 4))
@@ -284,7 +286,7 @@ def test_d_killed_during_a_write_leaves_p_able_to_serve_the_next(
 
 
 @pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
-def test_a_stopped_writer_cannot_write_through_an_end_that_says_it_stops_writes(
+def test_a_stopped_writer_cannot_write_through_an_end_that_stops_writes(
     pool: EndpointPool, kind: str
 ) -> None:
     num = 2048

@@ -117,10 +117,10 @@ def test_a_restarted_prompt_repeats_its_logprobs_from_the_start(runner_of: Runne
     running.preempt(drive.request_id)
     running.run()
 
-    told, told_again = drive.prompt_logprobs[:16], drive.prompt_logprobs[16:]
+    reported, told_again = drive.prompt_logprobs[:16], drive.prompt_logprobs[16:]
     assert len(told_again) == len(drive.prompt)
     assert told_again[0] is None
-    assert told_again[:16] == told
+    assert told_again[:16] == reported
 
 
 @pytest.mark.parametrize("name", HALVES)

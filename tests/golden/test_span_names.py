@@ -55,11 +55,11 @@ def test_the_tree_of_a_request_is_the_one_that_is_documented() -> None:
 
 def test_every_name_is_one_of_the_names_file() -> None:
     known = {value for name, value in vars(names).items() if name.isupper()}
-    told = [one.span for one in (*a_told_trace(has_failed_try=True), *a_told_step())]
+    reported = [one.span for one in (*a_told_trace(has_failed_try=True), *a_told_step())]
 
-    assert {span.name for span in told} <= set(names.SPANS)
-    assert names.ENGINE_STEP in {span.name for span in told}
-    for span in told:
+    assert {span.name for span in reported} <= set(names.SPANS)
+    assert names.ENGINE_STEP in {span.name for span in reported}
+    for span in reported:
         assert set(span.attributes) <= known
         assert {event.name for event in span.events} <= known
 

@@ -31,7 +31,7 @@ BFLOAT16 = [name for name, variant in VARIANTS.items() if variant.dtype == "bflo
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
 # Few allowed tokens: they repeat, so that some drafts are accepted and others are not.
 SEEDED = replace(GREEDY, temperature=0.7, allowed_token_ids=(5, 6, 7, 8), logprobs=2)
-ASKED = {
+REQUESTED = {
     "greedy": GREEDY,
     "seeded": SEEDED,
     "top-p": replace(SEEDED, top_p=0.9, min_p=0.01),
@@ -154,10 +154,12 @@ def assert_alike(plain: Sequence[Got], speculated: Sequence[Got]) -> None:
             assert theirs.logprob == pytest.approx(mine.logprob, abs=1e-4)
 
 
-@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("requested", REQUESTED)
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "llama-rope-dynamic"])
-def test_speculation_does_not_change_answers(name: str, asked: str, engine_of: MakeEngine) -> None:
-    specs = specs_of(ASKED[asked])
+def test_speculation_does_not_change_answers(
+    name: str, requested: str, engine_of: MakeEngine
+) -> None:
+    specs = specs_of(REQUESTED[requested])
     plain = run(engine_of(name, None), *specs)
 
     speculated = run(engine_of(name, SPECULATION), *specs)
@@ -329,12 +331,12 @@ def test_a_constrained_answer_is_the_same_next_to_an_unconstrained_one(
     model_folder: FolderOf,
 ) -> None:
     form = StructuredOutputs(regex="[a-f]{3,9}(-[0-9]{2}){4}")
-    asked = [replace(GREEDY, ignore_eos=False, structured_outputs=form), LOOPING.sampling]
+    requested = [replace(GREEDY, ignore_eos=False, structured_outputs=form), LOOPING.sampling]
     answers = []
     for speculative in ("", "ngram:4"):
         folder = str(model_folder("llama"))
         with LLM(folder, kv_cache_memory="4MiB", speculative=speculative) as llm:
-            got = llm.generate([[7, 8, 9], [7, 8, 9]], asked)
+            got = llm.generate([[7, 8, 9], [7, 8, 9]], requested)
             answers.append([one.token_ids for one in got])
             stats = llm.engine.scheduler.stats()
 

@@ -82,7 +82,7 @@ def ends(pid: int) -> bool:
         os.close(process)
 
 
-def test_a_peer_is_frozen_while_it_is_not_asked(tmp_path: Path) -> None:
+def test_a_peer_process_is_stopped_between_measurements(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     venv = environment(tmp_path, ANSWERS.replace("#!/bin/sh\n", f"#!/bin/sh\necho $$ > {pid}\n"))
     are_stopped: list[bool] = []
@@ -115,8 +115,8 @@ def test_settings_before_a_peer_ended_are_kept(
     with pytest.raises(PeerFailed, match="ended with code 3"):
         peer(str(MODEL), venv, prompts="20", batches="1,2", steps=2, runs=NUM_RUNS, json_file=path)
 
-    told = json.loads(path.read_text(encoding="utf-8"))
-    assert not told["is_whole"]
+    reported = json.loads(path.read_text(encoding="utf-8"))
+    assert not reported["is_whole"]
     assert [(one.phase, one.size) for one in read_peer(path).compared] == [("decode", 1)]
     out, err = capsys.readouterr()
     assert "decode" in out

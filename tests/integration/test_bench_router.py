@@ -44,11 +44,11 @@ def test_a_canned_node_gives_as_many_tokens_as_were_asked_for(
     peer: Peer | None, first: int
 ) -> None:
     with server("benchmarks.router.canned_node", "--role", "decode") as node:
-        told = asyncio.run(_answer_of(node.address, peer))
+        reported = asyncio.run(_answer_of(node.address, peer))
 
-    assert [one.output.first_index for one in told] == list(range(first, 6))
-    assert told[-1].output.finish_reason
-    assert told[0].HasField("summary")
+    assert [one.output.first_index for one in reported] == list(range(first, 6))
+    assert reported[-1].output.finish_reason
+    assert reported[0].HasField("summary")
 
 
 async def _answer_of(address: str, peer: Peer | None) -> list[node_pb2.CallEvent]:

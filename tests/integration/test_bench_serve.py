@@ -43,17 +43,17 @@ def requests_of(*prompt_lens: int) -> list[PlannedRequest]:
     ]
 
 
-def test_every_request_is_answered_and_told_how_it_was_served(cluster: LocalCluster) -> None:
-    told: list[ServeProgress] = []
+def test_every_request_is_answered_with_its_served_summary(cluster: LocalCluster) -> None:
+    reported: list[ServeProgress] = []
 
-    [measured] = bench_router(ServeBench(LOAD), cluster.address, connect, told.append)
+    [measured] = bench_router(ServeBench(LOAD), cluster.address, connect, reported.append)
 
     figures = measured.figures
     assert (figures.num_answered, figures.errors) == (8, {})
     assert figures.num_remote == 8
     assert figures.kv_bytes > 0
     assert sum(count for one in measured.run.samples for _, count in one.arrivals) == 8 * 6
-    assert [one.num_ended for one in told] == list(range(9))
+    assert [one.num_ended for one in reported] == list(range(9))
     assert measured.run.lags_s
 
 
@@ -80,7 +80,7 @@ def test_waiting_time_counts_from_the_planned_start(cluster: LocalCluster) -> No
     assert first.ended_s <= second.sent_s <= second.ended_s <= third.sent_s
 
 
-def test_an_interrupt_tells_what_was_measured_so_far(cluster: LocalCluster) -> None:
+def test_an_interrupt_prints_the_results_so_far(cluster: LocalCluster) -> None:
     load = replace(LOAD, num_requests=100_000, arrivals=Arrivals.CONSTANT)
 
     def interrupt(now: ServeProgress) -> None:

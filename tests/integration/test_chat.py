@@ -140,15 +140,15 @@ def test_a_piped_chat_ends_with_the_first_answer_that_failed() -> None:
 def test_ctrl_c_ends_generate_with_its_own_code_and_the_request_with_it() -> None:
     command = [*BATON, "generate", "hi"]
     with scripted_router() as router, Terminal([*command, "--address", router.address]) as screen:
-        asked = router.next_request()
-        asked.say("some text")
+        requested = router.next_request()
+        requested.say("some text")
         screen.await_text("some text")
 
         screen.type(CTRL_C)
 
         assert "Traceback" not in screen.await_end()
         assert screen.process.returncode == 130
-        assert asked.was_cancelled.wait(WAIT_S)
+        assert requested.was_cancelled.wait(WAIT_S)
 
 
 def test_generate_reads_a_pipe_and_tells_all_it_knows_as_json(
@@ -161,17 +161,17 @@ def test_generate_reads_a_pipe_and_tells_all_it_knows_as_json(
     )
 
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["text"] == client.detokenize(told["token_ids"])
-    assert told["usage"] == {
+    reported = json.loads(done.stdout)
+    assert reported["text"] == client.detokenize(reported["token_ids"])
+    assert reported["usage"] == {
         "prompt_tokens": len(client.tokenize("the quick brown fox")),
         "completion_tokens": 4,
         "cached_prompt_tokens": 0,
     }
-    assert [len(one["top"]) for one in told["logprobs"]] == [2] * 4
-    assert len(told["prompt_logprobs"]) == told["usage"]["prompt_tokens"]
-    assert told["finish_reason"] == "length"
-    assert told["served"]["prefill_node"] == "prefill-0"
+    assert [len(one["top"]) for one in reported["logprobs"]] == [2] * 4
+    assert len(reported["prompt_logprobs"]) == reported["usage"]["prompt_tokens"]
+    assert reported["finish_reason"] == "length"
+    assert reported["served"]["prefill_node"] == "prefill-0"
     assert "prefill-0 → decode-0" in done.stderr
 
 

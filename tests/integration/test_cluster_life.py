@@ -118,14 +118,14 @@ def test_a_stream_waits_for_its_only_decode_node_to_restart_and_goes_on(
 
         decode.process.kill()
         decode.process.wait()
-        told = [next(health), next(health)]
+        reported = [next(health), next(health)]
         port = int(decode.address.rpartition(":")[2])
         cluster.start_node("decode", name=decode.name, port=port)
-        told.append(next(health))
+        reported.append(next(health))
 
         chunks += stream
 
-    assert told == ["SERVING", "NOT_SERVING", "SERVING"]
+    assert reported == ["SERVING", "NOT_SERVING", "SERVING"]
     assert [token_id for chunk in chunks for token_id in chunk.token_ids] == reference_greedy(
         model_folder, prompt, 200
     )
@@ -184,13 +184,13 @@ def test_under_load_one_signal_lets_everything_finish_and_a_second_one_ends_at_o
             return await asyncio.gather(*asking), refusal.value
 
     with LocalCluster(cluster_options()) as cluster:
-        told, refusal = asyncio.run(scene(cluster))
+        reported, refusal = asyncio.run(scene(cluster))
         code = cluster.router.stop()
         health, code_of_second = end_by_two_signals(cluster.prefills[0], cluster.decodes[0])
 
     assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
     alone = [local.generate(ask.prompt, sampling(400))[0].token_ids for ask in asks]
-    assert [list(one.token_ids) for one in told] == alone
+    assert [list(one.token_ids) for one in reported] == alone
     assert code == 0
     assert (health, code_of_second) == (["SERVING", "NOT_SERVING"], -signal.SIGTERM)
 
@@ -202,10 +202,10 @@ def are_running(num_requests: int) -> Callable[[NodeLoad], bool]:
 def drain_router(cluster: LocalCluster) -> None:
     """Request a drain, and wait until the router reports NOT_SERVING."""
     with health_of(cluster.address) as health:
-        told = [next(health)]
+        reported = [next(health)]
         cluster.router.request_stop()
-        told.append(next(health))
-    assert told == ["SERVING", "NOT_SERVING"]
+        reported.append(next(health))
+    assert reported == ["SERVING", "NOT_SERVING"]
 
 
 def end_by_two_signals(prefill: Child, decode: Child) -> tuple[list[str], int]:
@@ -215,16 +215,16 @@ def end_by_two_signals(prefill: Child, decode: Child) -> tuple[list[str], int]:
         health_of(decode.address) as health,
         grpc.insecure_channel(decode.address) as channel,
     ):
-        told = [next(health)]
+        reported = [next(health)]
         call = node_pb2_grpc.DecodeServiceStub(channel).Decode(iter([a_decode_request(prefill)]))
         await_load(decode.address, is_busy)
         decode.process.send_signal(signal.SIGTERM)
-        told.append(next(health))
+        reported.append(next(health))
         await_load(decode.address, lambda load: load.is_draining and is_busy(load))
         decode.process.send_signal(signal.SIGTERM)
         code = decode.process.wait(PATIENCE_S)
         call.cancel()
-    return told, code
+    return reported, code
 
 
 def a_decode_request(prefill: Child) -> node_pb2.DecodeRequest:

@@ -104,11 +104,11 @@ def test_nodes_enforce_a_deadline_while_the_router_is_frozen(cluster: LocalClust
         ThreadPoolExecutor(1) as asking,
         suspended(prefill),
     ):
-        asked = asking.submit(hasty.generate, prompt_of(40, seed=3), LONG)
+        requested = asking.submit(hasty.generate, prompt_of(40, seed=3), LONG)
         await_load(decode.address, is_busy)
         with suspended(cluster.router):
             await_load(decode.address, is_idle)
-            failure = asked.exception()
+            failure = requested.exception()
 
     assert isinstance(failure, BatonError)
     assert failure.code is grpc.StatusCode.DEADLINE_EXCEEDED

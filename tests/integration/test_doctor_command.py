@@ -47,7 +47,7 @@ def test_a_machine_that_runs_these_tests_has_nothing_that_fails(model_folder: Pa
     assert {"CPU", "cores", "memory", "torch", "/dev/shm", "NUMA"} <= set(findings)
 
 
-def test_ucxx_passes_bytes_and_tells_the_ways_that_ucx_has() -> None:
+def test_ucxx_transfers_bytes_and_reports_its_transports() -> None:
     findings = {one.check: one for one in check_transfer_rate(["ucxx"], patience_s=60)}
 
     assert {one.status for one in findings.values()} <= {Status.OK, Status.WARN}

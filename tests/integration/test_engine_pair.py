@@ -146,8 +146,8 @@ def test_64_hand_offs_at_once_get_through_a_decode_cache_with_room_for_ten(
     with Pair(room) as pair:
         assert (pair.d_card.num_blocks, pair.d_card.block_bytes) == (30, 8192)
 
-        asked = [pair.ask(prompt, greedy()) for prompt in prompts]
-        answers = [Answered(p.to_its_end(), d.to_its_end()) for p, d in asked]
+        requested = [pair.ask(prompt, greedy()) for prompt in prompts]
+        answers = [Answered(p.to_its_end(), d.to_its_end()) for p, d in requested]
 
         expected = [reference_greedy(model_folder, prompt, 8) for prompt in prompts]
         assert [answer.token_ids for answer in answers] == expected

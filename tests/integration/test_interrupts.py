@@ -40,14 +40,14 @@ def test_a_blocking_client_survives_every_ctrl_c_and_its_process_ends_as_it_will
     ):
         assert script.stdout is not None
         for number in range(NUM_ROUNDS):
-            asked = router.next_request()
-            asked.say(f"piece {number}")
+            requested = router.next_request()
+            requested.say(f"piece {number}")
             assert script.stdout.readline() == f"piece {number}\n"
 
             script.send_signal(signal.SIGINT)
 
             assert script.stdout.readline() == "interrupted\n"
-            assert asked.was_cancelled.wait(WAIT_S)
+            assert requested.was_cancelled.wait(WAIT_S)
         whole = router.next_request()
         whole.say("well")
         whole.end()

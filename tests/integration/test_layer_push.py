@@ -61,8 +61,8 @@ def test_cached_prefixes_on_either_side_do_not_change_tokens(
 def test_many_at_once_each_get_their_own_tokens(pair: Pair, model_folder: Path) -> None:
     prompts = [prompt_of(40 + 9 * number, seed=720 + number) for number in range(12)]
 
-    asked = [pair.ask(prompt, greedy(NUM_TOKENS)) for prompt in prompts]
-    answers = [Answered(p.to_its_end(), d.to_its_end()) for p, d in asked]
+    requested = [pair.ask(prompt, greedy(NUM_TOKENS)) for prompt in prompts]
+    answers = [Answered(p.to_its_end(), d.to_its_end()) for p, d in requested]
 
     expected = [reference_greedy(model_folder, prompt, NUM_TOKENS) for prompt in prompts]
     assert [answer.token_ids for answer in answers] == expected

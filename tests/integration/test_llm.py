@@ -58,7 +58,7 @@ def test_an_answer_ends_at_a_stop_string_and_others_go_on(local: LLM) -> None:
     local.engine.scheduler.check()
 
 
-def test_a_repeated_prompt_tells_its_cached_tokens_however_it_ends(local: LLM) -> None:
+def test_a_repeated_prompt_reports_its_cached_tokens_with_every_finish_reason(local: LLM) -> None:
     [whole] = local.generate("a prompt that nobody else has in this file", GREEDY)
 
     [again] = local.generate("a prompt that nobody else has in this file", GREEDY)

@@ -104,11 +104,11 @@ def test_processor_arguments_are_accepted_over_http_as_vllm_xargs(cluster: Local
         "vllm_xargs": {"favour": FAVOURED},
         "return_token_ids": True,
     }
-    asked = urllib.request.Request(
+    requested = urllib.request.Request(
         f"http://{cluster.router.http_address}/v1/completions", json.dumps(body).encode()
     )
 
-    with urllib.request.urlopen(asked) as answer:
+    with urllib.request.urlopen(requested) as answer:
         choice = json.load(answer)["choices"][0]
 
     assert choice["token_ids"] == [FAVOURED] * 4

@@ -54,9 +54,9 @@ def test_metrics_and_the_client_count_alike(counted: LocalCluster) -> None:
     assert router.total(REQUESTS, outcome="ok") == len(finishes)
     assert router.total(REQUESTS, outcome="cancelled") == 1
     assert router.by_label("baton_refusals_total", "reason") == reasons
-    asked = sum(one.num_prompt_tokens for one in finishes)
+    requested = sum(one.num_prompt_tokens for one in finishes)
     given = sum(one.num_completion_tokens for one in finishes)
-    assert router.total("baton_tokens_total", kind="input", outcome="ok") == asked
+    assert router.total("baton_tokens_total", kind="input", outcome="ok") == requested
     assert router.total("baton_tokens_total", kind="output", outcome="ok") == given
     kv_bytes = sum(one.served.kv_bytes for one in finishes)
     assert router.total("baton_request_kv_bytes_total") == kv_bytes
@@ -68,7 +68,7 @@ def test_metrics_and_the_client_count_alike(counted: LocalCluster) -> None:
     assert prefill.total("baton_handoffs_total", outcome="done") >= len(finishes)
     assert decode.total("baton_prompt_tokens_computed_total") == 0
     all_asked = router.total("baton_tokens_total", kind="input")
-    assert all_asked == asked + NUM_CANCELLED_TOKENS
+    assert all_asked == requested + NUM_CANCELLED_TOKENS
     assert prefill.total("baton_prompt_tokens_computed_total") == all_asked
     assert router.by_label("baton_attempts_total", "kind") == {"first": len(finishes) + 1}
 
@@ -99,7 +99,7 @@ def test_every_metric_is_told_by_its_documented_name_and_labels(counted: LocalCl
     for child in (*counted.prefills, *counted.decodes):
         await_load(child.address, lambda load: not is_busy(load))
 
-    told: dict[str, set[str]] = {}
+    reported: dict[str, set[str]] = {}
     for child, metrics in (
         (counted.router, ROUTER_METRICS),
         (counted.prefills[0], NODE_METRICS),
@@ -109,9 +109,9 @@ def test_every_metric_is_told_by_its_documented_name_and_labels(counted: LocalCl
         assert {family.name for family in scrape.families} == {one.prometheus for one in metrics}
         for sample in scrape.samples:
             if not sample.name.endswith("_created"):
-                told.setdefault(sample.name, set()).update(sample.labels)
+                reported.setdefault(sample.name, set()).update(sample.labels)
 
-    lines = [" ".join([name, *sorted(labels)]) for name, labels in sorted(told.items())]
+    lines = [" ".join([name, *sorted(labels)]) for name, labels in sorted(reported.items())]
     assert lines == GOLDEN.read_text(encoding="utf-8").splitlines()
 
 

@@ -140,8 +140,8 @@ def test_prompts_at_the_same_time_never_get_each_others_answers(
 
     async def ask_all() -> list[Answer]:
         async with AsyncClient(cluster.address, timeout_s=60) as client:
-            asked = (client.generate(prompt, Generation(greedy())) for prompt in prompts)
-            return list(await asyncio.gather(*asked))
+            requested = (client.generate(prompt, Generation(greedy())) for prompt in prompts)
+            return list(await asyncio.gather(*requested))
 
     answers = asyncio.run(ask_all())
 
@@ -243,8 +243,8 @@ def test_health_and_reflection_tell_of_every_process(cluster: LocalCluster) -> N
 
     for child, service in expected.items():
         with grpc.insecure_channel(child.address) as channel:
-            asked = health_pb2.HealthCheckRequest(service=service)
-            health = health_pb2_grpc.HealthStub(channel).Check(asked)
+            requested = health_pb2.HealthCheckRequest(service=service)
+            health = health_pb2_grpc.HealthStub(channel).Check(requested)
             assert health.status == health_pb2.HealthCheckResponse.SERVING
             assert service in services_at(channel)
 

@@ -55,14 +55,14 @@ def test_a_greedy_completion_is_the_same_by_both_doors(door: OpenAI, client: Cli
     assert [token for one in streamed for token in getattr(one, "token_ids", [])] == (
         native.token_ids
     )
-    told = choice.logprobs
-    assert told.token_logprobs == [one.logprob for one in native.logprobs]
-    assert [len(top) for top in told.top_logprobs] == [2] * 12
-    assert told.tokens == [f"token_id:{token_id}" for token_id in native.token_ids]
-    assert told.text_offset[:2] == [0, len(told.tokens[0])]
+    reported = choice.logprobs
+    assert reported.token_logprobs == [one.logprob for one in native.logprobs]
+    assert [len(top) for top in reported.top_logprobs] == [2] * 12
+    assert reported.tokens == [f"token_id:{token_id}" for token_id in native.token_ids]
+    assert reported.text_offset[:2] == [0, len(reported.tokens[0])]
     in_pieces = [each.logprobs for each in streamed if each.logprobs]
-    assert [one for each in in_pieces for one in each.token_logprobs] == told.token_logprobs
-    assert [one for each in in_pieces for one in each.text_offset] == told.text_offset
+    assert [one for each in in_pieces for one in each.token_logprobs] == reported.token_logprobs
+    assert [one for each in in_pieces for one in each.text_offset] == reported.text_offset
 
 
 def test_a_chat_is_the_same_by_both_doors(door: OpenAI, client: Client) -> None:
@@ -123,8 +123,8 @@ def test_a_model_without_tool_training_makes_forced_calls(
     assert call.type == "function"
     assert call.function.name in ("see", "feed")
     assert is_valid(call.function.arguments, FOX)
-    told = (again.function.name, again.function.arguments)
-    assert told == (call.function.name, call.function.arguments)
+    reported = (again.function.name, again.function.arguments)
+    assert reported == (call.function.name, call.function.arguments)
     assert whole.finish_reason == streamed.finish_reason == finish_reason
 
 
@@ -168,11 +168,11 @@ def test_an_echo_has_the_prompts_logprobs_in_front(door: OpenAI, client: Client)
 
     [choice] = answer.choices
     assert choice.text == client.detokenize(prompt) + native.text
-    told = choice.logprobs.token_logprobs
-    assert told[0] is None
+    reported = choice.logprobs.token_logprobs
+    assert reported[0] is None
     expected = [one.logprob for one in native.prompt_logprobs if one is not None]
-    assert told[1:10] == expected
-    assert len(told) == 12
+    assert reported[1:10] == expected
+    assert len(reported) == 12
     by_id = choice.prompt_logprobs
     assert by_id[0] is None
     assert [by_id[place][str(prompt[place])]["logprob"] for place in range(1, 10)] == expected
@@ -200,14 +200,14 @@ def test_errors_of_nodes_are_client_errors_over_http(door: OpenAI) -> None:
         door.completions.create(model="", prompt=[7], extra_body=nothing, max_tokens=2)
 
 
-def test_the_routers_metrics_are_at_the_same_door(cluster: LocalCluster, door: OpenAI) -> None:
+def test_the_routers_metrics_are_on_the_http_port(cluster: LocalCluster, door: OpenAI) -> None:
     door.completions.create(**ASK, prompt=list(prompt_of(5)))
 
     with urllib.request.urlopen(f"http://{cluster.router.http_address}/metrics") as answer:
-        told = answer.read().decode()
+        reported = answer.read().decode()
 
-    assert 'baton_nodes_open{role="decode"} 1.0' in told
-    assert 'outcome="ok"' in told
+    assert 'baton_nodes_open{role="decode"} 1.0' in reported
+    assert 'outcome="ok"' in reported
 
 
 def test_bytes_of_tokens_joined_are_the_text(model_folder: Path) -> None:
@@ -235,7 +235,7 @@ def test_a_busy_http_port_is_told_before_anything_is_loaded(model_folder: Path) 
     assert done.returncode == 1
 
 
-def test_what_is_told_of_a_failure_is_json(cluster: LocalCluster) -> None:
+def test_an_http_error_is_json(cluster: LocalCluster) -> None:
     request = urllib.request.Request(
         f"http://{cluster.router.http_address}/v1/chat/completions", data=b"{", method="POST"
     )

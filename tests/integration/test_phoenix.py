@@ -49,8 +49,8 @@ class Phoenix:
     otlp: str
 
     def spans(self, trace_id: str) -> list[dict[str, Any]]:
-        told = self._read("/v1/projects/default/spans?limit=1000")
-        return [one for one in told if one["context"]["trace_id"] == trace_id]
+        reported = self._read("/v1/projects/default/spans?limit=1000")
+        return [one for one in reported if one["context"]["trace_id"] == trace_id]
 
     def trace_page(self, trace_id: str) -> str:
         [project] = [one for one in self._read("/v1/projects") if one["name"] == "default"]
@@ -58,8 +58,8 @@ class Phoenix:
 
     def _read(self, path: str) -> list[dict[str, Any]]:
         with urllib.request.urlopen(self.address + path, timeout=30) as response:
-            told: list[dict[str, Any]] = json.load(response)["data"]
-        return told
+            reported: list[dict[str, Any]] = json.load(response)["data"]
+        return reported
 
 
 @pytest.fixture(scope="module")

@@ -89,9 +89,9 @@ def has_answer(address: str, expression: str) -> bool:
 
 def ask(address: str, path: str) -> dict[str, Any]:
     with urllib.request.urlopen(address + path, timeout=30) as response:
-        told: dict[str, Any] = json.load(response)
-    assert told["status"] == "success"
-    data: dict[str, Any] = told["data"]
+        reported: dict[str, Any] = json.load(response)
+    assert reported["status"] == "success"
+    data: dict[str, Any] = reported["data"]
     return data
 
 

@@ -96,7 +96,7 @@ def test_what_decode_lacks_of_the_next_turn_is_computed_there_and_the_reason_tol
     assert handed_over.is_prefill_remote
 
 
-def test_a_node_tells_which_prefixes_it_has_so_that_a_repeated_prompt_goes_there(
+def test_a_repeated_prompt_goes_to_the_node_that_reports_its_prefix(
     client: Client, wide_cluster: LocalCluster
 ) -> None:
     prompt = prompt_of(70, seed=50)
@@ -133,7 +133,7 @@ def test_a_full_queue_refuses_by_name_with_a_time_to_try_again_and_keeps_priorit
     options = cluster_options(router_arguments=limits)
 
     with LocalCluster(options) as cluster:
-        order, late, refusals = asyncio.run(crowd(cluster.address))
+        order, late, refusals = asyncio.run(send_concurrently(cluster.address))
         are_alive = [child.process.poll() is None for child in cluster.children]
 
     [refusal] = refusals
@@ -146,7 +146,7 @@ def test_a_full_queue_refuses_by_name_with_a_time_to_try_again_and_keeps_priorit
     assert all(are_alive)
 
 
-async def crowd(address: str) -> tuple[list[int], BatonError, list[BatonError]]:
+async def send_concurrently(address: str) -> tuple[list[int], BatonError, list[BatonError]]:
     """Send three requests to a queue of two while one is in flight; return the order served."""
     served: list[int] = []
     refusals: list[BatonError] = []
@@ -163,8 +163,8 @@ async def crowd(address: str) -> tuple[list[int], BatonError, list[BatonError]]:
         await anext(first)
         with pytest.raises(BatonError) as late:  # its time is over before its turn comes
             await hasty.generate(prompt_of(30), greedy(4))
-        asked = [asyncio.ensure_future(ask(client, priority)) for priority in (5, 1, 3)]
-        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        requested = [asyncio.ensure_future(ask(client, priority)) for priority in (5, 1, 3)]
+        await asyncio.wait(requested, return_when=asyncio.FIRST_COMPLETED)
         await first.aclose()
-        await asyncio.gather(*asked)
+        await asyncio.gather(*requested)
     return served, late.value, refusals

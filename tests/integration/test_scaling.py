@@ -52,12 +52,12 @@ def test_prompts_at_the_same_time_get_the_answers_they_would_get_alone(
         for number in range(num_prompts)
     ]
 
-    told = answer_all(cluster.address, asks)
+    reported = answer_all(cluster.address, asks)
 
     alone = [local.generate(ask.prompt, greedy(12))[0].token_ids for ask in asks]
-    assert [list(one.token_ids) for one in told] == alone
-    assert all(one.finish.served.is_prefill_remote for one in told)
-    assert all(one.finish.served.prompt_tokens_computed_on_decode == 0 for one in told)
+    assert [list(one.token_ids) for one in reported] == alone
+    assert all(one.finish.served.is_prefill_remote for one in reported)
+    assert all(one.finish.served.prompt_tokens_computed_on_decode == 0 for one in reported)
 
 
 @pytest.mark.slow
@@ -75,8 +75,10 @@ def test_nodes_come_go_and_come_back_under_load_and_every_answer_is_whole_and_ri
 
     assert load.errors == []
     assert codes == [0, 0]
-    for told in load.told:
-        assert list(told.token_ids) == reference_greedy(model_folder, told.ask.prompt, NUM_TOKENS)
+    for reported in load.answers:
+        assert list(reported.token_ids) == reference_greedy(
+            model_folder, reported.ask.prompt, NUM_TOKENS
+        )
 
 
 def start_moved(cluster: LocalCluster, role: str) -> Child:
@@ -106,11 +108,11 @@ def nodes_of(cluster: LocalCluster, role: str) -> list[Child]:
 
 
 def served_by(child: Child) -> Callable[[ClientAnswer], bool]:
-    return lambda told: (
+    return lambda reported: (
         child.name
         in (
-            told.finish.served.prefill_node,
-            told.finish.served.decode_node,
+            reported.finish.served.prefill_node,
+            reported.finish.served.decode_node,
         )
     )
 

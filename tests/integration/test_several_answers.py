@@ -120,17 +120,17 @@ def test_http_gives_the_same_answers_as_grpc(cluster: LocalCluster, client: Clie
         {"content-type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=60) as response:
-        told = json.load(response)
+        reported = json.load(response)
 
-    assert [choice["token_ids"] for choice in told["choices"]] == alone(client, SEEDED, 3)
-    assert told["usage"]["prompt_tokens"] == 70
-    assert told["usage"]["completion_tokens"] == 72
+    assert [choice["token_ids"] for choice in reported["choices"]] == alone(client, SEEDED, 3)
+    assert reported["usage"]["prompt_tokens"] == 70
+    assert reported["usage"]["completion_tokens"] == 72
 
 
 def test_the_command_shows_each_answer(cluster: LocalCluster, client: Client) -> None:
     command = [*(sys.executable, "-m", "baton", "generate", "the quick"), "-n", "2", "--json"]
-    asked = ["--seed", "7", "--max-tokens", "5", "--address", cluster.address]
-    done = subprocess.run([*command, *asked], capture_output=True, text=True, check=True)
+    requested = ["--seed", "7", "--max-tokens", "5", "--address", cluster.address]
+    done = subprocess.run([*command, *requested], capture_output=True, text=True, check=True)
 
     answers = json.loads(done.stdout)["answers"]
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from baton.client import AsyncClient, Client, Generation
+from baton.client.node_status import NodeStatus
 from baton.cluster import ClusterOptions, LocalCluster
-from baton.node_status import NodeStatus
 from engine.sampling import SamplingParams
 from tests.support.client_load import ClientRequest, answer_all
 from tests.support.models import prompt_of
@@ -75,9 +75,9 @@ def test_a_stop_string_inside_a_run_ends_the_answer_there(
     sampling = replace(SEEDED, allowed_token_ids=(70,))
     with Client(cluster.address) as one, Client(speculating.address) as other:
         letter = one.generate("x", Generation(replace(sampling, max_tokens=1))).text
-        asked = Generation(sampling, stop=(letter * 9,))
+        requested = Generation(sampling, stop=(letter * 9,))
 
-        plain, speculated = one.generate("x", asked), other.generate("x", asked)
+        plain, speculated = one.generate("x", requested), other.generate("x", requested)
 
     assert plain.finish is not None
     assert speculated.finish is not None
@@ -123,8 +123,11 @@ def test_proposed_and_accepted_are_told_alike_by_answers_nodes_and_metrics(
 
     assert 0 < served.tokens_accepted <= served.tokens_proposed
     since = [Scrape(child) - was for child, was in zip(speculating.decodes, before, strict=True)]
-    for kind, told in (("proposed", served.tokens_proposed), ("accepted", served.tokens_accepted)):
-        assert sum(one.total(SPECULATED, kind=kind) for one in since) == told
+    for kind, reported in (
+        ("proposed", served.tokens_proposed),
+        ("accepted", served.tokens_accepted),
+    ):
+        assert sum(one.total(SPECULATED, kind=kind) for one in since) == reported
     decodes = [node for node in nodes if node.role == "decode"]
     scraped = sum(Scrape(child).total(SPECULATED, kind="accepted") for child in speculating.decodes)
     assert sum(node.num_accepted_tokens for node in decodes) == scraped

@@ -169,11 +169,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_a_bad_form_is_refused_by_both_doors_with_the_reason(
     form: dict[str, Any], reason: str, cluster: LocalCluster
 ) -> None:
-    status, told = _post(cluster, {"prompt": "a", "structured_outputs": form})
+    status, reported = _post(cluster, {"prompt": "a", "structured_outputs": form})
 
     assert status == 400
-    assert reason in told["message"]
-    assert told["type"] == "invalid_request_error"
+    assert reason in reported["message"]
+    assert reported["type"] == "invalid_request_error"
     with grpc.insecure_channel(cluster.address) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         with pytest.raises(grpc.RpcError) as failed:
@@ -207,9 +207,9 @@ WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
 def test_wrong_types_are_refused_by_the_fields_name(
     fields: dict[str, Any], param: str, cluster: LocalCluster
 ) -> None:
-    status, told = _post(cluster, {"prompt": "a", **fields})
+    status, reported = _post(cluster, {"prompt": "a", **fields})
 
-    assert (status, told["param"]) == (400, param)
+    assert (status, reported["param"]) == (400, param)
 
 
 def test_a_client_is_told_by_name_and_can_go_on(client: Client) -> None:
@@ -237,12 +237,12 @@ def test_answers_to_1000_random_schemas_parse_and_validate_on_a_cluster(
     tokenizer = Tokenizer.from_folder(model_folder)
     chance = random.Random(1)
     counts: Counter[str] = Counter()
-    for _ in range(20):
-        schemas = [random_schema(chance) for _ in range(50)]
-        asks = [_ask_for(schema, place) for place, schema in enumerate(schemas)]
-        for schema, told in zip(schemas, answer_all(cluster.address, asks), strict=True):
-            counts[_verdict(tokenizer.decode(told.token_ids), told.finish.reason, schema)] += 1
-            assert told.finish.served.prompt_tokens_computed_on_decode == 0
+    schemas = [random_schema(chance) for _ in range(1000)]
+    asks = [_ask_for(schema, place) for place, schema in enumerate(schemas)]
+    answers = answer_all(cluster.address, asks, num_at_once=50)
+    for schema, reported in zip(schemas, answers, strict=True):
+        counts[_verdict(tokenizer.decode(reported.token_ids), reported.finish.reason, schema)] += 1
+        assert reported.finish.served.prompt_tokens_computed_on_decode == 0
     print(f"1,000 random schemas, disaggregated: {dict(counts)}")
 
     assert counts["invalid"] == 0
@@ -303,6 +303,6 @@ def _request(form: dict[str, Any]) -> inference_pb2.GenerateRequest:
         given["json"] = json.dumps(given["json"])
     if "choice" in given:
         given["choice"] = sampling_pb2.Choice(texts=given["choice"])
-    told = sampling_pb2.StructuredOutputs(**given)
-    sampling = sampling_pb2.SamplingParams(structured_outputs=told)
+    reported = sampling_pb2.StructuredOutputs(**given)
+    sampling = sampling_pb2.SamplingParams(structured_outputs=reported)
     return inference_pb2.GenerateRequest(text="a", sampling=sampling)

@@ -81,14 +81,14 @@ def test_a_stream_over_http_comes_to_its_end_before_up_does(up: Callable[..., Te
                 stream=True,
                 extra_body={"ignore_eos": True, "return_token_ids": True},
             )
-            told: list[Any] = [next(stream)]
+            reported: list[Any] = [next(stream)]
             screen.type(CTRL_C)
             screen.await_text("draining")
 
-            told += stream
+            reported += stream
 
-        assert sum(len(getattr(one.choices[0], "token_ids", ())) for one in told) == 300
-        assert told[-1].choices[0].finish_reason == "length"
+        assert sum(len(getattr(one.choices[0], "token_ids", ())) for one in reported) == 300
+        assert reported[-1].choices[0].finish_reason == "length"
         screen.await_end()
         assert screen.process.returncode == 0
 

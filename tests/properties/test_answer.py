@@ -55,15 +55,15 @@ def test_text_in_pieces_stops_where_the_whole_text_would(
     pieces: list[str], stops: tuple[str, ...], is_included: bool
 ) -> None:
     watcher = StopWatcher(StopRule(stops, is_included))
-    told = ""
+    reported = ""
 
     for number, piece in enumerate(pieces, start=1):
         if watcher.found is None:
-            told += watcher.push(piece, number)
+            reported += watcher.push(piece, number)
     if watcher.found is None:
-        told += watcher.flush()
+        reported += watcher.flush()
 
-    assert (told, watcher.found) == cut_at_first_stop("".join(pieces), stops, is_included)
+    assert (reported, watcher.found) == cut_at_first_stop("".join(pieces), stops, is_included)
 
 
 def cut_at_first_stop(

@@ -78,8 +78,8 @@ tidy = st.fixed_dictionaries(
 )
 
 
-def check(asked: ParsedRequest) -> None:
-    for call in asked.calls:
+def check(requested: ParsedRequest) -> None:
+    for call in requested.calls:
         prompt = call.prompt.token_ids if isinstance(call.prompt, TokenPrompt) else (1,)
         sampling, seed = call.sampling, call.sampling.seed or 0
         whole = EngineRequest(

@@ -31,10 +31,10 @@ parsings = st.builds(
 
 
 def read(reader: OutputParser, pieces: Sequence[str], *, is_cut_off: bool = False) -> Delta:
-    told = NOTHING
+    reported = NOTHING
     for piece in pieces:
-        told += reader.push(piece)
-    return told + reader.finish(is_cut_off=is_cut_off)
+        reported += reader.push(piece)
+    return reported + reader.finish(is_cut_off=is_cut_off)
 
 
 @given(texts, parsings, st.booleans(), st.data())
@@ -57,13 +57,13 @@ def test_without_calls_nothing_is_lost_but_the_marks_around_reasoning(
 ) -> None:
     text = "".join(fragments)
 
-    told = read(parsing.reader(with_tools=True), [text])
+    reported = read(parsing.reader(with_tools=True), [text])
 
-    if not told.calls:
+    if not reported.calls:
         marks = len("<think></think>") + len(text) - len(text.lstrip())
-        assert text.endswith(told.content)
-        assert told.reasoning in text
-        assert len(text) - len(told.reasoning) - len(told.content) <= marks
+        assert text.endswith(reported.content)
+        assert reported.reasoning in text
+        assert len(text) - len(reported.reasoning) - len(reported.content) <= marks
 
 
 names = st.text(max_size=5)
@@ -88,10 +88,10 @@ def test_however_forced_calls_are_cut_all_of_them_are_read(
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
-    told = [read(RequiredCallsParser(), cut) for cut in ([text], pieces, list(text))]
+    reported = [read(RequiredCallsParser(), cut) for cut in ([text], pieces, list(text))]
 
     expected = [(name, value) for (name, _, _), value in zip(calls, written, strict=True)]
-    for one in told:
+    for one in reported:
         assert [(call.name, call.arguments.rstrip()) for call in one.calls] == expected
         assert (one.content, one.reasoning) == ("", "")
 

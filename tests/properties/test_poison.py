@@ -32,7 +32,7 @@ TICKS_BETWEEN_KILLS = 40  # a node is down for a few of them
 
 
 @dataclass(frozen=True)
-class Asked:
+class TimedRequest:
     """One request."""
 
     num_tokens: int
@@ -43,8 +43,8 @@ class Asked:
 poisons = st.builds(Poison, st.sampled_from(Leg), st.integers(0, PROVEN_TOKENS - 2)).map(
     lambda one: Poison(one.leg, 0 if one.leg is Leg.PREFILL else one.num_tokens)
 )
-bystanders = st.builds(Asked, st.integers(1, 30), st.integers(0, 40))
-culprits = st.builds(Asked, st.just(30), st.integers(0, 40), poisons)
+bystanders = st.builds(TimedRequest, st.integers(1, 30), st.integers(0, 40))
+culprits = st.builds(TimedRequest, st.just(30), st.integers(0, 40), poisons)
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Outcome:
 
 
 def serve(
-    asked: list[Asked],
+    requested: list[TimedRequest],
     *,
     num_prefill: int,
     num_decode: int,
@@ -66,7 +66,9 @@ def serve(
     prefills = [a_node(NodeRole.PREFILL, f"p{n}") for n in range(num_prefill)]
     decodes = [a_node(NodeRole.DECODE, f"d{n}") for n in range(num_decode)]
     table = a_table(*prefills, *decodes)
-    by_number = {number: one.poison for number, one in enumerate(asked) if one.poison is not None}
+    by_number = {
+        number: one.poison for number, one in enumerate(requested) if one.poison is not None
+    }
     nodes = CrashingNodes(table, by_number, kind)
     ticks = itertools.count()
     pipeline = nodes.pipeline = Pipeline(
@@ -87,7 +89,7 @@ def serve(
     tokens: dict[int, list[int]] = {}
     errors: dict[int, Exception] = {}
 
-    async def ask(number: int, one: Asked) -> None:
+    async def ask(number: int, one: TimedRequest) -> None:
         for _ in range(one.after_ticks):
             await asyncio.sleep(0)
         tokens[number] = []
@@ -104,7 +106,7 @@ def serve(
 
     async def scene() -> None:
         async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
-            for number, one in enumerate(asked):
+            for number, one in enumerate(requested):
                 group.create_task(ask(number, one))
             for number in kills:
                 for _ in range(TICKS_BETWEEN_KILLS):
@@ -115,8 +117,8 @@ def serve(
     return Outcome(tokens, errors, dict(nodes.num_deaths))
 
 
-def check(asked: list[Asked], outcome: Outcome, most_deaths: int) -> None:
-    for number, one in enumerate(asked):
+def check(requested: list[TimedRequest], outcome: Outcome, most_deaths: int) -> None:
+    for number, one in enumerate(requested):
         if one.poison is None:
             assert number not in outcome.errors, outcome.errors[number]
             first = number + sum(PROMPT)
@@ -134,15 +136,15 @@ def check(asked: list[Asked], outcome: Outcome, most_deaths: int) -> None:
     st.integers(1, 3),
 )
 def test_a_poison_ends_at_most_two_engines_and_bystanders_finish(
-    others: list[Asked], poisonous: list[Asked], num_prefill: int, num_decode: int
+    others: list[TimedRequest], poisonous: list[TimedRequest], num_prefill: int, num_decode: int
 ) -> None:
-    asked = [*others, *poisonous]
+    requested = [*others, *poisonous]
 
     outcome = serve(
-        asked, num_prefill=num_prefill, num_decode=num_decode, kind=FailureKind.ENGINE_FAILED
+        requested, num_prefill=num_prefill, num_decode=num_decode, kind=FailureKind.ENGINE_FAILED
     )
 
-    check(asked, outcome, most_deaths=2)
+    check(requested, outcome, most_deaths=2)
 
 
 @given(
@@ -152,27 +154,27 @@ def test_a_poison_ends_at_most_two_engines_and_bystanders_finish(
     st.integers(1, 3),
 )
 def test_a_poison_that_makes_nodes_vanish_takes_at_most_three_and_bystanders_finish(
-    others: list[Asked], poisonous: list[Asked], num_prefill: int, num_decode: int
+    others: list[TimedRequest], poisonous: list[TimedRequest], num_prefill: int, num_decode: int
 ) -> None:
-    asked = [*others, *poisonous]
+    requested = [*others, *poisonous]
 
     outcome = serve(
-        asked, num_prefill=num_prefill, num_decode=num_decode, kind=FailureKind.VANISHED
+        requested, num_prefill=num_prefill, num_decode=num_decode, kind=FailureKind.VANISHED
     )
 
-    check(asked, outcome, most_deaths=3)
+    check(requested, outcome, most_deaths=3)
 
 
 @pytest.mark.parametrize("num_tokens", [2, 10, 25])
 @pytest.mark.parametrize("num_others", [0, 1, 12])
 def test_progress_does_not_exempt_a_poisonous_request(num_tokens: int, num_others: int) -> None:
     """Each attempt generates tokens before the engine crashes."""
-    culprit = Asked(1000, 3, Poison(Leg.DECODE, num_tokens))
-    asked = [culprit, *(Asked(30, 2 * number) for number in range(num_others))]
+    culprit = TimedRequest(1000, 3, Poison(Leg.DECODE, num_tokens))
+    requested = [culprit, *(TimedRequest(30, 2 * number) for number in range(num_others))]
 
-    outcome = serve(asked, num_prefill=1, num_decode=2, kind=FailureKind.ENGINE_FAILED)
+    outcome = serve(requested, num_prefill=1, num_decode=2, kind=FailureKind.ENGINE_FAILED)
 
-    check(asked, outcome, most_deaths=2 if num_tokens < PROVEN_TOKENS or not num_others else 3)
+    check(requested, outcome, most_deaths=2 if num_tokens < PROVEN_TOKENS or not num_others else 3)
 
 
 @given(
@@ -182,14 +184,14 @@ def test_progress_does_not_exempt_a_poisonous_request(num_tokens: int, num_other
     st.integers(1, 3),
 )
 def test_killed_nodes_make_no_request_suspect(
-    asked: list[Asked], kills: list[int], num_prefill: int, num_decode: int
+    requested: list[TimedRequest], kills: list[int], num_prefill: int, num_decode: int
 ) -> None:
     outcome = serve(
-        asked,
+        requested,
         num_prefill=num_prefill,
         num_decode=num_decode,
         kind=FailureKind.VANISHED,
         kills=kills,
     )
 
-    check(asked, outcome, most_deaths=0)
+    check(requested, outcome, most_deaths=0)

@@ -55,10 +55,10 @@ def test_every_reading_router_has_the_exact_cache_of_the_node(
         for number in looking:
             changes = watchers[number].next()
             if changes is not None:
-                told = changes_from(update_to(NodeLoad(), changes))
-                assert told is not None
-                routers[number].take("node", told)
-            known = {name for name in NAMES if routers[number].match_reported([name])}
+                reported = changes_from(update_to(NodeLoad(), changes))
+                assert reported is not None
+                routers[number].take("node", reported)
+            known = {name for name in NAMES if routers[number].match([name]).reported}
             assert known == expected
 
 
@@ -67,14 +67,14 @@ def test_every_reading_router_has_the_exact_cache_of_the_node(
     st.lists(st.sampled_from(NAMES), unique=True),
 )
 def test_a_match_is_the_longest_gapless_beginning_that_each_node_has(
-    held: dict[str, set[BlockHash]], asked: list[BlockHash]
+    held: dict[str, set[BlockHash]], requested: list[BlockHash]
 ) -> None:
     prefixes = NodePrefixes()
     for holder, names in held.items():
         prefixes.expect(holder, names)
 
-    matched = prefixes.match_expected(asked)
+    matched = prefixes.match(requested).expected
 
     for holder, names in held.items():
-        lengths = [n for n in range(len(asked) + 1) if names.issuperset(asked[:n])]
+        lengths = [n for n in range(len(requested) + 1) if names.issuperset(requested[:n])]
         assert matched.get(holder, 0) == max(lengths)

@@ -42,12 +42,20 @@ async def stream_answer(client: AsyncClient, ask: ClientRequest) -> ClientAnswer
     return ClientAnswer(ask, tuple(token_ids), finish)
 
 
-def answer_all(address: str, asks: Sequence[ClientRequest]) -> list[ClientAnswer]:
-    """Send all requests at once and return their answers."""
+def answer_all(
+    address: str, asks: Sequence[ClientRequest], *, num_at_once: int | None = None
+) -> list[ClientAnswer]:
+    """Send all requests, at most `num_at_once` at the same time, and return their answers."""
 
     async def ask_all() -> list[ClientAnswer]:
+        turns = asyncio.Semaphore(num_at_once or len(asks))
         async with AsyncClient(address, timeout_s=PATIENCE_S) as client:
-            return list(await asyncio.gather(*(stream_answer(client, ask) for ask in asks)))
+
+            async def answer(ask: ClientRequest) -> ClientAnswer:
+                async with turns:
+                    return await stream_answer(client, ask)
+
+            return list(await asyncio.gather(*map(answer, asks)))
 
     return asyncio.run(ask_all())
 
@@ -62,7 +70,7 @@ class Load:
         self._is_over = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="load")
-        self.told: list[ClientAnswer] = []
+        self.answers: list[ClientAnswer] = []
         self.errors: list[Exception] = []
 
     def __enter__(self) -> Load:
@@ -81,10 +89,12 @@ class Load:
     def until(self, is_so: Callable[[ClientAnswer], bool]) -> None:
         """Wait until a new answer satisfies the predicate, or one fails."""
         with self._changed:
-            first = len(self.told)
+            first = len(self.answers)
 
             def is_done() -> bool:
-                return bool(self.errors) or any(is_so(told) for told in self.told[first:])
+                return bool(self.errors) or any(
+                    is_so(reported) for reported in self.answers[first:]
+                )
 
             assert self._changed.wait_for(is_done, PATIENCE_S), "no such answer came"
 
@@ -103,7 +113,7 @@ class Load:
     def _note(self, result: ClientAnswer | Exception) -> None:
         with self._changed:
             if isinstance(result, ClientAnswer):
-                self.told.append(result)
+                self.answers.append(result)
             else:
                 self.errors.append(result)
             self._changed.notify_all()

@@ -107,8 +107,8 @@ def _span(message: SpanMessage, resource: Mapping[str, Any]) -> Collected:
     )
 
 
-def _attributes(told: Any) -> dict[str, Any]:
-    return {one.key: _value(one) for one in told}
+def _attributes(reported: Any) -> dict[str, Any]:
+    return {one.key: _value(one) for one in reported}
 
 
 def _value(one: KeyValue) -> Any:

@@ -88,7 +88,7 @@ class EngineWorld:
             self.config.max_model_len,
             chance or random.Random(0),
         )
-        self.containment = Containment(_Strict(self.runner), self.scheduler)
+        self.containment = Containment(_Strict(self.runner).run, self.scheduler)
         self.wire = FakeWire(self.kv, VOCAB_SIZE)
         self.receipts: dict[RequestId, Receipt] = {}
         self.now_s = 0.0

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from engine.core import EngineCore, NoKvWorker
 from engine.plan import KvWorker, Runner
 from engine.request import ClientId, EngineRequest, RequestId
 from engine.sampling import SamplingParams
 from engine.scheduler.config import CacheConfig, LoadFailurePolicy, SchedulerConfig
 from engine.scheduler.scheduler import Scheduler
+from engine.step_observer import StepObserver
 from engine.structured_output.params import StructuredOutputs
 from tests.support.fake_runner import FakeRunner, KvTensor
 
@@ -21,6 +24,7 @@ def an_engine(
     runner: Runner | None = None,
     kv_worker: KvWorker | None = None,
     load_failure: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE,
+    observers: Sequence[StepObserver] = (),
 ) -> EngineCore:
     cache = CacheConfig(num_blocks=num_blocks, block_size=4)
     config = SchedulerConfig(
@@ -31,7 +35,7 @@ def an_engine(
     )
     scheduler = Scheduler(config, cache)
     fake = FakeRunner(KvTensor(num_blocks, cache.block_size), VOCAB_SIZE)
-    return EngineCore(scheduler, runner or fake, kv_worker or NoKvWorker())
+    return EngineCore(scheduler, runner or fake, kv_worker or NoKvWorker(), observers=observers)
 
 
 def a_spec(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from engine.plan import Plan, PlanRow, RunResult
-from engine.request import RequestId
+from engine.request import Failure, RequestId
 from kv_transfer.types import BlockId, TokenLogprobs
 
 # Cache content of one position. `prefix` stands for everything that attention mixed in.
@@ -147,7 +147,7 @@ class FakeRunner:
             self.failing.discard(request_id)
             for position in range(end - num_tokens, end):
                 self.kv.write(row.block_ids, position, GARBAGE)
-            result.errors[request_id] = "the logits are not finite"
+            result.failures[request_id] = Failure("the logits are not finite")
             return
         num_drafts = self._num_drafts(row, num_tokens)
         result.token_ids[request_id] = self._sample(row, slots, num_drafts)

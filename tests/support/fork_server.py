@@ -1,8 +1,9 @@
-"""Fork server for `baton serve`, which saves each process of a cluster the import of torch.
+"""Fork servers for the processes of clusters, which save each of them the import of torch.
 
-The server imports the packages of all roles once and forks. Each fork becomes a child of the test
+A server imports the packages of all roles once and forks. Each fork becomes a child of the test
 process and runs the command line, like a process started by Popen: it can be signalled, waited
-for and killed in the same way.
+for and killed in the same way. Processes with an environment of their own have their own
+server, unless only their path of packages differs.
 """
 
 from __future__ import annotations
@@ -18,16 +19,21 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-from baton.__main__ import main as run_baton
 from baton.cli.program import prepare
 
-NODES = ("prefill_node.__main__", "decode_node.__main__")
-PRELOADED = (*NODES, "router.__main__")
-SERVE = (sys.executable, "-m", "baton", "serve")
+NODES = "tests.support.preloaded_nodes"
+PRELOADED = (
+    *(NODES, "router.__main__", "router.openai.app", "router.openai.server"),
+    *("telemetry.metrics.otlp", "telemetry.tracing.otlp", "typer._adapters"),
+)
+# Programs that can be forked, with the module of `main`.
+PROGRAMS = {"baton": "baton.__main__", "benchmarks.chaos.node": "benchmarks.chaos.node"}
+PACKAGE_PATH = "PYTHONPATH"
 PR_SET_CHILD_SUBREAPER = 36
 MAX_REQUEST_BYTES = 1 << 17
 REPARENT_POLL_S = 0.0005
@@ -45,22 +51,27 @@ class ForkedProcess(subprocess.Popen[str]):
         self._child_created = True
 
 
-class ForkServer:
-    """Starts the server process on first use. Thread-safe."""
+Server = tuple[subprocess.Popen[bytes], socket.socket]
+
+
+class ForkServers:
+    """Starts each server process on first use. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._server: tuple[subprocess.Popen[bytes], socket.socket] | None = None
+        # By the variables that differ from those of the test process.
+        self._servers: dict[frozenset[tuple[str, str]], Server] = {}
 
     def start_process(
         self, command: Sequence[str], environment: dict[str, str]
     ) -> subprocess.Popen[str]:
-        """Fork a `baton serve` process. Raises OSError if the server has ended."""
-        arguments = command[len(SERVE) - 1 :]
-        request = json.dumps([os.getpid(), os.getcwd(), arguments, environment])
+        """Fork a process that runs a program. Raises OSError if the server has ended."""
+        _, _, program, *arguments = command
+        request = json.dumps([os.getpid(), os.getcwd(), program, arguments, environment])
         read_fd, write_fd = os.pipe()
         try:
-            return ForkedProcess(command, self._fork(request.encode(), write_fd), read_fd)
+            pid = self._fork(environment, request.encode(), write_fd)
+            return ForkedProcess(command, pid, read_fd)
         except BaseException:
             os.close(read_fd)
             raise
@@ -68,16 +79,19 @@ class ForkServer:
             os.close(write_fd)
 
     def close(self) -> None:
-        """End the server. The processes that it forked continue."""
-        if self._server is not None:
-            process, connection = self._server
+        """End the servers. The processes that they forked continue."""
+        for process, connection in self._servers.values():
             connection.close()
             process.wait()
 
-    def _fork(self, request: bytes, output_fd: int) -> int:
+    def _fork(self, environment: dict[str, str], request: bytes, output_fd: int) -> int:
+        changed = dict(environment.items() - os.environ.items())
+        changed.pop(PACKAGE_PATH, None)  # the fork adds it to its own path
+        own = frozenset(changed.items())
         with self._lock:
-            self._server = self._server or _start_server()
-            _, connection = self._server
+            if own not in self._servers:
+                self._servers[own] = _start_server({**os.environ, **changed})
+            _, connection = self._servers[own]
             _set_subreaper(True)
             try:
                 socket.send_fds(connection, [request], [output_fd])
@@ -92,22 +106,23 @@ class ForkServer:
 def fork_context() -> ForkServerContext:
     """Return a multiprocessing context whose server has imported the packages of nodes."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(NODES))
+    context.set_forkserver_preload([NODES])
     return context
 
 
-def can_fork(command: Sequence[str], environment: dict[str, str]) -> bool:
-    """Return whether this is `baton serve` without an environment of its own."""
-    return tuple(command[: len(SERVE)]) == SERVE and environment == dict(os.environ)
+def can_fork(command: Sequence[str]) -> bool:
+    """Return whether this is `python -m` with a program that the servers can fork."""
+    return tuple(command[:2]) == (sys.executable, "-m") and command[2] in PROGRAMS
 
 
-def _start_server() -> tuple[subprocess.Popen[bytes], socket.socket]:
+def _start_server(environment: dict[str, str]) -> Server:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         command = [sys.executable, "-m", "tests.support.fork_server", str(theirs.fileno())]
         process = subprocess.Popen(
             command,
             cwd=Path(__file__).parents[2],
+            env=environment,
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
@@ -122,21 +137,31 @@ def _set_subreaper(is_on: bool) -> None:
 # --- Server process -------------------------------------------------------------------------------
 
 
-def serve(connection: socket.socket) -> tuple[list[str], int] | None:
-    """Fork for each request. Return the arguments and output of a fork in the fork, else None."""
+@dataclass(frozen=True, slots=True)
+class ForkOrder:
+    """Program that a fork runs, with its arguments and the descriptor of its output."""
+
+    program: str
+    arguments: list[str]
+    output_fd: int
+
+
+def serve(connection: socket.socket) -> ForkOrder | None:
+    """Fork for each request. Return the order of a fork in the fork, else None."""
     while True:
         request, fds, _, _ = socket.recv_fds(connection, MAX_REQUEST_BYTES, 1)
         if not request:
             return None
         [output_fd] = fds
-        parent_pid, folder, arguments, environment = json.loads(request)
+        parent_pid, folder, program, arguments, environment = json.loads(request)
         pid = _fork_child_of(parent_pid)
         if pid == 0:
             connection.close()
             os.chdir(folder)
             os.environ.clear()
             os.environ.update(environment)
-            return arguments, output_fd
+            sys.path[1:1] = filter(None, environment.get(PACKAGE_PATH, "").split(os.pathsep))
+            return ForkOrder(program, arguments, output_fd)
         os.close(output_fd)
         connection.send(str(pid).encode())
 
@@ -168,18 +193,18 @@ def _fork_child_of(parent_pid: int) -> int:
 def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     prepare()
-    for name in PRELOADED:
+    for name in (*PRELOADED, *PROGRAMS.values()):
         import_module(name)
     gc.freeze()
-    forked = serve(connection)
-    if forked is None:
+    order = serve(connection)
+    if order is None:
         return
-    sys.argv[1:], output_fd = forked
+    sys.argv[1:] = order.arguments
     os.setsid()
     for standard_fd in (1, 2):
-        os.dup2(output_fd, standard_fd)
-    os.close(output_fd)
-    run_baton()
+        os.dup2(order.output_fd, standard_fd)
+    os.close(order.output_fd)
+    import_module(PROGRAMS[order.program]).main()
 
 
 if __name__ == "__main__":

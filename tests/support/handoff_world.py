@@ -38,6 +38,7 @@ from tests.support.kv_links import HubLink, LinkHub
 from tests.support.memory_transport import Flight, MemoryChannel, MemoryTransport, Wire
 
 BLOCK_BYTES = 8
+MAX_SETTLE_STEPS, SETTLE_STEP_S = 100, 2.0
 FINGERPRINT = Fingerprint("model", "float32", "layers-first", 16, 2, 2, 8)
 CONFIG = KvWorkerConfig(
     receiver=ReceiverConfig(lease_s=3, silence_s=7, fence_age_s=7, give_up_s=60),
@@ -145,7 +146,7 @@ class Node:
             clock=lambda: world.now,
             read_blocks=self.memory.read if isinstance(self.memory, LaggingMemory) else None,
         )
-        self.link.events = self.worker
+        self.link.events = self.worker.inbox
         self.free = [BlockId(block) for block in range(num_blocks)]
         self.is_stopped = False  # SIGSTOP: it takes no turn
         self.num_layers_ended: int | None = None  # of the pass under way
@@ -363,23 +364,25 @@ class World:
         for node in self.nodes:
             self.turn(node)
 
-    def settle(self, seconds: int = 200) -> None:
+    def settle(self) -> None:
         """Deliver everything in flight and let timeouts pass until no hand-off is open."""
         for node in self.nodes:
             node.is_stopped = False
-        for _ in range(seconds):
+        for _ in range(MAX_SETTLE_STEPS):
             self.exchange()
             if not (self.receiving or self.sending or self.wire.flights or self._open_handoffs()):
                 return
-            self.now += 1.0
+            self.now += SETTLE_STEP_S
 
     def exchange(self) -> None:
-        """Deliver everything in flight and run all workers, repeatedly."""
+        """Deliver everything in flight and run all workers, up to four times."""
         for _ in range(4):
             for node in self.nodes:
                 node.link.pass_all()
             self.wire.deliver_all()
             self.turn_all()
+            if self.wire.is_idle and not any(node.link.queued for node in self.nodes):
+                return
 
     def _open_handoffs(self) -> list[HandoffId]:
         return [one for node in self.nodes for one in node.worker.open_handoffs()]

@@ -25,7 +25,7 @@ def honest_client_undisturbed(
     with Load(cluster.address, [HONEST_REQUEST], num_clients=1) as load:
         yield
     assert load.errors == []
-    assert {told.token_ids for told in load.told} <= {right_answer}
+    assert {reported.token_ids for reported in load.answers} <= {right_answer}
     with Client(cluster.address, timeout_s=60) as client:
         answer = client.generate(HONEST_REQUEST.prompt, HONEST_REQUEST.generation)
     assert tuple(answer.token_ids) == right_answer

@@ -191,7 +191,7 @@ def _serve(connection: Connection, name: str, plan: NodePlan) -> None:
     identity = Identity(NodeId(name), Incarnation(os.urandom(4).hex()), FINGERPRINT)
     transport, clock = MAKERS[plan.kind](region), Clock()
     with KvTransferWorker(identity, region, transport, link, CONFIG, clock) as worker:
-        link.events = worker
+        link.events = worker.inbox
         state = NodeState(worker, region, buffer, clock)
         connection.send("ready")
         while True:

@@ -24,10 +24,10 @@ def kustomizations() -> list[Path]:
 
 def listed(kustomization: Path) -> list[Path]:
     """Return the files and folders that a kustomization lists."""
-    told = yaml.safe_load(kustomization.read_text())
-    generated = [file for one in told.get("configMapGenerator", []) for file in one["files"]]
-    patches = [one["path"] for one in told.get("patches", []) if "path" in one]
-    taken = [*told.get("resources", []), *told.get("components", []), *generated, *patches]
+    reported = yaml.safe_load(kustomization.read_text())
+    generated = [file for one in reported.get("configMapGenerator", []) for file in one["files"]]
+    patches = [one["path"] for one in reported.get("patches", []) if "path" in one]
+    taken = [*reported.get("resources", []), *reported.get("components", []), *generated, *patches]
     return [(kustomization.parent / name).resolve() for name in taken]
 
 
@@ -37,8 +37,8 @@ def written() -> list[Manifest]:
     lists = {path.parent: yaml.safe_load(path.read_text()) for path in kustomizations()}
     files = [
         folder / name
-        for folder, told in lists.items()
-        for name in told.get("resources", [])
+        for folder, reported in lists.items()
+        for name in reported.get("resources", [])
         if name.endswith(".yaml")
     ]
     return [one for file in files for one in yaml.safe_load_all(file.read_text())]

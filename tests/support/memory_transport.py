@@ -62,6 +62,12 @@ class Wire:
         self.channels[name] = channel
         return name
 
+    @property
+    def is_idle(self) -> bool:
+        """Return whether nothing is in flight and all events have been polled."""
+        is_flying = self.flights or self.notices or self.cancels
+        return not (is_flying or any(one.has_events for one in self.channels.values()))
+
     def land(self, flight: Flight, place: int) -> None:
         """Land one block of a write at its target address, even if that has a new owner."""
         flight.missing.remove(place)
@@ -200,6 +206,10 @@ class MemoryChannel:
             self._wire.deliver_all()
         events, self._events = self._events, []
         return events
+
+    @property
+    def has_events(self) -> bool:
+        return bool(self._events)
 
     def close(self) -> None:
         """Stop reading the source. Data already on the wire stays in flight."""

@@ -56,7 +56,7 @@ def token_at(request: EngineRequest, index: int) -> int:
 
 
 @dataclass(slots=True)
-class Asked:
+class ReceivedCall:
     """One recorded call to a node."""
 
     leg: Leg
@@ -84,7 +84,7 @@ class FakeNodeCalls:
     num_cached_on_prefill: int | None = 0  # prompt tokens in its prefix cache; None: not reported
     summary: DecodeSummary = DecodeSummary(kv_bytes=2048, kv_blocks=2, kv_transport="nixl")
     decode_told_all: asyncio.Event = field(default_factory=asyncio.Event)
-    asked: list[Asked] = field(default_factory=list)
+    received: list[ReceivedCall] = field(default_factory=list)
     left: list[Leg] = field(default_factory=list)  # calls cancelled before their end
 
     async def prefill(
@@ -96,7 +96,7 @@ class FakeNodeCalls:
         timeout_s: float | None = None,
         trace: RequestTrace = UNTRACED,
     ) -> None:
-        self.asked.append(Asked(Leg.PREFILL, node.card.node_id, request, timeout_s))
+        self.received.append(ReceivedCall(Leg.PREFILL, node.card.node_id, request, timeout_s))
         if self.prefill_faults:
             raise self.prefill_faults.pop(0)
         if self.is_prefill_late:
@@ -130,7 +130,7 @@ class FakeNodeCalls:
         timeout_s: float | None = None,
         trace: RequestTrace = UNTRACED,
     ) -> None:
-        self.asked.append(Asked(Leg.DECODE, node.card.node_id, request, timeout_s))
+        self.received.append(ReceivedCall(Leg.DECODE, node.card.node_id, request, timeout_s))
         breaks_after = self.decode_breaks_after.pop(0) if self.decode_breaks_after else None
         try:
             for event in self._decoded(request, breaks_after):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from engine.plan import Plan, PlanRow, Runner, RunResult
-from engine.request import RequestId
+from engine.request import Failure, RequestId
 from engine.sampling import SamplingParams
 from engine.structured_output.grammar import Grammar
 from kv_transfer.types import BlockId, TokenLogprobs
@@ -29,8 +29,7 @@ class Drive:
     outputs: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    error: str | None = None
-    refusal: str | None = None
+    failure: Failure | None = None
     block_ids: list[BlockId] = field(default_factory=list)
     num_computed: int = 0
     is_in_batch: bool = False
@@ -41,8 +40,7 @@ class Drive:
 
     @property
     def is_done(self) -> bool:
-        has_failed = self.error is not None or self.refusal is not None
-        return has_failed or len(self.outputs) >= self.num_tokens or self._is_whole
+        return self.failure is not None or len(self.outputs) >= self.num_tokens or self._is_whole
 
     @property
     def _is_whole(self) -> bool:
@@ -129,8 +127,7 @@ class Driver:
         drive.outputs += result.token_ids.get(drive.request_id, [])
         drive.logprobs += result.logprobs.get(drive.request_id, [])
         drive.prompt_logprobs += result.prompt_logprobs.get(drive.request_id, [])
-        drive.error = result.errors.get(drive.request_id)
-        drive.refusal = result.refusals.get(drive.request_id)
+        drive.failure = result.failures.get(drive.request_id)
         if drive.is_done:
             self._leave(drive)
             del self._drives[drive.request_id]

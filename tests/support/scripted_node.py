@@ -81,15 +81,15 @@ class ScriptedNode(node_pb2_grpc.PrefillServiceServicer, node_pb2_grpc.DecodeSer
     async def _tell(
         self, order: Order, context: CallContext
     ) -> AsyncGenerator[node_pb2.CallEvent, None]:
-        told = ScriptedCall(order, context)
-        self.calls.put_nowait(told)
+        reported = ScriptedCall(order, context)
+        self.calls.put_nowait(reported)
         try:
-            while (item := await told.script.get()) is not None:
+            while (item := await reported.script.get()) is not None:
                 if isinstance(item, Exception):
                     raise item
                 yield item
         finally:
-            told.left.set()
+            reported.left.set()
 
     @contextmanager
     def _count(self) -> Iterator[None]:

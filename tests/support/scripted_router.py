@@ -53,20 +53,20 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServiceServicer):
     def Generate(
         self, request: inference_pb2.GenerateRequest, context: Any
     ) -> Iterator[inference_pb2.GenerateResponse]:
-        told = ScriptedAnswer(request)
+        reported = ScriptedAnswer(request)
         has_ended = False
 
         def note_end() -> None:
             if not has_ended:
-                told.was_cancelled.set()
-                told.end()
+                reported.was_cancelled.set()
+                reported.end()
 
         context.add_callback(note_end)
         if self._answers:
-            told.say(self._answers.pop(0))
-            told.end()
-        self._asked.put(told)
-        for piece in told.pieces():
+            reported.say(self._answers.pop(0))
+            reported.end()
+        self._asked.put(reported)
+        for piece in reported.pieces():
             yield inference_pb2.GenerateResponse(request_id="1", text=piece)
         has_ended = True
         finish = inference_pb2.Finish(reason=sampling_pb2.FINISH_REASON_STOP)

@@ -97,7 +97,7 @@ def a_step() -> StepTimeline:
     return StepTimeline(
         TraceContext(STEP_TRACE_ID, 77),
         NodeFacts("decode", "d0", "i2"),
-        *(10.30, 10.3001, 10.3002, 10.3052, 10.3053, 10.306),
+        (10.30, 10.3001, 10.3002, 10.3052, 10.3053, 10.306),
         number=12,
         num_rows=3,
         num_prefill_tokens=40,

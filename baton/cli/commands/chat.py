@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from baton.cli.commands.generate import timing_line
+from baton.cli.conversation import PLAIN_STOP, Conversation
 from baton.cli.errors import print_error
 from baton.cli.options.connection import connect
 from baton.cli.options.sampling import MaxTokens, StopStrings, sampling
 from baton.cli.show import for_terminal
 from baton.cli.signatures import inherit_options, split
-from baton.conversation import PLAIN_STOP, Conversation
 from errors import NamedError
 
 if TYPE_CHECKING:

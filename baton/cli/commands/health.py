@@ -22,7 +22,7 @@ def health(
     **for_tls: Any,
 ) -> None:
     """Check the health of a server: exit code 0 if it serves, 1 if not or if it does not answer."""
-    from baton.health import ask
+    from baton.cli.health_check import ask
     from rpc.health import LIVENESS
 
     verdict = ask(address, timeout, client_tls(**for_tls), LIVENESS if live else "")

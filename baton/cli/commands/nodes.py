@@ -20,7 +20,7 @@ from baton.cli.show import console
 from baton.cli.signatures import inherit_options
 
 if TYPE_CHECKING:
-    from baton.node_status import NodeRates, NodeStatus, Snapshot
+    from baton.client.node_status import NodeRates, NodeStatus, Snapshot
 
 STATE_STYLES = {"ready": "green", "unreachable": "red"}
 TO_THE_RIGHT = {
@@ -59,7 +59,7 @@ def nodes(
 
 
 async def _follow(for_connection: dict[str, Any], interval_s: float, draw: Draw) -> None:
-    from baton.node_status import Snapshot, rates_between
+    from baton.client.node_status import Snapshot, rates_between
 
     before: Snapshot | None = None
     async with (

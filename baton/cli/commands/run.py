@@ -40,12 +40,12 @@ def run(
     **given: Any,
 ) -> None:
     """Continue prompts with a model loaded in this process."""
-    from baton.llm import LLM
-
     chosen = sampling(**given)
     texts = prompts or [sys.stdin.read()]
     with reject_invalid_text():
         "".join(texts).encode()
+    from baton.llm import LLM  # imports torch, after the checks
+
     with LLM(
         model or demo_model(),
         dtype=dtype,

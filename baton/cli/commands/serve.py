@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
@@ -67,8 +70,10 @@ from baton.cli.options.security import RouterTokenFile, tls_config
 from baton.cli.options.telemetry import TraceStepRatio, telemetry_options
 from baton.cli.signatures import inherit_options, split
 from baton.units import AUTO, parse_kv_memory
+from node.cpus import pin_to_cpus
 from rpc.descriptors import raise_descriptor_limit
 from rpc.grace_period import DRAIN_TIMEOUT_S
+from rpc.listening import check_port
 from rpc.parent_process import end_with_parent, exit_on_sigterm
 from telemetry.logs import configure_logging
 
@@ -199,7 +204,10 @@ def node_command(role: str, run: Callable[[NodeOptions], None]) -> Callable[...,
     ) -> None:
         options = node_options(**given)
         _begin(role, parent_pid, log_format, log_level)
+        check_port(options.host, options.port)  # before torch is imported
+        pin_to_cpus(options.cpus)
         run(options)
+        _end_process()
 
     return command
 
@@ -289,6 +297,7 @@ def router(
     options = router_options(**given)
     _begin("router", parent_pid, log_format, log_level)
     main(options)
+    _end_process()
 
 
 def _begin(role: str, parent_pid: int, log_format: str, log_level: str) -> None:
@@ -297,3 +306,10 @@ def _begin(role: str, parent_pid: int, log_format: str, log_level: str) -> None:
         end_with_parent(parent_pid)
     configure_logging(role, log_format, log_level)
     raise_descriptor_limit()
+
+
+def _end_process() -> NoReturn:
+    """End the process with exit code 0, without the half second that unloading torch takes."""
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(0)

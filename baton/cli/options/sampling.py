@@ -12,7 +12,7 @@ from engine.structured_output.params import parse_structured_outputs
 from errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from baton.generation import Sampling
+    from baton.client.generation import Sampling
 
 FORM_PANEL = "Structured output"
 SAMPLING_PANEL = "Sampling"

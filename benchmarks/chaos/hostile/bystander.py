@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 
 from baton.client import AsyncClient, BatonError, Retries
-from baton.generation import Generation
+from baton.client.generation import Generation
 from engine.sampling import SamplingParams
 from rpc.parent_process import end_with_parent
 

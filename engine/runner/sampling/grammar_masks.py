@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.request import RequestId
+from engine.request import Failure, FailureCause, RequestId
 from engine.runner.input_batch import TokenRun
 from engine.runner.sampling.mask_budget import REPLAY_CHUNK_TOKENS, MaskBudget
 from engine.structured_output.grammar import Bits, Grammar, Matcher
@@ -47,33 +47,33 @@ class GrammarMasks:
             if self._states.pop(request_id, None) is not None:
                 self._budget.forget(request_id)
 
-    def apply_masks(self, runs: list[TokenRun], refusals: dict[RequestId, str]) -> list[TokenRun]:
-        """Return the runs with their masks. Adds rows that must end to `refusals`."""
+    def apply_masks(
+        self, runs: list[TokenRun], failures: dict[RequestId, Failure]
+    ) -> list[TokenRun]:
+        """Return the runs with their masks. Adds rows that must end to `failures`."""
         masked = {
             index: run.row.grammar for index, run in enumerate(runs) if run.row.grammar is not None
         }
         if not masked:
             return runs
-        refusals.update(self._refuse_too_costly([runs[index].row.request_id for index in masked]))
+        too_costly = self._budget.begin_step([runs[index].row.request_id for index in masked])
+        for request_id, reason in too_costly.items():
+            failures.setdefault(request_id, _refusal(_too_ambiguous(reason)))
         num_words = -(-self._vocab_size // BITS_PER_WORD)
         bits = np.zeros((len(masked), num_words), dtype=np.int32)
         for line, (index, grammar) in enumerate(masked.items()):
             request_id = runs[index].row.request_id
-            if request_id in refusals:
+            if request_id in failures:
                 continue
             try:
                 self._fill_mask(runs[index], grammar, bits[line])
             except InvalidRequest as refusal:
-                refusals[request_id] = str(refusal)
+                failures[request_id] = _refusal(refusal)
         allowed = unpack_bits(bits, self._vocab_size)
         for line, index in enumerate(masked):
-            if runs[index].row.request_id not in refusals:
+            if runs[index].row.request_id not in failures:
                 runs[index] = runs[index]._replace(allowed=allowed[line])
         return runs
-
-    def _refuse_too_costly(self, request_ids: list[RequestId]) -> dict[RequestId, str]:
-        reasons = self._budget.begin_step(request_ids)
-        return {request_id: str(_too_ambiguous(why)) for request_id, why in reasons.items()}
 
     def _fill_mask(self, run: TokenRun, grammar: Grammar, bits: Bits) -> None:
         request_id = run.row.request_id
@@ -104,6 +104,10 @@ class GrammarMasks:
             if reason is not None:
                 raise _too_ambiguous(reason)
             before_s = now_s
+
+
+def _refusal(error: InvalidRequest) -> Failure:
+    return Failure(str(error), FailureCause.REQUEST)
 
 
 def _too_ambiguous(reason: str) -> InvalidRequest:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.plan import RunResult
-from engine.request import RequestId
+from engine.request import Failure, RequestId
 from engine.runner.input_batch import Step, TokenRun
 from engine.runner.model.decoder import Decoder
 from engine.runner.sampling.logprobs import token_logprobs
@@ -67,7 +67,7 @@ class PromptLogprobs:
             targets = known[rows : rows + LOGITS_CHUNK_ROWS]
             logits = self._decoder.logits(hidden_states[rows : rows + len(targets)])
             if not torch.isfinite(logits).all():
-                result.errors[row.request_id] = NOT_FINITE
+                result.failures[row.request_id] = Failure(NOT_FINITE)
                 return
             num_tops = [row.sampling.prompt_logprobs or 0] * len(targets)
             predicted += token_logprobs(logits, targets, num_tops)

@@ -9,11 +9,11 @@ logits processors. Greedy rows end here. Random rows go on with temperature, min
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from engine.request import Failure, FailureCause
 from engine.runner.input_batch import TokenRun
 from engine.runner.model.ops import Peaks, TorchOps
 from engine.runner.sampling.constraints import constrain
@@ -34,12 +34,7 @@ GRAMMAR_TOKENS_FORBIDDEN = (
 NOT_FINITE = "the model's logits are not finite"
 
 
-class SamplingResult(NamedTuple):
-    """A row's token, or the reason why it has none."""
-
-    token_id: int | None
-    error: str = ""
-    is_refused: bool = False  # the request's own settings leave no token
+Choice = int | Failure  # a row's token, or the reason why it has none
 
 
 class Sampler:
@@ -53,21 +48,19 @@ class Sampler:
         self._processors = processors
         self._find_peaks = find_peaks
 
-    def choose(self, logits: Tensor, runs: Sequence[TokenRun]) -> list[SamplingResult]:
+    def choose(self, logits: Tensor, runs: Sequence[TokenRun]) -> list[Choice]:
         """Choose a token for each row of `logits`, [rows, vocab_size] in float32, not modified."""
         token_ids, are_finite = self._find_peaks(logits)
         finite = [index for index, is_finite in enumerate(are_finite.tolist()) if is_finite]
         if len(finite) == len(runs):
             return self._choose(logits, runs, token_ids)
-        choices = [SamplingResult(None, NOT_FINITE)] * len(runs)
+        choices: list[Choice] = [Failure(NOT_FINITE)] * len(runs)
         chosen = self._choose(logits[finite], [runs[i] for i in finite], token_ids[finite])
         for index, choice in zip(finite, chosen, strict=True):
             choices[index] = choice
         return choices
 
-    def _choose(
-        self, logits: Tensor, runs: Sequence[TokenRun], token_ids: Tensor
-    ) -> list[SamplingResult]:
+    def _choose(self, logits: Tensor, runs: Sequence[TokenRun], token_ids: Tensor) -> list[Choice]:
         """Choose from finite logits. `token_ids`: the argmax of each row before constraints."""
         constrained = constrain(logits, runs, self._eos_token_ids, self._processors)
         if constrained.logits is not logits:
@@ -81,22 +74,17 @@ class Sampler:
             drawn = _draw(constrained.logits[random], [runs[i] for i in random])
             token_ids[random] = drawn
         return [
-            _no_choice(run, constrained.failures.get(i))
-            if is_empty[i]
-            else SamplingResult(token_id)
+            _no_choice(run, constrained.failures.get(i)) if is_empty[i] else token_id
             for i, (run, token_id) in enumerate(zip(runs, token_ids.tolist(), strict=True))
         ]
 
 
-def _no_choice(run: TokenRun, failure: str | None) -> SamplingResult:
+def _no_choice(run: TokenRun, failure: str | None) -> Failure:
     """Report a row without a token. `failure`: of a logits processor, a server-side error."""
     if failure is not None:
-        return SamplingResult(None, failure)
-    return SamplingResult(
-        None,
-        ALL_TOKENS_FORBIDDEN if run.allowed is None else GRAMMAR_TOKENS_FORBIDDEN,
-        is_refused=True,
-    )
+        return Failure(failure)
+    reason = ALL_TOKENS_FORBIDDEN if run.allowed is None else GRAMMAR_TOKENS_FORBIDDEN
+    return Failure(reason, FailureCause.REQUEST)
 
 
 def _draw(logits: Tensor, runs: Sequence[TokenRun]) -> Tensor:

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from engine.plan import PlanRow, RunResult
-from engine.request import RequestId
+from engine.request import Failure, RequestId
 from engine.runner.input_batch import PersistentBatch, TokenRun
 from engine.runner.layout import Ints
-from engine.runner.sampling.sampler import SamplingResult
+from engine.runner.sampling.sampler import Choice
 from engine.spec_decode.config import Speculation
 from engine.spec_decode.drafter import Drafter
 
@@ -70,7 +70,7 @@ class SpecDecoder:
 
 
 def accepted_indices(
-    runs: Sequence[TokenRun], choices: Sequence[SamplingResult], drafts: Drafts
+    runs: Sequence[TokenRun], choices: Sequence[Choice], drafts: Drafts
 ) -> Sequence[int]:
     """Return the indices of the accepted choices. The runs of a request are in token order."""
     if not drafts:
@@ -83,11 +83,11 @@ def accepted_indices(
         if request_id in ended:
             continue
         draft, num_before = drafts.get(request_id, ()), num_accepted.get(request_id, 0)
-        if choice.token_id is None and num_before:
+        if isinstance(choice, Failure) and num_before:
             ended.add(request_id)  # keep the tokens before it; the next step fails again
             continue
         accepted.append(index)
         num_accepted[request_id] = num_before + 1
-        if num_before == len(draft) or draft[num_before] != choice.token_id:
+        if num_before == len(draft) or draft[num_before] != choice:
             ended.add(request_id)
     return accepted

@@ -10,8 +10,13 @@ from engine.extra_args import parse_argument
 from engine.sampling import SamplingDefaults
 from engine.structured_output.params import StructuredOutputs
 from errors import InvalidRequest
-from router.input_processing.limits import MAX_EXTRA_ARGS, check_count, check_name, check_total_size
-from router.input_processing.logprob_limits import max_tokens_with_logprobs
+from router.input_processing.limits import (
+    MAX_EXTRA_ARGS,
+    check_count,
+    check_name,
+    check_total_size,
+    max_tokens_with_logprobs,
+)
 from router.openai.request.bodies import (
     MAX_INT32,
     ChatBody,

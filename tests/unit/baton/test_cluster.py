@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.cluster import with_port
+from baton.cluster.local_cluster import with_port
 
 
 def test_a_restarted_process_gets_the_ports_that_were_bound() -> None:

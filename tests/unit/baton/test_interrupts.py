@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from baton.interruptible_stream import stream_interruptibly
+from baton.client.interruptible_stream import stream_interruptibly
 from benchmarks.processes import defer_signals, external_process
 
 TIMEOUT_S = 60.0
@@ -63,7 +63,7 @@ def test_a_deferred_signal_ends_the_process_after_the_block() -> None:
     assert signal.getsignal(signal.SIGTERM) is _exit
 
 
-class Told(subprocess.Popen[str]):
+class RecordedPopen(subprocess.Popen[str]):
     """Popen that gets SIGTERM when its process exists but has not been returned yet."""
 
     pids: ClassVar[list[int]] = []
@@ -75,17 +75,17 @@ class Told(subprocess.Popen[str]):
 
 
 @pytest.mark.usefixtures("sigterm_exits")
-def test_a_program_ends_with_us_though_we_are_told_to_end_while_it_starts(
+def test_a_program_is_ended_when_the_parent_is_stopped_during_its_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(subprocess, "Popen", Told)
-    monkeypatch.setattr(Told, "pids", [])
+    monkeypatch.setattr(subprocess, "Popen", RecordedPopen)
+    monkeypatch.setattr(RecordedPopen, "pids", [])
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 
     with pytest.raises(SystemExit), external_process(["sleep", "1000"], os.environ, **quiet):
         pass
 
-    [process] = Told.pids
+    [process] = RecordedPopen.pids
     assert select.select([process], [], [], TIMEOUT_S)[0], "it goes on"
     os.close(process)
 
@@ -110,7 +110,7 @@ class Slow:
         self.is_cancelled.set()
 
 
-def test_a_call_that_is_left_while_it_starts_is_started_whole_and_then_cancelled() -> None:
+def test_a_call_closed_while_it_starts_is_started_and_then_cancelled() -> None:
     call = Slow()
 
     with pytest.raises(KeyboardInterrupt), closing(stream_interruptibly(call.start)) as messages:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 import baton
-from baton.generation import new_answers
+from baton.client.generation import new_answers
 from engine.errors import EngineError
 
 

@@ -48,15 +48,15 @@ def the(trace: Trace, name: str) -> Span:
 
 
 def related_lines(trace: Trace, kept: list[Trace]) -> list[str]:
-    told = io.StringIO()
-    show_related(Console(file=told, width=100), trace, kept)
-    return told.getvalue().splitlines()
+    reported = io.StringIO()
+    show_related(Console(file=reported, width=100), trace, kept)
+    return reported.getvalue().splitlines()
 
 
 def drawn(table: Table, width: int) -> str:
-    told = io.StringIO()
-    Console(file=told, width=width).print(table)
-    return told.getvalue()
+    reported = io.StringIO()
+    Console(file=reported, width=width).print(table)
+    return reported.getvalue()
 
 
 def baton(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -92,9 +92,9 @@ def test_a_failed_try_says_which_node_failed_and_why(width: int) -> None:
     assert "UNAVAILABLE: <gone> & away" in note_of(the(trace, names.MIGRATE))
 
 
-def test_a_node_that_failed_has_a_lane_of_the_page_though_it_told_nothing() -> None:
-    told = a_told_trace(has_failed_try=True)
-    [trace] = traces_of(one for one in told if one.resource["baton.role"] == "router")
+def test_a_failed_node_without_spans_has_a_lane_on_the_page() -> None:
+    reported = a_told_trace(has_failed_try=True)
+    [trace] = traces_of(one for one in reported if one.resource["baton.role"] == "router")
 
     page = render_page(trace)
 
@@ -105,8 +105,8 @@ def test_a_node_that_failed_has_a_lane_of_the_page_though_it_told_nothing() -> N
 
 
 def test_a_long_note_leaves_the_bars_their_room() -> None:
-    told = a_told_trace(has_failed_try=True)
-    long = [replace(one, span=replace(one.span, status_message="why " * 50)) for one in told]
+    reported = a_told_trace(has_failed_try=True)
+    long = [replace(one, span=replace(one.span, status_message="why " * 50)) for one in reported]
     [trace] = traces_of(long)
     drawn = io.StringIO()
 

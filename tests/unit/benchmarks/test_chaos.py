@@ -9,7 +9,7 @@ from itertools import islice
 
 import pytest
 
-from baton.generation import Answer, Finish, Generation, Served
+from baton.client.generation import Answer, Finish, Generation, Served
 from benchmarks.chaos.faults import (
     ROLES_BY_FAULT_KIND,
     Fault,
@@ -65,7 +65,7 @@ def test_each_kind_strikes_each_role_it_can_equally_often() -> None:
     assert {fault.phase for fault in drawn} == set(Phase)
 
 
-def test_faults_that_can_strike_nobody_are_refused() -> None:
+def test_faults_without_a_possible_target_are_refused() -> None:
     with pytest.raises(InvalidConfig):
         Script(kinds=(FaultKind.CUT,), roles=(TargetRole.DECODE,))
 
@@ -144,13 +144,13 @@ def test_tries_of_routers_that_are_gone_count_as_well() -> None:
 
 
 def injected(kind: FaultKind, role: TargetRole, at_s: float, recovered_s: float) -> InjectedFault:
-    fault = Fault(0, at_s, kind, role, 0, Phase.ASKED, 1.0)
+    fault = Fault(0, at_s, kind, role, 0, Phase.SENT, 1.0)
     return InjectedFault(
         fault, role.value, at_s, listening_s=recovered_s - 1, recovered_s=recovered_s
     )
 
 
-def told(
+def an_outcome(
     outcome: RequestOutcome = RequestOutcome.RIGHT, reason: str = "", **given: object
 ) -> AnswerOutcome:
     one = AnswerOutcome(7, "greedy", began_s=10.0, ended_s=20.0, outcome=outcome, reason=reason)
@@ -166,12 +166,12 @@ def reported(
 
 
 def test_a_run_in_which_all_is_right_is_good() -> None:
-    assert reported(told(), told(RequestOutcome.CANCELLED)).is_good
+    assert reported(an_outcome(), an_outcome(RequestOutcome.CANCELLED)).is_good
 
 
 def test_short_deadlines_may_fail_if_the_error_comes_in_time() -> None:
-    late = told(RequestOutcome.LATE, patience_s=9.5)
-    refused = told(RequestOutcome.REFUSED, "TOO_LATE", patience_s=9.5)
+    late = an_outcome(RequestOutcome.LATE, patience_s=9.5)
+    refused = an_outcome(RequestOutcome.REFUSED, "TOO_LATE", patience_s=9.5)
 
     found = reported(late, refused)
 
@@ -182,17 +182,19 @@ def test_short_deadlines_may_fail_if_the_error_comes_in_time() -> None:
 @pytest.mark.parametrize(
     ("one", "name"),
     [
-        (told(RequestOutcome.WRONG, "tokens differ"), "wrong"),
-        (told(RequestOutcome.HUNG, "no end"), "hung"),
-        (told(RequestOutcome.REFUSED, "NO_NODES"), "lost"),
-        (told(RequestOutcome.BROKEN, "NODE_FAILED"), "lost"),
-        (told(RequestOutcome.REFUSED, "TOO_LATE"), "lost"),
-        (told(RequestOutcome.LATE, patience_s=2.0), "overdue"),
-        (told(RequestOutcome.REFUSED, "TOO_LATE", patience_s=8.5), "overdue"),
+        (an_outcome(RequestOutcome.WRONG, "tokens differ"), "wrong"),
+        (an_outcome(RequestOutcome.HUNG, "no end"), "hung"),
+        (an_outcome(RequestOutcome.REFUSED, "NO_NODES"), "lost"),
+        (an_outcome(RequestOutcome.BROKEN, "NODE_FAILED"), "lost"),
+        (an_outcome(RequestOutcome.REFUSED, "TOO_LATE"), "lost"),
+        (an_outcome(RequestOutcome.LATE, patience_s=2.0), "overdue"),
+        (an_outcome(RequestOutcome.REFUSED, "TOO_LATE", patience_s=8.5), "overdue"),
     ],
 )
-def test_what_went_wrong_is_told_with_the_faults_beside_it(one: AnswerOutcome, name: str) -> None:
-    found = reported(told(), one, faults=(injected(FaultKind.KILL, TargetRole.DECODE, 12.0, 15.0),))
+def test_a_failure_is_reported_with_the_faults_at_that_time(one: AnswerOutcome, name: str) -> None:
+    found = reported(
+        an_outcome(), one, faults=(injected(FaultKind.KILL, TargetRole.DECODE, 12.0, 15.0),)
+    )
 
     [line] = getattr(found, name)
     assert one.reason in line
@@ -202,8 +204,8 @@ def test_what_went_wrong_is_told_with_the_faults_beside_it(one: AnswerOutcome, n
 
 
 def test_failures_with_a_killed_or_full_router_are_not_lost_requests() -> None:
-    without_router = told(RequestOutcome.BROKEN, "UNREACHABLE")
-    refused = told(RequestOutcome.REFUSED, "QUEUE_FULL", began_s=100.0, ended_s=100.1)
+    without_router = an_outcome(RequestOutcome.BROKEN, "UNREACHABLE")
+    refused = an_outcome(RequestOutcome.REFUSED, "QUEUE_FULL", began_s=100.0, ended_s=100.1)
 
     found = reported(
         without_router, refused, faults=(injected(FaultKind.KILL, TargetRole.ROUTER, 12.0, 15.0),)
@@ -214,12 +216,12 @@ def test_failures_with_a_killed_or_full_router_are_not_lost_requests() -> None:
 
 
 def test_a_leak_makes_a_run_bad() -> None:
-    assert not reported(told(), leaks=("decode: 2 fenced blocks",)).is_good
+    assert not reported(an_outcome(), leaks=("decode: 2 fenced blocks",)).is_good
 
 
 def test_recovery_is_from_the_death_to_the_next_token_of_the_streams_it_touched() -> None:
-    touched = told(attempts=2, arrivals_s=[11.0, 12.5, 13.0])
-    untouched = told(arrivals_s=[11.0, 12.1])
+    touched = an_outcome(attempts=2, arrivals_s=[11.0, 12.5, 13.0])
+    untouched = an_outcome(arrivals_s=[11.0, 12.1])
     death = injected(FaultKind.KILL, TargetRole.DECODE, 12.0, 15.0)
 
     [recovery] = reported(touched, untouched, faults=(death,)).recoveries
@@ -231,7 +233,7 @@ def test_a_router_that_was_killed_again_before_it_served_has_not_recovered() -> 
     first = injected(FaultKind.KILL, TargetRole.ROUTER, 12.0, 14.0)  # listens from 13.0 on
     second = injected(FaultKind.KILL, TargetRole.ROUTER, 15.0, 17.0)
 
-    [recovery] = reported(told(arrivals_s=[16.5, 18.0]), faults=(first, second)).recoveries
+    [recovery] = reported(an_outcome(arrivals_s=[16.5, 18.0]), faults=(first, second)).recoveries
 
     assert (recovery.num, recovery.most_s) == (1, 0.5)
 
@@ -270,12 +272,12 @@ def attacked(attack: Attack, at_s: float, recovered_s: float) -> InjectedFault:
     return one
 
 
-def test_a_bystanders_missed_bound_is_told_with_the_attack_beside_it_and_makes_a_run_bad() -> None:
+def test_a_missed_latency_bound_is_reported_with_the_attack_and_fails_the_run() -> None:
     waits = [waited(Wait.GAP, 11.0, 12.5), waited(Wait.HEALTH, 12.0, 12.9)]
     attack = attacked(Attack.LONG_IDS, 10.0, 12.0)
 
     found = bystander_latencies(waits, {"gap": 100, "health": 9}, [attack])
-    whole = replace(reported(told()), bystanders=found)
+    whole = replace(reported(an_outcome()), bystanders=found)
 
     assert (found.num_gaps, found.worst_gap_s, found.worst_quiet_gap_s) == (100, 1.5, 0.0)
     assert found.worst_health_s == pytest.approx(0.9)

@@ -33,24 +33,24 @@ ROWS = [
 ]
 
 
-def written(at: Path, told: object) -> Path:
-    at.write_text(json.dumps(told), encoding="utf-8")
+def written(at: Path, reported: object) -> Path:
+    at.write_text(json.dumps(reported), encoding="utf-8")
     return at
 
 
 def peer_file(folder: Path, threads: int = 2) -> Path:
-    told = {
+    reported = {
         "model": "m",
         "threads": threads,
         "quantize": "none",
         "compared": [asdict(one) for one in COMPARED],
     }
-    return written(folder / f"peer-{threads}.json", told)
+    return written(folder / f"peer-{threads}.json", reported)
 
 
 def interference_file(folder: Path) -> Path:
-    told = {"what": {}, "engines": [asdict(row) for row in ROWS]}
-    return written(folder / "interference.json", told)
+    reported = {"what": {}, "engines": [asdict(row) for row in ROWS]}
+    return written(folder / "interference.json", reported)
 
 
 def test_what_was_written_is_read_back(tmp_path: Path) -> None:

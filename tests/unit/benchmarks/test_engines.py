@@ -81,14 +81,14 @@ def test_one_core_is_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_progress_of_engines_is_reported() -> None:
-    told: list[str] = []
+    reported: list[str] = []
 
     @contextmanager
     def start() -> Iterator[CompletionsApi]:
-        told.append("started")
+        reported.append("started")
         yield CompletionsApi("http://nowhere")
 
-    with announced({"one": start}, told.append)["one"]() as api:
-        told.append(api.url)
+    with announced({"one": start}, reported.append)["one"]() as api:
+        reported.append(api.url)
 
-    assert told == ["one: starting", "started", "one: measuring", "http://nowhere"]
+    assert reported == ["one: starting", "started", "one: measuring", "http://nowhere"]

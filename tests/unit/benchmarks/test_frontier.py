@@ -88,7 +88,7 @@ class MadeUp:
     """API that answers at once with given gaps, or refuses all but the first request."""
 
     def __init__(self, *, gap_s: float = 0.1, refuses: bool = False) -> None:
-        self.asked: list[list[int]] = []
+        self.requested: list[list[int]] = []
         self._gap_s = gap_s
         self._refuses = refuses
 
@@ -96,8 +96,8 @@ class MadeUp:
         return ServedModel("made up", 4096)
 
     def stream(self, model: str, prompt: Sequence[int], max_tokens: int) -> StreamedCompletion:
-        self.asked.append(list(prompt))
-        if self._refuses and len(self.asked) > 1:
+        self.requested.append(list(prompt))
+        if self._refuses and len(self.requested) > 1:
             raise EngineFailed("not today")
         return StreamedCompletion(0.0, [(number * self._gap_s, 1) for number in range(max_tokens)])
 
@@ -127,8 +127,8 @@ def test_every_engine_gets_the_same_requests() -> None:
         ("b", 100),
         ("b", 200),
     ]
-    assert sorted(apis["a"].asked) == sorted(apis["b"].asked)
-    assert {len(prompt) for prompt in apis["a"].asked} == {8}
+    assert sorted(apis["a"].requested) == sorted(apis["b"].requested)
+    assert {len(prompt) for prompt in apis["a"].requested} == {8}
 
 
 def test_a_sweep_ends_where_the_widest_limits_are_not_kept() -> None:
@@ -151,7 +151,7 @@ class Stopped(MadeUp):
 
     def stream(self, model: str, prompt: Sequence[int], max_tokens: int) -> StreamedCompletion:
         streamed = super().stream(model, prompt, max_tokens)
-        if len(self.asked) > 1 + NUM_AT_FIRST_RATE:  # after one warm-up request
+        if len(self.requested) > 1 + NUM_AT_FIRST_RATE:  # after one warm-up request
             raise KeyboardInterrupt
         return streamed
 
@@ -204,9 +204,9 @@ class Hung(MadeUp):
 
     def stream(self, model: str, prompt: Sequence[int], max_tokens: int) -> StreamedCompletion:
         streamed = super().stream(model, prompt, max_tokens)
-        if len(self.asked) == 2:
+        if len(self.requested) == 2:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        if len(self.asked) > 1:
+        if len(self.requested) > 1:
             self.has_ended.wait()
         return streamed
 
@@ -254,8 +254,8 @@ def test_the_picture_has_a_panel_for_each_limit_and_names_each_engine(tmp_path: 
 def test_a_sweep_can_be_looked_at_again(tmp_path: Path) -> None:
     runs = [swept(0.1, 0.5, 40), swept(0.2, 0.9, 90, num_failed=1)]
     path = tmp_path / "sweep.json"
-    told = {"what": asdict(SMALL), "runs": [asdict(one) for one in runs]}
-    path.write_text(json.dumps(told), encoding="utf-8")
+    reported = {"what": asdict(SMALL), "runs": [asdict(one) for one in runs]}
+    path.write_text(json.dumps(reported), encoding="utf-8")
 
     found = read_sweep(path)
 

@@ -26,9 +26,9 @@ from errors import InvalidConfig
 class Answers:
     """API that records its requests and answers after given times."""
 
-    def __init__(self, name: str, asked: list[tuple[str, list[int]]], *times_s: float) -> None:
+    def __init__(self, name: str, requested: list[tuple[str, list[int]]], *times_s: float) -> None:
         self.url = name
-        self._asked = asked
+        self._asked = requested
         self._times_s = times_s
 
     def model(self) -> ServedModel:
@@ -48,15 +48,15 @@ def started(answers: Answers) -> Start:
 
 
 def test_each_prompt_goes_to_both_and_who_is_first_changes() -> None:
-    asked: list[tuple[str, list[int]]] = []
-    together = started(Answers("together", asked, 1.0, 1.1))
-    apart = started(Answers("apart", asked, 1.25, 1.5))
+    requested: list[tuple[str, list[int]]] = []
+    together = started(Answers("together", requested, 1.0, 1.1))
+    apart = started(Answers("apart", requested, 1.25, 1.5))
 
     pairs: list[TimedPair] = []
 
     run(Handover(prompt_tokens=7, num_pairs=2), together, apart, pairs.append)
 
-    measured = asked[-4:]
+    measured = requested[-4:]
     assert [name for name, _ in measured] == ["together", "apart", "apart", "together"]
     assert measured[0][1] == measured[1][1] != measured[2][1] == measured[3][1]
     for pair in pairs:
@@ -111,8 +111,8 @@ def test_whole_pairs_are_kept_when_a_later_one_breaks_off(
     with pytest.raises(EngineFailed, match="gone"):
         measure(Handover(prompt_tokens=7, num_pairs=5), together, apart, 1, path)
 
-    told = json.loads(path.read_text(encoding="utf-8"))
-    assert (len(told["pairs"]), told["is_whole"]) == (2, False)
+    reported = json.loads(path.read_text(encoding="utf-8"))
+    assert (len(reported["pairs"]), reported["is_whole"]) == (2, False)
     out, err = capsys.readouterr()
     assert "medians of 2 pairs" in out
     assert "broken off" in err

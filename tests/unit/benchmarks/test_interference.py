@@ -141,8 +141,8 @@ def test_whole_rounds_are_kept_when_a_later_one_breaks_off(
     with pytest.raises(type(error)):
         measure(SMALL, engines, tmp_path / "one.svg", tmp_path / "one.json")
 
-    told = json.loads((tmp_path / "one.json").read_text(encoding="utf-8"))
-    assert (told["rounds"], told["is_whole"]) == (1, False)
+    reported = json.loads((tmp_path / "one.json").read_text(encoding="utf-8"))
+    assert (reported["rounds"], reported["is_whole"]) == (1, False)
     assert [row.engine for row in read_interference(tmp_path / "one.json")] == ["own", "other"]
     assert (tmp_path / "one.svg").exists()
     out, err = capsys.readouterr()
@@ -173,8 +173,8 @@ def test_nothing_is_written_of_nothing(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_run_to_the_end_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     measure(SMALL, {"own": starts(3, EngineFailed("gone"))}, None, tmp_path / "one.json")
 
-    told = json.loads((tmp_path / "one.json").read_text(encoding="utf-8"))
-    assert (told["rounds"], told["is_whole"]) == (3, True)
+    reported = json.loads((tmp_path / "one.json").read_text(encoding="utf-8"))
+    assert (reported["rounds"], reported["is_whole"]) == (3, True)
     assert "warning" not in capsys.readouterr().err
 
 

@@ -15,7 +15,7 @@ def test_a_line_goes_through_points_that_lie_on_one() -> None:
     assert line.spread == pytest.approx(0.0, abs=1e-9)
 
 
-def test_points_off_the_line_are_told_as_its_spread() -> None:
+def test_the_fit_reports_the_spread_of_points() -> None:
     line = line_through([(0, 1.0), (1, 3.0), (2, 1.0), (3, 3.0)])
 
     assert line.spread > 0.5

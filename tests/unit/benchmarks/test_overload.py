@@ -7,16 +7,18 @@ import pytest
 from benchmarks.cluster.overload import ORDINARY, URGENT, OverloadRequest, overloaded
 
 
-def asked(at_s: float, took_s: float, priority: int = ORDINARY, **told: object) -> OverloadRequest:
+def requested(
+    at_s: float, took_s: float, priority: int = ORDINARY, **reported: object
+) -> OverloadRequest:
     one = OverloadRequest(priority, at_s, ended_s=at_s + took_s)
-    for name, value in told.items():
+    for name, value in reported.items():
         setattr(one, name, value)
     return one
 
 
 def test_the_rate_is_that_of_the_later_three_quarters() -> None:
-    early = [asked(0.0, 0.5) for _ in range(50)]
-    steady = [asked(place, 0.5) for place in (2.0, 4.0, 6.0)]
+    early = [requested(0.0, 0.5) for _ in range(50)]
+    steady = [requested(place, 0.5) for place in (2.0, 4.0, 6.0)]
 
     found = overloaded([*early, *steady], 0.0, 8.0, peak_per_s=1.0)
 
@@ -27,9 +29,9 @@ def test_the_rate_is_that_of_the_later_three_quarters() -> None:
 def test_errors_with_retry_after_count_as_refused_and_others_as_unserved() -> None:
     found = overloaded(
         [
-            asked(0.0, 1.0, URGENT, first_token_s=0.25),
-            asked(0.0, 0.01, reason="TOO_LATE", retry_after_s=3.0),
-            asked(0.0, 8.0, reason="DEADLINE_EXCEEDED"),
+            requested(0.0, 1.0, URGENT, first_token_s=0.25),
+            requested(0.0, 0.01, reason="TOO_LATE", retry_after_s=3.0),
+            requested(0.0, 8.0, reason="DEADLINE_EXCEEDED"),
         ],
         0.0,
         8.0,

@@ -178,11 +178,13 @@ def test_variables_that_may_be_empty_are_told_as_such() -> None:
 
 
 def test_image_and_installer_take_the_same_torch() -> None:
-    told = re.findall(r"torch==[\w.+]+", (ROOT / "Dockerfile").read_text())
+    reported = re.findall(r"torch==[\w.+]+", (ROOT / "Dockerfile").read_text())
     installed = re.findall(r"torch==[\w.+]+", (ROOT / "tools/install.sh").read_text())
     composed = re.findall(r"torch==[\w.+]+", COMPOSE.read_text())
 
-    assert set(told) == set(installed) == set(composed) == {"torch==2.13.0", "torch==2.13.0+cpu"}
+    assert (
+        set(reported) == set(installed) == set(composed) == {"torch==2.13.0", "torch==2.13.0+cpu"}
+    )
 
 
 @pytest.mark.skipif(not shutil.which("docker"), reason="docker is not installed")
@@ -190,8 +192,17 @@ def test_compose_itself_takes_the_file() -> None:
     has_compose = subprocess.run(["docker", "compose", "version"], capture_output=True)
     if has_compose.returncode:
         pytest.skip("docker has no compose plugin")
-    asked = ["docker", "compose", "--profile", "gpu", "--profile", "tracing", "config", "--quiet"]
+    requested = [
+        "docker",
+        "compose",
+        "--profile",
+        "gpu",
+        "--profile",
+        "tracing",
+        "config",
+        "--quiet",
+    ]
 
-    ended = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True)
+    ended = subprocess.run(requested, cwd=ROOT, capture_output=True, text=True)
 
     assert (ended.returncode, ended.stderr) == (0, "")

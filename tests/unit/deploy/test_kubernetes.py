@@ -162,8 +162,8 @@ def test_probes_and_services_use_the_port_that_is_listened_on(component: str) ->
 @pytest.mark.parametrize("role", NODES)
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda path: path.parent.name)
 def test_the_router_looks_for_nodes_by_their_headless_service(role: str, settings: Path) -> None:
-    told = tomllib.loads(settings.read_text())["serve"]["router"][f"{role}-nodes"]
-    name, port = told.removeprefix("dns:///").split(":")
+    reported = tomllib.loads(settings.read_text())["serve"]["router"][f"{role}-nodes"]
+    name, port = reported.removeprefix("dns:///").split(":")
     service = find("Service", name)["spec"]
 
     assert service["clusterIP"] == "None"

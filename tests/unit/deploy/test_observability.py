@@ -57,8 +57,8 @@ def test_every_metric_and_label_that_is_asked_for_is_told(expression: str) -> No
     assert metrics <= set(known)
     assert set(RECORDED.findall(expression)) <= recorded
     assert metrics or RECORDED.search(expression)
-    told = OF_PROMETHEUS.union(*(known[name] for name in metrics))
-    assert used_labels(expression) <= told
+    reported = OF_PROMETHEUS.union(*(known[name] for name in metrics))
+    assert used_labels(expression) <= reported
 
 
 @pytest.mark.parametrize(("panel", "target"), list(targets()), ids=lambda one: str(one)[:30])
@@ -113,13 +113,13 @@ def test_no_two_panels_lie_on_each_other() -> None:
 
 
 @pytest.mark.parametrize("role", ["router", "prefill", "decode"])
-def test_prometheus_asks_each_process_where_it_tells(role: str) -> None:
+def test_prometheus_scrapes_each_process_at_its_metrics_port(role: str) -> None:
     jobs = yaml.safe_load((FOLDER / "prometheus.yaml").read_text())["scrape_configs"]
-    [asked] = [job["dns_sd_configs"][0] for job in jobs if job["job_name"] == role]
+    [requested] = [job["dns_sd_configs"][0] for job in jobs if job["job_name"] == role]
     command = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"][role]["command"]
 
-    assert asked["names"] == [role, f"{role}-gpu"]
-    assert option(command, "metrics-port") == str(asked["port"])
+    assert requested["names"] == [role, f"{role}-gpu"]
+    assert option(command, "metrics-port") == str(requested["port"])
     assert option(command, "metrics-host") == "0.0.0.0"
 
 

@@ -8,7 +8,7 @@ from engine.containment import MAX_CRASHES_IN_A_ROW
 from engine.core import EngineCore, NoKvWorker
 from engine.errors import EngineStopped, PassHookFailed
 from engine.plan import Plan, Runner, RunResult
-from engine.request import FinishReason, Output, RequestId
+from engine.request import Failure, FailureCause, FinishReason, Output, RequestId
 from kv_transfer.types import KvReports
 from tests.support.engine_world import EngineWorld
 from tests.support.engines import VOCAB_SIZE, a_spec, an_engine
@@ -56,8 +56,8 @@ def test_a_pass_that_fails_ends_its_culprits_and_the_others_get_their_tokens(
     for number in range(NUM_REQUESTS):
         (*_, last) = outputs = found[str(number)]
         if number in culprits:
-            assert (last.finish_reason, last.has_crashed) == (FinishReason.ERROR, True)
-            assert last.error == f"Crash: {number}"
+            assert last.finish_reason is FinishReason.ERROR
+            assert last.failure == Failure(f"Crash: {number}", FailureCause.PASS)
         else:
             assert last.finish_reason is FinishReason.LENGTH
             assert tokens(outputs) == tokens_alone(prompt(number), 0, 4, VOCAB_SIZE)
@@ -92,7 +92,7 @@ class FailsOnce:
         return self._runner.run(plan)
 
 
-def test_a_failure_that_passes_costs_nobody_anything() -> None:
+def test_a_temporary_failure_fails_no_request() -> None:
     engine = an_engine(runner=FailsOnce(a_fake()))
     for number in range(NUM_REQUESTS):
         engine.scheduler.add(a_spec(str(number), prompt=prompt(number)))
@@ -142,7 +142,7 @@ def test_a_failing_hook_ends_the_engine_and_no_single_row() -> None:
         engine.step()
 
 
-def test_what_ended_the_engine_is_told_by_every_step_after_it() -> None:
+def test_every_step_after_a_failure_raises_its_cause() -> None:
     class Broken(NoKvWorker):
         def poll(self, now: float) -> KvReports:
             raise ZeroDivisionError("a bug of the wire")

@@ -48,7 +48,7 @@ def test_a_plan_that_does_nothing_but_drop_rows_is_not_empty() -> None:
     assert Plan().is_empty
 
 
-def test_an_idle_engine_may_sleep_until_mail_comes() -> None:
+def test_an_idle_engine_sleeps_until_an_action_is_posted() -> None:
     engine = an_engine()
 
     engine.step()

@@ -12,7 +12,7 @@ from engine.core import EngineCore
 from engine.engine_thread import Compiler, EngineThread
 from engine.errors import EngineStopped
 from engine.plan import Plan, RunResult
-from engine.request import ClientId, FinishReason, Output, RequestId
+from engine.request import ClientId, Failure, FailureCause, FinishReason, Output, RequestId
 from engine.structured_output.compiler import GrammarCompiler
 from errors import InvalidRequest
 from tests.support.engines import VOCAB_SIZE, a_spec, an_engine
@@ -93,8 +93,9 @@ def test_an_id_that_is_in_use_is_refused_through_the_outputs() -> None:
         refusal = client.last_output()
 
     assert refusal.finish_reason is FinishReason.ERROR
-    assert refusal.error is not None
-    assert "a" in refusal.error
+    assert refusal.failure is not None
+    assert refusal.failure.cause is FailureCause.REQUEST
+    assert "a" in refusal.failure.reason
 
 
 def test_an_aborted_request_ends_and_gives_its_blocks_back() -> None:
@@ -110,7 +111,7 @@ def test_an_aborted_request_ends_and_gives_its_blocks_back() -> None:
     engine.scheduler.check()
 
 
-def test_a_client_that_leaves_takes_its_requests_along() -> None:
+def test_detaching_a_client_aborts_its_requests() -> None:
     engine = an_engine(num_blocks=4096)
     with a_loop(engine) as (loop, client):
         loop.submit(a_spec("a", max_tokens=LONG // 2))
@@ -121,20 +122,22 @@ def test_a_client_that_leaves_takes_its_requests_along() -> None:
     engine.scheduler.check()
 
 
-def test_a_bug_tells_every_client_and_takes_no_more_requests() -> None:
+def test_an_engine_exception_fails_all_requests_and_refuses_new_ones() -> None:
     with a_loop(an_engine(runner=BrokenRunner())) as (loop, client):
         loop.submit(a_spec("a"))
 
-        told = client.last_output()
+        reported = client.last_output()
         loop.join(PATIENCE_S)
 
-        assert told.finish_reason is FinishReason.ERROR
+        assert reported.finish_reason is FinishReason.ERROR
+        assert reported.failure is not None
+        assert reported.failure.cause is FailureCause.ENGINE_STOPPED
         assert isinstance(loop.failure, ZeroDivisionError)
         with pytest.raises(EngineStopped):
             loop.submit(a_spec("b"))
 
 
-def test_a_request_that_comes_in_the_step_the_engine_dies_of_is_told_too() -> None:
+def test_a_request_submitted_in_the_failing_step_gets_an_error() -> None:
     client = Client()
 
     class BreaksOnceAnotherCame:
@@ -150,6 +153,7 @@ def test_a_request_that_comes_in_the_step_the_engine_dies_of_is_told_too() -> No
 
     assert [end.request_id for end in ends] == ["early", "late"]
     assert all(end.finish_reason is FinishReason.ERROR for end in ends)
+    assert [end.failure.cause for end in ends if end.failure] == [FailureCause.ENGINE_STOPPED] * 2
 
 
 def test_every_turn_updates_the_heartbeat() -> None:
@@ -177,14 +181,13 @@ def test_while_one_waits_for_its_grammar_others_are_answered() -> None:
     assert after.finish_reason is FinishReason.LENGTH
 
 
-def test_a_grammar_that_cannot_be_had_is_told_as_the_requests_own_fault() -> None:
+def test_a_grammar_that_does_not_compile_is_a_fault_of_the_request() -> None:
     with a_loop_with(HeldLibrary()) as (loop, client):
         loop.submit(a_spec("bad", form=BAD))
 
         refusal = client.last_output()
 
-    assert refusal.is_refused
-    assert refusal.error == "it is bad"
+    assert refusal.failure == Failure("it is bad", FailureCause.REQUEST)
 
 
 def test_an_abort_reaches_one_that_waits_for_its_grammar() -> None:

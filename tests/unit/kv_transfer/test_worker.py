@@ -135,7 +135,7 @@ def test_a_stalled_peer_with_direct_access_keeps_its_blocks_fenced_until_it_answ
     assert world.d.worker.counters().num_fenced_blocks == 0
 
 
-def test_a_peer_that_is_seen_to_be_dead_ends_its_fence_though_it_never_comes_back() -> None:
+def test_a_dead_peer_ends_its_fence_without_reconnecting() -> None:
     world = World(wire=Wire(is_direct=True))
     half_sent(world)
 
@@ -180,7 +180,7 @@ def test_a_pair_that_was_dialled_for_a_fence_serves_the_next_hand_off() -> None:
     assert NEXT_ID in world.landed
 
 
-def test_a_peer_that_dials_anew_has_its_older_pair_cut_before_it_is_answered() -> None:
+def test_a_new_connection_of_a_peer_closes_its_older_pair_first() -> None:
     """The answer frees blocks on the other side, so writes of the older pair must have ended."""
     world = World(wire=Wire(is_direct=True))
     half_sent(world)
@@ -205,7 +205,7 @@ def pass_in_a_long_layer(world: World, busy: Node, seconds: int) -> None:
         for node in world.nodes:
             node.link.pass_all()
             if node is busy:
-                node.worker.pulse()
+                node.worker.inbox.pulse()
             else:
                 world.turn(node)
 
@@ -316,7 +316,7 @@ def test_peers_that_do_not_fit_are_refused_by_name() -> None:
         link,
         CONFIG,
     )
-    link.events = worker
+    link.events = worker.inbox
     world.receive(ID, "stranger", 0, 2)
 
     for _ in range(4):
@@ -394,8 +394,19 @@ def test_an_idle_worker_asks_for_no_poll_and_a_busy_one_for_many() -> None:
     assert [node.worker.next_poll_s(world.now) for node in world.nodes] == [None, None, None]
 
 
+def test_hand_offs_without_writes_are_polled_for_their_deadlines() -> None:
+    world = World()
+    world.receive(ID, "p0", 0, 4)  # the link is not up yet
+    world.begin(ID, "p0", 4)
+    world.complete(ID)  # held for the grant
+
+    delays = [world.d.worker.next_poll_s(world.now), world.ps["p0"].worker.next_poll_s(world.now)]
+
+    assert delays == [CONFIG.tick_s, CONFIG.tick_s]
+
+
 @pytest.mark.parametrize("is_direct", [False, True])
-def test_closing_a_node_tells_its_peers(is_direct: bool) -> None:
+def test_closing_a_node_notifies_its_peers(is_direct: bool) -> None:
     world = World(wire=Wire(is_direct=is_direct))
     half_sent(world)
 

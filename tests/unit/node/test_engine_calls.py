@@ -14,6 +14,7 @@ from engine.engine_thread import EngineThread
 from engine.request import EngineRequest, Output, ReceiveKv, RequestId
 from engine.scheduler.config import LoadFailurePolicy
 from errors import InvalidRequest
+from kv_transfer.records import TransferRecord
 from kv_transfer.types import HandoffId, KvOrders, KvReports, Lost, NodeId, Peer
 from node.engine_calls import CLIENT_ID, EngineCalls
 from rpc.errors import KvLoadFailed, RequestIdInUse
@@ -98,6 +99,9 @@ class LosesAll:
 
     def next_poll_s(self, now: float) -> float | None:
         return None
+
+    def take_records(self) -> tuple[TransferRecord, ...]:
+        return ()
 
 
 def test_without_recomputing_a_lost_prompt_is_left_to_other_nodes() -> None:

@@ -24,7 +24,7 @@ PATIENCE_S = 30
 STUCK_AFTER_S = 60.0
 
 
-def test_every_watcher_hears_of_every_change_also_after_another_one_left() -> None:
+def test_every_watcher_receives_every_change_after_another_has_disconnected() -> None:
     async def scene() -> None:
         health = Health(("a.Service",))
         stays, leaves = health.changes(), health.changes()
@@ -135,7 +135,7 @@ def test_a_server_that_is_not_ready_is_alive_all_the_same() -> None:
             alive = await stub.Check(health_pb2.HealthCheckRequest(service=LIVENESS))
             return ready.status, alive.status
 
-    told = asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
+    statuses = asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
 
     kinds = health_pb2.HealthCheckResponse
-    assert told == (kinds.NOT_SERVING, kinds.SERVING)
+    assert statuses == (kinds.NOT_SERVING, kinds.SERVING)

@@ -23,12 +23,12 @@ class Nodes:
 
     def __init__(self) -> None:
         self.linked: list[str] = []
-        self.asked: list[str] = []
+        self.requested: list[str] = []
         self.num_linking = 0
         self.most_linking = 0
 
     async def role_of(self, address: str) -> NodeRole:
-        self.asked.append(address)
+        self.requested.append(address)
         if address.startswith("p"):
             return NodeRole.PREFILL
         if address.startswith("d"):

@@ -48,7 +48,7 @@ async def followed(news: FakeNews) -> AsyncIterator[NodeState]:
         following.cancel()
 
 
-def test_events_that_nobody_watched_are_told_to_a_late_watcher_as_a_whole() -> None:
+def test_a_late_watcher_receives_earlier_events_as_a_snapshot() -> None:
     async def late() -> tuple[NodeLoad, PrefixChanges | None]:
         news = FakeNews(num_running=2)
         async with followed(news) as state:
@@ -57,8 +57,8 @@ def test_events_that_nobody_watched_are_told_to_a_late_watcher_as_a_whole() -> N
                 state.calls.notify_change()
                 while news.events:
                     await asyncio.sleep(0)
-            async with aclosing(state.watch_updates()) as told:
-                return await anext(told)
+            async with aclosing(state.watch_updates()) as reported:
+                return await anext(reported)
 
     load, changes = asyncio.run(asyncio.wait_for(late(), PATIENCE_S))
 
@@ -66,18 +66,18 @@ def test_events_that_nobody_watched_are_told_to_a_late_watcher_as_a_whole() -> N
     assert changes == PrefixChanges(1, True, frozenset({ONE, TWO}))
 
 
-def test_a_watcher_hears_of_changes_alone_and_of_those_that_come_together_at_once() -> None:
+def test_a_watcher_receives_single_changes_and_batches_of_simultaneous_ones() -> None:
     async def watched() -> list[tuple[NodeLoad, PrefixChanges | None]]:
         news = FakeNews()
-        async with followed(news) as state, aclosing(state.watch_updates()) as told:
-            first = await anext(told)
+        async with followed(news) as state, aclosing(state.watch_updates()) as reported:
+            first = await anext(reported)
             for name in (ONE, TWO):  # the rate limit delays the second read
                 news.store(name)
                 state.calls.notify_change()
-            second = await anext(told)
+            second = await anext(reported)
             news.num_running = 1
             state.calls.notify_change()
-            return [first, second, await anext(told)]
+            return [first, second, await anext(reported)]
 
     first, second, third = asyncio.run(asyncio.wait_for(watched(), PATIENCE_S))
 
@@ -88,10 +88,10 @@ def test_a_watcher_hears_of_changes_alone_and_of_those_that_come_together_at_onc
 
 def test_a_drain_is_told_at_once() -> None:
     async def drained() -> NodeLoad:
-        async with followed(FakeNews()) as state, aclosing(state.watch_updates()) as told:
-            await anext(told)
+        async with followed(FakeNews()) as state, aclosing(state.watch_updates()) as reported:
+            await anext(reported)
             state.request_drain()
-            load, _ = await anext(told)
+            load, _ = await anext(reported)
             return load
 
     assert asyncio.run(asyncio.wait_for(drained(), PATIENCE_S)).is_draining

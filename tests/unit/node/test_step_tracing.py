@@ -14,6 +14,7 @@ from engine.request import RequestId
 from engine.runner.config import RunnerConfig
 from engine.scheduler.config import CacheConfig, SchedulerConfig
 from engine.scheduler.scheduler import Scheduler
+from engine.step_observer import StepObserver
 from errors import InvalidConfig
 from node.options import NodeOptions
 from node.step_tracing import MAX_LINKS, StepTracing
@@ -83,10 +84,10 @@ def a_world(*, ratio: float = 1.0, traced: tuple[str, ...] = (), most_tokens: in
     )
     scheduler = Scheduler(config, CacheConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE))
     runner = SlowRunner(FakeRunner(KvTensor(NUM_BLOCKS, BLOCK_SIZE), VOCAB_SIZE))
-    return World(tracer, steps.build_core(scheduler, runner, NoWorker()), runner)
+    return World(tracer, EngineCore(scheduler, runner, NoWorker(), observers=[steps]), runner)
 
 
-def test_a_step_tells_who_was_in_it_and_what_was_computed() -> None:
+def test_a_step_span_has_its_requests_and_computed_tokens() -> None:
     world = a_world(traced=("a",))
     world.core.scheduler.add(a_spec("a", prompt=(1, 2, 3, 4, 5)))
     world.core.step()
@@ -125,12 +126,12 @@ def test_the_parts_of_a_step_are_all_of_it() -> None:
     assert isinstance(timeline, StepTimeline)
     parts_s = [span.attributes[part] for part in names.STEP_PARTS]
     assert all(isinstance(part_s, float) and part_s >= 0 for part_s in parts_s)
-    took_s = timeline.ended_s - timeline.began_s
+    took_s = timeline.times_s[-1] - timeline.times_s[0]
     assert sum(map(float, map(str, parts_s))) == pytest.approx(took_s)
     assert float(str(span.attributes[names.STEP_RUN])) >= world.runner.took_s
 
 
-def test_turns_that_run_nothing_are_not_told() -> None:
+def test_steps_that_run_nothing_are_not_traced() -> None:
     world = a_world()
 
     for _ in range(5):
@@ -139,7 +140,7 @@ def test_turns_that_run_nothing_are_not_told() -> None:
     assert world.tracer.taken == []
 
 
-def test_only_a_share_of_the_steps_is_told() -> None:
+def test_only_a_share_of_the_steps_is_traced() -> None:
     world = a_world(ratio=0.2)
     world.runner.took_s = 0.0
     world.core.scheduler.add(a_spec("a", max_tokens=300))
@@ -167,19 +168,20 @@ def test_a_step_is_linked_to_no_more_requests_than_a_span_has_links() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tracer", "ratio"), [(Taking(), 0.0), (NO_TRACER, 1.0)], ids=["no steps", "no tracing"]
+    ("tracer", "ratio", "observers"),
+    [
+        (Taking(), 0.5, [NodeTracing, StepTracing]),
+        (Taking(), 0.0, [NodeTracing]),
+        (NO_TRACER, 1.0, []),
+    ],
+    ids=["steps", "no steps", "no tracing"],
 )
-def test_nothing_stands_around_the_step_when_no_step_is_traced(
-    tracer: Tracer, ratio: float
+def test_nothing_observes_the_step_when_no_step_is_traced(
+    tracer: Tracer, ratio: float, observers: list[type[StepObserver]]
 ) -> None:
     tracing = NodeTracing(tracer, FACTS, step_ratio=ratio)
-    scheduler = Scheduler(SchedulerConfig(vocab_size=VOCAB_SIZE), CacheConfig(8, BLOCK_SIZE))
 
-    core = tracing.build_core(
-        scheduler, FakeRunner(KvTensor(8, BLOCK_SIZE), VOCAB_SIZE), NoWorker()
-    )
-
-    assert type(core) is EngineCore
+    assert [type(one) for one in tracing.step_observers()] == observers
 
 
 @pytest.mark.parametrize("ratio", [-0.1, 1.1])
@@ -189,5 +191,5 @@ def test_a_share_of_steps_is_between_none_and_all(ratio: float) -> None:
 
 
 def tokens_of(span: Span) -> tuple[object, ...]:
-    told = (names.STEP_ROWS, names.STEP_PREFILL_TOKENS, names.STEP_DECODE_TOKENS)
-    return tuple(span.attributes[name] for name in told)
+    reported = (names.STEP_ROWS, names.STEP_PREFILL_TOKENS, names.STEP_DECODE_TOKENS)
+    return tuple(span.attributes[name] for name in reported)

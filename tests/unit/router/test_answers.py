@@ -16,7 +16,7 @@ from router.dispatch.config import DispatchConfig
 from router.dispatch.node_rpcs import Leg
 from router.input_processing.tokenization import NoTokenizer
 from router.pipeline import Pipeline, PipelineConfig
-from router.request_scope import RequestScopes, new_request_context
+from router.request_scope import RequestScopes
 from router.routing.node_table import Node, NodeTable
 from router.routing.policy import Routing, RoutingPolicy
 from router.values import CompletionSummary, GenerateCall, PrefillPlace, TokenChunk, TokenPrompt
@@ -69,7 +69,7 @@ def parts_of(
 
     async def run() -> list[tuple[int, TokenChunk | CompletionSummary]]:
         pipeline = a_pipeline(nodes, table or a_table())
-        scope = RequestScopes().begin("a", None, new_request_context(remaining_s))
+        scope = RequestScopes().begin("a", None, remaining_s)
         answers = generate_answers(pipeline, scope, calls, num_each or len(calls))
         async with aclosing(answers) as parts:
             return [indexed async for indexed in parts]
@@ -97,13 +97,13 @@ def answered(
 
 
 def expected(nodes: FakeNodeCalls, count: int = 6) -> list[int]:
-    return [token_at(nodes.asked[0].request, index) for index in range(count)]
+    return [token_at(nodes.received[0].request, index) for index in range(count)]
 
 
 def legs(nodes: FakeNodeCalls) -> tuple[int, int]:
     """Return the numbers of prefill and decode calls."""
-    num_prefills = sum(asked.leg is Leg.PREFILL for asked in nodes.asked)
-    return num_prefills, len(nodes.asked) - num_prefills
+    num_prefills = sum(requested.leg is Leg.PREFILL for requested in nodes.received)
+    return num_prefills, len(nodes.received) - num_prefills
 
 
 def test_the_prompt_is_computed_for_the_first_and_the_others_go_where_it_is() -> None:
@@ -116,12 +116,12 @@ def test_the_prompt_is_computed_for_the_first_and_the_others_go_where_it_is() ->
     answers = answered(nodes, calls_of(4), table)
 
     assert legs(nodes) == (1, 4)
-    assert len({asked.node for asked in nodes.asked if asked.leg is Leg.DECODE}) == 1
+    assert len({requested.node for requested in nodes.received if requested.leg is Leg.DECODE}) == 1
     assert [tokens for tokens, _ in answers.values()] == [expected(nodes)] * 4
-    assert len({asked.handoff_id for asked in nodes.asked}) == 4
-    assert sorted(asked.request.seed for asked in nodes.asked if asked.leg is Leg.DECODE) == [
-        *range(4)
-    ]
+    assert len({requested.handoff_id for requested in nodes.received}) == 4
+    assert sorted(
+        requested.request.seed for requested in nodes.received if requested.leg is Leg.DECODE
+    ) == [*range(4)]
     places = [ending.served.prefill for _, ending in answers.values()]
     assert places.count(PrefillPlace.REMOTE) == 1
 
@@ -159,7 +159,7 @@ def test_a_first_answer_that_is_tried_again_takes_the_others_with_it() -> None:
     assert legs(nodes) == (1, 4)
 
 
-def test_when_the_first_answer_is_refused_nobody_waits_for_it() -> None:
+def test_when_the_first_answer_is_refused_the_others_do_not_wait() -> None:
     nodes = FakeNodeCalls(prefill_faults=[InvalidRequest("too long")] * 3)
 
     with pytest.raises(InvalidRequest, match="too long"):
@@ -217,11 +217,11 @@ def test_logprobs_of_the_prompt_are_computed_once_and_told_with_each_answer() ->
     parts = [part for _, part in parts_of(nodes, with_prompt_logprobs(calls_of(3)))]
 
     assert legs(nodes) == (1, 3)
-    asked = [one.request.sampling.prompt_logprobs for one in nodes.asked]
-    assert asked == [1, 1, None, None]
-    told = [part.prompt_logprobs for part in parts if isinstance(part, TokenChunk)]
-    assert told.count(tuple(prompt_logprobs_of(nodes.asked[0].request))) == 3
-    assert len(told) - told.count(()) == 3
+    requested = [one.request.sampling.prompt_logprobs for one in nodes.received]
+    assert requested == [1, 1, None, None]
+    reported = [part.prompt_logprobs for part in parts if isinstance(part, TokenChunk)]
+    assert reported.count(tuple(prompt_logprobs_of(nodes.received[0].request))) == 3
+    assert len(reported) - reported.count(()) == 3
 
 
 def test_all_answers_of_a_request_share_one_limit_on_prompt_logprobs() -> None:
@@ -234,7 +234,7 @@ def test_all_answers_of_a_request_share_one_limit_on_prompt_logprobs() -> None:
         parts_of(nodes, one)
     with pytest.raises(InvalidRequest, match="and 231788 are left"):
         parts_of(FakeNodeCalls(), two, num_each=9)
-    assert nodes.asked == []
+    assert nodes.received == []
     assert len(answered(nodes, one[:16])) == 16
 
 
@@ -243,13 +243,13 @@ def test_all_answers_have_the_clients_deadline() -> None:
 
     answered(nodes, calls_of(3), remaining_s=1e6)
 
-    timeouts = [asked.timeout_s for asked in nodes.asked]
+    timeouts = [requested.timeout_s for requested in nodes.received]
     assert len(timeouts) == 4
     assert None not in timeouts
 
 
 def decodes_of(nodes: FakeNodeCalls) -> list[str]:
-    return [asked.node for asked in nodes.asked if asked.leg is Leg.DECODE]
+    return [requested.node for requested in nodes.received if requested.leg is Leg.DECODE]
 
 
 def two_decodes() -> NodeTable:
@@ -257,7 +257,7 @@ def two_decodes() -> NodeTable:
     return a_table(a_node(NodeRole.PREFILL), *decodes)
 
 
-def test_an_answer_that_breaks_off_beside_the_first_goes_on_elsewhere() -> None:
+def test_a_failed_second_answer_continues_on_another_node() -> None:
     nodes = FakeNodeCalls(decode_breaks_after=[100, 2])
 
     answers = answered(nodes, calls_of(2), two_decodes())
@@ -267,7 +267,7 @@ def test_an_answer_that_breaks_off_beside_the_first_goes_on_elsewhere() -> None:
     assert first == beside != again
 
 
-def test_nobody_follows_to_a_node_that_takes_no_more_requests() -> None:
+def test_the_other_answers_avoid_a_draining_decode_node() -> None:
     table = two_decodes()
 
     class Draining(FakeNodeCalls):
@@ -292,7 +292,7 @@ def test_all_answers_come_from_one_revision_of_the_model() -> None:
 
     answered(nodes, calls_of(4), a_table(full, a_node(NodeRole.DECODE, "d2", fingerprint=other)))
 
-    assert [asked.node for asked in nodes.asked] == ["d1"] * 4
+    assert [requested.node for requested in nodes.received] == ["d1"] * 4
 
 
 def test_answers_begin_with_another_revision_while_none_has_a_token() -> None:
@@ -319,7 +319,7 @@ def test_a_draining_router_finishes_answers_that_wait_for_the_first() -> None:
 
     async def drain_after_the_first_part() -> int:
         pipeline = a_pipeline(Waiting(), a_table())
-        scope = RequestScopes().begin("a", None, new_request_context())
+        scope = RequestScopes().begin("a", None)
         async with aclosing(generate_answers(pipeline, scope, calls_of(3), 3)) as parts:
             await anext(parts)  # by prefill: no node has the KV yet
             draining = asyncio.ensure_future(pipeline.drain())
@@ -348,7 +348,7 @@ def test_many_answers_to_a_poisonous_prompt_end_two_engines(num_prefill: int) ->
     )
 
     async def scene(pipeline: Pipeline) -> None:
-        scope = RequestScopes().begin("a", None, new_request_context(None))
+        scope = RequestScopes().begin("a", None)
         async with aclosing(generate_answers(pipeline, scope, calls_of(6), 6)) as parts:
             async for _ in parts:
                 pass

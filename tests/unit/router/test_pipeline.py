@@ -146,7 +146,7 @@ def test_cached_tokens_are_those_of_the_node_that_computed_the_prompt() -> None:
 
 
 def expected_tokens(nodes: FakeNodeCalls, count: int = 6) -> list[int]:
-    return [token_at(nodes.asked[0].request, index) for index in range(count)]
+    return [token_at(nodes.received[0].request, index) for index in range(count)]
 
 
 def test_both_legs_start_under_one_hand_off_with_one_seed() -> None:
@@ -154,7 +154,7 @@ def test_both_legs_start_under_one_hand_off_with_one_seed() -> None:
 
     token_ids, ending = asyncio.run(run(a_pipeline(nodes), a_call()))
 
-    prefill, decode = sorted(nodes.asked, key=lambda asked: asked.leg is Leg.DECODE)
+    prefill, decode = sorted(nodes.received, key=lambda requested: requested.leg is Leg.DECODE)
     source = Peer(NodeId("prefill"), "prefill:1")
     assert (prefill.leg, decode.leg) == (Leg.PREFILL, Leg.DECODE)
     assert prefill.request.send_to == prefill.handoff_id
@@ -176,7 +176,7 @@ def test_a_given_seed_is_kept_and_drawn_ones_differ() -> None:
 
     asyncio.run(three())
 
-    seeds = [asked.request.seed for asked in nodes.asked if asked.leg is Leg.DECODE]
+    seeds = [requested.request.seed for requested in nodes.received if requested.leg is Leg.DECODE]
     assert seeds[0] == 5
     assert seeds[1] != seeds[2]
 
@@ -189,7 +189,7 @@ def test_a_decode_that_breaks_off_goes_on_elsewhere_without_gap_or_repeat() -> N
 
     token_ids, ending = asyncio.run(run(a_pipeline(nodes, table), a_call()))
 
-    first, second = (asked for asked in nodes.asked if asked.leg is Leg.DECODE)
+    first, second = (requested for requested in nodes.received if requested.leg is Leg.DECODE)
     assert token_ids == expected_tokens(nodes)
     assert (first.handoff_id.attempt, second.handoff_id.attempt) == (1, 2)
     assert first.node != second.node
@@ -207,7 +207,7 @@ def test_when_the_only_prefill_node_breaks_off_decode_does_it_alone() -> None:
     assert token_ids == expected_tokens(nodes)
     assert ending.served.prefill is PrefillPlace.LOCAL
     assert ending.served.prefill_reason
-    assert [asked.leg for asked in nodes.asked].count(Leg.PREFILL) == 1
+    assert [requested.leg for requested in nodes.received].count(Leg.PREFILL) == 1
 
 
 def test_a_prefill_node_that_goes_when_decode_has_all_costs_no_second_try() -> None:
@@ -227,7 +227,7 @@ def test_a_prefill_node_that_goes_when_decode_has_all_costs_no_second_try() -> N
 
     asyncio.run(meanwhile())
 
-    assert [asked.handoff_id.attempt for asked in nodes.asked] == [1, 1]
+    assert [requested.handoff_id.attempt for requested in nodes.received] == [1, 1]
 
 
 def test_a_first_token_that_comes_after_all_others_is_waited_for() -> None:
@@ -250,7 +250,7 @@ def test_a_first_token_that_comes_after_all_others_is_waited_for() -> None:
     ],
     ids=["in turn", "behind all tokens", "broken off", "behind, and broken off", "decode breaks"],
 )
-def test_a_prompts_logprobs_are_told_once_whole_and_in_front_of_the_tokens(
+def test_prompt_logprobs_are_sent_once_and_before_the_tokens(
     nodes: FakeNodeCalls,
 ) -> None:
     sampling = SamplingParams(max_tokens=6, prompt_logprobs=0)
@@ -262,7 +262,7 @@ def test_a_prompts_logprobs_are_told_once_whole_and_in_front_of_the_tokens(
 
     first, *others = asyncio.run(pieces())
 
-    assert list(first.prompt_logprobs) == prompt_logprobs_of(nodes.asked[0].request)
+    assert list(first.prompt_logprobs) == prompt_logprobs_of(nodes.received[0].request)
     assert [piece for piece in others if piece.prompt_logprobs] == []
     token_ids = [token for piece in (first, *others) for token in piece.token_ids]
     assert token_ids == expected_tokens(nodes)
@@ -276,33 +276,33 @@ def test_tokens_that_wait_go_out_as_one_piece_and_a_failure_behind_them_takes_no
         parts = [part async for part in generated(a_pipeline(nodes), call, RequestContext(0.0))]
         return [part for part in parts if isinstance(part, TokenChunk)]
 
-    told = asyncio.run(pieces())
+    reported = asyncio.run(pieces())
 
-    token_ids = [token_id for piece in told for token_id in piece.token_ids]
+    token_ids = [token_id for piece in reported for token_id in piece.token_ids]
     assert token_ids == expected_tokens(nodes, 8)
-    assert len(told) < 8
-    again = [asked for asked in nodes.asked if asked.handoff_id.attempt == 2]
+    assert len(reported) < 8
+    again = [requested for requested in nodes.received if requested.handoff_id.attempt == 2]
     assert again[-1].request.prior_output_token_ids == tuple(token_ids[:4])
 
 
 def test_a_client_that_does_not_read_loses_its_request_and_gets_what_waited() -> None:
     nodes = FakeNodeCalls()
-    told: list[TokenChunk] = []
+    reported: list[TokenChunk] = []
 
     async def read() -> None:
         call = a_call(max_tokens=2 * MAX_WAITING)
         async for part in generated(a_pipeline(nodes), call, RequestContext(0.0)):
             assert isinstance(part, TokenChunk)
-            told.append(part)
+            reported.append(part)
 
     with pytest.raises(ClientTooSlow):
         asyncio.run(read())
 
-    token_ids = [token_id for piece in told for token_id in piece.token_ids]
+    token_ids = [token_id for piece in reported for token_id in piece.token_ids]
     # The first token of prefill, its end and both summaries wait there as well.
     assert MAX_WAITING - 4 <= len(token_ids) <= MAX_WAITING
     assert token_ids == expected_tokens(nodes, len(token_ids))
-    assert len(nodes.asked) == 2  # no second attempt
+    assert len(nodes.received) == 2  # no second attempt
 
 
 def test_a_refusal_by_prefill_ends_the_decode_leg_and_reaches_the_client() -> None:
@@ -323,7 +323,10 @@ def test_nodes_that_drain_all_at_once_cost_no_try() -> None:
 
     assert token_ids == expected_tokens(nodes)
     assert ending.served.prefill is PrefillPlace.REMOTE
-    assert sorted(asked.node for asked in nodes.asked if asked.leg is Leg.PREFILL) == names
+    assert (
+        sorted(requested.node for requested in nodes.received if requested.leg is Leg.PREFILL)
+        == names
+    )
 
 
 def test_when_every_try_fails_the_last_failure_is_told() -> None:
@@ -332,7 +335,7 @@ def test_when_every_try_fails_the_last_failure_is_told() -> None:
     with pytest.raises(NodeFailed):
         asyncio.run(run(a_pipeline(nodes), a_call()))
 
-    assert [a.handoff_id.attempt for a in nodes.asked if a.leg is Leg.DECODE] == [1, 2, 3]
+    assert [a.handoff_id.attempt for a in nodes.received if a.leg is Leg.DECODE] == [1, 2, 3]
 
 
 def test_attempts_with_progress_do_not_count_against_the_limit() -> None:
@@ -357,7 +360,7 @@ def test_in_an_outage_few_requests_are_tried_again() -> None:
 
     asyncio.run(ask_on())
 
-    assert len(nodes.asked) == pytest.approx(100 + 4 + 20, abs=1)
+    assert len(nodes.received) == pytest.approx(100 + 4 + 20, abs=1)
 
 
 def test_a_node_that_fails_again_and_again_is_avoided_and_then_taken_back() -> None:
@@ -370,7 +373,7 @@ def test_a_node_that_fails_again_and_again_is_avoided_and_then_taken_back() -> N
         return [(await run(pipeline, a_call()))[1].served.prefill for _ in range(count)]
 
     assert asyncio.run(places(4)) == [PrefillPlace.LOCAL] * 4
-    num_asked = [asked.leg for asked in nodes.asked].count(Leg.PREFILL)
+    num_asked = [requested.leg for requested in nodes.received].count(Leg.PREFILL)
     now[0] = 100.0
 
     assert asyncio.run(places(2)) == [PrefillPlace.REMOTE] * 2
@@ -427,13 +430,13 @@ def test_the_time_that_remains_of_the_deadline_goes_to_both_legs_of_every_try() 
 
     asyncio.run(run(a_pipeline(nodes, table), a_call(), RequestContext(0.0, deadline_s=100.0)))
 
-    told = {(asked.handoff_id.attempt, asked.timeout_s) for asked in nodes.asked}
-    (first, first_s), (second, second_s) = sorted(told)
+    reported = {(requested.handoff_id.attempt, requested.timeout_s) for requested in nodes.received}
+    (first, first_s), (second, second_s) = sorted(reported)
     assert (first, second) == (1, 2)
     assert first_s is not None
     assert second_s is not None
     assert 0 < second_s < first_s < 100
-    assert len(nodes.asked) == 4
+    assert len(nodes.received) == 4
 
 
 def test_a_request_that_cannot_complete_by_its_deadline_is_refused() -> None:
@@ -476,7 +479,7 @@ def test_a_request_that_queued_too_long_for_its_deadline_reaches_no_node() -> No
 
     asyncio.run(scene())
 
-    assert len({asked.handoff_id for asked in nodes.asked}) == 3
+    assert len({requested.handoff_id for requested in nodes.received}) == 3
 
 
 def test_a_lone_request_runs_until_its_deadline() -> None:
@@ -520,7 +523,7 @@ def test_without_time_left_no_node_is_asked() -> None:
     with pytest.raises(DeadlineExceeded):
         asyncio.run(run(pipeline, a_call(), RequestContext(0.0, deadline_s=0.5)))
 
-    assert nodes.asked == []
+    assert nodes.received == []
 
 
 def test_a_leg_that_runs_out_of_time_ends_the_other_one_and_is_not_tried_again() -> None:
@@ -530,7 +533,7 @@ def test_a_leg_that_runs_out_of_time_ends_the_other_one_and_is_not_tried_again()
         asyncio.run(run(a_pipeline(nodes), a_call()))
 
     assert nodes.left == [Leg.DECODE]
-    assert {asked.handoff_id.attempt for asked in nodes.asked} == {1}
+    assert {requested.handoff_id.attempt for requested in nodes.received} == {1}
 
 
 def test_an_id_is_refused_only_while_it_is_in_use() -> None:
@@ -557,7 +560,7 @@ def test_requests_that_clients_call_the_same_share_no_hand_off() -> None:
 
     asyncio.run(by_two_routers_and_again())
 
-    legs_by_handoff = Counter(asked.handoff_id for asked in nodes.asked)
+    legs_by_handoff = Counter(requested.handoff_id for requested in nodes.received)
     assert list(legs_by_handoff.values()) == [2, 2, 2]
     assert all(handoff_id.request_id.startswith("x.") for handoff_id in legs_by_handoff)
 
@@ -577,7 +580,7 @@ def test_what_cannot_be_served_is_refused_before_any_node_is_asked() -> None:
     with pytest.raises(NoNodes):
         asyncio.run(run(a_pipeline(nodes, a_table(a_node(NodeRole.PREFILL))), a_call()))
 
-    assert nodes.asked == []
+    assert nodes.received == []
 
 
 def test_a_request_waits_for_the_only_decode_node_to_come_back_and_goes_on_there() -> None:
@@ -605,7 +608,7 @@ def test_a_request_waits_for_the_only_decode_node_to_come_back_and_goes_on_there
     token_ids = asyncio.run(asyncio.wait_for(restart_under_way(), PATIENCE_S))
 
     assert token_ids == expected_tokens(nodes)
-    assert [asked.leg for asked in nodes.asked].count(Leg.DECODE) == 2
+    assert [requested.leg for requested in nodes.received].count(Leg.DECODE) == 2
 
 
 OTHER = replace(FINGERPRINT, model="the same in int8")
@@ -618,7 +621,7 @@ def test_an_answer_is_not_continued_by_other_weights() -> None:
 
     token_ids, _ = asyncio.run(run(a_pipeline(nodes, table), a_call()))
 
-    assert [asked.node for asked in nodes.asked] == ["d1", "d1"]
+    assert [requested.node for requested in nodes.received] == ["d1", "d1"]
     assert token_ids == expected_tokens(nodes)
 
 
@@ -647,7 +650,7 @@ def test_an_answer_waits_for_its_own_revision_to_come_back() -> None:
     token_ids = asyncio.run(asyncio.wait_for(restart_under_way(), PATIENCE_S))
 
     assert token_ids == expected_tokens(nodes)
-    assert {asked.node for asked in nodes.asked} == {"d1"}
+    assert {requested.node for requested in nodes.received} == {"d1"}
 
 
 def test_an_answer_whose_revision_does_not_come_back_ends_by_name() -> None:
@@ -675,7 +678,7 @@ def test_a_request_waits_for_a_prefill_node_that_fits() -> None:
         asking = asyncio.ensure_future(run(pipeline, a_call()))
         for _ in range(10):
             await asyncio.sleep(0)
-        assert nodes.asked == []
+        assert nodes.received == []
         table.join(prefill.address, prefill.card)
         pipeline.handle_nodes_changed()
         return (await asking)[1].served.prefill
@@ -692,7 +695,7 @@ def test_a_request_that_a_draining_node_refused_may_begin_with_another_revision(
 
     asyncio.run(run(a_pipeline(nodes, a_table(p1, p2, d1, d2)), a_call()))
 
-    assert {asked.node for asked in nodes.asked[-2:]} == {"p2", "d2"}
+    assert {requested.node for requested in nodes.received[-2:]} == {"p2", "d2"}
 
 
 def test_the_wait_for_a_node_ends() -> None:

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from grpc import StatusCode
 
+from baton.cli.health_check import ask
 from baton.client import AsyncClient, BatonError, Client
-from baton.health import ask
 from errors import InvalidConfig
 from rpc.router_address import router_target, unreachable
 from rpc.security.tls import PLAIN
@@ -59,13 +59,13 @@ def test_a_failed_connection_is_told_without_grpcs_own_words() -> None:
         "connect to remote host: connect: Connection refused (111)"
     )
 
-    told = unreachable("127.0.0.1:7", details)
+    reported = unreachable("127.0.0.1:7", details)
 
-    assert told.startswith("127.0.0.1:7 cannot be reached: connection refused; is a router")
+    assert reported.startswith("127.0.0.1:7 cannot be reached: connection refused; is a router")
     assert unreachable("a:1", "of a new kind").startswith("a:1 cannot be reached: of a new kind")
 
 
-def test_a_server_that_is_no_router_is_told_apart() -> None:
+def test_a_server_that_is_not_a_router_is_an_error_with_advice() -> None:
     async def scene() -> BatonError:
         async with serving("127.0.0.1", 0, ()) as server, AsyncClient(server.address) as client:
             with pytest.raises(BatonError) as refusal:

@@ -32,11 +32,11 @@ def test_a_json_line_is_one_object_with_its_trace() -> None:
     line = JsonFormatter("router").format(a_record(request_id="a\nb", trace_id="ab" * 16))
 
     assert "\n" not in line
-    told = json.loads(line)
-    assert told["trace_id"] == "ab" * 16
-    assert told["request_id"] == "a\nb"
-    assert (told["level"], told["role"], told["logger"]) == ("info", "router", "router")
-    assert told["time"].endswith("Z")
+    reported = json.loads(line)
+    assert reported["trace_id"] == "ab" * 16
+    assert reported["request_id"] == "a\nb"
+    assert (reported["level"], reported["role"], reported["logger"]) == ("info", "router", "router")
+    assert reported["time"].endswith("Z")
 
 
 def test_a_failure_keeps_its_traceback_in_the_one_line() -> None:
@@ -57,7 +57,7 @@ def test_a_line_for_people_ends_with_the_fields() -> None:
     assert line.endswith("INFO router: request ended outcome=failed num_tries=2")
 
 
-def test_an_event_leaves_out_what_is_not_known(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_event_omits_unknown_fields(caplog: pytest.LogCaptureFixture) -> None:
     log = logging.getLogger("router.told")
 
     with caplog.at_level(logging.INFO):

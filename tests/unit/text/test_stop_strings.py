@@ -8,16 +8,16 @@ from text.stop_strings import StopRule, StopWatcher
 def test_text_that_may_begin_a_stop_string_is_held_back_until_it_cannot() -> None:
     watcher = StopWatcher(StopRule(("END",)))
 
-    told = [watcher.push(piece, 9) for piece in ("some E", "N", "x", "EN", "D")]
+    reported = [watcher.push(piece, 9) for piece in ("some E", "N", "x", "EN", "D")]
 
-    assert told == ["some ", "", "ENx", "", ""]
+    assert reported == ["some ", "", "ENx", "", ""]
     assert watcher.found == "END"
 
 
 def test_no_stop_string_counts_before_min_tokens() -> None:
     watcher = StopWatcher(StopRule(("stop",), min_tokens=2))
 
-    told = watcher.push("stop", 1) + watcher.push(" and stop", 3)
+    reported = watcher.push("stop", 1) + watcher.push(" and stop", 3)
 
-    assert told == "stop and "
+    assert reported == "stop and "
     assert watcher.found == "stop"

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from tools.product_code import parse_module
-from tools.request_shapes import Shape, Shapes, class_shapes, message_shapes
+from tools.request_shapes import (
+    NOT_SHAPES,
+    PACKAGES,
+    Shape,
+    Shapes,
+    class_shapes,
+    message_shapes,
+    read_protos,
+)
 
 SOURCE = """
 class EngineRequest:
@@ -49,6 +58,35 @@ def test_classes_that_carry_or_wrap_a_request_or_an_output_are_counted() -> None
     ]
     assert names_of(outputs.carriers) == ["Result"]
     assert names_of(outputs.wrappers) == ["StepResult"]
+
+
+def test_parts_of_an_output_and_machines_that_make_one_are_not_counted() -> None:
+    source = """
+class TokenLogprobs:
+    token_id: int
+
+class Peaks(NamedTuple):
+    token_ids: Tensor
+
+class AnswerAssembler:
+    @property
+    def token_ids(self) -> tuple[int, ...]: ...
+"""
+
+    shapes = class_shapes([parse_module(Path("router/answer.py"), source)])
+
+    assert shapes == (Shapes([], []), Shapes([], []))
+
+
+def test_each_class_that_is_not_counted_exists() -> None:
+    root = Path(__file__).parents[3]
+    sources = [path for package in PACKAGES for path in (root / package).rglob("*.py")]
+    texts = [path.read_text(encoding="utf-8") for path in sources] + list(
+        read_protos(root).values()
+    )
+    defined = {name for text in texts for name in re.findall(r"(?:class|message) (\w+)", text)}
+
+    assert defined >= {name for names in NOT_SHAPES.values() for name in names}
 
 
 def test_classes_of_the_client_library_are_not_counted() -> None:

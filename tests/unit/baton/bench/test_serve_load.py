@@ -62,7 +62,7 @@ def test_prompts_of_one_group_begin_alike_and_end_apart() -> None:
 
 
 @pytest.mark.parametrize("prefix_tokens", [0, 8])
-def test_the_warm_up_tells_the_caches_nothing_of_the_plan(prefix_tokens: int) -> None:
+def test_the_warm_up_caches_no_prompt_of_the_workload(prefix_tokens: int) -> None:
     load = replace(LOAD, prefix_tokens=prefix_tokens)
 
     warm = warm_up(load, VOCAB_SIZE)
@@ -112,7 +112,7 @@ def test_lognormal_lengths_lie_around_their_median() -> None:
         "a:b:c",
     ],
 )
-def test_what_is_no_length_is_refused_with_what_would_be(written: str) -> None:
+def test_an_invalid_length_is_refused_with_the_valid_forms(written: str) -> None:
     with pytest.raises(InvalidConfig, match="write it like"):
         parse_lengths(written)
 

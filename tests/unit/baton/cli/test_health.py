@@ -89,7 +89,7 @@ def test_a_probe_loads_no_torch() -> None:
         async with a_server(is_ready=True) as server:
             _, output = await health_of(server.address, python_options=("-X", "importtime"))
         loaded = {line.rpartition("|")[2].strip() for line in output.splitlines()}
-        assert "baton.health" in loaded
+        assert "baton.cli.health_check" in loaded
         assert not loaded & {"torch", "numpy", "tokenizers", "nixl_cu13"}
 
     asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))

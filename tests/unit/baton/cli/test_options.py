@@ -179,10 +179,10 @@ def test_nodes_are_looked_for_where_and_as_often_as_was_said() -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_node_sizes_its_kv_cache_by_what_is_free_unless_told_otherwise(device: str) -> None:
     runner = node_options(model="m", device=device).runner
-    told = node_options(model="m", kv_cache_memory="2GiB").runner
+    reported = node_options(model="m", kv_cache_memory="2GiB").runner
 
     assert (runner.kv_cache_bytes, runner.kv_cache_share) == (None, None)
-    assert told.kv_cache_bytes == 2 << 30
+    assert reported.kv_cache_bytes == 2 << 30
 
 
 def test_nodes_order_requests_by_priority_unless_told_otherwise() -> None:

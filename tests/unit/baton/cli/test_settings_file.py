@@ -207,8 +207,10 @@ def test_help_needs_nothing_that_takes_long_to_load() -> None:
         "jinja2",
         "tokenizers",
     }
-    told = f"import sys, baton.cli; print(sorted({slow} & set(sys.modules)))"
+    reported = f"import sys, baton.cli; print(sorted({slow} & set(sys.modules)))"
 
-    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", reported], capture_output=True, text=True, check=True
+    )
 
     assert done.stdout == "[]\n"

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from baton.cli.options.sampling import sampling
-from baton.generation import Generation, request_from
+from baton.client.generation import Generation
+from baton.client.messages import request_from
 from engine.structured_output.params import StructuredOutputs
 from errors import InvalidRequest
 from rpc.messages.conversion import sampling_from

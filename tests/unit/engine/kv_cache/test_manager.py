@@ -116,7 +116,7 @@ def test_of_a_released_request_the_end_is_evicted_first() -> None:
     assert len(cache.find_prefix(make_request(range(6)), 6)) == 2
 
 
-def test_a_distrusted_request_leaves_nothing_to_be_found() -> None:
+def test_uncached_blocks_are_no_prefix_hits() -> None:
     cache = _cache()
     request = make_request(range(6))
     cache.admit(request, [])

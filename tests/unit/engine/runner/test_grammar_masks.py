@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from engine.plan import PlanRow
-from engine.request import RequestId
+from engine.request import Failure, RequestId
 from engine.runner.input_batch import TokenRun
 from engine.runner.sampling.grammar_masks import GrammarMasks
 from engine.runner.sampling.mask_budget import EXEMPT_S, MAX_STEP_S
@@ -72,14 +72,15 @@ class Batch:
 
     def step(self) -> tuple[dict[RequestId, str], float]:
         """Return the refused requests and the time that the masks took."""
-        refusals: dict[RequestId, str] = {}
+        failures: dict[RequestId, Failure] = {}
         known = np.zeros(1 + self._num_written, dtype=np.int64)
         runs = [TokenRun(row, 0, 1, len(known), known) for row in self._rows]
         began_s = self._clock.now_s
-        self._masks.apply_masks(runs, refusals)
-        self._masks.forget(tuple(refusals))
-        self._rows = [row for row in self._rows if row.request_id not in refusals]
+        self._masks.apply_masks(runs, failures)
+        self._masks.forget(tuple(failures))
+        self._rows = [row for row in self._rows if row.request_id not in failures]
         self._num_written += 1
+        refusals = {request_id: failure.reason for request_id, failure in failures.items()}
         return refusals, self._clock.now_s - began_s
 
 

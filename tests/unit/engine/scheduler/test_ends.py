@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from engine.plan import Plan, RunResult
-from engine.request import ClientId, FinishReason, Output, RequestId
+from engine.request import ClientId, Failure, FinishReason, Output, RequestId
 from engine.sampling import SamplingParams
 from engine.scheduler.config import CacheConfig, SchedulerConfig
 from engine.scheduler.scheduler import Scheduler
@@ -79,7 +79,7 @@ def test_an_error_of_the_runner_ends_that_request_alone() -> None:
 
     last = world.receipts[bad].outputs[-1]
     assert last.finish_reason is FinishReason.ERROR
-    assert last.error == "the logits are not finite"
+    assert last.failure == Failure("the logits are not finite")
     world.run_to_end()
     assert world.finish_reason(good) is FinishReason.LENGTH
 
@@ -203,7 +203,7 @@ def test_tokens_behind_the_one_that_ends_it_are_cut_off() -> None:
 # --- abort ------------------------------------------------------------------------
 
 
-def test_aborting_in_line_ends_it_at_once() -> None:
+def test_an_abort_in_the_waiting_queue_ends_the_request_at_once() -> None:
     world = EngineWorld(_config(max_num_seqs=1))
     running, waiting = world.add(), world.add()
     world.step()

@@ -25,7 +25,7 @@ def test_the_last_to_arrive_gives_up_its_blocks() -> None:
     world.run_to_end()
 
 
-def test_nobody_gives_up_blocks_for_drafted_tokens() -> None:
+def test_drafted_tokens_preempt_no_request() -> None:
     """Each has a free slot in its last block, but no block is free for three draft tokens."""
     world = EngineWorld(_config(num_lookahead_tokens=3), num_blocks=4, block_size=4)
     first, last = world.add(7, max_tokens=8), world.add([9] * 7, max_tokens=8)

@@ -29,7 +29,7 @@ def test_at_the_partial_prefill_limit_only_prompts_of_one_chunk_start() -> None:
     assert [limits.first_chunk(9, 8), limits.first_chunk(8, 8)] == [0, 8]
 
 
-def test_each_step_counts_anew() -> None:
+def test_each_step_starts_a_new_count() -> None:
     limits = PrefillLimits(SchedulerConfig(max_num_partial_prefills=1))
     limits.count(make_request(), num_left=1)
 

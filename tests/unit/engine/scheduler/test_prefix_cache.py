@@ -155,7 +155,7 @@ def test_equal_tokens_behind_another_past_are_not_hit() -> None:
     world.run_to_end()
 
 
-def test_switched_off_nothing_is_hit_and_nothing_told() -> None:
+def test_without_prefix_caching_there_are_no_hits_and_no_events() -> None:
     world = EngineWorld(_config(), enable_prefix_caching=False)
     world.add(10)
     world.run_to_end()

@@ -76,7 +76,7 @@ def test_the_rest_is_received_when_the_prefix_has_landed() -> None:
     _end(world, first, second)
 
 
-def test_those_behind_it_in_line_do_not_wait_with_it() -> None:
+def test_requests_behind_it_in_the_queue_are_not_delayed() -> None:
     world = _world()
     _two(world)
 
@@ -160,7 +160,7 @@ def test_a_burst_on_a_full_cache_ends() -> None:
 # --- not worth the wait, or not safe ------------------------------------------------
 
 
-def test_nobody_waits_for_a_long_hand_off_because_of_a_few_blocks() -> None:
+def test_no_request_waits_for_a_long_hand_off_for_a_few_blocks() -> None:
     world = _world()
     long = world.add([*SHARED, *([5] * 4 * 8)], receives=True)
     short = world.add([*SHARED, 6], receives=True)
@@ -170,7 +170,7 @@ def test_nobody_waits_for_a_long_hand_off_because_of_a_few_blocks() -> None:
     _end(world, long, short, other)
 
 
-def test_nobody_waits_for_another_peer() -> None:
+def test_no_request_waits_for_a_prefix_from_another_peer() -> None:
     world = _world()
     first = world.add([*SHARED, 1], receives=True)
     second = world.add([*SHARED, 2], receives=True, source=OTHER_SOURCE)
@@ -199,7 +199,7 @@ def test_prompts_of_another_salt_share_nothing() -> None:
     _end(world, first, second)
 
 
-def test_after_a_reset_of_the_cache_nobody_waits_for_what_will_not_be_cached() -> None:
+def test_after_a_cache_reset_no_request_waits_for_a_prefix_in_flight() -> None:
     world = _world()
     first = world.add([*SHARED, 1], receives=True)
     world.step()

@@ -33,7 +33,7 @@ def test_leaving_from_the_middle_keeps_the_others_in_order() -> None:
     assert _drain(queue) == requests[:10] + requests[190:]
 
 
-def test_one_who_left_and_came_back_is_in_once() -> None:
+def test_a_request_removed_and_added_again_is_queued_once() -> None:
     queue = RankedQueue()
     request = make_request()
     queue.push((1,), request)
@@ -69,7 +69,7 @@ def test_a_long_one_that_stepped_aside_keeps_its_turn() -> None:
     assert len(line) == 2
 
 
-def test_one_who_stepped_aside_can_leave() -> None:
+def test_a_deferred_request_can_be_removed() -> None:
     line = WaitingQueue()
     long = make_request()
     line.push(long)
@@ -81,7 +81,7 @@ def test_one_who_stepped_aside_can_leave() -> None:
     assert line.head() is None
 
 
-def test_one_who_stepped_aside_comes_back_to_its_place_with_the_block_it_waits_for() -> None:
+def test_a_deferred_request_returns_to_its_place_with_its_block() -> None:
     line = WaitingQueue()
     long, short = make_request(request_id="long", serial=1), make_request(request_id="s", serial=2)
     line.push(long)
@@ -96,7 +96,7 @@ def test_one_who_stepped_aside_comes_back_to_its_place_with_the_block_it_waits_f
     assert len(line) == 2
 
 
-def test_one_who_left_does_not_come_back() -> None:
+def test_a_removed_request_is_not_returned() -> None:
     line = WaitingQueue()
     long = make_request()
     line.push(long)

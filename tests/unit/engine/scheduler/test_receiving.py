@@ -9,7 +9,7 @@ import pytest
 
 from engine.events import RequestEventKind
 from engine.plan import Plan, RunResult
-from engine.request import FinishReason, ReceiveKv, RequestId
+from engine.request import Failure, FailureCause, FinishReason, ReceiveKv, RequestId
 from engine.sampling import SamplingParams
 from engine.scheduler.config import CacheConfig, LoadFailurePolicy, SchedulerConfig
 from engine.scheduler.scheduler import Scheduler
@@ -207,7 +207,8 @@ def test_by_policy_a_lost_request_ends_with_an_error() -> None:
 
     last = world.receipts[name].outputs[-1]
     assert last.finish_reason is FinishReason.ERROR
-    assert last.error == "the KV of the prompt was lost: the peer is gone"
+    reason = "the KV of the prompt was lost: the peer is gone"
+    assert last.failure == Failure(reason, FailureCause.KV_LOST)
     world.run_to_end()
 
 

@@ -71,7 +71,7 @@ def test_a_prompt_comes_to_its_end_on_any_machine() -> None:
     assert min(given) >= LEAST_TOKENS
 
 
-def test_with_nobody_decoding_or_no_target_all_that_fits_is_taken() -> None:
+def test_without_decoding_requests_or_a_target_the_whole_budget_is_used() -> None:
     slow = Machine(1.0, 0.1)
 
     assert set(chunks(StepPace(0.01), slow, 0, 10)) == {MOST}
@@ -99,7 +99,7 @@ class TimedRunner:
         return self._runner.run(plan)
 
 
-def test_whoever_decodes_beside_a_long_prompt_waits_no_longer_than_the_target() -> None:
+def test_decoding_next_to_a_long_prompt_keeps_the_target_step_time() -> None:
     runner = TimedRunner(Machine(0.02, 0.001))
     scheduler = Scheduler(
         SchedulerConfig(target_step_s=0.1, max_num_batched_tokens=MOST), CacheConfig(num_blocks=512)
@@ -135,7 +135,7 @@ def test_paced_prompts_about_double_the_time_of_a_step(machine: Machine) -> None
 
 @pytest.mark.parametrize("is_paced", [True, False])
 @pytest.mark.parametrize("num_decoding", [0, 1])
-def test_a_paced_prompt_is_computed_in_small_parts_beside_those_that_decode(
+def test_a_paced_prompt_is_computed_in_small_chunks_while_others_decode(
     is_paced: bool, num_decoding: int
 ) -> None:
     runner = TimedRunner(Machine(0.02, 0.001))

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from engine.plan import Plan, RunResult
-from engine.request import EngineRequest, FinishReason, Output, ReceiveKv, RequestId
+from engine.request import (
+    EngineRequest,
+    Failure,
+    FailureCause,
+    FinishReason,
+    Output,
+    ReceiveKv,
+    RequestId,
+)
 from engine.sampling import SamplingParams
 from engine.scheduler.config import CacheConfig, SchedulerConfig
 from engine.scheduler.scheduler import Scheduler
@@ -80,13 +88,12 @@ def test_a_grammar_that_cannot_be_had_ends_it_with_the_reason() -> None:
     (output,) = _step(scheduler, {})
 
     assert output.finish_reason is FinishReason.ERROR
-    assert output.error == "it never ends"
-    assert output.is_refused
+    assert output.failure == Failure("it never ends", FailureCause.REQUEST)
     assert scheduler.is_idle
     scheduler.check()
 
 
-def test_aborted_while_it_waits_it_ends_and_what_comes_late_is_nothing() -> None:
+def test_an_abort_ends_a_request_that_waits_for_its_grammar_and_late_ones_are_ignored() -> None:
     scheduler = _scheduler()
     old, new = _spec("a"), _spec("a")
     scheduler.add(old)
@@ -142,12 +149,13 @@ def test_a_row_that_its_grammar_refuses_ends_by_its_own_fault() -> None:
     scheduler.add_grammar(spec, GRAMMAR)
     plan = scheduler.schedule(0.0)
 
-    refused = RunResult(refusals={RequestId("a"): "it grew too large"})
+    refused = RunResult(
+        failures={RequestId("a"): Failure("it grew too large", FailureCause.REQUEST)}
+    )
     outputs = scheduler.update(plan, refused)
 
     ((output,),) = outputs.values()
-    assert output.is_refused
-    assert output.error == "it grew too large"
+    assert output.failure == Failure("it grew too large", FailureCause.REQUEST)
     scheduler.check()
 
 

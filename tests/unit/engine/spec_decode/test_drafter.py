@@ -35,7 +35,7 @@ def test_as_much_is_guessed_as_is_allowed() -> None:
     assert drafter.draft(NAME, known(REPEATING), 2) == [1, 2]
 
 
-def test_guesses_grow_with_what_comes_true() -> None:
+def test_drafts_grow_while_they_are_accepted() -> None:
     drafter = Drafter(Speculation(num_tokens=8))
     drafted(drafter)
 
@@ -81,7 +81,7 @@ def test_a_long_prompt_is_read_over_some_steps() -> None:
     assert [drafted(drafter, prompt) for _ in range(3)] == [0, 0, 4]
 
 
-def test_a_request_that_left_and_came_back_is_read_anew() -> None:
+def test_a_request_that_returns_to_the_batch_is_indexed_again() -> None:
     drafter = Drafter(Speculation(num_tokens=4))
     drafted(drafter)
 

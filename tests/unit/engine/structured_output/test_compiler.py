@@ -14,17 +14,17 @@ from errors import InvalidRequest
 from tests.support.grammars import BAD, GOOD, PATIENCE_S, SLOW, AnyAnswer, HeldLibrary
 
 Outcome = AnyAnswer | InvalidRequest
-Told = tuple[str, Outcome]
+RecordedPopen = tuple[str, Outcome]
 
 
 class Listener:
     def __init__(self) -> None:
-        self._told: queue.SimpleQueue[Told] = queue.SimpleQueue()
+        self._told: queue.SimpleQueue[RecordedPopen] = queue.SimpleQueue()
 
     def hears(self, name: str) -> Callable[[Outcome], None]:
         return lambda outcome: self._told.put((name, outcome))
 
-    def next(self) -> Told:
+    def next(self) -> RecordedPopen:
         return self._told.get(timeout=PATIENCE_S)
 
     @property
@@ -53,16 +53,16 @@ def test_those_that_ask_for_the_same_wait_for_the_same_work() -> None:
         library.has_begun.wait(PATIENCE_S)
         compiler.start(SLOW, listener.hears("b"))
         library.may_end.set()
-        told = dict([listener.next(), listener.next()])
+        reported = dict([listener.next(), listener.next()])
         compiler.start(SLOW, listener.hears("c"))
         name, later = listener.next()
 
     assert library.compiled == [SLOW]
     assert name == "c"
-    assert told["a"] is told["b"] is later
+    assert reported["a"] is reported["b"] is later
 
 
-def test_a_refusal_is_told_and_not_remembered() -> None:
+def test_a_refusal_is_returned_and_not_cached() -> None:
     library, listener = HeldLibrary(), Listener()
     with GrammarCompiler(library) as compiler:
         for _ in range(2):
@@ -73,7 +73,7 @@ def test_a_refusal_is_told_and_not_remembered() -> None:
     assert library.compiled == [BAD, BAD]
 
 
-def test_a_bug_of_the_library_is_told_as_a_refusal_and_ends_no_thread(
+def test_a_library_exception_becomes_a_refusal_and_ends_no_thread(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Broken(BaseException):

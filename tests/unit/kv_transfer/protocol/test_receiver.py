@@ -8,7 +8,7 @@ from kv_transfer.protocol.actions import (
     BreakLink,
     CancelWrites,
     CheckDigest,
-    DigestLanded,
+    DigestBlocks,
     ExpectWrites,
     SendMessage,
 )
@@ -78,7 +78,7 @@ def test_a_link_that_was_up_before_its_first_receive_grants_at_once() -> None:
 def test_it_lands_only_when_done_is_said_and_the_data_has_arrived() -> None:
     receiver = granted()
 
-    receiver.hear(LINK, done(), 1.0)
+    receiver.handle_message(LINK, done(), 1.0)
     after_done = receiver.take_reports().finished_recving
     receiver.arrived(LINK, 1)
 
@@ -91,7 +91,7 @@ def test_data_that_arrives_before_done_does_not_land_by_itself() -> None:
 
     receiver.arrived(LINK, 1)
     after_arrival = receiver.take_reports().finished_recving
-    receiver.hear(LINK, done(), 1.0)
+    receiver.handle_message(LINK, done(), 1.0)
 
     assert after_arrival == ()
     assert receiver.take_reports().finished_recving == (Landed(ID, 20, FIRST),)
@@ -103,7 +103,7 @@ def test_done_that_comes_with_the_data_is_enough_and_lands_once() -> None:
     receiver.arrived(LINK, 1, done())
     landed = receiver.take_reports().finished_recving
     receiver.arrived(LINK, 1, done())
-    receiver.hear(LINK, done(), 1.0)
+    receiver.handle_message(LINK, done(), 1.0)
 
     assert landed == (Landed(ID, 20, FIRST),)
     assert receiver.take_reports().finished_recving == ()
@@ -127,7 +127,7 @@ def test_done_that_comes_with_the_data_after_a_revoke_lands_nothing() -> None:
 
     receiver.arrived(LINK, 1, done())
     reports = receiver.take_reports()
-    receiver.hear(LINK, Revoked(ID), 1.0)
+    receiver.handle_message(LINK, Revoked(ID), 1.0)
 
     assert (reports.finished_recving, reports.released) == ((), ())
     assert receiver.take_reports().released == (ID,)
@@ -137,7 +137,7 @@ def test_a_doorbell_that_the_data_overtook_is_not_counted_as_dropped() -> None:
     receiver = granted()
     receiver.arrived(LINK, 1, done())
 
-    receiver.hear(LINK, Writing(ID), 1.0)
+    receiver.handle_message(LINK, Writing(ID), 1.0)
 
     assert receiver.num_dropped == 0
 
@@ -147,8 +147,8 @@ def test_messages_of_another_link_or_attempt_are_dropped() -> None:
     receiver.link_up(OTHER_LINK, 0.0)
     receiver.arrived(LINK, 1)
 
-    receiver.hear(OTHER_LINK, done(), 1.0)
-    receiver.hear(LINK, done(HandoffId("r", 1)), 1.0)
+    receiver.handle_message(OTHER_LINK, done(), 1.0)
+    receiver.handle_message(LINK, done(HandoffId("r", 1)), 1.0)
     receiver.arrived(OTHER_LINK, 1)
 
     assert receiver.take_reports().finished_recving == ()
@@ -159,13 +159,13 @@ def test_a_revoked_receive_keeps_its_blocks_until_p_says_that_nothing_is_in_flig
     receiver = granted()
 
     receiver.revoke(ID, 1.0)
-    asked = receiver.take_actions()
-    receiver.hear(LINK, done(), 1.1)
+    requested = receiver.take_actions()
+    receiver.handle_message(LINK, done(), 1.1)
     receiver.arrived(LINK, 1)
     before = receiver.take_reports()
-    receiver.hear(LINK, Revoked(ID), 1.2)
+    receiver.handle_message(LINK, Revoked(ID), 1.2)
 
-    assert asked == [CancelWrites(LINK, 1), SendMessage(LINK, RevokeGrant(ID, 1))]
+    assert requested == [CancelWrites(LINK, 1), SendMessage(LINK, RevokeGrant(ID, 1))]
     assert (before.finished_recving, before.released) == ((), ())
     assert receiver.take_reports().released == (ID,)
 
@@ -173,7 +173,7 @@ def test_a_revoked_receive_keeps_its_blocks_until_p_says_that_nothing_is_in_flig
 def test_revoked_is_not_believed_for_a_grant_that_was_not_revoked() -> None:
     receiver = granted()
 
-    receiver.hear(LINK, Revoked(ID), 1.0)
+    receiver.handle_message(LINK, Revoked(ID), 1.0)
 
     assert receiver.take_reports().released == ()
     assert receiver.num_dropped == 1
@@ -183,7 +183,7 @@ def test_where_receives_are_posted_only_their_own_end_releases_the_blocks() -> N
     receiver = granted(is_one_sided=False)
     receiver.revoke(ID, 1.0)
 
-    receiver.hear(LINK, Revoked(ID), 1.2)
+    receiver.handle_message(LINK, Revoked(ID), 1.2)
     before = receiver.take_reports().released
     receiver.handle_cancel_completed(LINK, 1)
 
@@ -194,7 +194,7 @@ def test_where_receives_are_posted_only_their_own_end_releases_the_blocks() -> N
 def test_a_failed_receive_is_lost_at_once_revoked_and_released_later() -> None:
     receiver = granted()
 
-    receiver.hear(LINK, Failed(ID, "no room"), 1.0)
+    receiver.handle_message(LINK, Failed(ID, "no room"), 1.0)
 
     reports = receiver.take_reports()
     assert reports.failed_recving == (Lost(ID, "prefill node: no room"),)
@@ -204,7 +204,7 @@ def test_a_failed_receive_is_lost_at_once_revoked_and_released_later() -> None:
 
 def test_a_receive_that_was_revoked_is_not_reported_as_lost() -> None:
     receiver = granted()
-    receiver.hear(LINK, Failed(ID, "no room"), 1.0)
+    receiver.handle_message(LINK, Failed(ID, "no room"), 1.0)
 
     receiver.revoke(ID, 1.1)
 
@@ -225,13 +225,13 @@ def test_a_revoke_before_the_link_is_up_releases_at_once() -> None:
 def test_a_grant_is_renewed_at_a_third_of_its_lease() -> None:
     receiver = granted()
 
-    receiver.tick(0.9)
-    early = said(receiver)
-    receiver.tick(1.0)
+    said_by_s = {}
+    for now in (0.9, 1.0, 1.9, 2.0):
+        receiver.tick(now)
+        said_by_s[now] = said(receiver)
 
-    assert early == []
-    assert said(receiver) == [Renew((ID,), 3)]
-    assert receiver.next_tick_s() == 2.0
+    renew = Renew((ID,), 3)
+    assert said_by_s == {0.9: [], 1.0: [renew], 1.9: [], 2.0: [renew]}
 
 
 def test_a_peer_is_asked_for_a_sign_of_life_for_as_long_as_blocks_are_fenced() -> None:
@@ -252,7 +252,7 @@ def test_a_peer_is_asked_three_times_before_its_silence_counts_however_long_a_le
 
 def test_a_silent_peer_costs_the_pair_and_one_that_answers_does_not() -> None:
     silent, answering = granted(), granted()
-    answering.hear(LINK, Renewed((ID,)), 5.0)
+    answering.handle_message(LINK, Renewed((ID,)), 5.0)
 
     silent.tick(7.0)
     answering.tick(7.0)
@@ -275,12 +275,12 @@ def test_whole_blocks_are_digested_while_others_come_and_not_once_they_are_fence
 
     receiver.landing(LINK, 1, 1)
     receiver.landing(LINK, 1, 1)
-    early = [one for one in receiver.take_actions() if isinstance(one, DigestLanded)]
+    early = [one for one in receiver.take_actions() if isinstance(one, DigestBlocks)]
     receiver.revoke(ID, 0.5)
     receiver.landing(LINK, 1, 2)
-    fenced = [one for one in receiver.take_actions() if isinstance(one, DigestLanded)]
+    fenced = [one for one in receiver.take_actions() if isinstance(one, DigestBlocks)]
 
-    assert early == [DigestLanded(ID, order().block_ids[:1])]
+    assert early == [DigestBlocks(ID, order().block_ids[:1])]
     assert fenced == []
 
 
@@ -291,7 +291,7 @@ def test_a_hello_without_answer_costs_the_pair_though_the_peer_gives_signs_of_li
     broken = []
 
     for now in range(1, 13):
-        receiver.hear(LINK, Renewed(()), float(now))
+        receiver.handle_message(LINK, Renewed(()), float(now))
         receiver.tick(float(now))
         broken += [now for one in receiver.take_actions() if isinstance(one, BreakLink)]
 
@@ -302,7 +302,7 @@ def test_a_revoke_without_answer_costs_the_pair_though_the_peer_speaks() -> None
     receiver = granted()
     receiver.revoke(ID, 0.0)
     receiver.take_actions()
-    receiver.hear(LINK, Renewed(()), 4.9)
+    receiver.handle_message(LINK, Renewed(()), 4.9)
 
     receiver.tick(5.0)
 
@@ -312,7 +312,7 @@ def test_a_revoke_without_answer_costs_the_pair_though_the_peer_speaks() -> None
 
 def test_a_receive_that_never_ends_is_given_up_however_alive_the_peer_is() -> None:
     receiver = granted()
-    receiver.hear(LINK, Renewed((ID,)), 59.0)
+    receiver.handle_message(LINK, Renewed((ID,)), 59.0)
 
     receiver.tick(60.0)
 
@@ -336,7 +336,7 @@ def test_a_cut_keeps_the_fence_where_the_peer_writes_past_us() -> None:
     receiver.handle_link_cut(LINK, "gone", 1.0, writes_stopped=False)
     before = receiver.take_reports().released
     receiver.tick(1000.0)
-    receiver.hear(LINK, Revoked(ID), 1000.0)
+    receiver.handle_message(LINK, Revoked(ID), 1000.0)
     much_later = receiver.take_reports().released
     receiver.handle_peer_cut(LINK)
 
@@ -347,12 +347,12 @@ def test_a_cut_keeps_the_fence_where_the_peer_writes_past_us() -> None:
 def test_the_digest_is_checked_once_all_is_there_and_a_bad_one_is_a_loss_without_fence() -> None:
     receiver = granted()
     receiver.arrived(LINK, 1)
-    receiver.hear(LINK, done(digest=77), 1.0)
-    asked = receiver.take_actions()
+    receiver.handle_message(LINK, done(digest=77), 1.0)
+    requested = receiver.take_actions()
 
     receiver.checked(ID, is_good=False)
 
-    assert asked == [CheckDigest(ID, BLOCKS, 77)]
+    assert requested == [CheckDigest(ID, BLOCKS, 77)]
     reports = receiver.take_reports()
     assert reports.finished_recving == ()
     assert [lost.handoff_id for lost in reports.failed_recving] == [ID]
@@ -362,10 +362,10 @@ def test_the_digest_is_checked_once_all_is_there_and_a_bad_one_is_a_loss_without
 def test_everything_ends_once() -> None:
     receiver = granted()
     receiver.revoke(ID, 1.0)
-    receiver.hear(LINK, Revoked(ID), 1.1)
+    receiver.handle_message(LINK, Revoked(ID), 1.1)
     first = receiver.take_reports().released
 
-    receiver.hear(LINK, Revoked(ID), 1.2)
+    receiver.handle_message(LINK, Revoked(ID), 1.2)
     receiver.revoke(ID, 1.3)
     receiver.handle_link_cut(LINK, "gone", 1.4, writes_stopped=True)
 
@@ -379,12 +379,12 @@ def test_what_has_landed_is_digested_while_the_rest_is_on_its_way_each_block_onc
     receiver.take_actions()
 
     for num_written in (0, 1, 1):
-        receiver.hear(LINK, Writing(ID, num_written), 0.0)
-    receiver.hear(LINK, done(digest=5), 0.0)
+        receiver.handle_message(LINK, Writing(ID, num_written), 0.0)
+    receiver.handle_message(LINK, done(digest=5), 0.0)
     receiver.arrived(LINK, 1)
 
     assert receiver.take_actions() == [
-        DigestLanded(ID, BLOCKS[:1]),
+        DigestBlocks(ID, BLOCKS[:1]),
         CheckDigest(ID, BLOCKS[1:], 5),
     ]
 
@@ -393,6 +393,6 @@ def test_two_sided_transports_ignore_writing_messages() -> None:
     receiver = granted(is_one_sided=False)
     receiver.take_actions()
 
-    receiver.hear(LINK, Writing(ID, 1), 0.0)
+    receiver.handle_message(LINK, Writing(ID, 1), 0.0)
 
     assert receiver.take_actions() == []

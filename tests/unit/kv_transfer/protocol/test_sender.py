@@ -60,7 +60,7 @@ def pushing() -> Sender:
     """Return a sender with two granted blocks in flight since second 0, as write 1."""
     sender = linked()
     sender.send(Send(ID, 0, ids(1, 2)), 0.0)
-    sender.hear(LINK, grant(7, 8), 0.0)
+    sender.handle_message(LINK, grant(7, 8), 0.0)
     sender.take_actions()
     return sender
 
@@ -78,7 +78,7 @@ def test_blocks_computed_before_the_grant_are_posted_when_it_comes() -> None:
     sender.send(Send(ID, 0, ids(1, 2)), 0.0)
     before = posts(sender)
 
-    sender.hear(LINK, grant(7, 8), 0.5)
+    sender.handle_message(LINK, grant(7, 8), 0.5)
 
     assert before == []
     assert posts(sender) == [Write(1, 1, 0, ids(1, 2), ids(7, 8))]
@@ -86,7 +86,7 @@ def test_blocks_computed_before_the_grant_are_posted_when_it_comes() -> None:
 
 def test_blocks_computed_after_the_grant_are_posted_chunk_by_chunk() -> None:
     sender = linked()
-    sender.hear(LINK, grant(7, 8, 9), 0.0)
+    sender.handle_message(LINK, grant(7, 8, 9), 0.0)
 
     sender.send(Send(ID, 0, ids(1)), 0.1)
     sender.send(Send(ID, 1, ids(2, 3)), 0.2)
@@ -98,7 +98,7 @@ def test_only_what_decode_lacks_is_sent() -> None:
     sender = linked()
     sender.send(Send(ID, 0, ids(1, 2, 3, 4)), 0.0)
 
-    sender.hear(LINK, grant(9, first=2), 0.0)
+    sender.handle_message(LINK, grant(9, first=2), 0.0)
 
     assert posts(sender) == [Write(1, 1, 0, ids(3), ids(9))]
 
@@ -106,7 +106,7 @@ def test_only_what_decode_lacks_is_sent() -> None:
 def test_what_is_in_flight_is_bounded_and_goes_on_when_there_is_room() -> None:
     sender = linked()
     sender.send(Send(ID, 0, ids(*range(7))), 0.0)
-    sender.hear(LINK, grant(*range(10, 17)), 0.0)
+    sender.handle_message(LINK, grant(*range(10, 17)), 0.0)
     first = posts(sender)
 
     sender.written(LINK, 1, 0.1)
@@ -117,7 +117,7 @@ def test_what_is_in_flight_is_bounded_and_goes_on_when_there_is_room() -> None:
 
 def test_nothing_is_posted_once_the_lease_is_over_by_our_own_clock() -> None:
     sender = linked()
-    sender.hear(LINK, grant(7, 8), 0.0)
+    sender.handle_message(LINK, grant(7, 8), 0.0)
 
     sender.send(Send(ID, 0, ids(1)), 2.9)
     sender.send(Send(ID, 1, ids(2)), 3.0)
@@ -127,8 +127,8 @@ def test_nothing_is_posted_once_the_lease_is_over_by_our_own_clock() -> None:
 
 def test_a_renewed_lease_lets_it_go_on() -> None:
     sender = linked()
-    sender.hear(LINK, grant(7, 8), 0.0)
-    sender.hear(LINK, Renew((ID,), 3), 2.0)
+    sender.handle_message(LINK, grant(7, 8), 0.0)
+    sender.handle_message(LINK, Renew((ID,), 3), 2.0)
 
     sender.tick(4.9)
     sender.send(Send(ID, 0, ids(1)), 4.9)
@@ -138,7 +138,7 @@ def test_a_renewed_lease_lets_it_go_on() -> None:
 
 def test_a_lease_that_ends_fails_the_send_and_says_so() -> None:
     sender = linked()
-    sender.hear(LINK, grant(7, 8), 0.0)
+    sender.handle_message(LINK, grant(7, 8), 0.0)
 
     sender.tick(3.0)
 
@@ -149,7 +149,7 @@ def test_a_lease_that_ends_fails_the_send_and_says_so() -> None:
 def test_done_is_announced_after_every_write_and_the_source_is_free_then() -> None:
     sender = linked()
     sender.send(Send(ID, 0, ids(1, 2, 3)), 0.0)
-    sender.hear(LINK, grant(7, 8, 9), 0.0)
+    sender.handle_message(LINK, grant(7, 8, 9), 0.0)
     sender.complete(complete(), 0.1)
     sender.take_actions()
 
@@ -178,7 +178,7 @@ def test_a_full_hit_on_decode_is_announced_without_a_write() -> None:
     sender.send(Send(ID, 0, ids(1, 2)), 0.0)
     sender.complete(complete(), 0.0)
 
-    sender.hear(LINK, grant(first=2), 0.1)
+    sender.handle_message(LINK, grant(first=2), 0.1)
 
     assert sender.take_actions() == [SendDone(LINK, 1, complete())]
 
@@ -186,7 +186,7 @@ def test_a_full_hit_on_decode_is_announced_without_a_write() -> None:
 def test_a_revoke_is_answered_when_the_last_write_has_ended() -> None:
     sender = pushing()
 
-    sender.hear(LINK, RevokeGrant(ID, 1), 0.1)
+    sender.handle_message(LINK, RevokeGrant(ID, 1), 0.1)
     before = said(sender)
     sender.written(LINK, 1, 0.2)
 
@@ -196,7 +196,7 @@ def test_a_revoke_is_answered_when_the_last_write_has_ended() -> None:
 
 def test_after_a_revoke_nothing_more_is_posted_and_the_last_word_ends_it() -> None:
     sender = pushing()
-    sender.hear(LINK, RevokeGrant(ID, 1), 0.1)
+    sender.handle_message(LINK, RevokeGrant(ID, 1), 0.1)
     sender.written(LINK, 1, 0.2)
     sender.take_actions()
 
@@ -212,9 +212,9 @@ def test_a_revoke_that_overtakes_its_grant_voids_it() -> None:
     sender = linked()
     sender.send(Send(ID, 0, ids(1)), 0.0)
 
-    sender.hear(LINK, RevokeGrant(ID, 1), 0.1)
+    sender.handle_message(LINK, RevokeGrant(ID, 1), 0.1)
     answers = said(sender)
-    sender.hear(LINK, grant(7), 0.2)
+    sender.handle_message(LINK, grant(7), 0.2)
 
     assert answers == [Revoked(ID)]
     assert posts(sender) == []
@@ -223,7 +223,7 @@ def test_a_revoke_that_overtakes_its_grant_voids_it() -> None:
 def test_a_grant_that_comes_twice_is_taken_once() -> None:
     sender = pushing()
 
-    sender.hear(LINK, grant(7, 8), 0.1)
+    sender.handle_message(LINK, grant(7, 8), 0.1)
 
     assert sender.take_actions() == []
     assert sender.num_dropped == 1
@@ -244,7 +244,7 @@ def test_a_grant_for_what_has_ended_is_refused_by_name() -> None:
     sender = linked()
     sender.withdraw(Withdraw(ID, "aborted"), 0.0)
 
-    sender.hear(LINK, grant(7), 0.1)
+    sender.handle_message(LINK, grant(7), 0.1)
 
     assert said(sender) == [Failed(ID, "aborted")]
 
@@ -267,21 +267,21 @@ def test_a_failed_write_costs_the_pair_and_is_never_taken_for_an_end() -> None:
     sender.complete(complete(), 0.1)
 
     sender.write_failed(LINK, 1, "reset")
-    asked = sender.take_actions()
-    sender.hear(LINK, RevokeGrant(ID, 1), 0.2)
+    requested = sender.take_actions()
+    sender.handle_message(LINK, RevokeGrant(ID, 1), 0.2)
     unanswered = sender.take_actions()
     before = sender.take_finished()
     sender.handle_link_cut(LINK, "a write failed")
 
-    assert BreakLink(LINK, "a write failed: reset") in asked
-    assert not any(isinstance(action, SendDone) for action in asked)
+    assert BreakLink(LINK, "a write failed: reset") in requested
+    assert not any(isinstance(action, SendDone) for action in requested)
     assert (unanswered, before) == ([], ())
     assert sender.take_finished() == (ID,)
 
 
 def test_a_write_that_does_not_end_costs_the_pair() -> None:
     sender = pushing()
-    sender.hear(LINK, Renew((ID,), 100), 2.0)
+    sender.handle_message(LINK, Renew((ID,), 100), 2.0)
     sender.take_actions()
 
     sender.tick(15.0)
@@ -293,14 +293,14 @@ def test_a_decode_node_that_wants_blocks_before_the_first_sent_is_refused() -> N
     sender = linked()
     sender.send(Send(ID, 4, ids(1)), 0.0)
 
-    sender.hear(LINK, grant(7, first=2), 0.1)
+    sender.handle_message(LINK, grant(7, first=2), 0.1)
 
     assert said(sender) == [Failed(ID, "granted blocks that were never computed")]
 
 
 def test_a_decode_node_that_wants_more_than_was_computed_is_refused() -> None:
     sender = pushing()
-    sender.hear(LINK, grant(7, 8, 9, ticket=2, handoff_id=HandoffId("s", 0)), 0.0)
+    sender.handle_message(LINK, grant(7, 8, 9, ticket=2, handoff_id=HandoffId("s", 0)), 0.0)
     sender.send(Send(HandoffId("s", 0), 0, ids(3)), 0.0)
     sender.written(LINK, 2, 0.1)
 
@@ -326,7 +326,7 @@ def in_pass(*targets: int, coming: tuple[int, ...], num_sent: int = 0) -> Sender
     if num_sent:
         sender.send(Send(ID, 0, ids(*range(num_sent))), now=0.0)
     sender.send_layers(SendLayers(ID, num_sent, ids(*coming)), now=0.0)
-    sender.hear(LINK, grant(*targets), now=0.0)
+    sender.handle_message(LINK, grant(*targets), now=0.0)
     return sender
 
 
@@ -334,7 +334,7 @@ def parts(sender: Sender) -> list[tuple[tuple[BlockId, ...], LayerRange | None]]
     return [(write.targets, write.layers) for write in posts(sender)]
 
 
-def test_a_layer_leaves_when_it_has_ended_and_not_before() -> None:
+def test_a_layer_is_sent_after_it_has_been_computed() -> None:
     sender = in_pass(10, 11, coming=(5, 6))
 
     before = parts(sender)
@@ -348,7 +348,7 @@ def test_a_layer_leaves_when_it_has_ended_and_not_before() -> None:
     ]
 
 
-def test_what_a_pass_left_unsent_follows_with_the_send_and_nothing_goes_twice() -> None:
+def test_layers_unsent_by_a_pass_follow_with_the_send_and_none_is_sent_twice() -> None:
     sender = in_pass(10, 11, 12, coming=(5, 6))
     sender.layer_done(3, now=0.0)
     parts(sender)
@@ -358,7 +358,7 @@ def test_what_a_pass_left_unsent_follows_with_the_send_and_nothing_goes_twice() 
     assert parts(sender) == [(ids(10, 11), LayerRange(3, 4, 4)), (ids(12), None)]
 
 
-def test_blocks_whose_layers_have_all_left_need_no_more_writes_to_be_announced() -> None:
+def test_blocks_whose_layers_are_all_sent_are_announced_without_more_writes() -> None:
     sender = in_pass(10, 11, coming=(5, 6))
     sender.layer_done(4, now=0.0)
     written = posts(sender)[0]
@@ -378,7 +378,7 @@ def test_layers_of_what_decode_has_already_stay_here() -> None:
     sender = Sender(BLOCK_BYTES, CONFIG, num_layers=4)
     sender.link_up(LINK)
     sender.send_layers(SendLayers(ID, 0, ids(5, 6, 7)), now=0.0)
-    sender.hear(LINK, grant(11, 12, first=1), now=0.0)
+    sender.handle_message(LINK, grant(11, 12, first=1), now=0.0)
 
     sender.layer_done(1, now=0.0)
 
@@ -389,7 +389,7 @@ def test_no_layer_leaves_without_a_live_lease_or_after_a_revoke() -> None:
     late, revoked = in_pass(10, coming=(5,)), in_pass(10, coming=(5,))
 
     late.layer_done(1, now=3.0)
-    revoked.hear(LINK, RevokeGrant(ID, 1), now=0.0)
+    revoked.handle_message(LINK, RevokeGrant(ID, 1), now=0.0)
     revoked.layer_done(1, now=0.0)
 
     assert parts(late) == parts(revoked) == []
@@ -432,7 +432,7 @@ def test_blocks_count_as_written_only_with_all_their_layers_and_all_before_them(
     assert said(sender) == [Writing(ID, num_written=0), Writing(ID, num_written=1)]
 
 
-def test_decode_is_told_once_of_what_landed_while_the_prefill_goes_on() -> None:
+def test_decode_learns_once_of_blocks_that_landed_during_the_prefill() -> None:
     """Decode can process those blocks while the next are computed or in flight."""
     sender = pushing()
 
@@ -460,7 +460,7 @@ def test_decode_is_woken_when_the_last_of_it_is_under_way() -> None:
 
 def test_of_what_landed_at_once_nothing_is_said_but_that_it_is_done() -> None:
     sender = linked()
-    sender.hear(LINK, grant(7), 0.0)
+    sender.handle_message(LINK, grant(7), 0.0)
     sender.send(Send(ID, 0, ids(1)), 0.0)
     sender.complete(complete(), 0.0)
 
@@ -475,7 +475,7 @@ def test_layers_wait_for_blocks_before_them_that_found_no_room_in_flight() -> No
     sender.link_up(LINK)
     sender.send(Send(ID, 0, ids(1, 2)), now=0.0)
     sender.send_layers(SendLayers(ID, 2, ids(3)), now=0.0)
-    sender.hear(LINK, grant(7, 8, 9), now=0.0)
+    sender.handle_message(LINK, grant(7, 8, 9), now=0.0)
     first = posts(sender)[0]
 
     sender.layer_done(1, now=0.0)

@@ -32,7 +32,7 @@ def test_the_transport_of_writes_to_another_process_is_found() -> None:
     )
 
 
-def test_two_devices_at_once_are_told_as_ucx_tells_them() -> None:
+def test_two_devices_are_reported_as_ucx_names_them() -> None:
     chosen = find_write_transport(TCP, 32768)
 
     assert chosen is not None

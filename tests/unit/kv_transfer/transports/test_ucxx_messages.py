@@ -116,7 +116,7 @@ def test_layers_travel_together_and_large_blocks_by_themselves_without_a_copy() 
     assert (channel.d[list(targets)] == channel.p[list(sources)]).all()
 
 
-def test_decode_is_told_which_blocks_are_whole_while_others_are_to_come() -> None:
+def test_decode_learns_which_blocks_are_complete_while_others_are_pending() -> None:
     channel = Channel(8, 1 << 20)
     sources, targets = scattered(4, of=8)
     channel.receives.expect(TICKET, targets)
@@ -192,7 +192,7 @@ def test_decode_takes_no_more_parcels_at_a_time_than_it_has_slots_for() -> None:
     assert channel.ucxx.num_probed == ucxx_receives.MAX_SLOTS
 
 
-def test_a_parcel_that_lands_after_its_ticket_was_cancelled_comes_into_no_block() -> None:
+def test_a_parcel_that_lands_after_its_ticket_was_cancelled_writes_no_block() -> None:
     channel = Channel(16, 4096)
     channel.receives.expect(TICKET, ids(3, 5, 9))
     channel.sends.post(whole_write(ids(0, 2, 4), ids(3, 5, 9)))
@@ -248,7 +248,7 @@ kept: list[Any] = []  # as memory of a peer is
         (0, 1, LayerRange(0, 1, 1), 0),
     ],
 )
-def test_a_parcel_that_is_not_what_its_header_says_breaks_the_path_and_writes_nothing(
+def test_a_parcel_that_contradicts_its_header_breaks_the_path_and_writes_nothing(
     first: int, num: int, layers: LayerRange, num_bytes: int
 ) -> None:
     channel = Channel(16, 4096)

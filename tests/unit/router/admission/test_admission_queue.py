@@ -29,7 +29,7 @@ def test_requests_go_ahead_while_there_is_room_then_wait_then_are_refused() -> N
         line.join("d", 0)
 
 
-def test_the_line_keeps_the_order_of_arrival() -> None:
+def test_the_queue_keeps_the_order_of_arrival() -> None:
     line = a_line()
     for key in "abc":
         line.join(key, 0)
@@ -72,7 +72,7 @@ def test_many_that_give_up_leave_no_trace() -> None:
     assert line.leave("a", 1.0) is None
 
 
-def test_the_time_to_wait_follows_the_pace_of_ends_and_the_length_of_the_line() -> None:
+def test_the_retry_delay_follows_the_completion_rate_and_the_queue_length() -> None:
     line = a_line(max_queue=10)
     for number in range(100):
         line.join(f"x{number}", 0)
@@ -147,7 +147,7 @@ def test_a_lower_limit_evicts_nothing_and_admits_nothing_until_there_is_room() -
     assert [line.leave(key, 1.0) for key in "abc"] == [None, None, "d"]
 
 
-def test_without_decode_nodes_the_line_stays_as_it_was() -> None:
+def test_without_decode_nodes_the_queue_is_unchanged() -> None:
     line = an_open_line()
     line.resize(1)
 

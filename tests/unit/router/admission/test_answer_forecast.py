@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.admission.answer_forecast import AnswerForecast
+from router.admission.forecasts import AnswerForecast
 
 
 def after(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.admission.wait_forecast import FirstTokenForecast
+from router.admission.forecasts import FirstTokenForecast
 
 
 def steady(interval_s: float, num: int = 200) -> tuple[FirstTokenForecast, float]:
@@ -44,7 +44,7 @@ def test_idle_time_does_not_count_as_slowness() -> None:
     assert forecast.wait_s(0) == pytest.approx(1.0)
 
 
-def test_with_nobody_ahead_nobody_is_told_to_wait() -> None:
+def test_with_an_empty_queue_no_wait_is_forecast() -> None:
     """Otherwise one slow answer would cause all requests to be refused, with no new measurement."""
     forecast = FirstTokenForecast()
     forecast.note_arrival(0, 0.0)

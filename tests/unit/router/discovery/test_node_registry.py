@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.node_status import NodeRates, NodeStatus, Snapshot, rates_between, statuses_from
+from baton.client.node_status import NodeRates, NodeStatus, Snapshot, rates_between, statuses_from
 from router.cluster_servicer import report_to
 from router.discovery.node_registry import NodeAvailability, roster
 from router.discovery.sources import Member
@@ -65,7 +65,7 @@ def test_each_reason_to_get_no_requests_is_a_state_of_its_own() -> None:
     }
 
 
-def test_what_a_node_told_reaches_the_one_who_asks() -> None:
+def test_reported_node_status_reaches_the_caller() -> None:
     table = a_table(Member(DECODE, "up"), Member(PREFILL, "away"))
     table.note_load("up", NodeLoad(1, 2, 3, totals=NodeTotals(40, 10, 7)))
     [node] = table.nodes

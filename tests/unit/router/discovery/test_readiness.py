@@ -12,19 +12,19 @@ PREFILL, DECODE = a_node(NodeRole.PREFILL), a_node(NodeRole.DECODE)
 
 def test_it_begins_with_both_roles_and_goes_on_with_decode_alone() -> None:
     table, readiness = NodeTable(), Readiness(wants_prefill=True, now=0.0)
-    told = [readiness.is_ready(table, 1.0)]
+    reported = [readiness.is_ready(table, 1.0)]
     table.join(DECODE.address, DECODE.card)
-    told.append(readiness.is_ready(table, 2.0))
+    reported.append(readiness.is_ready(table, 2.0))
     table.join(PREFILL.address, PREFILL.card)
-    told.append(readiness.is_ready(table, 3.0))
+    reported.append(readiness.is_ready(table, 3.0))
     table.lose(PREFILL.address)
-    told.append(readiness.is_ready(table, 4.0))
+    reported.append(readiness.is_ready(table, 4.0))
     table.lose(DECODE.address)
-    told.append(readiness.is_ready(table, 5.0))
+    reported.append(readiness.is_ready(table, 5.0))
     table.join(DECODE.address, DECODE.card)
-    told.append(readiness.is_ready(table, 6.0))
+    reported.append(readiness.is_ready(table, 6.0))
 
-    assert told == [False, False, True, True, False, True]
+    assert reported == [False, False, True, True, False, True]
 
 
 def test_prefill_nodes_that_stay_away_are_not_waited_for_for_ever() -> None:

@@ -33,20 +33,20 @@ class Resolver:
 
 
 async def told_of(*answers: frozenset[str] | None) -> list[frozenset[str]]:
-    resolver, told = Resolver(*answers), []
+    resolver, reported = Resolver(*answers), []
 
     async def note(source: NodeSource, found: frozenset[str]) -> None:
         assert source == NAME
-        told.append(found)
+        reported.append(found)
 
     following = asyncio.ensure_future(follow(NAME, resolver.find, 0.0, note))
     await resolver.is_spent.wait()
     following.cancel()
-    return told
+    return reported
 
 
 @pytest.mark.parametrize(
-    ("answers", "told"),
+    ("answers", "reported"),
     [
         ((ONE, TWO, ONE), [ONE, TWO, ONE]),
         ((ONE, ONE, ONE), [ONE]),
@@ -56,10 +56,10 @@ async def told_of(*answers: frozenset[str] | None) -> list[frozenset[str]]:
         ((ONE, frozenset(), ONE), [ONE, frozenset(), ONE]),
     ],
 )
-def test_changes_are_told_and_failures_are_not(
-    answers: tuple[frozenset[str] | None, ...], told: list[frozenset[str]]
+def test_changes_are_reported_and_failures_are_not(
+    answers: tuple[frozenset[str] | None, ...], reported: list[frozenset[str]]
 ) -> None:
-    assert asyncio.run(asyncio.wait_for(told_of(*answers), PATIENCE_S)) == told
+    assert asyncio.run(asyncio.wait_for(told_of(*answers), PATIENCE_S)) == reported
 
 
 def test_a_failure_is_logged_once_until_it_is_over(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,13 +7,20 @@ from typing import cast
 
 import pytest
 
+from engine.sampling import SamplingParams
 from engine.structured_output.compiler import GrammarCompiler
 from engine.structured_output.llguidance_backend import Checked
 from engine.structured_output.params import StructuredOutputs
 from errors import InvalidRequest
+from router.context import RequestContext
 from router.input_processing.form_checks import ThreadedFormChecks
+from router.input_processing.input_processor import InputProcessor
+from router.input_processing.large_texts import LargeTextConfig
+from router.input_processing.tokenization import NoTokenizer
+from router.values import GenerateCall, TokenPrompt
 from rpc.errors import QueueFull
 from tests.support.grammars import BAD, GOOD, PATIENCE_S, SLOW, HeldLibrary
+from tests.support.node_calls import a_table
 
 
 def compiler_of(library: HeldLibrary) -> GrammarCompiler[Checked]:
@@ -23,9 +30,13 @@ def compiler_of(library: HeldLibrary) -> GrammarCompiler[Checked]:
 def test_without_a_form_there_is_nothing_to_look_at() -> None:
     library = HeldLibrary()
     with compiler_of(library) as compiler:
-        asyncio.run(ThreadedFormChecks(compiler).check(None))
+        checks = ThreadedFormChecks(compiler)
+        inputs = InputProcessor(a_table(), NoTokenizer(), checks, LargeTextConfig())
+        for form in (None, GOOD):
+            call = GenerateCall("a", TokenPrompt((1,)), SamplingParams(structured_outputs=form))
+            asyncio.run(inputs.process(call, RequestContext(0.0)))
 
-    assert library.compiled == []
+    assert library.compiled == [GOOD]
 
 
 def test_the_loop_and_other_forms_go_on_while_one_is_looked_at() -> None:
@@ -100,7 +111,7 @@ def test_when_too_much_waits_a_small_one_may_still_come() -> None:
         asyncio.run(look(ThreadedFormChecks(compiler, max_waiting_characters=10)))
 
 
-def test_what_is_told_after_the_loop_has_closed_troubles_no_thread() -> None:
+def test_a_grammar_compiled_after_the_loop_has_closed_raises_in_no_thread() -> None:
     library = HeldLibrary()
 
     async def leave(checks: ThreadedFormChecks) -> None:

@@ -23,10 +23,10 @@ def spell(token_id: int) -> TokenText:
     return TokenText(f"<{token_id}>", bytes([token_id]))
 
 
-def test_the_chosen_token_is_told_beside_the_likeliest() -> None:
-    told = completion_logprobs((3,), (CHOSEN_LAST,), 2, spell, 10)
+def test_logprobs_have_the_chosen_token_and_the_likeliest() -> None:
+    reported = completion_logprobs((3,), (CHOSEN_LAST,), 2, spell, 10)
 
-    assert told == {
+    assert reported == {
         "text_offset": [10],
         "token_logprobs": [-2.5],
         "tokens": ["<3>"],
@@ -35,17 +35,17 @@ def test_the_chosen_token_is_told_beside_the_likeliest() -> None:
 
 
 def test_the_first_token_of_a_prompt_has_none() -> None:
-    told = completion_logprobs((7, 3), (None, CHOSEN_LAST), 1, spell, 0)
+    reported = completion_logprobs((7, 3), (None, CHOSEN_LAST), 1, spell, 0)
 
-    assert told["token_logprobs"] == [None, -2.5]
-    assert told["top_logprobs"][0] is None
-    assert told["text_offset"] == [0, 3]
+    assert reported["token_logprobs"] == [None, -2.5]
+    assert reported["top_logprobs"][0] is None
+    assert reported["text_offset"] == [0, 3]
 
 
-def test_a_chat_tells_bytes_and_only_as_many_as_were_asked_for() -> None:
-    [told] = chat_logprobs((CHOSEN_LAST,), 1, spell)["content"]
+def test_chat_logprobs_have_bytes_and_the_requested_number_of_tokens() -> None:
+    [reported] = chat_logprobs((CHOSEN_LAST,), 1, spell)["content"]
 
-    assert told == {
+    assert reported == {
         "token": "<3>",
         "logprob": -2.5,
         "bytes": [3],
@@ -54,19 +54,19 @@ def test_a_chat_tells_bytes_and_only_as_many_as_were_asked_for() -> None:
 
 
 def test_a_prompts_logprobs_are_by_id_with_ranks() -> None:
-    told = prompt_logprobs((None, CHOSEN_LAST), 1, spell)
+    reported = prompt_logprobs((None, CHOSEN_LAST), 1, spell)
 
-    assert isinstance(told, list)
-    assert told[0] is None
-    assert told[1] == {
+    assert isinstance(reported, list)
+    assert reported[0] is None
+    assert reported[1] == {
         "1": {"logprob": -0.5, "rank": 1, "decoded_token": "<1>"},
         "3": {"logprob": -2.5, "rank": 3, "decoded_token": "<3>"},
     }
 
 
 def test_all_of_it_is_json() -> None:
-    told = [chat_logprobs((CHOSEN_LAST,), 2, spell), prompt_logprobs((CHOSEN_LAST,), 2, spell)]
-    json.dumps(told, allow_nan=False)
+    reported = [chat_logprobs((CHOSEN_LAST,), 2, spell), prompt_logprobs((CHOSEN_LAST,), 2, spell)]
+    json.dumps(reported, allow_nan=False)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def read(
         ("deepseek_r1", "why </thin", Delta("", "why </thin")),
     ],
 )
-def test_reasoning_is_told_apart(parser: str, text: str, expected: Delta) -> None:
+def test_reasoning_is_separated_from_the_answer(parser: str, text: str, expected: Delta) -> None:
     assert read(Parsing(reasoning=parser), text) == expected
 
 
@@ -84,29 +84,29 @@ def test_llama_calls_are_read(text: str, expected: Delta) -> None:
 def test_a_closing_mark_in_a_json_string_does_not_end_a_call() -> None:
     call = ToolCall("f", '{"x": "a</tool_call>\\"</tool_call>"}')
 
-    told = read(Parsing(tools="hermes"), f"<tool_call>{MARKED}</tool_call>{CALLED}")
+    reported = read(Parsing(tools="hermes"), f"<tool_call>{MARKED}</tool_call>{CALLED}")
 
-    assert told == Delta(calls=(call, ToolCall("f", '{"x": "ü"}')))
+    assert reported == Delta(calls=(call, ToolCall("f", '{"x": "ü"}')))
 
 
 def test_a_string_without_an_end_does_not_hide_the_calls_behind_it() -> None:
     broken = '<tool_call>{"name: f}</tool_call>'
 
-    told = read(Parsing(tools="hermes"), broken + CALLED)
+    reported = read(Parsing(tools="hermes"), broken + CALLED)
 
-    assert told == Delta(broken, calls=(ToolCall("f", '{"x": "ü"}'),))
+    assert reported == Delta(broken, calls=(ToolCall("f", '{"x": "ü"}'),))
 
 
 def test_whitespace_next_to_calls_is_no_content() -> None:
-    told = read(Parsing("hermes", "qwen3"), f"<think>why</think>\n\n{CALLED}\n\n{CALLED}\n")
+    reported = read(Parsing("hermes", "qwen3"), f"<think>why</think>\n\n{CALLED}\n\n{CALLED}\n")
 
-    assert told == Delta("", "why", (ToolCall("f", '{"x": "ü"}'),) * 2)
+    assert reported == Delta("", "why", (ToolCall("f", '{"x": "ü"}'),) * 2)
 
 
 def test_a_last_call_may_lack_its_closing_mark() -> None:
-    told = read(Parsing(tools="hermes"), CALLED.removesuffix("</tool_call>"))
+    reported = read(Parsing(tools="hermes"), CALLED.removesuffix("</tool_call>"))
 
-    assert told == Delta(calls=(ToolCall("f", '{"x": "ü"}'),))
+    assert reported == Delta(calls=(ToolCall("f", '{"x": "ü"}'),))
 
 
 @pytest.mark.parametrize(
@@ -138,10 +138,10 @@ def test_a_call_that_is_cut_off_takes_none_before_it_along(
 def test_text_may_stand_before_the_python_tag(before: str, expected: str | None) -> None:
     text = before + '<|python_tag|>{"name": "f", "parameters": {}}'
 
-    told = read(Parsing(tools="llama3_json"), text)
+    reported = read(Parsing(tools="llama3_json"), text)
 
     content = before.rstrip() if expected is None else expected
-    assert told == Delta(content, calls=(ToolCall("f", "{}"),))
+    assert reported == Delta(content, calls=(ToolCall("f", "{}"),))
 
 
 def test_a_python_tag_before_anything_else_is_content() -> None:
@@ -150,12 +150,12 @@ def test_a_python_tag_before_anything_else_is_content() -> None:
 
 
 def test_calls_may_follow_reasoning() -> None:
-    told = read(Parsing("hermes", "qwen3"), f"<think>{CALLED}</think>{CALLED}")
+    reported = read(Parsing("hermes", "qwen3"), f"<think>{CALLED}</think>{CALLED}")
 
-    assert told == Delta("", CALLED, (ToolCall("f", '{"x": "ü"}'),))
+    assert reported == Delta("", CALLED, (ToolCall("f", '{"x": "ü"}'),))
 
 
-def test_text_that_holds_nothing_is_told_at_once() -> None:
+def test_text_without_a_possible_tag_is_returned_at_once() -> None:
     reader = Parsing("hermes", "qwen3").reader(with_tools=True)
     assert [reader.push(piece).content for piece in ("a", " b", " <too", "th")] == [
         *("a", " b", "", " <tooth")

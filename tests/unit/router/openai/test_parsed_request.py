@@ -11,7 +11,7 @@ import pytest
 from engine.sampling import NO_SAMPLING_DEFAULTS, SamplingDefaults, SamplingParams
 from engine.structured_output.params import StructuredOutputs
 from errors import InvalidRequest
-from router.input_processing.logprob_limits import MAX_LOGPROBS_PER_REQUEST
+from router.input_processing.limits import MAX_LOGPROBS_PER_REQUEST
 from router.openai.request.bodies import json_object
 from router.openai.request.parsed_request import (
     ModelContext,
@@ -99,13 +99,13 @@ def test_what_is_left_out_or_null_is_as_the_models_makers_advise() -> None:
 
 
 def test_each_prompt_has_its_answers_in_a_row_with_ids_and_seeds_of_their_own() -> None:
-    asked = completion(prompt=["a", "b"], n=2, seed=2**64 - 1)
+    requested = completion(prompt=["a", "b"], n=2, seed=2**64 - 1)
 
-    prompts = [call.prompt for call in asked.calls]
+    prompts = [call.prompt for call in requested.calls]
     assert prompts == [TextPrompt("a"), TextPrompt("a"), TextPrompt("b"), TextPrompt("b")]
-    assert [call.request_id for call in asked.calls] == ["id-0", "id-1", "id-2", "id-3"]
-    assert [call.sampling.seed for call in asked.calls] == [2**64 - 1, 0, 2**64 - 1, 0]
-    assert asked.num_each == 2
+    assert [call.request_id for call in requested.calls] == ["id-0", "id-1", "id-2", "id-3"]
+    assert [call.sampling.seed for call in requested.calls] == [2**64 - 1, 0, 2**64 - 1, 0]
+    assert requested.num_each == 2
 
 
 @pytest.mark.parametrize(
@@ -154,8 +154,8 @@ def test_messages_reach_the_template_with_all_their_fields() -> None:
         add_generation_prompt=False,
     )
 
-    asked, called, answered = prompt.messages
-    assert (asked.content, asked.others) == ("a\nb", {"name": "Ann"})
+    requested, called, answered = prompt.messages
+    assert (requested.content, requested.others) == ("a\nb", {"name": "Ann"})
     read = {**call, "function": {"name": "f", "arguments": {"x": 1}}}
     assert (called.content, called.others) == ("", {"tool_calls": [read]})
     assert answered.others == {"tool_call_id": "1"}
@@ -179,8 +179,8 @@ def test_marks_of_calls_and_reasoning_are_shown_where_they_are_read() -> None:
     advice = replace(ADVICE, parsing=Parsing("llama3_json", "qwen3"))
 
     def shown(**fields: Any) -> tuple[str, ...]:
-        asked = chat_completion_from({"messages": [USER], **fields}, "id", advice)
-        return asked.calls[0].shown_tokens
+        requested = chat_completion_from({"messages": [USER], **fields}, "id", advice)
+        return requested.calls[0].shown_tokens
 
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert shown(tools=tools) == ("<|python_tag|>", "<think>", "</think>")
@@ -188,18 +188,18 @@ def test_marks_of_calls_and_reasoning_are_shown_where_they_are_read() -> None:
     assert shown(tools=tools, tool_choice="required") == ()
 
 
-def test_chat_logprobs_count_those_beside_the_chosen_one() -> None:
+def test_chat_top_logprobs_exclude_the_chosen_token() -> None:
     assert chat().calls[0].sampling.logprobs is None
     assert chat(logprobs=True).calls[0].sampling.logprobs == 0
     assert chat(logprobs=True, top_logprobs=4).calls[0].sampling.logprobs == 4
 
 
 def test_an_echo_needs_the_prompts_logprobs_and_may_be_all_that_is_wanted() -> None:
-    asked = completion(echo=True, logprobs=2, max_tokens=0)
+    requested = completion(echo=True, logprobs=2, max_tokens=0)
 
-    assert asked.calls[0].sampling.prompt_logprobs == 2
-    assert asked.calls[0].sampling.max_tokens == 1
-    assert not asked.options.with_answer
+    assert requested.calls[0].sampling.prompt_logprobs == 2
+    assert requested.calls[0].sampling.max_tokens == 1
+    assert not requested.options.with_answer
 
 
 @pytest.mark.parametrize(
@@ -327,9 +327,9 @@ WRITTEN = json.dumps(SCHEMA, ensure_ascii=False)
 def test_a_form_is_read_by_all_its_names(
     fields: dict[str, Any], form: StructuredOutputs | None
 ) -> None:
-    for asked in (chat(**fields), completion(**fields)):
-        assert asked.calls[0].sampling.structured_outputs == form
-        assert asked.options.has_form == (form is not None)
+    for requested in (chat(**fields), completion(**fields)):
+        assert requested.calls[0].sampling.structured_outputs == form
+        assert requested.options.has_form == (form is not None)
 
 
 @pytest.mark.parametrize(
@@ -398,12 +398,12 @@ def test_a_body_is_read_as_it_was_written() -> None:
 
 
 def test_the_best_of_several_is_sought_among_as_many_with_seeds_of_their_own() -> None:
-    asked = completion(prompt=["one", "two"], n=2, best_of=3, seed=4)
+    requested = completion(prompt=["one", "two"], n=2, best_of=3, seed=4)
 
-    assert (asked.num_each, asked.num_returned) == (3, 2)
-    assert [call.sampling.seed for call in asked.calls] == [4, 5, 6] * 2
-    assert {call.sampling.logprobs for call in asked.calls} == {0}
-    assert asked.options.num_logprobs is None
+    assert (requested.num_each, requested.num_returned) == (3, 2)
+    assert [call.sampling.seed for call in requested.calls] == [4, 5, 6] * 2
+    assert {call.sampling.logprobs for call in requested.calls} == {0}
+    assert requested.options.num_logprobs is None
 
 
 @pytest.mark.parametrize(
@@ -425,10 +425,10 @@ def test_a_best_of_that_cannot_be_is_refused(
 
 
 def test_a_best_of_as_many_as_are_told_may_be_streamed() -> None:
-    asked = completion(n=2, best_of=2, stream=True)
+    requested = completion(n=2, best_of=2, stream=True)
 
-    assert (asked.num_each, asked.num_returned) == (2, 2)
-    assert asked.calls[0].sampling.logprobs is None
+    assert (requested.num_each, requested.num_returned) == (2, 2)
+    assert requested.calls[0].sampling.logprobs is None
 
 
 def test_logprobs_of_a_whole_answer_are_bounded_over_all_choices() -> None:
@@ -436,8 +436,8 @@ def test_logprobs_of_a_whole_answer_are_bounded_over_all_choices() -> None:
     fields = {"prompt": [1], "n": 128, "logprobs": 5}
     advice = ModelContext(NO_SAMPLING_DEFAULTS, 100_000)
 
-    asked = completion_from({**fields, "max_tokens": most}, "id", advice)
-    assert len(asked.calls) == 128
+    requested = completion_from({**fields, "max_tokens": most}, "id", advice)
+    assert len(requested.calls) == 128
     with pytest.raises(InvalidRequest, match=f"can have {most} tokens") as refused:
         completion_from({**fields, "max_tokens": most + 1}, "id", advice)
     assert refused.value.field == "max_tokens"

@@ -48,13 +48,13 @@ def function(name: str, parameters: Any = None) -> dict[str, Any]:
 TOOLS = [function("tree", TREE), function("look", LOOK), function("now")]
 
 
-def asked(**fields: Any) -> ParsedRequest:
+def requested(**fields: Any) -> ParsedRequest:
     body = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, **fields}
     return chat_completion_from(body, "id", ADVICE)
 
 
 def form(**fields: Any) -> StructuredOutputs:
-    found = asked(**fields).calls[0].sampling.structured_outputs
+    found = requested(**fields).calls[0].sampling.structured_outputs
     assert found is not None
     return found
 
@@ -119,7 +119,7 @@ def test_forced_calls_have_the_form_of_their_parameters(
 
 
 def test_the_tools_are_shown_to_the_model_as_they_came() -> None:
-    [call] = asked(tool_choice="required").calls
+    [call] = requested(tool_choice="required").calls
     assert isinstance(call.prompt, ChatPrompt)
     assert call.prompt.variables == {"tools": TOOLS}
 
@@ -142,7 +142,7 @@ def test_calls_that_cannot_be_forced_are_refused_by_name(
     fields: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(InvalidRequest) as refusal:
-        asked(**{"tool_choice": "required", **fields})
+        requested(**{"tool_choice": "required", **fields})
 
     assert refusal.value.field == field
 
@@ -165,9 +165,9 @@ def test_calls_are_passed_on_while_they_are_written() -> None:
     reader = RequiredCallsParser()
     pieces = ["[{", '"name": "look", "argu', 'ments": {"at": "i', 't}"}}, ', '{"name": "now", ']
 
-    told = [reader.push(piece) for piece in [*pieces, '"arguments":{}}', "]"]]
+    reported = [reader.push(piece) for piece in [*pieces, '"arguments":{}}', "]"]]
 
-    assert [delta.calls for delta in told] == [
+    assert [delta.calls for delta in reported] == [
         *((), (), (ToolCall("look", '{"at": "i'),), (ToolCall(None, 't}"}'),), ()),
         *((ToolCall("now", "{}"),), ()),
     ]
@@ -177,18 +177,18 @@ def test_calls_are_passed_on_while_they_are_written() -> None:
 def test_the_arguments_of_a_named_function_are_the_answer() -> None:
     reader = NamedCallParser("look")
 
-    told = [reader.push(piece) for piece in ("", '{"at":', ' "it"}')]
+    reported = [reader.push(piece) for piece in ("", '{"at":', ' "it"}')]
 
-    assert [delta.calls for delta in told] == [
+    assert [delta.calls for delta in reported] == [
         (),
         (ToolCall("look", '{"at":'),),
         (ToolCall(None, ' "it"}'),),
     ]
 
 
-def test_of_calls_that_a_model_writes_the_first_alone_may_be_told() -> None:
+def test_with_parallel_tool_calls_false_only_the_first_call_is_returned() -> None:
     reader = FirstCallFilter(Parsing(tools="hermes").reader(with_tools=True))
 
-    told = [reader.push(f"<tool_call>{CALL}</tool_call>") for _ in range(2)]
+    reported = [reader.push(f"<tool_call>{CALL}</tool_call>") for _ in range(2)]
 
-    assert [len(delta.calls) for delta in told] == [1, 0]
+    assert [len(delta.calls) for delta in reported] == [1, 0]

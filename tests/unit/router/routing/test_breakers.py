@@ -23,7 +23,7 @@ def test_a_node_is_avoided_after_failures_in_a_row_and_no_other_one_is() -> None
     assert failed(2).avoided_addresses(0.0) == {NODE}
 
 
-def test_a_success_between_failures_begins_the_count_anew() -> None:
+def test_a_success_resets_the_count_of_failures() -> None:
     breakers = failed(1)
 
     breakers.note_success([NODE, OTHER])
@@ -41,7 +41,7 @@ def test_after_its_pause_one_request_probes_it_while_the_others_keep_away() -> N
     assert breakers.avoided_addresses(1.0) == {NODE}
 
 
-def test_a_probe_that_comes_through_takes_the_node_back() -> None:
+def test_a_successful_probe_reopens_the_node() -> None:
     breakers = failed(2)
     breakers.note_sent([NODE], 1.0)
 
@@ -50,7 +50,7 @@ def test_a_probe_that_comes_through_takes_the_node_back() -> None:
     assert breakers.avoided_addresses(1.0) == frozenset()
 
 
-def test_a_probe_of_which_nothing_is_heard_is_followed_by_another() -> None:
+def test_an_unanswered_probe_is_followed_by_another() -> None:
     breakers = failed(2)
 
     breakers.note_sent([NODE], 1.0)

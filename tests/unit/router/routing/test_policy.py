@@ -82,7 +82,7 @@ def test_equal_nodes_take_turns(policy: RoutingPolicy) -> None:
     assert chosen == ["d0", "d1", "d2"] * 2
 
 
-def test_what_was_sent_counts_before_a_node_tells_of_it_and_no_longer_than_it_lasts() -> None:
+def test_sent_requests_count_until_they_end() -> None:
     table = a_cluster(1, 2)
     routing = Routing(RoutingPolicy.LEAST_LOADED)
     first = choose(table, routing, ASK)
@@ -96,7 +96,7 @@ def test_what_was_sent_counts_before_a_node_tells_of_it_and_no_longer_than_it_la
     assert names_of(second.decode) == "d1"
 
 
-def test_a_request_that_ended_weighs_no_more_though_the_node_has_not_told_of_it() -> None:
+def test_an_ended_request_has_no_weight_before_the_node_reports_it() -> None:
     table = a_cluster(2, 1)
     first = choose(table, Routing(), ASK)
     assignment = Assignment(table, first)
@@ -227,7 +227,7 @@ def test_a_long_match_is_worth_more_than_the_blocks_evicted_for_the_rest() -> No
     assert chosen == {"p1"}
 
 
-def test_a_burst_of_one_prefix_stays_together_before_any_node_has_told_of_it() -> None:
+def test_a_burst_with_one_prefix_goes_to_one_node_before_the_node_reports_it() -> None:
     table = a_cluster(1, 3)
     first = choose(table, Routing(), RoutingRequest(PROMPT, 0))
     assignment = Assignment(table, first)
@@ -249,7 +249,7 @@ def test_a_prompt_that_was_given_up_is_expected_nowhere() -> None:
     assert second.decode != first.decode
 
 
-def test_few_missing_tokens_are_computed_on_decode_and_the_reason_is_told() -> None:
+def test_few_missing_tokens_are_computed_on_decode_and_the_reason_is_reported() -> None:
     table = a_cluster(1, 1)
     tell_prefix(table, "d0", PROMPT)
     routing = Routing(local_prefill_below=10)

@@ -33,7 +33,7 @@ def removed(*numbers: int) -> BlockRemoved:
     return BlockRemoved(tuple(name(number) for number in numbers))
 
 
-def test_a_new_watcher_is_told_all_there_is_and_then_only_what_changed() -> None:
+def test_a_new_watcher_receives_a_snapshot_and_then_changes() -> None:
     cached = CachedPrefixes()
     cached.take([stored(1, 2, 3)])
     watcher = PrefixWatcher(cached)
@@ -47,11 +47,11 @@ def test_a_new_watcher_is_told_all_there_is_and_then_only_what_changed() -> None
     assert third is None
 
 
-def test_an_empty_cache_is_told_too_so_that_what_was_known_before_is_forgotten() -> None:
+def test_an_empty_cache_is_reported_as_a_snapshot() -> None:
     assert PrefixWatcher(CachedPrefixes()).next() == PrefixChanges(1, True, frozenset())
 
 
-def test_changes_that_undo_each_other_are_not_told() -> None:
+def test_changes_that_cancel_out_are_not_reported() -> None:
     cached = CachedPrefixes()
     cached.take([stored(1)])
     watcher = PrefixWatcher(cached)
@@ -62,7 +62,7 @@ def test_changes_that_undo_each_other_are_not_told() -> None:
     assert watcher.next() is None
 
 
-def test_a_cleared_cache_is_told_as_a_whole() -> None:
+def test_a_cleared_cache_is_reported_as_a_snapshot() -> None:
     cached = CachedPrefixes()
     cached.take([stored(1, 2)])
     watcher = PrefixWatcher(cached)
@@ -98,11 +98,11 @@ def test_a_router_matches_leading_blocks_without_a_gap() -> None:
     prefixes.take("b", PrefixChanges(1, True, names(1, 2, 3, 4)))
     prefixes.take("c", PrefixChanges(1, True, names(2, 3)))
 
-    assert prefixes.match_reported([name(n) for n in (1, 2, 3, 4, 5)]) == {"a": 2, "b": 4}
-    assert prefixes.match_reported([]) == {}
+    assert prefixes.match([name(n) for n in (1, 2, 3, 4, 5)]).reported == {"a": 2, "b": 4}
+    assert prefixes.match([]).reported == {}
 
 
-def test_a_change_out_of_turn_is_a_gap_until_a_snapshot_comes() -> None:
+def test_a_missed_change_is_a_gap_until_the_next_snapshot() -> None:
     prefixes = NodePrefixes()
     prefixes.take("a", PrefixChanges(1, True, names(1)))
 
@@ -110,8 +110,8 @@ def test_a_change_out_of_turn_is_a_gap_until_a_snapshot_comes() -> None:
         prefixes.take("a", PrefixChanges(3, False, names(2)))
     prefixes.take("a", PrefixChanges(1, True, names(5)))
 
-    assert prefixes.match_reported([name(1)]) == {}
-    assert prefixes.match_reported([name(5)]) == {"a": 1}
+    assert prefixes.match([name(1)]).reported == {}
+    assert prefixes.match([name(5)]).reported == {"a": 1}
 
 
 def test_a_lost_node_has_nothing() -> None:
@@ -121,22 +121,22 @@ def test_a_lost_node_has_nothing() -> None:
 
     prefixes.drop("a")
 
-    assert prefixes.match_expected([name(1), name(2)]) == {}
+    assert prefixes.match([name(1), name(2)]).expected == {}
 
 
-def test_what_is_expected_is_likely_until_the_node_says_what_became_of_it() -> None:
+def test_an_expected_prefix_counts_as_likely_until_the_node_reports_it() -> None:
     prefixes = NodePrefixes()
     prefixes.take("a", PrefixChanges(1, True, names()))
     prefixes.expect("a", [name(1), name(2)])
-    before = dict(prefixes.match_expected([name(1), name(2)]))
+    before = dict(prefixes.match([name(1), name(2)]).expected)
 
     prefixes.take("a", PrefixChanges(2, False, names(1, 2)))
     prefixes.take("a", PrefixChanges(3, False, names(), names(2)))
 
     assert before == {"a": 2}
     assert (
-        prefixes.match_reported([name(1), name(2)])
-        == prefixes.match_expected([name(1), name(2)])
+        prefixes.match([name(1), name(2)]).reported
+        == prefixes.match([name(1), name(2)]).expected
         == {"a": 1}
     )
 
@@ -146,8 +146,8 @@ def test_expectations_do_not_pile_up() -> None:
 
     prefixes.expect("a", [name(number) for number in range(MAX_EXPECTED + 1)])
 
-    assert prefixes.match_expected([name(0)]) == {}
-    assert prefixes.match_expected([name(1)]) == {"a": 1}
+    assert prefixes.match([name(0)]).expected == {}
+    assert prefixes.match([name(1)]).expected == {"a": 1}
 
 
 def test_names_are_those_that_the_cache_gives() -> None:

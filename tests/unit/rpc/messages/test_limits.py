@@ -8,7 +8,7 @@ from engine.request import Output, RequestId
 from engine.sampling import MAX_LOGPROBS
 from errors import InvalidRequest
 from kv_transfer.types import TokenLogprobs
-from router.input_processing.logprob_limits import TOKEN_BYTES, TOP_BYTES, check_prompt_logprobs_fit
+from router.input_processing.limits import TOKEN_BYTES, TOP_BYTES, check_prompt_logprobs_fit
 from rpc.messages.conversion import output_to
 from rpc.messages.limits import MAX_MESSAGE_BYTES
 
@@ -19,8 +19,8 @@ NUM_TOKENS = 20
 @pytest.mark.parametrize("num_logprobs", [0, 1, 7, MAX_LOGPROBS])
 def test_no_message_is_larger_than_reckoned(num_logprobs: int) -> None:
     top = tuple((LARGEST_ID, -0.5) for _ in range(num_logprobs))
-    told = TokenLogprobs(LARGEST_ID, -0.5, LARGEST_ID, top)
-    output = Output(RequestId("r"), 0, (LARGEST_ID,), prompt_logprobs=(told,) * NUM_TOKENS)
+    reported = TokenLogprobs(LARGEST_ID, -0.5, LARGEST_ID, top)
+    output = Output(RequestId("r"), 0, (LARGEST_ID,), prompt_logprobs=(reported,) * NUM_TOKENS)
 
     num_bytes = output_to(output).ByteSize()
 

@@ -9,10 +9,19 @@ from typing import Any
 import pytest
 from google.protobuf.struct_pb2 import NULL_VALUE, ListValue, Struct, Value
 
-from baton.generation import Generation, request_from
+from baton.client.generation import Generation
+from baton.client.messages import request_from
 from baton.v1 import inference_pb2, kv_link_pb2, node_pb2, sampling_pb2
 from engine.kv_cache.block_hashes import PrefixNaming
-from engine.request import ClientId, EngineRequest, FinishReason, Output, ReceiveKv, RequestId
+from engine.request import (
+    ClientId,
+    EngineRequest,
+    Failure,
+    FinishReason,
+    Output,
+    ReceiveKv,
+    RequestId,
+)
 from engine.sampling import MAX_BANNED_SEQUENCES, SamplingDefaults, SamplingParams
 from engine.structured_output.params import StructuredOutputs
 from errors import InvalidRequest
@@ -202,7 +211,14 @@ def test_sampling_that_cannot_be_sent_is_refused_by_name(wrong: Any) -> None:
 @pytest.mark.parametrize("reason", [None, *FinishReason])
 def test_outputs_survive_the_wire(reason: FinishReason | None) -> None:
     output = Output(
-        RequestId("r#3"), 4, (7, 0), (LOGPROBS, LOGPROBS), (None, LOGPROBS), reason, 0, "why"
+        RequestId("r#3"),
+        4,
+        (7, 0),
+        (LOGPROBS, LOGPROBS),
+        (None, LOGPROBS),
+        reason,
+        0,
+        Failure("why"),
     )
 
     wire = output_to(output).SerializeToString()
@@ -286,7 +302,7 @@ def test_a_call_without_a_prompt_is_refused_by_name() -> None:
     ],
     ids=str,
 )
-def test_arguments_that_nobody_could_use_are_refused_by_name(value: Value) -> None:
+def test_unusable_arguments_are_refused_by_name(value: Value) -> None:
     with pytest.raises(InvalidRequest) as refused:
         sampling_from(sampling_pb2.SamplingParams(extra_args={"a": value}))
 

@@ -45,7 +45,7 @@ def test_without_any_file_everything_is_plain_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "reported"),
     [
         (lambda cert, key, ca: TlsConfig(cert=cert), "--tls-cert is given without --tls-key"),
         (lambda cert, key, ca: TlsConfig(key=key), "--tls-key is given without --tls-cert"),
@@ -60,15 +60,15 @@ def test_without_any_file_everything_is_plain_text() -> None:
     ],
 )
 def test_files_that_cannot_work_are_refused_by_the_option_that_names_them(
-    authority: Authority, make: Callable[[Path, Path, Path], TlsConfig], told: str
+    authority: Authority, make: Callable[[Path, Path, Path], TlsConfig], reported: str
 ) -> None:
     cert, key = authority.issue("node", "localhost")
 
-    with pytest.raises(InvalidConfig, match=told):
+    with pytest.raises(InvalidConfig, match=reported):
         make(cert, key, authority.ca)
 
 
-def test_an_encrypted_key_is_refused_and_nobody_is_asked_for_its_password(
+def test_an_encrypted_key_is_refused_without_a_password_prompt(
     authority: Authority, tmp_path: Path
 ) -> None:
     cert, key = authority.issue("node", "localhost")

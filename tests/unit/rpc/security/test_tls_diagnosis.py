@@ -30,13 +30,13 @@ def test_a_peer_that_is_gone_at_once_leaves_no_socket_open() -> None:
         thread = threading.Thread(target=resets, args=(server, NUM_TRIES))
         thread.start()
 
-        told = {
+        reported = {
             tls_trouble(f"127.0.0.1:{server.getsockname()[1]}", PLAIN) for _ in range(NUM_TRIES)
         }
 
         thread.join()
         gc.collect()
-    assert told == {None}
+    assert reported == {None}
     assert unraised == []
 
 

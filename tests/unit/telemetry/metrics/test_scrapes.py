@@ -50,16 +50,16 @@ def test_an_owner_with_time_is_asked_at_each_scrape() -> None:
     assert after == {RUNNING: 3, READINGS_AGE: 0.0}
 
 
-def test_what_was_read_last_is_told_with_its_age_while_the_owner_has_no_time() -> None:
+def test_the_last_reading_is_returned_with_its_age_while_the_owner_is_busy() -> None:
     owner = Owner()
     ask = OwnerThreadReader(owner.post, owner.read, longest_wait_s=0.0)
     ask()
     owner.is_busy, owner.num_running = True, 3
 
-    told = ask()
+    reported = ask()
 
-    assert told[RUNNING] == 0
-    age_s = told[READINGS_AGE]
+    assert reported[RUNNING] == 0
+    age_s = reported[READINGS_AGE]
     assert isinstance(age_s, float)
     assert age_s > 0
 
@@ -82,9 +82,9 @@ def test_an_answer_that_came_late_is_what_is_known_then() -> None:
     ask()
     owner.catch_up()
 
-    told = ask()
+    reported = ask()
 
-    assert told[RUNNING] == 3
+    assert reported[RUNNING] == 3
     assert len(owner.waiting) == 1
 
 

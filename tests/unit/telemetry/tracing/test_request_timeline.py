@@ -99,8 +99,8 @@ def test_what_a_request_is_suspected_of_is_an_event_of_its_span_and_is_counted()
     [generate] = [one for one in timeline.spans(to_unix_ns) if one.name == names.GENERATE]
     metrics.take(timeline)
 
-    told = [event.attributes for event in generate.events if event.name == names.JUDGED]
-    assert told == [
+    reported = [event.attributes for event in generate.events if event.name == names.JUDGED]
+    assert reported == [
         {names.VERDICT: "suspect", names.SERVER_ADDRESS: "h:2"},
         {names.VERDICT: "poison", names.SERVER_ADDRESS: "h:3"},
     ]

@@ -63,18 +63,18 @@ def test_the_folder_keeps_to_its_limit_and_the_newest_stay(tmp_path: Path) -> No
     big = "x" * 10_000
 
     for number in range(1, 301):
-        told = replace(a_span(number), status_message=big)
-        writers[number % 2].write([told])
+        reported = replace(a_span(number), status_message=big)
+        writers[number % 2].write([reported])
 
     size = sum(path.stat().st_size for path in tmp_path.iterdir())
-    kept = [told.span.span_id for told in read_spans(tmp_path)]
+    kept = [reported.span.span_id for reported in read_spans(tmp_path)]
     assert size <= MIB
     assert len(kept) > 50
     assert max(kept) == 300
     assert min(kept) > 100
 
 
-def test_a_file_that_another_process_deleted_is_begun_anew(tmp_path: Path) -> None:
+def test_a_file_deleted_by_another_process_is_created_again(tmp_path: Path) -> None:
     writer = TraceWriter(tmp_path, MIB, RESOURCE, "router")
     writer.write([a_span(1)])
     for path in tmp_path.iterdir():
@@ -82,7 +82,7 @@ def test_a_file_that_another_process_deleted_is_begun_anew(tmp_path: Path) -> No
 
     writer.write([a_span(2)])
 
-    assert [told.span.span_id for told in read_spans(tmp_path)] == [2]
+    assert [reported.span.span_id for reported in read_spans(tmp_path)] == [2]
 
 
 def test_lines_that_were_cut_off_do_not_hide_the_others(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_lines_that_were_cut_off_do_not_hide_the_others(tmp_path: Path) -> None:
     text = whole[: len(whole) // 2] + "\n" + whole + "{}\n" + whole.strip()
     (tmp_path / "router-1.otlp.jsonl").write_text(text)
 
-    assert [told.span.span_id for told in read_spans(tmp_path)] == [1, 1]
+    assert [reported.span.span_id for reported in read_spans(tmp_path)] == [1, 1]
 
 
 @pytest.mark.parametrize("line", ["", "[]", "{}", '{"resourceSpans": [{}]}', "null"])

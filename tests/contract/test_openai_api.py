@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -15,17 +16,17 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from baton.cli.health_check import ask
 from baton.client import AsyncClient, BatonError
-from baton.health import ask
 from engine.request import FinishReason
 from engine.sampling import SamplingParams
 from router.admission.admission_queue import AdmissionQueueConfig
 from router.answer import IncrementalDetokenizer
+from router.context import RequestContext
 from router.dispatch.node_rpcs import Leg
 from router.input_processing.tokenization import ModelText, NoTokenizer, TextBoundary
 from router.openai.body_receiving import MAX_BODY_BYTES, max_values
 from router.openai.response.output_parsers import Parsing
-from router.request_scope import new_request_context
 from router.routing.node_table import NodeTable
 from router.tracing import Tracing
 from router.values import DecodeSummary, GenerateCall, Prompt, TokenPrompt
@@ -85,10 +86,10 @@ def test_a_completion_has_the_tokens_the_ending_and_the_usage(text: TextBoundary
         )
 
         [choice] = answer.choices
-        told: Any = choice
-        assert (told.token_ids, told.prompt_token_ids) == (ANSWER, PROMPT)
+        reported: Any = choice
+        assert (reported.token_ids, reported.prompt_token_ids) == (ANSWER, PROMPT)
         assert choice.text == text.text(tuple(ANSWER))
-        assert (choice.finish_reason, told.stop_reason) == ("length", None)
+        assert (choice.finish_reason, reported.stop_reason) == ("length", None)
         assert answer.usage is not None
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 4)
         assert (answer.model, answer.object) == ("tiny", "text_completion")
@@ -111,7 +112,7 @@ def test_a_chat_without_max_tokens_gets_what_its_prompt_leaves_of_the_kv_caches(
 
         assert answer.usage is not None
         by_default, explicit = {
-            each.handoff_id.request_id: each.request.sampling.max_tokens for each in nodes.asked
+            each.handoff_id.request_id: each.request.sampling.max_tokens for each in nodes.received
         }.values()
         assert by_default == 160 - answer.usage.prompt_tokens
         assert explicit == 400  # never changed: nodes refuse it by name if it cannot fit
@@ -132,19 +133,19 @@ def test_a_stream_joined_is_the_whole_answer(text: TextBoundary) -> None:
         )
         chunks = [chunk async for chunk in stream]
 
-        *told, last = chunks
-        deltas = [chunk.choices[0].delta for chunk in told]
+        *reported, last = chunks
+        deltas = [chunk.choices[0].delta for chunk in reported]
         assert "".join(delta.content or "" for delta in deltas) == whole.choices[0].message.content
         assert [delta.role for delta in deltas if delta.role] == ["assistant"]
-        assert told[-1].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
+        assert reported[-1].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
         assert (last.choices, last.usage) == ([], whole.usage)
-        assert all(chunk.usage is None for chunk in told)
+        assert all(chunk.usage is None for chunk in reported)
         assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
 
     through_the_door(scene, text=text)
 
 
-def test_several_choices_are_told_apart_and_their_prompt_counts_once(text: TextBoundary) -> None:
+def test_several_choices_have_indices_and_their_prompt_counts_once(text: TextBoundary) -> None:
     async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
         ids = {"return_token_ids": True}
         several: dict[str, Any] = {"model": "tiny", "prompt": [PROMPT, [7]], "n": 2}
@@ -173,8 +174,8 @@ def test_each_choice_has_a_seed_of_its_own() -> None:
     async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
         await client.completions.create(model="tiny", prompt=PROMPT, max_tokens=2, n=3, seed=7)
 
-        decoded = [asked for asked in nodes.asked if asked.leg is Leg.DECODE]
-        assert sorted(asked.request.seed for asked in decoded) == [7, 8, 9]
+        decoded = [requested for requested in nodes.received if requested.leg is Leg.DECODE]
+        assert sorted(requested.request.seed for requested in decoded) == [7, 8, 9]
 
     through_the_door(scene, nodes)
 
@@ -202,13 +203,13 @@ def test_the_usage_so_far_comes_with_each_piece_for_those_who_want_it() -> None:
         stream = await client.completions.create(
             model="tiny", prompt=PROMPT, max_tokens=4, stream=True, stream_options=options
         )
-        told = [chunk.usage async for chunk in stream]
+        reported = [chunk.usage async for chunk in stream]
 
-        counts = [usage.completion_tokens for usage in told if usage is not None]
-        assert len(counts) == len(told)
+        counts = [usage.completion_tokens for usage in reported if usage is not None]
+        assert len(counts) == len(reported)
         assert counts == sorted(counts)
         assert counts[-1] == 4
-        assert {usage.prompt_tokens for usage in told if usage is not None} == {3}
+        assert {usage.prompt_tokens for usage in reported if usage is not None} == {3}
 
     through_the_door(scene)
 
@@ -275,7 +276,7 @@ def test_what_is_refused_is_a_typed_error_that_names_the_field(
     through_the_door(scene)
 
 
-def test_a_full_queue_tells_when_to_come_again() -> None:
+def test_a_full_queue_returns_a_retry_delay() -> None:
     nodes = FakeNodeCalls(is_endless=True)
 
     async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
@@ -397,7 +398,7 @@ def test_only_those_with_a_token_come_in() -> None:
     through_the_door(scene, tokens=AcceptedTokens(("sesame",)))
 
 
-def test_a_trace_goes_on_through_the_door_and_its_id_comes_back() -> None:
+def test_a_trace_continues_through_the_http_api_and_its_id_is_returned() -> None:
     tracer = TakingTracer()
     trace_id = "0af7651916cd43dd8448eb211c80319c"
     header = {"traceparent": f"00-{trace_id}-b7ad6b7169203331-01", "x-request-id": "mine"}
@@ -456,9 +457,9 @@ def test_paths_and_methods_that_are_not_served_are_answered_in_words(
     async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
         answer = await client._client.request(method, router.url + path)
 
-        told = answer.json()
+        reported = answer.json()
         assert answer.status_code == status
-        assert word in (told.get("error") or told)["message"]
+        assert word in (reported.get("error") or reported)["message"]
         assert ("POST" in answer.headers.get("allow", "")) == (status != 404)
 
     through_the_door(scene)
@@ -619,14 +620,14 @@ class ScriptedSpeller:
 
     def push(self, *token_ids: int) -> str:
         size = 3 * len(token_ids)
-        told, self._rest = self._rest[:size], self._rest[size:]
-        return told
+        reported, self._rest = self._rest[:size], self._rest[size:]
+        return reported
 
     def finish(self) -> str:
         return ""
 
 
-def test_reasoning_and_tool_calls_are_told_apart_whole_and_streamed() -> None:
+def test_reasoning_and_tool_calls_are_separated_whole_and_streamed() -> None:
     call = '<tool_call>{"name": "look", "arguments": {"for": "a fox"}}</tool_call>'
     script = f"<think>why not</think>I look.{call}{call}<end>"
     tools: Any = [{"type": "function", "function": {"name": "look"}}]
@@ -648,12 +649,12 @@ def test_reasoning_and_tool_calls_are_told_apart_whole_and_streamed() -> None:
         assert whole.finish_reason == "tool_calls"
 
         async with client.chat.completions.stream(**ask) as stream:
-            told: Any = (await stream.get_final_completion()).choices[0]
-        assert told.message.content == "I look."
-        assert [(one.function.name, one.function.arguments) for one in told.message.tool_calls] == [
-            (one.function.name, one.function.arguments) for one in message.tool_calls
-        ]
-        assert told.finish_reason == "tool_calls"
+            reported: Any = (await stream.get_final_completion()).choices[0]
+        assert reported.message.content == "I look."
+        assert [
+            (one.function.name, one.function.arguments) for one in reported.message.tool_calls
+        ] == [(one.function.name, one.function.arguments) for one in message.tool_calls]
+        assert reported.finish_reason == "tool_calls"
 
         without: Any = await client.chat.completions.create(**{**ask, "tool_choice": "none"})
         assert without.choices[0].message.content == f"I look.{call}{call}"
@@ -678,7 +679,7 @@ NAMED: Any = {"type": "function", "function": {"name": "look"}}
         ('{"for": "a fox"}', NAMED, ['{"for": "a fox"}'], "stop"),
     ],
 )
-def test_forced_calls_are_told_whole_and_streamed_as_the_client_expects(
+def test_forced_calls_are_returned_whole_and_as_a_stream(
     script: str, choice: Any, arguments: list[str], finish_reason: str
 ) -> None:
     ask: dict[str, Any] = {"model": "tiny", "messages": CHAT, "tools": LOOK, "tool_choice": choice}
@@ -691,10 +692,10 @@ def test_forced_calls_are_told_whole_and_streamed_as_the_client_expects(
         assert (whole.message.content, whole.finish_reason) == (None, finish_reason)
 
         async with client.chat.completions.stream(**ask) as stream:
-            told: Any = (await stream.get_final_completion()).choices[0]
-        assert [one.function.arguments for one in told.message.tool_calls] == arguments
-        assert len({one.id for one in told.message.tool_calls}) == len(arguments)
-        assert (told.message.content or "", told.finish_reason) == ("", finish_reason)
+            reported: Any = (await stream.get_final_completion()).choices[0]
+        assert [one.function.arguments for one in reported.message.tool_calls] == arguments
+        assert len({one.id for one in reported.message.tool_calls}) == len(arguments)
+        assert (reported.message.content or "", reported.finish_reason) == ("", finish_reason)
 
     nodes = FakeNodeCalls(ends_by=FinishReason.STOP)
     through_the_door(scene, nodes, text=Scripted(script), parsing=Parsing("hermes", "qwen3"))
@@ -712,7 +713,7 @@ def test_unfulfilled_options_are_reported_as_warnings() -> None:
 
         stream: Any = await client.chat.completions.create(**ask, stop="e", stream=True)
         warnings = [chunk.model_extra.get("warnings") async for chunk in stream]
-        assert [told for told in warnings if told] == [whole.warnings]
+        assert [reported for reported in warnings if reported] == [whole.warnings]
         assert warnings[-1] == whole.warnings
 
         plain: Any = await client.chat.completions.create(model="tiny", messages=CHAT, stop="e")
@@ -727,7 +728,7 @@ def test_grpc_and_http_share_one_admission_queue() -> None:
 
     async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
         by_grpc = GenerateCall("other", TokenPrompt((3,)), SamplingParams(max_tokens=2))
-        parts = router.pipeline.generate(by_grpc, new_request_context())
+        parts = router.pipeline.generate(by_grpc, RequestContext(time.monotonic()))
         await anext(parts)
         with pytest.raises(openai.RateLimitError):
             await client.completions.create(model="tiny", prompt=PROMPT)

@@ -129,8 +129,8 @@ def test_many_that_leave_at_once_while_others_stay(
         async with AsyncClient(cluster.address) as client:
             leaving = [asyncio.ensure_future(stream_answer(client, ask)) for ask in go]
             staying = [asyncio.ensure_future(stream_answer(client, ask)) for ask in stay]
-            for number, told in enumerate(asyncio.as_completed(staying)):
-                await told
+            for number, reported in enumerate(asyncio.as_completed(staying)):
+                await reported
                 for asking in leaving[3 * number : 3 * number + 3]:
                     asking.cancel()
             await asyncio.gather(*leaving, return_exceptions=True)

@@ -87,6 +87,6 @@ def test_a_request_that_leaves_the_queue_frees_its_place_and_reaches_no_node(lea
 
         assert full.value.reason == "QUEUE_FULL"
         assert len(answer.token_ids) == 6
-        assert {asked.request.prompt_token_ids for asked in nodes.asked} == {FIRST, NEXT}
+        assert {requested.request.prompt_token_ids for requested in nodes.received} == {FIRST, NEXT}
 
     asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))

@@ -24,19 +24,19 @@ class Ledger:
     """Counts of the client."""
 
     requests: Counter[str] = field(default_factory=Counter)
-    asked: Counter[str] = field(default_factory=Counter)
+    requested: Counter[str] = field(default_factory=Counter)
     given: Counter[str] = field(default_factory=Counter)
     refusals: Counter[str] = field(default_factory=Counter)
     num_kv_bytes: int = 0
 
     def note(self, outcome: str, num_given: int) -> None:
         self.requests[outcome] += 1
-        self.asked[outcome] += len(PROMPT)
+        self.requested[outcome] += len(PROMPT)
         self.given[outcome] += num_given
 
     def note_whole(self, finish: Finish) -> None:
         self.requests["ok"] += 1
-        self.asked["ok"] += finish.num_prompt_tokens
+        self.requested["ok"] += finish.num_prompt_tokens
         self.given["ok"] += finish.num_completion_tokens
         self.num_kv_bytes += finish.served.kv_bytes
 
@@ -71,7 +71,7 @@ def test_the_router_and_the_client_agree_however_requests_end(cluster: LocalClus
     )
 
     assert by_outcome(router, "baton_requests_total") == ledger.requests
-    assert by_outcome(router, "baton_tokens_total", kind="input") == ledger.asked
+    assert by_outcome(router, "baton_tokens_total", kind="input") == ledger.requested
     assert by_outcome(router, "baton_tokens_total", kind="output") == ledger.given
     assert router.by_label("baton_refusals_total", "reason") == ledger.refusals
     assert router.total("baton_request_kv_bytes_total") == ledger.num_kv_bytes
@@ -131,8 +131,8 @@ def assert_bytes_moved(cluster: LocalCluster, num_bytes: int) -> None:
     for node in (*cluster.prefills, *cluster.decodes):
         await_load(node.address, lambda load: not is_busy(load))
     for nodes in (cluster.prefills, cluster.decodes):
-        told = sum(Scrape(node).total("baton_kv_bytes_total") for node in nodes)
-        assert told == num_bytes > 0
+        counted = sum(Scrape(node).total("baton_kv_bytes_total") for node in nodes)
+        assert counted == num_bytes > 0
 
 
 def by_outcome(scrape: Scrape, name: str, **labels: str) -> Counter[str]:

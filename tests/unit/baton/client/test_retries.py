@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from grpc import StatusCode
 
-from baton.retries import Retries
+from baton.client.retries import Retries
 from errors import InvalidConfig
 from rpc.status import RemoteError
 
@@ -37,7 +37,7 @@ def test_only_what_is_unavailable_is_tried_again(code: StatusCode) -> None:
     assert Retries().pause_s(RemoteError(code, "no", retry_after_s=1.0), 1, 0.5) is None
 
 
-def test_a_full_router_is_waited_for_as_long_as_it_asks_if_told_to() -> None:
+def test_with_waits_when_full_the_client_waits_for_the_retry_delay() -> None:
     assert Retries(waits_when_full=True).pause_s(FULL, 1, 0.0) == 7.5
     assert Retries().pause_s(FULL, 1, 0.0) is None
 

@@ -40,13 +40,13 @@ def host_of(written: str) -> str:
     return str(getattr(address, "ipv4_mapped", None) or address)
 
 
-def test_a_cluster_of_one_machine_lets_nobody_else_in(
-    cluster: LocalCluster, client: Client
-) -> None:
+def test_a_local_cluster_listens_on_loopback_only(cluster: LocalCluster, client: Client) -> None:
     answer = client.generate(prompt_of(40, seed=70))  # UCX is in use by then
 
     assert answer.finish is not None
     assert answer.finish.served.kv_bytes > 0
     hosts = {child.name: listening_hosts(child.process.pid) for child in cluster.children}
     assert all(hosts.values()), hosts
-    assert all(ip_address(host).is_loopback for told in hosts.values() for host in told), hosts
+    assert all(ip_address(host).is_loopback for reported in hosts.values() for host in reported), (
+        hosts
+    )

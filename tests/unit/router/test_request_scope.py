@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from router.input_processing.cache_salts import bind_salt, token_digest
+from router.request_scope import bind_salt, token_digest
 
 
-def test_clients_are_told_apart_by_tokens_that_nobody_can_read_back() -> None:
+def test_clients_are_distinguished_by_hashes_of_their_tokens() -> None:
     ann, bob = (token_digest([("authorization", f"Bearer {name}")]) for name in ("ann", "bob"))
 
     assert ann != bob

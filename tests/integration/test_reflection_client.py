@@ -56,20 +56,20 @@ def test_it_streams_the_answer_that_a_client_of_ours_gets(
     cluster: LocalCluster, client: Client
 ) -> None:
     sampling = {"maxTokens": 12, "temperature": 0, "ignoreEos": True}
-    asked = {"text": "the quick brown fox", "sampling": sampling, "requestId": "foreign"}
+    requested = {"text": "the quick brown fox", "sampling": sampling, "requestId": "foreign"}
 
-    told = buf_curl(cluster.address, "baton.v1.InferenceService/Generate", asked)
+    reported = buf_curl(cluster.address, "baton.v1.InferenceService/Generate", requested)
 
     ours = client.generate(
         "the quick brown fox",
         Generation(SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)),
     )
-    token_ids = [token_id for one in told for token_id in one.get("tokenIds", ())]
-    finish = told[-1]["finish"]
+    token_ids = [token_id for one in reported for token_id in one.get("tokenIds", ())]
+    finish = reported[-1]["finish"]
     assert token_ids == ours.token_ids
-    assert "".join(one.get("text", "") for one in told) == ours.text
-    assert len(told) > 2
-    assert {one["requestId"] for one in told} == {"foreign"}
+    assert "".join(one.get("text", "") for one in reported) == ours.text
+    assert len(reported) > 2
+    assert {one["requestId"] for one in reported} == {"foreign"}
     assert finish["reason"] == "FINISH_REASON_LENGTH"
     assert finish["served"]["prefill"] == "PREFILL_PLACE_REMOTE"
 
@@ -86,13 +86,13 @@ def test_a_foreign_client_reads_model_and_health(cluster: LocalCluster) -> None:
 
 
 def test_it_reads_the_reason_of_a_refusal(cluster: LocalCluster) -> None:
-    asked = {"text": "a", "sampling": {"topP": 7}}
+    requested = {"text": "a", "sampling": {"topP": 7}}
 
-    refused = run_buf_curl(cluster.address, "baton.v1.InferenceService/Generate", asked)
+    refused = run_buf_curl(cluster.address, "baton.v1.InferenceService/Generate", requested)
 
-    told = json.loads(refused.stderr)
-    [detail] = [one for one in told["details"] if one["type"] == "google.rpc.ErrorInfo"]
-    assert told["code"] == "invalid_argument"
-    assert "top_p is 7" in told["message"]
+    reported = json.loads(refused.stderr)
+    [detail] = [one for one in reported["details"] if one["type"] == "google.rpc.ErrorInfo"]
+    assert reported["code"] == "invalid_argument"
+    assert "top_p is 7" in reported["message"]
     info = error_details_pb2.ErrorInfo.FromString(base64.b64decode(detail["value"] + "=="))
     assert (info.reason, info.domain) == ("INVALID_REQUEST", "baton")

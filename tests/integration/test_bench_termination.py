@@ -15,15 +15,15 @@ TIMEOUT_S = 120.0
 
 
 def test_a_peer_does_not_outlive_the_bench_that_is_told_to_end(tmp_path: Path) -> None:
-    told = tmp_path / "told"
-    os.mkfifo(told)
+    reported = tmp_path / "told"
+    os.mkfifo(reported)
     (tmp_path / "bin").mkdir()
     python = tmp_path / "bin" / "python"
-    python.write_text(f"#!/bin/sh\nexec 3> {told}\necho $$ >&3\nexec sleep 1000\n")
+    python.write_text(f"#!/bin/sh\nexec 3> {reported}\necho $$ >&3\nexec sleep 1000\n")
     python.chmod(0o755)
     peer = ["--model", str(MODEL), "--vllm-venv", str(tmp_path)]
 
-    heard = os.open(told, os.O_RDONLY | os.O_NONBLOCK)
+    heard = os.open(reported, os.O_RDONLY | os.O_NONBLOCK)
     with running_program([sys.executable, "-m", "benchmarks", "peer", *peer]) as bench:
         peer_pid = _next(heard)
         bench.send_signal(signal.SIGTERM)

@@ -129,7 +129,7 @@ def test_a_name_that_moves_to_another_address_is_followed() -> None:
     run(scene)
 
 
-def test_a_resolver_that_fails_takes_nobody_away() -> None:
+def test_a_failing_resolver_removes_no_node() -> None:
     async def scene() -> None:
         async with a_node_server(name="d1") as node, a_view(decode=node.address) as view:
             await view.until_open("d1")
@@ -227,9 +227,9 @@ def test_a_node_that_cannot_be_reached_by_tls_is_not_waited_for_in_silence(tmp_p
         logging.getLogger("router.discovery.watcher").addHandler(heard)
         try:
             async with a_node_server(name="d1") as node, a_view(strict, decode=node.address):
-                told = await heard.words.get()
+                reported = await heard.words.get()
         finally:
             logging.getLogger("router.discovery.watcher").removeHandler(heard)
-        assert told.startswith(f"decode node: {node.address} does not speak TLS")
+        assert reported.startswith(f"decode node: {node.address} does not speak TLS")
 
     run(scene)

@@ -18,10 +18,11 @@ from kv_transfer.types import BlockId
 class WritePart:
     """Consecutive blocks of a grant, or the same layers of each of them."""
 
-    places: range  # indices in the grant
+    first: int  # index of the first block in the grant
+    sources: tuple[BlockId, ...]
     layers: LayerRange | None  # None: whole blocks
     num_bytes: int  # 0: all layers of these blocks have been posted before
-    completed: tuple[BlockId, ...]  # source blocks that are now posted completely
+    is_complete: bool  # all layers of these blocks are posted with this part
 
 
 class WriteSplitter:
@@ -62,8 +63,8 @@ class WriteSplitter:
         if sliced is not None and end >= sliced.end:
             outgoing.sliced = None
         start = grant.first_block - outgoing.first_block
-        completed = tuple(outgoing.blocks[start + first : start + end])
-        return WritePart(range(first, end), layers, (end - first) * part_bytes, completed)
+        sources = tuple(outgoing.blocks[start + first : start + end])
+        return WritePart(first, sources, layers, len(sources) * part_bytes, is_complete=True)
 
     def _take_layers(
         self, outgoing: OutgoingHandoff, grant: Grant, room_bytes: int
@@ -81,4 +82,6 @@ class WriteSplitter:
             return None
         outgoing.sliced = Sliced(first, end, end_layer)
         layers = LayerRange(posted, end_layer, self._num_layers)
-        return WritePart(range(first, end), layers, (end_layer - posted) * layer_bytes, ())
+        sources = outgoing.coming[first - start : end - start]
+        num_bytes = (end_layer - posted) * layer_bytes
+        return WritePart(first, sources, layers, num_bytes, is_complete=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from errors import InvalidConfig
-from router.admission.retry_budget import RetryBudget
+from router.dispatch.retries import RetryBudget
 
 
 def test_at_first_there_is_a_retry_for_every_request_under_way() -> None:

@@ -1,0 +1,36 @@
+"""Typed streaming clients of a Baton router, blocking and asyncio."""
+
+from baton.client.access import Access
+from baton.client.async_client import AsyncClient
+from baton.client.client import Client
+from baton.client.generation import (
+    Answer,
+    Chunk,
+    Finish,
+    Generation,
+    Message,
+    Model,
+    Prompt,
+    Sampling,
+    Served,
+)
+from baton.client.retries import BatonError, Retries
+from rpc.security.tls import TlsConfig
+
+__all__ = [
+    "Access",
+    "Answer",
+    "AsyncClient",
+    "BatonError",
+    "Chunk",
+    "Client",
+    "Finish",
+    "Generation",
+    "Message",
+    "Model",
+    "Prompt",
+    "Retries",
+    "Sampling",
+    "Served",
+    "TlsConfig",
+]

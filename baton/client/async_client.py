@@ -1,0 +1,170 @@
+"""Client of a Baton router for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from types import TracebackType
+from typing import TypeVar
+
+import grpc
+from grpc import aio
+
+from baton.client.access import Access
+from baton.client.generation import (
+    DEFAULT_GENERATION,
+    Answer,
+    Chunk,
+    Generation,
+    Message,
+    Model,
+    Prompt,
+    new_answers,
+    single_answer,
+)
+from baton.client.messages import chunk_from, model_from, request_from, tokenize_request_from
+from baton.client.node_status import NodeStatus, statuses_from
+from baton.client.retries import DEFAULT_RETRIES, Retries
+from baton.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
+from rpc.channel import open_channel
+from rpc.router_address import router_target
+from rpc.security.tls import PLAIN, TlsConfig
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+
+
+class AsyncClient:
+    """Client of a router for asyncio; see Client."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_s: float | None = None,
+        tls: TlsConfig = PLAIN,
+        token: str | None = None,
+        retries: Retries = DEFAULT_RETRIES,
+    ) -> None:
+        address = router_target(address)
+        self._access = Access(address, timeout_s, tls, token, retries)
+        self._channel = open_channel(address, tls)
+        self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._channel.close()
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        generation: Generation = DEFAULT_GENERATION,
+        *,
+        timeout_s: float | None = None,
+    ) -> AsyncGenerator[Chunk, None]:
+        """Stream the chunks of the answer; with `n` above 1, those of all answers, interleaved.
+
+        Leaving the loop cancels the request, unless a variable still refers to the generator:
+        such a generator runs until its `aclose`, so use `contextlib.aclosing` for it.
+        """
+        request = request_from(prompt, generation)
+        tries = self._access.tries(timeout_s)
+        while True:
+            call = self._stub.Generate(
+                request,
+                timeout=tries.remaining_s,
+                metadata=(*self._access.metadata, *generation.metadata),
+            )
+            try:
+                async for response in call:
+                    tries.is_begun = True
+                    yield chunk_from(response)
+                return
+            except grpc.RpcError as error:
+                pause_s = await asyncio.to_thread(tries.failed, error)
+            finally:
+                call.cancel()
+            await asyncio.sleep(pause_s)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        generation: Generation = DEFAULT_GENERATION,
+        *,
+        timeout_s: float | None = None,
+    ) -> Answer:
+        single_answer(new_answers(generation))
+        return (await self.generate_all(prompt, generation, timeout_s=timeout_s))[0]
+
+    async def generate_all(
+        self,
+        prompt: Prompt,
+        generation: Generation = DEFAULT_GENERATION,
+        *,
+        timeout_s: float | None = None,
+    ) -> list[Answer]:
+        """Return all `n` answers."""
+        answers = new_answers(generation)
+        async for chunk in self.stream(prompt, generation, timeout_s=timeout_s):
+            answers[chunk.index].take(chunk)
+        return answers
+
+    async def tokenize(self, prompt: str | Sequence[Message]) -> list[int]:
+        """Return the token ids that Generate would use for a text or a chat."""
+        request = tokenize_request_from(prompt)
+        return list((await self._unary(self._stub.Tokenize, request)).token_ids)
+
+    async def detokenize(self, token_ids: Iterable[int]) -> str:
+        request = inference_pb2.DetokenizeRequest(token_ids=token_ids)
+        return (await self._unary(self._stub.Detokenize, request)).text
+
+    async def model(self) -> Model:
+        request = inference_pb2.GetModelRequest()
+        return model_from(await self._unary(self._stub.GetModel, request))
+
+    async def nodes(self, interval_s: float = 0.0) -> AsyncGenerator[tuple[NodeStatus, ...], None]:
+        """Yield the status of all nodes: once, or again after every interval if it is above 0."""
+        stub = cluster_pb2_grpc.ClusterServiceStub(self._channel)
+        request = cluster_pb2.WatchNodesRequest(interval_s=interval_s)
+        tries = self._access.tries()
+        while True:
+            call = stub.WatchNodes(
+                request, timeout=tries.remaining_s, metadata=self._access.metadata
+            )
+            try:
+                async for response in call:
+                    tries.is_begun = True
+                    yield statuses_from(response.nodes)
+                return
+            except grpc.RpcError as error:
+                pause_s = await asyncio.to_thread(tries.failed, error)
+            finally:
+                call.cancel()
+            await asyncio.sleep(pause_s)
+
+    async def reset_prefix_caches(self) -> dict[str, int]:
+        """Clear the prefix cache of every node. Return the number of KV blocks cleared by node."""
+        stub = cluster_pb2_grpc.ClusterServiceStub(self._channel)
+        request = cluster_pb2.ResetPrefixCachesRequest()
+        response = await self._unary(stub.ResetPrefixCaches, request)
+        return {node.node_id: node.num_blocks for node in response.nodes}
+
+    async def _unary(
+        self, method: aio.UnaryUnaryMultiCallable[Request, Response], request: Request
+    ) -> Response:
+        tries = self._access.tries()
+        while True:
+            try:
+                return await method(
+                    request, timeout=tries.remaining_s, metadata=self._access.metadata
+                )
+            except grpc.RpcError as error:
+                pause_s = await asyncio.to_thread(tries.failed, error)
+            await asyncio.sleep(pause_s)

@@ -1,0 +1,147 @@
+"""Blocking client of a Baton router."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import closing
+from functools import partial
+from types import TracebackType
+from typing import TypeVar
+
+import grpc
+
+from baton.client.access import Access
+from baton.client.generation import (
+    DEFAULT_GENERATION,
+    Answer,
+    Chunk,
+    Generation,
+    Message,
+    Model,
+    Prompt,
+    new_answers,
+    single_answer,
+)
+from baton.client.interruptible_stream import stream_interruptibly
+from baton.client.messages import chunk_from, model_from, request_from, tokenize_request_from
+from baton.client.retries import DEFAULT_RETRIES, Retries
+from baton.v1 import inference_pb2, inference_pb2_grpc
+from rpc.channel import open_blocking_channel
+from rpc.router_address import router_target
+from rpc.security.tls import PLAIN, TlsConfig
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+
+
+class Client:
+    """Blocking client of a router. Calls raise BatonError.
+
+    `timeout_s` limits each call as a whole, including its retries.
+
+    >>> with Client("127.0.0.1:50051") as client:
+    ...     for chunk in client.stream("import os\\n"):
+    ...         print(chunk.text, end="")
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_s: float | None = None,
+        tls: TlsConfig = PLAIN,
+        token: str | None = None,
+        retries: Retries = DEFAULT_RETRIES,
+    ) -> None:
+        address = router_target(address)
+        self._access = Access(address, timeout_s, tls, token, retries)
+        self._channel = open_blocking_channel(address, tls)
+        self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._channel.close()
+
+    def stream(
+        self,
+        prompt: Prompt,
+        generation: Generation = DEFAULT_GENERATION,
+        *,
+        timeout_s: float | None = None,
+    ) -> Generator[Chunk, None, None]:
+        """Stream the chunks of the answer; with `n` above 1, those of all answers, interleaved.
+
+        Leaving the loop, closing the generator or Ctrl-C cancels the request.
+        """
+        request = request_from(prompt, generation)
+        tries = self._access.tries(timeout_s)
+        while True:
+            call = partial(
+                self._stub.Generate,
+                request,
+                timeout=tries.remaining_s,
+                metadata=(*self._access.metadata, *generation.metadata),
+            )
+            try:
+                with closing(stream_interruptibly(call)) as responses:
+                    for response in responses:
+                        tries.is_begun = True
+                        yield chunk_from(response)
+                return
+            except grpc.RpcError as error:
+                pause_s = tries.failed(error)
+            time.sleep(pause_s)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        generation: Generation = DEFAULT_GENERATION,
+        *,
+        timeout_s: float | None = None,
+    ) -> Answer:
+        single_answer(new_answers(generation))
+        return self.generate_all(prompt, generation, timeout_s=timeout_s)[0]
+
+    def generate_all(
+        self,
+        prompt: Prompt,
+        generation: Generation = DEFAULT_GENERATION,
+        *,
+        timeout_s: float | None = None,
+    ) -> list[Answer]:
+        """Return all `n` answers."""
+        answers = new_answers(generation)
+        for chunk in self.stream(prompt, generation, timeout_s=timeout_s):
+            answers[chunk.index].take(chunk)
+        return answers
+
+    def tokenize(self, prompt: str | Sequence[Message]) -> list[int]:
+        """Return the token ids that Generate would use for a text or a chat."""
+        request = tokenize_request_from(prompt)
+        return list(self._unary(self._stub.Tokenize, request).token_ids)
+
+    def detokenize(self, token_ids: Iterable[int]) -> str:
+        request = inference_pb2.DetokenizeRequest(token_ids=token_ids)
+        return self._unary(self._stub.Detokenize, request).text
+
+    def model(self) -> Model:
+        return model_from(self._unary(self._stub.GetModel, inference_pb2.GetModelRequest()))
+
+    def _unary(
+        self, method: grpc.UnaryUnaryMultiCallable[Request, Response], request: Request
+    ) -> Response:
+        tries = self._access.tries()
+        while True:
+            try:
+                return method(request, timeout=tries.remaining_s, metadata=self._access.metadata)
+            except grpc.RpcError as error:
+                pause_s = tries.failed(error)
+            time.sleep(pause_s)

@@ -1,0 +1,6 @@
+"""Local cluster: router, prefill and decode nodes as child processes."""
+
+from baton.cluster.child import Child, ClusterFailed
+from baton.cluster.local_cluster import ClusterOptions, LocalCluster, await_serving
+
+__all__ = ["Child", "ClusterFailed", "ClusterOptions", "LocalCluster", "await_serving"]

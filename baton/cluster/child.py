@@ -1,0 +1,192 @@
+"""Child processes of a local cluster: started, watched through their output, drained."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from errors import NamedError
+from rpc.server import parse_announcement
+
+MAX_LOG_LINES = 40
+ERROR_PREFIX = "baton: error: "
+
+
+class ClusterFailed(NamedError):
+    """A process of the cluster did not start, or ended too early."""
+
+
+def _ignore(_child: Child) -> None:
+    """Default of `on_up` and `on_end`."""
+
+
+def _ignore_line(_child: Child, _line: str) -> None:
+    """Default of `on_line`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildOptions:
+    """Programs, environment, logs and callbacks of the processes."""
+
+    program_arguments: tuple[str, ...] = ()  # options of `baton` itself, before the command
+    node_program: tuple[str, ...] = ()  # starts nodes instead of `python -m baton serve`
+    drain_timeout_s: float = 30.0
+    show_logs: bool = False  # if not, the last lines are kept for the error of a failed process
+    environment: dict[str, str] = field(default_factory=dict)
+    on_up: Callable[[Child], None] = _ignore  # called once it listens
+    # Called on the reader thread: at the end of the output, and for each line of the log.
+    on_end: Callable[[Child], None] = _ignore
+    on_line: Callable[[Child, str], None] = _ignore_line
+
+    def command(self, role: str) -> list[str]:
+        """Return the command that serves this role, without its arguments."""
+        if self.node_program and role != "router":
+            return list(self.node_program)
+        return [sys.executable, "-m", "baton", *self.program_arguments, "serve"]
+
+
+class Child:
+    """Child process of the cluster and the tail of its log."""
+
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        options: ChildOptions,
+        on_settled: Callable[[Child], None] = _ignore,
+    ) -> None:
+        """`on_settled` is called when the process listens, or has ended without listening."""
+        self.name = name
+        self.arguments = tuple(arguments)
+        self.address = ""
+        self.http_address = ""  # of a router with --http-port
+        self._lines: deque[str] = deque(maxlen=MAX_LOG_LINES)
+        self._show_logs = options.show_logs
+        self._announced = threading.Event()
+        self._on_up, self._on_end, self._on_line = options.on_up, options.on_end, options.on_line
+        self._on_settled = on_settled
+        self._is_stopping = False
+        self._drain_timeout_s = options.drain_timeout_s
+        command = [*options.command(arguments[0]), *arguments, "--parent-pid", str(os.getpid())]
+        environment = {**os.environ, **options.environment}
+        started: Future[None] = Future()
+        self._thread = threading.Thread(
+            target=self._run_process, args=(started, command, environment), name=f"process {name}"
+        )
+        self._thread.start()
+        started.result()
+
+    def _run_process(
+        self,
+        started: Future[None],
+        command: Sequence[str],
+        environment: dict[str, str],
+    ) -> None:
+        """Start the process and read its output, on the reader thread.
+
+        The child is killed when the thread that started it ends (PR_SET_PDEATHSIG), so this
+        thread lives as long as the child.
+        """
+        try:
+            self.process = start_process(command, environment)
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            started.set_exception(error)
+            return
+        started.set_result(None)
+        self._read()
+
+    def await_address(self, timeout_s: float) -> str:
+        """Wait until the process listens and return its address. Raises ClusterFailed."""
+        if not self._announced.wait(timeout_s):
+            raise self.start_timeout_error(timeout_s)
+        if not self.address:
+            code = self.process.wait()
+            raise ClusterFailed(self._start_error(code))
+        self._on_up(self)
+        return self.address
+
+    def start_timeout_error(self, timeout_s: float) -> ClusterFailed:
+        return ClusterFailed(f"{self.name} did not start within {timeout_s:.0f} s\n{self.log}")
+
+    def _start_error(self, code: int) -> str:
+        """Return the error that the process printed last; without one, the tail of its log."""
+        last = self._lines[-1] if self._lines else ""
+        if last.startswith(ERROR_PREFIX):
+            return f"{self.name} did not start: {last.removeprefix(ERROR_PREFIX).strip()}"
+        return f"{self.name} ended with code {code} at start\n{self.log}"
+
+    @property
+    def log(self) -> str:
+        return "".join(self._lines)
+
+    def request_stop(self) -> None:
+        """Send SIGTERM, once only: a second one would end the process before it has drained."""
+        if not self._is_stopping and self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        self._is_stopping = True
+
+    def stop(self) -> int:
+        """Drain the process, kill it if that takes too long, and return its exit code."""
+        self.request_stop()
+        try:
+            code = self.process.wait(self._drain_timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = self.process.wait()
+        self._thread.join()
+        return code
+
+    def _read(self) -> None:
+        """Read until the process closes its output, at the latest when it ends."""
+        stream = self.process.stdout
+        if stream is None:
+            return
+        with stream:
+            for line in stream:
+                self._take_line(line)
+        if not self._announced.is_set():
+            self._settle()
+        self._on_end(self)
+
+    def _take_line(self, line: str) -> None:
+        announced = parse_announcement(line)
+        if announced is not None:
+            self._note_address(*announced)
+            return
+        self._lines.append(line)
+        self._on_line(self, line)
+        # Start errors are reported by ClusterFailed: once, rather than once per node.
+        is_start_error = not self.address and line.startswith(ERROR_PREFIX)
+        if self._show_logs and not is_start_error:
+            print(f"[{self.name}] {line}", end="", file=sys.stderr)
+
+    def _note_address(self, protocol: str, address: str) -> None:
+        """Store an announced address. A router announces gRPC last, when it is complete."""
+        if protocol == "http":
+            self.http_address = address
+            return
+        self.address = address
+        self._settle()
+
+    def _settle(self) -> None:
+        self._announced.set()
+        self._on_settled(self)
+
+
+def start_process(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+    """Start a process with both outputs in one pipe. Tests replace this by a fork."""
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        start_new_session=True,  # Ctrl-C reaches only the parent, which drains in order
+    )

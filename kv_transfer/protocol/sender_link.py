@@ -1,0 +1,66 @@
+"""Link from D to one prefill node: its open receives, lease renewals and signs of life. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kv_transfer.config import ReceiverConfig
+from kv_transfer.protocol.incoming import IncomingHandoff, IncomingState
+from kv_transfer.protocol.messages import Renew
+from kv_transfer.types import HandoffId
+
+
+@dataclass(slots=True)
+class SenderLink:
+    config: ReceiverConfig
+    waiting_since_s: float  # start of the current period with open receives
+    renew_s: float = 0.0  # when the next Renew is due
+    last_message_s: float = 0.0
+    is_up: bool = False
+    is_cut: bool = False  # the local end of the data path is destroyed
+    incoming: dict[HandoffId, IncomingHandoff] = field(default_factory=dict)  # oldest first
+
+    def __post_init__(self) -> None:
+        self.renew_s = self.waiting_since_s + self.config.renew_every_s
+
+    @property
+    def awaits_peer(self) -> bool:
+        """Return whether P must give signs of life: receives are open, fenced ones included."""
+        return bool(self.incoming) and not self.is_cut
+
+    def add(self, incoming: IncomingHandoff, now: float) -> None:
+        if not self.incoming:
+            self.waiting_since_s = now
+        self.incoming[incoming.order.handoff_id] = incoming
+
+    def come_up(self, now: float) -> None:
+        self.is_up = True
+        self.last_message_s = now
+        self.renew_s = now + self.config.renew_every_s
+
+    def take_due_renew(self, now: float) -> Renew | None:
+        if now < self.renew_s:
+            return None
+        self.renew_s = now + self.config.renew_every_s
+        return self.make_renew()
+
+    def make_renew(self) -> Renew:
+        """Return a Renew of all live grants. Without any it still requests a sign of life."""
+        granted = [
+            handoff_id
+            for handoff_id, incoming in self.incoming.items()
+            if incoming.state is IncomingState.GRANTED
+        ]
+        return Renew(tuple(granted), self.config.lease_s)
+
+    def break_reason(self, now: float) -> str | None:
+        """Return why the pair must be cut; None while P is alive and answers."""
+        silence_s, age_s = self.config.silence_s, self.config.fence_age_s
+        if now >= max(self.waiting_since_s, self.last_message_s) + silence_s:
+            return f"the prefill node sent nothing for {silence_s:g} s"
+        if not self.is_up and now >= self.waiting_since_s + age_s:
+            return f"the prefill node is alive but did not reply to Hello within {age_s:g} s"
+        for handoff_id, incoming in self.incoming.items():
+            if incoming.state is IncomingState.FENCED and now >= incoming.fenced_s + age_s:
+                return f"no reply to the revoke of {handoff_id} in {age_s:g} s"
+        return None
