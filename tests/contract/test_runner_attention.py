@@ -19,7 +19,7 @@ from engine.runner.attention.paged_attention import (
     PagedAttention,
     TorchPagedAttention,
 )
-from engine.runner.kernels.native import NativePagedAttention
+from engine.runner.kernels.native_attention import NativePagedAttention
 from engine.runner.layout import PassLayout
 from tests.support.kernels import kernels_by_variant
 

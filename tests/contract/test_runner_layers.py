@@ -14,7 +14,8 @@ from torch import Tensor
 from engine.runner.attention.paged_attention import LayerAttention
 from engine.runner.families.read_config import read_model_config
 from engine.runner.kernels.choose import TORCH, Parts, native_parts
-from engine.runner.kernels.native import Kernels, NativeOps, NativePagedAttention
+from engine.runner.kernels.native import Kernels, NativeOps
+from engine.runner.kernels.native_attention import NativePagedAttention
 from engine.runner.kernels.native_layers import NativeLayers, native_layers
 from engine.runner.layout import PassLayout
 from engine.runner.model.config import ModelConfig

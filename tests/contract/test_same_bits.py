@@ -20,7 +20,8 @@ from torch import Tensor
 
 from engine.request import RequestId
 from engine.runner.attention.paged_attention import LayerAttention
-from engine.runner.kernels.native import Kernels, NativePagedAttention
+from engine.runner.kernels.native import Kernels
+from engine.runner.kernels.native_attention import NativePagedAttention
 from engine.runner.layout import PassLayout
 from engine.runner.load import RunnerConfig, load_runner
 from engine.runner.model.config import RopeConfig

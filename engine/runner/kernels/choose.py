@@ -16,7 +16,8 @@ from engine.runner.attention.paged_attention import (
     TorchPagedAttention,
 )
 from engine.runner.kernels.build import KernelsUnavailable, best_variant, cpu_features, library
-from engine.runner.kernels.native import Kernels, NativeOps, NativePagedAttention
+from engine.runner.kernels.native import Kernels, NativeOps
+from engine.runner.kernels.native_attention import NativePagedAttention
 from engine.runner.kernels.native_layers import native_layers
 from engine.runner.model.config import ModelConfig
 from engine.runner.model.layers import Layer, Layers, UnfusedLayers

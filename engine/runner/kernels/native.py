@@ -1,4 +1,4 @@
-"""Native kernels for bfloat16 on the CPU: the loaded library, `Ops` and paged attention.
+"""Native kernels for bfloat16 on the CPU: the loaded library and `Ops`.
 
 Tensors are passed as addresses. The caller checks their shapes and keeps them alive during the
 call.
@@ -6,30 +6,22 @@ call.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from engine.runner.attention.paged_attention import AttentionPass, LayerAttention
 from engine.runner.huge_pages import huge_page_memory
 from engine.runner.kernels.abi import (
     ArgmaxArgs,
-    AttentionArgs,
-    BatchLayout,
     LinearArgs,
     PackArgs,
     PackedMatrix,
-    PagedKv,
     RmsNormArgs,
     RopeArgs,
-    WriteKvArgs,
     load_library,
 )
-from engine.runner.layout import PassLayout
 from engine.runner.model.config import Activation
 from engine.runner.model.experts import Moe, Router, Routing, mix_experts, route
 from engine.runner.model.ops import Gate, Norm, Peaks, TorchOps
@@ -195,85 +187,3 @@ class NativeLinear:
             self.matrix, row_ids.data_ptr(), len(row_ids), output.data_ptr()
         )
         return output
-
-
-class NativePagedAttention:
-    """Implements `PagedAttention`. A token's output depends only on its own context."""
-
-    def __init__(self, kernels: Kernels, kv: Tensor, layers: Sequence[LayerAttention]) -> None:
-        self._kernels = kernels
-        self._kv = kv
-        _, num_layers, _, num_kv_heads, block_size, head_dim = kv.shape
-        self._paged_kv = PagedKv(kv.data_ptr(), num_layers, num_kv_heads, block_size, head_dim)
-        self._layers = tuple(layers)
-
-    def begin(self, layout: PassLayout) -> AttentionPass:
-        return NativePass(self._kernels, self._paged_kv, self._layers, layout)
-
-
-class NativePass:
-    """Implements `AttentionPass`."""
-
-    def __init__(
-        self,
-        kernels: Kernels,
-        kv: PagedKv,
-        layers: tuple[LayerAttention, ...],
-        layout: PassLayout,
-    ) -> None:
-        self._kernels = kernels
-        self._layers = layers
-        arrays = {
-            "write_blocks": layout.write_blocks,
-            "write_offsets": layout.write_offsets,
-            "block_tables": layout.block_tables,
-            "context_lens": layout.context_lens,
-            "query_starts": layout.query_starts,
-            "num_queries": layout.num_queries,
-        }
-        arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-        self._arrays = arrays  # own the memory that `batch` points to
-        self.kv = kv
-        self.batch = BatchLayout(
-            **{name: array.ctypes.data for name, array in arrays.items()},
-            table_stride=layout.block_tables.shape[1],
-            num_sequences=len(layout.context_lens),
-            num_single=layout.num_single,
-            num_tokens=len(layout.write_blocks),
-        )
-
-    def attend(self, layer: int, query: Tensor) -> Tensor:
-        query = query.contiguous()
-        output = torch.empty_like(query)
-        num_heads = query.shape[1]
-        self._kernels.library.baton_attention(
-            AttentionArgs(
-                kv=self.kv,
-                batch=self.batch,
-                queries=query.data_ptr(),
-                dst=output.data_ptr(),
-                layer=layer,
-                num_heads=num_heads,
-                window=self._layers[layer].window or 0,
-                scale=self._layers[layer].scale,
-                num_threads=self._kernels.num_threads,
-            )
-        )
-        return output
-
-    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        inner = (key.shape[2], 1)
-        key = key if key.stride()[1:] == inner else key.contiguous()
-        value = value if value.stride()[1:] == inner else value.contiguous()
-        self._kernels.library.baton_write_kv(
-            WriteKvArgs(
-                kv=self.kv,
-                batch=self.batch,
-                keys=key.data_ptr(),
-                values=value.data_ptr(),
-                layer=layer,
-                key_stride=key.stride(0),
-                value_stride=value.stride(0),
-                num_threads=self._kernels.num_threads,
-            )
-        )

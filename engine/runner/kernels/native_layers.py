@@ -9,7 +9,8 @@ from torch import Tensor
 
 from engine.runner.attention.paged_attention import AttentionPass
 from engine.runner.kernels.abi import LayerArgs, PackedMatrix, PassArgs
-from engine.runner.kernels.native import Kernels, NativeLinear, NativeOps, NativePass
+from engine.runner.kernels.native import Kernels, NativeLinear, NativeOps
+from engine.runner.kernels.native_attention import NativePass
 from engine.runner.model.config import Activation, LayerConfig, ModelConfig, QkNorm
 from engine.runner.model.experts import Mlp
 from engine.runner.model.layers import Layer, LayerPass, Layers, UnfusedLayers
