@@ -72,14 +72,9 @@ def native_parts() -> Parts:
     """Load the native kernels. Raises KernelsUnavailable."""
     variant = best_variant(cpu_features())
     kernels = Kernels(library(variant), torch.get_num_threads())
-
-    def make_attention(kv: Tensor, layers: Sequence[LayerAttention]) -> PagedAttention:
-        if any(_needs_torch(layer) for layer in layers):
-            return TorchPagedAttention(kv, layers)
-        return NativePagedAttention(kernels, kv, layers)
-
-    return Parts(variant.name, NativeOps(kernels), make_attention, partial(native_layers, kernels))
-
-
-def _needs_torch(layer: LayerAttention) -> bool:
-    return any(part is not None for part in (layer.chunk, layer.softcap, layer.sinks))
+    return Parts(
+        variant.name,
+        NativeOps(kernels),
+        partial(NativePagedAttention, kernels),
+        partial(native_layers, kernels),
+    )

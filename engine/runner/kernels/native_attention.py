@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,8 +10,14 @@ import torch
 from torch import Tensor
 
 from engine.runner.attention.paged_attention import AttentionPass, LayerAttention
-from engine.runner.kernels.abi import AttentionArgs, BatchLayout, PagedKv, WriteKvArgs
-from engine.runner.kernels.native import Kernels
+from engine.runner.kernels.abi import (
+    AttentionArgs,
+    AttentionParams,
+    BatchLayout,
+    PagedKv,
+    WriteKvArgs,
+)
+from engine.runner.kernels.native import Kernels, address
 from engine.runner.layout import PassLayout
 
 
@@ -22,10 +29,21 @@ class NativePagedAttention:
         self._kv = kv
         _, num_layers, _, num_kv_heads, block_size, head_dim = kv.shape
         self._paged_kv = PagedKv(kv.data_ptr(), num_layers, num_kv_heads, block_size, head_dim)
-        self._layers = tuple(layers)
+        self._layers = tuple(layers)  # keep the sinks alive
+        self._params = (AttentionParams * len(layers))(*map(_params, layers))
 
     def begin(self, layout: PassLayout) -> AttentionPass:
-        return NativePass(self._kernels, self._paged_kv, self._layers, layout)
+        return NativePass(self._kernels, self._paged_kv, self._params, layout)
+
+
+def _params(layer: LayerAttention) -> AttentionParams:
+    return AttentionParams(
+        sinks=address(layer.sinks),
+        window=layer.window or 0,
+        chunk=layer.chunk or 0,
+        scale=layer.scale,
+        softcap=layer.softcap or 0.0,
+    )
 
 
 class NativePass:
@@ -35,11 +53,10 @@ class NativePass:
         self,
         kernels: Kernels,
         kv: PagedKv,
-        layers: tuple[LayerAttention, ...],
+        params: ctypes.Array[AttentionParams],
         layout: PassLayout,
     ) -> None:
         self._kernels = kernels
-        self._layers = layers
         arrays = {
             "write_blocks": layout.write_blocks,
             "write_offsets": layout.write_offsets,
@@ -51,6 +68,7 @@ class NativePass:
         arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
         self._arrays = arrays  # own the memory that `batch` points to
         self.kv = kv
+        self.params = params  # by layer
         self.batch = BatchLayout(
             **{name: array.ctypes.data for name, array in arrays.items()},
             table_stride=layout.block_tables.shape[1],
@@ -67,12 +85,11 @@ class NativePass:
             AttentionArgs(
                 kv=self.kv,
                 batch=self.batch,
+                params=self.params[layer],
                 queries=query.data_ptr(),
                 dst=output.data_ptr(),
                 layer=layer,
                 num_heads=num_heads,
-                window=self._layers[layer].window or 0,
-                scale=self._layers[layer].scale,
                 num_threads=self._kernels.num_threads,
             )
         )
