@@ -7,7 +7,7 @@ from pathlib import Path
 
 from engine.runner.kernels.build import KernelsUnavailable
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 _INT32, _INT64, _FLOAT, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
@@ -87,6 +87,11 @@ class RopeArgs(ctypes.Structure):
     )
 
 
+class GateParams(ctypes.Structure):
+    __slots__ = ()
+    _fields_ = (("kind", _INT32), ("alpha", _FLOAT), ("limit", _FLOAT))
+
+
 class ArgmaxArgs(ctypes.Structure):
     __slots__ = ()
     _fields_ = (
@@ -140,9 +145,33 @@ class PassArgs(ctypes.Structure):
     )
 
 
+class RouteArgs(ctypes.Structure):
+    __slots__ = ()
+    _fields_ = (
+        *((name, _POINTER) for name in ("router", "bias", "correction_bias")),
+        *((name, _POINTER) for name in ("src", "expert_ids", "weights")),
+        *((name, _INT64) for name in ("num_tokens", "hidden_size", "num_experts", "top_k")),
+        *((name, _INT64) for name in ("num_groups", "top_groups")),
+        ("scale", _FLOAT),
+        *((name, _INT32) for name in ("scoring", "normalizes", "num_threads")),
+    )
+
+
+class MixArgs(ctypes.Structure):
+    __slots__ = ()
+    _fields_ = (
+        *((name, _POINTER) for name in ("gate_up", "down", "src", "expert_ids", "weights", "dst")),
+        *((name, _POINTER) for name in ("narrow_buf", "wide_buf", "gated_buf")),
+        *((name, _INT64) for name in ("num_tokens", "num_experts", "top_k")),
+        ("gate", GateParams),
+        *((name, _INT32) for name in ("scales_input", "num_threads")),
+    )
+
+
 STRUCTS: tuple[type[ctypes.Structure], ...] = (
     *(PagedKv, BatchLayout, PackedMatrix, PackArgs, LinearArgs, RmsNormArgs),
     *(RopeArgs, ArgmaxArgs, WriteKvArgs, AttentionArgs, LayerArgs, PassArgs),
+    *(GateParams, RouteArgs, MixArgs),
 )
 
 _pointer = ctypes.POINTER
@@ -159,6 +188,8 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "baton_swiglu": (None, (_POINTER, _POINTER, _INT64, _INT64, _INT32)),
     "baton_argmax": (None, (_pointer(ArgmaxArgs),)),
     "baton_add": (None, (_POINTER, _POINTER, _INT64, _INT32)),
+    "baton_route": (None, (_pointer(RouteArgs),)),
+    "baton_mix_experts": (None, (_pointer(MixArgs),)),
     "baton_write_kv": (None, (_pointer(WriteKvArgs),)),
     "baton_attention": (None, (_pointer(AttentionArgs),)),
     "baton_layer": (None, (_pointer(LayerArgs), _pointer(PassArgs), _POINTER)),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -29,10 +30,11 @@ from engine.runner.kernels.abi import (
     WriteKvArgs,
     load_library,
 )
+from engine.runner.kernels.native_experts import NativeExperts, NativeMoe
 from engine.runner.layout import PassLayout
 from engine.runner.model.config import Activation
-from engine.runner.model.experts import Moe, Router, Routing, mix_experts, route
-from engine.runner.model.ops import Gate, Norm, Peaks, TorchOps
+from engine.runner.model.experts import Mlp, Moe, Router, Routing, mix_experts
+from engine.runner.model.ops import Gate, Linear, Norm, Peaks, TorchOps
 from engine.runner.model.rope import Angles
 from engine.runner.weights.quantize import Quantized
 
@@ -58,6 +60,8 @@ class NativeOps:
         self._num_threads = kernels.num_threads
         self._kernels = kernels
         self._torch = TorchOps()
+        self._moe = NativeMoe(kernels.library, kernels.num_threads)
+        self._experts: WeakKeyDictionary[Moe, NativeExperts | None] = WeakKeyDictionary()
 
     def linear(self, weight: Tensor | Quantized, bias: Tensor | None) -> NativeLinear:
         """Pack a copy of the weight, on huge pages where available."""
@@ -140,10 +144,16 @@ class NativeOps:
         return self._torch.add(hidden_states, output, scale)
 
     def route(self, hidden_states: Tensor, router: Router) -> Routing:
-        return route(hidden_states, router)
+        return self._moe.route(hidden_states, router)
 
     def mix_experts(self, moe: Moe, gate: Gate, hidden_states: Tensor, routing: Routing) -> Tensor:
-        return mix_experts(self, moe, gate, hidden_states, routing)
+        if moe not in self._experts:
+            self._experts[moe] = native_experts(moe.experts)
+        experts = self._experts[moe]
+        if experts is None:
+            return mix_experts(self, moe, gate, hidden_states, routing)
+        scales_input = moe.config.scales_input
+        return self._moe.mix(experts, gate, hidden_states, routing, scales_input=scales_input)
 
     def find_peaks(self, logits: Tensor) -> Peaks:
         logits = logits.contiguous()
@@ -195,6 +205,23 @@ class NativeLinear:
             self.matrix, row_ids.data_ptr(), len(row_ids), output.data_ptr()
         )
         return output
+
+
+def native_experts(experts: Sequence[Mlp]) -> NativeExperts | None:
+    """Return None if the kernels cannot compute these experts together."""
+    matrices = [(native_matrix(mlp.gate_up), native_matrix(mlp.down)) for mlp in experts]
+    gate_up = [matrix for matrix, _ in matrices if matrix is not None]
+    down = [matrix for _, matrix in matrices if matrix is not None]
+    if len(gate_up) < len(experts) or len(down) < len(experts):
+        return None
+    return NativeExperts.of(gate_up, down)
+
+
+def native_matrix(linear: Linear) -> PackedMatrix | None:
+    """Return None for a matrix that is not native or needs its columns reordered."""
+    if isinstance(linear, NativeLinear) and linear.column_order is None:
+        return linear.matrix
+    return None
 
 
 class NativePagedAttention:

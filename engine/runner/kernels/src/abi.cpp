@@ -27,6 +27,8 @@ constexpr StructSize kStructSizes[] = {
     entry<RopeArgs>("RopeArgs"),         entry<ArgmaxArgs>("ArgmaxArgs"),
     entry<WriteKvArgs>("WriteKvArgs"),   entry<AttentionArgs>("AttentionArgs"),
     entry<LayerArgs>("LayerArgs"),       entry<PassArgs>("PassArgs"),
+    entry<GateParams>("GateParams"),     entry<RouteArgs>("RouteArgs"),
+    entry<MixArgs>("MixArgs"),
 };
 
 }  // namespace

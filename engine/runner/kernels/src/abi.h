@@ -10,7 +10,7 @@
 
 namespace baton {
 
-constexpr std::int32_t kAbiVersion = 1;
+constexpr std::int32_t kAbiVersion = 2;
 
 using Bf16 = std::uint16_t;  // bit pattern
 
@@ -78,6 +78,14 @@ struct RopeArgs {
     std::int32_t num_threads;
 };
 
+enum class GateKind : std::int32_t { kSilu, kGeluTanh, kClampedSwiglu };
+
+// Function of the gate and up projections of an MLP; see gate.h.
+struct GateParams {
+    GateKind kind;
+    float alpha, limit;  // of kClampedSwiglu
+};
+
 struct ArgmaxArgs {
     const float* logits;  // [rows, size]
     std::int64_t* indices;
@@ -123,6 +131,35 @@ struct PassArgs {
     std::int32_t num_threads;
 };
 
+enum class Scoring : std::int32_t { kSoftmax, kSoftmaxOfTop, kSigmoid };
+
+// Choice of experts. The fields mirror those of MoeConfig.
+struct RouteArgs {
+    const float* router;                  // [experts, hidden_size]
+    const float *bias, *correction_bias;  // [experts], or null
+    const Bf16* src;                      // [tokens, hidden_size]
+    std::int64_t* expert_ids;             // [tokens, top_k], best first
+    float* weights;                       // [tokens, top_k]
+    std::int64_t num_tokens, hidden_size, num_experts, top_k, num_groups, top_groups;
+    float scale;
+    Scoring scoring;
+    std::int32_t normalizes, num_threads;
+};
+
+// Experts of a layer. All have the same shape and bits.
+struct MixArgs {
+    const PackedMatrix *gate_up, *down;  // by expert
+    const Bf16* src;                     // [tokens, hidden_size]
+    const std::int64_t* expert_ids;      // [tokens, top_k]
+    const float* weights;                // [tokens, top_k]
+    Bf16* dst;                           // [tokens, hidden_size]
+    // Each [tokens * top_k, ..]: hidden size; gate and up; gated.
+    Bf16 *narrow_buf, *wide_buf, *gated_buf;
+    std::int64_t num_tokens, num_experts, top_k;
+    GateParams gate;
+    std::int32_t scales_input, num_threads;
+};
+
 }  // namespace baton
 
 extern "C" {
@@ -163,6 +200,13 @@ void baton_argmax(const baton::ArgmaxArgs* args);
 // dst += src.
 void baton_add(baton::Bf16* dst, const baton::Bf16* src, std::int64_t count,
                std::int32_t num_threads);
+
+// Chooses the experts of each token. Equal scores: the lower expert id first.
+void baton_route(const baton::RouteArgs* args);
+
+// Weighted sum of the outputs of each token's experts, in ascending order of their ids. Reads the
+// weights of each expert once.
+void baton_mix_experts(const baton::MixArgs* args);
 
 // Writes the keys and values of the batch into the cache.
 void baton_write_kv(const baton::WriteKvArgs* args);
