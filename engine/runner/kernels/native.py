@@ -80,14 +80,17 @@ class NativeOps:
         if isinstance(weight, Quantized):
             tensors: tuple[Tensor, ...] = weight.numbers, weight.scales, weight.zeros
             bits, group_size, column_order = weight.bits, weight.group, weight.order
+            is_mxfp4 = weight.is_mxfp4
         else:
             tensors = (weight,)
-            bits, group_size, column_order = 16, 0, None
+            bits, group_size, column_order, is_mxfp4 = 16, 0, None, False
         tensors = tuple(tensor.contiguous() for tensor in tensors)
         num_rows, num_columns = tensors[0].shape
         if bits == 16 and num_columns % 2:
             raise ValueError(f"a matrix of {num_columns} columns: the kernels need an even number")
-        matrix = PackedMatrix(None, address(bias), bits, num_rows, num_columns, group_size)
+        matrix = PackedMatrix(
+            None, address(bias), bits, num_rows, num_columns, group_size, is_mxfp4
+        )
         memory = huge_page_memory(self._library.baton_packed_bytes(matrix))
         packed = torch.frombuffer(memory, dtype=torch.uint8)
         matrix.packed = packed.data_ptr()

@@ -14,6 +14,7 @@ from engine.runner.kernels.abi import GateParams, MixArgs, PackedMatrix, RouteAr
 from engine.runner.model.config import Scoring
 from engine.runner.model.experts import Router, Routing
 
+_FORMAT_FIELDS = ("bits", "num_rows", "num_columns", "group_size", "is_mxfp4")
 _SCORINGS = {Scoring.SOFTMAX: 0, Scoring.SOFTMAX_OF_TOP: 1, Scoring.SIGMOID: 2}
 
 
@@ -51,7 +52,7 @@ class NativeExperts:
 
 
 def _format(matrix: PackedMatrix) -> tuple[int, ...]:
-    return matrix.bits, matrix.num_rows, matrix.num_columns, matrix.group_size
+    return tuple(getattr(matrix, name) for name in _FORMAT_FIELDS)
 
 
 class NativeMoe:
