@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -14,6 +15,7 @@ from engine.runner.kernels.native import (
     Kernels,
     NativeOps,
     gate_params,
+    native_experts,
     native_matrix,
     norm_params,
 )
@@ -24,9 +26,14 @@ from engine.runner.model.layers import Layer, LayerPass, Layers, UnfusedLayers, 
 from engine.runner.model.ops import Linear
 from engine.runner.model.rope import Angles
 
+log = logging.getLogger(__name__)
+
 
 def native_layers(kernels: Kernels, config: ModelConfig, layers: Sequence[Layer]) -> Layers:
     """Return fused layers, or `UnfusedLayers` if a matrix needs its columns reordered."""
+    mixtures = [layer.mlp for layer in layers if isinstance(layer.mlp, Moe)]
+    if any(native_experts(moe.experts) is None for moe in mixtures):
+        log.info("The experts have reordered columns (act-order): torch computes them one by one")
     if all(native_matrix(linear) is not None for layer in layers for linear in _linears(layer)):
         return NativeLayers(kernels, config, layers)
     return UnfusedLayers(config, NativeOps(kernels), layers)
