@@ -53,6 +53,8 @@ def address(tensor: Tensor | None) -> int | None:
 class NativeOps:
     """Implements `Ops`."""
 
+    copies_weights = True
+
     def __init__(self, kernels: Kernels) -> None:
         self._library = kernels.library
         self._num_threads = kernels.num_threads
