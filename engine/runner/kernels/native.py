@@ -68,6 +68,8 @@ def gate_params(gate: Gate) -> GateParams:
 class NativeOps:
     """Implements `Ops`."""
 
+    copies_weights = True
+
     def __init__(self, kernels: Kernels) -> None:
         self._library = kernels.library
         self._num_threads = kernels.num_threads
