@@ -1,4 +1,4 @@
-"""Native kernels for bfloat16 on the CPU: the loaded library, `Ops` and paged attention.
+"""Native kernels for bfloat16 on the CPU: the loaded library and `Ops`.
 
 Tensors are passed as addresses. The caller checks their shapes and keeps them alive during the
 call.
@@ -6,37 +6,39 @@ call.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from engine.runner.attention.paged_attention import AttentionPass, LayerAttention
 from engine.runner.huge_pages import huge_page_memory
 from engine.runner.kernels.abi import (
     ArgmaxArgs,
-    AttentionArgs,
-    BatchLayout,
+    GateArgs,
+    GateParams,
     LinearArgs,
+    NormParams,
     PackArgs,
     PackedMatrix,
-    PagedKv,
     RmsNormArgs,
+    RopeAngles,
     RopeArgs,
-    WriteKvArgs,
     load_library,
 )
 from engine.runner.kernels.native_experts import NativeExperts, NativeMoe
-from engine.runner.layout import PassLayout
 from engine.runner.model.config import Activation
 from engine.runner.model.experts import Mlp, Moe, Router, Routing, mix_experts
-from engine.runner.model.ops import Gate, Linear, Norm, Peaks, TorchOps
+from engine.runner.model.ops import Gate, Linear, Norm, Peaks
 from engine.runner.model.rope import Angles
 from engine.runner.weights.quantize import Quantized
+
+GATE_KINDS = {
+    Activation.SILU: 0,
+    Activation.GELU_TANH: 1,
+    Activation.CLAMPED_SWIGLU: 2,
+}
 
 
 class Kernels:
@@ -52,6 +54,16 @@ def address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+def norm_params(norm: Norm | None) -> NormParams:
+    if norm is None:
+        return NormParams()
+    return NormParams(norm.weight.data_ptr(), norm.epsilon, norm.rounds_once)
+
+
+def gate_params(gate: Gate) -> GateParams:
+    return GateParams(GATE_KINDS[gate.activation], gate.alpha, gate.limit)
+
+
 class NativeOps:
     """Implements `Ops`."""
 
@@ -59,7 +71,6 @@ class NativeOps:
         self._library = kernels.library
         self._num_threads = kernels.num_threads
         self._kernels = kernels
-        self._torch = TorchOps()
         self._moe = NativeMoe(kernels.library, kernels.num_threads)
         self._experts: WeakKeyDictionary[Moe, NativeExperts | None] = WeakKeyDictionary()
 
@@ -86,27 +97,24 @@ class NativeOps:
         return NativeLinear(self._kernels, matrix, (packed, bias), column_order)
 
     def rms_norm(self, hidden_states: Tensor, norm: Norm) -> Tensor:
-        if norm.rounds_once:
-            return self._torch.rms_norm(hidden_states, norm)
-        hidden_states = hidden_states.contiguous()
-        output = torch.empty_like(hidden_states)
         num_rows, size = hidden_states.shape
+        if hidden_states.stride(1) != 1:
+            hidden_states = hidden_states.contiguous()
+        output = torch.empty(num_rows, size, dtype=hidden_states.dtype)
         self._library.baton_rms_norm(
             RmsNormArgs(
                 src=hidden_states.data_ptr(),
-                weight=norm.weight.data_ptr(),
+                norm=norm_params(norm),
                 dst=output.data_ptr(),
                 num_rows=num_rows,
                 size=size,
-                epsilon=norm.epsilon,
+                src_stride=hidden_states.stride(0),
                 num_threads=self._num_threads,
             )
         )
         return output
 
     def apply_rope(self, heads: Tensor, norm: Norm | None, angles: Angles) -> Tensor:
-        if norm is not None and norm.rounds_once:
-            heads, norm = self._torch.rms_norm(heads, norm), None
         num_tokens, num_heads, head_dim = heads.shape
         if heads.stride()[1:] != (head_dim, 1):
             heads = heads.contiguous()
@@ -115,33 +123,41 @@ class NativeOps:
         self._library.baton_rope(
             RopeArgs(
                 src=heads.data_ptr(),
-                norm_weight=None if norm is None else norm.weight.data_ptr(),
-                cosines=cosines.data_ptr(),
-                sines=sines.data_ptr(),
+                norm=norm_params(norm),
+                angles=RopeAngles(cosines.data_ptr(), sines.data_ptr()),
                 dst=output.data_ptr(),
                 src_stride=heads.stride(0),
                 num_tokens=num_tokens,
                 num_heads=num_heads,
                 head_dim=head_dim,
-                epsilon=0.0 if norm is None else norm.epsilon,
                 num_threads=self._num_threads,
             )
         )
         return output
 
     def apply_gate(self, gate_up: Tensor, gate: Gate) -> Tensor:
-        if gate.activation is not Activation.SILU:
-            return self._torch.apply_gate(gate_up, gate)
         gate_up = gate_up.contiguous()
         num_tokens, both = gate_up.shape
         output = torch.empty(num_tokens, both // 2, dtype=gate_up.dtype)
-        self._library.baton_swiglu(
-            gate_up.data_ptr(), output.data_ptr(), *output.shape, self._num_threads
+        self._library.baton_gate(
+            GateArgs(
+                src=gate_up.data_ptr(),
+                dst=output.data_ptr(),
+                num_tokens=num_tokens,
+                size=both // 2,
+                gate=gate_params(gate),
+                num_threads=self._num_threads,
+            )
         )
         return output
 
     def add(self, hidden_states: Tensor, output: Tensor, scale: float) -> Tensor:
-        return self._torch.add(hidden_states, output, scale)
+        hidden_states, output = hidden_states.contiguous(), output.contiguous()
+        count = hidden_states.numel()
+        self._library.baton_add(
+            hidden_states.data_ptr(), output.data_ptr(), count, scale, self._num_threads
+        )
+        return hidden_states
 
     def route(self, hidden_states: Tensor, router: Router) -> Routing:
         return self._moe.route(hidden_states, router)
