@@ -44,7 +44,8 @@ class PackedMatrix(ctypes.Structure):
     __slots__ = ()
     _fields_ = (
         *((name, _POINTER) for name in ("packed", "bias")),
-        *((name, _INT64) for name in ("bits", "num_rows", "num_columns", "group_size")),
+        *((name, _INT64) for name in ("bits", "num_rows", "num_columns")),
+        *((name, _INT64) for name in ("group_size", "is_mxfp4")),
     )
 
 

@@ -6,6 +6,7 @@ call.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -17,7 +18,6 @@ from engine.runner.huge_pages import huge_page_memory
 from engine.runner.kernels.abi import (
     ArgmaxArgs,
     GateArgs,
-    GateParams,
     LinearArgs,
     NormParams,
     PackArgs,
@@ -27,18 +27,11 @@ from engine.runner.kernels.abi import (
     RopeArgs,
     load_library,
 )
-from engine.runner.kernels.native_experts import NativeExperts, NativeMoe
-from engine.runner.model.config import Activation
+from engine.runner.kernels.native_experts import NativeExperts, NativeMoe, gate_params
 from engine.runner.model.experts import Mlp, Moe, Router, Routing, mix_experts
 from engine.runner.model.ops import Gate, Linear, Norm, Peaks
 from engine.runner.model.rope import Angles
 from engine.runner.weights.quantize import Quantized
-
-GATE_KINDS = {
-    Activation.SILU: 0,
-    Activation.GELU_TANH: 1,
-    Activation.CLAMPED_SWIGLU: 2,
-}
 
 
 class Kernels:
@@ -60,10 +53,6 @@ def norm_params(norm: Norm | None) -> NormParams:
     return NormParams(norm.weight.data_ptr(), norm.epsilon, norm.rounds_once)
 
 
-def gate_params(gate: Gate) -> GateParams:
-    return GateParams(GATE_KINDS[gate.activation], gate.alpha, gate.limit)
-
-
 class NativeOps:
     """Implements `Ops`."""
 
@@ -79,14 +68,17 @@ class NativeOps:
         if isinstance(weight, Quantized):
             tensors: tuple[Tensor, ...] = weight.numbers, weight.scales, weight.zeros
             bits, group_size, column_order = weight.bits, weight.group, weight.order
+            is_mxfp4 = weight.is_mxfp4
         else:
             tensors = (weight,)
-            bits, group_size, column_order = 16, 0, None
+            bits, group_size, column_order, is_mxfp4 = 16, 0, None, False
         tensors = tuple(tensor.contiguous() for tensor in tensors)
         num_rows, num_columns = tensors[0].shape
         if bits == 16 and num_columns % 2:
             raise ValueError(f"a matrix of {num_columns} columns: the kernels need an even number")
-        matrix = PackedMatrix(None, address(bias), bits, num_rows, num_columns, group_size)
+        matrix = PackedMatrix(
+            None, address(bias), bits, num_rows, num_columns, group_size, is_mxfp4
+        )
         memory = huge_page_memory(self._library.baton_packed_bytes(matrix))
         packed = torch.frombuffer(memory, dtype=torch.uint8)
         matrix.packed = packed.data_ptr()
@@ -238,85 +230,3 @@ def native_matrix(linear: Linear) -> PackedMatrix | None:
     if isinstance(linear, NativeLinear) and linear.column_order is None:
         return linear.matrix
     return None
-
-
-class NativePagedAttention:
-    """Implements `PagedAttention`. A token's output depends only on its own context."""
-
-    def __init__(self, kernels: Kernels, kv: Tensor, layers: Sequence[LayerAttention]) -> None:
-        self._kernels = kernels
-        self._kv = kv
-        _, num_layers, _, num_kv_heads, block_size, head_dim = kv.shape
-        self._paged_kv = PagedKv(kv.data_ptr(), num_layers, num_kv_heads, block_size, head_dim)
-        self._layers = tuple(layers)
-
-    def begin(self, layout: PassLayout) -> AttentionPass:
-        return NativePass(self._kernels, self._paged_kv, self._layers, layout)
-
-
-class NativePass:
-    """Implements `AttentionPass`."""
-
-    def __init__(
-        self,
-        kernels: Kernels,
-        kv: PagedKv,
-        layers: tuple[LayerAttention, ...],
-        layout: PassLayout,
-    ) -> None:
-        self._kernels = kernels
-        self._layers = layers
-        arrays = {
-            "write_blocks": layout.write_blocks,
-            "write_offsets": layout.write_offsets,
-            "block_tables": layout.block_tables,
-            "context_lens": layout.context_lens,
-            "query_starts": layout.query_starts,
-            "num_queries": layout.num_queries,
-        }
-        arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-        self._arrays = arrays  # own the memory that `batch` points to
-        self.kv = kv
-        self.batch = BatchLayout(
-            **{name: array.ctypes.data for name, array in arrays.items()},
-            table_stride=layout.block_tables.shape[1],
-            num_sequences=len(layout.context_lens),
-            num_single=layout.num_single,
-            num_tokens=len(layout.write_blocks),
-        )
-
-    def attend(self, layer: int, query: Tensor) -> Tensor:
-        query = query.contiguous()
-        output = torch.empty_like(query)
-        num_heads = query.shape[1]
-        self._kernels.library.baton_attention(
-            AttentionArgs(
-                kv=self.kv,
-                batch=self.batch,
-                queries=query.data_ptr(),
-                dst=output.data_ptr(),
-                layer=layer,
-                num_heads=num_heads,
-                window=self._layers[layer].window or 0,
-                scale=self._layers[layer].scale,
-                num_threads=self._kernels.num_threads,
-            )
-        )
-        return output
-
-    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        inner = (key.shape[2], 1)
-        key = key if key.stride()[1:] == inner else key.contiguous()
-        value = value if value.stride()[1:] == inner else value.contiguous()
-        self._kernels.library.baton_write_kv(
-            WriteKvArgs(
-                kv=self.kv,
-                batch=self.batch,
-                keys=key.data_ptr(),
-                values=value.data_ptr(),
-                layer=layer,
-                key_stride=key.stride(0),
-                value_stride=value.stride(0),
-                num_threads=self._kernels.num_threads,
-            )
-        )

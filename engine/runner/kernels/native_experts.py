@@ -19,6 +19,10 @@ _SCORINGS = {Scoring.SOFTMAX: 0, Scoring.SOFTMAX_OF_TOP: 1, Scoring.SIGMOID: 2}
 _GATE_KINDS = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.CLAMPED_SWIGLU: 2}
 
 
+def gate_params(gate: Gate) -> GateParams:
+    return GateParams(_GATE_KINDS[gate.activation], gate.alpha, gate.limit)
+
+
 class Workspace:
     """Buffer of intermediate results on huge pages, kept from one call to the next."""
 
@@ -121,7 +125,7 @@ class NativeMoe:
                 num_tokens=num_tokens,
                 num_experts=len(experts.gate_up),
                 top_k=top_k,
-                gate=GateParams(_GATE_KINDS[gate.activation], gate.alpha, gate.limit),
+                gate=gate_params(gate),
                 scales_input=scales_input,
                 num_threads=self._num_threads,
             )

@@ -42,6 +42,7 @@ struct PackedMatrix {
     std::int64_t bits;  // 16 for bf16, 8 or 4 if quantized
     std::int64_t num_rows, num_columns;
     std::int64_t group_size;  // columns with a common scale, if quantized
+    std::int64_t is_mxfp4;    // 1: numbers are FP4 codes, scales are powers of two, no zero points
 };
 
 struct PackArgs {
