@@ -11,8 +11,13 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from baton.bench.engine.roofline import expect_experts
+from baton.bench.engine.routing import RoutingMeter
 from engine.runner.families.read_config import read_model_config
+from engine.runner.load import RunnerConfig, load_runner
+from tests.support.models import prompt_of
 from tests.support.random_folders import small_config, small_folder
+from tests.support.runner_drivers import Driver, drives_of
 from tools import make_model as tool
 from tools.make_model import make_model, parse_args
 from tools.model_shapes import SHAPES
@@ -72,6 +77,21 @@ def test_norms_neither_grow_nor_shrink_their_input(name: str, mean: float, tmp_p
 
     assert len(norms) > 4
     assert all(abs(norm.mean() - mean) < 0.05 and norm.std() < 0.05 for norm in norms)
+
+
+def test_the_tokens_of_a_prompt_spread_over_the_experts(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 4, "num_experts": 32, "hidden_size": 256}
+    folder = small_folder(tmp_path, "qwen3-30b-a3b", **sizes)
+    meter = RoutingMeter(lambda _: 0.0)
+
+    with load_runner(RunnerConfig(str(folder), block_size=16, kv_cache_bytes=1 << 20)) as runner:
+        blocks = runner.kv_memory.num_blocks
+        driver = Driver(runner, num_blocks=blocks, block_size=16, chunk=64)
+        with meter.count():
+            driver.run(*drives_of([prompt_of(32)], num_tokens=1))
+
+    expected = expect_experts(read_model_config(folder).moe)
+    assert meter.num_experts(32) > 0.9 * expected(32)
 
 
 def test_a_large_tensor_is_written_in_parts(
