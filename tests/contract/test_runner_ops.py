@@ -422,15 +422,15 @@ def test_nan_stays_in_its_own_row(kernels: Kernels) -> None:
     ops = NativeOps(kernels)
     plain = ops.linear(drawn(9, 70, 64), None)
     whole = ops.linear(to_int8(drawn(9, 70, 64)), None)
-    fp4 = ops.linear(mxfp4(9, 70, 64), None)
     gates = [Gate(activation, alpha=1.702, limit=7.0) for activation in Activation]
+    fp4 = ops.linear(mxfp4(9, 70, 64), None)
 
     for answer in (
         plain(activations),
         whole(activations),
-        fp4(activations),
         *(ops.rms_norm(activations, make_norm(64, once)) for once in (False, True)),
         *(ops.apply_gate(activations, gate) for gate in gates),
+        fp4(activations),
     ):
         assert answer.isnan().any(dim=1).tolist() == [False, True, False]
 

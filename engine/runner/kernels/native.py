@@ -18,7 +18,6 @@ from engine.runner.huge_pages import huge_page_memory
 from engine.runner.kernels.abi import (
     ArgmaxArgs,
     GateArgs,
-    GateParams,
     LinearArgs,
     NormParams,
     PackArgs,
@@ -28,18 +27,11 @@ from engine.runner.kernels.abi import (
     RopeArgs,
     load_library,
 )
-from engine.runner.kernels.native_experts import NativeExperts, NativeMoe
-from engine.runner.model.config import Activation
+from engine.runner.kernels.native_experts import NativeExperts, NativeMoe, gate_params
 from engine.runner.model.experts import Mlp, Moe, Router, Routing, mix_experts
 from engine.runner.model.ops import Gate, Linear, Norm, Peaks
 from engine.runner.model.rope import Angles
 from engine.runner.weights.quantize import Quantized
-
-GATE_KINDS = {
-    Activation.SILU: 0,
-    Activation.GELU_TANH: 1,
-    Activation.CLAMPED_SWIGLU: 2,
-}
 
 
 class Kernels:
@@ -59,10 +51,6 @@ def norm_params(norm: Norm | None) -> NormParams:
     if norm is None:
         return NormParams()
     return NormParams(norm.weight.data_ptr(), norm.epsilon, norm.rounds_once)
-
-
-def gate_params(gate: Gate) -> GateParams:
-    return GateParams(GATE_KINDS[gate.activation], gate.alpha, gate.limit)
 
 
 class NativeOps:
@@ -174,8 +162,8 @@ class NativeOps:
         experts = self._experts[moe]
         if experts is None:
             return mix_experts(self, moe, gate, hidden_states, routing)
-        params, scales_input = gate_params(gate), moe.config.scales_input
-        return self._moe.mix(experts, params, hidden_states, routing, scales_input=scales_input)
+        scales_input = moe.config.scales_input
+        return self._moe.mix(experts, gate, hidden_states, routing, scales_input=scales_input)
 
     def find_peaks(self, logits: Tensor) -> Peaks:
         logits = logits.contiguous()

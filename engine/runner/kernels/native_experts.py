@@ -12,11 +12,17 @@ from torch import Tensor
 
 from engine.runner.huge_pages import huge_page_memory
 from engine.runner.kernels.abi import GateParams, MixArgs, PackedMatrix, RouteArgs
-from engine.runner.model.config import Scoring
+from engine.runner.model.config import Activation, Scoring
 from engine.runner.model.experts import Router, Routing
+from engine.runner.model.ops import Gate
 
 _FORMAT_FIELDS = ("bits", "num_rows", "num_columns", "group_size", "is_mxfp4")
+_GATE_KINDS = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.CLAMPED_SWIGLU: 2}
 _SCORINGS = {Scoring.SOFTMAX: 0, Scoring.SOFTMAX_OF_TOP: 1, Scoring.SIGMOID: 2}
+
+
+def gate_params(gate: Gate) -> GateParams:
+    return GateParams(_GATE_KINDS[gate.activation], gate.alpha, gate.limit)
 
 
 class Workspace:
@@ -98,7 +104,7 @@ class NativeMoe:
     def mix(
         self,
         experts: NativeExperts,
-        gate: GateParams,
+        gate: Gate,
         hidden_states: Tensor,
         routing: Routing,
         *,
@@ -126,7 +132,7 @@ class NativeMoe:
                 num_tokens=num_tokens,
                 num_experts=len(experts.gate_up),
                 top_k=top_k,
-                gate=gate,
+                gate=gate_params(gate),
                 scales_input=scales_input,
                 num_threads=self._num_threads,
             )

@@ -14,12 +14,12 @@ from engine.runner.kernels.abi import LayerArgs, PackedMatrix, PassArgs, RopeAng
 from engine.runner.kernels.native import (
     Kernels,
     NativeOps,
-    gate_params,
     native_experts,
     native_matrix,
     norm_params,
 )
 from engine.runner.kernels.native_attention import NativePass
+from engine.runner.kernels.native_experts import gate_params
 from engine.runner.model.config import ModelConfig, QkNorm
 from engine.runner.model.experts import Mlp, Moe
 from engine.runner.model.layers import Layer, LayerPass, Layers, UnfusedLayers, add_mlp, gate_of

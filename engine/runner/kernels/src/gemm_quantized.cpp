@@ -334,7 +334,7 @@ void linear(const GroupedLinear& args) {
     WorkQueue queue(args.num_matrices * panels, 1, args.num_threads);
     ThreadPool::instance().run(args.num_threads, [&](int i, int) {
         for (WorkQueue::Unit unit; queue.next(i, unit);) {
-            const std::int64_t index = unit.index / panels;
+            const std::int64_t index = unit.index / panels, panel = unit.index % panels;
             const PackedMatrix& matrix = args.matrices[index];
             const Gemm gemm{layout,
                             static_cast<const std::uint8_t*>(matrix.packed),
@@ -342,7 +342,7 @@ void linear(const GroupedLinear& args) {
                             args.dst,
                             args.row_offsets[index],
                             args.row_offsets[index + 1]};
-            kMultiplyPanel[int(layout.format)](gemm, quantized, unit.index % panels);
+            kMultiplyPanel[int(layout.format)](gemm, quantized, panel);
         }
     });
 }
