@@ -18,12 +18,13 @@ namespace {
 constexpr int kMaxTokens = kMaxRows / 2;  // each token has two rows of bytes
 typedef std::uint8_t Bytes __attribute__((vector_size(kLanes), aligned(1), may_alias));
 
+// The tokens from `first` up to `end` times a matrix.
 struct Gemm {
     QuantizedLayout layout;
     const std::uint8_t* packed;
     const Bf16* bias;  // or null
     Bf16* dst;         // [tokens, rows]
-    std::int64_t num_tokens;
+    std::int64_t first, end;
 };
 
 template <int ROWS>
@@ -141,8 +142,8 @@ void multiply_panel(const Gemm& p, QuantizedActivations& activations, std::int64
         multiply<FORMAT, 3>,
 #endif
     };
-    for (std::int64_t first = 0; first < p.num_tokens;) {
-        const int count = next_run(p.num_tokens - first, kMaxTokens);
+    for (std::int64_t first = p.first; first < p.end;) {
+        const int count = next_run(p.end - first, kMaxTokens);
         kMultiply[count](p, activations, panel, first);
         first += count;
     }
@@ -219,11 +220,11 @@ void multiply_tokens(const Gemm& p, QuantizedActivations& activations, TileConfi
 
 // With few tokens vectors are a little faster than tiles. The results are identical.
 void multiply_bytes(const Gemm& p, QuantizedActivations& activations, std::int64_t panel) {
-    if (p.num_tokens <= kMaxTokens)
+    if (p.end - p.first <= kMaxTokens)
         return multiply_panel<NumberFormat::kInt8>(p, activations, panel);
     TileConfig tile_config;
-    for (std::int64_t first = 0, count; first < p.num_tokens; first += count) {
-        count = std::min<std::int64_t>(p.num_tokens - first, kTileTokens);
+    for (std::int64_t first = p.first, count; first < p.end; first += count) {
+        count = std::min<std::int64_t>(p.end - first, kTileTokens);
         multiply_tokens(p, activations, tile_config, panel, first, int(count));
     }
 }
@@ -319,23 +320,30 @@ void get_rows(const PackedMatrix& matrix, const std::int64_t* row_ids, std::int6
         }
 }
 
-void linear(const LinearArgs& args) {
-    const PackedMatrix& matrix = args.matrix;
-    const Gemm gemm{QuantizedLayout(matrix), static_cast<const std::uint8_t*>(matrix.packed),
-                    matrix.bias, args.dst, args.num_tokens};
-    const std::int64_t num_columns = matrix.num_columns;
+void linear(const GroupedLinear& args) {
+    const QuantizedLayout layout(args.matrices[0]);
     thread_local QuantizedActivations buffer;
     // Captured by reference: all threads use the buffer of the calling thread.
     QuantizedActivations& quantized = buffer;
-    quantized.resize(gemm.layout, args.num_tokens);
-    const auto quantize = [&](std::int64_t token, std::int64_t end) {
-        for (; token < end; ++token) quantized.quantize(token, args.src + token * num_columns);
+    quantized.resize(layout, args.num_rows());
+    const auto quantize = [&](std::int64_t row, std::int64_t end) {
+        for (; row < end; ++row) quantized.quantize(row, args.src + row * layout.num_columns);
     };
-    parallel_for(args.num_tokens, num_columns, args.num_threads, quantize);
-    WorkQueue queue(gemm.layout.num_panels(), 1, args.num_threads);
+    parallel_for(args.num_rows(), layout.num_columns, args.num_threads, quantize);
+    const std::int64_t panels = layout.num_panels();
+    WorkQueue queue(args.num_matrices * panels, 1, args.num_threads);
     ThreadPool::instance().run(args.num_threads, [&](int i, int) {
-        for (WorkQueue::Unit unit; queue.next(i, unit);)
-            kMultiplyPanel[int(gemm.layout.format)](gemm, quantized, unit.index);
+        for (WorkQueue::Unit unit; queue.next(i, unit);) {
+            const std::int64_t index = unit.index / panels, panel = unit.index % panels;
+            const PackedMatrix& matrix = args.matrices[index];
+            const Gemm gemm{layout,
+                            static_cast<const std::uint8_t*>(matrix.packed),
+                            matrix.bias,
+                            args.dst,
+                            args.row_offsets[index],
+                            args.row_offsets[index + 1]};
+            kMultiplyPanel[int(layout.format)](gemm, quantized, panel);
+        }
     });
 }
 

