@@ -17,6 +17,7 @@ from engine.runner.model.experts import Mlp, Moe, Router, Routing
 from engine.runner.model.ops import Gate, Ops, TorchOps
 from engine.runner.weights.quantize import Quantized, to_int4, to_int8
 from tests.support.kernels import kernels_by_variant
+from tests.support.random_mxfp4 import random_mxfp4
 
 REFERENCE = TorchOps()
 HIDDEN_SIZE, EXPERT_SIZE = 70, 50
@@ -29,7 +30,7 @@ GATES = (
 each_variant = pytest.mark.parametrize(
     "kernels", kernels_by_variant().values(), ids=kernels_by_variant().keys()
 )
-each_format = pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
+each_format = pytest.mark.parametrize("quantize", ["none", "int8", "int4", "mxfp4"])
 SEEDS = st.integers(0, 2**32)
 
 
@@ -80,6 +81,7 @@ def moe_of(config: MoeConfig, ops: Ops, quantize: str, seed: int = 0) -> Moe:
             "none": weight,
             "int8": to_int8(weight),
             "int4": to_int4(weight),
+            "mxfp4": random_mxfp4(int(weight[0, 0] * 1000), rows, columns, (-6, -2)),
         }
         return made[quantize]
 
@@ -151,7 +153,7 @@ def test_of_equal_scores_the_lower_expert_id_comes_first(
 @given(
     config=moe_configs().filter(lambda config: config.num_experts <= 40),
     num_tokens=st.integers(1, 30),
-    quantize=st.sampled_from(["none", "int8", "int4"]),
+    quantize=st.sampled_from(["none", "int8", "int4", "mxfp4"]),
     gate=st.sampled_from(GATES),
     scales_input=st.booleans(),
     seed=SEEDS,

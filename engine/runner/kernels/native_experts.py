@@ -57,7 +57,8 @@ class NativeExperts:
 
 
 def _format(matrix: PackedMatrix) -> tuple[int, ...]:
-    return matrix.bits, matrix.num_rows, matrix.num_columns, matrix.group_size
+    shape = matrix.num_rows, matrix.num_columns
+    return *shape, matrix.bits, matrix.group_size, matrix.is_mxfp4
 
 
 class NativeMoe:
