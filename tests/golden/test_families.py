@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from engine.request import RequestId
-from engine.runner.load import RunnerConfig, load_runner
 from engine.runner.model_runner import TorchRunner
 from engine.sampling import SamplingParams
 from tests.support.families import FAMILY_VARIANTS
-from tests.support.models import make_model_folder, prompt_of, reference_greedy, reference_logprobs
+from tests.support.models import prompt_of, reference_greedy, reference_logprobs
 from tests.support.runner_drivers import Drive, Driver, drives_of
 
 BLOCK_SIZE = 16
@@ -20,38 +19,6 @@ NUM_TOKENS = 64
 TOLERANCE = 2e-4
 
 each_family = pytest.mark.parametrize("name", FAMILY_VARIANTS)
-
-
-@pytest.fixture(scope="module")
-def family_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def make(name: str) -> Path:
-        if name not in made:
-            made[name] = make_model_folder(tmp_path_factory.mktemp(name), FAMILY_VARIANTS[name])
-        return made[name]
-
-    return make
-
-
-@pytest.fixture(scope="module")
-def family_runner(family_folder: Callable[[str], Path]) -> Iterator[Callable[[str], TorchRunner]]:
-    loaded: dict[str, TorchRunner] = {}
-
-    def load(name: str) -> TorchRunner:
-        if name not in loaded:
-            config = RunnerConfig(
-                str(family_folder(name)),
-                block_size=BLOCK_SIZE,
-                kv_cache_bytes=4 << 20,
-                max_num_seqs=32,
-            )
-            loaded[name] = load_runner(config)
-        return loaded[name]
-
-    yield load
-    for runner in loaded.values():
-        runner.__exit__(None, None, None)
 
 
 def driver(runner: TorchRunner, chunk: int) -> Driver:
