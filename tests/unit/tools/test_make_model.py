@@ -15,6 +15,8 @@ from baton.bench.engine.roofline import expect_experts
 from baton.bench.engine.routing import RoutingMeter
 from engine.runner.families.read_config import read_model_config
 from engine.runner.load import RunnerConfig, load_runner
+from engine.runner.weights.safetensors import WeightFiles
+from engine.runner.weights.tensor_names import check_tensors
 from tests.support.models import prompt_of
 from tests.support.random_folders import small_config, small_folder
 from tests.support.runner_drivers import Driver, drives_of
@@ -132,6 +134,8 @@ def test_experts_of_gpt_oss_can_be_four_bit_floats(tmp_path: Path) -> None:
     assert blocks.shape == (8, 2 * 96, 64 // 32, 16)
     assert scales.shape == (8, 2 * 96, 64 // 32)
     assert dequantized(blocks, scales).std() == pytest.approx(0.02, rel=0.3)
+    with WeightFiles(tmp_path) as files:
+        check_tensors(read_model_config(tmp_path), files)
 
 
 def test_no_other_model_has_four_bit_floats(tmp_path: Path) -> None:
