@@ -58,6 +58,12 @@ Numbers random_numbers(std::int64_t count, float scale = 1) {
     return numbers;
 }
 
+std::vector<float> wide_numbers(std::int64_t count) {
+    std::vector<float> numbers(count);
+    for (auto& number : numbers) number = normal();
+    return numbers;
+}
+
 void print_bits(const char* kernel, Numbers& numbers) {
     std::printf("%s", kernel);
     for (std::int64_t i = 0; i < numbers.count; ++i)
@@ -101,18 +107,46 @@ void run_elementwise(std::int64_t tokens, std::int64_t size, int threads) {
     Numbers src = random_numbers(tokens * size), weight = random_numbers(size);
     Numbers other = random_numbers(tokens * size);
     Numbers normed(tokens * size), gated(tokens * (size / 2));
-    const RmsNormArgs norm{src, weight, normed, tokens, size, 1e-6f, threads};
+    RmsNormArgs norm{
+        .src = src,
+        .norm = {weight, 1e-6f, false},
+        .dst = normed,
+        .num_rows = tokens,
+        .size = size,
+        .src_stride = size,
+        .num_threads = threads,
+    };
     baton_rms_norm(&norm);
     print_bits("norm", normed);
-    baton_swiglu(src, gated, tokens, size / 2, threads);
+    GateArgs gate{
+        .src = src,
+        .dst = gated,
+        .num_tokens = tokens,
+        .size = size / 2,
+        .gate = {GateKind::kSilu, 1.7f, 1.5f},
+        .num_threads = threads,
+    };
+    baton_gate(&gate);
     print_bits("gate", gated);
-    baton_add(src, other, tokens * size, threads);
+    baton_add(src, other, tokens * size, 1, threads);
     print_bits("add", src);
+
+    const std::vector<float> wide = wide_numbers(size);
+    norm.norm = {wide.data(), 1e-6f, true};
+    baton_rms_norm(&norm);
+    print_bits("norm32", normed);
+    gate.gate.kind = GateKind::kGeluTanh;
+    baton_gate(&gate);
+    print_bits("gelu", gated);
+    gate.gate.kind = GateKind::kClampedSwiglu;
+    baton_gate(&gate);
+    print_bits("clamped", gated);
+    baton_add(src, other, tokens * size, 0.22f, threads);
+    print_bits("scaled", src);
 }
 
 void find_maxima(std::int64_t tokens, std::int64_t size, int threads) {
-    std::vector<float> logits(tokens * size);
-    for (auto& logit : logits) logit = normal();
+    const std::vector<float> logits = wide_numbers(tokens * size);
     std::vector<std::int64_t> indices(tokens);
     AlignedBuffer are_finite(tokens);
     const ArgmaxArgs argmax{logits.data(), indices.data(), are_finite.as<bool>(),
@@ -123,11 +157,11 @@ void find_maxima(std::int64_t tokens, std::int64_t size, int threads) {
     std::puts("");
 }
 
-void attend(std::int64_t dim, std::int64_t window, int threads) {
+void attend(std::int64_t dim, AttentionParams params, int threads) {
     constexpr std::int64_t kLayers = 2, kLayer = 1, kKvHeads = 2, kHeads = 8, kBlock = 16,
                            kBlocks = 12;
     constexpr std::int64_t kLength = 150, kTokens = 37, kSequences = 3, kTable = 10, kFirst = 0;
-    const float scale = 1 / std::sqrt(float(dim));
+    params.scale = 1 / std::sqrt(float(dim));
     std::vector<std::int64_t> tables, blocks, offsets, lengths{kLength, 5, 66};
     for (int i = 0; i < kSequences * kTable; ++i) tables.push_back((i % kTable * 7 + 3) % kBlocks);
     for (int i = 0; i < kLength; ++i)
@@ -159,12 +193,11 @@ void attend(std::int64_t dim, std::int64_t window, int threads) {
     AttentionArgs args{
         .kv = kv,
         .batch = batch,
+        .params = params,
         .queries = queries,
         .dst = dst,
         .layer = kLayer,
         .num_heads = kHeads,
-        .window = window,
-        .scale = scale,
         .num_threads = threads,
     };
     baton_attention(&args);
@@ -178,21 +211,23 @@ void attend(std::int64_t dim, std::int64_t window, int threads) {
     Numbers cosines = random_numbers(kTokens * dim, 0.7f),
             sines = random_numbers(kTokens * dim, 0.7f);
     Numbers weight = random_numbers(dim);
-    const RopeArgs rope{
+    RopeArgs rope{
         .src = queries,
-        .norm_weight = weight,
-        .cosines = cosines,
-        .sines = sines,
+        .norm = {weight, 1e-6f, false},
+        .angles = {cosines, sines},
         .dst = dst,
         .src_stride = kHeads * dim,
         .num_tokens = kTokens,
         .num_heads = kHeads,
         .head_dim = dim,
-        .epsilon = 1e-6f,
         .num_threads = threads,
     };
     baton_rope(&rope);
     print_bits("rope", dst);
+    const std::vector<float> wide = wide_numbers(dim);
+    rope.norm = {wide.data(), 1e-6f, true};
+    baton_rope(&rope);
+    print_bits("rope32", dst);
 }
 
 }  // namespace
@@ -209,7 +244,13 @@ int main() {
             run_elementwise(tokens, 258, threads);
             find_maxima(tokens, 999, threads);
         }
-        for (const std::int64_t dim : {32, 128})
-            for (const std::int64_t window : {0, 20}) attend(dim, window, threads);
+        const float sinks[8] = {-2, -1, 0, 1, 2, 3, 4, 5};
+        for (const std::int64_t dim : {32, 128}) {
+            attend(dim, {}, threads);
+            attend(dim, {.window = 20}, threads);
+            attend(dim, {.sinks = sinks, .window = 20, .softcap = 2}, threads);
+            attend(dim, {.sinks = sinks, .chunk = 24}, threads);
+            attend(dim, {.chunk = 24, .softcap = 2}, threads);
+        }
     }
 }

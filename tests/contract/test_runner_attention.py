@@ -19,7 +19,7 @@ from engine.runner.attention.paged_attention import (
     PagedAttention,
     TorchPagedAttention,
 )
-from engine.runner.kernels.native import NativePagedAttention
+from engine.runner.kernels.native_attention import NativePagedAttention
 from engine.runner.layout import PassLayout
 from tests.support.kernels import kernels_by_variant
 
@@ -49,6 +49,9 @@ class Shape:
     block_size: int = 4
     num_layers: int = 2
     windows: tuple[int | None, ...] = (None, None)
+    chunks: tuple[int | None, ...] = (None, None)
+    softcap: float | None = None
+    has_sinks: bool = False
     dtype: torch.dtype = torch.float32
 
 
@@ -80,6 +83,7 @@ class World:
         total = sum(each.queries for each in self.sequences)
         self.queries = self._random(shape.num_layers, total, shape.num_heads, shape.head_dim)
         self.queries = self.queries.to(shape.dtype)
+        self.sinks = 2 * self._random(shape.num_layers, shape.num_heads)
         self.tables = self._tables()
         self.kv = self._cache()
 
@@ -104,7 +108,7 @@ class World:
 
     def attend(self, make: MakeAttention) -> list[Tensor]:
         """Return the outputs by layer, in the order in which the model calls attention."""
-        layers = [LayerAttention(self.shape.head_dim**-0.5, w) for w in self.shape.windows]
+        layers = [self._attention(layer) for layer in range(self.shape.num_layers)]
         running = make(self.kv, layers).begin(self.layout())
         answers = []
         for layer in range(self.shape.num_layers):
@@ -121,15 +125,26 @@ class World:
             first += each.queries
         return torch.stack(answers)
 
+    def _attention(self, layer: int) -> LayerAttention:
+        shape = self.shape
+        sinks = self.sinks[layer] if shape.has_sinks else None
+        window, chunk = shape.windows[layer], shape.chunks[layer]
+        return LayerAttention(shape.head_dim**-0.5, window, chunk, shape.softcap, sinks)
+
     def _naive(self, layer: int, query: Tensor, keys_values: Tensor, position: int) -> Tensor:
-        shape, window = self.shape, self.shape.windows[layer]
+        shape, window, chunk = self.shape, self.shape.windows[layer], self.shape.chunks[layer]
         first = 0 if window is None else max(0, position - window + 1)
+        first = first if chunk is None else max(first, position // chunk * chunk)
         seen = keys_values[:, layer, :, :, first : position + 1].double()
         heads = []
         for head in range(shape.num_heads):
             keys, values = seen[:, head // (shape.num_heads // shape.num_kv_heads)]
             scores = query[head].double() @ keys / math.sqrt(shape.head_dim)
-            heads.append(values @ scores.softmax(dim=0))
+            if shape.softcap is not None:
+                scores = shape.softcap * torch.tanh(scores / shape.softcap)
+            if shape.has_sinks:
+                scores = torch.cat((scores, self.sinks[layer, head].double()[None]))
+            heads.append(values @ scores.softmax(dim=0)[: values.shape[1]])
         return torch.stack(heads)
 
     def _fresh(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -194,19 +209,17 @@ def check_writes(world: World, before: Tensor) -> None:
 
 
 SHAPES = st.builds(
-    lambda kv_heads, shared, head_dim, block_size, windows, dtype: Shape(
-        num_heads=kv_heads * shared,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        block_size=block_size,
-        windows=windows,
-        dtype=dtype,
+    lambda kv_heads, shared, **others: Shape(
+        num_heads=kv_heads * shared, num_kv_heads=kv_heads, **others
     ),
     kv_heads=st.sampled_from([1, 2, 3]),
     shared=st.sampled_from([1, 2, 4]),
     head_dim=st.sampled_from([8, 24, 64]),
     block_size=st.sampled_from([1, 4, 16]),
     windows=st.tuples(*[st.none() | st.integers(1, 40)] * 2),
+    chunks=st.tuples(*[st.none() | st.integers(1, 40)] * 2),
+    softcap=st.sampled_from([None, 1.5, 30.0]),
+    has_sinks=st.booleans(),
     dtype=st.sampled_from(ALL_FLOATS),
 )
 CHUNKS = st.builds(Part, computed=st.integers(0, 40), queries=st.integers(1, 24))
@@ -253,6 +266,23 @@ def test_edges_of_blocks_and_windows(
 ) -> None:
     shape = Shape(windows=(window, None), dtype=implementation.dtypes[0])
     check(implementation.make, World(shape, sequences, seed=1))
+
+
+@each_implementation
+@pytest.mark.parametrize("chunk", [None, 16, 100, 300])
+def test_softcaps_sinks_and_chunks_in_contexts_of_several_tiles(
+    implementation: Implementation, chunk: int | None
+) -> None:
+    shape = Shape(
+        head_dim=64,
+        windows=(None, 200),
+        chunks=(chunk, chunk),
+        softcap=1.5,
+        has_sinks=True,
+        dtype=implementation.dtypes[0],
+    )
+    sequences = [Part(255, 1), Part(520, 1), Part(240, 40), Part(511, 3)]
+    check(implementation.make, World(shape, sequences, seed=2))
 
 
 @each_implementation

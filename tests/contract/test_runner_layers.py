@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,18 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.runner.attention.paged_attention import LayerAttention
 from engine.runner.families.read_config import read_model_config
 from engine.runner.kernels.choose import TORCH, Parts, native_parts
-from engine.runner.kernels.native import Kernels, NativeOps, NativePagedAttention
+from engine.runner.kernels.native import Kernels, NativeOps
+from engine.runner.kernels.native_attention import NativePagedAttention
 from engine.runner.kernels.native_layers import NativeLayers, native_layers
 from engine.runner.layout import PassLayout
 from engine.runner.model.config import ModelConfig
 from engine.runner.model.decoder import Ends
 from engine.runner.model.layers import Layer, Layers, UnfusedLayers
 from engine.runner.model.rope import Ropes
-from engine.runner.weights.decoder_loading import LoadTarget, attention_of, load_decoder
+from engine.runner.weights.decoder_loading import attention_of, load_decoder
 from engine.runner.weights.safetensors import WeightFiles
+from engine.runner.weights.tensor_loading import LoadTarget
+from tests.support.families import FAMILY_VARIANTS
 from tests.support.kernels import kernels_by_variant
 from tests.support.models import VARIANTS, make_model_folder
 
@@ -44,6 +47,10 @@ MODELS = (
     ("qwen3", "int8"),
     ("llama", "int4"),
 )
+# Norms before, after and around attention and MLP, norms over all heads, several RoPEs, other
+# gates, scaled outputs, sinks, chunks, and experts.
+FAMILIES = ("gemma3", "olmo2", "glm4", "granite", "smollm3", "gpt-oss", "llama4")
+ALL_VARIANTS = {**VARIANTS, **FAMILY_VARIANTS}
 
 
 def part_by_part(parts: Parts) -> Parts:
@@ -51,6 +58,17 @@ def part_by_part(parts: Parts) -> Parts:
         return UnfusedLayers(config, parts.ops, layers)
 
     return replace(parts, make_layers=layers)
+
+
+def recording(parts: Parts) -> tuple[Parts, list[Layers]]:
+    """Return the parts, and a list of the layers that they make."""
+    made: list[Layers] = []
+
+    def make_layers(config: ModelConfig, layers: Sequence[Layer]) -> Layers:
+        made.append(parts.make_layers(config, layers))
+        return made[-1]
+
+    return replace(parts, make_layers=make_layers), made
 
 
 def passes_through(
@@ -104,32 +122,30 @@ def layout_of(sequences: Sequence[tuple[int, int]]) -> PassLayout:
     )
 
 
-@pytest.mark.parametrize(("name", "quantize"), MODELS)
+@pytest.mark.parametrize(("name", "quantize"), [*MODELS, *((name, "none") for name in FAMILIES)])
 def test_a_layer_in_one_call_has_the_bits_of_its_parts(
     name: str, quantize: str, tmp_path: Path
 ) -> None:
-    folder = make_model_folder(tmp_path, replace(VARIANTS[name], dtype="bfloat16"))
-    parts = native_parts()
+    folder = make_model_folder(tmp_path, replace(ALL_VARIANTS[name], dtype="bfloat16"))
+    parts, made = recording(native_parts())
 
     whole = passes_through(folder, parts, quantize)
     apart = passes_through(folder, part_by_part(parts), quantize)
 
+    assert isinstance(made[0], NativeLayers)
     assert all(map(torch.equal, whole, apart))
 
 
 @pytest.mark.parametrize("kernels", kernels_by_variant().values(), ids=kernels_by_variant().keys())
 def test_every_build_takes_layers_in_one_call(kernels: Kernels, tmp_path: Path) -> None:
     folder = make_model_folder(tmp_path, VARIANTS["qwen3-bf16"])
-    made: list[Layers] = []
-
-    def make_attention(kv: Tensor, layers: Sequence[LayerAttention]) -> NativePagedAttention:
-        return NativePagedAttention(kernels, kv, layers)
-
-    def make_layers(config: ModelConfig, layers: Sequence[Layer]) -> Layers:
-        made.append(native_layers(kernels, config, layers))
-        return made[-1]
-
-    parts = Parts("this build", NativeOps(kernels), make_attention, make_layers)
+    parts = Parts(
+        "this build",
+        NativeOps(kernels),
+        partial(NativePagedAttention, kernels),
+        partial(native_layers, kernels),
+    )
+    parts, made = recording(parts)
 
     whole = passes_through(folder, parts, "none")
     apart = passes_through(folder, part_by_part(parts), "none")
@@ -149,11 +165,11 @@ def at_ends(passed: Sequence[Tensor]) -> list[Tensor]:
     return [*picked, kv]
 
 
-@pytest.mark.parametrize(("name", "quantize"), MODELS)
+@pytest.mark.parametrize(("name", "quantize"), [*MODELS, ("olmo2", "none"), ("gemma3", "none")])
 def test_the_last_tokens_alone_have_the_bits_that_they_have_among_all(
     name: str, quantize: str, tmp_path: Path
 ) -> None:
-    folder = make_model_folder(tmp_path, replace(VARIANTS[name], dtype="bfloat16"))
+    folder = make_model_folder(tmp_path, replace(ALL_VARIANTS[name], dtype="bfloat16"))
     parts = native_parts()
 
     alone = passes_through(folder, parts, quantize, are_ends_alone=True)

@@ -21,8 +21,17 @@ from engine.runner.kernels.build import (
 )
 from engine.runner.kernels.choose import TORCH, choose_parts
 from engine.runner.kernels.native import Kernels, NativeOps
+from engine.runner.model.config import Activation
 from engine.runner.model.ops import Gate, Norm, TorchOps
-from engine.runner.weights.quantize import Quantize, Quantized, to_int4, to_int8
+from engine.runner.weights.quantize import (
+    MXFP4_GROUP,
+    Quantize,
+    Quantized,
+    select_rows,
+    stacked,
+    to_int4,
+    to_int8,
+)
 from errors import InvalidConfig
 from tests.support.kernels import kernels_by_variant
 
@@ -39,6 +48,11 @@ SEEDS = st.integers(0, 2**32)
 
 def drawn(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def make_norm(size: int, rounds_once: bool) -> Norm:
+    weight = drawn(6, size)
+    return Norm(weight.float() * 1.001 if rounds_once else weight, EPSILON, rounds_once)
 
 
 def is_near(found: Tensor, wanted: Tensor) -> bool:
@@ -236,6 +250,88 @@ def test_int8_products_have_the_same_bits_in_any_batch(
     assert torch.equal(together, linear(activations))
 
 
+def mxfp4(
+    seed: int, num_rows: int, num_columns: int, exponents: tuple[int, int] = (-12, 4)
+) -> Quantized:
+    """Return random codes, and powers of two within these exponents as scales."""
+    generator = torch.Generator().manual_seed(seed)
+    scales = num_rows, -(-num_columns // MXFP4_GROUP)
+    return Quantized(
+        torch.randint(0, 16, (num_rows, num_columns), generator=generator).to(torch.uint8),
+        torch.ldexp(torch.ones(scales), torch.randint(*exponents, scales, generator=generator)),
+        torch.empty(num_rows, 0, dtype=torch.uint8),
+        4,
+        MXFP4_GROUP,
+        torch.bfloat16,
+        is_mxfp4=True,
+    )
+
+
+@each_variant
+@given(
+    num_tokens=st.integers(1, 8),
+    num_rows=st.integers(1, 200),
+    num_columns=st.integers(1, 150),
+    seed=SEEDS,
+)
+@settings(max_examples=60, deadline=None)
+def test_a_product_of_mxfp4_is_that_of_what_it_stands_for(
+    kernels: Kernels, num_tokens: int, num_rows: int, num_columns: int, seed: int
+) -> None:
+    activations, bias = drawn(seed + 1, num_tokens, num_columns), drawn(seed + 2, num_rows)
+    weight = mxfp4(seed, num_rows, num_columns)
+
+    found = NativeOps(kernels).linear(weight, bias)(activations)
+
+    exact = replace(weight, dtype=torch.float64).dequantize()
+    wanted = activations.double() @ exact.T + bias.double()
+    most = activations.double().abs().amax(dim=1, keepdim=True)
+    bound = most / 65024 * exact.abs().sum(dim=1) + wanted.abs() * 2**-8
+    assert ((found.double() - wanted).abs() <= bound * 1.01 + 1e-5).all()
+
+
+@each_variant
+@pytest.mark.parametrize("exponents", [(-12, 4), (-127, -120), (118, 124)])
+def test_every_code_and_exponent_of_mxfp4_is_read(
+    kernels: Kernels, exponents: tuple[int, int]
+) -> None:
+    weight = mxfp4(3, 150, 88, exponents)
+    weight.numbers[:16] = torch.arange(16)[:, None]
+    row_ids = torch.tensor([*range(16), 149, 0, 64, 63, 64])
+
+    rows = NativeOps(kernels).linear(weight, None).rows(row_ids)
+
+    assert torch.equal(rows, weight.dequantize()[row_ids])
+    values = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    wanted = torch.tensor([*values, *(-value for value in values)])
+    assert torch.equal(rows[:16, 0], (wanted * weight.scales[:16, 0]).bfloat16())
+
+
+@each_variant
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 7, 33])
+def test_mxfp4_products_have_the_same_bits_in_any_batch(kernels: Kernels, num_tokens: int) -> None:
+    activations, weight = drawn(1, num_tokens, 96), mxfp4(2, 300, 96)
+    linear = NativeOps(kernels).linear(weight, None)
+    alone = NativeOps(_with_threads(kernels, 1)).linear(weight, None)
+
+    together = linear(activations)
+
+    assert torch.equal(
+        together, torch.cat([alone(activations[i : i + 1]) for i in range(num_tokens)])
+    )
+
+
+def test_rows_of_mxfp4_are_selected_and_stacked() -> None:
+    first, second = mxfp4(1, 10, 64), mxfp4(2, 6, 64)
+    order = torch.tensor([3, 0, 15, 9])
+
+    chosen = select_rows(stacked([first, second]), order)
+
+    assert isinstance(chosen, Quantized)
+    both = torch.cat((first.dequantize(), second.dequantize()))
+    assert torch.equal(chosen.dequantize(), both[order])
+
+
 @pytest.mark.parametrize("columns", [8, 33, 96])
 def test_a_quantised_matrix_is_off_by_half_a_step_at_most(columns: int) -> None:
     weight = drawn(11, 70, columns)
@@ -256,18 +352,23 @@ def test_a_quantised_matrix_is_off_by_half_a_step_at_most(columns: int) -> None:
     num_tokens=st.integers(1, 5),
     num_heads=st.integers(1, 40),
     half=st.integers(1, 40),
-    has_norm=st.booleans(),
+    rounds_once=st.sampled_from([None, False, True]),
     seed=SEEDS,
 )
 @settings(max_examples=40, deadline=None)
 def test_heads_are_normed_and_turned_as_torch_does_it(
-    kernels: Kernels, num_tokens: int, num_heads: int, half: int, has_norm: bool, seed: int
+    kernels: Kernels,
+    num_tokens: int,
+    num_heads: int,
+    half: int,
+    rounds_once: bool | None,
+    seed: int,
 ) -> None:
     size = 2 * half
     # A part of a wider tensor, as queries and keys are.
     heads = drawn(seed, num_tokens, num_heads + 2, size)[:, 1 : 1 + num_heads]
     angles = drawn(seed + 1, num_tokens, 1, size), drawn(seed + 2, num_tokens, 1, size)
-    norm = Norm(drawn(seed + 3, size), EPSILON) if has_norm else None
+    norm = None if rounds_once is None else make_norm(size, rounds_once)
 
     rotated = NativeOps(kernels).apply_rope(heads, norm, angles)
 
@@ -275,18 +376,43 @@ def test_heads_are_normed_and_turned_as_torch_does_it(
 
 
 @each_variant
-@given(num_tokens=st.integers(1, 6), size=st.integers(1, 100), scale=st.floats(0.01, 100))
-@settings(max_examples=40, deadline=None)
+@given(
+    num_tokens=st.integers(1, 6),
+    size=st.integers(1, 100),
+    scale=st.floats(0.01, 100),
+    rounds_once=st.booleans(),
+    activation=st.sampled_from(Activation),
+)
+@settings(max_examples=60, deadline=None)
 def test_norms_and_gates_are_those_of_torch(
-    kernels: Kernels, num_tokens: int, size: int, scale: float
+    kernels: Kernels,
+    num_tokens: int,
+    size: int,
+    scale: float,
+    rounds_once: bool,
+    activation: Activation,
 ) -> None:
-    activations, norm = drawn(5, num_tokens, size) * scale, Norm(drawn(6, size), EPSILON)
+    # Columns of a wider tensor, as the queries of a token are.
+    activations = (drawn(5, num_tokens, size + 3) * scale)[:, 2 : 2 + size]
+    norm, gate = make_norm(size, rounds_once), Gate(activation, alpha=1.702, limit=7.0)
     gate_up = drawn(7, num_tokens, 2 * size) * scale
     ops = NativeOps(kernels)
 
     assert is_near(ops.rms_norm(activations, norm), REFERENCE.rms_norm(activations, norm))
-    found, wanted = ops.apply_gate(gate_up, Gate()), REFERENCE.apply_gate(gate_up, Gate())
+    found, wanted = ops.apply_gate(gate_up, gate), REFERENCE.apply_gate(gate_up, gate)
     assert torch.allclose(found.float(), wanted.float(), rtol=2**-6, atol=2**-7 * scale)
+
+
+@each_variant
+@pytest.mark.parametrize("scale", [1.0, 0.22])
+@pytest.mark.parametrize("num_tokens", [1, 3, 500])
+def test_sums_are_those_of_torch(kernels: Kernels, scale: float, num_tokens: int) -> None:
+    hidden_states, output = drawn(5, num_tokens, 70), drawn(6, num_tokens, 70)
+    wanted = REFERENCE.add(hidden_states, output, scale)
+
+    found = NativeOps(kernels).add(hidden_states, output, scale)
+
+    assert torch.equal(found, wanted)
 
 
 @each_variant
@@ -296,10 +422,15 @@ def test_nan_stays_in_its_own_row(kernels: Kernels) -> None:
     ops = NativeOps(kernels)
     plain = ops.linear(drawn(9, 70, 64), None)
     whole = ops.linear(to_int8(drawn(9, 70, 64)), None)
+    gates = [Gate(activation, alpha=1.702, limit=7.0) for activation in Activation]
+    fp4 = ops.linear(mxfp4(9, 70, 64), None)
 
     for answer in (
         plain(activations),
         whole(activations),
+        *(ops.rms_norm(activations, make_norm(64, once)) for once in (False, True)),
+        *(ops.apply_gate(activations, gate) for gate in gates),
+        fp4(activations),
         ops.rms_norm(activations, Norm(drawn(10, 64), EPSILON)),
     ):
         assert answer.isnan().any(dim=1).tolist() == [False, True, False]

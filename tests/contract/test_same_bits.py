@@ -20,13 +20,15 @@ from torch import Tensor
 
 from engine.request import RequestId
 from engine.runner.attention.paged_attention import LayerAttention
-from engine.runner.kernels.native import Kernels, NativePagedAttention
+from engine.runner.kernels.native import Kernels
+from engine.runner.kernels.native_attention import NativePagedAttention
 from engine.runner.layout import PassLayout
 from engine.runner.load import RunnerConfig, load_runner
 from engine.runner.model.config import RopeConfig
 from engine.runner.model.rope import Rope
 from engine.runner.model_runner import TorchRunner
 from engine.sampling import SamplingParams
+from tests.support.families import FAMILY_VARIANTS
 from tests.support.kernels import kernels_by_variant
 from tests.support.models import VARIANTS, make_model_folder, prompt_of
 from tests.support.runner_drivers import Drive, Driver, RandomChunkDriver
@@ -63,17 +65,17 @@ class Sequences:
         self._keys = [_drawn(generator, n, num_kv_heads, head_dim) for n in lengths]
         values = [_drawn(generator, n, num_kv_heads, head_dim) for n in lengths]
         self._values = [value_scale * some for some in values]
+        self.sinks = 3 * torch.randn(num_heads, generator=generator)
         counts = [-(-n // block_size) for n in lengths]
         ids = torch.randperm(sum(counts), generator=generator).tolist()
         self._tables = [[ids.pop() for _ in range(count)] for count in counts]
         self._shape = (sum(counts), 1, 2, num_kv_heads, block_size, head_dim)
 
-    def attended(self, kernels: Kernels, window: int | None, cut: Cut) -> list[Tensor]:
+    def attended(self, kernels: Kernels, rules: LayerAttention, cut: Cut) -> list[Tensor]:
         """Return the outputs of each sequence, computed in passes of the given size."""
         kv = torch.full(self._shape, torch.nan, dtype=torch.bfloat16)
-        attention = NativePagedAttention(
-            kernels, kv, [LayerAttention(kv.shape[-1] ** -0.5, window)]
-        )
+        rules = replace(rules, scale=kv.shape[-1] ** -0.5)
+        attention = NativePagedAttention(kernels, kv, [rules])
         computed = [0] * len(self._lengths)
         answers = [torch.empty_like(queries) for queries in self._queries]
         while any(self._left(computed)):
@@ -130,6 +132,9 @@ def one(left: int) -> int:
     head_dim=st.sampled_from([8, 24, 64, 128]),
     block_size=st.sampled_from([1, 4, 16, 24, 48]),
     window=st.none() | st.integers(1, 150),
+    chunk=st.none() | st.integers(1, 150),
+    softcap=st.sampled_from([None, 2.0]),
+    has_sinks=st.booleans(),
     most=st.sampled_from([1, 2, 20, 100]),
     seed=st.integers(0, 2**32),
 )
@@ -141,30 +146,41 @@ def test_attention_is_the_same_for_any_chunks_and_any_batch(
     head_dim: int,
     block_size: int,
     window: int | None,
+    chunk: int | None,
+    softcap: float | None,
+    has_sinks: bool,
     most: int,
     seed: int,
 ) -> None:
     sequences = Sequences(lengths, heads, head_dim, block_size, seed)
+    rules = LayerAttention(1.0, window, chunk, softcap, sequences.sinks if has_sinks else None)
     draw = random.Random(seed)
 
-    at_once = sequences.attended(kernels, window, whole)
-    cut = sequences.attended(kernels, window, lambda left: draw.randint(1, min(left, most)))
+    at_once = sequences.attended(kernels, rules, whole)
+    cut = sequences.attended(kernels, rules, lambda left: draw.randint(1, min(left, most)))
 
     assert all(map(torch.equal, at_once, cut))
 
 
 @pytest.mark.parametrize("kernels", kernels_by_variant().values(), ids=kernels_by_variant().keys())
-@pytest.mark.parametrize("window", [None, 70, 300])
-@pytest.mark.parametrize("heads", [(2, 2), (1, 7)])
+@pytest.mark.parametrize(("window", "chunk"), [(None, None), (70, None), (300, None), (None, 90)])
+@pytest.mark.parametrize(("heads", "is_capped"), [((2, 2), False), ((1, 7), False), ((1, 7), True)])
 def test_attention_is_the_same_across_tile_boundaries(
-    kernels: Kernels, window: int | None, heads: tuple[int, int]
+    kernels: Kernels,
+    window: int | None,
+    chunk: int | None,
+    heads: tuple[int, int],
+    is_capped: bool,
 ) -> None:
     sequences = Sequences([530, 300, 257], heads, head_dim=64, block_size=16, seed=1)
+    rules = LayerAttention(1.0, window, chunk)
+    if is_capped:
+        rules = replace(rules, softcap=2.0, sinks=sequences.sinks)
     first, draw = 3 * [240], random.Random(0)
 
-    at_once = sequences.attended(kernels, window, whole)
+    at_once = sequences.attended(kernels, rules, whole)
     cut = sequences.attended(
-        kernels, window, lambda left: first.pop() if first else min(left, draw.choice([1, 1, 30]))
+        kernels, rules, lambda left: first.pop() if first else min(left, draw.choice([1, 1, 30]))
     )
 
     assert all(map(torch.equal, at_once, cut))
@@ -177,7 +193,9 @@ def test_attention_to_subnormal_values_is_the_same_for_any_chunks(
     """Some processors flush subnormals to zero, but only in some of their instructions."""
     sequences = Sequences([90], (2, 2), head_dim=64, block_size=16, seed=2, value_scale=2.0**-127)
 
-    at_once, cut = (sequences.attended(kernels, None, cut) for cut in (whole, one))
+    rules = LayerAttention(1.0)
+
+    at_once, cut = (sequences.attended(kernels, rules, cut) for cut in (whole, one))
 
     assert all(map(torch.equal, at_once, cut))
 
@@ -200,6 +218,9 @@ MODELS = {
     "llama-rope-yarn": {},
     "qwen3": {"quantize": "int8"},
     "llama": {"quantize": "int4"},
+    "gemma2": {},
+    "olmo3": {},
+    "granite": {},
 }
 
 
@@ -211,7 +232,8 @@ def runner(
 ) -> Iterator[TorchRunner]:
     name, options = request.param
     folder = tmp_path_factory.mktemp(name)
-    make_model_folder(folder, replace(VARIANTS[name], dtype="bfloat16"))
+    variant = {**VARIANTS, **FAMILY_VARIANTS}[name]
+    make_model_folder(folder, replace(variant, dtype="bfloat16"))
     config = RunnerConfig(
         str(folder), kernels="native", kv_cache_bytes=4 << 20, max_num_seqs=16, **options
     )

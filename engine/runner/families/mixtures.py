@@ -43,6 +43,11 @@ OPENAI_EXPERTS = ExpertNames(
     is_transposed=True,
     is_interleaved=True,
     has_weight_suffix=False,
+    separate=ExpertNames(
+        router="mlp.router",
+        gate_up=("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj"),
+        down="mlp.experts.{expert}.down_proj",
+    ),
 )
 LLAMA4_EXPERTS = ExpertNames(
     router="feed_forward.router",
@@ -51,6 +56,15 @@ LLAMA4_EXPERTS = ExpertNames(
     shared="feed_forward.shared_expert",
     is_transposed=True,
     has_weight_suffix=False,
+    separate=ExpertNames(
+        router="feed_forward.router",
+        gate_up=(
+            "feed_forward.experts.{expert}.gate_proj",
+            "feed_forward.experts.{expert}.up_proj",
+        ),
+        down="feed_forward.experts.{expert}.down_proj",
+        shared="feed_forward.shared_expert",
+    ),
 )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from engine.runner.kernels.build import KernelsUnavailable
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 _INT32, _INT64, _FLOAT, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
@@ -44,7 +44,8 @@ class PackedMatrix(ctypes.Structure):
     __slots__ = ()
     _fields_ = (
         *((name, _POINTER) for name in ("packed", "bias")),
-        *((name, _INT64) for name in ("bits", "num_rows", "num_columns", "group_size")),
+        *((name, _INT64) for name in ("bits", "num_rows", "num_columns")),
+        *((name, _INT64) for name in ("group_size", "is_mxfp4")),
     )
 
 
@@ -67,22 +68,50 @@ class LinearArgs(ctypes.Structure):
     )
 
 
+class NormParams(ctypes.Structure):
+    __slots__ = ()
+    _fields_ = (("weight", _POINTER), ("epsilon", _FLOAT), ("is_float32", _INT32))
+
+
 class RmsNormArgs(ctypes.Structure):
     __slots__ = ()
     _fields_ = (
-        *((name, _POINTER) for name in ("src", "weight", "dst")),
-        *((name, _INT64) for name in ("num_rows", "size")),
-        ("epsilon", _FLOAT),
+        ("src", _POINTER),
+        ("norm", NormParams),
+        ("dst", _POINTER),
+        *((name, _INT64) for name in ("num_rows", "size", "src_stride")),
         ("num_threads", _INT32),
     )
+
+
+class RopeAngles(ctypes.Structure):
+    __slots__ = ()
+    _fields_ = (("cosines", _POINTER), ("sines", _POINTER))
 
 
 class RopeArgs(ctypes.Structure):
     __slots__ = ()
     _fields_ = (
-        *((name, _POINTER) for name in ("src", "norm_weight", "cosines", "sines", "dst")),
+        ("src", _POINTER),
+        ("norm", NormParams),
+        ("angles", RopeAngles),
+        ("dst", _POINTER),
         *((name, _INT64) for name in ("src_stride", "num_tokens", "num_heads", "head_dim")),
-        ("epsilon", _FLOAT),
+        ("num_threads", _INT32),
+    )
+
+
+class GateParams(ctypes.Structure):
+    __slots__ = ()
+    _fields_ = (("kind", _INT32), ("alpha", _FLOAT), ("limit", _FLOAT))
+
+
+class GateArgs(ctypes.Structure):
+    __slots__ = ()
+    _fields_ = (
+        *((name, _POINTER) for name in ("src", "dst")),
+        *((name, _INT64) for name in ("num_tokens", "size")),
+        ("gate", GateParams),
         ("num_threads", _INT32),
     )
 
@@ -107,14 +136,23 @@ class WriteKvArgs(ctypes.Structure):
     )
 
 
+class AttentionParams(ctypes.Structure):
+    __slots__ = ()
+    _fields_ = (
+        ("sinks", _POINTER),
+        *((name, _INT64) for name in ("window", "chunk")),
+        *((name, _FLOAT) for name in ("scale", "softcap")),
+    )
+
+
 class AttentionArgs(ctypes.Structure):
     __slots__ = ()
     _fields_ = (
         ("kv", PagedKv),
         ("batch", BatchLayout),
+        ("params", AttentionParams),
         *((name, _POINTER) for name in ("queries", "dst")),
-        *((name, _INT64) for name in ("layer", "num_heads", "window")),
-        ("scale", _FLOAT),
+        *((name, _INT64) for name in ("layer", "num_heads")),
         ("num_threads", _INT32),
     )
 
@@ -122,10 +160,13 @@ class AttentionArgs(ctypes.Structure):
 class LayerArgs(ctypes.Structure):
     __slots__ = ()
     _fields_ = (
-        *((name, _POINTER) for name in ("input_norm", "q_norm", "k_norm", "post_norm")),
+        *((name, NormParams) for name in ("input_norm", "q_norm", "k_norm")),
+        *((name, NormParams) for name in ("attention_norm", "mlp_norm", "mlp_output_norm")),
         *((name, PackedMatrix) for name in ("qkv", "output", "gate_up", "down")),
-        *((name, _INT64) for name in ("index", "num_heads", "window")),
-        *((name, _FLOAT) for name in ("epsilon", "scale")),
+        *((name, _INT64) for name in ("index", "num_heads", "query_rope", "key_rope")),
+        ("gate", GateParams),
+        ("residual_scale", _FLOAT),
+        ("norms_all_heads", _INT32),
     )
 
 
@@ -134,15 +175,39 @@ class PassArgs(ctypes.Structure):
     _fields_ = (
         ("kv", PagedKv),
         ("batch", BatchLayout),
-        *((name, _POINTER) for name in ("cosines", "sines")),
+        *((name, _POINTER) for name in ("attention", "angles")),
         *((name, _POINTER) for name in ("narrow_buf", "wide_buf", "heads_buf")),
         ("num_threads", _INT32),
     )
 
 
+class RouteArgs(ctypes.Structure):
+    __slots__ = ()
+    _fields_ = (
+        *((name, _POINTER) for name in ("router", "bias", "correction_bias")),
+        *((name, _POINTER) for name in ("src", "expert_ids", "weights")),
+        *((name, _INT64) for name in ("num_tokens", "hidden_size", "num_experts", "top_k")),
+        *((name, _INT64) for name in ("num_groups", "top_groups")),
+        ("scale", _FLOAT),
+        *((name, _INT32) for name in ("scoring", "normalizes", "num_threads")),
+    )
+
+
+class MixArgs(ctypes.Structure):
+    __slots__ = ()
+    _fields_ = (
+        *((name, _POINTER) for name in ("gate_up", "down", "src", "expert_ids", "weights", "dst")),
+        *((name, _POINTER) for name in ("narrow_buf", "wide_buf", "gated_buf")),
+        *((name, _INT64) for name in ("num_tokens", "num_experts", "top_k")),
+        ("gate", GateParams),
+        *((name, _INT32) for name in ("scales_input", "num_threads")),
+    )
+
+
 STRUCTS: tuple[type[ctypes.Structure], ...] = (
-    *(PagedKv, BatchLayout, PackedMatrix, PackArgs, LinearArgs, RmsNormArgs),
-    *(RopeArgs, ArgmaxArgs, WriteKvArgs, AttentionArgs, LayerArgs, PassArgs),
+    *(PagedKv, BatchLayout, PackedMatrix, PackArgs, LinearArgs, NormParams, RmsNormArgs),
+    *(RopeAngles, RopeArgs, GateParams, GateArgs, ArgmaxArgs, WriteKvArgs, AttentionParams),
+    *(AttentionArgs, LayerArgs, PassArgs, RouteArgs, MixArgs),
 )
 
 _pointer = ctypes.POINTER
@@ -156,12 +221,18 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "baton_linear": (None, (_pointer(LinearArgs),)),
     "baton_rms_norm": (None, (_pointer(RmsNormArgs),)),
     "baton_rope": (None, (_pointer(RopeArgs),)),
-    "baton_swiglu": (None, (_POINTER, _POINTER, _INT64, _INT64, _INT32)),
+    "baton_gate": (None, (_pointer(GateArgs),)),
     "baton_argmax": (None, (_pointer(ArgmaxArgs),)),
-    "baton_add": (None, (_POINTER, _POINTER, _INT64, _INT32)),
+    "baton_route": (None, (_pointer(RouteArgs),)),
+    "baton_mix_experts": (None, (_pointer(MixArgs),)),
+    "baton_add": (None, (_POINTER, _POINTER, _INT64, _FLOAT, _INT32)),
     "baton_write_kv": (None, (_pointer(WriteKvArgs),)),
     "baton_attention": (None, (_pointer(AttentionArgs),)),
     "baton_layer": (None, (_pointer(LayerArgs), _pointer(PassArgs), _POINTER)),
+    "baton_layer_attention": (
+        None,
+        (_pointer(LayerArgs), _pointer(PassArgs), _POINTER, _POINTER),
+    ),
     "baton_layer_write_kv": (None, (_pointer(LayerArgs), _pointer(PassArgs), _POINTER)),
     "baton_read_memory": (ctypes.c_uint32, (_POINTER, _INT64, _INT32)),
     "baton_multiply_registers": (_FLOAT, (_INT64, _INT32)),

@@ -16,7 +16,8 @@ from engine.runner.attention.paged_attention import (
     TorchPagedAttention,
 )
 from engine.runner.kernels.build import KernelsUnavailable, best_variant, cpu_features, library
-from engine.runner.kernels.native import Kernels, NativeOps, NativePagedAttention
+from engine.runner.kernels.native import Kernels, NativeOps
+from engine.runner.kernels.native_attention import NativePagedAttention
 from engine.runner.kernels.native_layers import native_layers
 from engine.runner.model.config import ModelConfig
 from engine.runner.model.layers import Layer, Layers, UnfusedLayers
@@ -71,14 +72,9 @@ def native_parts() -> Parts:
     """Load the native kernels. Raises KernelsUnavailable."""
     variant = best_variant(cpu_features())
     kernels = Kernels(library(variant), torch.get_num_threads())
-
-    def make_attention(kv: Tensor, layers: Sequence[LayerAttention]) -> PagedAttention:
-        if any(_needs_torch(layer) for layer in layers):
-            return TorchPagedAttention(kv, layers)
-        return NativePagedAttention(kernels, kv, layers)
-
-    return Parts(variant.name, NativeOps(kernels), make_attention, partial(native_layers, kernels))
-
-
-def _needs_torch(layer: LayerAttention) -> bool:
-    return any(part is not None for part in (layer.chunk, layer.softcap, layer.sinks))
+    return Parts(
+        variant.name,
+        NativeOps(kernels),
+        partial(NativePagedAttention, kernels),
+        partial(native_layers, kernels),
+    )

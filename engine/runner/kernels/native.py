@@ -1,4 +1,4 @@
-"""Native kernels for bfloat16 on the CPU: the loaded library, `Ops` and paged attention.
+"""Native kernels for bfloat16 on the CPU: the loaded library and `Ops`.
 
 Tensors are passed as addresses. The caller checks their shapes and keeps them alive during the
 call.
@@ -9,30 +9,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from engine.runner.attention.paged_attention import AttentionPass, LayerAttention
 from engine.runner.huge_pages import huge_page_memory
 from engine.runner.kernels.abi import (
     ArgmaxArgs,
-    AttentionArgs,
-    BatchLayout,
+    GateArgs,
     LinearArgs,
+    NormParams,
     PackArgs,
     PackedMatrix,
-    PagedKv,
     RmsNormArgs,
+    RopeAngles,
     RopeArgs,
-    WriteKvArgs,
     load_library,
 )
-from engine.runner.layout import PassLayout
-from engine.runner.model.config import Activation
-from engine.runner.model.experts import Moe, Router, Routing, mix_experts, route
-from engine.runner.model.ops import Gate, Norm, Peaks, TorchOps
+from engine.runner.kernels.native_experts import NativeExperts, NativeMoe, gate_params
+from engine.runner.model.experts import Mlp, Moe, Router, Routing, mix_experts
+from engine.runner.model.ops import Gate, Linear, Norm, Peaks
 from engine.runner.model.rope import Angles
 from engine.runner.weights.quantize import Quantized
 
@@ -50,6 +47,12 @@ def address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+def norm_params(norm: Norm | None) -> NormParams:
+    if norm is None:
+        return NormParams()
+    return NormParams(norm.weight.data_ptr(), norm.epsilon, norm.rounds_once)
+
+
 class NativeOps:
     """Implements `Ops`."""
 
@@ -57,21 +60,25 @@ class NativeOps:
         self._library = kernels.library
         self._num_threads = kernels.num_threads
         self._kernels = kernels
-        self._torch = TorchOps()
+        self._moe = NativeMoe(kernels.library, kernels.num_threads)
+        self._experts: WeakKeyDictionary[Moe, NativeExperts | None] = WeakKeyDictionary()
 
     def linear(self, weight: Tensor | Quantized, bias: Tensor | None) -> NativeLinear:
         """Pack a copy of the weight, on huge pages where available."""
         if isinstance(weight, Quantized):
             tensors: tuple[Tensor, ...] = weight.numbers, weight.scales, weight.zeros
             bits, group_size, column_order = weight.bits, weight.group, weight.order
+            is_mxfp4 = weight.is_mxfp4
         else:
             tensors = (weight,)
-            bits, group_size, column_order = 16, 0, None
+            bits, group_size, column_order, is_mxfp4 = 16, 0, None, False
         tensors = tuple(tensor.contiguous() for tensor in tensors)
         num_rows, num_columns = tensors[0].shape
         if bits == 16 and num_columns % 2:
             raise ValueError(f"a matrix of {num_columns} columns: the kernels need an even number")
-        matrix = PackedMatrix(None, address(bias), bits, num_rows, num_columns, group_size)
+        matrix = PackedMatrix(
+            None, address(bias), bits, num_rows, num_columns, group_size, is_mxfp4
+        )
         memory = huge_page_memory(self._library.baton_packed_bytes(matrix))
         packed = torch.frombuffer(memory, dtype=torch.uint8)
         matrix.packed = packed.data_ptr()
@@ -82,27 +89,24 @@ class NativeOps:
         return NativeLinear(self._kernels, matrix, (packed, bias), column_order)
 
     def rms_norm(self, hidden_states: Tensor, norm: Norm) -> Tensor:
-        if norm.rounds_once:
-            return self._torch.rms_norm(hidden_states, norm)
-        hidden_states = hidden_states.contiguous()
-        output = torch.empty_like(hidden_states)
         num_rows, size = hidden_states.shape
+        if hidden_states.stride(1) != 1:
+            hidden_states = hidden_states.contiguous()
+        output = torch.empty(num_rows, size, dtype=hidden_states.dtype)
         self._library.baton_rms_norm(
             RmsNormArgs(
                 src=hidden_states.data_ptr(),
-                weight=norm.weight.data_ptr(),
+                norm=norm_params(norm),
                 dst=output.data_ptr(),
                 num_rows=num_rows,
                 size=size,
-                epsilon=norm.epsilon,
+                src_stride=hidden_states.stride(0),
                 num_threads=self._num_threads,
             )
         )
         return output
 
     def apply_rope(self, heads: Tensor, norm: Norm | None, angles: Angles) -> Tensor:
-        if norm is not None and norm.rounds_once:
-            heads, norm = self._torch.rms_norm(heads, norm), None
         num_tokens, num_heads, head_dim = heads.shape
         if heads.stride()[1:] != (head_dim, 1):
             heads = heads.contiguous()
@@ -111,39 +115,53 @@ class NativeOps:
         self._library.baton_rope(
             RopeArgs(
                 src=heads.data_ptr(),
-                norm_weight=None if norm is None else norm.weight.data_ptr(),
-                cosines=cosines.data_ptr(),
-                sines=sines.data_ptr(),
+                norm=norm_params(norm),
+                angles=RopeAngles(cosines.data_ptr(), sines.data_ptr()),
                 dst=output.data_ptr(),
                 src_stride=heads.stride(0),
                 num_tokens=num_tokens,
                 num_heads=num_heads,
                 head_dim=head_dim,
-                epsilon=0.0 if norm is None else norm.epsilon,
                 num_threads=self._num_threads,
             )
         )
         return output
 
     def apply_gate(self, gate_up: Tensor, gate: Gate) -> Tensor:
-        if gate.activation is not Activation.SILU:
-            return self._torch.apply_gate(gate_up, gate)
         gate_up = gate_up.contiguous()
         num_tokens, both = gate_up.shape
         output = torch.empty(num_tokens, both // 2, dtype=gate_up.dtype)
-        self._library.baton_swiglu(
-            gate_up.data_ptr(), output.data_ptr(), *output.shape, self._num_threads
+        self._library.baton_gate(
+            GateArgs(
+                src=gate_up.data_ptr(),
+                dst=output.data_ptr(),
+                num_tokens=num_tokens,
+                size=both // 2,
+                gate=gate_params(gate),
+                num_threads=self._num_threads,
+            )
         )
         return output
 
     def add(self, hidden_states: Tensor, output: Tensor, scale: float) -> Tensor:
-        return self._torch.add(hidden_states, output, scale)
+        hidden_states, output = hidden_states.contiguous(), output.contiguous()
+        count = hidden_states.numel()
+        self._library.baton_add(
+            hidden_states.data_ptr(), output.data_ptr(), count, scale, self._num_threads
+        )
+        return hidden_states
 
     def route(self, hidden_states: Tensor, router: Router) -> Routing:
-        return route(hidden_states, router)
+        return self._moe.route(hidden_states, router)
 
     def mix_experts(self, moe: Moe, gate: Gate, hidden_states: Tensor, routing: Routing) -> Tensor:
-        return mix_experts(self, moe, gate, hidden_states, routing)
+        if moe not in self._experts:
+            self._experts[moe] = native_experts(moe.experts)
+        experts = self._experts[moe]
+        if experts is None:
+            return mix_experts(self, moe, gate, hidden_states, routing)
+        scales_input = moe.config.scales_input
+        return self._moe.mix(experts, gate, hidden_states, routing, scales_input=scales_input)
 
     def find_peaks(self, logits: Tensor) -> Peaks:
         logits = logits.contiguous()
@@ -197,83 +215,18 @@ class NativeLinear:
         return output
 
 
-class NativePagedAttention:
-    """Implements `PagedAttention`. A token's output depends only on its own context."""
-
-    def __init__(self, kernels: Kernels, kv: Tensor, layers: Sequence[LayerAttention]) -> None:
-        self._kernels = kernels
-        self._kv = kv
-        _, num_layers, _, num_kv_heads, block_size, head_dim = kv.shape
-        self._paged_kv = PagedKv(kv.data_ptr(), num_layers, num_kv_heads, block_size, head_dim)
-        self._layers = tuple(layers)
-
-    def begin(self, layout: PassLayout) -> AttentionPass:
-        return NativePass(self._kernels, self._paged_kv, self._layers, layout)
+def native_experts(experts: Sequence[Mlp]) -> NativeExperts | None:
+    """Return None if the kernels cannot compute these experts together."""
+    matrices = [(native_matrix(mlp.gate_up), native_matrix(mlp.down)) for mlp in experts]
+    gate_up = [matrix for matrix, _ in matrices if matrix is not None]
+    down = [matrix for _, matrix in matrices if matrix is not None]
+    if len(gate_up) < len(experts) or len(down) < len(experts):
+        return None
+    return NativeExperts.of(gate_up, down)
 
 
-class NativePass:
-    """Implements `AttentionPass`."""
-
-    def __init__(
-        self,
-        kernels: Kernels,
-        kv: PagedKv,
-        layers: tuple[LayerAttention, ...],
-        layout: PassLayout,
-    ) -> None:
-        self._kernels = kernels
-        self._layers = layers
-        arrays = {
-            "write_blocks": layout.write_blocks,
-            "write_offsets": layout.write_offsets,
-            "block_tables": layout.block_tables,
-            "context_lens": layout.context_lens,
-            "query_starts": layout.query_starts,
-            "num_queries": layout.num_queries,
-        }
-        arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-        self._arrays = arrays  # own the memory that `batch` points to
-        self.kv = kv
-        self.batch = BatchLayout(
-            **{name: array.ctypes.data for name, array in arrays.items()},
-            table_stride=layout.block_tables.shape[1],
-            num_sequences=len(layout.context_lens),
-            num_single=layout.num_single,
-            num_tokens=len(layout.write_blocks),
-        )
-
-    def attend(self, layer: int, query: Tensor) -> Tensor:
-        query = query.contiguous()
-        output = torch.empty_like(query)
-        num_heads = query.shape[1]
-        self._kernels.library.baton_attention(
-            AttentionArgs(
-                kv=self.kv,
-                batch=self.batch,
-                queries=query.data_ptr(),
-                dst=output.data_ptr(),
-                layer=layer,
-                num_heads=num_heads,
-                window=self._layers[layer].window or 0,
-                scale=self._layers[layer].scale,
-                num_threads=self._kernels.num_threads,
-            )
-        )
-        return output
-
-    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        inner = (key.shape[2], 1)
-        key = key if key.stride()[1:] == inner else key.contiguous()
-        value = value if value.stride()[1:] == inner else value.contiguous()
-        self._kernels.library.baton_write_kv(
-            WriteKvArgs(
-                kv=self.kv,
-                batch=self.batch,
-                keys=key.data_ptr(),
-                values=value.data_ptr(),
-                layer=layer,
-                key_stride=key.stride(0),
-                value_stride=value.stride(0),
-                num_threads=self._kernels.num_threads,
-            )
-        )
+def native_matrix(linear: Linear) -> PackedMatrix | None:
+    """Return None for a matrix that is not native or needs its columns reordered."""
+    if isinstance(linear, NativeLinear) and linear.column_order is None:
+        return linear.matrix
+    return None

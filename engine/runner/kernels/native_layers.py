@@ -1,135 +1,137 @@
-"""Fused native kernels: one call per decoder layer."""
+"""Fused native kernels: one call per decoder layer, or per attention of a layer with experts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from engine.runner.attention.paged_attention import AttentionPass
-from engine.runner.kernels.abi import LayerArgs, PackedMatrix, PassArgs
-from engine.runner.kernels.native import Kernels, NativeLinear, NativeOps, NativePass
-from engine.runner.model.config import Activation, LayerConfig, ModelConfig, QkNorm
-from engine.runner.model.experts import Mlp
-from engine.runner.model.layers import Layer, LayerPass, Layers, UnfusedLayers
-from engine.runner.model.ops import Linear, Norm
+from engine.runner.kernels.abi import LayerArgs, PackedMatrix, PassArgs, RopeAngles
+from engine.runner.kernels.native import (
+    Kernels,
+    NativeOps,
+    gate_params,
+    native_matrix,
+    norm_params,
+)
+from engine.runner.kernels.native_attention import NativePass
+from engine.runner.model.config import ModelConfig, QkNorm
+from engine.runner.model.experts import Mlp, Moe
+from engine.runner.model.layers import Layer, LayerPass, Layers, UnfusedLayers, add_mlp, gate_of
+from engine.runner.model.ops import Linear
 from engine.runner.model.rope import Angles
 
 
 def native_layers(kernels: Kernels, config: ModelConfig, layers: Sequence[Layer]) -> Layers:
-    """Return fused layers, or `UnfusedLayers` if the fused kernels lack a part of the model."""
-    plain = UnfusedLayers(config, NativeOps(kernels), layers)
-    if config.residual_scale != 1.0 or config.activation is not Activation.SILU:
-        return plain
-    parts = zip(config.layers, layers, strict=True)
-    if len(config.ropes) > 1 or not all(_is_fusible(*part) for part in parts):
-        return plain
-    return NativeLayers(kernels, config, layers, plain)
+    """Return fused layers, or `UnfusedLayers` if a matrix needs its columns reordered."""
+    if all(native_matrix(linear) is not None for layer in layers for linear in _linears(layer)):
+        return NativeLayers(kernels, config, layers)
+    return UnfusedLayers(config, NativeOps(kernels), layers)
 
 
-def _is_fusible(config: LayerConfig, layer: Layer) -> bool:
-    """Whether the fused kernels compute this layer. They need columns in their own order."""
-    norms = (layer.input_norm, layer.mlp_norm)
-    if not isinstance(layer.mlp, Mlp) or layer.attention_norm or layer.mlp_output_norm:
-        return False
-    if config.qk_norm is QkNorm.ALL_HEADS or config.chunk is not None:
-        return False
-    if any(norm is None or norm.rounds_once for norm in norms):
-        return False
-    if any(norm is not None and norm.rounds_once for norm in (layer.q_norm, layer.k_norm)):
-        return False
-    linears = (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)
-    return all(_matrix(linear) is not None for linear in linears)
+def _linears(layer: Layer) -> Iterator[Linear]:
+    yield from (layer.qkv, layer.output)
+    if isinstance(layer.mlp, Mlp):
+        yield from (layer.mlp.gate_up, layer.mlp.down)
 
 
 class NativeLayers:
     """Implements `Layers`, bit-identical to `UnfusedLayers` with the same kernels."""
 
-    def __init__(
-        self, kernels: Kernels, config: ModelConfig, layers: Sequence[Layer], plain: UnfusedLayers
-    ) -> None:
-        self._kernels = kernels
-        self._config = config
-        self._plain = plain  # keeps the tensors alive
-        self._layers = [_layer(config, index, layer) for index, layer in enumerate(layers)]
+    def __init__(self, kernels: Kernels, config: ModelConfig, layers: Sequence[Layer]) -> None:
+        self.kernels = kernels
+        self.config = config
+        self.ops = NativeOps(kernels)
+        self.layers = tuple(layers)
+        self.layer_args = [_layer_args(config, index, layer) for index, layer in enumerate(layers)]
+        self._plain = UnfusedLayers(config, self.ops, layers)
 
     def begin(self, angles: Sequence[Angles], attention: AttentionPass) -> LayerPass:
         if not isinstance(attention, NativePass):
             return self._plain.begin(angles, attention)
-        cosines, sines = (angle.contiguous() for angle in angles[0])
-        buffers = self._allocate_buffers(len(cosines))
+        angles = [(cosines.contiguous(), sines.contiguous()) for cosines, sines in angles]
+        pointers = [RopeAngles(cosines.data_ptr(), sines.data_ptr()) for cosines, sines in angles]
+        by_rope = (RopeAngles * len(angles))(*pointers)
+        buffers = self._allocate_buffers(len(angles[0][0]))
         args = PassArgs(
             kv=attention.kv,
             batch=attention.batch,
-            cosines=cosines.data_ptr(),
-            sines=sines.data_ptr(),
+            attention=ctypes.addressof(attention.params),
+            angles=ctypes.addressof(by_rope),
             narrow_buf=buffers[0].data_ptr(),
             wide_buf=buffers[1].data_ptr(),
             heads_buf=buffers[2].data_ptr(),
-            num_threads=self._kernels.num_threads,
+            num_threads=self.kernels.num_threads,
         )
-        alive = cosines, sines, buffers, attention
-        return _NativeLayerPass(self._kernels, self._layers, args, alive)
+        return _NativeLayerPass(self, args, (angles, by_rope, buffers, attention))
 
     def _allocate_buffers(self, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-        config, layer = self._config, self._layers[0]
+        config = self.config
         query_rows = config.num_heads * config.head_dim
-        widest = max(layer.qkv.num_rows, layer.gate_up.num_rows, config.hidden_size)
-        max_heads = max(query_rows, layer.down.num_columns)
-        sizes = max(config.hidden_size, query_rows), widest, max_heads
-        narrow, wide, heads = (
+        wide = max(max(each.qkv.num_rows, each.gate_up.num_rows) for each in self.layer_args)
+        heads = max(each.down.num_columns for each in self.layer_args)
+        sizes = (
+            max(config.hidden_size, query_rows),
+            max(config.hidden_size, wide),
+            max(query_rows, heads),
+        )
+        narrow_buf, wide_buf, heads_buf = (
             torch.empty(num_tokens, size, dtype=torch.bfloat16) for size in sizes
         )
-        return narrow, wide, heads
+        return narrow_buf, wide_buf, heads_buf
 
 
 class _NativeLayerPass:
-    def __init__(
-        self, kernels: Kernels, layers: Sequence[LayerArgs], args: PassArgs, alive: object
-    ) -> None:
-        self._library = kernels.library
+    def __init__(self, layers: NativeLayers, args: PassArgs, alive: object) -> None:
+        self._library = layers.kernels.library
         self._layers = layers
         self._args = args
         self._alive = alive  # owners of the memory that `args` points to
 
     def through(self, index: int, hidden_states: Tensor) -> Tensor:
         hidden_states = hidden_states.contiguous()
-        self._library.baton_layer(self._layers[index], self._args, hidden_states.data_ptr())
+        if isinstance(self._layers.layers[index].mlp, Moe):
+            return self._through_experts(index, hidden_states)
+        layer = self._layers.layer_args[index]
+        self._library.baton_layer(layer, self._args, hidden_states.data_ptr())
         return hidden_states
+
+    def _through_experts(self, index: int, hidden_states: Tensor) -> Tensor:
+        layers, layer = self._layers, self._layers.layers[index]
+        mlp_input = hidden_states if layer.mlp_norm is None else torch.empty_like(hidden_states)
+        self._library.baton_layer_attention(
+            layers.layer_args[index], self._args, hidden_states.data_ptr(), mlp_input.data_ptr()
+        )
+        return add_mlp(layers.config, layers.ops, layer, hidden_states, mlp_input)
 
     def write(self, index: int, hidden_states: Tensor) -> None:
         hidden_states = hidden_states.contiguous()
         self._library.baton_layer_write_kv(
-            self._layers[index], self._args, hidden_states.data_ptr()
+            self._layers.layer_args[index], self._args, hidden_states.data_ptr()
         )
 
 
-def _layer(config: ModelConfig, index: int, layer: Layer) -> LayerArgs:
-    assert isinstance(layer.mlp, Mlp)
+def _layer_args(config: ModelConfig, index: int, layer: Layer) -> LayerArgs:
+    own, mlp = config.layers[index], layer.mlp if isinstance(layer.mlp, Mlp) else None
     return LayerArgs(
-        input_norm=_weight(layer.input_norm),
-        q_norm=_weight(layer.q_norm),
-        k_norm=_weight(layer.k_norm),
-        post_norm=_weight(layer.mlp_norm),
-        qkv=_matrix(layer.qkv),
-        output=_matrix(layer.output),
-        gate_up=_matrix(layer.mlp.gate_up),
-        down=_matrix(layer.mlp.down),
+        input_norm=norm_params(layer.input_norm),
+        q_norm=norm_params(layer.q_norm),
+        k_norm=norm_params(layer.k_norm),
+        attention_norm=norm_params(layer.attention_norm),
+        mlp_norm=norm_params(layer.mlp_norm),
+        mlp_output_norm=norm_params(layer.mlp_output_norm),
+        qkv=native_matrix(layer.qkv),
+        output=native_matrix(layer.output),
+        gate_up=native_matrix(mlp.gate_up) if mlp else PackedMatrix(),
+        down=native_matrix(mlp.down) if mlp else PackedMatrix(),
         index=index,
         num_heads=config.num_heads,
-        window=config.layers[index].window or 0,
-        epsilon=config.norm.epsilon,
-        scale=config.attention_scale,
+        query_rope=own.query_rope,
+        key_rope=own.key_rope,
+        gate=gate_params(gate_of(config)),
+        residual_scale=config.residual_scale,
+        norms_all_heads=own.qk_norm is QkNorm.ALL_HEADS,
     )
-
-
-def _weight(norm: Norm | None) -> int | None:
-    return None if norm is None else norm.weight.data_ptr()
-
-
-def _matrix(linear: Linear) -> PackedMatrix | None:
-    """Return None for a matrix that is not native or needs its columns reordered."""
-    if isinstance(linear, NativeLinear) and linear.column_order is None:
-        return linear.matrix
-    return None

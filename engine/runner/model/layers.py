@@ -50,6 +50,29 @@ def gate_of(config: ModelConfig) -> Gate:
     return Gate(config.activation, config.swiglu_alpha, config.swiglu_limit)
 
 
+def add_mlp(
+    config: ModelConfig, ops: Ops, layer: Layer, hidden_states: Tensor, mlp_input: Tensor
+) -> Tensor:
+    """Return `hidden_states` plus the output of the layer's MLP or experts for `mlp_input`."""
+    gate = gate_of(config)
+    if isinstance(layer.mlp, Moe):
+        output = compute_moe(ops, layer.mlp, gate, mlp_input)
+    else:
+        output = compute_mlp(ops, layer.mlp, gate, mlp_input)
+    return _add(config, ops, hidden_states, output, layer.mlp_output_norm)
+
+
+def _add(
+    config: ModelConfig, ops: Ops, hidden_states: Tensor, output: Tensor, norm: Norm | None
+) -> Tensor:
+    """Return `hidden_states` plus the norm of an output, scaled."""
+    return ops.add(hidden_states, _apply_norm(ops, output, norm), config.residual_scale)
+
+
+def _apply_norm(ops: Ops, hidden_states: Tensor, norm: Norm | None) -> Tensor:
+    return hidden_states if norm is None else ops.rms_norm(hidden_states, norm)
+
+
 class UnfusedLayers:
     """Reference implementation: one operation of `Ops` after the other."""
 
@@ -73,7 +96,6 @@ class _PlainPass:
     ) -> None:
         self._config = config
         self._ops = ops
-        self._gate = gate_of(config)
         self._layers = layers
         self._angles = angles
         self._attention = attention
@@ -84,9 +106,10 @@ class _PlainPass:
         rope = self._config.layers[index].query_rope
         query = self._apply_rope(index, query, layer.q_norm, rope)
         output = layer.output(self._attention.attend(index, query).flatten(1))
-        hidden_states = self._add(hidden_states, output, layer.attention_norm)
-        output = self._compute_mlp(layer.mlp, self._norm(hidden_states, layer.mlp_norm))
-        return self._add(hidden_states, output, layer.mlp_output_norm)
+        config, ops = self._config, self._ops
+        hidden_states = _add(config, ops, hidden_states, output, layer.attention_norm)
+        mlp_input = _apply_norm(ops, hidden_states, layer.mlp_norm)
+        return add_mlp(config, ops, layer, hidden_states, mlp_input)
 
     def write(self, index: int, hidden_states: Tensor) -> None:
         self._write(index, self._layers[index], hidden_states)
@@ -95,7 +118,7 @@ class _PlainPass:
         """Write the layer's keys and values; return the queries before norm and rotation."""
         config = self._config
         heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        qkv = layer.qkv(self._norm(hidden_states, layer.input_norm))
+        qkv = layer.qkv(_apply_norm(self._ops, hidden_states, layer.input_norm))
         split: tuple[Tensor, ...] = qkv.view(len(hidden_states), -1, config.head_dim).split(
             heads, dim=1
         )
@@ -109,15 +132,3 @@ class _PlainPass:
             heads = self._ops.rms_norm(heads.flatten(1), norm).view(heads.shape)
             norm = None
         return self._ops.apply_rope(heads, norm, self._angles[rope])
-
-    def _compute_mlp(self, mlp: Mlp | Moe, hidden_states: Tensor) -> Tensor:
-        if isinstance(mlp, Moe):
-            return compute_moe(self._ops, mlp, self._gate, hidden_states)
-        return compute_mlp(self._ops, mlp, self._gate, hidden_states)
-
-    def _add(self, hidden_states: Tensor, output: Tensor, norm: Norm | None) -> Tensor:
-        output = self._norm(output, norm)
-        return self._ops.add(hidden_states, output, self._config.residual_scale)
-
-    def _norm(self, hidden_states: Tensor, norm: Norm | None) -> Tensor:
-        return hidden_states if norm is None else self._ops.rms_norm(hidden_states, norm)

@@ -21,12 +21,25 @@ constexpr StructSize entry(const char* name) {
 }
 
 constexpr StructSize kStructSizes[] = {
-    entry<PagedKv>("PagedKv"),           entry<BatchLayout>("BatchLayout"),
-    entry<PackedMatrix>("PackedMatrix"), entry<PackArgs>("PackArgs"),
-    entry<LinearArgs>("LinearArgs"),     entry<RmsNormArgs>("RmsNormArgs"),
-    entry<RopeArgs>("RopeArgs"),         entry<ArgmaxArgs>("ArgmaxArgs"),
-    entry<WriteKvArgs>("WriteKvArgs"),   entry<AttentionArgs>("AttentionArgs"),
-    entry<LayerArgs>("LayerArgs"),       entry<PassArgs>("PassArgs"),
+    entry<PagedKv>("PagedKv"),
+    entry<BatchLayout>("BatchLayout"),
+    entry<PackedMatrix>("PackedMatrix"),
+    entry<PackArgs>("PackArgs"),
+    entry<LinearArgs>("LinearArgs"),
+    entry<NormParams>("NormParams"),
+    entry<RmsNormArgs>("RmsNormArgs"),
+    entry<RopeAngles>("RopeAngles"),
+    entry<RopeArgs>("RopeArgs"),
+    entry<GateParams>("GateParams"),
+    entry<GateArgs>("GateArgs"),
+    entry<ArgmaxArgs>("ArgmaxArgs"),
+    entry<WriteKvArgs>("WriteKvArgs"),
+    entry<AttentionParams>("AttentionParams"),
+    entry<AttentionArgs>("AttentionArgs"),
+    entry<LayerArgs>("LayerArgs"),
+    entry<PassArgs>("PassArgs"),
+    entry<RouteArgs>("RouteArgs"),
+    entry<MixArgs>("MixArgs"),
 };
 
 }  // namespace

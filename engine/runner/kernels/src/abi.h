@@ -10,7 +10,7 @@
 
 namespace baton {
 
-constexpr std::int32_t kAbiVersion = 1;
+constexpr std::int32_t kAbiVersion = 2;
 
 using Bf16 = std::uint16_t;  // bit pattern
 
@@ -42,6 +42,7 @@ struct PackedMatrix {
     std::int64_t bits;  // 16 for bf16, 8 or 4 if quantized
     std::int64_t num_rows, num_columns;
     std::int64_t group_size;  // columns with a common scale, if quantized
+    std::int64_t is_mxfp4;    // 1: numbers are FP4 codes, scales are powers of two, no zero points
 };
 
 struct PackArgs {
@@ -60,21 +61,48 @@ struct LinearArgs {
     std::int32_t num_threads;
 };
 
-struct RmsNormArgs {
-    const Bf16 *src, *weight;
-    Bf16* dst;
-    std::int64_t num_rows, size;
+// RMS norm. A bf16 weight multiplies rounded numbers; with a float32 weight only the product is
+// rounded.
+struct NormParams {
+    const void* weight;  // null for no norm
     float epsilon;
+    std::int32_t is_float32;
+};
+
+struct RmsNormArgs {
+    const Bf16* src;  // [rows, size], with a stride between rows
+    NormParams norm;
+    Bf16* dst;  // [rows, size]; can be src if src_stride is size
+    std::int64_t num_rows, size, src_stride;
     std::int32_t num_threads;
 };
 
-struct RopeArgs {
-    const Bf16* src;              // [tokens, heads, head_dim], with a stride between tokens
-    const Bf16* norm_weight;      // of an RMS norm of each head before the rotation, or null
+struct RopeAngles {
     const Bf16 *cosines, *sines;  // [tokens, head_dim]
-    Bf16* dst;                    // [tokens, heads, head_dim]
+};
+
+struct RopeArgs {
+    const Bf16* src;  // [tokens, heads, head_dim], with a stride between tokens
+    NormParams norm;  // of each head before the rotation
+    RopeAngles angles;
+    Bf16* dst;  // [tokens, heads, head_dim]
     std::int64_t src_stride, num_tokens, num_heads, head_dim;
-    float epsilon;
+    std::int32_t num_threads;
+};
+
+enum class GateKind : std::int32_t { kSilu, kGeluTanh, kClampedSwiglu };
+
+// Function of the gate and up projections of an MLP; see gate.h.
+struct GateParams {
+    GateKind kind;
+    float alpha, limit;  // of kClampedSwiglu
+};
+
+struct GateArgs {
+    const Bf16* src;  // [tokens, 2 * size], gate first
+    Bf16* dst;        // [tokens, size]
+    std::int64_t num_tokens, size;
+    GateParams gate;
     std::int32_t num_threads;
 };
 
@@ -94,33 +122,74 @@ struct WriteKvArgs {
     std::int32_t num_threads;
 };
 
+// Attention of one layer.
+struct AttentionParams {
+    const float* sinks;          // [heads]: logits of a slot without a value; or null
+    std::int64_t window, chunk;  // slots that a token attends to: see baton_attention. 0 for none
+    float scale;                 // of the scores
+    float softcap;               // scores become softcap * tanh(score / softcap); 0 for none
+};
+
 struct AttentionArgs {
     PagedKv kv;
     BatchLayout batch;
+    AttentionParams params;
     const Bf16* queries;  // [tokens, heads, head_dim]
     Bf16* dst;            // same shape
     std::int64_t layer, num_heads;
-    std::int64_t window;  // 0 for none
-    float scale;          // of the scores
     std::int32_t num_threads;
 };
 
 // A decoder layer. The same in each pass.
 struct LayerArgs {
-    const Bf16 *input_norm, *q_norm, *k_norm, *post_norm;  // q_norm, k_norm: or null
-    PackedMatrix qkv, output, gate_up, down;
-    std::int64_t index, num_heads, window;  // window: 0 for none
-    float epsilon, scale;                   // of the norms; of the attention scores
+    NormParams input_norm, q_norm, k_norm, attention_norm, mlp_norm, mlp_output_norm;
+    PackedMatrix qkv, output;
+    PackedMatrix gate_up, down;  // unused by `baton_layer_attention`
+    std::int64_t index, num_heads;
+    std::int64_t query_rope, key_rope;  // indices into PassArgs::angles
+    GateParams gate;
+    float residual_scale;          // of the outputs of attention and MLP
+    std::int32_t norms_all_heads;  // q_norm and k_norm: all heads of a token at once
 };
 
 // A forward pass, with buffers for intermediate results. The same for each layer.
 struct PassArgs {
     PagedKv kv;
     BatchLayout batch;
-    const Bf16 *cosines, *sines;  // [tokens, head_dim]
+    const AttentionParams* attention;  // by layer
+    const RopeAngles* angles;          // by RoPE
     // Each [tokens, ..]: hidden size or query rows; qkv or gate and up; rotated heads or gated.
     Bf16 *narrow_buf, *wide_buf, *heads_buf;
     std::int32_t num_threads;
+};
+
+enum class Scoring : std::int32_t { kSoftmax, kSoftmaxOfTop, kSigmoid };
+
+// Choice of experts. The fields mirror those of MoeConfig.
+struct RouteArgs {
+    const float* router;                  // [experts, hidden_size]
+    const float *bias, *correction_bias;  // [experts], or null
+    const Bf16* src;                      // [tokens, hidden_size]
+    std::int64_t* expert_ids;             // [tokens, top_k], best first
+    float* weights;                       // [tokens, top_k]
+    std::int64_t num_tokens, hidden_size, num_experts, top_k, num_groups, top_groups;
+    float scale;
+    Scoring scoring;
+    std::int32_t normalizes, num_threads;
+};
+
+// Experts of a layer. All have the same shape and bits.
+struct MixArgs {
+    const PackedMatrix *gate_up, *down;  // by expert
+    const Bf16* src;                     // [tokens, hidden_size]
+    const std::int64_t* expert_ids;      // [tokens, top_k]
+    const float* weights;                // [tokens, top_k]
+    Bf16* dst;                           // [tokens, hidden_size]
+    // Each [tokens * top_k, ..]: hidden size; gate and up; gated.
+    Bf16 *narrow_buf, *wide_buf, *gated_buf;
+    std::int64_t num_tokens, num_experts, top_k;
+    GateParams gate;
+    std::int32_t scales_input, num_threads;
 };
 
 }  // namespace baton
@@ -149,30 +218,41 @@ void baton_linear(const baton::LinearArgs* args);
 // RMS norm of each row.
 void baton_rms_norm(const baton::RmsNormArgs* args);
 
-// Rotary position embedding, after an RMS norm of each head if `norm_weight` is given.
+// Rotary position embedding, after the norm of each head.
 void baton_rope(const baton::RopeArgs* args);
 
-// SiLU(gate) * up. gate_up: [tokens, 2 * size], gate first; dst: [tokens, size].
-void baton_swiglu(const baton::Bf16* gate_up, baton::Bf16* dst, std::int64_t num_tokens,
-                  std::int64_t size, std::int32_t num_threads);
+// Gate of an MLP.
+void baton_gate(const baton::GateArgs* args);
 
 // Index of the first maximum of each row (undefined with a NaN), and whether all its numbers are
 // finite.
 void baton_argmax(const baton::ArgmaxArgs* args);
 
-// dst += src.
-void baton_add(baton::Bf16* dst, const baton::Bf16* src, std::int64_t count,
+// dst += src * scale. The product is rounded.
+void baton_add(baton::Bf16* dst, const baton::Bf16* src, std::int64_t count, float scale,
                std::int32_t num_threads);
+
+// Chooses the experts of each token. Equal scores: the lower expert id first.
+void baton_route(const baton::RouteArgs* args);
+
+// Weighted sum of the outputs of each token's experts, in ascending order of their ids. Reads the
+// weights of each expert once.
+void baton_mix_experts(const baton::MixArgs* args);
 
 // Writes the keys and values of the batch into the cache.
 void baton_write_kv(const baton::WriteKvArgs* args);
 
-// Attention of each token over its own context, or over the last `window` slots of it. The keys and
-// values of the batch are already in the cache.
+// Attention of each token over its own context: over the last `window` slots of it, and from the
+// last multiple of `chunk` on. The keys and values of the batch are already in the cache.
 void baton_attention(const baton::AttentionArgs* args);
 
 // Computes a layer in place. hidden: [tokens, hidden_size].
 void baton_layer(const baton::LayerArgs* layer, const baton::PassArgs* pass, baton::Bf16* hidden);
+
+// Computes the attention of a layer in place, and the norm of the MLP's input into mlp_input,
+// unless the layer has no such norm.
+void baton_layer_attention(const baton::LayerArgs* layer, const baton::PassArgs* pass,
+                           baton::Bf16* hidden, baton::Bf16* mlp_input);
 
 // Computes only the keys and values of a layer and writes them into the cache.
 void baton_layer_write_kv(const baton::LayerArgs* layer, const baton::PassArgs* pass,

@@ -28,33 +28,47 @@ void linear(const PackedMatrix& matrix, const Bf16* src, Bf16* dst, const PassAr
     baton_linear(&args);
 }
 
-void rms_norm(const Bf16* src, const Bf16* weight, Bf16* dst, const LayerArgs& layer,
-              const PassArgs& pass) {
+// Applies a norm to rows. Returns dst, or src if there is no norm.
+const Bf16* rms_norm(const Bf16* src, std::int64_t src_stride, const NormParams& norm, Bf16* dst,
+                     std::int64_t size, const PassArgs& pass) {
+    if (norm.weight == nullptr) return src;
     const RmsNormArgs args{
         .src = src,
-        .weight = weight,
+        .norm = norm,
         .dst = dst,
         .num_rows = pass.batch.num_tokens,
-        .size = layer.qkv.num_columns,
-        .epsilon = layer.epsilon,
+        .size = size,
+        .src_stride = src_stride,
         .num_threads = pass.num_threads,
     };
     baton_rms_norm(&args);
+    return dst;
 }
 
-void rope(const Bf16* src, std::int64_t src_stride, const Bf16* norm_weight, std::int64_t num_heads,
-          Bf16* dst, const LayerArgs& layer, const PassArgs& pass) {
+// Applies a norm to hidden states.
+const Bf16* rms_norm(const Bf16* src, const NormParams& norm, Bf16* dst, const LayerArgs& layer,
+                     const PassArgs& pass) {
+    const std::int64_t size = layer.qkv.num_columns;
+    return rms_norm(src, size, norm, dst, size, pass);
+}
+
+// Norms and rotates heads into heads_buf. Can overwrite narrow_buf.
+void rope(const Bf16* heads, std::int64_t stride, std::int64_t num_heads, NormParams norm,
+          std::int64_t rope_index, const LayerArgs& layer, const PassArgs& pass) {
+    const std::int64_t size = num_heads * pass.kv.head_dim;
+    if (layer.norms_all_heads && norm.weight != nullptr) {
+        heads = rms_norm(heads, stride, norm, pass.narrow_buf, size, pass);
+        stride = size, norm = {};
+    }
     const RopeArgs args{
-        .src = src,
-        .norm_weight = norm_weight,
-        .cosines = pass.cosines,
-        .sines = pass.sines,
-        .dst = dst,
-        .src_stride = src_stride,
+        .src = heads,
+        .norm = norm,
+        .angles = pass.angles[rope_index],
+        .dst = pass.heads_buf,
+        .src_stride = stride,
         .num_tokens = pass.batch.num_tokens,
         .num_heads = num_heads,
         .head_dim = pass.kv.head_dim,
-        .epsilon = layer.epsilon,
         .num_threads = pass.num_threads,
     };
     baton_rope(&args);
@@ -64,21 +78,40 @@ void attention(const Bf16* queries, Bf16* dst, const LayerArgs& layer, const Pas
     const AttentionArgs args{
         .kv = pass.kv,
         .batch = pass.batch,
+        .params = pass.attention[layer.index],
         .queries = queries,
         .dst = dst,
         .layer = layer.index,
         .num_heads = layer.num_heads,
-        .window = layer.window,
-        .scale = layer.scale,
         .num_threads = pass.num_threads,
     };
     baton_attention(&args);
 }
 
+void gate(const Bf16* gate_up, Bf16* dst, const LayerArgs& layer, const PassArgs& pass) {
+    const GateArgs args{
+        .src = gate_up,
+        .dst = dst,
+        .num_tokens = pass.batch.num_tokens,
+        .size = layer.down.num_columns,
+        .gate = layer.gate,
+        .num_threads = pass.num_threads,
+    };
+    baton_gate(&args);
+}
+
+// hidden += the norm of the output, which is overwritten.
+void add_output(Bf16* output, const NormParams& norm, Bf16* hidden, const LayerArgs& layer,
+                const PassArgs& pass) {
+    const std::int64_t count = pass.batch.num_tokens * layer.qkv.num_columns;
+    rms_norm(output, norm, output, layer, pass);
+    baton_add(hidden, output, count, layer.residual_scale, pass.num_threads);
+}
+
 // Rotates the keys and writes keys and values to the cache. A token's values follow its keys.
 void write_kv(const Bf16* keys, std::int64_t stride, const LayerArgs& layer, const PassArgs& pass) {
     const std::int64_t count = pass.kv.num_kv_heads * pass.kv.head_dim;
-    rope(keys, stride, layer.k_norm, pass.kv.num_kv_heads, pass.heads_buf, layer, pass);
+    rope(keys, stride, pass.kv.num_kv_heads, layer.k_norm, layer.key_rope, layer, pass);
     const WriteKvArgs args{
         .kv = pass.kv,
         .batch = pass.batch,
@@ -92,39 +125,43 @@ void write_kv(const Bf16* keys, std::int64_t stride, const LayerArgs& layer, con
     baton_write_kv(&args);
 }
 
+void compute_attention(const LayerArgs& layer, const PassArgs& pass, Bf16* hidden) {
+    const std::int64_t stride = layer.qkv.num_rows;
+    const std::int64_t query_rows = layer.num_heads * pass.kv.head_dim;
+    linear(layer.qkv, rms_norm(hidden, layer.input_norm, pass.narrow_buf, layer, pass),
+           pass.wide_buf, pass);
+    write_kv(pass.wide_buf + query_rows, stride, layer, pass);
+    rope(pass.wide_buf, stride, layer.num_heads, layer.q_norm, layer.query_rope, layer, pass);
+    attention(pass.heads_buf, pass.narrow_buf, layer, pass);
+    linear(layer.output, pass.narrow_buf, pass.wide_buf, pass);
+    add_output(pass.wide_buf, layer.attention_norm, hidden, layer, pass);
+}
+
 }  // namespace
 
 extern "C" {
 
 void baton_layer(const LayerArgs* layer, const PassArgs* pass, Bf16* hidden) {
-    const std::int64_t num_tokens = pass->batch.num_tokens;
-    const std::int64_t count = num_tokens * layer->qkv.num_columns;
-    const std::int64_t stride = layer->qkv.num_rows;
-    const std::int64_t query_rows = layer->num_heads * pass->kv.head_dim;
-    Bf16 *const narrow_buf = pass->narrow_buf, *const wide_buf = pass->wide_buf;
-    Bf16* const heads_buf = pass->heads_buf;
+    compute_attention(*layer, *pass, hidden);
+    linear(layer->gate_up, rms_norm(hidden, layer->mlp_norm, pass->narrow_buf, *layer, *pass),
+           pass->wide_buf, *pass);
+    gate(pass->wide_buf, pass->heads_buf, *layer, *pass);
+    linear(layer->down, pass->heads_buf, pass->narrow_buf, *pass);
+    add_output(pass->narrow_buf, layer->mlp_output_norm, hidden, *layer, *pass);
+}
 
-    rms_norm(hidden, layer->input_norm, narrow_buf, *layer, *pass);
-    linear(layer->qkv, narrow_buf, wide_buf, *pass);
-    write_kv(wide_buf + query_rows, stride, *layer, *pass);
-    rope(wide_buf, stride, layer->q_norm, layer->num_heads, heads_buf, *layer, *pass);
-    attention(heads_buf, narrow_buf, *layer, *pass);
-    linear(layer->output, narrow_buf, wide_buf, *pass);
-    baton_add(hidden, wide_buf, count, pass->num_threads);
-
-    rms_norm(hidden, layer->post_norm, narrow_buf, *layer, *pass);
-    linear(layer->gate_up, narrow_buf, wide_buf, *pass);
-    baton_swiglu(wide_buf, heads_buf, num_tokens, layer->down.num_columns, pass->num_threads);
-    linear(layer->down, heads_buf, narrow_buf, *pass);
-    baton_add(hidden, narrow_buf, count, pass->num_threads);
+void baton_layer_attention(const LayerArgs* layer, const PassArgs* pass, Bf16* hidden,
+                           Bf16* mlp_input) {
+    compute_attention(*layer, *pass, hidden);
+    rms_norm(hidden, layer->mlp_norm, mlp_input, *layer, *pass);
 }
 
 void baton_layer_write_kv(const LayerArgs* layer, const PassArgs* pass, const Bf16* hidden) {
     const std::int64_t query_rows = layer->num_heads * pass->kv.head_dim;
     const bool skips_queries = layer->qkv.bits == 16 && query_rows % kPanelRows == 0;
     const PackedMatrix matrix = skips_queries ? rows_from(layer->qkv, query_rows) : layer->qkv;
-    rms_norm(hidden, layer->input_norm, pass->narrow_buf, *layer, *pass);
-    linear(matrix, pass->narrow_buf, pass->wide_buf, *pass);
+    linear(matrix, rms_norm(hidden, layer->input_norm, pass->narrow_buf, *layer, *pass),
+           pass->wide_buf, *pass);
     write_kv(pass->wide_buf + (skips_queries ? 0 : query_rows), matrix.num_rows, *layer, *pass);
 }
 

@@ -1,11 +1,12 @@
-// RMS norm, RoPE, SiLU gate, argmax and add: the operations between GEMMs. Each rounds where torch
+// RMS norm, RoPE, gates, argmax and add: the operations between GEMMs. Each rounds where torch
 // does.
 
+#include "gate.h"
 #include "thread_pool.h"
-#include "vector_math.h"
 
 #include <algorithm>
 #include <limits>
+#include <type_traits>
 
 using namespace baton;
 
@@ -23,32 +24,69 @@ float sum_of_squares(const Bf16* row, std::int64_t size) {
     return total;
 }
 
-void norm_row(const Bf16* row, const Bf16* weight, Bf16* dst, std::int64_t size, float epsilon) {
-    const float factor = 1.0f / std::sqrt(sum_of_squares(row, size) / float(size) + epsilon);
-    std::int64_t i = 0;
-    for (; i + kLanes <= size; i += kLanes) {
-        store(dst + i, round_to_bf16(bf16_to_f32(row + i) * factor) * bf16_to_f32(weight + i));
+// Weights of an RMS norm. bf16 weights multiply rounded numbers.
+struct Bf16Weights {
+    const Bf16* weights;
+
+    F32x16 apply(F32x16 numbers, std::int64_t at) const {
+        return round_to_bf16(numbers) * bf16_to_f32(weights + at);
     }
-    for (; i < size; ++i)
-        dst[i] = f32_to_bf16(round_to_bf16(bf16_to_f32(row[i]) * factor) * bf16_to_f32(weight[i]));
+    float apply(float number, std::int64_t at) const {
+        return round_to_bf16(number) * bf16_to_f32(weights[at]);
+    }
+};
+
+struct F32Weights {
+    const float* weights;
+
+    F32x16 apply(F32x16 numbers, std::int64_t at) const {
+        F32x16 factors;
+        std::memcpy(&factors, weights + at, sizeof factors);
+        return numbers * factors;
+    }
+    float apply(float number, std::int64_t at) const { return number * weights[at]; }
+};
+
+struct NoWeights {};
+
+// Calls `each` with the weights of a norm.
+template <typename Each>
+void with_weights(const NormParams& norm, Each each) {
+    if (norm.is_float32)
+        each(F32Weights{static_cast<const float*>(norm.weight)});
+    else
+        each(Bf16Weights{static_cast<const Bf16*>(norm.weight)});
 }
 
-// RoPE of up to kLanes heads of a token, after an RMS norm if `weight` is not null.
+template <typename Weights>
+void norm_row(const Bf16* row, Weights weights, Bf16* dst, std::int64_t size, float epsilon) {
+    const float factor = 1.0f / std::sqrt(sum_of_squares(row, size) / float(size) + epsilon);
+    std::int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes)
+        store(dst + i, weights.apply(bf16_to_f32(row + i) * factor, i));
+    for (; i < size; ++i) dst[i] = f32_to_bf16(weights.apply(bf16_to_f32(row[i]) * factor, i));
+}
+
+// RoPE of up to kLanes heads of a token, after an RMS norm of each.
+template <typename Weights>
 struct Rope {
-    const Bf16 *weight, *cosines, *sines;
+    Weights weights;
+    const Bf16 *cosines, *sines;
     std::int64_t size;
 
     // Computes all norms together: one by one, each would wait for a square root and two divisions.
     void operator()(const Bf16* heads, Bf16* dst, int count, float epsilon) const {
         F32x16 lengths{};
-        for (int head = 0; weight != nullptr && head < count; ++head)
+        for (int head = 0; kHasNorm && head < count; ++head)
             lengths[head] = sum_of_squares(heads + head * size, size);
-        const F32x16 factors = rsqrt(lengths / float(size) + epsilon);
+        const F32x16 factors = kHasNorm ? rsqrt(lengths / float(size) + epsilon) : lengths;
         for (int head = 0; head < count; ++head)
             rotate_head(heads + head * size, dst + head * size, factors[head]);
     }
 
   private:
+    static constexpr bool kHasNorm = !std::is_same_v<Weights, NoWeights>;
+
     void rotate_head(const Bf16* head, Bf16* dst, float factor) const {
         const std::int64_t half = size / 2;
         std::int64_t i = 0;
@@ -72,16 +110,40 @@ struct Rope {
 
     F32x16 load(const Bf16* head, std::int64_t at, float factor) const {
         const F32x16 numbers = bf16_to_f32(head + at);
-        if (weight == nullptr) return numbers;
-        return round_to_bf16(round_to_bf16(numbers * factor) * bf16_to_f32(weight + at));
+        if constexpr (kHasNorm)
+            return round_to_bf16(weights.apply(numbers * factor, at));
+        else
+            return numbers;
     }
     float load_one(const Bf16* head, std::int64_t at, float factor) const {
         const float number = bf16_to_f32(head[at]);
-        return weight == nullptr
-                   ? number
-                   : round_to_bf16(round_to_bf16(number * factor) * bf16_to_f32(weight[at]));
+        if constexpr (kHasNorm)
+            return round_to_bf16(weights.apply(number * factor, at));
+        else
+            return number;
     }
 };
+
+template <typename Weights>
+void rotate(const RopeArgs& args, Weights weights) {
+    const std::int64_t num_heads = args.num_heads, head_dim = args.head_dim;
+    const auto rotate_tokens = [=, &args](std::int64_t token, std::int64_t end) {
+        for (; token < end; ++token) {
+            const Rope<Weights> rope{weights, args.angles.cosines + token * head_dim,
+                                     args.angles.sines + token * head_dim, head_dim};
+            for (std::int64_t head = 0; head < num_heads; head += kLanes)
+                rope(args.src + token * args.src_stride + head * head_dim,
+                     args.dst + (token * num_heads + head) * head_dim,
+                     int(std::min<std::int64_t>(num_heads - head, kLanes)), args.norm.epsilon);
+        }
+    };
+    parallel_for(args.num_tokens, num_heads * head_dim, args.num_threads, rotate_tokens);
+}
+
+template <typename Number>
+Number scaled(Number number, float scale) {
+    return scale == 1.0f ? number : round_to_bf16(number * scale);
+}
 
 struct ArgMax {
     std::int64_t index;
@@ -122,49 +184,31 @@ ArgMax argmax(const float* row, std::int64_t size) {
 extern "C" {
 
 void baton_rms_norm(const RmsNormArgs* args) {
-    const std::int64_t size = args->size;
-    const auto norm = [=](std::int64_t row, std::int64_t end) {
-        for (; row < end; ++row)
-            norm_row(args->src + row * size, args->weight, args->dst + row * size, size,
-                     args->epsilon);
-    };
-    parallel_for(args->num_rows, size, args->num_threads, norm);
+    const std::int64_t size = args->size, stride = args->src_stride;
+    with_weights(args->norm, [=](auto weights) {
+        const auto norm_rows = [=](std::int64_t row, std::int64_t end) {
+            for (; row < end; ++row)
+                norm_row(args->src + row * stride, weights, args->dst + row * size, size,
+                         args->norm.epsilon);
+        };
+        parallel_for(args->num_rows, size, args->num_threads, norm_rows);
+    });
 }
 
 void baton_rope(const RopeArgs* args) {
-    const std::int64_t num_heads = args->num_heads, head_dim = args->head_dim;
-    const auto rotate = [=](std::int64_t token, std::int64_t end) {
-        for (; token < end; ++token) {
-            const Rope rope{args->norm_weight, args->cosines + token * head_dim,
-                            args->sines + token * head_dim, head_dim};
-            for (std::int64_t head = 0; head < num_heads; head += kLanes)
-                rope(args->src + token * args->src_stride + head * head_dim,
-                     args->dst + (token * num_heads + head) * head_dim,
-                     int(std::min<std::int64_t>(num_heads - head, kLanes)), args->epsilon);
-        }
-    };
-    parallel_for(args->num_tokens, num_heads * head_dim, args->num_threads, rotate);
+    if (args->norm.weight == nullptr) return rotate(*args, NoWeights{});
+    with_weights(args->norm, [=](auto weights) { rotate(*args, weights); });
 }
 
-void baton_swiglu(const Bf16* gate_up, Bf16* dst, std::int64_t num_tokens, std::int64_t size,
-                  std::int32_t num_threads) {
-    parallel_for(num_tokens, size, num_threads, [=](std::int64_t token, std::int64_t end) {
+void baton_gate(const GateArgs* args) {
+    const std::int64_t size = args->size;
+    const auto gate = [=](std::int64_t token, std::int64_t end) {
         for (; token < end; ++token) {
-            const Bf16 *gate = gate_up + token * 2 * size, *up = gate + size;
-            Bf16* row = dst + token * size;
-            std::int64_t at = 0;
-            for (; at + kLanes <= size; at += kLanes) {
-                const F32x16 numbers = bf16_to_f32(gate + at);
-                const F32x16 gated = round_to_bf16(numbers / (1.0f + exp(-numbers)));
-                store(row + at, gated * bf16_to_f32(up + at));
-            }
-            for (; at < size; ++at) {
-                const float number = bf16_to_f32(gate[at]);
-                const float gated = round_to_bf16(number / (1.0f + std::exp(-number)));
-                row[at] = f32_to_bf16(gated * bf16_to_f32(up[at]));
-            }
+            const Bf16* const row = args->src + token * 2 * size;
+            gate_row(row, row + size, args->dst + token * size, size, args->gate);
         }
-    });
+    };
+    parallel_for(args->num_tokens, size, args->num_threads, gate);
 }
 
 void baton_argmax(const ArgmaxArgs* args) {
@@ -177,12 +221,15 @@ void baton_argmax(const ArgmaxArgs* args) {
     parallel_for(args->num_rows, args->size, args->num_threads, find);
 }
 
-void baton_add(Bf16* dst, const Bf16* src, std::int64_t count, std::int32_t num_threads) {
-    parallel_for(count, 1, num_threads, [=](std::int64_t at, std::int64_t end) {
+void baton_add(Bf16* dst, const Bf16* src, std::int64_t count, float scale,
+               std::int32_t num_threads) {
+    const auto add = [=](std::int64_t at, std::int64_t end) {
         for (; at + kLanes <= end; at += kLanes)
-            store(dst + at, bf16_to_f32(dst + at) + bf16_to_f32(src + at));
-        for (; at < end; ++at) dst[at] = f32_to_bf16(bf16_to_f32(dst[at]) + bf16_to_f32(src[at]));
-    });
+            store(dst + at, bf16_to_f32(dst + at) + scaled(bf16_to_f32(src + at), scale));
+        for (; at < end; ++at)
+            dst[at] = f32_to_bf16(bf16_to_f32(dst[at]) + scaled(bf16_to_f32(src[at]), scale));
+    };
+    parallel_for(count, 1, num_threads, add);
 }
 
 }  // extern "C"

@@ -20,8 +20,11 @@ struct Chunk {
     KvContext context;
     const Bf16* queries;  // [tokens, heads, head_dim]
     Bf16* dst;            // same shape
-    std::int64_t num_tokens, window, gqa_group_size;
-    float scale;  // of scores, times log2(e): the softmax uses powers of two
+    std::int64_t num_tokens, window, chunk, gqa_group_size;
+    const float* sinks;  // by head, or null
+    // The softmax uses powers of two: 2^(scale * score). With a soft-cap, a score is
+    // tanh(tanh_scale * product); without one, tanh_scale is 0.
+    float scale, tanh_scale;
 
     // `first`: index of the first query's first number.
     Chunk(const AttentionArgs& args, std::int64_t sequence, std::int64_t first,
@@ -29,18 +32,29 @@ struct Chunk {
         : context{args.kv, args.layer, args.batch.block_tables + sequence * args.batch.table_stride,
                   args.batch.context_lens[sequence]},
           queries(args.queries + first), dst(args.dst + first), num_tokens(num_tokens),
-          window(args.window), gqa_group_size(args.num_heads / args.kv.num_kv_heads),
-          scale(args.scale * kLog2OfE) {}
+          window(args.params.window), chunk(args.params.chunk),
+          gqa_group_size(args.num_heads / args.kv.num_kv_heads), sinks(args.params.sinks),
+          scale((has_softcap(args) ? args.params.softcap : args.params.scale) * kLog2OfE),
+          tanh_scale(has_softcap(args) ? args.params.scale / args.params.softcap : 0.0f) {}
 
     std::int64_t num_rows() const { return num_tokens * gqa_group_size; }
     std::int64_t position(std::int64_t token) const { return context.length - num_tokens + token; }
     std::int64_t first_slot(std::int64_t token) const {
-        return window > 0 ? std::max<std::int64_t>(0, position(token) - window + 1) : 0;
+        const std::int64_t own = position(token);
+        const std::int64_t first = window > 0 ? std::max<std::int64_t>(0, own - window + 1) : 0;
+        return chunk > 0 ? std::max(first, own / chunk * chunk) : first;
+    }
+    // Score of the sink of a query head.
+    float sink(std::int64_t head) const {
+        return sinks == nullptr ? kMinusInf : sinks[head] * kLog2OfE / scale;
     }
     std::int64_t at(std::int64_t token, std::int64_t head, std::int64_t shared) const {
         return ((token * context.kv.num_kv_heads + head) * gqa_group_size + shared) *
                context.kv.head_dim;
     }
+
+  private:
+    static bool has_softcap(const AttentionArgs& args) { return args.params.softcap > 0; }
 };
 
 // Scores and softmax weights of a few query rows for kScoreTileSlots slots.
@@ -59,12 +73,14 @@ class QueryRows {
         const std::int64_t size = chunk.context.kv.head_dim;
         for (int row = 0; row < count; ++row) {
             const std::int64_t token = (first + row) / chunk.gqa_group_size;
-            offset_[row] = chunk.at(token, head, (first + row) % chunk.gqa_group_size);
+            const std::int64_t shared = (first + row) % chunk.gqa_group_size;
+            offset_[row] = chunk.at(token, head, shared);
             std::copy_n(chunk.queries + offset_[row], size, queries_.data() + row * size);
             first_slot_[row] = chunk.first_slot(token);
             end_slot_[row] = chunk.position(token) + 1;
-            max_[row] = kMinusInf;
+            max_[row] = chunk.sink(head * chunk.gqa_group_size + shared);
             weight_sum_[row] = F32x16{};
+            if (max_[row] != kMinusInf) weight_sum_[row][0] = 1.0f;
         }
         if (is_unpacked) UnpackedSlots::pack_queries(queries_, count);
     }
@@ -95,6 +111,7 @@ class QueryRows {
         const Panels seen = panels(slot);
         for (int row = 0; row < count_; ++row) {
             const std::int64_t begin = first_slot_[row] - slot, end = end_slot_[row] - slot;
+            if (chunk_.tanh_scale > 0) apply_softcap(tile.scores[row], seen);
             apply_mask(tile.scores[row], seen.first * kPanelRows, seen.end * kPanelRows, begin,
                        end);
             update_max(row, tile.scores[row], seen);
@@ -136,6 +153,11 @@ class QueryRows {
 
     std::int64_t sum_stride() const {
         return (chunk_.context.kv.head_dim + kPanelRows - 1) / kPanelRows * kPanelRows;
+    }
+
+    void apply_softcap(F32x16* scores, Panels seen) const {
+        for (std::int64_t v = seen.first * kVectors; v < seen.end * kVectors; ++v)
+            scores[v] = tanh(scores[v] * chunk_.tanh_scale);
     }
 
     static void apply_mask(F32x16* scores, std::int64_t from, std::int64_t to, std::int64_t begin,
@@ -187,7 +209,7 @@ class QueryRows {
     AlignedVector<Bf16> queries_;
     AlignedVector<float> sums_;  // [rows, head_dim in whole panels]
     std::int64_t offset_[kRunRows], first_slot_[kRunRows], end_slot_[kRunRows];
-    float max_[kRunRows];
+    float max_[kRunRows];          // initially the score of the sink
     F32x16 weight_sum_[kRunRows];  // sum of weights so far, lane by lane
 };
 

@@ -1,0 +1,63 @@
+// Gate of an MLP: a function of the gate and up projections. Each rounds where torch does.
+#pragma once
+
+#include "vector_math.h"
+
+#include <algorithm>
+
+namespace baton {
+
+// x * sigmoid(exponent)
+inline F32x16 multiply_sigmoid(F32x16 x, F32x16 exponent) { return x / (1.0f + exp(-exponent)); }
+
+// A NaN stays a NaN.
+inline F32x16 clamp_above(F32x16 numbers, F32x16 limit) {
+    return blend(less_mask(limit, numbers), limit, numbers);
+}
+inline F32x16 clamp_below(F32x16 numbers, F32x16 limit) {
+    return blend(less_mask(numbers, limit), limit, numbers);
+}
+
+template <GateKind KIND>
+inline F32x16 apply_gate(F32x16 gate, F32x16 up, const GateParams& params) {
+    if constexpr (KIND == GateKind::kSilu) {
+        return round_to_bf16(multiply_sigmoid(gate, gate)) * up;
+    } else if constexpr (KIND == GateKind::kGeluTanh) {
+        // (1 + tanh(z)) / 2 = sigmoid(2z), with z = sqrt(2 / pi) * (x + 0.044715 * x^3)
+        const F32x16 exponent = gate * (1.59576912f + 0.0713548163f * (gate * gate));
+        return round_to_bf16(multiply_sigmoid(gate, exponent)) * up;
+    } else {
+        const F32x16 limit = splat(params.limit), one = splat(1.0f);
+        gate = clamp_above(gate, limit);
+        up = clamp_below(clamp_above(up, limit), -limit);
+        const F32x16 sigmoid = multiply_sigmoid(one, round_to_bf16(gate * params.alpha));
+        return round_to_bf16(up + 1.0f) * round_to_bf16(gate * round_to_bf16(sigmoid));
+    }
+}
+
+template <GateKind KIND>
+inline void gate_row(const Bf16* gate, const Bf16* up, Bf16* dst, std::int64_t size,
+                     const GateParams& params) {
+    std::int64_t at = 0;
+    for (; at + kLanes <= size; at += kLanes)
+        store(dst + at, apply_gate<KIND>(bf16_to_f32(gate + at), bf16_to_f32(up + at), params));
+    if (at == size) return;
+    Bf16 rest[3][kLanes] = {};
+    std::copy(gate + at, gate + size, rest[0]);
+    std::copy(up + at, up + size, rest[1]);
+    store(rest[2], apply_gate<KIND>(bf16_to_f32(rest[0]), bf16_to_f32(rest[1]), params));
+    std::copy_n(rest[2], size - at, dst + at);
+}
+
+// Computes `size` numbers of one token.
+inline void gate_row(const Bf16* gate, const Bf16* up, Bf16* dst, std::int64_t size,
+                     const GateParams& params) {
+    constexpr void (*kGate[])(const Bf16*, const Bf16*, Bf16*, std::int64_t, const GateParams&) = {
+        gate_row<GateKind::kSilu>,
+        gate_row<GateKind::kGeluTanh>,
+        gate_row<GateKind::kClampedSwiglu>,
+    };
+    kGate[int(params.kind)](gate, up, dst, size, params);
+}
+
+}  // namespace baton
