@@ -35,9 +35,9 @@ CHUNK = 23  # no multiple of a block
 NUM_TOKENS = 64
 PROMPT = prompt_of(70)  # four blocks and six tokens
 TOLERANCE = 2e-4
-# Differences between two computations in bfloat16, in nats: of most tokens and on average. A token
-# with a near tie between experts can differ more.
-HALF_TOLERANCE, HALF_MEAN = 0.3, 0.12
+# Median difference between two computations in bfloat16, in nats. A token with a near tie between
+# experts can differ much more.
+HALF_TOLERANCE = 0.1
 
 LoadRunner = Callable[..., TorchRunner]
 FolderOf = Callable[[str], Path]
@@ -188,8 +188,10 @@ def test_half_precision_is_close_to_that_of_transformers(
 
     found = torch.tensor([each.logprob for each in again.prompt_logprobs if each is not None])
     expected = half_reference_logprobs(family_folder(name), drive.tokens)
-    differences = (found - expected).abs()
-    assert differences.quantile(0.95) < HALF_TOLERANCE
-    assert differences.mean() < HALF_MEAN
+    assert (found - expected).abs().median() < HALF_TOLERANCE
+    # As exact as transformers in the same dtype.
+    exact = reference_logprobs(family_folder(name), drive.tokens)[:-1]
+    exact = exact.gather(1, torch.tensor(drive.tokens[1:])[:, None])[:, 0]
+    assert (found - exact).abs().mean() < 1.5 * (expected - exact).abs().mean() + 0.01
     if kernels == "native":
         assert found[-12:].tolist() == [each.logprob for each in drive.logprobs]
