@@ -17,6 +17,10 @@ BLOCK_SIZE = 16
 KV_CACHE_BYTES = 4 << 20
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-models-page", action="store_true", help="update its matrix")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> Iterator[None]:
     """Run torch with one thread: small models are slower with more."""
