@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,11 +59,11 @@ def read_generation_defaults(folder: Path) -> GenerationDefaults:
     """Read generation_config.json. Without its EOS tokens, those of config.json are used."""
     path = folder / "generation_config.json"
     if not path.exists():
-        return GenerationDefaults(_eos_ids(JsonFields.read(folder / "config.json")))
+        return GenerationDefaults(_eos_ids_of_model(folder))
     raw = JsonFields.read(path)
-    source = raw if raw.has("eos_token_id") else JsonFields.read(folder / "config.json")
+    ids = _eos_ids(raw) or _eos_ids_of_model(folder)
     return GenerationDefaults(
-        eos_token_ids=_eos_ids(source),
+        eos_token_ids=ids,
         temperature=raw.optional_number("temperature"),
         top_p=raw.optional_number("top_p"),
         top_k=raw.positive_int("top_k") if raw.optional_number("top_k") else None,
@@ -96,6 +96,9 @@ class JsonFields:
 
     def is_null(self, name: str) -> bool:
         return name in self._fields and self._fields[name] is None
+
+    def names(self) -> Iterable[str]:
+        return self._fields.keys()
 
     def get(self, name: str) -> object:
         return self._fields.get(name)
@@ -148,6 +151,12 @@ class JsonFields:
         found = self._fields.get(name)
         state = "is missing" if found is None else f"is {found!r}"
         return ModelError(f"{self.where}: {name!r} {state}; it {expected}")
+
+
+def _eos_ids_of_model(folder: Path) -> tuple[int, ...]:
+    raw = JsonFields.read(folder / "config.json")
+    is_within = raw.has("text_config") and not raw.has("eos_token_id")
+    return _eos_ids(raw.inner("text_config") if is_within else raw)
 
 
 def _eos_ids(raw: JsonFields) -> tuple[int, ...]:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from baton.doctor.findings import Finding, fail, ok, warn
 from baton.units import format_bytes
 from engine.model_folder import resolve_model_folder
 from errors import ModelError
 from text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from engine.runner.model.config import ModelConfig
 
 BLOCK_SIZE = 16
 MAX_NUM_SEQS = 128  # both are the defaults of nodes
@@ -62,15 +66,38 @@ def _weights(folder: Path, kv_bytes: int | None) -> Iterator[Finding]:
         return
     dtype = DTYPES[config.dtype]
     num_parameters = sum(_product(shape) for shape in expected_tensors(config).values())
-    yield ok("weights", f"{config.architecture}, {num_parameters:,} parameters in {config.dtype}")
+    yield ok("weights", _describe(config, num_parameters))
     block_bytes = KvShape.of(config, BLOCK_SIZE, dtype).block_bytes
     weight_bytes = num_parameters * dtype.itemsize
+    if config.quantization is not None:
+        weight_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     free, max_model_len = free_bytes(torch.device("cpu")), config.max_context_len()
     if kv_bytes is None:
         node = RunnerConfig(str(folder), kv_cache_share=None, max_num_seqs=MAX_NUM_SEQS)
         kv_bytes = auto_kv_bytes(node, max(free - weight_bytes, 0), block_bytes, max_model_len)
     yield room_finding(weight_bytes, kv_bytes, block_bytes // BLOCK_SIZE, free)
     yield length_finding(kv_bytes // block_bytes * BLOCK_SIZE, max_model_len)
+
+
+def _describe(config: ModelConfig, num_parameters: int) -> str:
+    found = f"{config.architecture}, {num_parameters:,} parameters"
+    if config.moe is not None:
+        chosen = f"{config.moe.top_k} of {config.moe.num_experts} experts"
+        found += f" of which a token uses {count_active(config, num_parameters):,} ({chosen})"
+    bits = "" if config.quantization is None else f" and {config.quantization.bits} bits"
+    return f"{found} in {config.dtype}{bits}"
+
+
+def count_active(config: ModelConfig, num_parameters: int) -> int:
+    """Return the number of parameters without the experts that a token does not use."""
+    moe, hidden = config.moe, config.hidden_size
+    if moe is None:
+        return num_parameters
+    expert = 3 * moe.expert_size * hidden
+    if moe.has_bias:
+        expert += 2 * moe.expert_size + hidden
+    num_layers = sum(not layer.mlp_size for layer in config.layers)
+    return num_parameters - num_layers * (moe.num_experts - moe.top_k) * expert
 
 
 def room_finding(weight_bytes: int, kv_bytes: int, per_token: int, free_bytes: int) -> Finding:

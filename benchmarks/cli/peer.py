@@ -27,6 +27,12 @@ def peer(
     ] = None,
     threads: Threads = 2,
     quantize: Quantize = "none",
+    llamacpp_weights: Annotated[
+        str,
+        typer.Option(
+            help="Weights of llama.cpp: bf16, q8_0, q4_0 or q4_k_m; auto: as many bits as Baton's."
+        ),
+    ] = "auto",
     prompts: Annotated[str, typer.Option(help="Prompt lengths, for prefill.")] = "512,2048",
     batches: Annotated[str, typer.Option(help="Batch sizes, for decode.")] = "1,4,16,32",
     steps: Annotated[int, typer.Option(help="Decode steps in one run.")] = 16,
@@ -35,11 +41,12 @@ def peer(
 ) -> None:
     """Compare Baton with other engines on the same model and load, in tokens per second.
 
-    The engines alternate. With --quantize int8, llama.cpp uses its Q8_0; vLLM always uses bfloat16.
+    The engines alternate. With --quantize int8, llama.cpp uses its Q8_0, and with int4 its Q4_0;
+    vLLM always uses bfloat16. A peer that cannot run the model is named and left out.
     """
     from baton.bench.engine.benchmark import EngineBench
     from baton.cli.options.lists import parse_numbers
-    from benchmarks.peers.peer import Comparison, PeerBench, run
+    from benchmarks.peers.peer import Comparison, PeerBench, PeerFailed, run
 
     if vllm_venv is None and llamacpp_venv is None:
         raise InvalidConfig("no peer: pass --vllm-venv, --llamacpp-venv or both")
@@ -53,11 +60,15 @@ def peer(
         num_decode_steps=steps,
         num_runs=runs,
     )
+    weights = _llamacpp_weights(llamacpp_weights, quantize)
     compared: list[dict[str, object]] = []
+    failed: list[str] = []
 
     def report(is_whole: bool) -> None:
         settings = {"model": model, "threads": threads, "quantize": quantize}
-        values = {**settings, "is_whole": is_whole, "compared": compared}
+        if llamacpp_venv is not None:
+            settings["llamacpp_weights"] = weights
+        values = {**settings, "is_whole": is_whole, "compared": compared, "failed": failed}
         write_json(json_file, values)
         show_table(f"{model}, {threads} threads, medians of {runs} pairs", compared)
 
@@ -71,4 +82,20 @@ def peer(
             compared.append(asdict(one))
             status.update(f"{one.peer}: {one.phase} {one.size}: {one.ratio:.2f} times")
 
-        run(PeerBench(engine, vllm_venv, llamacpp_venv, Path(scratch)), on_comparison)
+        def on_failure(failure: PeerFailed) -> None:
+            failed.append(str(failure))
+            status.console.print(f"baton: warning: {failure}")
+
+        bench = PeerBench(engine, vllm_venv, llamacpp_venv, Path(scratch), weights)
+        run(bench, on_comparison, on_failure)
+
+
+def _llamacpp_weights(written: str, quantize: str) -> str:
+    """Resolve auto. Raises InvalidConfig."""
+    from benchmarks.peers.peer import LLAMACPP_WEIGHTS
+
+    if written in LLAMACPP_WEIGHTS:
+        return written
+    if written != "auto":
+        raise InvalidConfig(f"llamacpp_weights is {written!r}; write {', '.join(LLAMACPP_WEIGHTS)}")
+    return next(name for name, bits in LLAMACPP_WEIGHTS.items() if bits == quantize)

@@ -11,9 +11,10 @@ import os
 import signal
 import statistics
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -24,6 +25,8 @@ from errors import InvalidConfig, NamedError
 
 ENDS = Path(__file__).resolve().parent / "workers"
 MARK = "BATON "
+# Types of llama.cpp's weights, with the quantization of Baton that has as many bits.
+LLAMACPP_WEIGHTS = {"bf16": "none", "q8_0": "int8", "q4_0": "int4", "q4_k_m": "int4"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,8 @@ class PeerBench:
     engine: EngineBench
     vllm_venv: Path | None
     llamacpp_venv: Path | None
-    scratch: Path  # for the copy of the weights for llama.cpp
+    scratch: Path  # for logs, and for the copy of the weights for llama.cpp
+    llamacpp_weights: str = "bf16"  # or a quantized type of LLAMACPP_WEIGHTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,9 @@ class Comparison:
     best_ratio: float
 
 
+StartPeer = Callable[[Path], AbstractContextManager[subprocess.Popen[str]]]  # with a log file
+
+
 class PeerMeter(Protocol):
     def prefill(self, prompt_len: int) -> float: ...
 
@@ -57,7 +64,7 @@ class PeerMeter(Protocol):
 
 
 class PeerFailed(NamedError):
-    """A peer process ended before it answered."""
+    """A peer process ended before it answered: it cannot run the model, for example."""
 
 
 class _Peer:
@@ -66,8 +73,10 @@ class _Peer:
     vLLM's workers spin for a second when idle, which would slow the measurement of others.
     """
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, name: str, process: subprocess.Popen[str], log: Path) -> None:
+        self._name = name
         self._process = process
+        self._log = log
         self._answer()  # wait until it is ready
         os.killpg(process.pid, signal.SIGSTOP)
 
@@ -93,18 +102,47 @@ class _Peer:
         for line in self._process.stdout or ():
             if line.startswith(MARK):
                 return line.removeprefix(MARK).strip()
-        raise PeerFailed(f"{self._process.args!r} ended with code {self._process.wait()}")
+        reason = _last_line(self._log)
+        raise PeerFailed(f"{self._name} ended with code {self._process.wait()}{reason}")
 
 
-def run(bench: PeerBench, on_comparison: Callable[[Comparison], None]) -> None:
-    """Run for minutes; `on_comparison` is called with each result. Raises PeerFailed."""
+def run(
+    bench: PeerBench,
+    on_comparison: Callable[[Comparison], None],
+    on_failure: Callable[[PeerFailed], None] = lambda _failure: None,
+) -> None:
+    """Run for minutes; `on_comparison` is called with each result.
+
+    `on_failure` is called for a peer that cannot start. Raises PeerFailed if no other can, or if
+    a peer ends later.
+    """
     with ExitStack() as stack:
-        peers = dict(_peers(bench, stack))
+        peers = _start_peers(bench, stack, on_failure)
         own = stack.enter_context(engine_meter(bench.engine))
         for phase, size in _settings(bench.engine):
-            supported = {name: one for name, one in peers.items() if _supports(name, phase, size)}
-            for one in _compared(phase, size, bench.engine.num_runs, own, supported):
+            for one in _compared(phase, size, bench.engine.num_runs, own, peers):
                 on_comparison(one)
+
+
+def _start_peers(
+    bench: PeerBench, stack: ExitStack, on_failure: Callable[[PeerFailed], None]
+) -> dict[str, PeerMeter]:
+    peers: dict[str, PeerMeter] = {}
+    failures: list[PeerFailed] = []
+    for name, start in _starts(bench):
+        log = bench.scratch / f"{name}.log"
+        with ExitStack() as ends:
+            try:
+                peers[name] = _Peer(name, ends.enter_context(start(log)), log)
+            except PeerFailed as error:
+                failures.append(error)
+                continue
+            stack.push(ends.pop_all())
+    if not peers:
+        raise failures[-1]
+    for failure in failures:
+        on_failure(failure)
+    return peers
 
 
 def _settings(bench: EngineBench) -> Iterator[tuple[str, int]]:
@@ -112,12 +150,8 @@ def _settings(bench: EngineBench) -> Iterator[tuple[str, int]]:
     yield from (("prefill", size) for size in bench.prompt_lens)
 
 
-def _supports(name: str, phase: str, size: int) -> bool:
-    return name == "vllm" or phase == "prefill" or size == 1
-
-
 def _compared(
-    phase: str, size: int, num_runs: int, own: PeerMeter, peers: dict[str, PeerMeter]
+    phase: str, size: int, num_runs: int, own: PeerMeter, peers: Mapping[str, PeerMeter]
 ) -> Iterator[Comparison]:
     """Measure Baton and the peers one right after the other in each round."""
     meters = {"baton": own, **peers}
@@ -141,7 +175,7 @@ def _compared(
         )
 
 
-def _peers(bench: PeerBench, stack: ExitStack) -> Iterator[tuple[str, PeerMeter]]:
+def _starts(bench: PeerBench) -> Iterator[tuple[str, StartPeer]]:
     cpus = _cpus(bench.engine.num_threads)
     settings = {
         "model": bench.engine.model,
@@ -150,15 +184,13 @@ def _peers(bench: PeerBench, stack: ExitStack) -> Iterator[tuple[str, PeerMeter]
         "num_decode_steps": bench.engine.num_decode_steps,
         "decode_prompt_len": DECODE_PROMPT_LEN,
         "scratch": str(bench.scratch),
-        "weights": "q8_0" if bench.engine.quantize == ("int8",) else "bf16",
+        "weights": bench.llamacpp_weights,
     }
     if bench.vllm_venv is not None:
         environment = vllm_settings(bench.vllm_venv, cpus, kv_gib=4)
-        process = _started(bench.vllm_venv, "vllm_worker.py", settings, environment)
-        yield "vllm", _Peer(stack.enter_context(process))
+        yield "vllm", partial(_started, bench.vllm_venv, "vllm_worker.py", settings, environment)
     if bench.llamacpp_venv is not None:
-        process = _started(bench.llamacpp_venv, "llamacpp_worker.py", settings, {})
-        yield "llamacpp", _Peer(stack.enter_context(process))
+        yield "llamacpp", partial(_started, bench.llamacpp_venv, "llamacpp_worker.py", settings, {})
 
 
 def _cpus(num_threads: int | None) -> Sequence[int]:
@@ -169,17 +201,26 @@ def _cpus(num_threads: int | None) -> Sequence[int]:
     return cpus[:num_threads]
 
 
+@contextmanager
 def _started(
-    venv: Path, script: str, settings: dict[str, object], environment: dict[str, str]
-) -> AbstractContextManager[subprocess.Popen[str]]:
-    return external_process(
-        _command(python_of(venv), ENDS / script, settings),
-        clean_environment() | environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
+    venv: Path, script: str, settings: dict[str, object], environment: dict[str, str], log: Path
+) -> Iterator[subprocess.Popen[str]]:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    command = [str(python_of(venv)), str(ENDS / script), json.dumps(settings)]
+    with (
+        log.open("w", encoding="utf-8") as file,
+        external_process(
+            command,
+            clean_environment() | environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=file.fileno(),
+        ) as process,
+    ):
+        yield process
 
 
-def _command(python: Path, script: Path, settings: dict[str, object]) -> Sequence[str]:
-    return [str(python), str(script), json.dumps(settings)]
+def _last_line(log: Path) -> str:
+    """Return the last line of a log after a colon, or nothing."""
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+    return next((f": {line.strip()}" for line in reversed(lines) if line.strip()), "")

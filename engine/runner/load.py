@@ -19,8 +19,9 @@ from engine.runner.model.rope import Ropes
 from engine.runner.model_info import LoadProgressCallback, ModelInfo
 from engine.runner.model_runner import TorchRunner
 from engine.runner.sampling.logits_processors import ModelView, load_processors, versions
-from engine.runner.weights.decoder_loading import LoadTarget, attention_of, load_decoder
+from engine.runner.weights.decoder_loading import attention_of, load_decoder
 from engine.runner.weights.safetensors import WeightFiles
+from engine.runner.weights.tensor_loading import LoadTarget
 from errors import InvalidConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -75,7 +75,9 @@ def test_native_kernels_read_quantised_folders_too(
         ({"group_size": None}, "group_size.*missing"),
         ({"checkpoint_format": "marlin"}, "checkpoint_format.*marlin"),
         ({"quant_method": "awq", "version": "gemv"}, "version.*gemv"),
-        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "format.*float"),
+        ({"dynamic": {"+:.*down.*": {"bits": 8}}}, "dynamic.*down"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size.*128"),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "format.*nvfp4"),
         (
             {"quant_method": "compressed-tensors", "format": "pack-quantized"},
             "config_groups.*missing",
@@ -87,6 +89,27 @@ def test_native_kernels_read_quantised_folders_too(
                 "config_groups": {"group_0": {"weights": {"type": "float"}}},
             },
             "type.*float",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "float-quantized",
+                "config_groups": {
+                    "group_0": {"weights": {"type": "float", "num_bits": 4, "strategy": "group"}}
+                },
+            },
+            "num_bits.*4",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "config_groups": {
+                    f"group_{bits}": {"weights": {"type": "int", "num_bits": bits}}
+                    for bits in (4, 8)
+                },
+            },
+            "config_groups.*same weights",
         ),
     ],
     ids=str,

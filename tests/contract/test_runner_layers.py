@@ -22,8 +22,9 @@ from engine.runner.model.config import ModelConfig
 from engine.runner.model.decoder import Ends
 from engine.runner.model.layers import Layer, Layers, UnfusedLayers
 from engine.runner.model.rope import Ropes
-from engine.runner.weights.decoder_loading import LoadTarget, attention_of, load_decoder
+from engine.runner.weights.decoder_loading import attention_of, load_decoder
 from engine.runner.weights.safetensors import WeightFiles
+from engine.runner.weights.tensor_loading import LoadTarget
 from tests.support.families import FAMILY_VARIANTS
 from tests.support.kernels import kernels_by_variant
 from tests.support.models import VARIANTS, make_model_folder

@@ -23,9 +23,17 @@ from engine.runner.kernels.choose import TORCH, choose_parts
 from engine.runner.kernels.native import Kernels, NativeOps
 from engine.runner.model.config import Activation
 from engine.runner.model.ops import Gate, Norm, TorchOps
-from engine.runner.weights.quantize import Quantize, Quantized, to_int4, to_int8
+from engine.runner.weights.quantize import (
+    Quantize,
+    Quantized,
+    select_rows,
+    stacked,
+    to_int4,
+    to_int8,
+)
 from errors import InvalidConfig
 from tests.support.kernels import kernels_by_variant
+from tests.support.random_mxfp4 import random_mxfp4
 
 EPSILON = 1e-6
 REFERENCE = TorchOps()
@@ -242,6 +250,71 @@ def test_int8_products_have_the_same_bits_in_any_batch(
     assert torch.equal(together, linear(activations))
 
 
+@each_variant
+@given(
+    num_tokens=st.integers(1, 8),
+    num_rows=st.integers(1, 200),
+    num_columns=st.integers(1, 150),
+    seed=SEEDS,
+)
+@settings(max_examples=60, deadline=None)
+def test_a_product_of_mxfp4_is_that_of_what_it_stands_for(
+    kernels: Kernels, num_tokens: int, num_rows: int, num_columns: int, seed: int
+) -> None:
+    activations, bias = drawn(seed + 1, num_tokens, num_columns), drawn(seed + 2, num_rows)
+    weight = random_mxfp4(seed, num_rows, num_columns)
+
+    found = NativeOps(kernels).linear(weight, bias)(activations)
+
+    exact = replace(weight, dtype=torch.float64).dequantize()
+    wanted = activations.double() @ exact.T + bias.double()
+    most = activations.double().abs().amax(dim=1, keepdim=True)
+    bound = most / 65024 * exact.abs().sum(dim=1) + wanted.abs() * 2**-8
+    assert ((found.double() - wanted).abs() <= bound * 1.01 + 1e-5).all()
+
+
+@each_variant
+@pytest.mark.parametrize("exponents", [(-12, 4), (-127, -120), (118, 124)])
+def test_every_code_and_exponent_of_mxfp4_is_read(
+    kernels: Kernels, exponents: tuple[int, int]
+) -> None:
+    weight = random_mxfp4(3, 150, 88, exponents)
+    weight.numbers[:16] = torch.arange(16)[:, None]
+    row_ids = torch.tensor([*range(16), 149, 0, 64, 63, 64])
+
+    rows = NativeOps(kernels).linear(weight, None).rows(row_ids)
+
+    assert torch.equal(rows, weight.dequantize()[row_ids])
+    values = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    wanted = torch.tensor([*values, *(-value for value in values)])
+    assert torch.equal(rows[:16, 0], (wanted * weight.scales[:16, 0]).bfloat16())
+
+
+@each_variant
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 7, 33])
+def test_mxfp4_products_have_the_same_bits_in_any_batch(kernels: Kernels, num_tokens: int) -> None:
+    activations, weight = drawn(1, num_tokens, 96), random_mxfp4(2, 300, 96)
+    linear = NativeOps(kernels).linear(weight, None)
+    alone = NativeOps(_with_threads(kernels, 1)).linear(weight, None)
+
+    together = linear(activations)
+
+    assert torch.equal(
+        together, torch.cat([alone(activations[i : i + 1]) for i in range(num_tokens)])
+    )
+
+
+def test_rows_of_mxfp4_are_selected_and_stacked() -> None:
+    first, second = random_mxfp4(1, 10, 64), random_mxfp4(2, 6, 64)
+    order = torch.tensor([3, 0, 15, 9])
+
+    chosen = select_rows(stacked([first, second]), order)
+
+    assert isinstance(chosen, Quantized)
+    both = torch.cat((first.dequantize(), second.dequantize()))
+    assert torch.equal(chosen.dequantize(), both[order])
+
+
 @pytest.mark.parametrize("columns", [8, 33, 96])
 def test_a_quantised_matrix_is_off_by_half_a_step_at_most(columns: int) -> None:
     weight = drawn(11, 70, columns)
@@ -333,12 +406,14 @@ def test_nan_stays_in_its_own_row(kernels: Kernels) -> None:
     plain = ops.linear(drawn(9, 70, 64), None)
     whole = ops.linear(to_int8(drawn(9, 70, 64)), None)
     gates = [Gate(activation, alpha=1.702, limit=7.0) for activation in Activation]
+    fp4 = ops.linear(random_mxfp4(9, 70, 64), None)
 
     for answer in (
         plain(activations),
         whole(activations),
         *(ops.rms_norm(activations, make_norm(64, once)) for once in (False, True)),
         *(ops.apply_gate(activations, gate) for gate in gates),
+        fp4(activations),
     ):
         assert answer.isnan().any(dim=1).tolist() == [False, True, False]
 

@@ -10,10 +10,15 @@ import torch
 
 from engine.runner.load import RunnerConfig, load_runner
 from engine.runner.model_runner import TorchRunner
+from tests.support.families import FAMILY_VARIANTS
 from tests.support.models import VARIANTS, make_model_folder
 
 BLOCK_SIZE = 16
 KV_CACHE_BYTES = 4 << 20
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-models-page", action="store_true", help="update its matrix")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -51,6 +56,42 @@ def runner_of(model_folder: Callable[[str], Path]) -> Iterator[Callable[[str], T
             )
             loaded[name] = load_runner(config)
         return loaded[name]
+
+    yield load
+    for runner in loaded.values():
+        runner.__exit__(None, None, None)
+
+
+@pytest.fixture(scope="session")
+def family_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def make(name: str) -> Path:
+        if name not in made:
+            made[name] = make_model_folder(tmp_path_factory.mktemp(name), FAMILY_VARIANTS[name])
+        return made[name]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def family_runner(family_folder: Callable[[str], Path]) -> Iterator[Callable[..., TorchRunner]]:
+    """Yield a loader of runners. Settings other than the family make further runners."""
+    loaded: dict[tuple[str, ...], TorchRunner] = {}
+
+    def load(name: str, **settings: str) -> TorchRunner:
+        key = (name, *settings.values())
+        if key not in loaded:
+            settings.pop("copy", "")
+            config = RunnerConfig(
+                str(family_folder(name)),
+                block_size=BLOCK_SIZE,
+                kv_cache_bytes=KV_CACHE_BYTES,
+                max_num_seqs=32,
+                **settings,
+            )
+            loaded[key] = load_runner(config)
+        return loaded[key]
 
     yield load
     for runner in loaded.values():

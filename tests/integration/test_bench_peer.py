@@ -23,7 +23,7 @@ echo BATON ready
 while read line; do echo BATON 10.0; done
 """
 NUM_RUNS = 3
-DIES = "#!/bin/sh\nexit 3\n"
+DIES = "#!/bin/sh\necho no such architecture >&2\nexit 3\n"
 
 
 def environment(at: Path, python: str) -> Path:
@@ -33,23 +33,24 @@ def environment(at: Path, python: str) -> Path:
     return at
 
 
-def bench(vllm: Path | None, llamacpp: Path | None) -> PeerBench:
+def bench(vllm: Path | None, llamacpp: Path | None, scratch: Path) -> PeerBench:
     engine = EngineBench(
         str(MODEL), prompt_lens=(20,), batch_sizes=(1, 2), num_decode_steps=2, num_runs=NUM_RUNS
     )
-    return PeerBench(engine, vllm, llamacpp, Path("unused"))
+    return PeerBench(engine, vllm, llamacpp, scratch)
 
 
-def test_each_setting_is_compared_with_each_peer_that_can_do_it(tmp_path: Path) -> None:
+def test_each_setting_is_compared_with_each_peer(tmp_path: Path) -> None:
     venv = environment(tmp_path, ANSWERS)
     compared: list[Comparison] = []
 
-    run(bench(venv, venv), compared.append)
+    run(bench(venv, venv, tmp_path), compared.append)
 
     assert [(one.peer, one.phase, one.size) for one in compared] == [
         ("vllm", "decode", 1),
         ("llamacpp", "decode", 1),
         ("vllm", "decode", 2),
+        ("llamacpp", "decode", 2),
         ("vllm", "prefill", 20),
         ("llamacpp", "prefill", 20),
     ]
@@ -64,7 +65,7 @@ def test_what_a_peer_started_ends_with_it(tmp_path: Path) -> None:
     begins = f"#!/bin/sh\nsleep 1000 & echo $! > {child}\n"
     venv = environment(tmp_path, ANSWERS.replace("#!/bin/sh\n", begins))
 
-    run(bench(venv, None), lambda _: None)
+    run(bench(venv, None, tmp_path), lambda _: None)
 
     assert ends(int(child.read_text()))
 
@@ -91,7 +92,7 @@ def test_a_peer_process_is_stopped_between_measurements(tmp_path: Path) -> None:
         status = os.waitpid(int(pid.read_text()), os.WUNTRACED)[1]
         are_stopped.append(os.WIFSTOPPED(status))
 
-    run(bench(venv, None), look)
+    run(bench(venv, None, tmp_path), look)
 
     assert are_stopped == [True] * 3
 
@@ -99,8 +100,45 @@ def test_a_peer_process_is_stopped_between_measurements(tmp_path: Path) -> None:
 def test_a_peer_that_ends_is_named(tmp_path: Path) -> None:
     venv = environment(tmp_path, DIES)
 
-    with pytest.raises(PeerFailed, match=r"vllm_worker\.py.* ended with code 3"):
-        run(bench(venv, None), lambda _: None)
+    with pytest.raises(PeerFailed, match="vllm ended with code 3: no such architecture"):
+        run(bench(venv, None, tmp_path), lambda _: None)
+
+
+def test_the_others_are_measured_without_a_peer_that_cannot_run_the_model(tmp_path: Path) -> None:
+    for name in ("good", "bad"):
+        (tmp_path / name).mkdir()
+    good, bad = environment(tmp_path / "good", ANSWERS), environment(tmp_path / "bad", DIES)
+    compared: list[Comparison] = []
+    failed: list[PeerFailed] = []
+
+    run(bench(bad, good, tmp_path), compared.append, failed.append)
+
+    assert [str(one) for one in failed] == ["vllm ended with code 3: no such architecture"]
+    assert {one.peer for one in compared} == {"llamacpp"}
+
+
+def test_the_weights_of_llamacpp_have_as_many_bits(tmp_path: Path) -> None:
+    venv = environment(
+        tmp_path, ANSWERS.replace("#!/bin/sh", f'#!/bin/sh\necho "$2" > {tmp_path}/args')
+    )
+    found = {}
+
+    for quantize, weights in [("int4", "auto"), ("none", "q4_k_m")]:
+        peer(
+            str(MODEL),
+            llamacpp_venv=venv,
+            quantize=quantize,
+            llamacpp_weights=weights,
+            prompts="20",
+            batches="1",
+            steps=2,
+            runs=1,
+        )
+        found[quantize] = json.loads((tmp_path / "args").read_text())["weights"]
+
+    assert found == {"int4": "q4_0", "none": "q4_k_m"}
+    with pytest.raises(InvalidConfig, match="llamacpp_weights"):
+        peer(str(MODEL), llamacpp_venv=venv, llamacpp_weights="q3")
 
 
 @pytest.mark.parametrize("last", ["read line", ":"])
@@ -125,11 +163,11 @@ def test_settings_before_a_peer_ended_are_kept(
 
 def test_a_folder_that_is_no_environment_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match="not a virtual environment"):
-        run(bench(None, tmp_path), lambda _: None)
+        run(bench(None, tmp_path, tmp_path), lambda _: None)
 
 
 def test_more_threads_than_cores_are_refused(tmp_path: Path) -> None:
-    what = bench(environment(tmp_path, ANSWERS), None)
+    what = bench(environment(tmp_path, ANSWERS), None, tmp_path)
     many = replace(what, engine=replace(what.engine, num_threads=len(os.sched_getaffinity(0)) + 1))
 
     with pytest.raises(InvalidConfig, match="need as many cores"):

@@ -1,8 +1,9 @@
-"""Quantized model folders in the formats of GPTQ, AWQ and compressed-tensors."""
+"""Quantized model folders: GPTQ, AWQ, compressed-tensors, FP8 and MXFP4."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from engine.runner.weights.quantize import Quantized
 
@@ -25,6 +27,7 @@ class Format:
     group: int = 16
     is_symmetric: bool = False
     settings: Mapping[str, bool] = field(default_factory=dict)
+    linears: str = r".*(_proj|experts\.\d+\.w[123])\.weight"  # names of quantized matrices
 
 
 def _compressed(written: str, bits: int, group: int, strategy: str = "group") -> Mapping[str, Any]:
@@ -32,6 +35,16 @@ def _compressed(written: str, bits: int, group: int, strategy: str = "group") ->
     return {
         "quant_method": "compressed-tensors",
         "format": written,
+        "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}},
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+    }
+
+
+def _float8(strategy: str, **settings: Any) -> Mapping[str, Any]:
+    weights = {"type": "float", "num_bits": 8, "strategy": strategy, **settings}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
         "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}},
         "ignore": ["lm_head"],
     }
@@ -48,7 +61,33 @@ FORMATS: Mapping[str, Format] = {
     "packed": Format(_compressed("pack-quantized", 4, 16), is_symmetric=True),
     "packed-with-zeros": Format(_compressed("pack-quantized", 4, 16)),
     "bytes": Format(_compressed("int-quantized", 8, 0, "channel"), 8, 0, is_symmetric=True),
+    "fp8": Format({"quant_method": "fp8", "weight_block_size": [24, 40]}, 8),
+    "fp8-one-scale": Format(
+        {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"}, 8
+    ),
+    "float8-rows": Format(_float8("channel"), 8),
+    "float8-one-scale": Format(_float8("tensor"), 8),
+    "float8-blocks": Format(_float8("block", block_structure=[32, 32]), 8),
 }
+MXFP4 = Format({"quant_method": "mxfp4"}, linears=r".*\.experts\.(gate_up|down)_proj")
+
+EVERY_FORMAT = {**FORMATS, "mxfp4": MXFP4}
+# Families with their formats. Fused matrices; fused and permuted; experts of their own; with a
+# shared one and partial RoPE.
+COMBINATIONS = (
+    ("phi3", "packed-with-zeros"),
+    ("phi3", "float8-rows"),
+    ("glm4", "gptq-v2-ordered"),
+    ("glm4", "fp8"),
+    ("qwen3-moe", "awq"),
+    ("qwen3-moe", "gptq-v2-ordered"),
+    ("qwen3-moe", "fp8"),
+    ("mixtral", "packed"),
+    ("mixtral", "float8-rows"),
+    ("glm4-moe", "awq"),
+    ("glm4-moe", "fp8"),
+    ("gpt-oss", "mxfp4"),
+)
 
 
 def write_quantized(source: Path, target: Path, written: Format) -> tuple[Path, Path]:
@@ -60,19 +99,65 @@ def write_quantized(source: Path, target: Path, written: Format) -> tuple[Path, 
     tensors = load_file(source / "model.safetensors")
     stored, restored = dict(tensors), dict(tensors)
     for name, weight in tensors.items():
-        if name.endswith("_proj.weight"):
-            matrix = _drawn(weight, written, generator)
+        if re.fullmatch(written.linears, name):
+            parts, restored[name] = _quantized(weight, written, generator)
             del stored[name]
-            linear = name.removesuffix("weight")
-            for part, tensor in _stored(matrix, written).items():
-                stored[linear + part] = tensor.contiguous()
-            restored[name] = matrix.dequantize()
+            linear = name.removesuffix(".weight")
+            stored |= {linear + part: tensor.contiguous() for part, tensor in parts.items()}
     save_file(stored, packed / "model.safetensors")
     save_file(restored, plain / "model.safetensors")
     config = json.loads((packed / "config.json").read_text())
     config["quantization_config"] = dict(written.config)
     (packed / "config.json").write_text(json.dumps(config))
     return packed, plain
+
+
+def _quantized(
+    weight: Tensor, written: Format, generator: torch.Generator
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Return random weights of this shape: the stored tensors, and the dequantized matrix."""
+    method = written.config["quant_method"]
+    if method == "mxfp4":
+        return _as_mxfp4(weight, generator)
+    if method == "fp8" or written.config.get("format") == "float-quantized":
+        return _as_float8(weight, written, generator)
+    matrix = _drawn(weight, written, generator)
+    parts = _stored(matrix, written)
+    return {f".{part}": tensor for part, tensor in parts.items()}, matrix.dequantize()
+
+
+def _as_mxfp4(weight: Tensor, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+    experts, columns, rows = weight.shape
+    groups = experts, rows, columns // 32
+    blocks = torch.randint(0, 256, (*groups, 16), generator=generator, dtype=torch.uint8)
+    exponents = torch.randint(120, 127, groups, generator=generator, dtype=torch.uint8)
+    restored = convert_moe_packed_tensors(blocks, exponents, dtype=torch.float32)
+    return {"_blocks": blocks, "_scales": exponents}, restored.contiguous()
+
+
+def _as_float8(
+    weight: Tensor, written: Format, generator: torch.Generator
+) -> tuple[dict[str, Tensor], Tensor]:
+    numbers = torch.randn(weight.shape, generator=generator).to(torch.float8_e4m3fn)
+    rows, columns = weight.shape
+    if written.config["quant_method"] == "fp8":
+        block = written.config["weight_block_size"] or (rows, columns)
+        ending = "_scale_inv"
+    else:
+        weights = written.config["config_groups"]["group_0"]["weights"]
+        by_strategy = {"channel": (1, columns), "tensor": (rows, columns)}
+        block = by_strategy.get(weights["strategy"]) or weights["block_structure"]
+        ending = "_scale"
+    scales = torch.rand(-(-rows // block[0]), -(-columns // block[1]), generator=generator) / 4
+    every = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    restored = numbers.float() * every[:rows, :columns]
+    is_single = block == (rows, columns)
+    if is_single:
+        scales = scales[0, 0] if ending == "_scale_inv" else scales[0]
+    parts = {".weight": numbers, f".weight{ending}": scales}
+    if is_single:
+        parts[".input_scale" if ending == "_scale" else ".activation_scale"] = torch.tensor(2.0)
+    return parts, restored
 
 
 def _drawn(weight: Tensor, written: Format, generator: torch.Generator) -> Quantized:

@@ -17,7 +17,8 @@ from time import perf_counter
 
 import torch
 
-from baton.bench.engine.roofline import Work, batch_of, prompt_of, work_of
+from baton.bench.engine.roofline import Work, batch_of, expect_experts, prompt_of, work_of
+from baton.bench.engine.routing import RoutingMeter
 from baton.bench.engine.step_cost import Spent, StepCost, StepMeter, step_cost
 from engine.core import EngineCore
 from engine.factory import EngineOptions, build_engine
@@ -139,7 +140,8 @@ def _rates(
 ) -> list[Rate]:
     """Measure all settings alternately, so that machine noise affects them alike."""
     for meter in meters.values():
-        measure(meter, size)  # warm-up: page faults, thread start
+        with meter.routing.count():
+            measure(meter, size)  # warm-up: page faults, thread start
     rounds: list[list[float]] = []
     shares: list[list[float]] = []
     for _ in range(num_runs):
@@ -167,6 +169,7 @@ class _Meter:
     def __init__(self, runner: TorchRunner, bench: EngineBench, quantize: str) -> None:
         self._bench = bench
         self._work: Work = work_of(runner.info.folder, quantize)
+        self.routing = RoutingMeter(expect_experts(self._work.moe))
         self._vocab_size = runner.info.vocab_size
         self._random = random.Random(0)
         scheduling = SchedulerConfig(
@@ -209,7 +212,8 @@ class _Meter:
         """Return the roofline in tokens per second: a step only reads and multiplies."""
         context_len = DECODE_PROMPT_LEN + NUM_WARM_UP_STEPS + self._bench.num_decode_steps // 2
         load = prompt_of(size) if phase == "prefill" else batch_of(size, context_len)
-        return size / self._work.seconds(load, bytes_per_s, flops_per_s)
+        seconds = self._work.seconds(load, self.routing.num_experts, bytes_per_s, flops_per_s)
+        return size / seconds
 
     def _begin_batch(self, batch_size: int) -> None:
         """Start a batch; all following steps decode."""

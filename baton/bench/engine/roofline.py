@@ -1,73 +1,192 @@
-"""Roofline of a model: the time of a step that only reads weights and KV and multiplies."""
+"""Roofline of a model: the time of a step that only reads weights and KV and multiplies.
+
+A step reads each matrix once and of the experts those that its tokens choose. In the last layer,
+tokens that are not sampled need only their keys and values. Norms, biases, embedding look-ups and
+the scales of quantized weights are ignored.
+"""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from engine.runner.families.read_config import read_model_config
-from engine.runner.weights.tensor_names import expected_tensors
+from engine.runner.model.config import LayerConfig, ModelConfig, MoeConfig
+from engine.runner.weights.packed import is_packed
+from engine.runner.weights.safetensors import WeightFiles
+from engine.runner.weights.tensor_names import TensorMap
 
 BYTES_OF_NUMBER = {"none": 2.0, "int8": 1.0, "int4": 0.5}  # of weights
+HEAD_BYTES_OF_NUMBER = {"none": 2.0, "int8": 1.0, "int4": 1.0}
 KV_NUMBER_BYTES = 2
+
+CountExperts = Callable[[int], float]  # different experts that so many tokens choose
 
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """Work of one step."""
+    """New tokens at the end of sequences of equal length. The last token of each is sampled."""
 
-    num_tokens: int
-    num_sampled: int
-    num_slots: int  # slots whose keys and values are read
-    num_pairs: int  # pairs of a token and a slot it attends to
+    num_sequences: int
+    num_new: int  # in each sequence
+    context_len: int  # with the new tokens
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_sequences * self.num_new
+
+    def only_sampled(self) -> StepWork:
+        return StepWork(self.num_sequences, 1, self.context_len)
 
 
 def prompt_of(num_tokens: int) -> StepWork:
-    return StepWork(num_tokens, 1, num_tokens, num_tokens * (num_tokens + 1) // 2)
+    return StepWork(1, num_tokens, num_tokens)
 
 
 def batch_of(num_sequences: int, context_len: int) -> StepWork:
-    num_slots = num_sequences * context_len
-    return StepWork(num_sequences, num_sequences, num_slots, num_slots)
+    return StepWork(num_sequences, 1, context_len)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWork:
+    """Numbers of weights of a layer, and the slots that its tokens attend to."""
+
+    span: LayerConfig  # window and chunk
+    kv_numbers: int
+    other_numbers: int  # all else that each token needs
+    expert_numbers: int  # of one expert
+    top_k: int
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Minimum cost of a step: each matrix and each slot is read once and multiplied."""
+    """Minimum cost of a step."""
 
-    layer_numbers: int
+    layers: Sequence[LayerWork]
+    moe: MoeConfig | None
     head_numbers: int
-    bytes_of_number: float
-    slot_numbers: int  # keys and values
-    pair_products: int
+    number_bytes: float  # of the layers' matrices
+    expert_number_bytes: float
+    head_number_bytes: float
+    slot_numbers: int  # keys and values of a slot in one layer
+    pair_products: int  # of a token and a slot that it attends to, in one layer
 
-    def seconds(self, load: StepWork, bytes_per_s: float, flops_per_s: float) -> float:
+    def seconds(
+        self, step: StepWork, count_experts: CountExperts, bytes_per_s: float, flops_per_s: float
+    ) -> float:
         """Return the longer of read time and compute time, which can overlap."""
-        numbers = self.layer_numbers + self.head_numbers
-        read = numbers * self.bytes_of_number + self.slot_numbers * KV_NUMBER_BYTES * load.num_slots
-        products = (
-            self.layer_numbers * load.num_tokens
-            + self.head_numbers * load.num_sampled
-            + self.pair_products * load.num_pairs
-        )
-        return max(read / bytes_per_s, 2 * products / flops_per_s)
+        read = self._read_bytes(step, count_experts)
+        return max(read / bytes_per_s, 2 * self._products(step) / flops_per_s)
+
+    def _read_bytes(self, step: StepWork, count_experts: CountExperts) -> float:
+        read = self.head_numbers * self.head_number_bytes
+        for layer, needed in self._steps(step):
+            read += (layer.kv_numbers + layer.other_numbers) * self.number_bytes
+            if layer.top_k:
+                experts = count_experts(needed.num_tokens) * layer.expert_numbers
+                read += experts * self.expert_number_bytes
+            num_slots = needed.num_sequences * _num_slots(layer.span, needed)
+            read += num_slots * self.slot_numbers * KV_NUMBER_BYTES
+        return read
+
+    def _products(self, step: StepWork) -> int:
+        products = self.head_numbers * step.num_sequences
+        for layer, needed in self._steps(step):
+            per_token = layer.other_numbers + layer.top_k * layer.expert_numbers
+            products += layer.kv_numbers * step.num_tokens + per_token * needed.num_tokens
+            num_pairs = needed.num_sequences * _num_pairs(layer.span, needed)
+            products += num_pairs * self.pair_products
+        return products
+
+    def _steps(self, step: StepWork) -> Iterator[tuple[LayerWork, StepWork]]:
+        """Yield each layer with the tokens that need more of it than keys and values."""
+        for layer in self.layers[:-1]:
+            yield layer, step
+        yield self.layers[-1], step.only_sampled()
+
+
+def expect_experts(moe: MoeConfig | None) -> CountExperts:
+    """Return the expected number of different experts if all are chosen equally often."""
+    if moe is None:
+        return lambda _num_tokens: 0.0
+    skipped = 1 - moe.top_k / moe.num_experts
+    return lambda num_tokens: moe.num_experts * (1 - skipped**num_tokens)
 
 
 def work_of(folder: Path, quantize: str) -> Work:
-    """Return the work of a model. Norms, embedding look-ups and attention windows are ignored."""
+    """Return the work of a model whose unquantized matrices are quantized so."""
     config = read_model_config(folder)
-    shapes = expected_tensors(config)
-    layers = sum(
-        math.prod(shape)
-        for name, shape in shapes.items()
-        if name.startswith("model.layers.") and len(shape) > 1
-    )
-    both = 2 * config.num_layers * config.head_dim  # keys and values, or scores and sums
+    stored = _StoredBytes(config, folder, BYTES_OF_NUMBER[quantize])
     return Work(
-        layers,
-        config.vocab_size * config.hidden_size,
-        BYTES_OF_NUMBER[quantize],
-        slot_numbers=both * config.num_kv_heads,
-        pair_products=both * config.num_heads,
+        layers=[_layer_work(config, layer) for layer in config.layers],
+        moe=config.moe,
+        head_numbers=config.vocab_size * config.hidden_size,
+        number_bytes=stored.of_attention(),
+        expert_number_bytes=stored.of_experts(),
+        head_number_bytes=HEAD_BYTES_OF_NUMBER[quantize],
+        slot_numbers=2 * config.num_kv_heads * config.head_dim,
+        pair_products=2 * config.num_heads * config.head_dim,
     )
+
+
+class _StoredBytes:
+    """Bytes of a number in the matrices of a folder, which can be quantized already."""
+
+    def __init__(self, config: ModelConfig, folder: Path, unquantized: float) -> None:
+        self._unquantized = unquantized
+        self._config = config
+        with WeightFiles(folder) as files:
+            self._names = frozenset(files.names())
+        self._tensors = TensorMap(config, self._names)
+
+    def of_attention(self) -> float:
+        return self._of(self._tensors.in_layer(0, self._tensors.names.output))
+
+    def of_experts(self) -> float:
+        experts = self._tensors.names.experts
+        sizes = [layer.mlp_size for layer in self._config.layers]
+        if experts is None or 0 not in sizes:
+            return self._unquantized
+        return self._of(self._tensors.in_layer(sizes.index(0), experts.down.format(expert=0)))
+
+    def _of(self, linear: str) -> float:
+        how = self._config.quantization
+        if how is None or how.is_float8 or not is_packed(linear, self._names, how):
+            return self._unquantized  # FP8 is dequantized when it is loaded
+        return how.bits / 8
+
+
+def _layer_work(config: ModelConfig, layer: LayerConfig) -> LayerWork:
+    hidden, moe = config.hidden_size, None if layer.mlp_size else config.moe
+    other = 2 * config.num_heads * config.head_dim * hidden  # queries and output
+    other += 3 * layer.mlp_size * hidden
+    if moe is not None:
+        shared_gate = hidden if moe.has_shared_gate else 0
+        other += moe.num_experts * hidden + 3 * moe.shared_size * hidden + shared_gate
+    return LayerWork(
+        span=layer,
+        kv_numbers=2 * config.num_kv_heads * config.head_dim * hidden,
+        other_numbers=other,
+        expert_numbers=0 if moe is None else 3 * moe.expert_size * hidden,
+        top_k=0 if moe is None else moe.top_k,
+    )
+
+
+def _num_slots(span: LayerConfig, step: StepWork) -> int:
+    """Return the slots that the new tokens of a sequence attend to."""
+    first = step.context_len - step.num_new
+    return step.num_new - 1 + _num_seen(span, first)
+
+
+def _num_pairs(span: LayerConfig, step: StepWork) -> int:
+    first = step.context_len - step.num_new
+    return sum(_num_seen(span, position) for position in range(first, step.context_len))
+
+
+def _num_seen(span: LayerConfig, position: int) -> int:
+    """Return the slots that the token at `position` attends to."""
+    num_seen = position + 1
+    if span.chunk is not None:
+        num_seen = position % span.chunk + 1
+    return num_seen if span.window is None else min(num_seen, span.window)

@@ -30,6 +30,8 @@ class ExpertNames:
     is_transposed: bool = False  # stored as [columns, rows]
     is_interleaved: bool = False  # rows of gate and up alternate
     has_weight_suffix: bool = True  # names end with `.weight`
+    # Names in quantized folders that store each expert on its own instead of stacked.
+    separate: ExpertNames | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,9 @@ class Family:
     names: TensorNames = TensorNames()
     fields: frozenset[str] = frozenset()  # optional fields that it honours, of `MATH_FIELDS`
     defaults: Mapping[str, object] = field(default_factory=dict)  # of missing config fields
-    layer_types: LayerTypes | None = None  # None: attention without windows
+    # Those of text models of other types, by the `model_type` of `text_config`.
+    text_defaults: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    layer_types: LayerTypes | None = None  # None: attention to the whole context
     qk_norm: QkNorm | str = QkNorm.NONE  # a field that switches QkNorm.HEAD on
     norm_weight_offset: float = 0.0
     norm_rounds_once: bool = False

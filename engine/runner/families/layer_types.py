@@ -2,23 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from engine.model_folder import JsonFields
 from engine.runner.families.family import CHUNKED, FULL, SLIDING, LayerTypes
 
 
+def full_everywhere(raw: JsonFields, num_layers: int) -> tuple[str, ...]:
+    """No layer has a window. Raises ModelError if the configuration lists others."""
+    if raw.has("layer_types") and set(_listed(raw, num_layers)) != {FULL}:
+        raise raw.wrong("layer_types", f"must list {FULL} alone")
+    return (FULL,) * num_layers
+
+
 def window_everywhere(raw: JsonFields, num_layers: int) -> tuple[str, ...]:
-    """All layers have the window of `sliding_window`, if it is set."""
+    """All layers have the window of `sliding_window`, if it is set, or those that are listed."""
+    if raw.has("layer_types"):
+        return _listed(raw, num_layers)
     return (SLIDING if raw.has("sliding_window") else FULL,) * num_layers
+
+
+def window_if_used(raw: JsonFields, num_layers: int) -> tuple[str, ...]:
+    """All layers have a window, if `use_sliding_window` is set (Qwen3-MoE)."""
+    return (SLIDING if _uses_window(raw) else FULL,) * num_layers
 
 
 def window_from_layer(raw: JsonFields, num_layers: int) -> tuple[str, ...]:
     """Layers from `max_window_layers` on have a window, if `use_sliding_window` is set."""
-    if not raw.flag("use_sliding_window", False) or not raw.has("sliding_window"):
-        return (FULL,) * num_layers
-    if raw.has("layer_types"):
-        return _listed(raw, num_layers)
     first = int(raw.number("max_window_layers", 28))
-    return tuple(SLIDING if layer >= first else FULL for layer in range(num_layers))
+    return _window_where(raw, [layer >= first for layer in range(num_layers)])
+
+
+def window_alternating(raw: JsonFields, num_layers: int) -> tuple[str, ...]:
+    """Every other layer before `max_window_layers` has a window, if it is used (Qwen2-MoE)."""
+    last = int(raw.number("max_window_layers", 28))
+    return _window_where(raw, [not layer % 2 and layer < last for layer in range(num_layers)])
+
+
+def window_without_rope(raw: JsonFields, num_layers: int) -> tuple[str, ...]:
+    """Layers without RoPE have a window, if `use_sliding_window` is set (SmolLM3)."""
+    lacks_rope = layers_without_rope(raw, num_layers)
+    return _window_where(raw, [layer in lacks_rope for layer in range(num_layers)])
+
+
+def layers_without_rope(raw: JsonFields, num_layers: int) -> frozenset[int]:
+    """Layers without RoPE by `no_rope_layers`, where a 0 means none, or by their interval."""
+    if not raw.get("no_rope_layers"):
+        interval = raw.positive_int("no_rope_layer_interval", 4)
+        return frozenset(range(interval - 1, num_layers, interval))
+    flags = raw.numbers("no_rope_layers")
+    if len(flags) != num_layers:
+        raise raw.wrong("no_rope_layers", f"must list {num_layers} numbers")
+    return frozenset(layer for layer, has_rope in enumerate(flags) if not has_rope)
 
 
 def full_every(period: int) -> LayerTypes:
@@ -39,10 +74,8 @@ def chunks_with_rope(raw: JsonFields, num_layers: int) -> tuple[str, ...]:
         return _listed(raw, num_layers)
     if not raw.has("attention_chunk_size"):
         return (FULL,) * num_layers
-    if raw.get("no_rope_layers"):
-        return tuple(CHUNKED if has else FULL for has in raw.numbers("no_rope_layers"))
-    every = raw.positive_int("no_rope_layer_interval", 4)
-    return tuple(FULL if (i + 1) % every == 0 else CHUNKED for i in range(num_layers))
+    lacks_rope = layers_without_rope(raw, num_layers)
+    return tuple(FULL if layer in lacks_rope else CHUNKED for layer in range(num_layers))
 
 
 def dense_of_step(raw: JsonFields, num_layers: int) -> frozenset[int]:
@@ -54,7 +87,7 @@ def dense_of_step(raw: JsonFields, num_layers: int) -> frozenset[int]:
 
 def dense_at_first(raw: JsonFields, num_layers: int) -> frozenset[int]:
     """The first `first_k_dense_replace` layers have no experts."""
-    return frozenset(range(min(int(raw.number("first_k_dense_replace", 0)), num_layers)))
+    return frozenset(range(min(int(raw.number("first_k_dense_replace", 1)), num_layers)))
 
 
 def dense_outside_listed(raw: JsonFields, num_layers: int) -> frozenset[int]:
@@ -64,6 +97,19 @@ def dense_outside_listed(raw: JsonFields, num_layers: int) -> frozenset[int]:
         return frozenset(i for i in range(num_layers) if i not in listed)
     step = raw.positive_int("interleave_moe_layer_step", 1)
     return frozenset(i for i in range(num_layers) if (i + 1) % step)
+
+
+def _uses_window(raw: JsonFields) -> bool:
+    return raw.flag("use_sliding_window", False) and raw.has("sliding_window")
+
+
+def _window_where(raw: JsonFields, has_window: Sequence[bool]) -> tuple[str, ...]:
+    """Return the types of the layers, if windows are used. A list of types takes precedence."""
+    if not _uses_window(raw):
+        return (FULL,) * len(has_window)
+    if raw.has("layer_types"):
+        return _listed(raw, len(has_window))
+    return tuple(SLIDING if has else FULL for has in has_window)
 
 
 def _listed(raw: JsonFields, num_layers: int) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from engine.model_folder import JsonFields
 from engine.runner.families.family import ExpertNames
+from engine.runner.families.rope_fields import find_rope_fields
 from engine.runner.model.config import MoeConfig, QueryTemperature, Scoring
 
 QWEN_EXPERTS = ExpertNames(
@@ -42,6 +43,11 @@ OPENAI_EXPERTS = ExpertNames(
     is_transposed=True,
     is_interleaved=True,
     has_weight_suffix=False,
+    separate=ExpertNames(
+        router="mlp.router",
+        gate_up=("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj"),
+        down="mlp.experts.{expert}.down_proj",
+    ),
 )
 LLAMA4_EXPERTS = ExpertNames(
     router="feed_forward.router",
@@ -50,6 +56,15 @@ LLAMA4_EXPERTS = ExpertNames(
     shared="feed_forward.shared_expert",
     is_transposed=True,
     has_weight_suffix=False,
+    separate=ExpertNames(
+        router="feed_forward.router",
+        gate_up=(
+            "feed_forward.experts.{expert}.gate_proj",
+            "feed_forward.experts.{expert}.up_proj",
+        ),
+        down="feed_forward.experts.{expert}.down_proj",
+        shared="feed_forward.shared_expert",
+    ),
 )
 
 
@@ -145,16 +160,16 @@ def llama4_moe(raw: JsonFields) -> MoeConfig:
 
 
 def llama4_temperature(raw: JsonFields) -> QueryTemperature | None:
-    if not raw.flag("attn_temperature_tuning", True):
+    # Early configurations have a number here.
+    if raw.has("attn_temperature_tuning") and not raw.get("attn_temperature_tuning"):
         return None
     gain, period = raw.number("attn_scale", 0.1), raw.number("floor_scale", 8192)
     return QueryTemperature(period, gain, offset=1.0)
 
 
 def ministral_temperature(raw: JsonFields) -> QueryTemperature | None:
-    name = "rope_parameters" if raw.has("rope_parameters") else "rope_scaling"
-    if not raw.has(name) or not raw.inner(name).has("llama_4_scaling_beta"):
+    rope = find_rope_fields(raw)
+    if rope is None or not rope.has("llama_4_scaling_beta"):
         return None
-    rope = raw.inner(name)
     period = rope.number("original_max_position_embeddings")
     return QueryTemperature(period, rope.number("llama_4_scaling_beta"))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from engine.model_folder import JsonFields
-from engine.runner.families.family import CHUNKED, FULL, SLIDING, Family
+from engine.runner.families.family import CHUNKED, SLIDING, Family
+from engine.runner.families.layer_types import full_everywhere, layers_without_rope
+from engine.runner.families.math_fields import check_fields
 from engine.runner.families.rope_fields import read_ropes, read_rotary_dim
 from engine.runner.families.table import FAMILIES
 from engine.runner.model.config import (
@@ -22,29 +23,6 @@ from engine.runner.weights.quantization import read_quantization
 from errors import ModelError
 
 NO_ROPE = RopeConfig(kind="none")
-# Optional fields that change the computation, with the values that have no effect.
-MATH_FIELDS: Mapping[str, tuple[object, ...]] = {
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "attn_logit_softcapping": (),
-    "final_logit_softcapping": (),
-    "query_pre_attn_scalar": (),
-    "attention_multiplier": (),
-    "embedding_multiplier": (1, 1.0),
-    "residual_multiplier": (1, 1.0),
-    "logits_scaling": (1, 1.0),
-    "partial_rotary_factor": (1, 1.0),
-    "no_rope_layers": (),
-    "clip_qkv": (),
-    "use_bidirectional_attention": (False,),
-    "num_experts": (0, 1),
-    "num_local_experts": (0, 1),
-    "n_routed_experts": (0, 1),
-    "hidden_activation": (),
-    "use_qk_norm": (False,),
-    "attention_out_bias": (False,),
-    "attention_chunk_size": (),
-}
 
 
 def read_model_config(folder: Path) -> ModelConfig:
@@ -55,8 +33,9 @@ def read_model_config(folder: Path) -> ModelConfig:
     fields = raw
     if family.has_text_config and raw.has("text_config"):
         fields = raw.inner("text_config").with_fields(_outer_fields(raw))
-    fields = fields.with_defaults(family.defaults)
-    _check_fields(fields, family)
+    text_defaults = family.text_defaults.get(str(fields.get("model_type")), {})
+    fields = fields.with_defaults({**family.defaults, **text_defaults})
+    check_fields(fields, family)
     return _read(name, family, fields, raw)
 
 
@@ -116,26 +95,11 @@ def _read_architecture(raw: JsonFields) -> str:
     raise raw.wrong("architectures", f"must name one of {', '.join(FAMILIES)}")
 
 
-def _check_fields(fields: JsonFields, family: Family) -> None:
-    """Refuse fields that change the computation, but not of this family."""
-    activation = fields.get("hidden_activation") or fields.get("hidden_act") or "silu"
-    expected = "silu" if family.activation.name != "GELU_TANH" else family.activation.value
-    if activation != expected:
-        name = "hidden_activation" if fields.has("hidden_activation") else "hidden_act"
-        raise fields.wrong(name, f"must be {expected!r}")
-    for name, neutral in MATH_FIELDS.items():
-        is_used = name in family.fields or name == "hidden_activation"
-        if not is_used and fields.has(name) and fields.get(name) not in neutral:
-            raise fields.wrong(name, "changes the computation, and is not supported here")
-
-
 def _read_layers(
     family: Family, fields: JsonFields
 ) -> tuple[tuple[LayerConfig, ...], tuple[RopeConfig, ...]]:
     num_layers = fields.positive_int("num_hidden_layers")
-    types = (FULL,) * num_layers
-    if family.layer_types is not None:
-        types = family.layer_types(fields, num_layers)
+    types = (family.layer_types or full_everywhere)(fields, num_layers)
     ropes = _Ropes(family, fields, frozenset(types))
     dense = frozenset(range(num_layers))
     if family.moe is not None:
@@ -161,9 +125,14 @@ class _Ropes:
     """Numbers the different RoPEs of a model."""
 
     def __init__(self, family: Family, fields: JsonFields, types: frozenset[str]) -> None:
-        self._by_type = read_ropes(fields, types, has_local_rope=family.has_local_rope)
+        self._by_type = read_ropes(
+            fields, types, has_local_rope=family.has_local_rope, fields=family.fields
+        )
         self._temperature = None if family.temperature is None else family.temperature(fields)
-        self._lacks_rope = frozenset(_layers_without_rope(family, fields))
+        self._lacks_rope: frozenset[int] = frozenset()
+        if "no_rope_layers" in family.fields:
+            num_layers = fields.positive_int("num_hidden_layers")
+            self._lacks_rope = layers_without_rope(fields, num_layers)
         self._scales_all = "no_rope_layers" not in family.fields
         self._found: list[RopeConfig] = []
 
@@ -185,20 +154,6 @@ class _Ropes:
         if rope not in self._found:
             self._found.append(rope)
         return self._found.index(rope)
-
-
-def _layers_without_rope(family: Family, fields: JsonFields) -> Iterator[int]:
-    if "no_rope_layers" not in family.fields:
-        return
-    num_layers = fields.positive_int("num_hidden_layers")
-    if not fields.get("no_rope_layers"):
-        interval = fields.positive_int("no_rope_layer_interval", 4)
-        yield from range(interval - 1, num_layers, interval)
-        return
-    flags = fields.numbers("no_rope_layers")
-    if len(flags) != num_layers:
-        raise fields.wrong("no_rope_layers", f"must list {num_layers} numbers")
-    yield from (layer for layer, has_rope in enumerate(flags) if not has_rope)
 
 
 def _read_qk_norm(family: Family, fields: JsonFields, *, has_rope: bool) -> QkNorm:

@@ -8,17 +8,53 @@ from engine.runner.model.config import RopeConfig
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 OLD_NAMES = {"su": "longrope", "mrope": "default"}  # mrope equals default for text
+KNOWN_FIELDS = frozenset(
+    {
+        "type",
+        "rope_type",
+        "rope_theta",
+        "factor",
+        "original_max_position_embeddings",
+        "low_freq_factor",
+        "high_freq_factor",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+        "short_factor",
+        "long_factor",
+        "mrope_section",  # of images
+        "mrope_interleaved",
+        "max_position_embeddings",
+        "finetuned",
+    }
+)
 
 
 def read_ropes(
-    raw: JsonFields, types: frozenset[str], *, has_local_rope: bool
+    raw: JsonFields,
+    types: frozenset[str],
+    *,
+    has_local_rope: bool,
+    fields: frozenset[str] = frozenset(),
 ) -> dict[str, RopeConfig]:
-    """Return the RoPE of each layer type. A local rope is that of windows: it has no scaling."""
+    """Return the RoPE of each layer type. A local rope is that of windows: it has no scaling.
+
+    `fields` are those that the family honours beyond KNOWN_FIELDS. Raises ModelError for others.
+    """
     parameters = raw.get("rope_parameters")
     if isinstance(parameters, dict) and any(kind in parameters for kind in types):
-        inner = raw.inner("rope_parameters")
-        return {kind: _parse(raw, inner.inner(kind), 10_000.0) for kind in types}
-    rope = _read(raw)
+        inner, by_type = raw.inner("rope_parameters"), {}
+        for kind in types:
+            _check_names(inner.inner(kind), fields - {"partial_rotary_factor"})
+            by_type[kind] = _parse(raw, inner.inner(kind), 10_000.0)
+        return by_type
+    found, theta = find_rope_fields(raw), raw.number("rope_theta", 10_000.0)
+    if found is not None:
+        _check_names(found, fields)
+    rope = RopeConfig(theta=theta) if found is None else _parse(raw, found, theta)
     by_type = dict.fromkeys(types, rope)
     if has_local_rope and SLIDING in types:
         by_type[SLIDING] = RopeConfig(theta=raw.number("rope_local_base_freq", rope.theta))
@@ -28,28 +64,33 @@ def read_ropes(
 def read_rotary_dim(raw: JsonFields, head_dim: int) -> int:
     """Return the number of dimensions that RoPE rotates."""
     share = raw.number("partial_rotary_factor", 1.0)
-    name = _name(raw)
-    if name is not None:
-        share = raw.inner(name).number("partial_rotary_factor", share)
+    fields = find_rope_fields(raw)
+    if fields is not None:
+        share = fields.number("partial_rotary_factor", share)
     rotary_dim = int(head_dim * share)
     if rotary_dim < 2 or rotary_dim % 2 or share > 1:
         raise raw.wrong("partial_rotary_factor", "must leave an even number of dimensions")
     return rotary_dim
 
 
-def _name(raw: JsonFields) -> str | None:
-    return next((n for n in ("rope_scaling", "rope_parameters") if raw.has(n)), None)
+def find_rope_fields(raw: JsonFields) -> JsonFields | None:
+    """Return `rope_parameters`, or the older `rope_scaling`, which lacks `rope_theta`."""
+    names = ("rope_scaling", "rope_parameters")
+    return next((raw.inner(name) for name in names if raw.has(name)), None)
 
 
-def _read(raw: JsonFields) -> RopeConfig:
-    """Read `rope_parameters`, or the older `rope_scaling` and `rope_theta`."""
-    name, theta = _name(raw), raw.number("rope_theta", 10_000.0)
-    return RopeConfig(theta=theta) if name is None else _parse(raw, raw.inner(name), theta)
+def _check_names(found: JsonFields, fields: frozenset[str]) -> None:
+    for name in found.names():
+        is_neutral = name == "partial_rotary_factor" and found.get(name) == 1
+        if found.has(name) and not is_neutral and name not in KNOWN_FIELDS | fields:
+            raise found.wrong(name, "changes the computation, and is not supported here")
 
 
 def _parse(raw: JsonFields, fields: JsonFields, theta: float) -> RopeConfig:
     kind = str(fields.get("rope_type") or fields.get("type") or "default")
     kind = OLD_NAMES.get(kind, kind)
+    if kind == "yarn" and fields.has("short_factor"):
+        kind = "longrope"  # early revisions of Phi-3
     if kind not in ROPE_KINDS:
         raise fields.wrong("rope_type", f"must be one of {', '.join(ROPE_KINDS)}")
     theta = fields.number("rope_theta", theta)

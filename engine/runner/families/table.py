@@ -1,7 +1,7 @@
 """Model families, one entry per architecture of config.json.
 
 A family that combines known parts needs an entry here and a variant in the golden tests
-(`tests/support/models.py`); see docs/models.md.
+(`tests/support/families.py`); see docs/models.md.
 """
 
 from __future__ import annotations
@@ -9,6 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from engine.runner.families.defaults import (
+    GEMMA3,
+    GPT_OSS,
+    LLAMA4,
+    MINISTRAL,
+    MISTRAL,
+    QWEN2_VL,
+    QWEN3_VL,
+)
 from engine.runner.families.family import Family, TensorNames
 from engine.runner.families.layer_types import (
     chunks_with_rope,
@@ -16,8 +25,11 @@ from engine.runner.families.layer_types import (
     dense_of_step,
     dense_outside_listed,
     full_every,
+    window_alternating,
     window_everywhere,
     window_from_layer,
+    window_if_used,
+    window_without_rope,
 )
 from engine.runner.families.mixtures import (
     GRANITE_EXPERTS,
@@ -53,7 +65,7 @@ POST_NORM = TensorNames(
     mlp_output_norm="post_feedforward_layernorm",
 )
 FUSED_MLP = TensorNames(gate_up=("mlp.gate_up_proj",))
-LLAMA4 = TensorNames(
+LLAMA4_NAMES = TensorNames(
     gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
     down="feed_forward.down_proj",
     experts=LLAMA4_EXPERTS,
@@ -73,6 +85,20 @@ GRANITE_FIELDS = frozenset(
 BIAS = frozenset({"attention_bias"})
 PARTIAL = frozenset({"partial_rotary_factor"})
 EXPERTS = frozenset({"num_experts", "num_local_experts", "n_routed_experts"})
+SPARSE_LAYERS = frozenset({"decoder_sparse_step", "mlp_only_layers"})
+GLM_EXPERTS = frozenset(
+    {"n_shared_experts", "n_group", "topk_group", "routed_scaling_factor", "first_k_dense_replace"}
+)
+LLAMA4_FIELDS = frozenset(
+    {
+        "no_rope_layers",
+        "use_qk_norm",
+        "attention_chunk_size",
+        "attn_temperature_tuning",
+        "interleave_moe_layer_step",
+        "moe_layers",
+    }
+)
 
 
 def _wrapped(names: TensorNames) -> TensorNames:
@@ -97,19 +123,7 @@ def _gemma3(names: TensorNames, *, has_text_config: bool) -> Family:
     return Family(
         names=names,
         fields=GEMMA_FIELDS,
-        defaults={
-            "head_dim": 256,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "query_pre_attn_scalar": 256,
-            "sliding_window": 4096,
-            "rope_theta": 1_000_000.0,
-            "rope_local_base_freq": 10_000.0,
-            "vocab_size": 262_208,
-            "max_position_embeddings": 131_072,
-            "tie_word_embeddings": True,
-            "hidden_activation": Activation.GELU_TANH.value,
-        },
+        defaults=GEMMA3,
         layer_types=full_every(6),
         qk_norm=QkNorm.HEAD,
         norm_weight_offset=1.0,
@@ -121,33 +135,41 @@ def _gemma3(names: TensorNames, *, has_text_config: bool) -> Family:
     )
 
 
-def _qwen2(names: TensorNames, *, has_text_config: bool) -> Family:
+def _qwen2(
+    names: TensorNames, *, has_text_config: bool, defaults: Mapping[str, object] | None = None
+) -> Family:
     return Family(
         names=names,
         layer_types=window_from_layer,
-        defaults={"sliding_window": 4096},
+        defaults={"sliding_window": 4096, **(defaults or {})},
         has_qkv_bias=True,
         has_output_bias=False,
         has_text_config=has_text_config,
     )
 
 
-def _qwen3(names: TensorNames, *, has_text_config: bool) -> Family:
+def _qwen3(
+    names: TensorNames, *, has_text_config: bool, defaults: Mapping[str, object] | None = None
+) -> Family:
     return Family(
         names=names,
         fields=BIAS,
         layer_types=window_from_layer,
-        defaults={"head_dim": 128, "sliding_window": 4096},
+        defaults={"head_dim": 128, "sliding_window": 4096, **(defaults or {})},
         qk_norm=QkNorm.HEAD,
         has_text_config=has_text_config,
     )
 
 
-def _mistral(*, has_text_config: bool, names: TensorNames = PLAIN) -> Family:
+def _mistral(
+    defaults: Mapping[str, object], *, has_text_config: bool = False, names: TensorNames = PLAIN
+) -> Family:
     return Family(
         names=names,
+        fields=frozenset({"llama_4_scaling_beta"}),
         layer_types=window_everywhere,
-        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+        defaults=defaults,
+        text_defaults={"ministral3": MINISTRAL},
         has_qkv_bias=False,
         has_output_bias=False,
         has_text_config=has_text_config,
@@ -164,6 +186,7 @@ def _glm(names: TensorNames) -> Family:
             "num_key_value_heads": 2,
             "attention_bias": True,
             "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1.5625e-7,
         },
         is_rope_interleaved=True,
         has_output_bias=False,
@@ -173,16 +196,8 @@ def _glm(names: TensorNames) -> Family:
 def _llama4(names: TensorNames, *, has_text_config: bool) -> Family:
     return Family(
         names=names,
-        fields=EXPERTS | BIAS | {"no_rope_layers", "use_qk_norm", "attention_chunk_size"},
-        defaults={
-            "head_dim": 128,
-            "num_key_value_heads": 8,
-            "num_local_experts": 16,
-            "num_experts_per_tok": 1,
-            "attention_chunk_size": 8192,
-            "rope_theta": 500_000.0,
-            "max_position_embeddings": 131_072,
-        },
+        fields=EXPERTS | BIAS | LLAMA4_FIELDS,
+        defaults=LLAMA4,
         layer_types=chunks_with_rope,
         qk_norm=QkNorm.UNWEIGHTED,
         is_rope_interleaved=True,
@@ -196,18 +211,30 @@ def _llama4(names: TensorNames, *, has_text_config: bool) -> Family:
 
 FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family(fields=BIAS | {"mlp_bias"}),
-    "MistralForCausalLM": _mistral(has_text_config=False),
-    "Mistral3ForConditionalGeneration": _mistral(has_text_config=True, names=_wrapped(PLAIN)),
-    "Ministral3ForCausalLM": _mistral(has_text_config=False),
+    "MistralForCausalLM": _mistral(MISTRAL),
+    "MinistralForCausalLM": _mistral(MISTRAL),
+    "Mistral3ForConditionalGeneration": _mistral(
+        MISTRAL, has_text_config=True, names=_wrapped(PLAIN)
+    ),
+    "Ministral3ForCausalLM": _mistral(MINISTRAL),
     "Qwen2ForCausalLM": _qwen2(PLAIN, has_text_config=False),
-    "Qwen2_5_VLForConditionalGeneration": _qwen2(_wrapped(PLAIN), has_text_config=True),
+    "Qwen2_5_VLForConditionalGeneration": _qwen2(
+        _wrapped(PLAIN),
+        has_text_config=True,
+        defaults=QWEN2_VL,
+    ),
     "Qwen3ForCausalLM": _qwen3(PLAIN, has_text_config=False),
-    "Qwen3VLForConditionalGeneration": _qwen3(_wrapped(PLAIN), has_text_config=True),
+    "Qwen3VLForConditionalGeneration": _qwen3(
+        _wrapped(PLAIN),
+        has_text_config=True,
+        defaults=QWEN3_VL,
+    ),
     "Gemma2ForCausalLM": Family(
         names=SANDWICH,
         fields=GEMMA_FIELDS,
         defaults={
             "head_dim": 256,
+            "num_key_value_heads": 4,
             "query_pre_attn_scalar": 256,
             "sliding_window": 4096,
             "attn_logit_softcapping": 50.0,
@@ -226,6 +253,7 @@ FAMILIES: Mapping[str, Family] = {
     "Phi3ForCausalLM": Family(
         names=replace(FUSED_MLP, qkv=("self_attn.qkv_proj",)),
         fields=PARTIAL,
+        defaults={"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
         layer_types=window_everywhere,
         has_qkv_bias=False,
         has_output_bias=False,
@@ -238,17 +266,20 @@ FAMILIES: Mapping[str, Family] = {
             mlp_output_norm="post_mlp_layernorm",
         )
     ),
-    "GraniteForCausalLM": Family(fields=GRANITE_FIELDS | {"mlp_bias"}),
+    "GraniteForCausalLM": Family(
+        fields=GRANITE_FIELDS | {"mlp_bias"}, defaults={"attention_multiplier": 1.0}
+    ),
     "Olmo2ForCausalLM": Family(
         names=POST_NORM,
         fields=BIAS,
+        defaults={"rms_norm_eps": 1e-5},
         qk_norm=QkNorm.ALL_HEADS,
         norm_rounds_once=True,
     ),
     "Olmo3ForCausalLM": Family(
         names=POST_NORM,
         fields=BIAS,
-        defaults={"sliding_window": 4096, "rope_theta": 500_000.0},
+        defaults={"sliding_window": 4096, "rope_theta": 500_000.0, "rms_norm_eps": 1e-5},
         layer_types=full_every(4),
         qk_norm=QkNorm.ALL_HEADS,
         norm_rounds_once=True,
@@ -257,7 +288,7 @@ FAMILIES: Mapping[str, Family] = {
     "SmolLM3ForCausalLM": Family(
         fields=BIAS | {"mlp_bias", "no_rope_layers"},
         defaults={"num_key_value_heads": 4, "rope_theta": 2_000_000.0, "tie_word_embeddings": True},
-        layer_types=window_from_layer,
+        layer_types=window_without_rope,
     ),
     "SeedOssForCausalLM": Family(
         fields=BIAS | {"mlp_bias", "attention_out_bias"},
@@ -266,9 +297,9 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "Qwen2MoeForCausalLM": Family(
         names=TensorNames(experts=SHARED_GATED_EXPERTS),
-        fields=EXPERTS | {"qkv_bias"},
+        fields=EXPERTS | SPARSE_LAYERS | {"qkv_bias", "shared_expert_intermediate_size"},
         defaults={"sliding_window": 4096, "qkv_bias": True},
-        layer_types=window_from_layer,
+        layer_types=window_alternating,
         has_qkv_bias="qkv_bias",
         has_output_bias=False,
         moe=qwen2_moe,
@@ -276,8 +307,9 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "Qwen3MoeForCausalLM": Family(
         names=TensorNames(experts=QWEN_EXPERTS),
-        fields=EXPERTS | BIAS,
-        layer_types=window_from_layer,
+        fields=EXPERTS | SPARSE_LAYERS | BIAS,
+        defaults={"num_key_value_heads": 4, "sliding_window": 4096},
+        layer_types=window_if_used,
         qk_norm=QkNorm.HEAD,
         moe=qwen3_moe,
         dense_layers=dense_of_step,
@@ -285,7 +317,7 @@ FAMILIES: Mapping[str, Family] = {
     "MixtralForCausalLM": Family(
         names=TensorNames(experts=MIXTRAL_EXPERTS),
         fields=EXPERTS,
-        defaults={"num_key_value_heads": 8, "rope_theta": 1_000_000.0},
+        defaults={"num_key_value_heads": 8, "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5},
         layer_types=window_everywhere,
         has_qkv_bias=False,
         has_output_bias=False,
@@ -294,24 +326,20 @@ FAMILIES: Mapping[str, Family] = {
     "OlmoeForCausalLM": Family(
         names=TensorNames(experts=QWEN_EXPERTS),
         fields=EXPERTS | BIAS,
+        defaults={"rms_norm_eps": 1e-5},
         qk_norm=QkNorm.ALL_HEADS,
         moe=olmoe_moe,
     ),
     "GraniteMoeForCausalLM": Family(
         names=TensorNames(experts=GRANITE_EXPERTS),
         fields=EXPERTS | GRANITE_FIELDS,
+        defaults={"attention_multiplier": 1.0},
         moe=granite_moe,
     ),
     "GptOssForCausalLM": Family(
         names=TensorNames(experts=OPENAI_EXPERTS),
-        fields=EXPERTS | BIAS,
-        defaults={
-            "head_dim": 64,
-            "num_key_value_heads": 8,
-            "sliding_window": 128,
-            "attention_bias": True,
-            "rope_theta": 150_000.0,
-        },
+        fields=EXPERTS | BIAS | {"swiglu_alpha", "swiglu_limit"},
+        defaults=GPT_OSS,
         layer_types=full_every(2),
         norm_rounds_once=True,
         activation=Activation.CLAMPED_SWIGLU,
@@ -320,13 +348,17 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "Glm4MoeForCausalLM": Family(
         names=TensorNames(experts=SHARED_EXPERTS),
-        fields=EXPERTS | BIAS | PARTIAL | {"use_qk_norm"},
-        defaults={"head_dim": 128, "partial_rotary_factor": 0.5, "num_key_value_heads": 8},
+        fields=EXPERTS | GLM_EXPERTS | BIAS | PARTIAL | {"use_qk_norm"},
+        defaults={
+            "partial_rotary_factor": 0.5,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+        },
         qk_norm="use_qk_norm",
         has_output_bias=False,
         moe=glm4_moe,
         dense_layers=dense_at_first,
     ),
-    "Llama4ForCausalLM": _llama4(LLAMA4, has_text_config=False),
-    "Llama4ForConditionalGeneration": _llama4(_wrapped(LLAMA4), has_text_config=True),
+    "Llama4ForCausalLM": _llama4(LLAMA4_NAMES, has_text_config=False),
+    "Llama4ForConditionalGeneration": _llama4(_wrapped(LLAMA4_NAMES), has_text_config=True),
 }

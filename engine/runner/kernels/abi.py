@@ -44,7 +44,8 @@ class PackedMatrix(ctypes.Structure):
     __slots__ = ()
     _fields_ = (
         *((name, _POINTER) for name in ("packed", "bias")),
-        *((name, _INT64) for name in ("bits", "num_rows", "num_columns", "group_size")),
+        *((name, _INT64) for name in ("bits", "num_rows", "num_columns")),
+        *((name, _INT64) for name in ("group_size", "is_mxfp4")),
     )
 
 
@@ -180,10 +181,33 @@ class PassArgs(ctypes.Structure):
     )
 
 
+class RouteArgs(ctypes.Structure):
+    __slots__ = ()
+    _fields_ = (
+        *((name, _POINTER) for name in ("router", "bias", "correction_bias")),
+        *((name, _POINTER) for name in ("src", "expert_ids", "weights")),
+        *((name, _INT64) for name in ("num_tokens", "hidden_size", "num_experts", "top_k")),
+        *((name, _INT64) for name in ("num_groups", "top_groups")),
+        ("scale", _FLOAT),
+        *((name, _INT32) for name in ("scoring", "normalizes", "num_threads")),
+    )
+
+
+class MixArgs(ctypes.Structure):
+    __slots__ = ()
+    _fields_ = (
+        *((name, _POINTER) for name in ("gate_up", "down", "src", "expert_ids", "weights", "dst")),
+        *((name, _POINTER) for name in ("narrow_buf", "wide_buf", "gated_buf")),
+        *((name, _INT64) for name in ("num_tokens", "num_experts", "top_k")),
+        ("gate", GateParams),
+        *((name, _INT32) for name in ("scales_input", "num_threads")),
+    )
+
+
 STRUCTS: tuple[type[ctypes.Structure], ...] = (
     *(PagedKv, BatchLayout, PackedMatrix, PackArgs, LinearArgs, NormParams, RmsNormArgs),
     *(RopeAngles, RopeArgs, GateParams, GateArgs, ArgmaxArgs, WriteKvArgs, AttentionParams),
-    *(AttentionArgs, LayerArgs, PassArgs),
+    *(AttentionArgs, LayerArgs, PassArgs, RouteArgs, MixArgs),
 )
 
 _pointer = ctypes.POINTER
@@ -199,6 +223,8 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "baton_rope": (None, (_pointer(RopeArgs),)),
     "baton_gate": (None, (_pointer(GateArgs),)),
     "baton_argmax": (None, (_pointer(ArgmaxArgs),)),
+    "baton_route": (None, (_pointer(RouteArgs),)),
+    "baton_mix_experts": (None, (_pointer(MixArgs),)),
     "baton_add": (None, (_POINTER, _POINTER, _INT64, _FLOAT, _INT32)),
     "baton_write_kv": (None, (_pointer(WriteKvArgs),)),
     "baton_attention": (None, (_pointer(AttentionArgs),)),

@@ -6,8 +6,10 @@ call.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -16,7 +18,6 @@ from engine.runner.huge_pages import huge_page_memory
 from engine.runner.kernels.abi import (
     ArgmaxArgs,
     GateArgs,
-    GateParams,
     LinearArgs,
     NormParams,
     PackArgs,
@@ -26,17 +27,11 @@ from engine.runner.kernels.abi import (
     RopeArgs,
     load_library,
 )
-from engine.runner.model.config import Activation
-from engine.runner.model.experts import Moe, Router, Routing, mix_experts, route
-from engine.runner.model.ops import Gate, Norm, Peaks
+from engine.runner.kernels.native_experts import NativeExperts, NativeMoe, gate_params
+from engine.runner.model.experts import Mlp, Moe, Router, Routing, mix_experts
+from engine.runner.model.ops import Gate, Linear, Norm, Peaks
 from engine.runner.model.rope import Angles
 from engine.runner.weights.quantize import Quantized
-
-GATE_KINDS = {
-    Activation.SILU: 0,
-    Activation.GELU_TANH: 1,
-    Activation.CLAMPED_SWIGLU: 2,
-}
 
 
 class Kernels:
@@ -58,31 +53,34 @@ def norm_params(norm: Norm | None) -> NormParams:
     return NormParams(norm.weight.data_ptr(), norm.epsilon, norm.rounds_once)
 
 
-def gate_params(gate: Gate) -> GateParams:
-    return GateParams(GATE_KINDS[gate.activation], gate.alpha, gate.limit)
-
-
 class NativeOps:
     """Implements `Ops`."""
+
+    copies_weights = True
 
     def __init__(self, kernels: Kernels) -> None:
         self._library = kernels.library
         self._num_threads = kernels.num_threads
         self._kernels = kernels
+        self._moe = NativeMoe(kernels.library, kernels.num_threads)
+        self._experts: WeakKeyDictionary[Moe, NativeExperts | None] = WeakKeyDictionary()
 
     def linear(self, weight: Tensor | Quantized, bias: Tensor | None) -> NativeLinear:
         """Pack a copy of the weight, on huge pages where available."""
         if isinstance(weight, Quantized):
             tensors: tuple[Tensor, ...] = weight.numbers, weight.scales, weight.zeros
             bits, group_size, column_order = weight.bits, weight.group, weight.order
+            is_mxfp4 = weight.is_mxfp4
         else:
             tensors = (weight,)
-            bits, group_size, column_order = 16, 0, None
+            bits, group_size, column_order, is_mxfp4 = 16, 0, None, False
         tensors = tuple(tensor.contiguous() for tensor in tensors)
         num_rows, num_columns = tensors[0].shape
         if bits == 16 and num_columns % 2:
             raise ValueError(f"a matrix of {num_columns} columns: the kernels need an even number")
-        matrix = PackedMatrix(None, address(bias), bits, num_rows, num_columns, group_size)
+        matrix = PackedMatrix(
+            None, address(bias), bits, num_rows, num_columns, group_size, is_mxfp4
+        )
         memory = huge_page_memory(self._library.baton_packed_bytes(matrix))
         packed = torch.frombuffer(memory, dtype=torch.uint8)
         matrix.packed = packed.data_ptr()
@@ -156,10 +154,16 @@ class NativeOps:
         return hidden_states
 
     def route(self, hidden_states: Tensor, router: Router) -> Routing:
-        return route(hidden_states, router)
+        return self._moe.route(hidden_states, router)
 
     def mix_experts(self, moe: Moe, gate: Gate, hidden_states: Tensor, routing: Routing) -> Tensor:
-        return mix_experts(self, moe, gate, hidden_states, routing)
+        if moe not in self._experts:
+            self._experts[moe] = native_experts(moe.experts)
+        experts = self._experts[moe]
+        if experts is None:
+            return mix_experts(self, moe, gate, hidden_states, routing)
+        scales_input = moe.config.scales_input
+        return self._moe.mix(experts, gate, hidden_states, routing, scales_input=scales_input)
 
     def find_peaks(self, logits: Tensor) -> Peaks:
         logits = logits.contiguous()
@@ -211,3 +215,20 @@ class NativeLinear:
             self.matrix, row_ids.data_ptr(), len(row_ids), output.data_ptr()
         )
         return output
+
+
+def native_experts(experts: Sequence[Mlp]) -> NativeExperts | None:
+    """Return None if the kernels cannot compute these experts together."""
+    matrices = [(native_matrix(mlp.gate_up), native_matrix(mlp.down)) for mlp in experts]
+    gate_up = [matrix for matrix, _ in matrices if matrix is not None]
+    down = [matrix for _, matrix in matrices if matrix is not None]
+    if len(gate_up) < len(experts) or len(down) < len(experts):
+        return None
+    return NativeExperts.of(gate_up, down)
+
+
+def native_matrix(linear: Linear) -> PackedMatrix | None:
+    """Return None for a matrix that is not native or needs its columns reordered."""
+    if isinstance(linear, NativeLinear) and linear.column_order is None:
+        return linear.matrix
+    return None

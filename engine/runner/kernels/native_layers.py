@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -12,22 +13,31 @@ from engine.runner.attention.paged_attention import AttentionPass
 from engine.runner.kernels.abi import LayerArgs, PackedMatrix, PassArgs, RopeAngles
 from engine.runner.kernels.native import (
     Kernels,
-    NativeLinear,
     NativeOps,
-    gate_params,
+    native_matrix,
     norm_params,
 )
 from engine.runner.kernels.native_attention import NativePass
+from engine.runner.kernels.native_experts import gate_params
+from engine.runner.kernels.torch_parts import torch_parts
 from engine.runner.model.config import ModelConfig, QkNorm
 from engine.runner.model.experts import Mlp, Moe
 from engine.runner.model.layers import Layer, LayerPass, Layers, UnfusedLayers, add_mlp, gate_of
 from engine.runner.model.ops import Linear
 from engine.runner.model.rope import Angles
 
+log = logging.getLogger(__name__)
+
 
 def native_layers(kernels: Kernels, config: ModelConfig, layers: Sequence[Layer]) -> Layers:
-    """Return fused layers, or `UnfusedLayers` if a matrix needs its columns reordered."""
-    if all(_matrix(linear) is not None for layer in layers for linear in _linears(layer)):
+    """Return fused layers, or `UnfusedLayers` if a matrix needs its columns reordered.
+
+    Logs the parts of the model that torch computes.
+    """
+    parts = torch_parts(config, layers)
+    if parts:
+        log.info("%s: torch computes the %s", config.architecture, ", the ".join(parts))
+    if all(native_matrix(linear) is not None for layer in layers for linear in _linears(layer)):
         return NativeLayers(kernels, config, layers)
     return UnfusedLayers(config, NativeOps(kernels), layers)
 
@@ -123,10 +133,10 @@ def _layer_args(config: ModelConfig, index: int, layer: Layer) -> LayerArgs:
         attention_norm=norm_params(layer.attention_norm),
         mlp_norm=norm_params(layer.mlp_norm),
         mlp_output_norm=norm_params(layer.mlp_output_norm),
-        qkv=_matrix(layer.qkv),
-        output=_matrix(layer.output),
-        gate_up=_matrix(mlp.gate_up) if mlp else PackedMatrix(),
-        down=_matrix(mlp.down) if mlp else PackedMatrix(),
+        qkv=native_matrix(layer.qkv),
+        output=native_matrix(layer.output),
+        gate_up=native_matrix(mlp.gate_up) if mlp else PackedMatrix(),
+        down=native_matrix(mlp.down) if mlp else PackedMatrix(),
         index=index,
         num_heads=config.num_heads,
         query_rope=own.query_rope,
@@ -135,10 +145,3 @@ def _layer_args(config: ModelConfig, index: int, layer: Layer) -> LayerArgs:
         residual_scale=config.residual_scale,
         norms_all_heads=own.qk_norm is QkNorm.ALL_HEADS,
     )
-
-
-def _matrix(linear: Linear) -> PackedMatrix | None:
-    """Return None for a matrix that is not native or needs its columns reordered."""
-    if isinstance(linear, NativeLinear) and linear.column_order is None:
-        return linear.matrix
-    return None

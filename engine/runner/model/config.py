@@ -168,7 +168,10 @@ class ModelConfig:
 
     def max_context_len(self) -> int:
         """Return the maximum context length, with RoPE scaling applied."""
-        return max(_stretched_len(rope, self.max_position_embeddings) for rope in self.ropes)
+        # With several RoPEs, as in Gemma 3, `max_position_embeddings` includes their scaling.
+        trained = self.max_position_embeddings
+        rotating = [rope for rope in self.ropes if rope.kind != "none"]
+        return min((_stretched_len(rope, trained) for rope in rotating), default=trained)
 
 
 def _stretched_len(rope: RopeConfig, trained_len: int) -> int:

@@ -32,7 +32,7 @@ class Router:
     correction_bias: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Moe:
     config: MoeConfig
     router: Router

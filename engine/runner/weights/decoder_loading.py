@@ -1,49 +1,24 @@
-"""Loads a decoder from weight files. Each tensor is read once, and quantized if configured."""
+"""Loads a decoder from weight files, layer by layer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from engine.runner.attention.paged_attention import LayerAttention
 from engine.runner.families.family import ExpertNames
-from engine.runner.kernels.choose import Parts
 from engine.runner.model.config import ModelConfig, MoeConfig, QkNorm
 from engine.runner.model.decoder import Decoder
 from engine.runner.model.experts import Mlp, Moe, Router
 from engine.runner.model.layers import Layer
 from engine.runner.model.ops import Linear, Norm
 from engine.runner.model.rope import head_order
-from engine.runner.model_info import LoadProgress, LoadProgressCallback
-from engine.runner.weights.packed import is_packed, read_packed
-from engine.runner.weights.quantization import Quantization
-from engine.runner.weights.quantize import (
-    Quantize,
-    Quantized,
-    have_same_order,
-    select_rows,
-    stacked,
-    to_int4,
-    to_int8,
-)
-from engine.runner.weights.safetensors import Shape, WeightFiles
+from engine.runner.model_info import LoadProgressCallback
+from engine.runner.weights.safetensors import WeightFiles
+from engine.runner.weights.tensor_loading import LoadTarget, TensorLoader
 from engine.runner.weights.tensor_names import TensorMap, check_tensors
 from errors import ModelError
-
-QUANTIZERS: Mapping[str, Quantize | None] = {"none": None, "int8": to_int8, "int4": to_int4}
-
-
-@dataclass(frozen=True, slots=True)
-class LoadTarget:
-    """Dtype, device, implementation and quantization of the loaded weights."""
-
-    dtype: torch.dtype
-    device: torch.device
-    parts: Parts
-    quantize: str = "none"
 
 
 def load_decoder(
@@ -55,7 +30,7 @@ def load_decoder(
     """Check all tensors before the first one is read, then copy each to its place once."""
     check_tensors(config, files)
     tensors = TensorMap(config, files.names())
-    loader = _Loader(tensors, files, target, on_progress)
+    loader = TensorLoader(tensors, files, target, on_progress)
     embedding = loader.embedding(f"{tensors.model}.embed_tokens")
     layers = [_LayerLoader(tensors, loader, i).load() for i in range(config.num_layers)]
     norm = loader.norm(f"{tensors.model}.norm")
@@ -82,130 +57,10 @@ def attention_of(
     return layers
 
 
-class _Loader:
-    """Copies tensors to their final places; matrices of one fused linear layer are stacked."""
-
-    def __init__(
-        self,
-        tensors: TensorMap,
-        files: WeightFiles,
-        target: LoadTarget,
-        on_progress: LoadProgressCallback | None,
-    ) -> None:
-        self._config = tensors.config
-        self._shapes = tensors.shapes()
-        self._files = files
-        self._names = frozenset(files.names())
-        self._target = target
-        self._on_progress = on_progress
-        self._loaded = 0
-        self._total = sum(map(self._bytes_of, self._shapes))
-
-    def vector(self, name: str) -> Tensor:
-        """Load a small tensor in float32."""
-        vector = self._files.tensor(name).float().to(self._target.device)
-        self._report(name)
-        return vector
-
-    def norm(self, name: str, order: Sequence[int] | None = None) -> Norm:
-        """Load a norm's weight. `order` permutes it."""
-        config = self._config.norm
-        weight = self.vector(f"{name}.weight") + config.weight_offset
-        if order is not None:
-            weight = weight[list(order)]
-        if not config.rounds_once:
-            weight = weight.to(self._target.dtype)
-        return Norm(weight, config.epsilon, config.rounds_once)
-
-    def embedding(self, name: str) -> Linear:
-        """Load the embedding or LM head. int4 is too inexact for them, so they use int8."""
-        quantize = None if self._target.quantize == "none" else to_int8
-        return self._target.parts.ops.linear(self._matrix([name], quantize), None)
-
-    def linear(
-        self, names: Sequence[str], has_bias: bool, order: Sequence[int] | None = None
-    ) -> Linear:
-        """Load a linear layer whose matrices are stacked. `order` permutes its first rows."""
-        matrix = self._matrix(names, QUANTIZERS[self._target.quantize])
-        bias = self._stacked([f"{name}.bias" for name in names]) if has_bias else None
-        if order is not None:
-            rows = torch.arange(sum(self._shapes[f"{name}.weight"][0] for name in names))
-            rows[: len(order)] = torch.tensor(order)
-            matrix = select_rows(matrix, rows.to(self._target.device))
-            bias = None if bias is None else bias[rows]
-        return self._target.parts.ops.linear(matrix, bias)
-
-    def expert_linear(
-        self, name: str, expert: int, names: ExpertNames, has_bias: bool, *, is_gate_up: bool
-    ) -> Linear:
-        """Load one expert's matrix out of a tensor that stacks those of all experts."""
-        stored = f"{name}.weight" if names.has_weight_suffix else name
-        matrix = self._files.part(stored, expert)
-        matrix = matrix.T if names.is_transposed else matrix
-        bias = self._files.part(f"{name}_bias", expert) if has_bias else None
-        if is_gate_up and names.is_interleaved:
-            matrix = torch.cat((matrix[::2], matrix[1::2]))
-            bias = None if bias is None else torch.cat((bias[::2], bias[1::2]))
-        matrix = self._place(matrix)
-        quantize = QUANTIZERS[self._target.quantize]
-        self._count(matrix.numel())
-        return self._target.parts.ops.linear(
-            matrix if quantize is None else quantize(matrix),
-            None if bias is None else self._place(bias),
-        )
-
-    def _place(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._target.device, self._target.dtype).contiguous()
-
-    def _stacked(self, names: Sequence[str]) -> Tensor:
-        shapes = [self._shapes[name] for name in names]
-        shape: Shape = (sum(each[0] for each in shapes), *shapes[0][1:])
-        whole = torch.empty(shape, dtype=self._target.dtype, device=self._target.device)
-        parts = whole.split([each[0] for each in shapes])
-        for name, part in zip(names, parts, strict=True):
-            self._files.copy_into(name, part)
-            self._report(name)
-        return whole
-
-    def _matrix(self, names: Sequence[str], quantize: Quantize | None) -> Tensor | Quantized:
-        how = self._config.quantization
-        if how is not None and any(is_packed(name, self._names, how) for name in names):
-            return self._load_packed(names, how)
-        matrix = self._stacked([f"{name}.weight" for name in names])
-        return matrix if quantize is None else quantize(matrix)
-
-    def _load_packed(self, names: Sequence[str], how: Quantization) -> Quantized:
-        if not all(is_packed(name, self._names, how) for name in names):
-            raise ModelError(f"{', '.join(names)}: some are quantized and some are not")
-        parts = [self._load_unpacked(name, how) for name in names]
-        if not have_same_order(parts):
-            raise ModelError(f"{', '.join(names)}: their columns have different orders")
-        return stacked(parts)
-
-    def _load_unpacked(self, name: str, how: Quantization) -> Quantized:
-        shape = self._shapes[f"{name}.weight"]
-        unpacked = read_packed(
-            name, shape, self._names, how, self._files.tensor, self._target.dtype
-        )
-        self._report(f"{name}.weight")
-        return unpacked.on(self._target.device)
-
-    def _bytes_of(self, name: str) -> int:
-        return torch.Size(self._shapes[name]).numel() * self._target.dtype.itemsize
-
-    def _report(self, name: str) -> None:
-        self._count(torch.Size(self._shapes[name]).numel())
-
-    def _count(self, num_numbers: int) -> None:
-        self._loaded += num_numbers * self._target.dtype.itemsize
-        if self._on_progress is not None:
-            self._on_progress(LoadProgress(min(self._loaded, self._total), self._total))
-
-
 class _LayerLoader:
     """Loads one layer."""
 
-    def __init__(self, tensors: TensorMap, loader: _Loader, index: int) -> None:
+    def __init__(self, tensors: TensorMap, loader: TensorLoader, index: int) -> None:
         self._tensors = tensors
         self._names = tensors.names
         self._config = tensors.config

@@ -1,4 +1,7 @@
-"""Reads matrices from quantized checkpoints: GPTQ, AWQ and compressed-tensors."""
+"""Stored tensors of quantized matrices, and reading of integers.
+
+The integers are those of GPTQ, AWQ and compressed-tensors; see `float8` and `mxfp4` for the others.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,28 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from engine.runner.weights.float8 import scale_shape
 from engine.runner.weights.quantization import Packing, Quantization
 from engine.runner.weights.quantize import Quantized
+from engine.runner.weights.safetensors import FLOATS, WHOLE
 from errors import ModelError
 
 Shape = tuple[int, ...]
 ReadTensor = Callable[[str], Tensor]  # by name
 
 MARKERS = {
-    Packing.GPTQ: "qweight",
-    Packing.AWQ: "qweight",
-    Packing.PACKED: "weight_packed",
-    Packing.BYTES: "weight_scale",
+    Packing.GPTQ: ".qweight",
+    Packing.AWQ: ".qweight",
+    Packing.PACKED: ".weight_packed",
+    Packing.BYTES: ".weight_scale",
+    Packing.FLOAT8: ".weight_scale",
+    Packing.FP8: ".weight_scale_inv",
+    Packing.MXFP4: "_blocks",
 }
 OPTIONAL = ("g_idx", "weight_shape", "weight_zero_point", "weight_g_idx")
+# Scales of activations and KV cache, which are not quantized here with fixed scales.
+UNUSED = (".input_scale", ".activation_scale", ".k_scale", ".v_scale", ".output_scale")
+SCALES = (*FLOATS, "F8_E8M0")
 # Column, of the eight in a 32-bit word, of each group of four bits.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -32,18 +43,22 @@ class PackedPart:
 
     name: str
     shape: Shape
-    is_whole: bool  # integers, not floats
+    dtypes: tuple[str, ...]
 
 
 def is_packed(name: str, names: Collection[str], how: Quantization) -> bool:
     """Return whether the checkpoint stores the linear layer `name` quantized."""
-    return f"{name}.{MARKERS[how.packing]}" in names
+    return f"{name}{MARKERS[how.packing]}" in names
 
 
 def packed_parts(
     name: str, shape: Shape, names: Collection[str], how: Quantization
 ) -> Iterator[PackedPart]:
     """Yield the tensors that store a matrix of `shape`; optional ones only if they are present."""
+    if how.is_float8:
+        yield PackedPart(f"{name}.weight", shape, ("F8_E4M3",))
+        yield PackedPart(f"{name}{MARKERS[how.packing]}", scale_shape(shape, how), SCALES)
+        return
     rows, columns = shape
     groups, per_word = num_groups(columns, how), 32 // how.bits
     zeros = (groups, rows // per_word)
@@ -75,7 +90,8 @@ def packed_parts(
     for ending, size in by_packing[how.packing].items():
         part = f"{name}.{ending}"
         if part in names or ending not in OPTIONAL:
-            yield PackedPart(part, size, ending not in ("scales", "weight_scale"))
+            is_scale = ending in ("scales", "weight_scale")
+            yield PackedPart(part, size, FLOATS if is_scale else WHOLE)
 
 
 def read_packed(
@@ -147,9 +163,17 @@ READERS: Mapping[Packing, Callable[[Tensors, Quantization], Parts]] = {
 
 def _unpack(words: Tensor, bits: int) -> Tensor:
     """[rows, words] → [rows, numbers], lowest bits of a word first."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    numbers = (words.contiguous()[:, :, None] >> shifts) & ((1 << bits) - 1)
-    return numbers.to(torch.uint8).flatten(1)
+    # A tensor with one word per row counts as contiguous with any stride: clone it.
+    numbers = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    return numbers if bits == 8 else unpack_halves(numbers)
+
+
+def unpack_halves(numbers: Tensor) -> Tensor:
+    """[.., bytes] → [.., 2 * bytes], lower half of a byte first."""
+    words = numbers.to(torch.int16)
+    words |= words << 4
+    words &= 0x0F0F
+    return words.view(torch.uint8)  # the lower byte comes first
 
 
 def _sort_columns(name: str, matrix: Quantized, groups: Tensor) -> Quantized:

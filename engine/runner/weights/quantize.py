@@ -1,4 +1,4 @@
-"""Group-wise quantization of weights to 4- or 8-bit integers with scales and zero points."""
+"""Weights of 4 or 8 bits with scales by group: integers with zero points, or MXFP4."""
 
 from __future__ import annotations
 
@@ -10,13 +10,20 @@ from torch import Tensor
 from torch.nn import functional
 
 INT4_GROUP = 32
-QUANTIZE_CHUNK_ROWS = 4096
+MXFP4_GROUP = 32
+FP4_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FP4_VALUES = torch.tensor((*FP4_MAGNITUDES, *(-value for value in FP4_MAGNITUDES)))  # by code
+CHUNK_NUMBERS = 1 << 19  # intermediates of that many numbers stay in the CPU caches
 MIN_SCALE = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """Quantized matrix: (numbers - zeros) * scales, with scale and zero point per row and group."""
+    """Quantized matrix: (numbers - zeros) * scales, with scale and zero point per row and group.
+
+    Numbers of MXFP4 are codes of 4-bit floats instead: FP4_VALUES[numbers] * scales. The scales are
+    powers of two, and `zeros` has no columns.
+    """
 
     numbers: Tensor  # uint8 [rows, columns]
     scales: Tensor  # float32 [rows, groups]
@@ -25,6 +32,7 @@ class Quantized:
     group: int  # group size in columns: all columns, or a multiple of eight
     dtype: torch.dtype  # of the activations
     order: Tensor | None = None  # activation column of each of these columns (GPTQ act-order)
+    is_mxfp4: bool = False
 
     def on(self, device: torch.device) -> Quantized:
         tensors = {name: getattr(self, name).to(device) for name in ("numbers", "scales", "zeros")}
@@ -32,17 +40,21 @@ class Quantized:
 
     def dequantize(self) -> Tensor:
         """Return the dequantized matrix, rounded to `dtype`."""
-        num_rows, num_columns = self.numbers.shape
         restored = torch.empty_like(self.numbers, dtype=self.dtype)
-        for rows in _row_chunks(num_rows):
-            zeros, scales = (
-                each[rows].repeat_interleave(self.group, dim=1)[:, :num_columns]
-                for each in (self.zeros.float(), self.scales)
-            )
-            restored[rows] = (self.numbers[rows].float() - zeros) * scales
+        for rows in _row_chunks(self.numbers):
+            restored[rows] = self._unscaled(rows) * self._by_column(self.scales[rows])
         if self.order is None:
             return restored
         return restored[:, self.order.argsort()]
+
+    def _unscaled(self, rows: slice) -> Tensor:
+        numbers = self.numbers[rows]
+        if self.is_mxfp4:
+            return FP4_VALUES.to(numbers.device)[numbers.int()]
+        return numbers.float() - self._by_column(self.zeros[rows].float())
+
+    def _by_column(self, by_group: Tensor) -> Tensor:
+        return by_group.repeat_interleave(self.group, dim=1)[:, : self.numbers.shape[1]]
 
 
 Quantize = Callable[[Tensor], Quantized]
@@ -53,7 +65,7 @@ def to_int8(weight: Tensor) -> Quantized:
     rows, columns = weight.shape
     numbers = torch.empty(rows, columns, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(rows, 1, device=weight.device)
-    for chunk in _row_chunks(rows):
+    for chunk in _row_chunks(weight):
         wide = weight[chunk].float()
         scales[chunk] = (wide.abs().amax(dim=1, keepdim=True) / 127).clamp_min(MIN_SCALE)
         numbers[chunk] = (wide / scales[chunk]).round_().add_(128).to(torch.uint8)
@@ -68,7 +80,7 @@ def to_int4(weight: Tensor, group: int = INT4_GROUP) -> Quantized:
     numbers = torch.empty(rows, columns, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(rows, num_groups, device=weight.device)
     zeros = torch.empty(rows, num_groups, dtype=torch.uint8, device=weight.device)
-    for chunk in _row_chunks(rows):
+    for chunk in _row_chunks(weight):
         padded = functional.pad(weight[chunk].float(), (0, num_groups * group - columns))
         grouped = padded.unflatten(1, (num_groups, group))
         lowest, highest = grouped.amin(dim=2).clamp_max(0), grouped.amax(dim=2).clamp_min(0)
@@ -106,7 +118,9 @@ def have_same_order(parts: Sequence[Quantized]) -> bool:
     return all(part.order is not None and torch.equal(part.order, first) for part in parts)
 
 
-def _row_chunks(num_rows: int) -> Iterator[slice]:
-    """Split rows into chunks, so that float32 intermediates stay small."""
-    for first in range(0, num_rows, QUANTIZE_CHUNK_ROWS):
-        yield slice(first, min(first + QUANTIZE_CHUNK_ROWS, num_rows))
+def _row_chunks(matrix: Tensor) -> Iterator[slice]:
+    """Split the rows of a matrix into chunks of about CHUNK_NUMBERS."""
+    num_rows, num_columns = matrix.shape
+    step = max(1, CHUNK_NUMBERS // max(1, num_columns))
+    for first in range(0, num_rows, step):
+        yield slice(first, min(first + step, num_rows))

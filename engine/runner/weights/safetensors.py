@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -40,7 +41,7 @@ class TensorSlice(Protocol):
 
     def get_dtype(self) -> str: ...
 
-    def __getitem__(self, rows: slice) -> Tensor: ...
+    def __getitem__(self, rows: slice | tuple[slice, ...]) -> Tensor: ...
 
 
 class TensorFile(Protocol):
@@ -116,8 +117,8 @@ class WeightFiles:
             part = self._file_by_tensor[name].get_slice(name)
             shape = part.get_shape()
             digest.update(f"{name} {part.get_dtype()} {shape}\n".encode())
-            for row in _sampled_rows(shape[0] if shape else 0):
-                digest.update(_bytes_of(part[row : row + 1]))
+            for sample in _samples(shape):
+                digest.update(_bytes_of(part[sample]))
         return digest.hexdigest()
 
     def _paths(self) -> list[Path]:
@@ -168,6 +169,13 @@ def _refuse(fault: str, names: list[str], folder: Path) -> None:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         shown = ", ".join(names[:3])
         raise ModelError(f"{folder} {fault} {shown}{more}; it does not match its config.json")
+
+
+def _samples(shape: list[int]) -> Iterator[tuple[slice, ...]]:
+    """Yield a few rows of a tensor. Of stacked matrices, a few rows of a few of them."""
+    sampled = [_sampled_rows(size) for size in shape[: max(1, len(shape) - 1)]]
+    for rows in product(*sampled) if shape else ():
+        yield tuple(slice(row, row + 1) for row in rows)
 
 
 def _sampled_rows(num_rows: int) -> list[int]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 from engine.runner.families.family import ExpertNames, TensorNames
 from engine.runner.families.table import FAMILIES
 from engine.runner.model.config import ModelConfig, MoeConfig, QkNorm
-from engine.runner.weights.packed import is_packed, packed_parts
-from engine.runner.weights.safetensors import FLOATS, WHOLE, Expected, Shape, WeightFiles
+from engine.runner.weights.mxfp4 import mxfp4_parts
+from engine.runner.weights.packed import UNUSED, PackedPart, is_packed, packed_parts
+from engine.runner.weights.quantization import Packing
+from engine.runner.weights.safetensors import FLOATS, Expected, Shape, WeightFiles
+from errors import ModelError
 
 Shapes = Iterator[tuple[str, Shape]]
 
@@ -18,7 +22,7 @@ class TensorMap:
 
     def __init__(self, config: ModelConfig, found: Collection[str] = ()) -> None:
         self.config = config
-        self.names: TensorNames = FAMILIES[config.architecture].names
+        self.names: TensorNames = _choose_experts(FAMILIES[config.architecture].names, found)
         prefixes = zip(self.names.models, self.names.heads, strict=True)
         present = [pair for pair in prefixes if f"{pair[0]}.embed_tokens.weight" in found]
         default = self.names.models[0], self.names.heads[0]
@@ -37,6 +41,8 @@ class TensorMap:
     def is_ignored(self, name: str) -> bool:
         """Whether a tensor is of no use: tied heads, rotary buffers, parts for images, MTP."""
         if name == f"{self.head}.weight" or name.endswith("rotary_emb.inv_freq"):
+            return True
+        if self.config.quantization is not None and name.endswith(UNUSED):
             return True
         # Layers after the last one predict several tokens at once.
         predictor = f"{self.model}.layers.{self.config.num_layers}."
@@ -114,15 +120,41 @@ def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
 
 def _stored_tensors(tensors: TensorMap, names: Collection[str]) -> dict[str, Expected]:
     """Return the tensors as stored: a quantized matrix consists of several parts."""
-    stored = {}
+    stored, names = {}, frozenset(names)
     for name, shape in tensors.shapes().items():
-        linear, how = name.removesuffix(".weight"), tensors.config.quantization
-        if how is not None and is_packed(linear, names, how):
-            for part in packed_parts(linear, shape, names, how):
-                stored[part.name] = Expected(part.shape, WHOLE if part.is_whole else FLOATS)
-        else:
-            stored[name] = Expected(shape, FLOATS)
+        parts = list(_parts(tensors, name, shape, names)) or [PackedPart(name, shape, FLOATS)]
+        stored |= {part.name: Expected(part.shape, part.dtypes) for part in parts}
     return stored
+
+
+def _parts(
+    tensors: TensorMap, name: str, shape: Shape, names: Collection[str]
+) -> Iterator[PackedPart]:
+    """Yield the tensors that store a quantized matrix, or nothing if `name` is not quantized."""
+    linear, how = name.removesuffix(".weight"), tensors.config.quantization
+    if how is None or not is_packed(linear, names, how):
+        return
+    if len(shape) == 2 and how.packing is not Packing.MXFP4:
+        yield from packed_parts(linear, shape, names, how)
+    elif len(shape) == 3 and how.packing is Packing.MXFP4:
+        experts = tensors.names.experts
+        is_transposed = experts is not None and experts.is_transposed
+        count, rows, columns = shape
+        rows, columns = (columns, rows) if is_transposed else (rows, columns)
+        yield from mxfp4_parts(linear, (count, rows, columns))
+    else:
+        raise ModelError(f"{name} of {how.packing.value} is not supported")
+
+
+def _choose_experts(names: TensorNames, found: Collection[str]) -> TensorNames:
+    """Return the names with those of separate experts, if the folder stores its experts so."""
+    experts = names.experts
+    if experts is None or experts.separate is None:
+        return names
+    part = experts.separate.down.format(expert=0)
+    if not any(f".{part}." in name for name in found):
+        return names
+    return replace(names, experts=experts.separate)
 
 
 def _linear(name: str, rows: int, columns: int, has_bias: bool) -> Shapes:

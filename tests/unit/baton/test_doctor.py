@@ -23,9 +23,11 @@ from baton.doctor.machine import (
     read_limits,
     shm_finding,
 )
-from baton.doctor.model import length_finding, room_finding
+from baton.doctor.model import check_model_folder, count_active, length_finding, room_finding
 from baton.doctor.software import gpu_finding, kernels_finding, package_findings, port_findings
 from baton.doctor.wire import MeasuredPath, failure_finding, speed_finding
+from engine.runner.families.read_config import read_model_config
+from tests.support.random_folders import small_folder
 
 GIB, MIB = 1 << 30, 1 << 20
 NO_LIMITS = Limits(None, None)
@@ -204,3 +206,25 @@ def test_a_kv_cache_that_holds_less_than_the_model_takes_is_a_warning() -> None:
     assert short.status is Status.WARN
     assert "may have 18721 tokens together; the model takes 40960" in short.found
     assert length_finding(40_960, 40_960).status is Status.OK
+
+
+def test_a_mixture_is_reported_with_the_parameters_that_a_token_uses(tmp_path: Path) -> None:
+    small_folder(tmp_path, "qwen3-30b-a3b", num_experts=8, num_experts_per_tok=2)
+    found = {one.check: one.found for one in check_model_folder(str(tmp_path), 4 * MIB)}
+
+    # Embeddings, head and final norm; norms, attention, router and eight experts of two layers.
+    attention = 2 * 64 * 32 * (4 + 2)
+    layer = 2 * 64 + 2 * 32 + attention + 8 * 64
+    expert = 3 * 32 * 64
+    total, active = (2 * 300 * 64 + 64 + 2 * (layer + count * expert) for count in (8, 2))
+    assert found["weights"] == (
+        f"Qwen3MoeForCausalLM, {total:,} parameters of which a token uses {active:,} "
+        "(2 of 8 experts) in float32"
+    )
+
+
+def test_biases_of_idle_experts_are_not_active(tmp_path: Path) -> None:
+    config = read_model_config(small_folder(tmp_path, "gpt-oss-20b"))
+
+    idle = 2 * 6 * (3 * 96 * 64 + 2 * 96 + 64)
+    assert count_active(config, 1_000_000) == 1_000_000 - idle

@@ -38,6 +38,8 @@ constexpr StructSize kStructSizes[] = {
     entry<AttentionArgs>("AttentionArgs"),
     entry<LayerArgs>("LayerArgs"),
     entry<PassArgs>("PassArgs"),
+    entry<RouteArgs>("RouteArgs"),
+    entry<MixArgs>("MixArgs"),
 };
 
 }  // namespace

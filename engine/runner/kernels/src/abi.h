@@ -42,6 +42,7 @@ struct PackedMatrix {
     std::int64_t bits;  // 16 for bf16, 8 or 4 if quantized
     std::int64_t num_rows, num_columns;
     std::int64_t group_size;  // columns with a common scale, if quantized
+    std::int64_t is_mxfp4;    // 1: numbers are FP4 codes, scales are powers of two, no zero points
 };
 
 struct PackArgs {
@@ -162,6 +163,35 @@ struct PassArgs {
     std::int32_t num_threads;
 };
 
+enum class Scoring : std::int32_t { kSoftmax, kSoftmaxOfTop, kSigmoid };
+
+// Choice of experts. The fields mirror those of MoeConfig.
+struct RouteArgs {
+    const float* router;                  // [experts, hidden_size]
+    const float *bias, *correction_bias;  // [experts], or null
+    const Bf16* src;                      // [tokens, hidden_size]
+    std::int64_t* expert_ids;             // [tokens, top_k], best first
+    float* weights;                       // [tokens, top_k]
+    std::int64_t num_tokens, hidden_size, num_experts, top_k, num_groups, top_groups;
+    float scale;
+    Scoring scoring;
+    std::int32_t normalizes, num_threads;
+};
+
+// Experts of a layer. All have the same shape and bits.
+struct MixArgs {
+    const PackedMatrix *gate_up, *down;  // by expert
+    const Bf16* src;                     // [tokens, hidden_size]
+    const std::int64_t* expert_ids;      // [tokens, top_k]
+    const float* weights;                // [tokens, top_k]
+    Bf16* dst;                           // [tokens, hidden_size]
+    // Each [tokens * top_k, ..]: hidden size; gate and up; gated.
+    Bf16 *narrow_buf, *wide_buf, *gated_buf;
+    std::int64_t num_tokens, num_experts, top_k;
+    GateParams gate;
+    std::int32_t scales_input, num_threads;
+};
+
 }  // namespace baton
 
 extern "C" {
@@ -201,6 +231,13 @@ void baton_argmax(const baton::ArgmaxArgs* args);
 // dst += src * scale. The product is rounded.
 void baton_add(baton::Bf16* dst, const baton::Bf16* src, std::int64_t count, float scale,
                std::int32_t num_threads);
+
+// Chooses the experts of each token. Equal scores: the lower expert id first.
+void baton_route(const baton::RouteArgs* args);
+
+// Weighted sum of the outputs of each token's experts, in ascending order of their ids. Reads the
+// weights of each expert once.
+void baton_mix_experts(const baton::MixArgs* args);
 
 // Writes the keys and values of the batch into the cache.
 void baton_write_kv(const baton::WriteKvArgs* args);

@@ -3,13 +3,32 @@
 
 #include "abi.h"
 
+namespace baton {
+
+// GEMMs with matrices of equal shape and bits, in one round of the thread pool. Matrix i multiplies
+// the rows of src from row_offsets[i] up to row_offsets[i + 1].
+struct GroupedLinear {
+    const PackedMatrix* matrices;
+    const std::int64_t* row_offsets;
+    std::int64_t num_matrices;
+    const Bf16* src;  // [rows, columns]
+    Bf16* dst;        // [rows, rows of a matrix]
+    std::int32_t num_threads;
+
+    std::int64_t num_rows() const { return row_offsets[num_matrices]; }
+};
+
+void linear(const GroupedLinear& args);
+
+}  // namespace baton
+
 namespace baton::bf16 {
 
 std::int64_t packed_bytes(const PackedMatrix& matrix);
 void pack(const PackArgs& args);
 void get_rows(const PackedMatrix& matrix, const std::int64_t* row_ids, std::int64_t count,
               Bf16* dst);
-void linear(const LinearArgs& args);
+void linear(const GroupedLinear& args);
 
 }  // namespace baton::bf16
 
@@ -19,6 +38,6 @@ std::int64_t packed_bytes(const PackedMatrix& matrix);
 void pack(const PackArgs& args);
 void get_rows(const PackedMatrix& matrix, const std::int64_t* row_ids, std::int64_t count,
               Bf16* dst);
-void linear(const LinearArgs& args);
+void linear(const GroupedLinear& args);
 
 }  // namespace baton::quantized

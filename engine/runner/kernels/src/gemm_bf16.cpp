@@ -20,7 +20,7 @@ struct Gemm {
     const Bf16* bias;  // or null
     Bf16* dst;         // [tokens, rows]
     std::int64_t num_tokens, num_rows, num_columns;
-    bool is_streamed = false;
+    bool is_streamed;
 
     const U32x16* panel(std::int64_t index) const {
         return packed + index * num_columns / 2 * kVectors;
@@ -31,10 +31,11 @@ struct Gemm {
 
 // Large outputs use non-temporal stores: they are evicted from the caches before they are read, and
 // normal stores would load each cache line before they write it.
-bool uses_streaming_stores(const Gemm& p) {
+bool uses_streaming_stores(const GroupedLinear& args) {
     constexpr std::int64_t kBytes = 1 << 20;
-    const bool has_whole_lines = p.num_rows % kPanelRows == 0 && std::uintptr_t(p.dst) % 64 == 0;
-    return has_whole_lines && p.num_tokens * p.num_rows * std::int64_t(sizeof(Bf16)) >= kBytes;
+    const std::int64_t num_rows = args.matrices[0].num_rows;
+    const bool has_whole_lines = num_rows % kPanelRows == 0 && std::uintptr_t(args.dst) % 64 == 0;
+    return has_whole_lines && args.num_rows() * num_rows * std::int64_t(sizeof(Bf16)) >= kBytes;
 }
 
 void stream_row(const F32x16 (&acc)[kVectors], const Bf16* bias, Bf16* row, std::int64_t panel) {
@@ -50,7 +51,7 @@ void streaming_fence() { _mm_sfence(); }  // makes the stores visible to other t
 
 #else
 
-bool uses_streaming_stores(const Gemm&) { return false; }
+bool uses_streaming_stores(const GroupedLinear&) { return false; }
 void stream_row(const F32x16 (&)[kVectors], const Bf16*, Bf16*, std::int64_t) {}
 void streaming_fence() {}
 
@@ -88,13 +89,13 @@ std::int64_t tokens_per_pass(std::int64_t num_tokens, std::int64_t num_columns) 
     return (runs + passes - 1) / passes * kRunTokens;
 }
 
-void multiply_panel(const Gemm& p, TileConfig& tile_config, std::int64_t panel, std::int64_t next,
+void multiply_panel(const Gemm& p, TileConfig& tile_config, std::int64_t panel, const U32x16* next,
                     std::int64_t first, std::int64_t end) {
     const std::int64_t pairs = p.num_columns / 2;
     const std::int64_t num_runs = (end - first + kRunTokens - 1) / kRunTokens;
     // Each run prefetches its share of the next panel.
     const int fetched = int((kVectors * kPairsPerTile / 4 + num_runs - 1) / num_runs);
-    const U32x16 *own_panel = p.panel(panel), *ahead = p.panel(next);
+    const U32x16 *own_panel = p.panel(panel), *ahead = next;
     const auto prefetch = [&ahead, fetched](const U32x16*) {
         for (int i = 0; i < fetched; ++i) __builtin_prefetch(ahead++, 0, 2);
     };
@@ -158,7 +159,7 @@ constexpr MultiplyFn kMultiply[] = {
 // Tokens per pass over the weights: as many as stay in cache.
 std::int64_t tokens_per_pass(std::int64_t, std::int64_t) { return 32 * kMaxRows; }
 
-void multiply_panel(const Gemm& p, TileConfig&, std::int64_t panel, std::int64_t next,
+void multiply_panel(const Gemm& p, TileConfig&, std::int64_t panel, const U32x16* next,
                     std::int64_t first, std::int64_t end) {
     const std::int64_t num_runs = (end - first + kMaxRows - 1) / kMaxRows;
     for (std::int64_t run = 0; first < end; ++run) {
@@ -166,14 +167,35 @@ void multiply_panel(const Gemm& p, TileConfig&, std::int64_t panel, std::int64_t
         if (num_runs == 1)
             kMultiply<0>[count](p, panel, first, nullptr);
         else if (num_runs < 4)
-            kMultiply<2>[count](p, panel, first, p.panel(next) + (run == 0 ? 0 : 2));
+            kMultiply<2>[count](p, panel, first, next + (run == 0 ? 0 : 2));
         else
-            kMultiply<1>[count](p, panel, first, p.panel(next) + (run < 3 ? run : 3));
+            kMultiply<1>[count](p, panel, first, next + (run < 3 ? run : 3));
         first += count;
     }
 }
 
 #endif
+
+// The GEMM of one matrix of the group.
+Gemm gemm_of(const GroupedLinear& args, std::int64_t index, bool is_streamed) {
+    const PackedMatrix& matrix = args.matrices[index];
+    const std::int64_t first = args.row_offsets[index];
+    return {
+        .activations = args.src + first * matrix.num_columns,
+        .packed = static_cast<const U32x16*>(matrix.packed),
+        .bias = matrix.bias,
+        .dst = args.dst + first * matrix.num_rows,
+        .num_tokens = args.row_offsets[index + 1] - first,
+        .num_rows = matrix.num_rows,
+        .num_columns = matrix.num_columns,
+        .is_streamed = is_streamed,
+    };
+}
+
+std::int64_t num_passes(std::int64_t num_tokens, std::int64_t num_columns) {
+    const std::int64_t pass_tokens = tokens_per_pass(num_tokens, num_columns);
+    return (num_tokens + pass_tokens - 1) / pass_tokens;
+}
 
 std::uint32_t* packed_word(std::uint32_t* packed, std::int64_t pairs, std::int64_t row,
                            std::int64_t pair) {
@@ -215,31 +237,29 @@ void get_rows(const PackedMatrix& matrix, const std::int64_t* row_ids, std::int6
                         packed_word(packed, pairs, row_ids[i], pair), sizeof(std::uint32_t));
 }
 
-void linear(const LinearArgs& args) {
-    const PackedMatrix& matrix = args.matrix;
-    Gemm gemm{
-        .activations = args.src,
-        .packed = static_cast<const U32x16*>(matrix.packed),
-        .bias = matrix.bias,
-        .dst = args.dst,
-        .num_tokens = args.num_tokens,
-        .num_rows = matrix.num_rows,
-        .num_columns = matrix.num_columns,
-    };
-    gemm.is_streamed = uses_streaming_stores(gemm);
-    const std::int64_t panels = (matrix.num_rows + kPanelRows - 1) / kPanelRows;
-    const std::int64_t pass_tokens = tokens_per_pass(args.num_tokens, matrix.num_columns);
-    const std::int64_t passes = (args.num_tokens + pass_tokens - 1) / pass_tokens;
-    WorkQueue queue(panels, passes, args.num_threads);
+void linear(const GroupedLinear& args) {
+    const std::int64_t num_columns = args.matrices[0].num_columns;
+    const std::int64_t panels = (args.matrices[0].num_rows + kPanelRows - 1) / kPanelRows;
+    std::int64_t max_tokens = 0;
+    for (std::int64_t i = 0; i < args.num_matrices; ++i)
+        max_tokens = std::max(max_tokens, args.row_offsets[i + 1] - args.row_offsets[i]);
+    const bool is_streamed = uses_streaming_stores(args);
+    const std::int64_t num_units = args.num_matrices * panels;
+    WorkQueue queue(num_units, num_passes(max_tokens, num_columns), args.num_threads);
     ThreadPool::instance().run(args.num_threads, [&](int i, int) {
         TileConfig tile_config;
         for (WorkQueue::Unit unit; queue.next(i, unit);) {
+            const Gemm gemm = gemm_of(args, unit.index / panels, is_streamed);
+            const std::int64_t pass_tokens = tokens_per_pass(gemm.num_tokens, num_columns);
             const std::int64_t first = unit.pass * pass_tokens;
-            const std::int64_t end = std::min(first + pass_tokens, args.num_tokens);
-            const std::int64_t next = std::min(unit.index + 1, panels - 1);
-            multiply_panel(gemm, tile_config, unit.index, next, first, end);
+            const std::int64_t end = std::min(first + pass_tokens, gemm.num_tokens);
+            const std::int64_t next = std::min(unit.index + 1, num_units - 1);
+            const Gemm of_next = gemm_of(args, next / panels, is_streamed);
+            if (first < end)
+                multiply_panel(gemm, tile_config, unit.index % panels, of_next.panel(next % panels),
+                               first, end);
         }
-        if (gemm.is_streamed) streaming_fence();
+        if (is_streamed) streaming_fence();
     });
 }
 

@@ -18,28 +18,36 @@ namespace {
 constexpr int kMaxTokens = kMaxRows / 2;  // each token has two rows of bytes
 typedef std::uint8_t Bytes __attribute__((vector_size(kLanes), aligned(1), may_alias));
 
+// The tokens from `first` up to `end` times a matrix.
 struct Gemm {
     QuantizedLayout layout;
     const std::uint8_t* packed;
     const Bf16* bias;  // or null
     Bf16* dst;         // [tokens, rows]
-    std::int64_t num_tokens;
+    std::int64_t first, end;
 };
 
 template <int ROWS>
 using IntSums = I32x16[ROWS][kVectors];
 
+// The unsigned bytes of four columns out of a vector of packed numbers.
+template <NumberFormat FORMAT>
+inline U32x16 unpack(U32x16 numbers, int part) {
+    if (FORMAT == NumberFormat::kInt8) return numbers;
+    const U32x16 halves = numbers >> (4 * part) & 0x0f0f0f0fu;
+    return FORMAT == NumberFormat::kMxfp4 ? fp4_bytes(halves) : halves;
+}
+
 // dots += rows of bytes * the group's numbers.
-template <int BITS, int ROWS>
+template <NumberFormat FORMAT, int ROWS>
 inline void add_group(IntSums<ROWS>& dots, const std::uint32_t* const (&rows)[ROWS],
                       const U32x16* numbers, std::int64_t first, std::int64_t end) {
-    constexpr int kQuads = 8 / BITS;
+    constexpr int kQuads = 8 / bits_of(FORMAT);
     for (std::int64_t quad = first; quad < end; quad += kQuads, numbers += kVectors) {
         prefetch_ahead(numbers, kVectors);
         for (int part = 0; part < kQuads; ++part) {
             U32x16 weights[kVectors];
-            for (int v = 0; v < kVectors; ++v)
-                weights[v] = BITS == 8 ? numbers[v] : numbers[v] >> (4 * part) & 0x0f0f0f0fu;
+            for (int v = 0; v < kVectors; ++v) weights[v] = unpack<FORMAT>(numbers[v], part);
             for (int row = 0; row < ROWS; ++row) {
                 const std::uint32_t activation = rows[row][quad + part];
                 for (int v = 0; v < kVectors; ++v)
@@ -50,12 +58,13 @@ inline void add_group(IntSums<ROWS>& dots, const std::uint32_t* const (&rows)[RO
 }
 
 // Dequantizes the integer sums of a group, for sixteen rows of a panel.
+template <NumberFormat FORMAT>
 class Dequantizer {
   public:
     Dequantizer(const std::uint8_t* group, int v) {
         Bytes zero_bytes;
         std::memcpy(&scales_, group + v * sizeof scales_, sizeof scales_);
-        const std::uint8_t* const zeros = group + QuantizedLayout::kZerosOffset;
+        const std::uint8_t* const zeros = group + kZerosOffset;
         std::memcpy(&zero_bytes, zeros + v * kLanes, sizeof zero_bytes);
         zeros_ = __builtin_convertvector(zero_bytes, I32x16);
     }
@@ -74,7 +83,27 @@ class Dequantizer {
     I32x16 zeros_;
 };
 
-template <int BITS, int TOKENS>
+// A group of MXFP4 has 32 columns, so that the sum of both rows of bytes is below 2^24: exact.
+template <>
+class Dequantizer<NumberFormat::kMxfp4> {
+  public:
+    Dequantizer(const std::uint8_t* group, int v) {
+        Bytes exponents;
+        std::memcpy(&exponents, group + v * kLanes, sizeof exponents);
+        const U32x16 bits = __builtin_convertvector(exponents, U32x16) << 23;
+        scales_ = lane_max((F32x16)bits, splat(0x1p-127f)) * 0.5f;
+    }
+
+    F32x16 operator()(I32x16 high, I32x16 low, std::int32_t high_sum, std::int32_t low_sum) const {
+        const I32x16 both = high * 256 + low - kFp4Zero * (high_sum * 256 + low_sum);
+        return __builtin_convertvector(both, F32x16) * scales_;
+    }
+
+  private:
+    F32x16 scales_;
+};
+
+template <NumberFormat FORMAT, int TOKENS>
 void multiply(const Gemm& p, QuantizedActivations& activations, std::int64_t panel,
               std::int64_t first) {
     const QuantizedLayout& layout = p.layout;
@@ -87,10 +116,10 @@ void multiply(const Gemm& p, QuantizedActivations& activations, std::int64_t pan
     for (std::int64_t group = 0; group < layout.num_groups(); ++group) {
         const std::uint8_t* at = p.packed + layout.group_at(panel, group);
         IntSums<2 * TOKENS> dots = {};
-        const auto* numbers = reinterpret_cast<const U32x16*>(at + QuantizedLayout::kHeaderBytes);
-        add_group<BITS, 2 * TOKENS>(dots, rows, numbers, group * quads, (group + 1) * quads);
+        const auto* numbers = reinterpret_cast<const U32x16*>(at + header_bytes_of(FORMAT));
+        add_group<FORMAT, 2 * TOKENS>(dots, rows, numbers, group * quads, (group + 1) * quads);
         for (int v = 0; v < kVectors; ++v) {
-            const Dequantizer dequantize(at, v);
+            const Dequantizer<FORMAT> dequantize(at, v);
             for (int t = 0; t < TOKENS; ++t)
                 acc[t][v] += dequantize(dots[2 * t][v], dots[2 * t + 1][v],
                                         activations.sum(first + t, 0, group),
@@ -102,19 +131,19 @@ void multiply(const Gemm& p, QuantizedActivations& activations, std::int64_t pan
     store_panel<TOKENS>(acc, p.bias, p.dst + first * p.layout.num_rows, panel, layout.num_rows);
 }
 
-template <int BITS>
+template <NumberFormat FORMAT>
 void multiply_panel(const Gemm& p, QuantizedActivations& activations, std::int64_t panel) {
     constexpr void (*kMultiply[])(const Gemm&, QuantizedActivations&, std::int64_t,
                                   std::int64_t) = {
         nullptr,
-        multiply<BITS, 1>,
+        multiply<FORMAT, 1>,
 #if defined(__AVX512BF16__)
-        multiply<BITS, 2>,
-        multiply<BITS, 3>,
+        multiply<FORMAT, 2>,
+        multiply<FORMAT, 3>,
 #endif
     };
-    for (std::int64_t first = 0; first < p.num_tokens;) {
-        const int count = next_run(p.num_tokens - first, kMaxTokens);
+    for (std::int64_t first = p.first; first < p.end;) {
+        const int count = next_run(p.end - first, kMaxTokens);
         kMultiply[count](p, activations, panel, first);
         first += count;
     }
@@ -159,7 +188,7 @@ void multiply_tiles(TileConfig& tile_config, I32x16 (&dots)[kTileRows][kVectors]
     for (int row = 0; quad < quads && row < num_rows; ++row) {
         const std::uint32_t* own[] = {reinterpret_cast<const std::uint32_t*>(rows + row * stride)};
         auto& row_dots = reinterpret_cast<IntSums<1>&>(dots[row]);
-        add_group<8, 1>(row_dots, own, numbers + quad * kVectors, quad, quads);
+        add_group<NumberFormat::kInt8, 1>(row_dots, own, numbers + quad * kVectors, quad, quads);
     }
 }
 
@@ -173,9 +202,10 @@ void multiply_tokens(const Gemm& p, QuantizedActivations& activations, TileConfi
         alignas(64) I32x16 dots[kTileRows][kVectors];
         multiply_tiles(tile_config, dots, activations.row(first, 0) + group * layout.padded_group(),
                        activations.stride(), 2 * num_tokens,
-                       reinterpret_cast<const U32x16*>(at + QuantizedLayout::kHeaderBytes), quads);
+                       reinterpret_cast<const U32x16*>(at + header_bytes_of(NumberFormat::kInt8)),
+                       quads);
         for (int v = 0; v < kVectors; ++v) {
-            const Dequantizer dequantize(at, v);
+            const Dequantizer<NumberFormat::kInt8> dequantize(at, v);
             for (int t = 0; t < num_tokens; ++t)
                 acc[t][v] += dequantize(dots[2 * t][v], dots[2 * t + 1][v],
                                         activations.sum(first + t, 0, group),
@@ -190,10 +220,11 @@ void multiply_tokens(const Gemm& p, QuantizedActivations& activations, TileConfi
 
 // With few tokens vectors are a little faster than tiles. The results are identical.
 void multiply_bytes(const Gemm& p, QuantizedActivations& activations, std::int64_t panel) {
-    if (p.num_tokens <= kMaxTokens) return multiply_panel<8>(p, activations, panel);
+    if (p.end - p.first <= kMaxTokens)
+        return multiply_panel<NumberFormat::kInt8>(p, activations, panel);
     TileConfig tile_config;
-    for (std::int64_t first = 0, count; first < p.num_tokens; first += count) {
-        count = std::min<std::int64_t>(p.num_tokens - first, kTileTokens);
+    for (std::int64_t first = p.first, count; first < p.end; first += count) {
+        count = std::min<std::int64_t>(p.end - first, kTileTokens);
         multiply_tokens(p, activations, tile_config, panel, first, int(count));
     }
 }
@@ -201,10 +232,54 @@ void multiply_bytes(const Gemm& p, QuantizedActivations& activations, std::int64
 #else
 
 void multiply_bytes(const Gemm& p, QuantizedActivations& activations, std::int64_t panel) {
-    multiply_panel<8>(p, activations, panel);
+    multiply_panel<NumberFormat::kInt8>(p, activations, panel);
 }
 
 #endif
+
+// By NumberFormat.
+constexpr void (*kMultiplyPanel[])(const Gemm&, QuantizedActivations&, std::int64_t) = {
+    multiply_bytes,
+    multiply_panel<NumberFormat::kInt4>,
+    multiply_panel<NumberFormat::kMxfp4>,
+};
+
+// Writes the scale and zero point of a row into the header of a group.
+void pack_header(const PackArgs& args, std::uint8_t* group, std::int64_t within,
+                 std::int64_t scale_at) {
+    if (args.matrix.is_mxfp4) {
+        std::uint32_t bits;
+        std::memcpy(&bits, args.scales + scale_at, sizeof bits);
+        group[within] = std::uint8_t(bits >> 23);  // a power of two: its exponent
+        return;
+    }
+    std::memcpy(group + within * sizeof(float), args.scales + scale_at, sizeof(float));
+    group[kZerosOffset + within] = args.zeros[scale_at];
+}
+
+// Writes `columns` numbers of a row into their group: as words of four or eight numbers.
+void pack_group(const QuantizedLayout& layout, std::uint8_t* group, std::int64_t within,
+                const std::uint8_t* numbers, std::int64_t columns) {
+    const std::int64_t step = 32 / layout.bits;
+    for (std::int64_t column = 0; column < columns; column += step) {
+        std::uint32_t words[2] = {};
+        std::memcpy(words, numbers + column, std::min(step, columns - column));
+        words[0] |= words[1] << 4;
+        std::memcpy(group + layout.byte_at(within, column), words, sizeof words[0]);
+    }
+}
+
+// A number of a row, dequantized. `group` points to the number's group.
+float dequantize_number(const QuantizedLayout& layout, const std::uint8_t* group,
+                        std::int64_t within, std::int64_t column) {
+    const int byte = group[layout.byte_at(within, column)] >> layout.shift(column);
+    if (layout.format == NumberFormat::kMxfp4)
+        return float(kFp4Bytes[byte & 15] - kFp4Zero) * mxfp4_scale(group[within]);
+    float scale;
+    std::memcpy(&scale, group + within * sizeof scale, sizeof scale);
+    const int number = layout.bits == 4 ? byte & 15 : byte;
+    return float(number - group[kZerosOffset + within]) * scale;
+}
 
 }  // namespace
 
@@ -222,15 +297,10 @@ void pack(const PackArgs& args) {
             const std::int64_t panel = row / kPanelRows, within = row % kPanelRows;
             for (std::int64_t group = 0; group < layout.num_groups(); ++group) {
                 std::uint8_t* at = packed + layout.group_at(panel, group);
-                const std::int64_t scale_at = row * layout.num_groups() + group;
-                std::memcpy(at + within * sizeof(float), args.scales + scale_at, sizeof(float));
-                at[QuantizedLayout::kZerosOffset + within] = args.zeros[scale_at];
+                pack_header(args, at, within, row * layout.num_groups() + group);
                 const std::int64_t first = group * layout.group_size;
-                const std::int64_t columns =
-                    std::min(layout.group_size, layout.num_columns - first);
-                for (std::int64_t column = 0; column < columns; ++column)
-                    at[layout.byte_at(within, column)] |=
-                        weights[row * layout.num_columns + first + column] << layout.shift(column);
+                pack_group(layout, at, within, weights + row * layout.num_columns + first,
+                           std::min(layout.group_size, layout.num_columns - first));
             }
         }
     });
@@ -240,38 +310,40 @@ void get_rows(const PackedMatrix& matrix, const std::int64_t* row_ids, std::int6
               Bf16* dst) {
     const QuantizedLayout layout(matrix);
     const auto* const packed = static_cast<const std::uint8_t*>(matrix.packed);
-    const int mask = layout.bits == 4 ? 15 : 255;
     for (std::int64_t i = 0; i < count; ++i)
         for (std::int64_t column = 0; column < layout.num_columns; ++column) {
             const std::int64_t panel = row_ids[i] / kPanelRows, within = row_ids[i] % kPanelRows;
-            const std::int64_t inside = column % layout.group_size;
-            const std::uint8_t* at = packed + layout.group_at(panel, column / layout.group_size);
-            float scale;
-            std::memcpy(&scale, at + within * sizeof scale, sizeof scale);
-            const int number = at[layout.byte_at(within, inside)] >> layout.shift(inside) & mask;
-            const int zero = at[QuantizedLayout::kZerosOffset + within];
-            dst[i * layout.num_columns + column] = f32_to_bf16(float(number - zero) * scale);
+            const std::uint8_t* group = packed + layout.group_at(panel, column / layout.group_size);
+            const float number =
+                dequantize_number(layout, group, within, column % layout.group_size);
+            dst[i * layout.num_columns + column] = f32_to_bf16(number);
         }
 }
 
-void linear(const LinearArgs& args) {
-    const PackedMatrix& matrix = args.matrix;
-    const Gemm gemm{QuantizedLayout(matrix), static_cast<const std::uint8_t*>(matrix.packed),
-                    matrix.bias, args.dst, args.num_tokens};
-    const std::int64_t num_columns = matrix.num_columns;
+void linear(const GroupedLinear& args) {
+    const QuantizedLayout layout(args.matrices[0]);
     thread_local QuantizedActivations buffer;
     // Captured by reference: all threads use the buffer of the calling thread.
     QuantizedActivations& quantized = buffer;
-    quantized.resize(gemm.layout, args.num_tokens);
-    const auto quantize = [&](std::int64_t token, std::int64_t end) {
-        for (; token < end; ++token) quantized.quantize(token, args.src + token * num_columns);
+    quantized.resize(layout, args.num_rows());
+    const auto quantize = [&](std::int64_t row, std::int64_t end) {
+        for (; row < end; ++row) quantized.quantize(row, args.src + row * layout.num_columns);
     };
-    parallel_for(args.num_tokens, num_columns, args.num_threads, quantize);
-    WorkQueue queue(gemm.layout.num_panels(), 1, args.num_threads);
+    parallel_for(args.num_rows(), layout.num_columns, args.num_threads, quantize);
+    const std::int64_t panels = layout.num_panels();
+    WorkQueue queue(args.num_matrices * panels, 1, args.num_threads);
     ThreadPool::instance().run(args.num_threads, [&](int i, int) {
-        for (WorkQueue::Unit unit; queue.next(i, unit);)
-            matrix.bits == 4 ? multiply_panel<4>(gemm, quantized, unit.index)
-                             : multiply_bytes(gemm, quantized, unit.index);
+        for (WorkQueue::Unit unit; queue.next(i, unit);) {
+            const std::int64_t index = unit.index / panels, panel = unit.index % panels;
+            const PackedMatrix& matrix = args.matrices[index];
+            const Gemm gemm{layout,
+                            static_cast<const std::uint8_t*>(matrix.packed),
+                            matrix.bias,
+                            args.dst,
+                            args.row_offsets[index],
+                            args.row_offsets[index + 1]};
+            kMultiplyPanel[int(layout.format)](gemm, quantized, panel);
+        }
     });
 }
 

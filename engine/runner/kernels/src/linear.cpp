@@ -4,6 +4,14 @@
 
 using namespace baton;
 
+namespace baton {
+
+void linear(const GroupedLinear& args) {
+    args.matrices[0].bits == 16 ? bf16::linear(args) : quantized::linear(args);
+}
+
+}  // namespace baton
+
 extern "C" {
 
 std::int64_t baton_packed_bytes(const PackedMatrix* matrix) {
@@ -21,7 +29,13 @@ void baton_get_rows(const PackedMatrix* matrix, const std::int64_t* row_ids, std
 }
 
 void baton_linear(const LinearArgs* args) {
-    args->matrix.bits == 16 ? bf16::linear(*args) : quantized::linear(*args);
+    const std::int64_t row_offsets[] = {0, args->num_tokens};
+    linear({.matrices = &args->matrix,
+            .row_offsets = row_offsets,
+            .num_matrices = 1,
+            .src = args->src,
+            .dst = args->dst,
+            .num_threads = args->num_threads});
 }
 
 }  // extern "C"

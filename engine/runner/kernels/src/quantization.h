@@ -10,22 +10,47 @@ namespace baton {
 
 constexpr float kMaxActivation = 32512;  // 127 * 256: the rounded high byte fits into int8
 
+// Format of the numbers and of a group's header. Integers have a float scale and a zero point per
+// row. MXFP4 has 4-bit floats (E2M1) and one byte per row, the exponent of its scale.
+enum class NumberFormat { kInt8, kInt4, kMxfp4 };
+
+constexpr int bits_of(NumberFormat format) { return format == NumberFormat::kInt8 ? 8 : 4; }
+
+constexpr std::int64_t kZerosOffset = kPanelRows * sizeof(float);
+
+constexpr std::int64_t header_bytes_of(NumberFormat format) {
+    return format == NumberFormat::kMxfp4 ? kPanelRows : kZerosOffset + kPanelRows;
+}
+
+// Scale of doubled FP4 values with an E8M0 exponent: 2^(exponent - 127) / 2.
+inline float mxfp4_scale(std::uint8_t exponent) {
+    const std::uint32_t bits = exponent == 0 ? 0x00400000u : std::uint32_t(exponent) << 23;
+    float scale;
+    std::memcpy(&scale, &bits, sizeof scale);
+    return scale * 0.5f;
+}
+
 // Packed layout: by panel of rows, then by group of columns. A group begins with the scales and
 // zero points of its rows, so that a thread reads one sequential stream.
 struct QuantizedLayout {
+    NumberFormat format;
     std::int64_t bits, num_rows, num_columns, group_size;
 
     QuantizedLayout() = default;
     explicit QuantizedLayout(const PackedMatrix& matrix)
-        : bits(matrix.bits), num_rows(matrix.num_rows), num_columns(matrix.num_columns),
+        : format(matrix.is_mxfp4    ? NumberFormat::kMxfp4
+                 : matrix.bits == 4 ? NumberFormat::kInt4
+                                    : NumberFormat::kInt8),
+          bits(matrix.bits), num_rows(matrix.num_rows), num_columns(matrix.num_columns),
           group_size(matrix.group_size) {}
 
     std::int64_t num_groups() const { return (num_columns + group_size - 1) / group_size; }
     std::int64_t padded_group() const { return (group_size + 7) / 8 * 8; }
     std::int64_t padded_columns() const { return num_groups() * padded_group(); }
     std::int64_t num_panels() const { return (num_rows + kPanelRows - 1) / kPanelRows; }
+    std::int64_t header_bytes() const { return header_bytes_of(format); }
     std::int64_t group_bytes() const {
-        return kHeaderBytes + padded_group() * kPanelRows * bits / 8;
+        return header_bytes() + padded_group() * kPanelRows * bits / 8;
     }
     std::int64_t bytes() const { return num_panels() * num_groups() * group_bytes(); }
 
@@ -36,12 +61,9 @@ struct QuantizedLayout {
     // contiguous.
     std::int64_t byte_at(std::int64_t row, std::int64_t column) const {
         const std::int64_t quad = bits == 8 ? column / 4 : column / 8;
-        return kHeaderBytes + (quad * kPanelRows + row) * 4 + column % 4;
+        return header_bytes() + (quad * kPanelRows + row) * 4 + column % 4;
     }
     int shift(std::int64_t column) const { return bits == 4 && column % 8 >= 4 ? 4 : 0; }
-
-    static constexpr std::int64_t kZerosOffset = kPanelRows * sizeof(float);
-    static constexpr std::int64_t kHeaderBytes = kZerosOffset + kPanelRows;
 };
 
 // Quantized activations. Reused from one GEMM to the next, to reuse its buffers.

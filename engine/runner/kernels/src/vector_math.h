@@ -55,6 +55,30 @@ inline void dot_add_int8(I32x16& total, U32x16 weights, std::uint32_t activation
 #endif
 }
 
+// Unsigned byte of each FP4 (E2M1) code: twice its value, plus kFp4Zero.
+constexpr int kFp4Zero = 12;
+constexpr std::uint8_t kFp4Bytes[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+// Looks up the bytes of FP4 codes; each byte of `codes` is one code.
+inline U32x16 fp4_bytes(U32x16 codes) {
+#if defined(__AVX512BF16__)
+    const __m128i table = _mm_loadu_si128((const __m128i*)kFp4Bytes);
+    return (U32x16)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), (__m512i)codes);
+#elif defined(__AVX2__)
+    const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)kFp4Bytes));
+    auto* const halves = reinterpret_cast<U32x8*>(&codes);
+    for (int i = 0; i < 2; ++i) halves[i] = (U32x8)_mm256_shuffle_epi8(table, (__m256i)halves[i]);
+    return codes;
+#else
+    // Magnitudes 0 to 7 become 0, 1, 2, 3, 4, 6, 8, 12: from four on, the lower two bits add more.
+    const U32x16 has_four = codes >> 2 & 0x01010101u, sign = codes >> 3 & 0x01010101u;
+    const U32x16 lower = codes & (has_four | has_four << 1);
+    const U32x16 doubled = (codes & 0x07070707u) + lower + (lower & lower << 1 & 0x02020202u);
+    const U32x16 is_negative = (sign << 8) - sign;
+    return kFp4Zero * 0x01010101u + doubled - ((doubled & is_negative) << 1);
+#endif
+}
+
 // exp(x) within two units in the last place. A NaN stays a NaN; underflow becomes zero.
 inline F32x16 exp(F32x16 x) {
     const F32x16 low = splat(-87.3f), high = splat(88.7f);

@@ -2,41 +2,172 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from baton.bench.engine.roofline import Work, batch_of, prompt_of, work_of
+from baton.bench.engine.roofline import (
+    LayerWork,
+    StepWork,
+    Work,
+    batch_of,
+    expect_experts,
+    prompt_of,
+    work_of,
+)
+from baton.bench.engine.routing import RoutingMeter
+from engine.runner.families.read_config import read_model_config
+from engine.runner.model.config import LayerConfig, MoeConfig
+from engine.runner.model.experts import Router
+from engine.runner.model.ops import TorchOps
+from engine.runner.weights.tensor_names import expected_tensors
+from tests.support.families import FAMILY_VARIANTS
+from tests.support.models import make_model_folder
+from tests.support.random_folders import small_config, small_folder
+from tools.make_model import make_model
 
 DEMO = Path(__file__).resolve().parents[4] / "models" / "demo"
 
+LAYER = LayerWork(LayerConfig(), kv_numbers=40, other_numbers=60, expert_numbers=0, top_k=0)
+WORK = Work(
+    layers=[LAYER],
+    moe=None,
+    head_numbers=50,
+    number_bytes=2,
+    expert_number_bytes=2,
+    head_number_bytes=2,
+    slot_numbers=10,
+    pair_products=5,
+)
+TINY = {
+    "vocab_size": 10,
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 6,
+}
 
-WORK = Work(layer_numbers=100, head_numbers=50, bytes_of_number=2, slot_numbers=10, pair_products=5)
+
+def no_experts(_num_tokens: int) -> float:
+    return 0.0
+
+
+def read_bytes(work: Work, step: StepWork, num_experts: float = 0.0) -> float:
+    return work.seconds(step, lambda _: num_experts, bytes_per_s=1.0, flops_per_s=1e30)
+
+
+def flops(work: Work, step: StepWork) -> float:
+    return work.seconds(step, no_experts, bytes_per_s=1e30, flops_per_s=1.0)
 
 
 def test_few_tokens_wait_for_memory_and_many_for_arithmetic() -> None:
-    assert WORK.seconds(batch_of(1, 0), bytes_per_s=300, flops_per_s=600) == 1.0
-    assert WORK.seconds(batch_of(8, 0), bytes_per_s=300, flops_per_s=600) == 4.0
+    limits = {"bytes_per_s": 320.0, "flops_per_s": 610.0}
+
+    assert WORK.seconds(batch_of(1, 1), no_experts, **limits) == (300 + 20) / 320
+    assert WORK.seconds(batch_of(8, 1), no_experts, **limits) == 8 * 2 * (150 + 5) / 610
 
 
 def test_a_batch_reads_what_all_of_its_sequences_have_written() -> None:
-    assert WORK.seconds(batch_of(2, 15), bytes_per_s=300, flops_per_s=1e9) == 3.0
+    assert read_bytes(WORK, batch_of(2, 15)) == 2 * 150 + 2 * 15 * 20
 
 
 def test_a_prompt_reads_its_slots_once_and_each_token_sees_those_up_to_its_own() -> None:
-    assert WORK.seconds(prompt_of(3), bytes_per_s=36, flops_per_s=1e9) == 10.0
-    assert WORK.seconds(prompt_of(3), bytes_per_s=1e9, flops_per_s=760) == 1.0
+    work = replace(WORK, layers=[LAYER, LAYER])
+
+    assert read_bytes(work, prompt_of(3)) == 2 * 250 + 2 * 3 * 20
+    # The last layer computes queries, attention and MLP of the last token alone.
+    assert flops(work, prompt_of(3)) == 2 * (50 + 3 * 100 + 3 * 40 + 60 + (1 + 2 + 3 + 3) * 5)
+
+
+def test_a_window_and_a_chunk_hide_slots() -> None:
+    window = replace(LAYER, span=LayerConfig(window=4))
+    chunk = replace(LAYER, span=LayerConfig(chunk=4))
+    work = replace(WORK, layers=[window, chunk], slot_numbers=1, pair_products=1)
+
+    # At position 9, the window has slots 6 to 9 and the chunk 8 and 9.
+    assert read_bytes(work, batch_of(1, 10)) == 2 * 250 + (4 + 2) * 2
+    # Six tokens: 1, 2, 3, 4, 4, 4 slots of the window. The last one sees 4 and 5 of its chunk.
+    assert read_bytes(work, prompt_of(6)) == 2 * 250 + (6 + 2) * 2
+    assert flops(work, prompt_of(6)) == 2 * (50 + 6 * 100 + 6 * 40 + 60 + 18 + 2)
+
+
+def test_a_mixture_reads_the_chosen_experts_and_computes_those_of_each_token(
+    tmp_path: Path,
+) -> None:
+    work = work_of(small_folder(tmp_path, "qwen3-30b-a3b", "bfloat16", **TINY), "none")
+    attention = 64 + 128  # keys and values, queries and output
+    router, expert, head = 4 * 8, 3 * 6 * 8, 10 * 8
+
+    read = head + 2 * (attention + router + 3 * expert)
+    assert read_bytes(work, batch_of(5, 1), 3.0) == 2 * read + 2 * 5 * 8 * 2
+    products = head + 2 * (attention + router + 2 * expert + 16)
+    assert flops(work, batch_of(5, 1)) == 2 * 5 * products
+
+
+def test_equal_choices_touch_nearly_all_experts_of_a_large_batch() -> None:
+    expect = expect_experts(MoeConfig(num_experts=4, top_k=2, expert_size=1))
+
+    assert [expect(count) for count in (0, 1, 2, 3)] == [0.0, 2.0, 3.0, 3.5]
+
+
+def test_the_experts_that_are_chosen_count() -> None:
+    moe = MoeConfig(num_experts=3, top_k=1, expert_size=1)
+    router = Router(moe, torch.eye(3), None, None)
+    meter = RoutingMeter(lambda _: 7.0)
+    route = TorchOps.route
+
+    with meter.count():
+        TorchOps().route(torch.eye(3)[[0, 0, 2]], router)
+        TorchOps().route(torch.eye(3)[[1, 1, 1]], router)
+    TorchOps().route(torch.eye(3), router)
+
+    assert meter.num_experts(3) == (2 + 1) / 2
+    assert meter.num_experts(4) == 7.0
+    assert TorchOps.route is route
+
+
+@pytest.mark.parametrize("name", FAMILY_VARIANTS)
+def test_each_matrix_of_a_family_counts_once(name: str, tmp_path: Path) -> None:
+    config = read_model_config(make_model_folder(tmp_path, FAMILY_VARIANTS[name]))
+    work = work_of(tmp_path, "none")
+
+    num_experts = 0 if config.moe is None else config.moe.num_experts
+    counted = config.vocab_size * config.hidden_size + sum(
+        layer.kv_numbers + layer.other_numbers + num_experts * layer.expert_numbers
+        for layer in work.layers
+    )
+    matrices = {
+        name: torch.Size(shape).numel()
+        for name, shape in expected_tensors(config).items()
+        if len(shape) > 1 and not name.endswith(("_bias", "embed_tokens.weight"))
+    }
+    head = config.vocab_size * config.hidden_size if config.ties_embeddings else 0
+    assert counted == sum(matrices.values()) + head
+
+
+def test_a_quantized_folder_is_read_as_it_is_stored(tmp_path: Path) -> None:
+    make_model(tmp_path, small_config("gpt-oss-20b"), quantization="mxfp4")
+
+    work = work_of(tmp_path, "none")
+
+    assert (work.number_bytes, work.expert_number_bytes, work.head_number_bytes) == (2.0, 0.5, 2.0)
 
 
 def test_whole_numbers_are_read_faster() -> None:
-    whole, small = work_of(DEMO, "none"), work_of(DEMO, "int8")
-
     alone = batch_of(1, 0)
-    assert small.seconds(alone, 1e9, 1e12) == whole.seconds(alone, 1e9, 1e12) / 2
+    plain, int8, int4 = (work_of(DEMO, quantize) for quantize in ("none", "int8", "int4"))
+
+    assert read_bytes(int8, alone) == read_bytes(plain, alone) / 2
+    # The head stays in int8.
+    assert read_bytes(int4, alone) == (read_bytes(int8, alone) + plain.head_numbers) / 2
 
 
 def test_the_demo_model_is_counted_as_its_files_hold_it() -> None:
-    work = work_of(DEMO, "none")
-
     stored = (DEMO / "model.safetensors").stat().st_size
-    assert work.layer_numbers * 2 + work.head_numbers * 2 == pytest.approx(stored, rel=0.01)
+
+    assert read_bytes(work_of(DEMO, "none"), batch_of(1, 0)) == pytest.approx(stored, rel=0.01)

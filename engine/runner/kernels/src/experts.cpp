@@ -1,0 +1,151 @@
+// Mixture of experts: the rows of all tokens are grouped by expert, so that each expert's weights
+// are read once.
+
+#include "gate.h"
+#include "gemm.h"
+#include "thread_pool.h"
+
+#include <vector>
+
+using namespace baton;
+
+namespace {
+
+// A row is a token of an expert. Rows are in ascending order of experts, then of tokens.
+class Rows {
+  public:
+    explicit Rows(const MixArgs& args)
+        : slots_(args.num_tokens * args.top_k), rows_(slots_.size()) {
+        std::vector<std::int64_t> ends(args.num_experts);
+        for (std::size_t slot = 0; slot < slots_.size(); ++slot) ++ends[args.expert_ids[slot]];
+        offsets_.push_back(0);
+        for (std::int64_t expert = 0; expert < args.num_experts; ++expert) {
+            const std::int64_t count = ends[expert];
+            ends[expert] = offsets_.back();
+            if (count == 0) continue;
+            gate_up_.push_back(args.gate_up[expert]);
+            down_.push_back(args.down[expert]);
+            offsets_.push_back(offsets_.back() + count);
+        }
+        for (std::size_t slot = 0; slot < slots_.size(); ++slot)
+            slots_[ends[args.expert_ids[slot]]++] = slot;
+        std::vector<std::int64_t> found(args.num_tokens);
+        for (std::size_t row = 0; row < slots_.size(); ++row) {
+            const std::int64_t token = slots_[row] / args.top_k;
+            rows_[token * args.top_k + found[token]++] = row;
+        }
+    }
+
+    std::int64_t count() const { return slots_.size(); }
+    // Index of the row in expert_ids and weights.
+    std::int64_t slot(std::int64_t row) const { return slots_[row]; }
+    // Rows of a token, in ascending order.
+    const std::int64_t* of_token(std::int64_t index) const { return rows_.data() + index; }
+
+    GroupedLinear gate_up(const Bf16* src, Bf16* dst, std::int32_t num_threads) const {
+        return grouped(gate_up_, src, dst, num_threads);
+    }
+    GroupedLinear down(const Bf16* src, Bf16* dst, std::int32_t num_threads) const {
+        return grouped(down_, src, dst, num_threads);
+    }
+
+  private:
+    GroupedLinear grouped(const std::vector<PackedMatrix>& matrices, const Bf16* src, Bf16* dst,
+                          std::int32_t num_threads) const {
+        return {
+            .matrices = matrices.data(),
+            .row_offsets = offsets_.data(),
+            .num_matrices = std::int64_t(matrices.size()),
+            .src = src,
+            .dst = dst,
+            .num_threads = num_threads,
+        };
+    }
+
+    std::vector<std::int64_t> slots_, rows_, offsets_;
+    std::vector<PackedMatrix> gate_up_, down_;  // of the experts that have rows
+};
+
+void scale_row(const Bf16* src, float weight, Bf16* dst, std::int64_t size) {
+    std::int64_t at = 0;
+    for (; at + kLanes <= size; at += kLanes) store(dst + at, bf16_to_f32(src + at) * weight);
+    for (; at < size; ++at) dst[at] = f32_to_bf16(bf16_to_f32(src[at]) * weight);
+}
+
+// Copies the inputs of all rows to narrow_buf.
+void gather(const MixArgs& args, const Rows& rows, std::int64_t size) {
+    parallel_for(rows.count(), size, args.num_threads, [&](std::int64_t row, std::int64_t end) {
+        for (; row < end; ++row) {
+            const std::int64_t slot = rows.slot(row);
+            const Bf16* const src = args.src + slot / args.top_k * size;
+            Bf16* const dst = args.narrow_buf + row * size;
+            if (args.scales_input)
+                scale_row(src, round_to_bf16(args.weights[slot]), dst, size);
+            else
+                std::memcpy(dst, src, size * sizeof(Bf16));
+        }
+    });
+}
+
+// Sums the rows of a token: in ascending order, in float32.
+class TokenSum {
+  public:
+    TokenSum(const MixArgs& args, const Rows& rows, std::int64_t size)
+        : args_(args), rows_(rows), size_(size), weights_(args.top_k), outputs_(args.top_k) {}
+
+    void operator()(std::int64_t token) {
+        const std::int64_t* const own = rows_.of_token(token * args_.top_k);
+        for (std::int64_t i = 0; i < args_.top_k; ++i) {
+            outputs_[i] = args_.narrow_buf + own[i] * size_;
+            const float weight = args_.weights[rows_.slot(own[i])];
+            weights_[i] = args_.scales_input ? 1.0f : round_to_bf16(weight);
+        }
+        Bf16* const dst = args_.dst + token * size_;
+        std::int64_t at = 0;
+        for (; at + kLanes <= size_; at += kLanes) {
+            F32x16 total{};
+            for (std::int64_t i = 0; i < args_.top_k; ++i)
+                total += bf16_to_f32(outputs_[i] + at) * weights_[i];
+            store(dst + at, total);
+        }
+        for (; at < size_; ++at) {
+            float total = 0;
+            for (std::int64_t i = 0; i < args_.top_k; ++i)
+                total += bf16_to_f32(outputs_[i][at]) * weights_[i];
+            dst[at] = f32_to_bf16(total);
+        }
+    }
+
+  private:
+    const MixArgs& args_;
+    const Rows& rows_;
+    std::int64_t size_;
+    std::vector<float> weights_;
+    std::vector<const Bf16*> outputs_;
+};
+
+}  // namespace
+
+extern "C" {
+
+void baton_mix_experts(const MixArgs* args) {
+    if (args->num_tokens == 0) return;
+    const std::int64_t hidden_size = args->down[0].num_rows, size = args->down[0].num_columns;
+    const Rows rows(*args);
+    gather(*args, rows, hidden_size);
+    linear(rows.gate_up(args->narrow_buf, args->wide_buf, args->num_threads));
+    parallel_for(rows.count(), size, args->num_threads, [&](std::int64_t row, std::int64_t end) {
+        for (; row < end; ++row) {
+            const Bf16* const gate = args->wide_buf + row * 2 * size;
+            gate_row(gate, gate + size, args->gated_buf + row * size, size, args->gate);
+        }
+    });
+    linear(rows.down(args->gated_buf, args->narrow_buf, args->num_threads));
+    const auto add_up = [&](std::int64_t token, std::int64_t end) {
+        TokenSum add_rows(*args, rows, hidden_size);
+        for (; token < end; ++token) add_rows(token);
+    };
+    parallel_for(args->num_tokens, args->top_k * hidden_size, args->num_threads, add_up);
+}
+
+}  // extern "C"

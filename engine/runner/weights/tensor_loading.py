@@ -1,0 +1,236 @@
+"""Loads tensors and linear layers by name; each tensor is read once, and quantized if asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from engine.runner.families.family import ExpertNames
+from engine.runner.kernels.choose import Parts
+from engine.runner.model.ops import Linear, Norm
+from engine.runner.model_info import LoadProgress, LoadProgressCallback
+from engine.runner.weights.float8 import dequantize_into
+from engine.runner.weights.heap import HeapTrimmer
+from engine.runner.weights.mxfp4 import read_mxfp4
+from engine.runner.weights.packed import MARKERS, is_packed, read_packed
+from engine.runner.weights.quantize import (
+    Quantize,
+    Quantized,
+    have_same_order,
+    select_rows,
+    stacked,
+    to_int4,
+    to_int8,
+)
+from engine.runner.weights.safetensors import Shape, WeightFiles
+from engine.runner.weights.tensor_names import TensorMap
+from errors import ModelError
+
+QUANTIZERS: Mapping[str, Quantize | None] = {"none": None, "int8": to_int8, "int4": to_int4}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTarget:
+    """Dtype, device, implementation and quantization of the loaded weights."""
+
+    dtype: torch.dtype
+    device: torch.device
+    parts: Parts
+    quantize: str = "none"
+
+
+class TensorLoader:
+    """Loads tensors in the target's dtype; matrices of one fused linear layer are stacked."""
+
+    def __init__(
+        self,
+        tensors: TensorMap,
+        files: WeightFiles,
+        target: LoadTarget,
+        on_progress: LoadProgressCallback | None,
+    ) -> None:
+        self._config = tensors.config
+        self._how = tensors.config.quantization
+        self._shapes = tensors.shapes()
+        self._files = files
+        self._names = frozenset(files.names())
+        self._target = target
+        self._trimmer = HeapTrimmer()
+        self._progress = _Progress(target.dtype.itemsize, on_progress)
+        sinks = tensors.names.sinks  # loaded with the attention
+        self._progress.add_expected(
+            size for name, size in self._sizes() if not name.endswith(sinks)
+        )
+
+    def vector(self, name: str) -> Tensor:
+        """Load a small tensor in float32, dequantized if necessary."""
+        linear = name.removesuffix(".weight")
+        if self._is_integer(linear):
+            matrix = replace(self._load_unpacked(linear), dtype=torch.float32)
+            return matrix.dequantize()
+        vector = torch.empty(self._shapes[name])
+        self._copy(name, vector)
+        return vector.to(self._target.device)
+
+    def norm(self, name: str, order: Sequence[int] | None = None) -> Norm:
+        """Load a norm's weight. `order` permutes it."""
+        config = self._config.norm
+        weight = self.vector(f"{name}.weight") + config.weight_offset
+        if order is not None:
+            weight = weight[list(order)]
+        if not config.rounds_once:
+            weight = weight.to(self._target.dtype)
+        return Norm(weight, config.epsilon, config.rounds_once)
+
+    def embedding(self, name: str) -> Linear:
+        """Load the embedding or LM head. int4 is too inexact for them, so they use int8."""
+        quantize = None if self._target.quantize == "none" else to_int8
+        return self._make_linear(self._matrix([name], quantize), None)
+
+    def linear(
+        self, names: Sequence[str], has_bias: bool, order: Sequence[int] | None = None
+    ) -> Linear:
+        """Load a linear layer whose matrices are stacked. `order` permutes its first rows."""
+        matrix = self._matrix(names, QUANTIZERS[self._target.quantize])
+        bias = self._stacked([f"{name}.bias" for name in names]) if has_bias else None
+        if order is not None:
+            rows = torch.arange(sum(self._shapes[f"{name}.weight"][0] for name in names))
+            rows[: len(order)] = torch.tensor(order)
+            matrix = select_rows(matrix, rows.to(self._target.device))
+            bias = None if bias is None else bias[rows]
+        return self._make_linear(matrix, bias)
+
+    def expert_linear(
+        self, name: str, expert: int, names: ExpertNames, has_bias: bool, *, is_gate_up: bool
+    ) -> Linear:
+        """Load one expert's matrix out of a tensor that stacks those of all experts."""
+        is_interleaved = is_gate_up and names.is_interleaved
+        matrix = self._expert_matrix(name, expert, names, is_interleaved)
+        bias = None
+        if has_bias:
+            part = self._files.part(f"{name}_bias", expert)
+            bias = self._place(_join_halves(part) if is_interleaved else part)
+            self._progress.add(bias.numel())
+        return self._make_linear(matrix, bias)
+
+    def _make_linear(self, matrix: Tensor | Quantized, bias: Tensor | None) -> Linear:
+        size = matrix.numbers.numel() if isinstance(matrix, Quantized) else matrix.nbytes
+        self._trimmer.count(size)
+        return self._target.parts.ops.linear(matrix, bias)
+
+    def _expert_matrix(
+        self, name: str, expert: int, names: ExpertNames, is_interleaved: bool
+    ) -> Tensor | Quantized:
+        stored = f"{name}.weight" if names.has_weight_suffix else name
+        self._progress.add(torch.Size(self._shapes[stored][1:]).numel())
+        if self._is_packed(name):
+            parts = (self._files.part(f"{name}_{part}", expert) for part in ("blocks", "scales"))
+            blocks, scales = (_join_halves(part) if is_interleaved else part for part in parts)
+            return read_mxfp4(blocks, scales, self._target.dtype).on(self._target.device)
+        part = self._files.part(stored, expert)
+        matrix = part.T if names.is_transposed else part
+        matrix = _join_halves(matrix) if is_interleaved else matrix
+        quantize = QUANTIZERS[self._target.quantize]
+        if not self._can_map(matrix, quantize):
+            matrix = self._place(matrix)
+        return matrix if quantize is None else quantize(matrix)
+
+    def _can_map(self, tensor: Tensor, quantize: Quantize | None) -> bool:
+        """Return whether a matrix of a mapped file can be used without a copy of it."""
+        is_copied_later = quantize is not None or self._target.parts.ops.copies_weights
+        is_placed = (tensor.dtype, tensor.device) == (self._target.dtype, self._target.device)
+        return is_copied_later and is_placed
+
+    def _place(self, tensor: Tensor) -> Tensor:
+        """Copy a tensor of a mapped file."""
+        placed = torch.empty(tensor.shape, dtype=self._target.dtype, device=self._target.device)
+        return placed.copy_(tensor)
+
+    def _stacked(self, names: Sequence[str]) -> Tensor:
+        shapes = [self._shapes[name] for name in names]
+        shape: Shape = (sum(each[0] for each in shapes), *shapes[0][1:])
+        whole = torch.empty(shape, dtype=self._target.dtype, device=self._target.device)
+        parts = whole.split([each[0] for each in shapes])
+        for name, part in zip(names, parts, strict=True):
+            self._copy(name, part)
+        return whole
+
+    def _copy(self, name: str, destination: Tensor) -> None:
+        linear = name.removesuffix(".weight")
+        if self._how is not None and self._how.is_float8 and self._is_packed(linear):
+            scale = self._files.tensor(f"{linear}{MARKERS[self._how.packing]}")
+            dequantize_into(destination, self._files.tensor(name), scale, self._how)
+        else:
+            self._files.copy_into(name, destination)
+        self._progress.add(destination.numel())
+
+    def _matrix(self, names: Sequence[str], quantize: Quantize | None) -> Tensor | Quantized:
+        if any(map(self._is_integer, names)):
+            return self._load_packed(names)
+        matrix = self._mapped(names, quantize)
+        if matrix is None:
+            matrix = self._stacked([f"{name}.weight" for name in names])
+        return matrix if quantize is None else quantize(matrix)
+
+    def _mapped(self, names: Sequence[str], quantize: Quantize | None) -> Tensor | None:
+        """Return a matrix without copying it, or None where it needs a copy."""
+        if len(names) > 1 or self._is_packed(names[0]):
+            return None
+        matrix = self._files.tensor(f"{names[0]}.weight")
+        if not self._can_map(matrix, quantize):
+            return None
+        self._progress.add(matrix.numel())
+        return matrix
+
+    def _load_packed(self, names: Sequence[str]) -> Quantized:
+        if not all(map(self._is_packed, names)):
+            raise ModelError(f"{', '.join(names)}: some are quantized and some are not")
+        parts = [self._load_unpacked(name) for name in names]
+        if not have_same_order(parts):
+            raise ModelError(f"{', '.join(names)}: their columns have different orders")
+        return stacked(parts)
+
+    def _load_unpacked(self, name: str) -> Quantized:
+        assert self._how is not None
+        shape = self._shapes[f"{name}.weight"]
+        unpacked = read_packed(
+            name, shape, self._names, self._how, self._files.tensor, self._target.dtype
+        )
+        self._progress.add(torch.Size(shape).numel())
+        return unpacked.on(self._target.device)
+
+    def _is_packed(self, name: str) -> bool:
+        return self._how is not None and is_packed(name, self._names, self._how)
+
+    def _is_integer(self, name: str) -> bool:
+        return self._is_packed(name) and self._how is not None and not self._how.is_float8
+
+    def _sizes(self) -> Iterator[tuple[str, int]]:
+        for name, shape in self._shapes.items():
+            yield name, torch.Size(shape).numel()
+
+
+class _Progress:
+    """Counts loaded numbers in bytes of the target's dtype."""
+
+    def __init__(self, itemsize: int, on_progress: LoadProgressCallback | None) -> None:
+        self._itemsize = itemsize
+        self._on_progress = on_progress
+        self._loaded = 0
+        self._total = 0
+
+    def add_expected(self, sizes: Iterable[int]) -> None:
+        self._total += sum(sizes) * self._itemsize
+
+    def add(self, num_numbers: int) -> None:
+        self._loaded += num_numbers * self._itemsize
+        if self._on_progress is not None:
+            self._on_progress(LoadProgress(self._loaded, self._total))
+
+
+def _join_halves(interleaved: Tensor) -> Tensor:
+    """Return the rows with even index, then those with odd index."""
+    return torch.cat((interleaved[::2], interleaved[1::2]))

@@ -1,0 +1,317 @@
+"""Quantized folders of families with experts, fused matrices and permuted heads."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from baton.llm import LLM
+from engine.runner.families.read_config import read_model_config
+from engine.runner.kernels.choose import native_parts
+from engine.runner.kernels.native import NativeLinear
+from engine.runner.load import RunnerConfig, load_runner
+from engine.runner.model.config import ModelConfig
+from engine.runner.model.experts import Moe
+from engine.runner.model.layers import Layer, Layers
+from engine.runner.model_info import LoadProgress
+from engine.runner.weights.decoder_loading import load_decoder
+from engine.runner.weights.safetensors import WeightFiles
+from engine.runner.weights.tensor_loading import LoadTarget
+from engine.sampling import SamplingParams
+from errors import ModelError
+from tests.support.families import FAMILY_VARIANTS
+from tests.support.kernels import kernels_by_variant
+from tests.support.models import make_model_folder, prompt_of
+from tests.support.packed_folders import (
+    COMBINATIONS,
+    EVERY_FORMAT,
+    FORMATS,
+    MXFP4,
+    Format,
+    write_quantized,
+)
+from tests.support.runner_drivers import Driver, RandomChunkDriver, drives_of
+
+CPU = torch.device("cpu")
+BUDGET = 1 << 20
+needs_kernels = pytest.mark.skipif(not kernels_by_variant(), reason="no C++ compiler here")
+each_combination = pytest.mark.parametrize(("family", "written"), COMBINATIONS)
+
+Write = Callable[[str, Format], tuple[Path, Path]]
+
+
+@pytest.fixture(scope="module")
+def make_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def make(name: str) -> Path:
+        if name not in made:
+            made[name] = make_model_folder(tmp_path_factory.mktemp(name), FAMILY_VARIANTS[name])
+        return made[name]
+
+    return make
+
+
+@pytest.fixture
+def write(make_family: Callable[[str], Path], tmp_path: Path) -> Write:
+    """Write a quantized folder of a family, and its dequantized twin."""
+    return lambda family, written: write_quantized(make_family(family), tmp_path, written)
+
+
+def logprobs_of(model: Path, **settings: Any) -> Tensor:
+    with LLM(str(model), kv_cache_memory="16MiB", **settings) as llm:
+        [answer] = llm.generate(prompt_of(60), SamplingParams(max_tokens=1, prompt_logprobs=0))
+    assert answer.prompt_logprobs is not None
+    return torch.tensor([one.logprob for one in answer.prompt_logprobs if one is not None])
+
+
+def respell(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@each_combination
+def test_a_quantized_family_answers_like_its_dequantized_weights(
+    family: str, written: str, write: Write
+) -> None:
+    packed, plain = write(family, EVERY_FORMAT[written])
+
+    found, wanted = (logprobs_of(each, dtype="float32") for each in (packed, plain))
+
+    assert len(wanted) == 59
+    assert torch.equal(found, wanted)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("family", "written"), [("glm4", "fp8"), ("qwen3-moe", "awq"), ("gpt-oss", "mxfp4")]
+)
+def test_native_kernels_read_quantized_families(family: str, written: str, write: Write) -> None:
+    packed, plain = write(family, EVERY_FORMAT[written])
+
+    found, wanted = logprobs_of(packed, kernels="native"), logprobs_of(plain, dtype="float32")
+
+    # A token close to the edge between two experts can go to another one.
+    assert (found - wanted).abs().median() < 0.05
+
+
+@needs_kernels
+def test_mxfp4_stays_packed_with_native_kernels(write: Write) -> None:
+    packed, _ = write("gpt-oss", MXFP4)
+    parts, loaded = native_parts(), list[Layer]()
+
+    def make_layers(config: ModelConfig, layers: Sequence[Layer]) -> Layers:
+        loaded.extend(layers)
+        return parts.make_layers(config, layers)
+
+    target = LoadTarget(torch.bfloat16, CPU, replace(parts, make_layers=make_layers))
+    with WeightFiles(packed) as files:
+        load_decoder(read_model_config(packed), files, target)
+
+    for layer in loaded:
+        assert isinstance(layer.mlp, Moe)
+        for expert in layer.mlp.experts:
+            for linear in (expert.gate_up, expert.down):
+                assert isinstance(linear, NativeLinear)
+                assert (linear.matrix.bits, linear.matrix.is_mxfp4) == (4, 1)
+
+
+@needs_kernels
+def test_mxfp4_tokens_are_the_same_for_any_chunks_and_any_batch(write: Write) -> None:
+    packed, _ = write("gpt-oss", MXFP4)
+    settings = RunnerConfig(str(packed), kernels="native", kv_cache_bytes=4 * BUDGET)
+    lengths, sampling = (1, 17, 65, 90), SamplingParams(temperature=0.9, logprobs=3)
+
+    with load_runner(settings) as runner:
+        shape = {"num_blocks": runner.kv_memory.num_blocks, "block_size": 16}
+        alone, together = (
+            drives_of([prompt_of(length) for length in lengths], sampling=sampling, num_tokens=24)
+            for _ in range(2)
+        )
+        for drive in alone:
+            Driver(runner, **shape).run(drive)
+        RandomChunkDriver(runner, **shape, seed=1).run(*together)
+
+    for one, other in zip(alone, together, strict=True):
+        assert one.outputs == other.outputs
+        assert one.logprobs == other.logprobs
+
+
+@pytest.mark.parametrize("family", ["granite-moe", "phi3"])
+def test_loaded_weights_do_not_follow_changes_of_their_files(
+    family: str, make_family: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(make_family(family), tmp_path / "changed"))
+    settings = RunnerConfig(str(folder), kernels="torch", kv_cache_bytes=BUDGET)
+    outputs = []
+
+    for changes in (False, True):
+        drive = drives_of([prompt_of(20)], num_tokens=8)[0]
+        with load_runner(settings) as runner:
+            if changes:
+                with (folder / "model.safetensors").open("r+b") as file:
+                    file.seek(-(1 << 16), 2)
+                    file.write(bytes(1 << 16))
+            blocks = runner.kv_memory.num_blocks
+            Driver(runner, num_blocks=blocks, block_size=16).run(drive)
+        outputs.append((drive.outputs, drive.logprobs))
+
+    assert outputs[0] == outputs[1]
+
+
+@needs_kernels
+def test_fp8_folders_are_quantized_like_plain_ones(write: Write) -> None:
+    folders = write("qwen3-moe", FORMATS["fp8"])
+
+    found, wanted = (
+        logprobs_of(each, kernels="native", dtype="bfloat16", quantize="int8") for each in folders
+    )
+
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "llama4"])
+def test_stacked_experts_can_be_stored_one_by_one(
+    family: str, make_family: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source = make_family(family)
+    separate = Path(shutil.copytree(source, tmp_path / "separate"))
+    respell(separate, separate_experts)
+    packed, plain = write_quantized(separate, tmp_path, FORMATS["packed"])
+
+    stacked, alone = (logprobs_of(each, dtype="float32") for each in (source, separate))
+    found, wanted = (logprobs_of(each, dtype="float32") for each in (packed, plain))
+
+    assert torch.allclose(alone, stacked, atol=1e-5)
+    assert torch.equal(found, wanted)
+
+
+def separate_experts(tensors: dict[str, Tensor]) -> None:
+    for name in [name for name in tensors if ".experts." in name]:
+        stacked = tensors.pop(name)
+        prefix, part = name.rsplit(".", 1)
+        ending = "bias" if part.endswith("_bias") else "weight"
+        is_interleaved = ".mlp." in name  # that of gpt-oss
+        for index, stored in enumerate(stacked):
+            rows = stored if ending == "bias" else stored.T
+            parts = {"down": rows}
+            if part.startswith("gate_up"):
+                halves = (rows[::2], rows[1::2]) if is_interleaved else rows.chunk(2)
+                parts = dict(zip(("gate", "up"), halves, strict=True))
+            for which, matrix in parts.items():
+                tensors[f"{prefix}.{index}.{which}_proj.{ending}"] = matrix.contiguous()
+
+
+def test_a_quantized_router_is_dequantized(write: Write) -> None:
+    linears = r".*(_proj|mlp\.gate)\.weight"
+    packed, plain = write("qwen3-moe", replace(FORMATS["packed-with-zeros"], linears=linears))
+
+    assert torch.equal(*(logprobs_of(each, dtype="float32") for each in (packed, plain)))
+
+
+def test_modules_that_are_not_quantized_are_read_as_they_are(write: Write) -> None:
+    linears = r".*mlp\.experts.*_proj\.weight"
+    packed, plain = write("qwen3-moe", replace(FORMATS["gptq"], linears=linears))
+
+    assert torch.equal(*(logprobs_of(each, dtype="float32") for each in (packed, plain)))
+
+
+@pytest.mark.parametrize(
+    ("family", "written", "linears", "named"),
+    [
+        ("mixtral", "gptq", r".*q_proj\.weight", "q_proj.*k_proj.*some are quantized"),
+        ("gpt-oss", "awq", r".*self_attn\.(q|k)_proj\.weight", "some are quantized"),
+        ("granite-moe", "bytes", r".*q_proj\.weight", "some are quantized"),
+    ],
+)
+def test_a_partly_quantized_layer_is_refused_by_name(
+    family: str, written: str, linears: str, named: str, write: Write
+) -> None:
+    packed, _ = write(family, replace(FORMATS[written], linears=linears))
+
+    with pytest.raises(ModelError, match=named):
+        load_runner(RunnerConfig(str(packed), kv_cache_bytes=BUDGET))
+
+
+def stack_scales(tensors: dict[str, Tensor]) -> None:
+    name = "model.layers.0.block_sparse_moe.input_linear.weight"
+    tensors[f"{name}_scale"] = torch.ones(4)
+
+
+def pack_queries(tensors: dict[str, Tensor]) -> None:
+    name = "model.layers.0.self_attn.q_proj"
+    tensors[f"{name}_blocks"] = torch.zeros(2, 2, dtype=torch.uint8)
+    del tensors[f"{name}.weight"]
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "change", "named"),
+    [
+        ("granite-moe", FORMATS["float8-rows"].config, stack_scales, "input_linear.*not supported"),
+        ("gpt-oss", MXFP4.config, pack_queries, "q_proj.weight of mxfp4 is not supported"),
+    ],
+)
+def test_a_format_that_a_family_cannot_have_is_refused_by_name(
+    family: str,
+    config: Mapping[str, Any],
+    change: Callable[[dict[str, Tensor]], None],
+    named: str,
+    make_family: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    folder = Path(shutil.copytree(make_family(family), tmp_path / "changed"))
+    respell(folder, change)
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**fields, "quantization_config": dict(config)}))
+
+    with pytest.raises(ModelError, match=named):
+        load_runner(RunnerConfig(str(folder), kv_cache_bytes=BUDGET))
+
+
+def progress_of(folder: Path, **settings: Any) -> list[LoadProgress]:
+    seen: list[LoadProgress] = []
+    load_runner(RunnerConfig(str(folder), kv_cache_bytes=4 * BUDGET, **settings), seen.append)
+    return seen
+
+
+def check_progress(seen: list[LoadProgress], *, num_numbers: int) -> None:
+    loaded = [each.loaded_bytes for each in seen]
+    assert loaded == sorted(loaded)
+    assert loaded[-1] == seen[-1].total_bytes == 4 * num_numbers
+
+
+@pytest.mark.parametrize("family", FAMILY_VARIANTS)
+def test_progress_of_each_family_ends_at_the_whole(
+    family: str, make_family: Callable[[str], Path]
+) -> None:
+    folder = make_family(family)
+    tensors = load_file(folder / "model.safetensors")
+    sizes = {
+        name: tensor.numel()
+        for name, tensor in tensors.items()
+        if not re.search(r"sinks$|vis(ion|ual)|projector", name)
+    }
+
+    check_progress(progress_of(folder), num_numbers=sum(sizes.values()))
+
+
+@pytest.mark.parametrize(("family", "written"), [("qwen3-moe", "fp8"), ("gpt-oss", "mxfp4")])
+def test_progress_of_quantized_folders_ends_at_the_whole(
+    family: str, written: str, write: Write
+) -> None:
+    packed, plain = write(family, EVERY_FORMAT[written])
+    tensors = load_file(plain / "model.safetensors")
+    sizes = [tensor.numel() for name, tensor in tensors.items() if not name.endswith("sinks")]
+
+    check_progress(progress_of(packed, dtype="float32"), num_numbers=sum(sizes))

@@ -1,0 +1,280 @@
+"""Mixture of experts on native kernels: against plain torch, and the same bits in any batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.runner.kernels.native import Kernels, NativeOps, native_experts
+from engine.runner.model.config import Activation, MoeConfig, Scoring
+from engine.runner.model.experts import Mlp, Moe, Router, Routing
+from engine.runner.model.ops import Gate, Ops, TorchOps
+from engine.runner.weights.quantize import MXFP4_GROUP, Quantize, Quantized, to_int4, to_int8
+from tests.support.kernels import kernels_by_variant
+
+REFERENCE = TorchOps()
+HIDDEN_SIZE, EXPERT_SIZE = 70, 50
+GATES = (
+    Gate(),
+    Gate(Activation.GELU_TANH),
+    Gate(Activation.CLAMPED_SWIGLU, alpha=1.702, limit=2.0),
+)
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def to_mxfp4(weight: Tensor) -> Quantized:
+    """Return random codes, drawn by the sum of the weights, with scales of 1/16 and 1/8."""
+    rows, columns = weight.shape
+    drawn = generator(int(weight.double().abs().sum() * 2**16))
+    codes = torch.randint(0, 16, (rows, columns), generator=drawn).to(torch.uint8)
+    scales = 2.0 ** -torch.randint(3, 5, (rows, -(-columns // MXFP4_GROUP)), generator=drawn)
+    no_zeros = torch.empty(rows, 0, dtype=torch.uint8)
+    return Quantized(codes, scales, no_zeros, 4, MXFP4_GROUP, torch.bfloat16, is_mxfp4=True)
+
+
+QUANTIZERS: Mapping[str, Quantize] = {"int8": to_int8, "int4": to_int4, "mxfp4": to_mxfp4}
+FORMATS = ("none", *QUANTIZERS)
+
+each_variant = pytest.mark.parametrize(
+    "kernels", kernels_by_variant().values(), ids=kernels_by_variant().keys()
+)
+each_format = pytest.mark.parametrize("quantize", FORMATS)
+SEEDS = st.integers(0, 2**32)
+
+
+@st.composite
+def moe_configs(draw: st.DrawFn) -> MoeConfig:
+    num_groups = draw(st.sampled_from([1, 1, 2, 4]))
+    group_size = draw(st.integers(1, 40))
+    top_groups = draw(st.integers(1, num_groups))
+    return MoeConfig(
+        num_experts=num_groups * group_size,
+        top_k=draw(st.integers(1, min(top_groups * group_size, 20))),
+        expert_size=EXPERT_SIZE,
+        scoring=draw(st.sampled_from(Scoring)),
+        normalizes=draw(st.booleans()),
+        scale=draw(st.sampled_from([1.0, 2.5])),
+        num_groups=num_groups,
+        top_groups=top_groups,
+        has_correction_bias=draw(st.booleans()),
+        has_bias=draw(st.booleans()),
+    )
+
+
+def router_of(config: MoeConfig, hidden_size: int, seed: int) -> Router:
+    drawn = generator(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=drawn)
+
+    return Router(
+        config,
+        0.3 * random(config.num_experts, hidden_size),
+        random(config.num_experts) if config.has_bias else None,
+        0.1 * random(config.num_experts) if config.has_correction_bias else None,
+    )
+
+
+def moe_of(config: MoeConfig, ops: Ops, quantize: str, seed: int = 0) -> Moe:
+    """Return the same experts for any `ops`."""
+    drawn = generator(seed)
+
+    def matrix(rows: int, columns: int) -> Tensor | Quantized:
+        weight = (0.2 * torch.randn(rows, columns, generator=drawn)).bfloat16()
+        return weight if quantize == "none" else QUANTIZERS[quantize](weight)
+
+    def bias(rows: int) -> Tensor | None:
+        return torch.randn(rows, generator=drawn).bfloat16() if config.has_bias else None
+
+    size = config.expert_size
+    experts = [
+        Mlp(
+            ops.linear(matrix(2 * size, HIDDEN_SIZE), bias(2 * size)),
+            ops.linear(matrix(HIDDEN_SIZE, size), bias(HIDDEN_SIZE)),
+        )
+        for _ in range(config.num_experts)
+    ]
+    return Moe(config, router_of(config, HIDDEN_SIZE, seed), experts, None, None)
+
+
+def states(num_tokens: int, seed: int, size: int = HIDDEN_SIZE) -> Tensor:
+    return torch.randn(num_tokens, size, generator=generator(seed)).bfloat16()
+
+
+def compute(ops: Ops, moe: Moe, hidden_states: Tensor, gate: Gate = GATES[0]) -> Tensor:
+    return ops.mix_experts(moe, gate, hidden_states, ops.route(hidden_states, moe.router))
+
+
+def are_near(found: Tensor, wanted: Tensor) -> bool:
+    """Return whether values differ by a few roundings of the largest one."""
+    largest = wanted.float().abs().max().item()
+    return torch.allclose(found.float(), wanted.float(), rtol=0, atol=0.02 * largest)
+
+
+@each_variant
+@given(
+    config=moe_configs(), num_tokens=st.integers(1, 70), hidden_size=st.integers(1, 90), seed=SEEDS
+)
+@settings(max_examples=60, deadline=None)
+def test_experts_are_chosen_as_torch_does_it(
+    kernels: Kernels, config: MoeConfig, num_tokens: int, hidden_size: int, seed: int
+) -> None:
+    router, hidden_states = router_of(config, hidden_size, seed), states(num_tokens, 1, hidden_size)
+
+    found = NativeOps(kernels).route(hidden_states, router)
+
+    wanted = REFERENCE.route(hidden_states, router)
+    torch.testing.assert_close(found.weights, wanted.weights, rtol=1e-4, atol=1e-6)
+    # Of two experts whose scores are equal up to a rounding, either can come first.
+    assert (found.expert_ids != wanted.expert_ids).float().mean() < 0.02
+    ids = found.expert_ids.sort(dim=1).values
+    assert (ids.diff(dim=1) > 0).all()
+
+
+@each_variant
+@pytest.mark.parametrize("scoring", Scoring)
+def test_of_equal_scores_the_lower_expert_id_comes_first(
+    kernels: Kernels, scoring: Scoring
+) -> None:
+    config = MoeConfig(24, 5, EXPERT_SIZE, scoring)
+    weight = torch.zeros(24, HIDDEN_SIZE)
+    weight[[7, 20]] = 1.0
+
+    found = NativeOps(kernels).route(
+        torch.ones(2, HIDDEN_SIZE).bfloat16(), Router(config, weight, None, None)
+    )
+
+    assert found.expert_ids.tolist() == [[7, 20, 0, 1, 2]] * 2
+
+
+@each_variant
+@given(
+    config=moe_configs().filter(lambda config: config.num_experts <= 40),
+    num_tokens=st.integers(1, 30),
+    quantize=st.sampled_from(FORMATS),
+    gate=st.sampled_from(GATES),
+    scales_input=st.booleans(),
+    seed=SEEDS,
+)
+@settings(max_examples=25, deadline=None)
+def test_experts_are_mixed_as_torch_does_it(
+    kernels: Kernels,
+    config: MoeConfig,
+    num_tokens: int,
+    quantize: str,
+    gate: Gate,
+    scales_input: bool,
+    seed: int,
+) -> None:
+    config = replace(config, scales_input=scales_input)
+    ops, hidden_states = NativeOps(kernels), states(num_tokens, seed + 1)
+    moe = moe_of(config, ops, quantize, seed)
+    routing = ops.route(hidden_states, moe.router)
+
+    found = ops.mix_experts(moe, gate, hidden_states, routing)
+
+    same_experts = moe_of(config, REFERENCE, quantize, seed)
+    assert are_near(found, REFERENCE.mix_experts(same_experts, gate, hidden_states, routing))
+
+
+@each_variant
+@each_format
+@pytest.mark.parametrize("scoring", [Scoring.SOFTMAX, Scoring.SIGMOID])
+def test_a_token_has_the_same_bits_in_any_batch_and_with_any_number_of_threads(
+    kernels: Kernels, quantize: str, scoring: Scoring
+) -> None:
+    config = MoeConfig(12, 3, EXPERT_SIZE, scoring, normalizes=True, has_bias=True)
+    ops, hidden_states = NativeOps(kernels), states(41, 5)
+    moe = moe_of(config, ops, quantize)
+
+    together = compute(ops, moe, hidden_states)
+
+    assert native_experts(moe.experts) is not None
+    for num_threads, size in ((1, 1), (1, 41), (2, 2), (3, 7), (3, 41)):
+        other = NativeOps(Kernels(kernels.path, num_threads))
+        parts = [compute(other, moe, part) for part in hidden_states.split(size)]
+        assert torch.equal(torch.cat(parts), together)
+
+
+@each_variant
+def test_weights_and_choices_have_the_same_bits_in_any_batch(kernels: Kernels) -> None:
+    config = MoeConfig(130, 6, EXPERT_SIZE, normalizes=True, has_bias=True)
+    router, hidden_states = router_of(config, 600, 3), states(75, 4, 600)
+
+    together = NativeOps(kernels).route(hidden_states, router)
+
+    for num_threads, size in ((1, 1), (1, 75), (2, 2), (3, 3), (3, 66)):
+        other = NativeOps(Kernels(kernels.path, num_threads))
+        parts = [other.route(part, router) for part in hidden_states.split(size)]
+        for found, wanted in zip(zip(*parts, strict=True), together, strict=True):
+            assert torch.equal(torch.cat(found), wanted)
+
+
+@each_variant
+@each_format
+def test_many_tokens_of_one_expert_are_all_computed(kernels: Kernels, quantize: str) -> None:
+    """One expert gets more tokens than fit into a cache, another gets none."""
+    config = MoeConfig(3, 1, EXPERT_SIZE)
+    ops, hidden_states = NativeOps(kernels), states(450, 6)
+    moe = moe_of(config, ops, quantize)
+    expert_ids = torch.tensor([2] * 430 + [0] * 20)[:, None]
+    weights = torch.ones(450, 1)
+
+    together = ops.mix_experts(moe, GATES[0], hidden_states, Routing(expert_ids, weights))
+
+    parts = [
+        ops.mix_experts(moe, GATES[0], *taken(hidden_states, expert_ids, weights, first))
+        for first in range(0, 450, 50)
+    ]
+    assert torch.equal(together, torch.cat(parts))
+
+
+def taken(
+    hidden_states: Tensor, expert_ids: Tensor, weights: Tensor, first: int
+) -> tuple[Tensor, Routing]:
+    rows = slice(first, first + 50)
+    return hidden_states[rows], Routing(expert_ids[rows], weights[rows])
+
+
+@each_variant
+@each_format
+@pytest.mark.parametrize("scoring", Scoring)
+def test_nan_stays_in_its_own_row(kernels: Kernels, quantize: str, scoring: Scoring) -> None:
+    config = MoeConfig(8, 3, EXPERT_SIZE, scoring, num_groups=2, top_groups=1)
+    ops, hidden_states = NativeOps(kernels), states(4, 8)
+    hidden_states[1, 5] = float("nan")
+    hidden_states[2, 6] = float("inf")
+    moe = moe_of(config, ops, quantize)
+
+    found = compute(ops, moe, hidden_states)
+
+    assert found.isfinite().all(dim=1).tolist() == [True, False, False, True]
+    assert torch.equal(found[[0, 3]], compute(ops, moe, hidden_states[[0, 3]]))
+
+
+@each_variant
+def test_experts_with_reordered_columns_are_computed(kernels: Kernels) -> None:
+    config, ops = MoeConfig(4, 2, EXPERT_SIZE), NativeOps(kernels)
+    hidden_states = states(9, 10)
+
+    def moe_with(ops: Ops) -> Moe:
+        moe, drawn = moe_of(config, ops, "int4"), generator(11)
+        order = torch.randperm(HIDDEN_SIZE, generator=drawn)
+        weight = to_int4(torch.randn(2 * EXPERT_SIZE, HIDDEN_SIZE, generator=drawn).bfloat16())
+        reordered = ops.linear(replace(weight, order=order), None)
+        return replace(moe, experts=[Mlp(reordered, mlp.down) for mlp in moe.experts])
+
+    moe = moe_with(ops)
+    found = compute(ops, moe, hidden_states)
+
+    assert native_experts(moe.experts) is None
+    assert are_near(found, compute(REFERENCE, moe_with(REFERENCE), hidden_states))

@@ -1,0 +1,173 @@
+"""Engines of one process that hand requests over to each other through NIXL, without gRPC."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+
+from engine.factory import EngineOptions, build_engine
+from engine.request import EngineRequest, FinishReason, Output, ReceiveKv, RequestId, RequestStats
+from engine.runner.model_runner import TorchRunner
+from engine.sampling import SamplingParams
+from engine.scheduler.config import SchedulerConfig
+from kv_transfer.fence import Fence
+from kv_transfer.pairs import Identity
+from kv_transfer.protocol.messages import Fingerprint, Region
+from kv_transfer.transports.nixl import NixlTransport
+from kv_transfer.types import HandoffId, Incarnation, NodeId, Peer
+from kv_transfer.worker import KvTransferWorker
+from tests.support.kv_links import LinkHub
+
+WAIT_S = 60.0
+NUM_STEPS_TO_GRANT = 4  # so that layers can be sent as they end
+
+
+@dataclass(slots=True)
+class Continuation:
+    """Output of one engine for one request. `served` is set at its end."""
+
+    token_ids: list[int] = field(default_factory=list)
+    served: RequestStats | None = None
+
+    @property
+    def num_received(self) -> int:
+        """Return the number of tokens whose KV came from the prefill engine."""
+        assert self.served is not None
+        return self.served.num_received_tokens
+
+    def take(self, output: Output) -> None:
+        assert output.finish_reason is not FinishReason.ERROR, output
+        self.token_ids += output.token_ids
+        self.served = output.served
+
+
+class LayerHook:
+    """Sends layers as they end, as a node's hook does."""
+
+    def __init__(self, worker: KvTransferWorker) -> None:
+        self._worker = worker
+
+    def layer_done(self, layer: int, fence: Fence) -> None:
+        self._worker.layer_done(layer, time.monotonic(), fence)
+
+    def pass_done(self) -> None:
+        self._worker.pass_done(time.monotonic())
+
+
+class HandoffEngine:
+    """An engine with a KV worker over NIXL. A step computes at most `chunk` tokens."""
+
+    def __init__(self, hub: LinkHub, name: str, runner: TorchRunner, chunk: int) -> None:
+        link = hub.link(name)
+        memory = runner.kv_memory
+        region = Region(memory.address, memory.num_blocks, memory.block_bytes, memory.device)
+        identity = Identity(NodeId(name), Incarnation(name), fingerprint_of(runner))
+        self._worker = KvTransferWorker(identity, region, NixlTransport(region), link)
+        link.events = self._worker.inbox
+        self._runner = runner
+        runner.hook = LayerHook(self._worker)
+        scheduling = SchedulerConfig(max_num_batched_tokens=chunk, max_num_seqs=4, push_layers=True)
+        self._engine = build_engine(runner, EngineOptions(scheduling), self._worker)
+        self.peer = Peer(NodeId(name), name)
+        self._requests: dict[RequestId, Continuation] = {}
+
+    def add(self, request: EngineRequest) -> Continuation:
+        self._engine.scheduler.add(request)
+        return self._requests.setdefault(request.request_id, Continuation())
+
+    def step(self) -> None:
+        for outputs in self._engine.step().values():
+            for output in outputs:
+                self._requests[output.request_id].take(output)
+
+    def sends_before_the_end(self) -> bool:
+        """Whether each hand-off since the last call began to send before its prefill ended."""
+        records = self._worker.take_records()
+        times = [(record.first_post_s, record.computed_s) for record in records]
+        return bool(times) and all(
+            post and computed and post < computed for post, computed in times
+        )
+
+    def close(self) -> None:
+        self._runner.hook = None
+        self._worker.__exit__(None, None, None)
+
+
+class LocalHandoffs:
+    """One prefill engine and some decode engines. Decode engines can die."""
+
+    def __init__(self, prefill: TorchRunner, decodes: Sequence[TorchRunner], *, chunk: int) -> None:
+        self._hub = LinkHub()
+        self.prefill = HandoffEngine(self._hub, "prefill", prefill, chunk)
+        self.decodes = [
+            HandoffEngine(self._hub, f"decode-{number}", runner, chunk)
+            for number, runner in enumerate(decodes)
+        ]
+        self._num_requests = 0
+
+    def __enter__(self) -> LocalHandoffs:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for engine in (self.prefill, *self.decodes):
+            engine.close()
+
+    def answer(
+        self,
+        prompt: Sequence[int],
+        num_tokens: int,
+        *,
+        prior: Sequence[int] = (),
+        until: int | None = None,
+    ) -> Continuation:
+        """Hand a request to the first decode engine, and run both to its end.
+
+        `prior` are tokens of the answer from elsewhere, which `num_tokens` includes. With `until`,
+        stop after this number of tokens.
+        """
+        self._num_requests += 1
+        request_id = RequestId(f"r{self._num_requests}")
+        handoff_id, receiver = HandoffId(request_id, 1), self.decodes[0]
+        sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+        request = EngineRequest(
+            request_id, tuple(prompt), sampling, seed=0, prior_output_token_ids=tuple(prior)
+        )
+        source = ReceiveKv(handoff_id, self.prefill.peer)
+        answer = receiver.add(replace(request, receive_from=source))
+        for _ in range(NUM_STEPS_TO_GRANT):
+            receiver.step()
+            self.prefill.step()
+        sent = self.prefill.add(replace(request, send_to=handoff_id))
+        deadline_s = time.monotonic() + WAIT_S
+        while answer.served is None and (until is None or len(answer.token_ids) < until):
+            assert time.monotonic() < deadline_s, "the request does not end"
+            self.prefill.step()
+            receiver.step()
+        assert sent.token_ids == answer.token_ids[:1]
+        return answer
+
+    def kill_decode(self) -> None:
+        """Remove the first decode engine with all of its requests. Its links break."""
+        engine = self.decodes.pop(0)
+        self._hub.remove(engine.peer.address)
+        engine.close()
+
+
+def fingerprint_of(runner: TorchRunner) -> Fingerprint:
+    memory = runner.kv_memory
+    return Fingerprint(
+        runner.info.fingerprint,
+        memory.dtype,
+        "layers-first",
+        memory.block_size,
+        memory.num_layers,
+        memory.num_kv_heads,
+        memory.head_dim,
+    )
