@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from baton.llm import LLM
+from engine.runner.families.read_config import read_model_config
+from engine.runner.kernels.choose import native_parts
+from engine.runner.kernels.native import NativeLinear
 from engine.runner.load import RunnerConfig, load_runner
+from engine.runner.model.config import ModelConfig
+from engine.runner.model.experts import Moe
+from engine.runner.model.layers import Layer, Layers
 from engine.runner.model_info import LoadProgress
+from engine.runner.weights.decoder_loading import load_decoder
+from engine.runner.weights.safetensors import WeightFiles
+from engine.runner.weights.tensor_loading import LoadTarget
 from engine.sampling import SamplingParams
 from errors import ModelError
 from tests.support.families import FAMILY_VARIANTS
@@ -31,7 +40,9 @@ from tests.support.packed_folders import (
     Format,
     write_quantized,
 )
+from tests.support.runner_drivers import Driver, RandomChunkDriver, drives_of
 
+CPU = torch.device("cpu")
 BUDGET = 1 << 20
 needs_kernels = pytest.mark.skipif(not kernels_by_variant(), reason="no C++ compiler here")
 each_combination = pytest.mark.parametrize(("family", "written"), COMBINATIONS)
@@ -98,14 +109,76 @@ def test_native_kernels_read_quantized_families(family: str, written: str, write
 @needs_kernels
 def test_mxfp4_stays_packed_with_native_kernels(write: Write) -> None:
     packed, _ = write("gpt-oss", MXFP4)
+    parts, loaded = native_parts(), list[Layer]()
 
-    with load_runner(
-        RunnerConfig(str(packed), kernels="native", kv_cache_bytes=BUDGET, dtype="bfloat16")
-    ) as runner:
-        expert = runner.decoder._layers._layers[0].mlp.experts[0]
+    def make_layers(config: ModelConfig, layers: Sequence[Layer]) -> Layers:
+        loaded.extend(layers)
+        return parts.make_layers(config, layers)
 
-    assert expert.gate_up.matrix.bits == 4
-    assert expert.gate_up.matrix.is_mxfp4 == 1
+    target = LoadTarget(torch.bfloat16, CPU, replace(parts, make_layers=make_layers))
+    with WeightFiles(packed) as files:
+        load_decoder(read_model_config(packed), files, target)
+
+    for layer in loaded:
+        assert isinstance(layer.mlp, Moe)
+        for expert in layer.mlp.experts:
+            for linear in (expert.gate_up, expert.down):
+                assert isinstance(linear, NativeLinear)
+                assert (linear.matrix.bits, linear.matrix.is_mxfp4) == (4, 1)
+
+
+@needs_kernels
+def test_mxfp4_tokens_are_the_same_for_any_chunks_and_any_batch(write: Write) -> None:
+    packed, _ = write("gpt-oss", MXFP4)
+    settings = RunnerConfig(str(packed), kernels="native", kv_cache_bytes=4 * BUDGET)
+    lengths, sampling = (1, 17, 65, 90), SamplingParams(temperature=0.9, logprobs=3)
+
+    with load_runner(settings) as runner:
+        shape = {"num_blocks": runner.kv_memory.num_blocks, "block_size": 16}
+        alone, together = (
+            drives_of([prompt_of(length) for length in lengths], sampling=sampling, num_tokens=24)
+            for _ in range(2)
+        )
+        for drive in alone:
+            Driver(runner, **shape).run(drive)
+        RandomChunkDriver(runner, **shape, seed=1).run(*together)
+
+    for one, other in zip(alone, together, strict=True):
+        assert one.outputs == other.outputs
+        assert one.logprobs == other.logprobs
+
+
+@pytest.mark.parametrize("family", ["granite-moe", "phi3"])
+def test_loaded_weights_do_not_follow_changes_of_their_files(
+    family: str, make_family: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(make_family(family), tmp_path / "changed"))
+    settings = RunnerConfig(str(folder), kernels="torch", kv_cache_bytes=BUDGET)
+    outputs = []
+
+    for changes in (False, True):
+        drive = drives_of([prompt_of(20)], num_tokens=8)[0]
+        with load_runner(settings) as runner:
+            if changes:
+                with (folder / "model.safetensors").open("r+b") as file:
+                    file.seek(-(1 << 16), 2)
+                    file.write(bytes(1 << 16))
+            blocks = runner.kv_memory.num_blocks
+            Driver(runner, num_blocks=blocks, block_size=16).run(drive)
+        outputs.append((drive.outputs, drive.logprobs))
+
+    assert outputs[0] == outputs[1]
+
+
+@needs_kernels
+def test_fp8_folders_are_quantized_like_plain_ones(write: Write) -> None:
+    folders = write("qwen3-moe", FORMATS["fp8"])
+
+    found, wanted = (
+        logprobs_of(each, kernels="native", dtype="bfloat16", quantize="int8") for each in folders
+    )
+
+    assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("family", ["gpt-oss", "llama4"])

@@ -56,6 +56,8 @@ def norm_params(norm: Norm | None) -> NormParams:
 class NativeOps:
     """Implements `Ops`."""
 
+    copies_weights = True
+
     def __init__(self, kernels: Kernels) -> None:
         self._library = kernels.library
         self._num_threads = kernels.num_threads

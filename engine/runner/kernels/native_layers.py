@@ -14,11 +14,11 @@ from engine.runner.kernels.abi import LayerArgs, PackedMatrix, PassArgs, RopeAng
 from engine.runner.kernels.native import (
     Kernels,
     NativeOps,
-    gate_params,
     native_matrix,
     norm_params,
 )
 from engine.runner.kernels.native_attention import NativePass
+from engine.runner.kernels.native_experts import gate_params
 from engine.runner.kernels.torch_parts import torch_parts
 from engine.runner.model.config import ModelConfig, QkNorm
 from engine.runner.model.experts import Mlp, Moe

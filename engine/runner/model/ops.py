@@ -55,6 +55,8 @@ class Linear(Protocol):
 class Ops(Protocol):
     """Operations of a decoder. Each rounds to the dtype of its input where torch does."""
 
+    copies_weights: bool  # `linear` copies the weight, so that it can be a mapped file
+
     def linear(self, weight: Tensor | Quantized, bias: Tensor | None) -> Linear:
         """Make a linear layer. It owns the tensors from then on, and can keep or copy them."""
         ...
@@ -90,6 +92,8 @@ class Ops(Protocol):
 
 class TorchOps:
     """Reference implementation in plain torch."""
+
+    copies_weights = False
 
     def linear(self, weight: Tensor | Quantized, bias: Tensor | None) -> TorchLinear:
         plain = weight.dequantize() if isinstance(weight, Quantized) else weight

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine.runner.weights.quantization import Packing, Quantization
 
-CHUNK_ROWS = 1024  # so that float32 intermediates stay small
+CHUNK_NUMBERS = 1 << 19  # so that float32 intermediates stay small
 
 
 def scale_shape(shape: tuple[int, ...], how: Quantization) -> tuple[int, ...]:
@@ -23,9 +23,10 @@ def dequantize_into(destination: Tensor, weight: Tensor, scale: Tensor, how: Qua
     """Write `weight` * `scale` into `destination`, rounded to its dtype."""
     block_rows, block_columns = how.block or (len(weight), 0)
     scale = scale.float().reshape(-(-len(weight) // block_rows), -1)
-    for first in range(0, len(weight), CHUNK_ROWS):
-        wide = weight[first : first + CHUNK_ROWS].float()
+    step = max(1, CHUNK_NUMBERS // weight.shape[1])
+    for first in range(0, len(weight), step):
+        wide = weight[first : first + step].float()
         scales = scale[torch.arange(first, first + len(wide)) // block_rows]
         if block_columns:
             scales = scales.repeat_interleave(block_columns, dim=1)[:, : wide.shape[1]]
-        destination[first : first + CHUNK_ROWS] = wide.mul_(scales)
+        destination[first : first + step] = wide.mul_(scales)

@@ -170,7 +170,10 @@ def _unpack(words: Tensor, bits: int) -> Tensor:
 
 def unpack_halves(numbers: Tensor) -> Tensor:
     """[.., bytes] → [.., 2 * bytes], lower half of a byte first."""
-    return torch.stack((numbers & 15, numbers >> 4), dim=-1).flatten(-2)
+    words = numbers.to(torch.int16)
+    words |= words << 4
+    words &= 0x0F0F
+    return words.view(torch.uint8)  # the lower byte comes first
 
 
 def _sort_columns(name: str, matrix: Quantized, groups: Tensor) -> Quantized:

@@ -48,7 +48,7 @@ def read_quantization(raw: JsonFields) -> Quantization | None:
         "awq": _awq,
         "compressed-tensors": _parse_compressed_tensors,
         "fp8": _fp8,
-        "mxfp4": lambda _: Quantization(Packing.MXFP4, 4, 32),
+        "mxfp4": _mxfp4,
     }
     reader = readers.get(str(fields.get("quant_method")))
     if reader is None:
@@ -77,6 +77,10 @@ def _fp8(fields: JsonFields) -> Quantization:
     if not fields.has("weight_block_size"):
         return Quantization(Packing.FP8, 8)
     return Quantization(Packing.FP8, 8, block=_block(fields, "weight_block_size"))
+
+
+def _mxfp4(_: JsonFields) -> Quantization:
+    return Quantization(Packing.MXFP4, 4, 32)
 
 
 def _parse_compressed_tensors(fields: JsonFields) -> Quantization:

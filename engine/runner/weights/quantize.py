@@ -13,7 +13,7 @@ INT4_GROUP = 32
 MXFP4_GROUP = 32
 FP4_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4_VALUES = torch.tensor((*FP4_MAGNITUDES, *(-value for value in FP4_MAGNITUDES)))  # by code
-QUANTIZE_CHUNK_ROWS = 4096
+CHUNK_NUMBERS = 1 << 19  # intermediates of that many numbers stay in the CPU caches
 MIN_SCALE = 1e-12
 
 
@@ -41,7 +41,7 @@ class Quantized:
     def dequantize(self) -> Tensor:
         """Return the dequantized matrix, rounded to `dtype`."""
         restored = torch.empty_like(self.numbers, dtype=self.dtype)
-        for rows in _row_chunks(len(self.numbers)):
+        for rows in _row_chunks(self.numbers):
             restored[rows] = self._unscaled(rows) * self._by_column(self.scales[rows])
         if self.order is None:
             return restored
@@ -65,7 +65,7 @@ def to_int8(weight: Tensor) -> Quantized:
     rows, columns = weight.shape
     numbers = torch.empty(rows, columns, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(rows, 1, device=weight.device)
-    for chunk in _row_chunks(rows):
+    for chunk in _row_chunks(weight):
         wide = weight[chunk].float()
         scales[chunk] = (wide.abs().amax(dim=1, keepdim=True) / 127).clamp_min(MIN_SCALE)
         numbers[chunk] = (wide / scales[chunk]).round_().add_(128).to(torch.uint8)
@@ -80,7 +80,7 @@ def to_int4(weight: Tensor, group: int = INT4_GROUP) -> Quantized:
     numbers = torch.empty(rows, columns, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(rows, num_groups, device=weight.device)
     zeros = torch.empty(rows, num_groups, dtype=torch.uint8, device=weight.device)
-    for chunk in _row_chunks(rows):
+    for chunk in _row_chunks(weight):
         padded = functional.pad(weight[chunk].float(), (0, num_groups * group - columns))
         grouped = padded.unflatten(1, (num_groups, group))
         lowest, highest = grouped.amin(dim=2).clamp_max(0), grouped.amax(dim=2).clamp_min(0)
@@ -118,7 +118,9 @@ def have_same_order(parts: Sequence[Quantized]) -> bool:
     return all(part.order is not None and torch.equal(part.order, first) for part in parts)
 
 
-def _row_chunks(num_rows: int) -> Iterator[slice]:
-    """Split rows into chunks, so that float32 intermediates stay small."""
-    for first in range(0, num_rows, QUANTIZE_CHUNK_ROWS):
-        yield slice(first, min(first + QUANTIZE_CHUNK_ROWS, num_rows))
+def _row_chunks(matrix: Tensor) -> Iterator[slice]:
+    """Split the rows of a matrix into chunks of about CHUNK_NUMBERS."""
+    num_rows, num_columns = matrix.shape
+    step = max(1, CHUNK_NUMBERS // max(1, num_columns))
+    for first in range(0, num_rows, step):
+        yield slice(first, min(first + step, num_rows))

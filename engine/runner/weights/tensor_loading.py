@@ -13,6 +13,7 @@ from engine.runner.kernels.choose import Parts
 from engine.runner.model.ops import Linear, Norm
 from engine.runner.model_info import LoadProgress, LoadProgressCallback
 from engine.runner.weights.float8 import dequantize_into
+from engine.runner.weights.heap import HeapTrimmer
 from engine.runner.weights.mxfp4 import read_mxfp4
 from engine.runner.weights.packed import MARKERS, is_packed, read_packed
 from engine.runner.weights.quantize import (
@@ -42,7 +43,7 @@ class LoadTarget:
 
 
 class TensorLoader:
-    """Copies tensors to their final places; matrices of one fused linear layer are stacked."""
+    """Loads tensors in the target's dtype; matrices of one fused linear layer are stacked."""
 
     def __init__(
         self,
@@ -57,6 +58,7 @@ class TensorLoader:
         self._files = files
         self._names = frozenset(files.names())
         self._target = target
+        self._trimmer = HeapTrimmer()
         self._progress = _Progress(target.dtype.itemsize, on_progress)
         sinks = tensors.names.sinks  # loaded with the attention
         self._progress.add_expected(
@@ -86,7 +88,7 @@ class TensorLoader:
     def embedding(self, name: str) -> Linear:
         """Load the embedding or LM head. int4 is too inexact for them, so they use int8."""
         quantize = None if self._target.quantize == "none" else to_int8
-        return self._target.parts.ops.linear(self._matrix([name], quantize), None)
+        return self._make_linear(self._matrix([name], quantize), None)
 
     def linear(
         self, names: Sequence[str], has_bias: bool, order: Sequence[int] | None = None
@@ -99,7 +101,7 @@ class TensorLoader:
             rows[: len(order)] = torch.tensor(order)
             matrix = select_rows(matrix, rows.to(self._target.device))
             bias = None if bias is None else bias[rows]
-        return self._target.parts.ops.linear(matrix, bias)
+        return self._make_linear(matrix, bias)
 
     def expert_linear(
         self, name: str, expert: int, names: ExpertNames, has_bias: bool, *, is_gate_up: bool
@@ -112,6 +114,11 @@ class TensorLoader:
             part = self._files.part(f"{name}_bias", expert)
             bias = self._place(_join_halves(part) if is_interleaved else part)
             self._progress.add(bias.numel())
+        return self._make_linear(matrix, bias)
+
+    def _make_linear(self, matrix: Tensor | Quantized, bias: Tensor | None) -> Linear:
+        size = matrix.numbers.numel() if isinstance(matrix, Quantized) else matrix.nbytes
+        self._trimmer.count(size)
         return self._target.parts.ops.linear(matrix, bias)
 
     def _expert_matrix(
@@ -125,12 +132,20 @@ class TensorLoader:
             return read_mxfp4(blocks, scales, self._target.dtype).on(self._target.device)
         part = self._files.part(stored, expert)
         matrix = part.T if names.is_transposed else part
-        placed = self._place(_join_halves(matrix) if is_interleaved else matrix)
+        matrix = _join_halves(matrix) if is_interleaved else matrix
         quantize = QUANTIZERS[self._target.quantize]
-        return placed if quantize is None else quantize(placed)
+        if not self._can_map(matrix, quantize):
+            matrix = self._place(matrix)
+        return matrix if quantize is None else quantize(matrix)
+
+    def _can_map(self, tensor: Tensor, quantize: Quantize | None) -> bool:
+        """Return whether a matrix of a mapped file can be used without a copy of it."""
+        is_copied_later = quantize is not None or self._target.parts.ops.copies_weights
+        is_placed = (tensor.dtype, tensor.device) == (self._target.dtype, self._target.device)
+        return is_copied_later and is_placed
 
     def _place(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor: the one of the files ends with them."""
+        """Copy a tensor of a mapped file."""
         placed = torch.empty(tensor.shape, dtype=self._target.dtype, device=self._target.device)
         return placed.copy_(tensor)
 
@@ -155,8 +170,20 @@ class TensorLoader:
     def _matrix(self, names: Sequence[str], quantize: Quantize | None) -> Tensor | Quantized:
         if any(map(self._is_integer, names)):
             return self._load_packed(names)
-        matrix = self._stacked([f"{name}.weight" for name in names])
+        matrix = self._mapped(names, quantize)
+        if matrix is None:
+            matrix = self._stacked([f"{name}.weight" for name in names])
         return matrix if quantize is None else quantize(matrix)
+
+    def _mapped(self, names: Sequence[str], quantize: Quantize | None) -> Tensor | None:
+        """Return a matrix without copying it, or None where it needs a copy."""
+        if len(names) > 1 or self._is_packed(names[0]):
+            return None
+        matrix = self._files.tensor(f"{names[0]}.weight")
+        if not self._can_map(matrix, quantize):
+            return None
+        self._progress.add(matrix.numel())
+        return matrix
 
     def _load_packed(self, names: Sequence[str]) -> Quantized:
         if not all(map(self._is_packed, names)):
