@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,8 +80,8 @@ def family_runner(family_folder: Callable[[str], Path]) -> Iterator[Callable[...
     """Yield a loader of runners. Settings other than the family make further runners."""
     loaded: dict[tuple[str, ...], TorchRunner] = {}
 
-    def load(name: str, **settings: str) -> TorchRunner:
-        key = (name, *settings.values())
+    def load(name: str, **settings: Any) -> TorchRunner:
+        key = (name, *map(str, settings.values()))
         if key not in loaded:
             settings.pop("copy", "")
             config = RunnerConfig(

@@ -58,7 +58,7 @@ class OperationRecorder(TorchDispatchMode):
     """Records the names of the torch operations that run."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: set[str] = set()
 
     def __torch_dispatch__(
