@@ -177,7 +177,7 @@ def half_reference_logprobs(folder: Path, tokens: Sequence[int]) -> torch.Tensor
 
 def fresh_rope(model: Any) -> Any:
     """Reset a dynamic rope, which otherwise keeps the longest sequence length it has seen."""
-    rope = getattr(getattr(model, "model", None), "rotary_emb", None)
+    rope: Any = getattr(getattr(model, "model", None), "rotary_emb", None)
     if not hasattr(rope, "original_inv_freq"):
         return model
     rope.inv_freq.data = rope.original_inv_freq.clone()
