@@ -120,7 +120,8 @@ def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
 
 def _stored_tensors(tensors: TensorMap, names: Collection[str]) -> dict[str, Expected]:
     """Return the tensors as stored: a quantized matrix consists of several parts."""
-    stored, names = {}, frozenset(names)
+    stored: dict[str, Expected] = {}
+    names = frozenset(names)
     for name, shape in tensors.shapes().items():
         parts = list(_parts(tensors, name, shape, names)) or [PackedPart(name, shape, FLOATS)]
         stored |= {part.name: Expected(part.shape, part.dtypes) for part in parts}

@@ -31,17 +31,55 @@ template <int ROWS>
 using IntSums = I32x16[ROWS][kVectors];
 
 // The unsigned bytes of four columns out of a vector of packed numbers.
-template <NumberFormat FORMAT>
-inline U32x16 unpack(U32x16 numbers, int part) {
+template <NumberFormat FORMAT, typename Words>
+inline Words unpack(Words numbers, int part) {
     if (FORMAT == NumberFormat::kInt8) return numbers;
-    const U32x16 halves = numbers >> (4 * part) & 0x0f0f0f0fu;
+    const Words halves = numbers >> (4 * part) & 0x0f0f0f0fu;
     return FORMAT == NumberFormat::kMxfp4 ? fp4_bytes(halves) : halves;
 }
+
+#if defined(__AVX2__) && !defined(__AVX512BF16__)
+
+// dots += rows of bytes * the group's numbers of 4 bits. The sum of eight products of a byte up to
+// 24 and a signed byte fits into 16 bits, so four quads are added before they are widened.
+template <NumberFormat FORMAT, int ROWS>
+inline void add_group_of_4_bits(IntSums<ROWS>& dots, const std::uint32_t* const (&rows)[ROWS],
+                                const U32x16* numbers, std::int64_t first, std::int64_t end) {
+    constexpr std::int64_t kQuads = 4;
+    const __m256i ones = _mm256_set1_epi16(1);
+    for (std::int64_t quad = first; quad < end; quad += kQuads, numbers += kQuads / 2 * kVectors) {
+        const std::int64_t count = std::min(kQuads, end - quad);
+        for (int half = 0; half < 2 * kVectors; ++half) {
+            __m256i sums[ROWS] = {};
+            for (std::int64_t i = 0; i < count; i += 2) {
+                const auto* const halves =
+                    reinterpret_cast<const U32x8*>(numbers + i / 2 * kVectors);
+                for (int part = 0; part < 2; ++part) {
+                    const __m256i weights = (__m256i)unpack<FORMAT>(halves[half], part);
+                    for (int row = 0; row < ROWS; ++row) {
+                        const __m256i right = _mm256_set1_epi32(int(rows[row][quad + i + part]));
+                        sums[row] =
+                            _mm256_add_epi16(sums[row], _mm256_maddubs_epi16(weights, right));
+                    }
+                }
+            }
+            for (int row = 0; row < ROWS; ++row)
+                reinterpret_cast<I32x8*>(dots[row])[half] +=
+                    (I32x8)_mm256_madd_epi16(sums[row], ones);
+        }
+    }
+}
+
+#endif
 
 // dots += rows of bytes * the group's numbers.
 template <NumberFormat FORMAT, int ROWS>
 inline void add_group(IntSums<ROWS>& dots, const std::uint32_t* const (&rows)[ROWS],
                       const U32x16* numbers, std::int64_t first, std::int64_t end) {
+#if defined(__AVX2__) && !defined(__AVX512BF16__)
+    if constexpr (bits_of(FORMAT) == 4)
+        return add_group_of_4_bits<FORMAT, ROWS>(dots, rows, numbers, first, end);
+#endif
     constexpr int kQuads = 8 / bits_of(FORMAT);
     for (std::int64_t quad = first; quad < end; quad += kQuads, numbers += kVectors) {
         prefetch_ahead(numbers, kVectors);
