@@ -71,6 +71,12 @@ void print_bits(const char* kernel, Numbers& numbers) {
     std::puts("");
 }
 
+void print_indices(const char* kernel, const std::vector<std::int64_t>& indices) {
+    std::printf("%s", kernel);
+    for (const auto index : indices) std::printf(" %04x", unsigned(index));
+    std::puts("");
+}
+
 void multiply(std::int64_t tokens, std::int64_t rows, std::int64_t columns, int threads) {
     Numbers src = random_numbers(tokens * columns);
     Numbers weights = random_numbers(rows * columns, 0.1f);
@@ -101,6 +107,73 @@ void multiply_quantized(int bits, std::int64_t group_size, std::int64_t tokens, 
     const LinearArgs linear{matrix, src, dst, tokens, threads};
     baton_linear(&linear);
     print_bits(bits == 8 ? "int8" : "int4", dst);
+}
+
+// Experts of a layer, packed.
+struct Experts {
+    std::vector<AlignedBuffer> buffers;
+    std::vector<PackedMatrix> matrices;
+
+    Experts(std::int64_t count, std::int64_t rows, std::int64_t columns) {
+        for (std::int64_t i = 0; i < count; ++i) {
+            Numbers weights = random_numbers(rows * columns, 0.1f);
+            PackedMatrix matrix{nullptr, nullptr, 16, rows, columns, 0};
+            AlignedBuffer& packed = buffers.emplace_back(baton_packed_bytes(&matrix));
+            matrix.packed = packed.as<void>();
+            const PackArgs pack{matrix, weights.buffer.as<void>(), nullptr, nullptr, 1};
+            baton_pack(&pack);
+            matrices.push_back(matrix);
+        }
+    }
+};
+
+void mix(std::int64_t tokens, std::int64_t hidden_size, Scoring scoring, int threads) {
+    constexpr std::int64_t kExperts = 12, kTop = 3, kSize = 40;
+    const std::int64_t num_rows = tokens * kTop;
+    const std::vector<float> router = wide_numbers(kExperts * hidden_size);
+    const std::vector<float> bias = wide_numbers(kExperts);
+    Numbers src = random_numbers(tokens * hidden_size, 0.2f), dst(src.count);
+    std::vector<std::int64_t> expert_ids(num_rows);
+    std::vector<float> weights(num_rows);
+    const RouteArgs route{
+        .router = router.data(),
+        .bias = bias.data(),
+        .src = src,
+        .expert_ids = expert_ids.data(),
+        .weights = weights.data(),
+        .num_tokens = tokens,
+        .hidden_size = hidden_size,
+        .num_experts = kExperts,
+        .top_k = kTop,
+        .num_groups = 2,
+        .top_groups = 1,
+        .scale = 1.5f,
+        .scoring = scoring,
+        .normalizes = true,
+        .num_threads = threads,
+    };
+    baton_route(&route);
+    print_indices("route", expert_ids);
+    const Experts gate_up(kExperts, 2 * kSize, hidden_size), down(kExperts, hidden_size, kSize);
+    Numbers narrow(num_rows * hidden_size), wide(num_rows * 2 * kSize), gated(num_rows * kSize);
+    const MixArgs mix{
+        .gate_up = gate_up.matrices.data(),
+        .down = down.matrices.data(),
+        .src = src,
+        .expert_ids = expert_ids.data(),
+        .weights = weights.data(),
+        .dst = dst,
+        .narrow_buf = narrow,
+        .wide_buf = wide,
+        .gated_buf = gated,
+        .num_tokens = tokens,
+        .num_experts = kExperts,
+        .top_k = kTop,
+        .gate = {GateKind::kSilu, 0, 0},
+        .num_threads = threads,
+    };
+    baton_mix_experts(&mix);
+    print_bits("experts", dst);
 }
 
 void run_elementwise(std::int64_t tokens, std::int64_t size, int threads) {
@@ -152,9 +225,7 @@ void find_maxima(std::int64_t tokens, std::int64_t size, int threads) {
     const ArgmaxArgs argmax{logits.data(), indices.data(), are_finite.as<bool>(),
                             tokens,        size,           threads};
     baton_argmax(&argmax);
-    std::printf("argmax");
-    for (const auto index : indices) std::printf(" %04x", unsigned(index));
-    std::puts("");
+    print_indices("argmax", indices);
 }
 
 void attend(std::int64_t dim, AttentionParams params, int threads) {
@@ -243,6 +314,8 @@ int main() {
             run_elementwise(tokens, 96, threads);
             run_elementwise(tokens, 258, threads);
             find_maxima(tokens, 999, threads);
+            mix(tokens, 96, Scoring::kSoftmax, threads);
+            mix(tokens, 70, Scoring::kSigmoid, threads);
         }
         const float sinks[8] = {-2, -1, 0, 1, 2, 3, 4, 5};
         for (const std::int64_t dim : {32, 128}) {

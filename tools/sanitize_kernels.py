@@ -35,6 +35,7 @@ RUNTIMES = ("libasan.so", "libubsan.so", "libstdc++.so")
 FOUND = "found"  # prefix of the report files, one per process
 TESTS = (
     "tests/contract/test_runner_attention.py",
+    "tests/contract/test_runner_experts.py",
     "tests/contract/test_runner_ops.py",
     "tests/contract/test_same_bits.py",
     "tests/golden/test_native_kernels.py",

@@ -134,8 +134,8 @@ def _start_peers(
         with ExitStack() as ends:
             try:
                 peers[name] = _Peer(name, ends.enter_context(start(log)), log)
-            except PeerFailed as failure:
-                failures.append(failure)
+            except PeerFailed as error:
+                failures.append(error)
                 continue
             stack.push(ends.pop_all())
     if not peers:

@@ -32,28 +32,18 @@ from errors import ModelError
 from tests.support.families import FAMILY_VARIANTS
 from tests.support.kernels import kernels_by_variant
 from tests.support.models import make_model_folder, prompt_of
-from tests.support.packed_folders import FORMATS, MXFP4, Format, write_quantized
+from tests.support.packed_folders import (
+    COMBINATIONS,
+    EVERY_FORMAT,
+    FORMATS,
+    MXFP4,
+    Format,
+    write_quantized,
+)
 from tests.support.runner_drivers import Driver, RandomChunkDriver, drives_of
 
 CPU = torch.device("cpu")
 BUDGET = 1 << 20
-EVERY_FORMAT = {**FORMATS, "mxfp4": MXFP4}
-# Fused matrices; fused and permuted; experts of their own; with a shared one and partial RoPE.
-COMBINATIONS = (
-    ("phi3", "packed-with-zeros"),
-    ("phi3", "float8-rows"),
-    ("glm4", "gptq-v2-ordered"),
-    ("glm4", "fp8"),
-    ("qwen3-moe", "awq"),
-    ("qwen3-moe", "gptq-v2-ordered"),
-    ("qwen3-moe", "fp8"),
-    ("mixtral", "packed"),
-    ("mixtral", "float8-rows"),
-    ("glm4-moe", "awq"),
-    ("glm4-moe", "fp8"),
-    ("gpt-oss", "mxfp4"),
-)
-
 needs_kernels = pytest.mark.skipif(not kernels_by_variant(), reason="no C++ compiler here")
 each_combination = pytest.mark.parametrize(("family", "written"), COMBINATIONS)
 

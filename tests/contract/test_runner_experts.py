@@ -11,13 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.runner.kernels.native import Kernels, NativeOps
+from engine.runner.kernels.native import Kernels, NativeOps, native_experts
 from engine.runner.model.config import Activation, MoeConfig, Scoring
 from engine.runner.model.experts import Mlp, Moe, Router, Routing
 from engine.runner.model.ops import Gate, Ops, TorchOps
-from engine.runner.weights.quantize import Quantized, to_int4, to_int8
+from engine.runner.weights.quantize import MXFP4_GROUP, Quantize, Quantized, to_int4, to_int8
 from tests.support.kernels import kernels_by_variant
-from tests.support.random_mxfp4 import random_mxfp4
 
 REFERENCE = TorchOps()
 HIDDEN_SIZE, EXPERT_SIZE = 70, 50
@@ -27,10 +26,28 @@ GATES = (
     Gate(Activation.CLAMPED_SWIGLU, alpha=1.702, limit=2.0),
 )
 
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def to_mxfp4(weight: Tensor) -> Quantized:
+    """Return random codes, drawn by the sum of the weights, with scales of 1/16 and 1/8."""
+    rows, columns = weight.shape
+    drawn = generator(int(weight.double().abs().sum() * 2**16))
+    codes = torch.randint(0, 16, (rows, columns), generator=drawn).to(torch.uint8)
+    scales = 2.0 ** -torch.randint(3, 5, (rows, -(-columns // MXFP4_GROUP)), generator=drawn)
+    no_zeros = torch.empty(rows, 0, dtype=torch.uint8)
+    return Quantized(codes, scales, no_zeros, 4, MXFP4_GROUP, torch.bfloat16, is_mxfp4=True)
+
+
+QUANTIZERS: Mapping[str, Quantize] = {"int8": to_int8, "int4": to_int4, "mxfp4": to_mxfp4}
+FORMATS = ("none", *QUANTIZERS)
+
 each_variant = pytest.mark.parametrize(
     "kernels", kernels_by_variant().values(), ids=kernels_by_variant().keys()
 )
-each_format = pytest.mark.parametrize("quantize", ["none", "int8", "int4", "mxfp4"])
+each_format = pytest.mark.parametrize("quantize", FORMATS)
 SEEDS = st.integers(0, 2**32)
 
 
@@ -53,10 +70,6 @@ def moe_configs(draw: st.DrawFn) -> MoeConfig:
     )
 
 
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def router_of(config: MoeConfig, hidden_size: int, seed: int) -> Router:
     drawn = generator(seed)
 
@@ -77,13 +90,7 @@ def moe_of(config: MoeConfig, ops: Ops, quantize: str, seed: int = 0) -> Moe:
 
     def matrix(rows: int, columns: int) -> Tensor | Quantized:
         weight = (0.2 * torch.randn(rows, columns, generator=drawn)).bfloat16()
-        made: Mapping[str, Tensor | Quantized] = {
-            "none": weight,
-            "int8": to_int8(weight),
-            "int4": to_int4(weight),
-            "mxfp4": random_mxfp4(int(weight[0, 0] * 1000), rows, columns, (-6, -2)),
-        }
-        return made[quantize]
+        return weight if quantize == "none" else QUANTIZERS[quantize](weight)
 
     def bias(rows: int) -> Tensor | None:
         return torch.randn(rows, generator=drawn).bfloat16() if config.has_bias else None
@@ -153,7 +160,7 @@ def test_of_equal_scores_the_lower_expert_id_comes_first(
 @given(
     config=moe_configs().filter(lambda config: config.num_experts <= 40),
     num_tokens=st.integers(1, 30),
-    quantize=st.sampled_from(["none", "int8", "int4", "mxfp4"]),
+    quantize=st.sampled_from(FORMATS),
     gate=st.sampled_from(GATES),
     scales_input=st.booleans(),
     seed=SEEDS,
@@ -191,6 +198,7 @@ def test_a_token_has_the_same_bits_in_any_batch_and_with_any_number_of_threads(
 
     together = compute(ops, moe, hidden_states)
 
+    assert native_experts(moe.experts) is not None
     for num_threads, size in ((1, 1), (1, 41), (2, 2), (3, 7), (3, 41)):
         other = NativeOps(Kernels(kernels.path, num_threads))
         parts = [compute(other, moe, part) for part in hidden_states.split(size)]
@@ -265,6 +273,8 @@ def test_experts_with_reordered_columns_are_computed(kernels: Kernels) -> None:
         reordered = ops.linear(replace(weight, order=order), None)
         return replace(moe, experts=[Mlp(reordered, mlp.down) for mlp in moe.experts])
 
-    found = compute(ops, moe_with(ops), hidden_states)
+    moe = moe_with(ops)
+    found = compute(ops, moe, hidden_states)
 
+    assert native_experts(moe.experts) is None
     assert are_near(found, compute(REFERENCE, moe_with(REFERENCE), hidden_states))

@@ -414,7 +414,6 @@ def test_nan_stays_in_its_own_row(kernels: Kernels) -> None:
         *(ops.rms_norm(activations, make_norm(64, once)) for once in (False, True)),
         *(ops.apply_gate(activations, gate) for gate in gates),
         fp4(activations),
-        ops.rms_norm(activations, Norm(drawn(10, 64), EPSILON)),
     ):
         assert answer.isnan().any(dim=1).tolist() == [False, True, False]
 

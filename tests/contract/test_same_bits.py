@@ -221,6 +221,11 @@ MODELS = {
     "gemma2": {},
     "olmo3": {},
     "granite": {},
+    "qwen2-moe": {},
+    "llama4": {},
+    "gpt-oss": {},
+    "qwen3-moe": {"quantize": "int4"},
+    "mixtral": {"quantize": "int8"},
 }
 
 

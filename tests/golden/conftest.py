@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,10 @@ from tests.support.models import VARIANTS, make_model_folder
 
 BLOCK_SIZE = 16
 KV_CACHE_BYTES = 4 << 20
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-models-page", action="store_true", help="update its matrix")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -75,8 +80,8 @@ def family_runner(family_folder: Callable[[str], Path]) -> Iterator[Callable[...
     """Yield a loader of runners. Settings other than the family make further runners."""
     loaded: dict[tuple[str, ...], TorchRunner] = {}
 
-    def load(name: str, **settings: str) -> TorchRunner:
-        key = (name, *settings.values())
+    def load(name: str, **settings: Any) -> TorchRunner:
+        key = (name, *map(str, settings.values()))
         if key not in loaded:
             settings.pop("copy", "")
             config = RunnerConfig(

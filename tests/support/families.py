@@ -77,6 +77,15 @@ DENSE: Mapping[str, Variant] = {
     "olmo3": Variant("Olmo3", {"sliding_window": 24, "num_hidden_layers": 4}),
     "smollm3": Variant("SmolLM3", {"num_hidden_layers": 4, "pad_token_id": 0}),
     "seed-oss": Variant("SeedOss", {"head_dim": 32, "attention_out_bias": True}),
+    "ministral": Variant(
+        "Ministral",
+        {
+            "head_dim": 32,
+            "sliding_window": 24,
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
     "ministral3": Variant(
         "Ministral3",
         {

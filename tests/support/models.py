@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -165,9 +166,18 @@ def reference_logprobs(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
     return logits.float().log_softmax(dim=-1)
 
 
+def half_reference_logprobs(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
+    """Return the logprob in bfloat16 of each token but the first, given those before it."""
+    model = fresh_rope(deepcopy(reference(folder)).bfloat16())
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.tensor([list(tokens)])).logits[0]
+    chosen = torch.tensor(list(tokens[1:]))[:, None]
+    return logits[:-1].float().log_softmax(dim=-1).gather(1, chosen)[:, 0]
+
+
 def fresh_rope(model: Any) -> Any:
     """Reset a dynamic rope, which otherwise keeps the longest sequence length it has seen."""
-    rope = getattr(getattr(model, "model", None), "rotary_emb", None)
+    rope: Any = getattr(getattr(model, "model", None), "rotary_emb", None)
     if not hasattr(rope, "original_inv_freq"):
         return model
     rope.inv_freq.data = rope.original_inv_freq.clone()

@@ -71,6 +71,24 @@ FORMATS: Mapping[str, Format] = {
 }
 MXFP4 = Format({"quant_method": "mxfp4"}, linears=r".*\.experts\.(gate_up|down)_proj")
 
+EVERY_FORMAT = {**FORMATS, "mxfp4": MXFP4}
+# Families with their formats. Fused matrices; fused and permuted; experts of their own; with a
+# shared one and partial RoPE.
+COMBINATIONS = (
+    ("phi3", "packed-with-zeros"),
+    ("phi3", "float8-rows"),
+    ("glm4", "gptq-v2-ordered"),
+    ("glm4", "fp8"),
+    ("qwen3-moe", "awq"),
+    ("qwen3-moe", "gptq-v2-ordered"),
+    ("qwen3-moe", "fp8"),
+    ("mixtral", "packed"),
+    ("mixtral", "float8-rows"),
+    ("glm4-moe", "awq"),
+    ("glm4-moe", "fp8"),
+    ("gpt-oss", "mxfp4"),
+)
+
 
 def write_quantized(source: Path, target: Path, written: Format) -> tuple[Path, Path]:
     """Write two folders with the source's shapes: quantized, and dequantized."""

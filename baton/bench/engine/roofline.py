@@ -152,8 +152,8 @@ class _StoredBytes:
 
     def _of(self, linear: str) -> float:
         how = self._config.quantization
-        if how is None or not is_packed(linear, self._names, how):
-            return self._unquantized
+        if how is None or how.is_float8 or not is_packed(linear, self._names, how):
+            return self._unquantized  # FP8 is dequantized when it is loaded
         return how.bits / 8
 
 

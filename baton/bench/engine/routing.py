@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import fmean
+from typing import Any
 
 from torch import Tensor
 
@@ -13,8 +14,8 @@ from engine.runner.kernels.native import NativeOps
 from engine.runner.model.experts import Router, Routing
 from engine.runner.model.ops import TorchOps
 
-Route = Callable[[NativeOps | TorchOps, Tensor, Router], Routing]
-IMPLEMENTATIONS: tuple[type[NativeOps] | type[TorchOps], ...] = (NativeOps, TorchOps)
+Route = Callable[[Any, Tensor, Router], Routing]
+IMPLEMENTATIONS: tuple[Any, ...] = (NativeOps, TorchOps)
 
 
 class RoutingMeter:
@@ -34,15 +35,15 @@ class RoutingMeter:
         """Count in all passes of this process. The counting takes time."""
         originals = [(kind, kind.route) for kind in IMPLEMENTATIONS]
         for kind, route in originals:
-            kind.route = self._counting(route)  # type: ignore[method-assign]
+            kind.route = self._counting(route)
         try:
             yield
         finally:
             for kind, route in originals:
-                kind.route = route  # type: ignore[method-assign]
+                kind.route = route
 
     def _counting(self, route: Route) -> Route:
-        def counted(ops: NativeOps | TorchOps, hidden_states: Tensor, router: Router) -> Routing:
+        def counted(ops: Any, hidden_states: Tensor, router: Router) -> Routing:
             routing = route(ops, hidden_states, router)
             self._counts[len(hidden_states)].append(len(routing.expert_ids.unique()))
             return routing

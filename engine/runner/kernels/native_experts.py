@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -15,8 +16,9 @@ from engine.runner.model.config import Activation, Scoring
 from engine.runner.model.experts import Router, Routing
 from engine.runner.model.ops import Gate
 
-_SCORINGS = {Scoring.SOFTMAX: 0, Scoring.SOFTMAX_OF_TOP: 1, Scoring.SIGMOID: 2}
+_FORMAT_FIELDS = ("bits", "num_rows", "num_columns", "group_size", "is_mxfp4")
 _GATE_KINDS = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.CLAMPED_SWIGLU: 2}
+_SCORINGS = {Scoring.SOFTMAX: 0, Scoring.SOFTMAX_OF_TOP: 1, Scoring.SIGMOID: 2}
 
 
 def gate_params(gate: Gate) -> GateParams:
@@ -27,15 +29,19 @@ class Workspace:
     """Buffer of intermediate results on huge pages, kept from one call to the next."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.bfloat16)
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
     def split(self, *sizes: int) -> list[int]:
-        """Return the addresses of buffers with these numbers of bf16 elements."""
-        total = sum(sizes)
+        """Return the addresses of buffers with these sizes in bytes."""
+        *starts, total = accumulate((_round_up(size) for size in sizes), initial=0)
         if len(self._memory) < total:
-            self._memory = torch.frombuffer(huge_page_memory(2 * total), dtype=torch.bfloat16)
-        starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        return [self._memory.data_ptr() + 2 * start for start in starts]
+            self._memory = torch.frombuffer(huge_page_memory(total), dtype=torch.uint8)
+        return [self._memory.data_ptr() + start for start in starts]
+
+
+def _round_up(num_bytes: int) -> int:
+    """Round up to whole cache lines."""
+    return -(-num_bytes // 64) * 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +63,7 @@ class NativeExperts:
 
 
 def _format(matrix: PackedMatrix) -> tuple[int, ...]:
-    shape = matrix.num_rows, matrix.num_columns
-    return *shape, matrix.bits, matrix.group_size, matrix.is_mxfp4
+    return tuple(getattr(matrix, name) for name in _FORMAT_FIELDS)
 
 
 class NativeMoe:
@@ -111,7 +116,8 @@ class NativeMoe:
         num_tokens, top_k = expert_ids.shape
         gate_up, down = experts.gate_up[0], experts.down[0]
         widths = down.num_rows, gate_up.num_rows, down.num_columns
-        buffers = self._workspace.split(*(num_tokens * top_k * width for width in widths))
+        num_rows = num_tokens * top_k
+        buffers = self._workspace.split(*(2 * num_rows * width for width in widths))
         self._library.baton_mix_experts(
             MixArgs(
                 gate_up=ctypes.addressof(experts.gate_up),

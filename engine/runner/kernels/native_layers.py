@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -13,20 +14,29 @@ from engine.runner.kernels.abi import LayerArgs, PackedMatrix, PassArgs, RopeAng
 from engine.runner.kernels.native import (
     Kernels,
     NativeOps,
-    gate_params,
     native_matrix,
     norm_params,
 )
 from engine.runner.kernels.native_attention import NativePass
+from engine.runner.kernels.native_experts import gate_params
+from engine.runner.kernels.torch_parts import torch_parts
 from engine.runner.model.config import ModelConfig, QkNorm
 from engine.runner.model.experts import Mlp, Moe
 from engine.runner.model.layers import Layer, LayerPass, Layers, UnfusedLayers, add_mlp, gate_of
 from engine.runner.model.ops import Linear
 from engine.runner.model.rope import Angles
 
+log = logging.getLogger(__name__)
+
 
 def native_layers(kernels: Kernels, config: ModelConfig, layers: Sequence[Layer]) -> Layers:
-    """Return fused layers, or `UnfusedLayers` if a matrix needs its columns reordered."""
+    """Return fused layers, or `UnfusedLayers` if a matrix needs its columns reordered.
+
+    Logs the parts of the model that torch computes.
+    """
+    parts = torch_parts(config, layers)
+    if parts:
+        log.info("%s: torch computes the %s", config.architecture, ", the ".join(parts))
     if all(native_matrix(linear) is not None for layer in layers for linear in _linears(layer)):
         return NativeLayers(kernels, config, layers)
     return UnfusedLayers(config, NativeOps(kernels), layers)

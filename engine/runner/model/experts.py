@@ -77,7 +77,8 @@ def _hide_other_groups(choice: Tensor, config: MoeConfig) -> Tensor:
     num_best = min(2, grouped.shape[2])
     best = grouped.topk(num_best, dim=-1).values.sum(dim=-1).topk(config.top_groups).indices
     is_open = torch.zeros_like(grouped[:, :, 0], dtype=torch.bool).scatter_(1, best, True)
-    return grouped.masked_fill(~is_open[:, :, None], float("-inf")).flatten(1)
+    hidden: Tensor = grouped.masked_fill(~is_open[:, :, None], float("-inf"))
+    return hidden.flatten(1)
 
 
 def mix_experts(ops: Ops, moe: Moe, gate: Gate, hidden_states: Tensor, routing: Routing) -> Tensor:

@@ -15,6 +15,8 @@ from baton.bench.engine.roofline import expect_experts
 from baton.bench.engine.routing import RoutingMeter
 from engine.runner.families.read_config import read_model_config
 from engine.runner.load import RunnerConfig, load_runner
+from engine.runner.weights.safetensors import WeightFiles
+from engine.runner.weights.tensor_names import check_tensors
 from tests.support.models import prompt_of
 from tests.support.random_folders import small_config, small_folder
 from tests.support.runner_drivers import Driver, drives_of
@@ -40,10 +42,11 @@ def test_transformers_reads_each_shape(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_transformers_finds_every_tensor(name: str, tmp_path: Path) -> None:
-    _, loading = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         small_folder(tmp_path, name), output_loading_info=True
     )
 
+    loading = loaded[1]
     assert not any(loading[fault] for fault in ("missing_keys", "unexpected_keys"))
     assert not loading["mismatched_keys"]
 
@@ -80,7 +83,7 @@ def test_norms_neither_grow_nor_shrink_their_input(name: str, mean: float, tmp_p
 
 
 def test_the_tokens_of_a_prompt_spread_over_the_experts(tmp_path: Path) -> None:
-    sizes = {"num_hidden_layers": 4, "num_experts": 32, "hidden_size": 256}
+    sizes: dict[str, Any] = {"num_hidden_layers": 4, "num_experts": 32, "hidden_size": 256}
     folder = small_folder(tmp_path, "qwen3-30b-a3b", **sizes)
     meter = RoutingMeter(lambda _: 0.0)
 
@@ -131,6 +134,8 @@ def test_experts_of_gpt_oss_can_be_four_bit_floats(tmp_path: Path) -> None:
     assert blocks.shape == (8, 2 * 96, 64 // 32, 16)
     assert scales.shape == (8, 2 * 96, 64 // 32)
     assert dequantized(blocks, scales).std() == pytest.approx(0.02, rel=0.3)
+    with WeightFiles(tmp_path) as files:
+        check_tensors(read_model_config(tmp_path), files)
 
 
 def test_no_other_model_has_four_bit_floats(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ float sum_of_squares(const Bf16* row, std::int64_t size) {
     F32x16 squares{};
     std::int64_t i = 0;
     for (; i + kLanes <= size; i += kLanes) {
-        const F32x16 numbers = bf16_to_f32(row + i);
-        squares += numbers * numbers;
+        F32x16 numbers = bf16_to_f32(row + i);
+        for_each_reg([&](int r) { reg(squares, r) += reg(numbers, r) * reg(numbers, r); });
     }
     float total = sum(squares);
     for (; i < size; ++i) total += bf16_to_f32(row[i]) * bf16_to_f32(row[i]);
@@ -140,9 +140,15 @@ void rotate(const RopeArgs& args, Weights weights) {
     parallel_for(args.num_tokens, num_heads * head_dim, args.num_threads, rotate_tokens);
 }
 
-template <typename Number>
-Number scaled(Number number, float scale) {
-    return scale == 1.0f ? number : round_to_bf16(number * scale);
+// dst += scale(src)
+template <typename Scale>
+void add(Bf16* dst, const Bf16* src, std::int64_t count, int num_threads, Scale scale) {
+    parallel_for(count, 1, num_threads, [=](std::int64_t at, std::int64_t end) {
+        for (; at + kLanes <= end; at += kLanes)
+            store(dst + at, bf16_to_f32(dst + at) + scale(bf16_to_f32(src + at)));
+        for (; at < end; ++at)
+            dst[at] = f32_to_bf16(bf16_to_f32(dst[at]) + scale(bf16_to_f32(src[at])));
+    });
 }
 
 struct ArgMax {
@@ -223,13 +229,11 @@ void baton_argmax(const ArgmaxArgs* args) {
 
 void baton_add(Bf16* dst, const Bf16* src, std::int64_t count, float scale,
                std::int32_t num_threads) {
-    const auto add = [=](std::int64_t at, std::int64_t end) {
-        for (; at + kLanes <= end; at += kLanes)
-            store(dst + at, bf16_to_f32(dst + at) + scaled(bf16_to_f32(src + at), scale));
-        for (; at < end; ++at)
-            dst[at] = f32_to_bf16(bf16_to_f32(dst[at]) + scaled(bf16_to_f32(src[at]), scale));
-    };
-    parallel_for(count, 1, num_threads, add);
+    if (scale == 1.0f)
+        add(dst, src, count, num_threads, [](auto numbers) { return numbers; });
+    else
+        add(dst, src, count, num_threads,
+            [=](auto numbers) { return round_to_bf16(numbers * scale); });
 }
 
 }  // extern "C"

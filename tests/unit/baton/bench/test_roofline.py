@@ -25,7 +25,8 @@ from engine.runner.model.ops import TorchOps
 from engine.runner.weights.tensor_names import expected_tensors
 from tests.support.families import FAMILY_VARIANTS
 from tests.support.models import make_model_folder
-from tests.support.random_folders import small_folder
+from tests.support.random_folders import small_config, small_folder
+from tools.make_model import make_model
 
 DEMO = Path(__file__).resolve().parents[4] / "models" / "demo"
 
@@ -147,6 +148,14 @@ def test_each_matrix_of_a_family_counts_once(name: str, tmp_path: Path) -> None:
     }
     head = config.vocab_size * config.hidden_size if config.ties_embeddings else 0
     assert counted == sum(matrices.values()) + head
+
+
+def test_a_quantized_folder_is_read_as_it_is_stored(tmp_path: Path) -> None:
+    make_model(tmp_path, small_config("gpt-oss-20b"), quantization="mxfp4")
+
+    work = work_of(tmp_path, "none")
+
+    assert (work.number_bytes, work.expert_number_bytes, work.head_number_bytes) == (2.0, 0.5, 2.0)
 
 
 def test_whole_numbers_are_read_faster() -> None:

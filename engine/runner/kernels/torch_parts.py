@@ -1,0 +1,42 @@
+"""Parts of a model that torch computes although its kernels are native."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from engine.runner.kernels.native import native_experts, native_matrix
+from engine.runner.model.config import ModelConfig
+from engine.runner.model.experts import Mlp, Moe
+from engine.runner.model.layers import Layer
+from engine.runner.model.ops import Linear
+
+EMBEDDING_SCALE = "scale of the embeddings"
+LOGITS_SCALE = "scale of the logits"
+LOGITS_SOFTCAP = "soft cap of the logits"
+ROPE_BY_LENGTH = "angles of a RoPE that depends on the length"
+COLUMN_ORDER = "order of columns (GPTQ with act-order)"
+SHARED_GATE = "gate of the shared expert"
+EXPERT_SUM = "sum over the experts"
+
+
+def torch_parts(config: ModelConfig, layers: Sequence[Layer]) -> list[str]:
+    """Return the names of these parts, each once."""
+    mixtures = [layer.mlp for layer in layers if isinstance(layer.mlp, Moe)]
+    linears = [linear for layer in layers for linear in _linears(layer)]
+    has_part = {
+        EMBEDDING_SCALE: config.embedding_scale != 1.0,
+        LOGITS_SCALE: config.logits_scale != 1.0,
+        LOGITS_SOFTCAP: config.logits_softcap is not None,
+        ROPE_BY_LENGTH: config.depends_on_length,
+        COLUMN_ORDER: any(native_matrix(linear) is None for linear in linears),
+        SHARED_GATE: any(moe.shared_gate is not None for moe in mixtures),
+        EXPERT_SUM: any(native_experts(moe.experts) is None for moe in mixtures),
+    }
+    return [part for part, is_there in has_part.items() if is_there]
+
+
+def _linears(layer: Layer) -> Iterator[Linear]:
+    yield from (layer.qkv, layer.output)
+    mlps = [layer.mlp] if isinstance(layer.mlp, Mlp) else layer.mlp.experts
+    for mlp in mlps:
+        yield from (mlp.gate_up, mlp.down)
