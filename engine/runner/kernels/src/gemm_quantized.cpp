@@ -31,17 +31,55 @@ template <int ROWS>
 using IntSums = I32x16[ROWS][kVectors];
 
 // The unsigned bytes of four columns out of a vector of packed numbers.
-template <NumberFormat FORMAT>
-inline U32x16 unpack(U32x16 numbers, int part) {
+template <NumberFormat FORMAT, typename Words>
+inline Words unpack(Words numbers, int part) {
     if (FORMAT == NumberFormat::kInt8) return numbers;
-    const U32x16 halves = numbers >> (4 * part) & 0x0f0f0f0fu;
+    const Words halves = numbers >> (4 * part) & 0x0f0f0f0fu;
     return FORMAT == NumberFormat::kMxfp4 ? fp4_bytes(halves) : halves;
 }
+
+#if defined(__AVX2__) && !defined(__AVX512BF16__)
+
+// dots += rows of bytes * the group's numbers of 4 bits. The sum of eight products of a byte up to
+// 24 and a signed byte fits into 16 bits, so four quads are added before they are widened.
+template <NumberFormat FORMAT, int ROWS>
+inline void add_group_of_4_bits(IntSums<ROWS>& dots, const std::uint32_t* const (&rows)[ROWS],
+                                const U32x16* numbers, std::int64_t first, std::int64_t end) {
+    constexpr std::int64_t kQuads = 4;
+    const __m256i ones = _mm256_set1_epi16(1);
+    for (std::int64_t quad = first; quad < end; quad += kQuads, numbers += kQuads / 2 * kVectors) {
+        const std::int64_t count = std::min(kQuads, end - quad);
+        for (int half = 0; half < 2 * kVectors; ++half) {
+            __m256i sums[ROWS] = {};
+            for (std::int64_t i = 0; i < count; i += 2) {
+                const auto* const halves =
+                    reinterpret_cast<const U32x8*>(numbers + i / 2 * kVectors);
+                for (int part = 0; part < 2; ++part) {
+                    const __m256i weights = (__m256i)unpack<FORMAT>(halves[half], part);
+                    for (int row = 0; row < ROWS; ++row) {
+                        const __m256i right = _mm256_set1_epi32(int(rows[row][quad + i + part]));
+                        sums[row] =
+                            _mm256_add_epi16(sums[row], _mm256_maddubs_epi16(weights, right));
+                    }
+                }
+            }
+            for (int row = 0; row < ROWS; ++row)
+                reinterpret_cast<I32x8*>(dots[row])[half] +=
+                    (I32x8)_mm256_madd_epi16(sums[row], ones);
+        }
+    }
+}
+
+#endif
 
 // dots += rows of bytes * the group's numbers.
 template <NumberFormat FORMAT, int ROWS>
 inline void add_group(IntSums<ROWS>& dots, const std::uint32_t* const (&rows)[ROWS],
                       const U32x16* numbers, std::int64_t first, std::int64_t end) {
+#if defined(__AVX2__) && !defined(__AVX512BF16__)
+    if constexpr (bits_of(FORMAT) == 4)
+        return add_group_of_4_bits<FORMAT, ROWS>(dots, rows, numbers, first, end);
+#endif
     constexpr int kQuads = 8 / bits_of(FORMAT);
     for (std::int64_t quad = first; quad < end; quad += kQuads, numbers += kVectors) {
         prefetch_ahead(numbers, kVectors);
@@ -244,81 +282,9 @@ constexpr void (*kMultiplyPanel[])(const Gemm&, QuantizedActivations&, std::int6
     multiply_panel<NumberFormat::kMxfp4>,
 };
 
-// Writes the scale and zero point of a row into the header of a group.
-void pack_header(const PackArgs& args, std::uint8_t* group, std::int64_t within,
-                 std::int64_t scale_at) {
-    if (args.matrix.is_mxfp4) {
-        std::uint32_t bits;
-        std::memcpy(&bits, args.scales + scale_at, sizeof bits);
-        group[within] = std::uint8_t(bits >> 23);  // a power of two: its exponent
-        return;
-    }
-    std::memcpy(group + within * sizeof(float), args.scales + scale_at, sizeof(float));
-    group[kZerosOffset + within] = args.zeros[scale_at];
-}
-
-// Writes `columns` numbers of a row into their group: as words of four or eight numbers.
-void pack_group(const QuantizedLayout& layout, std::uint8_t* group, std::int64_t within,
-                const std::uint8_t* numbers, std::int64_t columns) {
-    const std::int64_t step = 32 / layout.bits;
-    for (std::int64_t column = 0; column < columns; column += step) {
-        std::uint32_t words[2] = {};
-        std::memcpy(words, numbers + column, std::min(step, columns - column));
-        words[0] |= words[1] << 4;
-        std::memcpy(group + layout.byte_at(within, column), words, sizeof words[0]);
-    }
-}
-
-// A number of a row, dequantized. `group` points to the number's group.
-float dequantize_number(const QuantizedLayout& layout, const std::uint8_t* group,
-                        std::int64_t within, std::int64_t column) {
-    const int byte = group[layout.byte_at(within, column)] >> layout.shift(column);
-    if (layout.format == NumberFormat::kMxfp4)
-        return float(kFp4Bytes[byte & 15] - kFp4Zero) * mxfp4_scale(group[within]);
-    float scale;
-    std::memcpy(&scale, group + within * sizeof scale, sizeof scale);
-    const int number = layout.bits == 4 ? byte & 15 : byte;
-    return float(number - group[kZerosOffset + within]) * scale;
-}
-
 }  // namespace
 
 namespace baton::quantized {
-
-std::int64_t packed_bytes(const PackedMatrix& matrix) { return QuantizedLayout(matrix).bytes(); }
-
-void pack(const PackArgs& args) {
-    const QuantizedLayout layout(args.matrix);
-    const auto* const weights = static_cast<const std::uint8_t*>(args.weights);
-    auto* const packed = static_cast<std::uint8_t*>(args.matrix.packed);
-    ThreadPool::instance().run(args.num_threads, [&](int i, int count) {
-        const Slice slice(layout.num_rows, i, count);
-        for (std::int64_t row = slice.first; row < slice.end; ++row) {
-            const std::int64_t panel = row / kPanelRows, within = row % kPanelRows;
-            for (std::int64_t group = 0; group < layout.num_groups(); ++group) {
-                std::uint8_t* at = packed + layout.group_at(panel, group);
-                pack_header(args, at, within, row * layout.num_groups() + group);
-                const std::int64_t first = group * layout.group_size;
-                pack_group(layout, at, within, weights + row * layout.num_columns + first,
-                           std::min(layout.group_size, layout.num_columns - first));
-            }
-        }
-    });
-}
-
-void get_rows(const PackedMatrix& matrix, const std::int64_t* row_ids, std::int64_t count,
-              Bf16* dst) {
-    const QuantizedLayout layout(matrix);
-    const auto* const packed = static_cast<const std::uint8_t*>(matrix.packed);
-    for (std::int64_t i = 0; i < count; ++i)
-        for (std::int64_t column = 0; column < layout.num_columns; ++column) {
-            const std::int64_t panel = row_ids[i] / kPanelRows, within = row_ids[i] % kPanelRows;
-            const std::uint8_t* group = packed + layout.group_at(panel, column / layout.group_size);
-            const float number =
-                dequantize_number(layout, group, within, column % layout.group_size);
-            dst[i * layout.num_columns + column] = f32_to_bf16(number);
-        }
-}
 
 void linear(const GroupedLinear& args) {
     const QuantizedLayout layout(args.matrices[0]);

@@ -60,14 +60,19 @@ constexpr int kFp4Zero = 12;
 constexpr std::uint8_t kFp4Bytes[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
 // Looks up the bytes of FP4 codes; each byte of `codes` is one code.
+#if defined(__AVX2__)
+inline U32x8 fp4_bytes(U32x8 codes) {
+    const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)kFp4Bytes));
+    return (U32x8)_mm256_shuffle_epi8(table, (__m256i)codes);
+}
+#endif
 inline U32x16 fp4_bytes(U32x16 codes) {
 #if defined(__AVX512BF16__)
     const __m128i table = _mm_loadu_si128((const __m128i*)kFp4Bytes);
     return (U32x16)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), (__m512i)codes);
 #elif defined(__AVX2__)
-    const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)kFp4Bytes));
     auto* const halves = reinterpret_cast<U32x8*>(&codes);
-    for (int i = 0; i < 2; ++i) halves[i] = (U32x8)_mm256_shuffle_epi8(table, (__m256i)halves[i]);
+    for (int i = 0; i < 2; ++i) halves[i] = fp4_bytes(halves[i]);
     return codes;
 #else
     // Magnitudes 0 to 7 become 0, 1, 2, 3, 4, 6, 8, 12: from four on, the lower two bits add more.
