@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -59,6 +60,9 @@ def await_blocks_held_by_a_finished_request(address: str) -> None:
     await_load(address, lambda load: not is_busy(load) and load.num_free_blocks < num_blocks)
 
 
+NEW_SEEDS = itertools.count(100)
+
+
 @pytest.fixture(autouse=True)
 def _the_next_one_is_served(
     cluster: LocalCluster, client: Client, model_folder: Path
@@ -67,7 +71,8 @@ def _the_next_one_is_served(
     yield
     for child in (*cluster.prefills, *cluster.decodes):
         await_all_free(child.address)
-    prompt = prompt_of(37, seed=60)
+    # A new prompt: nodes can have lost the blocks of another one in their caches.
+    prompt = prompt_of(37, seed=next(NEW_SEEDS))
     answer = client.generate(prompt, SHORT)
     assert answer.token_ids == reference_greedy(model_folder, prompt, 8)
     assert answer.finish is not None
