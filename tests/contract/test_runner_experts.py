@@ -13,17 +13,18 @@ from torch import Tensor
 
 from engine.runner.kernels.native import Kernels, NativeOps, native_experts
 from engine.runner.model.config import Activation, MoeConfig, Scoring
-from engine.runner.model.experts import Mlp, Moe, Router, Routing
-from engine.runner.model.ops import Gate, Ops, TorchOps
+from engine.runner.model.experts import ExpertChoice, Mlp, Moe, Router
+from engine.runner.model.ops import MlpGate, Ops
+from engine.runner.model.torch_ops import TorchOps
 from engine.runner.weights.quantize import MXFP4_GROUP, Quantize, Quantized, to_int4, to_int8
 from tests.support.kernels import kernels_by_variant
 
 REFERENCE = TorchOps()
 HIDDEN_SIZE, EXPERT_SIZE = 70, 50
 GATES = (
-    Gate(),
-    Gate(Activation.GELU_TANH),
-    Gate(Activation.CLAMPED_SWIGLU, alpha=1.702, limit=2.0),
+    MlpGate(),
+    MlpGate(Activation.GELU_TANH),
+    MlpGate(Activation.CLAMPED_SWIGLU, alpha=1.702, limit=2.0),
 )
 
 
@@ -110,7 +111,7 @@ def states(num_tokens: int, seed: int, size: int = HIDDEN_SIZE) -> Tensor:
     return torch.randn(num_tokens, size, generator=generator(seed)).bfloat16()
 
 
-def compute(ops: Ops, moe: Moe, hidden_states: Tensor, gate: Gate = GATES[0]) -> Tensor:
+def compute(ops: Ops, moe: Moe, hidden_states: Tensor, gate: MlpGate = GATES[0]) -> Tensor:
     return ops.mix_experts(moe, gate, hidden_states, ops.route(hidden_states, moe.router))
 
 
@@ -171,7 +172,7 @@ def test_experts_are_mixed_as_torch_does_it(
     config: MoeConfig,
     num_tokens: int,
     quantize: str,
-    gate: Gate,
+    gate: MlpGate,
     scales_input: bool,
     seed: int,
 ) -> None:
@@ -229,7 +230,7 @@ def test_many_tokens_of_one_expert_are_all_computed(kernels: Kernels, quantize: 
     expert_ids = torch.tensor([2] * 430 + [0] * 20)[:, None]
     weights = torch.ones(450, 1)
 
-    together = ops.mix_experts(moe, GATES[0], hidden_states, Routing(expert_ids, weights))
+    together = ops.mix_experts(moe, GATES[0], hidden_states, ExpertChoice(expert_ids, weights))
 
     parts = [
         ops.mix_experts(moe, GATES[0], *taken(hidden_states, expert_ids, weights, first))
@@ -240,9 +241,9 @@ def test_many_tokens_of_one_expert_are_all_computed(kernels: Kernels, quantize: 
 
 def taken(
     hidden_states: Tensor, expert_ids: Tensor, weights: Tensor, first: int
-) -> tuple[Tensor, Routing]:
+) -> tuple[Tensor, ExpertChoice]:
     rows = slice(first, first + 50)
-    return hidden_states[rows], Routing(expert_ids[rows], weights[rows])
+    return hidden_states[rows], ExpertChoice(expert_ids[rows], weights[rows])
 
 
 @each_variant

@@ -22,7 +22,8 @@ from engine.runner.kernels.build import (
 from engine.runner.kernels.choose import TORCH, choose_parts
 from engine.runner.kernels.native import Kernels, NativeOps
 from engine.runner.model.config import Activation
-from engine.runner.model.ops import Gate, Norm, TorchOps
+from engine.runner.model.ops import MlpGate, Norm
+from engine.runner.model.torch_ops import TorchOps
 from engine.runner.weights.quantize import (
     Quantize,
     Quantized,
@@ -377,7 +378,7 @@ def test_norms_and_gates_are_those_of_torch(
 ) -> None:
     # Columns of a wider tensor, as the queries of a token are.
     activations = (drawn(5, num_tokens, size + 3) * scale)[:, 2 : 2 + size]
-    norm, gate = make_norm(size, rounds_once), Gate(activation, alpha=1.702, limit=7.0)
+    norm, gate = make_norm(size, rounds_once), MlpGate(activation, alpha=1.702, limit=7.0)
     gate_up = drawn(7, num_tokens, 2 * size) * scale
     ops = NativeOps(kernels)
 
@@ -405,7 +406,7 @@ def test_nan_stays_in_its_own_row(kernels: Kernels) -> None:
     ops = NativeOps(kernels)
     plain = ops.linear(drawn(9, 70, 64), None)
     whole = ops.linear(to_int8(drawn(9, 70, 64)), None)
-    gates = [Gate(activation, alpha=1.702, limit=7.0) for activation in Activation]
+    gates = [MlpGate(activation, alpha=1.702, limit=7.0) for activation in Activation]
     fp4 = ops.linear(random_mxfp4(9, 70, 64), None)
 
     for answer in (

@@ -83,7 +83,7 @@ class HandoffEngine:
                 self._requests[output.request_id].take(output)
 
     def sends_before_the_end(self) -> bool:
-        """Whether each hand-off since the last call began to send before its prefill ended."""
+        """Return whether each hand-off since the last call sent before its prefill ended."""
         records = self._worker.take_records()
         times = [(record.first_post_s, record.computed_s) for record in records]
         return bool(times) and all(

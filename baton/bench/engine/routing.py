@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from engine.runner.kernels.native import NativeOps
-from engine.runner.model.experts import Router, Routing
-from engine.runner.model.ops import TorchOps
+from engine.runner.model.experts import ExpertChoice, Router
+from engine.runner.model.torch_ops import TorchOps
 
-Route = Callable[[Any, Tensor, Router], Routing]
+Route = Callable[[Any, Tensor, Router], ExpertChoice]
 IMPLEMENTATIONS: tuple[Any, ...] = (NativeOps, TorchOps)
 
 
@@ -43,7 +43,7 @@ class RoutingMeter:
                 kind.route = route
 
     def _counting(self, route: Route) -> Route:
-        def counted(ops: Any, hidden_states: Tensor, router: Router) -> Routing:
+        def counted(ops: Any, hidden_states: Tensor, router: Router) -> ExpertChoice:
             routing = route(ops, hidden_states, router)
             self._counts[len(hidden_states)].append(len(routing.expert_ids.unique()))
             return routing

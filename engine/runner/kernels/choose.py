@@ -21,7 +21,8 @@ from engine.runner.kernels.native_attention import NativePagedAttention
 from engine.runner.kernels.native_layers import native_layers
 from engine.runner.model.config import ModelConfig
 from engine.runner.model.layers import Layer, Layers, UnfusedLayers
-from engine.runner.model.ops import Ops, TorchOps
+from engine.runner.model.ops import Ops
+from engine.runner.model.torch_ops import TorchOps
 from errors import InvalidConfig
 
 log = logging.getLogger(__name__)

@@ -28,8 +28,10 @@ from engine.runner.kernels.abi import (
     load_library,
 )
 from engine.runner.kernels.native_experts import NativeExperts, NativeMoe, gate_params
-from engine.runner.model.experts import Mlp, Moe, Router, Routing, mix_experts
-from engine.runner.model.ops import Gate, Linear, Norm, Peaks
+from engine.runner.model.experts import ExpertChoice, Mlp, Moe, Router
+from engine.runner.model.linear import Linear
+from engine.runner.model.mlp import mix_experts
+from engine.runner.model.ops import MlpGate, Norm, Peaks
 from engine.runner.model.rope import Angles
 from engine.runner.weights.quantize import Quantized
 
@@ -129,7 +131,7 @@ class NativeOps:
         )
         return output
 
-    def apply_gate(self, gate_up: Tensor, gate: Gate) -> Tensor:
+    def apply_gate(self, gate_up: Tensor, gate: MlpGate) -> Tensor:
         gate_up = gate_up.contiguous()
         num_tokens, both = gate_up.shape
         output = torch.empty(num_tokens, both // 2, dtype=gate_up.dtype)
@@ -153,10 +155,12 @@ class NativeOps:
         )
         return hidden_states
 
-    def route(self, hidden_states: Tensor, router: Router) -> Routing:
+    def route(self, hidden_states: Tensor, router: Router) -> ExpertChoice:
         return self._moe.route(hidden_states, router)
 
-    def mix_experts(self, moe: Moe, gate: Gate, hidden_states: Tensor, routing: Routing) -> Tensor:
+    def mix_experts(
+        self, moe: Moe, gate: MlpGate, hidden_states: Tensor, routing: ExpertChoice
+    ) -> Tensor:
         if moe not in self._experts:
             self._experts[moe] = native_experts(moe.experts)
         experts = self._experts[moe]

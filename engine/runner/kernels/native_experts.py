@@ -13,15 +13,15 @@ from torch import Tensor
 from engine.runner.huge_pages import huge_page_memory
 from engine.runner.kernels.abi import GateParams, MixArgs, PackedMatrix, RouteArgs
 from engine.runner.model.config import Activation, Scoring
-from engine.runner.model.experts import Router, Routing
-from engine.runner.model.ops import Gate
+from engine.runner.model.experts import ExpertChoice, Router
+from engine.runner.model.ops import MlpGate
 
 _FORMAT_FIELDS = ("bits", "num_rows", "num_columns", "group_size", "is_mxfp4")
 _GATE_KINDS = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.CLAMPED_SWIGLU: 2}
 _SCORINGS = {Scoring.SOFTMAX: 0, Scoring.SOFTMAX_OF_TOP: 1, Scoring.SIGMOID: 2}
 
 
-def gate_params(gate: Gate) -> GateParams:
+def gate_params(gate: MlpGate) -> GateParams:
     return GateParams(_GATE_KINDS[gate.activation], gate.alpha, gate.limit)
 
 
@@ -74,7 +74,7 @@ class NativeMoe:
         self._num_threads = num_threads
         self._workspace = Workspace()
 
-    def route(self, hidden_states: Tensor, router: Router) -> Routing:
+    def route(self, hidden_states: Tensor, router: Router) -> ExpertChoice:
         hidden_states = hidden_states.contiguous()
         config, num_tokens = router.config, len(hidden_states)
         expert_ids = torch.empty(num_tokens, config.top_k, dtype=torch.int64)
@@ -99,14 +99,14 @@ class NativeMoe:
                 num_threads=self._num_threads,
             )
         )
-        return Routing(expert_ids, weights)
+        return ExpertChoice(expert_ids, weights)
 
     def mix(
         self,
         experts: NativeExperts,
-        gate: Gate,
+        gate: MlpGate,
         hidden_states: Tensor,
-        routing: Routing,
+        routing: ExpertChoice,
         *,
         scales_input: bool,
     ) -> Tensor:

@@ -23,7 +23,7 @@ from engine.runner.kernels.torch_parts import torch_parts
 from engine.runner.model.config import ModelConfig, QkNorm
 from engine.runner.model.experts import Mlp, Moe
 from engine.runner.model.layers import Layer, LayerPass, Layers, UnfusedLayers, add_mlp, gate_of
-from engine.runner.model.ops import Linear
+from engine.runner.model.linear import Linear
 from engine.runner.model.rope import Angles
 
 log = logging.getLogger(__name__)

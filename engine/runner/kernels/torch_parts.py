@@ -8,7 +8,7 @@ from engine.runner.kernels.native import native_experts, native_matrix
 from engine.runner.model.config import ModelConfig
 from engine.runner.model.experts import Mlp, Moe
 from engine.runner.model.layers import Layer
-from engine.runner.model.ops import Linear
+from engine.runner.model.linear import Linear
 
 EMBEDDING_SCALE = "scale of the embeddings"
 LOGITS_SCALE = "scale of the logits"

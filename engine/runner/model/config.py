@@ -46,7 +46,7 @@ class RopeConfig:
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether the angles of a position depend on the length of its sequence."""
+        """Return whether the angles of a position depend on the length of its sequence."""
         return self.kind in ("dynamic", "longrope")
 
     def with_temperature(self, temperature: QueryTemperature) -> RopeConfig:
@@ -156,7 +156,7 @@ class ModelConfig:
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether the KV of a position depends on the length of its prompt."""
+        """Return whether the KV of a position depends on the length of its prompt."""
         return any(rope.depends_on_length for rope in self.ropes)
 
     def max_shareable_prompt_len(self) -> int | None:

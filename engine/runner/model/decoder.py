@@ -12,7 +12,8 @@ from engine.runner.attention.paged_attention import AttentionPass
 from engine.runner.fences import FencedHook
 from engine.runner.model.config import ModelConfig
 from engine.runner.model.layers import Layers
-from engine.runner.model.ops import Linear, Norm, Ops, Peaks
+from engine.runner.model.linear import Linear
+from engine.runner.model.ops import Norm, Ops, Peaks
 from engine.runner.model.rope import Angles
 
 

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from engine.runner.attention.paged_attention import AttentionPass
 from engine.runner.model.config import ModelConfig, QkNorm
-from engine.runner.model.experts import Mlp, Moe, compute_mlp, compute_moe
-from engine.runner.model.ops import Gate, Linear, Norm, Ops
+from engine.runner.model.experts import Mlp, Moe
+from engine.runner.model.linear import Linear
+from engine.runner.model.mlp import compute_mlp, compute_moe
+from engine.runner.model.ops import MlpGate, Norm, Ops
 from engine.runner.model.rope import Angles
 
 
@@ -46,8 +48,8 @@ class Layers(Protocol):
         ...
 
 
-def gate_of(config: ModelConfig) -> Gate:
-    return Gate(config.activation, config.swiglu_alpha, config.swiglu_limit)
+def gate_of(config: ModelConfig) -> MlpGate:
+    return MlpGate(config.activation, config.swiglu_alpha, config.swiglu_limit)
 
 
 def add_mlp(

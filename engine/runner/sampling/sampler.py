@@ -15,7 +15,8 @@ from torch import Tensor
 
 from engine.request import Failure, FailureCause
 from engine.runner.input_batch import TokenRun
-from engine.runner.model.ops import Peaks, TorchOps
+from engine.runner.model.ops import Peaks
+from engine.runner.model.torch_ops import TorchOps
 from engine.runner.sampling.constraints import constrain
 from engine.runner.sampling.logits_processors import NO_PROCESSORS, Processors
 from engine.runner.sampling.randomness import exponential_numbers

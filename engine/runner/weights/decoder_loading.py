@@ -12,7 +12,8 @@ from engine.runner.model.config import ModelConfig, MoeConfig, QkNorm
 from engine.runner.model.decoder import Decoder
 from engine.runner.model.experts import Mlp, Moe, Router
 from engine.runner.model.layers import Layer
-from engine.runner.model.ops import Linear, Norm
+from engine.runner.model.linear import Linear
+from engine.runner.model.ops import Norm
 from engine.runner.model.rope import head_order
 from engine.runner.model_info import LoadProgressCallback
 from engine.runner.weights.safetensors import WeightFiles
@@ -91,7 +92,7 @@ class _LayerLoader:
         if kind is QkNorm.NONE:
             return None
         if kind is QkNorm.UNWEIGHTED:
-            return Norm(torch.ones(head_dim), self._config.norm.epsilon, rounds_once=True)
+            return self._loader.unweighted_norm(head_dim)
         count = num_heads if kind is QkNorm.ALL_HEADS else 1
         order = _repeat_order(self._order, count, head_dim)
         return self._loader.norm(self._tensors.in_layer(self._index, name), order)

@@ -34,7 +34,7 @@ class Quantization:
 
     @property
     def is_float8(self) -> bool:
-        """Whether matrices are FP8. They are dequantized when they are loaded."""
+        """Return whether matrices are FP8. They are dequantized when they are loaded."""
         return self.packing in (Packing.FP8, Packing.FLOAT8)
 
 

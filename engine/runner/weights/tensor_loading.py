@@ -10,7 +10,8 @@ from torch import Tensor
 
 from engine.runner.families.family import ExpertNames
 from engine.runner.kernels.choose import Parts
-from engine.runner.model.ops import Linear, Norm
+from engine.runner.model.linear import Linear
+from engine.runner.model.ops import Norm
 from engine.runner.model_info import LoadProgress, LoadProgressCallback
 from engine.runner.weights.float8 import dequantize_into
 from engine.runner.weights.heap import HeapTrimmer
@@ -84,6 +85,10 @@ class TensorLoader:
         if not config.rounds_once:
             weight = weight.to(self._target.dtype)
         return Norm(weight, config.epsilon, config.rounds_once)
+
+    def unweighted_norm(self, size: int) -> Norm:
+        weight = torch.ones(size, device=self._target.device)
+        return Norm(weight, self._config.norm.epsilon, rounds_once=True)
 
     def embedding(self, name: str) -> Linear:
         """Load the embedding or LM head. int4 is too inexact for them, so they use int8."""

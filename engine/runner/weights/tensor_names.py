@@ -39,7 +39,7 @@ class TensorMap:
         return dict(self._shapes())
 
     def is_ignored(self, name: str) -> bool:
-        """Whether a tensor is of no use: tied heads, rotary buffers, parts for images, MTP."""
+        """Return whether text needs no such tensor: tied heads, rotary buffers, images, MTP."""
         if name == f"{self.head}.weight" or name.endswith("rotary_emb.inv_freq"):
             return True
         if self.config.quantization is not None and name.endswith(UNUSED):

@@ -1,0 +1,44 @@
+"""Computes MLPs and mixtures of experts from the operations of `Ops`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.runner.model.experts import ExpertChoice, Mlp, Moe
+from engine.runner.model.ops import MlpGate, Ops
+
+
+def mix_experts(
+    ops: Ops, moe: Moe, gate: MlpGate, hidden_states: Tensor, routing: ExpertChoice
+) -> Tensor:
+    """Return the weighted sum of the chosen experts' outputs: the torch reference."""
+    dtype, output = hidden_states.dtype, torch.zeros_like(hidden_states)
+    weights = routing.weights.to(dtype)
+    for expert_id in routing.expert_ids.unique().tolist():
+        tokens, ranks = torch.where(routing.expert_ids == expert_id)
+        inputs, scales = hidden_states[tokens], weights[tokens, ranks, None]
+        if moe.config.scales_input:
+            output.index_add_(
+                0, tokens, compute_mlp(ops, moe.experts[expert_id], gate, inputs * scales)
+            )
+        else:
+            outputs = compute_mlp(ops, moe.experts[expert_id], gate, inputs) * scales
+            output.index_add_(0, tokens, outputs)
+    return output
+
+
+def compute_mlp(ops: Ops, mlp: Mlp, gate: MlpGate, hidden_states: Tensor) -> Tensor:
+    return mlp.down(ops.apply_gate(mlp.gate_up(hidden_states), gate))
+
+
+def compute_moe(ops: Ops, moe: Moe, gate: MlpGate, hidden_states: Tensor) -> Tensor:
+    """Return the output of the chosen experts and of the shared expert."""
+    routing = ops.route(hidden_states, moe.router)
+    output = ops.mix_experts(moe, gate, hidden_states, routing)
+    if moe.shared is None:
+        return output
+    shared = compute_mlp(ops, moe.shared, gate, hidden_states)
+    if moe.shared_gate is not None:
+        shared = torch.sigmoid(moe.shared_gate(hidden_states)) * shared
+    return ops.add(output, shared, 1.0)
