@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,7 @@ from engine.sampling import SamplingParams
 from telemetry import names
 from telemetry.tracing.spans import SpanStatus
 from tests.support.collector import Collected, Collector, collecting
-from tests.support.models import prompt_of
+from tests.support.models import Variant, make_model_folder, prompt_of
 from tests.support.nodes import await_told, kill_the_writer
 from tests.support.suspended_processes import suspended
 
@@ -60,10 +61,18 @@ def collector() -> Iterator[Collector]:
 
 
 @pytest.fixture(scope="module")
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose longest answer takes several seconds, so that it can be cancelled in time."""
+    folder = tmp_path_factory.mktemp("models") / "long"
+    return make_model_folder(folder, Variant("Llama", {"max_position_embeddings": LONG_CONTEXT}))
+
+
+@pytest.fixture(scope="module")
 def traced(
-    collector: Collector, cluster_options: Callable[..., ClusterOptions]
+    collector: Collector, cluster_options: Callable[..., ClusterOptions], long_model: Path
 ) -> Iterator[LocalCluster]:
-    with LocalCluster(sending_to(collector, cluster_options)) as running:
+    options = sending_to(collector, cluster_options)
+    with LocalCluster(replace(options, model=str(long_model))) as running:
         yield running
 
 
@@ -118,7 +127,7 @@ def test_a_cancelled_request_is_cancelled_on_every_node(
 ) -> None:
     trace_id = "c" * 32
     with Client(traced.address) as client:
-        stream = client.stream(prompt_of(40, seed=3), traced_by(trace_id, max_tokens=400))
+        stream = client.stream(prompt_of(40, seed=3), traced_by(trace_id, max_tokens=LONG_ANSWER))
         for _ in range(2):  # the first token comes while its keys and values are on their way
             next(stream)
         stream.close()
@@ -261,6 +270,8 @@ def fail_over(cluster: LocalCluster, client: Client, trace_id: str) -> None:
 
 
 LOCAL_BELOW = 8
+LONG_CONTEXT = 4096  # fits into the KV cache of a node
+LONG_ANSWER = 4000
 NUM_MIXED = 200  # a fourth of each kind
 
 
