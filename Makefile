@@ -50,9 +50,10 @@ lint: $(VENV)/.dev $(STUBS)
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 
-# The property tests take longest: they start first, and idle workers take over the rest.
+# With a fifth of the random examples of `make test`. The property tests take longest: they start
+# first, and idle workers take over the rest.
 fast-tests: $(VENV)/.dev $(STUBS)
-	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow and not gpu" tests/properties tests/unit
+	BATON_HYPOTHESIS_PROFILE=quick $(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow and not gpu" tests/properties tests/unit
 
 sanitize: $(VENV)/.dev $(STUBS)
 	$(BIN)/python -m tools.sanitize_kernels -n $(WORKERS) --max-worker-restart 0

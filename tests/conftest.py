@@ -1,4 +1,4 @@
-"""Environment and session fixtures of all tests: trace folder, SIGINT handler, fork servers."""
+"""Settings and session fixtures of all tests: trace folder, SIGINT handler, fork servers."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ import subprocess
 from collections.abc import Iterator, Sequence
 
 import pytest
+from hypothesis import settings
 
 import baton.cluster.child
 from baton.cli.options.telemetry import TRACE_DIR_VARIABLE
 from tests.support.fork_server import ForkServers, can_fork
+from tests.support.hypothesis_profiles import PROFILE
 
 # Idle torch threads spin otherwise, on cores that other processes need. OpenMP reads the variable
 # when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+settings.load_profile(PROFILE)
 
 
 @pytest.fixture(scope="session", autouse=True)

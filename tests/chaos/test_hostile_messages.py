@@ -21,8 +21,8 @@ from kv_transfer.types import HandoffId
 from rpc.messages.sequences import prefill_order
 from tests.support.honest_client import honest_client_undisturbed
 from tests.support.hostile_messages import on_the_wire
+from tests.support.hypothesis_profiles import num_examples
 
-NUM_EXAMPLES = 60
 PATIENCE_S = 30.0  # a call without a response for so long hangs
 NUM_RESPONSES_READ = 3
 # gRPC turns exceptions that are not named into UNKNOWN.
@@ -86,10 +86,7 @@ def test_a_hostile_message_gets_a_named_error_and_affects_no_other_client(
     sent = st.lists(one, min_size=1, max_size=4) if is_stream else st.tuples(one)
 
     @settings(
-        max_examples=NUM_EXAMPLES,
-        deadline=None,
-        derandomize=True,
-        database=None,
+        max_examples=num_examples(60),
         suppress_health_check=list(HealthCheck),
     )
     @given(sent)

@@ -21,6 +21,7 @@ from engine.runner.attention.paged_attention import (
 )
 from engine.runner.kernels.native_attention import NativePagedAttention
 from engine.runner.layout import PassLayout
+from tests.support.hypothesis_profiles import num_examples
 from tests.support.kernels import kernels_by_variant
 
 MakeAttention = Callable[[Tensor, Sequence[LayerAttention]], PagedAttention]
@@ -237,7 +238,7 @@ each_implementation = pytest.mark.parametrize(
     sequences=st.lists(CHUNKS | DECODES, min_size=1, max_size=7),
     seed=st.integers(0, 2**32),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60))
 def test_any_mix_of_chunks_and_decodes_equals_attention_token_by_token(
     implementation: Implementation, shape: Shape, sequences: list[Part], seed: int
 ) -> None:

@@ -17,6 +17,7 @@ from engine.runner.model.experts import ExpertChoice, Mlp, Moe, Router
 from engine.runner.model.ops import MlpGate, Ops
 from engine.runner.model.torch_ops import TorchOps
 from engine.runner.weights.quantize import MXFP4_GROUP, Quantize, Quantized, to_int4, to_int8
+from tests.support.hypothesis_profiles import num_examples
 from tests.support.kernels import kernels_by_variant
 
 REFERENCE = TorchOps()
@@ -125,7 +126,7 @@ def are_near(found: Tensor, wanted: Tensor) -> bool:
 @given(
     config=moe_configs(), num_tokens=st.integers(1, 70), hidden_size=st.integers(1, 90), seed=SEEDS
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60))
 def test_experts_are_chosen_as_torch_does_it(
     kernels: Kernels, config: MoeConfig, num_tokens: int, hidden_size: int, seed: int
 ) -> None:
@@ -166,7 +167,7 @@ def test_of_equal_scores_the_lower_expert_id_comes_first(
     scales_input=st.booleans(),
     seed=SEEDS,
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=num_examples(25))
 def test_experts_are_mixed_as_torch_does_it(
     kernels: Kernels,
     config: MoeConfig,

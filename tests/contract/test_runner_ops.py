@@ -33,6 +33,7 @@ from engine.runner.weights.quantize import (
     to_int8,
 )
 from errors import InvalidConfig
+from tests.support.hypothesis_profiles import num_examples
 from tests.support.kernels import kernels_by_variant
 from tests.support.random_mxfp4 import random_mxfp4
 
@@ -74,7 +75,7 @@ LOGITS = st.sampled_from([-2.0, -1.0, 0.0, 1.5, 2.0]) | st.sampled_from(STRANGE)
         )
     )
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(200))
 def test_a_peak_is_the_first_of_the_largest_and_what_is_not_finite_is_seen(
     kernels: Kernels, rows: list[list[float]]
 ) -> None:
@@ -104,7 +105,7 @@ def test_peaks_of_a_whole_vocabulary_are_those_of_torch(
 
 @each_variant
 @given(num_tokens=st.integers(1, 20), num_rows=st.integers(1, 200), columns=COLUMNS, seed=SEEDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60))
 def test_a_product_is_that_of_float64_but_for_the_last_rounding(
     kernels: Kernels, num_tokens: int, num_rows: int, columns: int, seed: int
 ) -> None:
@@ -195,7 +196,7 @@ def quantized(seed: int, num_rows: int, num_columns: int, bits: int, group: int)
     has_order=st.booleans(),
     seed=SEEDS,
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60))
 def test_a_product_of_whole_numbers_is_that_of_what_they_stand_for(
     kernels: Kernels,
     bits: int,
@@ -258,7 +259,7 @@ def test_int8_products_have_the_same_bits_in_any_batch(
     num_columns=st.integers(1, 150),
     seed=SEEDS,
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60))
 def test_a_product_of_mxfp4_is_that_of_what_it_stands_for(
     kernels: Kernels, num_tokens: int, num_rows: int, num_columns: int, seed: int
 ) -> None:
@@ -339,7 +340,7 @@ def test_a_quantised_matrix_is_off_by_half_a_step_at_most(columns: int) -> None:
     rounds_once=st.sampled_from([None, False, True]),
     seed=SEEDS,
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=num_examples(40))
 def test_heads_are_normed_and_turned_as_torch_does_it(
     kernels: Kernels,
     num_tokens: int,
@@ -367,7 +368,7 @@ def test_heads_are_normed_and_turned_as_torch_does_it(
     rounds_once=st.booleans(),
     activation=st.sampled_from(Activation),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60))
 def test_norms_and_gates_are_those_of_torch(
     kernels: Kernels,
     num_tokens: int,

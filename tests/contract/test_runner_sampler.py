@@ -27,6 +27,7 @@ from engine.runner.sampling.sampler import (
     Sampler,
 )
 from engine.sampling import SamplingParams
+from tests.support.hypothesis_profiles import num_examples
 from tests.support.token_runs import make_run
 
 VOCAB_SIZE = 50
@@ -228,7 +229,7 @@ REQUESTED = st.fixed_dictionaries(
 
 
 @given(requested=st.lists(REQUESTED, min_size=2, max_size=6), seed=st.integers(0, 2**20))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60))
 def test_a_choice_depends_on_its_own_row_alone(requested: list[dict[str, Any]], seed: int) -> None:
     logits = random_logits(len(requested), VOCAB_SIZE, seed=seed)
     before = logits.clone()
@@ -310,7 +311,7 @@ def test_end_tokens_are_masked_until_min_tokens(
     tokens=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=30),
     penalty=st.sampled_from([0.5, 1.1, 2.0]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60))
 def test_repetition_penalty_equals_that_of_transformers(tokens: list[int], penalty: float) -> None:
     logits = random_logits(1, VOCAB_SIZE, seed=len(tokens))
     theirs = generation.RepetitionPenaltyLogitsProcessor(penalty)
@@ -328,7 +329,7 @@ def test_repetition_penalty_equals_that_of_transformers(tokens: list[int], penal
     presence=st.sampled_from([-1.0, 0.0, 0.5]),
     frequency=st.sampled_from([-0.5, 0.0, 0.25]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60))
 def test_presence_and_frequency_count_the_outputs_alone(
     tokens: list[int], num_prompt: int, presence: float, frequency: float
 ) -> None:
@@ -399,7 +400,7 @@ def test_equals_share_the_better_rank() -> None:
         st.lists(st.integers(0, 5), min_size=1, max_size=4).map(tuple), min_size=1, max_size=5
     ),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(200))
 def test_banned_sequences_equal_the_bad_words_of_transformers(
     tokens: list[int], sequences: list[tuple[int, ...]]
 ) -> None:
@@ -414,7 +415,7 @@ def test_banned_sequences_equal_the_bad_words_of_transformers(
 
 
 @given(num_outputs=st.integers(0, 6), min_tokens=st.integers(0, 6))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=num_examples(40))
 def test_min_tokens_equal_the_min_new_tokens_of_transformers(
     num_outputs: int, min_tokens: int
 ) -> None:

@@ -29,6 +29,7 @@ from engine.runner.model.rope import Rope
 from engine.runner.model_runner import TorchRunner
 from engine.sampling import SamplingParams
 from tests.support.families import FAMILY_VARIANTS
+from tests.support.hypothesis_profiles import num_examples
 from tests.support.kernels import kernels_by_variant
 from tests.support.models import VARIANTS, make_model_folder, prompt_of
 from tests.support.runner_drivers import Drive, Driver, RandomChunkDriver
@@ -138,7 +139,7 @@ def one(left: int) -> int:
     most=st.sampled_from([1, 2, 20, 100]),
     seed=st.integers(0, 2**32),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=num_examples(40))
 def test_attention_is_the_same_for_any_chunks_and_any_batch(
     kernels: Kernels,
     lengths: list[int],

@@ -18,11 +18,13 @@ from engine.sampling import SamplingParams
 from engine.scheduler.config import LoadFailurePolicy, SchedulerConfig, SchedulingPolicy
 from errors import InvalidRequest
 from tests.support.engine_world import VOCAB_SIZE, EngineWorld
+from tests.support.hypothesis_profiles import num_examples
 from tests.support.random_histories import run_history
 
 SOME = st.integers(0, 1000)  # picks one of however many there are
 TOKENS = st.integers(0, VOCAB_SIZE - 1)
-NUM_HISTORIES = 1500
+NUM_HISTORIES = num_examples(1500)
+NUM_PARTS = 3  # that run at the same time
 
 _T = TypeVar("_T")
 
@@ -188,9 +190,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 TestScheduler = SchedulerMachine.TestCase
 
 
-@pytest.mark.parametrize("first", range(0, NUM_HISTORIES, 500))
+@pytest.mark.parametrize("first", range(NUM_PARTS))
 def test_seeded_histories_lose_no_block_end_and_answer_as_if_alone(first: int) -> None:
-    for seed in range(first, first + 500):
+    for seed in range(first, NUM_HISTORIES, NUM_PARTS):
         run_history(seed)
 
 
