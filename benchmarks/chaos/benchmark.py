@@ -107,10 +107,10 @@ class ChaosRun:
         self._hostile = hostile
         self._client = client
         self._num_clients = num_clients
-        self._load = ChaosLoad(client, answers, seed)
+        self.load = ChaosLoad(client, answers, seed)
         self._attempts = Attempts()
         self._injector = FaultInjector(
-            cluster, client, self._load, num_clients, self._attempts, hostile
+            cluster, client, self.load, num_clients, self._attempts, hostile
         )
         self._began_s = time.monotonic()
 
@@ -132,7 +132,7 @@ class ChaosRun:
             middle_rss = self._cluster.rss()
 
         async with asyncio.TaskGroup() as group:
-            load = group.create_task(self._load.run(self._num_clients, load_end))
+            load = group.create_task(self.load.run(self._num_clients, load_end))
             progress = group.create_task(self._report_progress(on_progress))
             sampling = group.create_task(sample_middle())
             await self._injector.play(faults, duration_s, stop)
@@ -145,7 +145,7 @@ class ChaosRun:
             await self._hostile.end()
         leaks = await self._leaks()
         return report(
-            self._load.outcomes,
+            self.load.outcomes,
             self._injector.injected,
             self._attempts,
             elapsed_s=ended_s - self._began_s,
@@ -166,7 +166,7 @@ class ChaosRun:
             injected = self._injector.injected
             latest = str(injected[-1].fault) if injected else ""
             elapsed_s = time.monotonic() - self._began_s
-            load, num_injected = self._load, len(injected)
+            load, num_injected = self.load, len(injected)
             on_progress(
                 ChaosProgress(elapsed_s, load.outcomes, load.num_in_flight, num_injected, latest)
             )

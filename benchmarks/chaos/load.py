@@ -6,7 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -57,7 +57,7 @@ class AnswerOutcome:
 
 
 class ChaosLoad:
-    """Closed-loop clients: each sends its next request when the last one has ended."""
+    """Closed-loop clients: each sends its next request a pause after the last one has ended."""
 
     def __init__(self, client: AsyncClient, known: Sequence[KnownAnswer], seed: int) -> None:
         self._client = client
@@ -66,6 +66,7 @@ class ChaosLoad:
         self._numbers = 0
         self._changed = asyncio.Event()
         self._last_reached: Phase | None = None
+        self.pause_s = 0.0  # of a client after each answer
         self.outcomes: list[AnswerOutcome] = []
         self.num_in_flight = 0
 
@@ -75,8 +76,10 @@ class ChaosLoad:
         async def send_requests() -> None:
             while not stop.is_set():
                 record = await self._send()
-                if record.outcome in (RequestOutcome.REFUSED, RequestOutcome.BROKEN):
-                    await asyncio.sleep(PAUSE_AFTER_REFUSAL_S)
+                failed = record.outcome in (RequestOutcome.REFUSED, RequestOutcome.BROKEN)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(PAUSE_AFTER_REFUSAL_S if failed else self.pause_s):
+                        await stop.wait()
 
         async with asyncio.TaskGroup() as group:
             for _ in range(num_clients):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from baton.client import AsyncClient
-from benchmarks.chaos.benchmark import ONCE, ChaosRun
+from benchmarks.chaos.benchmark import ONCE, ChaosProgress, ChaosRun
 from benchmarks.chaos.clock import can_jump
 from benchmarks.chaos.cluster import ChaosCluster, ChaosClusterConfig
 from benchmarks.chaos.faults import (
@@ -31,6 +31,8 @@ from tests.support.models import VARIANTS, make_model_folder
 NUM_ASKS = 15
 NUM_CLIENTS = 4
 LASTS_S = 1.0
+# Of each client after an answer, once the fault has struck: it leaves the cores to other tests.
+PAUSE_S, LONG_PAUSE_S = 0.3, 3.0
 OWN_TESTS = {FaultKind.FREEZE, FaultKind.CORRUPT, FaultKind.OVERLOAD, FaultKind.HOSTILE}
 FAULTS = [
     (kind, role)
@@ -48,11 +50,11 @@ class Running:
     cluster: ChaosCluster
     answers: Sequence[KnownAnswer]
 
-    def through(self, fault: Fault) -> Report:
+    def through(self, fault: Fault, pause_s: float = PAUSE_S) -> Report:
         async def scene() -> Report:
             async with AsyncClient(self.cluster.address, retries=ONCE) as client:
                 chaos = ChaosRun(self.cluster, client, self.answers, NUM_CLIENTS)
-                return await chaos.run([fault], fault.at_s, asyncio.Event())
+                return await paced(chaos, fault, pause_s)
 
         return self.runner.run(scene())
 
@@ -68,7 +70,7 @@ class Running:
             ):
                 chaos = ChaosRun(self.cluster, client, self.answers, NUM_CLIENTS, hostile=hostile)
                 fault = Fault(0, 0.3, FaultKind.HOSTILE, TargetRole.ROUTER, 0, Phase.SENT, LASTS_S)
-                return await chaos.run([fault], fault.at_s, asyncio.Event())
+                return await paced(chaos, fault, LONG_PAUSE_S)
 
         return self.runner.run(scene())
 
@@ -81,6 +83,16 @@ class Running:
             return sum(one.total(metric, label) for one in found)
 
         return self.runner.run(scene())
+
+
+async def paced(chaos: ChaosRun, fault: Fault, pause_s: float) -> Report:
+    """Run the fault under load, with pauses of the clients from then on."""
+
+    def slow_down(progress: ChaosProgress) -> None:
+        if progress.num_injected:
+            chaos.load.pause_s = pause_s
+
+    return await chaos.run([fault], fault.at_s, asyncio.Event(), slow_down)
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +161,7 @@ def test_an_overload_fills_the_caches(running: Running) -> None:
     before = running.total(TargetRole.DECODE, PREEMPTIONS)
 
     report = running.through(
-        Fault(0, 0.3, FaultKind.OVERLOAD, TargetRole.ROUTER, 0, Phase.SENT, LASTS_S)
+        Fault(0, 0.3, FaultKind.OVERLOAD, TargetRole.ROUTER, 0, Phase.SENT, LASTS_S), pause_s=0.0
     )
 
     assert report.is_good, report
@@ -162,7 +174,8 @@ def test_the_streams_of_a_frozen_decode_node_go_on_elsewhere_and_it_is_taken_bac
     before = running.total(TargetRole.ROUTER, ATTEMPTS, MIGRATE)
 
     report = running.through(
-        Fault(0, 0.3, FaultKind.FREEZE, TargetRole.DECODE, 0, Phase.DECODING, LASTS_S)
+        Fault(0, 0.3, FaultKind.FREEZE, TargetRole.DECODE, 0, Phase.DECODING, LASTS_S),
+        LONG_PAUSE_S,
     )
 
     assert report.is_good, report

@@ -61,12 +61,20 @@ def answer_all(
 
 
 class Load:
-    """Clients that each send the next request when the last one has ended."""
+    """Clients that each send the next request a pause after the last one has ended."""
 
-    def __init__(self, address: str, asks: Sequence[ClientRequest], num_clients: int) -> None:
+    def __init__(
+        self,
+        address: str,
+        asks: Sequence[ClientRequest],
+        num_clients: int,
+        *,
+        pause_s: float = 0.0,
+    ) -> None:
         self._address = address
         self._asks = itertools.cycle(asks)
         self._num_clients = num_clients
+        self._pause_s = pause_s
         self._is_over = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="load")
@@ -109,6 +117,7 @@ class Load:
             except (BatonError, AssertionError) as error:
                 self._note(error)
                 return
+            await asyncio.sleep(self._pause_s)
 
     def _note(self, result: ClientAnswer | Exception) -> None:
         with self._changed:

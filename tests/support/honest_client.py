@@ -15,6 +15,7 @@ from tests.support.nodes import await_all_free
 HONEST_REQUEST = ClientRequest(
     prompt_of(40), Generation(SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True))
 )
+PAUSE_S = 0.2  # leaves the cores to the attacks
 
 
 @contextmanager
@@ -22,7 +23,7 @@ def honest_client_undisturbed(
     cluster: LocalCluster, right_answer: tuple[int, ...]
 ) -> Iterator[None]:
     """Check the client's answers during and after the block, and that nothing leaks."""
-    with Load(cluster.address, [HONEST_REQUEST], num_clients=1) as load:
+    with Load(cluster.address, [HONEST_REQUEST], num_clients=1, pause_s=PAUSE_S) as load:
         yield
     assert load.errors == []
     assert {reported.token_ids for reported in load.answers} <= {right_answer}
