@@ -1,4 +1,4 @@
-"""Random requests (300) on three deployments: every token equals that of `baton.LLM`.
+"""Random requests on three deployments: every token equals that of `baton.LLM`.
 
 The demo model runs on the native kernels, whose results do not depend on batch, chunking or
 history. So each request has one correct answer, whichever nodes compute it.
@@ -23,11 +23,12 @@ from baton.llm import LLM
 from engine.sampling import SamplingParams
 from engine.structured_output.params import StructuredOutputs
 from kv_transfer.types import TokenLogprobs
+from tests.support.hypothesis_profiles import num_examples
 
 MODEL = str(Path(__file__).resolve().parents[2] / "models" / "demo")
-NUM_REQUESTS = 300
+NUM_REQUESTS = num_examples(100)
 NUM_CLIENTS = 8
-ANSWERS_PER_KILL = 40
+ANSWERS_PER_KILL = 20
 MAX_MODEL_LEN = 1024
 SPECULATION = ("--speculative", "ngram:4")
 NODE = ("--kv-cache-memory", "8MiB", "--threads", "1", "--max-num-seqs", "32")

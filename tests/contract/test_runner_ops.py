@@ -75,7 +75,7 @@ LOGITS = st.sampled_from([-2.0, -1.0, 0.0, 1.5, 2.0]) | st.sampled_from(STRANGE)
         )
     )
 )
-@settings(max_examples=num_examples(200))
+@settings(max_examples=num_examples(60))
 def test_a_peak_is_the_first_of_the_largest_and_what_is_not_finite_is_seen(
     kernels: Kernels, rows: list[list[float]]
 ) -> None:

@@ -7,11 +7,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 
-from tests.support.hypothesis_profiles import num_examples
 from tests.support.models import save_tokenizer
 from tests.unit.text.test_tokenizer import metaspace_tokenizer
 from text.tokenizer import Tokenizer
@@ -35,7 +34,6 @@ def word_tokenizer() -> Tokenizer:
 
 @pytest.mark.parametrize("make", [byte_level_tokenizer, word_tokenizer])
 @given(token_ids=TOKENS, sizes=st.lists(st.integers(1, 4), min_size=40, max_size=40))
-@settings(max_examples=num_examples(300))
 def test_pieces_joined_are_the_whole_decoded(
     make: object, token_ids: list[int], sizes: list[int]
 ) -> None:
@@ -52,7 +50,6 @@ def test_pieces_joined_are_the_whole_decoded(
 
 
 @given(text=st.text(max_size=60))
-@settings(max_examples=num_examples(300))
 def test_text_that_was_encoded_comes_back_without_a_broken_character(text: str) -> None:
     tokenizer = byte_level_tokenizer()
     detokenizer = tokenizer.detokenizer()

@@ -18,8 +18,8 @@ from tests.support.handoff_world import FINGERPRINT, LaggingMemory, Node, World
 from tests.support.hypothesis_profiles import num_examples
 from tests.support.memory_transport import Wire
 
-NUM_HISTORIES = num_examples(1500)  # for each kind of wire
-NUM_QUIET_HISTORIES = num_examples(300)
+NUM_HISTORIES = num_examples(500)  # for each kind of wire
+NUM_QUIET_HISTORIES = num_examples(150)
 NUM_LAGGING_HISTORIES = num_examples(120)
 QUIET_END_S = 25.0  # duration of a hold: decode gave up before it could report it
 NUM_STEPS = 120

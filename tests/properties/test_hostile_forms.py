@@ -10,13 +10,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engine.structured_output.llguidance_backend import GrammarLibrary, GrammarValidator, num_words
 from engine.structured_output.params import StructuredOutputs, parse_structured_outputs
 from errors import InvalidRequest
-from tests.support.hypothesis_profiles import num_examples
 from tests.support.models import EOS_TOKEN_ID, VOCAB_SIZE, save_tokenizer
 
 KEYWORDS = [
@@ -77,7 +76,6 @@ def library() -> GrammarLibrary:
     return made
 
 
-@settings(max_examples=num_examples(400))
 @given(schema=schemas, draw=st.integers(0, 1 << 30))
 @example(schema={"$ref": "#"}, draw=0)
 @example(schema={"anyOf": [{"$ref": "#"}, {"$ref": "#"}]}, draw=0)
@@ -87,13 +85,11 @@ def test_any_schema(schema: dict[str, Any], draw: int) -> None:
     _try(StructuredOutputs(json=json.dumps(schema)), draw)
 
 
-@settings(max_examples=num_examples(400))
 @given(text=expressions | noise, draw=st.integers(0, 1 << 30))
 def test_any_expression(text: str, draw: int) -> None:
     _try(StructuredOutputs(regex=text), draw)
 
 
-@settings(max_examples=num_examples(400))
 @given(
     text=larks | gbnfs | noise | noise.map(lambda text: f"start: {text}"), draw=st.integers(0, 99)
 )

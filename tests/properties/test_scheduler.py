@@ -23,7 +23,7 @@ from tests.support.random_histories import run_history
 
 SOME = st.integers(0, 1000)  # picks one of however many there are
 TOKENS = st.integers(0, VOCAB_SIZE - 1)
-NUM_HISTORIES = num_examples(1500)
+NUM_HISTORIES = num_examples(500)
 NUM_PARTS = 3  # that run at the same time
 
 _T = TypeVar("_T")
