@@ -87,7 +87,7 @@ def test_greedy_takes_the_likeliest_of_the_tokens_that_fit_when_tried(
     (answer,) = driver(runner).run(requested)
 
     assert answer[-1] == EOS_TOKEN_ID
-    assert answer == _by_trying(folder, requested)
+    assert answer == _by_trying(folder, requested, answer)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -234,17 +234,18 @@ def driver(runner: TorchRunner) -> Driver:
     return Driver(runner, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, chunk=20)
 
 
-def _by_trying(folder: Path, requested: Drive) -> list[int]:
-    """Generate greedily with transformers' logits, choosing the likeliest token that is allowed."""
-    assert requested.grammar is not None
-    answer: list[int] = []
-    while len(answer) < requested.num_tokens and EOS_TOKEN_ID not in answer:
-        order = reference_logprobs(folder, (*requested.prompt, *answer))[-1].argsort(
-            descending=True
-        )
-        fitting = (token for token in order.tolist() if _fits(requested.grammar, [*answer, token]))
-        answer.append(next(fitting))
-    return answer
+def _by_trying(folder: Path, requested: Drive, answer: list[int]) -> list[int]:
+    """Return the likeliest allowed token after each beginning of the answer, by transformers.
+
+    It is the greedy answer if it equals the given one.
+    """
+    grammar = requested.grammar
+    assert grammar is not None
+    rows = reference_logprobs(folder, (*requested.prompt, *answer[:-1]))[-len(answer) :]
+    return [
+        next(t for t in row.argsort(descending=True).tolist() if _fits(grammar, [*answer[:i], t]))
+        for i, row in enumerate(rows)
+    ]
 
 
 def _fits(grammar: Grammar, tokens: list[int]) -> bool:
