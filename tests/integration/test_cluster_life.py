@@ -7,8 +7,6 @@ import os
 import select
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +22,7 @@ from engine.sampling import SamplingParams
 from kv_transfer.types import HandoffId, NodeId, Peer
 from rpc.messages.sequences import decode_order, node_request_id
 from rpc.node_info import NodeLoad
+from tests.support.baton_command import BATON, run_baton
 from tests.support.child_programs import running_program
 from tests.support.client_load import PATIENCE_S, ClientAnswer, ClientRequest, stream_answer
 from tests.support.health import health_of
@@ -151,8 +150,8 @@ def test_a_decode_node_works_alone_and_without_any_a_request_is_refused_by_name(
 
 
 def test_no_process_outlives_a_parent_that_was_killed(model_folder: Path) -> None:
-    command = [sys.executable, "-m", "baton", "up", "--model", str(model_folder), "--port", "0"]
-    with running_program(command) as parent:
+    command = [*BATON, "up", "--model", str(model_folder), "--port", "0"]
+    with running_program(command, is_forked=False) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline().startswith("serving on")
         children = [os.pidfd_open(pid) for pid in children_of(parent.pid)]
@@ -252,13 +251,7 @@ def test_a_busy_port_is_one_clear_line_and_exit_code_1(command: list[str]) -> No
         port = str(taken.getsockname()[1])
         arguments = ["serve", *command, "--port", port]
 
-        ended = subprocess.run(
-            [sys.executable, "-m", "baton", *arguments],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        ended = run_baton(*arguments)
 
     assert ended.returncode == 1
     assert ended.stderr == (
@@ -270,13 +263,7 @@ def test_a_busy_port_is_one_clear_line_and_exit_code_1(command: list[str]) -> No
 def test_unavailable_cores_are_refused_with_the_available_ones() -> None:
     there = ",".join(map(str, sorted(os.sched_getaffinity(0))))
 
-    ended = subprocess.run(
-        [sys.executable, "-m", "baton", "serve", "decode", "--model", "m", "--cpus", "1022-1023"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    ended = run_baton("serve", "decode", "--model", "m", "--cpus", "1022-1023")
 
     assert ended.returncode == 2
     assert ended.stderr == (
@@ -287,13 +274,7 @@ def test_unavailable_cores_are_refused_with_the_available_ones() -> None:
 def test_an_address_of_another_machine_is_one_clear_line_too() -> None:
     arguments = ["serve", "router", "--decode-nodes", "127.0.0.1:1", "--host", "192.0.2.1"]
 
-    ended = subprocess.run(
-        [sys.executable, "-m", "baton", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    ended = run_baton(*arguments)
 
     assert ended.returncode == 1
     assert ended.stderr == (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from baton import LLM, SamplingParams
 from engine.errors import EngineStopped
 from engine.request import FinishReason
 from errors import InvalidRequest, ModelError
+from tests.support.baton_command import run_baton
 from tests.support.models import VOCAB_SIZE, prompt_of, reference_greedy
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
@@ -174,8 +174,7 @@ def _generate_until_interrupted(local: LLM) -> None:
 
 
 def _baton(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "baton", *arguments, "--kv-cache-memory", "4MiB"]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return run_baton(*arguments, "--kv-cache-memory", "4MiB")
 
 
 def test_what_ends_the_engine_is_what_the_caller_sees(model_folder: Path) -> None:
