@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from tests.support.fork_server import SERVERS, ForkedProcess, can_fork
 
@@ -17,7 +18,7 @@ def running_program(
 
     `is_forked` allows a fork of a server that has imported `baton`.
     """
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     if is_forked and can_fork(command):
         started: subprocess.Popen[str] = ForkedProcess(SERVERS, command, **pipes)
     else:
