@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
 import baton.cluster.child
 from baton.cli.options.telemetry import TRACE_DIR_VARIABLE
-from tests.support.fork_server import ForkServers, can_fork
+from tests.support.fork_server import SERVERS, start_process
 from tests.support.hypothesis_profiles import PROFILE
 
 # Idle torch threads spin otherwise, on cores that other processes need. OpenMP reads the variable
@@ -43,13 +42,7 @@ def _sigint_handler() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _forked_processes(_sigint_handler: None, _trace_dir: None) -> Iterator[None]:
     """Fork the processes of clusters from servers of the test process."""
-    servers, start_process = ForkServers(), baton.cluster.child.start_process
-
-    def fork_or_start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[str]:
-        start = servers.start_process if can_fork(command) else start_process
-        return start(command, environment)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(baton.cluster.child, "start_process", fork_or_start)
+        patch.setattr(baton.cluster.child, "start_process", start_process)
         yield
-    servers.close()
+    SERVERS.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,10 @@ from engine.runner.load import RunnerConfig, load_runner
 from engine.runner.model_runner import TorchRunner
 from engine.sampling import SamplingParams
 from engine.scheduler.config import SchedulerConfig
-from tests.support.models import VARIANTS, prompt_of, reference_greedy
+from tests.support.models import VARIANTS, prompt_of, reference_choices
 
 BLOCK_SIZE = 16
-NUM_TOKENS = 64
+NUM_TOKENS = 48
 FLOAT32 = [name for name, variant in VARIANTS.items() if variant.dtype == "float32"]
 SEEDED = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.8, top_p=0.95, ignore_eos=True)
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
@@ -73,12 +74,13 @@ def test_a_prefix_hit_changes_no_token(
     engine = engine_of(name)
     first = prompt_of(60)
     longer = (*first[:48], *prompt_of(9, seed=5))  # three whole blocks in common
-    run(engine, spec("first", first))
+    run(engine, spec("first", first, replace(GREEDY, max_tokens=1)))
 
     again, branched = run(engine, spec("again", first), spec("branched", longer))
 
-    assert again == reference_greedy(model_folder(name), first, NUM_TOKENS)
-    assert branched == reference_greedy(model_folder(name), longer, NUM_TOKENS)
+    folder = model_folder(name)
+    assert again == reference_choices(folder, first, again, NUM_TOKENS)
+    assert branched == reference_choices(folder, longer, branched, NUM_TOKENS)
     assert engine.scheduler.stats().total_prefix_hit_tokens == 48 + 48
 
 
@@ -92,8 +94,9 @@ def test_long_prompts_of_dynamic_rope_share_blocks_with_their_own_length_alone(
 
     again, stretched = run(engine, spec("again", first), spec("stretched", longer))
 
-    assert again == reference_greedy(model_folder(name), first, NUM_TOKENS)
-    assert stretched == reference_greedy(model_folder(name), longer, NUM_TOKENS)
+    folder = model_folder(name)
+    assert again == reference_choices(folder, first, again, NUM_TOKENS)
+    assert stretched == reference_choices(folder, longer, stretched, NUM_TOKENS)
     assert engine.scheduler.stats().total_prefix_hit_tokens == 80
 
 
@@ -101,14 +104,16 @@ def test_long_prompts_of_dynamic_rope_share_blocks_with_their_own_length_alone(
 def test_a_cache_too_small_for_all_preempts_and_changes_no_token(
     name: str, engine_of: Callable[..., EngineCore], model_folder: FolderOf
 ) -> None:
-    # Four requests of up to 8 blocks each, and room for about two of them.
+    # Four requests of up to 7 blocks each, and room for about two of them.
     engine = engine_of(name, num_blocks=17)
     prompts = [prompt_of(length) for length in (1, 17, 40, 62)]
 
     answers = run(engine, *(spec(f"r{i}", prompt) for i, prompt in enumerate(prompts)))
 
-    expected = [reference_greedy(model_folder(name), prompt, NUM_TOKENS) for prompt in prompts]
-    assert answers == expected
+    assert answers == [
+        reference_choices(model_folder(name), prompt, answer, NUM_TOKENS)
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
     assert engine.scheduler.stats().total_preemptions > 0
 
 
@@ -116,7 +121,8 @@ def test_seeded_tokens_survive_preemption_and_company(
     engine_of: Callable[..., EngineCore],
 ) -> None:
     specs = [spec(f"r{i}", prompt_of(20 + 9 * i), SEEDED) for i in range(5)]
-    alone = [run(engine_of("llama"), each)[0] for each in specs]
+    roomy = engine_of("llama")
+    alone = [run(roomy, each)[0] for each in specs]
     crowded = engine_of("llama", num_blocks=17)
 
     together = run(crowded, *specs)

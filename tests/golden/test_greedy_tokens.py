@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
 
 from engine.request import RequestId
 from engine.runner.model_runner import TorchRunner
-from tests.support.models import VARIANTS, prompt_of, reference_greedy
+from tests.support.models import VARIANTS, prompt_of, reference_choices
 from tests.support.runner_drivers import Drive, Driver, drives_of
 
 BLOCK_SIZE = 16
-NUM_TOKENS = 64
+NUM_TOKENS = 48
 FLOAT32 = [name for name, variant in VARIANTS.items() if variant.dtype == "float32"]
 # One token, a block less one, a block, one more, and several chunks of 24.
 PROMPT_LENGTHS = (1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 100)
@@ -33,10 +32,16 @@ def driver(runner: TorchRunner, *, chunk: int = 24, shuffle_seed: int = 0) -> Dr
     )
 
 
-@cache
-def alone(runner: TorchRunner, prompt: tuple[int, ...], *, chunk: int = 24) -> list[int]:
+def alone(runner: TorchRunner, prompt: tuple[int, ...], *, chunk: int = 24) -> Drive:
     drive = Drive(RequestId("alone"), prompt, num_tokens=NUM_TOKENS)
-    return driver(runner, chunk=chunk).run(drive)[0]
+    driver(runner, chunk=chunk).run(drive)
+    return drive
+
+
+def assert_greedy(folder: Path, *drives: Drive) -> None:
+    for drive in drives:
+        choices = reference_choices(folder, drive.prompt, drive.outputs, drive.num_tokens)
+        assert drive.outputs == choices
 
 
 @pytest.mark.parametrize("name", FLOAT32)
@@ -44,48 +49,46 @@ def alone(runner: TorchRunner, prompt: tuple[int, ...], *, chunk: int = 24) -> l
 def test_tokens_equal_those_of_transformers(
     name: str, length: int, runner_of: RunnerOf, model_folder: FolderOf
 ) -> None:
-    prompt = prompt_of(length)
+    drive = alone(runner_of(name), prompt_of(length))
 
-    tokens = alone(runner_of(name), prompt)
-
-    assert tokens == reference_greedy(model_folder(name), prompt, NUM_TOKENS)
+    assert_greedy(model_folder(name), drive)
     # A model that repeats itself would agree with nearly anything.
-    assert len(set(tokens)) > NUM_TOKENS // 4
+    assert len(set(drive.outputs)) > NUM_TOKENS // 4
 
 
 @pytest.mark.parametrize("name", FLOAT32)
-def test_tokens_in_a_mixed_batch_equal_those_alone(name: str, runner_of: RunnerOf) -> None:
-    runner = runner_of(name)
+def test_tokens_in_a_mixed_batch_equal_those_alone(
+    name: str, runner_of: RunnerOf, model_folder: FolderOf
+) -> None:
     # Long ones first: their chunks stand between the decodes of those that came later.
     prompts = [prompt_of(length) for length in (100, 70, *PROMPT_LENGTHS, 31)]
 
-    batched = driver(runner).run(*drives_of(prompts, num_tokens=NUM_TOKENS))
+    drives = drives_of(prompts, num_tokens=NUM_TOKENS)
 
-    assert batched == [alone(runner, prompt) for prompt in prompts]
+    driver(runner_of(name)).run(*drives)
+
+    assert_greedy(model_folder(name), *drives)
 
 
 @pytest.mark.parametrize("name", FLOAT32)
 @pytest.mark.parametrize("chunk", [1, 16, 1 << 20])
 def test_tokens_do_not_depend_on_how_the_prompt_is_chunked(
-    name: str, chunk: int, runner_of: RunnerOf
+    name: str, chunk: int, runner_of: RunnerOf, model_folder: FolderOf
 ) -> None:
-    prompt = prompt_of(70)
+    drive = alone(runner_of(name), prompt_of(70), chunk=chunk)
 
-    tokens = alone(runner_of(name), prompt, chunk=chunk)
-
-    assert tokens == alone(runner_of(name), prompt, chunk=24)
+    assert_greedy(model_folder(name), drive)
 
 
 @pytest.mark.parametrize("name", FLOAT32)
 def test_a_preempted_request_goes_on_with_the_tokens_it_would_have_had(
-    name: str, runner_of: RunnerOf
+    name: str, runner_of: RunnerOf, model_folder: FolderOf
 ) -> None:
-    runner = runner_of(name)
     hit, other = (
         Drive(RequestId("hit"), prompt_of(37), num_tokens=NUM_TOKENS),
         Drive(RequestId("other"), prompt_of(50), num_tokens=NUM_TOKENS),
     )
-    running = driver(runner)
+    running = driver(runner_of(name))
     running.add(hit)
     running.add(other)
 
@@ -95,18 +98,18 @@ def test_a_preempted_request_goes_on_with_the_tokens_it_would_have_had(
         running.step()
     running.run()
 
-    assert hit.outputs == alone(runner, hit.prompt)
-    assert other.outputs == alone(runner, other.prompt)
+    assert_greedy(model_folder(name), hit, other)
 
 
 @pytest.mark.parametrize("name", FLOAT32)
-def test_requests_that_come_and_go_leave_the_others_alone(name: str, runner_of: RunnerOf) -> None:
-    runner = runner_of(name)
+def test_requests_that_come_and_go_leave_the_others_alone(
+    name: str, runner_of: RunnerOf, model_folder: FolderOf
+) -> None:
     drives = [
         Drive(RequestId(f"r{i}"), prompt_of(5 + 13 * i), num_tokens=20 + 9 * (i % 3))
         for i in range(5)
     ]
-    running = driver(runner, shuffle_seed=3)
+    running = driver(runner_of(name), shuffle_seed=3)
 
     for drive in drives:
         running.add(drive)
@@ -114,5 +117,4 @@ def test_requests_that_come_and_go_leave_the_others_alone(name: str, runner_of: 
             running.step()
     running.run()
 
-    expected = [alone(runner, drive.prompt)[: drive.num_tokens] for drive in drives]
-    assert [drive.outputs for drive in drives] == expected
+    assert_greedy(model_folder(name), *drives)

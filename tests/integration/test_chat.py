@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,18 +12,12 @@ import pytest
 from baton.client import Client
 from baton.cluster import LocalCluster
 from rpc.server import parse_announcement
+from tests.support.baton_command import BATON, run_baton
 from tests.support.child_programs import running_program
 from tests.support.scripted_router import WAIT_S, scripted_router
 from tests.support.terminal import CTRL_C, CTRL_D, Terminal
 
-BATON = (sys.executable, "-m", "baton")
 NOBODY = "127.0.0.1:1"  # where no router is
-
-
-def run_baton(*arguments: str, piped: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*BATON, *arguments], input=piped, capture_output=True, text=True, check=False
-    )
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_chat() -> None:

@@ -7,8 +7,6 @@ import os
 import select
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,17 +15,17 @@ import pytest
 
 from baton.client import AsyncClient, BatonError, Client, Generation
 from baton.cluster import Child, ClusterOptions, LocalCluster
-from baton.llm import LLM
 from baton.v1 import node_pb2, node_pb2_grpc
 from engine.request import EngineRequest, ReceiveKv
 from engine.sampling import SamplingParams
 from kv_transfer.types import HandoffId, NodeId, Peer
 from rpc.messages.sequences import decode_order, node_request_id
 from rpc.node_info import NodeLoad
+from tests.support.baton_command import BATON, run_baton
 from tests.support.child_programs import running_program
 from tests.support.client_load import PATIENCE_S, ClientAnswer, ClientRequest, stream_answer
 from tests.support.health import health_of
-from tests.support.models import prompt_of, reference_greedy
+from tests.support.models import prompt_of, reference_choices
 from tests.support.nodes import await_load, drain, is_busy, kill_the_writer
 from tests.support.suspended_processes import suspended
 
@@ -55,7 +53,7 @@ def test_a_request_under_way_outlives_a_sigterm_to_every_process(
             child.request_stop()
 
         token_ids += [token_id for chunk in stream for token_id in chunk.token_ids]
-    assert token_ids == reference_greedy(model_folder, prompt, 200)
+    assert token_ids == reference_choices(model_folder, prompt, token_ids, 200)
     assert [child.process.returncode for child in cluster.children] == [0, 0, 0]
 
 
@@ -73,7 +71,7 @@ def test_without_its_prefill_node_a_cluster_answers_from_decode_alone_and_says_s
 
     assert answer.finish is not None
     served = answer.finish.served
-    assert answer.token_ids == reference_greedy(model_folder, prompt, 12)
+    assert answer.token_ids == reference_choices(model_folder, prompt, answer.token_ids, 12)
     assert (served.is_prefill_remote, served.kv_bytes) == (False, 0)
     assert served.prompt_tokens_computed_on_decode == 50
     assert served.prefill_reason
@@ -95,7 +93,7 @@ def test_a_stream_goes_on_elsewhere_when_its_decode_node_is_killed(
 
     token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
     finish = chunks[-1].finish
-    assert token_ids == reference_greedy(model_folder, prompt, 300)
+    assert token_ids == reference_choices(model_folder, prompt, token_ids, 300)
     assert finish is not None
     assert finish.served.attempts == 2
     assert finish.served.decode_node != serving.name
@@ -126,9 +124,8 @@ def test_a_stream_waits_for_its_only_decode_node_to_restart_and_goes_on(
         chunks += stream
 
     assert reported == ["SERVING", "NOT_SERVING", "SERVING"]
-    assert [token_id for chunk in chunks for token_id in chunk.token_ids] == reference_greedy(
-        model_folder, prompt, 200
-    )
+    token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
+    assert token_ids == reference_choices(model_folder, prompt, token_ids, 200)
 
 
 def test_a_decode_node_works_alone_and_without_any_a_request_is_refused_by_name(
@@ -151,8 +148,8 @@ def test_a_decode_node_works_alone_and_without_any_a_request_is_refused_by_name(
 
 
 def test_no_process_outlives_a_parent_that_was_killed(model_folder: Path) -> None:
-    command = [sys.executable, "-m", "baton", "up", "--model", str(model_folder), "--port", "0"]
-    with running_program(command) as parent:
+    command = [*BATON, "up", "--model", str(model_folder), "--port", "0"]
+    with running_program(command, is_forked=False) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline().startswith("serving on")
         children = [os.pidfd_open(pid) for pid in children_of(parent.pid)]
@@ -170,7 +167,7 @@ def test_no_process_outlives_a_parent_that_was_killed(model_folder: Path) -> Non
 
 
 def test_under_load_one_signal_lets_everything_finish_and_a_second_one_ends_at_once(
-    cluster_options: MakeOptions, local: LLM
+    cluster_options: MakeOptions, model_folder: Path
 ) -> None:
     asks = [ClientRequest(prompt_of(20 + number, seed=70), greedy(400)) for number in range(6)]
 
@@ -189,8 +186,9 @@ def test_under_load_one_signal_lets_everything_finish_and_a_second_one_ends_at_o
         health, code_of_second = end_by_two_signals(cluster.prefills[0], cluster.decodes[0])
 
     assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
-    alone = [local.generate(ask.prompt, sampling(400))[0].token_ids for ask in asks]
-    assert [list(one.token_ids) for one in reported] == alone
+    for one in reported:
+        token_ids = list(one.token_ids)
+        assert token_ids == reference_choices(model_folder, one.ask.prompt, token_ids, 400)
     assert code == 0
     assert (health, code_of_second) == (["SERVING", "NOT_SERVING"], -signal.SIGTERM)
 
@@ -252,13 +250,7 @@ def test_a_busy_port_is_one_clear_line_and_exit_code_1(command: list[str]) -> No
         port = str(taken.getsockname()[1])
         arguments = ["serve", *command, "--port", port]
 
-        ended = subprocess.run(
-            [sys.executable, "-m", "baton", *arguments],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        ended = run_baton(*arguments)
 
     assert ended.returncode == 1
     assert ended.stderr == (
@@ -270,13 +262,7 @@ def test_a_busy_port_is_one_clear_line_and_exit_code_1(command: list[str]) -> No
 def test_unavailable_cores_are_refused_with_the_available_ones() -> None:
     there = ",".join(map(str, sorted(os.sched_getaffinity(0))))
 
-    ended = subprocess.run(
-        [sys.executable, "-m", "baton", "serve", "decode", "--model", "m", "--cpus", "1022-1023"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    ended = run_baton("serve", "decode", "--model", "m", "--cpus", "1022-1023")
 
     assert ended.returncode == 2
     assert ended.stderr == (
@@ -287,13 +273,7 @@ def test_unavailable_cores_are_refused_with_the_available_ones() -> None:
 def test_an_address_of_another_machine_is_one_clear_line_too() -> None:
     arguments = ["serve", "router", "--decode-nodes", "127.0.0.1:1", "--host", "192.0.2.1"]
 
-    ended = subprocess.run(
-        [sys.executable, "-m", "baton", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    ended = run_baton(*arguments)
 
     assert ended.returncode == 1
     assert ended.stderr == (

@@ -15,6 +15,7 @@ import pytest
 from baton.doctor.findings import Status
 from baton.doctor.model import check_model_folder
 from baton.doctor.wire import check_transfer_rate
+from tests.support.baton_command import run_baton
 from tests.support.models import VARIANTS, make_model_folder
 
 MIB = 1 << 20
@@ -73,8 +74,9 @@ def test_a_check_that_takes_too_long_is_ended_and_reported() -> None:
 
 
 def test_a_model_that_is_not_there_fails() -> None:
-    done, findings = doctor("--transports", "", "--model", "/no-such-folder")
+    done = run_baton("doctor", "--json", "--transports", "", "--model", "/no-such-folder")
 
+    findings = {one["check"]: one for one in json.loads(done.stdout)["findings"]}
     assert findings["model"]["status"] == "fail"
     assert done.returncode == 1
 

@@ -11,7 +11,7 @@ from baton.llm import LLM
 from engine.request import FinishReason
 from engine.sampling import SamplingParams
 from tests.support.engine_pair import Answered, Pair, PairOptions, greedy
-from tests.support.models import EOS_TOKEN_ID, prompt_of, reference_greedy
+from tests.support.models import EOS_TOKEN_ID, prompt_of, reference_choices, reference_greedy
 
 BLOCK_SIZE = 16
 CHUNK = 24
@@ -53,7 +53,7 @@ def test_tokens_are_the_same_handed_over_at_home_and_from_transformers(
     answer = pair.answer(prompt, greedy(NUM_TOKENS))
 
     assert answer.token_ids == local.generate(prompt, greedy(NUM_TOKENS))[0].token_ids
-    assert answer.token_ids == reference_greedy(model_folder, prompt, NUM_TOKENS)
+    assert answer.token_ids == reference_choices(model_folder, prompt, answer.token_ids, NUM_TOKENS)
     assert pair.p.num_tokens_run - num_tokens_before == length
     assert_moved(pair, answer, num_blocks_of(prompt))
     pair.await_all_free()
@@ -73,7 +73,7 @@ def test_only_blocks_that_decode_does_not_have_are_moved(
     answer = pair.answer(prompt, greedy(NUM_TOKENS))
 
     hits_on_decode, hits_on_prefill = known_to_decode // 16, known_to_prefill // 16
-    assert answer.token_ids == reference_greedy(model_folder, prompt, NUM_TOKENS)
+    assert answer.token_ids == reference_choices(model_folder, prompt, answer.token_ids, NUM_TOKENS)
     assert_moved(pair, answer, 6 - hits_on_decode)
     assert answer.decode.summary.prompt_tokens_cached == hits_on_decode * BLOCK_SIZE
     assert pair.p.num_tokens_run - before[0] == 87 - hits_on_prefill * BLOCK_SIZE
@@ -91,7 +91,7 @@ def test_a_prompt_of_whole_blocks_that_decode_knows_moves_nothing(
     again = pair.answer(prompt, greedy(NUM_TOKENS))
 
     assert again.token_ids == first.token_ids
-    assert again.token_ids == reference_greedy(model_folder, prompt, NUM_TOKENS)
+    assert again.token_ids == reference_choices(model_folder, prompt, again.token_ids, NUM_TOKENS)
     assert_moved(pair, first, 4)
     assert again.was_handed_over
     assert (again.decode.summary.kv_blocks, again.decode.summary.kv_bytes) == (0, 0)
@@ -149,8 +149,9 @@ def test_64_hand_offs_at_once_get_through_a_decode_cache_with_room_for_ten(
         requested = [pair.ask(prompt, greedy()) for prompt in prompts]
         answers = [Answered(p.to_its_end(), d.to_its_end()) for p, d in requested]
 
-        expected = [reference_greedy(model_folder, prompt, 8) for prompt in prompts]
-        assert [answer.token_ids for answer in answers] == expected
+        for prompt, answer in zip(prompts, answers, strict=True):
+            choices = reference_choices(model_folder, prompt, answer.token_ids, 8)
+            assert answer.token_ids == choices
         for answer in answers:
             assert_moved(pair, answer, 3)
         pair.await_all_free()

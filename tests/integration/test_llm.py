@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -16,7 +15,8 @@ from baton import LLM, SamplingParams
 from engine.errors import EngineStopped
 from engine.request import FinishReason
 from errors import InvalidRequest, ModelError
-from tests.support.models import VOCAB_SIZE, prompt_of, reference_greedy
+from tests.support.baton_command import run_baton
+from tests.support.models import VOCAB_SIZE, prompt_of, reference_choices
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 
@@ -26,8 +26,9 @@ def test_greedy_answers_equal_those_of_transformers(local: LLM, model_folder: Pa
 
     answers = local.generate(prompts, GREEDY)
 
-    expected = [reference_greedy(model_folder, prompt, 24) for prompt in prompts]
-    assert [answer.token_ids for answer in answers] == expected
+    for prompt, answer in zip(prompts, answers, strict=True):
+        choices = reference_choices(model_folder, prompt, answer.token_ids, 24)
+        assert answer.token_ids == choices
     assert {answer.finish_reason for answer in answers} == {FinishReason.LENGTH}
     local.engine.scheduler.check()
 
@@ -174,8 +175,7 @@ def _generate_until_interrupted(local: LLM) -> None:
 
 
 def _baton(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "baton", *arguments, "--kv-cache-memory", "4MiB"]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return run_baton(*arguments, "--kv-cache-memory", "4MiB")
 
 
 def test_what_ends_the_engine_is_what_the_caller_sees(model_folder: Path) -> None:

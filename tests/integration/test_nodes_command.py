@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 from baton.client import Client, Generation
 from baton.cluster import LocalCluster
 from engine.sampling import SamplingParams
+from tests.support.baton_command import BATON, run_baton
 from tests.support.models import prompt_of
 from tests.support.nodes import await_load, is_busy
 from tests.support.terminal import CTRL_C, Terminal
 
-BATON = (sys.executable, "-m", "baton")
-
 
 def look(cluster: LocalCluster) -> list[dict[str, object]]:
-    done = subprocess.run(
-        [*BATON, "nodes", "--once", "--json", "--address", cluster.address],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_baton("nodes", "--once", "--json", "--address", cluster.address)
+    assert done.returncode == 0, done.stderr
     nodes: list[dict[str, object]] = json.loads(done.stdout)["nodes"]
     return nodes
 
@@ -74,12 +67,7 @@ def test_the_live_table_shows_each_node_and_ends_well_on_ctrl_c(cluster: LocalCl
 
 
 def test_without_a_router_nodes_says_so_in_one_line() -> None:
-    done = subprocess.run(
-        [*BATON, "nodes", "--once", "--address", "127.0.0.1:1"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_baton("nodes", "--once", "--address", "127.0.0.1:1")
 
     [line] = done.stderr.splitlines()
     assert line.startswith("baton: error: 127.0.0.1:1 cannot be reached")

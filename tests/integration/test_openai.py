@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import statistics
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +17,7 @@ from openai import OpenAI
 from baton.client import Client, Generation
 from baton.cluster import LocalCluster
 from engine.sampling import SamplingParams
+from tests.support.baton_command import run_baton
 from tests.support.models import prompt_of
 from tests.support.schemas import is_valid
 from text.tokenizer import Tokenizer
@@ -221,12 +220,10 @@ def test_bytes_of_tokens_joined_are_the_text(model_folder: Path) -> None:
 
 
 def test_a_busy_http_port_is_told_before_anything_is_loaded(model_folder: Path) -> None:
-    command = [sys.executable, "-m", "baton", "up", "--model", str(model_folder), "--port", "0"]
+    command = ("up", "--model", str(model_folder), "--port", "0")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        done = subprocess.run(
-            [*command, "--http-port", port], capture_output=True, text=True, check=False
-        )
+        done = run_baton(*command, "--http-port", port)
 
     assert done.stderr == (
         f"baton: error: port {port} of 127.0.0.1 is in use; choose another --http-port, "

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,6 +13,7 @@ from baton.client import Answer, BatonError, Client, Generation
 from baton.cluster import ClusterOptions, LocalCluster
 from engine.sampling import SamplingParams
 from errors import InvalidRequest
+from tests.support.baton_command import run_baton
 from tests.support.models import prompt_of
 from tests.support.nodes import await_load, is_busy, kill_the_writer
 from tests.support.suspended_processes import suspended
@@ -128,9 +127,8 @@ def test_http_gives_the_same_answers_as_grpc(cluster: LocalCluster, client: Clie
 
 
 def test_the_command_shows_each_answer(cluster: LocalCluster, client: Client) -> None:
-    command = [*(sys.executable, "-m", "baton", "generate", "the quick"), "-n", "2", "--json"]
-    requested = ["--seed", "7", "--max-tokens", "5", "--address", cluster.address]
-    done = subprocess.run([*command, *requested], capture_output=True, text=True, check=True)
+    command = ("generate", "the quick", "-n", "2", "--json", "--address", cluster.address)
+    done = run_baton(*command, "--seed", "7", "--max-tokens", "5")
 
     answers = json.loads(done.stdout)["answers"]
 

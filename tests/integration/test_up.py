@@ -6,8 +6,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -18,10 +16,10 @@ from openai import OpenAI
 
 from baton.client import Client, Generation
 from engine.sampling import SamplingParams
+from tests.support.baton_command import BATON, run_baton
 from tests.support.models import prompt_of
 from tests.support.terminal import CTRL_C, Terminal
 
-BATON = (sys.executable, "-m", "baton")
 OF_NODES = ("--kv-cache-memory", "4MiB", "--threads", "1", "--max-num-seqs", "32")
 HTTP = re.compile(r"http://\S+/v1")
 ROW = re.compile(r"│ (\S+)\s*│\s*(\d+) │ (\S+)")
@@ -29,9 +27,10 @@ ROW = re.compile(r"│ (\S+)\s*│\s*(\d+) │ (\S+)")
 
 @pytest.fixture
 def up(model_folder: Path) -> Callable[..., Terminal]:
-    def start(*arguments: str) -> Terminal:
+    def start(*arguments: str, is_forked: bool = True) -> Terminal:
         command = [*BATON, "up", "--model", str(model_folder), "--port", "0", *OF_NODES]
-        return Terminal([*command, *arguments], {"NO_COLOR": "1", "COLUMNS": "150"})
+        variables = {"NO_COLOR": "1", "COLUMNS": "150"}
+        return Terminal([*command, *arguments], variables, is_forked=is_forked)
 
     return start
 
@@ -48,7 +47,7 @@ def is_gone(pid: int) -> bool:
 
 @pytest.mark.slow
 def test_up_shows_who_serves_and_ends_all_of_them_on_ctrl_c(up: Callable[..., Terminal]) -> None:
-    with up("--policy", "round_robin", "--kv-lease-s", "2") as screen:
+    with up("--policy", "round_robin", "--kv-lease-s", "2", is_forked=False) as screen:
         screen.await_text("processes are up")
         shown = processes(screen)
         assert set(shown) == {"router", "prefill-0", "decode-0"}
@@ -152,14 +151,10 @@ def test_up_tells_of_a_node_that_is_gone_and_ends_when_nobody_can_serve(
         assert all(is_gone(pid) for pid, _ in shown.values())
 
 
-def run_up(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*BATON, "up", *arguments], capture_output=True, text=True, check=False)
-
-
 def test_a_busy_port_is_told_before_anything_is_loaded(model_folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = run_up("--model", str(model_folder), "--port", str(port))
+        done = run_baton("up", "--model", str(model_folder), "--port", str(port))
 
     assert done.stderr == (
         f"baton: error: port {port} of 127.0.0.1 is in use; choose another --port, "
@@ -180,7 +175,7 @@ def test_a_busy_port_is_told_before_anything_is_loaded(model_folder: Path) -> No
 def test_wrong_options_of_nodes_and_router_are_told_before_anything_is_loaded(
     arguments: list[str], complaint: str
 ) -> None:
-    done = run_up("--model", "no-such-model", *arguments)
+    done = run_baton("up", "--model", "no-such-model", *arguments)
 
     [line] = done.stderr.splitlines()
     assert line.startswith("baton: error: ")
@@ -189,7 +184,7 @@ def test_wrong_options_of_nodes_and_router_are_told_before_anything_is_loaded(
 
 
 def test_a_failed_start_ends_with_the_reason(tmp_path: Path) -> None:
-    done = run_up("--model", str(tmp_path), "--port", "0")
+    done = run_baton("up", "--model", str(tmp_path), "--port", "0")
 
     last = done.stderr.splitlines()[-1]
     assert re.match(r"baton: error: (prefill|decode)-0 did not start: ", last)

@@ -103,7 +103,8 @@ def test_the_installed_demo_hands_kv_over_and_ends_by_itself(baton: str) -> None
 
 
 def test_the_installed_up_serves_the_demo_model_until_ctrl_c(baton: str) -> None:
-    command = [baton, "up", "--port", "0", "--kv-cache-memory", "4MiB", "--threads", "1"]
+    of_nodes = ("--prefill", "0", "--kv-cache-memory", "4MiB", "--threads", "1")
+    command = [baton, "up", "--port", "0", *of_nodes]
     with Terminal(command, {"NO_COLOR": "1", "COLUMNS": "150"}) as screen:
         router = re.search(r"│ router\s.*│ (\S+:\d+)", screen.await_text("┘"))
         assert router is not None

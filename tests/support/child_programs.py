@@ -5,14 +5,25 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
+
+from tests.support.fork_server import SERVERS, ForkedProcess, can_fork
 
 
 @contextmanager
-def running_program(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    """Start a program, and kill it at the end of the block if it still runs."""
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as program:
+def running_program(
+    command: Sequence[str], *, is_forked: bool = True
+) -> Iterator[subprocess.Popen[str]]:
+    """Start a program, and kill it at the end of the block if it still runs.
+
+    `is_forked` allows a fork of a server that has imported `baton`.
+    """
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    if is_forked and can_fork(command):
+        started: subprocess.Popen[str] = ForkedProcess(SERVERS, command, **pipes)
+    else:
+        started = subprocess.Popen(command, text=True, **pipes)
+    with started as program:
         try:
             yield program
         finally:

@@ -1,14 +1,17 @@
-"""Fork servers for the processes of clusters, which save each of them the import of torch.
+"""Fork servers for `python -m baton`, which save each process the import of torch.
 
 A server imports the packages of all roles once and forks. Each fork becomes a child of the test
 process and runs the command line, like a process started by Popen: it can be signalled, waited
 for and killed in the same way. Processes with an environment of their own have their own
-server, unless only their path of packages differs.
+server, unless this differs only in variables that nothing reads while it is imported. Before a
+command that starts a cluster, its process forks a server for it.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import fcntl
 import gc
 import json
 import multiprocessing
@@ -16,14 +19,18 @@ import os
 import socket
 import subprocess
 import sys
+import termios
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from io import TextIOWrapper
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Any, Protocol
 
+import baton.cluster.child
 from baton.cli.program import prepare
 
 NODES = "tests.support.preloaded_nodes"
@@ -34,24 +41,21 @@ PRELOADED = (
 # Programs that can be forked, with the module of `main`.
 PROGRAMS = {"baton": "baton.__main__", "benchmarks.chaos.node": "benchmarks.chaos.node"}
 PACKAGE_PATH = "PYTHONPATH"
+# Variables that nothing reads while the packages are imported.
+READ_LATE = (PACKAGE_PATH, "BATON_", "_BATON_", "COMP_", "COLUMNS", "NO_COLOR", "TERM")
+CLUSTER_COMMANDS = (["up"], ["demo"])
 PR_SET_CHILD_SUBREAPER = 36
 MAX_REQUEST_BYTES = 1 << 17
 REPARENT_POLL_S = 0.0005
 
 
-class ForkedProcess(subprocess.Popen[str]):
-    """Popen of a process that exists already."""
+class ServerProcess(Protocol):
+    """Server of a test process, or of a process that a server forked."""
 
-    def __init__(self, command: Sequence[str], pid: int, output_fd: int) -> None:
-        self.args, self.pid = command, pid
-        self.stdin = self.stderr = None
-        self.stdout = open(output_fd)  # noqa: SIM115  # closed by the reader, as in Popen
-        self.returncode: int | None = None
-        self._waitpid_lock = threading.Lock()
-        self._child_created = True
+    def wait(self) -> int: ...
 
 
-Server = tuple[subprocess.Popen[bytes], socket.socket]
+Server = tuple[ServerProcess, socket.socket]
 
 
 class ForkServers:
@@ -62,45 +66,71 @@ class ForkServers:
         # By the variables that differ from those of the test process.
         self._servers: dict[frozenset[tuple[str, str]], Server] = {}
 
-    def start_process(
-        self, command: Sequence[str], environment: dict[str, str]
-    ) -> subprocess.Popen[str]:
-        """Fork a process that runs a program. Raises OSError if the server has ended."""
-        _, _, program, *arguments = command
-        request = json.dumps([os.getpid(), os.getcwd(), program, arguments, environment])
-        read_fd, write_fd = os.pipe()
-        try:
-            pid = self._fork(environment, request.encode(), write_fd)
-            return ForkedProcess(command, pid, read_fd)
-        except BaseException:
-            os.close(read_fd)
-            raise
-        finally:
-            os.close(write_fd)
+    def add(self, process: ServerProcess, connection: socket.socket) -> None:
+        """Use a server that has the environment of this process."""
+        self._servers[frozenset()] = process, connection
 
     def close(self) -> None:
         """End the servers. The processes that they forked continue."""
         for process, connection in self._servers.values():
             connection.close()
             process.wait()
+        self._servers.clear()
 
-    def _fork(self, environment: dict[str, str], request: bytes, output_fd: int) -> int:
+    def fork(self, command: Sequence[str], environment: dict[str, str], fds: list[int]) -> int:
+        """Fork a process with these standard streams. Return its pid.
+
+        Raises ChildProcessError if the server has ended.
+        """
+        _, _, program, *arguments = command
+        order = [os.getpid(), os.getcwd(), program, arguments, environment]
         changed = dict(environment.items() - os.environ.items())
-        changed.pop(PACKAGE_PATH, None)  # the fork adds it to its own path
-        own = frozenset(changed.items())
+        own = frozenset((name, changed[name]) for name in changed if not _is_read_late(name))
         with self._lock:
             if own not in self._servers:
-                self._servers[own] = _start_server({**os.environ, **changed})
+                self._servers[own] = _start_server({**os.environ, **dict(own)})
             _, connection = self._servers[own]
             _set_subreaper(True)
             try:
-                socket.send_fds(connection, [request], [output_fd])
+                socket.send_fds(connection, [json.dumps(order).encode()], fds)
                 reply = connection.recv(64)
             finally:
                 _set_subreaper(False)
         if not reply:
             raise ChildProcessError("the fork server has ended")
         return int(reply)
+
+
+class ForkedProcess(subprocess.Popen[str]):
+    """Popen whose process is forked from a server. `command` must be one that can be forked."""
+
+    def __init__(self, servers: ForkServers, command: Sequence[str], **settings: Any) -> None:
+        self._servers = servers
+        super().__init__(command, text=True, **settings)
+
+    def _execute_child(self, *settings: Any) -> None:
+        command, environment, pipes = settings[0], settings[6], settings[10:16]
+        stdin, _, _, stdout, _, stderr = pipes
+        fds = [given if given != -1 else own for own, given in enumerate((stdin, stdout, stderr))]
+        try:
+            self.pid = self._servers.fork(command, environment or dict(os.environ), fds)
+            self._child_created = True
+        finally:
+            self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+SERVERS = ForkServers()
+
+
+def start_process(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+    """Fork a process with both outputs in one pipe, or start it if it cannot be forked."""
+    if not can_fork(command):
+        return START_PROCESS(command, environment)
+    outputs = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return ForkedProcess(SERVERS, command, env=environment, **outputs)
+
+
+START_PROCESS = baton.cluster.child.start_process
 
 
 def fork_context() -> ForkServerContext:
@@ -115,6 +145,10 @@ def can_fork(command: Sequence[str]) -> bool:
     return tuple(command[:2]) == (sys.executable, "-m") and command[2] in PROGRAMS
 
 
+def _is_read_late(variable: str) -> bool:
+    return variable.startswith(READ_LATE)
+
+
 def _start_server(environment: dict[str, str]) -> Server:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
@@ -123,6 +157,7 @@ def _start_server(environment: dict[str, str]) -> Server:
             command,
             cwd=Path(__file__).parents[2],
             env=environment,
+            stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
@@ -139,20 +174,58 @@ def _set_subreaper(is_on: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ForkOrder:
-    """Program that a fork runs, with its arguments and the descriptor of its output."""
+    """Program that a fork runs, with its arguments and its standard streams."""
 
     program: str
     arguments: list[str]
-    output_fd: int
+    fds: list[int]
+
+    @property
+    def starts_cluster(self) -> bool:
+        return self.program == "baton" and self.arguments[:1] in CLUSTER_COMMANDS
+
+
+@dataclass(frozen=True, slots=True)
+class NestedServer:
+    """Server that a forked process has forked for its own children."""
+
+    pid: int
+
+    def wait(self) -> int:
+        return os.waitpid(self.pid, 0)[1]
+
+
+class QuickExit:
+    """Ends the process after its threads and its functions of atexit.
+
+    The rest of an exit would copy every page that the process shares with its server.
+    """
+
+    def __init__(self) -> None:
+        self.code: object = 1  # of an exception
+        atexit.register(self._end)
+
+    def run(self, function: Callable[[], None]) -> None:
+        try:
+            function()
+        except SystemExit as ended:
+            self.code = ended.code
+            raise
+        self.code = 0
+
+    def _end(self) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if self.code is None or isinstance(self.code, int):
+            os._exit(self.code or 0)
 
 
 def serve(connection: socket.socket) -> ForkOrder | None:
     """Fork for each request. Return the order of a fork in the fork, else None."""
     while True:
-        request, fds, _, _ = socket.recv_fds(connection, MAX_REQUEST_BYTES, 1)
+        request, fds, _, _ = socket.recv_fds(connection, MAX_REQUEST_BYTES, 3)
         if not request:
             return None
-        [output_fd] = fds
         parent_pid, folder, program, arguments, environment = json.loads(request)
         pid = _fork_child_of(parent_pid)
         if pid == 0:
@@ -161,8 +234,8 @@ def serve(connection: socket.socket) -> ForkOrder | None:
             os.environ.clear()
             os.environ.update(environment)
             sys.path[1:1] = filter(None, environment.get(PACKAGE_PATH, "").split(os.pathsep))
-            return ForkOrder(program, arguments, output_fd)
-        os.close(output_fd)
+            return ForkOrder(program, arguments, fds)
+        _close_all(fds)
         connection.send(str(pid).encode())
 
 
@@ -190,21 +263,57 @@ def _fork_child_of(parent_pid: int) -> int:
     return pid
 
 
+def serve_and_run(connection: socket.socket) -> None:
+    """Serve; in a fork, run its program."""
+    order = serve(connection)
+    while order is not None and order.starts_cluster:
+        connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = os.fork()
+        if pid:
+            theirs.close()
+            _use_server(NestedServer(pid), connection)
+            break
+        connection.close()
+        _close_all(order.fds)
+        order = serve(theirs)
+    if order is not None:
+        _adopt_streams(order.fds)
+        sys.argv[1:] = order.arguments
+        import_module(PROGRAMS[order.program]).main()
+
+
+def _use_server(process: ServerProcess, connection: socket.socket) -> None:
+    """Fork the processes of a cluster of this process from a server of its own."""
+    SERVERS.add(process, connection)
+    atexit.register(SERVERS.close)
+    baton.cluster.child.start_process = start_process
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def _adopt_streams(fds: Sequence[int]) -> None:
+    """Use these standard streams, in a session of its own. A terminal becomes its terminal."""
+    os.setsid()
+    for standard_fd, fd in enumerate(fds):
+        os.dup2(fd, standard_fd)
+    _close_all(fds)
+    assert isinstance(sys.stdout, TextIOWrapper)
+    sys.stdout.reconfigure(line_buffering=sys.stdout.isatty())
+    if sys.stdout.isatty():
+        fcntl.ioctl(sys.stdout, termios.TIOCSCTTY, 0)
+
+
 def main() -> None:
+    quick_exit = QuickExit()
     connection = socket.socket(fileno=int(sys.argv[1]))
     prepare()
     for name in (*PRELOADED, *PROGRAMS.values()):
         import_module(name)
     gc.freeze()
-    order = serve(connection)
-    if order is None:
-        return
-    sys.argv[1:] = order.arguments
-    os.setsid()
-    for standard_fd in (1, 2):
-        os.dup2(order.output_fd, standard_fd)
-    os.close(order.output_fd)
-    import_module(PROGRAMS[order.program]).main()
+    quick_exit.run(lambda: serve_and_run(connection))
 
 
 if __name__ == "__main__":

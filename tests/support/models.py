@@ -158,12 +158,37 @@ def _generated(folder: Path, prompt: tuple[int, ...], num_tokens: int) -> tuple[
     return tuple(answer[0, len(prompt) :].tolist())
 
 
+def reference_choices(
+    folder: Path, prompt: Sequence[int], answer: Sequence[int], num_tokens: int
+) -> list[int]:
+    """Return the likeliest token at each place of an answer, from one forward pass over it.
+
+    The result equals the answer if and only if this is the greedy one of `num_tokens` tokens.
+    """
+    if _is_dynamic(reference(folder)):  # another function for each length of the whole
+        return reference_greedy(folder, prompt, num_tokens)
+    before = answer[: num_tokens - 1]
+    logits = _reference_logits(folder, (*prompt, *before))
+    choices: list[int] = logits[len(prompt) - 1 :].argmax(dim=1).tolist()
+    return choices
+
+
 def reference_logprobs(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
     """Return logprobs of shape [tokens, vocab_size]; row i predicts token i + 1."""
+    return _reference_logits(folder, tokens).float().log_softmax(dim=-1)
+
+
+def _reference_logits(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
     model = fresh_rope(reference(folder))
     with torch.inference_mode():
         logits: torch.Tensor = model(torch.tensor([list(tokens)])).logits[0]
-    return logits.float().log_softmax(dim=-1)
+    return logits
+
+
+def _is_dynamic(model: Any) -> bool:
+    """Return whether the angles of all tokens depend on the length of the sequence."""
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    return rope.get("rope_type") == "dynamic"
 
 
 def half_reference_logprobs(folder: Path, tokens: Sequence[int]) -> torch.Tensor:

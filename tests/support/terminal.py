@@ -11,6 +11,9 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
+from typing import Any
+
+from tests.support.fork_server import SERVERS, ForkedProcess, can_fork
 
 CTRL_C, CTRL_D = "\x03", "\x04"
 # Makes the terminal the controlling one, and restores SIGINT, which shells make background
@@ -27,16 +30,22 @@ GIVE_UP_S = 120.0
 class Terminal:
     """Program in a terminal. It is ended at the end of the block."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str] = {}) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str] = {},
+        *,
+        is_forked: bool = True,
+    ) -> None:
+        """`is_forked` allows a fork of a server that has imported `baton`."""
         self._screen, theirs = pty.openpty()
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", IN_TERMINAL, *command],
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            start_new_session=True,
-            env={**os.environ, "TERM": "xterm", **environment},
-        )
+        streams: dict[str, Any] = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+        streams["env"] = {**os.environ, "TERM": "xterm", **environment}
+        if is_forked and can_fork(command):
+            self.process: subprocess.Popen[Any] = ForkedProcess(SERVERS, command, **streams)
+        else:
+            in_terminal = [sys.executable, "-c", IN_TERMINAL, *command]
+            self.process = subprocess.Popen(in_terminal, start_new_session=True, **streams)
         os.close(theirs)
         self._shown = ""
 

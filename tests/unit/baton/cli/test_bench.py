@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from tests.support.baton_command import call_baton
 
 
 def test_a_research_benchmark_is_refused_with_the_command_that_runs_it() -> None:
-    command = [sys.executable, "-m", "baton", "bench", "chaos"]
-
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = call_baton("bench", "chaos")
 
     assert done.returncode == 2
     assert "No such command 'chaos'" in done.stderr

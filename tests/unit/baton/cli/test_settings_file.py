@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 
 from baton.cli.settings_file import CommandOptions, GroupOptions, Node, Option, read_settings
 from errors import InvalidConfig
+from tests.support.baton_command import call_baton
 
 PORT = Option("port", int)
 MEMORY = Option("kv_cache_memory", str)
@@ -117,16 +117,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         read_settings(tmp_path / "no-such.toml", COMMANDS)
 
 
-def baton(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "baton", *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
-        check=False,
-    )
-
-
 def shown(output: str) -> dict[str, tuple[str, str]]:
     """Parse the output of --show-config: the value and its origin, by option."""
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines()]
@@ -139,7 +129,7 @@ def test_the_command_line_holds_over_the_environment_and_that_over_the_file(
     path = tmp_path / "c.toml"
     path.write_text("[up]\nprefill = 2\ndecode = 2\nport = 2\npush = 'chunk'\n", encoding="utf-8")
 
-    done = baton(
+    done = call_baton(
         *("--config", str(path), "up", "--model", "m", "--port", "4", "--show-config"),
         BATON_UP_DECODE="3",
         BATON_UP_PORT="3",
@@ -159,7 +149,7 @@ def test_a_commands_own_file_replaces_the_one_named_before_it(tmp_path: Path) ->
     first.write_text("[serve.decode]\nport = 1\npush = 'chunk'\n", encoding="utf-8")
     second.write_text("[serve.decode]\nport = 2\nmodel = 'm'\n", encoding="utf-8")
 
-    done = baton(
+    done = call_baton(
         *("serve", "decode", "--config", str(second), "--show-config"), BATON_CONFIG=str(first)
     )
 
@@ -183,7 +173,7 @@ def test_a_commands_own_file_replaces_the_one_named_before_it(tmp_path: Path) ->
 def test_wrong_usage_is_one_line_and_exit_code_2(
     arguments: list[str], environment: dict[str, str], complaint: str
 ) -> None:
-    done = baton(*arguments, **environment)
+    done = call_baton(*arguments, **environment)
 
     [line] = done.stderr.splitlines()
     assert line.startswith("baton: error: ")
@@ -192,7 +182,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
 
 
 def test_a_variable_that_sets_nothing_is_told_with_the_names_it_could_mean() -> None:
-    done = baton("up", "--model", "m", "--show-config", BATON_UP_THREDS="1")
+    done = call_baton("up", "--model", "m", "--show-config", BATON_UP_THREDS="1")
 
     assert "BATON_UP_THREDS sets nothing; known: BATON_UP_THREADS" in done.stderr
 
