@@ -181,7 +181,7 @@ def test_fp8_folders_are_quantized_like_plain_ones(write: Write) -> None:
     assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("family", ["gpt-oss", "llama4"])
+@pytest.mark.parametrize("family", ["gpt-oss", "llama4", "qwen3-vl-moe"])
 def test_stacked_experts_can_be_stored_one_by_one(
     family: str, make_family: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -202,15 +202,33 @@ def separate_experts(tensors: dict[str, Tensor]) -> None:
         stacked = tensors.pop(name)
         prefix, part = name.rsplit(".", 1)
         ending = "bias" if part.endswith("_bias") else "weight"
-        is_interleaved = ".mlp." in name  # that of gpt-oss
+        is_qwen3_vl = ".language_model." in name
+        is_interleaved = ".mlp." in name and not is_qwen3_vl  # that of gpt-oss
         for index, stored in enumerate(stacked):
-            rows = stored if ending == "bias" else stored.T
+            rows = stored if ending == "bias" or is_qwen3_vl else stored.T
             parts = {"down": rows}
             if part.startswith("gate_up"):
                 halves = (rows[::2], rows[1::2]) if is_interleaved else rows.chunk(2)
                 parts = dict(zip(("gate", "up"), halves, strict=True))
             for which, matrix in parts.items():
                 tensors[f"{prefix}.{index}.{which}_proj.{ending}"] = matrix.contiguous()
+
+
+def test_stacked_experts_of_qwen3_vl_can_be_stored_transposed(
+    make_family: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source = make_family("qwen3-vl-moe")
+    published = Path(shutil.copytree(source, tmp_path / "published"))
+    respell(published, transpose_experts)
+
+    found, wanted = (logprobs_of(each, dtype="float32") for each in (published, source))
+
+    assert torch.equal(found, wanted)
+
+
+def transpose_experts(tensors: dict[str, Tensor]) -> None:
+    for name in [name for name in tensors if ".experts." in name]:
+        tensors[name] = tensors[name].transpose(1, 2).contiguous()
 
 
 def test_a_quantized_router_is_dequantized(write: Write) -> None:

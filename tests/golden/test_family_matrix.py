@@ -122,7 +122,7 @@ HEADER = (
 
 
 def matrix_row(architecture: str, name: str, parts: list[str]) -> str:
-    kind = "experts" if name in EXPERTS or name.startswith("llama4") else "dense"
+    kind = "experts" if name in EXPERTS or name.startswith(("llama4", "qwen3-vl-moe")) else "dense"
     native = f"native; torch: {', '.join(parts)}" if parts else "native"
     formats = [written for family, written in COMBINATIONS if family == name]
     if name == "llama":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from engine.model_folder import JsonFields
 from engine.runner.families.family import ExpertNames
 from engine.runner.families.rope_fields import find_rope_fields
@@ -43,11 +45,7 @@ OPENAI_EXPERTS = ExpertNames(
     is_transposed=True,
     is_interleaved=True,
     has_weight_suffix=False,
-    separate=ExpertNames(
-        router="mlp.router",
-        gate_up=("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj"),
-        down="mlp.experts.{expert}.down_proj",
-    ),
+    others=(replace(QWEN_EXPERTS, router="mlp.router"),),
 )
 LLAMA4_EXPERTS = ExpertNames(
     router="feed_forward.router",
@@ -56,21 +54,32 @@ LLAMA4_EXPERTS = ExpertNames(
     shared="feed_forward.shared_expert",
     is_transposed=True,
     has_weight_suffix=False,
-    separate=ExpertNames(
-        router="feed_forward.router",
-        gate_up=(
-            "feed_forward.experts.{expert}.gate_proj",
-            "feed_forward.experts.{expert}.up_proj",
+    others=(
+        ExpertNames(
+            router="feed_forward.router",
+            gate_up=(
+                "feed_forward.experts.{expert}.gate_proj",
+                "feed_forward.experts.{expert}.up_proj",
+            ),
+            down="feed_forward.experts.{expert}.down_proj",
+            shared="feed_forward.shared_expert",
         ),
-        down="feed_forward.experts.{expert}.down_proj",
-        shared="feed_forward.shared_expert",
     ),
 )
+_QWEN_STACKED = ExpertNames(
+    router=QWEN_EXPERTS.router,
+    gate_up=("mlp.experts.gate_up_proj",),
+    down="mlp.experts.down_proj",
+    has_weight_suffix=False,
+)
+# Published folders are transposed. transformers 5 loads them and writes them not transposed.
+QWEN3_VL_EXPERTS = replace(_QWEN_STACKED, is_transposed=True, others=(_QWEN_STACKED, QWEN_EXPERTS))
 
 
 def _num_experts(raw: JsonFields) -> int:
     """Read the number of experts. Each name is that of some families and versions."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    # num_experts is not the first, because Qwen3-VL-MoE has a default of it.
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
     return raw.positive_int(next((name for name in names if raw.has(name)), names[0]))
 
 
@@ -81,6 +90,10 @@ def qwen3_moe(raw: JsonFields) -> MoeConfig:
         expert_size=raw.positive_int("moe_intermediate_size"),
         normalizes=raw.flag("norm_topk_prob", False),
     )
+
+
+def qwen3_vl_moe(raw: JsonFields) -> MoeConfig:
+    return replace(qwen3_moe(raw), normalizes=True)
 
 
 def qwen2_moe(raw: JsonFields) -> MoeConfig:
