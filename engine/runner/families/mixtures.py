@@ -76,16 +76,15 @@ _QWEN_STACKED = ExpertNames(
 QWEN3_VL_EXPERTS = replace(_QWEN_STACKED, is_transposed=True, others=(_QWEN_STACKED, QWEN_EXPERTS))
 
 
-def _num_experts(raw: JsonFields) -> int:
-    """Read the number of experts. Each name is that of some families and versions."""
-    # num_experts is not the first, because Qwen3-VL-MoE has a default of it.
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    return raw.positive_int(next((name for name in names if raw.has(name)), names[0]))
+def _num_experts(raw: JsonFields, own: str) -> int:
+    """Read the number of experts. Some versions of transformers write it with another name."""
+    names = {"num_local_experts", "num_experts", "n_routed_experts"} - {own}
+    return raw.positive_int(next((name for name in sorted(names) if raw.has(name)), own))
 
 
 def qwen3_moe(raw: JsonFields) -> MoeConfig:
     return MoeConfig(
-        num_experts=_num_experts(raw),
+        num_experts=_num_experts(raw, "num_experts"),
         top_k=raw.positive_int("num_experts_per_tok"),
         expert_size=raw.positive_int("moe_intermediate_size"),
         normalizes=raw.flag("norm_topk_prob", False),
@@ -98,7 +97,7 @@ def qwen3_vl_moe(raw: JsonFields) -> MoeConfig:
 
 def qwen2_moe(raw: JsonFields) -> MoeConfig:
     return MoeConfig(
-        num_experts=_num_experts(raw),
+        num_experts=_num_experts(raw, "num_experts"),
         top_k=raw.positive_int("num_experts_per_tok"),
         expert_size=raw.positive_int("moe_intermediate_size"),
         normalizes=raw.flag("norm_topk_prob", False),
@@ -109,7 +108,7 @@ def qwen2_moe(raw: JsonFields) -> MoeConfig:
 
 def mixtral_moe(raw: JsonFields) -> MoeConfig:
     return MoeConfig(
-        num_experts=_num_experts(raw),
+        num_experts=_num_experts(raw, "num_local_experts"),
         top_k=raw.positive_int("num_experts_per_tok", 2),
         expert_size=raw.positive_int("intermediate_size"),
         normalizes=True,
@@ -118,7 +117,7 @@ def mixtral_moe(raw: JsonFields) -> MoeConfig:
 
 def olmoe_moe(raw: JsonFields) -> MoeConfig:
     return MoeConfig(
-        num_experts=_num_experts(raw),
+        num_experts=_num_experts(raw, "num_experts"),
         top_k=raw.positive_int("num_experts_per_tok", 8),
         expert_size=raw.positive_int("intermediate_size"),
         normalizes=raw.flag("norm_topk_prob", False),
@@ -127,7 +126,7 @@ def olmoe_moe(raw: JsonFields) -> MoeConfig:
 
 def granite_moe(raw: JsonFields) -> MoeConfig:
     return MoeConfig(
-        num_experts=_num_experts(raw),
+        num_experts=_num_experts(raw, "num_local_experts"),
         top_k=raw.positive_int("num_experts_per_tok", 2),
         expert_size=raw.positive_int("intermediate_size"),
         scoring=Scoring.SOFTMAX_OF_TOP,
@@ -136,7 +135,7 @@ def granite_moe(raw: JsonFields) -> MoeConfig:
 
 def gpt_oss_moe(raw: JsonFields) -> MoeConfig:
     return MoeConfig(
-        num_experts=_num_experts(raw),
+        num_experts=_num_experts(raw, "num_local_experts"),
         top_k=raw.positive_int("num_experts_per_tok", 4),
         expert_size=raw.positive_int("intermediate_size"),
         scoring=Scoring.SOFTMAX_OF_TOP,
@@ -147,7 +146,7 @@ def gpt_oss_moe(raw: JsonFields) -> MoeConfig:
 def glm4_moe(raw: JsonFields) -> MoeConfig:
     expert_size = raw.positive_int("moe_intermediate_size")
     return MoeConfig(
-        num_experts=_num_experts(raw),
+        num_experts=_num_experts(raw, "n_routed_experts"),
         top_k=raw.positive_int("num_experts_per_tok"),
         expert_size=expert_size,
         scoring=Scoring.SIGMOID,
@@ -163,7 +162,7 @@ def glm4_moe(raw: JsonFields) -> MoeConfig:
 def llama4_moe(raw: JsonFields) -> MoeConfig:
     size = raw.positive_int("intermediate_size")
     return MoeConfig(
-        num_experts=_num_experts(raw),
+        num_experts=_num_experts(raw, "num_local_experts"),
         top_k=raw.positive_int("num_experts_per_tok"),
         expert_size=size,
         scoring=Scoring.SIGMOID,
@@ -176,7 +175,7 @@ def llama4_temperature(raw: JsonFields) -> QueryTemperature | None:
     # Early configurations have a number here.
     if raw.has("attn_temperature_tuning") and not raw.get("attn_temperature_tuning"):
         return None
-    gain, period = raw.number("attn_scale", 0.1), raw.number("floor_scale", 8192)
+    gain, period = raw.number("attn_scale", 0.1), raw.number("floor_scale", 8192, above=0)
     return QueryTemperature(period, gain, offset=1.0)
 
 
@@ -184,5 +183,5 @@ def ministral_temperature(raw: JsonFields) -> QueryTemperature | None:
     rope = find_rope_fields(raw)
     if rope is None or not rope.has("llama_4_scaling_beta"):
         return None
-    period = rope.number("original_max_position_embeddings")
+    period = rope.number("original_max_position_embeddings", above=0)
     return QueryTemperature(period, rope.number("llama_4_scaling_beta"))
