@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 from engine.sampling import SamplingDefaults
 from errors import ModelError
 
 # Weights in other formats are not downloaded.
 WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+MAX_INT = (1 << 31) - 1
+MAX_SHOWN = 200  # characters of a wrong value in an error
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -109,20 +113,26 @@ class JsonFields:
             raise self.wrong(name, "must be an object")
         return JsonFields(f"{self.where}: {name}", found)
 
-    def number(self, name: str, default: float | None = None) -> float:
-        found = self._fields.get(name, default)
+    def number(
+        self, name: str, default: float | None = None, *, above: float | None = None
+    ) -> float:
+        found = self._fields.get(name)
         found = default if found is None else found
-        if isinstance(found, bool) or not isinstance(found, int | float):
+        if not _is_number(found):
             raise self.wrong(name, "must be a number")
+        if above is not None and found <= above:
+            raise self.wrong(name, f"must be a number above {above:g}")
         return float(found)
 
-    def optional_number(self, name: str) -> float | None:
-        return self.number(name) if self.has(name) else None
+    def optional_number(self, name: str, *, above: float | None = None) -> float | None:
+        return self.number(name, above=above) if self.has(name) else None
 
     def positive_int(self, name: str, default: int | None = None) -> int:
         found = self.number(name, default)
         if found < 1 or found != int(found):
             raise self.wrong(name, "must be a whole number above 0")
+        if found > MAX_INT:
+            raise self.wrong(name, f"must be at most {MAX_INT}")
         return int(found)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -135,7 +145,7 @@ class JsonFields:
 
     def numbers(self, name: str) -> tuple[float, ...]:
         found = self._fields.get(name)
-        if not isinstance(found, list) or not all(isinstance(each, int | float) for each in found):
+        if not isinstance(found, list) or not all(map(_is_number, found)):
             raise self.wrong(name, "must be a list of numbers")
         return tuple(map(float, found))
 
@@ -149,8 +159,19 @@ class JsonFields:
 
     def wrong(self, name: str, expected: str) -> ModelError:
         found = self._fields.get(name)
-        state = "is missing" if found is None else f"is {found!r}"
+        state = "is missing" if found is None else f"is {_shorten(repr(found))}"
         return ModelError(f"{self.where}: {name!r} {state}; it {expected}")
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    """Return whether this fits a finite float. Python's JSON also has NaN and Infinity."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= sys.float_info.max
 
 
 def _eos_ids_of_model(folder: Path) -> tuple[int, ...]:

@@ -41,7 +41,7 @@ def main() -> int:
     tally = compared(own, other)
     for kernel, (num_numbers, num_rounded, num_wrong) in tally.items():
         print(
-            f"{kernel:8} {num_numbers:7} numbers, {num_rounded} rounded differently, "
+            f"{kernel:13} {num_numbers:7} numbers, {num_rounded} rounded differently, "
             f"{num_wrong} wrong"
         )
     return 0 if are_alike(tally) else 1

@@ -77,36 +77,47 @@ void print_indices(const char* kernel, const std::vector<std::int64_t>& indices)
     std::puts("");
 }
 
-void multiply(std::int64_t tokens, std::int64_t rows, std::int64_t columns, int threads) {
-    Numbers src = random_numbers(tokens * columns);
-    Numbers weights = random_numbers(rows * columns, 0.1f);
-    Numbers bias = random_numbers(rows), dst(tokens * rows);
-    PackedMatrix matrix{nullptr, bias, 16, rows, columns, 0};
+// Packs random weights in the format of `matrix`, and returns the memory that it then points to.
+AlignedBuffer pack_weights(PackedMatrix& matrix, int threads) {
     AlignedBuffer packed(baton_packed_bytes(&matrix));
     matrix.packed = packed.as<void>();
-    const PackArgs pack{matrix, weights.buffer.as<void>(), nullptr, nullptr, threads};
-    baton_pack(&pack);
-    const LinearArgs linear{matrix, src, dst, tokens, threads};
-    baton_linear(&linear);
-    print_bits("linear", dst);
-}
-
-void multiply_quantized(int bits, std::int64_t group_size, std::int64_t tokens, std::int64_t rows,
-                        std::int64_t columns, int threads) {
-    const std::int64_t groups = rows * columns / group_size;
-    std::vector<std::uint8_t> weights(rows * columns), zeros(groups, 1 << (bits - 1));
-    std::vector<float> scales(groups);
-    for (auto& weight : weights) weight = std::uint8_t(uniform() * float((1 << bits) - 1));
-    for (auto& scale : scales) scale = 0.01f * (1 + uniform());
-    Numbers src = random_numbers(tokens * columns), dst(tokens * rows);
-    PackedMatrix matrix{nullptr, nullptr, bits, rows, columns, group_size};
-    AlignedBuffer packed(baton_packed_bytes(&matrix));
-    matrix.packed = packed.as<void>();
+    const std::int64_t count = matrix.num_rows * matrix.num_columns;
+    if (matrix.bits == 16) {
+        Numbers weights = random_numbers(count, 0.1f);
+        const PackArgs pack{matrix, weights.buffer.as<void>(), nullptr, nullptr, threads};
+        baton_pack(&pack);
+        return packed;
+    }
+    const int num_codes = 1 << matrix.bits;
+    const std::int64_t row_groups =
+        (matrix.num_columns + matrix.group_size - 1) / matrix.group_size;
+    std::vector<std::uint8_t> weights(count), zeros(matrix.num_rows * row_groups, num_codes / 2);
+    std::vector<float> scales(zeros.size());
+    for (auto& weight : weights) weight = std::uint8_t(uniform() * float(num_codes));
+    for (auto& scale : scales)
+        scale =
+            matrix.is_mxfp4 ? std::ldexp(1.0f, -3 - int(uniform() * 5)) : 0.01f * (1 + uniform());
     const PackArgs pack{matrix, weights.data(), scales.data(), zeros.data(), threads};
     baton_pack(&pack);
+    return packed;
+}
+
+void multiply(const char* kernel, PackedMatrix matrix, std::int64_t tokens, int threads) {
+    Numbers src = random_numbers(tokens * matrix.num_columns);
+    Numbers bias = random_numbers(matrix.num_rows), dst(tokens * matrix.num_rows);
+    matrix.bias = bias;
+    const AlignedBuffer packed = pack_weights(matrix, threads);
     const LinearArgs linear{matrix, src, dst, tokens, threads};
     baton_linear(&linear);
-    print_bits(bits == 8 ? "int8" : "int4", dst);
+    print_bits(kernel, dst);
+}
+
+PackedMatrix bf16_matrix(std::int64_t rows, std::int64_t columns) {
+    return {nullptr, nullptr, 16, rows, columns, 0, 0};
+}
+
+PackedMatrix mxfp4_matrix(std::int64_t rows, std::int64_t columns) {
+    return {nullptr, nullptr, 4, rows, columns, 32, 1};
 }
 
 // Experts of a layer, packed.
@@ -114,20 +125,18 @@ struct Experts {
     std::vector<AlignedBuffer> buffers;
     std::vector<PackedMatrix> matrices;
 
-    Experts(std::int64_t count, std::int64_t rows, std::int64_t columns) {
+    Experts(std::int64_t count, PackedMatrix matrix) {
         for (std::int64_t i = 0; i < count; ++i) {
-            Numbers weights = random_numbers(rows * columns, 0.1f);
-            PackedMatrix matrix{nullptr, nullptr, 16, rows, columns, 0};
-            AlignedBuffer& packed = buffers.emplace_back(baton_packed_bytes(&matrix));
-            matrix.packed = packed.as<void>();
-            const PackArgs pack{matrix, weights.buffer.as<void>(), nullptr, nullptr, 1};
-            baton_pack(&pack);
+            buffers.push_back(pack_weights(matrix, 1));
             matrices.push_back(matrix);
         }
     }
 };
 
-void mix(std::int64_t tokens, std::int64_t hidden_size, Scoring scoring, int threads) {
+using MatrixOf = PackedMatrix (*)(std::int64_t rows, std::int64_t columns);
+
+void mix(const char* kernel, MatrixOf matrix_of, std::int64_t tokens, std::int64_t hidden_size,
+         Scoring scoring, int threads) {
     constexpr std::int64_t kExperts = 12, kTop = 3, kSize = 40;
     const std::int64_t num_rows = tokens * kTop;
     const std::vector<float> router = wide_numbers(kExperts * hidden_size);
@@ -154,7 +163,8 @@ void mix(std::int64_t tokens, std::int64_t hidden_size, Scoring scoring, int thr
     };
     baton_route(&route);
     print_indices("route", expert_ids);
-    const Experts gate_up(kExperts, 2 * kSize, hidden_size), down(kExperts, hidden_size, kSize);
+    const Experts gate_up(kExperts, matrix_of(2 * kSize, hidden_size));
+    const Experts down(kExperts, matrix_of(hidden_size, kSize));
     Numbers narrow(num_rows * hidden_size), wide(num_rows * 2 * kSize), gated(num_rows * kSize);
     const MixArgs mix{
         .gate_up = gate_up.matrices.data(),
@@ -173,7 +183,7 @@ void mix(std::int64_t tokens, std::int64_t hidden_size, Scoring scoring, int thr
         .num_threads = threads,
     };
     baton_mix_experts(&mix);
-    print_bits("experts", dst);
+    print_bits(kernel, dst);
 }
 
 void run_elementwise(std::int64_t tokens, std::int64_t size, int threads) {
@@ -306,16 +316,19 @@ void attend(std::int64_t dim, AttentionParams params, int threads) {
 int main() {
     for (const int threads : {1, 2}) {
         for (const std::int64_t tokens : {1, 3, 7, 33}) {
-            multiply(tokens, 64, 32, threads);
-            multiply(tokens, 200, 96, threads);
-            multiply(tokens, 130, 258, threads);
-            multiply_quantized(8, 256, tokens, 130, 256, threads);
-            multiply_quantized(4, 32, tokens, 200, 96, threads);
+            multiply("linear", bf16_matrix(64, 32), tokens, threads);
+            multiply("linear", bf16_matrix(200, 96), tokens, threads);
+            multiply("linear", bf16_matrix(130, 258), tokens, threads);
+            multiply("int8", {nullptr, nullptr, 8, 130, 256, 256, 0}, tokens, threads);
+            multiply("int4", {nullptr, nullptr, 4, 200, 96, 32, 0}, tokens, threads);
+            multiply("mxfp4", mxfp4_matrix(200, 96), tokens, threads);
+            multiply("mxfp4", mxfp4_matrix(130, 80), tokens, threads);
             run_elementwise(tokens, 96, threads);
             run_elementwise(tokens, 258, threads);
             find_maxima(tokens, 999, threads);
-            mix(tokens, 96, Scoring::kSoftmax, threads);
-            mix(tokens, 70, Scoring::kSigmoid, threads);
+            mix("experts", bf16_matrix, tokens, 96, Scoring::kSoftmax, threads);
+            mix("experts", bf16_matrix, tokens, 70, Scoring::kSigmoid, threads);
+            mix("mxfp4-experts", mxfp4_matrix, tokens, 96, Scoring::kSoftmaxOfTop, threads);
         }
         const float sinks[8] = {-2, -1, 0, 1, 2, 3, 4, 5};
         for (const std::int64_t dim : {32, 128}) {

@@ -31,7 +31,7 @@ from engine.sampling import SamplingParams
 from errors import ModelError
 from tests.support.families import FAMILY_VARIANTS
 from tests.support.kernels import kernels_by_variant
-from tests.support.models import make_model_folder, prompt_of
+from tests.support.models import VARIANTS, make_model_folder, prompt_of
 from tests.support.packed_folders import (
     COMBINATIONS,
     EVERY_FORMAT,
@@ -44,6 +44,7 @@ from tests.support.runner_drivers import Driver, RandomChunkDriver, drives_of
 
 CPU = torch.device("cpu")
 BUDGET = 1 << 20
+STACKED = ("llama4-vision", "qwen3-vl-moe")  # quantized folders store each expert on its own
 needs_kernels = pytest.mark.skipif(not kernels_by_variant(), reason="no C++ compiler here")
 each_combination = pytest.mark.parametrize(("family", "written"), COMBINATIONS)
 
@@ -56,7 +57,8 @@ def make_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 
     def make(name: str) -> Path:
         if name not in made:
-            made[name] = make_model_folder(tmp_path_factory.mktemp(name), FAMILY_VARIANTS[name])
+            variant = {**VARIANTS, **FAMILY_VARIANTS}[name]
+            made[name] = make_model_folder(tmp_path_factory.mktemp(name), variant)
         return made[name]
 
     return make
@@ -83,9 +85,12 @@ def respell(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
 
 @each_combination
 def test_a_quantized_family_answers_like_its_dequantized_weights(
-    family: str, written: str, write: Write
+    family: str, written: str, make_family: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    packed, plain = write(family, EVERY_FORMAT[written])
+    source = Path(shutil.copytree(make_family(family), tmp_path / "source"))
+    if family in STACKED:
+        respell(source, separate_experts)
+    packed, plain = write_quantized(source, tmp_path, EVERY_FORMAT[written])
 
     found, wanted = (logprobs_of(each, dtype="float32") for each in (packed, plain))
 
@@ -181,7 +186,7 @@ def test_fp8_folders_are_quantized_like_plain_ones(write: Write) -> None:
     assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("family", ["gpt-oss", "llama4"])
+@pytest.mark.parametrize("family", ["gpt-oss", "llama4", "qwen3-vl-moe"])
 def test_stacked_experts_can_be_stored_one_by_one(
     family: str, make_family: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -202,15 +207,33 @@ def separate_experts(tensors: dict[str, Tensor]) -> None:
         stacked = tensors.pop(name)
         prefix, part = name.rsplit(".", 1)
         ending = "bias" if part.endswith("_bias") else "weight"
-        is_interleaved = ".mlp." in name  # that of gpt-oss
+        is_qwen3_vl = ".language_model." in name and ".mlp." in name
+        is_interleaved = ".mlp." in name and not is_qwen3_vl  # that of gpt-oss
         for index, stored in enumerate(stacked):
-            rows = stored if ending == "bias" else stored.T
+            rows = stored if ending == "bias" or is_qwen3_vl else stored.T
             parts = {"down": rows}
             if part.startswith("gate_up"):
                 halves = (rows[::2], rows[1::2]) if is_interleaved else rows.chunk(2)
                 parts = dict(zip(("gate", "up"), halves, strict=True))
             for which, matrix in parts.items():
                 tensors[f"{prefix}.{index}.{which}_proj.{ending}"] = matrix.contiguous()
+
+
+def test_stacked_experts_of_qwen3_vl_can_be_stored_transposed(
+    make_family: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source = make_family("qwen3-vl-moe")
+    published = Path(shutil.copytree(source, tmp_path / "published"))
+    respell(published, transpose_experts)
+
+    found, wanted = (logprobs_of(each, dtype="float32") for each in (published, source))
+
+    assert torch.equal(found, wanted)
+
+
+def transpose_experts(tensors: dict[str, Tensor]) -> None:
+    for name in [name for name in tensors if ".experts." in name]:
+        tensors[name] = tensors[name].transpose(1, 2).contiguous()
 
 
 def test_a_quantized_router_is_dequantized(write: Write) -> None:

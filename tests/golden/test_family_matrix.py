@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from engine.runner.load import RunnerConfig, load_runner
 from tests.support.families import EXPERTS, FAMILY_VARIANTS
 from tests.support.kernels import kernels_by_variant
 from tests.support.models import VARIANTS, prompt_of
-from tests.support.packed_folders import COMBINATIONS, EVERY_FORMAT, write_quantized
+from tests.support.packed_folders import EVERY_FORMAT, FORMATS_BY_FAMILY, write_quantized
 from tests.support.runner_drivers import Drive, Driver
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
@@ -122,9 +122,9 @@ HEADER = (
 
 
 def matrix_row(architecture: str, name: str, parts: list[str]) -> str:
-    kind = "experts" if name in EXPERTS or name.startswith("llama4") else "dense"
+    kind = "experts" if name in EXPERTS or name.startswith(("llama4", "qwen3-vl-moe")) else "dense"
     native = f"native; torch: {', '.join(parts)}" if parts else "native"
-    formats = [written for family, written in COMBINATIONS if family == name]
+    formats: Iterable[str] = FORMATS_BY_FAMILY.get(name, ())
     if name == "llama":
         formats = [written for written in EVERY_FORMAT if written != "mxfp4"]
     cells = (f"`{architecture}`", f"{name}, {kind}", "torch", native, ", ".join(formats) or "none")

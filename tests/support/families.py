@@ -184,6 +184,19 @@ WRAPPED: Mapping[str, Variant] = {
         {"head_dim": 32, **_rope("default", mrope_section=[6, 5, 5], mrope_interleaved=True)},
         vision={**QWEN_VISION, "deepstack_visual_indexes": [0]},
     ),
+    "qwen3-vl-moe": Variant(
+        "Qwen3VLMoe",
+        {
+            "head_dim": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+            **_rope("default", mrope_section=[6, 5, 5], mrope_interleaved=True),
+        },
+        vision={**QWEN_VISION, "deepstack_visual_indexes": [0]},
+    ),
     "llama4-vision": Variant(
         "Llama4", EXPERTS["llama4"].settings, vision={**VISION, **IMAGES, **PROJECTED}
     ),

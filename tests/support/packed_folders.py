@@ -72,21 +72,34 @@ FORMATS: Mapping[str, Format] = {
 MXFP4 = Format({"quant_method": "mxfp4"}, linears=r".*\.experts\.(gate_up|down)_proj")
 
 EVERY_FORMAT = {**FORMATS, "mxfp4": MXFP4}
-# Families with their formats. Fused matrices; fused and permuted; experts of their own; with a
-# shared one and partial RoPE.
-COMBINATIONS = (
-    ("phi3", "packed-with-zeros"),
-    ("phi3", "float8-rows"),
-    ("glm4", "gptq-v2-ordered"),
-    ("glm4", "fp8"),
-    ("qwen3-moe", "awq"),
-    ("qwen3-moe", "gptq-v2-ordered"),
-    ("qwen3-moe", "fp8"),
-    ("mixtral", "packed"),
-    ("mixtral", "float8-rows"),
-    ("glm4-moe", "awq"),
-    ("glm4-moe", "fp8"),
-    ("gpt-oss", "mxfp4"),
+# Formats of each family of which quantized models are published. Fused matrices, permuted heads,
+# experts of their own and shared ones, and text models within others.
+FORMATS_BY_FAMILY: Mapping[str, tuple[str, ...]] = {
+    "mistral": ("gptq", "awq", "packed"),
+    "mistral3": ("packed", "fp8-one-scale", "float8-rows"),
+    "qwen2": ("gptq", "awq", "packed", "float8-rows"),
+    "qwen2.5-vl": ("awq", "packed", "float8-rows"),
+    "qwen3": ("gptq", "awq", "packed", "fp8"),
+    "qwen3-vl": ("awq", "fp8"),
+    "gemma2": ("gptq", "awq", "float8-rows"),
+    "gemma3": ("packed", "float8-rows"),
+    "gemma3-vision": ("packed", "float8-rows"),
+    "phi3": ("gptq", "awq", "packed-with-zeros", "float8-rows"),
+    "phi4-mini": ("packed", "float8-rows"),
+    "glm4": ("gptq-v2-ordered", "fp8"),
+    "granite": ("packed", "float8-rows"),
+    "smollm3": ("packed", "float8-rows"),
+    "seed-oss": ("awq",),
+    "qwen2-moe": ("gptq",),
+    "qwen3-moe": ("awq", "gptq-v2-ordered", "packed", "fp8", "float8-rows"),
+    "qwen3-vl-moe": ("awq", "fp8"),
+    "mixtral": ("gptq", "awq", "packed", "float8-rows"),
+    "glm4-moe": ("awq", "packed", "fp8", "float8-rows"),
+    "gpt-oss": ("mxfp4",),
+    "llama4-vision": ("packed", "float8-rows"),
+}
+COMBINATIONS = tuple(
+    (family, written) for family, formats in FORMATS_BY_FAMILY.items() for written in formats
 )
 
 

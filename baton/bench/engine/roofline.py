@@ -137,8 +137,9 @@ class _StoredBytes:
         self._unquantized = unquantized
         self._config = config
         with WeightFiles(folder) as files:
-            self._names = frozenset(files.names())
-        self._tensors = TensorMap(config, self._names)
+            shapes = files.shapes()
+        self._names = frozenset(shapes)
+        self._tensors = TensorMap(config, shapes)
 
     def of_attention(self) -> float:
         return self._of(self._tensors.in_layer(0, self._tensors.names.output))

@@ -89,6 +89,17 @@ QWEN3_VL: Mapping[str, object] = {
     "max_position_embeddings": 128_000,
     "rope_theta": 500_000.0,
 }
+QWEN3_VL_MOE: Mapping[str, object] = {
+    **QWEN3_VL,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "moe_intermediate_size": 1408,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+}
 GPT_OSS: Mapping[str, object] = {
     "head_dim": 64,
     "num_key_value_heads": 8,

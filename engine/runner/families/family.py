@@ -30,8 +30,8 @@ class ExpertNames:
     is_transposed: bool = False  # stored as [columns, rows]
     is_interleaved: bool = False  # rows of gate and up alternate
     has_weight_suffix: bool = True  # names end with `.weight`
-    # Names in quantized folders that store each expert on its own instead of stacked.
-    separate: ExpertNames | None = None
+    # Other forms in which folders store the experts, such as one by one or transposed.
+    others: tuple[ExpertNames, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from engine.model_folder import JsonFields
 from engine.runner.families.family import ExpertNames
 from engine.runner.families.rope_fields import find_rope_fields
@@ -43,11 +45,7 @@ OPENAI_EXPERTS = ExpertNames(
     is_transposed=True,
     is_interleaved=True,
     has_weight_suffix=False,
-    separate=ExpertNames(
-        router="mlp.router",
-        gate_up=("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj"),
-        down="mlp.experts.{expert}.down_proj",
-    ),
+    others=(replace(QWEN_EXPERTS, router="mlp.router"),),
 )
 LLAMA4_EXPERTS = ExpertNames(
     router="feed_forward.router",
@@ -56,36 +54,50 @@ LLAMA4_EXPERTS = ExpertNames(
     shared="feed_forward.shared_expert",
     is_transposed=True,
     has_weight_suffix=False,
-    separate=ExpertNames(
-        router="feed_forward.router",
-        gate_up=(
-            "feed_forward.experts.{expert}.gate_proj",
-            "feed_forward.experts.{expert}.up_proj",
+    others=(
+        ExpertNames(
+            router="feed_forward.router",
+            gate_up=(
+                "feed_forward.experts.{expert}.gate_proj",
+                "feed_forward.experts.{expert}.up_proj",
+            ),
+            down="feed_forward.experts.{expert}.down_proj",
+            shared="feed_forward.shared_expert",
         ),
-        down="feed_forward.experts.{expert}.down_proj",
-        shared="feed_forward.shared_expert",
     ),
 )
+_QWEN_STACKED = ExpertNames(
+    router=QWEN_EXPERTS.router,
+    gate_up=("mlp.experts.gate_up_proj",),
+    down="mlp.experts.down_proj",
+    has_weight_suffix=False,
+)
+# Published folders are transposed. transformers 5 loads them and writes them not transposed.
+QWEN3_VL_EXPERTS = replace(_QWEN_STACKED, is_transposed=True, others=(_QWEN_STACKED, QWEN_EXPERTS))
 
 
-def _num_experts(raw: JsonFields) -> int:
-    """Read the number of experts. Each name is that of some families and versions."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return raw.positive_int(next((name for name in names if raw.has(name)), names[0]))
+def _num_experts(raw: JsonFields, own: str) -> int:
+    """Read the number of experts. Some versions of transformers write it with another name."""
+    names = {"num_local_experts", "num_experts", "n_routed_experts"} - {own}
+    return raw.positive_int(next((name for name in sorted(names) if raw.has(name)), own))
 
 
 def qwen3_moe(raw: JsonFields) -> MoeConfig:
     return MoeConfig(
-        num_experts=_num_experts(raw),
+        num_experts=_num_experts(raw, "num_experts"),
         top_k=raw.positive_int("num_experts_per_tok"),
         expert_size=raw.positive_int("moe_intermediate_size"),
         normalizes=raw.flag("norm_topk_prob", False),
     )
 
 
+def qwen3_vl_moe(raw: JsonFields) -> MoeConfig:
+    return replace(qwen3_moe(raw), normalizes=True)
+
+
 def qwen2_moe(raw: JsonFields) -> MoeConfig:
     return MoeConfig(
-        num_experts=_num_experts(raw),
+        num_experts=_num_experts(raw, "num_experts"),
         top_k=raw.positive_int("num_experts_per_tok"),
         expert_size=raw.positive_int("moe_intermediate_size"),
         normalizes=raw.flag("norm_topk_prob", False),
@@ -96,7 +108,7 @@ def qwen2_moe(raw: JsonFields) -> MoeConfig:
 
 def mixtral_moe(raw: JsonFields) -> MoeConfig:
     return MoeConfig(
-        num_experts=_num_experts(raw),
+        num_experts=_num_experts(raw, "num_local_experts"),
         top_k=raw.positive_int("num_experts_per_tok", 2),
         expert_size=raw.positive_int("intermediate_size"),
         normalizes=True,
@@ -105,7 +117,7 @@ def mixtral_moe(raw: JsonFields) -> MoeConfig:
 
 def olmoe_moe(raw: JsonFields) -> MoeConfig:
     return MoeConfig(
-        num_experts=_num_experts(raw),
+        num_experts=_num_experts(raw, "num_experts"),
         top_k=raw.positive_int("num_experts_per_tok", 8),
         expert_size=raw.positive_int("intermediate_size"),
         normalizes=raw.flag("norm_topk_prob", False),
@@ -114,7 +126,7 @@ def olmoe_moe(raw: JsonFields) -> MoeConfig:
 
 def granite_moe(raw: JsonFields) -> MoeConfig:
     return MoeConfig(
-        num_experts=_num_experts(raw),
+        num_experts=_num_experts(raw, "num_local_experts"),
         top_k=raw.positive_int("num_experts_per_tok", 2),
         expert_size=raw.positive_int("intermediate_size"),
         scoring=Scoring.SOFTMAX_OF_TOP,
@@ -123,7 +135,7 @@ def granite_moe(raw: JsonFields) -> MoeConfig:
 
 def gpt_oss_moe(raw: JsonFields) -> MoeConfig:
     return MoeConfig(
-        num_experts=_num_experts(raw),
+        num_experts=_num_experts(raw, "num_local_experts"),
         top_k=raw.positive_int("num_experts_per_tok", 4),
         expert_size=raw.positive_int("intermediate_size"),
         scoring=Scoring.SOFTMAX_OF_TOP,
@@ -134,7 +146,7 @@ def gpt_oss_moe(raw: JsonFields) -> MoeConfig:
 def glm4_moe(raw: JsonFields) -> MoeConfig:
     expert_size = raw.positive_int("moe_intermediate_size")
     return MoeConfig(
-        num_experts=_num_experts(raw),
+        num_experts=_num_experts(raw, "n_routed_experts"),
         top_k=raw.positive_int("num_experts_per_tok"),
         expert_size=expert_size,
         scoring=Scoring.SIGMOID,
@@ -150,7 +162,7 @@ def glm4_moe(raw: JsonFields) -> MoeConfig:
 def llama4_moe(raw: JsonFields) -> MoeConfig:
     size = raw.positive_int("intermediate_size")
     return MoeConfig(
-        num_experts=_num_experts(raw),
+        num_experts=_num_experts(raw, "num_local_experts"),
         top_k=raw.positive_int("num_experts_per_tok"),
         expert_size=size,
         scoring=Scoring.SIGMOID,
@@ -163,7 +175,7 @@ def llama4_temperature(raw: JsonFields) -> QueryTemperature | None:
     # Early configurations have a number here.
     if raw.has("attn_temperature_tuning") and not raw.get("attn_temperature_tuning"):
         return None
-    gain, period = raw.number("attn_scale", 0.1), raw.number("floor_scale", 8192)
+    gain, period = raw.number("attn_scale", 0.1), raw.number("floor_scale", 8192, above=0)
     return QueryTemperature(period, gain, offset=1.0)
 
 
@@ -171,5 +183,5 @@ def ministral_temperature(raw: JsonFields) -> QueryTemperature | None:
     rope = find_rope_fields(raw)
     if rope is None or not rope.has("llama_4_scaling_beta"):
         return None
-    period = rope.number("original_max_position_embeddings")
+    period = rope.number("original_max_position_embeddings", above=0)
     return QueryTemperature(period, rope.number("llama_4_scaling_beta"))

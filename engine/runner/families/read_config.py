@@ -22,6 +22,7 @@ from engine.runner.model.config import (
 from engine.runner.weights.quantization import read_quantization
 from errors import ModelError
 
+MAX_LAYERS = 10_000
 NO_ROPE = RopeConfig(kind="none")
 
 
@@ -30,26 +31,29 @@ def read_model_config(folder: Path) -> ModelConfig:
     raw = JsonFields.read(folder / "config.json")
     name = _read_architecture(raw)
     family = FAMILIES[name]
-    fields = raw
-    if family.has_text_config and raw.has("text_config"):
-        fields = raw.inner("text_config").with_fields(_outer_fields(raw))
+    fields = _read_text_fields(family, raw)
     text_defaults = family.text_defaults.get(str(fields.get("model_type")), {})
     fields = fields.with_defaults({**family.defaults, **text_defaults})
     check_fields(fields, family)
     return _read(name, family, fields, raw)
 
 
-def _outer_fields(raw: JsonFields) -> dict[str, object]:
-    """Return the fields outside of `text_config` that hold for the text model, too."""
+def _read_text_fields(family: Family, raw: JsonFields) -> JsonFields:
+    """Return the fields of the text model. Some of those outside of `text_config` hold for it."""
+    if not raw.has("text_config"):
+        return raw
+    if not family.has_text_config:
+        raise raw.wrong("text_config", "must be null for an architecture of text alone")
     names = ("dtype", "torch_dtype", "tie_word_embeddings")
-    return {name: raw.get(name) for name in names if raw.has(name)}
+    outer = {name: raw.get(name) for name in names if raw.has(name)}
+    return raw.inner("text_config").with_fields(outer)
 
 
 def _read(name: str, family: Family, fields: JsonFields, raw: JsonFields) -> ModelConfig:
     num_heads, hidden_size = (
         fields.positive_int(field) for field in ("num_attention_heads", "hidden_size")
     )
-    head_dim = fields.positive_int("head_dim", hidden_size // num_heads)
+    head_dim = _read_head_dim(fields, hidden_size, num_heads)
     layers, ropes = _read_layers(family, fields)
     config = ModelConfig(
         architecture=name,
@@ -60,7 +64,9 @@ def _read(name: str, family: Family, fields: JsonFields, raw: JsonFields) -> Mod
         head_dim=head_dim,
         max_position_embeddings=fields.positive_int("max_position_embeddings"),
         norm=NormConfig(
-            fields.number("rms_norm_eps", 1e-6), family.norm_weight_offset, family.norm_rounds_once
+            fields.number("rms_norm_eps", 1e-6, above=0),
+            family.norm_weight_offset,
+            family.norm_rounds_once,
         ),
         ropes=ropes,
         rotary_dim=read_rotary_dim(fields, head_dim),
@@ -82,7 +88,7 @@ def _read(name: str, family: Family, fields: JsonFields, raw: JsonFields) -> Mod
         swiglu_alpha=fields.number("swiglu_alpha", 1.702),
         swiglu_limit=fields.number("swiglu_limit", 7.0),
         dtype=_read_dtype(fields),
-        quantization=read_quantization(raw),
+        quantization=read_quantization(raw if raw.has("quantization_config") else fields),
     )
     _check_heads(config, fields)
     return config
@@ -90,7 +96,7 @@ def _read(name: str, family: Family, fields: JsonFields, raw: JsonFields) -> Mod
 
 def _read_architecture(raw: JsonFields) -> str:
     names = raw.get("architectures")
-    if isinstance(names, list) and len(names) == 1 and names[0] in FAMILIES:
+    if isinstance(names, list) and len(names) == 1 and str(names[0]) in FAMILIES:
         return str(names[0])
     raise raw.wrong("architectures", f"must name one of {', '.join(FAMILIES)}")
 
@@ -99,6 +105,8 @@ def _read_layers(
     family: Family, fields: JsonFields
 ) -> tuple[tuple[LayerConfig, ...], tuple[RopeConfig, ...]]:
     num_layers = fields.positive_int("num_hidden_layers")
+    if num_layers > MAX_LAYERS:
+        raise fields.wrong("num_hidden_layers", f"must be at most {MAX_LAYERS}")
     types = (family.layer_types or full_everywhere)(fields, num_layers)
     ropes = _Ropes(family, fields, frozenset(types))
     dense = frozenset(range(num_layers))
@@ -171,9 +179,20 @@ def _read_moe(
     if family.moe is None or all(layer.mlp_size for layer in layers):
         return None
     moe = family.moe(fields)
-    if moe.top_k > moe.num_experts or moe.num_experts % moe.num_groups:
-        raise fields.wrong("num_experts_per_tok", f"must be at most {moe.num_experts}")
+    _check_moe(moe, fields)
     return moe
+
+
+def _check_moe(moe: MoeConfig, fields: JsonFields) -> None:
+    size, rest = divmod(moe.num_experts, moe.num_groups)
+    if rest or size < min(moe.num_groups, 2):
+        expected = f"must divide the {moe.num_experts} experts into groups of at least 2"
+        raise fields.wrong("n_group", expected)
+    if moe.top_groups > moe.num_groups:
+        raise fields.wrong("topk_group", f"must be at most n_group ({moe.num_groups})")
+    num_open = size * moe.top_groups
+    if moe.top_k > num_open:
+        raise fields.wrong("num_experts_per_tok", f"must be at most {num_open}")
 
 
 def _read_attention_scale(family: Family, fields: JsonFields, head_dim: int) -> float:
@@ -191,19 +210,28 @@ def _read_embedding_scale(family: Family, fields: JsonFields, hidden_size: int) 
 
 
 def _optional(family: Family, fields: JsonFields, name: str) -> float | None:
-    return fields.optional_number(name) if name in family.fields else None
+    return fields.optional_number(name, above=0) if name in family.fields else None
 
 
 def _read_flag(flag: bool | str, fields: JsonFields) -> bool:
     return fields.flag(flag, False) if isinstance(flag, str) else flag
 
 
+def _read_head_dim(fields: JsonFields, hidden_size: int, num_heads: int) -> int:
+    head_dim = hidden_size // num_heads
+    if fields.has("head_dim"):
+        head_dim = fields.positive_int("head_dim")
+    elif head_dim == 0:
+        raise fields.wrong("num_attention_heads", f"must be at most hidden_size ({hidden_size})")
+    if head_dim % 2:
+        raise fields.wrong("head_dim", f"must be even, unlike {head_dim}")
+    return head_dim
+
+
 def _check_heads(config: ModelConfig, fields: JsonFields) -> None:
     if config.num_heads % config.num_kv_heads:
         expected = f"must divide num_attention_heads ({config.num_heads})"
         raise fields.wrong("num_key_value_heads", expected)
-    if config.head_dim % 2:
-        raise fields.wrong("head_dim", "must be even")
     for rope in config.ropes:
         for name in ("short_factor", "long_factor"):
             factors = rope.short_factors if name == "short_factor" else rope.long_factors

@@ -51,13 +51,13 @@ def read_ropes(
             _check_names(inner.inner(kind), fields - {"partial_rotary_factor"})
             by_type[kind] = _parse(raw, inner.inner(kind), 10_000.0)
         return by_type
-    found, theta = find_rope_fields(raw), raw.number("rope_theta", 10_000.0)
+    found, theta = find_rope_fields(raw), _read_theta(raw, "rope_theta", 10_000.0)
     if found is not None:
         _check_names(found, fields)
     rope = RopeConfig(theta=theta) if found is None else _parse(raw, found, theta)
     by_type = dict.fromkeys(types, rope)
     if has_local_rope and SLIDING in types:
-        by_type[SLIDING] = RopeConfig(theta=raw.number("rope_local_base_freq", rope.theta))
+        by_type[SLIDING] = RopeConfig(theta=_read_theta(raw, "rope_local_base_freq", rope.theta))
     return by_type
 
 
@@ -87,14 +87,20 @@ def _check_names(found: JsonFields, fields: frozenset[str]) -> None:
 
 
 def _parse(raw: JsonFields, fields: JsonFields, theta: float) -> RopeConfig:
+    if fields.has("factor") and not (fields.has("rope_type") or fields.has("type")):
+        raise fields.wrong("rope_type", "must name the kind of scaling by 'factor'")
     kind = str(fields.get("rope_type") or fields.get("type") or "default")
     kind = OLD_NAMES.get(kind, kind)
     if kind == "yarn" and fields.has("short_factor"):
         kind = "longrope"  # early revisions of Phi-3
     if kind not in ROPE_KINDS:
         raise fields.wrong("rope_type", f"must be one of {', '.join(ROPE_KINDS)}")
-    theta = fields.number("rope_theta", theta)
+    theta = _read_theta(fields, "rope_theta", theta)
     return RopeConfig(theta=theta) if kind == "default" else _scaled(raw, fields, kind, theta)
+
+
+def _read_theta(raw: JsonFields, name: str, default: float) -> float:
+    return raw.number(name, default, above=1)
 
 
 def _scaled(raw: JsonFields, fields: JsonFields, kind: str, theta: float) -> RopeConfig:
@@ -102,17 +108,19 @@ def _scaled(raw: JsonFields, fields: JsonFields, kind: str, theta: float) -> Rop
     original = fields.positive_int("original_max_position_embeddings", longest)
     # Some folders have the trained length at the top level; it takes precedence.
     original = raw.positive_int("original_max_position_embeddings", original)
+    if original == 1:
+        raise fields.wrong("original_max_position_embeddings", "must be above 1")
     is_llama3, has_ratio = kind == "llama3", kind in ("yarn", "longrope")
     return RopeConfig(
         kind=kind,
         theta=theta,
-        factor=fields.number("factor", longest / original if has_ratio else None),
+        factor=fields.number("factor", longest / original if has_ratio else None, above=0),
         original_max_position_embeddings=original,
-        low_freq_factor=fields.number("low_freq_factor", None if is_llama3 else 1.0),
-        high_freq_factor=fields.number("high_freq_factor", None if is_llama3 else 4.0),
-        attention_factor=fields.optional_number("attention_factor"),
-        beta_fast=fields.number("beta_fast", 32.0) or 32.0,
-        beta_slow=fields.number("beta_slow", 1.0) or 1.0,
+        low_freq_factor=fields.number("low_freq_factor", None if is_llama3 else 1.0, above=0),
+        high_freq_factor=fields.number("high_freq_factor", None if is_llama3 else 4.0, above=0),
+        attention_factor=fields.optional_number("attention_factor", above=0),
+        beta_fast=fields.number("beta_fast", 32.0, above=0),
+        beta_slow=fields.number("beta_slow", 1.0, above=0),
         mscale=fields.optional_number("mscale"),
         mscale_all_dim=fields.optional_number("mscale_all_dim"),
         truncate=fields.flag("truncate", True),

@@ -17,6 +17,7 @@ from engine.runner.families.defaults import (
     MISTRAL,
     QWEN2_VL,
     QWEN3_VL,
+    QWEN3_VL_MOE,
 )
 from engine.runner.families.family import Family, TensorNames
 from engine.runner.families.layer_types import (
@@ -36,6 +37,7 @@ from engine.runner.families.mixtures import (
     LLAMA4_EXPERTS,
     MIXTRAL_EXPERTS,
     OPENAI_EXPERTS,
+    QWEN3_VL_EXPERTS,
     QWEN_EXPERTS,
     SHARED_EXPERTS,
     SHARED_GATED_EXPERTS,
@@ -49,6 +51,7 @@ from engine.runner.families.mixtures import (
     olmoe_moe,
     qwen2_moe,
     qwen3_moe,
+    qwen3_vl_moe,
 )
 from engine.runner.model.config import Activation, QkNorm
 
@@ -312,6 +315,15 @@ FAMILIES: Mapping[str, Family] = {
         layer_types=window_if_used,
         qk_norm=QkNorm.HEAD,
         moe=qwen3_moe,
+        dense_layers=dense_of_step,
+    ),
+    "Qwen3VLMoeForConditionalGeneration": Family(
+        names=_wrapped(TensorNames(experts=QWEN3_VL_EXPERTS)),
+        fields=EXPERTS | SPARSE_LAYERS | BIAS,
+        defaults=QWEN3_VL_MOE,
+        qk_norm=QkNorm.HEAD,
+        has_text_config=True,
+        moe=qwen3_vl_moe,
         dense_layers=dense_of_step,
     ),
     "MixtralForCausalLM": Family(

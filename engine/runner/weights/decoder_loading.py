@@ -30,7 +30,7 @@ def load_decoder(
 ) -> Decoder:
     """Check all tensors before the first one is read, then copy each to its place once."""
     check_tensors(config, files)
-    tensors = TensorMap(config, files.names())
+    tensors = TensorMap(config, files.shapes())
     loader = TensorLoader(tensors, files, target, on_progress)
     embedding = loader.embedding(f"{tensors.model}.embed_tokens")
     layers = [_LayerLoader(tensors, loader, i).load() for i in range(config.num_layers)]
@@ -44,7 +44,7 @@ def attention_of(
     config: ModelConfig, files: WeightFiles, device: torch.device
 ) -> list[LayerAttention]:
     """Return the attention of each layer, with its sinks."""
-    tensors, layers = TensorMap(config, files.names()), []
+    tensors, layers = TensorMap(config, files.shapes()), []
     for index, layer in enumerate(config.layers):
         sinks = None
         if config.has_sinks:

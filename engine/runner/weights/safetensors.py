@@ -84,6 +84,10 @@ class WeightFiles:
     def names(self) -> list[str]:
         return sorted(self._file_by_tensor)
 
+    def shapes(self) -> dict[str, Shape]:
+        files = self._file_by_tensor
+        return {name: tuple(files[name].get_slice(name).get_shape()) for name in sorted(files)}
+
     def check(self, expected: Mapping[str, Expected], is_ignored: Callable[[str], bool]) -> None:
         """Raise ModelError unless the files hold exactly the expected tensors.
 

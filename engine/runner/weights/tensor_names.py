@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from engine.runner.families.family import ExpertNames, TensorNames
@@ -18,11 +18,12 @@ Shapes = Iterator[tuple[str, Shape]]
 
 
 class TensorMap:
-    """Names of a model's tensors. `found` are the names of a folder, to choose prefixes by."""
+    """Names of a model's tensors, as a folder spells them that has the tensors `found`."""
 
-    def __init__(self, config: ModelConfig, found: Collection[str] = ()) -> None:
+    def __init__(self, config: ModelConfig, found: Mapping[str, Shape] | None = None) -> None:
         self.config = config
-        self.names: TensorNames = _choose_experts(FAMILIES[config.architecture].names, found)
+        found = found or {}
+        self.names: TensorNames = _choose_experts(config, found)
         prefixes = zip(self.names.models, self.names.heads, strict=True)
         present = [pair for pair in prefixes if f"{pair[0]}.embed_tokens.weight" in found]
         default = self.names.models[0], self.names.heads[0]
@@ -96,10 +97,7 @@ class TensorMap:
         yield from _linear(names.router, moe.num_experts, hidden, moe.has_bias)
         if names.correction_bias:
             yield names.correction_bias, (moe.num_experts,)
-        for name in names.gate_up:
-            rows = 2 * moe.expert_size // len(names.gate_up)
-            yield from _experts(name, moe, names, rows, hidden)
-        yield from _experts(names.down, moe, names, hidden, moe.expert_size)
+        yield from _expert_shapes(moe, names, hidden)
         if moe.shared_size:
             gate_up = [f"{names.shared}.gate_proj", f"{names.shared}.up_proj"]
             yield from self._mlp_shapes(gate_up, f"{names.shared}.down_proj", moe.shared_size)
@@ -109,7 +107,7 @@ class TensorMap:
 
 def check_tensors(config: ModelConfig, files: WeightFiles) -> None:
     """Raise ModelError unless the files hold every tensor in its shape, and no other."""
-    tensors = TensorMap(config, files.names())
+    tensors = TensorMap(config, files.shapes())
     files.check(_stored_tensors(tensors, files.names()), tensors.is_ignored)
 
 
@@ -147,21 +145,41 @@ def _parts(
         raise ModelError(f"{name} of {how.packing.value} is not supported")
 
 
-def _choose_experts(names: TensorNames, found: Collection[str]) -> TensorNames:
-    """Return the names with those of separate experts, if the folder stores its experts so."""
-    experts = names.experts
-    if experts is None or experts.separate is None:
+def _choose_experts(config: ModelConfig, found: Mapping[str, Shape]) -> TensorNames:
+    """Return the family's names, with the form in which the folder stores its experts."""
+    names = FAMILIES[config.architecture].names
+    if config.moe is None or names.experts is None:
         return names
-    part = experts.separate.down.format(expert=0)
-    if not any(f".{part}." in name for name in found):
-        return names
-    return replace(names, experts=experts.separate)
+    for form in (names.experts, *names.experts.others):
+        if _is_found(form, config.moe, config.hidden_size, found):
+            return replace(names, experts=form)
+    return names
+
+
+def _is_found(
+    form: ExpertNames, moe: MoeConfig, hidden_size: int, found: Mapping[str, Shape]
+) -> bool:
+    """Return whether the tensors of a folder include experts of this form."""
+    if "{expert}" in form.down:  # each can consist of the parts of a quantized matrix
+        part = form.down.format(expert=0)
+        return any(f".{part}." in name for name in found)
+    return all(
+        any(name.endswith(f".{tensor}") and found[name] == shape for name in found)
+        for tensor, shape in _expert_shapes(moe, form, hidden_size)
+    )
 
 
 def _linear(name: str, rows: int, columns: int, has_bias: bool) -> Shapes:
     yield f"{name}.weight", (rows, columns)
     if has_bias:
         yield f"{name}.bias", (rows,)
+
+
+def _expert_shapes(moe: MoeConfig, names: ExpertNames, hidden_size: int) -> Shapes:
+    for name in names.gate_up:
+        rows = 2 * moe.expert_size // len(names.gate_up)
+        yield from _experts(name, moe, names, rows, hidden_size)
+    yield from _experts(names.down, moe, names, hidden_size, moe.expert_size)
 
 
 def _experts(name: str, moe: MoeConfig, names: ExpertNames, rows: int, columns: int) -> Shapes:

@@ -1,0 +1,89 @@
+"""Values in config.json that no model can have: refused by the name of their field."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.runner.families.read_config import read_model_config
+from engine.runner.model.config import ModelConfig
+from errors import ModelError
+from tests.support.hub_configs import HUB_CONFIGS
+
+LLAMA, GEMMA = HUB_CONFIGS["Llama-3.2-1B"], HUB_CONFIGS["gemma-3-4b"]
+QWEN_MOE, PHI = HUB_CONFIGS["Qwen3-30B-A3B"], HUB_CONFIGS["Phi-4-mini"]
+GLM, YARN = HUB_CONFIGS["GLM-4.5-Air"], HUB_CONFIGS["Olmo-3-7B"]["rope_scaling"]
+
+
+def read(folder: Path, raw: Mapping[str, Any]) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    return read_model_config(folder)
+
+
+@pytest.mark.parametrize(
+    ("raw", "changes", "named"),
+    [
+        (LLAMA, {"architectures": [["LlamaForCausalLM"]]}, "'architectures' is .*must name one of"),
+        (LLAMA, {"hidden_size": math.inf}, "'hidden_size' is inf; it must be a number"),
+        (LLAMA, {"rms_norm_eps": math.nan}, "'rms_norm_eps' is nan; it must be a number"),
+        (LLAMA, {"rms_norm_eps": -1e-5}, "'rms_norm_eps'.*above 0"),
+        (LLAMA, {"vocab_size": 10**400}, "'vocab_size' is .*must be a number"),
+        (LLAMA, {"max_position_embeddings": 10**30}, "'max_position_embeddings'.*at most"),
+        (LLAMA, {"num_hidden_layers": 10**9}, "'num_hidden_layers'.*at most"),
+        (LLAMA, {"head_dim": 65}, "'head_dim' is 65; it must be even"),
+        (LLAMA, {"head_dim": None, "num_attention_heads": 4096}, "'num_attention_heads'.*2048"),
+        (LLAMA, {"rope_theta": 0}, "'rope_theta'.*above 1"),
+        (LLAMA, {"rope_scaling": {"factor": 8.0}}, "'rope_type' is missing.*'factor'"),
+        (LLAMA, {"rope_scaling": {"rope_type": "linear", "factor": 0}}, "'factor'.*above 0"),
+        (
+            LLAMA,
+            {"rope_scaling": {**LLAMA["rope_scaling"], "low_freq_factor": 0}},
+            "'low_freq_factor'.*above 0",
+        ),
+        (LLAMA, {"rope_scaling": {**YARN, "beta_fast": -1}}, "'beta_fast'.*above 0"),
+        (LLAMA, {"rope_scaling": {**YARN, "attention_factor": 0}}, "'attention_factor'.*above 0"),
+        (PHI, {"original_max_position_embeddings": 1}, "'original_max_pos.*above 1"),
+        (PHI, {"partial_rotary_factor": math.inf}, "'partial_rotary_factor' is inf.*a number"),
+        (HUB_CONFIGS["gemma-2-27b"], {"query_pre_attn_scalar": 0}, "'query_pre_attn_sc.*above 0"),
+        (HUB_CONFIGS["gemma-3-1b"], {"text_config": {}}, "'text_config' is {}; it must be null"),
+        (QWEN_MOE, {"num_experts": None}, "'num_experts' is missing"),
+        (GLM, {"n_routed_experts": None}, "'n_routed_experts' is missing"),
+        (GLM, {"n_group": 3}, "'n_group' is 3; it must divide the 128 experts"),
+        (GLM, {"n_group": 128, "topk_group": 8}, "'n_group' is 128.*groups of at least 2"),
+        (GLM, {"n_group": 8, "topk_group": 9}, r"'topk_group' is 9.*at most n_group \(8\)"),
+        (GLM, {"n_group": 32, "topk_group": 1}, "'num_experts_per_tok' is 8.*at most 4"),
+        (GLM, {"first_k_dense_replace": math.inf}, "'first_k_dense_replace' is inf.*a number"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(
+    raw: Mapping[str, Any], changes: Mapping[str, Any], named: str, tmp_path: Path
+) -> None:
+    read(tmp_path, raw)
+
+    with pytest.raises(ModelError, match=named):
+        read(tmp_path, {**raw, **changes})
+
+
+def test_a_long_value_is_shortened(tmp_path: Path) -> None:
+    with pytest.raises(ModelError) as refusal:
+        read(tmp_path, {**LLAMA, "text_config": {str(number): number for number in range(1000)}})
+
+    assert len(str(refusal.value)) < 500 + len(str(tmp_path))
+
+
+def test_the_quantization_can_be_named_within_the_text_config(tmp_path: Path) -> None:
+    quantization = {"quant_method": "awq", "bits": 4, "group_size": 128}
+    text = {**GEMMA["text_config"], "quantization_config": quantization}
+
+    config = read(tmp_path, {**GEMMA, "text_config": text})
+
+    assert (
+        config.quantization
+        == read(tmp_path, {**GEMMA, "quantization_config": quantization}).quantization
+    )
+    assert config.quantization is not None
