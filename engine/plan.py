@@ -11,6 +11,8 @@ from engine.structured_output.grammar import Grammar
 from kv_transfer.records import TransferRecord
 from kv_transfer.types import BlockId, KvOrders, KvReports, TokenLogprobs
 
+BlockTables = tuple[tuple[BlockId, ...], ...]  # one for each KV group, all of the same length
+
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
@@ -22,8 +24,8 @@ class PlanRow:
     request_id: RequestId
     token_ids: tuple[int, ...]  # prompt and output so far
     num_prompt_tokens: int  # the others are output tokens, which matters for penalties
-    num_computed_tokens: int  # leading tokens whose KV is in block_ids
-    block_ids: tuple[BlockId, ...]
+    num_computed_tokens: int  # leading tokens whose KV is in the blocks
+    block_tables: BlockTables
     sampling: SamplingParams
     seed: int
     grammar: Grammar | None = None  # restricts the tokens that can be sampled
@@ -46,7 +48,7 @@ class Plan:
 
     dropped: tuple[RequestId, ...] = ()  # rows to remove: finished, aborted or preempted
     started: tuple[PlanRow, ...] = ()
-    new_block_ids: dict[RequestId, tuple[BlockId, ...]] = field(default_factory=dict)
+    new_block_ids: dict[RequestId, BlockTables] = field(default_factory=dict)
     num_scheduled_tokens: dict[RequestId, int] = field(default_factory=dict)
     num_prompt_tokens: int = 0  # prompt tokens among them; zero if `is_retry`
     # With speculation: the part of the token budget left for draft tokens of all rows.

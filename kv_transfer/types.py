@@ -5,12 +5,21 @@ No dependency on torch, gRPC, UCX, clocks or threads.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NewType
 
 BlockId = NewType("BlockId", int)
 NodeId = NewType("NodeId", str)
 Incarnation = NewType("Incarnation", str)
+
+NO_BLOCK = BlockId(-1)  # in a block table: no later token attends to these tokens
+
+
+def existing_blocks(block_tables: Iterable[Iterable[BlockId]]) -> Iterator[BlockId]:
+    """Yield the blocks of these tables, table after table."""
+    for table in block_tables:
+        yield from (block_id for block_id in table if block_id != NO_BLOCK)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -63,9 +72,10 @@ class Receive:
 
     handoff_id: HandoffId
     source: Peer
-    first_block: int  # index of block_ids[0] in the sequence's block table
+    first_block: int  # place of block_ids[0] in the order of the hand-off
     block_ids: tuple[BlockId, ...]
     num_tokens: int  # tokens of the sequence whose KV is valid once the blocks have landed
+    num_cached_tokens: int = 0  # leading tokens whose KV was there before
 
 
 @dataclass(frozen=True, slots=True)

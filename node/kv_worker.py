@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from engine.kv_cache.groups import KvGroup, places_done
 from engine.runner.model_runner import TorchRunner
 from errors import InvalidConfig
 from kv_transfer.fence import Fence
@@ -62,13 +63,17 @@ def _open_transport(options: NodeOptions, region: Region) -> Transport:
 class KvPassHook:
     """Forward-pass hook that drives KV transfers and the heartbeat during long steps."""
 
-    def __init__(self, worker: KvTransferWorker, beat: Callable[[], None]) -> None:
+    def __init__(
+        self, worker: KvTransferWorker, groups: Sequence[KvGroup], beat: Callable[[], None]
+    ) -> None:
         self._worker = worker
+        self._groups = groups
         self._beat = beat
 
     def layer_done(self, layer: int, fence: Fence) -> None:
         self._beat()
-        self._worker.layer_done(layer, time.monotonic(), fence)
+        last_place = places_done(self._groups, layer + 1) - 1
+        self._worker.layer_done(last_place, time.monotonic(), fence)
 
     def pass_done(self) -> None:
         self._beat()

@@ -34,8 +34,7 @@ class RequestLedger(StepObserver):
     been delivered. The id of a hand-off is the id of its request on this node, such as `a#1`.
     """
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    def __init__(self) -> None:
         self._entries: dict[RequestId, Entry] = {}
         self._on_sent: OnSent | None = None
         self._on_change: OnChange | None = None
@@ -78,7 +77,7 @@ class RequestLedger(StepObserver):
     def _note_receive(self, receive: Receive) -> None:
         entry = self._entries.get(RequestId(str(receive.handoff_id)))
         if entry is not None:
-            entry.num_cached_prompt_tokens = receive.first_block * self._block_size
+            entry.num_cached_prompt_tokens = receive.num_cached_tokens
 
     def _note_started(self, row: PlanRow) -> None:
         entry = self._entries.get(row.request_id)

@@ -61,7 +61,7 @@ def build_components(
     """Build and connect a node's components. Call this on the asyncio loop."""
     tracing = _build_tracing(role, options, identity, tracer)
     metrics = _build_metrics(role, options, tracing)
-    links, ledger = GrpcLinks(options.tls), RequestLedger(runner.kv_memory.block_size)
+    links, ledger = GrpcLinks(options.tls), RequestLedger()
     worker = make_kv_worker(options, identity, runner, links, around)
     scheduler = build_scheduler(runner, _engine_options(options))
     # Metrics before traces: with the end of a hand-off, the trace of its request may be complete.
@@ -70,7 +70,7 @@ def build_components(
     core = EngineCore(scheduler, runner, worker, observers=observers)
     compiler: Compiler = GrammarCompiler(build_grammars(runner))
     engine = EngineThread(core, name=identity.node_id, compiler=compiler)
-    runner.hook = KvPassHook(worker, engine.beat)
+    runner.hook = KvPassHook(worker, runner.kv_memory.groups, engine.beat)
     links.attach(worker.inbox, engine.post)
     calls = EngineCalls(engine)
     ledger.set_change_callback(calls.notify_change_from_engine)
@@ -94,6 +94,7 @@ def identify(options: NodeOptions, role: NodeRole, runner: TorchRunner) -> Ident
             num_layers=memory.num_layers,
             num_kv_heads=memory.num_kv_heads,
             head_dim=memory.head_dim,
+            kv_groups=" | ".join(map(str, memory.groups)),
         ),
     )
 

@@ -168,7 +168,7 @@ def _allowed(bits: Bits) -> list[int]:
 def _apply_cost(num_rows: int, vocab_size: int) -> ApplyCost:
     logits = torch.randn(num_rows, vocab_size)
     bits = np.full((num_rows, num_words(vocab_size)), 0x55555555, dtype=np.int32)
-    row = PlanRow(RequestId("masked"), (0,), 1, 0, (), SamplingParams(), 0)
+    row = PlanRow(RequestId("masked"), (0,), 1, 0, ((),), SamplingParams(), 0)
     known = np.zeros(1, dtype=np.int64)
     took_s = []
     for _ in range(NUM_TIMES_APPLIED):

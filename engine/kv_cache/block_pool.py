@@ -53,7 +53,7 @@ class BlockPool:
             self._ref_cnt[block_id] = 1
         return taken
 
-    def find(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
+    def find(self, hashes: Iterable[BlockHash]) -> list[BlockId]:
         """Return the cached blocks of the longest known prefix, without holding them."""
         found = []
         for block_hash in hashes:

@@ -1,4 +1,9 @@
-"""KV cache of requests: prefix lookup, block tables and registration of full blocks."""
+"""KV cache of requests: prefix lookup, block tables and registration of full blocks.
+
+A request has one block table for each KV group of the model. Tables have one entry per block of
+tokens, so all of a request's tables have the same length; entries of blocks that no later token
+attends to are NO_BLOCK.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +12,25 @@ from collections.abc import Iterable
 from engine.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from engine.kv_cache.block_hashes import BlockHash, extend_hashes
 from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.groups import KvCacheSpec
+from engine.kv_cache.prefix_search import PrefixHit, PrefixSearch, is_of_first_group, name_in_group
+from engine.kv_cache.transfer_order import TransferOrder
+from engine.plan import BlockTables
 from engine.scheduler.config import CacheConfig
 from engine.scheduler.request import Request
-from kv_transfer.types import BlockId
+from kv_transfer.types import NO_BLOCK, BlockId
 
 
 class KvCache:
     def __init__(self, config: CacheConfig) -> None:
         self._config = config
         self._naming = config.naming
+        self._specs = tuple(group.spec for group in config.groups)
+        self._forgetful = [g for g, spec in enumerate(self._specs) if spec.forgets]
         self.block_size = config.block_size
         self.pool = BlockPool(config.num_blocks)
+        self.transfer_order = TransferOrder(self._specs, config.block_size)
+        self._search = PrefixSearch(self.pool, self._specs, config.block_size)
         self._events: list[KvEvent] = []
         self.total_query_tokens = 0
         self.total_hit_tokens = 0
@@ -26,17 +39,25 @@ class KvCache:
         return self._naming.root(cache_salt, num_prompt_tokens)
 
     def num_blocks_for(self, num_tokens: int) -> int:
+        """Return the number of blocks that hold these tokens in one group."""
         return -(-num_tokens // self.block_size)
 
     def capacity(self, request: Request) -> int:
-        return len(request.block_ids) * self.block_size
+        return request.num_blocks * self.block_size
 
-    def find_prefix(self, request: Request, max_num_tokens: int) -> list[BlockId]:
-        """Return the blocks of the longest cached prefix of at most `max_num_tokens` tokens."""
-        if not self._config.enable_prefix_caching:
-            return []
-        self._extend_hashes(request)
-        return self.pool.find(request.block_hashes[: max_num_tokens // self.block_size])
+    def find_prefix(
+        self, request: Request, max_num_tokens: int, *, continues_at: int | None = None
+    ) -> PrefixHit:
+        """Return the longest cached prefix of at most `max_num_tokens` tokens.
+
+        `continues_at` is the position of the next token that is computed here, if it is not the
+        token after the prefix. Groups with windows need only the blocks that this token sees.
+        """
+        num_blocks = 0
+        if self._config.enable_prefix_caching:
+            self._extend_hashes(request)
+            num_blocks = max_num_tokens // self.block_size
+        return self._search.find(request.block_hashes[:num_blocks], continues_at)
 
     def missing_hash(
         self, request: Request, num_hits: int, max_num_tokens: int
@@ -49,18 +70,39 @@ class KvCache:
             return None
         return request.block_hashes[num_hits]
 
-    def admit(self, request: Request, hits: list[BlockId], *, spare: int = 0) -> bool:
+    def num_missing(
+        self, request: Request, hit: PrefixHit, *, continues_at: int | None = None
+    ) -> int:
+        """Return the number of blocks that `admit` has to find, apart from the prefix."""
+        num_blocks = self.num_blocks_for(request.num_tokens)
+        num_allocated = sum(
+            num_blocks - max(hit.num_blocks, self._first_seen(spec, hit.num_blocks, continues_at))
+            for spec in self._specs
+        )
+        return num_allocated + self.pool.num_free_among(hit.block_ids)
+
+    def admit(
+        self,
+        request: Request,
+        hit: PrefixHit,
+        *,
+        spare: int = 0,
+        continues_at: int | None = None,
+    ) -> bool:
         """Allocate all blocks for a request that holds none. Returns False if there are too few.
 
         At least `spare` blocks must remain free.
         """
-        missing = self.num_blocks_for(request.num_tokens) - len(hits)
-        if missing + spare > self.pool.num_free - self.pool.num_free_among(hits):
+        if self.num_missing(request, hit, continues_at=continues_at) + spare > self.pool.num_free:
             return False
-        self.pool.hold(hits)
-        request.block_ids = [*hits, *self._allocate(missing)]
-        request.num_computed_tokens = len(hits) * self.block_size
-        request.num_registered_blocks = len(hits)
+        self.pool.hold(hit.block_ids)
+        num_blocks = self.num_blocks_for(request.num_tokens)
+        request.block_tables = tuple(
+            self._fill(table, num_blocks, self._first_seen(spec, hit.num_blocks, continues_at))
+            for spec, table in zip(self._specs, hit.block_tables, strict=True)
+        )
+        request.num_computed_tokens = hit.num_blocks * self.block_size
+        request.num_registered_blocks = hit.num_blocks
         request.is_registering = self._config.enable_prefix_caching
         if not request.num_preemptions:  # afterwards it could hit its own blocks
             request.num_cached_tokens = request.num_computed_tokens
@@ -68,14 +110,26 @@ class KvCache:
         self.total_hit_tokens += request.num_computed_tokens
         return True
 
-    def grow(self, request: Request, num_tokens: int) -> tuple[BlockId, ...] | None:
+    def grow(self, request: Request, num_tokens: int) -> BlockTables | None:
         """Add blocks until `num_tokens` tokens fit. Returns them, or None if there are too few."""
-        missing = self.num_blocks_for(num_tokens) - len(request.block_ids)
-        if missing > self.pool.num_free:
+        missing = max(self.num_blocks_for(num_tokens) - request.num_blocks, 0)
+        if missing * len(self._specs) > self.pool.num_free:
             return None
-        added = self._allocate(max(missing, 0))
-        request.block_ids += added
-        return tuple(added)
+        added = tuple(tuple(self._allocate(missing)) for _ in self._specs)
+        for table, block_ids in zip(request.block_tables, added, strict=True):
+            table.extend(block_ids)
+        return added
+
+    def release_unseen(self, request: Request) -> None:
+        """Release the blocks that no later token of the request attends to."""
+        for group in self._forgetful:
+            end = self._specs[group].num_unseen(request.num_computed_tokens) // self.block_size
+            table = request.block_tables[group]
+            first = end
+            while first and table[first - 1] != NO_BLOCK:
+                first -= 1
+            self.pool.release(table[first:end])
+            table[first:end] = [NO_BLOCK] * (end - first)
 
     def register(self, request: Request) -> None:
         """Add the full blocks that the request has computed to the prefix cache."""
@@ -86,17 +140,21 @@ class KvCache:
         self._extend_hashes(request)
         run_start = first
         for place in range(first, num_full):
-            if not self.pool.register(request.block_ids[place], request.block_hashes[place]):
+            if not self._register_block(request, 0, place):
                 self._note_stored(request, run_start, place)
                 run_start = place + 1
         self._note_stored(request, run_start, num_full)
+        for group in range(1, len(self._specs)):
+            for place in range(first, num_full):
+                self._register_block(request, group, place)
         request.num_registered_blocks = num_full
 
     def release(self, request: Request) -> None:
         """Release all blocks of a request. Full ones stay in the prefix cache until evicted."""
         self.register(request)
-        self.pool.release(request.block_ids)
-        request.block_ids = []
+        for table in request.block_tables:
+            self.pool.release([block_id for block_id in table if block_id != NO_BLOCK])
+        request.block_tables = ()
         request.num_computed_tokens = 0
         request.num_registered_blocks = 0
 
@@ -130,6 +188,24 @@ class KvCache:
     def _extend_hashes(self, request: Request) -> None:
         extend_hashes(request.block_hashes, request.root_hash, request.token_ids, self.block_size)
 
+    def _first_seen(self, spec: KvCacheSpec, num_hit_blocks: int, continues_at: int | None) -> int:
+        """Return the first block that tokens from `continues_at`, or after the hit, attend to."""
+        position = num_hit_blocks * self.block_size if continues_at is None else continues_at
+        return spec.num_unseen(position) // self.block_size
+
+    def _fill(self, cached: list[BlockId], num_blocks: int, first_seen: int) -> list[BlockId]:
+        """Complete a table of cached blocks up to `num_blocks`, from `first_seen` on."""
+        num_unseen = max(0, first_seen - len(cached))
+        num_allocated = num_blocks - len(cached) - num_unseen
+        return [*cached, *[NO_BLOCK] * num_unseen, *self._allocate(num_allocated)]
+
+    def _register_block(self, request: Request, group: int, place: int) -> bool:
+        """Add a block to the prefix cache. Returns False if its content is there already."""
+        block_id = request.block_tables[group][place]
+        if block_id == NO_BLOCK:
+            return True
+        return self.pool.register(block_id, name_in_group(request.block_hashes[place], group))
+
     def _allocate(self, count: int) -> list[BlockId]:
         """Allocate `count` blocks, which the caller has checked to be free."""
         blocks = self.pool.allocate(count)
@@ -139,7 +215,7 @@ class KvCache:
         return blocks
 
     def _note_removed(self) -> None:
-        evicted = self.pool.take_evicted()
+        evicted = tuple(name for name in self.pool.take_evicted() if is_of_first_group(name))
         if evicted and self._config.collect_events:
             self._events.append(BlockRemoved(evicted))
 

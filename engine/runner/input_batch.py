@@ -14,11 +14,10 @@ import numpy as np
 from torch import Tensor
 
 from engine.errors import RowOverflow
-from engine.plan import Plan, PlanRow
+from engine.plan import BlockTables, Plan, PlanRow
 from engine.request import RequestId
 from engine.runner.layout import Ints, PassLayout
 from errors import InvalidConfig
-from kv_transfer.types import BlockId
 
 
 class TokenRun(NamedTuple):
@@ -68,14 +67,16 @@ NO_DRAFTS: Mapping[RequestId, Sequence[int]] = {}
 class PersistentBatch:
     """Rows by slot. The cost of a step depends on the scheduled rows, not on the batch size."""
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, block_size: int, num_kv_groups: int = 1
+    ) -> None:
         max_blocks = -(-max_model_len // block_size)
         self._block_size = block_size
         self._max_model_len = max_model_len
         # Pages that no request has touched take no memory.
         self._tokens: Ints = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
         self._tokens_by_slot: list[Ints] = list(self._tokens)
-        self._blocks: Ints = np.zeros((max_num_seqs, max_blocks), dtype=np.int64)
+        self._blocks: Ints = np.zeros((num_kv_groups, max_num_seqs, max_blocks), dtype=np.int64)
         self._num_tokens = [0] * max_num_seqs
         self._num_computed = [0] * max_num_seqs
         self._num_blocks = [0] * max_num_seqs
@@ -92,8 +93,8 @@ class PersistentBatch:
             self._forget([row.request_id for row in plan.started])
         for row in plan.started:
             self._start(row)
-        for request_id, block_ids in plan.new_block_ids.items():
-            self._append_blocks(request_id, block_ids)
+        for request_id, block_tables in plan.new_block_ids.items():
+            self._append_blocks(request_id, block_tables)
 
     def step(
         self,
@@ -169,7 +170,7 @@ class PersistentBatch:
         self._num_tokens[slot] = num_tokens
         self._num_computed[slot] = row.num_computed_tokens
         self._num_blocks[slot] = 0
-        self._append_blocks(row.request_id, row.block_ids)
+        self._append_blocks(row.request_id, row.block_tables)
 
     def _append_drafts(self, drafts: Mapping[RequestId, Sequence[int]]) -> None:
         """Write the drafts after the known tokens without counting them."""
@@ -196,16 +197,17 @@ class PersistentBatch:
             for ahead in range(1 + len(drafts.get(request_id, ()))):
                 yield TokenRun(row, slot, num_tokens, end + ahead, self._tokens_by_slot[slot])
 
-    def _append_blocks(self, request_id: RequestId, block_ids: tuple[BlockId, ...]) -> None:
+    def _append_blocks(self, request_id: RequestId, block_tables: BlockTables) -> None:
         slot = self._slots[request_id]
-        first, end = self._num_blocks[slot], self._num_blocks[slot] + len(block_ids)
+        first, end = self._num_blocks[slot], self._num_blocks[slot] + len(block_tables[0])
         # numpy clips a slice at the end of the row, and would drop a single block silently.
-        if end > self._blocks.shape[1]:
+        if end > self._blocks.shape[2]:
             raise RowOverflow(
                 f"{request_id} was given {end} blocks; block tables hold "
-                f"{self._blocks.shape[1]}, enough for max_model_len {self._max_model_len}"
+                f"{self._blocks.shape[2]}, enough for max_model_len {self._max_model_len}"
             )
-        self._blocks[slot, first:end] = block_ids
+        for table, block_ids in zip(self._blocks, block_tables, strict=True):
+            table[slot, first:end] = block_ids
         self._num_blocks[slot] = end
 
     def _check_tokens(self, request_id: RequestId, num_tokens: int) -> None:
@@ -221,9 +223,9 @@ class PersistentBatch:
         return PassLayout(
             num_queries=num_queries,
             context_lens=np.array(context_lens, dtype=np.int64),
-            block_tables=self._blocks[slots, : -(-max(context_lens) // self._block_size)],
+            block_tables=self._blocks[:, slots, : -(-max(context_lens) // self._block_size)],
             positions=positions,
-            write_blocks=self._blocks[slots.repeat(num_queries), positions // self._block_size],
+            write_blocks=self._blocks[:, slots.repeat(num_queries), positions // self._block_size],
             write_offsets=positions % self._block_size,
         )
 

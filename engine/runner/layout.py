@@ -19,9 +19,10 @@ class PassLayout:
 
     num_queries: Ints  # tokens in this pass
     context_lens: Ints  # tokens with KV once this pass has written its own
-    block_tables: Ints  # [sequences, blocks]; entries past the context are undefined
+    # [KV groups, sequences, blocks]; entries of blocks that no token attends to are undefined.
+    block_tables: Ints
     positions: Ints  # by token
-    write_blocks: Ints  # by token: the block that its KV is written to
+    write_blocks: Ints  # [KV groups, tokens]: the block that a token's KV is written to
     write_offsets: Ints  # by token: the slot in that block
 
     @property
@@ -49,8 +50,8 @@ class PassLayout:
         return PassLayout(
             num_queries=np.ones_like(sequences),
             context_lens=self.context_lens[sequences],
-            block_tables=self.block_tables[sequences],
+            block_tables=self.block_tables[:, sequences],
             positions=self.positions[last],
-            write_blocks=self.write_blocks[last],
+            write_blocks=self.write_blocks[:, last],
             write_offsets=self.write_offsets[last],
         )

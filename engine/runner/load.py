@@ -46,15 +46,17 @@ def load_runner(
         decoder = load_decoder(model, files, target, on_progress)
         attention = attention_of(model, files, device)
         fingerprint = _fingerprint(model, config, files)
-    info = _describe(config, model, folder, fingerprint)
+    info, groups = _describe(config, model, folder, fingerprint), model.kv_groups()
     shape = KvShape.of(model, config.block_size, dtype)
-    kv = shape.allocate(_num_blocks(config, shape, info.max_model_len, device), device)
+    num_blocks = _num_blocks(config, shape, len(groups), info.max_model_len, device)
+    kv = shape.allocate(num_blocks, device)
     return TorchRunner(
         info,
         decoder,
         Ropes(model, device, dtype),
         kv,
-        PersistentBatch(config.max_num_seqs, info.max_model_len, config.block_size),
+        groups,
+        PersistentBatch(config.max_num_seqs, info.max_model_len, config.block_size, len(groups)),
         parts.make_attention(kv, attention),
         config.speculation,
         load_processors(config.logits_processors, ModelView(str(folder), info.vocab_size)),
@@ -94,7 +96,7 @@ def _max_model_len(config: RunnerConfig, model: ModelConfig) -> int:
 
 
 def _num_blocks(
-    config: RunnerConfig, shape: KvShape, max_model_len: int, device: torch.device
+    config: RunnerConfig, shape: KvShape, num_groups: int, max_model_len: int, device: torch.device
 ) -> int:
     free = free_bytes(device)
     budget = config.kv_cache_bytes
@@ -103,8 +105,8 @@ def _num_blocks(
     elif config.kv_cache_share is not None:
         budget = int(free * config.kv_cache_share)
     else:
-        budget = auto_kv_bytes(config, free, shape.block_bytes, max_model_len)
-    return num_blocks_within(budget, shape.block_bytes)
+        budget = auto_kv_bytes(config, free, num_groups * shape.block_bytes, max_model_len)
+    return num_blocks_within(budget, num_groups, shape.block_bytes)
 
 
 def _fingerprint(model: ModelConfig, config: RunnerConfig, files: WeightFiles) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from engine.kv_cache.groups import KvGroup
 from engine.model_folder import GenerationDefaults
 from kv_transfer.fence import Fence
 
@@ -37,14 +38,16 @@ class KvMemory:
     num_blocks: int
     block_bytes: int
     block_size: int  # tokens
-    num_layers: int
+    num_layers: int  # for which a block has places
     num_kv_heads: int
     head_dim: int
     dtype: str  # float32, bfloat16 or float16
+    groups: tuple[KvGroup, ...]
 
     @property
     def num_tokens(self) -> int:
-        return self.num_blocks * self.block_size
+        """Tokens that fit if all groups need all of them."""
+        return self.num_blocks // len(self.groups) * self.block_size
 
     @property
     def layer_bytes(self) -> int:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.kv_cache.groups import KvGroup
 from engine.plan import Plan, RunResult
 from engine.request import Failure
 from engine.runner.attention.kv_tensor import describe
@@ -47,13 +48,14 @@ class TorchRunner:
         decoder: Decoder,
         ropes: Ropes,
         kv: Tensor,
+        groups: tuple[KvGroup, ...],
         batch: PersistentBatch,
         attention: PagedAttention,
         speculation: Speculation | None = None,
         processors: Processors = NO_PROCESSORS,
     ) -> None:
         self.info = info
-        self.kv_memory: KvMemory = describe(kv)
+        self.kv_memory: KvMemory = describe(kv, groups)
         self.speculation = speculation
         self.processors = processors
         self.hook: PassHook | None = None

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from engine.extra_args import Check, reject_extra_args
 from engine.kv_cache.block_hashes import PrefixNaming
+from engine.kv_cache.groups import ONE_GROUP, KvGroup
 from errors import InvalidConfig
 
 Choice = TypeVar("Choice", bound=Enum)
@@ -43,6 +44,7 @@ class CacheConfig:
 
     num_blocks: int
     block_size: int = 16
+    groups: tuple[KvGroup, ...] = ONE_GROUP
     enable_prefix_caching: bool = True
     # Identifies everything the KV of given tokens depends on: weights, dtype, layout.
     model_salt: str = ""
@@ -55,6 +57,11 @@ class CacheConfig:
     def __post_init__(self) -> None:
         _require("num_blocks", self.num_blocks, self.num_blocks >= 1, "at least 1")
         _require("block_size", self.block_size, self.block_size >= 1, "at least 1")
+
+    @property
+    def max_blocks_per_group(self) -> int:
+        """The blocks that one request can have in each group."""
+        return self.num_blocks // len(self.groups)
 
     @property
     def naming(self) -> PrefixNaming:
@@ -83,7 +90,7 @@ class SchedulerConfig:
     max_long_partial_prefills: int | None = None  # long ones among them; short ones overtake
     num_lookahead_tokens: int = 0  # slots beyond the next token, for speculation
     kv_load_failure_policy: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE
-    # Blocks that a grant to a peer leaves free for each request that holds blocks.
+    # Blocks of each KV group that a grant leaves free for each request that holds blocks.
     remote_headroom_blocks: int = 1
     # Limit of the wait for blocks that another request is receiving from the same peer; with 0,
     # they are received twice. Far below the time for which a peer holds blocks without a grant.

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.transfer_order import TransferOrder
 from engine.request import ReceiveKv
 from engine.scheduler.request import Request, RequestStatus
 from kv_transfer.types import (
@@ -38,8 +39,9 @@ class _PendingReceive:
 class _PendingSend:
     """Blocks that are being sent to a peer."""
 
-    block_ids: list[BlockId] = field(default_factory=list)
-    num_sent: int = 0  # leading blocks ordered; the pass in progress completes the others
+    block_ids: list[BlockId] = field(default_factory=list)  # in the order of the hand-off
+    num_held: int = 0  # leading places of each block table whose blocks are held
+    num_sent: int = 0  # of these, the ones ordered; the pass in progress completes the others
     is_ended: bool = False  # Complete or Withdraw is ordered: no more blocks follow
     is_over: bool = False  # the KV worker has reported the end, possibly early
     is_withdrawn: bool = False
@@ -55,8 +57,9 @@ class HandoffManager:
     Instead of a delayed free, blocks stay held until `end_receiving` or `end_sending`.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, order: TransferOrder) -> None:
         self._pool = pool
+        self._order = order
         self._expected: set[HandoffId] = set()  # of requests not granted yet
         self._receiving: dict[HandoffId, _PendingReceive] = {}
         self._sending: dict[HandoffId, _PendingSend] = {}
@@ -124,12 +127,21 @@ class HandoffManager:
     def receive(self, request: Request, receive: ReceiveKv, num_hits: int) -> None:
         """Grant the request's blocks after its prefix hits to the peer."""
         handoff_id = receive.handoff_id
-        block_ids = tuple(request.block_ids[num_hits:])
+        first_block = self._order.index(request, num_hits)
+        block_ids = tuple(self._order.blocks(request, num_hits, request.num_blocks))
         self._pool.hold(block_ids)
         self._expected.discard(handoff_id)
         self._receiving[handoff_id] = _PendingReceive(request, block_ids)
-        order = Receive(handoff_id, receive.source, num_hits, block_ids, request.num_tokens)
-        self._receives.append(order)
+        self._receives.append(
+            Receive(
+                handoff_id,
+                receive.source,
+                first_block,
+                block_ids,
+                num_tokens=request.num_tokens,
+                num_cached_tokens=request.num_computed_tokens,
+            )
+        )
 
     def cancel_receive(self, request: Request) -> None:
         """Cancel the hand-off of a request that ends. Revokes a grant that the peer has."""
@@ -169,34 +181,37 @@ class HandoffManager:
         return handoff_id is not None and bool(self._sending[handoff_id].block_ids)
 
     def send(self, request: Request, num_blocks: int) -> None:
-        """Order the transfer of the first `num_blocks` blocks, except those already ordered."""
+        """Order the transfer of the first `num_blocks` of each table, without those ordered."""
         handoff_id = request.spec.send_to
         if handoff_id is None:
             return
         sending = self._sending[handoff_id]
-        first_block = sending.num_sent
-        if sending.is_over or num_blocks <= first_block:
+        if sending.is_over or num_blocks <= sending.num_sent:
             return
         self._hold(sending, request, num_blocks)
+        first_block = self._order.index(request, sending.num_sent)
+        end = self._order.index(request, num_blocks)
         sending.num_sent = num_blocks
-        block_ids = tuple(sending.block_ids[first_block:num_blocks])
-        self._sends.append(Send(handoff_id, first_block, block_ids))
+        block_ids = tuple(sending.block_ids[first_block:end])
+        if block_ids:
+            self._sends.append(Send(handoff_id, first_block, block_ids))
 
     def send_layers(self, request: Request, num_blocks: int) -> None:
         """Order layer-wise transfer of the blocks that the coming pass completes.
 
-        After that pass, the first `num_blocks` blocks of the request are complete.
+        After that pass, the first `num_blocks` blocks of each table are complete.
         """
         handoff_id = request.spec.send_to
         if handoff_id is None:
             return
         sending = self._sending[handoff_id]
-        first_block = sending.num_sent
-        if sending.is_over or num_blocks <= first_block:
+        if sending.is_over or num_blocks <= sending.num_sent:
             return
         self._hold(sending, request, num_blocks)
+        first_block = self._order.index(request, sending.num_sent)
         block_ids = tuple(sending.block_ids[first_block:])
-        self._layer_sends.append(SendLayers(handoff_id, first_block, block_ids))
+        if block_ids:
+            self._layer_sends.append(SendLayers(handoff_id, first_block, block_ids))
 
     def complete(self, request: Request, first_token: FirstToken) -> None:
         """Order the end of a hand-off whose blocks are all sent, with the first token."""
@@ -229,9 +244,10 @@ class HandoffManager:
             del self._sending[handoff_id]
 
     def _hold(self, sending: _PendingSend, request: Request, num_blocks: int) -> None:
-        block_ids = request.block_ids[len(sending.block_ids) : num_blocks]
+        block_ids = self._order.blocks(request, sending.num_held, num_blocks)
         self._pool.hold(block_ids)
         sending.block_ids += block_ids
+        sending.num_held = num_blocks
 
     def _withdraw(self, handoff_id: HandoffId, reason: str) -> None:
         sending = self._sending.get(handoff_id)

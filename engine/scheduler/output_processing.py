@@ -71,7 +71,8 @@ class OutputProcessor:
         is_complete = request.num_computed_tokens == request.num_tokens
         num_whole = request.num_computed_tokens // self._state.cache.block_size
         # The last block, full or not, is final: a sender ends with its first token.
-        self._state.handoffs.send(request, len(request.block_ids) if is_complete else num_whole)
+        self._state.handoffs.send(request, request.num_blocks if is_complete else num_whole)
+        self._state.cache.release_unseen(request)
         prompt_logprobs = run.prompt_logprobs.get(request.request_id)
         if prompt_logprobs:
             self._emit_prompt_logprobs(request, start, prompt_logprobs)

@@ -41,7 +41,7 @@ class PrefixesInFlight:
         if request.receive is None or not hashes:
             return
         receiving = _PrefixInFlight(
-            request, request.receive.source.node_id, hashes, len(request.block_ids) - num_hits, now
+            request, request.receive.source.node_id, hashes, request.num_blocks - num_hits, now
         )
         self._receiving[request.request_id] = receiving
         for block_hash in hashes:

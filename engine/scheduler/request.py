@@ -9,7 +9,7 @@ from engine.kv_cache.block_hashes import BlockHash
 from engine.request import ClientId, EngineRequest, ReceiveKv, RequestId, RequestStats
 from engine.sampling import SamplingParams
 from engine.structured_output.grammar import Grammar
-from kv_transfer.types import BlockId
+from kv_transfer.types import BlockId, existing_blocks
 
 # (priority, arrival time, serial number): lower is scheduled earlier. FCFS sets priority to zero.
 Rank = tuple[int, float, int]
@@ -48,7 +48,7 @@ class Request:
 
     __slots__ = (
         "block_hashes",
-        "block_ids",
+        "block_tables",
         "client_id",
         "due_step",
         "follows_until_s",
@@ -111,7 +111,7 @@ class Request:
         self.num_context_tokens = len(self.token_ids)  # prompt and prior output
         self.num_computed_tokens = 0
         self.num_prompt_logprobs = 0  # already returned
-        self.block_ids: list[BlockId] = []
+        self.block_tables: tuple[list[BlockId], ...] = ()  # one for each KV group
         self.block_hashes: list[BlockHash] = []  # of its leading full blocks
         self.num_registered_blocks = 0  # leading blocks that are in the prefix cache
         self.is_registering = True  # False: its KV predates a reset of the prefix cache
@@ -126,6 +126,16 @@ class Request:
         self.num_received_tokens = 0
         self.num_prefilled_tokens = 0
         self.num_preemptions = self.num_proposed_tokens = self.num_accepted_tokens = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """The length of each block table."""
+        return len(self.block_tables[0]) if self.block_tables else 0
+
+    @property
+    def block_ids(self) -> list[BlockId]:
+        """The blocks that the request holds, of all groups."""
+        return list(existing_blocks(self.block_tables))
 
     @property
     def num_tokens(self) -> int:

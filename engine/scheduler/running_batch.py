@@ -6,10 +6,10 @@ calendar lists the step in which each needs its next block.
 
 from __future__ import annotations
 
-from engine.plan import Plan, PlanRow
+from engine.plan import BlockTables, Plan, PlanRow
 from engine.request import RequestId
 from engine.scheduler.request import NOT_DUE, Request
-from kv_transfer.types import BlockId, KvOrders
+from kv_transfer.types import KvOrders
 
 
 class Batch:
@@ -23,7 +23,7 @@ class Batch:
         self._step = 0
         self._dropped: list[RequestId] = []
         self._started: list[PlanRow] = []
-        self._new_block_ids: dict[RequestId, tuple[BlockId, ...]] = {}
+        self._new_block_ids: dict[RequestId, BlockTables] = {}
 
     def __len__(self) -> int:
         return len(self.running)
@@ -69,8 +69,8 @@ class Batch:
         self._decode_tokens[request.request_id] = 1
         self._set_due(request, capacity, self._step + 1)
 
-    def grow(self, request: Request, block_ids: tuple[BlockId, ...], capacity: int) -> None:
-        if block_ids:
+    def grow(self, request: Request, block_ids: BlockTables, capacity: int) -> None:
+        if block_ids[0]:
             self._new_block_ids[request.request_id] = block_ids
         self._set_due(request, capacity, self._step)
 
@@ -134,7 +134,7 @@ def make_row(request: Request) -> PlanRow:
         token_ids=tuple(request.token_ids),
         num_prompt_tokens=request.num_prompt_tokens,
         num_computed_tokens=request.num_computed_tokens,
-        block_ids=tuple(request.block_ids),
+        block_tables=tuple(map(tuple, request.block_tables)),
         sampling=request.spec.sampling,
         seed=request.spec.seed,
         grammar=request.grammar,

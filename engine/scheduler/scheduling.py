@@ -13,14 +13,13 @@ from typing import NamedTuple
 
 from engine.events import RequestEventKind
 from engine.kv_cache.block_hashes import BlockHash
-from engine.plan import Plan
+from engine.plan import BlockTables, Plan
 from engine.request import ReceiveKv
 from engine.scheduler.prefill_limits import PrefillLimits
 from engine.scheduler.request import Request, RequestStatus
 from engine.scheduler.state import SchedulerState
 from engine.scheduler.step_pace import LEAST_TOKENS, StepPace
 from engine.scheduler.urgency import preempt_for
-from kv_transfer.types import BlockId
 
 
 class _Verdict(Enum):
@@ -107,8 +106,11 @@ class StepPlanner:
 
     def _grow_or_preempt(self, request: Request) -> None:
         """Allocate blocks for this step's tokens; preempts the lowest-ranked requests if needed."""
+        if request.status is not RequestStatus.RUNNING:
+            return  # preempted for one before it
         cache = self._state.cache
         cache.register(request)
+        cache.release_unseen(request)
         while request.status is RequestStatus.RUNNING:
             added = self._grow_to_decode(request)
             if added is not None:
@@ -116,7 +118,7 @@ class StepPlanner:
                 return
             self._state.preempt(self._state.lowest_ranked())
 
-    def _grow_to_decode(self, request: Request) -> tuple[BlockId, ...] | None:
+    def _grow_to_decode(self, request: Request) -> BlockTables | None:
         """Allocate blocks for one more step. Returns None if there are too few for one token.
 
         With speculation, slots for draft tokens are allocated only from free blocks, without
@@ -225,7 +227,7 @@ class StepPlanner:
             num_computed = request.num_computed_tokens + num_tokens
             is_complete = num_computed == request.num_tokens
             num_whole = num_computed // state.cache.block_size
-            num_blocks = len(request.block_ids) if is_complete else num_whole
+            num_blocks = request.num_blocks if is_complete else num_whole
             state.handoffs.send_layers(request, num_blocks)
 
     # --- waiting ------------------------------------------------------------------
@@ -256,21 +258,21 @@ class StepPlanner:
             return _Verdict.BLOCKED
         # At least one token is computed here: the next one is sampled from its logits.
         max_num_hits = _max_num_hit_tokens(request)
-        hits = state.cache.find_prefix(request, max_num_hits)
-        missing = request.num_tokens - len(hits) * state.cache.block_size
+        hit = state.cache.find_prefix(request, max_num_hits)
+        missing = request.num_tokens - hit.num_blocks * state.cache.block_size
         request.is_long = self._limits.is_long(missing)
         if request.is_long and not self._limits.allows_long:
             return _Verdict.SET_ASIDE
         chunk = self._limits.first_chunk(missing, self._budget_for(request))
         if not chunk:
             return _Verdict.BLOCKED
-        if not state.cache.admit(request, hits):
-            return self._record_failure(request, len(hits), max_num_hits)
+        if not state.cache.admit(request, hit):
+            return self._record_failure(request, hit.num_blocks, max_num_hits)
         state.waiting.remove(request)
         request.move(RequestStatus.RUNNING)
         state.batch.start_prefill(request, chunk)
         state.record_event(request, RequestEventKind.SCHEDULED)
-        state.handoffs.send(request, len(hits))
+        state.handoffs.send(request, hit.num_blocks)
         self._spend(request, chunk)
         self._limits.count(request, missing - chunk)
         if not request.is_long:
@@ -283,20 +285,21 @@ class StepPlanner:
         num_in_progress = state.num_waiting_for_remote_kvs + len(state.ready)
         if num_in_progress >= self._config.max_num_seqs:
             return _Verdict.BLOCKED
-        hits = state.cache.find_prefix(request, request.num_tokens)
-        if self._try_follow(request, len(hits)):
+        num_tokens = request.num_tokens
+        hit = state.cache.find_prefix(request, num_tokens, continues_at=num_tokens)
+        if self._try_follow(request, hit.num_blocks):
             return _Verdict.FOLLOWS
         # Requests that hold blocks must be able to grow, or they would deadlock. Without any, the
         # whole cache can be granted.
         num_holders = num_in_progress + len(state.batch)
-        spare = num_holders * self._config.remote_headroom_blocks
-        if not state.cache.admit(request, hits, spare=spare):
-            return self._record_failure(request, len(hits), request.num_tokens)
+        spare = num_holders * state.num_headroom_blocks
+        if not state.cache.admit(request, hit, spare=spare, continues_at=num_tokens):
+            return self._record_failure(request, hit.num_blocks, num_tokens)
         state.waiting.remove(request)
         request.move(RequestStatus.WAITING_FOR_REMOTE_KVS)
         state.num_waiting_for_remote_kvs += 1
-        state.handoffs.receive(request, receive, len(hits))
-        state.prefixes_in_flight.begin(request, len(hits), state.now_s)
+        state.handoffs.receive(request, receive, hit.num_blocks)
+        state.prefixes_in_flight.begin(request, hit.num_blocks, state.now_s)
         state.record_event(request, RequestEventKind.GRANTED)
         return _Verdict.SCHEDULED
 
@@ -348,7 +351,7 @@ class StepPlanner:
         last = cache.missing_hash(request, num_blocks - 1, max_num_tokens)
         if last is None or not cache.pool.is_cached(last):
             return last
-        num_hits = len(cache.find_prefix(request, max_num_tokens))
+        num_hits = cache.find_prefix(request, max_num_tokens).num_blocks
         return cache.missing_hash(request, num_hits, max_num_tokens)
 
 

@@ -26,7 +26,9 @@ class SchedulerState:
     def __init__(self, config: SchedulerConfig, cache_config: CacheConfig) -> None:
         self.config = config
         self.cache = KvCache(cache_config)
-        self.handoffs = HandoffManager(self.cache.pool)
+        self.handoffs = HandoffManager(self.cache.pool, self.cache.transfer_order)
+        # Blocks that a grant to a peer leaves free for each request that holds blocks.
+        self.num_headroom_blocks = config.remote_headroom_blocks * len(cache_config.groups)
         self.requests: dict[RequestId, Request] = {}
         self.waiting = WaitingQueue()
         self.prefixes_in_flight = PrefixesInFlight(config.max_prefix_wait_s)
@@ -200,7 +202,7 @@ class SchedulerState:
             if request.status is not status:
                 raise BlocksUnaccounted(f"{request.request_id} is {request.status}, not {status}")
         for request in self.waiting:
-            if request.block_ids:
+            if request.num_blocks:
                 raise BlocksUnaccounted(f"{request.request_id} is waiting, but holds blocks")
 
     # --- helpers ------------------------------------------------------------------

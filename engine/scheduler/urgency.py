@@ -53,9 +53,10 @@ def _victims(state: SchedulerState, head: Request) -> list[Request]:
 
 def _shortage(state: SchedulerState, head: Request, max_hit_tokens: int) -> int:
     """Return the number of blocks that must become free for `head` to be admitted."""
-    hits = state.cache.find_prefix(head, max_hit_tokens)
-    num_missing = state.cache.num_blocks_for(head.num_tokens) - len(hits)
+    continues_at = None if head.receive is None else head.num_tokens
+    hit = state.cache.find_prefix(head, max_hit_tokens, continues_at=continues_at)
+    num_missing = state.cache.num_missing(head, hit, continues_at=continues_at)
     if head.receive is not None:
         num_holders = state.num_waiting_for_remote_kvs + len(state.ready) + len(state.batch)
-        num_missing += num_holders * state.config.remote_headroom_blocks
-    return num_missing - (state.cache.pool.num_free - state.cache.pool.num_free_among(hits))
+        num_missing += num_holders * state.num_headroom_blocks
+    return num_missing - state.cache.pool.num_free

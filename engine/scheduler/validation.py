@@ -34,7 +34,7 @@ def max_num_tokens(spec: EngineRequest, config: SchedulerConfig) -> int:
 
 def max_sequence_length(config: SchedulerConfig, cache: CacheConfig) -> int:
     """Return the maximum of prompt and output tokens together for this model and KV cache."""
-    num_slots = cache.num_blocks * cache.block_size
+    num_slots = cache.max_blocks_per_group * cache.block_size
     # The last token is never an input, so its KV is never written.
     return min(config.max_model_len, num_slots + 1)
 
@@ -93,9 +93,10 @@ def _check_fits_cache(spec: EngineRequest, config: SchedulerConfig, cache: Cache
     if spec.send_to is None:
         num_slots = max_num_tokens(spec, config) - 1
     num_blocks = -(-num_slots // cache.block_size)
-    if num_blocks > cache.num_blocks:
+    if num_blocks > cache.max_blocks_per_group:
         raise InvalidRequest(
-            f"prompt and max_tokens may need {num_blocks} KV blocks; the whole cache has "
+            f"prompt and max_tokens may need {num_blocks * len(cache.groups)} KV blocks; the whole "
+            "cache has "
             f"{cache.num_blocks}. {_advice(spec, config, cache)}, or start the node with a "
             "larger --kv-cache-memory",
             None if spec.send_to is not None else "max_tokens",
@@ -105,7 +106,7 @@ def _check_fits_cache(spec: EngineRequest, config: SchedulerConfig, cache: Cache
 def _advice(spec: EngineRequest, config: SchedulerConfig, cache: CacheConfig) -> str:
     num_prompt_tokens = len(spec.prompt_token_ids)
     if spec.send_to is not None:
-        return f"Send a prompt of at most {cache.num_blocks * cache.block_size} tokens"
+        return f"Send a prompt of at most {cache.max_blocks_per_group * cache.block_size} tokens"
     longest = max_sequence_length(config, cache)
     num_left = longest - num_prompt_tokens
     if num_left < 1:

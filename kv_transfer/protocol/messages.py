@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kv_transfer.errors import InvalidMessage
 from kv_transfer.types import BlockId, FirstToken, HandoffId, Incarnation, NodeId
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 # A transport allocates descriptors in proportion to the number of blocks of the peer.
 MAX_REGION_BLOCKS = 1 << 24
 MAX_ADDRESS = 1 << 64
@@ -29,9 +29,10 @@ class Fingerprint:
     dtype: str
     layout: str  # order of the axes inside one block
     block_size: int  # tokens
-    num_layers: int
+    num_layers: int  # for which a block has places
     num_kv_heads: int
     head_dim: int
+    kv_groups: str = ""  # their specs and layers
     wire_version: int = WIRE_VERSION
 
 
@@ -180,6 +181,7 @@ _ADVICE = {
     "num_layers": _ONE_MODEL,
     "num_kv_heads": _ONE_MODEL,
     "head_dim": _ONE_MODEL,
+    "kv_groups": _ONE_MODEL,
 }
 
 

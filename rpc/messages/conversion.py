@@ -229,6 +229,7 @@ def fingerprint_from(message: node_pb2.Fingerprint) -> Fingerprint:
         num_layers=message.num_layers,
         num_kv_heads=message.num_kv_heads,
         head_dim=message.head_dim,
+        kv_groups=message.kv_groups,
         wire_version=message.wire_version,
     )
 
@@ -242,6 +243,7 @@ def fingerprint_to(value: Fingerprint) -> node_pb2.Fingerprint:
         num_layers=value.num_layers,
         num_kv_heads=value.num_kv_heads,
         head_dim=value.head_dim,
+        kv_groups=value.kv_groups,
         wire_version=value.wire_version,
     )
 

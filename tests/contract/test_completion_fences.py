@@ -231,7 +231,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def a_plan(prompt: Sequence[int], block: int, num_tokens: int) -> Plan:
     name = RequestId("r")
-    started = PlanRow(name, tuple(prompt), len(prompt), 0, (BlockId(block),), SamplingParams(), 0)
+    started = PlanRow(
+        name, tuple(prompt), len(prompt), 0, ((BlockId(block),),), SamplingParams(), 0
+    )
     return Plan(started=(started,), num_scheduled_tokens={name: num_tokens})
 
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from engine.kv_cache.groups import KvCacheSpec
 from engine.runner.attention.paged_attention import (
     LayerAttention,
     PagedAttention,
@@ -101,9 +102,9 @@ class World:
         return PassLayout(
             num_queries=np.array([each.queries for each in self.sequences]),
             context_lens=np.array([each.length for each in self.sequences]),
-            block_tables=np.array(padded),
+            block_tables=np.array([padded]),
             positions=np.array([position for _, position in places]),
-            write_blocks=np.array([self.tables[i][p // size] for i, p in places]),
+            write_blocks=np.array([[self.tables[i][p // size] for i, p in places]]),
             write_offsets=np.array([p % size for _, p in places]),
         )
 
@@ -130,7 +131,9 @@ class World:
         shape = self.shape
         sinks = self.sinks[layer] if shape.has_sinks else None
         window, chunk = shape.windows[layer], shape.chunks[layer]
-        return LayerAttention(shape.head_dim**-0.5, window, chunk, shape.softcap, sinks)
+        return LayerAttention(
+            shape.head_dim**-0.5, window, chunk, shape.softcap, sinks, place=layer
+        )
 
     def _naive(self, layer: int, query: Tensor, keys_values: Tensor, position: int) -> Tensor:
         shape, window, chunk = self.shape, self.shape.windows[layer], self.shape.chunks[layer]
@@ -164,7 +167,10 @@ class World:
         return [[order.pop() for _ in range(count)] for count in counts]
 
     def _cache(self) -> Tensor:
-        """Return a cache with the KV computed before the pass, and NaN everywhere else."""
+        """Return a cache with the KV computed before the pass, and NaN everywhere else.
+
+        NaN is also in blocks that no token of the pass attends to, as after their release.
+        """
         shape = self.shape
         num_blocks = sum(map(len, self.tables)) + 3
         per_block = (shape.num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
@@ -172,10 +178,21 @@ class World:
         for each, table, keys_values in zip(
             self.sequences, self.tables, self.keys_values, strict=True
         ):
-            for position in range(each.computed):
+            for position in range(self._first_seen(each), each.computed):
                 block, slot = table[position // shape.block_size], position % shape.block_size
                 kv[block, :, :, :, slot] = keys_values[..., position].transpose(0, 1)
         return kv
+
+    def _first_seen(self, part: Part) -> int:
+        """Return the first token of the first block that a token of the pass attends to."""
+        unseen = [
+            max(
+                KvCacheSpec(window=window).num_unseen(part.computed),
+                KvCacheSpec(chunk=chunk).num_unseen(part.computed),
+            )
+            for window, chunk in zip(self.shape.windows, self.shape.chunks, strict=True)
+        ]
+        return min(unseen) // self.shape.block_size * self.shape.block_size
 
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self._generator)
@@ -200,7 +217,7 @@ def check_writes(world: World, before: Tensor) -> None:
     for layer in range(world.shape.num_layers):
         keys, values = world._fresh(layer)
         blocks, slots = (
-            torch.from_numpy(layout.write_blocks),
+            torch.from_numpy(layout.write_blocks[0]),
             torch.from_numpy(layout.write_offsets),
         )
         assert torch.equal(world.kv[blocks, layer, 0, :, slots], keys)

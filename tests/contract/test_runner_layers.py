@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.runner.attention.kv_tensor import KvShape
 from engine.runner.families.read_config import read_model_config
 from engine.runner.kernels.choose import TORCH, Parts, native_parts
 from engine.runner.kernels.native import Kernels, NativeOps
@@ -84,14 +85,14 @@ def passes_through(
     with WeightFiles(folder) as files:
         decoder = load_decoder(config, files, LoadTarget(dtype, CPU, parts, quantize))
         attention_layers = attention_of(config, files, CPU)
-    shape = (NUM_BLOCKS, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
-    kv = torch.zeros(shape, dtype=dtype)
+    groups = config.kv_groups()
+    kv = KvShape.of(config, BLOCK_SIZE, dtype).allocate(len(groups) * NUM_BLOCKS, CPU)
     attention = parts.make_attention(kv, attention_layers)
     ropes = Ropes(config, CPU, kv.dtype)
     generator = torch.Generator().manual_seed(1)
     found = []
     for sequences, sampled in zip(PASSES, SAMPLED, strict=True):
-        layout = layout_of(sequences)
+        layout = layout_of(sequences, len(groups))
         token_ids = torch.randint(config.vocab_size, layout.positions.shape, generator=generator)
         angles = ropes.angles(torch.from_numpy(layout.positions), None)
         ends = None
@@ -103,21 +104,21 @@ def passes_through(
     return [*found, kv]
 
 
-def layout_of(sequences: Sequence[tuple[int, int]]) -> PassLayout:
-    """Return the layout of sequences with ten blocks each, in order."""
+def layout_of(sequences: Sequence[tuple[int, int]], num_groups: int = 1) -> PassLayout:
+    """Return the layout of sequences with ten blocks in each KV group, in order."""
     places = [
         (which, position)
         for which, (had, now) in enumerate(sequences)
         for position in range(had, had + now)
     ]
-    tables = np.arange(len(sequences) * 10).reshape(len(sequences), 10)
+    tables = np.arange(num_groups * len(sequences) * 10).reshape(num_groups, -1, 10)
     positions = np.array([position for _, position in places])
     return PassLayout(
         num_queries=np.array([now for _, now in sequences]),
         context_lens=np.array([had + now for had, now in sequences]),
         block_tables=tables,
         positions=positions,
-        write_blocks=np.array([tables[which, at // BLOCK_SIZE] for which, at in places]),
+        write_blocks=np.array([tables[:, which, at // BLOCK_SIZE] for which, at in places]).T,
         write_offsets=positions % BLOCK_SIZE,
     )
 

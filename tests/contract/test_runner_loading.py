@@ -406,8 +406,8 @@ def test_a_device_that_is_not_there_is_named(folder: Path) -> None:
 
 
 def test_a_budget_is_filled_up_to_the_last_whole_block() -> None:
-    assert num_blocks_within(1000, 100) == 10
-    assert num_blocks_within(1099, 100) == 10
+    assert num_blocks_within(1000, 1, 100) == 10
+    assert num_blocks_within(1099, 1, 100) == 10
 
 
 # --- where a model is ------------------------------------------------------------------------

@@ -84,7 +84,7 @@ def driver(runner: TorchRunner) -> Driver:
 
 def row(name: str, tokens: tuple[int, ...], blocks: tuple[int, ...]) -> PlanRow:
     ids = tuple(BlockId(block) for block in blocks)
-    return PlanRow(RequestId(name), tokens, len(tokens), 0, ids, GREEDY, 0)
+    return PlanRow(RequestId(name), tokens, len(tokens), 0, (ids,), GREEDY, 0)
 
 
 def layer_of(memory: KvMemory, block: int, layer: int) -> np.ndarray:

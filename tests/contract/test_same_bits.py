@@ -106,10 +106,10 @@ class Sequences:
             num_queries=np.array([part.stop - part.start for _, part in parts]),
             context_lens=np.array([part.stop for _, part in parts]),
             block_tables=np.array(
-                [self._tables[i] + [10**6] * (widest - len(self._tables[i])) for i, _ in parts]
+                [[self._tables[i] + [10**6] * (widest - len(self._tables[i])) for i, _ in parts]]
             ),
             positions=np.array([p for _, p in places]),
-            write_blocks=np.array([self._tables[i][p // size] for i, p in places]),
+            write_blocks=np.array([[self._tables[i][p // size] for i, p in places]]),
             write_offsets=np.array([p % size for _, p in places]),
         )
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from engine.containment import Containment
 from engine.errors import PassHookFailed
+from engine.kv_cache.groups import ONE_GROUP, KvGroup
 from engine.plan import Plan, RunResult
 from engine.request import EngineRequest, FinishReason, Output, ReceiveKv, RequestId
 from engine.sampling import SamplingParams
@@ -69,13 +70,16 @@ class EngineWorld:
         *,
         num_blocks: int = 32,
         block_size: int = 4,
+        groups: tuple[KvGroup, ...] = ONE_GROUP,
         enable_prefix_caching: bool = True,
         chance: random.Random | None = None,
     ) -> None:
         self.config = config or SchedulerConfig()
+        self.specs = tuple(group.spec for group in groups)
         self.cache_config = CacheConfig(
             num_blocks=num_blocks,
             block_size=block_size,
+            groups=groups,
             enable_prefix_caching=enable_prefix_caching,
             collect_events=True,
         )
@@ -84,12 +88,13 @@ class EngineWorld:
         self.runner = FakeRunner(
             self.kv,
             VOCAB_SIZE,
+            self.specs,
             self.config.num_lookahead_tokens,
             self.config.max_model_len,
             chance or random.Random(0),
         )
         self.containment = Containment(_Strict(self.runner).run, self.scheduler)
-        self.wire = FakeWire(self.kv, VOCAB_SIZE)
+        self.wire = FakeWire(self.kv, VOCAB_SIZE, self.specs)
         self.receipts: dict[RequestId, Receipt] = {}
         self.now_s = 0.0
         self._is_at_rest = False  # the last step did nothing, and nothing happened since
@@ -240,7 +245,7 @@ class EngineWorld:
         num_prior = len(spec.prior_output_token_ids)
         room = self.config.max_model_len - len(context)
         count = min(sampling.max_tokens - num_prior, room)
-        answer = tokens_alone(context, spec.seed, count, VOCAB_SIZE)
+        answer = tokens_alone(context, spec.seed, count, VOCAB_SIZE, self.specs)
         for place, token_id in enumerate(answer):
             if token_id in stops and num_prior + place + 1 >= sampling.min_tokens:
                 answer, reason = answer[: place + 1], FinishReason.STOP

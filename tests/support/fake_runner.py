@@ -12,35 +12,47 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from engine.kv_cache.groups import FULL, KvCacheSpec
 from engine.plan import Plan, PlanRow, RunResult
 from engine.request import Failure, RequestId
-from kv_transfer.types import BlockId, TokenLogprobs
+from kv_transfer.types import NO_BLOCK, BlockId, TokenLogprobs
 
 # Cache content of one position. `prefix` stands for everything that attention mixed in.
 Slot = tuple[int, int, int]
 GARBAGE: Slot = (-1, -1, -1)
 
+Specs = tuple[KvCacheSpec, ...]  # of the KV groups
+ONE_FULL: Specs = (FULL,)
 
-def kv_of(token_ids: Sequence[int]) -> list[Slot]:
-    """Return the expected cache content for these tokens."""
-    slots: list[Slot] = []
+
+def kv_of(token_ids: Sequence[int], specs: Specs = ONE_FULL) -> list[list[Slot]]:
+    """Return the expected cache content for these tokens, by group."""
+    slots: list[list[Slot]] = [[] for _ in specs]
     for position, token_id in enumerate(token_ids):
-        slots.append(_slot(slots, token_id, position))
+        _append_slots(slots, token_id, position, specs)
     return slots
 
 
-def next_token(slots: Sequence[Slot], seed: int, vocab_size: int) -> int:
-    """Return the next token as a function of the visible cache content."""
-    return hash((tuple(slots), seed)) % vocab_size
+def next_token(
+    slots: Sequence[Sequence[Slot]], seed: int, vocab_size: int, specs: Specs = ONE_FULL
+) -> int:
+    """Return the next token as a function of the cache content that the last token sees."""
+    last = len(slots[0]) - 1
+    seen = tuple(
+        tuple(its[spec.num_unseen(last) :]) for its, spec in zip(slots, specs, strict=True)
+    )
+    return hash((_of_one(seen), seed)) % vocab_size
 
 
-def tokens_alone(token_ids: Sequence[int], seed: int, count: int, vocab_size: int) -> list[int]:
+def tokens_alone(
+    token_ids: Sequence[int], seed: int, count: int, vocab_size: int, specs: Specs = ONE_FULL
+) -> list[int]:
     """Return the outputs of a request that runs alone."""
-    slots = kv_of(token_ids)
+    slots = kv_of(token_ids, specs)
     answer: list[int] = []
     for _ in range(count):
-        answer.append(next_token(slots, seed, vocab_size))
-        slots.append(_slot(slots, answer[-1], len(slots)))
+        answer.append(next_token(slots, seed, vocab_size, specs))
+        _append_slots(slots, answer[-1], len(slots[0]), specs)
     return answer
 
 
@@ -51,8 +63,8 @@ class KvTensor:
         self.block_size = block_size
         self.blocks = [[GARBAGE] * block_size for _ in range(num_blocks)]
 
-    def read(self, block_ids: Sequence[BlockId], num_tokens: int) -> list[Slot]:
-        return [self._block(block_ids, n)[n % self.block_size] for n in range(num_tokens)]
+    def read(self, block_ids: Sequence[BlockId], positions: range) -> list[Slot]:
+        return [self._block(block_ids, n)[n % self.block_size] for n in positions]
 
     def write(self, block_ids: Sequence[BlockId], position: int, slot: Slot) -> None:
         self._block(block_ids, position)[position % self.block_size] = slot
@@ -62,7 +74,10 @@ class KvTensor:
             self.blocks[block_id] = [GARBAGE] * self.block_size
 
     def _block(self, block_ids: Sequence[BlockId], position: int) -> list[Slot]:
-        return self.blocks[block_ids[position // self.block_size]]
+        block_id = block_ids[position // self.block_size]
+        if block_id == NO_BLOCK:
+            raise AssertionError(f"position {position} has no block")
+        return self.blocks[block_id]
 
 
 @dataclass(slots=True)
@@ -70,7 +85,7 @@ class _Row:
     row: PlanRow
     token_ids: list[int]
     num_computed_tokens: int
-    block_ids: list[BlockId]
+    block_tables: list[list[BlockId]]
 
 
 class CrashPlace(Enum):
@@ -88,6 +103,7 @@ class FakeRunner:
 
     kv: KvTensor
     vocab_size: int
+    specs: Specs = ONE_FULL
     # With speculation: how many drafted tokens a step may confirm, drawn by `chance`.
     num_lookahead_tokens: int = 0
     # The real runner's block tables are this long, and not a block longer. None: any length.
@@ -116,11 +132,13 @@ class FakeRunner:
             if row.request_id in self._rows:
                 raise AssertionError(f"{row.request_id} started twice")
             self._crash_if_due(row.request_id, CrashPlace.START)
+            tables = [list(table) for table in row.block_tables]
             self._rows[row.request_id] = _Row(
-                row, list(row.token_ids), row.num_computed_tokens, list(row.block_ids)
+                row, list(row.token_ids), row.num_computed_tokens, tables
             )
-        for request_id, block_ids in plan.new_block_ids.items():
-            self._rows[request_id].block_ids += block_ids
+        for request_id, added in plan.new_block_ids.items():
+            for table, block_ids in zip(self._rows[request_id].block_tables, added, strict=True):
+                table += block_ids
         for request_id in [row.request_id for row in plan.started] + list(plan.new_block_ids):
             self._check_table(self._rows[request_id])
         self._num_drafts_left = plan.max_draft_tokens
@@ -145,8 +163,7 @@ class FakeRunner:
             return
         if request_id in self.failing:
             self.failing.discard(request_id)
-            for position in range(end - num_tokens, end):
-                self.kv.write(row.block_ids, position, GARBAGE)
+            self._spoil(row, range(end - num_tokens, end))
             result.failures[request_id] = Failure("the logits are not finite")
             return
         num_drafts = self._num_drafts(row, num_tokens)
@@ -156,13 +173,25 @@ class FakeRunner:
         if row.row.sampling.logprobs is not None:
             result.logprobs[request_id] = [logprob_of(t) for t in result.token_ids[request_id]]
 
-    def _compute(self, row: _Row, end: int) -> list[Slot]:
-        slots = self.kv.read(row.block_ids, row.num_computed_tokens)
-        for position in range(row.num_computed_tokens, end):
-            slots.append(_slot(slots, row.token_ids[position], position))
-            self.kv.write(row.block_ids, position, slots[-1])
+    def _compute(self, row: _Row, end: int) -> list[list[Slot]]:
+        """Compute the tokens up to `end` from the blocks that they see. Returns all slots."""
+        start = row.num_computed_tokens
+        slots = []
+        for table, spec in zip(row.block_tables, self.specs, strict=True):
+            num_unseen = spec.num_unseen(start)
+            seen = self.kv.read(table, range(num_unseen, start))
+            slots.append([GARBAGE] * num_unseen + seen)
+        for position in range(start, end):
+            _append_slots(slots, row.token_ids[position], position, self.specs)
+            for table, its in zip(row.block_tables, slots, strict=True):
+                self.kv.write(table, position, its[-1])
         row.num_computed_tokens = end
         return slots
+
+    def _spoil(self, row: _Row, positions: range) -> None:
+        for table in row.block_tables:
+            for position in positions:
+                self.kv.write(table, position, GARBAGE)
 
     def _num_drafts(self, row: _Row, num_tokens: int) -> int:
         """Return the number of draft tokens for a row, as the real runner computes it."""
@@ -173,7 +202,7 @@ class FakeRunner:
         if self.max_model_len is not None:
             longest = min(longest, self.max_model_len)
         most = min(self.num_lookahead_tokens, self._num_drafts_left)
-        num_slots = len(row.block_ids) * self.kv.block_size
+        num_slots = len(row.block_tables[0]) * self.kv.block_size
         num_drafts = max(0, min(most, longest - known - 1, num_slots - known))
         self._num_drafts_left -= num_drafts
         return num_drafts
@@ -182,23 +211,24 @@ class FakeRunner:
         if self.max_model_len is None:
             return
         num_places = -(-self.max_model_len // self.kv.block_size)
-        if len(row.block_ids) > num_places:
-            raise AssertionError(
-                f"{row.row.request_id} has {len(row.block_ids)} blocks; tables hold {num_places}"
-            )
+        for table in row.block_tables:
+            if len(table) != len(row.block_tables[0]) or len(table) > num_places:
+                raise AssertionError(
+                    f"{row.row.request_id} has {len(table)} blocks; tables hold {num_places}"
+                )
 
-    def _sample(self, row: _Row, slots: list[Slot], num_drafts: int) -> list[int]:
+    def _sample(self, row: _Row, slots: list[list[Slot]], num_drafts: int) -> list[int]:
         """Sample a token and accepted drafts. Write garbage for rejected drafts."""
-        answer = [next_token(slots, row.row.seed, self.vocab_size)]
+        answer = [next_token(slots, row.row.seed, self.vocab_size, self.specs)]
         row.token_ids.append(answer[0])
         num_confirmed = self.chance.randint(0, num_drafts) if num_drafts else 0
         for _ in range(num_confirmed):
             slots = self._compute(row, len(row.token_ids))
-            answer.append(next_token(slots, row.row.seed, self.vocab_size))
+            answer.append(next_token(slots, row.row.seed, self.vocab_size, self.specs))
             row.token_ids.append(answer[-1])
         first_rejected = len(row.token_ids) - 1
-        for position in range(first_rejected, first_rejected + num_drafts - num_confirmed):
-            self.kv.write(row.block_ids, position, GARBAGE)
+        num_rejected = num_drafts - num_confirmed
+        self._spoil(row, range(first_rejected, first_rejected + num_rejected))
         return answer
 
     def _give_prompt_logprobs(self, row: _Row, start: int, end: int, result: RunResult) -> None:
@@ -215,5 +245,17 @@ def logprob_of(token_id: int) -> TokenLogprobs:
     return TokenLogprobs(token_id, logprob=-0.5 - token_id, rank=1)
 
 
-def _slot(before: Sequence[Slot], token_id: int, position: int) -> Slot:
-    return (token_id, position, hash((tuple(before[-1:]), token_id, position)))
+def _append_slots(slots: list[list[Slot]], token_id: int, position: int, specs: Specs) -> None:
+    """Append what each group keeps of a token: a function of all slots before that it sees."""
+    before = tuple(
+        tuple(its[max(spec.num_unseen(position), position - 1) :])
+        for its, spec in zip(slots, specs, strict=True)
+    )
+    for group, its in enumerate(slots):
+        content = _of_one(before) if len(slots) == 1 else (before, group)
+        its.append((token_id, position, hash((content, token_id, position))))
+
+
+def _of_one(by_group: tuple[object, ...]) -> object:
+    """Return the only group's element: tests rely on the tokens of models with one group."""
+    return by_group[0] if len(by_group) == 1 else by_group

@@ -17,7 +17,7 @@ from kv_transfer.types import (
     Receive,
     Withdraw,
 )
-from tests.support.fake_runner import KvTensor, kv_of, next_token
+from tests.support.fake_runner import ONE_FULL, KvTensor, Specs, kv_of, next_token
 
 
 @dataclass(slots=True)
@@ -39,9 +39,10 @@ class Outgoing:
 class FakeWire:
     """KV worker whose peers compute correct KV. A test drives the transfers."""
 
-    def __init__(self, kv: KvTensor, vocab_size: int) -> None:
+    def __init__(self, kv: KvTensor, vocab_size: int, specs: Specs = ONE_FULL) -> None:
         self._kv = kv
         self._vocab_size = vocab_size
+        self._specs = specs
         self._spec_by_id: dict[RequestId, EngineRequest] = {}
         self.incoming: dict[HandoffId, Incoming] = {}
         self.outgoing: dict[HandoffId, Outgoing] = {}
@@ -70,12 +71,15 @@ class FakeWire:
         """Land a receive. No write follows."""
         order = self.incoming.pop(handoff_id).order
         spec = self._spec_by_id[RequestId(handoff_id.request_id)]
-        slots = kv_of(context_of(spec))
-        assert order.num_tokens == len(slots)
-        start = order.first_block * self._kv.block_size
-        for position in range(start, len(slots)):
-            self._kv.write(order.block_ids, position - start, slots[position])
-        token = FirstToken(next_token(slots, spec.seed, self._vocab_size))
+        context = context_of(spec)
+        slots = kv_of(context, self._specs)
+        assert order.num_tokens == len(context)
+        places = self._places(order.num_tokens)[order.first_block :]
+        for (place, group), block_id in zip(places, order.block_ids, strict=True):
+            for position in self._positions(place, order.num_tokens):
+                slot = slots[group][position]
+                self._kv.write([block_id], position % self._kv.block_size, slot)
+        token = FirstToken(next_token(slots, spec.seed, self._vocab_size, self._specs))
         self._landed.append(Landed(handoff_id, order.num_tokens, token))
 
     def lose(self, handoff_id: HandoffId) -> None:
@@ -161,13 +165,33 @@ class FakeWire:
         """Check that a block that is read holds the correct KV."""
         outgoing = self.outgoing[handoff_id]
         spec = self._spec_by_id[outgoing.request_id]
-        slots = kv_of(context_of(spec))
-        num_sent = min(len(outgoing.block_ids) * self._kv.block_size, len(slots))
-        assert self._kv.read(outgoing.block_ids, num_sent) == slots[:num_sent]
+        context = context_of(spec)
+        slots = kv_of(context, self._specs)
+        places = self._places(len(context))
+        sent = places[: len(outgoing.block_ids)]
+        for (place, group), block_id in zip(sent, outgoing.block_ids, strict=True):
+            positions = self._positions(place, len(context))
+            found = self._kv.read([block_id], range(len(positions)))
+            assert found == slots[group][positions.start : positions.stop]
         if outgoing.first_token is not None:
-            assert outgoing.num_tokens == num_sent == len(slots)
-            first_token = next_token(slots, spec.seed, self._vocab_size)
+            assert outgoing.num_tokens == len(context)
+            assert len(sent) == len(places)
+            first_token = next_token(slots, spec.seed, self._vocab_size, self._specs)
             assert outgoing.first_token.token_id == first_token
+
+    def _places(self, num_tokens: int) -> list[tuple[int, int]]:
+        """Return (place in the table, group) of all blocks of a hand-off, in order."""
+        block_size = self._kv.block_size
+        return [
+            (place, group)
+            for place in range(-(-num_tokens // block_size))
+            for group, spec in enumerate(self._specs)
+            if (place + 1) * block_size > spec.num_unseen(num_tokens)
+        ]
+
+    def _positions(self, place: int, num_tokens: int) -> range:
+        block_size = self._kv.block_size
+        return range(place * block_size, min((place + 1) * block_size, num_tokens))
 
 
 def context_of(spec: EngineRequest) -> tuple[int, ...]:

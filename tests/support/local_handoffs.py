@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 from engine.factory import EngineOptions, build_engine
+from engine.kv_cache.groups import KvGroup, places_done
 from engine.request import EngineRequest, FinishReason, Output, ReceiveKv, RequestId, RequestStats
 from engine.runner.model_runner import TorchRunner
 from engine.sampling import SamplingParams
@@ -46,11 +47,13 @@ class Continuation:
 class LayerHook:
     """Sends layers as they end, as a node's hook does."""
 
-    def __init__(self, worker: KvTransferWorker) -> None:
+    def __init__(self, worker: KvTransferWorker, groups: tuple[KvGroup, ...]) -> None:
         self._worker = worker
+        self._groups = groups
 
     def layer_done(self, layer: int, fence: Fence) -> None:
-        self._worker.layer_done(layer, time.monotonic(), fence)
+        last_place = places_done(self._groups, layer + 1) - 1
+        self._worker.layer_done(last_place, time.monotonic(), fence)
 
     def pass_done(self) -> None:
         self._worker.pass_done(time.monotonic())
@@ -67,7 +70,7 @@ class HandoffEngine:
         self._worker = KvTransferWorker(identity, region, NixlTransport(region), link)
         link.events = self._worker.inbox
         self._runner = runner
-        runner.hook = LayerHook(self._worker)
+        runner.hook = LayerHook(self._worker, memory.groups)
         scheduling = SchedulerConfig(max_num_batched_tokens=chunk, max_num_seqs=4, push_layers=True)
         self._engine = build_engine(runner, EngineOptions(scheduling), self._worker)
         self.peer = Peer(NodeId(name), name)
@@ -170,4 +173,5 @@ def fingerprint_of(runner: TorchRunner) -> Fingerprint:
         memory.num_layers,
         memory.num_kv_heads,
         memory.head_dim,
+        str(memory.groups),
     )

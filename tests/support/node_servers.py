@@ -54,7 +54,7 @@ async def a_node_server(
     connected: asyncio.Queue[str] = asyncio.Queue()
     resets: list[int] = []
     node = NodeServicer(state, partial(_reset, resets, num_cached_blocks))
-    decode = DecodeServicer(state, RequestLedger(16), connected.put, tracing)
+    decode = DecodeServicer(state, RequestLedger(), connected.put, tracing)
     services = [
         Service(
             "baton.v1.NodeService",

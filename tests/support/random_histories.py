@@ -12,6 +12,7 @@ from contextlib import suppress
 from functools import partial
 
 from engine.containment import MAX_CRASHES_IN_A_ROW
+from engine.kv_cache.groups import ONE_GROUP, KvCacheSpec, KvGroup
 from engine.request import FinishReason
 from engine.sampling import SamplingParams
 from engine.scheduler.config import LoadFailurePolicy, SchedulerConfig, SchedulingPolicy
@@ -27,9 +28,11 @@ ALL_ROLES = ("local", "local", "receives", "receives", "sends")
 def run_history(seed: int) -> EngineWorld:
     """Run one history to its end. Raises at the first violated invariant."""
     chance = random.Random(seed)
+    groups = draw_groups(chance)
     world = EngineWorld(
         draw_config(chance),
-        num_blocks=chance.randint(5, 16),
+        num_blocks=chance.randint(5, 16) * len(groups) - chance.randrange(len(groups)),
+        groups=groups,
         block_size=chance.choice([1, 2, 2, 3, 4]),
         enable_prefix_caching=chance.random() < 0.8,
         chance=chance,
@@ -60,6 +63,18 @@ def draw_config(chance: random.Random) -> SchedulerConfig:
         remote_headroom_blocks=chance.choice([0, 1, 2]),
         push_layers=chance.random() < 0.5,
     )
+
+
+def draw_groups(chance: random.Random) -> tuple[KvGroup, ...]:
+    """Return one group with full attention, or up to four groups of any kinds."""
+    if chance.random() < 0.5:
+        return ONE_GROUP
+    kinds = [
+        lambda: KvCacheSpec(),
+        lambda: KvCacheSpec(window=chance.randint(1, 9)),
+        lambda: KvCacheSpec(chunk=chance.randint(1, 9)),
+    ]
+    return tuple(KvGroup(chance.choice(kinds)()) for _ in range(chance.randint(1, 4)))
 
 
 def act(world: EngineWorld, chance: random.Random, roles: Sequence[str]) -> None:

@@ -6,11 +6,12 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from engine.plan import Plan, PlanRow, Runner, RunResult
+from engine.plan import BlockTables, Plan, PlanRow, RunResult
 from engine.request import Failure, RequestId
+from engine.runner.model_runner import TorchRunner
 from engine.sampling import SamplingParams
 from engine.structured_output.grammar import Grammar
-from kv_transfer.types import BlockId, TokenLogprobs
+from kv_transfer.types import NO_BLOCK, BlockId, TokenLogprobs, existing_blocks
 from tests.support.models import EOS_TOKEN_ID
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
@@ -30,7 +31,7 @@ class Drive:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     failure: Failure | None = None
-    block_ids: list[BlockId] = field(default_factory=list)
+    block_tables: list[list[BlockId]] = field(default_factory=list)  # one for each KV group
     num_computed: int = 0
     is_in_batch: bool = False
 
@@ -48,11 +49,14 @@ class Drive:
 
 
 class Driver:
-    """Scheduler without a policy: every request runs in every step."""
+    """Scheduler without a policy: every request runs in every step.
+
+    Blocks that no later token attends to are reused at once.
+    """
 
     def __init__(
         self,
-        runner: Runner,
+        runner: TorchRunner,
         *,
         num_blocks: int,
         block_size: int,
@@ -60,6 +64,7 @@ class Driver:
         shuffle_seed: int = 0,
     ) -> None:
         self._runner = runner
+        self._specs = [group.spec for group in runner.kv_memory.groups]
         self._block_size = block_size
         self._chunk = chunk
         self._free = [BlockId(block) for block in range(num_blocks)]
@@ -116,11 +121,22 @@ class Driver:
         """Return the number of tokens to compute in the next step."""
         return min(self._chunk, len(drive.tokens) - drive.num_computed)
 
-    def _allocate(self, drive: Drive, num_tokens: int) -> tuple[BlockId, ...]:
-        missing = -(-num_tokens // self._block_size) - len(drive.block_ids)
-        fresh = tuple(self._free.pop() for _ in range(missing))
-        drive.block_ids.extend(fresh)
+    def _allocate(self, drive: Drive, num_tokens: int) -> BlockTables | None:
+        drive.block_tables = drive.block_tables or [[] for _ in self._specs]
+        missing = -(-num_tokens // self._block_size) - len(drive.block_tables[0])
+        if missing <= 0:
+            return None
+        fresh = tuple(tuple(self._free.pop() for _ in range(missing)) for _ in self._specs)
+        for table, block_ids in zip(drive.block_tables, fresh, strict=True):
+            table += block_ids
         return fresh
+
+    def _free_unseen(self, drive: Drive) -> None:
+        for table, spec in zip(drive.block_tables, self._specs, strict=True):
+            for place in range(spec.num_unseen(drive.num_computed) // self._block_size):
+                if table[place] != NO_BLOCK:
+                    self._free.append(table[place])
+                    table[place] = NO_BLOCK
 
     def _settle(self, drive: Drive, num_tokens: int, result: RunResult) -> None:
         drive.num_computed += num_tokens
@@ -128,14 +144,15 @@ class Driver:
         drive.logprobs += result.logprobs.get(drive.request_id, [])
         drive.prompt_logprobs += result.prompt_logprobs.get(drive.request_id, [])
         drive.failure = result.failures.get(drive.request_id)
+        self._free_unseen(drive)
         if drive.is_done:
             self._leave(drive)
             del self._drives[drive.request_id]
 
     def _leave(self, drive: Drive) -> None:
         # These are allocated next: their old content must not matter.
-        self._free.extend(reversed(drive.block_ids))
-        drive.block_ids = []
+        self._free.extend(reversed(list(existing_blocks(drive.block_tables))))
+        drive.block_tables = []
         drive.is_in_batch = False
         self._dropped.append(drive.request_id)
 
@@ -147,7 +164,7 @@ class Driver:
 class RandomChunkDriver(Driver):
     """Driver with random chunk sizes and random preemptions."""
 
-    def __init__(self, runner: Runner, *, num_blocks: int, block_size: int, seed: int) -> None:
+    def __init__(self, runner: TorchRunner, *, num_blocks: int, block_size: int, seed: int) -> None:
         super().__init__(runner, num_blocks=num_blocks, block_size=block_size, shuffle_seed=seed)
         self._random = random.Random(seed)
         self.num_preempted = 0
@@ -181,7 +198,7 @@ def _row(drive: Drive) -> PlanRow:
         token_ids=drive.tokens,
         num_prompt_tokens=len(drive.prompt),
         num_computed_tokens=drive.num_computed,
-        block_ids=tuple(drive.block_ids),
+        block_tables=tuple(map(tuple, drive.block_tables)),
         sampling=drive.sampling,
         seed=drive.seed,
         grammar=drive.grammar,

@@ -22,5 +22,5 @@ def make_run(
     """Build the run of a row whose next token follows `known`; by default all of it is prompt."""
     tokens = tuple(known)
     num_prompt = len(tokens) if num_prompt_tokens is None else num_prompt_tokens
-    row = PlanRow(RequestId("r"), tokens, num_prompt, 0, (), sampling, seed)
+    row = PlanRow(RequestId("r"), tokens, num_prompt, 0, ((),), sampling, seed)
     return TokenRun(row, 0, 1, len(tokens), np.array(tokens, dtype=np.int64))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.kv_cache.groups import KvGroup, layers_per_block
 from engine.runner.huge_pages import huge_page_memory
 from engine.runner.model.config import ModelConfig
 from engine.runner.model_info import KvMemory
@@ -18,10 +19,10 @@ from errors import InvalidConfig
 class KvShape:
     """Block-major: [num_blocks, num_layers, 2, kv_heads, block_size, head_dim].
 
-    The keys and values of all layers of one block are contiguous.
+    A block belongs to one KV group at a time. Its keys and values of all layers are contiguous.
     """
 
-    num_layers: int
+    num_layers: int  # for which a block has places
     num_kv_heads: int
     block_size: int
     head_dim: int
@@ -29,7 +30,8 @@ class KvShape:
 
     @classmethod
     def of(cls, model: ModelConfig, block_size: int, dtype: torch.dtype) -> KvShape:
-        return cls(model.num_layers, model.num_kv_heads, block_size, model.head_dim, dtype)
+        num_layers = layers_per_block(model.kv_groups())
+        return cls(num_layers, model.num_kv_heads, block_size, model.head_dim, dtype)
 
     @property
     def block_bytes(self) -> int:
@@ -44,7 +46,7 @@ class KvShape:
         return torch.frombuffer(memory, dtype=self.dtype).view(num_blocks, *per_block)
 
 
-def describe(kv: Tensor) -> KvMemory:
+def describe(kv: Tensor, groups: tuple[KvGroup, ...]) -> KvMemory:
     num_blocks, num_layers, _, num_kv_heads, block_size, head_dim = kv.shape
     num_bytes = kv.numel() * kv.element_size()
     return KvMemory(
@@ -58,16 +60,17 @@ def describe(kv: Tensor) -> KvMemory:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         dtype=str(kv.dtype).removeprefix("torch."),
+        groups=groups,
     )
 
 
-def num_blocks_within(budget_bytes: int, block_bytes: int) -> int:
-    """Return the number of whole blocks that fit into the budget."""
+def num_blocks_within(budget_bytes: int, num_groups: int, block_bytes: int) -> int:
+    """Return the number of whole blocks that fit into the budget, at least one per KV group."""
     num_blocks = budget_bytes // block_bytes
-    if num_blocks < 1:
+    if num_blocks < num_groups:
         raise InvalidConfig(
-            f"the KV cache budget of {budget_bytes} bytes holds no block: "
-            f"one takes {block_bytes} bytes"
+            f"the KV cache budget of {budget_bytes} bytes holds no block of tokens: "
+            f"one takes {num_groups * block_bytes} bytes"
         )
     return num_blocks
 

@@ -40,13 +40,15 @@ class PagedAttention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """Attention of one layer."""
+    """Attention of one layer, and where its keys and values are."""
 
     scale: float  # of the scores
     window: int | None = None  # tokens that are seen, the token itself included
     chunk: int | None = None  # tokens see only their own chunk of this size
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     sinks: Tensor | None = None  # [heads] in float32: logits of a slot without a value
+    kv_group: int = 0  # whose block table the layer uses
+    place: int = 0  # of the layer in a block
 
 
 class TorchPagedAttention:
@@ -57,10 +59,10 @@ class TorchPagedAttention:
         self._layers = tuple(layers)
 
     def begin(self, layout: PassLayout) -> AttentionPass:
-        ranges = [(layer.window, layer.chunk) for layer in self._layers]
+        ranges = [(layer.kv_group, layer.window, layer.chunk) for layer in self._layers]
         by_range = {
-            (window, chunk): _groups(layout, window, chunk, self._kv)
-            for window, chunk in set(ranges)
+            (kv_group, window, chunk): _groups(layout, kv_group, window, chunk, self._kv)
+            for kv_group, window, chunk in set(ranges)
         }
         write_blocks = torch.from_numpy(layout.write_blocks).to(self._kv.device)
         write_offsets = torch.from_numpy(layout.write_offsets).to(self._kv.device)
@@ -101,8 +103,9 @@ class _TorchPass:
         self._write_offsets = write_offsets
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        self._kv[self._write_blocks, layer, 0, :, self._write_offsets] = key
-        self._kv[self._write_blocks, layer, 1, :, self._write_offsets] = value
+        place, blocks = self._layers[layer].place, self._write_blocks[self._layers[layer].kv_group]
+        self._kv[blocks, place, 0, :, self._write_offsets] = key
+        self._kv[blocks, place, 1, :, self._write_offsets] = value
 
     def attend(self, layer: int, query: Tensor) -> Tensor:
         output = torch.empty_like(query)
@@ -117,7 +120,7 @@ class _TorchPass:
     def _gather(self, layer: int, group: _Group) -> tuple[Tensor, Tensor]:
         """Return the group's keys and values, each [kv_heads, sequences, slots, head_dim]."""
         num_sequences, num_blocks = group.block_table.shape
-        by_head = self._kv[:, layer].permute(1, 2, 0, 3, 4)
+        by_head = self._kv[:, self._layers[layer].place].permute(1, 2, 0, 3, 4)
         blocks = by_head.index_select(2, group.block_table.flatten())
         _, num_kv_heads, _, block_size, head_dim = blocks.shape
         if group.padded_blocks.numel():
@@ -186,14 +189,16 @@ def _attend(
     return (weights @ values.float()).to(query.dtype)
 
 
-def _groups(layout: PassLayout, window: int | None, chunk: int | None, kv: Tensor) -> list[_Group]:
+def _groups(
+    layout: PassLayout, kv_group: int, window: int | None, chunk: int | None, kv: Tensor
+) -> list[_Group]:
     block_size = kv.shape[4]
     num_single = layout.num_single
     starts = layout.query_starts
     singles = _runs_of_similar_length(layout.context_lens[:num_single], block_size)
     chunks = [(row, row + 1) for row in range(num_single, len(layout.num_queries))]
     return [
-        _group(layout, np.arange(first, last), int(starts[first]), window, chunk, kv)
+        _group(layout, np.arange(first, last), int(starts[first]), kv_group, window, chunk, kv)
         for first, last in (*singles, *chunks)
     ]
 
@@ -211,6 +216,7 @@ def _group(
     layout: PassLayout,
     rows: Ints,
     first_token: int,
+    kv_group: int,
     window: int | None,
     chunk: int | None,
     kv: Tensor,
@@ -222,13 +228,13 @@ def _group(
     if window is not None:
         first_seen = np.maximum(first_query - window + 1, 0)
     if chunk is not None:
-        first_seen = first_query // chunk * chunk
+        first_seen = np.maximum(first_seen, first_query // chunk * chunk)
     first_block = first_seen // block_size
     num_blocks = int((((lens - 1) // block_size) - first_block).max()) + 1
     columns = first_block[:, None] + np.arange(num_blocks)
     # An entry past the context repeats the last block: any block would do, its slots are padding.
     columns = np.minimum(columns, ((lens - 1) // block_size)[:, None])
-    table = layout.block_tables[rows[:, None], columns]
+    table = layout.block_tables[kv_group][rows[:, None], columns]
     slots = (first_block * block_size)[:, None] + np.arange(num_blocks * block_size)
     padding = (slots >= lens[:, None]).reshape(-1, block_size)
     padded_blocks = np.flatnonzero(padding.any(axis=1))

@@ -18,7 +18,7 @@ from engine.runner.kernels.abi import (
     WriteKvArgs,
 )
 from engine.runner.kernels.native import Kernels, address
-from engine.runner.layout import PassLayout
+from engine.runner.layout import Ints, PassLayout
 
 
 class NativePagedAttention:
@@ -30,10 +30,20 @@ class NativePagedAttention:
         _, num_layers, _, num_kv_heads, block_size, head_dim = kv.shape
         self._paged_kv = PagedKv(kv.data_ptr(), num_layers, num_kv_heads, block_size, head_dim)
         self._layers = tuple(layers)  # keep the sinks alive
-        self._params = (AttentionParams * len(layers))(*map(_params, layers))
+        num_groups = 1 + max(layer.kv_group for layer in layers)
+        self._params = [_params_of_group(layers, group) for group in range(num_groups)]
 
     def begin(self, layout: PassLayout) -> AttentionPass:
-        return NativePass(self._kernels, self._paged_kv, self._params, layout)
+        return NativePass(self._kernels, self._paged_kv, self._layers, self._params, layout)
+
+
+def _params_of_group(layers: Sequence[LayerAttention], group: int) -> ctypes.Array[AttentionParams]:
+    """Return the parameters of the group's layers by their places."""
+    own = [layer for layer in layers if layer.kv_group == group]
+    params = (AttentionParams * (1 + max(layer.place for layer in own)))()
+    for layer in own:
+        params[layer.place] = _params(layer)
+    return params
 
 
 def _params(layer: LayerAttention) -> AttentionParams:
@@ -53,43 +63,52 @@ class NativePass:
         self,
         kernels: Kernels,
         kv: PagedKv,
-        params: ctypes.Array[AttentionParams],
+        layers: Sequence[LayerAttention],
+        params: Sequence[ctypes.Array[AttentionParams]],
         layout: PassLayout,
     ) -> None:
         self._kernels = kernels
-        arrays = {
-            "write_blocks": layout.write_blocks,
-            "write_offsets": layout.write_offsets,
-            "block_tables": layout.block_tables,
-            "context_lens": layout.context_lens,
-            "query_starts": layout.query_starts,
-            "num_queries": layout.num_queries,
-        }
-        arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-        self._arrays = arrays  # own the memory that `batch` points to
         self.kv = kv
-        self.params = params  # by layer
-        self.batch = BatchLayout(
-            **{name: array.ctypes.data for name, array in arrays.items()},
-            table_stride=layout.block_tables.shape[1],
-            num_sequences=len(layout.context_lens),
-            num_single=layout.num_single,
-            num_tokens=len(layout.write_blocks),
-        )
+        self.layers = layers
+        self.params = params  # by KV group and place
+        self._arrays: list[Ints] = []  # own the memory that the batches point to
+        shared = {
+            "write_offsets": self._address(layout.write_offsets),
+            "context_lens": self._address(layout.context_lens),
+            "query_starts": self._address(layout.query_starts),
+            "num_queries": self._address(layout.num_queries),
+            "table_stride": layout.block_tables.shape[2],
+            "num_sequences": len(layout.context_lens),
+            "num_single": layout.num_single,
+            "num_tokens": len(layout.positions),
+        }
+        tables = zip(layout.block_tables, layout.write_blocks, strict=True)
+        self.batches = [  # by KV group
+            BatchLayout(
+                block_tables=self._address(block_table),
+                write_blocks=self._address(write_blocks),
+                **shared,
+            )
+            for block_table, write_blocks in tables
+        ]
+
+    def _address(self, array: Ints) -> int:
+        self._arrays.append(np.ascontiguousarray(array))
+        return int(self._arrays[-1].ctypes.data)
 
     def attend(self, layer: int, query: Tensor) -> Tensor:
         query = query.contiguous()
         output = torch.empty_like(query)
-        num_heads = query.shape[1]
+        own = self.layers[layer]
         self._kernels.library.baton_attention(
             AttentionArgs(
                 kv=self.kv,
-                batch=self.batch,
-                params=self.params[layer],
+                batch=self.batches[own.kv_group],
+                params=self.params[own.kv_group][own.place],
                 queries=query.data_ptr(),
                 dst=output.data_ptr(),
-                layer=layer,
-                num_heads=num_heads,
+                layer=own.place,
+                num_heads=query.shape[1],
                 num_threads=self._kernels.num_threads,
             )
         )
@@ -99,13 +118,14 @@ class NativePass:
         inner = (key.shape[2], 1)
         key = key if key.stride()[1:] == inner else key.contiguous()
         value = value if value.stride()[1:] == inner else value.contiguous()
+        own = self.layers[layer]
         self._kernels.library.baton_write_kv(
             WriteKvArgs(
                 kv=self.kv,
-                batch=self.batch,
+                batch=self.batches[own.kv_group],
                 keys=key.data_ptr(),
                 values=value.data_ptr(),
-                layer=layer,
+                layer=own.place,
                 key_stride=key.stride(0),
                 value_stride=value.stride(0),
                 num_threads=self._kernels.num_threads,

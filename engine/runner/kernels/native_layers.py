@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from engine.kv_cache.groups import layer_places
 from engine.runner.attention.paged_attention import AttentionPass
 from engine.runner.kernels.abi import LayerArgs, PackedMatrix, PassArgs, RopeAngles
 from engine.runner.kernels.native import (
@@ -56,7 +57,11 @@ class NativeLayers:
         self.config = config
         self.ops = NativeOps(kernels)
         self.layers = tuple(layers)
-        self.layer_args = [_layer_args(config, index, layer) for index, layer in enumerate(layers)]
+        places = layer_places(config.kv_groups())
+        self.layer_args = [
+            _layer_args(config, index, layer, places[index].place)
+            for index, layer in enumerate(layers)
+        ]
         self._plain = UnfusedLayers(config, self.ops, layers)
 
     def begin(self, angles: Sequence[Angles], attention: AttentionPass) -> LayerPass:
@@ -66,16 +71,20 @@ class NativeLayers:
         pointers = [RopeAngles(cosines.data_ptr(), sines.data_ptr()) for cosines, sines in angles]
         by_rope = (RopeAngles * len(angles))(*pointers)
         buffers = self._allocate_buffers(len(angles[0][0]))
-        args = PassArgs(
-            kv=attention.kv,
-            batch=attention.batch,
-            attention=ctypes.addressof(attention.params),
-            angles=ctypes.addressof(by_rope),
-            narrow_buf=buffers[0].data_ptr(),
-            wide_buf=buffers[1].data_ptr(),
-            heads_buf=buffers[2].data_ptr(),
-            num_threads=self.kernels.num_threads,
-        )
+        args_by_group = [
+            PassArgs(
+                kv=attention.kv,
+                batch=batch,
+                attention=ctypes.addressof(params),
+                angles=ctypes.addressof(by_rope),
+                narrow_buf=buffers[0].data_ptr(),
+                wide_buf=buffers[1].data_ptr(),
+                heads_buf=buffers[2].data_ptr(),
+                num_threads=self.kernels.num_threads,
+            )
+            for batch, params in zip(attention.batches, attention.params, strict=True)
+        ]
+        args = [args_by_group[layer.kv_group] for layer in attention.layers]
         return _NativeLayerPass(self, args, (angles, by_rope, buffers, attention))
 
     def _allocate_buffers(self, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,10 +104,10 @@ class NativeLayers:
 
 
 class _NativeLayerPass:
-    def __init__(self, layers: NativeLayers, args: PassArgs, alive: object) -> None:
+    def __init__(self, layers: NativeLayers, args: Sequence[PassArgs], alive: object) -> None:
         self._library = layers.kernels.library
         self._layers = layers
-        self._args = args
+        self._args = args  # by layer
         self._alive = alive  # owners of the memory that `args` points to
 
     def through(self, index: int, hidden_states: Tensor) -> Tensor:
@@ -106,25 +115,28 @@ class _NativeLayerPass:
         if isinstance(self._layers.layers[index].mlp, Moe):
             return self._through_experts(index, hidden_states)
         layer = self._layers.layer_args[index]
-        self._library.baton_layer(layer, self._args, hidden_states.data_ptr())
+        self._library.baton_layer(layer, self._args[index], hidden_states.data_ptr())
         return hidden_states
 
     def _through_experts(self, index: int, hidden_states: Tensor) -> Tensor:
         layers, layer = self._layers, self._layers.layers[index]
         mlp_input = hidden_states if layer.mlp_norm is None else torch.empty_like(hidden_states)
         self._library.baton_layer_attention(
-            layers.layer_args[index], self._args, hidden_states.data_ptr(), mlp_input.data_ptr()
+            layers.layer_args[index],
+            self._args[index],
+            hidden_states.data_ptr(),
+            mlp_input.data_ptr(),
         )
         return add_mlp(layers.config, layers.ops, layer, hidden_states, mlp_input)
 
     def write(self, index: int, hidden_states: Tensor) -> None:
         hidden_states = hidden_states.contiguous()
         self._library.baton_layer_write_kv(
-            self._layers.layer_args[index], self._args, hidden_states.data_ptr()
+            self._layers.layer_args[index], self._args[index], hidden_states.data_ptr()
         )
 
 
-def _layer_args(config: ModelConfig, index: int, layer: Layer) -> LayerArgs:
+def _layer_args(config: ModelConfig, index: int, layer: Layer, place: int) -> LayerArgs:
     own, mlp = config.layers[index], layer.mlp if isinstance(layer.mlp, Mlp) else None
     return LayerArgs(
         input_norm=norm_params(layer.input_norm),
@@ -137,7 +149,7 @@ def _layer_args(config: ModelConfig, index: int, layer: Layer) -> LayerArgs:
         output=native_matrix(layer.output),
         gate_up=native_matrix(mlp.gate_up) if mlp else PackedMatrix(),
         down=native_matrix(mlp.down) if mlp else PackedMatrix(),
-        index=index,
+        index=place,
         num_heads=config.num_heads,
         query_rope=own.query_rope,
         key_rope=own.key_rope,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from engine.kv_cache.groups import KvCacheSpec, KvGroup, group_layers
 from engine.runner.weights.quantization import Quantization
 
 
@@ -115,6 +116,12 @@ class LayerConfig:
     qk_norm: QkNorm = QkNorm.NONE
     mlp_size: int = 0  # of the dense MLP, 0 for a mixture of experts
 
+    def kv_spec(self, max_context_len: int) -> KvCacheSpec:
+        """Return which keys and values the layer needs, in sequences of at most this length."""
+        has_window = self.window is not None and self.window < max_context_len
+        has_chunk = self.chunk is not None and self.chunk < max_context_len
+        return KvCacheSpec(self.window if has_window else None, self.chunk if has_chunk else None)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -158,6 +165,11 @@ class ModelConfig:
     def depends_on_length(self) -> bool:
         """Return whether the KV of a position depends on the length of its prompt."""
         return any(rope.depends_on_length for rope in self.ropes)
+
+    def kv_groups(self) -> tuple[KvGroup, ...]:
+        """Return the layers, grouped by which keys and values they need."""
+        max_len = self.max_context_len()
+        return group_layers([layer.kv_spec(max_len) for layer in self.layers])
 
     def max_shareable_prompt_len(self) -> int | None:
         """Return the prompt length up to which KV does not depend on it, None without a limit."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from engine.kv_cache.groups import layer_places
 from engine.runner.attention.paged_attention import LayerAttention
 from engine.runner.families.family import ExpertNames
 from engine.runner.model.config import ModelConfig, MoeConfig, QkNorm
@@ -45,6 +46,7 @@ def attention_of(
 ) -> list[LayerAttention]:
     """Return the attention of each layer, with its sinks."""
     tensors, layers = TensorMap(config, files.shapes()), []
+    places = layer_places(config.kv_groups())
     for index, layer in enumerate(config.layers):
         sinks = None
         if config.has_sinks:
@@ -52,7 +54,13 @@ def attention_of(
             sinks = files.tensor(name).float().to(device)
         layers.append(
             LayerAttention(
-                config.attention_scale, layer.window, layer.chunk, config.attention_softcap, sinks
+                config.attention_scale,
+                layer.window,
+                layer.chunk,
+                config.attention_softcap,
+                sinks,
+                places[index].group,
+                places[index].place,
             )
         )
     return layers

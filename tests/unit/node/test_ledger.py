@@ -28,7 +28,7 @@ A = RequestId("a#1")
 
 def a_row(num_prompt_tokens: int, num_computed_tokens: int) -> PlanRow:
     tokens = (1,) * num_prompt_tokens
-    blocks = (BlockId(0),)
+    blocks = ((BlockId(0),),)
     sampling = SamplingParams()
     return PlanRow(A, tokens, num_prompt_tokens, num_computed_tokens, blocks, sampling, seed=0)
 
@@ -40,7 +40,7 @@ def an_end(
 
 
 def test_received_kv_is_counted_when_its_record_is_taken() -> None:
-    ledger = RequestLedger(BLOCK_SIZE)
+    ledger = RequestLedger()
     receive = Receive(HANDOFF, Peer(NodeId("p"), "h:1"), 2, (BlockId(5), BlockId(6)), 16)
     record = TransferRecord(
         HANDOFF, TransferRole.RECEIVED, "x", 1.0, outcome="done", num_blocks=2, num_bytes=64
@@ -56,7 +56,7 @@ def test_received_kv_is_counted_when_its_record_is_taken() -> None:
 
 
 def test_a_prompt_that_is_computed_again_counts_again_and_its_hits_do_not() -> None:
-    ledger = RequestLedger(BLOCK_SIZE)
+    ledger = RequestLedger()
     with ledger.open_entry(A) as entry:
         ledger.note_plan(Plan(started=(a_row(16, 4),)), 1.2)
         ledger.note_plan(Plan(started=(a_row(16, 8),)), 2.2)
@@ -66,7 +66,7 @@ def test_a_prompt_that_is_computed_again_counts_again_and_its_hits_do_not() -> N
 
 
 def test_a_pass_that_is_run_again_counts_its_prompts_once() -> None:
-    ledger = RequestLedger(BLOCK_SIZE)
+    ledger = RequestLedger()
     runner = FakeRunner(KvTensor(64, BLOCK_SIZE), VOCAB_SIZE)
     runner.crashing = {RequestId("b"): CrashPlace.PASS}
     engine = an_engine(runner=runner, observers=[ledger])
@@ -80,7 +80,7 @@ def test_a_pass_that_is_run_again_counts_its_prompts_once() -> None:
 
 
 def test_changes_and_completed_sends_are_reported() -> None:
-    ledger = RequestLedger(BLOCK_SIZE)
+    ledger = RequestLedger()
     sent: list[HandoffId] = []
     changes: list[int] = []
     ledger.set_sent_callback(sent.append)

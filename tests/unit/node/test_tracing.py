@@ -74,7 +74,7 @@ def test_a_call_that_ended_gets_no_chunks_once_its_request_is_dropped(
     tracing: NodeTracing,
 ) -> None:
     name = RequestId("a#1")
-    row = PlanRow(name, (1,) * 20, 20, 0, (), SamplingParams(), seed=0)
+    row = PlanRow(name, (1,) * 20, 20, 0, ((),), SamplingParams(), seed=0)
     with a_call(tracing, "a") as timeline:
         tracing.note_plan(Plan(started=(row,)), 1.2)
         tracing.note_pass(Plan(num_scheduled_tokens={name: 4}), 1.3, 1.4)

@@ -53,12 +53,14 @@ class Attention {
                                  part.end_row - part.first_row <= UnpackedSlots::kMaxQueryRows;
         std::vector<QueryRows> runs = rows_of(chunk, part, is_unpacked);
         score_tiles_ = std::make_unique_for_overwrite<ScoreTile[]>(is_unpacked ? runs.size() : 1);
-        std::int64_t slot = chunk.first_slot(part.first_row / chunk.gqa_group_size);
+        KvContext context = chunk.context;
+        context.begin = chunk.first_slot(part.first_row / chunk.gqa_group_size);
+        std::int64_t slot = context.begin;
         for (slot -= slot % kScoreTileSlots; slot < end; slot += kScoreTileSlots)
             if (is_unpacked)
-                attend_unpacked(chunk.context, runs, slot, end);
+                attend_unpacked(context, runs, slot, end);
             else
-                attend_packed(chunk.context, runs, slot, end);
+                attend_packed(context, runs, slot, end);
         for (const QueryRows& rows : runs) rows.write_output();
     }
 

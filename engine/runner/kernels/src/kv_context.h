@@ -14,6 +14,7 @@ struct KvContext {
     std::int64_t layer;
     const std::int64_t* table;
     std::int64_t length;
+    std::int64_t begin = 0;  // no slot before it is read: its block may belong to another request
 
     // Key (key_or_value = 0) or value (key_or_value = 1) of a slot.
     const Bf16* at(std::int64_t slot, int key_or_value, std::int64_t head) const {
@@ -30,16 +31,19 @@ struct SlotPointers {
     const Bf16* at[kScoreTileSlots];
     std::int64_t count;
 
-    // Finds up to kScoreTileSlots slots in [first, end). Entries past `count` repeat the last one.
+    // Finds up to kScoreTileSlots slots in [first, end). Entries before the context's begin repeat
+    // its first slot, and entries past `count` the last one.
     void find(const KvContext& context, std::int64_t head, int key_or_value, std::int64_t first,
               std::int64_t end) {
         count = std::min(kScoreTileSlots, end - first);
         const std::int64_t block_size = context.kv.block_size;
-        for (std::int64_t i = 0; i < count;) {
+        const std::int64_t skipped = std::clamp<std::int64_t>(context.begin - first, 0, count - 1);
+        for (std::int64_t i = skipped; i < count;) {
             const Bf16* slot = context.at(first + i, key_or_value, head);
             const std::int64_t end = std::min(count, i + block_size - (first + i) % block_size);
             for (; i < end; ++i, slot += context.kv.head_dim) at[i] = slot;
         }
+        for (std::int64_t i = 0; i < skipped; ++i) at[i] = at[skipped];
         for (std::int64_t i = count; i < kScoreTileSlots; ++i) at[i] = at[count - 1];
     }
 };

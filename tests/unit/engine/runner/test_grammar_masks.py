@@ -54,7 +54,7 @@ def a_row(name: str, grammar: CostlyGrammar) -> PlanRow:
         token_ids=(0,),
         num_prompt_tokens=1,
         num_computed_tokens=0,
-        block_ids=(),
+        block_tables=((),),
         sampling=SamplingParams(),
         seed=0,
         grammar=grammar,

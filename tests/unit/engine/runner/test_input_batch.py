@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from engine.errors import RowOverflow
-from engine.plan import Plan, PlanRow
+from engine.plan import BlockTables, Plan, PlanRow
 from engine.request import RequestId
 from engine.runner.input_batch import PersistentBatch
 from engine.runner.sampling.spec_decode import SpecDecoder
@@ -63,7 +63,7 @@ def test_a_full_row_is_computed_to_its_end() -> None:
 
     step = batch.step({R: MAX_MODEL_LEN})
 
-    assert step.layout.write_blocks.tolist() == [4] * 4 + [5] * 4
+    assert step.layout.write_blocks.tolist() == [[4] * 4 + [5] * 4]
 
 
 @pytest.mark.parametrize("max_draft_tokens", [0, 2])
@@ -86,5 +86,5 @@ def _batch_of(*, num_tokens: int, block_ids: Sequence[int]) -> PersistentBatch:
     return batch
 
 
-def _blocks(block_ids: Sequence[int]) -> tuple[BlockId, ...]:
-    return tuple(BlockId(block_id) for block_id in block_ids)
+def _blocks(block_ids: Sequence[int]) -> BlockTables:
+    return (tuple(BlockId(block) for block in block_ids),)

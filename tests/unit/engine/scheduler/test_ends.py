@@ -140,7 +140,7 @@ def test_there_is_always_room_for_the_speculative_tokens() -> None:
     plan = world.step()
 
     # Three tokens are there; the fourth and three more may be written: seven slots.
-    assert [len(blocks) for blocks in plan.new_block_ids.values()] == [2]
+    assert [len(table) for (table,) in plan.new_block_ids.values()] == [2]
     world.run_to_end()
 
 
@@ -157,7 +157,7 @@ def test_lookahead_slots_end_where_the_request_must_end() -> None:
 
     assert len(world.tokens(at_model_limit)) == 2
     # Four slots of the prompt, and two more: the third token is never an input.
-    assert [len(blocks) for blocks in plan.new_block_ids.values()] == [1]
+    assert [len(table) for (table,) in plan.new_block_ids.values()] == [1]
     world.run_to_end()
     assert len(world.tokens(at_own_limit)) == 3
 

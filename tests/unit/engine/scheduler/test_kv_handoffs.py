@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.groups import FULL
+from engine.kv_cache.transfer_order import TransferOrder
 from engine.request import ReceiveKv
 from engine.scheduler.kv_handoffs import HandoffManager
 from engine.scheduler.request import Request, RequestStatus
@@ -21,6 +23,7 @@ from tests.support.requests import make_request
 ID = HandoffId("r", 1)
 RECEIVE = ReceiveKv(ID, Peer(NodeId("p"), "host:1"))
 FIRST = FirstToken(7)
+ORDER = TransferOrder([FULL], block_size=2)
 
 
 def test_orders_are_taken_once() -> None:
@@ -122,9 +125,9 @@ def test_a_send_ends_once() -> None:
 def _receiving() -> tuple[HandoffManager, Request]:
     """Return a request of six tokens in three blocks, of which the first was a prefix hit."""
     pool = BlockPool(4)
-    handoffs, request = HandoffManager(pool), make_request(range(6))
+    handoffs, request = HandoffManager(pool, ORDER), make_request(range(6))
     request.receive = RECEIVE
-    request.block_ids = pool.allocate(3) or []
+    request.block_tables = (pool.allocate(3) or [],)
     handoffs.expect(RECEIVE)
     handoffs.receive(request, RECEIVE, num_hits=1)
     request.move(RequestStatus.WAITING_FOR_REMOTE_KVS)
@@ -133,7 +136,7 @@ def _receiving() -> tuple[HandoffManager, Request]:
 
 def _sending() -> tuple[HandoffManager, Request]:
     pool = BlockPool(4)
-    handoffs, request = HandoffManager(pool), make_request(range(6), send_to=ID)
-    request.block_ids = pool.allocate(3) or []
+    handoffs, request = HandoffManager(pool, ORDER), make_request(range(6), send_to=ID)
+    request.block_tables = (pool.allocate(3) or [],)
     handoffs.open_send(ID)
     return handoffs, request

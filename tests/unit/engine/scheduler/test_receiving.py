@@ -147,7 +147,7 @@ def test_a_lost_request_restarts_locally() -> None:
     (row,) = world.step().started
 
     assert row.num_computed_tokens == 0
-    assert not set(row.block_ids) & {0, 1, 2}
+    assert not set(row.block_tables[0]) & {0, 1, 2}
     world.run_to_end()
     assert world.finish_reason(name) is FinishReason.LENGTH
 

@@ -93,11 +93,11 @@ def test_changes_leave_with_one_plan() -> None:
     request = _decoding(batch, num_computed=8, capacity=8)
     batch.take_plan(KvOrders())
     batch.begin_step()
-    batch.grow(request, (BlockId(5),), capacity=12)
+    batch.grow(request, ((BlockId(5),),), capacity=12)
 
     first, second = batch.take_plan(KvOrders()), batch.take_plan(KvOrders())
 
-    assert first.new_block_ids == {request.request_id: (5,)}
+    assert first.new_block_ids == {request.request_id: ((5,),)}
     assert second.new_block_ids == {}
     assert second.num_scheduled_tokens == {request.request_id: 1}
 

@@ -42,10 +42,10 @@ def test_a_row_enters_with_all_that_is_known_and_later_plans_carry_changes_alone
     (row,) = first.started
     assert row.token_ids == (1, 2, 3, 4, 5, 6)
     assert (row.num_prompt_tokens, row.num_computed_tokens) == (5, 0)
-    assert row.block_ids == (0, 1)
+    assert row.block_tables == ((0, 1),)
     assert first.new_block_ids == {}
     assert (second, third) == (Plan(num_scheduled_tokens={name: 1}),) * 2
-    assert fourth.new_block_ids == {name: (2,)}
+    assert fourth.new_block_ids == {name: ((2,),)}
     world.run_to_end()
 
 

@@ -1,0 +1,114 @@
+"""KV groups: the layers of a model, grouped by how long their keys and values are needed.
+
+All layers of a group share one block table. A block has room for the same number of layers in
+each group, so that blocks of all groups have one size and come from one pool: a model with both
+windows and full attention cannot fragment it. vLLM's hybrid KV cache does the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+# A larger block wastes less on tables, but may leave room for layers that do not exist.
+MAX_WASTE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class KvCacheSpec:
+    """Tokens whose keys and values a layer needs. By default, all of them."""
+
+    window: int | None = None  # tokens that a token attends to, itself included
+    chunk: int | None = None  # tokens attend only within their own chunk of this size
+
+    def num_unseen(self, num_tokens: int) -> int:
+        """Return the leading tokens that no token from position `num_tokens` on attends to."""
+        if self.window is not None:
+            return max(0, num_tokens - self.window + 1)
+        if self.chunk is not None:
+            return num_tokens // self.chunk * self.chunk
+        return 0
+
+    @property
+    def forgets(self) -> bool:
+        """Return whether tokens become invisible while a request runs."""
+        return self.window is not None or self.chunk is not None
+
+    def __str__(self) -> str:
+        if self.window is not None:
+            return f"window {self.window}"
+        return "full" if self.chunk is None else f"chunk {self.chunk}"
+
+
+FULL = KvCacheSpec()
+
+
+@dataclass(frozen=True, slots=True)
+class KvGroup:
+    """Layers with one spec, in the order of their places in a block."""
+
+    spec: KvCacheSpec = FULL
+    layers: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.spec}: {','.join(map(str, self.layers))}"
+
+
+ONE_GROUP = (KvGroup(),)
+
+
+def group_layers(specs: Sequence[KvCacheSpec]) -> tuple[KvGroup, ...]:
+    """Divide the layers of a model into groups of at most `layers_per_block` layers.
+
+    Groups with full attention come first. Layers of one spec are dealt out to its groups in turn,
+    so that a place is computed in all groups after about the same layer.
+    """
+    by_spec: dict[KvCacheSpec, list[int]] = {}
+    for layer, spec in enumerate(specs):
+        by_spec.setdefault(spec, []).append(layer)
+    size = _layers_per_block([len(layers) for layers in by_spec.values()])
+    groups = []
+    for spec, layers in sorted(by_spec.items(), key=lambda item: item[0].forgets):
+        num_groups = -(-len(layers) // size)
+        groups += [KvGroup(spec, tuple(layers[first::num_groups])) for first in range(num_groups)]
+    return tuple(groups)
+
+
+class LayerPlace(NamedTuple):
+    """Where the keys and values of a layer are."""
+
+    group: int  # whose block table the layer uses
+    place: int  # in a block
+
+
+def layer_places(groups: Sequence[KvGroup]) -> tuple[LayerPlace, ...]:
+    """Return the place of each layer."""
+    by_layer = {
+        layer: LayerPlace(number, place)
+        for number, group in enumerate(groups)
+        for place, layer in enumerate(group.layers)
+    }
+    return tuple(by_layer[layer] for layer in sorted(by_layer))
+
+
+def layers_per_block(groups: Iterable[KvGroup]) -> int:
+    """Return the number of places for layers in a block."""
+    return max(len(group.layers) for group in groups)
+
+
+def places_done(groups: Sequence[KvGroup], num_layers: int) -> int:
+    """Return the number of places that are computed in all groups after `num_layers` layers."""
+    unfinished = [group.layers for group in groups if group.layers[-1] >= num_layers]
+    computed = [sum(layer < num_layers for layer in layers) for layers in unfinished]
+    return min(computed, default=layers_per_block(groups))
+
+
+def _layers_per_block(num_layers_by_spec: Sequence[int]) -> int:
+    """Return the largest number of places of which at most `MAX_WASTE` stay empty."""
+    num_layers = sum(num_layers_by_spec)
+    for size in range(max(num_layers_by_spec), 1, -1):
+        num_places = sum(-(-num // size) * size for num in num_layers_by_spec)
+        if num_places <= num_layers * (1 + MAX_WASTE):
+            return size
+    return 1

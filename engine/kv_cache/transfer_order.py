@@ -1,0 +1,41 @@
+"""Order in which a hand-off transfers the blocks of all KV groups.
+
+Both nodes derive it from the number of tokens alone: block after block of the sequence, and for
+each the groups in turn, without the blocks that no token after the prompt attends to. What the
+decode node lacks is always the rest of this order, so one number says where a grant begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.kv_cache.groups import KvCacheSpec
+from engine.scheduler.request import Request
+from kv_transfer.types import BlockId
+
+
+class TransferOrder:
+    def __init__(self, specs: Sequence[KvCacheSpec], block_size: int) -> None:
+        self._specs = tuple(specs)
+        self._block_size = block_size
+        self._forgets = any(spec.forgets for spec in specs)
+
+    def index(self, request: Request, num_blocks: int) -> int:
+        """Return how many blocks precede those after the first `num_blocks` of each table."""
+        return sum(max(0, num_blocks - first) for first in self._first_seen(request))
+
+    def blocks(self, request: Request, first: int, end: int) -> list[BlockId]:
+        """Return the blocks of the places from `first` to `end` of each table, in order."""
+        if len(self._specs) == 1 and not self._forgets:
+            return request.block_tables[0][first:end]
+        tables = list(zip(request.block_tables, self._first_seen(request), strict=True))
+        return [
+            table[place]
+            for place in range(first, end)
+            for table, first_seen in tables
+            if place >= first_seen
+        ]
+
+    def _first_seen(self, request: Request) -> list[int]:
+        position = request.num_context_tokens
+        return [spec.num_unseen(position) // self._block_size for spec in self._specs]

@@ -1,0 +1,94 @@
+"""Grouping of layers, and the tokens that each group needs."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.kv_cache.groups import (
+    FULL,
+    MAX_WASTE,
+    KvCacheSpec,
+    KvGroup,
+    group_layers,
+    layer_places,
+    layers_per_block,
+    places_done,
+)
+
+WINDOW = KvCacheSpec(window=512)
+CHUNK = KvCacheSpec(chunk=8192)
+
+
+def every(period: int, num_layers: int, spec: KvCacheSpec = WINDOW) -> list[KvCacheSpec]:
+    """Return the specs of layers of which the last of each period has full attention."""
+    return [FULL if (layer + 1) % period == 0 else spec for layer in range(num_layers)]
+
+
+def test_layers_of_one_spec_are_one_group() -> None:
+    assert group_layers([FULL] * 3) == (KvGroup(FULL, (0, 1, 2)),)
+    assert group_layers([WINDOW] * 2) == (KvGroup(WINDOW, (0, 1)),)
+
+
+def test_layers_of_several_specs_are_dealt_out_with_full_attention_first() -> None:
+    groups = group_layers(every(3, 6))
+
+    assert groups == (
+        KvGroup(FULL, (2, 5)),
+        KvGroup(WINDOW, (0, 3)),
+        KvGroup(WINDOW, (1, 4)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("specs", "num_groups", "size"),
+    [
+        (every(6, 26), 7, 4),  # Gemma 3 1B
+        (every(6, 34), 6, 6),  # Gemma 3 4B
+        (every(6, 62), 5, 13),  # Gemma 3 27B
+        (every(2, 24), 2, 12),  # gpt-oss 20B
+        (every(4, 48, CHUNK), 4, 12),  # Llama 4 Scout
+    ],
+)
+def test_blocks_of_known_models_waste_little(
+    specs: list[KvCacheSpec], num_groups: int, size: int
+) -> None:
+    groups = group_layers(specs)
+
+    assert (len(groups), layers_per_block(groups)) == (num_groups, size)
+    assert num_groups * size <= len(specs) * (1 + MAX_WASTE)
+    assert sorted(layer for group in groups for layer in group.layers) == list(range(len(specs)))
+
+
+def test_each_layer_has_a_place_of_its_own() -> None:
+    groups = group_layers(every(6, 26))
+
+    places = layer_places(groups)
+
+    assert len(set(places)) == len(places) == 26
+    for layer, (group, place) in enumerate(places):
+        assert groups[group].layers[place] == layer
+
+
+def test_a_place_is_done_once_all_groups_have_computed_it() -> None:
+    groups = group_layers(every(3, 6))
+
+    assert [places_done(groups, num_layers) for num_layers in range(7)] == [0, 0, 0, 1, 1, 1, 2]
+
+
+def test_a_place_that_a_group_lacks_does_not_hold_up_the_others() -> None:
+    groups = (KvGroup(FULL, (0, 1, 3)), KvGroup(WINDOW, (2,)))
+
+    assert [places_done(groups, num_layers) for num_layers in range(5)] == [0, 0, 0, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("spec", "unseen"),
+    [
+        (FULL, [0, 0, 0, 0, 0, 0]),
+        (KvCacheSpec(window=1), [0, 1, 2, 3, 4, 5]),
+        (KvCacheSpec(window=3), [0, 0, 0, 1, 2, 3]),
+        (KvCacheSpec(chunk=2), [0, 0, 2, 2, 4, 4]),
+    ],
+)
+def test_tokens_that_nothing_attends_to_any_more(spec: KvCacheSpec, unseen: list[int]) -> None:
+    assert [spec.num_unseen(num_tokens) for num_tokens in range(6)] == unseen
