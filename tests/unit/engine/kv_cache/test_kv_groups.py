@@ -6,7 +6,7 @@ from engine.kv_cache.groups import FULL, KvCacheSpec, KvGroup
 from engine.kv_cache.manager import KvCache
 from engine.scheduler.config import CacheConfig
 from engine.scheduler.request import Request
-from kv_transfer.types import NO_BLOCK
+from kv_transfer.types import NO_BLOCK, BlockId
 from tests.support.requests import make_request
 
 BLOCK_SIZE = 2
@@ -38,7 +38,7 @@ def test_blocks_behind_the_window_are_free_and_can_be_hit() -> None:
 def test_a_prefix_needs_only_the_last_blocks_of_a_window() -> None:
     cache = _cache()
     _serve(cache, 8)
-    cache.pool.unregister([4, 5])  # the window's blocks 0 and 1
+    _uncache(cache, 4, 5)  # the window's blocks 0 and 1
 
     assert cache.find_prefix(make_request(range(9)), 8).num_blocks == 4
     # After two blocks, the next token attends to tokens of block 1, which is gone.
@@ -48,7 +48,7 @@ def test_a_prefix_needs_only_the_last_blocks_of_a_window() -> None:
 def test_a_gap_in_the_window_shortens_the_prefix_of_all_groups() -> None:
     cache = _cache()
     _serve(cache, 8)
-    cache.pool.unregister([7])  # the window's block 3
+    _uncache(cache, 7)  # the window's block 3
 
     hit = cache.find_prefix(make_request(range(9)), 8)
 
@@ -58,7 +58,7 @@ def test_a_gap_in_the_window_shortens_the_prefix_of_all_groups() -> None:
 def test_a_gap_can_make_a_gap_of_another_group_matter() -> None:
     cache = _cache((KvGroup(FULL), KvGroup(WINDOW), KvGroup(WINDOW)))
     _serve(cache, 8)
-    cache.pool.unregister([6, 11])  # block 2 of the first window and block 3 of the second
+    _uncache(cache, 6, 11)  # block 2 of the first window and block 3 of the second
 
     # After four blocks, only block 3 of the windows is needed; after three, block 2 is.
     assert cache.find_prefix(make_request(range(9)), 8).num_blocks == 2
@@ -67,7 +67,7 @@ def test_a_gap_can_make_a_gap_of_another_group_matter() -> None:
 def test_a_prefix_that_another_node_continues_needs_no_window() -> None:
     cache = _cache()
     _serve(cache, 4)
-    cache.pool.unregister([2, 3])  # all of the window's blocks
+    _uncache(cache, 2, 3)  # all of the window's blocks
 
     hit = cache.find_prefix(make_request(range(9)), 9, continues_at=9)
 
@@ -103,6 +103,10 @@ def test_the_hand_off_leaves_out_what_nobody_attends_to() -> None:
 
 def _cache(groups: tuple[KvGroup, ...] = TWO_GROUPS) -> KvCache:
     return KvCache(CacheConfig(num_blocks=16, block_size=BLOCK_SIZE, groups=groups))
+
+
+def _uncache(cache: KvCache, *block_ids: int) -> None:
+    cache.pool.unregister(map(BlockId, block_ids))
 
 
 def _admitted(cache: KvCache, num_tokens: int) -> Request:
