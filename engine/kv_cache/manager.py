@@ -27,6 +27,7 @@ class KvCache:
         self._naming = config.naming
         self._specs = tuple(group.spec for group in config.groups)
         self._forgetful = [g for g, spec in enumerate(self._specs) if spec.forgets]
+        self._nothing: BlockTables = tuple(() for _ in self._specs)
         self.block_size = config.block_size
         self.pool = BlockPool(config.num_blocks)
         self.transfer_order = TransferOrder(self._specs, config.block_size)
@@ -112,10 +113,12 @@ class KvCache:
 
     def grow(self, request: Request, num_tokens: int) -> BlockTables | None:
         """Add blocks until `num_tokens` tokens fit. Returns them, or None if there are too few."""
-        missing = max(self.num_blocks_for(num_tokens) - request.num_blocks, 0)
+        missing = self.num_blocks_for(num_tokens) - len(request.block_tables[0])
+        if missing <= 0:
+            return self._nothing
         if missing * len(self._specs) > self.pool.num_free:
             return None
-        added = tuple(tuple(self._allocate(missing)) for _ in self._specs)
+        added = tuple([tuple(self._allocate(missing)) for _ in self._specs])
         for table, block_ids in zip(request.block_tables, added, strict=True):
             table.extend(block_ids)
         return added
@@ -139,14 +142,17 @@ class KvCache:
             return
         self._extend_hashes(request)
         run_start = first
+        block_ids, hashes = request.block_tables[0], request.block_hashes
         for place in range(first, num_full):
-            if not self._register_block(request, 0, place):
+            block_id = block_ids[place]
+            if block_id != NO_BLOCK and not self.pool.register(block_id, hashes[place]):
                 self._note_stored(request, run_start, place)
                 run_start = place + 1
         self._note_stored(request, run_start, num_full)
-        for group in range(1, len(self._specs)):
+        for group, table in enumerate(request.block_tables[1:], 1):
             for place in range(first, num_full):
-                self._register_block(request, group, place)
+                if table[place] != NO_BLOCK:
+                    self.pool.register(table[place], name_in_group(hashes[place], group))
         request.num_registered_blocks = num_full
 
     def release(self, request: Request) -> None:
@@ -198,13 +204,6 @@ class KvCache:
         num_unseen = max(0, first_seen - len(cached))
         num_allocated = num_blocks - len(cached) - num_unseen
         return [*cached, *[NO_BLOCK] * num_unseen, *self._allocate(num_allocated)]
-
-    def _register_block(self, request: Request, group: int, place: int) -> bool:
-        """Add a block to the prefix cache. Returns False if its content is there already."""
-        block_id = request.block_tables[group][place]
-        if block_id == NO_BLOCK:
-            return True
-        return self.pool.register(block_id, name_in_group(request.block_hashes[place], group))
 
     def _allocate(self, count: int) -> list[BlockId]:
         """Allocate `count` blocks, which the caller has checked to be free."""

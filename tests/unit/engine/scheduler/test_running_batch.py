@@ -48,7 +48,7 @@ def test_one_that_found_too_few_blocks_for_drafted_tokens_is_due_in_every_step()
     due = []
     for _ in range(3):
         due.append(batch.begin_step())
-        batch.grow(request, (), capacity=8)
+        batch.grow(request, ((),), capacity=8)
 
     assert due == [[request]] * 3
 
