@@ -15,7 +15,12 @@ using namespace baton;
 
 namespace {
 
-constexpr int kMaxTokens = kMaxRows / 2;  // each token has two rows of bytes
+// Each token has two rows of bytes.
+#if defined(__AVX512BF16__)
+constexpr int kMaxTokens = kMaxRows / 2;
+#else
+constexpr int kMaxTokens = 1;
+#endif
 typedef std::uint8_t Bytes __attribute__((vector_size(kLanes), aligned(1), may_alias));
 
 // The tokens from `first` up to `end` times a matrix.
