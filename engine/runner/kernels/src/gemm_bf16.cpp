@@ -123,44 +123,32 @@ constexpr std::int64_t kPassTokens = 32 * kRunRows;
 // Tokens per pass over the weights. Their sums stay in L2.
 std::int64_t tokens_per_pass(std::int64_t, std::int64_t) { return kPassTokens; }
 
-// One or two tokens read the panel as one stream, which the hardware prefetches.
-template <int TOKENS>
-void multiply_few(const Gemm& p, std::int64_t panel, std::int64_t first) {
-    const std::uint32_t* activations[TOKENS];
-    for (int t = 0; t < TOKENS; ++t)
-        activations[t] =
-            reinterpret_cast<const std::uint32_t*>(p.activations + (first + t) * p.num_columns);
-    Accumulators<TOKENS> acc = {};
-    add_panel<TOKENS>(acc, activations, p.panel(panel), p.num_columns / 2);
-    for (int t = 0; t < TOKENS; ++t) store_dst(p, acc[t], panel, first + t);
-}
-
-// Pairs of columns per block. Long blocks load and store the sums less often; short blocks read the
-// panel more sequentially, which matters as long as few tokens wait for memory.
-std::int64_t pairs_per_block(std::int64_t num_tokens) {
-    const std::int64_t num_runs = (num_tokens + kRunRows - 1) / kRunRows;
-    return num_runs == 1 ? 8 : num_runs < 4 ? 16 : kMaxBlockPairs;
+// One token reads the panel as one stream, which the hardware prefetches.
+void multiply_token(const Gemm& p, std::int64_t panel, std::int64_t token) {
+    const Bf16* const activations = p.activations + token * p.num_columns;
+    Accumulators<1> acc = {};
+    add_panel<1>(acc, {reinterpret_cast<const std::uint32_t*>(activations)}, p.panel(panel),
+                 p.num_columns / 2);
+    store_dst(p, acc[0], panel, token);
 }
 
 // Multiplies all tokens by a block of the panel, then by the next block. The first run of tokens
-// prefetches a later block.
+// prefetches the next block.
 void multiply_panel(const Gemm& p, TileConfig&, std::int64_t panel, const U32x16* next,
                     std::int64_t first, std::int64_t end) {
-    if (end - first == 1) return multiply_few<1>(p, panel, first);
-    if (end - first == 2) return multiply_few<2>(p, panel, first);
-    const std::int64_t num_pairs = p.num_columns / 2, step = pairs_per_block(end - first);
-    const std::int64_t distance = std::max<std::int64_t>(step, 32);
+    if (end - first == 1) return multiply_token(p, panel, first);
+    const std::int64_t num_pairs = p.num_columns / 2;
     F32x16 sums[kPassTokens][kVectors];
     std::memset(sums, 0, sizeof sums[0] * (end - first));
-    for (std::int64_t pair = 0; pair < num_pairs; pair += step) {
+    for (std::int64_t pair = 0; pair < num_pairs; pair += kBlockPairs) {
         const U32x16* const block = p.panel(panel) + pair * kVectors;
-        const std::int64_t beyond = pair + distance - num_pairs;
-        const U32x16* ahead = beyond < 0 ? block + distance * kVectors : next + beyond * kVectors;
+        const bool is_last = pair + kBlockPairs >= num_pairs;
+        const U32x16* ahead = is_last ? next : block + kBlockPairs * kVectors;
         for (std::int64_t token = first, count; token < end; token += count, ahead = nullptr) {
             count = next_run(end - token);
             add_block(reinterpret_cast<float*>(sums[token - first]), kPanelRows,
                       p.activations + token * p.num_columns + 2 * pair, p.num_columns, int(count),
-                      block, std::min(step, num_pairs - pair), ahead);
+                      block, std::min<std::int64_t>(kBlockPairs, num_pairs - pair), ahead);
         }
     }
     for (std::int64_t token = first; token < end; ++token)
