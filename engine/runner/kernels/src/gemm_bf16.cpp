@@ -57,13 +57,6 @@ void streaming_fence() {}
 
 #endif
 
-// Prefetches the cache lines of the output while it is computed.
-void prefetch_dst(const Gemm& p, std::int64_t panel, std::int64_t token) {
-    const Bf16* const dst = p.dst + token * p.num_rows + panel * kPanelRows;
-    __builtin_prefetch(dst, 1, 2);
-    __builtin_prefetch(dst + kPanelRows / 2, 1, 2);
-}
-
 // Stores a panel's columns of a token's output row.
 void store_dst(const Gemm& p, const F32x16 (&acc)[kVectors], std::int64_t panel,
                std::int64_t token) {
@@ -123,7 +116,53 @@ void multiply_panel(const Gemm& p, TileConfig& tile_config, std::int64_t panel, 
     }
 }
 
+#elif defined(__AVX2__) && !defined(__AVX512BF16__)
+
+constexpr std::int64_t kPassTokens = 32 * kRunRows;
+
+// Tokens per pass over the weights. Their sums stay in L2.
+std::int64_t tokens_per_pass(std::int64_t, std::int64_t) { return kPassTokens; }
+
+// One token reads the panel as one stream, which the hardware prefetches.
+void multiply_token(const Gemm& p, std::int64_t panel, std::int64_t token) {
+    const Bf16* const activations = p.activations + token * p.num_columns;
+    Accumulators<1> acc = {};
+    add_panel<1>(acc, {reinterpret_cast<const std::uint32_t*>(activations)}, p.panel(panel),
+                 p.num_columns / 2);
+    store_dst(p, acc[0], panel, token);
+}
+
+// Multiplies all tokens by a block of the panel, then by the next block. The first run of tokens
+// prefetches the next block.
+void multiply_panel(const Gemm& p, TileConfig&, std::int64_t panel, const U32x16* next,
+                    std::int64_t first, std::int64_t end) {
+    if (end - first == 1) return multiply_token(p, panel, first);
+    const std::int64_t num_pairs = p.num_columns / 2;
+    F32x16 sums[kPassTokens][kVectors];
+    std::memset(sums, 0, sizeof sums[0] * (end - first));
+    for (std::int64_t pair = 0; pair < num_pairs; pair += kBlockPairs) {
+        const U32x16* const block = p.panel(panel) + pair * kVectors;
+        const bool is_last = pair + kBlockPairs >= num_pairs;
+        const U32x16* ahead = is_last ? next : block + kBlockPairs * kVectors;
+        for (std::int64_t token = first, count; token < end; token += count, ahead = nullptr) {
+            count = next_run(end - token);
+            add_block(reinterpret_cast<float*>(sums[token - first]), kPanelRows,
+                      p.activations + token * p.num_columns + 2 * pair, p.num_columns, int(count),
+                      block, std::min<std::int64_t>(kBlockPairs, num_pairs - pair), ahead);
+        }
+    }
+    for (std::int64_t token = first; token < end; ++token)
+        store_dst(p, sums[token - first], panel, token);
+}
+
 #else
+
+// Prefetches the cache lines of the output while it is computed.
+void prefetch_dst(const Gemm& p, std::int64_t panel, std::int64_t token) {
+    const Bf16* const dst = p.dst + token * p.num_rows + panel * kPanelRows;
+    __builtin_prefetch(dst, 1, 2);
+    __builtin_prefetch(dst + kPanelRows / 2, 1, 2);
+}
 
 // Multiplies some tokens by a panel. A single run leaves prefetching to the hardware, which sees
 // one stream. Where several runs read the same panel, each prefetches a part of the next one.

@@ -48,18 +48,22 @@ extern "C" {
 // The result keeps the compiler from removing the reads.
 std::uint32_t baton_read_memory(const void* memory, std::int64_t num_vectors,
                                 std::int32_t num_threads) {
-    constexpr int kStreams = 4;
-    const auto* const vectors = static_cast<const U32x16*>(memory);
+    constexpr int kRegs = 8;
+    const auto* const words = static_cast<const U32Reg*>(memory);
+    const std::int64_t num_steps =
+        num_vectors * std::int64_t(sizeof(U32x16) / sizeof(U32Reg)) / kRegs;
     std::atomic<std::uint32_t> found{0};
     ThreadPool::instance().run(num_threads, [&](int i, int count) {
-        const Slice slice(num_vectors / kStreams, i, count);
-        U32x16 seen[kStreams] = {};
-        for (std::int64_t at = slice.first * kStreams; at < slice.end * kStreams; at += kStreams) {
-            prefetch_ahead(vectors + at, kStreams);
-            for (int v = 0; v < kStreams; ++v) seen[v] ^= vectors[at + v];
+        const Slice slice(num_steps, i, count);
+        U32Reg first = {}, second = {}, third = {}, fourth = {};
+        for (const U32Reg* at = words + slice.first * kRegs; at < words + slice.end * kRegs;
+             at += kRegs) {
+            if (kRegLanes == kLanes) prefetch_ahead(reinterpret_cast<const U32x16*>(at), kRegs);
+            first ^= at[0] ^ at[1], second ^= at[2] ^ at[3];
+            third ^= at[4] ^ at[5], fourth ^= at[6] ^ at[7];
         }
-        const U32x16 all = seen[0] ^ seen[1] ^ seen[2] ^ seen[3];
-        for (int lane = 0; lane < kLanes; ++lane) found ^= all[lane];
+        const U32Reg all = first ^ second ^ third ^ fourth;
+        for (int lane = 0; lane < kRegLanes; ++lane) found ^= all[lane];
     });
     return found;
 }

@@ -6,10 +6,11 @@
 
 #include "panels.h"
 
-namespace baton {
+#if defined(__AVX2__) && !defined(__AVX512BF16__)
+#include "microkernel_avx2.h"
+#else
 
-// Initial value of the sums: zero, or loaded from memory.
-enum class Init { kZero, kLoad };
+namespace baton {
 
 #if defined(__AMX_BF16__)
 
@@ -225,3 +226,5 @@ inline void multiply_rows(TileConfig&, float* sums, std::int64_t sum_stride, con
 #endif
 
 }  // namespace baton
+
+#endif

@@ -35,6 +35,8 @@ constexpr int kVectors = 4;
 constexpr int kPanelRows = kVectors * kLanes;
 #if defined(__AVX512BF16__)
 constexpr int kMaxRows = 6;  // activation rows per product: 24 of 32 registers accumulate
+#elif defined(__AVX2__)
+constexpr int kMaxRows = 6;  // 12 of 16 registers accumulate
 #else
 constexpr int kMaxRows = 2;
 #endif
@@ -60,6 +62,9 @@ inline void prefetch_ahead([[maybe_unused]] const U32x16* at, [[maybe_unused]] i
     for (int i = 0; i < count; ++i) __builtin_prefetch(at + kAhead + i, 0, 2);
 #endif
 }
+
+// Initial value of the sums: zero, or loaded from memory.
+enum class Init { kZero, kLoad };
 
 template <int ROWS>
 using Accumulators = F32x16[ROWS][kVectors];

@@ -16,6 +16,8 @@ enum class NumberFormat { kInt8, kInt4, kMxfp4 };
 
 constexpr int bits_of(NumberFormat format) { return format == NumberFormat::kInt8 ? 8 : 4; }
 
+constexpr std::int64_t kSegmentColumns = 128;
+
 constexpr std::int64_t kZerosOffset = kPanelRows * sizeof(float);
 
 constexpr std::int64_t header_bytes_of(NumberFormat format) {
@@ -47,6 +49,11 @@ struct QuantizedLayout {
     std::int64_t num_groups() const { return (num_columns + group_size - 1) / group_size; }
     std::int64_t padded_group() const { return (group_size + 7) / 8 * 8; }
     std::int64_t padded_columns() const { return num_groups() * padded_group(); }
+    // Segments divide groups, for sums that fit into 32 bits.
+    std::int64_t segments_per_group() const {
+        return (padded_group() + kSegmentColumns - 1) / kSegmentColumns;
+    }
+    std::int64_t num_segments() const { return num_groups() * segments_per_group(); }
     std::int64_t num_panels() const { return (num_rows + kPanelRows - 1) / kPanelRows; }
     std::int64_t header_bytes() const { return header_bytes_of(format); }
     std::int64_t group_bytes() const {
@@ -73,7 +80,7 @@ class QuantizedActivations {
         layout_ = layout;
         stride_ = layout.padded_columns();
         grow(bytes_, 2 * num_tokens * stride_);
-        grow(sums_, 2 * num_tokens * layout.num_groups());
+        grow(sums_, 2 * num_tokens * layout.num_segments());
         grow(scales_, num_tokens);
     }
 
@@ -86,23 +93,37 @@ class QuantizedActivations {
         for (std::int64_t at = 0; at < stride_; at += kLanes) {
             const F32x16 numbers = is_nonzero ? load(activations, at) * factor : F32x16{};
             const I32x16 quantized = round_to_int(numbers);
-            const I32x16 high = (quantized + 128) >> 8;
-            store_bytes(token, 0, at, high);
-            store_bytes(token, 1, at, quantized - high * 256);
+            store_numbers(token, at, quantized);
         }
-        for (int part = 0; part < 2; ++part) sum_groups(token, part);
+        add_up(token);
     }
 
+#if defined(__AVX2__) && !defined(__AVX512BF16__)
+
+    // For each quad, a pair of the even columns and one of the odd columns.
+    const std::uint32_t* pairs(std::int64_t token) const {
+        return reinterpret_cast<const std::uint32_t*>(bytes_.data() + 2 * token * stride_);
+    }
+    const std::int32_t* segment_sums(std::int64_t token) const {
+        return sums_.data() + token * layout_.num_segments();
+    }
+
+#else
+
+    // Bytes of a token: the high ones (part 0) or the low ones (part 1).
     std::int8_t* row(std::int64_t token, int part) {
         return bytes_.data() + (2 * token + part) * stride_;
     }
     const std::uint32_t* quads(std::int64_t token, int part) {
         return reinterpret_cast<const std::uint32_t*>(row(token, part));
     }
-    std::int64_t stride() const { return stride_; }  // from one row to the next
     std::int32_t& sum(std::int64_t token, int part, std::int64_t group) {
         return sums_[(2 * token + part) * layout_.num_groups() + group];
     }
+
+#endif
+
+    std::int64_t stride() const { return stride_; }  // columns from one row to the next
     float scale(std::int64_t token) const { return scales_[token]; }
 
   private:
@@ -128,10 +149,45 @@ class QuantizedActivations {
         return bf16_to_f32(last);
     }
 
+#if defined(__AVX2__) && !defined(__AVX512BF16__)
+
+    void store_numbers(std::int64_t token, std::int64_t at, const I32x16& numbers) {
+        const auto* const quads = reinterpret_cast<const __m256i*>(&numbers);
+        const __m256i first = _mm256_shuffle_epi32(_mm256_loadu_si256(quads), 0xd8);
+        const __m256i second = _mm256_shuffle_epi32(_mm256_loadu_si256(quads + 1), 0xd8);
+        const __m256i shorts = _mm256_permute4x64_epi64(_mm256_packs_epi32(first, second), 0xd8);
+        std::memcpy(bytes_.data() + 2 * (token * stride_ + at), &shorts,
+                    2 * std::min<std::int64_t>(kLanes, stride_ - at));
+    }
+
+    void add_up(std::int64_t token) {
+        const auto* numbers = reinterpret_cast<const std::int16_t*>(pairs(token));
+        std::int32_t* sum = sums_.data() + token * layout_.num_segments();
+        for (std::int64_t group = 0; group < layout_.num_groups(); ++group)
+            for (std::int64_t left = layout_.padded_group(), count; left > 0; left -= count) {
+                count = std::min(kSegmentColumns, left);
+                std::int32_t total = 0;
+                for (std::int64_t i = 0; i < count; ++i) total += numbers[i];
+                *sum++ = total, numbers += count;
+            }
+    }
+
+#else
+
+    void store_numbers(std::int64_t token, std::int64_t at, const I32x16& numbers) {
+        const I32x16 high = (numbers + 128) >> 8;
+        store_bytes(token, 0, at, high);
+        store_bytes(token, 1, at, numbers - high * 256);
+    }
+
     void store_bytes(std::int64_t token, int part, std::int64_t at, I32x16 numbers) {
         typedef std::int8_t Narrow __attribute__((vector_size(kLanes)));
         const Narrow bytes = __builtin_convertvector(numbers, Narrow);
         std::memcpy(row(token, part) + at, &bytes, std::min<std::int64_t>(kLanes, stride_ - at));
+    }
+
+    void add_up(std::int64_t token) {
+        for (int part = 0; part < 2; ++part) sum_groups(token, part);
     }
 
     void sum_groups(std::int64_t token, int part) {
@@ -143,6 +199,8 @@ class QuantizedActivations {
             sum(token, part, group) = total;
         }
     }
+
+#endif
 
     QuantizedLayout layout_;
     std::int64_t stride_;

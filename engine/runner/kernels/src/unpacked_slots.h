@@ -11,7 +11,8 @@ namespace baton {
 class UnpackedSlots : public UnpackedSlotsBase {
   public:
     static constexpr int kStepSlots = 16;
-    static constexpr std::int64_t kMaxQueryRows = 2 * kRunRows;
+    // With AVX2, packing is cheaper than two runs.
+    static constexpr std::int64_t kMaxQueryRows = kRegLanes == 8 ? kRunRows : 2 * kRunRows;
 
     static bool supports(const PagedKv& kv) { return kv.head_dim % (2 * kLanes) == 0; }
 
@@ -26,7 +27,7 @@ class UnpackedSlots : public UnpackedSlotsBase {
             nullptr,
             &UnpackedSlots::score_rows<1>,
             &UnpackedSlots::score_rows<2>,
-#if defined(__AVX512BF16__)
+#if defined(__AVX2__)
             &UnpackedSlots::score_rows<3>,
             &UnpackedSlots::score_rows<4>,
             &UnpackedSlots::score_rows<5>,
@@ -44,7 +45,7 @@ class UnpackedSlots : public UnpackedSlotsBase {
             nullptr,
             &UnpackedSlots::add_rows<1>,
             &UnpackedSlots::add_rows<2>,
-#if defined(__AVX512BF16__)
+#if defined(__AVX2__)
             &UnpackedSlots::add_rows<3>,
             &UnpackedSlots::add_rows<4>,
             &UnpackedSlots::add_rows<5>,
@@ -96,7 +97,8 @@ class UnpackedSlots : public UnpackedSlotsBase {
     template <int ROWS>
     void add_rows(float* sums, std::int64_t sum_stride, const Bf16* weights, std::int64_t head,
                   std::int64_t slot) const {
-        constexpr int kAtOnce = 8 * ROWS <= kVectors * kMaxRows ? 8 : kVectors;
+        constexpr int kMaxSums = kRegLanes < kLanes ? 6 : 24;  // as many as registers hold
+        constexpr int kAtOnce = 8 * ROWS <= kMaxSums ? 8 : 4 * ROWS <= kMaxSums ? 4 : 2;
         const bool is_last = slot + kStepSlots >= values_.count;
         const Bf16* ahead = is_last ? next_keys_.at[0] : values_.at[slot + kStepSlots];
         ahead += head;

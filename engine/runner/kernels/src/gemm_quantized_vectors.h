@@ -1,0 +1,137 @@
+// GEMM with packed weights of 4 or 8 bits, in vectors.
+//
+// The activations of a token are a row of high bytes and a row of low bytes. So the sums within a
+// group of columns are exact integers, in any order. The groups are then summed in the order of the
+// columns.
+#pragma once
+
+#include "gemm_quantized.h"
+
+namespace baton::quantized {
+
+constexpr int kMaxTokens = kMaxRows / 2;  // each token has two rows of bytes
+typedef std::uint8_t Bytes __attribute__((vector_size(kLanes), aligned(1), may_alias));
+
+template <int ROWS>
+using IntSums = I32x16[ROWS][kVectors];
+
+// The unsigned bytes of four columns out of a vector of packed numbers.
+template <NumberFormat FORMAT, typename Words>
+inline Words unpack(Words numbers, int part) {
+    if (FORMAT == NumberFormat::kInt8) return numbers;
+    const Words halves = numbers >> (4 * part) & 0x0f0f0f0fu;
+    return FORMAT == NumberFormat::kMxfp4 ? fp4_bytes(halves) : halves;
+}
+
+// dots += rows of bytes * the group's numbers.
+template <NumberFormat FORMAT, int ROWS>
+inline void add_group(IntSums<ROWS>& dots, const std::uint32_t* const (&rows)[ROWS],
+                      const U32x16* numbers, std::int64_t first, std::int64_t end) {
+    constexpr int kQuads = 8 / bits_of(FORMAT);
+    for (std::int64_t quad = first; quad < end; quad += kQuads, numbers += kVectors) {
+        prefetch_ahead(numbers, kVectors);
+        for (int part = 0; part < kQuads; ++part) {
+            U32x16 weights[kVectors];
+            for (int v = 0; v < kVectors; ++v) weights[v] = unpack<FORMAT>(numbers[v], part);
+            for (int row = 0; row < ROWS; ++row) {
+                const std::uint32_t activation = rows[row][quad + part];
+                for (int v = 0; v < kVectors; ++v)
+                    dot_add_int8(dots[row][v], weights[v], activation);
+            }
+        }
+    }
+}
+
+// Dequantizes the integer sums of a group, for sixteen rows of a panel.
+template <NumberFormat FORMAT>
+class Dequantizer {
+  public:
+    Dequantizer(const std::uint8_t* group, int v) {
+        Bytes zero_bytes;
+        std::memcpy(&scales_, group + v * sizeof scales_, sizeof scales_);
+        const std::uint8_t* const zeros = group + kZerosOffset;
+        std::memcpy(&zero_bytes, zeros + v * kLanes, sizeof zero_bytes);
+        zeros_ = __builtin_convertvector(zero_bytes, I32x16);
+    }
+
+    // high, low: sums of products for the rows of high and low bytes.
+    // high_sum, low_sum: sums of these bytes, which the zero points are multiplied by.
+    F32x16 operator()(I32x16 high, I32x16 low, std::int32_t high_sum, std::int32_t low_sum) const {
+        const I32x16 highs = high - zeros_ * high_sum, lows = low - zeros_ * low_sum;
+        const F32x16 both =
+            __builtin_convertvector(highs, F32x16) * 256.0f + __builtin_convertvector(lows, F32x16);
+        return both * scales_;
+    }
+
+  private:
+    F32x16 scales_;
+    I32x16 zeros_;
+};
+
+// A group of MXFP4 has 32 columns, so that the sum of both rows of bytes is below 2^24: exact.
+template <>
+class Dequantizer<NumberFormat::kMxfp4> {
+  public:
+    Dequantizer(const std::uint8_t* group, int v) {
+        Bytes exponents;
+        std::memcpy(&exponents, group + v * kLanes, sizeof exponents);
+        const U32x16 bits = __builtin_convertvector(exponents, U32x16) << 23;
+        scales_ = lane_max((F32x16)bits, splat(0x1p-127f)) * 0.5f;
+    }
+
+    F32x16 operator()(I32x16 high, I32x16 low, std::int32_t high_sum, std::int32_t low_sum) const {
+        const I32x16 both = high * 256 + low - kFp4Zero * (high_sum * 256 + low_sum);
+        return __builtin_convertvector(both, F32x16) * scales_;
+    }
+
+  private:
+    F32x16 scales_;
+};
+
+template <NumberFormat FORMAT, int TOKENS>
+void multiply(const Gemm& p, QuantizedActivations& activations, std::int64_t panel,
+              std::int64_t first) {
+    const QuantizedLayout& layout = p.layout;
+    const std::uint32_t* rows[2 * TOKENS];
+    for (int t = 0; t < TOKENS; ++t)
+        for (int part = 0; part < 2; ++part)
+            rows[2 * t + part] = activations.quads(first + t, part);
+    Accumulators<TOKENS> acc = {};
+    const std::int64_t quads = layout.padded_group() / 4;
+    for (std::int64_t group = 0; group < layout.num_groups(); ++group) {
+        const std::uint8_t* at = p.packed + layout.group_at(panel, group);
+        IntSums<2 * TOKENS> dots = {};
+        const auto* numbers = reinterpret_cast<const U32x16*>(at + header_bytes_of(FORMAT));
+        add_group<FORMAT, 2 * TOKENS>(dots, rows, numbers, group * quads, (group + 1) * quads);
+        for (int v = 0; v < kVectors; ++v) {
+            const Dequantizer<FORMAT> dequantize(at, v);
+            for (int t = 0; t < TOKENS; ++t)
+                acc[t][v] += dequantize(dots[2 * t][v], dots[2 * t + 1][v],
+                                        activations.sum(first + t, 0, group),
+                                        activations.sum(first + t, 1, group));
+        }
+    }
+    for (int t = 0; t < TOKENS; ++t)
+        for (int v = 0; v < kVectors; ++v) acc[t][v] *= activations.scale(first + t);
+    store_panel<TOKENS>(acc, p.bias, p.dst + first * p.layout.num_rows, panel, layout.num_rows);
+}
+
+template <NumberFormat FORMAT>
+void multiply_panel(const Gemm& p, QuantizedActivations& activations, std::int64_t panel) {
+    constexpr void (*kMultiply[])(const Gemm&, QuantizedActivations&, std::int64_t,
+                                  std::int64_t) = {
+        nullptr,
+        multiply<FORMAT, 1>,
+#if defined(__AVX512BF16__)
+        multiply<FORMAT, 2>,
+        multiply<FORMAT, 3>,
+#endif
+    };
+    for (std::int64_t first = p.first; first < p.end;) {
+        const int count = next_run(p.end - first, kMaxTokens);
+        kMultiply[count](p, activations, panel, first);
+        first += count;
+    }
+}
+
+}  // namespace baton::quantized
