@@ -241,7 +241,7 @@ void attend(std::int64_t dim, AttentionParams params, int threads) {
     Numbers keys = random_numbers(kLength * kKvHeads * dim);
     Numbers values = random_numbers(kLength * kKvHeads * dim);
     Numbers cache(kBlocks * kLayers * 2 * kKvHeads * kBlock * dim);
-    const PagedKv kv{cache, kLayers, kKvHeads, kBlock, dim};
+    const PagedKv kv{cache, kLayers, 2, kKvHeads, kBlock, dim, dim};
     BatchLayout batch{};
     batch.write_blocks = blocks.data(), batch.write_offsets = offsets.data();
     batch.block_tables = tables.data(), batch.context_lens = lengths.data();

@@ -11,7 +11,7 @@ namespace baton {
 // Packed slots of a few panels. Slots past the end are undefined.
 class PackedSlots {
   public:
-    explicit PackedSlots(std::int64_t head_dim) : size_(head_dim) {}
+    explicit PackedSlots(const PagedKv& kv) : size_(kv.head_dim), value_size_(kv.value_dim) {}
 
     // Packs the slots in [first, end). Meanwhile it prefetches the same slots of the next head, at
     // a distance of next_ numbers, into L2. For the last head these prefetches are useless.
@@ -57,7 +57,8 @@ class PackedSlots {
     static constexpr std::int64_t kPartLines = kScoreTileSlots / 2 * kVectors;
 
     std::int64_t pairs() const { return size_ / 2; }
-    std::int64_t num_parts() const { return (size_ + kPanelRows - 1) / kPanelRows; }  // of a value
+    // Parts of a value.
+    std::int64_t num_parts() const { return (value_size_ + kPanelRows - 1) / kPanelRows; }
 
     static const U32x16* words_of(const std::vector<CacheLine>& lines, std::int64_t at) {
         return reinterpret_cast<const U32x16*>(lines.data() + at);
@@ -91,12 +92,12 @@ class PackedSlots {
     // Packs the values of two slots.
     void pack_values(const Bf16* const* values, int pair) {
         std::int64_t d = 0;
-        for (; d + kLanes <= size_; d += kLanes) {
+        for (; d + kLanes <= value_size_; d += kLanes) {
             const U32x16 both = zero_extend(values[0] + d) | zero_extend(values[1] + d) << 16;
             std::memcpy(value_at(d, pair), &both, sizeof both);
             for (int i = 0; d % 32 == 0 && i < 2; ++i) prefetch(values[i] + d + next_);
         }
-        for (; d < size_; ++d)
+        for (; d < value_size_; ++d)
             *value_at(d, pair) = std::uint32_t(values[0][d]) | std::uint32_t(values[1][d]) << 16;
     }
 
@@ -114,7 +115,8 @@ class PackedSlots {
         return lines[vector_at(pair, within / kLanes, kScoreTileSlots / 2)].words + within % kLanes;
     }
 
-    std::int64_t size_, count_ = 0, next_ = 0;  // head_dim; slots; distance to the next head
+    std::int64_t size_, value_size_, count_ = 0;  // of keys and values; slots
+    std::int64_t next_ = 0;                       // distance to the next head
     std::vector<CacheLine> keys_, values_;
 };
 

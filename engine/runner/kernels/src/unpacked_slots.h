@@ -13,7 +13,9 @@ class UnpackedSlots : public UnpackedSlotsBase {
     static constexpr int kStepSlots = 16;
     static constexpr std::int64_t kMaxQueryRows = 2 * kRunRows;
 
-    static bool supports(const PagedKv& kv) { return kv.head_dim % (2 * kLanes) == 0; }
+    static bool supports(const PagedKv& kv) {
+        return kv.num_tensors == 2 && kv.head_dim % (2 * kLanes) == 0;
+    }
 
     static void pack_queries(AlignedVector<Bf16>&, int) {}  // queries need no packing
 
