@@ -127,6 +127,15 @@ struct Experts {
     }
 };
 
+void multiply_heads(std::int64_t tokens, std::int64_t rows, std::int64_t columns, int threads) {
+    constexpr std::int64_t kHeads = 5;
+    const Experts heads(kHeads, rows, columns);
+    Numbers src = random_numbers(kHeads * tokens * columns), dst(kHeads * tokens * rows);
+    const HeadLinearArgs args{heads.matrices.data(), src, dst, kHeads, tokens, threads};
+    baton_head_linear(&args);
+    print_bits("heads", dst);
+}
+
 void mix(std::int64_t tokens, std::int64_t hidden_size, Scoring scoring, int threads) {
     constexpr std::int64_t kExperts = 12, kTop = 3, kSize = 40;
     const std::int64_t num_rows = tokens * kTop;
@@ -147,6 +156,7 @@ void mix(std::int64_t tokens, std::int64_t hidden_size, Scoring scoring, int thr
         .top_k = kTop,
         .num_groups = 2,
         .top_groups = 1,
+        .group_best = 2,
         .scale = 1.5f,
         .scoring = scoring,
         .normalizes = true,
@@ -228,7 +238,8 @@ void find_maxima(std::int64_t tokens, std::int64_t size, int threads) {
     print_indices("argmax", indices);
 }
 
-void attend(std::int64_t dim, AttentionParams params, int threads) {
+// Without values if value_dim is less than dim.
+void attend(std::int64_t dim, std::int64_t value_dim, AttentionParams params, int threads) {
     constexpr std::int64_t kLayers = 2, kLayer = 1, kKvHeads = 2, kHeads = 8, kBlock = 16,
                            kBlocks = 12;
     constexpr std::int64_t kLength = 150, kTokens = 37, kSequences = 3, kTable = 10, kFirst = 0;
@@ -241,7 +252,7 @@ void attend(std::int64_t dim, AttentionParams params, int threads) {
     Numbers keys = random_numbers(kLength * kKvHeads * dim);
     Numbers values = random_numbers(kLength * kKvHeads * dim);
     Numbers cache(kBlocks * kLayers * 2 * kKvHeads * kBlock * dim);
-    const PagedKv kv{cache, kLayers, 2, kKvHeads, kBlock, dim, dim};
+    const PagedKv kv{cache, kLayers, value_dim < dim ? 1 : 2, kKvHeads, kBlock, dim, value_dim};
     BatchLayout batch{};
     batch.write_blocks = blocks.data(), batch.write_offsets = offsets.data();
     batch.block_tables = tables.data(), batch.context_lens = lengths.data();
@@ -260,20 +271,21 @@ void attend(std::int64_t dim, AttentionParams params, int threads) {
     baton_write_kv(&write);
 
     Numbers queries = random_numbers(kTokens * kHeads * dim), dst(queries.count);
+    Numbers chunk_dst(kTokens * kHeads * value_dim);
     batch.num_sequences = 1;
     AttentionArgs args{
         .kv = kv,
         .batch = batch,
         .params = params,
         .queries = queries,
-        .dst = dst,
+        .dst = chunk_dst,
         .layer = kLayer,
         .num_heads = kHeads,
         .num_threads = threads,
     };
     baton_attention(&args);
-    print_bits("chunk", dst);
-    Numbers single_dst(kSequences * kHeads * dim);
+    print_bits("chunk", chunk_dst);
+    Numbers single_dst(kSequences * kHeads * value_dim);
     args.batch.num_sequences = args.batch.num_single = kSequences;
     args.dst = single_dst;
     baton_attention(&args);
@@ -314,16 +326,18 @@ int main() {
             run_elementwise(tokens, 96, threads);
             run_elementwise(tokens, 258, threads);
             find_maxima(tokens, 999, threads);
+            multiply_heads(tokens, 130, 96, threads);
             mix(tokens, 96, Scoring::kSoftmax, threads);
             mix(tokens, 70, Scoring::kSigmoid, threads);
         }
         const float sinks[8] = {-2, -1, 0, 1, 2, 3, 4, 5};
         for (const std::int64_t dim : {32, 128}) {
-            attend(dim, {}, threads);
-            attend(dim, {.window = 20}, threads);
-            attend(dim, {.sinks = sinks, .window = 20, .softcap = 2}, threads);
-            attend(dim, {.sinks = sinks, .chunk = 24}, threads);
-            attend(dim, {.chunk = 24, .softcap = 2}, threads);
+            attend(dim, dim, {}, threads);
+            attend(dim, dim - 8, {}, threads);
+            attend(dim, dim, {.window = 20}, threads);
+            attend(dim, dim, {.sinks = sinks, .window = 20, .softcap = 2}, threads);
+            attend(dim, dim, {.sinks = sinks, .chunk = 24}, threads);
+            attend(dim, dim, {.chunk = 24, .softcap = 2}, threads);
         }
     }
 }

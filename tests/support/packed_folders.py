@@ -27,7 +27,7 @@ class Format:
     group: int = 16
     is_symmetric: bool = False
     settings: Mapping[str, bool] = field(default_factory=dict)
-    linears: str = r".*(_proj|experts\.\d+\.w[123])\.weight"  # names of quantized matrices
+    linears: str = r".*(_proj|_with_mqa|experts\.\d+\.w[123])\.weight"  # names of quantized matrices
 
 
 def _compressed(written: str, bits: int, group: int, strategy: str = "group") -> Mapping[str, Any]:
@@ -73,7 +73,7 @@ MXFP4 = Format({"quant_method": "mxfp4"}, linears=r".*\.experts\.(gate_up|down)_
 
 EVERY_FORMAT = {**FORMATS, "mxfp4": MXFP4}
 # Families with their formats. Fused matrices; fused and permuted; experts of their own; with a
-# shared one and partial RoPE.
+# shared one and partial RoPE. Matrices that latent attention splits by head.
 COMBINATIONS = (
     ("phi3", "packed-with-zeros"),
     ("phi3", "float8-rows"),
@@ -87,6 +87,8 @@ COMBINATIONS = (
     ("glm4-moe", "awq"),
     ("glm4-moe", "fp8"),
     ("gpt-oss", "mxfp4"),
+    ("deepseek-v2-lite", "bytes"),
+    ("deepseek-v3", "fp8"),
 )
 
 
