@@ -27,7 +27,8 @@ class Format:
     group: int = 16
     is_symmetric: bool = False
     settings: Mapping[str, bool] = field(default_factory=dict)
-    linears: str = r".*(_proj|_with_mqa|experts\.\d+\.w[123])\.weight"  # names of quantized matrices
+    # Names of quantized matrices.
+    linears: str = r".*(_proj|_with_mqa|experts\.\d+\.w[123])\.weight"
 
 
 def _compressed(written: str, bits: int, group: int, strategy: str = "group") -> Mapping[str, Any]:
