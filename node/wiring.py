@@ -29,8 +29,8 @@ from telemetry.metrics.instruments import NodeMetrics
 from telemetry.tracing.node_timeline import NodeFacts
 from telemetry.tracing.tracer import Tracer
 
-# The axes inside one block, outermost first.
-KV_LAYOUT = "layer,kv,head,token,dim"
+# The axes inside one block, outermost first, by the number of tensors per layer.
+KV_LAYOUTS = {1: "layer,latent,token,dim", 2: "layer,kv,head,token,dim"}
 ID_BYTES = 4
 
 
@@ -89,7 +89,7 @@ def identify(options: NodeOptions, role: NodeRole, runner: TorchRunner) -> Ident
         fingerprint=Fingerprint(
             model=runner.info.fingerprint,
             dtype=memory.dtype,
-            layout=KV_LAYOUT,
+            layout=KV_LAYOUTS[memory.num_tensors],
             block_size=memory.block_size,
             num_layers=memory.num_layers,
             num_kv_heads=memory.num_kv_heads,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 Fields = Mapping[str, object]  # of config.json
 
-EXPERT_FIELDS = ("num_experts", "num_local_experts")
+EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +244,49 @@ SHAPES: Mapping[str, ModelShape] = {
             "eos_token_id": 2,
         },
         layers=1,
+    ),
+    "deepseek-v2-lite": ModelShape(
+        {
+            "architectures": ["DeepseekV2ForCausalLM"],
+            "model_type": "deepseek_v2",
+            "vocab_size": 102400,
+            "hidden_size": 2048,
+            "intermediate_size": 10944,
+            "num_hidden_layers": 27,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "q_lora_rank": None,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 1408,
+            "first_k_dense_replace": 1,
+            "topk_method": "greedy",
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+            "max_position_embeddings": 163840,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10_000,
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 40,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "mscale": 0.707,
+                "mscale_all_dim": 0.707,
+                "original_max_position_embeddings": 4096,
+            },
+            "tie_word_embeddings": False,
+            "hidden_act": "silu",
+            "bos_token_id": 100000,
+            "eos_token_id": 100001,
+        },
+        layers=6,
+        experts=16,
     ),
     "gpt-oss-20b": ModelShape(
         {

@@ -133,6 +133,15 @@ struct Experts {
     }
 };
 
+void multiply_heads(std::int64_t tokens, std::int64_t rows, std::int64_t columns, int threads) {
+    constexpr std::int64_t kHeads = 5;
+    const Experts heads(kHeads, bf16_matrix(rows, columns));
+    Numbers src = random_numbers(kHeads * tokens * columns), dst(kHeads * tokens * rows);
+    const HeadLinearArgs args{heads.matrices.data(), src, dst, kHeads, tokens, threads};
+    baton_head_linear(&args);
+    print_bits("heads", dst);
+}
+
 using MatrixOf = PackedMatrix (*)(std::int64_t rows, std::int64_t columns);
 
 void mix(const char* kernel, MatrixOf matrix_of, std::int64_t tokens, std::int64_t hidden_size,
@@ -156,6 +165,7 @@ void mix(const char* kernel, MatrixOf matrix_of, std::int64_t tokens, std::int64
         .top_k = kTop,
         .num_groups = 2,
         .top_groups = 1,
+        .group_best = 2,
         .scale = 1.5f,
         .scoring = scoring,
         .normalizes = true,
@@ -238,7 +248,8 @@ void find_maxima(std::int64_t tokens, std::int64_t size, int threads) {
     print_indices("argmax", indices);
 }
 
-void attend(std::int64_t dim, AttentionParams params, int threads) {
+// Without values if value_dim is less than dim.
+void attend(std::int64_t dim, std::int64_t value_dim, AttentionParams params, int threads) {
     constexpr std::int64_t kLayers = 2, kLayer = 1, kKvHeads = 2, kHeads = 8, kBlock = 16,
                            kBlocks = 12;
     constexpr std::int64_t kLength = 150, kTokens = 37, kSequences = 3, kTable = 10, kFirst = 0;
@@ -251,7 +262,7 @@ void attend(std::int64_t dim, AttentionParams params, int threads) {
     Numbers keys = random_numbers(kLength * kKvHeads * dim);
     Numbers values = random_numbers(kLength * kKvHeads * dim);
     Numbers cache(kBlocks * kLayers * 2 * kKvHeads * kBlock * dim);
-    const PagedKv kv{cache, kLayers, kKvHeads, kBlock, dim};
+    const PagedKv kv{cache, kLayers, value_dim < dim ? 1 : 2, kKvHeads, kBlock, dim, value_dim};
     BatchLayout batch{};
     batch.write_blocks = blocks.data(), batch.write_offsets = offsets.data();
     batch.block_tables = tables.data(), batch.context_lens = lengths.data();
@@ -270,20 +281,21 @@ void attend(std::int64_t dim, AttentionParams params, int threads) {
     baton_write_kv(&write);
 
     Numbers queries = random_numbers(kTokens * kHeads * dim), dst(queries.count);
+    Numbers chunk_dst(kTokens * kHeads * value_dim);
     batch.num_sequences = 1;
     AttentionArgs args{
         .kv = kv,
         .batch = batch,
         .params = params,
         .queries = queries,
-        .dst = dst,
+        .dst = chunk_dst,
         .layer = kLayer,
         .num_heads = kHeads,
         .num_threads = threads,
     };
     baton_attention(&args);
-    print_bits("chunk", dst);
-    Numbers single_dst(kSequences * kHeads * dim);
+    print_bits("chunk", chunk_dst);
+    Numbers single_dst(kSequences * kHeads * value_dim);
     args.batch.num_sequences = args.batch.num_single = kSequences;
     args.dst = single_dst;
     baton_attention(&args);
@@ -326,17 +338,19 @@ int main() {
             run_elementwise(tokens, 96, threads);
             run_elementwise(tokens, 258, threads);
             find_maxima(tokens, 999, threads);
+            multiply_heads(tokens, 130, 96, threads);
             mix("experts", bf16_matrix, tokens, 96, Scoring::kSoftmax, threads);
             mix("experts", bf16_matrix, tokens, 70, Scoring::kSigmoid, threads);
             mix("mxfp4-experts", mxfp4_matrix, tokens, 96, Scoring::kSoftmaxOfTop, threads);
         }
         const float sinks[8] = {-2, -1, 0, 1, 2, 3, 4, 5};
         for (const std::int64_t dim : {32, 128}) {
-            attend(dim, {}, threads);
-            attend(dim, {.window = 20}, threads);
-            attend(dim, {.sinks = sinks, .window = 20, .softcap = 2}, threads);
-            attend(dim, {.sinks = sinks, .chunk = 24}, threads);
-            attend(dim, {.chunk = 24, .softcap = 2}, threads);
+            attend(dim, dim, {}, threads);
+            attend(dim, dim - 8, {}, threads);
+            attend(dim, dim, {.window = 20}, threads);
+            attend(dim, dim, {.sinks = sinks, .window = 20, .softcap = 2}, threads);
+            attend(dim, dim, {.sinks = sinks, .chunk = 24}, threads);
+            attend(dim, dim, {.chunk = 24, .softcap = 2}, threads);
         }
     }
 }

@@ -39,6 +39,7 @@ class KvMemory:
     block_bytes: int
     block_size: int  # tokens
     num_layers: int  # for which a block has places
+    num_tensors: int  # per layer: keys and values, or 1 if the keys contain the values
     num_kv_heads: int
     head_dim: int
     dtype: str  # float32, bfloat16 or float16

@@ -100,7 +100,13 @@ def test_a_quantized_family_answers_like_its_dequantized_weights(
 
 @needs_kernels
 @pytest.mark.parametrize(
-    ("family", "written"), [("glm4", "fp8"), ("qwen3-moe", "awq"), ("gpt-oss", "mxfp4")]
+    ("family", "written"),
+    [
+        ("glm4", "fp8"),
+        ("qwen3-moe", "awq"),
+        ("gpt-oss", "mxfp4"),
+        ("deepseek-v2-lite", "bytes"),
+    ],
 )
 def test_native_kernels_read_quantized_families(family: str, written: str, write: Write) -> None:
     packed, plain = write(family, EVERY_FORMAT[written])

@@ -55,6 +55,11 @@ class Shape:
     softcap: float | None = None
     has_sinks: bool = False
     dtype: torch.dtype = torch.float32
+    value_dim: int | None = None  # leading numbers of a key that are its value
+
+    @property
+    def num_tensors(self) -> int:
+        return 2 if self.value_dim is None else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +82,8 @@ class World:
         # Single tokens first, as the layout requires.
         self.sequences = sorted(sequences, key=lambda each: each.queries != 1)
         self._generator = torch.Generator().manual_seed(seed)
-        kv_shape = (2, shape.num_layers, shape.num_kv_heads, shape.head_dim)
-        # By sequence: [2, layers, kv_heads, head_dim, tokens], as the cache will round them.
+        kv_shape = (shape.num_tensors, shape.num_layers, shape.num_kv_heads, shape.head_dim)
+        # By sequence: [tensors, layers, kv_heads, head_dim, tokens], as the cache will round them.
         self.keys_values = [
             self._random(*kv_shape, each.length).to(shape.dtype) for each in self.sequences
         ]
@@ -132,7 +137,13 @@ class World:
         sinks = self.sinks[layer] if shape.has_sinks else None
         window, chunk = shape.windows[layer], shape.chunks[layer]
         return LayerAttention(
-            shape.head_dim**-0.5, window, chunk, shape.softcap, sinks, place=layer
+            shape.head_dim**-0.5,
+            window,
+            chunk,
+            shape.softcap,
+            sinks,
+            place=layer,
+            value_dim=shape.value_dim,
         )
 
     def _naive(self, layer: int, query: Tensor, keys_values: Tensor, position: int) -> Tensor:
@@ -142,7 +153,8 @@ class World:
         seen = keys_values[:, layer, :, :, first : position + 1].double()
         heads = []
         for head in range(shape.num_heads):
-            keys, values = seen[:, head // (shape.num_heads // shape.num_kv_heads)]
+            slots = seen[:, head // (shape.num_heads // shape.num_kv_heads)]
+            keys, values = slots[0], slots[-1, : shape.value_dim]
             scores = query[head].double() @ keys / math.sqrt(shape.head_dim)
             if shape.softcap is not None:
                 scores = shape.softcap * torch.tanh(scores / shape.softcap)
@@ -151,14 +163,14 @@ class World:
             heads.append(values @ scores.softmax(dim=0)[: values.shape[1]])
         return torch.stack(heads)
 
-    def _fresh(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of the pass's new tokens, in flat order."""
+    def _fresh(self, layer: int) -> tuple[Tensor, Tensor | None]:
+        """Return the keys of the pass's new tokens, and their values if stored, in flat order."""
         parts = [
             keys_values[:, layer, :, :, each.computed :].permute(0, 3, 1, 2)
             for each, keys_values in zip(self.sequences, self.keys_values, strict=True)
         ]
-        keys, values = torch.cat(parts, dim=1)
-        return keys, values
+        tensors = torch.cat(parts, dim=1)
+        return tensors[0], tensors[1] if len(tensors) == 2 else None
 
     def _tables(self) -> list[list[int]]:
         size = self.shape.block_size
@@ -173,8 +185,10 @@ class World:
         """
         shape = self.shape
         num_blocks = sum(map(len, self.tables)) + 3
-        per_block = (shape.num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
-        kv = torch.full((num_blocks, *per_block), math.nan, dtype=shape.dtype)
+        heads = shape.num_kv_heads, shape.block_size, shape.head_dim
+        kv = torch.full(
+            (num_blocks, shape.num_layers, shape.num_tensors, *heads), math.nan, dtype=shape.dtype
+        )
         for each, table, keys_values in zip(
             self.sequences, self.tables, self.keys_values, strict=True
         ):
@@ -204,7 +218,8 @@ def check(make: MakeAttention, world: World) -> None:
     answers = world.attend(make)
 
     for layer, answer in enumerate(answers):
-        assert answer.shape == world.queries[layer].shape
+        value_dim = world.shape.value_dim or world.shape.head_dim
+        assert answer.shape == (*world.queries[layer].shape[:2], value_dim)
         assert answer.dtype == world.shape.dtype
         error = (answer.double() - world.expected(layer)).abs().max()
         assert error < TOLERANCE[world.shape.dtype], f"layer {layer} is off by {error}"
@@ -221,8 +236,10 @@ def check_writes(world: World, before: Tensor) -> None:
             torch.from_numpy(layout.write_offsets),
         )
         assert torch.equal(world.kv[blocks, layer, 0, :, slots], keys)
-        assert torch.equal(world.kv[blocks, layer, 1, :, slots], values)
-        before[blocks, layer, 0, :, slots], before[blocks, layer, 1, :, slots] = keys, values
+        before[blocks, layer, 0, :, slots] = keys
+        if values is not None:
+            assert torch.equal(world.kv[blocks, layer, 1, :, slots], values)
+            before[blocks, layer, 1, :, slots] = values
     assert torch.equal(world.kv.nan_to_num(nan=9e9), before.nan_to_num(nan=9e9))
 
 
@@ -259,6 +276,28 @@ each_implementation = pytest.mark.parametrize(
 def test_any_mix_of_chunks_and_decodes_equals_attention_token_by_token(
     implementation: Implementation, shape: Shape, sequences: list[Part], seed: int
 ) -> None:
+    if shape.dtype not in implementation.dtypes:
+        shape = replace(shape, dtype=implementation.dtypes[0])
+    check(implementation.make, World(shape, sequences, seed))
+
+
+@each_implementation
+@given(
+    shape=SHAPES,
+    latent=st.sampled_from([(8, 8), (40, 32), (48, 40), (96, 64), (160, 128)]),
+    sequences=st.lists(CHUNKS | DECODES, min_size=1, max_size=7),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=40, deadline=None)
+def test_keys_that_contain_their_values_equal_attention_token_by_token(
+    implementation: Implementation,
+    shape: Shape,
+    latent: tuple[int, int],
+    sequences: list[Part],
+    seed: int,
+) -> None:
+    head_dim, value_dim = latent
+    shape = replace(shape, head_dim=head_dim, value_dim=value_dim)
     if shape.dtype not in implementation.dtypes:
         shape = replace(shape, dtype=implementation.dtypes[0])
     check(implementation.make, World(shape, sequences, seed))

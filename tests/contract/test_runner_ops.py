@@ -121,6 +121,33 @@ def test_a_product_is_that_of_float64_but_for_the_last_rounding(
 
 
 @each_variant
+@given(
+    num_tokens=st.integers(1, 20),
+    num_heads=st.integers(1, 5),
+    num_rows=st.integers(1, 200),
+    columns=COLUMNS,
+    seed=SEEDS,
+)
+@settings(max_examples=40, deadline=None)
+def test_each_head_is_multiplied_by_its_own_matrix(
+    kernels: Kernels, num_tokens: int, num_heads: int, num_rows: int, columns: int, seed: int
+) -> None:
+    weights, wide = drawn(seed, num_heads, num_rows, columns), drawn(seed, num_heads, columns + 2)
+    heads = (
+        wide.repeat(num_tokens, 1, 1)[..., 1:-1] * torch.arange(1, num_tokens + 1)[:, None, None]
+    )
+    heads = heads.bfloat16()
+
+    found = NativeOps(kernels).head_linears(weights)(heads)
+
+    wanted = torch.einsum("thc,hrc->thr", heads.double(), weights.double())
+    assert is_near(found, wanted)
+    assert is_near(REFERENCE.head_linears(weights)(heads), wanted)
+    alone = NativeOps(kernels).head_linears(weights)(heads[-1:])
+    assert torch.equal(found[-1:], alone)
+
+
+@each_variant
 @pytest.mark.parametrize("num_tokens", [1, 2, 5, 6, 7, 12, 33, 200, 500])
 def test_a_token_has_the_same_bits_in_any_batch_and_with_any_number_of_threads(
     kernels: Kernels, num_tokens: int

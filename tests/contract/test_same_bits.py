@@ -56,6 +56,7 @@ class Sequences:
         block_size: int,
         seed: int,
         value_scale: float = 1.0,
+        value_dim: int | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         num_kv_heads, gqa_group_size = heads
@@ -66,19 +67,21 @@ class Sequences:
         self._keys = [_drawn(generator, n, num_kv_heads, head_dim) for n in lengths]
         values = [_drawn(generator, n, num_kv_heads, head_dim) for n in lengths]
         self._values = [value_scale * some for some in values]
+        self._value_dim = value_dim
         self.sinks = 3 * torch.randn(num_heads, generator=generator)
         counts = [-(-n // block_size) for n in lengths]
         ids = torch.randperm(sum(counts), generator=generator).tolist()
         self._tables = [[ids.pop() for _ in range(count)] for count in counts]
-        self._shape = (sum(counts), 1, 2, num_kv_heads, block_size, head_dim)
+        num_tensors = 2 if value_dim is None else 1
+        self._shape = (sum(counts), 1, num_tensors, num_kv_heads, block_size, head_dim)
 
     def attended(self, kernels: Kernels, rules: LayerAttention, cut: Cut) -> list[Tensor]:
         """Return the outputs of each sequence, computed in passes of the given size."""
         kv = torch.full(self._shape, torch.nan, dtype=torch.bfloat16)
-        rules = replace(rules, scale=kv.shape[-1] ** -0.5)
+        rules = replace(rules, scale=kv.shape[-1] ** -0.5, value_dim=self._value_dim)
         attention = NativePagedAttention(kernels, kv, [rules])
         computed = [0] * len(self._lengths)
-        answers = [torch.empty_like(queries) for queries in self._queries]
+        answers = [queries[..., : self._value_dim].clone() for queries in self._queries]
         while any(self._left(computed)):
             takes = [(i, cut(left)) for i, left in enumerate(self._left(computed)) if left]
             takes.sort(key=lambda take: take[1] != 1)  # single tokens first, as the layout requires
@@ -188,6 +191,25 @@ def test_attention_is_the_same_across_tile_boundaries(
 
 
 @pytest.mark.parametrize("kernels", kernels_by_variant().values(), ids=kernels_by_variant().keys())
+@pytest.mark.parametrize("gqa_group_size", [1, 3, 16])
+def test_latent_attention_is_the_same_across_tile_boundaries(
+    kernels: Kernels, gqa_group_size: int
+) -> None:
+    """A single sequence, too: threads share its heads."""
+    lengths = [530, 300, 257]
+    rules, draw = LayerAttention(1.0), random.Random(0)
+    for some in (lengths, lengths[:1]):
+        sequences = Sequences(some, (1, gqa_group_size), 96, 16, seed=1, value_dim=64)
+
+        at_once = sequences.attended(kernels, rules, whole)
+        cut = sequences.attended(
+            kernels, rules, lambda left: 240 if left > 250 else min(left, draw.choice([1, 1, 30]))
+        )
+
+        assert all(map(torch.equal, at_once, cut))
+
+
+@pytest.mark.parametrize("kernels", kernels_by_variant().values(), ids=kernels_by_variant().keys())
 def test_attention_to_subnormal_values_is_the_same_for_any_chunks(
     kernels: Kernels,
 ) -> None:
@@ -224,6 +246,9 @@ MODELS = {
     "granite": {},
     "qwen2-moe": {},
     "llama4": {},
+    "deepseek-v2-lite": {},
+    "deepseek-v2": {"quantize": "int4"},
+    "deepseek-v3": {"quantize": "int8"},
     "gpt-oss": {},
     "qwen3-moe": {"quantize": "int4"},
     "mixtral": {"quantize": "int8"},

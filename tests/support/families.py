@@ -35,6 +35,23 @@ def _rope(kind: str, **settings: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10_000.0, **settings}}
 
 
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "num_hidden_layers": 3,
+    # The norms of latent attention have an epsilon of their own.
+    "rms_norm_eps": 1e-2,
+}
+LATENT_YARN = {"factor": 8.0, "original_max_position_embeddings": 64}
+
+
 # The windows and chunks are shorter than the prompts of the tests.
 DENSE: Mapping[str, Variant] = {
     "gemma2": Variant(
@@ -151,6 +168,39 @@ EXPERTS: Mapping[str, Variant] = {
             "routed_scaling_factor": 1.5,
             "first_k_dense_replace": 1,
             "num_hidden_layers": 3,
+        },
+    ),
+    # As in V2-Lite: queries in one step, experts without groups.
+    "deepseek-v2-lite": Variant(
+        "DeepseekV2",
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "n_shared_experts": 2,
+            **_rope("yarn", **LATENT_YARN, mscale=0.7, mscale_all_dim=0.7),
+        },
+    ),
+    # As in V2: low-rank queries, experts in groups that count by their best expert.
+    "deepseek-v2": Variant(
+        "DeepseekV2",
+        {
+            **LATENT,
+            "q_lora_rank": 36,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "n_shared_experts": 1,
+        },
+    ),
+    "deepseek-v3": Variant(
+        "DeepseekV3",
+        {
+            **LATENT,
+            "q_lora_rank": 36,
+            "n_group": 4,
+            "topk_group": 2,
+            **_rope("yarn", **LATENT_YARN, mscale=1.0, mscale_all_dim=0.8),
         },
     ),
     "llama4": Variant(

@@ -27,7 +27,8 @@ class Format:
     group: int = 16
     is_symmetric: bool = False
     settings: Mapping[str, bool] = field(default_factory=dict)
-    linears: str = r".*(_proj|experts\.\d+\.w[123])\.weight"  # names of quantized matrices
+    # Names of quantized matrices.
+    linears: str = r".*(_proj|_with_mqa|experts\.\d+\.w[123])\.weight"
 
 
 def _compressed(written: str, bits: int, group: int, strategy: str = "group") -> Mapping[str, Any]:
@@ -96,6 +97,8 @@ FORMATS_BY_FAMILY: Mapping[str, tuple[str, ...]] = {
     "mixtral": ("gptq", "awq", "packed", "float8-rows"),
     "glm4-moe": ("awq", "packed", "fp8", "float8-rows"),
     "gpt-oss": ("mxfp4",),
+    "deepseek-v2-lite": ("bytes",),
+    "deepseek-v3": ("fp8",),
     "llama4-vision": ("packed", "float8-rows"),
 }
 COMBINATIONS = tuple(

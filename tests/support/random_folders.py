@@ -21,8 +21,18 @@ SIZES: Fields = {
 EXPERT_SIZES: Fields = {
     "num_experts": 8,
     "num_local_experts": 8,
+    "n_routed_experts": 8,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
+}
+
+
+LATENT_SIZES: Fields = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
 }
 
 
@@ -31,6 +41,8 @@ def small_config(shape: str, **fields: object) -> dict[str, object]:
     published = SHAPES[shape].config
     config = {**published, **SIZES, "num_hidden_layers": 2}
     config |= {name: size for name, size in EXPERT_SIZES.items() if name in published}
+    if "kv_lora_rank" in published:
+        config |= LATENT_SIZES
     if shape == "phi4-mini":
         factors = {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
         config |= {"head_dim": 16, "rope_scaling": {"type": "longrope", **factors}}

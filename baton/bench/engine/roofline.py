@@ -1,8 +1,8 @@
 """Roofline of a model: the time of a step that only reads weights and KV and multiplies.
 
 A step reads each matrix once and of the experts those that its tokens choose. In the last layer,
-tokens that are not sampled need only their keys and values. Norms, biases, embedding look-ups and
-the scales of quantized weights are ignored.
+tokens that are not sampled need only their keys and values. Latent attention (MLA) is computed in
+absorbed form. Norms, biases, embedding look-ups and the scales of quantized weights are ignored.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class LayerWork:
     other_numbers: int  # all else that each token needs
     expert_numbers: int  # of one expert
     top_k: int
+    unquantized_numbers: int = 0  # that each token needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,7 @@ class Work:
         read = self.head_numbers * self.head_number_bytes
         for layer, needed in self._steps(step):
             read += (layer.kv_numbers + layer.other_numbers) * self.number_bytes
+            read += layer.unquantized_numbers * BYTES_OF_NUMBER["none"]
             if layer.top_k:
                 experts = count_experts(needed.num_tokens) * layer.expert_numbers
                 read += experts * self.expert_number_bytes
@@ -93,7 +95,8 @@ class Work:
     def _products(self, step: StepWork) -> int:
         products = self.head_numbers * step.num_sequences
         for layer, needed in self._steps(step):
-            per_token = layer.other_numbers + layer.top_k * layer.expert_numbers
+            per_token = layer.other_numbers + layer.unquantized_numbers
+            per_token += layer.top_k * layer.expert_numbers
             products += layer.kv_numbers * step.num_tokens + per_token * needed.num_tokens
             num_pairs = needed.num_sequences * _num_pairs(layer.span, needed)
             products += num_pairs * self.pair_products
@@ -125,8 +128,8 @@ def work_of(folder: Path, quantize: str) -> Work:
         number_bytes=stored.of_attention(),
         expert_number_bytes=stored.of_experts(),
         head_number_bytes=HEAD_BYTES_OF_NUMBER[quantize],
-        slot_numbers=2 * config.num_kv_heads * config.head_dim,
-        pair_products=2 * config.num_heads * config.head_dim,
+        slot_numbers=config.num_kv_tensors * config.num_kv_heads * config.head_dim,
+        pair_products=config.num_heads * (config.head_dim + config.kv_value_dim),
     )
 
 
@@ -160,18 +163,33 @@ class _StoredBytes:
 
 def _layer_work(config: ModelConfig, layer: LayerConfig) -> LayerWork:
     hidden, moe = config.hidden_size, None if layer.mlp_size else config.moe
-    other = 2 * config.num_heads * config.head_dim * hidden  # queries and output
+    keys, other, absorbed = _attention_numbers(config)
     other += 3 * layer.mlp_size * hidden
     if moe is not None:
         shared_gate = hidden if moe.has_shared_gate else 0
         other += moe.num_experts * hidden + 3 * moe.shared_size * hidden + shared_gate
     return LayerWork(
         span=layer,
-        kv_numbers=2 * config.num_kv_heads * config.head_dim * hidden,
+        kv_numbers=keys,
         other_numbers=other,
         expert_numbers=0 if moe is None else 3 * moe.expert_size * hidden,
         top_k=0 if moe is None else moe.top_k,
+        unquantized_numbers=absorbed,
     )
+
+
+def _attention_numbers(config: ModelConfig) -> tuple[int, int, int]:
+    """Return the numbers of keys and values, of queries and output, and of absorbed matrices."""
+    hidden, heads, latent = config.hidden_size, config.num_heads, config.latent
+    if latent is None:
+        kv_numbers = 2 * config.num_kv_heads * config.head_dim * hidden
+        return kv_numbers, 2 * heads * config.head_dim * hidden, 0
+    queries = heads * (latent.nope_dim + latent.rope_dim)
+    rank = latent.query_rank
+    query_numbers = queries * hidden if rank is None else rank * (hidden + queries)
+    output = heads * latent.value_dim * hidden
+    absorbed = heads * (latent.nope_dim + latent.value_dim) * latent.rank
+    return config.head_dim * hidden, query_numbers + output, absorbed
 
 
 def _num_slots(span: LayerConfig, step: StepWork) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -17,9 +18,10 @@ from errors import InvalidConfig
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """Block-major: [num_blocks, num_layers, 2, kv_heads, block_size, head_dim].
+    """Block-major: [num_blocks, num_layers, num_tensors, kv_heads, block_size, head_dim].
 
-    A block belongs to one KV group at a time. Its keys and values of all layers are contiguous.
+    A block belongs to one KV group at a time. Its keys and values of all layers are contiguous. A
+    latent cache has one tensor per layer: the leading numbers of a key are its value.
     """
 
     num_layers: int  # for which a block has places
@@ -27,27 +29,38 @@ class KvShape:
     block_size: int
     head_dim: int
     dtype: torch.dtype
+    num_tensors: int = 2  # per layer
 
     @classmethod
     def of(cls, model: ModelConfig, block_size: int, dtype: torch.dtype) -> KvShape:
-        num_layers = layers_per_block(model.kv_groups())
-        return cls(num_layers, model.num_kv_heads, block_size, model.head_dim, dtype)
+        return cls(
+            layers_per_block(model.kv_groups()),
+            model.num_kv_heads,
+            block_size,
+            model.head_dim,
+            dtype,
+            model.num_kv_tensors,
+        )
 
     @property
     def block_bytes(self) -> int:
-        elements = self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim
-        return elements * self.dtype.itemsize
+        return math.prod(self._per_block) * self.dtype.itemsize
 
     def allocate(self, num_blocks: int, device: torch.device) -> Tensor:
-        per_block = (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
+        shape = (num_blocks, *self._per_block)
         if device.type != "cpu":
-            return torch.zeros((num_blocks, *per_block), dtype=self.dtype, device=device)
+            return torch.zeros(shape, dtype=self.dtype, device=device)
         memory = huge_page_memory(num_blocks * self.block_bytes)
-        return torch.frombuffer(memory, dtype=self.dtype).view(num_blocks, *per_block)
+        return torch.frombuffer(memory, dtype=self.dtype).view(shape)
+
+    @property
+    def _per_block(self) -> tuple[int, ...]:
+        heads = self.num_kv_heads, self.block_size, self.head_dim
+        return (self.num_layers, self.num_tensors, *heads)
 
 
 def describe(kv: Tensor, groups: tuple[KvGroup, ...]) -> KvMemory:
-    num_blocks, num_layers, _, num_kv_heads, block_size, head_dim = kv.shape
+    num_blocks, num_layers, num_tensors, num_kv_heads, block_size, head_dim = kv.shape
     num_bytes = kv.numel() * kv.element_size()
     return KvMemory(
         address=kv.data_ptr(),
@@ -57,6 +70,7 @@ def describe(kv: Tensor, groups: tuple[KvGroup, ...]) -> KvMemory:
         block_bytes=num_bytes // num_blocks,
         block_size=block_size,
         num_layers=num_layers,
+        num_tensors=num_tensors,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         dtype=str(kv.dtype).removeprefix("torch."),

@@ -18,16 +18,21 @@ from engine.runner.layout import Ints, PassLayout
 class AttentionPass(Protocol):
     """Attention of one forward pass. Its masks are built once and shared by all layers."""
 
-    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Write the tokens' keys and values, [tokens, kv_heads, head_dim], into their blocks."""
+    def write(self, layer: int, key: Tensor, value: Tensor | None) -> None:
+        """Write the tokens' keys and values, [tokens, kv_heads, head_dim], into their blocks.
+
+        Without values, the keys contain them: see `LayerAttention.value_dim`.
+        """
         ...
 
     def attend(self, layer: int, query: Tensor) -> Tensor:
-        """Return the attention output, in the shape of `query`: [tokens, heads, head_dim].
+        """Return the attention output of `query`, [tokens, heads, head_dim], in the same shape.
 
-        Call it after `write`. A token attends to its own sequence up to itself, within the
-        layer's window. Blocks and slots outside a sequence's context can hold any value, NaN
-        included, and must not affect the output.
+        If keys contain their values, its last dimension is `value_dim`.
+
+        Call it after `write`. A token attends to its own sequence up to itself, within the layer's
+        window. Blocks and slots outside a sequence's context can hold any value, NaN included, and
+        must not affect the output.
         """
         ...
 
@@ -49,6 +54,7 @@ class LayerAttention:
     sinks: Tensor | None = None  # [heads] in float32: logits of a slot without a value
     kv_group: int = 0  # whose block table the layer uses
     place: int = 0  # of the layer in a block
+    value_dim: int | None = None  # leading numbers of a key that are its value; None: stored apart
 
 
 class TorchPagedAttention:
@@ -102,13 +108,14 @@ class _TorchPass:
         self._write_blocks = write_blocks
         self._write_offsets = write_offsets
 
-    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+    def write(self, layer: int, key: Tensor, value: Tensor | None) -> None:
         place, blocks = self._layers[layer].place, self._write_blocks[self._layers[layer].kv_group]
         self._kv[blocks, place, 0, :, self._write_offsets] = key
-        self._kv[blocks, place, 1, :, self._write_offsets] = value
+        if value is not None:
+            self._kv[blocks, place, 1, :, self._write_offsets] = value
 
     def attend(self, layer: int, query: Tensor) -> Tensor:
-        output = torch.empty_like(query)
+        output = query.new_empty(*query.shape[:2], self._layers[layer].value_dim or query.shape[2])
         for group in self._groups_by_layer[layer]:
             keys, values = self._gather(layer, group)
             attend = _attend_decodes if group.num_queries == 1 else _attend_chunk
@@ -118,19 +125,18 @@ class _TorchPass:
         return output
 
     def _gather(self, layer: int, group: _Group) -> tuple[Tensor, Tensor]:
-        """Return the group's keys and values, each [kv_heads, sequences, slots, head_dim]."""
+        """Return the group's keys and values, each [kv_heads, sequences, slots, size]."""
         num_sequences, num_blocks = group.block_table.shape
         by_head = self._kv[:, self._layers[layer].place].permute(1, 2, 0, 3, 4)
         blocks = by_head.index_select(2, group.block_table.flatten())
-        _, num_kv_heads, _, block_size, head_dim = blocks.shape
+        num_tensors, num_kv_heads, _, block_size, head_dim = blocks.shape
         if group.padded_blocks.numel():
             # Zero the padding: zero times NaN is NaN, so a weight of zero does not hide a NaN.
             cleaned = blocks[:, :, group.padded_blocks].masked_fill(group.padding, 0.0)
             blocks[:, :, group.padded_blocks] = cleaned
-        keys, values = blocks.view(
-            2, num_kv_heads, num_sequences, num_blocks * block_size, head_dim
-        )
-        return keys, values
+        num_slots = num_blocks * block_size
+        slots = blocks.view(num_tensors, num_kv_heads, num_sequences, num_slots, head_dim)
+        return slots[0], slots[-1, ..., : self._layers[layer].value_dim]
 
 
 def _attend_decodes(
@@ -141,7 +147,7 @@ def _attend_decodes(
     grouped = query.view(num_sequences, num_kv_heads, -1, head_dim).transpose(0, 1)
     sinks = None if layer.sinks is None else layer.sinks.view(num_kv_heads, 1, -1, 1)
     output = _attend(grouped, keys, values, mask, layer, sinks)
-    return output.transpose(0, 1).reshape(query.shape)
+    return output.transpose(0, 1).reshape(*query.shape[:2], -1)
 
 
 def _attend_chunk(
@@ -149,17 +155,17 @@ def _attend_chunk(
 ) -> Tensor:
     """Attend for many tokens of one sequence; the heads of a KV head form a dimension."""
     num_tokens, num_heads, head_dim = query.shape
-    num_kv_heads, _, num_slots, _ = keys.shape
+    num_kv_heads = keys.shape[0]
     gqa_group_size = num_heads // num_kv_heads
     output = _attend(
         query.view(num_tokens, num_kv_heads, gqa_group_size, head_dim).permute(1, 2, 0, 3),
-        keys.expand(num_kv_heads, gqa_group_size, num_slots, head_dim),
-        values.expand(num_kv_heads, gqa_group_size, num_slots, head_dim),
+        keys.expand(-1, gqa_group_size, -1, -1),
+        values.expand(-1, gqa_group_size, -1, -1),
         mask,
         layer,
         None if layer.sinks is None else layer.sinks.view(num_kv_heads, gqa_group_size, 1, 1),
     )
-    return output.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, head_dim)
+    return output.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, -1)
 
 
 def _attend(

@@ -100,6 +100,33 @@ QWEN3_VL_MOE: Mapping[str, object] = {
     "num_experts": 60,
     "num_experts_per_tok": 4,
 }
+DEEPSEEK_LATENT: Mapping[str, object] = {
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+DEEPSEEK_V2: Mapping[str, object] = {
+    **DEEPSEEK_LATENT,
+    "first_k_dense_replace": 0,
+    "moe_intermediate_size": 1407,
+    "n_shared_experts": 2,
+    "n_routed_experts": 64,
+    "topk_method": "greedy",
+}
+DEEPSEEK_V3: Mapping[str, object] = {
+    **DEEPSEEK_LATENT,
+    "first_k_dense_replace": 3,
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "rope_interleave": True,
+    "routed_scaling_factor": 2.5,
+    "topk_group": 4,
+}
 GPT_OSS: Mapping[str, object] = {
     "head_dim": 64,
     "num_key_value_heads": 8,

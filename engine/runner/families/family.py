@@ -35,6 +35,19 @@ class ExpertNames:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentNames:
+    """Names of the tensors of latent attention, relative to their layer."""
+
+    query: str = "self_attn.q_proj"  # or low-rank queries, their norm and their projection
+    query_down: str = "self_attn.q_a_proj"
+    query_norm: str = "self_attn.q_a_layernorm"
+    query_up: str = "self_attn.q_b_proj"
+    key_down: str = "self_attn.kv_a_proj_with_mqa"  # rows of the latent, then of the rotated key
+    key_norm: str = "self_attn.kv_a_layernorm"
+    key_up: str = "self_attn.kv_b_proj"  # for each head rows of its keys, then of its values
+
+
+@dataclass(frozen=True, slots=True)
 class TensorNames:
     """Names of the stored tensors. Names of a layer are relative to it; `""` means none."""
 
@@ -52,6 +65,7 @@ class TensorNames:
     mlp_norm: str = "post_attention_layernorm"
     mlp_output_norm: str = ""
     experts: ExpertNames | None = None
+    latent: LatentNames = LatentNames()
     ignored: tuple[str, ...] = ()  # prefixes of tensors that text does not need
 
 
@@ -69,11 +83,12 @@ class Family:
     norm_weight_offset: float = 0.0
     norm_rounds_once: bool = False
     activation: Activation = Activation.SILU
-    is_rope_interleaved: bool = False
+    is_rope_interleaved: bool | str = False
     has_local_rope: bool = False  # layers with a window have their own RoPE, without scaling
     has_qkv_bias: bool | str = "attention_bias"
     has_output_bias: bool | str = "attention_bias"
     has_sinks: bool = False
+    has_latent: bool = False  # attention in a latent space (MLA)
     scales_embedding: bool = False  # by the square root of the hidden size
     has_text_config: bool = False  # the text model's fields are in `text_config`
     moe: Callable[[JsonFields], MoeConfig] | None = None

@@ -21,6 +21,7 @@ SHARED_EXPERTS = ExpertNames(
     correction_bias="mlp.gate.e_score_correction_bias",
     shared="mlp.shared_experts",
 )
+UNCORRECTED_SHARED_EXPERTS = replace(SHARED_EXPERTS, correction_bias="")
 SHARED_GATED_EXPERTS = ExpertNames(
     router=QWEN_EXPERTS.router,
     gate_up=QWEN_EXPERTS.gate_up,
@@ -157,6 +158,36 @@ def glm4_moe(raw: JsonFields) -> MoeConfig:
         has_correction_bias=True,
         shared_size=expert_size * raw.positive_int("n_shared_experts", 1),
     )
+
+
+def deepseek_v3_moe(raw: JsonFields) -> MoeConfig:
+    _check_method(raw, "scoring_func", "sigmoid")
+    _check_method(raw, "topk_method", "noaux_tc")
+    return glm4_moe(raw)
+
+
+def deepseek_v2_moe(raw: JsonFields) -> MoeConfig:
+    _check_method(raw, "scoring_func", "softmax")
+    _check_method(raw, "topk_method", "greedy", "group_limited_greedy")
+    if raw.flag("norm_topk_prob", False):
+        raise raw.wrong("norm_topk_prob", "must be false")
+    has_groups = raw.get("topk_method") == "group_limited_greedy"
+    expert_size = raw.positive_int("moe_intermediate_size")
+    return MoeConfig(
+        num_experts=_num_experts(raw, "n_routed_experts"),
+        top_k=raw.positive_int("num_experts_per_tok"),
+        expert_size=expert_size,
+        scale=raw.number("routed_scaling_factor", 1.0),
+        num_groups=raw.positive_int("n_group") if has_groups else 1,
+        top_groups=raw.positive_int("topk_group") if has_groups else 1,
+        group_best=1,
+        shared_size=expert_size * raw.positive_int("n_shared_experts"),
+    )
+
+
+def _check_method(raw: JsonFields, name: str, *known: str) -> None:
+    if raw.has(name) and raw.get(name) not in known:
+        raise raw.wrong(name, f"must be {' or '.join(known)}")
 
 
 def llama4_moe(raw: JsonFields) -> MoeConfig:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from engine.model_folder import JsonFields
 from engine.runner.families.family import CHUNKED, SLIDING, Family
+from engine.runner.families.latent import with_latent
 from engine.runner.families.layer_types import full_everywhere, layers_without_rope
 from engine.runner.families.math_fields import check_fields
 from engine.runner.families.rope_fields import read_ropes, read_rotary_dim
@@ -70,7 +71,7 @@ def _read(name: str, family: Family, fields: JsonFields, raw: JsonFields) -> Mod
         ),
         ropes=ropes,
         rotary_dim=read_rotary_dim(fields, head_dim),
-        is_rope_interleaved=family.is_rope_interleaved,
+        is_rope_interleaved=_read_flag(family.is_rope_interleaved, fields),
         layers=layers,
         activation=family.activation,
         moe=_read_moe(family, fields, layers),
@@ -90,6 +91,8 @@ def _read(name: str, family: Family, fields: JsonFields, raw: JsonFields) -> Mod
         dtype=_read_dtype(fields),
         quantization=read_quantization(raw if raw.has("quantization_config") else fields),
     )
+    if family.has_latent:
+        config = with_latent(config, fields)
     _check_heads(config, fields)
     return config
 

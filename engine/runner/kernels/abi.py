@@ -7,7 +7,7 @@ from pathlib import Path
 
 from engine.runner.kernels.build import KernelsUnavailable
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 _INT32, _INT64, _FLOAT, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
@@ -26,7 +26,8 @@ class PagedKv(ctypes.Structure):
     __slots__ = ()
     _fields_ = (
         ("blocks", _POINTER),
-        *((name, _INT64) for name in ("num_layers", "num_kv_heads", "block_size", "head_dim")),
+        *((name, _INT64) for name in ("num_layers", "num_tensors", "num_kv_heads")),
+        *((name, _INT64) for name in ("block_size", "head_dim", "value_dim")),
     )
 
 
@@ -64,6 +65,15 @@ class LinearArgs(ctypes.Structure):
         ("matrix", PackedMatrix),
         *((name, _POINTER) for name in ("src", "dst")),
         ("num_tokens", _INT64),
+        ("num_threads", _INT32),
+    )
+
+
+class HeadLinearArgs(ctypes.Structure):
+    __slots__ = ()
+    _fields_ = (
+        *((name, _POINTER) for name in ("matrices", "src", "dst")),
+        *((name, _INT64) for name in ("num_heads", "num_tokens")),
         ("num_threads", _INT32),
     )
 
@@ -187,7 +197,7 @@ class RouteArgs(ctypes.Structure):
         *((name, _POINTER) for name in ("router", "bias", "correction_bias")),
         *((name, _POINTER) for name in ("src", "expert_ids", "weights")),
         *((name, _INT64) for name in ("num_tokens", "hidden_size", "num_experts", "top_k")),
-        *((name, _INT64) for name in ("num_groups", "top_groups")),
+        *((name, _INT64) for name in ("num_groups", "top_groups", "group_best")),
         ("scale", _FLOAT),
         *((name, _INT32) for name in ("scoring", "normalizes", "num_threads")),
     )
@@ -205,8 +215,17 @@ class MixArgs(ctypes.Structure):
 
 
 STRUCTS: tuple[type[ctypes.Structure], ...] = (
-    *(PagedKv, BatchLayout, PackedMatrix, PackArgs, LinearArgs, NormParams, RmsNormArgs),
-    *(RopeAngles, RopeArgs, GateParams, GateArgs, ArgmaxArgs, WriteKvArgs, AttentionParams),
+    *(PagedKv, BatchLayout, PackedMatrix, PackArgs, LinearArgs, HeadLinearArgs, NormParams),
+    *(
+        RmsNormArgs,
+        RopeAngles,
+        RopeArgs,
+        GateParams,
+        GateArgs,
+        ArgmaxArgs,
+        WriteKvArgs,
+        AttentionParams,
+    ),
     *(AttentionArgs, LayerArgs, PassArgs, RouteArgs, MixArgs),
 )
 
@@ -219,6 +238,7 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "baton_pack": (None, (_pointer(PackArgs),)),
     "baton_get_rows": (None, (_pointer(PackedMatrix), _POINTER, _INT64, _POINTER)),
     "baton_linear": (None, (_pointer(LinearArgs),)),
+    "baton_head_linear": (None, (_pointer(HeadLinearArgs),)),
     "baton_rms_norm": (None, (_pointer(RmsNormArgs),)),
     "baton_rope": (None, (_pointer(RopeArgs),)),
     "baton_gate": (None, (_pointer(GateArgs),)),

@@ -6,6 +6,7 @@ call.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from engine.runner.huge_pages import huge_page_memory
 from engine.runner.kernels.abi import (
     ArgmaxArgs,
     GateArgs,
+    HeadLinearArgs,
     LinearArgs,
     NormParams,
     PackArgs,
@@ -91,6 +93,10 @@ class NativeOps:
             PackArgs(matrix=matrix, **addresses, num_threads=self._num_threads)
         )
         return NativeLinear(self._kernels, matrix, (packed, bias), column_order)
+
+    def head_linears(self, weights: Tensor) -> NativeHeadLinears:
+        linears = [self.linear(weight, None) for weight in weights]
+        return NativeHeadLinears.of(self._kernels, linears)
 
     def rms_norm(self, hidden_states: Tensor, norm: Norm) -> Tensor:
         num_rows, size = hidden_states.shape
@@ -219,6 +225,36 @@ class NativeLinear:
             self.matrix, row_ids.data_ptr(), len(row_ids), output.data_ptr()
         )
         return output
+
+
+@dataclass(frozen=True, slots=True)
+class NativeHeadLinears:
+    """Implements `HeadLinears`."""
+
+    kernels: Kernels
+    matrices: ctypes.Array[PackedMatrix]
+    owners: Sequence[NativeLinear]  # of the memory that `matrices` point to
+
+    @classmethod
+    def of(cls, kernels: Kernels, linears: Sequence[NativeLinear]) -> NativeHeadLinears:
+        array = PackedMatrix * len(linears)
+        return cls(kernels, array(*(linear.matrix for linear in linears)), linears)
+
+    def __call__(self, heads: Tensor) -> Tensor:
+        heads = heads.transpose(0, 1).contiguous()
+        num_heads, num_tokens, _ = heads.shape
+        output = torch.empty(num_heads, num_tokens, self.matrices[0].num_rows, dtype=heads.dtype)
+        self.kernels.library.baton_head_linear(
+            HeadLinearArgs(
+                matrices=ctypes.addressof(self.matrices),
+                src=heads.data_ptr(),
+                dst=output.data_ptr(),
+                num_heads=num_heads,
+                num_tokens=num_tokens,
+                num_threads=self.kernels.num_threads,
+            )
+        )
+        return output.transpose(0, 1)
 
 
 def native_experts(experts: Sequence[Mlp]) -> NativeExperts | None:

@@ -27,8 +27,8 @@ class NativePagedAttention:
     def __init__(self, kernels: Kernels, kv: Tensor, layers: Sequence[LayerAttention]) -> None:
         self._kernels = kernels
         self._kv = kv
-        _, num_layers, _, num_kv_heads, block_size, head_dim = kv.shape
-        self._paged_kv = PagedKv(kv.data_ptr(), num_layers, num_kv_heads, block_size, head_dim)
+        value_dim = layers[0].value_dim or kv.shape[-1]
+        self._paged_kv = PagedKv(kv.data_ptr(), *kv.shape[1:], value_dim)
         self._layers = tuple(layers)  # keep the sinks alive
         num_groups = 1 + max(layer.kv_group for layer in layers)
         self._params = [_params_of_group(layers, group) for group in range(num_groups)]
@@ -98,7 +98,8 @@ class NativePass:
 
     def attend(self, layer: int, query: Tensor) -> Tensor:
         query = query.contiguous()
-        output = torch.empty_like(query)
+        num_tokens, num_heads, _ = query.shape
+        output = torch.empty(num_tokens, num_heads, self.kv.value_dim, dtype=query.dtype)
         own = self.layers[layer]
         self._kernels.library.baton_attention(
             AttentionArgs(
@@ -114,9 +115,10 @@ class NativePass:
         )
         return output
 
-    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+    def write(self, layer: int, key: Tensor, value: Tensor | None) -> None:
         inner = (key.shape[2], 1)
         key = key if key.stride()[1:] == inner else key.contiguous()
+        value = key if value is None else value
         value = value if value.stride()[1:] == inner else value.contiguous()
         own = self.layers[layer]
         self._kernels.library.baton_write_kv(

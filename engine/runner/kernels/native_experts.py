@@ -93,6 +93,7 @@ class NativeMoe:
                 top_k=config.top_k,
                 num_groups=config.num_groups,
                 top_groups=config.top_groups,
+                group_best=config.group_best,
                 scale=config.scale,
                 scoring=_SCORINGS[config.scoring],
                 normalizes=config.normalizes,

@@ -31,14 +31,15 @@ log = logging.getLogger(__name__)
 
 
 def native_layers(kernels: Kernels, config: ModelConfig, layers: Sequence[Layer]) -> Layers:
-    """Return fused layers, or `UnfusedLayers` if a matrix needs its columns reordered.
+    """Return fused layers, or `UnfusedLayers` with latent attention or reordered columns.
 
     Logs the parts of the model that torch computes.
     """
     parts = torch_parts(config, layers)
     if parts:
         log.info("%s: torch computes the %s", config.architecture, ", the ".join(parts))
-    if all(native_matrix(linear) is not None for layer in layers for linear in _linears(layer)):
+    matrices = (native_matrix(linear) for layer in layers for linear in _linears(layer))
+    if config.latent is None and None not in matrices:
         return NativeLayers(kernels, config, layers)
     return UnfusedLayers(config, NativeOps(kernels), layers)
 

@@ -37,6 +37,8 @@ def torch_parts(config: ModelConfig, layers: Sequence[Layer]) -> list[str]:
 
 def _linears(layer: Layer) -> Iterator[Linear]:
     yield from (layer.qkv, layer.output)
+    if layer.latent is not None and layer.latent.query is not None:
+        yield layer.latent.query
     mlps = [layer.mlp] if isinstance(layer.mlp, Mlp) else layer.mlp.experts
     for mlp in mlps:
         yield from (mlp.gate_up, mlp.down)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -49,6 +50,10 @@ class RopeConfig:
     def depends_on_length(self) -> bool:
         """Return whether the angles of a position depend on the length of its sequence."""
         return self.kind in ("dynamic", "longrope")
+
+    def mscale_of(self, mscale: float) -> float:
+        """Return YaRN's scale of cosines and sines for one value of `mscale`."""
+        return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
 
     def with_temperature(self, temperature: QueryTemperature) -> RopeConfig:
         return replace(self, temperature=temperature)
@@ -98,11 +103,27 @@ class MoeConfig:
     scale: float = 1.0  # of the chosen weights
     num_groups: int = 1  # of experts; only experts of the best `top_groups` are chosen
     top_groups: int = 1
+    group_best: int = 2  # a group counts by the sum of so many of its best scores
     has_correction_bias: bool = False  # added to the scores for the choice alone
     has_bias: bool = False  # router and experts
     scales_input: bool = False  # the weights scale an expert's input instead of its output
     shared_size: int = 0  # size of the MLP that computes all tokens, 0 for none
     has_shared_gate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Multi-head latent attention (MLA).
+
+    The cache holds one key per token for all heads: the latent and a rotated part. The latent is
+    the value, too. Queries are projected into the latent space, and its values out of it.
+    """
+
+    query_rank: int | None  # None: queries are projected in one step
+    rank: int  # size of the latent
+    nope_dim: int  # of a query head, not rotated
+    rope_dim: int  # of a query head and of the key, rotated
+    value_dim: int  # of a head's output
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +152,8 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    num_kv_heads: int  # in the cache
+    head_dim: int  # of a key in the cache
     max_position_embeddings: int
     norm: NormConfig
     ropes: tuple[RopeConfig, ...]
@@ -156,6 +177,22 @@ class ModelConfig:
     swiglu_limit: float
     dtype: str  # of the saved weights: float32, bfloat16 or float16
     quantization: Quantization | None  # of the saved weights
+    latent: LatentConfig | None = None
+
+    @property
+    def num_kv_tensors(self) -> int:
+        """Return 2 if the cache holds keys and values, 1 if a key contains its value."""
+        return 2 if self.latent is None else 1
+
+    @property
+    def kv_value_dim(self) -> int:
+        """Return the size of a value in the cache."""
+        return self.head_dim if self.latent is None else self.latent.rank
+
+    @property
+    def rope_head_dim(self) -> int:
+        """Return the dimensions of a head that take part in RoPE, rotated or not."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @property
     def num_layers(self) -> int:

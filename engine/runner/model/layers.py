@@ -9,8 +9,14 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.runner.attention.paged_attention import AttentionPass
-from engine.runner.model.config import ModelConfig, QkNorm
+from engine.runner.model.config import LatentConfig, ModelConfig, QkNorm
 from engine.runner.model.experts import Mlp, Moe
+from engine.runner.model.latent import (
+    LatentProjections,
+    latent_key,
+    latent_query,
+    split_latent,
+)
 from engine.runner.model.linear import Linear
 from engine.runner.model.mlp import compute_mlp, compute_moe
 from engine.runner.model.ops import MlpGate, Norm, Ops
@@ -22,7 +28,9 @@ class Layer:
     """Weights of a layer. A norm that the model lacks is None."""
 
     input_norm: Norm | None
-    qkv: Linear  # rows of queries, then keys, then values
+    # Rows of queries, then keys, then values. With latent attention rows of queries, which can be
+    # low-rank, then of the latent and of the rotated key. The norms are those of the parts.
+    qkv: Linear
     q_norm: Norm | None
     k_norm: Norm | None
     output: Linear
@@ -30,6 +38,7 @@ class Layer:
     mlp_norm: Norm | None  # of the input of the MLP
     mlp: Mlp | Moe
     mlp_output_norm: Norm | None
+    latent: LatentProjections | None = None
 
 
 class LayerPass(Protocol):
@@ -104,10 +113,11 @@ class _PlainPass:
 
     def through(self, index: int, hidden_states: Tensor) -> Tensor:
         layer = self._layers[index]
-        query = self._write(index, layer, hidden_states)
-        rope = self._config.layers[index].query_rope
-        query = self._apply_rope(index, query, layer.q_norm, rope)
-        output = layer.output(self._attention.attend(index, query).flatten(1))
+        query = self._query(index, layer, self._write(index, layer, hidden_states))
+        attended = self._attention.attend(index, query)
+        if layer.latent is not None:
+            attended = layer.latent.value(attended)
+        output = layer.output(attended.flatten(1))
         config, ops = self._config, self._ops
         hidden_states = _add(config, ops, hidden_states, output, layer.attention_norm)
         mlp_input = _apply_norm(ops, hidden_states, layer.mlp_norm)
@@ -119,6 +129,8 @@ class _PlainPass:
     def _write(self, index: int, layer: Layer, hidden_states: Tensor) -> Tensor:
         """Write the layer's keys and values; return the queries before norm and rotation."""
         config = self._config
+        if config.latent is not None:
+            return self._write_latent(config.latent, index, layer, hidden_states)
         heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         qkv = layer.qkv(_apply_norm(self._ops, hidden_states, layer.input_norm))
         split: tuple[Tensor, ...] = qkv.view(len(hidden_states), -1, config.head_dim).split(
@@ -128,6 +140,25 @@ class _PlainPass:
         rope = config.layers[index].key_rope
         self._attention.write(index, self._apply_rope(index, key, layer.k_norm, rope), value)
         return query
+
+    def _write_latent(
+        self, latent: LatentConfig, index: int, layer: Layer, hidden_states: Tensor
+    ) -> Tensor:
+        projected = layer.qkv(_apply_norm(self._ops, hidden_states, layer.input_norm))
+        query, values, key = split_latent(latent, projected)
+        angles = self._angles[self._config.layers[index].key_rope]
+        key = latent_key(self._ops, values, key, layer.k_norm, angles)
+        self._attention.write(index, key, None)
+        return query
+
+    def _query(self, index: int, layer: Layer, query: Tensor) -> Tensor:
+        """Return the queries after norm and rotation."""
+        rope, latent = self._config.layers[index].query_rope, self._config.latent
+        if latent is None or layer.latent is None:
+            return self._apply_rope(index, query, layer.q_norm, rope)
+        return latent_query(
+            latent, self._ops, layer.latent, query, layer.q_norm, self._angles[rope]
+        )
 
     def _apply_rope(self, index: int, heads: Tensor, norm: Norm | None, rope: int) -> Tensor:
         if norm is not None and self._config.layers[index].qk_norm is QkNorm.ALL_HEADS:

@@ -7,6 +7,14 @@ from typing import Protocol
 from torch import Tensor
 
 
+class HeadLinears(Protocol):
+    """Linear layers of the same shape without biases, one for each head."""
+
+    def __call__(self, heads: Tensor) -> Tensor:
+        """[tokens, heads, columns] → [tokens, heads, rows]; as with `Linear`, row by row."""
+        ...
+
+
 class Linear(Protocol):
     """Linear layer, or embedding table, whose weight is in the layout of its implementation."""
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.runner.model.config import Activation
 from engine.runner.model.experts import ExpertChoice, Moe, Router
-from engine.runner.model.linear import Linear
+from engine.runner.model.linear import HeadLinears, Linear
 from engine.runner.model.rope import Angles
 from engine.runner.weights.quantize import Quantized
 
@@ -46,6 +46,10 @@ class Ops(Protocol):
 
     def linear(self, weight: Tensor | Quantized, bias: Tensor | None) -> Linear:
         """Make a linear layer. It owns the tensors from then on, and can keep or copy them."""
+        ...
+
+    def head_linears(self, weights: Tensor) -> HeadLinears:
+        """Make a linear layer for each head from [heads, rows, columns]."""
         ...
 
     def rms_norm(self, hidden_states: Tensor, norm: Norm) -> Tensor:

@@ -18,7 +18,7 @@ class Ropes:
     """Computes the angles of all RoPEs of a model, once per pass for all layers."""
 
     def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-        sizes = config.head_dim, config.rotary_dim, config.max_position_embeddings
+        sizes = config.rope_head_dim, config.rotary_dim, config.max_position_embeddings
         self._ropes = [Rope(rope, *sizes, device, dtype) for rope in config.ropes]
         self.depends_on_length = config.depends_on_length
 
@@ -106,7 +106,7 @@ def head_order(config: ModelConfig) -> list[int] | None:
 
     Attention scores do not depend on the order of dimensions that queries and keys share.
     """
-    dim, rotary_dim = config.head_dim, config.rotary_dim
+    dim, rotary_dim = config.rope_head_dim, config.rotary_dim
     rotated, rest = range(rotary_dim), range(rotary_dim, dim)
     first, second = rotated[: rotary_dim // 2], rotated[rotary_dim // 2 :]
     if config.is_rope_interleaved:
@@ -193,9 +193,5 @@ def _yarn_scale(config: RopeConfig) -> float:
     if config.attention_factor is not None:
         return config.attention_factor
     if config.mscale and config.mscale_all_dim:
-        return _mscale(config.factor, config.mscale) / _mscale(config.factor, config.mscale_all_dim)
-    return _mscale(config.factor, 1.0)
-
-
-def _mscale(factor: float, mscale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+        return config.mscale_of(config.mscale) / config.mscale_of(config.mscale_all_dim)
+    return config.mscale_of(1.0)

@@ -25,6 +25,9 @@ class TorchOps:
         plain = weight.dequantize() if isinstance(weight, Quantized) else weight
         return TorchLinear(plain, bias)
 
+    def head_linears(self, weights: Tensor) -> TorchHeadLinears:
+        return TorchHeadLinears(weights)
+
     def rms_norm(self, hidden_states: Tensor, norm: Norm) -> Tensor:
         wide = hidden_states.float()
         variance = wide.pow(2).mean(-1, keepdim=True)
@@ -83,6 +86,14 @@ class TorchLinear:
         return functional.embedding(row_ids, self.weight)
 
 
+@dataclass(frozen=True, slots=True)
+class TorchHeadLinears:
+    weights: Tensor  # [heads, rows, columns]
+
+    def __call__(self, heads: Tensor) -> Tensor:
+        return torch.bmm(heads.transpose(0, 1), self.weights.mT).transpose(0, 1)
+
+
 def route(hidden_states: Tensor, router: Router) -> ExpertChoice:
     """Choose experts: the torch reference."""
     config = router.config
@@ -107,9 +118,9 @@ def _scores(logits: Tensor, scoring: Scoring) -> Tensor:
 
 
 def _hide_other_groups(choice: Tensor, config: MoeConfig) -> Tensor:
-    """Set the scores outside the best groups to -inf. A group counts by its two best experts."""
+    """Set the scores outside the best groups to -inf. A group counts by its best experts."""
     grouped = choice.unflatten(1, (config.num_groups, -1))
-    num_best = min(2, grouped.shape[2])
+    num_best = min(config.group_best, grouped.shape[2])
     best = grouped.topk(num_best, dim=-1).values.sum(dim=-1).topk(config.top_groups).indices
     is_open = torch.zeros_like(grouped[:, :, 0], dtype=torch.bool).scatter_(1, best, True)
     hidden: Tensor = grouped.masked_fill(~is_open[:, :, None], float("-inf"))

@@ -12,11 +12,13 @@ from engine.runner.families.family import ExpertNames
 from engine.runner.model.config import ModelConfig, MoeConfig, QkNorm
 from engine.runner.model.decoder import Decoder
 from engine.runner.model.experts import Mlp, Moe, Router
+from engine.runner.model.latent import LatentProjections
 from engine.runner.model.layers import Layer
 from engine.runner.model.linear import Linear
 from engine.runner.model.ops import Norm
 from engine.runner.model.rope import head_order
 from engine.runner.model_info import LoadProgressCallback
+from engine.runner.weights.latent_loading import load_latent
 from engine.runner.weights.safetensors import WeightFiles
 from engine.runner.weights.tensor_loading import LoadTarget, TensorLoader
 from engine.runner.weights.tensor_names import TensorMap, check_tensors
@@ -61,6 +63,7 @@ def attention_of(
                 sinks,
                 places[index].group,
                 places[index].place,
+                value_dim=None if config.latent is None else config.latent.rank,
             )
         )
     return layers
@@ -80,16 +83,29 @@ class _LayerLoader:
     def load(self) -> Layer:
         names, config = self._names, self._config
         layer = config.layers[self._index]
+        qkv, q_norm, k_norm, latent = self._attention()
         return Layer(
             input_norm=self._norm(names.input_norm),
-            qkv=self._linear(names.qkv, config.has_qkv_bias, self._order_of_heads()),
-            q_norm=self._qk_norm(names.q_norm, config.num_heads),
-            k_norm=self._qk_norm(names.k_norm, config.num_kv_heads),
+            qkv=qkv,
+            q_norm=q_norm,
+            k_norm=k_norm,
             output=self._linear([names.output], config.has_output_bias),
             attention_norm=self._norm(names.attention_norm),
             mlp_norm=self._norm(names.mlp_norm),
             mlp=self._mlp(names.gate_up, names.down) if layer.mlp_size else self._moe(),
             mlp_output_norm=self._norm(names.mlp_output_norm),
+            latent=latent,
+        )
+
+    def _attention(self) -> tuple[Linear, Norm | None, Norm | None, LatentProjections | None]:
+        names, config = self._names, self._config
+        if config.latent is not None:
+            return load_latent(config.latent, self._tensors, self._loader, self._index)
+        return (
+            self._linear(names.qkv, config.has_qkv_bias, self._order_of_heads()),
+            self._qk_norm(names.q_norm, config.num_heads),
+            self._qk_norm(names.k_norm, config.num_kv_heads),
+            None,
         )
 
     def _norm(self, name: str) -> Norm | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.runner.families.family import ExpertNames
 from engine.runner.kernels.choose import Parts
-from engine.runner.model.linear import Linear
+from engine.runner.model.linear import HeadLinears, Linear
 from engine.runner.model.ops import Norm
 from engine.runner.model_info import LoadProgress, LoadProgressCallback
 from engine.runner.weights.float8 import dequantize_into
@@ -107,6 +107,16 @@ class TensorLoader:
             matrix = select_rows(matrix, rows.to(self._target.device))
             bias = None if bias is None else bias[rows]
         return self._make_linear(matrix, bias)
+
+    def plain_matrix(self, name: str) -> Tensor:
+        """Load a matrix in the target's dtype, dequantized if necessary."""
+        if self._is_integer(name):
+            return self._load_unpacked(name).dequantize()
+        return self._stacked([f"{name}.weight"])
+
+    def head_linears(self, weights: Tensor) -> HeadLinears:
+        self._trimmer.count(weights.nbytes)
+        return self._target.parts.ops.head_linears(weights)
 
     def expert_linear(
         self, name: str, expert: int, names: ExpertNames, has_bias: bool, *, is_gate_up: bool

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from engine.runner.families.family import ExpertNames, TensorNames
 from engine.runner.families.table import FAMILIES
-from engine.runner.model.config import ModelConfig, MoeConfig, QkNorm
+from engine.runner.model.config import LatentConfig, ModelConfig, MoeConfig, QkNorm
 from engine.runner.weights.mxfp4 import mxfp4_parts
 from engine.runner.weights.packed import UNUSED, PackedPart, is_packed, packed_parts
 from engine.runner.weights.quantization import Packing
@@ -72,6 +72,9 @@ class TensorMap:
 
     def _attention_shapes(self, index: int) -> Shapes:
         config, names = self.config, self.names
+        if config.latent is not None:
+            yield from self._latent_shapes(config.latent)
+            return
         hidden, heads = config.hidden_size, (config.num_heads, config.num_kv_heads)
         queries, keys = (count * config.head_dim for count in heads)
         rows = (queries, keys, keys) if len(names.qkv) == 3 else (queries + 2 * keys,)
@@ -85,6 +88,22 @@ class TensorMap:
             yield f"{names.k_norm}.weight", (keys if is_wide else config.head_dim,)
         if config.has_sinks:
             yield names.sinks, (config.num_heads,)
+
+    def _latent_shapes(self, latent: LatentConfig) -> Shapes:
+        config, names = self.config, self.names.latent
+        queries = config.num_heads * (latent.nope_dim + latent.rope_dim)
+        if latent.query_rank is None:
+            yield f"{names.query}.weight", (queries, config.hidden_size)
+        else:
+            yield f"{names.query_down}.weight", (latent.query_rank, config.hidden_size)
+            yield f"{names.query_norm}.weight", (latent.query_rank,)
+            yield f"{names.query_up}.weight", (queries, latent.query_rank)
+        values = config.num_heads * latent.value_dim
+        keys = config.num_heads * latent.nope_dim
+        yield f"{names.key_down}.weight", (latent.rank + latent.rope_dim, config.hidden_size)
+        yield f"{names.key_norm}.weight", (latent.rank,)
+        yield f"{names.key_up}.weight", (keys + values, latent.rank)
+        yield f"{self.names.output}.weight", (config.hidden_size, values)
 
     def _mlp_shapes(self, gate_up: Sequence[str], down: str, size: int) -> Shapes:
         hidden, has_bias = self.config.hidden_size, self.config.has_mlp_bias

@@ -200,6 +200,13 @@ def test_kernels_need_a_place_to_be_built_in(tmp_path: Path) -> None:
     assert "BATON_KERNELS" in nowhere.advice
 
 
+def test_a_latent_cache_takes_one_key_per_token_and_layer(tmp_path: Path) -> None:
+    small_folder(tmp_path, "deepseek-v2-lite")
+    found = {one.check: one.found for one in check_model_folder(str(tmp_path), 4 * MIB)}
+
+    assert f"({2 * (32 + 8) * 4} bytes a token" in found["room"]
+
+
 def test_a_kv_cache_that_holds_less_than_the_model_takes_is_a_warning() -> None:
     short = length_finding(18_720, 40_960)
 

@@ -35,7 +35,9 @@ def test_transformers_reads_each_shape(name: str, tmp_path: Path) -> None:
     assert theirs.architectures == [own.architecture]
     assert theirs.num_hidden_layers == own.num_layers
     sizes = theirs.hidden_size, theirs.num_attention_heads, theirs.num_key_value_heads
-    assert sizes == (own.hidden_size, own.num_heads, own.num_kv_heads)
+    # In a latent space all heads share one key.
+    num_kv_heads = own.num_heads if own.latent is not None else own.num_kv_heads
+    assert sizes == (own.hidden_size, own.num_heads, num_kv_heads)
     if own.moe is not None:
         assert theirs.num_experts_per_tok == own.moe.top_k
 

@@ -26,6 +26,7 @@ constexpr StructSize kStructSizes[] = {
     entry<PackedMatrix>("PackedMatrix"),
     entry<PackArgs>("PackArgs"),
     entry<LinearArgs>("LinearArgs"),
+    entry<HeadLinearArgs>("HeadLinearArgs"),
     entry<NormParams>("NormParams"),
     entry<RmsNormArgs>("RmsNormArgs"),
     entry<RopeAngles>("RopeAngles"),

@@ -10,18 +10,21 @@
 
 namespace baton {
 
-constexpr std::int32_t kAbiVersion = 2;
+constexpr std::int32_t kAbiVersion = 3;
 
 using Bf16 = std::uint16_t;  // bit pattern
 
-// Paged KV cache, [blocks, layers, 2, kv_heads, block_size, head_dim].
+// Paged KV cache, [blocks, layers, tensors, kv_heads, block_size, head_dim]. The tensors are keys
+// and values, or keys alone: then the leading value_dim numbers of a key are its value.
 struct PagedKv {
     Bf16* blocks;
-    std::int64_t num_layers, num_kv_heads, block_size, head_dim;
+    std::int64_t num_layers, num_tensors, num_kv_heads, block_size, head_dim;
+    std::int64_t value_dim;  // head_dim if there are values
 
     // Slots of a head in one block: keys (key_or_value = 0) or values (1).
     Bf16* slots(std::int64_t block, std::int64_t layer, int key_or_value, std::int64_t head) const {
-        const std::int64_t plane = (block * num_layers + layer) * 2 + key_or_value;
+        const int tensor = num_tensors == 1 ? 0 : key_or_value;
+        const std::int64_t plane = (block * num_layers + layer) * num_tensors + tensor;
         return blocks + (plane * num_kv_heads + head) * block_size * head_dim;
     }
 };
@@ -58,6 +61,15 @@ struct LinearArgs {
     const Bf16* src;  // [tokens, columns]
     Bf16* dst;        // [tokens, rows]
     std::int64_t num_tokens;
+    std::int32_t num_threads;
+};
+
+// A matrix for each head. All have the same shape.
+struct HeadLinearArgs {
+    const PackedMatrix* matrices;
+    const Bf16* src;  // [heads, tokens, columns]
+    Bf16* dst;        // [heads, tokens, rows]
+    std::int64_t num_heads, num_tokens;
     std::int32_t num_threads;
 };
 
@@ -117,7 +129,9 @@ struct ArgmaxArgs {
 struct WriteKvArgs {
     PagedKv kv;
     BatchLayout batch;
-    const Bf16 *keys, *values;  // [tokens, kv_heads, head_dim], with strides between tokens
+    // [tokens, kv_heads, head_dim], with strides between tokens. A cache of keys alone ignores
+    // values.
+    const Bf16 *keys, *values;
     std::int64_t layer, key_stride, value_stride;
     std::int32_t num_threads;
 };
@@ -135,7 +149,7 @@ struct AttentionArgs {
     BatchLayout batch;
     AttentionParams params;
     const Bf16* queries;  // [tokens, heads, head_dim]
-    Bf16* dst;            // same shape
+    Bf16* dst;            // [tokens, heads, value_dim]
     std::int64_t layer, num_heads;
     std::int32_t num_threads;
 };
@@ -173,6 +187,7 @@ struct RouteArgs {
     std::int64_t* expert_ids;             // [tokens, top_k], best first
     float* weights;                       // [tokens, top_k]
     std::int64_t num_tokens, hidden_size, num_experts, top_k, num_groups, top_groups;
+    std::int64_t group_best;  // scores by whose sum a group counts
     float scale;
     Scoring scoring;
     std::int32_t normalizes, num_threads;
@@ -214,6 +229,9 @@ void baton_get_rows(const baton::PackedMatrix* matrix, const std::int64_t* row_i
 
 // dst = src * transposed matrix + bias.
 void baton_linear(const baton::LinearArgs* args);
+
+// dst = src * transposed matrix, head by head.
+void baton_head_linear(const baton::HeadLinearArgs* args);
 
 // RMS norm of each row.
 void baton_rms_norm(const baton::RmsNormArgs* args);

@@ -45,7 +45,7 @@ std::int64_t rows_at_once(const Chunk& chunk, int num_threads) {
 // Attention of one thread, with its buffers.
 class Attention {
   public:
-    explicit Attention(std::int64_t head_dim) : packed_(head_dim) {}
+    explicit Attention(const PagedKv& kv) : packed_(kv) {}
 
     void operator()(const Chunk& chunk, const Part& part) {
         const std::int64_t end = chunk.position((part.end_row - 1) / chunk.gqa_group_size) + 1;
@@ -111,18 +111,25 @@ void attend_singles(const AttentionArgs& args) {
     const PagedKv& kv = args.kv;
     const BatchLayout& batch = args.batch;
     const std::int64_t gqa_group_size = args.num_heads / kv.num_kv_heads;
-    const std::int64_t token_size = args.num_heads * kv.head_dim;
     std::int64_t at_once = kv.num_kv_heads;  // heads
     while (batch.num_single * (kv.num_kv_heads / at_once) < args.num_threads && at_once % 2 == 0)
         at_once /= 2;
-    const std::int64_t parts = kv.num_kv_heads / at_once;
+    // Threads can share the only head of a latent cache: products take longer than reading it.
+    std::int64_t num_rows = gqa_group_size;
+    while (kv.num_tensors == 1 && at_once == 1 && num_rows % 2 == 0 &&
+           batch.num_single * (args.num_heads / num_rows) < args.num_threads)
+        num_rows /= 2;
+    const std::int64_t row_parts = gqa_group_size / num_rows;
+    const std::int64_t parts = kv.num_kv_heads / at_once * row_parts;
     std::atomic<std::int64_t> next{0};
     ThreadPool::instance().run(args.num_threads, [&](int, int) {
-        Attention attention(kv.head_dim);
+        Attention attention(kv);
         for (std::int64_t task = next++; task < batch.num_single * parts; task = next++) {
-            const std::int64_t sequence = task / parts, head = task % parts * at_once;
-            const Chunk chunk(args, sequence, sequence * token_size, 1);
-            attention(chunk, {head, head + at_once, 0, gqa_group_size});
+            const std::int64_t sequence = task / parts, part = task % parts;
+            const std::int64_t head = part / row_parts * at_once;
+            const std::int64_t row = part % row_parts * num_rows;
+            const Chunk chunk(args, sequence, sequence * args.num_heads, 1);
+            attention(chunk, {head, head + at_once, row, row + num_rows});
         }
     });
 }
@@ -130,14 +137,13 @@ void attend_singles(const AttentionArgs& args) {
 // Attention for the tokens of one sequence.
 void attend_chunk(const AttentionArgs& args, std::int64_t sequence) {
     const std::int64_t num_kv_heads = args.kv.num_kv_heads;
-    const std::int64_t first =
-        args.batch.query_starts[sequence] * args.num_heads * args.kv.head_dim;
+    const std::int64_t first = args.batch.query_starts[sequence] * args.num_heads;
     const Chunk chunk(args, sequence, first, args.batch.num_queries[sequence]);
     const std::int64_t at_once = rows_at_once(chunk, args.num_threads);
     const std::int64_t parts = (chunk.num_rows() + at_once - 1) / at_once;
     std::atomic<std::int64_t> next{0};
     ThreadPool::instance().run(args.num_threads, [&](int, int) {
-        Attention attention(args.kv.head_dim);
+        Attention attention(args.kv);
         for (std::int64_t task = next++; task < num_kv_heads * parts; task = next++) {
             // The last part takes longest, so it is first.
             const std::int64_t head = task % num_kv_heads;
@@ -163,6 +169,7 @@ void baton_write_kv(const WriteKvArgs* args) {
                 const std::size_t bytes = kv.head_dim * sizeof(Bf16);
                 std::memcpy(kv.slots(block, args->layer, 0, head) + at,
                             args->keys + token * args->key_stride + head * kv.head_dim, bytes);
+                if (kv.num_tensors == 1) continue;
                 std::memcpy(kv.slots(block, args->layer, 1, head) + at,
                             args->values + token * args->value_stride + head * kv.head_dim, bytes);
             }

@@ -2,6 +2,8 @@
 
 #include "gemm.h"
 
+#include <vector>
+
 using namespace baton;
 
 namespace baton {
@@ -33,6 +35,18 @@ void baton_linear(const LinearArgs* args) {
     linear({.matrices = &args->matrix,
             .row_offsets = row_offsets,
             .num_matrices = 1,
+            .src = args->src,
+            .dst = args->dst,
+            .num_threads = args->num_threads});
+}
+
+void baton_head_linear(const HeadLinearArgs* args) {
+    std::vector<std::int64_t> row_offsets(args->num_heads + 1);
+    for (std::int64_t head = 0; head < args->num_heads; ++head)
+        row_offsets[head + 1] = row_offsets[head] + args->num_tokens;
+    linear({.matrices = args->matrices,
+            .row_offsets = row_offsets.data(),
+            .num_matrices = args->num_heads,
             .src = args->src,
             .dst = args->dst,
             .num_threads = args->num_threads});

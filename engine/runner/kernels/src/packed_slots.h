@@ -11,7 +11,7 @@ namespace baton {
 // Packed slots of a few panels. Slots past the end are undefined.
 class PackedSlots {
   public:
-    explicit PackedSlots(std::int64_t head_dim) : size_(head_dim) {}
+    explicit PackedSlots(const PagedKv& kv) : size_(kv.head_dim), value_size_(kv.value_dim) {}
 
     // Packs the slots in [first, end). Meanwhile it prefetches the same slots of the next head, at
     // a distance of next_ numbers, into L2. For the last head these prefetches are useless.
@@ -21,10 +21,12 @@ class PackedSlots {
             values_.resize(num_parts() * kPartLines);
         }
         SlotPointers slots;
-        next_ = context.kv.block_size * size_;
         slots.find(context, head, 0, first, end);
         count_ = slots.count;
-        for (int slot = 0; slot < count_; slot += 8) pack_keys(slots.at + slot, slot);
+        if (context.kv.num_tensors == 1) return pack_latents(slots);
+        next_ = context.kv.block_size * size_;
+        for (int slot = 0; slot < count_; slot += 8)
+            pack_keys(slots.at + slot, slots.at + slot, slot);
         slots.find(context, head, 1, first, end);
         for (int pair = 0; pair < slot_pairs(); ++pair) pack_values(slots.at + 2 * pair, pair);
     }
@@ -57,7 +59,8 @@ class PackedSlots {
     static constexpr std::int64_t kPartLines = kScoreTileSlots / 2 * kVectors;
 
     std::int64_t pairs() const { return size_ / 2; }
-    std::int64_t num_parts() const { return (size_ + kPanelRows - 1) / kPanelRows; }  // of a value
+    // Parts of a value.
+    std::int64_t num_parts() const { return (value_size_ + kPanelRows - 1) / kPanelRows; }
 
     static const U32x16* words_of(const std::vector<CacheLine>& lines, std::int64_t at) {
         return reinterpret_cast<const U32x16*>(lines.data() + at);
@@ -69,15 +72,26 @@ class PackedSlots {
         return (count_ + slots - 1) / slots * kPairsPerTile;
     }
 
-    // Packs the keys of eight slots.
-    void pack_keys(const Bf16* const* keys, int first) {
+    // Packs slots whose keys contain their values. Meanwhile it prefetches the slots after them.
+    void pack_latents(const SlotPointers& slots) {
+        next_ = 0;
+        for (int slot = 0; slot < 2 * slot_pairs(); slot += 8) {
+            const int ahead = std::min<int>(slot + 8, kScoreTileSlots - 8);
+            if (slot < count_) pack_keys(slots.at + slot, slots.at + ahead, slot);
+            for (int i = 0; i < 8; i += 2) pack_values(slots.at + slot + i, (slot + i) / 2);
+        }
+    }
+
+    // Packs the keys of eight slots, and prefetches the numbers at a distance of next_ from
+    // `ahead`.
+    void pack_keys(const Bf16* const* keys, const Bf16* const* ahead, int first) {
         std::int64_t pair = 0;
         for (; pair + 8 <= pairs(); pair += 8) {
             U32x8 rows[8];
             for (int i = 0; i < 8; ++i) {
                 const Bf16* from = keys[i] + 2 * pair;
                 std::memcpy(&rows[i], from, sizeof rows[i]);
-                if (pair % 16 == 0) prefetch(from + next_);
+                if (pair % 16 == 0) prefetch(ahead[i] + 2 * pair + next_);
             }
             transpose(rows);
             for (int i = 0; i < 8; ++i)
@@ -91,12 +105,12 @@ class PackedSlots {
     // Packs the values of two slots.
     void pack_values(const Bf16* const* values, int pair) {
         std::int64_t d = 0;
-        for (; d + kLanes <= size_; d += kLanes) {
+        for (; d + kLanes <= value_size_; d += kLanes) {
             const U32x16 both = zero_extend(values[0] + d) | zero_extend(values[1] + d) << 16;
             std::memcpy(value_at(d, pair), &both, sizeof both);
-            for (int i = 0; d % 32 == 0 && i < 2; ++i) prefetch(values[i] + d + next_);
+            for (int i = 0; next_ > 0 && d % 32 == 0 && i < 2; ++i) prefetch(values[i] + d + next_);
         }
-        for (; d < size_; ++d)
+        for (; d < value_size_; ++d)
             *value_at(d, pair) = std::uint32_t(values[0][d]) | std::uint32_t(values[1][d]) << 16;
     }
 
@@ -114,7 +128,8 @@ class PackedSlots {
         return lines[vector_at(pair, within / kLanes, kScoreTileSlots / 2)].words + within % kLanes;
     }
 
-    std::int64_t size_, count_ = 0, next_ = 0;  // head_dim; slots; distance to the next head
+    std::int64_t size_, value_size_, count_ = 0;  // of keys and values; slots
+    std::int64_t next_ = 0;                       // distance to the next head
     std::vector<CacheLine> keys_, values_;
 };
 

@@ -19,19 +19,20 @@ constexpr float kMinusInf = -std::numeric_limits<float>::infinity();
 struct Chunk {
     KvContext context;
     const Bf16* queries;  // [tokens, heads, head_dim]
-    Bf16* dst;            // same shape
+    Bf16* dst;            // [tokens, heads, value_dim]
     std::int64_t num_tokens, window, chunk, gqa_group_size;
     const float* sinks;  // by head, or null
     // The softmax uses powers of two: 2^(scale * score). With a soft-cap, a score is
     // tanh(tanh_scale * product); without one, tanh_scale is 0.
     float scale, tanh_scale;
 
-    // `first`: index of the first query's first number.
+    // `first`: index of the first token's first head.
     Chunk(const AttentionArgs& args, std::int64_t sequence, std::int64_t first,
           std::int64_t num_tokens)
         : context{args.kv, args.layer, args.batch.block_tables + sequence * args.batch.table_stride,
                   args.batch.context_lens[sequence]},
-          queries(args.queries + first), dst(args.dst + first), num_tokens(num_tokens),
+          queries(args.queries + first * args.kv.head_dim),
+          dst(args.dst + first * args.kv.value_dim), num_tokens(num_tokens),
           window(args.params.window), chunk(args.params.chunk),
           gqa_group_size(args.num_heads / args.kv.num_kv_heads), sinks(args.params.sinks),
           scale((has_softcap(args) ? args.params.softcap : args.params.scale) * kLog2OfE),
@@ -48,9 +49,9 @@ struct Chunk {
     float sink(std::int64_t head) const {
         return sinks == nullptr ? kMinusInf : sinks[head] * kLog2OfE / scale;
     }
+    // Index of a query head.
     std::int64_t at(std::int64_t token, std::int64_t head, std::int64_t shared) const {
-        return ((token * context.kv.num_kv_heads + head) * gqa_group_size + shared) *
-               context.kv.head_dim;
+        return (token * context.kv.num_kv_heads + head) * gqa_group_size + shared;
     }
 
   private:
@@ -74,8 +75,8 @@ class QueryRows {
         for (int row = 0; row < count; ++row) {
             const std::int64_t token = (first + row) / chunk.gqa_group_size;
             const std::int64_t shared = (first + row) % chunk.gqa_group_size;
-            offset_[row] = chunk.at(token, head, shared);
-            std::copy_n(chunk.queries + offset_[row], size, queries_.data() + row * size);
+            index_[row] = chunk.at(token, head, shared);
+            std::copy_n(chunk.queries + index_[row] * size, size, queries_.data() + row * size);
             first_slot_[row] = chunk.first_slot(token);
             end_slot_[row] = chunk.position(token) + 1;
             max_[row] = chunk.sink(head * chunk.gqa_group_size + shared);
@@ -125,17 +126,18 @@ class QueryRows {
     }
 
     void write_output() const {
+        const std::int64_t size = chunk_.context.kv.value_dim;
         for (int row = 0; row < count_; ++row) {
             const float weight = sum(weight_sum_[row]);
             const float* sums = sums_.data() + row * sum_stride();
-            Bf16* dst = chunk_.dst + offset_[row];
+            Bf16* dst = chunk_.dst + index_[row] * size;
             std::int64_t d = 0;
-            for (; d + kLanes <= chunk_.context.kv.head_dim; d += kLanes) {
+            for (; d + kLanes <= size; d += kLanes) {
                 F32x16 some;
                 std::memcpy(&some, sums + d, sizeof some);
                 store(dst + d, some / weight);
             }
-            for (; d < chunk_.context.kv.head_dim; ++d) dst[d] = f32_to_bf16(sums[d] / weight);
+            for (; d < size; ++d) dst[d] = f32_to_bf16(sums[d] / weight);
         }
     }
 
@@ -152,7 +154,7 @@ class QueryRows {
     }
 
     std::int64_t sum_stride() const {
-        return (chunk_.context.kv.head_dim + kPanelRows - 1) / kPanelRows * kPanelRows;
+        return (chunk_.context.kv.value_dim + kPanelRows - 1) / kPanelRows * kPanelRows;
     }
 
     void apply_softcap(F32x16* scores, Panels seen) const {
@@ -207,8 +209,8 @@ class QueryRows {
     std::int64_t head_;
     int count_;
     AlignedVector<Bf16> queries_;
-    AlignedVector<float> sums_;  // [rows, head_dim in whole panels]
-    std::int64_t offset_[kRunRows], first_slot_[kRunRows], end_slot_[kRunRows];
+    AlignedVector<float> sums_;  // [rows, value_dim in whole panels]
+    std::int64_t index_[kRunRows], first_slot_[kRunRows], end_slot_[kRunRows];
     float max_[kRunRows];          // initially the score of the sink
     F32x16 weight_sum_[kRunRows];  // sum of weights so far, lane by lane
 };

@@ -146,14 +146,14 @@ void find_top(const float* numbers, std::int64_t count, std::int64_t top, std::i
     }
 }
 
-// Sets the scores outside the best groups to -inf. A group counts by its two best experts.
+// Sets the scores outside the best groups to -inf. A group counts by its best experts.
 void hide_other_groups(float* scores, const RouteArgs& args) {
     const std::int64_t size = args.num_experts / args.num_groups;
-    const std::int64_t num_best = std::min<std::int64_t>(2, size);
+    const std::int64_t num_best = std::min(args.group_best, size);
     std::vector<float> totals(args.num_groups);
+    std::vector<std::int64_t> best(num_best);
     for (std::int64_t group = 0; group < args.num_groups; ++group) {
-        std::int64_t best[2];
-        find_top(scores + group * size, size, num_best, best);
+        find_top(scores + group * size, size, num_best, best.data());
         for (int i = 0; i < num_best; ++i) totals[group] += scores[group * size + best[i]];
     }
     std::vector<std::int64_t> open(args.top_groups);

@@ -14,7 +14,9 @@ class UnpackedSlots : public UnpackedSlotsBase {
     // With AVX2, packing is cheaper than two runs.
     static constexpr std::int64_t kMaxQueryRows = kRegLanes == 8 ? kRunRows : 2 * kRunRows;
 
-    static bool supports(const PagedKv& kv) { return kv.head_dim % (2 * kLanes) == 0; }
+    static bool supports(const PagedKv& kv) {
+        return kv.num_tensors == 2 && kv.head_dim % (2 * kLanes) == 0;
+    }
 
     static void pack_queries(AlignedVector<Bf16>&, int) {}  // queries need no packing
 

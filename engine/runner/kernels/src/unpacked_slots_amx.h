@@ -18,7 +18,8 @@ class UnpackedSlots : public UnpackedSlotsBase {
     static constexpr int kMaxQueryRows = 8;
 
     static bool supports(const PagedKv& kv) {
-        return kv.head_dim % (2 * kLanes) == 0 && kv.block_size % kTileRows == 0;
+        return kv.num_tensors == 2 && kv.head_dim % (2 * kLanes) == 0 &&
+               kv.block_size % kTileRows == 0;
     }
 
     // Packs the queries into a panel of `count` columns.

@@ -138,7 +138,10 @@ def test_each_matrix_of_a_family_counts_once(name: str, tmp_path: Path) -> None:
 
     num_experts = 0 if config.moe is None else config.moe.num_experts
     counted = config.vocab_size * config.hidden_size + sum(
-        layer.kv_numbers + layer.other_numbers + num_experts * layer.expert_numbers
+        layer.kv_numbers
+        + layer.other_numbers
+        + layer.unquantized_numbers
+        + num_experts * layer.expert_numbers
         for layer in work.layers
     )
     matrices = {
@@ -148,6 +151,21 @@ def test_each_matrix_of_a_family_counts_once(name: str, tmp_path: Path) -> None:
     }
     head = config.vocab_size * config.hidden_size if config.ties_embeddings else 0
     assert counted == sum(matrices.values()) + head
+
+
+def test_latent_attention_reads_one_latent_and_one_key_per_slot(tmp_path: Path) -> None:
+    make_model_folder(tmp_path, FAMILY_VARIANTS["deepseek-v2-lite"])
+    heads, rank, rotated = 4, 40, 16
+
+    work, quantized = work_of(tmp_path, "none"), work_of(tmp_path, "int8")
+
+    assert work.slot_numbers == rank + rotated
+    assert work.pair_products == heads * (rank + rotated + rank)
+    layer = replace(work.layers[0], kv_numbers=0, other_numbers=0)
+    absorbed = heads * (24 + 20) * rank
+    assert layer.unquantized_numbers == absorbed
+    alone = replace(quantized, layers=[layer], head_numbers=0)
+    assert read_bytes(alone, batch_of(1, 0)) == 2 * absorbed
 
 
 def test_a_quantized_folder_is_read_as_it_is_stored(tmp_path: Path) -> None:

@@ -12,13 +12,21 @@ import pytest
 
 from engine.runner.families.read_config import read_model_config
 from engine.runner.families.table import FAMILIES
-from engine.runner.model.config import ModelConfig, QkNorm, QueryTemperature, RopeConfig, Scoring
+from engine.runner.model.config import (
+    LatentConfig,
+    ModelConfig,
+    QkNorm,
+    QueryTemperature,
+    RopeConfig,
+    Scoring,
+)
 from errors import ModelError
 from tests.support.hub_configs import HUB_CONFIGS
 
 NO_ROPE = RopeConfig(kind="none")
 LLAMA, GEMMA = HUB_CONFIGS["Llama-3.2-1B"], HUB_CONFIGS["gemma-3-4b"]
 WIDE = ("gemma-2-27b", "OLMo-2-1B")  # published in float32
+DEEPSEEK = HUB_CONFIGS["DeepSeek-V3"]
 QWEN_MOE, PHI = HUB_CONFIGS["Qwen3-30B-A3B"], HUB_CONFIGS["Phi-4-mini"]
 
 
@@ -107,6 +115,20 @@ EXPECTED: Mapping[str, Mapping[str, Any]] = {
         "swiglu_alpha": 1.702,
     },
     "GLM-4.5-Air": {"rotary_dim": 64, "is_rope_interleaved": False, "has_qkv_bias": True},
+    "DeepSeek-V2-Lite": {
+        "latent": LatentConfig(None, 512, 128, 64, 128),
+        "num_kv_heads": 1,
+        "head_dim": 576,
+        "rotary_dim": 64,
+        "is_rope_interleaved": True,
+        "attention_scale": 192**-0.5 * (0.0707 * math.log(40) + 1) ** 2,
+    },
+    "Kimi-K2": {
+        "latent": LatentConfig(1536, 512, 128, 64, 128),
+        "head_dim": 576,
+        "is_rope_interleaved": True,
+        "attention_scale": 192**-0.5 * (0.1 * math.log(32) + 1) ** 2,
+    },
     "Llama-4-Scout-17B-16E": {"is_rope_interleaved": True, "ties_embeddings": False},
 }
 
@@ -212,6 +234,10 @@ def test_experts_are_those_of_the_model(tmp_path: Path) -> None:
         "granite-3.1-3b-a800m": (40, 8, 512, 0, False),
         "gpt-oss-20b": (32, 4, 2880, 0, False),
         "GLM-4.5-Air": (128, 8, 1408, 1408, True),
+        "DeepSeek-V2-Lite": (64, 6, 1408, 2816, False),
+        "DeepSeek-V2": (160, 6, 1536, 3072, False),
+        "DeepSeek-V3": (256, 8, 2048, 2048, True),
+        "Kimi-K2": (384, 8, 2048, 2048, True),
         "Llama-4-Scout-17B-16E": (16, 1, 8192, 8192, False),
         "Llama-4-Maverick-17B-128E": (128, 1, 8192, 8192, False),
     }
@@ -219,6 +245,18 @@ def test_experts_are_those_of_the_model(tmp_path: Path) -> None:
     assert glm is not None
     assert (glm.scoring, glm.has_correction_bias) == (Scoring.SIGMOID, True)
     assert layers_where(read(tmp_path, HUB_CONFIGS["GLM-4.5-Air"]), mlp_size=10_944) == [0]
+
+
+def test_experts_of_deepseek_are_chosen_by_groups(tmp_path: Path) -> None:
+    names = ("DeepSeek-V2-Lite", "DeepSeek-V2", "DeepSeek-V3")
+    found = [read(tmp_path, HUB_CONFIGS[name]).moe for name in names]
+    moes = [moe for moe in found if moe is not None]
+
+    groups = [(moe.num_groups, moe.top_groups, moe.group_best) for moe in moes]
+    assert groups == [(1, 1, 1), (8, 3, 1), (8, 4, 2)]
+    assert [moe.scoring for moe in moes] == [Scoring.SOFTMAX, Scoring.SOFTMAX, Scoring.SIGMOID]
+    assert [moe.has_correction_bias for moe in moes] == [False, False, True]
+    assert [moe.scale for moe in moes] == [1.0, 16.0, 2.5]
 
 
 @pytest.mark.parametrize(
@@ -266,6 +304,13 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "long_mscale": (PHI, {"rope_scaling": {**PHI["rope_scaling"], "long_mscale": 1.2}}),
     "llama_4_scaling_beta": (LLAMA, {"rope_parameters": {"llama_4_scaling_beta": 0.1}}),
     "swiglu_limit": (QWEN_MOE, {"swiglu_limit": 7.0}),
+    "kv_lora_rank": (LLAMA, {"kv_lora_rank": 512}),
+    "index_topk": (DEEPSEEK, {"index_topk": 2048}),
+    "attention_bias": (DEEPSEEK, {"attention_bias": True}),
+    "scoring_func": (DEEPSEEK, {"scoring_func": "softmax"}),
+    "topk_method": (DEEPSEEK, {"topk_method": "greedy"}),
+    "norm_topk_prob": (HUB_CONFIGS["DeepSeek-V2"], {"norm_topk_prob": True}),
+    "moe_layer_freq": (DEEPSEEK, {"moe_layer_freq": 2}),
     "use_bidirectional_attention": (
         HUB_CONFIGS["gemma-3-1b"],
         {"use_bidirectional_attention": True},
@@ -290,6 +335,8 @@ def test_fields_that_change_the_computation_are_refused_by_name(field: str, tmp_
         ("short_factor", PHI, {"rope_scaling": {**PHI["rope_scaling"], "short_factor": [1.0]}}),
         ("num_experts_per_tok", QWEN_MOE, {"num_experts_per_tok": 129}),
         ("num_key_value_heads", QWEN_MOE, {"num_key_value_heads": 5}),
+        ("num_key_value_heads", DEEPSEEK, {"num_key_value_heads": 64}),
+        ("qk_rope_head_dim", DEEPSEEK, {"qk_rope_head_dim": 63}),
         ("partial_rotary_factor", PHI, {"partial_rotary_factor": 0.01}),
     ],
 )

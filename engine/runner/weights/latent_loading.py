@@ -1,0 +1,71 @@
+"""Loads the attention of a layer with latent attention (MLA)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from engine.runner.model.config import LatentConfig
+from engine.runner.model.latent import LatentProjections
+from engine.runner.model.linear import Linear
+from engine.runner.model.ops import Norm
+from engine.runner.model.rope import head_order
+from engine.runner.weights.tensor_loading import TensorLoader
+from engine.runner.weights.tensor_names import TensorMap
+
+EPSILON = 1e-6  # of the norms of low-rank queries and latents, whatever that of other norms
+
+
+def load_latent(
+    config: LatentConfig, tensors: TensorMap, loader: TensorLoader, index: int
+) -> tuple[Linear, Norm | None, Norm, LatentProjections]:
+    """Return the stacked first projections of a layer, its two norms and its other projections."""
+    return _LatentLoader(config, tensors, loader, index).load()
+
+
+class _LatentLoader:
+    def __init__(
+        self, config: LatentConfig, tensors: TensorMap, loader: TensorLoader, index: int
+    ) -> None:
+        self._config = config
+        self._tensors = tensors
+        self._names = tensors.names.latent
+        self._loader = loader
+        self._index = index
+        rope_order = head_order(tensors.config) or range(config.rope_dim)
+        head = [*range(config.nope_dim), *(config.nope_dim + at for at in rope_order)]
+        self._head_order = _repeated(head, tensors.config.num_heads)
+        self._key_order = [*range(config.rank), *(config.rank + at for at in rope_order)]
+
+    def load(self) -> tuple[Linear, Norm | None, Norm, LatentProjections]:
+        names, rank = self._names, self._config.query_rank
+        if rank is None:
+            query, order, query_norm, query_up = names.query, self._head_order, None, None
+        else:
+            query, order = names.query_down, list(range(rank))
+            query_norm = self._norm(names.query_norm)
+            query_up = self._linear([names.query_up], self._head_order)
+        key_order = [len(order) + at for at in self._key_order]
+        down = self._linear([query, names.key_down], [*order, *key_order])
+        return down, query_norm, self._norm(names.key_norm), self._projections(query_up)
+
+    def _projections(self, query: Linear | None) -> LatentProjections:
+        """Split the matrix that would compute keys and values of all heads from the latents."""
+        [name] = self._tensors.in_layers(self._index, [self._names.key_up])
+        by_head = self._loader.plain_matrix(name).unflatten(0, (self._tensors.config.num_heads, -1))
+        key, value = by_head.split((self._config.nope_dim, self._config.value_dim), dim=1)
+        return LatentProjections(
+            query, self._loader.head_linears(key.mT), self._loader.head_linears(value)
+        )
+
+    def _linear(self, names: Sequence[str], order: Sequence[int]) -> Linear:
+        return self._loader.linear(self._tensors.in_layers(self._index, names), False, order)
+
+    def _norm(self, name: str) -> Norm:
+        return replace(
+            self._loader.norm(self._tensors.in_layer(self._index, name)), epsilon=EPSILON
+        )
+
+
+def _repeated(order: Sequence[int], count: int) -> list[int]:
+    return [len(order) * head + at for head in range(count) for at in order]

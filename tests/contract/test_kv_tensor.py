@@ -1,0 +1,68 @@
+"""KV tensor: its shape, and what other packages learn of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from engine.kv_cache.groups import ONE_GROUP
+from engine.runner.attention.kv_tensor import KvShape, describe
+from engine.runner.config import RunnerConfig
+from engine.runner.families.read_config import read_model_config
+from engine.runner.model_runner import TorchRunner
+from kv_transfer.protocol.messages import Fingerprint
+from node.options import NodeOptions
+from node.wiring import identify
+from rpc.node_info import NodeRole
+from tests.support.hub_configs import HUB_CONFIGS
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 16
+
+
+def shape_of(name: str, folder: Path) -> KvShape:
+    (folder / "config.json").write_text(json.dumps(HUB_CONFIGS[name]), encoding="utf-8")
+    return KvShape.of(read_model_config(folder), BLOCK_SIZE, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("name", "token_bytes"),
+    [
+        ("Llama-3.2-1B", 16 * 2 * 8 * 64 * 2),
+        ("DeepSeek-V2-Lite", 27 * (512 + 64) * 2),
+        ("DeepSeek-V3", 61 * (512 + 64) * 2),
+    ],
+)
+def test_a_token_takes_the_bytes_of_its_keys_and_values_or_of_its_latent(
+    name: str, token_bytes: int, tmp_path: Path
+) -> None:
+    shape = shape_of(name, tmp_path)
+
+    memory = describe(shape.allocate(3, CPU), ONE_GROUP)
+
+    assert shape.block_bytes == memory.block_bytes == BLOCK_SIZE * token_bytes
+    assert memory.num_bytes == 3 * memory.block_bytes
+    assert memory.layer_bytes * memory.num_layers == memory.block_bytes
+
+
+def fingerprint_of(shape: KvShape) -> Fingerprint:
+    """Return the fingerprint of a node with this KV tensor, whatever its model."""
+    info, memory = SimpleNamespace(fingerprint="model"), describe(shape.allocate(1, CPU), ONE_GROUP)
+    runner: Any = SimpleNamespace(info=info, kv_memory=memory)
+    options = NodeOptions(RunnerConfig("model"))
+    return identify(options, NodeRole.DECODE, cast("TorchRunner", runner)).fingerprint
+
+
+def test_caches_with_and_without_values_do_not_fit_each_other(tmp_path: Path) -> None:
+    latent = shape_of("DeepSeek-V2-Lite", tmp_path)
+
+    apart = replace(latent, num_tensors=2)
+
+    assert fingerprint_of(latent) == fingerprint_of(latent)
+    assert fingerprint_of(latent) != fingerprint_of(apart)
