@@ -19,6 +19,27 @@ from tests.support.hypothesis_profiles import PROFILE
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 settings.load_profile(PROFILE)
 
+# Files that take longest, which start first so that parallel workers end at about the same time.
+LONG_FILES = (
+    "tests/packaging/test_wheel.py",
+    "tests/chaos/test_faults.py",
+    "tests/golden/test_families.py",
+    "tests/contract/test_transports.py",
+    "tests/contract/test_quantized_folders.py",
+    "tests/contract/test_quantized_families.py",
+    "tests/chaos/test_random_requests.py",
+    "tests/golden/test_family_matrix.py",
+    "tests/contract/test_same_bits.py",
+    "tests/integration/test_tracing.py",
+    "tests/integration/test_up.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the long files first."""
+    rank_by_file = {name: rank for rank, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: rank_by_file.get(item.nodeid.partition("::")[0], len(LONG_FILES)))
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _trace_dir(

@@ -18,7 +18,7 @@ static int (*real_gettime)(clockid_t, struct timespec*);
 
 static void map_clock(void) {
     char path[4096];
-    const char* folder = getenv("BATON_CHAOS_CLOCKS");
+    const char* folder = getenv("CHAOS_CLOCKS");
     off_ns = NULL;
     if (!folder) return;
     snprintf(path, sizeof path, "%s/%d", folder, (int)getpid());

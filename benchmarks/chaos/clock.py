@@ -11,7 +11,7 @@ from pathlib import Path
 from errors import InvalidConfig
 
 SOURCE = Path(__file__).with_name("clock.c")
-FOLDER_VARIABLE = "BATON_CHAOS_CLOCKS"
+FOLDER_VARIABLE = "CHAOS_CLOCKS"
 NS_PER_S = 1_000_000_000
 
 

@@ -105,8 +105,9 @@ def test_long_prompts_of_dynamic_rope_share_blocks_with_their_own_length_alone(
 def test_a_cache_too_small_for_all_preempts_and_changes_no_token(
     name: str, engine_of: Callable[..., EngineCore], model_folder: FolderOf
 ) -> None:
-    # Four requests of up to 7 blocks each, and room for about two of them.
-    engine = engine_of(name, num_blocks=17)
+    # Four requests of up to 7 blocks each, and room for about two of them. With windows, most
+    # blocks become free while the requests run.
+    engine = engine_of(name, num_blocks=9 if name.endswith("window") else 17)
     prompts = [prompt_of(length) for length in (1, 17, 40, 62)]
 
     answers = run(engine, *(spec(f"r{i}", prompt) for i, prompt in enumerate(prompts)))

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
+from tests.support.baton_command import BATON, run_baton
 from tests.support.child_programs import running_program
 
 
 def test_the_demo_hands_kv_over_and_ends_by_itself() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", "baton", "demo"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    ended = run_baton("demo")
 
     assert ended.returncode == 0, ended.stderr
     assert "What happened" in ended.stdout
@@ -28,8 +21,7 @@ def test_the_demo_hands_kv_over_and_ends_by_itself() -> None:
 
 
 def test_ctrl_c_in_the_middle_of_an_answer_ends_the_demo_and_all_its_processes() -> None:
-    command = [sys.executable, "-m", "baton", "demo"]
-    with running_program(command) as demo:
+    with running_program([*BATON, "demo"]) as demo:
         assert demo.stdout is not None
         shown = ""
         while "def read_config" not in shown:

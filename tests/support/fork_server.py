@@ -34,6 +34,7 @@ import baton.cluster.child
 from baton.cli.program import prepare
 
 NODES = "tests.support.preloaded_nodes"
+ENDPOINTS = "tests.support.preloaded_endpoints"
 PRELOADED = (
     *(NODES, "router.__main__", "router.openai.app", "router.openai.server"),
     *("telemetry.metrics.otlp", "telemetry.tracing.otlp", "typer._adapters"),
@@ -134,9 +135,9 @@ START_PROCESS = baton.cluster.child.start_process
 
 
 def fork_context() -> ForkServerContext:
-    """Return a multiprocessing context whose server has imported the packages of nodes."""
+    """Return a multiprocessing context whose server has imported what its processes need."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([NODES])
+    context.set_forkserver_preload([ENDPOINTS])
     return context
 
 

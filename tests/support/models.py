@@ -7,17 +7,12 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-from transformers.utils import logging as transformers_logging
-
-transformers_logging.set_verbosity_error()
-transformers_logging.disable_progress_bar()
 
 VOCAB_SIZE = 320
 EOS_TOKEN_ID = 2
@@ -131,10 +126,20 @@ def save_tokenizer(folder: Path) -> None:
 
 
 @cache
+def import_transformers() -> Any:
+    """Import and return transformers, which takes seconds and most unit tests do not need."""
+    transformers = import_module("transformers")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+@cache
 def reference(folder: Path) -> Any:
     """Return the model as loaded by transformers."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    loader = AutoModelForImageTextToText if "text_config" in config else AutoModelForCausalLM
+    kind = "ImageTextToText" if "text_config" in config else "CausalLM"
+    loader = getattr(import_transformers(), f"AutoModelFor{kind}")
     return loader.from_pretrained(folder, dtype="auto").eval()
 
 
@@ -224,6 +229,7 @@ def _new_model(variant: Variant, seed: int) -> Any:
         outer = {name: settings[name] for name in ("tie_word_embeddings",) if name in settings}
         settings = {"text_config": settings, "vision_config": dict(variant.vision), **outer}
         ending = "ForConditionalGeneration"
+    transformers = import_transformers()
     config = getattr(transformers, f"{name}Config")(**settings)
     torch.manual_seed(seed)
     model = getattr(transformers, variant.model_class or name + ending)(config)

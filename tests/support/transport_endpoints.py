@@ -28,6 +28,7 @@ from tests.support.fork_server import fork_context
 from tests.support.memory_transport import MemoryTransport, Wire
 
 WAIT_S = 60.0  # for what must come
+POLL_S = 0.001
 MakeTransport = Callable[[Region], Transport]
 
 
@@ -199,7 +200,7 @@ def _serve(connection: Connection, make: MakeTransport) -> None:
     while True:
         if not is_closed:
             end.poll()
-        if not connection.poll(0.1 if is_closed else 0.0005):
+        if not connection.poll(None if is_closed else POLL_S):
             continue
         request = connection.recv()
         if request is None:
@@ -277,3 +278,4 @@ def wait_until(holds: Callable[[], bool], what: str) -> None:
     while not holds():
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"this did not come: {what}")
+        time.sleep(POLL_S)

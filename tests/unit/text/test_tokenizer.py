@@ -1,4 +1,4 @@
-"""Tokenization and chat templates: agreement with transformers, and errors of folders."""
+"""Tokenization and chat templates: special tokens, chats and errors of folders."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer
 
 from errors import InvalidRequest, ModelError
 from tests.support.models import EOS_TOKEN_ID, save_tokenizer
+from tests.support.tokenizer_folders import copy_with_settings, put_begin_token_first
 from text.tokenizer import Tokenizer
 
-TEXTS = ("", "hello", " the  quick\n\nbrown", "naïve café 東京 🙂", "</s> inside", "\x00\x7f")
 CHAT = (
     {"role": "system", "content": "be brief"},
     {"role": "user", "content": "hi <b>&</b>"},
@@ -29,15 +27,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_tokenizer(folder)
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": 2}))
     return folder
-
-
-def with_settings(folder: Path, at: Path, **changes: object) -> Path:
-    """Copy the folder with changes to tokenizer_config.json."""
-    for path in folder.iterdir():
-        (at / path.name).write_bytes(path.read_bytes())
-    settings = json.loads((at / "tokenizer_config.json").read_text(encoding="utf-8"))
-    (at / "tokenizer_config.json").write_text(json.dumps({**settings, **changes}))
-    return at
 
 
 def test_special_tokens_that_are_asked_for_are_not_skipped(folder: Path) -> None:
@@ -56,73 +45,12 @@ def test_tools_are_shown_where_the_template_reads_them(folder: Path, tmp_path: P
     reading = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
     by_name = [{"name": "default", "template": ""}, {"name": "tool_use", "template": reading}]
     for template, supports_tools in ((reading, True), (by_name, True), ("tools", False)):
-        with_settings(folder, tmp_path, chat_template=template)
+        copy_with_settings(folder, tmp_path, chat_template=template)
         assert Tokenizer.from_folder(tmp_path).supports_tools is supports_tools
 
 
-def put_begin_token_first(folder: Path) -> None:
-    fast = FastTokenizer.from_file(str(folder / "tokenizer.json"))
-    fast.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    fast.save(str(folder / "tokenizer.json"))
-
-
-@pytest.mark.parametrize("text", TEXTS)
-@pytest.mark.parametrize("flags", [{}, {"add_bos_token": True, "add_eos_token": True}])
-@pytest.mark.parametrize("begins", [False, True])
-def test_token_ids_and_text_equal_those_of_transformers(
-    text: str, flags: dict[str, bool], begins: bool, folder: Path, tmp_path: Path
-) -> None:
-    with_settings(folder, tmp_path, **flags)
-    if begins:
-        put_begin_token_first(tmp_path)
-    ours, theirs = Tokenizer.from_folder(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
-
-    token_ids = ours.encode(text)
-
-    assert token_ids == theirs(text)["input_ids"]
-    assert (
-        ours.encode(text, add_special_tokens=False)
-        == theirs(text, add_special_tokens=False)["input_ids"]
-    )
-    assert ours.decode(token_ids) == theirs.decode(token_ids, skip_special_tokens=True)
-    assert ours.decode(token_ids, skip_special_tokens=False) == theirs.decode(token_ids)
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        (
-            "{% for m in messages %}\n  {% if m.role == 'user' %}\n<u>{{ m.content | tojson }}"
-            "  {% endif %}\n{% endfor %}"
-        ),
-        (
-            "{{ bos_token }}{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
-            "{{ m['content'] }}{{ eos_token }}{% endfor %}"
-        ),
-        (
-            "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
-            "{% if add_generation_prompt %}<|a|>{% endif %}{% if tools is none %}-{% endif %}"
-        ),
-    ],
-)
-@pytest.mark.parametrize("add_generation_prompt", [True, False])
-def test_a_chat_is_rendered_as_transformers_renders_it(
-    template: str, add_generation_prompt: bool, folder: Path, tmp_path: Path
-) -> None:
-    with_settings(folder, tmp_path, chat_template=template)
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
-
-    text = Tokenizer.from_folder(tmp_path).render_chat(
-        CHAT, add_generation_prompt=add_generation_prompt
-    )
-
-    assert text == theirs.apply_chat_template(
-        list(CHAT), add_generation_prompt=add_generation_prompt, tokenize=False
-    )
-
-
 def test_a_chat_is_encoded_without_further_special_tokens(folder: Path, tmp_path: Path) -> None:
-    with_settings(folder, tmp_path, chat_template="{{ bos_token }}{{ messages[0].content }}")
+    copy_with_settings(folder, tmp_path, chat_template="{{ bos_token }}{{ messages[0].content }}")
     put_begin_token_first(tmp_path)
     tokenizer = Tokenizer.from_folder(tmp_path)
 
@@ -135,7 +63,7 @@ def test_a_chat_is_encoded_without_further_special_tokens(folder: Path, tmp_path
 def test_a_template_file_wins_over_the_one_inside_the_settings(
     folder: Path, tmp_path: Path
 ) -> None:
-    with_settings(folder, tmp_path, chat_template="inside")
+    copy_with_settings(folder, tmp_path, chat_template="inside")
     (tmp_path / "chat_template.jinja").write_text("alone")
 
     assert Tokenizer.from_folder(tmp_path).render_chat(CHAT) == "alone"
@@ -146,14 +74,14 @@ def test_tools_pick_the_template_for_tools(folder: Path, tmp_path: Path) -> None
         {"name": "default", "template": "plain"},
         {"name": "tool_use", "template": "tools: {{ tools | length }}"},
     ]
-    tokenizer = Tokenizer.from_folder(with_settings(folder, tmp_path, chat_template=named))
+    tokenizer = Tokenizer.from_folder(copy_with_settings(folder, tmp_path, chat_template=named))
 
     assert tokenizer.render_chat(CHAT) == "plain"
     assert tokenizer.render_chat(CHAT, variables={"tools": [{}, {}]}) == "tools: 2"
 
 
 def test_a_template_gets_the_date_from_the_clock_it_was_given(folder: Path, tmp_path: Path) -> None:
-    with_settings(folder, tmp_path, chat_template="{{ strftime_now('%Y-%m-%d') }}")
+    copy_with_settings(folder, tmp_path, chat_template="{{ strftime_now('%Y-%m-%d') }}")
 
     tokenizer = Tokenizer.from_folder(tmp_path, clock=lambda: datetime(2024, 2, 3, tzinfo=UTC))
 
@@ -172,14 +100,14 @@ def test_a_template_gets_the_date_from_the_clock_it_was_given(folder: Path, tmp_
 def test_what_a_template_refuses_is_the_clients_fault(
     template: str, reason: str, folder: Path, tmp_path: Path
 ) -> None:
-    tokenizer = Tokenizer.from_folder(with_settings(folder, tmp_path, chat_template=template))
+    tokenizer = Tokenizer.from_folder(copy_with_settings(folder, tmp_path, chat_template=template))
 
     with pytest.raises(InvalidRequest, match=reason):
         tokenizer.render_chat(CHAT)
 
 
 def test_a_chat_needs_a_template(folder: Path, tmp_path: Path) -> None:
-    tokenizer = Tokenizer.from_folder(with_settings(folder, tmp_path, chat_template=None))
+    tokenizer = Tokenizer.from_folder(copy_with_settings(folder, tmp_path, chat_template=None))
 
     assert not tokenizer.has_chat_template
     with pytest.raises(InvalidRequest, match="no chat template"):
@@ -187,14 +115,16 @@ def test_a_chat_needs_a_template(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_broken_template_is_the_models_fault(folder: Path, tmp_path: Path) -> None:
-    tokenizer = Tokenizer.from_folder(with_settings(folder, tmp_path, chat_template="{% if %}"))
+    tokenizer = Tokenizer.from_folder(
+        copy_with_settings(folder, tmp_path, chat_template="{% if %}")
+    )
 
     with pytest.raises(ModelError, match="chat template is broken"):
         tokenizer.render_chat(CHAT)
 
 
 def test_end_tokens_come_from_the_generation_settings_first(folder: Path, tmp_path: Path) -> None:
-    with_settings(folder, tmp_path)
+    copy_with_settings(folder, tmp_path)
     assert Tokenizer.from_folder(tmp_path).eos_token_ids == (EOS_TOKEN_ID,)
 
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
@@ -215,7 +145,7 @@ def test_end_tokens_come_from_the_generation_settings_first(folder: Path, tmp_pa
 def test_a_folders_fault_names_its_file(
     file: str, content: bytes | None, folder: Path, tmp_path: Path
 ) -> None:
-    with_settings(folder, tmp_path)
+    copy_with_settings(folder, tmp_path)
     (tmp_path / file).unlink() if content is None else (tmp_path / file).write_bytes(content)
 
     with pytest.raises(ModelError, match=file):

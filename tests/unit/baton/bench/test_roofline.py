@@ -131,6 +131,7 @@ def test_the_experts_that_are_chosen_count() -> None:
     assert TorchOps.route is route
 
 
+@pytest.mark.slow  # imports transformers
 @pytest.mark.parametrize("name", FAMILY_VARIANTS)
 def test_each_matrix_of_a_family_counts_once(name: str, tmp_path: Path) -> None:
     config = read_model_config(make_model_folder(tmp_path, FAMILY_VARIANTS[name]))

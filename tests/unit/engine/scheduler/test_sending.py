@@ -86,6 +86,17 @@ def test_the_completion_tells_the_tokens_and_the_first_token_with_its_logprobs()
     world.run_to_end()
 
 
+def test_the_completion_counts_the_tokens_of_the_answer_so_far() -> None:
+    world = EngineWorld(_config())
+    world.add(6, prior=[1, 2], sends=True, max_tokens=9)
+    world.step()
+
+    (complete,) = world.step().kv_orders.completes
+
+    assert complete.num_tokens == 8
+    world.run_to_end()
+
+
 def test_a_sender_ends_with_its_first_token_as_handed_off() -> None:
     world = EngineWorld(_config())
     name = world.add(6, sends=True, max_tokens=9)

@@ -235,7 +235,7 @@ def test_a_node_gets_the_sequence_it_was_sent() -> None:
         age_s=2.5,
         priority=-4,
         cache_salt="salt",
-        prior_output_token_ids=(3,),
+        prior_output_token_ids=(4, 3),
         is_paced=True,
     )
     sender = replace(alone, send_to=HANDOFF)

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from torch.nn import functional
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-FOLDER = Path(__file__).resolve().parents[3] / "models" / "demo"
+FOLDER = Path(__file__).resolve().parents[2] / "models" / "demo"
 MAX_FOLDER_BYTES = 8_000_000
 
 # Written for this test, so that it is in no text the model has seen.
