@@ -24,8 +24,11 @@ def join_bytes(token_ids: list[int]) -> list[int]:
 
     Decoded at once, special tokens are dropped first, and the bytes around them are read together.
     """
-    pairs = zip([0, *token_ids], token_ids, strict=False)
-    return [token for before, token in pairs if token not in SPECIAL or before < FIRST_BYTE]
+    kept: list[int] = []
+    for token in token_ids:
+        if token not in SPECIAL or not kept or kept[-1] < FIRST_BYTE:
+            kept.append(token)
+    return kept
 
 
 # Words, and single bytes that sometimes form whole characters.
