@@ -339,7 +339,7 @@ def test_peers_that_do_not_fit_are_refused_by_name() -> None:
         ),
         (
             {"fingerprint": replace(FINGERPRINT, wire_version=1)},
-            "wire_version differs: 2 and 1 on a and b; run one version of baton on all nodes",
+            "wire_version differs: 3 and 1 on a and b; run one version of baton on all nodes",
         ),
         (
             {"transport": "ucxx"},

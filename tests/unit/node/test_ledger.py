@@ -41,7 +41,14 @@ def an_end(
 
 def test_received_kv_is_counted_when_its_record_is_taken() -> None:
     ledger = RequestLedger()
-    receive = Receive(HANDOFF, Peer(NodeId("p"), "h:1"), 2, (BlockId(5), BlockId(6)), 16)
+    receive = Receive(
+        HANDOFF,
+        Peer(NodeId("p"), "h:1"),
+        first_block=2,
+        block_ids=(BlockId(5), BlockId(6)),
+        num_tokens=16,
+        num_cached_tokens=8,
+    )
     record = TransferRecord(
         HANDOFF, TransferRole.RECEIVED, "x", 1.0, outcome="done", num_blocks=2, num_bytes=64
     )
@@ -51,7 +58,7 @@ def test_received_kv_is_counted_when_its_record_is_taken() -> None:
         ledger.note_plan(Plan(started=(a_row(16, 16),)), 2.2)
 
     assert (entry.num_received_blocks, entry.num_received_bytes) == (2, 64)
-    assert entry.num_cached_prompt_tokens == 2 * BLOCK_SIZE
+    assert entry.num_cached_prompt_tokens == 8
     assert entry.num_computed_prompt_tokens == 0
 
 
