@@ -75,6 +75,7 @@ def test_each_engine_has_bars_for_the_sizes_it_was_measured_at() -> None:
     }
 
 
+@pytest.mark.slow
 def test_the_picture_has_all_that_was_given(tmp_path: Path) -> None:
     peers = [read_peer(peer_file(tmp_path, threads)) for threads in (1, 2)]
 

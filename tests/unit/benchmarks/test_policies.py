@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from benchmarks.router.policies import (
     PolicyBench,
     PolicyFigures,
@@ -13,6 +15,8 @@ from benchmarks.router.policies import (
     run,
 )
 from router.routing.policy import RoutingPolicy
+
+pytestmark = pytest.mark.slow
 
 BLOCK = 4
 SMALL = PolicyBench(num_nodes=20, num_requests=600, num_system_prompts=5)

@@ -93,6 +93,7 @@ def test_what_is_no_objective_is_refused(written: str) -> None:
         parse_slo(written)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arrivals", [[(0.5, 1)], [(0.5, 4)], [(0.5, 1), (0.6, 1)]])
 def test_pictures_are_drawn_of_the_shortest_answers(
     tmp_path: Path, arrivals: list[tuple[float, int]]
