@@ -1,8 +1,7 @@
 """Compare the kernels built for arm64 with the baseline build for this machine's architecture.
 
 Both builds run every kernel on the same random numbers. Results may differ by one rounding step,
-since one architecture fuses multiply and add where the other does not. Attention rounds its weights
-before it sums, so there a result near zero may differ by a step of the largest results.
+since one architecture fuses multiply and add where the other does not.
 
     python -m tools.compare_arm64               # or: make arm64; needs a cross compiler and qemu
 """
@@ -10,7 +9,6 @@ before it sums, so there a result near zero may differ by a step of the largest 
 from __future__ import annotations
 
 import shutil
-import struct
 import subprocess
 import sys
 import tempfile
@@ -24,8 +22,6 @@ PROGRAM = ("-fno-PIC", "-no-pie", "-static", f"-I{SOURCES}", str(HERE / "print_k
 CROSS_COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
 PACKAGES = "g++ g++-aarch64-linux-gnu qemu-user-static"
 MAX_ROUNDED_SHARE = 1e-3  # share of numbers that may differ, each by one step
-ROUNDED_WEIGHTS = frozenset({"chunk", "singles"})
-STEP = 2.0**-8  # of a number of size 1
 NOT_NUMBERS = frozenset({"argmax", "route"})  # indices, which must be equal
 
 # By kernel: counts of all numbers, of those that differ by one step, and by more.
@@ -56,7 +52,7 @@ def compared(own: str, other: str) -> Tally:
     for own_line, other_line in zip(own.splitlines(), other.splitlines(), strict=True):
         kernel = own_line.split(maxsplit=1)[0]
         counts = tally.setdefault(kernel, [0, 0, 0])
-        for steps in _steps_between(own_line, other_line, kernel in ROUNDED_WEIGHTS):
+        for steps in _steps_between(own_line, other_line):
             counts[0] += 1
             counts[1] += steps == 1 and kernel not in NOT_NUMBERS
             counts[2] += steps > 1 or (steps == 1 and kernel in NOT_NUMBERS)
@@ -70,26 +66,14 @@ def are_alike(tally: Tally) -> bool:
     )
 
 
-def _steps_between(own_line: str, other_line: str, has_rounded_weights: bool) -> Iterator[int]:
-    """Yield the distance of the numbers at each position, in steps of 16-bit numbers.
-
-    With rounded weights, a difference of at most a step of the line's largest number is one step.
-    """
+def _steps_between(own_line: str, other_line: str) -> Iterator[int]:
+    """Yield the distance of the numbers at each position, in steps of 16-bit numbers."""
     own_kernel, *own_bits = own_line.split()
     other_kernel, *other_bits = other_line.split()
     if own_kernel != other_kernel:
         raise ValueError(f"{own_kernel} against {other_kernel}: the programs differ")
-    largest = max(map(abs, map(_number, own_bits))) if has_rounded_weights else 0.0
     for own, other in zip(own_bits, other_bits, strict=True):
-        steps = abs(int(own, 16) - int(other, 16))
-        is_rounded = steps > 1 and abs(_number(own) - _number(other)) <= largest * STEP / 2
-        yield 1 if is_rounded else steps
-
-
-def _number(bits: str) -> float:
-    """Return the number that these 16 bits encode."""
-    (number,) = struct.unpack("<f", struct.pack("<I", int(bits, 16) << 16))
-    return float(number)
+        yield abs(int(own, 16) - int(other, 16))
 
 
 def _run(compiler: str, program: Path, *emulator: str) -> str:
