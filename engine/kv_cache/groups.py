@@ -76,7 +76,7 @@ def group_layers(specs: Sequence[KvCacheSpec]) -> tuple[KvGroup, ...]:
 
 
 class LayerPlace(NamedTuple):
-    """Where the keys and values of a layer are."""
+    """Location of the keys and values of a layer."""
 
     group: int  # whose block table the layer uses
     place: int  # in a block

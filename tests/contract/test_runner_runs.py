@@ -29,7 +29,6 @@ from engine.scheduler.scheduler import Scheduler
 from engine.spec_decode.config import Speculation
 from kv_transfer.fence import Fence
 from kv_transfer.types import BlockId, TokenLogprobs
-from tests.support.hypothesis_profiles import num_examples
 from tests.support.models import VARIANTS, make_model_folder, prompt_of
 from tests.support.runner_drivers import GREEDY, Drive, Driver
 
@@ -210,7 +209,7 @@ def test_dynamic_rope_limits_the_shareable_prompt_length(
     assert info.max_model_len == 4 * trained
 
 
-def test_thousands_of_requests_leave_no_memory_behind(folder: Path) -> None:
+def test_ten_thousand_requests_leave_no_memory_behind(folder: Path) -> None:
     def serve(num_batches: int) -> None:
         for batch in range(num_batches):
             drives = [drive(f"{batch}.{i}", (3, 4 + i, 5), num_tokens=2) for i in range(32)]
@@ -221,10 +220,10 @@ def test_thousands_of_requests_leave_no_memory_behind(folder: Path) -> None:
     with load(folder) as runner:
         serve(40)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        serve(num_examples(100))
+        serve(313)
         after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
-    assert after - before < 2 * 1024, f"the peak grew by {after - before} KiB"
+    assert after - before < 4 * 1024, f"the peak grew by {after - before} KiB"
 
 
 NO_TOKEN = 10**6  # beyond the vocabulary: the embedding has no such row
