@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tools.compare_arm64 import are_alike, compared
+from tools.compare_arm64 import KernelTally, are_equal, compare
 
 
 def reported(*bits: int, kernel: str = "norm") -> str:
@@ -14,44 +14,40 @@ def reported(*bits: int, kernel: str = "norm") -> str:
 MANY = [0x3F80] * 2000
 
 
-def test_the_same_numbers_are_alike() -> None:
-    tally = compared(reported(*MANY), reported(*MANY))
+def test_the_same_numbers_are_equal() -> None:
+    tallies = compare(reported(*MANY), reported(*MANY))
 
-    assert tally == {"norm": [2000, 0, 0]}
-    assert are_alike(tally)
-
-
-def test_a_few_may_be_rounded_otherwise() -> None:
-    assert are_alike(compared(reported(0x3F80, *MANY), reported(0x3F81, *MANY)))
-    assert not are_alike(compared(reported(*MANY), reported(*[one + 1 for one in MANY])))
+    assert tallies == {"norm": KernelTally(2000)}
+    assert are_equal(tallies)
 
 
-def test_a_number_that_is_further_away_is_wrong() -> None:
-    tally = compared(reported(0x3F80, *MANY), reported(0x3F82, *MANY))
+def test_one_number_that_is_rounded_otherwise_is_a_difference() -> None:
+    tallies = compare(reported(0x3F80, *MANY), reported(0x3F81, *MANY))
 
-    assert tally == {"norm": [2001, 0, 1]}
-    assert not are_alike(tally)
-
-
-def test_a_place_is_right_or_wrong() -> None:
-    own, other = reported(7, *MANY, kernel="argmax"), reported(8, *MANY, kernel="argmax")
-
-    assert not are_alike(compared(own, other))
+    assert tallies == {"norm": KernelTally(2001, num_different=1, max_steps=1)}
+    assert not are_equal(tallies)
 
 
-def test_each_kernel_stands_for_itself() -> None:
+def test_the_largest_difference_is_reported() -> None:
+    tallies = compare(reported(5, 0x3F80, *MANY), reported(4, 0x3F83, *MANY))
+
+    assert tallies == {"norm": KernelTally(2002, num_different=2, max_steps=3)}
+    assert not are_equal(tallies)
+
+
+def test_each_kernel_must_be_equal() -> None:
     own = "\n".join([reported(*MANY), reported(5, kernel="gate")])
     other = "\n".join([reported(*MANY), reported(6, kernel="gate")])
 
-    assert not are_alike(compared(own, other))
+    assert not are_equal(compare(own, other))
 
 
-def test_programs_that_tell_nothing_are_not_alike() -> None:
-    assert not are_alike(compared("", ""))
+def test_programs_without_output_are_not_equal() -> None:
+    assert not are_equal(compare("", ""))
 
 
 def test_other_programs_are_not_compared() -> None:
     with pytest.raises(ValueError, match="the programs differ"):
-        compared(reported(1), reported(1, kernel="gate"))
+        compare(reported(1), reported(1, kernel="gate"))
     with pytest.raises(ValueError, match="longer"):
-        compared(reported(1), reported(1, 2))
+        compare(reported(1), reported(1, 2))
