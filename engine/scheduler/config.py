@@ -45,6 +45,7 @@ class CacheConfig:
     num_blocks: int
     block_size: int = 16
     groups: tuple[KvGroup, ...] = ONE_GROUP
+    num_state_blocks: int = 0  # that hold the recurrent state of one request
     enable_prefix_caching: bool = True
     # Identifies everything the KV of given tokens depends on: weights, dtype, layout.
     model_salt: str = ""
