@@ -28,11 +28,15 @@ ALL_ROLES = ("local", "local", "receives", "receives", "sends")
 def run_history(seed: int) -> EngineWorld:
     """Run one history to its end. Raises at the first violated invariant."""
     chance = random.Random(seed)
-    groups = draw_groups(chance)
+    groups, num_state_blocks = draw_groups(chance), chance.choice([0, 0, 1, 2, 3])
+    num_blocks = chance.randint(5, 16) * len(groups) - chance.randrange(len(groups))
+    # Some caches hold little more than the state of one request.
+    num_blocks += num_state_blocks * chance.choice([3, 3, 6, 12])
     world = EngineWorld(
-        draw_config(chance),
-        num_blocks=chance.randint(5, 16) * len(groups) - chance.randrange(len(groups)),
+        draw_config(chance, has_state=num_state_blocks > 0),
+        num_blocks=num_blocks,
         groups=groups,
+        num_state_blocks=num_state_blocks,
         block_size=chance.choice([1, 2, 2, 3, 4]),
         enable_prefix_caching=chance.random() < 0.8,
         chance=chance,
@@ -44,10 +48,10 @@ def run_history(seed: int) -> EngineWorld:
     return world
 
 
-def draw_config(chance: random.Random) -> SchedulerConfig:
+def draw_config(chance: random.Random, *, has_state: bool = False) -> SchedulerConfig:
     threshold = chance.choice([0, 0, 2, 5])
     max_num_seqs = chance.randint(1, 6)
-    num_lookahead_tokens = chance.choice([0, 0, 0, 1, 3, 6])
+    num_lookahead_tokens = 0 if has_state else chance.choice([0, 0, 0, 1, 3, 6])
     return SchedulerConfig(
         max_num_batched_tokens=max_num_seqs + chance.choice([0, 1, 3, 8, 40]),
         max_num_seqs=max_num_seqs,
