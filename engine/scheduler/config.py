@@ -82,7 +82,11 @@ class CacheConfig:
     @property
     def naming(self) -> PrefixNaming:
         return PrefixNaming(
-            self.block_size, self.model_salt, self.hash_seed, self.max_shareable_prompt_len
+            self.block_size,
+            self.model_salt,
+            self.hash_seed,
+            self.max_shareable_prompt_len,
+            needs_snapshot=self.num_state_blocks > 0,
         )
 
 

@@ -300,6 +300,7 @@ def test_routers_learn_of_the_blocks_at_whose_end_a_snapshot_is_cached() -> None
 
     events = world.scheduler.take_kv_events()
 
+    assert world.cache_config.naming.needs_snapshot
     ends = [event.token_ids for event in events if isinstance(event, BlockStored)]
     assert ends == [tuple(n % 11 for n in range(end - 4, end)) for end in (8, 16, 20)]
     assert len(events) == 3
