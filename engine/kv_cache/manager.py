@@ -121,13 +121,7 @@ class KvCache:
         )
         request.num_computed_tokens = hit.num_blocks * self.block_size
         request.num_registered_blocks = hit.num_blocks
-        if self.num_state_blocks:
-            sides = (
-                tuple(self._allocate(self.num_state_blocks)),
-                tuple(self._allocate(self.num_state_blocks)),
-            )
-            num_tokens = request.num_computed_tokens if continues_at is None else continues_at
-            request.state = RecurrentState(sides, num_tokens, hit.snapshot)
+        request.state = self._allocate_state(request, hit)
         request.is_registering = self._config.enable_prefix_caching
         if not request.num_preemptions:  # afterwards it could hit its own blocks
             request.num_cached_tokens = request.num_computed_tokens
@@ -288,6 +282,13 @@ class KvCache:
         num_unseen = max(0, first_seen - len(cached))
         num_allocated = num_blocks - len(cached) - num_unseen
         return [*cached, *[NO_BLOCK] * num_unseen, *self._allocate(num_allocated)]
+
+    def _allocate_state(self, request: Request, hit: PrefixHit) -> RecurrentState | None:
+        num_blocks = self.num_state_blocks
+        if not num_blocks:
+            return None
+        sides = tuple(self._allocate(num_blocks)), tuple(self._allocate(num_blocks))
+        return RecurrentState(sides, request.num_computed_tokens, hit.snapshot)
 
     def _allocate(self, count: int) -> list[BlockId]:
         """Allocate `count` blocks, which the caller has checked to be free."""

@@ -187,10 +187,24 @@ class FakeRunner:
         for request_id in [row.request_id for row in plan.started] + list(plan.new_block_ids):
             self._check_table(self._rows[request_id])
         self._num_drafts_left = plan.max_draft_tokens
-        for request_id, num_tokens in plan.num_scheduled_tokens.items():
-            snapshots = plan.snapshots.get(request_id, ())
-            self._run_row(self._rows[request_id], num_tokens, snapshots, result)
+        self._run_rows(plan, result)
         return result
+
+    def _run_rows(self, plan: Plan, result: RunResult) -> None:
+        written = self._state_written_by(plan)
+        try:
+            for request_id, num_tokens in plan.num_scheduled_tokens.items():
+                snapshots = plan.snapshots.get(request_id, ())
+                self._run_row(self._rows[request_id], num_tokens, snapshots, result)
+        except Crash:
+            self.kv.spoil(written)
+            raise
+
+    def _state_written_by(self, plan: Plan) -> list[BlockId]:
+        states = [self._rows[request_id].state for request_id in plan.num_scheduled_tokens]
+        sides = [state.sides[1] for state in states if state is not None]
+        taken = [snapshot.block_ids for its in plan.snapshots.values() for snapshot in its]
+        return [block_id for block_ids in (*sides, *taken) for block_id in block_ids]
 
     def _crash_if_due(self, request_id: RequestId, place: CrashPlace) -> None:
         if self.crashing.get(request_id) is place:
@@ -200,8 +214,6 @@ class FakeRunner:
         self, row: _Row, num_tokens: int, snapshots: Sequence[Snapshot], result: RunResult
     ) -> None:
         request_id = row.row.request_id
-        if self.crashing.get(request_id) is CrashPlace.PASS:
-            self._spoil_state(row, snapshots, written=1)  # in part
         self._crash_if_due(request_id, CrashPlace.PASS)
         end = row.num_computed_tokens + num_tokens
         if not row.num_computed_tokens < end <= len(row.token_ids):
@@ -214,7 +226,7 @@ class FakeRunner:
         if request_id in self.failing:
             self.failing.discard(request_id)
             self._spoil(row, range(end - num_tokens, end))
-            self._spoil_state(row, snapshots, written=0)  # the sides are swapped
+            self._spoil_state(row, snapshots)
             result.failures[request_id] = Failure("the logits are not finite")
             return
         num_drafts = self._num_drafts(row, num_tokens)
@@ -251,10 +263,10 @@ class FakeRunner:
             self.kv.write_state(second, content.state)
             row.state = StateBlocks((second, first))
 
-    def _spoil_state(self, row: _Row, snapshots: Sequence[Snapshot], *, written: int) -> None:
-        """Write garbage to all state that the pass writes."""
+    def _spoil_state(self, row: _Row, snapshots: Sequence[Snapshot]) -> None:
+        """Write garbage to all state that the pass has just written."""
         if row.state is not None:
-            self.kv.spoil(row.state.sides[written])
+            self.kv.spoil(row.state.sides[0])
         for snapshot in snapshots:
             self.kv.spoil(snapshot.block_ids)
 

@@ -19,6 +19,7 @@ from engine.scheduler.config import LoadFailurePolicy, SchedulerConfig, Scheduli
 from errors import InvalidRequest
 from tests.support.engine_world import OTHER_SOURCE, SOURCE, VOCAB_SIZE, EngineWorld
 from tests.support.fake_runner import CrashPlace
+from tests.support.fake_wire import context_of
 
 NUM_ACTIONS = 80
 Action = Callable[[EngineWorld, random.Random], None]
@@ -84,7 +85,8 @@ def draw_groups(chance: random.Random) -> tuple[KvGroup, ...]:
 def act(world: EngineWorld, chance: random.Random, roles: Sequence[str]) -> None:
     """Apply one random event, mostly a step or a new request."""
     weight_by_action: dict[Action, float] = {
-        partial(_add, roles=roles): 5,
+        partial(_add, roles=roles): 4,
+        partial(_continue, roles=roles): 1.5,
         _step: 12,
         _abort: 0.6,
         _wire_in: 4,
@@ -137,6 +139,22 @@ def _add(world: EngineWorld, chance: random.Random, roles: Sequence[str]) -> Non
         )
     except InvalidRequest:
         return
+
+
+def _continue(world: EngineWorld, chance: random.Random, roles: Sequence[str]) -> None:
+    """Add a prompt that begins with an earlier one and its answer, as in a conversation."""
+    if not world.receipts:
+        return
+    earlier = chance.choice(list(world.receipts.values()))
+    role = chance.choice(roles)
+    with suppress(InvalidRequest):
+        world.add(
+            [*context_of(earlier.spec), *earlier.token_ids, *draw_tokens(chance, 2)],
+            receives=role == "receives",
+            sends=role == "sends",
+            cache_salt=earlier.spec.cache_salt,
+            max_tokens=chance.choice([1, 4, 16]),
+        )
 
 
 def _burst(world: EngineWorld, chance: random.Random) -> None:

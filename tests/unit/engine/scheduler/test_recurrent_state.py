@@ -195,6 +195,20 @@ def test_a_reset_empties_the_cache_of_snapshots_and_those_under_way_are_not_cach
     assert world.scheduler.stats().num_cached_snapshots == 0
 
 
+def test_a_reset_during_a_pass_keeps_its_snapshots_out_of_the_cache() -> None:
+    world = _world()
+    world.add(22, max_tokens=1)
+    plan = world.scheduler.schedule(0.0)
+    run = world.runner.run(plan)
+
+    world.scheduler.reset_prefix_cache()
+    world.scheduler.update(plan, run)
+
+    assert plan.snapshots
+    assert world.scheduler.stats().num_cached_snapshots == 0
+    world.scheduler.check()
+
+
 @pytest.mark.parametrize("place", CrashPlace)
 def test_a_repeated_pass_takes_the_snapshots_and_hits_of_the_failed_one(place: CrashPlace) -> None:
     world = _world()
