@@ -64,6 +64,11 @@ class Containment:
                     for request_id in part
                     if request_id in plan.num_scheduled_tokens
                 },
+                snapshots={
+                    request_id: plan.snapshots[request_id]
+                    for request_id in part
+                    if request_id in plan.snapshots
+                },
                 is_retry=True,
             )
             try:

@@ -71,3 +71,4 @@ class SchedulerStats:
     total_sampled_tokens: int
     total_proposed_tokens: int = 0  # by speculation
     total_accepted_tokens: int = 0  # of the proposed ones
+    num_cached_snapshots: int = 0  # of recurrent states, in the prefix cache

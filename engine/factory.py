@@ -36,6 +36,7 @@ def build_scheduler(runner: TorchRunner, options: EngineOptions) -> Scheduler:
             num_blocks=runner.kv_memory.num_blocks,
             block_size=runner.kv_memory.block_size,
             groups=runner.kv_memory.groups,
+            num_state_blocks=runner.kv_memory.num_state_blocks,
             enable_prefix_caching=options.enable_prefix_caching,
             model_salt=f"{runner.info.fingerprint}:{runner.kv_memory.dtype}",
             max_shareable_prompt_len=runner.info.max_shareable_prompt_len,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from engine.request import Failure, RequestId
 from engine.sampling import SamplingParams
@@ -12,6 +12,26 @@ from kv_transfer.records import TransferRecord
 from kv_transfer.types import BlockId, KvOrders, KvReports, TokenLogprobs
 
 BlockTables = tuple[tuple[BlockId, ...], ...]  # one for each KV group, all of the same length
+
+
+BlockIds = tuple[BlockId, ...]
+
+
+class StateBlocks(NamedTuple):
+    """Blocks of a request's recurrent state, of all layers that have one.
+
+    A pass reads one side and writes the other, so that a failed pass can be repeated.
+    """
+
+    sides: tuple[BlockIds, BlockIds]  # the first holds the state after `num_computed_tokens`
+    snapshot: BlockIds = ()  # if set, the next pass reads it instead of the first side
+
+
+class Snapshot(NamedTuple):
+    """Copy of a request's state at the end of a block, taken while a pass computes its tokens."""
+
+    num_tokens: int  # of the request, whose state it is
+    block_ids: BlockIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +49,7 @@ class PlanRow:
     sampling: SamplingParams
     seed: int
     grammar: Grammar | None = None  # restricts the tokens that can be sampled
+    state: StateBlocks | None = None  # of a model with recurrent layers
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -54,6 +75,7 @@ class Plan:
     # With speculation: the part of the token budget left for draft tokens of all rows.
     max_draft_tokens: int = 0
     kv_orders: KvOrders = KvOrders()
+    snapshots: dict[RequestId, tuple[Snapshot, ...]] = field(default_factory=dict)
     # Repeats a part of a failed pass. The runner first removes all rows that the plan names,
     # known or not. No layer of KV is sent to a peer before the pass has ended.
     is_retry: bool = False

@@ -188,7 +188,9 @@ def _naming_from(message: node_pb2.GetNodeResponse) -> PrefixNaming | None:
         return None
     naming = message.prefix_naming
     limit = present(naming, "max_shareable_prompt_len", naming.max_shareable_prompt_len)
-    return PrefixNaming(naming.block_size, naming.model_salt, naming.hash_seed, limit)
+    return PrefixNaming(
+        naming.block_size, naming.model_salt, naming.hash_seed, limit, naming.needs_snapshot
+    )
 
 
 def _naming_to(naming: PrefixNaming | None) -> node_pb2.PrefixNaming | None:
@@ -199,4 +201,5 @@ def _naming_to(naming: PrefixNaming | None) -> node_pb2.PrefixNaming | None:
         model_salt=naming.model_salt,
         hash_seed=naming.hash_seed,
         max_shareable_prompt_len=naming.max_shareable_prompt_len,
+        needs_snapshot=naming.needs_snapshot,
     )

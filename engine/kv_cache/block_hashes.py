@@ -30,6 +30,8 @@ class PrefixNaming:
     hash_seed: int = 0
     # Longer prompts share blocks only with prompts of the same length. None: no limit.
     max_shareable_prompt_len: int | None = None
+    # Only blocks at whose end a snapshot of the recurrent state is cached are reported.
+    needs_snapshot: bool = False
 
     def root(self, cache_salt: str, num_prompt_tokens: int) -> BlockHash:
         limit = self.max_shareable_prompt_len

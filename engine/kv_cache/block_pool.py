@@ -42,6 +42,11 @@ class BlockPool:
     def num_cached(self) -> int:
         return len(self._block_by_hash)
 
+    @property
+    def names(self) -> Iterable[BlockHash]:
+        """The names of all cached blocks."""
+        return self._block_by_hash.keys()
+
     def allocate(self, count: int) -> list[BlockId] | None:
         """Allocate `count` blocks, one reference each. Returns None if there are too few."""
         if count > self.num_free:

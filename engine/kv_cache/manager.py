@@ -2,7 +2,8 @@
 
 A request has one block table for each KV group of the model. Tables have one entry per block of
 tokens, so all of a request's tables have the same length; entries of blocks that no later token
-attends to are NO_BLOCK.
+attends to are NO_BLOCK. A request of a model with recurrent layers also has a recurrent state, of a
+fixed number of blocks, and its prefixes are cached where a snapshot of that state is.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from engine.kv_cache.block_hashes import BlockHash, extend_hashes
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.groups import KvCacheSpec
 from engine.kv_cache.prefix_search import PrefixHit, PrefixSearch, is_of_first_group, name_in_group
+from engine.kv_cache.recurrent_state import RecurrentState, SnapshotCache
 from engine.kv_cache.transfer_order import TransferOrder
-from engine.plan import BlockTables
+from engine.plan import BlockTables, Snapshot
 from engine.scheduler.config import CacheConfig
 from engine.scheduler.request import Request
 from kv_transfer.types import NO_BLOCK, BlockId
@@ -31,7 +33,10 @@ class KvCache:
         self.block_size = config.block_size
         self.pool = BlockPool(config.num_blocks)
         self.transfer_order = TransferOrder(self._specs, config.block_size)
-        self._search = PrefixSearch(self.pool, self._specs, config.block_size)
+        self.num_state_blocks = config.num_state_blocks
+        self._snapshots = SnapshotCache(self.pool, config.num_state_blocks)
+        snapshots = self._snapshots if config.num_state_blocks else None
+        self._search = PrefixSearch(self.pool, self._specs, config.block_size, snapshots)
         self._events: list[KvEvent] = []
         self.total_query_tokens = 0
         self.total_hit_tokens = 0
@@ -39,9 +44,17 @@ class KvCache:
     def root_hash(self, cache_salt: str, num_prompt_tokens: int) -> BlockHash:
         return self._naming.root(cache_salt, num_prompt_tokens)
 
+    @property
+    def num_cached_snapshots(self) -> int:
+        return len(self._snapshots)
+
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks that hold these tokens in one group."""
         return -(-num_tokens // self.block_size)
+
+    def num_whole_tokens(self, num_tokens: int) -> int:
+        """Return the number of these tokens that fill whole blocks."""
+        return num_tokens // self.block_size * self.block_size
 
     def capacity(self, request: Request) -> int:
         return request.num_blocks * self.block_size
@@ -65,9 +78,12 @@ class KvCache:
     ) -> BlockHash | None:
         """Return the hash of the first block that `find_prefix` did not find, or None.
 
-        Once that block is cached, the prefix is longer even if no block was released.
+        Once that block is cached, the prefix is longer even if no block was released. With
+        recurrent layers, prefixes end at snapshots, which are released once they are cached.
         """
         if num_hits >= max_num_tokens // self.block_size or not self._config.enable_prefix_caching:
+            return None
+        if self.num_state_blocks:
             return None
         return request.block_hashes[num_hits]
 
@@ -80,6 +96,7 @@ class KvCache:
             num_blocks - max(hit.num_blocks, self._first_seen(spec, hit.num_blocks, continues_at))
             for spec in self._specs
         )
+        num_allocated += 2 * self.num_state_blocks
         return num_allocated + self.pool.num_free_among(hit.block_ids)
 
     def admit(
@@ -104,6 +121,7 @@ class KvCache:
         )
         request.num_computed_tokens = hit.num_blocks * self.block_size
         request.num_registered_blocks = hit.num_blocks
+        request.state = self._allocate_state(request, hit)
         request.is_registering = self._config.enable_prefix_caching
         if not request.num_preemptions:  # afterwards it could hit its own blocks
             request.num_cached_tokens = request.num_computed_tokens
@@ -155,11 +173,42 @@ class KvCache:
                     self.pool.register(table[place], name_in_group(hashes[place], group))
         request.num_registered_blocks = num_full
 
+    def end_chunk(self, request: Request) -> None:
+        """Make the state that a prefill chunk computed the current one."""
+        if request.state is not None:
+            snapshot = request.state.end_chunk(request.num_computed_tokens)
+            if snapshot:
+                self.pool.release(snapshot)
+
+    def allocate_snapshot(self, request: Request, num_tokens: int) -> Snapshot | None:
+        """Allocate the blocks of a snapshot after these tokens of the request.
+
+        Returns None if it would not be cached, is cached already, or there are too few blocks.
+        """
+        if not request.is_registering or self.pool.num_free < self.num_state_blocks:
+            return None
+        self._extend_hashes(request)
+        if self._end_hash(request, num_tokens) in self._snapshots:
+            return None
+        return Snapshot(num_tokens, tuple(self._allocate(self.num_state_blocks)))
+
+    def register_snapshot(self, request: Request, snapshot: Snapshot) -> None:
+        """Add a snapshot to the prefix cache."""
+        block_hash = self._end_hash(request, snapshot.num_tokens)
+        if request.is_registering and self._snapshots.register(block_hash, snapshot.block_ids):
+            end = snapshot.num_tokens // self.block_size
+            self._add_stored(request, end - 1, end)
+
     def release(self, request: Request) -> None:
         """Release all blocks of a request. Full ones stay in the prefix cache until evicted."""
         self.register(request)
-        for table in request.block_tables:
-            self.pool.release([block_id for block_id in table if block_id != NO_BLOCK])
+        tables = [[each for each in table if each != NO_BLOCK] for table in request.block_tables]
+        if request.state is not None:
+            tables[0] = self._with_snapshots(request)
+            self.pool.release(request.state.block_ids)
+            request.state = None
+        for block_ids in tables:
+            self.pool.release(block_ids)
         request.block_tables = ()
         request.num_computed_tokens = 0
         request.num_registered_blocks = 0
@@ -167,10 +216,13 @@ class KvCache:
     def uncache_blocks(self, request: Request) -> None:
         """Remove a request's blocks, including its prefix hits, from the prefix cache.
 
-        Called when the KV of the request may be wrong.
+        Called when the KV of the request may be wrong. Snapshots of its state are removed as well.
         """
         request.is_registering = False
         self.pool.unregister(request.block_ids)
+        if self.num_state_blocks:
+            num_full = request.num_computed_tokens // self.block_size
+            self._snapshots.remove(request.block_hashes[:num_full])
         self._note_removed()
 
     def reset(self, holders: Iterable[Request]) -> int:
@@ -180,6 +232,7 @@ class KvCache:
         """
         num_cached = self.pool.num_cached
         self.pool.forget_hashes()
+        self._snapshots.clear()
         for request in holders:
             request.is_registering = False
         if self._config.collect_events:
@@ -190,6 +243,31 @@ class KvCache:
         events = tuple(self._events)
         self._events.clear()
         return events
+
+    def check(self, held: Iterable[BlockId]) -> None:
+        """Raise BlocksUnaccounted unless `held`, one entry per reference, matches the pool."""
+        self.pool.check(held)
+        self._snapshots.check()
+
+    def _with_snapshots(self, request: Request) -> list[BlockId]:
+        """Return the first table's blocks, each followed by the cached snapshot at its end, if any.
+
+        The snapshots are held once more. Released with the blocks, they are evicted in turn with
+        them from the end of the sequence on, so that what remains can still be hit.
+        """
+        hashes = request.block_hashes[: request.num_computed_tokens // self.block_size]
+        block_ids: list[BlockId] = []
+        for place, block_id in enumerate(request.block_tables[0]):
+            block_ids += [block_id] if block_id != NO_BLOCK else []
+            if place < len(hashes) and hashes[place] in self._snapshots:
+                snapshot = self._snapshots.find(hashes[place])
+                self.pool.hold(snapshot)
+                block_ids += snapshot
+        return block_ids
+
+    def _end_hash(self, request: Request, num_tokens: int) -> BlockHash:
+        """Return the hash of the block that ends with these tokens."""
+        return request.block_hashes[num_tokens // self.block_size - 1]
 
     def _extend_hashes(self, request: Request) -> None:
         extend_hashes(request.block_hashes, request.root_hash, request.token_ids, self.block_size)
@@ -205,6 +283,13 @@ class KvCache:
         num_allocated = num_blocks - len(cached) - num_unseen
         return [*cached, *[NO_BLOCK] * num_unseen, *self._allocate(num_allocated)]
 
+    def _allocate_state(self, request: Request, hit: PrefixHit) -> RecurrentState | None:
+        num_blocks = self.num_state_blocks
+        if not num_blocks:
+            return None
+        sides = tuple(self._allocate(num_blocks)), tuple(self._allocate(num_blocks))
+        return RecurrentState(sides, request.num_computed_tokens, hit.snapshot)
+
     def _allocate(self, count: int) -> list[BlockId]:
         """Allocate `count` blocks, which the caller has checked to be free."""
         blocks = self.pool.allocate(count)
@@ -214,11 +299,20 @@ class KvCache:
         return blocks
 
     def _note_removed(self) -> None:
-        evicted = tuple(name for name in self.pool.take_evicted() if is_of_first_group(name))
-        if evicted and self._config.collect_events:
-            self._events.append(BlockRemoved(evicted))
+        evicted = self.pool.take_evicted()
+        if self.num_state_blocks:
+            removed = self._snapshots.drop_evicted(evicted)
+        else:
+            removed = tuple(name for name in evicted if is_of_first_group(name))
+        if removed and self._config.collect_events:
+            self._events.append(BlockRemoved(removed))
 
     def _note_stored(self, request: Request, start: int, end: int) -> None:
+        # With recurrent layers, the blocks before a snapshot are no hit without it.
+        if not self.num_state_blocks:
+            self._add_stored(request, start, end)
+
+    def _add_stored(self, request: Request, start: int, end: int) -> None:
         if start == end or not self._config.collect_events:
             return
         parent = request.block_hashes[start - 1] if start else None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.kv_cache.block_hashes import HASH_BYTES, BlockHash
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.groups import KvCacheSpec
+from engine.kv_cache.recurrent_state import SnapshotCache
+from engine.plan import BlockIds
 from kv_transfer.types import NO_BLOCK, BlockId, existing_blocks
 
 
@@ -17,11 +19,12 @@ class PrefixHit:
 
     num_blocks: int  # entries of each table
     block_tables: tuple[list[BlockId], ...]
+    snapshot: BlockIds = ()  # of the recurrent state at its end
 
     @property
     def block_ids(self) -> list[BlockId]:
-        """The blocks of all groups."""
-        return list(existing_blocks(self.block_tables))
+        """The blocks of all groups, and of the snapshot."""
+        return [*existing_blocks(self.block_tables), *self.snapshot]
 
 
 def name_in_group(block_hash: BlockHash, group: int) -> BlockHash:
@@ -34,8 +37,15 @@ def is_of_first_group(name: BlockHash) -> bool:
 
 
 class PrefixSearch:
-    def __init__(self, pool: BlockPool, specs: Sequence[KvCacheSpec], block_size: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        specs: Sequence[KvCacheSpec],
+        block_size: int,
+        snapshots: SnapshotCache | None = None,
+    ) -> None:
         self._pool = pool
+        self._snapshots = snapshots  # of models with recurrent layers
         self._specs = tuple(specs)
         self._block_size = block_size
         self._groups = range(len(self._specs))
@@ -45,9 +55,11 @@ class PrefixSearch:
         """Return the longest prefix of which each group has the blocks that it needs.
 
         A group with windows needs those that tokens from `continues_at` attend to, or by default
-        those that the tokens after the prefix do.
+        those that the tokens after the prefix do. Recurrent layers need a snapshot at the end of
+        the prefix, unless another node continues it.
         """
-        if self._has_one_full_group:
+        snapshots = self._snapshots if continues_at is None else None
+        if self._has_one_full_group and snapshots is None:
             found = self._pool.find(hashes)
             return PrefixHit(len(found), (found,))
         num_blocks, num_before = len(hashes), -1
@@ -55,8 +67,12 @@ class PrefixSearch:
             num_before = num_blocks
             for group in self._groups:
                 num_blocks = self._shorten(hashes, group, num_blocks, continues_at)
+            if snapshots is not None:
+                num_blocks = snapshots.longest_prefix(hashes, num_blocks)
         tables = [self._table(hashes, each, num_blocks, continues_at) for each in self._groups]
         hit = PrefixHit(num_blocks, tuple(tables))
+        if snapshots is not None and num_blocks:
+            hit = replace(hit, snapshot=snapshots.find(hashes[num_blocks - 1]))
         # Without blocks, the prefix is not cached: the next token just does not attend to it.
         return hit if hit.block_ids else PrefixHit(0, tuple([] for _ in self._groups))
 

@@ -1,8 +1,9 @@
-"""Order in which a hand-off transfers the blocks of all KV groups.
+"""Order in which a hand-off transfers the blocks of all KV groups and of the recurrent state.
 
 Both nodes derive it from the number of tokens alone: block after block of the sequence, and for
-each the groups in turn, without the blocks that no token after the prompt attends to. What the
-decode node lacks is always the rest of this order, so one number says where a grant begins.
+each the groups in turn, without the blocks that no token after the prompt attends to. The state
+comes last. What the decode node lacks is always the rest of this order, so one number says where
+a grant begins.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.kv_cache.groups import KvCacheSpec
+from engine.plan import BlockIds
 from engine.scheduler.request import Request
 from kv_transfer.types import BlockId
 
@@ -35,6 +37,12 @@ class TransferOrder:
             for table, first_seen in tables
             if place >= first_seen
         ]
+
+    def state_blocks(self, request: Request) -> BlockIds:
+        """Return the blocks that hold, or will receive, the state after the request's context."""
+        if request.state is None:
+            return ()
+        return request.state.sides(request.num_context_tokens)[0]
 
     def _first_seen(self, request: Request) -> list[int]:
         position = request.num_context_tokens

@@ -44,6 +44,7 @@ class KvMemory:
     head_dim: int
     dtype: str  # float32, bfloat16 or float16
     groups: tuple[KvGroup, ...]
+    num_state_blocks: int = 0  # that hold the recurrent state of one request
 
     @property
     def num_tokens(self) -> int:

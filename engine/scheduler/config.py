@@ -45,6 +45,7 @@ class CacheConfig:
     num_blocks: int
     block_size: int = 16
     groups: tuple[KvGroup, ...] = ONE_GROUP
+    num_state_blocks: int = 0  # that hold the recurrent state of one request
     enable_prefix_caching: bool = True
     # Identifies everything the KV of given tokens depends on: weights, dtype, layout.
     model_salt: str = ""
@@ -57,16 +58,35 @@ class CacheConfig:
     def __post_init__(self) -> None:
         _require("num_blocks", self.num_blocks, self.num_blocks >= 1, "at least 1")
         _require("block_size", self.block_size, self.block_size >= 1, "at least 1")
+        if self.num_state_blocks and self.max_blocks_per_group < 1:
+            raise InvalidConfig(
+                f"num_blocks is {self.num_blocks}; it must be at least "
+                f"{self.max_state_blocks + len(self.groups)}: {self.max_state_blocks} for the "
+                f"recurrent state of one request, and {len(self.groups)} for its tokens. Start "
+                "the node with a larger --kv-cache-memory"
+            )
+
+    @property
+    def max_state_blocks(self) -> int:
+        """The state blocks that one request holds at most.
+
+        It has two sides, and holds the snapshot it continues from until its first pass has ended.
+        """
+        return self.num_state_blocks * (3 if self.enable_prefix_caching else 2)
 
     @property
     def max_blocks_per_group(self) -> int:
-        """The blocks that one request can have in each group."""
-        return self.num_blocks // len(self.groups)
+        """The blocks of tokens that one request can have in each group."""
+        return (self.num_blocks - self.max_state_blocks) // len(self.groups)
 
     @property
     def naming(self) -> PrefixNaming:
         return PrefixNaming(
-            self.block_size, self.model_salt, self.hash_seed, self.max_shareable_prompt_len
+            self.block_size,
+            self.model_salt,
+            self.hash_seed,
+            self.max_shareable_prompt_len,
+            needs_snapshot=self.num_state_blocks > 0,
         )
 
 

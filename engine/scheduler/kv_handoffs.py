@@ -125,10 +125,11 @@ class HandoffManager:
         self._expected.add(receive.handoff_id)
 
     def receive(self, request: Request, receive: ReceiveKv, num_hits: int) -> None:
-        """Grant the request's blocks after its prefix hits to the peer."""
+        """Grant the request's blocks after its prefix hits, and its state, to the peer."""
         handoff_id = receive.handoff_id
         first_block = self._order.index(request, num_hits)
-        block_ids = tuple(self._order.blocks(request, num_hits, request.num_blocks))
+        granted = self._order.blocks(request, num_hits, request.num_blocks)
+        block_ids = (*granted, *self._order.state_blocks(request))
         self._pool.hold(block_ids)
         self._expected.discard(handoff_id)
         self._receiving[handoff_id] = _PendingReceive(request, block_ids)
@@ -181,7 +182,10 @@ class HandoffManager:
         return handoff_id is not None and bool(self._sending[handoff_id].block_ids)
 
     def send(self, request: Request, num_blocks: int) -> None:
-        """Order the transfer of the first `num_blocks` of each table, without those ordered."""
+        """Order the transfer of the first `num_blocks` of each table, without those ordered.
+
+        Once the last pass has completed all of them, the state follows.
+        """
         handoff_id = request.spec.send_to
         if handoff_id is None:
             return
@@ -189,17 +193,19 @@ class HandoffManager:
         if sending.is_over or num_blocks <= sending.num_sent:
             return
         self._hold(sending, request, num_blocks)
+        if num_blocks == request.num_blocks:
+            self._hold_state(sending, request)
         first_block = self._order.index(request, sending.num_sent)
-        end = self._order.index(request, num_blocks)
         sending.num_sent = num_blocks
-        block_ids = tuple(sending.block_ids[first_block:end])
+        block_ids = tuple(sending.block_ids[first_block:])
         if block_ids:
             self._sends.append(Send(handoff_id, first_block, block_ids))
 
     def send_layers(self, request: Request, num_blocks: int) -> None:
         """Order layer-wise transfer of the blocks that the coming pass completes.
 
-        After that pass, the first `num_blocks` blocks of each table are complete.
+        After that pass, the first `num_blocks` blocks of each table are complete. The state is not
+        sent by layers.
         """
         handoff_id = request.spec.send_to
         if handoff_id is None:
@@ -248,6 +254,11 @@ class HandoffManager:
         self._pool.hold(block_ids)
         sending.block_ids += block_ids
         sending.num_held = num_blocks
+
+    def _hold_state(self, sending: _PendingSend, request: Request) -> None:
+        block_ids = self._order.state_blocks(request)
+        self._pool.hold(block_ids)
+        sending.block_ids += block_ids
 
     def _withdraw(self, handoff_id: HandoffId, reason: str) -> None:
         sending = self._sending.get(handoff_id)

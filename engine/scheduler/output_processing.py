@@ -34,6 +34,7 @@ class OutputProcessor:
                 self._end_failed_run(failed, failure)
         if run.num_proposed:
             self._count_draft_tokens(run)
+        self._state.snapshots.apply()  # before requests end with their last token
         self._append_tokens(run)
         for request in completed_prefills:
             self._start_decoding(request)
@@ -67,6 +68,7 @@ class OutputProcessor:
         start = request.num_computed_tokens
         request.num_computed_tokens += num_tokens
         request.num_prefilled_tokens += num_tokens
+        self._state.cache.end_chunk(request)
         self._state.cache.register(request)
         is_complete = request.num_computed_tokens == request.num_tokens
         num_whole = request.num_computed_tokens // self._state.cache.block_size
@@ -164,6 +166,7 @@ class OutputProcessor:
             raise OutOfOrder(f"the prefill of {request.request_id} is complete; it got no token")
         request.is_long = False
         self._state.batch.turn_to_decode(request, self._state.cache.capacity(request))
+        self._state.snapshots.start_decode(request)
 
     def _end_failed_run(self, request: Request, failure: Failure) -> None:
         """End a request whose row failed. Its KV may be wrong, unless the request is at fault."""

@@ -6,6 +6,7 @@ from enum import Enum
 
 from engine.errors import OutOfOrder
 from engine.kv_cache.block_hashes import BlockHash
+from engine.kv_cache.recurrent_state import RecurrentState
 from engine.request import ClientId, EngineRequest, ReceiveKv, RequestId, RequestStats
 from engine.sampling import SamplingParams
 from engine.structured_output.grammar import Grammar
@@ -74,6 +75,7 @@ class Request:
         "request_id",
         "root_hash",
         "spec",
+        "state",
         "status",
         "stop_token_ids",
         "token_ids",
@@ -112,6 +114,7 @@ class Request:
         self.num_computed_tokens = 0
         self.num_prompt_logprobs = 0  # already returned
         self.block_tables: tuple[list[BlockId], ...] = ()  # one for each KV group
+        self.state: RecurrentState | None = None  # of a model with recurrent layers, with blocks
         self.block_hashes: list[BlockHash] = []  # of its leading full blocks
         self.num_registered_blocks = 0  # leading blocks that are in the prefix cache
         self.is_registering = True  # False: its KV predates a reset of the prefix cache
@@ -122,9 +125,7 @@ class Request:
         self.due_step = NOT_DUE  # the step in which it needs its next block, see Batch
 
         # Statistics for the last output.
-        self.num_cached_tokens = 0
-        self.num_received_tokens = 0
-        self.num_prefilled_tokens = 0
+        self.num_cached_tokens = self.num_received_tokens = self.num_prefilled_tokens = 0
         self.num_preemptions = self.num_proposed_tokens = self.num_accepted_tokens = 0
 
     @property
@@ -134,8 +135,9 @@ class Request:
 
     @property
     def block_ids(self) -> list[BlockId]:
-        """The blocks that the request holds, of all groups."""
-        return list(existing_blocks(self.block_tables))
+        """The blocks that the request holds, of all groups and of its recurrent state."""
+        block_ids = list(existing_blocks(self.block_tables))
+        return block_ids if self.state is None else [*block_ids, *self.state.block_ids]
 
     @property
     def num_tokens(self) -> int:

@@ -6,7 +6,7 @@ calendar lists the step in which each needs its next block.
 
 from __future__ import annotations
 
-from engine.plan import BlockTables, Plan, PlanRow
+from engine.plan import BlockTables, Plan, PlanRow, Snapshot
 from engine.request import RequestId
 from engine.scheduler.request import NOT_DUE, Request
 from kv_transfer.types import KvOrders
@@ -83,7 +83,12 @@ class Batch:
         request.due_step = NOT_DUE
         self._dropped.append(request_id)
 
-    def take_plan(self, kv_orders: KvOrders, max_draft_tokens: int = 0) -> Plan:
+    def take_plan(
+        self,
+        kv_orders: KvOrders,
+        max_draft_tokens: int = 0,
+        snapshots: dict[RequestId, tuple[Snapshot, ...]] | None = None,
+    ) -> Plan:
         num_scheduled_tokens = self._decode_tokens.copy()
         num_prompt_tokens = 0
         for request, num_tokens in self.chunks:
@@ -99,6 +104,7 @@ class Batch:
             num_prompt_tokens=num_prompt_tokens,
             max_draft_tokens=max_draft_tokens,
             kv_orders=kv_orders,
+            snapshots=snapshots or {},
         )
         self._dropped.clear()
         self._started.clear()
@@ -138,6 +144,7 @@ def make_row(request: Request) -> PlanRow:
         sampling=request.spec.sampling,
         seed=request.spec.seed,
         grammar=request.grammar,
+        state=None if request.state is None else request.state.blocks(request.num_computed_tokens),
     )
 
 

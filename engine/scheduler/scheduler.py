@@ -27,11 +27,17 @@ from engine.scheduler.scheduling import StepPlanner
 from engine.scheduler.state import SchedulerState
 from engine.scheduler.validation import validate_request
 from engine.structured_output.grammar import Grammar
+from errors import InvalidConfig
 from kv_transfer.types import NO_REPORTS, HandoffId, KvReports
 
 
 class Scheduler:
     def __init__(self, config: SchedulerConfig, cache_config: CacheConfig) -> None:
+        if cache_config.num_state_blocks and config.num_lookahead_tokens:
+            raise InvalidConfig(
+                "--speculative cannot be used with this model: its recurrent layers cannot take "
+                "back a rejected draft token"
+            )
         self.config = config
         self.cache_config = cache_config
         self._state = SchedulerState(config, cache_config)

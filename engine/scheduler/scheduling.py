@@ -81,7 +81,11 @@ class StepPlanner:
         self._spend_leftover(can_admit)
         if self._config.push_layers:
             self._send_layers()
-        return batch.take_plan(self._state.handoffs.take_orders(), self._max_draft_tokens())
+        orders, snapshots = (
+            self._state.handoffs.take_orders(),
+            self._state.snapshots.plan(batch.chunks),
+        )
+        return batch.take_plan(orders, self._max_draft_tokens(), snapshots)
 
     def record_step(self, seconds: float) -> None:
         """Record the duration of the last planned step."""
@@ -150,6 +154,7 @@ class StepPlanner:
             state.ready.remove(request)
             request.move(RequestStatus.RUNNING)
             state.batch.start_decode(request, state.cache.capacity(request))
+            state.snapshots.start_decode(request)
             state.record_event(request, RequestEventKind.SCHEDULED)
             self._budget -= 1
         return True

@@ -14,6 +14,7 @@ from engine.scheduler.prefixes_in_flight import PrefixesInFlight
 from engine.scheduler.queues import RankedQueue, WaitingQueue
 from engine.scheduler.request import Rank, Request, RequestStatus
 from engine.scheduler.running_batch import Batch
+from engine.scheduler.state_snapshots import StateSnapshots
 from engine.scheduler.validation import max_num_tokens
 from engine.structured_output.grammar import Grammar
 from errors import InvalidRequest
@@ -34,6 +35,7 @@ class SchedulerState:
         self.prefixes_in_flight = PrefixesInFlight(config.max_prefix_wait_s)
         self.ready = RankedQueue()
         self.batch = Batch(config.num_slots_per_decode)
+        self.snapshots = StateSnapshots(self.cache)
         self.num_waiting_for_remote_kvs = 0
         self.num_waiting_for_fsm = 0
         self.total_preemptions = 0
@@ -183,11 +185,12 @@ class SchedulerState:
             total_sampled_tokens=self.total_sampled_tokens,
             total_proposed_tokens=self.total_proposed_tokens,
             total_accepted_tokens=self.total_accepted_tokens,
+            num_cached_snapshots=self.cache.num_cached_snapshots,
         )
 
     def check(self) -> None:
         """Raise BlocksUnaccounted unless all blocks and requests are accounted for."""
-        self.cache.pool.check(self._held_blocks())
+        self.cache.check(self._held_blocks())
         places = [
             *((request, RequestStatus.RUNNING) for request in self.batch.running.values()),
             *((request, RequestStatus.READY) for request in self.ready),
@@ -202,7 +205,7 @@ class SchedulerState:
             if request.status is not status:
                 raise BlocksUnaccounted(f"{request.request_id} is {request.status}, not {status}")
         for request in self.waiting:
-            if request.num_blocks:
+            if request.num_blocks or request.state is not None:
                 raise BlocksUnaccounted(f"{request.request_id} is waiting, but holds blocks")
 
     # --- helpers ------------------------------------------------------------------
@@ -240,6 +243,7 @@ class SchedulerState:
         for request in self.requests.values():
             yield from request.block_ids
         yield from self.handoffs.held_blocks()
+        yield from self.snapshots.held_blocks()
 
 
 def _rank_of(request: Request) -> Rank:

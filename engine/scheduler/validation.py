@@ -94,9 +94,11 @@ def _check_fits_cache(spec: EngineRequest, config: SchedulerConfig, cache: Cache
         num_slots = max_num_tokens(spec, config) - 1
     num_blocks = -(-num_slots // cache.block_size)
     if num_blocks > cache.max_blocks_per_group:
+        num_needed = num_blocks * len(cache.groups) + cache.max_state_blocks
+        state = f" ({cache.max_state_blocks} of them for the recurrent state)"
         raise InvalidRequest(
-            f"prompt and max_tokens may need {num_blocks * len(cache.groups)} KV blocks; the whole "
-            "cache has "
+            f"prompt and max_tokens may need {num_needed} KV blocks"
+            f"{state if cache.num_state_blocks else ''}; the whole cache has "
             f"{cache.num_blocks}. {_advice(spec, config, cache)}, or start the node with a "
             "larger --kv-cache-memory",
             None if spec.send_to is not None else "max_tokens",

@@ -60,8 +60,12 @@ class RouteFinder:
         return await self._find_open(request, failed, suspicion)
 
     def _route_to(self, decode: Node, request: RoutingRequest) -> Route | None:
-        """Return the route to a node that has the prompt's KV, if it has room."""
-        if decode.card.prefix_naming is None:
+        """Return the route to a node that can continue the prompt from its cache, if it has room.
+
+        With recurrent layers it cannot: the state at the end of a prompt is not cached.
+        """
+        naming = decode.card.prefix_naming
+        if naming is None or naming.needs_snapshot:
             return None
         if decode not in self._table.open_nodes(NodeRole.DECODE):
             return None

@@ -81,7 +81,9 @@ class Route:
     prefill: Node | None
     local_reason: str = ""  # for having no prefill node
     num_missing_tokens: int = 0  # expected to be computed by the node that computes the prompt
-    block_names: tuple[BlockHash, ...] = ()  # prefix blocks both nodes will hold; empty if unused
+    block_names: tuple[
+        BlockHash, ...
+    ] = ()  # prefix blocks that both nodes will report; empty if unused
     is_paced: bool = False  # decode computes the prompt in small chunks, though prefill could
 
     @property
@@ -245,9 +247,11 @@ def _build_view(table: NodeTable, routing: Routing, request: RoutingRequest) -> 
     for naming in table.namings:
         # The last token is always computed: its logits give the next one.
         usable = naming.names(token_ids[:-1], len(request.prompt_token_ids), request.cache_salt)
-        for hits, matched in zip((reported, expected), table.prefixes.match(usable), strict=True):
+        match = table.prefixes.match(usable, needs_snapshot=naming.needs_snapshot)
+        for hits, matched in zip((reported, expected), match, strict=True):
             hits.update((address, num * naming.block_size) for address, num in matched.items())
-        names += usable
+        # Of a prompt's snapshots, the one at its last block is certain to be attempted.
+        names += usable[-1:] if naming.needs_snapshot else usable
     return RoutingView(table, request, tuple(names), reported, expected)
 
 

@@ -64,6 +64,13 @@ class PrefixIndex:
         matched.update(dict.fromkeys(matching or (), len(names)))
         return matched
 
+    def match_ends(self, names: Sequence[BlockHash]) -> dict[str, int]:
+        """Return for each holder the number of names up to the last one that it has, if any."""
+        matched: dict[str, int] = {}
+        for place, name in enumerate(names):
+            matched.update(dict.fromkeys(self._holders_by_name.get(name, ()), place + 1))
+        return matched
+
     def _forget(self, holder: str, names: Iterable[BlockHash]) -> None:
         for name in names:
             holders = self._holders_by_name[name]
@@ -118,10 +125,14 @@ class NodePrefixes:
         """Return how many cached blocks the node has reported."""
         return self._reported.num_names(address)
 
-    def match(self, names: Sequence[BlockHash]) -> PrefixMatch:
-        """Match the leading blocks of a prompt with those of all nodes."""
-        reported = self._reported.match(names)
+    def match(self, names: Sequence[BlockHash], *, needs_snapshot: bool = False) -> PrefixMatch:
+        """Match the leading blocks of a prompt with those of all nodes.
+
+        With `needs_snapshot`, a node's hit ends at the last block that it has reported.
+        """
+        match = PrefixIndex.match_ends if needs_snapshot else PrefixIndex.match
+        reported = match(self._reported, names)
         expected = dict(reported)
-        for address, count in self._expected.match(names).items():
+        for address, count in match(self._expected, names).items():
             expected[address] = max(count, expected.get(address, 0))
         return PrefixMatch(reported, expected)

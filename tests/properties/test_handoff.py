@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from kv_transfer.types import HandoffId
+from tests.support.handoff_shapes import BLOCK_SIZE, Shape, draw_shape
 from tests.support.handoff_world import FINGERPRINT, LaggingMemory, Node, World
 from tests.support.hypothesis_profiles import num_examples
 from tests.support.memory_transport import Wire
@@ -38,6 +39,8 @@ class History:
     wanted: dict[HandoffId, tuple[str, int]] = field(default_factory=dict)
     withdrawn: set[HandoffId] = field(default_factory=set)
     paces_s: tuple[float, ...] = (0.01, 0.1, 0.5)
+    shape: Shape = Shape()  # of the model
+    lengths: dict[HandoffId, int] = field(default_factory=dict)  # in tokens
 
     def play(self, *, in_trouble: bool) -> None:
         self.introduce()
@@ -99,9 +102,13 @@ class History:
         request, p = self.draw.randrange(3), self.draw.choice(["p0", "p0", "p0", "p1"])
         handoff_id = HandoffId(f"r{request}", self.attempts[request])
         first, num_blocks = self.draw.choice([0, 0, 1]), self.draw.randrange(5)
-        if self.world.receive(handoff_id, p, first, num_blocks):
+        num_tokens = self.length_of(handoff_id, (first + num_blocks) * BLOCK_SIZE)
+        first = min(first, num_tokens // BLOCK_SIZE)
+        labels = self.shape.labels(num_tokens, first)
+        first_block = self.shape.first_block(num_tokens, first)
+        if self.world.receive(handoff_id, p, first_block, len(labels), labels):
             self.attempts[request] += 1
-            self.wanted[handoff_id] = (p, first + num_blocks)
+            self.wanted[handoff_id] = (p, num_tokens)
 
     def decode_gives_up(self) -> None:
         if self.world.receiving:
@@ -110,15 +117,27 @@ class History:
     def prefill_computes(self) -> None:
         if self.wanted:
             handoff_id = self.draw.choice(sorted(self.wanted))
-            p, num_blocks = self.wanted[handoff_id]
-            if self.world.begin(handoff_id, p, num_blocks):
+            p, num_tokens = self.wanted[handoff_id]
+            if self.begin(handoff_id, p, num_tokens):
                 del self.wanted[handoff_id]
+
+    def length_of(self, handoff_id: HandoffId, drawn: int) -> int:
+        """Return the prompt's length. With several groups, the order of the blocks depends on it;
+        the scheduler refuses KV of another length, as this world does not.
+        """
+        return drawn if self.shape == Shape() else self.lengths.setdefault(handoff_id, drawn)
+
+    def begin(self, handoff_id: HandoffId, p: str, num_tokens: int) -> bool:
+        labels = self.shape.labels(num_tokens)
+        num_state_blocks = self.shape.num_state_blocks
+        return self.world.begin(handoff_id, p, len(labels), labels, num_state_blocks)
 
     def prefill_computes_for_nobody(self) -> None:
         """Compute a prompt that the decode node requests later or never."""
         request, num_blocks = self.draw.randrange(3), self.draw.randrange(5)
         handoff_id = HandoffId(f"r{request}", self.attempts[request])
-        if self.world.begin(handoff_id, "p0", num_blocks):
+        num_tokens = self.length_of(handoff_id, num_blocks * BLOCK_SIZE)
+        if self.begin(handoff_id, "p0", num_tokens):
             self.attempts[request] += self.draw.randrange(2)
 
     def prefill_sends(self) -> None:
@@ -268,7 +287,9 @@ WIRES: dict[str, Callable[[], Wire]] = {
 def test_no_write_lands_in_a_block_with_a_new_owner_and_all_ends_free(wire: str) -> None:
     for seed in range(NUM_HISTORIES):
         with told_apart(seed, wire):
-            history = History(World(wire=WIRES[wire]()), random.Random(seed))
+            shape = draw_shape(seed)
+            world = World(wire=WIRES[wire](), num_blocks=shape.num_blocks)
+            history = History(world, random.Random(seed), shape=shape)
             history.play(in_trouble=True)
             history.end_prefill()
             history.world.settle()
@@ -280,8 +301,14 @@ def test_no_write_lands_in_a_block_with_a_new_owner_and_all_ends_free(wire: str)
 def test_asynchronously_computed_kv_lands_as_computed(wire: str, waits_at_pass_end: bool) -> None:
     for seed in range(NUM_LAGGING_HISTORIES):
         with told_apart(seed, wire):
-            world = World(wire=WIRES[wire](), lags=True, waits_at_pass_end=waits_at_pass_end)
-            history = History(world, random.Random(seed))
+            shape = draw_shape(seed)
+            world = World(
+                wire=WIRES[wire](),
+                num_blocks=shape.num_blocks,
+                lags=True,
+                waits_at_pass_end=waits_at_pass_end,
+            )
+            history = History(world, random.Random(seed), shape=shape)
             history.play(in_trouble=True)
             history.end_prefill()
             history.world.settle()
@@ -294,8 +321,9 @@ def test_without_trouble_what_is_wanted_and_computed_lands_and_no_pair_is_given_
 ) -> None:
     for seed in range(NUM_QUIET_HISTORIES):
         with told_apart(seed, wire):
-            world = World(wire=WIRES[wire]())
-            history = History(world, random.Random(seed), paces_s=(0.01,))
+            shape = draw_shape(seed)
+            world = World(wire=WIRES[wire](), num_blocks=shape.num_blocks)
+            history = History(world, random.Random(seed), paces_s=(0.01,), shape=shape)
             history.play(in_trouble=False)
             expected = {
                 handoff_id

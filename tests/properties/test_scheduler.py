@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import random
 from contextlib import suppress
+from dataclasses import replace
 from typing import TypeVar
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from engine.kv_cache.groups import FULL, ONE_GROUP, KvCacheSpec, KvGroup
 from engine.sampling import SamplingParams
 from engine.scheduler.config import LoadFailurePolicy, SchedulerConfig, SchedulingPolicy
 from errors import InvalidRequest
@@ -59,6 +61,17 @@ def prompts(draw: st.DrawFn) -> list[int]:
     return [place % VOCAB_SIZE for place in range(shared)] + own
 
 
+specs = st.one_of(
+    st.just(FULL),
+    st.integers(1, 9).map(lambda size: KvCacheSpec(window=size)),
+    st.integers(1, 9).map(lambda size: KvCacheSpec(chunk=size)),
+)
+some_groups = st.one_of(
+    st.just(ONE_GROUP),
+    st.lists(specs.map(KvGroup), min_size=1, max_size=4).map(tuple),
+)
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
@@ -68,6 +81,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         config=configs(),
         num_blocks=st.integers(4, 20),
         block_size=st.integers(1, 4),
+        groups=some_groups,
+        num_state_blocks=st.sampled_from([0, 0, 1, 2]),
         enable_prefix_caching=st.booleans(),
     )
     def start(
@@ -75,12 +90,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         config: SchedulerConfig,
         num_blocks: int,
         block_size: int,
+        groups: tuple[KvGroup, ...],
+        num_state_blocks: int,
         enable_prefix_caching: bool,
     ) -> None:
         self.world = EngineWorld(
-            config,
-            num_blocks=num_blocks,
+            replace(config, num_lookahead_tokens=0) if num_state_blocks else config,
+            num_blocks=num_blocks * len(groups) + 3 * num_state_blocks,
             block_size=block_size,
+            groups=groups,
+            num_state_blocks=num_state_blocks,
             enable_prefix_caching=enable_prefix_caching,
             chance=random.Random(0),
         )

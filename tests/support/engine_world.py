@@ -71,15 +71,18 @@ class EngineWorld:
         num_blocks: int = 32,
         block_size: int = 4,
         groups: tuple[KvGroup, ...] = ONE_GROUP,
+        num_state_blocks: int = 0,
         enable_prefix_caching: bool = True,
         chance: random.Random | None = None,
     ) -> None:
         self.config = config or SchedulerConfig()
         self.specs = tuple(group.spec for group in groups)
+        self.num_state_blocks = num_state_blocks
         self.cache_config = CacheConfig(
             num_blocks=num_blocks,
             block_size=block_size,
             groups=groups,
+            num_state_blocks=num_state_blocks,
             enable_prefix_caching=enable_prefix_caching,
             collect_events=True,
         )
@@ -89,12 +92,13 @@ class EngineWorld:
             self.kv,
             VOCAB_SIZE,
             self.specs,
+            num_state_blocks,
             self.config.num_lookahead_tokens,
             self.config.max_model_len,
             chance or random.Random(0),
         )
         self.containment = Containment(_Strict(self.runner).run, self.scheduler)
-        self.wire = FakeWire(self.kv, VOCAB_SIZE, self.specs)
+        self.wire = FakeWire(self.kv, VOCAB_SIZE, self.specs, num_state_blocks)
         self.receipts: dict[RequestId, Receipt] = {}
         self.now_s = 0.0
         self._is_at_rest = False  # the last step did nothing, and nothing happened since
@@ -245,7 +249,9 @@ class EngineWorld:
         num_prior = len(spec.prior_output_token_ids)
         room = self.config.max_model_len - len(context)
         count = min(sampling.max_tokens - num_prior, room)
-        answer = tokens_alone(context, spec.seed, count, VOCAB_SIZE, self.specs)
+        answer = tokens_alone(
+            context, spec.seed, count, VOCAB_SIZE, self.specs, self.num_state_blocks
+        )
         for place, token_id in enumerate(answer):
             if token_id in stops and num_prior + place + 1 >= sampling.min_tokens:
                 answer, reason = answer[: place + 1], FinishReason.STOP

@@ -3,6 +3,9 @@
 Every KV slot keeps (token, position, name of all before it). The next token is computed
 from what is in the blocks the plan names, so a wrong, stale or half-written block gives
 another token, exactly as it would with attention.
+
+With recurrent layers, a state block keeps one part of a state that each token changes and that
+goes into every KV slot, so that a wrong or incomplete state gives other tokens, too.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from engine.kv_cache.groups import FULL, KvCacheSpec
-from engine.plan import Plan, PlanRow, RunResult
+from engine.plan import BlockIds, Plan, PlanRow, RunResult, Snapshot, StateBlocks
 from engine.request import Failure, RequestId
 from kv_transfer.types import NO_BLOCK, BlockId, TokenLogprobs
 
@@ -25,34 +28,66 @@ Specs = tuple[KvCacheSpec, ...]  # of the KV groups
 ONE_FULL: Specs = (FULL,)
 
 
-def kv_of(token_ids: Sequence[int], specs: Specs = ONE_FULL) -> list[list[Slot]]:
-    """Return the expected cache content for these tokens, by group."""
-    slots: list[list[Slot]] = [[] for _ in specs]
-    for position, token_id in enumerate(token_ids):
-        _append_slots(slots, token_id, position, specs)
-    return slots
+@dataclass(slots=True)
+class Content:
+    """Cache content of a sequence: the slots by KV group, and the parts of the state."""
+
+    slots: list[list[Slot]]
+    state: list[Slot]
+
+    def append(self, token_id: int, specs: Specs) -> None:
+        """Append what each group keeps of a token: a function of what it sees before itself."""
+        position = len(self.slots[0])
+        before = tuple(
+            tuple(its[max(spec.num_unseen(position), position - 1) :])
+            for its, spec in zip(self.slots, specs, strict=True)
+        )
+        seen = (before, tuple(self.state)) if self.state else _of_one(before)
+        for part, (_, _, old) in enumerate(self.state):
+            self.state[part] = (part, position + 1, hash((old, part, seen, token_id)))
+        for group, its in enumerate(self.slots):
+            content = seen if len(self.slots) == 1 else (seen, group)
+            its.append((token_id, position, hash((content, token_id, position))))
 
 
-def next_token(
-    slots: Sequence[Sequence[Slot]], seed: int, vocab_size: int, specs: Specs = ONE_FULL
-) -> int:
+def empty_content(specs: Specs, num_state_blocks: int) -> Content:
+    return Content([[] for _ in specs], [(part, 0, 0) for part in range(num_state_blocks)])
+
+
+def content_of(
+    token_ids: Sequence[int], specs: Specs = ONE_FULL, num_state_blocks: int = 0
+) -> Content:
+    """Return the expected cache content for these tokens."""
+    content = empty_content(specs, num_state_blocks)
+    for token_id in token_ids:
+        content.append(token_id, specs)
+    return content
+
+
+def next_token(content: Content, seed: int, vocab_size: int, specs: Specs = ONE_FULL) -> int:
     """Return the next token as a function of the cache content that the last token sees."""
-    last = len(slots[0]) - 1
+    last = len(content.slots[0]) - 1
     seen = tuple(
-        tuple(its[spec.num_unseen(last) :]) for its, spec in zip(slots, specs, strict=True)
+        tuple(its[spec.num_unseen(last) :]) for its, spec in zip(content.slots, specs, strict=True)
     )
-    return hash((_of_one(seen), seed)) % vocab_size
+    everything = (seen, tuple(content.state)) if content.state else _of_one(seen)
+    return hash((everything, seed)) % vocab_size
 
 
 def tokens_alone(
-    token_ids: Sequence[int], seed: int, count: int, vocab_size: int, specs: Specs = ONE_FULL
+    token_ids: Sequence[int],
+    seed: int,
+    count: int,
+    vocab_size: int,
+    specs: Specs = ONE_FULL,
+    num_state_blocks: int = 0,
 ) -> list[int]:
     """Return the outputs of a request that runs alone."""
-    slots = kv_of(token_ids, specs)
+    content = content_of(token_ids, specs, num_state_blocks)
     answer: list[int] = []
     for _ in range(count):
-        answer.append(next_token(slots, seed, vocab_size, specs))
-        _append_slots(slots, answer[-1], len(slots[0]), specs)
+        answer.append(next_token(content, seed, vocab_size, specs))
+        content.append(answer[-1], specs)
     return answer
 
 
@@ -68,6 +103,14 @@ class KvTensor:
 
     def write(self, block_ids: Sequence[BlockId], position: int, slot: Slot) -> None:
         self._block(block_ids, position)[position % self.block_size] = slot
+
+    def read_state(self, block_ids: BlockIds) -> list[Slot]:
+        """Read the parts of a state, which must all be there, one in each block."""
+        return [self.blocks[block_id][0] for block_id in block_ids]
+
+    def write_state(self, block_ids: BlockIds, state: Sequence[Slot]) -> None:
+        for block_id, part in zip(block_ids, state, strict=True):
+            self.blocks[block_id] = [part] * self.block_size
 
     def spoil(self, block_ids: Sequence[BlockId]) -> None:
         for block_id in block_ids:
@@ -86,6 +129,7 @@ class _Row:
     token_ids: list[int]
     num_computed_tokens: int
     block_tables: list[list[BlockId]]
+    state: StateBlocks | None
 
 
 class CrashPlace(Enum):
@@ -104,6 +148,7 @@ class FakeRunner:
     kv: KvTensor
     vocab_size: int
     specs: Specs = ONE_FULL
+    num_state_blocks: int = 0
     # With speculation: how many drafted tokens a step may confirm, drawn by `chance`.
     num_lookahead_tokens: int = 0
     # The real runner's block tables are this long, and not a block longer. None: any length.
@@ -134,7 +179,7 @@ class FakeRunner:
             self._crash_if_due(row.request_id, CrashPlace.START)
             tables = [list(table) for table in row.block_tables]
             self._rows[row.request_id] = _Row(
-                row, list(row.token_ids), row.num_computed_tokens, tables
+                row, list(row.token_ids), row.num_computed_tokens, tables, row.state
             )
         for request_id, added in plan.new_block_ids.items():
             for table, block_ids in zip(self._rows[request_id].block_tables, added, strict=True):
@@ -142,21 +187,38 @@ class FakeRunner:
         for request_id in [row.request_id for row in plan.started] + list(plan.new_block_ids):
             self._check_table(self._rows[request_id])
         self._num_drafts_left = plan.max_draft_tokens
-        for request_id, num_tokens in plan.num_scheduled_tokens.items():
-            self._crash_if_due(request_id, CrashPlace.PASS)
-            self._run_row(self._rows[request_id], num_tokens, result)
+        self._run_rows(plan, result)
         return result
+
+    def _run_rows(self, plan: Plan, result: RunResult) -> None:
+        written = self._state_written_by(plan)
+        try:
+            for request_id, num_tokens in plan.num_scheduled_tokens.items():
+                snapshots = plan.snapshots.get(request_id, ())
+                self._run_row(self._rows[request_id], num_tokens, snapshots, result)
+        except Crash:
+            self.kv.spoil(written)
+            raise
+
+    def _state_written_by(self, plan: Plan) -> list[BlockId]:
+        states = [self._rows[request_id].state for request_id in plan.num_scheduled_tokens]
+        sides = [state.sides[1] for state in states if state is not None]
+        taken = [snapshot.block_ids for its in plan.snapshots.values() for snapshot in its]
+        return [block_id for block_ids in (*sides, *taken) for block_id in block_ids]
 
     def _crash_if_due(self, request_id: RequestId, place: CrashPlace) -> None:
         if self.crashing.get(request_id) is place:
             raise Crash(request_id)
 
-    def _run_row(self, row: _Row, num_tokens: int, result: RunResult) -> None:
+    def _run_row(
+        self, row: _Row, num_tokens: int, snapshots: Sequence[Snapshot], result: RunResult
+    ) -> None:
         request_id = row.row.request_id
+        self._crash_if_due(request_id, CrashPlace.PASS)
         end = row.num_computed_tokens + num_tokens
         if not row.num_computed_tokens < end <= len(row.token_ids):
             raise AssertionError(f"{request_id} has no tokens up to {end}")
-        slots = self._compute(row, end)
+        content = self._compute(row, end, snapshots)
         self.num_computed[request_id] = self.num_computed.get(request_id, 0) + num_tokens
         self._give_prompt_logprobs(row, end - num_tokens, end, result)
         if end < len(row.token_ids):
@@ -164,29 +226,49 @@ class FakeRunner:
         if request_id in self.failing:
             self.failing.discard(request_id)
             self._spoil(row, range(end - num_tokens, end))
+            self._spoil_state(row, snapshots)
             result.failures[request_id] = Failure("the logits are not finite")
             return
         num_drafts = self._num_drafts(row, num_tokens)
-        result.token_ids[request_id] = self._sample(row, slots, num_drafts)
+        result.token_ids[request_id] = self._sample(row, content, num_drafts)
         if num_drafts:
             result.num_proposed[request_id] = num_drafts
         if row.row.sampling.logprobs is not None:
             result.logprobs[request_id] = [logprob_of(t) for t in result.token_ids[request_id]]
 
-    def _compute(self, row: _Row, end: int) -> list[list[Slot]]:
-        """Compute the tokens up to `end` from the blocks that they see. Returns all slots."""
+    def _compute(self, row: _Row, end: int, snapshots: Sequence[Snapshot] = ()) -> Content:
+        """Compute the tokens up to `end` from the blocks that they see. Returns all content."""
         start = row.num_computed_tokens
-        slots = []
-        for table, spec in zip(row.block_tables, self.specs, strict=True):
+        content = empty_content(self.specs, self.num_state_blocks)
+        if start and row.state is not None:
+            content.state = self.kv.read_state(row.state.snapshot or row.state.sides[0])
+        for its, table, spec in zip(content.slots, row.block_tables, self.specs, strict=True):
             num_unseen = spec.num_unseen(start)
-            seen = self.kv.read(table, range(num_unseen, start))
-            slots.append([GARBAGE] * num_unseen + seen)
+            its += [GARBAGE] * num_unseen + self.kv.read(table, range(num_unseen, start))
+        blocks_by_end = dict(snapshots)
+        assert all(start < num_tokens <= end for num_tokens in blocks_by_end)
         for position in range(start, end):
-            _append_slots(slots, row.token_ids[position], position, self.specs)
-            for table, its in zip(row.block_tables, slots, strict=True):
+            content.append(row.token_ids[position], self.specs)
+            for table, its in zip(row.block_tables, content.slots, strict=True):
                 self.kv.write(table, position, its[-1])
+            if position + 1 in blocks_by_end:
+                self.kv.write_state(blocks_by_end[position + 1], content.state)
         row.num_computed_tokens = end
-        return slots
+        self._swap_sides(row, content)
+        return content
+
+    def _swap_sides(self, row: _Row, content: Content) -> None:
+        if row.state is not None:
+            first, second = row.state.sides
+            self.kv.write_state(second, content.state)
+            row.state = StateBlocks((second, first))
+
+    def _spoil_state(self, row: _Row, snapshots: Sequence[Snapshot]) -> None:
+        """Write garbage to all state that the pass has just written."""
+        if row.state is not None:
+            self.kv.spoil(row.state.sides[0])
+        for snapshot in snapshots:
+            self.kv.spoil(snapshot.block_ids)
 
     def _spoil(self, row: _Row, positions: range) -> None:
         for table in row.block_tables:
@@ -217,14 +299,14 @@ class FakeRunner:
                     f"{row.row.request_id} has {len(table)} blocks; tables hold {num_places}"
                 )
 
-    def _sample(self, row: _Row, slots: list[list[Slot]], num_drafts: int) -> list[int]:
+    def _sample(self, row: _Row, content: Content, num_drafts: int) -> list[int]:
         """Sample a token and accepted drafts. Write garbage for rejected drafts."""
-        answer = [next_token(slots, row.row.seed, self.vocab_size, self.specs)]
+        answer = [next_token(content, row.row.seed, self.vocab_size, self.specs)]
         row.token_ids.append(answer[0])
         num_confirmed = self.chance.randint(0, num_drafts) if num_drafts else 0
         for _ in range(num_confirmed):
-            slots = self._compute(row, len(row.token_ids))
-            answer.append(next_token(slots, row.row.seed, self.vocab_size, self.specs))
+            content = self._compute(row, len(row.token_ids))
+            answer.append(next_token(content, row.row.seed, self.vocab_size, self.specs))
             row.token_ids.append(answer[-1])
         first_rejected = len(row.token_ids) - 1
         num_rejected = num_drafts - num_confirmed
@@ -243,17 +325,6 @@ class FakeRunner:
 def logprob_of(token_id: int) -> TokenLogprobs:
     """Return a logprob that differs between tokens."""
     return TokenLogprobs(token_id, logprob=-0.5 - token_id, rank=1)
-
-
-def _append_slots(slots: list[list[Slot]], token_id: int, position: int, specs: Specs) -> None:
-    """Append what each group keeps of a token: a function of all slots before that it sees."""
-    before = tuple(
-        tuple(its[max(spec.num_unseen(position), position - 1) :])
-        for its, spec in zip(slots, specs, strict=True)
-    )
-    for group, its in enumerate(slots):
-        content = _of_one(before) if len(slots) == 1 else (before, group)
-        its.append((token_id, position, hash((content, token_id, position))))
 
 
 def _of_one(by_group: tuple[object, ...]) -> object:

@@ -17,7 +17,15 @@ from kv_transfer.types import (
     Receive,
     Withdraw,
 )
-from tests.support.fake_runner import ONE_FULL, KvTensor, Specs, kv_of, next_token
+from tests.support.fake_runner import (
+    ONE_FULL,
+    Content,
+    KvTensor,
+    Slot,
+    Specs,
+    content_of,
+    next_token,
+)
 
 
 @dataclass(slots=True)
@@ -39,10 +47,17 @@ class Outgoing:
 class FakeWire:
     """KV worker whose peers compute correct KV. A test drives the transfers."""
 
-    def __init__(self, kv: KvTensor, vocab_size: int, specs: Specs = ONE_FULL) -> None:
+    def __init__(
+        self,
+        kv: KvTensor,
+        vocab_size: int,
+        specs: Specs = ONE_FULL,
+        num_state_blocks: int = 0,
+    ) -> None:
         self._kv = kv
         self._vocab_size = vocab_size
         self._specs = specs
+        self._num_state_blocks = num_state_blocks
         self._spec_by_id: dict[RequestId, EngineRequest] = {}
         self.incoming: dict[HandoffId, Incoming] = {}
         self.outgoing: dict[HandoffId, Outgoing] = {}
@@ -72,14 +87,13 @@ class FakeWire:
         order = self.incoming.pop(handoff_id).order
         spec = self._spec_by_id[RequestId(handoff_id.request_id)]
         context = context_of(spec)
-        slots = kv_of(context, self._specs)
+        content = self._content_of(context)
         assert order.num_tokens == len(context)
-        places = self._places(order.num_tokens)[order.first_block :]
-        for (place, group), block_id in zip(places, order.block_ids, strict=True):
-            for position in self._positions(place, order.num_tokens):
-                slot = slots[group][position]
-                self._kv.write([block_id], position % self._kv.block_size, slot)
-        token = FirstToken(next_token(slots, spec.seed, self._vocab_size, self._specs))
+        blocks = self._blocks(content, len(context))[order.first_block :]
+        for slots, block_id in zip(blocks, order.block_ids, strict=True):
+            for place, slot in enumerate(slots):
+                self._kv.write([block_id], place, slot)
+        token = FirstToken(next_token(content, spec.seed, self._vocab_size, self._specs))
         self._landed.append(Landed(handoff_id, order.num_tokens, token))
 
     def lose(self, handoff_id: HandoffId) -> None:
@@ -166,32 +180,32 @@ class FakeWire:
         outgoing = self.outgoing[handoff_id]
         spec = self._spec_by_id[outgoing.request_id]
         context = context_of(spec)
-        slots = kv_of(context, self._specs)
-        places = self._places(len(context))
-        sent = places[: len(outgoing.block_ids)]
-        for (place, group), block_id in zip(sent, outgoing.block_ids, strict=True):
-            positions = self._positions(place, len(context))
-            found = self._kv.read([block_id], range(len(positions)))
-            assert found == slots[group][positions.start : positions.stop]
+        content = self._content_of(context)
+        blocks = self._blocks(content, len(context))
+        sent = blocks[: len(outgoing.block_ids)]
+        for slots, block_id in zip(sent, outgoing.block_ids, strict=True):
+            assert self._kv.read([block_id], range(len(slots))) == slots
         if outgoing.first_token is not None:
             assert outgoing.num_tokens == len(context)
-            assert len(sent) == len(places)
-            first_token = next_token(slots, spec.seed, self._vocab_size, self._specs)
+            assert len(sent) == len(blocks)
+            first_token = next_token(content, spec.seed, self._vocab_size, self._specs)
             assert outgoing.first_token.token_id == first_token
 
-    def _places(self, num_tokens: int) -> list[tuple[int, int]]:
-        """Return (place in the table, group) of all blocks of a hand-off, in order."""
+    def _content_of(self, context: tuple[int, ...]) -> Content:
+        return content_of(context, self._specs, self._num_state_blocks)
+
+    def _blocks(self, content: Content, num_tokens: int) -> list[list[Slot]]:
+        """Return the content of all blocks of a hand-off, in order."""
         block_size = self._kv.block_size
         return [
-            (place, group)
-            for place in range(-(-num_tokens // block_size))
-            for group, spec in enumerate(self._specs)
-            if (place + 1) * block_size > spec.num_unseen(num_tokens)
+            *(
+                content.slots[group][first : first + block_size]
+                for first in range(0, num_tokens, block_size)
+                for group, spec in enumerate(self._specs)
+                if first + block_size > spec.num_unseen(num_tokens)
+            ),
+            *([part] * block_size for part in content.state),
         ]
-
-    def _positions(self, place: int, num_tokens: int) -> range:
-        block_size = self._kv.block_size
-        return range(place * block_size, min((place + 1) * block_size, num_tokens))
 
 
 def context_of(spec: EngineRequest) -> tuple[int, ...]:

@@ -157,7 +157,7 @@ class Receiving:
     """A receive as D's scheduler knows it. Its blocks are held until it ends."""
 
     block_ids: tuple[BlockId, ...]
-    first_block: int
+    labels: Sequence[int]  # say what the blocks should hold
     is_lost: bool = False
     is_revoked: bool = False
 
@@ -168,9 +168,21 @@ class Sending:
 
     node: Node
     block_ids: list[BlockId]
+    labels: Sequence[int]
+    num_state_blocks: int = 0  # the last ones, computed by the last pass and sent with its blocks
     num_sent: int = 0
     num_coming: int = 0  # after those sent, of the pass under way
     has_final_order: bool = False
+
+    @property
+    def num_token_blocks(self) -> int:
+        return len(self.block_ids) - self.num_state_blocks
+
+    @property
+    def state_places(self) -> range:
+        """The places of the state, if the pass under way computes the last tokens."""
+        is_last = self.num_coming and self.num_sent + self.num_coming == self.num_token_blocks
+        return range(self.num_token_blocks if is_last else len(self.block_ids), len(self.block_ids))
 
 
 class BrokenPromise(AssertionError):
@@ -207,12 +219,20 @@ class World:
 
     # --- Scheduler of D ----------------------------------------------------------------
 
-    def receive(self, handoff_id: HandoffId, p: str, first_block: int, num_blocks: int) -> bool:
+    def receive(
+        self,
+        handoff_id: HandoffId,
+        p: str,
+        first_block: int,
+        num_blocks: int,
+        labels: Sequence[int] | None = None,
+    ) -> bool:
         """Start a receive. Return False if D has too few blocks."""
         if len(self.d.free) < num_blocks or handoff_id in self.receiving:
             return False
         blocks = tuple(self.d.free.pop() for _ in range(num_blocks))
-        self.receiving[handoff_id] = Receiving(blocks, first_block)
+        labels = range(first_block, first_block + num_blocks) if labels is None else labels
+        self.receiving[handoff_id] = Receiving(blocks, labels)
         source = Peer(NodeId(p), p)
         order = Receive(handoff_id, source, first_block, blocks, num_tokens=num_blocks)
         self._order(self.d, KvOrders(receives=(order,)))
@@ -224,17 +244,24 @@ class World:
 
     # --- Scheduler of a P --------------------------------------------------------------
 
-    def begin(self, handoff_id: HandoffId, p: str, num_blocks: int) -> bool:
+    def begin(
+        self,
+        handoff_id: HandoffId,
+        p: str,
+        num_blocks: int,
+        labels: Sequence[int] | None = None,
+        num_state_blocks: int = 0,
+    ) -> bool:
         """Start a prompt on P: its blocks are computed but not sent."""
-        node = self.ps[p]
+        node, labels = self.ps[p], range(num_blocks) if labels is None else labels
         if len(node.free) < num_blocks or handoff_id in self.begun:
             return False
         self.begun.add(handoff_id)
         blocks = [node.free.pop() for _ in range(num_blocks)]
-        for place, block in enumerate(blocks):
-            node.memory.put(block, content_of(handoff_id, place))
+        for label, block in zip(labels, blocks, strict=True):
+            node.memory.put(block, content_of(handoff_id, label))
         node.memory.drain()  # the passes that computed them are over
-        self.sending[handoff_id] = Sending(node, blocks)
+        self.sending[handoff_id] = Sending(node, blocks, labels, num_state_blocks)
         return True
 
     def begin_pass(self, node: Node, num_blocks_by_handoff: dict[HandoffId, int]) -> None:
@@ -243,11 +270,13 @@ class World:
         for handoff_id, num_blocks in num_blocks_by_handoff.items():
             sending = self.sending[handoff_id]
             start = sending.num_sent
-            blocks = tuple(sending.block_ids[start : start + num_blocks])
+            end = min(start + num_blocks, sending.num_token_blocks)
+            blocks = tuple(sending.block_ids[start:end])
             if sending.has_final_order or not blocks:
                 continue
             sending.num_coming = len(blocks)
-            for block in blocks:
+            state = (sending.block_ids[place] for place in sending.state_places)
+            for block in (*blocks, *state):
                 node.memory.put(block, b"not yet!")
             orders.append(SendLayers(handoff_id, start, blocks))
         node.num_layers_ended = 0
@@ -261,8 +290,11 @@ class World:
         for handoff_id, sending in self._in_pass(node).items():
             for place in range(sending.num_sent, sending.num_sent + sending.num_coming):
                 held = bytearray(node.memory.computed(sending.block_ids[place]))
-                held[part] = content_of(handoff_id, place)[part]
+                held[part] = content_of(handoff_id, sending.labels[place])[part]
                 node.memory.put(sending.block_ids[place], bytes(held))
+            for place in sending.state_places if layer + 1 == FINGERPRINT.num_layers else ():
+                state = content_of(handoff_id, sending.labels[place])
+                node.memory.put(sending.block_ids[place], state)
         node.num_layers_ended += 1
         node.worker.layer_done(layer, self.now, node.memory.fence())
 
@@ -288,8 +320,9 @@ class World:
         sending = self.sending[handoff_id]
         if sending.num_coming:
             self.end_pass(sending.node)
-        start = sending.num_sent
-        blocks = tuple(sending.block_ids[start : start + num_blocks])
+        start, end = sending.num_sent, sending.num_sent + num_blocks
+        end = end if end < sending.num_token_blocks else len(sending.block_ids)
+        blocks = tuple(sending.block_ids[start:end])
         if not blocks or sending.has_final_order:
             return
         sending.num_sent += len(blocks)
@@ -418,9 +451,9 @@ class World:
         receiving = self.receiving[handoff_id]
         if receiving.is_lost:
             raise BrokenPromise(f"{handoff_id} landed after it was lost")
-        for place, block in enumerate(receiving.block_ids):
+        for label, block in zip(receiving.labels, receiving.block_ids, strict=True):
             got = self.d.memory.get(block)
-            expected = content_of(handoff_id, receiving.first_block + place)
+            expected = content_of(handoff_id, label)
             if got != expected:
                 raise BrokenPromise(f"{handoff_id} landed with {got!r} for {expected!r}")
         self.landed.add(handoff_id)
@@ -470,6 +503,6 @@ class World:
             self.handoff_by_ticket[message.ticket] = message.handoff_id
 
 
-def content_of(handoff_id: HandoffId, place: int) -> bytes:
+def content_of(handoff_id: HandoffId, label: int) -> bytes:
     """Return the content of a block of this hand-off, unique among all blocks."""
-    return f"{handoff_id.request_id}#{handoff_id.attempt:x}.{place:x}".encode().ljust(BLOCK_BYTES)
+    return f"{handoff_id.request_id}#{handoff_id.attempt:x}.{label:x}".encode().ljust(BLOCK_BYTES)

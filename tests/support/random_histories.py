@@ -19,6 +19,7 @@ from engine.scheduler.config import LoadFailurePolicy, SchedulerConfig, Scheduli
 from errors import InvalidRequest
 from tests.support.engine_world import OTHER_SOURCE, SOURCE, VOCAB_SIZE, EngineWorld
 from tests.support.fake_runner import CrashPlace
+from tests.support.fake_wire import context_of
 
 NUM_ACTIONS = 80
 Action = Callable[[EngineWorld, random.Random], None]
@@ -28,11 +29,15 @@ ALL_ROLES = ("local", "local", "receives", "receives", "sends")
 def run_history(seed: int) -> EngineWorld:
     """Run one history to its end. Raises at the first violated invariant."""
     chance = random.Random(seed)
-    groups = draw_groups(chance)
+    groups, num_state_blocks = draw_groups(chance), chance.choice([0, 0, 1, 2, 3])
+    num_blocks = chance.randint(5, 16) * len(groups) - chance.randrange(len(groups))
+    # Some caches hold little more than the state of one request.
+    num_blocks += num_state_blocks * chance.choice([3, 3, 6, 12])
     world = EngineWorld(
-        draw_config(chance),
-        num_blocks=chance.randint(5, 16) * len(groups) - chance.randrange(len(groups)),
+        draw_config(chance, has_state=num_state_blocks > 0),
+        num_blocks=num_blocks,
         groups=groups,
+        num_state_blocks=num_state_blocks,
         block_size=chance.choice([1, 2, 2, 3, 4]),
         enable_prefix_caching=chance.random() < 0.8,
         chance=chance,
@@ -44,10 +49,10 @@ def run_history(seed: int) -> EngineWorld:
     return world
 
 
-def draw_config(chance: random.Random) -> SchedulerConfig:
+def draw_config(chance: random.Random, *, has_state: bool = False) -> SchedulerConfig:
     threshold = chance.choice([0, 0, 2, 5])
     max_num_seqs = chance.randint(1, 6)
-    num_lookahead_tokens = chance.choice([0, 0, 0, 1, 3, 6])
+    num_lookahead_tokens = 0 if has_state else chance.choice([0, 0, 0, 1, 3, 6])
     return SchedulerConfig(
         max_num_batched_tokens=max_num_seqs + chance.choice([0, 1, 3, 8, 40]),
         max_num_seqs=max_num_seqs,
@@ -80,7 +85,8 @@ def draw_groups(chance: random.Random) -> tuple[KvGroup, ...]:
 def act(world: EngineWorld, chance: random.Random, roles: Sequence[str]) -> None:
     """Apply one random event, mostly a step or a new request."""
     weight_by_action: dict[Action, float] = {
-        partial(_add, roles=roles): 5,
+        partial(_add, roles=roles): 4,
+        partial(_continue, roles=roles): 1.5,
         _step: 12,
         _abort: 0.6,
         _wire_in: 4,
@@ -133,6 +139,22 @@ def _add(world: EngineWorld, chance: random.Random, roles: Sequence[str]) -> Non
         )
     except InvalidRequest:
         return
+
+
+def _continue(world: EngineWorld, chance: random.Random, roles: Sequence[str]) -> None:
+    """Add a prompt that begins with an earlier one and its answer, as in a conversation."""
+    if not world.receipts:
+        return
+    earlier = chance.choice(list(world.receipts.values()))
+    role = chance.choice(roles)
+    with suppress(InvalidRequest):
+        world.add(
+            [*context_of(earlier.spec), *earlier.token_ids, *draw_tokens(chance, 2)],
+            receives=role == "receives",
+            sends=role == "sends",
+            cache_salt=earlier.spec.cache_salt,
+            max_tokens=chance.choice([1, 4, 16]),
+        )
 
 
 def _burst(world: EngineWorld, chance: random.Random) -> None:

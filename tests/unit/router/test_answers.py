@@ -25,6 +25,7 @@ from rpc.node_info import NodeLoad, NodeRole
 from tests.support.crashing_nodes import CrashingNodes, Poison
 from tests.support.node_calls import (
     FINGERPRINT,
+    NAMING,
     FakeNodeCalls,
     a_node,
     a_table,
@@ -170,11 +171,16 @@ def without_prefixes(node: Node) -> Node:
     return replace(node, card=replace(node.card, prefix_naming=None))
 
 
+def with_snapshots(node: Node) -> Node:
+    naming = replace(NAMING, needs_snapshot=True)
+    return replace(node, card=replace(node.card, prefix_naming=naming))
+
+
 def with_room_for_one(node: Node) -> Node:
     return replace(node, card=replace(node.card, max_num_seqs=1))
 
 
-@pytest.mark.parametrize("made", [without_prefixes, with_room_for_one])
+@pytest.mark.parametrize("made", [without_prefixes, with_snapshots, with_room_for_one])
 def test_where_the_prompt_would_not_be_found_or_have_room_each_goes_its_own_way(
     made: object,
 ) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from types import FrameType
 
+import pytest
+
 from engine.plan import RunResult
 from engine.request import RequestId
 from engine.scheduler.config import CacheConfig, SchedulerConfig
@@ -38,6 +40,16 @@ def test_a_decoding_request_costs_a_handful_of_calls() -> None:
     assert per_request <= 8
 
 
+@pytest.mark.parametrize("num_running", [8, 72])
+def test_a_recurrent_state_adds_no_calls_per_decoding_request(num_running: int) -> None:
+    with_state = _decoding(num_running=num_running, num_state_blocks=4)
+    without = _decoding(num_running=num_running)
+
+    extra = {_calls(partial(_step, with_state)) - _calls(partial(_step, without)) for _ in range(9)}
+
+    assert extra == {2}  # for the whole batch
+
+
 def test_leaving_the_queue_from_the_middle_costs_the_same_however_many_wait() -> None:
     short_queue, long_queue = _decoding(num_waiting=3), _decoding(num_waiting=501)
     middle = [RequestId(f"r{NUM_RUNNING + n}") for n in (1, 250)]
@@ -51,7 +63,11 @@ def test_leaving_the_queue_from_the_middle_costs_the_same_however_many_wait() ->
 
 
 def _decoding(
-    *, num_running: int = NUM_RUNNING, num_waiting: int = 0, num_prompt_tokens: int = 16
+    *,
+    num_running: int = NUM_RUNNING,
+    num_waiting: int = 0,
+    num_prompt_tokens: int = 16,
+    num_state_blocks: int = 0,
 ) -> Scheduler:
     """Return a scheduler with a full decoding batch, in the middle of its blocks, and a queue."""
     scheduler = Scheduler(
@@ -60,7 +76,7 @@ def _decoding(
             max_num_seqs=num_running,
             max_model_len=2048,
         ),
-        CacheConfig(num_blocks=num_running * 128),
+        CacheConfig(num_blocks=num_running * 128, num_state_blocks=num_state_blocks),
     )
     for number in range(num_running + num_waiting):
         prompt = (number, *range(num_prompt_tokens - 1))

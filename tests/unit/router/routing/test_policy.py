@@ -161,6 +161,22 @@ def test_a_long_prompt_is_named_by_its_length_where_the_model_needs_that() -> No
     assert longer.num_missing_tokens == 101
 
 
+def test_with_recurrent_layers_a_hit_ends_at_the_last_snapshot() -> None:
+    naming = PrefixNaming(16, "m", needs_snapshot=True)
+    decodes = [
+        Node(f"d{n}:1", replace(a_node(NodeRole.DECODE, f"d{n}").card, prefix_naming=naming))
+        for n in range(2)
+    ]
+    table = a_table(*decodes)
+    block_names = naming.names(PROMPT, len(PROMPT))
+    table.note_prefixes("d1:1", PrefixChanges(1, True, frozenset(block_names[3:4])))
+
+    route = choose(table, Routing(), ASK)
+
+    assert (names_of(route.decode), route.num_missing_tokens) == ("d1", len(PROMPT) - 64)
+    assert route.block_names == tuple(naming.names(PROMPT[:-1], len(PROMPT))[-1:])
+
+
 def test_the_last_token_is_missing_even_where_every_block_is_cached() -> None:
     table = a_cluster(1, 1)
     tell_prefix(table, "p0", PROMPT[:96])

@@ -102,6 +102,19 @@ def test_a_router_matches_leading_blocks_without_a_gap() -> None:
     assert prefixes.match([]).reported == {}
 
 
+def test_a_router_matches_up_to_the_last_snapshot_whatever_is_between() -> None:
+    prefixes = NodePrefixes()
+    prefixes.expect("b", [name(1)])
+    for address, numbers in (("a", (2, 4, 9)), ("b", (3,)), ("c", (9,))):
+        stored = frozenset(map(name, numbers))
+        prefixes.take(address, PrefixChanges(1, is_snapshot=True, stored=stored))
+    prefixes.expect("b", [name(5)])
+
+    matched = prefixes.match([name(n) for n in (1, 2, 3, 4, 5)], needs_snapshot=True)
+
+    assert matched == ({"a": 4, "b": 3}, {"a": 4, "b": 5})
+
+
 def test_a_missed_change_is_a_gap_until_the_next_snapshot() -> None:
     prefixes = NodePrefixes()
     prefixes.take("a", PrefixChanges(1, True, names(1)))

@@ -278,7 +278,12 @@ def test_cards_and_loads_survive_the_wire() -> None:
     load = NodeLoad(1, 2, 3, True)
 
     assert card_from(card_to(card)) == card
-    for naming in (None, PrefixNaming(16, "m", 7), PrefixNaming(16, "m", 0, 4096)):
+    for naming in (
+        None,
+        PrefixNaming(16, "m", 7),
+        PrefixNaming(16, "m", 0, 4096),
+        PrefixNaming(16, "m", needs_snapshot=True),
+    ):
         named = replace(card, prefix_naming=naming)
         assert card_from(card_to(named)) == named
     assert load_from(update_to(load)) == load

@@ -1,0 +1,179 @@
+"""Recurrent state in the KV cache: sides of a request, and snapshots of prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from engine.errors import BlocksUnaccounted
+from engine.kv_cache.groups import FULL, KvCacheSpec, KvGroup
+from engine.kv_cache.manager import KvCache
+from engine.kv_cache.recurrent_state import RecurrentState
+from engine.plan import BlockIds
+from engine.scheduler.config import CacheConfig
+from engine.scheduler.request import Request
+from kv_transfer.types import NO_BLOCK, BlockId
+from tests.support.requests import make_request
+
+BLOCK_SIZE = 2
+WINDOW = KvCacheSpec(window=3)  # a token attends to two before it: to two blocks at most
+GROUPS = {
+    "full": (KvGroup(FULL),),
+    "window": (KvGroup(WINDOW),),
+    "both": (KvGroup(FULL), KvGroup(WINDOW)),
+}
+
+
+def test_the_current_side_follows_chunks_and_tokens() -> None:
+    one, other = _ids(1, 2), _ids(3, 4)
+    state = RecurrentState((one, other), num_tokens=8, snapshot=_ids(5, 6))
+
+    assert state.sides(8) == (one, other)
+    assert state.end_chunk(20) == _ids(5, 6)
+    assert [state.sides(n)[0] for n in (20, 21, 22)] == [other, one, other]
+    assert state.end_chunk(23) == ()
+
+
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+def test_a_prefix_ends_at_a_snapshot(groups: tuple[KvGroup, ...]) -> None:
+    cache = _cache(groups)
+    _serve(cache, 10, snapshots=(4, 8))
+
+    hits = [cache.find_prefix(make_request(range(20)), most) for most in (10, 8, 7, 3)]
+
+    assert [hit.num_blocks for hit in hits] == [4, 4, 2, 0]
+    assert [len(hit.snapshot) for hit in hits] == [3, 3, 3, 0]
+    assert hits[2].block_ids[-3:] == list(hits[2].snapshot)
+
+
+def test_a_prefix_that_another_node_continues_needs_no_snapshot() -> None:
+    cache = _cache()
+    _serve(cache, 10, snapshots=(4,))
+
+    hit = cache.find_prefix(make_request(range(20)), 20, continues_at=20)
+
+    assert (hit.num_blocks, hit.snapshot) == (5, ())
+
+
+def test_a_gap_in_a_window_moves_the_hit_to_an_earlier_snapshot() -> None:
+    cache = _cache(GROUPS["both"])
+    blocks = _serve(cache, 10, snapshots=(4, 8))
+    cache.pool.unregister(blocks[1][3:4])
+
+    hit = cache.find_prefix(make_request(range(20)), 19)
+
+    assert hit.num_blocks == 2
+    assert NO_BLOCK not in hit.block_tables[0]
+
+
+def test_admission_counts_both_sides_and_a_snapshot_that_is_free() -> None:
+    cache = _cache()
+    _serve(cache, 10, snapshots=(8,))
+    request = make_request(range(9))
+    hit = cache.find_prefix(request, 8)
+
+    assert cache.num_missing(request, hit) == 1 + 4 + 2 * 3 + 3
+    assert cache.admit(request, hit)
+    cache.check(request.block_ids)
+    assert len(request.block_ids) == 1 + 4 + 2 * 3 + 3
+    cache.release(request)
+    cache.check([])
+
+
+def test_a_snapshot_that_loses_a_block_is_gone_as_a_whole() -> None:
+    cache = _cache(num_blocks=16)
+    _serve(cache, 4, snapshots=(4,))
+    assert cache.num_cached_snapshots == 1
+
+    # 11 blocks are free and uncached; the twelfth evicts a block of the snapshot.
+    other = make_request(range(50, 62))
+    assert cache.admit(other, cache.find_prefix(other, 0))
+
+    assert cache.num_cached_snapshots == 0
+    cache.check(other.block_ids)
+    assert cache.pool.num_cached == 2
+
+
+def test_snapshots_and_blocks_are_evicted_from_the_end_of_the_sequence() -> None:
+    cache = _cache(num_blocks=32)
+    _serve(cache, 12, snapshots=(4, 8))
+    lengths = []
+    while cache.pool.num_cached:
+        held = cache.pool.allocate(1)
+        cache._note_removed()
+        lengths.append(cache.find_prefix(make_request(range(20)), 19).num_blocks)
+        assert held is not None
+
+    # Two blocks without a snapshot, then the second snapshot and its blocks, then the first.
+    cached = lengths[-12:]
+    assert cached == [4, 4, 2, 2, 2, 2, 2, 0, 0, 0, 0, 0]
+
+
+def test_snapshots_of_doubtful_requests_are_removed() -> None:
+    cache = _cache()
+    request = _computed(cache, 10, snapshots=(4, 8))
+
+    cache.uncache_blocks(request)
+
+    assert cache.num_cached_snapshots == 0
+    cache.release(request)
+    cache.check([])
+
+
+def test_a_snapshot_is_taken_once_and_only_from_free_blocks() -> None:
+    cache = _cache(num_blocks=16)
+    request = _computed(cache, 10, snapshots=(4,))  # 5 blocks, 6 of the sides, 3 cached
+
+    assert cache.allocate_snapshot(request, 4) is None
+    assert cache.allocate_snapshot(request, 8) is not None
+    assert cache.allocate_snapshot(request, 10) is None
+
+
+def test_check_finds_a_snapshot_that_is_not_whole() -> None:
+    cache = _cache()
+    _serve(cache, 10, snapshots=(4,))
+    request = make_request(range(10))
+    hit = cache.find_prefix(request, 4)
+    cache.pool.unregister(hit.snapshot[:1])
+
+    with pytest.raises(BlocksUnaccounted, match="2 blocks of 3"):
+        cache.check([])
+
+
+def test_the_state_comes_last_in_the_transfer_order() -> None:
+    cache = _cache()
+    request = _computed(cache, 9)
+
+    assert request.state is not None
+    assert cache.transfer_order.state_blocks(request) == request.state.sides(9)[0]
+
+
+def _cache(groups: tuple[KvGroup, ...] = GROUPS["full"], num_blocks: int = 64) -> KvCache:
+    config = CacheConfig(num_blocks, BLOCK_SIZE, groups=groups, num_state_blocks=3)
+    return KvCache(config)
+
+
+def _computed(cache: KvCache, num_tokens: int, snapshots: Iterable[int] = ()) -> Request:
+    request = make_request(range(num_tokens), request_id="served")
+    assert cache.admit(request, cache.find_prefix(request, 0))
+    request.num_computed_tokens = num_tokens
+    cache.end_chunk(request)
+    cache.register(request)
+    for position in snapshots:
+        snapshot = cache.allocate_snapshot(request, position)
+        assert snapshot is not None
+        cache.register_snapshot(request, snapshot)
+        cache.pool.release(snapshot.block_ids)
+    return request
+
+
+def _serve(cache: KvCache, num_tokens: int, snapshots: Iterable[int]) -> list[list[BlockId]]:
+    request = _computed(cache, num_tokens, snapshots)
+    tables = [list(table) for table in request.block_tables]
+    cache.release(request)
+    return tables
+
+
+def _ids(*numbers: int) -> BlockIds:
+    return tuple(map(BlockId, numbers))
