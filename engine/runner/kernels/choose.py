@@ -23,11 +23,14 @@ from engine.runner.model.config import ModelConfig
 from engine.runner.model.layers import Layer, Layers, UnfusedLayers
 from engine.runner.model.ops import Ops
 from engine.runner.model.torch_ops import TorchOps
+from engine.runner.state.linear_attention import LinearAttention, TorchLinearAttention
+from engine.runner.state.state_shape import StateShape
 from errors import InvalidConfig
 
 log = logging.getLogger(__name__)
 
 MakeAttention = Callable[[Tensor, Sequence[LayerAttention]], PagedAttention]
+MakeLinearAttention = Callable[[Tensor, StateShape], LinearAttention]
 MakeLayers = Callable[[ModelConfig, Sequence[Layer]], Layers]
 
 
@@ -39,6 +42,7 @@ class Parts:
     ops: Ops
     make_attention: MakeAttention
     make_layers: MakeLayers
+    make_linear_attention: MakeLinearAttention = TorchLinearAttention
 
 
 def _plain_layers(config: ModelConfig, layers: Sequence[Layer]) -> Layers:
