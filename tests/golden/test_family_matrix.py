@@ -40,24 +40,12 @@ MOVES = frozenset(
         *("transpose", "unsqueeze", "view", "where", "zeros_like"),
     }
 )
-DELTA_RULE = frozenset(
-    {
-        *("add", "alias", "chunk", "cumsum", "detach", "exp", "floor_divide", "index_put_"),
-        *("linalg_solve_triangular", "mT", "masked_fill", "matmul", "mean", "mul", "neg"),
-        *("new_empty", "ones", "pad", "remainder", "repeat_interleave", "reshape", "rsqrt"),
-        *("select", "sigmoid", "silu", "slice", "softplus", "square", "sub", "sum", "triu"),
-        *("unbind", "unflatten", "zeros"),
-    }
-)
 ARITHMETIC: Mapping[str, frozenset[str]] = {
     torch_parts.EMBEDDING_SCALE: frozenset({"mul"}),
     torch_parts.LOGITS_SCALE: frozenset({"mul"}),
     torch_parts.LOGITS_SOFTCAP: frozenset({"tanh", "div", "mul"}),
     torch_parts.ROPE_BY_LENGTH: frozenset({"cos", "sin", "div", "mul", "pow", "reciprocal"}),
     torch_parts.COLUMN_ORDER: frozenset(),
-    torch_parts.LINEAR_ATTENTION: DELTA_RULE,
-    torch_parts.OUTPUT_GATE: frozenset({"sigmoid", "mul"}),
-    torch_parts.SHARED_GATE: frozenset({"sigmoid", "mul"}),
     torch_parts.EXPERT_SUM: frozenset({"_unique2", "index_add_", "mul"}),
 }
 

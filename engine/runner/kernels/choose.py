@@ -19,6 +19,7 @@ from engine.runner.kernels.build import KernelsUnavailable, best_variant, cpu_fe
 from engine.runner.kernels.native import Kernels, NativeOps
 from engine.runner.kernels.native_attention import NativePagedAttention
 from engine.runner.kernels.native_layers import native_layers
+from engine.runner.kernels.native_linear_attention import NativeLinearAttention
 from engine.runner.model.config import ModelConfig
 from engine.runner.model.layers import Layer, Layers, UnfusedLayers
 from engine.runner.model.ops import Ops
@@ -82,4 +83,5 @@ def native_parts() -> Parts:
         NativeOps(kernels),
         partial(NativePagedAttention, kernels),
         partial(native_layers, kernels),
+        partial(NativeLinearAttention, kernels),
     )

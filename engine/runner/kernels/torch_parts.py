@@ -15,9 +15,6 @@ LOGITS_SCALE = "scale of the logits"
 LOGITS_SOFTCAP = "soft cap of the logits"
 ROPE_BY_LENGTH = "angles of a RoPE that depends on the length"
 COLUMN_ORDER = "order of columns (GPTQ with act-order)"
-LINEAR_ATTENTION = "linear attention"
-OUTPUT_GATE = "output gate of attention"
-SHARED_GATE = "gate of the shared expert"
 EXPERT_SUM = "sum over the experts"
 
 
@@ -31,9 +28,6 @@ def torch_parts(config: ModelConfig, layers: Sequence[Layer]) -> list[str]:
         LOGITS_SOFTCAP: config.logits_softcap is not None,
         ROPE_BY_LENGTH: config.depends_on_length,
         COLUMN_ORDER: any(native_matrix(linear) is None for linear in linears),
-        LINEAR_ATTENTION: config.delta is not None,
-        OUTPUT_GATE: config.has_output_gate,
-        SHARED_GATE: any(moe.shared_gate is not None for moe in mixtures),
         EXPERT_SUM: any(native_experts(moe.experts) is None for moe in mixtures),
     }
     return [part for part, is_there in has_part.items() if is_there]

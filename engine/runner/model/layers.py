@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from engine.runner.attention.paged_attention import AttentionPass
@@ -171,7 +170,7 @@ class _PlainPass:
         if layer.latent is not None:
             attended = layer.latent.value(attended)
         attended = attended.flatten(1)
-        return attended if gate is None else attended * torch.sigmoid(gate.flatten(1))
+        return attended if gate is None else self._ops.multiply_sigmoid(attended, gate.flatten(1))
 
     def _write(
         self, index: int, layer: Layer, hidden_states: Tensor
