@@ -94,7 +94,7 @@ def identify(options: NodeOptions, role: NodeRole, runner: TorchRunner) -> Ident
             num_layers=memory.num_layers,
             num_kv_heads=memory.num_kv_heads,
             head_dim=memory.head_dim,
-            kv_groups=" | ".join(map(str, memory.groups)),
+            kv_groups=" | ".join([*map(str, memory.groups), *filter(None, [memory.state_layout])]),
         ),
     )
 

@@ -7,7 +7,7 @@ windows and full attention cannot fragment it. vLLM's hybrid KV cache does the s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -58,14 +58,19 @@ class KvGroup:
 ONE_GROUP = (KvGroup(),)
 
 
-def group_layers(specs: Sequence[KvCacheSpec]) -> tuple[KvGroup, ...]:
+def group_layers(
+    specs: Sequence[KvCacheSpec] | Mapping[int, KvCacheSpec],
+) -> tuple[KvGroup, ...]:
     """Divide the layers of a model into groups of at most `layers_per_block` layers.
+
+    A mapping leaves out the layers that have no keys and values.
 
     Groups with full attention come first. Layers of one spec are dealt out to its groups in turn,
     so that a place is computed in all groups after about the same layer.
     """
     by_spec: dict[KvCacheSpec, list[int]] = {}
-    for layer, spec in enumerate(specs):
+    by_layer = specs if isinstance(specs, Mapping) else dict(enumerate(specs))
+    for layer, spec in by_layer.items():
         by_spec.setdefault(spec, []).append(layer)
     size = _layers_per_block([len(layers) for layers in by_spec.values()])
     groups = []
@@ -83,7 +88,7 @@ class LayerPlace(NamedTuple):
 
 
 def layer_places(groups: Sequence[KvGroup]) -> tuple[LayerPlace, ...]:
-    """Return the place of each layer."""
+    """Return the place of each layer with keys and values, in the order of the layers."""
     by_layer = {
         layer: LayerPlace(number, place)
         for number, group in enumerate(groups)

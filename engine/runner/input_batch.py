@@ -17,6 +17,7 @@ from engine.errors import RowOverflow
 from engine.plan import BlockTables, Plan, PlanRow
 from engine.request import RequestId
 from engine.runner.layout import Ints, PassLayout
+from engine.runner.state.state_tables import NO_SNAPSHOTS, Snapshots, StateLayout, StateTables
 from errors import InvalidConfig
 
 
@@ -52,6 +53,7 @@ class Step:
     layout: PassLayout
     token_ids: Ints  # by token
     sampled: tuple[int, ...]  # indices into runs
+    states: StateLayout | None = None  # of a model with recurrent layers
 
     @property
     def seen_lens(self) -> Ints:
@@ -68,7 +70,12 @@ class PersistentBatch:
     """Rows by slot. The cost of a step depends on the scheduled rows, not on the batch size."""
 
     def __init__(
-        self, max_num_seqs: int, max_model_len: int, block_size: int, num_kv_groups: int = 1
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        num_kv_groups: int = 1,
+        num_state_blocks: int = 0,
     ) -> None:
         max_blocks = -(-max_model_len // block_size)
         self._block_size = block_size
@@ -77,6 +84,7 @@ class PersistentBatch:
         self._tokens: Ints = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
         self._tokens_by_slot: list[Ints] = list(self._tokens)
         self._blocks: Ints = np.zeros((num_kv_groups, max_num_seqs, max_blocks), dtype=np.int64)
+        self._states = StateTables(max_num_seqs, num_state_blocks) if num_state_blocks else None
         self._num_tokens = [0] * max_num_seqs
         self._num_computed = [0] * max_num_seqs
         self._num_blocks = [0] * max_num_seqs
@@ -100,6 +108,7 @@ class PersistentBatch:
         self,
         num_scheduled_tokens: Mapping[RequestId, int],
         drafts: Mapping[RequestId, Sequence[int]] = NO_DRAFTS,
+        snapshots: Snapshots = NO_SNAPSHOTS,
     ) -> Step:
         self._append_drafts(drafts)
         runs = tuple(sorted(self._runs(num_scheduled_tokens, drafts), key=_flat_order))
@@ -111,12 +120,15 @@ class PersistentBatch:
             layout=layout,
             token_ids=self._tokens[slots.repeat(num_queries), layout.positions],
             sampled=tuple([index for index, run in enumerate(runs) if self._is_sampled(run)]),
+            states=None if self._states is None else self._states.layout(runs, snapshots),
         )
 
     def advance(self, step: Step) -> None:
         """Mark the tokens of a finished pass as computed."""
         for run in step.runs:
             self._num_computed[run.slot] = run.end
+            if self._states is not None:
+                self._states.advance(run.slot)
 
     def append(self, request_id: RequestId, token_ids: Sequence[int]) -> None:
         """Append sampled tokens: the accepted drafts, then the next input token."""
@@ -163,7 +175,10 @@ class PersistentBatch:
                 f"{row.request_id} with {num_tokens} tokens does not fit: the runner holds "
                 f"{self._tokens.shape[0]} requests of up to {room - 1} tokens"
             )
-        slot = self._free_slots.pop()
+        slot = self._free_slots[-1]
+        if self._states is not None:
+            self._states.start(slot, row)
+        self._free_slots.pop()
         self._rows[row.request_id] = row
         self._slots[row.request_id] = slot
         self._tokens[slot, :num_tokens] = row.token_ids

@@ -19,6 +19,7 @@ from engine.runner.model.rope import Ropes
 from engine.runner.model_info import LoadProgressCallback, ModelInfo
 from engine.runner.model_runner import TorchRunner
 from engine.runner.sampling.logits_processors import ModelView, load_processors, versions
+from engine.runner.state.state_shape import state_shape
 from engine.runner.weights.decoder_loading import attention_of, load_decoder
 from engine.runner.weights.safetensors import WeightFiles
 from engine.runner.weights.tensor_loading import LoadTarget
@@ -40,6 +41,12 @@ def load_runner(
     folder = resolve_model_folder(config.model, offline=config.offline)
     model = read_model_config(folder)
     device, dtype = _device(config.device), DTYPES[_dtype_name(config, model)]
+    shape = KvShape.of(model, config.block_size, dtype)
+    state = state_shape(model, shape)
+    _check(
+        state is None or config.speculation is None,
+        f"{model.architecture} has recurrent layers: speculation is not supported with them",
+    )
     parts = choose_parts(config.kernels, dtype, device)
     with WeightFiles(folder) as files:
         target = LoadTarget(dtype, device, parts, config.quantize)
@@ -47,8 +54,10 @@ def load_runner(
         attention = attention_of(model, files, device)
         fingerprint = _fingerprint(model, config, files)
     info, groups = _describe(config, model, folder, fingerprint), model.kv_groups()
-    shape = KvShape.of(model, config.block_size, dtype)
-    num_blocks = _num_blocks(config, shape, len(groups), info.max_model_len, device)
+    num_state_blocks = 0 if state is None else state.num_blocks
+    num_blocks = _num_blocks(
+        config, shape.block_bytes, len(groups), num_state_blocks, info.max_model_len, device
+    )
     kv = shape.allocate(num_blocks, device)
     return TorchRunner(
         info,
@@ -56,10 +65,18 @@ def load_runner(
         Ropes(model, device, dtype),
         kv,
         groups,
-        PersistentBatch(config.max_num_seqs, info.max_model_len, config.block_size, len(groups)),
+        PersistentBatch(
+            config.max_num_seqs,
+            info.max_model_len,
+            config.block_size,
+            len(groups),
+            num_state_blocks,
+        ),
         parts.make_attention(kv, attention),
         config.speculation,
         load_processors(config.logits_processors, ModelView(str(folder), info.vocab_size)),
+        state,
+        None if state is None else parts.make_linear_attention(kv, state),
     )
 
 
@@ -96,7 +113,12 @@ def _max_model_len(config: RunnerConfig, model: ModelConfig) -> int:
 
 
 def _num_blocks(
-    config: RunnerConfig, shape: KvShape, num_groups: int, max_model_len: int, device: torch.device
+    config: RunnerConfig,
+    block_bytes: int,
+    num_groups: int,
+    num_state_blocks: int,
+    max_model_len: int,
+    device: torch.device,
 ) -> int:
     free = free_bytes(device)
     budget = config.kv_cache_bytes
@@ -105,8 +127,9 @@ def _num_blocks(
     elif config.kv_cache_share is not None:
         budget = int(free * config.kv_cache_share)
     else:
-        budget = auto_kv_bytes(config, free, num_groups * shape.block_bytes, max_model_len)
-    return num_blocks_within(budget, num_groups, shape.block_bytes)
+        state_bytes = 2 * num_state_blocks * block_bytes
+        budget = auto_kv_bytes(config, free, num_groups * block_bytes, max_model_len, state_bytes)
+    return num_blocks_within(budget, num_groups, block_bytes, num_state_blocks)
 
 
 def _fingerprint(model: ModelConfig, config: RunnerConfig, files: WeightFiles) -> str:

@@ -45,11 +45,13 @@ class KvMemory:
     dtype: str  # float32, bfloat16 or float16
     groups: tuple[KvGroup, ...]
     num_state_blocks: int = 0  # that hold the recurrent state of one request
+    state_layout: str = ""  # of recurrent layers, for fingerprints
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that fit if all groups need all of them."""
-        return self.num_blocks // len(self.groups) * self.block_size
+        """Tokens of one request that fit if all groups need all of them."""
+        num_blocks = self.num_blocks - 2 * self.num_state_blocks
+        return num_blocks // len(self.groups) * self.block_size
 
     @property
     def layer_bytes(self) -> int:

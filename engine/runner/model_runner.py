@@ -33,6 +33,8 @@ from engine.runner.sampling.logprobs import token_logprobs
 from engine.runner.sampling.prompt_logprobs import PromptLogprobs
 from engine.runner.sampling.sampler import Choice, Sampler
 from engine.runner.sampling.spec_decode import Drafts, SpecDecoder, accepted_indices
+from engine.runner.state.linear_attention import LinearAttention, LinearAttentionPass
+from engine.runner.state.state_shape import StateShape
 from engine.spec_decode.config import Speculation
 from kv_transfer.types import BlockId
 
@@ -53,9 +55,11 @@ class TorchRunner:
         attention: PagedAttention,
         speculation: Speculation | None = None,
         processors: Processors = NO_PROCESSORS,
+        state: StateShape | None = None,
+        linear_attention: LinearAttention | None = None,
     ) -> None:
         self.info = info
-        self.kv_memory: KvMemory = describe(kv, groups)
+        self.kv_memory: KvMemory = describe(kv, groups, state)
         self.speculation = speculation
         self.processors = processors
         self.hook: PassHook | None = None
@@ -65,6 +69,7 @@ class TorchRunner:
         self._kv = kv
         self._batch = batch
         self._attention = attention
+        self._linear_attention = linear_attention
         self.sampler = Sampler(info.eos_token_ids, processors, decoder.find_peaks)
         self._prompt_logprobs = PromptLogprobs(decoder)
         self._grammar_masks = GrammarMasks(info.vocab_size)
@@ -81,6 +86,7 @@ class TorchRunner:
     ) -> None:
         # A reference to the runner that outlives the block must not keep the memory alive.
         del self.decoder, self._kv, self._attention, self._batch, self._prompt_logprobs
+        del self._linear_attention
 
     def run(self, plan: Plan) -> RunResult:
         """Run one flat forward pass over everything the plan schedules.
@@ -112,7 +118,7 @@ class TorchRunner:
         if not plan.num_scheduled_tokens:
             return RunResult()
         drafts = self._draft(plan)
-        step = self._batch.step(plan.num_scheduled_tokens, drafts)
+        step = self._batch.step(plan.num_scheduled_tokens, drafts, plan.snapshots)
         with torch.inference_mode():
             self._prompt_logprobs.begin_pass()
             hidden_states = self._forward(step, plan.is_retry)
@@ -138,7 +144,13 @@ class TorchRunner:
             self._attention.begin(step.layout),
             None if self.hook is None else FencedHook(self.hook, self.fences, is_retry),
             self._sampled_tokens(step),
+            self._begin_linear_attention(step),
         )
+
+    def _begin_linear_attention(self, step: Step) -> LinearAttentionPass | None:
+        if self._linear_attention is None or step.states is None:
+            return None
+        return self._linear_attention.begin(step.states)
 
     def _sampled_tokens(self, step: Step) -> Ends | None:
         """Return the sampled tokens, or None if the hidden states of all tokens are needed."""

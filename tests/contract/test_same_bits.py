@@ -28,7 +28,7 @@ from engine.runner.model.config import RopeConfig
 from engine.runner.model.rope import Rope
 from engine.runner.model_runner import TorchRunner
 from engine.sampling import SamplingParams
-from tests.support.families import FAMILY_VARIANTS
+from tests.support.families import FAMILY_VARIANTS, STATE_VARIANTS
 from tests.support.hypothesis_profiles import num_examples
 from tests.support.kernels import kernels_by_variant
 from tests.support.models import VARIANTS, make_model_folder, prompt_of
@@ -252,6 +252,8 @@ MODELS = {
     "gpt-oss": {},
     "qwen3-moe": {"quantize": "int4"},
     "mixtral": {"quantize": "int8"},
+    "qwen3-next": {},
+    "qwen3.5": {"quantize": "int8"},
 }
 
 
@@ -263,7 +265,7 @@ def runner(
 ) -> Iterator[TorchRunner]:
     name, options = request.param
     folder = tmp_path_factory.mktemp(name)
-    variant = {**VARIANTS, **FAMILY_VARIANTS}[name]
+    variant = {**VARIANTS, **FAMILY_VARIANTS, **STATE_VARIANTS}[name]
     make_model_folder(folder, replace(variant, dtype="bfloat16"))
     config = RunnerConfig(
         str(folder), kernels="native", kv_cache_bytes=4 << 20, max_num_seqs=16, **options

@@ -11,7 +11,7 @@ import torch
 
 from engine.runner.load import RunnerConfig, load_runner
 from engine.runner.model_runner import TorchRunner
-from tests.support.families import FAMILY_VARIANTS
+from tests.support.families import FAMILY_VARIANTS, STATE_VARIANTS
 from tests.support.models import VARIANTS, make_model_folder
 
 BLOCK_SIZE = 16
@@ -69,7 +69,8 @@ def family_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
 
     def make(name: str) -> Path:
         if name not in made:
-            made[name] = make_model_folder(tmp_path_factory.mktemp(name), FAMILY_VARIANTS[name])
+            variant = {**FAMILY_VARIANTS, **STATE_VARIANTS}[name]
+            made[name] = make_model_folder(tmp_path_factory.mktemp(name), variant)
         return made[name]
 
     return make

@@ -19,16 +19,17 @@ from engine.request import RequestId
 from engine.runner.families.table import FAMILIES
 from engine.runner.kernels import torch_parts
 from engine.runner.load import RunnerConfig, load_runner
-from tests.support.families import EXPERTS, FAMILY_VARIANTS
+from tests.support.families import EXPERTS, FAMILY_VARIANTS, STATE_VARIANTS
 from tests.support.kernels import kernels_by_variant
 from tests.support.models import VARIANTS, prompt_of
 from tests.support.packed_folders import EVERY_FORMAT, FORMATS_BY_FAMILY, write_quantized
 from tests.support.runner_drivers import Drive, Driver
 
+MIXTURES = ("llama4", "qwen3-vl-moe", "qwen3-next", "qwen3.5-moe")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- matrix: begin -->\n", "<!-- matrix: end -->\n"
 PLAIN = {name: VARIANTS[name] for name in ("llama", "mistral", "qwen2", "qwen3")}
-EVERY_VARIANT = {**PLAIN, **FAMILY_VARIANTS}
+EVERY_VARIANT = {**PLAIN, **FAMILY_VARIANTS, **STATE_VARIANTS}
 LENGTH = 40
 # Operations that compute nothing new: memory, indices, comparisons.
 MOVES = frozenset(
@@ -45,7 +46,6 @@ ARITHMETIC: Mapping[str, frozenset[str]] = {
     torch_parts.LOGITS_SOFTCAP: frozenset({"tanh", "div", "mul"}),
     torch_parts.ROPE_BY_LENGTH: frozenset({"cos", "sin", "div", "mul", "pow", "reciprocal"}),
     torch_parts.COLUMN_ORDER: frozenset(),
-    torch_parts.SHARED_GATE: frozenset({"sigmoid", "mul"}),
     torch_parts.EXPERT_SUM: frozenset({"_unique2", "index_add_", "mul"}),
 }
 
@@ -122,7 +122,7 @@ HEADER = (
 
 
 def matrix_row(architecture: str, name: str, parts: list[str]) -> str:
-    kind = "experts" if name in EXPERTS or name.startswith(("llama4", "qwen3-vl-moe")) else "dense"
+    kind = "experts" if name in EXPERTS or name.startswith(MIXTURES) else "dense"
     native = f"native; torch: {', '.join(parts)}" if parts else "native"
     formats: Iterable[str] = FORMATS_BY_FAMILY.get(name, ())
     if name == "llama":

@@ -251,4 +251,40 @@ WRAPPED: Mapping[str, Variant] = {
         "Llama4", EXPERTS["llama4"].settings, vision={**VISION, **IMAGES, **PROJECTED}
     ),
 }
+# Linear attention by the gated delta rule. The state takes several blocks.
+DELTA = {
+    "head_dim": 32,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+}
+NEXT_EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
+MROPE = {"mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.25}
+RECURRENT: Mapping[str, Variant] = {
+    "qwen3-next": Variant("Qwen3Next", {**DELTA, **NEXT_EXPERTS, "mlp_only_layers": [1]}),
+    "qwen3.5": Variant(
+        "Qwen3_5Text",
+        {**DELTA, "layer_types": None, **_rope("default", **MROPE)},
+        model_class="Qwen3_5ForCausalLM",
+    ),
+    "qwen3.5-moe": Variant(
+        "Qwen3_5MoeText",
+        {**DELTA, **NEXT_EXPERTS, **_rope("default", **MROPE)},
+        model_class="Qwen3_5MoeForCausalLM",
+    ),
+}
+RECURRENT_WRAPPED: Mapping[str, Variant] = {
+    "qwen3.5-vl": Variant("Qwen3_5", RECURRENT["qwen3.5"].settings, vision=QWEN_VISION),
+    "qwen3.5-moe-vl": Variant("Qwen3_5Moe", RECURRENT["qwen3.5-moe"].settings, vision=QWEN_VISION),
+}
+# Served without a scheduler so far.
+STATE_VARIANTS: Mapping[str, Variant] = {**RECURRENT, **RECURRENT_WRAPPED}
 FAMILY_VARIANTS: Mapping[str, Variant] = {**DENSE, **EXPERTS, **WRAPPED}

@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from engine.plan import BlockTables, Plan, PlanRow, RunResult
+from engine.plan import BlockIds, BlockTables, Plan, PlanRow, RunResult, Snapshot, StateBlocks
 from engine.request import Failure, RequestId
 from engine.runner.model_runner import TorchRunner
 from engine.sampling import SamplingParams
@@ -32,6 +32,8 @@ class Drive:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     failure: Failure | None = None
     block_tables: list[list[BlockId]] = field(default_factory=list)  # one for each KV group
+    state: StateBlocks | None = None  # of a model with recurrent layers
+    snapshots: dict[int, BlockIds] = field(default_factory=dict)  # by number of tokens
     num_computed: int = 0
     is_in_batch: bool = False
 
@@ -62,8 +64,11 @@ class Driver:
         block_size: int,
         chunk: int = 1 << 30,
         shuffle_seed: int = 0,
+        snapshot_every: int = 0,  # tokens; 0 for no snapshots
     ) -> None:
         self._runner = runner
+        self._num_state_blocks = runner.kv_memory.num_state_blocks
+        self._snapshot_every = snapshot_every
         self._specs = [group.spec for group in runner.kv_memory.groups]
         self._block_size = block_size
         self._chunk = chunk
@@ -99,6 +104,20 @@ class Driver:
         self._leave(drive)
         drive.num_computed = 0
 
+    def rewind(self, request_id: RequestId, num_tokens: int) -> None:
+        """Restart a request behind a snapshot, as after a prefix hit."""
+        drive = self._drives[request_id]
+        assert drive.state is not None
+        assert num_tokens % self._block_size == 0
+        num_blocks = num_tokens // self._block_size
+        for table in drive.block_tables:
+            self._free += table[num_blocks:]
+            del table[num_blocks:]
+        drive.state = drive.state._replace(snapshot=drive.snapshots[num_tokens])
+        drive.num_computed = num_tokens
+        drive.is_in_batch = False
+        self._dropped.append(request_id)
+
     def flush(self) -> None:
         """Report ended requests to the runner."""
         self._runner.run(Plan(dropped=self._take_dropped()))
@@ -115,7 +134,23 @@ class Driver:
                 drive.is_in_batch = True
             elif fresh:
                 new_blocks[drive.request_id] = fresh
-        return Plan(dropped, tuple(started), new_blocks, scheduled)
+        snapshots = {name: self._snapshots(name, count) for name, count in scheduled.items()}
+        return Plan(dropped, tuple(started), new_blocks, scheduled, snapshots=snapshots)
+
+    def _snapshots(self, request_id: RequestId, num_tokens: int) -> tuple[Snapshot, ...]:
+        drive, every = self._drives[request_id], self._snapshot_every
+        if not every or not self._num_state_blocks:
+            return ()
+        first = drive.num_computed // every + 1
+        ends = range(first * every, drive.num_computed + num_tokens + 1, every)
+        taken = {end: self._state_blocks() for end in ends}
+        for blocks in [drive.snapshots.pop(end) for end in ends if end in drive.snapshots]:
+            self._free += blocks
+        drive.snapshots |= taken
+        return tuple(Snapshot(end, blocks) for end, blocks in taken.items())
+
+    def _state_blocks(self) -> BlockIds:
+        return tuple(self._free.pop() for _ in range(self._num_state_blocks))
 
     def _num_tokens(self, drive: Drive) -> int:
         """Return the number of tokens to compute in the next step."""
@@ -123,6 +158,8 @@ class Driver:
 
     def _allocate(self, drive: Drive, num_tokens: int) -> BlockTables | None:
         drive.block_tables = drive.block_tables or [[] for _ in self._specs]
+        if self._num_state_blocks and drive.state is None:
+            drive.state = StateBlocks((self._state_blocks(), self._state_blocks()))
         missing = -(-num_tokens // self._block_size) - len(drive.block_tables[0])
         if missing <= 0:
             return None
@@ -153,6 +190,9 @@ class Driver:
         # These are allocated next: their old content must not matter.
         self._free.extend(reversed(list(existing_blocks(drive.block_tables))))
         drive.block_tables = []
+        states = [*drive.snapshots.values(), *(drive.state.sides if drive.state else ())]
+        self._free.extend(block for blocks in states for block in blocks)
+        drive.state, drive.snapshots = None, {}
         drive.is_in_batch = False
         self._dropped.append(drive.request_id)
 
@@ -202,4 +242,5 @@ def _row(drive: Drive) -> PlanRow:
         sampling=drive.sampling,
         seed=drive.seed,
         grammar=drive.grammar,
+        state=drive.state,
     )

@@ -23,15 +23,19 @@ def kv_share(config: RunnerConfig) -> float:
 
 
 def auto_kv_bytes(
-    config: RunnerConfig, free_bytes: int, block_bytes: int, max_model_len: int
+    config: RunnerConfig,
+    free_bytes: int,
+    block_bytes: int,
+    max_model_len: int,
+    state_bytes: int = 0,
 ) -> int:
     """Return the node's share of `free_bytes`, clipped.
 
     It is at least 256 MiB or half of the free memory, whichever is smaller, and at most the KV of
-    `max_num_seqs` sequences of `max_model_len` tokens.
+    `max_num_seqs` sequences of `max_model_len` tokens, whose recurrent states take `state_bytes`.
     """
     share_bytes = int(free_bytes * kv_share(config))
     floor_bytes = min(MIN_BYTES, free_bytes // 2)
     num_blocks_per_sequence = -(-max_model_len // config.block_size)
-    cap_bytes = config.max_num_seqs * num_blocks_per_sequence * block_bytes
+    cap_bytes = config.max_num_seqs * (num_blocks_per_sequence * block_bytes + state_bytes)
     return min(max(share_bytes, floor_bytes), cap_bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -59,7 +60,14 @@ class KvShape:
         return (self.num_layers, self.num_tensors, *heads)
 
 
-def describe(kv: Tensor, groups: tuple[KvGroup, ...]) -> KvMemory:
+class PackedState(Protocol):
+    """Packing of a request's recurrent state, whose text names it in fingerprints."""
+
+    @property
+    def num_blocks(self) -> int: ...
+
+
+def describe(kv: Tensor, groups: tuple[KvGroup, ...], state: PackedState | None = None) -> KvMemory:
     num_blocks, num_layers, num_tensors, num_kv_heads, block_size, head_dim = kv.shape
     num_bytes = kv.numel() * kv.element_size()
     return KvMemory(
@@ -75,16 +83,24 @@ def describe(kv: Tensor, groups: tuple[KvGroup, ...]) -> KvMemory:
         head_dim=head_dim,
         dtype=str(kv.dtype).removeprefix("torch."),
         groups=groups,
+        num_state_blocks=0 if state is None else state.num_blocks,
+        state_layout="" if state is None else str(state),
     )
 
 
-def num_blocks_within(budget_bytes: int, num_groups: int, block_bytes: int) -> int:
-    """Return the number of whole blocks that fit into the budget, at least one per KV group."""
-    num_blocks = budget_bytes // block_bytes
-    if num_blocks < num_groups:
+def num_blocks_within(
+    budget_bytes: int, num_groups: int, block_bytes: int, num_state_blocks: int = 0
+) -> int:
+    """Return the number of whole blocks that fit into the budget.
+
+    They hold at least one block per KV group and both sides of a recurrent state.
+    """
+    num_blocks, num_needed = budget_bytes // block_bytes, num_groups + 2 * num_state_blocks
+    if num_blocks < num_needed:
+        state = " and the recurrent state of a request" if num_state_blocks else ""
         raise InvalidConfig(
-            f"the KV cache budget of {budget_bytes} bytes holds no block of tokens: "
-            f"one takes {num_groups * block_bytes} bytes"
+            f"the KV cache budget of {budget_bytes} bytes holds no block of tokens{state}: "
+            f"one takes {num_needed * block_bytes} bytes"
         )
     return num_blocks
 

@@ -100,6 +100,38 @@ QWEN3_VL_MOE: Mapping[str, object] = {
     "num_experts": 60,
     "num_experts_per_tok": 4,
 }
+QWEN3_NEXT: Mapping[str, object] = {
+    "head_dim": 256,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32_768,
+    "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "norm_topk_prob": True,
+}
+QWEN3_5: Mapping[str, object] = {
+    **QWEN3_NEXT,
+    "vocab_size": 248_320,
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+}
+QWEN3_5_MOE: Mapping[str, object] = {
+    **QWEN3_NEXT,
+    "vocab_size": 248_320,
+    "hidden_size": 2048,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 16,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+}
 DEEPSEEK_LATENT: Mapping[str, object] = {
     "q_lora_rank": 1536,
     "kv_lora_rank": 512,

@@ -6,9 +6,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from engine.model_folder import JsonFields
-from engine.runner.model.config import Activation, MoeConfig, QkNorm, QueryTemperature
+from engine.runner.model.config import (
+    Activation,
+    DeltaConfig,
+    MoeConfig,
+    QkNorm,
+    QueryTemperature,
+)
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+LINEAR = "linear_attention"
 
 LayerTypes = Callable[[JsonFields, int], tuple[str, ...]]  # of a config with this many layers
 
@@ -48,6 +55,21 @@ class LatentNames:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaNames:
+    """Names of the tensors of linear attention by the gated delta rule, relative to their layer."""
+
+    # Rows of queries, keys, values and output gates; and of write strengths and decays.
+    projections: tuple[str, ...] = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")
+    gates: tuple[str, ...] = ("linear_attn.in_proj_b", "linear_attn.in_proj_a")
+    is_by_key_head: bool = False  # the rows are those of one key head after the other
+    conv: str = "linear_attn.conv1d"
+    decay_bias: str = "linear_attn.dt_bias"
+    log_decay: str = "linear_attn.A_log"
+    norm: str = "linear_attn.norm"
+    output: str = "linear_attn.out_proj"
+
+
+@dataclass(frozen=True, slots=True)
 class TensorNames:
     """Names of the stored tensors. Names of a layer are relative to it; `""` means none."""
 
@@ -66,6 +88,7 @@ class TensorNames:
     mlp_output_norm: str = ""
     experts: ExpertNames | None = None
     latent: LatentNames = LatentNames()
+    delta: DeltaNames = DeltaNames()
     ignored: tuple[str, ...] = ()  # prefixes of tensors that text does not need
 
 
@@ -89,6 +112,8 @@ class Family:
     has_output_bias: bool | str = "attention_bias"
     has_sinks: bool = False
     has_latent: bool = False  # attention in a latent space (MLA)
+    has_output_gate: bool = False  # rows of queries, then of their gates, head by head
+    delta: Callable[[JsonFields], DeltaConfig] | None = None  # of layers with linear attention
     scales_embedding: bool = False  # by the square root of the hidden size
     has_text_config: bool = False  # the text model's fields are in `text_config`
     moe: Callable[[JsonFields], MoeConfig] | None = None

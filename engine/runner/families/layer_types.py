@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.model_folder import JsonFields
-from engine.runner.families.family import CHUNKED, FULL, SLIDING, LayerTypes
+from engine.runner.families.family import CHUNKED, FULL, LINEAR, SLIDING, LayerTypes
 
 
 def full_everywhere(raw: JsonFields, num_layers: int) -> tuple[str, ...]:
@@ -78,6 +78,19 @@ def chunks_with_rope(raw: JsonFields, num_layers: int) -> tuple[str, ...]:
     return tuple(FULL if layer in lacks_rope else CHUNKED for layer in range(num_layers))
 
 
+def linear_between_full(raw: JsonFields, num_layers: int) -> tuple[str, ...]:
+    """One layer of each `full_attention_interval` has attention, the others linear attention."""
+    if raw.has("layer_types"):
+        types = _listed(raw, num_layers, (FULL, LINEAR))
+    else:
+        every = raw.positive_int("full_attention_interval", 4)
+        types = tuple(LINEAR if (i + 1) % every else FULL for i in range(num_layers))
+    if FULL not in types:
+        name = "layer_types" if raw.has("layer_types") else "full_attention_interval"
+        raise raw.wrong(name, f"must leave at least one layer with {FULL}")
+    return types
+
+
 def dense_of_step(raw: JsonFields, num_layers: int) -> frozenset[int]:
     """Layers without experts by `decoder_sparse_step` and `mlp_only_layers`."""
     step = raw.positive_int("decoder_sparse_step", 1)
@@ -112,8 +125,10 @@ def _window_where(raw: JsonFields, has_window: Sequence[bool]) -> tuple[str, ...
     return tuple(SLIDING if has else FULL for has in has_window)
 
 
-def _listed(raw: JsonFields, num_layers: int) -> tuple[str, ...]:
-    known, types = (FULL, SLIDING, CHUNKED), raw.get("layer_types")
+def _listed(
+    raw: JsonFields, num_layers: int, known: tuple[str, ...] = (FULL, SLIDING, CHUNKED)
+) -> tuple[str, ...]:
+    types = raw.get("layer_types")
     if not isinstance(types, list) or len(types) != num_layers or not set(types) <= set(known):
         raise raw.wrong("layer_types", f"must list {num_layers} of {', '.join(known)}")
     return tuple(map(str, types))

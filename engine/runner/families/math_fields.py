@@ -61,6 +61,14 @@ MATH_FIELDS: Mapping[str, tuple[object, ...]] = {
     "first_k_dense_replace": (0,),
     "mlp_only_layers": ([],),
     "moe_layers": ([],),
+    "full_attention_interval": (1,),
+    "linear_conv_kernel_dim": (),
+    "linear_key_head_dim": (),
+    "linear_value_head_dim": (),
+    "linear_num_key_heads": (),
+    "linear_num_value_heads": (),
+    "attn_output_gate": (False,),
+    "mamba_ssm_dtype": ("float32",),
 }
 UNSUPPORTED = "changes the computation, and is not supported here"
 MATH_PREFIXES = ("mup_",)

@@ -75,6 +75,12 @@ _QWEN_STACKED = ExpertNames(
 )
 # Published folders are transposed. transformers 5 loads them and writes them not transposed.
 QWEN3_VL_EXPERTS = replace(_QWEN_STACKED, is_transposed=True, others=(_QWEN_STACKED, QWEN_EXPERTS))
+QWEN3_5_EXPERTS = replace(
+    _QWEN_STACKED,
+    shared=SHARED_GATED_EXPERTS.shared,
+    shared_gate=SHARED_GATED_EXPERTS.shared_gate,
+    others=(SHARED_GATED_EXPERTS,),
+)
 
 
 def _num_experts(raw: JsonFields, own: str) -> int:
@@ -105,6 +111,10 @@ def qwen2_moe(raw: JsonFields) -> MoeConfig:
         shared_size=raw.positive_int("shared_expert_intermediate_size"),
         has_shared_gate=True,
     )
+
+
+def qwen3_5_moe(raw: JsonFields) -> MoeConfig:
+    return replace(qwen2_moe(raw), normalizes=True)
 
 
 def mixtral_moe(raw: JsonFields) -> MoeConfig:

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from engine.model_folder import JsonFields
-from engine.runner.families.family import CHUNKED, SLIDING, Family
+from engine.runner.families.family import CHUNKED, LINEAR, SLIDING, Family
 from engine.runner.families.latent import with_latent
 from engine.runner.families.layer_types import full_everywhere, layers_without_rope
 from engine.runner.families.math_fields import check_fields
@@ -90,6 +90,8 @@ def _read(name: str, family: Family, fields: JsonFields, raw: JsonFields) -> Mod
         swiglu_limit=fields.number("swiglu_limit", 7.0),
         dtype=_read_dtype(fields),
         quantization=read_quantization(raw if raw.has("quantization_config") else fields),
+        delta=None if family.delta is None else family.delta(fields),
+        has_output_gate=family.has_output_gate,
     )
     if family.has_latent:
         config = with_latent(config, fields)
@@ -125,8 +127,9 @@ def _read_layers(
                 chunk=fields.positive_int("attention_chunk_size") if kind == CHUNKED else None,
                 query_rope=query_rope,
                 key_rope=key_rope,
-                qk_norm=_read_qk_norm(family, fields, has_rope=ropes.has_rope(index)),
+                qk_norm=_read_qk_norm(family, fields, kind, has_rope=ropes.has_rope(index)),
                 mlp_size=size if index in dense else 0,
+                is_recurrent=kind == LINEAR,
             )
         )
     return tuple(layers), ropes.all()
@@ -167,8 +170,8 @@ class _Ropes:
         return self._found.index(rope)
 
 
-def _read_qk_norm(family: Family, fields: JsonFields, *, has_rope: bool) -> QkNorm:
-    kind = family.qk_norm
+def _read_qk_norm(family: Family, fields: JsonFields, layer_type: str, *, has_rope: bool) -> QkNorm:
+    kind = QkNorm.NONE if layer_type == LINEAR else family.qk_norm
     if isinstance(kind, str):
         kind = QkNorm.HEAD if fields.flag(kind, False) else QkNorm.NONE
     if kind is QkNorm.UNWEIGHTED and not (has_rope and fields.flag("use_qk_norm", True)):

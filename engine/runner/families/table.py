@@ -6,9 +6,10 @@ A family that combines known parts needs an entry here and a variant in the gold
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from engine.model_folder import JsonFields
 from engine.runner.families.defaults import (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
@@ -18,16 +19,21 @@ from engine.runner.families.defaults import (
     MINISTRAL,
     MISTRAL,
     QWEN2_VL,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_NEXT,
     QWEN3_VL,
     QWEN3_VL_MOE,
 )
-from engine.runner.families.family import Family, TensorNames
+from engine.runner.families.delta import DELTA_FIELDS, delta_rule
+from engine.runner.families.family import DeltaNames, Family, TensorNames
 from engine.runner.families.layer_types import (
     chunks_with_rope,
     dense_at_first,
     dense_of_step,
     dense_outside_listed,
     full_every,
+    linear_between_full,
     window_alternating,
     window_everywhere,
     window_from_layer,
@@ -39,6 +45,7 @@ from engine.runner.families.mixtures import (
     LLAMA4_EXPERTS,
     MIXTRAL_EXPERTS,
     OPENAI_EXPERTS,
+    QWEN3_5_EXPERTS,
     QWEN3_VL_EXPERTS,
     QWEN_EXPERTS,
     SHARED_EXPERTS,
@@ -55,10 +62,11 @@ from engine.runner.families.mixtures import (
     mixtral_moe,
     olmoe_moe,
     qwen2_moe,
+    qwen3_5_moe,
     qwen3_moe,
     qwen3_vl_moe,
 )
-from engine.runner.model.config import Activation, QkNorm
+from engine.runner.model.config import Activation, MoeConfig, QkNorm
 
 PLAIN = TensorNames()
 SANDWICH = TensorNames(
@@ -94,9 +102,21 @@ BIAS = frozenset({"attention_bias"})
 PARTIAL = frozenset({"partial_rotary_factor"})
 EXPERTS = frozenset({"num_experts", "num_local_experts", "n_routed_experts"})
 SPARSE_LAYERS = frozenset({"decoder_sparse_step", "mlp_only_layers"})
+NEXT_EXPERTS = EXPERTS | SPARSE_LAYERS | {"shared_expert_intermediate_size"}
 GLM_EXPERTS = frozenset(
     {"n_shared_experts", "n_group", "topk_group", "routed_scaling_factor", "first_k_dense_replace"}
 )
+QWEN3_NEXT_NAMES = TensorNames(
+    experts=SHARED_GATED_EXPERTS,
+    delta=DeltaNames(
+        projections=("linear_attn.in_proj_qkvz",),
+        gates=("linear_attn.in_proj_ba",),
+        is_by_key_head=True,
+    ),
+    ignored=("mtp.",),
+)
+QWEN3_5_NAMES = TensorNames(ignored=("mtp.",))
+QWEN3_5_MOE_NAMES = replace(QWEN3_5_NAMES, experts=QWEN3_5_EXPERTS)
 LLAMA4_FIELDS = frozenset(
     {
         "no_rope_layers",
@@ -116,6 +136,7 @@ def _wrapped(names: TensorNames) -> TensorNames:
         models=("model.language_model", "language_model.model", "model"),
         heads=("lm_head", "language_model.lm_head", "lm_head"),
         ignored=(
+            *names.ignored,
             "visual.",
             "model.visual.",
             "vision_tower.",
@@ -214,6 +235,29 @@ def _llama4(names: TensorNames, *, has_text_config: bool) -> Family:
         dense_layers=dense_outside_listed,
         dense_size="intermediate_size_mlp",
         temperature=llama4_temperature,
+    )
+
+
+def _qwen3_next(
+    names: TensorNames,
+    defaults: Mapping[str, object],
+    *,
+    moe: Callable[[JsonFields], MoeConfig] | None = None,
+    has_text_config: bool = False,
+) -> Family:
+    return Family(
+        names=names,
+        fields=BIAS | PARTIAL | DELTA_FIELDS | (NEXT_EXPERTS if moe is not None else frozenset()),
+        defaults=defaults,
+        layer_types=linear_between_full,
+        qk_norm=QkNorm.HEAD,
+        norm_weight_offset=1.0,
+        norm_rounds_once=True,
+        has_output_gate=True,
+        delta=delta_rule,
+        has_text_config=has_text_config,
+        moe=moe,
+        dense_layers=None if moe is None else dense_of_step,
     )
 
 
@@ -330,6 +374,15 @@ FAMILIES: Mapping[str, Family] = {
         has_text_config=True,
         moe=qwen3_vl_moe,
         dense_layers=dense_of_step,
+    ),
+    "Qwen3NextForCausalLM": _qwen3_next(QWEN3_NEXT_NAMES, QWEN3_NEXT, moe=qwen2_moe),
+    "Qwen3_5ForCausalLM": _qwen3_next(QWEN3_5_NAMES, QWEN3_5),
+    "Qwen3_5ForConditionalGeneration": _qwen3_next(
+        _wrapped(QWEN3_5_NAMES), QWEN3_5, has_text_config=True
+    ),
+    "Qwen3_5MoeForCausalLM": _qwen3_next(QWEN3_5_MOE_NAMES, QWEN3_5_MOE, moe=qwen3_5_moe),
+    "Qwen3_5MoeForConditionalGeneration": _qwen3_next(
+        _wrapped(QWEN3_5_MOE_NAMES), QWEN3_5_MOE, moe=qwen3_5_moe, has_text_config=True
     ),
     "MixtralForCausalLM": Family(
         names=TensorNames(experts=MIXTRAL_EXPERTS),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from engine.runner.kernels.build import KernelsUnavailable
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 
 _INT32, _INT64, _FLOAT, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
@@ -214,6 +214,47 @@ class MixArgs(ctypes.Structure):
     )
 
 
+class StateRows(ctypes.Structure):
+    __slots__ = ()
+    _fields_ = (
+        ("blocks", _POINTER),
+        *((name, _INT64) for name in ("block_bytes", "row_bytes", "rows_per_block")),
+    )
+
+
+class StateRuns(ctypes.Structure):
+    __slots__ = ()
+    _fields_ = (
+        *((name, _POINTER) for name in ("first_tokens", "num_tokens_of", "reads", "writes")),
+        ("first_runs", _POINTER),
+        *((name, _INT64) for name in ("num_blocks", "num_runs", "num_sequences", "num_tokens")),
+    )
+
+
+class DeltaArgs(ctypes.Structure):
+    __slots__ = ()
+    _fields_ = (
+        ("states", StateRows),
+        ("runs", StateRuns),
+        *((name, _POINTER) for name in ("projected", "gates", "conv")),
+        *((name, _POINTER) for name in ("decay_bias", "decay_rate")),
+        ("norm", NormParams),
+        *((name, _POINTER) for name in ("dst", "inputs_buf", "mixed_buf", "gates_buf")),
+        *((name, _INT64) for name in ("first_row", "num_key_heads", "num_value_heads")),
+        *((name, _INT64) for name in ("key_dim", "value_dim", "conv_size")),
+        ("num_threads", _INT32),
+    )
+
+
+class SigmoidArgs(ctypes.Structure):
+    __slots__ = ()
+    _fields_ = (
+        *((name, _POINTER) for name in ("dst", "gates")),
+        *((name, _INT64) for name in ("num_rows", "size", "gate_stride")),
+        *((name, _INT32) for name in ("has_one_gate", "num_threads")),
+    )
+
+
 STRUCTS: tuple[type[ctypes.Structure], ...] = (
     *(PagedKv, BatchLayout, PackedMatrix, PackArgs, LinearArgs, HeadLinearArgs, NormParams),
     *(
@@ -227,6 +268,7 @@ STRUCTS: tuple[type[ctypes.Structure], ...] = (
         AttentionParams,
     ),
     *(AttentionArgs, LayerArgs, PassArgs, RouteArgs, MixArgs),
+    *(StateRows, StateRuns, DeltaArgs, SigmoidArgs),
 )
 
 _pointer = ctypes.POINTER
@@ -254,6 +296,8 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
         (_pointer(LayerArgs), _pointer(PassArgs), _POINTER, _POINTER),
     ),
     "baton_layer_write_kv": (None, (_pointer(LayerArgs), _pointer(PassArgs), _POINTER)),
+    "baton_delta": (None, (_pointer(DeltaArgs),)),
+    "baton_multiply_sigmoid": (None, (_pointer(SigmoidArgs),)),
     "baton_read_memory": (ctypes.c_uint32, (_POINTER, _INT64, _INT32)),
     "baton_multiply_registers": (_FLOAT, (_INT64, _INT32)),
 }

@@ -19,15 +19,19 @@ from engine.runner.kernels.build import KernelsUnavailable, best_variant, cpu_fe
 from engine.runner.kernels.native import Kernels, NativeOps
 from engine.runner.kernels.native_attention import NativePagedAttention
 from engine.runner.kernels.native_layers import native_layers
+from engine.runner.kernels.native_linear_attention import NativeLinearAttention
 from engine.runner.model.config import ModelConfig
 from engine.runner.model.layers import Layer, Layers, UnfusedLayers
 from engine.runner.model.ops import Ops
 from engine.runner.model.torch_ops import TorchOps
+from engine.runner.state.linear_attention import LinearAttention, TorchLinearAttention
+from engine.runner.state.state_shape import StateShape
 from errors import InvalidConfig
 
 log = logging.getLogger(__name__)
 
 MakeAttention = Callable[[Tensor, Sequence[LayerAttention]], PagedAttention]
+MakeLinearAttention = Callable[[Tensor, StateShape], LinearAttention]
 MakeLayers = Callable[[ModelConfig, Sequence[Layer]], Layers]
 
 
@@ -39,6 +43,7 @@ class Parts:
     ops: Ops
     make_attention: MakeAttention
     make_layers: MakeLayers
+    make_linear_attention: MakeLinearAttention = TorchLinearAttention
 
 
 def _plain_layers(config: ModelConfig, layers: Sequence[Layer]) -> Layers:
@@ -78,4 +83,5 @@ def native_parts() -> Parts:
         NativeOps(kernels),
         partial(NativePagedAttention, kernels),
         partial(native_layers, kernels),
+        partial(NativeLinearAttention, kernels),
     )

@@ -27,6 +27,7 @@ from engine.runner.kernels.abi import (
     RmsNormArgs,
     RopeAngles,
     RopeArgs,
+    SigmoidArgs,
     load_library,
 )
 from engine.runner.kernels.native_experts import NativeExperts, NativeMoe, gate_params
@@ -152,6 +153,24 @@ class NativeOps:
             )
         )
         return output
+
+    def multiply_sigmoid(self, hidden_states: Tensor, gates: Tensor) -> Tensor:
+        hidden_states = hidden_states.contiguous()
+        if gates.stride(1) != 1:
+            gates = gates.contiguous()
+        num_rows, size = hidden_states.shape
+        self._library.baton_multiply_sigmoid(
+            SigmoidArgs(
+                dst=hidden_states.data_ptr(),
+                gates=gates.data_ptr(),
+                num_rows=num_rows,
+                size=size,
+                gate_stride=gates.stride(0),
+                has_one_gate=gates.shape[1] == 1,
+                num_threads=self._num_threads,
+            )
+        )
+        return hidden_states
 
     def add(self, hidden_states: Tensor, output: Tensor, scale: float) -> Tensor:
         hidden_states, output = hidden_states.contiguous(), output.contiguous()

@@ -26,12 +26,13 @@ from engine.runner.model.experts import Mlp, Moe
 from engine.runner.model.layers import Layer, LayerPass, Layers, UnfusedLayers, add_mlp, gate_of
 from engine.runner.model.linear import Linear
 from engine.runner.model.rope import Angles
+from engine.runner.state.linear_attention import LinearAttentionPass
 
 log = logging.getLogger(__name__)
 
 
 def native_layers(kernels: Kernels, config: ModelConfig, layers: Sequence[Layer]) -> Layers:
-    """Return fused layers, or `UnfusedLayers` with latent attention or reordered columns.
+    """Return fused layers, or `UnfusedLayers` with latent or linear attention or reordered columns.
 
     Logs the parts of the model that torch computes.
     """
@@ -39,7 +40,8 @@ def native_layers(kernels: Kernels, config: ModelConfig, layers: Sequence[Layer]
     if parts:
         log.info("%s: torch computes the %s", config.architecture, ", the ".join(parts))
     matrices = (native_matrix(linear) for layer in layers for linear in _linears(layer))
-    if config.latent is None and None not in matrices:
+    is_plain = config.latent is None and config.delta is None and not config.has_output_gate
+    if is_plain and None not in matrices:
         return NativeLayers(kernels, config, layers)
     return UnfusedLayers(config, NativeOps(kernels), layers)
 
@@ -65,7 +67,12 @@ class NativeLayers:
         ]
         self._plain = UnfusedLayers(config, self.ops, layers)
 
-    def begin(self, angles: Sequence[Angles], attention: AttentionPass) -> LayerPass:
+    def begin(
+        self,
+        angles: Sequence[Angles],
+        attention: AttentionPass,
+        linear_attention: LinearAttentionPass | None = None,
+    ) -> LayerPass:
         if not isinstance(attention, NativePass):
             return self._plain.begin(angles, attention)
         angles = [(cosines.contiguous(), sines.contiguous()) for cosines, sines in angles]

@@ -15,7 +15,6 @@ LOGITS_SCALE = "scale of the logits"
 LOGITS_SOFTCAP = "soft cap of the logits"
 ROPE_BY_LENGTH = "angles of a RoPE that depends on the length"
 COLUMN_ORDER = "order of columns (GPTQ with act-order)"
-SHARED_GATE = "gate of the shared expert"
 EXPERT_SUM = "sum over the experts"
 
 
@@ -29,7 +28,6 @@ def torch_parts(config: ModelConfig, layers: Sequence[Layer]) -> list[str]:
         LOGITS_SOFTCAP: config.logits_softcap is not None,
         ROPE_BY_LENGTH: config.depends_on_length,
         COLUMN_ORDER: any(native_matrix(linear) is None for linear in linears),
-        SHARED_GATE: any(moe.shared_gate is not None for moe in mixtures),
         EXPERT_SUM: any(native_experts(moe.experts) is None for moe in mixtures),
     }
     return [part for part, is_there in has_part.items() if is_there]
@@ -37,6 +35,8 @@ def torch_parts(config: ModelConfig, layers: Sequence[Layer]) -> list[str]:
 
 def _linears(layer: Layer) -> Iterator[Linear]:
     yield from (layer.qkv, layer.output)
+    if layer.delta is not None:
+        yield layer.delta.gates
     if layer.latent is not None and layer.latent.query is not None:
         yield layer.latent.query
     mlps = [layer.mlp] if isinstance(layer.mlp, Mlp) else layer.mlp.experts

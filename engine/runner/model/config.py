@@ -127,6 +127,34 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaConfig:
+    """Linear attention by the gated delta rule, after a short convolution over the tokens.
+
+    The state of a layer is a matrix of key_dim rows for each value head, in float32, and the last
+    inputs of the convolution.
+    """
+
+    num_key_heads: int
+    num_value_heads: int  # each key head belongs to as many neighbouring ones
+    key_dim: int  # of a head
+    value_dim: int  # of a head
+    conv_size: int  # tokens that the convolution sees, the token itself included
+
+    @property
+    def num_keys(self) -> int:
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def num_values(self) -> int:
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Return the numbers per token that the convolution mixes: queries, keys and values."""
+        return 2 * self.num_keys + self.num_values
+
+
+@dataclass(frozen=True, slots=True)
 class LayerConfig:
     """Properties in which the layers of one model can differ."""
 
@@ -136,6 +164,7 @@ class LayerConfig:
     key_rope: int = 0
     qk_norm: QkNorm = QkNorm.NONE
     mlp_size: int = 0  # of the dense MLP, 0 for a mixture of experts
+    is_recurrent: bool = False  # linear attention with a state instead of keys and values
 
     def kv_spec(self, max_context_len: int) -> KvCacheSpec:
         """Return which keys and values the layer needs, in sequences of at most this length."""
@@ -178,6 +207,16 @@ class ModelConfig:
     dtype: str  # of the saved weights: float32, bfloat16 or float16
     quantization: Quantization | None  # of the saved weights
     latent: LatentConfig | None = None
+    delta: DeltaConfig | None = None  # of the recurrent layers
+    has_output_gate: bool = False  # attention's output times the sigmoid of a gate
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        return tuple(i for i, layer in enumerate(self.layers) if not layer.is_recurrent)
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        return tuple(i for i, layer in enumerate(self.layers) if layer.is_recurrent)
 
     @property
     def num_kv_tensors(self) -> int:
@@ -204,9 +243,9 @@ class ModelConfig:
         return any(rope.depends_on_length for rope in self.ropes)
 
     def kv_groups(self) -> tuple[KvGroup, ...]:
-        """Return the layers, grouped by which keys and values they need."""
+        """Return the layers with attention, grouped by which keys and values they need."""
         max_len = self.max_context_len()
-        return group_layers([layer.kv_spec(max_len) for layer in self.layers])
+        return group_layers({i: self.layers[i].kv_spec(max_len) for i in self.attention_layers})
 
     def max_shareable_prompt_len(self) -> int | None:
         """Return the prompt length up to which KV does not depend on it, None without a limit."""

@@ -15,13 +15,15 @@ from engine.runner.model.layers import Layers
 from engine.runner.model.linear import Linear
 from engine.runner.model.ops import Norm, Ops, Peaks
 from engine.runner.model.rope import Angles
+from engine.runner.state.linear_attention import LinearAttentionPass
 
 
 @dataclass(frozen=True, slots=True)
 class Ends:
     """Tokens whose hidden states are needed, with an attention pass over them alone.
 
-    The last layer computes only these tokens, after the KV of all tokens was written.
+    The last layer computes only these tokens, after the KV of all tokens was written. A recurrent
+    one computes all.
     """
 
     places: Tensor  # flat indices
@@ -54,6 +56,7 @@ class Decoder:
         attention: AttentionPass,
         hook: FencedHook | None,
         ends: Ends | None = None,
+        linear_attention: LinearAttentionPass | None = None,
     ) -> Tensor:
         """[tokens] → [tokens, hidden_size], normalised and ready for `logits`.
 
@@ -61,8 +64,10 @@ class Decoder:
         computes only keys and values of the others.
         """
         hidden_states = self._embed(token_ids)
-        layers = self._layers.begin(angles, attention)
+        layers = self._layers.begin(angles, attention, linear_attention)
         last = self._config.num_layers - 1
+        if self._config.layers[last].is_recurrent:
+            last += 1  # its state needs all tokens
         for index in range(self._config.num_layers):
             if index == last and ends is not None:
                 layers.write(index, hidden_states)
@@ -75,6 +80,8 @@ class Decoder:
                 hook.layer_done(index)
         if hook is not None:
             hook.pass_done()
+        if ends is not None and last == self._config.num_layers:
+            hidden_states = hidden_states[ends.places]
         return self._ops.rms_norm(hidden_states, self._norm)
 
     def logits(self, hidden_states: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.runner.attention.paged_attention import AttentionPass
 from engine.runner.model.config import LatentConfig, ModelConfig, QkNorm
+from engine.runner.model.delta import DeltaWeights
 from engine.runner.model.experts import Mlp, Moe
 from engine.runner.model.latent import (
     LatentProjections,
@@ -21,6 +22,7 @@ from engine.runner.model.linear import Linear
 from engine.runner.model.mlp import compute_mlp, compute_moe
 from engine.runner.model.ops import MlpGate, Norm, Ops
 from engine.runner.model.rope import Angles
+from engine.runner.state.linear_attention import LinearAttentionPass
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,8 @@ class Layer:
 
     input_norm: Norm | None
     # Rows of queries, then keys, then values. With latent attention rows of queries, which can be
-    # low-rank, then of the latent and of the rotated key. The norms are those of the parts.
+    # low-rank, then of the latent and of the rotated key. The norms are those of the parts. With an
+    # output gate its rows come last. Linear attention has the same rows without rotation and norms.
     qkv: Linear
     q_norm: Norm | None
     k_norm: Norm | None
@@ -39,6 +42,7 @@ class Layer:
     mlp: Mlp | Moe
     mlp_output_norm: Norm | None
     latent: LatentProjections | None = None
+    delta: DeltaWeights | None = None  # of a recurrent layer
 
 
 class LayerPass(Protocol):
@@ -47,12 +51,20 @@ class LayerPass(Protocol):
         ...
 
     def write(self, index: int, hidden_states: Tensor) -> None:
-        """Compute only the layer's keys and values and write them into their blocks."""
+        """Compute only the layer's keys and values and write them into their blocks.
+
+        Not for recurrent layers.
+        """
         ...
 
 
 class Layers(Protocol):
-    def begin(self, angles: Sequence[Angles], attention: AttentionPass) -> LayerPass:
+    def begin(
+        self,
+        angles: Sequence[Angles],
+        attention: AttentionPass,
+        linear_attention: LinearAttentionPass | None = None,
+    ) -> LayerPass:
         """Begin a forward pass over the tokens of `angles`, one pair for each RoPE."""
         ...
 
@@ -91,9 +103,24 @@ class UnfusedLayers:
         self._config = config
         self._ops = ops
         self._layers = layers
+        kinds = (config.attention_layers, config.recurrent_layers)
+        self._numbers = {layer: i for kind in kinds for i, layer in enumerate(kind)}
 
-    def begin(self, angles: Sequence[Angles], attention: AttentionPass) -> LayerPass:
-        return _PlainPass(self._config, self._ops, self._layers, angles, attention)
+    def begin(
+        self,
+        angles: Sequence[Angles],
+        attention: AttentionPass,
+        linear_attention: LinearAttentionPass | None = None,
+    ) -> LayerPass:
+        return _PlainPass(
+            self._config,
+            self._ops,
+            self._layers,
+            self._numbers,
+            angles,
+            attention,
+            linear_attention,
+        )
 
 
 class _PlainPass:
@@ -102,23 +129,23 @@ class _PlainPass:
         config: ModelConfig,
         ops: Ops,
         layers: Sequence[Layer],
+        numbers: Mapping[int, int],
         angles: Sequence[Angles],
         attention: AttentionPass,
+        linear_attention: LinearAttentionPass | None,
     ) -> None:
         self._config = config
         self._ops = ops
         self._layers = layers
+        self._numbers = numbers  # of each layer among those with attention, or the recurrent ones
         self._angles = angles
         self._attention = attention
+        self._linear_attention = linear_attention
 
     def through(self, index: int, hidden_states: Tensor) -> Tensor:
-        layer = self._layers[index]
-        query = self._query(index, layer, self._write(index, layer, hidden_states))
-        attended = self._attention.attend(index, query)
-        if layer.latent is not None:
-            attended = layer.latent.value(attended)
-        output = layer.output(attended.flatten(1))
-        config, ops = self._config, self._ops
+        layer, config, ops = self._layers[index], self._config, self._ops
+        mix = self._attend if layer.delta is None else self._mix
+        output = layer.output(mix(index, layer, hidden_states))
         hidden_states = _add(config, ops, hidden_states, output, layer.attention_norm)
         mlp_input = _apply_norm(ops, hidden_states, layer.mlp_norm)
         return add_mlp(config, ops, layer, hidden_states, mlp_input)
@@ -126,20 +153,44 @@ class _PlainPass:
     def write(self, index: int, hidden_states: Tensor) -> None:
         self._write(index, self._layers[index], hidden_states)
 
-    def _write(self, index: int, layer: Layer, hidden_states: Tensor) -> Tensor:
-        """Write the layer's keys and values; return the queries before norm and rotation."""
+    def _mix(self, index: int, layer: Layer, hidden_states: Tensor) -> Tensor:
+        """Return the output of linear attention, before its last projection."""
+        assert layer.delta is not None
+        assert self._linear_attention is not None
+        inputs = _apply_norm(self._ops, hidden_states, layer.input_norm)
+        gates = layer.delta.gates(inputs)
+        number = self._numbers[index]
+        return self._linear_attention.mix(number, layer.delta, layer.qkv(inputs), gates)
+
+    def _attend(self, index: int, layer: Layer, hidden_states: Tensor) -> Tensor:
+        """Return the output of attention, before its last projection."""
+        query, gate = self._write(index, layer, hidden_states)
+        query = self._query(index, layer, query)
+        attended = self._attention.attend(self._numbers[index], query)
+        if layer.latent is not None:
+            attended = layer.latent.value(attended)
+        attended = attended.flatten(1)
+        return attended if gate is None else self._ops.multiply_sigmoid(attended, gate.flatten(1))
+
+    def _write(
+        self, index: int, layer: Layer, hidden_states: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Write keys and values; return queries before norm and rotation, and output gates."""
         config = self._config
         if config.latent is not None:
-            return self._write_latent(config.latent, index, layer, hidden_states)
-        heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+            return self._write_latent(config.latent, index, layer, hidden_states), None
+        heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        if config.has_output_gate:
+            heads.append(config.num_heads)
         qkv = layer.qkv(_apply_norm(self._ops, hidden_states, layer.input_norm))
         split: tuple[Tensor, ...] = qkv.view(len(hidden_states), -1, config.head_dim).split(
             heads, dim=1
         )
-        query, key, value = split
+        query, key, value, *gates = split
         rope = config.layers[index].key_rope
-        self._attention.write(index, self._apply_rope(index, key, layer.k_norm, rope), value)
-        return query
+        key = self._apply_rope(index, key, layer.k_norm, rope)
+        self._attention.write(self._numbers[index], key, value)
+        return query, gates[0] if gates else None
 
     def _write_latent(
         self, latent: LatentConfig, index: int, layer: Layer, hidden_states: Tensor
@@ -148,7 +199,7 @@ class _PlainPass:
         query, values, key = split_latent(latent, projected)
         angles = self._angles[self._config.layers[index].key_rope]
         key = latent_key(self._ops, values, key, layer.k_norm, angles)
-        self._attention.write(index, key, None)
+        self._attention.write(self._numbers[index], key, None)
         return query
 
     def _query(self, index: int, layer: Layer, query: Tensor) -> Tensor:

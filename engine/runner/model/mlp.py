@@ -40,5 +40,5 @@ def compute_moe(ops: Ops, moe: Moe, gate: MlpGate, hidden_states: Tensor) -> Ten
         return output
     shared = compute_mlp(ops, moe.shared, gate, hidden_states)
     if moe.shared_gate is not None:
-        shared = torch.sigmoid(moe.shared_gate(hidden_states)) * shared
+        shared = ops.multiply_sigmoid(shared, moe.shared_gate(hidden_states))
     return ops.add(output, shared, 1.0)

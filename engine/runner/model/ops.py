@@ -64,6 +64,13 @@ class Ops(Protocol):
         """[tokens, 2 * size] → [tokens, size]: function of the first half times the second."""
         ...
 
+    def multiply_sigmoid(self, hidden_states: Tensor, gates: Tensor) -> Tensor:
+        """Return [tokens, size] times the sigmoid of its gates, or of one gate per token.
+
+        Can overwrite `hidden_states`.
+        """
+        ...
+
     def add(self, hidden_states: Tensor, output: Tensor, scale: float) -> Tensor:
         """Return `hidden_states` + `output` * `scale`. Can overwrite `hidden_states`."""
         ...

@@ -50,6 +50,9 @@ class TorchOps:
         first, up = first.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit)
         return (up + 1) * (first * torch.sigmoid(first * gate.alpha))
 
+    def multiply_sigmoid(self, hidden_states: Tensor, gates: Tensor) -> Tensor:
+        return hidden_states * torch.sigmoid(gates)
+
     def add(self, hidden_states: Tensor, output: Tensor, scale: float) -> Tensor:
         return hidden_states + (output if scale == 1.0 else output * scale)
 

@@ -18,6 +18,7 @@ from engine.runner.model.linear import Linear
 from engine.runner.model.ops import Norm
 from engine.runner.model.rope import head_order
 from engine.runner.model_info import LoadProgressCallback
+from engine.runner.weights.delta_loading import load_delta
 from engine.runner.weights.latent_loading import load_latent
 from engine.runner.weights.safetensors import WeightFiles
 from engine.runner.weights.tensor_loading import LoadTarget, TensorLoader
@@ -46,11 +47,11 @@ def load_decoder(
 def attention_of(
     config: ModelConfig, files: WeightFiles, device: torch.device
 ) -> list[LayerAttention]:
-    """Return the attention of each layer, with its sinks."""
+    """Return the attention of each layer that has it, with its sinks."""
     tensors, layers = TensorMap(config, files.shapes()), []
     places = layer_places(config.kv_groups())
-    for index, layer in enumerate(config.layers):
-        sinks = None
+    for number, index in enumerate(config.attention_layers):
+        layer, sinks = config.layers[index], None
         if config.has_sinks:
             name = tensors.in_layer(index, tensors.names.sinks)
             sinks = files.tensor(name).float().to(device)
@@ -61,8 +62,8 @@ def attention_of(
                 layer.chunk,
                 config.attention_softcap,
                 sinks,
-                places[index].group,
-                places[index].place,
+                places[number].group,
+                places[number].place,
                 value_dim=None if config.latent is None else config.latent.rank,
             )
         )
@@ -83,18 +84,24 @@ class _LayerLoader:
     def load(self) -> Layer:
         names, config = self._names, self._config
         layer = config.layers[self._index]
-        qkv, q_norm, k_norm, latent = self._attention()
+        delta, output = None, names.output
+        if config.delta is not None and layer.is_recurrent:
+            qkv, delta = load_delta(config.delta, self._tensors, self._loader, self._index)
+            q_norm, k_norm, latent, output = None, None, None, names.delta.output
+        else:
+            qkv, q_norm, k_norm, latent = self._attention()
         return Layer(
             input_norm=self._norm(names.input_norm),
             qkv=qkv,
             q_norm=q_norm,
             k_norm=k_norm,
-            output=self._linear([names.output], config.has_output_bias),
+            output=self._linear([output], config.has_output_bias and delta is None),
             attention_norm=self._norm(names.attention_norm),
             mlp_norm=self._norm(names.mlp_norm),
             mlp=self._mlp(names.gate_up, names.down) if layer.mlp_size else self._moe(),
             mlp_output_norm=self._norm(names.mlp_output_norm),
             latent=latent,
+            delta=delta,
         )
 
     def _attention(self) -> tuple[Linear, Norm | None, Norm | None, LatentProjections | None]:
@@ -123,6 +130,8 @@ class _LayerLoader:
 
     def _order_of_heads(self) -> list[int] | None:
         """Return the order of the rows of queries and keys."""
+        if self._config.has_output_gate:
+            return _gated_order(self._config, self._order)
         num_heads = self._config.num_heads + self._config.num_kv_heads
         return _repeat_order(self._order, num_heads, self._config.head_dim)
 
@@ -171,6 +180,24 @@ class _LayerLoader:
             read(gate_up_name, expert, names, has_bias, is_gate_up=True),
             read(down_name, expert, names, has_bias, is_gate_up=False),
         )
+
+
+def _gated_order(config: ModelConfig, order: list[int] | None) -> list[int]:
+    """Return the order of rows of queries, keys, values and gates.
+
+    A query's rows are stored before those of its gate, head by head.
+    """
+    num_heads, head_dim = config.num_heads, config.head_dim
+    plain = list(range(head_dim))
+    keys = _repeat_order(order or plain, config.num_kv_heads, head_dim) or []
+    stored = [2 * head_dim * head for head in range(num_heads)]
+    first_key, num_keys = 2 * head_dim * num_heads, config.num_kv_heads * head_dim
+    return [
+        *(start + dimension for start in stored for dimension in order or plain),
+        *(first_key + row for row in keys),
+        *(first_key + num_keys + row for row in range(num_keys)),
+        *(start + head_dim + dimension for start in stored for dimension in plain),
+    ]
 
 
 def _repeat_order(order: list[int] | None, num_heads: int, head_dim: int) -> list[int] | None:

@@ -76,6 +76,11 @@ class TensorLoader:
         self._copy(name, vector)
         return vector.to(self._target.device)
 
+    def gated_norm(self, name: str) -> Norm:
+        """Load the weight of a norm whose output is multiplied by a gate."""
+        weight = self.vector(f"{name}.weight").to(self._target.dtype)
+        return Norm(weight, self._config.norm.epsilon)
+
     def norm(self, name: str, order: Sequence[int] | None = None) -> Norm:
         """Load a norm's weight. `order` permutes it."""
         config = self._config.norm
@@ -96,10 +101,18 @@ class TensorLoader:
         return self._make_linear(self._matrix([name], quantize), None)
 
     def linear(
-        self, names: Sequence[str], has_bias: bool, order: Sequence[int] | None = None
+        self,
+        names: Sequence[str],
+        has_bias: bool,
+        order: Sequence[int] | None = None,
+        *,
+        keeps_dtype: bool = False,
     ) -> Linear:
-        """Load a linear layer whose matrices are stacked. `order` permutes its first rows."""
-        matrix = self._matrix(names, QUANTIZERS[self._target.quantize])
+        """Load a linear layer whose matrices are stacked.
+
+        `order` permutes its first rows. With `keeps_dtype` it is not quantized at load.
+        """
+        matrix = self._matrix(names, QUANTIZERS["none" if keeps_dtype else self._target.quantize])
         bias = self._stacked([f"{name}.bias" for name in names]) if has_bias else None
         if order is not None:
             rows = torch.arange(sum(self._shapes[f"{name}.weight"][0] for name in names))

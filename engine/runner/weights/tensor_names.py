@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from engine.runner.families.family import ExpertNames, TensorNames
 from engine.runner.families.table import FAMILIES
-from engine.runner.model.config import LatentConfig, ModelConfig, MoeConfig, QkNorm
+from engine.runner.model.config import DeltaConfig, LatentConfig, ModelConfig, MoeConfig, QkNorm
 from engine.runner.weights.mxfp4 import mxfp4_parts
 from engine.runner.weights.packed import UNUSED, PackedPart, is_packed, packed_parts
 from engine.runner.weights.quantization import Packing
@@ -75,9 +75,13 @@ class TensorMap:
         if config.latent is not None:
             yield from self._latent_shapes(config.latent)
             return
+        if config.delta is not None and config.layers[index].is_recurrent:
+            yield from self._delta_shapes(config.delta)
+            return
         hidden, heads = config.hidden_size, (config.num_heads, config.num_kv_heads)
         queries, keys = (count * config.head_dim for count in heads)
-        rows = (queries, keys, keys) if len(names.qkv) == 3 else (queries + 2 * keys,)
+        gated = 2 * queries if config.has_output_gate else queries
+        rows = (gated, keys, keys) if len(names.qkv) == 3 else (gated + 2 * keys,)
         for name, count in zip(names.qkv, rows, strict=True):
             yield from _linear(name, count, hidden, config.has_qkv_bias)
         yield from _linear(names.output, hidden, queries, config.has_output_bias)
@@ -88,6 +92,20 @@ class TensorMap:
             yield f"{names.k_norm}.weight", (keys if is_wide else config.head_dim,)
         if config.has_sinks:
             yield names.sinks, (config.num_heads,)
+
+    def _delta_shapes(self, delta: DeltaConfig) -> Shapes:
+        hidden, names = self.config.hidden_size, self.names.delta
+        rows: tuple[int, ...] = delta.num_channels, delta.num_values
+        heads: tuple[int, ...] = delta.num_value_heads, delta.num_value_heads
+        if names.is_by_key_head:
+            rows, heads = (sum(rows),), (sum(heads),)
+        for name, count in zip((*names.projections, *names.gates), (*rows, *heads), strict=True):
+            yield f"{name}.weight", (count, hidden)
+        yield f"{names.conv}.weight", (delta.num_channels, 1, delta.conv_size)
+        yield names.decay_bias, (delta.num_value_heads,)
+        yield names.log_decay, (delta.num_value_heads,)
+        yield f"{names.norm}.weight", (delta.value_dim,)
+        yield f"{names.output}.weight", (hidden, delta.num_values)
 
     def _latent_shapes(self, latent: LatentConfig) -> Shapes:
         config, names = self.config, self.names.latent

@@ -41,6 +41,10 @@ constexpr StructSize kStructSizes[] = {
     entry<PassArgs>("PassArgs"),
     entry<RouteArgs>("RouteArgs"),
     entry<MixArgs>("MixArgs"),
+    entry<StateRows>("StateRows"),
+    entry<StateRuns>("StateRuns"),
+    entry<DeltaArgs>("DeltaArgs"),
+    entry<SigmoidArgs>("SigmoidArgs"),
 };
 
 }  // namespace

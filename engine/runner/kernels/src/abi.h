@@ -10,7 +10,7 @@
 
 namespace baton {
 
-constexpr std::int32_t kAbiVersion = 3;
+constexpr std::int32_t kAbiVersion = 4;
 
 using Bf16 = std::uint16_t;  // bit pattern
 
@@ -207,6 +207,48 @@ struct MixArgs {
     std::int32_t scales_input, num_threads;
 };
 
+// States of recurrent layers: rows in blocks.
+struct StateRows {
+    char* blocks;
+    std::int64_t block_bytes, row_bytes, rows_per_block;
+};
+
+// Runs of tokens, with the blocks of the state before and after each. The runs of a sequence follow
+// each other: the next one continues from the state that the previous one wrote.
+struct StateRuns {
+    // By run. A run without tokens copies the state.
+    const std::int64_t *first_tokens, *num_tokens_of;
+    const std::int64_t *reads, *writes;  // [runs, blocks]; a negative read is a state of zeros
+    const std::int64_t* first_runs;      // by sequence
+    std::int64_t num_blocks, num_runs, num_sequences, num_tokens;
+};
+
+// Linear attention of one layer. The layer's rows of a state are the matrices of all value heads,
+// then the last inputs of the convolution.
+struct DeltaArgs {
+    StateRows states;
+    StateRuns runs;
+    const Bf16* projected;  // [tokens, ..]: queries, keys, values and output gates
+    const Bf16* gates;      // [tokens, ..]: write strengths and decays of the value heads
+    const float* conv;      // [conv_size, channels], the oldest token first
+    const float *decay_bias, *decay_rate;  // [value heads]
+    NormParams norm;                       // of a head's output
+    Bf16* dst;                             // [tokens, values]
+    // Buffers: [sequences, conv_size - 1, channels], [tokens, channels], [tokens, value heads, 2].
+    Bf16* inputs_buf;
+    float *mixed_buf, *gates_buf;
+    std::int64_t first_row;  // of the layer
+    std::int64_t num_key_heads, num_value_heads, key_dim, value_dim, conv_size;
+    std::int32_t num_threads;
+};
+
+struct SigmoidArgs {
+    Bf16* dst;          // [rows, size]
+    const Bf16* gates;  // [rows, size], or one for each row; with a stride between rows
+    std::int64_t num_rows, size, gate_stride;
+    std::int32_t has_one_gate, num_threads;
+};
+
 }  // namespace baton
 
 extern "C" {
@@ -275,6 +317,12 @@ void baton_layer_attention(const baton::LayerArgs* layer, const baton::PassArgs*
 // Computes only the keys and values of a layer and writes them into the cache.
 void baton_layer_write_kv(const baton::LayerArgs* layer, const baton::PassArgs* pass,
                           const baton::Bf16* hidden);
+
+// Linear attention of a layer by the gated delta rule, after a causal convolution; see StateShape.
+void baton_delta(const baton::DeltaArgs* args);
+
+// dst *= sigmoid(gates)
+void baton_multiply_sigmoid(const baton::SigmoidArgs* args);
 
 // Reads all memory once, to measure the bandwidth. `memory` has num_vectors * 64 bytes.
 std::uint32_t baton_read_memory(const void* memory, std::int64_t num_vectors,

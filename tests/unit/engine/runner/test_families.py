@@ -350,5 +350,8 @@ def test_wrong_lengths_and_sizes_are_refused_by_name(
 def test_each_architecture_but_plain_text_ones_has_a_published_example() -> None:
     """Covers that the table of configurations grows with the table of families."""
     named = {raw["architectures"][0] for raw in HUB_CONFIGS.values()}
-    text_alone = {"Ministral3ForCausalLM", "MinistralForCausalLM", "Llama4ForCausalLM"}
+    text_alone = {
+        *("Ministral3ForCausalLM", "MinistralForCausalLM", "Llama4ForCausalLM"),
+        *("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
+    }
     assert FAMILIES.keys() - named == text_alone

@@ -1,0 +1,80 @@
+"""Packing of the recurrent state of a request into blocks of the KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.runner.attention.kv_tensor import KvShape
+from engine.runner.model.config import DeltaConfig, ModelConfig
+from errors import InvalidConfig
+
+MATRIX_ITEMSIZE = 4  # float32
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """The state of all recurrent layers of a request as rows of equal size.
+
+    A row is one of a head's matrix. For each layer the rows of its matrices come first, then the
+    last inputs of its convolution, cut into rows. Row r is in block r // rows_per_block of the
+    state's blocks, which need not be neighbours.
+    """
+
+    delta: DeltaConfig
+    num_layers: int  # recurrent ones
+    dtype: str
+    conv_itemsize: int
+    block_bytes: int
+
+    @property
+    def row_bytes(self) -> int:
+        return MATRIX_ITEMSIZE * self.delta.value_dim
+
+    @property
+    def rows_per_block(self) -> int:
+        return self.block_bytes // self.row_bytes
+
+    @property
+    def matrix_rows(self) -> int:
+        """Return the rows of a layer's matrices."""
+        return self.delta.num_value_heads * self.delta.key_dim
+
+    @property
+    def conv_rows(self) -> int:
+        """Return the rows of the inputs that a layer's convolution needs again."""
+        numbers = (self.delta.conv_size - 1) * self.delta.num_channels
+        return -(-numbers * self.conv_itemsize // self.row_bytes)
+
+    @property
+    def layer_rows(self) -> int:
+        return self.matrix_rows + self.conv_rows
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.num_layers * self.layer_rows // self.rows_per_block)
+
+    def __str__(self) -> str:
+        delta = self.delta
+        matrices = f"{delta.num_value_heads}x{delta.key_dim}x{delta.value_dim} float32"
+        inputs = f"{delta.conv_size - 1}x{delta.num_channels} {self.dtype}"
+        return f"state: {self.num_layers} layers of {matrices} and {inputs}"
+
+
+def state_shape(model: ModelConfig, kv: KvShape) -> StateShape | None:
+    """Return the packing of a model's state, or None if it has none.
+
+    Raises InvalidConfig if a block is smaller than a row.
+    """
+    num_layers = len(model.recurrent_layers)
+    if model.delta is None or not num_layers:
+        return None
+    dtype = str(kv.dtype).removeprefix("torch.")
+    shape = StateShape(model.delta, num_layers, dtype, kv.dtype.itemsize, kv.block_bytes)
+    if not shape.rows_per_block:
+        token_bytes = kv.block_bytes // kv.block_size
+        raise InvalidConfig(
+            f"block_size {kv.block_size}: a block of {kv.block_bytes} bytes is smaller than a row"
+            f" of this model's recurrent state ({shape.row_bytes} bytes): use at least"
+            f" {-(-shape.row_bytes // token_bytes)} tokens"
+        )
+    return shape

@@ -1,0 +1,136 @@
+"""State blocks of the rows of a batch, and the runs of tokens between two states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from engine.errors import RowOverflow
+from engine.plan import PlanRow, Snapshot
+from engine.request import RequestId
+from engine.runner.layout import Ints
+from errors import InvalidConfig
+
+ZEROS = -1  # instead of blocks: a state of zeros
+Snapshots = Mapping[RequestId, Sequence[Snapshot]]
+NO_SNAPSHOTS: Snapshots = {}
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """Runs of tokens of a pass, with the blocks of the state before and after each.
+
+    Arrays are by run unless noted. The runs of a sequence follow each other. One ends at each
+    snapshot, and the next one reads it.
+    """
+
+    first_tokens: Ints  # in the flat batch
+    num_tokens: Ints  # 0 for a run that only copies the state
+    reads: Ints  # [runs, blocks]; ZEROS for a sequence that begins
+    writes: Ints  # [runs, blocks]
+    first_runs: Ints  # by sequence
+
+
+class StateRun(Protocol):
+    """Tokens of one row in the flat batch: see `TokenRun`."""
+
+    @property
+    def row(self) -> PlanRow: ...
+    @property
+    def slot(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+
+
+class StateTables:
+    """State blocks by slot. A pass reads one side and writes the other one."""
+
+    def __init__(self, max_num_seqs: int, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        self._sides: Ints = np.zeros((max_num_seqs, 2, num_blocks), dtype=np.int64)
+        self._current = [0] * max_num_seqs  # the side with the state after the computed tokens
+        self._snapshots: dict[int, Ints] = {}  # that the next pass reads instead
+
+    def start(self, slot: int, row: PlanRow) -> None:
+        """Note the state blocks of a new row. Raises InvalidConfig if it lacks some."""
+        found = [] if row.state is None else [len(side) for side in row.state.sides]
+        if row.state is None or set(found) != {self._num_blocks}:
+            raise InvalidConfig(
+                f"{row.request_id} has {found or 'no'} blocks for its recurrent state;"
+                f" a side takes {self._num_blocks}"
+            )
+        self._sides[slot] = row.state.sides
+        self._current[slot] = 0
+        self._snapshots.pop(slot, None)
+        if row.state.snapshot:
+            self._snapshots[slot] = self._blocks_of(row.request_id, row.state.snapshot)
+
+    def layout(self, runs: Sequence[StateRun], snapshots: Snapshots) -> StateLayout:
+        builder, first_token = _Builder(), 0
+        for run in runs:
+            source, position = self._source(run), run.end - run.num_tokens
+            builder.first_runs.append(len(builder.reads))
+            end = first_token + run.num_tokens
+            for snapshot in sorted(snapshots.get(run.row.request_id, ())):
+                target = self._blocks_of(run.row.request_id, snapshot.block_ids)
+                num_tokens = snapshot.num_tokens - position
+                if not 0 < num_tokens <= run.end - position:
+                    raise RowOverflow(
+                        f"{run.row.request_id}: a snapshot after {snapshot.num_tokens} tokens,"
+                        f" but this pass computes those from {position} to {run.end}"
+                    )
+                builder.add(first_token, num_tokens, source, target)
+                source, position = target, snapshot.num_tokens
+                first_token += num_tokens
+            target = self._sides[run.slot, 1 - self._current[run.slot]]
+            builder.add(first_token, end - first_token, source, target)
+            first_token = end
+        return builder.build()
+
+    def advance(self, slot: int) -> None:
+        """Swap the sides after a successful pass."""
+        self._current[slot] = 1 - self._current[slot]
+        self._snapshots.pop(slot, None)
+
+    def _source(self, run: StateRun) -> Ints:
+        if run.end == run.num_tokens:
+            return np.full(self._num_blocks, ZEROS)
+        snapshot = self._snapshots.get(run.slot)
+        return self._sides[run.slot, self._current[run.slot]] if snapshot is None else snapshot
+
+    def _blocks_of(self, request_id: RequestId, block_ids: Sequence[int]) -> Ints:
+        if len(block_ids) != self._num_blocks:
+            raise InvalidConfig(
+                f"{request_id} has a snapshot of {len(block_ids)} blocks;"
+                f" its state takes {self._num_blocks}"
+            )
+        return np.array(block_ids, dtype=np.int64)
+
+
+@dataclass(slots=True)
+class _Builder:
+    first_tokens: list[int] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+    reads: list[Ints] = field(default_factory=list)
+    writes: list[Ints] = field(default_factory=list)
+    first_runs: list[int] = field(default_factory=list)
+
+    def add(self, first_token: int, num_tokens: int, source: Ints, target: Ints) -> None:
+        self.first_tokens.append(first_token)
+        self.num_tokens.append(num_tokens)
+        self.reads.append(source)
+        self.writes.append(target)
+
+    def build(self) -> StateLayout:
+        return StateLayout(
+            first_tokens=np.array(self.first_tokens, dtype=np.int64),
+            num_tokens=np.array(self.num_tokens, dtype=np.int64),
+            reads=np.stack(self.reads),
+            writes=np.stack(self.writes),
+            first_runs=np.array(self.first_runs, dtype=np.int64),
+        )

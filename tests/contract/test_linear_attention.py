@@ -1,0 +1,243 @@
+"""Native linear attention: near the torch reference, and the same bits however it is computed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.plan import PlanRow, Snapshot, StateBlocks
+from engine.request import RequestId
+from engine.runner.kernels.native import Kernels, NativeOps
+from engine.runner.kernels.native_linear_attention import NativeLinearAttention
+from engine.runner.model.config import DeltaConfig
+from engine.runner.model.delta import DeltaWeights
+from engine.runner.model.ops import Norm
+from engine.runner.model.torch_ops import TorchOps
+from engine.runner.state.linear_attention import LinearAttention, TorchLinearAttention
+from engine.runner.state.state_shape import StateShape
+from engine.runner.state.state_tables import StateTables
+from engine.sampling import SamplingParams
+from kv_transfer.types import BlockId
+from tests.support.hypothesis_profiles import num_examples
+from tests.support.kernels import kernels_by_variant
+
+pytestmark = pytest.mark.skipif(not kernels_by_variant(), reason="no C++ compiler here")
+each_build = pytest.mark.parametrize(
+    "kernels", kernels_by_variant().values(), ids=kernels_by_variant().keys()
+)
+
+LAYER = 1  # of two
+MakeAttention = Callable[[Tensor, StateShape], LinearAttention]
+Cut = Callable[[int], int]  # from remaining tokens to tokens of the next pass
+
+
+class Run(NamedTuple):
+    row: PlanRow
+    slot: int
+    num_tokens: int
+    end: int
+
+
+class Outcome(NamedTuple):
+    outputs: list[Tensor]  # by sequence
+    states: list[Tensor]  # rows of the layer
+    snapshots: list[Tensor]
+
+
+class RandomSequences:
+    """Projected tokens of some sequences, whose states are in a cache of NaN."""
+
+    def __init__(self, delta: DeltaConfig, lengths: Sequence[int], block_bytes: int, seed: int):
+        generator = torch.Generator().manual_seed(seed)
+
+        def drawn(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        self.shape = StateShape(delta, 2, "bfloat16", 2, block_bytes)
+        self._lengths = lengths
+        width = delta.num_channels + delta.num_values
+        self._projected = [drawn(n, width).bfloat16() for n in lengths]
+        self._gates = [drawn(n, 2 * delta.num_value_heads).bfloat16() for n in lengths]
+        self.weights = DeltaWeights(
+            gates=TorchOps().linear(drawn(2, 2), None),
+            conv=drawn(delta.conv_size, delta.num_channels).bfloat16().float(),
+            decay_bias=drawn(delta.num_value_heads),
+            decay_rate=drawn(delta.num_value_heads).exp(),
+            norm=Norm((1 + 0.2 * drawn(delta.value_dim)).bfloat16(), 1e-6),
+        )
+        ids = torch.randperm(3 * len(lengths) * self.shape.num_blocks, generator=generator)
+        self._blocks = ids.view(len(lengths), 3, -1)
+
+    def mixed(self, make: MakeAttention, cut: Cut, snapshot_at: int = 0) -> Outcome:
+        shape, count = self.shape, len(self._lengths)
+        kv = torch.full((3 * count * shape.num_blocks, shape.block_bytes // 2), torch.nan)
+        kv = kv.bfloat16()
+        attention, tables = make(kv, shape), StateTables(count, shape.num_blocks)
+        rows = [self._row(i) for i in range(count)]
+        for slot, row in enumerate(rows):
+            tables.start(slot, row)
+        computed, passes = [0] * count, [0] * count
+        outputs: list[list[Tensor]] = [[] for _ in rows]
+        while any(done < length for done, length in zip(computed, self._lengths, strict=True)):
+            left = [length - done for length, done in zip(self._lengths, computed, strict=True)]
+            takes = [(i, cut(left[i])) for i in range(count) if left[i]]
+            takes.sort(key=lambda take: take[1] != 1)
+            runs = [Run(rows[i], i, n, computed[i] + n) for i, n in takes]
+            snapshots = {
+                run.row.request_id: [Snapshot(snapshot_at, tuple(self._blocks[run.slot, 2]))]
+                for run in runs
+                if run.end - run.num_tokens < snapshot_at <= run.end
+            }
+            running = attention.begin(tables.layout(runs, snapshots))
+            parts = [slice(run.end - run.num_tokens, run.end) for run in runs]
+            flat = [
+                torch.cat([each[run.slot][part] for run, part in zip(runs, parts, strict=True)])
+                for each in (self._projected, self._gates)
+            ]
+            output = running.mix(LAYER, self.weights, flat[0], flat[1])
+            for run, piece in zip(runs, output.split([n for _, n in takes]), strict=True):
+                outputs[run.slot].append(piece)
+                tables.advance(run.slot)
+                computed[run.slot] = run.end
+                passes[run.slot] += 1
+        states = [self._state(kv, i, passes[i] % 2) for i in range(count)]
+        copies = [
+            self._state(kv, i, 2) for i in range(count) if 0 < snapshot_at <= self._lengths[i]
+        ]
+        return Outcome([torch.cat(pieces) for pieces in outputs], states, copies)
+
+    def prefix(self, length: int) -> RandomSequences:
+        """Return the first tokens of all sequences that have so many."""
+        other = object.__new__(RandomSequences)
+        other.__dict__.update(self.__dict__)
+        kept = [i for i, each in enumerate(self._lengths) if each >= length]
+        other._lengths = [length] * len(kept)
+        other._projected = [self._projected[i][:length] for i in kept]
+        other._gates = [self._gates[i][:length] for i in kept]
+        other._blocks = self._blocks.argsort(0)[: len(kept)] * 0 + torch.arange(
+            3 * len(kept) * self.shape.num_blocks
+        ).view(len(kept), 3, -1)
+        return other
+
+    def _row(self, index: int) -> PlanRow:
+        sides = [tuple(map(BlockId, side)) for side in self._blocks[index, :2].tolist()]
+        state = StateBlocks((sides[0], sides[1]))
+        return PlanRow(RequestId(str(index)), (), 0, 0, ((),), SamplingParams(), 0, state=state)
+
+    def _state(self, kv: Tensor, index: int, side: int) -> Tensor:
+        shape = self.shape
+        used = shape.rows_per_block * shape.row_bytes // 2
+        rows = kv[self._blocks[index, side], :used].reshape(-1, shape.row_bytes // 2)
+        first = LAYER * shape.layer_rows
+        return rows[first : first + shape.layer_rows].view(torch.int16)
+
+
+def native(kernels: Kernels, num_threads: int = 1) -> MakeAttention:
+    def make(kv: Tensor, shape: StateShape) -> LinearAttention:
+        return NativeLinearAttention(Kernels(kernels.path, num_threads), kv, shape)
+
+    return make
+
+
+def whole(left: int) -> int:
+    return left
+
+
+deltas = st.builds(
+    lambda keys, group, key_dim, value_dim, conv: DeltaConfig(
+        keys, keys * group, key_dim, value_dim, conv
+    ),
+    keys=st.sampled_from([1, 2, 3]),
+    group=st.sampled_from([1, 2, 4]),
+    key_dim=st.sampled_from([8, 12, 16, 33, 128]),
+    value_dim=st.sampled_from([4, 16, 20, 32, 40, 128]),
+    conv=st.sampled_from([2, 4]),
+)
+
+
+@each_build
+@given(
+    delta=deltas,
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=4),
+    rows_per_block=st.sampled_from([1, 5, 64]),
+    most=st.sampled_from([1, 2, 20]),
+    snapshot_at=st.integers(0, 40),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=num_examples(25))
+def test_bits_depend_on_neither_chunks_nor_batch_nor_threads(
+    kernels: Kernels,
+    delta: DeltaConfig,
+    lengths: list[int],
+    rows_per_block: int,
+    most: int,
+    snapshot_at: int,
+    seed: int,
+) -> None:
+    sequences = RandomSequences(delta, lengths, rows_per_block * 4 * delta.value_dim + 8, seed)
+    draw = random.Random(seed)
+
+    at_once = sequences.mixed(native(kernels), whole)
+    cut = sequences.mixed(
+        native(kernels, 3), lambda left: draw.randint(1, min(left, most)), snapshot_at
+    )
+
+    assert all(map(torch.equal, at_once.outputs, cut.outputs))
+    assert all(map(torch.equal, at_once.states, cut.states))
+    if cut.snapshots:
+        expected = sequences.prefix(snapshot_at).mixed(native(kernels), whole)
+        assert all(map(torch.equal, expected.states, cut.snapshots))
+        inside = sequences.mixed(native(kernels), whole, snapshot_at)
+        assert all(map(torch.equal, inside.snapshots, cut.snapshots))
+        assert all(map(torch.equal, inside.states, cut.states))
+
+
+@each_build
+@given(
+    delta=deltas,
+    lengths=st.lists(st.integers(1, 100), min_size=1, max_size=3),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=num_examples(15))
+def test_outputs_and_states_are_near_the_torch_reference(
+    kernels: Kernels, delta: DeltaConfig, lengths: list[int], seed: int
+) -> None:
+    sequences = RandomSequences(delta, lengths, 16 * 4 * delta.value_dim, seed)
+
+    found = sequences.mixed(native(kernels), whole)
+    expected = sequences.mixed(TorchLinearAttention, whole)
+
+    num_numbers = sequences.shape.matrix_rows
+    for one, other in zip(found.states, expected.states, strict=True):
+        matrix, wanted = (each[:num_numbers].view(torch.float32) for each in (one, other))
+        scale = wanted.abs().max()
+        assert (matrix - wanted).abs().max() < 1e-3 * scale
+        assert torch.equal(one[num_numbers:], other[num_numbers:])  # inputs of the convolution
+    for one, other in zip(found.outputs, expected.outputs, strict=True):
+        errors = (one.float() - other.float()).abs()
+        assert errors.mean() < 0.01 * other.float().abs().mean() + 1e-6
+
+
+@each_build
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 1), (3, 16), (5, 40), (300, 96)])
+@pytest.mark.parametrize("has_one_gate", [False, True])
+def test_sigmoid_gates_are_those_of_torch(
+    kernels: Kernels, num_tokens: int, size: int, has_one_gate: bool
+) -> None:
+    generator = torch.Generator().manual_seed(size)
+    numbers = torch.randn(num_tokens, size, generator=generator).bfloat16()
+    wider = torch.randn(num_tokens, size + 3, generator=generator).bfloat16()
+    gates = wider[:, :1] if has_one_gate else wider[:, 2 : size + 2]
+
+    expected = TorchOps().multiply_sigmoid(numbers, gates).float()
+    found = NativeOps(kernels).multiply_sigmoid(numbers.clone(), gates).float()
+
+    # The last bit of a sigmoid can differ.
+    assert ((found - expected).abs() <= 2**-7 * expected.abs()).all()

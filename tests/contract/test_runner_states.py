@@ -1,0 +1,168 @@
+"""Recurrent state in blocks: two sides, snapshots, repeated passes and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.errors import RowOverflow
+from engine.plan import Plan, PlanRow, Snapshot, StateBlocks
+from engine.request import RequestId
+from engine.runner.load import RunnerConfig, load_runner
+from engine.runner.model_runner import TorchRunner
+from engine.sampling import SamplingParams
+from engine.spec_decode.config import Speculation
+from errors import InvalidConfig
+from kv_transfer.types import BlockId
+from tests.support.families import STATE_VARIANTS
+from tests.support.models import make_model_folder, prompt_of
+
+NAME = RequestId("r")
+PROMPT = prompt_of(40)
+SAMPLING = SamplingParams(temperature=0.0, logprobs=3)
+KV_BLOCKS = (0, 1, 2)
+FIRST, SECOND, SNAPSHOT = (20, 7), (9, 12), (15, 4)  # two blocks each, no neighbours
+
+
+def ids(blocks: tuple[int, ...]) -> tuple[BlockId, ...]:
+    return tuple(map(BlockId, blocks))
+
+
+ROW = PlanRow(
+    NAME,
+    PROMPT,
+    40,
+    0,
+    (ids(KV_BLOCKS),),
+    SAMPLING,
+    0,
+    state=StateBlocks((ids(FIRST), ids(SECOND))),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("qwen3.5"), STATE_VARIANTS["qwen3.5"])
+
+
+@pytest.fixture
+def runner(folder: Path) -> Iterator[TorchRunner]:
+    with load_runner(RunnerConfig(str(folder), kv_cache_bytes=1 << 20)) as runner:
+        yield runner
+
+
+def blocks_of(runner: TorchRunner, blocks: tuple[int, ...]) -> bytes:
+    return b"".join(map(bytes, runner.read_blocks(ids(blocks))))
+
+
+def plan(num_tokens: int, row: PlanRow | None = None, *snapshots: Snapshot) -> Plan:
+    started = () if row is None else (row,)
+    found = {NAME: snapshots} if snapshots else {}
+    return Plan(started=started, num_scheduled_tokens={NAME: num_tokens}, snapshots=found)
+
+
+def test_each_pass_writes_the_other_side(runner: TorchRunner) -> None:
+    untouched = blocks_of(runner, FIRST)
+
+    runner.run(plan(24, ROW))
+    after_first = blocks_of(runner, SECOND)
+    assert blocks_of(runner, FIRST) == untouched
+    runner.run(plan(16))
+
+    assert blocks_of(runner, SECOND) == after_first
+    assert blocks_of(runner, FIRST) != untouched
+
+
+def test_a_repeated_pass_gives_the_same_result(runner: TorchRunner) -> None:
+    """After a pass whose result was lost, too: its sides were swapped in the runner alone."""
+    runner.run(plan(24, ROW))
+    expected, state = runner.run(plan(16)), blocks_of(runner, FIRST)
+    row = replace(ROW, num_computed_tokens=24, state=StateBlocks((ids(SECOND), ids(FIRST))))
+
+    again = runner.run(replace(plan(16, row), is_retry=True))
+
+    assert again == expected
+    assert blocks_of(runner, FIRST) == state
+
+
+def test_a_snapshot_is_the_state_at_its_place(runner: TorchRunner) -> None:
+    inside, end = Snapshot(16, ids(SNAPSHOT)), Snapshot(32, ids((30, 31)))
+    runner.run(plan(32, ROW, end, inside))
+    snapshot, after = blocks_of(runner, SNAPSHOT), blocks_of(runner, (30, 31))
+    assert after == blocks_of(runner, SECOND)
+    expected = runner.run(plan(8))
+
+    row = replace(
+        ROW,
+        num_computed_tokens=16,
+        state=StateBlocks((ids((40, 41)), ids((42, 43))), ids(SNAPSHOT)),
+    )
+    found = runner.run(replace(plan(24, row), dropped=(NAME,)))
+
+    assert found.token_ids == expected.token_ids
+    assert found.logprobs[NAME][0].logprob == pytest.approx(
+        expected.logprobs[NAME][0].logprob, abs=1e-4
+    )
+    assert blocks_of(runner, SNAPSHOT) == snapshot
+
+
+def test_blocks_that_held_nan_begin_at_zero(runner: TorchRunner) -> None:
+    expected = runner.run(plan(40, ROW))
+    runner._kv[[*FIRST, *SECOND, *KV_BLOCKS]] = torch.nan
+
+    assert runner.run(replace(plan(40, ROW), dropped=(NAME,))) == expected
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        replace(ROW, state=None),
+        replace(ROW, state=StateBlocks((ids(FIRST), ids(SECOND[:1])))),
+        replace(ROW, state=StateBlocks((ids(FIRST), ids(SECOND)), ids(SNAPSHOT[:1]))),
+    ],
+)
+def test_a_row_without_all_of_its_state_is_refused(runner: TorchRunner, row: PlanRow) -> None:
+    with pytest.raises(InvalidConfig, match=r"(state|side) takes 2"):
+        runner.run(plan(40, row))
+
+    assert runner.run(plan(40, ROW)).token_ids
+
+
+@pytest.mark.parametrize("num_tokens", [0, 33])
+def test_a_snapshot_outside_of_the_pass_is_refused(runner: TorchRunner, num_tokens: int) -> None:
+    with pytest.raises(RowOverflow, match=f"a snapshot after {num_tokens} tokens"):
+        runner.run(plan(32, ROW, Snapshot(num_tokens, ids(SNAPSHOT))))
+
+
+def test_the_memory_names_the_state(runner: TorchRunner) -> None:
+    memory = runner.kv_memory
+    assert memory.num_state_blocks == 2
+    assert memory.num_tokens == (memory.num_blocks - 4) * 16
+    assert memory.state_layout == "state: 3 layers of 4x12x20 float32 and 3x128 float32"
+
+
+def test_a_cache_without_room_for_a_state_is_refused(folder: Path) -> None:
+    with load_runner(RunnerConfig(str(folder), kv_cache_bytes=1 << 20)) as runner:
+        num_bytes = runner.kv_memory.block_bytes
+    load_runner(RunnerConfig(str(folder), kv_cache_bytes=5 * num_bytes)).__exit__(None, None, None)
+
+    with pytest.raises(InvalidConfig, match="no block of tokens and the recurrent state"):
+        load_runner(RunnerConfig(str(folder), kv_cache_bytes=5 * num_bytes - 1))
+
+
+def test_a_block_smaller_than_a_row_is_refused_with_advice(tmp_path: Path) -> None:
+    variant = STATE_VARIANTS["qwen3.5"]
+    wide = replace(variant, settings={**variant.settings, "linear_value_head_dim": 200})
+    folder = make_model_folder(tmp_path / "wide", wide)
+    advice = "smaller than a row of this model's recurrent state .800 bytes.: use at least 2 tokens"
+    with pytest.raises(InvalidConfig, match=advice):
+        load_runner(RunnerConfig(str(folder), block_size=1, kv_cache_bytes=1 << 20))
+
+
+def test_speculation_is_refused(folder: Path) -> None:
+    with pytest.raises(InvalidConfig, match="recurrent layers: speculation is not supported"):
+        load_runner(RunnerConfig(str(folder), speculation=Speculation(4)))
