@@ -47,7 +47,7 @@ def load_runner(
         attention = attention_of(model, files, device)
         fingerprint = _fingerprint(model, config, files)
     info, groups = _describe(config, model, folder, fingerprint), model.kv_groups()
-    shape = KvShape.of(model, config.block_size, dtype)
+    shape = KvShape.of(model, config.block_size, kv_dtype(config.kv_cache_dtype, model, dtype))
     num_blocks = _num_blocks(config, shape, len(groups), info.max_model_len, device)
     kv = shape.allocate(num_blocks, device)
     return TorchRunner(
@@ -61,6 +61,15 @@ def load_runner(
         config.speculation,
         load_processors(config.logits_processors, ModelView(str(folder), info.vocab_size)),
     )
+
+
+def kv_dtype(name: str, model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the KV tensor of a model that computes in `dtype`."""
+    if name == "auto":
+        return dtype
+    # Scales are aligned in memory.
+    _check(model.head_dim % 2 == 0, f"kv_cache_dtype {name!r}: not with head_dim {model.head_dim}")
+    return torch.int8
 
 
 def _dtype_name(config: RunnerConfig, model: ModelConfig) -> str:

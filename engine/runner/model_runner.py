@@ -55,7 +55,7 @@ class TorchRunner:
         processors: Processors = NO_PROCESSORS,
     ) -> None:
         self.info = info
-        self.kv_memory: KvMemory = describe(kv, groups)
+        self.kv_memory: KvMemory = describe(kv, groups, info.dtype)
         self.speculation = speculation
         self.processors = processors
         self.hook: PassHook | None = None

@@ -24,6 +24,7 @@ from baton.cli.options.batching import (
 )
 from baton.cli.options.kv_cache import (
     BlockSize,
+    KvDtype,
     KvLease,
     KvLoadFailure,
     KvMemory,
@@ -100,6 +101,7 @@ def node_options(
     kv_cache_memory: KvMemory = AUTO,
     nodes_per_machine: NodesPerMachine = None,
     block_size: BlockSize = 16,
+    kv_cache_dtype: KvDtype = "auto",
     prefix_caching: PrefixCaching = True,
     kv_transport: Transport = "nixl",
     kv_tls: KvTls = "",
@@ -151,6 +153,7 @@ def node_options(
             dtype=dtype,
             device=device,
             block_size=block_size,
+            kv_cache_dtype=kv_cache_dtype,
             kv_cache_bytes=parse_kv_memory(kv_cache_memory),
             kv_cache_share=None,
             nodes_per_machine=nodes_per_machine,

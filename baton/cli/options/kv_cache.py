@@ -28,6 +28,14 @@ NodesPerMachine = Annotated[
 BlockSize = Annotated[
     int, typer.Option(help="Tokens per KV block; the same on all nodes.", rich_help_panel=KV_PANEL)
 ]
+KvDtype = Annotated[
+    str,
+    typer.Option(
+        help="Numbers of the KV cache: auto, as the model computes; or int8, about half of the "
+        "bytes of bfloat16.",
+        rich_help_panel=KV_PANEL,
+    ),
+]
 PrefixCaching = Annotated[
     bool,
     typer.Option(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from engine.runner.kernels.build import KernelsUnavailable
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 
 _INT32, _INT64, _FLOAT, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
@@ -27,7 +27,7 @@ class PagedKv(ctypes.Structure):
     _fields_ = (
         ("blocks", _POINTER),
         *((name, _INT64) for name in ("num_layers", "num_tensors", "num_kv_heads")),
-        *((name, _INT64) for name in ("block_size", "head_dim", "value_dim")),
+        *((name, _INT64) for name in ("block_size", "head_dim", "value_dim", "is_int8")),
     )
 
 
