@@ -36,6 +36,14 @@ KvDtype = Annotated[
         rich_help_panel=KV_PANEL,
     ),
 ]
+KvStaging = Annotated[
+    str,
+    typer.Option(
+        help="Memory in which a decode node takes the KV of prefill nodes with another "
+        "--block-size, or without --kv-cache-dtype int8, to convert it; 0: such nodes are refused.",
+        rich_help_panel=KV_PANEL,
+    ),
+]
 PrefixCaching = Annotated[
     bool,
     typer.Option(
