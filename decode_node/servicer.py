@@ -82,4 +82,5 @@ class DecodeServicer(node_pb2_grpc.DecodeServiceServicer):
             prompt_tokens_cached=entry.num_cached_prompt_tokens,
             tokens_proposed=0 if served is None else served.num_proposed_tokens,
             tokens_accepted=0 if served is None else served.num_accepted_tokens,
+            kv_conversion=entry.kv_conversion,
         )

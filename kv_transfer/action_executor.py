@@ -9,6 +9,7 @@ from kv_transfer.protocol.actions import (
     BreakLink,
     CancelWrites,
     CheckDigest,
+    ConvertStaged,
     DigestBlocks,
     ExpectWrites,
     PairAction,
@@ -18,11 +19,13 @@ from kv_transfer.protocol.actions import (
     SenderAction,
     SendMessage,
 )
+from kv_transfer.protocol.conversion import StagedBlocks
 from kv_transfer.protocol.digest import Digests
 from kv_transfer.protocol.done_message import note_of
 from kv_transfer.protocol.messages import Done, Writing
 from kv_transfer.protocol.receiver import Receiver
 from kv_transfer.protocol.sender import Sender
+from kv_transfer.protocol.staging_area import StagingArea
 from kv_transfer.records import TransferLedger
 
 
@@ -38,6 +41,7 @@ class ActionExecutor:
         poll_interval: PollInterval,
         *,
         is_one_sided: bool,
+        staging: StagingArea | None = None,
     ) -> None:
         self._receiver = receiver
         self._sender = sender
@@ -47,6 +51,7 @@ class ActionExecutor:
         self._ledger = ledger
         self._poll_interval = poll_interval
         self._is_one_sided = is_one_sided
+        self._staging = staging
 
     def execute_all(self, now: float) -> None:
         """Execute actions until the state machines request no more."""
@@ -64,6 +69,8 @@ class ActionExecutor:
                 self._receiver.checked(handoff_id, is_good=is_good)
             case DigestBlocks(handoff_id, block_ids):
                 self._digests.add(handoff_id, block_ids)
+            case ConvertStaged(staged):
+                self._convert(staged)
             case BreakLink(link_id, reason):
                 self._pairs.cut(link_id, reason, now)
             case _:
@@ -87,6 +94,13 @@ class ActionExecutor:
                     pair.channel.post(write)
             case SendDone():
                 self._announce(pair, action, now)
+
+    def _convert(self, staged: StagedBlocks) -> None:
+        handoff_id = staged.order.handoff_id
+        if self._staging is not None and self._receiver.awaits_conversion(handoff_id):
+            self._ledger.note_staged(handoff_id, staged)
+            self._staging.convert(staged)
+            self._receiver.converted(handoff_id)
 
     def _announce(self, pair: PeerPair, announce: SendDone, now: float) -> None:
         """Send Done. On a one-sided transport it follows the data, and a Writing wakes D."""

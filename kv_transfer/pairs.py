@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from kv_transfer.config import KvWorkerConfig
 from kv_transfer.errors import PeerUnreachable
 from kv_transfer.link import Link, LinkId
+from kv_transfer.protocol.conversion import Conversion, is_convertible
 from kv_transfer.protocol.messages import Closed, Fingerprint, Hello, Region, find_mismatch
 from kv_transfer.protocol.receiver import Receiver
 from kv_transfer.protocol.sender import Sender
@@ -40,6 +41,7 @@ class PeerPair:
     last_message_s: float  # time of the peer's last message, or of dialling
     address: str = ""  # dialled address; empty if accepted
     peer: Hello | None = None
+    conversion: Conversion | None = None  # by D, if the blocks of the two differ
 
     @property
     def is_dialled(self) -> bool:
@@ -51,7 +53,16 @@ class PeerPair:
 
     def has_blocks(self, block_ids: tuple[BlockId, ...]) -> bool:
         """Return whether all these blocks are inside the peer's region."""
-        return self.peer is not None and max(block_ids, default=-1) < self.peer.region.num_blocks
+        return self.peer is not None and max(block_ids, default=-1) < self.target.num_blocks
+
+    @property
+    def target(self) -> Region:
+        """Region on D that P writes."""
+        if self.conversion is not None:
+            return self.conversion.region
+        if self.peer is None:
+            raise RuntimeError("the pair is not connected yet")
+        return self.peer.region
 
 
 class Pairs:
@@ -64,6 +75,7 @@ class Pairs:
         receiver: Receiver,
         sender: Sender,
         config: KvWorkerConfig,
+        staging: Region | None = None,
     ) -> None:
         self._hello = Hello(
             identity.node_id,
@@ -72,6 +84,7 @@ class Pairs:
             region,
             transport.name,
             metadata=b"",
+            staging=staging,
         )
         self._transport = transport
         self._link = link
@@ -166,17 +179,18 @@ class Pairs:
         for older in self:
             if not older.is_dialled and older.node_id == theirs.node_id:
                 self.cut(older.link_id, f"{theirs.node_id} has dialled again", now)
+        conversion = Conversion.between(sender=self._hello, receiver=theirs)
         try:
-            self._check_compatible(theirs)
-            channel = self._transport.open()
-            channel.connect(theirs.metadata, theirs.region)
+            self._check_compatible(theirs, conversion, self._hello, theirs)
+            pair = PeerPair(link_id, self._transport.open(), now, "", theirs, conversion)
+            pair.channel.connect(theirs.metadata, pair.target)
         except PeerUnreachable as error:
             # The peer finds the mismatch itself by comparing our Hello.
             self._link.send(link_id, self._hello)
             self._close_link(link_id, str(error))
             return
-        self._pairs[link_id] = PeerPair(link_id, channel, now, peer=theirs)
-        self._link.send(link_id, replace(self._hello, metadata=channel.metadata))
+        self._pairs[link_id] = pair
+        self._link.send(link_id, replace(self._hello, metadata=pair.channel.metadata))
         self._sender.link_up(link_id)
 
     def _complete_dial(self, pair: PeerPair, theirs: Hello, now: float) -> None:
@@ -185,14 +199,17 @@ class Pairs:
         for older in list(self._fenced.values()):
             if older.node_id == theirs.node_id:
                 self._end_fence(older.link_id)
+        conversion = Conversion.between(sender=theirs, receiver=self._hello)
         try:
-            self._check_compatible(theirs)
+            self._check_compatible(theirs, conversion, theirs, self._hello)
+            if conversion is not None:
+                pair.channel.receive_into(conversion.region)
             pair.channel.connect(theirs.metadata, theirs.region)
         except PeerUnreachable as error:
             self.cut(pair.link_id, str(error), now)
             return
-        pair.peer = theirs
-        self._receiver.link_up(pair.link_id, now)
+        pair.peer, pair.conversion = theirs, conversion
+        self._receiver.link_up(pair.link_id, now, conversion)
 
     def _end_fence(self, link_id: LinkId) -> None:
         """Release the fenced blocks of a pair whose ends are both destroyed."""
@@ -203,7 +220,11 @@ class Pairs:
         self._link.send(link_id, Closed(reason))
         self._link.close(link_id)
 
-    def _check_compatible(self, theirs: Hello) -> None:
-        reason = find_mismatch(self._hello, theirs)
+    def _check_compatible(
+        self, theirs: Hello, conversion: Conversion | None, sender: Hello, receiver: Hello
+    ) -> None:
+        reason = find_mismatch(self._hello, theirs, is_converted=conversion is not None)
         if reason is not None:
+            if is_convertible(sender.fingerprint, receiver.fingerprint):
+                reason += ", or decode nodes more --kv-staging-memory"
             raise PeerUnreachable(reason)

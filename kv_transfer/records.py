@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 
+from kv_transfer.protocol.conversion import StagedBlocks
 from kv_transfer.protocol.memory_runs import layer_bytes_range
 from kv_transfer.transports.base import Write
 from kv_transfer.types import (
@@ -51,6 +52,7 @@ class TransferRecord:
     ended_s: float | None = None
     post_s: float = 0.0  # time inside the transport's `post`, on the engine thread
     num_bytes_written_early: int = 0  # written before the end of prefill
+    conversion: str = ""  # of the peer's blocks, on the receiver
 
     @property
     def overlap(self) -> float:
@@ -125,9 +127,17 @@ class TransferLedger:
         if record.computed_s is None:
             record.num_bytes_written_early += num_bytes
 
-    def landed(self, handoff_id: HandoffId) -> None:
+    def note_staged(self, handoff_id: HandoffId, staged: StagedBlocks) -> None:
+        """Record that a receive consists of the peer's blocks, which are converted."""
         record = self._open.get(handoff_id)
         if record is not None:
+            record.conversion = str(staged.conversion)
+            record.num_blocks = len(staged.block_ids)
+            record.num_bytes = record.num_blocks * staged.conversion.region.block_bytes
+
+    def landed(self, handoff_id: HandoffId) -> None:
+        record = self._open.get(handoff_id)
+        if record is not None and not record.conversion:
             record.num_bytes = record.num_blocks * self._block_bytes
         self.end(handoff_id, "done")
 

@@ -33,6 +33,7 @@ from kv_transfer.protocol.messages import (
 )
 from kv_transfer.protocol.receiver import Receiver
 from kv_transfer.protocol.sender import Sender
+from kv_transfer.protocol.staging_area import StagingArea
 from kv_transfer.records import TransferLedger, TransferRecord
 from kv_transfer.transports.base import (
     Arrived,
@@ -74,18 +75,32 @@ class KvTransferWorker:
         config: KvWorkerConfig | None = None,
         clock: Callable[[], float] = time.monotonic,  # for records and for other threads
         read_blocks: ReadBlocks | None = None,  # required if the CPU cannot read the region
+        staging: StagingArea | None = None,  # without it, peers with other blocks are refused
     ) -> None:
         self._config = config = config or KvWorkerConfig()
         self._region = region
         self._transport = transport
         self._clock = clock
-        self._receiver = Receiver(config.receiver, is_one_sided=transport.is_one_sided)
+        self._receiver = Receiver(
+            config.receiver, is_one_sided=transport.is_one_sided, staging=staging
+        )
         num_layers = identity.fingerprint.num_layers
         self._sender = Sender(region.block_bytes, config.sender, num_layers)
         self._has_whole_layers = region.block_bytes % num_layers == 0
-        self._pairs = Pairs(identity, region, transport, link, self._receiver, self._sender, config)
+        self._pairs = Pairs(
+            identity,
+            region,
+            transport,
+            link,
+            self._receiver,
+            self._sender,
+            config,
+            None if staging is None else staging.region,
+        )
         self._ledger = TransferLedger(transport.name, region.block_bytes, clock)
-        self._digests = Digests(region, is_on=config.verify, read_blocks=read_blocks)
+        self._digests = Digests(
+            region, is_on=config.verify, read_blocks=read_blocks, staging=staging
+        )
         self.inbox = Inbox(link, config, clock)
         self._poll_interval = PollInterval(config, self._receiver, self._sender)
         self._executor = ActionExecutor(
@@ -97,6 +112,7 @@ class KvTransferWorker:
             self._ledger,
             self._poll_interval,
             is_one_sided=transport.is_one_sided,
+            staging=staging,
         )
         self._layers = FencedLayers()
 

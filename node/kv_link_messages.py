@@ -46,32 +46,40 @@ def link_message_to(value: LinkMessage) -> kv_link_pb2.LinkMessage:
     return kv_link_pb2.LinkMessage(**{name: encode(value)})
 
 
+def _region_from(message: kv_link_pb2.Region) -> Region:
+    return Region(message.base, message.num_blocks, message.block_bytes, message.device)
+
+
+def _region_to(region: Region) -> kv_link_pb2.Region:
+    return kv_link_pb2.Region(
+        base=region.base,
+        num_blocks=region.num_blocks,
+        block_bytes=region.block_bytes,
+        device=region.device,
+    )
+
+
 def _hello_from(message: kv_link_pb2.Hello) -> Hello:
-    region = message.region
     return Hello(
         node_id=NodeId(message.node_id),
         incarnation=Incarnation(message.incarnation),
         fingerprint=fingerprint_from(message.fingerprint),
-        region=Region(region.base, region.num_blocks, region.block_bytes, region.device),
+        region=_region_from(message.region),
         transport=message.transport,
         metadata=message.metadata,
+        staging=_region_from(message.staging) if message.HasField("staging") else None,
     )
 
 
 def _hello_to(value: Hello) -> kv_link_pb2.Hello:
-    region = value.region
     return kv_link_pb2.Hello(
         node_id=value.node_id,
         incarnation=value.incarnation,
         fingerprint=fingerprint_to(value.fingerprint),
-        region=kv_link_pb2.Region(
-            base=region.base,
-            num_blocks=region.num_blocks,
-            block_bytes=region.block_bytes,
-            device=region.device,
-        ),
+        region=_region_to(value.region),
         transport=value.transport,
         metadata=value.metadata,
+        staging=None if value.staging is None else _region_to(value.staging),
     )
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from engine.kv_cache.groups import KvGroup, places_done
+from engine.runner.huge_pages import huge_page_memory
 from engine.runner.model_runner import TorchRunner
 from errors import InvalidConfig
 from kv_transfer.fence import Fence
 from kv_transfer.link import Link
 from kv_transfer.pairs import Identity
 from kv_transfer.protocol.messages import Region
+from kv_transfer.protocol.staging_area import StagingArea
 from kv_transfer.transports.base import Transport
 from kv_transfer.transports.nixl import NixlConfig, NixlTransport
 from kv_transfer.transports.ucxx import UcxxConfig, UcxxTransport
@@ -41,17 +45,37 @@ def make_kv_worker(
     """Raises TransportMissing if the transport's library is not installed."""
     memory = runner.kv_memory
     region = Region(memory.address, memory.num_blocks, memory.block_bytes, memory.device)
+    staging = _make_staging(options, runner)
     config = replace(options.kv_worker, verify=options.kv_verify, busy_s=options.stuck_after_s)
-    transport = around.transport(_open_transport(options, region), region)
+    transport = around.transport(_open_transport(options, region, staging), region)
     read = None if region.device == "cpu" else runner.read_blocks
     return KvTransferWorker(
-        identity, region, transport, around.link(link), config, read_blocks=read
+        identity,
+        region,
+        transport,
+        around.link(link),
+        config,
+        read_blocks=read,
+        staging=staging,
     )
 
 
-def _open_transport(options: NodeOptions, region: Region) -> Transport:
+def _make_staging(options: NodeOptions, runner: TorchRunner) -> StagingArea | None:
+    num_bytes = options.kv_staging_bytes
+    if not num_bytes:
+        return None
+    if runner.kv_memory.device != "cpu":
+        raise InvalidConfig("--kv-staging-memory: blocks are converted on the CPU only")
+    memory = huge_page_memory(num_bytes)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    region = Region(address, num_blocks=1, block_bytes=num_bytes)
+    return StagingArea(region, partial(runner.convert_blocks, memory))
+
+
+def _open_transport(options: NodeOptions, region: Region, staging: StagingArea | None) -> Transport:
     if options.kv_transport == "nixl":
-        return NixlTransport(region, NixlConfig(options.kv_tls, options.kv_device))
+        staged = None if staging is None else staging.region
+        return NixlTransport(region, NixlConfig(options.kv_tls, options.kv_device), staged)
     if options.kv_transport == "ucxx":
         return UcxxTransport(region, UcxxConfig(options.kv_tls, options.kv_device))
     known = ", ".join(KV_TRANSPORTS)

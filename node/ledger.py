@@ -25,6 +25,7 @@ class Entry:
     num_cached_prompt_tokens: int = 0  # prefix-cache hits at the first run
     num_received_blocks: int = 0  # KV blocks written by a peer
     num_received_bytes: int = 0
+    kv_conversion: str = ""  # of the received blocks
 
 
 class RequestLedger(StepObserver):
@@ -93,6 +94,7 @@ class RequestLedger(StepObserver):
         if entry is not None and record.role is TransferRole.RECEIVED and record.outcome == "done":
             entry.num_received_blocks += record.num_blocks
             entry.num_received_bytes += record.num_bytes
+            entry.kv_conversion = record.conversion
 
     def _notify_change(self) -> None:
         if self._on_change is not None:

@@ -31,6 +31,7 @@ class NodeOptions:
     kv_tls: str = ""  # UCX_TLS, such as "tcp"; empty: UCX chooses
     kv_net_device: str = ""  # such as "lo" or "eth0"; empty: see `kv_device`
     kv_verify: bool = True  # compare digests of sent and received KV
+    kv_staging_bytes: int = 0  # memory for blocks that are converted; 0: they are refused
     push: str = "layer"  # unit that a prefill node sends once it is computed; see PUSH_GRAINS
     kv_worker: KvWorkerConfig = field(default_factory=KvWorkerConfig)  # leases and timeouts
     # The engine's heart beats with each step and each layer, so a step can take longer than this.

@@ -122,6 +122,7 @@ def _build_card(
         sampling_defaults=runner.info.defaults.sampling,
         max_num_seqs=options.scheduling.max_num_seqs,
         max_sequence_len=max_sequence_length(scheduler.config, scheduler.cache_config),
+        kv_staging_bytes=options.kv_staging_bytes,
     )
 
 

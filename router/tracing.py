@@ -162,6 +162,7 @@ class RecordedTrace(RequestTrace):
             kv_bytes=summary.kv_bytes,
             kv_blocks=summary.kv_blocks,
             kv_transport=summary.kv_transport,
+            kv_conversion=summary.kv_conversion,
         )
 
     @contextmanager

@@ -320,4 +320,5 @@ def _served_to(served: ServedBy) -> inference_pb2.Served:
         tokens_proposed=summary.tokens_proposed,
         tokens_accepted=summary.tokens_accepted,
         prompt_tokens_cached_on_prefill=served.num_cached_on_prefill,
+        kv_conversion=summary.kv_conversion,
     )

@@ -120,6 +120,7 @@ class DecodeSummary:
     prompt_tokens_cached: int = 0
     tokens_proposed: int = 0
     tokens_accepted: int = 0
+    kv_conversion: str = ""  # empty: the nodes have the same blocks
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,7 @@ class NodeCard:
     sampling_defaults: SamplingDefaults = NO_SAMPLING_DEFAULTS
     max_num_seqs: int = 0  # batch size limit; 0: not reported
     max_sequence_len: int = 0  # limit by max_model_len and KV cache; 0: not reported
+    kv_staging_bytes: int = 0  # in which a decode node takes blocks that it converts
 
     @property
     def max_sequence_length(self) -> int:
@@ -96,6 +97,7 @@ def card_from(message: node_pb2.GetNodeResponse) -> NodeCard:
         sampling_defaults=sampling_defaults_from(message.sampling_defaults),
         max_num_seqs=message.max_num_seqs,
         max_sequence_len=message.max_sequence_len,
+        kv_staging_bytes=message.kv_staging_bytes,
     )
 
 
@@ -116,6 +118,7 @@ def card_to(card: NodeCard) -> node_pb2.GetNodeResponse:
         sampling_defaults=sampling_defaults_to(card.sampling_defaults),
         max_num_seqs=card.max_num_seqs,
         max_sequence_len=card.max_sequence_len,
+        kv_staging_bytes=card.kv_staging_bytes,
     )
 
 

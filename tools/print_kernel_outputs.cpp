@@ -249,7 +249,8 @@ void find_maxima(std::int64_t tokens, std::int64_t size, int threads) {
 }
 
 // Without values if value_dim is less than dim.
-void attend(std::int64_t dim, std::int64_t value_dim, AttentionParams params, int threads) {
+void attend(std::int64_t dim, std::int64_t value_dim, AttentionParams params, int threads,
+            bool is_int8 = false) {
     constexpr std::int64_t kLayers = 2, kLayer = 1, kKvHeads = 2, kHeads = 8, kBlock = 16,
                            kBlocks = 12;
     constexpr std::int64_t kLength = 150, kTokens = 37, kSequences = 3, kTable = 10, kFirst = 0;
@@ -262,7 +263,8 @@ void attend(std::int64_t dim, std::int64_t value_dim, AttentionParams params, in
     Numbers keys = random_numbers(kLength * kKvHeads * dim);
     Numbers values = random_numbers(kLength * kKvHeads * dim);
     Numbers cache(kBlocks * kLayers * 2 * kKvHeads * kBlock * dim);
-    const PagedKv kv{cache, kLayers, value_dim < dim ? 1 : 2, kKvHeads, kBlock, dim, value_dim};
+    const PagedKv kv{cache,     kLayers, value_dim < dim ? 1 : 2, kKvHeads, kBlock, dim,
+                     value_dim, is_int8};
     BatchLayout batch{};
     batch.write_blocks = blocks.data(), batch.write_offsets = offsets.data();
     batch.block_tables = tables.data(), batch.context_lens = lengths.data();
@@ -351,6 +353,7 @@ int main() {
             attend(dim, dim, {.sinks = sinks, .window = 20, .softcap = 2}, threads);
             attend(dim, dim, {.sinks = sinks, .chunk = 24}, threads);
             attend(dim, dim, {.chunk = 24, .softcap = 2}, threads);
+            attend(dim, dim, {.window = 20}, threads, true);
         }
     }
 }

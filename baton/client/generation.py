@@ -85,6 +85,7 @@ class Served:
     tokens_accepted: int = 0  # of tokens_proposed
     # None without a prefill node, or if its count did not arrive before the last token.
     prompt_tokens_cached_on_prefill: int | None = None
+    kv_conversion: str = ""  # of the prefill node's KV by the decode node; empty: none
 
 
 @dataclass(frozen=True, slots=True)

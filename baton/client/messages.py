@@ -156,6 +156,7 @@ def _parse_served(message: inference_pb2.Served) -> Served:
         trace_id=message.trace_id,
         tokens_proposed=message.tokens_proposed,
         tokens_accepted=message.tokens_accepted,
+        kv_conversion=message.kv_conversion,
         prompt_tokens_cached_on_prefill=(
             message.prompt_tokens_cached_on_prefill
             if message.HasField("prompt_tokens_cached_on_prefill")

@@ -19,7 +19,9 @@ BLOCK_SIZE = 16
 MAX_NUM_SEQS = 128  # both are the defaults of nodes
 
 
-def check_model_folder(model: str, kv_bytes: int | None) -> Iterator[Finding]:
+def check_model_folder(
+    model: str, kv_bytes: int | None, kv_cache_dtype: str = "auto"
+) -> Iterator[Finding]:
     """Check a model folder without downloading or reading weights.
 
     Without `kv_bytes`, the KV cache has the size that `baton up` gives each of two nodes.
@@ -31,7 +33,7 @@ def check_model_folder(model: str, kv_bytes: int | None) -> Iterator[Finding]:
         return
     yield ok("model", str(folder))
     yield _tokenizer(folder)
-    yield from _weights(folder, kv_bytes)
+    yield from _weights(folder, kv_bytes, kv_cache_dtype)
 
 
 def _tokenizer(folder: Path) -> Finding:
@@ -46,14 +48,14 @@ def _tokenizer(folder: Path) -> Finding:
     return warn("tokenizer", found, "chats need --plain; text and token ids work")
 
 
-def _weights(folder: Path, kv_bytes: int | None) -> Iterator[Finding]:
+def _weights(folder: Path, kv_bytes: int | None, kv_cache_dtype: str) -> Iterator[Finding]:
     import torch
 
     from engine.runner.attention.kv_budget import auto_kv_bytes
     from engine.runner.attention.kv_tensor import KvShape, free_bytes
     from engine.runner.config import RunnerConfig
     from engine.runner.families.read_config import read_model_config
-    from engine.runner.load import DTYPES
+    from engine.runner.load import DTYPES, kv_dtype
     from engine.runner.weights.safetensors import WeightFiles
     from engine.runner.weights.tensor_names import check_tensors, expected_tensors
 
@@ -67,7 +69,8 @@ def _weights(folder: Path, kv_bytes: int | None) -> Iterator[Finding]:
     dtype = DTYPES[config.dtype]
     num_parameters = sum(_product(shape) for shape in expected_tensors(config).values())
     yield ok("weights", _describe(config, num_parameters))
-    block_bytes = KvShape.of(config, BLOCK_SIZE, dtype).block_bytes
+    stored = kv_dtype(kv_cache_dtype, config, dtype)
+    block_bytes = KvShape.of(config, BLOCK_SIZE, stored).block_bytes
     weight_bytes = num_parameters * dtype.itemsize
     if config.quantization is not None:
         weight_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))

@@ -10,6 +10,7 @@ from errors import InvalidConfig
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 KERNEL_NAMES = ("auto", "native", "torch")
+KV_DTYPE_NAMES = ("auto", "int8")
 QUANTIZE_NAMES = ("none", "int8", "int4")
 DEVICE_NAME = re.compile(r"cpu|cuda(:\d+)?")
 
@@ -26,6 +27,7 @@ class RunnerConfig:
     dtype: str = "auto"  # as in the model folder
     device: str = "cpu"
     block_size: int = 16
+    kv_cache_dtype: str = "auto"  # as dtype; int8: with a scale for each token and KV head
     kv_cache_bytes: int | None = None
     kv_cache_share: float | None = 0.5
     nodes_per_machine: int | None = None  # divides the automatic size; None: 2 on CPU, 1 on GPU
@@ -45,6 +47,8 @@ class RunnerConfig:
             self.dtype in ("auto", *DTYPE_NAMES),
             f"dtype {self.dtype!r}: auto, {', '.join(DTYPE_NAMES)}",
         )
+        is_known = self.kv_cache_dtype in KV_DTYPE_NAMES
+        _check(is_known, f"kv_cache_dtype {self.kv_cache_dtype!r}: {', '.join(KV_DTYPE_NAMES)}")
         _check(self.block_size >= 1, f"block_size {self.block_size}: at least 1")
         share = self.kv_cache_share
         _check(share is None or 0 < share < 1, f"kv_cache_share {share}: from 0 to 1")

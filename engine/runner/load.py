@@ -41,11 +41,15 @@ def load_runner(
     folder = resolve_model_folder(config.model, offline=config.offline)
     model = read_model_config(folder)
     device, dtype = _device(config.device), DTYPES[_dtype_name(config, model)]
-    shape = KvShape.of(model, config.block_size, dtype)
-    state = state_shape(model, shape)
+    shape = KvShape.of(model, config.block_size, kv_dtype(config.kv_cache_dtype, model, dtype))
+    state = state_shape(model, shape, dtype)
     _check(
         state is None or config.speculation is None,
         f"{model.architecture} has recurrent layers: speculation is not supported with them",
+    )
+    _check(
+        state is None or config.kv_cache_dtype == "auto",
+        f"{model.architecture} has recurrent layers: kv_cache_dtype must be auto with them",
     )
     parts = choose_parts(config.kernels, dtype, device)
     with WeightFiles(folder) as files:
@@ -78,6 +82,15 @@ def load_runner(
         state,
         None if state is None else parts.make_linear_attention(kv, state),
     )
+
+
+def kv_dtype(name: str, model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the KV tensor of a model that computes in `dtype`."""
+    if name == "auto":
+        return dtype
+    # Scales are aligned in memory.
+    _check(model.head_dim % 2 == 0, f"kv_cache_dtype {name!r}: not with head_dim {model.head_dim}")
+    return torch.int8
 
 
 def _dtype_name(config: RunnerConfig, model: ModelConfig) -> str:

@@ -42,7 +42,7 @@ class KvMemory:
     num_tensors: int  # per layer: keys and values, or 1 if the keys contain the values
     num_kv_heads: int
     head_dim: int
-    dtype: str  # float32, bfloat16 or float16
+    dtype: str  # float32, bfloat16 or float16, or int8/ and the one that is computed in
     groups: tuple[KvGroup, ...]
     num_state_blocks: int = 0  # that hold the recurrent state of one request
     state_layout: str = ""  # of recurrent layers, for fingerprints

@@ -11,6 +11,7 @@ occasionally in half precision.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from mmap import mmap
 from types import TracebackType
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch import Tensor
 from engine.kv_cache.groups import KvGroup
 from engine.plan import Plan, RunResult
 from engine.request import Failure
+from engine.runner.attention.kv_conversion import view_blocks, write_converted
 from engine.runner.attention.kv_tensor import describe
 from engine.runner.attention.paged_attention import PagedAttention
 from engine.runner.fences import FencedHook, make_fences
@@ -36,6 +38,7 @@ from engine.runner.sampling.spec_decode import Drafts, SpecDecoder, accepted_ind
 from engine.runner.state.linear_attention import LinearAttention, LinearAttentionPass
 from engine.runner.state.state_shape import StateShape
 from engine.spec_decode.config import Speculation
+from kv_transfer.protocol.conversion import StagedBlocks
 from kv_transfer.types import BlockId
 
 READ_CHUNK_BLOCKS = 32
@@ -59,7 +62,7 @@ class TorchRunner:
         linear_attention: LinearAttention | None = None,
     ) -> None:
         self.info = info
-        self.kv_memory: KvMemory = describe(kv, groups, state)
+        self.kv_memory: KvMemory = describe(kv, groups, info.dtype, state)
         self.speculation = speculation
         self.processors = processors
         self.hook: PassHook | None = None
@@ -107,6 +110,17 @@ class TorchRunner:
             ids = torch.tensor(block_ids[start : start + READ_CHUNK_BLOCKS])
             copied = self._kv[ids.to(self._kv.device)].flatten().view(torch.uint8).cpu()
             yield copied.numpy().data
+
+    def convert_blocks(self, memory: mmap, staged: StagedBlocks) -> None:
+        """Convert blocks of a peer, in the staging area's memory, into those of an order."""
+        conversion, block_ids = staged.conversion, staged.block_ids
+        if block_ids:
+            size = conversion.region.block_bytes
+            first, count = block_ids[0] * size, len(block_ids) * size
+            own = torch.frombuffer(memory, dtype=torch.uint8, offset=first, count=count)
+            blocks = view_blocks(own, self._kv, conversion.source)
+            skipped = conversion.num_skipped_tokens(staged.order)
+            write_converted(blocks, self._kv, staged.order.block_ids, skipped)
 
     def _run(self, plan: Plan) -> RunResult:
         if not plan.is_retry:  # rows dropped by a failed pass are added again

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kv_transfer.link import LinkId
+from kv_transfer.protocol.conversion import StagedBlocks
 from kv_transfer.protocol.messages import LinkMessage
 from kv_transfer.transports.base import Write
 from kv_transfer.types import BlockId, Complete, HandoffId
@@ -70,6 +71,13 @@ class CheckDigest:
 
 
 @dataclass(frozen=True, slots=True)
+class ConvertStaged:
+    """D: convert landed blocks of the staging area into those of the order; then `converted`."""
+
+    staged: StagedBlocks
+
+
+@dataclass(frozen=True, slots=True)
 class PostWrite:
     """P: post a write to the channel."""
 
@@ -87,6 +95,14 @@ class SendDone:
     complete: Complete
 
 
-ReceiverAction = SendMessage | BreakLink | ExpectWrites | CancelWrites | DigestBlocks | CheckDigest
+ReceiverAction = (
+    SendMessage
+    | BreakLink
+    | ExpectWrites
+    | CancelWrites
+    | DigestBlocks
+    | CheckDigest
+    | ConvertStaged
+)
 SenderAction = SendMessage | BreakLink | PostWrite | DigestBlocks | SendDone
 PairAction = SendMessage | ExpectWrites | CancelWrites | PostWrite | SendDone

@@ -9,6 +9,7 @@ import xxhash
 
 from kv_transfer.protocol.memory_runs import BlockRun, spans
 from kv_transfer.protocol.messages import Region
+from kv_transfer.protocol.staging_area import StagingArea
 from kv_transfer.types import BlockId, HandoffId
 
 # Returns the bytes of some blocks, in order. On a device, it copies them after all launched work
@@ -47,9 +48,15 @@ class Digests:
     """Digests of the open hand-offs. A node either sends or receives a hand-off."""
 
     def __init__(
-        self, region: Region, *, is_on: bool, read_blocks: ReadBlocks | None = None
+        self,
+        region: Region,
+        *,
+        is_on: bool,
+        read_blocks: ReadBlocks | None = None,
+        staging: StagingArea | None = None,
     ) -> None:
         self._region = region
+        self._staging = staging
         self._is_on = is_on
         self._read_blocks = read_blocks
         self._open: dict[HandoffId, BlockDigest] = {}
@@ -60,8 +67,14 @@ class Digests:
         if not self._is_on:
             return
         if handoff_id not in self._open:
-            self._open[handoff_id] = BlockDigest(self._region, self._read_blocks)
+            self._open[handoff_id] = self._new(handoff_id)
         self._open[handoff_id].add(block_ids)
+
+    def _new(self, handoff_id: HandoffId) -> BlockDigest:
+        staged = None if self._staging is None else self._staging.find(handoff_id)
+        if staged is not None:
+            return BlockDigest(staged.conversion.region)
+        return BlockDigest(self._region, self._read_blocks)
 
     def take(self, handoff_id: HandoffId) -> int | None:
         """Return the digest; None if verification is off or no block was added."""

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kv_transfer.link import LinkId
+from kv_transfer.protocol.conversion import StagedBlocks
 from kv_transfer.protocol.messages import Done
-from kv_transfer.types import Receive
+from kv_transfer.types import BlockId, Receive
 
 
 class IncomingState(Enum):
@@ -39,6 +40,17 @@ class IncomingHandoff:
     num_written: int = 0  # leading blocks whose data has landed
     has_arrived: bool = False
     done: Done | None = None
+    staged: StagedBlocks | None = None  # blocks that P writes, if they are converted
+
+    @property
+    def block_ids(self) -> tuple[BlockId, ...]:
+        """Blocks that P writes."""
+        return self.order.block_ids if self.staged is None else self.staged.block_ids
+
+    @property
+    def first_block(self) -> int:
+        """Place of the first of these blocks in P's order."""
+        return self.order.first_block if self.staged is None else self.staged.first_block
 
     def move(self, state: IncomingState) -> None:
         if state not in _TRANSITIONS[self.state]:

@@ -69,6 +69,7 @@ class Hello:
     region: Region
     transport: str  # "nixl", "ucxx" or "memory"
     metadata: bytes  # connection data of the transport
+    staging: Region | None = None  # of D, one block: memory for blocks that it converts
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +176,7 @@ _ONE_MODEL = "serve one model from all nodes"
 _ADVICE = {
     "wire_version": _ONE_VERSION,
     "model": _ONE_MODEL,
-    "dtype": "give all nodes one --dtype",
+    "dtype": "give all nodes one --dtype and --kv-cache-dtype",
     "layout": _ONE_VERSION,
     "block_size": "give all nodes one --block-size",
     "num_layers": _ONE_MODEL,
@@ -185,15 +186,18 @@ _ADVICE = {
 }
 
 
-def find_mismatch(ours: Hello, theirs: Hello) -> str | None:
-    """Return the reason why two sides are incompatible, with advice; None if they fit."""
+def find_mismatch(ours: Hello, theirs: Hello, *, is_converted: bool = False) -> str | None:
+    """Return the reason why two sides are incompatible, with advice; None if they fit.
+
+    `is_converted`: the receiver converts the sender's blocks, so that they can differ.
+    """
     nodes = f"on {ours.node_id} and {theirs.node_id}"
-    for name, advice in _ADVICE.items():
+    for name, advice in () if is_converted else _ADVICE.items():
         our_value, their_value = getattr(ours.fingerprint, name), getattr(theirs.fingerprint, name)
         if our_value != their_value:
             return f"{name} differs: {our_value} and {their_value} {nodes}; {advice}"
     our_bytes, their_bytes = ours.region.block_bytes, theirs.region.block_bytes
-    if our_bytes != their_bytes:
+    if our_bytes != their_bytes and not is_converted:
         return f"block_bytes differs: {our_bytes} and {their_bytes} {nodes}; {_ONE_MODEL}"
     if ours.transport != theirs.transport:
         transports = f"{ours.transport} and {theirs.transport}"

@@ -22,11 +22,13 @@ from kv_transfer.protocol.actions import (
     BreakLink,
     CancelWrites,
     CheckDigest,
+    ConvertStaged,
     DigestBlocks,
     ExpectWrites,
     ReceiverAction,
     SendMessage,
 )
+from kv_transfer.protocol.conversion import Conversion
 from kv_transfer.protocol.incoming import IncomingHandoff, IncomingState
 from kv_transfer.protocol.messages import (
     Done,
@@ -40,12 +42,16 @@ from kv_transfer.protocol.messages import (
     Writing,
 )
 from kv_transfer.protocol.sender_link import SenderLink
+from kv_transfer.protocol.staging_area import StagingArea
 from kv_transfer.types import HandoffId, KvReports, Landed, Lost, Receive
 
 
 class Receiver:
-    def __init__(self, config: ReceiverConfig, *, is_one_sided: bool) -> None:
+    def __init__(
+        self, config: ReceiverConfig, *, is_one_sided: bool, staging: StagingArea | None = None
+    ) -> None:
         self._config = config
+        self._staging = staging
         self._is_one_sided = is_one_sided
         self._incoming: dict[HandoffId, IncomingHandoff] = {}
         self._links: dict[LinkId, SenderLink] = {}
@@ -88,13 +94,16 @@ class Receiver:
 
     # --- Events of the control link ----------------------------------------------------
 
-    def link_up(self, link_id: LinkId, now: float) -> None:
-        """Mark the link as up, after compatible Hellos in both directions, and send its grants."""
+    def link_up(self, link_id: LinkId, now: float, conversion: Conversion | None = None) -> None:
+        """Mark the link as up, after compatible Hellos in both directions, and send its grants.
+
+        With a conversion, the peer's blocks are received in the staging area.
+        """
         link = self._get_link(link_id, now)
         if link.is_up or link.is_cut:
             return
-        link.come_up(now)
-        for incoming in link.incoming.values():
+        link.come_up(now, conversion)
+        for incoming in list(link.incoming.values()):
             self._grant(incoming)
 
     def handle_message(self, link_id: LinkId, message: LinkMessage, now: float) -> None:
@@ -140,7 +149,7 @@ class Receiver:
             self._digest_early(incoming, writing.num_written)
 
     def _digest_early(self, incoming: IncomingHandoff, num_written: int) -> None:
-        landed = incoming.order.block_ids[incoming.num_written : num_written]
+        landed = incoming.block_ids[incoming.num_written : num_written]
         if landed and incoming.state is IncomingState.GRANTED:
             incoming.num_written += len(landed)
             self._actions.append(DigestBlocks(incoming.order.handoff_id, landed))
@@ -264,22 +273,48 @@ class Receiver:
     # --- Transitions -----------------------------------------------------------------------
 
     def _grant(self, incoming: IncomingHandoff) -> None:
+        conversion = self._links[incoming.link_id].conversion
+        if conversion is not None and not self._stage(incoming, conversion):
+            return
         self._num_tickets += 1
         incoming.ticket = self._num_tickets
         incoming.move(IncomingState.GRANTED)
         order = incoming.order
         self._incoming_by_ticket[incoming.ticket] = incoming
-        self._actions.append(ExpectWrites(incoming.link_id, incoming.ticket, order.block_ids))
+        self._actions.append(ExpectWrites(incoming.link_id, incoming.ticket, incoming.block_ids))
         self._send_message(
             incoming.link_id,
             Grant(
                 order.handoff_id,
                 incoming.ticket,
-                order.first_block,
-                order.block_ids,
+                incoming.first_block,
+                incoming.block_ids,
                 self._config.lease_s,
             ),
         )
+
+    def _stage(self, incoming: IncomingHandoff, conversion: Conversion) -> bool:
+        """Borrow blocks of the sender's layout. Returns False while, or if, there is no room."""
+        staging, order = self._staging, incoming.order
+        if staging is None:
+            raise RuntimeError(f"{order.handoff_id} is to be converted without a staging area")
+        incoming.staged = staging.lend(conversion, order)
+        if incoming.staged is None and not staging.fits(conversion, order):
+            needed = len(conversion.blocks_needed(order)) * conversion.region.block_bytes
+            self._report_failed(
+                incoming,
+                f"its KV takes {needed} bytes before conversion, and --kv-staging-memory is"
+                f" {staging.region.num_bytes} bytes",
+            )
+            self._release(incoming)
+        return incoming.staged is not None
+
+    def _grant_waiting(self) -> None:
+        """Grant receives that waited for room in the staging area."""
+        for link in self._links.values():
+            for incoming in list(link.incoming.values()) if link.is_up and not link.is_cut else ():
+                if incoming.state is IncomingState.WAITING:
+                    self._grant(incoming)
 
     def _land_if_complete(self, incoming: IncomingHandoff) -> None:
         if incoming.done is None or not incoming.has_arrived:
@@ -287,14 +322,31 @@ class Receiver:
         if incoming.done.digest is None:
             self._land(incoming)
             return
-        order = incoming.order
-        rest = order.block_ids[incoming.num_written :]
-        self._actions.append(CheckDigest(order.handoff_id, rest, incoming.done.digest))
+        rest = incoming.block_ids[incoming.num_written :]
+        self._actions.append(CheckDigest(incoming.order.handoff_id, rest, incoming.done.digest))
 
     def _land(self, incoming: IncomingHandoff) -> None:
         done = incoming.done
         if done is None:
             raise RuntimeError(f"{incoming.order.handoff_id} cannot land: no Done from P")
+        if incoming.staged is not None:
+            self._actions.append(ConvertStaged(incoming.staged))
+        else:
+            self._report_landed(incoming, done)
+
+    def awaits_conversion(self, handoff_id: HandoffId) -> bool:
+        """Return whether a receive still needs its ConvertStaged: its link can have been cut."""
+        incoming = self._incoming.get(handoff_id)
+        return incoming is not None and incoming.state is IncomingState.GRANTED
+
+    def converted(self, handoff_id: HandoffId) -> None:
+        """Handle the end of ConvertStaged: the blocks of the order are valid now."""
+        incoming = self._incoming[handoff_id]
+        if incoming.done is None:
+            raise RuntimeError(f"{handoff_id} was converted before it was complete")
+        self._report_landed(incoming, incoming.done)
+
+    def _report_landed(self, incoming: IncomingHandoff, done: Done) -> None:
         self._end(incoming)
         self._landed.append(Landed(done.handoff_id, done.num_tokens, done.first_token))
 
@@ -321,6 +373,9 @@ class Receiver:
         del self._incoming[incoming.order.handoff_id]
         del self._links[incoming.link_id].incoming[incoming.order.handoff_id]
         self._incoming_by_ticket.pop(incoming.ticket, None)
+        if incoming.staged is not None and self._staging is not None:
+            self._staging.take_back(incoming.order.handoff_id)
+            self._grant_waiting()
 
     def _forget_if_unused(self, link_id: LinkId) -> None:
         link = self._links[link_id]

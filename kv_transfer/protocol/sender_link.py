@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kv_transfer.config import ReceiverConfig
+from kv_transfer.protocol.conversion import Conversion
 from kv_transfer.protocol.incoming import IncomingHandoff, IncomingState
 from kv_transfer.protocol.messages import Renew
 from kv_transfer.types import HandoffId
@@ -17,6 +18,7 @@ class SenderLink:
     renew_s: float = 0.0  # when the next Renew is due
     last_message_s: float = 0.0
     is_up: bool = False
+    conversion: Conversion | None = None  # of the peer's blocks
     is_cut: bool = False  # the local end of the data path is destroyed
     incoming: dict[HandoffId, IncomingHandoff] = field(default_factory=dict)  # oldest first
 
@@ -33,8 +35,9 @@ class SenderLink:
             self.waiting_since_s = now
         self.incoming[incoming.order.handoff_id] = incoming
 
-    def come_up(self, now: float) -> None:
+    def come_up(self, now: float, conversion: Conversion | None) -> None:
         self.is_up = True
+        self.conversion = conversion
         self.last_message_s = now
         self.renew_s = now + self.config.renew_every_s
 

@@ -94,6 +94,10 @@ class Channel(Protocol):
         """Set the other end and its region. Called on both sides. Raise PeerUnreachable."""
         ...
 
+    def receive_into(self, region: Region) -> None:
+        """On D, before `connect`: take blocks in this part of the staging region instead."""
+        ...
+
     @property
     def close_stops_writes(self) -> bool:
         """On D, once connected: return whether closing this end stops all writes of P.

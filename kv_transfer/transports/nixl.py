@@ -59,16 +59,23 @@ class NixlTransport:
     name = "nixl"
     is_one_sided = True
 
-    def __init__(self, region: Region, config: NixlConfig = NixlConfig()) -> None:
+    def __init__(
+        self,
+        region: Region,
+        config: NixlConfig = NixlConfig(),
+        staging: Region | None = None,
+    ) -> None:
+        """Peers can write both regions. `staging` is memory for blocks that are converted."""
         self._nixl = import_nixl()
         self._region = region
+        self._staging = staging
         self._config = config
         # Warm-up: the first agent of a process takes half a second to create.
         self.open().close()
 
     def open(self) -> NixlChannel:
         try:
-            return NixlChannel(self._nixl, self._region, self._config)
+            return NixlChannel(self._nixl, self._region, self._config, self._staging)
         except _errors(self._nixl) as error:
             raise PeerUnreachable(f"NIXL cannot create an agent: {error!r}") from error
 
@@ -79,14 +86,16 @@ class NixlTransport:
 class NixlChannel:
     """Channel with its own NIXL agent, for one region and at most one peer."""
 
-    def __init__(self, nixl: ModuleType, region: Region, config: NixlConfig) -> None:
+    def __init__(
+        self, nixl: ModuleType, region: Region, config: NixlConfig, staging: Region | None = None
+    ) -> None:
         self._nixl = nixl
         self._errors = _errors(nixl)
         self._region = region
         self._mark = current_process_mark()
         self._agent: Any = nixl.nixlAgent(os.urandom(12).hex(), _agent_config(nixl))
         self._agent.createBackend("UCX", _backend_parameters(config))
-        self._registered = _registration(nixl, region)
+        self._registered = _registration(nixl, *filter(None, (region, staging)))
         self._agent.registerMem(self._registered, [])
         self._metadata: bytes = self._mark.to_bytes() + _SEPARATOR + self._agent.getLocalMD()
         self._peer_mark: ProcessIdentity | None = None
@@ -151,6 +160,9 @@ class NixlChannel:
         blocks = np.array(strided, dtype=np.uint64)
         kind = _memory_kind(self._nixl, region)
         return int(self._agent.prepXferDlist(agent_name, kind, blocks, []))
+
+    def receive_into(self, region: Region) -> None:
+        """No-op: P writes any registered memory."""
 
     def expect(self, ticket: int, block_ids: tuple[BlockId, ...]) -> None:
         """No-op: one-sided writes need no posted receive."""
@@ -296,9 +308,10 @@ def _backend_parameters(config: NixlConfig) -> dict[str, str]:
     return {"engine_config": chosen} if chosen else {}
 
 
-def _registration(nixl: ModuleType, region: Region) -> Any:
-    entry = (region.base, region.num_bytes, _device_number(region), "")
-    return nixl.nixlRegDList(_memory_kind(nixl, region), [entry])
+def _registration(nixl: ModuleType, *regions: Region) -> Any:
+    """Describe regions, which are all on the same device."""
+    entries = [(each.base, each.num_bytes, _device_number(each), "") for each in regions]
+    return nixl.nixlRegDList(_memory_kind(nixl, regions[0]), entries)
 
 
 def _memory_kind(nixl: ModuleType, region: Region) -> Any:

@@ -104,6 +104,7 @@ class UcxxChannel:
         self._worker = worker
         self._metadata: bytes = worker.address.tobytes()
         self._endpoint: Any = None
+        self._staging = staging
         rows = BlockRows(region)
         self._receives = UcxxReceives(ucxx, worker, region, rows, staging)
         self._sends = UcxxSends(ucxx, region, rows, staging)
@@ -124,6 +125,10 @@ class UcxxChannel:
         except self._ucxx.error as error:
             raise PeerUnreachable(f"UCX cannot reach the peer: {error!r}") from error
         self._sends.connect(self._endpoint, region)
+
+    def receive_into(self, region: Region) -> None:
+        rows = BlockRows(region)
+        self._receives = UcxxReceives(self._ucxx, self._worker, region, rows, self._staging)
 
     @property
     def close_stops_writes(self) -> bool:

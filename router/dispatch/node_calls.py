@@ -215,4 +215,5 @@ def _parse_summary(message: node_pb2.DecodeSummary) -> DecodeSummary:
         prompt_tokens_cached=message.prompt_tokens_cached,
         tokens_proposed=message.tokens_proposed,
         tokens_accepted=message.tokens_accepted,
+        kv_conversion=message.kv_conversion,
     )

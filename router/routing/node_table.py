@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from engine.kv_cache.block_hashes import PrefixNaming
 from engine.sampling import NO_SAMPLING_DEFAULTS, SamplingDefaults
+from kv_transfer.protocol.conversion import is_convertible
 from kv_transfer.protocol.messages import Fingerprint
 from kv_transfer.types import NodeId
 from router.discovery.sources import Member
@@ -38,7 +39,7 @@ class Node:
 
     @property
     def kv_kind(self) -> KvKind:
-        """KV layout and transport. Nodes can exchange KV if theirs are equal."""
+        """KV layout and transport. Nodes exchange KV as it is if theirs are equal."""
         return self.card.fingerprint, self.card.block_bytes, self.card.kv_transport
 
     @property
@@ -46,7 +47,16 @@ class Node:
         return Revision(self.card.fingerprint.model, self.card.fingerprint.dtype)
 
     def is_kv_compatible_with(self, other: Node) -> bool:
-        return self.kv_kind == other.kv_kind
+        """Return whether the two nodes, one of each role, can exchange KV."""
+        pair = (self, other) if self.card.role is NodeRole.DECODE else (other, self)
+        return self.kv_kind == other.kv_kind or pair[0].converts_kv_of(pair[1])
+
+    def converts_kv_of(self, prefill: Node) -> bool:
+        """Return whether this decode node converts the KV of `prefill`, whose blocks differ."""
+        ours, theirs = self.card, prefill.card
+        has_room = theirs.block_bytes <= ours.kv_staging_bytes
+        is_one_path = ours.kv_transport == theirs.kv_transport
+        return has_room and is_one_path and is_convertible(theirs.fingerprint, ours.fingerprint)
 
 
 @dataclass(slots=True)
@@ -251,7 +261,19 @@ def _served_model(cards: Sequence[NodeCard]) -> ServedModel:
 
 def _group_by_kind(nodes: list[Node]) -> tuple[NodeGroup, ...]:
     by_kind = sorted(nodes, key=_kind)  # stable within a kind
-    return tuple(_group(tuple(members)) for _, members in groupby(by_kind, _kind))
+    groups = [_group(tuple(members)) for _, members in groupby(by_kind, _kind)]
+    return tuple(_with_converted(group, nodes) for group in groups)
+
+
+def _with_converted(group: NodeGroup, nodes: list[Node]) -> NodeGroup:
+    """Add prefill nodes whose KV all decode nodes of the group convert, if it has no others."""
+    if group.prefills or not group.decodes:
+        return group
+    prefills = [node for node in nodes if node.card.role is NodeRole.PREFILL]
+    fitting = (
+        node for node in prefills if all(each.converts_kv_of(node) for each in group.decodes)
+    )
+    return NodeGroup(tuple(fitting), group.decodes)
 
 
 def _group(nodes: tuple[Node, ...]) -> NodeGroup:

@@ -286,14 +286,13 @@ def _unpaired_reason(
     """Return the reason for having no prefill node. Raises IncompatibleNodes if none fits."""
     decodes = [node for group in groups for node in group.decodes]
     models = {node.card.model for node in decodes}
-    kinds = {node.kv_kind for node in decodes}
     known = [node for node in table.nodes if node.card.role is NodeRole.PREFILL]
     prefills = [
         node for node in known if node.card.model in models and revision in (None, node.revision)
     ]
     if not prefills:
         return "no prefill node of this model is reachable"
-    if any(node.kv_kind in kinds for node in prefills):
+    if any(decode.is_kv_compatible_with(node) for decode in decodes for node in prefills):
         return "every compatible prefill node is draining, unhealthy or has just failed"
     raise IncompatibleNodes(_mismatch(prefills[0], decodes[0]))
 

@@ -294,6 +294,7 @@ class _NodeSpans:
             names.KV_BYTES: record.num_bytes,
             names.KV_BLOCKS: record.num_blocks,
             names.KV_TRANSPORT: record.transport,
+            names.KV_CONVERSION: record.conversion or None,
             names.KV_PEER: record.peer,
             names.KV_VERIFIED: self._timeline.facts.verifies_kv,
         }

@@ -93,6 +93,7 @@ class TokenUsage:
     kv_bytes: int
     kv_blocks: int
     kv_transport: str
+    kv_conversion: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,4 +302,5 @@ def _usage_attributes(usage: TokenUsage | None) -> dict[str, AttributeValue | No
         names.KV_BYTES: usage.kv_bytes,
         names.KV_BLOCKS: usage.kv_blocks,
         names.KV_TRANSPORT: usage.kv_transport or None,
+        names.KV_CONVERSION: usage.kv_conversion or None,
     }

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.kv_cache.groups import KvCacheSpec
+from engine.runner.attention.int8_kv import dequantize, quantize
 from engine.runner.attention.paged_attention import (
     LayerAttention,
     PagedAttention,
@@ -30,20 +31,6 @@ ALL_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
-class Implementation:
-    make: MakeAttention
-    dtypes: tuple[torch.dtype, ...] = ALL_FLOATS
-
-
-# Add a kernel here to include it in the suite.
-IMPLEMENTATIONS = {"torch": Implementation(TorchPagedAttention)} | {
-    name: Implementation(partial(NativePagedAttention, kernels), (torch.bfloat16,))
-    for name, kernels in kernels_by_variant().items()
-}
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-
-
-@dataclass(frozen=True, slots=True)
 class Shape:
     num_heads: int = 4
     num_kv_heads: int = 2
@@ -56,10 +43,41 @@ class Shape:
     has_sinks: bool = False
     dtype: torch.dtype = torch.float32
     value_dim: int | None = None  # leading numbers of a key that are its value
+    is_int8: bool = False
 
     @property
     def num_tensors(self) -> int:
         return 2 if self.value_dim is None else 1
+
+    def stored(self, keys_values: Tensor) -> Tensor:
+        """Return the slots that the cache holds of keys or values, [.., head_dim]."""
+        return quantize(keys_values) if self.is_int8 else keys_values
+
+    def read(self, stored: Tensor) -> Tensor:
+        return dequantize(stored, torch.float64) if self.is_int8 else stored.double()
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    make: MakeAttention
+    dtypes: tuple[torch.dtype, ...] = ALL_FLOATS
+    is_int8: bool = False  # keys and values in the cache
+
+    def fit(self, shape: Shape) -> Shape:
+        """Return the shape in a dtype of this implementation."""
+        dtype = shape.dtype if shape.dtype in self.dtypes else self.dtypes[0]
+        return replace(shape, dtype=dtype, is_int8=self.is_int8)
+
+
+# Add a kernel here to include it in the suite.
+IMPLEMENTATIONS = {"torch": Implementation(TorchPagedAttention)} | {
+    name: Implementation(partial(NativePagedAttention, kernels), (torch.bfloat16,))
+    for name, kernels in kernels_by_variant().items()
+}
+IMPLEMENTATIONS |= {
+    f"{name}-int8": replace(each, is_int8=True) for name, each in IMPLEMENTATIONS.items()
+}
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +101,7 @@ class World:
         self.sequences = sorted(sequences, key=lambda each: each.queries != 1)
         self._generator = torch.Generator().manual_seed(seed)
         kv_shape = (shape.num_tensors, shape.num_layers, shape.num_kv_heads, shape.head_dim)
-        # By sequence: [tensors, layers, kv_heads, head_dim, tokens], as the cache will round them.
+        # By sequence: [tensors, layers, kv_heads, head_dim, tokens].
         self.keys_values = [
             self._random(*kv_shape, each.length).to(shape.dtype) for each in self.sequences
         ]
@@ -150,7 +168,8 @@ class World:
         shape, window, chunk = self.shape, self.shape.windows[layer], self.shape.chunks[layer]
         first = 0 if window is None else max(0, position - window + 1)
         first = first if chunk is None else max(first, position // chunk * chunk)
-        seen = keys_values[:, layer, :, :, first : position + 1].double()
+        written = keys_values[:, layer, :, :, first : position + 1].transpose(-1, -2)
+        seen = shape.read(shape.stored(written)).transpose(-1, -2)
         heads = []
         for head in range(shape.num_heads):
             slots = seen[:, head // (shape.num_heads // shape.num_kv_heads)]
@@ -186,15 +205,19 @@ class World:
         shape = self.shape
         num_blocks = sum(map(len, self.tables)) + 3
         heads = shape.num_kv_heads, shape.block_size, shape.head_dim
-        kv = torch.full(
-            (num_blocks, shape.num_layers, shape.num_tensors, *heads), math.nan, dtype=shape.dtype
+        kv = shape.stored(
+            torch.full(
+                (num_blocks, shape.num_layers, shape.num_tensors, *heads),
+                math.nan,
+                dtype=shape.dtype,
+            )
         )
         for each, table, keys_values in zip(
             self.sequences, self.tables, self.keys_values, strict=True
         ):
             for position in range(self._first_seen(each), each.computed):
                 block, slot = table[position // shape.block_size], position % shape.block_size
-                kv[block, :, :, :, slot] = keys_values[..., position].transpose(0, 1)
+                kv[block, :, :, :, slot] = shape.stored(keys_values[..., position].transpose(0, 1))
         return kv
 
     def _first_seen(self, part: Part) -> int:
@@ -231,6 +254,8 @@ def check_writes(world: World, before: Tensor) -> None:
     layout = world.layout()
     for layer in range(world.shape.num_layers):
         keys, values = world._fresh(layer)
+        keys = world.shape.stored(keys)
+        values = None if values is None else world.shape.stored(values)
         blocks, slots = (
             torch.from_numpy(layout.write_blocks[0]),
             torch.from_numpy(layout.write_offsets),
@@ -276,9 +301,7 @@ each_implementation = pytest.mark.parametrize(
 def test_any_mix_of_chunks_and_decodes_equals_attention_token_by_token(
     implementation: Implementation, shape: Shape, sequences: list[Part], seed: int
 ) -> None:
-    if shape.dtype not in implementation.dtypes:
-        shape = replace(shape, dtype=implementation.dtypes[0])
-    check(implementation.make, World(shape, sequences, seed))
+    check(implementation.make, World(implementation.fit(shape), sequences, seed))
 
 
 @each_implementation
@@ -297,9 +320,7 @@ def test_keys_that_contain_their_values_equal_attention_token_by_token(
     seed: int,
 ) -> None:
     head_dim, value_dim = latent
-    shape = replace(shape, head_dim=head_dim, value_dim=value_dim)
-    if shape.dtype not in implementation.dtypes:
-        shape = replace(shape, dtype=implementation.dtypes[0])
+    shape = implementation.fit(replace(shape, head_dim=head_dim, value_dim=value_dim))
     check(implementation.make, World(shape, sequences, seed))
 
 
@@ -321,7 +342,7 @@ def test_keys_that_contain_their_values_equal_attention_token_by_token(
 def test_edges_of_blocks_and_windows(
     implementation: Implementation, window: int | None, sequences: list[Part]
 ) -> None:
-    shape = Shape(windows=(window, None), dtype=implementation.dtypes[0])
+    shape = implementation.fit(Shape(windows=(window, None)))
     check(implementation.make, World(shape, sequences, seed=1))
 
 
@@ -336,21 +357,36 @@ def test_softcaps_sinks_and_chunks_in_contexts_of_several_tiles(
         chunks=(chunk, chunk),
         softcap=1.5,
         has_sinks=True,
-        dtype=implementation.dtypes[0],
     )
     sequences = [Part(255, 1), Part(520, 1), Part(240, 40), Part(511, 3)]
-    check(implementation.make, World(shape, sequences, seed=2))
+    check(implementation.make, World(implementation.fit(shape), sequences, seed=2))
 
 
 @each_implementation
 def test_a_sequence_of_nan_spoils_no_other(implementation: Implementation) -> None:
     sequences = [Part(6, 1), Part(9, 1), Part(5, 1), Part(2, 7)]
-    shape = Shape(dtype=implementation.dtypes[0])
+    shape = implementation.fit(Shape())
     sound, spoilt = (World(shape, sequences, seed=4) for _ in range(2))
-    spoilt.kv[spoilt.tables[1]] = math.nan
+    spoilt.kv[spoilt.tables[1]] = shape.stored(
+        torch.full((shape.head_dim,), math.nan, dtype=shape.dtype)
+    )
 
     expected, answers = sound.attend(implementation.make), spoilt.attend(implementation.make)
 
     others = [0, *range(2, len(expected[0]))]
     assert answers[0][1].isnan().all()
     assert torch.equal(answers[0][others], expected[0][others])
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@each_implementation
+def test_a_number_that_is_not_finite_is_not_hidden(
+    implementation: Implementation, number: float
+) -> None:
+    world = World(implementation.fit(Shape()), [Part(3, 1), Part(0, 9)], seed=5)
+    world.keys_values[0][-1, :, :, 5, 3] = number
+
+    first, _ = world.attend(implementation.make)
+
+    assert not first[0].isfinite().all(dim=-1).any()
+    assert first[1:].isfinite().all()

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.request import RequestId
+from engine.runner.attention.int8_kv import quantize
 from engine.runner.attention.paged_attention import LayerAttention
 from engine.runner.kernels.native import Kernels
 from engine.runner.kernels.native_attention import NativePagedAttention
@@ -57,6 +58,8 @@ class Sequences:
         seed: int,
         value_scale: float = 1.0,
         value_dim: int | None = None,
+        *,
+        is_int8: bool = False,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         num_kv_heads, gqa_group_size = heads
@@ -73,13 +76,15 @@ class Sequences:
         ids = torch.randperm(sum(counts), generator=generator).tolist()
         self._tables = [[ids.pop() for _ in range(count)] for count in counts]
         num_tensors = 2 if value_dim is None else 1
-        self._shape = (sum(counts), 1, num_tensors, num_kv_heads, block_size, head_dim)
+        shape = (sum(counts), 1, num_tensors, num_kv_heads, block_size, head_dim)
+        garbage = torch.full(shape, torch.nan, dtype=torch.bfloat16)
+        self._garbage = quantize(garbage) if is_int8 else garbage
+        self._scale = head_dim**-0.5
 
     def attended(self, kernels: Kernels, rules: LayerAttention, cut: Cut) -> list[Tensor]:
         """Return the outputs of each sequence, computed in passes of the given size."""
-        kv = torch.full(self._shape, torch.nan, dtype=torch.bfloat16)
-        rules = replace(rules, scale=kv.shape[-1] ** -0.5, value_dim=self._value_dim)
-        attention = NativePagedAttention(kernels, kv, [rules])
+        rules = replace(rules, scale=self._scale, value_dim=self._value_dim)
+        attention = NativePagedAttention(kernels, self._garbage.clone(), [rules])
         computed = [0] * len(self._lengths)
         answers = [queries[..., : self._value_dim].clone() for queries in self._queries]
         while any(self._left(computed)):
@@ -139,10 +144,11 @@ def one(left: int) -> int:
     chunk=st.none() | st.integers(1, 150),
     softcap=st.sampled_from([None, 2.0]),
     has_sinks=st.booleans(),
+    is_int8=st.booleans(),
     most=st.sampled_from([1, 2, 20, 100]),
     seed=st.integers(0, 2**32),
 )
-@settings(max_examples=num_examples(40))
+@settings(max_examples=num_examples(60))
 def test_attention_is_the_same_for_any_chunks_and_any_batch(
     kernels: Kernels,
     lengths: list[int],
@@ -153,10 +159,11 @@ def test_attention_is_the_same_for_any_chunks_and_any_batch(
     chunk: int | None,
     softcap: float | None,
     has_sinks: bool,
+    is_int8: bool,
     most: int,
     seed: int,
 ) -> None:
-    sequences = Sequences(lengths, heads, head_dim, block_size, seed)
+    sequences = Sequences(lengths, heads, head_dim, block_size, seed, is_int8=is_int8)
     rules = LayerAttention(1.0, window, chunk, softcap, sequences.sinks if has_sinks else None)
     draw = random.Random(seed)
 
@@ -169,14 +176,16 @@ def test_attention_is_the_same_for_any_chunks_and_any_batch(
 @pytest.mark.parametrize("kernels", kernels_by_variant().values(), ids=kernels_by_variant().keys())
 @pytest.mark.parametrize(("window", "chunk"), [(None, None), (70, None), (300, None), (None, 90)])
 @pytest.mark.parametrize(("heads", "is_capped"), [((2, 2), False), ((1, 7), False), ((1, 7), True)])
+@pytest.mark.parametrize("is_int8", [False, True])
 def test_attention_is_the_same_across_tile_boundaries(
     kernels: Kernels,
     window: int | None,
     chunk: int | None,
     heads: tuple[int, int],
     is_capped: bool,
+    is_int8: bool,
 ) -> None:
-    sequences = Sequences([530, 300, 257], heads, head_dim=64, block_size=16, seed=1)
+    sequences = Sequences([530, 300, 257], heads, 64, 16, seed=1, is_int8=is_int8)
     rules = LayerAttention(1.0, window, chunk)
     if is_capped:
         rules = replace(rules, softcap=2.0, sinks=sequences.sinks)
@@ -192,14 +201,16 @@ def test_attention_is_the_same_across_tile_boundaries(
 
 @pytest.mark.parametrize("kernels", kernels_by_variant().values(), ids=kernels_by_variant().keys())
 @pytest.mark.parametrize("gqa_group_size", [1, 3, 16])
+@pytest.mark.parametrize("is_int8", [False, True])
 def test_latent_attention_is_the_same_across_tile_boundaries(
-    kernels: Kernels, gqa_group_size: int
+    kernels: Kernels, gqa_group_size: int, is_int8: bool
 ) -> None:
     """A single sequence, too: threads share its heads."""
     lengths = [530, 300, 257]
     rules, draw = LayerAttention(1.0), random.Random(0)
     for some in (lengths, lengths[:1]):
-        sequences = Sequences(some, (1, gqa_group_size), 96, 16, seed=1, value_dim=64)
+        heads = (1, gqa_group_size)
+        sequences = Sequences(some, heads, 96, 16, seed=1, value_dim=64, is_int8=is_int8)
 
         at_once = sequences.attended(kernels, rules, whole)
         cut = sequences.attended(
@@ -210,11 +221,12 @@ def test_latent_attention_is_the_same_across_tile_boundaries(
 
 
 @pytest.mark.parametrize("kernels", kernels_by_variant().values(), ids=kernels_by_variant().keys())
+@pytest.mark.parametrize("is_int8", [False, True])
 def test_attention_to_subnormal_values_is_the_same_for_any_chunks(
-    kernels: Kernels,
+    kernels: Kernels, is_int8: bool
 ) -> None:
     """Some processors flush subnormals to zero, but only in some of their instructions."""
-    sequences = Sequences([90], (2, 2), head_dim=64, block_size=16, seed=2, value_scale=2.0**-127)
+    sequences = Sequences([90], (2, 2), 64, 16, seed=2, value_scale=2.0**-127, is_int8=is_int8)
 
     rules = LayerAttention(1.0)
 
@@ -232,34 +244,34 @@ def _one_thread() -> Iterator[None]:
 
 
 # Each computes something that the others do not.
-MODELS = {
-    "llama-bf16": {},
-    "qwen3-bf16": {},
-    "qwen2": {},
-    "mistral-window": {},
-    "llama-rope-dynamic": {},
-    "llama-rope-yarn": {},
-    "qwen3": {"quantize": "int8"},
-    "llama": {"quantize": "int4"},
-    "gemma2": {},
-    "olmo3": {},
-    "granite": {},
-    "qwen2-moe": {},
-    "llama4": {},
-    "deepseek-v2-lite": {},
-    "deepseek-v2": {"quantize": "int4"},
-    "deepseek-v3": {"quantize": "int8"},
-    "gpt-oss": {},
-    "qwen3-moe": {"quantize": "int4"},
-    "mixtral": {"quantize": "int8"},
-    "qwen3-next": {},
-    "qwen3.5": {"quantize": "int8"},
-}
-
-
-@pytest.fixture(
-    scope="module", params=MODELS.items(), ids=lambda it: "-".join((it[0], *it[1].values()))
+MODELS: tuple[tuple[str, dict[str, str]], ...] = (
+    ("llama-bf16", {}),
+    ("qwen3-bf16", {}),
+    ("qwen2", {}),
+    ("mistral-window", {}),
+    ("llama-rope-dynamic", {}),
+    ("llama-rope-yarn", {}),
+    ("qwen3", {"quantize": "int8"}),
+    ("llama", {"quantize": "int4"}),
+    ("gemma2", {}),
+    ("olmo3", {}),
+    ("granite", {}),
+    ("qwen2-moe", {}),
+    ("llama4", {}),
+    ("deepseek-v2-lite", {}),
+    ("deepseek-v2", {"quantize": "int4"}),
+    ("deepseek-v3", {"quantize": "int8"}),
+    ("gpt-oss", {}),
+    ("qwen3-moe", {"quantize": "int4"}),
+    ("mixtral", {"quantize": "int8"}),
+    ("qwen3-next", {}),
+    ("qwen3.5", {"quantize": "int8"}),
+    ("gemma3", {"kv_cache_dtype": "int8"}),
+    ("deepseek-v3", {"kv_cache_dtype": "int8"}),
 )
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=lambda it: "-".join((it[0], *it[1].values())))
 def runner(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TorchRunner]:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from enum import Enum
+from mmap import mmap
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
@@ -32,6 +33,7 @@ from engine.runner.model_runner import TorchRunner
 from engine.runner.sampling.logits_processors import Processors
 from engine.spec_decode.config import Speculation
 from kv_transfer.fence import PASSED
+from kv_transfer.protocol.conversion import StagedBlocks
 from kv_transfer.transports.base import Write
 from kv_transfer.transports.nixl import NixlChannel
 from kv_transfer.types import HandoffId, KvOrders, KvReports
@@ -130,6 +132,9 @@ class GatedRunner:
             self._gate.come_to(Place.PASS, self.hook)
             self._num_tokens.value += sum(plan.num_scheduled_tokens.values())
         return self._runner.run(plan)
+
+    def convert_blocks(self, memory: mmap, staged: StagedBlocks) -> None:
+        self._runner.convert_blocks(memory, staged)
 
 
 class UnfencedWorker(KvTransferWorker):

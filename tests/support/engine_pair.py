@@ -58,6 +58,10 @@ class PairOptions:
     fence_age_s: float | None = None  # None: as long as silence
     has_fence: bool = True
     write_timeout_s: float = 2.0
+    block_sizes: tuple[int, int] = (16, 16)  # of P and D
+    kv_cache_dtypes: tuple[str, str] = ("auto", "auto")
+    kv_staging_bytes: int = 0
+    dtype: str = "auto"
 
     def of(self, role: NodeRole) -> NodeOptions:
         is_prefill = role is NodeRole.PREFILL
@@ -67,11 +71,15 @@ class PairOptions:
                 kv_cache_bytes=self.prefill_bytes if is_prefill else self.decode_bytes,
                 max_num_seqs=self.max_num_seqs,
                 num_threads=1,
+                dtype=self.dtype,
+                block_size=self.block_sizes[not is_prefill],
+                kv_cache_dtype=self.kv_cache_dtypes[not is_prefill],
             ),
             scheduling=SchedulerConfig(
                 max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.chunk_tokens
             ),
             node_id=role.value,
+            kv_staging_bytes=0 if is_prefill else self.kv_staging_bytes,
             kv_worker=self._limits(),
             **KINDS[self.kind],  # type: ignore[arg-type]
         )

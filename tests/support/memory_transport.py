@@ -173,6 +173,9 @@ class MemoryChannel:
             raise PeerUnreachable("no such memory channel")
         self._peer = peer
 
+    def receive_into(self, region: Region) -> None:
+        self.region = region
+
     @property
     def close_stops_writes(self) -> bool:
         return not self._wire.is_direct

@@ -49,6 +49,7 @@ class EngineBench:
     batch_sizes: Sequence[int] = (1, 4, 16, 32)
     num_decode_steps: int = 16
     num_runs: int = 5
+    kv_cache_dtype: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,7 @@ def _config(bench: EngineBench, kernels: str, quantize: str) -> RunnerConfig:
         max_model_len=longest(bench),
         kernels=kernels,
         quantize=quantize,
+        kv_cache_dtype=bench.kv_cache_dtype,
     )
 
 
@@ -168,7 +170,7 @@ def _rates(
 class _Meter:
     def __init__(self, runner: TorchRunner, bench: EngineBench, quantize: str) -> None:
         self._bench = bench
-        self._work: Work = work_of(runner.info.folder, quantize)
+        self._work: Work = work_of(runner.info.folder, quantize, bench.kv_cache_dtype)
         self.routing = RoutingMeter(expect_experts(self._work.moe))
         self._vocab_size = runner.info.vocab_size
         self._random = random.Random(0)

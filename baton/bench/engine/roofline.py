@@ -19,7 +19,7 @@ from engine.runner.weights.tensor_names import TensorMap
 
 BYTES_OF_NUMBER = {"none": 2.0, "int8": 1.0, "int4": 0.5}  # of weights
 HEAD_BYTES_OF_NUMBER = {"none": 2.0, "int8": 1.0, "int4": 1.0}
-KV_NUMBER_BYTES = 2
+KV_NUMBER_BYTES = 2.0
 
 CountExperts = Callable[[int], float]  # different experts that so many tokens choose
 
@@ -72,6 +72,7 @@ class Work:
     head_number_bytes: float
     slot_numbers: int  # keys and values of a slot in one layer
     pair_products: int  # of a token and a slot that it attends to, in one layer
+    kv_number_bytes: float = KV_NUMBER_BYTES
 
     def seconds(
         self, step: StepWork, count_experts: CountExperts, bytes_per_s: float, flops_per_s: float
@@ -89,7 +90,7 @@ class Work:
                 experts = count_experts(needed.num_tokens) * layer.expert_numbers
                 read += experts * self.expert_number_bytes
             num_slots = needed.num_sequences * _num_slots(layer.span, needed)
-            read += num_slots * self.slot_numbers * KV_NUMBER_BYTES
+            read += num_slots * self.slot_numbers * self.kv_number_bytes
         return read
 
     def _products(self, step: StepWork) -> int:
@@ -117,7 +118,7 @@ def expect_experts(moe: MoeConfig | None) -> CountExperts:
     return lambda num_tokens: moe.num_experts * (1 - skipped**num_tokens)
 
 
-def work_of(folder: Path, quantize: str) -> Work:
+def work_of(folder: Path, quantize: str, kv_cache_dtype: str = "auto") -> Work:
     """Return the work of a model whose unquantized matrices are quantized so."""
     config = read_model_config(folder)
     stored = _StoredBytes(config, folder, BYTES_OF_NUMBER[quantize])
@@ -130,6 +131,7 @@ def work_of(folder: Path, quantize: str) -> Work:
         head_number_bytes=HEAD_BYTES_OF_NUMBER[quantize],
         slot_numbers=config.num_kv_tensors * config.num_kv_heads * config.head_dim,
         pair_products=config.num_heads * (config.head_dim + config.kv_value_dim),
+        kv_number_bytes=KV_NUMBER_BYTES if kv_cache_dtype == "auto" else 1 + 2 / config.head_dim,
     )
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from baton.cli.errors import FAILED
-from baton.cli.options.kv_cache import KV_PANEL
+from baton.cli.options.kv_cache import KV_PANEL, KvDtype
 from baton.cli.options.model import MODEL_PANEL
 from baton.cli.options.network import NETWORK_PANEL, Host
 from baton.cli.options.output import OUTPUT_PANEL
@@ -45,6 +45,7 @@ def doctor(
             rich_help_panel=KV_PANEL,
         ),
     ] = AUTO,
+    kv_cache_dtype: KvDtype = "auto",
     transports: Annotated[
         str,
         typer.Option(
@@ -76,6 +77,7 @@ def doctor(
     checks = _checks(
         model,
         parse_kv_memory(kv_cache_memory),
+        kv_cache_dtype,
         _transports(transports),
         patience_s,
         host,
@@ -99,6 +101,7 @@ def doctor(
 def _checks(
     model: str,
     kv_bytes: int | None,
+    kv_cache_dtype: str,
     transports: list[str],
     patience_s: float,
     host: str,
@@ -118,7 +121,7 @@ def _checks(
     if model:
         from baton.doctor.model import check_model_folder
 
-        yield from check_model_folder(model, kv_bytes)
+        yield from check_model_folder(model, kv_bytes, kv_cache_dtype)
 
 
 def _table(findings: list[Finding]) -> Table:

@@ -160,6 +160,7 @@ def timing_line(finish: Finish) -> str:
     seconds = finish.finished_s - finish.first_token_s
     rate = f" ({(finish.num_completion_tokens - 1) / seconds:.1f}/s)" if seconds > 0 else ""
     kv = f", {format_bytes(served.kv_bytes)} of KV over {served.kv_transport}"
+    kv += f" ({served.kv_conversion})" if served.kv_conversion else ""
     nodes = f"{served.prefill_node} → {served.decode_node}{kv}"
     here = f"{served.decode_node or served.prefill_node} alone ({served.prefill_reason})"
     return (

@@ -9,7 +9,7 @@ import typer
 
 from baton.cli.errors import FAILED, print_error
 from baton.cli.options.batching import Speculative
-from baton.cli.options.kv_cache import KV_PANEL
+from baton.cli.options.kv_cache import KV_PANEL, KvDtype
 from baton.cli.options.model import Device, Dtype, ModelOrDemo, Threads
 from baton.cli.options.sampling import IncludeStop, StopStrings, sampling
 from baton.cli.signatures import inherit_options
@@ -35,6 +35,7 @@ def run(
             rich_help_panel=KV_PANEL,
         ),
     ] = None,
+    kv_cache_dtype: KvDtype = "auto",
     stop: StopStrings = None,
     include_stop_in_output: IncludeStop = False,
     **given: Any,
@@ -51,6 +52,7 @@ def run(
         dtype=dtype,
         device=device,
         kv_cache_memory=kv_cache_memory,
+        kv_cache_dtype=kv_cache_dtype,
         num_threads=threads,
         speculative=speculative,
     ) as llm:

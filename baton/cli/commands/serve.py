@@ -24,11 +24,13 @@ from baton.cli.options.batching import (
 )
 from baton.cli.options.kv_cache import (
     BlockSize,
+    KvDtype,
     KvLease,
     KvLoadFailure,
     KvMemory,
     KvNetDevice,
     KvSilence,
+    KvStaging,
     KvTls,
     KvVerify,
     NodesPerMachine,
@@ -69,7 +71,7 @@ from baton.cli.options.routing import LocalPrefill, MaxInFlight, MaxQueue, Polic
 from baton.cli.options.security import RouterTokenFile, tls_config
 from baton.cli.options.telemetry import TraceStepRatio, telemetry_options
 from baton.cli.signatures import inherit_options, split
-from baton.units import AUTO, parse_kv_memory
+from baton.units import AUTO, parse_bytes, parse_kv_memory
 from node.cpus import pin_to_cpus
 from rpc.descriptors import raise_descriptor_limit
 from rpc.grace_period import DRAIN_TIMEOUT_S
@@ -100,6 +102,8 @@ def node_options(
     kv_cache_memory: KvMemory = AUTO,
     nodes_per_machine: NodesPerMachine = None,
     block_size: BlockSize = 16,
+    kv_cache_dtype: KvDtype = "auto",
+    kv_staging_memory: KvStaging = "0",
     prefix_caching: PrefixCaching = True,
     kv_transport: Transport = "nixl",
     kv_tls: KvTls = "",
@@ -151,6 +155,7 @@ def node_options(
             dtype=dtype,
             device=device,
             block_size=block_size,
+            kv_cache_dtype=kv_cache_dtype,
             kv_cache_bytes=parse_kv_memory(kv_cache_memory),
             kv_cache_share=None,
             nodes_per_machine=nodes_per_machine,
@@ -185,6 +190,7 @@ def node_options(
         kv_tls=kv_tls,
         kv_net_device=kv_net_device,
         kv_verify=kv_verify,
+        kv_staging_bytes=parse_bytes(kv_staging_memory),
         push=push,
         kv_worker=KvWorkerConfig(ReceiverConfig(lease_s=kv_lease_s, silence_s=kv_silence_s)),
         enable_prefix_caching=prefix_caching,

@@ -28,6 +28,22 @@ NodesPerMachine = Annotated[
 BlockSize = Annotated[
     int, typer.Option(help="Tokens per KV block; the same on all nodes.", rich_help_panel=KV_PANEL)
 ]
+KvDtype = Annotated[
+    str,
+    typer.Option(
+        help="Numbers of the KV cache: auto, as the model computes; or int8, about half of the "
+        "bytes of bfloat16.",
+        rich_help_panel=KV_PANEL,
+    ),
+]
+KvStaging = Annotated[
+    str,
+    typer.Option(
+        help="Memory in which a decode node takes the KV of prefill nodes with another "
+        "--block-size, or without --kv-cache-dtype int8, to convert it; 0: such nodes are refused.",
+        rich_help_panel=KV_PANEL,
+    ),
+]
 PrefixCaching = Annotated[
     bool,
     typer.Option(

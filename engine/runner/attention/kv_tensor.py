@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.kv_cache.groups import KvGroup, layers_per_block
+from engine.runner.attention.int8_kv import SCALE_BYTES
 from engine.runner.huge_pages import huge_page_memory
 from engine.runner.model.config import ModelConfig
 from engine.runner.model_info import KvMemory
@@ -22,14 +23,15 @@ class KvShape:
     """Block-major: [num_blocks, num_layers, num_tensors, kv_heads, block_size, head_dim].
 
     A block belongs to one KV group at a time. Its keys and values of all layers are contiguous. A
-    latent cache has one tensor per layer: the leading numbers of a key are its value.
+    latent cache has one tensor per layer: the leading numbers of a key are its value. As int8,
+    head_dim numbers are followed by the bytes of their scale.
     """
 
     num_layers: int  # for which a block has places
     num_kv_heads: int
     block_size: int
     head_dim: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # int8: with scales
     num_tensors: int = 2  # per layer
 
     @classmethod
@@ -56,7 +58,7 @@ class KvShape:
 
     @property
     def _per_block(self) -> tuple[int, ...]:
-        heads = self.num_kv_heads, self.block_size, self.head_dim
+        heads = self.num_kv_heads, self.block_size, self.head_dim + scale_bytes(self.dtype)
         return (self.num_layers, self.num_tensors, *heads)
 
 
@@ -67,8 +69,19 @@ class PackedState(Protocol):
     def num_blocks(self) -> int: ...
 
 
-def describe(kv: Tensor, groups: tuple[KvGroup, ...], state: PackedState | None = None) -> KvMemory:
-    num_blocks, num_layers, num_tensors, num_kv_heads, block_size, head_dim = kv.shape
+def scale_bytes(dtype: torch.dtype) -> int:
+    """Return the bytes of scale that follow the numbers of a token and KV head."""
+    return SCALE_BYTES if dtype is torch.int8 else 0
+
+
+def describe(
+    kv: Tensor,
+    groups: tuple[KvGroup, ...],
+    dtype: str = "bfloat16",
+    state: PackedState | None = None,
+) -> KvMemory:
+    """Describe a KV tensor of a model that computes in `dtype`."""
+    num_blocks, num_layers, num_tensors, num_kv_heads, block_size, slot_size = kv.shape
     num_bytes = kv.numel() * kv.element_size()
     return KvMemory(
         address=kv.data_ptr(),
@@ -80,8 +93,8 @@ def describe(kv: Tensor, groups: tuple[KvGroup, ...], state: PackedState | None 
         num_layers=num_layers,
         num_tensors=num_tensors,
         num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        dtype=str(kv.dtype).removeprefix("torch."),
+        head_dim=slot_size - scale_bytes(kv.dtype),
+        dtype=f"int8/{dtype}" if kv.dtype is torch.int8 else str(kv.dtype).removeprefix("torch."),
         groups=groups,
         num_state_blocks=0 if state is None else state.num_blocks,
         state_layout="" if state is None else str(state),

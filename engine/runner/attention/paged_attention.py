@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.runner.attention.int8_kv import dequantize, quantize
 from engine.runner.layout import Ints, PassLayout
 
 
@@ -109,26 +110,33 @@ class _TorchPass:
         self._write_offsets = write_offsets
 
     def write(self, layer: int, key: Tensor, value: Tensor | None) -> None:
-        place, blocks = self._layers[layer].place, self._write_blocks[self._layers[layer].kv_group]
-        self._kv[blocks, place, 0, :, self._write_offsets] = key
+        self._write(layer, 0, key)
         if value is not None:
-            self._kv[blocks, place, 1, :, self._write_offsets] = value
+            self._write(layer, 1, value)
+
+    def _write(self, layer: int, tensor: int, numbers: Tensor) -> None:
+        place, blocks = self._layers[layer].place, self._write_blocks[self._layers[layer].kv_group]
+        slots = quantize(numbers) if self._kv.dtype is torch.int8 else numbers
+        self._kv[blocks, place, tensor, :, self._write_offsets] = slots
 
     def attend(self, layer: int, query: Tensor) -> Tensor:
         output = query.new_empty(*query.shape[:2], self._layers[layer].value_dim or query.shape[2])
         for group in self._groups_by_layer[layer]:
-            keys, values = self._gather(layer, group)
+            keys, values = self._gather(layer, group, query.dtype)
             attend = _attend_decodes if group.num_queries == 1 else _attend_chunk
+            mask = None if group.mask is None else group.mask.to(query.dtype)
             output[group.tokens] = attend(
-                query[group.tokens], keys, values, group.mask, self._layers[layer]
+                query[group.tokens], keys, values, mask, self._layers[layer]
             )
         return output
 
-    def _gather(self, layer: int, group: _Group) -> tuple[Tensor, Tensor]:
+    def _gather(self, layer: int, group: _Group, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the group's keys and values, each [kv_heads, sequences, slots, size]."""
         num_sequences, num_blocks = group.block_table.shape
         by_head = self._kv[:, self._layers[layer].place].permute(1, 2, 0, 3, 4)
         blocks = by_head.index_select(2, group.block_table.flatten())
+        if blocks.dtype is torch.int8:
+            blocks = dequantize(blocks, dtype)
         num_tensors, num_kv_heads, _, block_size, head_dim = blocks.shape
         if group.padded_blocks.numel():
             # Zero the padding: zero times NaN is NaN, so a weight of zero does not hide a NaN.
@@ -270,6 +278,7 @@ def _mask(
         hidden = hidden | (slot <= query - window)
     if chunk is not None:
         hidden = hidden | (slot < query // chunk * chunk)
-    return torch.zeros(hidden.shape, dtype=kv.dtype, device=kv.device).masked_fill_(
+    dtype = torch.float32 if kv.dtype is torch.int8 else kv.dtype
+    return torch.zeros(hidden.shape, dtype=dtype, device=kv.device).masked_fill_(
         hidden, float("-inf")
     )

@@ -27,7 +27,7 @@ class PagedKv(ctypes.Structure):
     _fields_ = (
         ("blocks", _POINTER),
         *((name, _INT64) for name in ("num_layers", "num_tensors", "num_kv_heads")),
-        *((name, _INT64) for name in ("block_size", "head_dim", "value_dim")),
+        *((name, _INT64) for name in ("block_size", "head_dim", "value_dim", "is_int8")),
     )
 
 

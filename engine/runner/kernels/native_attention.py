@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.runner.attention.kv_tensor import scale_bytes
 from engine.runner.attention.paged_attention import AttentionPass, LayerAttention
 from engine.runner.kernels.abi import (
     AttentionArgs,
@@ -27,8 +28,9 @@ class NativePagedAttention:
     def __init__(self, kernels: Kernels, kv: Tensor, layers: Sequence[LayerAttention]) -> None:
         self._kernels = kernels
         self._kv = kv
-        value_dim = layers[0].value_dim or kv.shape[-1]
-        self._paged_kv = PagedKv(kv.data_ptr(), *kv.shape[1:], value_dim)
+        head_dim = kv.shape[-1] - scale_bytes(kv.dtype)
+        value_dim, is_int8 = layers[0].value_dim or head_dim, kv.dtype is torch.int8
+        self._paged_kv = PagedKv(kv.data_ptr(), *kv.shape[1:-1], head_dim, value_dim, is_int8)
         self._layers = tuple(layers)  # keep the sinks alive
         num_groups = 1 + max(layer.kv_group for layer in layers)
         self._params = [_params_of_group(layers, group) for group in range(num_groups)]

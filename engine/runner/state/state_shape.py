@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from engine.runner.attention.kv_tensor import KvShape
 from engine.runner.model.config import DeltaConfig, ModelConfig
 from errors import InvalidConfig
@@ -60,16 +62,16 @@ class StateShape:
         return f"state: {self.num_layers} layers of {matrices} and {inputs}"
 
 
-def state_shape(model: ModelConfig, kv: KvShape) -> StateShape | None:
-    """Return the packing of a model's state, or None if it has none.
+def state_shape(model: ModelConfig, kv: KvShape, dtype: torch.dtype) -> StateShape | None:
+    """Return the packing of a state of a model that computes in `dtype`, or None if it has none.
 
     Raises InvalidConfig if a block is smaller than a row.
     """
     num_layers = len(model.recurrent_layers)
     if model.delta is None or not num_layers:
         return None
-    dtype = str(kv.dtype).removeprefix("torch.")
-    shape = StateShape(model.delta, num_layers, dtype, kv.dtype.itemsize, kv.block_bytes)
+    name = str(dtype).removeprefix("torch.")
+    shape = StateShape(model.delta, num_layers, name, dtype.itemsize, kv.block_bytes)
     if not shape.rows_per_block:
         token_bytes = kv.block_bytes // kv.block_size
         raise InvalidConfig(

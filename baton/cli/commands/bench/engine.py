@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from baton.cli.options.kv_cache import KvDtype
 from baton.cli.options.lists import parse_names, parse_numbers
 from baton.cli.options.output import JsonFile
 from baton.cli.show import show_table, write_json
@@ -31,6 +32,7 @@ def engine(
     batches: Annotated[str, typer.Option(help="Batch sizes, for decode.")] = "1,4,16,32",
     steps: Annotated[int, typer.Option(help="Decode steps in one run.")] = 16,
     runs: Annotated[int, typer.Option(help="Runs of each setting; medians are shown.")] = 5,
+    kv_cache_dtype: KvDtype = "auto",
     json_file: JsonFile = None,
 ) -> None:
     """Measure prefill and decode throughput of the engine, and the overhead of a step.
@@ -41,7 +43,7 @@ def engine(
 
     made = parse_names(kernels), parse_names(quantize)
     sizes = parse_numbers(prompts), parse_numbers(batches)
-    what = EngineBench(model, dtype, threads, *made, *sizes, steps, runs)
+    what = EngineBench(model, dtype, threads, *made, *sizes, steps, runs, kv_cache_dtype)
     with Console(stderr=True).status("measuring") as status:
 
         def on_rate(rate: Rate) -> None:

@@ -85,7 +85,9 @@ class Attention {
             rows.score(unpacked_, step, tile, tile_config_);
         });
         for (std::size_t run = 0; run < runs.size(); ++run)
-            if (runs[run].overlaps(slot)) runs[run].softmax(slot, score_tiles_[run]);
+            if (runs[run].overlaps(slot))
+                runs[run].softmax(slot, score_tiles_[run],
+                                  unpacked_.scales(runs[run].head(), scales_));
         for_each_step(runs, slot, [&](QueryRows& rows, ScoreTile& tile, std::int64_t step) {
             rows.add(unpacked_, step, tile);
         });
@@ -102,6 +104,7 @@ class Attention {
 
     PackedSlots packed_;
     UnpackedSlots unpacked_;
+    SlotScales scales_;
     TileConfig tile_config_;
     std::unique_ptr<ScoreTile[]> score_tiles_;  // one per run, or a single one that all runs share
 };
@@ -154,6 +157,11 @@ void attend_chunk(const AttentionArgs& args, std::int64_t sequence) {
     });
 }
 
+void write_slot(const PagedKv& kv, const Bf16* numbers, Bf16* slot) {
+    if (kv.is_int8) return quantize(numbers, kv.head_dim, slot);
+    std::memcpy(slot, numbers, kv.head_dim * sizeof(Bf16));
+}
+
 }  // namespace
 
 extern "C" {
@@ -165,13 +173,12 @@ void baton_write_kv(const WriteKvArgs* args) {
         for (; token < end; ++token)
             for (std::int64_t head = 0; head < kv.num_kv_heads; ++head) {
                 const std::int64_t block = batch.write_blocks[token];
-                const std::int64_t at = batch.write_offsets[token] * kv.head_dim;
-                const std::size_t bytes = kv.head_dim * sizeof(Bf16);
-                std::memcpy(kv.slots(block, args->layer, 0, head) + at,
-                            args->keys + token * args->key_stride + head * kv.head_dim, bytes);
+                const std::int64_t at = batch.write_offsets[token] * kv.slot_size();
+                write_slot(kv, args->keys + token * args->key_stride + head * kv.head_dim,
+                           kv.slots(block, args->layer, 0, head) + at);
                 if (kv.num_tensors == 1) continue;
-                std::memcpy(kv.slots(block, args->layer, 1, head) + at,
-                            args->values + token * args->value_stride + head * kv.head_dim, bytes);
+                write_slot(kv, args->values + token * args->value_stride + head * kv.head_dim,
+                           kv.slots(block, args->layer, 1, head) + at);
             }
     };
     const std::int64_t numbers = 2 * kv.num_kv_heads * kv.head_dim;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "abi.h"
+#include "int8_kv.h"
 #include "panels.h"
 
 #include <algorithm>
@@ -19,7 +20,7 @@ struct KvContext {
     // Key (key_or_value = 0) or value (key_or_value = 1) of a slot.
     const Bf16* at(std::int64_t slot, int key_or_value, std::int64_t head) const {
         const Bf16* slots = kv.slots(table[slot / kv.block_size], layer, key_or_value, head);
-        return slots + slot % kv.block_size * kv.head_dim;
+        return slots + slot % kv.block_size * kv.slot_size();
     }
 };
 
@@ -41,10 +42,33 @@ struct SlotPointers {
         for (std::int64_t i = skipped; i < count;) {
             const Bf16* slot = context.at(first + i, key_or_value, head);
             const std::int64_t end = std::min(count, i + block_size - (first + i) % block_size);
-            for (; i < end; ++i, slot += context.kv.head_dim) at[i] = slot;
+            for (; i < end; ++i, slot += context.kv.slot_size()) at[i] = slot;
         }
         for (std::int64_t i = 0; i < skipped; ++i) at[i] = at[skipped];
         for (std::int64_t i = count; i < kScoreTileSlots; ++i) at[i] = at[count - 1];
+    }
+
+    // Replaces slots of int8 by their numbers as bf16 in `widened`, [kScoreTileSlots, size].
+    void widen(std::int64_t size, AlignedVector<Bf16>& widened) {
+        widened.resize(kScoreTileSlots * size);
+        for (std::int64_t i = 0; i < count; ++i) {
+            baton::widen(at[i], size, widened.data() + i * size);
+            at[i] = widened.data() + i * size;
+        }
+        for (std::int64_t i = count; i < kScoreTileSlots; ++i) at[i] = at[count - 1];
+    }
+};
+
+// Scales of int8 keys and values of a head. Keys are multiplied with queries, and weights with
+// values, as whole numbers: the scales multiply scores and weights.
+struct SlotScales {
+    alignas(64) float keys[kScoreTileSlots], values[kScoreTileSlots];
+
+    // `offset`: of the head, in units of two bytes.
+    static void read(float* scales, const SlotPointers& slots, std::int64_t size,
+                     std::int64_t offset = 0) {
+        for (std::int64_t i = 0; i < kScoreTileSlots; ++i)
+            scales[i] = scale_of(slots.at[i] + offset, size);
     }
 };
 
@@ -53,14 +77,24 @@ class UnpackedSlotsBase {
   public:
     void load(const KvContext& context, std::int64_t first, std::int64_t end) {
         size_ = context.kv.head_dim;
-        head_ = context.kv.block_size * size_;
+        head_ = context.kv.block_size * context.kv.slot_size();
+        is_int8_ = context.kv.is_int8;
         keys_.find(context, 0, 0, first, end);
         values_.find(context, 0, 1, first, end);
         const std::int64_t next = first + keys_.count;
         next_keys_.find(context, 0, 0, next < end ? next : first, end);  // at the end: unused
     }
 
+    // Reads the scales of a head into `scales`. Returns null if there are none.
+    const SlotScales* scales(std::int64_t head, SlotScales& scales) const {
+        if (!is_int8_) return nullptr;
+        SlotScales::read(scales.keys, keys_, size_, head * head_);
+        SlotScales::read(scales.values, values_, size_, head * head_);
+        return &scales;
+    }
+
   protected:
+    bool is_int8_;
     std::int64_t size_, head_;                // numbers per slot; numbers per head in a block
     SlotPointers keys_, values_, next_keys_;  // of head 0
 };

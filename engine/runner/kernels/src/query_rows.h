@@ -98,7 +98,7 @@ class QueryRows {
         const Panels seen = panels(slot);
         packed.score(tile_config, &tile.scores[0][0][0], queries_.data(), count_, seen.first,
                      seen.end);
-        softmax(slot, tile);
+        softmax(slot, tile, packed.scales());
         packed.add_values(tile_config, sums_.data(), sum_stride(), tile.weights[0], count_,
                           seen.first, seen.end);
     }
@@ -108,10 +108,11 @@ class QueryRows {
                TileConfig& tile_config) const {
         slots.score(tile_config, &tile.scores[0][0][0], queries_.data(), count_, head_, step);
     }
-    void softmax(std::int64_t slot, ScoreTile& tile) {
+    void softmax(std::int64_t slot, ScoreTile& tile, const SlotScales* scales) {
         const Panels seen = panels(slot);
         for (int row = 0; row < count_; ++row) {
             const std::int64_t begin = first_slot_[row] - slot, end = end_slot_[row] - slot;
+            if (scales != nullptr) multiply(tile.scores[row], scales->keys, seen);
             if (chunk_.tanh_scale > 0) apply_softcap(tile.scores[row], seen);
             apply_mask(tile.scores[row], seen.first * kPanelRows, seen.end * kPanelRows, begin,
                        end);
@@ -119,7 +120,7 @@ class QueryRows {
         }
         // A separate loop: rows are independent here, so the processor can overlap them.
         for (int row = 0; row < count_; ++row)
-            exponentiate(row, tile.scores[row], tile.weights[row], seen);
+            exponentiate(row, tile.scores[row], tile.weights[row], seen, scales);
     }
     void add(const UnpackedSlots& slots, std::int64_t step, const ScoreTile& tile) {
         slots.add(sums_.data(), sum_stride(), tile.weights[0], count_, head_, step);
@@ -157,6 +158,15 @@ class QueryRows {
         return (chunk_.context.kv.value_dim + kPanelRows - 1) / kPanelRows * kPanelRows;
     }
 
+    static void multiply(F32x16* scores, const float* scales, Panels seen) {
+        for (std::int64_t v = seen.first * kVectors; v < seen.end * kVectors; ++v)
+            scores[v] *= vector_of(scales, v);
+    }
+
+    static F32x16 vector_of(const float* scales, std::int64_t v) {
+        return reinterpret_cast<const F32x16*>(scales)[v];
+    }
+
     void apply_softcap(F32x16* scores, Panels seen) const {
         for (std::int64_t v = seen.first * kVectors; v < seen.end * kVectors; ++v)
             scores[v] = tanh(scores[v] * chunk_.tanh_scale);
@@ -183,8 +193,9 @@ class QueryRows {
         max_[row] = new_max;
     }
 
-    // Computes softmax weights relative to the maximum.
-    void exponentiate(int row, const F32x16* scores, Bf16* rounded_weights, Panels seen) {
+    // Computes softmax weights relative to the maximum. They are stored times the values' scales.
+    void exponentiate(int row, const F32x16* scores, Bf16* rounded_weights, Panels seen,
+                      const SlotScales* scales) {
         const float scale = chunk_.scale;
         // If the row has attended to no slot yet, all scores are -inf and all weights are zero.
         const float shift = max_[row] == kMinusInf ? 0.0f : max_[row] * scale;
@@ -192,7 +203,11 @@ class QueryRows {
         for (std::int64_t v = seen.first * kVectors; v < seen.end * kVectors; v += 2) {
             const F32x16 low = exp2(scores[v] * scale - shift);
             const F32x16 high = exp2(scores[v + 1] * scale - shift);
-            store(rounded_weights + v * kLanes, low, high);
+            if (scales == nullptr)
+                store(rounded_weights + v * kLanes, low, high);
+            else
+                store(rounded_weights + v * kLanes, low * vector_of(scales->values, v),
+                      high * vector_of(scales->values, v + 1));
             weight += low;
             weight += high;
         }

@@ -20,6 +20,13 @@ class UnpackedSlots : public UnpackedSlotsBase {
 
     static void pack_queries(AlignedVector<Bf16>&, int) {}  // queries need no packing
 
+    void load(const KvContext& context, std::int64_t first, std::int64_t end) {
+        UnpackedSlotsBase::load(context, first, end);
+        if (!is_int8_) return;
+        widened_.resize(kStepSlots * size_);
+        for (int i = 0; i < kStepSlots; ++i) widened_at_[i] = widened_.data() + i * size_;
+    }
+
     std::int64_t num_steps() const { return (keys_.count + kStepSlots - 1) / kStepSlots; }
 
     // scores = queries * keys of a step.
@@ -36,8 +43,11 @@ class UnpackedSlots : public UnpackedSlotsBase {
             &UnpackedSlots::score_rows<6>,
 #endif
         };
-        (this->*kScore[count])(scores + step * kStepSlots, queries, head * head_,
-                               step * kStepSlots);
+        const std::int64_t slot = step * kStepSlots;
+        const bool is_last = slot + kStepSlots >= keys_.count;
+        const Bf16* ahead = is_last ? values_.at[0] : keys_.at[slot + kStepSlots];
+        const Slots slots = slots_at(keys_, slot, head * head_, ahead);
+        (this->*kScore[count])(scores + slot, queries, slots);
     }
 
     // sums += weights * values of a step.
@@ -54,14 +64,35 @@ class UnpackedSlots : public UnpackedSlotsBase {
             &UnpackedSlots::add_rows<6>,
 #endif
         };
-        (this->*kAdd[count])(sums, sum_stride, weights + step * kStepSlots, head * head_,
-                             step * kStepSlots);
+        const std::int64_t slot = step * kStepSlots;
+        const bool is_last = slot + kStepSlots >= values_.count;
+        const Bf16* ahead = is_last ? next_keys_.at[0] : values_.at[slot + kStepSlots];
+        const Slots slots = slots_at(values_, slot, head * head_, ahead);
+        (this->*kAdd[count])(sums, sum_stride, weights + slot, slots);
     }
 
   private:
-    using Score = void (UnpackedSlots::*)(float*, const Bf16*, std::int64_t, std::int64_t) const;
-    using Add = void (UnpackedSlots::*)(float*, std::int64_t, const Bf16*, std::int64_t,
-                                        std::int64_t) const;
+    // Keys or values of a head in a step. A slot begins `offset` numbers after its address.
+    struct Slots {
+        const Bf16* const* at;
+        std::int64_t offset, count;
+        const Bf16* ahead;  // is prefetched
+    };
+    using Score = void (UnpackedSlots::*)(float*, const Bf16*, const Slots&) const;
+    using Add = void (UnpackedSlots::*)(float*, std::int64_t, const Bf16*, const Slots&) const;
+
+    // Converts int8 into a buffer that stays in L1, and prefetches the next step's.
+    Slots slots_at(const SlotPointers& all, std::int64_t slot, std::int64_t offset,
+                   const Bf16* ahead) const {
+        const std::int64_t count = std::min<std::int64_t>(kStepSlots, all.count - slot);
+        if (!is_int8_) return {all.at + slot, offset, count, ahead + offset};
+        const std::int64_t slot_size = size_ / 2 + 1;
+        for (std::int64_t at = 0; at < kStepSlots * slot_size; at += 32)
+            __builtin_prefetch(ahead + offset + at, 0, 2);
+        for (int i = 0; i < kStepSlots; ++i)
+            widen(all.at[slot + i] + offset, size_, widened_.data() + i * size_);
+        return {widened_at_, 0, count, widened_.data()};
+    }
 
     static std::uint32_t pair_at(const Bf16* numbers) {
         std::uint32_t pair;
@@ -71,17 +102,15 @@ class UnpackedSlots : public UnpackedSlotsBase {
 
     // Keeps eight pairs of eight slots in registers, and prefetches the slots of the next step.
     template <int ROWS>
-    void score_rows(float* scores, const Bf16* queries, std::int64_t head,
-                    std::int64_t slot) const {
-        const Bf16* const* keys = keys_.at + slot;
-        const Bf16* ahead = slot + kStepSlots < keys_.count ? keys[kStepSlots] : values_.at[0];
-        ahead += head;
+    void score_rows(float* scores, const Bf16* queries, const Slots& keys) const {
+        const Bf16* ahead = keys.ahead;
         F32x8 acc[kStepSlots / 8][ROWS] = {};
         for (std::int64_t at = 0; at < size_; at += kLanes)
             for (int eight = 0; eight < kStepSlots / 8; ++eight) {
                 U32x8 words[8];
                 for (int i = 0; i < 8; ++i)
-                    std::memcpy(&words[i], keys[eight * 8 + i] + head + at, sizeof words[i]);
+                    std::memcpy(&words[i], keys.at[eight * 8 + i] + keys.offset + at,
+                                sizeof words[i]);
                 for (int line = 0; line < 4; ++line, ahead += 32) __builtin_prefetch(ahead, 0, 2);
                 transpose(words);
                 for (int i = 0; i < 8; ++i)
@@ -97,31 +126,29 @@ class UnpackedSlots : public UnpackedSlotsBase {
     }
 
     template <int ROWS>
-    void add_rows(float* sums, std::int64_t sum_stride, const Bf16* weights, std::int64_t head,
-                  std::int64_t slot) const {
+    void add_rows(float* sums, std::int64_t sum_stride, const Bf16* weights,
+                  const Slots& values) const {
         constexpr int kMaxSums = kRegLanes < kLanes ? 6 : 24;  // as many as registers hold
         constexpr int kAtOnce = 8 * ROWS <= kMaxSums ? 8 : 4 * ROWS <= kMaxSums ? 4 : 2;
-        const bool is_last = slot + kStepSlots >= values_.count;
-        const Bf16* ahead = is_last ? next_keys_.at[0] : values_.at[slot + kStepSlots];
-        ahead += head;
+        const Bf16* ahead = values.ahead;
         std::int64_t at = 0;
         for (; at + kAtOnce * kLanes <= size_; at += kAtOnce * kLanes)
-            add_places<ROWS, kAtOnce>(sums + at, sum_stride, weights, head + at, slot, ahead);
+            add_places<ROWS, kAtOnce>(sums + at, sum_stride, weights, values, at, ahead);
         for (; at < size_; at += 2 * kLanes)
-            add_places<ROWS, 2>(sums + at, sum_stride, weights, head + at, slot, ahead);
+            add_places<ROWS, 2>(sums + at, sum_stride, weights, values, at, ahead);
     }
 
     template <int ROWS, int VECTORS>
-    void add_places(float* sums, std::int64_t sum_stride, const Bf16* weights, std::int64_t at,
-                    std::int64_t slot, const Bf16*& ahead) const {
+    void add_places(float* sums, std::int64_t sum_stride, const Bf16* weights, const Slots& values,
+                    std::int64_t at, const Bf16*& ahead) const {
         F32x16 acc[ROWS][VECTORS];
         for (int row = 0; row < ROWS; ++row) {
             std::memcpy(acc[row], sums + row * sum_stride, sizeof acc[row]);
             for (int v = 0; v < VECTORS; v += 2) to_interleaved_order(acc[row][v], acc[row][v + 1]);
         }
-        const std::int64_t end = std::min<std::int64_t>(kStepSlots, values_.count - slot);
-        for (std::int64_t i = 0; i < end; i += 2) {
-            const Bf16 *even = values_.at[slot + i] + at, *odd = values_.at[slot + i + 1] + at;
+        for (std::int64_t i = 0; i < values.count; i += 2) {
+            const Bf16 *even = values.at[i] + values.offset + at,
+                       *odd = values.at[i + 1] + values.offset + at;
             for (int v = 0; v < VECTORS; v += 2, ahead += 2 * 32) {
                 __builtin_prefetch(ahead, 0, 2);
                 __builtin_prefetch(ahead + 32, 0, 2);
@@ -140,6 +167,9 @@ class UnpackedSlots : public UnpackedSlotsBase {
             std::memcpy(sums + row * sum_stride, acc[row], sizeof acc[row]);
         }
     }
+
+    mutable AlignedVector<Bf16> widened_;  // numbers of the slots of a step, if they are int8
+    const Bf16* widened_at_[kStepSlots];
 };
 
 }  // namespace baton

@@ -18,7 +18,7 @@ class UnpackedSlots : public UnpackedSlotsBase {
     static constexpr int kMaxQueryRows = 8;
 
     static bool supports(const PagedKv& kv) {
-        return kv.num_tensors == 2 && kv.head_dim % (2 * kLanes) == 0 &&
+        return !kv.is_int8 && kv.num_tensors == 2 && kv.head_dim % (2 * kLanes) == 0 &&
                kv.block_size % kTileRows == 0;
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engine.sampling import NO_SAMPLING_DEFAULTS, SamplingDefaults
+from kv_transfer.types import NodeId
 from router.routing.node_table import NodeTable, ServedModel
 from rpc.node_info import NodeRole
 from tests.support.node_calls import a_card
@@ -33,3 +34,36 @@ def test_limits_and_defaults_of_a_model_follow_its_nodes() -> None:
     table.join("d:1", other)  # the address serves another model now
     assert table.models == {"other"}
     assert table.served_model("tiny") == ServedModel()
+
+
+def test_a_node_whose_blocks_are_converted_is_paired_if_there_is_no_other() -> None:
+    table = NodeTable()
+    prefill, decode = a_card(NodeRole.PREFILL, "p"), a_card(NodeRole.DECODE, "d")
+    small = replace(decode.fingerprint, block_size=decode.fingerprint.block_size // 2)
+    other = replace(decode, fingerprint=small, block_bytes=decode.block_bytes // 2)
+    table.join("p:1", prefill)
+    table.join("d:1", other)
+
+    assert prefills_by_decode(table) == {"d": []}
+
+    staging = replace(other, kv_staging_bytes=prefill.block_bytes)
+    table.join("d:1", staging)
+    assert prefills_by_decode(table) == {"d": ["p"]}
+    [pair] = [group for group in table.groups() if group.decodes]
+    assert table.partners(pair.decodes[0]) == list(pair.prefills)
+
+    table.join("d:1", replace(staging, kv_transport="ucxx"))
+    assert prefills_by_decode(table) == {"d": []}
+
+    table.join("d:1", staging)
+    equal = replace(prefill, node_id=NodeId("q"), fingerprint=small, block_bytes=other.block_bytes)
+    table.join("q:1", equal)
+    assert prefills_by_decode(table) == {"d": ["q"]}
+
+
+def prefills_by_decode(table: NodeTable) -> dict[str, list[str]]:
+    return {
+        decode.card.node_id: [prefill.card.node_id for prefill in group.prefills]
+        for group in table.groups()
+        for decode in group.decodes
+    }

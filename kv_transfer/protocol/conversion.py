@@ -1,0 +1,109 @@
+"""Pairs whose blocks differ: which of them fit, and which of the sender's blocks a receive needs.
+
+The receiver takes the blocks in the sender's layout into a staging area and converts them. Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from kv_transfer.protocol.messages import MAX_REGION_BLOCKS, Fingerprint, Hello, Region
+from kv_transfer.types import BlockId, Receive
+
+INT8 = "int8/"  # before the dtype of the model
+INT8_SCALE_BYTES = 2
+NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def is_convertible(source: Fingerprint, target: Fingerprint) -> bool:
+    """Return whether blocks of `source` can be converted into different ones of `target`.
+
+    The receiver's KV can be int8 while the sender's is not. Block sizes can differ if all layers
+    attend to all tokens: otherwise the two sides would not agree on the blocks that are needed.
+    """
+    if source == target or target.dtype not in (source.dtype, f"{INT8}{source.dtype}"):
+        return False
+    is_one_group = "|" not in target.kv_groups and not _forgets(target.kv_groups)
+    if source.block_size != target.block_size and not is_one_group:
+        return False
+    return replace(source, dtype=target.dtype, block_size=target.block_size) == target
+
+
+def _token_bytes(layout: Fingerprint) -> int | None:
+    """Return the bytes of a token in one layer, tensor and KV head; None for an unknown dtype."""
+    if layout.dtype.startswith(INT8):
+        return layout.head_dim + INT8_SCALE_BYTES
+    number_bytes = NUMBER_BYTES.get(layout.dtype)
+    return None if number_bytes is None else number_bytes * layout.head_dim
+
+
+def _has_expected_size(sender: Hello, receiver: Hello) -> bool:
+    """Return whether the sender's blocks have the size that its fingerprint implies."""
+    source, target = sender.fingerprint, receiver.fingerprint
+    sent, kept = _token_bytes(source), _token_bytes(target)
+    if not sent or not kept or min(source.block_size, target.block_size) < 1:
+        return False
+    num_slots = receiver.region.block_bytes // (kept * target.block_size)
+    return sender.region.block_bytes == num_slots * sent * source.block_size
+
+
+def _forgets(kv_groups: str) -> bool:
+    return kv_groups.startswith(("window", "chunk"))
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """Conversion of the blocks of one sender into those of this node."""
+
+    source: Fingerprint
+    target: Fingerprint
+    region: Region  # staging area, in blocks of the sender
+
+    @classmethod
+    def between(cls, sender: Hello, receiver: Hello) -> Conversion | None:
+        """Return the conversion of a pair; None if its blocks are equal or cannot be converted."""
+        source, target, staging = sender.fingerprint, receiver.fingerprint, receiver.staging
+        if staging is None or not is_convertible(source, target):
+            return None
+        block_bytes = sender.region.block_bytes
+        if staging.num_bytes < block_bytes or not _has_expected_size(sender, receiver):
+            return None
+        num_blocks = min(staging.num_bytes // block_bytes, MAX_REGION_BLOCKS)
+        region = Region(staging.base, num_blocks, block_bytes, staging.device)
+        return cls(source, target, region)
+
+    def __str__(self) -> str:
+        names = []
+        for name in ("dtype", "block_size"):
+            sent, kept = getattr(self.source, name), getattr(self.target, name)
+            if sent != kept:
+                names.append(f"{name} {sent} to {kept}")
+        return ", ".join(names)
+
+    def blocks_needed(self, order: Receive) -> range:
+        """Return the places, in the sender's order, of the blocks that an order needs."""
+        size = self.source.block_size
+        if size == self.target.block_size:
+            return range(order.first_block, order.first_block + len(order.block_ids))
+        if not order.block_ids:
+            return range(0)
+        return range(self._first_token(order) // size, -(-order.num_tokens // size))
+
+    def num_skipped_tokens(self, order: Receive) -> int:
+        """Return the leading tokens of the sender's blocks that this node has already."""
+        if self.source.block_size == self.target.block_size:
+            return 0
+        return self._first_token(order) % self.source.block_size
+
+    def _first_token(self, order: Receive) -> int:
+        return order.first_block * self.target.block_size
+
+
+@dataclass(frozen=True, slots=True)
+class StagedBlocks:
+    """Blocks of a sender in the staging area, to convert into those of an order."""
+
+    conversion: Conversion
+    order: Receive
+    first_block: int  # place of block_ids[0] in the sender's order
+    block_ids: tuple[BlockId, ...]  # of the staging area, adjacent

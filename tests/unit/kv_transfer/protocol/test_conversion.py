@@ -1,0 +1,212 @@
+"""Pairs whose blocks differ: which are converted, from which blocks, and through which memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from kv_transfer.config import ReceiverConfig
+from kv_transfer.link import LinkId
+from kv_transfer.protocol.actions import CheckDigest, ConvertStaged, SendMessage
+from kv_transfer.protocol.conversion import Conversion, is_convertible
+from kv_transfer.protocol.messages import Done, Fingerprint, Grant, Hello, Region, Revoked
+from kv_transfer.protocol.receiver import Receiver
+from kv_transfer.protocol.staging_area import StagingArea
+from kv_transfer.types import BlockId, FirstToken, HandoffId, Incarnation, NodeId, Peer, Receive
+
+FULL = Fingerprint("m", "bfloat16", "layers", 16, 2, 2, 8, "full: 0,1")
+WINDOWED = replace(FULL, kv_groups="full: 0 | window 24: 1")
+INT8 = "int8/bfloat16"
+TOKEN_BYTES = {"bfloat16": 16, INT8: 10}
+LINK = LinkId(1)
+PEER = Peer(NodeId("p"), "p:1")
+
+
+def hello(layout: Fingerprint, staging_bytes: int = 0) -> Hello:
+    block_bytes = 8 * layout.block_size * TOKEN_BYTES[layout.dtype]  # 2 layers, tensors, heads
+    staging = Region(1 << 20, 1, staging_bytes) if staging_bytes else None
+    region = Region(0, 8, block_bytes)
+    return Hello(NodeId("n"), Incarnation("1"), layout, region, "memory", b"", staging)
+
+
+def conversion(source_size: int = 16, target_size: int = 32, num_blocks: int = 8) -> Conversion:
+    source = replace(FULL, block_size=source_size)
+    target = replace(FULL, block_size=target_size)
+    made = Conversion.between(hello(source), hello(target, num_blocks * 128 * source_size))
+    assert made is not None
+    return made
+
+
+def order(first_block: int, num_blocks: int, num_tokens: int, number: int = 0) -> Receive:
+    blocks = tuple(map(BlockId, range(num_blocks)))
+    return Receive(HandoffId("r", number), PEER, first_block, blocks, num_tokens)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "is_good"),
+    [
+        (FULL, replace(FULL, block_size=32), True),
+        (FULL, replace(FULL, dtype=INT8), True),
+        (FULL, replace(FULL, dtype=INT8, block_size=1), True),
+        (replace(FULL, dtype=INT8), replace(FULL, dtype=INT8, block_size=1), True),
+        (WINDOWED, replace(WINDOWED, dtype=INT8), True),
+        (WINDOWED, replace(WINDOWED, block_size=32), False),
+        (replace(FULL, dtype=INT8), FULL, False),
+        (FULL, replace(FULL, dtype="int8/float32"), False),
+        (FULL, replace(FULL, dtype=INT8, model="other"), False),
+        (FULL, replace(WINDOWED, dtype=INT8), False),
+        (FULL, FULL, False),
+    ],
+)
+def test_what_can_be_converted(source: Fingerprint, target: Fingerprint, *, is_good: bool) -> None:
+    assert is_convertible(source, target) is is_good
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"fingerprint": replace(FULL, block_size=0)},
+        {"fingerprint": replace(FULL, block_size=24)},  # not what its blocks' bytes say
+        {"region": Region(0, 8, 1)},
+        {"region": Region(0, 8, 1 << 40)},
+    ],
+    ids=["no tokens", "other tokens", "small", "large"],
+)
+def test_a_sender_whose_blocks_have_another_size_than_it_says_is_not_converted(
+    change: dict[str, object],
+) -> None:
+    receiver = hello(replace(FULL, block_size=32), 1 << 16)
+    sender = hello(FULL)
+
+    assert Conversion.between(sender, receiver) is not None
+    assert Conversion.between(replace(sender, **change), receiver) is None  # type: ignore[arg-type]
+    assert Conversion.between(sender, replace(receiver, staging=None)) is None
+
+
+@given(
+    sizes=st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    num_tokens=st.integers(1, 300),
+    num_hits=st.integers(0, 10),
+)
+def test_the_blocks_that_are_sent_contain_all_missing_tokens_and_begin_with_the_first(
+    sizes: tuple[int, int], num_tokens: int, num_hits: int
+) -> None:
+    source, target = sizes
+    assume(source != target)
+    converting = conversion(source, target)
+    first_token = min(num_hits, num_tokens // target) * target
+    missing = order(first_token // target, -(-(num_tokens - first_token) // target), num_tokens)
+
+    needed = converting.blocks_needed(missing)
+
+    if not missing.block_ids:
+        assert not needed
+        return
+    assert needed.start * source + converting.num_skipped_tokens(missing) == first_token
+    assert converting.num_skipped_tokens(missing) < source
+    assert (needed.stop - 1) * source < num_tokens <= needed.stop * source
+
+
+@given(steps=st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.sampled_from([4, 16, 24]))))
+def test_lent_blocks_never_overlap_and_all_come_back(steps: list[tuple[bool, int, int]]) -> None:
+    area = StagingArea(Region(1 << 20, 1, 8 * 128 * 16), lambda _: None)
+    lent: dict[HandoffId, range] = {}
+    for number, (is_lend, count, size) in enumerate(steps):
+        if not is_lend and lent:
+            handoff_id = next(iter(lent))
+            del lent[handoff_id]
+            assert area.take_back(handoff_id)
+            continue
+        wanted = order(0, -(-count * size // 32), count * size, number)
+        staged = area.lend(conversion(size, 32, 8 * 16 // size), wanted)
+        if staged is None:
+            assert lent
+            continue
+        assert len(staged.block_ids) == count
+        own = range(sum(staged.block_ids[:1]) * size, sum(staged.block_ids[-1:], 1) * size)
+        if count:
+            assert own.stop <= 8 * 16
+            assert all(own.stop <= each.start or each.stop <= own.start for each in lent.values())
+            lent[wanted.handoff_id] = own
+
+    for handoff_id in list(lent):
+        area.take_back(handoff_id)
+    assert area.lend(conversion(), order(0, 4, 128, -1)) is not None
+
+
+class StagedReceiver:
+    """Receiver of one link whose blocks are converted, with room for two orders of 64 tokens."""
+
+    def __init__(self) -> None:
+        self.staging = StagingArea(Region(1 << 20, 1, 8 * 128 * 16), lambda _: None)
+        self.receiver = Receiver(ReceiverConfig(), is_one_sided=True, staging=self.staging)
+        self.orders = [order(0, 2, 64, number) for number in range(3)]
+        for each in self.orders:
+            self.receiver.receive(each, LINK, 0.0)
+        self.receiver.link_up(LINK, 0.0, conversion())
+
+    def granted(self) -> dict[HandoffId, tuple[BlockId, ...]]:
+        sent = [each for each in self.receiver.take_actions() if isinstance(each, SendMessage)]
+        messages = [each.message for each in sent]
+        return {each.handoff_id: each.block_ids for each in messages if isinstance(each, Grant)}
+
+    def arrive(self, number: int, digest: int | None) -> list[object]:
+        done = Done(self.orders[number].handoff_id, 64, FirstToken(1), digest)
+        self.receiver.arrived(LINK, number + 1, done)
+        return list(self.receiver.take_actions())
+
+
+def test_a_receive_waits_for_room_and_lands_after_its_conversion() -> None:
+    world = StagedReceiver()
+    first, second, third = (each.handoff_id for each in world.orders)
+
+    assert world.granted() == {first: (0, 1, 2, 3), second: (4, 5, 6, 7)}
+    [convert] = world.arrive(0, None)
+
+    assert isinstance(convert, ConvertStaged)
+    assert convert.staged.order == world.orders[0]
+    assert world.receiver.take_reports().finished_recving == ()
+    world.receiver.converted(first)
+    assert [each.handoff_id for each in world.receiver.take_reports().finished_recving] == [first]
+    assert world.granted() == {third: (0, 1, 2, 3)}
+
+
+def test_a_wrong_digest_is_not_converted() -> None:
+    world = StagedReceiver()
+    world.granted()
+    first, _, third = (each.handoff_id for each in world.orders)
+
+    [check] = world.arrive(0, 7)
+    assert check == CheckDigest(first, tuple(map(BlockId, range(4))), 7)
+    world.receiver.checked(first, is_good=False)
+
+    assert world.granted() == {third: (0, 1, 2, 3)}
+    reports = world.receiver.take_reports()
+    assert [each.handoff_id for each in reports.failed_recving] == [first]
+    assert reports.finished_recving == ()
+    assert not world.receiver.awaits_conversion(first)
+
+
+def test_staged_blocks_of_a_revoked_receive_stay_fenced_until_no_write_can_land() -> None:
+    world = StagedReceiver()
+    world.granted()
+    first, _, third = (each.handoff_id for each in world.orders)
+
+    world.receiver.revoke(first, 1.0)
+    assert world.granted() == {}
+    world.receiver.handle_message(LINK, Revoked(first), 2.0)
+
+    assert world.granted() == {third: (0, 1, 2, 3)}
+
+
+def test_an_order_larger_than_the_staging_area_fails_by_name() -> None:
+    world = StagedReceiver()
+    world.granted()
+
+    world.receiver.receive(order(0, 8, 256, 9), LINK, 1.0)
+
+    [lost] = world.receiver.take_reports().failed_recving
+    assert "--kv-staging-memory is 16384 bytes" in lost.reason
