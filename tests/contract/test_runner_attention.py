@@ -143,12 +143,17 @@ class World:
 
     def expected(self, layer: int) -> Tensor:
         answers, first = [], 0
-        for each, keys_values in zip(self.sequences, self.keys_values, strict=True):
+        for each, keys_values in zip(self.sequences, self._kept(), strict=True):
             for place in range(each.queries):
                 query = self.queries[layer, first + place]
                 answers.append(self._naive(layer, query, keys_values, each.computed + place))
             first += each.queries
         return torch.stack(answers)
+
+    def _kept(self) -> list[Tensor]:
+        """Return keys and values as the cache holds them, in float64."""
+        slots = [self.shape.stored(each.transpose(-1, -2)) for each in self.keys_values]
+        return [self.shape.read(each).transpose(-1, -2) for each in slots]
 
     def _attention(self, layer: int) -> LayerAttention:
         shape = self.shape
@@ -168,8 +173,7 @@ class World:
         shape, window, chunk = self.shape, self.shape.windows[layer], self.shape.chunks[layer]
         first = 0 if window is None else max(0, position - window + 1)
         first = first if chunk is None else max(first, position // chunk * chunk)
-        written = keys_values[:, layer, :, :, first : position + 1].transpose(-1, -2)
-        seen = shape.read(shape.stored(written)).transpose(-1, -2)
+        seen = keys_values[:, layer, :, :, first : position + 1]
         heads = []
         for head in range(shape.num_heads):
             slots = seen[:, head // (shape.num_heads // shape.num_kv_heads)]
