@@ -130,6 +130,9 @@ class FaultyChannel:
     def close_stops_writes(self) -> bool:
         return self._inner.close_stops_writes
 
+    def receive_into(self, region: Region) -> None:
+        self._inner.receive_into(region)
+
     def connect(self, metadata: bytes, region: Region) -> None:
         self._inner.connect(metadata, region)
 

@@ -19,10 +19,11 @@ from tests.support.models import make_model_folder, prompt_of, reference_logprob
 from tests.support.nodes import kill_the_writer
 from tests.support.suspended_processes import suspended
 
-# Soft caps with windows, sinks, shared experts with sigmoid routing, chunks, and softmax routing.
-FAMILIES = ("gemma2", "gpt-oss", "glm4-moe", "llama4", "qwen3-moe")
+# Soft caps with windows, sinks, shared experts with sigmoid routing, chunks, softmax routing, and
+# a recurrent state.
+FAMILIES = ("gemma2", "gpt-oss", "glm4-moe", "llama4", "qwen3-moe", "qwen3-next")
 PROMPT = prompt_of(70)  # longer than windows and chunks
-NUM_SHARED = 48  # three blocks
+NUM_SHARED = 64  # all whole blocks, at whose end a recurrent state has a snapshot
 BRANCHED = (*PROMPT[:NUM_SHARED], *prompt_of(9, seed=5))
 
 

@@ -285,6 +285,12 @@ RECURRENT_WRAPPED: Mapping[str, Variant] = {
     "qwen3.5-vl": Variant("Qwen3_5", RECURRENT["qwen3.5"].settings, vision=QWEN_VISION),
     "qwen3.5-moe-vl": Variant("Qwen3_5Moe", RECURRENT["qwen3.5-moe"].settings, vision=QWEN_VISION),
 }
-# Served without a scheduler so far.
+# With a recurrent state.
 STATE_VARIANTS: Mapping[str, Variant] = {**RECURRENT, **RECURRENT_WRAPPED}
-FAMILY_VARIANTS: Mapping[str, Variant] = {**DENSE, **EXPERTS, **WRAPPED}
+FAMILY_VARIANTS: Mapping[str, Variant] = {
+    **DENSE,
+    **EXPERTS,
+    **WRAPPED,
+    "qwen3-next": RECURRENT["qwen3-next"],
+    "qwen3.5": RECURRENT["qwen3.5"],
+}

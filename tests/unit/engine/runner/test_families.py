@@ -228,6 +228,8 @@ def test_experts_are_those_of_the_model(tmp_path: Path) -> None:
     assert sizes == {
         "Qwen1.5-MoE-A2.7B": (60, 4, 1408, 5632, False),
         "Qwen3-30B-A3B": (128, 8, 768, 0, True),
+        "Qwen3-Next-80B-A3B": (512, 10, 512, 512, True),
+        "Qwen3.5-35B-A3B": (256, 8, 512, 512, True),
         "Qwen3-VL-30B-A3B": (128, 8, 768, 0, True),
         "Mixtral-8x7B": (8, 2, 14_336, 0, True),
         "OLMoE-1B-7B": (64, 8, 1024, 0, False),
