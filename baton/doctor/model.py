@@ -14,6 +14,7 @@ from text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from engine.runner.model.config import ModelConfig
+    from engine.runner.state.state_shape import StateShape
 
 BLOCK_SIZE = 16
 MAX_NUM_SEQS = 128  # both are the defaults of nodes
@@ -56,6 +57,7 @@ def _weights(folder: Path, kv_bytes: int | None, kv_cache_dtype: str) -> Iterato
     from engine.runner.config import RunnerConfig
     from engine.runner.families.read_config import read_model_config
     from engine.runner.load import DTYPES, kv_dtype
+    from engine.runner.state.state_shape import state_shape
     from engine.runner.weights.safetensors import WeightFiles
     from engine.runner.weights.tensor_names import check_tensors, expected_tensors
 
@@ -70,7 +72,8 @@ def _weights(folder: Path, kv_bytes: int | None, kv_cache_dtype: str) -> Iterato
     num_parameters = sum(_product(shape) for shape in expected_tensors(config).values())
     yield ok("weights", _describe(config, num_parameters))
     stored = kv_dtype(kv_cache_dtype, config, dtype)
-    block_bytes = KvShape.of(config, BLOCK_SIZE, stored).block_bytes
+    shape = KvShape.of(config, BLOCK_SIZE, stored)
+    block_bytes, state = shape.block_bytes, state_shape(config, shape, dtype)
     weight_bytes = num_parameters * dtype.itemsize
     if config.quantization is not None:
         weight_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
@@ -79,7 +82,14 @@ def _weights(folder: Path, kv_bytes: int | None, kv_cache_dtype: str) -> Iterato
         node = RunnerConfig(str(folder), kv_cache_share=None, max_num_seqs=MAX_NUM_SEQS)
         kv_bytes = auto_kv_bytes(node, max(free - weight_bytes, 0), block_bytes, max_model_len)
     yield room_finding(weight_bytes, kv_bytes, block_bytes // BLOCK_SIZE, free)
-    yield length_finding(kv_bytes // block_bytes * BLOCK_SIZE, max_model_len)
+    yield length_finding(_num_tokens(kv_bytes // block_bytes, state), max_model_len)
+
+
+def _num_tokens(num_blocks: int, state: StateShape | None) -> int:
+    """Return the tokens of the longest request, next to its recurrent state."""
+    # Two sides, and a snapshot to begin from.
+    num_state_blocks = 0 if state is None else 3 * state.num_blocks
+    return max(0, num_blocks - num_state_blocks) * BLOCK_SIZE
 
 
 def _describe(config: ModelConfig, num_parameters: int) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.runner.families.read_config import read_model_config
-from engine.runner.model.config import LayerConfig, ModelConfig, MoeConfig
+from engine.runner.model.config import DeltaConfig, LayerConfig, ModelConfig, MoeConfig
 from engine.runner.weights.packed import is_packed
 from engine.runner.weights.safetensors import WeightFiles
 from engine.runner.weights.tensor_names import TensorMap
@@ -20,6 +20,8 @@ from engine.runner.weights.tensor_names import TensorMap
 BYTES_OF_NUMBER = {"none": 2.0, "int8": 1.0, "int4": 0.5}  # of weights
 HEAD_BYTES_OF_NUMBER = {"none": 2.0, "int8": 1.0, "int4": 1.0}
 KV_NUMBER_BYTES = 2.0
+STATE_NUMBER_BYTES = 4  # read and written once per step
+STATE_PRODUCTS = 3  # of each number and token: what it recalls, its change and the output
 
 CountExperts = Callable[[int], float]  # different experts that so many tokens choose
 
@@ -52,12 +54,13 @@ def batch_of(num_sequences: int, context_len: int) -> StepWork:
 class LayerWork:
     """Numbers of weights of a layer, and the slots that its tokens attend to."""
 
-    span: LayerConfig  # window and chunk
+    span: LayerConfig  # window, chunk, or a recurrent state
     kv_numbers: int
     other_numbers: int  # all else that each token needs
     expert_numbers: int  # of one expert
     top_k: int
     unquantized_numbers: int = 0  # that each token needs
+    state_numbers: int = 0  # of a sequence's recurrent state, in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,7 @@ class Work:
             if layer.top_k:
                 experts = count_experts(needed.num_tokens) * layer.expert_numbers
                 read += experts * self.expert_number_bytes
+            read += 2 * needed.num_sequences * layer.state_numbers * STATE_NUMBER_BYTES
             num_slots = needed.num_sequences * _num_slots(layer.span, needed)
             read += num_slots * self.slot_numbers * self.kv_number_bytes
         return read
@@ -98,6 +102,7 @@ class Work:
         for layer, needed in self._steps(step):
             per_token = layer.other_numbers + layer.unquantized_numbers
             per_token += layer.top_k * layer.expert_numbers
+            per_token += STATE_PRODUCTS * layer.state_numbers
             products += layer.kv_numbers * step.num_tokens + per_token * needed.num_tokens
             num_pairs = needed.num_sequences * _num_pairs(layer.span, needed)
             products += num_pairs * self.pair_products
@@ -147,7 +152,8 @@ class _StoredBytes:
         self._tensors = TensorMap(config, shapes)
 
     def of_attention(self) -> float:
-        return self._of(self._tensors.in_layer(0, self._tensors.names.output))
+        layer = self._config.attention_layers[0]
+        return self._of(self._tensors.in_layer(layer, self._tensors.names.output))
 
     def of_experts(self) -> float:
         experts = self._tensors.names.experts
@@ -165,7 +171,7 @@ class _StoredBytes:
 
 def _layer_work(config: ModelConfig, layer: LayerConfig) -> LayerWork:
     hidden, moe = config.hidden_size, None if layer.mlp_size else config.moe
-    keys, other, absorbed = _attention_numbers(config)
+    keys, other, unquantized = _mixer_numbers(config, layer)
     other += 3 * layer.mlp_size * hidden
     if moe is not None:
         shared_gate = hidden if moe.has_shared_gate else 0
@@ -176,8 +182,23 @@ def _layer_work(config: ModelConfig, layer: LayerConfig) -> LayerWork:
         other_numbers=other,
         expert_numbers=0 if moe is None else 3 * moe.expert_size * hidden,
         top_k=0 if moe is None else moe.top_k,
-        unquantized_numbers=absorbed,
+        unquantized_numbers=unquantized,
+        state_numbers=_state_numbers(config.delta) if layer.is_recurrent else 0,
     )
+
+
+def _mixer_numbers(config: ModelConfig, layer: LayerConfig) -> tuple[int, int, int]:
+    """Return the numbers of keys and values, of other matrices, and of those kept unquantized."""
+    if config.delta is None or not layer.is_recurrent:
+        return _attention_numbers(config)
+    delta, hidden = config.delta, config.hidden_size
+    inputs = delta.num_channels + delta.num_values
+    gates = 2 * delta.num_value_heads * hidden + delta.num_channels * delta.conv_size
+    return 0, (inputs + delta.num_values) * hidden, gates
+
+
+def _state_numbers(delta: DeltaConfig | None) -> int:
+    return 0 if delta is None else delta.num_value_heads * delta.key_dim * delta.value_dim
 
 
 def _attention_numbers(config: ModelConfig) -> tuple[int, int, int]:
@@ -185,7 +206,8 @@ def _attention_numbers(config: ModelConfig) -> tuple[int, int, int]:
     hidden, heads, latent = config.hidden_size, config.num_heads, config.latent
     if latent is None:
         kv_numbers = 2 * config.num_kv_heads * config.head_dim * hidden
-        return kv_numbers, 2 * heads * config.head_dim * hidden, 0
+        num_matrices = 3 if config.has_output_gate else 2  # queries and output, and the gate
+        return kv_numbers, num_matrices * heads * config.head_dim * hidden, 0
     queries = heads * (latent.nope_dim + latent.rope_dim)
     rank = latent.query_rank
     query_numbers = queries * hidden if rank is None else rank * (hidden + queries)
@@ -197,7 +219,7 @@ def _attention_numbers(config: ModelConfig) -> tuple[int, int, int]:
 def _num_slots(span: LayerConfig, step: StepWork) -> int:
     """Return the slots that the new tokens of a sequence attend to."""
     first = step.context_len - step.num_new
-    return step.num_new - 1 + _num_seen(span, first)
+    return 0 if span.is_recurrent else step.num_new - 1 + _num_seen(span, first)
 
 
 def _num_pairs(span: LayerConfig, step: StepWork) -> int:
@@ -207,6 +229,8 @@ def _num_pairs(span: LayerConfig, step: StepWork) -> int:
 
 def _num_seen(span: LayerConfig, position: int) -> int:
     """Return the slots that the token at `position` attends to."""
+    if span.is_recurrent:
+        return 0
     num_seen = position + 1
     if span.chunk is not None:
         num_seen = position % span.chunk + 1

@@ -131,6 +131,16 @@ def test_the_experts_that_are_chosen_count() -> None:
     assert TorchOps.route is route
 
 
+def test_a_recurrent_layer_reads_and_writes_its_state_whatever_the_context() -> None:
+    layer = LayerWork(LayerConfig(is_recurrent=True), 0, 100, 0, 0, state_numbers=30)
+    work = replace(WORK, layers=[layer])
+    stateless = replace(WORK, layers=[replace(layer, state_numbers=0)])
+
+    for step in (batch_of(3, 5), batch_of(3, 500)):
+        assert read_bytes(work, step) - read_bytes(stateless, step) == 2 * 3 * 30 * 4
+        assert flops(work, step) - flops(stateless, step) == 2 * 3 * 3 * 30
+
+
 @pytest.mark.slow  # imports transformers
 @pytest.mark.parametrize("name", FAMILY_VARIANTS)
 def test_each_matrix_of_a_family_counts_once(name: str, tmp_path: Path) -> None:
