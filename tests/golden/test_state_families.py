@@ -15,7 +15,7 @@ import torch
 from engine.request import RequestId
 from engine.runner.model_runner import TorchRunner
 from engine.sampling import SamplingParams
-from tests.support.families import STATE_VARIANTS
+from tests.support.families import FAMILY_VARIANTS, RECURRENT, STATE_VARIANTS
 from tests.support.kernels import kernels_by_variant
 from tests.support.models import (
     half_reference_logprobs,
@@ -36,7 +36,11 @@ HALF_TOLERANCE = 0.1  # as in test_families.py
 LoadRunner = Callable[..., TorchRunner]
 FolderOf = Callable[[str], Path]
 
-each_family = pytest.mark.parametrize("name", STATE_VARIANTS)
+# The others are tested in test_families.py.
+each_other_family = pytest.mark.parametrize("name", sorted(STATE_VARIANTS.keys() - FAMILY_VARIANTS))
+# A model with images has the same decoder.
+each_other_decoder = pytest.mark.parametrize("name", sorted(RECURRENT.keys() - FAMILY_VARIANTS))
+each_decoder = pytest.mark.parametrize("name", RECURRENT)
 
 
 def driver(runner: TorchRunner, chunk: int, *, snapshot_every: int = 0) -> Driver:
@@ -49,7 +53,7 @@ def driver(runner: TorchRunner, chunk: int, *, snapshot_every: int = 0) -> Drive
     )
 
 
-@each_family
+@each_other_family
 @pytest.mark.parametrize("chunk", [CHUNK, 1 << 20])
 def test_greedy_tokens_equal_those_of_transformers(
     name: str, chunk: int, family_runner: LoadRunner, family_folder: FolderOf
@@ -67,7 +71,7 @@ def test_greedy_tokens_equal_those_of_transformers(
     assert len(set(batched[0])) > 4
 
 
-@each_family
+@each_other_decoder
 @pytest.mark.parametrize(("chunk", "preempted_at"), [(1, (1, 45)), (1 << 20, (1, 6))])
 def test_a_preempted_request_keeps_its_tokens(
     name: str,
@@ -89,7 +93,7 @@ def test_a_preempted_request_keeps_its_tokens(
     assert drive.outputs == reference_choices(family_folder(name), drive.prompt, drive.outputs, 12)
 
 
-@each_family
+@each_other_family
 def test_logprobs_equal_those_of_transformers(
     name: str, family_runner: LoadRunner, family_folder: FolderOf
 ) -> None:
@@ -111,7 +115,7 @@ def test_logprobs_equal_those_of_transformers(
     assert errors.median() < MEDIAN_TOLERANCE
 
 
-@each_family
+@each_decoder
 # In one pass with several snapshots; at the end of a pass; in passes that cross a block.
 @pytest.mark.parametrize("chunk", [1 << 20, BLOCK_SIZE, CHUNK])
 def test_a_request_continues_from_each_of_its_snapshots(
@@ -136,7 +140,7 @@ def test_a_request_continues_from_each_of_its_snapshots(
     assert neighbour.outputs == reference_choices(folder, neighbour.prompt, neighbour.outputs, 40)
 
 
-@each_family
+@each_other_decoder
 @pytest.mark.parametrize(
     "kernels",
     [
