@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -16,9 +17,11 @@ from engine.plan import PlanRow, Snapshot, StateBlocks
 from engine.request import RequestId
 from engine.runner.kernels.native import Kernels, NativeOps
 from engine.runner.kernels.native_linear_attention import NativeLinearAttention
-from engine.runner.model.config import DeltaConfig
+from engine.runner.model.config import Recurrence, RecurrentConfig
 from engine.runner.model.delta import DeltaWeights
+from engine.runner.model.mamba import MambaWeights
 from engine.runner.model.ops import Norm
+from engine.runner.model.recurrent import RecurrentWeights
 from engine.runner.model.torch_ops import TorchOps
 from engine.runner.state.linear_attention import LinearAttention, TorchLinearAttention
 from engine.runner.state.state_shape import StateShape
@@ -32,6 +35,7 @@ pytestmark = pytest.mark.skipif(not kernels_by_variant(), reason="no C++ compile
 each_build = pytest.mark.parametrize(
     "kernels", kernels_by_variant().values(), ids=kernels_by_variant().keys()
 )
+each_rule = pytest.mark.parametrize("rule", Recurrence, ids=lambda rule: rule.name.lower())
 
 LAYER = 1  # of two
 MakeAttention = Callable[[Tensor, StateShape], LinearAttention]
@@ -51,27 +55,36 @@ class Outcome(NamedTuple):
     snapshots: list[Tensor]
 
 
+def random_weights(config: RecurrentConfig, drawn: Callable[..., Tensor]) -> RecurrentWeights:
+    gates, num_heads = TorchOps().linear(drawn(2, 2), None), config.num_value_heads
+    conv = drawn(config.conv_size, config.num_channels).bfloat16().float()
+    decay_bias, decay_rate = drawn(num_heads), drawn(num_heads).exp()
+    is_delta = config.rule is Recurrence.GATED_DELTA
+    norm_size = config.value_dim if is_delta else config.num_values
+    norm = Norm((1 + 0.2 * drawn(norm_size)).bfloat16(), 1e-6)
+    if is_delta:
+        return DeltaWeights(gates, conv, decay_bias, decay_rate, norm)
+    conv_bias, skip = drawn(config.num_channels), drawn(num_heads)
+    return MambaWeights(gates, conv, conv_bias, decay_bias, decay_rate, skip, norm)
+
+
 class RandomSequences:
     """Projected tokens of some sequences, whose states are in a cache of NaN."""
 
-    def __init__(self, delta: DeltaConfig, lengths: Sequence[int], block_bytes: int, seed: int):
+    def __init__(
+        self, config: RecurrentConfig, lengths: Sequence[int], block_bytes: int, seed: int
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
 
         def drawn(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator)
 
-        self.shape = StateShape(delta, 2, "bfloat16", 2, block_bytes)
+        self.shape = StateShape(config, 2, "bfloat16", 2, block_bytes)
         self._lengths = lengths
-        width = delta.num_channels + delta.num_values
+        width = config.num_channels + config.num_values
         self._projected = [drawn(n, width).bfloat16() for n in lengths]
-        self._gates = [drawn(n, 2 * delta.num_value_heads).bfloat16() for n in lengths]
-        self.weights = DeltaWeights(
-            gates=TorchOps().linear(drawn(2, 2), None),
-            conv=drawn(delta.conv_size, delta.num_channels).bfloat16().float(),
-            decay_bias=drawn(delta.num_value_heads),
-            decay_rate=drawn(delta.num_value_heads).exp(),
-            norm=Norm((1 + 0.2 * drawn(delta.value_dim)).bfloat16(), 1e-6),
-        )
+        self._gates = [drawn(n, config.num_gates).bfloat16() for n in lengths]
+        self.weights = random_weights(config, drawn)
         ids = torch.randperm(3 * len(lengths) * self.shape.num_blocks, generator=generator)
         self._blocks = ids.view(len(lengths), 3, -1)
 
@@ -150,8 +163,8 @@ def whole(left: int) -> int:
     return left
 
 
-deltas = st.builds(
-    lambda keys, group, key_dim, value_dim, conv: DeltaConfig(
+configs = st.builds(
+    lambda keys, group, key_dim, value_dim, conv: RecurrentConfig(
         keys, keys * group, key_dim, value_dim, conv
     ),
     keys=st.sampled_from([1, 2, 3]),
@@ -163,8 +176,9 @@ deltas = st.builds(
 
 
 @each_build
+@each_rule
 @given(
-    delta=deltas,
+    config=configs,
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=4),
     rows_per_block=st.sampled_from([1, 5, 64]),
     most=st.sampled_from([1, 2, 20]),
@@ -174,14 +188,16 @@ deltas = st.builds(
 @settings(max_examples=num_examples(25))
 def test_bits_depend_on_neither_chunks_nor_batch_nor_threads(
     kernels: Kernels,
-    delta: DeltaConfig,
+    rule: Recurrence,
+    config: RecurrentConfig,
     lengths: list[int],
     rows_per_block: int,
     most: int,
     snapshot_at: int,
     seed: int,
 ) -> None:
-    sequences = RandomSequences(delta, lengths, rows_per_block * 4 * delta.value_dim + 8, seed)
+    config = replace(config, rule=rule)
+    sequences = RandomSequences(config, lengths, rows_per_block * 4 * config.value_dim + 8, seed)
     draw = random.Random(seed)
 
     at_once = sequences.mixed(native(kernels), whole)
@@ -200,16 +216,18 @@ def test_bits_depend_on_neither_chunks_nor_batch_nor_threads(
 
 
 @each_build
+@each_rule
 @given(
-    delta=deltas,
+    config=configs,
     lengths=st.lists(st.integers(1, 100), min_size=1, max_size=3),
     seed=st.integers(0, 2**32),
 )
 @settings(max_examples=num_examples(15))
 def test_outputs_and_states_are_near_the_torch_reference(
-    kernels: Kernels, delta: DeltaConfig, lengths: list[int], seed: int
+    kernels: Kernels, rule: Recurrence, config: RecurrentConfig, lengths: list[int], seed: int
 ) -> None:
-    sequences = RandomSequences(delta, lengths, 16 * 4 * delta.value_dim, seed)
+    config = replace(config, rule=rule)
+    sequences = RandomSequences(config, lengths, 16 * 4 * config.value_dim, seed)
 
     found = sequences.mixed(native(kernels), whole)
     expected = sequences.mixed(TorchLinearAttention, whole)

@@ -29,7 +29,7 @@ from engine.runner.weights.safetensors import WeightFiles
 from engine.runner.weights.tensor_loading import LoadTarget
 from engine.sampling import SamplingParams
 from errors import ModelError
-from tests.support.families import FAMILY_VARIANTS
+from tests.support.families import FAMILY_VARIANTS, RECURRENT
 from tests.support.kernels import kernels_by_variant
 from tests.support.models import VARIANTS, make_model_folder, prompt_of
 from tests.support.packed_folders import (
@@ -57,7 +57,7 @@ def make_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 
     def make(name: str) -> Path:
         if name not in made:
-            variant = {**VARIANTS, **FAMILY_VARIANTS}[name]
+            variant = {**VARIANTS, **FAMILY_VARIANTS, **RECURRENT}[name]
             made[name] = make_model_folder(tmp_path_factory.mktemp(name), variant)
         return made[name]
 

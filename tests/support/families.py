@@ -268,6 +268,16 @@ NEXT_EXPERTS = {
     "shared_expert_intermediate_size": 48,
 }
 MROPE = {"mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.25}
+# Mamba2. With one group, as in Granite 4, and with two.
+MAMBA = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 24,
+    "shared_intermediate_size": 80,
+    **MULTIPLIERS,
+}
 RECURRENT: Mapping[str, Variant] = {
     "qwen3-next": Variant("Qwen3Next", {**DELTA, **NEXT_EXPERTS, "mlp_only_layers": [1]}),
     "qwen3.5": Variant(
@@ -279,6 +289,17 @@ RECURRENT: Mapping[str, Variant] = {
         "Qwen3_5MoeText",
         {**DELTA, **NEXT_EXPERTS, **_rope("default", **MROPE)},
         model_class="Qwen3_5MoeForCausalLM",
+    ),
+    "granite-4": Variant("GraniteMoeHybrid", {**MAMBA, "num_local_experts": 0}),
+    "granite-4-moe": Variant(
+        "GraniteMoeHybrid",
+        {
+            **MAMBA,
+            "mamba_n_groups": 2,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "position_embedding_type": "rope",
+        },
     ),
 }
 RECURRENT_WRAPPED: Mapping[str, Variant] = {
@@ -293,4 +314,5 @@ FAMILY_VARIANTS: Mapping[str, Variant] = {
     **WRAPPED,
     "qwen3-next": RECURRENT["qwen3-next"],
     "qwen3.5": RECURRENT["qwen3.5"],
+    "granite-4-moe": RECURRENT["granite-4-moe"],
 }

@@ -248,6 +248,8 @@ def _make_all_parameters_count(model: Any) -> None:
                 parameter.copy_(torch.randn_like(parameter) * 0.3)
             if (".experts." in name and parameter.ndim == 3) or name.endswith("router.weight"):
                 parameter.copy_(torch.randn_like(parameter) * 0.25)
+            if name.endswith(("A_log", "mamba.D")):
+                parameter.copy_(torch.randn_like(parameter))
             if name.endswith("conv1d.weight"):
                 parameter.copy_(torch.randn_like(parameter) * 0.5)
             if name.endswith("mlp.gate.weight"):

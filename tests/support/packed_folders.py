@@ -89,6 +89,7 @@ FORMATS_BY_FAMILY: Mapping[str, tuple[str, ...]] = {
     "phi4-mini": ("packed", "float8-rows"),
     "glm4": ("gptq-v2-ordered", "fp8"),
     "granite": ("packed", "float8-rows"),
+    "granite-4": ("packed", "float8-rows"),
     "smollm3": ("packed", "float8-rows"),
     "seed-oss": ("awq",),
     "qwen2-moe": ("gptq",),

@@ -12,7 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.runner.families.read_config import read_model_config
-from engine.runner.model.config import DeltaConfig, LayerConfig, ModelConfig, MoeConfig
+from engine.runner.model.config import (
+    LayerConfig,
+    ModelConfig,
+    MoeConfig,
+    Recurrence,
+    RecurrentConfig,
+)
 from engine.runner.weights.packed import is_packed
 from engine.runner.weights.safetensors import WeightFiles
 from engine.runner.weights.tensor_names import TensorMap
@@ -22,6 +28,7 @@ HEAD_BYTES_OF_NUMBER = {"none": 2.0, "int8": 1.0, "int4": 1.0}
 KV_NUMBER_BYTES = 2.0
 STATE_NUMBER_BYTES = 4  # read and written once per step
 STATE_PRODUCTS = 3  # of each number and token: what it recalls, its change and the output
+MAMBA_PRODUCTS = 2  # nothing is recalled
 
 CountExperts = Callable[[int], float]  # different experts that so many tokens choose
 
@@ -61,6 +68,7 @@ class LayerWork:
     top_k: int
     unquantized_numbers: int = 0  # that each token needs
     state_numbers: int = 0  # of a sequence's recurrent state, in float32
+    state_products: int = STATE_PRODUCTS  # of a token with each of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +110,7 @@ class Work:
         for layer, needed in self._steps(step):
             per_token = layer.other_numbers + layer.unquantized_numbers
             per_token += layer.top_k * layer.expert_numbers
-            per_token += STATE_PRODUCTS * layer.state_numbers
+            per_token += layer.state_products * layer.state_numbers
             products += layer.kv_numbers * step.num_tokens + per_token * needed.num_tokens
             num_pairs = needed.num_sequences * _num_pairs(layer.span, needed)
             products += num_pairs * self.pair_products
@@ -183,22 +191,29 @@ def _layer_work(config: ModelConfig, layer: LayerConfig) -> LayerWork:
         expert_numbers=0 if moe is None else 3 * moe.expert_size * hidden,
         top_k=0 if moe is None else moe.top_k,
         unquantized_numbers=unquantized,
-        state_numbers=_state_numbers(config.delta) if layer.is_recurrent else 0,
+        state_numbers=_state_numbers(config.recurrent) if layer.is_recurrent else 0,
+        state_products=MAMBA_PRODUCTS if _is_mamba(config) else STATE_PRODUCTS,
     )
 
 
 def _mixer_numbers(config: ModelConfig, layer: LayerConfig) -> tuple[int, int, int]:
     """Return the numbers of keys and values, of other matrices, and of those kept unquantized."""
-    if config.delta is None or not layer.is_recurrent:
+    recurrent, hidden = config.recurrent, config.hidden_size
+    if recurrent is None or not layer.is_recurrent:
         return _attention_numbers(config)
-    delta, hidden = config.delta, config.hidden_size
-    inputs = delta.num_channels + delta.num_values
-    gates = 2 * delta.num_value_heads * hidden + delta.num_channels * delta.conv_size
-    return 0, (inputs + delta.num_values) * hidden, gates
+    inputs = recurrent.num_channels + recurrent.num_values
+    gates = recurrent.num_gates * hidden + recurrent.num_channels * recurrent.conv_size
+    return 0, (inputs + recurrent.num_values) * hidden, gates
 
 
-def _state_numbers(delta: DeltaConfig | None) -> int:
-    return 0 if delta is None else delta.num_value_heads * delta.key_dim * delta.value_dim
+def _is_mamba(config: ModelConfig) -> bool:
+    return config.recurrent is not None and config.recurrent.rule is Recurrence.MAMBA2
+
+
+def _state_numbers(recurrent: RecurrentConfig | None) -> int:
+    if recurrent is None:
+        return 0
+    return recurrent.num_value_heads * recurrent.key_dim * recurrent.value_dim
 
 
 def _attention_numbers(config: ModelConfig) -> tuple[int, int, int]:

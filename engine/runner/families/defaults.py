@@ -159,6 +159,16 @@ DEEPSEEK_V3: Mapping[str, object] = {
     "routed_scaling_factor": 2.5,
     "topk_group": 4,
 }
+GRANITE_HYBRID: Mapping[str, object] = {
+    "attention_multiplier": 1.0,
+    "num_local_experts": 8,
+    "shared_intermediate_size": 1024,
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+}
 GPT_OSS: Mapping[str, object] = {
     "head_dim": 64,
     "num_key_value_heads": 8,

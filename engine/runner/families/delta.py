@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.model_folder import JsonFields
-from engine.runner.model.config import DeltaConfig
+from engine.runner.model.config import RecurrentConfig
 
 DELTA_FIELDS = frozenset(
     {
@@ -18,8 +18,8 @@ DELTA_FIELDS = frozenset(
 )
 
 
-def delta_rule(raw: JsonFields) -> DeltaConfig:
-    delta = DeltaConfig(
+def delta_rule(raw: JsonFields) -> RecurrentConfig:
+    delta = RecurrentConfig(
         num_key_heads=raw.positive_int("linear_num_key_heads"),
         num_value_heads=raw.positive_int("linear_num_value_heads"),
         key_dim=raw.positive_int("linear_key_head_dim"),

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from engine.model_folder import JsonFields
 from engine.runner.model.config import (
     Activation,
-    DeltaConfig,
     MoeConfig,
     QkNorm,
     QueryTemperature,
+    RecurrentConfig,
 )
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
@@ -33,6 +33,8 @@ class ExpertNames:
     down: str
     correction_bias: str = ""
     shared: str = ""  # prefix of the MLP that computes all tokens
+    shared_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    shared_down: str = "down_proj"
     shared_gate: str = ""
     is_transposed: bool = False  # stored as [columns, rows]
     is_interleaved: bool = False  # rows of gate and up alternate
@@ -70,6 +72,20 @@ class DeltaNames:
 
 
 @dataclass(frozen=True, slots=True)
+class MambaNames:
+    """Names of the tensors of a Mamba2 layer, relative to their layer."""
+
+    # Rows of output gates, values (x), keys (B), queries (C) and steps (dt).
+    projection: str = "mamba.in_proj"
+    conv: str = "mamba.conv1d"
+    step_bias: str = "mamba.dt_bias"
+    log_decay: str = "mamba.A_log"
+    skip: str = "mamba.D"
+    norm: str = "mamba.norm"
+    output: str = "mamba.out_proj"
+
+
+@dataclass(frozen=True, slots=True)
 class TensorNames:
     """Names of the stored tensors. Names of a layer are relative to it; `""` means none."""
 
@@ -89,6 +105,7 @@ class TensorNames:
     experts: ExpertNames | None = None
     latent: LatentNames = LatentNames()
     delta: DeltaNames = DeltaNames()
+    mamba: MambaNames = MambaNames()
     ignored: tuple[str, ...] = ()  # prefixes of tensors that text does not need
 
 
@@ -113,7 +130,7 @@ class Family:
     has_sinks: bool = False
     has_latent: bool = False  # attention in a latent space (MLA)
     has_output_gate: bool = False  # rows of queries, then of their gates, head by head
-    delta: Callable[[JsonFields], DeltaConfig] | None = None  # of layers with linear attention
+    recurrent: Callable[[JsonFields], RecurrentConfig] | None = None  # of layers with a state
     scales_embedding: bool = False  # by the square root of the hidden size
     has_text_config: bool = False  # the text model's fields are in `text_config`
     moe: Callable[[JsonFields], MoeConfig] | None = None

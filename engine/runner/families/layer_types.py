@@ -56,6 +56,14 @@ def layers_without_rope(raw: JsonFields, num_layers: int) -> frozenset[int]:
     return frozenset(layer for layer, has_rope in enumerate(flags) if not has_rope)
 
 
+def all_without_rope(raw: JsonFields, num_layers: int) -> frozenset[int]:
+    """No layer has RoPE unless `position_embedding_type` names it."""
+    kind = raw.get("position_embedding_type")
+    if kind not in (None, "nope", "rope"):
+        raise raw.wrong("position_embedding_type", "must be 'rope' or 'nope'")
+    return frozenset() if kind == "rope" else frozenset(range(num_layers))
+
+
 def full_every(period: int) -> LayerTypes:
     """One layer of each `period` attends to everything, the others have a window."""
 
@@ -91,11 +99,28 @@ def linear_between_full(raw: JsonFields, num_layers: int) -> tuple[str, ...]:
     return types
 
 
+def linear_where_listed(raw: JsonFields, num_layers: int) -> tuple[str, ...]:
+    """Layers have attention or a recurrent state by `layer_types` (Granite 4)."""
+    types = raw.get("layer_types")
+    if isinstance(types, list):  # before transformers 5 with other names
+        old_names = {"mamba": LINEAR, "attention": FULL}
+        raw = raw.with_fields({"layer_types": [old_names.get(str(each), each) for each in types]})
+    listed = _listed(raw, num_layers, (FULL, LINEAR))
+    if FULL not in listed:
+        raise raw.wrong("layer_types", f"must leave at least one layer with {FULL}")
+    return listed
+
+
 def dense_of_step(raw: JsonFields, num_layers: int) -> frozenset[int]:
     """Layers without experts by `decoder_sparse_step` and `mlp_only_layers`."""
     step = raw.positive_int("decoder_sparse_step", 1)
     listed = raw.numbers("mlp_only_layers") if raw.has("mlp_only_layers") else ()
     return frozenset(i for i in range(num_layers) if i in listed or (i + 1) % step)
+
+
+def dense_without_experts(raw: JsonFields, num_layers: int) -> frozenset[int]:
+    """All layers have no experts if `num_local_experts` is 0 (Granite 4)."""
+    return frozenset(range(num_layers)) if raw.get("num_local_experts") == 0 else frozenset()
 
 
 def dense_at_first(raw: JsonFields, num_layers: int) -> frozenset[int]:

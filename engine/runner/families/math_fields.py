@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from engine.model_folder import JsonFields
@@ -46,6 +47,7 @@ MATH_FIELDS: Mapping[str, tuple[object, ...]] = {
     "rope_interleave": (False,),
     "rotary_pct": (1, 1.0),
     "norm_type": ("rms_norm", "rmsnorm"),
+    "normalization_function": ("rmsnorm",),
     "kv_lora_rank": (),
     "index_topk": (),
     "num_kv_shared_layers": (0,),
@@ -69,6 +71,16 @@ MATH_FIELDS: Mapping[str, tuple[object, ...]] = {
     "linear_num_value_heads": (),
     "attn_output_gate": (False,),
     "mamba_ssm_dtype": ("float32",),
+    "mamba_n_heads": (),
+    "mamba_n_groups": (),
+    "mamba_d_state": (),
+    "mamba_d_head": (),
+    "mamba_d_conv": (),
+    "mamba_expand": (),
+    "mamba_conv_bias": (),
+    "mamba_proj_bias": (False,),
+    # transformers 5 writes infinity as an object.
+    "time_step_limit": ([0, math.inf], [0, {"__float__": "Infinity"}]),
 }
 UNSUPPORTED = "changes the computation, and is not supported here"
 MATH_PREFIXES = ("mup_",)

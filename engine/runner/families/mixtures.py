@@ -39,6 +39,12 @@ GRANITE_EXPERTS = ExpertNames(
     gate_up=("block_sparse_moe.input_linear",),
     down="block_sparse_moe.output_linear",
 )
+GRANITE_SHARED_EXPERTS = replace(
+    GRANITE_EXPERTS,
+    shared="shared_mlp",
+    shared_gate_up=("input_linear",),
+    shared_down="output_linear",
+)
 OPENAI_EXPERTS = ExpertNames(
     router="mlp.router",
     gate_up=("mlp.experts.gate_up_proj",),
@@ -142,6 +148,10 @@ def granite_moe(raw: JsonFields) -> MoeConfig:
         expert_size=raw.positive_int("intermediate_size"),
         scoring=Scoring.SOFTMAX_OF_TOP,
     )
+
+
+def granite_shared_moe(raw: JsonFields) -> MoeConfig:
+    return replace(granite_moe(raw), shared_size=raw.positive_int("shared_intermediate_size"))
 
 
 def gpt_oss_moe(raw: JsonFields) -> MoeConfig:

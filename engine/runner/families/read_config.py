@@ -8,7 +8,11 @@ from pathlib import Path
 from engine.model_folder import JsonFields
 from engine.runner.families.family import CHUNKED, LINEAR, SLIDING, Family
 from engine.runner.families.latent import with_latent
-from engine.runner.families.layer_types import full_everywhere, layers_without_rope
+from engine.runner.families.layer_types import (
+    all_without_rope,
+    full_everywhere,
+    layers_without_rope,
+)
 from engine.runner.families.math_fields import check_fields
 from engine.runner.families.rope_fields import read_ropes, read_rotary_dim
 from engine.runner.families.table import FAMILIES
@@ -18,6 +22,7 @@ from engine.runner.model.config import (
     MoeConfig,
     NormConfig,
     QkNorm,
+    RecurrentConfig,
     RopeConfig,
 )
 from engine.runner.weights.quantization import read_quantization
@@ -90,7 +95,7 @@ def _read(name: str, family: Family, fields: JsonFields, raw: JsonFields) -> Mod
         swiglu_limit=fields.number("swiglu_limit", 7.0),
         dtype=_read_dtype(fields),
         quantization=read_quantization(raw if raw.has("quantization_config") else fields),
-        delta=None if family.delta is None else family.delta(fields),
+        recurrent=_read_recurrent(family, fields, layers),
         has_output_gate=family.has_output_gate,
     )
     if family.has_latent:
@@ -143,10 +148,12 @@ class _Ropes:
             fields, types, has_local_rope=family.has_local_rope, fields=family.fields
         )
         self._temperature = None if family.temperature is None else family.temperature(fields)
+        num_layers = fields.positive_int("num_hidden_layers")
         self._lacks_rope: frozenset[int] = frozenset()
         if "no_rope_layers" in family.fields:
-            num_layers = fields.positive_int("num_hidden_layers")
             self._lacks_rope = layers_without_rope(fields, num_layers)
+        elif "position_embedding_type" in family.fields:
+            self._lacks_rope = all_without_rope(fields, num_layers)
         self._scales_all = "no_rope_layers" not in family.fields
         self._found: list[RopeConfig] = []
 
@@ -187,6 +194,14 @@ def _read_moe(
     moe = family.moe(fields)
     _check_moe(moe, fields)
     return moe
+
+
+def _read_recurrent(
+    family: Family, fields: JsonFields, layers: tuple[LayerConfig, ...]
+) -> RecurrentConfig | None:
+    if family.recurrent is None or not any(layer.is_recurrent for layer in layers):
+        return None
+    return family.recurrent(fields)
 
 
 def _check_moe(moe: MoeConfig, fields: JsonFields) -> None:

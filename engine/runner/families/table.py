@@ -15,6 +15,7 @@ from engine.runner.families.defaults import (
     DEEPSEEK_V3,
     GEMMA3,
     GPT_OSS,
+    GRANITE_HYBRID,
     LLAMA4,
     MINISTRAL,
     MISTRAL,
@@ -32,16 +33,20 @@ from engine.runner.families.layer_types import (
     dense_at_first,
     dense_of_step,
     dense_outside_listed,
+    dense_without_experts,
     full_every,
     linear_between_full,
+    linear_where_listed,
     window_alternating,
     window_everywhere,
     window_from_layer,
     window_if_used,
     window_without_rope,
 )
+from engine.runner.families.mamba import MAMBA_FIELDS, mamba2
 from engine.runner.families.mixtures import (
     GRANITE_EXPERTS,
+    GRANITE_SHARED_EXPERTS,
     LLAMA4_EXPERTS,
     MIXTRAL_EXPERTS,
     OPENAI_EXPERTS,
@@ -56,6 +61,7 @@ from engine.runner.families.mixtures import (
     glm4_moe,
     gpt_oss_moe,
     granite_moe,
+    granite_shared_moe,
     llama4_moe,
     llama4_temperature,
     ministral_temperature,
@@ -254,7 +260,7 @@ def _qwen3_next(
         norm_weight_offset=1.0,
         norm_rounds_once=True,
         has_output_gate=True,
-        delta=delta_rule,
+        recurrent=delta_rule,
         has_text_config=has_text_config,
         moe=moe,
         dense_layers=None if moe is None else dense_of_step,
@@ -405,6 +411,23 @@ FAMILIES: Mapping[str, Family] = {
         fields=EXPERTS | GRANITE_FIELDS,
         defaults={"attention_multiplier": 1.0},
         moe=granite_moe,
+    ),
+    "GraniteMoeHybridForCausalLM": Family(
+        names=TensorNames(
+            gate_up=("shared_mlp.input_linear",),
+            down="shared_mlp.output_linear",
+            experts=GRANITE_SHARED_EXPERTS,
+        ),
+        fields=EXPERTS
+        | GRANITE_FIELDS
+        | MAMBA_FIELDS
+        | {"shared_intermediate_size", "position_embedding_type"},
+        defaults=GRANITE_HYBRID,
+        layer_types=linear_where_listed,
+        recurrent=mamba2,
+        moe=granite_shared_moe,
+        dense_layers=dense_without_experts,
+        dense_size="shared_intermediate_size",
     ),
     "GptOssForCausalLM": Family(
         names=TensorNames(experts=OPENAI_EXPERTS),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from engine.runner.kernels.build import KernelsUnavailable
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 
 _INT32, _INT64, _FLOAT, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
@@ -246,6 +246,22 @@ class DeltaArgs(ctypes.Structure):
     )
 
 
+class MambaArgs(ctypes.Structure):
+    __slots__ = ()
+    _fields_ = (
+        ("states", StateRows),
+        ("runs", StateRuns),
+        *((name, _POINTER) for name in ("projected", "gates", "conv", "conv_bias")),
+        *((name, _POINTER) for name in ("step_bias", "decay_rate", "skip")),
+        ("norm", NormParams),
+        *((name, _POINTER) for name in ("dst", "inputs_buf", "mixed_buf", "gates_buf")),
+        ("outputs_buf", _POINTER),
+        *((name, _INT64) for name in ("first_row", "num_key_heads", "num_value_heads")),
+        *((name, _INT64) for name in ("key_dim", "value_dim", "conv_size")),
+        ("num_threads", _INT32),
+    )
+
+
 class SigmoidArgs(ctypes.Structure):
     __slots__ = ()
     _fields_ = (
@@ -268,7 +284,7 @@ STRUCTS: tuple[type[ctypes.Structure], ...] = (
         AttentionParams,
     ),
     *(AttentionArgs, LayerArgs, PassArgs, RouteArgs, MixArgs),
-    *(StateRows, StateRuns, DeltaArgs, SigmoidArgs),
+    *(StateRows, StateRuns, DeltaArgs, MambaArgs, SigmoidArgs),
 )
 
 _pointer = ctypes.POINTER
@@ -297,6 +313,7 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     ),
     "baton_layer_write_kv": (None, (_pointer(LayerArgs), _pointer(PassArgs), _POINTER)),
     "baton_delta": (None, (_pointer(DeltaArgs),)),
+    "baton_mamba": (None, (_pointer(MambaArgs),)),
     "baton_multiply_sigmoid": (None, (_pointer(SigmoidArgs),)),
     "baton_read_memory": (ctypes.c_uint32, (_POINTER, _INT64, _INT32)),
     "baton_multiply_registers": (_FLOAT, (_INT64, _INT32)),

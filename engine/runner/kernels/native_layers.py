@@ -40,7 +40,7 @@ def native_layers(kernels: Kernels, config: ModelConfig, layers: Sequence[Layer]
     if parts:
         log.info("%s: torch computes the %s", config.architecture, ", the ".join(parts))
     matrices = (native_matrix(linear) for layer in layers for linear in _linears(layer))
-    is_plain = config.latent is None and config.delta is None and not config.has_output_gate
+    is_plain = config.latent is None and config.recurrent is None and not config.has_output_gate
     if is_plain and None not in matrices:
         return NativeLayers(kernels, config, layers)
     return UnfusedLayers(config, NativeOps(kernels), layers)

@@ -35,8 +35,8 @@ def torch_parts(config: ModelConfig, layers: Sequence[Layer]) -> list[str]:
 
 def _linears(layer: Layer) -> Iterator[Linear]:
     yield from (layer.qkv, layer.output)
-    if layer.delta is not None:
-        yield layer.delta.gates
+    if layer.recurrent is not None:
+        yield layer.recurrent.gates
     if layer.latent is not None and layer.latent.query is not None:
         yield layer.latent.query
     mlps = [layer.mlp] if isinstance(layer.mlp, Mlp) else layer.mlp.experts

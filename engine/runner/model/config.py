@@ -126,12 +126,20 @@ class LatentConfig:
     value_dim: int  # of a head's output
 
 
+class Recurrence(Enum):
+    """Rule by which a token changes the state of a recurrent layer."""
+
+    GATED_DELTA = "gated delta rule"
+    MAMBA2 = "Mamba2"
+
+
 @dataclass(frozen=True, slots=True)
-class DeltaConfig:
-    """Linear attention by the gated delta rule, after a short convolution over the tokens.
+class RecurrentConfig:
+    """Layers with a state instead of keys and values, after a short convolution over the tokens.
 
     The state of a layer is a matrix of key_dim rows for each value head, in float32, and the last
-    inputs of the convolution.
+    inputs of the convolution. The queries, keys and values of Mamba2 are its C, B and x: key heads
+    are its groups, and key_dim is its state size.
     """
 
     num_key_heads: int
@@ -139,6 +147,12 @@ class DeltaConfig:
     key_dim: int  # of a head
     value_dim: int  # of a head
     conv_size: int  # tokens that the convolution sees, the token itself included
+    rule: Recurrence = Recurrence.GATED_DELTA
+
+    @property
+    def num_gates(self) -> int:
+        """Return the gates per token: decays, and write strengths of the delta rule."""
+        return (2 if self.rule is Recurrence.GATED_DELTA else 1) * self.num_value_heads
 
     @property
     def num_keys(self) -> int:
@@ -164,7 +178,7 @@ class LayerConfig:
     key_rope: int = 0
     qk_norm: QkNorm = QkNorm.NONE
     mlp_size: int = 0  # of the dense MLP, 0 for a mixture of experts
-    is_recurrent: bool = False  # linear attention with a state instead of keys and values
+    is_recurrent: bool = False  # a state instead of keys and values
 
     def kv_spec(self, max_context_len: int) -> KvCacheSpec:
         """Return which keys and values the layer needs, in sequences of at most this length."""
@@ -207,7 +221,7 @@ class ModelConfig:
     dtype: str  # of the saved weights: float32, bfloat16 or float16
     quantization: Quantization | None  # of the saved weights
     latent: LatentConfig | None = None
-    delta: DeltaConfig | None = None  # of the recurrent layers
+    recurrent: RecurrentConfig | None = None  # of the recurrent layers
     has_output_gate: bool = False  # attention's output times the sigmoid of a gate
 
     @property

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from engine.runner.attention.paged_attention import AttentionPass
 from engine.runner.model.config import LatentConfig, ModelConfig, QkNorm
-from engine.runner.model.delta import DeltaWeights
 from engine.runner.model.experts import Mlp, Moe
 from engine.runner.model.latent import (
     LatentProjections,
@@ -21,6 +20,7 @@ from engine.runner.model.latent import (
 from engine.runner.model.linear import Linear
 from engine.runner.model.mlp import compute_mlp, compute_moe
 from engine.runner.model.ops import MlpGate, Norm, Ops
+from engine.runner.model.recurrent import RecurrentWeights
 from engine.runner.model.rope import Angles
 from engine.runner.state.linear_attention import LinearAttentionPass
 
@@ -42,7 +42,7 @@ class Layer:
     mlp: Mlp | Moe
     mlp_output_norm: Norm | None
     latent: LatentProjections | None = None
-    delta: DeltaWeights | None = None  # of a recurrent layer
+    recurrent: RecurrentWeights | None = None
 
 
 class LayerPass(Protocol):
@@ -144,7 +144,7 @@ class _PlainPass:
 
     def through(self, index: int, hidden_states: Tensor) -> Tensor:
         layer, config, ops = self._layers[index], self._config, self._ops
-        mix = self._attend if layer.delta is None else self._mix
+        mix = self._attend if layer.recurrent is None else self._mix
         output = layer.output(mix(index, layer, hidden_states))
         hidden_states = _add(config, ops, hidden_states, output, layer.attention_norm)
         mlp_input = _apply_norm(ops, hidden_states, layer.mlp_norm)
@@ -155,12 +155,12 @@ class _PlainPass:
 
     def _mix(self, index: int, layer: Layer, hidden_states: Tensor) -> Tensor:
         """Return the output of linear attention, before its last projection."""
-        assert layer.delta is not None
+        assert layer.recurrent is not None
         assert self._linear_attention is not None
         inputs = _apply_norm(self._ops, hidden_states, layer.input_norm)
-        gates = layer.delta.gates(inputs)
+        gates = layer.recurrent.gates(inputs)
         number = self._numbers[index]
-        return self._linear_attention.mix(number, layer.delta, layer.qkv(inputs), gates)
+        return self._linear_attention.mix(number, layer.recurrent, layer.qkv(inputs), gates)
 
     def _attend(self, index: int, layer: Layer, hidden_states: Tensor) -> Tensor:
         """Return the output of attention, before its last projection."""

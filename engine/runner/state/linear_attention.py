@@ -1,4 +1,4 @@
-"""Linear attention over states in blocks: the Protocol of its kernels and the torch reference."""
+"""Recurrent layers over states in blocks: the Protocol of their kernels and the torch reference."""
 
 from __future__ import annotations
 
@@ -9,23 +9,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.runner.model.delta import (
-    DeltaInputs,
-    DeltaWeights,
-    apply_delta_rule,
-    convolve,
-    gated_norm,
-    log_decay,
-    unit_length,
-)
+from engine.runner.model.recurrent import RecurrentWeights, convolve, split_heads
 from engine.runner.state.state_shape import StateShape
 from engine.runner.state.state_tables import ZEROS, StateLayout
 
 
 class LinearAttentionPass(Protocol):
-    """Linear attention of one forward pass."""
+    """Recurrent layers of one forward pass."""
 
-    def mix(self, layer: int, weights: DeltaWeights, projected: Tensor, gates: Tensor) -> Tensor:
+    def mix(
+        self, layer: int, weights: RecurrentWeights, projected: Tensor, gates: Tensor
+    ) -> Tensor:
         """Return the output of the recurrent layer with this number, [tokens, values].
 
         `projected` has rows of queries, keys, values and output gates. Reads and writes the states
@@ -35,7 +29,7 @@ class LinearAttentionPass(Protocol):
 
 
 class LinearAttention(Protocol):
-    """Linear attention over the states in one KV tensor."""
+    """Recurrent layers over the states in one KV tensor."""
 
     def begin(self, layout: StateLayout) -> LinearAttentionPass: ...
 
@@ -63,26 +57,33 @@ class _TorchPass:
     def __init__(self, kv: Tensor, shape: StateShape, layout: StateLayout) -> None:
         self._shape = shape
         self._dtype = kv.dtype
-        row_numbers = shape.delta.value_dim
+        row_numbers = shape.config.value_dim
         flat = kv.view(len(kv), -1).view(torch.float32)
         used = flat[:, : shape.rows_per_block * row_numbers]
         self._rows = used.unflatten(1, (shape.rows_per_block, row_numbers))
         self._batches = list(_batches(layout, kv.device))
 
-    def mix(self, layer: int, weights: DeltaWeights, projected: Tensor, gates: Tensor) -> Tensor:
-        delta, first_row = self._shape.delta, layer * self._shape.layer_rows
-        channels, z = projected.split((delta.num_channels, delta.num_values), dim=1)
-        output = projected.new_empty(len(projected), delta.num_value_heads, delta.value_dim)
+    def mix(
+        self, layer: int, weights: RecurrentWeights, projected: Tensor, gates: Tensor
+    ) -> Tensor:
+        config, first_row = self._shape.config, layer * self._shape.layer_rows
+        channels, z = projected.split((config.num_channels, config.num_values), dim=1)
+        output = torch.empty(len(z), config.num_value_heads, config.value_dim, device=z.device)
         for batch in self._batches:
-            mixed = self._convolve(batch, first_row, weights.conv, channels)
-            heads = self._apply(batch, first_row, weights, mixed, gates[batch.tokens])
-            output[batch.tokens] = heads.transpose(1, 2).to(output.dtype)
-        return gated_norm(output, z.reshape(output.shape), weights.norm).flatten(1)
+            heads = split_heads(config, self._convolve(batch, first_row, weights, channels))
+            state = self._read(batch.reads, first_row, self._shape.matrix_rows)
+            state = state.unflatten(1, (config.num_value_heads, config.key_dim))
+            applied, state = weights.apply(config, heads, gates[batch.tokens], state)
+            self._write(batch.writes, first_row, state)
+            output[batch.tokens] = applied.transpose(1, 2)
+        return weights.finish(config, output, z.reshape(output.shape)).flatten(1)
 
-    def _convolve(self, batch: _Batch, first_row: int, weights: Tensor, channels: Tensor) -> Tensor:
+    def _convolve(
+        self, batch: _Batch, first_row: int, weights: RecurrentWeights, channels: Tensor
+    ) -> Tensor:
         """Convolve with the inputs before the batch, and keep the last ones."""
-        shape, num_channels = self._shape, self._shape.delta.num_channels
-        num_kept = shape.delta.conv_size - 1
+        shape, num_channels = self._shape, self._shape.config.num_channels
+        num_kept = shape.config.conv_size - 1
         row = first_row + shape.matrix_rows
         stored = self._read(batch.reads, row, shape.conv_rows).flatten(1).view(self._dtype)
         before = stored[:, : num_kept * num_channels].unflatten(1, (num_kept, num_channels))
@@ -90,38 +91,7 @@ class _TorchPass:
         kept = inputs[:, inputs.shape[1] - num_kept :].flatten(1)
         kept = functional.pad(kept, (0, stored.shape[1] - kept.shape[1]))
         self._write(batch.writes, row, kept.view(torch.float32))
-        return convolve(inputs, weights)
-
-    def _apply(
-        self, batch: _Batch, first_row: int, weights: DeltaWeights, mixed: Tensor, gates: Tensor
-    ) -> Tensor:
-        """Apply the delta rule; return [runs, value heads, tokens, value_dim]."""
-        delta = self._shape.delta
-        sizes = delta.num_keys, delta.num_keys, delta.num_values
-        query, key, value = (
-            each.float().unflatten(2, (-1, size)).transpose(1, 2)
-            for each, size in zip(
-                mixed.split(sizes, dim=2),
-                (delta.key_dim, delta.key_dim, delta.value_dim),
-                strict=True,
-            )
-        )
-        per_key = delta.num_value_heads // delta.num_key_heads
-        query = unit_length(query).repeat_interleave(per_key, dim=1) * delta.key_dim**-0.5
-        key = unit_length(key).repeat_interleave(per_key, dim=1)
-        strengths, decays = gates.chunk(2, dim=2)
-        inputs = DeltaInputs(
-            query,
-            key,
-            value,
-            log_decay(weights, decays).transpose(1, 2),
-            strengths.sigmoid().float().transpose(1, 2),
-        )
-        state = self._read(batch.reads, first_row, self._shape.matrix_rows)
-        state = state.unflatten(1, (delta.num_value_heads, delta.key_dim))
-        output, state = apply_delta_rule(inputs, state)
-        self._write(batch.writes, first_row, state)
-        return output
+        return convolve(inputs, weights.conv, weights.conv_bias)
 
     def _read(self, tables: Tensor, first: int, count: int) -> Tensor:
         """Return rows of the states in these blocks, [runs, rows, numbers]."""
@@ -133,7 +103,7 @@ class _TorchPass:
         return cleaned
 
     def _write(self, tables: Tensor, first: int, numbers: Tensor) -> None:
-        numbers = numbers.reshape(len(tables), -1, self._shape.delta.value_dim)
+        numbers = numbers.reshape(len(tables), -1, self._shape.config.value_dim)
         rows = torch.arange(first, first + numbers.shape[1], device=tables.device)
         places = rows % self._shape.rows_per_block
         self._rows[tables[:, rows // self._shape.rows_per_block], places] = numbers

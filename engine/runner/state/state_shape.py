@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.runner.attention.kv_tensor import KvShape
-from engine.runner.model.config import DeltaConfig, ModelConfig
+from engine.runner.model.config import ModelConfig, RecurrentConfig
 from errors import InvalidConfig
 
 MATRIX_ITEMSIZE = 4  # float32
@@ -22,7 +22,7 @@ class StateShape:
     state's blocks, which need not be neighbours.
     """
 
-    delta: DeltaConfig
+    config: RecurrentConfig
     num_layers: int  # recurrent ones
     dtype: str
     conv_itemsize: int
@@ -30,7 +30,7 @@ class StateShape:
 
     @property
     def row_bytes(self) -> int:
-        return MATRIX_ITEMSIZE * self.delta.value_dim
+        return MATRIX_ITEMSIZE * self.config.value_dim
 
     @property
     def rows_per_block(self) -> int:
@@ -39,12 +39,12 @@ class StateShape:
     @property
     def matrix_rows(self) -> int:
         """Return the rows of a layer's matrices."""
-        return self.delta.num_value_heads * self.delta.key_dim
+        return self.config.num_value_heads * self.config.key_dim
 
     @property
     def conv_rows(self) -> int:
         """Return the rows of the inputs that a layer's convolution needs again."""
-        numbers = (self.delta.conv_size - 1) * self.delta.num_channels
+        numbers = (self.config.conv_size - 1) * self.config.num_channels
         return -(-numbers * self.conv_itemsize // self.row_bytes)
 
     @property
@@ -56,9 +56,9 @@ class StateShape:
         return -(-self.num_layers * self.layer_rows // self.rows_per_block)
 
     def __str__(self) -> str:
-        delta = self.delta
-        matrices = f"{delta.num_value_heads}x{delta.key_dim}x{delta.value_dim} float32"
-        inputs = f"{delta.conv_size - 1}x{delta.num_channels} {self.dtype}"
+        config = self.config
+        matrices = f"{config.num_value_heads}x{config.key_dim}x{config.value_dim} float32"
+        inputs = f"{config.conv_size - 1}x{config.num_channels} {self.dtype}"
         return f"state: {self.num_layers} layers of {matrices} and {inputs}"
 
 
@@ -68,10 +68,10 @@ def state_shape(model: ModelConfig, kv: KvShape, dtype: torch.dtype) -> StateSha
     Raises InvalidConfig if a block is smaller than a row.
     """
     num_layers = len(model.recurrent_layers)
-    if model.delta is None or not num_layers:
+    if model.recurrent is None or not num_layers:
         return None
     name = str(dtype).removeprefix("torch.")
-    shape = StateShape(model.delta, num_layers, name, dtype.itemsize, kv.block_bytes)
+    shape = StateShape(model.recurrent, num_layers, name, dtype.itemsize, kv.block_bytes)
     if not shape.rows_per_block:
         token_bytes = kv.block_bytes // kv.block_size
         raise InvalidConfig(

@@ -9,17 +9,19 @@ import torch
 from engine.kv_cache.groups import layer_places
 from engine.runner.attention.paged_attention import LayerAttention
 from engine.runner.families.family import ExpertNames
-from engine.runner.model.config import ModelConfig, MoeConfig, QkNorm
+from engine.runner.model.config import ModelConfig, MoeConfig, QkNorm, Recurrence
 from engine.runner.model.decoder import Decoder
 from engine.runner.model.experts import Mlp, Moe, Router
 from engine.runner.model.latent import LatentProjections
 from engine.runner.model.layers import Layer
 from engine.runner.model.linear import Linear
 from engine.runner.model.ops import Norm
+from engine.runner.model.recurrent import RecurrentWeights
 from engine.runner.model.rope import head_order
 from engine.runner.model_info import LoadProgressCallback
 from engine.runner.weights.delta_loading import load_delta
 from engine.runner.weights.latent_loading import load_latent
+from engine.runner.weights.mamba_loading import load_mamba
 from engine.runner.weights.safetensors import WeightFiles
 from engine.runner.weights.tensor_loading import LoadTarget, TensorLoader
 from engine.runner.weights.tensor_names import TensorMap, check_tensors
@@ -84,10 +86,10 @@ class _LayerLoader:
     def load(self) -> Layer:
         names, config = self._names, self._config
         layer = config.layers[self._index]
-        delta, output = None, names.output
-        if config.delta is not None and layer.is_recurrent:
-            qkv, delta = load_delta(config.delta, self._tensors, self._loader, self._index)
-            q_norm, k_norm, latent, output = None, None, None, names.delta.output
+        recurrent, output = None, names.output
+        if layer.is_recurrent:
+            qkv, recurrent, output = self._recurrent()
+            q_norm, k_norm, latent = None, None, None
         else:
             qkv, q_norm, k_norm, latent = self._attention()
         return Layer(
@@ -95,14 +97,23 @@ class _LayerLoader:
             qkv=qkv,
             q_norm=q_norm,
             k_norm=k_norm,
-            output=self._linear([output], config.has_output_bias and delta is None),
+            output=self._linear([output], config.has_output_bias and recurrent is None),
             attention_norm=self._norm(names.attention_norm),
             mlp_norm=self._norm(names.mlp_norm),
             mlp=self._mlp(names.gate_up, names.down) if layer.mlp_size else self._moe(),
             mlp_output_norm=self._norm(names.mlp_output_norm),
             latent=latent,
-            delta=delta,
+            recurrent=recurrent,
         )
+
+    def _recurrent(self) -> tuple[Linear, RecurrentWeights, str]:
+        """Return the first projection, the other weights and the name of the last projection."""
+        names, config = self._names, self._config.recurrent
+        assert config is not None
+        if config.rule is Recurrence.MAMBA2:
+            read = load_mamba(config, self._tensors, self._loader, self._index)
+            return *read, names.mamba.output
+        return *load_delta(config, self._tensors, self._loader, self._index), names.delta.output
 
     def _attention(self) -> tuple[Linear, Norm | None, Norm | None, LatentProjections | None]:
         names, config = self._names, self._config
@@ -150,8 +161,8 @@ class _LayerLoader:
             raise ModelError(f"{self._config.architecture}: no experts are configured")
         shared, shared_gate = None, None
         if moe.shared_size:
-            gate_up = [f"{names.shared}.gate_proj", f"{names.shared}.up_proj"]
-            shared = self._mlp(gate_up, f"{names.shared}.down_proj")
+            gate_up = [f"{names.shared}.{name}" for name in names.shared_gate_up]
+            shared = self._mlp(gate_up, f"{names.shared}.{names.shared_down}")
         if moe.has_shared_gate:
             shared_gate = self._linear([names.shared_gate], False)
         experts = [self._expert(moe, names, expert) for expert in range(moe.num_experts)]

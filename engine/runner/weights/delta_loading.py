@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.runner.model.config import DeltaConfig
+from engine.runner.model.config import RecurrentConfig
 from engine.runner.model.delta import DeltaWeights
 from engine.runner.model.linear import Linear
 from engine.runner.weights.tensor_loading import TensorLoader
@@ -10,7 +10,7 @@ from engine.runner.weights.tensor_names import TensorMap
 
 
 def load_delta(
-    config: DeltaConfig, tensors: TensorMap, loader: TensorLoader, index: int
+    config: RecurrentConfig, tensors: TensorMap, loader: TensorLoader, index: int
 ) -> tuple[Linear, DeltaWeights]:
     """Return the first projection of a layer and its other weights.
 
@@ -34,7 +34,7 @@ def load_delta(
     return projection, weights
 
 
-def _orders(config: DeltaConfig) -> tuple[list[int], list[int]]:
+def _orders(config: RecurrentConfig) -> tuple[list[int], list[int]]:
     """Return the order of rows that are stored as those of one key head after the other."""
     values = config.num_values // config.num_key_heads
     heads = config.num_value_heads // config.num_key_heads

@@ -121,6 +121,19 @@ class TensorLoader:
             bias = None if bias is None else bias[rows]
         return self._make_linear(matrix, bias)
 
+    def split_linear(
+        self, name: str, rows: Sequence[int], plain_rows: Sequence[int]
+    ) -> tuple[Linear, Linear]:
+        """Load two parts of a matrix. The second one is not quantized at load."""
+        matrix, quantize = self._matrix([name], None), QUANTIZERS[self._target.quantize]
+        first, second = (
+            select_rows(matrix, torch.tensor(part, device=self._target.device))
+            for part in (rows, plain_rows)
+        )
+        if quantize is not None and isinstance(first, Tensor):
+            first = quantize(first)
+        return self._make_linear(first, None), self._make_linear(second, None)
+
     def plain_matrix(self, name: str) -> Tensor:
         """Load a matrix in the target's dtype, dequantized if necessary."""
         if self._is_integer(name):

@@ -7,7 +7,14 @@ from dataclasses import replace
 
 from engine.runner.families.family import ExpertNames, TensorNames
 from engine.runner.families.table import FAMILIES
-from engine.runner.model.config import DeltaConfig, LatentConfig, ModelConfig, MoeConfig, QkNorm
+from engine.runner.model.config import (
+    LatentConfig,
+    ModelConfig,
+    MoeConfig,
+    QkNorm,
+    Recurrence,
+    RecurrentConfig,
+)
 from engine.runner.weights.mxfp4 import mxfp4_parts
 from engine.runner.weights.packed import UNUSED, PackedPart, is_packed, packed_parts
 from engine.runner.weights.quantization import Packing
@@ -75,8 +82,10 @@ class TensorMap:
         if config.latent is not None:
             yield from self._latent_shapes(config.latent)
             return
-        if config.delta is not None and config.layers[index].is_recurrent:
-            yield from self._delta_shapes(config.delta)
+        if config.recurrent is not None and config.layers[index].is_recurrent:
+            is_mamba = config.recurrent.rule is Recurrence.MAMBA2
+            shapes = self._mamba_shapes if is_mamba else self._delta_shapes
+            yield from shapes(config.recurrent)
             return
         hidden, heads = config.hidden_size, (config.num_heads, config.num_kv_heads)
         queries, keys = (count * config.head_dim for count in heads)
@@ -93,7 +102,7 @@ class TensorMap:
         if config.has_sinks:
             yield names.sinks, (config.num_heads,)
 
-    def _delta_shapes(self, delta: DeltaConfig) -> Shapes:
+    def _delta_shapes(self, delta: RecurrentConfig) -> Shapes:
         hidden, names = self.config.hidden_size, self.names.delta
         rows: tuple[int, ...] = delta.num_channels, delta.num_values
         heads: tuple[int, ...] = delta.num_value_heads, delta.num_value_heads
@@ -106,6 +115,17 @@ class TensorMap:
         yield names.log_decay, (delta.num_value_heads,)
         yield f"{names.norm}.weight", (delta.value_dim,)
         yield f"{names.output}.weight", (hidden, delta.num_values)
+
+    def _mamba_shapes(self, mamba: RecurrentConfig) -> Shapes:
+        hidden, names = self.config.hidden_size, self.names.mamba
+        rows = mamba.num_values + mamba.num_channels + mamba.num_gates
+        yield f"{names.projection}.weight", (rows, hidden)
+        yield f"{names.conv}.weight", (mamba.num_channels, 1, mamba.conv_size)
+        yield f"{names.conv}.bias", (mamba.num_channels,)
+        for name in (names.step_bias, names.log_decay, names.skip):
+            yield name, (mamba.num_value_heads,)
+        yield f"{names.norm}.weight", (mamba.num_values,)
+        yield f"{names.output}.weight", (hidden, mamba.num_values)
 
     def _latent_shapes(self, latent: LatentConfig) -> Shapes:
         config, names = self.config, self.names.latent
@@ -136,8 +156,9 @@ class TensorMap:
             yield names.correction_bias, (moe.num_experts,)
         yield from _expert_shapes(moe, names, hidden)
         if moe.shared_size:
-            gate_up = [f"{names.shared}.gate_proj", f"{names.shared}.up_proj"]
-            yield from self._mlp_shapes(gate_up, f"{names.shared}.down_proj", moe.shared_size)
+            gate_up = [f"{names.shared}.{name}" for name in names.shared_gate_up]
+            down = f"{names.shared}.{names.shared_down}"
+            yield from self._mlp_shapes(gate_up, down, moe.shared_size)
         if moe.has_shared_gate:
             yield f"{names.shared_gate}.weight", (1, hidden)
 

@@ -44,6 +44,7 @@ constexpr StructSize kStructSizes[] = {
     entry<StateRows>("StateRows"),
     entry<StateRuns>("StateRuns"),
     entry<DeltaArgs>("DeltaArgs"),
+    entry<MambaArgs>("MambaArgs"),
     entry<SigmoidArgs>("SigmoidArgs"),
 };
 

@@ -10,7 +10,7 @@
 
 namespace baton {
 
-constexpr std::int32_t kAbiVersion = 4;
+constexpr std::int32_t kAbiVersion = 5;
 
 using Bf16 = std::uint16_t;  // bit pattern
 
@@ -249,6 +249,25 @@ struct DeltaArgs {
     std::int32_t num_threads;
 };
 
+// A Mamba2 layer. The layer's rows of a state are those of DeltaArgs; the queries, keys and values
+// are C, B and x.
+struct MambaArgs {
+    StateRows states;
+    StateRuns runs;
+    const Bf16* projected;                       // [tokens, ..]: as in DeltaArgs
+    const Bf16* gates;                           // [tokens, value heads]: steps
+    const float *conv, *conv_bias;               // [conv_size, channels]; [channels]
+    const float *step_bias, *decay_rate, *skip;  // [value heads]
+    NormParams norm;                             // of the output of the value heads of a key head
+    Bf16* dst;                                   // [tokens, values]
+    // Buffers: those of DeltaArgs, and [tokens, values].
+    Bf16* inputs_buf;
+    float *mixed_buf, *gates_buf, *outputs_buf;
+    std::int64_t first_row;  // of the layer
+    std::int64_t num_key_heads, num_value_heads, key_dim, value_dim, conv_size;
+    std::int32_t num_threads;
+};
+
 struct SigmoidArgs {
     Bf16* dst;          // [rows, size]
     const Bf16* gates;  // [rows, size], or one for each row; with a stride between rows
@@ -327,6 +346,9 @@ void baton_layer_write_kv(const baton::LayerArgs* layer, const baton::PassArgs* 
 
 // Linear attention of a layer by the gated delta rule, after a causal convolution; see StateShape.
 void baton_delta(const baton::DeltaArgs* args);
+
+// A Mamba2 layer between its projections, after a causal convolution; see StateShape.
+void baton_mamba(const baton::MambaArgs* args);
 
 // dst *= sigmoid(gates)
 void baton_multiply_sigmoid(const baton::SigmoidArgs* args);

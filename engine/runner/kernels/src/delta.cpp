@@ -1,59 +1,18 @@
 // Linear attention by the gated delta rule, in recurrent form: one token after the other, with a
 // fixed order of additions. So the bits of a token do not depend on the chunks of its sequence.
 
-#include "gate.h"
-#include "thread_pool.h"
-
-#include <algorithm>
-#include <vector>
+#include "recurrent.h"
 
 using namespace baton;
 
 namespace {
 
 constexpr float kNormEpsilon = 1e-6f;  // of queries and keys
-constexpr int kSliceRegs = 4;
-constexpr int kSliceColumns = kSliceRegs * kRegLanes;  // of a state, kept in the L1 cache
-using RegSlice = F32Reg[kSliceRegs];
-
-struct alignas(64) CacheLine {
-    char bytes[64];
-};
-
-// Numbers of `count` lanes; the others are zero.
-F32x16 load_some(const Bf16* src, std::int64_t count) {
-    if (count >= kLanes) return bf16_to_f32(src);
-    Bf16 lanes[kLanes] = {};
-    std::copy_n(src, count, lanes);
-    return bf16_to_f32(lanes);
-}
-
-F32x16 load_some(const float* src, std::int64_t count) {
-    F32x16 numbers{};
-    std::memcpy(&numbers, src, sizeof(float) * std::min<std::int64_t>(count, kLanes));
-    return numbers;
-}
-
-void store_some(float* dst, F32x16 numbers, std::int64_t count) {
-    std::memcpy(dst, &numbers, sizeof(float) * std::min<std::int64_t>(count, kLanes));
-}
-
-void store_some(Bf16* dst, F32x16 numbers, std::int64_t count) {
-    if (count >= kLanes) return store(dst, numbers);
-    Bf16 lanes[kLanes];
-    store(lanes, numbers);
-    std::copy_n(lanes, count, dst);
-}
 
 // One call of baton_delta. Sequences and runs are those of StateRuns.
-class Delta {
+class Delta : RecurrentPass<DeltaArgs> {
   public:
-    explicit Delta(const DeltaArgs& args)
-        : args_(args), runs_(args.runs), num_keys_(args.num_key_heads * args.key_dim),
-          num_values_(args.num_value_heads * args.value_dim),
-          num_channels_(2 * num_keys_ + num_values_), width_(num_channels_ + num_values_),
-          num_kept_(args.conv_size - 1),
-          num_slices_((args.value_dim + kSliceColumns - 1) / kSliceColumns) {}
+    using RecurrentPass::RecurrentPass;
 
     void run() const {
         const std::int64_t num_heads = 2 * args_.num_key_heads + args_.num_value_heads;
@@ -71,92 +30,6 @@ class Delta {
     }
 
   private:
-    template <typename Do>
-    void each(std::int64_t total, std::int64_t unit_size, Do act) const {
-        parallel_for(total, unit_size, args_.num_threads, [&](std::int64_t at, std::int64_t end) {
-            for (; at < end; ++at) act(at);
-        });
-    }
-
-    std::int64_t end_run(std::int64_t sequence) const {
-        return sequence + 1 < runs_.num_sequences ? runs_.first_runs[sequence + 1] : runs_.num_runs;
-    }
-    std::int64_t first_token(std::int64_t sequence) const {
-        return runs_.first_tokens[runs_.first_runs[sequence]];
-    }
-    // The sequence of a run or of a token, found by the first one of each sequence.
-    template <typename First>
-    std::int64_t find_sequence(std::int64_t wanted, First first) const {
-        std::int64_t low = 0, high = runs_.num_sequences;
-        while (high - low > 1) {
-            const std::int64_t middle = (low + high) / 2;
-            (first(middle) <= wanted ? low : high) = middle;
-        }
-        return low;
-    }
-    const std::int64_t* reads(std::int64_t run) const {
-        return runs_.reads + run * runs_.num_blocks;
-    }
-    const std::int64_t* writes(std::int64_t run) const {
-        return runs_.writes + run * runs_.num_blocks;
-    }
-
-    // Rows of the layer's part of a state, one after the other.
-    struct Rows {
-        const StateRows& states;
-        const std::int64_t* table;
-        std::int64_t block, place;
-
-        Rows(const StateRows& states, const std::int64_t* table, std::int64_t row)
-            : states(states), table(table), block(row / states.rows_per_block),
-              place(row % states.rows_per_block) {}
-        char* next() {
-            char* const row =
-                states.blocks + table[block] * states.block_bytes + place * states.row_bytes;
-            if (++place == states.rows_per_block) place = 0, ++block;
-            return row;
-        }
-    };
-    Rows matrix(const std::int64_t* table, std::int64_t head) const {
-        return {args_.states, table, args_.first_row + head * args_.key_dim};
-    }
-    Rows conv_rows(const std::int64_t* table) const { return matrix(table, args_.num_value_heads); }
-
-    // Copies the inputs before this pass that the convolution needs.
-    void load_inputs(std::int64_t sequence) const {
-        auto* const dst =
-            reinterpret_cast<char*>(args_.inputs_buf + sequence * num_kept_ * num_channels_);
-        const std::int64_t size = num_kept_ * num_channels_ * sizeof(Bf16);
-        const std::int64_t* const table = reads(runs_.first_runs[sequence]);
-        if (table[0] < 0) return void(std::memset(dst, 0, size));
-        Rows rows = conv_rows(table);
-        for (std::int64_t at = 0; at < size; at += args_.states.row_bytes)
-            std::memcpy(dst + at, rows.next(), std::min(args_.states.row_bytes, size - at));
-    }
-
-    // Channels of the token at this place of the sequence; negative places are before this pass.
-    const Bf16* input(std::int64_t sequence, std::int64_t place) const {
-        if (place >= 0) return args_.projected + (first_token(sequence) + place) * width_;
-        return args_.inputs_buf + (sequence * num_kept_ + num_kept_ + place) * num_channels_;
-    }
-
-    // Keeps the last inputs of a run for the next one.
-    void store_inputs(std::int64_t run) const {
-        const std::int64_t sequence =
-            find_sequence(run, [this](std::int64_t at) { return runs_.first_runs[at]; });
-        const std::int64_t end =
-            runs_.first_tokens[run] + runs_.num_tokens_of[run] - first_token(sequence);
-        const std::int64_t row_bytes = args_.states.row_bytes;
-        const std::int64_t size = num_kept_ * num_channels_ * sizeof(Bf16);
-        std::vector<char> kept((size + row_bytes - 1) / row_bytes * row_bytes);
-        for (std::int64_t i = 0; i < num_kept_; ++i)
-            std::memcpy(kept.data() + i * num_channels_ * sizeof(Bf16),
-                        input(sequence, end - num_kept_ + i), num_channels_ * sizeof(Bf16));
-        Rows rows = conv_rows(writes(run));
-        for (std::size_t at = 0; at < kept.size(); at += row_bytes)
-            std::memcpy(rows.next(), kept.data() + at, row_bytes);
-    }
-
     // Convolution of one head of a token, then the length of queries and keys, or the gates.
     void mix(std::int64_t token, std::int64_t head) const {
         const std::int64_t num_unit = 2 * args_.num_key_heads;
@@ -169,22 +42,6 @@ class Delta {
         if (is_value) return compute_gates(token, head - num_unit);
         const float scale = head < args_.num_key_heads ? 1.0f / std::sqrt(float(size)) : 1.0f;
         scale_to_length(dst, size, scale);
-    }
-
-    void convolve(std::int64_t token, std::int64_t channel, std::int64_t size, float* dst) const {
-        const std::int64_t sequence =
-            find_sequence(token, [this](std::int64_t at) { return first_token(at); });
-        const std::int64_t first = token - first_token(sequence) - num_kept_;
-        for (std::int64_t i = 0; i < size; i += kLanes) {
-            F32x16 total{};
-            for (std::int64_t tap = 0; tap <= num_kept_; ++tap) {
-                const Bf16* const numbers = input(sequence, first + tap) + channel + i;
-                const float* const weights = args_.conv + tap * num_channels_ + channel + i;
-                total += load_some(weights, size - i) * load_some(numbers, size - i);
-            }
-            total = round_to_bf16(total);
-            store_some(dst + i, round_to_bf16(multiply_sigmoid(total, total)), size - i);
-        }
     }
 
     static void scale_to_length(float* head, std::int64_t size, float length) {
@@ -257,34 +114,6 @@ class Delta {
         }
     }
 
-    void load_slice(float* slice, const std::int64_t* table, std::int64_t head, std::int64_t column,
-                    std::int64_t count) const {
-        const std::int64_t size = args_.key_dim * kSliceColumns;
-        if (table[0] < 0 || count < kSliceColumns) std::memset(slice, 0, sizeof(float) * size);
-        if (table[0] < 0) return;
-        Rows rows = matrix(table, head);
-        for (std::int64_t i = 0; i < args_.key_dim; ++i) {
-            const float* const row = reinterpret_cast<const float*>(rows.next()) + column;
-            copy_columns(slice + i * kSliceColumns, row, count);
-        }
-    }
-
-    void store_slice(const float* slice, const std::int64_t* table, std::int64_t head,
-                     std::int64_t column, std::int64_t count) const {
-        Rows rows = matrix(table, head);
-        for (std::int64_t i = 0; i < args_.key_dim; ++i) {
-            float* const row = reinterpret_cast<float*>(rows.next()) + column;
-            copy_columns(row, slice + i * kSliceColumns, count);
-        }
-    }
-
-    static void copy_columns(float* dst, const float* src, std::int64_t count) {
-        if (count == kSliceColumns)
-            std::memcpy(dst, src, sizeof(float) * kSliceColumns);
-        else
-            std::memcpy(dst, src, sizeof(float) * count);
-    }
-
     // Computes one token. Each sum has one product per term, so that compilers can fuse it in one
     // way only.
     void apply(float* slice, const Token& token, std::int64_t count) const {
@@ -333,10 +162,6 @@ class Delta {
             store_some(dst + i, weighted * multiply_sigmoid(gate, gate), count);
         }
     }
-
-    const DeltaArgs& args_;
-    const StateRuns& runs_;
-    const std::int64_t num_keys_, num_values_, num_channels_, width_, num_kept_, num_slices_;
 };
 
 }  // namespace

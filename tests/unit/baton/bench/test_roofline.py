@@ -162,6 +162,8 @@ def test_each_matrix_of_a_family_counts_once(name: str, tmp_path: Path) -> None:
     }
     head = config.vocab_size * config.hidden_size if config.ties_embeddings else 0
     assert counted == sum(matrices.values()) + head
+    products = {layer.state_products for layer in work.layers if layer.state_numbers}
+    assert products == {"qwen3-next": {3}, "qwen3.5": {3}, "granite-4-moe": {2}}.get(name, set())
 
 
 def test_latent_attention_reads_one_latent_and_one_key_per_slot(tmp_path: Path) -> None:

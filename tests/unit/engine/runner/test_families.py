@@ -215,6 +215,9 @@ def test_layers_without_rope_and_temperatures(tmp_path: Path) -> None:
     assert layers_where(read(tmp_path, HUB_CONFIGS["SmolLM3-3B"]), key_rope=1) == list(
         range(3, 36, 4)
     )
+    granite = read(tmp_path, HUB_CONFIGS["granite-4.0-h-tiny"])
+    assert granite.ropes == (NO_ROPE,)
+    assert granite.attention_layers == (5, 15, 25, 35)
 
 
 def test_experts_are_those_of_the_model(tmp_path: Path) -> None:
@@ -230,6 +233,7 @@ def test_experts_are_those_of_the_model(tmp_path: Path) -> None:
         "Qwen3-30B-A3B": (128, 8, 768, 0, True),
         "Qwen3-Next-80B-A3B": (512, 10, 512, 512, True),
         "Qwen3.5-35B-A3B": (256, 8, 512, 512, True),
+        "granite-4.0-h-tiny": (64, 6, 512, 1024, False),
         "Qwen3-VL-30B-A3B": (128, 8, 768, 0, True),
         "Mixtral-8x7B": (8, 2, 14_336, 0, True),
         "OLMoE-1B-7B": (64, 8, 1024, 0, False),

@@ -19,6 +19,8 @@ LLAMA, GEMMA = HUB_CONFIGS["Llama-3.2-1B"], HUB_CONFIGS["gemma-3-4b"]
 QWEN_MOE, PHI = HUB_CONFIGS["Qwen3-30B-A3B"], HUB_CONFIGS["Phi-4-mini"]
 GLM, YARN = HUB_CONFIGS["GLM-4.5-Air"], HUB_CONFIGS["Olmo-3-7B"]["rope_scaling"]
 
+GRANITE = HUB_CONFIGS["granite-4.0-h-tiny"]
+
 
 def read(folder: Path, raw: Mapping[str, Any]) -> ModelConfig:
     (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
@@ -58,6 +60,16 @@ def read(folder: Path, raw: Mapping[str, Any]) -> ModelConfig:
         (GLM, {"n_group": 8, "topk_group": 9}, r"'topk_group' is 9.*at most n_group \(8\)"),
         (GLM, {"n_group": 32, "topk_group": 1}, "'num_experts_per_tok' is 8.*at most 4"),
         (GLM, {"first_k_dense_replace": math.inf}, "'first_k_dense_replace' is inf.*a number"),
+        (LLAMA, {"mamba_d_state": 128}, "'mamba_d_state' is 128.*changes the computation"),
+        (GRANITE, {"mamba_proj_bias": True}, "'mamba_proj_bias' is True.*changes the computation"),
+        (GRANITE, {"mamba_conv_bias": False}, "'mamba_conv_bias' is False; it must be true"),
+        (GRANITE, {"mamba_d_conv": 1}, "'mamba_d_conv' is 1.*at least 2"),
+        (GRANITE, {"mamba_d_head": 32}, "'mamba_d_head' is 32.*3072 with 48 heads"),
+        (GRANITE, {"mamba_n_groups": 5}, r"'mamba_n_groups' is 5.*mamba_n_heads \(48\)"),
+        (GRANITE, {"time_step_limit": [0.001, 0.1]}, "'time_step_limit'.*changes the computation"),
+        (GRANITE, {"layer_types": None}, "'layer_types' is missing; it must list 40 of"),
+        (GRANITE, {"layer_types": ["mamba"] * 40}, "'layer_types'.*at least one layer with full"),
+        (GRANITE, {"position_embedding_type": "alibi"}, "'position_embedding_type'.*'nope'"),
     ],
 )
 def test_wrong_values_are_refused_by_name(
@@ -67,6 +79,12 @@ def test_wrong_values_are_refused_by_name(
 
     with pytest.raises(ModelError, match=named):
         read(tmp_path, {**raw, **changes})
+
+
+def test_a_model_without_recurrent_layers_has_no_state(tmp_path: Path) -> None:
+    assert read(tmp_path, GRANITE).recurrent is not None
+
+    assert read(tmp_path, {**GRANITE, "layer_types": ["attention"] * 40}).recurrent is None
 
 
 def test_a_long_value_is_shortened(tmp_path: Path) -> None:
