@@ -260,7 +260,8 @@ struct MambaArgs {
     const float *step_bias, *decay_rate, *skip;  // [value heads]
     NormParams norm;                             // of the output of the value heads of a key head
     Bf16* dst;                                   // [tokens, values]
-    // Buffers: those of DeltaArgs, and [tokens, values].
+    // Buffers: inputs as in DeltaArgs; [channels, tokens] and [value heads, tokens, 2], by head;
+    // [tokens, values].
     Bf16* inputs_buf;
     float *mixed_buf, *gates_buf, *outputs_buf;
     std::int64_t first_row;  // of the layer

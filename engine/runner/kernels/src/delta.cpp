@@ -114,6 +114,34 @@ class Delta : RecurrentPass<DeltaArgs> {
         }
     }
 
+    void load_slice(float* slice, const std::int64_t* table, std::int64_t head, std::int64_t column,
+                    std::int64_t count) const {
+        const std::int64_t size = args_.key_dim * kSliceColumns;
+        if (table[0] < 0 || count < kSliceColumns) std::memset(slice, 0, sizeof(float) * size);
+        if (table[0] < 0) return;
+        Rows rows = matrix(table, head);
+        for (std::int64_t i = 0; i < args_.key_dim; ++i) {
+            const float* const row = reinterpret_cast<const float*>(rows.next()) + column;
+            copy_columns(slice + i * kSliceColumns, row, count);
+        }
+    }
+
+    void store_slice(const float* slice, const std::int64_t* table, std::int64_t head,
+                     std::int64_t column, std::int64_t count) const {
+        Rows rows = matrix(table, head);
+        for (std::int64_t i = 0; i < args_.key_dim; ++i) {
+            float* const row = reinterpret_cast<float*>(rows.next()) + column;
+            copy_columns(row, slice + i * kSliceColumns, count);
+        }
+    }
+
+    static void copy_columns(float* dst, const float* src, std::int64_t count) {
+        if (count == kSliceColumns)
+            std::memcpy(dst, src, sizeof(float) * kSliceColumns);
+        else
+            std::memcpy(dst, src, sizeof(float) * count);
+    }
+
     // Computes one token. Each sum has one product per term, so that compilers can fuse it in one
     // way only.
     void apply(float* slice, const Token& token, std::int64_t count) const {

@@ -21,8 +21,8 @@ class Mamba : RecurrentPass<MambaArgs> {
         each(runs_.num_runs, num_kept_ * num_channels_,
              [this](std::int64_t run) { store_inputs(run); });
         const std::int64_t tokens = 1 + (runs_.num_tokens - 1) / runs_.num_sequences;
-        each(runs_.num_sequences * args_.num_value_heads * num_slices_,
-             args_.key_dim * kSliceColumns * tokens, [this](std::int64_t at) { recur(at); });
+        each(runs_.num_sequences * args_.num_value_heads, args_.key_dim * args_.value_dim * tokens,
+             [this](std::int64_t at) { recur(at); });
         each(runs_.num_tokens * args_.num_key_heads, 4 * num_values_ / args_.num_key_heads,
              [this](std::int64_t at) { norm(at); });
     }
@@ -35,72 +35,108 @@ class Mamba : RecurrentPass<MambaArgs> {
         const std::int64_t size = is_value ? args_.value_dim : args_.key_dim;
         const std::int64_t channel =
             is_value ? 2 * num_keys_ + value_head * size : head * args_.key_dim;
-        convolve(token, channel, size, args_.mixed_buf + token * num_channels_ + channel,
-                 args_.conv_bias);
+        convolve(token, channel, size, mixed(token, channel, size), args_.conv_bias);
         if (is_value) compute_gates(token, value_head);
     }
 
+    // Numbers of a head of `size` channels: by head, then by token, so that a head's are
+    // neighbours.
+    float* mixed(std::int64_t token, std::int64_t channel, std::int64_t size) const {
+        return args_.mixed_buf + channel * runs_.num_tokens + token * size;
+    }
+    float* gates(std::int64_t token, std::int64_t head) const {
+        return args_.gates_buf + (head * runs_.num_tokens + token) * 2;
+    }
+
     void compute_gates(std::int64_t token, std::int64_t head) const {
-        const std::int64_t at = token * args_.num_value_heads + head;
-        const float x = bf16_to_f32(args_.gates[at]) + args_.step_bias[head];
+        const Bf16* const src = args_.gates + token * args_.num_value_heads;
+        const float x = bf16_to_f32(src[head]) + args_.step_bias[head];
         const float step = x > 20.0f ? x : std::log1p(std::exp(x));
-        args_.gates_buf[2 * at] = std::exp(-args_.decay_rate[head] * step);
-        args_.gates_buf[2 * at + 1] = step;
+        float* const dst = gates(token, head);
+        dst[0] = std::exp(-args_.decay_rate[head] * step);
+        dst[1] = step;
     }
 
-    // A token of one head, with a slice of its value and of its output.
-    struct Token {
-        const float *query, *key;
-        float decay, step;
-        const float* value;
-        float* output;
-    };
-
-    Token token_at(std::int64_t token, std::int64_t head, std::int64_t column) const {
-        const std::int64_t key_head = head / (args_.num_value_heads / args_.num_key_heads);
-        const std::int64_t at = head * args_.value_dim + column;
-        const float* const mixed = args_.mixed_buf + token * num_channels_;
-        const float* const gates = args_.gates_buf + (token * args_.num_value_heads + head) * 2;
-        const float* const query = mixed + key_head * args_.key_dim;
-        return {query,    query + num_keys_,          gates[0],
-                gates[1], mixed + 2 * num_keys_ + at, args_.outputs_buf + token * num_values_ + at};
-    }
-
-    // A slice of a head's state in all runs of a sequence.
+    // A head's state in all runs of a sequence. It is kept slice by slice, but read and written in
+    // whole rows, which are neighbours in memory.
     void recur(std::int64_t at) const {
-        const std::int64_t column = at % num_slices_ * kSliceColumns;
-        const std::int64_t head = at / num_slices_ % args_.num_value_heads;
-        const std::int64_t sequence = at / num_slices_ / args_.num_value_heads;
-        const std::int64_t count = std::min<std::int64_t>(kSliceColumns, args_.value_dim - column);
+        const std::int64_t sequence = at / args_.num_value_heads, head = at % args_.num_value_heads;
         // Aligned to cache lines, so that no register of it straddles two.
         static thread_local std::vector<CacheLine> lines;
-        lines.resize(args_.key_dim * kSliceColumns * sizeof(float) / sizeof(CacheLine) + 1);
-        auto* const slice = reinterpret_cast<float*>(lines.data());
+        const std::int64_t size = args_.key_dim * kSliceColumns;
+        lines.resize(num_slices_ * size * sizeof(float) / sizeof(CacheLine) + 1);
+        auto* const slices = reinterpret_cast<float*>(lines.data());
         std::int64_t run = runs_.first_runs[sequence];
-        load_slice(slice, reads(run), head, column, count);
+        load_state(slices, reads(run), head);
         for (; run < end_run(sequence); ++run) {
-            for (std::int64_t i = 0; i < runs_.num_tokens_of[run]; ++i) {
-                const std::int64_t token = runs_.first_tokens[run] + i;
-                apply(slice, token_at(token, head, column), args_.skip[head], count);
-            }
-            store_slice(slice, writes(run), head, column, count);
+            for (std::int64_t i = 0; i < num_slices_; ++i)
+                for (std::int64_t token = 0; token < runs_.num_tokens_of[run]; ++token)
+                    apply(slices + i * size, runs_.first_tokens[run] + token, head,
+                          i * kSliceColumns);
+            store_state(slices, writes(run), head);
         }
     }
 
-    // Computes one token.
-    void apply(float* slice, const Token& token, float skip, std::int64_t count) const {
-        RegSlice value{}, written, output{};
-        std::memcpy(value, token.value, sizeof(float) * count);
-        for (int r = 0; r < kSliceRegs; ++r) written[r] = value[r] * token.step;
+    void load_state(float* slices, const std::int64_t* table, std::int64_t head) const {
+        const std::int64_t size = args_.key_dim * kSliceColumns;
+        // Columns after the last one, too.
+        if (table[0] < 0 || args_.value_dim % kSliceColumns)
+            std::memset(slices, 0, sizeof(float) * num_slices_ * size);
+        if (table[0] < 0) return;
+        Rows rows = matrix(table, head);
         for (std::int64_t i = 0; i < args_.key_dim; ++i) {
+            const auto* const row = reinterpret_cast<const float*>(rows.next());
+            for (std::int64_t column = 0; column < args_.value_dim; column += kSliceColumns)
+                copy_columns(slices + column * args_.key_dim + i * kSliceColumns, row + column,
+                             args_.value_dim - column);
+        }
+    }
+
+    void store_state(const float* slices, const std::int64_t* table, std::int64_t head) const {
+        Rows rows = matrix(table, head);
+        for (std::int64_t i = 0; i < args_.key_dim; ++i) {
+            auto* const row = reinterpret_cast<float*>(rows.next());
+            for (std::int64_t column = 0; column < args_.value_dim; column += kSliceColumns)
+                copy_columns(row + column, slices + column * args_.key_dim + i * kSliceColumns,
+                             args_.value_dim - column);
+        }
+    }
+
+    // Copies columns of a slice, of which `left` are in the state.
+    static void copy_columns(float* dst, const float* src, std::int64_t left) {
+        std::int64_t i = 0;
+        for (; i + kRegLanes <= std::min<std::int64_t>(left, kSliceColumns); i += kRegLanes)
+            store_reg(dst + i, load_reg(src + i));
+        for (; i < std::min<std::int64_t>(left, kSliceColumns); ++i) dst[i] = src[i];
+    }
+
+    // Computes one token with a slice of a head's state.
+    void apply(float* slice, std::int64_t token, std::int64_t head, std::int64_t column) const {
+        // Locals, because stores into the slice could change what is in memory. There is one copy
+        // of this loop, so that compilers fuse its products in one way only.
+        const std::int64_t key_dim = args_.key_dim, value_dim = args_.value_dim;
+        const std::int64_t left = value_dim - column;
+        const std::int64_t key_head = head / (args_.num_value_heads / args_.num_key_heads);
+        const float* const query = mixed(token, key_head * key_dim, key_dim);
+        const float* const key = mixed(token, num_keys_ + key_head * key_dim, key_dim);
+        const float decay = gates(token, head)[0], step = gates(token, head)[1];
+        const float skip = args_.skip[head];
+        RegSlice value{}, written, output{};
+        copy_columns(reinterpret_cast<float*>(value),
+                     mixed(token, 2 * num_keys_ + head * value_dim, value_dim) + column, left);
+        for (int r = 0; r < kSliceRegs; ++r) written[r] = value[r] * step;
+        for (std::int64_t i = 0; i < key_dim; ++i) {
             F32Reg* const row = reinterpret_cast<F32Reg*>(slice + i * kSliceColumns);
+            const float key_number = key[i], query_number = query[i];
             for (int r = 0; r < kSliceRegs; ++r) {
-                row[r] = row[r] * token.decay + written[r] * token.key[i];
-                output[r] += row[r] * token.query[i];
+                const F32Reg state = row[r] * decay + written[r] * key_number;
+                output[r] += state * query_number;
+                row[r] = state;
             }
         }
         for (int r = 0; r < kSliceRegs; ++r) output[r] += value[r] * skip;
-        std::memcpy(token.output, output, sizeof(float) * count);
+        copy_columns(args_.outputs_buf + token * num_values_ + head * value_dim + column,
+                     reinterpret_cast<const float*>(output), left);
     }
 
     // Gates of a group of heads, then the RMS norm of the group.

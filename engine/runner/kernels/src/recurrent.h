@@ -18,9 +18,23 @@ struct alignas(64) CacheLine {
     char bytes[64];
 };
 
+// Through pointers: compilers copy a register by memcpy in halves, through memory.
+inline F32Reg load_reg(const float* src) { return *reinterpret_cast<const F32Reg*>(src); }
+
+inline F32Reg load_reg(const Bf16* src) {
+    const U16Reg halves = *reinterpret_cast<const U16Reg*>(src);
+    return (F32Reg)(__builtin_convertvector(halves, U32Reg) << 16);
+}
+
+inline void store_reg(float* dst, F32Reg numbers) { *reinterpret_cast<F32Reg*>(dst) = numbers; }
+
 // Numbers of `count` lanes; the others are zero.
 inline F32x16 load_some(const Bf16* src, std::int64_t count) {
-    if (count >= kLanes) return bf16_to_f32(src);
+    if (count >= kLanes) {
+        F32x16 numbers;
+        for_each_reg([&](int i) { reg(numbers, i) = load_reg(src + i * kRegLanes); });
+        return numbers;
+    }
     Bf16 lanes[kLanes] = {};
     std::copy_n(src, count, lanes);
     return bf16_to_f32(lanes);
@@ -28,12 +42,18 @@ inline F32x16 load_some(const Bf16* src, std::int64_t count) {
 
 inline F32x16 load_some(const float* src, std::int64_t count) {
     F32x16 numbers{};
-    std::memcpy(&numbers, src, sizeof(float) * std::min<std::int64_t>(count, kLanes));
+    if (count >= kLanes) {
+        for_each_reg([&](int i) { reg(numbers, i) = load_reg(src + i * kRegLanes); });
+        return numbers;
+    }
+    std::memcpy(&numbers, src, sizeof(float) * count);
     return numbers;
 }
 
 inline void store_some(float* dst, F32x16 numbers, std::int64_t count) {
-    std::memcpy(dst, &numbers, sizeof(float) * std::min<std::int64_t>(count, kLanes));
+    if (count >= kLanes)
+        return for_each_reg([&](int i) { store_reg(dst + i * kRegLanes, reg(numbers, i)); });
+    std::memcpy(dst, &numbers, sizeof(float) * count);
 }
 
 inline void store_some(Bf16* dst, F32x16 numbers, std::int64_t count) {
@@ -141,51 +161,32 @@ class RecurrentPass {
             std::memcpy(rows.next(), kept.data() + at, row_bytes);
     }
 
+    static void add_products(float* dst, const float* weights, const Bf16* numbers,
+                             std::int64_t size, bool is_first) {
+        if (is_first) std::memset(dst, 0, sizeof(float) * size);
+        std::int64_t i = 0;
+        for (; i + kRegLanes <= size; i += kRegLanes)
+            store_reg(dst + i, load_reg(dst + i) + load_reg(weights + i) * load_reg(numbers + i));
+        for (; i < size; ++i) dst[i] += weights[i] * bf16_to_f32(numbers[i]);
+    }
+
     // SiLU of the convolution of some channels of a token.
     void convolve(std::int64_t token, std::int64_t channel, std::int64_t size, float* dst,
                   const float* bias = nullptr) const {
         const std::int64_t sequence =
             find_sequence(token, [this](std::int64_t at) { return first_token(at); });
         const std::int64_t first = token - first_token(sequence) - num_kept_;
+        for (std::int64_t tap = 0; tap <= num_kept_; ++tap) {
+            const Bf16* const numbers = input(sequence, first + tap) + channel;
+            const float* const weights = args_.conv + tap * num_channels_ + channel;
+            add_products(dst, weights, numbers, size, tap == 0);
+        }
         for (std::int64_t i = 0; i < size; i += kLanes) {
-            F32x16 total{};
-            for (std::int64_t tap = 0; tap <= num_kept_; ++tap) {
-                const Bf16* const numbers = input(sequence, first + tap) + channel + i;
-                const float* const weights = args_.conv + tap * num_channels_ + channel + i;
-                total += load_some(weights, size - i) * load_some(numbers, size - i);
-            }
+            F32x16 total = load_some(dst + i, size - i);
             if (bias) total += load_some(bias + channel + i, size - i);
             total = round_to_bf16(total);
             store_some(dst + i, round_to_bf16(multiply_sigmoid(total, total)), size - i);
         }
-    }
-
-    void load_slice(float* slice, const std::int64_t* table, std::int64_t head, std::int64_t column,
-                    std::int64_t count) const {
-        const std::int64_t size = args_.key_dim * kSliceColumns;
-        if (table[0] < 0 || count < kSliceColumns) std::memset(slice, 0, sizeof(float) * size);
-        if (table[0] < 0) return;
-        Rows rows = matrix(table, head);
-        for (std::int64_t i = 0; i < args_.key_dim; ++i) {
-            const float* const row = reinterpret_cast<const float*>(rows.next()) + column;
-            copy_columns(slice + i * kSliceColumns, row, count);
-        }
-    }
-
-    void store_slice(const float* slice, const std::int64_t* table, std::int64_t head,
-                     std::int64_t column, std::int64_t count) const {
-        Rows rows = matrix(table, head);
-        for (std::int64_t i = 0; i < args_.key_dim; ++i) {
-            float* const row = reinterpret_cast<float*>(rows.next()) + column;
-            copy_columns(row, slice + i * kSliceColumns, count);
-        }
-    }
-
-    static void copy_columns(float* dst, const float* src, std::int64_t count) {
-        if (count == kSliceColumns)
-            std::memcpy(dst, src, sizeof(float) * kSliceColumns);
-        else
-            std::memcpy(dst, src, sizeof(float) * count);
     }
 
     const Args& args_;
