@@ -8,4 +8,11 @@ from kv_transfer.transports.nixl import import_nixl
 
 __all__ = ["decode_node", "prefill_node"]
 
-import_nixl()
+
+def load_ucx() -> None:
+    """Load NIXL's UCX plugin. UCX spends 0.4 s of CPU on measuring the clock when it is loaded."""
+    nixl = import_nixl()
+    nixl.nixlAgent("preload", nixl.nixlAgentConfig()).getPluginParams("UCX")
+
+
+load_ucx()

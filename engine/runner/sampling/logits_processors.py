@@ -124,6 +124,8 @@ def versions(names: Sequence[str]) -> list[str]:
 
 
 def _find(names: Sequence[str]) -> dict[str, EntryPoint]:
+    if not names:  # reading the entry points of all packages takes a while
+        return {}
     installed = {entry.name: entry for entry in entry_points(group=GROUP)}
     for name in names:
         if name not in installed:
