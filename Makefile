@@ -1,7 +1,7 @@
 # Every target sets up .venv itself.
 #
 #   make demo         a cluster of three processes, a few prompts, and a trace of one request
-#   make test         all tests that need no GPU, with WORKERS (3) processes: most tests wait
+#   make test         all tests that need no GPU, with WORKERS (4) processes: most tests wait
 #   make check        format, lint, import rules, types and the fast tests, about a minute
 #   make breaking     compares the protos with those of main for incompatible changes
 #   make docs         the documentation as a site in build/docs; broken links and anchors are errors
@@ -33,7 +33,7 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: $(VENV)/.runtime
 	$(BIN)/baton demo
 
-test: WORKERS := 3
+test: WORKERS := 4
 test: $(VENV)/.dev $(STUBS)
 	$(PYTEST) -m "not gpu and not containers" -n $(WORKERS) --max-worker-restart 0 \
 		--dist loadfile --no-loadscope-reorder

@@ -81,8 +81,14 @@ class Got:
         return served.num_accepted_tokens
 
 
+@pytest.fixture(scope="module")
+def block_bytes() -> dict[str, int]:
+    """Return the bytes of a block by model, which `engine_of` fills in."""
+    return {}
+
+
 @pytest.fixture
-def engine_of(model_folder: FolderOf) -> Iterator[MakeEngine]:
+def engine_of(model_folder: FolderOf, block_bytes: dict[str, int]) -> Iterator[MakeEngine]:
     """Yield a factory of engines, all of whose blocks must be free after the test."""
     made: list[EngineCore] = []
     with ExitStack() as runners:
@@ -100,9 +106,10 @@ def engine_of(model_folder: FolderOf) -> Iterator[MakeEngine]:
                 max_num_seqs=8,
                 speculation=speculation,
             )
-            with load_runner(config) as probe:
-                block_bytes = probe.kv_memory.block_bytes
-            config = replace(config, kv_cache_bytes=num_blocks * block_bytes)
+            if name not in block_bytes:
+                with load_runner(config) as probe:
+                    block_bytes[name] = probe.kv_memory.block_bytes
+            config = replace(config, kv_cache_bytes=num_blocks * block_bytes[name])
             runner = runners.enter_context(load_runner(config))
             scheduling = SchedulerConfig(
                 max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=8

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import decode_node.__main__ as decode_node
 import prefill_node.__main__ as prefill_node
 from kv_transfer.transports.nixl import import_nixl
@@ -15,4 +17,6 @@ def load_ucx() -> None:
     nixl.nixlAgent("preload", nixl.nixlAgentConfig()).getPluginParams("UCX")
 
 
-load_ucx()
+# UCX also opens its log file when it is loaded, and names it after the process.
+if "UCX_LOG_FILE" not in os.environ:
+    load_ucx()

@@ -23,8 +23,8 @@ class Delta : RecurrentPass<DeltaArgs> {
         each(runs_.num_runs, num_kept_ * num_channels_,
              [this](std::int64_t run) { store_inputs(run); });
         const std::int64_t tokens = 1 + (runs_.num_tokens - 1) / runs_.num_sequences;
-        each(runs_.num_sequences * args_.num_value_heads * num_slices_,
-             args_.key_dim * kSliceColumns * tokens, [this](std::int64_t at) { recur(at); });
+        each(runs_.num_sequences * args_.num_value_heads, args_.key_dim * args_.value_dim * tokens,
+             [this](std::int64_t at) { recur(at, [this](auto... token) { apply(token...); }); });
         each(runs_.num_tokens * args_.num_value_heads, 4 * args_.value_dim,
              [this](std::int64_t at) { norm(at); });
     }
@@ -37,7 +37,7 @@ class Delta : RecurrentPass<DeltaArgs> {
         const std::int64_t size = is_value ? args_.value_dim : args_.key_dim;
         const std::int64_t channel =
             is_value ? 2 * num_keys_ + (head - num_unit) * size : head * size;
-        float* const dst = args_.mixed_buf + token * num_channels_ + channel;
+        float* const dst = mixed(token, channel, size);
         convolve(token, channel, size, dst);
         if (is_value) return compute_gates(token, head - num_unit);
         const float scale = head < args_.num_key_heads ? 1.0f / std::sqrt(float(size)) : 1.0f;
@@ -57,116 +57,60 @@ class Delta : RecurrentPass<DeltaArgs> {
 
     // Decay and write strength of a head.
     void compute_gates(std::int64_t token, std::int64_t head) const {
-        const Bf16* const gates = args_.gates + token * 2 * args_.num_value_heads;
-        float* const dst = args_.gates_buf + (token * args_.num_value_heads + head) * 2;
-        const float x = bf16_to_f32(gates[args_.num_value_heads + head]) + args_.decay_bias[head];
+        const Bf16* const src = args_.gates + token * 2 * args_.num_value_heads;
+        float* const dst = gates(token, head);
+        const float x = bf16_to_f32(src[args_.num_value_heads + head]) + args_.decay_bias[head];
         const float softplus = x > 20.0f ? x : std::log1p(std::exp(x));
         dst[0] = std::exp(-args_.decay_rate[head] * softplus);
-        dst[1] = round_to_bf16(1.0f / (1.0f + std::exp(-bf16_to_f32(gates[head]))));
+        dst[1] = round_to_bf16(1.0f / (1.0f + std::exp(-bf16_to_f32(src[head]))));
     }
 
-    // A token of one head, with a slice of its value and of its output.
-    struct Token {
-        const float *query, *key;
-        float decay, strength, key_query;
-        const float* value;
-        Bf16* output;
-    };
-
-    Token token_at(std::int64_t token, std::int64_t head, std::int64_t column) const {
+    // Computes one token with a slice of a head's state.
+    void apply(float* slice, std::int64_t token, std::int64_t head, std::int64_t column) const {
+        // Locals, because stores into the slice could change what is in memory. There is one copy
+        // of this loop, so that compilers fuse its products in one way only.
+        const std::int64_t key_dim = args_.key_dim, value_dim = args_.value_dim;
+        const std::int64_t left = value_dim - column;
         const std::int64_t key_head = head / (args_.num_value_heads / args_.num_key_heads);
-        const std::int64_t at = head * args_.value_dim + column;
-        const float* const mixed = args_.mixed_buf + token * num_channels_;
-        const float* const gates = args_.gates_buf + (token * args_.num_value_heads + head) * 2;
-        const float* const query = mixed + key_head * args_.key_dim;
-        const float* const key = query + num_keys_;
-        F32x16 products{};
-        for (std::int64_t i = 0; i < args_.key_dim; i += kLanes)
-            products +=
-                load_some(query + i, args_.key_dim - i) * load_some(key + i, args_.key_dim - i);
-        return {query,
-                key,
-                gates[0],
-                gates[1],
-                sum(products),
-                mixed + 2 * num_keys_ + at,
-                args_.dst + token * num_values_ + at};
-    }
-
-    // A slice of a head's state in all runs of a sequence.
-    void recur(std::int64_t at) const {
-        const std::int64_t column = at % num_slices_ * kSliceColumns;
-        const std::int64_t head = at / num_slices_ % args_.num_value_heads;
-        const std::int64_t sequence = at / num_slices_ / args_.num_value_heads;
-        const std::int64_t count = std::min<std::int64_t>(kSliceColumns, args_.value_dim - column);
-        // Aligned to cache lines, so that no register of it straddles two.
-        static thread_local std::vector<CacheLine> lines;
-        lines.resize(args_.key_dim * kSliceColumns * sizeof(float) / sizeof(CacheLine) + 1);
-        auto* const slice = reinterpret_cast<float*>(lines.data());
-        std::int64_t run = runs_.first_runs[sequence];
-        load_slice(slice, reads(run), head, column, count);
-        for (; run < end_run(sequence); ++run) {
-            for (std::int64_t i = 0; i < runs_.num_tokens_of[run]; ++i) {
-                const std::int64_t token = runs_.first_tokens[run] + i;
-                apply(slice, token_at(token, head, column), count);
-            }
-            store_slice(slice, writes(run), head, column, count);
-        }
-    }
-
-    void load_slice(float* slice, const std::int64_t* table, std::int64_t head, std::int64_t column,
-                    std::int64_t count) const {
-        const std::int64_t size = args_.key_dim * kSliceColumns;
-        if (table[0] < 0 || count < kSliceColumns) std::memset(slice, 0, sizeof(float) * size);
-        if (table[0] < 0) return;
-        Rows rows = matrix(table, head);
-        for (std::int64_t i = 0; i < args_.key_dim; ++i) {
-            const float* const row = reinterpret_cast<const float*>(rows.next()) + column;
-            copy_columns(slice + i * kSliceColumns, row, count);
-        }
-    }
-
-    void store_slice(const float* slice, const std::int64_t* table, std::int64_t head,
-                     std::int64_t column, std::int64_t count) const {
-        Rows rows = matrix(table, head);
-        for (std::int64_t i = 0; i < args_.key_dim; ++i) {
-            float* const row = reinterpret_cast<float*>(rows.next()) + column;
-            copy_columns(row, slice + i * kSliceColumns, count);
-        }
-    }
-
-    static void copy_columns(float* dst, const float* src, std::int64_t count) {
-        if (count == kSliceColumns)
-            std::memcpy(dst, src, sizeof(float) * kSliceColumns);
-        else
-            std::memcpy(dst, src, sizeof(float) * count);
-    }
-
-    // Computes one token. Each sum has one product per term, so that compilers can fuse it in one
-    // way only.
-    void apply(float* slice, const Token& token, std::int64_t count) const {
+        const float* const query = mixed(token, key_head * key_dim, key_dim);
+        const float* const key = mixed(token, num_keys_ + key_head * key_dim, key_dim);
+        const float decay = gates(token, head)[0], strength = gates(token, head)[1];
         RegSlice recalled{}, output{}, value{};
-        for (std::int64_t i = 0; i < args_.key_dim; ++i) {
-            F32Reg* const row = reinterpret_cast<F32Reg*>(slice + i * kSliceColumns);
+        for (std::int64_t i = 0; i < key_dim; ++i) {
+            const float* const row = slice + i * kSliceColumns;
             for (int r = 0; r < kSliceRegs; ++r) {
-                const F32Reg decayed = row[r] * token.decay;
-                recalled[r] += decayed * token.key[i];
-                output[r] += decayed * token.query[i];
-                row[r] = decayed;
+                const F32Reg state = load_reg(row + r * kRegLanes);
+                recalled[r] += state * key[i];
+                output[r] += state * query[i];
             }
         }
-        std::memcpy(value, token.value, sizeof(float) * count);
+        copy_columns(reinterpret_cast<float*>(value),
+                     mixed(token, 2 * num_keys_ + head * value_dim, value_dim) + column, left);
+        const float key_query = dot(key, query, key_dim);
         for (int r = 0; r < kSliceRegs; ++r) {
-            value[r] = (value[r] - recalled[r]) * token.strength;
-            output[r] += value[r] * token.key_query;
+            value[r] = (value[r] - recalled[r] * decay) * strength;
+            output[r] = output[r] * decay + value[r] * key_query;
         }
-        for (std::int64_t i = 0; i < args_.key_dim; ++i) {
-            F32Reg* const row = reinterpret_cast<F32Reg*>(slice + i * kSliceColumns);
-            for (int r = 0; r < kSliceRegs; ++r) row[r] += value[r] * token.key[i];
+        for (std::int64_t i = 0; i < key_dim; ++i) {
+            float* const row = slice + i * kSliceColumns;
+            const float key_number = key[i];
+            for (int r = 0; r < kSliceRegs; ++r) {
+                const F32Reg state = load_reg(row + r * kRegLanes);
+                store_reg(row + r * kRegLanes, state * decay + value[r] * key_number);
+            }
         }
+        Bf16* const dst = args_.dst + token * num_values_ + head * value_dim + column;
         const auto* const numbers = reinterpret_cast<const float*>(output);
+        const std::int64_t count = std::min<std::int64_t>(kSliceColumns, left);
         for (std::int64_t i = 0; i < count; i += kLanes)
-            store_some(token.output + i, load_some(numbers + i, count - i), count - i);
+            store_some(dst + i, load_some(numbers + i, count - i), count - i);
+    }
+
+    static float dot(const float* a, const float* b, std::int64_t size) {
+        F32x16 products{};
+        for (std::int64_t i = 0; i < size; i += kLanes)
+            products += load_some(a + i, size - i) * load_some(b + i, size - i);
+        return sum(products);
     }
 
     // RMS norm of a head's output, times SiLU of its gate.

@@ -22,7 +22,7 @@ class Mamba : RecurrentPass<MambaArgs> {
              [this](std::int64_t run) { store_inputs(run); });
         const std::int64_t tokens = 1 + (runs_.num_tokens - 1) / runs_.num_sequences;
         each(runs_.num_sequences * args_.num_value_heads, args_.key_dim * args_.value_dim * tokens,
-             [this](std::int64_t at) { recur(at); });
+             [this](std::int64_t at) { recur(at, [this](auto... token) { apply(token...); }); });
         each(runs_.num_tokens * args_.num_key_heads, 4 * num_values_ / args_.num_key_heads,
              [this](std::int64_t at) { norm(at); });
     }
@@ -39,15 +39,6 @@ class Mamba : RecurrentPass<MambaArgs> {
         if (is_value) compute_gates(token, value_head);
     }
 
-    // Numbers of a head of `size` channels: by head, then by token, so that a head's are
-    // neighbours.
-    float* mixed(std::int64_t token, std::int64_t channel, std::int64_t size) const {
-        return args_.mixed_buf + channel * runs_.num_tokens + token * size;
-    }
-    float* gates(std::int64_t token, std::int64_t head) const {
-        return args_.gates_buf + (head * runs_.num_tokens + token) * 2;
-    }
-
     void compute_gates(std::int64_t token, std::int64_t head) const {
         const Bf16* const src = args_.gates + token * args_.num_value_heads;
         const float x = bf16_to_f32(src[head]) + args_.step_bias[head];
@@ -55,59 +46,6 @@ class Mamba : RecurrentPass<MambaArgs> {
         float* const dst = gates(token, head);
         dst[0] = std::exp(-args_.decay_rate[head] * step);
         dst[1] = step;
-    }
-
-    // A head's state in all runs of a sequence. It is kept slice by slice, but read and written in
-    // whole rows, which are neighbours in memory.
-    void recur(std::int64_t at) const {
-        const std::int64_t sequence = at / args_.num_value_heads, head = at % args_.num_value_heads;
-        // Aligned to cache lines, so that no register of it straddles two.
-        static thread_local std::vector<CacheLine> lines;
-        const std::int64_t size = args_.key_dim * kSliceColumns;
-        lines.resize(num_slices_ * size * sizeof(float) / sizeof(CacheLine) + 1);
-        auto* const slices = reinterpret_cast<float*>(lines.data());
-        std::int64_t run = runs_.first_runs[sequence];
-        load_state(slices, reads(run), head);
-        for (; run < end_run(sequence); ++run) {
-            for (std::int64_t i = 0; i < num_slices_; ++i)
-                for (std::int64_t token = 0; token < runs_.num_tokens_of[run]; ++token)
-                    apply(slices + i * size, runs_.first_tokens[run] + token, head,
-                          i * kSliceColumns);
-            store_state(slices, writes(run), head);
-        }
-    }
-
-    void load_state(float* slices, const std::int64_t* table, std::int64_t head) const {
-        const std::int64_t size = args_.key_dim * kSliceColumns;
-        // Columns after the last one, too.
-        if (table[0] < 0 || args_.value_dim % kSliceColumns)
-            std::memset(slices, 0, sizeof(float) * num_slices_ * size);
-        if (table[0] < 0) return;
-        Rows rows = matrix(table, head);
-        for (std::int64_t i = 0; i < args_.key_dim; ++i) {
-            const auto* const row = reinterpret_cast<const float*>(rows.next());
-            for (std::int64_t column = 0; column < args_.value_dim; column += kSliceColumns)
-                copy_columns(slices + column * args_.key_dim + i * kSliceColumns, row + column,
-                             args_.value_dim - column);
-        }
-    }
-
-    void store_state(const float* slices, const std::int64_t* table, std::int64_t head) const {
-        Rows rows = matrix(table, head);
-        for (std::int64_t i = 0; i < args_.key_dim; ++i) {
-            auto* const row = reinterpret_cast<float*>(rows.next());
-            for (std::int64_t column = 0; column < args_.value_dim; column += kSliceColumns)
-                copy_columns(row + column, slices + column * args_.key_dim + i * kSliceColumns,
-                             args_.value_dim - column);
-        }
-    }
-
-    // Copies columns of a slice, of which `left` are in the state.
-    static void copy_columns(float* dst, const float* src, std::int64_t left) {
-        std::int64_t i = 0;
-        for (; i + kRegLanes <= std::min<std::int64_t>(left, kSliceColumns); i += kRegLanes)
-            store_reg(dst + i, load_reg(src + i));
-        for (; i < std::min<std::int64_t>(left, kSliceColumns); ++i) dst[i] = src[i];
     }
 
     // Computes one token with a slice of a head's state.

@@ -189,6 +189,70 @@ class RecurrentPass {
         }
     }
 
+    // Numbers of a head of `size` channels: by head, then by token, so that a head's are
+    // neighbours.
+    float* mixed(std::int64_t token, std::int64_t channel, std::int64_t size) const {
+        return args_.mixed_buf + channel * runs_.num_tokens + token * size;
+    }
+    float* gates(std::int64_t token, std::int64_t head) const {
+        return args_.gates_buf + (head * runs_.num_tokens + token) * 2;
+    }
+
+    // A head's state in all runs of a sequence. It is kept slice by slice, but read and written in
+    // whole rows, which are neighbours in memory.
+    // `apply` computes a token with a slice.
+    template <typename Apply>
+    void recur(std::int64_t at, Apply apply) const {
+        const std::int64_t sequence = at / args_.num_value_heads, head = at % args_.num_value_heads;
+        // Aligned to cache lines, so that no register of it straddles two.
+        static thread_local std::vector<CacheLine> lines;
+        const std::int64_t size = args_.key_dim * kSliceColumns;
+        lines.resize(num_slices_ * size * sizeof(float) / sizeof(CacheLine) + 1);
+        auto* const slices = reinterpret_cast<float*>(lines.data());
+        std::int64_t run = runs_.first_runs[sequence];
+        load_state(slices, reads(run), head);
+        for (; run < end_run(sequence); ++run) {
+            for (std::int64_t i = 0; i < num_slices_; ++i)
+                for (std::int64_t token = 0; token < runs_.num_tokens_of[run]; ++token)
+                    apply(slices + i * size, runs_.first_tokens[run] + token, head,
+                          i * kSliceColumns);
+            store_state(slices, writes(run), head);
+        }
+    }
+
+    void load_state(float* slices, const std::int64_t* table, std::int64_t head) const {
+        const std::int64_t size = args_.key_dim * kSliceColumns;
+        // Columns after the last one, too.
+        if (table[0] < 0 || args_.value_dim % kSliceColumns)
+            std::memset(slices, 0, sizeof(float) * num_slices_ * size);
+        if (table[0] < 0) return;
+        Rows rows = matrix(table, head);
+        for (std::int64_t i = 0; i < args_.key_dim; ++i) {
+            const auto* const row = reinterpret_cast<const float*>(rows.next());
+            for (std::int64_t column = 0; column < args_.value_dim; column += kSliceColumns)
+                copy_columns(slices + column * args_.key_dim + i * kSliceColumns, row + column,
+                             args_.value_dim - column);
+        }
+    }
+
+    void store_state(const float* slices, const std::int64_t* table, std::int64_t head) const {
+        Rows rows = matrix(table, head);
+        for (std::int64_t i = 0; i < args_.key_dim; ++i) {
+            auto* const row = reinterpret_cast<float*>(rows.next());
+            for (std::int64_t column = 0; column < args_.value_dim; column += kSliceColumns)
+                copy_columns(row + column, slices + column * args_.key_dim + i * kSliceColumns,
+                             args_.value_dim - column);
+        }
+    }
+
+    // Copies columns of a slice, of which `left` are in the state.
+    static void copy_columns(float* dst, const float* src, std::int64_t left) {
+        std::int64_t i = 0;
+        for (; i + kRegLanes <= std::min<std::int64_t>(left, kSliceColumns); i += kRegLanes)
+            store_reg(dst + i, load_reg(src + i));
+        for (; i < std::min<std::int64_t>(left, kSliceColumns); ++i) dst[i] = src[i];
+    }
+
     const Args& args_;
     const StateRuns& runs_;
     const std::int64_t num_keys_, num_values_, num_channels_, width_, num_kept_, num_slices_;
