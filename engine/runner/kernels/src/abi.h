@@ -241,7 +241,8 @@ struct DeltaArgs {
     const float *decay_bias, *decay_rate;  // [value heads]
     NormParams norm;                       // of a head's output
     Bf16* dst;                             // [tokens, values]
-    // Buffers: [sequences, conv_size - 1, channels], [tokens, channels], [tokens, value heads, 2].
+    // Buffers: [sequences, conv_size - 1, channels]; [channels, tokens] and [value heads, tokens,
+    // 2], by head.
     Bf16* inputs_buf;
     float *mixed_buf, *gates_buf;
     std::int64_t first_row;  // of the layer
@@ -260,8 +261,7 @@ struct MambaArgs {
     const float *step_bias, *decay_rate, *skip;  // [value heads]
     NormParams norm;                             // of the output of the value heads of a key head
     Bf16* dst;                                   // [tokens, values]
-    // Buffers: inputs as in DeltaArgs; [channels, tokens] and [value heads, tokens, 2], by head;
-    // [tokens, values].
+    // Buffers: those of DeltaArgs; [tokens, values].
     Bf16* inputs_buf;
     float *mixed_buf, *gates_buf, *outputs_buf;
     std::int64_t first_row;  // of the layer

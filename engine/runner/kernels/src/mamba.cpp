@@ -13,16 +13,7 @@ class Mamba : RecurrentPass<MambaArgs> {
     using RecurrentPass::RecurrentPass;
 
     void run() const {
-        const std::int64_t num_heads = 2 * args_.num_key_heads + args_.num_value_heads;
-        each(runs_.num_sequences, num_kept_ * num_channels_,
-             [this](std::int64_t sequence) { load_inputs(sequence); });
-        each(runs_.num_tokens * num_heads, args_.value_dim * args_.conv_size,
-             [this, num_heads](std::int64_t at) { mix(at / num_heads, at % num_heads); });
-        each(runs_.num_runs, num_kept_ * num_channels_,
-             [this](std::int64_t run) { store_inputs(run); });
-        const std::int64_t tokens = 1 + (runs_.num_tokens - 1) / runs_.num_sequences;
-        each(runs_.num_sequences * args_.num_value_heads, args_.key_dim * args_.value_dim * tokens,
-             [this](std::int64_t at) { recur(at, [this](auto... token) { apply(token...); }); });
+        compute_states([this](auto... at) { mix(at...); }, [this](auto... at) { apply(at...); });
         each(runs_.num_tokens * args_.num_key_heads, 4 * num_values_ / args_.num_key_heads,
              [this](std::int64_t at) { norm(at); });
     }

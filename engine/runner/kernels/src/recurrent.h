@@ -82,6 +82,22 @@ class RecurrentPass {
         });
     }
 
+    // Computes all but the norms. `mix` convolves a head of a token, and `apply` computes a token
+    // with a slice of a head's state.
+    template <typename Mix, typename Apply>
+    void compute_states(Mix mix, Apply apply) const {
+        const std::int64_t num_heads = 2 * args_.num_key_heads + args_.num_value_heads;
+        const std::int64_t tokens = 1 + (runs_.num_tokens - 1) / runs_.num_sequences;
+        each(runs_.num_sequences, num_kept_ * num_channels_,
+             [this](std::int64_t sequence) { load_inputs(sequence); });
+        each(runs_.num_tokens * num_heads, args_.key_dim * args_.conv_size,
+             [&](std::int64_t at) { mix(at / num_heads, at % num_heads); });
+        each(runs_.num_runs, num_kept_ * num_channels_,
+             [this](std::int64_t run) { store_inputs(run); });
+        each(runs_.num_sequences * args_.num_value_heads, args_.key_dim * args_.value_dim * tokens,
+             [&](std::int64_t at) { recur(at, apply); });
+    }
+
     std::int64_t end_run(std::int64_t sequence) const {
         return sequence + 1 < runs_.num_sequences ? runs_.first_runs[sequence + 1] : runs_.num_runs;
     }
