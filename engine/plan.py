@@ -27,7 +27,7 @@ class StateBlocks(NamedTuple):
     snapshot: BlockIds = ()  # if set, the next pass reads it instead of the first side
 
 
-class Snapshot(NamedTuple):
+class StateSnapshot(NamedTuple):
     """Copy of a request's state at the end of a block, taken while a pass computes its tokens."""
 
     num_tokens: int  # of the request, whose state it is
@@ -75,7 +75,7 @@ class Plan:
     # With speculation: the part of the token budget left for draft tokens of all rows.
     max_draft_tokens: int = 0
     kv_orders: KvOrders = KvOrders()
-    snapshots: dict[RequestId, tuple[Snapshot, ...]] = field(default_factory=dict)
+    snapshots: dict[RequestId, tuple[StateSnapshot, ...]] = field(default_factory=dict)
     # Repeats a part of a failed pass. The runner first removes all rows that the plan names,
     # known or not. No layer of KV is sent to a peer before the pass has ended.
     is_retry: bool = False

@@ -17,7 +17,7 @@ from engine.kv_cache.groups import KvCacheSpec
 from engine.kv_cache.prefix_search import PrefixHit, PrefixSearch, is_of_first_group, name_in_group
 from engine.kv_cache.recurrent_state import RecurrentState, SnapshotCache
 from engine.kv_cache.transfer_order import TransferOrder
-from engine.plan import BlockTables, Snapshot
+from engine.plan import BlockTables, StateSnapshot
 from engine.scheduler.config import CacheConfig
 from engine.scheduler.request import Request
 from kv_transfer.types import NO_BLOCK, BlockId
@@ -180,7 +180,7 @@ class KvCache:
             if snapshot:
                 self.pool.release(snapshot)
 
-    def allocate_snapshot(self, request: Request, num_tokens: int) -> Snapshot | None:
+    def allocate_snapshot(self, request: Request, num_tokens: int) -> StateSnapshot | None:
         """Allocate the blocks of a snapshot after these tokens of the request.
 
         Returns None if it would not be cached, is cached already, or there are too few blocks.
@@ -190,9 +190,9 @@ class KvCache:
         self._extend_hashes(request)
         if self._end_hash(request, num_tokens) in self._snapshots:
             return None
-        return Snapshot(num_tokens, tuple(self._allocate(self.num_state_blocks)))
+        return StateSnapshot(num_tokens, tuple(self._allocate(self.num_state_blocks)))
 
-    def register_snapshot(self, request: Request, snapshot: Snapshot) -> None:
+    def register_snapshot(self, request: Request, snapshot: StateSnapshot) -> None:
         """Add a snapshot to the prefix cache."""
         block_hash = self._end_hash(request, snapshot.num_tokens)
         if request.is_registering and self._snapshots.register(block_hash, snapshot.block_ids):

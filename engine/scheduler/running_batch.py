@@ -6,7 +6,7 @@ calendar lists the step in which each needs its next block.
 
 from __future__ import annotations
 
-from engine.plan import BlockTables, Plan, PlanRow, Snapshot
+from engine.plan import BlockTables, Plan, PlanRow, StateSnapshot
 from engine.request import RequestId
 from engine.scheduler.request import NOT_DUE, Request
 from kv_transfer.types import KvOrders
@@ -87,7 +87,7 @@ class Batch:
         self,
         kv_orders: KvOrders,
         max_draft_tokens: int = 0,
-        snapshots: dict[RequestId, tuple[Snapshot, ...]] | None = None,
+        snapshots: dict[RequestId, tuple[StateSnapshot, ...]] | None = None,
     ) -> Plan:
         num_scheduled_tokens = self._decode_tokens.copy()
         num_prompt_tokens = 0

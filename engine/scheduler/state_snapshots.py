@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from engine.kv_cache.manager import KvCache
 from engine.kv_cache.recurrent_state import RecurrentState
-from engine.plan import Snapshot
+from engine.plan import StateSnapshot
 from engine.request import RequestId
 from engine.scheduler.request import Request
 from kv_transfer.types import BlockId
@@ -36,7 +36,7 @@ class StateSnapshots:
         self._interval = cache.num_state_blocks * cache.block_size
         self._next_pass = 1
         self._due: dict[int, list[_TrackedState]] = {}
-        self._pending: list[tuple[_TrackedState, tuple[Snapshot, ...]]] = []
+        self._pending: list[tuple[_TrackedState, tuple[StateSnapshot, ...]]] = []
 
     def start_decode(self, request: Request) -> None:
         """Track a request whose next token is computed by the next pass to be planned."""
@@ -46,7 +46,7 @@ class StateSnapshots:
 
     def plan(
         self, chunks: Sequence[tuple[Request, int]]
-    ) -> dict[RequestId, tuple[Snapshot, ...]] | None:
+    ) -> dict[RequestId, tuple[StateSnapshot, ...]] | None:
         """Allocate snapshots for the coming pass, from the blocks that nothing else needs."""
         if not self._interval:
             return None

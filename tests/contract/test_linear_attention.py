@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.plan import PlanRow, Snapshot, StateBlocks
+from engine.plan import PlanRow, StateBlocks, StateSnapshot
 from engine.request import RequestId
 from engine.runner.kernels.native import Kernels, NativeOps
 from engine.runner.kernels.native_linear_attention import NativeLinearAttention
@@ -104,7 +104,7 @@ class RandomSequences:
             takes.sort(key=lambda take: take[1] != 1)
             runs = [Run(rows[i], i, n, computed[i] + n) for i, n in takes]
             snapshots = {
-                run.row.request_id: [Snapshot(snapshot_at, tuple(self._blocks[run.slot, 2]))]
+                run.row.request_id: [StateSnapshot(snapshot_at, tuple(self._blocks[run.slot, 2]))]
                 for run in runs
                 if run.end - run.num_tokens < snapshot_at <= run.end
             }

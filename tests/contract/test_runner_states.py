@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.errors import RowOverflow
-from engine.plan import Plan, PlanRow, Snapshot, StateBlocks
+from engine.plan import Plan, PlanRow, StateBlocks, StateSnapshot
 from engine.request import RequestId
 from engine.runner.load import RunnerConfig, load_runner
 from engine.runner.model_runner import TorchRunner
@@ -59,7 +59,7 @@ def blocks_of(runner: TorchRunner, blocks: tuple[int, ...]) -> bytes:
     return b"".join(map(bytes, runner.read_blocks(ids(blocks))))
 
 
-def plan(num_tokens: int, row: PlanRow | None = None, *snapshots: Snapshot) -> Plan:
+def plan(num_tokens: int, row: PlanRow | None = None, *snapshots: StateSnapshot) -> Plan:
     started = () if row is None else (row,)
     found = {NAME: snapshots} if snapshots else {}
     return Plan(started=started, num_scheduled_tokens={NAME: num_tokens}, snapshots=found)
@@ -90,7 +90,7 @@ def test_a_repeated_pass_gives_the_same_result(runner: TorchRunner) -> None:
 
 
 def test_a_snapshot_is_the_state_at_its_place(runner: TorchRunner) -> None:
-    inside, end = Snapshot(16, ids(SNAPSHOT)), Snapshot(32, ids((30, 31)))
+    inside, end = StateSnapshot(16, ids(SNAPSHOT)), StateSnapshot(32, ids((30, 31)))
     runner.run(plan(32, ROW, end, inside))
     snapshot, after = blocks_of(runner, SNAPSHOT), blocks_of(runner, (30, 31))
     assert after == blocks_of(runner, SECOND)
@@ -135,7 +135,7 @@ def test_a_row_without_all_of_its_state_is_refused(runner: TorchRunner, row: Pla
 @pytest.mark.parametrize("num_tokens", [0, 33])
 def test_a_snapshot_outside_of_the_pass_is_refused(runner: TorchRunner, num_tokens: int) -> None:
     with pytest.raises(RowOverflow, match=f"a snapshot after {num_tokens} tokens"):
-        runner.run(plan(32, ROW, Snapshot(num_tokens, ids(SNAPSHOT))))
+        runner.run(plan(32, ROW, StateSnapshot(num_tokens, ids(SNAPSHOT))))
 
 
 def test_the_memory_names_the_state(runner: TorchRunner) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from engine.kv_cache.groups import FULL, KvCacheSpec
-from engine.plan import BlockIds, Plan, PlanRow, RunResult, Snapshot, StateBlocks
+from engine.plan import BlockIds, Plan, PlanRow, RunResult, StateBlocks, StateSnapshot
 from engine.request import Failure, RequestId
 from kv_transfer.types import NO_BLOCK, BlockId, TokenLogprobs
 
@@ -211,7 +211,7 @@ class FakeRunner:
             raise Crash(request_id)
 
     def _run_row(
-        self, row: _Row, num_tokens: int, snapshots: Sequence[Snapshot], result: RunResult
+        self, row: _Row, num_tokens: int, snapshots: Sequence[StateSnapshot], result: RunResult
     ) -> None:
         request_id = row.row.request_id
         self._crash_if_due(request_id, CrashPlace.PASS)
@@ -236,7 +236,7 @@ class FakeRunner:
         if row.row.sampling.logprobs is not None:
             result.logprobs[request_id] = [logprob_of(t) for t in result.token_ids[request_id]]
 
-    def _compute(self, row: _Row, end: int, snapshots: Sequence[Snapshot] = ()) -> Content:
+    def _compute(self, row: _Row, end: int, snapshots: Sequence[StateSnapshot] = ()) -> Content:
         """Compute the tokens up to `end` from the blocks that they see. Returns all content."""
         start = row.num_computed_tokens
         content = empty_content(self.specs, self.num_state_blocks)
@@ -263,7 +263,7 @@ class FakeRunner:
             self.kv.write_state(second, content.state)
             row.state = StateBlocks((second, first))
 
-    def _spoil_state(self, row: _Row, snapshots: Sequence[Snapshot]) -> None:
+    def _spoil_state(self, row: _Row, snapshots: Sequence[StateSnapshot]) -> None:
         """Write garbage to all state that the pass has just written."""
         if row.state is not None:
             self.kv.spoil(row.state.sides[0])

@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from engine.plan import BlockIds, BlockTables, Plan, PlanRow, RunResult, Snapshot, StateBlocks
+from engine.plan import BlockIds, BlockTables, Plan, PlanRow, RunResult, StateBlocks, StateSnapshot
 from engine.request import Failure, RequestId
 from engine.runner.model_runner import TorchRunner
 from engine.sampling import SamplingParams
@@ -137,7 +137,7 @@ class Driver:
         snapshots = {name: self._snapshots(name, count) for name, count in scheduled.items()}
         return Plan(dropped, tuple(started), new_blocks, scheduled, snapshots=snapshots)
 
-    def _snapshots(self, request_id: RequestId, num_tokens: int) -> tuple[Snapshot, ...]:
+    def _snapshots(self, request_id: RequestId, num_tokens: int) -> tuple[StateSnapshot, ...]:
         drive, every = self._drives[request_id], self._snapshot_every
         if not every or not self._num_state_blocks:
             return ()
@@ -147,7 +147,7 @@ class Driver:
         for blocks in [drive.snapshots.pop(end) for end in ends if end in drive.snapshots]:
             self._free += blocks
         drive.snapshots |= taken
-        return tuple(Snapshot(end, blocks) for end, blocks in taken.items())
+        return tuple(StateSnapshot(end, blocks) for end, blocks in taken.items())
 
     def _state_blocks(self) -> BlockIds:
         return tuple(self._free.pop() for _ in range(self._num_state_blocks))

@@ -154,7 +154,7 @@ class _PlainPass:
         self._write(index, self._layers[index], hidden_states)
 
     def _mix(self, index: int, layer: Layer, hidden_states: Tensor) -> Tensor:
-        """Return the output of linear attention, before its last projection."""
+        """Return the output of a recurrent layer, before its last projection."""
         assert layer.recurrent is not None
         assert self._linear_attention is not None
         inputs = _apply_norm(self._ops, hidden_states, layer.input_norm)

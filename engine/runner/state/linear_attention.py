@@ -42,7 +42,7 @@ class TorchLinearAttention:
         self._shape = shape
 
     def begin(self, layout: StateLayout) -> LinearAttentionPass:
-        return _TorchPass(self._kv, self._shape, layout)
+        return _TorchStatePass(self._kv, self._shape, layout)
 
 
 class _Batch(NamedTuple):
@@ -53,7 +53,7 @@ class _Batch(NamedTuple):
     writes: Tensor
 
 
-class _TorchPass:
+class _TorchStatePass:
     def __init__(self, kv: Tensor, shape: StateShape, layout: StateLayout) -> None:
         self._shape = shape
         self._dtype = kv.dtype

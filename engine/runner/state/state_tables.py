@@ -9,13 +9,13 @@ from typing import Protocol
 import numpy as np
 
 from engine.errors import RowOverflow
-from engine.plan import PlanRow, Snapshot
+from engine.plan import PlanRow, StateSnapshot
 from engine.request import RequestId
 from engine.runner.layout import Ints
 from errors import InvalidConfig
 
 ZEROS = -1  # instead of blocks: a state of zeros
-Snapshots = Mapping[RequestId, Sequence[Snapshot]]
+Snapshots = Mapping[RequestId, Sequence[StateSnapshot]]
 NO_SNAPSHOTS: Snapshots = {}
 
 
