@@ -12,15 +12,17 @@ class Assignment:
     def __init__(self, table: NodeTable, route: Route) -> None:
         self._table = table
         self._route = route
-        self._decode = table.node_load(route.decode)
-        self._prompt = self._decode if route.prefill is None else table.node_load(route.prefill)
+        self._decode_load = table.node_load(route.decode)
+        self._prompt_load = (
+            self._decode_load if route.prefill is None else table.node_load(route.prefill)
+        )
         self._addresses = route.addresses
         self._is_prompt_done = False
-        self._decode.num_sent += 1
-        self._prompt.num_sent_tokens += route.num_missing_tokens
+        self._decode_load.num_sent += 1
+        self._prompt_load.num_sent_tokens += route.num_missing_tokens
         if route.prefill is not None:
-            self._prompt.num_sent += 1
-        table.note_use(self._decode, self._prompt)
+            self._prompt_load.num_sent += 1
+        table.note_use(self._decode_load, self._prompt_load)
         for address in self._addresses:
             table.prefixes.expect(address, route.block_names)
 
@@ -29,9 +31,9 @@ class Assignment:
         if self._is_prompt_done:
             return
         self._is_prompt_done = True
-        self._prompt.num_sent_tokens -= self._route.num_missing_tokens
+        self._prompt_load.num_sent_tokens -= self._route.num_missing_tokens
         if self._route.prefill is not None:
-            self._prompt.note_request_ended()
+            self._prompt_load.note_request_ended()
 
     def close(self) -> None:
         """Remove the attempt from the load. Call once.
@@ -42,4 +44,4 @@ class Assignment:
             for address in self._addresses:
                 self._table.prefixes.cancel_expected(address, self._route.block_names)
         self.note_prompt_done()
-        self._decode.note_request_ended()
+        self._decode_load.note_request_ended()
