@@ -202,7 +202,7 @@ class LLM:
         return has_ended
 
     def _step(self) -> list[Output]:
-        return [output for outputs in self.engine.step().values() for output in outputs]
+        return self.engine.step()
 
     def _abort_all(self, builders: Mapping[RequestId, CompletionBuilder]) -> None:
         """Abort what is unfinished and drain the engine, also after Ctrl-C."""

@@ -12,7 +12,6 @@ from grpc import aio
 from baton.v1 import node_pb2, node_pb2_grpc
 from engine.request import RequestStats
 from node.call_streams import CallContext, serve_calls
-from node.engine_calls import CLIENT_ID
 from node.ledger import Entry, RequestLedger
 from node.state import NodeState
 from node.tracing import NO_TRACING, NodeTracing
@@ -50,7 +49,7 @@ class DecodeServicer(node_pb2_grpc.DecodeServiceServicer):
     async def _decode(
         self, order: node_pb2.DecodeOrder, context: CallContext
     ) -> AsyncGenerator[node_pb2.CallEvent, None]:
-        spec = decode_spec(order, CLIENT_ID, time.monotonic())
+        spec = decode_spec(order, time.monotonic())
         is_first = True
         with (
             self._tracing.record_call(context, handoff_from(order.handoff_id), spec) as timeline,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from engine.containment import Containment
 from engine.errors import EngineStopped
 from engine.plan import KvWorker, Plan, Runner, RunResult
-from engine.request import OutputsByClient
+from engine.request import Output
 from engine.scheduler.scheduler import Scheduler
 from engine.step_observer import StepObserver, StepRecord
 from kv_transfer.records import TransferRecord
@@ -35,7 +35,7 @@ class EngineCore:
         self._made_progress = False
         self.failure: BaseException | None = None  # the exception that ended the engine
 
-    def step(self) -> OutputsByClient:
+    def step(self) -> list[Output]:
         """Run one step: one forward pass, without ever waiting for the network.
 
         A pass that fails is run again in parts. An exception that escapes ends the engine; every
@@ -53,7 +53,7 @@ class EngineCore:
         if self.failure is not None:
             raise EngineStopped(f"the engine stopped: {self.failure!r}") from self.failure
 
-    def _step(self) -> OutputsByClient:
+    def _step(self) -> list[Output]:
         began_s = self._clock()
         plan = self.scheduler.schedule(began_s)
         scheduled_s = self._clock()

@@ -13,7 +13,6 @@ from types import TracebackType
 from engine.core import EngineCore
 from engine.errors import EngineGone
 from engine.request import (
-    ClientId,
     EngineRequest,
     Failure,
     FailureCause,
@@ -27,7 +26,7 @@ from engine.structured_output.params import FIELD
 from errors import InvalidRequest
 
 Compiler = GrammarCompiler[Grammar]
-# Called on the engine thread with one client's outputs of one step; must not block.
+# Called on the engine thread with the outputs of one step; must not block.
 Deliver = Callable[[list[Output]], None]
 
 # Interval of steps while idle, so that time-outs are checked and the heartbeat stays fresh.
@@ -62,7 +61,7 @@ class EngineThread:
         self._compiler = compiler
         self._clock = clock
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._deliver_by_client: dict[ClientId, Deliver] = {}
+        self._deliver: Deliver | None = None
         self._thread = threading.Thread(target=self._run, name=name)
         self._is_stopping = False
         self._failure: BaseException | None = None
@@ -83,12 +82,13 @@ class EngineThread:
         self.post(self._stop)
         self._thread.join()
 
-    def attach(self, client_id: ClientId, deliver: Deliver) -> None:
-        """Deliver the outputs of this client's requests through `deliver` from now on."""
-        self.post(lambda: self._deliver_by_client.__setitem__(client_id, deliver))
+    def attach(self, deliver: Deliver) -> None:
+        """Pass outputs to `deliver` from now on. Without it they are dropped."""
+        self.post(lambda: self._set_deliver(deliver))
 
-    def detach(self, client_id: ClientId) -> None:
-        self.post(lambda: self._drop_client(client_id))
+    def detach(self) -> None:
+        """Abort all requests, and drop outputs from now on."""
+        self.post(self._abort_all)
 
     def submit(self, spec: EngineRequest) -> None:
         """Queue a request. Raises InvalidRequest if it can never be served."""
@@ -143,9 +143,7 @@ class EngineThread:
     def _run_once(self) -> None:
         self._run_posted_actions()
         self.beat()
-        outputs = self._core.step()
-        for client_id, its_outputs in outputs.items():
-            self._deliver(client_id, its_outputs)
+        self._pass_on(self._core.step())
 
     def _run_posted_actions(self) -> None:
         """Run all posted actions. Waits for the first one for as long as the engine may sleep."""
@@ -158,17 +156,16 @@ class EngineThread:
         except queue.Empty:
             return
 
-    def _deliver(self, client_id: ClientId, outputs: list[Output]) -> None:
-        deliver = self._deliver_by_client.get(client_id)
-        if deliver is not None:
-            deliver(outputs)
+    def _pass_on(self, outputs: list[Output]) -> None:
+        if outputs and self._deliver is not None:
+            self._deliver(outputs)
 
     def _add_request(self, spec: EngineRequest) -> None:
         try:
             self._core.scheduler.add(spec)
         except InvalidRequest as refusal:
             failure = Failure(str(refusal), FailureCause.REQUEST)
-            self._deliver(spec.client_id, [_failed_output(spec.request_id, failure)])
+            self._pass_on([_failed_output(spec.request_id, failure)])
 
     def _on_compiled(self, spec: EngineRequest, outcome: Grammar | InvalidRequest) -> None:
         """Called on any thread. The inbox is first in, first out: the request was added before."""
@@ -179,18 +176,20 @@ class EngineThread:
         else:
             self.post(lambda: scheduler.add_grammar(spec, outcome))
 
-    def _drop_client(self, client_id: ClientId) -> None:
-        del self._deliver_by_client[client_id]
-        self._core.scheduler.abort_client(client_id)
+    def _set_deliver(self, deliver: Deliver) -> None:
+        self._deliver = deliver
+
+    def _abort_all(self) -> None:
+        self._deliver = None
+        self._core.scheduler.abort_all()
 
     def _stop(self) -> None:
         self._is_stopping = True
 
     def _fail_all(self, failure: Failure) -> None:
-        for client_id, request_ids in self._core.scheduler.request_ids_by_client().items():
-            self._deliver(client_id, [_failed_output(each, failure) for each in request_ids])
-        for spec in self._pending_requests():
-            self._deliver(spec.client_id, [_failed_output(spec.request_id, failure)])
+        pending = [spec.request_id for spec in self._pending_requests()]
+        failed = [*self._core.scheduler.request_ids(), *pending]
+        self._pass_on([_failed_output(request_id, failure) for request_id in failed])
 
     def _pending_requests(self) -> Iterator[EngineRequest]:
         while True:

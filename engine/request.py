@@ -10,7 +10,6 @@ from engine.sampling import SamplingParams
 from kv_transfer.types import HandoffId, Peer, TokenLogprobs
 
 RequestId = NewType("RequestId", str)
-ClientId = NewType("ClientId", str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +22,6 @@ class EngineRequest:
     seed: int  # sampling is keyed by (seed, position), so every request needs one
     arrival_s: float = 0.0
     age_s: float = 0.0  # since the client sent it, so that a retry keeps its place in the queue
-    client_id: ClientId = ClientId("")
     priority: int = 0  # lower runs earlier
     cache_salt: str = ""
     # Output tokens generated on other nodes (a migrated stream). They are context like the
@@ -94,6 +92,3 @@ class Output(NamedTuple):
     failure: Failure | None = None  # set together with FinishReason.ERROR
     served: RequestStats | None = None  # set together with finish_reason
     first_prompt_index: int = 0  # index of prompt_logprobs[0] in the prompt's tokens
-
-
-OutputsByClient = dict[ClientId, list[Output]]  # of one step

@@ -9,11 +9,10 @@ from typing import TypeVar
 
 from engine.engine_thread import EngineThread
 from engine.errors import EngineStopped, PassFailed
-from engine.request import ClientId, EngineRequest, FailureCause, Output, RequestId
+from engine.request import EngineRequest, FailureCause, Output, RequestId
 from errors import InvalidRequest, NamedError
 from rpc.errors import KvLoadFailed, RequestIdInUse
 
-CLIENT_ID = ClientId("grpc")
 # Errors of failed requests. A failure of the model is an output instead.
 ERRORS: dict[FailureCause, type[NamedError]] = {
     FailureCause.REQUEST: InvalidRequest,
@@ -51,7 +50,7 @@ class EngineCalls:
         self._changed = asyncio.Event()
 
     def __enter__(self) -> EngineCalls:
-        self._engine.attach(CLIENT_ID, self._deliver)
+        self._engine.attach(self._deliver)
         return self
 
     def __exit__(
@@ -60,7 +59,7 @@ class EngineCalls:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._engine.detach(CLIENT_ID)
+        self._engine.detach()
 
     @property
     def num_unfinished(self) -> int:

@@ -12,7 +12,6 @@ from grpc import aio
 from baton.v1 import node_pb2, node_pb2_grpc
 from engine.request import EngineRequest, FinishReason, Output
 from node.call_streams import CallContext, serve_calls
-from node.engine_calls import CLIENT_ID
 from node.state import NodeState
 from node.tracing import NO_TRACING, NodeTracing
 from prefill_node.sends import PendingSends
@@ -50,7 +49,7 @@ class PrefillServicer(node_pb2_grpc.PrefillServiceServicer):
         self, order: node_pb2.PrefillOrder, context: CallContext
     ) -> AsyncGenerator[node_pb2.CallEvent, None]:
         """Yield the first token. The call ends after the last KV write."""
-        spec = prefill_spec(order, CLIENT_ID, time.monotonic())
+        spec = prefill_spec(order, time.monotonic())
         handoff_id = handoff_from(order.handoff_id)
         with (
             self._tracing.record_call(context, handoff_id, spec) as timeline,

@@ -74,11 +74,10 @@ def first_tokens(
             number, arrival = waiting.pop(0)
             engine.scheduler.add(_spec(number, arrival, runner.info.vocab_size))
             num_running += 1
-        for outputs in engine.step().values():
-            for output in outputs:
-                arrival = prompts[int(output.request_id)]
-                num_running -= 1
-                yield arrival, clock.now() - begin_s - arrival.at_s
+        for output in engine.step():
+            arrival = prompts[int(output.request_id)]
+            num_running -= 1
+            yield arrival, clock.now() - begin_s - arrival.at_s
 
 
 def _spec(number: int, arrival: Arrival, vocab_size: int) -> EngineRequest:

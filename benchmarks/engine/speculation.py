@@ -168,4 +168,4 @@ def _answer(
 
 
 def _step(engine_core: EngineCore) -> list[Output]:
-    return [output for outputs in engine_core.step().values() for output in outputs]
+    return engine_core.step()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.errors import OutOfOrder
 from engine.events import RequestEventKind
 from engine.plan import RunResult
-from engine.request import ClientId, Failure, FailureCause, FinishReason, Output
+from engine.request import Failure, FailureCause, FinishReason, Output
 from engine.scheduler.config import LoadFailurePolicy
 from engine.scheduler.request import Request, RequestStatus
 from engine.scheduler.state import SchedulerState
@@ -58,7 +58,7 @@ class OutputProcessor:
             failure=failure,
             served=request.served(),
         )
-        self._state.add_output(request.client_id, output)
+        self._state.outbox.append(output)
         self._state.finish(request, FinishReason.ERROR, error=failure.reason)
 
     # --- the run ------------------------------------------------------------------
@@ -92,7 +92,7 @@ class OutputProcessor:
                 prompt_logprobs=fresh,
                 first_prompt_index=request.num_prompt_logprobs,
             )
-            self._state.add_output(request.client_id, output)
+            self._state.outbox.append(output)
         request.num_prompt_logprobs += len(fresh)
 
     def _count_draft_tokens(self, run: RunResult) -> None:
@@ -111,7 +111,7 @@ class OutputProcessor:
         """Append the sampled tokens. The fast path, for nearly all rows, is kept minimal."""
         running = self._state.batch.running
         self._state.total_sampled_tokens += sum(map(len, run.token_ids.values()))
-        outputs_by_client: dict[ClientId, list[Output]] = {}
+        outbox = self._state.outbox
         for request_id, token_ids in run.token_ids.items():
             request = running.get(request_id)
             if request is None:
@@ -129,12 +129,8 @@ class OutputProcessor:
                 continue
             known.append(token_id)
             request.num_computed_tokens = num_tokens - 1
-            outputs = outputs_by_client.get(request.client_id)
-            if outputs is None:
-                outputs = self._state.outputs_for(request.client_id)
-                outputs_by_client[request.client_id] = outputs
             first_index = num_tokens - 1 - request.num_prompt_tokens
-            outputs.append(Output(request_id, first_index, (token_id,)))
+            outbox.append(Output(request_id, first_index, (token_id,)))
 
     def _append_tokens_slow(self, request: Request, token_ids: list[int], run: RunResult) -> None:
         """Append any number of tokens, with logprobs. Tokens after a final one are dropped."""
@@ -248,7 +244,7 @@ class OutputProcessor:
             stop_token_id=stop_token_id,
             served=None if reason is None else request.served(),
         )
-        self._state.add_output(request.client_id, output)
+        self._state.outbox.append(output)
 
     def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
         """Return the reason for which the request ends with this newest token, or None."""

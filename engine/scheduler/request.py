@@ -7,7 +7,7 @@ from enum import Enum
 from engine.errors import OutOfOrder
 from engine.kv_cache.block_hashes import BlockHash
 from engine.kv_cache.recurrent_state import RecurrentState
-from engine.request import ClientId, EngineRequest, ReceiveKv, RequestId, RequestStats
+from engine.request import EngineRequest, ReceiveKv, RequestId, RequestStats
 from engine.sampling import SamplingParams
 from engine.structured_output.grammar import Grammar
 from kv_transfer.types import BlockId, existing_blocks
@@ -50,7 +50,6 @@ class Request:
     __slots__ = (
         "block_hashes",
         "block_tables",
-        "client_id",
         "due_step",
         "follows_until_s",
         "grammar",
@@ -99,7 +98,6 @@ class Request:
         self.max_num_slots = max_num_tokens - 1
         # Copied from the spec because every step reads them.
         self.request_id: RequestId = spec.request_id
-        self.client_id: ClientId = spec.client_id
         sampling = spec.sampling
         self.is_plain = sampling.logprobs is None and sampling.prompt_logprobs is None
 

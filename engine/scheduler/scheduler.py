@@ -10,13 +10,11 @@ from engine.errors import OutOfOrder
 from engine.events import KvEvent, RequestEvent, SchedulerStats
 from engine.plan import Plan, PlanRow, RunResult
 from engine.request import (
-    ClientId,
     EngineRequest,
     Failure,
     FailureCause,
     FinishReason,
     Output,
-    OutputsByClient,
     RequestId,
 )
 from engine.scheduler.config import CacheConfig, SchedulerConfig
@@ -83,7 +81,7 @@ class Scheduler:
             finish_reason=FinishReason.ABORT,
             served=request.served(),
         )
-        self._state.add_output(request.client_id, ended)
+        self._state.outbox.append(ended)
         self._state.finish(request, FinishReason.ABORT)
 
     def withdraw_completed(self, handoff_id: HandoffId, reason: str) -> None:
@@ -94,16 +92,13 @@ class Scheduler:
         """
         self._state.handoffs.withdraw_completed(handoff_id, reason)
 
-    def abort_client(self, client_id: ClientId) -> None:
-        """End all requests of a client that has disconnected."""
-        for request_id in self.request_ids_by_client().get(client_id, []):
+    def abort_all(self) -> None:
+        for request_id in self.request_ids():
             self.abort(request_id)
 
-    def request_ids_by_client(self) -> dict[ClientId, list[RequestId]]:
-        by_client: dict[ClientId, list[RequestId]] = {}
-        for request in self._state.requests.values():
-            by_client.setdefault(request.client_id, []).append(request.request_id)
-        return by_client
+    def request_ids(self) -> tuple[RequestId, ...]:
+        """Return the requests that have not ended."""
+        return tuple(self._state.requests)
 
     def _find_alive(self, spec: EngineRequest) -> Request | None:
         """Return the request of `spec`, or None if it has ended, even if its id is in use again."""
@@ -122,7 +117,7 @@ class Scheduler:
 
     def update(
         self, plan: Plan, run: RunResult, kv: KvReports = NO_REPORTS, now: float | None = None
-    ) -> OutputsByClient:
+    ) -> list[Output]:
         """Apply the result of a plan. Without `now`, events get the time of the plan."""
         if plan is not self._plan:
             raise OutOfOrder("this plan is not the one that awaits its result")
@@ -148,7 +143,7 @@ class Scheduler:
         state = self._state
         num_schedulable = len(state.waiting) - state.waiting.num_followers
         has_requests = state.batch.running or len(state.ready) or num_schedulable
-        has_other_work = state.batch.has_changes or state.handoffs.has_orders or state.has_outputs
+        has_other_work = state.batch.has_changes or state.handoffs.has_orders or state.outbox
         return bool(has_requests or has_other_work)
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from engine.errors import BlocksUnaccounted
 from engine.events import RequestEvent, RequestEventKind, SchedulerStats
 from engine.kv_cache.manager import KvCache
-from engine.request import ClientId, EngineRequest, FinishReason, Output, RequestId
+from engine.request import EngineRequest, FinishReason, Output, RequestId
 from engine.scheduler.config import CacheConfig, SchedulerConfig, SchedulingPolicy
 from engine.scheduler.kv_handoffs import HandoffManager
 from engine.scheduler.prefixes_in_flight import PrefixesInFlight
@@ -45,7 +45,7 @@ class SchedulerState:
         self.num_changes = 0  # changes invalidate a remembered allocation failure
         self.now_s = 0.0
         self._num_added = 0
-        self._outbox: dict[ClientId, list[Output]] = {}
+        self.outbox: list[Output] = []  # of the step in progress
         self._events: list[RequestEvent] = []
 
     # --- state transitions of a request -------------------------------------------
@@ -136,21 +136,8 @@ class SchedulerState:
 
     # --- outputs, events and statistics -------------------------------------------
 
-    def add_output(self, client_id: ClientId, output: Output) -> None:
-        self.outputs_for(client_id).append(output)
-
-    def outputs_for(self, client_id: ClientId) -> list[Output]:
-        outputs = self._outbox.get(client_id)
-        if outputs is None:
-            outputs = self._outbox[client_id] = []
-        return outputs
-
-    @property
-    def has_outputs(self) -> bool:
-        return bool(self._outbox)
-
-    def take_outputs(self) -> dict[ClientId, list[Output]]:
-        taken, self._outbox = self._outbox, {}
+    def take_outputs(self) -> list[Output]:
+        taken, self.outbox = self.outbox, []
         return taken
 
     def record_event(

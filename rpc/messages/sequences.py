@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.v1 import node_pb2
-from engine.request import ClientId, EngineRequest, ReceiveKv, RequestId
+from engine.request import EngineRequest, ReceiveKv, RequestId
 from errors import InvalidRequest
 from kv_transfer.types import HandoffId
 from rpc.errors import UnsupportedInput
@@ -32,17 +32,17 @@ def handoff_id_of(request_id: RequestId) -> HandoffId:
     return HandoffId(name, int(attempt))
 
 
-def prefill_spec(order: node_pb2.PrefillOrder, client_id: ClientId, now: float) -> EngineRequest:
+def prefill_spec(order: node_pb2.PrefillOrder, now: float) -> EngineRequest:
     handoff_id = handoff_from(order.handoff_id)
-    return _spec(order.sequence, handoff_id, client_id, now, send_to=handoff_id)
+    return _spec(order.sequence, handoff_id, now, send_to=handoff_id)
 
 
-def decode_spec(order: node_pb2.DecodeOrder, client_id: ClientId, now: float) -> EngineRequest:
+def decode_spec(order: node_pb2.DecodeOrder, now: float) -> EngineRequest:
     handoff_id = handoff_from(order.handoff_id)
     receive = None
     if order.HasField("prefill"):
         receive = ReceiveKv(handoff_id, peer_from(order.prefill))
-    return _spec(order.sequence, handoff_id, client_id, now, receive_from=receive)
+    return _spec(order.sequence, handoff_id, now, receive_from=receive)
 
 
 def prefill_order(request: EngineRequest) -> node_pb2.PrefillOrder:
@@ -63,7 +63,6 @@ def decode_order(request: EngineRequest) -> node_pb2.DecodeOrder:
 def _spec(
     message: node_pb2.Sequence,
     handoff_id: HandoffId,
-    client_id: ClientId,
     now: float,
     *,
     receive_from: ReceiveKv | None = None,
@@ -84,7 +83,6 @@ def _spec(
         seed=message.seed,
         arrival_s=now,
         age_s=_age_s(message),
-        client_id=client_id,
         priority=message.priority,
         cache_salt=message.cache_salt,
         prior_output_token_ids=tuple(message.prior_output_token_ids),

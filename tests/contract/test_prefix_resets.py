@@ -15,7 +15,7 @@ from baton.client import AsyncClient
 from baton.v1 import cluster_pb2_grpc
 from engine.engine_thread import EngineThread
 from kv_transfer.types import NodeId
-from node.engine_calls import CLIENT_ID, EngineCalls
+from node.engine_calls import EngineCalls
 from node.servicer import prefix_cache_resetter
 from router.cluster_servicer import ClusterServicer
 from router.prefix_resets import PrefixResets
@@ -137,7 +137,7 @@ def test_an_engine_forgets_between_two_steps_and_computes_again() -> None:
     prompt = tuple(range(9))
 
     async def num_cached(calls: EngineCalls, name: str) -> int:
-        spec = a_spec(name, prompt=prompt, client=CLIENT_ID)
+        spec = a_spec(name, prompt=prompt)
         async with aclosing(calls.stream_outputs(spec)) as outputs:
             served = [output.served async for output in outputs][-1]
         assert served is not None

@@ -247,9 +247,8 @@ def answers(engine: EngineCore, specs: list[EngineRequest]) -> dict[str, list[Ou
         engine.scheduler.add(spec)
     found: dict[str, list[Output]] = {}
     while engine.scheduler.has_work:
-        for outputs in engine.step().values():
-            for output in outputs:
-                found.setdefault(output.request_id, []).append(output)
+        for output in engine.step():
+            found.setdefault(output.request_id, []).append(output)
     engine.scheduler.check()
     return found
 

@@ -61,10 +61,9 @@ def run(engine: EngineCore, *specs: EngineRequest) -> list[list[int]]:
         engine.scheduler.add(each)
     tokens: dict[RequestId, list[int]] = {each.request_id: [] for each in specs}
     while engine.scheduler.has_work:
-        for outputs in engine.step().values():
-            for output in outputs:
-                assert output.finish_reason in (None, FinishReason.LENGTH), output
-                tokens[output.request_id] += output.token_ids
+        for output in engine.step():
+            assert output.finish_reason in (None, FinishReason.LENGTH), output
+            tokens[output.request_id] += output.token_ids
     return [tokens[each.request_id] for each in specs]
 
 

@@ -126,8 +126,7 @@ def answer(engine: EngineCore, name: str, prompt: tuple[int, ...], num_tokens: i
     engine.scheduler.add(EngineRequest(RequestId(name), prompt, sampling, seed=0))
     tokens: list[int] = []
     while engine.scheduler.has_work:
-        for outputs in engine.step().values():
-            tokens += [token for output in outputs for token in output.token_ids]
+        tokens += [token for output in engine.step() for token in output.token_ids]
     return tokens
 
 

@@ -129,12 +129,11 @@ def run(engine: EngineCore, *specs: EngineRequest) -> list[Got]:
         engine.scheduler.add(spec)
     got = {spec.request_id: Got() for spec in specs}
     while engine.scheduler.has_work:
-        for outputs in engine.step().values():
-            for output in outputs:
-                assert output.first_index == num_prior(specs, output) + len(
-                    got[output.request_id].token_ids
-                )
-                got[output.request_id].take(output)
+        for output in engine.step():
+            assert output.first_index == num_prior(specs, output) + len(
+                got[output.request_id].token_ids
+            )
+            got[output.request_id].take(output)
     return list(got.values())
 
 
@@ -284,7 +283,7 @@ def test_a_draft_never_reaches_past_a_requests_own_blocks(engine_of: MakeEngine)
 
 
 def step(engine: EngineCore) -> list[Output]:
-    return [output for outputs in engine.step().values() for output in outputs]
+    return engine.step()
 
 
 def test_rejected_drafts_are_never_cached_as_a_prefix(engine_of: MakeEngine) -> None:

@@ -174,9 +174,8 @@ class EngineWorld:
         run = self.containment.run(plan)
         reports = self.wire.poll()
         outputs = self.scheduler.update(plan, run, reports)
-        for its_outputs in outputs.values():
-            for output in its_outputs:
-                self.receipts[output.request_id].take(output)
+        for output in outputs:
+            self.receipts[output.request_id].take(output)
         self.scheduler.check()
         self._check_limits(plan, run)
         self._check_rest(plan, reports)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from engine.core import EngineCore, NoKvWorker
 from engine.plan import KvWorker, Runner
-from engine.request import ClientId, EngineRequest, RequestId
+from engine.request import EngineRequest, RequestId
 from engine.sampling import SamplingParams
 from engine.scheduler.config import CacheConfig, LoadFailurePolicy, SchedulerConfig
 from engine.scheduler.scheduler import Scheduler
@@ -43,10 +43,9 @@ def a_spec(
     *,
     prompt: tuple[int, ...] = (1, 2, 3),
     max_tokens: int = 4,
-    client: str = "me",
     form: StructuredOutputs | None = None,
 ) -> EngineRequest:
     sampling = SamplingParams(
         max_tokens=max_tokens, ignore_eos=form is None, structured_outputs=form
     )
-    return EngineRequest(RequestId(name), prompt, sampling, seed=0, client_id=ClientId(client))
+    return EngineRequest(RequestId(name), prompt, sampling, seed=0)

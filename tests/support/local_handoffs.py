@@ -81,9 +81,8 @@ class HandoffEngine:
         return self._requests.setdefault(request.request_id, Continuation())
 
     def step(self) -> None:
-        for outputs in self._engine.step().values():
-            for output in outputs:
-                self._requests[output.request_id].take(output)
+        for output in self._engine.step():
+            self._requests[output.request_id].take(output)
 
     def sends_before_the_end(self) -> bool:
         """Return whether each hand-off since the last call sent before its prefill ended."""

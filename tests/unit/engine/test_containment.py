@@ -25,9 +25,8 @@ def outputs_of(engine: EngineCore) -> dict[str, list[Output]]:
     """Run all requests to their end, and return their outputs."""
     found: dict[str, list[Output]] = {}
     while engine.scheduler.has_work:
-        for outputs in engine.step().values():
-            for output in outputs:
-                found.setdefault(output.request_id, []).append(output)
+        for output in engine.step():
+            found.setdefault(output.request_id, []).append(output)
     engine.scheduler.check()
     return found
 

@@ -6,7 +6,7 @@ import pytest
 
 from engine.core import NoKvWorker
 from engine.plan import Plan
-from engine.request import ClientId, RequestId
+from engine.request import RequestId
 from kv_transfer.types import HandoffId, KvOrders, Revoke
 from tests.support.engines import VOCAB_SIZE, a_spec, an_engine
 from tests.support.fake_runner import tokens_alone
@@ -23,7 +23,7 @@ def test_a_request_gets_its_tokens_one_per_step() -> None:
     engine = an_engine()
     engine.scheduler.add(a_spec(prompt=(5, 6, 7), max_tokens=3))
 
-    steps = [engine.step().get(ClientId("me"), []) for _ in range(4)]
+    steps = [engine.step() for _ in range(4)]
 
     tokens = [output.token_ids for outputs in steps for output in outputs]
     assert [len(outputs) for outputs in steps] == [1, 1, 1, 0]

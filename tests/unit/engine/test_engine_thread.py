@@ -12,14 +12,13 @@ from engine.core import EngineCore
 from engine.engine_thread import Compiler, EngineThread
 from engine.errors import EngineStopped
 from engine.plan import Plan, RunResult
-from engine.request import ClientId, Failure, FailureCause, FinishReason, Output, RequestId
+from engine.request import Failure, FailureCause, FinishReason, Output, RequestId
 from engine.structured_output.compiler import GrammarCompiler
 from errors import InvalidRequest
 from tests.support.engines import VOCAB_SIZE, a_spec, an_engine
 from tests.support.fake_runner import tokens_alone
 from tests.support.grammars import BAD, GOOD, SLOW, HeldLibrary
 
-ME = ClientId("me")
 LONG = 10_000  # more tokens than a test waits for, fewer than the model may write
 PATIENCE_S = 30.0  # only a hanging test ever waits so long
 
@@ -54,7 +53,7 @@ def a_loop(
 ) -> Iterator[tuple[EngineThread, Client]]:
     client = Client()
     with EngineThread(engine or an_engine(), compiler=compiler) as loop:
-        loop.attach(ME, client.deliver)
+        loop.attach(client.deliver)
         yield loop, client
 
 
@@ -111,14 +110,14 @@ def test_an_aborted_request_ends_and_gives_its_blocks_back() -> None:
     engine.scheduler.check()
 
 
-def test_detaching_a_client_aborts_its_requests() -> None:
+def test_detaching_aborts_all_requests() -> None:
     engine = an_engine(num_blocks=4096)
     with a_loop(engine) as (loop, client):
         loop.submit(a_spec("a", max_tokens=LONG // 2))
         client.next_output()
-        loop.detach(ME)
+        loop.detach()
 
-    assert engine.scheduler.request_ids_by_client() == {}
+    assert engine.scheduler.request_ids() == ()
     engine.scheduler.check()
 
 
@@ -146,7 +145,7 @@ def test_a_request_submitted_in_the_failing_step_gets_an_error() -> None:
             raise ZeroDivisionError("a bug")
 
     with EngineThread(an_engine(runner=BreaksOnceAnotherCame())) as loop:
-        loop.attach(ME, client.deliver)
+        loop.attach(client.deliver)
         loop.submit(a_spec("early"))
 
         ends = [client.last_output(), client.last_output()]

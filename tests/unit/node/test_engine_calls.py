@@ -16,7 +16,7 @@ from engine.scheduler.config import LoadFailurePolicy
 from errors import InvalidRequest
 from kv_transfer.records import TransferRecord
 from kv_transfer.types import HandoffId, KvOrders, KvReports, Lost, NodeId, Peer
-from node.engine_calls import CLIENT_ID, EngineCalls
+from node.engine_calls import EngineCalls
 from rpc.errors import KvLoadFailed, RequestIdInUse
 from rpc.status import status_of
 from tests.support.engines import a_spec, an_engine
@@ -26,7 +26,7 @@ LONG = 100
 
 
 def spec_of(name: str, *, prompt: tuple[int, ...] = (1, 2), max_tokens: int = 3) -> EngineRequest:
-    return a_spec(name, prompt=prompt, max_tokens=max_tokens, client=CLIENT_ID)
+    return a_spec(name, prompt=prompt, max_tokens=max_tokens)
 
 
 async def collect(calls: EngineCalls, spec: EngineRequest) -> list[Output]:
@@ -53,18 +53,17 @@ def test_each_stream_gets_its_own_outputs_to_the_end() -> None:
 def test_leaving_a_stream_aborts_its_request_and_frees_its_blocks() -> None:
     core = an_engine()
 
-    alive: queue.SimpleQueue[list[RequestId]] = queue.SimpleQueue()
+    alive: queue.SimpleQueue[tuple[RequestId, ...]] = queue.SimpleQueue()
 
     async def leave() -> None:
         with EngineThread(core) as engine, EngineCalls(engine) as calls:
             async with aclosing(calls.stream_outputs(spec_of("a", max_tokens=LONG))) as outputs:
                 await anext(outputs)
-            by_client = core.scheduler.request_ids_by_client
-            engine.post(lambda: alive.put(by_client().get(CLIENT_ID, [])))
+            engine.post(lambda: alive.put(core.scheduler.request_ids()))
 
     asyncio.run(asyncio.wait_for(leave(), PATIENCE_S))
 
-    assert alive.get(timeout=PATIENCE_S) == []
+    assert alive.get(timeout=PATIENCE_S) == ()
     assert core.scheduler.is_idle
     core.scheduler.check()
 

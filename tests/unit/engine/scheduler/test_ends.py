@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 from engine.plan import Plan, RunResult
-from engine.request import ClientId, Failure, FinishReason, Output, RequestId
+from engine.request import Failure, FinishReason, Output, RequestId
 from engine.sampling import SamplingParams
 from engine.scheduler.config import CacheConfig, SchedulerConfig
 from engine.scheduler.scheduler import Scheduler
@@ -104,19 +103,6 @@ def test_prompt_logprobs_go_out_chunk_by_chunk() -> None:
     parts = [output.prompt_logprobs for output in world.receipts[name].outputs]
     assert [len(part) for part in parts] == [4, 4, 2, 0]
     assert parts[0][0] is None
-
-
-def test_outputs_are_sorted_by_client() -> None:
-    scheduler = Scheduler(_config(), CacheConfig(8))
-    for name, client in (("a", "x"), ("b", "y"), ("c", "x")):
-        scheduler.add(replace(make_spec(request_id=name), client_id=ClientId(client)))
-    plan = scheduler.schedule(0.0)
-
-    run = RunResult({name: [1] for name in plan.num_scheduled_tokens})
-    by_client = scheduler.update(plan, run)
-
-    names = {client: [o.request_id for o in outputs] for client, outputs in by_client.items()}
-    assert names == {"x": ["a", "c"], "y": ["b"]}
 
 
 # --- speculation ------------------------------------------------------------------
@@ -252,7 +238,7 @@ def test_a_token_for_a_request_that_was_aborted_while_the_step_ran_is_dropped() 
     scheduler.add(spec)  # the same name again, at once
     outputs = scheduler.update(plan, RunResult({spec.request_id: [1]}))
 
-    (output,) = outputs[spec.client_id]
+    (output,) = outputs
     assert output.finish_reason is FinishReason.ABORT
     again = scheduler.schedule(0.0)
     assert again.dropped == (spec.request_id,)
@@ -268,14 +254,21 @@ def test_aborting_an_unknown_request_does_nothing() -> None:
     assert world.scheduler.is_idle
 
 
-def test_aborting_a_client_ends_all_its_requests_and_no_others() -> None:
+def test_abort_all_ends_running_and_waiting_requests() -> None:
     scheduler = Scheduler(_config(), CacheConfig(8))
-    for name, client in (("a", "x"), ("b", "y"), ("c", "x")):
-        scheduler.add(replace(make_spec(request_id=name), client_id=ClientId(client)))
+    scheduler.add(make_spec(request_id="a"))
+    plan = scheduler.schedule(0.0)
+    scheduler.add(make_spec(request_id="b"))
 
-    scheduler.abort_client(ClientId("x"))
+    scheduler.abort_all()
 
-    assert scheduler.request_ids_by_client() == {"y": ["b"]}
+    assert scheduler.request_ids() == ()
+    outputs = scheduler.update(plan, RunResult({RequestId("a"): [1]}))
+    assert [(each.request_id, each.finish_reason) for each in outputs] == [
+        ("a", FinishReason.ABORT),
+        ("b", FinishReason.ABORT),
+    ]
+    scheduler.check()
 
 
 def _world_stopping_at(place: int, min_tokens: int = 0) -> tuple[EngineWorld, RequestId]:
@@ -291,5 +284,4 @@ def _answer(scheduler: Scheduler, token_ids: list[int]) -> list[Output]:
     """Run one step in which every scheduled request gets these tokens."""
     plan = scheduler.schedule(0.0)
     run = RunResult(dict.fromkeys(plan.num_scheduled_tokens, token_ids))
-    by_client = scheduler.update(plan, run)
-    return [output for outputs in by_client.values() for output in outputs]
+    return scheduler.update(plan, run)

@@ -192,7 +192,7 @@ def test_kv_of_another_length_is_as_good_as_lost() -> None:
     outputs = scheduler.update(plan, RunResult(), KvReports(finished_recving=(landed,)))
     (row,) = scheduler.schedule(0.0).started
 
-    assert outputs == {}
+    assert outputs == []
     assert (row.token_ids, row.num_computed_tokens) == (make_spec().prompt_token_ids, 0)
     scheduler.check()
 

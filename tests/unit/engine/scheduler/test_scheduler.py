@@ -352,7 +352,7 @@ def test_nothing_is_kept_of_what_has_ended() -> None:
 
     world.run_to_end()
 
-    assert world.scheduler.request_ids_by_client() == {}
+    assert world.scheduler.request_ids() == ()
     assert world.scheduler.stats().num_pending_sends == 0
 
 
@@ -360,5 +360,4 @@ def _answer(scheduler: Scheduler, token_ids: list[int]) -> list[Output]:
     """Run one step in which every scheduled request gets these tokens."""
     plan = scheduler.schedule(0.0)
     run = RunResult(dict.fromkeys(plan.num_scheduled_tokens, token_ids))
-    by_client = scheduler.update(plan, run)
-    return [output for outputs in by_client.values() for output in outputs]
+    return scheduler.update(plan, run)

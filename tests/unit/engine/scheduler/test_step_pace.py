@@ -8,7 +8,6 @@ import pytest
 
 from engine.core import EngineCore, NoKvWorker
 from engine.plan import Plan, RunResult
-from engine.request import ClientId
 from engine.scheduler.config import CacheConfig, SchedulerConfig
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.step_pace import LEAST_TOKENS, StepPace
@@ -153,4 +152,4 @@ def test_a_paced_prompt_is_computed_in_small_chunks_while_others_decode(
 
     is_cut = is_paced and num_decoding
     assert max(runner.took) <= 0.05 if is_cut else max(runner.took) >= 0.2
-    assert len(scheduler.request_ids_by_client().get(ClientId(""), [])) == num_decoding
+    assert len(scheduler.request_ids()) == num_decoding

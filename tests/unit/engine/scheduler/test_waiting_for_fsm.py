@@ -154,7 +154,7 @@ def test_a_row_that_its_grammar_refuses_ends_by_its_own_fault() -> None:
     )
     outputs = scheduler.update(plan, refused)
 
-    ((output,),) = outputs.values()
+    (output,) = outputs
     assert output.failure == Failure("it grew too large", FailureCause.REQUEST)
     scheduler.check()
 
@@ -201,8 +201,7 @@ def _spec(
 
 def _step(scheduler: Scheduler, tokens: dict[str, int]) -> list[Output]:
     plan = scheduler.schedule(0.0)
-    outputs = scheduler.update(plan, _run(tokens))
-    return [output for its in outputs.values() for output in its]
+    return scheduler.update(plan, _run(tokens))
 
 
 def _run(tokens: dict[str, int]) -> RunResult:

@@ -125,4 +125,4 @@ def test_nodes_refuse_names_that_no_router_sends(name: str, salt: str) -> None:
     order = decode_order(EngineRequest(request_id, (1,), SamplingParams(), 0, cache_salt=salt))
 
     with pytest.raises(InvalidRequest, match="513 characters"):
-        decode_spec(order, "client", 0.0)  # type: ignore[arg-type]
+        decode_spec(order, 0.0)

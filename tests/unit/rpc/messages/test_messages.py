@@ -14,7 +14,6 @@ from baton.client.messages import request_from
 from baton.v1 import inference_pb2, kv_link_pb2, node_pb2, sampling_pb2
 from engine.kv_cache.block_hashes import PrefixNaming
 from engine.request import (
-    ClientId,
     EngineRequest,
     Failure,
     FinishReason,
@@ -240,16 +239,15 @@ def test_a_node_gets_the_sequence_it_was_sent() -> None:
     )
     sender = replace(alone, send_to=HANDOFF)
     receiver = replace(alone, receive_from=ReceiveKv(HANDOFF, Peer(NodeId("p"), "host:1")))
-    client = ClientId("c")
 
-    assert prefill_spec(prefill_order(sender), client, 1.5) == _arrived(sender)
-    assert decode_spec(decode_order(receiver), client, 1.5) == _arrived(receiver)
-    assert decode_spec(decode_order(alone), client, 1.5) == _arrived(alone)
+    assert prefill_spec(prefill_order(sender), 1.5) == _arrived(sender)
+    assert decode_spec(decode_order(receiver), 1.5) == _arrived(receiver)
+    assert decode_spec(decode_order(alone), 1.5) == _arrived(alone)
 
 
 def _arrived(request: EngineRequest) -> EngineRequest:
-    """Return the request as its node receives it, with caller and arrival time."""
-    return replace(request, client_id=ClientId("c"), arrival_s=1.5)
+    """Return the request as its node receives it, with its arrival time."""
+    return replace(request, arrival_s=1.5)
 
 
 def test_the_hand_off_of_a_request_is_in_its_id() -> None:
@@ -262,7 +260,7 @@ def test_the_hand_off_of_a_request_is_in_its_id() -> None:
 def test_an_age_that_is_none_upsets_no_order(age_s: float) -> None:
     order = prefill_order(EngineRequest(RequestId("r#3"), (1,), SamplingParams(), 0, age_s=age_s))
 
-    assert prefill_spec(order, ClientId("c"), 0.0).age_s == 0.0
+    assert prefill_spec(order, 0.0).age_s == 0.0
 
 
 def test_nodes_refuse_stop_strings() -> None:
@@ -270,7 +268,7 @@ def test_nodes_refuse_stop_strings() -> None:
     order.sequence.sampling.stop.append("x")
 
     with pytest.raises(UnsupportedInput):
-        prefill_spec(order, ClientId("c"), 0.0)
+        prefill_spec(order, 0.0)
 
 
 def test_cards_and_loads_survive_the_wire() -> None:
