@@ -100,9 +100,9 @@ class NodeState:
             await published.wait()
             published = self._published
             load, changes = self._load, prefixes.next()
-            if load != last_load or changes is not None:
+            while load != last_load or changes is not None:
                 yield load, changes
-                last_load = load
+                last_load, changes = load, prefixes.next()
 
 
 def update_reader(engine: EngineThread, scheduler: Scheduler) -> ReadUpdate:

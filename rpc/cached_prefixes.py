@@ -7,7 +7,7 @@ behind receives a snapshot. Changes that cancel each other out are not sent.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -16,16 +16,18 @@ from engine.kv_cache.block_hashes import HASH_BYTES, BlockHash
 
 # Minimum length of the log, for small caches.
 MIN_LOG_LEN = 256
+# Names in one update. Larger changes are split, so that none holds up a router's other work.
+MAX_NAMES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixChanges:
-    """One update to a watcher."""
+    """One update to a watcher, with the names packed."""
 
     sequence: int
-    is_snapshot: bool
-    stored: frozenset[BlockHash]
-    removed: frozenset[BlockHash] = frozenset()
+    is_snapshot: bool  # replaces what the watcher knows; further names follow as changes
+    stored: bytes
+    removed: bytes = b""
 
 
 class PrefixGap(Exception):
@@ -100,29 +102,30 @@ class PrefixWatcher:
         self._cached = cached
         self._version = -1
         self._sequence = 0
+        self._parts: Iterator[PrefixChanges] = iter(())  # of changes that were split
 
     def next(self) -> PrefixChanges | None:
         """Return the watcher's next update, or None if nothing has changed."""
-        if self._version == self._cached.version:
-            return None
+        part = next(self._parts, None)
+        if part is not None or self._version == self._cached.version:
+            return part
         changes = self._cached.since(self._version)
         self._version = self._cached.version
         if changes is None:
-            return self._update(is_snapshot=True, stored=self._cached.names)
-        stored, removed = (frozenset(names) for names in changes)
-        if not (stored or removed):
-            return None
-        return self._update(is_snapshot=False, stored=stored, removed=removed)
+            self._parts = self._split(pack_names(self._cached.names), b"", is_snapshot=True)
+        else:
+            stored, removed = map(pack_names, changes)
+            self._parts = self._split(stored, removed, is_snapshot=False)
+        return next(self._parts, None)
 
-    def _update(
-        self,
-        *,
-        is_snapshot: bool,
-        stored: frozenset[BlockHash],
-        removed: frozenset[BlockHash] = frozenset(),
-    ) -> PrefixChanges:
-        self._sequence += 1
-        return PrefixChanges(self._sequence, is_snapshot, stored, removed)
+    def _split(
+        self, stored: bytes, removed: bytes, *, is_snapshot: bool
+    ) -> Iterator[PrefixChanges]:
+        size = MAX_NAMES * HASH_BYTES
+        while stored or removed or is_snapshot:
+            self._sequence += 1
+            yield PrefixChanges(self._sequence, is_snapshot, stored[:size], removed[:size])
+            stored, removed, is_snapshot = stored[size:], removed[size:], False
 
 
 def pack_names(names: Iterable[BlockHash]) -> bytes:

@@ -10,7 +10,7 @@ from engine.kv_cache.block_hashes import PrefixNaming
 from engine.sampling import NO_SAMPLING_DEFAULTS, SamplingDefaults
 from kv_transfer.protocol.messages import Fingerprint
 from kv_transfer.types import Incarnation, NodeId
-from rpc.cached_prefixes import PrefixChanges, pack_names, unpack_names
+from rpc.cached_prefixes import PrefixChanges
 from rpc.messages.conversion import (
     fingerprint_from,
     fingerprint_to,
@@ -170,8 +170,8 @@ def changes_from(message: node_pb2.WatchResponse) -> PrefixChanges | None:
     return PrefixChanges(
         prefixes.sequence,
         prefixes.is_snapshot,
-        unpack_names(prefixes.stored),
-        unpack_names(prefixes.removed),
+        prefixes.stored,
+        prefixes.removed,
     )
 
 
@@ -181,8 +181,8 @@ def _changes_to(changes: PrefixChanges | None) -> node_pb2.PrefixChanges | None:
     return node_pb2.PrefixChanges(
         sequence=changes.sequence,
         is_snapshot=changes.is_snapshot,
-        stored=pack_names(changes.stored),
-        removed=pack_names(changes.removed),
+        stored=changes.stored,
+        removed=changes.removed,
     )
 
 

@@ -15,6 +15,7 @@ from benchmarks.cli.chart import chart
 from benchmarks.cli.forms import forms
 from benchmarks.cli.frontier import frontier
 from benchmarks.cli.handover import handover
+from benchmarks.cli.index import index
 from benchmarks.cli.interference import interference
 from benchmarks.cli.memory import memory
 from benchmarks.cli.overload import overload
@@ -33,6 +34,7 @@ EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
     scheduler: ("scheduler --running 256,1024",),
     speculation: ("speculation --speculative ngram:6",),
     forms: ("forms --model models/demo --runs 20",),
+    index: ("index --nodes 64",),
     router: ("router --streams 64 --json router.json",),
     policies: ("policies --nodes 100 --plot policies.png",),
     trace: ("trace --rounds 9 --json trace.json",),

@@ -113,7 +113,7 @@ class CannedState(node_pb2_grpc.NodeServiceServicer):
     async def Watch(  # noqa: N802
         self, request: node_pb2.WatchRequest, context: Context
     ) -> AsyncGenerator[node_pb2.WatchResponse, None]:
-        yield update_to(NodeLoad(), PrefixChanges(1, True, frozenset()))
+        yield update_to(NodeLoad(), PrefixChanges(1, True, b""))
         await asyncio.Event().wait()
 
     async def Drain(  # noqa: N802

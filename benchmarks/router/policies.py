@@ -23,7 +23,7 @@ from kv_transfer.types import Incarnation, NodeId
 from router.routing.assignment import Assignment
 from router.routing.node_table import Node, NodeTable
 from router.routing.policy import Routing, RoutingPolicy, RoutingRequest, choose
-from rpc.cached_prefixes import PrefixChanges
+from rpc.cached_prefixes import PrefixChanges, pack_names
 from rpc.node_info import NodeCard, NodeLoad, NodeRole
 
 
@@ -96,7 +96,7 @@ class SimNode:
             removed.add(self.cached.popitem(last=False)[0])
         self.sequence += 1
         return PrefixChanges(
-            self.sequence, False, frozenset(stored - removed), frozenset(removed - stored)
+            self.sequence, False, pack_names(stored - removed), pack_names(removed - stored)
         )
 
     def begin(self, num_tokens: int) -> None:
@@ -285,7 +285,7 @@ class Simulation:
             prefix_naming=self._naming,
         )
         self._table.join(name, card)
-        self._table.note_prefixes(name, PrefixChanges(1, True, frozenset()))
+        self._table.note_prefixes(name, PrefixChanges(1, True, b""))
         self._nodes[name] = SimNode(Node(name, card), self._what.num_blocks)
 
 

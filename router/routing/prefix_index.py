@@ -6,29 +6,30 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from engine.kv_cache.block_hashes import BlockHash
+from router.routing.holder_table import HolderTable, keys_of
 from rpc.cached_prefixes import PrefixChanges, PrefixGap
 
 # Limit of expected blocks per node; the oldest are dropped first.
 MAX_EXPECTED = 4096
 
 
-class PrefixIndex:
-    """Bidirectional index of block names and their holders."""
+class ExpectedPrefixes:
+    """Bidirectional index of the few block names that nodes are about to have."""
 
     def __init__(self) -> None:
         self._holders_by_name: defaultdict[BlockHash, set[str]] = defaultdict(set)
         self._names_by_holder: dict[str, OrderedDict[BlockHash, None]] = {}
-
-    def names(self, holder: str) -> Iterable[BlockHash]:
-        """Return the blocks of a holder in the order in which they were added."""
-        return self._names_by_holder.get(holder, OrderedDict()).keys()
 
     def add(self, holder: str, names: Iterable[BlockHash]) -> None:
         held = self._names_by_holder.setdefault(holder, OrderedDict())
         for name in names:
             held[name] = None
             self._holders_by_name[name].add(holder)
+        oldest = [held.popitem(last=False)[0] for _ in range(len(held) - MAX_EXPECTED)]
+        self._forget(holder, oldest)
 
     def remove(self, holder: str, names: Iterable[BlockHash]) -> None:
         held = self._names_by_holder.get(holder, OrderedDict())
@@ -37,18 +38,17 @@ class PrefixIndex:
             del held[name]
         self._forget(holder, removed)
 
+    def remove_reported(self, holder: str, changes: PrefixChanges) -> None:
+        """Remove the names whose arrival or removal a node has reported."""
+        held = list(self._names_by_holder.get(holder, ()))
+        if held:
+            keys = keys_of(changes.stored + changes.removed)
+            are_reported = np.isin(keys_of(held), keys)
+            self.remove(holder, [held[place] for place in np.flatnonzero(are_reported)])
+
     def drop(self, holder: str) -> None:
         """Remove all blocks of a holder."""
         self._forget(holder, self._names_by_holder.pop(holder, ()))
-
-    def trim(self, holder: str, max_names: int) -> None:
-        """Drop the oldest blocks of a holder beyond `max_names`."""
-        held = self._names_by_holder.get(holder, OrderedDict())
-        oldest = [held.popitem(last=False)[0] for _ in range(len(held) - max_names)]
-        self._forget(holder, oldest)
-
-    def num_names(self, holder: str) -> int:
-        return len(self._names_by_holder.get(holder, ()))
 
     def match(self, names: Sequence[BlockHash]) -> dict[str, int]:
         """Return for each holder how many of the leading names it has without a gap, if any."""
@@ -94,8 +94,8 @@ class NodePrefixes:
     """
 
     def __init__(self) -> None:
-        self._reported = PrefixIndex()
-        self._expected = PrefixIndex()
+        self._reported = HolderTable()
+        self._expected = ExpectedPrefixes()
         self._sequence_by_address: dict[str, int] = {}
 
     def take(self, address: str, changes: PrefixChanges) -> None:
@@ -105,13 +105,12 @@ class NodePrefixes:
         elif changes.sequence != self._sequence_by_address.get(address, 0) + 1:
             raise PrefixGap(f"{address} sent prefix change {changes.sequence} out of order")
         self._sequence_by_address[address] = changes.sequence
-        self._reported.remove(address, changes.removed)
-        self._reported.add(address, changes.stored)
-        self._expected.remove(address, (*changes.removed, *changes.stored))
+        self._reported.remove(address, keys_of(changes.removed))
+        self._reported.add(address, keys_of(changes.stored))
+        self._expected.remove_reported(address, changes)
 
     def expect(self, address: str, names: Iterable[BlockHash]) -> None:
         self._expected.add(address, names)
-        self._expected.trim(address, MAX_EXPECTED)
 
     def cancel_expected(self, address: str, names: Iterable[BlockHash]) -> None:
         self._expected.remove(address, names)
@@ -125,14 +124,24 @@ class NodePrefixes:
         """Return how many cached blocks the node has reported."""
         return self._reported.num_names(address)
 
+    @property
+    def num_reported_bytes(self) -> int:
+        """Return the memory of the reported blocks."""
+        return self._reported.num_bytes
+
     def match(self, names: Sequence[BlockHash], *, needs_snapshot: bool = False) -> PrefixMatch:
         """Match the leading blocks of a prompt with those of all nodes.
 
         With `needs_snapshot`, a node's hit ends at the last block that it has reported.
         """
-        match = PrefixIndex.match_ends if needs_snapshot else PrefixIndex.match
-        reported = match(self._reported, names)
+        keys = keys_of(names)
+        if needs_snapshot:
+            reported = self._reported.match_ends(keys)
+            about_to_have = self._expected.match_ends(names)
+        else:
+            reported = self._reported.match(keys)
+            about_to_have = self._expected.match(names)
         expected = dict(reported)
-        for address, count in match(self._expected, names).items():
+        for address, count in about_to_have.items():
             expected[address] = max(count, expected.get(address, 0))
         return PrefixMatch(reported, expected)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from router.routing.assignment import Assignment
 from router.routing.node_table import Node, NodeTable
 from router.routing.policy import Routing, RoutingPolicy, RoutingRequest, choose
-from rpc.cached_prefixes import PrefixChanges
+from rpc.cached_prefixes import PrefixChanges, pack_names
 from rpc.errors import IncompatibleNodes, NoNodes
 from rpc.node_info import NodeLoad, NodeRole
 from tests.support.node_calls import FINGERPRINT, NAMING, a_node
@@ -48,7 +48,7 @@ def table_of(nodes: list[tuple[Node, Known]]) -> NodeTable:
         table.join(node.address, node.card)
         table.note_load(node.address, known.load)
         names = NAMING.names(PROMPT[: known.num_cached_blocks * 16], len(PROMPT))
-        table.note_prefixes(node.address, PrefixChanges(1, True, frozenset(names)))
+        table.note_prefixes(node.address, PrefixChanges(1, True, pack_names(names)))
     return table
 
 

@@ -9,6 +9,7 @@ import grpc
 from baton.cluster import Child, LocalCluster
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, node_pb2, node_pb2_grpc
 from engine.kv_cache.block_hashes import BlockHash
+from rpc.cached_prefixes import unpack_names
 from rpc.node_info import NodeCard, NodeLoad, card_from, changes_from, load_from
 
 
@@ -37,7 +38,7 @@ def prefixes_at(address: str) -> frozenset[BlockHash]:
         watch.cancel()
     assert changes is not None
     assert changes.is_snapshot
-    return changes.stored
+    return unpack_names(changes.stored)
 
 
 def await_told(router_address: str, node_address: str) -> None:

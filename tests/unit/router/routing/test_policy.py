@@ -19,7 +19,7 @@ from router.routing.policy import (
     choose,
     parse_policy,
 )
-from rpc.cached_prefixes import PrefixChanges
+from rpc.cached_prefixes import PrefixChanges, pack_names
 from rpc.errors import IncompatibleNodes, NoNodes
 from rpc.node_info import NodeLoad, NodeRole
 from tests.support.node_calls import FINGERPRINT, NAMING, a_node, a_table
@@ -44,7 +44,7 @@ def pair_of(route: Route) -> tuple[str, str]:
 
 
 def tell_prefix(table: NodeTable, name: str, token_ids: tuple[int, ...], salt: str = "") -> None:
-    stored = frozenset(NAMING.names(token_ids, len(token_ids), salt))
+    stored = pack_names(NAMING.names(token_ids, len(token_ids), salt))
     table.note_prefixes(f"{name}:1", PrefixChanges(1, True, stored))
 
 
@@ -151,7 +151,7 @@ def test_a_long_prompt_is_named_by_its_length_where_the_model_needs_that() -> No
         for n in range(2)
     ]
     table = a_table(*decodes)
-    same_length = frozenset(naming.names(PROMPT, len(PROMPT)))
+    same_length = pack_names(naming.names(PROMPT, len(PROMPT)))
     table.note_prefixes("d1:1", PrefixChanges(1, True, same_length))
 
     same = choose(table, Routing(), ASK)
@@ -169,7 +169,7 @@ def test_with_recurrent_layers_a_hit_ends_at_the_last_snapshot() -> None:
     ]
     table = a_table(*decodes)
     block_names = naming.names(PROMPT, len(PROMPT))
-    table.note_prefixes("d1:1", PrefixChanges(1, True, frozenset(block_names[3:4])))
+    table.note_prefixes("d1:1", PrefixChanges(1, True, pack_names(block_names[3:4])))
 
     route = choose(table, Routing(), ASK)
 
@@ -235,7 +235,7 @@ def test_a_full_cache_pays_for_the_blocks_that_it_would_evict() -> None:
 def test_a_long_match_is_worth_more_than_the_blocks_evicted_for_the_rest() -> None:
     table = a_cluster(2, 1)
     others = NAMING.names(tuple(range(1000, 1000 + 7 * 16)), 7 * 16)
-    stored = frozenset((*NAMING.names(PROMPT[:48], 48), *others))
+    stored = pack_names((*NAMING.names(PROMPT[:48], 48), *others))
     table.note_prefixes("p1:1", PrefixChanges(1, True, stored))
 
     chosen = {pair_of(choose(table, Routing(), replace(ASK, number=n)))[0] for n in range(4)}

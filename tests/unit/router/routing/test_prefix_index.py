@@ -8,11 +8,14 @@ from engine.events import AllBlocksCleared, BlockRemoved, BlockStored
 from engine.kv_cache.block_hashes import BlockHash, PrefixNaming
 from router.routing.prefix_index import MAX_EXPECTED, NodePrefixes
 from rpc.cached_prefixes import (
+    MAX_NAMES,
     MIN_LOG_LEN,
     CachedPrefixes,
     PrefixChanges,
     PrefixGap,
     PrefixWatcher,
+    pack_names,
+    unpack_names,
 )
 from rpc.node_info import NodeLoad, changes_from, update_to
 
@@ -21,8 +24,18 @@ def name(number: int) -> BlockHash:
     return BlockHash(number.to_bytes(16, "little"))
 
 
-def names(*numbers: int) -> frozenset[BlockHash]:
-    return frozenset(name(number) for number in numbers)
+def names(*numbers: int) -> bytes:
+    return pack_names(name(number) for number in numbers)
+
+
+def known(changes: PrefixChanges | None) -> tuple[int, bool, set[int], set[int]] | None:
+    if changes is None:
+        return None
+    stored, removed = (
+        {int.from_bytes(name, "little") for name in unpack_names(packed)}
+        for packed in (changes.stored, changes.removed)
+    )
+    return changes.sequence, changes.is_snapshot, stored, removed
 
 
 def stored(*numbers: int) -> BlockStored:
@@ -42,13 +55,13 @@ def test_a_new_watcher_receives_a_snapshot_and_then_changes() -> None:
     cached.take([removed(2), stored(4)])
     second, third = watcher.next(), watcher.next()
 
-    assert first == PrefixChanges(1, True, names(1, 2, 3))
-    assert second == PrefixChanges(2, False, names(4), names(2))
+    assert known(first) == (1, True, {1, 2, 3}, set())
+    assert known(second) == (2, False, {4}, {2})
     assert third is None
 
 
 def test_an_empty_cache_is_reported_as_a_snapshot() -> None:
-    assert PrefixWatcher(CachedPrefixes()).next() == PrefixChanges(1, True, frozenset())
+    assert PrefixWatcher(CachedPrefixes()).next() == PrefixChanges(1, True, b"")
 
 
 def test_changes_that_cancel_out_are_not_reported() -> None:
@@ -70,7 +83,7 @@ def test_a_cleared_cache_is_reported_as_a_snapshot() -> None:
 
     cached.take([AllBlocksCleared(), stored(3)])
 
-    assert watcher.next() == PrefixChanges(2, True, names(3))
+    assert known(watcher.next()) == (2, True, {3}, set())
 
 
 def test_a_watcher_that_fell_far_behind_gets_the_whole_instead_of_a_long_log() -> None:
@@ -82,7 +95,24 @@ def test_a_watcher_that_fell_far_behind_gets_the_whole_instead_of_a_long_log() -
         cached.take([stored(number), removed(number)])
     cached.take([stored(7)])
 
-    assert watcher.next() == PrefixChanges(2, True, names(7))
+    assert known(watcher.next()) == (2, True, {7}, set())
+
+
+def test_large_changes_are_split() -> None:
+    cached = CachedPrefixes()
+    numbers = range(1, 6 * MAX_NAMES + 1)
+    cached.take([stored(*numbers)])
+    watcher = PrefixWatcher(cached)
+
+    parts = [known(part) for part in iter(watcher.next, None)]
+    cached.take([removed(*numbers[: MAX_NAMES + 1])])
+    changes = [known(part) for part in iter(watcher.next, None)]
+
+    assert [part and part[:2] for part in parts] == [(1, True), *((n, False) for n in range(2, 7))]
+    assert [part and len(part[2]) for part in parts] == [MAX_NAMES] * 6
+    assert set.union(*(part[2] for part in parts if part)) == set(numbers)
+    assert [part and part[:3] for part in changes] == [(7, False, set()), (8, False, set())]
+    assert [part and len(part[3]) for part in changes] == [MAX_NAMES, 1]
 
 
 def test_changes_survive_the_wire() -> None:
@@ -106,8 +136,7 @@ def test_a_router_matches_up_to_the_last_snapshot_whatever_is_between() -> None:
     prefixes = NodePrefixes()
     prefixes.expect("b", [name(1)])
     for address, numbers in (("a", (2, 4, 9)), ("b", (3,)), ("c", (9,))):
-        stored = frozenset(map(name, numbers))
-        prefixes.take(address, PrefixChanges(1, is_snapshot=True, stored=stored))
+        prefixes.take(address, PrefixChanges(1, True, names(*numbers)))
     prefixes.expect("b", [name(5)])
 
     matched = prefixes.match([name(n) for n in (1, 2, 3, 4, 5)], needs_snapshot=True)
