@@ -180,6 +180,8 @@ def _write_config(folder: Path, fields: Fields) -> None:
 
 
 def _mean_and_std(name: str, config: ModelConfig) -> tuple[float, float]:
+    if name.endswith(("linear_attn.norm.weight", "mamba.norm.weight")):
+        return 1.0, STD
     if name.endswith("norm.weight"):
         return 1.0 - config.norm.weight_offset, STD
     is_embedding = name.endswith("embed_tokens.weight")

@@ -34,6 +34,21 @@ LATENT_SIZES: Fields = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
 }
+DELTA_SIZES: Fields = {
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 16,
+    "shared_expert_intermediate_size": 32,
+}
+MAMBA_SIZES: Fields = {
+    "layer_types": ["mamba", "attention"],
+    "shared_intermediate_size": 32,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_d_state": 16,
+}
 
 
 def small_config(shape: str, **fields: object) -> dict[str, object]:
@@ -43,6 +58,10 @@ def small_config(shape: str, **fields: object) -> dict[str, object]:
     config |= {name: size for name, size in EXPERT_SIZES.items() if name in published}
     if "kv_lora_rank" in published:
         config |= LATENT_SIZES
+    if "linear_num_key_heads" in published:
+        config |= DELTA_SIZES
+    if "mamba_n_heads" in published:
+        config |= MAMBA_SIZES
     if shape == "phi4-mini":
         factors = {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
         config |= {"head_dim": 16, "rope_scaling": {"type": "longrope", **factors}}

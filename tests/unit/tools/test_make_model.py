@@ -31,6 +31,9 @@ def test_layers_and_experts_can_be_fewer_than_published() -> None:
     assert shape.scale(layers=48, experts=128) == shape.config
     assert SHAPES["mixtral-8x7b"].scale(experts=4)["num_local_experts"] == 4
     assert shape.describe() == "4 of 48 layers, 64 of 128 experts"
+    assert SHAPES["granite-4.0-h-tiny"].scale(layers=6)["layer_types"] == ["mamba"] * 5 + [
+        "attention"
+    ]
     with pytest.raises(ValueError, match="has 8 experts"):
         shape.scale(experts=7)
     with pytest.raises(ValueError, match="no experts"):
@@ -43,7 +46,9 @@ def test_a_count_is_above_zero() -> None:
         parse_args(["--layers", "0", "out"])
 
 
-@pytest.mark.parametrize(("name", "mean"), [("qwen3-30b-a3b", 1.0), ("gemma3-1b", 0.0)])
+@pytest.mark.parametrize(
+    ("name", "mean"), [("qwen3-30b-a3b", 1.0), ("gemma3-1b", 0.0), ("granite-4.0-h-tiny", 1.0)]
+)
 def test_norms_neither_grow_nor_shrink_their_input(name: str, mean: float, tmp_path: Path) -> None:
     norms = [
         tensor
@@ -53,6 +58,18 @@ def test_norms_neither_grow_nor_shrink_their_input(name: str, mean: float, tmp_p
 
     assert len(norms) > 4
     assert all(abs(norm.mean() - mean) < 0.05 and norm.std() < 0.05 for norm in norms)
+
+
+def test_gated_norms_of_linear_attention_are_near_one(tmp_path: Path) -> None:
+    tensors = tensors_of(small_folder(tmp_path, "qwen3-next-80b-a3b"))
+
+    gated = tensors["model.layers.0.linear_attn.norm.weight"]
+    assert abs(gated.mean() - 1.0) < 0.05
+    assert all(
+        abs(tensor.mean()) < 0.05
+        for name, tensor in tensors.items()
+        if name.endswith("layernorm.weight")
+    )
 
 
 def test_the_tokens_of_a_prompt_spread_over_the_experts(tmp_path: Path) -> None:
