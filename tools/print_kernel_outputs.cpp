@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 using namespace baton;
@@ -325,6 +326,95 @@ void attend(std::int64_t dim, std::int64_t value_dim, AttentionParams params, in
     print_bits("rope32", dst);
 }
 
+// Runs a recurrent layer over two sequences: one continues from a state, in two runs, and the other
+// begins.
+template <typename Args, typename Call>
+void recur(const char* kernel, Args args, std::int64_t gates_of_head, Call call) {
+    constexpr std::int64_t kTokens = 12, kRowsPerBlock = 16;
+    const std::int64_t num_keys = args.num_key_heads * args.key_dim;
+    const std::int64_t num_values = args.num_value_heads * args.value_dim;
+    const std::int64_t channels = 2 * num_keys + num_values, num_kept = args.conv_size - 1;
+    const std::int64_t row_bytes = args.value_dim * sizeof(float);
+    const std::int64_t matrix_rows = args.num_value_heads * args.key_dim;
+    const std::int64_t inputs_bytes = num_kept * channels * sizeof(Bf16);
+    const std::int64_t rows = matrix_rows + (inputs_bytes + row_bytes - 1) / row_bytes;
+    const std::int64_t blocks = (rows + kRowsPerBlock - 1) / kRowsPerBlock;
+    constexpr std::int64_t kStates = 4;
+    AlignedBuffer states(kStates * blocks * kRowsPerBlock * row_bytes);
+    const std::vector<float> matrices = wide_numbers(matrix_rows * args.value_dim);
+    Numbers inputs = random_numbers(num_kept * channels);
+    std::memcpy(states.as<char>(), matrices.data(), matrix_rows * row_bytes);
+    std::memcpy(states.as<char>() + matrix_rows * row_bytes, inputs.buffer.as<char>(),
+                inputs_bytes);
+    // The states before and after each run. A negative block is a state of zeros.
+    const std::int64_t first_tokens[] = {0, 5, 8}, counts[] = {5, 3, 4}, first_runs[] = {0, 2};
+    std::vector<std::int64_t> reads, writes;
+    for (const std::int64_t state : {0, 1, -1})
+        for (std::int64_t i = 0; i < blocks; ++i)
+            reads.push_back(state < 0 ? -1 : state * blocks + i);
+    for (const std::int64_t state : {1, 2, 3})
+        for (std::int64_t i = 0; i < blocks; ++i) writes.push_back(state * blocks + i);
+
+    Numbers projected = random_numbers(kTokens * (channels + num_values));
+    Numbers gates = random_numbers(kTokens * args.num_value_heads * gates_of_head);
+    Numbers dst(kTokens * num_values), inputs_buf(2 * num_kept * channels);
+    const std::vector<float> conv = wide_numbers(args.conv_size * channels);
+    std::vector<float> mixed_buf(kTokens * channels), gates_buf(kTokens * args.num_value_heads * 2);
+    args.states = {states.as<char>(), kRowsPerBlock * row_bytes, row_bytes, kRowsPerBlock};
+    args.runs = {first_tokens, counts, reads.data(), writes.data(), first_runs, blocks, 3, 2,
+                 kTokens};
+    args.projected = projected;
+    args.gates = gates;
+    args.conv = conv.data();
+    args.dst = dst;
+    args.inputs_buf = inputs_buf;
+    args.mixed_buf = mixed_buf.data();
+    args.gates_buf = gates_buf.data();
+    call(args);
+    print_bits(kernel, dst);
+    // The states of Mamba2 differ by a step between architectures: a sum of two products can be
+    // rounded after either of them.
+    if (std::is_same_v<Args, MambaArgs>) return;
+    Numbers written(kStates * blocks * kRowsPerBlock * row_bytes / sizeof(Bf16));
+    std::memcpy(written.buffer.as<char>(), states.as<char>(), written.count * sizeof(Bf16));
+    print_bits(kernel, written);
+}
+
+void recur(std::int64_t value_dim, int threads) {
+    constexpr std::int64_t kKeyHeads = 2, kValueHeads = 4, kKeyDim = 16, kConvSize = 4;
+    const std::vector<float> bias = wide_numbers(kValueHeads), skip = wide_numbers(kValueHeads);
+    std::vector<float> rates(kValueHeads);
+    for (auto& rate : rates) rate = 0.1f + uniform();
+    Numbers weight = random_numbers(2 * value_dim);
+    DeltaArgs delta{};
+    delta.decay_bias = bias.data();
+    delta.decay_rate = rates.data();
+    delta.norm = {weight, 1e-6f, false};
+    MambaArgs mamba{};
+    const std::vector<float> conv_bias =
+        wide_numbers(2 * kKeyHeads * kKeyDim + kValueHeads * value_dim);
+    std::vector<float> outputs_buf(12 * kValueHeads * value_dim);
+    Numbers group_weight = random_numbers(kValueHeads * value_dim);
+    mamba.conv_bias = conv_bias.data();
+    mamba.step_bias = bias.data();
+    mamba.decay_rate = rates.data();
+    mamba.skip = skip.data();
+    mamba.norm = {group_weight, 1e-6f, false};
+    mamba.outputs_buf = outputs_buf.data();
+    const auto size = [&](auto& args) {
+        args.num_key_heads = kKeyHeads;
+        args.num_value_heads = kValueHeads;
+        args.key_dim = kKeyDim;
+        args.value_dim = value_dim;
+        args.conv_size = kConvSize;
+        args.num_threads = threads;
+    };
+    size(delta);
+    size(mamba);
+    recur("delta", delta, 2, [](const DeltaArgs& args) { baton_delta(&args); });
+    recur("mamba", mamba, 1, [](const MambaArgs& args) { baton_mamba(&args); });
+}
+
 }  // namespace
 
 int main() {
@@ -345,6 +435,7 @@ int main() {
             mix("experts", bf16_matrix, tokens, 70, Scoring::kSigmoid, threads);
             mix("mxfp4-experts", mxfp4_matrix, tokens, 96, Scoring::kSoftmaxOfTop, threads);
         }
+        for (const std::int64_t value_dim : {32, 72}) recur(value_dim, threads);
         const float sinks[8] = {-2, -1, 0, 1, 2, 3, 4, 5};
         for (const std::int64_t dim : {32, 128}) {
             attend(dim, dim, {}, threads);
