@@ -10,7 +10,6 @@
 namespace baton::quantized {
 
 constexpr int kMaxTokens = kMaxRows / 2;  // each token has two rows of bytes
-typedef std::uint8_t Bytes __attribute__((vector_size(kLanes), aligned(1), may_alias));
 
 template <int ROWS>
 using IntSums = I32x16[ROWS][kVectors];
@@ -47,11 +46,8 @@ template <NumberFormat FORMAT>
 class Dequantizer {
   public:
     Dequantizer(const std::uint8_t* group, int v) {
-        Bytes zero_bytes;
         std::memcpy(&scales_, group + v * sizeof scales_, sizeof scales_);
-        const std::uint8_t* const zeros = group + kZerosOffset;
-        std::memcpy(&zero_bytes, zeros + v * kLanes, sizeof zero_bytes);
-        zeros_ = __builtin_convertvector(zero_bytes, I32x16);
+        zeros_ = (I32x16)zero_extend(group + kZerosOffset + v * kLanes);
     }
 
     // high, low: sums of products for the rows of high and low bytes.
@@ -73,9 +69,7 @@ template <>
 class Dequantizer<NumberFormat::kMxfp4> {
   public:
     Dequantizer(const std::uint8_t* group, int v) {
-        Bytes exponents;
-        std::memcpy(&exponents, group + v * kLanes, sizeof exponents);
-        const U32x16 bits = __builtin_convertvector(exponents, U32x16) << 23;
+        const U32x16 bits = zero_extend(group + v * kLanes) << 23;
         scales_ = lane_max((F32x16)bits, splat(0x1p-127f)) * 0.5f;
     }
 

@@ -130,6 +130,18 @@ inline U32x16 zero_extend(const Bf16* values) {
 #endif
 }
 
+// Zero-extends sixteen bytes to 32 bits.
+inline U32x16 zero_extend(const std::uint8_t* bytes) {
+#if defined(__AVX512BF16__)
+    return (U32x16)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)bytes));
+#else
+    typedef std::uint8_t Bytes __attribute__((vector_size(kLanes)));
+    Bytes narrow;
+    std::memcpy(&narrow, bytes, sizeof narrow);
+    return __builtin_convertvector(narrow, U32x16);
+#endif
+}
+
 inline F32x16 bf16_to_f32(const Bf16* values) { return (F32x16)(zero_extend(values) << 16); }
 
 // Rounds as `f32_to_bf16` does, except that AVX-512-BF16 flushes numbers below 2^-126 to zero.
