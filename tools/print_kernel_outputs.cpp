@@ -98,7 +98,11 @@ AlignedBuffer pack_weights(PackedMatrix& matrix, int threads) {
     for (auto& scale : scales)
         scale =
             matrix.is_mxfp4 ? std::ldexp(1.0f, -3 - int(uniform() * 5)) : 0.01f * (1 + uniform());
-    const PackArgs pack{matrix, weights.data(), scales.data(), zeros.data(), threads};
+    std::vector<std::uint16_t> halves(zeros.size());
+    for (auto& half : halves) half = std::uint16_t(0x2000 + uniform() * 0x100);
+    const bool is_float32 = matrix.scale_type == ScaleType::kFloat32;
+    const void* const stored = is_float32 ? static_cast<const void*>(scales.data()) : halves.data();
+    const PackArgs pack{matrix, weights.data(), stored, zeros.data(), threads};
     baton_pack(&pack);
     return packed;
 }
@@ -114,11 +118,11 @@ void multiply(const char* kernel, PackedMatrix matrix, std::int64_t tokens, int 
 }
 
 PackedMatrix bf16_matrix(std::int64_t rows, std::int64_t columns) {
-    return {nullptr, nullptr, 16, rows, columns, 0, 0};
+    return {nullptr, nullptr, 16, rows, columns, 0, 0, ScaleType::kFloat32};
 }
 
 PackedMatrix mxfp4_matrix(std::int64_t rows, std::int64_t columns) {
-    return {nullptr, nullptr, 4, rows, columns, 32, 1};
+    return {nullptr, nullptr, 4, rows, columns, 32, 1, ScaleType::kFloat32};
 }
 
 // Experts of a layer, packed.
@@ -425,6 +429,8 @@ int main() {
             multiply("linear", bf16_matrix(130, 258), tokens, threads);
             multiply("int8", {nullptr, nullptr, 8, 130, 256, 256, 0}, tokens, threads);
             multiply("int4", {nullptr, nullptr, 4, 200, 96, 32, 0}, tokens, threads);
+            for (const auto type : {ScaleType::kBfloat16, ScaleType::kFloat16})
+                multiply("int4", {nullptr, nullptr, 4, 200, 96, 32, 0, type}, tokens, threads);
             multiply("mxfp4", mxfp4_matrix(200, 96), tokens, threads);
             multiply("mxfp4", mxfp4_matrix(130, 80), tokens, threads);
             run_elementwise(tokens, 96, threads);

@@ -21,6 +21,7 @@ from engine.runner.model_runner import TorchRunner
 from engine.runner.sampling.logits_processors import ModelView, load_processors, versions
 from engine.runner.state.state_shape import state_shape
 from engine.runner.weights.decoder_loading import attention_of, load_decoder
+from engine.runner.weights.quantize import QUANTIZE_REVISION
 from engine.runner.weights.safetensors import WeightFiles
 from engine.runner.weights.tensor_loading import LoadTarget
 from errors import InvalidConfig
@@ -146,7 +147,8 @@ def _num_blocks(
 
 
 def _fingerprint(model: ModelConfig, config: RunnerConfig, files: WeightFiles) -> str:
-    parts = [str(model), config.quantize, files.digest(), *versions(config.logits_processors)]
+    quantize = f"{config.quantize} {QUANTIZE_REVISION}"
+    parts = [str(model), quantize, files.digest(), *versions(config.logits_processors)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 

@@ -41,6 +41,7 @@ EPSILON = 1e-6
 REFERENCE = TorchOps()
 CPU = torch.device("cpu")
 
+SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 each_variant = pytest.mark.parametrize(
     "kernels", kernels_by_variant().values(), ids=kernels_by_variant().keys()
 )
@@ -199,7 +200,14 @@ def test_outputs_larger_than_the_cpu_caches_have_the_same_bits(
     assert torch.equal(linear(activations), parts)
 
 
-def quantized(seed: int, num_rows: int, num_columns: int, bits: int, group: int) -> Quantized:
+def quantized(
+    seed: int,
+    num_rows: int,
+    num_columns: int,
+    bits: int,
+    group: int,
+    scale_dtype: torch.dtype = torch.float32,
+) -> Quantized:
     """Return random numbers, scales and zero points, as a quantized folder may contain them."""
     generator = torch.Generator().manual_seed(seed)
     num_groups = -(-num_columns // group)
@@ -208,7 +216,7 @@ def quantized(seed: int, num_rows: int, num_columns: int, bits: int, group: int)
         drawn = torch.randint(0, 1 << bits, (num_rows, num), generator=generator)
         return drawn.to(torch.uint8)
 
-    scales = torch.rand(num_rows, num_groups, generator=generator) + 0.01
+    scales = (torch.rand(num_rows, num_groups, generator=generator) + 0.01).to(scale_dtype)
     numbers, zeros = whole(num_columns), whole(num_groups)
     return Quantized(numbers, scales, zeros, bits, group, torch.bfloat16)
 
@@ -220,6 +228,7 @@ def quantized(seed: int, num_rows: int, num_columns: int, bits: int, group: int)
     num_rows=st.integers(1, 200),
     num_columns=st.integers(1, 150),
     eights=st.integers(0, 5),
+    scale_dtype=st.sampled_from(SCALE_DTYPES),
     has_order=st.booleans(),
     seed=SEEDS,
 )
@@ -231,11 +240,13 @@ def test_a_product_of_whole_numbers_is_that_of_what_they_stand_for(
     num_rows: int,
     num_columns: int,
     eights: int,
+    scale_dtype: torch.dtype,
     has_order: bool,
     seed: int,
 ) -> None:
     activations, bias = drawn(seed + 1, num_tokens, num_columns), drawn(seed + 2, num_rows)
-    weight = quantized(seed, num_rows, num_columns, bits, 8 * eights or num_columns)
+    group = 8 * eights or num_columns
+    weight = quantized(seed, num_rows, num_columns, bits, group, scale_dtype)
     if has_order:
         order = torch.randperm(num_columns, generator=torch.Generator().manual_seed(seed))
         weight = replace(weight, order=order)
@@ -252,8 +263,68 @@ def test_a_product_of_whole_numbers_is_that_of_what_they_stand_for(
 
 @each_variant
 @pytest.mark.parametrize("bits", [4, 8])
-def test_rows_of_whole_numbers_are_what_they_stand_for(kernels: Kernels, bits: int) -> None:
-    weight = quantized(3, 150, 88, bits, 24)
+@pytest.mark.parametrize("group", [24, 256, 264])
+@pytest.mark.parametrize("extreme", ["largest", "smallest"])
+def test_sums_of_the_largest_products_are_exact(
+    kernels: Kernels, bits: int, group: int, extreme: str
+) -> None:
+    weight = quantized(3, 70, group, bits, group, torch.bfloat16)
+    number = {"largest": (1 << bits) - 1, "smallest": 0}[extreme]
+    weight.numbers.fill_(number)
+    weight.zeros.fill_(255 - number if bits == 8 else 0 if number else 16)
+    activations = torch.full((3, group), 1.0, dtype=torch.bfloat16)
+
+    found = NativeOps(kernels).linear(weight, None)(activations)
+
+    wanted = activations.double() @ replace(weight, dtype=torch.float64).dequantize().T
+    assert torch.equal(found, wanted.bfloat16())
+
+
+@each_variant
+@pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 7, 33])
+def test_scales_of_16_bits_are_read_exactly(
+    kernels: Kernels, scale_dtype: torch.dtype, num_tokens: int
+) -> None:
+    weight = quantized(3, 150, 88, 4, 8, scale_dtype)
+    every = torch.arange(weight.scales.numel()).to(torch.int16).view(scale_dtype)
+    weight.scales.copy_(every.view_as(weight.scales))  # from zero and subnormal numbers on
+    wide = replace(weight, scales=weight.scales.float())
+    activations = drawn(4, num_tokens, 88)
+    row_ids = torch.arange(150)
+
+    short_scales, float32_scales = (
+        NativeOps(kernels).linear(each, None) for each in (weight, wide)
+    )
+
+    assert torch.equal(short_scales.rows(row_ids), float32_scales.rows(row_ids))
+    assert torch.equal(short_scales(activations), float32_scales(activations))
+
+
+@each_variant
+def test_a_float16_scale_can_be_infinite_or_negative(kernels: Kernels) -> None:
+    scales = torch.tensor([-0.5, torch.inf, -torch.inf, torch.nan, -6e-8, 65504.0]).half()
+    weight = quantized(3, 6, 8, 4, 8, torch.float16)
+    weight.scales.copy_(scales[:, None])
+    weight.zeros.fill_(0)
+    weight.numbers.fill_(2)
+    linear = NativeOps(kernels).linear(weight, None)
+
+    rows, outputs = linear.rows(torch.arange(6)), linear(torch.ones(1, 8, dtype=torch.bfloat16))
+
+    wanted = (2 * scales.float()).bfloat16()
+    torch.testing.assert_close(rows, wanted[:, None].expand(6, 8), rtol=0, atol=0, equal_nan=True)
+    wanted = (16 * scales.float()).bfloat16()
+    torch.testing.assert_close(outputs, wanted[None], rtol=0, atol=0, equal_nan=True)
+
+
+@each_variant
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
+def test_rows_of_whole_numbers_are_what_they_stand_for(
+    kernels: Kernels, bits: int, scale_dtype: torch.dtype
+) -> None:
+    weight = quantized(3, 150, 88, bits, 24, scale_dtype)
     row_ids = torch.tensor([149, 0, 64, 63, 64])
 
     rows = NativeOps(kernels).linear(weight, None).rows(row_ids)

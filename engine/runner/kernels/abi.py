@@ -7,7 +7,7 @@ from pathlib import Path
 
 from engine.runner.kernels.build import KernelsUnavailable
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 
 _INT32, _INT64, _FLOAT, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
@@ -46,7 +46,7 @@ class PackedMatrix(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("packed", "bias")),
         *((name, _INT64) for name in ("bits", "num_rows", "num_columns")),
-        *((name, _INT64) for name in ("group_size", "is_mxfp4")),
+        *((name, _INT64) for name in ("group_size", "is_mxfp4", "scale_type")),
     )
 
 

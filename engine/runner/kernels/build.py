@@ -51,7 +51,7 @@ VARIANTS = (
         (*AVX512_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
     ),
     Variant("avx512bf16", AVX512_BF16, AVX512_BF16_FLAGS),
-    Variant("avx2", frozenset({"avx2", "fma"}), ("-mavx2", "-mfma")),
+    Variant("avx2", frozenset({"avx2", "fma", "f16c"}), ("-mavx2", "-mfma", "-mf16c")),
     Variant("plain", frozenset(), ()),
 )
 

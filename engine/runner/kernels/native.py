@@ -38,6 +38,9 @@ from engine.runner.model.ops import MlpGate, Norm, Peaks
 from engine.runner.model.rope import Angles
 from engine.runner.weights.quantize import Quantized
 
+_SCALE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_MAX_GROUP = 256  # of 16-bit scales: their sums of a group are 32-bit integers
+
 
 class Kernels:
     """Loaded kernel library. Results are bit-identical for any number of threads."""
@@ -73,18 +76,26 @@ class NativeOps:
     def linear(self, weight: Tensor | Quantized, bias: Tensor | None) -> NativeLinear:
         """Pack a copy of the weight, on huge pages where available."""
         if isinstance(weight, Quantized):
-            tensors: tuple[Tensor, ...] = weight.numbers, weight.scales, weight.zeros
+            scales = weight.scales.float() if weight.group > _MAX_GROUP else weight.scales
+            tensors: tuple[Tensor, ...] = weight.numbers, scales, weight.zeros
             bits, group_size, column_order = weight.bits, weight.group, weight.order
-            is_mxfp4 = weight.is_mxfp4
+            is_mxfp4, scale_type = weight.is_mxfp4, _SCALE_TYPES[scales.dtype]
         else:
             tensors = (weight,)
-            bits, group_size, column_order, is_mxfp4 = 16, 0, None, False
+            bits, group_size, column_order, is_mxfp4, scale_type = 16, 0, None, False, 0
         tensors = tuple(tensor.contiguous() for tensor in tensors)
         num_rows, num_columns = tensors[0].shape
         if bits == 16 and num_columns % 2:
             raise ValueError(f"a matrix of {num_columns} columns: the kernels need an even number")
         matrix = PackedMatrix(
-            None, address(bias), bits, num_rows, num_columns, group_size, is_mxfp4
+            packed=None,
+            bias=address(bias),
+            bits=bits,
+            num_rows=num_rows,
+            num_columns=num_columns,
+            group_size=group_size,
+            is_mxfp4=is_mxfp4,
+            scale_type=scale_type,
         )
         memory = huge_page_memory(self._library.baton_packed_bytes(matrix))
         packed = torch.frombuffer(memory, dtype=torch.uint8)

@@ -16,7 +16,7 @@ from engine.runner.model.config import Activation, Scoring
 from engine.runner.model.experts import ExpertChoice, Router
 from engine.runner.model.ops import MlpGate
 
-_FORMAT_FIELDS = ("bits", "num_rows", "num_columns", "group_size", "is_mxfp4")
+_FORMAT_FIELDS = ("bits", "num_rows", "num_columns", "group_size", "is_mxfp4", "scale_type")
 _GATE_KINDS = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.CLAMPED_SWIGLU: 2}
 _SCORINGS = {Scoring.SOFTMAX: 0, Scoring.SOFTMAX_OF_TOP: 1, Scoring.SIGMOID: 2}
 

@@ -107,7 +107,7 @@ def read_packed(
     tensors = {part.name.rpartition(".")[2]: read_tensor(part.name) for part in parts}
     numbers, scales, zeros = READERS[how.packing](tensors, how)
     group = how.group or shape[1]
-    matrix = Quantized(numbers, scales.float(), zeros, how.bits, group, dtype)
+    matrix = Quantized(numbers, scales, zeros, how.bits, group, dtype)
     groups = tensors.get("g_idx", tensors.get("weight_g_idx"))
     return matrix if groups is None else _sort_columns(name, matrix, groups)
 

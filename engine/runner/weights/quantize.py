@@ -15,6 +15,7 @@ FP4_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4_VALUES = torch.tensor((*FP4_MAGNITUDES, *(-value for value in FP4_MAGNITUDES)))  # by code
 CHUNK_NUMBERS = 1 << 19  # intermediates of that many numbers stay in the CPU caches
 MIN_SCALE = 1e-12
+QUANTIZE_REVISION = 2  # of the results of to_int8 and to_int4; part of fingerprints
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class Quantized:
     """
 
     numbers: Tensor  # uint8 [rows, columns]
-    scales: Tensor  # float32 [rows, groups]
+    scales: Tensor  # [rows, groups]: float32, bfloat16 or float16; float32 for MXFP4
     zeros: Tensor  # uint8 [rows, groups]: zero points
     bits: int  # per number: 4 or 8
     group: int  # group size in columns: all columns, or a multiple of eight
@@ -42,7 +43,7 @@ class Quantized:
         """Return the dequantized matrix, rounded to `dtype`."""
         restored = torch.empty_like(self.numbers, dtype=self.dtype)
         for rows in _row_chunks(self.numbers):
-            restored[rows] = self._unscaled(rows) * self._by_column(self.scales[rows])
+            restored[rows] = self._unscaled(rows) * self._by_column(self.scales[rows].float())
         if self.order is None:
             return restored
         return restored[:, self.order.argsort()]
@@ -74,22 +75,30 @@ def to_int8(weight: Tensor) -> Quantized:
 
 
 def to_int4(weight: Tensor, group: int = INT4_GROUP) -> Quantized:
-    """Quantize to 4 bits with a scale and zero point per group, from its minimum and maximum."""
+    """Quantize to 4 bits with a scale and zero point per group, from its minimum and maximum.
+
+    Scales are bfloat16, rounded up so that both ends of a group are in range.
+    """
     rows, columns = weight.shape
     num_groups = -(-columns // group)
     numbers = torch.empty(rows, columns, dtype=torch.uint8, device=weight.device)
-    scales = torch.empty(rows, num_groups, device=weight.device)
+    scales = torch.empty(rows, num_groups, dtype=torch.bfloat16, device=weight.device)
     zeros = torch.empty(rows, num_groups, dtype=torch.uint8, device=weight.device)
     for chunk in _row_chunks(weight):
         padded = functional.pad(weight[chunk].float(), (0, num_groups * group - columns))
         grouped = padded.unflatten(1, (num_groups, group))
         lowest, highest = grouped.amin(dim=2).clamp_max(0), grouped.amax(dim=2).clamp_min(0)
-        scale = ((highest - lowest) / 15).clamp_min(MIN_SCALE)
+        scale = _round_up_to_bfloat16(((highest - lowest) / 15).clamp_min(MIN_SCALE))
         zero = (-lowest / scale).round()
         rounded = (grouped / scale[:, :, None]).round_().add_(zero[:, :, None]).clamp_(0, 15)
         numbers[chunk] = rounded.flatten(1)[:, :columns].to(torch.uint8)
         scales[chunk], zeros[chunk] = scale, zero.to(torch.uint8)
     return Quantized(numbers, scales, zeros, 4, group, weight.dtype)
+
+
+def _round_up_to_bfloat16(numbers: Tensor) -> Tensor:
+    """Round positive float32 numbers up to numbers that bfloat16 holds exactly."""
+    return ((numbers.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
 
 
 def stacked(parts: Sequence[Quantized]) -> Quantized:

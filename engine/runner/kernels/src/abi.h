@@ -10,7 +10,7 @@
 
 namespace baton {
 
-constexpr std::int32_t kAbiVersion = 5;
+constexpr std::int32_t kAbiVersion = 6;
 
 using Bf16 = std::uint16_t;  // bit pattern
 
@@ -45,6 +45,8 @@ struct BatchLayout {
     std::int64_t table_stride, num_sequences, num_single, num_tokens;
 };
 
+enum class ScaleType : std::int64_t { kFloat32, kBfloat16, kFloat16 };
+
 // Weight matrix in packed layout, with the bias of its rows.
 struct PackedMatrix {
     void* packed;
@@ -53,12 +55,13 @@ struct PackedMatrix {
     std::int64_t num_rows, num_columns;
     std::int64_t group_size;  // columns with a common scale, if quantized
     std::int64_t is_mxfp4;    // 1: numbers are FP4 codes, scales are powers of two, no zero points
+    ScaleType scale_type;     // if quantized; float32 if is_mxfp4, or if group_size > 256
 };
 
 struct PackArgs {
     PackedMatrix matrix;
     const void* weights;        // [rows, columns]: bf16, or one byte each if quantized
-    const float* scales;        // [rows, groups], or null
+    const void* scales;         // [rows, groups] of the matrix's scale type, or null
     const std::uint8_t* zeros;  // [rows, groups], or null
     std::int32_t num_threads;
 };

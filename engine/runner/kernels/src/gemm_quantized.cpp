@@ -17,15 +17,26 @@ namespace baton::quantized {
 
 namespace {
 
-// By NumberFormat.
-constexpr void (*kMultiplyPanel[])(const Gemm&, QuantizedActivations&, std::int64_t) = {
+using MultiplyPanel = void (*)(const Gemm&, QuantizedActivations&, std::int64_t);
+
+template <ScaleType SCALE>
+constexpr MultiplyPanel kMultiplyInt8 =
 #if defined(__AMX_INT8__)
-    multiply_bytes,
+    multiply_bytes<SCALE>;
 #else
-    multiply_panel<NumberFormat::kInt8>,
+    multiply_panel<NumberFormat::kInt8, SCALE>;
 #endif
-    multiply_panel<NumberFormat::kInt4>,
-    multiply_panel<NumberFormat::kMxfp4>,
+
+template <ScaleType SCALE>
+constexpr MultiplyPanel kMultiplyInt4 = multiply_panel<NumberFormat::kInt4, SCALE>;
+
+// By NumberFormat and ScaleType.
+constexpr MultiplyPanel kMultiplyPanel[][3] = {
+    {kMultiplyInt8<ScaleType::kFloat32>, kMultiplyInt8<ScaleType::kBfloat16>,
+     kMultiplyInt8<ScaleType::kFloat16>},
+    {kMultiplyInt4<ScaleType::kFloat32>, kMultiplyInt4<ScaleType::kBfloat16>,
+     kMultiplyInt4<ScaleType::kFloat16>},
+    {multiply_panel<NumberFormat::kMxfp4, ScaleType::kFloat32>},
 };
 
 }  // namespace
@@ -52,7 +63,7 @@ void linear(const GroupedLinear& args) {
                             args.dst,
                             args.row_offsets[index],
                             args.row_offsets[index + 1]};
-            kMultiplyPanel[int(layout.format)](gemm, quantized, panel);
+            kMultiplyPanel[int(layout.format)][int(layout.scale_type)](gemm, quantized, panel);
         }
     });
 }

@@ -46,21 +46,22 @@ inline void multiply_tiles(TileConfig& tile_config, I32x16 (&dots)[kTileRows][kV
     }
 }
 
-inline void multiply_tokens(const Gemm& p, QuantizedActivations& activations,
-                            TileConfig& tile_config, std::int64_t panel, std::int64_t first,
-                            int num_tokens) {
+template <ScaleType SCALE>
+void multiply_tokens(const Gemm& p, QuantizedActivations& activations, TileConfig& tile_config,
+                     std::int64_t panel, std::int64_t first, int num_tokens) {
     const QuantizedLayout& layout = p.layout;
     const std::int64_t quads = layout.padded_group() / 4;
     F32x16 acc[kTileTokens][kVectors] = {};
     for (std::int64_t group = 0; group < layout.num_groups(); ++group) {
         const std::uint8_t* at = p.packed + layout.group_at(panel, group);
         alignas(64) I32x16 dots[kTileRows][kVectors];
-        multiply_tiles(tile_config, dots, activations.row(first, 0) + group * layout.padded_group(),
-                       activations.stride(), 2 * num_tokens,
-                       reinterpret_cast<const U32x16*>(at + header_bytes_of(NumberFormat::kInt8)),
-                       quads);
+        multiply_tiles(
+            tile_config, dots, activations.row(first, 0) + group * layout.padded_group(),
+            activations.stride(), 2 * num_tokens,
+            reinterpret_cast<const U32x16*>(at + header_bytes_of(NumberFormat::kInt8, SCALE)),
+            quads);
         for (int v = 0; v < kVectors; ++v) {
-            const Dequantizer<NumberFormat::kInt8> dequantize(at, v);
+            const Dequantizer<NumberFormat::kInt8, SCALE> dequantize(at, v);
             for (int t = 0; t < num_tokens; ++t)
                 acc[t][v] += dequantize(dots[2 * t][v], dots[2 * t + 1][v],
                                         activations.sum(first + t, 0, group),
@@ -74,13 +75,14 @@ inline void multiply_tokens(const Gemm& p, QuantizedActivations& activations,
 }
 
 // With few tokens vectors are a little faster than tiles. The results are identical.
-inline void multiply_bytes(const Gemm& p, QuantizedActivations& activations, std::int64_t panel) {
+template <ScaleType SCALE>
+void multiply_bytes(const Gemm& p, QuantizedActivations& activations, std::int64_t panel) {
     if (p.end - p.first <= kMaxTokens)
-        return multiply_panel<NumberFormat::kInt8>(p, activations, panel);
+        return multiply_panel<NumberFormat::kInt8, SCALE>(p, activations, panel);
     TileConfig tile_config;
     for (std::int64_t first = p.first, count; first < p.end; first += count) {
         count = std::min<std::int64_t>(p.end - first, kTileTokens);
-        multiply_tokens(p, activations, tile_config, panel, first, int(count));
+        multiply_tokens<SCALE>(p, activations, tile_config, panel, first, int(count));
     }
 }
 

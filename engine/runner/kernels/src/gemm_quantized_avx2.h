@@ -33,7 +33,7 @@ BATON_INLINE __m256i unpack(const std::uint8_t* words) {
 }
 
 // Scales and zero points of a group, for sixteen rows of a panel.
-template <NumberFormat FORMAT>
+template <NumberFormat FORMAT, ScaleType SCALE>
 struct GroupHeader {
     __m256 scales[2];
     __m256i zeros[2];
@@ -47,8 +47,8 @@ struct GroupHeader {
                 scales[i] = _mm256_mul_ps(_mm256_max_ps(powers, _mm256_set1_ps(0x1p-127f)),
                                           _mm256_set1_ps(0.5f));
             } else {
-                scales[i] = _mm256_loadu_ps(reinterpret_cast<const float*>(group) + row);
-                zeros[i] = widen(group + kZerosOffset + row);
+                scales[i] = load_scales(group, row);
+                zeros[i] = widen(group + zeros_offset_of(FORMAT, SCALE) + row);
             }
         }
     }
@@ -63,6 +63,14 @@ struct GroupHeader {
     }
 
   private:
+    static __m256 load_scales(const std::uint8_t* group, int row) {
+        if constexpr (SCALE == ScaleType::kFloat32)
+            return _mm256_loadu_ps(reinterpret_cast<const float*>(group) + row);
+        const __m128i halves =
+            _mm_loadu_si128(reinterpret_cast<const __m128i*>(group + row * sizeof(Bf16)));
+        if constexpr (SCALE == ScaleType::kFloat16) return _mm256_cvtph_ps(halves);
+        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+    }
     static __m256i widen(const std::uint8_t* bytes) {
         return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes)));
     }
@@ -87,22 +95,21 @@ struct SegmentSums {
         second = _mm256_add_epi32(second, _mm256_madd_epi16(weights.second, pair));
         others.add(activations + stride, stride, weights);
     }
-    template <NumberFormat FORMAT>
+    template <typename Header>
     BATON_INLINE void dequantize(float* sums, const SegmentActivations& activations,
-                                 const GroupHeader<FORMAT>& header, int token = 0) const {
+                                 const Header& header, int token = 0) const {
         const std::int32_t sum = activations.sums[token * activations.sum_stride];
         _mm256_storeu_ps(sums, header.dequantize(first, sum, 0, _mm256_loadu_ps(sums)));
         _mm256_storeu_ps(sums + 8, header.dequantize(second, sum, 1, _mm256_loadu_ps(sums + 8)));
-        others.template dequantize<FORMAT>(sums + kPanelRows, activations, header, token + 1);
+        others.dequantize(sums + kPanelRows, activations, header, token + 1);
     }
 };
 
 template <>
 struct SegmentSums<0> {
     BATON_INLINE void add(const std::uint32_t*, std::int64_t, Weights) {}
-    template <NumberFormat FORMAT>
-    BATON_INLINE void dequantize(float*, const SegmentActivations&, const GroupHeader<FORMAT>&,
-                                 int) const {}
+    template <typename Header>
+    BATON_INLINE void dequantize(float*, const SegmentActivations&, const Header&, int) const {}
 };
 
 // A segment of a group, in a panel.
@@ -112,7 +119,7 @@ struct Segment {
 };
 
 // sums += activations * a segment, for all rows of a panel. Prefetches what follows if IS_FETCHING.
-template <NumberFormat FORMAT, int TOKENS, bool IS_FETCHING>
+template <NumberFormat FORMAT, ScaleType SCALE, int TOKENS, bool IS_FETCHING>
 void add_segment(float* sums, const SegmentActivations& activations, const Segment& segment) {
     constexpr int kParts = 16 / bits_of(FORMAT);
     const std::int64_t distance = std::max<std::int64_t>(4096, segment.num_words * 256);
@@ -122,7 +129,7 @@ void add_segment(float* sums, const SegmentActivations& activations, const Segme
         const std::uint8_t* words = segment.words + v * sizeof(U32x16);
         const std::uint32_t* pairs = activations.words;
         if (IS_FETCHING)
-            for (std::int64_t at = v * 64; at < header_bytes_of(FORMAT); at += 4 * 64)
+            for (std::int64_t at = v * 64; at < header_bytes_of(FORMAT, SCALE); at += 4 * 64)
                 __builtin_prefetch(segment.group + distance + at, 0, 2);
         for (std::int64_t i = 0; i < segment.num_words; ++i, pairs += kParts) {
             if (IS_FETCHING) __builtin_prefetch(ahead, 0, 2), ahead += 64;
@@ -137,28 +144,28 @@ void add_segment(float* sums, const SegmentActivations& activations, const Segme
             add(std::integral_constant<int, 3>{});
             words += kVectors * sizeof(U32x16);
         }
-        dots.template dequantize<FORMAT>(sums + v * kLanes, activations,
-                                         GroupHeader<FORMAT>(segment.group, v));
+        dots.dequantize(sums + v * kLanes, activations,
+                        GroupHeader<FORMAT, SCALE>(segment.group, v));
     }
 }
 
 using AddSegment = void (*)(float*, const SegmentActivations&, const Segment&);
 
-template <NumberFormat FORMAT, bool IS_FETCHING>
+template <NumberFormat FORMAT, ScaleType SCALE, bool IS_FETCHING>
 constexpr AddSegment kAddSegment[] = {
     nullptr,
-    add_segment<FORMAT, 1, IS_FETCHING>,
-    add_segment<FORMAT, 2, IS_FETCHING>,
-    add_segment<FORMAT, 3, IS_FETCHING>,
-    add_segment<FORMAT, 4, IS_FETCHING>,
-    add_segment<FORMAT, 5, IS_FETCHING>,
-    add_segment<FORMAT, 6, IS_FETCHING>,
+    add_segment<FORMAT, SCALE, 1, IS_FETCHING>,
+    add_segment<FORMAT, SCALE, 2, IS_FETCHING>,
+    add_segment<FORMAT, SCALE, 3, IS_FETCHING>,
+    add_segment<FORMAT, SCALE, 4, IS_FETCHING>,
+    add_segment<FORMAT, SCALE, 5, IS_FETCHING>,
+    add_segment<FORMAT, SCALE, 6, IS_FETCHING>,
 };
 
 constexpr std::int64_t kPassTokens = 32 * kMaxRows;  // their sums stay in L2
 
 // Multiplies the tokens from `first` up to `end` by a panel. The first run of tokens prefetches.
-template <NumberFormat FORMAT>
+template <NumberFormat FORMAT, ScaleType SCALE>
 void multiply_pass(const Gemm& p, QuantizedActivations& activations, std::int64_t panel,
                    std::int64_t first, std::int64_t end) {
     const QuantizedLayout& layout = p.layout;
@@ -173,7 +180,8 @@ void multiply_pass(const Gemm& p, QuantizedActivations& activations, std::int64_
         bool is_first = true;
         for (std::int64_t token = first, tokens; token < end; token += tokens, is_first = false) {
             tokens = next_run(end - token);
-            const auto add = is_first ? kAddSegment<FORMAT, true> : kAddSegment<FORMAT, false>;
+            const auto add =
+                is_first ? kAddSegment<FORMAT, SCALE, true> : kAddSegment<FORMAT, SCALE, false>;
             add[tokens](reinterpret_cast<float*>(sums[token - first]),
                         {activations.pairs(token) + (group * layout.padded_group() + column) / 2,
                          activations.segment_sums(token) + index, activations.stride() / 2,
@@ -188,10 +196,11 @@ void multiply_pass(const Gemm& p, QuantizedActivations& activations, std::int64_
     }
 }
 
-template <NumberFormat FORMAT>
+template <NumberFormat FORMAT, ScaleType SCALE>
 void multiply_panel(const Gemm& p, QuantizedActivations& activations, std::int64_t panel) {
     for (std::int64_t first = p.first; first < p.end; first += kPassTokens)
-        multiply_pass<FORMAT>(p, activations, panel, first, std::min(first + kPassTokens, p.end));
+        multiply_pass<FORMAT, SCALE>(p, activations, panel, first,
+                                     std::min(first + kPassTokens, p.end));
 }
 
 }  // namespace baton::quantized

@@ -41,18 +41,32 @@ inline void add_group(IntSums<ROWS>& dots, const std::uint32_t* const (&rows)[RO
     }
 }
 
+template <ScaleType SCALE>
+inline F32x16 load_scales(const std::uint8_t* group, int v) {
+    const auto* const halves = reinterpret_cast<const std::uint16_t*>(group) + v * kLanes;
+    if constexpr (SCALE == ScaleType::kBfloat16) return bf16_to_f32(halves);
+    if constexpr (SCALE == ScaleType::kFloat16) return f16_to_f32(halves);
+    F32x16 scales;
+    std::memcpy(&scales, group + v * sizeof scales, sizeof scales);
+    return scales;
+}
+
 // Dequantizes the integer sums of a group, for sixteen rows of a panel.
-template <NumberFormat FORMAT>
+template <NumberFormat FORMAT, ScaleType SCALE>
 class Dequantizer {
   public:
-    Dequantizer(const std::uint8_t* group, int v) {
-        std::memcpy(&scales_, group + v * sizeof scales_, sizeof scales_);
-        zeros_ = (I32x16)zero_extend(group + kZerosOffset + v * kLanes);
-    }
+    Dequantizer(const std::uint8_t* group, int v)
+        : scales_(load_scales<SCALE>(group, v)),
+          zeros_((I32x16)zero_extend(group + zeros_offset_of(FORMAT, SCALE) + v * kLanes)) {}
 
     // high, low: sums of products for the rows of high and low bytes.
     // high_sum, low_sum: sums of these bytes, which the zero points are multiplied by.
     F32x16 operator()(I32x16 high, I32x16 low, std::int32_t high_sum, std::int32_t low_sum) const {
+        // Then a group has at most 256 columns, and this sum fits into 32 bits.
+        if constexpr (SCALE != ScaleType::kFloat32) {
+            const I32x16 both = high * 256 + low - zeros_ * (high_sum * 256 + low_sum);
+            return __builtin_convertvector(both, F32x16) * scales_;
+        }
         const I32x16 highs = high - zeros_ * high_sum, lows = low - zeros_ * low_sum;
         const F32x16 both =
             __builtin_convertvector(highs, F32x16) * 256.0f + __builtin_convertvector(lows, F32x16);
@@ -66,7 +80,7 @@ class Dequantizer {
 
 // A group of MXFP4 has 32 columns, so that the sum of both rows of bytes is below 2^24: exact.
 template <>
-class Dequantizer<NumberFormat::kMxfp4> {
+class Dequantizer<NumberFormat::kMxfp4, ScaleType::kFloat32> {
   public:
     Dequantizer(const std::uint8_t* group, int v) {
         const U32x16 bits = zero_extend(group + v * kLanes) << 23;
@@ -82,7 +96,7 @@ class Dequantizer<NumberFormat::kMxfp4> {
     F32x16 scales_;
 };
 
-template <NumberFormat FORMAT, int TOKENS>
+template <NumberFormat FORMAT, ScaleType SCALE, int TOKENS>
 void multiply(const Gemm& p, QuantizedActivations& activations, std::int64_t panel,
               std::int64_t first) {
     const QuantizedLayout& layout = p.layout;
@@ -94,15 +108,28 @@ void multiply(const Gemm& p, QuantizedActivations& activations, std::int64_t pan
     const std::int64_t quads = layout.padded_group() / 4;
     for (std::int64_t group = 0; group < layout.num_groups(); ++group) {
         const std::uint8_t* at = p.packed + layout.group_at(panel, group);
-        IntSums<2 * TOKENS> dots = {};
-        const auto* numbers = reinterpret_cast<const U32x16*>(at + header_bytes_of(FORMAT));
-        add_group<FORMAT, 2 * TOKENS>(dots, rows, numbers, group * quads, (group + 1) * quads);
-        for (int v = 0; v < kVectors; ++v) {
-            const Dequantizer<FORMAT> dequantize(at, v);
-            for (int t = 0; t < TOKENS; ++t)
-                acc[t][v] += dequantize(dots[2 * t][v], dots[2 * t + 1][v],
-                                        activations.sum(first + t, 0, group),
-                                        activations.sum(first + t, 1, group));
+        const auto header = [&](int v) { return Dequantizer<FORMAT, SCALE>(at, v); };
+        const auto multiply_group = [&](const auto& dequantizer) {
+            const auto* numbers =
+                reinterpret_cast<const U32x16*>(at + header_bytes_of(FORMAT, SCALE));
+            IntSums<2 * TOKENS> dots = {};
+            add_group<FORMAT, 2 * TOKENS>(dots, rows, numbers, group * quads, (group + 1) * quads);
+            for (int v = 0; v < kVectors; ++v) {
+                const Dequantizer<FORMAT, SCALE>& dequantize = dequantizer(v);
+                for (int t = 0; t < TOKENS; ++t)
+                    acc[t][v] += dequantize(dots[2 * t][v], dots[2 * t + 1][v],
+                                            activations.sum(first + t, 0, group),
+                                            activations.sum(first + t, 1, group));
+            }
+        };
+        if constexpr (TOKENS < 3) {
+            // The hardware prefetcher expects ascending addresses, so read the header first.
+            const Dequantizer<FORMAT, SCALE> headers[] = {header(0), header(1), header(2),
+                                                          header(3)};
+            asm volatile("" ::: "memory");
+            multiply_group([&](int v) { return headers[v]; });
+        } else {  // the sums need the registers
+            multiply_group(header);
         }
     }
     for (int t = 0; t < TOKENS; ++t)
@@ -110,15 +137,15 @@ void multiply(const Gemm& p, QuantizedActivations& activations, std::int64_t pan
     store_panel<TOKENS>(acc, p.bias, p.dst + first * p.layout.num_rows, panel, layout.num_rows);
 }
 
-template <NumberFormat FORMAT>
+template <NumberFormat FORMAT, ScaleType SCALE>
 void multiply_panel(const Gemm& p, QuantizedActivations& activations, std::int64_t panel) {
     constexpr void (*kMultiply[])(const Gemm&, QuantizedActivations&, std::int64_t,
                                   std::int64_t) = {
         nullptr,
-        multiply<FORMAT, 1>,
+        multiply<FORMAT, SCALE, 1>,
 #if defined(__AVX512BF16__)
-        multiply<FORMAT, 2>,
-        multiply<FORMAT, 3>,
+        multiply<FORMAT, SCALE, 2>,
+        multiply<FORMAT, SCALE, 3>,
 #endif
     };
     for (std::int64_t first = p.first; first < p.end;) {

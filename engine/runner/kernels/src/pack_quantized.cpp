@@ -11,16 +11,30 @@ using namespace baton;
 namespace {
 
 // Writes the scale and zero point of a row into the header of a group.
-void pack_header(const PackArgs& args, std::uint8_t* group, std::int64_t within,
-                 std::int64_t scale_at) {
+void pack_header(const PackArgs& args, const QuantizedLayout& layout, std::uint8_t* group,
+                 std::int64_t within, std::int64_t scale_at) {
+    const auto* const scales = static_cast<const std::uint8_t*>(args.scales);
     if (args.matrix.is_mxfp4) {
         std::uint32_t bits;
-        std::memcpy(&bits, args.scales + scale_at, sizeof bits);
+        std::memcpy(&bits, scales + scale_at * sizeof bits, sizeof bits);
         group[within] = std::uint8_t(bits >> 23);  // a power of two: its exponent
         return;
     }
-    std::memcpy(group + within * sizeof(float), args.scales + scale_at, sizeof(float));
-    group[kZerosOffset + within] = args.zeros[scale_at];
+    const std::int64_t size = layout.zeros_offset() / kPanelRows;
+    std::memcpy(group + within * size, scales + scale_at * size, size);
+    group[layout.zeros_offset() + within] = args.zeros[scale_at];
+}
+
+float scale_of(const QuantizedLayout& layout, const std::uint8_t* group, std::int64_t within) {
+    if (layout.format == NumberFormat::kMxfp4) return mxfp4_scale(group[within]);
+    if (layout.scale_type == ScaleType::kFloat32) {
+        float scale;
+        std::memcpy(&scale, group + within * sizeof scale, sizeof scale);
+        return scale;
+    }
+    std::uint16_t half;
+    std::memcpy(&half, group + within * sizeof half, sizeof half);
+    return layout.scale_type == ScaleType::kBfloat16 ? bf16_to_f32(half) : f16_to_f32(half);
 }
 
 // Writes `columns` numbers of a row into their group: as words of four or eight numbers.
@@ -39,12 +53,11 @@ void pack_group(const QuantizedLayout& layout, std::uint8_t* group, std::int64_t
 float dequantize_number(const QuantizedLayout& layout, const std::uint8_t* group,
                         std::int64_t within, std::int64_t column) {
     const int byte = group[layout.byte_at(within, column)] >> layout.shift(column);
+    const float scale = scale_of(layout, group, within);
     if (layout.format == NumberFormat::kMxfp4)
-        return float(kFp4Bytes[byte & 15] - kFp4Zero) * mxfp4_scale(group[within]);
-    float scale;
-    std::memcpy(&scale, group + within * sizeof scale, sizeof scale);
+        return float(kFp4Bytes[byte & 15] - kFp4Zero) * scale;
     const int number = layout.bits == 4 ? byte & 15 : byte;
-    return float(number - group[kZerosOffset + within]) * scale;
+    return float(number - group[layout.zeros_offset() + within]) * scale;
 }
 
 }  // namespace
@@ -63,7 +76,7 @@ void pack(const PackArgs& args) {
             const std::int64_t panel = row / kPanelRows, within = row % kPanelRows;
             for (std::int64_t group = 0; group < layout.num_groups(); ++group) {
                 std::uint8_t* at = packed + layout.group_at(panel, group);
-                pack_header(args, at, within, row * layout.num_groups() + group);
+                pack_header(args, layout, at, within, row * layout.num_groups() + group);
                 const std::int64_t first = group * layout.group_size;
                 pack_group(layout, at, within, weights + row * layout.num_columns + first,
                            std::min(layout.group_size, layout.num_columns - first));

@@ -10,18 +10,22 @@ namespace baton {
 
 constexpr float kMaxActivation = 32512;  // 127 * 256: the rounded high byte fits into int8
 
-// Format of the numbers and of a group's header. Integers have a float scale and a zero point per
-// row. MXFP4 has 4-bit floats (E2M1) and one byte per row, the exponent of its scale.
+// Format of the numbers and of a group's header. Integers have a scale and a zero point per row.
+// MXFP4 has 4-bit floats (E2M1) and one byte per row, the exponent of its scale.
 enum class NumberFormat { kInt8, kInt4, kMxfp4 };
 
 constexpr int bits_of(NumberFormat format) { return format == NumberFormat::kInt8 ? 8 : 4; }
 
 constexpr std::int64_t kSegmentColumns = 128;
 
-constexpr std::int64_t kZerosOffset = kPanelRows * sizeof(float);
+// Offset of a group's zero points, after its scales. A zero point is a byte.
+constexpr std::int64_t zeros_offset_of(NumberFormat format, ScaleType type) {
+    if (format == NumberFormat::kMxfp4) return kPanelRows;
+    return kPanelRows * (type == ScaleType::kFloat32 ? sizeof(float) : sizeof(std::uint16_t));
+}
 
-constexpr std::int64_t header_bytes_of(NumberFormat format) {
-    return format == NumberFormat::kMxfp4 ? kPanelRows : kZerosOffset + kPanelRows;
+constexpr std::int64_t header_bytes_of(NumberFormat format, ScaleType type) {
+    return zeros_offset_of(format, type) + (format == NumberFormat::kMxfp4 ? 0 : kPanelRows);
 }
 
 // Scale of doubled FP4 values with an E8M0 exponent: 2^(exponent - 127) / 2.
@@ -36,6 +40,7 @@ inline float mxfp4_scale(std::uint8_t exponent) {
 // zero points of its rows, so that a thread reads one sequential stream.
 struct QuantizedLayout {
     NumberFormat format;
+    ScaleType scale_type;
     std::int64_t bits, num_rows, num_columns, group_size;
 
     QuantizedLayout() = default;
@@ -43,8 +48,8 @@ struct QuantizedLayout {
         : format(matrix.is_mxfp4    ? NumberFormat::kMxfp4
                  : matrix.bits == 4 ? NumberFormat::kInt4
                                     : NumberFormat::kInt8),
-          bits(matrix.bits), num_rows(matrix.num_rows), num_columns(matrix.num_columns),
-          group_size(matrix.group_size) {}
+          scale_type(matrix.scale_type), bits(matrix.bits), num_rows(matrix.num_rows),
+          num_columns(matrix.num_columns), group_size(matrix.group_size) {}
 
     std::int64_t num_groups() const { return (num_columns + group_size - 1) / group_size; }
     std::int64_t padded_group() const { return (group_size + 7) / 8 * 8; }
@@ -55,7 +60,8 @@ struct QuantizedLayout {
     }
     std::int64_t num_segments() const { return num_groups() * segments_per_group(); }
     std::int64_t num_panels() const { return (num_rows + kPanelRows - 1) / kPanelRows; }
-    std::int64_t header_bytes() const { return header_bytes_of(format); }
+    std::int64_t zeros_offset() const { return zeros_offset_of(format, scale_type); }
+    std::int64_t header_bytes() const { return header_bytes_of(format, scale_type); }
     std::int64_t group_bytes() const {
         return header_bytes() + padded_group() * kPanelRows * bits / 8;
     }

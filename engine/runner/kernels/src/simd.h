@@ -144,6 +144,33 @@ inline U32x16 zero_extend(const std::uint8_t* bytes) {
 
 inline F32x16 bf16_to_f32(const Bf16* values) { return (F32x16)(zero_extend(values) << 16); }
 
+// Exact. A subnormal float16 is a normal float32.
+inline float f16_to_f32(std::uint16_t value) {
+    const std::uint32_t magnitude = (value & 0x7fffu) << 13, sign = (value & 0x8000u) << 16;
+    float number;
+    std::memcpy(&number, &magnitude, sizeof number);
+    number *= 0x1p112f;  // the difference of the exponent biases
+    std::uint32_t bits;
+    std::memcpy(&bits, &number, sizeof bits);
+    if ((value & 0x7c00u) == 0x7c00u) bits = magnitude | 0x7f800000u;  // infinity or NaN
+    bits |= sign;
+    std::memcpy(&number, &bits, sizeof number);
+    return number;
+}
+
+inline F32x16 f16_to_f32(const std::uint16_t* values) {
+#if defined(__AVX512BF16__)
+    return (F32x16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)values));
+#else
+    F32x16 numbers;
+    for_each_reg([&](int i) {
+        for (int lane = 0; lane < kRegLanes; ++lane)
+            reg(numbers, i)[lane] = f16_to_f32(values[i * kRegLanes + lane]);
+    });
+    return numbers;
+#endif
+}
+
 // Rounds as `f32_to_bf16` does, except that AVX-512-BF16 flushes numbers below 2^-126 to zero.
 inline void store(Bf16* target, F32x16 numbers) {
 #if defined(__AVX512BF16__)
