@@ -104,9 +104,10 @@ class HolderTable:
 
 
 def keys_of(names: bytes | Sequence[BlockHash]) -> Keys:
-    """Return the keys of names, which may be packed."""
+    """Return the keys of names, which may be packed. A part of a name at the end is ignored."""
     packed = names if isinstance(names, bytes) else b"".join(names)
-    words = np.frombuffer(packed, "<u8").astype(np.uint64, copy=False)
+    num_names = len(packed) // HASH_BYTES
+    words = np.frombuffer(packed[: num_names * HASH_BYTES], "<u8").astype(np.uint64, copy=False)
     return as_keys(words[:: HASH_BYTES // words.itemsize] * MULTIPLIER)
 
 

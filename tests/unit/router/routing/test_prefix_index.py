@@ -122,6 +122,14 @@ def test_changes_survive_the_wire() -> None:
     assert changes_from(update_to(NodeLoad())) is None
 
 
+def test_a_name_that_is_cut_off_is_ignored() -> None:
+    prefixes = NodePrefixes()
+
+    prefixes.take("a", PrefixChanges(1, True, names(1, 2)[:-1], b"x"))
+
+    assert prefixes.match([name(1), name(2)]).reported == {"a": 1}
+
+
 def test_a_router_matches_leading_blocks_without_a_gap() -> None:
     prefixes = NodePrefixes()
     prefixes.take("a", PrefixChanges(1, True, names(1, 2, 4)))
