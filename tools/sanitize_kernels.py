@@ -34,6 +34,7 @@ SANITIZED = (
 RUNTIMES = ("libasan.so", "libubsan.so", "libstdc++.so")
 FOUND = "found"  # prefix of the report files, one per process
 TESTS = (
+    "tests/contract/test_block_copies.py",
     "tests/contract/test_linear_attention.py",
     "tests/contract/test_runner_attention.py",
     "tests/contract/test_runner_experts.py",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from engine.runner.kernels.build import KernelsUnavailable
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 
 _INT32, _INT64, _FLOAT, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
@@ -271,6 +271,14 @@ class SigmoidArgs(ctypes.Structure):
     )
 
 
+class CopyArgs(ctypes.Structure):
+    __slots__ = ()
+    _fields_ = (
+        *((name, _POINTER) for name in ("src_addresses", "dst_addresses", "digests")),
+        *((name, _INT64) for name in ("num_blocks", "block_bytes")),
+    )
+
+
 STRUCTS: tuple[type[ctypes.Structure], ...] = (
     *(PagedKv, BatchLayout, PackedMatrix, PackArgs, LinearArgs, HeadLinearArgs, NormParams),
     *(
@@ -284,7 +292,7 @@ STRUCTS: tuple[type[ctypes.Structure], ...] = (
         AttentionParams,
     ),
     *(AttentionArgs, LayerArgs, PassArgs, RouteArgs, MixArgs),
-    *(StateRows, StateRuns, DeltaArgs, MambaArgs, SigmoidArgs),
+    *(StateRows, StateRuns, DeltaArgs, MambaArgs, SigmoidArgs, CopyArgs),
 )
 
 _pointer = ctypes.POINTER
@@ -315,6 +323,7 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "baton_delta": (None, (_pointer(DeltaArgs),)),
     "baton_mamba": (None, (_pointer(MambaArgs),)),
     "baton_multiply_sigmoid": (None, (_pointer(SigmoidArgs),)),
+    "baton_copy_blocks": (None, (_pointer(CopyArgs),)),
     "baton_read_memory": (ctypes.c_uint32, (_POINTER, _INT64, _INT32)),
     "baton_multiply_registers": (_FLOAT, (_INT64, _INT32)),
 }

@@ -46,6 +46,7 @@ constexpr StructSize kStructSizes[] = {
     entry<DeltaArgs>("DeltaArgs"),
     entry<MambaArgs>("MambaArgs"),
     entry<SigmoidArgs>("SigmoidArgs"),
+    entry<CopyArgs>("CopyArgs"),
 };
 
 }  // namespace

@@ -10,7 +10,7 @@
 
 namespace baton {
 
-constexpr std::int32_t kAbiVersion = 6;
+constexpr std::int32_t kAbiVersion = 7;
 
 using Bf16 = std::uint16_t;  // bit pattern
 
@@ -279,6 +279,16 @@ struct SigmoidArgs {
     std::int32_t has_one_gate, num_threads;
 };
 
+constexpr std::int64_t kDigestBytes = 16;
+
+// Blocks of more than 240 bytes.
+struct CopyArgs {
+    const std::uint64_t* src_addresses;  // [blocks]
+    const std::uint64_t* dst_addresses;  // [blocks]
+    unsigned char* digests;              // [blocks, kDigestBytes]
+    std::int64_t num_blocks, block_bytes;
+};
+
 }  // namespace baton
 
 extern "C" {
@@ -356,6 +366,9 @@ void baton_mamba(const baton::MambaArgs* args);
 
 // dst *= sigmoid(gates)
 void baton_multiply_sigmoid(const baton::SigmoidArgs* args);
+
+// Copies blocks and returns their digests, XXH3 with 128 bits, big-endian.
+void baton_copy_blocks(const baton::CopyArgs* args);
 
 // Reads all memory once, to measure the bandwidth. `memory` has num_vectors * 64 bytes.
 std::uint32_t baton_read_memory(const void* memory, std::int64_t num_vectors,

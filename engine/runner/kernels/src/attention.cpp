@@ -49,8 +49,8 @@ class Attention {
 
     void operator()(const Chunk& chunk, const Part& part) {
         const std::int64_t end = chunk.position((part.end_row - 1) / chunk.gqa_group_size) + 1;
-        const bool is_unpacked = UnpackedSlots::supports(chunk.context.kv) &&
-                                 part.end_row - part.first_row <= UnpackedSlots::kMaxQueryRows;
+        const bool is_unpacked =
+            part.end_row - part.first_row <= UnpackedSlots::max_query_rows(chunk.context.kv);
         std::vector<QueryRows> runs = rows_of(chunk, part, is_unpacked);
         score_tiles_ = std::make_unique_for_overwrite<ScoreTile[]>(is_unpacked ? runs.size() : 1);
         KvContext context = chunk.context;

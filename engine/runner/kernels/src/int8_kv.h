@@ -12,6 +12,16 @@ namespace baton {
 inline void widen(const Bf16* slot, std::int64_t size, Bf16* to) {
     const auto* const numbers = reinterpret_cast<const std::int8_t*>(slot);
     std::int64_t i = 0;
+#if defined(__AVX512BF16__)
+    for (; i + 32 <= size; i += 32) {
+        const auto floats = [&](std::int64_t at) {
+            return _mm512_cvtepi32_ps(
+                _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(numbers + at))));
+        };
+        const __m512bh both = _mm512_cvtne2ps_pbh(floats(i + 16), floats(i));
+        std::memcpy(to + i, &both, sizeof both);
+    }
+#endif
 #if defined(__AVX2__)
     // Two numbers per word: as floats, their low halves are zero.
     for (; i + 16 <= size; i += 16) {

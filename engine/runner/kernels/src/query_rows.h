@@ -3,6 +3,8 @@
 
 #if defined(__AMX_BF16__)
 #include "unpacked_slots_amx.h"
+#elif defined(__AVX2__) && !defined(__AVX512BF16__)
+#include "unpacked_slots_avx2.h"
 #else
 #include "unpacked_slots.h"
 #endif

@@ -1,6 +1,6 @@
 // Reads keys and values in place, for a few query rows: packing them would take longer than the
 // products. Sums in the same order as `packed_slots.h`, lane by lane, so the bits are the same.
-// `unpacked_slots_amx.h` is the implementation for processors with AMX.
+// `unpacked_slots_avx2.h` and `unpacked_slots_amx.h` are the implementations for AVX2 and AMX.
 #pragma once
 
 #include "kv_context.h"
@@ -11,11 +11,10 @@ namespace baton {
 class UnpackedSlots : public UnpackedSlotsBase {
   public:
     static constexpr int kStepSlots = 16;
-    // With AVX2, packing is cheaper than two runs.
-    static constexpr std::int64_t kMaxQueryRows = kRegLanes == 8 ? kRunRows : 2 * kRunRows;
 
-    static bool supports(const PagedKv& kv) {
-        return kv.num_tensors == 2 && kv.head_dim % (2 * kLanes) == 0;
+    // With more rows, slots are packed.
+    static std::int64_t max_query_rows(const PagedKv& kv) {
+        return kv.num_tensors == 2 && kv.head_dim % (2 * kLanes) == 0 ? 2 * kRunRows : 0;
     }
 
     static void pack_queries(AlignedVector<Bf16>&, int) {}  // queries need no packing
@@ -24,6 +23,7 @@ class UnpackedSlots : public UnpackedSlotsBase {
         UnpackedSlotsBase::load(context, first, end);
         if (!is_int8_) return;
         widened_.resize(kStepSlots * size_);
+        widened_from_ = nullptr;
         for (int i = 0; i < kStepSlots; ++i) widened_at_[i] = widened_.data() + i * size_;
     }
 
@@ -36,7 +36,7 @@ class UnpackedSlots : public UnpackedSlotsBase {
             nullptr,
             &UnpackedSlots::score_rows<1>,
             &UnpackedSlots::score_rows<2>,
-#if defined(__AVX2__)
+#if defined(__AVX512BF16__)
             &UnpackedSlots::score_rows<3>,
             &UnpackedSlots::score_rows<4>,
             &UnpackedSlots::score_rows<5>,
@@ -57,7 +57,7 @@ class UnpackedSlots : public UnpackedSlotsBase {
             nullptr,
             &UnpackedSlots::add_rows<1>,
             &UnpackedSlots::add_rows<2>,
-#if defined(__AVX2__)
+#if defined(__AVX512BF16__)
             &UnpackedSlots::add_rows<3>,
             &UnpackedSlots::add_rows<4>,
             &UnpackedSlots::add_rows<5>,
@@ -81,17 +81,21 @@ class UnpackedSlots : public UnpackedSlotsBase {
     using Score = void (UnpackedSlots::*)(float*, const Bf16*, const Slots&) const;
     using Add = void (UnpackedSlots::*)(float*, std::int64_t, const Bf16*, const Slots&) const;
 
-    // Converts int8 into a buffer that stays in L1, and prefetches the next step's.
+    // Converts int8 into a buffer that stays in L1, and prefetches the next step's. All runs of a
+    // head share the buffer.
     Slots slots_at(const SlotPointers& all, std::int64_t slot, std::int64_t offset,
                    const Bf16* ahead) const {
         const std::int64_t count = std::min<std::int64_t>(kStepSlots, all.count - slot);
         if (!is_int8_) return {all.at + slot, offset, count, ahead + offset};
+        const Slots widened{widened_at_, 0, count, widened_.data()};
+        if (widened_from_ == all.at[slot] + offset && widened_slot_ == slot) return widened;
+        widened_from_ = all.at[slot] + offset, widened_slot_ = slot;
         const std::int64_t slot_size = size_ / 2 + 1;
         for (std::int64_t at = 0; at < kStepSlots * slot_size; at += 32)
             __builtin_prefetch(ahead + offset + at, 0, 2);
         for (int i = 0; i < kStepSlots; ++i)
             widen(all.at[slot + i] + offset, size_, widened_.data() + i * size_);
-        return {widened_at_, 0, count, widened_.data()};
+        return widened;
     }
 
     static std::uint32_t pair_at(const Bf16* numbers) {
@@ -169,6 +173,8 @@ class UnpackedSlots : public UnpackedSlotsBase {
     }
 
     mutable AlignedVector<Bf16> widened_;  // numbers of the slots of a step, if they are int8
+    mutable const Bf16* widened_from_ = nullptr;
+    mutable std::int64_t widened_slot_ = 0;
     const Bf16* widened_at_[kStepSlots];
 };
 

@@ -17,9 +17,11 @@ class UnpackedSlots : public UnpackedSlotsBase {
     static constexpr int kStepSlots = 2 * kPairsPerTile;
     static constexpr int kMaxQueryRows = 8;
 
-    static bool supports(const PagedKv& kv) {
-        return !kv.is_int8 && kv.num_tensors == 2 && kv.head_dim % (2 * kLanes) == 0 &&
-               kv.block_size % kTileRows == 0;
+    // With more rows, slots are packed.
+    static std::int64_t max_query_rows(const PagedKv& kv) {
+        const bool is_supported = !kv.is_int8 && kv.num_tensors == 2 &&
+                                  kv.head_dim % (2 * kLanes) == 0 && kv.block_size % kTileRows == 0;
+        return is_supported ? kMaxQueryRows : 0;
     }
 
     // Packs the queries into a panel of `count` columns.
