@@ -1,0 +1,156 @@
+"""The joint between the engine and KV caches outside its own memory.
+
+A cache of this kind is asked which blocks it holds, copies blocks into and out of the KV memory of
+the node, and reports what has ended. Blocks are named as in the prefix cache: a name stands for the
+tokens of a block, all tokens before it, the model and the KV group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import NewType, Protocol
+
+from errors import InvalidRequest
+from kv_transfer.types import BlockId
+
+BlockName = bytes
+LoadId = NewType("LoadId", int)
+StoreId = NewType("StoreId", int)
+Tenant = NewType("Tenant", bytes)
+
+# The KV cache itself, and tiers below it.
+KV, HOST, FILE, OBJECT = TIERS = ("kv", "host", "file", "object")
+SHARED = Tenant(b"")  # the tenant of blocks without a cache salt, which all clients share
+TENANT_BYTES = 8
+
+
+def check_tiers(names: Iterable[str]) -> None:
+    """Raises InvalidRequest for a name that is not in TIERS."""
+    for name in names:
+        if name not in TIERS:
+            raise InvalidRequest(f"tier {name!r}: choose from {', '.join(TIERS)}", "tiers")
+
+
+def tenant_of(owner: str) -> Tenant:
+    """Return the digest of a tenant's name, which is kept instead of it; SHARED if empty."""
+    if not owner:
+        return SHARED
+    return Tenant(blake2b(owner.encode(), digest_size=TENANT_BYTES).digest())
+
+
+@dataclass(frozen=True, slots=True)
+class BlockHints:
+    """Hints of a request about the blocks that it stores or uses."""
+
+    tenant: Tenant = SHARED
+    retain_s: float = 0.0  # from now on, during which the blocks are not evicted
+    priority: int | None = None  # higher is kept longer; None: unchanged, or the default
+    is_released: bool = False  # evict the blocks first
+    is_in_session: bool = False  # a later request of the same session will use the blocks
+
+    @property
+    def is_wanted(self) -> bool:
+        """True if the blocks are expected to be used again."""
+        return not self.is_released and (self.is_in_session or self.retain_s > 0)
+
+    @property
+    def is_plain(self) -> bool:
+        return not (self.is_wanted or self.is_released or self.priority is not None)
+
+
+NO_HINTS = BlockHints()
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Copy these blocks into the KV memory. The engine does not use the block ids until then."""
+
+    load_id: LoadId
+    names: tuple[BlockName, ...]
+    block_ids: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Copy these blocks out of the KV memory. They do not change until the store has ended."""
+
+    store_id: StoreId
+    names: tuple[BlockName, ...]
+    block_ids: tuple[BlockId, ...]
+    hints: tuple[BlockHints, ...] = ()  # one for each block; empty: no hints
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A request used these blocks, the least important one first, and gave hints about them."""
+
+    names: tuple[BlockName, ...]
+    hints: BlockHints
+
+
+@dataclass(frozen=True, slots=True)
+class ExternalOrders:
+    """Orders of one engine step."""
+
+    loads: tuple[Load, ...] = ()
+    stores: tuple[Store, ...] = ()
+    drops: tuple[BlockName, ...] = ()  # their KV may be wrong: never load them again
+    uses: tuple[Use, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """End of a load. A block without a source was not loaded; the engine computes its tokens."""
+
+    load_id: LoadId
+    sources: tuple[str | None, ...]  # by block: the tier that it came from, such as "host"
+
+
+@dataclass(frozen=True, slots=True)
+class ExternalReports:
+    """Ends of loads and stores since the last poll, each exactly once."""
+
+    loaded: tuple[Loaded, ...] = ()
+    stored: tuple[StoreId, ...] = ()  # successful or not: the blocks are no longer read
+
+
+@dataclass(frozen=True, slots=True)
+class HeldChanges:
+    """Names that a cache has gained and lost. A name that came and went is in neither."""
+
+    added: tuple[BlockName, ...] = ()
+    removed: tuple[BlockName, ...] = ()
+
+
+NO_ORDERS = ExternalOrders()
+NO_EXTERNAL_REPORTS = ExternalReports()
+NO_HELD_CHANGES = HeldChanges()
+
+
+class ExternalKv(Protocol):
+    """A KV cache outside the engine. The engine thread calls it, so no method may block.
+
+    When a load or a store has ended, the cache wakes the engine, which then polls. Each load and
+    each store must end: a cache that cannot tell reports it as failed.
+    """
+
+    def holds(self, name: BlockName) -> bool:
+        """Return whether a load of this block would probably succeed."""
+        ...
+
+    def load_s(self, names: Sequence[BlockName]) -> float:
+        """Return an estimate of the seconds that a load of these blocks takes."""
+        ...
+
+    def start(self, orders: ExternalOrders) -> None: ...
+
+    def poll(self) -> ExternalReports: ...
+
+    def clear(self, tiers: Collection[str] | None = None) -> Mapping[str, int]:
+        """Forget all blocks of these tiers, or of all, and return how many each had.
+
+        Stores in progress are not kept either.
+        """
+        ...

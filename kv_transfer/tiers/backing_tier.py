@@ -1,0 +1,370 @@
+"""A tier behind host memory: a store of blocks, and the thread that reads and writes it.
+
+The copying thread of the tiers queues work here. A load goes before writes, and an error pauses the
+tier, so that neither a full disk nor an unreachable store delays the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from queue import Empty, PriorityQueue
+from threading import Event, Lock, Thread
+from typing import TypeVar
+
+from kv_transfer.external_kv import BlockHints, BlockName, Load
+from kv_transfer.tiers.block_memory import BlockMemory, copy_block
+from kv_transfer.tiers.block_store import BackingConfig, BlockStore
+from kv_transfer.tiers.counters import TierCounters, TierStatus
+from kv_transfer.tiers.host_tier import HostBlock, HostTier
+
+logger = logging.getLogger(__name__)
+
+PAUSE_S = 10.0  # without writes, or reads, after one has failed
+STUCK_S = 0.5  # an operation that takes longer delays the estimates of others
+LOAD_DEADLINE_S = 10.0  # from the order of a load: later blocks are not read any more
+
+Job = Callable[[], None]
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+_LOAD, _CHANGE, _STOP = 0, 1, 2  # priorities of jobs
+
+
+@dataclass(slots=True)
+class Generation:
+    """The number of resets so far. The engine thread increments it, all threads compare it."""
+
+    number: int = 0
+
+
+@dataclass(slots=True)
+class PendingLoad:
+    """A load on its way down the tiers. One thread at a time has it."""
+
+    load: Load
+    generation: int
+    began_s: float
+    sources: list[str | None]  # by block
+
+    @property
+    def missing(self) -> list[int]:
+        return [place for place, source in enumerate(self.sources) if source is None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    name: BlockName
+    block: HostBlock  # pinned until it is written
+    hints: BlockHints
+    generation: int
+
+
+class BackingTier:
+    def __init__(
+        self,
+        config: BackingConfig,
+        store: BlockStore,
+        kv_memory: BlockMemory,
+        host: HostTier,
+        generation: Generation,
+        clock: Callable[[], float],
+    ) -> None:
+        self.name = config.name
+        self.counters = TierCounters(config.block_s)
+        self.dropping: set[BlockName] = set()  # ordered to be dropped, and perhaps still stored
+        self._config = config
+        self._store = store
+        self._kv_memory = kv_memory
+        self._host = host
+        self._generation = generation
+        self._cleared = generation.number  # the generation that the store is in
+        self._clock = clock
+        self._jobs: PriorityQueue[tuple[int, int, Job | None]] = PriorityQueue()
+        self._numbers = count()
+        self._writes: deque[_Write] = deque()
+        self._num_reads = 0  # blocks to read
+        self._reads_lock = Lock()
+        self._job_since_s: float | None = None
+        self._no_writes_until_s = self._no_reads_until_s = float("-inf")
+        self._is_readable = True
+        self._refresh_at_s = float("-inf")
+        self._unfinished: deque[Job] = deque()  # changes that failed; repeated after a pause
+        self.is_scanned = Event()
+        self._pool = ThreadPoolExecutor(config.num_parallel, f"kv-{config.name}")
+        self._thread = Thread(target=self._serve, name=f"kv-{config.name}-tier", daemon=True)
+
+    # --- any thread -----------------------------------------------------------------------
+
+    def holds(self, name: BlockName) -> bool:
+        is_current = self._cleared == self._generation.number
+        return is_current and self._is_readable and self._store.holds(name)
+
+    def load_s(self, num_blocks: int) -> float:
+        """Return an estimate of the seconds until so many blocks are read."""
+        load_s = (num_blocks + self._num_reads) * self.counters.block_s
+        return load_s + (self._busy_s() if self.is_stuck else 0.0)
+
+    @property
+    def is_stuck(self) -> bool:
+        return self._busy_s() > STUCK_S
+
+    @property
+    def delays_stores(self) -> bool:
+        """True if the KV cache keeps blocks until they are written here."""
+        return self._config.max_waiting_writes is None and not self.is_stuck
+
+    def status(self) -> TierStatus:
+        store, order = self._store, self._store.order
+        held = (len(order), store.num_bytes, store.max_bytes, store.num_evicted)
+        return TierStatus(self.name, *held, order.num_retained, order.num_refused, self.counters)
+
+    def _busy_s(self) -> float:
+        since_s = self._job_since_s
+        return 0.0 if since_s is None else self._clock() - since_s
+
+    # --- the copying thread ----------------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread once everything is written."""
+        self._put(_STOP, None)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread to end. Returns whether it has."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def write(self, name: BlockName, block: HostBlock, hints: BlockHints, generation: int) -> None:
+        """Write a pinned block of host memory, and unpin it then."""
+        most = self._config.max_waiting_writes
+        is_full = most is not None and self._jobs.qsize() >= most
+        if is_full or self._clock() < self._no_writes_until_s:
+            self.counters.num_skipped_stores += 1
+            self._host.unpin(block)
+        else:
+            self._writes.append(_Write(name, block, hints, generation))
+            self._put(_CHANGE, partial(self._write_some, self._writes))
+
+    def load(self, pending: PendingLoad, then: Job) -> None:
+        """Read the missing blocks that are held here, then call `then`."""
+        names = pending.load.names
+        places = [place for place in pending.missing if self.holds(names[place])]
+        if not places:
+            then()
+            return
+        self._count_reads(len(places))
+        self._put(_LOAD, partial(self._load, pending, places, then))
+
+    def use(self, names: Sequence[BlockName], hints: BlockHints) -> None:
+        self._put(_CHANGE, partial(self._use, names, hints))
+
+    def drop(self, names: Sequence[BlockName]) -> None:
+        self._put_change(partial(self._drop, names))
+
+    def clear(self, generation: int, *, is_kept: bool = False) -> None:
+        """Begin a generation, without blocks unless they are kept."""
+        self._put_change(partial(self._clear, generation, is_kept))
+
+    def _count_reads(self, num_blocks: int) -> None:
+        with self._reads_lock:
+            self._num_reads += num_blocks
+
+    def _put_change(self, job: Job) -> None:
+        self._writes = deque()  # those before the change are not written together with later ones
+        self._put(_CHANGE, partial(self._change, job))
+
+    def _put(self, priority: int, job: Job | None) -> None:
+        self._jobs.put((priority, next(self._numbers), job))
+
+    # --- the thread of the tier ---------------------------------------------------------------
+
+    def _serve(self) -> None:
+        is_found = False
+        while True:
+            if not is_found:
+                is_found = self._scan()
+            try:
+                _, _, job = self._jobs.get(timeout=self._config.refresh_s if is_found else 0.0)
+            except Empty:
+                job = _do_nothing
+            if job is None:
+                self._pool.shutdown()
+                self._run(self._store.close)
+                return
+            self._run(job)
+            if self._clock() >= self._refresh_at_s:
+                self._run(self._refresh)
+
+    def _run(self, job: Job) -> None:
+        self._job_since_s = self._clock()
+        try:
+            job()
+        except Exception:
+            logger.exception("the %s tier failed", self.name)
+        finally:
+            self._job_since_s = None
+
+    def _scan(self) -> bool:
+        """Look for stored blocks. Returns whether that has ended."""
+        is_found = True
+        try:
+            is_found = self._store.scan()
+        except OSError as error:
+            self._pause_reads(error)
+            self._unfinished.append(self._scan_again)
+        if is_found:
+            self.is_scanned.set()
+        return is_found
+
+    def _scan_again(self) -> None:
+        while not self._store.scan():
+            pass
+
+    def _refresh(self) -> None:
+        """Learn what others stored. After a pause, this also tells whether the store works."""
+        self._refresh_at_s = self._clock() + self._config.refresh_s
+        if self._clock() < self._no_reads_until_s:
+            return
+        try:
+            self._repeat_unfinished()
+            self._store.refresh()
+        except OSError as error:
+            self._pause_reads(error)
+            return
+        if not self._is_readable:
+            self._is_readable = True
+            logger.info("KV is loaded from the %s tier again", self.name)
+
+    def _repeat_unfinished(self) -> None:
+        while self._unfinished:
+            job = self._unfinished.popleft()
+            try:
+                job()
+            except OSError:
+                self._unfinished.appendleft(job)
+                raise
+
+    def _pause_reads(self, error: OSError) -> None:
+        self._no_reads_until_s = self._clock() + PAUSE_S
+        if self._is_readable:
+            self._is_readable = False
+            logger.warning("no KV is loaded from the %s tier until it works: %s", self.name, error)
+
+    def _map(self, call: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+        return self._pool.map(call, items) if self._config.num_parallel > 1 else map(call, items)
+
+    def _write_some(self, waiting: deque[_Write]) -> None:
+        """Write the next blocks. There is a job for each block; later ones find nothing to do."""
+        num_writes = min(len(waiting), self._config.num_parallel)
+        writes = [waiting.popleft() for _ in range(num_writes)]
+        are_written = list(self._map(self._write, writes))
+        self.counters.num_stored += sum(are_written)
+        self.counters.num_failed_stores += len(writes) - sum(are_written)
+
+    def _write(self, write: _Write) -> bool:
+        try:
+            is_stale = write.generation != self._generation.number
+            if is_stale or self._clock() < self._no_writes_until_s:
+                return False
+            block = write.block
+            self._store.write(write.name, self._host.memory, block.slot, block.digest, write.hints)
+            return True
+        except OSError as error:
+            self._pause_writes(error)
+            return False
+        finally:
+            self._host.unpin(write.block)
+
+    def _pause_writes(self, error: OSError) -> None:
+        now_s = self._clock()
+        if now_s >= self._no_writes_until_s:
+            logger.warning(
+                "no KV is stored in the %s tier for %.0f s: %s", self.name, PAUSE_S, error
+            )
+        self._no_writes_until_s = now_s + PAUSE_S
+
+    def _load(self, pending: PendingLoad, places: Sequence[int], then: Job) -> None:
+        began_s = self._clock()
+        try:
+            are_loaded = list(self._map(partial(self._load_block, pending), places))
+            for place, is_loaded in zip(places, are_loaded, strict=True):
+                if is_loaded:
+                    pending.sources[place] = self.name
+            self.counters.note_load(self._clock() - began_s, sum(are_loaded))
+            self.counters.num_failed_loads += len(places) - sum(are_loaded)
+        finally:
+            self._count_reads(-len(places))
+            then()
+
+    def _load_block(self, pending: PendingLoad, place: int) -> bool:
+        """Read a block. Nothing else writes to its place in the KV memory meanwhile."""
+        name, block_id = pending.load.names[place], pending.load.block_ids[place]
+        is_late = self._clock() - pending.began_s > LOAD_DEADLINE_S
+        if is_late or not self._is_readable or not self._may_load(pending, name):
+            return False
+        try:
+            digest = self._store.read(name, self._kv_memory, block_id)
+        except OSError as error:
+            self._pause_reads(error)
+            return False
+        except Exception:  # the others of the load must end, too
+            logger.exception("the %s tier failed to read a block", self.name)
+            return False
+        if digest is None:
+            return False
+        self._promote(pending, name, block_id, digest)
+        return True
+
+    def _may_load(self, pending: PendingLoad, name: BlockName) -> bool:
+        return pending.generation == self._generation.number and name not in self.dropping
+
+    def _promote(self, pending: PendingLoad, name: BlockName, block_id: int, digest: bytes) -> None:
+        """Keep a block that was read in host memory as well."""
+        hints = self._store.hints_of(name)
+        block = None if self._host.holds(name) else self._host.reserve(hints.tenant)
+        if block is None:
+            return
+        copy_block(self._kv_memory, block_id, self._host.memory, block.slot)
+        self._host.publish(name, block, digest, hints)
+        self._host.unpin(block)
+        if pending.generation != self._generation.number:  # cleared meanwhile
+            self._host.remove(name)
+
+    def _use(self, names: Sequence[BlockName], hints: BlockHints) -> None:
+        with suppress(OSError):  # the order of eviction is then less exact
+            self._store.use(names, hints)
+
+    def _change(self, job: Job) -> None:
+        """Make a change after those before it. If it fails, repeat it until it succeeds."""
+        if self._unfinished:
+            self._unfinished.append(job)
+            return
+        try:
+            job()
+        except OSError as error:
+            self._unfinished.append(job)
+            self._pause_reads(error)
+
+    def _drop(self, names: Sequence[BlockName]) -> None:
+        self._store.refresh()  # tells the tenants of the others' blocks
+        for name in names:
+            self._host.remove(name)  # a load may have brought it back
+            self._store.remove(name)
+        self.dropping.difference_update(names)
+
+    def _clear(self, generation: int, is_kept: bool) -> None:
+        if not is_kept:
+            self._store.clear()
+        self._cleared = generation
+
+
+def _do_nothing() -> None:
+    pass

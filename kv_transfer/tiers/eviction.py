@@ -1,0 +1,247 @@
+"""Eviction order of a tier's blocks: quotas, retention, priority, then least recent use. Pure.
+
+A tenant that holds its share of the tier makes room by its own blocks. Blocks under retention are
+not evicted; they may take half of the tier, and half of a tenant's share. Of the others, those of
+the lowest priority are evicted first, in the order of their last use.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+
+from kv_transfer.external_kv import NO_HINTS, SHARED, BlockHints, BlockName, Tenant
+
+DEFAULT_PRIORITY = 35
+RELEASED = -1  # below all priorities
+MAX_RETAINED_SHARE = 0.5
+MIN_STALE_EXPIRIES = 64
+
+
+class _PriorityLru:
+    """Names in the order of eviction."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, OrderedDict[BlockName, None]] = {}  # by priority
+
+    def __iter__(self) -> Iterator[BlockName]:
+        for priority in sorted(self._names):
+            yield from self._names[priority]
+
+    def add(self, name: BlockName, priority: int) -> None:
+        """Add a name as the most recently used one of its priority."""
+        self._names.setdefault(priority, OrderedDict())[name] = None
+
+    def touch(self, name: BlockName, priority: int) -> None:
+        """Make a name the most recently used one of its priority."""
+        self._names[priority].move_to_end(name)
+
+    def remove(self, name: BlockName, priority: int) -> None:
+        names = self._names[priority]
+        del names[name]
+        if not names:
+            del self._names[priority]
+
+
+@dataclass(slots=True)
+class _Block:
+    tenant: Tenant
+    priority: int
+    retain_until_s: float | None = None  # None: it can be evicted
+
+
+@dataclass(slots=True)
+class _TenantBlocks:
+    """Blocks of a tenant that has a quota."""
+
+    evictable: _PriorityLru = field(default_factory=_PriorityLru)
+    num_blocks: int = 0
+    num_retained: int = 0
+
+
+class EvictionOrder:
+    """Names of the blocks in a tier. `now` is a time of the tier's clock, in seconds."""
+
+    def __init__(self, max_blocks: int, tenant_share: float = 1.0) -> None:
+        """With a `tenant_share` below 1, tenants have quotas, except for SHARED."""
+        self._max_blocks = max_blocks
+        self._max_retained = int(max_blocks * MAX_RETAINED_SHARE)
+        self._quota = max(1, int(max_blocks * tenant_share))
+        self._has_quotas = tenant_share < 1
+        self._blocks: dict[BlockName, _Block] = {}
+        self._evictable = _PriorityLru()
+        self._retained: dict[BlockName, _Block] = {}
+        self._expiries: list[tuple[float, BlockName]] = []  # a heap; some are out of date
+        self._tenants: dict[Tenant, _TenantBlocks] = {}
+        self.num_refused = 0  # blocks that were not retained, because too many are
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __contains__(self, name: BlockName) -> bool:
+        return name in self._blocks
+
+    @property
+    def names(self) -> list[BlockName]:
+        return list(self._blocks)
+
+    @property
+    def num_retained(self) -> int:
+        """The number of blocks under retention. Some may have expired since the last change."""
+        return len(self._retained)
+
+    def tenant_of(self, name: BlockName) -> Tenant:
+        block = self._blocks.get(name)
+        return SHARED if block is None else block.tenant
+
+    def hints_of(self, name: BlockName, now: float) -> BlockHints:
+        """Return hints that give a copy of the block in another tier the same place."""
+        block = self._blocks.get(name)
+        if block is None:
+            return NO_HINTS
+        until_s = now if block.retain_until_s is None else block.retain_until_s
+        return BlockHints(
+            block.tenant,
+            max(0.0, until_s - now),
+            None if block.priority == RELEASED else block.priority,
+            is_released=block.priority == RELEASED,
+        )
+
+    def is_at_quota(self, tenant: Tenant) -> bool:
+        """Return whether another block of the tenant needs the place of one of its own."""
+        own = self._tenants.get(tenant)
+        return own is not None and own.num_blocks >= self._quota
+
+    def is_full_for(self, tenant: Tenant) -> bool:
+        return len(self._blocks) >= self._max_blocks or self.is_at_quota(tenant)
+
+    def victims(self, tenant: Tenant, now: float) -> Iterator[BlockName]:
+        """Yield blocks to evict for a block of the tenant, the best one first.
+
+        The order must not change during the iteration.
+        """
+        self._expire(now)
+        yield from self._tenants[tenant].evictable if self.is_at_quota(tenant) else self._evictable
+
+    def add(self, name: BlockName, hints: BlockHints, now: float) -> None:
+        """Add a block as the most recently used one; if it is there, only note its use."""
+        if name not in self._blocks:
+            block = _Block(hints.tenant, DEFAULT_PRIORITY)
+            self._blocks[name] = block
+            if self._has_quotas and block.tenant != SHARED:
+                self._tenants.setdefault(block.tenant, _TenantBlocks()).num_blocks += 1
+            self._make_evictable(name, block)
+        self.use(name, hints, now)
+
+    def touch(self, name: BlockName) -> None:
+        """Note the use of a block, if it is there, by a request without hints."""
+        block = self._blocks.get(name)
+        if block is None or block.retain_until_s is not None:
+            return  # once a retention ends, its block counts as just used
+        if block.priority == RELEASED:
+            self._take_out(name, block)
+            block.priority = DEFAULT_PRIORITY
+            self._make_evictable(name, block)
+            return
+        self._evictable.touch(name, block.priority)
+        if block.tenant in self._tenants:
+            self._tenants[block.tenant].evictable.touch(name, block.priority)
+
+    def use(self, name: BlockName, hints: BlockHints, now: float) -> None:
+        """Note the use of a block, if it is there, and apply the hints of the request."""
+        block = self._blocks.get(name)
+        if block is None:
+            return
+        self._expire(now)
+        until_s = block.retain_until_s
+        self._take_out(name, block)
+        if hints.is_released:
+            block.priority, until_s = RELEASED, None
+        else:
+            block.priority = _priority_after(block, hints)
+            until_s = _later(until_s, now + hints.retain_s if hints.retain_s > 0 else None)
+        self._put_back(name, block, until_s)
+
+    def remove(self, name: BlockName) -> None:
+        block = self._blocks.pop(name, None)
+        if block is None:
+            return
+        self._take_out(name, block)
+        own = self._tenants.get(block.tenant)
+        if own is not None:
+            own.num_blocks -= 1
+            if not own.num_blocks:
+                del self._tenants[block.tenant]
+
+    # --- helpers ------------------------------------------------------------------
+
+    def _expire(self, now: float) -> None:
+        """End retentions. Their blocks become the most recently used ones that can be evicted."""
+        while self._expiries and self._expiries[0][0] <= now:
+            until_s, name = heappop(self._expiries)
+            block = self._retained.get(name)
+            if block is not None and block.retain_until_s == until_s:
+                self._take_out(name, block)
+                self._make_evictable(name, block)
+
+    def _put_back(self, name: BlockName, block: _Block, until_s: float | None) -> None:
+        if until_s is None:
+            self._make_evictable(name, block)
+        elif self._can_retain(block.tenant):
+            self._retain(name, block, until_s)
+        else:
+            self.num_refused += 1
+            self._make_evictable(name, block)
+
+    def _can_retain(self, tenant: Tenant) -> bool:
+        own = self._tenants.get(tenant)
+        if own is not None and own.num_retained >= int(self._quota * MAX_RETAINED_SHARE):
+            return False
+        return len(self._retained) < self._max_retained
+
+    def _retain(self, name: BlockName, block: _Block, until_s: float) -> None:
+        block.retain_until_s = until_s
+        self._retained[name] = block
+        if block.tenant in self._tenants:
+            self._tenants[block.tenant].num_retained += 1
+        heappush(self._expiries, (until_s, name))
+        if len(self._expiries) > 2 * len(self._retained) + MIN_STALE_EXPIRIES:
+            self._expiries = [
+                (each.retain_until_s, name)
+                for name, each in self._retained.items()
+                if each.retain_until_s is not None
+            ]
+            heapify(self._expiries)
+
+    def _make_evictable(self, name: BlockName, block: _Block) -> None:
+        self._evictable.add(name, block.priority)
+        if block.tenant in self._tenants:
+            self._tenants[block.tenant].evictable.add(name, block.priority)
+
+    def _take_out(self, name: BlockName, block: _Block) -> None:
+        """Remove a block from the retained or from the evictable ones."""
+        own = self._tenants.get(block.tenant)
+        if block.retain_until_s is not None:
+            del self._retained[name]
+            block.retain_until_s = None
+            if own is not None:
+                own.num_retained -= 1
+            return
+        self._evictable.remove(name, block.priority)
+        if own is not None:
+            own.evictable.remove(name, block.priority)
+
+
+def _priority_after(block: _Block, hints: BlockHints) -> int:
+    """Return the priority of a block that was used. A use lifts a release."""
+    if hints.priority is not None:
+        return hints.priority
+    return DEFAULT_PRIORITY if block.priority == RELEASED else block.priority
+
+
+def _later(one_s: float | None, other_s: float | None) -> float | None:
+    if one_s is None or other_s is None:
+        return one_s if other_s is None else other_s
+    return max(one_s, other_s)

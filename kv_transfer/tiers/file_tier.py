@@ -1,0 +1,304 @@
+"""KV blocks in files of a folder, which several processes may share and which survives them.
+
+A block is one file, named after the block. It is written under another name and then renamed, so
+a reader finds a whole file or none. Nothing is flushed to the disk: after a power failure a file
+may be torn, which its digest shows, and then it is a miss. Each process learns of the others' files
+from the journals that they write.
+
+What must survive a restart is in the metadata of the file. Its name has the digest of the tenant.
+Its modification time is the block's last use; a time in the future is the end of its retention, and
+0 marks a released block.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from errors import InvalidConfig
+from kv_transfer.external_kv import NO_HINTS, SHARED, BlockHints, BlockName, Tenant
+from kv_transfer.tiers.block_header import HEADER_BYTES, digest_in_header, pack_header
+from kv_transfer.tiers.block_memory import BlockMemory
+from kv_transfer.tiers.block_store import block_of, namespace_of, stem_of
+from kv_transfer.tiers.eviction import EvictionOrder
+
+_SUFFIX = ".kv"
+FOLDER_MODE = 0o700  # prompts can be recovered from their KV
+JOURNAL_AGE_S = 86_400.0  # older ones are of processes that have ended
+PART_AGE_S = 3600.0  # of what processes left that were killed while they wrote a block
+
+
+class FileTier:
+    """One thread uses it; `holds` may be called from any."""
+
+    def __init__(
+        self,
+        folder: str,
+        fingerprint: str,
+        block_bytes: int,
+        max_bytes: int,
+        tenant_share: float = 1.0,
+        clock: Callable[[], float] = time.time,  # other processes and restarts know no other
+    ) -> None:
+        """Raises InvalidConfig if the folder cannot be written to."""
+        self._clock = clock
+        self._block_bytes = block_bytes
+        self._file_bytes = block_bytes + HEADER_BYTES
+        self._max_blocks = max_bytes // self._file_bytes
+        if not self._max_blocks:
+            raise InvalidConfig(
+                f"--kv-folder-size is {max_bytes} bytes; a block takes {self._file_bytes}"
+            )
+        self._folder = Path(folder).expanduser() / namespace_of(fingerprint)
+        self._journals = self._folder / "journals"
+        self._own_journal = self._journals / f"{os.getpid()}-{secrets.token_hex(4)}"
+        self._offsets: dict[str, int] = {}  # bytes read of the others' journals
+        self.order = EvictionOrder(self._max_blocks, tenant_share)
+        self.num_evicted = 0
+        try:
+            self._make_folders()
+            self._own_journal.touch()
+            self._skip_journals()
+        except OSError as error:
+            raise InvalidConfig(f"--kv-folder {folder}: {error.strerror}") from error
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.order) * self._file_bytes
+
+    @property
+    def max_bytes(self) -> int:
+        return self._max_blocks * self._file_bytes
+
+    def holds(self, name: BlockName) -> bool:
+        return name in self.order
+
+    def hints_of(self, name: BlockName) -> BlockHints:
+        return self.order.hints_of(name, self._clock())
+
+    def scan(self) -> bool:
+        """Find the files that are there, in the order of their last use."""
+        found: list[tuple[float, BlockName, Tenant]] = []
+        for path in self._folder.glob(f"??/*{_SUFFIX}"):
+            try:
+                found.append((path.stat().st_mtime, *block_of(path.stem)))
+            except (OSError, ValueError):
+                continue  # deleted by another process, or not ours
+        now = self._clock()
+        for used_s, name, tenant in sorted(found):
+            if name not in self.order:
+                hints = BlockHints(tenant, max(0.0, used_s - now), is_released=not used_s)
+                self._add(name, hints, now)
+        self._delete_old_parts()
+        return True
+
+    def refresh(self) -> None:
+        """Read what other processes have written and deleted since the last call."""
+        self._make_folders()  # someone may have emptied the folder
+        for entry in os.scandir(self._journals):
+            if entry.name == self._own_journal.name:
+                continue
+            with suppress(FileNotFoundError):  # it was old, and is deleted
+                offset = self._offsets.get(entry.name, 0)
+                if entry.stat().st_size > offset:
+                    self._offsets[entry.name] = self._read_journal(Path(entry.path), offset)
+        self._trim()
+
+    def read(self, name: BlockName, memory: BlockMemory, block: int) -> bytes | None:
+        """Read a block and return its digest; None if there is no valid one."""
+        path = self._path_of(name)
+        view = memory.view(block)
+        header = bytearray(HEADER_BYTES)
+        try:
+            with path.open("rb", buffering=0) as file:
+                num_bytes = os.preadv(file.fileno(), [header, view], 0)
+                while 0 < num_bytes < self._file_bytes:
+                    rest = view[num_bytes - HEADER_BYTES :] if num_bytes >= HEADER_BYTES else None
+                    more = 0 if rest is None else os.preadv(file.fileno(), [rest], num_bytes)
+                    if not more:
+                        break
+                    num_bytes += more
+                used_s = os.fstat(file.fileno()).st_mtime
+        except FileNotFoundError:
+            self.order.remove(name)
+            return None
+        except OSError:
+            self.order.remove(name)  # so that one bad file fails only once
+            raise
+        digest = digest_in_header(header, name, self._block_bytes)
+        if num_bytes != self._file_bytes or digest is None or memory.digest(block) != digest:
+            with suppress(OSError):  # the folder may be read-only
+                self.remove(name)
+            return None
+        self.order.touch(name)
+        self._set_time(path, max(used_s, self._clock()))
+        return digest
+
+    def write(
+        self,
+        name: BlockName,
+        memory: BlockMemory,
+        block: int,
+        digest: bytes,
+        hints: BlockHints = NO_HINTS,
+    ) -> None:
+        """Write a block, unless its file is there. Raises OSError if that fails."""
+        path = self._path(name, hints.tenant)
+        now = self._clock()
+        if path.exists():
+            self._add(name, hints, now)
+            return
+        self._make_room(hints.tenant, now)
+        path.parent.mkdir(exist_ok=True)
+        part = path.with_name(f"{self._own_journal.name}.part")
+        header = pack_header(name, digest, self._block_bytes)
+        try:
+            with part.open("wb", buffering=0) as file:
+                file.write(header)
+                if file.write(memory.view(block)) != self._block_bytes:
+                    raise OSError("the disk took only a part of the block")
+            part.rename(path)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
+        self._note(b"+", path)
+        self._add(name, hints, now)
+
+    def use(self, names: Iterable[BlockName], hints: BlockHints) -> None:
+        """Note the use of those of the blocks that are here, and apply the hints of the request.
+
+        A use without hints is forgotten at a restart: it costs no system call.
+        """
+        if hints.is_plain:
+            for name in names:
+                self.order.touch(name)
+            return
+        now = self._clock()
+        for name in names:
+            self.order.use(name, hints, now)
+            self._keep_hints(name, hints, now)
+
+    def remove(self, name: BlockName) -> None:
+        path = self._path_of(name)
+        self.order.remove(name)
+        path.unlink(missing_ok=True)
+        self._note(b"-", path)
+
+    def clear(self) -> None:
+        """Delete all files, of other processes too."""
+        self.refresh()
+        self.scan()
+        for name in self.order.names:
+            self.remove(name)
+
+    def close(self) -> None:
+        """Leave the journal to those who have not read its end. It is deleted once it is old."""
+
+    def _make_folders(self) -> None:
+        self._folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+        self._journals.mkdir(exist_ok=True)
+
+    def _delete_old_parts(self) -> None:
+        oldest_s = time.time() - PART_AGE_S
+        for path in self._folder.glob("??/*.part"):
+            with suppress(OSError):
+                if path.stat().st_mtime < oldest_s:
+                    path.unlink()
+
+    def _trim(self) -> None:
+        """Evict what is over the limit with the blocks of others."""
+        now = self._clock()
+        while len(self.order) > self._max_blocks:
+            name = self._next_victim(SHARED, now)
+            if name is None:
+                return
+            self.remove(name)
+            self.num_evicted += 1
+
+    def _add(self, name: BlockName, hints: BlockHints, now: float) -> None:
+        """Add a block whose file is there."""
+        if name not in self.order:
+            self._make_room(hints.tenant, now)
+        self.order.add(name, hints, now)
+        self._keep_hints(name, hints, now)
+
+    def _make_room(self, tenant: Tenant, now: float) -> None:
+        while self.order.is_full_for(tenant):
+            name = self._next_victim(tenant, now)
+            if name is None:
+                return
+            self.remove(name)
+            self.num_evicted += 1
+
+    def _next_victim(self, tenant: Tenant, now: float) -> BlockName | None:
+        """Return the block to evict, which no process retains."""
+        while (name := next(self.order.victims(tenant, now), None)) is not None:
+            retain_s = self._mtime_s(name) - now
+            num_retained = self.order.num_retained
+            if retain_s > 0:
+                self.order.use(name, BlockHints(retain_s=retain_s), now)
+            if self.order.num_retained == num_retained:
+                return name
+        return None
+
+    def _mtime_s(self, name: BlockName) -> float:
+        try:
+            return self._path_of(name).stat().st_mtime
+        except FileNotFoundError:
+            return 0.0
+
+    def _keep_hints(self, name: BlockName, hints: BlockHints, now: float) -> None:
+        """Write what must survive a restart into the metadata of the file."""
+        retain_s = self.order.hints_of(name, now).retain_s
+        if hints.is_released:
+            self._set_time(self._path_of(name), 0.0)
+        elif hints.retain_s and retain_s:
+            self._set_time(self._path_of(name), now + retain_s)
+
+    def _set_time(self, path: Path, time_s: float) -> None:
+        with suppress(OSError):  # another process has deleted it, or the folder is read-only
+            os.utime(path, (time_s, time_s))
+
+    def _path_of(self, name: BlockName) -> Path:
+        return self._path(name, self.order.tenant_of(name))
+
+    def _path(self, name: BlockName, tenant: Tenant) -> Path:
+        stem = stem_of(name, tenant)
+        return self._folder / stem[:2] / f"{stem}{_SUFFIX}"
+
+    def _note(self, sign: bytes, path: Path) -> None:
+        with self._own_journal.open("ab", buffering=0) as journal:
+            journal.write(sign + path.stem.encode() + b"\n")
+
+    def _skip_journals(self) -> None:
+        """Skip the journals so far: `scan` finds what they name. Delete very old ones."""
+        oldest_s = time.time() - JOURNAL_AGE_S
+        for entry in os.scandir(self._journals):
+            with suppress(FileNotFoundError):  # another process has just deleted it
+                facts = entry.stat()
+                self._offsets[entry.name] = facts.st_size
+                if facts.st_mtime < oldest_s:
+                    Path(entry.path).unlink()
+
+    def _read_journal(self, path: Path, offset: int) -> int:
+        with path.open("rb") as file:
+            file.seek(offset)
+            text = file.read()
+        whole = text.rfind(b"\n") + 1  # a line may be written in part
+        for line in text[:whole].splitlines():
+            try:
+                name, tenant = block_of(line[1:].decode())
+            except ValueError:
+                continue
+            if line.startswith(b"-"):
+                self.order.remove(name)
+            elif name not in self.order:
+                self.order.add(name, BlockHints(tenant), self._clock())
+        return offset + whole

@@ -1,0 +1,170 @@
+"""KV blocks in host memory, by name. `EvictionOrder` decides which ones are replaced."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from threading import Lock
+
+from kv_transfer.external_kv import NO_HINTS, SHARED, BlockHints, BlockName, HeldChanges, Tenant
+from kv_transfer.tiers.block_memory import BlockMemory
+from kv_transfer.tiers.eviction import EvictionOrder
+
+
+@dataclass(slots=True)
+class HostBlock:
+    slot: int  # in the memory of the tier
+    digest: bytes = b""
+    num_pins: int = 0  # while it is written or read
+    is_removed: bool = False  # its slot is free once no one reads it any more
+
+
+class HostTier:
+    """Thread-safe. A block is written between `reserve` and `publish`, and read while pinned."""
+
+    def __init__(
+        self,
+        memory: BlockMemory,
+        owner: object = None,
+        tenant_share: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.memory = memory
+        self._owner = owner  # keeps the memory mapped
+        self._clock = clock
+        self._lock = Lock()
+        self._free = list(reversed(range(memory.num_blocks)))
+        self._blocks: dict[BlockName, HostBlock] = {}
+        self.order = EvictionOrder(memory.num_blocks, tenant_share)
+        self._changes: dict[BlockName, bool] = {}  # not taken yet; True: the name is here now
+        self.num_evicted = 0
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks that fit."""
+        return self.memory.num_blocks
+
+    def holds(self, name: BlockName) -> bool:
+        return name in self._blocks
+
+    def hints_of(self, name: BlockName) -> BlockHints:
+        with self._lock:
+            return self.order.hints_of(name, self._clock())
+
+    def reserve(self, tenant: Tenant = SHARED) -> HostBlock | None:
+        """Return a block to write to; None if all that may be replaced are pinned."""
+        with self._lock:
+            while not self._free or self.order.is_at_quota(tenant):
+                if not self._evict(tenant):
+                    return None
+            return HostBlock(self._free.pop(), num_pins=1)
+
+    def publish(
+        self, name: BlockName, block: HostBlock, digest: bytes, hints: BlockHints = NO_HINTS
+    ) -> None:
+        """Add a block that was written. It stays pinned. If its name is known, it is not found."""
+        with self._lock:
+            block.digest = digest
+            self.order.add(name, hints, self._clock())
+            if name in self._blocks:
+                block.is_removed = True
+            else:
+                self._blocks[name] = block
+                self._note_change(name, is_held=True)
+
+    def use(self, names: Iterable[BlockName], hints: BlockHints) -> None:
+        """Note the use of those of the blocks that are here, and apply the hints of the request."""
+        with self._lock:
+            if hints.is_plain:
+                for name in names:
+                    self.order.touch(name)
+                return
+            for name in names:
+                self.order.use(name, hints, self._clock())
+
+    def pin(self, name: BlockName) -> HostBlock | None:
+        """Return a block that stays until `unpin`; None if it is not here."""
+        with self._lock:
+            return self._pin(name)
+
+    def pin_all(self, names: Sequence[BlockName]) -> list[HostBlock | None]:
+        """Pin several blocks at once."""
+        with self._lock:
+            return [self._pin(name) for name in names]
+
+    def unpin(self, block: HostBlock) -> None:
+        self.unpin_all((block,))
+
+    def unpin_all(self, blocks: Iterable[HostBlock]) -> None:
+        with self._lock:
+            for block in blocks:
+                block.num_pins -= 1
+                if block.is_removed and not block.num_pins:
+                    self._free.append(block.slot)
+
+    def abandon(self, block: HostBlock) -> None:
+        """Give back a reserved block that was not published."""
+        block.is_removed = True
+        self.unpin(block)
+
+    def remove(self, name: BlockName) -> None:
+        with self._lock:
+            self._remove(name)
+
+    def clear(self) -> None:
+        with self._lock:
+            for name in list(self._blocks):
+                self._remove(name)
+
+    def take_changes(self) -> HeldChanges:
+        """Return the changes of the names held since the last call."""
+        with self._lock:
+            changes, self._changes = self._changes, {}
+        return HeldChanges(
+            tuple(name for name, is_held in changes.items() if is_held),
+            tuple(name for name, is_held in changes.items() if not is_held),
+        )
+
+    def check(self) -> None:
+        """Raise if a slot was lost. Call it while no block is written or read."""
+        with self._lock:
+            slots = [*self._free, *(block.slot for block in self._blocks.values())]
+            num_pinned = sum(block.num_pins > 0 for block in self._blocks.values())
+        if num_pinned or sorted(slots) != list(range(self.num_blocks)):
+            raise RuntimeError(
+                f"{num_pinned} pinned; {len(slots)} of {self.num_blocks} slots are accounted for"
+            )
+
+    def _pin(self, name: BlockName) -> HostBlock | None:
+        block = self._blocks.get(name)
+        if block is not None:
+            self.order.touch(name)
+            block.num_pins += 1
+        return block
+
+    def _evict(self, tenant: Tenant) -> bool:
+        for name in self.order.victims(tenant, self._clock()):
+            if not self._blocks[name].num_pins:
+                self._remove(name)
+                self.num_evicted += 1
+                return True
+        return False
+
+    def _note_change(self, name: BlockName, *, is_held: bool) -> None:
+        # A second change takes back the first, so there are few of them even if no one takes them.
+        if self._changes.pop(name, None) is None:
+            self._changes[name] = is_held
+
+    def _remove(self, name: BlockName) -> None:
+        block = self._blocks.pop(name, None)
+        if block is None:
+            return
+        self.order.remove(name)
+        self._note_change(name, is_held=False)
+        block.is_removed = True
+        if not block.num_pins:
+            self._free.append(block.slot)

@@ -1,0 +1,366 @@
+"""External KV cache of a node: host memory, and behind it files and objects.
+
+One thread copies between KV memory and host memory; each tier behind it has a thread of its own. A
+stored block is copied to host memory, where the engine no longer waits for it, and written from
+there to the tiers behind it. A load takes each block from the first tier that has it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from queue import Empty, SimpleQueue
+from threading import Thread
+
+from kv_transfer.external_kv import (
+    FILE,
+    HOST,
+    NO_HINTS,
+    OBJECT,
+    BlockHints,
+    BlockName,
+    ExternalOrders,
+    ExternalReports,
+    HeldChanges,
+    Loaded,
+    Store,
+    StoreId,
+    Use,
+)
+from kv_transfer.tiers.backing_tier import BackingTier, Generation, Job, PendingLoad
+from kv_transfer.tiers.block_memory import BlockMemory, CopyBlocks, copy_blocks
+from kv_transfer.tiers.block_store import BackingConfig, BlockStore
+from kv_transfer.tiers.counters import TierCounters, TierStatus
+from kv_transfer.tiers.file_admission import FileAdmission
+from kv_transfer.tiers.host_tier import HostBlock, HostTier
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 0.005  # interval at which a store that waits for room tries again
+SCAN_S = 5.0  # for which a node waits for stored blocks to be found when it starts
+FLUSH_S = 10.0  # for blocks still to be written when a node ends
+HOST_BYTES_PER_S, FILE_BYTES_PER_S, OBJECT_BYTES_PER_S = 5e9, 1e9, 2e8  # first guesses
+FILE_REFRESH_S, OBJECT_REFRESH_S = 0.1, 1.0
+NUM_PARALLEL_OBJECTS = 8
+COPY_BLOCKS = 64  # at a time, for stores
+MAX_WAITING_SHARE = 0.5  # of host memory, for blocks that object stores still lack
+
+
+@dataclass(slots=True)
+class _Storing:
+    """A store in progress. It waits while host memory is full of blocks that files still lack."""
+
+    store: Store
+    generation: int
+    num_ended: int = 0  # blocks
+    dropped: set[BlockName] = field(default_factory=set)  # since it was ordered
+
+    def hints_of(self, place: int) -> BlockHints:
+        return self.store.hints[place] if self.store.hints else NO_HINTS
+
+
+@dataclass(slots=True)
+class _Done:
+    loaded: deque[Loaded] = field(default_factory=deque)
+    stored: deque[StoreId] = field(default_factory=deque)
+
+
+class TieredKv:
+    """Implements ExternalKv. Use it as a context manager: it ends its threads."""
+
+    def __init__(
+        self,
+        kv_memory: BlockMemory,
+        host: HostTier,
+        files: BlockStore | None = None,
+        objects: BlockStore | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        admission: FileAdmission | None = None,
+        copy: CopyBlocks = copy_blocks,
+        object_refresh_s: float = OBJECT_REFRESH_S,
+    ) -> None:
+        self._kv_memory = kv_memory
+        self._copy = copy
+        self._host = host
+        self._clock = clock
+        self._admission = admission or FileAdmission()
+        # Called after changes, on any thread. Set once the engine exists.
+        self.wake: Callable[[], None] = lambda: None
+        self._host_counters = TierCounters(kv_memory.block_bytes / HOST_BYTES_PER_S)
+        self._generation = Generation()
+        self._cleared = 0  # the generation that host memory is in
+        self._dropping: set[BlockName] = set()
+        self._backing = list(self._make_backing(files, objects, object_refresh_s))
+        self._copies: SimpleQueue[Job | None] = SimpleQueue()
+        self._stores: deque[_Storing] = deque()
+        self._done = _Done()
+        self._thread = Thread(target=self._copy_blocks, name="kv-host-tier", daemon=True)
+
+    def _make_backing(
+        self, files: BlockStore | None, objects: BlockStore | None, object_refresh_s: float
+    ) -> Iterator[BackingTier]:
+        block_bytes = self._kv_memory.block_bytes
+        if files is not None:
+            config = BackingConfig(FILE, block_bytes / FILE_BYTES_PER_S, FILE_REFRESH_S)
+            yield self._backing_tier(config, files)
+        if objects is not None:
+            config = BackingConfig(
+                *(OBJECT, block_bytes / OBJECT_BYTES_PER_S, object_refresh_s),
+                num_parallel=NUM_PARALLEL_OBJECTS,
+                max_waiting_writes=max(1, int(self._host.num_blocks * MAX_WAITING_SHARE)),
+            )
+            yield self._backing_tier(config, objects)
+
+    def _backing_tier(self, config: BackingConfig, store: BlockStore) -> BackingTier:
+        parts = (self._kv_memory, self._host, self._generation, self._clock)
+        return BackingTier(config, store, *parts)
+
+    def __enter__(self) -> TieredKv:
+        self._thread.start()
+        for tier in self._backing:
+            tier.start()
+        ends_s = time.monotonic() + SCAN_S
+        for tier in self._backing:
+            tier.is_scanned.wait(max(0.0, ends_s - time.monotonic()))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Write what is not written yet, for `FLUSH_S` at most."""
+        self._copies.put(None)
+        ends_s = time.monotonic() + FLUSH_S
+        self._thread.join(FLUSH_S)
+        for tier in self._backing:
+            if not tier.join(max(0.0, ends_s - time.monotonic())):
+                logger.warning("the last KV blocks were not stored in the %s tier", tier.name)
+
+    def status(self) -> tuple[TierStatus, ...]:
+        """Return what each tier holds and has done, from the fastest on. Any thread may call it."""
+        block_bytes, host = self._kv_memory.block_bytes, self._host
+        num_bytes, max_bytes = len(host) * block_bytes, host.num_blocks * block_bytes
+        retained = host.order.num_retained, host.order.num_refused
+        held = (len(host), num_bytes, max_bytes, host.num_evicted, *retained)
+        return (
+            TierStatus(HOST, *held, self._host_counters),
+            *(tier.status() for tier in self._backing),
+        )
+
+    @property
+    def num_host_blocks(self) -> int:
+        """The number of blocks that fit into host memory."""
+        return self._host.num_blocks
+
+    def take_host_changes(self) -> HeldChanges:
+        """Return the changes of the names in host memory since the last call."""
+        return self._host.take_changes()
+
+    # --- ExternalKv: the engine thread ------------------------------------------------------
+
+    def holds(self, name: BlockName) -> bool:
+        if name in self._dropping or any(name in tier.dropping for tier in self._backing):
+            return False
+        return self._is_in_host(name) or any(tier.holds(name) for tier in self._backing)
+
+    def load_s(self, names: Sequence[BlockName]) -> float:
+        num_host = sum(map(self._is_in_host, names))
+        load_s = num_host * self._host_counters.block_s
+        rest = [name for name in names if not self._is_in_host(name)]
+        for tier in self._backing:
+            num_held = sum(map(tier.holds, rest))
+            load_s += tier.load_s(num_held) if num_held else 0.0
+            rest = [name for name in rest if not tier.holds(name)]
+        return load_s
+
+    def start(self, orders: ExternalOrders) -> None:
+        generation = self._generation.number
+        for store in orders.stores:
+            self._copies.put(partial(self._stores.append, _Storing(store, generation)))
+        for load in orders.loads:
+            sources: list[str | None] = [None] * len(load.names)
+            pending = PendingLoad(load, generation, self._clock(), sources)
+            self._copies.put(partial(self._load, pending))
+        if orders.drops:
+            self._dropping.update(orders.drops)
+            for tier in self._backing:
+                tier.dropping.update(orders.drops)
+            self._copies.put(partial(self._drop, orders.drops))
+        for use in orders.uses:
+            self._copies.put(partial(self._use, use, generation))
+
+    def poll(self) -> ExternalReports:
+        loaded = [self._done.loaded.popleft() for _ in range(len(self._done.loaded))]
+        stored = [self._done.stored.popleft() for _ in range(len(self._done.stored))]
+        return ExternalReports(tuple(loaded), tuple(stored))
+
+    def clear(self, tiers: Collection[str] | None = None) -> Mapping[str, int]:
+        num_blocks = {
+            tier.name: tier.num_blocks
+            for tier in self.status()
+            if tiers is None or tier.name in tiers
+        }
+        if num_blocks:
+            self._generation.number += 1
+            self._copies.put(partial(self._clear, num_blocks.keys(), self._generation.number))
+        return num_blocks
+
+    def _is_in_host(self, name: BlockName) -> bool:
+        return self._cleared == self._generation.number and self._host.holds(name)
+
+    # --- the copying thread -------------------------------------------------------------------
+
+    def _copy_blocks(self) -> None:
+        is_ending = False
+        while not is_ending:
+            try:
+                job = self._copies.get(timeout=RETRY_S if self._stores else None)
+                is_ending = job is None
+                if job is not None:
+                    job()
+            except Empty:
+                pass
+            except Exception:
+                logger.exception("the host tier failed")
+            while self._stores and self._is_copied(self._stores[0], must_end=is_ending):
+                self._done.stored.append(self._stores.popleft().store.store_id)
+                self.wake()
+        for tier in self._backing:
+            tier.stop()
+
+    def _is_copied(self, storing: _Storing, *, must_end: bool) -> bool:
+        """Copy the blocks of a store that fit. Returns whether it has ended."""
+        try:
+            while storing.num_ended < len(storing.store.names):
+                copies = self._reserve_some(storing)
+                if copies:
+                    self._copy_to_host(storing, copies)
+                elif storing.num_ended < len(storing.store.names):  # there is no room
+                    if any(tier.delays_stores for tier in self._backing) and not must_end:
+                        return False
+                    self._host_counters.num_skipped_stores += 1
+                    storing.num_ended += 1
+        except Exception:
+            logger.exception("a store failed")
+        return True
+
+    def _reserve_some(self, storing: _Storing) -> dict[int, HostBlock]:
+        """Return room for the next blocks of a store, by their place in it, as far as there is."""
+        names = storing.store.names
+        copies: dict[int, HostBlock] = {}
+        while storing.num_ended < len(names) and len(copies) < COPY_BLOCKS:
+            place = storing.num_ended
+            hints = storing.hints_of(place)
+            if self._host.holds(names[place]):
+                self._use(Use((names[place],), hints), storing.generation)
+            elif self._is_wanted(names[place], storing):
+                block = self._host.reserve(hints.tenant)
+                if block is None:
+                    break
+                copies[place] = block
+            storing.num_ended += 1
+        return copies
+
+    def _is_wanted(self, name: BlockName, storing: _Storing) -> bool:
+        return storing.generation == self._generation.number and name not in storing.dropped
+
+    def _copy_to_host(self, storing: _Storing, copies: dict[int, HostBlock]) -> None:
+        names, block_ids = storing.store.names, storing.store.block_ids
+        blocks = copies.values()
+        try:
+            digests = self._copy(
+                *(self._kv_memory, [block_ids[place] for place in copies]),
+                *(self._host.memory, [block.slot for block in blocks]),
+            )
+        except Exception:
+            for block in blocks:
+                self._host.abandon(block)
+            raise
+        for (place, block), digest in zip(copies.items(), digests, strict=True):
+            self._store_block(names[place], block, digest, storing.hints_of(place), storing)
+        self._host.unpin_all(blocks)
+        self._host_counters.num_stored += len(copies)
+
+    def _store_block(
+        self,
+        name: BlockName,
+        block: HostBlock,
+        digest: bytes,
+        hints: BlockHints,
+        storing: _Storing,
+    ) -> None:
+        """Publish a block that was copied to host memory, and write it to the tiers behind."""
+        self._host.publish(name, block, digest, hints)
+        is_behind = all(tier.holds(name) for tier in self._backing)
+        if not is_behind and self._admission.admits_store(name, hints):
+            self._write_behind(name, hints, storing.generation)
+
+    def _write_behind(self, name: BlockName, hints: BlockHints, generation: int) -> None:
+        for tier in self._backing:
+            block = None if tier.holds(name) else self._host.pin(name)
+            if block is not None:
+                tier.write(name, block, hints, generation)
+
+    def _use(self, use: Use, generation: int) -> None:
+        if generation != self._generation.number:
+            return
+        self._host.use(use.names, use.hints)
+        for name in filter(self._admission.admits_use, use.names):
+            self._write_behind(name, self._host.hints_of(name), generation)
+        for tier in self._backing:
+            tier.use(use.names, use.hints)
+
+    def _load(self, pending: PendingLoad) -> None:
+        began_s = self._clock()
+        try:
+            num_copied = self._copy_from_host(pending)
+            self._host_counters.note_load(self._clock() - began_s, num_copied)
+        finally:
+            self._load_behind(pending, self._backing)
+
+    def _load_behind(self, pending: PendingLoad, tiers: Sequence[BackingTier]) -> None:
+        """Load what is missing from the tiers behind, one after the other, and end the load."""
+        if tiers and None in pending.sources:
+            tiers[0].load(pending, partial(self._load_behind, pending, tiers[1:]))
+            return
+        self._done.loaded.append(Loaded(pending.load.load_id, tuple(pending.sources)))
+        self.wake()
+
+    def _copy_from_host(self, pending: PendingLoad) -> int:
+        """Copy what is in host memory. Returns the number of blocks."""
+        load = pending.load
+        pinned = dict(enumerate(self._host.pin_all(load.names)))
+        found = {place: block for place, block in pinned.items() if block is not None}
+        try:
+            digests = self._copy(
+                *(self._host.memory, [block.slot for block in found.values()]),
+                *(self._kv_memory, [load.block_ids[place] for place in found]),
+            )
+            for (place, block), digest in zip(found.items(), digests, strict=True):
+                if digest == block.digest:
+                    pending.sources[place] = HOST
+                else:
+                    self._host_counters.num_failed_loads += 1
+                    self._host.remove(load.names[place])
+        finally:
+            self._host.unpin_all(found.values())
+        return len(load.names) - len(pending.missing)
+
+    def _drop(self, names: Sequence[BlockName]) -> None:
+        for storing in self._stores:
+            storing.dropped.update(names)
+        for name in names:
+            self._host.remove(name)
+        self.wake()
+        self._dropping.difference_update(names)
+        for tier in self._backing:
+            tier.drop(names)
+
+    def _clear(self, tiers: Collection[str], generation: int) -> None:
+        if HOST in tiers:
+            self._host.clear()
+            self.wake()
+        self._cleared = generation
+        for tier in self._backing:
+            tier.clear(generation, is_kept=tier.name not in tiers)

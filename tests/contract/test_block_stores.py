@@ -1,0 +1,264 @@
+"""The contract of what backs the tiers: files, and objects in memory and on an S3 server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.chaos.s3_server import s3_server
+from errors import InvalidConfig
+from kv_transfer.external_kv import NO_HINTS, BlockHints, tenant_of
+from kv_transfer.tiers.block_store import BlockStore
+from tests.support.block_stores import (
+    LIMIT,
+    MODEL,
+    STORED_BYTES,
+    FolderWorld,
+    StoreWorld,
+    memory_world,
+    s3_world,
+    scan_all,
+)
+from tests.support.s3_environment import point_environment_at
+from tests.support.tier_memory import OwnedMemory, name_of
+
+
+@pytest.fixture(params=["files", "memory", "s3"])
+def stores(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[StoreWorld]:
+    if request.param == "files":
+        yield FolderWorld(tmp_path)
+    elif request.param == "memory":
+        yield memory_world()
+    else:
+        with s3_server() as server:
+            point_environment_at(server, monkeypatch)
+            yield s3_world(server)
+
+
+def opened(
+    world: StoreWorld,
+    fingerprint: str = MODEL,
+    max_bytes: int = LIMIT,
+    tenant_share: float = 1.0,
+) -> BlockStore:
+    return scan_all(world.open(fingerprint, max_bytes, tenant_share))
+
+
+def write(
+    store: BlockStore, memory: OwnedMemory, *numbers: int, hints: BlockHints = NO_HINTS
+) -> None:
+    for number in numbers:
+        store.write(name_of(number), memory.blocks, number, memory.blocks.digest(number), hints)
+
+
+def held(store: BlockStore, *numbers: int) -> list[bool]:
+    return [store.holds(name_of(number)) for number in numbers]
+
+
+def is_right(store: BlockStore, memory: OwnedMemory, number: int, into: int) -> bool:
+    """Read a block. Returns whether there was one; its bytes must be right."""
+    digest = store.read(name_of(number), memory.blocks, into)
+    if digest is not None:
+        assert digest == memory.blocks.digest(number)
+        assert memory[into] == memory[number]
+    return digest is not None
+
+
+def test_a_block_survives_a_restart(stores: StoreWorld) -> None:
+    memory = OwnedMemory(9)
+    store = opened(stores)
+    write(store, memory, 1, 2, 3, 4, 5, 6, 7)
+    store.close()
+
+    again = opened(stores)
+
+    assert len(again.order) == 7
+    assert again.num_bytes == 7 * STORED_BYTES
+    assert again.holds(name_of(1))
+    assert is_right(again, memory, 1, into=8)
+
+
+def test_another_model_sees_no_block(stores: StoreWorld) -> None:
+    write(opened(stores), OwnedMemory(2), 1)
+    assert not opened(stores, fingerprint="another").holds(name_of(1))
+
+
+def test_processes_see_what_others_write_and_remove(stores: StoreWorld) -> None:
+    memory = OwnedMemory(4)
+    one, other = opened(stores), opened(stores)
+    write(one, memory, 1)
+    assert not other.holds(name_of(1))
+    one.refresh()
+    other.refresh()
+    assert other.holds(name_of(1))
+    one.remove(name_of(1))
+    write(one, memory, 2)
+    one.refresh()
+    other.refresh()
+    assert not other.holds(name_of(1))
+    assert is_right(other, memory, 2, into=3)
+
+
+def test_what_a_process_wrote_before_it_ended_is_seen_by_others(stores: StoreWorld) -> None:
+    memory = OwnedMemory(3)
+    one, other = opened(stores), opened(stores)
+    write(one, memory, 1)
+    one.close()
+    other.refresh()
+    assert other.holds(name_of(1))
+    assert is_right(other, memory, 1, into=2)
+
+
+def test_what_was_removed_before_a_start_is_not_found_by_old_journals(stores: StoreWorld) -> None:
+    memory = OwnedMemory(3)
+    one, other = opened(stores), opened(stores)
+    write(one, memory, 1)
+    one.refresh()
+    other.refresh()
+    other.remove(name_of(1))
+    other.refresh()
+
+    third = opened(stores)
+    third.refresh()
+
+    assert not third.holds(name_of(1))
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "header", "other name"])
+def test_a_damaged_block_is_a_miss_and_is_removed(stores: StoreWorld, damage: str) -> None:
+    memory = OwnedMemory(4)
+    store = opened(stores)
+    write(store, memory, 1, 2)
+    content = bytearray(stores.read(1))
+    if damage == "flip":
+        content[-7] ^= 1
+    elif damage == "truncate":
+        del content[-7:]
+    elif damage == "empty":
+        content.clear()
+    elif damage == "header":
+        content[3] ^= 1
+    else:
+        content[:] = stores.read(2)
+    stores.write(1, bytes(content))
+
+    assert not is_right(store, memory, 1, into=3)
+    assert not store.holds(name_of(1))
+    assert stores.stored() == {name_of(2).hex()}
+    assert is_right(store, memory, 2, into=3)
+
+
+def test_a_block_that_someone_deleted_is_a_miss(stores: StoreWorld) -> None:
+    memory = OwnedMemory(2)
+    store = opened(stores)
+    write(store, memory, 1)
+    stores.delete(1)
+
+    assert not is_right(store, memory, 1, into=0)
+    assert not store.holds(name_of(1))
+
+
+def test_the_least_recently_used_blocks_are_removed(stores: StoreWorld) -> None:
+    memory = OwnedMemory(5)
+    store = opened(stores, max_bytes=2 * STORED_BYTES)
+    write(store, memory, 1, 2)
+    assert is_right(store, memory, 1, into=4)
+    write(store, memory, 3)
+    store.refresh()
+
+    assert [store.holds(name_of(number)) for number in (1, 2, 3)] == [True, False, True]
+    assert store.num_evicted == 1
+    assert store.num_bytes == store.max_bytes
+    assert stores.stored() == {name_of(number).hex() for number in (1, 3)}
+
+
+def test_a_retained_block_is_not_evicted_and_a_released_one_first(stores: StoreWorld) -> None:
+    memory = OwnedMemory(6)
+    store = opened(stores, max_bytes=3 * STORED_BYTES)
+    write(store, memory, 1, hints=BlockHints(retain_s=3600.0))
+    write(store, memory, 2, 3)
+    store.use([name_of(3)], BlockHints(is_released=True))
+    write(store, memory, 4)
+    assert held(store, 1, 2, 3, 4) == [True, True, False, True]
+    write(store, memory, 5)
+    assert held(store, 1, 2, 4, 5) == [True, False, True, True]
+
+
+def test_the_quota_of_a_tenant_holds_after_a_restart(stores: StoreWorld) -> None:
+    memory = OwnedMemory(7)
+    tenant = BlockHints(tenant_of("a salt"))
+    store = opened(stores)
+    write(store, memory, 1)
+    write(store, memory, 2, 3, 4, hints=tenant)
+
+    again = opened(stores, max_bytes=4 * STORED_BYTES, tenant_share=0.5)
+    write(again, memory, 5, hints=tenant)
+
+    assert held(again, 1, 5) == [True, True]
+    assert sum(held(again, 2, 3, 4)) == 1
+    assert is_right(again, memory, 5, into=6)
+    again.remove(name_of(5))
+    assert not opened(stores).holds(name_of(5))
+
+
+def test_clear_removes_the_blocks_of_all_processes(stores: StoreWorld) -> None:
+    memory = OwnedMemory(6)
+    one, other = opened(stores), opened(stores)
+    write(one, memory, 1, 3, 4, 5)
+    write(other, memory, 2)
+    other.refresh()
+    one.clear()
+    one.refresh()
+    other.refresh()
+
+    assert stores.stored() == set()
+    assert not len(one.order)
+    assert not other.holds(name_of(2))
+
+
+def test_two_processes_may_write_the_same_block(stores: StoreWorld) -> None:
+    memory = OwnedMemory(3)
+    one, other = opened(stores), opened(stores)
+    write(one, memory, 1)
+    write(other, memory, 1)
+    assert stores.stored() == {name_of(1).hex()}
+    assert is_right(one, memory, 1, into=2)
+    assert is_right(other, memory, 1, into=2)
+
+
+def test_a_block_removed_by_one_process_can_be_written_by_another(stores: StoreWorld) -> None:
+    memory = OwnedMemory(3)
+    one, other = opened(stores), opened(stores)
+    write(one, memory, 1)
+    one.refresh()
+    other.refresh()
+    other.remove(name_of(1))
+    write(other, memory, 1)
+    other.refresh()
+    one.refresh()
+    assert is_right(one, memory, 1, into=2)
+
+
+def test_names_of_other_groups_are_other_blocks(stores: StoreWorld) -> None:
+    memory = OwnedMemory(3)
+    store = opened(stores)
+    store.write(name_of(1, group=2), memory.blocks, 1, memory.blocks.digest(1))
+    assert not store.holds(name_of(1))
+    assert opened(stores).read(name_of(1, group=2), memory.blocks, 2) is not None
+
+
+def test_what_is_not_ours_is_left_alone(stores: StoreWorld) -> None:
+    memory = OwnedMemory(3)
+    store = opened(stores)
+    write(store, memory, 1)
+    store.remove(name_of(2))  # which is not there
+    assert is_right(opened(stores), memory, 1, into=2)
+
+
+def test_a_limit_below_one_block_is_refused(stores: StoreWorld) -> None:
+    with pytest.raises(InvalidConfig, match="-size is 100 bytes; a block takes 4160"):
+        opened(stores, max_bytes=100)

@@ -1,0 +1,70 @@
+"""An object store in memory, which tests make unreachable or slow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+
+from kv_transfer.tiers.objects import ObjectInfo
+
+PAGE_OBJECTS = 3  # small, so that a few objects take several pages
+
+
+def _no_fault(_: str) -> None:
+    pass
+
+
+@dataclass
+class MemoryObjects:
+    """Implements Objects. `before` is called with the name of each operation and may raise."""
+
+    content: dict[str, bytes] = field(default_factory=dict)
+    before: Callable[[str], None] = _no_fault
+    changed_s: float = 1000.0  # of what is written now
+    _lock: Lock = field(default_factory=Lock)
+    _infos: dict[str, ObjectInfo] = field(default_factory=dict)
+    _num_writes: int = 0
+
+    def get(self, key: str) -> memoryview:
+        self.before("get")
+        with self._lock:
+            if key not in self.content:
+                raise FileNotFoundError(key)
+            return memoryview(self.content[key])
+
+    def put(self, key: str, parts: Sequence[bytes | memoryview]) -> None:
+        self.before("put")
+        content = b"".join(parts)
+        with self._lock:
+            self._num_writes += 1
+            self.content[key] = content
+            version = str(self._num_writes)
+            self._infos[key] = ObjectInfo(key, len(content), self.changed_s, version)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        self.before("delete")
+        with self._lock:
+            for key in keys:
+                self.content.pop(key, None)
+                self._infos.pop(key, None)
+
+    def list(self, prefix: str) -> Iterator[list[ObjectInfo]]:
+        """Like a real store, a page has what is there when it is requested."""
+        after = ""
+        while True:
+            self.before("list")
+            with self._lock:
+                keys = sorted(key for key in self._infos if key.startswith(prefix) and key > after)
+                page = [self._infos[key] for key in keys[:PAGE_OBJECTS]]
+            if not page:
+                return
+            yield [
+                ObjectInfo(each.key, len(self.content.get(each.key, b"")), *_rest(each))
+                for each in page
+            ]
+            after = page[-1].key
+
+
+def _rest(info: ObjectInfo) -> tuple[float, str]:
+    return info.changed_s, info.version

@@ -1,0 +1,258 @@
+"""Tiers with KV memory and faults, and an engine that waits for their reports."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Event
+
+from kv_transfer.external_kv import (
+    NO_HINTS,
+    BlockHints,
+    ExternalOrders,
+    Load,
+    LoadId,
+    Store,
+    StoreId,
+    Use,
+)
+from kv_transfer.tiers.block_memory import BlockMemory
+from kv_transfer.tiers.block_store import BlockStore
+from kv_transfer.tiers.counters import TierCounters, TierStatus
+from kv_transfer.tiers.eviction import EvictionOrder
+from kv_transfer.tiers.file_admission import AdmissionPolicy, FileAdmission
+from kv_transfer.tiers.host_tier import HostTier
+from kv_transfer.tiers.tiered_kv import TieredKv
+from kv_transfer.types import BlockId
+from tests.support.tier_memory import OwnedMemory, host_tier, name_of
+
+WAIT_S = 30.0
+NUM_KV_BLOCKS = 16
+REFRESH_S = 0.01  # of objects
+
+
+class Clock:
+    """Real time, which tests advance."""
+
+    def __init__(self) -> None:
+        self._ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self._ahead_s
+
+    def advance(self, seconds: float) -> None:
+        self._ahead_s += seconds
+
+
+def _no_fault(_operation: str, _name: bytes) -> None:
+    pass
+
+
+class FaultyStore:
+    """A block store. `before` is called with each operation and name: it may wait or raise."""
+
+    def __init__(self, store: BlockStore) -> None:
+        self.store = store
+        self.before: Callable[[str, bytes], None] = _no_fault
+
+    @property
+    def order(self) -> EvictionOrder:
+        return self.store.order
+
+    @property
+    def num_evicted(self) -> int:
+        return self.store.num_evicted
+
+    @property
+    def num_bytes(self) -> int:
+        return self.store.num_bytes
+
+    @property
+    def max_bytes(self) -> int:
+        return self.store.max_bytes
+
+    def holds(self, name: bytes) -> bool:
+        return self.store.holds(name)
+
+    def hints_of(self, name: bytes) -> BlockHints:
+        return self.store.hints_of(name)
+
+    def scan(self) -> bool:
+        self.before("scan", b"")
+        return self.store.scan()
+
+    def refresh(self) -> None:
+        self.before("refresh", b"")
+        self.store.refresh()
+
+    def read(self, name: bytes, memory: BlockMemory, block: int) -> bytes | None:
+        self.before("read", name)
+        return self.store.read(name, memory, block)
+
+    def write(
+        self,
+        name: bytes,
+        memory: BlockMemory,
+        block: int,
+        digest: bytes,
+        hints: BlockHints = NO_HINTS,
+    ) -> None:
+        self.before("write", name)
+        self.store.write(name, memory, block, digest, hints)
+
+    def use(self, names: Iterable[bytes], hints: BlockHints) -> None:
+        self.store.use(names, hints)
+
+    def remove(self, name: bytes) -> None:
+        self.before("remove", name)
+        self.store.remove(name)
+
+    def clear(self) -> None:
+        self.before("clear", b"")
+        self.store.clear()
+
+    def close(self) -> None:
+        self.store.close()
+
+
+@dataclass
+class Gate:
+    """Fault that makes one kind of operation wait until the test opens the gate."""
+
+    operation: str
+
+    def __post_init__(self) -> None:
+        self.reached, self._opened = Event(), Event()
+
+    def __call__(self, operation: str, _name: bytes) -> None:
+        if operation == self.operation:
+            self.reached.set()
+            assert self._opened.wait(WAIT_S), "the gate was not opened"
+
+    def wait_until_reached(self) -> None:
+        assert self.reached.wait(WAIT_S), f"there was no {self.operation}"
+
+    def open(self) -> None:
+        self._opened.set()
+
+
+@dataclass
+class Failing:
+    """Fault that fails the named operations, or all, until it is repaired."""
+
+    operations: Sequence[str] = ()
+    error: OSError = OSError(5, "Input/output error")
+
+    def __post_init__(self) -> None:
+        self.seen: list[str] = []
+        self.is_repaired = False
+
+    def __call__(self, operation: str, _name: bytes) -> None:
+        if not self.is_repaired and (not self.operations or operation in self.operations):
+            self.seen.append(operation)
+            raise self.error
+
+
+class TierWorld:
+    def __init__(self, tiers: TieredKv, memory: OwnedMemory, host: HostTier, clock: Clock) -> None:
+        self.tiers = tiers
+        self.memory = memory
+        self.host = host
+        self.clock = clock
+        self.sources: dict[int, tuple[str | None, ...]] = {}
+        self._stored: set[int] = set()
+        self._woken = Event()
+        self._number = 0
+        tiers.wake = self._woken.set
+
+    def store(self, *blocks: int, hints: BlockHints = NO_HINTS) -> None:
+        self.end_of_store(self.start_store(*blocks, hints=hints))
+
+    def start_store(self, *blocks: int, hints: BlockHints = NO_HINTS) -> int:
+        self._number += 1
+        names = tuple(name_of(block) for block in blocks)
+        block_ids = tuple(map(BlockId, blocks))
+        store = Store(StoreId(self._number), names, block_ids, (hints,) * len(names))
+        self.tiers.start(ExternalOrders(stores=(store,)))
+        return self._number
+
+    def use(self, *blocks: int, hints: BlockHints = NO_HINTS) -> None:
+        names = tuple(name_of(block) for block in blocks)
+        self.tiers.start(ExternalOrders(uses=(Use(names, hints),)))
+
+    def end_of_store(self, number: int) -> None:
+        self._wait_for(number, self._stored)
+
+    def load(self, blocks: Sequence[int], into: int) -> tuple[str | None, ...]:
+        """Load blocks. What was loaded must be right."""
+        sources = self.end_of(self.start_load(blocks, into))
+        for place, (block, source) in enumerate(zip(blocks, sources, strict=True)):
+            assert source is None or self.memory[into + place] == self.memory[block]
+        return sources
+
+    def start_load(self, blocks: Sequence[int], into: int) -> int:
+        self._number += 1
+        names = tuple(name_of(block) for block in blocks)
+        targets = tuple(BlockId(into + place) for place in range(len(blocks)))
+        load = Load(LoadId(self._number), names, targets)
+        self.tiers.start(ExternalOrders(loads=(load,)))
+        return self._number
+
+    def end_of(self, number: int) -> tuple[str | None, ...]:
+        self._wait_for(number, self.sources)
+        return self.sources[number]
+
+    def drop(self, *blocks: int) -> None:
+        self.tiers.start(ExternalOrders(drops=tuple(name_of(block) for block in blocks)))
+
+    def holds(self, block: int) -> bool:
+        return self.tiers.holds(name_of(block))
+
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Wait for a thread of the tiers. No event reports that."""
+        pause, num_tries = Event(), 0
+        while not is_so():
+            pause.wait(0.005)
+            num_tries += 1
+            assert num_tries < 200 * WAIT_S, "it did not happen"
+
+    def wait_until_held(self, block: int) -> None:
+        self.wait_until(lambda: self.holds(block))
+
+    def counters(self, tier: str) -> TierCounters:
+        return self._status(tier).counters
+
+    def num_retained(self, tier: str) -> int:
+        return self._status(tier).num_retained
+
+    def _status(self, tier: str) -> TierStatus:
+        (status,) = (each for each in self.tiers.status() if each.name == tier)
+        return status
+
+    def _wait_for(self, number: int, ended: Container[int]) -> None:
+        while number not in ended:
+            assert self._woken.wait(WAIT_S), "nothing was reported"
+            self._woken.clear()
+            reports = self.tiers.poll()
+            self._stored.update(reports.stored)
+            self.sources |= {each.load_id: each.sources for each in reports.loaded}
+
+
+@contextmanager
+def tier_world(
+    num_host: int = 16,
+    files: BlockStore | None = None,
+    objects: BlockStore | None = None,
+    admission: AdmissionPolicy = AdmissionPolicy.ALL,
+) -> Iterator[TierWorld]:
+    """Run tiers. At the end everything is written, and no block of host memory is lost."""
+    memory, host, clock = OwnedMemory(NUM_KV_BLOCKS), host_tier(num_host), Clock()
+    with TieredKv(
+        *(memory.blocks, host, files, objects, clock),
+        admission=FileAdmission(admission),
+        object_refresh_s=REFRESH_S,
+    ) as tiers:
+        yield TierWorld(tiers, memory, host, clock)
+    host.check()

@@ -1,0 +1,205 @@
+"""Properties of files alone. tests/contract/test_block_stores.py has the rest."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import time
+
+import pytest
+
+from errors import InvalidConfig
+from kv_transfer.external_kv import NO_HINTS, BlockHints, tenant_of
+from kv_transfer.tiers.file_tier import FileTier
+from tests.support.block_stores import LIMIT, STORED_BYTES, FolderWorld
+from tests.support.tier_memory import BLOCK_BYTES, OwnedMemory, name_of
+
+
+def tier(
+    folder: Path,
+    *,
+    max_bytes: int = LIMIT,
+    tenant_share: float = 1.0,
+    clock: Callable[[], float] = time,
+) -> FileTier:
+    files = FileTier(str(folder), "model", BLOCK_BYTES, max_bytes, tenant_share, clock)
+    files.scan()
+    return files
+
+
+def write(files: FileTier, memory: OwnedMemory, number: int, hints: BlockHints = NO_HINTS) -> None:
+    digest = memory.blocks.digest(number)
+    files.write(name_of(number), memory.blocks, number, digest, hints)
+
+
+def held(files: FileTier, *numbers: int) -> list[bool]:
+    return [files.holds(name_of(number)) for number in numbers]
+
+
+def file_of(folder: Path, number: int) -> Path:
+    (path,) = folder.glob(f"*/??/{name_of(number).hex()}.kv")
+    return path
+
+
+@contextmanager
+def files_limited_to(num_bytes: int) -> Iterator[None]:
+    """Limit the size of files that this process writes: a write beyond it fails or is short."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_other_users_cannot_read_the_files(tmp_path: Path) -> None:
+    tier(tmp_path)
+    (folder,) = tmp_path.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_the_order_of_use_survives_a_restart(tmp_path: Path) -> None:
+    memory = OwnedMemory(4)
+    files = tier(tmp_path)
+    for number in (1, 2, 3):
+        write(files, memory, number)
+        os.utime(file_of(tmp_path, number), (number, number))
+    assert files.read(name_of(1), memory.blocks, 0) is not None  # the latest use
+
+    again = tier(tmp_path, max_bytes=2 * STORED_BYTES)
+
+    assert [again.holds(name_of(number)) for number in (1, 2, 3)] == [True, False, True]
+
+
+def test_retention_survives_reads_and_a_restart_and_then_ends(tmp_path: Path) -> None:
+    memory = OwnedMemory(6)
+    files = tier(tmp_path)
+    write(files, memory, 1, BlockHints(retain_s=3600.0))
+    write(files, memory, 2)
+    assert files.read(name_of(1), memory.blocks, 0) is not None
+
+    again = tier(tmp_path, max_bytes=2 * STORED_BYTES)
+    write(again, memory, 3)
+    write(again, memory, 4)
+    assert held(again, 1, 2, 3, 4) == [True, False, False, True]
+
+    later = tier(tmp_path, max_bytes=2 * STORED_BYTES, clock=lambda: time() + 3601.0)
+    write(later, memory, 5)
+    write(later, memory, 3)
+    assert held(later, 1, 3, 5) == [False, True, True]
+
+
+def test_another_process_retains_a_block(tmp_path: Path) -> None:
+    memory = OwnedMemory(4)
+    one, other = tier(tmp_path), tier(tmp_path, max_bytes=2 * STORED_BYTES)
+    write(one, memory, 1)
+    write(one, memory, 2)
+    other.refresh()
+    one.use([name_of(1)], BlockHints(retain_s=3600.0))
+
+    write(other, memory, 3)
+
+    assert held(other, 1, 2, 3) == [True, False, True]
+
+
+def test_a_released_block_is_evicted_first_also_after_a_restart(tmp_path: Path) -> None:
+    memory = OwnedMemory(4)
+    files = tier(tmp_path)
+    write(files, memory, 1)
+    write(files, memory, 2)
+    files.use([name_of(2)], BlockHints(is_released=True))
+
+    again = tier(tmp_path, max_bytes=2 * STORED_BYTES)
+    write(again, memory, 3)
+
+    assert held(again, 1, 2, 3) == [True, False, True]
+
+
+def test_the_quota_of_a_tenant_holds_after_a_restart(tmp_path: Path) -> None:
+    memory = OwnedMemory(7)
+    files = tier(tmp_path)
+    tenant = BlockHints(tenant_of("a salt"))
+    write(files, memory, 1)
+    for number in (2, 3, 4):
+        write(files, memory, number, tenant)
+        os.utime(tmp_path / files._path_of(name_of(number)), (number, number))
+
+    again = tier(tmp_path, max_bytes=4 * STORED_BYTES, tenant_share=0.5)
+    assert held(again, 1, 2, 3, 4) == [True, False, True, True]
+    assert again.read(name_of(3), memory.blocks, 0) is not None
+    write(again, memory, 5, tenant)
+
+    assert held(again, 1, 3, 4, 5) == [True, True, False, True]
+    assert not [path for path in tmp_path.rglob("*") if "salt" in path.name]
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    with pytest.raises(InvalidConfig, match=r"--kv-folder .*file: Not a directory"):
+        tier(path)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 7, STORED_BYTES - 1])
+def test_nothing_is_left_of_a_write_that_fails(tmp_path: Path, num_bytes: int) -> None:
+    memory = OwnedMemory(3)
+    files = tier(tmp_path)
+    write(files, memory, 2)
+    with files_limited_to(num_bytes), pytest.raises(OSError, match=r"File too large|only a part"):
+        write(files, memory, 1)
+    assert not files.holds(name_of(1))
+    assert FolderWorld(tmp_path).stored() == {name_of(2).hex()}
+    assert not list(tmp_path.glob("*/??/*.part"))
+    write(files, memory, 1)
+    assert files.read(name_of(1), memory.blocks, 0) is not None
+
+
+def test_a_write_that_was_interrupted_is_no_block_and_is_deleted_later(tmp_path: Path) -> None:
+    write(tier(tmp_path), OwnedMemory(2), 1)
+    folder = file_of(tmp_path, 1).parent
+    old, new = folder / "1-killed.part", folder / "2-writing.part"
+    for path in (old, new):
+        path.write_bytes(file_of(tmp_path, 1).read_bytes()[:1000])
+    os.utime(old, (1, 1))
+
+    assert len(tier(tmp_path).order) == 1
+    assert [path.name for path in folder.glob("*.part")] == ["2-writing.part"]
+
+
+def test_a_folder_that_was_emptied_is_used_again(tmp_path: Path) -> None:
+    memory = OwnedMemory(3)
+    files = tier(tmp_path)
+    write(files, memory, 1)
+    for path in tmp_path.iterdir():
+        shutil.rmtree(path)
+
+    assert files.read(name_of(1), memory.blocks, 0) is None
+    files.refresh()
+    write(files, memory, 2)
+    assert tier(tmp_path).read(name_of(2), memory.blocks, 0) is not None
+
+
+def test_a_file_that_cannot_be_read_fails_only_once(tmp_path: Path) -> None:
+    memory = OwnedMemory(2)
+    files = tier(tmp_path)
+    write(files, memory, 1)
+    path = file_of(tmp_path, 1)
+    path.unlink()
+    path.mkdir()
+
+    with pytest.raises(IsADirectoryError):
+        files.read(name_of(1), memory.blocks, 0)
+    assert not files.holds(name_of(1))
+
+
+def test_a_journal_that_ends_meanwhile_is_no_error(tmp_path: Path) -> None:
+    """Processes come and go between the listing of the journals and their reading."""
+    files = tier(tmp_path)
+    (journals,) = tmp_path.glob("*/journals")
+    (journals / "gone").symlink_to(journals / "nowhere")
+    files.refresh()
+    tier(tmp_path)

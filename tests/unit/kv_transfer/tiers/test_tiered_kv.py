@@ -1,0 +1,510 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kv_transfer.external_kv import FILE, HOST, OBJECT, BlockHints
+from kv_transfer.tiers.backing_tier import LOAD_DEADLINE_S, PAUSE_S
+from kv_transfer.tiers.block_store import BlockStore
+from kv_transfer.tiers.file_admission import AdmissionPolicy
+from kv_transfer.tiers.tiered_kv import TieredKv
+from tests.support.block_stores import FolderWorld, StoreWorld, memory_world, scan_all
+from tests.support.tier_memory import name_of
+from tests.support.tier_world import Failing, FaultyStore, Gate, TierWorld, tier_world
+
+DISK_FULL = OSError(28, "No space left on device")
+
+
+@dataclass
+class Backing:
+    """One tier behind host memory, whose stored blocks outlive its worlds."""
+
+    tier: str
+    stores: StoreWorld
+
+    def open(self) -> BlockStore:
+        return self.stores.open()
+
+    @contextmanager
+    def world(
+        self,
+        num_host: int = 16,
+        store: BlockStore | None = None,
+        admission: AdmissionPolicy = AdmissionPolicy.ALL,
+    ) -> Iterator[TierWorld]:
+        opened = self.open() if store is None else store
+        files, objects = (opened, None) if self.tier == FILE else (None, opened)
+        with tier_world(num_host, files, objects, admission) as it:
+            yield it
+
+    def names(self) -> set[str]:
+        return self.stores.stored()
+
+
+@pytest.fixture(params=[FILE, OBJECT])
+def backing(request: pytest.FixtureRequest, tmp_path: Path) -> Backing:
+    stores = FolderWorld(tmp_path) if request.param == FILE else memory_world()
+    return Backing(request.param, stores)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Backing:
+    return Backing(FILE, FolderWorld(tmp_path))
+
+
+@pytest.fixture
+def objects() -> Backing:
+    return Backing(OBJECT, memory_world())
+
+
+def hexes(*blocks: int) -> set[str]:
+    return {name_of(block).hex() for block in blocks}
+
+
+# --- host memory alone -----------------------------------------------------------------------
+
+
+def test_stored_blocks_are_loaded_from_host_memory() -> None:
+    with tier_world() as it:
+        it.store(1, 2)
+        assert it.holds(2)
+        assert it.load([1, 2], into=5) == (HOST, HOST)
+
+
+def test_blocks_that_no_tier_has_are_reported() -> None:
+    with tier_world() as it:
+        it.store(1)
+        assert not it.holds(3)
+        assert it.load([1, 3], into=5) == (HOST, None)
+
+
+def test_a_block_that_changed_in_host_memory_is_not_loaded() -> None:
+    with tier_world() as it:
+        it.store(1)
+        block = it.host.pin(name_of(1))
+        assert block is not None
+        it.host.memory.view(block.slot)[7] ^= 1
+        it.host.unpin(block)
+
+        assert it.load([1], into=5) == (None,)
+        assert not it.holds(1)
+
+
+def test_a_bug_in_a_load_still_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    with tier_world() as it:
+        it.store(1)
+        monkeypatch.setattr(TieredKv, "_copy_from_host", fail)
+        assert it.load([1], into=5) == (None,)
+
+
+# --- one tier behind it ------------------------------------------------------------------------
+
+
+def test_blocks_outlive_the_process_and_are_promoted(backing: Backing) -> None:
+    with backing.world() as it:
+        it.store(1, 2, 3)
+    assert backing.names() == hexes(1, 2, 3)
+    with backing.world() as it:
+        assert it.holds(1)
+        assert it.load([1], into=5) == (backing.tier,)
+        it.memory.wipe(5)
+        assert it.load([1], into=5) == (HOST,)
+        assert it.counters(backing.tier).num_loaded == 1
+
+
+def test_nodes_share_a_store(backing: Backing) -> None:
+    with backing.world() as one, backing.world() as other:
+        one.store(1)
+        one.wait_until(lambda: bool(backing.names()))
+        one.clock.advance(2.0)
+        other.clock.advance(2.0)
+        other.wait_until_held(1)
+        assert other.load([1], into=5) == (backing.tier,)
+
+
+def test_two_nodes_write_the_same_block_at_the_same_time(backing: Backing) -> None:
+    stores = [FaultyStore(backing.open()) for _ in range(2)]
+    gates = [Gate("write") for _ in range(2)]
+    with backing.world(store=stores[0]) as one, backing.world(store=stores[1]) as other:
+        for store, gate, it in zip(stores, gates, (one, other), strict=True):
+            store.before = gate
+            it.store(1)
+            gate.wait_until_reached()
+        for gate in gates:
+            gate.open()
+    with backing.world() as it:
+        assert it.load([1], into=5) == (backing.tier,)
+    assert backing.names() == hexes(1)
+
+
+def test_host_memory_and_the_tier_behind_serve_one_load(backing: Backing) -> None:
+    with backing.world() as it:
+        it.store(1)
+    with backing.world() as it:
+        it.store(2)
+        assert it.load([1, 2], into=5) == (backing.tier, HOST)
+
+
+def test_cleared_tiers_hold_nothing(backing: Backing) -> None:
+    with backing.world() as it:
+        it.store(1)
+        it.tiers.clear()
+        assert not it.holds(1)
+        assert it.load([1], into=5) == (None,)
+        it.store(2)
+        it.wait_until_held(2)
+        assert not it.holds(1)
+    assert backing.names() == hexes(2)
+
+
+@pytest.mark.parametrize("is_host", [True, False])
+def test_a_single_tier_is_cleared(backing: Backing, is_host: bool) -> None:
+    with backing.world() as it:
+        it.store(1, 2)
+    cleared, source = (HOST, backing.tier) if is_host else (backing.tier, HOST)
+    with backing.world() as it:
+        it.store(1, 2)
+        assert it.tiers.clear([cleared]) == {cleared: 2}
+        assert it.tiers.clear([]) == {}
+        it.wait_until_held(2)
+        assert it.load([1, 2], into=5) == (source, source)
+
+
+def test_with_reuse_blocks_are_written_at_their_second_use(files: Backing) -> None:
+    with files.world(num_host=3, admission=AdmissionPolicy.REUSE) as it:
+        it.store(1, 2)
+        it.use(2)
+        it.store(3, 4)  # evicts block 1
+        it.store(1)
+        it.use(9)
+    assert files.names() == hexes(1, 2)
+
+
+def test_with_reuse_blocks_of_a_session_are_written_at_once(backing: Backing) -> None:
+    with backing.world(admission=AdmissionPolicy.REUSE) as it:
+        it.store(1, hints=BlockHints(is_in_session=True))
+        it.store(2, hints=BlockHints(retain_s=9.0))
+        it.store(3, hints=BlockHints(priority=100))
+    assert backing.names() == hexes(1, 2)
+
+
+def test_hints_reach_files_and_a_block_that_is_promoted_keeps_them(files: Backing) -> None:
+    with files.world() as it:
+        it.store(1, 2)
+        it.use(1, hints=BlockHints(retain_s=3600.0))
+    with files.world(num_host=4) as it:
+        assert it.load([1, 2], into=5) == (FILE, FILE)
+        assert (it.num_retained(HOST), it.num_retained(FILE)) == (1, 1)
+
+
+def test_hints_reach_objects(objects: Backing) -> None:
+    with objects.world() as it:
+        it.store(1, hints=BlockHints(retain_s=3600.0))
+        it.store(2)
+        it.use(2, hints=BlockHints(retain_s=3600.0))
+        it.wait_until(lambda: it.num_retained(OBJECT) == 2)
+
+
+def test_a_second_store_of_a_block_applies_its_hints() -> None:
+    with tier_world() as it:
+        it.store(1)
+        it.store(1, hints=BlockHints(retain_s=3600.0))
+        assert it.num_retained(HOST) == 1
+
+
+def test_a_reset_of_one_tier_does_not_bring_back_what_another_one_failed_to_remove(
+    backing: Backing,
+) -> None:
+    store, fault = FaultyStore(backing.open()), Failing(("clear",))
+    store.before = fault
+    with backing.world(store=store) as it:
+        it.store(1)
+        it.wait_until(lambda: bool(backing.names()))
+        it.tiers.clear()
+        it.wait_until(lambda: bool(fault.seen))
+        it.tiers.clear([HOST])
+        it.load([2], into=5)
+        assert not it.holds(1)
+        fault.is_repaired = True
+        it.clock.advance(PAUSE_S)
+        it.wait_until(lambda: not backing.names())
+        it.store(3)
+        it.wait_until(lambda: bool(backing.names()))
+        it.host.remove(name_of(3))
+        it.wait_until_held(3)
+        assert it.load([3], into=5) == (backing.tier,)
+
+
+def test_a_write_in_progress_does_not_survive_a_clear(backing: Backing) -> None:
+    store, gate = FaultyStore(backing.open()), Gate("write")
+    store.before = gate
+    with backing.world(store=store) as it:
+        it.store(1, 2)
+        gate.wait_until_reached()
+        it.tiers.clear()
+        gate.open()
+    assert not backing.names()
+
+
+def test_a_read_in_progress_does_not_survive_a_clear(backing: Backing) -> None:
+    with backing.world() as it:
+        it.store(1, 2)
+    store, gate = FaultyStore(backing.open()), Gate("read")
+    store.before = gate
+    with backing.world(store=store) as it:
+        number = it.start_load([1, 2], into=5)
+        gate.wait_until_reached()
+        it.tiers.clear()
+        gate.open()
+        it.end_of(number)
+        it.store(3)
+        it.wait_until_held(3)
+        assert not it.host.holds(name_of(1))
+
+
+def test_dropped_blocks_are_in_no_tier(backing: Backing) -> None:
+    with backing.world() as it:
+        it.store(1, 2)
+        it.drop(1)
+        assert not it.holds(1)
+        assert it.load([1, 2], into=5) == (None, HOST)
+    assert backing.names() == hexes(2)
+
+
+def test_a_store_that_waits_for_room_is_not_stored_once_it_is_dropped(files: Backing) -> None:
+    store, gate = FaultyStore(files.open()), Gate("write")
+    store.before = gate
+    with files.world(num_host=1, store=store) as it:
+        it.store(1)
+        gate.wait_until_reached()
+        number = it.start_store(2, 3)
+        it.drop(2)
+        it.load([4], into=5)  # ends after the drop has been carried out
+        gate.open()
+        it.end_of_store(number)
+        assert not it.holds(2)
+    assert files.names() == hexes(1, 3)
+
+
+def test_stores_wait_for_files_while_host_memory_is_full(files: Backing) -> None:
+    with files.world(num_host=2) as it:
+        it.store(1, 2, 3, 4, 5)
+    assert files.names() == hexes(1, 2, 3, 4, 5)
+    with files.world(num_host=2) as it:
+        assert it.load([1, 2, 3, 4, 5], into=6) == (FILE,) * 5
+        assert len(it.host) == 2
+
+
+def test_stores_do_not_wait_for_objects(objects: Backing) -> None:
+    store, gate = FaultyStore(objects.open()), Gate("write")
+    store.before = gate
+    with objects.world(num_host=4, store=store) as it:
+        it.store(1)
+        gate.wait_until_reached()
+        it.store(2, 3, 4)
+        assert it.counters(OBJECT).num_skipped_stores == 1  # two may wait: half of 4
+        assert it.load([1, 2, 3, 4], into=8) == (HOST,) * 4
+        gate.open()
+    assert len(objects.names()) == 3
+
+
+def test_a_damaged_file_is_loaded_from_the_object_store(files: Backing, objects: Backing) -> None:
+    with tier_world(16, files.open(), objects.open()) as it:
+        it.store(1, 2)
+    files.stores.write(1, files.stores.read(1)[:-1])
+    with tier_world(16, files.open(), objects.open()) as it:
+        assert it.load([1, 2], into=5) == (OBJECT, FILE)
+        assert it.counters(FILE).num_failed_loads == 1
+
+
+def test_what_files_have_not_is_loaded_from_the_object_store(
+    files: Backing, objects: Backing
+) -> None:
+    with objects.world() as it:
+        it.store(1, 2)
+    with files.world() as it:
+        it.store(2, 3)
+    with tier_world(16, files.open(), objects.open()) as it:
+        it.store(4)
+        blocks = [1, 2, 3, 4, 5]
+        assert it.load(blocks, into=8) == (OBJECT, FILE, FILE, HOST, None)
+
+
+# --- faults ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error", [DISK_FULL, OSError(30, "Read-only file system"), OSError("unreachable")]
+)
+def test_a_store_that_cannot_be_written_to_pauses_writes_and_fails_no_load(
+    backing: Backing, error: OSError, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, fault = FaultyStore(backing.open()), Failing(("write",), error)
+    store.before = fault
+    with backing.world(store=store) as it:
+        it.store(1)
+        it.wait_until(lambda: it.counters(backing.tier).num_failed == 1)
+        it.store(2, 3)  # not tried
+        assert it.load([1, 2, 3], into=5) == (HOST, HOST, HOST)
+        assert it.counters(backing.tier).num_failed == 3
+        assert caplog.text.count(str(error)) == 1
+        fault.is_repaired = True
+        it.clock.advance(PAUSE_S)
+        it.store(4)
+    assert backing.names() == hexes(4)
+    assert fault.seen == ["write"]
+
+
+def test_a_store_that_cannot_be_read_is_not_asked_until_it_works(
+    backing: Backing, caplog: pytest.LogCaptureFixture
+) -> None:
+    with backing.world() as it:
+        it.store(1, 2)
+    store, fault = FaultyStore(backing.open()), Failing()
+    with backing.world(store=store) as it:
+        store.before = fault
+        assert it.load([1, 2], into=5) == (None, None)
+        assert it.counters(backing.tier).num_failed_loads == 2
+        assert not it.holds(1)
+        it.clock.advance(PAUSE_S)
+        it.wait_until(lambda: "refresh" in fault.seen)  # tries again, and fails
+        assert not it.holds(1)
+        fault.is_repaired = True
+        it.clock.advance(PAUSE_S)
+        it.wait_until_held(2)
+        sources = it.load([2], into=5)
+        assert sources == (backing.tier,)
+    assert caplog.text.count("Input/output error") == 1
+
+
+def test_a_node_starts_without_its_store_and_finds_its_blocks_later(backing: Backing) -> None:
+    with backing.world() as it:
+        it.store(1, 2, 3, 4, 5)
+    store, fault = FaultyStore(backing.open()), Failing()
+    store.before = fault
+    with backing.world(store=store) as it:
+        assert not it.holds(1)
+        it.store(6)
+        assert it.load([6], into=8) == (HOST,)
+        fault.is_repaired = True
+        it.clock.advance(PAUSE_S)
+        it.wait_until_held(5)
+        assert it.load([5], into=8) == (backing.tier,)
+
+
+@pytest.mark.parametrize("operation", ["remove", "clear"])
+def test_blocks_that_cannot_be_removed_are_not_loaded_and_removed_later(
+    backing: Backing, operation: str
+) -> None:
+    store, fault = FaultyStore(backing.open()), Failing((operation,))
+    store.before = fault
+    with backing.world(store=store) as it:
+        it.store(1)
+        it.wait_until(lambda: bool(backing.names()))
+        if operation == "remove":
+            it.drop(1)
+        else:
+            it.tiers.clear()
+        it.wait_until(lambda: bool(fault.seen))
+        assert not it.holds(1)
+        assert it.load([1], into=5) == (None,)
+        fault.is_repaired = True
+        it.clock.advance(PAUSE_S)
+        it.wait_until(lambda: not backing.names())
+
+
+def test_stores_do_not_wait_for_a_stuck_disk(files: Backing) -> None:
+    store, gate = FaultyStore(files.open()), Gate("write")
+    store.before = gate
+    with files.world(num_host=2, store=store) as it:
+        it.store(1, 2)
+        gate.wait_until_reached()
+        it.clock.advance(10.0)
+        it.store(3, 4)
+        assert it.counters(HOST).num_skipped_stores == 2
+        assert it.load([1, 2], into=6) == (HOST, HOST)
+        gate.open()
+
+
+def test_a_slow_store_raises_the_estimate_of_other_loads(backing: Backing) -> None:
+    with backing.world() as it:
+        it.store(1, 2)
+    store, gate = FaultyStore(backing.open()), Gate("read")
+    store.before = gate
+    with backing.world(store=store) as it:
+        number = it.start_load([1], into=5)
+        gate.wait_until_reached()
+        soon_s = it.tiers.load_s([name_of(2)])
+        it.clock.advance(8.0)
+        assert it.tiers.load_s([name_of(2)]) == pytest.approx(soon_s + 8.0, abs=4.0)
+        gate.open()
+        assert it.end_of(number) == (backing.tier,)
+
+
+def test_a_slow_load_ends_at_its_deadline_with_what_it_has(files: Backing) -> None:
+    with files.world() as it:
+        it.store(1, 2, 3)
+    store, gate = FaultyStore(files.open()), Gate("read")
+    store.before = gate
+    with files.world(store=store) as it:
+        number = it.start_load([1, 2, 3], into=5)
+        gate.wait_until_reached()
+        it.clock.advance(LOAD_DEADLINE_S + 1.0)
+        gate.open()
+        assert it.end_of(number) == (FILE, None, None)
+        assert it.load([2, 3], into=8) == (FILE, FILE)
+
+
+def test_blocks_that_are_evicted_during_a_load_are_misses(backing: Backing) -> None:
+    with backing.world() as it:
+        it.store(1, 2, 3)
+    store, gate = FaultyStore(backing.open()), Gate("read")
+    store.before = gate
+    with backing.world(store=store) as it:
+        number = it.start_load([1, 2, 3], into=5)
+        gate.wait_until_reached()
+        scan_all(backing.open()).remove(name_of(2))  # by another process
+        gate.open()
+        assert it.end_of(number) == (backing.tier, None, backing.tier)
+
+
+def test_loads_go_before_writes(backing: Backing) -> None:
+    with backing.world() as it:
+        it.store(9)
+    store, gate = FaultyStore(backing.open()), Gate("write")
+    seen: list[str] = []
+
+    def note(operation: str, name: bytes) -> None:
+        seen.append(operation)
+        gate(operation, name)
+
+    store.before = note
+    with backing.world(num_host=16, store=store) as it:
+        it.store(1)
+        gate.wait_until_reached()
+        it.store(2, 3, 4)
+        number = it.start_load([9], into=10)
+        it.wait_until(lambda: it.tiers.load_s([name_of(9)]) > 0)
+        it.load([1], into=11)  # ends after the load before it has been queued
+        gate.open()
+        assert it.end_of(number) == (backing.tier,)
+    changes = [each for each in seen if each in ("read", "write")]
+    assert changes == ["write", "read", "write", "write", "write"]
+
+
+def test_a_node_ends_although_its_store_fails(backing: Backing) -> None:
+    store, fault = FaultyStore(backing.open()), Failing()
+    store.before = fault
+    with backing.world(store=store) as it:
+        it.store(1, 2, 3)
+        it.drop(1)
+        it.tiers.clear()
+        it.store(4)
+    assert not backing.names()
