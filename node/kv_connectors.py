@@ -1,0 +1,79 @@
+"""KV connector of a node, found by entry point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
+
+from engine.runner.model_runner import TorchRunner
+from errors import InvalidConfig
+from kv_transfer.guarded_connector import GuardedConnector
+from kv_transfer.kv_connector import KvConnector, KvConnectorContext, KvConnectorFactory
+from kv_transfer.pairs import Identity
+from kv_transfer.tiers.tiered_kv import TieredKv
+from node.options import NodeOptions
+
+GROUP = "baton.kv_connectors"
+BUILT_IN = (EntryPoint("tiers", "node.kv_tiers:make_tiers", GROUP),)
+
+
+class DeferredWake:
+    """Wakes the engine, which is built after its KV connector."""
+
+    def __init__(self) -> None:
+        self._wake: Callable[[], None] | None = None
+
+    def attach(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+
+    def __call__(self) -> None:
+        if self._wake is not None:
+            self._wake()
+
+
+def make_connector(
+    options: NodeOptions, identity: Identity, runner: TorchRunner, wake: Callable[[], None]
+) -> GuardedConnector | None:
+    """Return the connector that the options name, or None. Raises InvalidConfig."""
+    chosen = options.chosen_connector
+    if chosen is None:
+        return None
+    if not options.enable_prefix_caching:
+        raise InvalidConfig(f"{chosen.option} cannot be used with --no-prefix-caching")
+    memory = runner.kv_memory
+    context = KvConnectorContext(
+        address=memory.address,
+        num_blocks=memory.num_blocks,
+        block_bytes=memory.block_bytes,
+        device=memory.device,
+        fingerprint=repr(identity.fingerprint),
+        wake=wake,
+        config=chosen.config,
+    )
+    return GuardedConnector(chosen.name, load_connector(chosen.name, context))
+
+
+def tiers_in(connector: GuardedConnector | None) -> TieredKv | None:
+    """Return the connector if it is the built-in one."""
+    inner = None if connector is None else connector.connector
+    return inner if isinstance(inner, TieredKv) else None
+
+
+def load_connector(name: str, context: KvConnectorContext) -> KvConnector:
+    """Make the connector that is registered under this name. Raises InvalidConfig."""
+    installed = {entry.name: entry for entry in (*entry_points(group=GROUP), *BUILT_IN)}
+    if name not in installed:
+        raise InvalidConfig(
+            f"--kv-connector {name}: no installed package has it under the entry point group "
+            f"{GROUP}; installed: {', '.join(sorted(installed))}"
+        )
+    entry = installed[name]
+    try:
+        factory: KvConnectorFactory = entry.load()
+        return factory(context)
+    except InvalidConfig:
+        raise
+    except Exception as error:
+        raise InvalidConfig(
+            f"--kv-connector {name}: cannot make {entry.value}: {type(error).__name__}: {error}"
+        ) from error
