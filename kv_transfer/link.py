@@ -1,8 +1,8 @@
 """Control link interface between the KV workers of a pair: two Protocols, no I/O.
 
-A link is one ordered, reliable stream of messages between a D and a P. D dials, P
-accepts. The implementation (a gRPC stream in production, plain lists in tests) provides
-`Link` and calls `LinkEvents` from any thread.
+A link is one ordered, reliable stream of messages between a D, which receives KV, and a P, which
+sends it. D dials, P accepts. The implementation (a gRPC stream in production, plain lists in
+tests) provides `Link` and calls `LinkEvents` from any thread.
 
 A lost stream proves nothing about the peer's process or its data path. The KV worker only
 concludes that the pair must be linked again.

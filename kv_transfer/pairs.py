@@ -114,7 +114,7 @@ class Pairs:
         num_unanswered = sum(pair.peer is None for pair in self._pairs.values())
         if num_unanswered >= MAX_LINKS_WITHOUT_HELLO:
             raise PeerUnreachable(
-                f"{num_unanswered} links wait for a Hello from their prefill nodes; limit reached"
+                f"{num_unanswered} links wait for a Hello from their peers; limit reached"
             )
         channel = self._transport.open()
         link_id = self._link.dial(address)
@@ -156,7 +156,7 @@ class Pairs:
         """Cut links without a Hello, release the blocks of dead peers, and redial cut peers."""
         for pair in self:
             if pair.peer is None and now >= pair.last_message_s + self._silence_s:
-                self.cut(pair.link_id, "the prefill node did not reply to Hello", now)
+                self.cut(pair.link_id, "the peer did not reply to Hello", now)
         for pair in list(self._fenced.values()):
             if pair.channel.is_peer_gone():
                 self._end_fence(pair.link_id)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -16,6 +16,7 @@ from kv_transfer.types import (
     HandoffId,
     KvOrders,
     NodeId,
+    Requested,
     Send,
     SendLayers,
     Withdraw,
@@ -25,8 +26,12 @@ MAX_UNCOLLECTED_RECORDS = 10_000  # the oldest records are dropped if they are n
 
 
 class TransferRole(Enum):
+    """Role of the node in a hand-off, or in a pull, for which no prompt is computed."""
+
     SENT = "sent"
     RECEIVED = "received"
+    GIVEN = "given"  # sent, of the prefix cache
+    PULLED = "pulled"  # received, for the prefix cache
 
 
 @dataclass(slots=True)
@@ -81,7 +86,8 @@ class TransferLedger:
     def begin(self, orders: KvOrders) -> None:
         """Open a record for each hand-off that these orders name first."""
         for receive in orders.receives:
-            self._begin(receive.handoff_id, TransferRole.RECEIVED, len(receive.block_ids))
+            role = TransferRole.PULLED if receive.names else TransferRole.RECEIVED
+            self._begin(receive.handoff_id, role, len(receive.block_ids), receive.source.node_id)
         sends: tuple[Send | Complete | SendLayers | Withdraw, ...] = (
             *orders.sends,
             *orders.completes,
@@ -91,10 +97,21 @@ class TransferLedger:
         for send in sends:
             self._begin(send.handoff_id, TransferRole.SENT)
 
-    def _begin(self, handoff_id: HandoffId, role: TransferRole, num_blocks: int = 0) -> None:
+    def begin_given(self, requested: Iterable[Requested]) -> None:
+        """Open a record for each pull by a peer, before its orders."""
+        for each in requested:
+            self._begin(each.handoff_id, TransferRole.GIVEN)
+
+    def _begin(
+        self,
+        handoff_id: HandoffId,
+        role: TransferRole,
+        num_blocks: int = 0,
+        peer: NodeId | None = None,
+    ) -> None:
         if handoff_id not in self._open:
             self._open[handoff_id] = TransferRecord(
-                handoff_id, role, self._transport, self._clock(), num_blocks=num_blocks
+                handoff_id, role, self._transport, self._clock(), peer, num_blocks=num_blocks
             )
 
     def note_computed(self, handoff_id: HandoffId) -> None:

@@ -24,7 +24,10 @@ def existing_blocks(block_tables: Iterable[Iterable[BlockId]]) -> Iterator[Block
 
 @dataclass(frozen=True, slots=True, order=True)
 class HandoffId:
-    """One attempt to transfer one sequence's KV. The router increments `attempt` per retry."""
+    """One attempt to transfer one sequence's KV. The router increments `attempt` per retry.
+
+    Also one run of a pull: the name of the process that pulls, and a number.
+    """
 
     request_id: str
     attempt: int
@@ -68,7 +71,10 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Decode side: grant these blocks to the peer. No blocks: the whole prefix is cached."""
+    """Receiving side: grant these blocks to the peer. No blocks: the whole prefix is cached.
+
+    With `names`, it is a pull: the peer sends the cached blocks of these names, one for each block.
+    """
 
     handoff_id: HandoffId
     source: Peer
@@ -76,18 +82,20 @@ class Receive:
     block_ids: tuple[BlockId, ...]
     num_tokens: int  # tokens of the sequence whose KV is valid once the blocks have landed
     num_cached_tokens: int = 0  # leading tokens whose KV was there before
+    names: tuple[bytes, ...] = ()
+    request_id: str = ""  # of the request that waits for a pull, for its trace
 
 
 @dataclass(frozen=True, slots=True)
 class Revoke:
-    """Decode side: cancel a receive and take its blocks back."""
+    """Receiving side: cancel a receive and take its blocks back."""
 
     handoff_id: HandoffId
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Prefill side: send these blocks. Their KV is computed and final."""
+    """Sending side: send these blocks. Their KV is computed and final."""
 
     handoff_id: HandoffId
     first_block: int
@@ -96,7 +104,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class SendLayers:
-    """Prefill side: send these blocks layer by layer during the next forward pass.
+    """Sending side: send these blocks layer by layer during the next forward pass.
 
     A layer can be sent as soon as the pass has computed it. The blocks follow those of all
     earlier Sends. After the pass, a Send that begins with the same blocks is ordered.
@@ -109,16 +117,16 @@ class SendLayers:
 
 @dataclass(frozen=True, slots=True)
 class Complete:
-    """Prefill side: all blocks have been ordered by Sends. Notify the peer once all are written."""
+    """Sending side: all blocks have been ordered by Sends. Notify the peer once all are written."""
 
     handoff_id: HandoffId
     num_tokens: int
-    first_token: FirstToken
+    first_token: FirstToken | None  # None: a pull
 
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """Prefill side: abandon the send; no further blocks follow."""
+    """Sending side: abandon the send; no further blocks follow."""
 
     handoff_id: HandoffId
     reason: str
@@ -142,7 +150,7 @@ class Landed:
 
     handoff_id: HandoffId
     num_tokens: int
-    first_token: FirstToken
+    first_token: FirstToken | None  # None: a pull
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +159,22 @@ class Lost:
 
     handoff_id: HandoffId
     reason: str
+
+
+# Reasons of refused pulls, which are no failures.
+NOT_CACHED = "the blocks are not all cached"
+TOO_MANY_PULLS = "too many blocks are being pulled"
+
+
+@dataclass(frozen=True, slots=True)
+class Requested:
+    """A peer pulls the cached blocks of these names and has granted blocks for them.
+
+    The scheduler orders a Send of all of them and a Complete, or a Withdraw.
+    """
+
+    handoff_id: HandoffId
+    names: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +190,7 @@ class KvReports:
     failed_recving: tuple[Lost, ...] = ()
     released: tuple[HandoffId, ...] = ()  # no write can land in their blocks any more
     finished_sending: tuple[HandoffId, ...] = ()  # no read of their source blocks is in flight
+    requested: tuple[Requested, ...] = ()  # pulls by peers
 
 
 NO_REPORTS = KvReports()

@@ -183,8 +183,11 @@ class KvTransferWorker:
     def poll(self, now: float) -> KvReports:
         self.progress(now)
         reports = replace(
-            self._receiver.take_reports(), finished_sending=self._sender.take_finished()
+            self._receiver.take_reports(),
+            finished_sending=self._sender.take_finished(),
+            requested=self._sender.take_requested(),
         )
+        self._ledger.begin_given(reports.requested)
         self._close_records(reports)
         return reports
 

@@ -90,6 +90,7 @@ def _grant_from(message: kv_link_pb2.Grant) -> Grant:
         first_block=message.first_block,
         block_ids=tuple(BlockId(block_id) for block_id in message.block_ids),
         lease_s=message.lease_s,
+        names=tuple(message.names),
     )
 
 
@@ -100,6 +101,7 @@ def _grant_to(value: Grant) -> kv_link_pb2.Grant:
         first_block=value.first_block,
         block_ids=value.block_ids,
         lease_s=value.lease_s,
+        names=value.names,
     )
 
 
@@ -141,22 +143,29 @@ def _revoked_to(value: Revoked) -> kv_link_pb2.Revoked:
 
 
 def _done_from(message: kv_link_pb2.Done) -> Done:
-    has_logprobs = message.HasField("first_token_logprobs")
-    logprobs = logprobs_from(message.first_token_logprobs) if has_logprobs else None
     return Done(
         handoff_id=handoff_from(message.handoff_id),
         num_tokens=message.num_tokens,
-        first_token=FirstToken(message.first_token_id, logprobs),
+        first_token=_first_token_from(message),
         digest=present(message, "digest", message.digest),
     )
 
 
+def _first_token_from(message: kv_link_pb2.Done) -> FirstToken | None:
+    if not message.HasField("first_token_id"):
+        return None
+    has_logprobs = message.HasField("first_token_logprobs")
+    logprobs = logprobs_from(message.first_token_logprobs) if has_logprobs else None
+    return FirstToken(message.first_token_id, logprobs)
+
+
 def _done_to(value: Done) -> kv_link_pb2.Done:
-    logprobs = value.first_token.logprobs
+    first = value.first_token
+    logprobs = None if first is None else first.logprobs
     return kv_link_pb2.Done(
         handoff_id=handoff_to(value.handoff_id),
         num_tokens=value.num_tokens,
-        first_token_id=value.first_token.token_id,
+        first_token_id=None if first is None else first.token_id,
         first_token_logprobs=None if logprobs is None else logprobs_to(logprobs),
         digest=value.digest,
     )

@@ -23,8 +23,8 @@ def note_of(done: Done) -> bytes:
             done.handoff_id.attempt,
             done.num_tokens,
             done.digest,
-            first.token_id,
-            _logprobs_to(first.logprobs),
+            None if first is None else first.token_id,
+            None if first is None else _logprobs_to(first.logprobs),
         ]
     ).encode()
 
@@ -36,7 +36,9 @@ def decode_done(note: bytes) -> Done:
         return Done(
             HandoffId(_check_type(str, request_id), _check_type(int, attempt)),
             _check_type(int, num_tokens),
-            FirstToken(_check_type(int, token_id), _logprobs_of(logprobs)),
+            None
+            if token_id is None
+            else FirstToken(_check_type(int, token_id), _logprobs_of(logprobs)),
             None if digest is None else _check_type(int, digest),
         )
     except (ValueError, TypeError, RecursionError) as error:

@@ -1,6 +1,7 @@
 """Messages of the control link between the KV workers of a (D, P) pair.
 
-D is the side that receives KV (a decode node), P the side that sends it (a prefill node).
+D is the side that receives KV, P the side that sends it. In a hand-off, D is a decode node and P a
+prefill node; any two nodes can be D and P of a pull.
 Both send Hello first. The state machines in `kv_transfer/protocol/receiver.py` and
 `kv_transfer/protocol/sender.py` define when the others are sent.
 """
@@ -13,11 +14,13 @@ from dataclasses import dataclass
 from kv_transfer.errors import InvalidMessage
 from kv_transfer.types import BlockId, FirstToken, HandoffId, Incarnation, NodeId
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 # A transport allocates descriptors in proportion to the number of blocks of the peer.
 MAX_REGION_BLOCKS = 1 << 24
 MAX_ADDRESS = 1 << 64
 MAX_LEASE_S = 3600.0
+MAX_NAMES = 1024  # of one pull
+MAX_NAME_BYTES = 32
 DEVICE = re.compile(r"[a-z]+(?::\d{1,3})?")
 
 
@@ -81,9 +84,20 @@ class Grant:
     first_block: int  # index of block_ids[0] in the sequence's block table
     block_ids: tuple[BlockId, ...]  # in D's region
     lease_s: float  # starts when P receives the message, by P's clock
+    names: tuple[bytes, ...] = ()  # of a pull: of the cached blocks that P sends, in order
 
     def __post_init__(self) -> None:
         _check_lease(self.lease_s)
+        if self.names:
+            self._check_pull()
+
+    def _check_pull(self) -> None:
+        num_names, num_blocks = len(self.names), len(self.block_ids)
+        _check(num_names <= MAX_NAMES, f"a pull of {num_names} blocks; the limit is {MAX_NAMES}")
+        _check(num_names == num_blocks, f"{num_names} names for {num_blocks} blocks")
+        _check(self.first_block == 0, f"a pull from block {self.first_block} on; it begins at 0")
+        longest = max(map(len, self.names))
+        _check(longest <= MAX_NAME_BYTES, f"a block name of {longest} bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +150,7 @@ class Done:
 
     handoff_id: HandoffId
     num_tokens: int
-    first_token: FirstToken
+    first_token: FirstToken | None  # None: a pull
     digest: int | None = None  # xxh3-64 of the blocks in order; None if P does not compute it
 
 

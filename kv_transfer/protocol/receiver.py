@@ -1,4 +1,4 @@
-"""Receiver state machine: ownership of the blocks that D grants to prefill nodes.
+"""Receiver state machine: ownership of the blocks that D grants to its peers.
 
 Pure: takes events and the current time, returns actions and reports. States of a receive:
 
@@ -133,7 +133,7 @@ class Receiver:
         if isinstance(message, Writing):
             self._handle_writing(incoming, message)
         elif isinstance(message, Failed) and is_granted:
-            self._fail(incoming, f"prefill node: {message.reason}", now)
+            self._fail(incoming, f"the peer: {message.reason}", now)
         elif isinstance(message, Done) and is_granted and incoming.done is None:
             incoming.done = message
             self._land_if_complete(incoming)
@@ -290,12 +290,17 @@ class Receiver:
                 incoming.first_block,
                 incoming.block_ids,
                 self._config.lease_s,
+                order.names,
             ),
         )
 
     def _stage(self, incoming: IncomingHandoff, conversion: Conversion) -> bool:
         """Borrow blocks of the sender's layout. Returns False while, or if, there is no room."""
         staging, order = self._staging, incoming.order
+        if order.names:
+            self._report_failed(incoming, "a pull needs a peer with blocks of the same layout")
+            self._release(incoming)
+            return False
         if staging is None:
             raise RuntimeError(f"{order.handoff_id} is to be converted without a staging area")
         incoming.staged = staging.lend(conversion, order)

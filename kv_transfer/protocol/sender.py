@@ -9,6 +9,9 @@ Pure: takes events and the current time, returns actions and reports. States of 
 
 A send is reported as finished once it has ended *and* the scheduler has given its final order
 (Complete or Withdraw). Nothing is posted without a grant whose lease is live by P's own clock.
+
+A pull begins with its grant, which is reported to the scheduler as Requested. The scheduler's
+orders follow, even if the pull has ended meanwhile.
 """
 
 from __future__ import annotations
@@ -38,12 +41,12 @@ from kv_transfer.protocol.messages import (
 from kv_transfer.protocol.outgoing import OutgoingHandoff, OutgoingState, WriteInFlight
 from kv_transfer.protocol.write_splitter import WritePart, WriteSplitter
 from kv_transfer.transports.base import Write
-from kv_transfer.types import Complete, HandoffId, Send, SendLayers, Withdraw
+from kv_transfer.types import Complete, HandoffId, Requested, Send, SendLayers, Withdraw
 
 
 @dataclass(slots=True)
 class _ReceiverLink:
-    """State of one link to a decode node."""
+    """State of one link to a receiving peer."""
 
     last_ticket: int = 0  # grants up to this ticket are handled; older ones are dropped
     num_bytes_in_flight: int = 0
@@ -62,6 +65,7 @@ class Sender:
         self._num_writes = 0
         self._actions: list[SenderAction] = []
         self._finished: list[HandoffId] = []
+        self._requested: list[Requested] = []
         self.num_dropped = 0
 
     # --- Orders of the scheduler -------------------------------------------------------
@@ -202,6 +206,11 @@ class Sender:
         finished, self._finished = tuple(self._finished), []
         return finished
 
+    def take_requested(self) -> tuple[Requested, ...]:
+        """Return each pull by a peer once."""
+        requested, self._requested = tuple(self._requested), []
+        return requested
+
     def outgoing(self) -> Iterator[OutgoingHandoff]:
         """Iterate over the sends that have not ended."""
         return iter(self._outgoing.values())
@@ -238,6 +247,11 @@ class Sender:
             return
         if outgoing is None:
             outgoing = self._outgoing[grant.handoff_id] = OutgoingHandoff(grant.handoff_id)
+            if grant.names:
+                self._requested.append(Requested(grant.handoff_id, grant.names))
+        elif grant.names:
+            self._send_message(link_id, Failed(grant.handoff_id, "the id is in use: it is no pull"))
+            return
         if outgoing.state is not OutgoingState.HELD:
             reason = outgoing.why_ended or "granted twice"
             self._send_message(link_id, Failed(grant.handoff_id, reason))

@@ -1,4 +1,4 @@
-"""Link from D to one prefill node: its open receives, lease renewals and signs of life. Pure."""
+"""Link from D to one P: its open receives, lease renewals and signs of life. Pure."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ class SenderLink:
         """Return why the pair must be cut; None while P is alive and answers."""
         silence_s, age_s = self.config.silence_s, self.config.fence_age_s
         if now >= max(self.waiting_since_s, self.last_message_s) + silence_s:
-            return f"the prefill node sent nothing for {silence_s:g} s"
+            return f"the peer sent nothing for {silence_s:g} s"
         if not self.is_up and now >= self.waiting_since_s + age_s:
-            return f"the prefill node is alive but did not reply to Hello within {age_s:g} s"
+            return f"the peer is alive but did not reply to Hello within {age_s:g} s"
         for handoff_id, incoming in self.incoming.items():
             if incoming.state is IncomingState.FENCED and now >= incoming.fenced_s + age_s:
                 return f"no reply to the revoke of {handoff_id} in {age_s:g} s"

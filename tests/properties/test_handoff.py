@@ -1,4 +1,4 @@
-"""Random hand-off histories: no write lands in a reused block, and all blocks end up free.
+"""Random histories of hand-offs and pulls: no write lands in a reused block, all end up free.
 
 Each history is drawn from its seed: first the kinds of faults (few at a time find more than all
 at once), then some dozens of steps. A failing seed is reproducible.
@@ -25,13 +25,18 @@ NUM_LAGGING_HISTORIES = num_examples(120)
 QUIET_END_S = 25.0  # duration of a hold: decode gave up before it could report it
 NUM_STEPS = 120
 NUM_LAYERS = FINGERPRINT.num_layers
+NAMES = tuple(f"block {number}".encode() for number in range(5))  # of cached blocks
+PULLING_SHARE = 0.4  # of the histories
 
 Steps = dict[Callable[[], None], int]  # with how often each is taken
 
 
 @dataclass
 class History:
-    """Random history of two prefill nodes and one decode node, with faults between them."""
+    """Random history of two prefill nodes and one decode node, with faults between them.
+
+    In some, all nodes pull cached blocks from each other.
+    """
 
     world: World
     draw: random.Random
@@ -41,6 +46,8 @@ class History:
     paces_s: tuple[float, ...] = (0.01, 0.1, 0.5)
     shape: Shape = Shape()  # of the model
     lengths: dict[HandoffId, int] = field(default_factory=dict)  # in tokens
+    promised: set[HandoffId] = field(default_factory=set)  # pulls whose holder had all blocks
+    has_evicted: bool = False
 
     def play(self, *, in_trouble: bool) -> None:
         self.introduce()
@@ -62,6 +69,9 @@ class History:
         if self.world.lags:
             daily[self.a_device_goes_on] = 6
         choices: Steps = {self.decode_gives_up: 2, self.prefill_withdraws: 1}
+        if self.draw.random() < PULLING_SHARE:
+            daily |= {self.a_node_caches: 4, self.a_node_pulls: 5, self.a_holder_answers: 6}
+            choices[self.a_block_is_evicted] = 4
         troubles: Steps = {
             self.prefill_computes_for_nobody: 1,
             self.deliver_message_late: 3,
@@ -175,6 +185,36 @@ class History:
             handoff_id = self.draw.choice(sorted(self.world.sending))
             self.withdrawn.add(handoff_id)
             self.world.withdraw(handoff_id)
+
+    # --- Pulls ------------------------------------------------------------------------------
+
+    def a_node_caches(self) -> None:
+        self.world.cache(self._node(), self.draw.choice(NAMES))
+
+    def a_node_pulls(self) -> None:
+        """Pull blocks that the holder has, or mostly has, in any order."""
+        node, holder = self.draw.sample(self.world.nodes, 2)
+        known = sorted(set(holder.cached) - set(node.cached))
+        if not known and self.draw.random() < 0.9:
+            return
+        known = known or list(NAMES)
+        names = self.draw.sample(known, self.draw.randint(1, min(3, len(known))))
+        if self.draw.random() < 0.1:
+            names.append(self.draw.choice(NAMES))
+        handoff_id = self.world.pull(node, holder.name, tuple(names))
+        if handoff_id is not None and set(names) <= set(holder.cached):
+            self.promised.add(handoff_id)
+
+    def a_holder_answers(self) -> None:
+        node = self._node()
+        if node.requested:
+            self.world.answer_pull(node)
+
+    def a_block_is_evicted(self) -> None:
+        node = self._node()
+        if node.cached:
+            self.has_evicted = True
+            self.world.evict(node, self.draw.choice(sorted(node.cached)))
 
     # --- Turns and time ---------------------------------------------------------------------
 
@@ -331,8 +371,12 @@ def test_without_trouble_what_is_wanted_and_computed_lands_and_no_pair_is_given_
                 if handoff_id in world.sending
                 and not (receiving.is_revoked or handoff_id in history.withdrawn)
             }
-            for handoff_id in set(world.receiving) - set(world.sending):
+            awaited = {h for h, receiving in world.receiving.items() if not receiving.names}
+            for handoff_id in awaited - set(world.sending):
                 world.revoke(handoff_id)
+            if not history.has_evicted:
+                open_pulls = history.promised & set(world.receiving)
+                expected |= {h for h in open_pulls if not world.receiving[h].is_revoked}
             for handoff_id in list(world.sending):
                 world.complete(handoff_id)
             began_s = world.now

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from engine.request import EngineRequest, RequestId
@@ -15,6 +16,7 @@ from kv_transfer.types import (
     Landed,
     Lost,
     Receive,
+    Requested,
     Withdraw,
 )
 from tests.support.fake_runner import (
@@ -36,16 +38,20 @@ class Incoming:
 
 @dataclass(slots=True)
 class Outgoing:
-    request_id: RequestId
+    request_id: RequestId  # unused for a pull
     block_ids: list[BlockId] = field(default_factory=list)
     is_ended: bool = False
     is_withdrawn: bool = False
     num_tokens: int | None = None  # from Complete
     first_token: FirstToken | None = None
+    names: tuple[bytes, ...] = ()  # of a pull
 
 
 class FakeWire:
-    """KV worker whose peers compute correct KV. A test drives the transfers."""
+    """KV worker whose peers compute correct KV. A test drives the transfers.
+
+    A peer has every block that `know` was told of, and pulls such blocks.
+    """
 
     def __init__(
         self,
@@ -65,6 +71,17 @@ class FakeWire:
         self._lost: list[Lost] = []
         self._released: list[HandoffId] = []
         self._sent: list[HandoffId] = []
+        self._requested: list[Requested] = []
+        self._slots_by_name: dict[bytes, list[Slot]] = {}
+        self.num_pulled = self.num_given = 0  # blocks that landed, and those that peers pulled
+
+    def know(self, slots_by_name: Mapping[bytes, list[Slot]]) -> None:
+        """Learn what cached blocks of these names hold."""
+        self._slots_by_name.update(slots_by_name)
+
+    @property
+    def known_names(self) -> Sequence[bytes]:
+        return tuple(self._slots_by_name)
 
     def expect(self, spec: EngineRequest) -> None:
         """Register a request with the peer."""
@@ -80,11 +97,20 @@ class FakeWire:
         """Return the lost or revoked receives that are not released yet."""
         return [h for h, incoming in self.incoming.items() if incoming.is_over]
 
+    def endable(self) -> list[HandoffId]:
+        """Return the sends that can end now. A pull ends after its orders."""
+        return [
+            h for h, outgoing in self.outgoing.items() if outgoing.is_ended or not outgoing.names
+        ]
+
     # --- transfers ----------------------------------------------------------------
 
     def land(self, handoff_id: HandoffId) -> None:
         """Land a receive. No write follows."""
         order = self.incoming.pop(handoff_id).order
+        if order.names:
+            self._land_pull(order)
+            return
         spec = self._spec_by_id[RequestId(handoff_id.request_id)]
         context = context_of(spec)
         content = self._content_of(context)
@@ -95,6 +121,21 @@ class FakeWire:
                 self._kv.write([block_id], place, slot)
         token = FirstToken(next_token(content, spec.seed, self._vocab_size, self._specs))
         self._landed.append(Landed(handoff_id, order.num_tokens, token))
+
+    def _land_pull(self, order: Receive) -> None:
+        for name, block_id in zip(order.names, order.block_ids, strict=True):
+            self._kv.blocks[block_id] = list(self._slots_by_name[name])
+        self.num_pulled += len(order.names)
+        self._landed.append(Landed(order.handoff_id, order.num_tokens, None))
+
+    def request(self, handoff_id: HandoffId, names: Sequence[bytes]) -> None:
+        """Pull blocks, as a peer."""
+        self.outgoing[handoff_id] = Outgoing(RequestId(""), names=tuple(names))
+        self._requested.append(Requested(handoff_id, tuple(names)))
+
+    def open_requests(self) -> list[HandoffId]:
+        """Return the pulls of peers that have not ended."""
+        return [handoff_id for handoff_id, outgoing in self.outgoing.items() if outgoing.names]
 
     def lose(self, handoff_id: HandoffId) -> None:
         self.incoming[handoff_id].is_over = True
@@ -161,8 +202,10 @@ class FakeWire:
             failed_recving=tuple(self._lost),
             released=tuple(self._released),
             finished_sending=tuple(self._sent),
+            requested=tuple(self._requested),
         )
         self._landed, self._lost, self._released, self._sent = [], [], [], []
+        self._requested = []
         return reports
 
     def _end(self, outgoing: Outgoing, end: Complete | Withdraw) -> None:
@@ -178,6 +221,9 @@ class FakeWire:
     def _check_sent(self, handoff_id: HandoffId) -> None:
         """Check that a block that is read holds the correct KV."""
         outgoing = self.outgoing[handoff_id]
+        if outgoing.names:
+            self._check_given(outgoing)
+            return
         spec = self._spec_by_id[outgoing.request_id]
         context = context_of(spec)
         content = self._content_of(context)
@@ -190,6 +236,16 @@ class FakeWire:
             assert len(sent) == len(blocks)
             first_token = next_token(content, spec.seed, self._vocab_size, self._specs)
             assert outgoing.first_token.token_id == first_token
+
+    def _check_given(self, outgoing: Outgoing) -> None:
+        if not outgoing.block_ids:
+            assert not outgoing.is_ended or outgoing.is_withdrawn, "nothing was given"
+            return
+        assert outgoing.is_ended, "the blocks were given without a final order"
+        assert outgoing.first_token is None
+        for name, block_id in zip(outgoing.names, outgoing.block_ids, strict=True):
+            assert self._kv.blocks[block_id] == self._slots_by_name[name]
+        self.num_given += len(outgoing.names)
 
     def _content_of(self, context: tuple[int, ...]) -> Content:
         return content_of(context, self._specs, self._num_state_blocks)

@@ -1,5 +1,8 @@
 """Simulation of a decode node, prefill nodes, their links and their wire, driven by a test.
 
+The prefill nodes send to the decode node. Each node can also pull cached blocks of any other: the
+blocks are named by their content.
+
 The worker halves are the real ones, over the in-memory transport. The world plays the two
 schedulers (blocks are taken over by a new owner, and overwritten, the moment they are reported
 free) and watches every byte that lands.
@@ -9,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -28,6 +31,7 @@ from kv_transfer.types import (
     NodeId,
     Peer,
     Receive,
+    Requested,
     Revoke,
     Send,
     SendLayers,
@@ -35,7 +39,7 @@ from kv_transfer.types import (
 )
 from kv_transfer.worker import KvTransferWorker
 from tests.support.kv_links import HubLink, LinkHub
-from tests.support.memory_transport import Flight, MemoryChannel, MemoryTransport, Wire
+from tests.support.memory_transport import MemoryChannel, MemoryTransport, Wire
 
 BLOCK_BYTES = 8
 MAX_SETTLE_STEPS, SETTLE_STEP_S = 100, 2.0
@@ -150,14 +154,19 @@ class Node:
         self.free = [BlockId(block) for block in range(num_blocks)]
         self.is_stopped = False  # SIGSTOP: it takes no turn
         self.num_layers_ended: int | None = None  # of the pass under way
+        self.cached: dict[bytes, BlockId] = {}
+        self.num_given: Counter[BlockId] = Counter()  # cached blocks that are sent to peers
+        self.requested: list[Requested] = []  # that are not answered yet
 
 
 @dataclass(slots=True)
 class Receiving:
-    """A receive as D's scheduler knows it. Its blocks are held until it ends."""
+    """A receive as the scheduler of its node knows it. Its blocks are held until it ends."""
 
+    node: Node
     block_ids: tuple[BlockId, ...]
     labels: Sequence[int]  # say what the blocks should hold
+    names: tuple[bytes, ...] = ()  # of a pull
     is_lost: bool = False
     is_revoked: bool = False
 
@@ -207,7 +216,10 @@ class World:
     ended: set[HandoffId] = field(default_factory=set)
     finished: set[HandoffId] = field(default_factory=set)
     begun: set[HandoffId] = field(default_factory=set)
-    handoff_by_ticket: dict[int, HandoffId] = field(default_factory=dict)
+    # Tickets are numbered by each node, whose memory has an address of its own.
+    handoff_by_ticket: dict[tuple[int, int], HandoffId] = field(default_factory=dict)
+    giving: dict[HandoffId, tuple[Node, tuple[BlockId, ...]]] = field(default_factory=dict)
+    requested: set[HandoffId] = field(default_factory=set)
     landed: set[HandoffId] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -232,15 +244,64 @@ class World:
             return False
         blocks = tuple(self.d.free.pop() for _ in range(num_blocks))
         labels = range(first_block, first_block + num_blocks) if labels is None else labels
-        self.receiving[handoff_id] = Receiving(blocks, labels)
+        self.receiving[handoff_id] = Receiving(self.d, blocks, labels)
         source = Peer(NodeId(p), p)
         order = Receive(handoff_id, source, first_block, blocks, num_tokens=num_blocks)
         self._order(self.d, KvOrders(receives=(order,)))
         return True
 
     def revoke(self, handoff_id: HandoffId) -> None:
-        self.receiving[handoff_id].is_revoked = True
-        self._order(self.d, KvOrders(revokes=(Revoke(handoff_id),)))
+        receiving = self.receiving[handoff_id]
+        receiving.is_revoked = True
+        self._order(receiving.node, KvOrders(revokes=(Revoke(handoff_id),)))
+
+    # --- Pulls -------------------------------------------------------------------------
+
+    def cache(self, node: Node, name: bytes) -> None:
+        """Put a block into the prefix cache of a node that has a free one."""
+        if node.free and name not in node.cached:
+            node.cached[name] = node.free.pop()
+            node.memory.put(node.cached[name], name.ljust(BLOCK_BYTES))
+            node.memory.drain()  # it is cached after its pass
+
+    def evict(self, node: Node, name: bytes) -> None:
+        """Evict a cached block, unless it is sent to a peer."""
+        block = node.cached[name]
+        if not node.num_given[block]:
+            del node.cached[name]
+            node.memory.put(block, b"reused!!")
+            node.free.append(block)
+
+    def pull(self, node: Node, holder: str, names: tuple[bytes, ...]) -> HandoffId | None:
+        """Start a pull. Returns None if the node has too few blocks."""
+        if len(node.free) < len(names):
+            return None
+        blocks = tuple(node.free.pop() for _ in names)
+        handoff_id = HandoffId(f"pull {node.name}", next(self.numbers))
+        self.receiving[handoff_id] = Receiving(node, blocks, range(len(names)), names)
+        source = Peer(NodeId(holder), holder)
+        order = Receive(handoff_id, source, 0, blocks, num_tokens=len(names), names=names)
+        self._order(node, KvOrders(receives=(order,)))
+        return handoff_id
+
+    def answer_pull(self, node: Node) -> None:
+        """Give the blocks of the oldest pull that this node was asked for, or refuse."""
+        requested = node.requested.pop(0)
+        handoff_id = requested.handoff_id
+        found = tuple(node.cached[name] for name in requested.names if name in node.cached)
+        if len(found) < len(requested.names):
+            self.giving[handoff_id] = node, ()
+            self._order(node, KvOrders(withdraws=(Withdraw(handoff_id, "not cached"),)))
+            return
+        self.giving[handoff_id] = node, found
+        node.num_given.update(found)
+        complete = Complete(handoff_id, len(found), None)
+        self._order(node, KvOrders(sends=(Send(handoff_id, 0, found),), completes=(complete,)))
+
+    def _answer_all(self) -> None:
+        for node in self.nodes:
+            while node.requested:
+                self.answer_pull(node)
 
     # --- Scheduler of a P --------------------------------------------------------------
 
@@ -354,30 +415,35 @@ class World:
         """Kill P. Its writes can still be in flight."""
         dead = self.ps.pop(name)
         self.hub.remove(name)
-        for channel in self._channels_of(dead):
-            for flight in [one for one in self.wire.flights if one.source is channel]:
-                if self.wire.is_direct:
-                    self.wire.lose(flight)  # its writer is dead
-            channel.close()
-            channel.is_gone = True
+        self._bury(dead)
         self.sending = {h: s for h, s in self.sending.items() if s.node is not dead}
 
     def restart_d(self) -> None:
         dead, self.d = self.d, Node(self, "d-", 1, self.config)
         self.hub.remove("d-")
         self.hub.remove("d")
+        self._bury(dead)
+        self.d = Node(self, "d", self.num_blocks, self.config)
+
+    def _bury(self, dead: Node) -> None:
+        """End the memory, the channels and the hand-offs of a process that was killed."""
         for channel in self._channels_of(dead):
             for flight in [one for one in self.wire.flights if one.target is channel]:
                 self.wire.fail(flight)
                 self.wire.lose(flight)
+            for flight in [one for one in self.wire.flights if one.source is channel]:
+                if self.wire.is_direct:
+                    self.wire.lose(flight)  # its writer is dead
             self.wire.notices = [one for one in self.wire.notices if one[0] is not channel]
             self.wire.cancels = [one for one in self.wire.cancels if one[0] is not channel]
             channel.close()
             channel.is_gone = True
-        self.ended |= set(self.receiving)
-        self.receiving.clear()
-        self.handoff_by_ticket.clear()
-        self.d = Node(self, "d", self.num_blocks, self.config)
+        lost = {h for h, receiving in self.receiving.items() if receiving.node is dead}
+        self.ended |= lost
+        self.receiving = {h: r for h, r in self.receiving.items() if h not in lost}
+        base = dead.memory.region.base
+        self.handoff_by_ticket = {k: h for k, h in self.handoff_by_ticket.items() if k[0] != base}
+        self.giving = {h: given for h, given in self.giving.items() if given[0] is not dead}
 
     def _channels_of(self, node: Node) -> list[MemoryChannel]:
         region = node.memory.region
@@ -403,7 +469,9 @@ class World:
             node.is_stopped = False
         for _ in range(MAX_SETTLE_STEPS):
             self.exchange()
-            if not (self.receiving or self.sending or self.wire.flights or self._open_handoffs()):
+            self._answer_all()
+            is_busy = self.receiving or self.sending or self.giving or self.wire.flights
+            if not (is_busy or self._open_handoffs()):
                 return
             self.now += SETTLE_STEP_S
 
@@ -424,6 +492,8 @@ class World:
         if self.receiving or self.sending:
             raise BrokenPromise(f"never ended: {self.receiving} {self.sending}")
         for node in self.nodes:
+            for name in list(node.cached):
+                self.evict(node, name)
             if sorted(node.free) != list(range(self.num_blocks)):
                 raise BrokenPromise(f"{node.name} lost blocks: {sorted(node.free)} are free")
         if self._open_handoffs():
@@ -446,18 +516,24 @@ class World:
             self._released(handoff_id)
         for handoff_id in reports.finished_sending:
             self._finished(handoff_id, node)
+        for requested in reports.requested:
+            if requested.handoff_id in self.requested:
+                raise BrokenPromise(f"{requested.handoff_id} was requested twice")
+            self.requested.add(requested.handoff_id)
+            node.requested.append(requested)
 
     def _landed(self, handoff_id: HandoffId) -> None:
         receiving = self.receiving[handoff_id]
         if receiving.is_lost:
             raise BrokenPromise(f"{handoff_id} landed after it was lost")
         for label, block in zip(receiving.labels, receiving.block_ids, strict=True):
-            got = self.d.memory.get(block)
-            expected = content_of(handoff_id, label)
+            got = receiving.node.memory.get(block)
+            name = receiving.names[label] if receiving.names else None
+            expected = content_of(handoff_id, label) if name is None else name.ljust(BLOCK_BYTES)
             if got != expected:
                 raise BrokenPromise(f"{handoff_id} landed with {got!r} for {expected!r}")
         self.landed.add(handoff_id)
-        self._give_back(handoff_id)
+        self._give_back(handoff_id, has_landed=True)
 
     def _released(self, handoff_id: HandoffId) -> None:
         if handoff_id in self.ended:
@@ -467,40 +543,51 @@ class World:
             raise BrokenPromise(f"{handoff_id} was released before it was given up")
         self._give_back(handoff_id)
 
-    def _give_back(self, handoff_id: HandoffId) -> None:
+    def _give_back(self, handoff_id: HandoffId, *, has_landed: bool = False) -> None:
         self.ended.add(handoff_id)
-        for block in self.receiving.pop(handoff_id).block_ids:
-            self.d.memory.put(block, b"new user")
-            self.d.free.append(block)
+        receiving = self.receiving.pop(handoff_id)
+        node, names = receiving.node, receiving.names or (None,) * len(receiving.block_ids)
+        for block, name in zip(receiving.block_ids, names, strict=True):
+            if has_landed and name is not None and name not in node.cached:
+                node.cached[name] = block
+                continue
+            node.memory.put(block, b"new user")
+            node.free.append(block)
 
     def _finished(self, handoff_id: HandoffId, node: Node) -> None:
         if handoff_id in self.finished:
             raise BrokenPromise(f"{handoff_id} finished sending twice")
         self.finished.add(handoff_id)
+        if handoff_id in self.giving:
+            giver, given = self.giving.pop(handoff_id)
+            node.num_given.subtract(given)
+            self._check_nothing_reads(giver, [each for each in given if not node.num_given[each]])
+            return
         sending = self.sending.pop(handoff_id)
         if not sending.has_final_order or sending.node is not node:
             raise BrokenPromise(f"{handoff_id} finished before the last word on it")
-        for flight in self.wire.flights:
-            self._check_not_reading(flight, sending)
+        self._check_nothing_reads(node, sending.block_ids)
         for block in sending.block_ids:
             node.memory.put(block, b"reused!!")
             node.free.append(block)
 
-    def _check_not_reading(self, flight: Flight, sending: Sending) -> None:
-        is_same_node = flight.source.region == sending.node.memory.region
-        is_reading = is_same_node and not flight.source.is_closed and not flight.is_acknowledged
-        if is_reading and set(flight.write.sources) & set(sending.block_ids):
-            raise BrokenPromise("a source block was given back while a write reads it")
+    def _check_nothing_reads(self, node: Node, block_ids: Sequence[BlockId]) -> None:
+        for flight in self.wire.flights:
+            is_same_node = flight.source.region == node.memory.region
+            is_reading = is_same_node and not flight.source.is_closed and not flight.is_acknowledged
+            if is_reading and set(flight.write.sources) & set(block_ids):
+                raise BrokenPromise("a source block was given back while a write reads it")
 
     def _witness(self, channel: MemoryChannel, ticket: int, block: BlockId) -> None:
-        handoff_id = self.handoff_by_ticket[ticket]
+        handoff_id = self.handoff_by_ticket[channel.region.base, ticket]
         receiving = self.receiving.get(handoff_id)
         if receiving is None or block not in receiving.block_ids:
             raise BrokenPromise(f"a write of {handoff_id} landed in block {block} of a new owner")
 
     def _see(self, message: LinkMessage) -> None:
         if isinstance(message, Grant):
-            self.handoff_by_ticket[message.ticket] = message.handoff_id
+            base = self.receiving[message.handoff_id].node.memory.region.base
+            self.handoff_by_ticket[base, message.ticket] = message.handoff_id
 
 
 def content_of(handoff_id: HandoffId, label: int) -> bytes:

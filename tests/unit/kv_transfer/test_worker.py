@@ -11,6 +11,7 @@ from kv_transfer.config import KvWorkerConfig
 from kv_transfer.pairs import MAX_LINKS_WITHOUT_HELLO, Identity
 from kv_transfer.process_identity import ProcessIdentity, current_process_mark
 from kv_transfer.protocol.messages import Hello, find_mismatch
+from kv_transfer.records import TransferRole
 from kv_transfer.types import HandoffId, Incarnation, NodeId
 from kv_transfer.worker import KvTransferWorker
 from tests.support.handoff_world import CONFIG, FINGERPRINT, Memory, Node, World
@@ -50,6 +51,54 @@ def test_a_hand_off_lands_and_leaves_a_record_on_both_sides() -> None:
         "announced", 4, 32, 2,
     )  # fmt: skip
     assert (received.outcome, received.num_bytes) == ("done", 32)
+
+
+def test_nodes_pull_from_each_other_over_a_link_for_each_direction() -> None:
+    world = World()
+    p = world.ps["p0"]
+    world.cache(p, b"of p")
+    world.cache(world.d, b"of d")
+
+    there = world.pull(world.d, "p0", (b"of p",))
+    back = world.pull(p, "d", (b"of d",))
+    world.settle()
+
+    assert world.landed == {there, back}
+    assert world.d.cached.keys() == p.cached.keys() == {b"of p", b"of d"}
+    for node in (world.d, p):
+        assert [each.worker.counters().num_cut_pairs for each in world.nodes] == [0, 0, 0]
+        records = sorted((each.role.value, each.outcome) for each in node.worker.take_records())
+        assert records == [("given", "announced"), ("pulled", "done")]
+    world.check_all_free()
+
+
+def test_a_bad_byte_is_a_lost_pull_where_digests_are_verified() -> None:
+    world = World(config=replace(CONFIG, verify=True))
+    world.cache(world.ps["p0"], b"cached")
+    handoff_id = world.pull(world.d, "p0", (b"cached",))
+    assert handoff_id is not None
+    exchange_messages(world)
+    world.answer_pull(world.ps["p0"])
+    [flight] = world.wire.flights
+    world.wire.land(flight, 0)
+    world.d.memory.put(flight.write.targets[0], b"garbage!")
+
+    world.settle()
+
+    assert handoff_id not in world.landed
+    assert world.d.worker.counters().num_digest_mismatches == 1
+    world.check_all_free()
+
+
+def test_a_pull_of_evicted_blocks_is_refused_and_its_blocks_come_back() -> None:
+    world = World()
+
+    world.pull(world.d, "p0", (b"gone",))
+    world.settle()
+
+    [record] = world.d.worker.take_records()
+    assert (record.role, record.outcome) == (TransferRole.PULLED, "the peer: not cached")
+    world.check_all_free()
 
 
 def test_a_pair_that_was_connected_ahead_needs_no_second_link_for_its_first_hand_off() -> None:
@@ -339,7 +388,14 @@ def test_peers_that_do_not_fit_are_refused_by_name() -> None:
         ),
         (
             {"fingerprint": replace(FINGERPRINT, wire_version=1)},
-            "wire_version differs: 3 and 1 on a and b; run one version of baton on all nodes",
+            "wire_version differs: 4 and 1 on a and b; run one version of baton on all nodes",
+        ),
+        (
+            {"fingerprint": replace(FINGERPRINT, dtype="int8/float32")},
+            (
+                "dtype differs: float32 and int8/float32 on a and b; "
+                "give all nodes one --dtype and --kv-cache-dtype"
+            ),
         ),
         (
             {"transport": "ucxx"},

@@ -210,3 +210,17 @@ def test_an_order_larger_than_the_staging_area_fails_by_name() -> None:
 
     [lost] = world.receiver.take_reports().failed_recving
     assert "--kv-staging-memory is 16384 bytes" in lost.reason
+
+
+def test_blocks_of_another_layout_are_not_pulled() -> None:
+    world = StagedReceiver()
+    world.granted()
+    wanted = replace(order(0, 1, 32, 9), names=(b"name",))
+
+    world.receiver.receive(wanted, LINK, 1.0)
+
+    reports = world.receiver.take_reports()
+    [lost] = reports.failed_recving
+    assert "same layout" in lost.reason
+    assert reports.released == (wanted.handoff_id,)
+    assert world.granted() == {}

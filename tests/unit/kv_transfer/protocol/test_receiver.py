@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kv_transfer.config import ReceiverConfig
 from kv_transfer.link import LinkId
 from kv_transfer.protocol.actions import (
@@ -64,6 +66,15 @@ def test_a_grant_waits_for_the_link_and_writes_are_expected_first() -> None:
     assert before == []
     grant = Grant(ID, 1, 0, BLOCKS, 3)
     assert receiver.take_actions() == [ExpectWrites(LINK, 1, BLOCKS), SendMessage(LINK, grant)]
+
+
+def test_the_grant_of_a_pull_names_its_blocks() -> None:
+    receiver = Receiver(CONFIG, is_one_sided=True)
+    receiver.link_up(LINK, 0.0)
+
+    receiver.receive(replace(order(), names=(b"a", b"b")), LINK, 0.0)
+
+    assert said(receiver) == [Grant(ID, 1, 0, BLOCKS, 3, (b"a", b"b"))]
 
 
 def test_a_link_that_was_up_before_its_first_receive_grants_at_once() -> None:
@@ -197,7 +208,7 @@ def test_a_failed_receive_is_lost_at_once_revoked_and_released_later() -> None:
     receiver.handle_message(LINK, Failed(ID, "no room"), 1.0)
 
     reports = receiver.take_reports()
-    assert reports.failed_recving == (Lost(ID, "prefill node: no room"),)
+    assert reports.failed_recving == (Lost(ID, "the peer: no room"),)
     assert reports.released == ()
     assert said(receiver) == [RevokeGrant(ID, 1)]
 

@@ -25,6 +25,7 @@ from kv_transfer.types import (
     Complete,
     FirstToken,
     HandoffId,
+    Requested,
     Send,
     SendLayers,
     Withdraw,
@@ -484,3 +485,83 @@ def test_layers_wait_for_blocks_before_them_that_found_no_room_in_flight() -> No
 
     assert while_full == []
     assert parts(sender) == [(ids(8), None), (ids(9), LayerRange(0, 1, 4))]
+
+
+NAMES = (b"first", b"second")
+
+
+def requested() -> Sender:
+    """Return a sender with a pull of two blocks since second 0, which was reported."""
+    sender = linked()
+    sender.handle_message(LINK, pull_grant(), 0.0)
+    assert sender.take_requested() == (Requested(ID, NAMES),)
+    return sender
+
+
+def pull_grant(ticket: int = 1) -> Grant:
+    return replace(grant(7, 8, ticket=ticket), names=NAMES)
+
+
+def give(sender: Sender, now: float = 0.1) -> None:
+    sender.send(Send(ID, 0, ids(1, 2)), now)
+    sender.complete(Complete(ID, 8, None), now)
+
+
+def test_a_pull_is_requested_once_and_its_blocks_are_sent_like_any_others() -> None:
+    sender = requested()
+    sender.handle_message(LINK, pull_grant(ticket=2), 0.0)
+    assert said(sender) == [Failed(ID, "the id is in use: it is no pull")]
+    give(sender)
+
+    assert posts(sender) == [Write(1, 1, 0, ids(1, 2), ids(7, 8))]
+    sender.written(LINK, 1, 0.2)
+
+    assert SendDone(LINK, 1, Complete(ID, 8, None)) in sender.take_actions()
+    assert sender.take_finished() == (ID,)
+    assert sender.take_requested() == ()
+
+
+def test_a_grant_without_names_requests_nothing() -> None:
+    sender = linked()
+    sender.handle_message(LINK, grant(7, 8), 0.0)
+    assert sender.take_requested() == ()
+
+
+def test_a_hand_off_that_is_computed_cannot_be_pulled() -> None:
+    sender = linked()
+    sender.send(Send(ID, 0, ids(1, 2)), 0.0)
+
+    sender.handle_message(LINK, pull_grant(), 0.0)
+
+    assert said(sender) == [Failed(ID, "the id is in use: it is no pull")]
+    assert sender.take_requested() == ()
+
+
+def test_a_refused_pull_fails_at_once_and_ends() -> None:
+    sender = requested()
+
+    sender.withdraw(Withdraw(ID, "not cached"), 0.1)
+
+    assert said(sender) == [Failed(ID, "not cached")]
+    assert sender.take_finished() == (ID,)
+    assert not list(sender.outgoing())
+
+
+@pytest.mark.parametrize("how", ["revoked", "cut", "expired"])
+def test_orders_for_a_pull_that_has_ended_write_nothing_and_end_once(how: str) -> None:
+    sender = requested()
+    if how == "revoked":
+        sender.handle_message(LINK, RevokeGrant(ID, 1), 0.1)
+        assert said(sender) == [Revoked(ID)]
+    elif how == "cut":
+        sender.handle_link_cut(LINK, "the link broke")
+    else:
+        sender.tick(3.0)
+        assert said(sender) == [Failed(ID, "the lease ended")]
+    assert sender.take_finished() == ()
+
+    give(sender, 3.1)
+
+    assert posts(sender) == []
+    assert sender.take_finished() == (ID,)
+    assert not list(sender.outgoing())
