@@ -11,8 +11,11 @@ from engine.plan import KvWorker, Plan, Runner, RunResult
 from engine.request import Output
 from engine.scheduler.scheduler import Scheduler
 from engine.step_observer import StepObserver, StepRecord
+from kv_transfer.external_kv import NO_EXTERNAL_REPORTS, ExternalKv
 from kv_transfer.records import TransferRecord
 from kv_transfer.types import NO_REPORTS, KvOrders, KvReports
+
+EXTERNAL_CHECK_S = 0.25  # interval of checks for overdue loads
 
 
 class EngineCore:
@@ -25,11 +28,13 @@ class EngineCore:
         kv_worker: KvWorker,
         clock: Callable[[], float] = time.monotonic,
         observers: Sequence[StepObserver] = (),
+        external: ExternalKv | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._runner = runner
         self._containment = Containment(self._run_pass, scheduler)
         self._kv_worker = kv_worker
+        self._external = external
         self._clock = clock
         self._observers = observers
         self._made_progress = False
@@ -58,15 +63,19 @@ class EngineCore:
         plan = self.scheduler.schedule(began_s)
         scheduled_s = self._clock()
         self._kv_worker.start(plan.kv_orders, scheduled_s)
+        if self._external is not None:
+            self._external.start(plan.external_orders)
         ordered_s = self._clock()
         for observer in self._observers:
             observer.note_plan(plan, ordered_s)
         run = self._containment.run(plan) if plan.concerns_runner else RunResult()
         now = self._clock()  # the pass may have taken seconds
         reports = self._kv_worker.poll(now)
+        external = NO_EXTERNAL_REPORTS if self._external is None else self._external.poll()
         polled_s = self._clock()
-        self._made_progress = not plan.is_empty or reports != NO_REPORTS
-        outputs = self.scheduler.update(plan, run, reports, now)
+        has_reports = reports != NO_REPORTS or external != NO_EXTERNAL_REPORTS
+        self._made_progress = not plan.is_empty or has_reports
+        outputs = self.scheduler.update(plan, run, reports, now, external)
         if self._observers:
             times_s = (began_s, scheduled_s, ordered_s, now, polled_s, self._clock())
             step = StepRecord(plan, times_s, reports, self._kv_worker.take_records())
@@ -88,7 +97,13 @@ class EngineCore:
         After a step without progress, the next one makes none either until an action is posted or
         the KV worker has something to report.
         """
-        return 0.0 if self._made_progress else self._kv_worker.next_poll_s(self._clock())
+        if self._made_progress:
+            return 0.0
+        poll_s = self._kv_worker.next_poll_s(self._clock())
+        if not self.scheduler.awaits_external:
+            return poll_s
+        # Its reports wake the engine. A load that takes too long does not.
+        return EXTERNAL_CHECK_S if poll_s is None else min(poll_s, EXTERNAL_CHECK_S)
 
 
 class NoKvWorker:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 
 from engine.kv_cache.block_hashes import BlockHash
@@ -15,8 +16,9 @@ class BlockStored:
 
     block_hashes: tuple[BlockHash, ...]
     parent_block_hash: BlockHash | None  # None at the beginning of a sequence
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]  # of all blocks; empty unless they are collected
     block_size: int
+    root_hash: BlockHash | None = None  # parent of the sequence's first block, by its salt
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +74,7 @@ class SchedulerStats:
     total_proposed_tokens: int = 0  # by speculation
     total_accepted_tokens: int = 0  # of the proposed ones
     num_cached_snapshots: int = 0  # of recurrent states, in the prefix cache
+    total_pulled_blocks: int = 0  # from peers
+    total_failed_pull_blocks: int = 0
+    # Of prompts, loaded from outside the KV cache, by source.
+    total_loaded_tokens: Mapping[str, int] = field(default_factory=dict)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 from engine.core import EngineCore, NoKvWorker
 from engine.plan import KvWorker
 from engine.runner.model_runner import TorchRunner
-from engine.scheduler.config import CacheConfig, SchedulerConfig
+from engine.scheduler.config import CacheConfig, PullConfig, SchedulerConfig
 from engine.scheduler.scheduler import Scheduler
 from engine.structured_output.llguidance_backend import GrammarLibrary
+from kv_transfer.external_kv import ExternalKv
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,7 @@ class EngineOptions:
     scheduling: SchedulerConfig = field(default_factory=SchedulerConfig)
     enable_prefix_caching: bool = True
     collect_kv_events: bool = False
+    collect_token_ids: bool = False  # in KV events
 
 
 def build_engine(
@@ -28,7 +30,12 @@ def build_engine(
     return EngineCore(build_scheduler(runner, options), runner, kv_worker or NoKvWorker())
 
 
-def build_scheduler(runner: TorchRunner, options: EngineOptions) -> Scheduler:
+def build_scheduler(
+    runner: TorchRunner,
+    options: EngineOptions,
+    external: ExternalKv | None = None,
+    pulls: PullConfig | None = None,
+) -> Scheduler:
     """Build a scheduler for the runner's model, for callers that wire up the engine themselves."""
     return Scheduler(
         _scheduling_for(runner, options.scheduling),
@@ -41,7 +48,10 @@ def build_scheduler(runner: TorchRunner, options: EngineOptions) -> Scheduler:
             model_salt=f"{runner.info.fingerprint}:{runner.kv_memory.dtype}",
             max_shareable_prompt_len=runner.info.max_shareable_prompt_len,
             collect_events=options.collect_kv_events,
+            collect_token_ids=options.collect_token_ids,
         ),
+        external,
+        pulls,
     )
 
 

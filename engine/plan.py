@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 from engine.request import Failure, RequestId
 from engine.sampling import SamplingParams
 from engine.structured_output.grammar import Grammar
+from kv_transfer.external_kv import NO_ORDERS, ExternalOrders
 from kv_transfer.records import TransferRecord
 from kv_transfer.types import BlockId, KvOrders, KvReports, TokenLogprobs
 
@@ -75,6 +76,7 @@ class Plan:
     # With speculation: the part of the token budget left for draft tokens of all rows.
     max_draft_tokens: int = 0
     kv_orders: KvOrders = KvOrders()
+    external_orders: ExternalOrders = NO_ORDERS
     snapshots: dict[RequestId, tuple[StateSnapshot, ...]] = field(default_factory=dict)
     # Repeats a part of a failed pass. The runner first removes all rows that the plan names,
     # known or not. No layer of KV is sent to a peer before the pass has ended.
@@ -87,7 +89,8 @@ class Plan:
     @property
     def is_empty(self) -> bool:
         """True if nothing can be done now, nor in the next step unless new input arrives."""
-        return not self.concerns_runner and self.kv_orders == KvOrders()
+        has_orders = self.kv_orders != KvOrders() or self.external_orders != NO_ORDERS
+        return not self.concerns_runner and not has_orders
 
 
 @dataclass(frozen=True, slots=True)

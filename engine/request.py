@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, NewType
 
+from engine.kv_hints import NO_KV_HINTS, KvHints
 from engine.sampling import SamplingParams
 from kv_transfer.types import HandoffId, Peer, TokenLogprobs
 
@@ -24,11 +26,14 @@ class EngineRequest:
     age_s: float = 0.0  # since the client sent it, so that a retry keeps its place in the queue
     priority: int = 0  # lower runs earlier
     cache_salt: str = ""
+    tenant: str = ""  # owner of the salt, to whose quota its blocks count; empty: the salt itself
+    kv_hints: KvHints = NO_KV_HINTS
     # Output tokens generated on other nodes (a migrated stream). They are context like the
     # prompt, but count as output for penalties, limits and positions.
     prior_output_token_ids: tuple[int, ...] = ()
     receive_from: ReceiveKv | None = None
     send_to: HandoffId | None = None
+    prefix_source: PrefixSource | None = None
     # Limits its prefill chunks to about the time that decoding takes in the same step.
     is_paced: bool = False
 
@@ -39,6 +44,14 @@ class ReceiveKv:
 
     handoff_id: HandoffId
     source: Peer
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixSource:
+    """Peer that probably has KV of the request's prefix, which this node may pull from it."""
+
+    peer: Peer
+    num_tokens: int  # leading tokens of the request whose KV the peer probably has
 
 
 class FinishReason(Enum):
@@ -60,6 +73,8 @@ class RequestStats:
     num_preemptions: int
     num_proposed_tokens: int = 0  # by speculation
     num_accepted_tokens: int = 0  # of the proposed ones
+    # Of the cached prompt tokens: loaded from an external KV cache for this request, by tier.
+    loaded_tokens: Mapping[str, int] = field(default_factory=dict)
 
 
 class FailureCause(Enum):

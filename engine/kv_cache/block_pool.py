@@ -24,6 +24,7 @@ class BlockPool:
         # Popped from the end, so that a new pool allocates adjacent blocks in ascending order.
         self._uncached_free = [BlockId(n) for n in reversed(range(num_blocks))]
         self._cached_free: OrderedDict[BlockId, None] = OrderedDict()
+        self._evicted_first: set[BlockId] = set()  # once they are free
         self._hash_by_block: dict[BlockId, BlockHash] = {}
         self._block_by_hash: dict[BlockHash, BlockId] = {}
         self.num_releases = 0  # incremented when blocks may have become free
@@ -71,6 +72,10 @@ class BlockPool:
     def is_cached(self, block_hash: BlockHash) -> bool:
         return block_hash in self._block_by_hash
 
+    def name_of(self, block_id: BlockId) -> BlockHash | None:
+        """Return the name of a cached block, or None if it is not cached."""
+        return self._hash_by_block.get(block_id)
+
     def num_free_among(self, block_ids: Iterable[BlockId]) -> int:
         return sum(1 for block_id in block_ids if not self._ref_cnt[block_id])
 
@@ -96,6 +101,17 @@ class BlockPool:
                 self._cached_free[block_id] = None
             else:
                 self._uncached_free.append(block_id)
+        if self._evicted_first:
+            self._move_to_front(block_ids)
+
+    def evict_first(self, block_ids: Iterable[BlockId]) -> None:
+        """Let these held blocks be evicted before all others once they are free."""
+        self._evicted_first.update(block_ids)
+
+    def evict_in_turn(self, block_ids: Iterable[BlockId]) -> None:
+        """Undo `evict_first`."""
+        if self._evicted_first:
+            self._evicted_first.difference_update(block_ids)
 
     def register(self, block_id: BlockId, block_hash: BlockHash) -> bool:
         """Add a complete block to the prefix cache. Returns False if its hash is there already."""
@@ -146,11 +162,21 @@ class BlockPool:
         for place, (counted, found) in enumerate(zip(self._ref_cnt, expected, strict=True)):
             if counted != found:
                 raise BlocksUnaccounted(f"block {place}: ref_cnt {counted}, holders {found}")
+        if any(not self._ref_cnt[block_id] for block_id in self._evicted_first):
+            raise BlocksUnaccounted("a free block waits to be evicted first")
         free = [*self._uncached_free, *self._cached_free]
         unheld = [place for place, count in enumerate(expected) if not count]
         if sorted(free) != unheld:
             raise BlocksUnaccounted(f"free: {sorted(free)}, without references: {unheld}")
         self._check_hashes()
+
+    def _move_to_front(self, block_ids: Sequence[BlockId]) -> None:
+        """Let those of the blocks that are free and marked be evicted first, the last one first."""
+        for block_id in block_ids:
+            if not self._ref_cnt[block_id] and block_id in self._evicted_first:
+                self._evicted_first.discard(block_id)
+                if block_id in self._cached_free:
+                    self._cached_free.move_to_end(block_id, last=False)
 
     def _check_hashes(self) -> None:
         there = {block_hash: block_id for block_id, block_hash in self._hash_by_block.items()}

@@ -8,23 +8,42 @@ fixed number of blocks, and its prefixes are cached where a snapshot of that sta
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
 
 from engine.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from engine.kv_cache.block_hashes import BlockHash, extend_hashes
 from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.block_tables import check_tables
+from engine.kv_cache.external_prefix import (
+    SNAPSHOT,
+    ExternalPrefix,
+    FirstAnswers,
+    Holder,
+    HoldsAll,
+    PoolAndExternal,
+    SnapshotsAndExternal,
+    external_prefix,
+)
+from engine.kv_cache.group_stats import GroupCounters, GroupStats
 from engine.kv_cache.groups import KvCacheSpec
 from engine.kv_cache.prefix_search import PrefixHit, PrefixSearch, is_of_first_group, name_in_group
-from engine.kv_cache.recurrent_state import RecurrentState, SnapshotCache
+from engine.kv_cache.recurrent_state import (
+    RecurrentState,
+    SnapshotCache,
+    snapshot_end,
+    snapshot_names,
+)
 from engine.kv_cache.transfer_order import TransferOrder
-from engine.plan import BlockTables, StateSnapshot
+from engine.plan import BlockIds, BlockTables, StateSnapshot
 from engine.scheduler.config import CacheConfig
 from engine.scheduler.request import Request
+from kv_transfer.external_kv import BlockHints, BlockName, ExternalKv
 from kv_transfer.types import NO_BLOCK, BlockId
 
 
 class KvCache:
-    def __init__(self, config: CacheConfig) -> None:
+    def __init__(self, config: CacheConfig, external: ExternalKv | None = None) -> None:
         self._config = config
         self._naming = config.naming
         self._specs = tuple(group.spec for group in config.groups)
@@ -37,7 +56,14 @@ class KvCache:
         self._snapshots = SnapshotCache(self.pool, config.num_state_blocks)
         snapshots = self._snapshots if config.num_state_blocks else None
         self._search = PrefixSearch(self.pool, self._specs, config.block_size, snapshots)
+        self._promised_search = self._search_with(HoldsAll())
+        self._external: FirstAnswers | None = None
+        if external is not None:
+            self._external = FirstAnswers(external)
+            self._external_search = self._search_with(self._external)
+        self._unstored: deque[tuple[BlockHash, BlockId, BlockHints]] = deque()  # not yet outside
         self._events: list[KvEvent] = []
+        self._counters = GroupCounters(self._specs, has_state=config.num_state_blocks > 0)
         self.total_query_tokens = 0
         self.total_hit_tokens = 0
 
@@ -127,6 +153,7 @@ class KvCache:
             request.num_cached_tokens = request.num_computed_tokens
         self.total_query_tokens += request.num_tokens
         self.total_hit_tokens += request.num_computed_tokens
+        self._counters.count_hit(hit)
         return True
 
     def grow(self, request: Request, num_tokens: int) -> BlockTables | None:
@@ -163,15 +190,125 @@ class KvCache:
         block_ids, hashes = request.block_tables[0], request.block_hashes
         for place in range(first, num_full):
             block_id = block_ids[place]
-            if block_id != NO_BLOCK and not self.pool.register(block_id, hashes[place]):
+            if block_id == NO_BLOCK or not self._register(request, block_id, hashes[place]):
                 self._note_stored(request, run_start, place)
                 run_start = place + 1
         self._note_stored(request, run_start, num_full)
         for group, table in enumerate(request.block_tables[1:], 1):
             for place in range(first, num_full):
                 if table[place] != NO_BLOCK:
-                    self.pool.register(table[place], name_in_group(hashes[place], group))
+                    self._register(request, table[place], name_in_group(hashes[place], group))
         request.num_registered_blocks = num_full
+
+    def find_external(self, request: Request, max_num_tokens: int) -> ExternalPrefix:
+        """Return the longest prefix in the prefix cache and the external one together."""
+        if self._external is None or not self._config.enable_prefix_caching:
+            return ExternalPrefix()
+        self._external.begin_search()
+        self._extend_hashes(request)
+        hashes = request.block_hashes[: max_num_tokens // self.block_size]
+        num_hits = self._search.find(hashes, None).num_blocks
+        return external_prefix(self._external_search.find(hashes, None), hashes, num_hits)
+
+    def find_promised(
+        self, request: Request, max_num_tokens: int, num_promised_tokens: int
+    ) -> ExternalPrefix:
+        """Return the longest prefix in the prefix cache and a peer that has these leading tokens.
+
+        With recurrent layers, the peer has a snapshot at their end, and no other.
+        """
+        if not self._config.enable_prefix_caching:
+            return ExternalPrefix()
+        if self.num_state_blocks and num_promised_tokens > max_num_tokens:
+            return ExternalPrefix()
+        self._extend_hashes(request)
+        hashes = request.block_hashes[: max_num_tokens // self.block_size]
+        num_hits = self._search.find(hashes, None).num_blocks
+        promised = hashes[: num_promised_tokens // self.block_size]
+        return external_prefix(self._promised_search.find(promised, None), hashes, num_hits)
+
+    def allocate_loaded(self, count: int) -> list[BlockId]:
+        """Allocate blocks to load into, which the caller has checked to be free."""
+        return self._allocate(count)
+
+    def register_loaded(
+        self,
+        request: Request,
+        prefix: ExternalPrefix,
+        block_ids: Sequence[BlockId],
+        are_loaded: Sequence[bool],
+    ) -> None:
+        """Add the loaded blocks of a request's prefix to the prefix cache."""
+        parts: list[BlockId] = []
+        loaded = zip(prefix.names, prefix.groups, prefix.places, block_ids, are_loaded, strict=True)
+        for name, group, place, block_id, is_loaded in loaded:
+            if not is_loaded:
+                continue
+            if group == SNAPSHOT:
+                parts.append(block_id)
+                if len(parts) == self.num_state_blocks:
+                    self._register_snapshot(request, place + 1, tuple(parts))
+            elif self._register(request, block_id, BlockHash(name)) and not group:
+                self._note_stored(request, place, place + 1)
+
+    def register_named(
+        self,
+        names: Sequence[BlockName],
+        block_ids: Sequence[BlockId],
+        are_loaded: Sequence[bool],
+    ) -> None:
+        """Add loaded blocks to the prefix cache whose tokens are not known here.
+
+        No event names them: the external cache that held them does, and it need not store them.
+        """
+        parts: dict[BlockHash, dict[BlockHash, BlockId]] = {}  # by the end of the snapshot
+        for name, block_id, is_loaded in zip(names, block_ids, are_loaded, strict=True):
+            if not is_loaded:
+                continue
+            end = snapshot_end(BlockHash(name))
+            if end is None:
+                self.pool.register(block_id, BlockHash(name))
+            else:
+                parts.setdefault(end, {})[BlockHash(name)] = block_id
+        for end, found in parts.items():
+            if len(found) == self.num_state_blocks:
+                self._snapshots.register(end, tuple(found[name] for name in sorted(found)))
+
+    def take_unstored(self) -> tuple[BlockHash, BlockId, BlockHints] | None:
+        """Return the next block that was registered, if any. It may have been evicted since."""
+        return self._unstored.popleft() if self._unstored else None
+
+    def store_hits(self, request: Request) -> None:
+        """Queue the prefix hits of a request to be stored outside, where they may be missing."""
+        num_hits = request.num_cached_tokens // self.block_size
+        for group, table in enumerate(request.block_tables):
+            for place, block_id in enumerate(table[:num_hits]):
+                if block_id != NO_BLOCK:
+                    name = name_in_group(request.block_hashes[place], group)
+                    self._unstored.append((name, block_id, request.block_hints))
+
+    def forget_unstored(self) -> None:
+        self._unstored.clear()
+
+    @property
+    def has_unstored(self) -> bool:
+        return bool(self._unstored)
+
+    def names_of(self, request: Request, num_blocks: int | None = None) -> list[BlockHash]:
+        """Return the names of the first full blocks of a request, or of all of them.
+
+        They include those of every group, and of snapshots.
+        """
+        names = []
+        for block_hash in request.block_hashes[:num_blocks]:
+            names += [name_in_group(block_hash, group) for group in range(len(self._specs))]
+            names += snapshot_names(block_hash, self.num_state_blocks)
+        return names
+
+    def keep(self, hit: PrefixHit) -> None:
+        """Make the blocks of a hit those that were used most recently."""
+        self.pool.hold(hit.block_ids)
+        self.pool.release(hit.block_ids)
 
     def end_chunk(self, request: Request) -> None:
         """Make the state that a prefill chunk computed the current one."""
@@ -194,10 +331,9 @@ class KvCache:
 
     def register_snapshot(self, request: Request, snapshot: StateSnapshot) -> None:
         """Add a snapshot to the prefix cache."""
-        block_hash = self._end_hash(request, snapshot.num_tokens)
-        if request.is_registering and self._snapshots.register(block_hash, snapshot.block_ids):
-            end = snapshot.num_tokens // self.block_size
-            self._add_stored(request, end - 1, end)
+        if request.is_registering:
+            num_blocks = snapshot.num_tokens // self.block_size
+            self._register_snapshot(request, num_blocks, snapshot.block_ids)
 
     def release(self, request: Request) -> None:
         """Release all blocks of a request. Full ones stay in the prefix cache until evicted."""
@@ -207,7 +343,10 @@ class KvCache:
             tables[0] = self._with_snapshots(request)
             self.pool.release(request.state.block_ids)
             request.state = None
+        is_released = request.block_hints.is_released
+        mark = self.pool.evict_first if is_released else self.pool.evict_in_turn
         for block_ids in tables:
+            mark(block_ids)
             self.pool.release(block_ids)
         request.block_tables = ()
         request.num_computed_tokens = 0
@@ -244,10 +383,51 @@ class KvCache:
         self._events.clear()
         return events
 
-    def check(self, held: Iterable[BlockId]) -> None:
-        """Raise BlocksUnaccounted unless `held`, one entry per reference, matches the pool."""
+    def stats_by_group(self, requests: Collection[Request]) -> dict[str, GroupStats]:
+        """Return the statistics of each KV group, and of recurrent states."""
+        tables = [request.block_tables for request in requests if request.block_tables]
+        num_held = [
+            sum(len(table[group]) - table[group].count(NO_BLOCK) for table in tables)
+            for group in range(len(self._specs))
+        ]
+        if self.num_state_blocks:
+            states = (request.state for request in requests)
+            num_held.append(sum(len(state.block_ids) for state in states if state is not None))
+        return self._counters.stats(num_held)
+
+    def check(self, held: Iterable[BlockId], requests: Iterable[Request] = ()) -> None:
+        """Raise BlocksUnaccounted unless `held`, one entry per reference, matches the pool.
+
+        Also checks the block tables of the requests, group by group.
+        """
         self.pool.check(held)
         self._snapshots.check()
+        for request in requests:
+            check_tables(request, self._specs, self.block_size, self.pool)
+
+    def _search_with(self, outside: Holder) -> PrefixSearch:
+        """Return a search for prefixes in the prefix cache and another cache together."""
+        both = PoolAndExternal(self.pool, outside)
+        has_state = self.num_state_blocks > 0
+        snapshots = SnapshotsAndExternal(self._snapshots, outside) if has_state else None
+        return PrefixSearch(both, self._specs, self.block_size, snapshots)
+
+    def _register(self, request: Request, block_id: BlockId, name: BlockHash) -> bool:
+        is_new = self.pool.register(block_id, name)
+        hints = request.block_hints
+        if is_new and self._external is not None and not hints.is_released:
+            self._unstored.append((name, block_id, hints))
+        return is_new
+
+    def _register_snapshot(self, request: Request, num_blocks: int, block_ids: BlockIds) -> None:
+        block_hash = request.block_hashes[num_blocks - 1]
+        if not self._snapshots.register(block_hash, block_ids):
+            return
+        self._add_stored(request, num_blocks - 1, num_blocks)
+        hints = request.block_hints
+        if self._external is not None and not hints.is_released:
+            names = snapshot_names(block_hash, len(block_ids))
+            self._unstored.extend((*each, hints) for each in zip(names, block_ids, strict=True))
 
     def _with_snapshots(self, request: Request) -> list[BlockId]:
         """Return the first table's blocks, each followed by the cached snapshot at its end, if any.
@@ -288,7 +468,8 @@ class KvCache:
         if not num_blocks:
             return None
         sides = tuple(self._allocate(num_blocks)), tuple(self._allocate(num_blocks))
-        return RecurrentState(sides, request.num_computed_tokens, hit.snapshot)
+        num_shared_tokens = hit.num_shared_blocks * self.block_size
+        return RecurrentState(sides, request.num_computed_tokens, hit.snapshot, num_shared_tokens)
 
     def _allocate(self, count: int) -> list[BlockId]:
         """Allocate `count` blocks, which the caller has checked to be free."""
@@ -300,6 +481,7 @@ class KvCache:
 
     def _note_removed(self) -> None:
         evicted = self.pool.take_evicted()
+        self._counters.count_evicted(evicted)
         if self.num_state_blocks:
             removed = self._snapshots.drop_evicted(evicted)
         else:
@@ -316,6 +498,10 @@ class KvCache:
         if start == end or not self._config.collect_events:
             return
         parent = request.block_hashes[start - 1] if start else None
-        token_ids = request.token_ids[start * self.block_size : end * self.block_size]
         hashes = tuple(request.block_hashes[start:end])
-        self._events.append(BlockStored(hashes, parent, tuple(token_ids), self.block_size))
+        token_ids: tuple[int, ...] = ()
+        if self._config.collect_token_ids:
+            token_ids = tuple(request.token_ids[start * self.block_size : end * self.block_size])
+        self._events.append(
+            BlockStored(hashes, parent, token_ids, self.block_size, request.root_hash)
+        )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from engine.kv_cache.block_hashes import HASH_BYTES, BlockHash
-from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.groups import KvCacheSpec
-from engine.kv_cache.recurrent_state import SnapshotCache
 from engine.plan import BlockIds
 from kv_transfer.types import NO_BLOCK, BlockId, existing_blocks
 
@@ -20,6 +19,7 @@ class PrefixHit:
     num_blocks: int  # entries of each table
     block_tables: tuple[list[BlockId], ...]
     snapshot: BlockIds = ()  # of the recurrent state at its end
+    num_shared_blocks: int = 0  # entries that all groups have, with or without a snapshot
 
     @property
     def block_ids(self) -> list[BlockId]:
@@ -36,13 +36,36 @@ def is_of_first_group(name: BlockHash) -> bool:
     return len(name) == HASH_BYTES
 
 
+def group_of(name: BlockHash) -> int | None:
+    """Return the group of a block of tokens, or None for a part of a snapshot."""
+    if len(name) > HASH_BYTES + 1:
+        return None
+    return name[HASH_BYTES] if len(name) > HASH_BYTES else 0
+
+
+class CachedBlocks(Protocol):
+    """Blocks by name: the pool's, or those of another cache as well."""
+
+    def find(self, hashes: Iterable[BlockHash]) -> list[BlockId]: ...
+
+    def is_cached(self, block_hash: BlockHash) -> bool: ...
+
+
+class Snapshots(Protocol):
+    """Snapshots of recurrent states: those of the prefix cache, or of another cache as well."""
+
+    def longest_prefix(self, hashes: Sequence[BlockHash], num_blocks: int) -> int: ...
+
+    def find(self, block_hash: BlockHash) -> BlockIds: ...
+
+
 class PrefixSearch:
     def __init__(
         self,
-        pool: BlockPool,
+        pool: CachedBlocks,
         specs: Sequence[KvCacheSpec],
         block_size: int,
-        snapshots: SnapshotCache | None = None,
+        snapshots: Snapshots | None = None,
     ) -> None:
         self._pool = pool
         self._snapshots = snapshots  # of models with recurrent layers
@@ -62,19 +85,37 @@ class PrefixSearch:
         if self._has_one_full_group and snapshots is None:
             found = self._pool.find(hashes)
             return PrefixHit(len(found), (found,))
-        num_blocks, num_before = len(hashes), -1
+        num_blocks = num_shared = self._longest(hashes, len(hashes), continues_at)
+        if snapshots is not None:
+            num_blocks = self._longest_with_snapshot(hashes, num_shared, snapshots)
+        tables = [self._table(hashes, each, num_blocks, continues_at) for each in self._groups]
+        hit = PrefixHit(num_blocks, tuple(tables), num_shared_blocks=num_shared)
+        if snapshots is not None and num_blocks:
+            hit = replace(hit, snapshot=snapshots.find(hashes[num_blocks - 1]))
+        # Without blocks, the prefix is not cached: the next token just does not attend to it.
+        if hit.block_ids:
+            return hit
+        return replace(hit, num_blocks=0, block_tables=tuple([] for _ in self._groups))
+
+    def _longest(
+        self, hashes: Sequence[BlockHash], num_blocks: int, continues_at: int | None
+    ) -> int:
+        """Return the longest prefix of at most `num_blocks` blocks that all groups can serve."""
+        num_before = -1
         while num_blocks != num_before:
             num_before = num_blocks
             for group in self._groups:
                 num_blocks = self._shorten(hashes, group, num_blocks, continues_at)
-            if snapshots is not None:
-                num_blocks = snapshots.longest_prefix(hashes, num_blocks)
-        tables = [self._table(hashes, each, num_blocks, continues_at) for each in self._groups]
-        hit = PrefixHit(num_blocks, tuple(tables))
-        if snapshots is not None and num_blocks:
-            hit = replace(hit, snapshot=snapshots.find(hashes[num_blocks - 1]))
-        # Without blocks, the prefix is not cached: the next token just does not attend to it.
-        return hit if hit.block_ids else PrefixHit(0, tuple([] for _ in self._groups))
+        return num_blocks
+
+    def _longest_with_snapshot(
+        self, hashes: Sequence[BlockHash], num_blocks: int, snapshots: Snapshots
+    ) -> int:
+        num_before = -1
+        while num_blocks != num_before:
+            num_before = snapshots.longest_prefix(hashes, num_blocks)
+            num_blocks = self._longest(hashes, num_before, None)
+        return num_blocks
 
     def _shorten(
         self, hashes: Sequence[BlockHash], group: int, num_blocks: int, continues_at: int | None

@@ -21,14 +21,19 @@ _MARKER = b"state"
 class RecurrentState:
     """Blocks of one request's state. Each pass reads one side and writes the other."""
 
-    __slots__ = ("_num_tokens", "_sides", "snapshot")
+    __slots__ = ("_num_tokens", "_sides", "num_shared_tokens", "snapshot")
 
     def __init__(
-        self, sides: tuple[BlockIds, BlockIds], num_tokens: int, snapshot: BlockIds = ()
+        self,
+        sides: tuple[BlockIds, BlockIds],
+        num_tokens: int,
+        snapshot: BlockIds = (),
+        num_shared_tokens: int = 0,
     ) -> None:
         self._sides = sides
         self._num_tokens = num_tokens  # when the first side was current
         self.snapshot = snapshot  # read by the first pass, and held until that is applied
+        self.num_shared_tokens = num_shared_tokens  # whose KV was cached when it was admitted
 
     @property
     def block_ids(self) -> list[BlockId]:
@@ -59,7 +64,7 @@ class SnapshotCache:
 
     def __init__(self, pool: BlockPool, num_parts: int) -> None:
         self._pool = pool
-        self._num_parts = num_parts
+        self.num_parts = num_parts
         self._complete: set[BlockHash] = set()
 
     def __len__(self) -> int:
@@ -96,8 +101,8 @@ class SnapshotCache:
         """Drop the rest of each snapshot that has lost a block. Returns their hashes."""
         dropped = []
         for name in names:
-            block_hash = BlockHash(name[:HASH_BYTES])
-            if name[HASH_BYTES:].startswith(_MARKER) and block_hash in self._complete:
+            block_hash = snapshot_end(name)
+            if block_hash is not None and block_hash in self._complete:
                 self._complete.remove(block_hash)
                 self._pool.unregister(self._blocks_left(block_hash))
                 dropped.append(block_hash)
@@ -119,5 +124,19 @@ class SnapshotCache:
         ]
 
     def _names(self, block_hash: BlockHash) -> list[BlockHash]:
-        prefix = block_hash + _MARKER
-        return [BlockHash(prefix + part.to_bytes(2, "big")) for part in range(self._num_parts)]
+        return snapshot_names(block_hash, self.num_parts)
+
+
+def snapshot_names(block_hash: BlockHash, num_parts: int) -> list[BlockHash]:
+    """Return the names of the blocks of the snapshot at the end of a block of tokens."""
+    prefix = block_hash + _MARKER
+    return [BlockHash(prefix + part.to_bytes(2, "big")) for part in range(num_parts)]
+
+
+def snapshot_end(name: BlockHash) -> BlockHash | None:
+    """Return the hash of the block at the end of a snapshot, from the name of a part of it.
+
+    Returns None for other names.
+    """
+    is_part = name.startswith(_MARKER, HASH_BYTES)
+    return BlockHash(name[:HASH_BYTES]) if is_part else None

@@ -54,6 +54,7 @@ class CacheConfig:
     # on the prompt length (dynamic rope). None: no limit.
     max_shareable_prompt_len: int | None = None
     collect_events: bool = False  # if set, `take_events` must be called regularly
+    collect_token_ids: bool = False  # in these events
 
     def __post_init__(self) -> None:
         _require("num_blocks", self.num_blocks, self.num_blocks >= 1, "at least 1")
@@ -91,6 +92,21 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class PullConfig:
+    """Settings of pulls of cached prefixes from other nodes."""
+
+    name: str  # of their hand-offs, unique among all processes of all nodes
+    block_bytes: int
+    # A run is given or fails as a whole.
+    max_run_blocks: int = 64
+    max_run_bytes: int = 16 << 20
+
+    @property
+    def blocks_per_run(self) -> int:
+        return max(1, min(self.max_run_blocks, self.max_run_bytes // self.block_bytes))
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """Settings of the scheduler. Names and meanings follow vLLM V1 where it has them."""
 
@@ -115,6 +131,8 @@ class SchedulerConfig:
     # Limit of the wait for blocks that another request is receiving from the same peer; with 0,
     # they are received twice. Far below the time for which a peer holds blocks without a grant.
     max_prefix_wait_s: float = 5.0
+    # Limit of the wait for blocks that an external KV cache loads, or that a peer sends.
+    max_load_wait_s: float = 5.0
     # Send each layer of a chunk to the peer when it is computed, instead of whole chunks.
     push_layers: bool = False
     # Raises InvalidRequest for arguments that no logits processor accepts.
@@ -151,6 +169,8 @@ class SchedulerConfig:
             _require(name, limit, limit is None or limit >= 1, "at least 1, or left out")
         wait_s = self.max_prefix_wait_s
         _require("max_prefix_wait_s", wait_s, wait_s >= 0, "at least 0")
+        load_s = self.max_load_wait_s
+        _require("max_load_wait_s", load_s, load_s >= 0, "at least 0")
         target_s = self.target_step_s
         _require(
             "target_step_s", target_s, target_s is None or target_s > 0, "above 0, or left out"

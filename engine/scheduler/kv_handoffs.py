@@ -31,7 +31,7 @@ from kv_transfer.types import (
 class _PendingReceive:
     """Blocks that a peer can write."""
 
-    request: Request
+    request: Request | None  # None: a pull
     block_ids: tuple[BlockId, ...]
 
 
@@ -144,6 +144,12 @@ class HandoffManager:
             )
         )
 
+    def pull(self, receive: Receive) -> None:
+        """Grant blocks to the peer, which sends cached blocks of its own."""
+        self._pool.hold(receive.block_ids)
+        self._receiving[receive.handoff_id] = _PendingReceive(None, receive.block_ids)
+        self._receives.append(receive)
+
     def cancel_receive(self, request: Request) -> None:
         """Cancel the hand-off of a request that ends. Revokes a grant that the peer has."""
         if request.receive is None:
@@ -155,10 +161,10 @@ class HandoffManager:
     def receiver_of(self, handoff_id: HandoffId) -> Request | None:
         """Return the request that waits for this hand-off, if it still does."""
         receiving = self._receiving.get(handoff_id)
-        if receiving is None:
+        request = None if receiving is None else receiving.request
+        if request is None or request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
             return None
-        is_awaited = receiving.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-        return receiving.request if is_awaited else None
+        return request
 
     def end_receiving(self, handoff_id: HandoffId) -> None:
         """Release the blocks of a hand-off, which the peer can no longer write."""
@@ -235,6 +241,22 @@ class HandoffManager:
         """Withdraw a complete hand-off that is not needed, even if its KV is not all sent."""
         sending = self._sending.get(handoff_id)
         if sending is not None and sending.is_ended and not sending.is_withdrawn:
+            self._withdraw(handoff_id, reason)
+
+    def give(self, handoff_id: HandoffId, block_ids: tuple[BlockId, ...], num_tokens: int) -> bool:
+        """Order the transfer of blocks that a peer pulls. Returns False if the id is in use."""
+        if handoff_id in self._sending:
+            return False
+        self._pool.hold(block_ids)
+        self._sending[handoff_id] = _PendingSend(list(block_ids), is_ended=True)
+        self._sends.append(Send(handoff_id, 0, block_ids))
+        self._completes.append(Complete(handoff_id, num_tokens, None))
+        return True
+
+    def refuse(self, handoff_id: HandoffId, reason: str) -> None:
+        """Refuse a peer's pull."""
+        if handoff_id not in self._sending:
+            self._sending[handoff_id] = _PendingSend(is_ended=True)
             self._withdraw(handoff_id, reason)
 
     def end_sending(self, handoff_id: HandoffId) -> None:

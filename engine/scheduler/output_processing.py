@@ -9,7 +9,8 @@ from engine.request import Failure, FailureCause, FinishReason, Output
 from engine.scheduler.config import LoadFailurePolicy
 from engine.scheduler.request import Request, RequestStatus
 from engine.scheduler.state import SchedulerState
-from kv_transfer.types import FirstToken, KvReports, Landed, Lost, TokenLogprobs
+from kv_transfer.external_kv import ExternalReports
+from kv_transfer.types import NO_REPORTS, FirstToken, KvReports, Landed, Lost, TokenLogprobs
 
 
 class OutputProcessor:
@@ -40,6 +41,9 @@ class OutputProcessor:
             self._start_decoding(request)
 
     def settle_kv(self, reports: KvReports) -> None:
+        if reports == NO_REPORTS:
+            return
+        self._state.stop_waiting_for(self._state.pulls.settle(reports, self._state.now_s))
         for landed in reports.finished_recving:
             self._process_landed(landed)
         for lost in reports.failed_recving:
@@ -48,6 +52,12 @@ class OutputProcessor:
             self._state.handoffs.end_receiving(handoff_id)
         for handoff_id in reports.finished_sending:
             self._state.handoffs.end_sending(handoff_id)
+        self._state.given_pulls.settle(reports, self._state.now_s)
+
+    def settle_external(self, reports: ExternalReports) -> None:
+        ended = self._state.external.settle(reports)
+        self._state.stop_waiting_for(ended)
+        self._state.given_pulls.end_loads(ended, self._state.now_s)
 
     def fail(self, request: Request, failure: Failure) -> None:
         """End a request, in any state, with an error."""
@@ -167,7 +177,9 @@ class OutputProcessor:
     def _end_failed_run(self, request: Request, failure: Failure) -> None:
         """End a request whose row failed. Its KV may be wrong, unless the request is at fault."""
         if failure.cause is not FailureCause.REQUEST:
+            self._state.given_pulls.withdraw(request.block_ids)
             self._state.cache.uncache_blocks(request)
+            self._state.external.drop(request)
         self.fail(request, failure)
 
     # --- KV reports ---------------------------------------------------------------
@@ -178,24 +190,27 @@ class OutputProcessor:
         self._state.handoffs.end_receiving(landed.handoff_id)
         if request is None:
             return
-        reason = self._mismatch(landed, request)
-        if reason is not None:
-            self._recover_from_lost_kv(request, reason)
+        first_token = landed.first_token
+        reason = self._mismatch(landed.num_tokens, first_token, request)
+        if first_token is None or reason is not None:
+            self._recover_from_lost_kv(request, reason or "it came without the first token")
             return
         request.receive = None
         request.num_received_tokens = request.num_tokens - request.num_computed_tokens
         request.num_computed_tokens = request.num_tokens
         self._state.cache.register(request)
         self._state.record_event(request, RequestEventKind.LANDED)
-        self._append_first_token(request, landed.first_token)
+        self._append_first_token(request, first_token)
 
-    def _mismatch(self, landed: Landed, request: Request) -> str | None:
+    def _mismatch(
+        self, num_tokens: int, first_token: FirstToken | None, request: Request
+    ) -> str | None:
         """Return an error if the peer's report does not match the request, else None."""
-        if landed.num_tokens != request.num_tokens:
-            return f"KV of {landed.num_tokens} tokens arrived for {request.num_tokens} tokens"
-        vocab_size, token_id = self._state.config.vocab_size, landed.first_token.token_id
-        if vocab_size is not None and token_id >= vocab_size:
-            return f"token {token_id} arrived; the vocabulary has {vocab_size}"
+        if num_tokens != request.num_tokens:
+            return f"KV of {num_tokens} tokens arrived for {request.num_tokens} tokens"
+        vocab_size = self._state.config.vocab_size
+        if first_token and vocab_size is not None and first_token.token_id >= vocab_size:
+            return f"token {first_token.token_id} arrived; the vocabulary has {vocab_size}"
         return None
 
     def _append_first_token(self, request: Request, first_token: FirstToken) -> None:

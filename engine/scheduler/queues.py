@@ -7,9 +7,13 @@ from heapq import heapify, heappop, heappush
 
 from engine.kv_cache.block_hashes import BlockHash
 from engine.request import RequestId
-from engine.scheduler.request import Request
+from engine.scheduler.request import Request, RequestStatus
+from kv_transfer.external_kv import LoadId
+from kv_transfer.types import HandoffId
 
 Key = tuple[float, ...]
+# What a waiting request follows: the hand-off of another request, a load or a pull.
+LeaderId = RequestId | LoadId | HandoffId
 
 
 class RankedQueue:
@@ -60,8 +64,8 @@ class WaitingQueue:
     request never iterates over them. If enough of its prefix gets cached, such a prompt counts
     as short: it returns to the queue when the block is cached that it was set aside for.
 
-    A request whose prefix another request is receiving follows that one: it is out of the queue
-    until the hand-off has ended.
+    A request whose prefix another request is receiving follows that one, and one whose prefix is
+    being loaded or pulled follows the load or pull: it is out of the queue until that has ended.
     """
 
     def __init__(self) -> None:
@@ -69,11 +73,11 @@ class WaitingQueue:
         self._aside_queue = RankedQueue()
         self._aside_by_hash: dict[BlockHash, dict[RequestId, tuple[Key, Request]]] = {}
         self._awaited_by_id: dict[RequestId, BlockHash] = {}
-        self._receiver_by_id: dict[RequestId, RequestId] = {}  # of followers
-        self._followers: dict[RequestId, list[Request]] = {}  # by the request they follow
+        self._leader_by_id: dict[RequestId, LeaderId] = {}  # of followers
+        self._followers: dict[LeaderId, list[Request]] = {}  # by what they follow
 
     def __len__(self) -> int:
-        return len(self._queue) + len(self._aside_queue) + len(self._receiver_by_id)
+        return len(self._queue) + len(self._aside_queue) + len(self._leader_by_id)
 
     def __iter__(self) -> Iterator[Request]:
         yield from self._queue
@@ -83,8 +87,8 @@ class WaitingQueue:
 
     @property
     def num_followers(self) -> int:
-        """Number of requests that wait for another's hand-off, which no step can schedule."""
-        return len(self._receiver_by_id)
+        """Number of requests that wait for a hand-off, load or pull, which no step can schedule."""
+        return len(self._leader_by_id)
 
     def push(self, request: Request, *, is_resumed: bool = False) -> None:
         self._queue.push(_waiting_key(request, is_resumed), request)
@@ -119,22 +123,22 @@ class WaitingQueue:
                 self.remove(request)
                 self._queue.push(key, request)
 
-    def follow(self, request: Request, receiver_id: RequestId) -> None:
-        """Keep a request out of the queue until the hand-off of `receiver_id` has ended."""
+    def follow(self, request: Request, leader_id: LeaderId) -> None:
+        """Keep a request out of the queue until `release_followers` of the same id."""
         self.remove(request)
-        self._receiver_by_id[request.request_id] = receiver_id
-        self._followers.setdefault(receiver_id, []).append(request)
+        self._leader_by_id[request.request_id] = leader_id
+        self._followers.setdefault(leader_id, []).append(request)
 
-    def release_followers(self, receiver_id: RequestId) -> None:
-        """Return the followers of a hand-off to the queue, each in its former place."""
-        for request in self._followers.pop(receiver_id, ()):
-            del self._receiver_by_id[request.request_id]
-            self.push(request)
+    def release_followers(self, leader_id: LeaderId) -> None:
+        """Return the followers of this leader to the queue, each in its former place."""
+        for request in self._followers.pop(leader_id, ()):
+            del self._leader_by_id[request.request_id]
+            self.push(request, is_resumed=request.status is RequestStatus.PREEMPTED)
 
     def remove(self, request: Request) -> None:
-        receiver_id = self._receiver_by_id.pop(request.request_id, None)
-        if receiver_id is not None:
-            self._followers[receiver_id].remove(request)
+        leader_id = self._leader_by_id.pop(request.request_id, None)
+        if leader_id is not None:
+            self._followers[leader_id].remove(request)
             return
         if request not in self._aside_queue:
             self._queue.remove(request)

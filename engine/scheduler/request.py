@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from enum import Enum
 
 from engine.errors import OutOfOrder
@@ -49,6 +50,7 @@ class Request:
 
     __slots__ = (
         "block_hashes",
+        "block_hints",
         "block_tables",
         "due_step",
         "follows_until_s",
@@ -58,10 +60,14 @@ class Request:
         "is_registering",
         "max_num_slots",
         "max_num_tokens",
+        "may_load",
+        "may_pull",
         "num_accepted_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_context_tokens",
+        "num_found_blocks",
+        "num_looks",
         "num_preemptions",
         "num_prefilled_tokens",
         "num_prompt_logprobs",
@@ -73,6 +79,7 @@ class Request:
         "receive",
         "request_id",
         "root_hash",
+        "source_by_range",
         "spec",
         "state",
         "status",
@@ -98,6 +105,7 @@ class Request:
         self.max_num_slots = max_num_tokens - 1
         # Copied from the spec because every step reads them.
         self.request_id: RequestId = spec.request_id
+        self.block_hints = spec.kv_hints.block_hints(spec.tenant or spec.cache_salt)
         sampling = spec.sampling
         self.is_plain = sampling.logprobs is None and sampling.prompt_logprobs is None
 
@@ -109,12 +117,15 @@ class Request:
         self.token_ids: list[int] = [*spec.prompt_token_ids, *spec.prior_output_token_ids]
         self.num_prompt_tokens = len(spec.prompt_token_ids)
         self.num_context_tokens = len(self.token_ids)  # prompt and prior output
-        self.num_computed_tokens = 0
-        self.num_prompt_logprobs = 0  # already returned
+        # Prompt logprobs: already returned. Looks for its prefix: after the first one.
+        self.num_computed_tokens = self.num_prompt_logprobs = self.num_looks = 0
         self.block_tables: tuple[list[BlockId], ...] = ()  # one for each KV group
         self.state: RecurrentState | None = None  # of a model with recurrent layers, with blocks
         self.block_hashes: list[BlockHash] = []  # of its leading full blocks
-        self.num_registered_blocks = 0  # leading blocks that are in the prefix cache
+        # Whether an external KV cache, or a peer, was not asked for its prefix yet.
+        self.may_load = self.may_pull = True
+        # Leading blocks that are in the prefix cache: its own, and those it found while waiting.
+        self.num_registered_blocks = self.num_found_blocks = 0
         self.is_registering = True  # False: its KV predates a reset of the prefix cache
         self.was_preempted_for_priority = (
             False  # preempted for a higher priority, which happens at most once
@@ -123,6 +134,8 @@ class Request:
         self.due_step = NOT_DUE  # the step in which it needs its next block, see Batch
 
         # Statistics for the last output.
+        # Source of the tokens that were loaded before the first run, by block: a tier, or a peer.
+        self.source_by_range: dict[range, str] = {}
         self.num_cached_tokens = self.num_received_tokens = self.num_prefilled_tokens = 0
         self.num_preemptions = self.num_proposed_tokens = self.num_accepted_tokens = 0
 
@@ -153,7 +166,22 @@ class Request:
             num_preemptions=self.num_preemptions,
             num_proposed_tokens=self.num_proposed_tokens,
             num_accepted_tokens=self.num_accepted_tokens,
+            loaded_tokens=self._loaded_tokens(),
         )
+
+    def note_loaded(self, source: str, token_range: range) -> None:
+        """Note the source of a loaded block. Loads after a preemption do not count."""
+        if not self.num_preemptions:
+            self.source_by_range[token_range] = source
+
+    def _loaded_tokens(self) -> dict[str, int]:
+        """Return the number of cached prompt tokens from each source."""
+        num_cached = min(self.num_cached_tokens, self.num_prompt_tokens)
+        loaded: Counter[str] = Counter()
+        for token_range, source in self.source_by_range.items():
+            if token_range.start < num_cached:
+                loaded[source] += min(token_range.stop, num_cached) - token_range.start
+        return dict(loaded)
 
     def move(self, status: RequestStatus) -> None:
         """Change the status. Raises OutOfOrder for a transition that is not allowed."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from engine.plan import BlockTables, Plan, PlanRow, StateSnapshot
 from engine.request import RequestId
 from engine.scheduler.request import NOT_DUE, Request
+from kv_transfer.external_kv import NO_ORDERS, ExternalOrders
 from kv_transfer.types import KvOrders
 
 
@@ -88,6 +89,7 @@ class Batch:
         kv_orders: KvOrders,
         max_draft_tokens: int = 0,
         snapshots: dict[RequestId, tuple[StateSnapshot, ...]] | None = None,
+        external_orders: ExternalOrders = NO_ORDERS,
     ) -> Plan:
         num_scheduled_tokens = self._decode_tokens.copy()
         num_prompt_tokens = 0
@@ -104,6 +106,7 @@ class Batch:
             num_prompt_tokens=num_prompt_tokens,
             max_draft_tokens=max_draft_tokens,
             kv_orders=kv_orders,
+            external_orders=external_orders,
             snapshots=snapshots or {},
         )
         self._dropped.clear()

@@ -6,8 +6,11 @@ thread. Each plan must be updated with its result before the next one is made.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from engine.errors import OutOfOrder
 from engine.events import KvEvent, RequestEvent, SchedulerStats
+from engine.kv_cache.group_stats import GroupStats
 from engine.plan import Plan, PlanRow, RunResult
 from engine.request import (
     EngineRequest,
@@ -17,7 +20,7 @@ from engine.request import (
     Output,
     RequestId,
 )
-from engine.scheduler.config import CacheConfig, SchedulerConfig
+from engine.scheduler.config import CacheConfig, PullConfig, SchedulerConfig
 from engine.scheduler.output_processing import OutputProcessor
 from engine.scheduler.request import Request
 from engine.scheduler.running_batch import make_row
@@ -26,11 +29,18 @@ from engine.scheduler.state import SchedulerState
 from engine.scheduler.validation import validate_request
 from engine.structured_output.grammar import Grammar
 from errors import InvalidConfig
+from kv_transfer.external_kv import KV, NO_EXTERNAL_REPORTS, ExternalKv, ExternalReports
 from kv_transfer.types import NO_REPORTS, HandoffId, KvReports
 
 
 class Scheduler:
-    def __init__(self, config: SchedulerConfig, cache_config: CacheConfig) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache_config: CacheConfig,
+        external: ExternalKv | None = None,
+        pulls: PullConfig | None = None,  # None: prefixes are never pulled from peers
+    ) -> None:
         if cache_config.num_state_blocks and config.num_lookahead_tokens:
             raise InvalidConfig(
                 "--speculative cannot be used with this model: its recurrent layers cannot take "
@@ -38,7 +48,7 @@ class Scheduler:
             )
         self.config = config
         self.cache_config = cache_config
-        self._state = SchedulerState(config, cache_config)
+        self._state = SchedulerState(config, cache_config, external, pulls)
         self._planner = StepPlanner(self._state)
         self._settler = OutputProcessor(self._state)
         self._plan: Plan | None = None  # the plan that awaits its result
@@ -116,7 +126,12 @@ class Scheduler:
         return self._plan
 
     def update(
-        self, plan: Plan, run: RunResult, kv: KvReports = NO_REPORTS, now: float | None = None
+        self,
+        plan: Plan,
+        run: RunResult,
+        kv: KvReports = NO_REPORTS,
+        now: float | None = None,
+        external: ExternalReports = NO_EXTERNAL_REPORTS,
     ) -> list[Output]:
         """Apply the result of a plan. Without `now`, events get the time of the plan."""
         if plan is not self._plan:
@@ -127,6 +142,7 @@ class Scheduler:
             self._state.now_s = now
         # KV reports first: no order may follow for a hand-off that is reported as over.
         self._settler.settle_kv(kv)
+        self._settler.settle_external(external)
         self._settler.settle_run(run)
         return self._state.take_outputs()
 
@@ -143,21 +159,35 @@ class Scheduler:
         state = self._state
         num_schedulable = len(state.waiting) - state.waiting.num_followers
         has_requests = state.batch.running or len(state.ready) or num_schedulable
-        has_other_work = state.batch.has_changes or state.handoffs.has_orders or state.outbox
+        has_orders = state.handoffs.has_orders or state.external.has_orders
+        has_other_work = state.batch.has_changes or has_orders or state.outbox
         return bool(has_requests or has_other_work)
 
     @property
     def is_idle(self) -> bool:
         """True if there are no requests, hand-offs or pending outputs: every block is free."""
-        return not (self.has_work or self.awaits_kv or self._state.requests)
+        is_waiting = self.awaits_kv or self.awaits_external
+        return not (self.has_work or is_waiting or self._state.requests)
 
     @property
     def awaits_kv(self) -> bool:
-        """True if hand-offs are in progress, so that the KV worker must be polled."""
+        """True if hand-offs or pulls are in progress, so that the KV worker must be polled."""
         return bool(self._state.handoffs.num_receiving or self._state.handoffs.num_sending)
+
+    @property
+    def awaits_external(self) -> bool:
+        """True if an external KV cache loads or stores blocks."""
+        return self._state.external.is_active
 
     def stats(self) -> SchedulerStats:
         return self._state.stats()
+
+    def stats_by_group(self) -> dict[str, GroupStats]:
+        """Return statistics by KV group, such as "0 full", and those of recurrent states.
+
+        Takes time proportional to the blocks that requests hold.
+        """
+        return self._state.cache.stats_by_group(self._state.requests.values())
 
     def take_events(self) -> tuple[RequestEvent, ...]:
         """Return and clear the collected events; none unless `config.collect_events` is set."""
@@ -167,12 +197,17 @@ class Scheduler:
         """Return and clear the KV cache events; none unless `CacheConfig.collect_events` is set."""
         return self._state.cache.take_events()
 
-    def reset_prefix_cache(self) -> int:
-        """Drop all cached prefixes and return the number of blocks they had.
+    def reset_prefix_cache(self, tiers: Collection[str] = ()) -> dict[str, int]:
+        """Drop the cached prefixes of these tiers, or of all; return how many blocks each had.
 
-        KV computed so far is never hit again. Running requests continue undisturbed.
+        Without them, KV computed so far is never hit again. Running requests continue undisturbed.
         """
-        return self._state.cache.reset(self._state.requests.values())
+        num_blocks: dict[str, int] = {}
+        if not tiers or KV in tiers:
+            self._state.external.forget()
+            self._state.pulls.clear()
+            num_blocks[KV] = self._state.cache.reset(self._state.requests.values())
+        return num_blocks | dict(self._state.external.clear(tiers or None))
 
     def check(self) -> None:
         """Raise BlocksUnaccounted unless every block is accounted for exactly once."""

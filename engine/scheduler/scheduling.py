@@ -13,13 +13,17 @@ from typing import NamedTuple
 
 from engine.events import RequestEventKind
 from engine.kv_cache.block_hashes import BlockHash
+from engine.kv_cache.prefix_search import PrefixHit
 from engine.plan import BlockTables, Plan
 from engine.request import ReceiveKv
 from engine.scheduler.prefill_limits import PrefillLimits
+from engine.scheduler.queues import LeaderId
 from engine.scheduler.request import Request, RequestStatus
 from engine.scheduler.state import SchedulerState
 from engine.scheduler.step_pace import LEAST_TOKENS, StepPace
 from engine.scheduler.urgency import preempt_for
+
+MAX_LOOKS = 8  # of a request for its prefix, after blocks that it had found were evicted
 
 
 class _Verdict(Enum):
@@ -59,6 +63,7 @@ class StepPlanner:
 
     def plan(self) -> Plan:
         batch = self._state.batch
+        self._state.external.store_new()
         self._preempt_for_head()
         preemptions_before = self._state.total_preemptions
         for request in batch.begin_step():
@@ -81,11 +86,14 @@ class StepPlanner:
         self._spend_leftover(can_admit)
         if self._config.push_layers:
             self._send_layers()
-        orders, snapshots = (
+        snapshots = self._state.snapshots.plan(batch.chunks)
+        self._state.external.store_new()
+        return batch.take_plan(
             self._state.handoffs.take_orders(),
-            self._state.snapshots.plan(batch.chunks),
+            self._max_draft_tokens(),
+            snapshots,
+            self._state.external.take_orders(),
         )
-        return batch.take_plan(orders, self._max_draft_tokens(), snapshots)
 
     def record_step(self, seconds: float) -> None:
         """Record the duration of the last planned step."""
@@ -241,6 +249,8 @@ class StepPlanner:
         waiting = self._state.waiting
         for receiver_id in self._state.prefixes_in_flight.overdue(self._state.now_s):
             self._state.stop_following(receiver_id)
+        self._state.stop_waiting_for(self._state.external.overdue(self._state.now_s))
+        self._state.stop_waiting_for(self._state.pulls.take_overdue(self._state.now_s))
         while (head := waiting.head(allow_long=self._limits.allows_long)) is not None:
             verdict = self._try_schedule(head)
             if verdict is _Verdict.BLOCKED:
@@ -252,18 +262,33 @@ class StepPlanner:
     def _try_schedule(self, request: Request) -> _Verdict:
         if self._would_fail_again(request):
             return _Verdict.BLOCKED
+        if request.spec.kv_hints.prefetch:
+            return self._prefetch(request)
         if request.receive is not None:
             return self._grant_to_peer(request, request.receive)
         return self._admit(request)
 
+    def _prefetch(self, request: Request) -> _Verdict:
+        """Load the prefix of a request that gets no token. Ends the request once it is loaded."""
+        max_num_hits = _max_num_hit_tokens(request)
+        if self._try_fetch(request, max_num_hits):
+            return _Verdict.FOLLOWS
+        hit = self._state.cache.find_prefix(request, max_num_hits)
+        self._state.end_prefetch(request, hit)
+        return _Verdict.SCHEDULED
+
     def _admit(self, request: Request) -> _Verdict:
         """Move a request into the batch, with all its blocks and a first chunk of tokens."""
         state = self._state
-        if len(state.batch) >= self._config.max_num_seqs or self._budget < 1:
-            return _Verdict.BLOCKED
         # At least one token is computed here: the next one is sampled from its logits.
         max_num_hits = _max_num_hit_tokens(request)
+        if self._try_fetch(request, max_num_hits):
+            return _Verdict.FOLLOWS
+        if len(state.batch) >= self._config.max_num_seqs or self._budget < 1:
+            return _Verdict.BLOCKED
         hit = state.cache.find_prefix(request, max_num_hits)
+        if self._may_look_again(request, hit) and self._try_fetch(request, max_num_hits):
+            return _Verdict.FOLLOWS
         missing = request.num_tokens - hit.num_blocks * state.cache.block_size
         request.is_long = self._limits.is_long(missing)
         if request.is_long and not self._limits.allows_long:
@@ -294,10 +319,7 @@ class StepPlanner:
         hit = state.cache.find_prefix(request, num_tokens, continues_at=num_tokens)
         if self._try_follow(request, hit.num_blocks):
             return _Verdict.FOLLOWS
-        # Requests that hold blocks must be able to grow, or they would deadlock. Without any, the
-        # whole cache can be granted.
-        num_holders = num_in_progress + len(state.batch)
-        spare = num_holders * state.num_headroom_blocks
+        spare = state.num_spare_blocks
         if not state.cache.admit(request, hit, spare=spare, continues_at=num_tokens):
             return self._record_failure(request, hit.num_blocks, num_tokens)
         state.waiting.remove(request)
@@ -323,6 +345,37 @@ class StepPlanner:
         if state.now_s >= request.follows_until_s:
             return False
         state.waiting.follow(request, receiver_id)
+        return True
+
+    def _try_fetch(self, request: Request, max_num_hits: int) -> bool:
+        """Let a request wait, without blocks, for more of its prefix.
+
+        An external KV cache loads it, or a peer sends it, whatever saves more time. Afterwards, the
+        other one may add to it. Both start for all requests that reach the head, also while the
+        batch is full.
+        """
+        state, token_s = self._state, self._pace.token_s
+        offer = state.pulls.find_offer(
+            request, max_num_hits, state.now_s, token_s, state.num_spare_blocks
+        )
+        saved_s = 0.0 if offer is None else offer.saved_s
+        leader_id: LeaderId | None = state.external.try_load(
+            request, max_num_hits, state.now_s, token_s, saved_s
+        )
+        if leader_id is None and offer is not None:
+            leader_id = state.pulls.start(request, offer, state.now_s)
+        if leader_id is None:
+            return False
+        state.waiting.follow(request, leader_id)
+        return True
+
+    def _may_look_again(self, request: Request, hit: PrefixHit) -> bool:
+        """Let a request that waits look for its prefix again if blocks of it were evicted."""
+        num_found, request.num_found_blocks = request.num_found_blocks, hit.num_blocks
+        if hit.num_blocks >= num_found or request.num_looks >= MAX_LOOKS:
+            return False
+        request.num_looks += 1
+        request.may_load = request.may_pull = True
         return True
 
     def _record_failure(self, request: Request, num_hits: int, max_num_tokens: int) -> _Verdict:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from engine.errors import BlocksUnaccounted
 from engine.events import RequestEvent, RequestEventKind, SchedulerStats
 from engine.kv_cache.manager import KvCache
+from engine.kv_cache.prefix_search import PrefixHit
 from engine.request import EngineRequest, FinishReason, Output, RequestId
-from engine.scheduler.config import CacheConfig, SchedulerConfig, SchedulingPolicy
+from engine.scheduler.config import CacheConfig, PullConfig, SchedulerConfig, SchedulingPolicy
+from engine.scheduler.external_transfers import ExternalTransfers
+from engine.scheduler.given_pulls import GivenPulls
 from engine.scheduler.kv_handoffs import HandoffManager
+from engine.scheduler.prefix_pulls import PrefixPulls
 from engine.scheduler.prefixes_in_flight import PrefixesInFlight
 from engine.scheduler.queues import RankedQueue, WaitingQueue
 from engine.scheduler.request import Rank, Request, RequestStatus
@@ -18,16 +22,28 @@ from engine.scheduler.state_snapshots import StateSnapshots
 from engine.scheduler.validation import max_num_tokens
 from engine.structured_output.grammar import Grammar
 from errors import InvalidRequest
-from kv_transfer.types import BlockId
+from kv_transfer.external_kv import ExternalKv, LoadId
+from kv_transfer.types import BlockId, HandoffId
 
 
 class SchedulerState:
     """The scheduler's state, with the state transitions that touch several of its parts."""
 
-    def __init__(self, config: SchedulerConfig, cache_config: CacheConfig) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache_config: CacheConfig,
+        external: ExternalKv | None = None,
+        pulls: PullConfig | None = None,
+    ) -> None:
         self.config = config
-        self.cache = KvCache(cache_config)
+        self.cache = KvCache(cache_config, external)
+        self.external = ExternalTransfers(self.cache, external, config.max_load_wait_s)
         self.handoffs = HandoffManager(self.cache.pool, self.cache.transfer_order)
+        self.pulls = PrefixPulls(self.cache, self.handoffs, pulls, config.max_load_wait_s)
+        self.given_pulls = GivenPulls(
+            self.cache.pool, self.handoffs, self.external, cache_config.block_size
+        )
         # Blocks that a grant to a peer leaves free for each request that holds blocks.
         self.num_headroom_blocks = config.remote_headroom_blocks * len(cache_config.groups)
         self.requests: dict[RequestId, Request] = {}
@@ -87,6 +103,7 @@ class SchedulerState:
         self.cache.release(request)
         request.move(RequestStatus.PREEMPTED)
         self.waiting.push(request, is_resumed=True)
+        request.may_load = True  # what was stored of it need not be computed again
         request.num_preemptions += 1
         self.total_preemptions += 1
         self.record_event(request, RequestEventKind.PREEMPTED)
@@ -115,15 +132,35 @@ class SchedulerState:
         self.handoffs.cancel_receive(request)
         self.handoffs.withdraw(request, error or reason.value)
         self._dequeue(request)
+        self.external.note_end(request)
         self.cache.release(request)
         request.move(RequestStatus.FINISHED)
         del self.requests[request.request_id]
         self.record_event(request, RequestEventKind.FINISHED)
 
+    def end_prefetch(self, request: Request, hit: PrefixHit) -> None:
+        """End a request whose prefix has been loaded as far as possible. It gets no token."""
+        self.cache.keep(hit)
+        request.num_cached_tokens = hit.num_blocks * self.cache.block_size
+        ended = Output(
+            request.request_id,
+            request.num_output_tokens,
+            finish_reason=FinishReason.LENGTH,
+            served=request.served(),
+        )
+        self.outbox.append(ended)
+        self.finish(request, FinishReason.LENGTH)
+
     def stop_following(self, receiver_id: RequestId) -> None:
         """Queue the followers of a hand-off again, because it has ended or takes too long."""
         self.prefixes_in_flight.end(receiver_id)
         self.waiting.release_followers(receiver_id)
+
+    def stop_waiting_for(self, ids: Iterable[LoadId | HandoffId]) -> None:
+        """Queue the requests again that wait for these loads or pulls."""
+        for each in ids:
+            self.waiting.release_followers(each)
+            self.num_changes += 1
 
     def lowest_ranked(self) -> Request:
         """Return the lowest-ranked request to preempt. At least one must be running or ready.
@@ -133,6 +170,16 @@ class SchedulerState:
         """
         candidates: list[Request] = [*self.batch.running.values(), *self.ready]
         return max((r for r in candidates if not self.handoffs.has_sent(r)), key=_rank_of)
+
+    @property
+    def num_spare_blocks(self) -> int:
+        """Blocks that a grant to a peer leaves free.
+
+        Requests that hold blocks must be able to grow, or they would deadlock. Without any, the
+        whole cache can be granted.
+        """
+        num_holders = self.num_waiting_for_remote_kvs + len(self.ready) + len(self.batch)
+        return num_holders * self.num_headroom_blocks
 
     # --- outputs, events and statistics -------------------------------------------
 
@@ -173,11 +220,14 @@ class SchedulerState:
             total_proposed_tokens=self.total_proposed_tokens,
             total_accepted_tokens=self.total_accepted_tokens,
             num_cached_snapshots=self.cache.num_cached_snapshots,
+            total_pulled_blocks=self.pulls.total_landed_blocks,
+            total_failed_pull_blocks=self.pulls.total_failed_blocks,
+            total_loaded_tokens=dict(self.external.total_loaded_tokens),
         )
 
     def check(self) -> None:
         """Raise BlocksUnaccounted unless all blocks and requests are accounted for."""
-        self.cache.check(self._held_blocks())
+        self.cache.check(self._held_blocks(), self.requests.values())
         places = [
             *((request, RequestStatus.RUNNING) for request in self.batch.running.values()),
             *((request, RequestStatus.READY) for request in self.ready),
@@ -231,6 +281,8 @@ class SchedulerState:
             yield from request.block_ids
         yield from self.handoffs.held_blocks()
         yield from self.snapshots.held_blocks()
+        yield from self.external.held_blocks()
+        yield from self.pulls.held_blocks()
 
 
 def _rank_of(request: Request) -> Rank:

@@ -75,16 +75,18 @@ class StateSnapshots:
                 yield from snapshot.block_ids
 
     def _positions(self, request: Request, num_tokens: int) -> list[int]:
-        """Return the positions in a prefill chunk, the most useful one first.
+        """Return the positions in a prefill chunk, the most useful ones first.
 
-        That is the last one that the same prompt can hit: at least one token must be computed.
+        The prompt leaves an earlier one where the KV that both share ends: a third prompt may do
+        the same. The same prompt can hit the last whole block before its last token.
         """
         start = request.num_computed_tokens
         end = start + num_tokens
+        shared = request.state.num_shared_tokens if request.state is not None else 0
         last = self._cache.num_whole_tokens(request.num_tokens - 1)
-        positions = [last] if start < last <= end else []
         first = start - start % self._interval + self._interval
-        return positions + [n for n in range(first, end + 1, self._interval) if n != last]
+        positions = dict.fromkeys([shared, last, *range(first, end + 1, self._interval)])
+        return [position for position in positions if start < position <= end]
 
     def _take(self, request: Request, positions: Sequence[int]) -> None:
         found = [self._cache.allocate_snapshot(request, position) for position in positions]

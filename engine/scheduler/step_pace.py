@@ -17,6 +17,11 @@ class StepPace:
         self._decoding_s: float | None = None  # duration of a step without prefill
         self._token_s: float | None = None
 
+    @property
+    def token_s(self) -> float | None:
+        """The time that a prompt token adds to a step; None: not known yet."""
+        return self._token_s
+
     def prompt_tokens(self, num_decoding: int, budget: int) -> int:
         """Return the limit of prefill tokens in the next step: `budget` if no request decodes."""
         if self._target_s is None or not num_decoding:

@@ -21,6 +21,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.holdings: list[list[BlockId]] = []
         self.block_by_hash: dict[BlockHash, BlockId] = {}
         self.let_go: list[BlockId] = []  # free and cached, the next to be evicted first
+        self.marked: set[BlockId] = set()  # held, and to be evicted first
 
     @initialize(num_blocks=st.integers(1, 9))
     def start(self, num_blocks: int) -> None:
@@ -47,7 +48,21 @@ class BlockPoolMachine(RuleBasedStateMachine):
         holding = self.holdings.pop(pick % len(self.holdings))
         self.pool.release(holding)
         cached, held = set(self.block_by_hash.values()), self._held()
-        self.let_go += [b for b in reversed(holding) if b in cached and b not in held]
+        free = [b for b in reversed(holding) if b in cached and b not in held]
+        self.let_go += [b for b in free if b not in self.marked]
+        self.let_go = [b for b in free if b in self.marked] + self.let_go
+        self.marked &= held
+
+    @precondition(lambda self: self.holdings)
+    @rule(pick=SOME, first=st.booleans())
+    def mark(self, pick: int, first: bool) -> None:
+        holding = self.holdings[pick % len(self.holdings)]
+        if first:
+            self.pool.evict_first(holding)
+            self.marked |= set(holding)
+        else:
+            self.pool.evict_in_turn(holding)
+            self.marked -= set(holding)
 
     @precondition(lambda self: any(self.holdings))
     @rule(pick=SOME, name=st.integers(0, 6))

@@ -7,6 +7,7 @@ The simulation that checks this is in tests/support/engine_world.py.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
@@ -16,12 +17,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from engine.kv_cache.groups import FULL, ONE_GROUP, KvCacheSpec, KvGroup
+from engine.kv_hints import NO_KV_HINTS, KvHints
 from engine.sampling import SamplingParams
 from engine.scheduler.config import LoadFailurePolicy, SchedulerConfig, SchedulingPolicy
 from errors import InvalidRequest
 from tests.support.engine_world import VOCAB_SIZE, EngineWorld
 from tests.support.hypothesis_profiles import num_examples
-from tests.support.random_histories import run_history
+from tests.support.random_histories import HINTS, run_history
 
 SOME = st.integers(0, 1000)  # picks one of however many there are
 TOKENS = st.integers(0, VOCAB_SIZE - 1)
@@ -84,6 +86,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         groups=some_groups,
         num_state_blocks=st.sampled_from([0, 0, 1, 2]),
         enable_prefix_caching=st.booleans(),
+        has_external=st.booleans(),
     )
     def start(
         self,
@@ -93,6 +96,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         groups: tuple[KvGroup, ...],
         num_state_blocks: int,
         enable_prefix_caching: bool,
+        has_external: bool,
     ) -> None:
         self.world = EngineWorld(
             replace(config, num_lookahead_tokens=0) if num_state_blocks else config,
@@ -102,6 +106,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_state_blocks=num_state_blocks,
             enable_prefix_caching=enable_prefix_caching,
             chance=random.Random(0),
+            external_chance=random.Random(0) if has_external else None,
         )
 
     @rule(
@@ -113,6 +118,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         cache_salt=st.sampled_from(["", "tenant"]),
         ignore_eos=st.booleans(),
         wants_logprobs=st.booleans(),
+        num_promised=st.sampled_from([None, 4, 30]),
+        hints=st.sampled_from(HINTS),
     )
     def add(
         self,
@@ -124,6 +131,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         cache_salt: str,
         ignore_eos: bool,
         wants_logprobs: bool,
+        num_promised: int | None,
+        hints: KvHints,
     ) -> None:
         wanted = 1 if wants_logprobs else None
         if num_left is not None:  # as long as the model takes, but for so many tokens
@@ -143,6 +152,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 priority=priority,
                 cache_salt=cache_salt,
                 sampling=sampling,
+                num_promised=num_promised,
+                kv_hints=hints if role == "local" or not hints.prefetch else NO_KV_HINTS,
             )
         except InvalidRequest:
             return
@@ -178,6 +189,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     def fail_next_token(self, pick: int) -> None:
         self.world.fail_next_token(_pick(self.world.living(), pick))
 
+    @precondition(lambda self: self.world.wire.known_names)
+    @rule(picks=st.lists(SOME, min_size=1, max_size=3))
+    def pull_as_a_peer(self, picks: list[int]) -> None:
+        self.world.request_blocks([_pick(self.world.wire.known_names, each) for each in picks])
+
+    @rule()
+    def evict_cached(self) -> None:
+        self.world.evict_cached()
+
     @rule()
     def reset_prefix_cache(self) -> None:
         self.world.scheduler.reset_prefix_cache()
@@ -197,10 +217,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def release(self, pick: int) -> None:
         self.world.wire.release(_pick(self.world.wire.unwanted(), pick))
 
-    @precondition(lambda self: self.world.wire.outgoing)
+    @precondition(lambda self: self.world.wire.endable())
     @rule(pick=SOME)
     def end_sending(self, pick: int) -> None:
-        self.world.wire.end_sending(_pick(list(self.world.wire.outgoing), pick))
+        self.world.wire.end_sending(_pick(self.world.wire.endable(), pick))
 
     def teardown(self) -> None:
         self.world.run_to_end()
@@ -215,5 +235,5 @@ def test_seeded_histories_lose_no_block_end_and_answer_as_if_alone(first: int) -
         run_history(seed)
 
 
-def _pick(things: list[_T], pick: int) -> _T:
+def _pick(things: Sequence[_T], pick: int) -> _T:
     return things[pick % len(things)]

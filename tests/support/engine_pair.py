@@ -1,4 +1,7 @@
-"""A prefill node and a decode node that a test calls directly, without a router."""
+"""A prefill node and a decode node that a test calls directly, without a router.
+
+A test can add a second prefill node.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from typing import Any
 import grpc
 
 from baton.v1 import node_pb2, node_pb2_grpc
-from engine.request import EngineRequest, FinishReason, ReceiveKv
+from engine.request import EngineRequest, FinishReason, PrefixSource, ReceiveKv
 from engine.runner.config import RunnerConfig
 from engine.sampling import SamplingParams
 from engine.scheduler.config import SchedulerConfig
@@ -105,6 +108,7 @@ class Call:
     reason: FinishReason | None = None
     error: str = ""
     summary: node_pb2.DecodeSummary = field(default_factory=node_pb2.DecodeSummary)
+    prefill_summary: node_pb2.PrefillSummary = field(default_factory=node_pb2.PrefillSummary)
     has_ended_well: bool = False
 
     @property
@@ -142,6 +146,8 @@ class Call:
             return
         if event.HasField("summary"):
             self.summary = event.summary
+        if event.HasField("prefill_summary"):
+            self.prefill_summary = event.prefill_summary
         output = event.output
         assert output.first_index == len(self.token_ids)
         self.token_ids += output.token_ids
@@ -211,10 +217,18 @@ class Pair:
         return HandoffId(f"r{next(self._numbers)}", 1)
 
     def prefill(
-        self, handoff_id: HandoffId, prompt: Sequence[int], sampling: SamplingParams
+        self,
+        handoff_id: HandoffId,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        node: EngineNode | None = None,  # None: P
+        source: PrefixSource | None = None,
     ) -> Call:
-        stub = node_pb2_grpc.PrefillServiceStub(self._channel(self.p))
-        request = replace(_request(handoff_id, prompt, sampling), send_to=handoff_id)
+        stub = node_pb2_grpc.PrefillServiceStub(self._channel(node or self.p))
+        request = replace(
+            _request(handoff_id, prompt, sampling), send_to=handoff_id, prefix_source=source
+        )
         order = prefill_order(request)
         requests = iter([node_pb2.PrefillRequest(call=1, start=order)])
         return self._begun(stub.Prefill(requests, timeout=CALL_S, wait_for_ready=True))
@@ -226,15 +240,29 @@ class Pair:
         sampling: SamplingParams,
         *,
         is_local: bool = False,
+        node: EngineNode | None = None,  # that sends the KV; None: P
+        source: PrefixSource | None = None,
     ) -> Call:
         stub = node_pb2_grpc.DecodeServiceStub(self._channel(self.d))
-        request = _request(handoff_id, prompt, sampling)
+        request = replace(_request(handoff_id, prompt, sampling), prefix_source=source)
         if not is_local:
-            peer = Peer(NodeId(self.p.node_id), self.p.address)
-            request = replace(request, receive_from=ReceiveKv(handoff_id, peer))
+            request = replace(request, receive_from=ReceiveKv(handoff_id, _peer(node or self.p)))
         order = decode_order(request)
         requests = iter([node_pb2.DecodeRequest(call=1, start=order)])
         return self._begun(stub.Decode(requests, timeout=CALL_S, wait_for_ready=True))
+
+    def answer_by(
+        self,
+        node: EngineNode,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        source: PrefixSource | None,
+    ) -> Answered:
+        """Let this prefill node compute the prompt, or pull its prefix."""
+        handoff_id = self.new_id()
+        prefill = self.prefill(handoff_id, prompt, sampling, node=node, source=source)
+        decode = self.decode(handoff_id, prompt, sampling, node=node)
+        return Answered(prefill.to_its_end(), decode.to_its_end())
 
     def ask(self, prompt: Sequence[int], sampling: SamplingParams) -> tuple[Call, Call]:
         """Start both calls of a request."""
@@ -301,6 +329,15 @@ class Pair:
         if node.address not in self._channels:
             self._channels[node.address] = open_blocking_channel(node.address)
         return self._channels[node.address]
+
+
+def source_of(node: EngineNode, num_tokens: int) -> PrefixSource:
+    """Return a node as the source of a prefix of this length."""
+    return PrefixSource(_peer(node), num_tokens)
+
+
+def _peer(node: EngineNode) -> Peer:
+    return Peer(NodeId(node.node_id), node.address)
 
 
 def all_free(card: NodeCard) -> Callable[[NodeLoad], bool]:

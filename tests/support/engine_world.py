@@ -13,17 +13,41 @@ from dataclasses import dataclass, field
 
 from engine.containment import Containment
 from engine.errors import PassHookFailed
+from engine.events import KvEvent
 from engine.kv_cache.groups import ONE_GROUP, KvGroup
+from engine.kv_cache.prefix_search import is_of_first_group, name_in_group
+from engine.kv_cache.recurrent_state import snapshot_names
+from engine.kv_hints import NO_KV_HINTS, KvHints
 from engine.plan import Plan, RunResult
-from engine.request import EngineRequest, FinishReason, Output, ReceiveKv, RequestId
+from engine.request import (
+    EngineRequest,
+    FinishReason,
+    Output,
+    PrefixSource,
+    ReceiveKv,
+    RequestId,
+)
 from engine.sampling import SamplingParams
-from engine.scheduler.config import CacheConfig, SchedulerConfig
+from engine.scheduler.config import CacheConfig, PullConfig, SchedulerConfig
 from engine.scheduler.scheduler import Scheduler
+from kv_transfer.external_kv import NO_EXTERNAL_REPORTS
+from kv_transfer.guarded_connector import GuardedConnector
 from kv_transfer.types import HandoffId, KvReports, NodeId, Peer
-from tests.support.fake_runner import Crash, CrashPlace, FakeRunner, KvTensor, tokens_alone
+from rpc.cached_prefixes import CachedPrefixes
+from tests.support.fake_external import FakeExternal
+from tests.support.fake_runner import (
+    Crash,
+    CrashPlace,
+    FakeRunner,
+    KvTensor,
+    Slot,
+    empty_content,
+    tokens_alone,
+)
 from tests.support.fake_wire import FakeWire, context_of
 
 VOCAB_SIZE = 11
+BLOCKS_PER_RUN = 2
 SOURCE = Peer(NodeId("prefill-0"), "127.0.0.1:1")
 OTHER_SOURCE = Peer(NodeId("prefill-1"), "127.0.0.1:2")
 
@@ -74,6 +98,7 @@ class EngineWorld:
         num_state_blocks: int = 0,
         enable_prefix_caching: bool = True,
         chance: random.Random | None = None,
+        external_chance: random.Random | None = None,  # None: without an external KV cache
     ) -> None:
         self.config = config or SchedulerConfig()
         self.specs = tuple(group.spec for group in groups)
@@ -85,9 +110,16 @@ class EngineWorld:
             num_state_blocks=num_state_blocks,
             enable_prefix_caching=enable_prefix_caching,
             collect_events=True,
+            collect_token_ids=True,
         )
-        self.scheduler = Scheduler(self.config, self.cache_config)
         self.kv = KvTensor(num_blocks, block_size)
+        self.external: FakeExternal | None = None
+        self._connector: GuardedConnector | None = None
+        if external_chance is not None:
+            self.external = FakeExternal(self.kv, external_chance)
+            self._connector = GuardedConnector("fake", self.external)
+        pulls = PullConfig("pull-here", block_bytes=1, max_run_blocks=BLOCKS_PER_RUN)
+        self.scheduler = Scheduler(self.config, self.cache_config, self._connector, pulls)
         self.runner = FakeRunner(
             self.kv,
             VOCAB_SIZE,
@@ -100,7 +132,10 @@ class EngineWorld:
         self.containment = Containment(_Strict(self.runner).run, self.scheduler)
         self.wire = FakeWire(self.kv, VOCAB_SIZE, self.specs, num_state_blocks)
         self.receipts: dict[RequestId, Receipt] = {}
+        self.cached = CachedPrefixes()
+        self._kv_events: list[KvEvent] = []
         self.now_s = 0.0
+        self._num_requested = 0
         self._is_at_rest = False  # the last step did nothing, and nothing happened since
 
     # --- requests -----------------------------------------------------------------
@@ -121,8 +156,13 @@ class EngineWorld:
         sampling: SamplingParams | None = None,
         source: Peer = SOURCE,
         is_paced: bool = False,
+        num_promised: int | None = None,
+        kv_hints: KvHints = NO_KV_HINTS,
     ) -> RequestId:
-        """Add a request. An integer prompt is a prompt of that length with a common prefix."""
+        """Add a request. An integer prompt is a prompt of that length with a common prefix.
+
+        A peer is said to have the KV of the first `num_promised` tokens.
+        """
         name = RequestId(request_id or f"r{len(self.receipts)}")
         handoff_id = HandoffId(name, 1)
         spec = EngineRequest(
@@ -138,12 +178,43 @@ class EngineWorld:
             receive_from=ReceiveKv(handoff_id, source) if receives else None,
             send_to=handoff_id if sends else None,
             is_paced=is_paced,
+            prefix_source=None if num_promised is None else PrefixSource(source, num_promised),
+            kv_hints=kv_hints,
         )
         self._is_at_rest = False
         self.scheduler.add(spec)
         self.receipts[name] = Receipt(spec)
         self.wire.expect(spec)
+        self._let_peers_know(spec)
         return name
+
+    def _let_peers_know(self, spec: EngineRequest) -> None:
+        """Let the peers have all blocks of a request and its answer."""
+        token_ids = [*context_of(spec), *self.alone(spec)[0]]
+        names = self.cache_config.naming.names(
+            token_ids, len(spec.prompt_token_ids), spec.cache_salt
+        )
+        size = self.cache_config.block_size
+        content = empty_content(self.specs, self.num_state_blocks)
+        for place, name in enumerate(names):
+            block = range(place * size, (place + 1) * size)
+            for position in block:
+                content.append(token_ids[position], self.specs)
+            its: dict[bytes, list[Slot]] = {
+                name_in_group(name, group): slots[block.start : block.stop]
+                for group, slots in enumerate(content.slots)
+            }
+            parts = snapshot_names(name, self.num_state_blocks)
+            its |= {part: [slot] * size for part, slot in zip(parts, content.state, strict=True)}
+            self.wire.know(its)
+
+    def request_blocks(self, names: Sequence[bytes]) -> HandoffId:
+        """Let a peer pull these blocks."""
+        self._is_at_rest = False
+        self._num_requested += 1
+        handoff_id = HandoffId("pull-there", self._num_requested)
+        self.wire.request(handoff_id, names)
+        return handoff_id
 
     def abort(self, request_id: RequestId) -> None:
         self._is_at_rest = False
@@ -165,20 +236,33 @@ class EngineWorld:
         self._is_at_rest = False
         self.now_s += seconds
 
+    def evict_cached(self) -> None:
+        """Empty the prefix cache, as another request that needs all free blocks would."""
+        self._is_at_rest = False
+        cache = self.scheduler._state.cache
+        cache.pool.release(cache.allocate_loaded(cache.pool.num_free))
+
     # --- the engine ---------------------------------------------------------------
 
     def step(self) -> Plan:
         plan = self.scheduler.schedule(self.now_s)
         self.wire.start(plan.kv_orders)
         self.wire.misbehave()
+        external_reports = NO_EXTERNAL_REPORTS
+        if self._connector is not None and self.external is not None:
+            self._connector.start(plan.external_orders)
+            self.external.misbehave()
         run = self.containment.run(plan)
         reports = self.wire.poll()
-        outputs = self.scheduler.update(plan, run, reports)
+        if self._connector is not None:
+            external_reports = self._connector.poll()
+        outputs = self.scheduler.update(plan, run, reports, external=external_reports)
         for output in outputs:
             self.receipts[output.request_id].take(output)
         self.scheduler.check()
+        self._check_events()
         self._check_limits(plan, run)
-        self._check_rest(plan, reports)
+        self._check_rest(plan, reports != KvReports() or external_reports != NO_EXTERNAL_REPORTS)
         return plan
 
     def step_until(self, is_it: Callable[[Plan], object], max_steps: int = 100) -> Plan:
@@ -188,13 +272,35 @@ class EngineWorld:
                 return plan
         raise AssertionError(f"it did not come to that in {max_steps} steps")
 
+    def take_kv_events(self) -> tuple[KvEvent, ...]:
+        """Return the KV events since the last call."""
+        self._check_events()
+        events, self._kv_events = tuple(self._kv_events), []
+        return events
+
+    def _check_events(self) -> None:
+        """Check that the KV events name exactly the cached blocks of the first group.
+
+        They do not name blocks that were loaded for a peer, whose tokens are not known here.
+        """
+        events = self.scheduler.take_kv_events()
+        self.cached.take(events)
+        self._kv_events += events
+        pool = self.scheduler._state.cache.pool
+        if self.num_state_blocks:
+            return
+        cached = set(filter(is_of_first_group, pool.names))
+        assert self.cached.names <= cached | set(pool._evicted)
+        assert self.external is not None or self.cached.names >= cached
+
     def run_to_end(self, max_steps: int = 2000) -> None:
         """Run until all requests have ended, and check that all blocks are free."""
         for _ in range(max_steps):
-            if self.scheduler.is_idle:
+            if self.scheduler.is_idle and not self.wire.open_requests():
                 break
             self.wire.settle()
             self.step()
+        assert not self.wire.open_requests(), "pulls of peers never ended"
         assert self.scheduler.is_idle, f"not all ended: {self.scheduler.stats()}"
         stats = self.scheduler.stats()
         assert stats.num_free_blocks == stats.num_blocks
@@ -214,6 +320,9 @@ class EngineWorld:
     # --- invariants ---------------------------------------------------------------
 
     def check_receipt(self, receipt: Receipt) -> None:
+        if receipt.spec.kv_hints.prefetch:
+            self._check_prefetch(receipt)
+            return
         expected, reason = self.alone(receipt.spec)
         if receipt.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
             assert receipt.token_ids == expected[: len(receipt.token_ids)]
@@ -221,6 +330,13 @@ class EngineWorld:
         assert receipt.token_ids == expected, f"{receipt.spec} got {receipt.token_ids}"
         assert receipt.finish_reason is reason
         self._check_account(receipt)
+
+    def _check_prefetch(self, receipt: Receipt) -> None:
+        (output,) = receipt.outputs
+        assert not output.token_ids
+        assert output.finish_reason in (FinishReason.LENGTH, FinishReason.ABORT)
+        assert output.served is not None
+        assert not output.served.num_prefilled_tokens
 
     def _check_account(self, receipt: Receipt) -> None:
         """Check the counts of prompt tokens, draft tokens and prompt logprobs."""
@@ -266,10 +382,10 @@ class EngineWorld:
         num_tokens = sum(plan.num_scheduled_tokens.values()) + sum(run.num_proposed.values())
         assert num_tokens <= self.config.max_num_batched_tokens
 
-    def _check_rest(self, plan: Plan, reports: KvReports) -> None:
+    def _check_rest(self, plan: Plan, has_reports: bool) -> None:
         """Check that a step without effect leaves no work: the engine thread sleeps then."""
         assert plan == Plan() or not self._is_at_rest, f"it would have slept over {plan}"
-        self._is_at_rest = plan == Plan() and reports == KvReports()
+        self._is_at_rest = plan == Plan() and not has_reports
 
 
 def _prompt(prompt: Sequence[int] | int) -> tuple[int, ...]:

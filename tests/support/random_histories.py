@@ -12,7 +12,9 @@ from contextlib import suppress
 from functools import partial
 
 from engine.containment import MAX_CRASHES_IN_A_ROW
+from engine.kv_cache.block_hashes import BlockHash
 from engine.kv_cache.groups import ONE_GROUP, KvCacheSpec, KvGroup
+from engine.kv_hints import NO_KV_HINTS, KvHints
 from engine.request import FinishReason
 from engine.sampling import SamplingParams
 from engine.scheduler.config import LoadFailurePolicy, SchedulerConfig, SchedulingPolicy
@@ -24,27 +26,38 @@ from tests.support.fake_wire import context_of
 NUM_ACTIONS = 80
 Action = Callable[[EngineWorld, random.Random], None]
 ALL_ROLES = ("local", "local", "receives", "receives", "sends")
+HINTS = (
+    *(NO_KV_HINTS, NO_KV_HINTS, KvHints(session_id="s", priority=3), KvHints(retain_s=9.0)),
+    *(KvHints(release=True), KvHints(prefetch=True)),
+)
 
 
 def run_history(seed: int) -> EngineWorld:
     """Run one history to its end. Raises at the first violated invariant."""
     chance = random.Random(seed)
+    pulls = random.Random(seed) if seed % 3 == 0 else None
     groups, num_state_blocks = draw_groups(chance), chance.choice([0, 0, 1, 2, 3])
     num_blocks = chance.randint(5, 16) * len(groups) - chance.randrange(len(groups))
     # Some caches hold little more than the state of one request.
     num_blocks += num_state_blocks * chance.choice([3, 3, 6, 12])
+    evictions = random.Random(seed) if seed % 2 else None
     world = EngineWorld(
         draw_config(chance, has_state=num_state_blocks > 0),
         num_blocks=num_blocks,
         groups=groups,
         num_state_blocks=num_state_blocks,
         block_size=chance.choice([1, 2, 2, 3, 4]),
-        enable_prefix_caching=chance.random() < 0.8,
+        enable_prefix_caching=chance.random() < 0.8 or pulls is not None,
         chance=chance,
+        external_chance=evictions,
     )
     roles = chance.choice([("local",), ("receives",), ("sends",), ALL_ROLES, ALL_ROLES])
+    roles = ("local", "local", "sends", "receives") if pulls is not None else roles
     for _ in range(chance.randint(5, NUM_ACTIONS)):
-        act(world, chance, roles)
+        act(world, chance, roles, pulls)
+        for other in (evictions, pulls):
+            if other is not None and other.random() < 0.2:
+                world.evict_cached()
     world.run_to_end()
     return world
 
@@ -82,11 +95,17 @@ def draw_groups(chance: random.Random) -> tuple[KvGroup, ...]:
     return tuple(KvGroup(chance.choice(kinds)()) for _ in range(chance.randint(1, 4)))
 
 
-def act(world: EngineWorld, chance: random.Random, roles: Sequence[str]) -> None:
-    """Apply one random event, mostly a step or a new request."""
+def act(
+    world: EngineWorld, chance: random.Random, roles: Sequence[str], pulls: random.Random | None
+) -> None:
+    """Apply one random event, mostly a step or a new request.
+
+    With `pulls`, peers are said to have prefixes, and pull blocks.
+    """
     weight_by_action: dict[Action, float] = {
-        partial(_add, roles=roles): 4,
-        partial(_continue, roles=roles): 1.5,
+        partial(_add, roles=roles, pulls=pulls): 4,
+        partial(_continue, roles=roles, pulls=pulls): 1.5,
+        **({} if pulls is None else {_request_blocks: 2}),
         _step: 12,
         _abort: 0.6,
         _wire_in: 4,
@@ -113,11 +132,17 @@ def draw_tokens(chance: random.Random, longest: int, block_size: int = 1) -> lis
     return [(place + line) % VOCAB_SIZE for place in range(shared)] + own
 
 
-def _add(world: EngineWorld, chance: random.Random, roles: Sequence[str]) -> None:
+def _add(
+    world: EngineWorld,
+    chance: random.Random,
+    roles: Sequence[str],
+    pulls: random.Random | None,
+) -> None:
     max_tokens = chance.choice([1, 2, 4, 8, 12, 16, 40])
     num_prior = min(max_tokens - 1, 15)
     prior = draw_tokens(chance, num_prior) if num_prior and chance.random() < 0.2 else []
     role = chance.choice(roles)
+    hints = HINTS[len(world.receipts) % len(HINTS)]
     sampling = SamplingParams(
         max_tokens=max_tokens,
         min_tokens=chance.choice([0, 0, max_tokens // 2]),
@@ -136,12 +161,38 @@ def _add(world: EngineWorld, chance: random.Random, roles: Sequence[str]) -> Non
             cache_salt=chance.choice(["", "", "tenant"]),
             sampling=sampling,
             is_paced=role == "local" and chance.random() < 0.2,
+            num_promised=_draw_promise(pulls),
+            kv_hints=hints if role == "local" or not hints.prefetch else NO_KV_HINTS,
         )
     except InvalidRequest:
         return
 
 
-def _continue(world: EngineWorld, chance: random.Random, roles: Sequence[str]) -> None:
+def _draw_promise(pulls: random.Random | None) -> int | None:
+    return pulls.randint(1, 30) if pulls is not None and pulls.random() < 0.9 else None
+
+
+def _request_blocks(world: EngineWorld, chance: random.Random) -> None:
+    """Pull a few blocks as a peer, mostly such that are cached or stored in a tier."""
+    known = world.wire.known_names
+    outside = world.external
+    pool = world.scheduler._state.cache.pool
+    cached = [
+        name
+        for name in known
+        if pool.is_cached(BlockHash(name)) or (outside is not None and name in outside.blocks)
+    ]
+    names = cached if cached and chance.random() < 0.9 else known
+    if names:
+        world.request_blocks([chance.choice(names) for _ in range(chance.randint(1, 3))])
+
+
+def _continue(
+    world: EngineWorld,
+    chance: random.Random,
+    roles: Sequence[str],
+    pulls: random.Random | None,
+) -> None:
     """Add a prompt that begins with an earlier one and its answer, as in a conversation."""
     if not world.receipts:
         return
@@ -154,6 +205,7 @@ def _continue(world: EngineWorld, chance: random.Random, roles: Sequence[str]) -
             sends=role == "sends",
             cache_salt=earlier.spec.cache_salt,
             max_tokens=chance.choice([1, 4, 16]),
+            num_promised=_draw_promise(pulls),
         )
 
 
@@ -233,7 +285,7 @@ def _give_up_sending(world: EngineWorld, chance: random.Random) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     first, count = int(arguments[0]), int(arguments[1])
-    num_requests = num_preemptions = 0
+    num_requests = num_preemptions = num_pulled = num_given = 0
     num_by_reason: dict[FinishReason | None, int] = {}
     for seed in range(first, first + count):
         try:
@@ -243,10 +295,13 @@ def main(arguments: Sequence[str]) -> None:
             raise
         num_requests += len(world.receipts)
         num_preemptions += world.scheduler.stats().total_preemptions
+        num_pulled += world.wire.num_pulled
+        num_given += world.wire.num_given
         for receipt in world.receipts.values():
             reason = receipt.finish_reason
             num_by_reason[reason] = num_by_reason.get(reason, 0) + 1
     print(f"{count} histories held: {num_requests} requests, {num_preemptions} preemptions")
+    print(f"blocks pulled: {num_pulled}, and pulled by peers: {num_given}")
     print({reason.name: count for reason, count in num_by_reason.items() if reason is not None})
 
 

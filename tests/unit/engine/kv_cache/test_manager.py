@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.events import BlockStored
+from engine.events import AllBlocksCleared, BlockRemoved, BlockStored
 from engine.kv_cache.manager import KvCache
 from engine.kv_cache.prefix_search import PrefixHit
 from engine.scheduler.config import CacheConfig
@@ -133,8 +133,39 @@ def test_uncached_blocks_are_no_prefix_hits() -> None:
     cache.pool.check([])
 
 
-def _cache(num_blocks: int = 8) -> KvCache:
-    return KvCache(CacheConfig(num_blocks=num_blocks, block_size=2, collect_events=True))
+def test_events_have_no_token_ids_unless_they_are_collected() -> None:
+    cache = _cache(collect_token_ids=False)
+    request = _serve(cache, range(6))
+
+    (event,) = cache.take_events()
+
+    assert isinstance(event, BlockStored)
+    assert len(event.block_hashes) == 3
+    assert event.token_ids == ()
+    assert event.root_hash == request.root_hash
+
+
+def test_a_reset_and_evictions_are_events() -> None:
+    cache = _cache(num_blocks=3)
+    request = _serve(cache, range(6))
+    hashes = list(request.block_hashes)
+    cache.take_events()
+
+    cache.admit(make_request([9, 9]), NO_HIT)
+    cache.reset([])
+
+    assert cache.take_events() == (BlockRemoved((hashes[2],)), AllBlocksCleared())
+
+
+def _cache(num_blocks: int = 8, *, collect_token_ids: bool = True) -> KvCache:
+    return KvCache(
+        CacheConfig(
+            num_blocks=num_blocks,
+            block_size=2,
+            collect_events=True,
+            collect_token_ids=collect_token_ids,
+        )
+    )
 
 
 def _serve(cache: KvCache, prompt: range) -> Request:

@@ -7,9 +7,11 @@ from collections.abc import Iterable
 import pytest
 
 from engine.errors import BlocksUnaccounted
+from engine.kv_cache.block_hashes import BlockHash
+from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.groups import FULL, KvCacheSpec, KvGroup
 from engine.kv_cache.manager import KvCache
-from engine.kv_cache.recurrent_state import RecurrentState
+from engine.kv_cache.recurrent_state import RecurrentState, SnapshotCache
 from engine.plan import BlockIds
 from engine.scheduler.config import CacheConfig
 from engine.scheduler.request import Request
@@ -65,6 +67,17 @@ def test_a_gap_in_a_window_moves_the_hit_to_an_earlier_snapshot() -> None:
 
     assert hit.num_blocks == 2
     assert NO_BLOCK not in hit.block_tables[0]
+
+
+def test_a_snapshot_without_the_window_before_it_is_no_hit() -> None:
+    cache = _cache(GROUPS["both"])
+    blocks = _serve(cache, 10, snapshots=(2, 6))
+    cache.pool.unregister(blocks[1][2:3])
+
+    hit = cache.find_prefix(make_request(range(20)), 19)
+
+    # All five blocks are shared: the window's third one is seen only after three blocks.
+    assert (hit.num_blocks, hit.num_shared_blocks) == (1, 5)
 
 
 def test_admission_counts_both_sides_and_a_snapshot_that_is_free() -> None:
@@ -128,6 +141,26 @@ def test_a_snapshot_is_taken_once_and_only_from_free_blocks() -> None:
     assert cache.allocate_snapshot(request, 4) is None
     assert cache.allocate_snapshot(request, 8) is not None
     assert cache.allocate_snapshot(request, 10) is None
+
+
+def test_a_request_that_is_not_cached_takes_no_snapshot() -> None:
+    cache = _cache()
+    request = _computed(cache, 8)
+    cache.reset([request])
+
+    assert cache.allocate_snapshot(request, 8) is None
+
+
+def test_a_snapshot_is_cached_once() -> None:
+    pool = BlockPool(4)
+    snapshots = SnapshotCache(pool, num_parts=2)
+    first, second = pool.allocate(2), pool.allocate(2)
+    assert first is not None
+    assert second is not None
+
+    assert snapshots.register(BlockHash(b"end"), tuple(first))
+    assert not snapshots.register(BlockHash(b"end"), tuple(second))
+    assert snapshots.find(BlockHash(b"end")) == tuple(first)
 
 
 def test_check_finds_a_snapshot_that_is_not_whole() -> None:

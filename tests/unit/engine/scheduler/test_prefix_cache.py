@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
+
 from engine.events import AllBlocksCleared, BlockRemoved, BlockStored
 from engine.kv_cache.block_hashes import block_hashes, root_hash
+from engine.kv_hints import NO_KV_HINTS, KvHints
 from engine.request import RequestId
 from engine.sampling import SamplingParams
 from engine.scheduler.config import SchedulerConfig
@@ -135,6 +138,36 @@ def test_requests_that_run_together_share_blocks() -> None:
     world.run_to_end()
 
 
+@pytest.mark.parametrize("sends", [False, True])
+def test_the_blocks_of_a_released_request_are_evicted_first(sends: bool) -> None:
+    world = EngineWorld(_config(), num_blocks=10, block_size=4)
+    for tail, hints in ((1, NO_KV_HINTS), (2, KvHints(release=True))):
+        world.add([tail] * 13, max_tokens=2, sends=sends, kv_hints=hints)
+        world.run_to_end()
+
+    world.add([3] * 13, max_tokens=2)  # takes the four blocks that are not cached
+    world.run_to_end()
+    world.add([4] * 9, max_tokens=2)  # takes three, of which one is not cached
+    world.run_to_end()
+
+    assert [_num_cached(world, [tail] * 12) for tail in (1, 2, 3)] == [3, 1, 3]
+
+
+def test_a_prefix_that_another_request_uses_is_not_evicted_first() -> None:
+    world = EngineWorld(_config(), num_blocks=10, block_size=4)
+    world.add([1] * 13, max_tokens=2)
+    world.run_to_end()
+    world.add([2] * 13, max_tokens=3, kv_hints=KvHints(release=True))
+    world.step()
+    world.add([2] * 13, max_tokens=4)
+    world.run_to_end()
+    for tail in (3, 4):
+        world.add([tail] * 9, max_tokens=2)
+        world.run_to_end()
+
+    assert [_num_cached(world, [tail] * 12) for tail in (1, 2)] == [1, 3]
+
+
 def test_another_salt_never_shares() -> None:
     world = _world_that_served(list(range(10)))
 
@@ -164,7 +197,7 @@ def test_without_prefix_caching_there_are_no_hits_and_no_events() -> None:
 
     (row,) = world.step().started
     assert row.num_computed_tokens == 0
-    assert world.scheduler.take_kv_events() == ()
+    assert world.take_kv_events() == ()
     world.run_to_end()
 
 
@@ -232,9 +265,9 @@ def test_events_tell_what_can_be_hit_by_the_hashes_that_anyone_can_compute() -> 
     world.run_to_end()
 
     hashes = block_hashes(range(8), 4, root_hash(0, "", ""))
-    stored = BlockStored(tuple(hashes), None, tuple(range(8)), 4)
-    assert world.scheduler.take_kv_events() == (stored,)
-    assert world.scheduler.take_kv_events() == ()
+    stored = BlockStored(tuple(hashes), None, tuple(range(8)), 4, root_hash(0, "", ""))
+    assert world.take_kv_events() == (stored,)
+    assert world.take_kv_events() == ()
 
 
 def test_events_chain_what_a_request_adds_to_what_it_had() -> None:
@@ -242,7 +275,7 @@ def test_events_chain_what_a_request_adds_to_what_it_had() -> None:
     world.add(list(range(8)), max_tokens=1)
     world.run_to_end()
 
-    first, second = world.scheduler.take_kv_events()
+    first, second = world.take_kv_events()
 
     assert isinstance(first, BlockStored)
     assert isinstance(second, BlockStored)
@@ -258,7 +291,7 @@ def test_events_tell_of_eviction_and_reset() -> None:
     world.run_to_end()
     world.scheduler.reset_prefix_cache()
 
-    stored, removed, other, cleared = world.scheduler.take_kv_events()
+    stored, removed, other, cleared = world.take_kv_events()
 
     assert isinstance(stored, BlockStored)
     assert removed == BlockRemoved(stored.block_hashes)
@@ -272,3 +305,9 @@ def _world_that_served(prompt: list[int], max_tokens: int = 4) -> EngineWorld:
     world.add(prompt, max_tokens=max_tokens)
     world.run_to_end()
     return world
+
+
+def _num_cached(world: EngineWorld, prompt: list[int]) -> int:
+    """Return the number of leading blocks of the prompt that are cached, without using them."""
+    names = block_hashes(prompt, 4, root_hash(0, "", ""))
+    return len(world.scheduler._state.cache.pool.find(names))

@@ -39,6 +39,34 @@ def test_the_sides_swap_with_each_chunk_and_each_decoded_token() -> None:
     world.run_to_end()
 
 
+def test_the_blocks_of_states_are_counted() -> None:
+    world = _world()
+    world.add(9, max_tokens=9)
+    world.step()
+
+    held = {name: each.num_held for name, each in world.scheduler.stats_by_group().items()}
+    assert held == {"0 full": 3, "state": 2 * N}
+    world.run_to_end()
+
+
+def test_the_hits_and_evictions_of_snapshots_are_counted() -> None:
+    world = _world(num_blocks=16)
+    for _ in range(2):
+        world.add(9, max_tokens=1)
+        world.run_to_end()
+    hit = world.scheduler.stats_by_group()
+    world.add([7] * 30, max_tokens=1)  # takes all but two blocks
+    world.run_to_end()
+
+    evicted = world.scheduler.stats_by_group()
+    assert {name: (each.total_hits, each.total_evictions) for name, each in hit.items()} == {
+        "0 full": (2, 0),
+        "state": (N, 0),
+    }
+    assert evicted["state"].total_evictions == N
+    assert evicted["0 full"].total_evictions
+
+
 def test_a_prompt_is_copied_at_intervals_and_at_its_last_whole_block_that_it_can_hit() -> None:
     world = _world()
     name = world.add(24, max_tokens=1)
@@ -67,6 +95,16 @@ def test_decoding_takes_a_snapshot_at_each_interval_and_none_where_it_ends() -> 
 
     taken = [(place, found) for place, (_, found) in enumerate(positions) if found]
     assert taken == [(0, [4]), (2, [8]), (10, [16]), (18, [24])]
+    world.run_to_end()
+
+
+def test_the_last_token_that_is_computed_can_end_with_a_snapshot() -> None:
+    world = _world()
+    name = world.add(INTERVAL - 3, max_tokens=4)  # the last token is never an input
+
+    positions = [_positions(world.step(), name) for _ in range(4)]
+
+    assert positions == [[4], [], [], [INTERVAL]]
     world.run_to_end()
 
 
@@ -135,6 +173,51 @@ def test_the_same_prompt_hits_all_its_whole_blocks() -> None:
         served = world.receipts[names[1]].outputs[-1].served
         assert served is not None
         assert served.num_cached_tokens == (num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
+
+
+@pytest.mark.parametrize("budget", [64, 9])
+def test_the_third_prompt_with_a_prefix_hits_where_the_second_one_left_the_first(
+    budget: int,
+) -> None:
+    world = _world(_config(max_num_batched_tokens=budget))
+    num_cached, taken = [], []
+    for tail in (1, 2, 3):
+        name = world.add([7] * 21 + [tail] * 9, max_tokens=1)
+        plans: list[Plan] = []
+        while world.finish_reason(name) is None:
+            plans.append(world.step())
+        taken.append([n for plan in plans for n in _positions(plan, name)])
+        served = world.receipts[name].outputs[-1].served
+        assert served is not None
+        num_cached.append(served.num_cached_tokens)
+
+    # The third one shares five blocks, and hits them: it takes no other snapshot before its end.
+    assert num_cached == [0, 16, 20]
+    assert taken == [[8, 16, 24, 28], [20, 24, 28], [24, 28]]
+    world.run_to_end()
+
+
+def test_a_prefix_shorter_than_an_interval_is_hit_by_the_third_prompt() -> None:
+    world = _world()
+    for tail in (1, 2, 3):
+        name = world.add([7] * 5 + [tail] * 9, max_tokens=1)
+        world.run_to_end()
+
+    served = world.receipts[name].outputs[-1].served
+    assert served is not None
+    assert served.num_cached_tokens == BLOCK_SIZE
+
+
+def test_with_few_free_blocks_the_end_of_a_shared_prefix_comes_first() -> None:
+    world = _world(num_blocks=10 + 3 * N)
+    world.add([7] * 13 + [1] * 9, max_tokens=1)
+    world.run_to_end()
+    name = world.add([7] * 13 + [2] * 17, max_tokens=1)
+
+    plan = world.step()
+
+    assert _positions(plan, name) == [12]
+    world.run_to_end()
 
 
 def test_a_preempted_request_resumes_from_its_longest_snapshot() -> None:
@@ -312,7 +395,7 @@ def test_routers_learn_of_the_blocks_at_whose_end_a_snapshot_is_cached() -> None
     world.add(22, max_tokens=1)
     world.run_to_end()
 
-    events = world.scheduler.take_kv_events()
+    events = world.take_kv_events()
 
     assert world.cache_config.naming.needs_snapshot
     ends = [event.token_ids for event in events if isinstance(event, BlockStored)]
@@ -324,14 +407,14 @@ def test_routers_learn_of_snapshots_that_are_evicted_or_reset() -> None:
     world = _world(num_blocks=16)
     world.add(13, max_tokens=1)
     world.run_to_end()
-    stored = _names(world.scheduler.take_kv_events(), BlockStored)
+    stored = _names(world.take_kv_events(), BlockStored)
     world.add([8] * 30, max_tokens=1)
     world.run_to_end()
 
     assert len(stored) == 2
-    assert _names(world.scheduler.take_kv_events(), BlockRemoved) >= stored
+    assert _names(world.take_kv_events(), BlockRemoved) >= stored
     world.scheduler.reset_prefix_cache()
-    assert world.scheduler.take_kv_events() == (AllBlocksCleared(),)
+    assert world.take_kv_events() == (AllBlocksCleared(),)
 
 
 def _names(events: tuple[KvEvent, ...], kind: type[BlockStored | BlockRemoved]) -> set[bytes]:

@@ -81,6 +81,7 @@ def test_the_completion_tells_the_tokens_and_the_first_token_with_its_logprobs()
 
     assert complete.handoff_id == _handoff(name)
     assert complete.num_tokens == 6
+    assert complete.first_token is not None
     assert [complete.first_token.token_id] == world.tokens(name)
     assert complete.first_token.logprobs == logprob_of(complete.first_token.token_id)
     world.run_to_end()

@@ -1,0 +1,48 @@
+"""Statistics of the KV groups of a model, and of its recurrent states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from engine.kv_cache.block_hashes import BlockHash
+from engine.kv_cache.groups import KvCacheSpec
+from engine.kv_cache.prefix_search import PrefixHit, group_of
+from kv_transfer.types import NO_BLOCK
+
+STATE = "state"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStats:
+    """Blocks of one KV group, or of recurrent states and their snapshots."""
+
+    num_held: int  # by requests; a shared block counts for each
+    total_hits: int  # blocks of prefix hits
+    total_evictions: int  # blocks removed from the prefix cache
+
+
+class GroupCounters:
+    """Prefix hits and evictions by KV group. The last group is that of recurrent states."""
+
+    def __init__(self, specs: Sequence[KvCacheSpec], *, has_state: bool) -> None:
+        self.names = [f"{number} {spec}" for number, spec in enumerate(specs)]
+        self.names += [STATE] if has_state else []
+        self._hits = [0] * len(self.names)
+        self._evictions = [0] * len(self.names)
+
+    def count_hit(self, hit: PrefixHit) -> None:
+        for group, table in enumerate(hit.block_tables):
+            self._hits[group] += len(table) - table.count(NO_BLOCK)
+        if hit.snapshot:
+            self._hits[-1] += len(hit.snapshot)
+
+    def count_evicted(self, names: Iterable[BlockHash]) -> None:
+        for name in names:
+            group = group_of(name)
+            self._evictions[-1 if group is None else group] += 1
+
+    def stats(self, num_held: Sequence[int]) -> dict[str, GroupStats]:
+        """Return the statistics by name, given the blocks that requests hold of each group."""
+        counts = zip(num_held, self._hits, self._evictions, strict=True)
+        return dict(zip(self.names, (GroupStats(*each) for each in counts), strict=True))

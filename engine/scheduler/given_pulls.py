@@ -1,0 +1,106 @@
+"""The other side of pulls: cached blocks that peers request by name.
+
+Blocks that only an external KV cache of this node has are loaded first. Only a part of the cache is
+given at a time, since blocks cannot be evicted while they are sent. Other requests wait for their
+turn, in order of arrival.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from engine.kv_cache.block_hashes import BlockHash
+from engine.kv_cache.block_pool import BlockPool
+from engine.scheduler.external_transfers import ExternalTransfers
+from engine.scheduler.kv_handoffs import HandoffManager
+from kv_transfer.external_kv import LoadId
+from kv_transfer.types import NOT_CACHED, TOO_MANY_PULLS, BlockId, HandoffId, KvReports, Requested
+
+MAX_GIVEN_SHARE = 0.5  # of all blocks, for all pulls together
+MAX_WAITING = 1024  # runs
+
+
+class GivenPulls:
+    def __init__(
+        self,
+        pool: BlockPool,
+        handoffs: HandoffManager,
+        external: ExternalTransfers,
+        block_size: int,
+    ) -> None:
+        self._pool = pool
+        self._handoffs = handoffs
+        self._external = external
+        self._block_size = block_size
+        self._max_blocks = int(pool.num_blocks * MAX_GIVEN_SHARE)
+        self._waiting: deque[Requested] = deque()
+        self._loading: dict[LoadId, Requested] = {}
+        self._given: dict[HandoffId, tuple[BlockId, ...]] = {}
+        self._num_given = 0  # blocks that are given or loaded
+
+    def settle(self, reports: KvReports, now: float) -> None:
+        """Apply the ends of given pulls, and give the blocks of new ones."""
+        for handoff_id in reports.finished_sending:
+            self._num_given -= len(self._given.pop(handoff_id, ()))
+        for requested in reports.requested:
+            is_too_large = len(requested.names) > self._max_blocks
+            if is_too_large or len(self._waiting) >= MAX_WAITING:
+                self._handoffs.refuse(requested.handoff_id, TOO_MANY_PULLS)
+            else:
+                self._waiting.append(requested)
+        self._give_waiting(now)
+
+    def end_loads(self, load_ids: Iterable[LoadId], now: float) -> None:
+        """Give the blocks of pulls that waited for these loads."""
+        for load_id in load_ids:
+            requested = self._loading.pop(load_id, None)
+            if requested is not None:
+                self._num_given -= len(requested.names)
+                self._give(requested, self._find(requested))
+        self._give_waiting(now)
+
+    def withdraw(self, block_ids: Iterable[BlockId]) -> None:
+        """Withdraw the pulls that send any of these blocks: their KV may be wrong."""
+        wrong = set(block_ids)
+        for handoff_id, given in self._given.items():
+            if not wrong.isdisjoint(given):
+                self._handoffs.withdraw_completed(handoff_id, "the KV may be wrong")
+
+    def _give_waiting(self, now: float) -> None:
+        while self._waiting:
+            if self._num_given + len(self._waiting[0].names) > self._max_blocks:
+                return
+            requested = self._waiting.popleft()
+            block_ids = self._find(requested)
+            if None not in block_ids or not self._try_load(requested, block_ids, now):
+                self._give(requested, block_ids)
+
+    def _find(self, requested: Requested) -> list[BlockId | None]:
+        """Return the cached block of each name; None for those that are not cached."""
+        found = (self._pool.find([BlockHash(name)]) for name in requested.names)
+        return [block_ids[0] if block_ids else None for block_ids in found]
+
+    def _try_load(
+        self, requested: Requested, block_ids: Sequence[BlockId | None], now: float
+    ) -> bool:
+        """Load the missing blocks. Returns False if that is not possible."""
+        names = zip(requested.names, block_ids, strict=True)
+        missing = [name for name, block_id in names if block_id is None]
+        cached = [block_id for block_id in block_ids if block_id is not None]
+        load_id = self._external.load_for_peer(missing, cached, now)
+        if load_id is None:
+            return False
+        self._loading[load_id] = requested
+        self._num_given += len(requested.names)
+        return True
+
+    def _give(self, requested: Requested, found: Sequence[BlockId | None]) -> None:
+        block_ids = tuple(block_id for block_id in found if block_id is not None)
+        if len(block_ids) < len(found):
+            self._handoffs.refuse(requested.handoff_id, NOT_CACHED)
+            return
+        num_tokens = len(block_ids) * self._block_size
+        if self._handoffs.give(requested.handoff_id, block_ids, num_tokens):
+            self._given[requested.handoff_id] = block_ids
+            self._num_given += len(block_ids)

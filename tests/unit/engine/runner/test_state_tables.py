@@ -1,0 +1,47 @@
+"""State blocks of rows: a slot that is used again starts with nothing of the row before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from engine.plan import PlanRow, StateBlocks
+from engine.request import RequestId
+from engine.runner.state.state_tables import NO_SNAPSHOTS, StateTables
+from engine.sampling import SamplingParams
+from kv_transfer.types import BlockId
+
+FIRST, SECOND, SNAPSHOT = (BlockId(3),), (BlockId(5),), (BlockId(8),)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Three tokens after the first ten of a row. Implements `StateRun`."""
+
+    row: PlanRow
+    slot: int = 0
+    num_tokens: int = 3
+    end: int = 13
+
+
+def row(*, snapshot: tuple[BlockId, ...] = ()) -> PlanRow:
+    state = StateBlocks((FIRST, SECOND), snapshot)
+    return PlanRow(RequestId("r"), (1,) * 20, 20, 10, ((),), SamplingParams(), 0, state=state)
+
+
+@pytest.mark.parametrize("num_passes", [0, 1, 2])
+@pytest.mark.parametrize("snapshot", [(), SNAPSHOT])
+def test_a_slot_that_is_used_again_starts_on_its_first_side(
+    num_passes: int, snapshot: tuple[BlockId, ...]
+) -> None:
+    tables = StateTables(max_num_seqs=1, num_blocks=1)
+    tables.start(0, row(snapshot=snapshot))
+    for _ in range(num_passes):
+        tables.advance(0)
+
+    tables.start(0, row())
+    layout = tables.layout([Run(row())], NO_SNAPSHOTS)
+
+    assert layout.reads.tolist() == [list(FIRST)]
+    assert layout.writes.tolist() == [list(SECOND)]

@@ -1,0 +1,442 @@
+"""Loads from, and stores to, a KV cache outside the engine."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine.kv_cache.block_hashes import HASH_BYTES
+from engine.kv_cache.groups import FULL, KvCacheSpec, KvGroup
+from engine.kv_hints import KvHints
+from engine.request import FinishReason, RequestId
+from engine.sampling import SamplingParams
+from engine.scheduler.config import SchedulerConfig
+from kv_transfer.external_kv import (
+    NO_EXTERNAL_REPORTS,
+    BlockHints,
+    ExternalReports,
+    tenant_of,
+)
+from tests.support.engine_world import EngineWorld
+from tests.support.fake_external import FakeExternal
+
+BLOCK_SIZE = 4
+WINDOWED = (KvGroup(FULL, (0,)), KvGroup(KvCacheSpec(window=6), (1,)))
+
+
+def world(
+    *,
+    num_blocks: int = 32,
+    groups: tuple[KvGroup, ...] | None = None,
+    num_state_blocks: int = 0,
+    **config: float,
+) -> EngineWorld:
+    it = EngineWorld(
+        SchedulerConfig(max_num_seqs=4, **config),  # type: ignore[arg-type]
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        groups=groups or EngineWorld().cache_config.groups,
+        num_state_blocks=num_state_blocks,
+        external_chance=random.Random(0),
+    )
+    assert it.external is not None
+    it.external._fails = False
+    return it
+
+
+def external(it: EngineWorld) -> FakeExternal:
+    assert it.external is not None
+    return it.external
+
+
+def cached_outside(it: EngineWorld, prompt: int = 14) -> None:
+    """Serve a prompt, and evict its blocks from the prefix cache once they are stored."""
+    it.add(prompt)
+    it.run_to_end()
+    it.evict_cached()
+    it.step()
+
+
+def served_tokens(it: EngineWorld, request_id: RequestId) -> dict[str, int]:
+    served = it.receipts[request_id].outputs[-1].served
+    assert served is not None
+    assert served.num_cached_tokens >= sum(served.loaded_tokens.values())
+    return dict(served.loaded_tokens)
+
+
+@pytest.mark.parametrize("groups", [None, WINDOWED])
+def test_an_evicted_prefix_is_loaded_and_not_computed(groups: tuple[KvGroup, ...] | None) -> None:
+    it = world(groups=groups)
+    cached_outside(it)
+
+    again = it.add(14)
+    it.run_to_end()
+
+    assert served_tokens(it, again) == {"host": 12}
+    served = it.receipts[again].outputs[-1].served
+    assert served is not None
+    assert served.num_prefilled_tokens == 2
+
+
+def test_loaded_blocks_behind_one_that_failed_are_computed_and_do_not_count() -> None:
+    it = world()
+    cached_outside(it)
+    again = it.add(14)
+    it.step_until(lambda plan: plan.external_orders.loads)
+    (load,) = external(it).loads
+    del external(it).blocks[load.names[1]]
+    it.run_to_end()
+
+    assert served_tokens(it, again) == {"host": BLOCK_SIZE}
+
+
+def test_blocks_of_the_answer_do_not_count_as_loaded_prompt_tokens() -> None:
+    it = world()
+    first = it.add(6)
+    it.run_to_end()
+    it.evict_cached()
+    it.step()
+    answer = it.receipts[first].token_ids
+    continued = it.add(6, prior=answer[:3], max_tokens=8)
+    it.run_to_end()
+
+    # Two blocks were loaded, of which six tokens are the prompt's.
+    assert served_tokens(it, continued) == {"host": 6}
+
+
+def test_blocks_behind_a_window_are_not_loaded() -> None:
+    it = world(groups=WINDOWED, num_blocks=64)
+    cached_outside(it, prompt=30)
+    it.add(30)
+    it.step_until(lambda plan: plan.external_orders.loads)
+    (load,) = external(it).loads
+    # Of 7 blocks, the window of the token at position 28 sees those from position 23 on.
+    assert len(load.names) == 7 + 2
+    it.run_to_end()
+
+
+def test_a_block_may_be_lost_while_a_prefix_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = world(groups=WINDOWED, num_blocks=64)
+    cached_outside(it, prompt=30)
+    lost = dict.fromkeys(external(it).blocks, False)
+
+    def holds_once(name: bytes) -> bool:
+        is_held, lost[name] = not lost.get(name, True), True
+        return is_held
+
+    monkeypatch.setattr(external(it), "holds", holds_once)
+    again = it.add(30)
+    it.run_to_end()
+
+    assert served_tokens(it, again) == {"host": 28}
+
+
+def test_a_request_that_waits_for_a_load_holds_nothing_and_lets_others_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    it = world()
+    cached_outside(it)
+    monkeypatch.setattr(external(it), "poll", _never)
+    waiting, other = it.add(14), it.add([9, 9, 9])
+    it.step_until(lambda plan: other in plan.num_scheduled_tokens)
+    assert not it.receipts[waiting].outputs
+    (request,) = [r for r in it.scheduler._state.waiting if r.request_id == waiting]
+    assert not request.num_blocks
+
+
+def test_a_load_that_takes_too_long_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = world(max_load_wait_s=2.0)
+    cached_outside(it)
+    monkeypatch.setattr(external(it), "poll", _never)
+    slow = it.add(14)
+    it.step()
+    it.wait(1.9)
+    assert slow not in it.step().num_scheduled_tokens
+    it.wait(0.2)
+    it.step_until(lambda plan: it.finish_reason(slow))
+    assert served_tokens(it, slow) == {}
+    monkeypatch.undo()
+    it.run_to_end()
+
+
+def test_loads_that_never_end_reserve_half_of_the_cache_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    it = world(max_load_wait_s=2.0)
+    prompts = [[number] * 17 for number in range(1, 8)]
+    for prompt in prompts:
+        it.add(prompt)
+        it.run_to_end()
+    it.evict_cached()
+    monkeypatch.setattr(external(it), "poll", _never)
+
+    for prompt in prompts:
+        name = it.add(prompt)
+        it.step()
+        it.wait(2.1)
+        it.step_until(lambda plan, name=name: it.finish_reason(name))  # type: ignore[misc]
+
+    # Four blocks each. The stores of new blocks do not end either.
+    transfers = it.scheduler._state.external
+    assert len(external(it).loads) == 4
+    reserved = set(transfers.held_blocks())
+    assert len(reserved) <= 16 + 8
+    assert it.scheduler.stats().num_free_blocks == 32 - len(reserved)
+    monkeypatch.undo()
+    it.run_to_end()
+
+
+def test_a_failed_load_is_computed() -> None:
+    it = world()
+    cached_outside(it)
+    it.add(14)
+    it.step_until(lambda plan: plan.external_orders.loads)
+    external(it).blocks.clear()
+    it.run_to_end()
+    assert it.scheduler._state.external.total_failed_blocks == 3
+
+
+def test_a_load_across_a_reset_is_not_cached() -> None:
+    it = world()
+    cached_outside(it)
+    again = it.add(14)
+    it.step_until(lambda plan: plan.external_orders.loads)
+    contents = dict(external(it).blocks)
+    it.scheduler.reset_prefix_cache()
+    assert not external(it).blocks
+    external(it).blocks = contents  # a cache that answers although it was cleared
+    it.run_to_end()
+    assert served_tokens(it, again) == {}
+    served = it.receipts[again].outputs[-1].served
+    assert served is not None
+    assert served.num_cached_tokens == 0
+
+
+def test_a_preempted_request_loads_what_was_stored_of_it() -> None:
+    it = world(num_blocks=9)
+    for token in (1, 2):
+        it.add([token] * 12, max_tokens=1)
+    it.run_to_end()
+    names = [it.add([1] * 12, max_tokens=12), it.add([2] * 12, max_tokens=12)]
+    it.step_until(lambda _: it.scheduler.stats().total_preemptions)
+    it.evict_cached()
+    it.run_to_end()
+    assert external(it).num_loaded
+    # The prompts were in the prefix cache at first.
+    assert [served_tokens(it, name) for name in names] == [{}, {}]
+
+
+def test_kv_of_a_failed_request_is_dropped() -> None:
+    it = world()
+    name = it.add(14, max_tokens=8)
+    it.step_until(lambda plan: plan.external_orders.stores)
+    it.fail_next_token(name)
+    it.run_to_end()
+    assert not external(it).blocks
+
+
+def test_a_load_that_would_take_longer_than_computing_is_not_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    it = world()
+    cached_outside(it)
+    it.scheduler._planner.record_step(0.1)  # no step with prompt tokens: nothing is learnt
+    it.scheduler._planner._pace.record_step(12.0, 0, 12)  # a second for a token
+    monkeypatch.setattr(external(it), "load_s", lambda _: 12.1)
+    again = it.add(14)
+    it.run_to_end()
+    assert served_tokens(it, again) == {}
+    it.evict_cached()
+    monkeypatch.setattr(external(it), "load_s", lambda _: 11.9)
+    again = it.add(14)
+    it.run_to_end()
+    assert served_tokens(it, again) == {"host": 12}
+
+
+def test_prompt_logprobs_are_computed() -> None:
+    it = world()
+    cached_outside(it)
+    again = it.add(14, sampling=SamplingParams(max_tokens=2, prompt_logprobs=1))
+    it.run_to_end()
+    assert served_tokens(it, again) == {}
+
+
+def test_other_salts_load_nothing() -> None:
+    it = world()
+    cached_outside(it)
+    again = it.add(14, cache_salt="tenant")
+    it.run_to_end()
+    assert served_tokens(it, again) == {}
+
+
+def test_a_request_whose_loaded_blocks_are_evicted_while_it_waits_loads_them_again() -> None:
+    it = world()
+    cached_outside(it)
+    running = [it.add(3, max_tokens=40) for _ in range(4)]  # the batch is full
+    it.step()
+    again = it.add(14)
+    it.step_until(lambda plan: plan.external_orders.loads)
+    it.step_until(lambda _: not external(it).loads)
+    it.step()
+    it.evict_cached()
+    it.abort(running[0])
+    it.run_to_end()
+
+    assert external(it).num_loaded == 2 * 3
+    assert served_tokens(it, again) == {"host": 12}
+    served = it.receipts[again].outputs[-1].served
+    assert served is not None
+    assert served.num_prefilled_tokens == 2
+
+
+def test_a_request_waits_for_the_room_that_another_load_takes() -> None:
+    it = world(num_blocks=64)
+    prompts = [[first, *range(1, 70)] for first in (1, 2)]
+    for prompt in prompts:
+        it.add(prompt)
+    it.run_to_end()
+    it.evict_cached()
+    it.step()
+    names = [it.add(prompt) for prompt in prompts]
+    it.run_to_end()
+
+    assert [served_tokens(it, name) for name in names] == [{"host": 68}] * 2
+
+
+def test_a_prefix_of_recurrent_layers_is_loaded_up_to_a_snapshot() -> None:
+    it = world(num_state_blocks=2)
+    cached_outside(it, prompt=18)
+    again = it.add(18)
+    it.run_to_end()
+    # Snapshots are due at multiples of two blocks, and at the last whole block of the prompt.
+    assert served_tokens(it, again) == {"host": 4 * BLOCK_SIZE}
+    assert it.scheduler.stats().num_cached_snapshots
+
+
+@pytest.mark.parametrize("is_snapshot", [True, False])
+def test_without_a_block_at_its_end_the_prefix_ends_at_an_earlier_snapshot(
+    is_snapshot: bool,
+) -> None:
+    it = world(num_state_blocks=2)
+    cached_outside(it, prompt=18)
+    blocks = external(it).blocks
+    # Four blocks of tokens fill the prompt, and two snapshots have two parts each.
+    del blocks[[name for name in blocks if (len(name) > HASH_BYTES) == is_snapshot][3]]
+    again = it.add(18)
+    it.run_to_end()
+    assert served_tokens(it, again) == {"host": 2 * BLOCK_SIZE}
+
+
+def test_a_snapshot_that_was_not_loaded_as_a_whole_is_not_cached() -> None:
+    it = world(num_state_blocks=2)
+    cached_outside(it, prompt=18)
+    num_before = it.scheduler.stats().num_cached_snapshots
+    outside = external(it)
+    again = it.add(18)
+    it.step()
+    (load,) = outside.loads
+    del outside.blocks[load.names[-1]]
+    it.run_to_end()
+    assert not num_before
+    assert served_tokens(it, again) == {}
+    served = it.receipts[again].outputs[-1].served
+    assert served is not None
+    assert served.num_prefilled_tokens == 18
+
+
+def test_a_block_is_stored_with_the_hints_and_the_tenant_of_its_request() -> None:
+    it = world()
+    hints = KvHints(session_id="chat", retain_s=60.0, priority=80)
+    it.add(14, cache_salt="a salt", kv_hints=hints)
+    it.run_to_end()
+
+    stored = set(external(it).stored_hints.values())
+    assert stored == {BlockHints(tenant_of("a salt"), 60.0, 80, is_in_session=True)}
+
+
+def test_prefix_hits_are_reported_as_uses_from_the_end_of_the_prefix() -> None:
+    it = world()
+    it.add(14)
+    it.run_to_end()
+    assert not external(it).uses
+
+    it.add(14)
+    it.run_to_end()
+
+    names = list(external(it).stored_hints)
+    (use,) = external(it).uses
+    assert use.names == (names[2], names[1], names[0])
+    assert use.hints.is_plain
+
+
+def test_hits_that_a_tier_has_evicted_are_stored_again_for_a_session() -> None:
+    it = world()
+    it.add(14, max_tokens=2)
+    it.run_to_end()
+    external(it).blocks.clear()
+
+    it.add(14, max_tokens=2)
+    it.run_to_end()
+    assert not external(it).blocks
+    it.add(14, max_tokens=2, kv_hints=KvHints(session_id="chat"))
+    it.run_to_end()
+
+    assert len(external(it).blocks) == 3
+
+
+def test_a_released_request_stores_nothing_and_releases_what_is_stored() -> None:
+    it = world()
+    it.add(14, max_tokens=2)
+    it.run_to_end()
+    it.add(18, max_tokens=2, kv_hints=KvHints(release=True))
+    it.run_to_end()
+
+    (use,) = external(it).uses
+    assert use.hints.is_released
+    assert set(use.names) == set(external(it).blocks)
+    assert len(use.names) == 3
+
+
+def test_a_prefetch_loads_the_prefix_for_the_next_request() -> None:
+    it = world()
+    cached_outside(it)
+    prefetch = it.add(14, kv_hints=KvHints(prefetch=True))
+    it.run_to_end()
+    assert served_tokens(it, prefetch) == {"host": 12}
+    assert it.finish_reason(prefetch) is FinishReason.LENGTH
+
+    again = it.add(14)
+    it.run_to_end()
+
+    served = it.receipts[again].outputs[-1].served
+    assert served is not None
+    assert (served.num_cached_tokens, served.loaded_tokens) == (12, {})
+
+
+def test_a_prefetch_of_an_unknown_prompt_ends_without_computing_it() -> None:
+    it = world()
+    prefetch = it.add(14, kv_hints=KvHints(prefetch=True, retain_s=60.0))
+    assert not it.step().num_scheduled_tokens
+    it.run_to_end()
+    assert it.finish_reason(prefetch) is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(("tiers", "kept"), [(("kv",), 12), (("host",), 0), ((), 0)])
+def test_tiers_are_reset_one_by_one(tiers: tuple[str, ...], kept: int) -> None:
+    it = world()
+    it.add(14)
+    it.run_to_end()
+    it.step()
+
+    num_blocks = it.scheduler.reset_prefix_cache(tiers)
+
+    assert num_blocks == dict.fromkeys(tiers or ("kv", "host"), 4)
+    it.evict_cached()
+    again = it.add(14)
+    it.run_to_end()
+    assert served_tokens(it, again).get("host", 0) == kept
+
+
+def _never() -> ExternalReports:
+    return NO_EXTERNAL_REPORTS
