@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from engine.plan import Plan
 from engine.step_observer import StepObserver, StepRecord
 from kv_transfer.records import TransferRecord, TransferRole
-from kv_transfer.types import HandoffId
+from kv_transfer.types import NOT_CACHED, TOO_MANY_PULLS, HandoffId
 from telemetry import names
 from telemetry.metrics import names as counted
 from telemetry.metrics.names import Metric, MetricKind
@@ -112,6 +112,11 @@ class NodeMetrics(StepObserver):
         self._transfer = _histogram(registry, counted.TRANSFER)
         self._rate = _histogram(registry, counted.RATE)
         self._overlap = _histogram(registry, counted.OVERLAP)
+        self._tier_load = _histogram(registry, counted.TIER_LOAD)
+
+    def count_loads_of(self, tier: str) -> Callable[[float], None]:
+        """Return what observes the seconds of a load from a tier. Any thread may call it."""
+        return self._tier_load.labels(tier).observe
 
     def note_pass(self, plan: Plan, began_s: float, ended_s: float) -> None:
         if not plan.num_scheduled_tokens:
@@ -138,8 +143,8 @@ class NodeMetrics(StepObserver):
             self._transfer.labels(direction).observe(took_s, exemplar)
         if record.role is TransferRole.SENT:
             self._overlap.observe(record.overlap, exemplar)
-            if record.gigabytes_per_s is not None:
-                self._rate.observe(record.gigabytes_per_s, exemplar)
+        if record.gigabytes_per_s is not None:
+            self._rate.observe(record.gigabytes_per_s, exemplar)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +188,8 @@ def _call(timeline: RequestTimeline) -> tuple[str, str, str]:
 def _outcome(record: TransferRecord) -> str:
     if record.outcome in DONE:
         return "done"
+    if record.outcome.endswith((NOT_CACHED, TOO_MANY_PULLS)):
+        return "refused"
     return "withdrawn" if record.outcome in WITHDRAWN else "failed"
 
 

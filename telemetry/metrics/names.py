@@ -150,16 +150,21 @@ SPECULATED_TOKENS = _counter(
     "Tokens proposed by speculative decoding, and those accepted.",
     "kind",
 )
-HANDOFFS = _counter("baton.handoffs", "Ended hand-offs.", "direction", "outcome")
+HANDOFFS = _counter(
+    "baton.handoffs",
+    "Ended hand-offs and pulls. direction: sent or received; pulled by this node, or given to a "
+    "node that pulled.",
+    *("direction", "outcome"),
+)
 KV_BYTES = _counter(
     "baton.kv.bytes",
-    "KV of completed hand-offs.",
+    "KV of completed hand-offs and pulls.",
     *("direction", "transport"),
     unit="By",
 )
 TRANSFER = _histogram(
     "baton.kv.transfer",
-    "Time from the first order of a hand-off to its end.",
+    "Time from the first order of a hand-off or pull to its end.",
     *("s", STEP_BUCKETS, "direction"),
 )
 RATE = _histogram(
@@ -184,6 +189,18 @@ BLOCKS = _gauge(
     "writable by a peer; fenced: possibly still written by a lost peer.",
     "state",
 )
+GROUP_BLOCKS = _gauge(
+    "baton.kv.group.blocks",
+    "KV blocks that requests hold, by KV group, such as 0 full or 1 window 512, or for their "
+    "recurrent states. A shared block counts for each request.",
+    "group",
+)
+GROUP_HITS = _counter(
+    "baton.kv.group.hits", "KV blocks of prefix hits, by KV group; of states: snapshots.", "group"
+)
+GROUP_EVICTIONS = _counter(
+    "baton.kv.group.evictions", "KV blocks removed from the prefix cache, by KV group.", "group"
+)
 PREEMPTIONS = _counter(
     "baton.preemptions", "Preempted requests, whose blocks were freed for others."
 )
@@ -203,6 +220,37 @@ LINKS_CUT = _counter("baton.kv.links_cut", "Control links to peers that ended, f
 MESSAGES_DROPPED = _counter(
     "baton.kv.messages_dropped", "Late or duplicate messages of peers, which are ignored."
 )
+CONNECTOR_ERRORS = _counter("baton.kv.connector.errors", "Errors of the KV connector.")
+TIER_BLOCKS = _gauge("baton.kv.tier.blocks", "KV blocks in a tier below the KV cache.", "tier")
+TIER_BYTES = _gauge("baton.kv.tier.bytes", "Bytes of KV in a tier.", "tier", unit="By")
+TIER_LIMIT = _gauge("baton.kv.tier.limit", "Limit of the KV in a tier.", "tier", unit="By")
+TIER_TOKENS = _counter(
+    "baton.kv.tier.tokens", "Prompt tokens whose KV was loaded from a tier.", "tier"
+)
+TIER_LOADED = _counter("baton.kv.tier.loaded", "KV blocks loaded from a tier.", "tier")
+TIER_STORED = _counter("baton.kv.tier.stored", "KV blocks stored to a tier.", "tier")
+TIER_EVICTED = _counter("baton.kv.tier.evicted", "KV blocks evicted from a tier.", "tier")
+TIER_FAILED = _counter(
+    "baton.kv.tier.failed",
+    "KV blocks that a tier failed to load or store, or had no room for in its queue.",
+    "tier",
+)
+TIER_LOAD = _histogram(
+    "baton.kv.tier.load",
+    "Time that a tier took for its blocks of a load.",
+    *("s", STEP_BUCKETS, "tier"),
+)
+TIER_RETAINED = _gauge("baton.kv.tier.retained", "KV blocks that a tier must not evict.", "tier")
+TIER_REFUSED = _counter(
+    "baton.kv.tier.refused_retentions",
+    "KV blocks that a request wanted to retain while too many of the tier were.",
+    "tier",
+)
+PULL_BLOCKS = _counter(
+    "baton.kv.pull.blocks",
+    "KV blocks that this node pulled from others instead of computing them: landed, or failed.",
+    "outcome",
+)
 TRANSPORT = _gauge("baton.kv.transport", "1 for the KV transport in use.", "transport")
 
 NODE_METRICS = (
@@ -210,6 +258,12 @@ NODE_METRICS = (
     *(KV_BYTES, TRANSFER),
     *(RATE, OVERLAP, RUNNING, WAITING, BLOCKS, PREEMPTIONS, PREFIX_TOKENS, OPEN_HANDOFFS),
     *(DIGEST_MISMATCHES, LINKS, LINKS_CUT, MESSAGES_DROPPED, TRANSPORT, TRACES_LOST),
+    *(TIER_BYTES, TIER_LIMIT, TIER_LOAD, TIER_TOKENS),
+    *(GROUP_BLOCKS, GROUP_HITS, GROUP_EVICTIONS),
+    *(TIER_BLOCKS, TIER_LOADED, TIER_STORED, TIER_EVICTED, TIER_FAILED),
+    *(TIER_RETAINED, TIER_REFUSED),
+    PULL_BLOCKS,
+    CONNECTOR_ERRORS,
     READINGS_AGE,
 )
 

@@ -78,6 +78,7 @@ class NodeTimeline:
     dropped_s: list[float] = field(default_factory=list)  # departures from the batch
     num_missing_tokens: int = 0
     record: TransferRecord | None = None
+    pulls: list[TransferRecord] = field(default_factory=list)  # runs of blocks, for its prompt
     num_steps: int = 0  # that the request took part in
     # Written by gRPC's thread.
     num_given_before: int | None = None  # tokens of earlier attempts; None before any output
@@ -267,9 +268,32 @@ class _NodeSpans:
         return self._wait(name, began_s, end, "batch")
 
     def _wait(self, name: str, began_s: float, end: End, wait_for: str) -> Span:
-        span_id = child_id(self._server_id, f"{name}/{wait_for}")
-        attributes = {names.WAIT_FOR: wait_for}
-        return self._make.span(name, self._server_id, began_s, end, attributes, span_id=span_id)
+        return self._make.span(
+            name,
+            self._server_id,
+            began_s,
+            end,
+            {names.WAIT_FOR: wait_for},
+            events=self._pulls() if wait_for == "batch" else (),
+            span_id=child_id(self._server_id, f"{name}/{wait_for}"),
+        )
+
+    def _pulls(self) -> tuple[SpanEvent, ...]:
+        """The runs of blocks that were pulled while the request waited."""
+        return tuple(
+            self._make.event(
+                names.KV_PULL,
+                pull.began_s,
+                **{
+                    names.KV_BLOCKS: pull.num_blocks,
+                    names.KV_BYTES: pull.num_bytes,
+                    names.KV_PEER: pull.peer or "",
+                    names.KV_OUTCOME: pull.outcome,
+                    names.KV_DURATION: (pull.ended_s or pull.began_s) - pull.began_s,
+                },
+            )
+            for pull in self._timeline.pulls
+        )
 
     def _kv(
         self,

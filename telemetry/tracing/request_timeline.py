@@ -38,6 +38,8 @@ class RouteChoice:
     num_decode_candidates: int
     num_prefill_candidates: int
     num_predicted_hit_tokens: int
+    holder: str = ""  # to pull a prefix from
+    num_promised_tokens: int = 0  # of that prefix
 
 
 @dataclass(slots=True)
@@ -287,6 +289,8 @@ def _choice_attributes(choice: RouteChoice) -> dict[str, AttributeValue | None]:
         names.CANDIDATES_DECODE: choice.num_decode_candidates,
         names.CHOSEN_PREFILL: choice.prefill_node or None,
         names.CHOSEN_DECODE: choice.decode_node,
+        names.CHOSEN_HOLDER: choice.holder or None,
+        names.PROMISED_TOKENS: choice.num_promised_tokens or None,
         names.PREDICTED_HIT_TOKENS: choice.num_predicted_hit_tokens,
         names.ROUTE_REASON: choice.reason or None,
     }

@@ -168,6 +168,7 @@ def _bytes(value: AttributeValue) -> str:
 
 _NOTES: dict[str, Callable[[Any], str]] = {
     names.CHOSEN_PREFILL: lambda value: f"→ {value}",
+    names.CHOSEN_HOLDER: lambda value: f"pulls from {value}",
     names.CHOSEN_DECODE: lambda value: f"→ {value}",
     names.ROUTE_REASON: str,
     names.WAIT_FOR: lambda value: f"for {value}",

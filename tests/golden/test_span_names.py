@@ -90,11 +90,11 @@ def test_another_try_is_linked_to_what_failed_and_says_why() -> None:
 
 
 def test_kv_that_was_lost_is_an_error_with_its_reason_and_no_link() -> None:
-    spans = on_decode("the prefill node sent nothing for 10 s").spans(to_unix_ns)
+    spans = on_decode("the peer sent nothing for 10 s").spans(to_unix_ns)
 
     [wait] = [span for span in spans if span.name == names.KV_WAIT]
     assert wait.status is SpanStatus.ERROR
-    assert wait.status_message == "the prefill node sent nothing for 10 s"
+    assert wait.status_message == "the peer sent nothing for 10 s"
     assert wait.links == ()
 
 

@@ -35,6 +35,8 @@ def test_choosing_ends_with_the_call_of_the_first_node_and_says_when_the_choice_
     assert route.began_ns == the(spans, names.ADMIT).ended_ns
     assert route.ended_ns == prefill.began_ns
     assert [(one.name, one.at_ns) for one in route.events] == [(names.CHOSEN, to_unix_ns(10.003))]
+    assert route.attributes[names.CHOSEN_HOLDER] == "d1"
+    assert route.attributes[names.PROMISED_TOKENS] == 32
 
 
 def test_a_try_goes_on_from_the_first_failure_of_the_one_before() -> None:
