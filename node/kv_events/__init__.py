@@ -1,0 +1,1 @@
+"""KV events of a node for other routers, in vLLM's format."""

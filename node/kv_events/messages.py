@@ -1,0 +1,130 @@
+"""Messages of KV events on the wire, in vLLM's format (as of vLLM 0.32). Pure.
+
+A message is a msgpack array of time, events and data-parallel rank; an event is a map whose key
+`type` names its kind. Fields that have their default value are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from msgspec import Struct, msgpack
+
+from engine.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from engine.kv_cache.block_hashes import BlockHash
+from engine.kv_cache.groups import KvCacheSpec
+
+MEDIUM = "GPU"  # vLLM's name of the KV cache itself, also where that is on a CPU
+FIRST_GROUP = 0
+ExtraKeys = tuple[str, ...] | None  # of one block
+
+
+class StoredMessage(Struct, tag="BlockStored", omit_defaults=True, gc=False):
+    block_hashes: list[bytes]
+    parent_block_hash: bytes | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[ExtraKeys] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+
+
+class RemovedMessage(Struct, tag="BlockRemoved", omit_defaults=True, gc=False):
+    block_hashes: list[bytes]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class ClearedMessage(Struct, tag="AllBlocksCleared", omit_defaults=True, gc=False):
+    pass
+
+
+EventMessage = StoredMessage | RemovedMessage | ClearedMessage
+
+
+class MessageBatch(Struct, array_like=True, omit_defaults=True, gc=False):
+    ts: float
+    events: list[EventMessage]
+    data_parallel_rank: int | None = None
+
+
+encode_batch = msgpack.Encoder().encode
+decode_batch = msgpack.Decoder(MessageBatch).decode
+
+
+@dataclass(frozen=True, slots=True)
+class CacheFacts:
+    """Facts about a node's prefix cache that its events contain."""
+
+    block_size: int
+    unsalted_root: BlockHash  # parent of the first blocks of requests without a salt
+    spec_kind: str
+    sliding_window: int | None = None
+
+    def to_batch(self, events: Iterable[KvEvent], time_s: float) -> MessageBatch:
+        return MessageBatch(time_s, [self._to_message(event) for event in events], 0)
+
+    def stored(
+        self,
+        names: list[bytes],
+        parent: bytes | None,
+        token_ids: list[int],
+        extra_keys: list[ExtraKeys],
+    ) -> StoredMessage:
+        return StoredMessage(
+            block_hashes=names,
+            parent_block_hash=parent,
+            token_ids=token_ids,
+            block_size=self.block_size,
+            lora_id=None,
+            medium=MEDIUM,
+            lora_name=None,
+            extra_keys=extra_keys,
+            group_idx=FIRST_GROUP,
+            kv_cache_spec_kind=self.spec_kind,
+            kv_cache_spec_sliding_window=self.sliding_window,
+        )
+
+    def _to_message(self, event: KvEvent) -> EventMessage:
+        match event:
+            case BlockStored():
+                return self.stored(
+                    list(event.block_hashes),
+                    event.parent_block_hash,
+                    list(event.token_ids),
+                    self._extra_keys(event),
+                )
+            case BlockRemoved():
+                return RemovedMessage(list(event.block_hashes), MEDIUM, FIRST_GROUP)
+            case AllBlocksCleared():
+                return ClearedMessage()
+
+    def _extra_keys(self, event: BlockStored) -> list[ExtraKeys]:
+        """Return a key for the first block of a sequence with a salt, as vLLM does.
+
+        It is the digest of the salt. The salt itself is a secret of its clients.
+        """
+        keys: list[ExtraKeys] = [None] * len(event.block_hashes)
+        is_first = event.parent_block_hash is None
+        if is_first and event.root_hash is not None and event.root_hash != self.unsalted_root:
+            keys[0] = (event.root_hash.hex(),)
+        return keys
+
+
+def spec_kind_of(spec: KvCacheSpec, *, is_latent: bool, is_recurrent: bool) -> str:
+    """Return vLLM's name of the kind of KV that the events are about.
+
+    With recurrent layers, they name the blocks at whose ends a state is cached.
+    """
+    if is_recurrent:
+        return "mamba"
+    if spec.chunk is not None:
+        return "chunked_local_attention"
+    kind = "full_attention" if spec.window is None else "sliding_window"
+    latent = {"full_attention": "mla_attention", "sliding_window": "sliding_window_mla"}
+    return latent[kind] if is_latent else kind

@@ -1,0 +1,75 @@
+"""KV events on the wire: vLLM's maps, and what they say about salts and kinds of KV."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from engine.events import AllBlocksCleared, BlockRemoved, BlockStored
+from engine.kv_cache.block_hashes import BlockHash
+from engine.kv_cache.groups import KvCacheSpec
+from node.kv_events.messages import CacheFacts, encode_batch, spec_kind_of
+
+ONE, TWO, THREE = (BlockHash(bytes([number]) * 16) for number in (1, 2, 3))
+UNSALTED, SALTED = BlockHash(b"u" * 16), BlockHash(b"s" * 16)
+FACTS = CacheFacts(2, UNSALTED, "sliding_window", 128)
+
+
+def test_a_batch_is_an_array_of_tagged_maps_with_the_fields_of_vllm() -> None:
+    events = (
+        BlockStored((ONE, TWO), None, (5, 6, 7, 8), 2, UNSALTED),
+        BlockRemoved((ONE,)),
+        AllBlocksCleared(),
+    )
+
+    payload = encode_batch(FACTS.to_batch(events, 12.5))
+
+    assert msgspec.msgpack.decode(payload) == [
+        12.5,
+        [
+            {
+                "type": "BlockStored",
+                "block_hashes": [ONE, TWO],
+                "parent_block_hash": None,
+                "token_ids": [5, 6, 7, 8],
+                "block_size": 2,
+                "lora_id": None,
+                "medium": "GPU",
+                "lora_name": None,
+                "extra_keys": [None, None],
+                "group_idx": 0,
+                "kv_cache_spec_kind": "sliding_window",
+                "kv_cache_spec_sliding_window": 128,
+            },
+            {"type": "BlockRemoved", "block_hashes": [ONE], "medium": "GPU", "group_idx": 0},
+            {"type": "AllBlocksCleared"},
+        ],
+        0,
+    ]
+
+
+def test_only_the_first_block_of_a_salted_sequence_has_a_key() -> None:
+    first = BlockStored((ONE, TWO), None, (5, 6, 7, 8), 2, SALTED)
+    later = BlockStored((THREE,), TWO, (9, 9), 2, SALTED)
+
+    batch = FACTS.to_batch((first, later), 0.0)
+
+    keys = [getattr(message, "extra_keys", None) for message in batch.events]
+    assert keys == [[(SALTED.hex(),), None], [None]]
+
+
+@pytest.mark.parametrize(
+    ("spec", "is_latent", "is_recurrent", "kind"),
+    [
+        (KvCacheSpec(), False, False, "full_attention"),
+        (KvCacheSpec(), True, False, "mla_attention"),
+        (KvCacheSpec(window=8), False, False, "sliding_window"),
+        (KvCacheSpec(window=8), True, False, "sliding_window_mla"),
+        (KvCacheSpec(chunk=8), False, False, "chunked_local_attention"),
+        (KvCacheSpec(), False, True, "mamba"),
+    ],
+)
+def test_kinds_of_kv_have_the_names_of_vllm(
+    spec: KvCacheSpec, is_latent: bool, is_recurrent: bool, kind: str
+) -> None:
+    assert spec_kind_of(spec, is_latent=is_latent, is_recurrent=is_recurrent) == kind

@@ -1,0 +1,201 @@
+"""Publisher of KV events, with real sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from engine.events import AllBlocksCleared, BlockRemoved, BlockStored
+from engine.kv_cache.block_hashes import BlockHash
+from errors import InvalidConfig
+from node.kv_events.config import KvEventsConfig
+from node.kv_events.messages import CacheFacts
+from node.kv_events.publisher import KvEventPublisher
+from tools.follow_kv_events import KvEventFollower
+
+FACTS = CacheFacts(1, BlockHash(b"u" * 16), "full_attention")
+PATIENCE_MS = 30_000
+MAX_TRIES = 1000
+
+MakeConfig = Callable[..., KvEventsConfig]
+
+
+@pytest.fixture
+def make_config(tmp_path: Path) -> MakeConfig:
+    def make(topic: str = "", buffer_steps: int = 100, max_queue_size: int = 100) -> KvEventsConfig:
+        return KvEventsConfig(
+            f"ipc://{tmp_path}/pub",
+            f"ipc://{tmp_path}/replay",
+            topic,
+            buffer_steps=buffer_steps,
+            max_queue_size=max_queue_size,
+        )
+
+    return make
+
+
+def following(config: KvEventsConfig, topic: str = "") -> KvEventFollower:
+    return KvEventFollower(config.endpoint, config.replay_endpoint, topic)
+
+
+def name_of(number: int) -> BlockHash:
+    return BlockHash(number.to_bytes(16, "big"))
+
+
+def stored(number: int) -> BlockStored:
+    return BlockStored((name_of(number),), None, (number,), 1)
+
+
+def numbers_in(follower: KvEventFollower) -> set[int]:
+    return {int.from_bytes(name, "big") for name in follower.view.blocks}
+
+
+def publish_until_received(publisher: KvEventPublisher, follower: KvEventFollower) -> int:
+    """Store blocks 0, 1, ... until the subscription works. Returns how many there are then."""
+    for number in range(MAX_TRIES):
+        publisher.publish([stored(number)])
+        if follower.receive(timeout_ms=20):
+            return number + 1
+    raise AssertionError("nothing was received")
+
+
+def test_a_subscriber_asks_for_what_it_has_missed(make_config: MakeConfig) -> None:
+    config = make_config()
+    with KvEventPublisher(config, FACTS) as publisher, following(config) as follower:
+        count = publish_until_received(publisher, follower)
+        publisher.publish([BlockRemoved((name_of(0),))])
+        while follower.view.num_removed == 0:
+            assert follower.receive(PATIENCE_MS)
+
+        assert numbers_in(follower) == set(range(1, count))
+        assert follower.num_skipped == 0
+        assert follower.next_sequence == count + 1
+
+
+def test_one_that_joins_late_gets_all_that_is_cached(make_config: MakeConfig) -> None:
+    config = make_config(buffer_steps=2)
+    with KvEventPublisher(config, FACTS) as publisher, following(config) as follower:
+        for number in range(6):
+            publisher.publish([stored(number)])
+        publisher.publish([BlockRemoved((name_of(1), name_of(4)))])
+        while follower.next_sequence < 7:
+            follower.catch_up()
+
+        assert numbers_in(follower) == {0, 2, 3, 5}
+        assert follower.view.blocks[name_of(3)].token_ids == (3,)
+
+
+def test_a_replay_is_whole_however_many_went_before(make_config: MakeConfig) -> None:
+    config = make_config(buffer_steps=2)
+    with KvEventPublisher(config, FACTS) as publisher, following(config) as follower:
+        for number in range(4):
+            publisher.publish([stored(number)])
+        while follower.next_sequence < 4:
+            follower.catch_up()
+
+        for _ in range(200):
+            follower.next_sequence = 0
+            follower.catch_up()
+            assert follower.next_sequence == 4
+
+
+def test_only_the_topic_that_is_subscribed_to_arrives(make_config: MakeConfig) -> None:
+    config = make_config(topic="kv@one@model")
+    with (
+        KvEventPublisher(config, FACTS) as publisher,
+        following(config, "kv@one") as follower,
+        following(config, "kv@two") as other,
+    ):
+        publish_until_received(publisher, follower)
+
+        assert other.receive(timeout_ms=0) == []
+
+
+def test_a_full_queue_drops_events_visibly_and_never_waits(make_config: MakeConfig) -> None:
+    config = make_config(max_queue_size=2)
+    publisher = KvEventPublisher(config, FACTS)
+    for number in range(4):  # nothing takes them from the queue yet
+        publisher.publish([stored(number)])
+    with publisher, following(config) as follower:
+        while follower.next_sequence < 2:
+            follower.catch_up()
+        assert numbers_in(follower) == {0, 1}
+
+        publisher.publish([stored(7)])
+        while follower.next_sequence < 5:
+            follower.catch_up()
+
+        assert numbers_in(follower) == {7}
+        assert follower.num_skipped == 2
+        assert follower.view.num_cleared == 1
+
+
+def test_no_message_is_sent_without_events(make_config: MakeConfig) -> None:
+    config = make_config()
+    with KvEventPublisher(config, FACTS) as publisher, following(config) as follower:
+        publisher.publish([])
+        publisher.publish([AllBlocksCleared()])
+        while not follower.next_sequence:
+            follower.catch_up()
+
+        assert follower.next_sequence == 1
+
+
+@pytest.fixture
+def dealer() -> Iterator[zmq.Socket[bytes]]:
+    context = zmq.Context()
+    yield context.socket(zmq.DEALER)
+    context.destroy(linger=0)
+
+
+def test_a_malformed_request_is_ignored_and_the_next_one_served(
+    make_config: MakeConfig, dealer: zmq.Socket[bytes]
+) -> None:
+    config = make_config(topic="t")
+    with KvEventPublisher(config, FACTS) as publisher:
+        publisher.publish([stored(1)])
+        dealer.connect(config.replay_endpoint)
+        for frames in ([b""], [b"", b"short"], [b"", bytes(8), b"more"], [b"", bytes(8)]):
+            dealer.send_multipart(frames)
+
+        answers: list[list[bytes]] = []
+        while not answers or answers[-1][-1] != b"":
+            assert dealer.poll(PATIENCE_MS)
+            answers.append(dealer.recv_multipart())
+
+    assert [frames[:3] for frames in answers] == [[b"", b"t", bytes(8)], [b"", b"", b"\xff" * 8]]
+
+
+def test_an_endpoint_that_is_taken_is_named(make_config: MakeConfig, tmp_path: Path) -> None:
+    (tmp_path / "replay").mkdir()
+    config = make_config()
+
+    with pytest.raises(InvalidConfig, match=f"--kv-events-replay-endpoint ipc://{tmp_path}/replay"):
+        KvEventPublisher(config, FACTS).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "options", "word"),
+    [
+        ("5557", {}, "tcp://"),
+        ("tcp://*:5557", {"replay_endpoint": "*:5558"}, "--kv-events-replay-endpoint"),
+        ("tcp://*:5557", {"buffer_steps": 0}, "--kv-events-buffer-steps is 0"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_by_name(
+    endpoint: str, options: dict[str, object], word: str
+) -> None:
+    with pytest.raises(InvalidConfig, match=word):
+        KvEventsConfig(endpoint, **options)  # type: ignore[arg-type]
+
+
+def test_the_name_of_the_node_goes_into_endpoints_and_topic() -> None:
+    config = KvEventsConfig("ipc:///{node_id}", "ipc:///r-{node_id}", "kv@{node_id}@m")
+
+    named = config.for_node("decode-1")
+
+    assert (named.endpoint, named.replay_endpoint) == ("ipc:///decode-1", "ipc:///r-decode-1")
+    assert named.topic == "kv@decode-1@m"
