@@ -58,6 +58,8 @@ class DecodeServicer(node_pb2_grpc.DecodeServiceServicer):
             async with aclosing(self._state.calls.stream_outputs(spec)) as outputs:
                 async for output in outputs:
                     is_first_or_last = is_first or output.finish_reason is not None
+                    if spec.kv_hints.prefetch and output.served is not None:
+                        entry.num_cached_prompt_tokens = output.served.num_cached_tokens
                     if timeline is not None and is_first_or_last:
                         timeline.note_output(output)
                     summary = self._summary(entry, output.served) if is_first_or_last else None
@@ -82,4 +84,5 @@ class DecodeServicer(node_pb2_grpc.DecodeServiceServicer):
             tokens_proposed=0 if served is None else served.num_proposed_tokens,
             tokens_accepted=0 if served is None else served.num_accepted_tokens,
             kv_conversion=entry.kv_conversion,
+            prompt_tokens_loaded={} if served is None else served.loaded_tokens,
         )

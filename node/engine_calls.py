@@ -74,8 +74,8 @@ class EngineCalls:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def notify_change_from_engine(self) -> None:
-        """Like `notify_change`, from the engine's thread."""
+    def notify_change_threadsafe(self) -> None:
+        """Like `notify_change`, from any other thread."""
         self._loop.call_soon_threadsafe(self.notify_change)
 
     async def stream_outputs(self, spec: EngineRequest) -> AsyncGenerator[Output, None]:

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 from engine.events import SchedulerStats
 from engine.scheduler.scheduler import Scheduler
+from kv_transfer.guarded_connector import GuardedConnector
+from kv_transfer.tiers.tiered_kv import TieredKv
 from kv_transfer.worker import KvTransferWorker
 from node.wiring import NodeComponents
 from telemetry.metrics import names as counted
@@ -25,7 +27,7 @@ def export_node_metrics(process: Process, node: NodeComponents) -> Iterator[None
         return
     facts = {counted.TRANSPORT: {node.options.kv_transport: 1.0}}
     read_on_engine = OwnerThreadReader(
-        node.engine.post, lambda: read_gauges(node.scheduler, node.worker)
+        node.engine.post, lambda: read_gauges(node.scheduler, node.worker, node.connector)
     )
 
     def read() -> Reading:
@@ -38,7 +40,9 @@ def export_node_metrics(process: Process, node: NodeComponents) -> Iterator[None
         yield
 
 
-def read_gauges(scheduler: Scheduler, worker: KvTransferWorker) -> Reading:
+def read_gauges(
+    scheduler: Scheduler, worker: KvTransferWorker, connector: GuardedConnector | None = None
+) -> Reading:
     stats, counters = scheduler.stats(), worker.counters()
     return {
         counted.RUNNING: stats.num_running,
@@ -49,6 +53,7 @@ def read_gauges(scheduler: Scheduler, worker: KvTransferWorker) -> Reading:
             "ready": stats.num_ready,
         },
         counted.BLOCKS: blocks_by_state(stats, counters.num_fenced_blocks),
+        **_group_gauges(scheduler),
         counted.OPEN_HANDOFFS: {
             "received": stats.num_pending_receives,
             "sent": stats.num_pending_sends,
@@ -63,10 +68,15 @@ def read_gauges(scheduler: Scheduler, worker: KvTransferWorker) -> Reading:
             "proposed": stats.total_proposed_tokens,
             "accepted": stats.total_accepted_tokens,
         },
+        counted.PULL_BLOCKS: {
+            "landed": stats.total_pulled_blocks,
+            "failed": stats.total_failed_pull_blocks,
+        },
         counted.DIGEST_MISMATCHES: counters.num_digest_mismatches,
         counted.LINKS: {"up": counters.num_linked_peers, "opening": counters.num_linking_peers},
         counted.LINKS_CUT: counters.num_cut_pairs,
         counted.MESSAGES_DROPPED: counters.num_dropped,
+        **({} if connector is None else _connector_gauges(connector, stats)),
     }
 
 
@@ -82,4 +92,36 @@ def blocks_by_state(stats: SchedulerStats, num_fenced: int) -> dict[str, float]:
         "granted": num_lent - num_fenced,
         "fenced": num_fenced,
         "owned": stats.num_blocks - stats.num_free_blocks - num_lent,
+    }
+
+
+def _group_gauges(scheduler: Scheduler) -> Reading:
+    groups = scheduler.stats_by_group()
+    return {
+        counted.GROUP_BLOCKS: {name: each.num_held for name, each in groups.items()},
+        counted.GROUP_HITS: {name: each.total_hits for name, each in groups.items()},
+        counted.GROUP_EVICTIONS: {name: each.total_evictions for name, each in groups.items()},
+    }
+
+
+def _connector_gauges(connector: GuardedConnector, stats: SchedulerStats) -> Reading:
+    inner = connector.connector
+    errors: Reading = {counted.CONNECTOR_ERRORS: connector.num_errors}
+    return {**errors, **_tier_gauges(inner, stats)} if isinstance(inner, TieredKv) else errors
+
+
+def _tier_gauges(tiers: TieredKv, stats: SchedulerStats) -> Reading:
+    by_name = {tier.name: tier for tier in tiers.status()}
+    num_tokens = stats.total_loaded_tokens
+    return {
+        counted.TIER_TOKENS: {name: num_tokens.get(name, 0) for name in by_name},
+        counted.TIER_BLOCKS: {name: tier.num_blocks for name, tier in by_name.items()},
+        counted.TIER_BYTES: {name: tier.num_bytes for name, tier in by_name.items()},
+        counted.TIER_LIMIT: {name: tier.max_bytes for name, tier in by_name.items()},
+        counted.TIER_LOADED: {name: tier.counters.num_loaded for name, tier in by_name.items()},
+        counted.TIER_STORED: {name: tier.counters.num_stored for name, tier in by_name.items()},
+        counted.TIER_EVICTED: {name: tier.num_evicted for name, tier in by_name.items()},
+        counted.TIER_FAILED: {name: tier.counters.num_failed for name, tier in by_name.items()},
+        counted.TIER_RETAINED: {name: tier.num_retained for name, tier in by_name.items()},
+        counted.TIER_REFUSED: {name: tier.num_refused for name, tier in by_name.items()},
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 
@@ -10,12 +11,25 @@ from engine.runner.config import RunnerConfig
 from engine.scheduler.config import SchedulerConfig
 from errors import InvalidConfig
 from kv_transfer.config import KvWorkerConfig
+from kv_transfer.tiers.file_admission import AdmissionPolicy
+from node.kv_events.config import KvEventsConfig
 from rpc.grace_period import DRAIN_TIMEOUT_S
 from rpc.security.tls import PLAIN, TlsConfig
 from telemetry.options import TelemetryOptions
 
 KV_TRANSPORTS = ("nixl", "ucxx")
+KV_FOLDER_BYTES = 10 << 30
+KV_OBJECT_STORE_BYTES = 1 << 40
 PUSH_GRAINS = ("layer", "chunk")  # send each computed layer at once, or all at the chunk's end
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenConnector:
+    """KV connector that the options name."""
+
+    name: str
+    config: Mapping[str, object]
+    option: str  # that names it
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +46,16 @@ class NodeOptions:
     kv_net_device: str = ""  # such as "lo" or "eth0"; empty: see `kv_device`
     kv_verify: bool = True  # compare digests of sent and received KV
     kv_staging_bytes: int = 0  # memory for blocks that are converted; 0: they are refused
+    kv_connector: str = ""  # name of the KV cache outside the engine; empty: none, or the tiers
+    kv_connector_config: Mapping[str, object] = field(default_factory=dict)
+    kv_host_bytes: int = 0  # host memory for KV that the KV cache has no room for
+    kv_folder: str = ""  # for KV in files; empty: none
+    kv_folder_bytes: int = KV_FOLDER_BYTES
+    kv_object_store: str = ""  # s3://bucket/prefix, for KV in objects; empty: none
+    kv_object_store_bytes: int = KV_OBJECT_STORE_BYTES
+    kv_events: KvEventsConfig | None = None  # None: they are not published
+    kv_tier_admission: AdmissionPolicy = AdmissionPolicy.ALL  # to files and objects
+    kv_tenant_share: float = 1.0  # of each tier below the KV cache
     push: str = "layer"  # unit that a prefill node sends once it is computed; see PUSH_GRAINS
     kv_worker: KvWorkerConfig = field(default_factory=KvWorkerConfig)  # leases and timeouts
     # The engine's heart beats with each step and each layer, so a step can take longer than this.
@@ -52,12 +76,47 @@ class NodeOptions:
             raise InvalidConfig(
                 f"--trace-step-ratio is {self.trace_step_ratio}; choose one from 0 to 1"
             )
+        backing = {"--kv-folder": self.kv_folder, "--kv-object-store": self.kv_object_store}
+        for option, value in backing.items():
+            if value and not self.kv_host_bytes:
+                raise InvalidConfig(
+                    f"{option} needs --kv-host-memory, such as 1GiB: blocks wait there to be stored"
+                )
+        if self.kv_connector and self.kv_host_bytes:
+            raise InvalidConfig(
+                "--kv-host-memory is the KV connector `tiers`; leave out it or --kv-connector"
+            )
+        if self.kv_connector_config and not self.kv_connector:
+            raise InvalidConfig("--kv-connector-config needs --kv-connector")
+        if self.kv_events is not None and not self.enable_prefix_caching:
+            raise InvalidConfig("--kv-events-endpoint cannot be used with --no-prefix-caching")
+        if not 0 < self.kv_tenant_share <= 1:
+            raise InvalidConfig(
+                f"--kv-tenant-share is {self.kv_tenant_share}; it must be above 0 and at most 1"
+            )
         if self.push not in PUSH_GRAINS:
             raise InvalidConfig(f"--push {self.push!r}: choose one of {', '.join(PUSH_GRAINS)}")
 
     @property
     def pushes_layers(self) -> bool:
         return self.push == "layer"
+
+    @property
+    def chosen_connector(self) -> ChosenConnector | None:
+        if self.kv_connector:
+            return ChosenConnector(self.kv_connector, self.kv_connector_config, "--kv-connector")
+        if not self.kv_host_bytes:
+            return None
+        config = {
+            "host_bytes": self.kv_host_bytes,
+            "folder": self.kv_folder,
+            "folder_bytes": self.kv_folder_bytes,
+            "object_store": self.kv_object_store,
+            "object_store_bytes": self.kv_object_store_bytes,
+            "admission": self.kv_tier_admission.value,
+            "tenant_share": self.kv_tenant_share,
+        }
+        return ChosenConnector("tiers", config, "--kv-host-memory")
 
     @property
     def kv_device(self) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from baton.v1 import node_pb2_grpc
+from baton.v1 import kv_link_pb2_grpc, node_pb2_grpc
 from engine.errors import EngineStopped
 from engine.runner.load import load_runner
 from engine.runner.model_runner import TorchRunner
@@ -18,7 +19,7 @@ from node.heartbeat import follow_heartbeat
 from node.kv_worker import NO_NODE_DECORATORS, Around
 from node.metrics import export_node_metrics
 from node.options import NodeOptions
-from node.servicer import NodeServicer, prefix_cache_resetter
+from node.servicer import KvLinkServicer, NodeServicer, prefix_cache_resetter
 from node.state import NodeState
 from node.wiring import NodeComponents, build_components, identify
 from rpc.grace_period import ShutdownDeadline
@@ -35,7 +36,7 @@ class Role:
     """Difference between prefill and decode nodes."""
 
     name: NodeRole
-    # Services besides NodeService. Called on the asyncio loop before the engine starts.
+    # Services of this role alone. Called on the asyncio loop before the engine starts.
     build_services: Callable[[NodeComponents], Sequence[Service]]
     speculates: bool
 
@@ -60,7 +61,7 @@ async def serve(
 ) -> None:
     node = build_components(role.name, options, runner, identity, tracer, around)
     _log_start(node.state, runner)
-    services = (*role.build_services(node), _node_service(node))
+    services = (*role.build_services(node), *_common_services(node))
     metrics = export_node_metrics(_process_of(role, identity), node)
     # On exit, the worker stops before links and server, which carry its last messages.
     with ShutdownDeadline(options.drain_timeout_s) as grace:
@@ -68,7 +69,17 @@ async def serve(
             serving(options.host, options.port, services, tls=options.tls) as server,
             node.links,
         ):
-            with node.worker, node.compiler, node.engine, node.state.calls, metrics:
+            connector = nullcontext() if node.connector is None else node.connector
+            kv_events = nullcontext() if node.kv_events is None else node.kv_events
+            with (
+                connector,
+                kv_events,
+                node.worker,
+                node.compiler,
+                node.engine,
+                node.state.calls,
+                metrics,
+            ):
                 await _serve_until_drained(server, node, grace)
 
 
@@ -124,10 +135,15 @@ async def _wait_for_first(*waits: Awaitable[object]) -> None:
             task.cancel()
 
 
-def _node_service(node: NodeComponents) -> Service:
+def _common_services(node: NodeComponents) -> tuple[Service, ...]:
+    link = KvLinkServicer(node.links)
     servicer = NodeServicer(node.state, prefix_cache_resetter(node.engine, node.scheduler))
-    add_to = partial(node_pb2_grpc.add_NodeServiceServicer_to_server, servicer)
-    return Service("baton.v1.NodeService", add_to)
+    add_link = partial(kv_link_pb2_grpc.add_KvLinkServiceServicer_to_server, link)
+    add_node = partial(node_pb2_grpc.add_NodeServiceServicer_to_server, servicer)
+    return (
+        Service("baton.v1.KvLinkService", add_link),
+        Service("baton.v1.NodeService", add_node),
+    )
 
 
 def _process_of(role: Role, identity: Identity) -> Process:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from grpc import aio
@@ -12,6 +13,7 @@ from baton.v1 import kv_link_pb2, kv_link_pb2_grpc, node_pb2, node_pb2_grpc
 from engine.engine_thread import EngineThread
 from engine.errors import EngineStopped
 from engine.scheduler.scheduler import Scheduler
+from kv_transfer.external_kv import KV, check_tiers
 from node.engine_calls import run_on_engine
 from node.kv_link import GrpcLinks
 from node.state import NodeState
@@ -19,11 +21,12 @@ from rpc.node_info import card_to, update_to
 from rpc.status import named_errors
 from rpc.streaming import streamed
 
-ResetPrefixCache = Callable[[], Awaitable[int]]  # returns the number of blocks that were cached
+# Clears the tiers of these names, or all. Returns how many blocks each had.
+ResetPrefixCache = Callable[[Collection[str]], Awaitable[dict[str, int]]]
 
 
 class KvLinkServicer(kv_link_pb2_grpc.KvLinkServiceServicer):
-    """Accepts control links from decode nodes."""
+    """Accepts control links from nodes that receive KV from this one."""
 
     def __init__(self, links: GrpcLinks) -> None:
         self._links = links
@@ -72,16 +75,20 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         self, request: node_pb2.ResetPrefixCacheRequest, context: aio.ServicerContext[Any, Any]
     ) -> node_pb2.ResetPrefixCacheResponse:
         async with named_errors(context, node_id=self._state.card.node_id):
-            num_blocks = await self._reset_prefix_cache()
-        return node_pb2.ResetPrefixCacheResponse(num_blocks=num_blocks)
+            check_tiers(request.tiers)
+            num_blocks = await self._reset_prefix_cache(tuple(request.tiers))
+        self._state.calls.notify_change()  # routers and subscribers learn of it at once
+        return node_pb2.ResetPrefixCacheResponse(
+            num_blocks=num_blocks.get(KV, 0), num_blocks_by_tier=num_blocks
+        )
 
 
 def prefix_cache_resetter(engine: EngineThread, scheduler: Scheduler) -> ResetPrefixCache:
     """Return a function that resets the prefix cache on the engine's thread, between steps."""
 
-    async def reset() -> int:
+    async def reset(tiers: Collection[str]) -> dict[str, int]:
         if engine.failure is not None:
             raise EngineStopped("the engine of this node has stopped; its cache is gone with it")
-        return await run_on_engine(engine, scheduler.reset_prefix_cache)
+        return await run_on_engine(engine, partial(scheduler.reset_prefix_cache, tiers))
 
     return reset

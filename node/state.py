@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +11,11 @@ from functools import partial
 from engine.engine_thread import EngineThread
 from engine.events import KvEvent
 from engine.scheduler.scheduler import Scheduler
+from kv_transfer.external_kv import NO_HELD_CHANGES, HeldChanges
+from kv_transfer.tiers.tiered_kv import TieredKv
 from node.engine_calls import EngineCalls, run_on_engine
+from node.host_names import HostNames
+from node.tier_reports import tier_reports
 from rpc.cached_prefixes import CachedPrefixes, PrefixChanges, PrefixWatcher
 from rpc.errors import Draining
 from rpc.node_info import NodeCard, NodeLoad, NodeTotals
@@ -22,20 +26,33 @@ PACE_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class NodeUpdate:
-    """Current load, and changes of the prefix cache since the last read."""
+    """Current load, and changes of the cached blocks since the last read."""
 
     load: NodeLoad
-    kv_events: tuple[KvEvent, ...] = ()
+    kv_events: tuple[KvEvent, ...] = ()  # of the prefix cache
+    host_changes: HeldChanges = NO_HELD_CHANGES  # of the host memory tier
 
 
 ReadUpdate = Callable[[], Awaitable[NodeUpdate]]
+TakeKvEvents = Callable[[Sequence[KvEvent]], None]  # must not block
+
+
+def ignore_kv_events(events: Sequence[KvEvent]) -> None:
+    """Take events for no one."""
 
 
 class NodeState:
-    def __init__(self, card: NodeCard, calls: EngineCalls, read_update: ReadUpdate) -> None:
+    def __init__(
+        self,
+        card: NodeCard,
+        calls: EngineCalls,
+        read_update: ReadUpdate,
+        take_kv_events: TakeKvEvents = ignore_kv_events,
+    ) -> None:
         self.card = card
         self.calls = calls
         self._read_update = read_update
+        self._take_kv_events = take_kv_events
         self._load = NodeLoad()
         self._prefixes = CachedPrefixes()
         self._published = asyncio.Event()
@@ -83,7 +100,8 @@ class NodeState:
         while True:
             changed = self.calls.next_change()
             update = await self._read_update()
-            self._prefixes.take(update.kv_events)
+            self._prefixes.take(update.kv_events, update.host_changes)
+            self._take_kv_events(update.kv_events)
             self._load = replace(update.load, is_draining=self.is_draining)
             self._published.set()
             self._published = asyncio.Event()
@@ -105,15 +123,23 @@ class NodeState:
                 last_load, changes = load, prefixes.next()
 
 
-def update_reader(engine: EngineThread, scheduler: Scheduler) -> ReadUpdate:
+def update_reader(engine: EngineThread, scheduler: Scheduler, tiers: TieredKv | None) -> ReadUpdate:
     """Return a function that reads between engine steps.
 
-    A read consumes the KV events, so there must be a single reader.
+    A read consumes the changes, so there must be a single reader.
     """
-    return partial(run_on_engine, engine, partial(_read_scheduler, scheduler))
+    host_names = HostNames(scheduler.cache_config.num_state_blocks)
+    return partial(run_on_engine, engine, partial(_read_update, scheduler, tiers, host_names))
 
 
-def _read_scheduler(scheduler: Scheduler) -> NodeUpdate:
+def _read_update(scheduler: Scheduler, tiers: TieredKv | None, host_names: HostNames) -> NodeUpdate:
+    host_changes = NO_HELD_CHANGES
+    if tiers is not None:
+        host_changes = host_names.translate(tiers.take_host_changes())
+    return NodeUpdate(_read_load(scheduler, tiers), scheduler.take_kv_events(), host_changes)
+
+
+def _read_load(scheduler: Scheduler, tiers: TieredKv | None) -> NodeLoad:
     stats = scheduler.stats()
     num_waiting = stats.num_waiting + stats.num_ready + stats.num_waiting_for_remote_kvs
     num_waiting += stats.num_waiting_for_fsm
@@ -123,6 +149,6 @@ def _read_scheduler(scheduler: Scheduler) -> NodeUpdate:
         num_sampled_tokens=stats.total_sampled_tokens,
         num_proposed_tokens=stats.total_proposed_tokens,
         num_accepted_tokens=stats.total_accepted_tokens,
+        tiers=() if tiers is None else tier_reports(tiers, stats.total_loaded_tokens),
     )
-    load = NodeLoad(stats.num_running, num_waiting, stats.num_free_blocks, totals=totals)
-    return NodeUpdate(load, scheduler.take_kv_events())
+    return NodeLoad(stats.num_running, num_waiting, stats.num_free_blocks, totals=totals)

@@ -31,6 +31,7 @@ class NodeTracing(StepObserver):
         self.num_steps = 0
         # From a call's start until its timeline is complete. Threads add and remove single keys.
         self._timelines: dict[RequestId, NodeTimeline] = {}
+        self._puller_by_handoff: dict[HandoffId, NodeTimeline] = {}  # likewise
         self._computing: dict[RequestId, NodeTimeline] = {}  # used on the engine's thread only
 
     @property
@@ -118,6 +119,10 @@ class NodeTracing(StepObserver):
             self._note_record(record)
 
     def _note_orders(self, orders: KvOrders) -> None:
+        for receive in orders.receives:
+            puller = self._timelines.get(RequestId(receive.request_id)) if receive.names else None
+            if puller is not None:
+                self._puller_by_handoff[receive.handoff_id] = puller
         ids = [order.handoff_id for order in orders.receives]
         ids += [order.handoff_id for order in orders.sends]
         ids += [order.handoff_id for order in orders.layer_sends]
@@ -127,6 +132,10 @@ class NodeTracing(StepObserver):
                 timeline.begin_transfer()
 
     def _note_record(self, record: TransferRecord) -> None:
+        puller = self._puller_by_handoff.pop(record.handoff_id, None)
+        if puller is not None:
+            puller.pulls.append(record)
+            return
         request_id = node_request_id(record.handoff_id)
         timeline = self._timelines.get(request_id)
         if timeline is not None and timeline.note_record(record):

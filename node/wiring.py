@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 
 from engine.core import EngineCore
 from engine.engine_thread import Compiler, EngineThread
 from engine.factory import EngineOptions, build_grammars, build_scheduler
 from engine.runner.model_runner import TorchRunner
+from engine.scheduler.config import PullConfig
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.validation import max_sequence_length
 from engine.structured_output.compiler import GrammarCompiler
+from kv_transfer.guarded_connector import GuardedConnector
 from kv_transfer.pairs import Identity
 from kv_transfer.protocol.messages import Fingerprint
+from kv_transfer.tiers.tiered_kv import TieredKv
 from kv_transfer.types import Incarnation, NodeId
 from kv_transfer.worker import KvTransferWorker
 from node.engine_calls import EngineCalls
+from node.kv_connectors import DeferredWake, make_connector, tiers_in
+from node.kv_events.messages import CacheFacts, spec_kind_of
+from node.kv_events.publisher import KvEventPublisher
 from node.kv_link import GrpcLinks
 from node.kv_worker import Around, KvPassHook, make_kv_worker
 from node.ledger import RequestLedger
 from node.options import NodeOptions
-from node.state import NodeState, update_reader
+from node.state import NodeState, ignore_kv_events, update_reader
 from node.tracing import NodeTracing
 from rpc.node_info import NodeCard, NodeRole
 from telemetry.metrics.instruments import NodeMetrics
@@ -41,12 +48,14 @@ class NodeComponents:
     options: NodeOptions
     links: GrpcLinks
     worker: KvTransferWorker
+    connector: GuardedConnector | None
     scheduler: Scheduler
     compiler: Compiler
     engine: EngineThread
     ledger: RequestLedger
     tracing: NodeTracing
     metrics: NodeMetrics | None
+    kv_events: KvEventPublisher | None
     state: NodeState
 
 
@@ -63,22 +72,59 @@ def build_components(
     metrics = _build_metrics(role, options, tracing)
     links, ledger = GrpcLinks(options.tls), RequestLedger()
     worker = make_kv_worker(options, identity, runner, links, around)
-    scheduler = build_scheduler(runner, _engine_options(options))
+    wake = DeferredWake()
+    connector = make_connector(options, identity, runner, wake)
+    pulls = PullConfig(_pull_name(identity), runner.kv_memory.block_bytes)
+    scheduler = build_scheduler(runner, _engine_options(options), connector, pulls)
     # Metrics before traces: with the end of a hand-off, the trace of its request may be complete.
     counters = () if metrics is None else (metrics,)
     observers = (ledger, *counters, *tracing.step_observers())
-    core = EngineCore(scheduler, runner, worker, observers=observers)
+    core = EngineCore(scheduler, runner, worker, observers=observers, external=connector)
     compiler: Compiler = GrammarCompiler(build_grammars(runner))
     engine = EngineThread(core, name=identity.node_id, compiler=compiler)
     runner.hook = KvPassHook(worker, runner.kv_memory.groups, engine.beat)
     links.attach(worker.inbox, engine.post)
     calls = EngineCalls(engine)
-    ledger.set_change_callback(calls.notify_change_from_engine)
-    card = _build_card(role, options, identity, runner, scheduler)
-    state = NodeState(card, calls, update_reader(engine, scheduler))
+    wake.attach(partial(_wake, engine, calls))
+    ledger.set_change_callback(calls.notify_change_threadsafe)
+    tiers = tiers_in(connector)
+    if tiers is not None and metrics is not None:
+        for tier in tiers.status():
+            tier.counters.observe_load = metrics.count_loads_of(tier.name)
+    card = _build_card(role, options, identity, runner, scheduler, tiers)
+    kv_events = _build_kv_events(options, identity, runner, scheduler)
+    take_kv_events = ignore_kv_events if kv_events is None else kv_events.publish
+    reader = update_reader(engine, scheduler, tiers)
+    state = NodeState(card, calls, reader, take_kv_events)
     return NodeComponents(
-        options, links, worker, scheduler, compiler, engine, ledger, tracing, metrics, state
+        options=options,
+        links=links,
+        worker=worker,
+        connector=connector,
+        scheduler=scheduler,
+        compiler=compiler,
+        engine=engine,
+        ledger=ledger,
+        tracing=tracing,
+        metrics=metrics,
+        kv_events=kv_events,
+        state=state,
     )
+
+
+def _pull_name(identity: Identity) -> str:
+    """Return the name of this process's pulls, which no other process uses."""
+    return f"pull-{identity.node_id}-{identity.incarnation}"
+
+
+def _wake(engine: EngineThread, calls: EngineCalls) -> None:
+    """Let the engine poll the KV connector, and the node report what it holds. On any thread."""
+    engine.post(_poll)
+    calls.notify_change_threadsafe()
+
+
+def _poll() -> None:
+    """Do nothing: each step polls the KV connector."""
 
 
 def identify(options: NodeOptions, role: NodeRole, runner: TorchRunner) -> Identity:
@@ -105,6 +151,7 @@ def _build_card(
     identity: Identity,
     runner: TorchRunner,
     scheduler: Scheduler,
+    tiers: TieredKv | None,
 ) -> NodeCard:
     return NodeCard(
         node_id=identity.node_id,
@@ -123,6 +170,7 @@ def _build_card(
         max_num_seqs=options.scheduling.max_num_seqs,
         max_sequence_len=max_sequence_length(scheduler.config, scheduler.cache_config),
         kv_staging_bytes=options.kv_staging_bytes,
+        num_host_blocks=0 if tiers is None else tiers.num_host_blocks,
     )
 
 
@@ -139,6 +187,24 @@ def _build_metrics(
     return NodeMetrics(role.value, tracing.handoff_context) if options.telemetry.counts else None
 
 
+def _build_kv_events(
+    options: NodeOptions, identity: Identity, runner: TorchRunner, scheduler: Scheduler
+) -> KvEventPublisher | None:
+    if options.kv_events is None:
+        return None
+    memory, naming = runner.kv_memory, scheduler.cache_config.naming
+    spec = memory.groups[0].spec
+    kind = spec_kind_of(
+        spec, is_latent=memory.num_tensors == 1, is_recurrent=memory.num_state_blocks > 0
+    )
+    facts = CacheFacts(memory.block_size, naming.root("", 0), kind, spec.window)
+    return KvEventPublisher(options.kv_events.for_node(identity.node_id), facts)
+
+
 def _engine_options(options: NodeOptions) -> EngineOptions:
-    scheduling = replace(options.scheduling, push_layers=options.pushes_layers)
-    return EngineOptions(scheduling, options.enable_prefix_caching, collect_kv_events=True)
+    return EngineOptions(
+        replace(options.scheduling, push_layers=options.pushes_layers),
+        options.enable_prefix_caching,
+        collect_kv_events=True,
+        collect_token_ids=options.kv_events is not None,
+    )

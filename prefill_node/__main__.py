@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from baton.v1 import kv_link_pb2_grpc, node_pb2_grpc
+from baton.v1 import node_pb2_grpc
 from kv_transfer.types import HandoffId
 from node.kv_worker import NO_NODE_DECORATORS, Around
 from node.options import NodeOptions
 from node.run import Role, run
-from node.servicer import KvLinkServicer
 from node.wiring import NodeComponents
 from prefill_node.sends import PendingSends
 from prefill_node.servicer import PrefillServicer
@@ -26,12 +25,7 @@ def build_services(node: NodeComponents) -> tuple[Service, ...]:
     node.ledger.set_sent_callback(sends.mark_ended)
     prefill = PrefillServicer(node.state, sends, node.tracing)
     add_prefill = partial(node_pb2_grpc.add_PrefillServiceServicer_to_server, prefill)
-    link = KvLinkServicer(node.links)
-    add_link = partial(kv_link_pb2_grpc.add_KvLinkServiceServicer_to_server, link)
-    return (
-        Service("baton.v1.PrefillService", add_prefill),
-        Service("baton.v1.KvLinkService", add_link),
-    )
+    return (Service("baton.v1.PrefillService", add_prefill),)
 
 
 # No speculation: requests end with their first token.

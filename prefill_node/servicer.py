@@ -64,7 +64,7 @@ class PrefillServicer(node_pb2_grpc.PrefillServiceServicer):
                     yield node_pb2.CallEvent(
                         output=output_to(output), prefill_summary=_summary(spec, output)
                     )
-            if reason in FINISHED_WITH_FIRST_TOKEN:
+            if spec.send_to is not None and reason in FINISHED_WITH_FIRST_TOKEN:
                 await sent.wait()
 
 
@@ -74,4 +74,6 @@ def _summary(spec: EngineRequest, output: Output) -> node_pb2.PrefillSummary | N
         return None
     # If an answer is continued, cached tokens can extend past the prompt.
     num_cached = min(output.served.num_cached_tokens, len(spec.prompt_token_ids))
-    return node_pb2.PrefillSummary(prompt_tokens_cached=num_cached)
+    return node_pb2.PrefillSummary(
+        prompt_tokens_cached=num_cached, prompt_tokens_loaded=output.served.loaded_tokens
+    )

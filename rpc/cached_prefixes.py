@@ -1,5 +1,7 @@
 """Cached prefixes of a node, sent to watchers as changes or as snapshots. Pure.
 
+A name is there while the block is in the prefix cache, in the node's host memory tier, or in both.
+
 The log of changes is kept no longer than the set of names. A watcher that starts late or falls
 behind receives a snapshot. Changes that cancel each other out are not sent.
 """
@@ -13,11 +15,14 @@ from itertools import islice
 
 from engine.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from engine.kv_cache.block_hashes import HASH_BYTES, BlockHash
+from kv_transfer.external_kv import NO_HELD_CHANGES, HeldChanges
 
 # Minimum length of the log, for small caches.
 MIN_LOG_LEN = 256
 # Names in one update. Larger changes are split, so that none holds up a router's other work.
 MAX_NAMES = 4096
+# Places of a block, as bits.
+IN_CACHE, IN_HOST = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,33 +40,34 @@ class PrefixGap(Exception):
 
 
 class CachedPrefixes:
-    """Names of the blocks in the prefix cache, with a log of changes."""
+    """Names of the blocks that the node has, with a log of changes."""
 
     def __init__(self) -> None:
-        self._names: set[BlockHash] = set()
+        self._places: dict[BlockHash, int] = {}  # of each name, never 0
         self._log: deque[tuple[BlockHash, bool]] = deque()  # the name, and True if it was added
         self._version = 0  # of the state after the log's last entry
         self._oldest_version = 0  # of the state before the log's first entry
 
     @property
     def names(self) -> frozenset[BlockHash]:
-        return frozenset(self._names)
+        return frozenset(self._places)
 
     @property
     def version(self) -> int:
         return self._version
 
-    def take(self, events: Iterable[KvEvent]) -> None:
+    def take(self, events: Iterable[KvEvent], host: HeldChanges = NO_HELD_CHANGES) -> None:
+        """Apply events of the prefix cache, and changes of the names in host memory."""
         for event in events:
             match event:
                 case BlockStored():
-                    for name in event.block_hashes:
-                        self._record(name, is_new=True)
+                    self._add(event.block_hashes, IN_CACHE)
                 case BlockRemoved():
-                    for name in event.block_hashes:
-                        self._record(name, is_new=False)
+                    self._remove(event.block_hashes, IN_CACHE)
                 case AllBlocksCleared():
-                    self._clear()
+                    self._clear_cache()
+        self._add(map(BlockHash, host.added), IN_HOST)
+        self._remove(map(BlockHash, host.removed), IN_HOST)
         self._trim_log()
 
     def since(self, version: int) -> tuple[set[BlockHash], set[BlockHash]] | None:
@@ -71,25 +77,39 @@ class CachedPrefixes:
         was_there: dict[BlockHash, bool] = {}
         for name, is_new in islice(self._log, version - self._oldest_version, None):
             was_there.setdefault(name, not is_new)
-        stored = {name for name, was in was_there.items() if not was and name in self._names}
-        removed = {name for name, was in was_there.items() if was and name not in self._names}
+        stored = {name for name, was in was_there.items() if not was and name in self._places}
+        removed = {name for name, was in was_there.items() if was and name not in self._places}
         return stored, removed
 
-    def _record(self, name: BlockHash, *, is_new: bool) -> None:
-        if is_new == (name in self._names):
-            return
-        (self._names.add if is_new else self._names.remove)(name)
+    def _add(self, names: Iterable[BlockHash], place: int) -> None:
+        for name in names:
+            places = self._places.get(name, 0)
+            self._places[name] = places | place
+            if not places:
+                self._log_change(name, is_new=True)
+
+    def _remove(self, names: Iterable[BlockHash], place: int) -> None:
+        for name in names:
+            places = self._places.get(name, 0)
+            if places & ~place:
+                self._places[name] = places & ~place
+            elif places:
+                del self._places[name]
+                self._log_change(name, is_new=False)
+
+    def _log_change(self, name: BlockHash, *, is_new: bool) -> None:
         self._log.append((name, is_new))
         self._version += 1
 
-    def _clear(self) -> None:
-        self._names.clear()
+    def _clear_cache(self) -> None:
+        in_host = (name for name, places in self._places.items() if places & IN_HOST)
+        self._places = dict.fromkeys(in_host, IN_HOST)
         self._log.clear()
         self._version += 1
         self._oldest_version = self._version
 
     def _trim_log(self) -> None:
-        longest = max(MIN_LOG_LEN, len(self._names))
+        longest = max(MIN_LOG_LEN, len(self._places))
         while len(self._log) > longest:
             self._log.popleft()
             self._oldest_version += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 
 from baton.v1 import node_pb2
@@ -52,22 +52,44 @@ class NodeCard:
     max_num_seqs: int = 0  # batch size limit; 0: not reported
     max_sequence_len: int = 0  # limit by max_model_len and KV cache; 0: not reported
     kv_staging_bytes: int = 0  # in which a decode node takes blocks that it converts
+    num_host_blocks: int = 0  # that fit into its host memory tier
 
     @property
     def max_sequence_length(self) -> int:
         """Maximum number of tokens of prompt and answer together."""
         return self.max_sequence_len or self.max_model_len
 
+    @property
+    def num_distinct_blocks(self) -> int:
+        """Blocks that the node holds at least: host memory has those of the KV cache as well."""
+        return max(self.num_host_blocks, self.num_blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class TierReport:
+    """Contents of a tier below the KV cache, and its counters since the process started."""
+
+    name: str
+    num_blocks: int
+    num_bytes: int
+    max_bytes: int
+    num_loaded_tokens: int  # of prompts
+    num_loaded_blocks: int
+    num_stored_blocks: int
+    num_evicted_blocks: int
+    num_failed_blocks: int  # not loaded or stored, also because there was no room in time
+
 
 @dataclass(frozen=True, slots=True)
 class NodeTotals:
-    """Counters of a node since its process started."""
+    """Counters of a node since its process started, and the use of its tiers."""
 
     num_prompt_tokens: int = 0  # of requests that were given blocks
     num_hit_tokens: int = 0  # of num_prompt_tokens, found in the prefix cache
     num_sampled_tokens: int = 0
     num_proposed_tokens: int = 0  # draft tokens of speculative decoding
     num_accepted_tokens: int = 0  # of num_proposed_tokens
+    tiers: tuple[TierReport, ...] = ()  # the fastest one first
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +120,7 @@ def card_from(message: node_pb2.GetNodeResponse) -> NodeCard:
         max_num_seqs=message.max_num_seqs,
         max_sequence_len=message.max_sequence_len,
         kv_staging_bytes=message.kv_staging_bytes,
+        num_host_blocks=message.num_host_blocks,
     )
 
 
@@ -119,6 +142,7 @@ def card_to(card: NodeCard) -> node_pb2.GetNodeResponse:
         max_num_seqs=card.max_num_seqs,
         max_sequence_len=card.max_sequence_len,
         kv_staging_bytes=card.kv_staging_bytes,
+        num_host_blocks=card.num_host_blocks,
     )
 
 
@@ -139,6 +163,7 @@ def totals_from(message: node_pb2.NodeTotals) -> NodeTotals:
         message.num_sampled_tokens,
         message.num_proposed_tokens,
         message.num_accepted_tokens,
+        tuple(map(_tier_from, message.tiers)),
     )
 
 
@@ -149,6 +174,7 @@ def totals_to(totals: NodeTotals) -> node_pb2.NodeTotals:
         num_sampled_tokens=totals.num_sampled_tokens,
         num_proposed_tokens=totals.num_proposed_tokens,
         num_accepted_tokens=totals.num_accepted_tokens,
+        tiers=[node_pb2.TierReport(**asdict(tier)) for tier in totals.tiers],
     )
 
 
@@ -183,6 +209,20 @@ def _changes_to(changes: PrefixChanges | None) -> node_pb2.PrefixChanges | None:
         is_snapshot=changes.is_snapshot,
         stored=changes.stored,
         removed=changes.removed,
+    )
+
+
+def _tier_from(message: node_pb2.TierReport) -> TierReport:
+    return TierReport(
+        name=message.name,
+        num_blocks=message.num_blocks,
+        num_bytes=message.num_bytes,
+        max_bytes=message.max_bytes,
+        num_loaded_tokens=message.num_loaded_tokens,
+        num_loaded_blocks=message.num_loaded_blocks,
+        num_stored_blocks=message.num_stored_blocks,
+        num_evicted_blocks=message.num_evicted_blocks,
+        num_failed_blocks=message.num_failed_blocks,
     )
 
 

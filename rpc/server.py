@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -83,8 +84,13 @@ async def serving(
 
 
 def announce(role: str, address: str) -> None:
-    """Print the line from which a parent process reads the port."""
-    print(f"{READY_PREFIX} {role} {address}", flush=True)
+    """Print the line from which a parent process reads the port.
+
+    One write, since print() writes the end of the line separately if the output is unbuffered: a
+    log line of another thread could get in between.
+    """
+    sys.stdout.write(f"{READY_PREFIX} {role} {address}\n")
+    sys.stdout.flush()
 
 
 def parse_announcement(line: str) -> tuple[str, str] | None:

@@ -8,8 +8,9 @@ from typing import Any
 from google.protobuf import struct_pb2
 from google.protobuf.message import Message
 
-from baton.v1 import node_pb2, sampling_pb2
+from baton.v1 import kv_hints_pb2, node_pb2, sampling_pb2
 from engine.extra_args import parse_argument
+from engine.kv_hints import NO_KV_HINTS, KvHints
 from engine.request import Failure, FinishReason, Output, RequestId
 from engine.sampling import NO_SAMPLING_DEFAULTS, Argument, SamplingDefaults, SamplingParams
 from engine.structured_output.params import StructuredOutputs
@@ -129,6 +130,24 @@ def sampling_to(sampling: SamplingParams) -> sampling_pb2.SamplingParams:
     if sampling.allowed_token_ids is not None:
         message.allowed_token_ids.ids.extend(sampling.allowed_token_ids)
     return message
+
+
+def kv_hints_from(message: kv_hints_pb2.KvHints) -> KvHints:
+    """Raises InvalidRequest."""
+    return KvHints(**{field.name: value for field, value in message.ListFields()})
+
+
+def kv_hints_to(hints: KvHints) -> kv_hints_pb2.KvHints | None:
+    """Return None without hints: an unset message costs nothing."""
+    if hints == NO_KV_HINTS:
+        return None
+    return kv_hints_pb2.KvHints(
+        session_id=hints.session_id,
+        retain_s=hints.retain_s,
+        priority=hints.priority,
+        release=hints.release,
+        prefetch=hints.prefetch,
+    )
 
 
 def sampling_defaults_from(message: sampling_pb2.SamplingDefaults) -> SamplingDefaults:

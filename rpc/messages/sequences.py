@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from baton.v1 import node_pb2
-from engine.request import EngineRequest, ReceiveKv, RequestId
+from engine.kv_hints import NO_KV_HINTS
+from engine.request import EngineRequest, PrefixSource, ReceiveKv, RequestId
 from errors import InvalidRequest
 from kv_transfer.types import HandoffId
 from rpc.errors import UnsupportedInput
 from rpc.messages.conversion import (
     handoff_from,
     handoff_to,
+    kv_hints_from,
+    kv_hints_to,
     peer_from,
     peer_to,
     sampling_from,
@@ -34,13 +37,14 @@ def handoff_id_of(request_id: RequestId) -> HandoffId:
 
 def prefill_spec(order: node_pb2.PrefillOrder, now: float) -> EngineRequest:
     handoff_id = handoff_from(order.handoff_id)
-    return _spec(order.sequence, handoff_id, now, send_to=handoff_id)
+    is_prefetch = order.sequence.cache_hints.hints.prefetch
+    return _spec(order.sequence, handoff_id, now, send_to=None if is_prefetch else handoff_id)
 
 
 def decode_spec(order: node_pb2.DecodeOrder, now: float) -> EngineRequest:
     handoff_id = handoff_from(order.handoff_id)
     receive = None
-    if order.HasField("prefill"):
+    if order.HasField("prefill") and not order.sequence.cache_hints.hints.prefetch:
         receive = ReceiveKv(handoff_id, peer_from(order.prefill))
     return _spec(order.sequence, handoff_id, now, receive_from=receive)
 
@@ -68,10 +72,10 @@ def _spec(
     receive_from: ReceiveKv | None = None,
     send_to: HandoffId | None = None,
 ) -> EngineRequest:
-    for name in (handoff_id.request_id, message.cache_salt):
+    for name in (handoff_id.request_id, message.cache_salt, message.cache_hints.tenant):
         if len(name) > MAX_NAME_CHARACTERS:
             raise InvalidRequest(
-                f"a request id or cache salt has {len(name)} characters; the limit is "
+                f"a request id, cache salt or tenant has {len(name)} characters; the limit is "
                 f"{MAX_NAME_CHARACTERS}"
             )
     if message.sampling.stop:
@@ -85,14 +89,25 @@ def _spec(
         age_s=_age_s(message),
         priority=message.priority,
         cache_salt=message.cache_salt,
+        tenant=message.cache_hints.tenant,
+        kv_hints=kv_hints_from(message.cache_hints.hints),
         prior_output_token_ids=tuple(message.prior_output_token_ids),
         is_paced=message.is_paced,
         receive_from=receive_from,
         send_to=send_to,
+        prefix_source=_prefix_source_from(message),
     )
 
 
+def _prefix_source_from(message: node_pb2.Sequence) -> PrefixSource | None:
+    if not message.HasField("prefix_source"):
+        return None
+    source = message.prefix_source
+    return PrefixSource(peer_from(source.peer), source.num_tokens)
+
+
 def _sequence_to(request: EngineRequest) -> node_pb2.Sequence:
+    source = request.prefix_source
     return node_pb2.Sequence(
         prompt_token_ids=request.prompt_token_ids,
         prior_output_token_ids=request.prior_output_token_ids,
@@ -102,7 +117,17 @@ def _sequence_to(request: EngineRequest) -> node_pb2.Sequence:
         cache_salt=request.cache_salt,
         is_paced=request.is_paced,
         age_s=request.age_s,
+        prefix_source=None
+        if source is None
+        else node_pb2.PrefixSource(peer=peer_to(source.peer), num_tokens=source.num_tokens),
+        cache_hints=_cache_hints_to(request),
     )
+
+
+def _cache_hints_to(request: EngineRequest) -> node_pb2.CacheHints | None:
+    if request.kv_hints == NO_KV_HINTS and not request.tenant:
+        return None
+    return node_pb2.CacheHints(hints=kv_hints_to(request.kv_hints), tenant=request.tenant)
 
 
 def _age_s(message: node_pb2.Sequence) -> float:

@@ -83,6 +83,7 @@ class FakeNodeCalls:
     is_prefill_late: bool = False  # its token arrives after all of decode's
     num_cached_on_prefill: int | None = 0  # prompt tokens in its prefix cache; None: not reported
     summary: DecodeSummary = DecodeSummary(kv_bytes=2048, kv_blocks=2, kv_transport="nixl")
+    may_prefill_report: asyncio.Event | None = None  # prefill's only output waits for it
     decode_told_all: asyncio.Event = field(default_factory=asyncio.Event)
     received: list[ReceivedCall] = field(default_factory=list)
     left: list[Leg] = field(default_factory=list)  # calls cancelled before their end
@@ -101,6 +102,8 @@ class FakeNodeCalls:
             raise self.prefill_faults.pop(0)
         if self.is_prefill_late:
             await self.decode_told_all.wait()
+        if self.may_prefill_report is not None:
+            await self.may_prefill_report.wait()
         if request.sampling.prompt_logprobs is not None:
             await self._tell_prompt(request, deliver)
         first = len(request.prior_output_token_ids)
@@ -108,6 +111,8 @@ class FakeNodeCalls:
         output = _output(request, first, token_id, FinishReason.HANDED_OFF)
         num_cached = self.num_cached_on_prefill
         summary = None if num_cached is None else PrefillSummary(num_cached)
+        if request.kv_hints.prefetch:
+            output = Output(request.request_id, first, finish_reason=FinishReason.LENGTH)
         deliver(LegOutput(Leg.PREFILL, (output,), summary))
         if self.breaks_when_decoded:
             await self.decode_told_all.wait()

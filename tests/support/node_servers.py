@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,6 +13,7 @@ from decode_node.servicer import DecodeServicer
 from engine.core import EngineCore
 from engine.engine_thread import EngineThread
 from engine.errors import EngineStopped
+from kv_transfer.external_kv import KV
 from kv_transfer.types import Incarnation
 from node.engine_calls import EngineCalls
 from node.ledger import RequestLedger
@@ -81,11 +82,13 @@ async def a_node_server(
         following.cancel()
 
 
-async def _reset(resets: list[int], num_cached_blocks: int | None) -> int:
+async def _reset(
+    resets: list[int], num_cached_blocks: int | None, tiers: Collection[str]
+) -> dict[str, int]:
     if num_cached_blocks is None:
         raise EngineStopped("the engine of this node has stopped")
     resets.append(num_cached_blocks)
-    return num_cached_blocks
+    return dict.fromkeys(tiers or (KV,), num_cached_blocks)
 
 
 async def _no_news() -> NodeUpdate:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import grpc
 
@@ -86,12 +87,20 @@ def kill_the_writer(cluster: LocalCluster) -> Child:
 
 
 def writer_at(router_address: str) -> str:
+    """Return the address of the decode node that serves all of the router's requests.
+
+    Raises `AssertionError` when there is none within 30 s.
+    """
+    num_sent: dict[str, int] = {}
     with grpc.insecure_channel(router_address) as channel:
         stub = cluster_pb2_grpc.ClusterServiceStub(channel)
         watch = stub.WatchNodes(cluster_pb2.WatchNodesRequest(interval_s=0.1), timeout=30)
-        for message in watch:
-            decodes = [one for one in message.nodes if one.role == node_pb2.NODE_ROLE_DECODE]
-            if sum(one.num_sent > 0 for one in decodes) == 1:
-                watch.cancel()
-                return next(one.address for one in decodes if one.num_sent)
-    raise AssertionError("no request is under way")
+        with suppress(grpc.RpcError):
+            for message in watch:
+                decodes = [one for one in message.nodes if one.role == node_pb2.NODE_ROLE_DECODE]
+                num_sent = {one.address: one.num_sent for one in decodes}
+                writers = [address for address, number in num_sent.items() if number]
+                if len(writers) == 1:
+                    watch.cancel()
+                    return writers[0]
+    raise AssertionError(f"not one decode node serves requests: {num_sent}")

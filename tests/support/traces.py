@@ -45,7 +45,7 @@ def a_request(*, has_failed_try: bool = False) -> RequestTimeline:
 
 def a_try(number: int, began_s: float, span_id: int) -> AttemptTimeline:
     one = AttemptTimeline(number, 5 * (number - 1), span_id, span_id + 9)
-    one.choice = RouteChoice(began_s + 0.001, "prefix_aware", "d0", "p0", "", 1, 1, 0)
+    one.choice = RouteChoice(began_s + 0.001, "prefix_aware", "d0", "p0", "", 1, 1, 0, "d1", 32)
     one.legs = [
         NodeRpcTimeline("prefill", span_id + 1, "p0", "i1", "h:1", began_s + 0.002, End(10.3)),
         NodeRpcTimeline("decode", span_id + 2, "d0", "i2", "h:2", began_s + 0.002, End(11.0)),

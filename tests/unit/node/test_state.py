@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
@@ -10,12 +11,16 @@ from dataclasses import dataclass, field
 from engine.engine_thread import EngineThread
 from engine.events import BlockStored, KvEvent
 from engine.kv_cache.block_hashes import BlockHash
+from kv_transfer.external_kv import ExternalOrders, HeldChanges, Store, StoreId
+from kv_transfer.tiers.tiered_kv import TieredKv
+from kv_transfer.types import BlockId
 from node.engine_calls import EngineCalls
-from node.state import NodeState, NodeUpdate
+from node.state import NodeState, NodeUpdate, TakeKvEvents, ignore_kv_events, update_reader
 from rpc.cached_prefixes import PrefixChanges, unpack_names
 from rpc.node_info import NodeLoad, NodeRole
 from tests.support.engines import an_engine
 from tests.support.node_calls import a_card
+from tests.support.tier_memory import OwnedMemory, host_tier, name_of
 
 PATIENCE_S = 30
 ONE, TWO = BlockHash(b"1" * 16), BlockHash(b"2" * 16)
@@ -39,8 +44,11 @@ class FakeNews:
 
 
 @asynccontextmanager
-async def followed(news: FakeNews) -> AsyncIterator[NodeState]:
-    state = NodeState(a_card(NodeRole.DECODE), EngineCalls(EngineThread(an_engine())), news.read)
+async def followed(
+    news: FakeNews, take_kv_events: TakeKvEvents = ignore_kv_events
+) -> AsyncIterator[NodeState]:
+    calls = EngineCalls(EngineThread(an_engine()))
+    state = NodeState(a_card(NodeRole.DECODE), calls, news.read, take_kv_events)
     following = asyncio.ensure_future(state.publish_updates())
     try:
         yield state
@@ -92,6 +100,19 @@ def test_a_watcher_receives_single_changes_and_batches_of_simultaneous_ones() ->
     assert third == (NodeLoad(1), None)
 
 
+def test_kv_events_are_passed_on_as_well() -> None:
+    async def passed_on() -> list[KvEvent]:
+        news, taken = FakeNews(), list[KvEvent]()
+        async with followed(news, taken.extend) as state, aclosing(state.watch_updates()) as seen:
+            news.store(ONE, TWO)
+            await anext(seen)
+            return taken
+
+    events = asyncio.run(asyncio.wait_for(passed_on(), PATIENCE_S))
+
+    assert events == [BlockStored((ONE, TWO), None, (), 16)]
+
+
 def test_a_drain_is_told_at_once() -> None:
     async def drained() -> NodeLoad:
         async with followed(FakeNews()) as state, aclosing(state.watch_updates()) as reported:
@@ -101,3 +122,19 @@ def test_a_drain_is_told_at_once() -> None:
             return load
 
     assert asyncio.run(asyncio.wait_for(drained(), PATIENCE_S)).is_draining
+
+
+def test_an_update_has_the_names_in_host_memory_of_the_first_group_alone() -> None:
+    async def read() -> NodeUpdate:
+        core, stored = an_engine(), threading.Event()
+        with EngineThread(core) as engine, TieredKv(OwnedMemory(4).blocks, host_tier(4)) as tiers:
+            tiers.wake = stored.set
+            names = (name_of(1), name_of(1, group=1), name_of(2))
+            store = Store(StoreId(1), names, (BlockId(0), BlockId(1), BlockId(2)))
+            tiers.start(ExternalOrders(stores=(store,)))
+            assert await asyncio.to_thread(stored.wait, PATIENCE_S)
+            return await update_reader(engine, core.scheduler, tiers)()
+
+    update = asyncio.run(asyncio.wait_for(read(), PATIENCE_S))
+
+    assert update.host_changes == HeldChanges(added=(name_of(1), name_of(2)))

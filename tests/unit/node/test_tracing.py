@@ -10,7 +10,19 @@ import pytest
 from engine.plan import Plan, PlanRow
 from engine.request import RequestId
 from engine.sampling import SamplingParams
-from kv_transfer.types import HandoffId
+from engine.step_observer import StepRecord
+from kv_transfer.records import TransferRecord, TransferRole
+from kv_transfer.types import (
+    NO_REPORTS,
+    NOT_CACHED,
+    TOO_MANY_PULLS,
+    BlockId,
+    HandoffId,
+    KvOrders,
+    NodeId,
+    Peer,
+    Receive,
+)
 from node.call_streams import CallContext
 from node.tracing import NodeTracing
 from telemetry import names
@@ -20,6 +32,7 @@ from telemetry.tracing.spans import TraceContext
 from tests.support.engines import VOCAB_SIZE, a_spec, an_engine
 from tests.support.fake_runner import Crash, CrashPlace, FakeRunner, KvTensor
 from tests.support.tracers import TakingTracer
+from tests.support.traces import to_unix_ns
 
 PARENT = TraceContext(0xABC, 0x1)
 CALLER = CallContext(((names.TRACEPARENT, PARENT.traceparent),))
@@ -83,6 +96,54 @@ def test_a_call_that_ended_gets_no_chunks_once_its_request_is_dropped(
     tracing.note_pass(Plan(num_scheduled_tokens={name: 4}), 2.3, 2.4)
 
     assert [chunk.began_s for chunk in timeline.chunks] == [1.3]
+
+
+def test_pulls_are_events_of_the_wait_of_the_request_that_they_are_for(
+    tracing: NodeTracing,
+) -> None:
+    handoff_id, peer = HandoffId("pull-p0-1", 7), Peer(NodeId("d0"), "host:1")
+    order = Receive(handoff_id, peer, 0, (BlockId(3),), 16, names=(b"n",), request_id="a#1")
+    record = TransferRecord(
+        handoff_id, TransferRole.PULLED, "nixl", 1.2, peer.node_id, "done", 1, 512, ended_s=1.5
+    )
+    with a_call(tracing, "a") as timeline:
+        tracing.note_plan(Plan(kv_orders=KvOrders(receives=(order,))), 1.2)
+        tracing.note_end(StepRecord(Plan(), (0.0,) * 6, NO_REPORTS, (record,)))
+
+    [wait] = [each for each in timeline.spans(to_unix_ns) if each.name == names.PREFILL_WAIT]
+    [event] = wait.events
+    assert (event.name, event.at_ns) == (names.KV_PULL, to_unix_ns(1.2))
+    assert event.attributes == {
+        names.KV_BLOCKS: 1,
+        names.KV_BYTES: 512,
+        names.KV_PEER: "d0",
+        names.KV_OUTCOME: "done",
+        names.KV_DURATION: pytest.approx(0.3),
+    }
+
+
+@pytest.mark.parametrize(
+    ("role", "outcome", "counted"),
+    [
+        (TransferRole.PULLED, "done", "done"),
+        (TransferRole.PULLED, f"the peer: {NOT_CACHED}", "refused"),
+        (TransferRole.PULLED, "link lost", "failed"),
+        (TransferRole.GIVEN, "announced", "done"),
+        (TransferRole.GIVEN, TOO_MANY_PULLS, "refused"),
+    ],
+)
+def test_pulls_are_counted_apart_from_hand_offs(
+    role: TransferRole, outcome: str, counted: str
+) -> None:
+    metrics = NodeMetrics("prefill")
+    record = TransferRecord(HandoffId("pull", 1), role, "nixl", 1.0, outcome=outcome, num_bytes=512)
+
+    metrics.take(record, None)
+
+    sampled, labels = metrics.registry.get_sample_value, {"direction": role.value}
+    assert sampled("baton_handoffs_total", {**labels, "outcome": counted}) == 1
+    moved = sampled("baton_kv_bytes_total", {**labels, "transport": "nixl"})
+    assert moved == (512 if counted == "done" else None)
 
 
 def test_passes_are_counted_with_the_parts_that_are_run_again() -> None:

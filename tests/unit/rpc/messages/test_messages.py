@@ -13,18 +13,20 @@ from baton.client.generation import Generation
 from baton.client.messages import request_from
 from baton.v1 import inference_pb2, kv_link_pb2, node_pb2, sampling_pb2
 from engine.kv_cache.block_hashes import PrefixNaming
+from engine.kv_hints import NO_KV_HINTS, KvHints
 from engine.request import (
     EngineRequest,
     Failure,
     FinishReason,
     Output,
+    PrefixSource,
     ReceiveKv,
     RequestId,
 )
 from engine.sampling import MAX_BANNED_SEQUENCES, SamplingDefaults, SamplingParams
 from engine.structured_output.params import StructuredOutputs
 from errors import InvalidRequest
-from kv_transfer.errors import PeerUnreachable
+from kv_transfer.errors import InvalidMessage, PeerUnreachable
 from kv_transfer.protocol.done_message import decode_done, note_of
 from kv_transfer.protocol.messages import (
     Closed,
@@ -77,6 +79,7 @@ LINK_MESSAGES: list[LinkMessage] = [
         b"\x00\xff",
     ),
     Grant(HANDOFF, 2**40, 3, (BlockId(5), BlockId(2)), 5.0),
+    Grant(HANDOFF, 2**40, 0, (BlockId(5), BlockId(2)), 5.0, (b"\x00" * 16, b"\xff" * 17)),
     Renew((HANDOFF, HandoffId("s", 1)), 2.5),
     Renewed((HANDOFF,)),
     Writing(HANDOFF, num_written=3),
@@ -85,6 +88,7 @@ LINK_MESSAGES: list[LinkMessage] = [
     Done(HANDOFF, 77, FirstToken(7, LOGPROBS), 2**64 - 1),
     Done(HANDOFF, 77, FirstToken(0), 0),
     Done(HANDOFF, 77, FirstToken(0), None),
+    Done(HANDOFF, 77, None, 5),
     Failed(HANDOFF, "no room"),
     Closed("the node is closing"),
 ]
@@ -129,7 +133,7 @@ def test_link_messages_survive_the_wire(message: LinkMessage) -> None:
 DONES = [message for message in LINK_MESSAGES if isinstance(message, Done)]
 
 
-@pytest.mark.parametrize("done", DONES, ids=lambda done: str(done.first_token.token_id))
+@pytest.mark.parametrize("done", DONES, ids=lambda done: str(done.digest))
 def test_done_survives_a_notification(done: Done) -> None:
     assert decode_done(note_of(done)) == done
 
@@ -155,6 +159,22 @@ def test_done_survives_a_notification(done: Done) -> None:
 def test_a_notification_that_is_no_done_is_a_named_error(note: bytes) -> None:
     with pytest.raises(PeerUnreachable, match="cannot be read"):
         decode_done(note)
+
+
+@pytest.mark.parametrize(
+    ("names", "first_block", "error"),
+    [
+        ((b"a",), 0, "1 names for 2 blocks"),
+        ((b"a", b"b" * 33), 0, "a block name of 33 bytes"),
+        ((b"a", b"b"), 1, "a pull from block 1 on"),
+        ((b"a",) * 1025, 0, "a pull of 1025 blocks; the limit is 1024"),
+    ],
+)
+def test_an_invalid_pull_is_a_named_error(
+    names: tuple[bytes, ...], first_block: int, error: str
+) -> None:
+    with pytest.raises(InvalidMessage, match=error):
+        Grant(HANDOFF, 1, first_block, (BlockId(5), BlockId(2)), 5.0, names)
 
 
 def test_every_kind_of_link_message_is_tried() -> None:
@@ -201,6 +221,14 @@ def test_a_client_can_choose_some_and_leave_the_rest_to_the_model() -> None:
     assert whole.sampling == SamplingParams()
 
 
+@pytest.mark.parametrize("hints", [NO_KV_HINTS, KvHints("s", 9.5, 0), KvHints(release=True)])
+def test_hints_of_a_client_reach_the_router(hints: KvHints) -> None:
+    request = request_from("a", Generation(kv_hints=hints))
+    wire = inference_pb2.GenerateRequest.FromString(request.SerializeToString())
+
+    assert call_from(wire, "r").kv_hints == hints
+
+
 @pytest.mark.parametrize("wrong", [{"temprature": 1.0}, {"top_k": "many"}, {"seed": -1}])
 def test_sampling_that_cannot_be_sent_is_refused_by_name(wrong: Any) -> None:
     with pytest.raises(InvalidRequest, match=next(iter(wrong))):
@@ -234,15 +262,21 @@ def test_a_node_gets_the_sequence_it_was_sent() -> None:
         age_s=2.5,
         priority=-4,
         cache_salt="salt",
+        tenant="owner",
+        kv_hints=KvHints("session", 30.5, 0),
         prior_output_token_ids=(4, 3),
         is_paced=True,
     )
     sender = replace(alone, send_to=HANDOFF)
     receiver = replace(alone, receive_from=ReceiveKv(HANDOFF, Peer(NodeId("p"), "host:1")))
+    puller = replace(sender, prefix_source=PrefixSource(Peer(NodeId("d"), "host:2"), 96))
 
     assert prefill_spec(prefill_order(sender), 1.5) == _arrived(sender)
+    assert prefill_spec(prefill_order(puller), 1.5) == _arrived(puller)
     assert decode_spec(decode_order(receiver), 1.5) == _arrived(receiver)
     assert decode_spec(decode_order(alone), 1.5) == _arrived(alone)
+    prefetch = replace(alone, kv_hints=KvHints(prefetch=True))
+    assert prefill_spec(prefill_order(prefetch), 1.5) == _arrived(prefetch)
 
 
 def _arrived(request: EngineRequest) -> EngineRequest:

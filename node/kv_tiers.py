@@ -1,0 +1,77 @@
+"""Tiers of KV below the KV cache of a node, as its built-in KV connector."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+from engine.runner.huge_pages import huge_page_memory
+from engine.runner.kernels.native_copies import fastest_copies
+from errors import InvalidConfig
+from kv_transfer.kv_connector import KvConnectorContext
+from kv_transfer.tiers.block_memory import BlockMemory
+from kv_transfer.tiers.file_admission import FileAdmission, parse_admission_policy
+from kv_transfer.tiers.file_tier import FileTier
+from kv_transfer.tiers.host_tier import HostTier
+from kv_transfer.tiers.object_tier import ObjectTier
+from kv_transfer.tiers.s3 import open_bucket
+from kv_transfer.tiers.tiered_kv import TieredKv
+
+
+@dataclass(frozen=True, slots=True)
+class TiersConfig:
+    """Settings of the connector `tiers`; options such as --kv-host-memory set them."""
+
+    host_bytes: int  # of host memory
+    folder: str = ""  # empty: no files
+    folder_bytes: int = 10 << 30
+    object_store: str = ""  # s3://bucket/prefix; empty: no objects
+    object_store_bytes: int = 1 << 40
+    admission: str = "all"  # to files and objects; see AdmissionPolicy
+    tenant_share: float = 1.0  # of each tier
+
+
+def make_tiers(context: KvConnectorContext) -> TieredKv:
+    """Make the tiers of a node. Raises InvalidConfig if they cannot work."""
+    try:
+        config = TiersConfig(**context.config)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise InvalidConfig(f"--kv-connector-config of the tiers: {error}") from error
+    if context.device != "cpu":
+        raise InvalidConfig("--kv-host-memory: blocks are copied on the CPU only")
+    num_blocks = config.host_bytes // context.block_bytes
+    if not num_blocks:
+        raise InvalidConfig(
+            f"--kv-host-memory is {config.host_bytes} bytes; a block takes {context.block_bytes}"
+        )
+    memory = huge_page_memory(num_blocks * context.block_bytes)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    host = HostTier(
+        BlockMemory(address, num_blocks, context.block_bytes), memory, config.tenant_share
+    )
+    kv_memory = BlockMemory(context.address, context.num_blocks, context.block_bytes)
+    tiers = TieredKv(
+        *(kv_memory, host, _make_files(config, context), _make_objects(config, context)),
+        admission=FileAdmission(parse_admission_policy(config.admission)),
+        copy=fastest_copies(context.block_bytes),
+    )
+    tiers.wake = context.wake
+    return tiers
+
+
+def _make_files(config: TiersConfig, context: KvConnectorContext) -> FileTier | None:
+    if not config.folder:
+        return None
+    return FileTier(
+        *(config.folder, context.fingerprint, context.block_bytes),
+        *(config.folder_bytes, config.tenant_share),
+    )
+
+
+def _make_objects(config: TiersConfig, context: KvConnectorContext) -> ObjectTier | None:
+    if not config.object_store:
+        return None
+    return ObjectTier(
+        *(open_bucket(config.object_store), context.fingerprint, context.block_bytes),
+        *(config.object_store_bytes, config.tenant_share),
+    )
