@@ -51,7 +51,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
         context: aio.ServicerContext[Any, Any],
     ) -> cluster_pb2.ResetPrefixCachesResponse:
         async with named_errors(context):
-            resets = await self._resets.reset_all()
+            resets = await self._resets.reset_all(tuple(request.tiers))
         return cluster_pb2.ResetPrefixCachesResponse(
             nodes=[cluster_pb2.NodeReset(**asdict(reset)) for reset in resets]
         )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 
 from grpc import RpcError, aio
 
 from baton.v1 import node_pb2, node_pb2_grpc
+from kv_transfer.external_kv import check_tiers
 from router.routing.node_table import Node, NodeTable
 from rpc.errors import NodeFailed
 from rpc.status import remote_error
@@ -23,6 +25,7 @@ class NodeReset:
     address: str
     node_id: str
     num_blocks: int  # dropped from the cache
+    num_blocks_by_tier: Mapping[str, int] = field(default_factory=dict)
 
 
 class PrefixResets:
@@ -32,10 +35,15 @@ class PrefixResets:
         self._table = table
         self._channel = channel
 
-    async def reset_all(self) -> list[NodeReset]:
-        """Reset all nodes. Raises NodeFailed after resetting the others if any fails."""
+    async def reset_all(self, tiers: Collection[str] = ()) -> list[NodeReset]:
+        """Reset these tiers of all nodes, or all tiers.
+
+        Raises InvalidRequest for an unknown tier, and NodeFailed if a node fails, after resetting
+        the others.
+        """
+        check_tiers(tiers)
         nodes = sorted(self._table.nodes, key=lambda node: node.address)
-        outcomes = await asyncio.gather(*(self._reset(node) for node in nodes))
+        outcomes = await asyncio.gather(*map(partial(self._reset, tiers), nodes))
         failures = [outcome for outcome in outcomes if isinstance(outcome, str)]
         if failures:
             raise NodeFailed(
@@ -44,14 +52,19 @@ class PrefixResets:
             )
         return [outcome for outcome in outcomes if isinstance(outcome, NodeReset)]
 
-    async def _reset(self, node: Node) -> NodeReset | str:
+    async def _reset(self, tiers: Collection[str], node: Node) -> NodeReset | str:
         """Reset one node. Return the reason if it fails."""
         stub = node_pb2_grpc.NodeServiceStub(self._channel(node.address))
         try:
             response = await stub.ResetPrefixCache(
-                node_pb2.ResetPrefixCacheRequest(), timeout=TIMEOUT_S
+                node_pb2.ResetPrefixCacheRequest(tiers=tiers), timeout=TIMEOUT_S
             )
         except RpcError as error:
             remote = remote_error(error)
             return f"{node.card.node_id}: {remote.code.name}: {remote.message}"
-        return NodeReset(node.address, node.card.node_id, response.num_blocks)
+        return NodeReset(
+            node.address,
+            node.card.node_id,
+            response.num_blocks,
+            dict(response.num_blocks_by_tier),
+        )

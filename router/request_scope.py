@@ -49,7 +49,9 @@ class RequestScope:
         with self._trace.ending(is_late):
             self._trace.note_call(call)
             salt = bind_salt(call.cache_salt, self._owner)
-            yield call if salt == call.cache_salt else replace(call, cache_salt=salt)
+            if salt != call.cache_salt:
+                call = replace(call, cache_salt=salt, tenant=self._owner)
+            yield call
 
     def begin_child(self, request_id: str) -> RequestScope:
         """Begin the scope of another answer to the same client request, in the same trace."""

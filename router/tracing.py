@@ -137,6 +137,8 @@ class RecordedTrace(RequestTrace):
             num_decode_candidates=sum(len(group.decodes) for group in groups),
             num_prefill_candidates=sum(len(group.prefills) for group in groups),
             num_predicted_hit_tokens=max(0, num_tokens - route.num_missing_tokens),
+            holder="" if route.holder is None else route.holder.node.card.node_id,
+            num_promised_tokens=0 if route.holder is None else route.holder.num_tokens,
         )
 
     def note_attempt_failed(self) -> None:

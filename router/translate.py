@@ -26,6 +26,7 @@ from router.input_processing.limits import (
     MAX_EXTRA_ARGS,
     MAX_POSITIONS_PER_SLICE,
     check_count,
+    check_hints,
     check_name,
     check_prompt_length,
     check_total_size,
@@ -47,6 +48,7 @@ from router.values import (
 from rpc.errors import EmptyPrompt
 from rpc.messages.conversion import (
     FINISH_TO_MESSAGE,
+    kv_hints_from,
     logprobs_to,
     prompt_logprobs_to,
     sampling_from,
@@ -88,6 +90,7 @@ def calls_from(
         raise InvalidRequest(f"n is {num_answers}; it must be from 1 to {MAX_ANSWERS}", "n")
     call = call_from(message, request_id, defaults, max_model_len)
     check_total_size(call.sampling, call.bad_words, num_answers)
+    check_hints(call.kv_hints, num_answers, call.sampling.prompt_logprobs)
     if num_answers == 1:
         return [call]
     return [
@@ -128,6 +131,7 @@ def call_from(
         model=message.model,
         priority=message.priority,
         cache_salt=message.cache_salt,
+        kv_hints=kv_hints_from(message.kv_hints),
         bad_words=bad_words_from(params.bad_words),
     )
 
@@ -321,4 +325,5 @@ def _served_to(served: ServedBy) -> inference_pb2.Served:
         tokens_accepted=summary.tokens_accepted,
         prompt_tokens_cached_on_prefill=served.num_cached_on_prefill,
         kv_conversion=summary.kv_conversion,
+        prompt_tokens_loaded=served.prompt_tokens_loaded,
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from engine.kv_hints import NO_KV_HINTS, KvHints
 from engine.request import FinishReason
 from engine.sampling import SamplingParams
 from kv_transfer.types import TokenLogprobs
@@ -71,6 +72,8 @@ class GenerateCall:
     model: str = ""  # empty: any model that is served
     priority: int = 0
     cache_salt: str = ""
+    tenant: str = ""  # owner of the salt; empty: the client is not known
+    kv_hints: KvHints = NO_KV_HINTS
     bad_words: tuple[str, ...] = ()  # texts that the answer must not contain
     shown_tokens: tuple[str, ...] = ()  # special tokens to include in the text
     # The client set no max_tokens: the answer is limited only by the model's context length and
@@ -121,6 +124,7 @@ class DecodeSummary:
     tokens_proposed: int = 0
     tokens_accepted: int = 0
     kv_conversion: str = ""  # empty: the nodes have the same blocks
+    prompt_tokens_loaded: Mapping[str, int] = field(default_factory=dict)  # by tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +132,7 @@ class PrefillSummary:
     """Statistics of a prompt, reported by its prefill node."""
 
     prompt_tokens_cached: int = 0
+    prompt_tokens_loaded: Mapping[str, int] = field(default_factory=dict)  # by tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +158,13 @@ class ServedBy:
         if self.prefill is PrefillPlace.LOCAL:
             return self.summary.prompt_tokens_cached
         return self.num_cached_on_prefill
+
+    @property
+    def prompt_tokens_loaded(self) -> Mapping[str, int]:
+        """Prompt tokens that the node which computed the prompt loaded, by tier."""
+        if self.prefill is PrefillPlace.LOCAL:
+            return self.summary.prompt_tokens_loaded
+        return {} if self.prefill_summary is None else self.prefill_summary.prompt_tokens_loaded
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from engine.request import EngineRequest, ReceiveKv
+from engine.request import EngineRequest, PrefixSource, ReceiveKv
 from kv_transfer.types import HandoffId, Peer
 from router.answer import AnswerAssembler
 from router.context import RequestContext
@@ -16,6 +18,7 @@ from router.dispatch.node_rpcs import (
     Events,
     Leg,
     LegCall,
+    LegEnded,
     LegEvent,
     LegOutput,
     NodeCalls,
@@ -35,9 +38,20 @@ from router.values import (
 )
 from rpc.errors import NodeFailed
 
+# Maximum delay of an answer's statistics after its last token. Prefill sent its own long before,
+# unless its process is frozen.
+PREFILL_SUMMARY_WAIT_S = 0.1
+
 
 def _ignore() -> None:
     """Default callback: do nothing."""
+
+
+def _legs_of(route: Route, request: EngineRequest) -> set[Leg]:
+    """Return the calls of an attempt. A prefetch is for the node that would compute the prompt."""
+    if route.prefill is None:
+        return {Leg.DECODE}
+    return {Leg.PREFILL} if request.kv_hints.prefetch else {Leg.PREFILL, Leg.DECODE}
 
 
 class Attempt:
@@ -61,7 +75,8 @@ class Attempt:
         self._clock = clock
         self._on_prefilled = on_prefilled
         self._on_decoded = on_decoded  # first token of the decode node: it has all KV
-        self._under_way = {Leg.DECODE} if route.prefill is None else {Leg.PREFILL, Leg.DECODE}
+        self._under_way = _legs_of(route, request)
+        self._has_prefill_output = False
         self._summary: DecodeSummary | None = None
         self._prefill_summary: PrefillSummary | None = None
         self._dispatched_s = 0.0
@@ -82,18 +97,35 @@ class Attempt:
                 part = self._handle(await events.next())
                 if part is not None:
                     yield part
+            await self._await_prefill_summary(events)
             ending = self._build_ending(self._answer.finish)
             self._context.trace.note_completed(ending)
             yield ending
 
+    async def _await_prefill_summary(self, events: Events) -> None:
+        """Wait for the last output of prefill: all of decode's can arrive before it."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PREFILL_SUMMARY_WAIT_S):
+                while Leg.PREFILL in self._under_way and not self._has_prefill_output:
+                    event = await events.next()
+                    if isinstance(event, LegEnded):
+                        self._under_way.discard(event.leg)
+                    else:
+                        self._take_output(event)
+
     def _build_calls(self, node_calls: NodeCalls, deliver: Deliver) -> dict[Leg, LegCall]:
-        request, prefill, decode = self._request, self._route.prefill, self._route.decode
+        prefill, decode = self._route.prefill, self._route.decode
+        request, prefix_source = self._request, _prefix_source(self._route)
         timeout_s = self._context.remaining_s(self._clock())
         options: dict[str, Any] = {"timeout_s": timeout_s, "trace": self._context.trace}
         if prefill is None:
-            return {Leg.DECODE: partial(node_calls.decode, decode, request, deliver, **options)}
+            alone = replace(request, prefix_source=prefix_source)
+            return {Leg.DECODE: partial(node_calls.decode, decode, alone, deliver, **options)}
+        if request.kv_hints.prefetch:
+            loader = replace(request, prefix_source=prefix_source)
+            return {Leg.PREFILL: partial(node_calls.prefill, prefill, loader, deliver, **options)}
         source = Peer(prefill.card.node_id, prefill.address)
-        sender = replace(request, send_to=self._handoff_id)
+        sender = replace(request, send_to=self._handoff_id, prefix_source=prefix_source)
         receiver = replace(request, receive_from=ReceiveKv(self._handoff_id, source))
         return {
             Leg.PREFILL: partial(node_calls.prefill, prefill, sender, deliver, **options),
@@ -132,6 +164,8 @@ class Attempt:
             self._on_prefilled()  # a token means that the prompt is computed
         if event.summary is not None:
             self._note_summary(event.summary)
+        if event.leg is Leg.PREFILL and event.outputs[-1].finish_reason is not None:
+            self._has_prefill_output = True
         part = self._answer.take(*event.outputs)
         if part is not None and part.token_ids:
             self._context.trace.note_tokens(len(part.token_ids))
@@ -190,3 +224,10 @@ class Attempt:
 
     def _since_received(self) -> float:
         return self._clock() - self._context.received_s
+
+
+def _prefix_source(route: Route) -> PrefixSource | None:
+    if route.holder is None:
+        return None
+    node = route.holder.node
+    return PrefixSource(Peer(node.card.node_id, node.address), route.holder.num_tokens)

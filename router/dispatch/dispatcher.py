@@ -22,7 +22,8 @@ from router.input_processing.tokenization import TextBoundary
 from router.routing.assignment import Assignment
 from router.routing.breakers import CircuitBreakers
 from router.routing.node_table import NodeTable, Revision
-from router.routing.policy import Route, RoutingRequest
+from router.routing.policy import Route
+from router.routing.routing_view import RoutingRequest
 from router.values import AnswerPart, GenerateCall, TokenChunk
 from rpc.errors import FailureKind, NodeDraining, NodeFailed, PoisonedRequest
 from rpc.messages.sequences import node_request_id
@@ -70,6 +71,8 @@ class DispatchedRequest:
             age_s=max(0.0, now - self.context.received_s),
             priority=call.priority,
             cache_salt=call.cache_salt,
+            tenant=call.tenant,
+            kv_hints=call.kv_hints,
             prior_output_token_ids=self.answer.token_ids,
             is_paced=is_paced,
         )

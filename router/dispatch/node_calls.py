@@ -126,8 +126,13 @@ class GrpcNodeCalls:
         def handle(event: node_pb2.CallEvent) -> None:
             summary = None
             if event.HasField("prefill_summary"):
-                summary = PrefillSummary(event.prefill_summary.prompt_tokens_cached)
+                summary = PrefillSummary(
+                    event.prefill_summary.prompt_tokens_cached,
+                    dict(event.prefill_summary.prompt_tokens_loaded),
+                )
             output = _parse_output(event.output, request.request_id)
+            if output.finish_reason is not None and request.send_to is None:
+                leg.finished()
             deliver(LegOutput(Leg.PREFILL, (output,), summary))
 
         order = prefill_order(request)
@@ -216,4 +221,5 @@ def _parse_summary(message: node_pb2.DecodeSummary) -> DecodeSummary:
         tokens_proposed=message.tokens_proposed,
         tokens_accepted=message.tokens_accepted,
         kv_conversion=message.kv_conversion,
+        prompt_tokens_loaded=dict(message.prompt_tokens_loaded),
     )

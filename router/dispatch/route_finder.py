@@ -12,7 +12,8 @@ from router.dispatch.config import DispatchConfig
 from router.dispatch.quarantine import Quarantine, Suspicion
 from router.routing.breakers import CircuitBreakers
 from router.routing.node_table import Node, NodeTable
-from router.routing.policy import Route, RoutingRequest, choose
+from router.routing.policy import Route, choose
+from router.routing.routing_view import RoutingRequest
 from rpc.errors import IncompatibleNodes, NoNodes, PoisonedRequest
 from rpc.node_info import NodeRole
 
@@ -96,10 +97,10 @@ class RouteFinder:
             closed = self._quarantine.closed_addresses(suspicion)
             is_held = self._quarantine.is_group_tested(suspicion) or self._is_group_lost(suspicion)
             if loop.time() >= give_up_s or not (is_held or closed & set(route.addresses)):
-                return route
+                return _without_holder_in(closed, route)
             detour = None if is_held else self._route_around(request, route, failed, closed)
             if detour is not None:
-                return detour
+                return _without_holder_in(closed, detour)
             changed = self._changed
             with self._quarantine.waiting(suspicion, route), suppress(TimeoutError):
                 async with asyncio.timeout_at(give_up_s):
@@ -126,26 +127,32 @@ class RouteFinder:
 
         Raises NoNodes and IncompatibleNodes if there are none for `node_patience_s`.
         """
-        avoided = self._breakers.avoided_addresses(self._clock())
-        for without in dict.fromkeys(filter(None, (failed | avoided, failed))):
+        avoided = failed | self._breakers.avoided_addresses(self._clock())
+        for without in dict.fromkeys(filter(None, (avoided, failed))):
             with suppress(NoNodes, IncompatibleNodes):
-                return choose(self._table, self._config.routing, request, without)
+                return choose(self._table, self._config.routing, request, without, avoided)
         if failed:
             # A node that failed is better than none. Pause so that a lost one can leave the table.
             await asyncio.sleep(self._config.retry_pause_s)
-        return await self._wait_for_any(request)
+        return await self._wait_for_any(request, avoided)
 
-    async def _wait_for_any(self, request: RoutingRequest) -> Route:
+    async def _wait_for_any(self, request: RoutingRequest, avoided: frozenset[str]) -> Route:
         """Choose again at each change of the table, such as for a node that restarts."""
         loop = asyncio.get_running_loop()
         give_up_s = loop.time() + self._config.node_patience_s
         while True:
             changed = self._changed
             try:
-                return choose(self._table, self._config.routing, request)
+                return choose(self._table, self._config.routing, request, unfit_holders=avoided)
             except (NoNodes, IncompatibleNodes):
                 if loop.time() >= give_up_s:
                     raise
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(give_up_s):
                     await changed.wait()
+
+
+def _without_holder_in(closed: frozenset[str], route: Route) -> Route:
+    """Return the route without the node to pull from if that one is in quarantine."""
+    is_closed = route.holder is not None and route.holder.node.address in closed
+    return replace(route, holder=None) if is_closed else route

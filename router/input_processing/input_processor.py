@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache, partial
 
+from engine.sampling import SamplingParams
 from router.context import RequestContext
 from router.input_processing.form_checks import FormChecks
 from router.input_processing.large_texts import LargeTextConfig, LargeTexts
@@ -16,6 +17,7 @@ from rpc.errors import EmptyPrompt, UnknownModel
 from text.token_text import TokenText
 
 MAX_REMEMBERED_BAD_WORDS = 16
+PREFETCH_SAMPLING = SamplingParams(max_tokens=1)  # no token is sampled
 
 
 class InputProcessor:
@@ -39,6 +41,8 @@ class InputProcessor:
         Raises UnknownModel, EmptyPrompt, InvalidRequest, UnsupportedInput and QueueFull.
         """
         self.check_model(call.model)
+        if call.kv_hints.prefetch:
+            call = replace(call, sampling=PREFETCH_SAMPLING, bad_words=(), fills_context=False)
         call = self._ban_bad_words(call)
         token_ids = await self.token_ids(call.prompt, call.model)
         context.trace.note_tokenized(len(token_ids))

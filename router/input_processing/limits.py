@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from engine.kv_hints import KvHints
 from engine.sampling import SamplingParams
 from errors import InvalidRequest
 from rpc.messages.limits import MAX_MESSAGE_BYTES
@@ -76,6 +77,17 @@ def check_total_size(sampling: SamplingParams, bad_words: Sequence[str], num_ans
             f"{num_answers} answers with {sampling.logprobs} logprobs are {num_logprobs} logprobs "
             f"for each token; at most {MAX_LOGPROBS_PER_POSITION} are allowed: lower logprobs or n",
             "logprobs",
+        )
+
+
+def check_hints(hints: KvHints, num_answers: int, prompt_logprobs: int | None) -> None:
+    """Raises InvalidRequest for hints that do not fit the rest of the request."""
+    check_name("kv_hints.session_id", hints.session_id)
+    if hints.prefetch and (num_answers > 1 or prompt_logprobs is not None):
+        raise InvalidRequest(
+            "kv_hints.prefetch generates nothing: leave out n, echo and prompt_logprobs, and send "
+            "one prompt",
+            "kv_hints.prefetch",
         )
 
 

@@ -56,7 +56,7 @@ def http_app(
             Route("/v1/models/{model:path}", models.one),
             _post("/tokenize", texts.of_text),
             _post("/detokenize", texts.to_text),
-            _post("/reset_prefix_cache", PrefixCacheEndpoint(resets).reset),
+            _post("/reset_prefix_cache", PrefixCacheEndpoint(resets, bodies).reset),
             Route("/health", probes.is_alive),
             Route("/ready", probes.is_ready),
             Route("/metrics", probes.metrics),

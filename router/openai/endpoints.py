@@ -17,6 +17,7 @@ from router.input_processing.input_processor import InputProcessor
 from router.openai.body_parsing import Bodies
 from router.openai.request.bodies import (
     DetokenizeBody,
+    ResetBody,
     TokenizeChatBody,
     TokenizeTextBody,
     body_from,
@@ -127,10 +128,14 @@ class Tokens:
 @dataclass(frozen=True, slots=True)
 class PrefixCacheEndpoint:
     resets: PrefixResets
+    bodies: Bodies
 
-    async def reset(self, _request: Request) -> Response:
-        """Reset the prefix caches of all nodes. The body is not read."""
-        resets = await self.resets.reset_all()
+    async def reset(self, request: Request) -> Response:
+        """Reset the prefix caches of all nodes. Without a body, all their tiers."""
+        with self.bodies.lease() as lease:
+            raw = await self.bodies.read(request, lease)
+            body = body_from(await self.bodies.fields(raw) if raw else {}, ResetBody)
+        resets = await self.resets.reset_all(body.tiers)
         return JSONResponse({"nodes": [asdict(reset) for reset in resets]})
 
 

@@ -20,6 +20,7 @@ from router.input_processing.tokenization import by_id
 from router.openai.body_parsing import Bodies
 from router.openai.body_receiving import run_while_connected
 from router.openai.replies import Reply
+from router.openai.request.bodies import with_session
 from router.openai.request.parsed_request import ModelContext, ParsedRequest
 from router.openai.request.tool_choice import tool_schema_errors
 from router.openai.response.answers import StreamedAnswer, WholeAnswer, make_choices, make_heading
@@ -33,7 +34,7 @@ from router.routing.node_table import NodeTable
 from router.values import TextPrompt
 
 ID_BYTES = 12
-REQUEST_ID, TRACE_ID = "x-request-id", "x-trace-id"
+REQUEST_ID, TRACE_ID, SESSION_ID = "x-request-id", "x-trace-id", "x-session-id"
 
 Read = Callable[[Mapping[str, Any], str, ModelContext], ParsedRequest]
 
@@ -75,26 +76,34 @@ class GenerationEndpoint:
             try:
                 with request_scope.ending_on_error():
                     check_name(REQUEST_ID, client_request_id)
+                    session_id = request.headers.get(SESSION_ID, "")
+                    check_name(SESSION_ID, session_id)
                     body = await self._bodies.read(request, lease)
             except NamedError as error:
                 await reply.send_error(error)
                 return
-            await run_while_connected(receive, self._serve(request_scope, request_id, body, reply))
+            serving = self._serve(request_scope, request_id, session_id, body, reply)
+            await run_while_connected(receive, serving)
 
     async def _serve(
-        self, request_scope: RequestScope, request_id: str, body: bytes, reply: Reply
+        self,
+        request_scope: RequestScope,
+        request_id: str,
+        session_id: str,
+        body: bytes,
+        reply: Reply,
     ) -> None:
         try:
             with request_scope.ending_on_error():
-                parsed = await self._parse(body, request_id)
+                parsed = await self._parse(body, request_id, session_id)
                 prompts = await self._repeated_prompts(parsed)
             with tool_schema_errors(parsed.options.tool_call_mode):
                 await self._answer(parsed, prompts, request_scope, request_id, reply)
         except NamedError as error:
             await reply.send_error(error)
 
-    async def _parse(self, body: bytes, request_id: str) -> ParsedRequest:
-        fields = await self._bodies.fields(body)
+    async def _parse(self, body: bytes, request_id: str, session_id: str) -> ParsedRequest:
+        fields = with_session(await self._bodies.fields(body), session_id)
         model = fields.get("model")
         model = model if isinstance(model, str) else ""
         served = self._table.served_model(model)

@@ -60,6 +60,11 @@ class HolderSets:
         are_held: Flags = (rows & bit) != 0
         return are_held
 
+    def are_held(self, ids: Numbers) -> Flags:
+        """Return which of these sets have a member."""
+        are_held: Flags = self._hashes[ids] != 0
+        return are_held
+
     def toggle(self, ids: Numbers, holder: int) -> Numbers:
         """Return the sets of blocks with these sets once a holder has been added or removed."""
         if len(ids) and (ids == ids[0]).all():  # most often

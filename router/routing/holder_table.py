@@ -98,7 +98,7 @@ class HolderTable:
 
     def _keep(self, keys: Keys, ids: npt.NDArray[np.uint32]) -> Flags:
         """Return which entries still have a holder. Called once for each entry."""
-        is_held: Flags = np.any(self._sets.bits(ids), axis=1)
+        is_held = self._sets.are_held(ids)
         self._sets.release(ids[~is_held])
         return is_held
 

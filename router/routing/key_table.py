@@ -10,6 +10,7 @@ it grows by preparing and then moving a part in each call.
 from __future__ import annotations
 
 from collections.abc import Callable
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ Keep = Callable[[Keys, Numbers], Flags]
 NUMBER_BITS = np.uint64(24)
 MAX_NUMBER = (1 << 24) - 1
 WORD_BITS = 64
+PAGE_SLOTS = 512
 MIN_SLOTS = 1024
 MAX_LOAD = 0.75
 PREPARE_LOAD = 0.6  # from here on, memory of the next table is prepared
@@ -55,14 +57,15 @@ class _Slots:
     def __init__(self, size: int) -> None:
         self.size = size
         self._shift = np.uint64(WORD_BITS + 1 - size.bit_length())
-        self.entries: Keys = np.empty(size, np.uint64)  # a key with its number; 0: free
+        self.entries = _zeros(size)  # a key with its number; 0: free
         self.num_used = 0
         self._num_prepared = 0
 
     def prepare(self, num_slots: int) -> None:
-        """Clear the next slots. First accesses in the order of memory are the fastest."""
-        self.entries[self._num_prepared : self._num_prepared + num_slots] = 0
-        self._num_prepared = min(self.size, self._num_prepared + num_slots)
+        """Access the next slots for the first time, which takes far longer than later accesses."""
+        end = min(self.size, self._num_prepared + num_slots)
+        self.entries[self._num_prepared : end : PAGE_SLOTS] = 0
+        self._num_prepared = end
 
     def prepare_rest(self) -> None:
         self.prepare(self.size - self._num_prepared)
@@ -171,6 +174,12 @@ class KeyTable:
         self._num_moved += num_slots
         if self._num_moved >= old.size:
             self._old = None
+
+
+def _zeros(size: int) -> Keys:
+    """Return zeros in small pages: the first access to a huge page can take milliseconds."""
+    memory = mmap(-1, size * np.uint64().itemsize, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+    return np.frombuffer(memory, np.uint64)
 
 
 def _numbers(entries: Keys) -> Numbers:

@@ -119,6 +119,8 @@ class NodeTable:
         self._unready: set[str] = set()
         self._unlisted: frozenset[str] = frozenset()
         self._last_of_name: dict[NodeId, str] = {}
+        self._kind_by_address: dict[str, int] = {}
+        self._number_by_kind: dict[KvKind, int] = {}
         self._groups: tuple[NodeGroup, ...] | None = ()  # None: out of date
         self._kinds_in_service: set[KvKind] = set()  # that have had open nodes of both roles
         self._served_models: dict[str, ServedModel] = {}  # by name; the empty name: of all nodes
@@ -129,7 +131,9 @@ class NodeTable:
 
     def join(self, address: str, card: NodeCard) -> None:
         self._nodes.pop(address, None)  # a node that joins again moves to the end
-        self._nodes[address] = Node(address, card)
+        node = self._nodes[address] = Node(address, card)
+        kind = self._number_by_kind.setdefault(node.kv_kind, len(self._number_by_kind))
+        self._kind_by_address[address] = kind
         self._unready.discard(address)
         self._loads[address] = LoadEstimate()
         self.prefixes.drop(address)
@@ -162,6 +166,7 @@ class NodeTable:
     def lose(self, address: str) -> None:
         self._nodes.pop(address, None)
         self._loads.pop(address, None)
+        self._kind_by_address.pop(address, None)
         self._unready.discard(address)
         self.prefixes.drop(address)
         self._rebuild()
@@ -179,6 +184,18 @@ class NodeTable:
     @property
     def nodes(self) -> tuple[Node, ...]:
         return tuple(self._nodes.values())
+
+    def node_at(self, address: str) -> Node | None:
+        return self._nodes.get(address)
+
+    def kind_number(self, address: str) -> int | None:
+        """Return a number that nodes have in common if they exchange KV as it is."""
+        return self._kind_by_address.get(address)
+
+    @property
+    def num_kinds(self) -> int:
+        """The number of kinds of KV that have been seen."""
+        return len(self._number_by_kind)
 
     def served_model(self, name: str) -> ServedModel:
         """Return a model's limits and defaults, or those over all models if the name is empty."""

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import TypeVar
 
 from engine.kv_cache.block_hashes import BlockHash
 from errors import InvalidConfig
 from router.routing.node_table import Node, NodeGroup, NodeTable, Revision
+from router.routing.routing_view import (
+    PrefixHolder,
+    RoutingRequest,
+    RoutingView,
+    build_view,
+    find_holders,
+)
 from rpc.errors import IncompatibleNodes, NoNodes
 from rpc.node_info import NodeRole
 
-# Cost of a request that a decode node already serves, in prompt tokens to move there.
-DECODE_COST_TOKENS = 64
-# Matches that cover a smaller share of the prompt are ignored: otherwise a common chat template
-# would send all prompts to one node.
-MIN_MATCH = 0.05
-# Cost of an evicted token, in computed tokens: the probability of another hit.
-EVICTION_WEIGHT = 0.25
 # Decode computes a prompt itself only if prefill would compute at least so many times its tokens.
 MIN_SAVING = 2
 UINT64 = 2**64 - 1
-
-Cost = TypeVar("Cost", int, tuple[int, int])
 
 
 class RoutingPolicy(Enum):
@@ -43,6 +40,7 @@ class Routing:
     # such prompts under way there, and prefill misses many more. 0 turns this off.
     local_prefill_below: int = 0
     seed: int = 0  # of the random draws
+    kv_pulls: bool = True  # name a node to pull a prefix from
 
     def __post_init__(self) -> None:
         if self.local_prefill_below < 0:
@@ -58,22 +56,6 @@ def parse_policy(name: str) -> RoutingPolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class RoutingRequest:
-    """Inputs of a routing decision apart from the nodes."""
-
-    prompt_token_ids: tuple[int, ...]
-    number: int = 0  # counts the decisions: index for round robin and random draws
-    prior_output_token_ids: tuple[int, ...] = ()
-    model: str = ""
-    cache_salt: str = ""
-    revision: Revision | None = None  # that started the answer and alone may continue it
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.prompt_token_ids) + len(self.prior_output_token_ids)
-
-
-@dataclass(frozen=True, slots=True)
 class Route:
     """Nodes of one attempt. Without a prefill node, the decode node computes the prompt too."""
 
@@ -85,6 +67,7 @@ class Route:
         BlockHash, ...
     ] = ()  # prefix blocks that both nodes will report; empty if unused
     is_paced: bool = False  # decode computes the prompt in small chunks, though prefill could
+    holder: PrefixHolder | None = None  # to pull from, for the node that computes the prompt
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -98,8 +81,11 @@ def choose(
     routing: Routing,
     request: RoutingRequest,
     without: frozenset[str] = frozenset(),
+    unfit_holders: frozenset[str] = frozenset(),
 ) -> Route:
     """Choose the nodes of a request, excluding the addresses in `without`.
+
+    KV is pulled neither from these nor from those in `unfit_holders`.
 
     Raises NoNodes and IncompatibleNodes.
     """
@@ -111,18 +97,24 @@ def choose(
     if not paired:
         # Prefer revisions that have had prefill nodes before.
         groups = [group for group in groups if table.was_paired(group)] or groups
-    view = _build_view(table, routing, request)
-    decode = pick(routing, view, _concatenate([group.decodes for group in paired or groups]))
+    view = _build_view(table, routing, request, without | unfit_holders)
+    # What a decode node lacks is moved there by the prefill node.
+    decode_view = replace(view, holders={}) if paired else view
+    decodes = _concatenate([group.decodes for group in paired or groups])
+    decode = pick(routing, decode_view, decodes)
     names = view.names
     if not paired:
         reason = _unpaired_reason(table, groups, request.revision)
-        return Route(decode, None, reason, view.missing(decode), names)
+        return Route(
+            decode, None, reason, view.missing(decode), names, holder=view.holder_for(decode)
+        )
     prefills = next(group.prefills for group in paired if decode in group.decodes)
     prefill = pick(routing, view, prefills)
     reason = _local_reason(routing, view, decode, prefill)
     if reason:
         return Route(decode, None, reason, view.missing_from_reported(decode), names, is_paced=True)
-    return Route(decode, prefill, "", view.missing(prefill), names)
+    holder = view.holder_for(prefill)
+    return Route(decode, prefill, "", view.missing(prefill), names, holder=holder)
 
 
 def _local_reason(routing: Routing, view: RoutingView, decode: Node, prefill: Node) -> str:
@@ -130,69 +122,15 @@ def _local_reason(routing: Routing, view: RoutingView, decode: Node, prefill: No
 
     It applies to the next turn of a conversation: only the decode node has the answer's KV.
     """
-    on_decode, on_prefill = view.missing_from_reported(decode), view.missing(prefill)
+    on_decode, on_prefill = view.missing_from_reported(decode), view.prompt_cost(prefill)
     num_in_flight = view.table.node_load(decode).num_sent_tokens
     limit = routing.local_prefill_below
     if on_decode + num_in_flight >= limit or on_prefill < MIN_SAVING * on_decode:
         return ""
     return (
-        f"{on_decode} tokens are missing on decode and {on_prefill} on prefill; "
+        f"{on_decode} tokens are missing on decode and about {on_prefill} on prefill; "
         f"the limit is {limit}"
     )
-
-
-@dataclass(frozen=True, slots=True)
-class RoutingView:
-    """Node table with the prefix hits of one request."""
-
-    table: NodeTable
-    request: RoutingRequest
-    names: tuple[BlockHash, ...] = ()
-    # Cached tokens by address: reported ones, and those together with expected ones. None: unused.
-    reported: Mapping[str, int] | None = None
-    expected: Mapping[str, int] | None = None
-
-    def num_requests(self, node: Node) -> int:
-        return self.table.node_load(node).num_requests
-
-    def missing(self, node: Node) -> int:
-        return self.request.num_tokens - (self.expected or {}).get(node.address, 0)
-
-    def missing_from_reported(self, node: Node) -> int:
-        return self.request.num_tokens - (self.reported or {}).get(node.address, 0)
-
-    def costs(self, nodes: Sequence[Node]) -> list[int]:
-        """Estimate the tokens to compute or move on each node before the request's next token.
-
-        Evicted cache blocks count too, since later requests must compute them again.
-        """
-        cached, num_tokens = self.expected or {}, self.request.num_tokens
-        num_reported, min_match = self.table.prefixes.num_reported, MIN_MATCH * num_tokens
-        costs = self._queued_costs(nodes)
-        for place, node in enumerate(nodes):
-            card, num_cached = node.card, cached.get(node.address, 0)
-            num_missing = num_tokens - num_cached
-            num_blank = card.num_blocks - num_reported(node.address)
-            num_evicted = num_missing - num_blank * card.fingerprint.block_size
-            if num_evicted > 0:
-                costs[place] += int(EVICTION_WEIGHT * num_evicted)
-            costs[place] += num_missing if num_cached >= min_match else num_tokens
-        return costs
-
-    def _queued_costs(self, nodes: Sequence[Node]) -> list[int]:
-        """Estimate the cost of the requests that each node already has."""
-        burdens = [self.table.node_load(node) for node in nodes]
-        if nodes[0].card.role is NodeRole.DECODE:
-            return [
-                node_load.num_sent_tokens + DECODE_COST_TOKENS * node_load.num_requests
-                for node_load in burdens
-            ]
-        num_tokens = self.request.num_tokens  # assumed for each request of other routers
-        return [
-            node_load.num_sent_tokens
-            + num_tokens * max(0, node_load.num_reported - node_load.num_sent)
-            for node_load in burdens
-        ]
 
 
 def pick(routing: Routing, view: RoutingView, nodes: Sequence[Node]) -> Node:
@@ -206,12 +144,12 @@ def pick(routing: Routing, view: RoutingView, nodes: Sequence[Node]) -> Node:
         case RoutingPolicy.POWER_OF_TWO:
             return min(_draw_two(nodes, routing.seed, number), key=view.num_requests)
         case RoutingPolicy.PREFIX_AWARE:
-            last_uses = [view.table.node_load(node).last_use for node in nodes]
-            costs = list(zip(view.costs(nodes), last_uses, strict=True))
-            return _round_robin(_least(nodes, costs), number)  # least recently used of the cheapest
+            cheapest = _least(nodes, view.costs(nodes))
+            last_uses = [view.table.node_load(node).last_use for node in cheapest]
+            return _round_robin(_least(cheapest, last_uses), number)
 
 
-def _least(nodes: Sequence[Node], costs: Sequence[Cost]) -> Sequence[Node]:
+def _least(nodes: Sequence[Node], costs: Sequence[int]) -> Sequence[Node]:
     least = min(costs)
     return [node for node, cost in zip(nodes, costs, strict=True) if cost == least]
 
@@ -237,22 +175,14 @@ def _splitmix64(number: int) -> int:
     return mixed ^ (mixed >> 31)
 
 
-def _build_view(table: NodeTable, routing: Routing, request: RoutingRequest) -> RoutingView:
-    if routing.policy is not RoutingPolicy.PREFIX_AWARE and not routing.local_prefill_below:
+def _build_view(
+    table: NodeTable, routing: Routing, request: RoutingRequest, unfit_holders: frozenset[str]
+) -> RoutingView:
+    is_aware = routing.policy is RoutingPolicy.PREFIX_AWARE
+    if not (is_aware or routing.local_prefill_below or routing.kv_pulls):
         return RoutingView(table, request)
-    reported: dict[str, int] = {}
-    expected: dict[str, int] = {}
-    names: list[BlockHash] = []
-    token_ids = request.prompt_token_ids + request.prior_output_token_ids
-    for naming in table.namings:
-        # The last token is always computed: its logits give the next one.
-        usable = naming.names(token_ids[:-1], len(request.prompt_token_ids), request.cache_salt)
-        match = table.prefixes.match(usable, needs_snapshot=naming.needs_snapshot)
-        for hits, matched in zip((reported, expected), match, strict=True):
-            hits.update((address, num * naming.block_size) for address, num in matched.items())
-        # Of a prompt's snapshots, the one at its last block is certain to be attempted.
-        names += usable[-1:] if naming.needs_snapshot else usable
-    return RoutingView(table, request, tuple(names), reported, expected)
+    view = build_view(table, request)
+    return replace(view, holders=find_holders(view, unfit_holders)) if routing.kv_pulls else view
 
 
 def _filter_by_model(group: NodeGroup, model: str) -> NodeGroup:

@@ -18,6 +18,7 @@ from openai import AsyncOpenAI
 
 from baton.cli.health_check import ask
 from baton.client import AsyncClient, BatonError
+from engine.kv_hints import KvHints
 from engine.request import FinishReason
 from engine.sampling import SamplingParams
 from router.admission.admission_queue import AdmissionQueueConfig
@@ -242,6 +243,41 @@ def test_an_unknown_count_of_cached_tokens_is_left_out() -> None:
         assert answer.usage.prompt_tokens_details is None
 
     through_the_door(scene, FakeNodeCalls(num_cached_on_prefill=None))
+
+
+def test_a_session_comes_from_the_header_unless_the_body_names_one() -> None:
+    nodes = FakeNodeCalls()
+
+    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+        ask: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4}
+        header = {"x-session-id": "of the header"}
+        for hints in ({"retain_s": 9}, {"session_id": "of the body"}):
+            await client.completions.create(
+                **ask, extra_headers=header, extra_body={"kv_hints": hints}
+            )
+        with pytest.raises(openai.BadRequestError, match="x-session-id"):
+            await client.completions.create(**ask, extra_headers={"x-session-id": "s" * 257})
+
+    through_the_door(scene, nodes)
+    hints = [each.request.kv_hints for each in nodes.received if each.leg is Leg.PREFILL]
+    assert hints == [KvHints("of the header", 9.0), KvHints("of the body")]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_prefetch_is_an_answer_without_tokens(is_streamed: bool) -> None:
+    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+        ask: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4, "logprobs": 1}
+        answer = await client.completions.create(
+            **ask, stream=is_streamed, extra_body={"kv_hints": {"prefetch": True}}
+        )
+        last = [chunk async for chunk in answer][-1] if is_streamed else answer
+
+        assert (last.choices[0].text, last.choices[0].finish_reason) == ("", "length")
+        if not is_streamed:
+            assert last.usage.completion_tokens == 0
+            assert last.usage.prompt_tokens_details.cached_tokens == 2
+
+    through_the_door(scene, FakeNodeCalls(num_cached_on_prefill=2))
 
 
 @pytest.mark.parametrize(

@@ -56,10 +56,10 @@ async def two_nodes(
         yield table, servers
 
 
-def ask(url: str, method: str, token: str) -> tuple[int, bytes]:
-    headers = {"authorization": f"Bearer {token}"}
+def ask(url: str, method: str, token: str, body: bytes | None = None) -> tuple[int, bytes]:
+    headers = {"authorization": f"Bearer {token}", "content-type": "application/json"}
     try:
-        with urlopen(Request(url, method=method, headers=headers)) as response:
+        with urlopen(Request(url, body, headers, method=method)) as response:
             return response.status, response.read()
     except HTTPError as refusal:
         with refusal:
@@ -110,6 +110,25 @@ def test_over_http_it_takes_a_post_and_a_token() -> None:
     run(scene)
 
 
+def test_over_http_it_takes_tiers() -> None:
+    async def scene() -> None:
+        tokens = AcceptedTokens(("secret",))
+        async with two_nodes() as (table, _), an_http_router(table=table, tokens=tokens) as router:
+            url = f"{router.url}/reset_prefix_cache"
+            done, body = await asyncio.to_thread(
+                ask, url, "POST", "secret", b'{"tiers": ["host", "file"]}'
+            )
+            nodes = {one["node_id"]: one["num_blocks_by_tier"] for one in json.loads(body)["nodes"]}
+            assert (done, nodes["prefill-0"]) == (200, {"host": 7, "file": 7})
+
+            refused, body = await asyncio.to_thread(
+                ask, url, "POST", "secret", b'{"tiers": ["disk"]}'
+            )
+            assert (refused, "choose from kv, host, file" in str(body)) == (400, True)
+
+    run(scene)
+
+
 def test_over_grpc_it_takes_a_token() -> None:
     async def scene() -> None:
         async with two_nodes() as (table, servers):
@@ -127,7 +146,12 @@ def test_over_grpc_it_takes_a_token() -> None:
                         await stranger.reset_prefix_caches()
                 assert [one.resets for one in servers] == [[], []]
                 async with AsyncClient(server.address, token="secret") as client:
-                    assert await client.reset_prefix_caches() == {"prefill-0": 7, "decode-0": 9}
+                    assert await client.reset_prefix_caches() == {
+                        "prefill-0": {"kv": 7},
+                        "decode-0": {"kv": 9},
+                    }
+                    reset = await client.reset_prefix_caches(["host"])
+                    assert reset["decode-0"] == {"host": 9}
 
     run(scene)
 
@@ -147,8 +171,9 @@ def test_an_engine_forgets_between_two_steps_and_computes_again() -> None:
         with EngineThread(core) as engine, EngineCalls(engine) as calls:
             reset = prefix_cache_resetter(engine, core.scheduler)
             assert [await num_cached(calls, name) for name in "ab"] == [0, 8]
-            assert await reset() == 3  # two blocks of the prompt, and one of it and the answer
-            assert await reset() == 0
+            # Two blocks of the prompt, and one of it and the answer.
+            assert await reset(()) == {"kv": 3}
+            assert await reset(()) == {"kv": 0}
             assert [await num_cached(calls, name) for name in "cd"] == [0, 8]
 
     run(scene)

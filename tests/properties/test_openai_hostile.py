@@ -74,6 +74,14 @@ tidy = st.fixed_dictionaries(
         "allowed_token_ids": st.lists(st.integers(0, largest), min_size=1),
         "repetition_penalty": st.floats(0, exclude_min=True, allow_infinity=False),
         "stop": st.text() | st.lists(st.text(), max_size=3),
+        "kv_hints": st.fixed_dictionaries(
+            {},
+            optional={
+                "session_id": st.text(st.characters(exclude_categories=["C", "Z"]), max_size=256),
+                "retain_s": st.floats(0, 86400),
+                "priority": st.integers(0, 100),
+            },
+        ),
     },
 )
 
@@ -89,6 +97,7 @@ def check(requested: ParsedRequest) -> None:
             seed,
             priority=call.priority,
             cache_salt=call.cache_salt,
+            kv_hints=call.kv_hints,
         )
         prefill_order(whole).SerializeToString()
 

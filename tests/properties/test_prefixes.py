@@ -1,4 +1,4 @@
-"""Prefix index of a router under random events: it equals the node's cache."""
+"""Prefix index of a router under random events: it equals the node's cache and host memory."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from hypothesis import strategies as st
 
 from engine.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from engine.kv_cache.block_hashes import BlockHash
+from kv_transfer.tiers.host_tier import HostTier
 from router.routing.prefix_index import NodePrefixes
 from rpc.cached_prefixes import CachedPrefixes, PrefixWatcher
 from rpc.node_info import NodeLoad, changes_from, update_to
+from tests.support.tier_memory import host_tier
 
 NAMES = [BlockHash(number.to_bytes(16, "little")) for number in range(12)]
 
@@ -19,10 +21,21 @@ kv_events = st.one_of(
     some_names.map(BlockRemoved),
     st.just(AllBlocksCleared()),
 )
-# Each step: event of the node, which of two routers read, and which one restarts.
+host_changes = st.one_of(
+    st.tuples(st.just("add"), st.sampled_from(NAMES)),
+    st.tuples(st.just("remove"), st.sampled_from(NAMES)),
+    st.tuples(st.just("clear"), st.just(NAMES[0])),
+)
+HostChange = tuple[str, BlockHash]
+# Each step: events of the prefix cache, changes of the host memory, whether the node reads both,
+# which of two routers read, and which one restarts.
 steps = st.lists(
     st.tuples(
-        st.lists(kv_events, max_size=3), st.sets(st.integers(0, 1)), st.none() | st.integers(0, 1)
+        st.lists(kv_events, max_size=3),
+        st.lists(host_changes, max_size=3),
+        st.booleans(),
+        st.sets(st.integers(0, 1)),
+        st.none() | st.integers(0, 1),
     ),
     max_size=40,
 )
@@ -38,18 +51,40 @@ def after(names: set[BlockHash], event: KvEvent) -> set[BlockHash]:
             return set()
 
 
+def change(host: HostTier, kind: str, name: BlockHash) -> None:
+    """Change the names that a host memory of four blocks holds."""
+    match kind:
+        case "add":
+            block = host.reserve()  # it may replace another one
+            assert block is not None
+            host.publish(name, block, b"")
+            host.unpin(block)
+        case "remove":
+            host.remove(name)
+        case _:
+            host.clear()
+
+
 @given(steps)
-def test_every_reading_router_has_the_exact_cache_of_the_node(
-    history: list[tuple[list[KvEvent], set[int], int | None]],
+def test_every_reading_router_knows_exactly_what_cache_and_host_memory_hold(
+    history: list[tuple[list[KvEvent], list[HostChange], bool, set[int], int | None]],
 ) -> None:
-    cached, expected = CachedPrefixes(), set[BlockHash]()
+    cached, host = CachedPrefixes(), host_tier(4)
+    in_cache, expected = set[BlockHash](), set[BlockHash]()
+    unread: list[KvEvent] = []
     watchers = [PrefixWatcher(cached) for _ in range(2)]
     routers = [NodePrefixes() for _ in range(2)]
 
-    for events, looking, renewed in history:
-        cached.take(events)
+    for events, changes_of_host, is_read, looking, renewed in history:
+        unread += events
         for event in events:
-            expected = after(expected, event)
+            in_cache = after(in_cache, event)
+        for kind, name in changes_of_host:
+            change(host, kind, name)
+        if is_read:
+            cached.take(unread, host.take_changes())
+            unread.clear()
+            expected = in_cache | {name for name in NAMES if host.holds(name)}
         if renewed is not None:
             watchers[renewed] = PrefixWatcher(cached)
         for number in looking:

@@ -1,4 +1,4 @@
-"""Routing policy on random nodes: chosen nodes are available and compatible."""
+"""Routing policy on random nodes: chosen nodes and holders are available and compatible."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from router.routing.assignment import Assignment
 from router.routing.node_table import Node, NodeTable
-from router.routing.policy import Routing, RoutingPolicy, RoutingRequest, choose
+from router.routing.policy import Route, Routing, RoutingPolicy, choose
+from router.routing.routing_view import PrefixHolder, RoutingRequest, RoutingView
 from rpc.cached_prefixes import PrefixChanges, pack_names
 from rpc.errors import IncompatibleNodes, NoNodes
 from rpc.node_info import NodeLoad, NodeRole
@@ -27,6 +28,7 @@ class Known:
     load: NodeLoad
     num_cached_blocks: int
     has_failed: bool
+    is_suspected: bool
 
 
 knowns = st.builds(
@@ -36,9 +38,14 @@ knowns = st.builds(
     st.builds(NodeLoad, st.integers(0, 3), st.integers(0, 3), st.just(9), st.booleans()),
     st.integers(0, 4),
     st.booleans(),
+    st.booleans(),
 )
 routings = st.builds(
-    Routing, st.sampled_from(RoutingPolicy), st.sampled_from([0, 20]), st.integers(0, 9)
+    Routing,
+    st.sampled_from(RoutingPolicy),
+    st.sampled_from([0, 20]),
+    st.integers(0, 9),
+    st.booleans(),
 )
 
 
@@ -65,10 +72,11 @@ def test_a_choice_is_open_and_fits_and_a_refusal_has_its_reason(
     good = [node for node, one in nodes if not (one.has_failed or one.load.is_draining)]
     decodes = [node for node in good if node.card.role is NodeRole.DECODE]
     prefills = [node for node in good if node.card.role is NodeRole.PREFILL]
+    suspected = frozenset(node.address for node, one in nodes if one.is_suspected)
     all_prefills = [node for node, one in nodes if one.role is NodeRole.PREFILL]
 
     try:
-        route = choose(table, routing, RoutingRequest(PROMPT, number), without=failed)
+        route = choose(table, routing, RoutingRequest(PROMPT, number), failed, suspected)
     except NoNodes:
         assert not decodes
         return
@@ -83,7 +91,21 @@ def test_a_choice_is_open_and_fits_and_a_refusal_has_its_reason(
     else:
         assert route.prefill in prefills
         assert route.prefill.is_kv_compatible_with(route.decode)
-    assert choose(table, routing, RoutingRequest(PROMPT, number), without=failed) == route
+    _check_holder(route, dict(nodes), [node for node in good if node.address not in suspected])
+    again = choose(table, routing, RoutingRequest(PROMPT, number), failed, suspected)
+    assert again == route
+
+
+def _check_holder(route: Route, known: dict[Node, Known], fit: list[Node]) -> None:
+    """Check that the holder has the most of the prompt, and more than the node that computes."""
+    computing = route.prefill or route.decode
+    held = {node: 16 * min(3, known[node].num_cached_blocks) for node in known}  # of 63 tokens
+    if route.holder is not None:
+        assert route.holder.node in fit
+        assert route.holder.node.kv_kind == computing.kv_kind
+        assert route.holder.num_tokens == held[route.holder.node] > held[computing]
+        rivals = [node for node in fit if node.kv_kind == computing.kv_kind]
+        assert route.holder.num_tokens == max(held[node] for node in rivals)
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=30))
@@ -106,3 +128,22 @@ def test_when_every_request_has_ended_nothing_is_left_of_their_weight(
 
     burdens = [table.node_load(node) for node in nodes]
     assert [(one.num_sent, one.num_sent_tokens) for one in burdens] == [(0, 0), (0, 0)]
+
+
+@given(st.integers(1, 2000), st.integers(0, 125), st.integers(0, 125), st.integers(0, 125))
+def test_a_node_that_has_more_of_a_prompt_never_costs_more(
+    num_tokens: int, first: int, second: int, num_held_blocks: int
+) -> None:
+    less, more, num_held = (16 * each for each in (*sorted((first, second)), num_held_blocks))
+    holder = PrefixHolder(a_node(NodeRole.DECODE), min(num_held, num_tokens - 1))
+    costs = []
+    for num_cached in (less, more):
+        node = a_node(NodeRole.PREFILL)
+        table = NodeTable()
+        table.join(node.address, node.card)
+        ask = RoutingRequest(tuple(range(num_tokens)))
+        expected = {node.address: min(num_cached, num_tokens - 1)}
+        holders = {table.kind_number(node.address): holder}
+        costs.append(RoutingView(table, ask, expected=expected, holders=holders).prompt_cost(node))
+
+    assert costs[1] <= costs[0] <= num_tokens

@@ -60,6 +60,14 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] = False
 
 
+class KvHintsBody(Body):
+    session_id: str = ""
+    retain_s: float = 0.0
+    priority: AnyInt | None = None
+    release: bool = False
+    prefetch: bool = False
+
+
 class GenerationBody(Body):
     """Fields common to completions and chats. None: not given."""
 
@@ -94,6 +102,7 @@ class GenerationBody(Body):
     guided_grammar: str | None = None
     priority: AnyInt = 0
     cache_salt: str = ""
+    kv_hints: KvHintsBody = KvHintsBody()
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
 
@@ -139,6 +148,10 @@ class DetokenizeBody(Body):
     tokens: Annotated[list[Count], Field(max_length=MAX_TOKENS_TO_DETOKENIZE, fail_fast=True)]
 
 
+class ResetBody(Body):
+    tiers: Texts = Field(default_factory=list)  # empty: all
+
+
 B = TypeVar("B", bound=Body)
 
 
@@ -151,6 +164,14 @@ def json_object(body: bytes) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise Unreadable("the body must be a JSON object")
     return {name: value for name, value in parsed.items() if value is not None}
+
+
+def with_session(fields: dict[str, Any], session_id: str) -> dict[str, Any]:
+    """Add the session id of the header, unless the body has one."""
+    hints = fields.get("kv_hints", {})
+    if not session_id or not isinstance(hints, dict):
+        return fields
+    return {**fields, "kv_hints": {"session_id": session_id, **hints}}
 
 
 def body_from(fields: Mapping[str, Any], kind: type[B]) -> B:

@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.extra_args import parse_argument
+from engine.kv_hints import KvHints
 from engine.sampling import SamplingDefaults
 from engine.structured_output.params import StructuredOutputs
 from errors import InvalidRequest
 from router.input_processing.limits import (
     MAX_EXTRA_ARGS,
     check_count,
+    check_hints,
     check_name,
     check_total_size,
     max_tokens_with_logprobs,
@@ -218,6 +220,8 @@ def _parsed_request(
     strings = stop_strings_from([body.stop] if isinstance(body.stop, str) else body.stop)
     bad_words = bad_words_from(body.bad_words)
     check_total_size(advice.defaults.params(**sampling), bad_words, num_choices)
+    hints = KvHints(**dict(body.kv_hints))
+    check_hints(hints, num_choices, sampling.get("prompt_logprobs"))
     shown_tokens: tuple[str, ...] = ()
     if options.is_chat and form is None:
         shown_tokens = advice.parsing.marks(
@@ -234,6 +238,7 @@ def _parsed_request(
             model=body.model,
             priority=body.priority,
             cache_salt=body.cache_salt,
+            kv_hints=hints,
             bad_words=bad_words,
             shown_tokens=shown_tokens,
         )

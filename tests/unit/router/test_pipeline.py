@@ -12,7 +12,8 @@ from dataclasses import replace
 
 import pytest
 
-from engine.request import Output, ReceiveKv, RequestId
+from engine.kv_hints import KvHints
+from engine.request import FinishReason, Output, PrefixSource, ReceiveKv, RequestId
 from engine.sampling import SamplingParams
 from errors import InvalidRequest
 from kv_transfer.types import NodeId, Peer, TokenLogprobs
@@ -34,6 +35,7 @@ from router.values import (
     TokenChunk,
     TokenPrompt,
 )
+from rpc.cached_prefixes import PrefixChanges, pack_names
 from rpc.errors import (
     ClientTooSlow,
     DeadlineExceeded,
@@ -51,6 +53,7 @@ from rpc.errors import (
 from rpc.node_info import NodeRole
 from tests.support.node_calls import (
     FINGERPRINT,
+    NAMING,
     FakeNodeCalls,
     a_node,
     a_table,
@@ -59,6 +62,7 @@ from tests.support.node_calls import (
 )
 
 PROMPT = (3, 4, 5)
+LONG_PROMPT = tuple(range(100))  # six full blocks of 16
 NO_DEADLINE = RequestContext(0.0)
 PATIENCE_S = 30
 
@@ -145,6 +149,26 @@ def test_cached_tokens_are_those_of_the_node_that_computed_the_prompt() -> None:
     assert cached(FakeNodeCalls(num_cached_on_prefill=3, summary=preempted)) == 3
 
 
+def test_statistics_of_prefill_that_arrive_after_the_last_token_are_awaited() -> None:
+    async def scene() -> tuple[int | None, int]:
+        may_report = asyncio.Event()
+        nodes = FakeNodeCalls(num_cached_on_prefill=3, may_prefill_report=may_report)
+        num_tokens = 0
+        async for part in generated(a_pipeline(nodes), a_call(), NO_DEADLINE):
+            if isinstance(part, CompletionSummary):
+                return part.served.num_cached_prompt_tokens, num_tokens
+            num_tokens += len(part.token_ids)
+            if num_tokens == 6:
+                may_report.set()
+        raise AssertionError("the answer did not complete")
+
+    assert asyncio.run(scene()) == (3, 6)
+
+
+def test_an_answer_completes_without_the_statistics_of_a_prefill_node_that_is_frozen() -> None:
+    assert cached(FakeNodeCalls(may_prefill_report=asyncio.Event())) is None
+
+
 def expected_tokens(nodes: FakeNodeCalls, count: int = 6) -> list[int]:
     return [token_at(nodes.received[0].request, index) for index in range(count)]
 
@@ -163,6 +187,57 @@ def test_both_legs_start_under_one_hand_off_with_one_seed() -> None:
     assert token_ids == expected_tokens(nodes)
     assert ending.served.prefill is PrefillPlace.REMOTE
     assert ending.served.summary.kv_bytes == 2048
+
+
+def cached_on(*names: str) -> NodeTable:
+    """Return a table of one prefill and two decode nodes, some of which have a long prompt."""
+    table = a_table(
+        *(a_node(NodeRole.DECODE, name) for name in ("d0", "d1")), a_node(NodeRole.PREFILL, "p0")
+    )
+    stored = pack_names(NAMING.names(LONG_PROMPT, len(LONG_PROMPT)))
+    for name in names:
+        table.note_prefixes(f"{name}:1", PrefixChanges(1, True, stored))
+    return table
+
+
+def test_the_node_that_computes_the_prompt_is_named_a_holder_of_its_prefix() -> None:
+    nodes, alone = FakeNodeCalls(), FakeNodeCalls()
+    table, decodes = cached_on("d1"), cached_on("d1")
+    decodes.lose("p0:1")
+
+    asyncio.run(run(a_pipeline(nodes, table), a_call(prompt=LONG_PROMPT)))
+    asyncio.run(run(a_pipeline(alone, decodes), a_call(prompt=LONG_PROMPT)))
+
+    source = PrefixSource(Peer(NodeId("d1"), "d1:1"), 96)
+    sources = {call.leg: call.request.prefix_source for call in nodes.received}
+    assert sources == {Leg.PREFILL: source, Leg.DECODE: None}
+    assert [call.node for call in alone.received] == ["d0"]
+    assert [call.request.prefix_source for call in alone.received] == [source]
+
+
+def test_a_holder_that_has_just_failed_is_not_named_again() -> None:
+    nodes = FakeNodeCalls(decode_breaks_after=[1])
+
+    asyncio.run(run(a_pipeline(nodes, cached_on("d0")), a_call(prompt=LONG_PROMPT)))
+
+    prefills = [call for call in nodes.received if call.leg is Leg.PREFILL]
+    assert [call.node for call in nodes.received if call.leg is Leg.DECODE] == ["d0", "d1"]
+    assert [call.request.prefix_source is None for call in prefills] == [False, True]
+
+
+def test_a_prefetch_goes_to_the_node_that_would_compute_the_prompt_and_gets_no_token() -> None:
+    nodes = FakeNodeCalls(num_cached_on_prefill=3)
+    call = replace(a_call(), kv_hints=KvHints(prefetch=True, session_id="s"), tenant="t")
+
+    token_ids, ending = asyncio.run(run(a_pipeline(nodes), call))
+
+    (prefill,) = nodes.received
+    assert prefill.leg is Leg.PREFILL
+    assert prefill.request.send_to is None
+    assert (prefill.request.kv_hints, prefill.request.tenant) == (call.kv_hints, "t")
+    assert (token_ids, ending.num_completion_tokens) == ([], 0)
+    assert ending.finish.reason is FinishReason.LENGTH
+    assert ending.served.num_cached_prompt_tokens == 3
 
 
 def test_a_given_seed_is_kept_and_drawn_ones_differ() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from router.request_scope import bind_salt, token_digest
+from engine.sampling import SamplingParams
+from router.request_scope import RequestScopes, bind_salt, never_late, token_digest
+from router.values import GenerateCall, TokenPrompt
 
 
 def test_clients_are_distinguished_by_hashes_of_their_tokens() -> None:
@@ -21,6 +23,22 @@ def test_a_missing_token_has_an_empty_digest() -> None:
 def test_a_salt_is_bound_to_its_client_and_no_salt_is_shared() -> None:
     assert bind_salt("s", "ann") != bind_salt("s", "bob") != bind_salt("s", "")
     assert bind_salt("", "ann") == bind_salt("", "bob") == ""
+
+
+def test_all_salts_of_a_client_belong_to_one_tenant() -> None:
+    ann = [("authorization", "Bearer ann")]
+    scope = RequestScopes(by_token=True).begin("id", ann)
+    calls = [
+        GenerateCall("id", TokenPrompt((1,)), SamplingParams(), cache_salt=salt)
+        for salt in ("a", "b", "")
+    ]
+
+    tenants = []
+    for call in calls:
+        with scope.answering(call, never_late) as bound:
+            tenants.append(bound.tenant)
+
+    assert tenants == [token_digest(ann), token_digest(ann), ""]
 
 
 def test_no_salt_of_a_client_can_spell_anothers() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -64,6 +65,22 @@ REFUSED: list[tuple[Callable[..., None], dict[str, Any], str]] = [
         {"chat": {"messages": [inference_pb2.ChatMessage()] * (MAX_CHAT_MESSAGES + 1)}},
         "messages",
     ),
+    (over_grpc, {"kv_hints": {"session_id": LONG}}, "kv_hints.session_id"),
+    (over_grpc, {"kv_hints": {"session_id": "a\nb"}}, "kv_hints.session_id"),
+    (over_grpc, {"kv_hints": {"retain_s": 86401}}, "kv_hints.retain_s"),
+    (over_grpc, {"kv_hints": {"retain_s": math.nan}}, "kv_hints.retain_s"),
+    (over_grpc, {"kv_hints": {"priority": 101}}, "kv_hints.priority"),
+    (over_grpc, {"kv_hints": {"prefetch": True}, "n": 2}, "kv_hints.prefetch"),
+    (over_grpc, {"kv_hints": {"release": True, "retain_s": 1}}, "kv_hints.release"),
+    (completion, {"kv_hints": {"session_id": LONG}}, "kv_hints.session_id"),
+    (completion, {"kv_hints": {"retain_s": -1}}, "kv_hints.retain_s"),
+    (completion, {"kv_hints": {"priority": -1}}, "kv_hints.priority"),
+    (completion, {"kv_hints": {"ttl": 1}}, "kv_hints.ttl"),
+    (completion, {"kv_hints": {"release": 1}}, "kv_hints.release"),
+    (completion, {"kv_hints": []}, "kv_hints"),
+    (completion, {"kv_hints": {"prefetch": True}, "prompt": ["a", "b"]}, "kv_hints.prefetch"),
+    (completion, {"kv_hints": {"prefetch": True}, "prompt_logprobs": 1}, "kv_hints.prefetch"),
+    (chat, {"kv_hints": {"release": True, "prefetch": True}}, "kv_hints.release"),
     (completion, {"cache_salt": LONG}, "cache_salt"),
     (completion, {"cache_salt": "a\r"}, "cache_salt"),
     (completion, {"cache_salt": "\ud800"}, "cache_salt"),
@@ -108,6 +125,7 @@ def test_what_is_too_long_or_too_much_is_refused_by_the_fields_name(
 def test_as_much_as_may_be_is_taken() -> None:
     over_grpc(
         cache_salt="é" * MAX_NAME_CHARACTERS,
+        kv_hints={"session_id": "é" * MAX_NAME_CHARACTERS, "retain_s": 86400, "priority": 100},
         token_ids=ids(99),
         sampling={
             "logit_bias": dict.fromkeys(range(MAX_LOGIT_BIASES), 1.0),

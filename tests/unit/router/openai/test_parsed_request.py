@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from engine.kv_hints import KvHints
 from engine.sampling import NO_SAMPLING_DEFAULTS, SamplingDefaults, SamplingParams
 from engine.structured_output.params import StructuredOutputs
 from errors import InvalidRequest
@@ -65,6 +66,7 @@ def test_every_field_of_sampling_arrives() -> None:
         prompt_logprobs=0,
         priority=-2,
         cache_salt="salt",
+        kv_hints={"session_id": "s", "retain_s": 30, "priority": 80},
         model="tiny",
     ).calls
 
@@ -88,6 +90,7 @@ def test_every_field_of_sampling_arrives() -> None:
     )
     assert (call.stop.strings, call.stop.is_included, call.stop.min_tokens) == (("end",), True, 2)
     assert (call.model, call.priority, call.cache_salt) == ("tiny", -2, "salt")
+    assert call.kv_hints == KvHints("s", 30.0, 80)
 
 
 def test_what_is_left_out_or_null_is_as_the_models_makers_advise() -> None:

@@ -15,10 +15,10 @@ from router.routing.policy import (
     Route,
     Routing,
     RoutingPolicy,
-    RoutingRequest,
     choose,
     parse_policy,
 )
+from router.routing.routing_view import RoutingRequest
 from rpc.cached_prefixes import PrefixChanges, pack_names
 from rpc.errors import IncompatibleNodes, NoNodes
 from rpc.node_info import NodeLoad, NodeRole
@@ -37,6 +37,10 @@ def a_cluster(num_prefill: int = 2, num_decode: int = 2) -> NodeTable:
         *(a_node(NodeRole.PREFILL, f"p{n}") for n in range(num_prefill)),
         *(a_node(NodeRole.DECODE, f"d{n}") for n in range(num_decode)),
     )
+
+
+def with_host_blocks(node: Node, num_blocks: int) -> Node:
+    return replace(node, card=replace(node.card, num_host_blocks=num_blocks))
 
 
 def pair_of(route: Route) -> tuple[str, str]:
@@ -238,9 +242,39 @@ def test_a_long_match_is_worth_more_than_the_blocks_evicted_for_the_rest() -> No
     stored = pack_names((*NAMING.names(PROMPT[:48], 48), *others))
     table.note_prefixes("p1:1", PrefixChanges(1, True, stored))
 
+    routing = Routing(kv_pulls=False)
+    chosen = {pair_of(choose(table, routing, replace(ASK, number=n)))[0] for n in range(4)}
+
+    assert chosen == {"p1"}
+
+
+def test_blocks_that_stay_in_host_memory_are_not_evicted() -> None:
+    table = a_table(
+        a_node(NodeRole.PREFILL, "p0"),
+        with_host_blocks(a_node(NodeRole.PREFILL, "p1"), 20),
+        with_host_blocks(a_node(NodeRole.PREFILL, "p2"), 12),
+        a_node(NodeRole.DECODE, "d0"),
+    )
+    for name, num_others in (("p0", 8), ("p1", 12), ("p2", 12)):  # caches of ten blocks
+        tell_prefix(table, name, tuple(range(1000, 1000 + num_others * 16)))
+
     chosen = {pair_of(choose(table, Routing(), replace(ASK, number=n)))[0] for n in range(4)}
 
     assert chosen == {"p1"}
+
+
+def test_a_node_with_more_blocks_than_places_costs_no_more_than_a_full_one() -> None:
+    table = a_table(
+        a_node(NodeRole.PREFILL, "p0"),
+        with_host_blocks(a_node(NodeRole.PREFILL, "p1"), 20),
+        a_node(NodeRole.DECODE, "d0"),
+    )
+    tell_prefix(table, "p0", tuple(range(1000, 1000 + 10 * 16)))
+    names = NAMING.names(PROMPT[:16], 16)
+    others = NAMING.names(tuple(range(1000, 1000 + 40 * 16)), 40 * 16)
+    table.note_prefixes("p1:1", PrefixChanges(1, True, pack_names((*names, *others))))
+
+    assert pair_of(choose(table, Routing(), ASK))[0] == "p1"
 
 
 def test_a_burst_with_one_prefix_goes_to_one_node_before_the_node_reports_it() -> None:

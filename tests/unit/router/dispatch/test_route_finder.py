@@ -1,0 +1,85 @@
+"""Holders of prefixes that the route of an attempt names."""
+
+from __future__ import annotations
+
+import asyncio
+
+from router.dispatch.config import DispatchConfig
+from router.dispatch.quarantine import Quarantine, Suspicion
+from router.dispatch.route_finder import RouteFinder
+from router.routing.breakers import BreakerConfig, CircuitBreakers
+from router.routing.node_table import NodeTable
+from router.routing.policy import Route, Routing, RoutingPolicy
+from router.routing.routing_view import RoutingRequest
+from rpc.cached_prefixes import PrefixChanges, pack_names
+from rpc.node_info import NodeRole
+from tests.support.node_calls import NAMING, a_node, a_table
+
+PROMPT = tuple(range(100))
+ASK = RoutingRequest(PROMPT)
+
+
+def a_cluster() -> NodeTable:
+    """Return a table of one prefill and two decode nodes, one of which has the prompt."""
+    roles = {"p0": NodeRole.PREFILL, "d0": NodeRole.DECODE, "d1": NodeRole.DECODE}
+    table = a_table(*(a_node(role, name) for name, role in roles.items()))
+    stored = pack_names(NAMING.names(PROMPT, len(PROMPT)))
+    table.note_prefixes("d1:1", PrefixChanges(1, True, stored))
+    return table
+
+
+def find(
+    table: NodeTable,
+    *,
+    breakers: CircuitBreakers | None = None,
+    quarantine: Quarantine | None = None,
+    failed: frozenset[str] = frozenset(),
+) -> Route:
+    finder = RouteFinder(
+        table,
+        DispatchConfig(routing=Routing(RoutingPolicy.ROUND_ROBIN), retry_pause_s=0.0),
+        breakers or CircuitBreakers(),
+        quarantine or Quarantine(lambda: None),
+        clock=lambda: 0.0,
+    )
+    return asyncio.run(finder.find(ASK, failed, Suspicion()))
+
+
+def holder_address(route: Route) -> str | None:
+    return None if route.holder is None else route.holder.node.address
+
+
+def test_a_node_with_more_of_the_prefix_is_named() -> None:
+    assert holder_address(find(a_cluster())) == "d1:1"
+
+
+def test_a_node_that_breakers_avoid_is_not_named() -> None:
+    breakers = CircuitBreakers(BreakerConfig(num_failures=1))
+    breakers.note_failure(["d1:1"], 0.0)
+
+    assert holder_address(find(a_cluster(), breakers=breakers)) is None
+
+
+def test_a_failed_node_is_not_named_even_if_every_node_has_failed() -> None:
+    route = find(a_cluster(), failed=frozenset({"p0:1", "d0:1", "d1:1"}))
+
+    assert route.prefill is not None
+    assert holder_address(route) is None
+
+
+def test_a_node_that_breakers_avoid_is_not_named_even_if_they_avoid_every_decode_node() -> None:
+    breakers = CircuitBreakers(BreakerConfig(num_failures=1))
+    breakers.note_failure(["d0:1", "d1:1"], 0.0)
+
+    assert holder_address(find(a_cluster(), breakers=breakers)) is None
+    assert holder_address(find(a_cluster(), breakers=breakers, failed=frozenset({"x:1"}))) is None
+
+
+def test_a_node_in_quarantine_is_not_named() -> None:
+    table, quarantine, suspicion = a_cluster(), Quarantine(lambda: None), Suspicion()
+    suspicion.suspect()
+    d1 = table.node_at("d1:1")
+    assert d1 is not None
+    quarantine.track(suspicion, Route(d1, None))
+
+    assert holder_address(find(table, quarantine=quarantine)) is None

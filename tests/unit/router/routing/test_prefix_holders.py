@@ -1,0 +1,206 @@
+"""Nodes that are named to pull a prefix from, and the price of a pull."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from engine.kv_cache.block_hashes import PrefixNaming
+from router.routing.assignment import Assignment
+from router.routing.node_table import Node, NodeTable
+from router.routing.policy import Route, Routing, RoutingPolicy, choose
+from router.routing.routing_view import RoutingRequest
+from rpc.cached_prefixes import PrefixChanges, pack_names
+from rpc.node_info import NodeLoad, NodeRole
+from tests.support.node_calls import FINGERPRINT, NAMING, a_node, a_table
+
+PROMPT = tuple(range(1000))  # 62 full blocks of 16, and 8 tokens
+ASK = RoutingRequest(PROMPT)
+OTHER_LAYOUT = replace(FINGERPRINT, dtype="bfloat16")
+
+
+def a_cluster(num_prefill: int = 2, num_decode: int = 1) -> NodeTable:
+    prefills = [with_room(a_node(NodeRole.PREFILL, f"p{n}")) for n in range(num_prefill)]
+    decodes = [with_room(a_node(NodeRole.DECODE, f"d{n}")) for n in range(num_decode)]
+    return a_table(*prefills, *decodes)
+
+
+def with_room(node: Node) -> Node:
+    return replace(node, card=replace(node.card, num_blocks=1000))
+
+
+def report(table: NodeTable, name: str, num_blocks: int, naming: PrefixNaming = NAMING) -> None:
+    names = naming.names(PROMPT[: 16 * num_blocks], len(PROMPT))
+    table.note_prefixes(f"{name}:1", PrefixChanges(1, True, pack_names(names)))
+
+
+def holder_of(route: Route) -> tuple[str, int] | None:
+    """Return the name of the node to pull from, and what it has reported."""
+    return None if route.holder is None else (str(route.holder.node.card.node_id), pulled(route))
+
+
+def pulled(route: Route) -> int:
+    return 0 if route.holder is None else route.holder.num_tokens
+
+
+def test_a_decode_node_with_the_answer_of_the_last_turn_is_named_to_the_prefill_node() -> None:
+    table = a_cluster(1)
+    report(table, "p0", 20)
+    report(table, "d0", 50)
+
+    route = choose(table, Routing(), ASK)
+
+    assert route.prefill is not None
+    assert holder_of(route) == ("d0", 800)
+    assert route.num_missing_tokens == 200
+
+
+def test_no_node_is_named_if_the_one_that_computes_has_as_much() -> None:
+    table = a_cluster(1)
+    report(table, "p0", 50)
+    report(table, "d0", 50)
+
+    assert choose(table, Routing(), ASK).holder is None
+
+
+def test_no_node_is_named_without_pulls() -> None:
+    table = a_cluster(1)
+    report(table, "d0", 50)
+
+    route = choose(table, Routing(kv_pulls=False), ASK)
+
+    assert route.holder is None
+    assert route.num_missing_tokens == 1000
+
+
+def test_what_another_node_is_only_expected_to_have_is_not_pulled() -> None:
+    table = a_cluster(2)
+    Assignment(table, choose(table, Routing(), ASK))
+    table.note_load("p0:1", NodeLoad(num_waiting=5))
+
+    route = choose(table, Routing(), replace(ASK, number=1))
+
+    assert route.prefill is not None
+    assert route.prefill.address == "p1:1"
+    assert route.holder is None
+
+
+def test_what_the_node_itself_is_expected_to_have_is_not_pulled() -> None:
+    table = a_cluster(1)
+    report(table, "d0", 50)
+    Assignment(table, choose(table, Routing(), ASK))
+
+    assert choose(table, Routing(), replace(ASK, number=1)).holder is None
+
+
+def test_draining_unready_avoided_and_suspected_nodes_are_not_pulled_from() -> None:
+    table = a_cluster(6)
+    for number, num_blocks in enumerate((60, 50, 40, 30, 20)):
+        report(table, f"p{number}", num_blocks)
+    report(table, "d0", 10)
+    table.note_load("p0:1", NodeLoad(is_draining=True))
+    table.note_ready("p1:1", is_ready=False)
+    avoided, suspected = frozenset({"p2:1"}), frozenset({"p3:1"})
+    for name in ("p3", "p4"):
+        table.note_load(f"{name}:1", NodeLoad(num_waiting=5))
+
+    route = choose(table, Routing(), ASK, avoided, suspected)
+
+    assert route.prefill is not None
+    assert holder_of(route) == ("p4", 320)
+
+
+def test_kv_of_another_layout_is_not_pulled() -> None:
+    fitting = with_room(a_node(NodeRole.PREFILL, "p-fits"))
+    other = with_room(a_node(NodeRole.DECODE, "d-other", fingerprint=OTHER_LAYOUT))
+    table = a_table(fitting, other, with_room(a_node(NodeRole.DECODE, "d-fits")))
+    report(table, "d-other", 50)
+
+    alone = choose(table, Routing(), ASK)
+    report(table, "d-fits", 30)
+    both = choose(table, Routing(), ASK)
+
+    assert alone.holder is None
+    assert alone.num_missing_tokens == 1000
+    assert holder_of(both) == ("d-fits", 480)
+
+
+def test_a_prefix_is_pulled_up_to_the_last_snapshot_of_its_holder() -> None:
+    naming = replace(NAMING, needs_snapshot=True)
+    nodes = [with_room(a_node(role)) for role in NodeRole]
+    table = a_table(*(replace(n, card=replace(n.card, prefix_naming=naming)) for n in nodes))
+    report(table, "decode", 50, naming)
+
+    assert holder_of(choose(table, Routing(), ASK)) == ("decode", 800)
+
+
+def test_a_decode_node_alone_pulls_from_another() -> None:
+    table = a_cluster(0, 2)
+    report(table, "d0", 50)
+    table.note_load("d0:1", NodeLoad(num_running=20))
+
+    route = choose(table, Routing(), ASK)
+
+    assert route.decode.address == "d1:1"
+    assert holder_of(route) == ("d0", 800)
+
+
+def test_equal_holders_are_pulled_from_in_turn() -> None:
+    table = a_cluster(3)
+    for name in ("p0", "p1", "d0"):
+        report(table, name, 50)
+    for name in ("p0", "p1"):
+        table.note_load(f"{name}:1", NodeLoad(num_waiting=5))
+
+    routes = [choose(table, Routing(), replace(ASK, number=n)) for n in range(3)]
+
+    assert {holder_of(route) for route in routes} == {("p0", 800), ("p1", 800), ("d0", 800)}
+
+
+def test_load_balance_outweighs_a_prefix_that_can_be_pulled() -> None:
+    table = a_cluster(2)
+    report(table, "p1", 50)
+    busy = RoutingRequest(tuple(range(5000, 5300)))
+    other = choose(table, Routing(), busy)
+    Assignment(table, replace(other, prefill=table.node_at("p1:1")))
+
+    pulling = choose(table, Routing(), ASK)
+    alone = choose(table, Routing(kv_pulls=False), ASK)
+
+    assert pulling.prefill is not None
+    assert alone.prefill is not None
+    assert (pulling.prefill.address, alone.prefill.address) == ("p0:1", "p1:1")
+    assert holder_of(pulling) == ("p1", 800)
+
+
+def test_a_prefix_stays_on_its_node_while_that_costs_nothing() -> None:
+    table = a_cluster(2)
+    report(table, "p1", 50)
+
+    routes = [choose(table, Routing(), replace(ASK, number=n)) for n in range(4)]
+
+    assert {route.prefill for route in routes} == {table.node_at("p1:1")}
+    assert {route.holder for route in routes} == {None}
+
+
+def test_any_policy_names_the_node_that_has_more() -> None:
+    table = a_cluster(2)
+    report(table, "p0", 50)
+
+    routing = Routing(RoutingPolicy.ROUND_ROBIN)
+    routes = [choose(table, routing, replace(ASK, number=n)) for n in range(2)]
+
+    assert [holder_of(route) for route in routes] == [None, ("p0", 800)]
+
+
+def test_few_tokens_are_computed_on_decode_where_pulling_the_rest_to_prefill_costs_more() -> None:
+    table = a_cluster(1)
+    report(table, "d0", 62)
+    routing = Routing(local_prefill_below=256)
+
+    few = choose(table, routing, ASK)
+    more = choose(table, routing, RoutingRequest((*PROMPT, *range(100))))
+
+    assert few.prefill is None
+    assert few.holder is None
+    assert more.prefill is not None
+    assert holder_of(more) == ("d0", 992)
