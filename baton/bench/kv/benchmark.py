@@ -1,6 +1,6 @@
 """KV transfer benchmark: hand-offs between two processes of this machine, and raw references.
 
-Each side is a process on its own core (if there are two). Each size is measured in rounds:
+Each side is a process on its own core (if there are two). A round measures all sizes in turn:
 memcpy, one contiguous NIXL write, scattered blocks over the bare channel, and whole hand-offs
 through both KV workers without and with digests. Each measurement draws its blocks at random from
 memory much larger than a hand-off, so that CPU caches favour none of them.
@@ -59,9 +59,8 @@ def run(bench: KvBench, on_figure: OnFigure) -> tuple[list[KvFigure], list[TailF
     for transport, tls in bench.paths:
         for block_bytes in bench.block_bytes:
             with _pair(bench, transport, tls, block_bytes) as pair:
-                for size in bench.handoff_bytes:
-                    figures.append(pair.measure(size))
-                    on_figure(f"{pair.path}, {block_bytes >> 10} KiB blocks, {size / MIB:g} MiB")
+                figures += pair.measure()
+                on_figure(f"{pair.path}, {block_bytes >> 10} KiB blocks, whole")
                 tails += pair.measure_tails()
                 on_figure(f"{pair.path}, {block_bytes >> 10} KiB blocks, chunked")
     return figures, tails
@@ -162,11 +161,20 @@ class _BenchPair:
             p.call("connect", size, *ours)
             d.call("connect", size, *theirs)
 
-    def measure(self, size: int) -> KvFigure:
-        num_blocks = max(1, size // self._block_bytes)
-        self._round(size, num_blocks)  # warm-up: connections, page mappings
-        rounds = [self._round(size, num_blocks) for _ in range(self._bench.num_runs)]
-        return figure_of(self.path, self._block_bytes, num_blocks, size, rounds)
+    def measure(self) -> list[KvFigure]:
+        """Measure all sizes in each round, so that a slow phase affects their ratios little."""
+        num_blocks_by_size = {
+            size: max(1, size // self._block_bytes) for size in self._bench.handoff_bytes
+        }
+        rounds = [
+            [self._round(size, num_blocks) for size, num_blocks in num_blocks_by_size.items()]
+            for _ in range(1 + self._bench.num_runs)
+        ]
+        by_size = zip(*rounds[1:], strict=True)  # the first warms up connections and page mappings
+        return [
+            figure_of(self.path, self._block_bytes, num_blocks, size, list(found))
+            for (size, num_blocks), found in zip(num_blocks_by_size.items(), by_size, strict=True)
+        ]
 
     def measure_tails(self) -> list[TailFigure]:
         return [self._tail(push, verify) for push in ("chunk", "layer") for verify in (False, True)]

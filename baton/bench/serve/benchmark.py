@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import statistics
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, replace
 
+from baton.bench.interrupt import stop_on_interrupt
 from baton.bench.serve.client import LoadRun, Sample, send
 from baton.bench.serve.figures import ServeFigures, Slo, summarise
 from baton.bench.serve.load import PlannedRequest, PromptLine, ServeLoad, plan, warm_up
@@ -80,7 +80,7 @@ async def _measure(
     what: ServeBench, addresses: dict[str, str], connect: Connect, on_progress: OnProgress
 ) -> list[MeasuredRun]:
     measured: list[MeasuredRun] = []
-    async with AsyncExitStack() as lifetime, _interrupt() as stop:
+    async with AsyncExitStack() as lifetime, stop_on_interrupt() as stop:
         clients = {
             name: await lifetime.enter_async_context(connect(address))
             for name, address in addresses.items()
@@ -144,17 +144,6 @@ class _ProgressReporter:
         self.on_progress(
             ServeProgress(self.name, self.rate, self.num_ended, self.num_planned, sample)
         )
-
-
-@asynccontextmanager
-async def _interrupt() -> AsyncIterator[asyncio.Event]:
-    """Yield an event that Ctrl-C sets, which ends the run and reports what was measured."""
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGINT, stop.set)
-    try:
-        yield stop
-    finally:
-        loop.remove_signal_handler(signal.SIGINT)
 
 
 @dataclass(frozen=True, slots=True)

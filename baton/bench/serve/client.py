@@ -28,6 +28,7 @@ class Sample:
     arrivals: list[tuple[float, int]] = field(default_factory=list)  # time and number of tokens
     finish: Finish | None = None
     error: str | None = None  # reason of a refusal or failure
+    token_ids: list[int] = field(default_factory=list)  # of the answer
 
     @property
     def is_late(self) -> bool:
@@ -90,7 +91,7 @@ class _Sender:
     ) -> None:
         async def one(request: PlannedRequest) -> None:
             async with self._free:
-                sample = await self._send(request)
+                sample = await send_one(self._client, request, self.since_start_s)
             run.samples.append(sample)
             on_sample(sample)
 
@@ -99,20 +100,25 @@ class _Sender:
                 await asyncio.sleep(max(0.0, request.at_s - self.since_start_s()))
                 group.create_task(one(request))
 
-    async def _send(self, request: PlannedRequest) -> Sample:
-        sample = Sample(request.number, request.at_s, self.since_start_s())
-        sampling = SamplingParams(
-            max_tokens=request.max_tokens, temperature=0.0, seed=request.seed, ignore_eos=True
-        )
-        try:
-            async for chunk in self._client.stream(request.prompt, Generation(sampling)):
-                if chunk.token_ids:
-                    sample.arrivals.append((self.since_start_s(), len(chunk.token_ids)))
-                sample.finish = chunk.finish or sample.finish
-        except BatonError as error:
-            sample.error = error.reason or error.code.name
-        sample.ended_s = self.since_start_s()
-        return sample
+
+async def send_one(
+    client: AsyncClient, request: PlannedRequest, since_start_s: Callable[[], float]
+) -> Sample:
+    """Send one request now and return when its answer has ended."""
+    sample = Sample(request.number, request.at_s, since_start_s())
+    sampling = SamplingParams(
+        max_tokens=request.max_tokens, temperature=0.0, seed=request.seed, ignore_eos=True
+    )
+    try:
+        async for chunk in client.stream(request.prompt, Generation(sampling)):
+            if chunk.token_ids:
+                sample.arrivals.append((since_start_s(), len(chunk.token_ids)))
+                sample.token_ids += chunk.token_ids
+            sample.finish = chunk.finish or sample.finish
+    except BatonError as error:
+        sample.error = error.reason or error.code.name
+    sample.ended_s = since_start_s()
+    return sample
 
 
 @asynccontextmanager

@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 from baton.cli.command import unwrap
 from baton.cli.commands.bench.engine import engine
 from baton.cli.commands.bench.kv import kv
+from baton.cli.commands.bench.replay import replay
 from baton.cli.commands.bench.serve import serve
 from rpc.parent_process import exit_on_sigterm
 
@@ -26,7 +27,7 @@ class BenchGroup(TyperGroup):
 
 
 bench = typer.Typer(cls=BenchGroup, no_args_is_help=True)
-for command in (serve, engine, kv):
+for command in (serve, replay, engine, kv):
     bench.command()(command)
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from baton.cli.commands.bench.progress import requests_bar
 from baton.cli.commands.bench.serve_tables import name_of_run, show_runs
 from baton.cli.commands.cluster import SET_PER_PROCESS, shared_memory
 from baton.cli.commands.serve import node_options, router_options
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from baton.bench.serve.benchmark import (
         Connect,
         MeasuredRun,
-        OnProgress,
         ServeBench,
         ServeProgress,
     )
@@ -225,30 +224,14 @@ def _run(
 ) -> list[MeasuredRun]:
     from baton.bench.serve.benchmark import bench_clusters, bench_router
 
-    with _progress() as on_progress:
+    with requests_bar() as update:
+
+        def on_progress(now: ServeProgress) -> None:
+            update(f"{now.name}, {now.rate:g}/s", now.num_ended, now.num_planned)
+
         if address:
             return bench_router(what, address, connect, on_progress)
         return bench_clusters(what, clusters, connect, on_progress)
-
-
-@contextmanager
-def _progress() -> Iterator[OnProgress]:
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
-
-    screen = console(stderr=True)
-    if not screen.is_terminal:
-        yield lambda _: None
-        return
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    with Bar(*columns, TimeElapsedColumn(), console=screen, transient=True) as bar:
-        task = bar.add_task("starting", total=None)
-
-        def on_progress(now: ServeProgress) -> None:
-            label = f"{now.name}, {now.rate:g}/s"
-            bar.update(task, description=label, completed=now.num_ended, total=now.num_planned)
-
-        yield on_progress
 
 
 def _report(
