@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from baton.client import AsyncClient, BatonError, Client, Generation, Retries, TlsConfig
     from baton.completion import Completion
     from baton.llm import LLM
+    from engine.kv_hints import KvHints
     from engine.sampling import SamplingParams
     from engine.structured_output.params import StructuredOutputs
     from errors import InvalidConfig, InvalidRequest, ModelError
@@ -26,6 +27,7 @@ __all__ = [
     "Generation",
     "InvalidConfig",
     "InvalidRequest",
+    "KvHints",
     "ModelError",
     "Retries",
     "SamplingParams",
@@ -42,6 +44,7 @@ _MODULES = {
     "Generation": "baton.client",
     "InvalidConfig": "errors",
     "InvalidRequest": "errors",
+    "KvHints": "engine.kv_hints",
     "ModelError": "errors",
     "Retries": "baton.client",
     "SamplingParams": "engine.sampling",

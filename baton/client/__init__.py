@@ -15,6 +15,7 @@ from baton.client.generation import (
     Served,
 )
 from baton.client.retries import BatonError, Retries
+from engine.kv_hints import KvHints
 from rpc.security.tls import TlsConfig
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Client",
     "Finish",
     "Generation",
+    "KvHints",
     "Message",
     "Model",
     "Prompt",

@@ -149,12 +149,16 @@ class AsyncClient:
                 call.cancel()
             await asyncio.sleep(pause_s)
 
-    async def reset_prefix_caches(self) -> dict[str, int]:
-        """Clear the prefix cache of every node. Return the number of KV blocks cleared by node."""
+    async def reset_prefix_caches(self, tiers: Sequence[str] = ()) -> dict[str, dict[str, int]]:
+        """Clear these tiers (kv, host, file) of every node, or all.
+
+        Return the number of KV blocks cleared, by node and tier. Tiers hold copies: while they are
+        kept, prompts are loaded again.
+        """
         stub = cluster_pb2_grpc.ClusterServiceStub(self._channel)
-        request = cluster_pb2.ResetPrefixCachesRequest()
+        request = cluster_pb2.ResetPrefixCachesRequest(tiers=tiers)
         response = await self._unary(stub.ResetPrefixCaches, request)
-        return {node.node_id: node.num_blocks for node in response.nodes}
+        return {node.node_id: dict(node.num_blocks_by_tier) for node in response.nodes}
 
     async def _unary(
         self, method: aio.UnaryUnaryMultiCallable[Request, Response], request: Request

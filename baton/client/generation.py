@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
+from engine.kv_hints import NO_KV_HINTS, KvHints
 from engine.sampling import Argument, SamplingDefaults, SamplingParams
 from engine.structured_output.params import StructuredOutputs
 from errors import InvalidRequest
@@ -55,6 +56,7 @@ class Generation:
     model: str = ""
     priority: int = 0
     cache_salt: str = ""
+    kv_hints: KvHints = NO_KV_HINTS
     n: int = 1  # number of answers; answer i is sampled with the seed of the request plus i
     traceparent: str = ""  # of the caller's own W3C trace, which the request then joins
 
@@ -83,9 +85,11 @@ class Served:
     trace_id: str = ""  # empty: not traced
     tokens_proposed: int = 0  # by speculative decoding on the decode node
     tokens_accepted: int = 0  # of tokens_proposed
-    # None without a prefill node, or if its count did not arrive before the last token.
+    # None without a prefill node, or if its count did not arrive soon after the last token.
     prompt_tokens_cached_on_prefill: int | None = None
     kv_conversion: str = ""  # of the prefill node's KV by the decode node; empty: none
+    # Of the cached prompt tokens: loaded from outside the KV cache, by source, such as "host".
+    prompt_tokens_loaded: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from engine.structured_output.params import parse_structured_outputs
 from errors import InvalidRequest
 from rpc.messages.conversion import (
     argument_to,
+    kv_hints_to,
     logprobs_from,
     prompt_logprobs_from,
     sampling_defaults_from,
@@ -42,6 +43,7 @@ def request_from(prompt: Prompt, generation: Generation) -> inference_pb2.Genera
         sampling=sampling,
         priority=generation.priority,
         cache_salt=generation.cache_salt,
+        kv_hints=kv_hints_to(generation.kv_hints),
         n=generation.n if generation.n != 1 else None,
     )
     with reject_invalid_text():
@@ -157,6 +159,7 @@ def _parse_served(message: inference_pb2.Served) -> Served:
         tokens_proposed=message.tokens_proposed,
         tokens_accepted=message.tokens_accepted,
         kv_conversion=message.kv_conversion,
+        prompt_tokens_loaded=dict(message.prompt_tokens_loaded),
         prompt_tokens_cached_on_prefill=(
             message.prompt_tokens_cached_on_prefill
             if message.HasField("prompt_tokens_cached_on_prefill")

@@ -12,6 +12,21 @@ STATE_PREFIX = "NODE_STATE_"
 
 
 @dataclass(frozen=True, slots=True)
+class TierUsage:
+    """Use of a tier below a node's KV cache. Counters are since its process started."""
+
+    name: str  # host, file or object
+    num_blocks: int
+    num_bytes: int
+    max_bytes: int
+    num_loaded_tokens: int  # of prompts
+    num_loaded_blocks: int
+    num_stored_blocks: int
+    num_evicted_blocks: int
+    num_failed_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class NodeStatus:
     """Status of one node. An unreachable node has only address, role and state."""
 
@@ -33,6 +48,7 @@ class NodeStatus:
     num_sampled_tokens: int = 0
     num_proposed_tokens: int = 0
     num_accepted_tokens: int = 0
+    tiers: tuple[TierUsage, ...] = ()
 
     @property
     def hit_rate(self) -> float | None:
@@ -45,6 +61,10 @@ class NodeStatus:
         if not self.num_proposed_tokens:
             return None
         return self.num_accepted_tokens / self.num_proposed_tokens
+
+    def tier_hit_rate(self, tier: TierUsage) -> float | None:
+        """Share of prompt tokens that were loaded from the tier; None before the first prompt."""
+        return tier.num_loaded_tokens / self.num_prompt_tokens if self.num_prompt_tokens else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,4 +122,19 @@ def _status_from(report: cluster_pb2.NodeReport) -> NodeStatus:
         num_sampled_tokens=report.totals.num_sampled_tokens,
         num_proposed_tokens=report.totals.num_proposed_tokens,
         num_accepted_tokens=report.totals.num_accepted_tokens,
+        tiers=tuple(map(_tier_from, report.totals.tiers)),
+    )
+
+
+def _tier_from(report: node_pb2.TierReport) -> TierUsage:
+    return TierUsage(
+        name=report.name,
+        num_blocks=report.num_blocks,
+        num_bytes=report.num_bytes,
+        max_bytes=report.max_bytes,
+        num_loaded_tokens=report.num_loaded_tokens,
+        num_loaded_blocks=report.num_loaded_blocks,
+        num_stored_blocks=report.num_stored_blocks,
+        num_evicted_blocks=report.num_evicted_blocks,
+        num_failed_blocks=report.num_failed_blocks,
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.doctor.findings import Finding, fail, ok, warn
+from baton.doctor.tiers import KvShapeFacts
 from baton.units import format_bytes
 from engine.model_folder import resolve_model_folder
 from errors import ModelError
@@ -35,6 +36,21 @@ def check_model_folder(
     yield ok("model", str(folder))
     yield _tokenizer(folder)
     yield from _weights(folder, kv_bytes, kv_cache_dtype)
+
+
+def kv_shape_of(model: str, kv_cache_dtype: str = "auto") -> KvShapeFacts | None:
+    """Return the size of the model's KV, or None if the model cannot be read."""
+    from engine.runner.attention.kv_tensor import KvShape
+    from engine.runner.families.read_config import read_model_config
+    from engine.runner.load import DTYPES, kv_dtype
+
+    try:
+        folder = resolve_model_folder(model, offline=True)
+        config = read_model_config(folder)
+    except ModelError:
+        return None
+    shape = KvShape.of(config, BLOCK_SIZE, kv_dtype(kv_cache_dtype, config, DTYPES[config.dtype]))
+    return KvShapeFacts(folder.name, shape.block_bytes, BLOCK_SIZE)
 
 
 def _tokenizer(folder: Path) -> Finding:

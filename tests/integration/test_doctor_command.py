@@ -15,8 +15,10 @@ import pytest
 from baton.doctor.findings import Status
 from baton.doctor.model import check_model_folder
 from baton.doctor.wire import check_transfer_rate
+from benchmarks.chaos.s3_server import BUCKET, s3_server
 from tests.support.baton_command import run_baton
 from tests.support.models import VARIANTS, make_model_folder
+from tests.support.s3_environment import point_environment_at
 
 MIB = 1 << 20
 
@@ -35,16 +37,26 @@ def doctor(
     return done, {finding["check"]: finding for finding in findings}
 
 
-def test_a_machine_that_runs_these_tests_has_nothing_that_fails(model_folder: Path) -> None:
-    done, findings = doctor(
-        *("--model", str(model_folder), "--transports", "nixl", "--patience-s", "60"),
-        *("--kv-cache-memory", "4MiB", "--ports", ""),
-    )
+def test_a_machine_that_runs_these_tests_has_nothing_that_fails(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with s3_server() as server:
+        point_environment_at(server, monkeypatch)
+        done, findings = doctor(
+            *("--model", str(model_folder), "--transports", "nixl", "--patience-s", "60"),
+            *("--kv-cache-memory", "4MiB", "--ports", ""),
+            *("--kv-folder", str(tmp_path), "--kv-object-store", f"s3://{BUCKET}/kv"),
+        )
 
     assert done.returncode == 0, findings
     for check in ("nixl over what UCX chooses", "nixl over tcp"):
         assert float(findings[check]["found"].split()[0]) > 0
     assert findings["room"]["status"] == "ok"
+    for tier in ("host tier", "file tier", "object tier"):
+        assert "GB/s" in findings[tier]["found"]
+        assert f"tokens/s of {model_folder.name}" in findings[tier]["found"]
+    assert not list(tmp_path.iterdir())
+    assert not server.objects
     assert {"CPU", "cores", "memory", "torch", "/dev/shm", "NUMA"} <= set(findings)
 
 

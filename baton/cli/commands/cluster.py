@@ -9,6 +9,7 @@ import typer
 
 from baton.cli.command import FILE, SETTINGS
 from baton.cli.commands.serve import node_options, router_options
+from baton.cli.options.kv_events import check_kv_endpoint
 from baton.cli.options.model import ModelOrDemo
 from baton.cli.options.network import Host, Port
 from baton.cli.options.security import tls_config
@@ -82,6 +83,8 @@ def up(
             f"--metrics-port {given['metrics_port']} cannot be shared by several processes; 0 "
             "gives each process a free port, which it logs"
         )
+    check_kv_endpoint(given["kv_events_endpoint"])
+    check_kv_endpoint(given["kv_events_replay_endpoint"])
     model = model or demo_model()
     for_tls, for_nodes, for_router = split(given, tls_config, node_options, router_options)
     # Validate the options before three processes load a model.

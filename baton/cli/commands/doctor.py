@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from baton.cli.errors import FAILED
-from baton.cli.options.kv_cache import KV_PANEL, KvDtype
+from baton.cli.options.kv_cache import KV_PANEL, KvDtype, KvFolder, KvObjectStore
 from baton.cli.options.model import MODEL_PANEL
 from baton.cli.options.network import NETWORK_PANEL, Host
 from baton.cli.options.output import OUTPUT_PANEL
@@ -59,6 +59,8 @@ def doctor(
             min=0.1, help="Timeout in seconds for each transport.", rich_help_panel=KV_PANEL
         ),
     ] = 10.0,
+    kv_folder: KvFolder = "",
+    kv_object_store: KvObjectStore = "",
     host: Host = "127.0.0.1",
     ports: Annotated[
         str,
@@ -72,7 +74,7 @@ def doctor(
         typer.Option("--json", help="Print JSON instead of a table.", rich_help_panel=OUTPUT_PANEL),
     ] = False,
 ) -> None:
-    """Check machine, software, KV transports and model; exit code 1 if a check fails."""
+    """Check machine, software, KV transports, tiers and model; exit code 1 if a check fails."""
     os.environ.setdefault("UCX_LOG_FILE", "stderr")  # keep standard output for the findings
     checks = _checks(
         model,
@@ -83,6 +85,7 @@ def doctor(
         host,
         _ports(ports),
         trace_folder(trace_dir),
+        (kv_folder, kv_object_store),
     )
     findings: list[Finding] = []
     with console(stderr=True).status("checking the machine") as status:
@@ -107,10 +110,12 @@ def _checks(
     host: str,
     ports: list[int],
     trace_dir: Path | None,
+    tiers: tuple[str, str],
 ) -> Iterator[Finding]:
     from baton.doctor.folders import check_folders
     from baton.doctor.machine import check_machine
     from baton.doctor.software import check_software, port_findings
+    from baton.doctor.tiers import TYPICAL, check_tiers
     from baton.doctor.wire import check_transfer_rate
 
     yield from check_machine()
@@ -119,9 +124,12 @@ def _checks(
     yield from port_findings(host, ports)
     yield from check_transfer_rate(transports, patience_s)
     if model:
-        from baton.doctor.model import check_model_folder
+        from baton.doctor.model import check_model_folder, kv_shape_of
 
         yield from check_model_folder(model, kv_bytes, kv_cache_dtype)
+        yield from check_tiers(*tiers, kv_shape_of(model, kv_cache_dtype) or TYPICAL)
+    else:
+        yield from check_tiers(*tiers)
 
 
 def _table(findings: list[Finding]) -> Table:

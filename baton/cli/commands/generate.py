@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from baton.cli.options.connection import connect
+from baton.cli.options.kv_hints import kv_hints
 from baton.cli.options.model import MODEL_PANEL
 from baton.cli.options.output import OUTPUT_PANEL
 from baton.cli.options.sampling import BadWords, IncludeStop, StopStrings, sampling
@@ -33,7 +34,7 @@ Logprobs = Annotated[
 ]
 
 
-@inherit_options(sampling, connect)
+@inherit_options(sampling, kv_hints, connect)
 def generate(
     prompt: Annotated[
         str | None, typer.Argument(help="Prompt to continue. Default or -: standard input.")
@@ -86,7 +87,7 @@ def generate(
 
     from baton.client import Answer, Generation
 
-    for_sampling, for_connection = split(given, sampling, connect)
+    for_sampling, for_hints, for_connection = split(given, sampling, kv_hints, connect)
     chosen = sampling(**for_sampling)
     if logprobs is not None:
         chosen["logprobs"] = logprobs
@@ -101,6 +102,7 @@ def generate(
         model=model,
         priority=priority,
         cache_salt=cache_salt,
+        kv_hints=kv_hints(**for_hints),
         n=n,
     )
     prompt_text = _prompt(prompt)
@@ -158,7 +160,8 @@ def as_values(answer: Answer) -> dict[str, Any]:
 def timing_line(finish: Finish) -> str:
     served = finish.served
     seconds = finish.finished_s - finish.first_token_s
-    rate = f" ({(finish.num_completion_tokens - 1) / seconds:.1f}/s)" if seconds > 0 else ""
+    num_later = finish.num_completion_tokens - 1
+    rate = f" ({num_later / seconds:.1f}/s)" if seconds > 0 and num_later >= 0 else ""
     kv = f", {format_bytes(served.kv_bytes)} of KV over {served.kv_transport}"
     kv += f" ({served.kv_conversion})" if served.kv_conversion else ""
     nodes = f"{served.prefill_node} → {served.decode_node}{kv}"

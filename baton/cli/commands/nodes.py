@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -18,14 +19,16 @@ from baton.cli.options.connection import connect
 from baton.cli.options.output import OUTPUT_PANEL
 from baton.cli.show import console
 from baton.cli.signatures import inherit_options
+from baton.units import format_bytes
 
 if TYPE_CHECKING:
-    from baton.client.node_status import NodeRates, NodeStatus, Snapshot
+    from baton.client.node_status import NodeRates, NodeStatus, Snapshot, TierUsage
 
 STATE_STYLES = {"ready": "green", "unreachable": "red"}
 TO_THE_RIGHT = {
     *("running", "waiting", "free blocks", "hit rate", "prompt tok/s", "new tok/s"),
     "drafts accepted",
+    *("blocks", "used", "loaded", "stored", "evicted", "failed"),
 }
 
 Draw = Callable[["Snapshot", Mapping[str, "NodeRates"]], None]
@@ -79,10 +82,10 @@ def _drawing(as_json: bool, once: bool) -> Iterator[Draw]:
         return
     screen = console()
     if once or not screen.is_terminal:
-        yield lambda seen, rates: screen.print(table_of_nodes(seen, rates))
+        yield lambda seen, rates: screen.print(*tables_of(seen, rates))
         return
     with Live(console=screen, auto_refresh=False) as live:
-        yield lambda seen, rates: live.update(table_of_nodes(seen, rates), refresh=True)
+        yield lambda seen, rates: live.update(Group(*tables_of(seen, rates)), refresh=True)
 
 
 def as_values(seen: Snapshot, rates: Mapping[str, NodeRates]) -> dict[str, Any]:
@@ -95,16 +98,46 @@ def as_values(seen: Snapshot, rates: Mapping[str, NodeRates]) -> dict[str, Any]:
     return {"nodes": rows}
 
 
+def tables_of(seen: Snapshot, rates: Mapping[str, NodeRates]) -> list[Table]:
+    """Return the table of nodes, and that of their tiers if there are any."""
+    tiers = table_of_tiers(seen)
+    return [table_of_nodes(seen, rates), *([tiers] if tiers.row_count else [])]
+
+
 def table_of_nodes(seen: Snapshot, rates: Mapping[str, NodeRates]) -> Table:
     rows = [_row(node, rates.get(node.address)) for node in seen.nodes]
     num_ready = sum(node.state == "ready" for node in seen.nodes)
-    table = Table(title=f"{num_ready} of {len(rows)} nodes ready", title_justify="left")
+    return _table(f"{num_ready} of {len(rows)} nodes ready", rows)
+
+
+def table_of_tiers(seen: Snapshot) -> Table:
+    rows = [_tier_row(node, tier) for node in seen.nodes for tier in node.tiers]
+    return _table("tiers below the KV caches", rows)
+
+
+def _table(title: str, rows: Sequence[Mapping[str, str | Text]]) -> Table:
+    table = Table(title=title, title_justify="left")
     for name in rows[0] if rows else ():
         justify: Any = "right" if name in TO_THE_RIGHT else "left"
         table.add_column(name, justify=justify, no_wrap=True)
     for row in rows:
         table.add_row(*row.values())
     return table
+
+
+def _tier_row(node: NodeStatus, tier: TierUsage) -> dict[str, str | Text]:
+    hit_rate = node.tier_hit_rate(tier)
+    return {
+        "address": node.address,
+        "tier": tier.name,
+        "blocks": str(tier.num_blocks),
+        "used": f"{format_bytes(tier.num_bytes)} of {format_bytes(tier.max_bytes)}",
+        "hit rate": "" if hit_rate is None else f"{hit_rate:.0%}",
+        "loaded": str(tier.num_loaded_blocks),
+        "stored": str(tier.num_stored_blocks),
+        "evicted": str(tier.num_evicted_blocks),
+        "failed": str(tier.num_failed_blocks),
+    }
 
 
 def _row(node: NodeStatus, rates: NodeRates | None) -> dict[str, str | Text]:

@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from baton.cli.options.connection import connect
 from baton.cli.signatures import inherit_options
+from kv_transfer.external_kv import TIERS
+
+ALL = "all"
 
 
 @inherit_options(connect)
-def reset_prefix_cache(**given: Any) -> None:
+def reset_prefix_cache(
+    tiers: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tier",
+            help="What to clear: kv (the KV cache), host, file or all; may be repeated. Tiers hold "
+            "copies: while they are kept, prompts are loaded again.",
+        ),
+    ] = None,
+    **given: Any,
+) -> None:
     """Clear the prefix cache of every node; running requests are not affected."""
     import asyncio
 
-    num_blocks_by_node = asyncio.run(_reset(given))
+    chosen = [] if not tiers or ALL in tiers else tiers
+    num_blocks_by_node = asyncio.run(_reset(chosen, given))
     for node_id, num_blocks in num_blocks_by_node.items():
-        print(f"{node_id}: {num_blocks} cached blocks dropped")
+        counts = ", ".join(f"{num_blocks[tier]} {tier}" for tier in TIERS if tier in num_blocks)
+        print(f"{node_id}: {counts or 'no'} blocks dropped")
 
 
-async def _reset(for_connection: dict[str, Any]) -> dict[str, int]:
+async def _reset(tiers: list[str], for_connection: dict[str, Any]) -> dict[str, dict[str, int]]:
     async with connect(**for_connection) as client:
-        num_blocks: dict[str, int] = await client.reset_prefix_caches()
+        num_blocks: dict[str, dict[str, int]] = await client.reset_prefix_caches(tiers)
     return num_blocks

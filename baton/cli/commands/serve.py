@@ -25,12 +25,19 @@ from baton.cli.options.batching import (
 from baton.cli.options.kv_cache import (
     BlockSize,
     KvDtype,
+    KvFolder,
+    KvFolderSize,
+    KvHostMemory,
     KvLease,
     KvLoadFailure,
     KvMemory,
     KvNetDevice,
+    KvObjectStore,
+    KvObjectStoreSize,
     KvSilence,
     KvStaging,
+    KvTenantShare,
+    KvTierAdmission,
     KvTls,
     KvVerify,
     NodesPerMachine,
@@ -39,6 +46,12 @@ from baton.cli.options.kv_cache import (
     RemoteHeadroom,
     Transport,
 )
+from baton.cli.options.kv_connector import (
+    KvConnectorName,
+    KvConnectorSettings,
+    parse_connector_config,
+)
+from baton.cli.options.kv_events import kv_events_config
 from baton.cli.options.lists import parse_cpus
 from baton.cli.options.model import (
     Cpus,
@@ -67,7 +80,7 @@ from baton.cli.options.network import (
     StuckAfter,
 )
 from baton.cli.options.output import LogFormat, LogLevel
-from baton.cli.options.routing import LocalPrefill, MaxInFlight, MaxQueue, Policy
+from baton.cli.options.routing import KvPulls, LocalPrefill, MaxInFlight, MaxQueue, Policy
 from baton.cli.options.security import RouterTokenFile, tls_config
 from baton.cli.options.telemetry import TraceStepRatio, telemetry_options
 from baton.cli.signatures import inherit_options, split
@@ -88,7 +101,7 @@ LONG_PREFILL_TOKEN_THRESHOLD = 512
 serve = typer.Typer(help="Run one process of a cluster.", no_args_is_help=True)
 
 
-@inherit_options(tls_config, telemetry_options)
+@inherit_options(tls_config, telemetry_options, kv_events_config)
 def node_options(
     model: Model,
     served_model_name: ModelName = "",
@@ -104,6 +117,15 @@ def node_options(
     block_size: BlockSize = 16,
     kv_cache_dtype: KvDtype = "auto",
     kv_staging_memory: KvStaging = "0",
+    kv_host_memory: KvHostMemory = "0",
+    kv_folder: KvFolder = "",
+    kv_folder_size: KvFolderSize = "10GiB",
+    kv_object_store: KvObjectStore = "",
+    kv_object_store_size: KvObjectStoreSize = "1TiB",
+    kv_connector: KvConnectorName = "",
+    kv_connector_config: KvConnectorSettings = "",
+    kv_tier_admission: KvTierAdmission = "all",
+    kv_tenant_share: KvTenantShare = 1.0,
     prefix_caching: PrefixCaching = True,
     kv_transport: Transport = "nixl",
     kv_tls: KvTls = "",
@@ -141,9 +163,12 @@ def node_options(
     )
     from engine.spec_decode.config import parse_speculation
     from kv_transfer.config import KvWorkerConfig, ReceiverConfig
+    from kv_transfer.tiers.file_admission import parse_admission_policy
     from node.options import NodeOptions
 
-    for_tls, for_telemetry = split(given, tls_config, telemetry_options)
+    for_tls, for_telemetry, for_kv_events = split(
+        given, tls_config, telemetry_options, kv_events_config
+    )
     threshold = long_prefill_token_threshold
     if threshold is None:
         threshold = LONG_PREFILL_TOKEN_THRESHOLD if chunked_prefill else 0
@@ -191,6 +216,16 @@ def node_options(
         kv_net_device=kv_net_device,
         kv_verify=kv_verify,
         kv_staging_bytes=parse_bytes(kv_staging_memory),
+        kv_connector=kv_connector,
+        kv_connector_config=parse_connector_config(kv_connector_config),
+        kv_host_bytes=parse_bytes(kv_host_memory),
+        kv_folder=kv_folder,
+        kv_folder_bytes=parse_bytes(kv_folder_size),
+        kv_object_store=kv_object_store,
+        kv_object_store_bytes=parse_bytes(kv_object_store_size),
+        kv_events=kv_events_config(**for_kv_events),
+        kv_tier_admission=parse_admission_policy(kv_tier_admission),
+        kv_tenant_share=kv_tenant_share,
         push=push,
         kv_worker=KvWorkerConfig(ReceiverConfig(lease_s=kv_lease_s, silence_s=kv_silence_s)),
         enable_prefix_caching=prefix_caching,
@@ -256,6 +291,7 @@ def router_options(
     reasoning_parser: ReasoningParser = "",
     policy: Policy = "prefix_aware",
     local_prefill_below: LocalPrefill = 256,
+    kv_pulls: KvPulls = True,
     max_in_flight: MaxInFlight = None,
     max_queue: MaxQueue = 1024,
     token_file: RouterTokenFile = None,
@@ -281,7 +317,7 @@ def router_options(
         http_host=http_host,
         parsing=Parsing(tool_parser, reasoning_parser),
         model=model,
-        routing=Routing(parse_policy(policy), local_prefill_below),
+        routing=Routing(parse_policy(policy), local_prefill_below, kv_pulls=kv_pulls),
         admission_queue=AdmissionQueueConfig(max_in_flight, max_queue),
         tls=tls_config(**for_tls),
         tokens=None if token_file is None else AcceptedTokens(read_tokens(token_file)),

@@ -44,6 +44,62 @@ KvStaging = Annotated[
         rich_help_panel=KV_PANEL,
     ),
 ]
+KvHostMemory = Annotated[
+    str,
+    typer.Option(
+        help="Host memory for KV that was evicted from the KV cache, such as 4GiB; prompts with "
+        "the same prefix load it instead of computing it. 0: none.",
+        rich_help_panel=KV_PANEL,
+    ),
+]
+KvFolder = Annotated[
+    str,
+    typer.Option(
+        help="Folder for KV in files, below --kv-host-memory. It survives restarts, and nodes of "
+        "the same model can share it. Default: none.",
+        rich_help_panel=KV_PANEL,
+    ),
+]
+KvFolderSize = Annotated[
+    str,
+    typer.Option(
+        help="Limit of the files in --kv-folder; the least recently used ones are deleted.",
+        rich_help_panel=KV_PANEL,
+    ),
+]
+KvObjectStore = Annotated[
+    str,
+    typer.Option(
+        help="Bucket for KV in an S3-compatible store, below --kv-host-memory and --kv-folder: "
+        "s3://bucket/prefix. AWS_ENDPOINT_URL, AWS_REGION, AWS_ACCESS_KEY_ID and "
+        "AWS_SECRET_ACCESS_KEY say where it is. Needs pip install 'baton[s3]'. Default: none.",
+        rich_help_panel=KV_PANEL,
+    ),
+]
+KvObjectStoreSize = Annotated[
+    str,
+    typer.Option(
+        help="Limit of the objects of one model in --kv-object-store; the least recently used "
+        "ones are deleted.",
+        rich_help_panel=KV_PANEL,
+    ),
+]
+KvTierAdmission = Annotated[
+    str,
+    typer.Option(
+        help="Blocks that are written to --kv-folder. all: each one; reuse: at their second use, "
+        "or at once for requests with a session or a retention, which spares the disk.",
+        rich_help_panel=KV_PANEL,
+    ),
+]
+KvTenantShare = Annotated[
+    float,
+    typer.Option(
+        help="Share of --kv-host-memory and of --kv-folder-size that the KV of one tenant (a cache "
+        "salt, or the owner of a token and all its salts) can take. 1: no limit.",
+        rich_help_panel=KV_PANEL,
+    ),
+]
 PrefixCaching = Annotated[
     bool,
     typer.Option(

@@ -24,6 +24,14 @@ LocalPrefill = Annotated[
         rich_help_panel=ROUTING_PANEL,
     ),
 ]
+KvPulls = Annotated[
+    bool,
+    typer.Option(
+        help="Name a node that has more of a prompt's KV than the node that computes it, which "
+        "then pulls the KV from there.",
+        rich_help_panel=ROUTING_PANEL,
+    ),
+]
 MaxInFlight = Annotated[
     int | None,
     typer.Option(

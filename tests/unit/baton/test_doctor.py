@@ -25,6 +25,7 @@ from baton.doctor.machine import (
 )
 from baton.doctor.model import check_model_folder, count_active, length_finding, room_finding
 from baton.doctor.software import gpu_finding, kernels_finding, package_findings, port_findings
+from baton.doctor.tiers import KvShapeFacts, check_tiers, rate_finding
 from baton.doctor.wire import MeasuredPath, failure_finding, speed_finding
 from engine.runner.families.read_config import read_model_config
 from tests.support.random_folders import small_folder
@@ -235,3 +236,37 @@ def test_biases_of_idle_experts_are_not_active(tmp_path: Path) -> None:
 
     idle = 2 * 6 * (3 * 96 * 64 + 2 * 96 + 64)
     assert count_active(config, 1_000_000) == 1_000_000 - idle
+
+
+def test_a_slow_tier_is_told_with_what_its_rate_means() -> None:
+    kv = KvShapeFacts("some-model", 1_000_000, 16)
+
+    fast = rate_finding("file tier", "reads 1 GB/s", 1e9, kv)
+    slow = rate_finding("file tier", "reads 0.01 GB/s", 1e7, kv)
+
+    assert fast.status is Status.OK
+    assert fast.found.startswith("reads 1 GB/s: 16,000 tokens/s of some-model, ")
+    assert "8,192 tokens in 0.51 s" in fast.found
+    assert slow.status is Status.WARN
+    assert "compute more slowly" in slow.advice
+
+
+def test_a_folder_and_a_bucket_that_do_not_work_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    path = tmp_path / "file"
+    path.touch()
+
+    found = {
+        finding.check: finding
+        for finding in check_tiers(str(path), "s3://bucket/kv", KvShapeFacts("small", 4096, 16))
+    }
+
+    assert found["host tier"].status is Status.OK
+    assert found["file tier"].status is Status.FAIL
+    assert "File exists" in found["file tier"].found
+    assert found["object tier"].status is Status.FAIL
+    assert "127.0.0.1:1" in found["object tier"].found

@@ -10,8 +10,10 @@ import pytest
 import typer
 
 from baton.cli.commands import serve
+from baton.cli.commands.cluster import up
 from baton.cli.commands.serve import node_command
 from errors import InvalidConfig
+from node.kv_events.config import KvEventsConfig
 from node.options import NodeOptions
 from rpc.errors import AddressInUse
 
@@ -56,3 +58,48 @@ def test_a_busy_port_is_refused_before_the_node_is_loaded() -> None:
 def test_unavailable_cores_are_refused_before_the_node_is_loaded() -> None:
     with pytest.raises(InvalidConfig, match="--cpus 1022: not all are available"):
         serve_decode("--cpus", "1022")
+
+
+def test_kv_events_and_connectors_are_set_by_options() -> None:
+    [options] = serve_decode(
+        *("--kv-events-endpoint", "tcp://*:5557", "--kv-events-topic", "kv@{node_id}@m"),
+        *("--kv-connector", "shelf", "--kv-connector-config", '{"max_blocks": 7}'),
+    )
+    [tiers] = serve_decode("--kv-host-memory", "1MiB", "--kv-folder", "/kv")
+
+    assert options.kv_events == KvEventsConfig("tcp://*:5557", topic="kv@{node_id}@m")
+    chosen = options.chosen_connector
+    assert chosen is not None
+    assert (chosen.name, chosen.config) == ("shelf", {"max_blocks": 7})
+    assert tiers.kv_events is None
+    assert tiers.chosen_connector is not None
+    assert tiers.chosen_connector.name == "tiers"
+    assert tiers.chosen_connector.config["host_bytes"] == 1 << 20
+    assert tiers.chosen_connector.config["folder"] == "/kv"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--kv-events-replay-endpoint", "tcp://*:1"], "needs --kv-events-endpoint"),
+        (["--kv-events-endpoint", "tcp://*:1", "--no-prefix-caching"], "--no-prefix-caching"),
+        (["--kv-connector", "a", "--kv-host-memory", "1MiB"], "leave out"),
+        (["--kv-connector-config", '{"a": 1}'], "needs --kv-connector"),
+        (["--kv-connector", "a", "--kv-connector-config", "{"], "is not JSON"),
+        (["--kv-connector", "a", "--kv-connector-config", "[1]"], "must be a JSON object"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(arguments: list[str], word: str) -> None:
+    app = typer.Typer()
+    app.command()(node_command("decode", lambda _: None))
+
+    with pytest.raises(InvalidConfig, match=word):
+        app(["--model", "m", *arguments], standalone_mode=False)
+
+
+def test_several_nodes_cannot_share_an_endpoint_of_kv_events() -> None:
+    app = typer.Typer()
+    app.command()(up)
+
+    with pytest.raises(InvalidConfig, match="cannot be shared by several nodes"):
+        app(["--kv-events-endpoint", "tcp://*:5557"], standalone_mode=False)

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+from baton.cli.commands.nodes import as_values, table_of_tiers, tables_of
+from baton.client.node_status import Snapshot, statuses_from
+from baton.v1 import cluster_pb2, node_pb2
+from rpc.node_info import NodeTotals, TierReport, totals_from, totals_to
+
+HOST = TierReport("host", 10, 20480, 40960, 160, 12, 30, 2, 1)
+OBJECT = TierReport("object", 900, 5 << 30, 1 << 40, 64, 4, 900, 0, 3)
+TOTALS = NodeTotals(num_prompt_tokens=320, num_hit_tokens=240, tiers=(HOST, OBJECT))
+
+
+def snapshot_of(totals: NodeTotals) -> Snapshot:
+    report = cluster_pb2.NodeReport(
+        role=node_pb2.NODE_ROLE_PREFILL,
+        address="n:1",
+        state=cluster_pb2.NODE_STATE_READY,
+        node_id="n",
+        totals=totals_to(totals),
+    )
+    return Snapshot(1.0, statuses_from([report]))
+
+
+def test_totals_and_tiers_survive_their_message() -> None:
+    assert totals_from(totals_to(TOTALS)) == TOTALS
+
+
+def test_each_tier_has_a_row_with_its_use_and_its_share_of_the_prompts() -> None:
+    table = table_of_tiers(snapshot_of(TOTALS))
+    columns = {str(column.header): list(column.cells) for column in table.columns}
+    assert columns["tier"] == ["host", "object"]
+    assert columns["used"] == ["20.0 KiB of 40.0 KiB", "5.0 GiB of 1024.0 GiB"]
+    assert columns["hit rate"] == ["50%", "20%"]
+    assert columns["blocks"] == ["10", "900"]
+    assert [columns[name] for name in ("loaded", "stored", "evicted", "failed")] == [
+        *(["12", "4"], ["30", "900"], ["2", "0"], ["1", "3"])
+    ]
+
+
+def test_nodes_without_tiers_have_no_table_of_tiers() -> None:
+    assert len(tables_of(snapshot_of(NodeTotals()), {})) == 1
+    assert len(tables_of(snapshot_of(TOTALS), {})) == 2
+
+
+def test_json_has_the_tiers() -> None:
+    (node,) = as_values(snapshot_of(TOTALS), {})["nodes"]
+    assert [tier["num_bytes"] for tier in node["tiers"]] == [20480, 5 << 30]
