@@ -20,7 +20,7 @@ from benchmarks.chaos.hostile.latencies import BystanderLatencies, bystander_lat
 from benchmarks.chaos.hostile.processes import HostileProcesses
 from benchmarks.chaos.hostile.requests import Attack
 from benchmarks.chaos.injection import FaultInjector
-from benchmarks.chaos.leaks import grown, held, memory_growth
+from benchmarks.chaos.leaks import grown, held, memory_growth, num_links
 from benchmarks.chaos.load import AnswerOutcome, ChaosLoad
 from benchmarks.chaos.report import Attempts, Report, report
 from benchmarks.chaos.workload import KnownAnswer, draw_requests, reference_answers
@@ -193,4 +193,11 @@ class ChaosRun:
         if child.name == TargetRole.ROUTER.value:
             self._attempts.note(child.process.pid, found)
         before, now = self._cluster.baseline[child.name], self._cluster.footprint(child)
-        return [*held(found), *grown(before, now)]
+        num_new_links = num_links(found) - self._cluster.num_links_at_start[child.name]
+        too_many = self._excess_links(num_links(found))
+        return [*held(found), *grown(before, now, num_new_links), *too_many]
+
+    def _excess_links(self, num_found: int) -> list[str]:
+        """Return an error if a node has more than one link in each direction to every other one."""
+        num_others = len(self._cluster.children) - 2  # without itself and the router
+        return [f"{num_found} links to {num_others} nodes"] if num_found > 2 * num_others else []

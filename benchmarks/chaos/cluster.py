@@ -18,8 +18,9 @@ from benchmarks.chaos.clock import Clocks, build
 from benchmarks.chaos.faults import TargetRole
 from benchmarks.chaos.faulty_transport import FaultSwitch
 from benchmarks.chaos.hostile.client import AttackTarget
-from benchmarks.chaos.leaks import Footprint, Rss, Scrape, footprint, scrape
+from benchmarks.chaos.leaks import Footprint, Rss, Scrape, footprint, num_links, scrape
 from benchmarks.chaos.proxy import NodeProxy
+from benchmarks.chaos.tier_storage import TierStorage, tier_storage
 from telemetry.metrics import names
 
 METRICS_AT = re.compile(r"metrics on (http://\S+)")
@@ -43,6 +44,7 @@ class ChaosClusterConfig:
     log_dir: Path | None = None
     clocks_jump: bool = False  # build and preload the clock library
     has_http: bool = False  # serve the OpenAI API, too
+    kv_host_memory: str = ""  # of each node; with it, they share files and objects, too
 
     @property
     def num_by_role(self) -> dict[TargetRole, int]:
@@ -65,8 +67,12 @@ class ChaosCluster:
         self._lifetime = AsyncExitStack()
         self._folder = Path(self._lifetime.enter_context(TemporaryDirectory()))
         self._clocks: Clocks | None = build(self._folder) if setting.clocks_jump else None
+        self.tier_storage: TierStorage | None = None
+        if setting.kv_host_memory:
+            self.tier_storage = self._lifetime.enter_context(tier_storage(self._folder))
         self._cluster = LocalCluster(self._options())
         self.baseline: dict[str, Footprint] = {}  # by name
+        self.num_links_at_start: dict[str, int] = {}
 
     async def __aenter__(self) -> ChaosCluster:
         await asyncio.to_thread(self._cluster.__enter__)
@@ -85,6 +91,8 @@ class ChaosCluster:
             for place in range(self.num_by_role[role]):
                 await self._until_linked(self.child(role, place), self.num_by_role[peers])
         self.baseline = {child.name: self.footprint(child) for child in self.children}
+        scrapes = {child.name: await self.scrape(child) for child in self.children}
+        self.num_links_at_start = {name: num_links(each) for name, each in scrapes.items()}
 
     async def _until_linked(self, child: Child, num_peers: int) -> None:
         """Wait for the KV links to all peers, so that they are part of the baseline."""
@@ -193,12 +201,24 @@ class ChaosCluster:
             num_prefill=setting.num_prefill,
             num_decode=setting.num_decode,
             node_program=(sys.executable, "-m", NODE_MODULE, str(self._folder)),
-            environment={} if self._clocks is None else self._clocks.environment,
-            node_arguments=(*times, *ANY_PORT, *UNTRACED, *setting.node_arguments),
+            environment=self._environment(),
+            node_arguments=(
+                *(*times, *ANY_PORT, *UNTRACED, *self._tier_arguments()),
+                *setting.node_arguments,
+            ),
             router_arguments=(*ANY_PORT, *UNTRACED, *http, *setting.router_arguments),
             on_line=self._take_line,
             router_target_of=self._found_at,
         )
+
+    def _environment(self) -> dict[str, str]:
+        clocks = {} if self._clocks is None else self._clocks.environment
+        return clocks | ({} if self.tier_storage is None else self.tier_storage.environment)
+
+    def _tier_arguments(self) -> tuple[str, ...]:
+        if self.tier_storage is None:
+            return ()
+        return ("--kv-host-memory", self._setting.kv_host_memory, *self.tier_storage.arguments)
 
     def _take_line(self, child: Child, line: str) -> None:
         found = METRICS_AT.search(line)

@@ -25,6 +25,13 @@ class FaultKind(Enum):
     CORRUPT = "corrupt"  # writes of a prefill node carry wrong bytes
     JUMP = "jump"  # the wall clock of a process is wrong for a while
     HOSTILE = "hostile"  # a client sends the most expensive requests the limits allow
+    SPOIL = "spoil"  # bytes of half of the blocks in files and objects change
+    TRUNCATE = "truncate"  # half of them lose their end
+    EMPTY = "empty"  # all of them are deleted
+    BLOCK = "block"  # a file is in the place of the tiers' folder, so that all access fails
+    DOWN = "down"  # the object store breaks off all requests
+    SILENT = "silent"  # it answers none
+    RESET = "reset"  # the prefix cache or a tier is reset on all nodes
 
 
 class Phase(Enum):
@@ -56,12 +63,28 @@ ROLES_BY_FAULT_KIND = {
     FaultKind.CORRUPT: (TargetRole.PREFILL,),
     FaultKind.JUMP: (TargetRole.ROUTER, TargetRole.PREFILL, TargetRole.DECODE),
     FaultKind.HOSTILE: (TargetRole.ROUTER,),
+    FaultKind.SPOIL: (TargetRole.ROUTER,),
+    FaultKind.TRUNCATE: (TargetRole.ROUTER,),
+    FaultKind.EMPTY: (TargetRole.ROUTER,),
+    FaultKind.BLOCK: (TargetRole.ROUTER,),
+    FaultKind.DOWN: (TargetRole.ROUTER,),
+    FaultKind.SILENT: (TargetRole.ROUTER,),
+    FaultKind.RESET: (TargetRole.ROUTER,),
 }
 # Faults of the KV transfer.
 TRANSFER_FAULTS = frozenset(
     {FaultKind.DROP, FaultKind.LATE, FaultKind.DOUBLE, FaultKind.SWAP, FaultKind.CORRUPT}
 )
-CLIENT_FAULTS = frozenset({FaultKind.OVERLOAD, FaultKind.HOSTILE})
+# Faults of what nodes store outside their memory.
+STORAGE_FAULTS = frozenset(
+    {
+        *(FaultKind.SPOIL, FaultKind.TRUNCATE, FaultKind.EMPTY),
+        *(FaultKind.BLOCK, FaultKind.DOWN, FaultKind.SILENT),
+    }
+)
+TIER_FAULTS = STORAGE_FAULTS | {FaultKind.RESET}
+# Faults that strike no process.
+SHARED_FAULTS = frozenset({FaultKind.OVERLOAD, FaultKind.HOSTILE}) | TIER_FAULTS
 MIN_DURATION_S, MAX_DURATION_S = 0.3, 6.0
 
 
@@ -77,7 +100,7 @@ class Fault:
 
     def __str__(self) -> str:
         who = f"{self.role.value}-{self.place}" if self.role is not TargetRole.ROUTER else "router"
-        return self.kind.value if self.kind in CLIENT_FAULTS else f"{self.kind.value} {who}"
+        return self.kind.value if self.kind in SHARED_FAULTS else f"{self.kind.value} {who}"
 
 
 @dataclass(slots=True)

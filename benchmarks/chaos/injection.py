@@ -11,10 +11,21 @@ from contextlib import suppress
 from baton.client import AsyncClient, BatonError
 from baton.cluster import Child, await_serving
 from benchmarks.chaos.cluster import ChaosCluster
-from benchmarks.chaos.faults import TRANSFER_FAULTS, Fault, FaultKind, InjectedFault, TargetRole
+from benchmarks.chaos.faults import (
+    SHARED_FAULTS,
+    STORAGE_FAULTS,
+    TIER_FAULTS,
+    TRANSFER_FAULTS,
+    Fault,
+    FaultKind,
+    InjectedFault,
+    TargetRole,
+)
 from benchmarks.chaos.hostile.processes import HostileProcesses
 from benchmarks.chaos.load import ChaosLoad
 from benchmarks.chaos.report import Attempts
+from benchmarks.chaos.tier_storage import TierStorage
+from kv_transfer.external_kv import TIERS
 from rpc.channel import KEEPALIVE
 
 PHASE_PATIENCE_S = 2.0
@@ -24,6 +35,7 @@ OVERLOAD_FACTOR = 4
 SLOW_STOPPED_S, SLOW_RUNNING_S = 0.2, 0.1
 JUMP_S = 3600.0
 WIRE_PATIENCE_S = 10.0
+LASTING_STORAGE_FAULTS = frozenset({FaultKind.BLOCK, FaultKind.DOWN, FaultKind.SILENT})
 FREEZE_S = KEEPALIVE.every_s + KEEPALIVE.patience_s + 4.0
 
 
@@ -46,6 +58,8 @@ class FaultInjector:
         self._attempts = attempts
         self._hostile = hostile
         self._affected: set[str] = set()
+        self._storage_lock = asyncio.Lock()  # one fault of files and objects at a time
+        self._restart_lock = asyncio.Lock()  # a node does not start without its folder
         self._began_s = 0.0
         self.injected: list[InjectedFault] = []
 
@@ -58,9 +72,11 @@ class FaultInjector:
                     return
                 await self._load.reached(fault.phase, PHASE_PATIENCE_S)
                 victim = self._victim(fault)
-                if victim is not None:
+                if victim is None:
+                    continue
+                if fault.kind not in TIER_FAULTS:
                     self._affected.add(victim.name)
-                    recoveries.create_task(self._inject(fault, victim))
+                recoveries.create_task(self._inject(fault, victim))
             await self._wait_until(duration_s, stop)
 
     async def _wait_until(self, at_s: float, stop: asyncio.Event) -> bool:
@@ -75,7 +91,12 @@ class FaultInjector:
         return asyncio.get_running_loop().time() + at_s - elapsed_s
 
     def _victim(self, fault: Fault) -> Child | None:
-        """Return a healthy process of the role. The last healthy decode node is spared."""
+        """Return a healthy process of the role. The last healthy decode node is spared.
+
+        Faults of tiers need none: they stand for the router, whatever its state is.
+        """
+        if fault.kind in TIER_FAULTS:
+            return self._cluster.child(TargetRole.ROUTER, 0)
         count = self._cluster.num_by_role[fault.role]
         places = [(fault.place + step) % count for step in range(count)]
         siblings = [self._cluster.child(fault.role, place) for place in places]
@@ -88,36 +109,53 @@ class FaultInjector:
         injected = InjectedFault(fault, victim.name, time.monotonic())
         self.injected.append(injected)
         try:
-            match fault.kind:
-                case FaultKind.KILL:
-                    await self._kill(victim, injected)
-                case FaultKind.STOP:
-                    await self._stop(victim, fault.lasts_s)
-                case FaultKind.FREEZE:
-                    await self._stop(victim, FREEZE_S)
-                    await self._until_ready(victim.name)
-                case FaultKind.SLOW:
-                    await self._slow(victim, fault.lasts_s)
-                case FaultKind.CUT | FaultKind.STALL:
-                    await self._block_links(victim, fault)
-                case FaultKind.OVERLOAD:
-                    await self._run_overload(fault.lasts_s)
-                case FaultKind.JUMP:
-                    await self._jump(victim, fault)
-                case FaultKind.HOSTILE:
-                    await self._attack(injected)
-                case kind if kind in TRANSFER_FAULTS:
-                    await self._disturb_transfers(victim, fault)
+            if fault.kind in SHARED_FAULTS:
+                await self._strike_all(injected)
+            else:
+                await self._strike(injected, victim)
         finally:
             injected.recovered_s = time.monotonic()
-            self._affected.discard(victim.name)
+            if fault.kind not in TIER_FAULTS:
+                self._affected.discard(victim.name)
+
+    async def _strike(self, injected: InjectedFault, victim: Child) -> None:
+        fault = injected.fault
+        match fault.kind:
+            case FaultKind.KILL:
+                await self._kill(victim, injected)
+            case FaultKind.STOP:
+                await self._stop(victim, fault.lasts_s)
+            case FaultKind.FREEZE:
+                await self._stop(victim, FREEZE_S)
+                await self._until_ready(victim.name)
+            case FaultKind.SLOW:
+                await self._slow(victim, fault.lasts_s)
+            case FaultKind.CUT | FaultKind.STALL:
+                await self._block_links(victim, fault)
+            case FaultKind.JUMP:
+                await self._jump(victim, fault)
+            case kind if kind in TRANSFER_FAULTS:
+                await self._disturb_transfers(victim, fault)
+
+    async def _strike_all(self, injected: InjectedFault) -> None:
+        fault = injected.fault
+        match fault.kind:
+            case FaultKind.OVERLOAD:
+                await self._run_overload(fault.lasts_s)
+            case FaultKind.HOSTILE:
+                await self._attack(injected)
+            case FaultKind.RESET:
+                await self._reset(fault)
+            case kind if kind in STORAGE_FAULTS:
+                await self._disturb_storage(fault)
 
     async def _kill(self, victim: Child, injected: InjectedFault) -> None:
         if injected.fault.role is TargetRole.ROUTER:
             await self._count_attempts(victim)
         injected.at_s = time.monotonic()
         self._cluster.kill(victim)
-        child = await self._cluster.restart(victim)
+        async with self._restart_lock:
+            child = await self._cluster.restart(victim)
         injected.listening_s = time.monotonic()
         if injected.fault.role is TargetRole.ROUTER:
             await asyncio.to_thread(await_serving, child.address, READY_WITHIN_S)
@@ -172,6 +210,30 @@ class FaultInjector:
                         await asyncio.sleep(LOOK_EVERY_S)
         finally:
             switch.clear()
+
+    async def _disturb_storage(self, fault: Fault) -> None:
+        """Damage what the tiers have stored, or keep them from it for a while."""
+        storage = self._cluster.tier_storage
+        if storage is None:
+            return
+        async with self._storage_lock:
+            if fault.kind is FaultKind.BLOCK:
+                async with self._restart_lock:
+                    await self._hold(storage, fault)
+            elif fault.kind in LASTING_STORAGE_FAULTS:
+                await self._hold(storage, fault)
+            else:
+                await asyncio.to_thread(storage.damage, fault.kind)
+
+    async def _hold(self, storage: TierStorage, fault: Fault) -> None:
+        with storage.disturbed(fault.kind):
+            await asyncio.sleep(fault.lasts_s)
+
+    async def _reset(self, fault: Fault) -> None:
+        """Reset the prefix cache with all tiers, or one of them. Dead nodes do not confirm it."""
+        choices = ((), *((tier,) for tier in TIERS))
+        with suppress(BatonError):
+            await self._client.reset_prefix_caches(choices[fault.number % len(choices)])
 
     async def _jump(self, victim: Child, fault: Fault) -> None:
         """Set the clock forward or back for a while."""

@@ -27,6 +27,8 @@ HELD = (
 )
 # Tolerance for descriptors of gRPC and the system.
 SPARE_DESCRIPTORS = 3
+# Of a control link and its data path. Nodes link at their first pull from each other, too.
+DESCRIPTORS_PER_LINK = 12
 # Thread pools start their threads at first use: asyncio's default executor has up to 6 on two
 # cores, and gRPC, the grammar compiler and the pool for large bodies have a few each.
 SPARE_THREADS = 12
@@ -90,10 +92,15 @@ def held(found: Scrape) -> Iterator[str]:
             yield f"{count:.0f} {name}"
 
 
-def grown(before: Footprint, after: Footprint) -> Iterator[str]:
-    """Yield what a process has more of than at the start."""
+def num_links(found: Scrape) -> int:
+    return int(found.total(names.LINKS, "up"))
+
+
+def grown(before: Footprint, after: Footprint, num_new_links: int = 0) -> Iterator[str]:
+    """Yield what a process has more of than at the start, apart from new links to peers."""
+    for_links = DESCRIPTORS_PER_LINK * max(0, num_new_links)
     for name, label, spare in (
-        ("num_descriptors", "descriptors", SPARE_DESCRIPTORS),
+        ("num_descriptors", "descriptors", SPARE_DESCRIPTORS + for_links),
         ("num_threads", "threads", SPARE_THREADS),
     ):
         more = getattr(after, name) - getattr(before, name)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from benchmarks.chaos.faults import Fault, FaultKind, InjectedFault, TargetRole
+from benchmarks.chaos.faults import SHARED_FAULTS, Fault, FaultKind, InjectedFault, TargetRole
 from benchmarks.chaos.hostile.latencies import BystanderLatencies
 from benchmarks.chaos.leaks import ProcessMemory, Scrape
 from benchmarks.chaos.load import AnswerOutcome, RequestOutcome
@@ -152,7 +152,8 @@ def _overlap(record: AnswerOutcome, injected: InjectedFault) -> bool:
 
 
 def _kind(fault: Fault) -> str:
-    return f"{fault.kind.value} {fault.role.value}"
+    is_shared = fault.kind in SHARED_FAULTS
+    return fault.kind.value if is_shared else f"{fault.kind.value} {fault.role.value}"
 
 
 def _line(record: AnswerOutcome, injected: Sequence[InjectedFault]) -> str:

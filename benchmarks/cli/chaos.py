@@ -35,8 +35,10 @@ def chaos(
         str,
         typer.Option(
             help="kill, stop, freeze, slow, cut, stall, overload, drop, late, double, swap, "
-            "corrupt, jump, hostile; comma-separated. hostile: a client sends the most expensive "
-            "requests that the limits allow, while the latency of other clients is measured."
+            "corrupt, jump, hostile, spoil, truncate, empty, block, down, silent, reset; "
+            "comma-separated. hostile: a client sends the most expensive requests that the limits "
+            "allow, while the latency of other clients is measured. From spoil on: faults of files "
+            "and objects of the tiers, and resets."
         ),
     ] = EVERYTHING,
     roles: Annotated[
@@ -58,6 +60,13 @@ def chaos(
     kv_cache_memory: Annotated[
         str, typer.Option(help="KV cache of each node; small, so that overload fills it.")
     ] = "3MiB",
+    kv_host_memory: Annotated[
+        str,
+        typer.Option(
+            help="Host memory of each node for KV below its KV cache, with files and objects that "
+            "all nodes share behind it; empty: none."
+        ),
+    ] = "1MiB",
     dtype: Annotated[
         str,
         typer.Option(
@@ -82,7 +91,7 @@ def chaos(
     from benchmarks.chaos.benchmark import ChaosBench
     from benchmarks.chaos.clock import can_jump
     from benchmarks.chaos.cluster import ChaosClusterConfig
-    from benchmarks.chaos.faults import FaultKind, Script, TargetRole
+    from benchmarks.chaos.faults import STORAGE_FAULTS, FaultKind, Script, TargetRole
     from benchmarks.chaos.hostile.requests import Attack
     from benchmarks.chaos.report import report_values
 
@@ -90,6 +99,8 @@ def chaos(
     if kinds == EVERYTHING and not can_jump():
         console(stderr=True).print("no C compiler found: this run has no jump faults (clock jumps)")
         chosen = tuple(kind for kind in chosen if kind is not FaultKind.JUMP)
+    if kinds == EVERYTHING and not kv_host_memory:
+        chosen = tuple(kind for kind in chosen if kind not in STORAGE_FAULTS)
     if logs is not None:
         logs.mkdir(parents=True, exist_ok=True)
     what = ChaosBench(
@@ -104,6 +115,7 @@ def chaos(
             log_dir=logs,
             clocks_jump=FaultKind.JUMP in chosen,
             has_http=FaultKind.HOSTILE in chosen,
+            kv_host_memory=kv_host_memory,
         ),
         script=Script(
             seed=seed,

@@ -14,6 +14,7 @@ from benchmarks.chaos.clock import can_jump
 from benchmarks.chaos.cluster import ChaosCluster, ChaosClusterConfig
 from benchmarks.chaos.faults import (
     ROLES_BY_FAULT_KIND,
+    TIER_FAULTS,
     TRANSFER_FAULTS,
     Fault,
     FaultKind,
@@ -24,7 +25,13 @@ from benchmarks.chaos.hostile.processes import HostileProcesses
 from benchmarks.chaos.hostile.requests import Attack
 from benchmarks.chaos.report import Report
 from benchmarks.chaos.workload import KnownAnswer, draw_requests, reference_answers
-from telemetry.metrics.names import ATTEMPTS, DIGEST_MISMATCHES, PREEMPTIONS, Metric
+from telemetry.metrics.names import (
+    ATTEMPTS,
+    DIGEST_MISMATCHES,
+    PREEMPTIONS,
+    TIER_TOKENS,
+    Metric,
+)
 from telemetry.names import MIGRATE
 from tests.support.models import VARIANTS, make_model_folder
 
@@ -33,7 +40,10 @@ NUM_CLIENTS = 4
 LASTS_S = 1.0
 # Of each client after an answer, once the fault has struck: it leaves the cores to other tests.
 PAUSE_S, LONG_PAUSE_S = 0.3, 3.0
-OWN_TESTS = {FaultKind.FREEZE, FaultKind.CORRUPT, FaultKind.OVERLOAD, FaultKind.HOSTILE}
+OWN_TESTS = {
+    *(FaultKind.FREEZE, FaultKind.CORRUPT, FaultKind.OVERLOAD, FaultKind.HOSTILE),
+    *TIER_FAULTS,
+}
 FAULTS = [
     (kind, role)
     for kind in FaultKind
@@ -50,11 +60,11 @@ class Running:
     cluster: ChaosCluster
     answers: Sequence[KnownAnswer]
 
-    def through(self, fault: Fault, pause_s: float = PAUSE_S) -> Report:
+    def through(self, *faults: Fault, pause_s: float = PAUSE_S) -> Report:
         async def scene() -> Report:
             async with AsyncClient(self.cluster.address, retries=ONCE) as client:
                 chaos = ChaosRun(self.cluster, client, self.answers, NUM_CLIENTS)
-                return await paced(chaos, fault, pause_s)
+                return await paced(chaos, faults, pause_s)
 
         return self.runner.run(scene())
 
@@ -70,7 +80,7 @@ class Running:
             ):
                 chaos = ChaosRun(self.cluster, client, self.answers, NUM_CLIENTS, hostile=hostile)
                 fault = Fault(0, 0.3, FaultKind.HOSTILE, TargetRole.ROUTER, 0, Phase.SENT, LASTS_S)
-                return await paced(chaos, fault, LONG_PAUSE_S)
+                return await paced(chaos, [fault], LONG_PAUSE_S)
 
         return self.runner.run(scene())
 
@@ -85,14 +95,14 @@ class Running:
         return self.runner.run(scene())
 
 
-async def paced(chaos: ChaosRun, fault: Fault, pause_s: float) -> Report:
-    """Run the fault under load, with pauses of the clients from then on."""
+async def paced(chaos: ChaosRun, faults: Sequence[Fault], pause_s: float) -> Report:
+    """Run the faults under load, with pauses of the clients from then on."""
 
     def slow_down(progress: ChaosProgress) -> None:
         if progress.num_injected:
             chaos.load.pause_s = pause_s
 
-    return await chaos.run([fault], fault.at_s, asyncio.Event(), slow_down)
+    return await chaos.run(faults, faults[-1].at_s, asyncio.Event(), slow_down)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +111,11 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = make_model_folder(tmp_path_factory.mktemp("models") / "tiny", VARIANTS["llama"])
     small = ("--kv-cache-memory", "256KiB", "--threads", "1")
     setting = ChaosClusterConfig(
-        str(folder), node_arguments=small, clocks_jump=can_jump(), has_http=True
+        str(folder),
+        node_arguments=small,
+        clocks_jump=can_jump(),
+        has_http=True,
+        kv_host_memory="256KiB",
     )
     with asyncio.Runner() as runner:
         cluster = runner.run(entered(setting))
@@ -175,11 +189,30 @@ def test_the_streams_of_a_frozen_decode_node_go_on_elsewhere_and_it_is_taken_bac
 
     report = running.through(
         Fault(0, 0.3, FaultKind.FREEZE, TargetRole.DECODE, 0, Phase.DECODING, LASTS_S),
-        LONG_PAUSE_S,
+        pause_s=LONG_PAUSE_S,
     )
 
     assert report.is_good, report
     assert running.total(TargetRole.ROUTER, ATTEMPTS, MIGRATE) > before
+
+
+def test_no_fault_of_files_and_objects_spoils_an_answer(running: Running) -> None:
+    # The second fault resets the KV caches alone, so that all prompts are looked for in the tiers.
+    first = (FaultKind.SPOIL, FaultKind.RESET)
+    kinds = (*first, *sorted(TIER_FAULTS.difference(first), key=lambda kind: kind.value))
+    faults = [
+        Fault(number, 0.3 + 0.4 * number, kind, TargetRole.ROUTER, 0, Phase.SENT, 0.4)
+        for number, kind in enumerate(kinds)
+    ]
+    before = [running.total(role, TIER_TOKENS) for role in (TargetRole.PREFILL, TargetRole.DECODE)]
+
+    report = running.through(*faults)
+
+    assert report.is_good, report
+    assert report.counts["right"] > 0
+    assert report.num_faults == len(TIER_FAULTS)
+    after = [running.total(role, TIER_TOKENS) for role in (TargetRole.PREFILL, TargetRole.DECODE)]
+    assert sum(after) > sum(before)
 
 
 def test_a_hostile_client_spoils_no_answer_and_leaves_nothing_behind(running: Running) -> None:

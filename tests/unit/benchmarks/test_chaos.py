@@ -24,6 +24,7 @@ from benchmarks.chaos.hostile.bystander import ObservedWait, Wait
 from benchmarks.chaos.hostile.latencies import bystander_latencies
 from benchmarks.chaos.hostile.requests import Attack, attacks, posts
 from benchmarks.chaos.leaks import (
+    DESCRIPTORS_PER_LINK,
     SPARE_DESCRIPTORS,
     SPARE_THREADS,
     Footprint,
@@ -130,6 +131,15 @@ def test_descriptors_and_threads_that_stay_are_named_beyond_a_few() -> None:
     assert list(grown(before, Footprint(20 + SPARE_DESCRIPTORS, 10 + SPARE_THREADS, 10**9))) == []
     assert list(grown(before, Footprint(20, 11 + SPARE_THREADS, 0))) == [
         f"{SPARE_THREADS + 1} more threads than the 10 at the start"
+    ]
+
+
+def test_links_that_pulls_open_are_no_leak_and_more_descriptors_are() -> None:
+    before, spare = Footprint(20, 10, 0), SPARE_DESCRIPTORS + 2 * DESCRIPTORS_PER_LINK
+
+    assert list(grown(before, Footprint(20 + spare, 10, 0), num_new_links=2)) == []
+    assert list(grown(before, Footprint(21 + spare, 10, 0), num_new_links=2)) == [
+        f"{spare + 1} more descriptors than the 20 at the start"
     ]
 
 

@@ -1,0 +1,121 @@
+"""Files and objects of the tiers of all nodes, and faults of them."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from threading import Event
+
+from benchmarks.chaos.faults import FaultKind
+from benchmarks.chaos.s3_server import BUCKET, S3Server, environment_for, s3_server
+
+SILENCE_S = 60.0  # longer than any fault
+HALF = 0.5
+
+
+class TierStorage:
+    def __init__(self, folder: Path, server: S3Server) -> None:
+        self._folder = folder
+        self._server = server
+        self._draw = random.Random(0)
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        return (
+            *("--kv-folder", str(self._folder), "--kv-folder-size", "16MiB"),
+            *("--kv-object-store", f"s3://{BUCKET}/kv"),
+        )
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return environment_for(self._server)
+
+    def damage(self, kind: FaultKind) -> None:
+        """Change half of the blocks, or delete all."""
+        for path in self._folder.glob("*/??/*.kv"):
+            with suppress(OSError):  # evicted meanwhile
+                self._damage_file(path, kind)
+        with self._server.lock:
+            for key, content in list(self._server.objects.items()):
+                if "/blocks/" in key and (changed := self._changed(content, kind)) is not None:
+                    self._server.objects[key] = changed
+                elif "/blocks/" in key and kind is FaultKind.EMPTY:
+                    del self._server.objects[key]
+
+    def _damage_file(self, path: Path, kind: FaultKind) -> None:
+        if kind is FaultKind.EMPTY:
+            path.unlink()
+        elif (changed := self._changed(path.read_bytes(), kind)) is not None:
+            with path.open("r+b") as file:  # in place: others may be reading it
+                file.write(changed)
+                file.truncate()
+
+    def _changed(self, content: bytes, kind: FaultKind) -> bytes | None:
+        """Return other content, or None to leave it as it is."""
+        if kind is FaultKind.EMPTY or not content or self._draw.random() > HALF:
+            return None
+        place = self._draw.randrange(len(content))
+        if kind is FaultKind.TRUNCATE:
+            return content[:place]
+        return content[:place] + bytes((content[place] ^ 0x55,)) + content[place + 1 :]
+
+    def disturbed(self, kind: FaultKind) -> AbstractContextManager[None]:
+        """Return the context in which a lasting fault is in effect."""
+        match kind:
+            case FaultKind.BLOCK:
+                return self._blocked()
+            case FaultKind.DOWN:
+                return self._down()
+            case _:
+                return self._silent()
+
+    @contextmanager
+    def _blocked(self) -> Iterator[None]:
+        """Put a file in the place of the folder until the block ends."""
+        kept = self._folder.with_suffix(".kept")
+        self._folder.rename(kept)
+        self._folder.touch()
+        try:
+            yield
+        finally:
+            self._folder.unlink()
+            kept.rename(self._folder)
+
+    @contextmanager
+    def _down(self) -> Iterator[None]:
+        def refuse(_: str) -> None:
+            raise ConnectionResetError
+
+        self._server.before = refuse
+        try:
+            yield
+        finally:
+            self._server.before = _serve
+
+    @contextmanager
+    def _silent(self) -> Iterator[None]:
+        is_over = Event()
+
+        def wait(_: str) -> None:
+            is_over.wait(SILENCE_S)
+
+        self._server.before = wait
+        try:
+            yield
+        finally:
+            self._server.before = _serve
+            is_over.set()
+
+
+def _serve(_: str) -> None:
+    pass
+
+
+@contextmanager
+def tier_storage(folder: Path) -> Iterator[TierStorage]:
+    with s3_server() as server:
+        yield TierStorage(folder / "kv", server)
+        shutil.rmtree(folder / "kv", ignore_errors=True)
