@@ -21,9 +21,11 @@ from benchmarks.cli.memory import memory
 from benchmarks.cli.overload import overload
 from benchmarks.cli.peer import peer
 from benchmarks.cli.policies import policies
+from benchmarks.cli.reuse import reuse
 from benchmarks.cli.router import router
 from benchmarks.cli.scheduler import scheduler
 from benchmarks.cli.speculation import speculation
+from benchmarks.cli.tiers import tiers
 from benchmarks.cli.trace import trace
 from rpc.parent_process import exit_on_sigterm
 
@@ -37,6 +39,7 @@ EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
     index: ("index --nodes 64",),
     router: ("router --streams 64 --json router.json",),
     policies: ("policies --nodes 100 --plot policies.png",),
+    reuse: ("reuse --requests 500", "reuse --trace mooncake.jsonl.gz --json reuse.json"),
     trace: ("trace --rounds 9 --json trace.json",),
     overload: ("overload --model models/demo --factor 3",),
     memory: ("memory --requests 100000 --clients 64",),
@@ -45,6 +48,7 @@ EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
     interference: ("interference --model ~/models/Qwen3-0.6B --vllm-venv ~/vllm",),
     frontier: ("frontier --model ~/models/Qwen3-0.6B --rates 0.1,0.2 --plot f.png",),
     handover: ("handover --model ~/models/Qwen3-0.6B --pairs 30",),
+    tiers: ("tiers --model ~/models/Qwen3-0.6B --tokens 8192 --kv-cache-memory 1GiB",),
     chart: ("chart --peer peer.json --interference load.json engines.png",),
 }
 

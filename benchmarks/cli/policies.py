@@ -40,10 +40,13 @@ def policies(
     from baton.bench.plotting import need_matplotlib
     from benchmarks.plots.policies import draw
     from benchmarks.router.policies import PolicyBench, run
+    from benchmarks.router.simulation import SimCluster
+    from benchmarks.router.workloads import Sessions
 
     if plot_file is not None:
         need_matplotlib()
-    what = PolicyBench(num_nodes=nodes, num_requests=requests, load=load, skew=skew, seed=seed)
+    cluster = SimCluster(num_prefill=nodes // 2, num_decode=nodes - nodes // 2, block_size=64)
+    what = PolicyBench(cluster, Sessions(skew=skew), requests, load, seed)
     with Console(stderr=True).status("simulating") as status:
         figures = run(what, lambda done: status.update(f"simulated {done.policy}"))
     rows = [asdict(figure) for figure in figures]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from time import thread_time
 
 from engine.plan import Plan, RunResult
@@ -40,18 +41,24 @@ def run(
     num_running: Sequence[int] = (256, 1024),
     num_waiting: int = 10_000,
     context_lengths: Sequence[int] = (128, 8192),
+    *,
+    kv_events: bool = False,
 ) -> dict[str, list[dict[str, float]]]:
     """Return step costs by batch size, with a long queue, and by context length."""
     largest = max(num_running)
+    measure = partial(measure_steps, kv_events=kv_events)
     return {
-        "by_num_running": [asdict(_measure(count, 0, 128)) for count in num_running],
-        "with_waiting_queue": [asdict(_measure(largest, num_waiting, 128))],
-        "by_context_length": [asdict(_measure(largest, 0, tokens)) for tokens in context_lengths],
+        "by_num_running": [asdict(measure(count, 0, 128)) for count in num_running],
+        "with_waiting_queue": [asdict(measure(largest, num_waiting, 128))],
+        "by_context_length": [asdict(measure(largest, 0, tokens)) for tokens in context_lengths],
     }
 
 
-def _measure(num_running: int, num_waiting: int, num_prompt_tokens: int) -> SchedulerStepCost:
-    scheduler = _fill(num_running, num_waiting, num_prompt_tokens)
+def measure_steps(
+    num_running: int, num_waiting: int, num_prompt_tokens: int, *, kv_events: bool
+) -> SchedulerStepCost:
+    """Measure steps. With `kv_events`, the changes of the prefix cache are taken after each."""
+    scheduler = _fill(num_running, num_waiting, num_prompt_tokens, kv_events=kv_events)
     schedule_s, update_s = [], []
     for _ in range(NUM_STEPS):
         before = thread_time()
@@ -60,6 +67,7 @@ def _measure(num_running: int, num_waiting: int, num_prompt_tokens: int) -> Sche
         result = _answer(plan)
         answered = thread_time()
         scheduler.update(plan, result)
+        scheduler.take_kv_events()
         schedule_s.append(planned - before)
         update_s.append(thread_time() - answered)
     both = [1e6 * (a + b) / num_running for a, b in zip(schedule_s, update_s, strict=True)]
@@ -74,7 +82,9 @@ def _measure(num_running: int, num_waiting: int, num_prompt_tokens: int) -> Sche
     )
 
 
-def _fill(num_running: int, num_waiting: int, num_prompt_tokens: int) -> Scheduler:
+def _fill(
+    num_running: int, num_waiting: int, num_prompt_tokens: int, *, kv_events: bool
+) -> Scheduler:
     """Return a scheduler with `num_running` decoding and `num_waiting` queued requests."""
     num_steps = NUM_WARM_UP_STEPS + NUM_STEPS + 8
     tokens_each = num_prompt_tokens + num_steps + BLOCK_SIZE
@@ -86,7 +96,12 @@ def _fill(num_running: int, num_waiting: int, num_prompt_tokens: int) -> Schedul
             max_model_len=tokens_each + 1,
             eos_token_ids=frozenset({0}),
         ),
-        CacheConfig(num_blocks=num_running * blocks_each, block_size=BLOCK_SIZE),
+        CacheConfig(
+            num_blocks=num_running * blocks_each,
+            block_size=BLOCK_SIZE,
+            collect_events=kv_events,
+            collect_token_ids=kv_events,
+        ),
     )
     sampling = SamplingParams(max_tokens=num_steps)
     for number in range(num_running + num_waiting):

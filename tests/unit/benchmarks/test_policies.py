@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from benchmarks.router.policies import (
     PolicyBench,
     PolicyFigures,
-    SimRequest,
-    Simulation,
     make_requests,
     run,
+    simulate,
 )
+from benchmarks.router.simulation import SimCluster
+from benchmarks.router.workloads import Sessions, SimRequest
 from router.routing.policy import RoutingPolicy
 
 pytestmark = pytest.mark.slow
 
 BLOCK = 4
-SMALL = PolicyBench(num_nodes=20, num_requests=600, num_system_prompts=5)
+SMALL_CLUSTER = SimCluster(num_prefill=10, num_decode=10, block_size=64)
+SMALL = PolicyBench(SMALL_CLUSTER, Sessions(num_system_prompts=5), num_requests=600)
 
 
 def figures_of(what: PolicyBench, policy: RoutingPolicy) -> PolicyFigures:
-    return Simulation(what, policy).run(make_requests(what))
+    return simulate(what, policy, make_requests(what))
 
 
 def test_requests_come_in_order_at_the_rate_that_was_asked_for() -> None:
@@ -32,7 +35,7 @@ def test_requests_come_in_order_at_the_rate_that_was_asked_for() -> None:
     times = [request.at_s for request in requests]
     tokens_per_s = sum(len(request.token_ids) for request in requests) / times[-1]
     assert times == sorted(times)
-    assert 0.6 < tokens_per_s / (10 * SMALL.prefill_tokens_per_s) < 0.8
+    assert 0.6 < tokens_per_s / (10 * SMALL_CLUSTER.prefill_tokens_per_s) < 0.8
 
 
 def test_every_policy_is_simulated_and_the_one_that_knows_prefixes_finds_most_and_waits_least() -> (
@@ -51,9 +54,7 @@ def test_one_seed_gives_one_result_and_another_seed_another() -> None:
         figures_of(SMALL, RoutingPolicy.POWER_OF_TWO),
         figures_of(SMALL, RoutingPolicy.POWER_OF_TWO),
     )
-    other = figures_of(
-        PolicyBench(num_nodes=20, num_requests=600, seed=1), RoutingPolicy.POWER_OF_TWO
-    )
+    other = figures_of(replace(SMALL, seed=1), RoutingPolicy.POWER_OF_TWO)
 
     assert first == again != other
 
@@ -72,10 +73,8 @@ def one_at_a_time(num_requests: int, *, seed: int = 0) -> list[SimRequest]:
 
 
 def prefix_aware(requests: list[SimRequest], *, num_nodes: int, num_blocks: int) -> PolicyFigures:
-    what = PolicyBench(
-        num_nodes=num_nodes, num_requests=600, block_size=BLOCK, num_blocks=num_blocks
-    )
-    return Simulation(what, RoutingPolicy.PREFIX_AWARE).run(requests)
+    cluster = SimCluster(num_nodes // 2, num_nodes // 2, block_size=BLOCK, num_blocks=num_blocks)
+    return simulate(PolicyBench(cluster), RoutingPolicy.PREFIX_AWARE, requests)
 
 
 def test_without_load_a_shared_first_block_leaves_no_node_idle_and_no_cache_unused() -> None:
