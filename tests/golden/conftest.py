@@ -88,9 +88,8 @@ def family_runner(family_folder: Callable[[str], Path]) -> Iterator[Callable[...
             config = RunnerConfig(
                 str(family_folder(name)),
                 block_size=BLOCK_SIZE,
-                kv_cache_bytes=KV_CACHE_BYTES,
                 max_num_seqs=32,
-                **settings,
+                **{"kv_cache_bytes": KV_CACHE_BYTES, **settings},
             )
             loaded[key] = load_runner(config)
         return loaded[key]

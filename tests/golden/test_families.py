@@ -19,7 +19,7 @@ from engine.request import EngineRequest, RequestId
 from engine.runner.model_runner import TorchRunner
 from engine.sampling import SamplingParams
 from engine.scheduler.config import SchedulerConfig
-from tests.support.families import FAMILY_VARIANTS
+from tests.support.families import FAMILY_VARIANTS, RECURRENT
 from tests.support.kernels import kernels_by_variant
 from tests.support.local_handoffs import LocalHandoffs
 from tests.support.models import (
@@ -43,6 +43,12 @@ LoadRunner = Callable[..., TorchRunner]
 FolderOf = Callable[[str], Path]
 
 each_family = pytest.mark.parametrize("name", FAMILY_VARIANTS)
+# The others are driven without a scheduler in test_state_families.py.
+each_scheduled_family = pytest.mark.parametrize("name", sorted(FAMILY_VARIANTS.keys() | RECURRENT))
+# Windows, sinks with windows, latent attention, chunks, and recurrent states.
+each_kind_of_cache = pytest.mark.parametrize(
+    "name", ["gemma3", "gpt-oss", "deepseek-v3", "llama4", *RECURRENT]
+)
 
 
 def driver(runner: TorchRunner, chunk: int) -> Driver:
@@ -121,16 +127,20 @@ def test_a_long_prompt_uses_the_long_factors_of_longrope(
         assert found.logprob == pytest.approx(float(row[found.token_id]), abs=TOLERANCE)
 
 
-def answer(engine: EngineCore, name: str, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
+def answers(engine: EngineCore, *prompts: tuple[int, ...], num_tokens: int) -> list[list[int]]:
+    """Return the greedy answers to prompts that run together."""
     sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-    engine.scheduler.add(EngineRequest(RequestId(name), prompt, sampling, seed=0))
-    tokens: list[int] = []
+    tokens: dict[str, list[int]] = {f"r{number}": [] for number in range(len(prompts))}
+    for name, prompt in zip(tokens, prompts, strict=True):
+        engine.scheduler.add(EngineRequest(RequestId(name), prompt, sampling, seed=0))
     while engine.scheduler.has_work:
-        tokens += [token for output in engine.step() for token in output.token_ids]
-    return tokens
+        for output in engine.step():
+            tokens[output.request_id] += output.token_ids
+    engine.scheduler.check()
+    return list(tokens.values())
 
 
-@each_family
+@each_scheduled_family
 def test_prefix_hits_change_no_token(
     name: str, family_runner: LoadRunner, family_folder: FolderOf
 ) -> None:
@@ -138,20 +148,47 @@ def test_prefix_hits_change_no_token(
     runner = family_runner(name)
     engine = build_engine(runner, EngineOptions(scheduling))
     branched = (*PROMPT[:48], *prompt_of(9, seed=5))
-    answer(engine, "first", PROMPT, 1)
+    third = (*PROMPT[:48], *prompt_of(9, seed=6))
+    answers(engine, PROMPT, num_tokens=1)
 
-    again, other = answer(engine, "again", PROMPT, 16), answer(engine, "branched", branched, 8)
+    [again], [other], [another] = (
+        answers(engine, prompt, num_tokens=count)
+        for prompt, count in ((PROMPT, 16), (branched, 8), (third, 8))
+    )
 
-    # A recurrent state has a snapshot at the prompt's last whole block, and at multiples of this.
+    # A recurrent state has a snapshot at the prompt's last whole block, at multiples of this, and
+    # where the second prompt leaves the first.
     snapshot_interval = 16 * max(1, runner.kv_memory.num_state_blocks)
     num_shared = 48 // snapshot_interval * snapshot_interval
-    assert engine.scheduler.stats().total_prefix_hit_tokens == 64 + num_shared
+    assert engine.scheduler.stats().total_prefix_hit_tokens == 64 + num_shared + 48
     folder = family_folder(name)
     assert again == reference_choices(folder, PROMPT, again, 16)
     assert other == reference_choices(folder, branched, other, 8)
+    assert another == reference_choices(folder, third, another, 8)
 
 
-@each_family
+@each_kind_of_cache
+def test_a_cache_too_small_for_all_preempts_and_changes_no_token(
+    name: str, family_runner: LoadRunner, family_folder: FolderOf
+) -> None:
+    memory = family_runner(name).kv_memory
+    # Room for about two of four requests.
+    num_blocks = 5 * len(memory.groups) + 4 * memory.num_state_blocks
+    small = family_runner(name, kv_cache_bytes=num_blocks * memory.block_bytes)
+    scheduling = SchedulerConfig(max_num_batched_tokens=CHUNK, max_num_seqs=4)
+    engine = build_engine(small, EngineOptions(scheduling))
+    prompts = [prompt_of(length) for length in (1, 17, 20, 30)]
+
+    found = answers(engine, *prompts, num_tokens=48)
+
+    assert found == [
+        reference_choices(family_folder(name), prompt, tokens, 48)
+        for prompt, tokens in zip(prompts, found, strict=True)
+    ]
+    assert engine.scheduler.stats().total_preemptions > 0
+
+
+@each_scheduled_family
 def test_hand_offs_and_the_death_of_a_decode_engine_change_no_token(
     name: str, family_runner: LoadRunner, family_folder: FolderOf
 ) -> None:

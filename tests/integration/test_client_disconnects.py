@@ -21,6 +21,7 @@ from tests.support.suspended_processes import suspended
 
 # Long enough to come to where the request is to stand, on a busy machine too.
 DEADLINE_S = 2.0
+NOT_LOCAL = 300  # tokens of a prompt that decode does not compute, however busy prefill seems
 LONG = Generation(SamplingParams(max_tokens=450, temperature=0.0, ignore_eos=True))
 SHORT = Generation(SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
 
@@ -86,7 +87,7 @@ def test_a_client_leaves_while_decode_waits_for_kv(cluster: LocalCluster, leave:
     with suspended(prefill):
         leave(
             cluster.address,
-            ClientRequest(prompt_of(100, seed=61), LONG),
+            ClientRequest(prompt_of(NOT_LOCAL, seed=61), LONG),
             partial(await_load, decode.address, is_busy),
         )
 
@@ -100,7 +101,7 @@ def test_a_client_leaves_while_prefill_waits_for_a_grant(
     with suspended(decode):
         leave(
             cluster.address,
-            ClientRequest(prompt_of(101, seed=62), LONG),
+            ClientRequest(prompt_of(NOT_LOCAL, seed=62), LONG),
             partial(await_blocks_held_by_a_finished_request, prefill.address),
         )
         await_all_free(prefill.address)  # it does not wait for decode to agree

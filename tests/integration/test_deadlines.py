@@ -18,6 +18,7 @@ from tests.support.models import prompt_of
 from tests.support.nodes import await_load, card_at, is_busy
 from tests.support.suspended_processes import suspended
 
+NOT_LOCAL = 300  # tokens of a prompt that decode does not compute, however busy prefill seems
 LONG = Generation(SamplingParams(max_tokens=450, temperature=0.0, ignore_eos=True))
 # Longer than it takes to come to where the request is to stand, on a busy machine too.
 DEADLINE_S = 5.0
@@ -55,7 +56,7 @@ def test_a_deadline_expires_while_prefill_is_frozen(cluster: LocalCluster) -> No
 
     with Client(cluster.address, timeout_s=0.5) as hasty, suspended(prefill):
         with pytest.raises(BatonError) as failure:
-            hasty.generate(prompt_of(40, seed=1), LONG)
+            hasty.generate(prompt_of(NOT_LOCAL, seed=1), LONG)
         await_load(decode.address, is_idle)
 
     assert failure.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -104,7 +105,7 @@ def test_nodes_enforce_a_deadline_while_the_router_is_frozen(cluster: LocalClust
         ThreadPoolExecutor(1) as asking,
         suspended(prefill),
     ):
-        requested = asking.submit(hasty.generate, prompt_of(40, seed=3), LONG)
+        requested = asking.submit(hasty.generate, prompt_of(NOT_LOCAL, seed=3), LONG)
         await_load(decode.address, is_busy)
         with suspended(cluster.router):
             await_load(decode.address, is_idle)

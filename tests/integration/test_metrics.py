@@ -26,9 +26,12 @@ ANY_PORT = ("--metrics-port", "0")
 
 
 @pytest.fixture(scope="module")
-def counted(cluster_options: Callable[..., ClusterOptions]) -> Iterator[LocalCluster]:
+def counted(
+    cluster_options: Callable[..., ClusterOptions], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LocalCluster]:
     options = cluster_options(router_arguments=ANY_PORT)
-    options = replace(options, node_arguments=(*options.node_arguments, *ANY_PORT))
+    tiers = ("--kv-host-memory", "1MiB", "--kv-folder", str(tmp_path_factory.mktemp("kv")))
+    options = replace(options, node_arguments=(*options.node_arguments, *ANY_PORT, *tiers))
     with LocalCluster(options) as running:
         yield running
 

@@ -24,7 +24,7 @@ def wide_cluster(cluster_options: Callable[..., ClusterOptions]) -> Iterator[Loc
     options = cluster_options(
         num_prefill=2,
         num_decode=2,
-        router_arguments=("--local-prefill-below", str(THRESHOLD)),
+        router_arguments=("--local-prefill-below", str(THRESHOLD), "--no-kv-pulls"),
     )
     with LocalCluster(options) as running:
         yield running

@@ -286,7 +286,7 @@ def sending_to(
     options = cluster_options(
         num_prefill=num_prefill,
         num_decode=num_decode,
-        router_arguments=(*otlp, "--local-prefill-below", str(LOCAL_BELOW)),
+        router_arguments=(*otlp, "--local-prefill-below", str(LOCAL_BELOW), "--no-kv-pulls"),
     )
     return replace(options, node_arguments=(*options.node_arguments, *otlp))
 
