@@ -190,7 +190,9 @@ class ChaosCluster:
         }
 
     def footprint(self, child: Child) -> Footprint:
-        return footprint(child.process.pid)
+        """Return the resources of a process, without the pool of connections to the objects."""
+        storage = self.tier_storage
+        return footprint(child.process.pid, () if storage is None else (storage.port,))
 
     def _options(self) -> ClusterOptions:
         setting = self._setting

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from telemetry.metrics.names import Metric
 
 SCRAPE_TIMEOUT_S = 5.0
 SAMPLE = re.compile(r"(?P<name>\w+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
+NUMBER = re.compile(r"[0-9a-f]{5,}|[0-9]+")  # such as that of a socket or of UCX's shared memory
 # Metrics that are 0 without requests, with their names in reports.
 HELD = (
     (names.RUNNING, "", "requests in the batch"),
@@ -69,19 +72,48 @@ def parse(text: str) -> Scrape:
 class Footprint:
     """System resources of a process."""
 
-    num_descriptors: int
+    descriptors: Counter[str]  # by kind
     num_threads: int
     rss_bytes: int
 
+    @property
+    def num_descriptors(self) -> int:
+        return self.descriptors.total()
 
-def footprint(pid: int) -> Footprint:
+
+def footprint(pid: int, pooled_ports: Collection[int] = ()) -> Footprint:
+    """Return the resources of a process, without its connections to these ports."""
     process = Path(f"/proc/{pid}")
     pages = int((process / "statm").read_text(encoding="ascii").split()[1])
     return Footprint(
-        len(os.listdir(process / "fd")),
+        _descriptors(process, pooled_ports),
         len(os.listdir(process / "task")),
         pages * os.sysconf("SC_PAGE_SIZE"),
     )
+
+
+def _descriptors(process: Path, pooled_ports: Collection[int]) -> Counter[str]:
+    port_by_socket = _remote_ports(process)
+    kinds: Counter[str] = Counter()
+    for entry in os.scandir(process / "fd"):
+        with suppress(FileNotFoundError):  # it was closed meanwhile
+            target = os.readlink(entry.path)
+            port = port_by_socket.get(target)
+            if port is None:
+                kinds[NUMBER.sub("N", target)] += 1
+            elif port not in pooled_ports:
+                kinds["TCP connection" if port else "TCP listener"] += 1
+    return kinds
+
+
+def _remote_ports(process: Path) -> dict[str, int]:
+    """Return the remote ports of TCP sockets by `socket:[inode]`; 0: it listens."""
+    lines = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in (process / "net" / table).read_text(encoding="ascii").splitlines()[1:]
+    ]
+    return {f"socket:[{line[9]}]": int(line[2].rpartition(":")[2], 16) for line in lines}
 
 
 def held(found: Scrape) -> Iterator[str]:
@@ -99,13 +131,14 @@ def num_links(found: Scrape) -> int:
 def grown(before: Footprint, after: Footprint, num_new_links: int = 0) -> Iterator[str]:
     """Yield what a process has more of than at the start, apart from new links to peers."""
     for_links = DESCRIPTORS_PER_LINK * max(0, num_new_links)
-    for name, label, spare in (
-        ("num_descriptors", "descriptors", SPARE_DESCRIPTORS + for_links),
-        ("num_threads", "threads", SPARE_THREADS),
-    ):
-        more = getattr(after, name) - getattr(before, name)
-        if more > spare:
-            yield f"{more} more {label} than the {getattr(before, name)} at the start"
+    more = after.num_descriptors - before.num_descriptors
+    if more > SPARE_DESCRIPTORS + for_links:
+        grown_kinds = (after.descriptors - before.descriptors).most_common()
+        kinds = ", ".join(f"{count} {kind}" for kind, count in grown_kinds)
+        yield f"{more} more descriptors than the {before.num_descriptors} at the start: {kinds}"
+    more = after.num_threads - before.num_threads
+    if more > SPARE_THREADS:
+        yield f"{more} more threads than the {before.num_threads} at the start"
 
 
 @dataclass(frozen=True, slots=True)

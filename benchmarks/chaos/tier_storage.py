@@ -30,6 +30,11 @@ class TierStorage:
         )
 
     @property
+    def port(self) -> int:
+        """The port of the object store."""
+        return self._server.port
+
+    @property
     def environment(self) -> dict[str, str]:
         return environment_for(self._server)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import socket
 from collections import Counter
 from dataclasses import replace
 from itertools import islice
@@ -28,6 +30,7 @@ from benchmarks.chaos.leaks import (
     SPARE_DESCRIPTORS,
     SPARE_THREADS,
     Footprint,
+    footprint,
     grown,
     held,
     memory_growth,
@@ -125,22 +128,41 @@ def test_leaked_resources_are_named() -> None:
     assert list(held(parse(METRICS))) == ["1 open hand-offs", "2 fenced blocks"]
 
 
-def test_descriptors_and_threads_that_stay_are_named_beyond_a_few() -> None:
-    before = Footprint(20, 10, 0)
+def descriptors(num_sockets: int, **more: int) -> Counter[str]:
+    return Counter({"socket:[N]": num_sockets, **more})
 
-    assert list(grown(before, Footprint(20 + SPARE_DESCRIPTORS, 10 + SPARE_THREADS, 10**9))) == []
-    assert list(grown(before, Footprint(20, 11 + SPARE_THREADS, 0))) == [
+
+def test_descriptors_and_threads_that_stay_are_named_beyond_a_few() -> None:
+    before = Footprint(descriptors(20), 10, 0)
+    spare = Footprint(descriptors(20 + SPARE_DESCRIPTORS), 10 + SPARE_THREADS, 10**9)
+
+    assert list(grown(before, spare)) == []
+    assert list(grown(before, Footprint(descriptors(20), 11 + SPARE_THREADS, 0))) == [
         f"{SPARE_THREADS + 1} more threads than the 10 at the start"
     ]
 
 
 def test_links_that_pulls_open_are_no_leak_and_more_descriptors_are() -> None:
-    before, spare = Footprint(20, 10, 0), SPARE_DESCRIPTORS + 2 * DESCRIPTORS_PER_LINK
+    before = Footprint(descriptors(20), 10, 0)
+    spare = SPARE_DESCRIPTORS + 2 * DESCRIPTORS_PER_LINK
 
-    assert list(grown(before, Footprint(20 + spare, 10, 0), num_new_links=2)) == []
-    assert list(grown(before, Footprint(21 + spare, 10, 0), num_new_links=2)) == [
-        f"{spare + 1} more descriptors than the 20 at the start"
+    assert list(grown(before, Footprint(descriptors(20 + spare), 10, 0), num_new_links=2)) == []
+    after = Footprint(descriptors(20 + spare, file=1), 10, 0)
+    assert list(grown(before, after, num_new_links=2)) == [
+        f"{spare + 1} more descriptors than the 20 at the start: {spare} socket:[N], 1 file"
     ]
+
+
+def test_pooled_connections_are_left_out_of_a_footprint() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()),
+    ):
+        port = server.getsockname()[1]
+        whole, rest = footprint(os.getpid()), footprint(os.getpid(), (port,))
+
+    assert whole.descriptors - rest.descriptors == Counter({"TCP connection": 1})
+    assert rest.descriptors["TCP listener"] > 0
 
 
 def test_tries_of_routers_that_are_gone_count_as_well() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from benchmarks.chaos.leaks import Footprint
@@ -28,7 +30,9 @@ def test_points_at_one_place_make_no_slope() -> None:
 def held(*rss_mib: float) -> MemoryRun:
     """Return a run with one sample per thousand requests."""
     looks = [
-        MemorySample(1000 * number, {"node": Footprint(20 + number, 9, round(rss * MIB))})
+        MemorySample(
+            1000 * number, {"node": Footprint(Counter(file=20 + number), 9, round(rss * MIB))}
+        )
         for number, rss in enumerate(rss_mib)
     ]
     return MemoryRun(looks=looks)
