@@ -26,7 +26,7 @@ def test_the_file_of_a_plot_is_checked_before_the_measurement(
 ) -> None:
     arguments = ["policies", "--plot", str(tmp_path / path)]
 
-    ended = CliRunner().invoke(app, arguments, env={"COLUMNS": "400"})
+    ended = CliRunner().invoke(app, arguments, env={"COLUMNS": "1000"})
 
     assert ended.exit_code == 2
     assert complaint in ended.output
