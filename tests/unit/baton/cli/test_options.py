@@ -56,7 +56,7 @@ def test_other_ways_to_write_cpus_are_refused(written: str) -> None:
 def test_the_output_path_is_checked_before_the_work(
     arguments: list[str], path: str, complaint: str, tmp_path: Path
 ) -> None:
-    ended = CliRunner().invoke(app, [*arguments, str(tmp_path / path)], env={"COLUMNS": "400"})
+    ended = CliRunner().invoke(app, [*arguments, str(tmp_path / path)], env={"COLUMNS": "1000"})
 
     assert ended.exit_code == 2
     assert complaint in ended.output
@@ -94,7 +94,7 @@ def test_a_folder_for_plots_is_looked_at_before_the_load(tmp_path: Path) -> None
     (tmp_path / "file").touch()
     for folder in ("file", "file/below"):
         load = ["bench", "serve", "--router", "127.0.0.1:1", "--plots", str(tmp_path / folder)]
-        ended = CliRunner().invoke(app, load, env={"COLUMNS": "400"})
+        ended = CliRunner().invoke(app, load, env={"COLUMNS": "1000"})
 
         assert ended.exit_code == 2
         assert f"{tmp_path / 'file'} is not a folder" in ended.output
