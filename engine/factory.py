@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from engine.core import EngineCore, NoKvWorker
@@ -9,6 +10,7 @@ from engine.plan import KvWorker
 from engine.runner.model_runner import TorchRunner
 from engine.scheduler.config import CacheConfig, PullConfig, SchedulerConfig
 from engine.scheduler.scheduler import Scheduler
+from engine.step_observer import StepObserver
 from engine.structured_output.llguidance_backend import GrammarLibrary
 from kv_transfer.external_kv import ExternalKv
 
@@ -24,10 +26,14 @@ class EngineOptions:
 
 
 def build_engine(
-    runner: TorchRunner, options: EngineOptions, kv_worker: KvWorker | None = None
+    runner: TorchRunner,
+    options: EngineOptions,
+    kv_worker: KvWorker | None = None,
+    observers: Sequence[StepObserver] = (),
 ) -> EngineCore:
     """Build an engine. Without a KV worker, it neither sends nor receives KV."""
-    return EngineCore(build_scheduler(runner, options), runner, kv_worker or NoKvWorker())
+    scheduler = build_scheduler(runner, options)
+    return EngineCore(scheduler, runner, kv_worker or NoKvWorker(), observers=observers)
 
 
 def build_scheduler(

@@ -21,6 +21,7 @@ from kv_transfer.protocol.messages import Fingerprint
 from kv_transfer.tiers.tiered_kv import TieredKv
 from kv_transfer.types import Incarnation, NodeId
 from kv_transfer.worker import KvTransferWorker
+from node.copy_pacing import CopyPacing
 from node.engine_calls import EngineCalls
 from node.kv_connectors import DeferredWake, make_connector, tiers_in
 from node.kv_events.messages import CacheFacts, spec_kind_of
@@ -78,7 +79,9 @@ def build_components(
     scheduler = build_scheduler(runner, _engine_options(options), connector, pulls)
     # Metrics before traces: with the end of a hand-off, the trace of its request may be complete.
     counters = () if metrics is None else (metrics,)
-    observers = (ledger, *counters, *tracing.step_observers())
+    tiers = tiers_in(connector)
+    pacing = () if tiers is None else (CopyPacing(tiers.pace),)
+    observers = (ledger, *counters, *tracing.step_observers(), *pacing)
     core = EngineCore(scheduler, runner, worker, observers=observers, external=connector)
     compiler: Compiler = GrammarCompiler(build_grammars(runner))
     engine = EngineThread(core, name=identity.node_id, compiler=compiler)
@@ -87,7 +90,6 @@ def build_components(
     calls = EngineCalls(engine)
     wake.attach(partial(_wake, engine, calls))
     ledger.set_change_callback(calls.notify_change_threadsafe)
-    tiers = tiers_in(connector)
     if tiers is not None and metrics is not None:
         for tier in tiers.status():
             tier.counters.observe_load = metrics.count_loads_of(tier.name)

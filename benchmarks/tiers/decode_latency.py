@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import count
 from statistics import median, quantiles
 from threading import Event, Thread
 from time import perf_counter
@@ -26,9 +27,11 @@ from kv_transfer.tiers.block_memory import BlockMemory
 from kv_transfer.tiers.file_tier import FileTier
 from kv_transfer.tiers.host_tier import HostTier
 from kv_transfer.tiers.tiered_kv import TieredKv
+from node.copy_pacing import CopyPacing
 
 PROMPT_LEN = 32
 NUM_WARM_UP_STEPS = 8
+HOST_MOVES = 8  # fit into host memory
 MOVED_SHARE = 0.02  # of all blocks: stored and loaded at a time; no request uses them
 
 
@@ -66,7 +69,7 @@ def run(bench: DecodeBench) -> DecodeRow:
         )
         runner = stack.enter_context(load_runner(config))
         traffic = stack.enter_context(_traffic(runner, bench))
-        meter = _Meter(runner, bench)
+        meter = _Meter(runner, bench, traffic.pacing)
         rounds = [meter.round(traffic, busy_first=bool(n % 2)) for n in range(bench.num_rounds)]
     return _row(rounds, traffic.gb_per_s)
 
@@ -88,12 +91,13 @@ def _p99(seconds: list[float]) -> float:
 
 
 class _Meter:
-    def __init__(self, runner: TorchRunner, bench: DecodeBench) -> None:
+    def __init__(self, runner: TorchRunner, bench: DecodeBench, pacing: CopyPacing) -> None:
         self._bench = bench
         self._random = random.Random(0)
         self._vocab_size = runner.info.vocab_size
         scheduling = SchedulerConfig(max_num_seqs=bench.num_streams)
-        self._engine = build_engine(runner, EngineOptions(scheduling, enable_prefix_caching=False))
+        options = EngineOptions(scheduling, enable_prefix_caching=False)
+        self._engine = build_engine(runner, options, observers=[pacing])
 
     def round(self, traffic: _Traffic, *, busy_first: bool) -> tuple[list[float], list[float]]:
         """Return the times of steps next to idle and to busy tiers."""
@@ -134,10 +138,12 @@ class _Traffic:
     def __init__(
         self, tiers: TieredKv, block_ids: Sequence[int], block_bytes: int, gb_per_s: float
     ):
+        self.pacing = CopyPacing(tiers.pace)
         self._driver = TierDriver(tiers)
         self._block_ids = block_ids
         self._num_bytes = 2 * len(block_ids) * block_bytes  # of a store and a load
         self._pace_s = self._num_bytes / (gb_per_s * 1e9)
+        self._numbers = count()  # names of blocks
         self._num_moves = 0
         self._busy_s = 0.0
 
@@ -158,13 +164,20 @@ class _Traffic:
         thread.join()
         self._busy_s += perf_counter() - began_s
 
+    def touch_memory(self) -> None:
+        """Use all host memory once: the first use of a page takes much longer than later ones."""
+        for _ in range(HOST_MOVES):
+            self._move()
+
+    def _move(self) -> None:
+        names = [next(self._numbers).to_bytes(16, "big") for _ in self._block_ids]
+        self._driver.store(names, self._block_ids)
+        self._driver.load(names, self._block_ids)
+
     def _move_until(self, stop: Event) -> None:
         while not stop.is_set():
             began_s = perf_counter()
-            first = self._num_moves * len(self._block_ids)
-            names = [(first + n).to_bytes(16, "big") for n in range(len(self._block_ids))]
-            self._driver.store(names, self._block_ids)
-            self._driver.load(names, self._block_ids)
+            self._move()
             self._num_moves += 1
             stop.wait(max(0.0, began_s + self._pace_s - perf_counter()))
 
@@ -173,13 +186,16 @@ class _Traffic:
 def _traffic(runner: TorchRunner, bench: DecodeBench) -> Iterator[_Traffic]:
     kv = runner.kv_memory
     num_moved = max(1, int(kv.num_blocks * MOVED_SHARE))
-    owner = huge_page_memory(2 * num_moved * kv.block_bytes)
+    num_host = HOST_MOVES * num_moved
+    owner = huge_page_memory(num_host * kv.block_bytes)
     address = ctypes.addressof(ctypes.c_char.from_buffer(owner))
-    host = HostTier(BlockMemory(address, 2 * num_moved, kv.block_bytes), owner)
+    host = HostTier(BlockMemory(address, num_host, kv.block_bytes), owner)
     with tempfile.TemporaryDirectory() as folder:
         limit = 4 * num_moved * (kv.block_bytes + 64)
         files = FileTier(folder, "bench", kv.block_bytes, limit) if bench.with_files else None
         memory = BlockMemory(kv.address, kv.num_blocks, kv.block_bytes)
         with TieredKv(memory, host, files, copy=fastest_copies(kv.block_bytes)) as tiers:
             block_ids = range(kv.num_blocks - num_moved, kv.num_blocks)
-            yield _Traffic(tiers, block_ids, kv.block_bytes, bench.gb_per_s)
+            traffic = _Traffic(tiers, block_ids, kv.block_bytes, bench.gb_per_s)
+            traffic.touch_memory()
+            yield traffic

@@ -21,6 +21,7 @@ from typing import TypeVar
 from kv_transfer.external_kv import BlockHints, BlockName, Load
 from kv_transfer.tiers.block_memory import BlockMemory, copy_block
 from kv_transfer.tiers.block_store import BackingConfig, BlockStore
+from kv_transfer.tiers.copy_pace import CopyPace
 from kv_transfer.tiers.counters import TierCounters, TierStatus
 from kv_transfer.tiers.host_tier import HostBlock, HostTier
 
@@ -74,6 +75,7 @@ class BackingTier:
         host: HostTier,
         generation: Generation,
         clock: Callable[[], float],
+        pace: CopyPace,
     ) -> None:
         self.name = config.name
         self.counters = TierCounters(config.block_s)
@@ -85,6 +87,7 @@ class BackingTier:
         self._generation = generation
         self._cleared = generation.number  # the generation that the store is in
         self._clock = clock
+        self._pace = pace
         self._jobs: PriorityQueue[tuple[int, int, Job | None]] = PriorityQueue()
         self._numbers = count()
         self._writes: deque[_Write] = deque()
@@ -275,7 +278,9 @@ class BackingTier:
             if is_stale or self._clock() < self._no_writes_until_s:
                 return False
             block = write.block
-            self._store.write(write.name, self._host.memory, block.slot, block.digest, write.hints)
+            source = (self._host.memory, block.slot, block.digest)
+            with self._pace.turn():
+                self._store.write(write.name, *source, write.hints)
             return True
         except OSError as error:
             self._pause_writes(error)
@@ -311,7 +316,8 @@ class BackingTier:
         if is_late or not self._is_readable or not self._may_load(pending, name):
             return False
         try:
-            digest = self._store.read(name, self._kv_memory, block_id)
+            with self._pace.turn(pending.began_s):
+                digest = self._store.read(name, self._kv_memory, block_id)
         except OSError as error:
             self._pause_reads(error)
             return False

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -34,6 +35,7 @@ from kv_transfer.external_kv import (
 from kv_transfer.tiers.backing_tier import BackingTier, Generation, Job, PendingLoad
 from kv_transfer.tiers.block_memory import BlockMemory, CopyBlocks, copy_blocks
 from kv_transfer.tiers.block_store import BackingConfig, BlockStore
+from kv_transfer.tiers.copy_pace import CopyPace
 from kv_transfer.tiers.counters import TierCounters, TierStatus
 from kv_transfer.tiers.file_admission import FileAdmission
 from kv_transfer.tiers.host_tier import HostBlock, HostTier
@@ -56,11 +58,20 @@ class _Storing:
 
     store: Store
     generation: int
+    ordered_s: float
     num_ended: int = 0  # blocks
     dropped: set[BlockName] = field(default_factory=set)  # since it was ordered
 
     def hints_of(self, place: int) -> BlockHints:
         return self.store.hints[place] if self.store.hints else NO_HINTS
+
+
+class _Outcome(Enum):
+    """Outcome of copying the next blocks of a store."""
+
+    COPIED = auto()
+    ENDED = auto()
+    NO_ROOM = auto()
 
 
 @dataclass(slots=True)
@@ -90,6 +101,7 @@ class TieredKv:
         self._admission = admission or FileAdmission()
         # Called after changes, on any thread. Set once the engine exists.
         self.wake: Callable[[], None] = lambda: None
+        self.pace = CopyPace(clock)
         self._host_counters = TierCounters(kv_memory.block_bytes / HOST_BYTES_PER_S)
         self._generation = Generation()
         self._cleared = 0  # the generation that host memory is in
@@ -116,7 +128,7 @@ class TieredKv:
             yield self._backing_tier(config, objects)
 
     def _backing_tier(self, config: BackingConfig, store: BlockStore) -> BackingTier:
-        parts = (self._kv_memory, self._host, self._generation, self._clock)
+        parts = (self._kv_memory, self._host, self._generation, self._clock, self.pace)
         return BackingTier(config, store, *parts)
 
     def __enter__(self) -> TieredKv:
@@ -130,6 +142,7 @@ class TieredKv:
 
     def __exit__(self, *_: object) -> None:
         """Write what is not written yet, for `FLUSH_S` at most."""
+        self.pace.set_decoding(False)
         self._copies.put(None)
         ends_s = time.monotonic() + FLUSH_S
         self._thread.join(FLUSH_S)
@@ -177,7 +190,8 @@ class TieredKv:
     def start(self, orders: ExternalOrders) -> None:
         generation = self._generation.number
         for store in orders.stores:
-            self._copies.put(partial(self._stores.append, _Storing(store, generation)))
+            storing = _Storing(store, generation, self._clock())
+            self._copies.put(partial(self._stores.append, storing))
         for load in orders.loads:
             sources: list[str | None] = [None] * len(load.names)
             pending = PendingLoad(load, generation, self._clock(), sources)
@@ -223,27 +237,37 @@ class TieredKv:
                 pass
             except Exception:
                 logger.exception("the host tier failed")
-            while self._stores and self._is_copied(self._stores[0], must_end=is_ending):
-                self._done.stored.append(self._stores.popleft().store.store_id)
-                self.wake()
+            self._copy_stores(must_end=is_ending)
         for tier in self._backing:
             tier.stop()
 
-    def _is_copied(self, storing: _Storing, *, must_end: bool) -> bool:
-        """Copy the blocks of a store that fit. Returns whether it has ended."""
+    def _copy_stores(self, *, must_end: bool) -> None:
+        """Copy stores while there is room, and until another job is there."""
+        while self._stores:
+            outcome = self._copy_some(self._stores[0], must_end=must_end)
+            if outcome is _Outcome.ENDED:
+                self._done.stored.append(self._stores.popleft().store.store_id)
+                self.wake()
+            self.pace.set_short_of_room(outcome is _Outcome.NO_ROOM)
+            if outcome is _Outcome.NO_ROOM or not (must_end or self._copies.empty()):
+                return
+
+    def _copy_some(self, storing: _Storing, *, must_end: bool) -> _Outcome:
+        """Copy the next blocks of a store that fit."""
+        names = storing.store.names
         try:
-            while storing.num_ended < len(storing.store.names):
-                copies = self._reserve_some(storing)
-                if copies:
-                    self._copy_to_host(storing, copies)
-                elif storing.num_ended < len(storing.store.names):  # there is no room
-                    if any(tier.delays_stores for tier in self._backing) and not must_end:
-                        return False
-                    self._host_counters.num_skipped_stores += 1
-                    storing.num_ended += 1
+            copies = self._reserve_some(storing)
+            if copies:
+                self._copy_to_host(storing, copies)
+            elif storing.num_ended < len(names):  # there is no room
+                if any(tier.delays_stores for tier in self._backing) and not must_end:
+                    return _Outcome.NO_ROOM
+                self._host_counters.num_skipped_stores += 1
+                storing.num_ended += 1
         except Exception:
             logger.exception("a store failed")
-        return True
+            return _Outcome.ENDED
+        return _Outcome.ENDED if storing.num_ended == len(names) else _Outcome.COPIED
 
     def _reserve_some(self, storing: _Storing) -> dict[int, HostBlock]:
         """Return room for the next blocks of a store, by their place in it, as far as there is."""
@@ -269,9 +293,9 @@ class TieredKv:
         names, block_ids = storing.store.names, storing.store.block_ids
         blocks = copies.values()
         try:
-            digests = self._copy(
-                *(self._kv_memory, [block_ids[place] for place in copies]),
-                *(self._host.memory, [block.slot for block in blocks]),
+            digests = self.pace.copy_blocks(
+                *(self._copy, self._kv_memory, [block_ids[place] for place in copies]),
+                *(self._host.memory, [block.slot for block in blocks], storing.ordered_s),
             )
         except Exception:
             for block in blocks:
@@ -333,9 +357,9 @@ class TieredKv:
         pinned = dict(enumerate(self._host.pin_all(load.names)))
         found = {place: block for place, block in pinned.items() if block is not None}
         try:
-            digests = self._copy(
-                *(self._host.memory, [block.slot for block in found.values()]),
-                *(self._kv_memory, [load.block_ids[place] for place in found]),
+            digests = self.pace.copy_blocks(
+                *(self._copy, self._host.memory, [block.slot for block in found.values()]),
+                *(self._kv_memory, [load.block_ids[place] for place in found], pending.began_s),
             )
             for (place, block), digest in zip(found.items(), digests, strict=True):
                 if digest == block.digest:

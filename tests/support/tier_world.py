@@ -18,7 +18,7 @@ from kv_transfer.external_kv import (
     StoreId,
     Use,
 )
-from kv_transfer.tiers.block_memory import BlockMemory
+from kv_transfer.tiers.block_memory import BlockMemory, CopyBlocks, copy_blocks
 from kv_transfer.tiers.block_store import BlockStore
 from kv_transfer.tiers.counters import TierCounters, TierStatus
 from kv_transfer.tiers.eviction import EvictionOrder
@@ -246,12 +246,14 @@ def tier_world(
     files: BlockStore | None = None,
     objects: BlockStore | None = None,
     admission: AdmissionPolicy = AdmissionPolicy.ALL,
+    copy: CopyBlocks = copy_blocks,
 ) -> Iterator[TierWorld]:
     """Run tiers. At the end everything is written, and no block of host memory is lost."""
     memory, host, clock = OwnedMemory(NUM_KV_BLOCKS), host_tier(num_host), Clock()
     with TieredKv(
         *(memory.blocks, host, files, objects, clock),
         admission=FileAdmission(admission),
+        copy=copy,
         object_refresh_s=REFRESH_S,
     ) as tiers:
         yield TierWorld(tiers, memory, host, clock)

@@ -1,20 +1,23 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 
 import pytest
 
 from kv_transfer.external_kv import FILE, HOST, OBJECT, BlockHints
+from kv_transfer.tiers import tiered_kv
 from kv_transfer.tiers.backing_tier import LOAD_DEADLINE_S, PAUSE_S
+from kv_transfer.tiers.block_memory import BlockMemory, copy_blocks
 from kv_transfer.tiers.block_store import BlockStore
 from kv_transfer.tiers.file_admission import AdmissionPolicy
 from kv_transfer.tiers.tiered_kv import TieredKv
 from tests.support.block_stores import FolderWorld, StoreWorld, memory_world, scan_all
 from tests.support.tier_memory import name_of
-from tests.support.tier_world import Failing, FaultyStore, Gate, TierWorld, tier_world
+from tests.support.tier_world import WAIT_S, Failing, FaultyStore, Gate, TierWorld, tier_world
 
 DISK_FULL = OSError(28, "No space left on device")
 
@@ -102,6 +105,29 @@ def test_a_bug_in_a_load_still_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
         it.store(1)
         monkeypatch.setattr(TieredKv, "_copy_from_host", fail)
         assert it.load([1], into=5) == (None,)
+
+
+def test_loads_go_before_the_rest_of_a_long_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[int] = []
+    is_copying, may_copy = Event(), Event()
+
+    def copy(
+        source: BlockMemory, blocks: Sequence[int], target: BlockMemory, into: Sequence[int]
+    ) -> list[bytes]:
+        copies.append(len(blocks))
+        is_copying.set()
+        assert may_copy.wait(WAIT_S)
+        return copy_blocks(source, blocks, target, into)
+
+    monkeypatch.setattr(tiered_kv, "COPY_BLOCKS", 3)
+    with tier_world(copy=copy) as it:
+        store = it.start_store(*range(8))
+        assert is_copying.wait(WAIT_S)
+        load = it.start_load([0], into=10)
+        may_copy.set()
+        assert it.end_of(load) == (HOST,)
+        it.end_of_store(store)
+    assert copies == [3, 1, 3, 2]
 
 
 # --- one tier behind it ------------------------------------------------------------------------
@@ -300,6 +326,27 @@ def test_stores_wait_for_files_while_host_memory_is_full(files: Backing) -> None
     with files.world(num_host=2) as it:
         assert it.load([1, 2, 3, 4, 5], into=6) == (FILE,) * 5
         assert len(it.host) == 2
+
+
+def test_writes_that_a_store_waits_for_are_done_at_full_speed(files: Backing) -> None:
+    store, gate = FaultyStore(files.open()), Gate("write")
+    store.before = gate
+    with files.world(num_host=2, store=store) as it:
+        it.tiers.pace.set_decoding(True)
+        number = it.start_store(1, 2, 3, 4)
+        it.wait_until(lambda: not it.tiers.pace.is_limited)
+        gate.open()
+        it.end_of_store(number)
+        it.wait_until(lambda: it.tiers.pace.is_limited)
+
+
+def test_all_is_written_when_the_node_ends_although_copies_were_limited(files: Backing) -> None:
+    with files.world() as it:
+        it.tiers.pace.set_decoding(True)
+        with it.tiers.pace.turn():
+            sum(range(100_000))
+        it.store(1, 2)
+    assert files.names() == hexes(1, 2)
 
 
 def test_stores_do_not_wait_for_objects(objects: Backing) -> None:

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from threading import Event, Thread
+
+import pytest
+
+from kv_transfer.tiers.block_memory import BlockMemory, copy_blocks
+from kv_transfer.tiers.copy_pace import MAX_PACED_S, MAX_SHARE, PACED_BYTES, CopyPace
+from tests.support.tier_memory import BLOCK_BYTES, OwnedMemory
+
+NUM_BLOCKS = 2 * PACED_BYTES // BLOCK_BYTES + 1
+WAIT_S = 30.0
+
+
+class PaceWorld:
+    """A pace whose clocks tests set."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self._cpu_s = 0.0
+        self.pace = CopyPace(lambda: self.now_s, lambda: self._cpu_s)
+
+    def use_cpu(self, cpu_s: float) -> None:
+        self._cpu_s += cpu_s
+
+    def work(self, cpu_s: float, ordered_s: float | None = None) -> None:
+        with self.pace.turn(ordered_s):
+            self.use_cpu(cpu_s)
+
+
+@pytest.fixture
+def it() -> PaceWorld:
+    return PaceWorld()
+
+
+@pytest.fixture
+def decoding(it: PaceWorld) -> PaceWorld:
+    it.pace.set_decoding(True)
+    return it
+
+
+def test_without_decoding_there_are_no_rests(it: PaceWorld) -> None:
+    it.work(cpu_s=1.0)
+    it.pace.set_decoding(True)
+    assert it.pace.rest_s() <= 0  # what was done before does not count
+    it.work(cpu_s=1e6)
+    it.pace.set_decoding(False)
+    it.work(cpu_s=1.0)  # would wait for long
+
+
+def test_rests_limit_the_share_of_a_core(decoding: PaceWorld) -> None:
+    decoding.work(cpu_s=0.01)
+    assert decoding.pace.rest_s() == pytest.approx(0.01 / MAX_SHARE)
+    decoding.now_s += 0.1
+    assert decoding.pace.rest_s() == pytest.approx(0.01 / MAX_SHARE - 0.1)
+
+
+def test_threads_that_work_at_the_same_time_share_the_limit(decoding: PaceWorld) -> None:
+    with decoding.pace.turn():
+        decoding.work(cpu_s=0.01)
+    # Both turns count those 10 ms, as each of two threads would count its own.
+    assert decoding.pace.rest_s() == pytest.approx(0.02 / MAX_SHARE)
+
+
+def test_work_that_fails_counts(decoding: PaceWorld) -> None:
+    with suppress(OSError), decoding.pace.turn():
+        decoding.use_cpu(0.01)
+        raise OSError("No space left on device")
+    assert decoding.pace.rest_s() == pytest.approx(0.01 / MAX_SHARE)
+
+
+def test_what_the_engine_waits_for_goes_on_at_full_speed_after_a_while(
+    decoding: PaceWorld,
+) -> None:
+    ordered_s = decoding.now_s
+    decoding.work(1.0, ordered_s)
+    assert decoding.pace.rest_s(ordered_s) == pytest.approx(MAX_PACED_S)
+    decoding.now_s += MAX_PACED_S
+    assert decoding.pace.rest_s(ordered_s) <= 0
+    assert decoding.pace.rest_s(decoding.now_s) == pytest.approx(MAX_PACED_S)
+
+
+def test_what_the_engine_waits_for_does_not_rest_for_other_work(decoding: PaceWorld) -> None:
+    decoding.work(cpu_s=0.01)
+    assert decoding.pace.rest_s(decoding.now_s) <= 0
+    decoding.work(0.001, decoding.now_s)
+    assert decoding.pace.rest_s(decoding.now_s) == pytest.approx(0.001 / MAX_SHARE)
+    assert decoding.pace.rest_s() == pytest.approx(0.01 / MAX_SHARE)
+
+
+@contextmanager
+def _in_thread(work: Event, pace: CopyPace) -> Iterator[None]:
+    def take_turn() -> None:
+        with pace.turn():
+            work.set()
+
+    thread = Thread(target=take_turn)
+    thread.start()
+    yield
+    thread.join()
+
+
+def test_the_end_of_decoding_ends_a_rest(decoding: PaceWorld) -> None:
+    decoding.work(cpu_s=1e6)
+    works = Event()
+    with _in_thread(works, decoding.pace):
+        assert not works.is_set()
+        decoding.pace.set_decoding(False)
+        assert works.wait(WAIT_S)
+
+
+def test_a_shortage_of_room_ends_a_rest(decoding: PaceWorld) -> None:
+    decoding.work(cpu_s=1e6)
+    works = Event()
+    with _in_thread(works, decoding.pace):
+        assert not works.is_set()
+        decoding.pace.set_short_of_room(True)
+        assert works.wait(WAIT_S)
+    assert not decoding.pace.is_limited
+    decoding.pace.set_short_of_room(False)
+    assert decoding.pace.is_limited
+
+
+@pytest.mark.parametrize(
+    ("is_decoding", "sizes"),
+    [(True, [PACED_BYTES, PACED_BYTES, BLOCK_BYTES]), (False, [2 * PACED_BYTES + BLOCK_BYTES])],
+)
+def test_blocks_are_copied_in_small_pieces_while_requests_decode(
+    it: PaceWorld, is_decoding: bool, sizes: list[int]
+) -> None:
+    source, target = OwnedMemory(NUM_BLOCKS), OwnedMemory(NUM_BLOCKS, seed=1)
+    copied_bytes = []
+
+    def copy(
+        source: BlockMemory, blocks: Sequence[int], target: BlockMemory, into: Sequence[int]
+    ) -> list[bytes]:
+        copied_bytes.append(len(blocks) * source.block_bytes)
+        return copy_blocks(source, blocks, target, into)
+
+    it.pace.set_decoding(is_decoding)
+    blocks, into = range(NUM_BLOCKS), range(NUM_BLOCKS - 1, -1, -1)
+    digests = it.pace.copy_blocks(copy, source.blocks, blocks, target.blocks, into, it.now_s)
+
+    assert copied_bytes == sizes
+    assert digests == [source.blocks.digest(block) for block in blocks]
+    assert all(source[block] == target[place] for block, place in zip(blocks, into, strict=True))
+
+
+def test_blocks_larger_than_a_piece_are_copied_one_by_one(it: PaceWorld) -> None:
+    memory, copied = OwnedMemory(4 * PACED_BYTES // BLOCK_BYTES), []
+    large = BlockMemory(memory.blocks.address, 2, 2 * PACED_BYTES)
+
+    def copy(
+        source: BlockMemory, blocks: Sequence[int], target: BlockMemory, into: Sequence[int]
+    ) -> list[bytes]:
+        copied.append(list(blocks))
+        return [b""] * len(blocks)
+
+    it.pace.set_decoding(True)
+    it.pace.copy_blocks(copy, large, [0, 1], large, [1, 0], it.now_s)
+    assert copied == [[0], [1]]
