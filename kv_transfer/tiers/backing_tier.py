@@ -21,7 +21,7 @@ from typing import TypeVar
 from kv_transfer.external_kv import BlockHints, BlockName, Load
 from kv_transfer.tiers.block_memory import BlockMemory, copy_block
 from kv_transfer.tiers.block_store import BackingConfig, BlockStore
-from kv_transfer.tiers.copy_pace import CopyPace
+from kv_transfer.tiers.copy_pace import CopyPace, Work
 from kv_transfer.tiers.counters import TierCounters, TierStatus
 from kv_transfer.tiers.host_tier import HostBlock, HostTier
 
@@ -64,6 +64,7 @@ class _Write:
     block: HostBlock  # pinned until it is written
     hints: BlockHints
     generation: int
+    ordered_s: float
 
 
 class BackingTier:
@@ -153,7 +154,7 @@ class BackingTier:
             self.counters.num_skipped_stores += 1
             self._host.unpin(block)
         else:
-            self._writes.append(_Write(name, block, hints, generation))
+            self._writes.append(_Write(name, block, hints, generation, self._clock()))
             self._put(_CHANGE, partial(self._write_some, self._writes))
 
     def load(self, pending: PendingLoad, then: Job) -> None:
@@ -279,7 +280,7 @@ class BackingTier:
                 return False
             block = write.block
             source = (self._host.memory, block.slot, block.digest)
-            with self._pace.turn():
+            with self._pace.turn(Work.BEHIND, write.ordered_s):
                 self._store.write(write.name, *source, write.hints)
             return True
         except OSError as error:
@@ -316,7 +317,7 @@ class BackingTier:
         if is_late or not self._is_readable or not self._may_load(pending, name):
             return False
         try:
-            with self._pace.turn(pending.began_s):
+            with self._pace.turn(Work.AWAITED, pending.began_s):
                 digest = self._store.read(name, self._kv_memory, block_id)
         except OSError as error:
             self._pause_reads(error)

@@ -2,8 +2,7 @@
 
 A decode step waits for its slowest core, so a burst of copies delays steps by the CPU time that it
 takes from one core. While requests decode, the threads of all tiers of a node together take a small
-share of one core, in small pieces: one for loads and stores, another one for writes to files and
-objects.
+share of one core, in small pieces.
 """
 
 from __future__ import annotations
@@ -11,16 +10,27 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from threading import Event, Lock
 
 from kv_transfer.tiers.block_memory import BlockMemory, CopyBlocks
 
-MAX_SHARE = 0.05  # of the time of one core, twice
-MAX_PACED_S = 0.5  # after its order, a load or a store goes on at full speed
+MAX_SHARE = 0.05  # of the time of one core, for each kind of work
 # Sizes of a copy, at least a block: a fraction of a millisecond, and a few of them at full speed.
 PACED_BYTES, FULL_SPEED_BYTES = 2 << 20, 32 << 20
 
 Clock = Callable[[], float]
+
+
+class Work(Enum):
+    """Kind of work. Each has a share of its own, and an age at which it goes on at full speed."""
+
+    AWAITED = 0.5  # loads and stores: a request or blocks of the KV cache wait for them
+    BEHIND = 5.0  # writes of what is in host memory, which a crash would lose
+
+    @property
+    def max_paced_s(self) -> float:
+        return self.value
 
 
 class CopyPace:
@@ -38,8 +48,7 @@ class CopyPace:
         self._full_speed.set()
         self._is_decoding = False
         self._is_short_of_room = False
-        # Of writes behind host memory, and of loads and stores, which the engine waits for.
-        self._next_turns_s = [float("-inf")] * 2
+        self._next_turns_s = dict.fromkeys(Work, float("-inf"))
 
     @property
     def is_limited(self) -> bool:
@@ -63,26 +72,20 @@ class CopyPace:
                 self._full_speed.set()
 
     @contextmanager
-    def turn(self, ordered_s: float | None = None) -> Iterator[None]:
-        """Wait for a turn, and count the CPU time that the body takes.
-
-        `ordered_s` is the time of the engine's order; None: the engine does not wait for the work.
-        """
-        rest_s = self.rest_s(ordered_s)
+    def turn(self, work: Work, ordered_s: float) -> Iterator[None]:
+        """Wait for a turn, and count the CPU time that the body takes."""
+        rest_s = self.rest_s(work, ordered_s)
         if rest_s > 0:
             self._full_speed.wait(rest_s)  # returns at once at full speed
         began_s = self._cpu_clock()
         try:
             yield
         finally:
-            self._note_use(self._cpu_clock() - began_s, is_awaited=ordered_s is not None)
+            self._note_use(work, self._cpu_clock() - began_s)
 
-    def rest_s(self, ordered_s: float | None = None) -> float:
+    def rest_s(self, work: Work, ordered_s: float) -> float:
         """Return the time until a limited turn may begin; not positive: now."""
-        begins_s = self._next_turns_s[ordered_s is not None]
-        if ordered_s is not None:
-            begins_s = min(begins_s, ordered_s + MAX_PACED_S)
-        return begins_s - self._clock()
+        return min(self._next_turns_s[work], ordered_s + work.max_paced_s) - self._clock()
 
     def copy_blocks(
         self,
@@ -98,7 +101,7 @@ class CopyPace:
         while len(digests) < len(blocks):
             first = len(digests)
             end = first + self._piece_blocks(source.block_bytes)
-            with self.turn(ordered_s):
+            with self.turn(Work.AWAITED, ordered_s):
                 digests += copy(source, blocks[first:end], target, into[first:end])
         return digests
 
@@ -106,8 +109,9 @@ class CopyPace:
         num_bytes = PACED_BYTES if self.is_limited else FULL_SPEED_BYTES
         return max(1, num_bytes // block_bytes)
 
-    def _note_use(self, used_s: float, *, is_awaited: bool) -> None:
+    def _note_use(self, work: Work, used_s: float) -> None:
         if self.is_limited:
             with self._lock:
-                begins_s = max(self._next_turns_s[is_awaited], self._clock())
-                self._next_turns_s[is_awaited] = begins_s + used_s / MAX_SHARE
+                now_s = self._clock()
+                next_s = max(self._next_turns_s[work], now_s) + used_s / MAX_SHARE
+                self._next_turns_s[work] = min(next_s, now_s + work.max_paced_s)

@@ -7,7 +7,7 @@ from threading import Event, Thread
 import pytest
 
 from kv_transfer.tiers.block_memory import BlockMemory, copy_blocks
-from kv_transfer.tiers.copy_pace import MAX_PACED_S, MAX_SHARE, PACED_BYTES, CopyPace
+from kv_transfer.tiers.copy_pace import MAX_SHARE, PACED_BYTES, CopyPace, Work
 from tests.support.tier_memory import BLOCK_BYTES, OwnedMemory
 
 NUM_BLOCKS = 2 * PACED_BYTES // BLOCK_BYTES + 1
@@ -15,7 +15,7 @@ WAIT_S = 30.0
 
 
 class PaceWorld:
-    """A pace whose clocks tests set."""
+    """A pace whose clocks tests set. Work is ordered now."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -25,9 +25,12 @@ class PaceWorld:
     def use_cpu(self, cpu_s: float) -> None:
         self._cpu_s += cpu_s
 
-    def work(self, cpu_s: float, ordered_s: float | None = None) -> None:
-        with self.pace.turn(ordered_s):
+    def work(self, cpu_s: float, work: Work = Work.BEHIND) -> None:
+        with self.pace.turn(work, self.now_s):
             self.use_cpu(cpu_s)
+
+    def rest_s(self, work: Work = Work.BEHIND) -> float:
+        return self.pace.rest_s(work, self.now_s)
 
 
 @pytest.fixture
@@ -44,57 +47,55 @@ def decoding(it: PaceWorld) -> PaceWorld:
 def test_without_decoding_there_are_no_rests(it: PaceWorld) -> None:
     it.work(cpu_s=1.0)
     it.pace.set_decoding(True)
-    assert it.pace.rest_s() <= 0  # what was done before does not count
-    it.work(cpu_s=1e6)
-    it.pace.set_decoding(False)
-    it.work(cpu_s=1.0)  # would wait for long
+    assert it.rest_s() <= 0  # what was done before does not count
 
 
 def test_rests_limit_the_share_of_a_core(decoding: PaceWorld) -> None:
     decoding.work(cpu_s=0.01)
-    assert decoding.pace.rest_s() == pytest.approx(0.01 / MAX_SHARE)
+    assert decoding.rest_s() == pytest.approx(0.01 / MAX_SHARE)
     decoding.now_s += 0.1
-    assert decoding.pace.rest_s() == pytest.approx(0.01 / MAX_SHARE - 0.1)
+    assert decoding.rest_s() == pytest.approx(0.01 / MAX_SHARE - 0.1)
 
 
 def test_threads_that_work_at_the_same_time_share_the_limit(decoding: PaceWorld) -> None:
-    with decoding.pace.turn():
+    with decoding.pace.turn(Work.BEHIND, decoding.now_s):
         decoding.work(cpu_s=0.01)
     # Both turns count those 10 ms, as each of two threads would count its own.
-    assert decoding.pace.rest_s() == pytest.approx(0.02 / MAX_SHARE)
+    assert decoding.rest_s() == pytest.approx(0.02 / MAX_SHARE)
 
 
 def test_work_that_fails_counts(decoding: PaceWorld) -> None:
-    with suppress(OSError), decoding.pace.turn():
+    with suppress(OSError), decoding.pace.turn(Work.BEHIND, decoding.now_s):
         decoding.use_cpu(0.01)
         raise OSError("No space left on device")
-    assert decoding.pace.rest_s() == pytest.approx(0.01 / MAX_SHARE)
+    assert decoding.rest_s() == pytest.approx(0.01 / MAX_SHARE)
 
 
-def test_what_the_engine_waits_for_goes_on_at_full_speed_after_a_while(
-    decoding: PaceWorld,
-) -> None:
-    ordered_s = decoding.now_s
-    decoding.work(1.0, ordered_s)
-    assert decoding.pace.rest_s(ordered_s) == pytest.approx(MAX_PACED_S)
-    decoding.now_s += MAX_PACED_S
-    assert decoding.pace.rest_s(ordered_s) <= 0
-    assert decoding.pace.rest_s(decoding.now_s) == pytest.approx(MAX_PACED_S)
+@pytest.mark.parametrize("work", Work)
+def test_old_work_goes_on_at_full_speed(decoding: PaceWorld, work: Work) -> None:
+    ordered_s, half_s = decoding.now_s, work.max_paced_s / 2
+    decoding.now_s += half_s
+    decoding.work(1e6, work)
+    assert decoding.pace.rest_s(work, ordered_s) == pytest.approx(half_s)
+    assert decoding.rest_s(work) == pytest.approx(2 * half_s)
+    decoding.now_s += half_s
+    assert decoding.pace.rest_s(work, ordered_s) <= 0
+    assert decoding.rest_s(work) == pytest.approx(half_s)
 
 
 def test_what_the_engine_waits_for_does_not_rest_for_other_work(decoding: PaceWorld) -> None:
-    decoding.work(cpu_s=0.01)
-    assert decoding.pace.rest_s(decoding.now_s) <= 0
-    decoding.work(0.001, decoding.now_s)
-    assert decoding.pace.rest_s(decoding.now_s) == pytest.approx(0.001 / MAX_SHARE)
-    assert decoding.pace.rest_s() == pytest.approx(0.01 / MAX_SHARE)
+    decoding.work(0.01, Work.BEHIND)
+    assert decoding.rest_s(Work.AWAITED) <= 0
+    decoding.work(0.001, Work.AWAITED)
+    assert decoding.rest_s(Work.AWAITED) == pytest.approx(0.001 / MAX_SHARE)
+    assert decoding.rest_s(Work.BEHIND) == pytest.approx(0.01 / MAX_SHARE)
 
 
 @contextmanager
-def _in_thread(work: Event, pace: CopyPace) -> Iterator[None]:
+def _in_thread(works: Event, it: PaceWorld) -> Iterator[None]:
     def take_turn() -> None:
-        with pace.turn():
-            work.set()
+        it.work(cpu_s=0.0)
+        works.set()
 
     thread = Thread(target=take_turn)
     thread.start()
@@ -105,7 +106,7 @@ def _in_thread(work: Event, pace: CopyPace) -> Iterator[None]:
 def test_the_end_of_decoding_ends_a_rest(decoding: PaceWorld) -> None:
     decoding.work(cpu_s=1e6)
     works = Event()
-    with _in_thread(works, decoding.pace):
+    with _in_thread(works, decoding):
         assert not works.is_set()
         decoding.pace.set_decoding(False)
         assert works.wait(WAIT_S)
@@ -114,7 +115,7 @@ def test_the_end_of_decoding_ends_a_rest(decoding: PaceWorld) -> None:
 def test_a_shortage_of_room_ends_a_rest(decoding: PaceWorld) -> None:
     decoding.work(cpu_s=1e6)
     works = Event()
-    with _in_thread(works, decoding.pace):
+    with _in_thread(works, decoding):
         assert not works.is_set()
         decoding.pace.set_short_of_room(True)
         assert works.wait(WAIT_S)

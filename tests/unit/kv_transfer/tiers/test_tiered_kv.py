@@ -13,6 +13,7 @@ from kv_transfer.tiers import tiered_kv
 from kv_transfer.tiers.backing_tier import LOAD_DEADLINE_S, PAUSE_S
 from kv_transfer.tiers.block_memory import BlockMemory, copy_blocks
 from kv_transfer.tiers.block_store import BlockStore
+from kv_transfer.tiers.copy_pace import Work
 from kv_transfer.tiers.file_admission import AdmissionPolicy
 from kv_transfer.tiers.tiered_kv import TieredKv
 from tests.support.block_stores import FolderWorld, StoreWorld, memory_world, scan_all
@@ -343,7 +344,7 @@ def test_writes_that_a_store_waits_for_are_done_at_full_speed(files: Backing) ->
 def test_all_is_written_when_the_node_ends_although_copies_were_limited(files: Backing) -> None:
     with files.world() as it:
         it.tiers.pace.set_decoding(True)
-        with it.tiers.pace.turn():
+        with it.tiers.pace.turn(Work.BEHIND, it.clock()):
             sum(range(100_000))
         it.store(1, 2)
     assert files.names() == hexes(1, 2)
