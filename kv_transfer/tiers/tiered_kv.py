@@ -249,7 +249,7 @@ class TieredKv:
                 self._done.stored.append(self._stores.popleft().store.store_id)
                 self.wake()
             self.pace.set_short_of_room(outcome is _Outcome.NO_ROOM)
-            if outcome is _Outcome.NO_ROOM or not (must_end or self._copies.empty()):
+            if outcome is _Outcome.NO_ROOM or not self._copies.empty():
                 return
 
     def _copy_some(self, storing: _Storing, *, must_end: bool) -> _Outcome:

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event
+from threading import Event, current_thread
 
 import pytest
 
@@ -13,7 +13,7 @@ from kv_transfer.tiers import tiered_kv
 from kv_transfer.tiers.backing_tier import LOAD_DEADLINE_S, PAUSE_S
 from kv_transfer.tiers.block_memory import BlockMemory, copy_blocks
 from kv_transfer.tiers.block_store import BlockStore
-from kv_transfer.tiers.copy_pace import Work
+from kv_transfer.tiers.copy_pace import CopyPace, Work
 from kv_transfer.tiers.file_admission import AdmissionPolicy
 from kv_transfer.tiers.tiered_kv import TieredKv
 from tests.support.block_stores import FolderWorld, StoreWorld, memory_world, scan_all
@@ -344,10 +344,32 @@ def test_writes_that_a_store_waits_for_are_done_at_full_speed(files: Backing) ->
 def test_all_is_written_when_the_node_ends_although_copies_were_limited(files: Backing) -> None:
     with files.world() as it:
         it.tiers.pace.set_decoding(True)
-        with it.tiers.pace.turn(Work.BEHIND, it.clock()):
-            sum(range(100_000))
-        it.store(1, 2)
+        it.start_store(1, 2)
+    assert not it.tiers.pace.is_limited
     assert files.names() == hexes(1, 2)
+
+
+def test_loads_and_stores_do_not_share_the_limit_of_writes(
+    files: Backing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns: dict[str, list[tuple[Work, float]]] = {}
+    turn = CopyPace.turn
+
+    def noting(pace: CopyPace, work: Work, ordered_s: float) -> AbstractContextManager[None]:
+        turns.setdefault(current_thread().name, []).append((work, ordered_s))
+        return turn(pace, work, ordered_s)
+
+    monkeypatch.setattr(CopyPace, "turn", noting)
+    with files.world() as it:
+        began_s = it.clock()
+        it.store(1)
+    with files.world() as it:
+        it.load([1], into=5)
+        it.load([1], into=6)
+
+    assert [work for work, _ in turns["kv-host-tier"]] == [Work.AWAITED, Work.AWAITED]
+    assert [work for work, _ in turns["kv-file-tier"]] == [Work.BEHIND, Work.AWAITED]
+    assert all(ordered_s >= began_s for each in turns.values() for _, ordered_s in each)
 
 
 def test_stores_do_not_wait_for_objects(objects: Backing) -> None:
