@@ -15,7 +15,8 @@ struct KvContext {
     std::int64_t layer;
     const std::int64_t* table;
     std::int64_t length;
-    std::int64_t begin = 0;  // no slot before it is read: its block may belong to another request
+    // The first slot that is needed. Earlier blocks are not read: they may belong to others.
+    std::int64_t begin = 0;
 
     // Key (key_or_value = 0) or value (key_or_value = 1) of a slot.
     const Bf16* at(std::int64_t slot, int key_or_value, std::int64_t head) const {
@@ -32,13 +33,16 @@ struct SlotPointers {
     const Bf16* at[kScoreTileSlots];
     std::int64_t count;
 
-    // Finds up to kScoreTileSlots slots in [first, end). Entries before the context's begin repeat
-    // its first slot, and entries past `count` the last one.
+    // Finds up to kScoreTileSlots slots in [first, end). The slots of a block are contiguous, also
+    // before the context's begin: AMX loads them as the rows of a tile. Entries of earlier blocks
+    // repeat the first slot of the begin's block, and entries past `count` the last one.
     void find(const KvContext& context, std::int64_t head, int key_or_value, std::int64_t first,
               std::int64_t end) {
         count = std::min(kScoreTileSlots, end - first);
         const std::int64_t block_size = context.kv.block_size;
-        const std::int64_t skipped = std::clamp<std::int64_t>(context.begin - first, 0, count - 1);
+        const std::int64_t needed = std::clamp(context.begin, first, first + count - 1);
+        const std::int64_t skipped =
+            std::max<std::int64_t>(0, needed / block_size * block_size - first);
         for (std::int64_t i = skipped; i < count;) {
             const Bf16* slot = context.at(first + i, key_or_value, head);
             const std::int64_t end = std::min(count, i + block_size - (first + i) % block_size);
