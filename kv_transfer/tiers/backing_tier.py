@@ -280,7 +280,7 @@ class BackingTier:
                 return False
             block = write.block
             source = (self._host.memory, block.slot, block.digest)
-            with self._pace.turn(Work.BEHIND, write.ordered_s):
+            with self._pace.turn(Work.WRITE_BEHIND, write.ordered_s):
                 self._store.write(write.name, *source, write.hints)
             return True
         except OSError as error:

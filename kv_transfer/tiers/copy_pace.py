@@ -23,10 +23,10 @@ Clock = Callable[[], float]
 
 
 class Work(Enum):
-    """Kind of work. Each has a share of its own, and an age at which it goes on at full speed."""
+    """Kind of work, by the age in seconds from which it is not limited. Each has its own share."""
 
-    AWAITED = 0.5  # loads and stores: a request or blocks of the KV cache wait for them
-    BEHIND = 5.0  # writes of what is in host memory, which a crash would lose
+    AWAITED = 0.5  # loads and stores: requests or blocks of the KV cache wait for them
+    WRITE_BEHIND = 5.0  # from host memory to files and objects; a crash loses what is not written
 
     @property
     def max_paced_s(self) -> float:
@@ -36,8 +36,8 @@ class Work(Enum):
 class CopyPace:
     """Lets copies go at full speed, or in turns of which each is followed by a rest.
 
-    Thread-safe. The engine thread reports whether requests decode, and the copying thread whether
-    stores wait until other tiers have written blocks, which those then do at full speed.
+    Thread-safe. The engine thread reports whether requests decode. The copying thread reports
+    whether stores wait for room in host memory: then nothing is limited until there is some.
     """
 
     def __init__(self, clock: Clock = time.monotonic, cpu_clock: Clock = time.thread_time) -> None:

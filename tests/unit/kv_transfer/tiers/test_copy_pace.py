@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from threading import Event, Thread
 
 import pytest
@@ -12,6 +12,7 @@ from tests.support.tier_memory import BLOCK_BYTES, OwnedMemory
 
 NUM_BLOCKS = 2 * PACED_BYTES // BLOCK_BYTES + 1
 WAIT_S = 30.0
+LONG_S = 100 * WAIT_S  # a rest that no test waits for
 
 
 class PaceWorld:
@@ -25,11 +26,11 @@ class PaceWorld:
     def use_cpu(self, cpu_s: float) -> None:
         self._cpu_s += cpu_s
 
-    def work(self, cpu_s: float, work: Work = Work.BEHIND) -> None:
+    def work(self, cpu_s: float, work: Work = Work.WRITE_BEHIND) -> None:
         with self.pace.turn(work, self.now_s):
             self.use_cpu(cpu_s)
 
-    def rest_s(self, work: Work = Work.BEHIND) -> float:
+    def rest_s(self, work: Work = Work.WRITE_BEHIND) -> float:
         return self.pace.rest_s(work, self.now_s)
 
 
@@ -58,14 +59,14 @@ def test_rests_limit_the_share_of_a_core(decoding: PaceWorld) -> None:
 
 
 def test_threads_that_work_at_the_same_time_share_the_limit(decoding: PaceWorld) -> None:
-    with decoding.pace.turn(Work.BEHIND, decoding.now_s):
+    with decoding.pace.turn(Work.WRITE_BEHIND, decoding.now_s):
         decoding.work(cpu_s=0.01)
     # Both turns count those 10 ms, as each of two threads would count its own.
     assert decoding.rest_s() == pytest.approx(0.02 / MAX_SHARE)
 
 
 def test_work_that_fails_counts(decoding: PaceWorld) -> None:
-    with suppress(OSError), decoding.pace.turn(Work.BEHIND, decoding.now_s):
+    with suppress(OSError), decoding.pace.turn(Work.WRITE_BEHIND, decoding.now_s):
         decoding.use_cpu(0.01)
         raise OSError("No space left on device")
     assert decoding.rest_s() == pytest.approx(0.01 / MAX_SHARE)
@@ -84,44 +85,44 @@ def test_old_work_goes_on_at_full_speed(decoding: PaceWorld, work: Work) -> None
 
 
 def test_what_the_engine_waits_for_does_not_rest_for_other_work(decoding: PaceWorld) -> None:
-    decoding.work(0.01, Work.BEHIND)
+    decoding.work(0.01, Work.WRITE_BEHIND)
     assert decoding.rest_s(Work.AWAITED) <= 0
     decoding.work(0.001, Work.AWAITED)
     assert decoding.rest_s(Work.AWAITED) == pytest.approx(0.001 / MAX_SHARE)
-    assert decoding.rest_s(Work.BEHIND) == pytest.approx(0.01 / MAX_SHARE)
+    assert decoding.rest_s(Work.WRITE_BEHIND) == pytest.approx(0.01 / MAX_SHARE)
 
 
-@contextmanager
-def _in_thread(works: Event, it: PaceWorld) -> Iterator[None]:
+@pytest.mark.parametrize(
+    "lift",
+    [lambda pace: pace.set_decoding(False), lambda pace: pace.set_short_of_room(True)],
+    ids=["no decoding", "no room"],
+)
+def test_a_rest_ends_with_the_limit(decoding: PaceWorld, lift: Callable[[CopyPace], None]) -> None:
+    decoding.now_s += LONG_S
+    decoding.work(cpu_s=1.0)
+    ordered_s = decoding.now_s
+    decoding.now_s -= LONG_S
+    works = Event()
+
     def take_turn() -> None:
-        it.work(cpu_s=0.0)
-        works.set()
+        with decoding.pace.turn(Work.WRITE_BEHIND, ordered_s):
+            works.set()
 
     thread = Thread(target=take_turn)
     thread.start()
-    yield
+    assert not works.is_set()
+    lift(decoding.pace)
+    assert works.wait(WAIT_S)
     thread.join()
 
 
-def test_the_end_of_decoding_ends_a_rest(decoding: PaceWorld) -> None:
-    decoding.work(cpu_s=1e6)
-    works = Event()
-    with _in_thread(works, decoding):
-        assert not works.is_set()
-        decoding.pace.set_decoding(False)
-        assert works.wait(WAIT_S)
-
-
-def test_a_shortage_of_room_ends_a_rest(decoding: PaceWorld) -> None:
-    decoding.work(cpu_s=1e6)
-    works = Event()
-    with _in_thread(works, decoding):
-        assert not works.is_set()
-        decoding.pace.set_short_of_room(True)
-        assert works.wait(WAIT_S)
-    assert not decoding.pace.is_limited
+def test_copies_are_limited_again_once_there_is_room(decoding: PaceWorld) -> None:
+    decoding.pace.set_short_of_room(True)
+    decoding.work(cpu_s=0.01)
+    assert decoding.rest_s() <= 0
     decoding.pace.set_short_of_room(False)
-    assert decoding.pace.is_limited
+    decoding.work(cpu_s=0.01)
+    assert decoding.rest_s() > 0
 
 
 @pytest.mark.parametrize(

@@ -368,7 +368,7 @@ def test_loads_and_stores_do_not_share_the_limit_of_writes(
         it.load([1], into=6)
 
     assert [work for work, _ in turns["kv-host-tier"]] == [Work.AWAITED, Work.AWAITED]
-    assert [work for work, _ in turns["kv-file-tier"]] == [Work.BEHIND, Work.AWAITED]
+    assert [work for work, _ in turns["kv-file-tier"]] == [Work.WRITE_BEHIND, Work.AWAITED]
     assert all(ordered_s >= began_s for each in turns.values() for _, ordered_s in each)
 
 
