@@ -19,3 +19,7 @@ class InvalidMessage(KvTransferError):
 
 class PeerUnreachable(KvTransferError):
     """The data path to a peer cannot be set up, or has failed. The pair must be linked again."""
+
+
+class DuplicateNodeId(PeerUnreachable):
+    """Two processes that are alive have the same node id. The later one is refused."""

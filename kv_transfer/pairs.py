@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from kv_transfer.config import KvWorkerConfig
-from kv_transfer.errors import PeerUnreachable
+from kv_transfer.errors import DuplicateNodeId, PeerUnreachable
 from kv_transfer.link import Link, LinkId
 from kv_transfer.protocol.conversion import Conversion, is_convertible
 from kv_transfer.protocol.messages import Closed, Fingerprint, Hello, Region, find_mismatch
@@ -50,6 +50,11 @@ class PeerPair:
     @property
     def node_id(self) -> NodeId | None:
         return self.peer.node_id if self.peer is not None else None
+
+    def is_with(self, node_id: NodeId, incarnation: Incarnation) -> bool:
+        """Return whether the peer is this process, and not another one of the same node."""
+        peer = self.peer
+        return peer is not None and (peer.node_id, peer.incarnation) == (node_id, incarnation)
 
     def has_blocks(self, block_ids: tuple[BlockId, ...]) -> bool:
         """Return whether all these blocks are inside the peer's region."""
@@ -174,8 +179,14 @@ class Pairs:
     def _accept(self, link_id: LinkId, theirs: Hello, now: float) -> None:
         """Connect the data path to a peer that dialled this node, and reply.
 
-        The reply confirms that all older pairs with this peer are cut.
+        The reply confirms that all older pairs with this process are cut.
         """
+        try:
+            self._check_unique(theirs)
+        except DuplicateNodeId as error:
+            # Without a Hello, whose arrival would end the fences of the other process.
+            self._close_link(link_id, str(error))
+            return
         for older in self:
             if not older.is_dialled and older.node_id == theirs.node_id:
                 self.cut(older.link_id, f"{theirs.node_id} has dialled again", now)
@@ -195,12 +206,13 @@ class Pairs:
 
     def _complete_dial(self, pair: PeerPair, theirs: Hello, now: float) -> None:
         """Connect the data path to a peer that replied to our Hello."""
-        # P cut its older ends before it replied, or it is a new process.
+        # P cut its older ends before it replied. Another process of its node id proves nothing.
         for older in list(self._fenced.values()):
-            if older.node_id == theirs.node_id:
+            if older.is_with(theirs.node_id, theirs.incarnation):
                 self._end_fence(older.link_id)
         conversion = Conversion.between(sender=theirs, receiver=self._hello)
         try:
+            self._check_unique(theirs)
             self._check_compatible(theirs, conversion, theirs, self._hello)
             if conversion is not None:
                 pair.channel.receive_into(conversion.region)
@@ -219,6 +231,19 @@ class Pairs:
     def _close_link(self, link_id: LinkId, reason: str) -> None:
         self._link.send(link_id, Closed(reason))
         self._link.close(link_id)
+
+    def _check_unique(self, theirs: Hello) -> None:
+        """Raise DuplicateNodeId while another process of this node id has a pair or a fence."""
+        for pair in (*self._pairs.values(), *self._fenced.values()):
+            peer = pair.peer
+            if peer is None or peer.node_id != theirs.node_id or pair.channel.is_peer_gone():
+                continue
+            if peer.incarnation != theirs.incarnation:
+                raise DuplicateNodeId(
+                    f"DuplicateNodeId: two processes have the node id {theirs.node_id}: "
+                    f"incarnation {peer.incarnation} is still there, and {theirs.incarnation} "
+                    "is refused. End one of them, or set another --node-id"
+                )
 
     def _check_compatible(
         self, theirs: Hello, conversion: Conversion | None, sender: Hello, receiver: Hello

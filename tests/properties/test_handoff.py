@@ -85,6 +85,7 @@ class History:
             self.a_process_stops: 1,
             self.a_process_continues: 2,
             self.a_prefill_node_restarts: 1,
+            self.a_second_process_answers: 1,
             self.the_decode_node_restarts: 1,
             self.time_flies: 2,
         }
@@ -102,7 +103,8 @@ class History:
         self.world.exchange()
 
     def end_prefill(self) -> None:
-        """Abort the remaining requests on the prefill nodes."""
+        """Abort the remaining requests on the prefill nodes, of which one has each node id."""
+        self.world.kill_doubles()
         for handoff_id in list(self.world.sending):
             self.world.withdraw(handoff_id)
 
@@ -307,6 +309,11 @@ class History:
 
     def a_prefill_node_restarts(self) -> None:
         self.world.restart_p(self.draw.choice(["p0", "p1"]))
+
+    def a_second_process_answers(self) -> None:
+        """Start a process with the node id and the address of a prefill node that is frozen."""
+        if not self.world.doubles:
+            self.world.double_p(self.draw.choice(["p0", "p1"]))
 
     def the_decode_node_restarts(self) -> None:
         self.world.restart_d()

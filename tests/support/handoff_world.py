@@ -135,7 +135,7 @@ class Node:
     """Simulated process: memory, KV worker and free blocks."""
 
     def __init__(self, world: World, name: str, num_blocks: int, config: KvWorkerConfig) -> None:
-        self.name = name
+        self.name = self.address = name
         lags = world.lags and name != "d"
         self.memory = LaggingMemory(num_blocks) if lags else Memory(num_blocks)
         self.link: HubLink = world.hub.link(name)
@@ -211,6 +211,7 @@ class World:
     now: float = 100.0
     d: Node = field(init=False)
     ps: dict[str, Node] = field(default_factory=dict)
+    doubles: list[Node] = field(default_factory=list)  # whose node id a later process has as well
     receiving: dict[HandoffId, Receiving] = field(default_factory=dict)
     sending: dict[HandoffId, Sending] = field(default_factory=dict)
     ended: set[HandoffId] = field(default_factory=set)
@@ -413,15 +414,31 @@ class World:
 
     def kill_p(self, name: str) -> None:
         """Kill P. Its writes can still be in flight."""
-        dead = self.ps.pop(name)
-        self.hub.remove(name)
+        self._kill(self.ps.pop(name))
+
+    def double_p(self, name: str) -> None:
+        """Freeze P, and start a second process with its node id at its address."""
+        frozen = self.ps[name]
+        frozen.is_stopped = True
+        self.doubles.append(frozen)
+        frozen.address = f"{name} before {next(self.numbers)}"
+        self.hub.move(name, frozen.address)
+        self.ps[name] = Node(self, name, self.num_blocks, self.config)
+
+    def kill_doubles(self) -> None:
+        """Kill the first of all processes that share a node id."""
+        while self.doubles:
+            self._kill(self.doubles.pop())
+
+    def _kill(self, dead: Node) -> None:
+        self.hub.remove(dead.address)
         self._bury(dead)
         self.sending = {h: s for h, s in self.sending.items() if s.node is not dead}
 
     def restart_d(self) -> None:
         dead, self.d = self.d, Node(self, "d-", 1, self.config)
         self.hub.remove("d-")
-        self.hub.remove("d")
+        self.hub.remove(dead.address)
         self._bury(dead)
         self.d = Node(self, "d", self.num_blocks, self.config)
 
@@ -453,7 +470,7 @@ class World:
 
     @property
     def nodes(self) -> list[Node]:
-        return [self.d, *self.ps.values()]
+        return [self.d, *self.ps.values(), *self.doubles]
 
     def turn(self, node: Node) -> None:
         if not node.is_stopped:

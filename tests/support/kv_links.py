@@ -33,6 +33,12 @@ class LinkHub:
         for link_id in gone.link_ids:
             self.cut(link_id)
 
+    def move(self, address: str, new_address: str) -> None:
+        """Break the links of a node, and let another one listen at its address."""
+        node = self._node_by_address[new_address] = self._node_by_address.pop(address)
+        for link_id in list(node.link_ids):
+            self.cut(link_id)
+
     def cut(self, link_id: LinkId) -> None:
         """Break a link and report the loss to both nodes, unless they are removed."""
         end = self._ends.pop(link_id, None)

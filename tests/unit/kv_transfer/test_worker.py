@@ -197,6 +197,65 @@ def test_a_dead_peer_ends_its_fence_without_reconnecting() -> None:
     assert world.d.worker.counters().num_fenced_blocks == 0
 
 
+def test_a_second_process_of_a_node_id_ends_no_fence_of_the_first() -> None:
+    world = World(wire=Wire(is_direct=True))
+    half_sent(world)
+
+    world.double_p("p0")
+    for _ in range(30):
+        world.now += 1.0
+        exchange_messages(world)
+    fenced = world.d.worker.counters().num_fenced_blocks
+    for flight in list(world.wire.flights):
+        world.wire.land(flight, flight.missing[0])  # in a block of a new owner, it would raise
+    world.kill_doubles()
+    world.settle()
+
+    assert fenced == 4
+    world.check_all_free()
+
+
+def test_a_second_process_of_a_node_id_is_refused_by_name_until_the_first_is_gone() -> None:
+    world = World(wire=Wire(is_direct=True))
+    half_sent(world)
+    world.double_p("p0")
+    exchange_messages(world)
+
+    world.receive(NEXT_ID, "p0", 0, 2)
+    exchange_messages(world)
+    [first, second] = world.d.worker.take_records()
+    world.kill_doubles()
+    world.settle()
+    third = HandoffId("r", 2)
+    world.receive(third, "p0", 0, 2)
+    world.begin(third, "p0", 2)
+    world.complete(third)
+    world.settle()
+
+    assert first.handoff_id == ID
+    assert second.outcome.startswith("DuplicateNodeId: two processes have the node id p0")
+    assert world.landed == {third}
+    world.check_all_free()
+
+
+def test_a_second_decode_node_of_an_id_is_refused_and_the_first_keeps_its_link() -> None:
+    world = World()
+    half_sent(world)
+    double = Node(world, "d", 4, CONFIG)
+
+    double.worker.connect("p0", world.now)
+    for _ in range(4):
+        double.link.pass_all()
+        exchange_messages(world)
+        double.worker.poll(world.now)
+    world.settle()
+
+    assert world.landed == {ID}
+    assert double.worker.connected_peers() == ()
+    assert double.worker.counters().num_cut_pairs == 1
+    world.check_all_free()
+
+
 def test_a_peer_that_leaves_our_hello_unanswered_is_dialled_again() -> None:
     world = World(wire=Wire(is_direct=True))
     half_sent(world)
