@@ -17,6 +17,7 @@ class ReceiverConfig:
     # exceed the duration of a layer, during which P's engine thread cannot reply.
     fence_age_s: float = 60.0
     give_up_s: float = 300.0  # backstop: a receive fails after this, even if P is alive
+    max_staging_wait_s: float = 30.0  # for room in the staging area; P holds a result for longer
 
     def __post_init__(self) -> None:
         _check_positive(self)

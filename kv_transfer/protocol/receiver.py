@@ -104,7 +104,9 @@ class Receiver:
             return
         link.come_up(now, conversion)
         for incoming in list(link.incoming.values()):
-            self._grant(incoming)
+            # One that never fits has ended, and so let another one get the room.
+            if incoming.state is IncomingState.WAITING:
+                self._grant(incoming)
 
     def handle_message(self, link_id: LinkId, message: LinkMessage, now: float) -> None:
         """Handle a message of P. Drop and count it if it names no receive of this link."""
@@ -233,6 +235,8 @@ class Receiver:
         for incoming in list(self._incoming.values()):
             if incoming.state is IncomingState.GRANTED and now >= incoming.began_s + give_up_s:
                 self._fail(incoming, f"gave up after {give_up_s:g} s", now)
+        for incoming in list(self._waiting_for_room()):
+            self._end_overdue_wait(incoming, now)
         for link_id, link in self._links.items():
             if not link.awaits_peer:
                 continue
@@ -303,8 +307,7 @@ class Receiver:
             return False
         if staging is None:
             raise RuntimeError(f"{order.handoff_id} is to be converted without a staging area")
-        incoming.staged = staging.lend(conversion, order)
-        if incoming.staged is None and not staging.fits(conversion, order):
+        if not staging.fits(conversion, order):
             needed = len(conversion.blocks_needed(order)) * conversion.region.block_bytes
             self._report_failed(
                 incoming,
@@ -312,14 +315,30 @@ class Receiver:
                 f" {staging.region.num_bytes} bytes",
             )
             self._release(incoming)
+            return False
+        # In order of arrival: smaller ones would take the room of a large one again and again.
+        if next(self._waiting_for_room(), incoming) is incoming:
+            incoming.staged = staging.lend(conversion, order)
         return incoming.staged is not None
 
+    def _waiting_for_room(self) -> Iterator[IncomingHandoff]:
+        """Iterate over the receives that only lack room in the staging area, oldest first."""
+        for incoming in self._incoming.values():
+            link = self._links[incoming.link_id]
+            if incoming.state is IncomingState.WAITING and link.is_up and not link.is_cut:
+                yield incoming
+
     def _grant_waiting(self) -> None:
-        """Grant receives that waited for room in the staging area."""
-        for link in self._links.values():
-            for incoming in list(link.incoming.values()) if link.is_up and not link.is_cut else ():
-                if incoming.state is IncomingState.WAITING:
-                    self._grant(incoming)
+        while (incoming := next(self._waiting_for_room(), None)) is not None:
+            self._grant(incoming)
+            if incoming.state is IncomingState.WAITING:
+                return
+
+    def _end_overdue_wait(self, incoming: IncomingHandoff, now: float) -> None:
+        wait_s = self._config.max_staging_wait_s
+        if incoming.state is IncomingState.WAITING and now >= incoming.began_s + wait_s:
+            self._report_failed(incoming, f"no room in --kv-staging-memory within {wait_s:g} s")
+            self._release(incoming)
 
     def _land_if_complete(self, incoming: IncomingHandoff) -> None:
         if incoming.done is None or not incoming.has_arrived:
@@ -378,7 +397,7 @@ class Receiver:
         del self._incoming[incoming.order.handoff_id]
         del self._links[incoming.link_id].incoming[incoming.order.handoff_id]
         self._incoming_by_ticket.pop(incoming.ticket, None)
-        if incoming.staged is not None and self._staging is not None:
+        if self._staging is not None:
             self._staging.take_back(incoming.order.handoff_id)
             self._grant_waiting()
 

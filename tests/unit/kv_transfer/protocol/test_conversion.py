@@ -148,6 +148,13 @@ class StagedReceiver:
             self.receiver.receive(each, LINK, 0.0)
         self.receiver.link_up(LINK, 0.0, conversion())
 
+    def receive(
+        self, number: int, num_blocks: int, now: float, link_id: LinkId = LINK
+    ) -> HandoffId:
+        wanted = order(0, num_blocks, 32 * num_blocks, number)
+        self.receiver.receive(wanted, link_id, now)
+        return wanted.handoff_id
+
     def granted(self) -> dict[HandoffId, tuple[BlockId, ...]]:
         sent = [each for each in self.receiver.take_actions() if isinstance(each, SendMessage)]
         messages = [each.message for each in sent]
@@ -172,6 +179,61 @@ def test_a_receive_waits_for_room_and_lands_after_its_conversion() -> None:
     world.receiver.converted(first)
     assert [each.handoff_id for each in world.receiver.take_reports().finished_recving] == [first]
     assert world.granted() == {third: (0, 1, 2, 3)}
+
+
+def test_a_receive_that_gets_no_room_in_time_is_lost_and_its_blocks_come_back() -> None:
+    world = StagedReceiver()
+    world.granted()
+    third = world.orders[2].handoff_id
+    wait_s = ReceiverConfig().max_staging_wait_s
+
+    world.receiver.tick(wait_s - 0.1)
+    before = world.receiver.take_reports()
+    world.receiver.tick(wait_s)
+    reports = world.receiver.take_reports()
+
+    assert before.failed_recving == ()
+    [lost] = reports.failed_recving
+    assert lost.handoff_id == third
+    assert "--kv-staging-memory" in lost.reason
+    assert reports.released == (third,)
+    assert world.granted() == {}  # nor is a grant revoked that was never sent
+
+
+def test_receives_get_room_in_the_order_of_their_arrival_whatever_their_size() -> None:
+    world = StagedReceiver()
+    world.granted()
+    first, second, third = (each.handoff_id for each in world.orders)
+    world.receiver.link_up(LinkId(2), 1.0, conversion())
+    large = world.receive(7, 4, 1.0)
+    small = world.receive(8, 1, 2.0, LinkId(2))
+
+    world.receiver.revoke(third, 3.0)
+    for number, handoff_id in enumerate((first, second)):
+        world.arrive(number, None)
+        world.receiver.converted(handoff_id)
+        granted = world.granted()
+        assert granted.keys() == ({large} if number else set())
+    world.receiver.revoke(large, 4.0)
+    world.receiver.handle_message(LINK, Revoked(large), 5.0)
+
+    assert world.granted().keys() == {small}
+
+
+def test_a_receive_that_stops_waiting_for_room_lets_the_next_one_in() -> None:
+    world = StagedReceiver()
+    first = world.orders[0].handoff_id
+    world.receiver.revoke(world.orders[2].handoff_id, 0.0)
+    world.granted()
+    large, small = world.receive(7, 4, 1.0), world.receive(8, 1, 2.0)
+    world.arrive(0, None)
+    world.receiver.converted(first)
+
+    before = world.granted()
+    world.receiver.revoke(large, 3.0)
+
+    assert before == {}
+    assert world.granted().keys() == {small}
 
 
 def test_a_wrong_digest_is_not_converted() -> None:
@@ -210,6 +272,22 @@ def test_an_order_larger_than_the_staging_area_fails_by_name() -> None:
 
     [lost] = world.receiver.take_reports().failed_recving
     assert "--kv-staging-memory is 16384 bytes" in lost.reason
+
+
+def test_an_order_that_never_fits_leaves_the_room_to_the_next_when_the_link_comes_up() -> None:
+    world = StagedReceiver()
+    for number in range(3):
+        world.receiver.revoke(world.orders[number].handoff_id, 0.0)
+    other = LinkId(2)
+    world.receive(7, 8, 1.0, other)
+    fitting = world.receive(8, 1, 1.0, other)
+    for number in range(2):
+        world.receiver.handle_message(LINK, Revoked(world.orders[number].handoff_id), 1.0)
+    world.granted()
+
+    world.receiver.link_up(other, 2.0, conversion())
+
+    assert world.granted().keys() == {fitting}
 
 
 def test_blocks_of_another_layout_are_not_pulled() -> None:
