@@ -83,8 +83,9 @@ def up(
             f"--metrics-port {given['metrics_port']} cannot be shared by several processes; 0 "
             "gives each process a free port, which it logs"
         )
-    check_kv_endpoint(given["kv_events_endpoint"])
-    check_kv_endpoint(given["kv_events_replay_endpoint"])
+    num_nodes = prefill + decode
+    check_kv_endpoint(given["kv_events_endpoint"], num_nodes)
+    check_kv_endpoint(given["kv_events_replay_endpoint"], num_nodes)
     model = model or demo_model()
     for_tls, for_nodes, for_router = split(given, tls_config, node_options, router_options)
     # Validate the options before three processes load a model.
@@ -93,7 +94,6 @@ def up(
     check_port(host, port)
     if routing.http_port is not None:
         check_port(routing.http_host or host, routing.http_port, "--http-port")
-    num_nodes = prefill + decode
     options = ClusterOptions(
         model=model,
         num_prefill=prefill,

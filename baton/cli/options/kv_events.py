@@ -36,12 +36,12 @@ Hwm = Annotated[
 MaxQueueSize = Annotated[int, _option("Updates that wait to be published; later ones are lost.")]
 
 
-def check_kv_endpoint(endpoint: str) -> None:
-    """Raise InvalidConfig for an endpoint that several nodes cannot share."""
+def check_kv_endpoint(endpoint: str, num_nodes: int) -> None:
+    """Raise InvalidConfig for an endpoint that the nodes of a cluster cannot share."""
     from errors import InvalidConfig
     from node.kv_events.config import NODE_ID
 
-    if endpoint and NODE_ID not in endpoint:
+    if endpoint and num_nodes > 1 and NODE_ID not in endpoint:
         raise InvalidConfig(
             f"{endpoint} cannot be shared by several nodes; write {NODE_ID} where their names "
             f"go, such as ipc:///tmp/kv-events-{NODE_ID}"

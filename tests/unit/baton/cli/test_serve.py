@@ -103,3 +103,13 @@ def test_several_nodes_cannot_share_an_endpoint_of_kv_events() -> None:
 
     with pytest.raises(InvalidConfig, match="cannot be shared by several nodes"):
         app(["--kv-events-endpoint", "tcp://*:5557"], standalone_mode=False)
+
+
+def test_a_single_node_has_an_endpoint_of_kv_events_to_itself() -> None:
+    app = typer.Typer()
+    app.command()(up)
+    options = ("--kv-events-endpoint", "tcp://*:5557", "--kv-events-replay-endpoint", "tcp://*:58")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        arguments = ["--prefill", "0", "--port", str(taken.getsockname()[1]), *options]
+        with pytest.raises(AddressInUse):
+            app(arguments, standalone_mode=False)
