@@ -80,7 +80,7 @@ def _show_trace(console: Console, trace_dir: Path, result: DemoResult, log: str)
     trace_id = result.finish.served.trace_id
     trace = find_trace(traces_of(read_spans(trace_dir)), trace_id) if trace_id else None
     if trace is None:
-        console.print(f"[red]The last request's trace is not in {trace_dir}.[/]")
+        console.print(f"The last request's trace is not in {trace_dir}.", style="red", markup=False)
         return
     console.print("\n[bold]Where the time of the last request went[/]")
     show_waterfall(console, trace)

@@ -15,9 +15,15 @@ CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(cod
 WIDE = 240  # where no terminal bounds the width
 
 
-def console(*, stderr: bool = False) -> Console:
-    terminal = Console(stderr=stderr)
-    return terminal if terminal.is_terminal else Console(stderr=stderr, width=WIDE)
+def console(*, stderr: bool = False, wide: int = WIDE) -> Console:
+    """Return a console that shows texts as they are; `wide` is its width without a terminal.
+
+    Tokens, paths and names contain brackets and colons, which rich would take for markup and emoji.
+    """
+    terminal = Console(stderr=stderr, markup=False, emoji=False)
+    if not terminal.is_terminal:
+        terminal.width = wide
+    return terminal
 
 
 def for_terminal(text: str) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from rich.table import Table
+from rich.text import Text
 
 from telemetry import names
 from telemetry.tracing.traces import Trace
@@ -39,7 +40,7 @@ def _table(columns: Sequence[Column], traces: Sequence[Trace], width: int) -> Ta
             column.heading, justify="right" if column.is_number else "left", no_wrap=True
         )
     for trace in traces:
-        table.add_row(*(column.cell(trace) for column in shown))
+        table.add_row(*(Text(column.cell(trace)) for column in shown))
     return table
 
 

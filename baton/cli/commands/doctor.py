@@ -90,7 +90,7 @@ def doctor(
     findings: list[Finding] = []
     with console(stderr=True).status("checking the machine") as status:
         for finding in checks:
-            status.update(f"{finding.check}: {finding.found}")
+            status.update(Text(f"{finding.check}: {finding.found}"))
             findings.append(finding)
     if as_json:
         rows = [{**asdict(one), "status": one.status.value} for one in findings]

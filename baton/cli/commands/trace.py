@@ -126,10 +126,9 @@ def export(
 
 
 def _console() -> Console:
-    from rich.console import Console
+    from baton.cli.show import console
 
-    console = Console()
-    return console if console.is_terminal else Console(width=UNCUT)
+    return console(wide=UNCUT)
 
 
 def _folder(trace_dir: str) -> Path:

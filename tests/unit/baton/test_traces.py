@@ -254,3 +254,21 @@ def test_export_sends_to_a_collector_what_was_kept(
     assert code == 0
     assert {span.service for span in spans} == {"baton-router", "baton-prefill", "baton-decode"}
     assert len([span for span in spans if not span.parent_id]) == 1
+
+
+def test_the_list_shows_request_ids_as_clients_wrote_them() -> None:
+    spans = [
+        replace(
+            one,
+            span=replace(
+                one.span,
+                attributes={
+                    name: "[/b]" if name == names.RESPONSE_ID else value
+                    for name, value in one.span.attributes.items()
+                },
+            ),
+        )
+        for one in a_told_trace()
+    ]
+
+    assert "[/b]" in drawn(request_table(traces_of(spans), WIDE), WIDE).split()
