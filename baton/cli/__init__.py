@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.command import ENVIRONMENT_PREFIX, ConfigFile, unwrap, use_command_class
+from baton.cli.command import ENVIRONMENT_PREFIX, ConfigFile, Group, unwrap, use_command_class
 from baton.cli.commands.bench import bench
 from baton.cli.commands.chat import chat
 from baton.cli.commands.cluster import demo, up
@@ -24,6 +24,7 @@ from baton.cli.program import prepare, run_program
 
 app = typer.Typer(
     name="baton",
+    cls=Group,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from baton.cli.examples import examples_of
+from baton.cli.help_page import show_help_all, write_commands, write_examples, write_options
 from baton.cli.settings_file import CommandOptions, GroupOptions, Node, Option, read_settings
 from baton.cli.show import show_table
 
@@ -43,6 +44,16 @@ def set_show_config(context: typer.Context, show_config: bool) -> bool:
     return show_config
 
 
+HelpAll = Annotated[
+    bool,
+    typer.Option(
+        "--help-all",
+        help="Show all options and exit.",
+        callback=show_help_all,
+        is_eager=True,
+        hidden=True,  # in the last line of the pages that do not show all of them
+    ),
+]
 ConfigFile = Annotated[
     Path | None,
     typer.Option(
@@ -64,7 +75,9 @@ ShowConfig = Annotated[
 ]
 
 
-def _of_every_command(config: ConfigFile = None, show_config: ShowConfig = False) -> None:
+def _of_every_command(
+    config: ConfigFile = None, show_config: ShowConfig = False, help_all: HelpAll = False
+) -> None:
     """Signature from which the options of every command are made."""
 
 
@@ -85,6 +98,13 @@ class Command(TyperCommand):
         self.help = unwrap(self.help or "")
         hide_variables(self)
 
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        write_options(ctx, formatter, " ".join(_path(ctx)))
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        if self.epilog:
+            write_examples(formatter, self.epilog)
+
     def invoke(self, ctx: Any) -> Any:
         if ctx.meta.get(SHOW):
             _show_settings(ctx)
@@ -92,8 +112,21 @@ class Command(TyperCommand):
         return super().invoke(ctx)
 
 
+class Group(TyperGroup):
+    """Group whose help page has whole summaries and examples."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        write_options(ctx, formatter, "")
+        write_commands(ctx, formatter)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        if self.epilog:
+            write_examples(formatter, self.epilog)
+
+
 def use_command_class(app: typer.Typer, groups: tuple[str, ...] = ()) -> None:
     """Turn every command of the app and its groups into a `Command` with examples."""
+    app.rich_markup_mode = None  # help pages are plain text: 'baton[s3]' is not markup
     for command in app.registered_commands:
         name = command.name or getattr(command.callback, "__name__", "").replace("_", "-")
         command.cls = Command

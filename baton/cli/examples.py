@@ -55,4 +55,4 @@ def examples_of(command: str) -> str | None:
 
 
 def examples(*lines: str) -> str:
-    return "\n".join(["[bold]Examples[/]", *(f"  {line}" for line in lines)])
+    return "\n".join(["Examples:", *(f"  {line}" for line in lines)])

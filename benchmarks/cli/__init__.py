@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import typer
 
-from baton.cli.command import ENVIRONMENT_PREFIX, ConfigFile, unwrap, use_command_class
+from baton.cli.command import ENVIRONMENT_PREFIX, ConfigFile, Group, unwrap, use_command_class
 from baton.cli.examples import examples
 from baton.cli.program import prepare, run_program
 from benchmarks.cli.chaos import chaos
@@ -53,7 +53,11 @@ EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
 }
 
 app = typer.Typer(
-    name="benchmarks", no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False
+    name="benchmarks",
+    cls=Group,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
 )
 
 

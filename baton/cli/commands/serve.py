@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
+from baton.cli.command import Group
 from baton.cli.options.batching import (
     ChunkedPrefill,
     LogitsProcessors,
@@ -98,7 +99,7 @@ if TYPE_CHECKING:
 
 LONG_PREFILL_TOKEN_THRESHOLD = 512
 
-serve = typer.Typer(help="Run one process of a cluster.", no_args_is_help=True)
+serve = typer.Typer(cls=Group, help="Run one process of a cluster.", no_args_is_help=True)
 
 
 @inherit_options(tls_config, telemetry_options, kv_events_config)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from baton.cli.command import Group
 from baton.cli.examples import examples
 from baton.cli.options.output import check_writable_file
 from baton.cli.options.telemetry import TRACE_DIR_VARIABLE, trace_folder
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 UNCUT = 160  # columns if there is no terminal
 
-trace = typer.Typer(help="Show the timeline of requests.", no_args_is_help=True)
+trace = typer.Typer(cls=Group, help="Show the timeline of requests.", no_args_is_help=True)
 
 Folder = Annotated[
     str,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
 
-from baton.cli.command import unwrap
+from baton.cli.command import Group, unwrap
 from baton.cli.commands.bench.engine import engine
 from baton.cli.commands.bench.kv import kv
 from baton.cli.commands.bench.replay import replay
@@ -15,7 +14,7 @@ from baton.cli.commands.bench.serve import serve
 from rpc.parent_process import exit_on_sigterm
 
 
-class BenchGroup(TyperGroup):
+class BenchGroup(Group):
     """Group whose refusal of an unknown command names the benchmarks of the repository."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

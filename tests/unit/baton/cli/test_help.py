@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,9 @@ import pytest
 import typer
 
 from baton.cli import app
+from baton.cli.help_page import ALWAYS, FIRST_OPTIONS
 from benchmarks.cli import app as benchmarks_app
+from tests.support.baton_command import call_baton
 
 
 def commands(group: Any, *path: str) -> Iterator[tuple[str, Any]]:
@@ -41,6 +44,35 @@ def test_every_command_has_a_summary_an_example_and_options_that_say_what_they_d
     assert name in command.epilog or f"{name.removeprefix('baton ')} --" in command.epilog
     for param in command.params:
         assert param.help, param.name
+
+
+@pytest.mark.parametrize("name", FIRST_OPTIONS)
+def test_the_first_page_of_a_long_command_has_a_dozen_options_and_names_the_second(
+    name: str,
+) -> None:
+    page = call_baton(*name.split(), "--help", COLUMNS="80").stdout
+
+    assert len(page.splitlines()) < 50
+    assert page.count("\n  --") <= 14
+    assert f"baton {name} --help-all shows" in page
+    for param in COMMANDS[f"baton {name}"].params:
+        is_first = param.name in (*FIRST_OPTIONS[name], *ALWAYS)
+        assert bool(row_of(param, page)) is (is_first or param.param_type_name == "argument")
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name.startswith("baton ")])
+def test_no_page_cuts_a_name_or_takes_a_text_for_markup(name: str) -> None:
+    page = call_baton(*name.split()[1:], "--help-all", COLUMNS="80").stdout
+
+    for param in COMMANDS[name].params:
+        if not param.hidden:
+            assert row_of(param, page), param.name
+            assert " ".join(param.help.split()) in " ".join(page.split())
+
+
+def row_of(param: Any, page: str) -> re.Match[str] | None:
+    written = param.opts[-1] if param.param_type_name == "option" else param.metavar or param.name
+    return re.search(rf"^  (-\S+, )*{written}(?![\w-])", page, re.MULTILINE)
 
 
 def complete(words: str) -> list[str]:
