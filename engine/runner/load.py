@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 
 import torch
@@ -147,9 +148,9 @@ def _num_blocks(
 
 
 def _fingerprint(model: ModelConfig, config: RunnerConfig, files: WeightFiles) -> str:
-    quantize = f"{config.quantize} {QUANTIZE_REVISION}"
-    parts = [str(model), quantize, files.digest(), *versions(config.logits_processors)]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    quantize = [config.quantize, QUANTIZE_REVISION]
+    parts = [str(model), quantize, files.digest(), versions(config.logits_processors)]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def _check(is_good: bool, message: str) -> None:

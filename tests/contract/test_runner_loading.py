@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,37 @@ def test_the_fingerprint_follows_the_content_not_the_files(folder: Path, tmp_pat
     assert fingerprint(folder) != before
     rewrite(moved / "config.json", {"rms_norm_eps": 2e-6})
     assert fingerprint(moved) != before
+
+
+def edit_one_embedding(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.embed_tokens.weight"][100, 7] += 1e-3
+
+
+def edit_one_matrix(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.1.mlp.down_proj.weight"][9, 50] *= -1.0
+
+
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+@pytest.mark.parametrize("edit", [edit_one_embedding, edit_one_matrix])
+def test_every_number_of_the_weights_is_part_of_the_fingerprint(
+    folder: Path, edit: Callable[[dict[str, torch.Tensor]], None], quantize: str
+) -> None:
+    before = load(folder, quantize=quantize).info.fingerprint
+
+    respell(folder, edit)
+
+    assert load(folder, quantize=quantize).info.fingerprint != before
+
+
+def test_weights_that_change_while_they_are_loaded_are_refused(folder: Path) -> None:
+    changes = [partial(respell, folder, edit_one_embedding)]
+
+    def change_once(_: LoadProgress) -> None:
+        if changes:
+            changes.pop()()
+
+    with pytest.raises(ModelError, match=r"model\.safetensors changed while it was loaded"):
+        load_runner(RunnerConfig(str(folder), kv_cache_bytes=BUDGET), change_once)
 
 
 def test_shards_give_the_same_model_as_one_file(sharded: Path, tmp_path: Path) -> None:

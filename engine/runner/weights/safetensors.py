@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.model_folder import JsonFields
+from engine.runner.weights.weight_digests import (
+    DigestCache,
+    FileIdentity,
+    digest_of,
+    user_digest_cache,
+)
 from errors import ModelError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLOATS = ("F32", "F16", "BF16")
 WHOLE = ("I8", "I32", "I64")
-# Rows of each tensor that the fingerprint reads.
-SAMPLED_ROWS = 4
 
 Shape = tuple[int, ...]
 
@@ -57,11 +60,15 @@ class TensorFile(Protocol):
 class WeightFiles:
     """Open weight files of one folder. Tensors are memory-mapped and read when they are copied."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, digests: DigestCache | None = None) -> None:
         self._folder = folder
         self._stack = ExitStack()
         self._file_by_tensor: dict[str, TensorFile] = {}
         self._path_by_tensor: dict[str, Path] = {}
+        self._identity_by_path: dict[Path, FileIdentity] = {}
+        self._digests = user_digest_cache() if digests is None else digests
+        self._digest_by_tensor: dict[str, str] = {}
+        self._unknown_paths: set[Path] = set()  # whose digests are not in the cache
 
     def __enter__(self) -> WeightFiles:
         try:
@@ -101,7 +108,10 @@ class WeightFiles:
             self._check_one(name, tensor)
 
     def tensor(self, name: str) -> Tensor:
-        return self._file_by_tensor[name].get_tensor(name)
+        found = self._file_by_tensor[name].get_tensor(name)
+        if name not in self._digest_by_tensor:  # now, so that a tensor is read from disk once
+            self._digest_by_tensor[name] = digest_of(found)
+        return found
 
     def part(self, name: str, index: int) -> Tensor:
         """Return one element of a tensor's first dimension. Reads nothing else."""
@@ -111,19 +121,29 @@ class WeightFiles:
         destination.copy_(self.tensor(name))
 
     def digest(self) -> str:
-        """Hash names, shapes and dtypes of all tensors, and the bytes of a few rows of each.
+        """Hash names, shapes, dtypes and all bytes of all tensors, however files divide them.
 
-        Reads kilobytes per tensor instead of everything. So it detects another model or another
-        training run quickly, but not a change confined to rows that it skips.
+        Raises ModelError if a file has changed since it was opened.
         """
         digest = hashlib.sha256()
         for name in self.names():
             part = self._file_by_tensor[name].get_slice(name)
-            shape = part.get_shape()
-            digest.update(f"{name} {part.get_dtype()} {shape}\n".encode())
-            for sample in _samples(shape):
-                digest.update(_bytes_of(part[sample]))
+            if name not in self._digest_by_tensor:
+                self.tensor(name)
+            found = [name, part.get_dtype(), part.get_shape(), self._digest_by_tensor[name]]
+            digest.update(json.dumps(found).encode())
+        self._keep_digests()
         return digest.hexdigest()
+
+    def _keep_digests(self) -> None:
+        digests_by_path: dict[Path, dict[str, str]] = {}
+        for name, path in self._path_by_tensor.items():
+            digests_by_path.setdefault(path, {})[name] = self._digest_by_tensor[name]
+        for path, identity in self._identity_by_path.items():
+            if _identity_of(path) != identity:
+                raise ModelError(f"{path} changed while it was loaded; start again")
+            if path in self._unknown_paths:
+                self._digests.keep(identity, digests_by_path.get(path, {}))
 
     def _paths(self) -> list[Path]:
         if (self._folder / INDEX).exists():
@@ -146,6 +166,7 @@ class WeightFiles:
         return paths
 
     def _open(self, path: Path) -> None:
+        identity = _identity_of(path)
         try:
             opened: TensorFile = self._stack.enter_context(safe_open(path, framework="pt"))
             names = list(opened.keys())
@@ -154,6 +175,11 @@ class WeightFiles:
         for name in names:
             self._file_by_tensor[name] = opened
             self._path_by_tensor[name] = path
+        self._identity_by_path[path] = identity
+        found = self._digests.find(identity, names)
+        self._digest_by_tensor |= found
+        if not found:
+            self._unknown_paths.add(path)
 
     def _check_one(self, name: str, expected: Expected) -> None:
         part = self._file_by_tensor[name].get_slice(name)
@@ -175,18 +201,8 @@ def _refuse(fault: str, names: list[str], folder: Path) -> None:
         raise ModelError(f"{folder} {fault} {shown}{more}; it does not match its config.json")
 
 
-def _samples(shape: list[int]) -> Iterator[tuple[slice, ...]]:
-    """Yield a few rows of a tensor. Of stacked matrices, a few rows of a few of them."""
-    sampled = [_sampled_rows(size) for size in shape[: max(1, len(shape) - 1)]]
-    for rows in product(*sampled) if shape else ():
-        yield tuple(slice(row, row + 1) for row in rows)
-
-
-def _sampled_rows(num_rows: int) -> list[int]:
-    if num_rows <= SAMPLED_ROWS:
-        return list(range(num_rows))
-    return [i * (num_rows - 1) // (SAMPLED_ROWS - 1) for i in range(SAMPLED_ROWS)]
-
-
-def _bytes_of(tensor: Tensor) -> bytes:
-    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+def _identity_of(path: Path) -> FileIdentity:
+    try:
+        return FileIdentity.of(path)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error}; fetch it again") from error
