@@ -86,7 +86,7 @@ class SharedPrompt:
         with (
             scope.answering(call, is_late) as salted,
             self._settling(is_first=is_first),
-            self._pipeline.accept(call.request_id),
+            self._pipeline.accept(call.request_id, is_one_of_several=True),
         ):
             if is_first:
                 context = replace(context, note_placement=self._note_placement)

@@ -52,7 +52,7 @@ class Pipeline:
             clock=clock,
             config=config.dispatch,
         )
-        self._ids_in_use: set[str] = set()
+        self._ids_in_use: set[tuple[str, bool]] = set()
         self._became_idle = asyncio.Event()
         self._became_idle.set()
         self.is_draining = False
@@ -77,21 +77,23 @@ class Pipeline:
         await self._became_idle.wait()
 
     @contextmanager
-    def accept(self, request_id: str) -> Iterator[None]:
+    def accept(self, request_id: str, *, is_one_of_several: bool = False) -> Iterator[None]:
         """Reserve a request id until the end of the block, which `drain` awaits.
 
+        The id of one of several answers is not one that a client chose, and may be equal to it.
         Raises Draining and RequestIdInUse.
         """
+        key = request_id, is_one_of_several
         if self.is_draining:
             raise Draining("this router is shutting down; send the request to another one")
-        if request_id in self._ids_in_use:
+        if key in self._ids_in_use:
             raise RequestIdInUse(f"request id {request_id!r} is in use; choose another")
-        self._ids_in_use.add(request_id)
+        self._ids_in_use.add(key)
         self._became_idle.clear()
         try:
             yield
         finally:
-            self._ids_in_use.discard(request_id)
+            self._ids_in_use.discard(key)
             if not self._ids_in_use:
                 self._became_idle.set()
 

@@ -91,5 +91,9 @@ def token_digest(metadata: Received) -> str:
 
 
 def bind_salt(salt: str, owner: str) -> str:
-    """Bind a salt to its owner. Requests without a salt share KV with all others without one."""
-    return f"{owner}:{salt}" if salt and owner else salt
+    """Bind a salt to its owner. Requests without a salt share KV with all others without one.
+
+    A salt without an owner is marked as such: it cannot spell that of a client with a token, which
+    another router of the same nodes has bound.
+    """
+    return f"{owner}:{salt}" if salt else ""

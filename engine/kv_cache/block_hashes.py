@@ -7,6 +7,7 @@ crafted to collide would read another user's KV.
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import NewType
 BlockHash = NewType("BlockHash", bytes)
 
 HASH_BYTES = 16
+NAMING = "baton kv 2"  # the number changes with what names stand for
 MAX_TOKEN_ID = 2**32 - 1  # a token id is packed into four bytes
 
 
@@ -35,9 +37,9 @@ class PrefixNaming:
 
     def root(self, cache_salt: str, num_prompt_tokens: int) -> BlockHash:
         limit = self.max_shareable_prompt_len
-        if limit is not None and num_prompt_tokens > limit:
-            cache_salt = f"{num_prompt_tokens}:{cache_salt}"
-        return root_hash(self.hash_seed, self.model_salt, cache_salt)
+        is_shared = limit is None or num_prompt_tokens <= limit
+        prompt_len = None if is_shared else num_prompt_tokens
+        return root_hash(self.hash_seed, self.model_salt, cache_salt, prompt_len)
 
     def names(
         self, token_ids: Sequence[int], num_prompt_tokens: int, cache_salt: str = ""
@@ -47,10 +49,15 @@ class PrefixNaming:
         return block_hashes(token_ids, self.block_size, root)
 
 
-def root_hash(hash_seed: int, model_salt: str, cache_salt: str) -> BlockHash:
-    """Return the parent hash of first blocks. Different salts never share a block."""
-    named = f"baton kv 1:{hash_seed}:{len(model_salt)}:{model_salt}:{cache_salt}"
-    return BlockHash(blake2b(named.encode(), digest_size=HASH_BYTES).digest())
+def root_hash(
+    hash_seed: int, model_salt: str, cache_salt: str, prompt_len: int | None = None
+) -> BlockHash:
+    """Return the parent hash of first blocks. Different salts never share a block.
+
+    The fields are hashed as JSON, so that no salt can spell the other fields.
+    """
+    fields = json.dumps([NAMING, hash_seed, model_salt, cache_salt, prompt_len])
+    return BlockHash(blake2b(fields.encode(), digest_size=HASH_BYTES).digest())
 
 
 def extend_hashes(

@@ -78,6 +78,19 @@ def parts_of(
     return asyncio.run(asyncio.wait_for(run(), 30))
 
 
+def test_another_request_may_have_the_name_of_an_answer() -> None:
+    """Answers are named after their request: `a-0` is also an id that a client may choose."""
+
+    async def run() -> int:
+        pipeline = a_pipeline(FakeNodeCalls(), a_table())
+        with pipeline.accept("a-0"):
+            scope = RequestScopes().begin("a", None, None)
+            async with aclosing(generate_answers(pipeline, scope, calls_of(2), 2)) as parts:
+                return len({index async for index, _ in parts})
+
+    assert asyncio.run(run()) == 2
+
+
 def answered(
     nodes: FakeNodeCalls,
     calls: list[GenerateCall],

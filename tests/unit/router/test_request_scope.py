@@ -46,3 +46,12 @@ def test_no_salt_of_a_client_can_spell_anothers() -> None:
     bob = token_digest([("authorization", "Bearer bob")])
 
     assert bind_salt(bind_salt("s", ann), bob) != bind_salt("s", ann)
+
+
+def test_no_salt_without_a_token_can_spell_a_bound_one() -> None:
+    """Routers with and without authentication can share nodes."""
+    ann = token_digest([("authorization", "Bearer ann")])
+    bound = bind_salt("s", ann)
+
+    assert bind_salt(bound, "") != bound
+    assert bind_salt(ann, "") != ann  # the tenant of a salt without an owner is the salt

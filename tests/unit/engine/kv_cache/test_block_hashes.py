@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from engine.kv_cache.block_hashes import BlockHash, block_hashes, extend_hashes, root_hash
+from itertools import product
+
+from engine.kv_cache.block_hashes import (
+    BlockHash,
+    PrefixNaming,
+    block_hashes,
+    extend_hashes,
+    root_hash,
+)
 
 ROOT = root_hash(0, "model", "")
 
@@ -39,6 +47,22 @@ def test_a_salt_cannot_be_moved_from_one_field_into_the_other() -> None:
     assert root_hash(0, "a:b", "c") != root_hash(0, "a", "b:c")
 
 
+def test_no_salt_names_the_blocks_of_a_prompt_of_another_length() -> None:
+    """With dynamic RoPE, the length of a long prompt is part of the names of its blocks."""
+    naming = PrefixNaming(16, max_shareable_prompt_len=1000)
+    salts = ("", "5000:", "5000", ":", "a", "5000:a", '5000,"', "null", "[5000]")
+
+    roots = {naming.root(salt, length) for salt, length in product(salts, (64, 5000, 5001))}
+
+    assert len(roots) == len(salts) * 3
+
+
+def test_prompts_up_to_the_limit_share_their_blocks() -> None:
+    naming = PrefixNaming(16, max_shareable_prompt_len=1000)
+
+    assert naming.root("a", 64) == naming.root("a", 1000) == root_hash(0, "", "a")
+
+
 def test_extending_gives_what_hashing_at_once_gives() -> None:
     grown: list[BlockHash] = []
     for end in range(1, 12):
@@ -58,4 +82,4 @@ def test_the_largest_token_id_can_be_hashed() -> None:
     assert len(block_hashes([2**32 - 1], 1, ROOT)) == 1
 
 
-GOLDEN = ["26617f2324ba44732e4fc7c67da0fcbc", "15d8aaff5802f4af132ed3d16c9fe4ef"]
+GOLDEN = ["a22b6712124d433f63e91f6a695a4c07", "fd78eceafb1928a4c4d93d8775515313"]
