@@ -19,6 +19,7 @@ import llguidance
 import numpy as np
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from engine.structured_output.compiler_errors import PANIC, TOO_DEEP, reason_of
 from engine.structured_output.grammar import Bits
 from engine.structured_output.params import FIELD, StructuredOutputs
 from engine.structured_output.schema_cost import embedded_schemas, expense_reason
@@ -30,9 +31,6 @@ ANY_OBJECT = '{"type": "object"}'
 # A space, or a newline with indentation, which suffices for any JSON style. With more allowed, a
 # weak model generates nothing but whitespace until max_tokens.
 WHITESPACE = r"( |\n[ \t]{0,64})?"
-MAX_REASON_CHARACTERS = 400
-TOO_DEEP = "it is nested too deeply"
-PANIC = "panic:"  # prefix of llguidance's errors for panics that it caught
 BITS_PER_WORD = 32
 # Forced tokens are off: computing them never terminates for text that repeats without end, and
 # they would allow only the tokenizer's canonical tokenization of a text.
@@ -207,6 +205,8 @@ def _lark_of_grammar(wanted: StructuredOutputs, text: str) -> str:
         return text
     try:
         return gbnf_to_lark(text).removeprefix("%llguidance {}")
+    except RecursionError:
+        raise _error(wanted, TOO_DEEP) from None
     except Exception as error:  # its parser has no exception class of its own
         raise _error(wanted, f"it is not GBNF: {error}") from error
 
@@ -261,12 +261,8 @@ def _refuse_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
-def _error(wanted: StructuredOutputs, reason: str) -> InvalidRequest:
-    message = " ".join(reason.removesuffix("<non-verbose/>").split())
-    if message == "NoExtensionBias":
-        message = "no answer can fit it"
-    if message.startswith(PANIC):  # followed by a backtrace
-        message = "llguidance failed on it"
-    if len(message) > MAX_REASON_CHARACTERS:
-        message = f"{message[:MAX_REASON_CHARACTERS]}…"
-    return InvalidRequest(f"{FIELD}.{wanted.form} cannot be enforced: {message}", FIELD)
+def _error(wanted: StructuredOutputs, text: str) -> InvalidRequest:
+    # The lines of GBNF differ from those of the Lark grammar that it is converted to.
+    has_lines = wanted.grammar is not None and not GBNF_RULE.search(wanted.grammar)
+    reason = reason_of(text, has_lines=has_lines)
+    return InvalidRequest(f"{FIELD}.{wanted.form} cannot be enforced: {reason}", FIELD)

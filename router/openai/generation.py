@@ -22,7 +22,7 @@ from router.openai.body_receiving import run_while_connected
 from router.openai.replies import Reply
 from router.openai.request.bodies import with_session
 from router.openai.request.parsed_request import ModelContext, ParsedRequest
-from router.openai.request.tool_choice import tool_schema_errors
+from router.openai.request.structured_outputs import errors_of_field
 from router.openai.response.answers import StreamedAnswer, WholeAnswer, make_choices, make_heading
 from router.openai.response.choices import EchoedPrompt
 from router.openai.response.encoding import encode_in_slices
@@ -97,7 +97,7 @@ class GenerationEndpoint:
             with request_scope.ending_on_error():
                 parsed = await self._parse(body, request_id, session_id)
                 prompts = await self._repeated_prompts(parsed)
-            with tool_schema_errors(parsed.options.tool_call_mode):
+            with errors_of_field(parsed.options.form_field):
                 await self._answer(parsed, prompts, request_scope, request_id, reply)
         except NamedError as error:
             await reply.send_error(error)

@@ -9,7 +9,6 @@ from typing import Any
 from engine.extra_args import parse_argument
 from engine.kv_hints import KvHints
 from engine.sampling import SamplingDefaults
-from engine.structured_output.params import StructuredOutputs
 from errors import InvalidRequest
 from router.input_processing.limits import (
     MAX_EXTRA_ARGS,
@@ -27,7 +26,7 @@ from router.openai.request.bodies import (
     body_from,
 )
 from router.openai.request.prompts import chat_from, parse_prompts
-from router.openai.request.structured_outputs import output_format_from
+from router.openai.request.structured_outputs import TOOLS, OutputFormat, output_format_from
 from router.openai.request.tool_choice import NO_TOOLS, ToolCallMode, ToolChoice, tool_choice_from
 from router.openai.response.output_parsers import NO_PARSING, Parsing
 from router.translate import MAX_ANSWERS, answer_seed, bad_words_from, stop_strings_from
@@ -58,7 +57,8 @@ class ResponseOptions:
     tool_call_mode: ToolCallMode = ToolCallMode.NONE
     function: str = ""  # the function that tool_choice names
     with_one_call: bool = False  # at most one tool call
-    has_form: bool = False  # structured output, which has no reasoning in front
+    # The field that sets structured output, which has no reasoning in front; empty: any text.
+    form_field: str = ""
     max_tokens: int | None = None  # as requested; None: not given
     max_model_len: int | None = None  # None: unknown
 
@@ -208,7 +208,8 @@ def _parsed_request(
 ) -> ParsedRequest:
     check_name("model", body.model)
     check_name("cache_salt", body.cache_salt)
-    form = _form(body, choice)
+    output_format = _output_format(body, choice)
+    form = None if output_format is None else output_format.form
     num_choices = num_each * len(prompts)
     if num_choices > MAX_ANSWERS:
         more = "n" if num_each == body.n else "best_of"
@@ -245,7 +246,8 @@ def _parsed_request(
         calls.append(call)
     if not body.stream:
         _check_logprobs_fit(calls, advice)
-    options = replace(options, has_form=form is not None, max_model_len=advice.max_model_len)
+    form_field = "" if output_format is None else output_format.field
+    options = replace(options, form_field=form_field, max_model_len=advice.max_model_len)
     return ParsedRequest(tuple(calls), num_each, body.n, options)
 
 
@@ -265,15 +267,17 @@ def _check_logprobs_fit(calls: Sequence[GenerateCall], advice: ModelContext) -> 
         )
 
 
-def _form(body: GenerationBody, choice: ToolChoice) -> StructuredOutputs | None:
-    form = output_format_from(body)
-    if form is not None and choice.form is not None:
+def _output_format(body: GenerationBody, choice: ToolChoice) -> OutputFormat | None:
+    given = output_format_from(body)
+    if choice.form is None:
+        return given
+    if given is not None:
         raise InvalidRequest(
             "tool_choice forces a call and cannot be combined with another output format: leave "
             "out one of them",
             "tool_choice",
         )
-    return form or choice.form
+    return OutputFormat(TOOLS, choice.form)
 
 
 def _sampling(body: GenerationBody) -> dict[str, Any]:

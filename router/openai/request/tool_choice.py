@@ -6,21 +6,21 @@ list of calls, `[{"name": …, "arguments": {…}}, …]`, with each tool's para
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from engine.structured_output.params import FIELD, StructuredOutputs, parse_structured_outputs
+from engine.structured_output.params import StructuredOutputs, parse_structured_outputs
 from engine.structured_output.subschemas import rewrite_subschemas
 from errors import InvalidRequest
 from router.openai.request.bodies import ChatBody
+from router.openai.request.structured_outputs import TOOLS, errors_of_field
 from rpc.errors import UnsupportedInput
 
 Schema = dict[str, Any]
 
-TOOLS, TOOL_CHOICE = "tools", "tool_choice"
+TOOL_CHOICE = "tool_choice"
 ANY_ARGUMENTS: Schema = {"type": "object"}
 
 
@@ -53,7 +53,7 @@ def tool_choice_from(body: ChatBody) -> ToolChoice:
         return ToolChoice(ToolCallMode.BY_MODEL, body.tools)
     if choice == "required":
         functions = _functions(body.tools)
-        form = _form(ToolCallMode.REQUIRED, _schema_of_calls(functions, body))
+        form = _form(_schema_of_calls(functions, body))
         return ToolChoice(ToolCallMode.REQUIRED, body.tools, form=form)
     name = _name_in(choice)
     functions = _functions(body.tools)
@@ -61,22 +61,8 @@ def tool_choice_from(body: ChatBody) -> ToolChoice:
         raise InvalidRequest(
             f"tool_choice names {name!r}, which is not in tools: name one that is", TOOL_CHOICE
         )
-    form = _form(ToolCallMode.NAMED, functions[name])
+    form = _form(functions[name])
     return ToolChoice(ToolCallMode.NAMED, body.tools, name, form)
-
-
-@contextmanager
-def tool_schema_errors(tool_call_mode: ToolCallMode) -> Iterator[None]:
-    """Rewrite errors of a schema made from tools to name `tools`, which the client sent."""
-    try:
-        yield
-    except InvalidRequest as refusal:
-        reason = str(refusal).removeprefix(f"{FIELD}.json ")
-        if tool_call_mode not in (ToolCallMode.REQUIRED, ToolCallMode.NAMED) or reason == str(
-            refusal
-        ):
-            raise
-        raise InvalidRequest(f"the form made of the tools' parameters {reason}", TOOLS) from None
 
 
 def _name_in(choice: str | Mapping[str, Any]) -> str:
@@ -161,6 +147,6 @@ def _embed_schema(schema: Schema, place: str) -> Schema:
     return embedded
 
 
-def _form(tool_call_mode: ToolCallMode, schema: Schema) -> StructuredOutputs:
-    with tool_schema_errors(tool_call_mode):
+def _form(schema: Schema) -> StructuredOutputs:
+    with errors_of_field(TOOLS):
         return parse_structured_outputs({"json": schema})

@@ -81,7 +81,7 @@ def _reader(options: ResponseOptions, parsing: Parsing) -> OutputParser:
             return NamedCallParser(options.function)
         case ToolCallMode.REQUIRED:
             return RequiredCallsParser()
-    if options.has_form:
+    if options.form_field:
         return NO_PARSING.reader(with_tools=False)
     reader = parsing.reader(with_tools=options.tool_call_mode is ToolCallMode.BY_MODEL)
     return FirstCallFilter(reader) if options.with_one_call else reader

@@ -47,7 +47,7 @@ def _of_tools(options: ResponseOptions, parsing: Parsing, *, supports_tools: boo
     if not supports_tools:
         warnings.append("tools: this model's chat template does not show them to the model")
     if options.tool_call_mode is ToolCallMode.BY_MODEL:
-        if options.has_form:
+        if options.form_field:
             warnings.append(
                 "tools: structured output contains no calls unless tool_choice forces one"
             )

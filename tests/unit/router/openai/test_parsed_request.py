@@ -332,7 +332,7 @@ def test_a_form_is_read_by_all_its_names(
 ) -> None:
     for requested in (chat(**fields), completion(**fields)):
         assert requested.calls[0].sampling.structured_outputs == form
-        assert requested.options.has_form == (form is not None)
+        assert bool(requested.options.form_field) == (form is not None)
 
 
 @pytest.mark.parametrize(

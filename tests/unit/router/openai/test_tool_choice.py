@@ -13,7 +13,7 @@ from engine.structured_output.llguidance_backend import GrammarLibrary, GrammarV
 from engine.structured_output.params import StructuredOutputs
 from errors import InvalidRequest
 from router.openai.request.parsed_request import ModelContext, ParsedRequest, chat_completion_from
-from router.openai.request.tool_choice import ToolCallMode, tool_schema_errors
+from router.openai.request.structured_outputs import errors_of_field
 from router.openai.response.forced_calls import NamedCallParser, RequiredCallsParser
 from router.openai.response.output_parsers import Delta, FirstCallFilter, Parsing, ToolCall
 from router.values import ChatPrompt
@@ -147,18 +147,42 @@ def test_calls_that_cannot_be_forced_are_refused_by_name(
     assert refusal.value.field == field
 
 
-def test_parameters_that_cannot_be_kept_to_are_the_tools_fault() -> None:
-    wanted = form(tools=[function("f", {"not": {}})], tool_choice="required")
+REGEX = "(?=a)"
 
-    with (
-        pytest.raises(
-            InvalidRequest, match=r"the tools' parameters cannot be enforced: .*not"
-        ) as no,
-        tool_schema_errors(ToolCallMode.REQUIRED),
-    ):
+
+@pytest.mark.parametrize(
+    ("fields", "field", "reason"),
+    [
+        (
+            {"tools": [function("f", {"not": {}})], "tool_choice": "required"},
+            "tools",
+            "the form made of the tools' parameters cannot be enforced: the keyword not is",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
+            "response_format",
+            "response_format cannot be enforced: the keyword not is not supported",
+        ),
+        ({"guided_regex": REGEX}, "guided_regex", "guided_regex cannot be enforced: "),
+        (
+            {"structured_outputs": {"regex": REGEX}},
+            "structured_outputs",
+            "structured_outputs.regex cannot be enforced: ",
+        ),
+    ],
+)
+def test_a_form_that_cannot_be_kept_to_is_the_fault_of_the_field_that_was_sent(
+    fields: dict[str, Any], field: str, reason: str
+) -> None:
+    parsed = requested(**fields)
+    wanted = parsed.calls[0].sampling.structured_outputs
+    assert wanted is not None
+
+    with pytest.raises(InvalidRequest) as refusal, errors_of_field(parsed.options.form_field):
         GrammarValidator().compile(wanted)
 
-    assert no.value.field == "tools"
+    assert str(refusal.value).startswith(reason)
+    assert refusal.value.field == field
 
 
 def test_calls_are_passed_on_while_they_are_written() -> None:
