@@ -2,6 +2,7 @@
 
 For a named function, the answer's schema is the function's parameters. For `required`, it is a
 list of calls, `[{"name": …, "arguments": {…}}, …]`, with each tool's parameters as `arguments`.
+Arguments have no names that the parameters do not name.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from engine.structured_output.params import StructuredOutputs, parse_structured_
 from engine.structured_output.subschemas import rewrite_subschemas
 from errors import InvalidRequest
 from router.openai.request.bodies import ChatBody
+from router.openai.request.closed_schemas import close_objects
 from router.openai.request.structured_outputs import TOOLS, errors_of_field
 from rpc.errors import UnsupportedInput
 
 Schema = dict[str, Any]
 
 TOOL_CHOICE = "tool_choice"
-ANY_ARGUMENTS: Schema = {"type": "object"}
+NO_ARGUMENTS: Schema = {"type": "object", "properties": {}}
 
 
 class ToolCallMode(Enum):
@@ -102,13 +104,13 @@ def _function(tool: Mapping[str, Any], where: str) -> tuple[str, Schema]:
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(name, str) or not name:
         raise InvalidRequest(f"{where}.function.name must be a text", f"{where}.function.name")
-    parameters = function.get("parameters") or ANY_ARGUMENTS
+    parameters = function.get("parameters") or NO_ARGUMENTS
     if not isinstance(parameters, dict):
         field = f"{where}.function.parameters"
         raise InvalidRequest(f"{field} must be a JSON schema", field)
     if not {"type", "$ref", "anyOf", "oneOf", "allOf"} & parameters.keys():
-        parameters = {**ANY_ARGUMENTS, **parameters}
-    return name, parameters
+        parameters = {"type": "object", **parameters}
+    return name, close_objects(parameters)
 
 
 def _schema_of_calls(functions: Mapping[str, Schema], body: ChatBody) -> Schema:

@@ -78,7 +78,7 @@ CALL = '{"name": "look", "arguments": {"at": "it"}}'
             [
                 f"[{CALL}]",
                 f"[{CALL}, {CALL}]",
-                '[{"name":"now","arguments":{"any":[1]}}]',
+                '[{"name":"now","arguments":{}}]',
                 '[{"name":"tree","arguments":{"below":{"numbers":[1],"same":{"$ref":"#"}}}}]',
             ],
             [
@@ -86,7 +86,9 @@ CALL = '{"name": "look", "arguments": {"at": "it"}}'
                 CALL,
                 '[{"name": "look", "arguments": {}}]',
                 '[{"name": "other", "arguments": {"at": "it"}}]',
+                '[{"name": "look", "arguments": {"at": "it", "age": "30"}}]',
                 '[{"name": "now", "arguments": 1}]',
+                '[{"name":"now","arguments":{"any":[1]}}]',
                 '[{"name":"tree","arguments":{"below":{"name":"now"}}}]',
                 '[{"name":"tree","arguments":{"numbers":[1,2]}}]',
             ],
@@ -99,12 +101,12 @@ CALL = '{"name": "look", "arguments": {"at": "it"}}'
         (
             {"tool_choice": {"type": "function", "function": {"name": "look"}}},
             ['{"at": "it"}'],
-            ["{}", CALL, f"[{CALL}]"],
+            ["{}", '{"at": "it", "age": "30"}', CALL, f"[{CALL}]"],
         ),
         (
             {"tool_choice": {"type": "function", "function": {"name": "now"}}},
-            ["{}", '{"any": 1}'],
-            ["[]"],
+            ["{}"],
+            ['{"any": 1}', "[]"],
         ),
     ],
 )
