@@ -1,7 +1,8 @@
 """Hypothesis profiles: how many random examples the tests run.
 
-BATON_HYPOTHESIS_PROFILE selects one: `short` is the default, `make check` uses `quick`, and `long`
-runs many more examples, which differ in each run.
+BATON_HYPOTHESIS_PROFILE selects one: `short` is the default, `make check` uses `quick`. The
+examples of `random` and `long` differ in each run: `random` has as few as `quick`, for many runs
+(`tools/repeat_properties.py`), and `long` many more.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile("quick", settings.get_profile("short"), max_examples=20)
+settings.register_profile("random", settings.get_profile("quick"), derandomize=False, database=None)
 settings.register_profile(
     "long",
     settings.get_profile("short"),
