@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from engine.kv_cache.external_prefix import ExternalPrefix
 from engine.kv_cache.manager import KvCache
-from engine.scheduler.request import Request
+from engine.scheduler.request import Request, RequestStatus
 from kv_transfer.external_kv import (
     NO_ORDERS,
     BlockHints,
@@ -66,6 +66,7 @@ class ExternalTransfers:
         self._drops: list[BlockName] = []
         self._uses: list[Use] = []
         self._num_loading = self._num_storing = 0  # blocks
+        self._first_for_room: Request | None = None  # by rank, of those that found too little
         self._num_started = 0
         self.total_loaded_blocks = 0
         self.total_loaded_tokens: Counter[str] = Counter()  # of prompts, by source
@@ -125,8 +126,8 @@ class ExternalTransfers:
         if saved_s < saved_elsewhere_s:
             return None
         pool = self._cache.pool
-        if self._loading and self._num_loading + num_missing > self._max_loading:
-            return self._find_current(now)
+        if not self._has_room(num_missing) or self._is_behind(request, now):
+            return self._wait_for_room(request, now)
         if num_missing + pool.num_free_among(prefix.cached) > pool.num_free:
             return None
         request.may_load = False
@@ -142,7 +143,7 @@ class ExternalTransfers:
         if self._external is None or not all(map(self._external.holds, names)):
             return None
         pool, num_missing = self._cache.pool, len(names)
-        if self._loading and self._num_loading + num_missing > self._max_loading:
+        if not self._has_room(num_missing):
             return None
         if num_missing + pool.num_free_among(cached) > pool.num_free:
             return None
@@ -208,8 +209,22 @@ class ExternalTransfers:
         for load in self._loading.values():
             load.is_stale = True
 
-    def _find_current(self, now: float) -> LoadId | None:
+    def _has_room(self, num_missing: int) -> bool:
+        return not self._loading or self._num_loading + num_missing <= self._max_loading
+
+    def _is_behind(self, request: Request, now: float) -> bool:
+        """Return whether loads of later requests would take the room that another one waits for."""
+        first = self._first_for_room
+        if first is None or first is request or not self._loading:
+            return False
+        is_waiting = first.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        is_in_time = first.fetches_until_s is None or now < first.fetches_until_s
+        return is_waiting and first.may_load and is_in_time and first.rank < request.rank
+
+    def _wait_for_room(self, request: Request, now: float) -> LoadId | None:
         """Return a load after which there may be room for another one."""
+        if not self._is_behind(request, now):
+            self._first_for_room = request
         ids = (i for i, load in self._loading.items() if now - load.since_s < self._max_wait_s)
         return next(ids, None)
 

@@ -65,7 +65,8 @@ class WaitingQueue:
     as short: it returns to the queue when the block is cached that it was set aside for.
 
     A request whose prefix another request is receiving follows that one, and one whose prefix is
-    being loaded or pulled follows the load or pull: it is out of the queue until that has ended.
+    being loaded or pulled follows the load or pull: it is out of the queue until that has ended,
+    or its own time for this is over.
     """
 
     def __init__(self) -> None:
@@ -75,6 +76,7 @@ class WaitingQueue:
         self._awaited_by_id: dict[RequestId, BlockHash] = {}
         self._leader_by_id: dict[RequestId, LeaderId] = {}  # of followers
         self._followers: dict[LeaderId, list[Request]] = {}  # by what they follow
+        self._followers_by_deadline = RankedQueue()
 
     def __len__(self) -> int:
         return len(self._queue) + len(self._aside_queue) + len(self._leader_by_id)
@@ -82,6 +84,10 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Request]:
         yield from self._queue
         yield from self._aside_queue
+        yield from self.followers()
+
+    def followers(self) -> Iterator[Request]:
+        """Iterate over the requests that wait for a hand-off, load or pull."""
         for followers in self._followers.values():
             yield from followers
 
@@ -123,22 +129,36 @@ class WaitingQueue:
                 self.remove(request)
                 self._queue.push(key, request)
 
-    def follow(self, request: Request, leader_id: LeaderId) -> None:
-        """Keep a request out of the queue until `release_followers` of the same id."""
+    def follow(self, request: Request, leader_id: LeaderId, until_s: float) -> None:
+        """Keep a request out of the queue until `release_followers` of the same id, or a time."""
         self.remove(request)
         self._leader_by_id[request.request_id] = leader_id
         self._followers.setdefault(leader_id, []).append(request)
+        self._followers_by_deadline.push((until_s,), request)
 
     def release_followers(self, leader_id: LeaderId) -> None:
         """Return the followers of this leader to the queue, each in its former place."""
-        for request in self._followers.pop(leader_id, ()):
-            del self._leader_by_id[request.request_id]
-            self.push(request, is_resumed=request.status is RequestStatus.PREEMPTED)
+        for request in list(self._followers.get(leader_id, ())):
+            self._requeue(request)
+
+    def release_overdue(self, now: float) -> bool:
+        """Return the followers whose time is over to the queue. Returns whether there are any."""
+        num_before = self.num_followers
+        while (first := self._followers_by_deadline.peek()) is not None and first[0][0] <= now:
+            self._requeue(first[1])
+        return self.num_followers < num_before
+
+    def _requeue(self, request: Request) -> None:
+        self.remove(request)
+        self.push(request, is_resumed=request.status is RequestStatus.PREEMPTED)
 
     def remove(self, request: Request) -> None:
         leader_id = self._leader_by_id.pop(request.request_id, None)
         if leader_id is not None:
+            self._followers_by_deadline.remove(request)
             self._followers[leader_id].remove(request)
+            if not self._followers[leader_id]:
+                del self._followers[leader_id]
             return
         if request not in self._aside_queue:
             self._queue.remove(request)

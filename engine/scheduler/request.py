@@ -16,6 +16,7 @@ from kv_transfer.types import BlockId, existing_blocks
 # (priority, arrival time, serial number): lower is scheduled earlier. FCFS sets priority to zero.
 Rank = tuple[int, float, int]
 
+_NO_DEADLINE: float | None = None
 NOT_DUE = 0  # steps are numbered from one
 
 
@@ -53,6 +54,7 @@ class Request:
         "block_hints",
         "block_tables",
         "due_step",
+        "fetches_until_s",
         "follows_until_s",
         "grammar",
         "is_long",
@@ -112,8 +114,9 @@ class Request:
         self.status = _initial_status(sampling)
         self.grammar: Grammar | None = None  # None without one, and while it is being compiled
         self.receive: ReceiveKv | None = spec.receive_from  # None once the KV landed or was lost
-        # Deadline for following hand-offs of other requests; None: has not followed yet.
-        self.follows_until_s: float | None = None
+        # Deadlines for following hand-offs of other requests, and for waiting for loads and pulls.
+        # None: it has not waited yet.
+        self.follows_until_s = self.fetches_until_s = _NO_DEADLINE
         self.token_ids: list[int] = [*spec.prompt_token_ids, *spec.prior_output_token_ids]
         self.num_prompt_tokens = len(spec.prompt_token_ids)
         self.num_context_tokens = len(self.token_ids)  # prompt and prior output

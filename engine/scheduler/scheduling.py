@@ -247,10 +247,7 @@ class StepPlanner:
 
     def _schedule_waiting(self) -> None:
         waiting = self._state.waiting
-        for receiver_id in self._state.prefixes_in_flight.overdue(self._state.now_s):
-            self._state.stop_following(receiver_id)
-        self._state.stop_waiting_for(self._state.external.overdue(self._state.now_s))
-        self._state.stop_waiting_for(self._state.pulls.take_overdue(self._state.now_s))
+        self._state.stop_overdue_waits()
         while (head := waiting.head(allow_long=self._limits.allows_long)) is not None:
             verdict = self._try_schedule(head)
             if verdict is _Verdict.BLOCKED:
@@ -344,7 +341,7 @@ class StepPlanner:
             request.follows_until_s = state.now_s + self._config.max_prefix_wait_s
         if state.now_s >= request.follows_until_s:
             return False
-        state.waiting.follow(request, receiver_id)
+        state.waiting.follow(request, receiver_id, request.follows_until_s)
         return True
 
     def _try_fetch(self, request: Request, max_num_hits: int) -> bool:
@@ -352,9 +349,14 @@ class StepPlanner:
 
         An external KV cache loads it, or a peer sends it, whatever saves more time. Afterwards, the
         other one may add to it. Both start for all requests that reach the head, also while the
-        batch is full.
+        batch is full. A request waits for all of them `max_load_wait_s` at most.
         """
         state, token_s = self._state, self._pace.token_s
+        until_s = request.fetches_until_s
+        if until_s is None:
+            until_s = state.now_s + self._config.max_load_wait_s
+        elif state.now_s >= until_s:
+            return False
         offer = state.pulls.find_offer(
             request, max_num_hits, state.now_s, token_s, state.num_spare_blocks
         )
@@ -366,7 +368,8 @@ class StepPlanner:
             leader_id = state.pulls.start(request, offer, state.now_s)
         if leader_id is None:
             return False
-        state.waiting.follow(request, leader_id)
+        request.fetches_until_s = until_s
+        state.waiting.follow(request, leader_id, until_s)
         return True
 
     def _may_look_again(self, request: Request, hit: PrefixHit) -> bool:

@@ -104,6 +104,7 @@ class SchedulerState:
         request.move(RequestStatus.PREEMPTED)
         self.waiting.push(request, is_resumed=True)
         request.may_load = True  # what was stored of it need not be computed again
+        request.fetches_until_s = None
         request.num_preemptions += 1
         self.total_preemptions += 1
         self.record_event(request, RequestEventKind.PREEMPTED)
@@ -160,6 +161,15 @@ class SchedulerState:
         """Queue the requests again that wait for these loads or pulls."""
         for each in ids:
             self.waiting.release_followers(each)
+            self.num_changes += 1
+
+    def stop_overdue_waits(self) -> None:
+        """Queue the requests again that have waited long enough, or for too slow a transfer."""
+        for receiver_id in self.prefixes_in_flight.overdue(self.now_s):
+            self.stop_following(receiver_id)
+        self.stop_waiting_for(self.external.overdue(self.now_s))
+        self.stop_waiting_for(self.pulls.take_overdue(self.now_s))
+        if self.waiting.release_overdue(self.now_s):
             self.num_changes += 1
 
     def lowest_ranked(self) -> Request:

@@ -23,11 +23,12 @@ from engine.scheduler.config import LoadFailurePolicy, SchedulerConfig, Scheduli
 from errors import InvalidRequest
 from tests.support.engine_world import VOCAB_SIZE, EngineWorld
 from tests.support.hypothesis_profiles import num_examples
-from tests.support.random_histories import HINTS, run_history
+from tests.support.random_histories import HINTS, run_history, run_stream
 
 SOME = st.integers(0, 1000)  # picks one of however many there are
 TOKENS = st.integers(0, VOCAB_SIZE - 1)
 NUM_HISTORIES = num_examples(500)
+NUM_STREAMS = num_examples(24)
 NUM_PARTS = 3  # that run at the same time
 
 _T = TypeVar("_T")
@@ -233,6 +234,18 @@ TestScheduler = SchedulerMachine.TestCase
 def test_seeded_histories_lose_no_block_end_and_answer_as_if_alone(first: int) -> None:
     for seed in range(first, NUM_HISTORIES, NUM_PARTS):
         run_history(seed)
+
+
+@pytest.mark.parametrize("first", range(NUM_PARTS))
+def test_every_request_ends_in_bounded_time_however_many_and_slow_the_loads_of_others(
+    first: int,
+) -> None:
+    for seed in range(first, NUM_STREAMS, NUM_PARTS):
+        try:
+            run_stream(seed)
+        except AssertionError as failure:
+            failure.add_note(f"stream {seed}")
+            raise
 
 
 def _pick(things: Sequence[_T], pick: int) -> _T:

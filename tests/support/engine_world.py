@@ -8,6 +8,7 @@ what it would have got alone.
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -30,7 +31,7 @@ from engine.request import (
 from engine.sampling import SamplingParams
 from engine.scheduler.config import CacheConfig, PullConfig, SchedulerConfig
 from engine.scheduler.scheduler import Scheduler
-from kv_transfer.external_kv import NO_EXTERNAL_REPORTS
+from kv_transfer.external_kv import NO_EXTERNAL_REPORTS, Load, LoadId
 from kv_transfer.guarded_connector import GuardedConnector
 from kv_transfer.types import HandoffId, KvReports, NodeId, Peer
 from rpc.cached_prefixes import CachedPrefixes
@@ -137,6 +138,8 @@ class EngineWorld:
         self.now_s = 0.0
         self._num_requested = 0
         self._is_at_rest = False  # the last step did nothing, and nothing happened since
+        # Of each request, since its last preemption: time without blocks, for the sake of a prefix.
+        self._followed_s: defaultdict[tuple[RequestId, int], float] = defaultdict(float)
 
     # --- requests -----------------------------------------------------------------
 
@@ -235,6 +238,20 @@ class EngineWorld:
         """Advance the time. The engine wakes up regularly while hand-offs are in progress."""
         self._is_at_rest = False
         self.now_s += seconds
+        for each in self.scheduler._state.waiting.followers():
+            self._followed_s[each.request_id, each.num_preemptions] += seconds
+
+    def let_loads_take(self, draw_s: Callable[[], float]) -> None:
+        """Let each load from the external KV cache take at least the time that is drawn for it."""
+        assert self.external is not None
+        due_s: dict[LoadId, float] = {}
+
+        def is_due(load: Load) -> bool:
+            if load.load_id not in due_s:
+                due_s[load.load_id] = self.now_s + draw_s()
+            return due_s[load.load_id] <= self.now_s
+
+        self.external.is_due = is_due
 
     def evict_cached(self) -> None:
         """Empty the prefix cache, as another request that needs all free blocks would."""
@@ -246,6 +263,7 @@ class EngineWorld:
 
     def step(self) -> Plan:
         plan = self.scheduler.schedule(self.now_s)
+        self._check_waits()
         self.wire.start(plan.kv_orders)
         self.wire.misbehave()
         external_reports = NO_EXTERNAL_REPORTS
@@ -381,6 +399,13 @@ class EngineWorld:
         assert len(plan.num_scheduled_tokens) <= self.config.max_num_seqs
         num_tokens = sum(plan.num_scheduled_tokens.values()) + sum(run.num_proposed.values())
         assert num_tokens <= self.config.max_num_batched_tokens
+
+    def _check_waits(self) -> None:
+        """Check that no request waits longer for its prefix than the settings say, in sum."""
+        limit_s = self.config.max_load_wait_s + self.config.max_prefix_wait_s
+        for each in self.scheduler._state.waiting.followers():
+            waited_s = self._followed_s[each.request_id, each.num_preemptions]
+            assert waited_s < limit_s, f"{each.request_id} waited for {waited_s} s"
 
     def _check_rest(self, plan: Plan, has_reports: bool) -> None:
         """Check that a step without effect leaves no work: the engine thread sleeps then."""

@@ -7,7 +7,7 @@ some, loses blocks and raises. It checks that blocks do not change while they ar
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +46,7 @@ class FakeExternal:
         self.num_loaded = 0
         self.stored_hints: dict[BlockName, BlockHints] = {}
         self.uses: list[Use] = []
+        self.is_due: Callable[[Load], bool] = lambda load: True  # whether a load can end now
 
     def __enter__(self) -> FakeExternal:
         return self
@@ -97,7 +98,7 @@ class FakeExternal:
 
     def poll(self) -> ExternalReports:
         self._maybe_raise()
-        loads = [each for each in self.loads if self._chance.random() < 0.4]
+        loads = [each for each in self.loads if self.is_due(each) and self._chance.random() < 0.4]
         stores = [each for each in self.stores if self._chance.random() < 0.4]
         self.loads = [each for each in self.loads if each not in loads]
         self.stores = [each for each in self.stores if each not in stores]

@@ -15,7 +15,7 @@ from engine.containment import MAX_CRASHES_IN_A_ROW
 from engine.kv_cache.block_hashes import BlockHash
 from engine.kv_cache.groups import ONE_GROUP, KvCacheSpec, KvGroup
 from engine.kv_hints import NO_KV_HINTS, KvHints
-from engine.request import FinishReason
+from engine.request import FinishReason, RequestId
 from engine.sampling import SamplingParams
 from engine.scheduler.config import LoadFailurePolicy, SchedulerConfig, SchedulingPolicy
 from errors import InvalidRequest
@@ -60,6 +60,56 @@ def run_history(seed: int) -> EngineWorld:
                 world.evict_cached()
     world.run_to_end()
     return world
+
+
+def run_stream(seed: int) -> None:
+    """Run a steady stream of prompts, most of which are stored outside, in virtual time.
+
+    Some are much larger than the others. Raises if one takes much longer than it may wait, or has
+    not ended at the end.
+    """
+    chance = random.Random(seed)
+    num_blocks, block_size = chance.choice([40, 80]), 4
+    config = SchedulerConfig(max_num_seqs=8, max_load_wait_s=3.0, max_prefix_wait_s=3.0)
+    world = EngineWorld(
+        config,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        external_chance=random.Random(seed),
+    )
+    small, large = num_blocks // 10, chance.choice([0.4, 0.5, 0.7])
+    sizes = [small] * 30 + [int(num_blocks * large)]
+    prompts = [_distinct_prompt(number, size * block_size + 1) for number, size in enumerate(sizes)]
+    for prompt in prompts:
+        world.add(prompt, max_tokens=1)
+        world.run_to_end()
+    world.evict_cached()
+    slowest_s = chance.choice([0.3, 0.6, 2.0, 9.0])
+    world.let_loads_take(lambda: chance.uniform(0.5, 1.0) * slowest_s)
+    # A load cannot be taken back: until it ends, its blocks are lacking.
+    limit_s = config.max_load_wait_s + slowest_s + 1.0
+    began_s: dict[RequestId, float] = {}
+    for number in range(120):
+        is_large = number % 20 == 5
+        name = world.add(prompts[-1 if is_large else number % 30], max_tokens=1)
+        began_s[name] = world.now_s
+        for _ in range(2):
+            world.wire.settle()
+            world.step()
+        world.wait(0.1)
+        for name in [each for each in began_s if world.finish_reason(each)]:
+            took_s = world.now_s - began_s.pop(name)
+            assert took_s < limit_s, f"{name} took {took_s} s"
+    for name, at_s in began_s.items():
+        assert world.now_s - at_s < limit_s, f"{name} has not ended"
+    world.let_loads_take(lambda: 0.0)
+    world.run_to_end()
+
+
+def _distinct_prompt(number: int, length: int) -> list[int]:
+    """Return a prompt whose first block no other number's prompt has."""
+    digits = [number % VOCAB_SIZE, number // VOCAB_SIZE % VOCAB_SIZE]
+    return (digits * length)[:2] + [(number + place) % VOCAB_SIZE for place in range(length - 2)]
 
 
 def draw_config(chance: random.Random, *, has_state: bool = False) -> SchedulerConfig:

@@ -304,6 +304,79 @@ def test_a_request_waits_for_the_room_that_another_load_takes() -> None:
     assert [served_tokens(it, name) for name in names] == [{"host": 68}] * 2
 
 
+def test_a_large_load_next_to_many_small_ones_starts_as_soon_as_those_before_it_end() -> None:
+    it = world(num_blocks=100)
+    large, small = [20, *range(1, 162)], [[21 + n, *range(1, 42)] for n in range(40)]
+    for prompt in (*small[:20], large, *small[20:]):
+        it.add(prompt, max_tokens=1)
+        it.run_to_end()
+    it.evict_cached()
+    it.let_loads_take(lambda: 0.45)
+
+    names = [it.add(small[n], max_tokens=1) for n in range(3)]
+    it.step()
+    late = it.add(large, max_tokens=1)
+    for number in range(3, 200):
+        if it.finish_reason(late):
+            break
+        names.append(it.add(small[number % 40], max_tokens=1))
+        steps(it, 2)
+        it.wait(0.1)
+
+    assert it.finish_reason(late)
+    assert it.now_s < 2.0
+    assert served_tokens(it, late) == {"host": 160}
+    it.let_loads_take(lambda: 0.0)
+    it.run_to_end()
+
+
+def test_a_request_waits_once_for_room_and_for_its_load_together() -> None:
+    it = world(num_blocks=64, max_load_wait_s=2.0)
+    prompts = [[first, *range(1, 70)] for first in (1, 2)]
+    for prompt in prompts:
+        it.add(prompt)
+        it.run_to_end()
+    it.evict_cached()
+    it.let_loads_take(lambda: 1.5)
+
+    first, second = (it.add(prompt) for prompt in prompts)
+    for _ in range(21):
+        steps(it, 2)
+        it.wait(0.1)
+
+    assert it.finish_reason(first)
+    it.step_until(lambda _: it.receipts[second].outputs, max_steps=2)
+    assert [served_tokens(it, first), it.receipts[second].outputs[0].first_index] == [
+        {"host": 68},
+        0,
+    ]
+    it.let_loads_take(lambda: 0.0)
+    it.run_to_end()
+    assert served_tokens(it, second) == {}
+
+
+def test_a_request_that_waits_for_room_and_is_aborted_holds_up_nobody() -> None:
+    it = world(num_blocks=64)
+    large, small = [1, *range(2, 122)], [[first, *range(1, 14)] for first in (30, 40)]
+    for prompt in (large, *small):
+        it.add(prompt)
+        it.run_to_end()
+    it.evict_cached()
+    it.let_loads_take(lambda: 1.0)
+
+    it.add(small[0])
+    it.step()
+    aborted = it.add([*large, 3])
+    it.step()
+    it.abort(aborted)
+    it.add(small[1])
+    it.step()
+
+    assert len(external(it).loads) == 2
+    it.let_loads_take(lambda: 0.0)
+    it.run_to_end()
+
+
 def test_a_prefix_of_recurrent_layers_is_loaded_up_to_a_snapshot() -> None:
     it = world(num_state_blocks=2)
     cached_outside(it, prompt=18)
@@ -436,6 +509,11 @@ def test_tiers_are_reset_one_by_one(tiers: tuple[str, ...], kept: int) -> None:
     again = it.add(14)
     it.run_to_end()
     assert served_tokens(it, again).get("host", 0) == kept
+
+
+def steps(it: EngineWorld, count: int) -> None:
+    for _ in range(count):
+        it.step()
 
 
 def _never() -> ExternalReports:
