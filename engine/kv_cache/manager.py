@@ -335,15 +335,18 @@ class KvCache:
             num_blocks = snapshot.num_tokens // self.block_size
             self._register_snapshot(request, num_blocks, snapshot.block_ids)
 
-    def release(self, request: Request) -> None:
-        """Release all blocks of a request. Full ones stay in the prefix cache until evicted."""
+    def release(self, request: Request, *, is_over: bool = True) -> None:
+        """Release all blocks of a request. Full ones stay in the prefix cache until evicted.
+
+        Unless it `is_over`, it needs them again, whatever its hints say about its end.
+        """
         self.register(request)
         tables = [[each for each in table if each != NO_BLOCK] for table in request.block_tables]
         if request.state is not None:
             tables[0] = self._with_snapshots(request)
             self.pool.release(request.state.block_ids)
             request.state = None
-        is_released = request.block_hints.is_released
+        is_released = is_over and request.block_hints.is_released
         mark = self.pool.evict_first if is_released else self.pool.evict_in_turn
         for block_ids in tables:
             mark(block_ids)

@@ -7,7 +7,7 @@ from heapq import heapify, heappop, heappush
 
 from engine.kv_cache.block_hashes import BlockHash
 from engine.request import RequestId
-from engine.scheduler.request import Request, RequestStatus
+from engine.scheduler.request import Request
 from kv_transfer.external_kv import LoadId
 from kv_transfer.types import HandoffId
 
@@ -96,8 +96,8 @@ class WaitingQueue:
         """Number of requests that wait for a hand-off, load or pull, which no step can schedule."""
         return len(self._leader_by_id)
 
-    def push(self, request: Request, *, is_resumed: bool = False) -> None:
-        self._queue.push(_waiting_key(request, is_resumed), request)
+    def push(self, request: Request) -> None:
+        self._queue.push(_waiting_key(request), request)
 
     def head(self, *, allow_long: bool = True) -> Request | None:
         first = self._queue.peek()
@@ -150,7 +150,7 @@ class WaitingQueue:
 
     def _requeue(self, request: Request) -> None:
         self.remove(request)
-        self.push(request, is_resumed=request.status is RequestStatus.PREEMPTED)
+        self.push(request)
 
     def remove(self, request: Request) -> None:
         leader_id = self._leader_by_id.pop(request.request_id, None)
@@ -171,6 +171,6 @@ class WaitingQueue:
                 del self._aside_by_hash[awaited]
 
 
-def _waiting_key(request: Request, is_resumed: bool) -> Key:
+def _waiting_key(request: Request) -> Key:
     priority, arrival, serial = request.rank
-    return (priority, not is_resumed, arrival, serial)
+    return (priority, not request.is_resumed, arrival, serial)

@@ -60,6 +60,7 @@ class Request:
         "is_long",
         "is_plain",
         "is_registering",
+        "is_resumed",
         "max_num_slots",
         "max_num_tokens",
         "may_load",
@@ -133,7 +134,8 @@ class Request:
         self.was_preempted_for_priority = (
             False  # preempted for a higher priority, which happens at most once
         )
-        self.is_long = False  # a long prompt whose prefill is not complete
+        # A long prompt whose prefill is not complete; and: it has lost its blocks or KV before.
+        self.is_long = self.is_resumed = False
         self.due_step = NOT_DUE  # the step in which it needs its next block, see Batch
 
         # Statistics for the last output.

@@ -100,9 +100,10 @@ class SchedulerState:
     def preempt(self, request: Request) -> None:
         """Release the blocks of a request and queue it in front of requests that never ran."""
         self._dequeue(request)
-        self.cache.release(request)
+        self.cache.release(request, is_over=False)
         request.move(RequestStatus.PREEMPTED)
-        self.waiting.push(request, is_resumed=True)
+        request.is_resumed = True
+        self.waiting.push(request)
         request.may_load = True  # what was stored of it need not be computed again
         request.fetches_until_s = None
         request.num_preemptions += 1
@@ -118,9 +119,10 @@ class SchedulerState:
     def restart(self, request: Request) -> None:
         """Queue a request whose KV was lost. It restarts without blocks: none are reused."""
         self._dequeue(request)
-        self.cache.release(request)
+        self.cache.release(request, is_over=False)
         request.move(RequestStatus.WAITING)
-        self.waiting.push(request, is_resumed=True)
+        request.is_resumed = True
+        self.waiting.push(request)
 
     def finish(
         self,

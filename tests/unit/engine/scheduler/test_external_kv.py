@@ -18,6 +18,7 @@ from kv_transfer.external_kv import (
     ExternalReports,
     tenant_of,
 )
+from kv_transfer.types import HandoffId
 from tests.support.engine_world import EngineWorld
 from tests.support.fake_external import FakeExternal
 
@@ -375,6 +376,26 @@ def test_a_request_that_waits_for_room_and_is_aborted_holds_up_nobody() -> None:
     assert len(external(it).loads) == 2
     it.let_loads_take(lambda: 0.0)
     it.run_to_end()
+
+
+def test_a_request_whose_kv_was_lost_keeps_its_place_while_its_prefix_is_loaded() -> None:
+    it = world(num_blocks=64)
+    cached_outside(it)
+    running = [it.add([9, n], max_tokens=40) for n in range(4)]  # the batch is full
+    it.step()
+    lost = it.add(14, receives=True, arrival_s=2.0)
+    it.step_until(lambda _: it.wire.incoming)
+    earlier = it.add([8] * 3, arrival_s=1.0)
+    it.wire.lose(HandoffId(lost, 1))
+    it.step_until(lambda _: external(it).num_loaded)
+    it.step()
+
+    it.abort(running[0])
+
+    assert [row.request_id for row in it.step().started] == [lost]
+    it.run_to_end()
+    assert served_tokens(it, lost) == {"host": 12}
+    assert it.finish_reason(earlier)
 
 
 def test_a_prefix_of_recurrent_layers_is_loaded_up_to_a_snapshot() -> None:

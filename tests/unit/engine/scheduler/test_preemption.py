@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from engine.kv_hints import KvHints
 from engine.plan import Plan
 from engine.sampling import SamplingParams
 from engine.scheduler.config import SchedulerConfig, SchedulingPolicy
@@ -23,6 +24,23 @@ def test_the_last_to_arrive_gives_up_its_blocks() -> None:
     assert plan.num_scheduled_tokens == {first: 1}
     assert world.scheduler.stats().total_preemptions == 1
     world.run_to_end()
+
+
+def test_a_preempted_request_whose_kv_is_released_at_its_end_still_finds_it() -> None:
+    config = _config(policy=SchedulingPolicy.PRIORITY, max_num_seqs=1)
+    world = EngineWorld(config, num_blocks=12, block_size=4)
+    world.add([9] * 16)
+    world.run_to_end()
+    released = world.add(14, priority=1, kv_hints=KvHints(release=True))
+    world.step()
+    world.add([8] * 20)  # evicts blocks that were used longer ago
+
+    world.run_to_end()
+
+    served = world.receipts[released].outputs[-1].served
+    assert served is not None
+    assert served.num_preemptions == 1
+    assert served.num_prefilled_tokens == 14 + 4  # behind three cached blocks
 
 
 def test_drafted_tokens_preempt_no_request() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from engine.kv_cache.block_hashes import BlockHash
 from engine.scheduler.queues import RankedQueue, WaitingQueue
 from engine.scheduler.request import Request
+from kv_transfer.external_kv import LoadId
 from tests.support.requests import make_request
 
 BLOCK, OTHER_BLOCK = BlockHash(b"block"), BlockHash(b"other")
@@ -51,9 +52,28 @@ def test_resumed_ones_stand_in_front_of_new_ones_of_their_priority_only() -> Non
     urgent = make_request(request_id="urgent", priority=0, serial=10)
     line.push(new)
     line.push(urgent)
-    line.push(resumed, is_resumed=True)
+    resumed.is_resumed = True
+    line.push(resumed)
 
     assert _drain_line(line) == [urgent, resumed, new]
+
+
+def test_followers_return_to_their_places_with_their_leader_or_at_their_deadlines() -> None:
+    line = WaitingQueue()
+    first, second, third = (make_request(request_id=str(n), serial=n) for n in range(3))
+    third.is_resumed = True
+    for request, until_s in ((first, 3.0), (second, 2.0), (third, 9.0)):
+        line.push(request)
+        line.follow(request, LoadId(1), until_s)
+
+    early = line.release_overdue(1.9), line.head()
+    is_overdue, overdue = line.release_overdue(2.0), line.head()
+    line.release_followers(LoadId(1))
+
+    assert early == (False, None)
+    assert (is_overdue, overdue) == (True, second)
+    assert not line.release_overdue(99.0)
+    assert _drain_line(line) == [third, first, second]
 
 
 def test_a_long_one_that_stepped_aside_keeps_its_turn() -> None:
