@@ -10,7 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -24,6 +24,7 @@ from kv_transfer.tiers.block_store import BackingConfig, BlockStore
 from kv_transfer.tiers.copy_pace import CopyPace, Work
 from kv_transfer.tiers.counters import TierCounters, TierStatus
 from kv_transfer.tiers.host_tier import HostBlock, HostTier
+from kv_transfer.tiers.load_times import LoadTimes
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,8 @@ class BackingTier:
         pace: CopyPace,
     ) -> None:
         self.name = config.name
-        self.counters = TierCounters(config.block_s)
+        self.counters = TierCounters()
+        self._times = LoadTimes(config.block_s, config.num_parallel)
         self.dropping: set[BlockName] = set()  # ordered to be dropped, and perhaps still stored
         self._config = config
         self._store = store
@@ -94,6 +96,7 @@ class BackingTier:
         self._writes: deque[_Write] = deque()
         self._num_reads = 0  # blocks to read
         self._reads_lock = Lock()
+        # When the job began, or its last operation if that is later: a rest is not part of it.
         self._job_since_s: float | None = None
         self._no_writes_until_s = self._no_reads_until_s = float("-inf")
         self._is_readable = True
@@ -111,7 +114,7 @@ class BackingTier:
 
     def load_s(self, num_blocks: int) -> float:
         """Return an estimate of the seconds until so many blocks are read."""
-        load_s = (num_blocks + self._num_reads) * self.counters.block_s
+        load_s = self._times.load_s(num_blocks + self._num_reads, self._clock())
         return load_s + (self._busy_s() if self.is_stuck else 0.0)
 
     @property
@@ -166,6 +169,7 @@ class BackingTier:
             return
         self._count_reads(len(places))
         self._put(_LOAD, partial(self._load, pending, places, then))
+        self._pace.hurry()
 
     def use(self, names: Sequence[BlockName], hints: BlockHints) -> None:
         self._put(_CHANGE, partial(self._use, names, hints))
@@ -280,7 +284,7 @@ class BackingTier:
                 return False
             block = write.block
             source = (self._host.memory, block.slot, block.digest)
-            with self._pace.turn(Work.WRITE_BEHIND, write.ordered_s):
+            with self._turn(Work.WRITE_BEHIND, write.ordered_s):
                 self._store.write(write.name, *source, write.hints)
             return True
         except OSError as error:
@@ -288,6 +292,17 @@ class BackingTier:
             return False
         finally:
             self._host.unpin(write.block)
+
+    @contextmanager
+    def _turn(self, work: Work, ordered_s: float) -> Iterator[None]:
+        """Wait for a turn, as long as no load waits for it. The tier is not stuck meanwhile."""
+        self._job_since_s = self._clock() + max(0.0, self._pace.rest_s(work, ordered_s))
+        is_urgent = partial(self._must_yield, work)
+        with self._pace.turn(work, ordered_s, is_urgent):
+            yield
+
+    def _must_yield(self, work: Work) -> bool:
+        return work is Work.WRITE_BEHIND and self._num_reads > 0
 
     def _pause_writes(self, error: OSError) -> None:
         now_s = self._clock()
@@ -300,35 +315,42 @@ class BackingTier:
     def _load(self, pending: PendingLoad, places: Sequence[int], then: Job) -> None:
         began_s = self._clock()
         try:
-            are_loaded = list(self._map(partial(self._load_block, pending), places))
-            for place, is_loaded in zip(places, are_loaded, strict=True):
-                if is_loaded:
+            results = list(self._map(partial(self._load_block, pending), places))
+            reads_s = [read_s for read_s in results if read_s is not None]
+            for place, read_s in zip(places, results, strict=True):
+                if read_s is not None:
                     pending.sources[place] = self.name
-            self.counters.note_load(self._clock() - began_s, sum(are_loaded))
-            self.counters.num_failed_loads += len(places) - sum(are_loaded)
+            if reads_s:
+                self._times.learn(sum(reads_s), len(reads_s), self._clock())
+            self.counters.note_load(self._clock() - began_s, len(reads_s))
+            self.counters.num_failed_loads += len(places) - len(reads_s)
         finally:
             self._count_reads(-len(places))
             then()
 
-    def _load_block(self, pending: PendingLoad, place: int) -> bool:
-        """Read a block. Nothing else writes to its place in the KV memory meanwhile."""
+    def _load_block(self, pending: PendingLoad, place: int) -> float | None:
+        """Read a block, and return the time that it took; None if it was not loaded.
+
+        Nothing else writes to its place in the KV memory meanwhile.
+        """
         name, block_id = pending.load.names[place], pending.load.block_ids[place]
         is_late = self._clock() - pending.began_s > LOAD_DEADLINE_S
         if is_late or not self._is_readable or not self._may_load(pending, name):
-            return False
+            return None
         try:
-            with self._pace.turn(Work.AWAITED, pending.began_s):
+            with self._turn(Work.LOAD, pending.began_s):
+                began_s = self._clock()
                 digest = self._store.read(name, self._kv_memory, block_id)
+                if digest is None:
+                    return None
+                self._promote(pending, name, block_id, digest)
+                return self._clock() - began_s
         except OSError as error:
             self._pause_reads(error)
-            return False
+            return None
         except Exception:  # the others of the load must end, too
             logger.exception("the %s tier failed to read a block", self.name)
-            return False
-        if digest is None:
-            return False
-        self._promote(pending, name, block_id, digest)
-        return True
+            return None
 
     def _may_load(self, pending: PendingLoad, name: BlockName) -> bool:
         return pending.generation == self._generation.number and name not in self.dropping

@@ -10,14 +10,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
-from threading import Event, Lock
+from threading import Condition
 
 from kv_transfer.tiers.block_memory import BlockMemory, CopyBlocks
 
 MAX_SHARE = 0.05  # of the time of one core, for each kind of work
 # Sizes of a copy, at least a block: a fraction of a millisecond, and a few of them at full speed.
-PACED_BYTES, FULL_SPEED_BYTES = 2 << 20, 32 << 20
+PACED_BYTES, FULL_SPEED_BYTES = 2 << 20, 8 << 20
 
 Clock = Callable[[], float]
 
@@ -25,12 +26,23 @@ Clock = Callable[[], float]
 class Work(Enum):
     """Kind of work, by the age in seconds from which it is not limited. Each has its own share."""
 
-    AWAITED = 0.5  # loads and stores: requests or blocks of the KV cache wait for them
+    LOAD = 0.25  # a request waits for it
+    STORE = 0.5  # blocks of the KV cache wait for it
     WRITE_BEHIND = 5.0  # from host memory to files and objects; a crash loses what is not written
 
     @property
     def max_paced_s(self) -> float:
         return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    digests: list[bytes]
+    copy_s: float  # without rests
+
+
+def _never() -> bool:
+    return False
 
 
 class CopyPace:
@@ -43,48 +55,55 @@ class CopyPace:
     def __init__(self, clock: Clock = time.monotonic, cpu_clock: Clock = time.thread_time) -> None:
         self._clock = clock
         self._cpu_clock = cpu_clock  # of the calling thread
-        self._lock = Lock()
-        self._full_speed = Event()
-        self._full_speed.set()
+        self._changed = Condition()
         self._is_decoding = False
         self._is_short_of_room = False
         self._next_turns_s = dict.fromkeys(Work, float("-inf"))
 
     @property
     def is_limited(self) -> bool:
-        return not self._full_speed.is_set()
+        return self._is_decoding and not self._is_short_of_room
 
     def set_decoding(self, is_decoding: bool) -> None:
         if is_decoding != self._is_decoding:
             self._is_decoding = is_decoding
-            self._update()
+            self.hurry()
 
     def set_short_of_room(self, is_short_of_room: bool) -> None:
         if is_short_of_room != self._is_short_of_room:
             self._is_short_of_room = is_short_of_room
-            self._update()
+            self.hurry()
 
-    def _update(self) -> None:
-        with self._lock:
-            if self._is_decoding and not self._is_short_of_room:
-                self._full_speed.clear()
-            else:
-                self._full_speed.set()
+    def hurry(self) -> None:
+        """Let the turns that rest look whether they still have to."""
+        with self._changed:
+            self._changed.notify_all()
 
     @contextmanager
-    def turn(self, work: Work, ordered_s: float) -> Iterator[None]:
-        """Wait for a turn, and count the CPU time that the body takes."""
+    def turn(
+        self, work: Work, ordered_s: float, is_urgent: Callable[[], bool] = _never
+    ) -> Iterator[None]:
+        """Wait for a turn, and count the CPU time that the body takes.
+
+        The wait ends early once `is_urgent` returns True. After a change of that, call `hurry`.
+        """
         rest_s = self.rest_s(work, ordered_s)
         if rest_s > 0:
-            self._full_speed.wait(rest_s)  # returns at once at full speed
+            self.wait(rest_s, lambda: not self.is_limited or is_urgent())
         began_s = self._cpu_clock()
         try:
             yield
         finally:
             self._note_use(work, self._cpu_clock() - began_s)
 
+    def wait(self, rest_s: float, is_over: Callable[[], bool]) -> None:
+        with self._changed:
+            self._changed.wait_for(is_over, rest_s)
+
     def rest_s(self, work: Work, ordered_s: float) -> float:
         """Return the time until a limited turn may begin; not positive: now."""
+        if not self.is_limited:
+            return 0.0
         return min(self._next_turns_s[work], ordered_s + work.max_paced_s) - self._clock()
 
     def copy_blocks(
@@ -94,24 +113,30 @@ class CopyPace:
         blocks: Sequence[int],
         target: BlockMemory,
         into: Sequence[int],
+        work: Work,
         ordered_s: float,
-    ) -> list[bytes]:
-        """Copy blocks in turns. Returns their digests."""
+        is_urgent: Callable[[], bool] = _never,
+    ) -> Copied:
+        """Copy blocks in turns."""
         digests: list[bytes] = []
+        copy_s = 0.0
         while len(digests) < len(blocks):
             first = len(digests)
-            end = first + self._piece_blocks(source.block_bytes)
-            with self.turn(Work.AWAITED, ordered_s):
+            end = first + self.piece_blocks(source.block_bytes)
+            with self.turn(work, ordered_s, is_urgent):
+                began_s = self._clock()
                 digests += copy(source, blocks[first:end], target, into[first:end])
-        return digests
+                copy_s += self._clock() - began_s
+        return Copied(digests, copy_s)
 
-    def _piece_blocks(self, block_bytes: int) -> int:
+    def piece_blocks(self, block_bytes: int) -> int:
+        """Return how many blocks are copied in one turn."""
         num_bytes = PACED_BYTES if self.is_limited else FULL_SPEED_BYTES
         return max(1, num_bytes // block_bytes)
 
     def _note_use(self, work: Work, used_s: float) -> None:
         if self.is_limited:
-            with self._lock:
+            with self._changed:
                 now_s = self._clock()
                 next_s = max(self._next_turns_s[work], now_s) + used_s / MAX_SHARE
                 self._next_turns_s[work] = min(next_s, now_s + work.max_paced_s)

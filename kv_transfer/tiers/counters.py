@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-SMOOTHING = 0.2
-
 
 def _observe_nothing(_: float) -> None:
     pass
@@ -16,7 +14,6 @@ def _observe_nothing(_: float) -> None:
 class TierCounters:
     """Counters of one tier since the start. Each tier's thread changes its own."""
 
-    block_s: float  # moving average of the time to load a block
     num_loaded: int = 0  # blocks
     num_stored: int = 0
     num_failed_loads: int = 0
@@ -32,7 +29,6 @@ class TierCounters:
         if num_blocks:
             self.num_loaded += num_blocks
             self.observe_load(seconds)
-            self.block_s += SMOOTHING * (seconds / num_blocks - self.block_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,10 +35,11 @@ from kv_transfer.external_kv import (
 from kv_transfer.tiers.backing_tier import BackingTier, Generation, Job, PendingLoad
 from kv_transfer.tiers.block_memory import BlockMemory, CopyBlocks, copy_blocks
 from kv_transfer.tiers.block_store import BackingConfig, BlockStore
-from kv_transfer.tiers.copy_pace import CopyPace
+from kv_transfer.tiers.copy_pace import CopyPace, Work
 from kv_transfer.tiers.counters import TierCounters, TierStatus
 from kv_transfer.tiers.file_admission import FileAdmission
 from kv_transfer.tiers.host_tier import HostBlock, HostTier
+from kv_transfer.tiers.load_times import LoadTimes
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ FLUSH_S = 10.0  # for blocks still to be written when a node ends
 HOST_BYTES_PER_S, FILE_BYTES_PER_S, OBJECT_BYTES_PER_S = 5e9, 1e9, 2e8  # first guesses
 FILE_REFRESH_S, OBJECT_REFRESH_S = 0.1, 1.0
 NUM_PARALLEL_OBJECTS = 8
-COPY_BLOCKS = 64  # at a time, for stores
+COPY_BLOCKS = 64  # at a time at most, for stores: loads wait meanwhile
 MAX_WAITING_SHARE = 0.5  # of host memory, for blocks that object stores still lack
 
 
@@ -93,6 +94,7 @@ class TieredKv:
         admission: FileAdmission | None = None,
         copy: CopyBlocks = copy_blocks,
         object_refresh_s: float = OBJECT_REFRESH_S,
+        pace: CopyPace | None = None,
     ) -> None:
         self._kv_memory = kv_memory
         self._copy = copy
@@ -101,14 +103,16 @@ class TieredKv:
         self._admission = admission or FileAdmission()
         # Called after changes, on any thread. Set once the engine exists.
         self.wake: Callable[[], None] = lambda: None
-        self.pace = CopyPace(clock)
-        self._host_counters = TierCounters(kv_memory.block_bytes / HOST_BYTES_PER_S)
+        self.pace = pace or CopyPace(clock)
+        self._host_counters = TierCounters()
+        self._host_times = LoadTimes(kv_memory.block_bytes / HOST_BYTES_PER_S)
         self._generation = Generation()
         self._cleared = 0  # the generation that host memory is in
         self._dropping: set[BlockName] = set()
         self._backing = list(self._make_backing(files, objects, object_refresh_s))
         self._copies: SimpleQueue[Job | None] = SimpleQueue()
         self._stores: deque[_Storing] = deque()
+        self._loads: deque[PendingLoad] = deque()  # not begun yet
         self._done = _Done()
         self._thread = Thread(target=self._copy_blocks, name="kv-host-tier", daemon=True)
 
@@ -179,7 +183,7 @@ class TieredKv:
 
     def load_s(self, names: Sequence[BlockName]) -> float:
         num_host = sum(map(self._is_in_host, names))
-        load_s = num_host * self._host_counters.block_s
+        load_s = self._host_times.load_s(num_host, self._clock())
         rest = [name for name in names if not self._is_in_host(name)]
         for tier in self._backing:
             num_held = sum(map(tier.holds, rest))
@@ -194,8 +198,9 @@ class TieredKv:
             self._copies.put(partial(self._stores.append, storing))
         for load in orders.loads:
             sources: list[str | None] = [None] * len(load.names)
-            pending = PendingLoad(load, generation, self._clock(), sources)
-            self._copies.put(partial(self._load, pending))
+            self._loads.append(PendingLoad(load, generation, self._clock(), sources))
+            self._copies.put(self._load_next)
+            self.pace.hurry()
         if orders.drops:
             self._dropping.update(orders.drops)
             for tier in self._backing:
@@ -273,7 +278,8 @@ class TieredKv:
         """Return room for the next blocks of a store, by their place in it, as far as there is."""
         names = storing.store.names
         copies: dict[int, HostBlock] = {}
-        while storing.num_ended < len(names) and len(copies) < COPY_BLOCKS:
+        most = min(COPY_BLOCKS, self.pace.piece_blocks(self._kv_memory.block_bytes))
+        while storing.num_ended < len(names) and len(copies) < most:
             place = storing.num_ended
             hints = storing.hints_of(place)
             if self._host.holds(names[place]):
@@ -293,15 +299,18 @@ class TieredKv:
         names, block_ids = storing.store.names, storing.store.block_ids
         blocks = copies.values()
         try:
-            digests = self.pace.copy_blocks(
+            copied = self.pace.copy_blocks(
                 *(self._copy, self._kv_memory, [block_ids[place] for place in copies]),
-                *(self._host.memory, [block.slot for block in blocks], storing.ordered_s),
+                *(self._host.memory, [block.slot for block in blocks]),
+                work=Work.STORE,
+                ordered_s=storing.ordered_s,
+                is_urgent=lambda: bool(self._loads),
             )
         except Exception:
             for block in blocks:
                 self._host.abandon(block)
             raise
-        for (place, block), digest in zip(copies.items(), digests, strict=True):
+        for (place, block), digest in zip(copies.items(), copied.digests, strict=True):
             self._store_block(names[place], block, digest, storing.hints_of(place), storing)
         self._host.unpin_all(blocks)
         self._host_counters.num_stored += len(copies)
@@ -335,7 +344,8 @@ class TieredKv:
         for tier in self._backing:
             tier.use(use.names, use.hints)
 
-    def _load(self, pending: PendingLoad) -> None:
+    def _load_next(self) -> None:
+        pending = self._loads.popleft()
         began_s = self._clock()
         try:
             num_copied = self._copy_from_host(pending)
@@ -357,11 +367,15 @@ class TieredKv:
         pinned = dict(enumerate(self._host.pin_all(load.names)))
         found = {place: block for place, block in pinned.items() if block is not None}
         try:
-            digests = self.pace.copy_blocks(
+            copied = self.pace.copy_blocks(
                 *(self._copy, self._host.memory, [block.slot for block in found.values()]),
-                *(self._kv_memory, [load.block_ids[place] for place in found], pending.began_s),
+                *(self._kv_memory, [load.block_ids[place] for place in found]),
+                work=Work.LOAD,
+                ordered_s=pending.began_s,
             )
-            for (place, block), digest in zip(found.items(), digests, strict=True):
+            if found:
+                self._host_times.learn(copied.copy_s, len(found), self._clock())
+            for (place, block), digest in zip(found.items(), copied.digests, strict=True):
                 if digest == block.digest:
                     pending.sources[place] = HOST
                 else:

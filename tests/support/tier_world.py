@@ -7,6 +7,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Event
+from typing import Protocol
 
 from kv_transfer.external_kv import (
     NO_HINTS,
@@ -20,6 +21,7 @@ from kv_transfer.external_kv import (
 )
 from kv_transfer.tiers.block_memory import BlockMemory, CopyBlocks, copy_blocks
 from kv_transfer.tiers.block_store import BlockStore
+from kv_transfer.tiers.copy_pace import CopyPace
 from kv_transfer.tiers.counters import TierCounters, TierStatus
 from kv_transfer.tiers.eviction import EvictionOrder
 from kv_transfer.tiers.file_admission import AdmissionPolicy, FileAdmission
@@ -31,6 +33,12 @@ from tests.support.tier_memory import OwnedMemory, host_tier, name_of
 WAIT_S = 30.0
 NUM_KV_BLOCKS = 16
 REFRESH_S = 0.01  # of objects
+
+
+class TierClock(Protocol):
+    def __call__(self) -> float: ...
+
+    def advance(self, seconds: float) -> None: ...
 
 
 class Clock:
@@ -156,7 +164,9 @@ class Failing:
 
 
 class TierWorld:
-    def __init__(self, tiers: TieredKv, memory: OwnedMemory, host: HostTier, clock: Clock) -> None:
+    def __init__(
+        self, tiers: TieredKv, memory: OwnedMemory, host: HostTier, clock: TierClock
+    ) -> None:
         self.tiers = tiers
         self.memory = memory
         self.host = host
@@ -247,14 +257,20 @@ def tier_world(
     objects: BlockStore | None = None,
     admission: AdmissionPolicy = AdmissionPolicy.ALL,
     copy: CopyBlocks = copy_blocks,
+    clock: TierClock | None = None,
+    pace: CopyPace | None = None,
+    tenant_share: float = 1.0,
+    num_kv_blocks: int = NUM_KV_BLOCKS,
 ) -> Iterator[TierWorld]:
     """Run tiers. At the end everything is written, and no block of host memory is lost."""
-    memory, host, clock = OwnedMemory(NUM_KV_BLOCKS), host_tier(num_host), Clock()
+    memory, host = OwnedMemory(num_kv_blocks), host_tier(num_host, tenant_share)
+    clock = clock or Clock()
     with TieredKv(
         *(memory.blocks, host, files, objects, clock),
         admission=FileAdmission(admission),
         copy=copy,
         object_refresh_s=REFRESH_S,
+        pace=pace,
     ) as tiers:
         yield TierWorld(tiers, memory, host, clock)
     host.check()

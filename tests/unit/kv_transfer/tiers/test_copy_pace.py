@@ -86,9 +86,9 @@ def test_old_work_goes_on_at_full_speed(decoding: PaceWorld, work: Work) -> None
 
 def test_what_the_engine_waits_for_does_not_rest_for_other_work(decoding: PaceWorld) -> None:
     decoding.work(0.01, Work.WRITE_BEHIND)
-    assert decoding.rest_s(Work.AWAITED) <= 0
-    decoding.work(0.001, Work.AWAITED)
-    assert decoding.rest_s(Work.AWAITED) == pytest.approx(0.001 / MAX_SHARE)
+    assert decoding.rest_s(Work.LOAD) <= 0
+    decoding.work(0.001, Work.LOAD)
+    assert decoding.rest_s(Work.LOAD) == pytest.approx(0.001 / MAX_SHARE)
     assert decoding.rest_s(Work.WRITE_BEHIND) == pytest.approx(0.01 / MAX_SHARE)
 
 
@@ -143,10 +143,12 @@ def test_blocks_are_copied_in_small_pieces_while_requests_decode(
 
     it.pace.set_decoding(is_decoding)
     blocks, into = range(NUM_BLOCKS), range(NUM_BLOCKS - 1, -1, -1)
-    digests = it.pace.copy_blocks(copy, source.blocks, blocks, target.blocks, into, it.now_s)
+    copied = it.pace.copy_blocks(
+        *(copy, source.blocks, blocks, target.blocks, into), work=Work.LOAD, ordered_s=it.now_s
+    )
 
     assert copied_bytes == sizes
-    assert digests == [source.blocks.digest(block) for block in blocks]
+    assert copied.digests == [source.blocks.digest(block) for block in blocks]
     assert all(source[block] == target[place] for block, place in zip(blocks, into, strict=True))
 
 
@@ -161,5 +163,5 @@ def test_blocks_larger_than_a_piece_are_copied_one_by_one(it: PaceWorld) -> None
         return [b""] * len(blocks)
 
     it.pace.set_decoding(True)
-    it.pace.copy_blocks(copy, large, [0, 1], large, [1, 0], it.now_s)
+    it.pace.copy_blocks(copy, large, [0, 1], large, [1, 0], work=Work.LOAD, ordered_s=it.now_s)
     assert copied == [[0], [1]]

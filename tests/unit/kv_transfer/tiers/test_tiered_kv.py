@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -349,15 +349,17 @@ def test_all_is_written_when_the_node_ends_although_copies_were_limited(files: B
     assert files.names() == hexes(1, 2)
 
 
-def test_loads_and_stores_do_not_share_the_limit_of_writes(
+def test_loads_stores_and_writes_have_limits_of_their_own(
     files: Backing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turns: dict[str, list[tuple[Work, float]]] = {}
     turn = CopyPace.turn
 
-    def noting(pace: CopyPace, work: Work, ordered_s: float) -> AbstractContextManager[None]:
+    def noting(
+        pace: CopyPace, work: Work, ordered_s: float, is_urgent: Callable[[], bool]
+    ) -> AbstractContextManager[None]:
         turns.setdefault(current_thread().name, []).append((work, ordered_s))
-        return turn(pace, work, ordered_s)
+        return turn(pace, work, ordered_s, is_urgent)
 
     monkeypatch.setattr(CopyPace, "turn", noting)
     with files.world() as it:
@@ -367,8 +369,8 @@ def test_loads_and_stores_do_not_share_the_limit_of_writes(
         it.load([1], into=5)
         it.load([1], into=6)
 
-    assert [work for work, _ in turns["kv-host-tier"]] == [Work.AWAITED, Work.AWAITED]
-    assert [work for work, _ in turns["kv-file-tier"]] == [Work.WRITE_BEHIND, Work.AWAITED]
+    assert [work for work, _ in turns["kv-host-tier"]] == [Work.STORE, Work.LOAD]
+    assert [work for work, _ in turns["kv-file-tier"]] == [Work.WRITE_BEHIND, Work.LOAD]
     assert all(ordered_s >= began_s for each in turns.values() for _, ordered_s in each)
 
 
