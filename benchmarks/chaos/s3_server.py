@@ -127,7 +127,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _list(self, _: bytes) -> None:
         query = self._query
-        after = query.get("continuation-token", [""])[0]
+        after = query.get("continuation-token", query.get("start-after", [""]))[0]
         prefix = query.get("prefix", [""])[0]
         keys = sorted(key for key in self.state.objects if key.startswith(prefix) and key > after)
         page = keys[:PAGE_OBJECTS]

@@ -205,7 +205,7 @@ class BackingTier:
                 job = _do_nothing
             if job is None:
                 self._pool.shutdown()
-                self._run(self._store.close)
+                self._run(self._close)
                 return
             self._run(job)
             if self._clock() >= self._refresh_at_s:
@@ -250,6 +250,11 @@ class BackingTier:
         if not self._is_readable:
             self._is_readable = True
             logger.info("KV is loaded from the %s tier again", self.name)
+
+    def _close(self) -> None:
+        with suppress(OSError):  # what is not removed now is found again after a restart
+            self._repeat_unfinished()
+        self._store.close()
 
     def _repeat_unfinished(self) -> None:
         while self._unfinished:
@@ -341,7 +346,7 @@ class BackingTier:
             with self._turn(Work.LOAD, pending.began_s):
                 began_s = self._clock()
                 digest = self._store.read(name, self._kv_memory, block_id)
-                if digest is None:
+                if digest is None or not self._may_load(pending, name):  # dropped meanwhile
                     return None
                 self._promote(pending, name, block_id, digest)
                 return self._clock() - began_s
@@ -364,7 +369,7 @@ class BackingTier:
         copy_block(self._kv_memory, block_id, self._host.memory, block.slot)
         self._host.publish(name, block, digest, hints)
         self._host.unpin(block)
-        if pending.generation != self._generation.number:  # cleared meanwhile
+        if not self._may_load(pending, name):  # dropped meanwhile, also from host memory
             self._host.remove(name)
 
     def _use(self, names: Sequence[BlockName], hints: BlockHints) -> None:
@@ -385,7 +390,6 @@ class BackingTier:
     def _drop(self, names: Sequence[BlockName]) -> None:
         self._store.refresh()  # tells the tenants of the others' blocks
         for name in names:
-            self._host.remove(name)  # a load may have brought it back
             self._store.remove(name)
         self.dropping.difference_update(names)
 

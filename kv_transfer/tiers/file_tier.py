@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from kv_transfer.tiers.block_store import block_of, namespace_of, stem_of
 from kv_transfer.tiers.eviction import EvictionOrder
 
 _SUFFIX = ".kv"
+_PREFIX_CHARS = 2  # of a block's name: the subfolder of its file
 FOLDER_MODE = 0o700  # prompts can be recovered from their KV
 JOURNAL_AGE_S = 86_400.0  # older ones are of processes that have ended
 PART_AGE_S = 3600.0  # of what processes left that were killed while they wrote a block
@@ -86,11 +87,9 @@ class FileTier:
     def scan(self) -> bool:
         """Find the files that are there, in the order of their last use."""
         found: list[tuple[float, BlockName, Tenant]] = []
-        for path in self._folder.glob(f"??/*{_SUFFIX}"):
-            try:
-                found.append((path.stat().st_mtime, *block_of(path.stem)))
-            except (OSError, ValueError):
-                continue  # deleted by another process, or not ours
+        for path, name, tenant in self._files():
+            with suppress(FileNotFoundError):  # deleted by another process
+                found.append((path.stat().st_mtime, name, tenant))
         now = self._clock()
         for used_s, name, tenant in sorted(found):
             if name not in self.order:
@@ -125,7 +124,7 @@ class FileTier:
                     if not more:
                         break
                     num_bytes += more
-                used_s = os.fstat(file.fileno()).st_mtime
+                facts = os.fstat(file.fileno())
         except FileNotFoundError:
             self.order.remove(name)
             return None
@@ -133,12 +132,15 @@ class FileTier:
             self.order.remove(name)  # so that one bad file fails only once
             raise
         digest = digest_in_header(header, name, self._block_bytes)
-        if num_bytes != self._file_bytes or digest is None or memory.digest(block) != digest:
-            with suppress(OSError):  # the folder may be read-only
+        is_whole = num_bytes == facts.st_size == self._file_bytes
+        if not is_whole or digest is None or memory.digest(block) != digest:
+            try:
                 self.remove(name)
+            except OSError:  # the folder may be read-only
+                self.order.remove(name)
             return None
         self.order.touch(name)
-        self._set_time(path, max(used_s, self._clock()))
+        self._set_time(path, max(facts.st_mtime, self._clock()))
         return digest
 
     def write(
@@ -168,8 +170,8 @@ class FileTier:
         except OSError:
             part.unlink(missing_ok=True)
             raise
-        self._note(b"+", path)
         self._add(name, hints, now)
+        self._note(b"+", path)
 
     def use(self, names: Iterable[BlockName], hints: BlockHints) -> None:
         """Note the use of those of the blocks that are here, and apply the hints of the request.
@@ -186,17 +188,20 @@ class FileTier:
             self._keep_hints(name, hints, now)
 
     def remove(self, name: BlockName) -> None:
-        path = self._path_of(name)
-        self.order.remove(name)
-        path.unlink(missing_ok=True)
-        self._note(b"-", path)
+        """Remove a block, also one that is not known here, whichever tenant it is stored for."""
+        for path, found, _ in self._files_in(self._path_of(name).parent):
+            if found == name:
+                path.unlink(missing_ok=True)
+        self.order.remove(name)  # not before its file is gone: what fails is repeated
+        self._note(b"-", self._path_of(name))
 
     def clear(self) -> None:
         """Delete all files, of other processes too."""
         self.refresh()
-        self.scan()
+        for path, name, _ in self._files():
+            self._delete(name, path)
         for name in self.order.names:
-            self.remove(name)
+            self.order.remove(name)
 
     def close(self) -> None:
         """Leave the journal to those who have not read its end. It is deleted once it is old."""
@@ -219,8 +224,7 @@ class FileTier:
             name = self._next_victim(SHARED, now)
             if name is None:
                 return
-            self.remove(name)
-            self.num_evicted += 1
+            self._evict(name)
 
     def _add(self, name: BlockName, hints: BlockHints, now: float) -> None:
         """Add a block whose file is there."""
@@ -234,8 +238,16 @@ class FileTier:
             name = self._next_victim(tenant, now)
             if name is None:
                 return
-            self.remove(name)
-            self.num_evicted += 1
+            self._evict(name)
+
+    def _evict(self, name: BlockName) -> None:
+        self._delete(name, self._path_of(name))
+        self.num_evicted += 1
+
+    def _delete(self, name: BlockName, path: Path) -> None:
+        path.unlink(missing_ok=True)
+        self.order.remove(name)  # not before its file is gone
+        self._note(b"-", path)
 
     def _next_victim(self, tenant: Tenant, now: float) -> BlockName | None:
         """Return the block to evict, which no process retains."""
@@ -266,12 +278,28 @@ class FileTier:
         with suppress(OSError):  # another process has deleted it, or the folder is read-only
             os.utime(path, (time_s, time_s))
 
+    def _files(self) -> Iterator[tuple[Path, BlockName, Tenant]]:
+        """Return the files of blocks. Raises OSError if they cannot be listed."""
+        for name in os.listdir(self._folder):
+            if len(name) == _PREFIX_CHARS:
+                yield from self._files_in(self._folder / name)
+
+    def _files_in(self, folder: Path) -> Iterator[tuple[Path, BlockName, Tenant]]:
+        try:
+            names = os.listdir(folder)
+        except FileNotFoundError:
+            return
+        for name in names:
+            with suppress(ValueError):  # not ours
+                if name.endswith(_SUFFIX):
+                    yield folder / name, *block_of(name.removesuffix(_SUFFIX))
+
     def _path_of(self, name: BlockName) -> Path:
         return self._path(name, self.order.tenant_of(name))
 
     def _path(self, name: BlockName, tenant: Tenant) -> Path:
         stem = stem_of(name, tenant)
-        return self._folder / stem[:2] / f"{stem}{_SUFFIX}"
+        return self._folder / stem[:_PREFIX_CHARS] / f"{stem}{_SUFFIX}"
 
     def _note(self, sign: bytes, path: Path) -> None:
         with self._own_journal.open("ab", buffering=0) as journal:

@@ -17,6 +17,7 @@ from kv_transfer.tiers.objects import ObjectInfo, Objects
 
 WRITTEN, REMOVED, CLEARED = "+", "-", "*"
 MAX_CHANGES = 4096
+MAX_JOURNAL_BYTES = MAX_CHANGES << 8  # larger objects are not ours, and are not read
 JOURNAL_AGE_S = 86_400.0  # older ones are of processes that have ended, and are deleted
 
 
@@ -67,7 +68,8 @@ class JournalObjects:
             self._objects.delete([info.key])
             return
         with suppress(FileNotFoundError, ValueError):  # deleted meanwhile, or not ours
-            number, *changes = bytes(self._objects.get(info.key)).decode().split("\n")
+            content = self._objects.get(info.key, MAX_JOURNAL_BYTES) or b""
+            number, *changes = bytes(content).decode().split("\n")
             num_new = int(number) - self._num_read.get(info.key, 0)
             yield from changes[-num_new:] if num_new > 0 else ()
             self._num_read[info.key] = int(number)

@@ -28,6 +28,8 @@ from kv_transfer.tiers.objects import ObjectInfo, Objects
 
 DELETE_OBJECTS = 1000  # at a time
 
+_Victim = tuple[BlockName, Tenant]
+
 
 class ObjectTier:
     """Implements BlockStore. Several threads may read and write at a time."""
@@ -82,14 +84,13 @@ class ObjectTier:
         Nothing is written to the memory after the call, nor before the digest is verified.
         """
         try:
-            content = self._objects.get(self._key_of(name))
+            content = self._objects.get(self._key_of(name), self._object_bytes)
         except FileNotFoundError:
             self._forget(name)
             return None
-        digest = self._valid_digest(content, name)
-        if digest is None:
-            with suppress(OSError):
-                self.remove(name)
+        digest = None if content is None else self._valid_digest(content, name)
+        if content is None or digest is None:
+            self._remove_damaged(name)
             return None
         _copy_out(content[HEADER_BYTES:], memory, block)
         with self._lock:
@@ -105,7 +106,7 @@ class ObjectTier:
         hints: BlockHints = NO_HINTS,
     ) -> None:
         """Write a block. Another process may write it as well: the content is the same."""
-        self._delete(self._take_victims(hints.tenant))
+        self._evict(self._take_victims(hints.tenant))
         stem = stem_of(name, hints.tenant)
         header = pack_header(name, digest, self._block_bytes)
         self._objects.put(self._blocks + stem, (header, memory.view(block)))
@@ -123,9 +124,10 @@ class ObjectTier:
                 self.order.use(name, hints, self._clock())
 
     def remove(self, name: BlockName) -> None:
-        stem = self._forget(name)
-        self._objects.delete([self._blocks + stem])
-        self._journals.note(REMOVED, stem)
+        """Remove a block, also one that is not known here, whichever tenant it is stored for."""
+        self._objects.delete(self._keys_of(name))
+        self._forget(name)  # not before its object is gone: what fails is repeated
+        self._journals.note(REMOVED, name.hex())
 
     def clear(self) -> None:
         """Delete all blocks, of other processes too."""
@@ -160,7 +162,7 @@ class ObjectTier:
         self._journals.publish()
         for sign, stem in self._journals.read():
             self._apply(sign, stem)
-        self._delete(self._take_excess())
+        self._evict(self._take_excess())
 
     def close(self) -> None:
         """Publish the last changes. The journal is deleted by others once it is old."""
@@ -196,12 +198,15 @@ class ObjectTier:
                 elif name not in self.order:
                     self.order.add(name, BlockHints(tenant), self._clock())
 
-    def _forget(self, name: BlockName) -> str:
-        """Return by which text the block is stored."""
+    def _remove_damaged(self, name: BlockName) -> None:
+        try:
+            self.remove(name)
+        except OSError:
+            self._forget(name)
+
+    def _forget(self, name: BlockName) -> None:
         with self._lock:
-            stem = stem_of(name, self.order.tenant_of(name))
             self.order.remove(name)
-            return stem
 
     def _forget_all(self) -> None:
         with self._lock:
@@ -210,39 +215,67 @@ class ObjectTier:
 
     # --- eviction --------------------------------------------------------------------------
 
-    def _take_victims(self, tenant: Tenant) -> list[str]:
-        """Forget blocks that have to make room for one of the tenant; return their stems."""
-        stems = []
+    def _take_victims(self, tenant: Tenant) -> list[_Victim]:
+        """Forget blocks that have to make room for one of the tenant."""
+        victims = []
         with self._lock:
-            while self.order.is_full_for(tenant) and (stem := self._take_victim(tenant)):
-                stems.append(stem)
-        return stems
+            while self.order.is_full_for(tenant) and (victim := self._take_victim(tenant)):
+                victims.append(victim)
+        return victims
 
-    def _take_excess(self) -> list[str]:
-        """Forget blocks over the limit, which others have written; return their stems."""
-        stems: list[str] = []
+    def _take_excess(self) -> list[_Victim]:
+        """Forget blocks over the limit, which others have written."""
+        victims: list[_Victim] = []
         with self._lock:
-            while len(self.order) > self._max_blocks and len(stems) < DELETE_OBJECTS:
-                stem = self._take_victim(SHARED)
-                if stem is None:
+            while len(self.order) > self._max_blocks and len(victims) < DELETE_OBJECTS:
+                victim = self._take_victim(SHARED)
+                if victim is None:
                     break
-                stems.append(stem)
-        return stems
+                victims.append(victim)
+        return victims
 
-    def _take_victim(self, tenant: Tenant) -> str | None:
+    def _take_victim(self, tenant: Tenant) -> _Victim | None:
         name = next(self.order.victims(tenant, self._clock()), None)
         if name is None:
             return None
-        stem = stem_of(name, self.order.tenant_of(name))
+        victim = name, self.order.tenant_of(name)
         self.order.remove(name)
-        self.num_evicted += 1
-        return stem
+        return victim
 
-    def _delete(self, stems: Sequence[str]) -> None:
-        if stems:
+    def _evict(self, victims: Sequence[_Victim]) -> None:
+        """Delete blocks that were forgotten. If that fails, they count again."""
+        if not victims:
+            return
+        stems = [stem_of(*victim) for victim in victims]
+        try:
             self._objects.delete([self._blocks + stem for stem in stems])
+        except OSError:
+            self._restore(victims)
+            raise
         for stem in stems:
             self._journals.note(REMOVED, stem)
+        with self._lock:
+            self.num_evicted += len(victims)
+
+    def _restore(self, victims: Iterable[_Victim]) -> None:
+        with self._lock:
+            for name, tenant in victims:
+                if name not in self.order:  # it is still the first one to be evicted
+                    self.order.add(name, BlockHints(tenant, is_released=True), self._clock())
+
+    # --- keys ------------------------------------------------------------------------------
+
+    def _keys_of(self, name: BlockName) -> list[str]:
+        """Return the keys of a block. The store is asked for those of an unknown one."""
+        if self.holds(name):
+            return [self._key_of(name)]
+        first = f"{self._blocks}{name.hex()}"
+        keys = []
+        for page in self._objects.list(self._blocks, after=first[:-1]):
+            keys += [info.key for info in page if _is_of(info, name)]
+            if page[-1].key > f"{first}-~":  # after those of all tenants
+                break
+        return keys
 
     def _key_of(self, name: BlockName) -> str:
         with self._lock:
@@ -254,6 +287,12 @@ class ObjectTier:
         digest = digest_in_header(content[:HEADER_BYTES], name, self._block_bytes)
         is_valid = digest is not None and xxh3_128_digest(content[HEADER_BYTES:]) == digest
         return digest if is_valid else None
+
+
+def _is_of(info: ObjectInfo, name: BlockName) -> bool:
+    with suppress(ValueError):  # not ours
+        return block_of(info.key.rpartition("/")[2])[0] == name
+    return False
 
 
 def _copy_out(content: memoryview, memory: BlockMemory, block: int) -> None:

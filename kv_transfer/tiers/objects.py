@@ -18,8 +18,11 @@ class ObjectInfo:
 class Objects(Protocol):
     """An object store. Thread-safe. Each call ends within a deadline, or raises OSError."""
 
-    def get(self, key: str) -> memoryview:
-        """Return the bytes of an object. Raises FileNotFoundError if there is none."""
+    def get(self, key: str, max_bytes: int) -> memoryview | None:
+        """Return the bytes of an object; None, unread, if there are more than `max_bytes`.
+
+        Raises FileNotFoundError if there is no object.
+        """
         ...
 
     def put(self, key: str, parts: Sequence[bytes | memoryview]) -> None:
@@ -30,6 +33,9 @@ class Objects(Protocol):
         """Delete objects. One that is not there is no error."""
         ...
 
-    def list(self, prefix: str) -> Iterator[list[ObjectInfo]]:
-        """Return the objects under a prefix, page by page."""
+    def list(self, prefix: str, after: str = "") -> Iterator[list[ObjectInfo]]:
+        """Return the objects under a prefix, page by page, in the order of their keys.
+
+        The prefix ends with a slash. Only keys greater than `after` are returned.
+        """
         ...

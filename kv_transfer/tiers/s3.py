@@ -31,8 +31,12 @@ class S3Objects:
     def __init__(self, store: S3Store) -> None:
         self._store = store
 
-    def get(self, key: str) -> memoryview:
-        return _call(lambda: memoryview(self._store.get(key).bytes()))
+    def get(self, key: str, max_bytes: int) -> memoryview | None:
+        return _call(lambda: self._get(key, max_bytes))
+
+    def _get(self, key: str, max_bytes: int) -> memoryview | None:
+        found = self._store.get(key)
+        return memoryview(found.bytes()) if found.meta["size"] <= max_bytes else None
 
     def put(self, key: str, parts: Sequence[bytes | memoryview]) -> None:
         _call(lambda: self._store.put(key, list(parts), use_multipart=False))
@@ -41,8 +45,9 @@ class S3Objects:
         with suppress(FileNotFoundError):
             _call(lambda: self._store.delete(list(keys)))
 
-    def list(self, prefix: str) -> Iterator[list[ObjectInfo]]:
-        pages = _call(lambda: self._store.list(prefix, chunk_size=PAGE_OBJECTS))
+    def list(self, prefix: str, after: str = "") -> Iterator[list[ObjectInfo]]:
+        offset = after or None
+        pages = _call(lambda: self._store.list(prefix, offset=offset, chunk_size=PAGE_OBJECTS))
         while (page := _call(lambda: next(pages, None))) is not None:
             yield [
                 ObjectInfo(

@@ -16,6 +16,7 @@ from tests.support.block_stores import (
     MODEL,
     STORED_BYTES,
     FolderWorld,
+    ObjectWorld,
     StoreWorld,
     memory_world,
     s3_world,
@@ -66,6 +67,10 @@ def is_right(store: BlockStore, memory: OwnedMemory, number: int, into: int) -> 
         assert digest == memory.blocks.digest(number)
         assert memory[into] == memory[number]
     return digest is not None
+
+
+def cannot_delete() -> pytest.RaisesExc[OSError]:
+    return pytest.raises(OSError, match=r"Is a directory|refused|Generic S3 error")
 
 
 def test_a_block_survives_a_restart(stores: StoreWorld) -> None:
@@ -128,7 +133,7 @@ def test_what_was_removed_before_a_start_is_not_found_by_old_journals(stores: St
     assert not third.holds(name_of(1))
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "header", "other name"])
+@pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "grow", "header", "other name"])
 def test_a_damaged_block_is_a_miss_and_is_removed(stores: StoreWorld, damage: str) -> None:
     memory = OwnedMemory(4)
     store = opened(stores)
@@ -140,6 +145,8 @@ def test_a_damaged_block_is_a_miss_and_is_removed(stores: StoreWorld, damage: st
         del content[-7:]
     elif damage == "empty":
         content.clear()
+    elif damage == "grow":
+        content += bytes(1 << 20)
     elif damage == "header":
         content[3] ^= 1
     else:
@@ -150,6 +157,14 @@ def test_a_damaged_block_is_a_miss_and_is_removed(stores: StoreWorld, damage: st
     assert not store.holds(name_of(1))
     assert stores.stored() == {name_of(2).hex()}
     assert is_right(store, memory, 2, into=3)
+
+
+def test_an_object_that_is_too_large_is_not_read(stores: StoreWorld) -> None:
+    if not isinstance(stores, ObjectWorld):
+        pytest.skip("files have no objects")
+    stores.objects.put("large", [bytes(65)])
+    assert stores.objects.get("large", max_bytes=64) is None
+    assert stores.objects.get("large", max_bytes=65) is not None
 
 
 def test_a_block_that_someone_deleted_is_a_miss(stores: StoreWorld) -> None:
@@ -203,6 +218,74 @@ def test_the_quota_of_a_tenant_holds_after_a_restart(stores: StoreWorld) -> None
     assert is_right(again, memory, 5, into=6)
     again.remove(name_of(5))
     assert not opened(stores).holds(name_of(5))
+
+
+def test_a_removal_that_failed_is_repeated(stores: StoreWorld) -> None:
+    store = opened(stores)
+    write(store, OwnedMemory(2), 1, hints=BlockHints(tenant_of("a salt")))
+    with stores.without_deletes(), cannot_delete():
+        store.remove(name_of(1))
+
+    store.remove(name_of(1))
+
+    assert not store.holds(name_of(1))
+    assert stores.stored() == set()
+
+
+def test_a_block_of_which_a_process_does_not_know_is_removed(stores: StoreWorld) -> None:
+    memory = OwnedMemory(5)
+    store, other = opened(stores), opened(stores)
+    write(other, memory, 1, hints=BlockHints(tenant_of("a salt")))
+    write(other, memory, 2)
+    other.write(name_of(1, group=2), memory.blocks, 1, memory.blocks.digest(1))
+
+    store.remove(name_of(1))
+
+    assert stores.stored() == {name_of(2).hex(), name_of(1, group=2).hex()}
+
+
+def test_blocks_that_could_not_be_evicted_still_count(stores: StoreWorld) -> None:
+    memory = OwnedMemory(6)
+    store = opened(stores, max_bytes=3 * STORED_BYTES, tenant_share=0.67)
+    write(store, memory, 1, 2, hints=BlockHints(tenant_of("a salt")))
+    write(store, memory, 3)
+    with stores.without_deletes():
+        for tenant in ("", "a salt"):
+            with cannot_delete():
+                write(store, memory, 4, hints=BlockHints(tenant_of(tenant)))
+    assert held(store, 1, 2, 3, 4) == [True, True, True, False]
+    assert (len(store.order), store.num_evicted) == (3, 0)
+
+    write(store, memory, 4)
+
+    assert sum(held(store, 1, 2, 3, 4)) == len(stores.stored()) == 3
+    assert store.num_evicted == 1
+
+
+def test_blocks_of_others_that_could_not_be_evicted_still_count(stores: StoreWorld) -> None:
+    memory = OwnedMemory(6)
+    store, other = opened(stores, max_bytes=2 * STORED_BYTES), opened(stores)
+    write(other, memory, 1, 2, 3, hints=BlockHints(tenant_of("a salt")))
+    other.refresh()
+    with stores.without_deletes(), cannot_delete():
+        store.refresh()
+
+    store.refresh()
+
+    assert len(stores.stored()) == len(store.order) == 2
+
+
+def test_a_clear_that_failed_is_repeated(stores: StoreWorld) -> None:
+    memory = OwnedMemory(6)
+    store = opened(stores)
+    write(store, memory, 1, 2, 3, 4, hints=BlockHints(tenant_of("a salt")))
+    with stores.without_deletes(), cannot_delete():
+        store.clear()
+
+    store.clear()
+
+    assert stores.stored() == set()
+    assert not len(store.order)
 
 
 def test_clear_removes_the_blocks_of_all_processes(stores: StoreWorld) -> None:

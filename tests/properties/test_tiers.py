@@ -93,7 +93,7 @@ class TwoNodes(RuleBasedStateMachine):
         self.nodes = [self._start(), self._start()]
         self.outside: tuple[StoreWorld, StoreWorld] = (
             FolderWorld(self.folder),
-            ObjectWorld(self.objects, self.objects.content),
+            ObjectWorld(self.objects, self.objects.content, self.objects),
         )
 
     def _start(self) -> Node:

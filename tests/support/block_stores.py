@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -37,6 +39,10 @@ class StoreWorld(Protocol):
 
     def delete(self, number: int) -> None: ...
 
+    def without_deletes(self) -> AbstractContextManager[None]:
+        """Return a context in which no block of those that are there can be deleted."""
+        ...
+
 
 class FolderWorld:
     def __init__(self, folder: Path) -> None:
@@ -59,17 +65,36 @@ class FolderWorld:
     def delete(self, number: int) -> None:
         self._path(number).unlink()
 
+    @contextmanager
+    def without_deletes(self) -> Iterator[None]:
+        """Put a folder in the place of each block."""
+        kept = {path: path.with_suffix(".kept") for path in self.folder.glob("*/??/*.kv")}
+        for path, aside in kept.items():
+            path.rename(aside)
+            path.mkdir()
+        yield
+        for path, aside in kept.items():
+            path.rmdir()
+            aside.rename(path)
+
     def _path(self, number: int) -> Path:
-        (path,) = self.folder.glob(f"*/??/{name_of(number).hex()}.kv")
+        (path,) = (
+            path
+            for path in self.folder.glob("*/??/*.kv")
+            if path.stem.partition("-")[0] == name_of(number).hex()
+        )
         return path
 
 
 class ObjectWorld:
-    """Objects in a dictionary: that of a MemoryObjects, or of an S3 server."""
+    """Objects in a dictionary of a server."""
 
-    def __init__(self, objects: Objects, content: dict[str, bytes]) -> None:
+    def __init__(
+        self, objects: Objects, content: dict[str, bytes], server: MemoryObjects | S3Server
+    ) -> None:
         self.objects = objects
         self.content = content
+        self.server = server
         self.now_s = 2000.0
 
     def open(
@@ -91,19 +116,33 @@ class ObjectWorld:
     def delete(self, number: int) -> None:
         del self.content[self._key(number)]
 
+    @contextmanager
+    def without_deletes(self) -> Iterator[None]:
+        def refuse(operation: str) -> None:
+            if operation in ("delete", "DELETE", "POST"):
+                raise OSError("refused")
+
+        before, self.server.before = self.server.before, refuse
+        yield
+        self.server.before = before
+
     def _key(self, number: int) -> str:
-        (key,) = (key for key in self.content if key.endswith(f"/blocks/{name_of(number).hex()}"))
+        (key,) = (
+            key
+            for key in self.content
+            if key.partition("/blocks/")[2].partition("-")[0] == name_of(number).hex()
+        )
         return key
 
 
 def memory_world() -> ObjectWorld:
     objects = MemoryObjects()
-    return ObjectWorld(objects, objects.content)
+    return ObjectWorld(objects, objects.content, objects)
 
 
 def s3_world(server: S3Server) -> ObjectWorld:
     """Needs `point_environment_at`."""
-    return ObjectWorld(open_bucket(f"s3://{BUCKET}/some/prefix"), server.objects)
+    return ObjectWorld(open_bucket(f"s3://{BUCKET}/some/prefix"), server.objects, server)
 
 
 def scan_all(store: BlockStore) -> BlockStore:

@@ -26,12 +26,13 @@ class MemoryObjects:
     _infos: dict[str, ObjectInfo] = field(default_factory=dict)
     _num_writes: int = 0
 
-    def get(self, key: str) -> memoryview:
+    def get(self, key: str, max_bytes: int) -> memoryview | None:
         self.before("get")
         with self._lock:
             if key not in self.content:
                 raise FileNotFoundError(key)
-            return memoryview(self.content[key])
+            content = self.content[key]
+        return memoryview(content) if len(content) <= max_bytes else None
 
     def put(self, key: str, parts: Sequence[bytes | memoryview]) -> None:
         self.before("put")
@@ -49,9 +50,9 @@ class MemoryObjects:
                 self.content.pop(key, None)
                 self._infos.pop(key, None)
 
-    def list(self, prefix: str) -> Iterator[list[ObjectInfo]]:
+    def list(self, prefix: str, after: str = "") -> Iterator[list[ObjectInfo]]:
         """Like a real store, a page has what is there when it is requested."""
-        after = ""
+        assert prefix.endswith("/"), "S3 compares whole path segments"
         while True:
             self.before("list")
             with self._lock:

@@ -59,11 +59,27 @@ def _no_fault(_operation: str, _name: bytes) -> None:
 
 
 class FaultyStore:
-    """A block store. `before` is called with each operation and name: it may wait or raise."""
+    """A block store that fails or waits on order.
+
+    `before` and `after` are called with each operation and name, before and after its change: they
+    may wait or raise.
+    """
 
     def __init__(self, store: BlockStore) -> None:
         self.store = store
         self.before: Callable[[str, bytes], None] = _no_fault
+        self.after: Callable[[str, bytes], None] = _no_fault
+        self.failed: list[str] = []  # operations
+
+    @contextmanager
+    def _operation(self, operation: str, name: bytes = b"") -> Iterator[None]:
+        try:
+            self.before(operation, name)
+            yield
+            self.after(operation, name)
+        except OSError:
+            self.failed.append(operation)
+            raise
 
     @property
     def order(self) -> EvictionOrder:
@@ -85,19 +101,20 @@ class FaultyStore:
         return self.store.holds(name)
 
     def hints_of(self, name: bytes) -> BlockHints:
+        self.before("hints", name)
         return self.store.hints_of(name)
 
     def scan(self) -> bool:
-        self.before("scan", b"")
-        return self.store.scan()
+        with self._operation("scan"):
+            return self.store.scan()
 
     def refresh(self) -> None:
-        self.before("refresh", b"")
-        self.store.refresh()
+        with self._operation("refresh"):
+            self.store.refresh()
 
     def read(self, name: bytes, memory: BlockMemory, block: int) -> bytes | None:
-        self.before("read", name)
-        return self.store.read(name, memory, block)
+        with self._operation("read", name):
+            return self.store.read(name, memory, block)
 
     def write(
         self,
@@ -107,19 +124,19 @@ class FaultyStore:
         digest: bytes,
         hints: BlockHints = NO_HINTS,
     ) -> None:
-        self.before("write", name)
-        self.store.write(name, memory, block, digest, hints)
+        with self._operation("write", name):
+            self.store.write(name, memory, block, digest, hints)
 
     def use(self, names: Iterable[bytes], hints: BlockHints) -> None:
         self.store.use(names, hints)
 
     def remove(self, name: bytes) -> None:
-        self.before("remove", name)
-        self.store.remove(name)
+        with self._operation("remove", name):
+            self.store.remove(name)
 
     def clear(self) -> None:
-        self.before("clear", b"")
-        self.store.clear()
+        with self._operation("clear"):
+            self.store.clear()
 
     def close(self) -> None:
         self.store.close()
@@ -158,6 +175,8 @@ class Failing:
         self.is_repaired = False
 
     def __call__(self, operation: str, _name: bytes) -> None:
+        if operation == "hints":
+            return  # memory alone
         if not self.is_repaired and (not self.operations or operation in self.operations):
             self.seen.append(operation)
             raise self.error

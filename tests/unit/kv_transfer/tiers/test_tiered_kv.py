@@ -8,7 +8,7 @@ from threading import Event, current_thread
 
 import pytest
 
-from kv_transfer.external_kv import FILE, HOST, OBJECT, BlockHints
+from kv_transfer.external_kv import FILE, HOST, OBJECT, BlockHints, tenant_of
 from kv_transfer.tiers import tiered_kv
 from kv_transfer.tiers.backing_tier import LOAD_DEADLINE_S, PAUSE_S
 from kv_transfer.tiers.block_memory import BlockMemory, copy_blocks
@@ -296,6 +296,26 @@ def test_a_read_in_progress_does_not_survive_a_clear(backing: Backing) -> None:
         assert not it.host.holds(name_of(1))
 
 
+@pytest.mark.parametrize("operation", ["read", "hints"])
+def test_a_block_that_is_dropped_during_its_load_is_in_no_tier(
+    backing: Backing, operation: str
+) -> None:
+    with backing.world() as it:
+        it.store(1, hints=BlockHints(tenant_of("a salt")))
+    store, gate = FaultyStore(backing.open()), Gate(operation)
+    store.before = gate
+    with backing.world(store=store) as it:
+        number = it.start_load([1], into=5)
+        gate.wait_until_reached()
+        it.drop(1)
+        it.load([9], into=6)  # ends after host memory has dropped the block
+        gate.open()
+        it.end_of(number)
+        it.wait_until(lambda: not backing.names())
+        assert not it.host.holds(name_of(1))
+        assert it.load([1], into=5) == (None,)
+
+
 def test_dropped_blocks_are_in_no_tier(backing: Backing) -> None:
     with backing.world() as it:
         it.store(1, 2)
@@ -490,6 +510,23 @@ def test_blocks_that_cannot_be_removed_are_not_loaded_and_removed_later(
         fault.is_repaired = True
         it.clock.advance(PAUSE_S)
         it.wait_until(lambda: not backing.names())
+
+
+@pytest.mark.parametrize("tenant", ["", "a salt"])
+def test_a_dropped_block_whose_deletion_failed_is_not_found_after_a_restart(
+    backing: Backing, tenant: str
+) -> None:
+    store = FaultyStore(backing.open())
+    with backing.world(store=store) as it:
+        it.store(1, hints=BlockHints(tenant_of(tenant)))
+        it.wait_until(lambda: bool(backing.names()))
+        with backing.stores.without_deletes():
+            it.drop(1)
+            it.wait_until(lambda: "remove" in store.failed)
+        it.clock.advance(PAUSE_S)
+        it.wait_until(lambda: not backing.names())
+    with backing.world() as it:
+        assert it.load([1], into=5) == (None,)
 
 
 def test_stores_do_not_wait_for_a_stuck_disk(files: Backing) -> None:
