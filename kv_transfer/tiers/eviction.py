@@ -1,8 +1,9 @@
 """Eviction order of a tier's blocks: quotas, retention, priority, then least recent use. Pure.
 
 A tenant that holds its share of the tier makes room by its own blocks. Blocks under retention are
-not evicted; they may take half of the tier, and half of a tenant's share. Of the others, those of
-the lowest priority are evicted first, in the order of their last use.
+not evicted; they may take half of the tier, and half of a tenant's share. Neither are pinned ones.
+Of the others, those of the lowest priority are evicted first, in the order of their last use; the
+end of a pin counts as one.
 """
 
 from __future__ import annotations
@@ -49,7 +50,12 @@ class _PriorityLru:
 class _Block:
     tenant: Tenant
     priority: int
-    retain_until_s: float | None = None  # None: it can be evicted
+    retain_until_s: float | None = None
+    is_pinned: bool = False
+
+    @property
+    def is_evictable(self) -> bool:
+        return self.retain_until_s is None and not self.is_pinned
 
 
 @dataclass(slots=True)
@@ -145,6 +151,8 @@ class EvictionOrder:
             block.priority = DEFAULT_PRIORITY
             self._make_evictable(name, block)
             return
+        if block.is_pinned:
+            return
         self._evictable.touch(name, block.priority)
         if block.tenant in self._tenants:
             self._tenants[block.tenant].evictable.touch(name, block.priority)
@@ -163,6 +171,19 @@ class EvictionOrder:
             block.priority = _priority_after(block, hints)
             until_s = _later(until_s, now + hints.retain_s if hints.retain_s > 0 else None)
         self._put_back(name, block, until_s)
+
+    def pin(self, name: BlockName) -> None:
+        """Take a block out of the victims until `unpin`."""
+        block = self._blocks[name]
+        if block.is_evictable:
+            self._take_out(name, block)
+        block.is_pinned = True
+
+    def unpin(self, name: BlockName) -> None:
+        block = self._blocks[name]
+        block.is_pinned = False
+        if block.is_evictable:
+            self._make_evictable(name, block)
 
     def remove(self, name: BlockName) -> None:
         block = self._blocks.pop(name, None)
@@ -216,6 +237,8 @@ class EvictionOrder:
             heapify(self._expiries)
 
     def _make_evictable(self, name: BlockName, block: _Block) -> None:
+        if block.is_pinned:
+            return
         self._evictable.add(name, block.priority)
         if block.tenant in self._tenants:
             self._tenants[block.tenant].evictable.add(name, block.priority)
@@ -228,6 +251,8 @@ class EvictionOrder:
             block.retain_until_s = None
             if own is not None:
                 own.num_retained -= 1
+            return
+        if block.is_pinned:
             return
         self._evictable.remove(name, block.priority)
         if own is not None:

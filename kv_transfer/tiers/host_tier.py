@@ -16,6 +16,7 @@ from kv_transfer.tiers.eviction import EvictionOrder
 class HostBlock:
     slot: int  # in the memory of the tier
     digest: bytes = b""
+    name: BlockName | None = None  # once it is published
     num_pins: int = 0  # while it is written or read
     is_removed: bool = False  # its slot is free once no one reads it any more
 
@@ -39,6 +40,9 @@ class HostTier:
         self.order = EvictionOrder(memory.num_blocks, tenant_share)
         self._changes: dict[BlockName, bool] = {}  # not taken yet; True: the name is here now
         self.num_evicted = 0
+        self._is_room_wanted = False  # since a reservation failed
+        # Called when there may be room after a reservation has failed, on any thread.
+        self.on_room: Callable[[], None] = lambda: None
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -60,6 +64,7 @@ class HostTier:
         with self._lock:
             while not self._free or self.order.is_at_quota(tenant):
                 if not self._evict(tenant):
+                    self._is_room_wanted = True
                     return None
             return HostBlock(self._free.pop(), num_pins=1)
 
@@ -73,7 +78,9 @@ class HostTier:
             if name in self._blocks:
                 block.is_removed = True
             else:
+                block.name = name
                 self._blocks[name] = block
+                self.order.pin(name)
                 self._note_change(name, is_held=True)
 
     def use(self, names: Iterable[BlockName], hints: BlockHints) -> None:
@@ -103,8 +110,9 @@ class HostTier:
         with self._lock:
             for block in blocks:
                 block.num_pins -= 1
-                if block.is_removed and not block.num_pins:
-                    self._free.append(block.slot)
+                if not block.num_pins:
+                    self._let_go(block)
+        self._tell_of_room()
 
     def abandon(self, block: HostBlock) -> None:
         """Give back a reserved block that was not published."""
@@ -114,11 +122,13 @@ class HostTier:
     def remove(self, name: BlockName) -> None:
         with self._lock:
             self._remove(name)
+        self._tell_of_room()
 
     def clear(self) -> None:
         with self._lock:
             for name in list(self._blocks):
                 self._remove(name)
+        self._tell_of_room()
 
     def take_changes(self) -> HeldChanges:
         """Return the changes of the names held since the last call."""
@@ -143,16 +153,29 @@ class HostTier:
         block = self._blocks.get(name)
         if block is not None:
             self.order.touch(name)
+            if not block.num_pins:
+                self.order.pin(name)
             block.num_pins += 1
         return block
 
     def _evict(self, tenant: Tenant) -> bool:
-        for name in self.order.victims(tenant, self._clock()):
-            if not self._blocks[name].num_pins:
-                self._remove(name)
-                self.num_evicted += 1
-                return True
-        return False
+        name = next(self.order.victims(tenant, self._clock()), None)
+        if name is None:
+            return False
+        self._remove(name)
+        self.num_evicted += 1
+        return True
+
+    def _let_go(self, block: HostBlock) -> None:
+        if block.is_removed or block.name is None:
+            self._free.append(block.slot)
+        else:
+            self.order.unpin(block.name)
+
+    def _tell_of_room(self) -> None:
+        if self._is_room_wanted:
+            self._is_room_wanted = False
+            self.on_room()
 
     def _note_change(self, name: BlockName, *, is_held: bool) -> None:
         # A second change takes back the first, so there are few of them even if no one takes them.

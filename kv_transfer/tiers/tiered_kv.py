@@ -43,7 +43,7 @@ from kv_transfer.tiers.load_times import LoadTimes
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 0.005  # interval at which a store that waits for room tries again
+ROOM_RETRY_S = 0.1  # for which a store waits for room before it looks whether a tier is stuck
 SCAN_S = 5.0  # for which a node waits for stored blocks to be found when it starts
 FLUSH_S = 10.0  # for blocks still to be written when a node ends
 HOST_BYTES_PER_S, FILE_BYTES_PER_S, OBJECT_BYTES_PER_S = 5e9, 1e9, 2e8  # first guesses
@@ -99,6 +99,7 @@ class TieredKv:
         self._kv_memory = kv_memory
         self._copy = copy
         self._host = host
+        self._host.on_room = self._look_for_room
         self._clock = clock
         self._admission = admission or FileAdmission()
         # Called after changes, on any thread. Set once the engine exists.
@@ -234,7 +235,7 @@ class TieredKv:
         is_ending = False
         while not is_ending:
             try:
-                job = self._copies.get(timeout=RETRY_S if self._stores else None)
+                job = self._copies.get(timeout=ROOM_RETRY_S if self._stores else None)
                 is_ending = job is None
                 if job is not None:
                     job()
@@ -245,6 +246,9 @@ class TieredKv:
             self._copy_stores(must_end=is_ending)
         for tier in self._backing:
             tier.stop()
+
+    def _look_for_room(self) -> None:
+        self._copies.put(lambda: None)  # afterwards, stores are continued
 
     def _copy_stores(self, *, must_end: bool) -> None:
         """Copy stores while there is room, and until another job is there."""

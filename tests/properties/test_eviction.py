@@ -28,6 +28,7 @@ class _Known:
     tenant: Tenant
     priority: int = DEFAULT_PRIORITY
     until_s: float | None = None
+    is_pinned: bool = False
 
 
 class EvictionMachine(RuleBasedStateMachine):
@@ -52,7 +53,8 @@ class EvictionMachine(RuleBasedStateMachine):
         hints = BlockHints(tenant, hints.retain_s, hints.priority, hints.is_released)
         name = NAMES[number]
         if name not in self.known:
-            self._make_room(tenant)
+            if not self._make_room(tenant):
+                return
             self.known[name] = _Known(tenant)
         self.order.add(name, hints, self.now)
         self._use(name, hints)
@@ -72,6 +74,20 @@ class EvictionMachine(RuleBasedStateMachine):
         if self.known[name].priority == RELEASED:
             self.known[name].priority = DEFAULT_PRIORITY
         self._move_to_end(name)
+
+    @rule(number=st.integers(0, len(NAMES) - 1))
+    def pin_or_unpin(self, number: int) -> None:
+        name = NAMES[number]
+        if name not in self.known:
+            return
+        block = self.known[name]
+        block.is_pinned = not block.is_pinned
+        if block.is_pinned:
+            self.order.pin(name)
+            return
+        self.order.unpin(name)
+        if block.until_s is None:
+            self._move_to_end(name)
 
     @rule(number=st.integers(0, len(NAMES) - 1))
     def remove(self, number: int) -> None:
@@ -95,14 +111,19 @@ class EvictionMachine(RuleBasedStateMachine):
             assert self.order.is_at_quota(tenant) is self._is_at_quota(tenant)
         assert self.order.num_retained == sum(k.until_s is not None for k in self.known.values())
 
-    def _make_room(self, tenant: Tenant) -> None:
+    def _make_room(self, tenant: Tenant) -> bool:
+        """Evict what has to be. Returns False if there is no victim, as all are pinned."""
         while self.order.is_full_for(tenant):
-            name = next(self.order.victims(tenant, self.now))
-            assert name == self._victims(tenant)[0]
-            self.order.remove(name)
-            del self.known[name]
+            victims = self._victims(tenant)
+            assert next(self.order.victims(tenant, self.now), None) == next(iter(victims), None)
+            if not victims:
+                assert any(block.is_pinned for block in self.known.values())
+                return False
+            self.order.remove(victims[0])
+            del self.known[victims[0]]
         assert len(self.known) < self.max_blocks
         assert not self._is_at_quota(tenant)
+        return True
 
     # --- the model ----------------------------------------------------------------
 
@@ -144,7 +165,9 @@ class EvictionMachine(RuleBasedStateMachine):
         names = [
             name
             for name, block in self.known.items()
-            if block.until_s is None and (not own_only or block.tenant == tenant)
+            if block.until_s is None
+            and not block.is_pinned
+            and (not own_only or block.tenant == tenant)
         ]
         return sorted(names, key=lambda name: self.known[name].priority)
 

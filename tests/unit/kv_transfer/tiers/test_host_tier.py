@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from kv_transfer.external_kv import NO_HINTS, BlockHints, tenant_of
+from kv_transfer.external_kv import NO_HINTS, SHARED, BlockHints, tenant_of
 from kv_transfer.tiers.host_tier import HostBlock, HostTier
 from tests.support.tier_memory import host_tier, name_of
 
@@ -24,6 +24,40 @@ def test_a_pinned_block_is_not_replaced() -> None:
     assert host.reserve() is None
     host.unpin(block)
     assert host.reserve() is not None
+
+
+def test_pinned_blocks_are_not_searched_for_room() -> None:
+    host = host_tier(100)
+    blocks = [add(host, number) for number in range(100)]
+    assert not list(host.order.victims(SHARED, 0.0))
+    host.unpin(blocks[60])
+    assert list(host.order.victims(SHARED, 0.0)) == [name_of(60)]
+
+
+def test_room_is_announced_once_after_a_reservation_that_failed() -> None:
+    host = host_tier(2)
+    announced: list[str] = []
+    host.on_room = lambda: announced.append("room")
+    blocks = [add(host, 1), add(host, 2)]
+    assert host.reserve() is None
+    assert not announced
+    host.unpin_all(blocks)
+    assert announced == ["room"]
+    assert host.reserve() is not None
+    host.unpin(add(host, 3))
+    assert announced == ["room"]
+
+
+def test_a_block_that_was_removed_while_pinned_does_not_unpin_its_successor() -> None:
+    host = host_tier(2)
+    old = add(host, 1)
+    host.remove(name_of(1))
+    new = add(host, 1)
+    host.unpin(old)
+    assert host.pin(name_of(1)) is new
+    host.unpin(new)
+    assert add(host, 2).slot != new.slot
+    assert host.reserve() is None
 
 
 def test_a_removed_block_keeps_its_slot_while_it_is_read() -> None:

@@ -349,6 +349,15 @@ def test_stores_wait_for_files_while_host_memory_is_full(files: Backing) -> None
         assert len(it.host) == 2
 
 
+def test_a_store_that_waits_for_room_continues_as_soon_as_there_is_some(
+    files: Backing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiered_kv, "ROOM_RETRY_S", 100 * WAIT_S)
+    with files.world(num_host=2) as it:
+        it.store(*range(12))
+    assert files.names() == hexes(*range(12))
+
+
 def test_writes_that_a_store_waits_for_are_done_at_full_speed(files: Backing) -> None:
     store, gate = FaultyStore(files.open()), Gate("write")
     store.before = gate
