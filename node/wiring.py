@@ -200,7 +200,8 @@ def _build_kv_events(
         spec, is_latent=memory.num_tensors == 1, is_recurrent=memory.num_state_blocks > 0
     )
     facts = CacheFacts(memory.block_size, naming.root("", 0), kind, spec.window)
-    return KvEventPublisher(options.kv_events.for_node(identity.node_id), facts)
+    config = options.kv_events.for_node(identity.node_id, options.host)
+    return KvEventPublisher(config, facts)
 
 
 def _engine_options(options: NodeOptions) -> EngineOptions:

@@ -17,7 +17,7 @@ from baton.cluster import Child, ClusterOptions, LocalCluster
 from benchmarks.chaos.clock import Clocks, build
 from benchmarks.chaos.faults import TargetRole
 from benchmarks.chaos.faulty_transport import FaultSwitch
-from benchmarks.chaos.hostile.client import AttackTarget
+from benchmarks.chaos.hostile.client import REPLAY_SUFFIX, AttackTarget
 from benchmarks.chaos.leaks import Footprint, Rss, Scrape, footprint, num_links, scrape
 from benchmarks.chaos.proxy import NodeProxy
 from benchmarks.chaos.tier_storage import TierStorage, tier_storage
@@ -179,7 +179,9 @@ class ChaosCluster:
         if not self._cluster.router.http_address:
             return None
         decodes = tuple(child.address for child in self._cluster.decodes)
-        return AttackTarget(self._cluster.router.http_address, self.address, decodes)
+        nodes = (*self._cluster.prefills, *self._cluster.decodes)
+        kv_events = tuple(self._kv_events_of(child.name) for child in nodes)
+        return AttackTarget(self._cluster.router.http_address, self.address, decodes, kv_events)
 
     def rss(self) -> Rss:
         """Return the resident memory of the running processes."""
@@ -206,6 +208,7 @@ class ChaosCluster:
             environment=self._environment(),
             node_arguments=(
                 *(*times, *ANY_PORT, *UNTRACED, *self._tier_arguments()),
+                *self._kv_event_arguments(),
                 *setting.node_arguments,
             ),
             router_arguments=(*ANY_PORT, *UNTRACED, *http, *setting.router_arguments),
@@ -221,6 +224,17 @@ class ChaosCluster:
         if self.tier_storage is None:
             return ()
         return ("--kv-host-memory", self._setting.kv_host_memory, *self.tier_storage.arguments)
+
+    def _kv_event_arguments(self) -> tuple[str, ...]:
+        """Nodes publish KV events if there is a hostile client, for it to attack."""
+        if not self._setting.has_http:
+            return ()
+        endpoint = self._kv_events_of("{node_id}")
+        replays = ("--kv-events-replay-endpoint", endpoint + REPLAY_SUFFIX)
+        return ("--kv-events-endpoint", endpoint, *replays)
+
+    def _kv_events_of(self, node_id: str) -> str:
+        return f"ipc://{self._folder}/{node_id}-events"
 
     def _take_line(self, child: Child, line: str) -> None:
         found = METRICS_AT.search(line)

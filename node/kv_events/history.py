@@ -7,9 +7,10 @@ what the forgotten messages said is kept as the blocks that were cached after th
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
-from itertools import takewhile
+from operator import attrgetter
 from typing import NamedTuple
 
 from node.kv_events.messages import (
@@ -24,6 +25,9 @@ from node.kv_events.messages import (
     encode_batch,
 )
 
+# Messages are forgotten when there are so many more than the least, as a share of these.
+SLACK = 32
+
 
 class SentMessage(NamedTuple):
     sequence: int
@@ -37,32 +41,51 @@ class _Block(NamedTuple):
 
 
 class EventHistory:
+    """Keeps at least `max_len` messages. A few more are forgotten together, so that replays share
+    the content before them.
+    """
+
     def __init__(self, facts: CacheFacts, max_len: int) -> None:
         self._facts = facts
         self._max_len = max_len
+        self._max_kept = max_len + max_len // SLACK
         self._recent: deque[SentMessage] = deque()
         # After the last message that was forgotten.
         self._blocks: dict[bytes, _Block] = {}
         self._time_s = 0.0
+        self._encoded_content: bytes | None = None
+
+    @property
+    def end(self) -> int:
+        """Sequence number after that of the last message."""
+        return self._recent[-1].sequence + 1 if self._recent else 0
 
     def append(self, sequence: int, payload: bytes) -> None:
         self._recent.append(SentMessage(sequence, payload))
-        if len(self._recent) > self._max_len:
-            self._forget(self._recent.popleft())
+        if len(self._recent) > self._max_kept:
+            self._encoded_content = None
+            while len(self._recent) > self._max_len:
+                self._forget(self._recent.popleft())
+
+    def first_from(self, sequence: int) -> SentMessage | None:
+        """Return the oldest message with this number or a later one."""
+        place = bisect_left(self._recent, sequence, key=attrgetter("sequence"))
+        return self._recent[place] if place < len(self._recent) else None
 
     def since(self, sequence: int) -> Iterator[SentMessage]:
-        """Yield the messages from `sequence` on.
+        """Yield the messages from `sequence` on, up to the last one at the first call.
 
-        If some are forgotten, the first message replaces all before the oldest one: it clears the
-        subscriber's view and names all blocks that were cached then.
+        If some are forgotten, also meanwhile, the next message replaces all before the oldest one:
+        it clears the subscriber's view and names all blocks that were cached then.
         """
-        if not self._recent:
-            return
-        oldest = self._recent[0].sequence
-        if sequence < oldest:
-            yield SentMessage(oldest - 1, encode_batch(self._content()))
-        newest_first = takewhile(lambda each: each.sequence >= sequence, reversed(self._recent))
-        yield from reversed(list(newest_first))
+        end = self.end
+        while sequence < end:
+            oldest = self._recent[0].sequence
+            message = self.first_from(sequence)
+            if sequence < oldest or message is None:
+                message = SentMessage(oldest - 1, self._content())
+            yield message
+            sequence = message.sequence + 1
 
     def _forget(self, message: SentMessage) -> None:
         batch = decode_batch(message.payload)
@@ -86,7 +109,12 @@ class EventHistory:
             self._blocks[name] = _Block(parent, tokens, keys[place])
             parent = name
 
-    def _content(self) -> MessageBatch:
+    def _content(self) -> bytes:
+        if self._encoded_content is None:
+            self._encoded_content = encode_batch(self._blocks_as_batch())
+        return self._encoded_content
+
+    def _blocks_as_batch(self) -> MessageBatch:
         events: list[EventMessage] = [ClearedMessage()]
         last: StoredMessage | None = None
         for name, block in self._blocks.items():

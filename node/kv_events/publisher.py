@@ -1,34 +1,42 @@
-"""Publisher of a node's KV events over ZeroMQ, with vLLM's protocol.
+"""Publisher of a node's KV events with ZeroMQ's protocol and vLLM's messages.
 
 Each message has three frames: topic, sequence number (8 bytes, big-endian) and payload. A PUB
 socket sends it to all subscribers, without waiting for any. A ROUTER socket serves replays: a
 request has an empty frame and the first sequence number wanted; the answer is one message for each
 that is still known, with an empty frame before the three, and an end marker.
+
+Subscribers and replays read the messages from the history, each at its own pace, so that slow ones
+take no memory.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from threading import Thread
 from typing import NamedTuple
 
-import zmq
-
 from engine.events import AllBlocksCleared, KvEvent
 from errors import InvalidConfig
 from node.kv_events.config import KvEventsConfig, is_bound
-from node.kv_events.history import EventHistory
+from node.kv_events.endpoints import ListeningEndpoint, host_and_port
+from node.kv_events.history import EventHistory, SentMessage
 from node.kv_events.messages import CacheFacts, encode_batch
+from node.kv_events.peers import PEER_ERRORS, PeerListener, ServePeer, dial
+from node.kv_events.replay_pace import ReplayPace
+from node.kv_events.zmtp import READ_PAUSE_S, SocketType, ZmtpPeer
 
 log = logging.getLogger(__name__)
 
 SEQUENCE_BYTES = 8
 END_OF_REPLAY = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
+# Of a whole replay, also to a peer that reads slowly.
+REPLAY_LIMIT_S = 60.0
+SUBSCRIBE, CANCEL = b"\x01", b"\x00"
 
 
 class _Update(NamedTuple):
@@ -55,9 +63,12 @@ class KvEventPublisher:
         self._next_sequence = 0
         self._has_dropped = False  # since the last update that was queued
         self._is_stopping = False
-        self._waker: socket.socket | None = None
+        self._pace = ReplayPace()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._queued = asyncio.Event()
+        self._grown = asyncio.Event()  # replaced by another one with each message
+        self._work: list[Callable[[], Coroutine[object, object, None]]] = []
         self._sockets = ExitStack()
-        self._thread = Thread(target=self._run, name="kv-events", daemon=True)
 
     def publish(self, events: Sequence[KvEvent]) -> None:
         """Queue events. Must always be called on the same thread; never waits.
@@ -81,20 +92,13 @@ class KvEventPublisher:
         """Open the sockets. Raises InvalidConfig if that fails."""
         config = self._config
         with ExitStack() as opened:
-            self._context = zmq.Context()
-            opened.callback(self._context.destroy, linger=0)
-            self._pub = self._open(zmq.PUB, config.hwm, "--kv-events-endpoint", config.endpoint)
-            self._replays: zmq.Socket[bytes] | None = None
+            self._open("--kv-events-endpoint", config.endpoint, SocketType.PUB, opened)
             if config.replay_endpoint:
-                # A whole replay fits into the queue of a subscriber that has read the one before:
-                # ZeroMQ may count up to half of the queue as full that has been read.
-                hwm = 2 * (config.buffer_steps + 2)
                 option = "--kv-events-replay-endpoint"
-                self._replays = self._open(zmq.ROUTER, hwm, option, config.replay_endpoint)
-                self._replays.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            self._wakeups, self._waker = map(opened.enter_context, socket.socketpair())
-            self._waker.setblocking(False)
+                self._open(option, config.replay_endpoint, SocketType.ROUTER, opened)
             self._sockets = opened.pop_all()
+        self._loop = asyncio.new_event_loop()
+        self._thread = Thread(target=self._run, args=(self._loop,), name="kv-events", daemon=True)
         self._thread.start()
         log.info("KV events are published on %s", config.endpoint)
         return self
@@ -105,16 +109,19 @@ class KvEventPublisher:
         self._thread.join()
         self._sockets.close()
 
-    def _open(self, kind: int, hwm: int, option: str, endpoint: str) -> zmq.Socket[bytes]:
-        opened: zmq.Socket[bytes] = self._context.socket(kind)
-        opened.set_hwm(hwm)
-        opened.setsockopt(zmq.IPV6, int("[" in endpoint))
-        is_replay = kind == zmq.ROUTER
+    def _open(self, option: str, endpoint: str, kind: SocketType, opened: ExitStack) -> None:
+        is_pub = kind is SocketType.PUB
+        serve: ServePeer = self._serve_subscriber if is_pub else self._serve_replays
         try:
-            (opened.bind if is_replay or is_bound(endpoint) else opened.connect)(endpoint)
-        except zmq.ZMQError as error:
-            raise InvalidConfig(f"{option} {endpoint}: {error}") from error
-        return opened
+            if is_pub and not is_bound(endpoint):
+                host_and_port(endpoint)
+                self._work.append(lambda: dial(endpoint, kind, serve))
+                return
+            listening = opened.enter_context(ListeningEndpoint(endpoint, self._config.host))
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise InvalidConfig(f"{option} {endpoint}: {reason}") from error
+        self._work.append(PeerListener(listening.socket, kind, serve).run)
 
     def _note_drop(self) -> None:
         if not self._has_dropped:
@@ -126,55 +133,92 @@ class KvEventPublisher:
         self._has_dropped = True
 
     def _wake(self) -> None:
-        if self._waker is None:  # the thread begins with what is queued
+        if self._loop is None:  # the thread begins with what is queued
             return
         try:
-            self._waker.send(b"\0")
-        except BlockingIOError:  # so many wake-ups are pending that another one changes nothing
+            self._loop.call_soon_threadsafe(self._queued.set)
+        except RuntimeError:  # the thread has ended
             return
 
     # --- the publishing thread --------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
-            self._serve()
+            with asyncio.Runner(loop_factory=lambda: loop) as runner:
+                runner.run(self._serve())
         except Exception:
             log.exception("no KV events are published any more")
 
-    def _serve(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._wakeups, zmq.POLLIN)
-        if self._replays is not None:
-            poller.register(self._replays, zmq.POLLIN)
+    async def _serve(self) -> None:
+        """Returns when the publisher stops; that ends all connections."""
+        tasks = [asyncio.ensure_future(work()) for work in self._work]
         while not self._is_stopping:
+            self._queued.clear()
             self._publish_queued()
-            ready = dict(poller.poll())
-            if self._wakeups.fileno() in ready:
-                self._wakeups.recv(4096)
-            if self._replays is not None and self._replays in ready:
-                self._serve_replay(self._replays)
+            await self._queued.wait()
+        for task in tasks:
+            task.cancel()
 
     def _publish_queued(self) -> None:
         while self._queue:
             sequence, time_s, events = self._queue.popleft()
             payload = encode_batch(self._facts.to_batch(events, time_s))
             self._history.append(sequence, payload)
-            self._pub.send_multipart([self._topic, _packed(sequence), payload])
+        grown, self._grown = self._grown, asyncio.Event()
+        grown.set()
 
-    def _serve_replay(self, replays: zmq.Socket[bytes]) -> None:
-        frames = replays.recv_multipart()
-        if len(frames) != 3 or len(frames[2]) != SEQUENCE_BYTES:
-            log.warning("a replay request with %d frames was ignored", len(frames))
-            return
-        client, empty, first = frames
+    async def _serve_subscriber(self, peer: ZmtpPeer) -> None:
+        prefixes: set[bytes] = set()  # of the topic
+        sending: asyncio.Task[None] | None = None
         try:
-            for sequence, payload in self._history.since(int.from_bytes(first, "big")):
-                message = [client, empty, self._topic, _packed(sequence), payload]
-                replays.send_multipart(message, zmq.NOBLOCK)
-            replays.send_multipart([client, empty, b"", END_OF_REPLAY, b""], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            log.warning("a replay of KV events was broken off: %s", error)
+            while True:
+                self._note_subscription(await peer.receive(), prefixes)
+                if prefixes and sending is None:
+                    sending = asyncio.ensure_future(self._send_events(peer))
+                elif sending is not None and not prefixes:
+                    sending.cancel()
+                    sending = None
+                await asyncio.sleep(READ_PAUSE_S)
+        finally:
+            if sending is not None:
+                sending.cancel()
 
+    def _note_subscription(self, frames: list[bytes], prefixes: set[bytes]) -> None:
+        """Subscriptions to other topics than the one of this publisher are not kept."""
+        kind, prefix = frames[0][:1], frames[0][1:]
+        if kind == SUBSCRIBE and self._topic.startswith(prefix):
+            prefixes.add(prefix)
+        elif kind == CANCEL:
+            prefixes.discard(prefix)
 
-def _packed(sequence: int) -> bytes:
-    return sequence.to_bytes(SEQUENCE_BYTES, "big")
+    async def _send_events(self, peer: ZmtpPeer) -> None:
+        sequence = self._history.end
+        try:
+            while True:
+                grown = self._grown
+                sequence = max(sequence, self._history.end - self._config.hwm)
+                if (message := self._history.first_from(sequence)) is None:
+                    await grown.wait()
+                    continue
+                await peer.send(self._frames(message))
+                sequence = message.sequence + 1
+        except PEER_ERRORS as error:
+            log.debug("a subscriber to KV events is disconnected: %r", error)
+            peer.abort()
+
+    async def _serve_replays(self, peer: ZmtpPeer) -> None:
+        while True:
+            frames = await peer.receive()
+            if len(frames) == 2 and len(frames[1]) == SEQUENCE_BYTES:
+                async with asyncio.timeout(REPLAY_LIMIT_S):
+                    await self._replay(peer, frames[0], int.from_bytes(frames[1], "big"))
+            await asyncio.sleep(READ_PAUSE_S)
+
+    async def _replay(self, peer: ZmtpPeer, empty: bytes, first: int) -> None:
+        for message in self._history.since(first):
+            await self._pace.take_turn()
+            await peer.send([empty, *self._frames(message)])
+        await peer.send([empty, b"", END_OF_REPLAY, b""])
+
+    def _frames(self, message: SentMessage) -> tuple[bytes, bytes, bytes]:
+        return self._topic, message.sequence.to_bytes(SEQUENCE_BYTES, "big"), message.payload

@@ -215,13 +215,16 @@ def test_no_fault_of_files_and_objects_spoils_an_answer(running: Running) -> Non
     assert sum(after) > sum(before)
 
 
-def test_a_hostile_client_spoils_no_answer_and_leaves_nothing_behind(running: Running) -> None:
-    report = running.under(Attack.DEAD_PEERS)
+@pytest.mark.parametrize("attack", [Attack.DEAD_PEERS, Attack.KV_EVENTS])
+def test_a_hostile_client_spoils_no_answer_and_leaves_nothing_behind(
+    running: Running, attack: Attack
+) -> None:
+    report = running.under(attack)
 
     assert not [*report.wrong, *report.hung, *report.lost, *report.leaks, *report.died]
     assert report.counts["right"] > 0
     assert report.bystanders is not None
     assert report.bystanders.num_gaps > 0
     [worst] = report.bystanders.by_attack
-    assert worst.attack == Attack.DEAD_PEERS.value
+    assert worst.attack == attack.value
     assert worst.outcomes

@@ -20,7 +20,8 @@ Endpoint = Annotated[
     str,
     _option(
         "ZeroMQ endpoint on which changes of the prefix cache are published in vLLM's format, for "
-        "other routers: tcp://*:5557 and ipc://PATH are bound, tcp://HOST:PORT is connected to. "
+        "other routers: tcp://*:5557 (on --host) and ipc://PATH are bound, tcp://HOST:PORT is "
+        "connected to. "
         "{node_id} stands for the node's name, here and in the topic. Default: none."
     ),
 ]
@@ -31,7 +32,7 @@ ReplayEndpoint = Annotated[
 Topic = Annotated[str, _option("Topic of the KV events, such as kv@POD@MODEL for llm-d.")]
 BufferSteps = Annotated[int, _option("Messages that are kept for replay.")]
 Hwm = Annotated[
-    int, _option("Messages that wait for a slow subscriber; it loses what comes later.")
+    int, _option("Messages that wait for a slow subscriber; it misses the oldest ones.")
 ]
 MaxQueueSize = Annotated[int, _option("Updates that wait to be published; later ones are lost.")]
 

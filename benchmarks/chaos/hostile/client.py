@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import grpc
 
 from baton.v1 import inference_pb2, inference_pb2_grpc, node_pb2, node_pb2_grpc, sampling_pb2
+from benchmarks.chaos.hostile.kv_events import attack_kv_events
 from benchmarks.chaos.hostile.requests import Attack, HttpPost, posts, spoilt
 from rpc.channel import open_blocking_channel
 from rpc.descriptors import raise_descriptor_limit
@@ -36,6 +37,7 @@ NUM_IDLE, IDLE_S = 400, 3.0
 NUM_DEAD_PEERS = 100
 ALL_OF_LOOPBACK = "0.0.0.0"  # includes 127.0.0.1 to 127.0.0.100
 NUM_SPOILT = 30
+REPLAY_SUFFIX = "-replay"
 LONG_ID_BYTES = 60_000_000
 READ_BYTES = 1 << 16
 NICENESS = 5  # on a small machine, leaves the cores to the servers
@@ -51,6 +53,7 @@ class AttackTarget:
     http: str
     grpc: str
     decodes: tuple[str, ...]  # addresses of decode nodes
+    kv_events: tuple[str, ...] = ()  # of nodes; replays at the same with `REPLAY_SUFFIX`
 
     def model(self) -> str:
         """Return the name of the served model. Raises OSError if the router does not answer."""
@@ -78,6 +81,9 @@ def attack(kind: Attack, target: AttackTarget, model: str, seed: int, limit_s: f
             return _long_ids(target, end_s)
         case Attack.DEAD_PEERS:
             return _dead_peers(target, end_s)
+        case Attack.KV_EVENTS:
+            replays = [each + REPLAY_SUFFIX for each in target.kv_events]
+            return attack_kv_events(target.kv_events, replays, end_s)
     outcomes = _post_all(target.http, posts(kind, model, draw), end_s)
     if kind is Attack.MUTATIONS:
         outcomes += _spoilt_calls(target, draw, end_s)
@@ -216,7 +222,8 @@ def main() -> None:
     model = ""
     for line in sys.stdin:
         order = json.loads(line)
-        target = AttackTarget(order["http"], order["grpc"], tuple(order["decodes"]))
+        decodes, kv_events = tuple(order["decodes"]), tuple(order["kv_events"])
+        target = AttackTarget(order["http"], order["grpc"], decodes, kv_events)
         try:
             model = model or target.model()
             kind = Attack(order["attack"])

@@ -72,6 +72,7 @@ class HostileProcesses:
             "http": self._target.http,
             "grpc": self._target.grpc,
             "decodes": self._target.decodes,
+            "kv_events": self._target.kv_events,
         }
         to_client, from_client = self._client.stdin, self._client.stdout
         if to_client is None or from_client is None:

@@ -25,6 +25,7 @@ class Attack(Enum):
     LONG_IDS = "long-ids"  # 60 MB of request id and cache salt over gRPC
     AMBIGUOUS_GRAMMARS = "ambiguous-grammars"
     DEAD_PEERS = "dead-peers"  # Connect calls to decode nodes with unreachable peers
+    KV_EVENTS = "kv-events"  # floods of the KV event sockets of all nodes
     MUTATIONS = "mutations"  # of valid bodies, over HTTP and gRPC
 
 

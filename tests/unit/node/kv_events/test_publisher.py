@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from errors import InvalidConfig
 from node.kv_events.config import KvEventsConfig
 from node.kv_events.messages import CacheFacts
 from node.kv_events.publisher import KvEventPublisher
+from tests.support.ports import free_port
 from tools.follow_kv_events import KvEventFollower
 
 FACTS = CacheFacts(1, BlockHash(b"u" * 16), "full_attention")
@@ -177,6 +180,74 @@ def test_an_endpoint_that_is_taken_is_named(make_config: MakeConfig, tmp_path: P
         KvEventPublisher(config, FACTS).__enter__()
 
 
+def test_a_subscriber_with_heartbeats_and_a_long_topic_is_served(make_config: MakeConfig) -> None:
+    config = make_config(topic="kv@" + "n" * 600)
+    context = zmq.Context()
+    subscriber = context.socket(zmq.SUB)
+    subscriber.setsockopt(zmq.HEARTBEAT_IVL, 20)
+    subscriber.setsockopt(zmq.HEARTBEAT_TIMEOUT, PATIENCE_MS)
+    subscriber.setsockopt(zmq.SUBSCRIBE, config.topic.encode())
+    try:
+        with KvEventPublisher(config, FACTS) as publisher:
+            subscriber.connect(config.endpoint)
+            for number in range(MAX_TRIES):
+                publisher.publish([stored(number)])
+                if subscriber.poll(20):
+                    break
+            assert subscriber.recv_multipart()[0] == config.topic.encode()
+    finally:
+        context.destroy(linger=0)
+
+
+def test_a_req_socket_can_ask_for_a_replay_over_tcp() -> None:
+    config = KvEventsConfig(f"tcp://*:{free_port()}", f"tcp://127.0.0.1:{free_port()}", "t")
+    context = zmq.Context()
+    asking = context.socket(zmq.REQ)
+    try:
+        with KvEventPublisher(config, FACTS) as publisher:
+            publisher.publish([stored(1)])
+            asking.connect(config.replay_endpoint)
+            asking.send(bytes(8))
+            assert asking.poll(PATIENCE_MS)
+            assert asking.recv_multipart()[0] == b"t"
+    finally:
+        context.destroy(linger=0)
+
+
+def test_a_node_connects_to_a_subscriber_that_listens_also_again() -> None:
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    with KvEventPublisher(KvEventsConfig(endpoint), FACTS) as publisher:
+        for _ in range(2):
+            with listening_subscriber(endpoint) as subscriber:
+                for number in range(MAX_TRIES):
+                    publisher.publish([stored(number)])
+                    if subscriber.poll(20):
+                        break
+                assert subscriber.recv_multipart()[0] == b""
+
+
+@contextmanager
+def listening_subscriber(endpoint: str) -> Iterator[zmq.Socket[bytes]]:
+    context = zmq.Context()
+    subscriber = context.socket(zmq.SUB)
+    subscriber.setsockopt(zmq.SUBSCRIBE, b"")
+    try:
+        subscriber.bind(endpoint)
+        yield subscriber
+    finally:
+        context.destroy(linger=0)
+
+
+@pytest.mark.parametrize(("host", "is_reached"), [("127.0.0.1", False), ("0.0.0.0", True)])
+def test_a_star_is_where_the_node_listens(host: str, *, is_reached: bool) -> None:
+    port = free_port()
+    config = KvEventsConfig(f"tcp://*:{port}").for_node("n", host)
+    with KvEventPublisher(config, FACTS), socket.socket() as client:
+        client.bind(("127.0.0.2", 0))
+
+        assert (client.connect_ex(("127.0.0.2", port)) == 0) == is_reached
+
+
 @pytest.mark.parametrize(
     ("endpoint", "options", "word"),
     [
@@ -195,7 +266,7 @@ def test_settings_that_cannot_work_are_refused_by_name(
 def test_the_name_of_the_node_goes_into_endpoints_and_topic() -> None:
     config = KvEventsConfig("ipc:///{node_id}", "ipc:///r-{node_id}", "kv@{node_id}@m")
 
-    named = config.for_node("decode-1")
+    named = config.for_node("decode-1", "127.0.0.1")
 
     assert (named.endpoint, named.replay_endpoint) == ("ipc:///decode-1", "ipc:///r-decode-1")
     assert named.topic == "kv@decode-1@m"

@@ -1,0 +1,87 @@
+"""Sockets of the endpoints of KV events: tcp://HOST:PORT and ipc://PATH."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from node.kv_events.config import IPC, TCP, WILDCARD
+
+# Connections that wait to be accepted.
+BACKLOG = 128
+# A peer whose machine is gone is noticed after about so long.
+KEEPALIVE_S, KEEPALIVE_PROBES = 20, 3
+
+
+class ListeningEndpoint:
+    """Listening socket, open within a `with` block. `host` is what `*` stands for.
+
+    Raises OSError or ValueError if the endpoint cannot be used.
+    """
+
+    def __init__(self, endpoint: str, host: str) -> None:
+        self._path: str | None = None
+        if endpoint.startswith(IPC):
+            self._path = endpoint.removeprefix(IPC)
+            self.socket = _listen_on_path(self._path)
+        else:
+            named, port = host_and_port(endpoint)
+            self.socket = _listen_on_port(host.strip("[]") if named == WILDCARD else named, port)
+        self.socket.setblocking(False)
+
+    def __enter__(self) -> ListeningEndpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+        if self._path is not None and not self._path.startswith("@"):
+            Path(self._path).unlink(missing_ok=True)
+
+
+def host_and_port(endpoint: str) -> tuple[str, int]:
+    """Raises ValueError if there is no port."""
+    host, _, port = endpoint.removeprefix(TCP).rpartition(":")
+    if not host or not port.isascii() or not port.isdecimal() or int(port) > 65535:
+        raise ValueError("write it like tcp://HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Let the system end the connection when the peer's machine is gone."""
+    if connection.family == socket.AF_UNIX:
+        return
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        ("TCP_KEEPIDLE", KEEPALIVE_S),
+        ("TCP_KEEPINTVL", KEEPALIVE_S),
+        ("TCP_KEEPCNT", KEEPALIVE_PROBES),
+        ("TCP_USER_TIMEOUT", KEEPALIVE_S * KEEPALIVE_PROBES * 1000),
+    ):
+        if (number := getattr(socket, option, None)) is not None:  # not on all systems
+            connection.setsockopt(socket.IPPROTO_TCP, number, value)
+
+
+def _listen_on_port(host: str, port: int) -> socket.socket:
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address[:2], family=family, backlog=BACKLOG)
+
+
+def _listen_on_path(path: str) -> socket.socket:
+    """A path that begins with `@` is a name in Linux's abstract namespace, as for libzmq."""
+    listening = socket.socket(socket.AF_UNIX)
+    try:
+        if path.startswith("@"):
+            listening.bind("\0" + path[1:])
+        else:
+            with suppress(FileNotFoundError):  # of a process that was killed
+                if stat.S_ISSOCK(os.stat(path).st_mode):
+                    os.unlink(path)
+            listening.bind(path)
+        listening.listen(BACKLOG)
+    except BaseException:
+        listening.close()
+        raise
+    return listening
