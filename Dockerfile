@@ -43,11 +43,9 @@ RUN python3 deploy/image/requirements.py project.dependencies > /tmp/run.txt \
     && sh deploy/image/slim.sh /opt/baton
 
 COPY . .
+# The wheel has all kernel variants, since the image may run on another processor than this one.
 RUN /pip/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /tmp/wheel . \
     && ${PIP} install --no-deps /tmp/wheel/*.whl
-# All kernel variants, since the image may run on another processor than this one.
-RUN XDG_CACHE_HOME=/tmp /opt/baton/bin/python deploy/image/kernels.py \
-    && mv /tmp/baton/kernels /opt/baton/kernels
 
 FROM ${PYTHON_IMAGE}
 # The NIXL wheel brings its own UCX, but not OpenSSL. Most Python images have it.
@@ -63,7 +61,6 @@ COPY --from=build /opt/baton /opt/baton
 COPY models/demo /models/demo
 # PASSIVE: an idle thread of torch sleeps. Spinning would take the cores of the other containers.
 ENV PATH=/opt/baton/bin:$PATH \
-    BATON_KERNELS=/opt/baton/kernels \
     OMP_WAIT_POLICY=PASSIVE \
     PYTHONUNBUFFERED=1
 USER 10001:10001

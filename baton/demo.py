@@ -13,8 +13,11 @@ from rich.table import Table
 from baton.client import Answer, Client, Finish, Generation
 from baton.cluster import ClusterOptions, LocalCluster
 from baton.demo_model import demo_model
+from baton.kernels import build_missing_kernels
 from baton.traces.terminal import show_waterfall
 from baton.units import format_bytes
+from engine.model_folder import resolve_model_folder
+from engine.runner.config import RunnerConfig
 from engine.sampling import SamplingParams
 from kv_transfer.transports.ucx_log import LOG_NAME, find_write_transport, ucx_log_environment
 from telemetry.names import KV_BYTES, KV_DESCRIPTORS, KV_PUSH
@@ -42,6 +45,8 @@ class DemoResult:
 def run(model: str, trace_dir: Path) -> None:
     """Run the demo to its end. Raises NamedError."""
     console = Console()
+    model = model or demo_model()
+    build_missing_kernels(RunnerConfig(model), resolve_model_folder(model), console)
     with TemporaryDirectory(prefix="baton-demo-") as folder:
         results, log = _serve(console, _options(model, trace_dir, folder), Path(folder))
     _show_trace(console, trace_dir, results[-1], log)
@@ -56,7 +61,7 @@ def run(model: str, trace_dir: Path) -> None:
 def _options(model: str, trace_dir: Path, folder: str) -> ClusterOptions:
     traces = ("--trace-dir", str(trace_dir))
     return ClusterOptions(
-        model=model or demo_model(),
+        model=model,
         node_arguments=(*_node_arguments(), *traces),
         router_arguments=traces,
         environment=ucx_log_environment(folder),

@@ -11,11 +11,15 @@ from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
 
+from rich.console import Console
+
 from baton.completion import Completion, CompletionBuilder
 from baton.interrupts import defer_interrupts
+from baton.kernels import build_missing_kernels
 from baton.progress import generation_bar, loading_bar
 from baton.units import AUTO, parse_kv_memory
 from engine.factory import EngineOptions, build_engine, build_grammars
+from engine.model_folder import resolve_model_folder
 from engine.request import EngineRequest, Output, RequestId
 from engine.runner.load import RunnerConfig, load_runner
 from engine.sampling import SamplingParams
@@ -78,6 +82,8 @@ class LLM:
         )
         self._request_numbers = itertools.count()
         self._lifetime = ExitStack()
+        screen = Console(stderr=True, quiet=not self._shows_progress)
+        build_missing_kernels(config, resolve_model_folder(model), screen)
         with loading_bar(self._shows_progress) as on_progress:
             runner = self._lifetime.enter_context(load_runner(config, on_progress))
         self.info = runner.info

@@ -18,6 +18,12 @@ if sys.version_info < (3, 11):
 PYTHON
 
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+
+# Compile the kernels for this CPU into the user's cache while packages are downloaded, so that the
+# first `baton up` finds them.
+"$python" -m engine.runner.kernels.build >"$venv/kernels.log" 2>&1 &
+kernels=$!
+trap 'kill $kernels 2>/dev/null || true' EXIT
 install="$venv/bin/python -m pip --disable-pip-version-check install"
 
 has_gpu() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; }
@@ -39,3 +45,7 @@ install_torch() { # without what it needs, which the index of a build may lack
 
 "$venv/bin/python" -c 'import torch' 2>/dev/null || install_torch
 $install --quiet --constraint constraints.txt --editable ".${extra:+[$extra]}"
+
+kill -0 $kernels 2>/dev/null && echo "building kernels for this CPU, once"
+wait $kernels || true
+tail -n 1 "$venv/kernels.log"

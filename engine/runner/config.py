@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from engine.spec_decode.config import Speculation
 from errors import InvalidConfig
+
+if TYPE_CHECKING:
+    from engine.runner.model.config import ModelConfig
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 KERNEL_NAMES = ("auto", "native", "torch")
@@ -62,6 +66,22 @@ class RunnerConfig:
         _check(is_known, f"quantize {self.quantize!r}: {', '.join(QUANTIZE_NAMES)}")
         is_device = DEVICE_NAME.fullmatch(self.device) is not None
         _check(is_device, f"device {self.device!r}: cpu, cuda or cuda:N")
+
+
+def dtype_name(config: RunnerConfig, model: ModelConfig) -> str:
+    """Return the name of the dtype that the model computes in."""
+    if config.dtype != "auto":
+        return config.dtype
+    # Quantized checkpoints name float16 because GPU kernels use it; CPU kernels use bfloat16.
+    if model.quantization is not None and config.device == "cpu":
+        return "bfloat16"
+    return model.dtype
+
+
+def fits_kernels(config: RunnerConfig, model: ModelConfig) -> bool:
+    """Return whether the model would compute with the native kernels."""
+    is_fitting = config.device == "cpu" and dtype_name(config, model) == "bfloat16"
+    return is_fitting and config.kernels != "torch"
 
 
 def _check(is_good: bool, message: str) -> None:

@@ -12,6 +12,7 @@ from engine.model_folder import read_generation_defaults, resolve_model_folder
 from engine.runner.attention.kv_budget import auto_kv_bytes
 from engine.runner.attention.kv_tensor import KvShape, free_bytes, num_blocks_within
 from engine.runner.config import RunnerConfig as RunnerConfig
+from engine.runner.config import dtype_name
 from engine.runner.families.read_config import read_model_config
 from engine.runner.input_batch import PersistentBatch
 from engine.runner.kernels.choose import choose_parts
@@ -42,7 +43,7 @@ def load_runner(
         torch.set_num_threads(config.num_threads)
     folder = resolve_model_folder(config.model, offline=config.offline)
     model = read_model_config(folder)
-    device, dtype = _device(config.device), DTYPES[_dtype_name(config, model)]
+    device, dtype = _device(config.device), DTYPES[dtype_name(config, model)]
     shape = KvShape.of(model, config.block_size, kv_dtype(config.kv_cache_dtype, model, dtype))
     state = state_shape(model, shape, dtype)
     _check(
@@ -95,15 +96,6 @@ def kv_dtype(name: str, model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
     return torch.int8
 
 
-def _dtype_name(config: RunnerConfig, model: ModelConfig) -> str:
-    if config.dtype != "auto":
-        return config.dtype
-    # Quantized checkpoints name float16 because GPU kernels use it; CPU kernels use bfloat16.
-    if model.quantization is not None and config.device == "cpu":
-        return "bfloat16"
-    return model.dtype
-
-
 def _describe(
     config: RunnerConfig, model: ModelConfig, folder: Path, fingerprint: str
 ) -> ModelInfo:
@@ -115,7 +107,7 @@ def _describe(
         max_model_len=_max_model_len(config, model),
         eos_token_ids=defaults.eos_token_ids,
         defaults=defaults,
-        dtype=_dtype_name(config, model),
+        dtype=dtype_name(config, model),
         max_shareable_prompt_len=model.max_shareable_prompt_len(),
     )
 

@@ -89,7 +89,7 @@ def up(
     model = model or demo_model()
     for_tls, for_nodes, for_router = split(given, tls_config, node_options, router_options)
     # Validate the options before three processes load a model.
-    node_options(model=model, **for_nodes)
+    nodes = node_options(model=model, **for_nodes)
     routing = router_options(decode_nodes=f"{host}:1", model=model, **for_router)
     check_port(host, port)
     if routing.http_port is not None:
@@ -113,7 +113,7 @@ def up(
         drain_timeout_s=drain_timeout_s,
         show_logs=True,
     )
-    run_cluster(options, num_processes=num_nodes + 1)
+    run_cluster(options, num_nodes + 1, nodes.runner)
 
 
 def _same_file(context: typer.Context) -> tuple[str, ...]:

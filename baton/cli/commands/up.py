@@ -15,20 +15,25 @@ import typer
 from baton.cli.show import console, table_of
 from baton.cluster import Child, ClusterFailed, ClusterOptions, LocalCluster
 from baton.interrupts import get_interruptibly
+from baton.kernels import build_missing_kernels
 from baton.units import format_bytes
 from baton.v1 import node_pb2, node_pb2_grpc
 from engine.model_folder import resolve_model_folder
+from engine.runner.config import RunnerConfig
 from rpc.channel import open_blocking_channel
 from rpc.node_info import NodeCard, card_from
+from rpc.parent_process import exit_on_sigterm
 from rpc.security.tls import TlsConfig
 
 INTERRUPTED = 130
 ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
-def run_cluster(options: ClusterOptions, num_processes: int) -> None:
+def run_cluster(options: ClusterOptions, num_processes: int, model: RunnerConfig) -> None:
     """Run the cluster until a signal ends it. Raises ClusterFailed and ModelError."""
-    resolve_model_folder(options.model)  # download once, before every process would
+    exit_on_sigterm()
+    folder = resolve_model_folder(options.model)  # download once, before every process would
+    build_missing_kernels(model, folder, console(stderr=True))
     runner = ClusterRunner(options, num_processes)
     with runner.listening():
         try:

@@ -1,7 +1,10 @@
-"""Builds the kernel library with the machine's C++ compiler, and caches it.
+"""Finds the kernel library, or builds it with the machine's C++ compiler and caches it.
 
-There is one variant per instruction set; the best one that this processor supports is used. A
-machine without a compiler can use libraries built elsewhere: BATON_KERNELS names their folder.
+There is one variant per instruction set; the best one that this processor supports is used. Wheels
+contain libraries. A machine without a compiler can also use libraries built elsewhere:
+BATON_KERNELS names their folder.
+
+    python -m engine.runner.kernels.build    # builds this processor's variant; imports no packages
 """
 
 from __future__ import annotations
@@ -9,16 +12,24 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import hashlib
+import logging
 import os
 import platform
 import shutil
-import subprocess
+import signal
+import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.runner.kernels.compiling import CompilerFailed, run_commands
+
+log = logging.getLogger(__name__)
+
+PACKAGED = Path(__file__).resolve().parent / "built"  # libraries of a wheel, made by setup.py
 SOURCES = Path(__file__).resolve().parent / "src"
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-pthread", "-Wno-psabi")
 AVX512_BF16 = frozenset(
@@ -29,6 +40,12 @@ AVX512_BF16_FLAGS = (
     *("-mavx512bf16", "-mavx512vnni", "-mfma"),
 )
 COMPILERS = ("c++", "g++", "clang++")
+WAITING = "waiting for another process that builds the kernels"
+Report = Callable[[str], None]  # shows the latest progress, such as in a status line
+
+
+def _no_report(_message: str) -> None:
+    """Default of `library`: only the log has the start and the end of a build."""
 
 
 class KernelsUnavailable(Exception):
@@ -81,15 +98,15 @@ def _request_amx() -> bool:
     return error == 0
 
 
-def library(variant: Variant) -> Path:
+def library(variant: Variant, report: Report = _no_report) -> Path:
     """Return the path of the variant's library, built if necessary. Raises KernelsUnavailable."""
-    return built(variant) or _build(variant, build_folder() / file_name(variant))
+    return built(variant) or _build(variant, build_folder() / file_name(variant), report)
 
 
 def built(variant: Variant) -> Path | None:
     """Return the path of the variant's library, or None if it was not built yet."""
     paths = (folder / file_name(variant) for folder in _folders())
-    return next((path for path in paths if path.exists()), None)
+    return next((path for path in paths if path.exists() and _is_usable(path)), None)
 
 
 def build_folder() -> Path:
@@ -117,7 +134,19 @@ def _folders() -> list[Path]:
     """Return the folders to search for libraries; new ones are written to the last."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     override = os.environ.get("BATON_KERNELS")
-    return [*([Path(override)] if override else []), cache / "baton" / "kernels"]
+    return [*([Path(override)] if override else []), PACKAGED, cache / "baton" / "kernels"]
+
+
+def _is_usable(path: Path) -> bool:
+    """Return whether a library of a wheel loads here: it may need a newer C library."""
+    if path.parent != PACKAGED:
+        return True
+    try:
+        ctypes.CDLL(str(path))
+    except OSError as error:
+        log.warning("The wheel's kernels cannot be used on this machine: %s", error)
+        return False
+    return True
 
 
 def _digest(variant: Variant) -> str:
@@ -127,16 +156,16 @@ def _digest(variant: Variant) -> str:
     return digest.hexdigest()[:16]
 
 
-def _build(variant: Variant, target: Path) -> Path:
+def _build(variant: Variant, target: Path, report: Report) -> Path:
     """Build into a temporary file and move it to `target`, unless another process just has."""
     compiler = compiler_path()
     if compiler is None:
         raise KernelsUnavailable("there is no C++ compiler (c++, g++ or clang++): install one")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(target.parent):
+        with _lock(target.parent, report):
             if not target.exists():
-                _compile(compiler, variant, target)
+                _compile(compiler, variant, target, report)
     except OSError as error:
         raise KernelsUnavailable(
             f"cannot write the kernels to {target.parent} ({error})"
@@ -145,21 +174,70 @@ def _build(variant: Variant, target: Path) -> Path:
 
 
 @contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """Lock `folder`: the nodes of a cluster start together, and one compiler run is enough."""
+def _lock(folder: Path, report: Report) -> Iterator[None]:
+    """Lock `folder`: the nodes of a cluster start together, and one build is enough."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("%s", WAITING.capitalize())
+            report(WAITING)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)
 
 
-def _compile(compiler: str, variant: Variant, target: Path) -> None:
+def _compile(compiler: str, variant: Variant, target: Path, report: Report) -> None:
+    """Compile one object per source, then link them."""
+    began_s = time.monotonic()
+    # Large ones first: they take longest, and small ones fill the gaps at the end.
+    sources = sorted(SOURCES.glob("*.cpp"), key=lambda path: path.stat().st_size, reverse=True)
+    log.info("Building the kernels for this CPU (%s), once: %d files", variant.name, len(sources))
+    counting = _counting(len(sources), report)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        objects = [str(Path(folder) / f"{source.stem}.o") for source in sources]
+        flags = [compiler, *FLAGS, *variant.flags]
         output = Path(folder) / target.name
-        command = command_for(compiler, variant, output)
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise KernelsUnavailable(f"{compiler} cannot build the kernels: {done.stderr[:500]}")
+        try:
+            run_commands(
+                [
+                    [*flags, "-c", str(source), "-o", path]
+                    for source, path in zip(sources, objects, strict=True)
+                ],
+                on_done=counting,
+            )
+            run_commands([[*flags, *objects, "-o", str(output)]], on_done=lambda: None)
+        except CompilerFailed as error:
+            raise KernelsUnavailable(
+                f"{compiler} cannot build the kernels: {str(error)[:500]}"
+            ) from error
         output.replace(target)
+    log.info("Built the kernels in %.0f s: %s", time.monotonic() - began_s, target)
+
+
+def _counting(num_files: int, report: Report) -> Callable[[], None]:
+    """Return a function that reports one more compiled file. None is reported at once."""
+    num_done = -1
+
+    def count() -> None:
+        nonlocal num_done
+        num_done += 1
+        report(f"building kernels for this CPU, once: {num_done} of {num_files} files")
+
+    count()
+    return count
+
+
+def main() -> None:
+    """Build this processor's variant, as installations do. Without a compiler, print why not."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # ends the compilers
+    try:
+        print(library(best_variant(cpu_features()), print))
+    except KernelsUnavailable as error:
+        print(f"The native kernels were not built, torch will compute: {error}")
+
+
+if __name__ == "__main__":
+    main()

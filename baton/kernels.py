@@ -1,0 +1,53 @@
+"""Build of missing native kernels before a model is loaded, with its progress shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from rich.console import Console
+
+from engine.runner.config import RunnerConfig, fits_kernels
+from engine.runner.families.read_config import read_model_config
+from engine.runner.kernels.build import (
+    KernelsUnavailable,
+    Report,
+    best_variant,
+    built,
+    cpu_features,
+    library,
+)
+from errors import ModelError
+
+
+def build_missing_kernels(config: RunnerConfig, folder: Path, screen: Console) -> None:
+    """Build the kernels that the model in `folder` needs, if they were not built yet.
+
+    What is wrong with the model or the compiler is left to be reported by the load of the model.
+    """
+    with suppress(ModelError, KernelsUnavailable):
+        if not fits_kernels(config, read_model_config(folder)):
+            return
+        variant = best_variant(cpu_features())
+        if built(variant) is None:
+            with _reporting(screen) as report:
+                library(variant, report)
+
+
+@contextmanager
+def _reporting(screen: Console) -> Iterator[Report]:
+    """Show progress in a status line; without a terminal, only that a build or a wait begins."""
+    if screen.is_terminal:
+        with screen.status("") as status:
+            yield status.update
+        return
+    seen: set[str] = set()
+
+    def print_begin(message: str) -> None:
+        begin = message.partition(":")[0]
+        if begin not in seen:
+            screen.print(begin, highlight=False)
+        seen.add(begin)
+
+    yield print_begin
