@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import TypeGuard
 
 from engine.sampling import SamplingDefaults
-from errors import ModelError
+from errors import InvalidRequest, ModelError
 
 # Weights in other formats are not downloaded.
 WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 MAX_INT = (1 << 31) - 1
 MAX_SHOWN = 200  # characters of a wrong value in an error
+MAX_TEXT_BYTES = 64 << 20  # of one file; the largest tokenizers have 35 MB
+INDEX = "model.safetensors.index.json"
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -66,7 +68,7 @@ def read_generation_defaults(folder: Path) -> GenerationDefaults:
         return GenerationDefaults(_eos_ids_of_model(folder))
     raw = JsonFields.read(path)
     ids = _eos_ids(raw) or _eos_ids_of_model(folder)
-    return GenerationDefaults(
+    defaults = GenerationDefaults(
         eos_token_ids=ids,
         temperature=raw.optional_number("temperature"),
         top_p=raw.optional_number("top_p"),
@@ -74,6 +76,53 @@ def read_generation_defaults(folder: Path) -> GenerationDefaults:
         min_p=raw.optional_number("min_p"),
         repetition_penalty=raw.optional_number("repetition_penalty"),
     )
+    try:
+        defaults.sampling.params()
+    except InvalidRequest as error:
+        raise ModelError(f"{path}: {error}; correct it, or delete the file") from error
+    return defaults
+
+
+def read_model_text(path: Path) -> str:
+    """Read a text file of a model folder. Raises ModelError, which names the file.
+
+    Pipes and devices are refused: reading them might never end.
+    """
+    try:
+        if not path.exists():
+            raise ModelError(f"{path} is missing; a model folder must have it")
+        if not path.is_file():
+            raise ModelError(f"{path} is not a file; fetch it again")
+        with path.open("rb") as file:
+            content = file.read(MAX_TEXT_BYTES + 1)
+        if len(content) > MAX_TEXT_BYTES:
+            raise ModelError(f"{path} has more than {MAX_TEXT_BYTES} bytes; fetch it again")
+        return content.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path} cannot be read: {error}; fetch it again") from error
+
+
+def read_shard_names(index: Path) -> list[str]:
+    """Return the names of the weight files that an index lists, sorted. Raises ModelError.
+
+    All are files of the index's own folder: another path would read what is not the model's.
+    """
+    fields = JsonFields.read(index)
+    weight_map = fields.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise fields.wrong("weight_map", "must map each tensor to its file")
+    names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
+        if not is_plain_name(name):
+            raise ModelError(
+                f"{index}: {_shorten(repr(name))} is not the name of a file in this folder; an "
+                "index can name no other. Fetch the model again, from a source that you trust"
+            )
+    return names
+
+
+def is_plain_name(name: str) -> bool:
+    return name.isprintable() and name not in ("", ".", "..") and not set(name) & {"/", "\\"}
 
 
 class JsonFields:
@@ -86,10 +135,10 @@ class JsonFields:
     @classmethod
     def read(cls, path: Path) -> JsonFields:
         try:
-            parsed = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ModelError(f"{path} is missing; a model folder must have it") from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            parsed = json.loads(read_model_text(path))
+        except RecursionError:
+            raise ModelError(f"{path} is nested too deeply; fetch it again") from None
+        except ValueError as error:  # also for a number of too many digits
             raise ModelError(f"{path} cannot be read: {error}; fetch it again") from error
         if not isinstance(parsed, dict):
             raise ModelError(f"{path} is not a JSON object; fetch it again")
@@ -185,7 +234,7 @@ def _eos_ids(raw: JsonFields) -> tuple[int, ...]:
     if found is None:
         return ()
     listed = found if isinstance(found, list) else [found]
-    if not all(isinstance(token_id, int) for token_id in listed):
+    if not all(type(token_id) is int and abs(token_id) <= MAX_INT for token_id in listed):
         raise raw.wrong("eos_token_id", "must be a token id or a list of them")
     return tuple(listed)
 
@@ -212,11 +261,8 @@ def _find_cached(model: str, revision: str | None, cache: Path | None) -> Path |
 
 def _is_complete(snapshot: Path) -> bool:
     """Return whether a snapshot has its config and weights. Interrupted downloads lack some."""
-    index = snapshot / "model.safetensors.index.json"
-    weights = {"model.safetensors"}
-    if index.exists():
-        placed = JsonFields.read(index).get("weight_map")
-        weights = set(map(str, placed.values())) if isinstance(placed, dict) else set()
+    index = snapshot / INDEX
+    weights = read_shard_names(index) if index.exists() else ["model.safetensors"]
     return all((snapshot / name).exists() for name in ("config.json", *weights))
 
 

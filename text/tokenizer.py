@@ -15,7 +15,7 @@ import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
-from engine.model_folder import JsonFields, read_generation_defaults
+from engine.model_folder import JsonFields, read_generation_defaults, read_model_text
 from errors import InvalidRequest, ModelError
 from text.token_text import TokenText, spelled
 
@@ -23,6 +23,11 @@ from text.token_text import TokenText, spelled
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 MAX_CACHED_TOKENS = 1 << 16  # entries of each token text cache
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+# Of templates that are given other messages than they expect, or are nested too deeply.
+TEMPLATE_ERRORS = (
+    *(jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError),
+    RecursionError,
+)
 
 Message = Mapping[str, object]  # role, content and further variables of the template
 Clock = Callable[[], datetime]
@@ -82,7 +87,7 @@ class Tokenizer:
         """True if the chat template used with tools refers to `tools`."""
         try:
             parsed = self._environment.parse(self._template_source(has_tools=True))
-        except (InvalidRequest, jinja2.TemplateSyntaxError):
+        except (InvalidRequest, jinja2.TemplateSyntaxError, RecursionError):
             return False
         return "tools" in jinja2.meta.find_undeclared_variables(parsed)
 
@@ -142,7 +147,7 @@ class Tokenizer:
             )
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(f"the model's chat template is broken: {error}") from error
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+        except TEMPLATE_ERRORS as error:
             raise InvalidRequest(f"the chat template refuses these messages: {error}") from error
 
     def is_byte(self, token_id: int) -> bool:
@@ -304,7 +309,9 @@ def _load_fast(folder: Path) -> FastTokenizer:
     if not path.exists():
         raise ModelError(f"{path} is missing; save the tokenizer in the fast format")
     try:
-        fast = FastTokenizer.from_str(path.read_text(encoding="utf-8"))
+        fast = FastTokenizer.from_str(read_model_text(path))
+    except ModelError:
+        raise
     except Exception as error:  # the library raises nothing narrower
         raise ModelError(f"{path} cannot be read: {error}; fetch it again") from error
     fast.no_truncation()
@@ -319,10 +326,14 @@ def _chat_templates(folder: Path, settings: JsonFields) -> dict[str, str]:
     if isinstance(embedded, str):
         templates["default"] = embedded
     if isinstance(embedded, list):
+        if not all(
+            isinstance(item, dict) and {"name", "template"} <= item.keys() for item in embedded
+        ):
+            raise settings.wrong("chat_template", "must be a text, or list names and templates")
         templates = {str(item["name"]): str(item["template"]) for item in embedded}
     separate_file = folder / "chat_template.jinja"
     if separate_file.exists():
-        templates["default"] = separate_file.read_text(encoding="utf-8")
+        templates["default"] = read_model_text(separate_file)
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        templates[path.stem] = path.read_text(encoding="utf-8")
+        templates[path.stem] = read_model_text(path)
     return templates

@@ -28,6 +28,7 @@ from engine.runner.weights.safetensors import WeightFiles
 from engine.runner.weights.tensor_loading import LoadTarget
 from errors import InvalidConfig
 
+MAX_CONTEXT_LEN = 1 << 24
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -72,19 +73,26 @@ def load_runner(
         Ropes(model, device, dtype),
         kv,
         groups,
-        PersistentBatch(
-            config.max_num_seqs,
-            info.max_model_len,
-            config.block_size,
-            len(groups),
-            num_state_blocks,
-        ),
+        _make_batch(config, info.max_model_len, len(groups), num_state_blocks),
         parts.make_attention(kv, attention),
         config.speculation,
         load_processors(config.logits_processors, ModelView(str(folder), info.vocab_size)),
         state,
         None if state is None else parts.make_linear_attention(kv, state),
     )
+
+
+def _make_batch(
+    config: RunnerConfig, max_model_len: int, num_groups: int, num_state_blocks: int
+) -> PersistentBatch:
+    sizes = config.max_num_seqs, max_model_len, config.block_size, num_groups, num_state_blocks
+    try:
+        return PersistentBatch(*sizes)
+    except MemoryError as error:
+        raise InvalidConfig(
+            f"no memory for {config.max_num_seqs} requests of {max_model_len} tokens: lower "
+            "--max-model-len or --max-num-seqs"
+        ) from error
 
 
 def kv_dtype(name: str, model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
@@ -116,6 +124,11 @@ def _max_model_len(config: RunnerConfig, model: ModelConfig) -> int:
     longest = model.max_context_len()
     requested = config.max_model_len or longest
     _check(requested <= longest, f"max_model_len {requested}: at most {longest} with this model")
+    _check(
+        requested <= MAX_CONTEXT_LEN,
+        f"the model's context is {requested} tokens; at most {MAX_CONTEXT_LEN} are supported: set "
+        "--max-model-len",
+    )
     return requested
 
 

@@ -19,13 +19,14 @@ import llguidance
 import numpy as np
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from engine.model_folder import read_model_text
 from engine.structured_output.compiler_errors import PANIC, TOO_DEEP, reason_of
 from engine.structured_output.grammar import Bits
 from engine.structured_output.params import FIELD, StructuredOutputs
 from engine.structured_output.schema_cost import embedded_schemas, expense_reason
 from engine.structured_output.schema_ends import check_grammar_ends, check_schema_ends
 from engine.structured_output.schema_rewrite import prepare_schema
-from errors import InvalidRequest
+from errors import InvalidRequest, ModelError
 
 ANY_OBJECT = '{"type": "object"}'
 # A space, or a newline with indentation, which suffices for any JSON style. With more allowed, a
@@ -101,11 +102,11 @@ class GrammarLibrary:
             if self._tokenizer is None:
                 try:
                     self._tokenizer = llguidance.LLTokenizer(
-                        self._path.read_text(encoding="utf-8"),
+                        read_model_text(self._path),
                         n_vocab=self._vocab_size,
                         eos_token=self._eos_token_ids,
                     )
-                except (OSError, ValueError) as error:
+                except (ModelError, ValueError) as error:
                     raise InvalidRequest(
                         f"{FIELD} cannot be enforced: this model's tokenizer does not support "
                         f"grammars: {error}",

@@ -154,6 +154,10 @@ def _listed(
     raw: JsonFields, num_layers: int, known: tuple[str, ...] = (FULL, SLIDING, CHUNKED)
 ) -> tuple[str, ...]:
     types = raw.get("layer_types")
-    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= set(known):
+    if (
+        not isinstance(types, list)
+        or len(types) != num_layers
+        or any(t not in known for t in types)
+    ):
         raise raw.wrong("layer_types", f"must list {num_layers} of {', '.join(known)}")
     return tuple(map(str, types))

@@ -15,6 +15,7 @@ from engine.runner.families.layer_types import (
 )
 from engine.runner.families.math_fields import check_fields
 from engine.runner.families.rope_fields import read_ropes, read_rotary_dim
+from engine.runner.families.table import EXPERTS as EXPERT_COUNTS
 from engine.runner.families.table import FAMILIES
 from engine.runner.model.config import (
     LayerConfig,
@@ -29,6 +30,7 @@ from engine.runner.weights.quantization import read_quantization
 from errors import ModelError
 
 MAX_LAYERS = 10_000
+MAX_EXPERTS = 1 << 17  # of all layers together: their tensors are looked for one by one
 NO_ROPE = RopeConfig(kind="none")
 
 
@@ -193,6 +195,10 @@ def _read_moe(
         return None
     moe = family.moe(fields)
     _check_moe(moe, fields)
+    max_experts = MAX_EXPERTS // len(layers)
+    if moe.num_experts > max_experts:
+        name = next(filter(fields.has, sorted(EXPERT_COUNTS)))
+        raise fields.wrong(name, f"must be at most {max_experts} in each of {len(layers)} layers")
     return moe
 
 

@@ -7,6 +7,7 @@ from engine.runner.families.family import SLIDING
 from engine.runner.model.config import RopeConfig
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+MAX_MSCALE = 1000
 OLD_NAMES = {"su": "longrope", "mrope": "default"}  # mrope equals default for text
 KNOWN_FIELDS = frozenset(
     {
@@ -121,9 +122,16 @@ def _scaled(raw: JsonFields, fields: JsonFields, kind: str, theta: float) -> Rop
         attention_factor=fields.optional_number("attention_factor", above=0),
         beta_fast=fields.number("beta_fast", 32.0, above=0),
         beta_slow=fields.number("beta_slow", 1.0, above=0),
-        mscale=fields.optional_number("mscale"),
-        mscale_all_dim=fields.optional_number("mscale_all_dim"),
+        mscale=_read_mscale(fields, "mscale"),
+        mscale_all_dim=_read_mscale(fields, "mscale_all_dim"),
         truncate=fields.flag("truncate", True),
         short_factors=fields.numbers("short_factor") if kind == "longrope" else (),
         long_factors=fields.numbers("long_factor") if kind == "longrope" else (),
     )
+
+
+def _read_mscale(fields: JsonFields, name: str) -> float | None:
+    mscale = fields.optional_number(name)
+    if mscale is not None and abs(mscale) > MAX_MSCALE:
+        raise fields.wrong(name, f"must be at most {MAX_MSCALE}")
+    return mscale

@@ -14,7 +14,7 @@ from typing import Protocol
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.model_folder import JsonFields
+from engine.model_folder import INDEX, read_shard_names
 from engine.runner.weights.weight_digests import (
     DigestCache,
     FileIdentity,
@@ -24,7 +24,6 @@ from engine.runner.weights.weight_digests import (
 from errors import ModelError
 
 SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 FLOATS = ("F32", "F16", "BF16")
 WHOLE = ("I8", "I32", "I64")
 
@@ -148,7 +147,7 @@ class WeightFiles:
     def _paths(self) -> list[Path]:
         if (self._folder / INDEX).exists():
             return self._list_shards()
-        if (self._folder / SINGLE).exists():
+        if (self._folder / SINGLE).is_file():
             return [self._folder / SINGLE]
         raise ModelError(
             f"{self._folder} has neither {SINGLE} nor {INDEX}; "
@@ -156,12 +155,8 @@ class WeightFiles:
         )
 
     def _list_shards(self) -> list[Path]:
-        fields = JsonFields.read(self._folder / INDEX)
-        weight_map = fields.get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise fields.wrong("weight_map", "must map each tensor to its file")
-        paths = [self._folder / str(file) for file in sorted({str(f) for f in weight_map.values()})]
-        missing = [path.name for path in paths if not path.exists()]
+        paths = [self._folder / name for name in read_shard_names(self._folder / INDEX)]
+        missing = [path.name for path in paths if not path.is_file()]
         _refuse("lacks the weight file", missing, self._folder)
         return paths
 
