@@ -23,6 +23,8 @@ from benchmarks.chaos.injection import FaultInjector
 from benchmarks.chaos.leaks import grown, held, memory_growth, num_links
 from benchmarks.chaos.load import AnswerOutcome, ChaosLoad
 from benchmarks.chaos.report import Attempts, Report, report
+from benchmarks.chaos.second_turns import LoadsRow, loads_rows
+from benchmarks.chaos.tier_load import TierLoad
 from benchmarks.chaos.workload import KnownAnswer, draw_requests, reference_answers
 
 LOOK_EVERY_S = 0.2
@@ -109,8 +111,9 @@ class ChaosRun:
         self._num_clients = num_clients
         self.load = ChaosLoad(client, answers, seed)
         self._attempts = Attempts()
+        self._tier_load = TierLoad(cluster, client, seed)
         self._injector = FaultInjector(
-            cluster, client, self.load, num_clients, self._attempts, hostile
+            *(cluster, client, self.load, num_clients, self._attempts, hostile, self._tier_load)
         )
         self._began_s = time.monotonic()
 
@@ -144,6 +147,7 @@ class ChaosRun:
         if self._hostile is not None:
             await self._hostile.end()
         leaks = await self._leaks()
+        loads = await self._loads()
         return report(
             self.load.outcomes,
             self._injector.injected,
@@ -153,7 +157,16 @@ class ChaosRun:
             died=self._cluster.died(),
             memory=memory_growth(start_rss, middle_rss, self._cluster.rss()),
             bystanders=self._bystanders(),
+            loads=loads,
+            wrong_turns=[str(one) for one in self._tier_load.turns if not one.is_right],
         )
+
+    async def _loads(self) -> list[LoadsRow]:
+        turns = self._tier_load.turns
+        if not turns:
+            return []
+        token_bytes = await self._tier_load.token_bytes()
+        return list(loads_rows(turns, self._injector.injected, token_bytes))
 
     def _bystanders(self) -> BystanderLatencies | None:
         hostile = self._hostile

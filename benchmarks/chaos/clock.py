@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from errors import InvalidConfig
+from benchmarks.chaos.preloading import build_library
 
 SOURCE = Path(__file__).with_name("clock.c")
 FOLDER_VARIABLE = "CHAOS_CLOCKS"
 NS_PER_S = 1_000_000_000
-
-
-def can_jump() -> bool:
-    """Return whether there is a C compiler to build the library with."""
-    return shutil.which("cc") is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +22,8 @@ class Clocks:
 
     @property
     def environment(self) -> dict[str, str]:
-        return {"LD_PRELOAD": str(self.library), FOLDER_VARIABLE: str(self.folder)}
+        """Return the variables of a process that preloads the library."""
+        return {FOLDER_VARIABLE: str(self.folder)}
 
     def shift(self, pid: int, by_s: float) -> None:
         """Shift the clock of a process. Raises OSError if it has none."""
@@ -39,13 +33,7 @@ class Clocks:
 
 def build(folder: Path) -> Clocks:
     """Build the library. Raises InvalidConfig if that fails."""
-    library = folder / "clock.so"
-    command = ["cc", "-shared", "-fPIC", "-O1", "-o", str(library), str(SOURCE), "-ldl"]
-    try:
-        subprocess.run(command, check=True, capture_output=True, text=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        reason = getattr(error, "stderr", "") or str(error)
-        raise InvalidConfig(f"jump faults need a C compiler: {reason}; leave out jump") from None
+    library = build_library(SOURCE, folder, "jump")
     clocks = folder / "clocks"
     os.mkdir(clocks)
     return Clocks(clocks, library)

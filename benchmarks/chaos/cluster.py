@@ -14,11 +14,12 @@ from tempfile import TemporaryDirectory
 from types import TracebackType
 
 from baton.cluster import Child, ClusterOptions, LocalCluster
-from benchmarks.chaos.clock import Clocks, build
+from benchmarks.chaos import clock, slow_disk
 from benchmarks.chaos.faults import TargetRole
 from benchmarks.chaos.faulty_transport import FaultSwitch
 from benchmarks.chaos.hostile.client import REPLAY_SUFFIX, AttackTarget
 from benchmarks.chaos.leaks import Footprint, Rss, Scrape, footprint, num_links, scrape
+from benchmarks.chaos.preloading import preload
 from benchmarks.chaos.proxy import NodeProxy
 from benchmarks.chaos.tier_storage import TierStorage, tier_storage
 from telemetry.metrics import names
@@ -26,6 +27,7 @@ from telemetry.metrics import names
 METRICS_AT = re.compile(r"metrics on (http://\S+)")
 ANY_PORT = ("--metrics-port", "0")
 LINKED_WITHIN_S, LOOK_EVERY_S = 60.0, 0.2
+TENANT_SHARE = 0.25  # of each tier
 UNTRACED = ("--trace-dir", "off")
 NODE_MODULE = "benchmarks.chaos.node"
 
@@ -45,6 +47,10 @@ class ChaosClusterConfig:
     clocks_jump: bool = False  # build and preload the clock library
     has_http: bool = False  # serve the OpenAI API, too
     kv_host_memory: str = ""  # of each node; with it, they share files and objects, too
+    kv_folder_size: str = "16MiB"
+    prefill_has_tiers: bool = True  # without, second turns are loaded by decode nodes
+    block_size: int = 16
+    disk_slows: bool = False  # build and preload the library of the slow disk
 
     @property
     def num_by_role(self) -> dict[TargetRole, int]:
@@ -66,10 +72,12 @@ class ChaosCluster:
         self._killed_pids: set[int] = set()
         self._lifetime = AsyncExitStack()
         self._folder = Path(self._lifetime.enter_context(TemporaryDirectory()))
-        self._clocks: Clocks | None = build(self._folder) if setting.clocks_jump else None
+        self._clocks = clock.build(self._folder) if setting.clocks_jump else None
+        self.slow_disk = slow_disk.build(self._folder) if setting.disk_slows else None
         self.tier_storage: TierStorage | None = None
         if setting.kv_host_memory:
-            self.tier_storage = self._lifetime.enter_context(tier_storage(self._folder))
+            storage = tier_storage(self._folder, setting.kv_folder_size)
+            self.tier_storage = self._lifetime.enter_context(storage)
         self._cluster = LocalCluster(self._options())
         self.baseline: dict[str, Footprint] = {}  # by name
         self.num_links_at_start: dict[str, int] = {}
@@ -121,12 +129,20 @@ class ChaosCluster:
         return self._setting.num_by_role
 
     @property
+    def block_size(self) -> int:
+        return self._setting.block_size
+
+    @property
     def lease_s(self) -> float:
         return self._setting.lease_s
 
     @property
     def children(self) -> list[Child]:
         return self._cluster.children
+
+    @property
+    def nodes(self) -> list[Child]:
+        return [*self._cluster.prefills, *self._cluster.decodes]
 
     def child(self, role: TargetRole, place: int) -> Child:
         match role:
@@ -179,8 +195,7 @@ class ChaosCluster:
         if not self._cluster.router.http_address:
             return None
         decodes = tuple(child.address for child in self._cluster.decodes)
-        nodes = (*self._cluster.prefills, *self._cluster.decodes)
-        kv_events = tuple(self._kv_events_of(child.name) for child in nodes)
+        kv_events = tuple(self._kv_events_of(child.name) for child in self.nodes)
         return AttackTarget(self._cluster.router.http_address, self.address, decodes, kv_events)
 
     def rss(self) -> Rss:
@@ -207,23 +222,31 @@ class ChaosCluster:
             node_program=(sys.executable, "-m", NODE_MODULE, str(self._folder)),
             environment=self._environment(),
             node_arguments=(
-                *(*times, *ANY_PORT, *UNTRACED, *self._tier_arguments()),
+                *(*times, *ANY_PORT, *UNTRACED, "--block-size", str(setting.block_size)),
                 *self._kv_event_arguments(),
                 *setting.node_arguments,
             ),
+            prefill_arguments=self._tier_arguments() if setting.prefill_has_tiers else (),
+            decode_arguments=self._tier_arguments(),
             router_arguments=(*ANY_PORT, *UNTRACED, *http, *setting.router_arguments),
             on_line=self._take_line,
             router_target_of=self._found_at,
         )
 
     def _environment(self) -> dict[str, str]:
-        clocks = {} if self._clocks is None else self._clocks.environment
-        return clocks | ({} if self.tier_storage is None else self.tier_storage.environment)
+        preloaded = [one for one in (self._clocks, self.slow_disk) if one is not None]
+        environment = preload(*(one.library for one in preloaded))
+        for one in (*preloaded, self.tier_storage):
+            environment |= {} if one is None else one.environment
+        return environment
 
     def _tier_arguments(self) -> tuple[str, ...]:
         if self.tier_storage is None:
             return ()
-        return ("--kv-host-memory", self._setting.kv_host_memory, *self.tier_storage.arguments)
+        return (
+            *("--kv-host-memory", self._setting.kv_host_memory),
+            *("--kv-tenant-share", str(TENANT_SHARE), *self.tier_storage.arguments),
+        )
 
     def _kv_event_arguments(self) -> tuple[str, ...]:
         """Nodes publish KV events if there is a hostile client, for it to attack."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from errors import InvalidConfig
@@ -32,6 +32,9 @@ class FaultKind(Enum):
     DOWN = "down"  # the object store breaks off all requests
     SILENT = "silent"  # it answers none
     RESET = "reset"  # the prefix cache or a tier is reset on all nodes
+    LOADS = "loads"  # second turns, whose KV must be loaded from the tiers
+    TENANTS = "tenants"  # a tenant stores much more than its quota, next to second turns of others
+    SLOW_DISK = "slow-disk"  # host memory fills with blocks that a slow disk lacks
 
 
 class Phase(Enum):
@@ -70,6 +73,9 @@ ROLES_BY_FAULT_KIND = {
     FaultKind.DOWN: (TargetRole.ROUTER,),
     FaultKind.SILENT: (TargetRole.ROUTER,),
     FaultKind.RESET: (TargetRole.ROUTER,),
+    FaultKind.LOADS: (TargetRole.ROUTER,),
+    FaultKind.TENANTS: (TargetRole.ROUTER,),
+    FaultKind.SLOW_DISK: (TargetRole.ROUTER,),
 }
 # Faults of the KV transfer.
 TRANSFER_FAULTS = frozenset(
@@ -82,7 +88,11 @@ STORAGE_FAULTS = frozenset(
         *(FaultKind.BLOCK, FaultKind.DOWN, FaultKind.SILENT),
     }
 )
-TIER_FAULTS = STORAGE_FAULTS | {FaultKind.RESET}
+# Second turns, whose loads are counted: no other fault begins meanwhile.
+PROBES = frozenset({FaultKind.LOADS, FaultKind.TENANTS})
+# Heavy use of tiers. Other requests must not notice it.
+TIER_LOAD = PROBES | {FaultKind.SLOW_DISK}
+TIER_FAULTS = STORAGE_FAULTS | {FaultKind.RESET} | TIER_LOAD
 # Faults that strike no process.
 SHARED_FAULTS = frozenset({FaultKind.OVERLOAD, FaultKind.HOSTILE}) | TIER_FAULTS
 MIN_DURATION_S, MAX_DURATION_S = 0.3, 6.0
@@ -112,8 +122,9 @@ class InjectedFault:
     at_s: float
     listening_s: float = 0.0  # start of listening of the process that replaces a killed one
     recovered_s: float = 0.0
-    attack: str = ""  # attack of the hostile client
+    attack: str = ""  # attack of the hostile client, or a heavy use of tiers
     outcomes: Mapping[str, int] | None = None  # of the attack's requests
+    evidence: Mapping[str, float] = field(default_factory=dict)  # that it struck: counts
 
 
 @dataclass(frozen=True, slots=True)

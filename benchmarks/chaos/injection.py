@@ -12,9 +12,11 @@ from baton.client import AsyncClient, BatonError
 from baton.cluster import Child, await_serving
 from benchmarks.chaos.cluster import ChaosCluster
 from benchmarks.chaos.faults import (
+    PROBES,
     SHARED_FAULTS,
     STORAGE_FAULTS,
     TIER_FAULTS,
+    TIER_LOAD,
     TRANSFER_FAULTS,
     Fault,
     FaultKind,
@@ -24,6 +26,7 @@ from benchmarks.chaos.faults import (
 from benchmarks.chaos.hostile.processes import HostileProcesses
 from benchmarks.chaos.load import ChaosLoad
 from benchmarks.chaos.report import Attempts
+from benchmarks.chaos.tier_load import TierLoad
 from benchmarks.chaos.tier_storage import TierStorage
 from kv_transfer.external_kv import TIERS
 from rpc.channel import KEEPALIVE
@@ -50,6 +53,7 @@ class FaultInjector:
         num_clients: int,
         attempts: Attempts,
         hostile: HostileProcesses | None,
+        tier_load: TierLoad,
     ) -> None:
         self._cluster = cluster
         self._client = client
@@ -57,6 +61,7 @@ class FaultInjector:
         self._num_clients = num_clients
         self._attempts = attempts
         self._hostile = hostile
+        self._tier_load = tier_load
         self._affected: set[str] = set()
         self._storage_lock = asyncio.Lock()  # one fault of files and objects at a time
         self._restart_lock = asyncio.Lock()  # a node does not start without its folder
@@ -76,7 +81,9 @@ class FaultInjector:
                     continue
                 if fault.kind not in TIER_FAULTS:
                     self._affected.add(victim.name)
-                recoveries.create_task(self._inject(fault, victim))
+                recovery = recoveries.create_task(self._inject(fault, victim))
+                if fault.kind in PROBES:
+                    await recovery  # no other fault begins meanwhile
             await self._wait_until(duration_s, stop)
 
     async def _wait_until(self, at_s: float, stop: asyncio.Event) -> bool:
@@ -135,7 +142,7 @@ class FaultInjector:
             case FaultKind.JUMP:
                 await self._jump(victim, fault)
             case kind if kind in TRANSFER_FAULTS:
-                await self._disturb_transfers(victim, fault)
+                await self._disturb_transfers(victim, injected)
 
     async def _strike_all(self, injected: InjectedFault) -> None:
         fault = injected.fault
@@ -145,9 +152,11 @@ class FaultInjector:
             case FaultKind.HOSTILE:
                 await self._attack(injected)
             case FaultKind.RESET:
-                await self._reset(fault)
+                await self._reset(injected)
             case kind if kind in STORAGE_FAULTS:
-                await self._disturb_storage(fault)
+                await self._disturb_storage(injected)
+            case kind if kind in TIER_LOAD and self._cluster.tier_storage is not None:
+                await self._tier_load.strike(injected)
 
     async def _kill(self, victim: Child, injected: InjectedFault) -> None:
         if injected.fault.role is TargetRole.ROUTER:
@@ -197,8 +206,9 @@ class FaultInjector:
         finally:
             proxy.heal()
 
-    async def _disturb_transfers(self, victim: Child, fault: Fault) -> None:
+    async def _disturb_transfers(self, victim: Child, injected: InjectedFault) -> None:
         """Inject the fault until its time is over and it has hit a message, within a limit."""
+        fault = injected.fault
         switch = self._cluster.fault_switch(victim)
         num_hits = switch.num_hits
         switch.turn(fault.kind)
@@ -210,10 +220,11 @@ class FaultInjector:
                         await asyncio.sleep(LOOK_EVERY_S)
         finally:
             switch.clear()
+            injected.evidence = {"messages and writes": switch.num_hits - num_hits}
 
-    async def _disturb_storage(self, fault: Fault) -> None:
+    async def _disturb_storage(self, injected: InjectedFault) -> None:
         """Damage what the tiers have stored, or keep them from it for a while."""
-        storage = self._cluster.tier_storage
+        fault, storage = injected.fault, self._cluster.tier_storage
         if storage is None:
             return
         async with self._storage_lock:
@@ -223,17 +234,21 @@ class FaultInjector:
             elif fault.kind in LASTING_STORAGE_FAULTS:
                 await self._hold(storage, fault)
             else:
-                await asyncio.to_thread(storage.damage, fault.kind)
+                num_damaged = await asyncio.to_thread(storage.damage, fault.kind)
+                injected.evidence = {"blocks damaged": num_damaged}
 
     async def _hold(self, storage: TierStorage, fault: Fault) -> None:
         with storage.disturbed(fault.kind):
             await asyncio.sleep(fault.lasts_s)
 
-    async def _reset(self, fault: Fault) -> None:
+    async def _reset(self, injected: InjectedFault) -> None:
         """Reset the prefix cache with all tiers, or one of them. Dead nodes do not confirm it."""
         choices = ((), *((tier,) for tier in TIERS))
         with suppress(BatonError):
-            await self._client.reset_prefix_caches(choices[fault.number % len(choices)])
+            tiers = choices[injected.fault.number % len(choices)]
+            cleared = await self._client.reset_prefix_caches(tiers)
+            num_blocks = sum(sum(by_tier.values()) for by_tier in cleared.values())
+            injected.evidence = {"blocks cleared": num_blocks}
 
     async def _jump(self, victim: Child, fault: Fault) -> None:
         """Set the clock forward or back for a while."""

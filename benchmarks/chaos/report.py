@@ -12,6 +12,7 @@ from benchmarks.chaos.faults import SHARED_FAULTS, Fault, FaultKind, InjectedFau
 from benchmarks.chaos.hostile.latencies import BystanderLatencies
 from benchmarks.chaos.leaks import ProcessMemory, Scrape
 from benchmarks.chaos.load import AnswerOutcome, RequestOutcome
+from benchmarks.chaos.second_turns import MIN_TAKEN, LoadsRow
 from rpc.channel import MAX_RECONNECT_S
 from telemetry import names
 from telemetry.metrics import names as counted
@@ -20,6 +21,9 @@ from telemetry.metrics import names as counted
 FAIR_REASONS, FAIR_TO_THE_HURRIED = ("QUEUE_FULL",), ("TOO_LATE",)
 # Tolerance after a deadline, within which a busy client receives the error.
 OVERDUE_S = 1.0
+# Prefix of the evidence that is a maximum rather than a sum; and the bound of one of them.
+WORST = "worst "
+TIERS_CPU, MAX_TIERS_CPU = "worst use of a core by a node's tiers", 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,15 @@ class Recovery:
     num: int
     median_s: float
     most_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Counts that prove that faults of a kind struck."""
+
+    fault: str
+    what: str
+    count: float
 
 
 @dataclass(slots=True)
@@ -63,6 +76,8 @@ class Report:
     died: Sequence[str]
     memory: Sequence[ProcessMemory] = ()
     bystanders: BystanderLatencies | None = None  # None: no hostile client
+    loads: Sequence[LoadsRow] = ()  # of second turns
+    evidence: Sequence[Evidence] = ()
 
     @property
     def is_good(self) -> bool:
@@ -71,8 +86,9 @@ class Report:
 
     @property
     def missed(self) -> Sequence[str]:
-        """Exceeded limits of the bystanders of a hostile client."""
-        return () if self.bystanders is None else self.bystanders.missed
+        """Exceeded limits: of bystanders, of loads that were not taken, and of the tiers' CPU."""
+        bystanders = () if self.bystanders is None else self.bystanders.missed
+        return [*bystanders, *_missed_loads(self.loads), *_missed_cpu(self.evidence)]
 
 
 def report(
@@ -85,12 +101,19 @@ def report(
     died: Sequence[str],
     memory: Sequence[ProcessMemory] = (),
     bystanders: BystanderLatencies | None = None,
+    loads: Sequence[LoadsRow] = (),
+    wrong_turns: Sequence[str] = (),
 ) -> Report:
     by_outcome = Counter(one.outcome for one in records)
     lost = [one for one in records if _is_lost(one, injected)]
     overdue = [one for one in records if _is_overdue(one)]
     failed = (
         one for one in records if one.outcome in (RequestOutcome.REFUSED, RequestOutcome.BROKEN)
+    )
+    evidence = list(_evidence(injected))
+    missed_by_bystanders = () if bystanders is None else bystanders.missed
+    num_missed = sum(
+        map(len, (missed_by_bystanders, [*_missed_loads(loads)], [*_missed_cpu(evidence)]))
     )
     counts = {
         "requests": len(records),
@@ -104,8 +127,9 @@ def report(
         "leaked": len(leaks),
         "died": len(died),
     }
-    if bystanders is not None:
-        counts["missed bounds"] = len(bystanders.missed)
+    counts["wrong"] += len(wrong_turns)
+    counts["memory over"] = sum(not one.is_within for one in memory)
+    counts["missed bounds"] = num_missed
     return Report(
         elapsed_s=elapsed_s,
         num_faults=len(injected),
@@ -113,7 +137,10 @@ def report(
         recoveries=list(_recoveries(records, injected)),
         reasons=dict(Counter(f"{one.outcome.value}: {one.reason}" for one in failed)),
         num_by_fault=dict(Counter(_kind(one.fault) for one in injected)),
-        wrong=[_line(one, injected) for one in records if one.outcome is RequestOutcome.WRONG],
+        wrong=[
+            *(_line(one, injected) for one in records if one.outcome is RequestOutcome.WRONG),
+            *wrong_turns,
+        ],
         hung=[_line(one, injected) for one in records if one.outcome is RequestOutcome.HUNG],
         lost=[_line(one, injected) for one in lost],
         overdue=[_line(one, injected) for one in overdue],
@@ -121,7 +148,39 @@ def report(
         died=died,
         memory=memory,
         bystanders=bystanders,
+        loads=loads,
+        evidence=evidence,
     )
+
+
+def _missed_loads(loads: Sequence[LoadsRow]) -> Iterator[str]:
+    for one in loads:
+        if not one.is_within:
+            yield (
+                f"{one.taken:.0%} of {one.profitable} profitable loads were taken, {MIN_TAKEN:.0%} "
+                f"wanted; during: {one.kind}"
+            )
+
+
+def _missed_cpu(evidence: Sequence[Evidence]) -> Iterator[str]:
+    for one in evidence:
+        if one.what == TIERS_CPU and one.count > MAX_TIERS_CPU:
+            yield (
+                f"a node's tiers used {one.count:.2f} of a core, {MAX_TIERS_CPU:g} allowed; "
+                f"during: {one.fault}"
+            )
+
+
+def _evidence(injected: Sequence[InjectedFault]) -> Iterator[Evidence]:
+    """Yield the sums, or maxima, over the faults of each kind."""
+    totals: dict[tuple[str, str], float] = {}
+    for one in injected:
+        for what, count in one.evidence.items():
+            key = one.fault.kind.value, what
+            so_far = totals.get(key, 0.0)
+            totals[key] = max(so_far, count) if what.startswith(WORST) else so_far + count
+    for (kind, what), count in sorted(totals.items()):
+        yield Evidence(kind, what, round(count, 3))
 
 
 def _is_lost(record: AnswerOutcome, injected: Sequence[InjectedFault]) -> bool:

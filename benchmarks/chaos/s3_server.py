@@ -27,12 +27,23 @@ def _no_fault(_: str) -> None:
 
 @dataclass
 class S3Server:
-    """One bucket. `before` is called with the method of each request: it may wait or raise."""
+    """One bucket. `before` is called with the method of each request: it may wait or raise.
+
+    Beyond `max_objects` the oldest one is deleted, as by a lifecycle rule of a bucket.
+    """
 
     port: int = 0
     objects: dict[str, bytes] = field(default_factory=dict)
     before: Callable[[str], None] = _no_fault
     lock: Lock = field(default_factory=Lock)
+    max_objects: int | None = None
+
+    def put(self, key: str, body: bytes) -> None:
+        """Store an object as the newest one. Call it under the lock."""
+        self.objects.pop(key, None)
+        self.objects[key] = body
+        if self.max_objects is not None and len(self.objects) > self.max_objects:
+            del self.objects[next(iter(self.objects))]
 
     @property
     def endpoint(self) -> str:
@@ -40,8 +51,8 @@ class S3Server:
 
 
 @contextmanager
-def s3_server() -> Iterator[S3Server]:
-    state = S3Server()
+def s3_server(max_objects: int | None = None) -> Iterator[S3Server]:
+    state = S3Server(max_objects=max_objects)
     handler = type("Handler", (_Handler,), {"state": state})
     with _Server(("127.0.0.1", 0), handler) as server:
         state.port = server.server_port
@@ -111,7 +122,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(200, content, etag=_etag(content))
 
     def _put(self, body: bytes) -> None:
-        self.state.objects[self._key] = body
+        self.state.put(self._key, body)
         self._send(200, etag=_etag(body))
 
     def _delete(self, _: bytes) -> None:

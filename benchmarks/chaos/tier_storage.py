@@ -14,18 +14,20 @@ from benchmarks.chaos.s3_server import BUCKET, S3Server, environment_for, s3_ser
 
 SILENCE_S = 60.0  # longer than any fault
 HALF = 0.5
+MAX_OBJECTS = 512  # the process of the benchmark holds them
 
 
 class TierStorage:
-    def __init__(self, folder: Path, server: S3Server) -> None:
+    def __init__(self, folder: Path, folder_size: str, server: S3Server) -> None:
         self._folder = folder
+        self._folder_size = folder_size
         self._server = server
         self._draw = random.Random(0)
 
     @property
     def arguments(self) -> tuple[str, ...]:
         return (
-            *("--kv-folder", str(self._folder), "--kv-folder-size", "16MiB"),
+            *("--kv-folder", str(self._folder), "--kv-folder-size", self._folder_size),
             *("--kv-object-store", f"s3://{BUCKET}/kv"),
         )
 
@@ -38,25 +40,33 @@ class TierStorage:
     def environment(self) -> dict[str, str]:
         return environment_for(self._server)
 
-    def damage(self, kind: FaultKind) -> None:
-        """Change half of the blocks, or delete all."""
+    def damage(self, kind: FaultKind) -> int:
+        """Change half of the blocks, or delete all. Return their number."""
+        num_damaged = 0
         for path in self._folder.glob("*/??/*.kv"):
             with suppress(OSError):  # evicted meanwhile
-                self._damage_file(path, kind)
+                num_damaged += self._damage_file(path, kind)
         with self._server.lock:
             for key, content in list(self._server.objects.items()):
                 if "/blocks/" in key and (changed := self._changed(content, kind)) is not None:
                     self._server.objects[key] = changed
+                    num_damaged += 1
                 elif "/blocks/" in key and kind is FaultKind.EMPTY:
                     del self._server.objects[key]
+                    num_damaged += 1
+        return num_damaged
 
-    def _damage_file(self, path: Path, kind: FaultKind) -> None:
+    def _damage_file(self, path: Path, kind: FaultKind) -> bool:
         if kind is FaultKind.EMPTY:
             path.unlink()
-        elif (changed := self._changed(path.read_bytes(), kind)) is not None:
-            with path.open("r+b") as file:  # in place: others may be reading it
-                file.write(changed)
-                file.truncate()
+            return True
+        changed = self._changed(path.read_bytes(), kind)
+        if changed is None:
+            return False
+        with path.open("r+b") as file:  # in place: others may be reading it
+            file.write(changed)
+            file.truncate()
+        return True
 
     def _changed(self, content: bytes, kind: FaultKind) -> bytes | None:
         """Return other content, or None to leave it as it is."""
@@ -120,7 +130,7 @@ def _serve(_: str) -> None:
 
 
 @contextmanager
-def tier_storage(folder: Path) -> Iterator[TierStorage]:
-    with s3_server() as server:
-        yield TierStorage(folder / "kv", server)
+def tier_storage(folder: Path, folder_size: str) -> Iterator[TierStorage]:
+    with s3_server(max_objects=MAX_OBJECTS) as server:
+        yield TierStorage(folder / "kv", folder_size, server)
         shutil.rmtree(folder / "kv", ignore_errors=True)

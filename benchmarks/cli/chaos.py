@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -35,10 +35,11 @@ def chaos(
         str,
         typer.Option(
             help="kill, stop, freeze, slow, cut, stall, overload, drop, late, double, swap, "
-            "corrupt, jump, hostile, spoil, truncate, empty, block, down, silent, reset; "
-            "comma-separated. hostile: a client sends the most expensive requests that the limits "
-            "allow, while the latency of other clients is measured. From spoil on: faults of files "
-            "and objects of the tiers, and resets."
+            "corrupt, jump, hostile, spoil, truncate, empty, block, down, silent, reset, loads, "
+            "tenants, slow-disk; comma-separated. hostile: a client sends the most expensive "
+            "requests that the limits allow, while the latency of other clients is measured. From "
+            "spoil on: faults of files and objects of the tiers, and resets; second turns, whose "
+            "KV must be loaded, alone and next to a tenant beyond its quota; and a slow disk."
         ),
     ] = EVERYTHING,
     roles: Annotated[
@@ -66,7 +67,18 @@ def chaos(
             help="Host memory of each node for KV below its KV cache, with files and objects that "
             "all nodes share behind it; empty: none."
         ),
-    ] = "1MiB",
+    ] = "16MiB",
+    kv_folder_size: Annotated[str, typer.Option(help="Limit of the files of all nodes.")] = "16MiB",
+    real_blocks: Annotated[
+        bool,
+        typer.Option(
+            "--real-blocks",
+            help="Blocks of 1.75 MiB: a model with the KV of Qwen3-0.6B and few weights instead of "
+            "--model, with larger caches. Only decode nodes have tiers, so that they load second "
+            "turns while they decode.",
+        ),
+    ] = False,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens of a KV block.")] = 16,
     dtype: Annotated[
         str,
         typer.Option(
@@ -90,18 +102,19 @@ def chaos(
     bystander's limit was exceeded.
     """
     from benchmarks.chaos.benchmark import ChaosBench
-    from benchmarks.chaos.clock import can_jump
     from benchmarks.chaos.cluster import ChaosClusterConfig
-    from benchmarks.chaos.faults import STORAGE_FAULTS, FaultKind, Script, TargetRole
+    from benchmarks.chaos.faults import STORAGE_FAULTS, TIER_LOAD, FaultKind, Script, TargetRole
     from benchmarks.chaos.hostile.requests import Attack
+    from benchmarks.chaos.preloading import has_compiler
     from benchmarks.chaos.report import report_values
 
     chosen = _named(FaultKind, kinds, "--kinds")
-    if kinds == EVERYTHING and not can_jump():
-        console(stderr=True).print("no C compiler found: this run has no jump faults (clock jumps)")
-        chosen = tuple(kind for kind in chosen if kind is not FaultKind.JUMP)
+    preloading = (FaultKind.JUMP, FaultKind.SLOW_DISK)
+    if kinds == EVERYTHING and not has_compiler():
+        console(stderr=True).print("no C compiler found: this run has no jump and slow-disk faults")
+        chosen = tuple(kind for kind in chosen if kind not in preloading)
     if kinds == EVERYTHING and not kv_host_memory:
-        chosen = tuple(kind for kind in chosen if kind not in STORAGE_FAULTS)
+        chosen = tuple(kind for kind in chosen if kind not in STORAGE_FAULTS | TIER_LOAD)
     if logs is not None:
         logs.mkdir(parents=True, exist_ok=True)
     what = ChaosBench(
@@ -117,6 +130,9 @@ def chaos(
             clocks_jump=FaultKind.JUMP in chosen,
             has_http=FaultKind.HOSTILE in chosen,
             kv_host_memory=kv_host_memory,
+            kv_folder_size=kv_folder_size,
+            block_size=block_size,
+            disk_slows=FaultKind.SLOW_DISK in chosen,
         ),
         script=Script(
             seed=seed,
@@ -128,7 +144,12 @@ def chaos(
         num_clients=clients,
         attacks=_named(Attack, attacks, "--attacks"),
     )
-    report = _run(what)
+    with ExitStack() as stack:
+        if real_blocks:
+            from benchmarks.chaos.real_blocks import with_real_blocks
+
+            what = replace(what, setting=stack.enter_context(with_real_blocks(what.setting)))
+        report = _run(what)
     _show(report, what)
     write_json(json_file, {"what": asdict(what), **report_values(report)})
     if not report.is_good:
@@ -183,6 +204,10 @@ def _show(found: Report, what: ChaosBench) -> None:
     show_table("", rows)
     if found.num_by_fault:
         show_table("faults", [{"fault": n, "times": c} for n, c in found.num_by_fault.items()])
+    if found.evidence:
+        show_table("what they did", [asdict(one) for one in found.evidence])
+    if found.loads:
+        show_table("loads of second turns", [asdict(one) for one in found.loads])
     if found.recoveries:
         show_table("recovery times", [asdict(one) for one in found.recoveries])
     if found.reasons:

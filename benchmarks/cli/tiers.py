@@ -13,13 +13,13 @@ from baton.cli.show import console, show_table, write_json
 from baton.units import parse_bytes
 from errors import InvalidConfig
 
-PARTS = ("copies", "decode", "prompts")
+PARTS = ("copies", "decode", "prompts", "turns")
 
 
 def tiers(
     model: Annotated[str, typer.Option(help="Model folder.")] = "models/demo",
     parts: Annotated[
-        str, typer.Option(help="What to measure, of copies, decode and prompts.")
+        str, typer.Option(help="What to measure, of copies, decode, prompts and turns.")
     ] = ",".join(PARTS),
     tokens: Annotated[int, typer.Option(min=64, help="Tokens of a prompt.")] = 512,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each measurement.")] = 5,
@@ -32,6 +32,10 @@ def tiers(
     small_host_memory: Annotated[
         str, typer.Option(help="Host memory in front of files: less than half a prompt.")
     ] = "128KiB",
+    turns: Annotated[
+        int, typer.Option(min=1, help="Second turns of long sessions, next to short ones.")
+    ] = 20,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens of a KV block, for turns.")] = 16,
     streams: Annotated[int, typer.Option(min=1, help="Decoding requests.")] = 4,
     steps: Annotated[int, typer.Option(min=10, help="Decode steps of half a round.")] = 100,
     moved: Annotated[
@@ -44,7 +48,10 @@ def tiers(
     copies: stores to and loads from host memory, next to memcpy of the same blocks. decode: steps
     of decoding requests while tiers store and load, and without. prompts: the time to the first
     token of prompts that are computed, evicted and loaded again, or pulled back from the decode
-    node; files are dropped from the page cache before they are read.
+    node; files are dropped from the page cache before they are read. turns: second turns of
+    sessions, --tokens long and one block long, while other requests decode on the same node: the
+    time to the first token next to that of the first turn, and the share of prefixes that are
+    loaded rather than computed. Use a model with blocks of a real size, such as Qwen3-0.6B.
     """
     wanted = [part.strip() for part in parts.split(",")]
     if not set(wanted) <= set(PARTS):
@@ -58,6 +65,9 @@ def tiers(
         if "prompts" in wanted:
             memories = kv_cache_memory, host_memory, small_host_memory
             kept["prompts"] = _prompts(model, memories, tokens, rounds)
+        if "turns" in wanted:
+            memories = kv_cache_memory, host_memory, small_host_memory
+            kept["turns"] = _turns(model, memories, tokens, block_size, turns, streams)
     write_json(json_file, kept)
 
 
@@ -97,6 +107,33 @@ def _prompts(
     title = f"time to the first token of {tokens} tokens, medians of {rounds} rounds"
     _show(title, rows, ["tier", "computed_s", "loaded_s", "gain", "loaded_tokens"])
     return rows
+
+
+def _turns(
+    model: str,
+    memories: tuple[str, str, str],
+    tokens: int,
+    block_size: int,
+    num_long: int,
+    num_streams: int,
+) -> list[dict[str, Any]]:
+    from baton.cluster import ClusterOptions
+    from benchmarks.tiers.second_turns import TurnsBench, run
+
+    kv_cache_memory, host_memory, small_host_memory = memories
+    nodes = ("--kv-cache-memory", kv_cache_memory, "--block-size", str(block_size))
+    cluster = ClusterOptions(model, node_arguments=(*nodes, "--trace-dir", "off"))
+    what = TurnsBench(
+        *(cluster, host_memory, small_host_memory, block_size), tokens, num_long, num_streams
+    )
+    results = list(run(what))
+    rows = [asdict(each.row) for each in results]
+    title = f"second turns of {tokens} tokens while {num_streams} requests decode"
+    _show(title, rows, list(rows[0]))
+    return [
+        {**row, "seconds": [asdict(one) for one in each.seconds]}
+        for row, each in zip(rows, results, strict=True)
+    ]
 
 
 def _show(title: str, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from baton.client import AsyncClient
 from benchmarks.chaos.benchmark import ONCE, ChaosProgress, ChaosRun
-from benchmarks.chaos.clock import can_jump
 from benchmarks.chaos.cluster import ChaosCluster, ChaosClusterConfig
 from benchmarks.chaos.faults import (
     ROLES_BY_FAULT_KIND,
@@ -23,6 +22,7 @@ from benchmarks.chaos.faults import (
 )
 from benchmarks.chaos.hostile.processes import HostileProcesses
 from benchmarks.chaos.hostile.requests import Attack
+from benchmarks.chaos.preloading import has_compiler
 from benchmarks.chaos.report import Report
 from benchmarks.chaos.workload import KnownAnswer, draw_requests, reference_answers
 from telemetry.metrics.names import (
@@ -113,7 +113,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     setting = ChaosClusterConfig(
         str(folder),
         node_arguments=small,
-        clocks_jump=can_jump(),
+        clocks_jump=has_compiler(),
+        disk_slows=has_compiler(),
         has_http=True,
         kv_host_memory="256KiB",
     )
@@ -140,7 +141,7 @@ async def answers_of(cluster: ChaosCluster) -> Sequence[KnownAnswer]:
 def test_no_answer_is_wrong_or_lost_and_nothing_is_left_behind(
     running: Running, kind: FaultKind, role: TargetRole
 ) -> None:
-    if kind is FaultKind.JUMP and not can_jump():
+    if kind is FaultKind.JUMP and not has_compiler():
         pytest.skip("no C compiler builds a clock that jumps")
     phase = list(Phase)[FAULTS.index((kind, role)) % len(Phase)]
     fault = Fault(0, 0.3, kind, role, 0, phase, LASTS_S)

@@ -6,18 +6,19 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.chaos.faults import FaultKind, InjectedFault
+from benchmarks.chaos.faults import TIER_LOAD, FaultKind, InjectedFault
 from benchmarks.chaos.hostile.bystander import ObservedWait, Wait
 
 MAX_GAP_S = MAX_HEALTH_S = 1.0
 BOUND_S = {Wait.GAP: MAX_GAP_S, Wait.HEALTH: MAX_HEALTH_S}
 # Effects of a fault or attack may last a little longer than itself.
 AFTERMATH_S = 3.0
+ATTACKS = TIER_LOAD | {FaultKind.HOSTILE}
 
 
 @dataclass(frozen=True, slots=True)
 class WorstWaits:
-    """Longest waits during one attack, without other faults."""
+    """Longest waits during one attack or heavy use of tiers, without other faults."""
 
     attack: str
     gap_s: float
@@ -42,8 +43,8 @@ class BystanderLatencies:
 def bystander_latencies(
     waits: Sequence[ObservedWait], counts: Mapping[str, int], injected: Sequence[InjectedFault]
 ) -> BystanderLatencies:
-    attacks = [one for one in injected if one.fault.kind is FaultKind.HOSTILE]
-    faults = [one for one in injected if one.fault.kind is not FaultKind.HOSTILE]
+    attacks = [one for one in injected if one.fault.kind in ATTACKS]
+    faults = [one for one in injected if one.fault.kind not in ATTACKS]
     counted = [one for one in waits if not any(_overlap(one, fault) for fault in faults)]
     quiet = [one for one in counted if not any(_overlap(one, attack) for attack in attacks)]
     return BystanderLatencies(

@@ -1,0 +1,178 @@
+"""Second turns of sessions whose KV was evicted, while other requests decode on the same node.
+
+Long sessions follow each other. Meanwhile a client has short ones, whose loads of one block often
+follow the stores of many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+
+from baton.bench.serve.load import FIRST_PLAIN_TOKEN
+from baton.client import Answer, AsyncClient, Generation
+from baton.cluster import ClusterOptions, LocalCluster
+from benchmarks.tiers.turns import DISTANCE, SecondTurn, Turn, TurnsRow, turn_order, turns_row
+from engine.sampling import SamplingParams
+
+HOST, FILE = "host", "file"
+ANSWER_TOKENS, NEW_TOKENS = 2, 32  # of a first turn, and what a second one adds
+SHORT_BLOCKS = 1.5  # of the first prompt of a short session, of which one is a whole block
+SHORT_PAUSE_S = 0.2
+STREAM_PROMPT, STREAM_TOKENS = 32, 256
+
+
+@dataclass(frozen=True, slots=True)
+class TurnsBench:
+    cluster: ClusterOptions  # model and arguments of its node
+    host_memory: str
+    small_host_memory: str  # in front of files
+    block_size: int
+    num_tokens: int  # of the first turn of a long session
+    num_long: int  # sessions
+    num_streams: int
+
+
+@dataclass(frozen=True, slots=True)
+class TurnsResult:
+    row: TurnsRow
+    seconds: Sequence[SecondTurn]
+
+
+def run(what: TurnsBench) -> Iterator[TurnsResult]:
+    """Replay the sessions with host memory alone, and with files behind little of it."""
+    for tier in (HOST, FILE):
+        with _cluster(what, tier) as cluster:
+            replay = asyncio.run(_replay(what, cluster.address))
+        yield TurnsResult(turns_row(tier, replay.seconds, replay.gaps_s), replay.seconds)
+
+
+@contextmanager
+def _cluster(what: TurnsBench, tier: str) -> Iterator[LocalCluster]:
+    with tempfile.TemporaryDirectory() as folder:
+        host = ("--kv-host-memory", what.host_memory)
+        files = ("--kv-folder", folder, "--kv-folder-size", "64GiB")
+        behind = ("--kv-host-memory", what.small_host_memory, *files)
+        options = ClusterOptions(
+            what.cluster.model,
+            num_prefill=0,
+            num_decode=1,
+            is_colocated=True,
+            node_arguments=(*what.cluster.node_arguments, *(host if tier == HOST else behind)),
+            router_arguments=("--trace-dir", "off"),
+        )
+        with LocalCluster(options) as cluster:
+            yield cluster
+
+
+@dataclass(slots=True)
+class _Session:
+    prompt: list[int]
+    first_s: float = 0.0  # to the first token of the first turn
+    prefix_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Replay:
+    what: TurnsBench
+    client: AsyncClient
+    vocabulary: range
+    draw: random.Random = field(default_factory=lambda: random.Random(0))
+    long: dict[int, _Session] = field(default_factory=dict)
+    num_long_begun: int = 0
+    seconds: list[SecondTurn] = field(default_factory=list)
+    gaps_s: list[float] = field(default_factory=list)
+
+    def tokens(self, count: int) -> list[int]:
+        return self.draw.choices(self.vocabulary, k=count)
+
+    async def take(self, turn: Turn) -> None:
+        """Take the next turn of the long sessions."""
+        if turn.is_second:
+            await self._take_second(self.long.pop(turn.session), is_long=True)
+            return
+        self.num_long_begun += 1
+        self.long[turn.session] = await self._take_first(self.what.num_tokens)
+
+    async def take_short(self) -> None:
+        """Take turns of short sessions; the second ones once long sessions evicted their KV."""
+        waiting: deque[tuple[int, _Session]] = deque()
+        while True:
+            length = int(SHORT_BLOCKS * self.what.block_size)
+            waiting.append((self.num_long_begun, await self._take_first(length)))
+            await asyncio.sleep(SHORT_PAUSE_S)
+            if self.num_long_begun >= waiting[0][0] + DISTANCE:
+                await self._take_second(waiting.popleft()[1], is_long=False)
+                await asyncio.sleep(SHORT_PAUSE_S)
+
+    async def _take_first(self, length: int) -> _Session:
+        block_size = self.what.block_size
+        session = _Session(self.tokens(length))
+        answer, session.first_s = await self._generate(session.prompt)
+        # The KV of an answer's last token is never computed.
+        computed = length + len(answer.token_ids) - 1
+        session.prefix_tokens = computed // block_size * block_size
+        session.prompt += answer.token_ids
+        return session
+
+    async def _take_second(self, session: _Session, *, is_long: bool) -> None:
+        answer, ttft_s = await self._generate([*session.prompt, *self.tokens(NEW_TOKENS)])
+        if answer.finish is None:
+            raise RuntimeError("the answer has no end")
+        num_loaded = sum(answer.finish.served.prompt_tokens_loaded.values())
+        num_cached = answer.finish.num_cached_prompt_tokens or 0
+        self.seconds.append(
+            SecondTurn(
+                *(is_long, session.prefix_tokens, max(0, num_cached - num_loaded), num_loaded),
+                *(session.first_s, ttft_s),
+            )
+        )
+
+    async def _generate(self, prompt: Sequence[int]) -> tuple[Answer, float]:
+        """Return the answer and the time to its first token."""
+        sampling = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True)
+        answer, began_s, first_s = Answer(), time.monotonic(), 0.0
+        async for chunk in self.client.stream(prompt, Generation(sampling)):
+            if chunk.token_ids and not answer.token_ids:
+                first_s = time.monotonic() - began_s
+            answer.take(chunk)
+        return answer, first_s
+
+    async def decode(self) -> None:
+        """Decode one answer after the other, and note the gaps between their tokens."""
+        sampling = SamplingParams(max_tokens=STREAM_TOKENS, temperature=0.0, ignore_eos=True)
+        while True:
+            last_s: float | None = None
+            async for chunk in self.client.stream(self.tokens(STREAM_PROMPT), Generation(sampling)):
+                now_s = time.monotonic()
+                if chunk.token_ids:
+                    if last_s is not None:
+                        self.gaps_s.append(now_s - last_s)
+                    last_s = now_s
+
+
+async def _replay(what: TurnsBench, address: str) -> _Replay:
+    async with AsyncClient(address) as client:
+        vocabulary = range(FIRST_PLAIN_TOKEN, (await client.model()).vocab_size)
+        replay = _Replay(what, client, vocabulary)
+        async with _beside(replay):
+            for turn in turn_order(what.num_long):
+                await replay.take(turn)
+        return replay
+
+
+@asynccontextmanager
+async def _beside(replay: _Replay) -> AsyncIterator[None]:
+    """Decode and take short turns within the block. A failed request ends it."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(replay.decode()) for _ in range(replay.what.num_streams)]
+        tasks.append(group.create_task(replay.take_short()))
+        yield
+        for task in tasks:
+            task.cancel()
