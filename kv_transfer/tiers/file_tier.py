@@ -13,7 +13,6 @@ Its modification time is the block's last use; a time in the future is the end o
 from __future__ import annotations
 
 import os
-import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -25,11 +24,12 @@ from kv_transfer.tiers.block_header import HEADER_BYTES, digest_in_header, pack_
 from kv_transfer.tiers.block_memory import BlockMemory
 from kv_transfer.tiers.block_store import block_of, namespace_of, stem_of
 from kv_transfer.tiers.eviction import EvictionOrder
+from kv_transfer.tiers.journal_files import JournalFiles
+from kv_transfer.tiers.journal_objects import REMOVED, WRITTEN
 
 _SUFFIX = ".kv"
 _PREFIX_CHARS = 2  # of a block's name: the subfolder of its file
 FOLDER_MODE = 0o700  # prompts can be recovered from their KV
-JOURNAL_AGE_S = 86_400.0  # older ones are of processes that have ended
 PART_AGE_S = 3600.0  # of what processes left that were killed while they wrote a block
 
 
@@ -55,15 +55,12 @@ class FileTier:
                 f"--kv-folder-size is {max_bytes} bytes; a block takes {self._file_bytes}"
             )
         self._folder = Path(folder).expanduser() / namespace_of(fingerprint)
-        self._journals = self._folder / "journals"
-        self._own_journal = self._journals / f"{os.getpid()}-{secrets.token_hex(4)}"
-        self._offsets: dict[str, int] = {}  # bytes read of the others' journals
+        self._journals = JournalFiles(self._folder / "journals", clock)
         self.order = EvictionOrder(self._max_blocks, tenant_share)
         self.num_evicted = 0
         try:
-            self._make_folders()
-            self._own_journal.touch()
-            self._skip_journals()
+            self._make_folder()
+            self._journals.open()
         except OSError as error:
             raise InvalidConfig(f"--kv-folder {folder}: {error.strerror}") from error
 
@@ -90,6 +87,8 @@ class FileTier:
         for path, name, tenant in self._files():
             with suppress(FileNotFoundError):  # deleted by another process
                 found.append((path.stat().st_mtime, name, tenant))
+        for name in set(self.order.names).difference(name for _, name, _ in found):
+            self.order.remove(name)
         now = self._clock()
         for used_s, name, tenant in sorted(found):
             if name not in self.order:
@@ -99,15 +98,14 @@ class FileTier:
         return True
 
     def refresh(self) -> None:
-        """Read what other processes have written and deleted since the last call."""
-        self._make_folders()  # someone may have emptied the folder
-        for entry in os.scandir(self._journals):
-            if entry.name == self._own_journal.name:
-                continue
-            with suppress(FileNotFoundError):  # it was old, and is deleted
-                offset = self._offsets.get(entry.name, 0)
-                if entry.stat().st_size > offset:
-                    self._offsets[entry.name] = self._read_journal(Path(entry.path), offset)
+        """Learn what other processes have written and deleted since the last call."""
+        self._make_folder()  # someone may have emptied the folder
+        if self._journals.is_behind:
+            self._journals.skip()
+            self.scan()
+        for sign, stem in self._journals.read():
+            self._apply(sign, stem)
+        self._journals.keep()
         self._trim()
 
     def read(self, name: BlockName, memory: BlockMemory, block: int) -> bytes | None:
@@ -159,7 +157,7 @@ class FileTier:
             return
         self._make_room(hints.tenant, now)
         path.parent.mkdir(exist_ok=True)
-        part = path.with_name(f"{self._own_journal.name}.part")
+        part = path.with_name(f"{self._journals.process}.part")
         header = pack_header(name, digest, self._block_bytes)
         try:
             with part.open("wb", buffering=0) as file:
@@ -171,7 +169,7 @@ class FileTier:
             part.unlink(missing_ok=True)
             raise
         self._add(name, hints, now)
-        self._note(b"+", path)
+        self._journals.note(WRITTEN, path.stem)
 
     def use(self, names: Iterable[BlockName], hints: BlockHints) -> None:
         """Note the use of those of the blocks that are here, and apply the hints of the request.
@@ -193,7 +191,7 @@ class FileTier:
             if found == name:
                 path.unlink(missing_ok=True)
         self.order.remove(name)  # not before its file is gone: what fails is repeated
-        self._note(b"-", self._path_of(name))
+        self._journals.note(REMOVED, name.hex())
 
     def clear(self) -> None:
         """Delete all files, of other processes too."""
@@ -206,9 +204,17 @@ class FileTier:
     def close(self) -> None:
         """Leave the journal to those who have not read its end. It is deleted once it is old."""
 
-    def _make_folders(self) -> None:
+    def _make_folder(self) -> None:
         self._folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
-        self._journals.mkdir(exist_ok=True)
+
+    def _apply(self, sign: str, stem: str) -> None:
+        """Apply a change by another process."""
+        with suppress(ValueError):  # not ours
+            name, tenant = block_of(stem)
+            if sign == REMOVED:
+                self.order.remove(name)
+            elif name not in self.order:
+                self.order.add(name, BlockHints(tenant), self._clock())
 
     def _delete_old_parts(self) -> None:
         oldest_s = time.time() - PART_AGE_S
@@ -247,7 +253,7 @@ class FileTier:
     def _delete(self, name: BlockName, path: Path) -> None:
         path.unlink(missing_ok=True)
         self.order.remove(name)  # not before its file is gone
-        self._note(b"-", path)
+        self._journals.note(REMOVED, path.stem)
 
     def _next_victim(self, tenant: Tenant, now: float) -> BlockName | None:
         """Return the block to evict, which no process retains."""
@@ -300,33 +306,3 @@ class FileTier:
     def _path(self, name: BlockName, tenant: Tenant) -> Path:
         stem = stem_of(name, tenant)
         return self._folder / stem[:_PREFIX_CHARS] / f"{stem}{_SUFFIX}"
-
-    def _note(self, sign: bytes, path: Path) -> None:
-        with self._own_journal.open("ab", buffering=0) as journal:
-            journal.write(sign + path.stem.encode() + b"\n")
-
-    def _skip_journals(self) -> None:
-        """Skip the journals so far: `scan` finds what they name. Delete very old ones."""
-        oldest_s = time.time() - JOURNAL_AGE_S
-        for entry in os.scandir(self._journals):
-            with suppress(FileNotFoundError):  # another process has just deleted it
-                facts = entry.stat()
-                self._offsets[entry.name] = facts.st_size
-                if facts.st_mtime < oldest_s:
-                    Path(entry.path).unlink()
-
-    def _read_journal(self, path: Path, offset: int) -> int:
-        with path.open("rb") as file:
-            file.seek(offset)
-            text = file.read()
-        whole = text.rfind(b"\n") + 1  # a line may be written in part
-        for line in text[:whole].splitlines():
-            try:
-                name, tenant = block_of(line[1:].decode())
-            except ValueError:
-                continue
-            if line.startswith(b"-"):
-                self.order.remove(name)
-            elif name not in self.order:
-                self.order.add(name, BlockHints(tenant), self._clock())
-        return offset + whole

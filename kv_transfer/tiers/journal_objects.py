@@ -19,6 +19,7 @@ WRITTEN, REMOVED, CLEARED = "+", "-", "*"
 MAX_CHANGES = 4096
 MAX_JOURNAL_BYTES = MAX_CHANGES << 8  # larger objects are not ours, and are not read
 JOURNAL_AGE_S = 86_400.0  # older ones are of processes that have ended, and are deleted
+BEAT_S = 3600.0  # a process that runs writes its journal at least as often
 
 
 class JournalObjects:
@@ -32,6 +33,7 @@ class JournalObjects:
         self._lock = Lock()
         self._changes: deque[str] = deque(maxlen=MAX_CHANGES)
         self._num_changes = self._num_published = 0
+        self._beat_at_s = float("inf")  # there is no journal yet
         self._versions: dict[str, str] = {}  # of the others' journals, as they were read
         self._num_read: dict[str, int] = {}  # changes, by journal
 
@@ -42,13 +44,14 @@ class JournalObjects:
             self._num_changes += 1
 
     def publish(self) -> None:
-        """Write the own journal, if there are new changes."""
+        """Write the own journal, if there are new changes or it would become old."""
         with self._lock:
             number, changes = self._num_changes, list(self._changes)
-        if number == self._num_published:
+        now_s = self._wall_clock()
+        if number == self._num_published and now_s < self._beat_at_s:
             return
         self._objects.put(self._own_key, ["\n".join([str(number), *changes]).encode()])
-        self._num_published = number
+        self._num_published, self._beat_at_s = number, now_s + BEAT_S
 
     def skip(self) -> None:
         """Skip the changes so far."""
@@ -63,14 +66,16 @@ class JournalObjects:
                     for change in self._changes_in(info):
                         yield change[:1], change[1:]
 
-    def _changes_in(self, info: ObjectInfo) -> Iterator[str]:
-        if info.changed_s < self._wall_clock() - JOURNAL_AGE_S:
-            self._objects.delete([info.key])
-            return
+    def _changes_in(self, info: ObjectInfo) -> list[str]:
+        is_old = info.changed_s < self._wall_clock() - JOURNAL_AGE_S
+        new = []
         with suppress(FileNotFoundError, ValueError):  # deleted meanwhile, or not ours
             content = self._objects.get(info.key, MAX_JOURNAL_BYTES) or b""
             number, *changes = bytes(content).decode().split("\n")
             num_new = int(number) - self._num_read.get(info.key, 0)
-            yield from changes[-num_new:] if num_new > 0 else ()
-            self._num_read[info.key] = int(number)
+            new = changes[-num_new:] if num_new > 0 and not is_old else []
+            self._num_read[info.key] = int(number)  # of old ones, too: their writer may return
         self._versions[info.key] = info.version
+        if is_old:
+            self._objects.delete([info.key])
+        return new

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import time
@@ -14,6 +14,7 @@ import pytest
 
 from errors import InvalidConfig
 from kv_transfer.external_kv import NO_HINTS, BlockHints, tenant_of
+from kv_transfer.tiers import journal_files
 from kv_transfer.tiers.file_tier import FileTier
 from tests.support.block_stores import LIMIT, STORED_BYTES, FolderWorld
 from tests.support.tier_memory import BLOCK_BYTES, OwnedMemory, name_of
@@ -194,6 +195,100 @@ def test_a_file_that_cannot_be_read_fails_only_once(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError):
         files.read(name_of(1), memory.blocks, 0)
     assert not files.holds(name_of(1))
+
+
+def journals_of(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("*/journals/*") if path.is_file()]
+
+
+def make_old(paths: Iterable[Path], days: float = 2.0) -> None:
+    old_s = time() - days * 86_400
+    for path in paths:
+        os.utime(path, (old_s, old_s))
+
+
+def test_nodes_see_each_others_blocks_after_a_quiet_day(tmp_path: Path) -> None:
+    memory, ahead_s = OwnedMemory(4), 0.0
+    one = tier(tmp_path, clock=lambda: time() + ahead_s)
+    other = tier(tmp_path)
+    write(one, memory, 1)
+    other.refresh()
+    make_old(journals_of(tmp_path))
+    ahead_s = 86_400.0
+    one.refresh()
+    third = tier(tmp_path)
+    third.refresh()
+
+    write(one, memory, 2)
+
+    for each in (other, third):
+        each.refresh()
+        assert held(each, 1, 2) == [True, True]
+
+
+def test_a_node_whose_journal_was_deleted_is_seen_when_it_writes_again(tmp_path: Path) -> None:
+    memory = OwnedMemory(4)
+    one, other = tier(tmp_path), tier(tmp_path)
+    write(one, memory, 1)
+    other.refresh()
+    for path in journals_of(tmp_path):
+        path.unlink()
+
+    write(one, memory, 2)
+    other.refresh()
+
+    assert held(other, 1, 2) == [True, True]
+
+
+def test_journals_do_not_grow_without_limit_and_lose_no_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_files, "MAX_JOURNAL_BYTES", 500)
+    memory, ahead_s = OwnedMemory(4), 0.0
+    one = tier(tmp_path, max_bytes=2 * STORED_BYTES, clock=lambda: time() + ahead_s)
+    other = tier(tmp_path)
+    for number in range(100):
+        write(one, memory, number % 3)
+        if number % 10 == 0:
+            other.refresh()
+            assert held(other, 0, 1, 2) == held(one, 0, 1, 2)
+        if number % 30 == 0:
+            make_old(journals_of(tmp_path))
+            ahead_s += 3600.0
+            one.refresh()
+            assert sum(path.stat().st_size for path in journals_of(tmp_path)) <= 600
+
+
+def test_a_node_that_was_suspended_looks_for_blocks_whose_journals_are_gone(
+    tmp_path: Path,
+) -> None:
+    memory, ahead_s = OwnedMemory(4), 0.0
+    one, other = tier(tmp_path), tier(tmp_path, clock=lambda: time() + ahead_s)
+    write(one, memory, 1)
+    other.refresh()
+    write(one, memory, 2)
+    one.remove(name_of(1))
+    for path in journals_of(tmp_path):
+        path.unlink()
+
+    ahead_s = 3600.0
+    other.refresh()
+
+    assert held(other, 1, 2) == [False, True]
+
+
+def test_changes_that_a_full_disk_keeps_from_the_journal_are_written_later(tmp_path: Path) -> None:
+    memory = OwnedMemory(4)
+    one, other = tier(tmp_path), tier(tmp_path)
+    write(one, memory, 1)
+    other.refresh()
+    with files_limited_to(0), pytest.raises(OSError, match="File too large"):
+        one.remove(name_of(1))
+
+    one.refresh()
+    other.refresh()
+
+    assert held(one, 1) == held(other, 1) == [False]
 
 
 def test_a_journal_that_ends_meanwhile_is_no_error(tmp_path: Path) -> None:
