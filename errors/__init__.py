@@ -18,6 +18,23 @@ class InvalidRequest(NamedError):
         self.field = field  # the invalid field, if it is a single one
 
 
+class ContextLengthExceeded(InvalidRequest):
+    """The prompt leaves no room for an answer within the context length."""
+
+    @classmethod
+    def of_prompt(
+        cls, num_prompt_tokens: int, max_model_len: int, field: str | None = None
+    ) -> ContextLengthExceeded:
+        # litellm and others recognise this error by the words "this model's maximum context
+        # length is".
+        return cls(
+            f"the prompt has {num_prompt_tokens} tokens; this model's maximum context length is "
+            f"{max_model_len} tokens (max_model_len), and at least one must be left for the "
+            "answer: shorten the prompt",
+            field,
+        )
+
+
 class InvalidConfig(NamedError):
     """A setting or an argument is invalid. A process that starts with it exits."""
 

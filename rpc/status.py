@@ -15,7 +15,7 @@ from grpc import StatusCode, aio
 from grpc_status import rpc_status
 
 from engine.errors import EngineGone, EngineStopped, PassFailed
-from errors import InvalidRequest, NamedError
+from errors import ContextLengthExceeded, InvalidRequest, NamedError
 from kv_transfer.errors import InvalidMessage, PeerUnreachable
 from rpc.errors import (
     BodyTimeout,
@@ -80,6 +80,9 @@ CODE_AND_REASON: dict[type[Exception], tuple[StatusCode, str]] = {
     PassFailed: (StatusCode.INTERNAL, "PASS_FAILED"),
     GenerationFailed: (StatusCode.INTERNAL, "GENERATION_FAILED"),
 }
+# OpenAI's error codes that are narrower than a reason, as metadata next to it.
+CODE_KEY, FIELD_KEY = "code", "field"
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 # A status is sent in a header, which is limited in size. Texts that quote a client can be long.
 MAX_ERROR_CHARACTERS, MAX_ERROR_FIELD_CHARACTERS = 1000, 200
 
@@ -116,9 +119,8 @@ async def named_errors(
 
 def status_of(error: Exception, metadata: dict[str, str] | None = None) -> status_pb2.Status:
     code, reason = code_and_reason(error)
-    fields = {
-        name: _truncate(text, MAX_ERROR_FIELD_CHARACTERS) for name, text in (metadata or {}).items()
-    }
+    texts = {**(metadata or {}), **_details_of(error)}
+    fields = {name: _truncate(text, MAX_ERROR_FIELD_CHARACTERS) for name, text in texts.items()}
     info = error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=fields)
     details = [_pack(info)]
     if isinstance(error, QueueFull):
@@ -128,6 +130,15 @@ def status_of(error: Exception, metadata: dict[str, str] | None = None) -> statu
     number: int = code.value[0]
     message = message_of(error)
     return status_pb2.Status(code=number, message=message, details=details)
+
+
+def _details_of(error: Exception) -> dict[str, str]:
+    details = {}
+    if isinstance(error, InvalidRequest) and error.field:
+        details[FIELD_KEY] = error.field
+    if isinstance(error, ContextLengthExceeded):
+        details[CODE_KEY] = CONTEXT_LENGTH_EXCEEDED
+    return details
 
 
 def message_of(error: Exception) -> str:
@@ -155,6 +166,13 @@ def code_and_reason(error: Exception) -> tuple[StatusCode, str]:
 def reason_of(kind: type[Exception]) -> str:
     """Return the reason string that other processes receive for this error type."""
     return CODE_AND_REASON[kind][1]
+
+
+def invalid_request_in(remote: RemoteError) -> InvalidRequest:
+    """Return the refusal that another process sent, with its field."""
+    is_too_long = remote.metadata.get(CODE_KEY) == CONTEXT_LENGTH_EXCEEDED
+    kind = ContextLengthExceeded if is_too_long else InvalidRequest
+    return kind(remote.message, remote.metadata.get(FIELD_KEY))
 
 
 def remote_error(error: grpc.RpcError | RemoteFailure) -> RemoteError:

@@ -9,7 +9,7 @@ from engine.kv_cache.block_hashes import MAX_TOKEN_ID
 from engine.request import EngineRequest
 from engine.scheduler.config import CacheConfig, SchedulerConfig
 from engine.structured_output.params import FIELD
-from errors import InvalidRequest
+from errors import ContextLengthExceeded, InvalidRequest
 
 
 def validate_request(spec: EngineRequest, config: SchedulerConfig, cache: CacheConfig) -> None:
@@ -66,10 +66,7 @@ def _named_token_ids(spec: EngineRequest) -> Iterator[tuple[str, tuple[int, ...]
 def _check_lengths(spec: EngineRequest, config: SchedulerConfig) -> None:
     num_context = len(spec.prompt_token_ids) + len(spec.prior_output_token_ids)
     if num_context >= config.max_model_len:
-        raise InvalidRequest(
-            f"the prompt has {num_context} tokens; max_model_len is {config.max_model_len}, "
-            "and at least one token must be left for the answer"
-        )
+        raise ContextLengthExceeded.of_prompt(num_context, config.max_model_len)
     if len(spec.prior_output_token_ids) >= spec.sampling.max_tokens:
         raise InvalidRequest(
             f"{len(spec.prior_output_token_ids)} tokens were generated already: "
@@ -96,21 +93,20 @@ def _check_fits_cache(spec: EngineRequest, config: SchedulerConfig, cache: Cache
     if num_blocks > cache.max_blocks_per_group:
         num_needed = num_blocks * len(cache.groups) + cache.max_state_blocks
         state = f" ({cache.max_state_blocks} of them for the recurrent state)"
-        raise InvalidRequest(
+        num_prompt_tokens = len(spec.prompt_token_ids)
+        longest = max_sequence_length(config, cache)
+        need = (
             f"prompt and max_tokens may need {num_needed} KV blocks"
-            f"{state if cache.num_state_blocks else ''}; the whole cache has "
-            f"{cache.num_blocks}. {_advice(spec, config, cache)}, or start the node with a "
-            "larger --kv-cache-memory",
-            None if spec.send_to is not None else "max_tokens",
+            f"{state if cache.num_state_blocks else ''}; the whole cache has {cache.num_blocks}"
         )
-
-
-def _advice(spec: EngineRequest, config: SchedulerConfig, cache: CacheConfig) -> str:
-    num_prompt_tokens = len(spec.prompt_token_ids)
-    if spec.send_to is not None:
-        return f"Send a prompt of at most {cache.max_blocks_per_group * cache.block_size} tokens"
-    longest = max_sequence_length(config, cache)
-    num_left = longest - num_prompt_tokens
-    if num_left < 1:
-        return f"Prompt and answer may have at most {longest} tokens together: shorten the prompt"
-    return f"With this prompt of {num_prompt_tokens} tokens, max_tokens may be at most {num_left}"
+        remedy = "or start the node with a larger --kv-cache-memory"
+        if spec.send_to is not None or num_prompt_tokens >= longest:
+            raise ContextLengthExceeded(
+                f"{need}. The prompt has {num_prompt_tokens} tokens; with this cache, this model's "
+                f"maximum context length is {longest} tokens: shorten the prompt, {remedy}"
+            )
+        raise InvalidRequest(
+            f"{need}. With this prompt of {num_prompt_tokens} tokens, max_tokens may be at most "
+            f"{longest - num_prompt_tokens}, {remedy}",
+            "max_tokens",
+        )

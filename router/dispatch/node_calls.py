@@ -11,7 +11,7 @@ from grpc import aio
 from baton.v1 import node_pb2, node_pb2_grpc
 from engine.errors import EngineGone, EngineStopped, PassFailed
 from engine.request import EngineRequest, FinishReason, Output, RequestId
-from errors import InvalidRequest, NamedError
+from errors import NamedError
 from router.dispatch.node_rpcs import Deliver, Leg, LegOutput
 from router.dispatch.node_stream import NodeStream
 from router.routing.node_table import Node
@@ -31,7 +31,7 @@ from rpc.messages.conversion import output_from
 from rpc.messages.sequences import decode_order, prefill_order
 from rpc.security.tls import PLAIN, TlsConfig
 from rpc.security.tls_diagnosis import tls_trouble
-from rpc.status import RemoteError, RemoteFailure, reason_of, remote_error
+from rpc.status import RemoteError, RemoteFailure, invalid_request_in, reason_of, remote_error
 from telemetry.names import DECODE, PREFILL
 
 # ShutdownDeadline period for calls to an address that is no longer used.
@@ -182,7 +182,7 @@ def _named_error(error: grpc.RpcError | RemoteFailure, node: Node) -> NamedError
     remote = remote_error(error)
     who = f"{node.card.role.value} node {node.card.node_id} at {node.address}"
     if remote.code in CLIENT_ERROR_CODES:
-        return InvalidRequest(remote.message)
+        return invalid_request_in(remote)
     if remote.code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded(f"the client's deadline passed while {who} worked")
     if remote.reason == reason_of(MessageTooLarge):

@@ -6,13 +6,14 @@ from dataclasses import replace
 from functools import lru_cache, partial
 
 from engine.sampling import SamplingParams
+from errors import ContextLengthExceeded
 from router.context import RequestContext
 from router.input_processing.form_checks import FormChecks
 from router.input_processing.large_texts import LargeTextConfig, LargeTexts
 from router.input_processing.limits import LogprobBudget, check_prompt_logprobs_fit
 from router.input_processing.tokenization import TextBoundary
 from router.routing.node_table import NodeTable
-from router.values import GenerateCall, Prompt, TokenPrompt
+from router.values import ChatPrompt, GenerateCall, Prompt, TokenPrompt
 from rpc.errors import EmptyPrompt, UnknownModel
 from text.token_text import TokenText
 
@@ -48,6 +49,7 @@ class InputProcessor:
         context.trace.note_tokenized(len(token_ids))
         if not token_ids:
             raise EmptyPrompt("the prompt has no tokens; there is nothing to continue")
+        self._check_context_length(call, len(token_ids))
         budget = context.logprob_budget or LogprobBudget()
         budget.spend(len(token_ids), call.sampling.prompt_logprobs)
         check_prompt_logprobs_fit(len(token_ids), call.sampling.prompt_logprobs)
@@ -63,7 +65,7 @@ class InputProcessor:
             raise UnknownModel(f"model {model!r} is not served here; served: {names}")
 
     async def token_ids(self, prompt: Prompt, model: str = "") -> tuple[int, ...]:
-        """Tokenise a prompt. Raises InvalidRequest if its text exceeds the context length."""
+        """Tokenise a prompt. Raises ContextLengthExceeded if its text exceeds the context."""
         tokenize = partial(
             self._text.token_ids, prompt, self._table.served_model(model).max_model_len
         )
@@ -81,6 +83,12 @@ class InputProcessor:
     def supports_tools(self) -> bool:
         """True if the model's chat template reads `tools`."""
         return self._text.supports_tools
+
+    def _check_context_length(self, call: GenerateCall, num_prompt_tokens: int) -> None:
+        max_model_len = self._table.served_model(call.model).max_model_len
+        if max_model_len is not None and num_prompt_tokens >= max_model_len:
+            field = "messages" if isinstance(call.prompt, ChatPrompt) else "prompt"
+            raise ContextLengthExceeded.of_prompt(num_prompt_tokens, max_model_len, field)
 
     def _ban_bad_words(self, call: GenerateCall) -> GenerateCall:
         """Replace `bad_words` by banned token sequences: nodes have no tokenizer."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from engine.kv_hints import KvHints
 from engine.sampling import SamplingParams
-from errors import InvalidRequest
+from errors import ContextLengthExceeded, InvalidRequest
 from rpc.messages.limits import MAX_MESSAGE_BYTES
 
 MAX_NAME_CHARACTERS = 256  # of request ids, models and cache salts: logs and metrics hold them
@@ -52,12 +52,9 @@ def check_count(field: str, count: int, most: int) -> None:
 
 
 def check_prompt_length(num_tokens: int, max_model_len: int | None) -> None:
-    """Check the length before the token ids are read. Raises InvalidRequest."""
+    """Check the length before the token ids are read. Raises ContextLengthExceeded."""
     if max_model_len is not None and num_tokens > max_model_len:
-        raise InvalidRequest(
-            f"the prompt has {num_tokens} tokens; max_model_len is {max_model_len}: shorten it",
-            "prompt",
-        )
+        raise ContextLengthExceeded.of_prompt(num_tokens, max_model_len, "prompt")
 
 
 def check_total_size(sampling: SamplingParams, bad_words: Sequence[str], num_answers: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Protocol
 
-from errors import InvalidRequest
+from errors import ContextLengthExceeded
 from router.answer import IncrementalDetokenizer, NoDetokenizer
 from router.values import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from rpc.errors import UnsupportedInput
@@ -17,7 +17,7 @@ class TextBoundary(Protocol):
     def token_ids(self, prompt: Prompt, max_tokens: int | None = None) -> tuple[int, ...]:
         """Tokenise a prompt.
 
-        Raises InvalidRequest, before tokenising, for a text that must exceed `max_tokens`.
+        Raises ContextLengthExceeded, before tokenising, for a text that must exceed `max_tokens`.
         """
         ...
 
@@ -52,7 +52,7 @@ class ModelText:
             case TokenPrompt(token_ids):
                 return token_ids
             case TextPrompt(text, add_special_tokens):
-                self._check_length(text, max_tokens)
+                self._check_length(text, max_tokens, "prompt")
                 return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
             case ChatPrompt(messages, add_generation_prompt, variables):
                 text = self._tokenizer.render_chat(
@@ -63,17 +63,18 @@ class ModelText:
                     add_generation_prompt=add_generation_prompt,
                     variables=variables,
                 )
-                self._check_length(text, max_tokens)
+                self._check_length(text, max_tokens, "messages")
                 return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def _check_length(self, text: str, max_tokens: int | None) -> None:
+    def _check_length(self, text: str, max_tokens: int | None, field: str) -> None:
         if max_tokens is None:
             return
         max_characters = max_tokens * self._tokenizer.max_token_chars
         if len(text) > max_characters:
-            raise InvalidRequest(
-                f"the prompt has {len(text)} characters: the model takes {max_tokens} tokens, "
-                f"which make at most {max_characters} characters; shorten it"
+            raise ContextLengthExceeded(
+                f"the prompt has {len(text)} characters; this model's maximum context length is "
+                f"{max_tokens} tokens, which make at most {max_characters} characters: shorten it",
+                field,
             )
 
     def spellings(self, word: str) -> frozenset[tuple[int, ...]]:

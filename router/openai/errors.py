@@ -8,7 +8,7 @@ from grpc import StatusCode
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from errors import InvalidRequest
+from errors import ContextLengthExceeded, InvalidRequest
 from router.openai.response.choices import Json
 from rpc.errors import (
     BodyTimeout,
@@ -21,7 +21,12 @@ from rpc.errors import (
     UnknownModel,
     UnsupportedInput,
 )
-from rpc.status import MAX_ERROR_FIELD_CHARACTERS, code_and_reason, message_of
+from rpc.status import (
+    CONTEXT_LENGTH_EXCEEDED,
+    MAX_ERROR_FIELD_CHARACTERS,
+    code_and_reason,
+    message_of,
+)
 
 # HTTP statuses of the gRPC codes in `rpc/status.py`.
 HTTP_STATUS = {
@@ -35,6 +40,13 @@ HTTP_STATUS = {
     StatusCode.UNAVAILABLE: 503,
     StatusCode.FAILED_PRECONDITION: 503,
     StatusCode.DEADLINE_EXCEEDED: 504,
+}
+# OpenAI's codes that clients test for. Other errors have Baton's reason as their code.
+OPENAI_CODES: dict[type[Exception], str] = {
+    ContextLengthExceeded: CONTEXT_LENGTH_EXCEEDED,
+    UnknownModel: "model_not_found",
+    Unauthenticated: "invalid_api_key",
+    QueueFull: "rate_limit_exceeded",
 }
 TOO_LARGE = 413
 TIMED_OUT = 408
@@ -51,19 +63,25 @@ def status_of(error: Exception) -> int:
 
 
 def body_of(error: Exception) -> Json:
+    """Return an error in OpenAI's format, and with Baton's own `reason`, which gRPC has, too."""
     _, reason = code_and_reason(error)
+    codes = (code for kind, code in OPENAI_CODES.items() if isinstance(error, kind))
     return error_body(
         message_of(error),
         status_of(error),
-        reason,
+        next(codes, reason),
         (_field(error) or "")[:MAX_ERROR_FIELD_CHARACTERS] or None,
+        reason,
     )
 
 
-def error_body(message: str, status: int, code: str, param: str | None = None) -> Json:
+def error_body(
+    message: str, status: int, code: str, param: str | None = None, reason: str | None = None
+) -> Json:
     kind = "rate_limit_error" if status == HTTP_STATUS[StatusCode.RESOURCE_EXHAUSTED] else None
     kind = kind or ("invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    error = {"message": message, "type": kind, "param": param, "code": code}
+    return {"error": {**error, "reason": reason or code}}
 
 
 def error_response(error: Exception, headers: dict[str, str] | None = None) -> JSONResponse:

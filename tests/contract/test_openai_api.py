@@ -21,6 +21,7 @@ from baton.client import AsyncClient, BatonError
 from engine.kv_hints import KvHints
 from engine.request import FinishReason
 from engine.sampling import SamplingParams
+from errors import ContextLengthExceeded
 from router.admission.admission_queue import AdmissionQueueConfig
 from router.answer import IncrementalDetokenizer
 from router.context import RequestContext
@@ -312,6 +313,60 @@ def test_what_is_refused_is_a_typed_error_that_names_the_field(
     through_the_door(scene)
 
 
+LITELLM_RECOGNISES = "this model's maximum context length is 512 tokens"
+
+
+@pytest.mark.parametrize(
+    "prompt", [[5] * 512, [5] * 513, [[5], [5] * 512], "the " * 600, "x" * 100_000]
+)
+def test_a_prompt_beyond_the_context_has_the_code_that_clients_wait_for(
+    prompt: Any, text: TextBoundary
+) -> None:
+    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+        for is_streamed in (False, True):
+            with pytest.raises(openai.BadRequestError) as refusal:
+                await client.completions.create(model="tiny", prompt=prompt, stream=is_streamed)
+            assert (refusal.value.code, refusal.value.param) == (
+                "context_length_exceeded",
+                "prompt",
+            )
+            assert refusal.value.type == "invalid_request_error"
+            assert LITELLM_RECOGNISES in refusal.value.message
+        if isinstance(prompt, str):
+            long: Any = [{"role": "user", "content": prompt}]
+            with pytest.raises(openai.BadRequestError) as refusal:
+                await client.chat.completions.create(model="tiny", messages=long)
+            assert refusal.value.code == "context_length_exceeded"
+            assert refusal.value.param == "messages"
+
+    through_the_door(scene, text=text)
+
+
+def test_a_nodes_refusal_of_a_prompt_for_its_kv_cache_has_the_same_code() -> None:
+    too_long = ContextLengthExceeded("with this cache, this model's maximum context length is 9")
+    nodes = FakeNodeCalls(prefill_faults=[too_long])
+
+    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+        with pytest.raises(openai.BadRequestError) as refusal:
+            await client.completions.create(model="tiny", prompt=PROMPT)
+        assert refusal.value.code == "context_length_exceeded"
+
+    through_the_door(scene, nodes)
+
+
+def test_an_unknown_model_has_the_code_that_clients_wait_for() -> None:
+    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+        with pytest.raises(openai.NotFoundError) as refusal:
+            await client.completions.create(model="other", prompt=PROMPT)
+        assert (refusal.value.code, refusal.value.param) == ("model_not_found", "model")
+        assert refusal.value.type == "invalid_request_error"
+        with pytest.raises(openai.NotFoundError) as refusal:
+            await client.models.retrieve("other")
+        assert refusal.value.code == "model_not_found"
+
+    through_the_door(scene)
+
+
 def test_a_full_queue_returns_a_retry_delay() -> None:
     nodes = FakeNodeCalls(is_endless=True)
 
@@ -320,7 +375,9 @@ def test_a_full_queue_returns_a_retry_delay() -> None:
         async with await client.completions.create(**ask):
             with pytest.raises(openai.RateLimitError) as refusal:
                 await client.completions.create(**ask)
-        assert refusal.value.code == "QUEUE_FULL"
+        assert refusal.value.code == "rate_limit_exceeded"
+        assert refusal.value.type == "rate_limit_error"
+        assert refusal.value.body["reason"] == "QUEUE_FULL"
         assert int(refusal.value.response.headers["retry-after"]) >= 1
 
     through_the_door(
@@ -421,8 +478,10 @@ def test_a_router_that_drains_goes_on_with_its_streams_and_takes_nothing_new() -
 
 def test_only_those_with_a_token_come_in() -> None:
     async def scene(router: HttpRouter, stranger: AsyncOpenAI) -> None:
-        with pytest.raises(openai.AuthenticationError):
+        with pytest.raises(openai.AuthenticationError) as refusal:
             await stranger.models.list()
+        assert refusal.value.code == "invalid_api_key"
+        assert refusal.value.type == "invalid_request_error"
         async with a_client(router, "sesame") as friend:
             assert [model.id async for model in friend.models.list()] == ["tiny"]
         statuses = {

@@ -121,7 +121,7 @@ def _post(address: str, post: HttpPost, end_s: float) -> str:
 
 def _code(body: bytes) -> str:
     try:
-        return str(json.loads(body)["error"]["code"])
+        return str(json.loads(body)["error"]["reason"])
     except (ValueError, LookupError, TypeError):
         return ""
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
 from google.rpc import error_details_pb2
 from grpc import StatusCode
 
-from errors import InvalidConfig, InvalidRequest, ModelError
+from errors import ContextLengthExceeded, InvalidConfig, InvalidRequest, ModelError
 from rpc import errors as service_errors
-from rpc.status import CODE_AND_REASON, code_and_reason, status_of
+from rpc.status import (
+    CODE_AND_REASON,
+    code_and_reason,
+    invalid_request_in,
+    remote_error_in,
+    status_of,
+)
 
 STOP_THE_PROCESS = {
     InvalidConfig,
@@ -24,6 +31,21 @@ def test_the_status_carries_code_message_and_reason() -> None:
     assert (status.code, status.message) == (StatusCode.INVALID_ARGUMENT.value[0], "top_p is 2")
     assert (info.reason, info.domain) == ("INVALID_REQUEST", "baton")
     assert dict(info.metadata) == {"request_id": "a"}
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        InvalidRequest("top_p is 2", "top_p"),
+        InvalidRequest("no field of its own"),
+        ContextLengthExceeded.of_prompt(9, 8, "messages"),
+    ],
+)
+def test_a_refusal_keeps_its_kind_and_its_field_between_processes(refusal: InvalidRequest) -> None:
+    received = invalid_request_in(remote_error_in(status_of(refusal)))
+
+    assert type(received) is type(refusal)
+    assert (str(received), received.field) == (str(refusal), refusal.field)
 
 
 def test_every_service_error_that_a_call_can_meet_is_in_the_table() -> None:

@@ -10,7 +10,7 @@ from engine.request import EngineRequest, ReceiveKv, RequestId
 from engine.sampling import SamplingParams
 from engine.scheduler.config import CacheConfig, SchedulerConfig
 from engine.scheduler.validation import max_num_tokens, max_sequence_length, validate_request
-from errors import InvalidRequest
+from errors import ContextLengthExceeded, InvalidRequest
 from kv_transfer.types import HandoffId, NodeId, Peer
 from tests.support.requests import make_spec
 
@@ -58,7 +58,8 @@ def test_without_a_vocabulary_a_token_must_still_fit_its_hash() -> None:
 
 
 def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused() -> None:
-    _assert_refused(make_spec(range(20), max_tokens=1), "max_model_len is 20")
+    with pytest.raises(ContextLengthExceeded, match="maximum context length is 20 tokens"):
+        validate_request(make_spec(range(20), max_tokens=1), CONFIG, CACHE)
 
 
 def test_tokens_given_elsewhere_count_towards_the_length() -> None:
@@ -131,7 +132,9 @@ def test_a_refusal_for_want_of_blocks_says_what_would_fit() -> None:
     with pytest.raises(InvalidRequest, match=r"at most 9, or start .* --kv-cache") as refused:
         validate_request(make_spec(range(8), max_tokens=10), CONFIG, CACHE)
     assert refused.value.field == "max_tokens"
-    _assert_refused(make_spec(range(17), max_tokens=2), "at most 17 tokens together: shorten")
+    for sender in (None, HandoffId("r", 1)):
+        with pytest.raises(ContextLengthExceeded, match="length is 17 tokens: shorten the prompt"):
+            validate_request(make_spec(range(17), max_tokens=2, send_to=sender), CONFIG, CACHE)
 
 
 def _assert_refused(spec: EngineRequest, reason: str) -> None:
