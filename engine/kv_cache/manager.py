@@ -71,6 +71,10 @@ class KvCache:
         return self._naming.root(cache_salt, num_prompt_tokens)
 
     @property
+    def num_groups(self) -> int:
+        return len(self._specs)
+
+    @property
     def num_cached_snapshots(self) -> int:
         return len(self._snapshots)
 
@@ -200,15 +204,20 @@ class KvCache:
                     self._register(request, table[place], name_in_group(hashes[place], group))
         request.num_registered_blocks = num_full
 
-    def find_external(self, request: Request, max_num_tokens: int) -> ExternalPrefix:
-        """Return the longest prefix in the prefix cache and the external one together."""
+    def find_external(
+        self, request: Request, max_num_tokens: int, *, continues_at: int | None = None
+    ) -> ExternalPrefix:
+        """Return the longest prefix in the prefix cache and the external one together.
+
+        `continues_at` is that of `find_prefix`.
+        """
         if self._external is None or not self._config.enable_prefix_caching:
             return ExternalPrefix()
         self._external.begin_search()
         self._extend_hashes(request)
         hashes = request.block_hashes[: max_num_tokens // self.block_size]
-        num_hits = self._search.find(hashes, None).num_blocks
-        return external_prefix(self._external_search.find(hashes, None), hashes, num_hits)
+        num_hits = self._search.find(hashes, continues_at).num_blocks
+        return external_prefix(self._external_search.find(hashes, continues_at), hashes, num_hits)
 
     def find_promised(
         self, request: Request, max_num_tokens: int, num_promised_tokens: int

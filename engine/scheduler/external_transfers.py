@@ -109,15 +109,19 @@ class ExternalTransfers:
         now: float,
         token_s: float | None,
         saved_elsewhere_s: float = 0.0,
+        *,
+        num_spare: int = 0,
+        continues_at: int | None = None,
     ) -> LoadId | None:
         """Load the blocks that would make the request's prefix longer, if that is worth it.
 
-        `token_s` is the time to compute a token, if it is known. A load must save more time than
-        `saved_elsewhere_s`. Each request looks once, and again after a preemption.
+        `token_s` is the time to compute a token, or to receive it, if it is known. A load must save
+        more time than `saved_elsewhere_s`. `num_spare` blocks stay free; `continues_at` is that of
+        `KvCache.find_prefix`. Each request looks once, and again after a preemption.
         """
         if self._external is None or not request.may_load:
             return None
-        prefix = self._cache.find_external(request, max_num_tokens)
+        prefix = self._cache.find_external(request, max_num_tokens, continues_at=continues_at)
         num_missing = len(prefix.names)
         saved_s = self._saved_s(prefix, token_s)
         if not num_missing or saved_s <= 0:
@@ -128,7 +132,7 @@ class ExternalTransfers:
         pool = self._cache.pool
         if not self._has_room(num_missing) or self._is_behind(request, now):
             return self._wait_for_room(request, now)
-        if num_missing + pool.num_free_among(prefix.cached) > pool.num_free:
+        if num_missing + pool.num_free_among(prefix.cached) + num_spare > pool.num_free:
             return None
         request.may_load = False
         return self._start_load(request, prefix, now)

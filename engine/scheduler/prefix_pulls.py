@@ -120,6 +120,10 @@ class PrefixPulls:
             return None
         return PullOffer(prefix, source.peer, saved_s, follows)
 
+    def receive_s(self, peer: Peer, num_blocks: int, now: float) -> float:
+        """Return the time that so many blocks more of a hand-off from a peer take."""
+        return num_blocks * self._block_bytes * self._times.byte_s(peer.node_id, now)
+
     def start(self, request: Request, offer: PullOffer, now: float) -> HandoffId:
         """Order the pull, unless it has been started. Returns its id, to wait for."""
         if offer.follows is not None:

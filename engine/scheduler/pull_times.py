@@ -32,10 +32,13 @@ class PullTimes:
         """Return the time that a pull takes; None if the peer is to be avoided."""
         if now < self._avoided_until_s.get(peer, now):
             return None
+        return LATENCY_S + num_bytes * self.byte_s(peer, now)
+
+    def byte_s(self, peer: NodeId, now: float) -> float:
+        """Return the time that each byte from a peer takes."""
         measured = self._measured.get(peer)
         is_known = measured is not None and now - measured.at_s < FORGET_S
-        byte_s = measured.byte_s if measured is not None and is_known else BYTE_S
-        return LATENCY_S + num_bytes * byte_s
+        return measured.byte_s if measured is not None and is_known else BYTE_S
 
     def record(self, peer: NodeId, num_bytes: int, seconds: float, now: float) -> None:
         """Record a pull that has landed."""

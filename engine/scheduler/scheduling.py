@@ -314,9 +314,9 @@ class StepPlanner:
             return _Verdict.BLOCKED
         num_tokens = request.num_tokens
         hit = state.cache.find_prefix(request, num_tokens, continues_at=num_tokens)
-        if self._try_follow(request, hit.num_blocks):
-            return _Verdict.FOLLOWS
         spare = state.num_spare_blocks
+        if self._try_follow(request, hit.num_blocks) or self._try_load(request, receive, spare):
+            return _Verdict.FOLLOWS
         if not state.cache.admit(request, hit, spare=spare, continues_at=num_tokens):
             return self._record_failure(request, hit.num_blocks, num_tokens)
         state.waiting.remove(request)
@@ -352,10 +352,7 @@ class StepPlanner:
         batch is full. A request waits for all of them `max_load_wait_s` at most.
         """
         state, token_s = self._state, self._pace.token_s
-        until_s = request.fetches_until_s
-        if until_s is None:
-            until_s = state.now_s + self._config.max_load_wait_s
-        elif state.now_s >= until_s:
+        if not self._may_fetch(request):
             return False
         offer = state.pulls.find_offer(
             request, max_num_hits, state.now_s, token_s, state.num_spare_blocks
@@ -366,10 +363,40 @@ class StepPlanner:
         )
         if leader_id is None and offer is not None:
             leader_id = state.pulls.start(request, offer, state.now_s)
+        return self._follow_fetch(request, leader_id)
+
+    def _try_load(self, request: Request, receive: ReceiveKv, num_spare: int) -> bool:
+        """Let a request wait, before its grant, for blocks that need not be received then.
+
+        An external KV cache loads them if that is faster than receiving them. The peer computes the
+        prompt meanwhile, and sends the rest.
+        """
+        state, num_tokens = self._state, request.num_tokens
+        if not self._may_fetch(request):
+            return False
+        cache = state.cache
+        block_s = state.pulls.receive_s(receive.source, cache.num_groups, state.now_s)
+        load_id = state.external.try_load(
+            request,
+            num_tokens,
+            state.now_s,
+            block_s / cache.block_size,
+            num_spare=num_spare,
+            continues_at=num_tokens,
+        )
+        return self._follow_fetch(request, load_id)
+
+    def _may_fetch(self, request: Request) -> bool:
+        until_s = request.fetches_until_s
+        return until_s is None or self._state.now_s < until_s
+
+    def _follow_fetch(self, request: Request, leader_id: LeaderId | None) -> bool:
+        """Let a request wait for a load or a pull, until its time for all of them is over."""
         if leader_id is None:
             return False
-        request.fetches_until_s = until_s
-        state.waiting.follow(request, leader_id, until_s)
+        if request.fetches_until_s is None:
+            request.fetches_until_s = self._state.now_s + self._config.max_load_wait_s
+        self._state.waiting.follow(request, leader_id, request.fetches_until_s)
         return True
 
     def _may_look_again(self, request: Request, hit: PrefixHit) -> bool:

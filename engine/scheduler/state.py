@@ -104,8 +104,7 @@ class SchedulerState:
         request.move(RequestStatus.PREEMPTED)
         request.is_resumed = True
         self.waiting.push(request)
-        request.may_load = True  # what was stored of it need not be computed again
-        request.fetches_until_s = None
+        self._let_load_again(request)
         request.num_preemptions += 1
         self.total_preemptions += 1
         self.record_event(request, RequestEventKind.PREEMPTED)
@@ -123,6 +122,7 @@ class SchedulerState:
         request.move(RequestStatus.WAITING)
         request.is_resumed = True
         self.waiting.push(request)
+        self._let_load_again(request)  # what was not worth it may be better than computing
 
     def finish(
         self,
@@ -272,6 +272,11 @@ class SchedulerState:
         self._num_added += 1
         priority = spec.priority if self.config.policy is SchedulingPolicy.PRIORITY else 0
         return (priority, spec.arrival_s - spec.age_s, self._num_added)
+
+    def _let_load_again(self, request: Request) -> None:
+        """Let a request that has lost its blocks load what was stored of it."""
+        request.may_load = True
+        request.fetches_until_s = None
 
     def _dequeue(self, request: Request) -> None:
         self.num_changes += 1

@@ -84,6 +84,7 @@ def run_stream(seed: int) -> None:
         world.add(prompt, max_tokens=1)
         world.run_to_end()
     world.evict_cached()
+    share_received = chance.choice([0.0, 0.3, 1.0])
     slowest_s = chance.choice([0.3, 0.6, 2.0, 9.0])
     world.let_loads_take(lambda: chance.uniform(0.5, 1.0) * slowest_s)
     # A load cannot be taken back: until it ends, its blocks are lacking.
@@ -91,7 +92,8 @@ def run_stream(seed: int) -> None:
     began_s: dict[RequestId, float] = {}
     for number in range(120):
         is_large = number % 20 == 5
-        name = world.add(prompts[-1 if is_large else number % 30], max_tokens=1)
+        prompt = prompts[-1 if is_large else number % 30]
+        name = world.add(prompt, receives=chance.random() < share_received, max_tokens=1)
         began_s[name] = world.now_s
         for _ in range(2):
             world.wire.settle()

@@ -398,6 +398,78 @@ def test_a_request_whose_kv_was_lost_keeps_its_place_while_its_prefix_is_loaded(
     assert it.finish_reason(earlier)
 
 
+@pytest.mark.parametrize("groups", [None, WINDOWED])
+@pytest.mark.parametrize("num_state_blocks", [0, 2])
+def test_a_hand_off_carries_only_what_the_tiers_of_the_decode_node_lack(
+    groups: tuple[KvGroup, ...] | None, num_state_blocks: int
+) -> None:
+    it = world(groups=groups, num_state_blocks=num_state_blocks, num_blocks=64)
+    cached_outside(it)
+
+    again = it.add(14, receives=True)
+    loading = it.step()
+    granting = it.step_until(lambda plan: plan.kv_orders.receives)
+    it.run_to_end()
+
+    assert loading.external_orders.loads
+    assert not loading.kv_orders.receives
+    (receive,) = granting.kv_orders.receives
+    assert receive.num_cached_tokens == 12
+    assert served_tokens(it, again) == {"host": 12}
+    served = it.receipts[again].outputs[-1].served
+    assert served is not None
+    assert (served.num_received_tokens, served.num_prefilled_tokens) == (2, 0)
+
+
+def test_a_load_that_takes_longer_than_receiving_its_blocks_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    it = world()
+    cached_outside(it)
+    monkeypatch.setattr(external(it), "load_s", lambda _: 0.001)  # a gigabyte is received in 1 s
+
+    again = it.add(14, receives=True)
+    plan = it.step()
+    it.wire.lose(HandoffId(again, 1))
+    it.run_to_end()
+
+    assert [each.num_cached_tokens for each in plan.kv_orders.receives] == [0]
+    assert served_tokens(it, again) == {"host": 12}  # rather than computing it
+
+
+def test_a_grant_waits_for_a_slow_load_as_long_as_any_request_would() -> None:
+    it = world(max_load_wait_s=2.0)
+    cached_outside(it)
+    it.let_loads_take(lambda: 9.0)
+    it.add(14, receives=True)
+    it.step()
+
+    it.wait(1.9)
+    before = it.step()
+    it.wait(0.1)
+    (receive,) = it.step().kv_orders.receives
+
+    assert not before.kv_orders.receives
+    assert receive.num_cached_tokens == 0
+    it.wait(9.0)
+    it.run_to_end()
+
+
+def test_a_load_before_a_grant_leaves_running_requests_room_to_grow() -> None:
+    it = world(num_blocks=7, remote_headroom_blocks=4)
+    cached_outside(it)
+    running = it.add([9, 9], max_tokens=16)
+    it.step()
+
+    it.add(14, receives=True)  # with its three blocks, only three would be free
+    plans = [it.step() for _ in range(8)]
+
+    assert not any(plan.external_orders.loads for plan in plans)
+    assert it.scheduler.stats().total_preemptions == 0
+    it.step_until(lambda _: it.finish_reason(running))
+    it.run_to_end()
+
+
 def test_a_prefix_of_recurrent_layers_is_loaded_up_to_a_snapshot() -> None:
     it = world(num_state_blocks=2)
     cached_outside(it, prompt=18)
