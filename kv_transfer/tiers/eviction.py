@@ -115,21 +115,30 @@ class EvictionOrder:
             is_released=block.priority == RELEASED,
         )
 
-    def is_at_quota(self, tenant: Tenant) -> bool:
-        """Return whether another block of the tenant needs the place of one of its own."""
+    def is_at_quota(self, tenant: Tenant, num_reserved: int = 0) -> bool:
+        """Return whether another block of the tenant needs the place of one of its own.
+
+        Room for `num_reserved` further blocks of it is taken already.
+        """
+        if not self._has_quotas or tenant == SHARED:
+            return False
         own = self._tenants.get(tenant)
-        return own is not None and own.num_blocks >= self._quota
+        num_blocks = 0 if own is None else own.num_blocks
+        return num_blocks + num_reserved >= self._quota
 
     def is_full_for(self, tenant: Tenant) -> bool:
         return len(self._blocks) >= self._max_blocks or self.is_at_quota(tenant)
 
-    def victims(self, tenant: Tenant, now: float) -> Iterator[BlockName]:
+    def victims(self, tenant: Tenant, now: float, num_reserved: int = 0) -> Iterator[BlockName]:
         """Yield blocks to evict for a block of the tenant, the best one first.
 
         The order must not change during the iteration.
         """
         self._expire(now)
-        yield from self._tenants[tenant].evictable if self.is_at_quota(tenant) else self._evictable
+        if not self.is_at_quota(tenant, num_reserved):
+            yield from self._evictable
+        elif tenant in self._tenants:
+            yield from self._tenants[tenant].evictable
 
     def add(self, name: BlockName, hints: BlockHints, now: float) -> None:
         """Add a block as the most recently used one; if it is there, only note its use."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from threading import Lock
@@ -15,6 +16,7 @@ from kv_transfer.tiers.eviction import EvictionOrder
 @dataclass(slots=True)
 class HostBlock:
     slot: int  # in the memory of the tier
+    tenant: Tenant
     digest: bytes = b""
     name: BlockName | None = None  # once it is published
     num_pins: int = 0  # while it is written or read
@@ -37,6 +39,7 @@ class HostTier:
         self._lock = Lock()
         self._free = list(reversed(range(memory.num_blocks)))
         self._blocks: dict[BlockName, HostBlock] = {}
+        self._num_reserved: Counter[Tenant] = Counter()  # blocks, not published yet
         self.order = EvictionOrder(memory.num_blocks, tenant_share)
         self._changes: dict[BlockName, bool] = {}  # not taken yet; True: the name is here now
         self.num_evicted = 0
@@ -59,14 +62,20 @@ class HostTier:
         with self._lock:
             return self.order.hints_of(name, self._clock())
 
+    def is_at_quota(self, tenant: Tenant) -> bool:
+        """Return whether another block of the tenant needs the place of one of its own."""
+        with self._lock:
+            return self._is_at_quota(tenant)
+
     def reserve(self, tenant: Tenant = SHARED) -> HostBlock | None:
         """Return a block to write to; None if all that may be replaced are pinned."""
         with self._lock:
-            while not self._free or self.order.is_at_quota(tenant):
+            while not self._free or self._is_at_quota(tenant):
                 if not self._evict(tenant):
                     self._is_room_wanted = True
                     return None
-            return HostBlock(self._free.pop(), num_pins=1)
+            self._num_reserved[tenant] += 1
+            return HostBlock(self._free.pop(), tenant, num_pins=1)
 
     def publish(
         self, name: BlockName, block: HostBlock, digest: bytes, hints: BlockHints = NO_HINTS
@@ -74,6 +83,7 @@ class HostTier:
         """Add a block that was written. It stays pinned. If its name is known, it is not found."""
         with self._lock:
             block.digest = digest
+            self._end_reservation(block)
             self.order.add(name, hints, self._clock())
             if name in self._blocks:
                 block.is_removed = True
@@ -116,7 +126,9 @@ class HostTier:
 
     def abandon(self, block: HostBlock) -> None:
         """Give back a reserved block that was not published."""
-        block.is_removed = True
+        with self._lock:
+            self._end_reservation(block)
+            block.is_removed = True
         self.unpin(block)
 
     def remove(self, name: BlockName) -> None:
@@ -158,8 +170,17 @@ class HostTier:
             block.num_pins += 1
         return block
 
+    def _is_at_quota(self, tenant: Tenant) -> bool:
+        return self.order.is_at_quota(tenant, self._num_reserved[tenant])
+
+    def _end_reservation(self, block: HostBlock) -> None:
+        self._num_reserved[block.tenant] -= 1
+        if not self._num_reserved[block.tenant]:
+            del self._num_reserved[block.tenant]
+
     def _evict(self, tenant: Tenant) -> bool:
-        name = next(self.order.victims(tenant, self._clock()), None)
+        victims = self.order.victims(tenant, self._clock(), self._num_reserved[tenant])
+        name = next(victims, None)
         if name is None:
             return False
         self._remove(name)

@@ -20,7 +20,6 @@ from threading import Thread
 from kv_transfer.external_kv import (
     FILE,
     HOST,
-    NO_HINTS,
     OBJECT,
     BlockHints,
     BlockName,
@@ -28,8 +27,8 @@ from kv_transfer.external_kv import (
     ExternalReports,
     HeldChanges,
     Loaded,
-    Store,
     StoreId,
+    Tenant,
     Use,
 )
 from kv_transfer.tiers.backing_tier import BackingTier, Generation, Job, PendingLoad
@@ -40,6 +39,7 @@ from kv_transfer.tiers.counters import TierCounters, TierStatus
 from kv_transfer.tiers.file_admission import FileAdmission
 from kv_transfer.tiers.host_tier import HostBlock, HostTier
 from kv_transfer.tiers.load_times import LoadTimes
+from kv_transfer.tiers.store_queue import StoreQueue, Storing, StoringBlock
 
 logger = logging.getLogger(__name__)
 
@@ -51,28 +51,18 @@ FILE_REFRESH_S, OBJECT_REFRESH_S = 0.1, 1.0
 NUM_PARALLEL_OBJECTS = 8
 COPY_BLOCKS = 64  # at a time at most, for stores: loads wait meanwhile
 MAX_WAITING_SHARE = 0.5  # of host memory, for blocks that object stores still lack
-
-
-@dataclass(slots=True)
-class _Storing:
-    """A store in progress. It waits while host memory is full of blocks that files still lack."""
-
-    store: Store
-    generation: int
-    ordered_s: float
-    num_ended: int = 0  # blocks
-    dropped: set[BlockName] = field(default_factory=set)  # since it was ordered
-
-    def hints_of(self, place: int) -> BlockHints:
-        return self.store.hints[place] if self.store.hints else NO_HINTS
+# Of the KV cache, for blocks of tenants at their quotas that wait: the scheduler lets a quarter be
+# stored at a time, and others need some of it.
+MAX_AT_QUOTA_SHARE = 3 / 16
+MIN_AT_QUOTA = 6  # blocks that may wait, however small the KV cache is
 
 
 class _Outcome(Enum):
-    """Outcome of copying the next blocks of a store."""
+    """Outcome of copying the next blocks of stores."""
 
     COPIED = auto()
-    ENDED = auto()
-    NO_ROOM = auto()
+    NO_ROOM = auto()  # host memory is full of blocks that files still lack
+    AT_QUOTA = auto()  # all waiting blocks are of tenants whose share is full of such blocks
 
 
 @dataclass(slots=True)
@@ -112,7 +102,8 @@ class TieredKv:
         self._dropping: set[BlockName] = set()
         self._backing = list(self._make_backing(files, objects, object_refresh_s))
         self._copies: SimpleQueue[Job | None] = SimpleQueue()
-        self._stores: deque[_Storing] = deque()
+        self._stores = StoreQueue()
+        self._max_at_quota = max(MIN_AT_QUOTA, int(kv_memory.num_blocks * MAX_AT_QUOTA_SHARE))
         self._loads: deque[PendingLoad] = deque()  # not begun yet
         self._done = _Done()
         self._thread = Thread(target=self._copy_blocks, name="kv-host-tier", daemon=True)
@@ -195,8 +186,8 @@ class TieredKv:
     def start(self, orders: ExternalOrders) -> None:
         generation = self._generation.number
         for store in orders.stores:
-            storing = _Storing(store, generation, self._clock())
-            self._copies.put(partial(self._stores.append, storing))
+            storing = Storing(store, generation, self._clock(), len(store.names))
+            self._copies.put(partial(self._add_store, storing))
         for load in orders.loads:
             sources: list[str | None] = [None] * len(load.names)
             self._loads.append(PendingLoad(load, generation, self._clock(), sources))
@@ -250,88 +241,111 @@ class TieredKv:
     def _look_for_room(self) -> None:
         self._copies.put(lambda: None)  # afterwards, stores are continued
 
+    def _add_store(self, storing: Storing) -> None:
+        self._stores.add(storing)
+        if not storing.num_left:
+            self._report(storing)
+
     def _copy_stores(self, *, must_end: bool) -> None:
-        """Copy stores while there is room, and until another job is there."""
+        """Copy blocks while there is room, and until another job is there."""
         while self._stores:
-            outcome = self._copy_some(self._stores[0], must_end=must_end)
-            if outcome is _Outcome.ENDED:
-                self._done.stored.append(self._stores.popleft().store.store_id)
-                self.wake()
+            outcome = self._copy_some(must_end=must_end)
             self.pace.set_short_of_room(outcome is _Outcome.NO_ROOM)
-            if outcome is _Outcome.NO_ROOM or not self._copies.empty():
+            if outcome is not _Outcome.COPIED or not self._copies.empty():
                 return
 
-    def _copy_some(self, storing: _Storing, *, must_end: bool) -> _Outcome:
-        """Copy the next blocks of a store that fit."""
-        names = storing.store.names
+    def _copy_some(self, *, must_end: bool) -> _Outcome:
+        """Copy the next blocks of a tenant for which there is room."""
+        num_at_quota = 0
+        for tenant in self._stores.tenants:
+            if self._copy_next(tenant):
+                return _Outcome.COPIED
+            if must_end or not any(tier.delays_stores for tier in self._backing):
+                self._skip(self._stores.take(tenant))
+                return _Outcome.COPIED
+            if not self._host.is_at_quota(tenant):
+                return _Outcome.NO_ROOM
+            num_at_quota += self._stores.num_waiting(tenant)
+            for _ in range(max(0, num_at_quota - self._max_at_quota)):
+                self._skip(self._stores.take_last(tenant))
+                num_at_quota -= 1
+        return _Outcome.AT_QUOTA
+
+    def _copy_next(self, tenant: Tenant) -> bool:
+        """Copy the next blocks of a tenant that fit. Returns False if none does."""
+        ended: list[StoringBlock] = []
         try:
-            copies = self._reserve_some(storing)
+            copies = self._reserve_some(tenant, ended)
             if copies:
-                self._copy_to_host(storing, copies)
-            elif storing.num_ended < len(names):  # there is no room
-                if any(tier.delays_stores for tier in self._backing) and not must_end:
-                    return _Outcome.NO_ROOM
-                self._host_counters.num_skipped_stores += 1
-                storing.num_ended += 1
+                self._copy_to_host(copies)
         except Exception:
             logger.exception("a store failed")
-            return _Outcome.ENDED
-        return _Outcome.ENDED if storing.num_ended == len(names) else _Outcome.COPIED
+        self._stores.end_turn(tenant)
+        self._end(ended)
+        return bool(ended)
 
-    def _reserve_some(self, storing: _Storing) -> dict[int, HostBlock]:
-        """Return room for the next blocks of a store, by their place in it, as far as there is."""
-        names = storing.store.names
-        copies: dict[int, HostBlock] = {}
+    def _reserve_some(
+        self, tenant: Tenant, ended: list[StoringBlock]
+    ) -> list[tuple[StoringBlock, HostBlock]]:
+        """Reserve room for the next blocks of a tenant, as far as there is some.
+
+        Adds the blocks that are taken from the queue to `ended`, also those that need no room.
+        """
+        copies: list[tuple[StoringBlock, HostBlock]] = []
         most = min(COPY_BLOCKS, self.pace.piece_blocks(self._kv_memory.block_bytes))
-        while storing.num_ended < len(names) and len(copies) < most:
-            place = storing.num_ended
-            hints = storing.hints_of(place)
-            if self._host.holds(names[place]):
-                self._use(Use((names[place],), hints), storing.generation)
-            elif self._is_wanted(names[place], storing):
-                block = self._host.reserve(hints.tenant)
+        while self._stores.num_waiting(tenant) and len(copies) < most:
+            each = self._stores.take(tenant)
+            ended.append(each)
+            if self._host.holds(each.name):
+                self._use(Use((each.name,), each.hints), each.storing.generation)
+            elif each.storing.generation == self._generation.number:
+                block = self._host.reserve(tenant)
                 if block is None:
+                    self._stores.put_back(ended.pop())
                     break
-                copies[place] = block
-            storing.num_ended += 1
+                copies.append((each, block))
         return copies
 
-    def _is_wanted(self, name: BlockName, storing: _Storing) -> bool:
-        return storing.generation == self._generation.number and name not in storing.dropped
+    def _skip(self, block: StoringBlock) -> None:
+        self._host_counters.num_skipped_stores += 1
+        self._end((block,))
 
-    def _copy_to_host(self, storing: _Storing, copies: dict[int, HostBlock]) -> None:
-        names, block_ids = storing.store.names, storing.store.block_ids
-        blocks = copies.values()
+    def _end(self, blocks: Sequence[StoringBlock]) -> None:
+        """Count blocks as stored, or skipped, and report stores of which none is left."""
+        for block in blocks:
+            block.storing.num_left -= 1
+            if not block.storing.num_left:
+                self._report(block.storing)
+
+    def _report(self, storing: Storing) -> None:
+        self._done.stored.append(storing.store.store_id)
+        self.wake()
+
+    def _copy_to_host(self, copies: Sequence[tuple[StoringBlock, HostBlock]]) -> None:
+        blocks = [block for _, block in copies]
         try:
             copied = self.pace.copy_blocks(
-                *(self._copy, self._kv_memory, [block_ids[place] for place in copies]),
+                *(self._copy, self._kv_memory, [each.block_id for each, _ in copies]),
                 *(self._host.memory, [block.slot for block in blocks]),
                 work=Work.STORE,
-                ordered_s=storing.ordered_s,
+                ordered_s=copies[0][0].storing.ordered_s,
                 is_urgent=lambda: bool(self._loads),
             )
         except Exception:
             for block in blocks:
                 self._host.abandon(block)
             raise
-        for (place, block), digest in zip(copies.items(), copied.digests, strict=True):
-            self._store_block(names[place], block, digest, storing.hints_of(place), storing)
+        for (each, block), digest in zip(copies, copied.digests, strict=True):
+            self._store_block(each, block, digest)
         self._host.unpin_all(blocks)
         self._host_counters.num_stored += len(copies)
 
-    def _store_block(
-        self,
-        name: BlockName,
-        block: HostBlock,
-        digest: bytes,
-        hints: BlockHints,
-        storing: _Storing,
-    ) -> None:
+    def _store_block(self, each: StoringBlock, block: HostBlock, digest: bytes) -> None:
         """Publish a block that was copied to host memory, and write it to the tiers behind."""
-        self._host.publish(name, block, digest, hints)
-        is_behind = all(tier.holds(name) for tier in self._backing)
-        if not is_behind and self._admission.admits_store(name, hints):
-            self._write_behind(name, hints, storing.generation)
+        self._host.publish(each.name, block, digest, each.hints)
+        is_behind = all(tier.holds(each.name) for tier in self._backing)
+        if not is_behind and self._admission.admits_store(each.name, each.hints):
+            self._write_behind(each.name, each.hints, each.storing.generation)
 
     def _write_behind(self, name: BlockName, hints: BlockHints, generation: int) -> None:
         for tier in self._backing:
@@ -390,8 +404,7 @@ class TieredKv:
         return len(load.names) - len(pending.missing)
 
     def _drop(self, names: Sequence[BlockName]) -> None:
-        for storing in self._stores:
-            storing.dropped.update(names)
+        self._end(self._stores.drop(frozenset(names)))
         for name in names:
             self._host.remove(name)
         self.wake()

@@ -154,6 +154,23 @@ def test_a_tenant_at_its_quota_replaces_its_own_blocks() -> None:
     assert [host.holds(name_of(number)) for number in (1, 2, 3, 4)] == [True, False, True, True]
 
 
+def test_blocks_that_are_still_written_to_count_for_the_quota() -> None:
+    host = host_tier(8, tenant_share=0.25)
+    tenant = tenant_of("a salt")
+    first, second = host.reserve(tenant), host.reserve(tenant)
+    assert first is not None
+    assert second is not None
+    assert host.is_at_quota(tenant)
+    assert host.reserve(tenant) is None
+    assert not host.is_at_quota(tenant_of("another salt"))
+
+    host.abandon(first)
+    host.publish(name_of(1), second, b"", BlockHints(tenant))
+    assert not host.is_at_quota(tenant)
+    assert host.reserve(tenant) is not None
+    assert host.reserve(tenant) is None
+
+
 def add(host: HostTier, number: int, hints: BlockHints = NO_HINTS) -> HostBlock:
     """Add a block, which stays pinned."""
     block = host.reserve(hints.tenant)

@@ -8,18 +8,30 @@ from threading import Event, current_thread
 
 import pytest
 
-from kv_transfer.external_kv import FILE, HOST, OBJECT, BlockHints, tenant_of
+from kv_transfer.external_kv import (
+    FILE,
+    HOST,
+    NO_HINTS,
+    OBJECT,
+    BlockHints,
+    ExternalOrders,
+    Store,
+    StoreId,
+    tenant_of,
+)
 from kv_transfer.tiers import tiered_kv
 from kv_transfer.tiers.backing_tier import LOAD_DEADLINE_S, PAUSE_S
 from kv_transfer.tiers.block_memory import BlockMemory, copy_blocks
 from kv_transfer.tiers.block_store import BlockStore
 from kv_transfer.tiers.copy_pace import CopyPace, Work
 from kv_transfer.tiers.file_admission import AdmissionPolicy
-from kv_transfer.tiers.tiered_kv import TieredKv
+from kv_transfer.tiers.tiered_kv import MIN_AT_QUOTA, TieredKv
+from kv_transfer.types import BlockId
 from tests.support.block_stores import FolderWorld, StoreWorld, memory_world, scan_all
 from tests.support.tier_memory import name_of
 from tests.support.tier_world import WAIT_S, Failing, FaultyStore, Gate, TierWorld, tier_world
 
+TENANT = BlockHints(tenant_of("a salt"))
 DISK_FULL = OSError(28, "No space left on device")
 
 
@@ -39,10 +51,11 @@ class Backing:
         num_host: int = 16,
         store: BlockStore | None = None,
         admission: AdmissionPolicy = AdmissionPolicy.ALL,
+        tenant_share: float = 1.0,
     ) -> Iterator[TierWorld]:
         opened = self.open() if store is None else store
         files, objects = (opened, None) if self.tier == FILE else (None, opened)
-        with tier_world(num_host, files, objects, admission) as it:
+        with tier_world(num_host, files, objects, admission, tenant_share=tenant_share) as it:
             yield it
 
     def names(self) -> set[str]:
@@ -368,6 +381,63 @@ def test_writes_that_a_store_waits_for_are_done_at_full_speed(files: Backing) ->
         gate.open()
         it.end_of_store(number)
         it.wait_until(lambda: it.tiers.pace.is_limited)
+
+
+def test_stores_of_a_tenant_at_its_quota_wait_for_files_and_delay_no_one_else(
+    files: Backing,
+) -> None:
+    store, gate = FaultyStore(files.open()), Gate("write")
+    store.before = gate
+    with files.world(num_host=8, store=store, tenant_share=0.25) as it:
+        it.tiers.pace.set_decoding(True)
+        waiting = it.start_store(1, 2, 3, 4, hints=TENANT)
+        gate.wait_until_reached()
+        it.store(5)
+        it.store(6, hints=BlockHints(tenant_of("another")))
+        assert it.tiers.pace.is_limited
+        assert [it.holds(block) for block in (1, 2, 3)] == [True, True, False]
+        it.drop(3)
+        gate.open()
+        it.end_of_store(waiting)
+        it.wait_until_held(4)
+    assert {stem.partition("-")[0] for stem in files.names()} == hexes(1, 2, 4, 5, 6)
+
+
+def test_one_store_of_several_tenants_is_copied_as_far_as_there_is_room(files: Backing) -> None:
+    store, gate = FaultyStore(files.open()), Gate("write")
+    store.before = gate
+    with files.world(num_host=8, store=store, tenant_share=0.25) as it:
+        it.store(1, 2, hints=TENANT)
+        gate.wait_until_reached()
+        names = (name_of(3), name_of(4), name_of(5))
+        order = Store(
+            StoreId(99), names, tuple(map(BlockId, (3, 4, 5))), (NO_HINTS, TENANT, NO_HINTS)
+        )
+        it.tiers.start(ExternalOrders(stores=(order,)))
+        it.wait_until_held(5)
+        assert not it.holds(4)
+        gate.open()
+        it.end_of_store(99)
+        assert it.holds(4)
+
+
+def test_a_tenant_never_has_more_blocks_in_host_memory_than_its_quota() -> None:
+    with tier_world(num_host=16, tenant_share=0.25) as it:
+        it.store(*range(10), hints=TENANT)
+        assert len(it.host) == 4
+
+
+def test_of_a_tenant_at_its_quota_only_some_blocks_wait_in_the_kv_cache(files: Backing) -> None:
+    """Otherwise, they would take all of what the scheduler lets be stored at a time."""
+    store, gate = FaultyStore(files.open()), Gate("write")
+    store.before = gate
+    with files.world(num_host=8, store=store, tenant_share=0.25) as it:
+        number = it.start_store(*range(12), hints=TENANT)
+        it.store(13)
+        assert it.counters(HOST).num_skipped_stores == 12 - 2 - MIN_AT_QUOTA
+        gate.open()
+        it.end_of_store(number)
+    assert len(files.names()) == 2 + MIN_AT_QUOTA + 1
 
 
 def test_all_is_written_when_the_node_ends_although_copies_were_limited(files: Backing) -> None:
