@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -19,6 +20,11 @@ MAX_INT = (1 << 31) - 1
 MAX_SHOWN = 200  # characters of a wrong value in an error
 MAX_TEXT_BYTES = 64 << 20  # of one file; the largest tokenizers have 35 MB
 INDEX = "model.safetensors.index.json"
+GGUF_MAGIC = b"GGUF"
+NO_GGUF = (
+    "GGUF is not supported yet. Use the folder or hub name of the original model, which has "
+    "config.json and *.safetensors; --quantize int8 or int4 makes its weights as small"
+)
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -49,8 +55,12 @@ def resolve_model_folder(
     huggingface_hub's own.
     """
     folder = Path(model).expanduser()
+    if _is_gguf(folder):
+        raise ModelError(f"{model}: {NO_GGUF}")
     if folder.is_dir():
         return folder
+    if folder.is_file():
+        raise ModelError(f"{model} is a file; name its folder: {folder.absolute().parent}")
     if not HUB_NAME.fullmatch(model):
         raise ModelError(f"{model} is neither a folder on this machine nor a model name of the hub")
     cached = _find_cached(model, revision, cache)
@@ -59,6 +69,15 @@ def resolve_model_folder(
     if offline:
         raise ModelError(f"{_not_found(model, revision)}; no download was tried (offline)")
     return _download(model, revision, cache)
+
+
+def served_name(model: str) -> str:
+    """Return the name by which clients know a model, unless an option sets another.
+
+    It is the last name of a folder's path, or the name of the hub.
+    """
+    folder = Path(model).expanduser()
+    return os.path.basename(os.path.abspath(folder)) if folder.is_dir() else model
 
 
 def read_generation_defaults(folder: Path) -> GenerationDefaults:
@@ -239,6 +258,18 @@ def _eos_ids(raw: JsonFields) -> tuple[int, ...]:
     return tuple(listed)
 
 
+def _is_gguf(path: Path) -> bool:
+    """Return whether this is a GGUF file, a folder of such files alone, or named like one."""
+    if path.is_dir():
+        return any(path.glob("*.gguf")) and not any(path.glob("*.safetensors"))
+    if path.suffix.lower() == ".gguf":
+        return True
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(GGUF_MAGIC)) == GGUF_MAGIC
+
+
 # huggingface_hub is imported on use: the import is slow, and local folders do not need it.
 
 
@@ -281,6 +312,8 @@ def _download(model: str, revision: str | None, cache: Path | None) -> Path:
 
 
 def _not_found(model: str, revision: str | None) -> str:
+    if model.lower().endswith("gguf"):
+        return f"{model}: {NO_GGUF}"
     at = f" at revision {revision}" if revision else ""
     return (
         f"no folder {Path(model).expanduser().absolute()}, and no model {model!r}{at} in the "

@@ -40,7 +40,7 @@ class NodeOptions:
     port: int = 0  # 0: any free port
     tls: TlsConfig = PLAIN
     node_id: str = ""  # empty: random
-    model_name: str = ""  # empty: the model folder's name
+    model_name: str = ""  # empty: see `served_name`
     kv_transport: str = "nixl"
     kv_tls: str = ""  # UCX_TLS, such as "tcp"; empty: UCX chooses
     kv_net_device: str = ""  # such as "lo" or "eth0"; empty: see `kv_device`

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from engine.core import EngineCore
 from engine.engine_thread import Compiler, EngineThread
 from engine.factory import EngineOptions, build_grammars, build_scheduler
+from engine.model_folder import served_name
 from engine.runner.model_runner import TorchRunner
 from engine.scheduler.config import PullConfig
 from engine.scheduler.scheduler import Scheduler
@@ -160,7 +161,7 @@ def _build_card(
         incarnation=identity.incarnation,
         role=role,
         fingerprint=identity.fingerprint,
-        model=options.model_name or runner.info.folder.name,
+        model=options.model_name or served_name(options.runner.model),
         max_model_len=runner.info.max_model_len,
         vocab_size=runner.info.vocab_size,
         num_blocks=runner.kv_memory.num_blocks,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from baton.doctor.findings import Finding, fail, ok, warn
 from baton.doctor.tiers import KvShapeFacts
 from baton.units import format_bytes
-from engine.model_folder import resolve_model_folder
+from engine.model_folder import resolve_model_folder, served_name
 from errors import ModelError
 from text.tokenizer import Tokenizer
 
@@ -50,7 +50,7 @@ def kv_shape_of(model: str, kv_cache_dtype: str = "auto") -> KvShapeFacts | None
     except ModelError:
         return None
     shape = KvShape.of(config, BLOCK_SIZE, kv_dtype(kv_cache_dtype, config, DTYPES[config.dtype]))
-    return KvShapeFacts(folder.name, shape.block_bytes, BLOCK_SIZE)
+    return KvShapeFacts(served_name(model), shape.block_bytes, BLOCK_SIZE)
 
 
 def _tokenizer(folder: Path) -> Finding:

@@ -68,6 +68,16 @@ def test_up_shows_who_serves_and_ends_all_of_them_on_ctrl_c(up: Callable[..., Te
 
 
 @pytest.mark.slow
+def test_up_shows_router_and_nodes_with_one_name_of_the_model(
+    up: Callable[..., Terminal], model_folder: Path
+) -> None:
+    with up() as screen:
+        shown = re.findall(r"│ \S+\s*│ +\d+ │ \S+\s*│ (\S+)", screen.await_text("┘"))
+
+    assert shown == [model_folder.name] * 3
+
+
+@pytest.mark.slow
 def test_a_stream_over_http_comes_to_its_end_before_up_does(up: Callable[..., Terminal]) -> None:
     with up("--prefill", "0", "--http-port", "0") as screen:
         address = HTTP.search(screen.await_text("/v1; Ctrl-C ends"))

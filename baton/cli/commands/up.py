@@ -144,12 +144,16 @@ def _where(cluster: LocalCluster, tls: TlsConfig) -> str:
 
 
 def _rows(cluster: LocalCluster, options: ClusterOptions) -> list[dict[str, object]]:
-    rows: list[dict[str, object]] = [
-        {"process": "router", "pid": cluster.router.process.pid, "address": cluster.address}
+    cards = [
+        (child, _card_at(child.address, options.tls))
+        for child in (*cluster.prefills, *cluster.decodes)
     ]
-    rows[0] |= {"model": options.model, "KV cache": "", "longest request": ""}
-    for child in (*cluster.prefills, *cluster.decodes):
-        card = _card_at(child.address, options.tls)
+    models = ", ".join(sorted({card.model for _, card in cards}))
+    router = {"process": "router", "pid": cluster.router.process.pid, "address": cluster.address}
+    rows: list[dict[str, object]] = [
+        {**router, "model": models, "KV cache": "", "longest request": ""}
+    ]
+    for child, card in cards:
         num_tokens = card.num_blocks * card.fingerprint.block_size
         size = format_bytes(card.num_blocks * card.block_bytes)
         where = {"process": child.name, "pid": child.process.pid, "address": child.address}

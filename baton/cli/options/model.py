@@ -34,7 +34,12 @@ MaxModelLen = Annotated[
     ),
 ]
 ModelName = Annotated[
-    str, typer.Option(help="Name that clients use for the model.", rich_help_panel=MODEL_PANEL)
+    str,
+    typer.Option(
+        help="Name that clients use for the model. Default: the last name of the folder's path, or "
+        "the name on the hub.",
+        rich_help_panel=MODEL_PANEL,
+    ),
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.", rich_help_panel=MACHINE_PANEL)]
 Kernels = Annotated[
