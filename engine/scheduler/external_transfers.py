@@ -191,10 +191,12 @@ class ExternalTransfers:
         if self._external is None:
             return
         hints, num_hits = request.block_hints, request.num_cached_tokens // self._cache.block_size
-        names = self._cache.names_of(request, num_hits if hints.is_plain else None)
-        held = tuple(filter(self._external.holds, reversed(names)))
+        hits = self._cache.names_of(request, num_hits)
+        names = hits if hints.is_plain else self._cache.names_of(request)
+        computed = tuple(filter(self._external.holds, reversed(names[len(hits) :])))
+        held = computed + tuple(filter(self._external.holds, reversed(hits)))
         if held:
-            self._uses.append(Use(held, hints))
+            self._uses.append(Use(held, hints, len(computed)))
         if hints.is_wanted:
             self._cache.store_hits(request)
 

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from enum import Enum
 
 from errors import InvalidConfig
-from kv_transfer.external_kv import BlockHints, BlockName
+from kv_transfer.external_kv import NO_HINTS, BlockHints, BlockName
 
 MAX_NAMES = 1 << 17  # of blocks that were used once; the oldest ones are forgotten
 
@@ -41,9 +41,12 @@ class FileAdmission:
             self._used_once.popitem(last=False)
         return False
 
-    def admits_use(self, name: BlockName) -> bool:
-        """Return whether a block that was not admitted when it was stored is written now."""
-        if name not in self._used_once:
+    def admits_use(self, name: BlockName, hints: BlockHints = NO_HINTS) -> bool:
+        """Return whether a block that was not admitted when it was stored is written now.
+
+        A release is no sign that it will be used again.
+        """
+        if hints.is_released or name not in self._used_once:
             return False
         del self._used_once[name]
         return True

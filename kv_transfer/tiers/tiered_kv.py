@@ -357,8 +357,9 @@ class TieredKv:
         if generation != self._generation.number:
             return
         self._host.use(use.names, use.hints)
-        for name in filter(self._admission.admits_use, use.names):
-            self._write_behind(name, self._host.hints_of(name), generation)
+        for name in use.names[use.num_computed :]:  # of the others, this is the first use
+            if self._admission.admits_use(name, use.hints):
+                self._write_behind(name, self._host.hints_of(name), generation)
         for tier in self._backing:
             tier.use(use.names, use.hints)
 

@@ -17,6 +17,7 @@ from kv_transfer.external_kv import (
     ExternalOrders,
     Store,
     StoreId,
+    Use,
     tenant_of,
 )
 from kv_transfer.tiers import tiered_kv
@@ -225,6 +226,25 @@ def test_with_reuse_blocks_are_written_at_their_second_use(files: Backing) -> No
         it.store(1)
         it.use(9)
     assert files.names() == hexes(1, 2)
+
+
+def test_with_reuse_a_release_writes_nothing(backing: Backing) -> None:
+    with backing.world(admission=AdmissionPolicy.REUSE) as it:
+        it.store(1, 2)
+        it.use(1, 2, hints=BlockHints(is_released=True))
+        it.use(2)
+    assert backing.names() == hexes(2)
+
+
+def test_with_reuse_the_end_of_the_request_that_computed_a_block_is_not_its_second_use(
+    backing: Backing,
+) -> None:
+    with backing.world(admission=AdmissionPolicy.REUSE) as it:
+        it.store(1, 2)
+        names = (name_of(2), name_of(1))
+        use = Use(names, BlockHints(priority=90), num_computed=1)
+        it.tiers.start(ExternalOrders(uses=(use,)))
+    assert backing.names() == hexes(1)
 
 
 def test_with_reuse_blocks_of_a_session_are_written_at_once(backing: Backing) -> None:
