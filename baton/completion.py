@@ -25,6 +25,7 @@ class Completion:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     error: str | None = None  # with FinishReason.ERROR
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    warnings: list[str] = field(default_factory=list)  # such as max_tokens lowered
 
 
 class CompletionBuilder:

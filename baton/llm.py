@@ -18,12 +18,14 @@ from baton.interrupts import defer_interrupts
 from baton.kernels import build_missing_kernels
 from baton.progress import generation_bar, loading_bar
 from baton.units import AUTO, parse_kv_memory
+from engine.context_length import fit_max_tokens
 from engine.factory import EngineOptions, build_engine, build_grammars
 from engine.model_folder import resolve_model_folder
 from engine.request import EngineRequest, Output, RequestId
 from engine.runner.load import RunnerConfig, load_runner
 from engine.sampling import SamplingParams
 from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.validation import max_sequence_length
 from engine.spec_decode.config import parse_speculation
 from engine.structured_output.grammar import Grammar
 from engine.structured_output.params import StructuredOutputs
@@ -122,14 +124,16 @@ class LLM:
         Raises InvalidRequest, before anything runs, if one of the prompts can never be served.
         An exception that ends the engine is raised unchanged; later calls raise EngineStopped.
         """
-        specs = self._specs(_as_list(prompts), sampling)
-        for index, spec in enumerate(specs):
-            self._validate(index, spec)
+        requests = self._requests(_as_list(prompts), sampling)
+        specs = [self._fit(index, spec) for index, spec in enumerate(requests)]
         stop_strings = (stop,) if isinstance(stop, str) else tuple(stop)
         rule = StopRule(tuple(filter(None, stop_strings)), include_stop_in_output)
-        return self._run(specs, rule)
+        completions = self._run([spec for spec, _ in specs], rule)
+        for completion, (_, warning) in zip(completions, specs, strict=True):
+            completion.warnings += [warning] if warning else []
+        return completions
 
-    def _specs(
+    def _requests(
         self, prompts: list[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[EngineRequest]:
         if not isinstance(sampling, Sequence):
@@ -151,11 +155,17 @@ class LLM:
             arrival_s=time.monotonic(),
         )
 
-    def _validate(self, index: int, spec: EngineRequest) -> None:
+    def _fit(self, index: int, spec: EngineRequest) -> tuple[EngineRequest, str]:
+        """Return the request as it can be served, and a warning if that is less than requested."""
+        scheduler = self.engine.scheduler
+        longest = max_sequence_length(scheduler.config, scheduler.cache_config)
         try:
-            self.engine.scheduler.validate(spec)
+            sampling, warning = fit_max_tokens(spec.sampling, len(spec.prompt_token_ids), longest)
+            fitted = replace(spec, sampling=sampling)
+            scheduler.validate(fitted)
         except InvalidRequest as error:
             raise InvalidRequest(f"prompt {index}: {error}") from None
+        return fitted, warning
 
     def _compile_grammars(self, specs: list[EngineRequest]) -> dict[StructuredOutputs, Grammar]:
         """Compile the structured outputs of all requests, each once."""

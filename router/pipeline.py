@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from router.admission.admission import Admission
 from router.admission.admission_queue import INITIAL_CAPACITY, AdmissionQueueConfig
@@ -19,7 +19,7 @@ from router.input_processing.input_processor import InputProcessor
 from router.input_processing.large_texts import LargeTextConfig
 from router.input_processing.tokenization import TextBoundary
 from router.routing.node_table import NodeTable
-from router.values import AnswerPart, GenerateCall
+from router.values import AnswerPart, CompletionSummary, GenerateCall
 from rpc.errors import Draining, RequestIdInUse
 
 
@@ -109,4 +109,7 @@ class Pipeline:
         async with self._admission.turn(call, context) as note_part, aclosing(answer) as parts:
             async for part in parts:
                 note_part(part)
-                yield part
+                if isinstance(part, CompletionSummary):
+                    yield replace(part, warnings=call.warnings)
+                else:
+                    yield part

@@ -295,6 +295,7 @@ def _finish_to(ending: CompletionSummary) -> inference_pb2.Finish:
         ),
         timings=_timings_to(ending.timings),
         served=_served_to(ending.served),
+        warnings=ending.warnings,
     )
 
 

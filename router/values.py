@@ -79,6 +79,7 @@ class GenerateCall:
     # The client set no max_tokens: the answer is limited only by the model's context length and
     # the KV caches, less the prompt.
     fills_context: bool = False
+    warnings: tuple[str, ...] = ()  # what is done only in part
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:
@@ -186,6 +187,7 @@ class CompletionSummary:
     num_completion_tokens: int
     timings: Timings
     served: ServedBy
+    warnings: tuple[str, ...] = ()  # what was done only in part
 
 
 AnswerPart = TokenChunk | CompletionSummary

@@ -19,6 +19,10 @@ def print_error(message: str) -> None:
     print(f"baton: error: {message}", file=sys.stderr)
 
 
+def print_warning(message: str) -> None:
+    print(f"baton: warning: {message}", file=sys.stderr)
+
+
 def print_named_error(error: NamedError) -> int:
     """Print an error that Baton raised; return the exit code."""
     print_error(str(error))

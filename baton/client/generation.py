@@ -106,6 +106,7 @@ class Finish:
     served: Served
     # Prompt tokens read from the prefix cache of the node that computed the others.
     num_cached_prompt_tokens: int | None = None
+    warnings: tuple[str, ...] = ()  # what was done only in part, such as max_tokens lowered
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,6 +140,7 @@ def _finish(message: inference_pb2.Finish) -> Finish:
             if message.usage.HasField("cached_prompt_tokens")
             else None
         ),
+        warnings=tuple(message.warnings),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache, partial
 
+from engine.context_length import fit_max_tokens
 from engine.sampling import SamplingParams
 from errors import ContextLengthExceeded
 from router.context import RequestContext
@@ -55,7 +56,7 @@ class InputProcessor:
         check_prompt_logprobs_fit(len(token_ids), call.sampling.prompt_logprobs)
         if call.sampling.structured_outputs is not None:
             await self._forms.check(call.sampling.structured_outputs)
-        return self._cap_max_tokens(replace(call, prompt=TokenPrompt(token_ids)), len(token_ids))
+        return self._fit_max_tokens(replace(call, prompt=TokenPrompt(token_ids)), len(token_ids))
 
     def check_model(self, model: str) -> None:
         """Raises UnknownModel if nodes are known and none of them serves `model`."""
@@ -101,15 +102,11 @@ class InputProcessor:
         sequences = {tokens for word in words for tokens in self._text.spellings(word)}
         return tuple(sorted(sequences))
 
-    def _cap_max_tokens(self, call: GenerateCall, num_prompt_tokens: int) -> GenerateCall:
-        """Lower a default `max_tokens` to what the KV cache of every decode node can hold."""
-        if not call.fills_context:
-            return call
+    def _fit_max_tokens(self, call: GenerateCall, num_prompt_tokens: int) -> GenerateCall:
+        """Lower `max_tokens` to what the model and the KV cache of every decode node can hold."""
         longest = self._table.served_model(call.model).max_sequence_len
         if longest is None:
             return call
-        least = max(1, call.sampling.min_tokens)
-        max_tokens = max(least, longest - num_prompt_tokens)
-        if max_tokens >= call.sampling.max_tokens:
-            return call
-        return replace(call, sampling=replace(call.sampling, max_tokens=max_tokens))
+        sampling, warning = fit_max_tokens(call.sampling, num_prompt_tokens, longest)
+        is_unexpected = warning and not call.fills_context
+        return replace(call, sampling=sampling, warnings=(warning,) if is_unexpected else ())

@@ -99,7 +99,7 @@ def test_a_completion_has_the_tokens_the_ending_and_the_usage(text: TextBoundary
     through_the_door(scene, text=text)
 
 
-def test_a_chat_without_max_tokens_gets_what_its_prompt_leaves_of_the_kv_caches(
+def test_max_tokens_is_lowered_to_what_the_prompt_leaves_of_the_kv_caches(
     text: TextBoundary,
 ) -> None:
     nodes = FakeNodeCalls()
@@ -110,15 +110,25 @@ def test_a_chat_without_max_tokens_gets_what_its_prompt_leaves_of_the_kv_caches(
     async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
         [model] = (await client.models.list()).data
         answer = await client.chat.completions.create(model="tiny", messages=CHAT)
-        await client.chat.completions.create(model="tiny", messages=CHAT, max_tokens=400)
+        capped: Any = await client.chat.completions.create(
+            model="tiny", messages=CHAT, max_tokens=400
+        )
 
         assert answer.usage is not None
+        rest = 160 - answer.usage.prompt_tokens
         by_default, explicit = {
             each.handoff_id.request_id: each.request.sampling.max_tokens for each in nodes.received
         }.values()
-        assert by_default == 160 - answer.usage.prompt_tokens
-        assert explicit == 400  # never changed: nodes refuse it by name if it cannot fit
+        assert (by_default, explicit) == (rest, rest)
+        assert "warnings" not in (answer.model_extra or {})
+        [warning] = capped.warnings
+        assert warning.startswith(f"max_tokens 400 was lowered to {rest}: prompt and answer")
         assert getattr(model, "max_sequence_len", None) == 160
+        with pytest.raises(openai.BadRequestError, match="lower it to at most") as refusal:
+            await client.completions.create(
+                model="tiny", prompt=PROMPT, max_tokens=400, extra_body={"min_tokens": 300}
+            )
+        assert refusal.value.param == "min_tokens"
 
     through_the_door(scene, nodes, text=text, table=table)
 

@@ -126,6 +126,20 @@ def test_a_prompt_that_cannot_be_served_is_named_and_the_engine_goes_on(
     local.engine.scheduler.check()
 
 
+def test_max_tokens_beyond_the_context_are_lowered_with_a_warning(local: LLM) -> None:
+    beyond, within = local.generate(
+        [prompt_of(9), prompt_of(8)],
+        [SamplingParams(max_tokens=10**6, temperature=0.0, ignore_eos=True), GREEDY],
+    )
+
+    num_tokens = len(beyond.token_ids)
+    [warning] = beyond.warnings
+    assert warning.startswith(f"max_tokens 1000000 was lowered to {num_tokens}: ")
+    assert f"can have {num_tokens + 9} tokens together, and the prompt has 9" in warning
+    assert within.warnings == []
+    local.engine.scheduler.check()
+
+
 def test_too_few_params_for_the_prompts_are_refused(local: LLM) -> None:
     with pytest.raises(InvalidRequest, match="2 prompts, but 1"):
         local.generate([prompt_of(3), prompt_of(4)], [GREEDY])
@@ -156,6 +170,14 @@ def test_run_prints_the_answer_and_tells_the_size_of_the_cache(model_folder: Pat
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("the fox")
     assert "blocks" in done.stderr
+    assert "warning" not in done.stderr
+
+
+def test_run_prints_what_was_lowered(model_folder: Path) -> None:
+    done = _baton("run", "--model", str(model_folder), "--max-tokens", "9999", "the fox")
+
+    assert done.returncode == 0, done.stderr
+    assert "baton: warning: max_tokens 9999 was lowered to " in done.stderr
 
 
 def test_run_names_a_bad_setting_in_one_line(model_folder: Path) -> None:

@@ -191,6 +191,30 @@ def test_the_command_line_prints_the_text_that_a_client_gets(
     assert printed.stdout == text + "\n"
 
 
+def test_max_tokens_beyond_the_context_are_lowered_with_a_warning(
+    cluster: LocalCluster, client: Client
+) -> None:
+    prompt = "the quick brown"
+    finish = client.generate(prompt, Generation(greedy(max_tokens=9999))).finish
+
+    printed = subprocess.run(
+        [
+            *(sys.executable, "-m", "baton", "generate", "--address", cluster.address),
+            *("--max-tokens", "9999", "--temperature", "0", "--ignore-eos", prompt),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+
+    assert finish is not None
+    assert finish.num_prompt_tokens + finish.num_completion_tokens == 512
+    [warning] = finish.warnings
+    assert warning.startswith(f"max_tokens 9999 was lowered to {finish.num_completion_tokens}: ")
+    assert printed.stderr == f"baton: warning: {warning}\n"
+
+
 def is_all_free(num_blocks: int, load: NodeLoad) -> bool:
     return load.num_running == 0 and load.num_free_blocks == num_blocks
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from baton.cli.errors import print_warning
 from baton.cli.options.connection import connect
 from baton.cli.options.kv_hints import kv_hints
 from baton.cli.options.model import MODEL_PANEL
@@ -124,9 +125,11 @@ def generate(
                     await _show_logprobs(client, answer)
         return answers
 
-    for answer in asyncio.run(stream()):
-        if timings and answer.finish is not None:
-            print(timing_line(answer.finish), file=sys.stderr)
+    finishes = [each.finish for each in asyncio.run(stream()) if each.finish is not None]
+    for warning in dict.fromkeys(each for finish in finishes for each in finish.warnings):
+        print_warning(warning)
+    for finish in finishes if timings else ():
+        print(timing_line(finish), file=sys.stderr)
 
 
 def _format_end(answers: Sequence[Answer], *, as_json: bool) -> str:
@@ -154,6 +157,7 @@ def as_values(answer: Answer) -> dict[str, Any]:
         "usage": {name.removeprefix("num_"): finish.get(name) for name in usage},
         "timings": {name: finish.get(name) for name in timings},
         "served": finish.get("served"),
+        "warnings": finish.get("warnings"),
     }
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from baton.cli.errors import FAILED, print_error
+from baton.cli.errors import FAILED, print_error, print_warning
 from baton.cli.options.batching import Speculative
 from baton.cli.options.kv_cache import KV_PANEL, KvDtype
 from baton.cli.options.model import Device, Dtype, ModelOrDemo, Threads
@@ -66,6 +66,8 @@ def run(
         )
     for prompt, answer in zip(texts, answers, strict=True):
         print(prompt + answer.text)
+        for warning in answer.warnings:
+            print_warning(warning)
         if answer.error is not None:
             print_error(f"the answer is incomplete: {answer.error}")
     if any(answer.error is not None for answer in answers):

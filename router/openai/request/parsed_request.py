@@ -59,8 +59,6 @@ class ResponseOptions:
     with_one_call: bool = False  # at most one tool call
     # The field that sets structured output, which has no reasoning in front; empty: any text.
     form_field: str = ""
-    max_tokens: int | None = None  # as requested; None: not given
-    max_model_len: int | None = None  # None: unknown
 
     @property
     def needs_prompt_ids(self) -> bool:
@@ -115,7 +113,6 @@ def completion_from(
         num_logprobs=body.logprobs,
         echoes=body.echo,
         with_answer=with_answer,
-        max_tokens=body.max_tokens,
         **_common_options(body),
     )
     return _parsed_request(body, prompts, overrides, request_id, advice, options, best_of)
@@ -158,7 +155,6 @@ def chat_completion_from(
         tool_call_mode=choice.tool_call_mode,
         function=choice.name,
         with_one_call=not body.parallel_tool_calls,
-        max_tokens=max_tokens,
         **_common_options(body),
     )
     parsed = _parsed_request(body, [prompt], overrides, request_id, advice, options, body.n, choice)
@@ -247,7 +243,7 @@ def _parsed_request(
     if not body.stream:
         _check_logprobs_fit(calls, advice)
     form_field = "" if output_format is None else output_format.field
-    options = replace(options, form_field=form_field, max_model_len=advice.max_model_len)
+    options = replace(options, form_field=form_field)
     return ParsedRequest(tuple(calls), num_each, body.n, options)
 
 

@@ -18,26 +18,13 @@ class Warnings:
     """Warnings of one request."""
 
     def __init__(self, options: ResponseOptions, parsing: Parsing, *, supports_tools: bool) -> None:
-        self._options = options
         self._of_tools = _of_tools(options, parsing, supports_tools=supports_tools)
 
     def of(self, *endings: CompletionSummary) -> Json:
         """Return the field `warnings`, or no field if there are none."""
-        capped = (self._describe_cap(each.num_prompt_tokens) for each in endings)
-        warnings = [*self._of_tools, *dict.fromkeys(filter(None, capped))]
+        unfulfilled = (warning for each in endings for warning in each.warnings)
+        warnings = [*self._of_tools, *dict.fromkeys(unfulfilled)]
         return {"warnings": warnings} if warnings else {}
-
-    def _describe_cap(self, num_prompt_tokens: int) -> str:
-        max_tokens, max_model_len = self._options.max_tokens, self._options.max_model_len
-        if max_tokens is None or max_model_len is None:
-            return ""
-        rest = max_model_len - num_prompt_tokens
-        if max_tokens <= rest:
-            return ""
-        return (
-            f"max_tokens {max_tokens} was lowered to {rest}: max_model_len is {max_model_len}, and "
-            f"the prompt has {num_prompt_tokens} tokens"
-        )
 
 
 def _of_tools(options: ResponseOptions, parsing: Parsing, *, supports_tools: bool) -> Sequence[str]:

@@ -362,11 +362,14 @@ def test_tokens_that_wait_go_out_as_one_piece_and_a_failure_behind_them_takes_no
 
 def test_a_client_that_does_not_read_loses_its_request_and_gets_what_waited() -> None:
     nodes = FakeNodeCalls()
+    decode = a_node(NodeRole.DECODE)
+    decode = replace(decode, card=replace(decode.card, max_model_len=3 * MAX_WAITING))
+    table = a_table(a_node(NodeRole.PREFILL), decode)
     reported: list[TokenChunk] = []
 
     async def read() -> None:
         call = a_call(max_tokens=2 * MAX_WAITING)
-        async for part in generated(a_pipeline(nodes), call, RequestContext(0.0)):
+        async for part in generated(a_pipeline(nodes, table), call, RequestContext(0.0)):
             assert isinstance(part, TokenChunk)
             reported.append(part)
 

@@ -1,0 +1,39 @@
+"""Answers that fit the context length."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.context_length import fit_max_tokens
+from engine.sampling import SamplingParams
+from errors import InvalidRequest
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "num_prompt_tokens", "fitted"),
+    [(9, 11, 9), (10, 10, 10), (11, 10, 10), (10**6, 19, 1), (5, 20, 5), (5, 30, 5)],
+)
+def test_max_tokens_is_what_the_prompt_leaves_at_most(
+    max_tokens: int, num_prompt_tokens: int, fitted: int
+) -> None:
+    sampling, warning = fit_max_tokens(SamplingParams(max_tokens), num_prompt_tokens, 20)
+
+    assert sampling.max_tokens == fitted
+    assert bool(warning) == (fitted < max_tokens)
+
+
+def test_the_warning_has_the_numbers() -> None:
+    warning = fit_max_tokens(SamplingParams(100), 15, 20).warning
+
+    assert warning == (
+        "max_tokens 100 was lowered to 5: prompt and answer can have 20 tokens together, and the "
+        "prompt has 15"
+    )
+
+
+def test_min_tokens_that_cannot_be_reached_are_refused_by_name() -> None:
+    assert fit_max_tokens(SamplingParams(100, min_tokens=5), 15, 20).sampling.max_tokens == 5
+    with pytest.raises(InvalidRequest, match="lower it to at most 5") as refusal:
+        fit_max_tokens(SamplingParams(100, min_tokens=6), 15, 20)
+
+    assert refusal.value.field == "min_tokens"
