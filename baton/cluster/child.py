@@ -108,15 +108,17 @@ class Child:
             raise self.start_timeout_error(timeout_s)
         if not self.address:
             code = self.process.wait()
-            raise ClusterFailed(self._start_error(code))
+            raise ClusterFailed(self.end_message(code))
         self._on_up(self)
         return self.address
 
     def start_timeout_error(self, timeout_s: float) -> ClusterFailed:
         return ClusterFailed(f"{self.name} did not start within {timeout_s:.0f} s\n{self.log}")
 
-    def _start_error(self, code: int) -> str:
-        """Return the error that the process printed last; without one, the tail of its log."""
+    def end_message(self, code: int) -> str:
+        """Return how the process ended: at start with its last error, or the tail of its log."""
+        if self.address:
+            return f"{self.name} ended with code {code}"
         last = self._lines[-1] if self._lines else ""
         if last.startswith(ERROR_PREFIX):
             return f"{self.name} did not start: {last.removeprefix(ERROR_PREFIX).strip()}"
@@ -161,11 +163,11 @@ class Child:
             self._note_address(*announced)
             return
         self._lines.append(line)
-        self._on_line(self, line)
         # Start errors are reported by ClusterFailed: once, rather than once per node.
         is_start_error = not self.address and line.startswith(ERROR_PREFIX)
         if self._show_logs and not is_start_error:
             print(f"[{self.name}] {line}", end="", file=sys.stderr)
+        self._on_line(self, line)
 
     def _note_address(self, protocol: str, address: str) -> None:
         """Store an announced address. A router announces gRPC last, when it is complete."""

@@ -74,6 +74,7 @@ class LocalCluster:
         self._lists: NodeLists | None = None
         self._numbers = {"prefill": itertools.count(), "decode": itertools.count()}
         self._spawned: list[Child] = []
+        self._successors: dict[Child, Child] = {}  # of processes that were restarted
         self._is_killed = False
         self._settled: queue.SimpleQueue[Child] = queue.SimpleQueue()
         self.router: Child
@@ -133,16 +134,35 @@ class LocalCluster:
 
     def restart(self, ended: Child) -> Child:
         """Start a new process at the addresses of one that has ended. Raises ClusterFailed."""
-        arguments = with_port(ended.arguments, "--port", ended.address)
-        arguments = with_port(arguments, "--http-port", ended.http_address)
-        child = self._start_child(ended.name, arguments)
+        child = self.begin_restart(ended, self._settled.put)
+        child.await_address(self._options.start_timeout_s)
+        return child
+
+    def begin_restart(self, ended: Child, on_settled: Callable[[Child], None]) -> Child:
+        """Start a new process as `restart` does, but do not wait until it listens.
+
+        `on_settled` is called on another thread when it listens, or ended without listening.
+        """
+        child = Child(ended.name, self._arguments_of(ended), self._options, on_settled)
+        self._spawned.append(child)
+        self._successors[ended] = child  # takes its turn when the cluster ends
+        if self._is_killed:
+            child.process.kill()
         if ended is self.router:
             self.router = child
         else:
             siblings = self.prefills if ended in self.prefills else self.decodes
             siblings[siblings.index(ended)] = child
-        child.await_address(self._options.start_timeout_s)
         return child
+
+    def _arguments_of(self, ended: Child) -> tuple[str, ...]:
+        """Return the arguments of a process, with the ports that it was bound to if it listened."""
+        arguments = ended.arguments
+        if ended.address:
+            arguments = with_port(arguments, "--port", ended.address)
+        if ended.http_address:
+            arguments = with_port(arguments, "--http-port", ended.http_address)
+        return arguments
 
     def _start(self) -> None:
         options = self._options
@@ -224,9 +244,16 @@ class LocalCluster:
         if self._is_killed:
             raise ClusterFailed("stopped before all processes had started")
         child = Child(name, arguments, self._options, self._settled.put)
-        self._lifetime.callback(child.stop)
+        self._lifetime.callback(self._stop, child)
         self._spawned.append(child)
         return child
+
+    def _stop(self, child: Child) -> None:
+        """Stop a process, or the one that was started in its place."""
+        child.stop()
+        while child in self._successors:
+            child = self._successors[child]
+            child.stop()
 
 
 def with_port(arguments: Sequence[str], option: str, address: str) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from kv_transfer.types import HandoffId, NodeId, Peer
 from rpc.messages.sequences import decode_order, node_request_id
 from rpc.node_info import NodeLoad
 from tests.support.baton_command import BATON, run_baton
-from tests.support.child_programs import running_program
+from tests.support.child_programs import children_of, running_program
 from tests.support.client_load import PATIENCE_S, ClientAnswer, ClientRequest, stream_answer
 from tests.support.health import health_of
 from tests.support.models import prompt_of, reference_choices
@@ -280,9 +280,3 @@ def test_an_address_of_another_machine_is_one_clear_line_too() -> None:
     assert ended.stderr == (
         "baton: error: cannot listen on 192.0.2.1:50051: Cannot assign requested address\n"
     )
-
-
-def children_of(pid: int) -> list[int]:
-    """Return the children of all threads of a process."""
-    lists = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for listed in lists for child in listed.read_text(encoding="ascii").split()]

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from baton.client import Client, Generation
+from baton.client import BatonError, Client, Generation
 from engine.sampling import SamplingParams
 from tests.support.baton_command import BATON, run_baton
+from tests.support.child_programs import children_of
 from tests.support.models import prompt_of
 from tests.support.terminal import CTRL_C, Terminal
 
@@ -149,7 +150,7 @@ def test_up_tells_of_a_node_that_is_gone_and_ends_when_nobody_can_serve(
     with up("--prefill", "0", "--decode", "2") as screen:
         shown = processes(screen)
         os.kill(shown["decode-0"][0], signal.SIGKILL)
-        screen.await_text("decode-0 ended with code -9")
+        screen.await_text("decode-0 ended with code -9; --restart would restart it")
 
         os.kill(shown["decode-1"][0], signal.SIGKILL)
 
@@ -159,6 +160,87 @@ def test_up_tells_of_a_node_that_is_gone_and_ends_when_nobody_can_serve(
         screen.await_end()
         assert screen.process.returncode == 1
         assert all(is_gone(pid) for pid, _ in shown.values())
+
+
+@pytest.mark.slow
+def test_a_node_that_dies_is_restarted_at_its_address(up: Callable[..., Terminal]) -> None:
+    with up("--prefill", "0", "--restart", is_forked=False) as screen:
+        shown = processes(screen)
+        pid, address = shown["decode-0"]
+        os.kill(pid, signal.SIGKILL)
+
+        screen.await_text("decode-0 ended with code -9; restarting it in 1 s (1 of 5)")
+        screen.await_text(f"decode-0 was restarted on {address}")
+        screen.await_text("decode-0 joined from")
+        screen.await_text("serving on")
+
+        with Client(shown["router"][1], timeout_s=60) as client:
+            client.generate(prompt_of(20), Generation(SamplingParams(max_tokens=2)))
+        children = children_of(screen.process.pid)
+        screen.type(CTRL_C)
+        screen.await_end()
+        assert screen.process.returncode == 0
+        assert len(children) == 2
+        assert all(is_gone(one) for one in children)
+
+
+@pytest.mark.slow
+def test_ctrl_c_before_a_restart_is_due_starts_nothing(up: Callable[..., Terminal]) -> None:
+    with up("--prefill", "0", "--decode", "2", "--restart") as screen:
+        shown = processes(screen)
+        os.kill(shown["decode-0"][0], signal.SIGKILL)
+        screen.await_text("restarting it in 1 s")
+
+        screen.type(CTRL_C)
+
+        screen.await_text("draining")
+        assert "was restarted" not in screen.await_end()
+        assert screen.process.returncode == 0
+        assert all(is_gone(pid) for pid, _ in shown.values())
+
+
+@pytest.mark.slow
+def test_a_node_that_dies_while_the_cluster_drains_is_not_restarted(
+    up: Callable[..., Terminal],
+) -> None:
+    with up("--prefill", "0", "--restart") as screen:
+        shown = processes(screen)
+        with Client(shown["router"][1]) as client:
+            generation = Generation(SamplingParams(max_tokens=400, ignore_eos=True))
+            stream = client.stream(prompt_of(20), generation)
+            next(stream)
+            os.kill(shown["decode-0"][0], signal.SIGSTOP)
+            screen.type(CTRL_C)
+            screen.await_text("draining")
+
+            os.kill(shown["decode-0"][0], signal.SIGKILL)
+
+            with pytest.raises(BatonError):
+                list(stream)
+        assert "restart" not in screen.await_end()
+        assert all(is_gone(pid) for pid, _ in shown.values())
+
+
+@pytest.mark.slow
+def test_a_node_that_was_told_to_end_is_not_restarted(up: Callable[..., Terminal]) -> None:
+    with up("--prefill", "0", "--decode", "2", "--restart") as screen:
+        shown = processes(screen)
+        os.kill(shown["decode-0"][0], signal.SIGTERM)
+
+        screen.await_text("decode-0 ended with code 0; it is not restarted: it was told to end")
+
+
+@pytest.mark.slow
+def test_where_the_cluster_serves_is_the_last_line_once_all_have_joined(
+    up: Callable[..., Terminal],
+) -> None:
+    with up("--decode", "2") as screen:
+        shown = ""
+        nodes = {"prefill-0", "decode-0", "decode-1"}
+        while not all(f"{name} joined from" in shown for name in nodes):
+            shown += screen.await_text(" joined from ")
+
+        screen.await_text("serving on ")
 
 
 def test_a_busy_port_is_told_before_anything_is_loaded(model_folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from tests.support.fork_server import SERVERS, ForkedProcess, can_fork
@@ -28,3 +29,9 @@ def running_program(
             yield program
         finally:
             program.kill()
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the children of all threads of a process."""
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for listed in lists for child in listed.read_text(encoding="ascii").split()]

@@ -53,6 +53,15 @@ def up(
             rich_help_panel=CLUSTER_PANEL,
         ),
     ] = False,
+    restart: Annotated[
+        bool,
+        typer.Option(
+            "--restart",
+            help="Restart nodes that die: after 1 s, then after longer delays, at most five times "
+            "in a row.",
+            rich_help_panel=CLUSTER_PANEL,
+        ),
+    ] = False,
     start_timeout_s: Annotated[
         float,
         typer.Option(
@@ -113,7 +122,7 @@ def up(
         drain_timeout_s=drain_timeout_s,
         show_logs=True,
     )
-    run_cluster(options, num_nodes + 1, nodes.runner)
+    run_cluster(options, num_nodes + 1, nodes.runner, restarts=restart)
 
 
 def _same_file(context: typer.Context) -> tuple[str, ...]:

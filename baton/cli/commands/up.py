@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import queue
+import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import FrameType
 
 import typer
 
+from baton.cli.commands.node_restarts import NodeRestarts
 from baton.cli.show import console, table_of
 from baton.cluster import Child, ClusterFailed, ClusterOptions, LocalCluster
 from baton.interrupts import get_interruptibly
@@ -27,14 +30,17 @@ from rpc.security.tls import TlsConfig
 
 INTERRUPTED = 130
 ENDING = (signal.SIGINT, signal.SIGTERM)
+JOINED = re.compile(r"node (\S+) joined from ")  # in the log of the router
 
 
-def run_cluster(options: ClusterOptions, num_processes: int, model: RunnerConfig) -> None:
+def run_cluster(
+    options: ClusterOptions, num_processes: int, model: RunnerConfig, *, restarts: bool
+) -> None:
     """Run the cluster until a signal ends it. Raises ClusterFailed and ModelError."""
     exit_on_sigterm()
     folder = resolve_model_folder(options.model)  # download once, before every process would
     build_missing_kernels(model, folder, console(stderr=True))
-    runner = ClusterRunner(options, num_processes)
+    runner = ClusterRunner(options, num_processes, restarts=restarts)
     with runner.listening():
         try:
             runner.run()
@@ -48,16 +54,23 @@ def run_cluster(options: ClusterOptions, num_processes: int, model: RunnerConfig
 class ClusterRunner:
     """One cluster from start to end, with its signal handlers."""
 
-    def __init__(self, options: ClusterOptions, num_processes: int) -> None:
-        self._options = replace(options, on_up=self._note_up, on_end=self._note_end)
+    def __init__(self, options: ClusterOptions, num_processes: int, *, restarts: bool) -> None:
+        self._options = replace(
+            options, on_up=self._note_up, on_end=self._note_end, on_line=self._note_line
+        )
         self._cluster = LocalCluster(self._options)
         self._num_processes = num_processes
         self._num_up = 0
         self._screen = console(stderr=True)
         self._status = self._screen.status("") if self._screen.is_terminal else None
         self.is_up = False
-        # None: a signal asks for the end. Signal handlers may put into a SimpleQueue.
-        self._events: queue.SimpleQueue[Child | None] = queue.SimpleQueue()
+        # Calls on the main thread, of other threads. None: a signal asks for the end. Signal
+        # handlers may put into a SimpleQueue.
+        self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._restarts = NodeRestarts(self._cluster, self._events.put) if restarts else None
+        self._lost: set[str] = set()  # names of nodes that ended and are not restarted
+        self._joined: set[str] = set()  # names of nodes that the router can use
+        self._is_announced = False
         self.is_ending = False
         self.was_interrupted_again = False
 
@@ -75,9 +88,10 @@ class ClusterRunner:
         with self._starting(), self._cluster_up() as cluster:
             if self._status is not None:
                 self._status.stop()
-            print(f"serving on {_where(cluster, self._options.tls)}; Ctrl-C ends", flush=True)
             self._screen.print(table_of("", _rows(cluster, self._options)))
-            self._run_until_signal(cluster)
+            self._is_announced = True
+            print(self._announcement(), flush=True)
+            self._run_until_signal()
             print("draining; Ctrl-C ends at once", file=sys.stderr)
 
     @contextmanager
@@ -86,17 +100,11 @@ class ClusterRunner:
             self.is_up = True
             yield cluster
 
-    def _run_until_signal(self, cluster: LocalCluster) -> None:
+    def _run_until_signal(self) -> None:
         """Wait for a signal. Raises ClusterFailed if the remaining processes cannot serve."""
-        ended: set[str] = set()
-        while (child := get_interruptibly(self._events)) is not None:
-            ended.add(child.name)
-            code = child.process.wait()
-            if child is cluster.router or ended.issuperset(one.name for one in cluster.decodes):
-                raise ClusterFailed(
-                    f"{child.name} ended with code {code}; the cluster cannot serve without it"
-                )
-            print(f"baton: {child.name} ended with code {code}", file=sys.stderr)
+        while (event := get_interruptibly(self._events)) is not None:
+            if not self.is_ending:  # a node that dies now is not restarted
+                event()
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         """Drain; kill at once during start-up and on a second signal."""
@@ -104,7 +112,47 @@ class ClusterRunner:
         if self.is_ending or not self.is_up:
             self._cluster.kill()
         self.is_ending = True
+        if self._restarts is not None:
+            self._restarts.end()
         self._events.put(None)
+
+    # --- running ---------------------------------------------------------------
+
+    def _note_end(self, child: Child) -> None:
+        if not self.is_ending:
+            self._events.put(partial(self._on_end, child))
+
+    def _on_end(self, child: Child) -> None:
+        """Restart a node that died, or report that it is lost."""
+        code = child.process.wait()
+        what = child.end_message(code)
+        self._joined.discard(child.name)
+        if child is self._cluster.router:
+            raise ClusterFailed(f"{what}; the cluster cannot serve without it")
+        if self._restarts is None:
+            advice = "--restart would restart it"
+        else:
+            advice, is_restarted = self._restarts.plan(child, code)
+            if is_restarted:
+                _report(f"{what}; {advice}")
+                return
+        self._lost.add(child.name)
+        if self._lost.issuperset(one.name for one in self._cluster.decodes):
+            raise ClusterFailed(f"{what}; the cluster cannot serve without it ({advice})")
+        _report(f"{what}; {advice}")
+
+    def _note_line(self, child: Child, line: str) -> None:
+        """Show again where the cluster serves, below the router's lines about late nodes."""
+        found = JOINED.search(line) if child.name == "router" else None
+        if found is not None:
+            self._joined.add(found[1])
+            nodes = (*self._cluster.prefills, *self._cluster.decodes)
+            is_last = self._joined.issuperset(one.name for one in nodes)
+            if self._is_announced and is_last and self._screen.is_terminal:
+                self._events.put(lambda: self._screen.print(self._announcement(), highlight=False))
+
+    def _announcement(self) -> str:
+        return f"serving on {_where(self._cluster, self._options.tls)}; Ctrl-C ends"
 
     # --- start-up --------------------------------------------------------------
 
@@ -125,15 +173,15 @@ class ClusterRunner:
         else:
             self._show_progress()
 
-    def _note_end(self, child: Child) -> None:
-        if self.is_up and not self.is_ending:
-            self._events.put(child)
-
     def _show_progress(self) -> None:
         if self._status is not None:
             self._status.update(
                 f"loading: {self._num_up} of {self._num_processes} processes are up"
             )
+
+
+def _report(message: str) -> None:
+    print(f"baton: {message}", file=sys.stderr)
 
 
 def _where(cluster: LocalCluster, tls: TlsConfig) -> str:
