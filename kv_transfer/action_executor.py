@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kv_transfer.link import Link
 from kv_transfer.pairs import Pairs, PeerPair
 from kv_transfer.poll_interval import PollInterval
@@ -14,6 +16,7 @@ from kv_transfer.protocol.actions import (
     ExpectWrites,
     PairAction,
     PostWrite,
+    ProveBlocks,
     ReceiverAction,
     SendDone,
     SenderAction,
@@ -69,6 +72,9 @@ class ActionExecutor:
                 self._receiver.checked(handoff_id, is_good=is_good)
             case DigestBlocks(handoff_id, block_ids):
                 self._digests.add(handoff_id, block_ids)
+            case ProveBlocks(handoff_id, num_blocks, digest):
+                if self._digests.value_after(handoff_id, num_blocks) == digest:
+                    self._receiver.proved(handoff_id, num_blocks)
             case ConvertStaged(staged):
                 self._convert(staged)
             case BreakLink(link_id, reason):
@@ -80,6 +86,9 @@ class ActionExecutor:
 
     def _execute_on_pair(self, pair: PeerPair, action: PairAction, now: float) -> None:
         match action:
+            case SendMessage(link_id, Writing() as writing):
+                digest = self._digests.value_after(writing.handoff_id, writing.num_written)
+                self._link.send(link_id, replace(writing, digest=digest))
             case SendMessage(link_id, message):
                 self._link.send(link_id, message)
             case ExpectWrites(_, ticket, block_ids):

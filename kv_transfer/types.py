@@ -155,10 +155,14 @@ class Landed:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Receive failed. Its blocks stay fenced until their release is reported."""
+    """Receive failed. Its blocks stay fenced until their release is reported.
+
+    The first `num_proved_blocks` are valid nevertheless, and no write can reach them any more.
+    """
 
     handoff_id: HandoffId
     reason: str
+    num_proved_blocks: int = 0
 
 
 # Reasons of refused pulls, which are no failures.

@@ -188,12 +188,15 @@ def _closed_to(value: Closed) -> kv_link_pb2.Closed:
 
 
 def _writing_from(message: kv_link_pb2.Writing) -> Writing:
-    return Writing(handoff_from(message.handoff_id), message.num_written)
+    digest = present(message, "digest", message.digest)
+    return Writing(handoff_from(message.handoff_id), message.num_written, digest)
 
 
 def _writing_to(value: Writing) -> kv_link_pb2.Writing:
     return kv_link_pb2.Writing(
-        handoff_id=handoff_to(value.handoff_id), num_written=value.num_written
+        handoff_id=handoff_to(value.handoff_id),
+        num_written=value.num_written,
+        digest=value.digest,
     )
 
 

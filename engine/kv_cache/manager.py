@@ -172,6 +172,16 @@ class KvCache:
             table.extend(block_ids)
         return added
 
+    def keep_received(self, request: Request, num_blocks: int) -> None:
+        """Count the first blocks of a lost transfer as computed, so that `release` caches them.
+
+        Without the state after them, models with recurrent layers cannot continue there.
+        """
+        if request.state is None:
+            num_places = self.transfer_order.num_whole_places(num_blocks)
+            num_tokens = request.num_computed_tokens + num_places * self.block_size
+            request.num_computed_tokens = min(num_tokens, request.num_tokens)
+
     def release_unseen(self, request: Request) -> None:
         """Release the blocks that no later token of the request attends to."""
         for group in self._forgetful:

@@ -38,6 +38,14 @@ class TransferOrder:
             if place >= first_seen
         ]
 
+    def num_whole_places(self, num_blocks: int) -> int:
+        """Return how many places the first blocks of a transfer fill in all tables.
+
+        With windows or chunks this is none: the blocks that tokens in between attend to are not
+        transferred.
+        """
+        return 0 if self._forgets else num_blocks // len(self._specs)
+
     def state_blocks(self, request: Request) -> BlockIds:
         """Return the blocks that hold, or will receive, the state after the request's context."""
         if request.state is None:

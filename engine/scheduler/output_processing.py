@@ -225,9 +225,13 @@ class OutputProcessor:
             self._state.make_ready(request)
 
     def _process_lost(self, lost: Lost) -> None:
-        """Recover from lost KV. The hand-off keeps its blocks until their release is reported."""
+        """Recover from lost KV. The hand-off keeps its blocks until their release is reported.
+
+        The leading ones that are valid nevertheless are in the prefix cache from now on.
+        """
         request = self._state.handoffs.receiver_of(lost.handoff_id)
         if request is not None:
+            self._state.cache.keep_received(request, lost.num_proved_blocks)
             self._recover_from_lost_kv(request, lost.reason)
 
     def _recover_from_lost_kv(self, request: Request, reason: str) -> None:

@@ -71,6 +71,15 @@ class CheckDigest:
 
 
 @dataclass(frozen=True, slots=True)
+class ProveBlocks:
+    """D: compare the digest of the blocks so far with P's. If it matches, `proved` follows."""
+
+    handoff_id: HandoffId
+    num_blocks: int
+    digest: int
+
+
+@dataclass(frozen=True, slots=True)
 class ConvertStaged:
     """D: convert landed blocks of the staging area into those of the order; then `converted`."""
 
@@ -102,6 +111,7 @@ ReceiverAction = (
     | CancelWrites
     | DigestBlocks
     | CheckDigest
+    | ProveBlocks
     | ConvertStaged
 )
 SenderAction = SendMessage | BreakLink | PostWrite | DigestBlocks | SendDone

@@ -28,10 +28,14 @@ class BlockDigest:
         self._region = region
         self._read_blocks = read_blocks or self._read_locally
         self._state = xxhash.xxh3_64()
+        self._num_blocks = 0
+        self.value_by_count: dict[int, int] = {}  # by the number of blocks after each `add`
 
     def add(self, block_ids: Sequence[BlockId]) -> None:
         for part in self._read_blocks(block_ids):
             self._state.update(part)
+        self._num_blocks += len(block_ids)
+        self.value_by_count[self._num_blocks] = self.value()
 
     def _read_locally(self, block_ids: Sequence[BlockId]) -> Iterable[memoryview]:
         return map(_view, spans(self._region, block_ids))
@@ -75,6 +79,11 @@ class Digests:
         if staged is not None:
             return BlockDigest(staged.conversion.region)
         return BlockDigest(self._region, self._read_blocks)
+
+    def value_after(self, handoff_id: HandoffId, num_blocks: int) -> int | None:
+        """Return the digest of the first blocks; None if no `add` ended there."""
+        digest = self._open.get(handoff_id)
+        return digest.value_by_count.get(num_blocks) if digest is not None else None
 
     def take(self, handoff_id: HandoffId) -> int | None:
         """Return the digest; None if verification is off or no block was added."""

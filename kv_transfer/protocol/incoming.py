@@ -38,6 +38,7 @@ class IncomingHandoff:
     fenced_s: float = 0.0
     is_writing: bool = False  # P has reported bytes in flight
     num_written: int = 0  # leading blocks whose data has landed
+    num_proved: int = 0  # of these, the ones whose digest is that of P
     has_arrived: bool = False
     done: Done | None = None
     staged: StagedBlocks | None = None  # blocks that P writes, if they are converted

@@ -124,6 +124,7 @@ class Writing:
 
     handoff_id: HandoffId
     num_written: int = 0  # leading blocks of the grant whose writes have completed on P
+    digest: int | None = None  # xxh3-64 of these blocks in order
 
 
 @dataclass(frozen=True, slots=True)

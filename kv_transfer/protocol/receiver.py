@@ -25,6 +25,7 @@ from kv_transfer.protocol.actions import (
     ConvertStaged,
     DigestBlocks,
     ExpectWrites,
+    ProveBlocks,
     ReceiverAction,
     SendMessage,
 )
@@ -149,6 +150,9 @@ class Receiver:
         # Two-sided, P only knows what it has sent; the transport reports what has landed.
         if self._is_one_sided:
             self._digest_early(incoming, writing.num_written)
+        if writing.digest is not None and incoming.state is IncomingState.GRANTED:
+            handoff_id = incoming.order.handoff_id
+            self._actions.append(ProveBlocks(handoff_id, writing.num_written, writing.digest))
 
     def _digest_early(self, incoming: IncomingHandoff, num_written: int) -> None:
         landed = incoming.block_ids[incoming.num_written : num_written]
@@ -222,10 +226,17 @@ class Receiver:
         elif is_good:
             self._land(incoming)
         else:
+            incoming.num_proved = 0
             self._report_failed(
                 incoming, "digest mismatch: the received bytes differ from those sent"
             )
             self._release(incoming)
+
+    def proved(self, handoff_id: HandoffId, num_blocks: int) -> None:
+        """Record that the first blocks are complete and hold what P has sent."""
+        incoming = self._incoming.get(handoff_id)
+        if incoming is not None and incoming.staged is None:
+            incoming.num_proved = max(incoming.num_proved, num_blocks)
 
     # --- Time ----------------------------------------------------------------------------
 
@@ -386,7 +397,8 @@ class Receiver:
         )
 
     def _report_failed(self, incoming: IncomingHandoff, reason: str) -> None:
-        self._failed.append(Lost(incoming.order.handoff_id, reason))
+        lost = Lost(incoming.order.handoff_id, reason, incoming.num_proved)
+        self._failed.append(lost)
 
     def _release(self, incoming: IncomingHandoff) -> None:
         self._end(incoming)

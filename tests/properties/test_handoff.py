@@ -9,19 +9,20 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
 from kv_transfer.types import HandoffId
 from tests.support.handoff_shapes import BLOCK_SIZE, Shape, draw_shape
-from tests.support.handoff_world import FINGERPRINT, LaggingMemory, Node, World
+from tests.support.handoff_world import CONFIG, FINGERPRINT, LaggingMemory, Node, World
 from tests.support.hypothesis_profiles import num_examples
 from tests.support.memory_transport import Wire
 
 NUM_HISTORIES = num_examples(500)  # for each kind of wire
 NUM_QUIET_HISTORIES = num_examples(150)
 NUM_LAGGING_HISTORIES = num_examples(120)
+NUM_PROVING_HISTORIES = num_examples(150)
 QUIET_END_S = 25.0  # duration of a hold: decode gave up before it could report it
 NUM_STEPS = 120
 NUM_LAYERS = FINGERPRINT.num_layers
@@ -341,6 +342,21 @@ def test_no_write_lands_in_a_block_with_a_new_owner_and_all_ends_free(wire: str)
             history.end_prefill()
             history.world.settle()
             history.world.check_all_free()
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_blocks_of_lost_hand_offs_that_count_as_valid_are_and_stay_so(wire: str) -> None:
+    num_proved = 0
+    for seed in range(NUM_PROVING_HISTORIES):
+        with told_apart(seed, wire):
+            world = World(wire=WIRES[wire](), num_blocks=24, config=replace(CONFIG, verify=True))
+            history = History(world, random.Random(seed))
+            history.play(in_trouble=True)
+            history.end_prefill()
+            history.world.settle()
+            history.world.check_all_free()
+            num_proved += world.num_proved
+    assert num_proved
 
 
 @pytest.mark.parametrize("wire", ["one-sided", "two-sided"])

@@ -209,9 +209,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.world.wire.land(_pick(list(self.world.wire.incoming), pick))
 
     @precondition(lambda self: self.world.wire.wanted())
-    @rule(pick=SOME)
-    def lose(self, pick: int) -> None:
-        self.world.wire.lose(_pick(self.world.wire.wanted(), pick))
+    @rule(pick=SOME, num_proved=st.integers(0, 4))
+    def lose(self, pick: int, num_proved: int) -> None:
+        self.world.wire.lose(_pick(self.world.wire.wanted(), pick), num_proved)
 
     @precondition(lambda self: self.world.wire.unwanted())
     @rule(pick=SOME)

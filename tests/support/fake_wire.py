@@ -34,6 +34,7 @@ from tests.support.fake_runner import (
 class Incoming:
     order: Receive
     is_over: bool = False  # lost or revoked, but not released yet
+    num_proved: int = 0  # leading blocks that have landed as a whole
 
 
 @dataclass(slots=True)
@@ -112,15 +113,21 @@ class FakeWire:
             self._land_pull(order)
             return
         spec = self._spec_by_id[RequestId(handoff_id.request_id)]
-        context = context_of(spec)
+        content = self._write(order, len(order.block_ids))
+        token = FirstToken(next_token(content, spec.seed, self._vocab_size, self._specs))
+        self._landed.append(Landed(handoff_id, order.num_tokens, token))
+
+    def _write(self, order: Receive, num_blocks: int) -> Content:
+        """Write the first blocks of a receive. Returns the content of all of its tokens."""
+        context = context_of(self._spec_by_id[RequestId(order.handoff_id.request_id)])
         content = self._content_of(context)
         assert order.num_tokens == len(context)
         blocks = self._blocks(content, len(context))[order.first_block :]
-        for slots, block_id in zip(blocks, order.block_ids, strict=True):
+        assert len(blocks) == len(order.block_ids)
+        for slots, block_id in zip(blocks[:num_blocks], order.block_ids, strict=False):
             for place, slot in enumerate(slots):
                 self._kv.write([block_id], place, slot)
-        token = FirstToken(next_token(content, spec.seed, self._vocab_size, self._specs))
-        self._landed.append(Landed(handoff_id, order.num_tokens, token))
+        return content
 
     def _land_pull(self, order: Receive) -> None:
         for name, block_id in zip(order.names, order.block_ids, strict=True):
@@ -137,15 +144,22 @@ class FakeWire:
         """Return the pulls of peers that have not ended."""
         return [handoff_id for handoff_id, outgoing in self.outgoing.items() if outgoing.names]
 
-    def lose(self, handoff_id: HandoffId) -> None:
-        self.incoming[handoff_id].is_over = True
-        self._lost.append(Lost(handoff_id, "the peer is gone"))
+    def lose(self, handoff_id: HandoffId, num_proved: int = 0) -> None:
+        """Lose a receive. The first blocks have landed, and nothing is written to them any more."""
+        incoming = self.incoming[handoff_id]
+        incoming.is_over = True
+        if incoming.order.names:
+            num_proved = 0
+        incoming.num_proved = min(num_proved, len(incoming.order.block_ids))
+        if incoming.num_proved:
+            self._write(incoming.order, incoming.num_proved)
+        self._lost.append(Lost(handoff_id, "the peer is gone", incoming.num_proved))
 
     def release(self, handoff_id: HandoffId) -> None:
         """Release a lost or revoked receive after its last write."""
         incoming = self.incoming.pop(handoff_id)
         assert incoming.is_over
-        self._kv.spoil(incoming.order.block_ids)
+        self._kv.spoil(incoming.order.block_ids[incoming.num_proved :])
         self._released.append(handoff_id)
 
     def report_again_released(self, handoff_id: HandoffId) -> None:
@@ -192,7 +206,7 @@ class FakeWire:
     def misbehave(self) -> None:
         """Write garbage to all writable blocks, and read all readable ones."""
         for incoming in self.incoming.values():
-            self._kv.spoil(incoming.order.block_ids)
+            self._kv.spoil(incoming.order.block_ids[incoming.num_proved :])
         for handoff_id in self.outgoing:
             self._check_sent(handoff_id)
 

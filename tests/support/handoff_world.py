@@ -169,6 +169,7 @@ class Receiving:
     names: tuple[bytes, ...] = ()  # of a pull
     is_lost: bool = False
     is_revoked: bool = False
+    num_proved: int = 0  # leading blocks that are valid although it was lost
 
 
 @dataclass(slots=True)
@@ -222,6 +223,7 @@ class World:
     giving: dict[HandoffId, tuple[Node, tuple[BlockId, ...]]] = field(default_factory=dict)
     requested: set[HandoffId] = field(default_factory=set)
     landed: set[HandoffId] = field(default_factory=set)
+    num_proved: int = 0  # blocks of lost hand-offs that are valid
 
     def __post_init__(self) -> None:
         self.hub = LinkHub(spy=self._see)
@@ -529,6 +531,9 @@ class World:
             if receiving.is_lost or receiving.is_revoked:
                 raise BrokenPromise(f"{lost.handoff_id} was given up before it was lost")
             receiving.is_lost = True
+            receiving.num_proved = lost.num_proved_blocks
+            self.num_proved += lost.num_proved_blocks
+            self._check_contents(lost.handoff_id, lost.num_proved_blocks)
         for handoff_id in reports.released:
             self._released(handoff_id)
         for handoff_id in reports.finished_sending:
@@ -543,14 +548,19 @@ class World:
         receiving = self.receiving[handoff_id]
         if receiving.is_lost:
             raise BrokenPromise(f"{handoff_id} landed after it was lost")
-        for label, block in zip(receiving.labels, receiving.block_ids, strict=True):
+        self._check_contents(handoff_id, len(receiving.block_ids))
+        self.landed.add(handoff_id)
+        self._give_back(handoff_id, has_landed=True)
+
+    def _check_contents(self, handoff_id: HandoffId, num_blocks: int) -> None:
+        receiving = self.receiving[handoff_id]
+        blocks = list(zip(receiving.labels, receiving.block_ids, strict=True))
+        for label, block in blocks[:num_blocks]:
             got = receiving.node.memory.get(block)
             name = receiving.names[label] if receiving.names else None
             expected = content_of(handoff_id, label) if name is None else name.ljust(BLOCK_BYTES)
             if got != expected:
                 raise BrokenPromise(f"{handoff_id} landed with {got!r} for {expected!r}")
-        self.landed.add(handoff_id)
-        self._give_back(handoff_id, has_landed=True)
 
     def _released(self, handoff_id: HandoffId) -> None:
         if handoff_id in self.ended:
@@ -600,6 +610,8 @@ class World:
         receiving = self.receiving.get(handoff_id)
         if receiving is None or block not in receiving.block_ids:
             raise BrokenPromise(f"a write of {handoff_id} landed in block {block} of a new owner")
+        if block in receiving.block_ids[: receiving.num_proved]:
+            raise BrokenPromise(f"a write of {handoff_id} landed in block {block}, which was final")
 
     def _see(self, message: LinkMessage) -> None:
         if isinstance(message, Grant):

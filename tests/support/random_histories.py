@@ -318,7 +318,7 @@ def _wire_in(world: EngineWorld, chance: random.Random) -> None:
     elif chance.random() < 0.7 or world.wire.incoming[handoff_id].is_over:
         world.wire.land(handoff_id)
     else:
-        world.wire.lose(handoff_id)
+        world.wire.lose(handoff_id, num_proved=chance.choice([0, 1, 2, 5]))
 
 
 def _wire_out(world: EngineWorld, chance: random.Random) -> None:

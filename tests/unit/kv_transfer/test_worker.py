@@ -153,6 +153,29 @@ def test_a_bad_byte_is_a_lost_hand_off_where_digests_are_verified() -> None:
     assert world.d.worker.counters().num_digest_mismatches == 1
 
 
+@pytest.mark.parametrize(("is_spoilt", "num_proved"), [(False, 2), (True, 0)])
+def test_leading_blocks_of_a_lost_hand_off_are_kept_if_their_digest_matches(
+    is_spoilt: bool, num_proved: int
+) -> None:
+    world = World(config=replace(CONFIG, verify=True))
+    half_sent(world)
+    first, _ = world.wire.flights
+    for place in list(first.missing):
+        world.wire.land(first, place)
+    if is_spoilt:
+        world.d.memory.put(first.write.targets[0], b"garbage!")
+    world.wire.acknowledge(first)
+    exchange_messages(world)
+
+    world.kill_p("p0")
+    exchange_messages(world)
+
+    assert ID in world.ended
+    assert world.num_proved == num_proved
+    world.settle()
+    world.check_all_free()
+
+
 def test_a_stalled_peer_costs_its_blocks_only_until_our_end_is_closed() -> None:
     world = World()
     half_sent(world)

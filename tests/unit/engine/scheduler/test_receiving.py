@@ -137,6 +137,33 @@ def test_landed_blocks_can_be_hit() -> None:
 # --- lost -------------------------------------------------------------------------
 
 
+def test_a_lost_request_computes_only_what_has_not_landed_for_certain() -> None:
+    world = EngineWorld(_config(), block_size=4)
+    name = world.add(18, receives=True)
+    world.step()
+    world.wire.lose(_handoff(name), num_proved=3)
+    world.step_until(lambda _: world.finish_reason(name))
+    world.wire.release(_handoff(name))
+
+    world.run_to_end()
+
+    served = world.receipts[name].outputs[-1].served
+    assert served is not None
+    assert (served.num_cached_tokens, served.num_prefilled_tokens) == (12, 6)
+
+
+def test_of_a_lost_hand_off_without_the_recurrent_state_nothing_is_kept() -> None:
+    world = EngineWorld(_config(), block_size=4, num_state_blocks=1)
+    name = world.add(18, receives=True)
+    world.step()
+    world.wire.lose(_handoff(name), num_proved=5)
+    world.run_to_end()
+
+    served = world.receipts[name].outputs[-1].served
+    assert served is not None
+    assert served.num_prefilled_tokens == 18
+
+
 def test_a_lost_request_restarts_locally() -> None:
     world = EngineWorld(_config(), block_size=4)
     name = world.add(10, receives=True)

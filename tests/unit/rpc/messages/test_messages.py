@@ -83,6 +83,7 @@ LINK_MESSAGES: list[LinkMessage] = [
     Renew((HANDOFF, HandoffId("s", 1)), 2.5),
     Renewed((HANDOFF,)),
     Writing(HANDOFF, num_written=3),
+    Writing(HANDOFF, num_written=3, digest=0),
     RevokeGrant(HANDOFF, 9),
     Revoked(HANDOFF),
     Done(HANDOFF, 77, FirstToken(7, LOGPROBS), 2**64 - 1),
