@@ -7,6 +7,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 from engine.runner.model_runner import TorchRunner
 from errors import InvalidConfig
+from kv_transfer.external_kv import FILE, KV, OBJECT, TIERS
 from kv_transfer.guarded_connector import GuardedConnector
 from kv_transfer.kv_connector import KvConnector, KvConnectorContext, KvConnectorFactory
 from kv_transfer.pairs import Identity
@@ -57,6 +58,16 @@ def tiers_in(connector: GuardedConnector | None) -> TieredKv | None:
     """Return the connector if it is the built-in one."""
     inner = None if connector is None else connector.connector
     return inner if isinstance(inner, TieredKv) else None
+
+
+def shared_tiers_of(connector: GuardedConnector | None) -> frozenset[str]:
+    """Return the tiers of a node that other nodes use, too. Those of other packages may be."""
+    if connector is None:
+        return frozenset()
+    tiers = tiers_in(connector)
+    if tiers is None:
+        return frozenset(TIERS) - {KV}
+    return frozenset(tier.name for tier in tiers.status()) & {FILE, OBJECT}
 
 
 def load_connector(name: str, context: KvConnectorContext) -> KvConnector:

@@ -15,6 +15,7 @@ from kv_transfer.tiers.file_admission import AdmissionPolicy
 from node.kv_events.config import KvEventsConfig
 from rpc.grace_period import DRAIN_TIMEOUT_S
 from rpc.security.tls import PLAIN, TlsConfig
+from rpc.security.token import AcceptedTokens
 from telemetry.options import TelemetryOptions
 
 KV_TRANSPORTS = ("nixl", "ucxx")
@@ -39,6 +40,7 @@ class NodeOptions:
     host: str = "127.0.0.1"
     port: int = 0  # 0: any free port
     tls: TlsConfig = PLAIN
+    operator_tokens: AcceptedTokens | None = None  # for resets and drains; None: no operators
     node_id: str = ""  # empty: random
     model_name: str = ""  # empty: see `served_name`
     kv_transport: str = "nixl"

@@ -16,6 +16,7 @@ from engine.runner.load import load_runner
 from engine.runner.model_runner import TorchRunner
 from kv_transfer.pairs import Identity
 from node.heartbeat import follow_heartbeat
+from node.kv_connectors import shared_tiers_of
 from node.kv_worker import NO_NODE_DECORATORS, Around
 from node.metrics import export_node_metrics
 from node.options import NodeOptions
@@ -24,6 +25,7 @@ from node.state import NodeState
 from node.wiring import NodeComponents, build_components, identify
 from rpc.grace_period import ShutdownDeadline
 from rpc.node_info import NodeRole
+from rpc.security.operators import Operators
 from rpc.server import Running, Service, announce, serving, stop_signal
 from telemetry.resource import Process
 from telemetry.tracing.tracer import Tracer, tracing
@@ -137,7 +139,12 @@ async def _wait_for_first(*waits: Awaitable[object]) -> None:
 
 def _common_services(node: NodeComponents) -> tuple[Service, ...]:
     link = KvLinkServicer(node.links)
-    servicer = NodeServicer(node.state, prefix_cache_resetter(node.engine, node.scheduler))
+    servicer = NodeServicer(
+        node.state,
+        prefix_cache_resetter(node.engine, node.scheduler),
+        Operators(node.options.operator_tokens),
+        shared_tiers_of(node.connector),
+    )
     add_link = partial(kv_link_pb2_grpc.add_KvLinkServiceServicer_to_server, link)
     add_node = partial(node_pb2_grpc.add_NodeServiceServicer_to_server, servicer)
     return (

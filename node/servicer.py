@@ -17,7 +17,10 @@ from kv_transfer.external_kv import KV, check_tiers
 from node.engine_calls import run_on_engine
 from node.kv_link import GrpcLinks
 from node.state import NodeState
+from rpc.errors import NotAnOperator
 from rpc.node_info import card_to, update_to
+from rpc.security.operators import NO_OPERATORS, OPTION, Operators
+from rpc.security.token_gate import sent_token
 from rpc.status import named_errors
 from rpc.streaming import streamed
 
@@ -46,11 +49,19 @@ class KvLinkServicer(kv_link_pb2_grpc.KvLinkServiceServicer):
 
 
 class NodeServicer(node_pb2_grpc.NodeServiceServicer):
-    """Reports the node's card and load; drains it and resets its prefix cache."""
+    """Reports the node's card and load. Operators drain it and reset its prefix cache."""
 
-    def __init__(self, state: NodeState, reset_prefix_cache: ResetPrefixCache) -> None:
+    def __init__(
+        self,
+        state: NodeState,
+        reset_prefix_cache: ResetPrefixCache,
+        operators: Operators = NO_OPERATORS,
+        shared_tiers: frozenset[str] = frozenset(),  # of this node, which others use, too
+    ) -> None:
         self._state = state
         self._reset_prefix_cache = reset_prefix_cache
+        self._operators = operators
+        self._shared_tiers = shared_tiers
 
     async def GetNode(
         self, request: node_pb2.GetNodeRequest, context: aio.ServicerContext[Any, Any]
@@ -68,6 +79,8 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
     async def Drain(
         self, request: node_pb2.DrainRequest, context: aio.ServicerContext[Any, Any]
     ) -> node_pb2.DrainResponse:
+        async with named_errors(context, node_id=self._state.card.node_id):
+            self._operators.check(sent_token(context.invocation_metadata()))
         self._state.request_drain()
         return node_pb2.DrainResponse(num_unfinished=self._state.num_calls)
 
@@ -76,11 +89,23 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
     ) -> node_pb2.ResetPrefixCacheResponse:
         async with named_errors(context, node_id=self._state.card.node_id):
             check_tiers(request.tiers)
+            self._check_right(request.tiers, sent_token(context.invocation_metadata()))
             num_blocks = await self._reset_prefix_cache(tuple(request.tiers))
         self._state.calls.notify_change()  # routers and subscribers learn of it at once
         return node_pb2.ResetPrefixCacheResponse(
             num_blocks=num_blocks.get(KV, 0), num_blocks_by_tier=num_blocks
         )
+
+    def _check_right(self, tiers: Collection[str], shown: str | None) -> None:
+        """Raises NotAnOperator. Tiers that are shared are deleted for all hosts."""
+        self._operators.check(shown)
+        shared = self._shared_tiers.intersection(tiers) if tiers else self._shared_tiers
+        if shared and not self._operators.is_one(shown):
+            raise NotAnOperator(
+                f"the KV in these tiers is shared with other nodes: {', '.join(sorted(shared))}. "
+                f"Only operators may delete it: start nodes and router with {OPTION}, or reset "
+                "only tiers of the nodes themselves (kv, host)"
+            )
 
 
 def prefix_cache_resetter(engine: EngineThread, scheduler: Scheduler) -> ResetPrefixCache:

@@ -39,6 +39,7 @@ from router.tracing import Tracing
 from rpc.grace_period import DRAIN_TIMEOUT_S, ShutdownDeadline
 from rpc.health import Health
 from rpc.node_info import NodeRole
+from rpc.security.operators import Operators
 from rpc.security.tls import PLAIN, TlsConfig
 from rpc.security.token import AcceptedTokens
 from rpc.security.token_gate import TokenInterceptor, ignore_refusal
@@ -75,6 +76,7 @@ class RouterOptions:
     admission_queue: AdmissionQueueConfig = field(default_factory=AdmissionQueueConfig)
     tls: TlsConfig = PLAIN
     tokens: AcceptedTokens | None = None  # None: no authentication
+    operator_tokens: AcceptedTokens | None = None  # for resets; None: no operators
     telemetry: TelemetryOptions = TelemetryOptions()
 
     def __post_init__(self) -> None:
@@ -85,6 +87,15 @@ class RouterOptions:
         if self.node_patience_s < 0:
             raise InvalidConfig(f"--node-patience-s {self.node_patience_s} is below 0; 0 is off")
         check_single_role(self.prefill_nodes, self.decode_nodes)
+
+    @property
+    def operators(self) -> Operators:
+        return Operators(self.operator_tokens, is_open=self.tokens is None)
+
+    @property
+    def client_tokens(self) -> AcceptedTokens | None:
+        """Tokens for all calls but those of operators, who may do what clients may."""
+        return None if self.tokens is None else self.tokens.and_those_of(self.operator_tokens)
 
     @property
     def discovery(self) -> NodeDiscovery:
@@ -126,7 +137,7 @@ async def serve(
     request_tracing = Tracing(tracer, metrics)
     scopes = RequestScopes(request_tracing, by_token=options.tokens is not None)
     servicer = InferenceServicer(pipeline, table, scopes)
-    resets = PrefixResets(table, node_calls.channel)
+    resets = PrefixResets(table, node_calls.channel, options.operators)
     cluster_servicer = ClusterServicer(table, resets)
     services = (
         Service(
@@ -226,7 +237,7 @@ async def _http_server(
         resets=resets,
         scrape=partial(exposition, metrics.registry),
         parsing=options.parsing,
-        tokens=options.tokens,
+        tokens=options.client_tokens,
         on_refusal=metrics.refused,
     )
     host = options.http_host or options.host
@@ -247,12 +258,12 @@ def _read_metrics(pipeline: Pipeline, table: NodeTable, tracer: Tracer) -> Readi
 def _interceptors(
     options: RouterOptions, metrics: RouterMetrics | None
 ) -> Sequence[aio.ServerInterceptor]:
-    if options.tokens is None:
+    if options.client_tokens is None:
         return ()
     on_refusal = ignore_refusal if metrics is None else metrics.refused
     if not options.tls.listens:
         log.warning("clients send their tokens in plain text; give --tls-cert and --tls-key")
-    return (TokenInterceptor(options.tokens, on_refusal),)
+    return (TokenInterceptor(options.client_tokens, on_refusal),)
 
 
 async def _until_drained(server: Running, pipeline: Pipeline, timeout_s: float) -> None:

@@ -14,6 +14,7 @@ from router.discovery.node_registry import NodeAvailability, NodeReport, roster
 from router.prefix_resets import PrefixResets
 from router.routing.node_table import NodeTable
 from rpc.node_info import ROLE_TO_MESSAGE, totals_to
+from rpc.security.token_gate import sent_token
 from rpc.status import named_errors
 from rpc.streaming import streamed
 
@@ -51,7 +52,9 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
         context: aio.ServicerContext[Any, Any],
     ) -> cluster_pb2.ResetPrefixCachesResponse:
         async with named_errors(context):
-            resets = await self._resets.reset_all(tuple(request.tiers))
+            resets = await self._resets.reset_all(
+                tuple(request.tiers), sent_token(context.invocation_metadata())
+            )
         return cluster_pb2.ResetPrefixCachesResponse(
             nodes=[cluster_pb2.NodeReset(**asdict(reset)) for reset in resets]
         )

@@ -7,12 +7,13 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from grpc import RpcError, aio
+from grpc import RpcError, StatusCode, aio
 
 from baton.v1 import node_pb2, node_pb2_grpc
 from kv_transfer.external_kv import check_tiers
 from router.routing.node_table import Node, NodeTable
-from rpc.errors import NodeFailed
+from rpc.errors import NodeFailed, NotAnOperator
+from rpc.security.operators import NO_OPERATORS, Operators
 from rpc.status import remote_error
 
 TIMEOUT_S = 10.0  # a node answers between two steps of its engine
@@ -31,19 +32,31 @@ class NodeReset:
 class PrefixResets:
     """Resets every known node, whether or not it accepts new requests."""
 
-    def __init__(self, table: NodeTable, channel: Callable[[str], aio.Channel]) -> None:
+    def __init__(
+        self,
+        table: NodeTable,
+        channel: Callable[[str], aio.Channel],
+        operators: Operators = NO_OPERATORS,
+    ) -> None:
         self._table = table
         self._channel = channel
+        self._operators = operators
 
-    async def reset_all(self, tiers: Collection[str] = ()) -> list[NodeReset]:
-        """Reset these tiers of all nodes, or all tiers.
+    async def reset_all(
+        self, tiers: Collection[str] = (), shown: str | None = None
+    ) -> list[NodeReset]:
+        """Reset these tiers of all nodes, or all tiers. `shown` is the caller's authorization.
 
-        Raises InvalidRequest for an unknown tier, and NodeFailed if a node fails, after resetting
-        the others.
+        Raises NotAnOperator if the router or a node does not take it, and InvalidRequest for an
+        unknown tier. Raises NodeFailed if a node fails, after resetting the others.
         """
+        self._operators.check(shown)
         check_tiers(tiers)
         nodes = sorted(self._table.nodes, key=lambda node: node.address)
         outcomes = await asyncio.gather(*map(partial(self._reset, tiers), nodes))
+        for outcome in outcomes:
+            if isinstance(outcome, NotAnOperator):
+                raise outcome
         failures = [outcome for outcome in outcomes if isinstance(outcome, str)]
         if failures:
             raise NodeFailed(
@@ -52,15 +65,19 @@ class PrefixResets:
             )
         return [outcome for outcome in outcomes if isinstance(outcome, NodeReset)]
 
-    async def _reset(self, tiers: Collection[str], node: Node) -> NodeReset | str:
+    async def _reset(self, tiers: Collection[str], node: Node) -> NodeReset | NotAnOperator | str:
         """Reset one node. Return the reason if it fails."""
         stub = node_pb2_grpc.NodeServiceStub(self._channel(node.address))
         try:
             response = await stub.ResetPrefixCache(
-                node_pb2.ResetPrefixCacheRequest(tiers=tiers), timeout=TIMEOUT_S
+                node_pb2.ResetPrefixCacheRequest(tiers=tiers),
+                timeout=TIMEOUT_S,
+                metadata=self._operators.metadata,
             )
         except RpcError as error:
             remote = remote_error(error)
+            if remote.code is StatusCode.PERMISSION_DENIED:
+                return NotAnOperator(f"{node.card.node_id}: {remote.message}")
             return f"{node.card.node_id}: {remote.code.name}: {remote.message}"
         return NodeReset(
             node.address,

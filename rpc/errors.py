@@ -35,6 +35,10 @@ class Unauthenticated(ServiceError):
     """The caller sent no token, or one that this server does not accept."""
 
 
+class NotAnOperator(ServiceError):
+    """The call is for operators, and the caller sent no operator's token."""
+
+
 class Unreadable(ServiceError):
     """The request is not a valid message of this method."""
 

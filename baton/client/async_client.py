@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import TypeVar
 
@@ -149,26 +150,31 @@ class AsyncClient:
                 call.cancel()
             await asyncio.sleep(pause_s)
 
-    async def reset_prefix_caches(self, tiers: Sequence[str] = ()) -> dict[str, dict[str, int]]:
-        """Clear these tiers (kv, host, file) of every node, or all.
+    async def reset_prefix_caches(
+        self, tiers: Sequence[str] = (), operator_token: str | None = None
+    ) -> dict[str, dict[str, int]]:
+        """Clear these tiers (kv, host, file, object) of every node, or all.
 
         Return the number of KV blocks cleared, by node and tier. Tiers hold copies: while they are
-        kept, prompts are loaded again.
+        kept, prompts are loaded again. Files and objects are deleted for all hosts, which needs an
+        operator's token.
         """
         stub = cluster_pb2_grpc.ClusterServiceStub(self._channel)
         request = cluster_pb2.ResetPrefixCachesRequest(tiers=tiers)
-        response = await self._unary(stub.ResetPrefixCaches, request)
+        response = await self._unary(stub.ResetPrefixCaches, request, operator_token)
         return {node.node_id: dict(node.num_blocks_by_tier) for node in response.nodes}
 
     async def _unary(
-        self, method: aio.UnaryUnaryMultiCallable[Request, Response], request: Request
+        self,
+        method: aio.UnaryUnaryMultiCallable[Request, Response],
+        request: Request,
+        token: str | None = None,  # instead of the client's own
     ) -> Response:
-        tries = self._access.tries()
+        access = self._access if token is None else replace(self._access, token=token)
+        tries = access.tries()
         while True:
             try:
-                return await method(
-                    request, timeout=tries.remaining_s, metadata=self._access.metadata
-                )
+                return await method(request, timeout=tries.remaining_s, metadata=access.metadata)
             except grpc.RpcError as error:
                 pause_s = await asyncio.to_thread(tries.failed, error)
             await asyncio.sleep(pause_s)

@@ -29,6 +29,7 @@ ANY_PORT = ("--metrics-port", "0")
 LINKED_WITHIN_S, LOOK_EVERY_S = 60.0, 0.2
 TENANT_SHARE = 0.25  # of each tier
 UNTRACED = ("--trace-dir", "off")
+OPERATOR_TOKEN = "operator"
 NODE_MODULE = "benchmarks.chaos.node"
 
 
@@ -224,11 +225,18 @@ class ChaosCluster:
             node_arguments=(
                 *(*times, *ANY_PORT, *UNTRACED, "--block-size", str(setting.block_size)),
                 *self._kv_event_arguments(),
+                *self._operator_arguments(),
                 *setting.node_arguments,
             ),
             prefill_arguments=self._tier_arguments() if setting.prefill_has_tiers else (),
             decode_arguments=self._tier_arguments(),
-            router_arguments=(*ANY_PORT, *UNTRACED, *http, *setting.router_arguments),
+            router_arguments=(
+                *ANY_PORT,
+                *UNTRACED,
+                *http,
+                *self._operator_arguments(),
+                *setting.router_arguments,
+            ),
             on_line=self._take_line,
             router_target_of=self._found_at,
         )
@@ -247,6 +255,12 @@ class ChaosCluster:
             *("--kv-host-memory", self._setting.kv_host_memory),
             *("--kv-tenant-share", str(TENANT_SHARE), *self.tier_storage.arguments),
         )
+
+    def _operator_arguments(self) -> tuple[str, ...]:
+        """Operators are needed to reset the tiers that nodes share."""
+        path = self._folder / "operators"
+        path.write_text(OPERATOR_TOKEN, encoding="utf-8")
+        return ("--operator-token-file", str(path))
 
     def _kv_event_arguments(self) -> tuple[str, ...]:
         """Nodes publish KV events if there is a hostile client, for it to attack."""

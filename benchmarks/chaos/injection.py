@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from baton.client import AsyncClient, BatonError
 from baton.cluster import Child, await_serving
-from benchmarks.chaos.cluster import ChaosCluster
+from benchmarks.chaos.cluster import OPERATOR_TOKEN, ChaosCluster
 from benchmarks.chaos.faults import (
     PROBES,
     SHARED_FAULTS,
@@ -246,7 +246,7 @@ class FaultInjector:
         choices = ((), *((tier,) for tier in TIERS))
         with suppress(BatonError):
             tiers = choices[injected.fault.number % len(choices)]
-            cleared = await self._client.reset_prefix_caches(tiers)
+            cleared = await self._client.reset_prefix_caches(tiers, OPERATOR_TOKEN)
             num_blocks = sum(sum(by_tier.values()) for by_tier in cleared.values())
             injected.evidence = {"blocks cleared": num_blocks}
 

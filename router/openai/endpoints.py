@@ -31,6 +31,7 @@ from router.routing.node_table import NodeTable
 from router.values import Prompt, TextPrompt
 from rpc.errors import UnknownModel
 from rpc.health import Health
+from rpc.security.token import HEADER
 
 # Takes the Accept header. Returns the metrics and their content type.
 Scrape = Callable[[str], tuple[bytes, str]]
@@ -132,10 +133,11 @@ class PrefixCacheEndpoint:
 
     async def reset(self, request: Request) -> Response:
         """Reset the prefix caches of all nodes. Without a body, all their tiers."""
+        shown = request.headers.get(HEADER)
         with self.bodies.lease() as lease:
             raw = await self.bodies.read(request, lease)
             body = body_from(await self.bodies.fields(raw) if raw else {}, ResetBody)
-        resets = await self.resets.reset_all(body.tiers)
+        resets = await self.resets.reset_all(body.tiers, shown)
         return JSONResponse({"nodes": [asdict(reset) for reset in resets]})
 
 

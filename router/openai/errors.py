@@ -32,6 +32,7 @@ from rpc.status import (
 HTTP_STATUS = {
     StatusCode.INVALID_ARGUMENT: 400,
     StatusCode.UNAUTHENTICATED: 401,
+    StatusCode.PERMISSION_DENIED: 403,
     StatusCode.NOT_FOUND: 404,
     StatusCode.ALREADY_EXISTS: 409,
     StatusCode.RESOURCE_EXHAUSTED: 429,

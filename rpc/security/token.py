@@ -24,20 +24,20 @@ def check_token(token: str, where: str) -> None:
         raise InvalidConfig(f"{where} must be of visible ASCII characters, without spaces")
 
 
-def read_tokens(path: Path) -> tuple[str, ...]:
+def read_tokens(path: Path, option: str = "--token-file") -> tuple[str, ...]:
     """Read one token per line, without empty lines. Raises InvalidConfig."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise InvalidConfig(
-            f"--token-file {path} cannot be read: {reason}; give one token in a line"
+            f"{option} {path} cannot be read: {reason}; give one token in a line"
         ) from error
     tokens = tuple(line.strip() for line in lines if line.strip())
     if not tokens:
-        raise InvalidConfig(f"--token-file {path} is empty; write one token in a line")
+        raise InvalidConfig(f"{option} {path} is empty; write one token in a line")
     for token in tokens:
-        check_token(token, f"every token of --token-file {path}")
+        check_token(token, f"every token of {option} {path}")
     return tokens
 
 
@@ -54,8 +54,15 @@ class AcceptedTokens:
                 "no token was sent; send one as the metadata `authorization: Bearer TOKEN` "
                 "(--token-file, or token=… in Python)"
             )
-        scheme, _, token = shown.partition(" ")
+        if not self.accepts(shown):
+            raise Unauthenticated("the token is not one that this server takes; ask for another")
+
+    def accepts(self, shown: str | None) -> bool:
+        """Return whether this is one of the tokens, in a time that does not depend on which."""
+        scheme, _, token = (shown or "").partition(" ")
         sent = token.strip().encode()
         matches = [hmac.compare_digest(sent, accepted.encode()) for accepted in self.tokens]
-        if scheme.lower() != SCHEME or not any(matches):
-            raise Unauthenticated("the token is not one that this server takes; ask for another")
+        return scheme.lower() == SCHEME and any(matches)
+
+    def and_those_of(self, other: AcceptedTokens | None) -> AcceptedTokens:
+        return self if other is None else AcceptedTokens(self.tokens + other.tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeAlias
 
 import grpc
@@ -48,15 +48,16 @@ class TokenInterceptor(aio.ServerInterceptor):
         if handler is None or handler_call_details.method.startswith(f"/{HEALTH}/"):
             return handler
         try:
-            self._accepted.check(_sent_token(handler_call_details))
+            self._accepted.check(sent_token(handler_call_details.invocation_metadata))
         except Unauthenticated as refusal:
             self._on_refusal(reason_of(Unauthenticated))
             return _refusing_handler(handler, refusal)
         return handler
 
 
-def _sent_token(details: grpc.HandlerCallDetails) -> str | None:
-    for key, value in details.invocation_metadata:
+def sent_token(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | None:
+    """Return the authorization of a call, with its scheme."""
+    for key, value in metadata or ():
         if key == HEADER and isinstance(value, str):
             return value
     return None

@@ -10,9 +10,10 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
+from grpc import StatusCode, aio
 
-from baton.client import AsyncClient
-from baton.v1 import cluster_pb2_grpc
+from baton.client import AsyncClient, BatonError
+from baton.v1 import cluster_pb2_grpc, node_pb2, node_pb2_grpc
 from engine.engine_thread import EngineThread
 from kv_transfer.types import NodeId
 from node.engine_calls import EngineCalls
@@ -23,7 +24,8 @@ from router.routing.node_table import NodeTable
 from rpc.channel import open_channel
 from rpc.errors import NodeFailed
 from rpc.node_info import NodeRole
-from rpc.security.token import AcceptedTokens
+from rpc.security.operators import NO_OPERATORS, Operators
+from rpc.security.token import AcceptedTokens, authorization
 from rpc.security.token_gate import TokenInterceptor
 from rpc.server import Service, serving
 from tests.support.engines import a_spec, an_engine
@@ -44,13 +46,22 @@ def run(scene: Callable[[], Awaitable[None]]) -> None:
 
 @asynccontextmanager
 async def two_nodes(
-    *, num_cached: Sequence[int | None] = (7, 9)
+    *,
+    num_cached: Sequence[int | None] = (7, 9),
+    operators: Operators = NO_OPERATORS,
+    shared_tiers: frozenset[str] = frozenset(),
 ) -> AsyncIterator[tuple[NodeTable, list[NodeServer]]]:
     table, servers = NodeTable(), []
     async with AsyncExitStack() as lifetime:
         for role, num_blocks in zip(NodeRole, num_cached, strict=True):
             name = f"{role.value}-0"
-            node = a_node_server(role, name, num_cached_blocks=num_blocks)
+            node = a_node_server(
+                role,
+                name,
+                num_cached_blocks=num_blocks,
+                operators=operators,
+                shared_tiers=shared_tiers,
+            )
             servers.append(await lifetime.enter_async_context(node))
             table.join(servers[-1].address, a_card(role, name))
         yield table, servers
@@ -91,11 +102,15 @@ def test_a_node_that_does_not_is_named_and_the_others_still_do() -> None:
     run(scene)
 
 
+OPERATORS = Operators(AcceptedTokens(("secret",)))
+FILES = frozenset({"file", "object"})
+
+
 def test_over_http_it_takes_a_post_and_a_token() -> None:
     async def scene() -> None:
         async with (
             two_nodes() as (table, servers),
-            an_http_router(table=table, tokens=AcceptedTokens(("secret",))) as router,
+            an_http_router(table=table, operators=OPERATORS) as router,
         ):
             url = f"{router.url}/reset_prefix_cache"
             refused, _ = await asyncio.to_thread(ask, url, "POST", "wrong")
@@ -103,7 +118,7 @@ def test_over_http_it_takes_a_post_and_a_token() -> None:
             assert [server.resets for server in servers] == [[], []]
             done, body = await asyncio.to_thread(ask, url, "POST", "secret")
 
-            assert (refused, misread, done) == (401, 405, 200)
+            assert (refused, misread, done) == (403, 405, 200)
             nodes = {one["node_id"]: one["num_blocks"] for one in json.loads(body)["nodes"]}
             assert nodes == {"prefill-0": 7, "decode-0": 9}
 
@@ -112,8 +127,10 @@ def test_over_http_it_takes_a_post_and_a_token() -> None:
 
 def test_over_http_it_takes_tiers() -> None:
     async def scene() -> None:
-        tokens = AcceptedTokens(("secret",))
-        async with two_nodes() as (table, _), an_http_router(table=table, tokens=tokens) as router:
+        async with (
+            two_nodes() as (table, _),
+            an_http_router(table=table, operators=OPERATORS) as router,
+        ):
             url = f"{router.url}/reset_prefix_cache"
             done, body = await asyncio.to_thread(
                 ask, url, "POST", "secret", b'{"tiers": ["host", "file"]}'
@@ -132,14 +149,8 @@ def test_over_http_it_takes_tiers() -> None:
 def test_over_grpc_it_takes_a_token() -> None:
     async def scene() -> None:
         async with two_nodes() as (table, servers):
-            servicer = ClusterServicer(table, PrefixResets(table, open_channel))
-            service = Service(
-                "baton.v1.ClusterService",
-                lambda server: cluster_pb2_grpc.add_ClusterServiceServicer_to_server(
-                    servicer, server
-                ),
-            )
             gates = [TokenInterceptor(AcceptedTokens(("secret",)))]
+            service = cluster_service(table, NO_OPERATORS)
             async with serving("127.0.0.1", 0, [service], interceptors=gates) as server:
                 async with AsyncClient(server.address) as stranger:
                     with pytest.raises(Exception, match="token"):
@@ -152,6 +163,99 @@ def test_over_grpc_it_takes_a_token() -> None:
                     }
                     reset = await client.reset_prefix_caches(["host"])
                     assert reset["decode-0"] == {"host": 9}
+
+    run(scene)
+
+
+def cluster_service(table: NodeTable, operators: Operators) -> Service:
+    servicer = ClusterServicer(table, PrefixResets(table, open_channel, operators))
+    return Service(
+        "baton.v1.ClusterService",
+        lambda server: cluster_pb2_grpc.add_ClusterServiceServicer_to_server(servicer, server),
+    )
+
+
+@pytest.mark.parametrize(
+    "operators", [OPERATORS, Operators(is_open=False)], ids=["operators", "clients only"]
+)
+def test_a_client_that_may_send_requests_may_not_reset_anything(operators: Operators) -> None:
+    async def scene() -> None:
+        clients = AcceptedTokens(("client",))
+        gates = [TokenInterceptor(clients.and_those_of(operators.tokens))]
+        async with (
+            two_nodes(shared_tiers=FILES) as (table, servers),
+            an_http_router(table=table, tokens=clients, operators=operators) as router,
+            serving(
+                "127.0.0.1", 0, [cluster_service(table, operators)], interceptors=gates
+            ) as server,
+            AsyncClient(server.address, token="client") as client,
+        ):
+            for tiers in ((), ("kv",), ("file",)):
+                with pytest.raises(BatonError, match="--operator-token-file") as refusal:
+                    await client.reset_prefix_caches(tiers)
+                assert refusal.value.reason == "NOT_AN_OPERATOR"
+            url = f"{router.url}/reset_prefix_cache"
+            status, body = await asyncio.to_thread(ask, url, "POST", "client")
+            assert (status, json.loads(body)["error"]["code"]) == (403, "NOT_AN_OPERATOR")
+            assert [one.resets for one in servers] == [[], []]
+
+    run(scene)
+
+
+def test_an_operator_resets_shared_tiers_of_nodes_with_the_same_operators() -> None:
+    async def scene() -> None:
+        async with (
+            two_nodes(shared_tiers=FILES, operators=OPERATORS) as (table, servers),
+            serving("127.0.0.1", 0, [cluster_service(table, OPERATORS)]) as server,
+            AsyncClient(server.address, token="client") as client,
+        ):
+            reset = await client.reset_prefix_caches(["file"], operator_token="secret")
+
+            assert reset == {"prefill-0": {"file": 7}, "decode-0": {"file": 9}}
+            assert all(one.resets for one in servers)
+
+    run(scene)
+
+
+@pytest.mark.parametrize("router_operators", [NO_OPERATORS, OPERATORS])
+def test_shared_tiers_are_kept_without_operators_of_the_node(router_operators: Operators) -> None:
+    async def scene() -> None:
+        async with (
+            two_nodes(shared_tiers=FILES) as (table, servers),
+            serving("127.0.0.1", 0, [cluster_service(table, router_operators)]) as server,
+            AsyncClient(server.address, token="secret") as client,
+        ):
+            for tiers in ((), ("file",), ("host", "object")):
+                with pytest.raises(BatonError, match=r"-0: .*shared") as refusal:
+                    await client.reset_prefix_caches(tiers)
+                assert refusal.value.code is StatusCode.PERMISSION_DENIED
+            assert [one.resets for one in servers] == [[], []]
+
+            assert set(await client.reset_prefix_caches(["kv"])) == {"prefill-0", "decode-0"}
+
+    run(scene)
+
+
+def test_only_an_operator_drains_or_resets_a_node_itself() -> None:
+    async def scene() -> None:
+        async with (
+            a_node_server(operators=OPERATORS) as node,
+            open_channel(node.address) as channel,
+        ):
+            stub = node_pb2_grpc.NodeServiceStub(channel)
+            stranger = (authorization("client"),)
+            reset = node_pb2.ResetPrefixCacheRequest(tiers=["kv"])
+            with pytest.raises(aio.AioRpcError) as refused_drain:
+                await stub.Drain(node_pb2.DrainRequest(), metadata=stranger)
+            with pytest.raises(aio.AioRpcError) as refused_reset:
+                await stub.ResetPrefixCache(reset, metadata=stranger)
+            assert refused_drain.value.code() is StatusCode.PERMISSION_DENIED
+            assert refused_reset.value.code() is StatusCode.PERMISSION_DENIED
+            assert (node.state.is_draining, node.resets) == (False, [])
+
+            await stub.Drain(node_pb2.DrainRequest(), metadata=OPERATORS.metadata)
+
+            assert node.state.is_draining
 
     run(scene)
 

@@ -22,7 +22,7 @@ from tests.support.baton_command import run_baton
 from tests.support.certificates import Authority, make_authority
 from tests.support.models import prompt_of, reference_choices
 
-TOKEN, OTHER_TOKEN = "open-sesame", "sesame-open"
+TOKEN, OTHER_TOKEN, OPERATOR_TOKEN = "open-sesame", "sesame-open", "sesame-empty"
 # Common to all processes, which dial addresses, as with nodes found by DNS.
 NAME = "node.baton"
 SAMPLING = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -35,6 +35,7 @@ class Secured:
     process_tls: TlsConfig
     client_tls: TlsConfig  # by an authority that the router alone takes
     token_file: Path
+    operator_token_file: Path
 
     @property
     def address(self) -> str:
@@ -51,19 +52,22 @@ def secured(
     both.write_bytes(authority.ca.read_bytes() + of_clients.ca.read_bytes())
     token_file = folder / "tokens"
     token_file.write_text(f"{TOKEN}\n{OTHER_TOKEN}\n", encoding="utf-8")
+    operator_token_file = folder / "operators"
+    operator_token_file.write_text(OPERATOR_TOKEN, encoding="utf-8")
+    operators = f"--operator-token-file={operator_token_file}"
     process_tls = replace(authority.mutual("process", NAME), server_name=NAME)
     options = cluster_options(
-        router_arguments=("--token-file", str(token_file), f"--tls-client-ca={both}")
+        router_arguments=("--token-file", str(token_file), f"--tls-client-ca={both}", operators)
     )
     options = replace(
         options,
-        node_arguments=(*options.node_arguments, f"--tls-client-ca={authority.ca}"),
+        node_arguments=(*options.node_arguments, f"--tls-client-ca={authority.ca}", operators),
         tls=replace(process_tls, client_ca=None),  # each process is configured separately
     )
     cert, key = of_clients.issue("client", "client.example")
     with LocalCluster(options) as cluster:
         client_tls = TlsConfig(cert, key, authority.ca, server_name=NAME)
-        yield Secured(cluster, authority, process_tls, client_tls, token_file)
+        yield Secured(cluster, authority, process_tls, client_tls, token_file, operator_token_file)
     codes = {child.name: child.process.returncode for child in cluster.children}
     assert set(codes.values()) == {0}, codes
 
@@ -163,3 +167,20 @@ def test_the_command_line_takes_the_same_files_and_says_in_one_line_what_is_miss
     assert len(refused.stderr.splitlines()) == 1
     assert f"is not for {secured.address.partition(':')[0]}; dial it by a name" in misnamed.stderr
     assert (served.returncode, served.stderr) == (0, "")
+
+
+def test_a_reset_takes_the_token_of_an_operator(secured: Secured) -> None:
+    tls = secured.client_tls
+    command = [
+        *("reset-prefix-cache", "--address", secured.address, f"--tls-server-name={NAME}"),
+        *(f"--tls-ca={tls.ca}", f"--tls-cert={tls.cert}", f"--tls-key={tls.key}"),
+    ]
+    client, operator = secured.token_file, secured.operator_token_file
+
+    refused = run_baton(*command, f"--token-file={client}")
+    done = run_baton(*command, f"--token-file={client}", f"--operator-token-file={operator}")
+
+    assert refused.returncode != 0
+    assert "this call is for operators; send a token of the server's --operator" in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1
+    assert (done.returncode, done.stderr, done.stdout.count("blocks dropped")) == (0, "", 2)

@@ -26,6 +26,7 @@ from router.routing.policy import Routing, RoutingPolicy
 from router.tracing import NO_REQUEST_TRACING, Tracing
 from rpc.channel import open_channel
 from rpc.health import Health
+from rpc.security.operators import Operators
 from rpc.security.tls import PLAIN, TlsConfig
 from rpc.security.token import AcceptedTokens
 from telemetry.metrics.exposition import exposition
@@ -53,6 +54,7 @@ async def an_http_router(
     admission_queue: AdmissionQueueConfig = UNCROWDED,
     tls: TlsConfig = PLAIN,
     tokens: AcceptedTokens | None = None,
+    operators: Operators | None = None,
     tracing: Tracing = NO_REQUEST_TRACING,
     parsing: Parsing = NO_PARSING,
     limits: ConnectionLimits | None = None,
@@ -75,7 +77,9 @@ async def an_http_router(
         table=table,
         scopes=RequestScopes(tracing),
         health=health,
-        resets=PrefixResets(table, channel or open_channel),
+        resets=PrefixResets(
+            table, channel or open_channel, operators or Operators(is_open=tokens is None)
+        ),
         scrape=partial(exposition, CollectorRegistry()),
         parsing=parsing,
         tokens=tokens,

@@ -22,6 +22,7 @@ from node.state import NodeState, NodeUpdate
 from node.tracing import NO_TRACING, NodeTracing
 from rpc.health import Health
 from rpc.node_info import NodeLoad, NodeRole
+from rpc.security.operators import NO_OPERATORS, Operators
 from rpc.server import Service, serving
 from tests.support.engines import an_engine
 from tests.support.node_calls import a_card
@@ -46,6 +47,8 @@ async def a_node_server(
     core: EngineCore | None = None,
     tracing: NodeTracing = NO_TRACING,
     num_cached_blocks: int | None = 7,  # None: its engine has stopped
+    operators: Operators = NO_OPERATORS,
+    shared_tiers: frozenset[str] = frozenset(),
 ) -> AsyncIterator[NodeServer]:
     """Serve a healthy idle node. An engine runs only if one is given."""
     card = replace(a_card(role, name), incarnation=Incarnation(incarnation))
@@ -54,7 +57,7 @@ async def a_node_server(
     state = NodeState(card, calls, _no_news)
     connected: asyncio.Queue[str] = asyncio.Queue()
     resets: list[int] = []
-    node = NodeServicer(state, partial(_reset, resets, num_cached_blocks))
+    node = NodeServicer(state, partial(_reset, resets, num_cached_blocks), operators, shared_tiers)
     decode = DecodeServicer(state, RequestLedger(), connected.put, tracing)
     services = [
         Service(

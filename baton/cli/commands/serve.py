@@ -82,7 +82,12 @@ from baton.cli.options.network import (
 )
 from baton.cli.options.output import LogFormat, LogLevel
 from baton.cli.options.routing import KvPulls, LocalPrefill, MaxInFlight, MaxQueue, Policy
-from baton.cli.options.security import RouterTokenFile, tls_config
+from baton.cli.options.security import (
+    OperatorTokenFile,
+    RouterTokenFile,
+    operator_tokens,
+    tls_config,
+)
 from baton.cli.options.telemetry import TraceStepRatio, telemetry_options
 from baton.cli.signatures import inherit_options, split
 from baton.units import AUTO, parse_bytes, parse_kv_memory
@@ -153,6 +158,7 @@ def node_options(
     stuck_after_s: StuckAfter = 60.0,
     drain_timeout_s: DrainTimeout = DRAIN_TIMEOUT_S,
     trace_step_ratio: TraceStepRatio = 0.0,
+    operator_token_file: OperatorTokenFile = None,
     **given: Any,
 ) -> NodeOptions:
     """Options of prefill and decode nodes."""
@@ -208,6 +214,7 @@ def node_options(
         host=host,
         port=port,
         tls=tls_config(**for_tls),
+        operator_tokens=operator_tokens(operator_token_file),
         node_id=node_id,
         stuck_after_s=stuck_after_s,
         drain_timeout_s=drain_timeout_s,
@@ -296,6 +303,7 @@ def router_options(
     max_in_flight: MaxInFlight = None,
     max_queue: MaxQueue = 1024,
     token_file: RouterTokenFile = None,
+    operator_token_file: OperatorTokenFile = None,
     **given: Any,
 ) -> RouterOptions:
     from router.__main__ import RouterOptions
@@ -322,6 +330,7 @@ def router_options(
         admission_queue=AdmissionQueueConfig(max_in_flight, max_queue),
         tls=tls_config(**for_tls),
         tokens=None if token_file is None else AcceptedTokens(read_tokens(token_file)),
+        operator_tokens=operator_tokens(operator_token_file),
         telemetry=telemetry_options(**for_telemetry),
     )
 

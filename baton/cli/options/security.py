@@ -9,6 +9,7 @@ import typer
 
 if TYPE_CHECKING:
     from rpc.security.tls import TlsConfig
+    from rpc.security.token import AcceptedTokens
 
 SECURITY_PANEL = "Security"
 
@@ -30,6 +31,21 @@ TlsServerName = Annotated[
 ]
 RouterTokenFile = Annotated[Path | None, _option("File of accepted client tokens, one per line.")]
 ClientTokenFile = Annotated[Path | None, _option("File with the token to send, in its first line.")]
+OperatorTokenFile = Annotated[
+    Path | None,
+    _option(
+        "File of operators' tokens, one per line, which resets and drains require. Router and "
+        "nodes need the same file to reset tiers that nodes share."
+    ),
+]
+
+
+def operator_tokens(path: Path | None) -> AcceptedTokens | None:
+    """Raises InvalidConfig."""
+    from rpc.security.operators import OPTION
+    from rpc.security.token import AcceptedTokens, read_tokens
+
+    return None if path is None else AcceptedTokens(read_tokens(path, OPTION))
 
 
 def tls_config(

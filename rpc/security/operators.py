@@ -1,0 +1,43 @@
+"""Right to operators' calls: resets of caches and drains, which affect all clients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rpc.errors import NotAnOperator
+from rpc.security.token import AcceptedTokens, authorization
+
+OPTION = "--operator-token-file"
+
+
+@dataclass(frozen=True, slots=True)
+class Operators:
+    """Operators of a server, who have tokens of their own."""
+
+    tokens: AcceptedTokens | None = None  # None: there are no operators
+    # Without operators: calls that affect nothing but this cluster's own memory are for everyone.
+    is_open: bool = True
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Authorization of this server's own calls of other servers with the same operators."""
+        return () if self.tokens is None else (authorization(self.tokens.tokens[0]),)
+
+    def is_one(self, shown: str | None) -> bool:
+        """Return whether the authorization of a call is an operator's."""
+        return self.tokens is not None and self.tokens.accepts(shown)
+
+    def check(self, shown: str | None) -> None:
+        """Raises NotAnOperator if the call is not for the sender of this authorization."""
+        if self.tokens is None and not self.is_open:
+            raise NotAnOperator(
+                f"no client may do this; start the server with {OPTION} and send one of its tokens"
+            )
+        if self.tokens is not None and not self.tokens.accepts(shown):
+            raise NotAnOperator(
+                f"this call is for operators; send a token of the server's {OPTION} (the same "
+                "option of the command, or as `authorization: Bearer TOKEN`)"
+            )
+
+
+NO_OPERATORS = Operators()
