@@ -23,7 +23,7 @@ from engine.scheduler.config import LoadFailurePolicy, SchedulerConfig, Scheduli
 from errors import InvalidRequest
 from tests.support.engine_world import VOCAB_SIZE, EngineWorld
 from tests.support.hypothesis_profiles import num_examples
-from tests.support.random_histories import HINTS, run_history, run_stream
+from tests.support.random_histories import HINTS, run_history, run_priced_loads, run_stream
 
 SOME = st.integers(0, 1000)  # picks one of however many there are
 TOKENS = st.integers(0, VOCAB_SIZE - 1)
@@ -88,6 +88,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_state_blocks=st.sampled_from([0, 0, 1, 2]),
         enable_prefix_caching=st.booleans(),
         has_external=st.booleans(),
+        prices=st.sampled_from([None, None, (0.01, 0.001), (0.01, 0.2), (0.001, 5.0)]),
     )
     def start(
         self,
@@ -98,6 +99,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_state_blocks: int,
         enable_prefix_caching: bool,
         has_external: bool,
+        prices: tuple[float, float] | None,
     ) -> None:
         self.world = EngineWorld(
             replace(config, num_lookahead_tokens=0) if num_state_blocks else config,
@@ -109,6 +111,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             chance=random.Random(0),
             external_chance=random.Random(0) if has_external else None,
         )
+        if has_external and prices is not None:
+            errors = random.Random(1)
+            self.world.price(*prices, lambda: errors.choice([1.0, 1.0, 0.02, 50.0]))
 
     @rule(
         prompt=prompts(),
@@ -246,6 +251,11 @@ def test_every_request_ends_in_bounded_time_however_many_and_slow_the_loads_of_o
         except AssertionError as failure:
             failure.add_note(f"stream {seed}")
             raise
+
+
+def test_loads_are_started_if_they_are_expected_to_be_faster_than_computing() -> None:
+    for seed in range(num_examples(30)):
+        run_priced_loads(seed)
 
 
 def _pick(things: Sequence[_T], pick: int) -> _T:

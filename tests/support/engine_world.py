@@ -49,6 +49,7 @@ from tests.support.fake_wire import FakeWire, context_of
 
 VOCAB_SIZE = 11
 BLOCKS_PER_RUN = 2
+IDLE_S = 0.05  # at which an engine without work looks for reports, in virtual time
 SOURCE = Peer(NodeId("prefill-0"), "127.0.0.1:1")
 OTHER_SOURCE = Peer(NodeId("prefill-1"), "127.0.0.1:2")
 
@@ -100,6 +101,7 @@ class EngineWorld:
         enable_prefix_caching: bool = True,
         chance: random.Random | None = None,
         external_chance: random.Random | None = None,  # None: without an external KV cache
+        external_fails: bool = True,
     ) -> None:
         self.config = config or SchedulerConfig()
         self.specs = tuple(group.spec for group in groups)
@@ -117,7 +119,7 @@ class EngineWorld:
         self.external: FakeExternal | None = None
         self._connector: GuardedConnector | None = None
         if external_chance is not None:
-            self.external = FakeExternal(self.kv, external_chance)
+            self.external = FakeExternal(self.kv, external_chance, fails=external_fails)
             self._connector = GuardedConnector("fake", self.external)
         pulls = PullConfig("pull-here", block_bytes=1, max_run_blocks=BLOCKS_PER_RUN)
         self.scheduler = Scheduler(self.config, self.cache_config, self._connector, pulls)
@@ -136,6 +138,7 @@ class EngineWorld:
         self.cached = CachedPrefixes()
         self._kv_events: list[KvEvent] = []
         self.now_s = 0.0
+        self._token_s: float | None = None  # None: steps take no time, and prompts cost nothing
         self._num_requested = 0
         self._is_at_rest = False  # the last step did nothing, and nothing happened since
         # Of each request, since its last preemption: time without blocks, for the sake of a prefix.
@@ -241,14 +244,27 @@ class EngineWorld:
         for each in self.scheduler._state.waiting.followers():
             self._followed_s[each.request_id, each.num_preemptions] += seconds
 
+    def price(
+        self, token_s: float, block_s: float, draw_error: Callable[[], float] = lambda: 1.0
+    ) -> None:
+        """Let steps take `token_s` for each token, and loads at least `block_s` for each block."""
+        assert self.external is not None
+        self._token_s = token_s
+        self.external.block_s = block_s
+        self.external.draw_error = draw_error
+        self._let_each_load_take(lambda load: block_s * len(load.names))
+
     def let_loads_take(self, draw_s: Callable[[], float]) -> None:
         """Let each load from the external KV cache take at least the time that is drawn for it."""
+        self._let_each_load_take(lambda _: draw_s())
+
+    def _let_each_load_take(self, duration_s: Callable[[Load], float]) -> None:
         assert self.external is not None
         due_s: dict[LoadId, float] = {}
 
         def is_due(load: Load) -> bool:
             if load.load_id not in due_s:
-                due_s[load.load_id] = self.now_s + draw_s()
+                due_s[load.load_id] = self.now_s + duration_s(load)
             return due_s[load.load_id] <= self.now_s
 
         self.external.is_due = is_due
@@ -274,7 +290,8 @@ class EngineWorld:
         reports = self.wire.poll()
         if self._connector is not None:
             external_reports = self._connector.poll()
-        outputs = self.scheduler.update(plan, run, reports, external=external_reports)
+        now = self._spend_time(plan)
+        outputs = self.scheduler.update(plan, run, reports, now, external=external_reports)
         for output in outputs:
             self.receipts[output.request_id].take(output)
         self.scheduler.check()
@@ -282,6 +299,12 @@ class EngineWorld:
         self._check_limits(plan, run)
         self._check_rest(plan, reports != KvReports() or external_reports != NO_EXTERNAL_REPORTS)
         return plan
+
+    def _spend_time(self, plan: Plan) -> float | None:
+        if self._token_s is None:
+            return None
+        self.wait(sum(plan.num_scheduled_tokens.values()) * self._token_s)
+        return self.now_s
 
     def step_until(self, is_it: Callable[[Plan], object], max_steps: int = 100) -> Plan:
         """Step until a plan satisfies the predicate, and return it."""
@@ -317,7 +340,8 @@ class EngineWorld:
             if self.scheduler.is_idle and not self.wire.open_requests():
                 break
             self.wire.settle()
-            self.step()
+            if self.step() == Plan() and self._token_s is not None:
+                self.wait(IDLE_S)
         assert not self.wire.open_requests(), "pulls of peers never ended"
         assert self.scheduler.is_idle, f"not all ended: {self.scheduler.stats()}"
         stats = self.scheduler.stats()

@@ -1,7 +1,8 @@
 """External KV cache of the simulated engine: slow, forgetful and hostile.
 
 It ends loads and stores in any order, writes garbage into blocks until their load has ended, fails
-some, loses blocks and raises. It checks that blocks do not change while they are stored.
+some, loses blocks and raises. Loads take time, and its estimates of that can be wrong. It checks
+that blocks do not change while they are stored.
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ class FakeExternal:
         self.num_loaded = 0
         self.stored_hints: dict[BlockName, BlockHints] = {}
         self.uses: list[Use] = []
+        self.block_s = 0.0  # the time that a load takes for each block
+        # Returns by how much the next estimate is too high.
+        self.draw_error: Callable[[], float] = lambda: 1.0
         self.is_due: Callable[[Load], bool] = lambda load: True  # whether a load can end now
 
     def __enter__(self) -> FakeExternal:
@@ -58,7 +62,8 @@ class FakeExternal:
         return name in self.blocks
 
     def load_s(self, names: Sequence[BlockName]) -> float:
-        return 0.0
+        self._maybe_raise()
+        return len(names) * self.block_s * self.draw_error()
 
     def start(self, orders: ExternalOrders) -> None:
         if orders != NO_ORDERS:

@@ -53,6 +53,8 @@ def run_history(seed: int) -> EngineWorld:
     )
     roles = chance.choice([("local",), ("receives",), ("sends",), ALL_ROLES, ALL_ROLES])
     roles = ("local", "local", "sends", "receives") if pulls is not None else roles
+    if evictions is not None and seed % 4 == 1:
+        _draw_costs(world, random.Random(seed))
     for _ in range(chance.randint(5, NUM_ACTIONS)):
         act(world, chance, roles, pulls)
         for other in (evictions, pulls):
@@ -106,6 +108,48 @@ def run_stream(seed: int) -> None:
         assert world.now_s - at_s < limit_s, f"{name} has not ended"
     world.let_loads_take(lambda: 0.0)
     world.run_to_end()
+
+
+def run_priced_loads(seed: int) -> None:
+    """Ask again and again for prompts that an external cache holds, for which estimates are wrong.
+
+    Raises if a prompt is loaded against the estimate, or computed against it, or takes longer than
+    the way that was taken.
+    """
+    chance = random.Random(seed)
+    token_s, num_blocks, block_size = 0.01, 6, 4
+    block_s = token_s * block_size * chance.choice([0.05, 0.3, 0.8, 1.25, 10.0])
+    world = EngineWorld(
+        SchedulerConfig(),
+        num_blocks=80,
+        block_size=block_size,
+        external_chance=random.Random(seed),
+        external_fails=False,
+    )
+    errors = [1.0]
+    world.price(token_s, block_s, lambda: errors[-1])
+    prompts = [_distinct_prompt(number, num_blocks * block_size + 1) for number in range(5)]
+    for prompt in prompts:
+        world.add(prompt, max_tokens=1)
+        world.run_to_end()
+    compute_s = num_blocks * block_size * token_s
+    for _ in range(20):
+        world.evict_cached()
+        errors.append(chance.choice([1.0, 1.0, 1.0, 0.01, 100.0]))
+        began_s = world.now_s
+        name = world.add(chance.choice(prompts), max_tokens=1)
+        world.run_to_end()
+        served = world.receipts[name].outputs[-1].served
+        assert served is not None
+        is_loaded = sum(served.loaded_tokens.values()) == num_blocks * block_size
+        assert is_loaded is (num_blocks * block_s * errors[-1] < compute_s)
+        way_s = num_blocks * block_s if is_loaded else compute_s
+        assert world.now_s - began_s < way_s + 1.0
+
+
+def _draw_costs(world: EngineWorld, chance: random.Random) -> None:
+    token_s, block_s = chance.choice([0.001, 0.05]), chance.choice([0.0, 0.01, 0.1, 2.0])
+    world.price(token_s, block_s, lambda: chance.choice([1.0, 1.0, 0.02, 50.0]))
 
 
 def _distinct_prompt(number: int, length: int) -> list[int]:
