@@ -80,6 +80,12 @@ def served_name(model: str) -> str:
     return os.path.basename(os.path.abspath(folder)) if folder.is_dir() else model
 
 
+def model_root(model: str) -> str:
+    """Return where the model comes from: the absolute path of a folder, or the name of the hub."""
+    folder = Path(model).expanduser()
+    return os.path.abspath(folder) if folder.is_dir() else model
+
+
 def read_generation_defaults(folder: Path) -> GenerationDefaults:
     """Read generation_config.json. Without its EOS tokens, those of config.json are used."""
     path = folder / "generation_config.json"

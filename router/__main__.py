@@ -15,7 +15,7 @@ from functools import partial
 from grpc import aio
 
 from baton.v1 import cluster_pb2_grpc, inference_pb2_grpc
-from engine.model_folder import resolve_model_folder
+from engine.model_folder import model_root, resolve_model_folder
 from engine.structured_output.compiler import GrammarCompiler
 from engine.structured_output.llguidance_backend import GrammarValidator
 from errors import InvalidConfig
@@ -237,6 +237,7 @@ async def _http_server(
         resets=resets,
         scrape=partial(exposition, metrics.registry),
         parsing=options.parsing,
+        root=model_root(options.model) if options.model else "",
         tokens=options.client_tokens,
         on_refusal=metrics.refused,
     )

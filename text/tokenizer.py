@@ -22,6 +22,8 @@ from text.token_text import TokenText, spelled
 # Decoded from bytes that are not a complete character (yet).
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 MAX_CACHED_TOKENS = 1 << 16  # entries of each token text cache
+# Roles of OpenAI's API. Others are accepted if the chat template names them.
+ROLES = ("assistant", "developer", "function", "system", "tool", "user")
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 # Of templates that are given other messages than they expect, or are nested too deeply.
 TEMPLATE_ERRORS = (
@@ -131,9 +133,11 @@ class Tokenizer:
 
         `variables` are passed to the template unchanged; with `tools` among them, the model's
         template for tools is used, if it has one. Raises InvalidRequest if the model has no
-        template or if the template raises an error.
+        template, if neither OpenAI nor the template knows a role, or if the template raises an
+        error.
         """
         extra = dict(variables or {})
+        self._check_roles(messages)
         try:
             return self._template(bool(extra.get("tools"))).render(
                 **{
@@ -164,6 +168,29 @@ class Tokenizer:
             return Detokenizer(self, skip_special_tokens=skip_special_tokens)
         hidden = self._special_ids - kept
         return Detokenizer(self, skip_special_tokens=False, hidden_ids=hidden)
+
+    def _check_roles(self, messages: Sequence[Message]) -> None:
+        for place, message in enumerate(messages):
+            role = message.get("role")
+            if role not in ROLES and role not in self._template_words:
+                field = f"messages.{place}.role"
+                raise InvalidRequest(
+                    f"{field} is {role!r}: choose one of {', '.join(ROLES)}, or a role that the "
+                    "model's chat template names",
+                    field,
+                )
+
+    @cached_property
+    def _template_words(self) -> frozenset[str]:
+        """Texts in the chat templates' code, such as the roles that they distinguish."""
+        words: set[str] = set()
+        for source in self._chat_templates.values():
+            try:
+                constants = self._environment.parse(source).find_all(jinja2.nodes.Const)
+            except jinja2.TemplateSyntaxError:
+                continue  # reported when it is rendered
+            words.update(node.value for node in constants if isinstance(node.value, str))
+        return frozenset(words)
 
     def _template(self, has_tools: bool) -> jinja2.Template:
         return self._environment.from_string(self._template_source(has_tools=has_tools))

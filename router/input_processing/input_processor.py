@@ -72,9 +72,10 @@ class InputProcessor:
         )
         return await self._large_texts.read(prompt.num_characters, tokenize)
 
-    async def text(self, token_ids: tuple[int, ...]) -> str:
+    async def text(self, token_ids: tuple[int, ...], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`."""
-        return await self._large_texts.read(len(token_ids), partial(self._text.text, token_ids))
+        decode = partial(self._text.text, token_ids, skip_special_tokens=skip_special_tokens)
+        return await self._large_texts.read(len(token_ids), decode)
 
     def token(self, token_id: int) -> TokenText:
         """Return the text of a single token, for logprobs."""

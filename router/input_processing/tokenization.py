@@ -25,7 +25,7 @@ class TextBoundary(Protocol):
         """Return the token sequences of `word`, inside and at the beginning of a word."""
         ...
 
-    def text(self, token_ids: tuple[int, ...]) -> str: ...
+    def text(self, token_ids: tuple[int, ...], *, skip_special_tokens: bool = True) -> str: ...
 
     @property
     def supports_tools(self) -> bool:
@@ -82,8 +82,8 @@ class ModelText:
         encoded = (tuple(self._tokenizer.encode(text, add_special_tokens=False)) for text in texts)
         return frozenset(filter(None, encoded))
 
-    def text(self, token_ids: tuple[int, ...]) -> str:
-        return self._tokenizer.decode(token_ids)
+    def text(self, token_ids: tuple[int, ...], *, skip_special_tokens: bool = True) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     @property
     def supports_tools(self) -> bool:
@@ -107,7 +107,7 @@ class NoTokenizer:
     def spellings(self, word: str) -> frozenset[tuple[int, ...]]:
         raise _no_tokenizer_error()
 
-    def text(self, token_ids: tuple[int, ...]) -> str:
+    def text(self, token_ids: tuple[int, ...], *, skip_special_tokens: bool = True) -> str:
         raise _no_tokenizer_error()
 
     @property

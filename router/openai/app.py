@@ -41,12 +41,13 @@ def http_app(
     resets: PrefixResets,
     scrape: Scrape,
     parsing: Parsing = NO_PARSING,
+    root: str = "",
     tokens: AcceptedTokens | None = None,
     on_refusal: Callable[[str], None] = ignore_refusal,
 ) -> ASGIApp:
     bodies = Bodies(table)
     generation = GenerationDependencies(pipeline, table, scopes, parsing, bodies)
-    models, texts = models_of(table), Tokens(pipeline.inputs, table, bodies)
+    models, texts = models_of(table, root), Tokens(pipeline.inputs, table, bodies)
     probes = ProbeEndpoints(health, pipeline, scrape)
     app = Starlette(
         routes=[

@@ -43,6 +43,7 @@ class Models:
 
     table: NodeTable
     since: int
+    root: str = ""  # folder or hub name of the tokenizer; empty: the router has none
 
     async def all(self, _request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._card(name) for name in self._names]})
@@ -65,6 +66,8 @@ class Models:
             "object": "model",
             "created": self.since,
             "owned_by": "baton",
+            "root": self.root or name,
+            "parent": None,
             "max_model_len": model.max_model_len,
             "max_sequence_len": model.max_sequence_len,  # limit of the KV caches
         }
@@ -117,7 +120,7 @@ class Tokens:
             fields = await self.bodies.fields(raw)
             body = await self.bodies.run_for_body(raw, partial(body_from, fields, DetokenizeBody))
             self.inputs.check_model(body.model)
-            text = await self.inputs.text(tuple(body.tokens))
+            text = await self.inputs.text(tuple(body.tokens), skip_special_tokens=False)
             return await self._response(raw, {"prompt": text})
 
     async def _response(self, raw: bytes, response: Json) -> Response:
@@ -169,5 +172,5 @@ def _yes_or_no(is_well: bool) -> Response:
     return JSONResponse({"status": "ok" if is_well else "unavailable"}, status)
 
 
-def models_of(table: NodeTable) -> Models:
-    return Models(table, int(time.time()))
+def models_of(table: NodeTable, root: str = "") -> Models:
+    return Models(table, int(time.time()), root)

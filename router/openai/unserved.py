@@ -13,7 +13,10 @@ from router.openai.errors import error_body
 
 MAX_SHOWN_PATH_CHARACTERS = 200
 USE_CHAT = "use /v1/chat/completions"
-NO_SCHEMA = "there is no OpenAPI document; the API is OpenAI's, and Baton's README lists its fields"
+NO_SCHEMA = (
+    "there is no OpenAPI document; the API is OpenAI's, and Baton's docs/openai.md lists what is "
+    "served, with Baton's own fields"
+)
 NO_CORS = (
     "cross-origin requests are not supported (CORS): use a proxy that adds the headers, or call "
     "this server from a program"

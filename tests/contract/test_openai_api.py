@@ -246,6 +246,62 @@ def test_the_usage_has_the_prompt_tokens_that_came_from_a_cache() -> None:
     through_the_door(scene, FakeNodeCalls(num_cached_on_prefill=2, summary=summary))
 
 
+def test_the_usage_tells_which_cached_tokens_were_loaded_and_from_where() -> None:
+    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+        ask: dict[str, Any] = {"model": "tiny", "prompt": [PROMPT, [7]], "n": 2, "max_tokens": 4}
+        whole = await client.completions.create(**ask)
+        stream = await client.completions.create(
+            **ask, stream=True, stream_options={"include_usage": True}
+        )
+        last = [chunk async for chunk in stream][-1]
+
+        assert whole.usage is not None
+        details: Any = whole.usage.prompt_tokens_details
+        # Once for each prompt, and not for answers that find the loaded tokens in the KV cache.
+        assert (details.cached_tokens, details.loaded_tokens) == (4, {"host": 2, "peer": 2})
+        assert last.usage == whole.usage
+
+    loaded = {"host": 1, "peer": 1}
+    nodes = FakeNodeCalls(
+        num_cached_on_prefill=2,
+        loaded_on_prefill=loaded,
+        summary=DecodeSummary(kv_blocks=2, prompt_tokens_cached=3),
+    )
+    through_the_door(scene, nodes)
+
+
+@pytest.mark.parametrize(
+    ("stop_token_ids", "stop_reason"), [([], None), ([EOS_TOKEN_ID], EOS_TOKEN_ID), ([9], None)]
+)
+def test_the_stop_reason_is_a_token_only_if_the_request_asked_for_it(
+    stop_token_ids: list[int], stop_reason: int | None, text: TextBoundary
+) -> None:
+    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+        extra = {"stop_token_ids": stop_token_ids}
+        chat: Any = await client.chat.completions.create(
+            model="tiny", messages=CHAT, max_tokens=4, extra_body=extra
+        )
+        completion: Any = await client.completions.create(
+            model="tiny", prompt=PROMPT, max_tokens=4, extra_body=extra
+        )
+        for answer in (chat, completion):
+            assert answer.choices[0].finish_reason == "stop"
+            assert answer.choices[0].stop_reason == stop_reason
+
+    nodes = FakeNodeCalls(ends_by=FinishReason.STOP, stop_token_id=EOS_TOKEN_ID)
+    through_the_door(scene, nodes, text=text)
+
+
+def test_a_role_that_nobody_knows_is_refused_by_name(text: TextBoundary) -> None:
+    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+        messages: Any = [*CHAT, {"role": "robot", "content": "hi"}]
+        with pytest.raises(openai.BadRequestError, match="'robot': choose one of") as refusal:
+            await client.chat.completions.create(model="tiny", messages=messages)
+        assert refusal.value.param == f"messages.{len(CHAT)}.role"
+
+    through_the_door(scene, text=text)
+
+
 def test_an_unknown_count_of_cached_tokens_is_left_out() -> None:
     async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
         answer = await client.completions.create(model="tiny", prompt=PROMPT, max_tokens=4)
@@ -549,6 +605,7 @@ def test_a_list_beyond_any_prompt_is_refused_before_its_end() -> None:
         ("POST", "/v1/embeddings", 404, "embeddings are not implemented"),
         ("POST", "/v1/messages/count_tokens", 404, "Messages API is not implemented"),
         ("GET", "/openapi.json", 404, "no OpenAPI document"),
+        ("GET", "/docs", 404, "docs/openai.md"),
         ("POST", "/chat/completions", 404, "its path here is /v1/chat/completions"),
         ("GET", "/v1/health", 404, "its path here is /health"),
         ("GET", "/", 404, "POST /v1/completions, POST /v1/chat/completions, GET /v1/models"),
@@ -621,6 +678,7 @@ def test_models_tokenize_and_detokenize_endpoints(text: TextBoundary) -> None:
 
         model = await client.models.retrieve("tiny")
         assert (model.id, getattr(model, "max_model_len", None)) == ("tiny", 512)
+        assert (model.model_extra or {})["root"] == "tiny"
         with pytest.raises(openai.NotFoundError):
             await client.models.retrieve("some/other")
         tokens = await post("/tokenize", prompt="the quick", return_token_strs=True)
@@ -630,6 +688,8 @@ def test_models_tokenize_and_detokenize_endpoints(text: TextBoundary) -> None:
         chat = await post("/tokenize", messages=CHAT)
         rendered = (await post("/detokenize", tokens=chat["tokens"]))["prompt"]
         assert "the quick" in rendered
+        special = {"tokens": [1, *tokens["tokens"], EOS_TOKEN_ID]}
+        assert await post("/detokenize", **special) == {"prompt": "<s>the quick</s>"}
         assert (await post("/tokenize", prompt="a", model="b"))["error"]["param"] == "model"
         missing = await client._client.get(f"{router.url}/nowhere")
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "NOT_FOUND")

@@ -64,6 +64,13 @@ def test_a_greedy_completion_is_the_same_by_both_doors(door: OpenAI, client: Cli
     assert [one for each in in_pieces for one in each.text_offset] == reported.text_offset
 
 
+def test_the_models_endpoint_names_the_folder(door: OpenAI, model_folder: Path) -> None:
+    [model] = door.models.list().data
+
+    assert model.id == model_folder.name
+    assert (model.model_extra or {})["root"] == str(model_folder)
+
+
 def test_a_chat_is_the_same_by_both_doors(door: OpenAI, client: Client) -> None:
     native = client.generate([{"role": "user", "content": "the quick brown"}], Generation(GREEDY))
 

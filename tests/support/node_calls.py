@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from engine.kv_cache.block_hashes import PrefixNaming
@@ -81,7 +81,9 @@ class FakeNodeCalls:
     is_endless: bool = False  # decode never finishes
     ends_by: FinishReason = FinishReason.LENGTH
     is_prefill_late: bool = False  # its token arrives after all of decode's
+    stop_token_id: int | None = None  # that ends decode, as `ends_by` says
     num_cached_on_prefill: int | None = 0  # prompt tokens in its prefix cache; None: not reported
+    loaded_on_prefill: Mapping[str, int] = field(default_factory=dict)  # of these, by tier
     summary: DecodeSummary = DecodeSummary(kv_bytes=2048, kv_blocks=2, kv_transport="nixl")
     may_prefill_report: asyncio.Event | None = None  # prefill's only output waits for it
     decode_told_all: asyncio.Event = field(default_factory=asyncio.Event)
@@ -110,7 +112,8 @@ class FakeNodeCalls:
         token_id = token_at(request, first)
         output = _output(request, first, token_id, FinishReason.HANDED_OFF)
         num_cached = self.num_cached_on_prefill
-        summary = None if num_cached is None else PrefillSummary(num_cached)
+        loaded = self.loaded_on_prefill
+        summary = None if num_cached is None else PrefillSummary(num_cached, loaded)
         if request.kv_hints.prefetch:
             output = Output(request.request_id, first, finish_reason=FinishReason.LENGTH)
         deliver(LegOutput(Leg.PREFILL, (output,), summary))
@@ -159,6 +162,8 @@ class FakeNodeCalls:
             is_last = index == last - 1 and not self.is_endless
             reason = self.ends_by if is_last else None
             output = _output(request, index, token_at(request, index), reason)
+            if is_last:
+                output = output._replace(stop_token_id=self.stop_token_id)
             yield LegOutput(Leg.DECODE, (output,), self.summary if count == 0 else None)
 
 

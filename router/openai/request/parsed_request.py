@@ -57,6 +57,7 @@ class ResponseOptions:
     tool_call_mode: ToolCallMode = ToolCallMode.NONE
     function: str = ""  # the function that tool_choice names
     with_one_call: bool = False  # at most one tool call
+    stop_token_ids: tuple[int, ...] = ()  # of the request, without the model's own
     # The field that sets structured output, which has no reasoning in front; empty: any text.
     form_field: str = ""
 
@@ -189,6 +190,7 @@ def _common_options(body: GenerationBody) -> dict[str, Any]:
         "num_prompt_logprobs": body.prompt_logprobs,
         "with_token_ids": body.return_token_ids,
         "tokens_by_id": body.return_tokens_as_token_ids,
+        "stop_token_ids": tuple(body.stop_token_ids),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ from router.openai.response.forced_calls import NamedCallParser, RequiredCallsPa
 from router.openai.response.logprobs import TokenSpeller, prompt_logprobs
 from router.openai.response.output_parsers import NO_PARSING, FirstCallFilter, OutputParser, Parsing
 from router.openai.response.request_warnings import Warnings
-from router.values import AnswerPart, CompletionSummary, TokenChunk
+from router.values import AnswerPart, CompletionSummary, ServedBy, TokenChunk
 
 DONE = b"data: [DONE]\n\n"
 
@@ -95,26 +96,43 @@ class UsageTotals:
         self._with_answer = parsed.options.with_answer
         self._num_prompt_tokens = 0
         self._num_completion_tokens = 0
-        self._num_cached_by_prompt: dict[int, int | None] = {}
+        # Of the answer whose request computed the prompt: it has the fewest cached tokens.
+        self._served_by_prompt: dict[int, ServedBy] = {}
 
     def ended(self, index: int, ending: CompletionSummary) -> None:
         if index % self._num_each == 0:
             self._num_prompt_tokens += ending.num_prompt_tokens
-        prompt, num_cached = index // self._num_each, ending.served.num_cached_prompt_tokens
-        # The answer whose request computed the prompt has the fewest cached tokens.
-        known = self._num_cached_by_prompt.setdefault(prompt, num_cached)
-        if known is not None:
-            self._num_cached_by_prompt[prompt] = num_cached and min(known, num_cached)
+        prompt, served = index // self._num_each, ending.served
+        known = self._served_by_prompt.setdefault(prompt, served)
+        self._served_by_prompt[prompt] = min(known, served, key=_num_cached)
         if self._with_answer:
             self._num_completion_tokens += ending.num_completion_tokens
 
     @property
     def totals(self) -> Json:
         usage = usage_of(self._num_prompt_tokens, self._num_completion_tokens)
-        num_cached = [num for num in self._num_cached_by_prompt.values() if num is not None]
-        if len(num_cached) == len(self._num_cached_by_prompt):
-            usage["prompt_tokens_details"] = {"cached_tokens": sum(num_cached)}
+        details = _prompt_details(list(self._served_by_prompt.values()))
+        if details:
+            usage["prompt_tokens_details"] = details
         return usage
+
+
+def _num_cached(served: ServedBy) -> int:
+    """Return a sort key: an unknown number comes first, and makes the total unknown."""
+    num_cached = served.num_cached_prompt_tokens
+    return -1 if num_cached is None else num_cached
+
+
+def _prompt_details(served: Sequence[ServedBy]) -> Json:
+    """Return the cached tokens, and by source those that were loaded from outside the KV cache."""
+    num_cached = [each.num_cached_prompt_tokens for each in served]
+    known = [num for num in num_cached if num is not None]
+    if len(known) < len(num_cached):
+        return {}
+    loaded: Counter[str] = Counter()
+    for each in served:
+        loaded.update(each.prompt_tokens_loaded)
+    return {"cached_tokens": sum(known), **({"loaded_tokens": dict(loaded)} if loaded else {})}
 
 
 def usage_of(num_prompt_tokens: int, num_completion_tokens: int) -> Json:

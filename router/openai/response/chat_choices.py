@@ -87,7 +87,7 @@ class ChatChoice:
 
     def _finish_fields(self, ending: CompletionSummary) -> Json:
         """Return the finish reason. OpenAI and vLLM use "stop" if the client named the function."""
-        how = finish_fields(ending)
+        how = finish_fields(ending, self._options.stop_token_ids)
         tool_call_mode = self._options.tool_call_mode
         is_whole = tool_call_mode is ToolCallMode.BY_MODEL or ending.finish.stop_string is None
         has_called = self._num_calls > 0 and is_whole and tool_call_mode is not ToolCallMode.NAMED

@@ -54,17 +54,20 @@ class CompletionChoice:
         return {**fields, "finish_reason": None, "stop_reason": None}
 
     def last_chunk(self, ending: CompletionSummary) -> Json:
-        return {"index": self._index, "text": "", "logprobs": None, **finish_fields(ending)}
+        return {"index": self._index, "text": "", "logprobs": None, **self._finish_fields(ending)}
 
     def whole(self, pieces: Sequence[TokenChunk], ending: CompletionSummary) -> Json:
         piece = join_chunks(pieces)
-        fields = {**self._fields(piece), **finish_fields(ending)}
+        fields = {**self._fields(piece), **self._finish_fields(ending)}
         num_top = self._options.num_prompt_logprobs
         if num_top is not None:
             fields["prompt_logprobs"] = prompt_logprobs(piece.prompt_logprobs, num_top, self._spell)
         if self._options.with_token_ids:
             fields["prompt_token_ids"] = self._prompt.token_ids
         return fields
+
+    def _finish_fields(self, ending: CompletionSummary) -> Json:
+        return finish_fields(ending, self._options.stop_token_ids)
 
     def _fields(self, piece: TokenChunk) -> Json:
         options = self._options
@@ -96,9 +99,11 @@ class CompletionChoice:
         return logprobs
 
 
-def finish_fields(ending: CompletionSummary) -> Json:
+def finish_fields(ending: CompletionSummary, stop_token_ids: Sequence[int]) -> Json:
+    """Return the finish reason, and the stop string or stop token of the request that ended it."""
     finish = ending.finish
-    stopped_by = finish.stop_string if finish.stop_token_id is None else finish.stop_token_id
+    is_requested = finish.stop_token_id in stop_token_ids
+    stopped_by = finish.stop_token_id if is_requested else finish.stop_string
     return {"finish_reason": finish.reason.value, "stop_reason": stopped_by}
 
 

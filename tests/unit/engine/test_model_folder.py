@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.model_folder import resolve_model_folder, served_name
+from engine.model_folder import model_root, resolve_model_folder, served_name
 from errors import ModelError
 
 
@@ -72,8 +72,10 @@ def test_a_folder_is_served_under_its_last_name(
     names = [served_name(given) for given in (str(folder), f"{folder}/", ".", "../current")]
 
     assert names == ["SmolLM2-135M", "SmolLM2-135M", "SmolLM2-135M", "current"]
+    assert [model_root(given) for given in (str(folder), ".")] == [str(folder)] * 2
 
 
 def test_a_model_of_the_hub_is_served_under_its_name_there() -> None:
     """Its folder in the cache has the name of a commit."""
     assert served_name("HuggingFaceTB/SmolLM2-135M") == "HuggingFaceTB/SmolLM2-135M"
+    assert model_root("HuggingFaceTB/SmolLM2-135M") == "HuggingFaceTB/SmolLM2-135M"

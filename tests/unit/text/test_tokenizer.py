@@ -41,6 +41,20 @@ def test_special_tokens_that_are_asked_for_are_not_skipped(folder: Path) -> None
     assert spelled(("no such",)) == spelled(()) == tokenizer.decode(token_ids)
 
 
+def test_roles_are_those_of_openai_and_those_that_the_template_names(
+    folder: Path, tmp_path: Path
+) -> None:
+    template = "{% for m in messages %}{{ m.role if m.role == 'critic' else 'x' }} {% endfor %}"
+    copy_with_settings(folder, tmp_path, chat_template=template)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    known = ("assistant", "developer", "function", "system", "tool", "user", "critic")
+
+    assert tokenizer.render_chat([{"role": role, "content": ""} for role in known])
+    with pytest.raises(InvalidRequest, match=r"messages\.1\.role is 'robot': choose one of") as no:
+        tokenizer.render_chat([{"role": role, "content": ""} for role in ("user", "robot")])
+    assert no.value.field == "messages.1.role"
+
+
 def test_tools_are_shown_where_the_template_reads_them(folder: Path, tmp_path: Path) -> None:
     reading = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
     by_name = [{"name": "default", "template": ""}, {"name": "tool_use", "template": reading}]
