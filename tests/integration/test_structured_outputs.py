@@ -197,7 +197,7 @@ WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"choice": [1]}}, "structured_outputs"),
     ({"structured_outputs": {"json_object": "yes"}}, "structured_outputs"),
     ({"structured_outputs": {"jsn": {}}}, "structured_outputs"),
-    ({"guided_regex": "(a"}, "structured_outputs"),
+    ({"guided_regex": "(a"}, "guided_regex"),
     ({"guided_json": {}, "guided_regex": "a"}, "guided_regex"),
     ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
 ]

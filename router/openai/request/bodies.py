@@ -124,7 +124,7 @@ class TemplateFields(Body):
 
 
 class ChatBody(GenerationBody, TemplateFields):
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INT32)] | None = None
     logprobs: bool = False
     top_logprobs: Count | None = None
     tool_choice: str | dict[str, Any] = "auto"

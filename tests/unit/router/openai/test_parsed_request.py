@@ -246,6 +246,7 @@ def test_a_field_that_is_wrong_is_named(fields: dict[str, Any], field: str) -> N
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"messages": []}, "messages"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"messages": [{"content": "a"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": ["a"]}]}, "messages.0.content.0"),
