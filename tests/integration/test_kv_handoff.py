@@ -19,6 +19,7 @@ from kv_transfer.types import (
     Receive,
     Revoke,
     Send,
+    Withdraw,
 )
 from tests.support.kv_nodes import (
     BLOCK_BYTES,
@@ -139,6 +140,26 @@ def test_a_full_prefix_hit_moves_nothing_and_still_lands(nodes: Nodes, kind: str
     assert [record.num_bytes for record in p.ask("records")] == [0]
 
 
+@pytest.mark.parametrize("kind", NIXL)
+def test_blocks_that_landed_before_prefill_gave_up_are_proved(nodes: Nodes, kind: str) -> None:
+    p, d = nodes.start("p", kind), nodes.start("d", kind)
+    sources, targets = blocks(*range(4)), blocks(*range(20, 28))
+    p.ask("fill_all", DATA, sources)
+
+    for attempt in range(MAX_ATTEMPTS):
+        handoff_id = HandoffId("r", attempt)
+        d.ask("fill_all", EMPTY, targets)
+        d.order(receive(handoff_id, p, targets))
+        p.order(send(handoff_id, sources))
+        wait_until(lambda: d.ask("num_filled", DATA, targets) == len(sources), "the first blocks")
+        p.order(KvOrders(withdraws=(Withdraw(handoff_id, "aborted"),)))
+        lost = until_released(d, handoff_id).failed_recving[-1]
+        if lost.num_proved_blocks:  # else the writes were withdrawn before they were acknowledged
+            break
+
+    assert (lost.handoff_id, lost.num_proved_blocks) == (handoff_id, len(sources))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_three_restarts_of_prefill_on_the_same_address_leave_decode_serving(
     nodes: Nodes, kind: str
@@ -211,6 +232,27 @@ def test_a_late_write_never_reaches_a_new_owner(nodes: Nodes, kind: str) -> None
 
     assert d.ask("num_filled", NEW_OWNER, everything) == NUM_MANY
     hand_over(d, p, HandoffId("after", 0))
+
+
+@pytest.mark.parametrize("kind", ["nixl default"])
+def test_a_second_process_with_the_id_of_a_frozen_one_serves_once_that_is_gone(
+    nodes: Nodes, kind: str
+) -> None:
+    p, d = nodes.start("p", kind, NUM_MANY), nodes.start("d", kind, NUM_MANY)
+    late = stop_half_way(d, p, blocks(*range(NUM_MANY)))
+    d.order(KvOrders(revokes=(Revoke(late),)))
+    d.ask("advance_clock", SILENCE_S)
+    wait_until(lambda: d.ask("counters").num_cut_pairs > 0, "the cut")
+
+    second = nodes.start("p", kind, NUM_MANY)  # at the same address, which D redials
+    d.ask("advance_clock", SILENCE_S)  # D may be waiting for a Hello of the first one
+    wait_until(lambda: d.ask("counters").num_cut_pairs > 10, "refusals of the second process")
+
+    assert late not in d.ask("seen").released
+    assert d.ask("counters").num_fenced_blocks == NUM_MANY
+    p.kill()
+    until_released(d, late)
+    hand_over(d, second, HandoffId("after", 0))
 
 
 @pytest.mark.parametrize("kind", NIXL)
