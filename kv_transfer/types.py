@@ -155,14 +155,21 @@ class Landed:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Receive failed. Its blocks stay fenced until their release is reported.
-
-    The first `num_proved_blocks` are valid nevertheless, and no write can reach them any more.
-    """
+    """Receive failed. Its blocks stay fenced until their release is reported."""
 
     handoff_id: HandoffId
     reason: str
-    num_proved_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Proved:
+    """The first blocks of a receive that has failed, or was revoked, are valid nevertheless.
+
+    No write can reach them any more, although they are released only with the others.
+    """
+
+    handoff_id: HandoffId
+    num_blocks: int
 
 
 # Reasons of refused pulls, which are no failures.
@@ -192,6 +199,7 @@ class KvReports:
 
     finished_recving: tuple[Landed, ...] = ()
     failed_recving: tuple[Lost, ...] = ()
+    proved: tuple[Proved, ...] = ()
     released: tuple[HandoffId, ...] = ()  # no write can land in their blocks any more
     finished_sending: tuple[HandoffId, ...] = ()  # no read of their source blocks is in flight
     requested: tuple[Requested, ...] = ()  # pulls by peers

@@ -8,6 +8,7 @@ fixed number of blocks, and its prefixes are cached where a snapshot of that sta
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
@@ -172,16 +173,6 @@ class KvCache:
             table.extend(block_ids)
         return added
 
-    def keep_received(self, request: Request, num_blocks: int) -> None:
-        """Count the first blocks of a lost transfer as computed, so that `release` caches them.
-
-        Without the state after them, models with recurrent layers cannot continue there.
-        """
-        if request.state is None:
-            num_places = self.transfer_order.num_whole_places(num_blocks)
-            num_tokens = request.num_computed_tokens + num_places * self.block_size
-            request.num_computed_tokens = min(num_tokens, request.num_tokens)
-
     def release_unseen(self, request: Request) -> None:
         """Release the blocks that no later token of the request attends to."""
         for group in self._forgetful:
@@ -269,6 +260,21 @@ class KvCache:
                     self._register_snapshot(request, place + 1, tuple(parts))
             elif self._register(request, block_id, BlockHash(name)) and not group:
                 self._note_stored(request, place, place + 1)
+
+    def register_received(self, request: Request, first: int, block_ids: Sequence[BlockId]) -> None:
+        """Add the first blocks of a transfer that is over to the prefix cache, from this place on.
+
+        The request may have ended. With recurrent layers, no prefix ends there without the state.
+        """
+        if not request.is_registering or self.num_state_blocks:
+            return
+        end = first + self.transfer_order.num_whole_places(len(block_ids))
+        slots = itertools.product(request.block_hashes[first:end], range(len(self._specs)))
+        for place, ((name, group), block_id) in enumerate(zip(slots, block_ids, strict=False)):
+            is_new = self._register(request, block_id, name_in_group(name, group))
+            if is_new and not group:
+                place_of_block = first + place // len(self._specs)
+                self._note_stored(request, place_of_block, place_of_block + 1)
 
     def register_named(
         self,

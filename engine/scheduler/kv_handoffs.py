@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.manager import KvCache
 from engine.kv_cache.transfer_order import TransferOrder
 from engine.request import ReceiveKv
 from engine.scheduler.request import Request, RequestStatus
@@ -19,6 +20,7 @@ from kv_transfer.types import (
     FirstToken,
     HandoffId,
     KvOrders,
+    Proved,
     Receive,
     Revoke,
     Send,
@@ -33,6 +35,7 @@ class _PendingReceive:
 
     request: Request | None  # None: a pull
     block_ids: tuple[BlockId, ...]
+    num_hits: int = 0  # places before these blocks
 
 
 @dataclass(slots=True)
@@ -132,7 +135,7 @@ class HandoffManager:
         block_ids = (*granted, *self._order.state_blocks(request))
         self._pool.hold(block_ids)
         self._expected.discard(handoff_id)
-        self._receiving[handoff_id] = _PendingReceive(request, block_ids)
+        self._receiving[handoff_id] = _PendingReceive(request, block_ids, num_hits)
         self._receives.append(
             Receive(
                 handoff_id,
@@ -165,6 +168,19 @@ class HandoffManager:
         if request is None or request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
             return None
         return request
+
+    def receivers(self) -> Iterator[Request]:
+        """Yield the requests whose blocks a peer can write, ended ones included."""
+        for receiving in self._receiving.values():
+            if receiving.request is not None:
+                yield receiving.request
+
+    def cache_proved(self, proved: Proved, cache: KvCache) -> None:
+        """Cache the first blocks of a hand-off that does not land."""
+        receiving = self._receiving.get(proved.handoff_id)
+        if receiving is not None and receiving.request is not None:
+            block_ids = receiving.block_ids[: proved.num_blocks]
+            cache.register_received(receiving.request, receiving.num_hits, block_ids)
 
     def end_receiving(self, handoff_id: HandoffId) -> None:
         """Release the blocks of a hand-off, which the peer can no longer write."""

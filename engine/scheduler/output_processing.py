@@ -46,6 +46,8 @@ class OutputProcessor:
         self._state.stop_waiting_for(self._state.pulls.settle(reports, self._state.now_s))
         for landed in reports.finished_recving:
             self._process_landed(landed)
+        for proved in reports.proved:
+            self._state.handoffs.cache_proved(proved, self._state.cache)
         for lost in reports.failed_recving:
             self._process_lost(lost)
         for handoff_id in reports.released:
@@ -225,13 +227,9 @@ class OutputProcessor:
             self._state.make_ready(request)
 
     def _process_lost(self, lost: Lost) -> None:
-        """Recover from lost KV. The hand-off keeps its blocks until their release is reported.
-
-        The leading ones that are valid nevertheless are in the prefix cache from now on.
-        """
+        """Recover from lost KV. The hand-off keeps its blocks until their release is reported."""
         request = self._state.handoffs.receiver_of(lost.handoff_id)
         if request is not None:
-            self._state.cache.keep_received(request, lost.num_proved_blocks)
             self._recover_from_lost_kv(request, lost.reason)
 
     def _recover_from_lost_kv(self, request: Request, reason: str) -> None:

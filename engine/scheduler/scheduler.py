@@ -206,7 +206,8 @@ class Scheduler:
         if not tiers or KV in tiers:
             self._state.external.forget()
             self._state.pulls.clear()
-            num_blocks[KV] = self._state.cache.reset(self._state.requests.values())
+            holders = (*self._state.requests.values(), *self._state.handoffs.receivers())
+            num_blocks[KV] = self._state.cache.reset(holders)
         return num_blocks | dict(self._state.external.clear(tiers or None))
 
     def check(self) -> None:

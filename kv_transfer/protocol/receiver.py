@@ -44,7 +44,7 @@ from kv_transfer.protocol.messages import (
 )
 from kv_transfer.protocol.sender_link import SenderLink
 from kv_transfer.protocol.staging_area import StagingArea
-from kv_transfer.types import HandoffId, KvReports, Landed, Lost, Receive
+from kv_transfer.types import HandoffId, KvReports, Landed, Lost, Proved, Receive
 
 
 class Receiver:
@@ -61,6 +61,7 @@ class Receiver:
         self._actions: list[ReceiverAction] = []
         self._landed: list[Landed] = []
         self._failed: list[Lost] = []
+        self._proved: list[Proved] = []
         self._released: list[HandoffId] = []
         self.num_dropped = 0  # messages and events of unknown hand-offs
 
@@ -91,6 +92,7 @@ class Receiver:
         if incoming.state is IncomingState.WAITING:
             self._release(incoming)
         elif incoming.state is IncomingState.GRANTED:
+            self._report_proved(incoming)
             self._fence(incoming, now)
 
     # --- Events of the control link ----------------------------------------------------
@@ -265,9 +267,14 @@ class Receiver:
         return actions
 
     def take_reports(self) -> KvReports:
-        landed, lost, released = tuple(self._landed), tuple(self._failed), tuple(self._released)
-        self._landed, self._failed, self._released = [], [], []
-        return KvReports(landed, lost, released)
+        reports = KvReports(
+            finished_recving=tuple(self._landed),
+            failed_recving=tuple(self._failed),
+            proved=tuple(self._proved),
+            released=tuple(self._released),
+        )
+        self._landed, self._failed, self._proved, self._released = [], [], [], []
+        return reports
 
     def incoming(self) -> Iterator[IncomingHandoff]:
         """Iterate over the receives that have not ended."""
@@ -397,8 +404,12 @@ class Receiver:
         )
 
     def _report_failed(self, incoming: IncomingHandoff, reason: str) -> None:
-        lost = Lost(incoming.order.handoff_id, reason, incoming.num_proved)
-        self._failed.append(lost)
+        self._failed.append(Lost(incoming.order.handoff_id, reason))
+        self._report_proved(incoming)
+
+    def _report_proved(self, incoming: IncomingHandoff) -> None:
+        if incoming.num_proved:
+            self._proved.append(Proved(incoming.order.handoff_id, incoming.num_proved))
 
     def _release(self, incoming: IncomingHandoff) -> None:
         self._end(incoming)

@@ -16,6 +16,7 @@ from kv_transfer.types import (
     HandoffId,
     KvOrders,
     KvReports,
+    Proved,
     Receive,
     Revoke,
     Send,
@@ -153,11 +154,11 @@ def test_blocks_that_landed_before_prefill_gave_up_are_proved(nodes: Nodes, kind
         p.order(send(handoff_id, sources))
         wait_until(lambda: d.ask("num_filled", DATA, targets) == len(sources), "the first blocks")
         p.order(KvOrders(withdraws=(Withdraw(handoff_id, "aborted"),)))
-        lost = until_released(d, handoff_id).failed_recving[-1]
-        if lost.num_proved_blocks:  # else the writes were withdrawn before they were acknowledged
+        proved = until_released(d, handoff_id).proved
+        if proved:  # else the writes were withdrawn before they were acknowledged
             break
 
-    assert (lost.handoff_id, lost.num_proved_blocks) == (handoff_id, len(sources))
+    assert proved == (Proved(handoff_id, len(sources)),)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -15,6 +15,7 @@ from kv_transfer.types import (
     KvReports,
     Landed,
     Lost,
+    Proved,
     Receive,
     Requested,
     Withdraw,
@@ -70,6 +71,8 @@ class FakeWire:
         self.outgoing: dict[HandoffId, Outgoing] = {}
         self._landed: list[Landed] = []
         self._lost: list[Lost] = []
+        self._proved: list[Proved] = []
+        self.num_proved_if_revoked = 0  # leading blocks of a receive that have landed by then
         self._released: list[HandoffId] = []
         self._sent: list[HandoffId] = []
         self._requested: list[Requested] = []
@@ -146,14 +149,15 @@ class FakeWire:
 
     def lose(self, handoff_id: HandoffId, num_proved: int = 0) -> None:
         """Lose a receive. The first blocks have landed, and nothing is written to them any more."""
-        incoming = self.incoming[handoff_id]
-        incoming.is_over = True
-        if incoming.order.names:
-            num_proved = 0
-        incoming.num_proved = min(num_proved, len(incoming.order.block_ids))
+        self._give_up(self.incoming[handoff_id], num_proved)
+        self._lost.append(Lost(handoff_id, "the peer is gone"))
+
+    def _give_up(self, incoming: Incoming, num_proved: int) -> None:
+        order, incoming.is_over = incoming.order, True
+        incoming.num_proved = 0 if order.names else min(num_proved, len(order.block_ids))
         if incoming.num_proved:
-            self._write(incoming.order, incoming.num_proved)
-        self._lost.append(Lost(handoff_id, "the peer is gone", incoming.num_proved))
+            self._write(order, incoming.num_proved)
+            self._proved.append(Proved(order.handoff_id, incoming.num_proved))
 
     def release(self, handoff_id: HandoffId) -> None:
         """Release a lost or revoked receive after its last write."""
@@ -188,8 +192,9 @@ class FakeWire:
             self.incoming[receive.handoff_id] = Incoming(receive)
         for revoke in orders.revokes:
             # It may have landed, or been lost, before the order came.
-            if revoke.handoff_id in self.incoming:
-                self.incoming[revoke.handoff_id].is_over = True
+            incoming = self.incoming.get(revoke.handoff_id)
+            if incoming is not None and not incoming.is_over:
+                self._give_up(incoming, self.num_proved_if_revoked)
         # Completed hand-offs are removed: see end_sending.
         for send in orders.sends:
             if send.handoff_id in self._sent:
@@ -214,12 +219,13 @@ class FakeWire:
         reports = KvReports(
             finished_recving=tuple(self._landed),
             failed_recving=tuple(self._lost),
+            proved=tuple(self._proved),
             released=tuple(self._released),
             finished_sending=tuple(self._sent),
             requested=tuple(self._requested),
         )
         self._landed, self._lost, self._released, self._sent = [], [], [], []
-        self._requested = []
+        self._requested, self._proved = [], []
         return reports
 
     def _end(self, outgoing: Outgoing, end: Complete | Withdraw) -> None:

@@ -30,6 +30,7 @@ from kv_transfer.types import (
     KvReports,
     NodeId,
     Peer,
+    Proved,
     Receive,
     Requested,
     Revoke,
@@ -531,9 +532,8 @@ class World:
             if receiving.is_lost or receiving.is_revoked:
                 raise BrokenPromise(f"{lost.handoff_id} was given up before it was lost")
             receiving.is_lost = True
-            receiving.num_proved = lost.num_proved_blocks
-            self.num_proved += lost.num_proved_blocks
-            self._check_contents(lost.handoff_id, lost.num_proved_blocks)
+        for proved in reports.proved:
+            self._proved(proved)
         for handoff_id in reports.released:
             self._released(handoff_id)
         for handoff_id in reports.finished_sending:
@@ -551,6 +551,14 @@ class World:
         self._check_contents(handoff_id, len(receiving.block_ids))
         self.landed.add(handoff_id)
         self._give_back(handoff_id, has_landed=True)
+
+    def _proved(self, proved: Proved) -> None:
+        receiving = self.receiving[proved.handoff_id]
+        if receiving.num_proved or not (receiving.is_lost or receiving.is_revoked):
+            raise BrokenPromise(f"{proved.handoff_id} was proved twice, or before it was given up")
+        receiving.num_proved = proved.num_blocks
+        self.num_proved += proved.num_blocks
+        self._check_contents(proved.handoff_id, proved.num_blocks)
 
     def _check_contents(self, handoff_id: HandoffId, num_blocks: int) -> None:
         receiving = self.receiving[handoff_id]

@@ -73,7 +73,7 @@ class NodeState:
     def turn(self) -> None:
         found = self.worker.poll(self.clock())
         if found != KvReports():
-            names = ("finished_recving", "failed_recving", "released", "finished_sending")
+            names = ("finished_recving", "failed_recving", "proved", "released", "finished_sending")
             self.reports = replace(
                 self.reports, **{n: getattr(self.reports, n) + getattr(found, n) for n in names}
             )

@@ -51,6 +51,7 @@ def run_history(seed: int) -> EngineWorld:
         chance=chance,
         external_chance=evictions,
     )
+    world.wire.num_proved_if_revoked = seed % 4
     roles = chance.choice([("local",), ("receives",), ("sends",), ALL_ROLES, ALL_ROLES])
     roles = ("local", "local", "sends", "receives") if pulls is not None else roles
     if evictions is not None and seed % 4 == 1:

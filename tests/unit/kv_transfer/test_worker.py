@@ -153,9 +153,10 @@ def test_a_bad_byte_is_a_lost_hand_off_where_digests_are_verified() -> None:
     assert world.d.worker.counters().num_digest_mismatches == 1
 
 
+@pytest.mark.parametrize("is_revoked", [False, True])
 @pytest.mark.parametrize(("is_spoilt", "num_proved"), [(False, 2), (True, 0)])
 def test_leading_blocks_of_a_lost_hand_off_are_kept_if_their_digest_matches(
-    is_spoilt: bool, num_proved: int
+    is_spoilt: bool, num_proved: int, is_revoked: bool
 ) -> None:
     world = World(config=replace(CONFIG, verify=True))
     half_sent(world)
@@ -167,6 +168,8 @@ def test_leading_blocks_of_a_lost_hand_off_are_kept_if_their_digest_matches(
     world.wire.acknowledge(first)
     exchange_messages(world)
 
+    if is_revoked:
+        world.revoke(ID)
     world.kill_p("p0")
     exchange_messages(world)
 

@@ -152,6 +152,37 @@ def test_a_lost_request_computes_only_what_has_not_landed_for_certain() -> None:
     assert (served.num_cached_tokens, served.num_prefilled_tokens) == (12, 6)
 
 
+def test_blocks_that_had_landed_of_an_aborted_request_serve_its_next_attempt() -> None:
+    world = EngineWorld(_config(), block_size=4)
+    world.wire.num_proved_if_revoked = 3
+    first = world.add(18, receives=True)
+    world.step()
+    world.abort(first)
+    world.step()
+
+    world.add(18, receives=True)
+    (receive,) = world.step().kv_orders.receives
+
+    assert receive.num_cached_tokens == 12
+    world.run_to_end()
+
+
+def test_blocks_of_an_aborted_request_are_not_cached_across_a_reset() -> None:
+    world = EngineWorld(_config(), block_size=4)
+    world.wire.num_proved_if_revoked = 3
+    first = world.add(18, receives=True)
+    world.step()
+    world.abort(first)
+    world.scheduler.reset_prefix_cache()
+    world.step()
+
+    world.add(18, receives=True)
+    (receive,) = world.step().kv_orders.receives
+
+    assert receive.num_cached_tokens == 0
+    world.run_to_end()
+
+
 def test_of_a_lost_hand_off_without_the_recurrent_state_nothing_is_kept() -> None:
     world = EngineWorld(_config(), block_size=4, num_state_blocks=1)
     name = world.add(18, receives=True)
