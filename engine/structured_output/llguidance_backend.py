@@ -30,8 +30,8 @@ from errors import InvalidRequest, ModelError
 
 ANY_OBJECT = '{"type": "object"}'
 # A space, or a newline with indentation, which suffices for any JSON style. With more allowed, a
-# weak model generates nothing but whitespace until max_tokens.
-WHITESPACE = r"( |\n[ \t]{0,64})?"
+# weak model generates nothing but whitespace until max_tokens. Deeper levels are indented less.
+WHITESPACE = r"( |\n[ \t]{0,16})?"
 BITS_PER_WORD = 32
 # Forced tokens are off: computing them never terminates for text that repeats without end, and
 # they would allow only the tokenizer's canonical tokenization of a text.

@@ -68,8 +68,8 @@ def tokenizer(folder: Path) -> Tokenizer:
 FITTING: list[tuple[StructuredOutputs, list[str], list[str]]] = [
     (
         StructuredOutputs(json=json.dumps(OBJECT)),
-        ['{"a":1}', '{ "a" : -12 }', '{\n  "a": 1\n}'],
-        ['{"a":"1"}', "{}", '{"a":1,"b":2}', '{"a":1} ', '{  "a":1}', ""],
+        ['{"a":1}', '{ "a" : -12 }', '{\n  "a": 1\n}', f'{{\n{" " * 16}"a": 1}}'],
+        ['{"a":"1"}', "{}", '{"a":1,"b":2}', '{"a":1} ', '{  "a":1}', f'{{\n{" " * 17}"a":1}}', ""],
     ),
     (
         StructuredOutputs(json=json.dumps(OBJECT), disable_any_whitespace=True),
