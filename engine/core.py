@@ -74,7 +74,8 @@ class EngineCore:
         external = NO_EXTERNAL_REPORTS if self._external is None else self._external.poll()
         polled_s = self._clock()
         has_reports = reports != NO_REPORTS or external != NO_EXTERNAL_REPORTS
-        self._made_progress = not plan.is_empty or has_reports
+        is_cut_short = self.scheduler.is_cut_short
+        self._made_progress = not plan.is_empty or has_reports or is_cut_short
         outputs = self.scheduler.update(plan, run, reports, now, external)
         if self._observers:
             times_s = (began_s, scheduled_s, ordered_s, now, polled_s, self._clock())

@@ -170,6 +170,11 @@ class Scheduler:
         return not (self.has_work or is_waiting or self._state.requests)
 
     @property
+    def is_cut_short(self) -> bool:
+        """True if the last plan left requests that the next one can look up at once."""
+        return self._planner.is_cut_short
+
+    @property
     def awaits_kv(self) -> bool:
         """True if hand-offs or pulls are in progress, so that the KV worker must be polled."""
         return bool(self._state.handoffs.num_receiving or self._state.handoffs.num_sending)

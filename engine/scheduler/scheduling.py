@@ -23,6 +23,9 @@ from engine.scheduler.state import SchedulerState
 from engine.scheduler.step_pace import LEAST_TOKENS, StepPace
 from engine.scheduler.urgency import preempt_for
 
+# Prompt tokens of a step's requests that are only looked up: prefetches, and those that wait for a
+# load. A look-up takes about 0.1 us a token, so that a flood of them would delay decoding.
+MAX_LOOKED_UP_TOKENS = 32_768
 MAX_LOOKS = 8  # of a request for its prefix, after blocks that it had found were evicted
 
 
@@ -57,12 +60,15 @@ class StepPlanner:
         self._limits = PrefillLimits(state.config)
         self._pace = StepPace(state.config.target_step_s)
         self._budget = 0
+        self._num_looked_up_tokens = 0
+        self.is_cut_short = False  # the last plan left requests for the next one to look up
         self._paced_budget = 0  # the part of it for paced prompts, which must not delay decoding
         self._last_failure: _AllocationFailure | None = None
         self._blocked_head: Request | None = None  # the head that the last step left waiting
 
     def plan(self) -> Plan:
         batch = self._state.batch
+        self._num_looked_up_tokens, self.is_cut_short = 0, False
         self._state.external.store_new()
         self._preempt_for_head()
         preemptions_before = self._state.total_preemptions
@@ -249,7 +255,12 @@ class StepPlanner:
         waiting = self._state.waiting
         self._state.stop_overdue_waits()
         while (head := waiting.head(allow_long=self._limits.allows_long)) is not None:
+            if self._num_looked_up_tokens >= MAX_LOOKED_UP_TOKENS:
+                self.is_cut_short = True
+                return
             verdict = self._try_schedule(head)
+            if verdict is _Verdict.FOLLOWS or head.spec.kv_hints.prefetch:
+                self._num_looked_up_tokens += head.num_tokens
             if verdict is _Verdict.BLOCKED:
                 self._blocked_head = head
                 return

@@ -434,7 +434,8 @@ class EngineWorld:
     def _check_rest(self, plan: Plan, has_reports: bool) -> None:
         """Check that a step without effect leaves no work: the engine thread sleeps then."""
         assert plan == Plan() or not self._is_at_rest, f"it would have slept over {plan}"
-        self._is_at_rest = plan == Plan() and not has_reports
+        is_done = not has_reports and not self.scheduler.is_cut_short
+        self._is_at_rest = plan == Plan() and is_done
 
 
 def _prompt(prompt: Sequence[int] | int) -> tuple[int, ...]:

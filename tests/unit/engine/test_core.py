@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from engine.core import NoKvWorker
+from engine.kv_hints import KvHints
 from engine.plan import Plan
 from engine.request import RequestId
+from engine.scheduler.scheduling import MAX_LOOKED_UP_TOKENS
 from kv_transfer.types import HandoffId, KvOrders, Revoke
 from tests.support.engines import VOCAB_SIZE, a_spec, an_engine
 from tests.support.fake_runner import tokens_alone
@@ -46,6 +50,22 @@ def test_a_plan_that_does_nothing_but_drop_rows_is_not_empty() -> None:
 
     assert not plan.is_empty
     assert Plan().is_empty
+
+
+def test_an_engine_does_not_sleep_over_prefetches_that_a_step_left() -> None:
+    engine = an_engine(num_blocks=4096)
+    num_prefetches = 20
+    for number in range(num_prefetches):
+        prompt = tuple([1] * (MAX_LOOKED_UP_TOKENS // 8))
+        prefetch = KvHints(prefetch=True)
+        engine.scheduler.add(replace(a_spec(str(number), prompt=prompt), kv_hints=prefetch))
+    num_ended = 0
+    while num_ended < num_prefetches:
+        num_ended += len(engine.step())
+        if num_ended < num_prefetches:
+            assert engine.max_idle_s() == 0.0
+
+    assert engine.scheduler.is_idle
 
 
 def test_an_idle_engine_sleeps_until_an_action_is_posted() -> None:

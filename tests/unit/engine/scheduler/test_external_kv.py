@@ -12,6 +12,7 @@ from engine.kv_hints import KvHints
 from engine.request import FinishReason, RequestId
 from engine.sampling import SamplingParams
 from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.scheduling import MAX_LOOKED_UP_TOKENS
 from kv_transfer.external_kv import (
     NO_EXTERNAL_REPORTS,
     BlockHints,
@@ -600,6 +601,34 @@ def test_a_prefetch_of_an_unknown_prompt_ends_without_computing_it() -> None:
     assert not it.step().num_scheduled_tokens
     it.run_to_end()
     assert it.finish_reason(prefetch) is FinishReason.LENGTH
+
+
+def test_a_flood_of_prefetches_is_spread_over_steps_that_decode() -> None:
+    it = world(num_blocks=4096)
+    decoding = it.add(14, max_tokens=20)
+    it.step_until(lambda _: it.tokens(decoding))
+    num_tokens = MAX_LOOKED_UP_TOKENS // 8
+    flood = [it.add(num_tokens, kv_hints=KvHints(prefetch=True)) for _ in range(20)]
+    num_ended = []
+    for _ in range(3):
+        num_decoded = len(it.tokens(decoding))
+        it.step()
+        num_ended.append(sum(it.finish_reason(one) is not None for one in flood))
+        assert len(it.tokens(decoding)) == num_decoded + 1
+
+    assert num_ended == [8, 16, 20]
+
+
+def test_a_flood_of_requests_that_wait_for_one_load_is_spread_over_steps() -> None:
+    it = world(num_blocks=4096)
+    num_tokens = MAX_LOOKED_UP_TOKENS // 8
+    cached_outside(it, num_tokens)
+    for _ in range(20):
+        it.add(num_tokens)
+    it.step()
+
+    assert it.scheduler.is_cut_short
+    it.run_to_end()
 
 
 @pytest.mark.parametrize(("tiers", "kept"), [(("kv",), 12), (("host",), 0), ((), 0)])
