@@ -32,6 +32,7 @@ from kv_transfer.external_kv import TIERS
 from rpc.channel import KEEPALIVE
 
 PHASE_PATIENCE_S = 2.0
+MAX_DELAY_S = 20.0
 READY_WITHIN_S = 120.0
 LOOK_EVERY_S = 0.2
 OVERLOAD_FACTOR = 4
@@ -69,12 +70,17 @@ class FaultInjector:
         self.injected: list[InjectedFault] = []
 
     async def play(self, faults: Sequence[Fault], duration_s: float, stop: asyncio.Event) -> None:
-        """Inject the faults at their times; return when all victims have recovered."""
+        """Inject the faults at their times; return when all victims have recovered.
+
+        Faults that second turns delay by more than `MAX_DELAY_S` are left out.
+        """
         self._began_s = time.monotonic()
         async with asyncio.TaskGroup() as recoveries:
             for fault in faults:
                 if not await self._wait_until(fault.at_s, stop):
                     return
+                if time.monotonic() - self._began_s > fault.at_s + MAX_DELAY_S:
+                    continue
                 await self._load.reached(fault.phase, PHASE_PATIENCE_S)
                 victim = self._victim(fault)
                 if victim is None:

@@ -1,7 +1,6 @@
 """Second turns of sessions whose KV was evicted, while other requests decode on the same node.
 
-Long sessions follow each other. Meanwhile a client has short ones, whose loads of one block often
-follow the stores of many.
+Sessions are long or short: loads of one block follow the stores of many.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import asyncio
 import random
 import tempfile
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -18,13 +16,12 @@ from dataclasses import dataclass, field
 from baton.bench.serve.load import FIRST_PLAIN_TOKEN
 from baton.client import Answer, AsyncClient, Generation
 from baton.cluster import ClusterOptions, LocalCluster
-from benchmarks.tiers.turns import DISTANCE, SecondTurn, Turn, TurnsRow, turn_order, turns_row
+from benchmarks.tiers.turns import SecondTurn, Turn, TurnsRow, turn_order, turns_row
 from engine.sampling import SamplingParams
 
 HOST, FILE = "host", "file"
 ANSWER_TOKENS, NEW_TOKENS = 2, 32  # of a first turn, and what a second one adds
 SHORT_BLOCKS = 1.5  # of the first prompt of a short session, of which one is a whole block
-SHORT_PAUSE_S = 0.2
 STREAM_PROMPT, STREAM_TOKENS = 32, 256
 
 
@@ -84,8 +81,7 @@ class _Replay:
     client: AsyncClient
     vocabulary: range
     draw: random.Random = field(default_factory=lambda: random.Random(0))
-    long: dict[int, _Session] = field(default_factory=dict)
-    num_long_begun: int = 0
+    sessions: dict[tuple[int, bool], _Session] = field(default_factory=dict)
     seconds: list[SecondTurn] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
 
@@ -93,23 +89,12 @@ class _Replay:
         return self.draw.choices(self.vocabulary, k=count)
 
     async def take(self, turn: Turn) -> None:
-        """Take the next turn of the long sessions."""
+        key = turn.session, turn.is_long
         if turn.is_second:
-            await self._take_second(self.long.pop(turn.session), is_long=True)
+            await self._take_second(self.sessions.pop(key), is_long=turn.is_long)
             return
-        self.num_long_begun += 1
-        self.long[turn.session] = await self._take_first(self.what.num_tokens)
-
-    async def take_short(self) -> None:
-        """Take turns of short sessions; the second ones once long sessions evicted their KV."""
-        waiting: deque[tuple[int, _Session]] = deque()
-        while True:
-            length = int(SHORT_BLOCKS * self.what.block_size)
-            waiting.append((self.num_long_begun, await self._take_first(length)))
-            await asyncio.sleep(SHORT_PAUSE_S)
-            if self.num_long_begun >= waiting[0][0] + DISTANCE:
-                await self._take_second(waiting.popleft()[1], is_long=False)
-                await asyncio.sleep(SHORT_PAUSE_S)
+        short = int(SHORT_BLOCKS * self.what.block_size)
+        self.sessions[key] = await self._take_first(self.what.num_tokens if turn.is_long else short)
 
     async def _take_first(self, length: int) -> _Session:
         block_size = self.what.block_size
@@ -161,18 +146,17 @@ async def _replay(what: TurnsBench, address: str) -> _Replay:
     async with AsyncClient(address) as client:
         vocabulary = range(FIRST_PLAIN_TOKEN, (await client.model()).vocab_size)
         replay = _Replay(what, client, vocabulary)
-        async with _beside(replay):
+        async with _decoding(replay):
             for turn in turn_order(what.num_long):
                 await replay.take(turn)
         return replay
 
 
 @asynccontextmanager
-async def _beside(replay: _Replay) -> AsyncIterator[None]:
-    """Decode and take short turns within the block. A failed request ends it."""
+async def _decoding(replay: _Replay) -> AsyncIterator[None]:
+    """Decode within the block. A failed request ends it."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(replay.decode()) for _ in range(replay.what.num_streams)]
-        tasks.append(group.create_task(replay.take_short()))
         yield
         for task in tasks:
             task.cancel()

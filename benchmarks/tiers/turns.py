@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-DISTANCE = 3  # sessions that begin from the first turn of one to its second turn
+DISTANCE = 3  # long sessions that begin from the first turn of one to its second turn
+NUM_SHORT = 3  # short sessions to each long one
 WANTED_GAIN = 5.0
 TAKEN_SHARE = 0.9  # of the missing whole blocks of a prefix
 
@@ -14,16 +15,31 @@ TAKEN_SHARE = 0.9  # of the missing whole blocks of a prefix
 @dataclass(frozen=True, slots=True)
 class Turn:
     session: int
+    is_long: bool
     is_second: bool
 
 
-def turn_order(num_sessions: int) -> Iterator[Turn]:
-    """Yield all turns. The second turn of a session follows the first ones of later sessions."""
-    for number in range(num_sessions + DISTANCE):
-        if number < num_sessions:
-            yield Turn(number, is_second=False)
-        if number >= DISTANCE:
-            yield Turn(number - DISTANCE, is_second=True)
+def turn_order(num_long: int) -> Iterator[Turn]:
+    """Yield all turns. The second turn of a session follows the first ones of later sessions.
+
+    Second turns of short sessions come right after the first turn of a long one, while its many
+    blocks are being stored.
+    """
+    for number in range(num_long + DISTANCE):
+        old = number - DISTANCE
+        if number < num_long:
+            yield Turn(number, is_long=True, is_second=False)
+        if old >= 0:
+            yield from _short(old, is_second=True)
+        if number < num_long:
+            yield from _short(number, is_second=False)
+        if old >= 0:
+            yield Turn(old, is_long=True, is_second=True)
+
+
+def _short(number: int, *, is_second: bool) -> Iterator[Turn]:
+    for each in range(NUM_SHORT):
+        yield Turn(number * NUM_SHORT + each, is_long=False, is_second=is_second)
 
 
 @dataclass(frozen=True, slots=True)

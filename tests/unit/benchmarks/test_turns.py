@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.tiers.turns import DISTANCE, SecondTurn, Turn, turn_order, turns_row
+from benchmarks.tiers.turns import (
+    DISTANCE,
+    NUM_SHORT,
+    SecondTurn,
+    Turn,
+    turn_order,
+    turns_row,
+)
 
 
 def second(
@@ -21,11 +28,21 @@ def second(
 def test_each_session_has_two_turns_with_first_turns_of_others_between_them() -> None:
     order = list(turn_order(8))
 
-    assert len(order) == len(set(order)) == 16
-    for session in range(8 - DISTANCE):
-        first, last = (order.index(Turn(session, is_second)) for is_second in (False, True))
-        others = [turn for turn in order[first + 1 : last] if not turn.is_second]
+    assert len(order) == len(set(order)) == 16 * (1 + NUM_SHORT)
+    for is_long in (True, False):
+        first, last = (order.index(Turn(0, is_long, is_second)) for is_second in (False, True))
+        between = order[first + 1 : last]
+        others = [turn for turn in between if turn.is_long and not turn.is_second]
         assert len(others) == DISTANCE
+
+
+def test_second_turns_of_short_sessions_come_right_after_a_long_prompt() -> None:
+    order = list(turn_order(8))
+
+    for place, turn in enumerate(order):
+        if turn.is_long and not turn.is_second and turn.session >= DISTANCE:
+            after = order[place + 1 : place + 1 + NUM_SHORT]
+            assert [each.is_long or not each.is_second for each in after] == [False] * NUM_SHORT
 
 
 def test_a_prefix_that_is_computed_instead_of_loaded_is_a_load_that_was_not_taken() -> None:
