@@ -25,6 +25,7 @@ class Attack(Enum):
     LONG_IDS = "long-ids"  # 60 MB of request id and cache salt over gRPC
     AMBIGUOUS_GRAMMARS = "ambiguous-grammars"
     DEAD_PEERS = "dead-peers"  # Connect calls to decode nodes with unreachable peers
+    KV_HINTS = "kv-hints"  # distinct sessions with retention, and prefetches of long prompts
     KV_EVENTS = "kv-events"  # floods of the KV event sockets of all nodes
     MUTATIONS = "mutations"  # of valid bodies, over HTTP and gRPC
 
@@ -62,9 +63,29 @@ def posts(attack: Attack, model: str, draw: random.Random) -> list[HttpPost]:
                 _completion(model, [3], structured_outputs=form, max_tokens=400, seed=number)
                 for number in range(8)
             ]
+        case Attack.KV_HINTS:
+            return [*_sessions(model, draw), *_prefetches(model, draw)]
         case Attack.MUTATIONS:
             return [mutated_post(draw, model) for _ in range(60)]
     return []
+
+
+NUM_SESSIONS, SESSION_TOKENS = 150, 40
+NUM_PREFETCHES, PREFETCH_TOKENS = 300, 1000
+TOKENS = range(5, 200)  # ids of any model
+
+
+def _sessions(model: str, draw: random.Random) -> Iterator[HttpPost]:
+    for _ in range(NUM_SESSIONS):
+        hints = {"session_id": f"{draw.getrandbits(128):032x}", "retain_s": 86_400}
+        prompt = draw.choices(TOKENS, k=SESSION_TOKENS)
+        yield _completion(model, prompt, kv_hints=hints, max_tokens=1)
+
+
+def _prefetches(model: str, draw: random.Random) -> Iterator[HttpPost]:
+    for _ in range(NUM_PREFETCHES):
+        prompt = draw.choices(TOKENS, k=PREFETCH_TOKENS)
+        yield _completion(model, prompt, kv_hints={"prefetch": True})
 
 
 def mutated_post(draw: random.Random, model: str) -> HttpPost:
