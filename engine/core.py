@@ -79,7 +79,8 @@ class EngineCore:
         outputs = self.scheduler.update(plan, run, reports, now, external)
         if self._observers:
             times_s = (began_s, scheduled_s, ordered_s, now, polled_s, self._clock())
-            step = StepRecord(plan, times_s, reports, self._kv_worker.take_records())
+            records = self._kv_worker.take_records()
+            step = StepRecord(plan, times_s, reports, records, external)
             for observer in self._observers:
                 observer.note_end(step)
         return outputs

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from engine.plan import Plan
+from kv_transfer.external_kv import NO_EXTERNAL_REPORTS, ExternalReports
 from kv_transfer.records import TransferRecord
 from kv_transfer.types import KvReports
 
@@ -17,6 +18,7 @@ class StepRecord(NamedTuple):
     times_s: tuple[float, ...]
     reports: KvReports
     transfers: tuple[TransferRecord, ...]  # ended since the last step
+    external: ExternalReports = NO_EXTERNAL_REPORTS  # of a KV cache outside the engine
 
 
 class StepObserver:

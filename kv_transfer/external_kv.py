@@ -70,6 +70,7 @@ class Load:
     load_id: LoadId
     names: tuple[BlockName, ...]
     block_ids: tuple[BlockId, ...]
+    request_id: str = ""  # that waits for it, for telemetry; empty: for a peer
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from engine.plan import Plan, PlanRow
 from engine.request import EngineRequest, RequestId
 from engine.step_observer import StepObserver, StepRecord
+from kv_transfer.external_kv import ExternalOrders, ExternalReports, LoadId
 from kv_transfer.records import TransferRecord
 from kv_transfer.types import HandoffId, KvOrders
 from node.call_streams import CallContext
@@ -16,7 +17,7 @@ from node.step_tracing import StepTracing
 from rpc.call_outcome import end_of, is_late
 from rpc.messages.sequences import node_request_id
 from telemetry import names
-from telemetry.tracing.node_timeline import NodeFacts, NodeTimeline, PrefillChunk, Start
+from telemetry.tracing.node_timeline import KvLoad, NodeFacts, NodeTimeline, PrefillChunk, Start
 from telemetry.tracing.spans import End, SpanOutcome, TraceContext
 from telemetry.tracing.tracer import NO_TRACER, Received, Tracer
 
@@ -32,6 +33,7 @@ class NodeTracing(StepObserver):
         # From a call's start until its timeline is complete. Threads add and remove single keys.
         self._timelines: dict[RequestId, NodeTimeline] = {}
         self._puller_by_handoff: dict[HandoffId, NodeTimeline] = {}  # likewise
+        self._loads: dict[LoadId, KvLoad] = {}  # in progress; used on the engine's thread only
         self._computing: dict[RequestId, NodeTimeline] = {}  # used on the engine's thread only
 
     @property
@@ -101,6 +103,7 @@ class NodeTracing(StepObserver):
         self.num_steps += plan.concerns_runner
         if self._timelines:
             self._note_orders(plan.kv_orders)
+            self._note_loads(plan.external_orders, now_s)
         for request_id in plan.dropped:
             self._note_dropped(request_id, now_s)
         for row in plan.started:
@@ -117,6 +120,7 @@ class NodeTracing(StepObserver):
     def note_end(self, step: StepRecord) -> None:
         for record in step.transfers:
             self._note_record(record)
+        self._note_loaded(step.external, polled_s=step.times_s[4])
 
     def _note_orders(self, orders: KvOrders) -> None:
         for receive in orders.receives:
@@ -130,6 +134,19 @@ class NodeTracing(StepObserver):
             timeline = self._timelines.get(node_request_id(handoff_id))
             if timeline is not None:
                 timeline.begin_transfer()
+
+    def _note_loads(self, orders: ExternalOrders, now_s: float) -> None:
+        for order in orders.loads:
+            timeline = self._timelines.get(RequestId(order.request_id))
+            if timeline is not None:
+                load = self._loads[order.load_id] = KvLoad(now_s, len(order.block_ids))
+                timeline.loads.append(load)
+
+    def _note_loaded(self, reports: ExternalReports, polled_s: float) -> None:
+        for loaded in reports.loaded:
+            load = self._loads.pop(loaded.load_id, None)
+            if load is not None:
+                load.sources, load.ended_s = loaded.sources, polled_s
 
     def _note_record(self, record: TransferRecord) -> None:
         puller = self._puller_by_handoff.pop(record.handoff_id, None)

@@ -70,7 +70,7 @@ def build_components(
     around: Around,
 ) -> NodeComponents:
     """Build and connect a node's components. Call this on the asyncio loop."""
-    tracing = _build_tracing(role, options, identity, tracer)
+    tracing = _build_tracing(role, options, identity, tracer, runner.kv_memory.block_bytes)
     metrics = _build_metrics(role, options, tracing)
     links, ledger = GrpcLinks(options.tls), RequestLedger()
     worker = make_kv_worker(options, identity, runner, links, around)
@@ -178,9 +178,11 @@ def _build_card(
 
 
 def _build_tracing(
-    role: NodeRole, options: NodeOptions, identity: Identity, tracer: Tracer
+    role: NodeRole, options: NodeOptions, identity: Identity, tracer: Tracer, block_bytes: int
 ) -> NodeTracing:
-    facts = NodeFacts(role.value, identity.node_id, identity.incarnation, options.kv_verify)
+    facts = NodeFacts(
+        *(role.value, identity.node_id, identity.incarnation), options.kv_verify, block_bytes
+    )
     return NodeTracing(tracer, facts, options.trace_step_ratio)
 
 

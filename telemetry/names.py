@@ -40,6 +40,7 @@ FIRST_TOKEN = "first_token"
 CHUNK = "chunk"
 PREEMPTED = "preempted"
 KV_PULL = "kv_pull"  # a run of blocks that the node pulled from another one
+KV_LOAD = "kv_load"  # blocks of one tier that the node loaded from below its KV cache
 LEG_FAILED = "leg_failed"
 JUDGED = "judged"  # verdict on a request whose engine ended or whose pass failed
 
@@ -108,6 +109,7 @@ STEP_UPDATE = "baton.step.update"
 STEP_PARTS = (STEP_SCHEDULE, STEP_ORDERS, STEP_RUN, STEP_POLL, STEP_UPDATE)
 KV_BYTES = "baton.kv.bytes"
 KV_BLOCKS = "baton.kv.blocks"
+KV_TIER = "baton.kv.tier"  # host, file or object; empty: the blocks were not loaded
 KV_OUTCOME = "baton.kv.outcome"  # done, or the reason of the failure
 KV_DURATION = "baton.kv.duration"
 KV_DESCRIPTORS = "baton.kv.descriptors"

@@ -12,7 +12,7 @@ from baton.units import format_bytes
 from telemetry import names
 from telemetry.tracing.related import related_to
 from telemetry.tracing.spans import SpanStatus
-from telemetry.tracing.traces import Trace, TraceRow, failures_of, note_of
+from telemetry.tracing.traces import Trace, TraceRow, failures_of, fetches_of, note_of
 
 COLOURS = {"router": "cyan", "prefill": "yellow", "decode": "green"}
 WIDE = 120  # minimum width for notes
@@ -39,6 +39,7 @@ def show_waterfall(console: Console, trace: Trace) -> None:
         table.add_row(*cells, _bar(row, trace, width), *notes)
     console.print(table)
     if not has_notes:
+        _show_fetches(console, trace)
         _show_failures(console, trace)
 
 
@@ -49,6 +50,14 @@ def show_related(console: Console, trace: Trace, kept: Sequence[Trace]) -> None:
         console.print(Text(heading, style="dim"))
     for related in found:
         console.print(Text(f"  {related.trace_id:032x}  {related.what}"), soft_wrap=True)
+
+
+def _show_fetches(console: Console, trace: Trace) -> None:
+    """List what was loaded and pulled below the waterfall, where notes do not fit."""
+    for row in trace.rows:
+        for fetch in fetches_of(row.span):
+            line = f"{row.span.name} on {row.node}: {fetch}"
+            console.print(Text(line, style="dim"), soft_wrap=True)
 
 
 def _show_failures(console: Console, trace: Trace) -> None:

@@ -240,7 +240,8 @@ class ExternalTransfers:
         load_id = LoadId(self._next_number())
         self._loading[load_id] = _PendingLoad(request, prefix, block_ids, now)
         self._num_loading += len(block_ids)
-        self._loads.append(Load(load_id, prefix.names, block_ids))
+        request_id = "" if request is None else request.request_id
+        self._loads.append(Load(load_id, prefix.names, block_ids, request_id))
         return load_id
 
     # --- reports ------------------------------------------------------------------

@@ -6,8 +6,10 @@ timeline, which depends on both threads and is determined under a lock.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -44,6 +46,7 @@ class NodeFacts:
     node_id: str
     incarnation: str
     verifies_kv: bool = False
+    block_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,23 @@ class Start:
 
 
 @dataclass(slots=True)
+class KvLoad:
+    """Load of blocks from below the KV cache, for which a request waits."""
+
+    began_s: float
+    num_blocks: int
+    ended_s: float | None = None  # None: the request no longer waited for it
+    sources: tuple[str | None, ...] = ()  # by block: its tier; None: it was not loaded
+
+    @property
+    def num_blocks_by_tier(self) -> Counter[str]:
+        """Blocks of each tier; of "" those that were not loaded, or not yet."""
+        if self.ended_s is None:
+            return Counter({"": self.num_blocks})
+        return Counter(source or "" for source in self.sources)
+
+
+@dataclass(slots=True)
 class NodeTimeline:
     parent: TraceContext  # the router's leg
     facts: NodeFacts
@@ -79,6 +99,7 @@ class NodeTimeline:
     num_missing_tokens: int = 0
     record: TransferRecord | None = None
     pulls: list[TransferRecord] = field(default_factory=list)  # runs of blocks, for its prompt
+    loads: list[KvLoad] = field(default_factory=list)  # from tiers, for its prompt
     num_steps: int = 0  # that the request took part in
     # Written by gRPC's thread.
     num_given_before: int | None = None  # tokens of earlier attempts; None before any output
@@ -210,7 +231,7 @@ class _NodeSpans:
             start.at_s,
             end,
             attributes,
-            events=(*events, *self._preemptions()),
+            events=(*events, *self._preemptions(), *self._fetched(start.at_s, end.at_s)),
         )
 
     # --- decode -------------------------------------------------------------------------
@@ -244,7 +265,10 @@ class _NodeSpans:
             began_s,
             self._end,
             self._decode_attributes(began_s),
-            events=() if timeline.chunks else self._preemptions(),
+            events=(
+                *(() if timeline.chunks else self._preemptions()),
+                *self._fetched(began_s, math.inf),
+            ),
         )
 
     def _decode_attributes(self, began_s: float) -> dict[str, AttributeValue | None]:
@@ -274,26 +298,45 @@ class _NodeSpans:
             began_s,
             end,
             {names.WAIT_FOR: wait_for},
-            events=self._pulls() if wait_for == "batch" else (),
+            events=self._fetched(began_s, end.at_s),
             span_id=child_id(self._server_id, f"{name}/{wait_for}"),
         )
 
-    def _pulls(self) -> tuple[SpanEvent, ...]:
-        """The runs of blocks that were pulled while the request waited."""
-        return tuple(
-            self._make.event(
-                names.KV_PULL,
-                pull.began_s,
-                **{
-                    names.KV_BLOCKS: pull.num_blocks,
-                    names.KV_BYTES: pull.num_bytes,
-                    names.KV_PEER: pull.peer or "",
-                    names.KV_OUTCOME: pull.outcome,
-                    names.KV_DURATION: (pull.ended_s or pull.began_s) - pull.began_s,
-                },
-            )
-            for pull in self._timeline.pulls
+    def _fetched(self, from_s: float, until_s: float) -> tuple[SpanEvent, ...]:
+        """Return loads and pulls that began in this time; the request waited for them."""
+        pulls = [one for one in self._timeline.pulls if from_s <= one.began_s < until_s]
+        loads = [one for one in self._timeline.loads if from_s <= one.began_s < until_s]
+        events = [self._pull(pull) for pull in pulls]
+        events += [event for load in loads for event in self._load(load)]
+        return tuple(events)
+
+    def _pull(self, pull: TransferRecord) -> SpanEvent:
+        """A run of blocks that was pulled from another node."""
+        return self._make.event(
+            names.KV_PULL,
+            pull.began_s,
+            **{
+                names.KV_BLOCKS: pull.num_blocks,
+                names.KV_BYTES: pull.num_bytes,
+                names.KV_PEER: pull.peer or "",
+                names.KV_OUTCOME: pull.outcome,
+                names.KV_DURATION: (pull.ended_s or pull.began_s) - pull.began_s,
+            },
         )
+
+    def _load(self, load: KvLoad) -> Iterator[SpanEvent]:
+        """Yield an event for each tier that the blocks of a load came from."""
+        ended_s = self._end.at_s if load.ended_s is None else load.ended_s
+        lost = "unfinished" if load.ended_s is None else "lost"
+        for tier, num_blocks in load.num_blocks_by_tier.items():
+            attributes: dict[str, AttributeValue] = {
+                names.KV_TIER: tier,
+                names.KV_BLOCKS: num_blocks,
+                names.KV_BYTES: num_blocks * self._timeline.facts.block_bytes,
+                names.KV_OUTCOME: "done" if tier else lost,
+                names.KV_DURATION: ended_s - load.began_s,
+            }
+            yield self._make.event(names.KV_LOAD, load.began_s, **attributes)
 
     def _kv(
         self,

@@ -109,10 +109,22 @@ def note_of(span: Span) -> str:
     if span.status is SpanStatus.ERROR:
         return f"{attributes.get(names.ERROR_TYPE, 'failed')}: {span.status_message}"
     notes = [_failure(event) for event in span.events if event.name == names.LEG_FAILED]
+    notes += fetches_of(span)
     notes += [_NOTES[name](value) for name, value in attributes.items() if name in _NOTES and value]
     if attributes.get(names.OUTCOME) == "cancelled":
         notes.insert(0, "cancelled")
     return ", ".join(notes)
+
+
+def fetches_of(span: Span) -> list[str]:
+    """Describe loads and pulls, such as "loaded 12 blocks from host in 489.0 ms, 21 MiB"."""
+    by_source: dict[tuple[str, str, str], list[SpanEvent]] = {}
+    for event in span.events:
+        if event.name in _FETCHES:
+            verb, of_source = _FETCHES[event.name]
+            source, outcome = (event.attributes.get(n) for n in (of_source, names.KV_OUTCOME))
+            by_source.setdefault((verb, str(source or ""), str(outcome)), []).append(event)
+    return [_fetch(*key, events) for key, events in by_source.items()]
 
 
 def failed_node_of(row: TraceRow) -> str | None:
@@ -138,6 +150,22 @@ def _failure(event: SpanEvent) -> str:
         attributes.get(n) for n in (names.NODE, names.ERROR_TYPE, names.ERROR_MESSAGE)
     )
     return f"after {node or 'a node'} failed: {kind}: {message}"
+
+
+def _fetch(verb: str, source: str, outcome: str, events: Sequence[SpanEvent]) -> str:
+    num_blocks = sum(_number(event, names.KV_BLOCKS) for event in events)
+    num_bytes = sum(_number(event, names.KV_BYTES) for event in events)
+    ends_ms = [event.at_ns / 1e6 + _number(event, names.KV_DURATION) * 1e3 for event in events]
+    took_ms = max(ends_ms) - min(event.at_ns / 1e6 for event in events)
+    where = f" from {source}" if source else ""
+    blocks = "1 block" if num_blocks == 1 else f"{num_blocks:.0f} blocks"
+    what = f"{verb} {blocks}{where} in {took_ms:.1f} ms, {_bytes(num_bytes)}"
+    return what if outcome == "done" else f"{what} ({outcome})"
+
+
+def _number(event: SpanEvent, name: str) -> float:
+    value = event.attributes.get(name)
+    return float(value) if isinstance(value, int | float) else 0.0
 
 
 def _below(
@@ -166,6 +194,8 @@ def _bytes(value: AttributeValue) -> str:
     return f"{number:.4g} GiB"
 
 
+# By event: what happened, and the attribute of its source.
+_FETCHES = {names.KV_LOAD: ("loaded", names.KV_TIER), names.KV_PULL: ("pulled", names.KV_PEER)}
 _NOTES: dict[str, Callable[[Any], str]] = {
     names.CHOSEN_PREFILL: lambda value: f"→ {value}",
     names.CHOSEN_HOLDER: lambda value: f"pulls from {value}",

@@ -11,6 +11,7 @@ from tests.support.traces import (
     a_told_step,
     a_told_trace,
     on_decode,
+    on_prefill,
     to_unix_ns,
 )
 
@@ -51,6 +52,19 @@ def test_the_tree_of_a_request_is_the_one_that_is_documented() -> None:
     [trace] = traces_of(a_told_trace())
 
     assert "\n".join(f"{'  ' * row.depth}{row.span.name} {row.node}" for row in trace.rows) == TREE
+
+
+LOAD = {
+    *("baton.kv.tier", "baton.kv.blocks", "baton.kv.bytes", "baton.kv.outcome"),
+    "baton.kv.duration",
+}
+
+
+def test_a_load_from_a_tier_is_an_event_of_the_wait_for_it() -> None:
+    [wait] = [one for one in on_prefill().spans(to_unix_ns) if one.name == names.PREFILL_WAIT]
+
+    [load] = wait.events
+    assert (load.name, set(load.attributes)) == ("kv_load", LOAD)
 
 
 def test_every_name_is_one_of_the_names_file() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kv_transfer.records import TransferRecord, TransferRole
 from kv_transfer.types import HandoffId, NodeId
 from telemetry.resource import Process
-from telemetry.tracing.node_timeline import NodeFacts, NodeTimeline, PrefillChunk, Start
+from telemetry.tracing.node_timeline import KvLoad, NodeFacts, NodeTimeline, PrefillChunk, Start
 from telemetry.tracing.otlp_json import ExportedSpan
 from telemetry.tracing.request_timeline import (
     AttemptTimeline,
@@ -72,9 +72,10 @@ def a_record(role: TransferRole, outcome: str = "done") -> TransferRecord:
 
 
 def on_prefill() -> NodeTimeline:
-    facts = NodeFacts("prefill", "p0", "i1", verifies_kv=True)
+    facts = NodeFacts("prefill", "p0", "i1", verifies_kv=True, block_bytes=4096)
     timeline = NodeTimeline(TraceContext(TRACE_ID, 201), facts, 1, 209, 10.004)
     timeline.starts = [Start(10.01, 16, 24, 5)]
+    timeline.loads = [KvLoad(10.005, 1, 10.009, ("host",))]
     timeline.chunks = [PrefillChunk(10.01, 10.05, 16), PrefillChunk(10.05, 10.09, 8)]
     timeline.record = a_record(TransferRole.SENT, "announced")
     timeline.end = End(10.25, rpc_status="OK")

@@ -272,3 +272,12 @@ def test_the_list_shows_request_ids_as_clients_wrote_them() -> None:
     ]
 
     assert "[/b]" in drawn(request_table(traces_of(spans), WIDE), WIDE).split()
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_the_waterfall_says_what_a_wait_loaded_from_a_tier(width: int) -> None:
+    reported = io.StringIO()
+
+    show_waterfall(Console(file=reported, width=width), a_trace())
+
+    assert "loaded 1 block from host in 4.0 ms, 4 KiB" in reported.getvalue()

@@ -11,6 +11,7 @@ from engine.plan import Plan, PlanRow
 from engine.request import RequestId
 from engine.sampling import SamplingParams
 from engine.step_observer import StepRecord
+from kv_transfer.external_kv import ExternalOrders, ExternalReports, Load, Loaded, LoadId
 from kv_transfer.records import TransferRecord, TransferRole
 from kv_transfer.types import (
     NO_REPORTS,
@@ -29,6 +30,7 @@ from telemetry import names
 from telemetry.metrics.instruments import NodeMetrics
 from telemetry.tracing.node_timeline import NodeFacts, NodeTimeline
 from telemetry.tracing.spans import TraceContext
+from telemetry.tracing.traces import note_of
 from tests.support.engines import VOCAB_SIZE, a_spec, an_engine
 from tests.support.fake_runner import Crash, CrashPlace, FakeRunner, KvTensor
 from tests.support.tracers import TakingTracer
@@ -120,6 +122,45 @@ def test_pulls_are_events_of_the_wait_of_the_request_that_they_are_for(
         names.KV_OUTCOME: "done",
         names.KV_DURATION: pytest.approx(0.3),
     }
+
+
+def test_loads_are_events_of_the_wait_of_the_request_that_they_are_for() -> None:
+    tracing = NodeTracing(TakingTracer(), NodeFacts("prefill", "p0", "1", block_bytes=512))
+    blocks = tuple(map(BlockId, (3, 4, 5)))
+    order = Load(LoadId(7), (b"a", b"b", b"c"), blocks, request_id="a#1")
+    loaded = ExternalReports(loaded=(Loaded(LoadId(7), ("host", None, "host")),))
+    times_s = (1.0, 1.1, 1.2, 1.3, 1.689, 1.7)
+    with a_call(tracing, "a") as timeline:
+        tracing.note_plan(Plan(external_orders=ExternalOrders(loads=(order,))), 1.2)
+        tracing.note_end(StepRecord(Plan(), times_s, NO_REPORTS, (), loaded))
+
+    [wait] = [each for each in timeline.spans(to_unix_ns) if each.name == names.PREFILL_WAIT]
+    done, lost = wait.events
+    assert (done.name, done.at_ns) == (names.KV_LOAD, to_unix_ns(1.2))
+    assert done.attributes == {
+        names.KV_TIER: "host",
+        names.KV_BLOCKS: 2,
+        names.KV_BYTES: 1024,
+        names.KV_OUTCOME: "done",
+        names.KV_DURATION: pytest.approx(0.489),
+    }
+    assert (lost.attributes[names.KV_TIER], lost.attributes[names.KV_OUTCOME]) == ("", "lost")
+    assert note_of(wait) == (
+        "loaded 2 blocks from host in 489.0 ms, 1 KiB, "
+        "loaded 1 block in 489.0 ms, 512 B (lost), for batch"
+    )
+
+
+def test_a_load_that_a_request_no_longer_waits_for_is_unfinished_in_its_trace(
+    tracing: NodeTracing,
+) -> None:
+    order = Load(LoadId(7), (b"a",), (BlockId(3),), request_id="a#1")
+    with a_call(tracing, "a") as timeline:
+        tracing.note_plan(Plan(external_orders=ExternalOrders(loads=(order,))), 1.2)
+
+    [wait] = [each for each in timeline.spans(to_unix_ns) if each.name == names.PREFILL_WAIT]
+    [event] = wait.events
+    assert event.attributes[names.KV_OUTCOME] == "unfinished"
 
 
 @pytest.mark.parametrize(

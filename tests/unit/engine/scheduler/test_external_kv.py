@@ -81,6 +81,17 @@ def test_an_evicted_prefix_is_loaded_and_not_computed(groups: tuple[KvGroup, ...
     assert served.num_prefilled_tokens == 2
 
 
+def test_a_load_names_the_request_that_waits_for_it() -> None:
+    it = world()
+    cached_outside(it)
+    again = it.add(14)
+    it.step_until(lambda plan: plan.external_orders.loads)
+    (load,) = external(it).loads
+    it.run_to_end()
+
+    assert load.request_id == again
+
+
 def test_loaded_blocks_behind_one_that_failed_are_computed_and_do_not_count() -> None:
     it = world()
     cached_outside(it)
