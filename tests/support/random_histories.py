@@ -90,8 +90,9 @@ def run_stream(seed: int) -> None:
     share_received = chance.choice([0.0, 0.3, 1.0])
     slowest_s = chance.choice([0.3, 0.6, 2.0, 9.0])
     world.let_loads_take(lambda: chance.uniform(0.5, 1.0) * slowest_s)
-    # A load cannot be taken back: until it ends, its blocks are lacking.
-    limit_s = config.max_load_wait_s + slowest_s + 1.0
+    # A large prompt has waited for its load, and its blocks are lacking until the loads of others
+    # have ended. The next one looks for its own load only then.
+    limit_s = 2 * config.max_load_wait_s + slowest_s + 1.0
     began_s: dict[RequestId, float] = {}
     for number in range(120):
         is_large = number % 20 == 5
