@@ -1,13 +1,18 @@
 """Tiers of two nodes that share files and objects, under random use, damage and restarts.
 
-A load returns the right bytes or a miss, never wrong bytes, and a node finds what it has just
-stored. Limits hold, and no slot of host memory is lost.
+Blocks belong to several tenants, and stores fail before, during and after their changes. A load
+returns the right bytes or a miss, never wrong bytes, not those of a dropped block either, and a
+node finds what it has just stored. Limits hold, and no slot of host memory is lost.
 """
 
 from __future__ import annotations
 
+import shutil
 import tempfile
-from contextlib import ExitStack
+from collections import Counter
+from contextlib import ExitStack, suppress
+from enum import Enum
+from functools import partial
 from itertools import count
 from pathlib import Path
 from threading import Event
@@ -23,21 +28,35 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kv_transfer.external_kv import HOST, ExternalOrders
+from kv_transfer.external_kv import HOST, SHARED, BlockHints, ExternalOrders, tenant_of
 from kv_transfer.tiers.backing_tier import PAUSE_S
 from kv_transfer.tiers.file_tier import FileTier
 from kv_transfer.tiers.object_tier import ObjectTier
 from tests.support.block_stores import STORED_BYTES, FolderWorld, ObjectWorld, StoreWorld
 from tests.support.hypothesis_profiles import num_examples
-from tests.support.memory_objects import MemoryObjects
+from tests.support.memory_objects import FaultyObjects, MemoryObjects
 from tests.support.tier_memory import BLOCK_BYTES, name_of
 from tests.support.tier_world import WAIT_S, FaultyStore, TierWorld, tier_world
 
 NUM_NAMES = 8  # the others of the KV memory are to load into
 NUM_HOST = 4
 MAX_FILES, MAX_OBJECTS = 5, 6
+TENANT_SHARE = 0.5
+MAX_OF_TENANT = 2  # in the smallest tier
+HINTS = [BlockHints(tenant_of(salt)) for salt in ("", "", "", "", "a", "a", "a", "b")]  # by block
+
+
+class Fault(Enum):
+    """Moment at which an operation of a store fails."""
+
+    BEFORE = "before its change"
+    DURING = "during its change"
+    AFTER = "after its change"
+    DELETES = "only if it deletes what is there"
+
 
 nodes = st.integers(0, 1)
+faults = st.sampled_from(Fault)
 FILES, OBJECTS = 0, 1
 stores = st.sampled_from([FILES, OBJECTS])
 blocks = st.integers(0, NUM_NAMES - 1)
@@ -49,33 +68,38 @@ class Node:
     """Tiers of one process, whose stores fail on order."""
 
     def __init__(self, folder: Path, objects: MemoryObjects) -> None:
-        files = FileTier(str(folder), "model", BLOCK_BYTES, MAX_FILES * STORED_BYTES)
-        limit = MAX_OBJECTS * STORED_BYTES
-        bucket = ObjectTier(objects, "model", BLOCK_BYTES, limit, clock=lambda: 2000.0)
+        files = FileTier(str(folder), "model", BLOCK_BYTES, MAX_FILES * STORED_BYTES, TENANT_SHARE)
+        self.objects = FaultyObjects(objects)
+        limits = (BLOCK_BYTES, MAX_OBJECTS * STORED_BYTES, TENANT_SHARE)
+        bucket = ObjectTier(self.objects, "model", *limits, clock=lambda: 2000.0)
         self.stores = (FaultyStore(files), FaultyStore(bucket))
-        self.broken: set[int] = set()
+        self.faults: dict[int, Fault] = {}  # by store
         self._seen: tuple[set[bytes], set[bytes]] = (set(), set())
         self._removed = Event()
         for number, store in enumerate(self.stores):
-            store.before = lambda operation, name, number=number: self._note(  # type: ignore[misc]
-                number, operation, name
-            )
+            store.before = partial(self._begin, number)
+            store.after = partial(self._end, number)
         self._stack = ExitStack()
-        self.world: TierWorld = self._stack.enter_context(tier_world(NUM_HOST, *self.stores))
+        world = tier_world(NUM_HOST, *self.stores, tenant_share=TENANT_SHARE)
+        self.world: TierWorld = self._stack.enter_context(world)
         self._sentinels = (b"sentinel %d" % number for number in count())
 
-    def _note(self, number: int, operation: str, name: bytes) -> None:
+    def _begin(self, number: int, operation: str, name: bytes) -> None:
         if operation == "remove":
             self._seen[number].add(name)
             self._removed.set()
-        if number in self.broken:
-            raise OSError("broken")
+        if self.faults.get(number) is Fault.BEFORE and operation != "hints":
+            raise OSError("failed before a change")
+
+    def _end(self, number: int, _operation: str, _name: bytes) -> None:
+        if self.faults.get(number) is Fault.AFTER:
+            raise OSError("failed after a change")
 
     def settle(self) -> None:
         """Wait until stores that work have carried out all writes and drops so far."""
         sentinel = next(self._sentinels)
         self.world.tiers.start(ExternalOrders(drops=(sentinel,)))
-        working = [seen for number, seen in enumerate(self._seen) if number not in self.broken]
+        working = [seen for number, seen in enumerate(self._seen) if number not in self.faults]
         while not all(sentinel in seen for seen in working):
             assert self._removed.wait(WAIT_S), "the tiers hang"
             self._removed.clear()
@@ -95,6 +119,9 @@ class TwoNodes(RuleBasedStateMachine):
             FolderWorld(self.folder),
             ObjectWorld(self.objects, self.objects.content, self.objects),
         )
+        self.without_deletes = self.stack.enter_context(ExitStack())
+        # Blocks that a node has dropped and could not delete: others may still load them.
+        self.undeleted: dict[int, set[int]] = {}  # the nodes, by block
 
     def _start(self) -> Node:
         return Node(self.folder, self.objects)
@@ -109,82 +136,161 @@ class TwoNodes(RuleBasedStateMachine):
 
     @rule(node=nodes, wanted=some_blocks)
     def store_and_load(self, node: int, wanted: list[int]) -> None:
-        for each in self.nodes:
-            each.settle()  # nothing else is written meanwhile, and evicts what is stored now
+        wanted = self._not_of_others(node, wanted)
+        if not wanted:
+            return
+        self._settle()  # nothing else is written meanwhile, and evicts what is stored now
         it = self.nodes[node]
+        host = it.world.counters(HOST)
+        num_skipped = host.num_skipped_stores
         # Of those that are in host memory already, a store may evict some. While files fail, only
         # objects are behind host memory, and skip blocks when too many wait to be written.
-        are_kept = not any(it.world.host.holds(name_of(block)) for block in wanted)
-        are_kept = are_kept and not any(FILES in each.broken for each in self.nodes)
-        it.world.store(*wanted)
+        are_kept = (
+            not any(it.world.host.holds(name_of(block)) for block in wanted)
+            and not any(FILES in each.faults for each in self.nodes)
+            and _num_of_one_tenant(wanted) <= MAX_OF_TENANT
+        )
+        it.world.store(*wanted, hints=[HINTS[block] for block in wanted])
         sources = self._load(it, wanted)
-        assert sources[-1] == HOST
-        assert not are_kept or None not in sources
+        if host.num_skipped_stores == num_skipped:  # no file operation took long
+            assert sources[-1] == HOST
+            assert not are_kept or None not in sources
 
     @rule(node=nodes, wanted=many_blocks)
     def load(self, node: int, wanted: list[int]) -> None:
-        self._load(self.nodes[node], wanted)
+        wanted = self._not_of_others(node, wanted)
+        if wanted:
+            self._load(self.nodes[node], wanted)
 
-    @rule(node=nodes, block=blocks)
-    def store_wrong_and_drop(self, node: int, block: int) -> None:
-        """The pass that computed the block failed after it was stored."""
+    @rule(node=nodes, block=blocks, broken=st.none() | st.tuples(stores, faults))
+    def store_wrong_and_drop(self, node: int, block: int, broken: tuple[int, Fault] | None) -> None:
+        """The pass that computed the block failed after it was stored, and then a store."""
+        self._settle()
         it = self.nodes[node]
-        if not it.broken:
-            it.world.memory.blocks.view(block)[9] ^= 1
-            it.world.store(block)
-            it.world.drop(block)
-            it.world.memory.blocks.view(block)[9] ^= 1
-            assert self._load(it, [block]) == (None,)
-            it.settle()
+        right = it.world.memory[block]
+        it.world.memory.blocks.view(block)[:] = self._wrong(block)
+        it.world.store(block, hints=HINTS[block])
+        if broken is not None:
+            self.break_store(node, *broken)
+        it.world.drop(block)
+        it.world.memory.blocks.view(block)[:] = right
+        assert self._load(it, [block]) == (None,)
+        it.settle()
+        if it.faults:
+            self.undeleted.setdefault(block, set()).add(node)
 
     @rule(node=nodes)
     def clear(self, node: int) -> None:
-        for it in self.nodes:
-            it.settle()
+        self._settle()
         it = self.nodes[node]
         it.world.tiers.clear()
         assert self._load(it, list(range(NUM_NAMES))) == (None,) * NUM_NAMES
         it.settle()
-        assert it.broken or not any(store.stored() for store in self.outside)
+        assert it.faults or not any(store.stored() for store in self.outside)
 
     @rule(node=nodes)
     def restart(self, node: int) -> None:
-        for it in self.nodes:
-            it.settle()
+        if self.undeleted or self._is_folder_broken:
+            self.repair_all()  # a node that ends before forgets its drops
+        self._settle()
         self.nodes[node].close()
         self.nodes[node] = again = self._start()
         files, _ = self.outside
         assert len(files.stored()) <= MAX_FILES
         for store, outside in zip(again.stores, self.outside, strict=True):
-            for name in outside.stored():
-                is_whole = len(outside.read(int(name, 16))) == STORED_BYTES
-                assert store.holds(bytes.fromhex(name)) or not is_whole
+            for number in map(_number_of, outside.stored()):
+                is_whole = len(outside.read(number)) == STORED_BYTES
+                assert store.holds(name_of(number)) or not is_whole
+        self._load(again, list(range(NUM_NAMES)))
 
-    @rule(node=nodes, store=stores)
-    def break_store(self, node: int, store: int) -> None:
-        self.nodes[node].settle()
-        self.nodes[node].broken.add(store)
+    @rule(node=nodes, store=stores, fault=faults)
+    def break_store(self, node: int, store: int, fault: Fault) -> None:
+        self._settle()
+        it = self.nodes[node]
+        if store in it.faults:
+            return
+        if fault in (Fault.BEFORE, Fault.AFTER):
+            it.faults[store] = fault
+        elif store == OBJECTS:
+            it.faults[store] = fault
+            it.objects.is_failing = fault is Fault.DURING
+            it.objects.has_deletes = fault is not Fault.DELETES
+        else:
+            self._break_folder(fault)
 
-    @precondition(lambda self: any(node.broken for node in self.nodes))
+    def _break_folder(self, fault: Fault) -> None:
+        """Break the folder of both nodes."""
+        if fault is Fault.DURING:
+            self._block_journals()
+        else:
+            self.without_deletes.enter_context(self.outside[FILES].without_deletes())
+        for each in self.nodes:
+            each.faults[FILES] = fault
+
+    def _block_journals(self) -> None:
+        """Let the folder take files of blocks, but no notes about them."""
+        (journals,) = self.folder.glob("*/journals")
+        journals.rename(self._blocked)
+        while not journals.is_file():
+            shutil.rmtree(journals, ignore_errors=True)  # a node has made it meanwhile
+            with suppress(IsADirectoryError):
+                journals.touch()
+
+    @property
+    def _is_folder_broken(self) -> bool:
+        return any(it.faults.get(FILES) in (Fault.DURING, Fault.DELETES) for it in self.nodes)
+
+    @property
+    def _blocked(self) -> Path:
+        return self.folder / "journals"
+
+    @precondition(lambda self: any(node.faults for node in self.nodes))
     @rule()
     def repair_all(self) -> None:
+        self._settle()
+        if self._blocked.exists():
+            (journals,) = self.folder.glob("*/journals")
+            journals.unlink()
+            self._blocked.rename(journals)
+        self.without_deletes.close()
         for it in self.nodes:
-            it.broken.clear()
-            for _ in range(2):  # what failed meanwhile began another pause
+            it.faults.clear()
+            it.objects.is_failing, it.objects.has_deletes = False, True
+        for _ in range(2):  # what failed meanwhile began another pause
+            for it in self.nodes:
                 it.world.clock.advance(PAUSE_S)
-                it.settle()
+            self._settle()
+        for outside in self.outside:
+            for number in self.undeleted.keys() & set(map(_number_of, outside.stored())):
+                assert not outside.read(number).endswith(self._wrong(number))
+        self.undeleted.clear()
+
+    def _wrong(self, block: int) -> bytes:
+        """Return what a pass that fails computes."""
+        content = bytearray(self.nodes[0].world.memory[block])
+        content[9] ^= 1
+        return bytes(content)
+
+    def _settle(self) -> None:
+        for it in self.nodes:
+            it.settle()
+
+    def _not_of_others(self, node: int, wanted: list[int]) -> list[int]:
+        """Return the blocks that no other node has failed to delete."""
+        return [block for block in wanted if not self.undeleted.get(block, set()) - {node}]
 
     # --- damage from outside -----------------------------------------------------------------
 
     @rule(store=stores, number=blocks, damage=st.sampled_from(["flip", "cut", "delete", "swap"]))
     def damage(self, store: int, number: int, damage: str) -> None:
-        for it in self.nodes:
-            it.settle()  # nothing is written meanwhile
+        self._settle()  # nothing is written meanwhile
+        if store == FILES and self._is_folder_broken:
+            return
         outside = self.outside[store]
         names = sorted(outside.stored())
         if not names:
             return
-        block, other = (int(names[(number + more) % len(names)], 16) for more in (0, 1))
+        block, other = (_number_of(names[(number + more) % len(names)]) for more in (0, 1))
         content = outside.read(block)
         if damage == "flip" and len(content) >= 5:
             outside.write(block, content[:-5] + bytes((content[-5] ^ 1,)) + content[-4:])
@@ -207,6 +313,15 @@ class TwoNodes(RuleBasedStateMachine):
         for number in range(NUM_NAMES, 2 * NUM_NAMES):
             it.world.memory.wipe(number)
         return it.world.load(wanted, into=NUM_NAMES)
+
+
+def _number_of(stored: str) -> int:
+    return int(stored.partition("-")[0], 16)
+
+
+def _num_of_one_tenant(wanted: list[int]) -> int:
+    tenants = Counter(HINTS[block].tenant for block in wanted)
+    return max((number for tenant, number in tenants.items() if tenant != SHARED), default=0)
 
 
 def test_loads_are_right_or_miss_whatever_happens() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 
-from kv_transfer.tiers.objects import ObjectInfo
+from kv_transfer.tiers.objects import ObjectInfo, Objects
 
 PAGE_OBJECTS = 3  # small, so that a few objects take several pages
 
@@ -69,3 +69,37 @@ class MemoryObjects:
 
 def _rest(info: ObjectInfo) -> tuple[float, str]:
     return info.changed_s, info.version
+
+
+@dataclass
+class FaultyObjects:
+    """Implements Objects. On order, deletes fail, or all operations after a change."""
+
+    objects: Objects
+    is_failing: bool = False
+    has_deletes: bool = True
+
+    def get(self, key: str, max_bytes: int) -> memoryview | None:
+        content = self.objects.get(key, max_bytes)
+        self._fail()
+        return content
+
+    def put(self, key: str, parts: Sequence[bytes | memoryview]) -> None:
+        self.objects.put(key, parts)
+        self._fail()
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects; the first half, if changes fail."""
+        if not self.has_deletes:
+            raise OSError("failed to delete")
+        self.objects.delete(keys[: (len(keys) + 1) // 2] if self.is_failing else keys)
+        self._fail()
+
+    def list(self, prefix: str, after: str = "") -> Iterator[list[ObjectInfo]]:
+        for page in self.objects.list(prefix, after):
+            yield page
+            self._fail()
+
+    def _fail(self) -> None:
+        if self.is_failing:
+            raise OSError("failed after a change")

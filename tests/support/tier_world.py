@@ -196,14 +196,16 @@ class TierWorld:
         self._number = 0
         tiers.wake = self._woken.set
 
-    def store(self, *blocks: int, hints: BlockHints = NO_HINTS) -> None:
+    def store(self, *blocks: int, hints: BlockHints | Sequence[BlockHints] = NO_HINTS) -> None:
         self.end_of_store(self.start_store(*blocks, hints=hints))
 
-    def start_store(self, *blocks: int, hints: BlockHints = NO_HINTS) -> int:
+    def start_store(self, *blocks: int, hints: BlockHints | Sequence[BlockHints] = NO_HINTS) -> int:
+        """Order a store with the same hints for all blocks, or hints for each."""
         self._number += 1
         names = tuple(name_of(block) for block in blocks)
         block_ids = tuple(map(BlockId, blocks))
-        store = Store(StoreId(self._number), names, block_ids, (hints,) * len(names))
+        all_hints = (hints,) * len(names) if isinstance(hints, BlockHints) else tuple(hints)
+        store = Store(StoreId(self._number), names, block_ids, all_hints)
         self.tiers.start(ExternalOrders(stores=(store,)))
         return self._number
 
