@@ -24,6 +24,7 @@ from kv_transfer.tiers.block_header import HEADER_BYTES, digest_in_header, pack_
 from kv_transfer.tiers.block_memory import BlockMemory
 from kv_transfer.tiers.block_store import block_of, namespace_of, stem_of
 from kv_transfer.tiers.eviction import EvictionOrder
+from kv_transfer.tiers.folder_owner import check_owner
 from kv_transfer.tiers.journal_files import JournalFiles
 from kv_transfer.tiers.journal_objects import REMOVED, WRITTEN
 
@@ -45,7 +46,7 @@ class FileTier:
         tenant_share: float = 1.0,
         clock: Callable[[], float] = time.time,  # other processes and restarts know no other
     ) -> None:
-        """Raises InvalidConfig if the folder cannot be written to."""
+        """Raises InvalidConfig if the folder cannot be written to, or others can replace it."""
         self._clock = clock
         self._block_bytes = block_bytes
         self._file_bytes = block_bytes + HEADER_BYTES
@@ -60,6 +61,7 @@ class FileTier:
         self.num_evicted = 0
         try:
             self._make_folder()
+            check_owner(Path(folder).expanduser(), self._folder)
             self._journals.open()
         except OSError as error:
             raise InvalidConfig(f"--kv-folder {folder}: {error.strerror}") from error
@@ -205,7 +207,11 @@ class FileTier:
         """Leave the journal to those who have not read its end. It is deleted once it is old."""
 
     def _make_folder(self) -> None:
-        self._folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+        folder = self._folder.parent
+        if not folder.exists():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
+        self._folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
 
     def _apply(self, sign: str, stem: str) -> None:
         """Apply a change by another process."""

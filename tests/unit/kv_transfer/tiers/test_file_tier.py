@@ -63,6 +63,24 @@ def test_other_users_cannot_read_the_files(tmp_path: Path) -> None:
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make folders of others")
+@pytest.mark.parametrize("name", ["kv", "kv/below"])
+def test_a_folder_that_another_user_made_first_is_refused(tmp_path: Path, name: str) -> None:
+    tmp_path.chmod(0o1777)
+    (tmp_path / name).mkdir(parents=True)
+    os.chown(tmp_path / "kv", 4242, 4242)
+    with pytest.raises(InvalidConfig, match=r"user 4242: name a folder of your own"):
+        tier(tmp_path / name)
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770])
+def test_a_folder_to_which_others_may_write_is_refused(tmp_path: Path, mode: int) -> None:
+    tmp_path.chmod(mode)
+    with pytest.raises(InvalidConfig, match=r"chmod go-w, or name a new folder in it"):
+        tier(tmp_path)
+    tier(tmp_path / "kv")
+
+
 def test_the_order_of_use_survives_a_restart(tmp_path: Path) -> None:
     memory = OwnedMemory(4)
     files = tier(tmp_path)
