@@ -63,6 +63,7 @@ class LLM:
         quantize: str = "none",
         speculative: str = "",
         show_progress: bool | None = None,
+        tokenizer: Tokenizer | None = None,  # None: that of the model folder
     ) -> None:
         self._shows_progress = sys.stderr.isatty() if show_progress is None else show_progress
         config = RunnerConfig(
@@ -72,6 +73,8 @@ class LLM:
             block_size=block_size,
             kv_cache_dtype=kv_cache_dtype,
             kv_cache_bytes=parse_kv_memory(AUTO if kv_cache_memory is None else kv_cache_memory),
+            kv_cache_share=None,
+            nodes_per_machine=1,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             num_threads=num_threads,
@@ -84,13 +87,14 @@ class LLM:
         )
         self._request_numbers = itertools.count()
         self._lifetime = ExitStack()
+        folder = resolve_model_folder(model)
+        self.tokenizer = tokenizer or Tokenizer.from_folder(folder)  # before what takes longer
         screen = Console(stderr=True, quiet=not self._shows_progress)
-        build_missing_kernels(config, resolve_model_folder(model), screen)
+        build_missing_kernels(config, folder, screen)
         with loading_bar(self._shows_progress) as on_progress:
             runner = self._lifetime.enter_context(load_runner(config, on_progress))
         self.info = runner.info
         self.kv_memory = runner.kv_memory
-        self.tokenizer = Tokenizer.from_folder(runner.info.folder)
         self.engine = build_engine(runner, EngineOptions(scheduling, enable_prefix_caching))
         self._grammars = build_grammars(runner)
 

@@ -39,8 +39,6 @@ def make_connector(
     chosen = options.chosen_connector
     if chosen is None:
         return None
-    if not options.enable_prefix_caching:
-        raise InvalidConfig(f"{chosen.option} cannot be used with --no-prefix-caching")
     memory = runner.kv_memory
     context = KvConnectorContext(
         address=memory.address,
@@ -72,13 +70,7 @@ def shared_tiers_of(connector: GuardedConnector | None) -> frozenset[str]:
 
 def load_connector(name: str, context: KvConnectorContext) -> KvConnector:
     """Make the connector that is registered under this name. Raises InvalidConfig."""
-    installed = {entry.name: entry for entry in (*entry_points(group=GROUP), *BUILT_IN)}
-    if name not in installed:
-        raise InvalidConfig(
-            f"--kv-connector {name}: no installed package has it under the entry point group "
-            f"{GROUP}; installed: {', '.join(sorted(installed))}"
-        )
-    entry = installed[name]
+    entry = find_connector(name)
     try:
         factory: KvConnectorFactory = entry.load()
         return factory(context)
@@ -88,3 +80,15 @@ def load_connector(name: str, context: KvConnectorContext) -> KvConnector:
         raise InvalidConfig(
             f"--kv-connector {name}: cannot make {entry.value}: {type(error).__name__}: {error}"
         ) from error
+
+
+def find_connector(name: str) -> EntryPoint:
+    """Return the entry point that is registered under this name. Raises InvalidConfig."""
+    entries: tuple[EntryPoint, ...] = (*entry_points(group=GROUP), *BUILT_IN)
+    installed = {entry.name: entry for entry in entries}
+    if name not in installed:
+        raise InvalidConfig(
+            f"--kv-connector {name}: no installed package has it under the entry point group "
+            f"{GROUP}; installed: {', '.join(sorted(installed))}"
+        )
+    return installed[name]

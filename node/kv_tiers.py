@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engine.runner.huge_pages import huge_page_memory
@@ -11,7 +12,7 @@ from errors import InvalidConfig
 from kv_transfer.kv_connector import KvConnectorContext
 from kv_transfer.tiers.block_memory import BlockMemory
 from kv_transfer.tiers.file_admission import FileAdmission, parse_admission_policy
-from kv_transfer.tiers.file_tier import FileTier
+from kv_transfer.tiers.file_tier import FileTier, check_folder
 from kv_transfer.tiers.host_tier import HostTier
 from kv_transfer.tiers.object_tier import ObjectTier
 from kv_transfer.tiers.s3 import open_bucket
@@ -33,10 +34,7 @@ class TiersConfig:
 
 def make_tiers(context: KvConnectorContext) -> TieredKv:
     """Make the tiers of a node. Raises InvalidConfig if they cannot work."""
-    try:
-        config = TiersConfig(**context.config)  # type: ignore[arg-type]
-    except TypeError as error:
-        raise InvalidConfig(f"--kv-connector-config of the tiers: {error}") from error
+    config = _parse(context.config)
     if context.device != "cpu":
         raise InvalidConfig("--kv-host-memory: blocks are copied on the CPU only")
     num_blocks = config.host_bytes // context.block_bytes
@@ -57,6 +55,22 @@ def make_tiers(context: KvConnectorContext) -> TieredKv:
     )
     tiers.wake = context.wake
     return tiers
+
+
+def check_tiers(given: Mapping[str, object]) -> None:
+    """Raise InvalidConfig for settings that cannot work with any model."""
+    config = _parse(given)
+    if config.folder:
+        check_folder(config.folder)
+    if config.object_store:
+        open_bucket(config.object_store)
+
+
+def _parse(given: Mapping[str, object]) -> TiersConfig:
+    try:
+        return TiersConfig(**given)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise InvalidConfig(f"--kv-connector-config of the tiers: {error}") from error
 
 
 def _make_files(config: TiersConfig, context: KvConnectorContext) -> FileTier | None:

@@ -90,14 +90,36 @@ class NodeOptions:
             )
         if self.kv_connector_config and not self.kv_connector:
             raise InvalidConfig("--kv-connector-config needs --kv-connector")
-        if self.kv_events is not None and not self.enable_prefix_caching:
-            raise InvalidConfig("--kv-events-endpoint cannot be used with --no-prefix-caching")
+        self._check_prefix_caching()
+        self._check_device()
         if not 0 < self.kv_tenant_share <= 1:
             raise InvalidConfig(
                 f"--kv-tenant-share is {self.kv_tenant_share}; it must be above 0 and at most 1"
             )
+        if self.kv_transport not in KV_TRANSPORTS:
+            known = ", ".join(KV_TRANSPORTS)
+            raise InvalidConfig(
+                f"no KV transport is called {self.kv_transport!r}; choose one of: {known}"
+            )
         if self.push not in PUSH_GRAINS:
             raise InvalidConfig(f"--push {self.push!r}: choose one of {', '.join(PUSH_GRAINS)}")
+
+    def _check_prefix_caching(self) -> None:
+        if self.enable_prefix_caching:
+            return
+        connector = self.chosen_connector
+        needing = ["--kv-events-endpoint"] if self.kv_events is not None else []
+        for option in [*needing, *([] if connector is None else [connector.option])]:
+            raise InvalidConfig(f"{option} cannot be used with --no-prefix-caching")
+
+    def _check_device(self) -> None:
+        """On a GPU, some options have no code yet."""
+        if self.runner.device == "cpu":
+            return
+        if self.kv_host_bytes:
+            raise InvalidConfig("--kv-host-memory: blocks are copied on the CPU only")
+        if self.kv_staging_bytes:
+            raise InvalidConfig("--kv-staging-memory: blocks are converted on the CPU only")
 
     @property
     def pushes_layers(self) -> bool:

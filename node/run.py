@@ -21,6 +21,7 @@ from node.kv_worker import NO_NODE_DECORATORS, Around
 from node.metrics import export_node_metrics
 from node.options import NodeOptions
 from node.servicer import KvLinkServicer, NodeServicer, prefix_cache_resetter
+from node.start_checks import check_start
 from node.state import NodeState
 from node.wiring import NodeComponents, build_components, identify
 from rpc.grace_period import ShutdownDeadline
@@ -45,6 +46,7 @@ class Role:
 
 def run(role: Role, options: NodeOptions, around: Around = NO_NODE_DECORATORS) -> None:
     """Serve until SIGTERM or a Drain call. Raise a named error if the options cannot work."""
+    check_start(options)
     config = options.runner if role.speculates else replace(options.runner, speculation=None)
     with load_runner(config) as runner:
         identity = identify(options, role.name, runner)

@@ -8,7 +8,11 @@ from pathlib import Path
 
 import torch
 
-from engine.model_folder import read_generation_defaults, resolve_model_folder
+from engine.model_folder import (
+    GenerationDefaults,
+    read_generation_defaults,
+    resolve_model_folder,
+)
 from engine.runner.attention.kv_budget import auto_kv_bytes
 from engine.runner.attention.kv_tensor import KvShape, free_bytes, num_blocks_within
 from engine.runner.config import RunnerConfig as RunnerConfig
@@ -56,27 +60,30 @@ def load_runner(
         f"{model.architecture} has recurrent layers: kv_cache_dtype must be auto with them",
     )
     parts = choose_parts(config.kernels, dtype, device)
+    # Everything that can be wrong is found before the weights are loaded, which takes long.
+    processors = load_processors(config.logits_processors, ModelView(str(folder), model.vocab_size))
+    defaults, max_model_len = read_generation_defaults(folder), _max_model_len(config, model)
+    groups, num_state_blocks = model.kv_groups(), 0 if state is None else state.num_blocks
+    batch = _make_batch(config, max_model_len, len(groups), num_state_blocks)
+    sizes = shape.block_bytes, len(groups), num_state_blocks, max_model_len
+    if config.kv_cache_bytes is not None:
+        _num_blocks(config, *sizes, device)
     with WeightFiles(folder) as files:
         target = LoadTarget(dtype, device, parts, config.quantize)
         decoder = load_decoder(model, files, target, on_progress)
         attention = attention_of(model, files, device)
         fingerprint = _fingerprint(model, config, files)
-    info, groups = _describe(config, model, folder, fingerprint), model.kv_groups()
-    num_state_blocks = 0 if state is None else state.num_blocks
-    num_blocks = _num_blocks(
-        config, shape.block_bytes, len(groups), num_state_blocks, info.max_model_len, device
-    )
-    kv = shape.allocate(num_blocks, device)
+    kv = shape.allocate(_num_blocks(config, *sizes, device), device)
     return TorchRunner(
-        info,
+        _describe(config, model, folder, fingerprint, defaults, max_model_len),
         decoder,
         Ropes(model, device, dtype),
         kv,
         groups,
-        _make_batch(config, info.max_model_len, len(groups), num_state_blocks),
+        batch,
         parts.make_attention(kv, attention),
         config.speculation,
-        load_processors(config.logits_processors, ModelView(str(folder), info.vocab_size)),
+        processors,
         state,
         None if state is None else parts.make_linear_attention(kv, state),
     )
@@ -105,14 +112,18 @@ def kv_dtype(name: str, model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
 
 
 def _describe(
-    config: RunnerConfig, model: ModelConfig, folder: Path, fingerprint: str
+    config: RunnerConfig,
+    model: ModelConfig,
+    folder: Path,
+    fingerprint: str,
+    defaults: GenerationDefaults,
+    max_model_len: int,
 ) -> ModelInfo:
-    defaults = read_generation_defaults(folder)
     return ModelInfo(
         folder=folder,
         fingerprint=fingerprint,
         vocab_size=model.vocab_size,
-        max_model_len=_max_model_len(config, model),
+        max_model_len=max_model_len,
         eos_token_ids=defaults.eos_token_ids,
         defaults=defaults,
         dtype=dtype_name(config, model),
@@ -147,7 +158,8 @@ def _num_blocks(
     elif config.kv_cache_share is not None:
         budget = int(free * config.kv_cache_share)
     else:
-        state_bytes = 2 * num_state_blocks * block_bytes
+        # Two sides, and a snapshot to begin from.
+        state_bytes = 3 * num_state_blocks * block_bytes
         budget = auto_kv_bytes(config, free, num_groups * block_bytes, max_model_len, state_bytes)
     return num_blocks_within(budget, num_groups, block_bytes, num_state_blocks)
 

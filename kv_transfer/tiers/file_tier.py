@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from errors import InvalidConfig
 from kv_transfer.external_kv import NO_HINTS, SHARED, BlockHints, BlockName, Tenant
@@ -24,7 +25,7 @@ from kv_transfer.tiers.block_header import HEADER_BYTES, digest_in_header, pack_
 from kv_transfer.tiers.block_memory import BlockMemory
 from kv_transfer.tiers.block_store import block_of, namespace_of, stem_of
 from kv_transfer.tiers.eviction import EvictionOrder
-from kv_transfer.tiers.folder_owner import check_owner
+from kv_transfer.tiers.folder_owner import check_blocks_owner, check_folder_owner
 from kv_transfer.tiers.journal_files import JournalFiles
 from kv_transfer.tiers.journal_objects import REMOVED, WRITTEN
 
@@ -32,6 +33,26 @@ _SUFFIX = ".kv"
 _PREFIX_CHARS = 2  # of a block's name: the subfolder of its file
 FOLDER_MODE = 0o700  # prompts can be recovered from their KV
 PART_AGE_S = 3600.0  # of what processes left that were killed while they wrote a block
+
+
+def check_folder(folder: str) -> None:
+    """Make the folder for the files of all models.
+
+    Raises InvalidConfig if the folder cannot be written to, or others can replace it.
+    """
+    path = Path(folder).expanduser()
+    try:
+        _make_private(path)
+        check_folder_owner(path)
+        with TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise InvalidConfig(f"--kv-folder {folder}: {error.strerror}") from error
+
+
+def _make_private(folder: Path) -> None:
+    if not folder.exists():
+        folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
 
 
 class FileTier:
@@ -61,7 +82,8 @@ class FileTier:
         self.num_evicted = 0
         try:
             self._make_folder()
-            check_owner(Path(folder).expanduser(), self._folder)
+            check_folder_owner(self._folder.parent)
+            check_blocks_owner(self._folder.parent, self._folder)
             self._journals.open()
         except OSError as error:
             raise InvalidConfig(f"--kv-folder {folder}: {error.strerror}") from error
@@ -207,10 +229,7 @@ class FileTier:
         """Leave the journal to those who have not read its end. It is deleted once it is old."""
 
     def _make_folder(self) -> None:
-        folder = self._folder.parent
-        if not folder.exists():
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
+        _make_private(self._folder.parent)
         self._folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
 
     def _apply(self, sign: str, stem: str) -> None:

@@ -11,8 +11,8 @@ from errors import InvalidConfig
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
-def check_owner(folder: Path, blocks: Path) -> None:
-    """Raise InvalidConfig if other users can replace the KV folder, or blocks in it."""
+def check_folder_owner(folder: Path) -> None:
+    """Raise InvalidConfig if other users can replace the KV folder, or folders in it."""
     whole = folder.resolve()
     for path in (whole, *whole.parents):
         is_exposed = path == whole or bool(path.parent.stat().st_mode & stat.S_IWOTH)
@@ -24,6 +24,10 @@ def check_owner(folder: Path, blocks: Path) -> None:
             f"--kv-folder {folder}: other users may write to it; chmod go-w, or name a new folder "
             "in it"
         )
+
+
+def check_blocks_owner(folder: Path, blocks: Path) -> None:
+    """Raise InvalidConfig if other users can change the blocks of a KV folder."""
     facts = blocks.stat()
     if facts.st_uid != os.geteuid() or facts.st_mode & _OTHERS_WRITE:
         raise InvalidConfig(f"--kv-folder {folder}: {blocks} {_of_another(blocks)}")

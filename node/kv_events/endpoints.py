@@ -8,6 +8,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
+from errors import InvalidConfig
 from node.kv_events.config import IPC, TCP, WILDCARD
 
 # Connections that wait to be accepted.
@@ -39,6 +40,23 @@ class ListeningEndpoint:
         self.socket.close()
         if self._path is not None and not self._path.startswith("@"):
             Path(self._path).unlink(missing_ok=True)
+
+
+def listen(option: str, endpoint: str, host: str) -> ListeningEndpoint:
+    """Listen on the endpoint that `option` names. Raises InvalidConfig."""
+    try:
+        return ListeningEndpoint(endpoint, host)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidConfig(f"{option} {endpoint}: {reason}") from error
+
+
+def check_target(option: str, endpoint: str) -> None:
+    """Raise InvalidConfig for an endpoint that nobody can connect to."""
+    try:
+        host_and_port(endpoint)
+    except ValueError as error:
+        raise InvalidConfig(f"{option} {endpoint}: {error}") from error
 
 
 def host_and_port(endpoint: str) -> tuple[str, int]:

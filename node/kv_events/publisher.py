@@ -21,9 +21,8 @@ from threading import Thread
 from typing import NamedTuple
 
 from engine.events import AllBlocksCleared, KvEvent
-from errors import InvalidConfig
 from node.kv_events.config import KvEventsConfig, is_bound
-from node.kv_events.endpoints import ListeningEndpoint, host_and_port
+from node.kv_events.endpoints import check_target, listen
 from node.kv_events.history import EventHistory, SentMessage
 from node.kv_events.messages import CacheFacts, encode_batch
 from node.kv_events.peers import PEER_ERRORS, PeerListener, ServePeer, dial
@@ -112,15 +111,11 @@ class KvEventPublisher:
     def _open(self, option: str, endpoint: str, kind: SocketType, opened: ExitStack) -> None:
         is_pub = kind is SocketType.PUB
         serve: ServePeer = self._serve_subscriber if is_pub else self._serve_replays
-        try:
-            if is_pub and not is_bound(endpoint):
-                host_and_port(endpoint)
-                self._work.append(lambda: dial(endpoint, kind, serve))
-                return
-            listening = opened.enter_context(ListeningEndpoint(endpoint, self._config.host))
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise InvalidConfig(f"{option} {endpoint}: {reason}") from error
+        if is_pub and not is_bound(endpoint):
+            check_target(option, endpoint)
+            self._work.append(lambda: dial(endpoint, kind, serve))
+            return
+        listening = opened.enter_context(listen(option, endpoint, self._config.host))
         self._work.append(PeerListener(listening.socket, kind, serve).run)
 
     def _note_drop(self) -> None:

@@ -431,6 +431,34 @@ def test_settings_that_cannot_work_are_named(
         load(folder, **settings)
 
 
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"kv_cache_bytes": 100}, "holds no block"),
+        ({"kv_cache_bytes": 1 << 50}, "kv_cache_bytes"),
+        ({"max_model_len": 513}, "max_model_len 513: at most 512"),
+        ({"logits_processors": ("none-such",)}, "--logits-processors none-such"),
+        ({"kernels": "native", "dtype": "float32"}, "kernels 'native'"),
+    ],
+    ids=str,
+)
+def test_settings_are_checked_before_weights_are_read(
+    folder: Path, settings: Mapping[str, Any], named: str
+) -> None:
+    (folder / "model.safetensors").write_bytes(b"")
+
+    with pytest.raises(InvalidConfig, match=named):
+        load(folder, **settings)
+
+
+def test_generation_defaults_are_checked_before_weights_are_read(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"")
+    (folder / "generation_config.json").write_text("{")
+
+    with pytest.raises(ModelError, match=r"generation_config\.json"):
+        load(folder)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
 def test_a_device_that_is_not_there_is_named(folder: Path) -> None:
     with pytest.raises(InvalidConfig, match="no such CUDA device"):

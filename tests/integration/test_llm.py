@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -16,7 +17,8 @@ from engine.errors import EngineStopped
 from engine.request import FinishReason
 from errors import InvalidRequest, ModelError
 from tests.support.baton_command import run_baton
-from tests.support.models import VOCAB_SIZE, prompt_of, reference_choices
+from tests.support.families import STATE_VARIANTS
+from tests.support.models import VOCAB_SIZE, make_model_folder, prompt_of, reference_choices
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 
@@ -178,6 +180,46 @@ def test_run_prints_what_was_lowered(model_folder: Path) -> None:
 
     assert done.returncode == 0, done.stderr
     assert "baton: warning: max_tokens 9999 was lowered to " in done.stderr
+
+
+def test_run_plans_the_kv_that_its_prompts_need(model_folder: Path) -> None:
+    sampling = ("--max-tokens", "24", "--ignore-eos", "--temperature", "0")
+    arguments = ("run", "the quick brown fox", "über", "--model", str(model_folder), *sampling)
+    large = run_baton(*arguments, "--kv-cache-memory", "4MiB")
+
+    planned = run_baton(*arguments)
+
+    assert planned.stdout == large.stdout
+    # Two requests of up to 48 tokens.
+    assert ", 6 blocks, 96 tokens" in planned.stderr
+
+
+def test_run_refuses_a_prompt_that_is_too_long_by_the_models_own_limit(model_folder: Path) -> None:
+    done = run_baton("run", "fox " * 2000, "--model", str(model_folder))
+
+    assert "maximum context length is 512 tokens" in done.stderr
+
+
+def test_one_request_of_a_model_with_a_recurrent_state_fits_into_its_planned_kv(
+    tmp_path: Path,
+) -> None:
+    """It needs two sides of the state, and a snapshot to begin from."""
+    folder = make_model_folder(tmp_path, STATE_VARIANTS["qwen3.5"])
+    with LLM(str(folder), kernels="torch", max_num_seqs=1, max_model_len=80) as llm:
+        [answer] = llm.generate([prompt_of(56)], GREEDY)
+
+    assert len(answer.token_ids) == 24
+
+
+def test_the_tokenizer_is_checked_before_the_weights_are_read(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(model_folder, tmp_path / "model"))
+    (folder / "model.safetensors").write_bytes(b"")
+    (folder / "tokenizer.json").write_text("{")
+
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
+        LLM(str(folder))
 
 
 def test_run_names_a_bad_setting_in_one_line(model_folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 from collections.abc import Callable
@@ -275,11 +276,28 @@ def test_wrong_options_of_nodes_and_router_are_told_before_anything_is_loaded(
     assert done.returncode == 2
 
 
-def test_a_failed_start_ends_with_the_reason(tmp_path: Path) -> None:
-    done = run_baton("up", "--model", str(tmp_path), "--port", "0")
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
+def test_a_broken_model_folder_is_told_before_anything_is_started(
+    model_folder: Path, tmp_path: Path, name: str
+) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    (folder / name).write_text("{")
+
+    done = run_baton("up", "--model", str(folder), "--port", "0")
+
+    [line] = done.stderr.splitlines()
+    assert re.match(rf"baton: error: \S+{name} cannot be read", line)
+    assert done.returncode != 0
+
+
+def test_a_failed_start_ends_with_the_reason(model_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    (folder / "model.safetensors").write_bytes(b"")
+
+    done = run_baton("up", "--model", str(folder), "--port", "0")
 
     last = done.stderr.splitlines()[-1]
     assert re.match(r"baton: error: (prefill|decode)-0 did not start: ", last)
-    assert "config.json is missing" in last
-    assert done.stderr.count("config.json is missing") == 1
+    assert "model.safetensors is corrupt" in last
+    assert done.stderr.count("model.safetensors is corrupt") == 1
     assert done.returncode == 1

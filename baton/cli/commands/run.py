@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +16,11 @@ from baton.cli.signatures import inherit_options
 from baton.demo_model import demo_model
 from baton.encoding import reject_invalid_text
 from baton.units import format_bytes
+
+if TYPE_CHECKING:
+    from engine.runner.model.config import ModelConfig
+
+BLOCK_SIZE, MAX_NUM_SEQS = 16, 128  # the defaults of LLM
 
 
 @inherit_options(sampling)
@@ -31,7 +36,8 @@ def run(
     kv_cache_memory: Annotated[
         str | None,
         typer.Option(
-            help="Size of the KV cache, such as 512MiB. Default: half of the free memory.",
+            help="Size of the KV cache, such as 512MiB. Default: what prompts and answers need, at "
+            "most half of the free memory.",
             rich_help_panel=KV_PANEL,
         ),
     ] = None,
@@ -45,10 +51,21 @@ def run(
     texts = prompts or [sys.stdin.read()]
     with reject_invalid_text():
         "".join(texts).encode()
-    from baton.llm import LLM  # imports torch, after the checks
+    # Slow imports, after the checks.
+    from engine.model_folder import resolve_model_folder
+    from engine.runner.families.read_config import read_model_config
+    from text.tokenizer import Tokenizer
+
+    folder = resolve_model_folder(model or demo_model())
+    tokenizer = Tokenizer.from_folder(folder)
+    longest = max(len(tokenizer.encode(text)) for text in texts) + chosen["max_tokens"]
+    from baton.llm import LLM  # imports torch
 
     with LLM(
-        model or demo_model(),
+        str(folder),
+        tokenizer=tokenizer,
+        max_num_seqs=min(len(texts), MAX_NUM_SEQS),
+        max_model_len=_planned_len(longest, read_model_config(folder)),
         dtype=dtype,
         device=device,
         kv_cache_memory=kv_cache_memory,
@@ -72,3 +89,12 @@ def run(
             print_error(f"the answer is incomplete: {answer.error}")
     if any(answer.error is not None for answer in answers):
         raise typer.Exit(FAILED)
+
+
+def _planned_len(longest: int, config: ModelConfig) -> int | None:
+    """Return the context length to plan KV for, or None for the model's own.
+
+    Prompts that do not fit into the model's context are refused by its own limit.
+    """
+    planned = (-(-longest // BLOCK_SIZE) + 1) * BLOCK_SIZE
+    return planned if planned < config.max_context_len() else None

@@ -23,10 +23,12 @@ from baton.units import format_bytes
 from baton.v1 import node_pb2, node_pb2_grpc
 from engine.model_folder import resolve_model_folder
 from engine.runner.config import RunnerConfig
+from engine.runner.families.read_config import read_model_config
 from rpc.channel import open_blocking_channel
 from rpc.node_info import NodeCard, card_from
 from rpc.parent_process import exit_on_sigterm
 from rpc.security.tls import TlsConfig
+from text.tokenizer import Tokenizer
 
 INTERRUPTED = 130
 ENDING = (signal.SIGINT, signal.SIGTERM)
@@ -39,6 +41,8 @@ def run_cluster(
     """Run the cluster until a signal ends it. Raises ClusterFailed and ModelError."""
     exit_on_sigterm()
     folder = resolve_model_folder(options.model)  # download once, before every process would
+    read_model_config(folder)
+    Tokenizer.from_folder(folder)  # the router needs it, and starts after the nodes
     build_missing_kernels(model, folder, console(stderr=True))
     runner = ClusterRunner(options, num_processes, restarts=restarts)
     with runner.listening():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from engine.runner.config import RunnerConfig
@@ -32,3 +34,30 @@ def test_ucx_keeps_to_the_loopback_where_the_node_does(host: str, given: str, de
 def test_a_tenants_share_that_is_none_is_refused(share: float) -> None:
     with pytest.raises(InvalidConfig, match=r"--kv-tenant-share is .*; it must be above 0"):
         NodeOptions(RunnerConfig(model="m"), kv_tenant_share=share)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"kv_host_bytes": 1}, "--kv-host-memory cannot be used with --no-prefix-caching"),
+        ({"kv_connector": "a"}, "--kv-connector cannot be used with --no-prefix-caching"),
+    ],
+)
+def test_kv_outside_the_cache_needs_prefix_caching(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidConfig, match=named):
+        NodeOptions(RunnerConfig(model="m"), enable_prefix_caching=False, **settings)
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [("kv_host_bytes", "--kv-host-memory"), ("kv_staging_bytes", "--kv-staging-memory")],
+)
+def test_options_without_code_for_gpus_are_refused_there(setting: str, named: str) -> None:
+    settings: dict[str, Any] = {setting: 1}
+    with pytest.raises(InvalidConfig, match=f"{named}: blocks are .* on the CPU only"):
+        NodeOptions(RunnerConfig(model="m", device="cuda"), **settings)
+
+
+def test_a_transport_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match="no KV transport is called 'pigeon'"):
+        NodeOptions(RunnerConfig(model="m"), kv_transport="pigeon")

@@ -1,0 +1,100 @@
+"""Checks of a node before it loads a model. In these tests, there is no model to load."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decode_node.__main__ import DECODE
+from engine.runner.config import RunnerConfig
+from errors import InvalidConfig, ModelError, NamedError
+from node.kv_events.config import KvEventsConfig
+from node.options import NodeOptions
+from node.run import run
+from rpc.errors import AddressInUse
+from telemetry.options import TelemetryOptions
+
+TIERS: dict[str, Any] = {"kv_host_bytes": 1 << 20}
+
+
+def start(folder: Path, **settings: Any) -> None:
+    """Start a node whose model folder is empty."""
+    folder.mkdir(exist_ok=True)
+    run(DECODE, NodeOptions(RunnerConfig(str(folder)), **settings))
+
+
+@pytest.fixture
+def port() -> Any:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        yield taken.getsockname()[1]
+
+
+def assert_refused(
+    folder: Path, error: type[NamedError], match: str, settings: dict[str, Any]
+) -> None:
+    with pytest.raises(error, match=match):
+        start(folder, **settings)
+
+
+def test_a_kv_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    settings = {**TIERS, "kv_folder": str(tmp_path / "file" / "kv")}
+
+    assert_refused(tmp_path / "model", InvalidConfig, r"--kv-folder .*: Not a directory", settings)
+
+
+def test_an_object_store_that_is_no_url(tmp_path: Path) -> None:
+    settings = {**TIERS, "kv_object_store": "bucket"}
+
+    assert_refused(tmp_path / "model", InvalidConfig, "--kv-object-store bucket: give it", settings)
+
+
+def test_a_connector_that_is_not_installed(tmp_path: Path) -> None:
+    settings = {"kv_connector": "none-such"}
+
+    assert_refused(tmp_path / "model", InvalidConfig, "--kv-connector none-such", settings)
+
+
+def test_settings_that_the_tiers_do_not_have(tmp_path: Path) -> None:
+    settings = {"kv_connector": "tiers", "kv_connector_config": {"riddle": 1}}
+
+    assert_refused(tmp_path / "model", InvalidConfig, "--kv-connector-config.*riddle", settings)
+
+
+def test_a_metrics_port_that_is_in_use(tmp_path: Path, port: int) -> None:
+    settings = {"telemetry": TelemetryOptions(metrics_port=port)}
+
+    assert_refused(tmp_path / "model", AddressInUse, "choose another --metrics-port", settings)
+
+
+def test_an_endpoint_of_kv_events_that_is_in_use(tmp_path: Path, port: int) -> None:
+    settings = {"kv_events": KvEventsConfig(f"tcp://*:{port}")}
+
+    assert_refused(tmp_path / "model", InvalidConfig, "--kv-events-endpoint.*in use", settings)
+
+
+def test_an_endpoint_of_replays_that_is_in_use(tmp_path: Path, port: int) -> None:
+    settings = {"kv_events": KvEventsConfig("tcp://*:0", f"tcp://127.0.0.1:{port}")}
+
+    assert_refused(tmp_path / "model", InvalidConfig, "--kv-events-replay-endpoint", settings)
+
+
+def test_an_endpoint_of_kv_events_without_a_port(tmp_path: Path) -> None:
+    settings = {"kv_events": KvEventsConfig("tcp://router")}
+
+    assert_refused(tmp_path / "model", InvalidConfig, "--kv-events-endpoint tcp://router", settings)
+
+
+def test_what_can_work_comes_to_the_model(tmp_path: Path) -> None:
+    settings = {
+        **TIERS,
+        "kv_folder": str(tmp_path / "kv" / "files"),
+        "telemetry": TelemetryOptions(metrics_port=0),
+        "kv_events": KvEventsConfig("tcp://*:0"),
+    }
+
+    assert_refused(tmp_path / "model", ModelError, r"config\.json is missing", settings)
+    assert not list((tmp_path / "kv" / "files").iterdir())
