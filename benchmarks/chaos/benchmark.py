@@ -163,8 +163,6 @@ class ChaosRun:
 
     async def _loads(self) -> list[LoadsRow]:
         turns = self._tier_load.turns
-        if not turns:
-            return []
         token_bytes = await self._tier_load.token_bytes()
         return list(loads_rows(turns, self._injector.injected, token_bytes))
 

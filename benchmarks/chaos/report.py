@@ -155,7 +155,9 @@ def report(
 
 def _missed_loads(loads: Sequence[LoadsRow]) -> Iterator[str]:
     for one in loads:
-        if not one.is_within:
+        if not one.turns:
+            yield f"no second turn was measured; during: {one.kind}"
+        elif not one.is_within:
             yield (
                 f"{one.taken:.0%} of {one.profitable} profitable loads were taken, {MIN_TAKEN:.0%} "
                 f"wanted; during: {one.kind}"

@@ -58,14 +58,15 @@ class LoadsRow:
 
     @property
     def is_within(self) -> bool:
-        return self.taken >= MIN_TAKEN
+        return self.turns > 0 and self.taken >= MIN_TAKEN
 
 
 def loads_rows(
     turns: Sequence[ProbedTurn], injected: Sequence[InjectedFault], token_bytes: float
 ) -> Iterator[LoadsRow]:
     disturbing = [one for one in injected if one.fault.kind not in PROBES]
-    for kind in sorted({one.kind for one in turns}, key=lambda kind: kind.value):
+    kinds = {one.fault.kind for one in injected} & PROBES | {one.kind for one in turns}
+    for kind in sorted(kinds, key=lambda kind: kind.value):
         all_turns = [one for one in turns if one.kind is kind]
         quiet = [one for one in all_turns if not any(_overlap(one, each) for each in disturbing)]
         loads = [one for one in quiet if one.is_profitable(token_bytes)]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from baton.bench.serve.load import FIRST_PLAIN_TOKEN
 from baton.client import Answer, AsyncClient, BatonError, Generation, Model
-from benchmarks.chaos.cluster import ChaosCluster
+from benchmarks.chaos.cluster import OPERATOR_TOKEN, ChaosCluster
 from benchmarks.chaos.faults import FaultKind, InjectedFault
 from benchmarks.chaos.leaks import Scrape
 from benchmarks.chaos.report import TIERS_CPU, WORST
@@ -54,19 +54,19 @@ class TierLoad:
         self.turns: list[ProbedTurn] = []
 
     async def strike(self, injected: InjectedFault) -> None:
-        """Run one kind. Requests that fail, as they may during other faults, are left out."""
+        """Run one kind. Probes may break off during other faults; the evidence tells why."""
         injected.attack = injected.fault.kind.value
         self._model = self._model or await self._client.model()
         before = await self._counters()
         evidence: dict[str, float] = {}
         match injected.fault.kind:
             case FaultKind.LOADS:
-                await self._probe(injected, ("",) * (NUM_LONG + NUM_SHORT))
+                await self._probe(injected, ("",) * (NUM_LONG + NUM_SHORT), evidence)
             case FaultKind.TENANTS:
                 salts = [f"tenant {next(self._numbers)}" for _ in range(NUM_LONG + NUM_SHORT)]
                 with self._slow(TENANT_DELAY_S, evidence):
                     async with self._flood(f"flood {next(self._numbers)}", evidence):
-                        await self._probe(injected, salts)
+                        await self._probe(injected, salts, evidence)
             case _:
                 with self._slow(DELAY_S, evidence):
                     await self._fill_host_memory(evidence)
@@ -84,7 +84,9 @@ class TierLoad:
 
     # --- second turns ---------------------------------------------------------------------
 
-    async def _probe(self, injected: InjectedFault, salts: Sequence[str]) -> None:
+    async def _probe(
+        self, injected: InjectedFault, salts: Sequence[str], evidence: dict[str, float]
+    ) -> None:
         """Send first turns, clear the KV caches, and send second turns: long and short ones."""
         try:
             sessions = [
@@ -92,11 +94,13 @@ class TierLoad:
                 for number, salt in enumerate(salts)
             ]
             await asyncio.sleep(STORED_WITHIN_S)
-            await self._client.reset_prefix_caches((KV,))
+            await self._client.reset_prefix_caches((KV,), OPERATOR_TOKEN)
             for session in sessions:
                 self.turns.append(await self._second_turn(injected.fault.kind, session))
-        except (BatonError, TimeoutError):
-            return
+        except BatonError as error:
+            evidence[f"broken off: {error.reason or error.code.name}"] = 1
+        except TimeoutError:
+            evidence["broken off: no end in time"] = 1
 
     async def _first_turn(self, salt: str, *, is_long: bool) -> _Session:
         began_s, block_size = time.monotonic(), self._cluster.block_size

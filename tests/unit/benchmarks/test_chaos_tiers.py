@@ -65,6 +65,14 @@ def test_second_turns_next_to_other_faults_do_not_count() -> None:
     assert (row.turns, row.next_to_faults, row.profitable, row.taken) == (2, 1, 1, 1.0)
 
 
+def test_a_kind_without_any_second_turn_fails_a_run() -> None:
+    [row] = loads_rows([], [injected(FaultKind.TENANTS)], TOKEN_BYTES)
+
+    [missed] = reported(loads=(row,)).missed
+
+    assert missed == "no second turn was measured; during: tenants"
+
+
 @pytest.mark.parametrize(
     "turn",
     [
