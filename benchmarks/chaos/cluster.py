@@ -130,6 +130,10 @@ class ChaosCluster:
         return self._setting.num_by_role
 
     @property
+    def prefill_has_tiers(self) -> bool:
+        return self._setting.prefill_has_tiers
+
+    @property
     def block_size(self) -> int:
         return self._setting.block_size
 

@@ -22,16 +22,21 @@ FEW_WEIGHTS = {
     "eos_token_id": 1,
     "max_position_embeddings": 4096,
 }
-KV_CACHE_MEMORY, HOST_MEMORY, FOLDER_SIZE = "256MiB", "512MiB", "4GiB"
+KV_CACHE_MEMORY, HOST_MEMORY, FOLDER_SIZE = "512MiB", "512MiB", "4GiB"
 # Second turns are loaded by decode nodes, though other requests are in flight there.
 LOCAL_SECOND_TURNS = ("--local-prefill-below", "4096")
+
+
+def make_folder(folder: Path) -> None:
+    """Write the model's folder, with random weights."""
+    make_model(folder, {**SHAPES["qwen3-0.6b"].scale(), **FEW_WEIGHTS})
 
 
 @contextmanager
 def with_real_blocks(config: ChaosClusterConfig) -> Iterator[ChaosClusterConfig]:
     """Yield the config with such a model, and with tiers of decode nodes only."""
     with TemporaryDirectory() as folder:
-        make_model(Path(folder), {**SHAPES["qwen3-0.6b"].scale(), **FEW_WEIGHTS})
+        make_folder(Path(folder))
         yield replace(
             config,
             model=folder,

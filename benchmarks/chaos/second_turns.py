@@ -29,6 +29,7 @@ class ProbedTurn:
     computed_s: float  # to the first token, of the computed one
     ttft_s: float
     is_right: bool
+    can_load: bool = True  # the node that computed the rest has tiers
 
     @property
     def missing_tokens(self) -> int:
@@ -51,6 +52,7 @@ class LoadsRow:
     kind: str
     turns: int
     next_to_faults: int
+    without_tiers: int  # routed to a node that has none
     profitable: int  # of the others
     taken: float  # share of these
     computed_s: float  # medians of these
@@ -69,11 +71,12 @@ def loads_rows(
     for kind in sorted(kinds, key=lambda kind: kind.value):
         all_turns = [one for one in turns if one.kind is kind]
         quiet = [one for one in all_turns if not any(_overlap(one, each) for each in disturbing)]
-        loads = [one for one in quiet if one.is_profitable(token_bytes)]
+        loads = [one for one in quiet if one.can_load and one.is_profitable(token_bytes)]
         yield LoadsRow(
             kind.value,
             turns=len(all_turns),
             next_to_faults=len(all_turns) - len(quiet),
+            without_tiers=sum(not one.can_load for one in quiet),
             profitable=len(loads),
             taken=sum(one.is_taken for one in loads) / len(loads) if loads else 1.0,
             computed_s=median(one.computed_s for one in loads) if loads else 0.0,

@@ -115,14 +115,17 @@ class TierLoad:
         prompt = [*session.prompt, *self._tokens(NEW_TOKENS)]
         answer, ttft_s = await self._generate(prompt, session.salt)
         expected, computed_s = await self._generate(prompt, f"computed {next(self._numbers)}")
-        num_loaded = num_cached = 0
+        num_loaded, num_cached, can_load = 0, 0, True
         if answer.finish is not None:
+            can_load = self._cluster.prefill_has_tiers or not answer.finish.served.is_prefill_remote
             num_loaded = sum(answer.finish.served.prompt_tokens_loaded.values())
             num_cached = answer.finish.num_cached_prompt_tokens or 0
         return ProbedTurn(
             *(kind, session.began_s, time.monotonic(), len(prompt)),
             *(session.prefix_tokens, max(0, num_cached - num_loaded), num_loaded),
-            *(computed_s, ttft_s, answer.token_ids == expected.token_ids),
+            *(computed_s, ttft_s),
+            is_right=answer.token_ids == expected.token_ids,
+            can_load=can_load,
         )
 
     async def _generate(self, prompt: Sequence[int], salt: str) -> tuple[Answer, float]:

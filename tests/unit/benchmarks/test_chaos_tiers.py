@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,12 @@ def test_second_turns_next_to_other_faults_do_not_count() -> None:
     [row] = loads_rows(turns, faults, TOKEN_BYTES)
 
     assert (row.turns, row.next_to_faults, row.profitable, row.taken) == (2, 1, 1, 1.0)
+
+
+def test_second_turns_that_are_computed_on_a_node_without_tiers_are_counted_apart() -> None:
+    [row] = loads_rows([replace(probed(0), can_load=False), probed()], [], TOKEN_BYTES)
+
+    assert (row.turns, row.without_tiers, row.profitable, row.taken) == (2, 1, 1, 1.0)
 
 
 def test_a_kind_without_any_second_turn_fails_a_run() -> None:
