@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from enum import Enum
 from functools import partial
@@ -28,7 +29,15 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kv_transfer.external_kv import HOST, SHARED, BlockHints, ExternalOrders, tenant_of
+from kv_transfer.external_kv import (
+    HOST,
+    NO_HINTS,
+    SHARED,
+    BlockHints,
+    ExternalOrders,
+    Use,
+    tenant_of,
+)
 from kv_transfer.tiers.backing_tier import PAUSE_S
 from kv_transfer.tiers.file_tier import FileTier
 from kv_transfer.tiers.object_tier import ObjectTier
@@ -57,9 +66,12 @@ class Fault(Enum):
 
 nodes = st.integers(0, 1)
 faults = st.sampled_from(Fault)
+# With most faults a store deletes the block nevertheless, or does not begin to.
+faults_of_drops = st.sampled_from([Fault.DELETES, Fault.DELETES, *Fault])
 FILES, OBJECTS = 0, 1
 stores = st.sampled_from([FILES, OBJECTS])
 blocks = st.integers(0, NUM_NAMES - 1)
+salted = st.sampled_from([block for block, hints in enumerate(HINTS) if hints.tenant != SHARED])
 some_blocks = st.lists(blocks, min_size=1, max_size=NUM_HOST, unique=True)
 many_blocks = st.lists(blocks, min_size=1, max_size=NUM_NAMES, unique=True)
 
@@ -74,11 +86,13 @@ class Node:
         bucket = ObjectTier(self.objects, "model", *limits, clock=lambda: 2000.0)
         self.stores = (FaultyStore(files), FaultyStore(bucket))
         self.faults: dict[int, Fault] = {}  # by store
-        self._seen: tuple[set[bytes], set[bytes]] = (set(), set())
-        self._removed = Event()
+        self._removed: tuple[set[bytes], set[bytes]] = (set(), set())  # names, by store
+        self._used: tuple[set[bytes], set[bytes]] = (set(), set())
+        self._has_reached = Event()
         for number, store in enumerate(self.stores):
             store.before = partial(self._begin, number)
             store.after = partial(self._end, number)
+            store.used = partial(self._note_use, number)
         self._stack = ExitStack()
         world = tier_world(NUM_HOST, *self.stores, tenant_share=TENANT_SHARE)
         self.world: TierWorld = self._stack.enter_context(world)
@@ -86,8 +100,8 @@ class Node:
 
     def _begin(self, number: int, operation: str, name: bytes) -> None:
         if operation == "remove":
-            self._seen[number].add(name)
-            self._removed.set()
+            self._removed[number].add(name)
+            self._has_reached.set()
         if self.faults.get(number) is Fault.BEFORE and operation != "hints":
             raise OSError("failed before a change")
 
@@ -95,14 +109,23 @@ class Node:
         if self.faults.get(number) is Fault.AFTER:
             raise OSError("failed after a change")
 
+    def _note_use(self, number: int, names: Sequence[bytes]) -> None:
+        self._used[number].update(names)
+        self._has_reached.set()
+
     def settle(self) -> None:
-        """Wait until stores that work have carried out all writes and drops so far."""
-        sentinel = next(self._sentinels)
-        self.world.tiers.start(ExternalOrders(drops=(sentinel,)))
-        working = [seen for number, seen in enumerate(self._seen) if number not in self.faults]
-        while not all(sentinel in seen for seen in working):
-            assert self._removed.wait(WAIT_S), "the tiers hang"
-            self._removed.clear()
+        """Wait until all writes and drops so far were tried, and carried out by stores that work.
+
+        Names that nobody stores follow them through the tiers: a use is not kept for later when a
+        store is broken, but a drop is.
+        """
+        name = next(self._sentinels)
+        use = Use((name,), NO_HINTS, num_computed=1)
+        self.world.tiers.start(ExternalOrders(drops=(name,), uses=(use,)))
+        working = [names for number, names in enumerate(self._removed) if number not in self.faults]
+        while not all(name in names for names in (*self._used, *working)):
+            assert self._has_reached.wait(WAIT_S), "the tiers hang"
+            self._has_reached.clear()
 
     def close(self) -> None:
         self._stack.close()
@@ -178,6 +201,17 @@ class TwoNodes(RuleBasedStateMachine):
         it.settle()
         if it.faults:
             self.undeleted.setdefault(block, set()).add(node)
+
+    @rule(node=nodes, block=salted | blocks, store=stores, fault=faults_of_drops)
+    def drop_and_repair(self, node: int, block: int, store: int, fault: Fault) -> None:
+        """A drop that failed is made up for: neither this process nor the next loads the block."""
+        self.repair_all()
+        self.store_wrong_and_drop(node, block, (store, fault))
+        self.repair_all()
+        assert not any(block in map(_number_of, outside.stored()) for outside in self.outside)
+        assert self._load(self.nodes[node], [block]) == (None,)
+        self.restart(node)
+        assert self._load(self.nodes[node], [block]) == (None,)
 
     @rule(node=nodes)
     def clear(self, node: int) -> None:

@@ -62,13 +62,14 @@ class FaultyStore:
     """A block store that fails or waits on order.
 
     `before` and `after` are called with each operation and name, before and after its change: they
-    may wait or raise.
+    may wait or raise. `used` is called with the names of each use.
     """
 
     def __init__(self, store: BlockStore) -> None:
         self.store = store
         self.before: Callable[[str, bytes], None] = _no_fault
         self.after: Callable[[str, bytes], None] = _no_fault
+        self.used: Callable[[Sequence[bytes]], None] = lambda _: None
         self.failed: list[str] = []  # operations
 
     @contextmanager
@@ -128,7 +129,9 @@ class FaultyStore:
             self.store.write(name, memory, block, digest, hints)
 
     def use(self, names: Iterable[bytes], hints: BlockHints) -> None:
+        names = tuple(names)
         self.store.use(names, hints)
+        self.used(names)
 
     def remove(self, name: bytes) -> None:
         with self._operation("remove", name):
