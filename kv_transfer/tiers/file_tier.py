@@ -28,9 +28,14 @@ from kv_transfer.tiers.eviction import EvictionOrder
 from kv_transfer.tiers.folder_owner import check_blocks_owner, check_folder_owner
 from kv_transfer.tiers.journal_files import JournalFiles
 from kv_transfer.tiers.journal_objects import REMOVED, WRITTEN
+from kv_transfer.tiers.other_namespaces import (
+    JOURNALS,
+    PART_SUFFIX,
+    PREFIX_CHARS,
+    SUFFIX,
+    OtherNamespaces,
+)
 
-_SUFFIX = ".kv"
-_PREFIX_CHARS = 2  # of a block's name: the subfolder of its file
 FOLDER_MODE = 0o700  # prompts can be recovered from their KV
 PART_AGE_S = 3600.0  # of what processes left that were killed while they wrote a block
 
@@ -77,7 +82,9 @@ class FileTier:
                 f"--kv-folder-size is {max_bytes} bytes; a block takes {self._file_bytes}"
             )
         self._folder = Path(folder).expanduser() / namespace_of(fingerprint)
-        self._journals = JournalFiles(self._folder / "journals", clock)
+        self._journals = JournalFiles(self._folder / JOURNALS, clock)
+        self._max_bytes = max_bytes
+        self._others = OtherNamespaces(self._folder)
         self.order = EvictionOrder(self._max_blocks, tenant_share)
         self.num_evicted = 0
         try:
@@ -107,6 +114,7 @@ class FileTier:
 
     def scan(self) -> bool:
         """Find the files that are there, in the order of their last use."""
+        self._others.list_all()
         found: list[tuple[float, BlockName, Tenant]] = []
         for path, name, tenant in self._files():
             with suppress(FileNotFoundError):  # deleted by another process
@@ -130,6 +138,7 @@ class FileTier:
         for sign, stem in self._journals.read():
             self._apply(sign, stem)
         self._journals.keep()
+        self._others.list_some(self._clock())
         self._trim()
 
     def read(self, name: BlockName, memory: BlockMemory, block: int) -> bytes | None:
@@ -181,7 +190,7 @@ class FileTier:
             return
         self._make_room(hints.tenant, now)
         path.parent.mkdir(exist_ok=True)
-        part = path.with_name(f"{self._journals.process}.part")
+        part = path.with_name(f"{self._journals.process}{PART_SUFFIX}")
         header = pack_header(name, digest, self._block_bytes)
         try:
             with part.open("wb", buffering=0) as file:
@@ -243,15 +252,26 @@ class FileTier:
 
     def _delete_old_parts(self) -> None:
         oldest_s = time.time() - PART_AGE_S
-        for path in self._folder.glob("??/*.part"):
+        for path in self._folder.glob(f"??/*{PART_SUFFIX}"):
             with suppress(OSError):
                 if path.stat().st_mtime < oldest_s:
                     path.unlink()
 
+    @property
+    def _num_allowed(self) -> int:
+        """The number of blocks for which there is room: at least its share of the folder.
+
+        Processes of other namespaces delete their own blocks, those of unused ones are deleted.
+        """
+        fair_bytes = self._max_bytes // (1 + self._others.num_used)
+        max_bytes = max(fair_bytes, self._max_bytes - self._others.used_bytes)
+        return max(1, max_bytes // self._file_bytes)
+
     def _trim(self) -> None:
         """Evict what is over the limit with the blocks of others."""
         now = self._clock()
-        while len(self.order) > self._max_blocks:
+        self._others.make_room(self._max_bytes - self.num_bytes)
+        while len(self.order) > self._num_allowed:
             name = self._next_victim(SHARED, now)
             if name is None:
                 return
@@ -265,7 +285,8 @@ class FileTier:
         self._keep_hints(name, hints, now)
 
     def _make_room(self, tenant: Tenant, now: float) -> None:
-        while self.order.is_full_for(tenant):
+        self._others.make_room(self._max_bytes - self.num_bytes - self._file_bytes)
+        while self.order.is_full_for(tenant) or len(self.order) >= self._num_allowed:
             name = self._next_victim(tenant, now)
             if name is None:
                 return
@@ -312,7 +333,7 @@ class FileTier:
     def _files(self) -> Iterator[tuple[Path, BlockName, Tenant]]:
         """Return the files of blocks. Raises OSError if they cannot be listed."""
         for name in os.listdir(self._folder):
-            if len(name) == _PREFIX_CHARS:
+            if len(name) == PREFIX_CHARS:
                 yield from self._files_in(self._folder / name)
 
     def _files_in(self, folder: Path) -> Iterator[tuple[Path, BlockName, Tenant]]:
@@ -322,12 +343,12 @@ class FileTier:
             return
         for name in names:
             with suppress(ValueError):  # not ours
-                if name.endswith(_SUFFIX):
-                    yield folder / name, *block_of(name.removesuffix(_SUFFIX))
+                if name.endswith(SUFFIX):
+                    yield folder / name, *block_of(name.removesuffix(SUFFIX))
 
     def _path_of(self, name: BlockName) -> Path:
         return self._path(name, self.order.tenant_of(name))
 
     def _path(self, name: BlockName, tenant: Tenant) -> Path:
         stem = stem_of(name, tenant)
-        return self._folder / stem[:_PREFIX_CHARS] / f"{stem}{_SUFFIX}"
+        return self._folder / stem[:PREFIX_CHARS] / f"{stem}{SUFFIX}"

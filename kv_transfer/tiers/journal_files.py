@@ -20,6 +20,16 @@ JOURNAL_AGE_S = 600.0  # older ones are continued in others, or of processes tha
 MAX_READ_PAUSE_S = JOURNAL_AGE_S / 2
 
 
+def is_in_use(folder: Path, now_s: float) -> bool:
+    """Return whether a running process has a journal in the folder."""
+    with suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):
+                if entry.stat().st_mtime > now_s - JOURNAL_AGE_S:
+                    return True
+    return False
+
+
 class JournalFiles:
     """One thread uses it."""
 

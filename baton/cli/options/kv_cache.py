@@ -63,7 +63,8 @@ KvFolder = Annotated[
 KvFolderSize = Annotated[
     str,
     typer.Option(
-        help="Limit of the files in --kv-folder; the least recently used ones are deleted.",
+        help="Limit of the files in --kv-folder, of all models and versions together; unused "
+        "versions are deleted first, then the least recently used files.",
         rich_help_panel=KV_PANEL,
     ),
 ]
