@@ -41,16 +41,28 @@ class PeerListener:
         self.num_refused = 0
 
     async def run(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
+            await self._connection_waits()
             try:
-                connection, _ = await loop.sock_accept(self._listening)
+                connection, _ = self._listening.accept()
+            except BlockingIOError:  # it is gone again
+                continue
             except OSError as error:
                 log.warning("no connection for KV events is accepted: %s", error)
                 await asyncio.sleep(ACCEPT_RETRY_S)
                 continue
             self._admit(connection)
             await asyncio.sleep(ACCEPT_PAUSE_S)
+
+    async def _connection_waits(self) -> None:
+        """Wait for a connection without accepting it: a cancelled `sock_accept` may lose one."""
+        loop = asyncio.get_running_loop()
+        waiting = asyncio.Event()
+        loop.add_reader(self._listening, waiting.set)
+        try:
+            await waiting.wait()
+        finally:
+            loop.remove_reader(self._listening)
 
     def _admit(self, connection: socket.socket) -> None:
         if len(self._peers) >= MAX_PEERS:
@@ -61,9 +73,12 @@ class PeerListener:
                 return
             self._forget(oldest)
             oldest.cancel()
+        connection.setblocking(False)
         task = asyncio.ensure_future(self._run_peer(connection))
         self._peers.add(task)
         self._half_open[task] = None
+        # Also for a task that is cancelled before it begins.
+        task.add_done_callback(lambda _: connection.close())
         task.add_done_callback(self._note_end)
 
     async def _run_peer(self, connection: socket.socket) -> None:
@@ -75,11 +90,7 @@ class PeerListener:
                 self._half_open.pop(task, None)
             await self._serve(peer)
 
-        try:
-            reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_FRAME_BYTES)
-        except BaseException:
-            connection.close()
-            raise
+        reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_FRAME_BYTES)
         await run_peer(reader, writer, self._own_type, serve)
 
     def _note_end(self, task: asyncio.Task[None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -246,6 +247,18 @@ def test_a_star_is_where_the_node_listens(host: str, *, is_reached: bool) -> Non
         client.bind(("127.0.0.2", 0))
 
         assert (client.connect_ex(("127.0.0.2", port)) == 0) == is_reached
+
+
+def test_the_end_closes_connections_that_have_just_arrived() -> None:
+    """A connection that is lost shows as a ResourceWarning."""
+    for _ in range(50):
+        port = free_port()
+        config = KvEventsConfig(f"tcp://*:{port}").for_node("n", "127.0.0.1")
+        with KvEventPublisher(config, FACTS):
+            clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
+        for client in clients:
+            client.close()
+    gc.collect()
 
 
 @pytest.mark.parametrize(
