@@ -84,7 +84,7 @@ class FileTier:
         self._folder = Path(folder).expanduser() / namespace_of(fingerprint)
         self._journals = JournalFiles(self._folder / JOURNALS, clock)
         self._max_bytes = max_bytes
-        self._others = OtherNamespaces(self._folder)
+        self._others = OtherNamespaces(self._folder, self._journals.now)
         self.order = EvictionOrder(self._max_blocks, tenant_share)
         self.num_evicted = 0
         try:
@@ -114,7 +114,6 @@ class FileTier:
 
     def scan(self) -> bool:
         """Find the files that are there, in the order of their last use."""
-        self._others.list_all()
         found: list[tuple[float, BlockName, Tenant]] = []
         for path, name, tenant in self._files():
             with suppress(FileNotFoundError):  # deleted by another process
@@ -126,6 +125,7 @@ class FileTier:
             if name not in self.order:
                 hints = BlockHints(tenant, max(0.0, used_s - now), is_released=not used_s)
                 self._add(name, hints, now)
+        self._others.list_all()
         self._delete_old_parts()
         return True
 

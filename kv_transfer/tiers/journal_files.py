@@ -8,6 +8,7 @@ for long may have missed some, and must look for the blocks themselves.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +19,7 @@ MAX_JOURNAL_BYTES = 1 << 20  # then a process begins another journal
 BEAT_S = 30.0  # interval at which a process shows that its journal is in use
 JOURNAL_AGE_S = 600.0  # older ones are continued in others, or of processes that have ended
 MAX_READ_PAUSE_S = JOURNAL_AGE_S / 2
+JOURNAL = re.compile(r"\d+-[0-9a-f]{8}(\.\d{8})?")  # name of one
 
 
 def is_in_use(folder: Path, now_s: float) -> bool:
@@ -86,11 +88,18 @@ class JournalFiles:
             os.utime(self._own)
         except FileNotFoundError:
             self._begin()
-        oldest_s = self._own.stat().st_mtime - JOURNAL_AGE_S  # by the clock of the file system
+        oldest_s = self.now() - JOURNAL_AGE_S
         for path in list(self._folder.iterdir()):
             with suppress(FileNotFoundError):  # another process has just deleted it
                 if path.stat().st_mtime < oldest_s:
                     path.unlink()
+
+    def now(self) -> float:
+        """Return the time of the last beat, by the clock of the file system.
+
+        Hosts that share a folder may have other clocks. Raises OSError without a journal.
+        """
+        return self._own.stat().st_mtime
 
     def _begin(self) -> None:
         """Begin a journal whose name was never used: others know how far they have read one."""

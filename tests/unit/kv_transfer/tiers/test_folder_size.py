@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from time import time
 
+import pytest
+
 from kv_transfer.tiers.file_tier import FileTier
 from kv_transfer.tiers.journal_files import JOURNAL_AGE_S
 from kv_transfer.tiers.other_namespaces import LIST_PAUSE_S
@@ -142,12 +144,58 @@ def test_two_models_share_the_folder_by_halves_whoever_came_first(tmp_path: Path
     assert held(second, [5, 6, 7]) == [False, True, True]
 
 
+def test_a_version_that_a_node_uses_again_keeps_its_blocks(tmp_path: Path) -> None:
+    unused(tmp_path, [1, 2])
+    after = tier(tmp_path, "after")
+    before = tier(tmp_path, "before")  # a rollback, since the folder was listed
+
+    write(after, [4, 5, 6, 7])
+
+    assert held(before, [1, 2]) == [True, True]
+    assert num_blocks(tmp_path) == 4
+
+
+def test_a_folder_that_cannot_be_listed_hides_no_other_blocks(tmp_path: Path) -> None:
+    write(tier(tmp_path, "model"), [1])
+    foreign = tmp_path / ("0" * 32)
+    foreign.mkdir()
+    (foreign / "journals").touch()
+
+    assert held(tier(tmp_path, "model"), [1]) == [True]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_the_blocks_of_another_user_are_not_touched(tmp_path: Path) -> None:
+    before = unused(tmp_path, [1, 2])
+    os.chown(before, 65534, -1)
+
+    write(tier(tmp_path, "after"), [4, 5, 6, 7])
+
+    assert len(list(before.glob("??/*.kv"))) == 2
+
+
+def test_journals_that_are_a_link_are_not_followed(tmp_path: Path) -> None:
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "kv"
+    elsewhere.mkdir()
+    before = folder / ("0" * 32)
+    before.mkdir(parents=True)
+    (before / "journals").symlink_to(elsewhere)
+    (elsewhere / "1-01234567.00000000").write_text("mine")
+    age(before)
+
+    tier(folder, "after")
+
+    assert list(elsewhere.iterdir())
+
+
 def test_files_that_are_not_blocks_survive_and_links_are_not_followed(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     folder = tmp_path / "kv"
     before = unused(folder, [1])
     [block] = before.glob("??/*.kv")
-    (block.parent / "notes.kv").write_text("mine")
+    for name in ("notes.kv", ".kv", "cafe.kv", f"{'ab' * 16}.kv"):
+        (block.parent / name).write_text("mine")
+    (before / "journals" / "notes").write_text("mine")
     (before / "notes").write_text("mine")
     (folder / "notes").mkdir()
     linked = Path(elsewhere / "ab")
@@ -162,7 +210,8 @@ def test_files_that_are_not_blocks_survive_and_links_are_not_followed(tmp_path: 
     list_others(files, clock)
 
     assert not block.exists()
-    assert (block.parent / "notes.kv").exists()
+    assert len(list(block.parent.iterdir())) == 4
+    assert (before / "journals" / "notes").exists()
     assert (before / "notes").exists()
     assert (folder / "notes").exists()
     assert list(linked.iterdir())
