@@ -26,12 +26,12 @@ class BuildPackages(build_py):
         if not self.editable_mode:
             packaged = Path(self.build_lib, "baton", "models", "demo")
             shutil.copytree(ROOT / "models" / "demo", packaged, dirs_exist_ok=True)
-            _add_kernels(Path(self.build_lib, "engine", "runner", "kernels", "built"))
+            _add_kernels(Path(self.build_lib, "baton", "engine", "runner", "kernels", "built"))
 
 
 def _add_kernels(folder: Path) -> None:
     sys.path.insert(0, str(ROOT))
-    from engine.runner.kernels import build
+    from baton.engine.runner.kernels import build
 
     for variant in build.VARIANTS:
         if VARIANTS is None or variant.name in VARIANTS.split(","):

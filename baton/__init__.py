@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from baton.client import AsyncClient, BatonError, Client, Generation, Retries, TlsConfig
     from baton.completion import Completion
+    from baton.core.errors import InvalidConfig, InvalidRequest, ModelError
+    from baton.core.kv_hints import KvHints
+    from baton.core.sampling import SamplingParams
+    from baton.core.structured_outputs import StructuredOutputs
     from baton.llm import LLM
-    from engine.kv_hints import KvHints
-    from engine.sampling import SamplingParams
-    from engine.structured_output.params import StructuredOutputs
-    from errors import InvalidConfig, InvalidRequest, ModelError
 
 __all__ = [
     "LLM",
@@ -42,14 +42,14 @@ _MODULES = {
     "BatonError": "baton.client",
     "Client": "baton.client",
     "Generation": "baton.client",
-    "InvalidConfig": "errors",
-    "InvalidRequest": "errors",
-    "KvHints": "engine.kv_hints",
-    "ModelError": "errors",
+    "InvalidConfig": "baton.core.errors",
+    "InvalidRequest": "baton.core.errors",
+    "KvHints": "baton.core.kv_hints",
+    "ModelError": "baton.core.errors",
     "Retries": "baton.client",
-    "SamplingParams": "engine.sampling",
-    "StructuredOutputs": "engine.structured_output.params",
-    "TlsConfig": "rpc.security.tls",
+    "SamplingParams": "baton.core.sampling",
+    "StructuredOutputs": "baton.core.structured_outputs",
+    "TlsConfig": "baton.rpc.security.tls",
 }
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.request import FinishReason, Output
-from kv_transfer.types import TokenLogprobs
-from text.stop_strings import StopRule, StopWatcher
-from text.tokenizer import Detokenizer
+from baton.core.logprobs import TokenLogprobs
+from baton.core.output import FinishReason, Output
+from baton.text.stop_strings import StopRule, StopWatcher
+from baton.text.tokenizer import Detokenizer
 
 
 @dataclass(slots=True)

@@ -12,18 +12,18 @@ from rich.table import Table
 
 from baton.client import Answer, Client, Finish, Generation
 from baton.cluster import ClusterOptions, LocalCluster
+from baton.core.sampling import SamplingParams
 from baton.demo_model import demo_model
+from baton.engine.model_folder import resolve_model_folder
+from baton.engine.runner.config import RunnerConfig
 from baton.kernels import build_missing_kernels
+from baton.kv_transfer.transports.ucx_log import LOG_NAME, find_write_transport, ucx_log_environment
+from baton.telemetry.names import KV_BYTES, KV_DESCRIPTORS, KV_PUSH
+from baton.telemetry.tracing.spans import Attributes
+from baton.telemetry.tracing.store import read_spans
+from baton.telemetry.tracing.traces import Trace, find_trace, traces_of
 from baton.traces.terminal import show_waterfall
 from baton.units import format_bytes
-from engine.model_folder import resolve_model_folder
-from engine.runner.config import RunnerConfig
-from engine.sampling import SamplingParams
-from kv_transfer.transports.ucx_log import LOG_NAME, find_write_transport, ucx_log_environment
-from telemetry.names import KV_BYTES, KV_DESCRIPTORS, KV_PUSH
-from telemetry.tracing.spans import Attributes
-from telemetry.tracing.store import read_spans
-from telemetry.tracing.traces import Trace, find_trace, traces_of
 
 PROMPTS = (
     "def read_config(path):\n",

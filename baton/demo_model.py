@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from errors import ModelError
+from baton.core.errors import ModelError
 
 PACKAGE = Path(__file__).resolve().parent
 # In a wheel, where setup.py puts it, and in a checkout.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
 
-from errors import InvalidRequest
+from baton.core.errors import InvalidRequest
 
 
 @contextmanager

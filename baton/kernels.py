@@ -8,9 +8,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from engine.runner.config import RunnerConfig, fits_kernels
-from engine.runner.families.read_config import read_model_config
-from engine.runner.kernels.build import (
+from baton.core.errors import ModelError
+from baton.engine.runner.config import RunnerConfig, fits_kernels
+from baton.engine.runner.families.read_config import read_model_config
+from baton.engine.runner.kernels.build import (
     KernelsUnavailable,
     Report,
     best_variant,
@@ -18,7 +19,6 @@ from engine.runner.kernels.build import (
     cpu_features,
     library,
 )
-from errors import ModelError
 
 
 def build_missing_kernels(config: RunnerConfig, folder: Path, screen: Console) -> None:

@@ -14,24 +14,26 @@ from types import TracebackType
 from rich.console import Console
 
 from baton.completion import Completion, CompletionBuilder
+from baton.core.context_length import fit_max_tokens
+from baton.core.errors import InvalidRequest
+from baton.core.ids import RequestId
+from baton.core.output import Output
+from baton.core.request import EngineRequest
+from baton.core.sampling import SamplingParams
+from baton.core.structured_outputs import StructuredOutputs
+from baton.engine.factory import EngineOptions, build_engine, build_grammars
+from baton.engine.model_folder import resolve_model_folder
+from baton.engine.runner.load import RunnerConfig, load_runner
+from baton.engine.scheduler.config import SchedulerConfig
+from baton.engine.scheduler.validation import max_sequence_length
+from baton.engine.spec_decode.config import parse_speculation
+from baton.engine.structured_output.grammar import Grammar
 from baton.interrupts import defer_interrupts
 from baton.kernels import build_missing_kernels
 from baton.progress import generation_bar, loading_bar
+from baton.text.stop_strings import StopRule
+from baton.text.tokenizer import Tokenizer
 from baton.units import AUTO, parse_kv_memory
-from engine.context_length import fit_max_tokens
-from engine.factory import EngineOptions, build_engine, build_grammars
-from engine.model_folder import resolve_model_folder
-from engine.request import EngineRequest, Output, RequestId
-from engine.runner.load import RunnerConfig, load_runner
-from engine.sampling import SamplingParams
-from engine.scheduler.config import SchedulerConfig
-from engine.scheduler.validation import max_sequence_length
-from engine.spec_decode.config import parse_speculation
-from engine.structured_output.grammar import Grammar
-from engine.structured_output.params import StructuredOutputs
-from errors import InvalidRequest
-from text.stop_strings import StopRule
-from text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from engine.runner.model_info import LoadProgress
+from baton.engine.runner.model_info import LoadProgress
 
 
 @contextmanager

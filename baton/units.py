@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from errors import InvalidConfig
+from baton.core.errors import InvalidConfig
 
 GIB = 2**30
 AUTO = "auto"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from baton.cluster import ClusterFailed
-from rpc.server import parse_announcement
+from baton.rpc.server import parse_announcement
 
 CPUCLOCK_SCHED = 2
 STOP_TIMEOUT_S = 30.0

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from functools import partial
 
+from baton.decode_node.servicer import DecodeServicer
+from baton.node.kv_worker import NO_NODE_DECORATORS, Around
+from baton.node.options import NodeOptions
+from baton.node.peer_warmup import PeerWarmup, link_by_engine, role_over_grpc
+from baton.node.run import Role, run
+from baton.node.wiring import NodeComponents
+from baton.rpc.node_info import NodeRole
+from baton.rpc.server import Service
 from baton.v1 import node_pb2_grpc
-from decode_node.servicer import DecodeServicer
-from node.kv_worker import NO_NODE_DECORATORS, Around
-from node.options import NodeOptions
-from node.peer_warmup import PeerWarmup, link_by_engine, role_over_grpc
-from node.run import Role, run
-from node.wiring import NodeComponents
-from rpc.node_info import NodeRole
-from rpc.server import Service
 
 
 def build_services(node: NodeComponents) -> tuple[Service, ...]:

@@ -9,16 +9,16 @@ from typing import Any
 
 from grpc import aio
 
+from baton.core.output import RequestStats
+from baton.node.call_streams import CallContext, serve_calls
+from baton.node.ledger import Entry, RequestLedger
+from baton.node.state import NodeState
+from baton.node.tracing import NO_TRACING, NodeTracing
+from baton.rpc.messages.conversion import handoff_from, output_to
+from baton.rpc.messages.sequences import decode_spec
+from baton.rpc.status import named_errors
+from baton.rpc.streaming import streamed
 from baton.v1 import node_pb2, node_pb2_grpc
-from engine.request import RequestStats
-from node.call_streams import CallContext, serve_calls
-from node.ledger import Entry, RequestLedger
-from node.state import NodeState
-from node.tracing import NO_TRACING, NodeTracing
-from rpc.messages.conversion import handoff_from, output_to
-from rpc.messages.sequences import decode_spec
-from rpc.status import named_errors
-from rpc.streaming import streamed
 
 
 class DecodeServicer(node_pb2_grpc.DecodeServiceServicer):

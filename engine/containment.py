@@ -13,10 +13,11 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 
-from engine.errors import PassHookFailed
-from engine.plan import Plan, RunResult
-from engine.request import Failure, FailureCause, RequestId
-from engine.scheduler.scheduler import Scheduler
+from baton.core.ids import RequestId
+from baton.core.output import Failure, FailureCause
+from baton.engine.errors import PassHookFailed
+from baton.engine.plan import Plan, RunResult
+from baton.engine.scheduler.scheduler import Scheduler
 
 # If this many rows fail one after the other, with no success in between, the rows are not at
 # fault: the engine ends, and its node is restarted.

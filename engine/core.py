@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from engine.containment import Containment
-from engine.errors import EngineStopped
-from engine.plan import KvWorker, Plan, Runner, RunResult
-from engine.request import Output
-from engine.scheduler.scheduler import Scheduler
-from engine.step_observer import StepObserver, StepRecord
-from kv_transfer.external_kv import NO_EXTERNAL_REPORTS, ExternalKv
-from kv_transfer.records import TransferRecord
-from kv_transfer.types import NO_REPORTS, KvOrders, KvReports
+from baton.core.output import Output
+from baton.engine.containment import Containment
+from baton.engine.errors import EngineStopped
+from baton.engine.plan import KvWorker, Plan, Runner, RunResult
+from baton.engine.scheduler.scheduler import Scheduler
+from baton.engine.step_observer import StepObserver, StepRecord
+from baton.kv_transfer.external_kv import NO_EXTERNAL_REPORTS, ExternalKv
+from baton.kv_transfer.records import TransferRecord
+from baton.kv_transfer.types import NO_REPORTS, KvOrders, KvReports
 
 EXTERNAL_CHECK_S = 0.25  # interval of checks for overdue loads
 

@@ -10,20 +10,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 
-from engine.core import EngineCore
-from engine.errors import EngineGone
-from engine.request import (
-    EngineRequest,
-    Failure,
-    FailureCause,
-    FinishReason,
-    Output,
-    RequestId,
-)
-from engine.structured_output.compiler import GrammarCompiler
-from engine.structured_output.grammar import Grammar
-from engine.structured_output.params import FIELD
-from errors import InvalidRequest
+from baton.core.errors import InvalidRequest
+from baton.core.ids import RequestId
+from baton.core.output import Failure, FailureCause, FinishReason, Output
+from baton.core.request import EngineRequest
+from baton.core.structured_outputs import FIELD
+from baton.engine.core import EngineCore
+from baton.engine.errors import EngineGone
+from baton.engine.structured_output.compiler import GrammarCompiler
+from baton.engine.structured_output.grammar import Grammar
 
 Compiler = GrammarCompiler[Grammar]
 # Called on the engine thread with the outputs of one step; must not block.

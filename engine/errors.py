@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from errors import NamedError
+from baton.core.errors import NamedError
 
 
 class EngineError(NamedError):

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from engine.kv_cache.block_hashes import BlockHash
-from engine.request import RequestId
+from baton.core.ids import RequestId
+from baton.engine.kv_cache.block_hashes import BlockHash
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from engine.core import EngineCore, NoKvWorker
-from engine.plan import KvWorker
-from engine.runner.model_runner import TorchRunner
-from engine.scheduler.config import CacheConfig, PullConfig, SchedulerConfig
-from engine.scheduler.scheduler import Scheduler
-from engine.step_observer import StepObserver
-from engine.structured_output.llguidance_backend import GrammarLibrary
-from kv_transfer.external_kv import ExternalKv
+from baton.engine.core import EngineCore, NoKvWorker
+from baton.engine.plan import KvWorker
+from baton.engine.runner.model_runner import TorchRunner
+from baton.engine.scheduler.config import CacheConfig, PullConfig, SchedulerConfig
+from baton.engine.scheduler.scheduler import Scheduler
+from baton.engine.step_observer import StepObserver
+from baton.engine.structured_output.llguidance_backend import GrammarLibrary
+from baton.kv_transfer.external_kv import ExternalKv
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
 
-from engine.sampling import SamplingDefaults
-from errors import InvalidRequest, ModelError
+from baton.core.errors import InvalidRequest, ModelError
+from baton.core.sampling import SamplingDefaults
 
 # Weights in other formats are not downloaded.
 WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from engine.request import Failure, RequestId
-from engine.sampling import SamplingParams
-from engine.structured_output.grammar import Grammar
-from kv_transfer.external_kv import NO_ORDERS, ExternalOrders
-from kv_transfer.records import TransferRecord
-from kv_transfer.types import BlockId, KvOrders, KvReports, TokenLogprobs
+from baton.core.ids import BlockId, RequestId
+from baton.core.logprobs import TokenLogprobs
+from baton.core.output import Failure
+from baton.core.sampling import SamplingParams
+from baton.engine.structured_output.grammar import Grammar
+from baton.kv_transfer.external_kv import NO_ORDERS, ExternalOrders
+from baton.kv_transfer.records import TransferRecord
+from baton.kv_transfer.types import KvOrders, KvReports
 
 BlockTables = tuple[tuple[BlockId, ...], ...]  # one for each KV group, all of the same length
 

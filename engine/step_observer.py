@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from engine.plan import Plan
-from kv_transfer.external_kv import NO_EXTERNAL_REPORTS, ExternalReports
-from kv_transfer.records import TransferRecord
-from kv_transfer.types import KvReports
+from baton.engine.plan import Plan
+from baton.kv_transfer.external_kv import NO_EXTERNAL_REPORTS, ExternalReports
+from baton.kv_transfer.records import TransferRecord
+from baton.kv_transfer.types import KvReports
 
 
 class StepRecord(NamedTuple):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kv_transfer.link import Link
-from kv_transfer.pairs import Pairs, PeerPair
-from kv_transfer.poll_interval import PollInterval
-from kv_transfer.protocol.actions import (
+from baton.kv_transfer.link import Link
+from baton.kv_transfer.pairs import Pairs, PeerPair
+from baton.kv_transfer.poll_interval import PollInterval
+from baton.kv_transfer.protocol.actions import (
     BreakLink,
     CancelWrites,
     CheckDigest,
@@ -22,14 +22,14 @@ from kv_transfer.protocol.actions import (
     SenderAction,
     SendMessage,
 )
-from kv_transfer.protocol.conversion import StagedBlocks
-from kv_transfer.protocol.digest import Digests
-from kv_transfer.protocol.done_message import note_of
-from kv_transfer.protocol.messages import Done, Writing
-from kv_transfer.protocol.receiver import Receiver
-from kv_transfer.protocol.sender import Sender
-from kv_transfer.protocol.staging_area import StagingArea
-from kv_transfer.records import TransferLedger
+from baton.kv_transfer.protocol.conversion import StagedBlocks
+from baton.kv_transfer.protocol.digest import Digests
+from baton.kv_transfer.protocol.done_message import note_of
+from baton.kv_transfer.protocol.messages import Done, Writing
+from baton.kv_transfer.protocol.receiver import Receiver
+from baton.kv_transfer.protocol.sender import Sender
+from baton.kv_transfer.protocol.staging_area import StagingArea
+from baton.kv_transfer.records import TransferLedger
 
 
 class ActionExecutor:

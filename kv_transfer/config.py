@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
-from errors import InvalidConfig
+from baton.core.errors import InvalidConfig
 
 
 @dataclass(frozen=True, slots=True)

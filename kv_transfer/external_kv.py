@@ -9,21 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import NewType, Protocol
 
-from errors import InvalidRequest
-from kv_transfer.types import BlockId
+from baton.core.errors import InvalidRequest
+from baton.core.ids import BlockId, BlockName
+from baton.core.kv_hints import BlockHints
 
-BlockName = bytes
 LoadId = NewType("LoadId", int)
 StoreId = NewType("StoreId", int)
-Tenant = NewType("Tenant", bytes)
 
 # The KV cache itself, and tiers below it.
 KV, HOST, FILE, OBJECT = TIERS = ("kv", "host", "file", "object")
-SHARED = Tenant(b"")  # the tenant of blocks without a cache salt, which all clients share
-TENANT_BYTES = 8
 
 
 def check_tiers(names: Iterable[str]) -> None:
@@ -31,36 +27,6 @@ def check_tiers(names: Iterable[str]) -> None:
     for name in names:
         if name not in TIERS:
             raise InvalidRequest(f"tier {name!r}: choose from {', '.join(TIERS)}", "tiers")
-
-
-def tenant_of(owner: str) -> Tenant:
-    """Return the digest of a tenant's name, which is kept instead of it; SHARED if empty."""
-    if not owner:
-        return SHARED
-    return Tenant(blake2b(owner.encode(), digest_size=TENANT_BYTES).digest())
-
-
-@dataclass(frozen=True, slots=True)
-class BlockHints:
-    """Hints of a request about the blocks that it stores or uses."""
-
-    tenant: Tenant = SHARED
-    retain_s: float = 0.0  # from now on, during which the blocks are not evicted
-    priority: int | None = None  # higher is kept longer; None: unchanged, or the default
-    is_released: bool = False  # evict the blocks first
-    is_in_session: bool = False  # a later request of the same session will use the blocks
-
-    @property
-    def is_wanted(self) -> bool:
-        """True if the blocks are expected to be used again."""
-        return not self.is_released and (self.is_in_session or self.retain_s > 0)
-
-    @property
-    def is_plain(self) -> bool:
-        return not (self.is_wanted or self.is_released or self.priority is not None)
-
-
-NO_HINTS = BlockHints()
 
 
 @dataclass(frozen=True, slots=True)

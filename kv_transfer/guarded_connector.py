@@ -10,15 +10,9 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
-from kv_transfer.external_kv import (
-    BlockName,
-    ExternalOrders,
-    ExternalReports,
-    Loaded,
-    LoadId,
-    StoreId,
-)
-from kv_transfer.kv_connector import KvConnector
+from baton.core.ids import BlockName
+from baton.kv_transfer.external_kv import ExternalOrders, ExternalReports, Loaded, LoadId, StoreId
+from baton.kv_transfer.kv_connector import KvConnector
 
 log = logging.getLogger(__name__)
 FURTHER = "further errors like this are only counted"

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from kv_transfer.config import KvWorkerConfig
-from kv_transfer.link import Link, LinkId
-from kv_transfer.protocol.messages import LinkMessage, Renew, Renewed
+from baton.kv_transfer.config import KvWorkerConfig
+from baton.kv_transfer.link import Link, LinkId
+from baton.kv_transfer.protocol.messages import LinkMessage, Renew, Renewed
 
 
 class Inbox:

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from kv_transfer.external_kv import ExternalKv
+from baton.kv_transfer.external_kv import ExternalKv
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import NewType, Protocol
 
-from kv_transfer.protocol.messages import LinkMessage
+from baton.kv_transfer.protocol.messages import LinkMessage
 
 # Identifies one stream from dial or accept to its end. Never reused in a process.
 LinkId = NewType("LinkId", int)

@@ -11,15 +11,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from kv_transfer.config import KvWorkerConfig
-from kv_transfer.errors import DuplicateNodeId, PeerUnreachable
-from kv_transfer.link import Link, LinkId
-from kv_transfer.protocol.conversion import Conversion, is_convertible
-from kv_transfer.protocol.messages import Closed, Fingerprint, Hello, Region, find_mismatch
-from kv_transfer.protocol.receiver import Receiver
-from kv_transfer.protocol.sender import Sender
-from kv_transfer.transports.base import Channel, Transport
-from kv_transfer.types import BlockId, Incarnation, NodeId
+from baton.core.ids import BlockId, Incarnation, NodeId
+from baton.kv_transfer.config import KvWorkerConfig
+from baton.kv_transfer.errors import DuplicateNodeId, PeerUnreachable
+from baton.kv_transfer.link import Link, LinkId
+from baton.kv_transfer.protocol.conversion import Conversion, is_convertible
+from baton.kv_transfer.protocol.messages import Closed, Fingerprint, Hello, Region, find_mismatch
+from baton.kv_transfer.protocol.receiver import Receiver
+from baton.kv_transfer.protocol.sender import Sender
+from baton.kv_transfer.transports.base import Channel, Transport
 
 # Limit of dialled links without a Hello from the peer. Each has an open channel already.
 MAX_LINKS_WITHOUT_HELLO = 32

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kv_transfer.config import KvWorkerConfig
-from kv_transfer.protocol.incoming import IncomingState
-from kv_transfer.protocol.receiver import Receiver
-from kv_transfer.protocol.sender import Sender
+from baton.kv_transfer.config import KvWorkerConfig
+from baton.kv_transfer.protocol.incoming import IncomingState
+from baton.kv_transfer.protocol.receiver import Receiver
+from baton.kv_transfer.protocol.sender import Sender
 
 
 class PollInterval:

@@ -8,19 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 
-from kv_transfer.protocol.conversion import StagedBlocks
-from kv_transfer.protocol.memory_runs import layer_bytes_range
-from kv_transfer.transports.base import Write
-from kv_transfer.types import (
-    Complete,
-    HandoffId,
-    KvOrders,
-    NodeId,
-    Requested,
-    Send,
-    SendLayers,
-    Withdraw,
-)
+from baton.core.ids import HandoffId, NodeId
+from baton.kv_transfer.protocol.conversion import StagedBlocks
+from baton.kv_transfer.protocol.memory_runs import layer_bytes_range
+from baton.kv_transfer.transports.base import Write
+from baton.kv_transfer.types import Complete, KvOrders, Requested, Send, SendLayers, Withdraw
 
 MAX_UNCOLLECTED_RECORDS = 10_000  # the oldest records are dropped if they are not collected
 

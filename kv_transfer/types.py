@@ -1,69 +1,12 @@
-"""Values of a KV hand-off, shared by the engine, the worker and the router.
-
-No dependency on torch, gRPC, UCX, clocks or threads.
-"""
+"""Orders of the scheduler and reports of the KV worker, as values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NewType
 
-BlockId = NewType("BlockId", int)
-NodeId = NewType("NodeId", str)
-Incarnation = NewType("Incarnation", str)
+from baton.core.ids import BlockId, HandoffId, Peer
+from baton.core.logprobs import FirstToken
 
-NO_BLOCK = BlockId(-1)  # in a block table: no later token attends to these tokens
-
-
-def existing_blocks(block_tables: Iterable[Iterable[BlockId]]) -> Iterator[BlockId]:
-    """Yield the blocks of these tables, table after table."""
-    for table in block_tables:
-        yield from (block_id for block_id in table if block_id != NO_BLOCK)
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class HandoffId:
-    """One attempt to transfer one sequence's KV. The router increments `attempt` per retry.
-
-    Also one run of a pull: the name of the process that pulls, and a number.
-    """
-
-    request_id: str
-    attempt: int
-
-    def __str__(self) -> str:
-        return f"{self.request_id}#{self.attempt}"
-
-
-@dataclass(frozen=True, slots=True)
-class FirstToken:
-    """Token sampled by prefill, with its logprobs. Sent together with the KV."""
-
-    token_id: int
-    logprobs: TokenLogprobs | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Logprob of one sampled token, and of the most likely tokens at its position."""
-
-    token_id: int
-    logprob: float
-    rank: int  # 1: the most likely token
-    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """Node on the other side of a hand-off, with the address of its control link."""
-
-    node_id: NodeId
-    address: str  # host:port of its gRPC server
-
-
-# --- Orders of the scheduler and reports of the KV worker -----------------------------
-#
 # Orders are part of a step's plan and start before its forward pass; reports return after it.
 # The hand-off holds its own reference on every block named in a Receive or a Send, in addition
 # to that of the request, until the report that releases it.

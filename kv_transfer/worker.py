@@ -12,18 +12,19 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
 
-from kv_transfer.action_executor import ActionExecutor
-from kv_transfer.config import KvWorkerConfig
-from kv_transfer.errors import PeerUnreachable
-from kv_transfer.fence import PASSED, Fence, FencedLayers
-from kv_transfer.inbox import Inbox
-from kv_transfer.link import Link, LinkId
-from kv_transfer.pairs import Identity, Pairs, PeerPair
-from kv_transfer.poll_interval import PollInterval
-from kv_transfer.protocol.digest import Digests, ReadBlocks
-from kv_transfer.protocol.done_message import decode_done
-from kv_transfer.protocol.incoming import IncomingState
-from kv_transfer.protocol.messages import (
+from baton.core.ids import HandoffId, NodeId
+from baton.kv_transfer.action_executor import ActionExecutor
+from baton.kv_transfer.config import KvWorkerConfig
+from baton.kv_transfer.errors import PeerUnreachable
+from baton.kv_transfer.fence import PASSED, Fence, FencedLayers
+from baton.kv_transfer.inbox import Inbox
+from baton.kv_transfer.link import Link, LinkId
+from baton.kv_transfer.pairs import Identity, Pairs, PeerPair
+from baton.kv_transfer.poll_interval import PollInterval
+from baton.kv_transfer.protocol.digest import Digests, ReadBlocks
+from baton.kv_transfer.protocol.done_message import decode_done
+from baton.kv_transfer.protocol.incoming import IncomingState
+from baton.kv_transfer.protocol.messages import (
     Closed,
     Grant,
     Hello,
@@ -31,11 +32,11 @@ from kv_transfer.protocol.messages import (
     Region,
     Writing,
 )
-from kv_transfer.protocol.receiver import Receiver
-from kv_transfer.protocol.sender import Sender
-from kv_transfer.protocol.staging_area import StagingArea
-from kv_transfer.records import TransferLedger, TransferRecord
-from kv_transfer.transports.base import (
+from baton.kv_transfer.protocol.receiver import Receiver
+from baton.kv_transfer.protocol.sender import Sender
+from baton.kv_transfer.protocol.staging_area import StagingArea
+from baton.kv_transfer.records import TransferLedger, TransferRecord
+from baton.kv_transfer.transports.base import (
     Arrived,
     BlocksLanded,
     CancelCompleted,
@@ -45,7 +46,7 @@ from kv_transfer.transports.base import (
     WriteFailed,
     Written,
 )
-from kv_transfer.types import HandoffId, KvOrders, KvReports, NodeId, Receive
+from baton.kv_transfer.types import KvOrders, KvReports, Receive
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from engine.plan import Plan
-from engine.step_observer import StepObserver
-from kv_transfer.tiers.copy_pace import CopyPace
+from baton.engine.plan import Plan
+from baton.engine.step_observer import StepObserver
+from baton.kv_transfer.tiers.copy_pace import CopyPace
 
 
 class CopyPacing(StepObserver):

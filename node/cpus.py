@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
-from errors import InvalidConfig
+from baton.core.errors import InvalidConfig
 
 
 def pin_to_cpus(cpus: tuple[int, ...]) -> None:

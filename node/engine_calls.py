@@ -7,11 +7,13 @@ from collections.abc import AsyncGenerator, Callable
 from types import TracebackType
 from typing import TypeVar
 
-from engine.engine_thread import EngineThread
-from engine.errors import EngineStopped, PassFailed
-from engine.request import EngineRequest, FailureCause, Output, RequestId
-from errors import InvalidRequest, NamedError
-from rpc.errors import KvLoadFailed, RequestIdInUse
+from baton.core.errors import InvalidRequest, NamedError
+from baton.core.ids import RequestId
+from baton.core.output import FailureCause, Output
+from baton.core.request import EngineRequest
+from baton.engine.engine_thread import EngineThread
+from baton.engine.errors import EngineStopped, PassFailed
+from baton.rpc.errors import KvLoadFailed, RequestIdInUse
 
 # Errors of failed requests. A failure of the model is an output instead.
 ERRORS: dict[FailureCause, type[NamedError]] = {

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from typing import Protocol
 
-from rpc.health import Health
+from baton.rpc.health import Health
 
 CHECK_S = 0.5
 # Multiple of `stuck_after_s` without a heartbeat after which the process counts as dead.

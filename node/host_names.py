@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from engine.kv_cache.block_hashes import BlockHash
-from engine.kv_cache.prefix_search import is_of_first_group
-from engine.kv_cache.recurrent_state import snapshot_end
-from kv_transfer.external_kv import HeldChanges
+from baton.engine.kv_cache.block_hashes import BlockHash
+from baton.engine.kv_cache.prefix_search import is_of_first_group
+from baton.engine.kv_cache.recurrent_state import snapshot_end
+from baton.kv_transfer.external_kv import HeldChanges
 
 
 class HostNames:

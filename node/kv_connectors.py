@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 
-from engine.runner.model_runner import TorchRunner
-from errors import InvalidConfig
-from kv_transfer.external_kv import FILE, KV, OBJECT, TIERS
-from kv_transfer.guarded_connector import GuardedConnector
-from kv_transfer.kv_connector import KvConnector, KvConnectorContext, KvConnectorFactory
-from kv_transfer.pairs import Identity
-from kv_transfer.tiers.tiered_kv import TieredKv
-from node.options import NodeOptions
+from baton.core.errors import InvalidConfig
+from baton.engine.runner.model_runner import TorchRunner
+from baton.kv_transfer.external_kv import FILE, KV, OBJECT, TIERS
+from baton.kv_transfer.guarded_connector import GuardedConnector
+from baton.kv_transfer.kv_connector import KvConnector, KvConnectorContext, KvConnectorFactory
+from baton.kv_transfer.pairs import Identity
+from baton.kv_transfer.tiers.tiered_kv import TieredKv
+from baton.node.options import NodeOptions
 
 GROUP = "baton.kv_connectors"
-BUILT_IN = (EntryPoint("tiers", "node.kv_tiers:make_tiers", GROUP),)
+BUILT_IN = (EntryPoint("tiers", "baton.node.kv_tiers:make_tiers", GROUP),)
 
 
 class DeferredWake:

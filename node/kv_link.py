@@ -16,15 +16,15 @@ from typing import Any
 
 from grpc import RpcError, StatusCode
 
+from baton.core.errors import NamedError
+from baton.kv_transfer.link import LinkEvents, LinkId
+from baton.kv_transfer.protocol.messages import LinkMessage
+from baton.node.kv_link_messages import link_message_from, link_message_to
+from baton.rpc.channel import open_channel
+from baton.rpc.security.tls import PLAIN, TlsConfig
+from baton.rpc.security.tls_diagnosis import tls_trouble
+from baton.rpc.status import remote_error
 from baton.v1 import kv_link_pb2, kv_link_pb2_grpc
-from errors import NamedError
-from kv_transfer.link import LinkEvents, LinkId
-from kv_transfer.protocol.messages import LinkMessage
-from node.kv_link_messages import link_message_from, link_message_to
-from rpc.channel import open_channel
-from rpc.security.tls import PLAIN, TlsConfig
-from rpc.security.tls_diagnosis import tls_trouble
-from rpc.status import remote_error
 
 # Time for links to close in order before their streams are cancelled.
 CLOSE_TIMEOUT_S = 1.0

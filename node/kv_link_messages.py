@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from baton.v1 import kv_link_pb2
-from kv_transfer.protocol.messages import (
+from baton.core.ids import BlockId, Incarnation, NodeId
+from baton.core.logprobs import FirstToken
+from baton.kv_transfer.protocol.messages import (
     Closed,
     Done,
     Failed,
@@ -20,8 +21,7 @@ from kv_transfer.protocol.messages import (
     RevokeGrant,
     Writing,
 )
-from kv_transfer.types import BlockId, FirstToken, Incarnation, NodeId
-from rpc.messages.conversion import (
+from baton.rpc.messages.conversion import (
     fingerprint_from,
     fingerprint_to,
     handoff_from,
@@ -30,6 +30,7 @@ from rpc.messages.conversion import (
     logprobs_to,
     present,
 )
+from baton.v1 import kv_link_pb2
 
 
 def link_message_from(message: kv_link_pb2.LinkMessage) -> LinkMessage | None:

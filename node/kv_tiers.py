@@ -6,17 +6,17 @@ import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine.runner.huge_pages import huge_page_memory
-from engine.runner.kernels.native_copies import fastest_copies
-from errors import InvalidConfig
-from kv_transfer.kv_connector import KvConnectorContext
-from kv_transfer.tiers.block_memory import BlockMemory
-from kv_transfer.tiers.file_admission import FileAdmission, parse_admission_policy
-from kv_transfer.tiers.file_tier import FileTier, check_folder
-from kv_transfer.tiers.host_tier import HostTier
-from kv_transfer.tiers.object_tier import ObjectTier
-from kv_transfer.tiers.s3 import open_bucket
-from kv_transfer.tiers.tiered_kv import TieredKv
+from baton.core.errors import InvalidConfig
+from baton.engine.runner.huge_pages import huge_page_memory
+from baton.engine.runner.kernels.native_copies import fastest_copies
+from baton.kv_transfer.kv_connector import KvConnectorContext
+from baton.kv_transfer.tiers.block_memory import BlockMemory
+from baton.kv_transfer.tiers.file_admission import FileAdmission, parse_admission_policy
+from baton.kv_transfer.tiers.file_tier import FileTier, check_folder
+from baton.kv_transfer.tiers.host_tier import HostTier
+from baton.kv_transfer.tiers.object_tier import ObjectTier
+from baton.kv_transfer.tiers.s3 import open_bucket
+from baton.kv_transfer.tiers.tiered_kv import TieredKv
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,19 +8,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from engine.kv_cache.groups import KvGroup, places_done
-from engine.runner.huge_pages import huge_page_memory
-from engine.runner.model_runner import TorchRunner
-from kv_transfer.fence import Fence
-from kv_transfer.link import Link
-from kv_transfer.pairs import Identity
-from kv_transfer.protocol.messages import Region
-from kv_transfer.protocol.staging_area import StagingArea
-from kv_transfer.transports.base import Transport
-from kv_transfer.transports.nixl import NixlConfig, NixlTransport
-from kv_transfer.transports.ucxx import UcxxConfig, UcxxTransport
-from kv_transfer.worker import KvTransferWorker
-from node.options import NodeOptions
+from baton.engine.kv_cache.groups import KvGroup, places_done
+from baton.engine.runner.huge_pages import huge_page_memory
+from baton.engine.runner.model_runner import TorchRunner
+from baton.kv_transfer.fence import Fence
+from baton.kv_transfer.link import Link
+from baton.kv_transfer.pairs import Identity
+from baton.kv_transfer.protocol.messages import Region
+from baton.kv_transfer.protocol.staging_area import StagingArea
+from baton.kv_transfer.transports.base import Transport
+from baton.kv_transfer.transports.nixl import NixlConfig, NixlTransport
+from baton.kv_transfer.transports.ucxx import UcxxConfig, UcxxTransport
+from baton.kv_transfer.worker import KvTransferWorker
+from baton.node.options import NodeOptions
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from engine.plan import Plan, PlanRow
-from engine.request import RequestId
-from engine.step_observer import StepObserver, StepRecord
-from kv_transfer.records import TransferRecord, TransferRole
-from kv_transfer.types import NO_REPORTS, HandoffId, Receive
+from baton.core.ids import HandoffId, RequestId
+from baton.engine.plan import Plan, PlanRow
+from baton.engine.step_observer import StepObserver, StepRecord
+from baton.kv_transfer.records import TransferRecord, TransferRole
+from baton.kv_transfer.types import NO_REPORTS, Receive
 
 # Called on the engine's thread; must not block.
 OnSent = Callable[[HandoffId], None]

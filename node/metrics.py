@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from engine.events import SchedulerStats
-from engine.scheduler.scheduler import Scheduler
-from kv_transfer.guarded_connector import GuardedConnector
-from kv_transfer.tiers.tiered_kv import TieredKv
-from kv_transfer.worker import KvTransferWorker
-from node.wiring import NodeComponents
-from telemetry.metrics import names as counted
-from telemetry.metrics.instruments import Reading
-from telemetry.metrics.readers import export_metrics
-from telemetry.metrics.scrapes import OwnerThreadReader
-from telemetry.resource import Process
+from baton.engine.events import SchedulerStats
+from baton.engine.scheduler.scheduler import Scheduler
+from baton.kv_transfer.guarded_connector import GuardedConnector
+from baton.kv_transfer.tiers.tiered_kv import TieredKv
+from baton.kv_transfer.worker import KvTransferWorker
+from baton.node.wiring import NodeComponents
+from baton.telemetry.metrics import names as counted
+from baton.telemetry.metrics.instruments import Reading
+from baton.telemetry.metrics.readers import export_metrics
+from baton.telemetry.metrics.scrapes import OwnerThreadReader
+from baton.telemetry.resource import Process
 
 
 @contextmanager

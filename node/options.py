@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 
-from engine.engine_thread import HEARTBEAT_S
-from engine.runner.config import RunnerConfig
-from engine.scheduler.config import SchedulerConfig
-from errors import InvalidConfig
-from kv_transfer.config import KvWorkerConfig
-from kv_transfer.tiers.file_admission import AdmissionPolicy
-from node.kv_events.config import KvEventsConfig
-from rpc.grace_period import DRAIN_TIMEOUT_S
-from rpc.security.tls import PLAIN, TlsConfig
-from rpc.security.token import AcceptedTokens
-from telemetry.options import TelemetryOptions
+from baton.core.errors import InvalidConfig
+from baton.engine.engine_thread import HEARTBEAT_S
+from baton.engine.runner.config import RunnerConfig
+from baton.engine.scheduler.config import SchedulerConfig
+from baton.kv_transfer.config import KvWorkerConfig
+from baton.kv_transfer.tiers.file_admission import AdmissionPolicy
+from baton.node.kv_events.config import KvEventsConfig
+from baton.rpc.grace_period import DRAIN_TIMEOUT_S
+from baton.rpc.security.tls import PLAIN, TlsConfig
+from baton.rpc.security.token import AcceptedTokens
+from baton.telemetry.options import TelemetryOptions
 
 KV_TRANSPORTS = ("nixl", "ucxx")
 KV_FOLDER_BYTES = 10 << 30

@@ -12,17 +12,17 @@ from collections.abc import Awaitable, Callable
 
 from grpc import RpcError
 
+from baton.core.errors import InvalidRequest
+from baton.engine.engine_thread import EngineThread
+from baton.kv_transfer.errors import PeerUnreachable
+from baton.kv_transfer.worker import KvTransferWorker
+from baton.node.engine_calls import run_on_engine
+from baton.rpc.channel import open_channel
+from baton.rpc.errors import TooManyConnects
+from baton.rpc.node_info import NodeRole, card_from
+from baton.rpc.security.tls import TlsConfig
+from baton.rpc.status import remote_error
 from baton.v1 import node_pb2, node_pb2_grpc
-from engine.engine_thread import EngineThread
-from errors import InvalidRequest
-from kv_transfer.errors import PeerUnreachable
-from kv_transfer.worker import KvTransferWorker
-from node.engine_calls import run_on_engine
-from rpc.channel import open_channel
-from rpc.errors import TooManyConnects
-from rpc.node_info import NodeRole, card_from
-from rpc.security.tls import TlsConfig
-from rpc.status import remote_error
 
 MAX_IN_FLIGHT = 32  # twice as many as one router requests of a node
 TIMEOUT_S = 4.0

@@ -10,26 +10,26 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from baton.engine.errors import EngineStopped
+from baton.engine.runner.load import load_runner
+from baton.engine.runner.model_runner import TorchRunner
+from baton.kv_transfer.pairs import Identity
+from baton.node.heartbeat import follow_heartbeat
+from baton.node.kv_connectors import shared_tiers_of
+from baton.node.kv_worker import NO_NODE_DECORATORS, Around
+from baton.node.metrics import export_node_metrics
+from baton.node.options import NodeOptions
+from baton.node.servicer import KvLinkServicer, NodeServicer, prefix_cache_resetter
+from baton.node.start_checks import check_start
+from baton.node.state import NodeState
+from baton.node.wiring import NodeComponents, build_components, identify
+from baton.rpc.grace_period import ShutdownDeadline
+from baton.rpc.node_info import NodeRole
+from baton.rpc.security.operators import Operators
+from baton.rpc.server import Running, Service, announce, serving, stop_signal
+from baton.telemetry.resource import Process
+from baton.telemetry.tracing.tracer import Tracer, tracing
 from baton.v1 import kv_link_pb2_grpc, node_pb2_grpc
-from engine.errors import EngineStopped
-from engine.runner.load import load_runner
-from engine.runner.model_runner import TorchRunner
-from kv_transfer.pairs import Identity
-from node.heartbeat import follow_heartbeat
-from node.kv_connectors import shared_tiers_of
-from node.kv_worker import NO_NODE_DECORATORS, Around
-from node.metrics import export_node_metrics
-from node.options import NodeOptions
-from node.servicer import KvLinkServicer, NodeServicer, prefix_cache_resetter
-from node.start_checks import check_start
-from node.state import NodeState
-from node.wiring import NodeComponents, build_components, identify
-from rpc.grace_period import ShutdownDeadline
-from rpc.node_info import NodeRole
-from rpc.security.operators import Operators
-from rpc.server import Running, Service, announce, serving, stop_signal
-from telemetry.resource import Process
-from telemetry.tracing.tracer import Tracer, tracing
 
 log = logging.getLogger(__name__)
 

@@ -9,20 +9,20 @@ from typing import Any
 
 from grpc import aio
 
+from baton.engine.engine_thread import EngineThread
+from baton.engine.errors import EngineStopped
+from baton.engine.scheduler.scheduler import Scheduler
+from baton.kv_transfer.external_kv import KV, check_tiers
+from baton.node.engine_calls import run_on_engine
+from baton.node.kv_link import GrpcLinks
+from baton.node.state import NodeState
+from baton.rpc.errors import NotAnOperator
+from baton.rpc.node_info import card_to, update_to
+from baton.rpc.security.operators import NO_OPERATORS, OPTION, Operators
+from baton.rpc.security.token_gate import sent_token
+from baton.rpc.status import named_errors
+from baton.rpc.streaming import streamed
 from baton.v1 import kv_link_pb2, kv_link_pb2_grpc, node_pb2, node_pb2_grpc
-from engine.engine_thread import EngineThread
-from engine.errors import EngineStopped
-from engine.scheduler.scheduler import Scheduler
-from kv_transfer.external_kv import KV, check_tiers
-from node.engine_calls import run_on_engine
-from node.kv_link import GrpcLinks
-from node.state import NodeState
-from rpc.errors import NotAnOperator
-from rpc.node_info import card_to, update_to
-from rpc.security.operators import NO_OPERATORS, OPTION, Operators
-from rpc.security.token_gate import sent_token
-from rpc.status import named_errors
-from rpc.streaming import streamed
 
 # Clears the tiers of these names, or all. Returns how many blocks each had.
 ResetPrefixCache = Callable[[Collection[str]], Awaitable[dict[str, int]]]

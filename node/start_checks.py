@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from kv_transfer.transports.nixl import import_nixl
-from node.kv_connectors import find_connector
-from node.kv_events.config import TCP, KvEventsConfig, is_bound
-from node.kv_events.endpoints import check_target, listen
-from node.kv_tiers import check_tiers
-from node.options import NodeOptions
-from rpc.listening import check_port
+from baton.kv_transfer.transports.nixl import import_nixl
+from baton.node.kv_connectors import find_connector
+from baton.node.kv_events.config import TCP, KvEventsConfig, is_bound
+from baton.node.kv_events.endpoints import check_target, listen
+from baton.node.kv_tiers import check_tiers
+from baton.node.options import NodeOptions
+from baton.rpc.listening import check_port
 
 
 def check_start(options: NodeOptions) -> None:

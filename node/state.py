@@ -8,17 +8,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
-from engine.engine_thread import EngineThread
-from engine.events import KvEvent
-from engine.scheduler.scheduler import Scheduler
-from kv_transfer.external_kv import NO_HELD_CHANGES, HeldChanges
-from kv_transfer.tiers.tiered_kv import TieredKv
-from node.engine_calls import EngineCalls, run_on_engine
-from node.host_names import HostNames
-from node.tier_reports import tier_reports
-from rpc.cached_prefixes import CachedPrefixes, PrefixChanges, PrefixWatcher
-from rpc.errors import Draining
-from rpc.node_info import NodeCard, NodeLoad, NodeTotals
+from baton.engine.engine_thread import EngineThread
+from baton.engine.events import KvEvent
+from baton.engine.scheduler.scheduler import Scheduler
+from baton.kv_transfer.external_kv import NO_HELD_CHANGES, HeldChanges
+from baton.kv_transfer.tiers.tiered_kv import TieredKv
+from baton.node.engine_calls import EngineCalls, run_on_engine
+from baton.node.host_names import HostNames
+from baton.node.tier_reports import tier_reports
+from baton.rpc.cached_prefixes import CachedPrefixes, PrefixChanges, PrefixWatcher
+from baton.rpc.errors import Draining
+from baton.rpc.node_info import NodeCard, NodeLoad, NodeTotals
 
 # Minimum interval between updates. Changes within it are sent as one.
 PACE_S = 0.01

@@ -8,13 +8,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from engine.plan import Plan
-from engine.request import RequestId
-from engine.step_observer import StepObserver, StepRecord
-from telemetry.tracing.node_timeline import NodeFacts
-from telemetry.tracing.spans import TraceContext
-from telemetry.tracing.step_timeline import StepTimeline
-from telemetry.tracing.tracer import Tracer, new_span_id, new_trace_id
+from baton.core.ids import RequestId
+from baton.engine.plan import Plan
+from baton.engine.step_observer import StepObserver, StepRecord
+from baton.telemetry.tracing.node_timeline import NodeFacts
+from baton.telemetry.tracing.spans import TraceContext
+from baton.telemetry.tracing.step_timeline import StepTimeline
+from baton.telemetry.tracing.tracer import Tracer, new_span_id, new_trace_id
 
 MAX_LINKS = 128  # default limit of links per span in OpenTelemetry's SDKs
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kv_transfer.tiers.tiered_kv import TieredKv
-from rpc.node_info import TierReport
+from baton.kv_transfer.tiers.tiered_kv import TieredKv
+from baton.rpc.node_info import TierReport
 
 
 def tier_reports(tiers: TieredKv, loaded_tokens: Mapping[str, int]) -> tuple[TierReport, ...]:

@@ -6,20 +6,27 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from engine.plan import Plan, PlanRow
-from engine.request import EngineRequest, RequestId
-from engine.step_observer import StepObserver, StepRecord
-from kv_transfer.external_kv import ExternalOrders, ExternalReports, LoadId
-from kv_transfer.records import TransferRecord
-from kv_transfer.types import HandoffId, KvOrders
-from node.call_streams import CallContext
-from node.step_tracing import StepTracing
-from rpc.call_outcome import end_of, is_late
-from rpc.messages.sequences import node_request_id
-from telemetry import names
-from telemetry.tracing.node_timeline import KvLoad, NodeFacts, NodeTimeline, PrefillChunk, Start
-from telemetry.tracing.spans import End, SpanOutcome, TraceContext
-from telemetry.tracing.tracer import NO_TRACER, Received, Tracer
+from baton.core.ids import HandoffId, RequestId
+from baton.core.request import EngineRequest
+from baton.engine.plan import Plan, PlanRow
+from baton.engine.step_observer import StepObserver, StepRecord
+from baton.kv_transfer.external_kv import ExternalOrders, ExternalReports, LoadId
+from baton.kv_transfer.records import TransferRecord
+from baton.kv_transfer.types import KvOrders
+from baton.node.call_streams import CallContext
+from baton.node.step_tracing import StepTracing
+from baton.rpc.call_outcome import end_of, is_late
+from baton.rpc.messages.sequences import node_request_id
+from baton.telemetry import names
+from baton.telemetry.tracing.node_timeline import (
+    KvLoad,
+    NodeFacts,
+    NodeTimeline,
+    PrefillChunk,
+    Start,
+)
+from baton.telemetry.tracing.spans import End, SpanOutcome, TraceContext
+from baton.telemetry.tracing.tracer import NO_TRACER, Received, Tracer
 
 
 class NodeTracing(StepObserver):

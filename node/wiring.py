@@ -7,36 +7,36 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 
-from engine.core import EngineCore
-from engine.engine_thread import Compiler, EngineThread
-from engine.factory import EngineOptions, build_grammars, build_scheduler
-from engine.model_folder import served_name
-from engine.runner.model_runner import TorchRunner
-from engine.scheduler.config import PullConfig
-from engine.scheduler.scheduler import Scheduler
-from engine.scheduler.validation import max_sequence_length
-from engine.structured_output.compiler import GrammarCompiler
-from kv_transfer.guarded_connector import GuardedConnector
-from kv_transfer.pairs import Identity
-from kv_transfer.protocol.messages import Fingerprint
-from kv_transfer.tiers.tiered_kv import TieredKv
-from kv_transfer.types import Incarnation, NodeId
-from kv_transfer.worker import KvTransferWorker
-from node.copy_pacing import CopyPacing
-from node.engine_calls import EngineCalls
-from node.kv_connectors import DeferredWake, make_connector, tiers_in
-from node.kv_events.messages import CacheFacts, spec_kind_of
-from node.kv_events.publisher import KvEventPublisher
-from node.kv_link import GrpcLinks
-from node.kv_worker import Around, KvPassHook, make_kv_worker
-from node.ledger import RequestLedger
-from node.options import NodeOptions
-from node.state import NodeState, ignore_kv_events, update_reader
-from node.tracing import NodeTracing
-from rpc.node_info import NodeCard, NodeRole
-from telemetry.metrics.instruments import NodeMetrics
-from telemetry.tracing.node_timeline import NodeFacts
-from telemetry.tracing.tracer import Tracer
+from baton.core.ids import Incarnation, NodeId
+from baton.engine.core import EngineCore
+from baton.engine.engine_thread import Compiler, EngineThread
+from baton.engine.factory import EngineOptions, build_grammars, build_scheduler
+from baton.engine.model_folder import served_name
+from baton.engine.runner.model_runner import TorchRunner
+from baton.engine.scheduler.config import PullConfig
+from baton.engine.scheduler.scheduler import Scheduler
+from baton.engine.scheduler.validation import max_sequence_length
+from baton.engine.structured_output.compiler import GrammarCompiler
+from baton.kv_transfer.guarded_connector import GuardedConnector
+from baton.kv_transfer.pairs import Identity
+from baton.kv_transfer.protocol.messages import Fingerprint
+from baton.kv_transfer.tiers.tiered_kv import TieredKv
+from baton.kv_transfer.worker import KvTransferWorker
+from baton.node.copy_pacing import CopyPacing
+from baton.node.engine_calls import EngineCalls
+from baton.node.kv_connectors import DeferredWake, make_connector, tiers_in
+from baton.node.kv_events.messages import CacheFacts, spec_kind_of
+from baton.node.kv_events.publisher import KvEventPublisher
+from baton.node.kv_link import GrpcLinks
+from baton.node.kv_worker import Around, KvPassHook, make_kv_worker
+from baton.node.ledger import RequestLedger
+from baton.node.options import NodeOptions
+from baton.node.state import NodeState, ignore_kv_events, update_reader
+from baton.node.tracing import NodeTracing
+from baton.rpc.node_info import NodeCard, NodeRole
+from baton.telemetry.metrics.instruments import NodeMetrics
+from baton.telemetry.tracing.node_timeline import NodeFacts
+from baton.telemetry.tracing.tracer import Tracer
 
 # The axes inside one block, outermost first, by the number of tensors per layer.
 KV_LAYOUTS = {1: "layer,latent,token,dim", 2: "layer,kv,head,token,dim"}

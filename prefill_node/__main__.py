@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from functools import partial
 
+from baton.core.ids import HandoffId
+from baton.node.kv_worker import NO_NODE_DECORATORS, Around
+from baton.node.options import NodeOptions
+from baton.node.run import Role, run
+from baton.node.wiring import NodeComponents
+from baton.prefill_node.sends import PendingSends
+from baton.prefill_node.servicer import PrefillServicer
+from baton.rpc.node_info import NodeRole
+from baton.rpc.server import Service
 from baton.v1 import node_pb2_grpc
-from kv_transfer.types import HandoffId
-from node.kv_worker import NO_NODE_DECORATORS, Around
-from node.options import NodeOptions
-from node.run import Role, run
-from node.wiring import NodeComponents
-from prefill_node.sends import PendingSends
-from prefill_node.servicer import PrefillServicer
-from rpc.node_info import NodeRole
-from rpc.server import Service
 
 
 def build_services(node: NodeComponents) -> tuple[Service, ...]:

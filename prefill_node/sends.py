@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from kv_transfer.types import HandoffId
+from baton.core.ids import HandoffId
 
 
 class PendingSends:

@@ -9,16 +9,17 @@ from typing import Any
 
 from grpc import aio
 
+from baton.core.output import FinishReason, Output
+from baton.core.request import EngineRequest
+from baton.node.call_streams import CallContext, serve_calls
+from baton.node.state import NodeState
+from baton.node.tracing import NO_TRACING, NodeTracing
+from baton.prefill_node.sends import PendingSends
+from baton.rpc.messages.conversion import handoff_from, output_to
+from baton.rpc.messages.sequences import prefill_spec
+from baton.rpc.status import named_errors
+from baton.rpc.streaming import streamed
 from baton.v1 import node_pb2, node_pb2_grpc
-from engine.request import EngineRequest, FinishReason, Output
-from node.call_streams import CallContext, serve_calls
-from node.state import NodeState
-from node.tracing import NO_TRACING, NodeTracing
-from prefill_node.sends import PendingSends
-from rpc.messages.conversion import handoff_from, output_to
-from rpc.messages.sequences import prefill_spec
-from rpc.status import named_errors
-from rpc.streaming import streamed
 
 FINISHED_WITH_FIRST_TOKEN = (FinishReason.HANDED_OFF, FinishReason.STOP, FinishReason.LENGTH)
 

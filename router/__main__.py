@@ -14,45 +14,45 @@ from functools import partial
 
 from grpc import aio
 
+from baton.core.errors import InvalidConfig
+from baton.engine.model_folder import model_root, resolve_model_folder
+from baton.engine.structured_output.compiler import GrammarCompiler
+from baton.engine.structured_output.llguidance_backend import GrammarValidator
+from baton.router.admission.admission_queue import AdmissionQueueConfig
+from baton.router.cluster_servicer import ClusterServicer
+from baton.router.discovery.readiness import PREFILL_PATIENCE_S, Readiness
+from baton.router.discovery.sources import NodeSource, check_single_role
+from baton.router.discovery.watcher import NodeDiscovery, watching
+from baton.router.dispatch.config import DispatchConfig
+from baton.router.dispatch.node_calls import GrpcNodeCalls
+from baton.router.input_processing.form_checks import ThreadedFormChecks
+from baton.router.input_processing.tokenization import ModelText, NoTokenizer, TextBoundary
+from baton.router.openai.response.output_parsers import NO_PARSING, Parsing
+from baton.router.pipeline import Pipeline, PipelineConfig
+from baton.router.prefix_resets import PrefixResets
+from baton.router.request_scope import RequestScopes
+from baton.router.routing.node_table import NodeTable
+from baton.router.routing.policy import Routing
+from baton.router.servicer import InferenceServicer
+from baton.router.tracing import Tracing
+from baton.rpc.grace_period import DRAIN_TIMEOUT_S, ShutdownDeadline
+from baton.rpc.health import Health
+from baton.rpc.node_info import NodeRole
+from baton.rpc.security.operators import Operators
+from baton.rpc.security.tls import PLAIN, TlsConfig
+from baton.rpc.security.token import AcceptedTokens
+from baton.rpc.security.token_gate import TokenInterceptor, ignore_refusal
+from baton.rpc.server import Running, Service, announce, serving, stop_signal
+from baton.telemetry.metrics import names as metric_names
+from baton.telemetry.metrics.exposition import exposition
+from baton.telemetry.metrics.instruments import Read, Reading, RouterMetrics
+from baton.telemetry.metrics.readers import export_metrics
+from baton.telemetry.metrics.scrapes import OwnerThreadReader
+from baton.telemetry.options import TelemetryOptions
+from baton.telemetry.resource import Process
+from baton.telemetry.tracing.tracer import NO_TRACER, Tracer, tracing
+from baton.text.tokenizer import Tokenizer
 from baton.v1 import cluster_pb2_grpc, inference_pb2_grpc
-from engine.model_folder import model_root, resolve_model_folder
-from engine.structured_output.compiler import GrammarCompiler
-from engine.structured_output.llguidance_backend import GrammarValidator
-from errors import InvalidConfig
-from router.admission.admission_queue import AdmissionQueueConfig
-from router.cluster_servicer import ClusterServicer
-from router.discovery.readiness import PREFILL_PATIENCE_S, Readiness
-from router.discovery.sources import NodeSource, check_single_role
-from router.discovery.watcher import NodeDiscovery, watching
-from router.dispatch.config import DispatchConfig
-from router.dispatch.node_calls import GrpcNodeCalls
-from router.input_processing.form_checks import ThreadedFormChecks
-from router.input_processing.tokenization import ModelText, NoTokenizer, TextBoundary
-from router.openai.response.output_parsers import NO_PARSING, Parsing
-from router.pipeline import Pipeline, PipelineConfig
-from router.prefix_resets import PrefixResets
-from router.request_scope import RequestScopes
-from router.routing.node_table import NodeTable
-from router.routing.policy import Routing
-from router.servicer import InferenceServicer
-from router.tracing import Tracing
-from rpc.grace_period import DRAIN_TIMEOUT_S, ShutdownDeadline
-from rpc.health import Health
-from rpc.node_info import NodeRole
-from rpc.security.operators import Operators
-from rpc.security.tls import PLAIN, TlsConfig
-from rpc.security.token import AcceptedTokens
-from rpc.security.token_gate import TokenInterceptor, ignore_refusal
-from rpc.server import Running, Service, announce, serving, stop_signal
-from telemetry.metrics import names as metric_names
-from telemetry.metrics.exposition import exposition
-from telemetry.metrics.instruments import Read, Reading, RouterMetrics
-from telemetry.metrics.readers import export_metrics
-from telemetry.metrics.scrapes import OwnerThreadReader
-from telemetry.options import TelemetryOptions
-from telemetry.resource import Process
-from telemetry.tracing.tracer import NO_TRACER, Tracer, tracing
-from text.tokenizer import Tokenizer
 
 ID_BYTES = 4
 
@@ -226,8 +226,8 @@ async def _http_server(
         yield
         return
     # Imported late: routers that only serve gRPC do not need the HTTP stack.
-    from router.openai.app import http_app
-    from router.openai.server import http_serving
+    from baton.router.openai.app import http_app
+    from baton.router.openai.server import http_serving
 
     app = http_app(
         pipeline=pipeline,

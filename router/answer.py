@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from engine.request import FinishReason, Output
-from kv_transfer.types import TokenLogprobs
-from router.values import FinishStatus, TokenChunk
-from text.stop_strings import StopRule, StopWatcher
+from baton.core.logprobs import TokenLogprobs
+from baton.core.output import FinishReason, Output
+from baton.router.values import FinishStatus, TokenChunk
+from baton.text.stop_strings import StopRule, StopWatcher
 
 
 class IncrementalDetokenizer(Protocol):

@@ -17,13 +17,13 @@ from contextlib import (
 )
 from dataclasses import replace
 
-from kv_transfer.types import TokenLogprobs
-from router.context import PromptPlacement, RequestContext
-from router.dispatch.quarantine import PromptGroup
-from router.input_processing.limits import LogprobBudget
-from router.pipeline import Pipeline
-from router.request_scope import RequestScope, never_late
-from router.values import AnswerPart, CompletionSummary, GenerateCall, TokenChunk, TokenPrompt
+from baton.core.logprobs import TokenLogprobs
+from baton.router.context import PromptPlacement, RequestContext
+from baton.router.dispatch.quarantine import PromptGroup
+from baton.router.input_processing.limits import LogprobBudget
+from baton.router.pipeline import Pipeline
+from baton.router.request_scope import RequestScope, never_late
+from baton.router.values import AnswerPart, CompletionSummary, GenerateCall, TokenChunk, TokenPrompt
 
 Parts = AsyncGenerator[AnswerPart, None]
 IndexedParts = AsyncGenerator[tuple[int, AnswerPart], None]

@@ -9,14 +9,14 @@ from typing import Any
 
 from grpc import aio
 
+from baton.router.discovery.node_registry import NodeAvailability, NodeReport, roster
+from baton.router.prefix_resets import PrefixResets
+from baton.router.routing.node_table import NodeTable
+from baton.rpc.node_info import ROLE_TO_MESSAGE, totals_to
+from baton.rpc.security.token_gate import sent_token
+from baton.rpc.status import named_errors
+from baton.rpc.streaming import streamed
 from baton.v1 import cluster_pb2, cluster_pb2_grpc
-from router.discovery.node_registry import NodeAvailability, NodeReport, roster
-from router.prefix_resets import PrefixResets
-from router.routing.node_table import NodeTable
-from rpc.node_info import ROLE_TO_MESSAGE, totals_to
-from rpc.security.token_gate import sent_token
-from rpc.status import named_errors
-from rpc.streaming import streamed
 
 MIN_INTERVAL_S = 0.1
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from router.dispatch.quarantine import PromptGroup
-from router.input_processing.limits import LogprobBudget
-from router.routing.node_table import Node
-from router.tracing import UNTRACED, RequestTrace
-from rpc.errors import DeadlineExceeded
+from baton.router.dispatch.quarantine import PromptGroup
+from baton.router.input_processing.limits import LogprobBudget
+from baton.router.routing.node_table import Node
+from baton.router.tracing import UNTRACED, RequestTrace
+from baton.rpc.errors import DeadlineExceeded
 
 
 @dataclass(frozen=True, slots=True)

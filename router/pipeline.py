@@ -7,20 +7,20 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 
-from router.admission.admission import Admission
-from router.admission.admission_queue import INITIAL_CAPACITY, AdmissionQueueConfig
-from router.context import RequestContext
-from router.dispatch.config import DispatchConfig
-from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.node_rpcs import NodeCalls
-from router.dispatch.retries import RetryBudget
-from router.input_processing.form_checks import NO_FORM_CHECKS, FormChecks
-from router.input_processing.input_processor import InputProcessor
-from router.input_processing.large_texts import LargeTextConfig
-from router.input_processing.tokenization import TextBoundary
-from router.routing.node_table import NodeTable
-from router.values import AnswerPart, CompletionSummary, GenerateCall
-from rpc.errors import Draining, RequestIdInUse
+from baton.router.admission.admission import Admission
+from baton.router.admission.admission_queue import INITIAL_CAPACITY, AdmissionQueueConfig
+from baton.router.context import RequestContext
+from baton.router.dispatch.config import DispatchConfig
+from baton.router.dispatch.dispatcher import Dispatcher
+from baton.router.dispatch.node_rpcs import NodeCalls
+from baton.router.dispatch.retries import RetryBudget
+from baton.router.input_processing.form_checks import NO_FORM_CHECKS, FormChecks
+from baton.router.input_processing.input_processor import InputProcessor
+from baton.router.input_processing.large_texts import LargeTextConfig
+from baton.router.input_processing.tokenization import TextBoundary
+from baton.router.routing.node_table import NodeTable
+from baton.router.values import AnswerPart, CompletionSummary, GenerateCall
+from baton.rpc.errors import Draining, RequestIdInUse
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,12 @@ from functools import partial
 
 from grpc import RpcError, StatusCode, aio
 
+from baton.kv_transfer.external_kv import check_tiers
+from baton.router.routing.node_table import Node, NodeTable
+from baton.rpc.errors import NodeFailed, NotAnOperator
+from baton.rpc.security.operators import NO_OPERATORS, Operators
+from baton.rpc.status import remote_error
 from baton.v1 import node_pb2, node_pb2_grpc
-from kv_transfer.external_kv import check_tiers
-from router.routing.node_table import Node, NodeTable
-from rpc.errors import NodeFailed, NotAnOperator
-from rpc.security.operators import NO_OPERATORS, Operators
-from rpc.status import remote_error
 
 TIMEOUT_S = 10.0  # a node answers between two steps of its engine
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from router.context import RequestContext
-from router.tracing import NO_REQUEST_TRACING, Tracing
-from router.values import GenerateCall
-from rpc.security.token import HEADER
-from telemetry import names
-from telemetry.tracing.tracer import Received
+from baton.router.context import RequestContext
+from baton.router.tracing import NO_REQUEST_TRACING, Tracing
+from baton.router.values import GenerateCall
+from baton.rpc.security.token import HEADER
+from baton.telemetry import names
+from baton.telemetry.tracing.tracer import Received
 
 
 def never_late() -> bool:

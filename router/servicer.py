@@ -10,25 +10,25 @@ from typing import Any
 
 from grpc import aio
 
-from baton.v1 import inference_pb2, inference_pb2_grpc
-from router.answers import generate_answers
-from router.input_processing.limits import (
+from baton.router.answers import generate_answers
+from baton.router.input_processing.limits import (
     MAX_TOKENS_TO_DETOKENIZE,
     check_count,
     check_name,
     is_valid_name,
 )
-from router.pipeline import Pipeline
-from router.request_scope import RequestScopes
-from router.routing.node_table import NodeTable
-from router.translate import ResponseBuilder, calls_from, tokenize_input_from
-from router.values import TokenChunk
-from rpc.call_outcome import is_late
-from rpc.errors import NoNodes
-from rpc.messages.conversion import sampling_defaults_to
-from rpc.node_info import NodeRole
-from rpc.status import named_errors
-from rpc.streaming import streamed
+from baton.router.pipeline import Pipeline
+from baton.router.request_scope import RequestScopes
+from baton.router.routing.node_table import NodeTable
+from baton.router.translate import ResponseBuilder, calls_from, tokenize_input_from
+from baton.router.values import TokenChunk
+from baton.rpc.call_outcome import is_late
+from baton.rpc.errors import NoNodes
+from baton.rpc.messages.conversion import sampling_defaults_to
+from baton.rpc.node_info import NodeRole
+from baton.rpc.status import named_errors
+from baton.rpc.streaming import streamed
+from baton.v1 import inference_pb2, inference_pb2_grpc
 
 ID_BYTES = 12
 

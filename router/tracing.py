@@ -7,15 +7,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from errors import InvalidRequest
-from router.routing.node_table import Node, NodeTable
-from router.routing.policy import Route, RoutingPolicy
-from router.values import ChatPrompt, CompletionSummary, GenerateCall, PrefillPlace
-from rpc.call_outcome import end_of
-from telemetry import names
-from telemetry.logs import log_event
-from telemetry.metrics.instruments import RouterMetrics
-from telemetry.tracing.request_timeline import (
+from baton.core.errors import InvalidRequest
+from baton.router.routing.node_table import Node, NodeTable
+from baton.router.routing.policy import Route, RoutingPolicy
+from baton.router.values import ChatPrompt, CompletionSummary, GenerateCall, PrefillPlace
+from baton.rpc.call_outcome import end_of
+from baton.telemetry import names
+from baton.telemetry.logs import log_event
+from baton.telemetry.metrics.instruments import RouterMetrics
+from baton.telemetry.tracing.request_timeline import (
     AttemptTimeline,
     Judgement,
     NodeRpcTimeline,
@@ -23,8 +23,8 @@ from telemetry.tracing.request_timeline import (
     RouteChoice,
     TokenUsage,
 )
-from telemetry.tracing.spans import End, Metadata, SpanOutcome, TraceContext
-from telemetry.tracing.tracer import NO_TRACER, Received, Tracer, new_span_id, new_trace_id
+from baton.telemetry.tracing.spans import End, Metadata, SpanOutcome, TraceContext
+from baton.telemetry.tracing.tracer import NO_TRACER, Received, Tracer, new_span_id, new_trace_id
 
 LOG_LEVELS = {
     SpanOutcome.OK: logging.DEBUG,

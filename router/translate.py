@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from google.protobuf import struct_pb2
 
-from baton.v1 import inference_pb2, sampling_pb2
-from engine.extra_args import MAX_ARGUMENT_ENTRIES
-from engine.sampling import (
+from baton.core.errors import InvalidRequest
+from baton.core.extra_args import MAX_ARGUMENT_ENTRIES
+from baton.core.sampling import (
     MAX_BANNED_SEQUENCE_TOKENS,
     MAX_BANNED_SEQUENCES,
     MAX_LISTED_TOKEN_IDS,
@@ -19,9 +19,8 @@ from engine.sampling import (
     NO_SAMPLING_DEFAULTS,
     SamplingDefaults,
 )
-from engine.structured_output.params import MAX_CHOICES
-from errors import InvalidRequest
-from router.input_processing.limits import (
+from baton.core.structured_outputs import MAX_CHOICES
+from baton.router.input_processing.limits import (
     MAX_CHAT_MESSAGES,
     MAX_EXTRA_ARGS,
     MAX_POSITIONS_PER_SLICE,
@@ -31,7 +30,7 @@ from router.input_processing.limits import (
     check_prompt_length,
     check_total_size,
 )
-from router.values import (
+from baton.router.values import (
     AnswerPart,
     ChatMessage,
     ChatPrompt,
@@ -45,15 +44,16 @@ from router.values import (
     TokenChunk,
     TokenPrompt,
 )
-from rpc.errors import EmptyPrompt
-from rpc.messages.conversion import (
+from baton.rpc.errors import EmptyPrompt
+from baton.rpc.messages.conversion import (
     FINISH_TO_MESSAGE,
     kv_hints_from,
     logprobs_to,
     prompt_logprobs_to,
     sampling_from,
 )
-from text.stop_strings import StopRule
+from baton.text.stop_strings import StopRule
+from baton.v1 import inference_pb2, sampling_pb2
 
 MAX_ANSWERS = 128  # `n` of one request; each answer is a sequence of its own
 NUM_SEEDS = 1 << 64

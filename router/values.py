@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from engine.kv_hints import NO_KV_HINTS, KvHints
-from engine.request import FinishReason
-from engine.sampling import SamplingParams
-from kv_transfer.types import TokenLogprobs
-from text.stop_strings import StopRule
+from baton.core.kv_hints import NO_KV_HINTS, KvHints
+from baton.core.logprobs import TokenLogprobs
+from baton.core.output import FinishReason
+from baton.core.sampling import SamplingParams
+from baton.text.stop_strings import StopRule
 
 TEMPLATE_CHARACTERS = 16  # that a chat template adds around each message, estimated
 

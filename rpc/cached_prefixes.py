@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from engine.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
-from engine.kv_cache.block_hashes import HASH_BYTES, BlockHash
-from kv_transfer.external_kv import NO_HELD_CHANGES, HeldChanges
+from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from baton.engine.kv_cache.block_hashes import HASH_BYTES, BlockHash
+from baton.kv_transfer.external_kv import NO_HELD_CHANGES, HeldChanges
 
 # Minimum length of the log, for small caches.
 MIN_LOG_LEN = 256

@@ -8,10 +8,10 @@ from typing import Protocol
 
 import grpc
 
-from errors import NamedError
-from rpc.errors import ClientGone, DeadlineExceeded
-from rpc.status import RemoteFailure, code_and_reason, remote_error
-from telemetry.tracing.spans import End, SpanOutcome
+from baton.core.errors import NamedError
+from baton.rpc.errors import ClientGone, DeadlineExceeded
+from baton.rpc.status import RemoteFailure, code_and_reason, remote_error
+from baton.telemetry.tracing.spans import End, SpanOutcome
 
 MAX_DEADLINE_ROUNDING = 0.01  # maximum rounding error, as a share of the deadline
 CALL_LATENCY_S = 0.02  # network latency of a call from a nearby machine

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import grpc
 from grpc import aio
 
-from rpc.descriptors import descriptor_limit, max_connections
-from rpc.messages.limits import MAX_MESSAGE_BYTES
-from rpc.security.certificates import ServerCertificates
-from rpc.security.tls import PLAIN, TlsConfig
+from baton.rpc.descriptors import descriptor_limit, max_connections
+from baton.rpc.messages.limits import MAX_MESSAGE_BYTES
+from baton.rpc.security.certificates import ServerCertificates
+from baton.rpc.security.tls import PLAIN, TlsConfig
 
 Options = tuple[tuple[str, int | str], ...]
 

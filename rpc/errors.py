@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from errors import NamedError
+from baton.core.errors import NamedError
 
 
 class ServiceError(NamedError):

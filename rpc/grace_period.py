@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
-from errors import InvalidConfig
+from baton.core.errors import InvalidConfig
 
 DRAIN_TIMEOUT_S = 240.0
 CUT_OFF = 1  # the exit code

@@ -10,7 +10,7 @@ import grpc
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rpc.streaming import streamed
+from baton.rpc.streaming import streamed
 
 HEALTH = "grpc.health.v1.Health"
 # Service name of liveness probes, which restart the process when they fail. Readiness does not

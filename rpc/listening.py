@@ -6,7 +6,7 @@ import errno
 import os
 import socket
 
-from rpc.errors import AddressInUse
+from baton.rpc.errors import AddressInUse
 
 
 def check_port(host: str, port: int, option: str = "--port") -> None:

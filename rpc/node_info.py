@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 
-from baton.v1 import node_pb2
-from engine.kv_cache.block_hashes import PrefixNaming
-from engine.sampling import NO_SAMPLING_DEFAULTS, SamplingDefaults
-from kv_transfer.protocol.messages import Fingerprint
-from kv_transfer.types import Incarnation, NodeId
-from rpc.cached_prefixes import PrefixChanges
-from rpc.messages.conversion import (
+from baton.core.ids import Incarnation, NodeId
+from baton.core.sampling import NO_SAMPLING_DEFAULTS, SamplingDefaults
+from baton.engine.kv_cache.block_hashes import PrefixNaming
+from baton.kv_transfer.protocol.messages import Fingerprint
+from baton.rpc.cached_prefixes import PrefixChanges
+from baton.rpc.messages.conversion import (
     fingerprint_from,
     fingerprint_to,
     present,
     sampling_defaults_from,
     sampling_defaults_to,
 )
+from baton.v1 import node_pb2
 
 
 class NodeRole(Enum):

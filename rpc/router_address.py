@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from ipaddress import AddressValueError, IPv6Address
 
-from errors import InvalidConfig
+from baton.core.errors import InvalidConfig
 
 DEFAULT_PORT = 50051
 MAX_PORT = 65535

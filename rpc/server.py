@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from grpc import aio
 from grpc_health.v1 import health_pb2_grpc
 
-from rpc.channel import (
+from baton.rpc.channel import (
     CONNECTIONS,
     KEEPALIVE,
     Keepalive,
@@ -20,13 +20,13 @@ from rpc.channel import (
     server_credentials,
     server_options,
 )
-from rpc.errors import AddressInUse
-from rpc.health import HEALTH, Health, HealthServicer
-from rpc.listening import check_port
-from rpc.messages.limits import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
-from rpc.messages.unreadable import InvalidMessageInterceptor
-from rpc.reflection import enable_reflection
-from rpc.security.tls import PLAIN, TlsConfig
+from baton.rpc.errors import AddressInUse
+from baton.rpc.health import HEALTH, Health, HealthServicer
+from baton.rpc.listening import check_port
+from baton.rpc.messages.limits import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
+from baton.rpc.messages.unreadable import InvalidMessageInterceptor
+from baton.rpc.reflection import enable_reflection
+from baton.rpc.security.tls import PLAIN, TlsConfig
 
 READY_PREFIX = "baton ready:"
 # Time limit of calls that outlive the drain, such as watches. They are cancelled after it.

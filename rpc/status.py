@@ -14,10 +14,10 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc import StatusCode, aio
 from grpc_status import rpc_status
 
-from engine.errors import EngineGone, EngineStopped, PassFailed
-from errors import ContextLengthExceeded, InvalidRequest, NamedError
-from kv_transfer.errors import InvalidMessage, PeerUnreachable
-from rpc.errors import (
+from baton.core.errors import ContextLengthExceeded, InvalidRequest, NamedError
+from baton.engine.errors import EngineGone, EngineStopped, PassFailed
+from baton.kv_transfer.errors import InvalidMessage, PeerUnreachable
+from baton.rpc.errors import (
     BodyTimeout,
     ClientGone,
     ClientTooSlow,

@@ -13,17 +13,14 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import TextIO
 
-from errors import InvalidConfig
-from telemetry.tracing.spans import AttributeValue
+from baton.core.errors import InvalidConfig
+from baton.telemetry.tracing.spans import AttributeValue
 
 FORMATS = ("auto", "text", "json")
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING}
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-# The debug level applies to these packages, not to libraries.
-ROOMS = (
-    *("baton", "router", "prefill_node", "decode_node"),
-    *("node", "rpc", "telemetry", "text", "engine", "kv_transfer"),
-)
+# The debug level applies to this package, not to libraries.
+PACKAGE = "baton"
 FIELDS = "fields"
 NUM_SUPPRESSED = "num_suppressed"
 MAX_KINDS = 512
@@ -55,8 +52,7 @@ def configure_logging(
     handler.setFormatter(TextFormatter(TEXT) if is_text else JsonFormatter(role))
     handler.addFilter(RepeatFilter())
     logging.basicConfig(level=max(logging.INFO, LEVELS[level]), handlers=[handler])
-    for room in ROOMS:
-        logging.getLogger(room).setLevel(LEVELS[level])
+    logging.getLogger(PACKAGE).setLevel(LEVELS[level])
 
 
 @dataclass(frozen=True, slots=True)

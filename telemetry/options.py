@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import gettempdir
 
-from errors import InvalidConfig
+from baton.core.errors import InvalidConfig
 
 MIB = 1 << 20
 

@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-from telemetry import names
-from telemetry.tracing.spans import AttributeValue
+from baton.telemetry import names
+from baton.telemetry.tracing.spans import AttributeValue
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
-from engine.model_folder import JsonFields, read_generation_defaults, read_model_text
-from errors import InvalidRequest, ModelError
-from text.token_text import TokenText, spelled
+from baton.core.errors import InvalidRequest, ModelError
+from baton.engine.model_folder import JsonFields, read_generation_defaults, read_model_text
+from baton.text.token_text import TokenText, spelled
 
 # Decoded from bytes that are not a complete character (yet).
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"

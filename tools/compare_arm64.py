@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.runner.kernels.build import SOURCES, VARIANTS, command_for, compiler_path
+from baton.engine.runner.kernels.build import SOURCES, VARIANTS, command_for, compiler_path
 
 HERE = Path(__file__).resolve().parent
 PROGRAM = ("-fno-PIC", "-no-pie", "-static", f"-I{SOURCES}", str(HERE / "print_kernel_outputs.cpp"))

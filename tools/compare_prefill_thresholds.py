@@ -16,13 +16,14 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from engine.factory import EngineOptions, build_engine
-from engine.request import EngineRequest, RequestId
-from engine.runner.config import RunnerConfig
-from engine.runner.load import load_runner
-from engine.runner.model_runner import TorchRunner
-from engine.sampling import SamplingParams
-from engine.scheduler.config import SchedulerConfig
+from baton.core.ids import RequestId
+from baton.core.request import EngineRequest
+from baton.core.sampling import SamplingParams
+from baton.engine.factory import EngineOptions, build_engine
+from baton.engine.runner.config import RunnerConfig
+from baton.engine.runner.load import load_runner
+from baton.engine.runner.model_runner import TorchRunner
+from baton.engine.scheduler.config import SchedulerConfig
 
 BUDGET = 2048  # --max-num-batched-tokens
 

@@ -52,15 +52,25 @@ class Layers:
             position = self._positions.get(".".join(parts[:length]))
             if position is not None:
                 return position
-        of_package = self._positions_of(parts[0])
+        of_package = self._positions_of(self.package(module))
         return min(of_package) if parts[-1] == "__main__" else max(of_package)
+
+    def package(self, module: str) -> str:
+        """Return a module's room, such as `baton.router`, else its top-level package."""
+        first, *others = module.split(".")
+        room = ".".join((first, *others[:1]))
+        return room if room in self._positions else first
 
     def package_position(self, module: str) -> int:
         """Return the highest layer of a module's package."""
-        return min(self._positions_of(module.split(".")[0]))
+        return min(self._positions_of(self.package(module)))
 
     def _positions_of(self, package: str) -> list[int]:
-        return [at for name, at in self._positions.items() if name.split(".")[0] == package]
+        return [
+            at
+            for name, at in self._positions.items()
+            if name == package or name.startswith(f"{package}.")
+        ]
 
 
 def read_layers(pyproject: Path) -> Layers:
@@ -90,7 +100,7 @@ def upward_packages(
 ) -> list[str]:
     """List the pairs of packages of which the lower one imports the higher one."""
     pairs = {
-        f"{each.importer.split('.')[0]} -> {each.imported.split('.')[0]}"
+        f"{layers.package(each.importer)} -> {layers.package(each.imported)}"
         for each in imports
         if with_generated or not each.is_generated
         if layers.package_position(each.imported) < layers.package_position(each.importer)

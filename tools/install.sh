@@ -21,7 +21,7 @@ PYTHON
 
 # Compile the kernels for this CPU into the user's cache while packages are downloaded, so that the
 # first `baton up` finds them.
-"$python" -m engine.runner.kernels.build >"$venv/kernels.log" 2>&1 &
+"$python" -m baton.engine.runner.kernels.build >"$venv/kernels.log" 2>&1 &
 kernels=$!
 trap 'kill $kernels 2>/dev/null || true' EXIT
 install="$venv/bin/python -m pip --disable-pip-version-check install"

@@ -25,10 +25,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from engine.runner.families.read_config import read_model_config
-from engine.runner.model.config import ModelConfig
-from engine.runner.weights.safetensors import Shape
-from engine.runner.weights.tensor_names import expected_tensors
+from baton.engine.runner.families.read_config import read_model_config
+from baton.engine.runner.model.config import ModelConfig
+from baton.engine.runner.weights.safetensors import Shape
+from baton.engine.runner.weights.tensor_names import expected_tensors
 from tools.model_shapes import SHAPES, Fields
 
 DTYPES = {"float32": ("F32", torch.float32), "bfloat16": ("BF16", torch.bfloat16)}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 BENCHMARKS = "benchmarks/"
+PACKAGE = "baton"  # has a link to each room at the top level
 NOT_PRODUCT = ("tests/", "tools/", "protos/", "deploy/", "setup.py", BENCHMARKS)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -18,14 +19,16 @@ class Module:
     path: Path
     num_lines: int
     tree: ast.Module
+    package: str = ""  # that the module's folder is imported from, if it is not a package itself
 
     @property
     def name(self) -> str:
-        return ".".join(self.path.with_suffix("").parts).removesuffix(".__init__")
+        parts = (*self.package.split(), *self.path.with_suffix("").parts)
+        return ".".join(parts).removesuffix(".__init__")
 
 
-def parse_module(path: Path, source: str) -> Module:
-    return Module(path, source.count("\n"), ast.parse(source))
+def parse_module(path: Path, source: str, package: str = "") -> Module:
+    return Module(path, source.count("\n"), ast.parse(source), package)
 
 
 def product_modules(root: Path) -> list[Module]:
@@ -42,4 +45,7 @@ def _tracked_modules(root: Path) -> Iterator[Module]:
         ["git", "ls-files", "*.py"], cwd=root, capture_output=True, text=True, check=True
     ).stdout.split()
     for name in listed:
-        yield parse_module(Path(name), (root / name).read_text(encoding="utf-8"))
+        path = Path(name)
+        is_room = (root / PACKAGE / path.parts[0]).is_symlink()
+        source = (root / name).read_text(encoding="utf-8")
+        yield parse_module(path, source, PACKAGE if is_room else "")

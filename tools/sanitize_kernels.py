@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.runner.kernels.build import (
+from baton.engine.runner.kernels.build import (
     VARIANTS,
     Variant,
     command_for,

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from errors import InvalidConfig
+from baton.core.errors import InvalidConfig
 
 
 def need_matplotlib() -> Any:

@@ -8,7 +8,7 @@ import sys
 import typer
 
 from baton.cli.command import origin
-from errors import InvalidConfig, InvalidRequest, NamedError
+from baton.core.errors import InvalidConfig, InvalidRequest, NamedError
 
 FAILED = 1
 WRONG_USAGE = 2

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rpc.channel import open_blocking_channel
-from rpc.router_address import HTTP1_ERROR_FRAGMENT, router_target, unreachable
-from rpc.security.tls import TlsConfig
-from rpc.security.tls_diagnosis import tls_trouble
+from baton.rpc.channel import open_blocking_channel
+from baton.rpc.router_address import HTTP1_ERROR_FRAGMENT, router_target, unreachable
+from baton.rpc.security.tls import TlsConfig
+from baton.rpc.security.tls_diagnosis import tls_trouble
 
 Status = health_pb2.HealthCheckResponse
 

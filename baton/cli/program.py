@@ -9,8 +9,8 @@ import typer
 
 from baton.cli.command import hide_variables
 from baton.cli.errors import print_named_error, print_no_space, print_usage_error
+from baton.core.errors import NamedError
 from baton.encoding import defer_stdin_errors
-from errors import NamedError
 
 
 def prepare() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from errors import InvalidConfig
+from baton.core.errors import InvalidConfig
 
 Values = dict[str, object]
 DefaultMap = dict[str, object]  # values by option for a command; such maps by name for a group

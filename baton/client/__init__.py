@@ -15,8 +15,8 @@ from baton.client.generation import (
     Served,
 )
 from baton.client.retries import BatonError, Retries
-from engine.kv_hints import KvHints
-from rpc.security.tls import TlsConfig
+from baton.core.kv_hints import KvHints
+from baton.rpc.security.tls import TlsConfig
 
 __all__ = [
     "Access",

@@ -6,9 +6,9 @@ import logging
 from dataclasses import dataclass, field
 
 from baton.client.retries import Retries, Tries
-from errors import InvalidConfig
-from rpc.security.tls import TlsConfig
-from rpc.security.token import authorization, check_token
+from baton.core.errors import InvalidConfig
+from baton.rpc.security.tls import TlsConfig
+from baton.rpc.security.token import authorization, check_token
 
 log = logging.getLogger(__name__)
 

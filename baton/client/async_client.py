@@ -26,10 +26,10 @@ from baton.client.generation import (
 from baton.client.messages import chunk_from, model_from, request_from, tokenize_request_from
 from baton.client.node_status import NodeStatus, statuses_from
 from baton.client.retries import DEFAULT_RETRIES, Retries
+from baton.rpc.channel import open_channel
+from baton.rpc.router_address import router_target
+from baton.rpc.security.tls import PLAIN, TlsConfig
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
-from rpc.channel import open_channel
-from rpc.router_address import router_target
-from rpc.security.tls import PLAIN, TlsConfig
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")

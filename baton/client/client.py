@@ -26,10 +26,10 @@ from baton.client.generation import (
 from baton.client.interruptible_stream import stream_interruptibly
 from baton.client.messages import chunk_from, model_from, request_from, tokenize_request_from
 from baton.client.retries import DEFAULT_RETRIES, Retries
+from baton.rpc.channel import open_blocking_channel
+from baton.rpc.router_address import router_target
+from baton.rpc.security.tls import PLAIN, TlsConfig
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from rpc.channel import open_blocking_channel
-from rpc.router_address import router_target
-from rpc.security.tls import PLAIN, TlsConfig
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")

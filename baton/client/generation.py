@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
-from engine.kv_hints import NO_KV_HINTS, KvHints
-from engine.sampling import Argument, SamplingDefaults, SamplingParams
-from engine.structured_output.params import StructuredOutputs
-from errors import InvalidRequest
-from kv_transfer.types import TokenLogprobs
-from telemetry.names import TRACEPARENT
+from baton.core.errors import InvalidRequest
+from baton.core.kv_hints import NO_KV_HINTS, KvHints
+from baton.core.logprobs import TokenLogprobs
+from baton.core.sampling import Argument, SamplingDefaults, SamplingParams
+from baton.core.structured_outputs import StructuredOutputs
+from baton.telemetry.names import TRACEPARENT
 
 Message = Mapping[str, str]  # role and content
 # Text, a chat, or token ids.

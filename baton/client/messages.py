@@ -15,13 +15,12 @@ from baton.client.generation import (
     Sampling,
     Served,
 )
+from baton.core.errors import InvalidRequest
+from baton.core.extra_args import parse_argument
+from baton.core.sampling import SamplingParams
+from baton.core.structured_outputs import parse_structured_outputs
 from baton.encoding import reject_invalid_text
-from baton.v1 import inference_pb2, sampling_pb2
-from engine.extra_args import parse_argument
-from engine.sampling import SamplingParams
-from engine.structured_output.params import parse_structured_outputs
-from errors import InvalidRequest
-from rpc.messages.conversion import (
+from baton.rpc.messages.conversion import (
     argument_to,
     kv_hints_to,
     logprobs_from,
@@ -30,6 +29,7 @@ from rpc.messages.conversion import (
     sampling_to,
     structured_outputs_to,
 )
+from baton.v1 import inference_pb2, sampling_pb2
 
 
 def request_from(prompt: Prompt, generation: Generation) -> inference_pb2.GenerateRequest:

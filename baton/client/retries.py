@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import grpc
 from grpc import StatusCode
 
-from errors import InvalidConfig, NamedError
-from rpc.router_address import unreachable
-from rpc.security.tls import TlsConfig
-from rpc.security.tls_diagnosis import PROBE_TIMEOUT_S, tls_trouble
-from rpc.status import RemoteError, remote_error
+from baton.core.errors import InvalidConfig, NamedError
+from baton.rpc.router_address import unreachable
+from baton.rpc.security.tls import TlsConfig
+from baton.rpc.security.tls_diagnosis import PROBE_TIMEOUT_S, tls_trouble
+from baton.rpc.status import RemoteError, remote_error
 
 
 class BatonError(NamedError):

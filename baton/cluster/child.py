@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from errors import NamedError
-from rpc.server import parse_announcement
+from baton.core.errors import NamedError
+from baton.rpc.server import parse_announcement
 
 MAX_LOG_LINES = 40
 ERROR_PREFIX = "baton: error: "

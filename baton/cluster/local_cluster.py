@@ -16,10 +16,10 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.cluster.child import Child, ChildOptions, ClusterFailed
-from rpc.channel import open_blocking_channel
-from rpc.security.tls import PLAIN, TlsConfig
-from rpc.security.tls_diagnosis import tls_trouble
-from rpc.status import remote_error
+from baton.rpc.channel import open_blocking_channel
+from baton.rpc.security.tls import PLAIN, TlsConfig
+from baton.rpc.security.tls_diagnosis import tls_trouble
+from baton.rpc.status import remote_error
 
 TEXT_LOGS = ("--log-format", "text")  # shown, or part of the error when a process fails
 

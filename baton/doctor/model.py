@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from baton.core.errors import ModelError
 from baton.doctor.findings import Finding, fail, ok, warn
 from baton.doctor.tiers import KvShapeFacts
+from baton.engine.model_folder import resolve_model_folder, served_name
+from baton.text.tokenizer import Tokenizer
 from baton.units import format_bytes
-from engine.model_folder import resolve_model_folder, served_name
-from errors import ModelError
-from text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from engine.runner.model.config import ModelConfig
-    from engine.runner.state.state_shape import StateShape
+    from baton.engine.runner.model.config import ModelConfig
+    from baton.engine.runner.state.state_shape import StateShape
 
 BLOCK_SIZE = 16
 MAX_NUM_SEQS = 128  # both are the defaults of nodes
@@ -40,9 +40,9 @@ def check_model_folder(
 
 def kv_shape_of(model: str, kv_cache_dtype: str = "auto") -> KvShapeFacts | None:
     """Return the size of the model's KV, or None if the model cannot be read."""
-    from engine.runner.attention.kv_tensor import KvShape
-    from engine.runner.families.read_config import read_model_config
-    from engine.runner.load import DTYPES, kv_dtype
+    from baton.engine.runner.attention.kv_tensor import KvShape
+    from baton.engine.runner.families.read_config import read_model_config
+    from baton.engine.runner.load import DTYPES, kv_dtype
 
     try:
         folder = resolve_model_folder(model, offline=True)
@@ -68,14 +68,14 @@ def _tokenizer(folder: Path) -> Finding:
 def _weights(folder: Path, kv_bytes: int | None, kv_cache_dtype: str) -> Iterator[Finding]:
     import torch
 
-    from engine.runner.attention.kv_budget import auto_kv_bytes
-    from engine.runner.attention.kv_tensor import KvShape, free_bytes
-    from engine.runner.config import RunnerConfig
-    from engine.runner.families.read_config import read_model_config
-    from engine.runner.load import DTYPES, kv_dtype
-    from engine.runner.state.state_shape import state_shape
-    from engine.runner.weights.safetensors import WeightFiles
-    from engine.runner.weights.tensor_names import check_tensors, expected_tensors
+    from baton.engine.runner.attention.kv_budget import auto_kv_bytes
+    from baton.engine.runner.attention.kv_tensor import KvShape, free_bytes
+    from baton.engine.runner.config import RunnerConfig
+    from baton.engine.runner.families.read_config import read_model_config
+    from baton.engine.runner.load import DTYPES, kv_dtype
+    from baton.engine.runner.state.state_shape import state_shape
+    from baton.engine.runner.weights.safetensors import WeightFiles
+    from baton.engine.runner.weights.tensor_names import check_tensors, expected_tensors
 
     try:
         config = read_model_config(folder)

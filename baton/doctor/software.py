@@ -11,14 +11,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from baton.doctor.findings import Finding, fail, ok, warn
-from baton.writable import folder_error
-from engine.runner.kernels.build import (
+from baton.engine.runner.kernels.build import (
     best_variant,
     build_folder,
     built,
     compiler_path,
     cpu_features,
 )
+from baton.writable import folder_error
 
 NVIDIA = Path("/proc/driver/nvidia/version")
 

@@ -12,16 +12,16 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
+from baton.core.errors import InvalidConfig
 from baton.doctor.findings import Finding, fail, ok, warn
-from engine.runner.huge_pages import huge_page_memory
-from engine.runner.kernels.native_copies import fastest_copies
-from errors import InvalidConfig
-from kv_transfer.tiers.bandwidth import StoreRates, measure_host, measure_store
-from kv_transfer.tiers.block_memory import BlockMemory
-from kv_transfer.tiers.file_tier import FileTier
-from kv_transfer.tiers.object_tier import ObjectTier
-from kv_transfer.tiers.s3 import open_bucket
-from kv_transfer.tiers.tiered_kv import NUM_PARALLEL_OBJECTS
+from baton.engine.runner.huge_pages import huge_page_memory
+from baton.engine.runner.kernels.native_copies import fastest_copies
+from baton.kv_transfer.tiers.bandwidth import StoreRates, measure_host, measure_store
+from baton.kv_transfer.tiers.block_memory import BlockMemory
+from baton.kv_transfer.tiers.file_tier import FileTier
+from baton.kv_transfer.tiers.object_tier import ObjectTier
+from baton.kv_transfer.tiers.s3 import open_bucket
+from baton.kv_transfer.tiers.tiered_kv import NUM_PARALLEL_OBJECTS
 
 MEMORY_BYTES = 64 << 20
 MAX_BLOCKS = 128

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from errors import NamedError
-from kv_transfer.protocol.messages import Region
-from kv_transfer.transports.base import (
+from baton.core.errors import NamedError
+from baton.core.ids import BlockId
+from baton.kv_transfer.protocol.messages import Region
+from baton.kv_transfer.transports.base import (
     Arrived,
     Channel,
     ChannelBroken,
@@ -22,9 +23,8 @@ from kv_transfer.transports.base import (
     WriteFailed,
     Written,
 )
-from kv_transfer.transports.nixl import NixlConfig, NixlTransport
-from kv_transfer.transports.ucxx import UcxxConfig, UcxxTransport
-from kv_transfer.types import BlockId
+from baton.kv_transfer.transports.nixl import NixlConfig, NixlTransport
+from baton.kv_transfer.transports.ucxx import UcxxConfig, UcxxTransport
 
 BLOCK_BYTES = 1 << 20
 NUM_BLOCKS = 32

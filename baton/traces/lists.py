@@ -9,8 +9,8 @@ from datetime import datetime
 from rich.table import Table
 from rich.text import Text
 
-from telemetry import names
-from telemetry.tracing.traces import Trace
+from baton.telemetry import names
+from baton.telemetry.tracing.traces import Trace
 
 WIDE = 110  # minimum width for all columns
 NUM_ID_DIGITS = 12  # of a trace id; `show` accepts any prefix

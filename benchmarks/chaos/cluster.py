@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from types import TracebackType
 
 from baton.cluster import Child, ClusterOptions, LocalCluster
+from baton.telemetry.metrics import names
 from benchmarks.chaos import clock, slow_disk
 from benchmarks.chaos.faults import TargetRole
 from benchmarks.chaos.faulty_transport import FaultSwitch
@@ -22,7 +23,6 @@ from benchmarks.chaos.leaks import Footprint, Rss, Scrape, footprint, num_links,
 from benchmarks.chaos.preloading import preload
 from benchmarks.chaos.proxy import NodeProxy
 from benchmarks.chaos.tier_storage import TierStorage, tier_storage
-from telemetry.metrics import names
 
 METRICS_AT = re.compile(r"metrics on (http://\S+)")
 ANY_PORT = ("--metrics-port", "0")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from errors import InvalidConfig
+from baton.core.errors import InvalidConfig
 
 
 class FaultKind(Enum):

@@ -14,11 +14,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from baton.core.ids import BlockId
+from baton.kv_transfer.link import Link, LinkId
+from baton.kv_transfer.protocol.messages import LinkMessage, Region
+from baton.kv_transfer.transports.base import Arrived, Channel, ChannelEvent, Transport, Write
 from benchmarks.chaos.faults import FaultKind
-from kv_transfer.link import Link, LinkId
-from kv_transfer.protocol.messages import LinkMessage, Region
-from kv_transfer.transports.base import Arrived, Channel, ChannelEvent, Transport, Write
-from kv_transfer.types import BlockId
 
 # Share of messages that DROP and SWAP hit.
 SHARE = 0.5

@@ -10,6 +10,8 @@ from contextlib import suppress
 
 from baton.client import AsyncClient, BatonError
 from baton.cluster import Child, await_serving
+from baton.kv_transfer.external_kv import TIERS
+from baton.rpc.channel import KEEPALIVE
 from benchmarks.chaos.cluster import OPERATOR_TOKEN, ChaosCluster
 from benchmarks.chaos.faults import (
     PROBES,
@@ -28,8 +30,6 @@ from benchmarks.chaos.load import ChaosLoad
 from benchmarks.chaos.report import Attempts
 from benchmarks.chaos.tier_load import TierLoad
 from benchmarks.chaos.tier_storage import TierStorage
-from kv_transfer.external_kv import TIERS
-from rpc.channel import KEEPALIVE
 
 PHASE_PATIENCE_S = 2.0
 MAX_DELAY_S = 20.0

@@ -11,8 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from telemetry.metrics import names
-from telemetry.metrics.names import Metric
+from baton.telemetry.metrics import names
+from baton.telemetry.metrics.names import Metric
 
 SCRAPE_TIMEOUT_S = 5.0
 SAMPLE = re.compile(r"(?P<name>\w+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")

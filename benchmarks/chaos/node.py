@@ -19,8 +19,8 @@ from baton.cli.commands.serve import node_command
 from baton.cli.program import prepare
 
 if TYPE_CHECKING:
-    from kv_transfer.config import KvWorkerConfig
-    from node.options import NodeOptions
+    from baton.kv_transfer.config import KvWorkerConfig
+    from baton.node.options import NodeOptions
 
 # Real links do not lose single messages, so the default timeouts are long. Here they are short.
 GIVE_UP_S, FENCE_AGE_S = 4.0, 3.0
@@ -28,8 +28,8 @@ MAX_COMM = 15  # characters of a thread's name in /proc
 
 
 def run(folder: Path, role: str, options: NodeOptions) -> None:
+    from baton.node.kv_worker import Around
     from benchmarks.chaos.faulty_transport import FaultSwitch, FaultyLink, FaultyTransport
-    from node.kv_worker import Around
 
     fault_switch = FaultSwitch(folder / options.node_id)
     around = Around(
@@ -38,9 +38,9 @@ def run(folder: Path, role: str, options: NodeOptions) -> None:
     )
     options = replace(options, kv_worker=_with_short_timeouts(options.kv_worker))
     if role == "prefill":
-        from prefill_node.__main__ import main
+        from baton.prefill_node.__main__ import main
     else:
-        from decode_node.__main__ import main
+        from baton.decode_node.__main__ import main
     main(options, around)
 
 

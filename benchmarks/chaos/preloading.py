@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from errors import InvalidConfig
+from baton.core.errors import InvalidConfig
 
 
 def has_compiler() -> bool:

@@ -8,14 +8,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
+from baton.rpc.channel import MAX_RECONNECT_S
+from baton.telemetry import names
+from baton.telemetry.metrics import names as counted
 from benchmarks.chaos.faults import SHARED_FAULTS, Fault, FaultKind, InjectedFault, TargetRole
 from benchmarks.chaos.hostile.latencies import BystanderLatencies
 from benchmarks.chaos.leaks import ProcessMemory, Scrape
 from benchmarks.chaos.load import AnswerOutcome, RequestOutcome
 from benchmarks.chaos.second_turns import MIN_TAKEN, LoadsRow
-from rpc.channel import MAX_RECONNECT_S
-from telemetry import names
-from telemetry.metrics import names as counted
 
 # Not a loss: a refusal by a full queue, or, with a short deadline, one as too late.
 FAIR_REASONS, FAIR_TO_THE_HURRIED = ("QUEUE_FULL",), ("TOO_LATE",)

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 
 from baton.bench.serve.load import FIRST_PLAIN_TOKEN
 from baton.client import Answer, AsyncClient, BatonError, Generation, Model
+from baton.core.sampling import SamplingParams
+from baton.kv_transfer.external_kv import FILE, HOST, KV
+from baton.telemetry.metrics import names
 from benchmarks.chaos.cluster import OPERATOR_TOKEN, ChaosCluster
 from benchmarks.chaos.faults import FaultKind, InjectedFault
 from benchmarks.chaos.leaks import Scrape
 from benchmarks.chaos.report import TIERS_CPU, WORST
 from benchmarks.chaos.second_turns import ProbedTurn
 from benchmarks.chaos.tier_threads import tier_threads_s
-from engine.sampling import SamplingParams
-from kv_transfer.external_kv import FILE, HOST, KV
-from telemetry.metrics import names
 
 NUM_LONG, NUM_SHORT = 3, 3  # sessions of a probe
 MAX_PROMPT_LEN, SHORT_BLOCKS = 512, 3

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from baton.bench.serve.load import FIRST_PLAIN_TOKEN
 from baton.client import Answer, AsyncClient, Generation
-from engine.sampling import SamplingParams
-from rpc.errors import ServiceError
+from baton.core.sampling import SamplingParams
+from baton.rpc.errors import ServiceError
 
 MIN_TOKENS, MAX_TOKENS = 8, 96
 MIN_PROMPT_LEN, MAX_PROMPT_LEN = 4, 160

@@ -10,6 +10,7 @@ import typer
 from baton.cli.command import ENVIRONMENT_PREFIX, ConfigFile, Group, unwrap, use_command_class
 from baton.cli.examples import examples
 from baton.cli.program import prepare, run_program
+from baton.rpc.parent_process import exit_on_sigterm
 from benchmarks.cli.chaos import chaos
 from benchmarks.cli.chart import chart
 from benchmarks.cli.forms import forms
@@ -27,7 +28,6 @@ from benchmarks.cli.scheduler import scheduler
 from benchmarks.cli.speculation import speculation
 from benchmarks.cli.tiers import tiers
 from benchmarks.cli.trace import trace
-from rpc.parent_process import exit_on_sigterm
 
 PROGRAM = "python -m benchmarks"
 # BATON_BENCH_CHAOS_SEED is --seed of the benchmark chaos.

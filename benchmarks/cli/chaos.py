@@ -15,7 +15,7 @@ import typer
 
 from baton.cli.options.output import JsonFile
 from baton.cli.show import console, show_table, write_json
-from errors import InvalidConfig
+from baton.core.errors import InvalidConfig
 
 if TYPE_CHECKING:
     from benchmarks.chaos.benchmark import ChaosBench, ChaosProgress, OnProgress

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from baton.cli.options.output import check_writable_file
-from errors import InvalidConfig
+from baton.core.errors import InvalidConfig
 
 
 def chart(

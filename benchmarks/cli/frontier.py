@@ -11,6 +11,7 @@ import typer
 
 from baton.cli.options.output import JsonFile, check_writable_file
 from baton.cli.show import console, show_table, write_json
+from baton.core.errors import InvalidConfig
 from benchmarks.partial_results import report_on_exit
 from benchmarks.peers.engine_options import (
     BatonSteps,
@@ -21,7 +22,6 @@ from benchmarks.peers.engine_options import (
     announced,
     chosen_engines,
 )
-from errors import InvalidConfig
 
 if TYPE_CHECKING:
     from benchmarks.peers.frontier import Goodput, RateRun, Sweep, SweepResult

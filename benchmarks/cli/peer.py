@@ -13,8 +13,8 @@ from rich.console import Console
 from baton.cli.options.model import Quantize, Threads
 from baton.cli.options.output import JsonFile
 from baton.cli.show import show_table, write_json
+from baton.core.errors import InvalidConfig
 from benchmarks.partial_results import report_on_exit
-from errors import InvalidConfig
 
 
 def peer(

@@ -43,10 +43,10 @@ def reuse(
 ) -> None:
     """Simulate the reuse of KV with host memory, files, pulls and two routers."""
     from baton.bench.replay.formats.reading import read_trace
+    from baton.engine.kv_cache.block_hashes import PrefixNaming
     from benchmarks.router.reuse import ReuseBench, chats, ideal_reuse, run
     from benchmarks.router.simulation import SimCluster
     from benchmarks.router.workloads import recorded
-    from engine.kv_cache.block_hashes import PrefixNaming
 
     cluster = SimCluster()
     what = ReuseBench(cluster, cache_share, host_factor, local_prefill_below)

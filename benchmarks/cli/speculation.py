@@ -11,7 +11,7 @@ from rich.console import Console
 from baton.cli.options.model import Dtype, Threads
 from baton.cli.options.output import JsonFile
 from baton.cli.show import show_table, write_json
-from errors import InvalidConfig
+from baton.core.errors import InvalidConfig
 
 
 def speculation(
@@ -30,7 +30,7 @@ def speculation(
 ) -> None:
     """Measure the speed-up of speculative decoding on source code, and compare the tokens."""
     from baton.cli.options.lists import parse_numbers
-    from engine.spec_decode.config import parse_speculation
+    from baton.engine.spec_decode.config import parse_speculation
 
     chosen = parse_speculation(speculative)
     if chosen is None:

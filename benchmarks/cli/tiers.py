@@ -10,8 +10,8 @@ import typer
 
 from baton.cli.options.output import JsonFile
 from baton.cli.show import console, show_table, write_json
+from baton.core.errors import InvalidConfig
 from baton.units import parse_bytes
-from errors import InvalidConfig
 
 PARTS = ("copies", "decode", "prompts", "turns")
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from baton.bench.serve.load import FIRST_PLAIN_TOKEN
 from baton.client import AsyncClient, BatonError, Generation
 from baton.cluster import ClusterOptions, LocalCluster
+from baton.core.sampling import SamplingParams
 from benchmarks.chaos.leaks import Footprint, footprint
-from engine.sampling import SamplingParams
 
 MIB = 2**20
 

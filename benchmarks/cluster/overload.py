@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from baton.bench.serve.load import FIRST_PLAIN_TOKEN
 from baton.client import AsyncClient, BatonError, Generation, Retries
 from baton.cluster import ClusterOptions, LocalCluster
+from baton.core.errors import InvalidConfig
+from baton.core.sampling import SamplingParams
 from benchmarks.processes import cpu_s
-from engine.sampling import SamplingParams
-from errors import InvalidConfig
 
 ORDINARY, URGENT = 0, -1  # priorities; lower values run earlier
 CLIENTS = "clients"

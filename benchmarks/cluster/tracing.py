@@ -14,9 +14,9 @@ from tempfile import TemporaryDirectory
 
 from baton.client import AsyncClient, Generation
 from baton.cluster import ClusterOptions, LocalCluster
-from engine.sampling import SamplingParams
-from telemetry.tracing.spans import TraceContext
-from telemetry.tracing.tracer import new_span_id, new_trace_id
+from baton.core.sampling import SamplingParams
+from baton.telemetry.tracing.spans import TraceContext
+from baton.telemetry.tracing.tracer import new_span_id, new_trace_id
 
 # Trace ratio by name; None: a cluster without tracing. "off again" shows the noise of the
 # measurement.

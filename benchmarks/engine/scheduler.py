@@ -13,11 +13,12 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from time import thread_time
 
-from engine.plan import Plan, RunResult
-from engine.request import EngineRequest, RequestId
-from engine.sampling import SamplingParams
-from engine.scheduler.config import CacheConfig, SchedulerConfig
-from engine.scheduler.scheduler import Scheduler
+from baton.core.ids import RequestId
+from baton.core.request import EngineRequest
+from baton.core.sampling import SamplingParams
+from baton.engine.plan import Plan, RunResult
+from baton.engine.scheduler.config import CacheConfig, SchedulerConfig
+from baton.engine.scheduler.scheduler import Scheduler
 
 BLOCK_SIZE = 16
 NUM_WARM_UP_STEPS = 32

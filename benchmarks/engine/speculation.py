@@ -13,15 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter, process_time
 
-import engine
-from engine.core import EngineCore
-from engine.factory import EngineOptions, build_engine
-from engine.request import EngineRequest, Output, RequestId
-from engine.runner.load import RunnerConfig, load_runner
-from engine.sampling import SamplingParams
-from engine.scheduler.config import SchedulerConfig
-from engine.spec_decode.config import Speculation
-from text.tokenizer import Tokenizer
+from baton import engine
+from baton.core.ids import RequestId
+from baton.core.output import Output
+from baton.core.request import EngineRequest
+from baton.core.sampling import SamplingParams
+from baton.engine.core import EngineCore
+from baton.engine.factory import EngineOptions, build_engine
+from baton.engine.runner.load import RunnerConfig, load_runner
+from baton.engine.scheduler.config import SchedulerConfig
+from baton.engine.spec_decode.config import Speculation
+from baton.text.tokenizer import Tokenizer
 
 NUM_PROMPTS = 8
 

@@ -17,17 +17,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.model_folder import read_generation_defaults, resolve_model_folder
-from engine.plan import PlanRow
-from engine.request import RequestId
-from engine.runner.families.read_config import read_model_config
-from engine.runner.input_batch import TokenRun
-from engine.runner.sampling.constraints import constrain
-from engine.runner.sampling.grammar_masks import unpack_bits
-from engine.sampling import SamplingParams
-from engine.structured_output.grammar import Bits, Grammar
-from engine.structured_output.llguidance_backend import GrammarLibrary, num_words
-from engine.structured_output.params import StructuredOutputs
+from baton.core.ids import RequestId
+from baton.core.sampling import SamplingParams
+from baton.core.structured_outputs import StructuredOutputs
+from baton.engine.model_folder import read_generation_defaults, resolve_model_folder
+from baton.engine.plan import PlanRow
+from baton.engine.runner.families.read_config import read_model_config
+from baton.engine.runner.input_batch import TokenRun
+from baton.engine.runner.sampling.constraints import constrain
+from baton.engine.runner.sampling.grammar_masks import unpack_bits
+from baton.engine.structured_output.grammar import Bits, Grammar
+from baton.engine.structured_output.llguidance_backend import GrammarLibrary, num_words
 
 NUM_TIMES_APPLIED = 50
 

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 from baton.bench.serve.load import random_tokens
-from errors import NamedError
+from baton.core.errors import NamedError
 
 Stop = Callable[[], bool]
 Body: TypeAlias = Mapping[str, object]

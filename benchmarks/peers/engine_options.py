@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from errors import InvalidConfig
+from baton.core.errors import InvalidConfig
 
 if TYPE_CHECKING:
     from benchmarks.peers.completions_api import CompletionsApi
@@ -113,9 +113,9 @@ def keep_engines_warm(
 
 
 def _need_memory_for(names: Sequence[str], model: str) -> None:
+    from baton.engine.runner.weights.host_memory import free_host_bytes
     from baton.units import format_bytes
     from benchmarks.peers.engines import vllm_server_bytes
-    from engine.runner.weights.host_memory import free_host_bytes
 
     num_servers = sum(1 if "colocated" in name else 2 for name in names)
     needed, free = num_servers * vllm_server_bytes(model), free_host_bytes()

@@ -14,11 +14,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from baton.cluster import ClusterOptions, LocalCluster
+from baton.core.errors import InvalidConfig
 from baton.units import GIB
 from benchmarks.peers.completions_api import CompletionsApi, EngineFailed
 from benchmarks.peers.settings import clean_environment, python_of, vllm_settings
 from benchmarks.processes import external_process
-from errors import InvalidConfig
 
 START_TIMEOUT_S = 600.0
 LOOK_EVERY_S = 0.5

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from baton.bench.serve.figures import quantile
 from baton.bench.serve.load import Lengths, PlannedRequest, ServeLoad, plan, warm_up
+from baton.core.errors import InvalidConfig
 from benchmarks.peers.completions_api import (
     VOCAB_SIZE,
     CompletionsApi,
@@ -24,7 +25,6 @@ from benchmarks.peers.completions_api import (
     detached_threads,
 )
 from benchmarks.peers.warm_engines import Start
-from errors import InvalidConfig
 
 MEAN, P99 = "mean", "p99"
 

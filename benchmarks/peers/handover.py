@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from baton.core.errors import InvalidConfig
 from benchmarks.peers.completions_api import (
     CompletionsApi,
     EngineFailed,
@@ -18,7 +19,6 @@ from benchmarks.peers.completions_api import (
     random_prompt,
 )
 from benchmarks.peers.warm_engines import Start
-from errors import InvalidConfig
 
 ANSWER_TOKENS = 4
 NUM_WARM_UP = 2  # prompts per setup

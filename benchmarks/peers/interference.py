@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from baton.core.errors import InvalidConfig
 from benchmarks.peers.completions_api import (
     CompletionsApi,
     EngineFailed,
@@ -26,7 +27,6 @@ from benchmarks.peers.completions_api import (
     random_prompt,
 )
 from benchmarks.peers.warm_engines import Start
-from errors import InvalidConfig
 
 ANSWER_TOKENS = 8  # of the arriving prompts
 WARM_TOKENS = 8  # received by each stream before the first prompt

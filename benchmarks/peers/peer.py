@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Protocol
 
 from baton.bench.engine.benchmark import DECODE_PROMPT_LEN, EngineBench, engine_meter, longest
+from baton.core.errors import InvalidConfig, NamedError
 from benchmarks.peers.settings import clean_environment, python_of, vllm_settings
 from benchmarks.processes import external_process
-from errors import InvalidConfig, NamedError
 
 ENDS = Path(__file__).resolve().parent / "workers"
 MARK = "BATON "

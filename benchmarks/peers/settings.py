@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from errors import InvalidConfig
+from baton.core.errors import InvalidConfig
 
 
 def python_of(venv: Path) -> Path:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from baton.bench.plotting import drawn
+from baton.core.errors import InvalidConfig
 from benchmarks.peers.interference import FigureRow, Figures
 from benchmarks.peers.peer import Comparison
 from benchmarks.plots.interference import draw_gaps
-from errors import InvalidConfig
 
 COLOURS = {"baton": "tab:blue", "vllm": "tab:orange", "llamacpp": "tab:grey"}
 NAMES = {"baton": "Baton", "vllm": "vLLM", "llamacpp": "llama.cpp"}

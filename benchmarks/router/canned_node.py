@@ -14,16 +14,16 @@ from typing import Any
 
 from grpc import aio
 
+from baton.core.ids import Incarnation, NodeId
+from baton.engine.kv_cache.block_hashes import PrefixNaming
+from baton.kv_transfer.protocol.messages import Fingerprint
+from baton.node.call_streams import CallContext, serve_calls
+from baton.rpc.cached_prefixes import PrefixChanges
+from baton.rpc.node_info import NodeCard, NodeLoad, NodeRole, card_to, update_to
+from baton.rpc.parent_process import end_with_parent
+from baton.rpc.server import Service, announce, serving, stop_signal
+from baton.rpc.streaming import streamed
 from baton.v1 import node_pb2, node_pb2_grpc, sampling_pb2
-from engine.kv_cache.block_hashes import PrefixNaming
-from kv_transfer.protocol.messages import Fingerprint
-from kv_transfer.types import Incarnation, NodeId
-from node.call_streams import CallContext, serve_calls
-from rpc.cached_prefixes import PrefixChanges
-from rpc.node_info import NodeCard, NodeLoad, NodeRole, card_to, update_to
-from rpc.parent_process import end_with_parent
-from rpc.server import Service, announce, serving, stop_signal
-from rpc.streaming import streamed
 
 Context = aio.ServicerContext[Any, Any]
 

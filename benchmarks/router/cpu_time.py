@@ -19,16 +19,16 @@ from typing import TypeAlias
 from grpc import aio
 
 from baton.cluster import await_serving
+from baton.core.ids import HandoffId, Peer
+from baton.core.request import EngineRequest, ReceiveKv
+from baton.core.sampling import SamplingParams
+from baton.router.dispatch.node_stream import NodeStream
+from baton.rpc.channel import open_channel
+from baton.rpc.messages.sequences import decode_order, node_request_id, prefill_order
+from baton.rpc.node_info import NodeRole
 from baton.v1 import inference_pb2, inference_pb2_grpc, node_pb2, node_pb2_grpc, sampling_pb2
 from benchmarks.processes import ServerProcess, server
 from benchmarks.router.canned_node import canned_card
-from engine.request import EngineRequest, ReceiveKv
-from engine.sampling import SamplingParams
-from kv_transfer.types import HandoffId, Peer
-from router.dispatch.node_stream import NodeStream
-from rpc.channel import open_channel
-from rpc.messages.sequences import decode_order, node_request_id, prefill_order
-from rpc.node_info import NodeRole
 
 # The difference to a full answer separates the cost per token from that per request.
 SHORT_ANSWER = 2

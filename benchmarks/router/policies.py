@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from baton.router.routing.policy import Routing, RoutingPolicy
+from baton.rpc.node_info import NodeRole
 from benchmarks.router.simulation import Served, SimCluster, Simulation
 from benchmarks.router.workloads import Sessions, SimRequest, draw_sessions
-from router.routing.policy import Routing, RoutingPolicy
-from rpc.node_info import NodeRole
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ from time import thread_time
 import numpy as np
 import numpy.typing as npt
 
-from engine.kv_cache.block_hashes import HASH_BYTES
-from router.routing.prefix_index import NodePrefixes
-from rpc.cached_prefixes import MAX_NAMES, PrefixChanges, unpack_names
+from baton.engine.kv_cache.block_hashes import HASH_BYTES
+from baton.router.routing.prefix_index import NodePrefixes
+from baton.rpc.cached_prefixes import MAX_NAMES, PrefixChanges, unpack_names
 
 SHARED_PART = 10  # one in ten names of a node is held by all
 REPLACED_PART = 10

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from baton.engine.kv_cache.block_hashes import BlockHash, PrefixNaming
+from baton.router.routing.policy import Routing
 from benchmarks.router.policies import wait_s
 from benchmarks.router.simulation import Served, SimCluster, Simulation, block_names
 from benchmarks.router.workloads import Sessions, SimRequest, draw_sessions
-from engine.kv_cache.block_hashes import BlockHash, PrefixNaming
-from router.routing.policy import Routing
 
 CHATS = Sessions(
     num_system_prompts=10, system_tokens=128, turn_tokens=64, answer_tokens=64, has_answers=True

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from engine.events import BlockRemoved, BlockStored, KvEvent
-from engine.kv_cache.block_hashes import BlockHash
-from kv_transfer.external_kv import HeldChanges
-from router.routing.node_table import Node
-from rpc.cached_prefixes import CachedPrefixes, PrefixChanges, PrefixWatcher
+from baton.engine.events import BlockRemoved, BlockStored, KvEvent
+from baton.engine.kv_cache.block_hashes import BlockHash
+from baton.kv_transfer.external_kv import HeldChanges
+from baton.router.routing.node_table import Node
+from baton.rpc.cached_prefixes import CachedPrefixes, PrefixChanges, PrefixWatcher
 
 Names = Sequence[BlockHash]
 Visit = TypeVar("Visit")

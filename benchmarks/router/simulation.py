@@ -16,16 +16,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from baton.core.ids import Incarnation, NodeId
+from baton.engine.kv_cache.block_hashes import BlockHash, PrefixNaming
+from baton.kv_transfer.protocol.messages import Fingerprint
+from baton.router.routing.assignment import Assignment
+from baton.router.routing.node_table import Node, NodeTable
+from baton.router.routing.policy import Route, Routing, choose
+from baton.router.routing.routing_view import RoutingRequest
+from baton.rpc.node_info import NodeCard, NodeLoad, NodeRole
 from benchmarks.router.sim_node import Names, SimNode, Sources
 from benchmarks.router.workloads import SimRequest
-from engine.kv_cache.block_hashes import BlockHash, PrefixNaming
-from kv_transfer.protocol.messages import Fingerprint
-from kv_transfer.types import Incarnation, NodeId
-from router.routing.assignment import Assignment
-from router.routing.node_table import Node, NodeTable
-from router.routing.policy import Route, Routing, choose
-from router.routing.routing_view import RoutingRequest
-from rpc.node_info import NodeCard, NodeLoad, NodeRole
 
 
 @dataclass(frozen=True, slots=True)

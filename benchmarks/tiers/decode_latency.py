@@ -13,21 +13,22 @@ from statistics import median, quantiles
 from threading import Event, Thread
 from time import perf_counter
 
-from engine.core import EngineCore
-from engine.factory import EngineOptions, build_engine
-from engine.request import EngineRequest, RequestId
-from engine.runner.huge_pages import huge_page_memory
-from engine.runner.kernels.native_copies import fastest_copies
-from engine.runner.load import RunnerConfig, load_runner
-from engine.runner.model_runner import TorchRunner
-from engine.sampling import SamplingParams
-from engine.scheduler.config import SchedulerConfig
-from kv_transfer.tiers.bandwidth import TierDriver
-from kv_transfer.tiers.block_memory import BlockMemory
-from kv_transfer.tiers.file_tier import FileTier
-from kv_transfer.tiers.host_tier import HostTier
-from kv_transfer.tiers.tiered_kv import TieredKv
-from node.copy_pacing import CopyPacing
+from baton.core.ids import RequestId
+from baton.core.request import EngineRequest
+from baton.core.sampling import SamplingParams
+from baton.engine.core import EngineCore
+from baton.engine.factory import EngineOptions, build_engine
+from baton.engine.runner.huge_pages import huge_page_memory
+from baton.engine.runner.kernels.native_copies import fastest_copies
+from baton.engine.runner.load import RunnerConfig, load_runner
+from baton.engine.runner.model_runner import TorchRunner
+from baton.engine.scheduler.config import SchedulerConfig
+from baton.kv_transfer.tiers.bandwidth import TierDriver
+from baton.kv_transfer.tiers.block_memory import BlockMemory
+from baton.kv_transfer.tiers.file_tier import FileTier
+from baton.kv_transfer.tiers.host_tier import HostTier
+from baton.kv_transfer.tiers.tiered_kv import TieredKv
+from baton.node.copy_pacing import CopyPacing
 
 PROMPT_LEN = 32
 NUM_WARM_UP_STEPS = 8

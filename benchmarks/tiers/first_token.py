@@ -15,8 +15,8 @@ from baton.bench.serve.load import FIRST_PLAIN_TOKEN
 from baton.client import Client, Generation
 from baton.client.generation import Finish
 from baton.cluster import ClusterOptions, LocalCluster
-from engine.sampling import SamplingParams
-from errors import InvalidConfig
+from baton.core.errors import InvalidConfig
+from baton.core.sampling import SamplingParams
 
 HOST, FILE, PEER = "host", "file", "peer"
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from baton.bench.serve.load import FIRST_PLAIN_TOKEN
 from baton.client import Answer, AsyncClient, Generation
 from baton.cluster import ClusterOptions, LocalCluster
+from baton.core.sampling import SamplingParams
 from benchmarks.tiers.turns import SecondTurn, Turn, TurnsRow, turn_order, turns_row
-from engine.sampling import SamplingParams
 
 HOST, FILE = "host", "file"
 ANSWER_TOKENS, NEW_TOKENS = 2, 32  # of a first turn, and what a second one adds

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from engine.errors import BlocksUnaccounted
-from engine.kv_cache.block_hashes import BlockHash
-from kv_transfer.types import BlockId
+from baton.core.ids import BlockId
+from baton.engine.errors import BlocksUnaccounted
+from baton.engine.kv_cache.block_hashes import BlockHash
 
 
 class BlockPool:

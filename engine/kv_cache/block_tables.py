@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.errors import BlocksUnaccounted
-from engine.kv_cache.block_pool import BlockPool
-from engine.kv_cache.groups import KvCacheSpec
-from engine.kv_cache.prefix_search import name_in_group
-from engine.scheduler.request import Request
-from kv_transfer.types import NO_BLOCK, BlockId
+from baton.core.ids import NO_BLOCK, BlockId
+from baton.engine.errors import BlocksUnaccounted
+from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.kv_cache.groups import KvCacheSpec
+from baton.engine.kv_cache.prefix_search import name_in_group
+from baton.engine.scheduler.request import Request
 
 
 def check_tables(

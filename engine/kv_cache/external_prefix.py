@@ -6,13 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
-from engine.kv_cache.block_hashes import BlockHash
-from engine.kv_cache.block_pool import BlockPool
-from engine.kv_cache.prefix_search import PrefixHit, name_in_group
-from engine.kv_cache.recurrent_state import SnapshotCache, snapshot_names
-from engine.plan import BlockIds
-from kv_transfer.external_kv import BlockName
-from kv_transfer.types import NO_BLOCK, BlockId
+from baton.core.ids import NO_BLOCK, BlockId, BlockName
+from baton.engine.kv_cache.block_hashes import BlockHash
+from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.kv_cache.prefix_search import PrefixHit, name_in_group
+from baton.engine.kv_cache.recurrent_state import SnapshotCache, snapshot_names
+from baton.engine.plan import BlockIds
 
 _EXTERNAL = BlockId(-2)  # instead of a block: the external cache has it
 SNAPSHOT = -1  # instead of a group: the block is a part of the snapshot at the end of the prefix

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from engine.kv_cache.block_hashes import BlockHash
-from engine.kv_cache.groups import KvCacheSpec
-from engine.kv_cache.prefix_search import PrefixHit, group_of
-from kv_transfer.types import NO_BLOCK
+from baton.core.ids import NO_BLOCK
+from baton.engine.kv_cache.block_hashes import BlockHash
+from baton.engine.kv_cache.groups import KvCacheSpec
+from baton.engine.kv_cache.prefix_search import PrefixHit, group_of
 
 STATE = "state"
 

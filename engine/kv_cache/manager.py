@@ -12,11 +12,13 @@ import itertools
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
-from engine.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
-from engine.kv_cache.block_hashes import BlockHash, extend_hashes
-from engine.kv_cache.block_pool import BlockPool
-from engine.kv_cache.block_tables import check_tables
-from engine.kv_cache.external_prefix import (
+from baton.core.ids import NO_BLOCK, BlockId, BlockName
+from baton.core.kv_hints import BlockHints
+from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from baton.engine.kv_cache.block_hashes import BlockHash, extend_hashes
+from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.kv_cache.block_tables import check_tables
+from baton.engine.kv_cache.external_prefix import (
     SNAPSHOT,
     ExternalPrefix,
     FirstAnswers,
@@ -26,21 +28,25 @@ from engine.kv_cache.external_prefix import (
     SnapshotsAndExternal,
     external_prefix,
 )
-from engine.kv_cache.group_stats import GroupCounters, GroupStats
-from engine.kv_cache.groups import KvCacheSpec
-from engine.kv_cache.prefix_search import PrefixHit, PrefixSearch, is_of_first_group, name_in_group
-from engine.kv_cache.recurrent_state import (
+from baton.engine.kv_cache.group_stats import GroupCounters, GroupStats
+from baton.engine.kv_cache.groups import KvCacheSpec
+from baton.engine.kv_cache.prefix_search import (
+    PrefixHit,
+    PrefixSearch,
+    is_of_first_group,
+    name_in_group,
+)
+from baton.engine.kv_cache.recurrent_state import (
     RecurrentState,
     SnapshotCache,
     snapshot_end,
     snapshot_names,
 )
-from engine.kv_cache.transfer_order import TransferOrder
-from engine.plan import BlockIds, BlockTables, StateSnapshot
-from engine.scheduler.config import CacheConfig
-from engine.scheduler.request import Request
-from kv_transfer.external_kv import BlockHints, BlockName, ExternalKv
-from kv_transfer.types import NO_BLOCK, BlockId
+from baton.engine.kv_cache.transfer_order import TransferOrder
+from baton.engine.plan import BlockIds, BlockTables, StateSnapshot
+from baton.engine.scheduler.config import CacheConfig
+from baton.engine.scheduler.request import Request
+from baton.kv_transfer.external_kv import ExternalKv
 
 
 class KvCache:

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from engine.kv_cache.block_hashes import HASH_BYTES, BlockHash
-from engine.kv_cache.groups import KvCacheSpec
-from engine.plan import BlockIds
-from kv_transfer.types import NO_BLOCK, BlockId, existing_blocks
+from baton.core.ids import NO_BLOCK, BlockId, existing_blocks
+from baton.engine.kv_cache.block_hashes import HASH_BYTES, BlockHash
+from baton.engine.kv_cache.groups import KvCacheSpec
+from baton.engine.plan import BlockIds
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from engine.errors import BlocksUnaccounted
-from engine.kv_cache.block_hashes import HASH_BYTES, BlockHash
-from engine.kv_cache.block_pool import BlockPool
-from engine.plan import BlockIds, StateBlocks
-from kv_transfer.types import BlockId
+from baton.core.ids import BlockId
+from baton.engine.errors import BlocksUnaccounted
+from baton.engine.kv_cache.block_hashes import HASH_BYTES, BlockHash
+from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.plan import BlockIds, StateBlocks
 
 # Follows the block hash in the name of a snapshot's part; names of KV groups are shorter.
 _MARKER = b"state"

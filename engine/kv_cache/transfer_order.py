@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.kv_cache.groups import KvCacheSpec
-from engine.plan import BlockIds
-from engine.scheduler.request import Request
-from kv_transfer.types import BlockId
+from baton.core.ids import BlockId
+from baton.engine.kv_cache.groups import KvCacheSpec
+from baton.engine.plan import BlockIds
+from baton.engine.scheduler.request import Request
 
 
 class TransferOrder:

@@ -6,11 +6,11 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engine.spec_decode.config import Speculation
-from errors import InvalidConfig
+from baton.core.errors import InvalidConfig
+from baton.engine.spec_decode.config import Speculation
 
 if TYPE_CHECKING:
-    from engine.runner.model.config import ModelConfig
+    from baton.engine.runner.model.config import ModelConfig
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 KERNEL_NAMES = ("auto", "native", "torch")

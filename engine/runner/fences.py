@@ -9,9 +9,9 @@ from typing import Protocol
 
 import torch
 
-from engine.errors import PassHookFailed
-from engine.runner.model_info import NO_LAYER, PassHook
-from kv_transfer.fence import PASSED, Fence
+from baton.engine.errors import PassHookFailed
+from baton.engine.runner.model_info import NO_LAYER, PassHook
+from baton.kv_transfer.fence import PASSED, Fence
 
 
 class Fences(Protocol):

@@ -13,12 +13,12 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from engine.errors import RowOverflow
-from engine.plan import BlockTables, Plan, PlanRow
-from engine.request import RequestId
-from engine.runner.layout import Ints, PassLayout
-from engine.runner.state.state_tables import NO_SNAPSHOTS, Snapshots, StateLayout, StateTables
-from errors import InvalidConfig
+from baton.core.errors import InvalidConfig
+from baton.core.ids import RequestId
+from baton.engine.errors import RowOverflow
+from baton.engine.plan import BlockTables, Plan, PlanRow
+from baton.engine.runner.layout import Ints, PassLayout
+from baton.engine.runner.state.state_tables import NO_SNAPSHOTS, Snapshots, StateLayout, StateTables
 
 
 class TokenRun(NamedTuple):

@@ -8,29 +8,29 @@ from pathlib import Path
 
 import torch
 
-from engine.model_folder import (
+from baton.core.errors import InvalidConfig
+from baton.engine.model_folder import (
     GenerationDefaults,
     read_generation_defaults,
     resolve_model_folder,
 )
-from engine.runner.attention.kv_budget import auto_kv_bytes
-from engine.runner.attention.kv_tensor import KvShape, free_bytes, num_blocks_within
-from engine.runner.config import RunnerConfig as RunnerConfig
-from engine.runner.config import dtype_name
-from engine.runner.families.read_config import read_model_config
-from engine.runner.input_batch import PersistentBatch
-from engine.runner.kernels.choose import choose_parts
-from engine.runner.model.config import ModelConfig
-from engine.runner.model.rope import Ropes
-from engine.runner.model_info import LoadProgressCallback, ModelInfo
-from engine.runner.model_runner import TorchRunner
-from engine.runner.sampling.logits_processors import ModelView, load_processors, versions
-from engine.runner.state.state_shape import state_shape
-from engine.runner.weights.decoder_loading import attention_of, load_decoder
-from engine.runner.weights.quantize import QUANTIZE_REVISION
-from engine.runner.weights.safetensors import WeightFiles
-from engine.runner.weights.tensor_loading import LoadTarget
-from errors import InvalidConfig
+from baton.engine.runner.attention.kv_budget import auto_kv_bytes
+from baton.engine.runner.attention.kv_tensor import KvShape, free_bytes, num_blocks_within
+from baton.engine.runner.config import RunnerConfig as RunnerConfig
+from baton.engine.runner.config import dtype_name
+from baton.engine.runner.families.read_config import read_model_config
+from baton.engine.runner.input_batch import PersistentBatch
+from baton.engine.runner.kernels.choose import choose_parts
+from baton.engine.runner.model.config import ModelConfig
+from baton.engine.runner.model.rope import Ropes
+from baton.engine.runner.model_info import LoadProgressCallback, ModelInfo
+from baton.engine.runner.model_runner import TorchRunner
+from baton.engine.runner.sampling.logits_processors import ModelView, load_processors, versions
+from baton.engine.runner.state.state_shape import state_shape
+from baton.engine.runner.weights.decoder_loading import attention_of, load_decoder
+from baton.engine.runner.weights.quantize import QUANTIZE_REVISION
+from baton.engine.runner.weights.safetensors import WeightFiles
+from baton.engine.runner.weights.tensor_loading import LoadTarget
 
 MAX_CONTEXT_LEN = 1 << 24
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from engine.kv_cache.groups import KvGroup
-from engine.model_folder import GenerationDefaults
-from kv_transfer.fence import Fence
+from baton.engine.kv_cache.groups import KvGroup
+from baton.engine.model_folder import GenerationDefaults
+from baton.kv_transfer.fence import Fence
 
 
 @dataclass(frozen=True, slots=True)

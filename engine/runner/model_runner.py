@@ -18,28 +18,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.kv_cache.groups import KvGroup
-from engine.plan import Plan, RunResult
-from engine.request import Failure
-from engine.runner.attention.kv_conversion import view_blocks, write_converted
-from engine.runner.attention.kv_tensor import describe
-from engine.runner.attention.paged_attention import PagedAttention
-from engine.runner.fences import FencedHook, make_fences
-from engine.runner.input_batch import NO_DRAFTS, PersistentBatch, Step, TokenRun
-from engine.runner.model.decoder import Decoder, Ends
-from engine.runner.model.rope import Ropes
-from engine.runner.model_info import KvMemory, ModelInfo, PassHook
-from engine.runner.sampling.grammar_masks import GrammarMasks
-from engine.runner.sampling.logits_processors import NO_PROCESSORS, Processors
-from engine.runner.sampling.logprobs import token_logprobs
-from engine.runner.sampling.prompt_logprobs import PromptLogprobs
-from engine.runner.sampling.sampler import Choice, Sampler
-from engine.runner.sampling.spec_decode import Drafts, SpecDecoder, accepted_indices
-from engine.runner.state.linear_attention import LinearAttention, LinearAttentionPass
-from engine.runner.state.state_shape import StateShape
-from engine.spec_decode.config import Speculation
-from kv_transfer.protocol.conversion import StagedBlocks
-from kv_transfer.types import BlockId
+from baton.core.ids import BlockId
+from baton.core.output import Failure
+from baton.engine.kv_cache.groups import KvGroup
+from baton.engine.plan import Plan, RunResult
+from baton.engine.runner.attention.kv_conversion import view_blocks, write_converted
+from baton.engine.runner.attention.kv_tensor import describe
+from baton.engine.runner.attention.paged_attention import PagedAttention
+from baton.engine.runner.fences import FencedHook, make_fences
+from baton.engine.runner.input_batch import NO_DRAFTS, PersistentBatch, Step, TokenRun
+from baton.engine.runner.model.decoder import Decoder, Ends
+from baton.engine.runner.model.rope import Ropes
+from baton.engine.runner.model_info import KvMemory, ModelInfo, PassHook
+from baton.engine.runner.sampling.grammar_masks import GrammarMasks
+from baton.engine.runner.sampling.logits_processors import NO_PROCESSORS, Processors
+from baton.engine.runner.sampling.logprobs import token_logprobs
+from baton.engine.runner.sampling.prompt_logprobs import PromptLogprobs
+from baton.engine.runner.sampling.sampler import Choice, Sampler
+from baton.engine.runner.sampling.spec_decode import Drafts, SpecDecoder, accepted_indices
+from baton.engine.runner.state.linear_attention import LinearAttention, LinearAttentionPass
+from baton.engine.runner.state.state_shape import StateShape
+from baton.engine.spec_decode.config import Speculation
+from baton.kv_transfer.protocol.conversion import StagedBlocks
 
 READ_CHUNK_BLOCKS = 32
 

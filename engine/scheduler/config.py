@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
-from engine.extra_args import Check, reject_extra_args
-from engine.kv_cache.block_hashes import PrefixNaming
-from engine.kv_cache.groups import ONE_GROUP, KvGroup
-from errors import InvalidConfig
+from baton.core.errors import InvalidConfig
+from baton.core.extra_args import Check, reject_extra_args
+from baton.engine.kv_cache.block_hashes import PrefixNaming
+from baton.engine.kv_cache.groups import ONE_GROUP, KvGroup
 
 Choice = TypeVar("Choice", bound=Enum)
 

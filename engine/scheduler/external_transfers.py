@@ -13,13 +13,13 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from engine.kv_cache.external_prefix import ExternalPrefix
-from engine.kv_cache.manager import KvCache
-from engine.scheduler.request import Request, RequestStatus
-from kv_transfer.external_kv import (
+from baton.core.ids import BlockId, BlockName
+from baton.core.kv_hints import BlockHints
+from baton.engine.kv_cache.external_prefix import ExternalPrefix
+from baton.engine.kv_cache.manager import KvCache
+from baton.engine.scheduler.request import Request, RequestStatus
+from baton.kv_transfer.external_kv import (
     NO_ORDERS,
-    BlockHints,
-    BlockName,
     ExternalKv,
     ExternalOrders,
     ExternalReports,
@@ -30,7 +30,6 @@ from kv_transfer.external_kv import (
     StoreId,
     Use,
 )
-from kv_transfer.types import BlockId
 
 MAX_LOADING_SHARE = 0.5  # of all blocks, for several loads together
 MAX_STORING_SHARE = 0.25

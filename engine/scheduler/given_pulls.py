@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from engine.kv_cache.block_hashes import BlockHash
-from engine.kv_cache.block_pool import BlockPool
-from engine.scheduler.external_transfers import ExternalTransfers
-from engine.scheduler.kv_handoffs import HandoffManager
-from kv_transfer.external_kv import LoadId
-from kv_transfer.types import NOT_CACHED, TOO_MANY_PULLS, BlockId, HandoffId, KvReports, Requested
+from baton.core.ids import BlockId, HandoffId
+from baton.engine.kv_cache.block_hashes import BlockHash
+from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.scheduler.external_transfers import ExternalTransfers
+from baton.engine.scheduler.kv_handoffs import HandoffManager
+from baton.kv_transfer.external_kv import LoadId
+from baton.kv_transfer.types import NOT_CACHED, TOO_MANY_PULLS, KvReports, Requested
 
 MAX_GIVEN_SHARE = 0.5  # of all blocks, for all pulls together
 MAX_WAITING = 1024  # runs

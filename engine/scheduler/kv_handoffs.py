@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from engine.kv_cache.block_pool import BlockPool
-from engine.kv_cache.manager import KvCache
-from engine.kv_cache.transfer_order import TransferOrder
-from engine.request import ReceiveKv
-from engine.scheduler.request import Request, RequestStatus
-from kv_transfer.types import (
-    BlockId,
+from baton.core.ids import BlockId, HandoffId
+from baton.core.logprobs import FirstToken
+from baton.core.request import ReceiveKv
+from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.kv_cache.manager import KvCache
+from baton.engine.kv_cache.transfer_order import TransferOrder
+from baton.engine.scheduler.request import Request, RequestStatus
+from baton.kv_transfer.types import (
     Complete,
-    FirstToken,
-    HandoffId,
     KvOrders,
     Proved,
     Receive,

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from engine.errors import OutOfOrder
-from engine.events import RequestEventKind
-from engine.plan import RunResult
-from engine.request import Failure, FailureCause, FinishReason, Output
-from engine.scheduler.config import LoadFailurePolicy
-from engine.scheduler.request import Request, RequestStatus
-from engine.scheduler.state import SchedulerState
-from kv_transfer.external_kv import ExternalReports
-from kv_transfer.types import NO_REPORTS, FirstToken, KvReports, Landed, Lost, TokenLogprobs
+from baton.core.logprobs import FirstToken, TokenLogprobs
+from baton.core.output import Failure, FailureCause, FinishReason, Output
+from baton.engine.errors import OutOfOrder
+from baton.engine.events import RequestEventKind
+from baton.engine.plan import RunResult
+from baton.engine.scheduler.config import LoadFailurePolicy
+from baton.engine.scheduler.request import Request, RequestStatus
+from baton.engine.scheduler.state import SchedulerState
+from baton.kv_transfer.external_kv import ExternalReports
+from baton.kv_transfer.types import NO_REPORTS, KvReports, Landed, Lost
 
 
 class OutputProcessor:

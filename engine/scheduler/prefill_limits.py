@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.scheduler.config import SchedulerConfig
-from engine.scheduler.request import Request
+from baton.engine.scheduler.config import SchedulerConfig
+from baton.engine.scheduler.request import Request
 
 # Short prompts arrive in groups. After one, chunks stay within the threshold for this many steps,
 # so that the next one waits for a small step at most.

@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from engine.kv_cache.external_prefix import SNAPSHOT, ExternalPrefix
-from engine.kv_cache.manager import KvCache
-from engine.scheduler.config import PullConfig
-from engine.scheduler.kv_handoffs import HandoffManager
-from engine.scheduler.pull_times import PullTimes
-from engine.scheduler.request import Request
-from kv_transfer.types import BlockId, HandoffId, KvReports, Peer, Receive
+from baton.core.ids import BlockId, HandoffId, Peer
+from baton.engine.kv_cache.external_prefix import SNAPSHOT, ExternalPrefix
+from baton.engine.kv_cache.manager import KvCache
+from baton.engine.scheduler.config import PullConfig
+from baton.engine.scheduler.kv_handoffs import HandoffManager
+from baton.engine.scheduler.pull_times import PullTimes
+from baton.engine.scheduler.request import Request
+from baton.kv_transfer.types import KvReports, Receive
 
 MAX_PULLING_SHARE = 0.5  # of all blocks, for several pulls together
 LEAST_BLOCKS = 8  # for pulls, however small the pool is

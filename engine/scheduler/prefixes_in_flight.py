@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.kv_cache.block_hashes import BlockHash
-from engine.request import RequestId
-from engine.scheduler.request import Request
-from kv_transfer.types import NodeId
+from baton.core.ids import NodeId, RequestId
+from baton.engine.kv_cache.block_hashes import BlockHash
+from baton.engine.scheduler.request import Request
 
 # Minimum share of common blocks among those that either request lacks, so that no request waits
 # for a long hand-off because of a few blocks at its beginning.

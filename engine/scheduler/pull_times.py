@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kv_transfer.types import NodeId
+from baton.core.ids import NodeId
 
 LATENCY_S = 0.02  # of a pull of any size
 BYTE_S = 1e-9  # until it is known: a GB per second

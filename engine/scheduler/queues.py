@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
 
-from engine.kv_cache.block_hashes import BlockHash
-from engine.request import RequestId
-from engine.scheduler.request import Request
-from kv_transfer.external_kv import LoadId
-from kv_transfer.types import HandoffId
+from baton.core.ids import HandoffId, RequestId
+from baton.engine.kv_cache.block_hashes import BlockHash
+from baton.engine.scheduler.request import Request
+from baton.kv_transfer.external_kv import LoadId
 
 Key = tuple[float, ...]
 # What a waiting request follows: the hand-off of another request, a load or a pull.

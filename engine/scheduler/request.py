@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from enum import Enum
 
-from engine.errors import OutOfOrder
-from engine.kv_cache.block_hashes import BlockHash
-from engine.kv_cache.recurrent_state import RecurrentState
-from engine.request import EngineRequest, ReceiveKv, RequestId, RequestStats
-from engine.sampling import SamplingParams
-from engine.structured_output.grammar import Grammar
-from kv_transfer.types import BlockId, existing_blocks
+from baton.core.ids import BlockId, RequestId, existing_blocks
+from baton.core.output import RequestStats
+from baton.core.request import EngineRequest, ReceiveKv
+from baton.core.sampling import SamplingParams
+from baton.engine.errors import OutOfOrder
+from baton.engine.kv_cache.block_hashes import BlockHash
+from baton.engine.kv_cache.recurrent_state import RecurrentState
+from baton.engine.structured_output.grammar import Grammar
 
 # (priority, arrival time, serial number): lower is scheduled earlier. FCFS sets priority to zero.
 Rank = tuple[int, float, int]

@@ -6,11 +6,11 @@ calendar lists the step in which each needs its next block.
 
 from __future__ import annotations
 
-from engine.plan import BlockTables, Plan, PlanRow, StateSnapshot
-from engine.request import RequestId
-from engine.scheduler.request import NOT_DUE, Request
-from kv_transfer.external_kv import NO_ORDERS, ExternalOrders
-from kv_transfer.types import KvOrders
+from baton.core.ids import RequestId
+from baton.engine.plan import BlockTables, Plan, PlanRow, StateSnapshot
+from baton.engine.scheduler.request import NOT_DUE, Request
+from baton.kv_transfer.external_kv import NO_ORDERS, ExternalOrders
+from baton.kv_transfer.types import KvOrders
 
 
 class Batch:

@@ -8,29 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from engine.errors import OutOfOrder
-from engine.events import KvEvent, RequestEvent, SchedulerStats
-from engine.kv_cache.group_stats import GroupStats
-from engine.plan import Plan, PlanRow, RunResult
-from engine.request import (
-    EngineRequest,
-    Failure,
-    FailureCause,
-    FinishReason,
-    Output,
-    RequestId,
-)
-from engine.scheduler.config import CacheConfig, PullConfig, SchedulerConfig
-from engine.scheduler.output_processing import OutputProcessor
-from engine.scheduler.request import Request
-from engine.scheduler.running_batch import make_row
-from engine.scheduler.scheduling import StepPlanner
-from engine.scheduler.state import SchedulerState
-from engine.scheduler.validation import validate_request
-from engine.structured_output.grammar import Grammar
-from errors import InvalidConfig
-from kv_transfer.external_kv import KV, NO_EXTERNAL_REPORTS, ExternalKv, ExternalReports
-from kv_transfer.types import NO_REPORTS, HandoffId, KvReports
+from baton.core.errors import InvalidConfig
+from baton.core.ids import HandoffId, RequestId
+from baton.core.output import Failure, FailureCause, FinishReason, Output
+from baton.core.request import EngineRequest
+from baton.engine.errors import OutOfOrder
+from baton.engine.events import KvEvent, RequestEvent, SchedulerStats
+from baton.engine.kv_cache.group_stats import GroupStats
+from baton.engine.plan import Plan, PlanRow, RunResult
+from baton.engine.scheduler.config import CacheConfig, PullConfig, SchedulerConfig
+from baton.engine.scheduler.output_processing import OutputProcessor
+from baton.engine.scheduler.request import Request
+from baton.engine.scheduler.running_batch import make_row
+from baton.engine.scheduler.scheduling import StepPlanner
+from baton.engine.scheduler.state import SchedulerState
+from baton.engine.scheduler.validation import validate_request
+from baton.engine.structured_output.grammar import Grammar
+from baton.kv_transfer.external_kv import KV, NO_EXTERNAL_REPORTS, ExternalKv, ExternalReports
+from baton.kv_transfer.types import NO_REPORTS, KvReports
 
 
 class Scheduler:

@@ -11,17 +11,17 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-from engine.events import RequestEventKind
-from engine.kv_cache.block_hashes import BlockHash
-from engine.kv_cache.prefix_search import PrefixHit
-from engine.plan import BlockTables, Plan
-from engine.request import ReceiveKv
-from engine.scheduler.prefill_limits import PrefillLimits
-from engine.scheduler.queues import LeaderId
-from engine.scheduler.request import Request, RequestStatus
-from engine.scheduler.state import SchedulerState
-from engine.scheduler.step_pace import LEAST_TOKENS, StepPace
-from engine.scheduler.urgency import preempt_for
+from baton.core.request import ReceiveKv
+from baton.engine.events import RequestEventKind
+from baton.engine.kv_cache.block_hashes import BlockHash
+from baton.engine.kv_cache.prefix_search import PrefixHit
+from baton.engine.plan import BlockTables, Plan
+from baton.engine.scheduler.prefill_limits import PrefillLimits
+from baton.engine.scheduler.queues import LeaderId
+from baton.engine.scheduler.request import Request, RequestStatus
+from baton.engine.scheduler.state import SchedulerState
+from baton.engine.scheduler.step_pace import LEAST_TOKENS, StepPace
+from baton.engine.scheduler.urgency import preempt_for
 
 # Prompt tokens of a step's requests that are only looked up: prefetches, and those that wait for a
 # load. A look-up takes about 0.1 us a token, so that a flood of them would delay decoding.

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from engine.errors import BlocksUnaccounted
-from engine.events import RequestEvent, RequestEventKind, SchedulerStats
-from engine.kv_cache.manager import KvCache
-from engine.kv_cache.prefix_search import PrefixHit
-from engine.request import EngineRequest, FinishReason, Output, RequestId
-from engine.scheduler.config import CacheConfig, PullConfig, SchedulerConfig, SchedulingPolicy
-from engine.scheduler.external_transfers import ExternalTransfers
-from engine.scheduler.given_pulls import GivenPulls
-from engine.scheduler.kv_handoffs import HandoffManager
-from engine.scheduler.prefix_pulls import PrefixPulls
-from engine.scheduler.prefixes_in_flight import PrefixesInFlight
-from engine.scheduler.queues import RankedQueue, WaitingQueue
-from engine.scheduler.request import Rank, Request, RequestStatus
-from engine.scheduler.running_batch import Batch
-from engine.scheduler.state_snapshots import StateSnapshots
-from engine.scheduler.validation import max_num_tokens
-from engine.structured_output.grammar import Grammar
-from errors import InvalidRequest
-from kv_transfer.external_kv import ExternalKv, LoadId
-from kv_transfer.types import BlockId, HandoffId
+from baton.core.errors import InvalidRequest
+from baton.core.ids import BlockId, HandoffId, RequestId
+from baton.core.output import FinishReason, Output
+from baton.core.request import EngineRequest
+from baton.engine.errors import BlocksUnaccounted
+from baton.engine.events import RequestEvent, RequestEventKind, SchedulerStats
+from baton.engine.kv_cache.manager import KvCache
+from baton.engine.kv_cache.prefix_search import PrefixHit
+from baton.engine.scheduler.config import CacheConfig, PullConfig, SchedulerConfig, SchedulingPolicy
+from baton.engine.scheduler.external_transfers import ExternalTransfers
+from baton.engine.scheduler.given_pulls import GivenPulls
+from baton.engine.scheduler.kv_handoffs import HandoffManager
+from baton.engine.scheduler.prefix_pulls import PrefixPulls
+from baton.engine.scheduler.prefixes_in_flight import PrefixesInFlight
+from baton.engine.scheduler.queues import RankedQueue, WaitingQueue
+from baton.engine.scheduler.request import Rank, Request, RequestStatus
+from baton.engine.scheduler.running_batch import Batch
+from baton.engine.scheduler.state_snapshots import StateSnapshots
+from baton.engine.scheduler.validation import max_num_tokens
+from baton.engine.structured_output.grammar import Grammar
+from baton.kv_transfer.external_kv import ExternalKv, LoadId
 
 
 class SchedulerState:

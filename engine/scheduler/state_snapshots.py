@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from engine.kv_cache.manager import KvCache
-from engine.kv_cache.recurrent_state import RecurrentState
-from engine.plan import StateSnapshot
-from engine.request import RequestId
-from engine.scheduler.request import Request
-from kv_transfer.types import BlockId
+from baton.core.ids import BlockId, RequestId
+from baton.engine.kv_cache.manager import KvCache
+from baton.engine.kv_cache.recurrent_state import RecurrentState
+from baton.engine.plan import StateSnapshot
+from baton.engine.scheduler.request import Request
 
 
 class _TrackedState(NamedTuple):

@@ -8,9 +8,9 @@ the prefix cache until evicted.
 
 from __future__ import annotations
 
-from engine.scheduler.config import SchedulingPolicy
-from engine.scheduler.request import Request
-from engine.scheduler.state import SchedulerState
+from baton.engine.scheduler.config import SchedulingPolicy
+from baton.engine.scheduler.request import Request
+from baton.engine.scheduler.state import SchedulerState
 
 
 def preempt_for(state: SchedulerState, head: Request, max_hit_tokens: int) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 
-from engine.kv_cache.block_hashes import MAX_TOKEN_ID
-from engine.request import EngineRequest
-from engine.scheduler.config import CacheConfig, SchedulerConfig
-from engine.structured_output.params import FIELD
-from errors import ContextLengthExceeded, InvalidRequest
+from baton.core.errors import ContextLengthExceeded, InvalidRequest
+from baton.core.request import EngineRequest
+from baton.core.structured_outputs import FIELD
+from baton.engine.kv_cache.block_hashes import MAX_TOKEN_ID
+from baton.engine.scheduler.config import CacheConfig, SchedulerConfig
 
 
 def validate_request(spec: EngineRequest, config: SchedulerConfig, cache: CacheConfig) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from errors import InvalidConfig
+from baton.core.errors import InvalidConfig
 
 MAX_PROPOSED_TOKENS = 32
 

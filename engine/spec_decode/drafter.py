@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from engine.request import RequestId
-from engine.spec_decode.config import Speculation
-from engine.spec_decode.ngram_index import NgramIndex
+from baton.core.ids import RequestId
+from baton.engine.spec_decode.config import Speculation
+from baton.engine.spec_decode.ngram_index import NgramIndex
 
 # A long prompt is indexed over several steps, since indexing it at once would delay all rows.
 MAX_TOKENS_INDEXED_PER_STEP = 4096

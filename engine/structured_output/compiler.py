@@ -10,8 +10,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Generic, Protocol, TypeVar
 
-from engine.structured_output.params import FIELD, StructuredOutputs
-from errors import InvalidRequest
+from baton.core.errors import InvalidRequest
+from baton.core.structured_outputs import FIELD, StructuredOutputs
 
 NUM_THREADS = 2
 MOST_REMEMBERED = 64

@@ -19,14 +19,14 @@ import llguidance
 import numpy as np
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from engine.model_folder import read_model_text
-from engine.structured_output.compiler_errors import PANIC, TOO_DEEP, reason_of
-from engine.structured_output.grammar import Bits
-from engine.structured_output.params import FIELD, StructuredOutputs
-from engine.structured_output.schema_cost import embedded_schemas, expense_reason
-from engine.structured_output.schema_ends import check_grammar_ends, check_schema_ends
-from engine.structured_output.schema_rewrite import prepare_schema
-from errors import InvalidRequest, ModelError
+from baton.core.errors import InvalidRequest, ModelError
+from baton.core.structured_outputs import FIELD, StructuredOutputs
+from baton.engine.model_folder import read_model_text
+from baton.engine.structured_output.compiler_errors import PANIC, TOO_DEEP, reason_of
+from baton.engine.structured_output.grammar import Bits
+from baton.engine.structured_output.schema_cost import embedded_schemas, expense_reason
+from baton.engine.structured_output.schema_ends import check_grammar_ends, check_schema_ends
+from baton.engine.structured_output.schema_rewrite import prepare_schema
 
 ANY_OBJECT = '{"type": "object"}'
 # A space, or a newline with indentation, which suffices for any JSON style. With more allowed, a

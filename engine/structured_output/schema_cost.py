@@ -8,7 +8,7 @@ from decimal import Decimal
 from math import lcm
 from typing import Any
 
-from engine.structured_output.params import MAX_CHARACTERS
+from baton.core.structured_outputs import MAX_CHARACTERS
 
 MAX_PATTERN_CHARACTERS = MAX_CHARACTERS["regex"]
 MAX_REMAINDERS = 10_000

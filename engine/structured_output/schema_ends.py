@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
-from engine.structured_output.params import FIELD
-from errors import InvalidRequest
+from baton.core.errors import InvalidRequest
+from baton.core.structured_outputs import FIELD
 
 Schema = Mapping[str, Any]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.structured_output.disjoint_schemas import Disjointness
-from engine.structured_output.subschemas import rewrite_subschemas
+from baton.engine.structured_output.disjoint_schemas import Disjointness
+from baton.engine.structured_output.subschemas import rewrite_subschemas
 
 KNOWN_FORMATS = frozenset(
     {

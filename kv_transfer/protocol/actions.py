@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kv_transfer.link import LinkId
-from kv_transfer.protocol.conversion import StagedBlocks
-from kv_transfer.protocol.messages import LinkMessage
-from kv_transfer.transports.base import Write
-from kv_transfer.types import BlockId, Complete, HandoffId
+from baton.core.ids import BlockId, HandoffId
+from baton.kv_transfer.link import LinkId
+from baton.kv_transfer.protocol.conversion import StagedBlocks
+from baton.kv_transfer.protocol.messages import LinkMessage
+from baton.kv_transfer.transports.base import Write
+from baton.kv_transfer.types import Complete
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kv_transfer.protocol.messages import MAX_REGION_BLOCKS, Fingerprint, Hello, Region
-from kv_transfer.types import BlockId, Receive
+from baton.core.ids import BlockId
+from baton.kv_transfer.protocol.messages import MAX_REGION_BLOCKS, Fingerprint, Hello, Region
+from baton.kv_transfer.types import Receive
 
 INT8 = "int8/"  # before the dtype of the model
 INT8_SCALE_BYTES = 2

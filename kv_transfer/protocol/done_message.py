@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 from typing import Any, TypeVar
 
-from kv_transfer.errors import PeerUnreachable
-from kv_transfer.protocol.messages import Done
-from kv_transfer.types import FirstToken, HandoffId, TokenLogprobs
+from baton.core.ids import HandoffId
+from baton.core.logprobs import FirstToken, TokenLogprobs
+from baton.kv_transfer.errors import PeerUnreachable
+from baton.kv_transfer.protocol.messages import Done
 
 T = TypeVar("T")
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from kv_transfer.link import LinkId
-from kv_transfer.protocol.conversion import StagedBlocks
-from kv_transfer.protocol.messages import Done
-from kv_transfer.types import BlockId, Receive
+from baton.core.ids import BlockId
+from baton.kv_transfer.link import LinkId
+from baton.kv_transfer.protocol.conversion import StagedBlocks
+from baton.kv_transfer.protocol.messages import Done
+from baton.kv_transfer.types import Receive
 
 
 class IncomingState(Enum):

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kv_transfer.protocol.messages import Region
-from kv_transfer.transports.base import LayerRange
-from kv_transfer.types import BlockId
+from baton.core.ids import BlockId
+from baton.kv_transfer.protocol.messages import Region
+from baton.kv_transfer.transports.base import LayerRange
 
 
 @dataclass(frozen=True, slots=True)

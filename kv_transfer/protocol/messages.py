@@ -11,8 +11,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from kv_transfer.errors import InvalidMessage
-from kv_transfer.types import BlockId, FirstToken, HandoffId, Incarnation, NodeId
+from baton.core.ids import BlockId, HandoffId, Incarnation, NodeId
+from baton.core.logprobs import FirstToken
+from baton.kv_transfer.errors import InvalidMessage
 
 WIRE_VERSION = 4
 # A transport allocates descriptors in proportion to the number of blocks of the peer.

@@ -6,9 +6,10 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kv_transfer.link import LinkId
-from kv_transfer.protocol.messages import Grant, Writing
-from kv_transfer.types import BlockId, Complete, HandoffId, Send, SendLayers
+from baton.core.ids import BlockId, HandoffId
+from baton.kv_transfer.link import LinkId
+from baton.kv_transfer.protocol.messages import Grant, Writing
+from baton.kv_transfer.types import Complete, Send, SendLayers
 
 
 class OutgoingState(Enum):

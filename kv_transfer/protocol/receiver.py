@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kv_transfer.config import ReceiverConfig
-from kv_transfer.link import LinkId
-from kv_transfer.protocol.actions import (
+from baton.core.ids import HandoffId
+from baton.kv_transfer.config import ReceiverConfig
+from baton.kv_transfer.link import LinkId
+from baton.kv_transfer.protocol.actions import (
     BreakLink,
     CancelWrites,
     CheckDigest,
@@ -29,9 +30,9 @@ from kv_transfer.protocol.actions import (
     ReceiverAction,
     SendMessage,
 )
-from kv_transfer.protocol.conversion import Conversion
-from kv_transfer.protocol.incoming import IncomingHandoff, IncomingState
-from kv_transfer.protocol.messages import (
+from baton.kv_transfer.protocol.conversion import Conversion
+from baton.kv_transfer.protocol.incoming import IncomingHandoff, IncomingState
+from baton.kv_transfer.protocol.messages import (
     Done,
     Failed,
     Grant,
@@ -42,9 +43,9 @@ from kv_transfer.protocol.messages import (
     RevokeGrant,
     Writing,
 )
-from kv_transfer.protocol.sender_link import SenderLink
-from kv_transfer.protocol.staging_area import StagingArea
-from kv_transfer.types import HandoffId, KvReports, Landed, Lost, Proved, Receive
+from baton.kv_transfer.protocol.sender_link import SenderLink
+from baton.kv_transfer.protocol.staging_area import StagingArea
+from baton.kv_transfer.types import KvReports, Landed, Lost, Proved, Receive
 
 
 class Receiver:

@@ -20,9 +20,10 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kv_transfer.config import SenderConfig
-from kv_transfer.link import LinkId
-from kv_transfer.protocol.actions import (
+from baton.core.ids import HandoffId
+from baton.kv_transfer.config import SenderConfig
+from baton.kv_transfer.link import LinkId
+from baton.kv_transfer.protocol.actions import (
     BreakLink,
     DigestBlocks,
     PostWrite,
@@ -30,7 +31,7 @@ from kv_transfer.protocol.actions import (
     SenderAction,
     SendMessage,
 )
-from kv_transfer.protocol.messages import (
+from baton.kv_transfer.protocol.messages import (
     Failed,
     Grant,
     LinkMessage,
@@ -38,10 +39,10 @@ from kv_transfer.protocol.messages import (
     Revoked,
     RevokeGrant,
 )
-from kv_transfer.protocol.outgoing import OutgoingHandoff, OutgoingState, WriteInFlight
-from kv_transfer.protocol.write_splitter import WritePart, WriteSplitter
-from kv_transfer.transports.base import Write
-from kv_transfer.types import Complete, HandoffId, Requested, Send, SendLayers, Withdraw
+from baton.kv_transfer.protocol.outgoing import OutgoingHandoff, OutgoingState, WriteInFlight
+from baton.kv_transfer.protocol.write_splitter import WritePart, WriteSplitter
+from baton.kv_transfer.transports.base import Write
+from baton.kv_transfer.types import Complete, Requested, Send, SendLayers, Withdraw
 
 
 @dataclass(slots=True)

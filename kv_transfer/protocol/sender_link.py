@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kv_transfer.config import ReceiverConfig
-from kv_transfer.protocol.conversion import Conversion
-from kv_transfer.protocol.incoming import IncomingHandoff, IncomingState
-from kv_transfer.protocol.messages import Renew
-from kv_transfer.types import HandoffId
+from baton.core.ids import HandoffId
+from baton.kv_transfer.config import ReceiverConfig
+from baton.kv_transfer.protocol.conversion import Conversion
+from baton.kv_transfer.protocol.incoming import IncomingHandoff, IncomingState
+from baton.kv_transfer.protocol.messages import Renew
 
 
 @dataclass(slots=True)

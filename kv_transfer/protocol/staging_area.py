@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kv_transfer.protocol.conversion import Conversion, StagedBlocks
-from kv_transfer.protocol.messages import Region
-from kv_transfer.types import BlockId, HandoffId, Receive
+from baton.core.ids import BlockId, HandoffId
+from baton.kv_transfer.protocol.conversion import Conversion, StagedBlocks
+from baton.kv_transfer.protocol.messages import Region
+from baton.kv_transfer.types import Receive
 
 ConvertBlocks = Callable[[StagedBlocks], None]
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kv_transfer.protocol.memory_runs import layer_bytes_range
-from kv_transfer.protocol.messages import Grant
-from kv_transfer.protocol.outgoing import OutgoingHandoff, Sliced
-from kv_transfer.transports.base import LayerRange
-from kv_transfer.types import BlockId
+from baton.core.ids import BlockId
+from baton.kv_transfer.protocol.memory_runs import layer_bytes_range
+from baton.kv_transfer.protocol.messages import Grant
+from baton.kv_transfer.protocol.outgoing import OutgoingHandoff, Sliced
+from baton.kv_transfer.transports.base import LayerRange
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,13 +18,15 @@ from queue import Empty, PriorityQueue
 from threading import Event, Lock, Thread
 from typing import TypeVar
 
-from kv_transfer.external_kv import BlockHints, BlockName, Load
-from kv_transfer.tiers.block_memory import BlockMemory, copy_block
-from kv_transfer.tiers.block_store import BackingConfig, BlockStore
-from kv_transfer.tiers.copy_pace import CopyPace, Work
-from kv_transfer.tiers.counters import TierCounters, TierStatus
-from kv_transfer.tiers.host_tier import HostBlock, HostTier
-from kv_transfer.tiers.load_times import LoadTimes
+from baton.core.ids import BlockName
+from baton.core.kv_hints import BlockHints
+from baton.kv_transfer.external_kv import Load
+from baton.kv_transfer.tiers.block_memory import BlockMemory, copy_block
+from baton.kv_transfer.tiers.block_store import BackingConfig, BlockStore
+from baton.kv_transfer.tiers.copy_pace import CopyPace, Work
+from baton.kv_transfer.tiers.counters import TierCounters, TierStatus
+from baton.kv_transfer.tiers.host_tier import HostBlock, HostTier
+from baton.kv_transfer.tiers.load_times import LoadTimes
 
 logger = logging.getLogger(__name__)
 

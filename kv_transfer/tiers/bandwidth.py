@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from itertools import count
 from threading import Event
 
-from kv_transfer.external_kv import HOST, ExternalOrders, Load, LoadId, Store, StoreId
-from kv_transfer.tiers.block_memory import BlockMemory, CopyBlocks, copy_block
-from kv_transfer.tiers.block_store import BlockStore
-from kv_transfer.tiers.host_tier import HostTier
-from kv_transfer.tiers.tiered_kv import TieredKv
-from kv_transfer.types import BlockId
+from baton.core.ids import BlockId
+from baton.kv_transfer.external_kv import HOST, ExternalOrders, Load, LoadId, Store, StoreId
+from baton.kv_transfer.tiers.block_memory import BlockMemory, CopyBlocks, copy_block
+from baton.kv_transfer.tiers.block_store import BlockStore
+from baton.kv_transfer.tiers.host_tier import HostTier
+from baton.kv_transfer.tiers.tiered_kv import TieredKv
 
 Clock = Callable[[], float]
 WAIT_S = 60.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from struct import Struct
 
-from kv_transfer.external_kv import BlockName
-from kv_transfer.tiers.block_memory import DIGEST_BYTES
+from baton.core.ids import BlockName
+from baton.kv_transfer.tiers.block_memory import DIGEST_BYTES
 
 _HEADER = Struct(f"<8sQ{DIGEST_BYTES}s32s")  # magic, bytes of the block, their digest, the name
 _MAGIC = b"BATONKV1"

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Protocol
 
-from kv_transfer.external_kv import NO_HINTS, SHARED, BlockHints, BlockName, Tenant
-from kv_transfer.tiers.block_memory import BlockMemory
-from kv_transfer.tiers.eviction import EvictionOrder
+from baton.core.ids import BlockName
+from baton.core.kv_hints import NO_HINTS, SHARED, BlockHints, Tenant
+from baton.kv_transfer.tiers.block_memory import BlockMemory
+from baton.kv_transfer.tiers.eviction import EvictionOrder
 
 _NAMESPACE_BYTES = 16
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from threading import Condition
 
-from kv_transfer.tiers.block_memory import BlockMemory, CopyBlocks
+from baton.kv_transfer.tiers.block_memory import BlockMemory, CopyBlocks
 
 MAX_SHARE = 0.05  # of the time of one core, for each kind of work
 # Sizes of a copy, at least a block: a fraction of a millisecond, and a few of them at full speed.

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
-from kv_transfer.external_kv import NO_HINTS, SHARED, BlockHints, BlockName, Tenant
+from baton.core.ids import BlockName
+from baton.core.kv_hints import NO_HINTS, SHARED, BlockHints, Tenant
 
 DEFAULT_PRIORITY = 35
 RELEASED = -1  # below all priorities

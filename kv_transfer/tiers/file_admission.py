@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from enum import Enum
 
-from errors import InvalidConfig
-from kv_transfer.external_kv import NO_HINTS, BlockHints, BlockName
+from baton.core.errors import InvalidConfig
+from baton.core.ids import BlockName
+from baton.core.kv_hints import NO_HINTS, BlockHints
 
 MAX_NAMES = 1 << 17  # of blocks that were used once; the oldest ones are forgotten
 

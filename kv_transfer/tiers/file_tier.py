@@ -19,16 +19,17 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from errors import InvalidConfig
-from kv_transfer.external_kv import NO_HINTS, SHARED, BlockHints, BlockName, Tenant
-from kv_transfer.tiers.block_header import HEADER_BYTES, digest_in_header, pack_header
-from kv_transfer.tiers.block_memory import BlockMemory
-from kv_transfer.tiers.block_store import block_of, namespace_of, stem_of
-from kv_transfer.tiers.eviction import EvictionOrder
-from kv_transfer.tiers.folder_owner import check_blocks_owner, check_folder_owner
-from kv_transfer.tiers.journal_files import JournalFiles
-from kv_transfer.tiers.journal_objects import REMOVED, WRITTEN
-from kv_transfer.tiers.other_namespaces import (
+from baton.core.errors import InvalidConfig
+from baton.core.ids import BlockName
+from baton.core.kv_hints import NO_HINTS, SHARED, BlockHints, Tenant
+from baton.kv_transfer.tiers.block_header import HEADER_BYTES, digest_in_header, pack_header
+from baton.kv_transfer.tiers.block_memory import BlockMemory
+from baton.kv_transfer.tiers.block_store import block_of, namespace_of, stem_of
+from baton.kv_transfer.tiers.eviction import EvictionOrder
+from baton.kv_transfer.tiers.folder_owner import check_blocks_owner, check_folder_owner
+from baton.kv_transfer.tiers.journal_files import JournalFiles
+from baton.kv_transfer.tiers.journal_objects import REMOVED, WRITTEN
+from baton.kv_transfer.tiers.other_namespaces import (
     JOURNALS,
     PART_SUFFIX,
     PREFIX_CHARS,

@@ -6,7 +6,7 @@ import os
 import stat
 from pathlib import Path
 
-from errors import InvalidConfig
+from baton.core.errors import InvalidConfig
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 

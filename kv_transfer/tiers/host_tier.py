@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 
-from kv_transfer.external_kv import NO_HINTS, SHARED, BlockHints, BlockName, HeldChanges, Tenant
-from kv_transfer.tiers.block_memory import BlockMemory
-from kv_transfer.tiers.eviction import EvictionOrder
+from baton.core.ids import BlockName
+from baton.core.kv_hints import NO_HINTS, SHARED, BlockHints, Tenant
+from baton.kv_transfer.external_kv import HeldChanges
+from baton.kv_transfer.tiers.block_memory import BlockMemory
+from baton.kv_transfer.tiers.eviction import EvictionOrder
 
 
 @dataclass(slots=True)

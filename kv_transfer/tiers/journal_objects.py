@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from threading import Lock
 
-from kv_transfer.tiers.objects import ObjectInfo, Objects
+from baton.kv_transfer.tiers.objects import ObjectInfo, Objects
 
 WRITTEN, REMOVED, CLEARED = "+", "-", "*"
 MAX_CHANGES = 4096

@@ -17,14 +17,15 @@ from threading import Lock
 import numpy as np
 from xxhash import xxh3_128_digest
 
-from errors import InvalidConfig
-from kv_transfer.external_kv import NO_HINTS, SHARED, BlockHints, BlockName, Tenant
-from kv_transfer.tiers.block_header import HEADER_BYTES, digest_in_header, pack_header
-from kv_transfer.tiers.block_memory import BlockMemory
-from kv_transfer.tiers.block_store import block_of, namespace_of, stem_of
-from kv_transfer.tiers.eviction import EvictionOrder
-from kv_transfer.tiers.journal_objects import CLEARED, REMOVED, WRITTEN, JournalObjects
-from kv_transfer.tiers.objects import ObjectInfo, Objects
+from baton.core.errors import InvalidConfig
+from baton.core.ids import BlockName
+from baton.core.kv_hints import NO_HINTS, SHARED, BlockHints, Tenant
+from baton.kv_transfer.tiers.block_header import HEADER_BYTES, digest_in_header, pack_header
+from baton.kv_transfer.tiers.block_memory import BlockMemory
+from baton.kv_transfer.tiers.block_store import block_of, namespace_of, stem_of
+from baton.kv_transfer.tiers.eviction import EvictionOrder
+from baton.kv_transfer.tiers.journal_objects import CLEARED, REMOVED, WRITTEN, JournalObjects
+from baton.kv_transfer.tiers.objects import ObjectInfo, Objects
 
 DELETE_OBJECTS = 1000  # at a time
 

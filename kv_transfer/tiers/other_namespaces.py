@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from kv_transfer.tiers.block_store import block_of
-from kv_transfer.tiers.journal_files import JOURNAL, JOURNAL_AGE_S, is_in_use
+from baton.kv_transfer.tiers.block_store import block_of
+from baton.kv_transfer.tiers.journal_files import JOURNAL, JOURNAL_AGE_S, is_in_use
 
 SUFFIX = ".kv"  # of a block's file
 PART_SUFFIX = ".part"  # of one that is being written

@@ -9,8 +9,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
-from errors import InvalidConfig
-from kv_transfer.tiers.objects import ObjectInfo
+from baton.core.errors import InvalidConfig
+from baton.kv_transfer.tiers.objects import ObjectInfo
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig, S3Store

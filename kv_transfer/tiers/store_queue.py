@@ -6,8 +6,9 @@ from collections import OrderedDict, deque
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from kv_transfer.external_kv import NO_HINTS, BlockHints, BlockName, Store, Tenant
-from kv_transfer.types import BlockId
+from baton.core.ids import BlockId, BlockName
+from baton.core.kv_hints import NO_HINTS, BlockHints, Tenant
+from baton.kv_transfer.external_kv import Store
 
 
 @dataclass(slots=True)

@@ -17,29 +17,28 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
 
-from kv_transfer.external_kv import (
+from baton.core.ids import BlockName
+from baton.core.kv_hints import BlockHints, Tenant
+from baton.kv_transfer.external_kv import (
     FILE,
     HOST,
     OBJECT,
-    BlockHints,
-    BlockName,
     ExternalOrders,
     ExternalReports,
     HeldChanges,
     Loaded,
     StoreId,
-    Tenant,
     Use,
 )
-from kv_transfer.tiers.backing_tier import BackingTier, Generation, Job, PendingLoad
-from kv_transfer.tiers.block_memory import BlockMemory, CopyBlocks, copy_blocks
-from kv_transfer.tiers.block_store import BackingConfig, BlockStore
-from kv_transfer.tiers.copy_pace import CopyPace, Work
-from kv_transfer.tiers.counters import TierCounters, TierStatus
-from kv_transfer.tiers.file_admission import FileAdmission
-from kv_transfer.tiers.host_tier import HostBlock, HostTier
-from kv_transfer.tiers.load_times import LoadTimes
-from kv_transfer.tiers.store_queue import StoreQueue, Storing, StoringBlock
+from baton.kv_transfer.tiers.backing_tier import BackingTier, Generation, Job, PendingLoad
+from baton.kv_transfer.tiers.block_memory import BlockMemory, CopyBlocks, copy_blocks
+from baton.kv_transfer.tiers.block_store import BackingConfig, BlockStore
+from baton.kv_transfer.tiers.copy_pace import CopyPace, Work
+from baton.kv_transfer.tiers.counters import TierCounters, TierStatus
+from baton.kv_transfer.tiers.file_admission import FileAdmission
+from baton.kv_transfer.tiers.host_tier import HostBlock, HostTier
+from baton.kv_transfer.tiers.load_times import LoadTimes
+from baton.kv_transfer.tiers.store_queue import StoreQueue, Storing, StoringBlock
 
 logger = logging.getLogger(__name__)
 

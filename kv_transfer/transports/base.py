@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from kv_transfer.protocol.messages import Region
-from kv_transfer.types import BlockId
+from baton.core.ids import BlockId
+from baton.kv_transfer.protocol.messages import Region
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from errors import InvalidConfig
-from kv_transfer.errors import PeerUnreachable, TransportMissing
-from kv_transfer.process_identity import ProcessIdentity, current_process_mark
-from kv_transfer.protocol.messages import Region
-from kv_transfer.transports.base import (
+from baton.core.errors import InvalidConfig
+from baton.core.ids import BlockId
+from baton.kv_transfer.errors import PeerUnreachable, TransportMissing
+from baton.kv_transfer.process_identity import ProcessIdentity, current_process_mark
+from baton.kv_transfer.protocol.messages import Region
+from baton.kv_transfer.transports.base import (
     Arrived,
     ChannelBroken,
     ChannelEvent,
@@ -29,7 +30,6 @@ from kv_transfer.transports.base import (
     WriteFailed,
     Written,
 )
-from kv_transfer.types import BlockId
 
 _TICKET_BYTES = 8
 _SEPARATOR = b"\0"

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.protocol.messages import Region
-from kv_transfer.transports.base import LayerRange
-from kv_transfer.types import BlockId
+from baton.core.ids import BlockId
+from baton.kv_transfer.protocol.messages import Region
+from baton.kv_transfer.transports.base import LayerRange
 
 SLOT_BYTES = 1 << 20
 _SLOTS_AT_ONCE = 8

@@ -12,15 +12,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from errors import InvalidConfig
-from kv_transfer.errors import PeerUnreachable
-from kv_transfer.protocol.messages import Region
-from kv_transfer.transports.base import ChannelEvent, Write
-from kv_transfer.transports.staging import BlockRows, Staging
-from kv_transfer.transports.ucxx_library import Ucxx
-from kv_transfer.transports.ucxx_receives import UcxxReceives
-from kv_transfer.transports.ucxx_sends import UcxxSends
-from kv_transfer.types import BlockId
+from baton.core.errors import InvalidConfig
+from baton.core.ids import BlockId
+from baton.kv_transfer.errors import PeerUnreachable
+from baton.kv_transfer.protocol.messages import Region
+from baton.kv_transfer.transports.base import ChannelEvent, Write
+from baton.kv_transfer.transports.staging import BlockRows, Staging
+from baton.kv_transfer.transports.ucxx_library import Ucxx
+from baton.kv_transfer.transports.ucxx_receives import UcxxReceives
+from baton.kv_transfer.transports.ucxx_sends import UcxxSends
 
 _RESOURCE = re.compile(r"resource\s+\d+\s*:.*--\s*(\S+)")
 # Excluded: protocols that send without D's request, or leave half a message if P disconnects.

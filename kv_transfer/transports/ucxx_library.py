@@ -7,9 +7,9 @@ import os
 from types import ModuleType
 from typing import Any
 
-from kv_transfer.errors import TransportMissing
-from kv_transfer.protocol.memory_runs import BlockRun
-from kv_transfer.transports.staging import Slot
+from baton.kv_transfer.errors import TransportMissing
+from baton.kv_transfer.protocol.memory_runs import BlockRun
+from baton.kv_transfer.transports.staging import Slot
 
 
 class Ucxx:

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from kv_transfer.protocol.memory_runs import BlockRun, layer_bytes_range, pair_spans, spans
-from kv_transfer.protocol.messages import Region
-from kv_transfer.transports.base import LayerRange, Write
-from kv_transfer.transports.staging import SLOT_BYTES
-from kv_transfer.types import BlockId
+from baton.core.ids import BlockId
+from baton.kv_transfer.protocol.memory_runs import BlockRun, layer_bytes_range, pair_spans, spans
+from baton.kv_transfer.protocol.messages import Region
+from baton.kv_transfer.transports.base import LayerRange, Write
+from baton.kv_transfer.transports.staging import SLOT_BYTES
 
 MAX_PARCEL_RUN_BYTES = 256 << 10  # average run size below which runs are packed into parcels
 MAX_RUN_BYTES = 1 << 20  # per message, unless a block is larger

@@ -15,24 +15,24 @@ from typing import Any
 
 import numpy as np
 
-from kv_transfer.protocol.messages import Region
-from kv_transfer.transports.base import (
+from baton.core.ids import BlockId
+from baton.kv_transfer.protocol.messages import Region
+from baton.kv_transfer.transports.base import (
     Arrived,
     BlocksLanded,
     CancelCompleted,
     ChannelBroken,
     ChannelEvent,
 )
-from kv_transfer.transports.staging import SLOT_BYTES, BlockRows, Slot, Staging
-from kv_transfer.transports.ucxx_library import Ucxx
-from kv_transfer.transports.ucxx_messages import (
+from baton.kv_transfer.transports.staging import SLOT_BYTES, BlockRows, Slot, Staging
+from baton.kv_transfer.transports.ucxx_library import Ucxx
+from baton.kv_transfer.transports.ucxx_messages import (
     HEADER_BYTES,
     InvalidParcel,
     Label,
     find_target,
     parse_parcel_header,
 )
-from kv_transfer.types import BlockId
 
 # Concurrent receives. Closing a channel must finish those that fetch by CMA, at 512 KiB per
 # progress call. All further messages wait on P.

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from kv_transfer.protocol.memory_runs import layer_bytes_range
-from kv_transfer.protocol.messages import Region
-from kv_transfer.transports.base import ChannelEvent, Write, WriteFailed, Written
-from kv_transfer.transports.staging import BlockRows, Slot, Staging
-from kv_transfer.transports.ucxx_library import Ucxx
-from kv_transfer.transports.ucxx_messages import (
+from baton.kv_transfer.protocol.memory_runs import layer_bytes_range
+from baton.kv_transfer.protocol.messages import Region
+from baton.kv_transfer.transports.base import ChannelEvent, Write, WriteFailed, Written
+from baton.kv_transfer.transports.staging import BlockRows, Slot, Staging
+from baton.kv_transfer.transports.ucxx_library import Ucxx
+from baton.kv_transfer.transports.ucxx_messages import (
     HEADER_BYTES,
     Label,
     MessageRun,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from errors import InvalidConfig
+from baton.core.errors import InvalidConfig
 
 TCP, IPC = "tcp://", "ipc://"
 WILDCARD = "*"  # as a host: the addresses that the node listens on

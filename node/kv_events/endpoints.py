@@ -8,8 +8,8 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from errors import InvalidConfig
-from node.kv_events.config import IPC, TCP, WILDCARD
+from baton.core.errors import InvalidConfig
+from baton.node.kv_events.config import IPC, TCP, WILDCARD
 
 # Connections that wait to be accepted.
 BACKLOG = 128

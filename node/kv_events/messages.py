@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from msgspec import Struct, msgpack
 
-from engine.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
-from engine.kv_cache.block_hashes import BlockHash
-from engine.kv_cache.groups import KvCacheSpec
+from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from baton.engine.kv_cache.block_hashes import BlockHash
+from baton.engine.kv_cache.groups import KvCacheSpec
 
 MEDIUM = "GPU"  # vLLM's name of the KV cache itself, also where that is on a CPU
 FIRST_GROUP = 0

@@ -20,14 +20,14 @@ from contextlib import ExitStack
 from threading import Thread
 from typing import NamedTuple
 
-from engine.events import AllBlocksCleared, KvEvent
-from node.kv_events.config import KvEventsConfig, is_bound
-from node.kv_events.endpoints import check_target, listen
-from node.kv_events.history import EventHistory, SentMessage
-from node.kv_events.messages import CacheFacts, encode_batch
-from node.kv_events.peers import PEER_ERRORS, PeerListener, ServePeer, dial
-from node.kv_events.replay_pace import ReplayPace
-from node.kv_events.zmtp import READ_PAUSE_S, SocketType, ZmtpPeer
+from baton.engine.events import AllBlocksCleared, KvEvent
+from baton.node.kv_events.config import KvEventsConfig, is_bound
+from baton.node.kv_events.endpoints import check_target, listen
+from baton.node.kv_events.history import EventHistory, SentMessage
+from baton.node.kv_events.messages import CacheFacts, encode_batch
+from baton.node.kv_events.peers import PEER_ERRORS, PeerListener, ServePeer, dial
+from baton.node.kv_events.replay_pace import ReplayPace
+from baton.node.kv_events.zmtp import READ_PAUSE_S, SocketType, ZmtpPeer
 
 log = logging.getLogger(__name__)
 

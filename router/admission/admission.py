@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from router.admission.admission_queue import AdmissionQueue, AdmissionQueueConfig
-from router.admission.forecasts import AnswerForecast, FirstTokenForecast
-from router.context import RequestContext
-from router.values import AnswerPart, CompletionSummary, GenerateCall
-from rpc.errors import TooLate
+from baton.router.admission.admission_queue import AdmissionQueue, AdmissionQueueConfig
+from baton.router.admission.forecasts import AnswerForecast, FirstTokenForecast
+from baton.router.context import RequestContext
+from baton.router.values import AnswerPart, CompletionSummary, GenerateCall
+from baton.rpc.errors import TooLate
 
 MARGIN = 1.25  # forecasts are inexact, and requests of a higher priority overtake
 

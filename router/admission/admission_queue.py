@@ -8,8 +8,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from errors import InvalidConfig
-from rpc.errors import QueueFull
+from baton.core.errors import InvalidConfig
+from baton.rpc.errors import QueueFull
 
 # Weight of the newest interval between two ends in the moving average.
 NEWEST_WEIGHT = 0.1

@@ -6,7 +6,7 @@ drop a node that is shutting down or unhealthy long before it is gone.
 
 from __future__ import annotations
 
-from router.discovery.sources import Member, NodeSource
+from baton.router.discovery.sources import Member, NodeSource
 
 
 class Membership:

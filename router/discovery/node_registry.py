@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from router.discovery.sources import Member
-from router.routing.node_table import Node, NodeTable
-from rpc.node_info import NodeCard, NodeLoad, NodeRole
+from baton.router.discovery.sources import Member
+from baton.router.routing.node_table import Node, NodeTable
+from baton.rpc.node_info import NodeCard, NodeLoad, NodeRole
 
 
 class NodeAvailability(Enum):

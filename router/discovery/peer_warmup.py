@@ -6,10 +6,10 @@ import asyncio
 import logging
 import random
 
-from router.dispatch.node_calls import GrpcNodeCalls
-from router.routing.node_table import Node, NodeTable
-from rpc.errors import ServiceError
-from rpc.node_info import NodeRole
+from baton.router.dispatch.node_calls import GrpcNodeCalls
+from baton.router.routing.node_table import Node, NodeTable
+from baton.rpc.errors import ServiceError
+from baton.rpc.node_info import NodeRole
 
 # A connection takes memory at both ends, so large clusters are not connected completely.
 MAX_PARTNERS = 16

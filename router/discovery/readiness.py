@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from router.routing.node_table import NodeTable
-from rpc.node_info import NodeRole
+from baton.router.routing.node_table import NodeTable
+from baton.rpc.node_info import NodeRole
 
 # Time after which a starting router without prefill nodes serves from decode nodes alone.
 PREFILL_PATIENCE_S = 60.0

@@ -11,8 +11,8 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from errors import InvalidConfig
-from router.discovery.sources import (
+from baton.core.errors import InvalidConfig
+from baton.router.discovery.sources import (
     DnsName,
     FixedNode,
     ListFile,
@@ -20,7 +20,7 @@ from router.discovery.sources import (
     join_address,
     parse_list,
 )
-from rpc.errors import ServiceError
+from baton.rpc.errors import ServiceError
 
 log = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from errors import InvalidConfig
-from rpc.node_info import NodeRole
-from rpc.router_address import HOST, MAX_PORT, is_port
+from baton.core.errors import InvalidConfig
+from baton.rpc.node_info import NodeRole
+from baton.rpc.router_address import HOST, MAX_PORT, is_port
 
 DNS, FILE = "dns:", "file:"
 ADDRESS_ADVICE = "write host:port, dns:///name:port or file:///path"

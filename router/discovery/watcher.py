@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from grpc import RpcError, StatusCode, aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from baton.router.discovery.membership import Membership
+from baton.router.discovery.peer_warmup import PeerWarmups
+from baton.router.discovery.resolver import Find, find_addresses, follow
+from baton.router.discovery.sources import Member, NodeSource
+from baton.router.dispatch.node_calls import GrpcNodeCalls
+from baton.router.routing.node_table import Node, NodeTable
+from baton.rpc.cached_prefixes import PrefixGap
+from baton.rpc.node_info import NodeCard, NodeRole, card_from, changes_from, load_from
+from baton.rpc.status import remote_error
 from baton.v1 import node_pb2, node_pb2_grpc
-from router.discovery.membership import Membership
-from router.discovery.peer_warmup import PeerWarmups
-from router.discovery.resolver import Find, find_addresses, follow
-from router.discovery.sources import Member, NodeSource
-from router.dispatch.node_calls import GrpcNodeCalls
-from router.routing.node_table import Node, NodeTable
-from rpc.cached_prefixes import PrefixGap
-from rpc.node_info import NodeCard, NodeRole, card_from, changes_from, load_from
-from rpc.status import remote_error
 
 # Pause before a node that returned an error is called again. gRPC itself reconnects to a node
 # that is unreachable.

@@ -9,11 +9,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from engine.request import EngineRequest, PrefixSource, ReceiveKv
-from kv_transfer.types import HandoffId, Peer
-from router.answer import AnswerAssembler
-from router.context import RequestContext
-from router.dispatch.node_rpcs import (
+from baton.core.ids import HandoffId, Peer
+from baton.core.request import EngineRequest, PrefixSource, ReceiveKv
+from baton.router.answer import AnswerAssembler
+from baton.router.context import RequestContext
+from baton.router.dispatch.node_rpcs import (
     Deliver,
     Events,
     Leg,
@@ -24,8 +24,8 @@ from router.dispatch.node_rpcs import (
     NodeCalls,
     under_way,
 )
-from router.routing.policy import Route
-from router.values import (
+from baton.router.routing.policy import Route
+from baton.router.values import (
     AnswerPart,
     CompletionSummary,
     DecodeSummary,
@@ -36,7 +36,7 @@ from router.values import (
     Timings,
     TokenChunk,
 )
-from rpc.errors import NodeFailed
+from baton.rpc.errors import NodeFailed
 
 # Maximum delay of an answer's statistics after its last token. Prefill sent its own long before,
 # unless its process is frozen.

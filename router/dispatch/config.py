@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from router.routing.breakers import BreakerConfig
-from router.routing.policy import Routing
+from baton.router.routing.breakers import BreakerConfig
+from baton.router.routing.policy import Routing
 
 
 @dataclass(frozen=True, slots=True)

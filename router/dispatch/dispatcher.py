@@ -8,25 +8,30 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from functools import partial
 
-from engine.request import EngineRequest
-from kv_transfer.types import HandoffId
-from router.answer import AnswerAssembler
-from router.context import PromptPlacement, RequestContext
-from router.dispatch.attempt import Attempt
-from router.dispatch.config import DispatchConfig
-from router.dispatch.node_rpcs import NodeCalls
-from router.dispatch.quarantine import Quarantine, QuarantineVerdict, Suspicion, TrackedAttempt
-from router.dispatch.retries import AttemptFailures, RetryBudget
-from router.dispatch.route_finder import RouteFinder
-from router.input_processing.tokenization import TextBoundary
-from router.routing.assignment import Assignment
-from router.routing.breakers import CircuitBreakers
-from router.routing.node_table import NodeTable, Revision
-from router.routing.policy import Route
-from router.routing.routing_view import RoutingRequest
-from router.values import AnswerPart, GenerateCall, TokenChunk
-from rpc.errors import FailureKind, NodeDraining, NodeFailed, PoisonedRequest
-from rpc.messages.sequences import node_request_id
+from baton.core.ids import HandoffId
+from baton.core.request import EngineRequest
+from baton.router.answer import AnswerAssembler
+from baton.router.context import PromptPlacement, RequestContext
+from baton.router.dispatch.attempt import Attempt
+from baton.router.dispatch.config import DispatchConfig
+from baton.router.dispatch.node_rpcs import NodeCalls
+from baton.router.dispatch.quarantine import (
+    Quarantine,
+    QuarantineVerdict,
+    Suspicion,
+    TrackedAttempt,
+)
+from baton.router.dispatch.retries import AttemptFailures, RetryBudget
+from baton.router.dispatch.route_finder import RouteFinder
+from baton.router.input_processing.tokenization import TextBoundary
+from baton.router.routing.assignment import Assignment
+from baton.router.routing.breakers import CircuitBreakers
+from baton.router.routing.node_table import NodeTable, Revision
+from baton.router.routing.policy import Route
+from baton.router.routing.routing_view import RoutingRequest
+from baton.router.values import AnswerPart, GenerateCall, TokenChunk
+from baton.rpc.errors import FailureKind, NodeDraining, NodeFailed, PoisonedRequest
+from baton.rpc.messages.sequences import node_request_id
 
 SEED_BITS = 63
 NONCE_BYTES = 8

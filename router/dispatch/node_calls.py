@@ -8,17 +8,18 @@ from types import TracebackType
 import grpc
 from grpc import aio
 
-from baton.v1 import node_pb2, node_pb2_grpc
-from engine.errors import EngineGone, EngineStopped, PassFailed
-from engine.request import EngineRequest, FinishReason, Output, RequestId
-from errors import NamedError
-from router.dispatch.node_rpcs import Deliver, Leg, LegOutput
-from router.dispatch.node_stream import NodeStream
-from router.routing.node_table import Node
-from router.tracing import UNTRACED, RequestTrace
-from router.values import DecodeSummary, PrefillSummary
-from rpc.channel import open_channel
-from rpc.errors import (
+from baton.core.errors import NamedError
+from baton.core.ids import RequestId
+from baton.core.output import FinishReason, Output
+from baton.core.request import EngineRequest
+from baton.engine.errors import EngineGone, EngineStopped, PassFailed
+from baton.router.dispatch.node_rpcs import Deliver, Leg, LegOutput
+from baton.router.dispatch.node_stream import NodeStream
+from baton.router.routing.node_table import Node
+from baton.router.tracing import UNTRACED, RequestTrace
+from baton.router.values import DecodeSummary, PrefillSummary
+from baton.rpc.channel import open_channel
+from baton.rpc.errors import (
     DeadlineExceeded,
     Draining,
     FailureKind,
@@ -27,12 +28,13 @@ from rpc.errors import (
     NodeDraining,
     NodeFailed,
 )
-from rpc.messages.conversion import output_from
-from rpc.messages.sequences import decode_order, prefill_order
-from rpc.security.tls import PLAIN, TlsConfig
-from rpc.security.tls_diagnosis import tls_trouble
-from rpc.status import RemoteError, RemoteFailure, invalid_request_in, reason_of, remote_error
-from telemetry.names import DECODE, PREFILL
+from baton.rpc.messages.conversion import output_from
+from baton.rpc.messages.sequences import decode_order, prefill_order
+from baton.rpc.security.tls import PLAIN, TlsConfig
+from baton.rpc.security.tls_diagnosis import tls_trouble
+from baton.rpc.status import RemoteError, RemoteFailure, invalid_request_in, reason_of, remote_error
+from baton.telemetry.names import DECODE, PREFILL
+from baton.v1 import node_pb2, node_pb2_grpc
 
 # ShutdownDeadline period for calls to an address that is no longer used.
 CLOSE_GRACE_S = 3600.0

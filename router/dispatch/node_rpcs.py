@@ -9,11 +9,12 @@ from contextlib import asynccontextmanager
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-from engine.request import EngineRequest, Output
-from router.routing.node_table import Node
-from router.tracing import UNTRACED, RequestTrace
-from router.values import DecodeSummary, PrefillSummary
-from rpc.errors import ClientTooSlow
+from baton.core.output import Output
+from baton.core.request import EngineRequest
+from baton.router.routing.node_table import Node
+from baton.router.tracing import UNTRACED, RequestTrace
+from baton.router.values import DecodeSummary, PrefillSummary
+from baton.rpc.errors import ClientTooSlow
 
 # Steps of an answer buffered for a client that does not read: enough for minutes.
 MAX_WAITING = 8192

@@ -14,10 +14,9 @@ import grpc
 from google.rpc import status_pb2
 from grpc import StatusCode, aio
 
-from baton.v1 import node_pb2
-from rpc.errors import MessageTooLarge
-from rpc.messages.limits import MAX_EVENT_BYTES
-from rpc.status import (
+from baton.rpc.errors import MessageTooLarge
+from baton.rpc.messages.limits import MAX_EVENT_BYTES
+from baton.rpc.status import (
     TOO_LARGE,
     TOO_LARGE_ADVICE,
     RemoteError,
@@ -25,6 +24,7 @@ from rpc.status import (
     remote_error,
     remote_error_in,
 )
+from baton.v1 import node_pb2
 
 ENDED = RemoteError(StatusCode.UNAVAILABLE, "the node ended the stream")
 CLOSED = RemoteError(StatusCode.UNAVAILABLE, "the router closed the stream")

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 
-from router.routing.policy import Route
-from rpc.errors import FailureKind
+from baton.router.routing.policy import Route
+from baton.rpc.errors import FailureKind
 
 PROVEN_TOKENS = 4
 TEST_FACTOR, MAX_TEST_TOKENS = 4, 64  # each further test takes TEST_FACTOR times as many tokens

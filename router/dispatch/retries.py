@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from errors import InvalidConfig
+from baton.core.errors import InvalidConfig
 
 # Prefill returns a token in each attempt, so one token does not show that decode works.
 MIN_PROGRESS_TOKENS = 2

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from router.dispatch.config import DispatchConfig
-from router.dispatch.quarantine import Quarantine, Suspicion
-from router.routing.breakers import CircuitBreakers
-from router.routing.node_table import Node, NodeTable
-from router.routing.policy import Route, choose
-from router.routing.routing_view import RoutingRequest
-from rpc.errors import IncompatibleNodes, NoNodes, PoisonedRequest
-from rpc.node_info import NodeRole
+from baton.router.dispatch.config import DispatchConfig
+from baton.router.dispatch.quarantine import Quarantine, Suspicion
+from baton.router.routing.breakers import CircuitBreakers
+from baton.router.routing.node_table import Node, NodeTable
+from baton.router.routing.policy import Route, choose
+from baton.router.routing.routing_view import RoutingRequest
+from baton.rpc.errors import IncompatibleNodes, NoNodes, PoisonedRequest
+from baton.rpc.node_info import NodeRole
 
 
 class RouteFinder:

@@ -9,11 +9,11 @@ import asyncio
 from contextlib import suppress
 from typing import Protocol
 
-from engine.structured_output.compiler import GrammarCompiler
-from engine.structured_output.llguidance_backend import Checked
-from engine.structured_output.params import StructuredOutputs
-from errors import InvalidRequest
-from rpc.errors import QueueFull
+from baton.core.errors import InvalidRequest
+from baton.core.structured_outputs import StructuredOutputs
+from baton.engine.structured_output.compiler import GrammarCompiler
+from baton.engine.structured_output.llguidance_backend import Checked
+from baton.rpc.errors import QueueFull
 
 MAX_WAITING = 1024
 MAX_WAITING_CHARACTERS = 1 << 26

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache, partial
 
-from engine.context_length import fit_max_tokens
-from engine.sampling import SamplingParams
-from errors import ContextLengthExceeded
-from router.context import RequestContext
-from router.input_processing.form_checks import FormChecks
-from router.input_processing.large_texts import LargeTextConfig, LargeTexts
-from router.input_processing.limits import LogprobBudget, check_prompt_logprobs_fit
-from router.input_processing.tokenization import TextBoundary
-from router.routing.node_table import NodeTable
-from router.values import ChatPrompt, GenerateCall, Prompt, TokenPrompt
-from rpc.errors import EmptyPrompt, UnknownModel
-from text.token_text import TokenText
+from baton.core.context_length import fit_max_tokens
+from baton.core.errors import ContextLengthExceeded
+from baton.core.sampling import SamplingParams
+from baton.router.context import RequestContext
+from baton.router.input_processing.form_checks import FormChecks
+from baton.router.input_processing.large_texts import LargeTextConfig, LargeTexts
+from baton.router.input_processing.limits import LogprobBudget, check_prompt_logprobs_fit
+from baton.router.input_processing.tokenization import TextBoundary
+from baton.router.routing.node_table import NodeTable
+from baton.router.values import ChatPrompt, GenerateCall, Prompt, TokenPrompt
+from baton.rpc.errors import EmptyPrompt, UnknownModel
+from baton.text.token_text import TokenText
 
 MAX_REMEMBERED_BAD_WORDS = 16
 PREFETCH_SAMPLING = SamplingParams(max_tokens=1)  # no token is sampled

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from errors import InvalidConfig
-from rpc.errors import QueueFull
+from baton.core.errors import InvalidConfig
+from baton.rpc.errors import QueueFull
 
 RETRY_AFTER_S = 1.0
 

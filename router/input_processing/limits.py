@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.kv_hints import KvHints
-from engine.sampling import SamplingParams
-from errors import ContextLengthExceeded, InvalidRequest
-from rpc.messages.limits import MAX_MESSAGE_BYTES
+from baton.core.errors import ContextLengthExceeded, InvalidRequest
+from baton.core.kv_hints import KvHints
+from baton.core.sampling import SamplingParams
+from baton.rpc.messages.limits import MAX_MESSAGE_BYTES
 
 MAX_NAME_CHARACTERS = 256  # of request ids, models and cache salts: logs and metrics hold them
 MAX_CHAT_MESSAGES = 1 << 14

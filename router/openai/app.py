@@ -10,23 +10,29 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from errors import NamedError
-from router.openai.body_parsing import Bodies
-from router.openai.endpoints import PrefixCacheEndpoint, ProbeEndpoints, Scrape, Tokens, models_of
-from router.openai.errors import error_response, handle_bug, tell_named
-from router.openai.generation import GenerationDependencies, GenerationEndpoint
-from router.openai.request.parsed_request import chat_completion_from, completion_from
-from router.openai.response.output_parsers import NO_PARSING, Parsing
-from router.openai.unserved import handle_http_exception
-from router.pipeline import Pipeline
-from router.prefix_resets import PrefixResets
-from router.request_scope import RequestScopes
-from router.routing.node_table import NodeTable
-from rpc.errors import Unauthenticated
-from rpc.health import Health
-from rpc.security.token import HEADER, AcceptedTokens
-from rpc.security.token_gate import ignore_refusal
-from rpc.status import reason_of
+from baton.core.errors import NamedError
+from baton.router.openai.body_parsing import Bodies
+from baton.router.openai.endpoints import (
+    PrefixCacheEndpoint,
+    ProbeEndpoints,
+    Scrape,
+    Tokens,
+    models_of,
+)
+from baton.router.openai.errors import error_response, handle_bug, tell_named
+from baton.router.openai.generation import GenerationDependencies, GenerationEndpoint
+from baton.router.openai.request.parsed_request import chat_completion_from, completion_from
+from baton.router.openai.response.output_parsers import NO_PARSING, Parsing
+from baton.router.openai.unserved import handle_http_exception
+from baton.router.pipeline import Pipeline
+from baton.router.prefix_resets import PrefixResets
+from baton.router.request_scope import RequestScopes
+from baton.router.routing.node_table import NodeTable
+from baton.rpc.errors import Unauthenticated
+from baton.rpc.health import Health
+from baton.rpc.security.token import HEADER, AcceptedTokens
+from baton.rpc.security.token_gate import ignore_refusal
+from baton.rpc.status import reason_of
 
 # Paths without authentication: probes send no tokens.
 PATHS_WITHOUT_TOKEN = frozenset({"/health", "/ready"})

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from router.input_processing.large_texts import LargeTextConfig, LargeTexts
-from router.openai.body_receiving import (
+from baton.router.input_processing.large_texts import LargeTextConfig, LargeTexts
+from baton.router.openai.body_receiving import (
     SMALL_BODY_BYTES,
     BodyBudget,
     JsonGauge,
@@ -18,8 +18,8 @@ from router.openai.body_receiving import (
     max_values,
     read_body,
 )
-from router.openai.request.bodies import json_object
-from router.routing.node_table import NodeTable
+from baton.router.openai.request.bodies import json_object
+from baton.router.routing.node_table import NodeTable
 
 Result = TypeVar("Result")
 # A single thread: each additional one would delay the event loop further, because of the GIL.

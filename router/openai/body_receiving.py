@@ -11,8 +11,8 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
-from router.translate import MAX_ANSWERS
-from rpc.errors import BodyTimeout, ClientGone, MessageTooLarge, QueueFull
+from baton.router.translate import MAX_ANSWERS
+from baton.rpc.errors import BodyTimeout, ClientGone, MessageTooLarge, QueueFull
 
 MAX_BODY_BYTES = 16 << 20
 # A body up to this size is not counted in the budget: the number of connections bounds it.

@@ -19,8 +19,8 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from errors import InvalidConfig
-from router.openai.errors import error_body
+from baton.core.errors import InvalidConfig
+from baton.router.openai.errors import error_body
 
 ACCEPT_RETRY_S = 0.05
 OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})

@@ -13,25 +13,25 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from router.input_processing.input_processor import InputProcessor
-from router.openai.body_parsing import Bodies
-from router.openai.request.bodies import (
+from baton.router.input_processing.input_processor import InputProcessor
+from baton.router.openai.body_parsing import Bodies
+from baton.router.openai.request.bodies import (
     DetokenizeBody,
     ResetBody,
     TokenizeChatBody,
     TokenizeTextBody,
     body_from,
 )
-from router.openai.request.prompts import chat_from
-from router.openai.response.choices import Json
-from router.openai.response.encoding import as_json
-from router.pipeline import Pipeline
-from router.prefix_resets import PrefixResets
-from router.routing.node_table import NodeTable
-from router.values import Prompt, TextPrompt
-from rpc.errors import UnknownModel
-from rpc.health import Health
-from rpc.security.token import HEADER
+from baton.router.openai.request.prompts import chat_from
+from baton.router.openai.response.choices import Json
+from baton.router.openai.response.encoding import as_json
+from baton.router.pipeline import Pipeline
+from baton.router.prefix_resets import PrefixResets
+from baton.router.routing.node_table import NodeTable
+from baton.router.values import Prompt, TextPrompt
+from baton.rpc.errors import UnknownModel
+from baton.rpc.health import Health
+from baton.rpc.security.token import HEADER
 
 # Takes the Accept header. Returns the metrics and their content type.
 Scrape = Callable[[str], tuple[bytes, str]]

@@ -8,9 +8,9 @@ from grpc import StatusCode
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from errors import ContextLengthExceeded, InvalidRequest
-from router.openai.response.choices import Json
-from rpc.errors import (
+from baton.core.errors import ContextLengthExceeded, InvalidRequest
+from baton.router.openai.response.choices import Json
+from baton.rpc.errors import (
     BodyTimeout,
     Draining,
     EmptyPrompt,
@@ -21,7 +21,7 @@ from rpc.errors import (
     UnknownModel,
     UnsupportedInput,
 )
-from rpc.status import (
+from baton.rpc.status import (
     CONTEXT_LENGTH_EXCEEDED,
     MAX_ERROR_FIELD_CHARACTERS,
     code_and_reason,

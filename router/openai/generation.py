@@ -13,25 +13,30 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from errors import NamedError
-from router.answers import generate_answers
-from router.input_processing.limits import check_name, is_valid_name
-from router.input_processing.tokenization import by_id
-from router.openai.body_parsing import Bodies
-from router.openai.body_receiving import run_while_connected
-from router.openai.replies import Reply
-from router.openai.request.bodies import with_session
-from router.openai.request.parsed_request import ModelContext, ParsedRequest
-from router.openai.request.structured_outputs import errors_of_field
-from router.openai.response.answers import StreamedAnswer, WholeAnswer, make_choices, make_heading
-from router.openai.response.choices import EchoedPrompt
-from router.openai.response.encoding import encode_in_slices
-from router.openai.response.output_parsers import Parsing
-from router.openai.response.request_warnings import Warnings
-from router.pipeline import Pipeline
-from router.request_scope import RequestScope, RequestScopes
-from router.routing.node_table import NodeTable
-from router.values import TextPrompt
+from baton.core.errors import NamedError
+from baton.router.answers import generate_answers
+from baton.router.input_processing.limits import check_name, is_valid_name
+from baton.router.input_processing.tokenization import by_id
+from baton.router.openai.body_parsing import Bodies
+from baton.router.openai.body_receiving import run_while_connected
+from baton.router.openai.replies import Reply
+from baton.router.openai.request.bodies import with_session
+from baton.router.openai.request.parsed_request import ModelContext, ParsedRequest
+from baton.router.openai.request.structured_outputs import errors_of_field
+from baton.router.openai.response.answers import (
+    StreamedAnswer,
+    WholeAnswer,
+    make_choices,
+    make_heading,
+)
+from baton.router.openai.response.choices import EchoedPrompt
+from baton.router.openai.response.encoding import encode_in_slices
+from baton.router.openai.response.output_parsers import Parsing
+from baton.router.openai.response.request_warnings import Warnings
+from baton.router.pipeline import Pipeline
+from baton.router.request_scope import RequestScope, RequestScopes
+from baton.router.routing.node_table import NodeTable
+from baton.router.values import TextPrompt
 
 ID_BYTES = 12
 REQUEST_ID, TRACE_ID, SESSION_ID = "x-request-id", "x-trace-id", "x-session-id"

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from starlette.types import Receive, Scope, Send
 
-from router.openai.errors import body_of, error_response
-from router.openai.response.answers import event
+from baton.router.openai.errors import body_of, error_response
+from baton.router.openai.response.answers import event
 
 OF_JSON = {"content-type": "application/json"}
 # Proxies must not buffer events.

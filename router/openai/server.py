@@ -10,11 +10,11 @@ from contextlib import asynccontextmanager, contextmanager
 import uvicorn
 from starlette.types import ASGIApp
 
-from router.openai.connections import Acceptor, ConnectionLimits
-from rpc.descriptors import descriptor_limit, max_connections
-from rpc.listening import listening_socket
-from rpc.security.http_tls import server_context
-from rpc.security.tls import TlsConfig
+from baton.router.openai.connections import Acceptor, ConnectionLimits
+from baton.rpc.descriptors import descriptor_limit, max_connections
+from baton.rpc.listening import listening_socket
+from baton.rpc.security.http_tls import server_context
+from baton.rpc.security.tls import TlsConfig
 
 # Time for the last bytes of answers, which have ended when the server closes.
 CLOSE_GRACE_S = 1

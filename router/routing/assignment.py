@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from router.routing.node_table import NodeTable
-from router.routing.policy import Route
+from baton.router.routing.node_table import NodeTable
+from baton.router.routing.policy import Route
 
 
 class Assignment:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from errors import InvalidConfig
+from baton.core.errors import InvalidConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from router.routing.key_table import MAX_NUMBER, Flags, Keys, KeyTable, Numbers, as_keys
+from baton.router.routing.key_table import MAX_NUMBER, Flags, Keys, KeyTable, Numbers, as_keys
 
 Bits = npt.NDArray[np.uint64]
 

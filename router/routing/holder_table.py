@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from engine.kv_cache.block_hashes import HASH_BYTES, BlockHash
-from router.routing.holder_sets import HolderSets
-from router.routing.key_table import Flags, Keys, KeyTable, as_keys
+from baton.engine.kv_cache.block_hashes import HASH_BYTES, BlockHash
+from baton.router.routing.holder_sets import HolderSets
+from baton.router.routing.key_table import Flags, Keys, KeyTable, as_keys
 
 MAX_BATCH = 4096  # names that are taken in at once
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # spreads the bits of a name

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from engine.kv_cache.block_hashes import PrefixNaming
-from engine.sampling import NO_SAMPLING_DEFAULTS, SamplingDefaults
-from kv_transfer.protocol.conversion import is_convertible
-from kv_transfer.protocol.messages import Fingerprint
-from kv_transfer.types import NodeId
-from router.discovery.sources import Member
-from router.routing.prefix_index import NodePrefixes
-from rpc.cached_prefixes import PrefixChanges
-from rpc.node_info import NodeCard, NodeLoad, NodeRole
+from baton.core.ids import NodeId
+from baton.core.sampling import NO_SAMPLING_DEFAULTS, SamplingDefaults
+from baton.engine.kv_cache.block_hashes import PrefixNaming
+from baton.kv_transfer.protocol.conversion import is_convertible
+from baton.kv_transfer.protocol.messages import Fingerprint
+from baton.router.discovery.sources import Member
+from baton.router.routing.prefix_index import NodePrefixes
+from baton.rpc.cached_prefixes import PrefixChanges
+from baton.rpc.node_info import NodeCard, NodeLoad, NodeRole
 
 KvKind = tuple[Fingerprint, int, str]  # fingerprint, bytes of a block, KV transport
 

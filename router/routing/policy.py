@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 
-from engine.kv_cache.block_hashes import BlockHash
-from errors import InvalidConfig
-from router.routing.node_table import Node, NodeGroup, NodeTable, Revision
-from router.routing.routing_view import (
+from baton.core.errors import InvalidConfig
+from baton.engine.kv_cache.block_hashes import BlockHash
+from baton.router.routing.node_table import Node, NodeGroup, NodeTable, Revision
+from baton.router.routing.routing_view import (
     PrefixHolder,
     RoutingRequest,
     RoutingView,
     build_view,
     find_holders,
 )
-from rpc.errors import IncompatibleNodes, NoNodes
-from rpc.node_info import NodeRole
+from baton.rpc.errors import IncompatibleNodes, NoNodes
+from baton.rpc.node_info import NodeRole
 
 # Decode computes a prompt itself only if prefill would compute at least so many times its tokens.
 MIN_SAVING = 2

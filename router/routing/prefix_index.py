@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.kv_cache.block_hashes import BlockHash
-from router.routing.holder_table import HolderTable, keys_of
-from rpc.cached_prefixes import PrefixChanges, PrefixGap
+from baton.engine.kv_cache.block_hashes import BlockHash
+from baton.router.routing.holder_table import HolderTable, keys_of
+from baton.rpc.cached_prefixes import PrefixChanges, PrefixGap
 
 # Limit of expected blocks per node; the oldest are dropped first.
 MAX_EXPECTED = 4096

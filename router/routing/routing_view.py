@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from math import ceil
 
-from engine.kv_cache.block_hashes import BlockHash
-from router.routing.node_table import Node, NodeTable, Revision
-from rpc.node_info import NodeRole
+from baton.engine.kv_cache.block_hashes import BlockHash
+from baton.router.routing.node_table import Node, NodeTable, Revision
+from baton.rpc.node_info import NodeRole
 
 # Cost of a request that a decode node already serves, in prompt tokens to move there.
 DECODE_COST_TOKENS = 64

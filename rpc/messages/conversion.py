@@ -8,14 +8,15 @@ from typing import Any
 from google.protobuf import struct_pb2
 from google.protobuf.message import Message
 
+from baton.core.extra_args import parse_argument
+from baton.core.ids import HandoffId, NodeId, Peer, RequestId
+from baton.core.kv_hints import NO_KV_HINTS, KvHints
+from baton.core.logprobs import TokenLogprobs
+from baton.core.output import Failure, FinishReason, Output
+from baton.core.sampling import NO_SAMPLING_DEFAULTS, Argument, SamplingDefaults, SamplingParams
+from baton.core.structured_outputs import StructuredOutputs
+from baton.kv_transfer.protocol.messages import Fingerprint
 from baton.v1 import kv_hints_pb2, node_pb2, sampling_pb2
-from engine.extra_args import parse_argument
-from engine.kv_hints import NO_KV_HINTS, KvHints
-from engine.request import Failure, FinishReason, Output, RequestId
-from engine.sampling import NO_SAMPLING_DEFAULTS, Argument, SamplingDefaults, SamplingParams
-from engine.structured_output.params import StructuredOutputs
-from kv_transfer.protocol.messages import Fingerprint
-from kv_transfer.types import HandoffId, NodeId, Peer, TokenLogprobs
 
 # Fields with the same name and meaning on both sides, optional in the message.
 SCALARS = (

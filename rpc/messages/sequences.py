@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from baton.v1 import node_pb2
-from engine.kv_hints import NO_KV_HINTS
-from engine.request import EngineRequest, PrefixSource, ReceiveKv, RequestId
-from errors import InvalidRequest
-from kv_transfer.types import HandoffId
-from rpc.errors import UnsupportedInput
-from rpc.messages.conversion import (
+from baton.core.errors import InvalidRequest
+from baton.core.ids import HandoffId, RequestId
+from baton.core.kv_hints import NO_KV_HINTS
+from baton.core.request import EngineRequest, PrefixSource, ReceiveKv
+from baton.rpc.errors import UnsupportedInput
+from baton.rpc.messages.conversion import (
     handoff_from,
     handoff_to,
     kv_hints_from,
@@ -18,6 +17,7 @@ from rpc.messages.conversion import (
     sampling_from,
     sampling_to,
 )
+from baton.v1 import node_pb2
 
 MAX_AGE_S = 1e9
 # Clients may use 256. Routers append the attempt, the answer's index and the client's token hash.

@@ -11,10 +11,10 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc import aio
 
-from rpc.errors import ServiceError, Unreadable
-from rpc.messages.wire_gauge import check_num_fields
-from rpc.security.token_gate import Continuation, Handler
-from rpc.status import named_errors
+from baton.rpc.errors import ServiceError, Unreadable
+from baton.rpc.messages.wire_gauge import check_num_fields
+from baton.rpc.security.token_gate import Continuation, Handler
+from baton.rpc.status import named_errors
 
 Context = aio.ServicerContext[Any, Any]
 # Fields of a handler's method. Keys: requests are a stream, responses are a stream.

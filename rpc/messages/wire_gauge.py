@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from google.protobuf.descriptor import Descriptor
 
-from rpc.errors import MessageTooLarge, Unreadable
+from baton.rpc.errors import MessageTooLarge, Unreadable
 
 # Messages up to this size are not checked.
 SMALL_BYTES = 1 << 16

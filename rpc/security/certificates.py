@@ -11,8 +11,8 @@ from pathlib import Path
 
 import grpc
 
-from errors import InvalidConfig
-from rpc.security.tls import TlsConfig
+from baton.core.errors import InvalidConfig
+from baton.rpc.security.tls import TlsConfig
 
 # For each file: inode, modification time, size.
 Stamp = tuple[tuple[int, int, int], ...]

@@ -6,9 +6,9 @@ import logging
 import ssl
 from collections.abc import Callable
 
-from errors import InvalidConfig
-from rpc.security.certificates import CertificateReloader
-from rpc.security.tls import TlsConfig
+from baton.core.errors import InvalidConfig
+from baton.rpc.security.certificates import CertificateReloader
+from baton.rpc.security.tls import TlsConfig
 
 log = logging.getLogger(__name__)
 

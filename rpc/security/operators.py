@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rpc.errors import NotAnOperator
-from rpc.security.token import AcceptedTokens, authorization
+from baton.rpc.errors import NotAnOperator
+from baton.rpc.security.token import AcceptedTokens, authorization
 
 OPTION = "--operator-token-file"
 

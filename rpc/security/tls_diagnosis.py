@@ -11,7 +11,7 @@ import socket
 import ssl
 from contextlib import suppress
 
-from rpc.security.tls import TlsConfig
+from baton.rpc.security.tls import TlsConfig
 
 Address = tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]  # IPv4, IPv6, others
 

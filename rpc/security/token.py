@@ -6,8 +6,8 @@ import hmac
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from errors import InvalidConfig
-from rpc.errors import Unauthenticated
+from baton.core.errors import InvalidConfig
+from baton.rpc.errors import Unauthenticated
 
 HEADER = "authorization"
 SCHEME = "bearer"

@@ -9,10 +9,10 @@ import grpc
 from grpc import aio
 from grpc_status import rpc_status
 
-from rpc.errors import Unauthenticated
-from rpc.health import HEALTH
-from rpc.security.token import HEADER, AcceptedTokens
-from rpc.status import reason_of, status_of
+from baton.rpc.errors import Unauthenticated
+from baton.rpc.health import HEALTH
+from baton.rpc.security.token import HEADER, AcceptedTokens
+from baton.rpc.status import reason_of, status_of
 
 # In quotes, since gRPC's class is not generic at run time.
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"

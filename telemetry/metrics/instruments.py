@@ -13,16 +13,17 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
-from engine.plan import Plan
-from engine.step_observer import StepObserver, StepRecord
-from kv_transfer.records import TransferRecord, TransferRole
-from kv_transfer.types import NOT_CACHED, TOO_MANY_PULLS, HandoffId
-from telemetry import names
-from telemetry.metrics import names as counted
-from telemetry.metrics.names import Metric, MetricKind
-from telemetry.tracing.node_timeline import DONE, WITHDRAWN
-from telemetry.tracing.request_timeline import RequestTimeline
-from telemetry.tracing.spans import SpanOutcome, TraceContext
+from baton.core.ids import HandoffId
+from baton.engine.plan import Plan
+from baton.engine.step_observer import StepObserver, StepRecord
+from baton.kv_transfer.records import TransferRecord, TransferRole
+from baton.kv_transfer.types import NOT_CACHED, TOO_MANY_PULLS
+from baton.telemetry import names
+from baton.telemetry.metrics import names as counted
+from baton.telemetry.metrics.names import Metric, MetricKind
+from baton.telemetry.tracing.node_timeline import DONE, WITHDRAWN
+from baton.telemetry.tracing.request_timeline import RequestTimeline
+from baton.telemetry.tracing.spans import SpanOutcome, TraceContext
 
 PROVIDER = "baton"
 VERDICTS = ("bystander", "suspect", "poison")

@@ -30,10 +30,10 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric as Family
 from prometheus_client.samples import Sample
 
-from telemetry import names
-from telemetry.metrics.names import BY_PROMETHEUS_NAME, Metric, MetricKind
-from telemetry.tracing.outlet import ExportFailed
-from telemetry.tracing.spans import Attributes
+from baton.telemetry import names
+from baton.telemetry.metrics.names import BY_PROMETHEUS_NAME, Metric, MetricKind
+from baton.telemetry.tracing.outlet import ExportFailed
+from baton.telemetry.tracing.spans import Attributes
 
 TIMEOUT_S = 3
 CUMULATIVE = AggregationTemporality.CUMULATIVE

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
-from errors import InvalidConfig
-from telemetry.metrics.instruments import Read, ScrapeCollector
-from telemetry.metrics.server import metrics_server
-from telemetry.options import TelemetryOptions
-from telemetry.resource import Process
-from telemetry.tracing.outlet import ExportFailed
+from baton.core.errors import InvalidConfig
+from baton.telemetry.metrics.instruments import Read, ScrapeCollector
+from baton.telemetry.metrics.server import metrics_server
+from baton.telemetry.options import TelemetryOptions
+from baton.telemetry.resource import Process
+from baton.telemetry.tracing.outlet import ExportFailed
 
 if TYPE_CHECKING:
-    from telemetry.metrics.otlp import OtlpMetrics
+    from baton.telemetry.metrics.otlp import OtlpMetrics
 
 WARNING_INTERVAL_S = 60.0
 MAX_CLOSE_S = 6.0
@@ -68,7 +68,7 @@ def _sending(
 ) -> Iterator[None]:
     """Export at an interval, and once more at the end of the block."""
     # Imported lazily, as for traces.
-    from telemetry.metrics.otlp import OtlpMetrics
+    from baton.telemetry.metrics.otlp import OtlpMetrics
 
     exporter = OtlpMetrics(options.otlp_endpoint, registry, process.attributes)
     is_closing = threading.Event()

@@ -8,8 +8,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
-from telemetry.metrics import names as counted
-from telemetry.metrics.instruments import Read, Reading
+from baton.telemetry.metrics import names as counted
+from baton.telemetry.metrics.instruments import Read, Reading
 
 LONGEST_WAIT_S = 1.0
 

@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import closing
 
-from errors import NamedError
-from telemetry.tracing.otlp import OtlpExport, readable, resource_of
-from telemetry.tracing.otlp_json import ExportedSpan
-from telemetry.tracing.outlet import ExportFailed
-from telemetry.tracing.spans import AttributeValue
+from baton.core.errors import NamedError
+from baton.telemetry.tracing.otlp import OtlpExport, readable, resource_of
+from baton.telemetry.tracing.otlp_json import ExportedSpan
+from baton.telemetry.tracing.outlet import ExportFailed
+from baton.telemetry.tracing.spans import AttributeValue
 
 MAX_BATCH = 512
 

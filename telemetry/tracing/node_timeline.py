@@ -13,11 +13,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from engine.request import FinishReason, Output
-from kv_transfer.records import TransferRecord, TransferRole
-from telemetry import names
-from telemetry.tracing.request_timeline import LEG_METHODS
-from telemetry.tracing.spans import (
+from baton.core.output import FinishReason, Output
+from baton.kv_transfer.records import TransferRecord, TransferRole
+from baton.telemetry import names
+from baton.telemetry.tracing.request_timeline import LEG_METHODS
+from baton.telemetry.tracing.spans import (
     AttributeValue,
     End,
     Span,

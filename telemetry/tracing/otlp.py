@@ -12,9 +12,9 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
-from telemetry.names import SCOPE
-from telemetry.tracing import spans as ours
-from telemetry.tracing.outlet import ExportFailed
+from baton.telemetry.names import SCOPE
+from baton.telemetry.tracing import spans as ours
+from baton.telemetry.tracing.outlet import ExportFailed
 
 TIMEOUT_S = 10
 SAMPLED = TraceFlags(TraceFlags.SAMPLED)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from telemetry.names import SCOPE
-from telemetry.tracing.spans import (
+from baton.telemetry.names import SCOPE
+from baton.telemetry.tracing.spans import (
     Attributes,
     AttributeValue,
     Span,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Protocol
 
-from telemetry.tracing.spans import Span, ToUnixNs
+from baton.telemetry.tracing.spans import Span, ToUnixNs
 
 MAX_WAITING = 2048  # timelines; more are dropped and counted
 MAX_BATCH = 64

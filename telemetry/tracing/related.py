@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from telemetry import names
-from telemetry.tracing.traces import Trace
+from baton.telemetry import names
+from baton.telemetry.tracing.traces import Trace
 
 MAX_STEPS = 10
 

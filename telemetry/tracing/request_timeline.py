@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from telemetry import names
-from telemetry.tracing.spans import (
+from baton.telemetry import names
+from baton.telemetry.tracing.spans import (
     AttributeValue,
     End,
     Span,

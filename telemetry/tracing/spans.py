@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from hashlib import blake2b
 
-from telemetry.names import ERROR_TYPE, OUTCOME, ROLE
+from baton.telemetry.names import ERROR_TYPE, OUTCOME, ROLE
 
 AttributeValue = str | bool | int | float | tuple[str, ...]
 Attributes = Mapping[str, AttributeValue]

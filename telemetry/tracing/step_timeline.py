@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from telemetry import names
-from telemetry.tracing.node_timeline import NodeFacts
-from telemetry.tracing.spans import (
+from baton.telemetry import names
+from baton.telemetry.tracing.node_timeline import NodeFacts
+from baton.telemetry.tracing.spans import (
     AttributeValue,
     End,
     Span,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from telemetry import names
-from telemetry.tracing.otlp_json import ExportedSpan
-from telemetry.tracing.spans import Span, child_id
+from baton.telemetry import names
+from baton.telemetry.tracing.otlp_json import ExportedSpan
+from baton.telemetry.tracing.spans import Span, child_id
 
 PART_NAMES = {part: part.removeprefix("baton.step.") for part in names.STEP_PARTS}
 

@@ -10,8 +10,8 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from telemetry.tracing.otlp_json import ExportedSpan, MalformedSpans, line_of, spans_of
-from telemetry.tracing.spans import Attributes, Span
+from baton.telemetry.tracing.otlp_json import ExportedSpan, MalformedSpans, line_of, spans_of
+from baton.telemetry.tracing.spans import Attributes, Span
 
 SUFFIX = ".otlp.jsonl"
 NUM_FILES = 16  # full files that together reach the limit

@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
-from telemetry import names
-from telemetry.options import TelemetryOptions
-from telemetry.resource import Process
-from telemetry.tracing.outlet import BatchExporter, Export, Timeline
-from telemetry.tracing.spans import TraceContext, parse_traceparent
-from telemetry.tracing.store import TraceWriter
+from baton.telemetry import names
+from baton.telemetry.options import TelemetryOptions
+from baton.telemetry.resource import Process
+from baton.telemetry.tracing.outlet import BatchExporter, Export, Timeline
+from baton.telemetry.tracing.spans import TraceContext, parse_traceparent
+from baton.telemetry.tracing.store import TraceWriter
 
 TRACE_BITS, SPAN_BITS = 128, 64
 
@@ -95,7 +95,7 @@ def _exports(
             log.warning("no traces are stored in %s: %s", options.trace_dir, error)
     if options.otlp_endpoint:
         # Imported lazily: the import is slow, and most processes have no collector.
-        from telemetry.tracing.otlp import OtlpExport, resource_of
+        from baton.telemetry.tracing.otlp import OtlpExport, resource_of
 
         otlp = OtlpExport(options.otlp_endpoint)
         lifetime.callback(otlp.close)

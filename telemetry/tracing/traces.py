@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from telemetry import names
-from telemetry.tracing.otlp_json import ExportedSpan
-from telemetry.tracing.spans import AttributeValue, Span, SpanEvent, SpanStatus
-from telemetry.tracing.steps import step_parts
+from baton.telemetry import names
+from baton.telemetry.tracing.otlp_json import ExportedSpan
+from baton.telemetry.tracing.spans import AttributeValue, Span, SpanEvent, SpanStatus
+from baton.telemetry.tracing.steps import step_parts
 
 ROOTS = (names.GENERATE, names.ENGINE_STEP)
 

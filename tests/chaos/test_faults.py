@@ -9,6 +9,14 @@ from dataclasses import dataclass
 import pytest
 
 from baton.client import AsyncClient
+from baton.telemetry.metrics.names import (
+    ATTEMPTS,
+    DIGEST_MISMATCHES,
+    PREEMPTIONS,
+    TIER_TOKENS,
+    Metric,
+)
+from baton.telemetry.names import MIGRATE
 from benchmarks.chaos.benchmark import ONCE, ChaosProgress, ChaosRun
 from benchmarks.chaos.cluster import ChaosCluster, ChaosClusterConfig
 from benchmarks.chaos.faults import (
@@ -25,14 +33,6 @@ from benchmarks.chaos.hostile.requests import Attack
 from benchmarks.chaos.preloading import has_compiler
 from benchmarks.chaos.report import Report
 from benchmarks.chaos.workload import KnownAnswer, draw_requests, reference_answers
-from telemetry.metrics.names import (
-    ATTEMPTS,
-    DIGEST_MISMATCHES,
-    PREEMPTIONS,
-    TIER_TOKENS,
-    Metric,
-)
-from telemetry.names import MIGRATE
 from tests.support.models import VARIANTS, make_model_folder
 
 NUM_ASKS = 15

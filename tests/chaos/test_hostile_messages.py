@@ -14,11 +14,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from baton.cluster import LocalCluster
+from baton.core.ids import HandoffId, RequestId
+from baton.core.request import EngineRequest
+from baton.core.sampling import SamplingParams
+from baton.rpc.messages.sequences import prefill_order
 from baton.v1 import cluster_pb2, inference_pb2, kv_link_pb2, node_pb2
-from engine.request import EngineRequest, RequestId
-from engine.sampling import SamplingParams
-from kv_transfer.types import HandoffId
-from rpc.messages.sequences import prefill_order
 from tests.support.honest_client import honest_client_undisturbed
 from tests.support.hostile_messages import on_the_wire
 from tests.support.hypothesis_profiles import num_examples

@@ -12,7 +12,7 @@ import pytest
 
 from baton.client import AsyncClient, BatonError, Generation, Retries
 from baton.cluster import ClusterOptions, LocalCluster
-from engine.sampling import SamplingParams
+from baton.core.sampling import SamplingParams
 from tests.support.models import VARIANTS, make_model_folder, prompt_of
 from tests.support.scrapes import scraped
 from tests.support.suspended_processes import suspended

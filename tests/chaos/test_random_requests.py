@@ -19,10 +19,10 @@ import pytest
 from baton.client import Answer, AsyncClient, Generation
 from baton.cluster import Child, ClusterOptions, LocalCluster
 from baton.completion import Completion
+from baton.core.logprobs import TokenLogprobs
+from baton.core.sampling import SamplingParams
+from baton.core.structured_outputs import StructuredOutputs
 from baton.llm import LLM
-from engine.sampling import SamplingParams
-from engine.structured_output.params import StructuredOutputs
-from kv_transfer.types import TokenLogprobs
 from tests.support.hypothesis_profiles import num_examples
 
 MODEL = str(Path(__file__).resolve().parents[2] / "models" / "demo")

@@ -12,7 +12,7 @@ import pytest
 
 from baton.client import Answer, Client, Generation
 from baton.client.retries import Retries
-from engine.sampling import SamplingParams
+from baton.core.sampling import SamplingParams
 from tests.containers.compose import ContainerCluster, log_of, run
 
 pytestmark = pytest.mark.containers

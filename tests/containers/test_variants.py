@@ -11,8 +11,8 @@ import pytest
 
 from baton.client import Answer, BatonError, Client, Generation, TlsConfig
 from baton.client.retries import Retries
-from engine.sampling import SamplingParams
-from rpc.security.tls import PLAIN
+from baton.core.sampling import SamplingParams
+from baton.rpc.security.tls import PLAIN
 from tests.containers.compose import ContainerCluster, run
 
 pytestmark = pytest.mark.containers

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from baton.core.errors import InvalidConfig
+from baton.core.kv_hints import NO_HINTS, BlockHints, tenant_of
+from baton.kv_transfer.tiers.block_store import BlockStore
 from benchmarks.chaos.s3_server import s3_server
-from errors import InvalidConfig
-from kv_transfer.external_kv import NO_HINTS, BlockHints, tenant_of
-from kv_transfer.tiers.block_store import BlockStore
 from tests.support.block_stores import (
     LIMIT,
     MODEL,

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from grpc import StatusCode
 
+from baton.router.dispatch.node_calls import Connection
+from baton.router.dispatch.node_stream import NodeStream
+from baton.rpc.channel import open_channel
+from baton.rpc.errors import GenerationFailed
+from baton.rpc.status import RemoteFailure
 from baton.v1 import node_pb2, node_pb2_grpc
-from router.dispatch.node_calls import Connection
-from router.dispatch.node_stream import NodeStream
-from rpc.channel import open_channel
-from rpc.errors import GenerationFailed
-from rpc.status import RemoteFailure
 from tests.support.scripted_node import ScriptedCall, ScriptedNode, serve_scripted_node
 
 PATIENCE_S = 30

@@ -16,20 +16,21 @@ import grpc
 import pytest
 
 from baton.client import AsyncClient, BatonError, Generation
-from engine.core import EngineCore
-from engine.plan import Plan, RunResult
-from engine.request import EngineRequest, RequestId
-from engine.sampling import SamplingParams
-from node.tracing import NodeTracing
-from router.dispatch.node_calls import GrpcNodeCalls
-from router.dispatch.node_rpcs import LegEvent
-from router.routing.node_table import Node
-from router.tracing import LegTrace, RequestTrace, Tracing
-from router.values import Prompt
-from rpc.node_info import NodeRole
-from telemetry import names
-from telemetry.tracing.node_timeline import NodeFacts
-from telemetry.tracing.spans import Span, SpanStatus, TraceContext
+from baton.core.ids import RequestId
+from baton.core.request import EngineRequest
+from baton.core.sampling import SamplingParams
+from baton.engine.core import EngineCore
+from baton.engine.plan import Plan, RunResult
+from baton.node.tracing import NodeTracing
+from baton.router.dispatch.node_calls import GrpcNodeCalls
+from baton.router.dispatch.node_rpcs import LegEvent
+from baton.router.routing.node_table import Node
+from baton.router.tracing import LegTrace, RequestTrace, Tracing
+from baton.router.values import Prompt
+from baton.rpc.node_info import NodeRole
+from baton.telemetry import names
+from baton.telemetry.tracing.node_timeline import NodeFacts
+from baton.telemetry.tracing.spans import Span, SpanStatus, TraceContext
 from tests.support.engines import VOCAB_SIZE, an_engine
 from tests.support.fake_runner import FakeRunner, KvTensor
 from tests.support.node_calls import FakeNodeCalls, a_card

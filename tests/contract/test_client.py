@@ -15,17 +15,17 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton.client import Access, Answer, AsyncClient, BatonError, Client, Generation, Retries
-from engine.sampling import SamplingDefaults, SamplingParams
-from errors import InvalidConfig
-from router.dispatch.node_rpcs import Leg
-from rpc.channel import open_channel
-from rpc.errors import NoNodes, QueueFull, RequestIdInUse, UnknownModel
-from rpc.messages.limits import MAX_REQUEST_BYTES
-from rpc.messages.wire_gauge import MAX_FIELDS
-from rpc.node_info import NodeRole
-from rpc.security.tls import PLAIN
-from rpc.security.token import AcceptedTokens
-from rpc.security.token_gate import TokenInterceptor
+from baton.core.errors import InvalidConfig
+from baton.core.sampling import SamplingDefaults, SamplingParams
+from baton.router.dispatch.node_rpcs import Leg
+from baton.rpc.channel import open_channel
+from baton.rpc.errors import NoNodes, QueueFull, RequestIdInUse, UnknownModel
+from baton.rpc.messages.limits import MAX_REQUEST_BYTES
+from baton.rpc.messages.wire_gauge import MAX_FIELDS
+from baton.rpc.node_info import NodeRole
+from baton.rpc.security.tls import PLAIN
+from baton.rpc.security.token import AcceptedTokens
+from baton.rpc.security.token_gate import TokenInterceptor
 from tests.support.node_calls import FakeNodeCalls, a_node, a_table
 from tests.support.routers import a_router
 

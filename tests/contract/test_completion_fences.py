@@ -14,19 +14,19 @@ from typing import cast
 import pytest
 import torch
 
-from engine.plan import Plan, PlanRow
-from engine.request import RequestId
-from engine.runner.config import RunnerConfig
-from engine.runner.fences import CudaFence, CudaFences, make_fences
-from engine.runner.load import load_runner
-from engine.runner.model_info import KvMemory
-from engine.runner.model_runner import TorchRunner
-from engine.sampling import SamplingParams
-from kv_transfer.fence import PASSED, Fence, FencedLayers
-from kv_transfer.protocol.digest import BlockDigest
-from kv_transfer.protocol.messages import Region
-from kv_transfer.types import BlockId, HandoffId, KvOrders
-from kv_transfer.worker import KvTransferWorker
+from baton.core.ids import BlockId, HandoffId, RequestId
+from baton.core.sampling import SamplingParams
+from baton.engine.plan import Plan, PlanRow
+from baton.engine.runner.config import RunnerConfig
+from baton.engine.runner.fences import CudaFence, CudaFences, make_fences
+from baton.engine.runner.load import load_runner
+from baton.engine.runner.model_info import KvMemory
+from baton.engine.runner.model_runner import TorchRunner
+from baton.kv_transfer.fence import PASSED, Fence, FencedLayers
+from baton.kv_transfer.protocol.digest import BlockDigest
+from baton.kv_transfer.protocol.messages import Region
+from baton.kv_transfer.types import KvOrders
+from baton.kv_transfer.worker import KvTransferWorker
 from tests.support.handoff_world import (
     BLOCK_BYTES,
     CONFIG,

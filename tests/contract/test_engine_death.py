@@ -9,19 +9,19 @@ from dataclasses import dataclass
 
 import pytest
 
-from engine.core import EngineCore
-from engine.plan import Plan, RunResult
-from engine.sampling import SamplingParams
-from router.context import RequestContext
-from router.dispatch.config import DispatchConfig
-from router.dispatch.node_calls import GrpcNodeCalls
-from router.input_processing.tokenization import NoTokenizer
-from router.pipeline import Pipeline, PipelineConfig
-from router.routing.node_table import Node
-from router.routing.policy import Routing, RoutingPolicy
-from router.values import CompletionSummary, GenerateCall, TokenChunk, TokenPrompt
-from rpc.errors import GenerationFailed, PoisonedRequest
-from rpc.node_info import NodeRole
+from baton.core.sampling import SamplingParams
+from baton.engine.core import EngineCore
+from baton.engine.plan import Plan, RunResult
+from baton.router.context import RequestContext
+from baton.router.dispatch.config import DispatchConfig
+from baton.router.dispatch.node_calls import GrpcNodeCalls
+from baton.router.input_processing.tokenization import NoTokenizer
+from baton.router.pipeline import Pipeline, PipelineConfig
+from baton.router.routing.node_table import Node
+from baton.router.routing.policy import Routing, RoutingPolicy
+from baton.router.values import CompletionSummary, GenerateCall, TokenChunk, TokenPrompt
+from baton.rpc.errors import GenerationFailed, PoisonedRequest
+from baton.rpc.node_info import NodeRole
 from tests.support.engines import VOCAB_SIZE, an_engine
 from tests.support.fake_runner import FakeRunner, KvTensor, tokens_alone
 from tests.support.node_calls import a_card, a_table

@@ -8,14 +8,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from baton.core.ids import HandoffId
+from baton.kv_transfer.link import LinkId
+from baton.kv_transfer.protocol.messages import Closed, LinkMessage, Revoked
+from baton.node.kv_link import GrpcLinks
+from baton.node.servicer import KvLinkServicer
+from baton.rpc.security.tls import PLAIN, TlsConfig
+from baton.rpc.server import Service, serving
 from baton.v1 import kv_link_pb2_grpc
-from kv_transfer.link import LinkId
-from kv_transfer.protocol.messages import Closed, LinkMessage, Revoked
-from kv_transfer.types import HandoffId
-from node.kv_link import GrpcLinks
-from node.servicer import KvLinkServicer
-from rpc.security.tls import PLAIN, TlsConfig
-from rpc.server import Service, serving
 from tests.support.certificates import make_authority
 
 PATIENCE_S = 30

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from engine.model_folder import resolve_model_folder
-from engine.runner.load import RunnerConfig, load_runner
-from errors import InvalidConfig, InvalidRequest, ModelError
-from text.tokenizer import Tokenizer
+from baton.core.errors import InvalidConfig, InvalidRequest, ModelError
+from baton.engine.model_folder import resolve_model_folder
+from baton.engine.runner.load import RunnerConfig, load_runner
+from baton.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 JSON_FILES = (

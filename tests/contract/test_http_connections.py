@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
-from router.openai.connections import ConnectionLimits
-from rpc.security.tls import PLAIN, TlsConfig
+from baton.router.openai.connections import ConnectionLimits
+from baton.rpc.security.tls import PLAIN, TlsConfig
 from tests.support.certificates import make_authority
 from tests.support.http_routers import HttpRouter, an_http_router
 from tests.support.node_calls import FakeNodeCalls

@@ -11,8 +11,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rpc.channel import KEEPALIVE, Keepalive, ServerConnections, open_channel
-from rpc.server import serving
+from baton.rpc.channel import KEEPALIVE, Keepalive, ServerConnections, open_channel
+from baton.rpc.server import serving
 
 PATIENCE_S = 30
 OFTEN = Keepalive(every_s=0.1, patience_s=PATIENCE_S)

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.runner.kernels import abi, choose
-from engine.runner.kernels.abi import FUNCTIONS, STRUCTS, KernelAbiMismatch, LinearArgs
-from engine.runner.kernels.build import SOURCES, compiler_path
-from engine.runner.kernels.native import Kernels
-from errors import InvalidConfig
+from baton.core.errors import InvalidConfig
+from baton.engine.runner.kernels import abi, choose
+from baton.engine.runner.kernels.abi import FUNCTIONS, STRUCTS, KernelAbiMismatch, LinearArgs
+from baton.engine.runner.kernels.build import SOURCES, compiler_path
+from baton.engine.runner.kernels.native import Kernels
 from tests.support.kernels import kernels_by_variant
 
 needs_kernels = pytest.mark.skipif(not kernels_by_variant(), reason="no C++ compiler here")

@@ -10,12 +10,12 @@ from threading import Event
 
 import pytest
 
-from errors import InvalidConfig
-from kv_transfer.external_kv import ExternalOrders, Load, LoadId, Store, StoreId
-from kv_transfer.kv_connector import KvConnector, KvConnectorContext
-from kv_transfer.types import BlockId
-from node import kv_connectors
-from node.kv_connectors import load_connector
+from baton.core.errors import InvalidConfig
+from baton.core.ids import BlockId
+from baton.kv_transfer.external_kv import ExternalOrders, Load, LoadId, Store, StoreId
+from baton.kv_transfer.kv_connector import KvConnector, KvConnectorContext
+from baton.node import kv_connectors
+from baton.node.kv_connectors import load_connector
 from tests.support.doc_examples import write_example
 from tests.support.tier_memory import BLOCK_BYTES, OwnedMemory, name_of
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.runner.attention.int8_kv import dequantize, quantize
-from engine.runner.attention.kv_conversion import write_converted
+from baton.engine.runner.attention.int8_kv import dequantize, quantize
+from baton.engine.runner.attention.kv_conversion import write_converted
 from tests.support.hypothesis_profiles import num_examples
 
 

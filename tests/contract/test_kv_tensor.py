@@ -11,15 +11,15 @@ from typing import Any, cast
 import pytest
 import torch
 
-from engine.kv_cache.groups import ONE_GROUP
-from engine.runner.attention.kv_tensor import KvShape, describe
-from engine.runner.config import RunnerConfig
-from engine.runner.families.read_config import read_model_config
-from engine.runner.model_runner import TorchRunner
-from kv_transfer.protocol.messages import Fingerprint
-from node.options import NodeOptions
-from node.wiring import identify
-from rpc.node_info import NodeRole
+from baton.engine.kv_cache.groups import ONE_GROUP
+from baton.engine.runner.attention.kv_tensor import KvShape, describe
+from baton.engine.runner.config import RunnerConfig
+from baton.engine.runner.families.read_config import read_model_config
+from baton.engine.runner.model_runner import TorchRunner
+from baton.kv_transfer.protocol.messages import Fingerprint
+from baton.node.options import NodeOptions
+from baton.node.wiring import identify
+from baton.rpc.node_info import NodeRole
 from tests.support.hub_configs import HUB_CONFIGS
 
 CPU = torch.device("cpu")

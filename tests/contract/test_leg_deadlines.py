@@ -10,15 +10,16 @@ from dataclasses import replace
 
 import pytest
 
+from baton.core.ids import RequestId
+from baton.core.request import EngineRequest
+from baton.core.sampling import SamplingParams
+from baton.router.dispatch.node_calls import GrpcNodeCalls
+from baton.router.dispatch.node_rpcs import LegEvent
+from baton.router.routing.node_table import Node
+from baton.rpc.errors import DeadlineExceeded, MessageTooLarge
+from baton.rpc.messages.limits import MAX_MESSAGE_BYTES
+from baton.rpc.node_info import NodeRole
 from baton.v1 import node_pb2
-from engine.request import EngineRequest, RequestId
-from engine.sampling import SamplingParams
-from router.dispatch.node_calls import GrpcNodeCalls
-from router.dispatch.node_rpcs import LegEvent
-from router.routing.node_table import Node
-from rpc.errors import DeadlineExceeded, MessageTooLarge
-from rpc.messages.limits import MAX_MESSAGE_BYTES
-from rpc.node_info import NodeRole
 from tests.support.node_calls import a_card
 from tests.support.scripted_node import ScriptedNode, serve_scripted_node
 

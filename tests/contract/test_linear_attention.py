@@ -14,21 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.plan import PlanRow, StateBlocks, StateSnapshot
-from engine.request import RequestId
-from engine.runner.kernels.native import Kernels, NativeOps
-from engine.runner.kernels.native_linear_attention import NativeLinearAttention
-from engine.runner.model.config import Recurrence, RecurrentConfig
-from engine.runner.model.delta import DeltaWeights
-from engine.runner.model.mamba import MambaWeights
-from engine.runner.model.ops import Norm
-from engine.runner.model.recurrent import RecurrentWeights
-from engine.runner.model.torch_ops import TorchOps
-from engine.runner.state.linear_attention import LinearAttention, TorchLinearAttention
-from engine.runner.state.state_shape import StateShape
-from engine.runner.state.state_tables import StateTables
-from engine.sampling import SamplingParams
-from kv_transfer.types import BlockId
+from baton.core.ids import BlockId, RequestId
+from baton.core.sampling import SamplingParams
+from baton.engine.plan import PlanRow, StateBlocks, StateSnapshot
+from baton.engine.runner.kernels.native import Kernels, NativeOps
+from baton.engine.runner.kernels.native_linear_attention import NativeLinearAttention
+from baton.engine.runner.model.config import Recurrence, RecurrentConfig
+from baton.engine.runner.model.delta import DeltaWeights
+from baton.engine.runner.model.mamba import MambaWeights
+from baton.engine.runner.model.ops import Norm
+from baton.engine.runner.model.recurrent import RecurrentWeights
+from baton.engine.runner.model.torch_ops import TorchOps
+from baton.engine.runner.state.linear_attention import LinearAttention, TorchLinearAttention
+from baton.engine.runner.state.state_shape import StateShape
+from baton.engine.runner.state.state_tables import StateTables
 from tests.support.hypothesis_profiles import num_examples
 from tests.support.kernels import kernels_by_variant
 

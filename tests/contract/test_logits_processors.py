@@ -8,21 +8,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.extra_args import Arguments
-from engine.request import Failure
-from engine.runner.input_batch import TokenRun
-from engine.runner.layout import Ints
-from engine.runner.sampling import logits_processors as processors
-from engine.runner.sampling.logits_processors import (
+from baton.core.errors import InvalidConfig, InvalidRequest
+from baton.core.extra_args import Arguments
+from baton.core.output import Failure
+from baton.core.sampling import Argument, SamplingParams
+from baton.engine.runner.input_batch import TokenRun
+from baton.engine.runner.layout import Ints
+from baton.engine.runner.sampling import logits_processors as processors
+from baton.engine.runner.sampling.logits_processors import (
     NEVER,
     ModelView,
     Processors,
     load_processors,
     versions,
 )
-from engine.runner.sampling.sampler import Sampler
-from engine.sampling import Argument, SamplingParams
-from errors import InvalidConfig, InvalidRequest
+from baton.engine.runner.sampling.sampler import Sampler
 from tests.support.token_runs import make_run
 
 MODEL = ModelView("somewhere", 8)

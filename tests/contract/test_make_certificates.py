@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from baton.client import AsyncClient, BatonError
-from rpc.security.tls import TlsConfig
+from baton.rpc.security.tls import TlsConfig
 from tests.support.routers import a_router
 
 PATIENCE_S = 30

@@ -9,13 +9,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from router.discovery.resolver import SourceFailed
-from router.discovery.sources import DnsName, NodeSource
-from router.discovery.watcher import NodeDiscovery, watching
-from router.dispatch.node_calls import GrpcNodeCalls
-from router.routing.node_table import NodeTable
-from rpc.node_info import NodeRole
-from rpc.security.tls import PLAIN, TlsConfig
+from baton.router.discovery.resolver import SourceFailed
+from baton.router.discovery.sources import DnsName, NodeSource
+from baton.router.discovery.watcher import NodeDiscovery, watching
+from baton.router.dispatch.node_calls import GrpcNodeCalls
+from baton.router.routing.node_table import NodeTable
+from baton.rpc.node_info import NodeRole
+from baton.rpc.security.tls import PLAIN, TlsConfig
 from tests.support.certificates import make_authority
 from tests.support.node_servers import a_node_server
 
@@ -224,12 +224,12 @@ def test_a_node_that_cannot_be_reached_by_tls_is_not_waited_for_in_silence(tmp_p
 
     async def scene() -> None:
         heard = ErrorHeard()
-        logging.getLogger("router.discovery.watcher").addHandler(heard)
+        logging.getLogger("baton.router.discovery.watcher").addHandler(heard)
         try:
             async with a_node_server(name="d1") as node, a_view(strict, decode=node.address):
                 reported = await heard.words.get()
         finally:
-            logging.getLogger("router.discovery.watcher").removeHandler(heard)
+            logging.getLogger("baton.router.discovery.watcher").removeHandler(heard)
         assert reported.startswith(f"decode node: {node.address} does not speak TLS")
 
     run(scene)

@@ -18,31 +18,31 @@ from openai import AsyncOpenAI
 
 from baton.cli.health_check import ask
 from baton.client import AsyncClient, BatonError
-from engine.kv_hints import KvHints
-from engine.request import FinishReason
-from engine.sampling import SamplingParams
-from errors import ContextLengthExceeded
-from router.admission.admission_queue import AdmissionQueueConfig
-from router.answer import IncrementalDetokenizer
-from router.context import RequestContext
-from router.dispatch.node_rpcs import Leg
-from router.input_processing.tokenization import ModelText, NoTokenizer, TextBoundary
-from router.openai.body_receiving import MAX_BODY_BYTES, max_values
-from router.openai.response.output_parsers import Parsing
-from router.routing.node_table import NodeTable
-from router.tracing import Tracing
-from router.values import DecodeSummary, GenerateCall, Prompt, TokenPrompt
-from rpc.errors import FailureKind, NodeFailed
-from rpc.node_info import NodeRole
-from rpc.security.tls import PLAIN, TlsConfig
-from rpc.security.token import AcceptedTokens
-from telemetry import names
+from baton.core.errors import ContextLengthExceeded
+from baton.core.kv_hints import KvHints
+from baton.core.output import FinishReason
+from baton.core.sampling import SamplingParams
+from baton.router.admission.admission_queue import AdmissionQueueConfig
+from baton.router.answer import IncrementalDetokenizer
+from baton.router.context import RequestContext
+from baton.router.dispatch.node_rpcs import Leg
+from baton.router.input_processing.tokenization import ModelText, NoTokenizer, TextBoundary
+from baton.router.openai.body_receiving import MAX_BODY_BYTES, max_values
+from baton.router.openai.response.output_parsers import Parsing
+from baton.router.routing.node_table import NodeTable
+from baton.router.tracing import Tracing
+from baton.router.values import DecodeSummary, GenerateCall, Prompt, TokenPrompt
+from baton.rpc.errors import FailureKind, NodeFailed
+from baton.rpc.node_info import NodeRole
+from baton.rpc.security.tls import PLAIN, TlsConfig
+from baton.rpc.security.token import AcceptedTokens
+from baton.telemetry import names
+from baton.text.tokenizer import Tokenizer
 from tests.support.certificates import Authority, make_authority
 from tests.support.http_routers import HttpRouter, an_http_router
 from tests.support.models import EOS_TOKEN_ID, save_tokenizer
 from tests.support.node_calls import FakeNodeCalls, a_node, a_table
 from tests.support.tracers import TakingTracer
-from text.tokenizer import Tokenizer
 
 PROMPT = [3, 4, 5]
 ANSWER = [12, 19, 26, 33]  # of healthy fake nodes

@@ -17,16 +17,15 @@ from opentelemetry.proto.collector.metrics.v1 import (
 )
 from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric, ResourceMetrics
 
-from engine.plan import Plan
-from engine.request import RequestId
-from kv_transfer.records import TransferRecord, TransferRole
-from kv_transfer.types import HandoffId
-from telemetry.metrics import names as counted
-from telemetry.metrics.instruments import NodeMetrics, Reading
-from telemetry.metrics.readers import export_metrics
-from telemetry.options import TelemetryOptions
-from telemetry.resource import Process
-from telemetry.tracing.spans import TraceContext
+from baton.core.ids import HandoffId, RequestId
+from baton.engine.plan import Plan
+from baton.kv_transfer.records import TransferRecord, TransferRole
+from baton.telemetry.metrics import names as counted
+from baton.telemetry.metrics.instruments import NodeMetrics, Reading
+from baton.telemetry.metrics.readers import export_metrics
+from baton.telemetry.options import TelemetryOptions
+from baton.telemetry.resource import Process
+from baton.telemetry.tracing.spans import TraceContext
 
 PROCESS = Process("prefill", "p0", "1")
 TRACE = TraceContext(0xABC, 0xDEF)

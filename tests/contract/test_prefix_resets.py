@@ -13,21 +13,21 @@ import pytest
 from grpc import StatusCode, aio
 
 from baton.client import AsyncClient, BatonError
+from baton.core.ids import NodeId
+from baton.engine.engine_thread import EngineThread
+from baton.node.engine_calls import EngineCalls
+from baton.node.servicer import prefix_cache_resetter
+from baton.router.cluster_servicer import ClusterServicer
+from baton.router.prefix_resets import PrefixResets
+from baton.router.routing.node_table import NodeTable
+from baton.rpc.channel import open_channel
+from baton.rpc.errors import NodeFailed
+from baton.rpc.node_info import NodeRole
+from baton.rpc.security.operators import NO_OPERATORS, Operators
+from baton.rpc.security.token import AcceptedTokens, authorization
+from baton.rpc.security.token_gate import TokenInterceptor
+from baton.rpc.server import Service, serving
 from baton.v1 import cluster_pb2_grpc, node_pb2, node_pb2_grpc
-from engine.engine_thread import EngineThread
-from kv_transfer.types import NodeId
-from node.engine_calls import EngineCalls
-from node.servicer import prefix_cache_resetter
-from router.cluster_servicer import ClusterServicer
-from router.prefix_resets import PrefixResets
-from router.routing.node_table import NodeTable
-from rpc.channel import open_channel
-from rpc.errors import NodeFailed
-from rpc.node_info import NodeRole
-from rpc.security.operators import NO_OPERATORS, Operators
-from rpc.security.token import AcceptedTokens, authorization
-from rpc.security.token_gate import TokenInterceptor
-from rpc.server import Service, serving
 from tests.support.engines import a_spec, an_engine
 from tests.support.http_routers import an_http_router
 from tests.support.node_calls import a_card

@@ -15,20 +15,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from baton.core.errors import ModelError
+from baton.core.sampling import SamplingParams
+from baton.engine.runner.families.read_config import read_model_config
+from baton.engine.runner.kernels.choose import native_parts
+from baton.engine.runner.kernels.native import NativeLinear
+from baton.engine.runner.load import RunnerConfig, load_runner
+from baton.engine.runner.model.config import ModelConfig
+from baton.engine.runner.model.experts import Moe
+from baton.engine.runner.model.layers import Layer, Layers
+from baton.engine.runner.model_info import LoadProgress
+from baton.engine.runner.weights.decoder_loading import load_decoder
+from baton.engine.runner.weights.safetensors import WeightFiles
+from baton.engine.runner.weights.tensor_loading import LoadTarget
 from baton.llm import LLM
-from engine.runner.families.read_config import read_model_config
-from engine.runner.kernels.choose import native_parts
-from engine.runner.kernels.native import NativeLinear
-from engine.runner.load import RunnerConfig, load_runner
-from engine.runner.model.config import ModelConfig
-from engine.runner.model.experts import Moe
-from engine.runner.model.layers import Layer, Layers
-from engine.runner.model_info import LoadProgress
-from engine.runner.weights.decoder_loading import load_decoder
-from engine.runner.weights.safetensors import WeightFiles
-from engine.runner.weights.tensor_loading import LoadTarget
-from engine.sampling import SamplingParams
-from errors import ModelError
 from tests.support.families import FAMILY_VARIANTS, RECURRENT
 from tests.support.kernels import kernels_by_variant
 from tests.support.models import VARIANTS, make_model_folder, prompt_of

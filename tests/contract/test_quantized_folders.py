@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from baton.core.errors import InvalidConfig, ModelError
+from baton.core.sampling import SamplingParams
+from baton.engine.runner.load import RunnerConfig, load_runner
 from baton.llm import LLM
-from engine.runner.load import RunnerConfig, load_runner
-from engine.sampling import SamplingParams
-from errors import InvalidConfig, ModelError
+from baton.text.tokenizer import Tokenizer
 from tests.support.kernels import kernels_by_variant
 from tests.support.models import VARIANTS, make_model_folder, prompt_of
 from tests.support.packed_folders import FORMATS, write_quantized
-from text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 SOURCES = DEMO.parents[1] / "router"

@@ -10,8 +10,8 @@ import grpc
 import pytest
 
 from baton.client import AsyncClient, BatonError, Generation
-from engine.sampling import SamplingParams
-from router.admission.admission_queue import AdmissionQueueConfig
+from baton.core.sampling import SamplingParams
+from baton.router.admission.admission_queue import AdmissionQueueConfig
 from tests.support.node_calls import FakeNodeCalls
 from tests.support.routers import MoodyRouter, a_router
 

@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.kv_cache.groups import KvCacheSpec
-from engine.runner.attention.int8_kv import dequantize, quantize
-from engine.runner.attention.paged_attention import (
+from baton.engine.kv_cache.groups import KvCacheSpec
+from baton.engine.runner.attention.int8_kv import dequantize, quantize
+from baton.engine.runner.attention.paged_attention import (
     LayerAttention,
     PagedAttention,
     TorchPagedAttention,
 )
-from engine.runner.kernels.native_attention import NativePagedAttention
-from engine.runner.layout import PassLayout
+from baton.engine.runner.kernels.native_attention import NativePagedAttention
+from baton.engine.runner.layout import PassLayout
 from tests.support.hypothesis_profiles import num_examples
 from tests.support.kernels import kernels_by_variant
 

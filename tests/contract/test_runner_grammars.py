@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from engine.request import Failure, FailureCause, RequestId
-from engine.runner.load import RunnerConfig, load_runner
-from engine.runner.model_runner import TorchRunner
-from engine.runner.sampling.sampler import GRAMMAR_TOKENS_FORBIDDEN
-from engine.sampling import SamplingParams
-from engine.structured_output.grammar import Bits, Grammar, Matcher
-from engine.structured_output.llguidance_backend import GrammarLibrary
-from engine.structured_output.params import StructuredOutputs
-from errors import InvalidRequest
+from baton.core.errors import InvalidRequest
+from baton.core.ids import RequestId
+from baton.core.output import Failure, FailureCause
+from baton.core.sampling import SamplingParams
+from baton.core.structured_outputs import StructuredOutputs
+from baton.engine.runner.load import RunnerConfig, load_runner
+from baton.engine.runner.model_runner import TorchRunner
+from baton.engine.runner.sampling.sampler import GRAMMAR_TOKENS_FORBIDDEN
+from baton.engine.structured_output.grammar import Bits, Grammar, Matcher
+from baton.engine.structured_output.llguidance_backend import GrammarLibrary
 from tests.support.models import (
     EOS_TOKEN_ID,
     VARIANTS,

@@ -12,20 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.runner.attention.kv_tensor import KvShape
-from engine.runner.families.read_config import read_model_config
-from engine.runner.kernels.choose import TORCH, Parts, native_parts
-from engine.runner.kernels.native import Kernels, NativeOps
-from engine.runner.kernels.native_attention import NativePagedAttention
-from engine.runner.kernels.native_layers import NativeLayers, native_layers
-from engine.runner.layout import PassLayout
-from engine.runner.model.config import ModelConfig
-from engine.runner.model.decoder import Ends
-from engine.runner.model.layers import Layer, Layers, UnfusedLayers
-from engine.runner.model.rope import Ropes
-from engine.runner.weights.decoder_loading import attention_of, load_decoder
-from engine.runner.weights.safetensors import WeightFiles
-from engine.runner.weights.tensor_loading import LoadTarget
+from baton.engine.runner.attention.kv_tensor import KvShape
+from baton.engine.runner.families.read_config import read_model_config
+from baton.engine.runner.kernels.choose import TORCH, Parts, native_parts
+from baton.engine.runner.kernels.native import Kernels, NativeOps
+from baton.engine.runner.kernels.native_attention import NativePagedAttention
+from baton.engine.runner.kernels.native_layers import NativeLayers, native_layers
+from baton.engine.runner.layout import PassLayout
+from baton.engine.runner.model.config import ModelConfig
+from baton.engine.runner.model.decoder import Ends
+from baton.engine.runner.model.layers import Layer, Layers, UnfusedLayers
+from baton.engine.runner.model.rope import Ropes
+from baton.engine.runner.weights.decoder_loading import attention_of, load_decoder
+from baton.engine.runner.weights.safetensors import WeightFiles
+from baton.engine.runner.weights.tensor_loading import LoadTarget
 from tests.support.families import FAMILY_VARIANTS
 from tests.support.kernels import kernels_by_variant
 from tests.support.models import VARIANTS, make_model_folder

@@ -13,13 +13,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.model_folder import GenerationDefaults, read_generation_defaults, resolve_model_folder
-from engine.runner.attention.kv_tensor import free_bytes, num_blocks_within
-from engine.runner.families.read_config import read_model_config
-from engine.runner.load import RunnerConfig, load_runner
-from engine.runner.model.config import ModelConfig, RopeConfig
-from engine.runner.model_info import LoadProgress
-from errors import InvalidConfig, ModelError
+from baton.core.errors import InvalidConfig, ModelError
+from baton.engine.model_folder import (
+    GenerationDefaults,
+    read_generation_defaults,
+    resolve_model_folder,
+)
+from baton.engine.runner.attention.kv_tensor import free_bytes, num_blocks_within
+from baton.engine.runner.families.read_config import read_model_config
+from baton.engine.runner.load import RunnerConfig, load_runner
+from baton.engine.runner.model.config import ModelConfig, RopeConfig
+from baton.engine.runner.model_info import LoadProgress
 from tests.support.models import VARIANTS, make_model_folder
 
 BUDGET = 1 << 20

@@ -12,19 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.runner.kernels.build import (
+from baton.core.errors import InvalidConfig
+from baton.engine.runner.kernels.build import (
     VARIANTS,
     KernelsUnavailable,
     best_variant,
     cpu_features,
     library,
 )
-from engine.runner.kernels.choose import TORCH, choose_parts
-from engine.runner.kernels.native import Kernels, NativeOps
-from engine.runner.model.config import Activation
-from engine.runner.model.ops import MlpGate, Norm
-from engine.runner.model.torch_ops import TorchOps
-from engine.runner.weights.quantize import (
+from baton.engine.runner.kernels.choose import TORCH, choose_parts
+from baton.engine.runner.kernels.native import Kernels, NativeOps
+from baton.engine.runner.model.config import Activation
+from baton.engine.runner.model.ops import MlpGate, Norm
+from baton.engine.runner.model.torch_ops import TorchOps
+from baton.engine.runner.weights.quantize import (
     Quantize,
     Quantized,
     select_rows,
@@ -32,7 +33,6 @@ from engine.runner.weights.quantize import (
     to_int4,
     to_int8,
 )
-from errors import InvalidConfig
 from tests.support.hypothesis_profiles import num_examples
 from tests.support.kernels import kernels_by_variant
 from tests.support.random_mxfp4 import random_mxfp4

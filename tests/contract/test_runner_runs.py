@@ -15,20 +15,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.core import EngineCore, NoKvWorker
-from engine.errors import PassHookFailed
-from engine.plan import Plan, PlanRow, RunResult
-from engine.request import EngineRequest, Failure, FailureCause, Output, RequestId
-from engine.runner.load import RunnerConfig, load_runner
-from engine.runner.model_info import NO_LAYER, KvMemory
-from engine.runner.model_runner import TorchRunner
-from engine.runner.sampling.sampler import NOT_FINITE
-from engine.sampling import SamplingParams
-from engine.scheduler.config import CacheConfig, SchedulerConfig
-from engine.scheduler.scheduler import Scheduler
-from engine.spec_decode.config import Speculation
-from kv_transfer.fence import Fence
-from kv_transfer.types import BlockId, TokenLogprobs
+from baton.core.ids import BlockId, RequestId
+from baton.core.logprobs import TokenLogprobs
+from baton.core.output import Failure, FailureCause, Output
+from baton.core.request import EngineRequest
+from baton.core.sampling import SamplingParams
+from baton.engine.core import EngineCore, NoKvWorker
+from baton.engine.errors import PassHookFailed
+from baton.engine.plan import Plan, PlanRow, RunResult
+from baton.engine.runner.load import RunnerConfig, load_runner
+from baton.engine.runner.model_info import NO_LAYER, KvMemory
+from baton.engine.runner.model_runner import TorchRunner
+from baton.engine.runner.sampling.sampler import NOT_FINITE
+from baton.engine.scheduler.config import CacheConfig, SchedulerConfig
+from baton.engine.scheduler.scheduler import Scheduler
+from baton.engine.spec_decode.config import Speculation
+from baton.kv_transfer.fence import Fence
 from tests.support.models import VARIANTS, make_model_folder, prompt_of
 from tests.support.runner_drivers import GREEDY, Drive, Driver
 

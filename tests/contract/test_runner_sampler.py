@@ -14,19 +14,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.generation import logits_process as generation
 
-from engine.request import Failure, FailureCause
-from engine.runner.input_batch import TokenRun
-from engine.runner.sampling import sampler as sampler_module
-from engine.runner.sampling.constraints import constrain
-from engine.runner.sampling.logprobs import token_logprobs
-from engine.runner.sampling.randomness import exponential_numbers
-from engine.runner.sampling.sampler import (
+from baton.core.output import Failure, FailureCause
+from baton.core.sampling import SamplingParams
+from baton.engine.runner.input_batch import TokenRun
+from baton.engine.runner.sampling import sampler as sampler_module
+from baton.engine.runner.sampling.constraints import constrain
+from baton.engine.runner.sampling.logprobs import token_logprobs
+from baton.engine.runner.sampling.randomness import exponential_numbers
+from baton.engine.runner.sampling.sampler import (
     ALL_TOKENS_FORBIDDEN,
     NOT_FINITE,
     Choice,
     Sampler,
 )
-from engine.sampling import SamplingParams
 from tests.support.hypothesis_profiles import num_examples
 from tests.support.token_runs import make_run
 

@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.errors import RowOverflow
-from engine.plan import Plan, PlanRow, StateBlocks, StateSnapshot
-from engine.request import RequestId
-from engine.runner.load import RunnerConfig, load_runner
-from engine.runner.model_runner import TorchRunner
-from engine.sampling import SamplingParams
-from engine.spec_decode.config import Speculation
-from errors import InvalidConfig
-from kv_transfer.types import BlockId
+from baton.core.errors import InvalidConfig
+from baton.core.ids import BlockId, RequestId
+from baton.core.sampling import SamplingParams
+from baton.engine.errors import RowOverflow
+from baton.engine.plan import Plan, PlanRow, StateBlocks, StateSnapshot
+from baton.engine.runner.load import RunnerConfig, load_runner
+from baton.engine.runner.model_runner import TorchRunner
+from baton.engine.spec_decode.config import Speculation
 from tests.support.families import STATE_VARIANTS
 from tests.support.models import make_model_folder, prompt_of
 

@@ -18,17 +18,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.request import RequestId
-from engine.runner.attention.int8_kv import quantize
-from engine.runner.attention.paged_attention import LayerAttention
-from engine.runner.kernels.native import Kernels
-from engine.runner.kernels.native_attention import NativePagedAttention
-from engine.runner.layout import PassLayout
-from engine.runner.load import RunnerConfig, load_runner
-from engine.runner.model.config import RopeConfig
-from engine.runner.model.rope import Rope
-from engine.runner.model_runner import TorchRunner
-from engine.sampling import SamplingParams
+from baton.core.ids import RequestId
+from baton.core.sampling import SamplingParams
+from baton.engine.runner.attention.int8_kv import quantize
+from baton.engine.runner.attention.paged_attention import LayerAttention
+from baton.engine.runner.kernels.native import Kernels
+from baton.engine.runner.kernels.native_attention import NativePagedAttention
+from baton.engine.runner.layout import PassLayout
+from baton.engine.runner.load import RunnerConfig, load_runner
+from baton.engine.runner.model.config import RopeConfig
+from baton.engine.runner.model.rope import Rope
+from baton.engine.runner.model_runner import TorchRunner
 from tests.support.families import FAMILY_VARIANTS, STATE_VARIANTS
 from tests.support.hypothesis_profiles import num_examples
 from tests.support.kernels import kernels_by_variant

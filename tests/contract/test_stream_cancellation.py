@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from grpc import aio
 
+from baton.rpc.channel import open_channel
+from baton.rpc.server import Service, serving
+from baton.rpc.status import named_errors
+from baton.rpc.streaming import streamed
 from baton.v1 import cluster_pb2, cluster_pb2_grpc
-from rpc.channel import open_channel
-from rpc.server import Service, serving
-from rpc.status import named_errors
-from rpc.streaming import streamed
 
 PATIENCE_S = 30
 # More than fits into the windows of a stream, so that the server waits inside a write.

@@ -11,8 +11,8 @@ import pytest
 
 from baton.client import AsyncClient, BatonError, Client
 from baton.cluster import ClusterFailed, await_serving
-from errors import InvalidConfig
-from rpc.security.tls import PLAIN, TlsConfig
+from baton.core.errors import InvalidConfig
+from baton.rpc.security.tls import PLAIN, TlsConfig
 from tests.support.certificates import Authority, make_authority
 from tests.support.routers import a_router
 

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from kv_transfer.transports.base import (
+from baton.core.ids import BlockId
+from baton.kv_transfer.transports.base import (
     Arrived,
     BlocksLanded,
     CancelCompleted,
@@ -21,7 +22,6 @@ from kv_transfer.transports.base import (
     WriteFailed,
     Written,
 )
-from kv_transfer.types import BlockId
 from tests.support.transport_endpoints import (
     MAKERS,
     Endpoint,

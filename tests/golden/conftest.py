@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.runner.load import RunnerConfig, load_runner
-from engine.runner.model_runner import TorchRunner
+from baton.engine.runner.load import RunnerConfig, load_runner
+from baton.engine.runner.model_runner import TorchRunner
 from tests.support.families import FAMILY_VARIANTS, STATE_VARIANTS
 from tests.support.models import VARIANTS, make_model_folder
 

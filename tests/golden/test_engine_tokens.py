@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from engine.core import EngineCore
-from engine.factory import EngineOptions, build_engine
-from engine.request import EngineRequest, FinishReason, RequestId
-from engine.runner.load import RunnerConfig, load_runner
-from engine.runner.model_runner import TorchRunner
-from engine.sampling import SamplingParams
-from engine.scheduler.config import SchedulerConfig
+from baton.core.ids import RequestId
+from baton.core.output import FinishReason
+from baton.core.request import EngineRequest
+from baton.core.sampling import SamplingParams
+from baton.engine.core import EngineCore
+from baton.engine.factory import EngineOptions, build_engine
+from baton.engine.runner.load import RunnerConfig, load_runner
+from baton.engine.runner.model_runner import TorchRunner
+from baton.engine.scheduler.config import SchedulerConfig
 from tests.support.models import VARIANTS, prompt_of, reference_choices
 
 BLOCK_SIZE = 16

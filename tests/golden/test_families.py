@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.core import EngineCore
-from engine.factory import EngineOptions, build_engine
-from engine.request import EngineRequest, RequestId
-from engine.runner.model_runner import TorchRunner
-from engine.sampling import SamplingParams
-from engine.scheduler.config import SchedulerConfig
+from baton.core.ids import RequestId
+from baton.core.request import EngineRequest
+from baton.core.sampling import SamplingParams
+from baton.engine.core import EngineCore
+from baton.engine.factory import EngineOptions, build_engine
+from baton.engine.runner.model_runner import TorchRunner
+from baton.engine.scheduler.config import SchedulerConfig
 from tests.support.families import FAMILY_VARIANTS, RECURRENT
 from tests.support.kernels import kernels_by_variant
 from tests.support.local_handoffs import LocalHandoffs

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from engine.runner.families.read_config import read_model_config
-from engine.runner.model.config import ModelConfig
+from baton.engine.runner.families.read_config import read_model_config
+from baton.engine.runner.model.config import ModelConfig
 from tests.support.hub_configs import HUB_CONFIGS
 
 # transformers fails on the old name of longrope, and knows Kimi K2 only as DeepSeek V3.

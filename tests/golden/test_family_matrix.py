@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.request import RequestId
-from engine.runner.families.table import FAMILIES
-from engine.runner.kernels import torch_parts
-from engine.runner.load import RunnerConfig, load_runner
+from baton.core.ids import RequestId
+from baton.engine.runner.families.table import FAMILIES
+from baton.engine.runner.kernels import torch_parts
+from baton.engine.runner.load import RunnerConfig, load_runner
 from tests.support.families import EXPERTS, FAMILY_VARIANTS, STATE_VARIANTS
 from tests.support.kernels import kernels_by_variant
 from tests.support.models import VARIANTS, prompt_of
@@ -77,7 +77,7 @@ def logged_parts(folder: Path, log: pytest.LogCaptureFixture, **settings: Any) -
     config = RunnerConfig(
         str(folder), kv_cache_bytes=1 << 20, dtype="bfloat16", kernels="native", **settings
     )
-    with log.at_level(logging.INFO, "engine.runner.kernels"), load_runner(config) as runner:
+    with log.at_level(logging.INFO, "baton.engine.runner.kernels"), load_runner(config) as runner:
         for name in ("warm-up", "recorded"):
             with OperationRecorder() as recorder:
                 blocks = runner.kv_memory.num_blocks

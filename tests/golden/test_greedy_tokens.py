@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.request import RequestId
-from engine.runner.model_runner import TorchRunner
+from baton.core.ids import RequestId
+from baton.engine.runner.model_runner import TorchRunner
 from tests.support.models import VARIANTS, prompt_of, reference_choices
 from tests.support.runner_drivers import Drive, Driver, drives_of
 

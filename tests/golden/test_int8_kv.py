@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.core.errors import InvalidConfig
+from baton.core.sampling import SamplingParams
+from baton.engine.runner.load import RunnerConfig, load_runner
 from baton.llm import LLM
-from engine.runner.load import RunnerConfig, load_runner
-from engine.sampling import SamplingParams
-from errors import InvalidConfig
 from tests.support.kernels import kernels_by_variant
 from tests.support.models import prompt_of
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.request import RequestId
-from engine.runner.model_runner import TorchRunner
-from engine.sampling import SamplingParams
+from baton.core.ids import RequestId
+from baton.core.sampling import SamplingParams
+from baton.engine.runner.model_runner import TorchRunner
 from tests.support.models import VARIANTS, prompt_of, reference_logprobs
 from tests.support.runner_drivers import Drive, Driver
 

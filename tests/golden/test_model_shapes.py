@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.runner.families.read_config import read_model_config
+from baton.engine.runner.families.read_config import read_model_config
 from tests.support.random_folders import small_folder
 from tools.model_shapes import SHAPES
 

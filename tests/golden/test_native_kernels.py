@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from baton.core.sampling import SamplingParams
 from baton.llm import LLM
-from engine.sampling import SamplingParams
 from tests.support.kernels import kernels_by_variant
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "demo"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from telemetry import names
-from telemetry.tracing.spans import SpanStatus
-from telemetry.tracing.traces import traces_of
+from baton.telemetry import names
+from baton.telemetry.tracing.spans import SpanStatus
+from baton.telemetry.tracing.traces import traces_of
 from tests.support.traces import (
     a_request,
     a_step,

@@ -9,16 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from baton.core.ids import RequestId
+from baton.core.logprobs import TokenLogprobs
+from baton.core.output import FinishReason, Output
+from baton.core.request import EngineRequest
+from baton.core.sampling import SamplingParams
+from baton.core.structured_outputs import StructuredOutputs
+from baton.engine.core import EngineCore
+from baton.engine.factory import EngineOptions, build_engine
+from baton.engine.runner.load import RunnerConfig, load_runner
+from baton.engine.scheduler.config import SchedulerConfig
+from baton.engine.spec_decode.config import Speculation
 from baton.llm import LLM
-from engine.core import EngineCore
-from engine.factory import EngineOptions, build_engine
-from engine.request import EngineRequest, FinishReason, Output, RequestId
-from engine.runner.load import RunnerConfig, load_runner
-from engine.sampling import SamplingParams
-from engine.scheduler.config import SchedulerConfig
-from engine.spec_decode.config import Speculation
-from engine.structured_output.params import StructuredOutputs
-from kv_transfer.types import TokenLogprobs
 from tests.support.kernels import kernels_by_variant
 from tests.support.models import VARIANTS, prompt_of
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.request import RequestId
-from engine.runner.model_runner import TorchRunner
-from engine.sampling import SamplingParams
+from baton.core.ids import RequestId
+from baton.core.sampling import SamplingParams
+from baton.engine.runner.model_runner import TorchRunner
 from tests.support.families import FAMILY_VARIANTS, RECURRENT, STATE_VARIANTS
 from tests.support.kernels import kernels_by_variant
 from tests.support.models import (

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from baton.text.tokenizer import Tokenizer
 from tests.support.models import save_tokenizer
 from tests.support.tokenizer_folders import copy_with_settings, put_begin_token_first
-from text.tokenizer import Tokenizer
 
 TEXTS = ("", "hello", " the  quick\n\nbrown", "naïve café 東京 🙂", "</s> inside", "\x00\x7f")
 CHAT = (

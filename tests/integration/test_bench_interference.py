@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from baton.core.errors import InvalidConfig
 from benchmarks.peers.completions_api import EngineFailed
 from benchmarks.peers.engines import baton_colocated, baton_disaggregated, vllm_colocated
 from benchmarks.peers.interference import Interference, Turn, rows_of, run
-from errors import InvalidConfig
 
 MODEL = str(Path(__file__).resolve().parents[2] / "models" / "demo")
 SMALL = Interference(num_streams=2, num_prompts=2, prompt_tokens=200, every_s=0.2, num_rounds=1)

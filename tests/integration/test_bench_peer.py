@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from baton.bench.engine.benchmark import EngineBench
+from baton.core.errors import InvalidConfig
 from benchmarks.cli.peer import peer
 from benchmarks.peers.peer import Comparison, PeerBench, PeerFailed, run
 from benchmarks.plots.chart import read_peer
-from errors import InvalidConfig
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "demo"
 ANSWERS = """#!/bin/sh

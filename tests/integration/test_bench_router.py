@@ -6,15 +6,15 @@ import asyncio
 
 import pytest
 
+from baton.core.ids import HandoffId, NodeId, Peer
+from baton.core.request import EngineRequest, ReceiveKv
+from baton.core.sampling import SamplingParams
+from baton.router.dispatch.node_stream import NodeStream
+from baton.rpc.channel import open_channel
+from baton.rpc.messages.sequences import decode_order, node_request_id
 from baton.v1 import node_pb2, node_pb2_grpc
 from benchmarks.processes import server
 from benchmarks.router.cpu_time import Round, RouterBench, run
-from engine.request import EngineRequest, ReceiveKv
-from engine.sampling import SamplingParams
-from kv_transfer.types import HandoffId, NodeId, Peer
-from router.dispatch.node_stream import NodeStream
-from rpc.channel import open_channel
-from rpc.messages.sequences import decode_order, node_request_id
 
 SMALL = RouterBench(
     model="",

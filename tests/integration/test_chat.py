@@ -11,7 +11,7 @@ import pytest
 
 from baton.client import Client
 from baton.cluster import LocalCluster
-from rpc.server import parse_announcement
+from baton.rpc.server import parse_announcement
 from tests.support.baton_command import BATON, run_baton
 from tests.support.child_programs import running_program
 from tests.support.scripted_router import WAIT_S, scripted_router

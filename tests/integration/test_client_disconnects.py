@@ -13,7 +13,7 @@ import pytest
 
 from baton.client import AsyncClient, BatonError, Client, Generation
 from baton.cluster import LocalCluster
-from engine.sampling import SamplingParams
+from baton.core.sampling import SamplingParams
 from tests.support.client_load import ClientRequest, stream_answer
 from tests.support.models import prompt_of, reference_choices, reference_greedy
 from tests.support.nodes import await_all_free, await_load, card_at, is_busy

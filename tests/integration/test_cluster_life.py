@@ -15,12 +15,12 @@ import pytest
 
 from baton.client import AsyncClient, BatonError, Client, Generation
 from baton.cluster import Child, ClusterOptions, LocalCluster
+from baton.core.ids import HandoffId, NodeId, Peer
+from baton.core.request import EngineRequest, ReceiveKv
+from baton.core.sampling import SamplingParams
+from baton.rpc.messages.sequences import decode_order, node_request_id
+from baton.rpc.node_info import NodeLoad
 from baton.v1 import node_pb2, node_pb2_grpc
-from engine.request import EngineRequest, ReceiveKv
-from engine.sampling import SamplingParams
-from kv_transfer.types import HandoffId, NodeId, Peer
-from rpc.messages.sequences import decode_order, node_request_id
-from rpc.node_info import NodeLoad
 from tests.support.baton_command import BATON, run_baton
 from tests.support.child_programs import children_of, running_program
 from tests.support.client_load import PATIENCE_S, ClientAnswer, ClientRequest, stream_answer

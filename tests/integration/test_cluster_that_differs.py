@@ -9,8 +9,8 @@ import pytest
 
 from baton.client import Client, Generation
 from baton.cluster import ClusterOptions, LocalCluster
+from baton.core.sampling import SamplingParams
 from baton.llm import LLM
-from engine.sampling import SamplingParams
 from tests.support.models import prompt_of
 
 pytestmark = pytest.mark.slow

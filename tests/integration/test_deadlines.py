@@ -12,8 +12,8 @@ import pytest
 
 from baton.client import BatonError, Chunk, Client, Generation
 from baton.cluster import ClusterOptions, LocalCluster
-from engine.sampling import SamplingParams
-from rpc.node_info import NodeLoad
+from baton.core.sampling import SamplingParams
+from baton.rpc.node_info import NodeLoad
 from tests.support.models import prompt_of
 from tests.support.nodes import await_load, card_at, is_busy
 from tests.support.suspended_processes import suspended

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.sampling import SamplingParams
-from kv_transfer.types import HandoffId
+from baton.core.ids import HandoffId
+from baton.core.sampling import SamplingParams
 from tests.support.engine_nodes import EngineNode
 from tests.support.engine_pair import LEASE_S, Call, Pair, PairOptions, greedy
 from tests.support.models import prompt_of, reference_greedy

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from baton.core.output import FinishReason
+from baton.core.sampling import SamplingParams
 from baton.llm import LLM
-from engine.request import FinishReason
-from engine.sampling import SamplingParams
 from tests.support.engine_pair import Answered, Pair, PairOptions, greedy
 from tests.support.models import EOS_TOKEN_ID, prompt_of, reference_choices, reference_greedy
 

@@ -13,7 +13,7 @@ import pytest
 
 from baton.client import Client, Generation
 from baton.cluster import ClusterOptions, LocalCluster
-from engine.sampling import SamplingParams
+from baton.core.sampling import SamplingParams
 from tests.support.families import FAMILY_VARIANTS, STATE_VARIANTS
 from tests.support.models import make_model_folder, prompt_of, reference_logprobs
 from tests.support.nodes import kill_the_writer

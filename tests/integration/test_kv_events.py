@@ -12,8 +12,8 @@ import pytest
 
 from baton.client import AsyncClient, Client, Generation
 from baton.cluster import Child, ClusterOptions, LocalCluster
-from engine.kv_cache.block_hashes import BlockHash, block_hashes
-from engine.sampling import SamplingParams
+from baton.core.sampling import SamplingParams
+from baton.engine.kv_cache.block_hashes import BlockHash, block_hashes
 from tests.support.models import prompt_of
 from tests.support.nodes import card_at, prefixes_at
 from tools.follow_kv_events import KvEventFollower

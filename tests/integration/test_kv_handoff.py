@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kv_transfer.types import (
-    BlockId,
+from baton.core.ids import BlockId, HandoffId
+from baton.core.logprobs import FirstToken
+from baton.kv_transfer.types import (
     Complete,
-    FirstToken,
-    HandoffId,
     KvOrders,
     KvReports,
     Proved,

@@ -15,10 +15,10 @@ import pytest
 from baton.client import Client, Generation
 from baton.client.generation import Answer, Finish
 from baton.cluster import ClusterOptions, LocalCluster
+from baton.core.kv_hints import NO_KV_HINTS, KvHints
+from baton.core.sampling import SamplingParams
 from baton.llm import LLM
 from benchmarks.chaos.s3_server import BUCKET, s3_server
-from engine.kv_hints import NO_KV_HINTS, KvHints
-from engine.sampling import SamplingParams
 from tests.support.doc_examples import installed_at, write_example, write_package
 from tests.support.families import FAMILY_VARIANTS
 from tests.support.models import make_model_folder, prompt_of, reference_choices

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rpc.node_info import NodeLoad
+from baton.rpc.node_info import NodeLoad
 from tests.support.engine_pair import Call, Pair, PairOptions, greedy
 from tests.support.models import (
     Variant,

@@ -13,9 +13,9 @@ import pytest
 
 import baton
 from baton import LLM, SamplingParams
-from engine.errors import EngineStopped
-from engine.request import FinishReason
-from errors import InvalidRequest, ModelError
+from baton.core.errors import InvalidRequest, ModelError
+from baton.core.output import FinishReason
+from baton.engine.errors import EngineStopped
 from tests.support.baton_command import run_baton
 from tests.support.families import STATE_VARIANTS
 from tests.support.models import VOCAB_SIZE, make_model_folder, prompt_of, reference_choices

@@ -12,7 +12,7 @@ import pytest
 
 from baton.client import BatonError, Client, Generation
 from baton.cluster import ClusterFailed, ClusterOptions, LocalCluster
-from engine.sampling import Argument, SamplingParams
+from baton.core.sampling import Argument, SamplingParams
 
 MODEL = str(Path(__file__).resolve().parents[2] / "models" / "demo")
 PROMPT = "import os\n\ndef main():\n"

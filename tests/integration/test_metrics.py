@@ -13,8 +13,8 @@ import pytest
 
 from baton.client import BatonError, Client, Finish, Generation
 from baton.cluster import Child, ClusterOptions, LocalCluster
-from engine.sampling import SamplingParams
-from telemetry.metrics.names import NODE_METRICS, ROUTER_METRICS
+from baton.core.sampling import SamplingParams
+from baton.telemetry.metrics.names import NODE_METRICS, ROUTER_METRICS
 from tests.support.models import prompt_of
 from tests.support.nodes import await_load, is_busy
 from tests.support.scrapes import Scrape, scraped

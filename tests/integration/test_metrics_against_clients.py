@@ -10,7 +10,7 @@ import pytest
 
 from baton.client import BatonError, Chunk, Client, Finish, Generation
 from baton.cluster import ClusterOptions, LocalCluster
-from engine.sampling import SamplingParams
+from baton.core.sampling import SamplingParams
 from tests.support.models import prompt_of
 from tests.support.nodes import await_load, is_busy, kill_the_writer
 from tests.support.scrapes import Scrape, scraped

@@ -6,7 +6,7 @@ import json
 
 from baton.client import Client, Generation
 from baton.cluster import LocalCluster
-from engine.sampling import SamplingParams
+from baton.core.sampling import SamplingParams
 from tests.support.baton_command import BATON, run_baton
 from tests.support.models import prompt_of
 from tests.support.nodes import await_load, is_busy

@@ -15,9 +15,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton.client import Answer, AsyncClient, BatonError, Client, Finish, Generation, Model
 from baton.cluster import LocalCluster
+from baton.core.sampling import SamplingParams
 from baton.llm import LLM
-from engine.sampling import SamplingParams
-from rpc.node_info import NodeLoad
+from baton.rpc.node_info import NodeLoad
 from tests.support.models import VOCAB_SIZE, prompt_of, reference_choices
 from tests.support.nodes import await_load, card_at
 

@@ -16,11 +16,11 @@ from openai import OpenAI
 
 from baton.client import Client, Generation
 from baton.cluster import LocalCluster
-from engine.sampling import SamplingParams
+from baton.core.sampling import SamplingParams
+from baton.text.tokenizer import Tokenizer
 from tests.support.baton_command import run_baton
 from tests.support.models import prompt_of
 from tests.support.schemas import is_valid
-from text.tokenizer import Tokenizer
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 ASK: dict[str, Any] = {"model": "", "max_tokens": 12, "temperature": 0}

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
+from baton.core.ids import BlockId, RequestId
+from baton.engine.runner.attention.kv_conversion import write_converted
+from baton.engine.runner.load import RunnerConfig, load_runner
 from baton.llm import LLM
-from engine.request import RequestId
-from engine.runner.attention.kv_conversion import write_converted
-from engine.runner.load import RunnerConfig, load_runner
-from kv_transfer.types import BlockId
 from tests.support.engine_pair import Pair, PairOptions, greedy
 from tests.support.models import prompt_of
 from tests.support.runner_drivers import Drive, Driver

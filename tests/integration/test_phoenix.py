@@ -22,8 +22,8 @@ import pytest
 
 from baton.client import Client, Generation
 from baton.cluster import ClusterOptions, LocalCluster
-from engine.sampling import SamplingParams
-from telemetry import names
+from baton.core.sampling import SamplingParams
+from baton.telemetry import names
 from tests.support.models import prompt_of
 from tests.support.nodes import kill_the_writer
 from tests.support.ports import free_port

@@ -18,7 +18,7 @@ import yaml
 
 from baton.client import BatonError, Client, Generation
 from baton.cluster import Child, ClusterOptions, LocalCluster
-from engine.sampling import SamplingParams
+from baton.core.sampling import SamplingParams
 from tests.support.models import prompt_of
 from tests.support.ports import free_port
 from tests.support.scrapes import metrics_at

@@ -11,7 +11,7 @@ import pytest
 from baton.client import Client, Generation
 from baton.cluster import ClusterOptions, LocalCluster
 from baton.llm import LLM
-from rpc.node_info import NodeRole
+from baton.rpc.node_info import NodeRole
 from tests.support.engine_nodes import EngineNode
 from tests.support.engine_pair import Pair, PairOptions, all_free, greedy, source_of
 from tests.support.families import STATE_VARIANTS

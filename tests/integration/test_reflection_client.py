@@ -14,7 +14,7 @@ from google.rpc import error_details_pb2
 
 from baton.client import Client, Generation
 from baton.cluster import LocalCluster
-from engine.sampling import SamplingParams
+from baton.core.sampling import SamplingParams
 
 BUF = shutil.which("buf", path=sysconfig.get_path("scripts")) or shutil.which("buf")
 

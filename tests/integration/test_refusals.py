@@ -12,9 +12,9 @@ import pytest
 
 from baton.client import BatonError, Client, Generation, Served
 from baton.cluster import Child, ClusterOptions, LocalCluster
+from baton.core.sampling import SamplingParams
+from baton.rpc.status import remote_error
 from baton.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
-from engine.sampling import SamplingParams
-from rpc.status import remote_error
 from tests.support.health import health_of
 from tests.support.models import prompt_of
 

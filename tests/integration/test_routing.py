@@ -11,7 +11,7 @@ import pytest
 
 from baton.client import Answer, AsyncClient, BatonError, Client, Generation, Served
 from baton.cluster import ClusterOptions, LocalCluster
-from engine.sampling import SamplingParams
+from baton.core.sampling import SamplingParams
 from tests.support.models import prompt_of
 from tests.support.nodes import await_told, card_at, prefixes_at
 

@@ -8,7 +8,7 @@ import pytest
 
 from baton.client import Client, Generation
 from baton.cluster import LocalCluster
-from engine.sampling import SamplingParams
+from baton.core.sampling import SamplingParams
 from tests.support.client_load import ClientRequest, answer_all
 from tests.support.models import prompt_of, reference_greedy
 

@@ -11,8 +11,8 @@ import pytest
 
 from baton.client import Generation
 from baton.cluster import Child, ClusterOptions, LocalCluster
+from baton.core.sampling import SamplingParams
 from baton.llm import LLM
-from engine.sampling import SamplingParams
 from tests.support.client_load import ClientAnswer, ClientRequest, Load, answer_all
 from tests.support.models import prompt_of, reference_choices
 

@@ -14,10 +14,10 @@ import pytest
 
 from baton.client import BatonError, Client, Generation
 from baton.cluster import ClusterFailed, ClusterOptions, LocalCluster, await_serving
+from baton.core.sampling import SamplingParams
+from baton.rpc.channel import open_blocking_channel
+from baton.rpc.security.tls import PLAIN, TlsConfig
 from baton.v1 import kv_link_pb2, node_pb2
-from engine.sampling import SamplingParams
-from rpc.channel import open_blocking_channel
-from rpc.security.tls import PLAIN, TlsConfig
 from tests.support.baton_command import run_baton
 from tests.support.certificates import Authority, make_authority
 from tests.support.models import prompt_of, reference_choices

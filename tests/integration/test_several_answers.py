@@ -11,8 +11,8 @@ import pytest
 
 from baton.client import Answer, BatonError, Client, Generation
 from baton.cluster import ClusterOptions, LocalCluster
-from engine.sampling import SamplingParams
-from errors import InvalidRequest
+from baton.core.errors import InvalidRequest
+from baton.core.sampling import SamplingParams
 from tests.support.baton_command import run_baton
 from tests.support.models import prompt_of
 from tests.support.nodes import await_load, is_busy, kill_the_writer

@@ -12,7 +12,7 @@ import pytest
 from baton.client import AsyncClient, Client, Generation
 from baton.client.node_status import NodeStatus
 from baton.cluster import ClusterOptions, LocalCluster
-from engine.sampling import SamplingParams
+from baton.core.sampling import SamplingParams
 from tests.support.client_load import ClientRequest, answer_all
 from tests.support.models import prompt_of
 from tests.support.nodes import await_load, is_busy, kill_the_writer

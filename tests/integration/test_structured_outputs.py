@@ -16,20 +16,20 @@ import pytest
 
 from baton.client import BatonError, Client, Generation
 from baton.cluster import ClusterOptions, LocalCluster
+from baton.core.errors import InvalidRequest
+from baton.core.output import FinishReason
+from baton.core.sampling import SamplingParams
+from baton.core.structured_outputs import StructuredOutputs
 from baton.llm import LLM
+from baton.rpc.status import remote_error
+from baton.text.tokenizer import Tokenizer
 from baton.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
-from engine.request import FinishReason
-from engine.sampling import SamplingParams
-from engine.structured_output.params import StructuredOutputs
-from errors import InvalidRequest
-from rpc.status import remote_error
 from tests.support.client_load import ClientRequest, answer_all
 from tests.support.hypothesis_profiles import num_examples
 from tests.support.models import EOS_TOKEN_ID, prompt_of
 from tests.support.nodes import kill_the_writer
 from tests.support.schemas import Schema, is_valid, random_schema
 from tests.support.suspended_processes import suspended
-from text.tokenizer import Tokenizer
 
 SCHEMA: Schema = {
     "type": "object",

@@ -10,9 +10,9 @@ import pytest
 
 from baton.client import BatonError, Client, Finish, Generation
 from baton.cluster import ClusterOptions, LocalCluster
-from engine.sampling import SamplingParams
-from telemetry import names
-from telemetry.tracing.spans import SpanStatus
+from baton.core.sampling import SamplingParams
+from baton.telemetry import names
+from baton.telemetry.tracing.spans import SpanStatus
 from tests.support.collector import Collected, Collector, collecting
 from tests.support.models import Variant, make_model_folder, prompt_of
 from tests.support.nodes import await_told, kill_the_writer

@@ -16,7 +16,7 @@ import pytest
 from openai import OpenAI
 
 from baton.client import BatonError, Client, Generation
-from engine.sampling import SamplingParams
+from baton.core.sampling import SamplingParams
 from tests.support.baton_command import BATON, run_baton
 from tests.support.child_programs import children_of
 from tests.support.models import prompt_of

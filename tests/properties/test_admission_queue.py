@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.admission.admission_queue import AdmissionQueue, AdmissionQueueConfig
-from rpc.errors import QueueFull
+from baton.router.admission.admission_queue import AdmissionQueue, AdmissionQueueConfig
+from baton.rpc.errors import QueueFull
 
 joins = st.tuples(st.just("join"), st.integers(-2, 2))
 leaves = st.tuples(st.just("leave"), st.integers(0, 30))

@@ -7,9 +7,10 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.request import FinishReason, Output, RequestId
-from router.answer import AnswerAssembler
-from text.stop_strings import StopRule, StopWatcher
+from baton.core.ids import RequestId
+from baton.core.output import FinishReason, Output
+from baton.router.answer import AnswerAssembler
+from baton.text.stop_strings import StopRule, StopWatcher
 
 TOKENS = tuple(range(100, 120))
 LETTERS = "ab"

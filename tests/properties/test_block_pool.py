@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.kv_cache.block_hashes import BlockHash
-from engine.kv_cache.block_pool import BlockPool
-from kv_transfer.types import BlockId
+from baton.core.ids import BlockId
+from baton.engine.kv_cache.block_hashes import BlockHash
+from baton.engine.kv_cache.block_pool import BlockPool
 
 SOME = st.integers(0, 1000)  # picks one of however many there are
 

@@ -8,8 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kv_transfer.external_kv import SHARED, BlockHints, BlockName, Tenant
-from kv_transfer.tiers.eviction import DEFAULT_PRIORITY, RELEASED, EvictionOrder
+from baton.core.ids import BlockName
+from baton.core.kv_hints import SHARED, BlockHints, Tenant
+from baton.kv_transfer.tiers.eviction import DEFAULT_PRIORITY, RELEASED, EvictionOrder
 from tests.support.hypothesis_profiles import num_examples
 
 TENANTS = (SHARED, Tenant(b"a"), Tenant(b"b"))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from kv_transfer.types import HandoffId
+from baton.core.ids import HandoffId
 from tests.support.handoff_shapes import BLOCK_SIZE, Shape, draw_shape
 from tests.support.handoff_world import CONFIG, FINGERPRINT, LaggingMemory, Node, World
 from tests.support.hypothesis_profiles import num_examples

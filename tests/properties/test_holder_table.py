@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.routing.holder_table import HolderTable
-from router.routing.key_table import Keys, as_keys
+from baton.router.routing.holder_table import HolderTable
+from baton.router.routing.key_table import Keys, as_keys
 
 NUM_KEYS = 6000  # more than a table has slots at first, so that it grows
 KEYS = as_keys(np.random.default_rng(7).integers(1, 1 << 63, NUM_KEYS, np.uint64) << np.uint64(1))

@@ -13,9 +13,13 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engine.structured_output.llguidance_backend import GrammarLibrary, GrammarValidator, num_words
-from engine.structured_output.params import StructuredOutputs, parse_structured_outputs
-from errors import InvalidRequest
+from baton.core.errors import InvalidRequest
+from baton.core.structured_outputs import StructuredOutputs, parse_structured_outputs
+from baton.engine.structured_output.llguidance_backend import (
+    GrammarLibrary,
+    GrammarValidator,
+    num_words,
+)
 from tests.support.models import EOS_TOKEN_ID, VOCAB_SIZE, save_tokenizer
 
 KEYWORDS = [

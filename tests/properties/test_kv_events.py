@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
-from engine.kv_cache.block_hashes import BlockHash
-from node.kv_events.history import EventHistory
-from node.kv_events.messages import CacheFacts, encode_batch
+from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from baton.engine.kv_cache.block_hashes import BlockHash
+from baton.node.kv_events.history import EventHistory
+from baton.node.kv_events.messages import CacheFacts, encode_batch
 from tools.follow_kv_events import CacheView, decode_maps
 
 NUM_NAMES = 8

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_transfer.external_kv import HOST
-from kv_transfer.tiers.load_times import HALF_LIFE_S
-from kv_transfer.tiers.tiered_kv import HOST_BYTES_PER_S
+from baton.kv_transfer.external_kv import HOST
+from baton.kv_transfer.tiers.load_times import HALF_LIFE_S
+from baton.kv_transfer.tiers.tiered_kv import HOST_BYTES_PER_S
 from tests.support.hypothesis_profiles import num_examples
 from tests.support.tier_memory import BLOCK_BYTES, name_of
 from tests.support.tier_world import TierWorld, tier_world

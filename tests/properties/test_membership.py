@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from router.discovery.membership import Membership
-from router.discovery.sources import DnsName, ListFile, Member, NodeSource
-from router.routing.node_table import NodeTable
-from rpc.node_info import NodeLoad, NodeRole
+from baton.router.discovery.membership import Membership
+from baton.router.discovery.sources import DnsName, ListFile, Member, NodeSource
+from baton.router.routing.node_table import NodeTable
+from baton.rpc.node_info import NodeLoad, NodeRole
 from tests.support.node_calls import a_card
 
 ADDRESSES = [f"10.0.0.{number}:5" for number in range(4)]

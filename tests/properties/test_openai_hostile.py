@@ -9,19 +9,20 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.request import EngineRequest, RequestId
-from engine.sampling import NO_SAMPLING_DEFAULTS
-from errors import NamedError
-from router.openai.errors import status_of
-from router.openai.request.bodies import ChatBody, CompletionBody, json_object
-from router.openai.request.parsed_request import (
+from baton.core.errors import NamedError
+from baton.core.ids import RequestId
+from baton.core.request import EngineRequest
+from baton.core.sampling import NO_SAMPLING_DEFAULTS
+from baton.router.openai.errors import status_of
+from baton.router.openai.request.bodies import ChatBody, CompletionBody, json_object
+from baton.router.openai.request.parsed_request import (
     ModelContext,
     ParsedRequest,
     chat_completion_from,
     completion_from,
 )
-from router.values import TokenPrompt
-from rpc.messages.sequences import prefill_order
+from baton.router.values import TokenPrompt
+from baton.rpc.messages.sequences import prefill_order
 
 ADVICE = ModelContext(NO_SAMPLING_DEFAULTS, 512)
 numbers = st.integers() | st.sampled_from(

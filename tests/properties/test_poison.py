@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.sampling import SamplingParams
-from router.admission.admission_queue import AdmissionQueueConfig
-from router.context import RequestContext
-from router.dispatch.config import DispatchConfig
-from router.dispatch.node_rpcs import Leg
-from router.dispatch.quarantine import PROVEN_TOKENS
-from router.input_processing.tokenization import NoTokenizer
-from router.pipeline import Pipeline, PipelineConfig
-from router.routing.policy import Routing, RoutingPolicy
-from router.values import GenerateCall, TokenChunk, TokenPrompt
-from rpc.errors import FailureKind, NodeFailed, PoisonedRequest
-from rpc.node_info import NodeRole
+from baton.core.sampling import SamplingParams
+from baton.router.admission.admission_queue import AdmissionQueueConfig
+from baton.router.context import RequestContext
+from baton.router.dispatch.config import DispatchConfig
+from baton.router.dispatch.node_rpcs import Leg
+from baton.router.dispatch.quarantine import PROVEN_TOKENS
+from baton.router.input_processing.tokenization import NoTokenizer
+from baton.router.pipeline import Pipeline, PipelineConfig
+from baton.router.routing.policy import Routing, RoutingPolicy
+from baton.router.values import GenerateCall, TokenChunk, TokenPrompt
+from baton.rpc.errors import FailureKind, NodeFailed, PoisonedRequest
+from baton.rpc.node_info import NodeRole
 from tests.support.crashing_nodes import CrashingNodes, Poison
 from tests.support.node_calls import a_node, a_table
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
-from engine.kv_cache.block_hashes import BlockHash
-from kv_transfer.tiers.host_tier import HostTier
-from router.routing.prefix_index import NodePrefixes
-from rpc.cached_prefixes import CachedPrefixes, PrefixWatcher
-from rpc.node_info import NodeLoad, changes_from, update_to
+from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from baton.engine.kv_cache.block_hashes import BlockHash
+from baton.kv_transfer.tiers.host_tier import HostTier
+from baton.router.routing.prefix_index import NodePrefixes
+from baton.rpc.cached_prefixes import CachedPrefixes, PrefixWatcher
+from baton.rpc.node_info import NodeLoad, changes_from, update_to
 from tests.support.tier_memory import host_tier
 
 NAMES = [BlockHash(number.to_bytes(16, "little")) for number in range(12)]

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.routing.assignment import Assignment
-from router.routing.node_table import Node, NodeTable
-from router.routing.policy import Route, Routing, RoutingPolicy, choose
-from router.routing.routing_view import PrefixHolder, RoutingRequest, RoutingView
-from rpc.cached_prefixes import PrefixChanges, pack_names
-from rpc.errors import IncompatibleNodes, NoNodes
-from rpc.node_info import NodeLoad, NodeRole
+from baton.router.routing.assignment import Assignment
+from baton.router.routing.node_table import Node, NodeTable
+from baton.router.routing.policy import Route, Routing, RoutingPolicy, choose
+from baton.router.routing.routing_view import PrefixHolder, RoutingRequest, RoutingView
+from baton.rpc.cached_prefixes import PrefixChanges, pack_names
+from baton.rpc.errors import IncompatibleNodes, NoNodes
+from baton.rpc.node_info import NodeLoad, NodeRole
 from tests.support.node_calls import FINGERPRINT, NAMING, a_node
 
 PROMPT = tuple(range(64))

@@ -16,11 +16,11 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from engine.kv_cache.groups import FULL, ONE_GROUP, KvCacheSpec, KvGroup
-from engine.kv_hints import NO_KV_HINTS, KvHints
-from engine.sampling import SamplingParams
-from engine.scheduler.config import LoadFailurePolicy, SchedulerConfig, SchedulingPolicy
-from errors import InvalidRequest
+from baton.core.errors import InvalidRequest
+from baton.core.kv_hints import NO_KV_HINTS, KvHints
+from baton.core.sampling import SamplingParams
+from baton.engine.kv_cache.groups import FULL, ONE_GROUP, KvCacheSpec, KvGroup
+from baton.engine.scheduler.config import LoadFailurePolicy, SchedulerConfig, SchedulingPolicy
 from tests.support.engine_world import VOCAB_SIZE, EngineWorld
 from tests.support.hypothesis_profiles import num_examples
 from tests.support.random_histories import HINTS, run_history, run_priced_loads, run_stream

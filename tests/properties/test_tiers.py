@@ -29,18 +29,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kv_transfer.external_kv import (
-    HOST,
-    NO_HINTS,
-    SHARED,
-    BlockHints,
-    ExternalOrders,
-    Use,
-    tenant_of,
-)
-from kv_transfer.tiers.backing_tier import PAUSE_S
-from kv_transfer.tiers.file_tier import FileTier
-from kv_transfer.tiers.object_tier import ObjectTier
+from baton.core.kv_hints import NO_HINTS, SHARED, BlockHints, tenant_of
+from baton.kv_transfer.external_kv import HOST, ExternalOrders, Use
+from baton.kv_transfer.tiers.backing_tier import PAUSE_S
+from baton.kv_transfer.tiers.file_tier import FileTier
+from baton.kv_transfer.tiers.object_tier import ObjectTier
 from tests.support.block_stores import STORED_BYTES, FolderWorld, ObjectWorld, StoreWorld
 from tests.support.hypothesis_profiles import num_examples
 from tests.support.memory_objects import FaultyObjects, MemoryObjects

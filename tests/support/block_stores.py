@@ -7,13 +7,13 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
 
+from baton.kv_transfer.tiers.block_header import HEADER_BYTES
+from baton.kv_transfer.tiers.block_store import BlockStore
+from baton.kv_transfer.tiers.file_tier import FileTier
+from baton.kv_transfer.tiers.object_tier import ObjectTier
+from baton.kv_transfer.tiers.objects import Objects
+from baton.kv_transfer.tiers.s3 import open_bucket
 from benchmarks.chaos.s3_server import BUCKET, S3Server
-from kv_transfer.tiers.block_header import HEADER_BYTES
-from kv_transfer.tiers.block_store import BlockStore
-from kv_transfer.tiers.file_tier import FileTier
-from kv_transfer.tiers.object_tier import ObjectTier
-from kv_transfer.tiers.objects import Objects
-from kv_transfer.tiers.s3 import open_bucket
 from tests.support.memory_objects import MemoryObjects
 from tests.support.tier_memory import BLOCK_BYTES, name_of
 

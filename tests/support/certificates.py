@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from rpc.security.tls import TlsConfig
+from baton.rpc.security.tls import TlsConfig
 
 LIFETIME = dt.timedelta(days=1)
 

@@ -6,12 +6,13 @@ import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
 
-from engine.request import EngineRequest, FinishReason, Output
-from router.dispatch.node_rpcs import Deliver, Leg, LegOutput
-from router.pipeline import Pipeline
-from router.routing.node_table import Node, NodeTable
-from router.tracing import UNTRACED, RequestTrace
-from rpc.errors import FailureKind, NodeFailed
+from baton.core.output import FinishReason, Output
+from baton.core.request import EngineRequest
+from baton.router.dispatch.node_rpcs import Deliver, Leg, LegOutput
+from baton.router.pipeline import Pipeline
+from baton.router.routing.node_table import Node, NodeTable
+from baton.router.tracing import UNTRACED, RequestTrace
+from baton.rpc.errors import FailureKind, NodeFailed
 from tests.support.node_calls import token_at
 
 NUM_TICKS_DOWN = 7  # until a node that died is back

@@ -22,28 +22,29 @@ from typing import Any, cast
 
 import grpc
 
-import kv_transfer.transports.nixl
-import node.kv_worker
+import baton.kv_transfer.transports.nixl
+import baton.node.kv_worker
 from baton.cluster import await_serving
-from decode_node.__main__ import DECODE
-from engine.plan import Plan, RunResult
-from engine.runner.load import load_runner
-from engine.runner.model_info import KvMemory, ModelInfo, PassHook
-from engine.runner.model_runner import TorchRunner
-from engine.runner.sampling.logits_processors import Processors
-from engine.spec_decode.config import Speculation
-from kv_transfer.fence import PASSED
-from kv_transfer.protocol.conversion import StagedBlocks
-from kv_transfer.transports.base import Write
-from kv_transfer.transports.nixl import NixlChannel
-from kv_transfer.types import HandoffId, KvOrders, KvReports
-from kv_transfer.worker import KvTransferWorker
-from node.options import NodeOptions
-from node.run import serve
-from node.wiring import identify
-from prefill_node.__main__ import PREFILL
-from rpc.node_info import NodeRole
-from telemetry.tracing.tracer import NO_TRACER
+from baton.core.ids import HandoffId
+from baton.decode_node.__main__ import DECODE
+from baton.engine.plan import Plan, RunResult
+from baton.engine.runner.load import load_runner
+from baton.engine.runner.model_info import KvMemory, ModelInfo, PassHook
+from baton.engine.runner.model_runner import TorchRunner
+from baton.engine.runner.sampling.logits_processors import Processors
+from baton.engine.spec_decode.config import Speculation
+from baton.kv_transfer.fence import PASSED
+from baton.kv_transfer.protocol.conversion import StagedBlocks
+from baton.kv_transfer.transports.base import Write
+from baton.kv_transfer.transports.nixl import NixlChannel
+from baton.kv_transfer.types import KvOrders, KvReports
+from baton.kv_transfer.worker import KvTransferWorker
+from baton.node.options import NodeOptions
+from baton.node.run import serve
+from baton.node.wiring import identify
+from baton.prefill_node.__main__ import PREFILL
+from baton.rpc.node_info import NodeRole
+from baton.telemetry.tracing.tracer import NO_TRACER
 from tests.support.fork_server import fork_context
 
 WAIT_S = 30.0  # for what must come
@@ -291,8 +292,8 @@ def _put_gate_before_posts(gate: Gate) -> None:
             gate.come_to(Place.POST)
             super().post(write)
 
-    setattr(kv_transfer.transports.nixl, "NixlChannel", GatedChannel)  # noqa: B010
+    setattr(baton.kv_transfer.transports.nixl, "NixlChannel", GatedChannel)  # noqa: B010
 
 
 def _leave_out_the_fence() -> None:
-    setattr(node.kv_worker, "KvTransferWorker", UnfencedWorker)  # noqa: B010
+    setattr(baton.node.kv_worker, "KvTransferWorker", UnfencedWorker)  # noqa: B010

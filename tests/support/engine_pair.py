@@ -14,19 +14,20 @@ from typing import Any
 
 import grpc
 
+from baton.core.ids import HandoffId, NodeId, Peer
+from baton.core.output import FinishReason
+from baton.core.request import EngineRequest, PrefixSource, ReceiveKv
+from baton.core.sampling import SamplingParams
+from baton.engine.runner.config import RunnerConfig
+from baton.engine.scheduler.config import SchedulerConfig
+from baton.kv_transfer.config import KvWorkerConfig, ReceiverConfig, SenderConfig
+from baton.node.options import NodeOptions
+from baton.prefill_node.servicer import FINISHED_WITH_FIRST_TOKEN
+from baton.rpc.channel import open_blocking_channel
+from baton.rpc.messages.conversion import FINISH_FROM_MESSAGE
+from baton.rpc.messages.sequences import decode_order, node_request_id, prefill_order
+from baton.rpc.node_info import NodeCard, NodeLoad, NodeRole
 from baton.v1 import node_pb2, node_pb2_grpc
-from engine.request import EngineRequest, FinishReason, PrefixSource, ReceiveKv
-from engine.runner.config import RunnerConfig
-from engine.sampling import SamplingParams
-from engine.scheduler.config import SchedulerConfig
-from kv_transfer.config import KvWorkerConfig, ReceiverConfig, SenderConfig
-from kv_transfer.types import HandoffId, NodeId, Peer
-from node.options import NodeOptions
-from prefill_node.servicer import FINISHED_WITH_FIRST_TOKEN
-from rpc.channel import open_blocking_channel
-from rpc.messages.conversion import FINISH_FROM_MESSAGE
-from rpc.messages.sequences import decode_order, node_request_id, prefill_order
-from rpc.node_info import NodeCard, NodeLoad, NodeRole
 from tests.support.engine_nodes import EngineNode
 from tests.support.nodes import await_load, card_at, is_busy
 

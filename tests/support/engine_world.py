@@ -12,29 +12,24 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine.containment import Containment
-from engine.errors import PassHookFailed
-from engine.events import KvEvent
-from engine.kv_cache.groups import ONE_GROUP, KvGroup
-from engine.kv_cache.prefix_search import is_of_first_group, name_in_group
-from engine.kv_cache.recurrent_state import snapshot_names
-from engine.kv_hints import NO_KV_HINTS, KvHints
-from engine.plan import Plan, RunResult
-from engine.request import (
-    EngineRequest,
-    FinishReason,
-    Output,
-    PrefixSource,
-    ReceiveKv,
-    RequestId,
-)
-from engine.sampling import SamplingParams
-from engine.scheduler.config import CacheConfig, PullConfig, SchedulerConfig
-from engine.scheduler.scheduler import Scheduler
-from kv_transfer.external_kv import NO_EXTERNAL_REPORTS, Load, LoadId
-from kv_transfer.guarded_connector import GuardedConnector
-from kv_transfer.types import HandoffId, KvReports, NodeId, Peer
-from rpc.cached_prefixes import CachedPrefixes
+from baton.core.ids import HandoffId, NodeId, Peer, RequestId
+from baton.core.kv_hints import NO_KV_HINTS, KvHints
+from baton.core.output import FinishReason, Output
+from baton.core.request import EngineRequest, PrefixSource, ReceiveKv
+from baton.core.sampling import SamplingParams
+from baton.engine.containment import Containment
+from baton.engine.errors import PassHookFailed
+from baton.engine.events import KvEvent
+from baton.engine.kv_cache.groups import ONE_GROUP, KvGroup
+from baton.engine.kv_cache.prefix_search import is_of_first_group, name_in_group
+from baton.engine.kv_cache.recurrent_state import snapshot_names
+from baton.engine.plan import Plan, RunResult
+from baton.engine.scheduler.config import CacheConfig, PullConfig, SchedulerConfig
+from baton.engine.scheduler.scheduler import Scheduler
+from baton.kv_transfer.external_kv import NO_EXTERNAL_REPORTS, Load, LoadId
+from baton.kv_transfer.guarded_connector import GuardedConnector
+from baton.kv_transfer.types import KvReports
+from baton.rpc.cached_prefixes import CachedPrefixes
 from tests.support.fake_external import FakeExternal
 from tests.support.fake_runner import (
     Crash,

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.core import EngineCore, NoKvWorker
-from engine.plan import KvWorker, Runner
-from engine.request import EngineRequest, RequestId
-from engine.sampling import SamplingParams
-from engine.scheduler.config import CacheConfig, LoadFailurePolicy, SchedulerConfig
-from engine.scheduler.scheduler import Scheduler
-from engine.step_observer import StepObserver
-from engine.structured_output.params import StructuredOutputs
+from baton.core.ids import RequestId
+from baton.core.request import EngineRequest
+from baton.core.sampling import SamplingParams
+from baton.core.structured_outputs import StructuredOutputs
+from baton.engine.core import EngineCore, NoKvWorker
+from baton.engine.plan import KvWorker, Runner
+from baton.engine.scheduler.config import CacheConfig, LoadFailurePolicy, SchedulerConfig
+from baton.engine.scheduler.scheduler import Scheduler
+from baton.engine.step_observer import StepObserver
 from tests.support.fake_runner import FakeRunner, KvTensor
 
 VOCAB_SIZE = 1000

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.runner.kernels import build
-from engine.runner.kernels.build import SOURCES
+from baton.engine.runner.kernels import build
+from baton.engine.runner.kernels.build import SOURCES
 
 NUM_SOURCES = len(list(SOURCES.glob("*.cpp")))
 LARGEST = max(SOURCES.glob("*.cpp"), key=lambda path: path.stat().st_size).name  # compiled first

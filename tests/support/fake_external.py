@@ -13,10 +13,10 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-from kv_transfer.external_kv import (
+from baton.core.ids import BlockName
+from baton.core.kv_hints import BlockHints
+from baton.kv_transfer.external_kv import (
     NO_ORDERS,
-    BlockHints,
-    BlockName,
     ExternalOrders,
     ExternalReports,
     Load,

@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from engine.kv_cache.groups import FULL, KvCacheSpec
-from engine.plan import BlockIds, Plan, PlanRow, RunResult, StateBlocks, StateSnapshot
-from engine.request import Failure, RequestId
-from kv_transfer.types import NO_BLOCK, BlockId, TokenLogprobs
+from baton.core.ids import NO_BLOCK, BlockId, RequestId
+from baton.core.logprobs import TokenLogprobs
+from baton.core.output import Failure
+from baton.engine.kv_cache.groups import FULL, KvCacheSpec
+from baton.engine.plan import BlockIds, Plan, PlanRow, RunResult, StateBlocks, StateSnapshot
 
 # Cache content of one position. `prefix` stands for everything that attention mixed in.
 Slot = tuple[int, int, int]

@@ -6,8 +6,8 @@ import ctypes
 from dataclasses import dataclass, field
 from typing import Any
 
-from kv_transfer.protocol.memory_runs import BlockRun
-from kv_transfer.transports.staging import Slot
+from baton.kv_transfer.protocol.memory_runs import BlockRun
+from baton.kv_transfer.transports.staging import Slot
 
 
 class FakeError(Exception):

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from engine.request import EngineRequest, RequestId
-from kv_transfer.types import (
-    BlockId,
+from baton.core.ids import BlockId, HandoffId, RequestId
+from baton.core.logprobs import FirstToken
+from baton.core.request import EngineRequest
+from baton.kv_transfer.types import (
     Complete,
-    FirstToken,
-    HandoffId,
     KvOrders,
     KvReports,
     Landed,

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.structured_output.grammar import Bits, Matcher
-from engine.structured_output.llguidance_backend import CompiledGrammar, num_words
-from engine.structured_output.params import StructuredOutputs
-from errors import InvalidRequest
+from baton.core.errors import InvalidRequest
+from baton.core.structured_outputs import StructuredOutputs
+from baton.engine.structured_output.grammar import Bits, Matcher
+from baton.engine.structured_output.llguidance_backend import CompiledGrammar, num_words
+from baton.text.tokenizer import Tokenizer
 from tests.support.models import EOS_TOKEN_ID, VOCAB_SIZE
-from text.tokenizer import Tokenizer
 
 PATIENCE_S = 30.0  # only a hanging test ever waits so long
 BAD = StructuredOutputs(regex="bad")

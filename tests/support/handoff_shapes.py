@@ -10,11 +10,11 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from engine.kv_cache.groups import FULL, KvCacheSpec
-from engine.kv_cache.recurrent_state import RecurrentState
-from engine.kv_cache.transfer_order import TransferOrder
-from engine.scheduler.request import Request
-from kv_transfer.types import NO_BLOCK, BlockId
+from baton.core.ids import NO_BLOCK, BlockId
+from baton.engine.kv_cache.groups import FULL, KvCacheSpec
+from baton.engine.kv_cache.recurrent_state import RecurrentState
+from baton.engine.kv_cache.transfer_order import TransferOrder
+from baton.engine.scheduler.request import Request
 from tests.support.requests import make_request
 
 BLOCK_SIZE = 2

@@ -16,20 +16,16 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kv_transfer.config import KvWorkerConfig, ReceiverConfig, SenderConfig
-from kv_transfer.fence import PASSED, Fence
-from kv_transfer.pairs import Identity
-from kv_transfer.protocol.messages import Fingerprint, Grant, LinkMessage, Region
-from kv_transfer.types import (
-    BlockId,
+from baton.core.ids import BlockId, HandoffId, Incarnation, NodeId, Peer
+from baton.core.logprobs import FirstToken
+from baton.kv_transfer.config import KvWorkerConfig, ReceiverConfig, SenderConfig
+from baton.kv_transfer.fence import PASSED, Fence
+from baton.kv_transfer.pairs import Identity
+from baton.kv_transfer.protocol.messages import Fingerprint, Grant, LinkMessage, Region
+from baton.kv_transfer.types import (
     Complete,
-    FirstToken,
-    HandoffId,
-    Incarnation,
     KvOrders,
     KvReports,
-    NodeId,
-    Peer,
     Proved,
     Receive,
     Requested,
@@ -38,7 +34,7 @@ from kv_transfer.types import (
     SendLayers,
     Withdraw,
 )
-from kv_transfer.worker import KvTransferWorker
+from baton.kv_transfer.worker import KvTransferWorker
 from tests.support.kv_links import HubLink, LinkHub
 from tests.support.memory_transport import MemoryChannel, MemoryTransport, Wire
 

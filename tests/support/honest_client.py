@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from baton.client import Client, Generation
 from baton.cluster import LocalCluster
-from engine.sampling import SamplingParams
+from baton.core.sampling import SamplingParams
 from tests.support.client_load import ClientRequest, Load
 from tests.support.models import prompt_of
 from tests.support.nodes import await_all_free

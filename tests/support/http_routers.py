@@ -11,25 +11,25 @@ from functools import partial
 from grpc import aio
 from prometheus_client import CollectorRegistry
 
-from router.admission.admission_queue import AdmissionQueueConfig
-from router.dispatch.config import DispatchConfig
-from router.input_processing.tokenization import NoTokenizer, TextBoundary
-from router.openai.app import http_app
-from router.openai.connections import ConnectionLimits
-from router.openai.response.output_parsers import NO_PARSING, Parsing
-from router.openai.server import http_serving
-from router.pipeline import Pipeline, PipelineConfig
-from router.prefix_resets import PrefixResets
-from router.request_scope import RequestScopes
-from router.routing.node_table import NodeTable
-from router.routing.policy import Routing, RoutingPolicy
-from router.tracing import NO_REQUEST_TRACING, Tracing
-from rpc.channel import open_channel
-from rpc.health import Health
-from rpc.security.operators import Operators
-from rpc.security.tls import PLAIN, TlsConfig
-from rpc.security.token import AcceptedTokens
-from telemetry.metrics.exposition import exposition
+from baton.router.admission.admission_queue import AdmissionQueueConfig
+from baton.router.dispatch.config import DispatchConfig
+from baton.router.input_processing.tokenization import NoTokenizer, TextBoundary
+from baton.router.openai.app import http_app
+from baton.router.openai.connections import ConnectionLimits
+from baton.router.openai.response.output_parsers import NO_PARSING, Parsing
+from baton.router.openai.server import http_serving
+from baton.router.pipeline import Pipeline, PipelineConfig
+from baton.router.prefix_resets import PrefixResets
+from baton.router.request_scope import RequestScopes
+from baton.router.routing.node_table import NodeTable
+from baton.router.routing.policy import Routing, RoutingPolicy
+from baton.router.tracing import NO_REQUEST_TRACING, Tracing
+from baton.rpc.channel import open_channel
+from baton.rpc.health import Health
+from baton.rpc.security.operators import Operators
+from baton.rpc.security.tls import PLAIN, TlsConfig
+from baton.rpc.security.token import AcceptedTokens
+from baton.telemetry.metrics.exposition import exposition
 from tests.support.node_calls import FakeNodeCalls, a_table
 from tests.support.routers import UNCROWDED
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import cache
 
-from engine.runner.kernels.build import VARIANTS, KernelsUnavailable, cpu_features, library
-from engine.runner.kernels.native import Kernels
+from baton.engine.runner.kernels.build import VARIANTS, KernelsUnavailable, cpu_features, library
+from baton.engine.runner.kernels.native import Kernels
 
 NUM_THREADS = 2
 

@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.events import BlockStored
-from engine.kv_cache.block_hashes import BlockHash
-from node.kv_events.config import KvEventsConfig
-from node.kv_events.messages import CacheFacts
-from node.kv_events.publisher import KvEventPublisher
+from baton.engine.events import BlockStored
+from baton.engine.kv_cache.block_hashes import BlockHash
+from baton.node.kv_events.config import KvEventsConfig
+from baton.node.kv_events.messages import CacheFacts
+from baton.node.kv_events.publisher import KvEventPublisher
 from tests.support.child_programs import running_program
 from tests.support.ports import free_port
 

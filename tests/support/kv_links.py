@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener
 
-from kv_transfer.link import LinkEvents, LinkId
-from kv_transfer.protocol.messages import LinkMessage
+from baton.kv_transfer.link import LinkEvents, LinkId
+from baton.kv_transfer.protocol.messages import LinkMessage
 
 
 class LinkHub:

@@ -12,12 +12,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from kv_transfer.config import KvWorkerConfig, ReceiverConfig, SenderConfig
-from kv_transfer.pairs import Identity
-from kv_transfer.protocol.messages import Fingerprint, Region
-from kv_transfer.records import TransferRecord
-from kv_transfer.types import BlockId, HandoffId, Incarnation, KvOrders, KvReports, NodeId, Peer
-from kv_transfer.worker import KvCounters, KvTransferWorker
+from baton.core.ids import BlockId, HandoffId, Incarnation, NodeId, Peer
+from baton.kv_transfer.config import KvWorkerConfig, ReceiverConfig, SenderConfig
+from baton.kv_transfer.pairs import Identity
+from baton.kv_transfer.protocol.messages import Fingerprint, Region
+from baton.kv_transfer.records import TransferRecord
+from baton.kv_transfer.types import KvOrders, KvReports
+from baton.kv_transfer.worker import KvCounters, KvTransferWorker
 from tests.support.fork_server import fork_context
 from tests.support.kv_links import SocketLink
 from tests.support.transport_endpoints import MAKERS

@@ -7,18 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 
-from engine.factory import EngineOptions, build_engine
-from engine.kv_cache.groups import KvGroup, places_done
-from engine.request import EngineRequest, FinishReason, Output, ReceiveKv, RequestId, RequestStats
-from engine.runner.model_runner import TorchRunner
-from engine.sampling import SamplingParams
-from engine.scheduler.config import SchedulerConfig
-from kv_transfer.fence import Fence
-from kv_transfer.pairs import Identity
-from kv_transfer.protocol.messages import Fingerprint, Region
-from kv_transfer.transports.nixl import NixlTransport
-from kv_transfer.types import HandoffId, Incarnation, NodeId, Peer
-from kv_transfer.worker import KvTransferWorker
+from baton.core.ids import HandoffId, Incarnation, NodeId, Peer, RequestId
+from baton.core.output import FinishReason, Output, RequestStats
+from baton.core.request import EngineRequest, ReceiveKv
+from baton.core.sampling import SamplingParams
+from baton.engine.factory import EngineOptions, build_engine
+from baton.engine.kv_cache.groups import KvGroup, places_done
+from baton.engine.runner.model_runner import TorchRunner
+from baton.engine.scheduler.config import SchedulerConfig
+from baton.kv_transfer.fence import Fence
+from baton.kv_transfer.pairs import Identity
+from baton.kv_transfer.protocol.messages import Fingerprint, Region
+from baton.kv_transfer.transports.nixl import NixlTransport
+from baton.kv_transfer.worker import KvTransferWorker
 from tests.support.kv_links import LinkHub
 
 WAIT_S = 60.0

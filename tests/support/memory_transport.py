@@ -12,10 +12,11 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kv_transfer.errors import PeerUnreachable
-from kv_transfer.protocol.memory_runs import layer_bytes_range
-from kv_transfer.protocol.messages import Region
-from kv_transfer.transports.base import (
+from baton.core.ids import BlockId
+from baton.kv_transfer.errors import PeerUnreachable
+from baton.kv_transfer.protocol.memory_runs import layer_bytes_range
+from baton.kv_transfer.protocol.messages import Region
+from baton.kv_transfer.transports.base import (
     Arrived,
     BlocksLanded,
     CancelCompleted,
@@ -25,7 +26,6 @@ from kv_transfer.transports.base import (
     WriteFailed,
     Written,
 )
-from kv_transfer.types import BlockId
 
 # Called with D's channel, the ticket and the block, before the block lands.
 Witness = Callable[["MemoryChannel", int, BlockId], None]

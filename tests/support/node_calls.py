@@ -6,17 +6,19 @@ import asyncio
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from engine.kv_cache.block_hashes import PrefixNaming
-from engine.request import EngineRequest, FinishReason, Output
-from kv_transfer.protocol.messages import Fingerprint
-from kv_transfer.types import HandoffId, Incarnation, NodeId, TokenLogprobs
-from router.dispatch.node_rpcs import Deliver, Leg, LegEvent, LegOutput
-from router.routing.node_table import Node, NodeTable
-from router.tracing import UNTRACED, RequestTrace
-from router.values import DecodeSummary, PrefillSummary
-from rpc.errors import NodeFailed
-from rpc.messages.sequences import handoff_id_of
-from rpc.node_info import NodeCard, NodeRole
+from baton.core.ids import HandoffId, Incarnation, NodeId
+from baton.core.logprobs import TokenLogprobs
+from baton.core.output import FinishReason, Output
+from baton.core.request import EngineRequest
+from baton.engine.kv_cache.block_hashes import PrefixNaming
+from baton.kv_transfer.protocol.messages import Fingerprint
+from baton.router.dispatch.node_rpcs import Deliver, Leg, LegEvent, LegOutput
+from baton.router.routing.node_table import Node, NodeTable
+from baton.router.tracing import UNTRACED, RequestTrace
+from baton.router.values import DecodeSummary, PrefillSummary
+from baton.rpc.errors import NodeFailed
+from baton.rpc.messages.sequences import handoff_id_of
+from baton.rpc.node_info import NodeCard, NodeRole
 
 FINGERPRINT = Fingerprint("m", "float32", "l", 16, 2, 2, 16)
 NAMING = PrefixNaming(16, "m")

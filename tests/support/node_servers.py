@@ -8,22 +8,22 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
+from baton.core.ids import Incarnation
+from baton.decode_node.servicer import DecodeServicer
+from baton.engine.core import EngineCore
+from baton.engine.engine_thread import EngineThread
+from baton.engine.errors import EngineStopped
+from baton.kv_transfer.external_kv import KV
+from baton.node.engine_calls import EngineCalls
+from baton.node.ledger import RequestLedger
+from baton.node.servicer import NodeServicer
+from baton.node.state import NodeState, NodeUpdate
+from baton.node.tracing import NO_TRACING, NodeTracing
+from baton.rpc.health import Health
+from baton.rpc.node_info import NodeLoad, NodeRole
+from baton.rpc.security.operators import NO_OPERATORS, Operators
+from baton.rpc.server import Service, serving
 from baton.v1 import node_pb2_grpc
-from decode_node.servicer import DecodeServicer
-from engine.core import EngineCore
-from engine.engine_thread import EngineThread
-from engine.errors import EngineStopped
-from kv_transfer.external_kv import KV
-from kv_transfer.types import Incarnation
-from node.engine_calls import EngineCalls
-from node.ledger import RequestLedger
-from node.servicer import NodeServicer
-from node.state import NodeState, NodeUpdate
-from node.tracing import NO_TRACING, NodeTracing
-from rpc.health import Health
-from rpc.node_info import NodeLoad, NodeRole
-from rpc.security.operators import NO_OPERATORS, Operators
-from rpc.server import Service, serving
 from tests.support.engines import an_engine
 from tests.support.node_calls import a_card
 

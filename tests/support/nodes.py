@@ -8,10 +8,10 @@ from contextlib import suppress
 import grpc
 
 from baton.cluster import Child, LocalCluster
+from baton.engine.kv_cache.block_hashes import BlockHash
+from baton.rpc.cached_prefixes import unpack_names
+from baton.rpc.node_info import NodeCard, NodeLoad, card_from, changes_from, load_from
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, node_pb2, node_pb2_grpc
-from engine.kv_cache.block_hashes import BlockHash
-from rpc.cached_prefixes import unpack_names
-from rpc.node_info import NodeCard, NodeLoad, card_from, changes_from, load_from
 
 
 def card_at(address: str) -> NodeCard:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-import decode_node.__main__ as decode_node
-import prefill_node.__main__ as prefill_node
-from kv_transfer.transports.nixl import import_nixl
+import baton.decode_node.__main__ as decode_node
+import baton.prefill_node.__main__ as prefill_node
+from baton.kv_transfer.transports.nixl import import_nixl
 
 __all__ = ["decode_node", "prefill_node"]
 

@@ -11,14 +11,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
-from engine.containment import MAX_CRASHES_IN_A_ROW
-from engine.kv_cache.block_hashes import BlockHash
-from engine.kv_cache.groups import ONE_GROUP, KvCacheSpec, KvGroup
-from engine.kv_hints import NO_KV_HINTS, KvHints
-from engine.request import FinishReason, RequestId
-from engine.sampling import SamplingParams
-from engine.scheduler.config import LoadFailurePolicy, SchedulerConfig, SchedulingPolicy
-from errors import InvalidRequest
+from baton.core.errors import InvalidRequest
+from baton.core.ids import RequestId
+from baton.core.kv_hints import NO_KV_HINTS, KvHints
+from baton.core.output import FinishReason
+from baton.core.sampling import SamplingParams
+from baton.engine.containment import MAX_CRASHES_IN_A_ROW
+from baton.engine.kv_cache.block_hashes import BlockHash
+from baton.engine.kv_cache.groups import ONE_GROUP, KvCacheSpec, KvGroup
+from baton.engine.scheduler.config import LoadFailurePolicy, SchedulerConfig, SchedulingPolicy
 from tests.support.engine_world import OTHER_SOURCE, SOURCE, VOCAB_SIZE, EngineWorld
 from tests.support.fake_runner import CrashPlace
 from tests.support.fake_wire import context_of

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.kv_cache.block_hashes import root_hash
-from engine.request import EngineRequest, RequestId
-from engine.sampling import SamplingParams
-from engine.scheduler.request import Request
-from kv_transfer.types import HandoffId
+from baton.core.ids import HandoffId, RequestId
+from baton.core.request import EngineRequest
+from baton.core.sampling import SamplingParams
+from baton.engine.kv_cache.block_hashes import root_hash
+from baton.engine.scheduler.request import Request
 
 
 def make_spec(

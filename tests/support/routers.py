@@ -10,20 +10,20 @@ from typing import Any
 
 from grpc import aio
 
+from baton.router.admission.admission_queue import AdmissionQueueConfig
+from baton.router.dispatch.config import DispatchConfig
+from baton.router.input_processing.tokenization import NoTokenizer
+from baton.router.pipeline import Pipeline, PipelineConfig
+from baton.router.request_scope import RequestScopes
+from baton.router.routing.node_table import NodeTable
+from baton.router.routing.policy import Routing, RoutingPolicy
+from baton.router.servicer import InferenceServicer
+from baton.router.tracing import NO_REQUEST_TRACING, Tracing
+from baton.router.values import Prompt
+from baton.rpc.security.tls import PLAIN, TlsConfig
+from baton.rpc.server import Service, serving
+from baton.rpc.status import named_errors
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from router.admission.admission_queue import AdmissionQueueConfig
-from router.dispatch.config import DispatchConfig
-from router.input_processing.tokenization import NoTokenizer
-from router.pipeline import Pipeline, PipelineConfig
-from router.request_scope import RequestScopes
-from router.routing.node_table import NodeTable
-from router.routing.policy import Routing, RoutingPolicy
-from router.servicer import InferenceServicer
-from router.tracing import NO_REQUEST_TRACING, Tracing
-from router.values import Prompt
-from rpc.security.tls import PLAIN, TlsConfig
-from rpc.server import Service, serving
-from rpc.status import named_errors
 from tests.support.node_calls import FakeNodeCalls, a_table
 
 UNCROWDED = AdmissionQueueConfig()

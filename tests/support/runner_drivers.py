@@ -6,12 +6,21 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from engine.plan import BlockIds, BlockTables, Plan, PlanRow, RunResult, StateBlocks, StateSnapshot
-from engine.request import Failure, RequestId
-from engine.runner.model_runner import TorchRunner
-from engine.sampling import SamplingParams
-from engine.structured_output.grammar import Grammar
-from kv_transfer.types import NO_BLOCK, BlockId, TokenLogprobs, existing_blocks
+from baton.core.ids import NO_BLOCK, BlockId, RequestId, existing_blocks
+from baton.core.logprobs import TokenLogprobs
+from baton.core.output import Failure
+from baton.core.sampling import SamplingParams
+from baton.engine.plan import (
+    BlockIds,
+    BlockTables,
+    Plan,
+    PlanRow,
+    RunResult,
+    StateBlocks,
+    StateSnapshot,
+)
+from baton.engine.runner.model_runner import TorchRunner
+from baton.engine.structured_output.grammar import Grammar
 from tests.support.models import EOS_TOKEN_ID
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64)

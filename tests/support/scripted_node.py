@@ -10,12 +10,12 @@ from typing import Any
 
 from grpc import aio
 
+from baton.node.call_streams import CallContext, Order, serve_calls
+from baton.rpc.errors import Draining
+from baton.rpc.server import Service, serving
+from baton.rpc.status import named_errors
+from baton.rpc.streaming import streamed
 from baton.v1 import node_pb2, node_pb2_grpc
-from node.call_streams import CallContext, Order, serve_calls
-from rpc.errors import Draining
-from rpc.server import Service, serving
-from rpc.status import named_errors
-from rpc.streaming import streamed
 
 
 @dataclass(slots=True)

@@ -13,8 +13,8 @@ from typing import Any
 
 import grpc
 
+from baton.rpc.channel import server_options
 from baton.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
-from rpc.channel import server_options
 
 WAIT_S = 60.0
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 
 from baton.client import Client, Generation
 from baton.cluster import ClusterOptions, LocalCluster
-from engine.sampling import SamplingParams
+from baton.core.sampling import SamplingParams
 from tests.support.models import prompt_of
 
 DISK_BYTES = 96 << 10

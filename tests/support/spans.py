@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from telemetry.tracing.spans import (
+from baton.telemetry.tracing.spans import (
     Attributes,
     Span,
     SpanEvent,

@@ -6,8 +6,8 @@ import ctypes
 import random
 from collections.abc import Callable
 
-from kv_transfer.tiers.block_memory import BlockMemory
-from kv_transfer.tiers.host_tier import HostTier
+from baton.kv_transfer.tiers.block_memory import BlockMemory
+from baton.kv_transfer.tiers.host_tier import HostTier
 
 BLOCK_BYTES = 4096
 

@@ -9,25 +9,17 @@ from dataclasses import dataclass
 from threading import Event
 from typing import Protocol
 
-from kv_transfer.external_kv import (
-    NO_HINTS,
-    BlockHints,
-    ExternalOrders,
-    Load,
-    LoadId,
-    Store,
-    StoreId,
-    Use,
-)
-from kv_transfer.tiers.block_memory import BlockMemory, CopyBlocks, copy_blocks
-from kv_transfer.tiers.block_store import BlockStore
-from kv_transfer.tiers.copy_pace import CopyPace
-from kv_transfer.tiers.counters import TierCounters, TierStatus
-from kv_transfer.tiers.eviction import EvictionOrder
-from kv_transfer.tiers.file_admission import AdmissionPolicy, FileAdmission
-from kv_transfer.tiers.host_tier import HostTier
-from kv_transfer.tiers.tiered_kv import TieredKv
-from kv_transfer.types import BlockId
+from baton.core.ids import BlockId
+from baton.core.kv_hints import NO_HINTS, BlockHints
+from baton.kv_transfer.external_kv import ExternalOrders, Load, LoadId, Store, StoreId, Use
+from baton.kv_transfer.tiers.block_memory import BlockMemory, CopyBlocks, copy_blocks
+from baton.kv_transfer.tiers.block_store import BlockStore
+from baton.kv_transfer.tiers.copy_pace import CopyPace
+from baton.kv_transfer.tiers.counters import TierCounters, TierStatus
+from baton.kv_transfer.tiers.eviction import EvictionOrder
+from baton.kv_transfer.tiers.file_admission import AdmissionPolicy, FileAdmission
+from baton.kv_transfer.tiers.host_tier import HostTier
+from baton.kv_transfer.tiers.tiered_kv import TieredKv
 from tests.support.tier_memory import OwnedMemory, host_tier, name_of
 
 WAIT_S = 30.0

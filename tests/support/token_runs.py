@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.plan import PlanRow
-from engine.request import RequestId
-from engine.runner.input_batch import TokenRun
-from engine.sampling import SamplingParams
+from baton.core.ids import RequestId
+from baton.core.sampling import SamplingParams
+from baton.engine.plan import PlanRow
+from baton.engine.runner.input_batch import TokenRun
 
 
 def make_run(

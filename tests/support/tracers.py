@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import queue
 
-from telemetry.tracing.outlet import Timeline
-from telemetry.tracing.spans import Span
-from telemetry.tracing.tracer import Tracer
+from baton.telemetry.tracing.outlet import Timeline
+from baton.telemetry.tracing.spans import Span
+from baton.telemetry.tracing.tracer import Tracer
 from tests.support.traces import to_unix_ns
 
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from kv_transfer.records import TransferRecord, TransferRole
-from kv_transfer.types import HandoffId, NodeId
-from telemetry.resource import Process
-from telemetry.tracing.node_timeline import KvLoad, NodeFacts, NodeTimeline, PrefillChunk, Start
-from telemetry.tracing.otlp_json import ExportedSpan
-from telemetry.tracing.request_timeline import (
+from baton.core.ids import HandoffId, NodeId
+from baton.kv_transfer.records import TransferRecord, TransferRole
+from baton.telemetry.resource import Process
+from baton.telemetry.tracing.node_timeline import (
+    KvLoad,
+    NodeFacts,
+    NodeTimeline,
+    PrefillChunk,
+    Start,
+)
+from baton.telemetry.tracing.otlp_json import ExportedSpan
+from baton.telemetry.tracing.request_timeline import (
     AttemptTimeline,
     NodeRpcTimeline,
     RequestTimeline,
     RouteChoice,
     TokenUsage,
 )
-from telemetry.tracing.spans import Attributes, End, Span, SpanOutcome, TraceContext
-from telemetry.tracing.step_timeline import StepTimeline
+from baton.telemetry.tracing.spans import Attributes, End, Span, SpanOutcome, TraceContext
+from baton.telemetry.tracing.step_timeline import StepTimeline
 
 TRACE_ID = 0xABCDEF
 STEP_TRACE_ID = 0x57E9 << 112

@@ -19,11 +19,11 @@ from typing import Any, Protocol
 
 import pytest
 
-from kv_transfer.protocol.messages import Region
-from kv_transfer.transports.base import Channel, ChannelEvent, Transport, Write
-from kv_transfer.transports.nixl import NixlConfig, NixlTransport
-from kv_transfer.transports.ucxx import UcxxConfig, UcxxTransport
-from kv_transfer.types import BlockId
+from baton.core.ids import BlockId
+from baton.kv_transfer.protocol.messages import Region
+from baton.kv_transfer.transports.base import Channel, ChannelEvent, Transport, Write
+from baton.kv_transfer.transports.nixl import NixlConfig, NixlTransport
+from baton.kv_transfer.transports.ucxx import UcxxConfig, UcxxTransport
 from tests.support.fork_server import fork_context
 from tests.support.memory_transport import MemoryTransport, Wire
 

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -89,7 +90,13 @@ class Recorder:
         if not path.startswith(self._root) or code.co_name == "<module>":
             return None
         line = 0 if code.co_filename == "<string>" else code.co_firstlineno
-        return path.removeprefix(self._root), code.co_qualname, line
+        return _real_path(path).removeprefix(self._root), code.co_qualname, line
+
+
+@cache
+def _real_path(path: str) -> str:
+    """Return the path without links: rooms at the top level are imported through `baton/`."""
+    return os.path.realpath(path)
 
 
 def role_of(arguments: list[str]) -> str | None:

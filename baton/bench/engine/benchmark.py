@@ -20,15 +20,16 @@ import torch
 from baton.bench.engine.roofline import Work, batch_of, expect_experts, prompt_of, work_of
 from baton.bench.engine.routing import RoutingMeter
 from baton.bench.engine.step_cost import Spent, StepCost, StepMeter, step_cost
-from engine.core import EngineCore
-from engine.factory import EngineOptions, build_engine
-from engine.request import EngineRequest, RequestId
-from engine.runner.kernels.build import KernelsUnavailable
-from engine.runner.kernels.limits import LimitMeter
-from engine.runner.load import RunnerConfig, load_runner
-from engine.runner.model_runner import TorchRunner
-from engine.sampling import SamplingParams
-from engine.scheduler.config import SchedulerConfig
+from baton.core.ids import RequestId
+from baton.core.request import EngineRequest
+from baton.core.sampling import SamplingParams
+from baton.engine.core import EngineCore
+from baton.engine.factory import EngineOptions, build_engine
+from baton.engine.runner.kernels.build import KernelsUnavailable
+from baton.engine.runner.kernels.limits import LimitMeter
+from baton.engine.runner.load import RunnerConfig, load_runner
+from baton.engine.runner.model_runner import TorchRunner
+from baton.engine.scheduler.config import SchedulerConfig
 
 Made = tuple[str, str]  # kernels and quantization
 

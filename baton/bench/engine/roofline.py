@@ -11,17 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.runner.families.read_config import read_model_config
-from engine.runner.model.config import (
+from baton.engine.runner.families.read_config import read_model_config
+from baton.engine.runner.model.config import (
     LayerConfig,
     ModelConfig,
     MoeConfig,
     Recurrence,
     RecurrentConfig,
 )
-from engine.runner.weights.packed import is_packed
-from engine.runner.weights.safetensors import WeightFiles
-from engine.runner.weights.tensor_names import TensorMap
+from baton.engine.runner.weights.packed import is_packed
+from baton.engine.runner.weights.safetensors import WeightFiles
+from baton.engine.runner.weights.tensor_names import TensorMap
 
 BYTES_OF_NUMBER = {"none": 2.0, "int8": 1.0, "int4": 0.5}  # of weights
 HEAD_BYTES_OF_NUMBER = {"none": 2.0, "int8": 1.0, "int4": 1.0}

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.runner.kernels.native import NativeOps
-from engine.runner.model.experts import ExpertChoice, Router
-from engine.runner.model.torch_ops import TorchOps
+from baton.engine.runner.kernels.native import NativeOps
+from baton.engine.runner.model.experts import ExpertChoice, Router
+from baton.engine.runner.model.torch_ops import TorchOps
 
 Route = Callable[[Any, Tensor, Router], ExpertChoice]
 IMPLEMENTATIONS: tuple[Any, ...] = (NativeOps, TorchOps)

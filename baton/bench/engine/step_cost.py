@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from time import thread_time
 from typing import ParamSpec, TypeVar
 
-from engine.core import EngineCore
-from engine.runner.model_runner import TorchRunner
+from baton.engine.core import EngineCore
+from baton.engine.runner.model_runner import TorchRunner
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -23,9 +23,9 @@ from typing import Any
 from baton.bench.kv.endpoint import EndPlan, HandOffTimes, serve_end
 from baton.bench.kv.figures import MIB, KvFigure, KvRound, TailFigure, figure_of
 from baton.bench.kv.prefill import Prefill, PrefillTimes
-from kv_transfer.errors import KvTransferError
-from kv_transfer.transports.base import Write
-from kv_transfer.types import BlockId, HandoffId
+from baton.core.ids import BlockId, HandoffId
+from baton.kv_transfer.errors import KvTransferError
+from baton.kv_transfer.transports.base import Write
 
 MEMORY_BYTES = 256 * MIB
 TAIL_BYTES = 64 * MIB

@@ -25,31 +25,29 @@ from typing import Any
 import numpy as np
 
 from baton.bench.kv.prefill import Prefill, PrefillTimes, compute
-from baton.v1 import kv_link_pb2_grpc
-from engine.runner.huge_pages import huge_page_memory
-from kv_transfer.config import KvWorkerConfig
-from kv_transfer.pairs import Identity
-from kv_transfer.protocol.messages import Fingerprint, Region
-from kv_transfer.records import TransferRecord, TransferRole
-from kv_transfer.transports.base import Arrived, Channel, Transport, Write, WriteFailed, Written
-from kv_transfer.transports.nixl import NixlConfig, NixlTransport
-from kv_transfer.transports.ucxx import UcxxConfig, UcxxTransport
-from kv_transfer.types import (
-    BlockId,
-    Complete,
-    FirstToken,
-    HandoffId,
-    Incarnation,
-    KvOrders,
-    NodeId,
-    Peer,
-    Receive,
-    Send,
+from baton.core.ids import BlockId, HandoffId, Incarnation, NodeId, Peer
+from baton.core.logprobs import FirstToken
+from baton.engine.runner.huge_pages import huge_page_memory
+from baton.kv_transfer.config import KvWorkerConfig
+from baton.kv_transfer.pairs import Identity
+from baton.kv_transfer.protocol.messages import Fingerprint, Region
+from baton.kv_transfer.records import TransferRecord, TransferRole
+from baton.kv_transfer.transports.base import (
+    Arrived,
+    Channel,
+    Transport,
+    Write,
+    WriteFailed,
+    Written,
 )
-from kv_transfer.worker import KvTransferWorker
-from node.kv_link import GrpcLinks
-from node.servicer import KvLinkServicer
-from rpc.server import Service, serving
+from baton.kv_transfer.transports.nixl import NixlConfig, NixlTransport
+from baton.kv_transfer.transports.ucxx import UcxxConfig, UcxxTransport
+from baton.kv_transfer.types import Complete, KvOrders, Receive, Send
+from baton.kv_transfer.worker import KvTransferWorker
+from baton.node.kv_link import GrpcLinks
+from baton.node.servicer import KvLinkServicer
+from baton.rpc.server import Service, serving
+from baton.v1 import kv_link_pb2_grpc
 
 HOST = "127.0.0.1"
 NUM_TOKENS = 16  # arbitrary: nothing is decoded

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kv_transfer.types import BlockId, Complete, FirstToken, HandoffId, KvOrders, Send, SendLayers
-from kv_transfer.worker import KvTransferWorker
+from baton.core.ids import BlockId, HandoffId
+from baton.core.logprobs import FirstToken
+from baton.kv_transfer.types import Complete, KvOrders, Send, SendLayers
+from baton.kv_transfer.worker import KvTransferWorker
 
 MATRIX = 512
 NUM_TOKENS = 16

@@ -9,7 +9,7 @@ from itertools import takewhile
 
 from baton.bench.replay.trace import TraceRequest
 from baton.bench.serve.load import random_tokens
-from errors import InvalidConfig
+from baton.core.errors import InvalidConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from baton.bench.serve.load import PlannedRequest
 from baton.client import AsyncClient, BatonError, Finish, Generation
-from engine.sampling import SamplingParams
+from baton.core.sampling import SamplingParams
 
 # A request sent more than this after its planned time counts as late.
 LATE_S = 0.01

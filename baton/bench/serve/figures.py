@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from baton.bench.serve.client import LoadRun, Sample
-from errors import InvalidConfig
+from baton.core.errors import InvalidConfig
 
 SLO_UNITS = {"ms": 1e-3, "s": 1.0}
 

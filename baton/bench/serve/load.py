@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
-from errors import InvalidConfig
+from baton.core.errors import InvalidConfig
 
 # Lower ids are often special tokens.
 FIRST_PLAIN_TOKEN = 10

@@ -17,7 +17,7 @@ from baton.cli.options.connection import connect
 from baton.cli.options.sampling import MaxTokens, StopStrings, sampling
 from baton.cli.show import for_terminal
 from baton.cli.signatures import inherit_options, split
-from errors import NamedError
+from baton.core.errors import NamedError
 
 if TYPE_CHECKING:
     import asyncio

@@ -15,10 +15,10 @@ from baton.cli.options.network import Host, Port
 from baton.cli.options.security import tls_config
 from baton.cli.options.telemetry import TraceDir, trace_folder
 from baton.cli.signatures import forwarded_arguments, inherit_options, is_set, parameters_of, split
+from baton.core.errors import InvalidConfig
 from baton.demo_model import demo_model
-from errors import InvalidConfig
-from rpc.listening import check_port
-from telemetry.options import default_trace_dir
+from baton.rpc.listening import check_port
+from baton.telemetry.options import default_trace_dir
 
 FOR_TLS = tuple(one.name for one in parameters_of(tls_config))
 # Options that a command sets itself for each process of the cluster that it starts.

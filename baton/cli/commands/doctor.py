@@ -20,8 +20,8 @@ from baton.cli.options.network import NETWORK_PANEL, Host
 from baton.cli.options.output import OUTPUT_PANEL
 from baton.cli.options.telemetry import TraceDir, trace_folder
 from baton.cli.show import console
+from baton.core.errors import InvalidConfig
 from baton.units import AUTO, parse_kv_memory
-from errors import InvalidConfig
 
 if TYPE_CHECKING:
     from baton.doctor.findings import Finding

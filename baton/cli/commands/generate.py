@@ -19,8 +19,8 @@ from baton.cli.options.output import OUTPUT_PANEL
 from baton.cli.options.sampling import BadWords, IncludeStop, StopStrings, sampling
 from baton.cli.show import console, for_terminal, table_of
 from baton.cli.signatures import inherit_options, split
+from baton.core.errors import InvalidRequest
 from baton.units import format_bytes
-from errors import InvalidRequest
 
 if TYPE_CHECKING:
     from baton.client import Answer, AsyncClient, Finish

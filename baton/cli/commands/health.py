@@ -23,7 +23,7 @@ def health(
 ) -> None:
     """Check the health of a server: exit code 0 if it serves, 1 if not or if it does not answer."""
     from baton.cli.health_check import ask
-    from rpc.health import LIVENESS
+    from baton.rpc.health import LIVENESS
 
     verdict = ask(address, timeout, client_tls(**for_tls), LIVENESS if live else "")
     print(verdict.words, file=sys.stdout if verdict.is_serving else sys.stderr)

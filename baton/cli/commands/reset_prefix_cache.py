@@ -10,7 +10,7 @@ import typer
 from baton.cli.options.connection import connect
 from baton.cli.options.security import SECURITY_PANEL, operator_tokens
 from baton.cli.signatures import inherit_options
-from kv_transfer.external_kv import TIERS
+from baton.kv_transfer.external_kv import TIERS
 
 ALL = "all"
 

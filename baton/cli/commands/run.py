@@ -18,7 +18,7 @@ from baton.encoding import reject_invalid_text
 from baton.units import format_bytes
 
 if TYPE_CHECKING:
-    from engine.runner.model.config import ModelConfig
+    from baton.engine.runner.model.config import ModelConfig
 
 BLOCK_SIZE, MAX_NUM_SEQS = 16, 128  # the defaults of LLM
 
@@ -52,9 +52,9 @@ def run(
     with reject_invalid_text():
         "".join(texts).encode()
     # Slow imports, after the checks.
-    from engine.model_folder import resolve_model_folder
-    from engine.runner.families.read_config import read_model_config
-    from text.tokenizer import Tokenizer
+    from baton.engine.model_folder import resolve_model_folder
+    from baton.engine.runner.families.read_config import read_model_config
+    from baton.text.tokenizer import Tokenizer
 
     folder = resolve_model_folder(model or demo_model())
     tokenizer = Tokenizer.from_folder(folder)

@@ -90,17 +90,17 @@ from baton.cli.options.security import (
 )
 from baton.cli.options.telemetry import TraceStepRatio, telemetry_options
 from baton.cli.signatures import inherit_options, split
+from baton.node.cpus import pin_to_cpus
+from baton.rpc.descriptors import raise_descriptor_limit
+from baton.rpc.grace_period import DRAIN_TIMEOUT_S
+from baton.rpc.listening import check_port
+from baton.rpc.parent_process import end_with_parent, exit_on_sigterm
+from baton.telemetry.logs import configure_logging
 from baton.units import AUTO, parse_bytes, parse_kv_memory
-from node.cpus import pin_to_cpus
-from rpc.descriptors import raise_descriptor_limit
-from rpc.grace_period import DRAIN_TIMEOUT_S
-from rpc.listening import check_port
-from rpc.parent_process import end_with_parent, exit_on_sigterm
-from telemetry.logs import configure_logging
 
 if TYPE_CHECKING:
-    from node.options import NodeOptions
-    from router.__main__ import RouterOptions
+    from baton.node.options import NodeOptions
+    from baton.router.__main__ import RouterOptions
 
 LONG_PREFILL_TOKEN_THRESHOLD = 512
 
@@ -162,16 +162,16 @@ def node_options(
     **given: Any,
 ) -> NodeOptions:
     """Options of prefill and decode nodes."""
-    from engine.runner.config import RunnerConfig
-    from engine.scheduler.config import (
+    from baton.engine.runner.config import RunnerConfig
+    from baton.engine.scheduler.config import (
         SchedulerConfig,
         parse_load_failure_policy,
         parse_scheduling_policy,
     )
-    from engine.spec_decode.config import parse_speculation
-    from kv_transfer.config import KvWorkerConfig, ReceiverConfig
-    from kv_transfer.tiers.file_admission import parse_admission_policy
-    from node.options import NodeOptions
+    from baton.engine.spec_decode.config import parse_speculation
+    from baton.kv_transfer.config import KvWorkerConfig, ReceiverConfig
+    from baton.kv_transfer.tiers.file_admission import parse_admission_policy
+    from baton.node.options import NodeOptions
 
     for_tls, for_telemetry, for_kv_events = split(
         given, tls_config, telemetry_options, kv_events_config
@@ -262,13 +262,13 @@ def node_command(role: str, run: Callable[[NodeOptions], None]) -> Callable[...,
 
 
 def _run_prefill(options: NodeOptions) -> None:
-    from prefill_node.__main__ import main
+    from baton.prefill_node.__main__ import main
 
     main(options)
 
 
 def _run_decode(options: NodeOptions) -> None:
-    from decode_node.__main__ import main
+    from baton.decode_node.__main__ import main
 
     main(options)
 
@@ -306,12 +306,12 @@ def router_options(
     operator_token_file: OperatorTokenFile = None,
     **given: Any,
 ) -> RouterOptions:
-    from router.__main__ import RouterOptions
-    from router.admission.admission_queue import AdmissionQueueConfig
-    from router.discovery.sources import parse_sources
-    from router.openai.response.output_parsers import Parsing
-    from router.routing.policy import Routing, parse_policy
-    from rpc.security.token import AcceptedTokens, read_tokens
+    from baton.router.__main__ import RouterOptions
+    from baton.router.admission.admission_queue import AdmissionQueueConfig
+    from baton.router.discovery.sources import parse_sources
+    from baton.router.openai.response.output_parsers import Parsing
+    from baton.router.routing.policy import Routing, parse_policy
+    from baton.rpc.security.token import AcceptedTokens, read_tokens
 
     for_tls, for_telemetry = split(given, tls_config, telemetry_options)
     return RouterOptions(
@@ -344,7 +344,7 @@ def router(
     **given: Any,
 ) -> None:
     """Run the router, which clients connect to. Without --model it accepts only token ids."""
-    from router.__main__ import main
+    from baton.router.__main__ import main
 
     options = router_options(**given)
     _begin("router", parent_pid, log_format, log_level)

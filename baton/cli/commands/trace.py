@@ -12,9 +12,9 @@ from baton.cli.command import Group
 from baton.cli.examples import examples
 from baton.cli.options.output import check_writable_file
 from baton.cli.options.telemetry import TRACE_DIR_VARIABLE, trace_folder
-from errors import InvalidConfig, NamedError
-from telemetry.tracing.store import read_spans
-from telemetry.tracing.traces import Trace, find_trace, traces_of
+from baton.core.errors import InvalidConfig, NamedError
+from baton.telemetry.tracing.store import read_spans
+from baton.telemetry.tracing.traces import Trace, find_trace, traces_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -118,7 +118,7 @@ def export(
     trace_dir: Folder = "",
 ) -> None:
     """Send stored traces to a collector."""
-    from telemetry.tracing.export import send_all
+    from baton.telemetry.tracing.export import send_all
 
     kept = _kept(trace_dir)
     found = [_find_trace(kept, trace_dir, wanted)] if wanted else kept

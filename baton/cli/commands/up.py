@@ -17,18 +17,18 @@ import typer
 from baton.cli.commands.node_restarts import NodeRestarts
 from baton.cli.show import console, table_of
 from baton.cluster import Child, ClusterFailed, ClusterOptions, LocalCluster
+from baton.engine.model_folder import resolve_model_folder
+from baton.engine.runner.config import RunnerConfig
+from baton.engine.runner.families.read_config import read_model_config
 from baton.interrupts import get_interruptibly
 from baton.kernels import build_missing_kernels
+from baton.rpc.channel import open_blocking_channel
+from baton.rpc.node_info import NodeCard, card_from
+from baton.rpc.parent_process import exit_on_sigterm
+from baton.rpc.security.tls import TlsConfig
+from baton.text.tokenizer import Tokenizer
 from baton.units import format_bytes
 from baton.v1 import node_pb2, node_pb2_grpc
-from engine.model_folder import resolve_model_folder
-from engine.runner.config import RunnerConfig
-from engine.runner.families.read_config import read_model_config
-from rpc.channel import open_blocking_channel
-from rpc.node_info import NodeCard, card_from
-from rpc.parent_process import exit_on_sigterm
-from rpc.security.tls import TlsConfig
-from text.tokenizer import Tokenizer
 
 INTERRUPTED = 130
 ENDING = (signal.SIGINT, signal.SIGTERM)

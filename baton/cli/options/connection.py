@@ -40,7 +40,7 @@ def connect(
 ) -> AsyncClient:
     """Open an async client: Ctrl-C in a blocking gRPC call can leave its locks inconsistent."""
     from baton.client import AsyncClient
-    from rpc.security.token import read_tokens
+    from baton.rpc.security.token import read_tokens
 
     token = None if token_file is None else read_tokens(token_file)[0]
     return AsyncClient(address, timeout_s=timeout_s, tls=client_tls(**given), token=token)

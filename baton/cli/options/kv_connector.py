@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from baton.cli.options.kv_cache import KV_PANEL
-from errors import InvalidConfig
+from baton.core.errors import InvalidConfig
 
 KvConnectorName = Annotated[
     str,

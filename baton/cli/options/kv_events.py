@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from node.kv_events.config import KvEventsConfig
+    from baton.node.kv_events.config import KvEventsConfig
 
 KV_EVENTS_PANEL = "KV events"
 
@@ -39,8 +39,8 @@ MaxQueueSize = Annotated[int, _option("Updates that wait to be published; later 
 
 def check_kv_endpoint(endpoint: str, num_nodes: int) -> None:
     """Raise InvalidConfig for an endpoint that the nodes of a cluster cannot share."""
-    from errors import InvalidConfig
-    from node.kv_events.config import NODE_ID
+    from baton.core.errors import InvalidConfig
+    from baton.node.kv_events.config import NODE_ID
 
     if endpoint and num_nodes > 1 and NODE_ID not in endpoint:
         raise InvalidConfig(
@@ -58,8 +58,8 @@ def kv_events_config(
     kv_events_max_queue_size: MaxQueueSize = 100_000,
 ) -> KvEventsConfig | None:
     """KV events of a node; None without an endpoint. Raises InvalidConfig."""
-    from errors import InvalidConfig
-    from node.kv_events.config import KvEventsConfig
+    from baton.core.errors import InvalidConfig
+    from baton.node.kv_events.config import KvEventsConfig
 
     if not kv_events_endpoint:
         if kv_events_replay_endpoint:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from engine.kv_hints import KvHints
+from baton.core.kv_hints import KvHints
 
 HINTS_PANEL = "KV hints"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from errors import InvalidConfig
+from baton.core.errors import InvalidConfig
 
 CPU_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 

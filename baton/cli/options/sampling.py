@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine.sampling import SamplingParams
-from engine.structured_output.params import parse_structured_outputs
-from errors import InvalidRequest
+from baton.core.errors import InvalidRequest
+from baton.core.sampling import SamplingParams
+from baton.core.structured_outputs import parse_structured_outputs
 
 if TYPE_CHECKING:
     from baton.client.generation import Sampling

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from rpc.security.tls import TlsConfig
-    from rpc.security.token import AcceptedTokens
+    from baton.rpc.security.tls import TlsConfig
+    from baton.rpc.security.token import AcceptedTokens
 
 SECURITY_PANEL = "Security"
 
@@ -42,8 +42,8 @@ OperatorTokenFile = Annotated[
 
 def operator_tokens(path: Path | None) -> AcceptedTokens | None:
     """Raises InvalidConfig."""
-    from rpc.security.operators import OPTION
-    from rpc.security.token import AcceptedTokens, read_tokens
+    from baton.rpc.security.operators import OPTION
+    from baton.rpc.security.token import AcceptedTokens, read_tokens
 
     return None if path is None else AcceptedTokens(read_tokens(path, OPTION))
 
@@ -56,7 +56,7 @@ def tls_config(
     tls_server_name: TlsServerName = "",
 ) -> TlsConfig:
     """TLS settings of a server process. Raises InvalidConfig."""
-    from rpc.security.tls import TlsConfig
+    from baton.rpc.security.tls import TlsConfig
 
     return TlsConfig(tls_cert, tls_key, tls_ca, tls_client_ca, tls_server_name)
 

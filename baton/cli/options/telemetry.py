@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from baton.telemetry.options import TelemetryOptions, default_trace_dir
 from baton.units import parse_bytes
-from telemetry.options import TelemetryOptions, default_trace_dir
 
 TRACING_PANEL = "Telemetry"
 TRACE_DIR_VARIABLE = "BATON_TRACE_DIR"

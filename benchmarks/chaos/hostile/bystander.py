@@ -18,8 +18,8 @@ from enum import Enum
 
 from baton.client import AsyncClient, BatonError, Retries
 from baton.client.generation import Generation
-from engine.sampling import SamplingParams
-from rpc.parent_process import end_with_parent
+from baton.core.sampling import SamplingParams
+from baton.rpc.parent_process import end_with_parent
 
 NUM_STREAMS = 2
 NUM_TOKENS = 200

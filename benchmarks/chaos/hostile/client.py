@@ -23,13 +23,13 @@ from dataclasses import dataclass
 
 import grpc
 
+from baton.rpc.channel import open_blocking_channel
+from baton.rpc.descriptors import raise_descriptor_limit
+from baton.rpc.parent_process import end_with_parent
+from baton.rpc.status import remote_error
 from baton.v1 import inference_pb2, inference_pb2_grpc, node_pb2, node_pb2_grpc, sampling_pb2
 from benchmarks.chaos.hostile.kv_events import attack_kv_events
 from benchmarks.chaos.hostile.requests import Attack, HttpPost, posts, spoilt
-from rpc.channel import open_blocking_channel
-from rpc.descriptors import raise_descriptor_limit
-from rpc.parent_process import end_with_parent
-from rpc.status import remote_error
 
 GENERATE = "/baton.v1.InferenceService/Generate"
 NUM_AT_ONCE = 8

@@ -7,7 +7,7 @@ the page cache; KV pages are allocated when they are first written, not at start
 
 from __future__ import annotations
 
-from engine.runner.config import RunnerConfig
+from baton.engine.runner.config import RunnerConfig
 
 CPU_SHARE = 0.5  # divided by the nodes that share the machine
 GPU_SHARE = 0.8  # divided by the nodes that share the device; the rest is for activations

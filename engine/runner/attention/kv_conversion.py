@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.runner.attention.int8_kv import quantize
-from engine.runner.attention.kv_tensor import scale_bytes
-from kv_transfer.protocol.messages import Fingerprint
+from baton.engine.runner.attention.int8_kv import quantize
+from baton.engine.runner.attention.kv_tensor import scale_bytes
+from baton.kv_transfer.protocol.messages import Fingerprint
 
 # Tokens whose numbers are converted at a time, so that temporary tensors stay small.
 MAX_TOKENS_AT_ONCE = 512

@@ -9,13 +9,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.kv_cache.groups import KvGroup, layers_per_block
-from engine.runner.attention.int8_kv import SCALE_BYTES
-from engine.runner.huge_pages import huge_page_memory
-from engine.runner.model.config import ModelConfig
-from engine.runner.model_info import KvMemory
-from engine.runner.weights.host_memory import free_host_bytes
-from errors import InvalidConfig
+from baton.core.errors import InvalidConfig
+from baton.engine.kv_cache.groups import KvGroup, layers_per_block
+from baton.engine.runner.attention.int8_kv import SCALE_BYTES
+from baton.engine.runner.huge_pages import huge_page_memory
+from baton.engine.runner.model.config import ModelConfig
+from baton.engine.runner.model_info import KvMemory
+from baton.engine.runner.weights.host_memory import free_host_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.runner.attention.int8_kv import dequantize, quantize
-from engine.runner.layout import Ints, PassLayout
+from baton.engine.runner.attention.int8_kv import dequantize, quantize
+from baton.engine.runner.layout import Ints, PassLayout
 
 
 class AttentionPass(Protocol):

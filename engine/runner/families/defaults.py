@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from engine.runner.model.config import Activation
+from baton.engine.runner.model.config import Activation
 
 MINISTRAL_ROPE: Mapping[str, object] = {
     "rope_type": "yarn",

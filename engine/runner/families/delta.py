@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.model_folder import JsonFields
-from engine.runner.model.config import RecurrentConfig
+from baton.engine.model_folder import JsonFields
+from baton.engine.runner.model.config import RecurrentConfig
 
 DELTA_FIELDS = frozenset(
     {

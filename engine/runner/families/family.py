@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from engine.model_folder import JsonFields
-from engine.runner.model.config import (
+from baton.engine.model_folder import JsonFields
+from baton.engine.runner.model.config import (
     Activation,
     MoeConfig,
     QkNorm,

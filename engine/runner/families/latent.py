@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.model_folder import JsonFields
-from engine.runner.model.config import LatentConfig, ModelConfig
+from baton.engine.model_folder import JsonFields
+from baton.engine.runner.model.config import LatentConfig, ModelConfig
 
 
 def with_latent(config: ModelConfig, fields: JsonFields) -> ModelConfig:

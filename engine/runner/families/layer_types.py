@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.model_folder import JsonFields
-from engine.runner.families.family import CHUNKED, FULL, LINEAR, SLIDING, LayerTypes
+from baton.engine.model_folder import JsonFields
+from baton.engine.runner.families.family import CHUNKED, FULL, LINEAR, SLIDING, LayerTypes
 
 
 def full_everywhere(raw: JsonFields, num_layers: int) -> tuple[str, ...]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from engine.model_folder import JsonFields
-from engine.runner.families.family import Family
+from baton.engine.model_folder import JsonFields
+from baton.engine.runner.families.family import Family
 
 # Optional fields that change the computation, with the values that have no effect. Null never has.
 # What adds or reshapes a tensor need not be here: each tensor of a folder must be known.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.model_folder import JsonFields
-from engine.runner.families.family import ExpertNames
-from engine.runner.families.rope_fields import find_rope_fields
-from engine.runner.model.config import MoeConfig, QueryTemperature, Scoring
+from baton.engine.model_folder import JsonFields
+from baton.engine.runner.families.family import ExpertNames
+from baton.engine.runner.families.rope_fields import find_rope_fields
+from baton.engine.runner.model.config import MoeConfig, QueryTemperature, Scoring
 
 QWEN_EXPERTS = ExpertNames(
     router="mlp.gate",

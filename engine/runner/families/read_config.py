@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from engine.model_folder import JsonFields
-from engine.runner.families.family import CHUNKED, LINEAR, SLIDING, Family
-from engine.runner.families.latent import with_latent
-from engine.runner.families.layer_types import (
+from baton.core.errors import ModelError
+from baton.engine.model_folder import JsonFields
+from baton.engine.runner.families.family import CHUNKED, LINEAR, SLIDING, Family
+from baton.engine.runner.families.latent import with_latent
+from baton.engine.runner.families.layer_types import (
     all_without_rope,
     full_everywhere,
     layers_without_rope,
 )
-from engine.runner.families.math_fields import check_fields
-from engine.runner.families.rope_fields import read_ropes, read_rotary_dim
-from engine.runner.families.table import EXPERTS as EXPERT_COUNTS
-from engine.runner.families.table import FAMILIES
-from engine.runner.model.config import (
+from baton.engine.runner.families.math_fields import check_fields
+from baton.engine.runner.families.rope_fields import read_ropes, read_rotary_dim
+from baton.engine.runner.families.table import EXPERTS as EXPERT_COUNTS
+from baton.engine.runner.families.table import FAMILIES
+from baton.engine.runner.model.config import (
     LayerConfig,
     ModelConfig,
     MoeConfig,
@@ -26,8 +27,7 @@ from engine.runner.model.config import (
     RecurrentConfig,
     RopeConfig,
 )
-from engine.runner.weights.quantization import read_quantization
-from errors import ModelError
+from baton.engine.runner.weights.quantization import read_quantization
 
 MAX_LAYERS = 10_000
 MAX_EXPERTS = 1 << 17  # of all layers together: their tensors are looked for one by one

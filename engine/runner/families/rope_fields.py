@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from engine.model_folder import JsonFields
-from engine.runner.families.family import SLIDING
-from engine.runner.model.config import RopeConfig
+from baton.engine.model_folder import JsonFields
+from baton.engine.runner.families.family import SLIDING
+from baton.engine.runner.model.config import RopeConfig
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 MAX_MSCALE = 1000

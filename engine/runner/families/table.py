@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from engine.model_folder import JsonFields
-from engine.runner.families.defaults import (
+from baton.engine.model_folder import JsonFields
+from baton.engine.runner.families.defaults import (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     GEMMA3,
@@ -26,9 +26,9 @@ from engine.runner.families.defaults import (
     QWEN3_VL,
     QWEN3_VL_MOE,
 )
-from engine.runner.families.delta import DELTA_FIELDS, delta_rule
-from engine.runner.families.family import DeltaNames, Family, TensorNames
-from engine.runner.families.layer_types import (
+from baton.engine.runner.families.delta import DELTA_FIELDS, delta_rule
+from baton.engine.runner.families.family import DeltaNames, Family, TensorNames
+from baton.engine.runner.families.layer_types import (
     chunks_with_rope,
     dense_at_first,
     dense_of_step,
@@ -43,8 +43,8 @@ from engine.runner.families.layer_types import (
     window_if_used,
     window_without_rope,
 )
-from engine.runner.families.mamba import MAMBA_FIELDS, mamba2
-from engine.runner.families.mixtures import (
+from baton.engine.runner.families.mamba import MAMBA_FIELDS, mamba2
+from baton.engine.runner.families.mixtures import (
     GRANITE_EXPERTS,
     GRANITE_SHARED_EXPERTS,
     LLAMA4_EXPERTS,
@@ -72,7 +72,7 @@ from engine.runner.families.mixtures import (
     qwen3_moe,
     qwen3_vl_moe,
 )
-from engine.runner.model.config import Activation, MoeConfig, QkNorm
+from baton.engine.runner.model.config import Activation, MoeConfig, QkNorm
 
 PLAIN = TensorNames()
 SANDWICH = TensorNames(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-from engine.runner.kernels.build import KernelsUnavailable
+from baton.engine.runner.kernels.build import KernelsUnavailable
 
 ABI_VERSION = 7
 

@@ -4,7 +4,7 @@ There is one variant per instruction set; the best one that this processor suppo
 contain libraries. A machine without a compiler can also use libraries built elsewhere:
 BATON_KERNELS names their folder.
 
-    python -m engine.runner.kernels.build    # builds this processor's variant; imports no packages
+    python -m baton.engine.runner.kernels.build    # builds this processor's; loads no library
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.runner.kernels.compiling import CompilerFailed, run_commands
+from baton.engine.runner.kernels.compiling import CompilerFailed, run_commands
 
 log = logging.getLogger(__name__)
 

@@ -10,23 +10,28 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.runner.attention.paged_attention import (
+from baton.core.errors import InvalidConfig
+from baton.engine.runner.attention.paged_attention import (
     LayerAttention,
     PagedAttention,
     TorchPagedAttention,
 )
-from engine.runner.kernels.build import KernelsUnavailable, best_variant, cpu_features, library
-from engine.runner.kernels.native import Kernels, NativeOps
-from engine.runner.kernels.native_attention import NativePagedAttention
-from engine.runner.kernels.native_layers import native_layers
-from engine.runner.kernels.native_linear_attention import NativeLinearAttention
-from engine.runner.model.config import ModelConfig
-from engine.runner.model.layers import Layer, Layers, UnfusedLayers
-from engine.runner.model.ops import Ops
-from engine.runner.model.torch_ops import TorchOps
-from engine.runner.state.linear_attention import LinearAttention, TorchLinearAttention
-from engine.runner.state.state_shape import StateShape
-from errors import InvalidConfig
+from baton.engine.runner.kernels.build import (
+    KernelsUnavailable,
+    best_variant,
+    cpu_features,
+    library,
+)
+from baton.engine.runner.kernels.native import Kernels, NativeOps
+from baton.engine.runner.kernels.native_attention import NativePagedAttention
+from baton.engine.runner.kernels.native_layers import native_layers
+from baton.engine.runner.kernels.native_linear_attention import NativeLinearAttention
+from baton.engine.runner.model.config import ModelConfig
+from baton.engine.runner.model.layers import Layer, Layers, UnfusedLayers
+from baton.engine.runner.model.ops import Ops
+from baton.engine.runner.model.torch_ops import TorchOps
+from baton.engine.runner.state.linear_attention import LinearAttention, TorchLinearAttention
+from baton.engine.runner.state.state_shape import StateShape
 
 log = logging.getLogger(__name__)
 

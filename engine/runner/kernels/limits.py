@@ -7,9 +7,9 @@ from time import perf_counter
 
 import numpy as np
 
-from engine.runner.huge_pages import huge_page_memory
-from engine.runner.kernels.abi import load_library
-from engine.runner.kernels.build import best_variant, cpu_features, library
+from baton.engine.runner.huge_pages import huge_page_memory
+from baton.engine.runner.kernels.abi import load_library
+from baton.engine.runner.kernels.build import best_variant, cpu_features, library
 
 _VECTOR_BYTES = 64
 _READ_BYTES = 256 << 20  # larger than the caches

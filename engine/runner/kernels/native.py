@@ -15,8 +15,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from engine.runner.huge_pages import huge_page_memory
-from engine.runner.kernels.abi import (
+from baton.engine.runner.huge_pages import huge_page_memory
+from baton.engine.runner.kernels.abi import (
     ArgmaxArgs,
     GateArgs,
     HeadLinearArgs,
@@ -30,13 +30,13 @@ from engine.runner.kernels.abi import (
     SigmoidArgs,
     load_library,
 )
-from engine.runner.kernels.native_experts import NativeExperts, NativeMoe, gate_params
-from engine.runner.model.experts import ExpertChoice, Mlp, Moe, Router
-from engine.runner.model.linear import Linear
-from engine.runner.model.mlp import mix_experts
-from engine.runner.model.ops import MlpGate, Norm, Peaks
-from engine.runner.model.rope import Angles
-from engine.runner.weights.quantize import Quantized
+from baton.engine.runner.kernels.native_experts import NativeExperts, NativeMoe, gate_params
+from baton.engine.runner.model.experts import ExpertChoice, Mlp, Moe, Router
+from baton.engine.runner.model.linear import Linear
+from baton.engine.runner.model.mlp import mix_experts
+from baton.engine.runner.model.ops import MlpGate, Norm, Peaks
+from baton.engine.runner.model.rope import Angles
+from baton.engine.runner.weights.quantize import Quantized
 
 _SCALE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MAX_GROUP = 256  # of 16-bit scales: their sums of a group are 32-bit integers

@@ -9,17 +9,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.runner.attention.kv_tensor import scale_bytes
-from engine.runner.attention.paged_attention import AttentionPass, LayerAttention
-from engine.runner.kernels.abi import (
+from baton.engine.runner.attention.kv_tensor import scale_bytes
+from baton.engine.runner.attention.paged_attention import AttentionPass, LayerAttention
+from baton.engine.runner.kernels.abi import (
     AttentionArgs,
     AttentionParams,
     BatchLayout,
     PagedKv,
     WriteKvArgs,
 )
-from engine.runner.kernels.native import Kernels, address
-from engine.runner.layout import Ints, PassLayout
+from baton.engine.runner.kernels.native import Kernels, address
+from baton.engine.runner.layout import Ints, PassLayout
 
 
 class NativePagedAttention:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from engine.runner.kernels.abi import CopyArgs, load_library
-from engine.runner.kernels.build import best_variant, built, cpu_features
-from kv_transfer.tiers.block_memory import DIGEST_BYTES, BlockMemory, CopyBlocks, copy_blocks
+from baton.engine.runner.kernels.abi import CopyArgs, load_library
+from baton.engine.runner.kernels.build import best_variant, built, cpu_features
+from baton.kv_transfer.tiers.block_memory import DIGEST_BYTES, BlockMemory, CopyBlocks, copy_blocks
 
 MIN_BLOCK_BYTES = 241  # the kernel has no digests of fewer bytes
 

@@ -10,11 +10,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from engine.runner.huge_pages import huge_page_memory
-from engine.runner.kernels.abi import GateParams, MixArgs, PackedMatrix, RouteArgs
-from engine.runner.model.config import Activation, Scoring
-from engine.runner.model.experts import ExpertChoice, Router
-from engine.runner.model.ops import MlpGate
+from baton.engine.runner.huge_pages import huge_page_memory
+from baton.engine.runner.kernels.abi import GateParams, MixArgs, PackedMatrix, RouteArgs
+from baton.engine.runner.model.config import Activation, Scoring
+from baton.engine.runner.model.experts import ExpertChoice, Router
+from baton.engine.runner.model.ops import MlpGate
 
 _FORMAT_FIELDS = ("bits", "num_rows", "num_columns", "group_size", "is_mxfp4", "scale_type")
 _GATE_KINDS = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.CLAMPED_SWIGLU: 2}

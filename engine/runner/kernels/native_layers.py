@@ -9,24 +9,31 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from engine.kv_cache.groups import layer_places
-from engine.runner.attention.paged_attention import AttentionPass
-from engine.runner.kernels.abi import LayerArgs, PackedMatrix, PassArgs, RopeAngles
-from engine.runner.kernels.native import (
+from baton.engine.kv_cache.groups import layer_places
+from baton.engine.runner.attention.paged_attention import AttentionPass
+from baton.engine.runner.kernels.abi import LayerArgs, PackedMatrix, PassArgs, RopeAngles
+from baton.engine.runner.kernels.native import (
     Kernels,
     NativeOps,
     native_matrix,
     norm_params,
 )
-from engine.runner.kernels.native_attention import NativePass
-from engine.runner.kernels.native_experts import gate_params
-from engine.runner.kernels.torch_parts import torch_parts
-from engine.runner.model.config import ModelConfig, QkNorm
-from engine.runner.model.experts import Mlp, Moe
-from engine.runner.model.layers import Layer, LayerPass, Layers, UnfusedLayers, add_mlp, gate_of
-from engine.runner.model.linear import Linear
-from engine.runner.model.rope import Angles
-from engine.runner.state.linear_attention import LinearAttentionPass
+from baton.engine.runner.kernels.native_attention import NativePass
+from baton.engine.runner.kernels.native_experts import gate_params
+from baton.engine.runner.kernels.torch_parts import torch_parts
+from baton.engine.runner.model.config import ModelConfig, QkNorm
+from baton.engine.runner.model.experts import Mlp, Moe
+from baton.engine.runner.model.layers import (
+    Layer,
+    LayerPass,
+    Layers,
+    UnfusedLayers,
+    add_mlp,
+    gate_of,
+)
+from baton.engine.runner.model.linear import Linear
+from baton.engine.runner.model.rope import Angles
+from baton.engine.runner.state.linear_attention import LinearAttentionPass
 
 log = logging.getLogger(__name__)
 

@@ -6,16 +6,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.runner.kernels.abi import DeltaArgs, MambaArgs, StateRows, StateRuns
-from engine.runner.kernels.native import Kernels, norm_params
-from engine.runner.kernels.native_experts import Workspace
-from engine.runner.layout import Ints
-from engine.runner.model.delta import DeltaWeights
-from engine.runner.model.mamba import MambaWeights
-from engine.runner.model.recurrent import RecurrentWeights
-from engine.runner.state.linear_attention import LinearAttentionPass
-from engine.runner.state.state_shape import StateShape
-from engine.runner.state.state_tables import StateLayout
+from baton.engine.runner.kernels.abi import DeltaArgs, MambaArgs, StateRows, StateRuns
+from baton.engine.runner.kernels.native import Kernels, norm_params
+from baton.engine.runner.kernels.native_experts import Workspace
+from baton.engine.runner.layout import Ints
+from baton.engine.runner.model.delta import DeltaWeights
+from baton.engine.runner.model.mamba import MambaWeights
+from baton.engine.runner.model.recurrent import RecurrentWeights
+from baton.engine.runner.state.linear_attention import LinearAttentionPass
+from baton.engine.runner.state.state_shape import StateShape
+from baton.engine.runner.state.state_tables import StateLayout
 
 
 class NativeLinearAttention:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from engine.runner.kernels.native import native_experts, native_matrix
-from engine.runner.model.config import ModelConfig
-from engine.runner.model.experts import Mlp, Moe
-from engine.runner.model.layers import Layer
-from engine.runner.model.linear import Linear
+from baton.engine.runner.kernels.native import native_experts, native_matrix
+from baton.engine.runner.model.config import ModelConfig
+from baton.engine.runner.model.experts import Mlp, Moe
+from baton.engine.runner.model.layers import Layer
+from baton.engine.runner.model.linear import Linear
 
 EMBEDDING_SCALE = "scale of the embeddings"
 LOGITS_SCALE = "scale of the logits"

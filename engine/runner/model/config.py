@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from engine.kv_cache.groups import KvCacheSpec, KvGroup, group_layers
-from engine.runner.weights.quantization import Quantization
+from baton.engine.kv_cache.groups import KvCacheSpec, KvGroup, group_layers
+from baton.engine.runner.weights.quantization import Quantization
 
 
 @dataclass(frozen=True, slots=True)

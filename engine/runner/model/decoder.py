@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.runner.attention.paged_attention import AttentionPass
-from engine.runner.fences import FencedHook
-from engine.runner.model.config import ModelConfig
-from engine.runner.model.layers import Layers
-from engine.runner.model.linear import Linear
-from engine.runner.model.ops import Norm, Ops, Peaks
-from engine.runner.model.rope import Angles
-from engine.runner.state.linear_attention import LinearAttentionPass
+from baton.engine.runner.attention.paged_attention import AttentionPass
+from baton.engine.runner.fences import FencedHook
+from baton.engine.runner.model.config import ModelConfig
+from baton.engine.runner.model.layers import Layers
+from baton.engine.runner.model.linear import Linear
+from baton.engine.runner.model.ops import Norm, Ops, Peaks
+from baton.engine.runner.model.rope import Angles
+from baton.engine.runner.state.linear_attention import LinearAttentionPass
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.runner.model.config import RecurrentConfig
-from engine.runner.model.linear import Linear
-from engine.runner.model.ops import Norm
-from engine.runner.model.recurrent import (
+from baton.engine.runner.model.config import RecurrentConfig
+from baton.engine.runner.model.linear import Linear
+from baton.engine.runner.model.ops import Norm
+from baton.engine.runner.model.recurrent import (
     Heads,
     apply_in_chunks,
     chunk_decays,

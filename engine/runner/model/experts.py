@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from engine.runner.model.config import MoeConfig
-from engine.runner.model.linear import Linear
+from baton.engine.runner.model.config import MoeConfig
+from baton.engine.runner.model.linear import Linear
 
 
 @dataclass(frozen=True, slots=True)

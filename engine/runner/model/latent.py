@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.runner.model.config import LatentConfig
-from engine.runner.model.linear import HeadLinears, Linear
-from engine.runner.model.ops import Norm, Ops
-from engine.runner.model.rope import Angles
+from baton.engine.runner.model.config import LatentConfig
+from baton.engine.runner.model.linear import HeadLinears, Linear
+from baton.engine.runner.model.ops import Norm, Ops
+from baton.engine.runner.model.rope import Angles
 
 
 @dataclass(frozen=True, slots=True)

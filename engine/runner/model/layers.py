@@ -8,21 +8,21 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.runner.attention.paged_attention import AttentionPass
-from engine.runner.model.config import LatentConfig, ModelConfig, QkNorm
-from engine.runner.model.experts import Mlp, Moe
-from engine.runner.model.latent import (
+from baton.engine.runner.attention.paged_attention import AttentionPass
+from baton.engine.runner.model.config import LatentConfig, ModelConfig, QkNorm
+from baton.engine.runner.model.experts import Mlp, Moe
+from baton.engine.runner.model.latent import (
     LatentProjections,
     latent_key,
     latent_query,
     split_latent,
 )
-from engine.runner.model.linear import Linear
-from engine.runner.model.mlp import compute_mlp, compute_moe
-from engine.runner.model.ops import MlpGate, Norm, Ops
-from engine.runner.model.recurrent import RecurrentWeights
-from engine.runner.model.rope import Angles
-from engine.runner.state.linear_attention import LinearAttentionPass
+from baton.engine.runner.model.linear import Linear
+from baton.engine.runner.model.mlp import compute_mlp, compute_moe
+from baton.engine.runner.model.ops import MlpGate, Norm, Ops
+from baton.engine.runner.model.recurrent import RecurrentWeights
+from baton.engine.runner.model.rope import Angles
+from baton.engine.runner.state.linear_attention import LinearAttentionPass
 
 
 @dataclass(frozen=True, slots=True)

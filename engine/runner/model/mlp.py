@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.runner.model.experts import ExpertChoice, Mlp, Moe
-from engine.runner.model.ops import MlpGate, Ops
+from baton.engine.runner.model.experts import ExpertChoice, Mlp, Moe
+from baton.engine.runner.model.ops import MlpGate, Ops
 
 
 def mix_experts(

@@ -7,11 +7,11 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from engine.runner.model.config import Activation
-from engine.runner.model.experts import ExpertChoice, Moe, Router
-from engine.runner.model.linear import HeadLinears, Linear
-from engine.runner.model.rope import Angles
-from engine.runner.weights.quantize import Quantized
+from baton.engine.runner.model.config import Activation
+from baton.engine.runner.model.experts import ExpertChoice, Moe, Router
+from baton.engine.runner.model.linear import HeadLinears, Linear
+from baton.engine.runner.model.rope import Angles
+from baton.engine.runner.weights.quantize import Quantized
 
 
 class Peaks(NamedTuple):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.runner.model.config import RecurrentConfig
-from engine.runner.model.linear import Linear
+from baton.engine.runner.model.config import RecurrentConfig
+from baton.engine.runner.model.linear import Linear
 
 CHUNK = 64  # tokens that are computed together
 

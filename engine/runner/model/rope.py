@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from engine.runner.model.config import ModelConfig, QueryTemperature, RopeConfig
+from baton.engine.runner.model.config import ModelConfig, QueryTemperature, RopeConfig
 
 MIN_TABLE_POSITIONS = 1024
 

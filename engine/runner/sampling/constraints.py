@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.runner.input_batch import TokenRun
-from engine.runner.layout import Ints
-from engine.runner.sampling.logits_processors import NEVER, NO_PROCESSORS, Processors
-from engine.sampling import SamplingParams
+from baton.core.sampling import SamplingParams
+from baton.engine.runner.input_batch import TokenRun
+from baton.engine.runner.layout import Ints
+from baton.engine.runner.sampling.logits_processors import NEVER, NO_PROCESSORS, Processors
 
 
 @dataclass(frozen=True, slots=True)

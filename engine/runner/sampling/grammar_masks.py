@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.request import Failure, FailureCause, RequestId
-from engine.runner.input_batch import TokenRun
-from engine.runner.sampling.mask_budget import REPLAY_CHUNK_TOKENS, MaskBudget
-from engine.structured_output.grammar import Bits, Grammar, Matcher
-from engine.structured_output.params import FIELD
-from errors import InvalidRequest
+from baton.core.errors import InvalidRequest
+from baton.core.ids import RequestId
+from baton.core.output import Failure, FailureCause
+from baton.core.structured_outputs import FIELD
+from baton.engine.runner.input_batch import TokenRun
+from baton.engine.runner.sampling.mask_budget import REPLAY_CHUNK_TOKENS, MaskBudget
+from baton.engine.structured_output.grammar import Bits, Grammar, Matcher
 
 BITS_PER_WORD = 32
 

@@ -15,10 +15,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.extra_args import FIELD, Arguments, unknown_argument
-from engine.runner.layout import Ints
-from engine.sampling import Argument
-from errors import InvalidConfig, InvalidRequest
+from baton.core.errors import InvalidConfig, InvalidRequest
+from baton.core.extra_args import FIELD, Arguments, unknown_argument
+from baton.core.sampling import Argument
+from baton.engine.runner.layout import Ints
 
 log = logging.getLogger(__name__)
 GROUP = "baton.logits_processors"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kv_transfer.types import TokenLogprobs
+from baton.core.logprobs import TokenLogprobs
 
 
 def token_logprobs(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.request import RequestId
+from baton.core.ids import RequestId
 
 MAX_STEP_S = 0.05
 # Rows below this are never refused: an unambiguous grammar takes about 20 µs, at worst 2 ms once.

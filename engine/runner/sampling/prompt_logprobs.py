@@ -7,13 +7,14 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from engine.plan import RunResult
-from engine.request import Failure, RequestId
-from engine.runner.input_batch import Step, TokenRun
-from engine.runner.model.decoder import Decoder
-from engine.runner.sampling.logprobs import token_logprobs
-from engine.runner.sampling.sampler import NOT_FINITE
-from kv_transfer.types import TokenLogprobs
+from baton.core.ids import RequestId
+from baton.core.logprobs import TokenLogprobs
+from baton.core.output import Failure
+from baton.engine.plan import RunResult
+from baton.engine.runner.input_batch import Step, TokenRun
+from baton.engine.runner.model.decoder import Decoder
+from baton.engine.runner.sampling.logprobs import token_logprobs
+from baton.engine.runner.sampling.sampler import NOT_FINITE
 
 # Rows of logits held in memory at once, whatever the chunk's length.
 LOGITS_CHUNK_ROWS = 128

@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from engine.request import Failure, FailureCause
-from engine.runner.input_batch import TokenRun
-from engine.runner.model.ops import Peaks
-from engine.runner.model.torch_ops import TorchOps
-from engine.runner.sampling.constraints import constrain
-from engine.runner.sampling.logits_processors import NO_PROCESSORS, Processors
-from engine.runner.sampling.randomness import exponential_numbers
-from engine.sampling import SamplingParams
+from baton.core.output import Failure, FailureCause
+from baton.core.sampling import SamplingParams
+from baton.engine.runner.input_batch import TokenRun
+from baton.engine.runner.model.ops import Peaks
+from baton.engine.runner.model.torch_ops import TorchOps
+from baton.engine.runner.sampling.constraints import constrain
+from baton.engine.runner.sampling.logits_processors import NO_PROCESSORS, Processors
+from baton.engine.runner.sampling.randomness import exponential_numbers
 
 # Candidates that top-p considers before it sorts the whole vocabulary.
 TOP_P_CANDIDATES = 1024

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from engine.plan import PlanRow, RunResult
-from engine.request import Failure, RequestId
-from engine.runner.input_batch import PersistentBatch, TokenRun
-from engine.runner.layout import Ints
-from engine.runner.sampling.sampler import Choice
-from engine.spec_decode.config import Speculation
-from engine.spec_decode.drafter import Drafter
+from baton.core.ids import RequestId
+from baton.core.output import Failure
+from baton.engine.plan import PlanRow, RunResult
+from baton.engine.runner.input_batch import PersistentBatch, TokenRun
+from baton.engine.runner.layout import Ints
+from baton.engine.runner.sampling.sampler import Choice
+from baton.engine.spec_decode.config import Speculation
+from baton.engine.spec_decode.drafter import Drafter
 
 Drafts = Mapping[RequestId, Sequence[int]]
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.runner.model.recurrent import RecurrentWeights, convolve, split_heads
-from engine.runner.state.state_shape import StateShape
-from engine.runner.state.state_tables import ZEROS, StateLayout
+from baton.engine.runner.model.recurrent import RecurrentWeights, convolve, split_heads
+from baton.engine.runner.state.state_shape import StateShape
+from baton.engine.runner.state.state_tables import ZEROS, StateLayout
 
 
 class LinearAttentionPass(Protocol):

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.runner.attention.kv_tensor import KvShape
-from engine.runner.model.config import ModelConfig, RecurrentConfig
-from errors import InvalidConfig
+from baton.core.errors import InvalidConfig
+from baton.engine.runner.attention.kv_tensor import KvShape
+from baton.engine.runner.model.config import ModelConfig, RecurrentConfig
 
 MATRIX_ITEMSIZE = 4  # float32
 

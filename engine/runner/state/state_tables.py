@@ -8,11 +8,11 @@ from typing import Protocol
 
 import numpy as np
 
-from engine.errors import RowOverflow
-from engine.plan import PlanRow, StateSnapshot
-from engine.request import RequestId
-from engine.runner.layout import Ints
-from errors import InvalidConfig
+from baton.core.errors import InvalidConfig
+from baton.core.ids import RequestId
+from baton.engine.errors import RowOverflow
+from baton.engine.plan import PlanRow, StateSnapshot
+from baton.engine.runner.layout import Ints
 
 ZEROS = -1  # instead of blocks: a state of zeros
 Snapshots = Mapping[RequestId, Sequence[StateSnapshot]]

@@ -6,26 +6,26 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.kv_cache.groups import layer_places
-from engine.runner.attention.paged_attention import LayerAttention
-from engine.runner.families.family import ExpertNames
-from engine.runner.model.config import ModelConfig, MoeConfig, QkNorm, Recurrence
-from engine.runner.model.decoder import Decoder
-from engine.runner.model.experts import Mlp, Moe, Router
-from engine.runner.model.latent import LatentProjections
-from engine.runner.model.layers import Layer
-from engine.runner.model.linear import Linear
-from engine.runner.model.ops import Norm
-from engine.runner.model.recurrent import RecurrentWeights
-from engine.runner.model.rope import head_order
-from engine.runner.model_info import LoadProgressCallback
-from engine.runner.weights.delta_loading import load_delta
-from engine.runner.weights.latent_loading import load_latent
-from engine.runner.weights.mamba_loading import load_mamba
-from engine.runner.weights.safetensors import WeightFiles
-from engine.runner.weights.tensor_loading import LoadTarget, TensorLoader
-from engine.runner.weights.tensor_names import TensorMap, check_tensors
-from errors import ModelError
+from baton.core.errors import ModelError
+from baton.engine.kv_cache.groups import layer_places
+from baton.engine.runner.attention.paged_attention import LayerAttention
+from baton.engine.runner.families.family import ExpertNames
+from baton.engine.runner.model.config import ModelConfig, MoeConfig, QkNorm, Recurrence
+from baton.engine.runner.model.decoder import Decoder
+from baton.engine.runner.model.experts import Mlp, Moe, Router
+from baton.engine.runner.model.latent import LatentProjections
+from baton.engine.runner.model.layers import Layer
+from baton.engine.runner.model.linear import Linear
+from baton.engine.runner.model.ops import Norm
+from baton.engine.runner.model.recurrent import RecurrentWeights
+from baton.engine.runner.model.rope import head_order
+from baton.engine.runner.model_info import LoadProgressCallback
+from baton.engine.runner.weights.delta_loading import load_delta
+from baton.engine.runner.weights.latent_loading import load_latent
+from baton.engine.runner.weights.mamba_loading import load_mamba
+from baton.engine.runner.weights.safetensors import WeightFiles
+from baton.engine.runner.weights.tensor_loading import LoadTarget, TensorLoader
+from baton.engine.runner.weights.tensor_names import TensorMap, check_tensors
 
 
 def load_decoder(

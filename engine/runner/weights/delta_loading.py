@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from engine.runner.model.config import RecurrentConfig
-from engine.runner.model.delta import DeltaWeights
-from engine.runner.model.linear import Linear
-from engine.runner.weights.tensor_loading import TensorLoader
-from engine.runner.weights.tensor_names import TensorMap
+from baton.engine.runner.model.config import RecurrentConfig
+from baton.engine.runner.model.delta import DeltaWeights
+from baton.engine.runner.model.linear import Linear
+from baton.engine.runner.weights.tensor_loading import TensorLoader
+from baton.engine.runner.weights.tensor_names import TensorMap
 
 
 def load_delta(

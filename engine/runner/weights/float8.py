@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.runner.weights.quantization import Packing, Quantization
+from baton.engine.runner.weights.quantization import Packing, Quantization
 
 CHUNK_NUMBERS = 1 << 19  # so that float32 intermediates stay small
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engine.runner.model.config import LatentConfig
-from engine.runner.model.latent import LatentProjections
-from engine.runner.model.linear import Linear
-from engine.runner.model.ops import Norm
-from engine.runner.model.rope import head_order
-from engine.runner.weights.tensor_loading import TensorLoader
-from engine.runner.weights.tensor_names import TensorMap
+from baton.engine.runner.model.config import LatentConfig
+from baton.engine.runner.model.latent import LatentProjections
+from baton.engine.runner.model.linear import Linear
+from baton.engine.runner.model.ops import Norm
+from baton.engine.runner.model.rope import head_order
+from baton.engine.runner.weights.tensor_loading import TensorLoader
+from baton.engine.runner.weights.tensor_names import TensorMap
 
 EPSILON = 1e-6  # of the norms of low-rank queries and latents, whatever that of other norms
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from itertools import chain
 
-from engine.runner.model.config import RecurrentConfig
-from engine.runner.model.linear import Linear
-from engine.runner.model.mamba import MambaWeights
-from engine.runner.weights.tensor_loading import TensorLoader
-from engine.runner.weights.tensor_names import TensorMap
+from baton.engine.runner.model.config import RecurrentConfig
+from baton.engine.runner.model.linear import Linear
+from baton.engine.runner.model.mamba import MambaWeights
+from baton.engine.runner.weights.tensor_loading import TensorLoader
+from baton.engine.runner.weights.tensor_names import TensorMap
 
 
 def load_mamba(

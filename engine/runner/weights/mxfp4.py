@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from engine.runner.weights.packed import PackedPart, unpack_halves
-from engine.runner.weights.quantize import MXFP4_GROUP, Quantized
+from baton.engine.runner.weights.packed import PackedPart, unpack_halves
+from baton.engine.runner.weights.quantize import MXFP4_GROUP, Quantized
 
 BYTES = ("U8",)
 SMALLEST_SCALE = 0x00400000  # bits of 2^-127

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from engine.model_folder import JsonFields
+from baton.engine.model_folder import JsonFields
 
 GPTQ_FORMATS = ("gptq", "gptq_v2")
 COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized")

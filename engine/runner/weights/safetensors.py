@@ -14,14 +14,14 @@ from typing import Protocol
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.model_folder import INDEX, read_shard_names
-from engine.runner.weights.weight_digests import (
+from baton.core.errors import ModelError
+from baton.engine.model_folder import INDEX, read_shard_names
+from baton.engine.runner.weights.weight_digests import (
     DigestCache,
     FileIdentity,
     digest_of,
     user_digest_cache,
 )
-from errors import ModelError
 
 SINGLE = "model.safetensors"
 FLOATS = ("F32", "F16", "BF16")

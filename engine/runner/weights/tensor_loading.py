@@ -8,16 +8,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine.runner.families.family import ExpertNames
-from engine.runner.kernels.choose import Parts
-from engine.runner.model.linear import HeadLinears, Linear
-from engine.runner.model.ops import Norm
-from engine.runner.model_info import LoadProgress, LoadProgressCallback
-from engine.runner.weights.float8 import dequantize_into
-from engine.runner.weights.heap import HeapTrimmer
-from engine.runner.weights.mxfp4 import read_mxfp4
-from engine.runner.weights.packed import MARKERS, is_packed, read_packed
-from engine.runner.weights.quantize import (
+from baton.core.errors import ModelError
+from baton.engine.runner.families.family import ExpertNames
+from baton.engine.runner.kernels.choose import Parts
+from baton.engine.runner.model.linear import HeadLinears, Linear
+from baton.engine.runner.model.ops import Norm
+from baton.engine.runner.model_info import LoadProgress, LoadProgressCallback
+from baton.engine.runner.weights.float8 import dequantize_into
+from baton.engine.runner.weights.heap import HeapTrimmer
+from baton.engine.runner.weights.mxfp4 import read_mxfp4
+from baton.engine.runner.weights.packed import MARKERS, is_packed, read_packed
+from baton.engine.runner.weights.quantize import (
     Quantize,
     Quantized,
     have_same_order,
@@ -26,9 +27,8 @@ from engine.runner.weights.quantize import (
     to_int4,
     to_int8,
 )
-from engine.runner.weights.safetensors import Shape, WeightFiles
-from engine.runner.weights.tensor_names import TensorMap
-from errors import ModelError
+from baton.engine.runner.weights.safetensors import Shape, WeightFiles
+from baton.engine.runner.weights.tensor_names import TensorMap
 
 QUANTIZERS: Mapping[str, Quantize | None] = {"none": None, "int8": to_int8, "int4": to_int4}
 

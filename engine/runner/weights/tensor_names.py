@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from engine.runner.families.family import ExpertNames, TensorNames
-from engine.runner.families.table import FAMILIES
-from engine.runner.model.config import (
+from baton.core.errors import ModelError
+from baton.engine.runner.families.family import ExpertNames, TensorNames
+from baton.engine.runner.families.table import FAMILIES
+from baton.engine.runner.model.config import (
     LatentConfig,
     ModelConfig,
     MoeConfig,
@@ -15,11 +16,10 @@ from engine.runner.model.config import (
     Recurrence,
     RecurrentConfig,
 )
-from engine.runner.weights.mxfp4 import mxfp4_parts
-from engine.runner.weights.packed import UNUSED, PackedPart, is_packed, packed_parts
-from engine.runner.weights.quantization import Packing
-from engine.runner.weights.safetensors import FLOATS, Expected, Shape, WeightFiles
-from errors import ModelError
+from baton.engine.runner.weights.mxfp4 import mxfp4_parts
+from baton.engine.runner.weights.packed import UNUSED, PackedPart, is_packed, packed_parts
+from baton.engine.runner.weights.quantization import Packing
+from baton.engine.runner.weights.safetensors import FLOATS, Expected, Shape, WeightFiles
 
 Shapes = Iterator[tuple[str, Shape]]
 

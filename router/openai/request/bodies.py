@@ -8,15 +8,15 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
-from engine.sampling import MAX_LISTED_TOKEN_IDS, MAX_STOP_TOKEN_IDS
-from errors import InvalidRequest
-from router.input_processing.limits import (
+from baton.core.errors import InvalidRequest
+from baton.core.sampling import MAX_LISTED_TOKEN_IDS, MAX_STOP_TOKEN_IDS
+from baton.router.input_processing.limits import (
     MAX_CHAT_MESSAGES,
     MAX_TOKENS_TO_DETOKENIZE,
     MAX_TOOLS,
     check_count,
 )
-from rpc.errors import Unreadable, UnsupportedInput
+from baton.rpc.errors import Unreadable, UnsupportedInput
 
 MAX_INT32 = (1 << 31) - 1  # integers of the node protocol have 32 bits
 Count = Annotated[int, Field(ge=0, le=MAX_INT32)]

@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from engine.structured_output.subschemas import list_subschemas, resolve_pointer, rewrite_subschemas
+from baton.engine.structured_output.subschemas import (
+    list_subschemas,
+    resolve_pointer,
+    rewrite_subschemas,
+)
 
 Schema = dict[str, Any]
 

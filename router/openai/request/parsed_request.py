@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.extra_args import parse_argument
-from engine.kv_hints import KvHints
-from engine.sampling import SamplingDefaults
-from errors import InvalidRequest
-from router.input_processing.limits import (
+from baton.core.errors import InvalidRequest
+from baton.core.extra_args import parse_argument
+from baton.core.kv_hints import KvHints
+from baton.core.sampling import SamplingDefaults
+from baton.router.input_processing.limits import (
     MAX_EXTRA_ARGS,
     check_count,
     check_hints,
@@ -18,21 +18,26 @@ from router.input_processing.limits import (
     check_total_size,
     max_tokens_with_logprobs,
 )
-from router.openai.request.bodies import (
+from baton.router.openai.request.bodies import (
     MAX_INT32,
     ChatBody,
     CompletionBody,
     GenerationBody,
     body_from,
 )
-from router.openai.request.prompts import chat_from, parse_prompts
-from router.openai.request.structured_outputs import TOOLS, OutputFormat, output_format_from
-from router.openai.request.tool_choice import NO_TOOLS, ToolCallMode, ToolChoice, tool_choice_from
-from router.openai.response.output_parsers import NO_PARSING, Parsing
-from router.translate import MAX_ANSWERS, answer_seed, bad_words_from, stop_strings_from
-from router.values import GenerateCall, Prompt
-from rpc.errors import UnsupportedInput
-from text.stop_strings import StopRule
+from baton.router.openai.request.prompts import chat_from, parse_prompts
+from baton.router.openai.request.structured_outputs import TOOLS, OutputFormat, output_format_from
+from baton.router.openai.request.tool_choice import (
+    NO_TOOLS,
+    ToolCallMode,
+    ToolChoice,
+    tool_choice_from,
+)
+from baton.router.openai.response.output_parsers import NO_PARSING, Parsing
+from baton.router.translate import MAX_ANSWERS, answer_seed, bad_words_from, stop_strings_from
+from baton.router.values import GenerateCall, Prompt
+from baton.rpc.errors import UnsupportedInput
+from baton.text.stop_strings import StopRule
 
 MAX_TOP_LOGPROBS = 20
 MAX_TOKEN_ID_DIGITS = len(str(MAX_INT32))

@@ -7,12 +7,12 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from errors import InvalidRequest
-from router.input_processing.limits import check_count, check_prompt_length
-from router.openai.request.bodies import MAX_INT32, TemplateFields
-from router.translate import MAX_ANSWERS
-from router.values import ChatMessage, ChatPrompt, Prompt, TextPrompt, TokenPrompt
-from rpc.errors import EmptyPrompt, UnsupportedInput
+from baton.core.errors import InvalidRequest
+from baton.router.input_processing.limits import check_count, check_prompt_length
+from baton.router.openai.request.bodies import MAX_INT32, TemplateFields
+from baton.router.translate import MAX_ANSWERS
+from baton.router.values import ChatMessage, ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from baton.rpc.errors import EmptyPrompt, UnsupportedInput
 
 EXPECTED = "a text, a list of texts, a list of token ids, or a list of such lists"
 # Template variables that are set by other fields of the request.

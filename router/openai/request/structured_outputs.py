@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from engine.structured_output.params import FIELD, StructuredOutputs, parse_structured_outputs
-from errors import InvalidRequest
-from router.openai.request.bodies import GenerationBody
-from rpc.errors import UnsupportedInput
+from baton.core.errors import InvalidRequest
+from baton.core.structured_outputs import FIELD, StructuredOutputs, parse_structured_outputs
+from baton.router.openai.request.bodies import GenerationBody
+from baton.rpc.errors import UnsupportedInput
 
 RESPONSE_FORMAT = "response_format"
 # vLLM's fields that `structured_outputs` replaced.

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from engine.structured_output.params import StructuredOutputs, parse_structured_outputs
-from engine.structured_output.subschemas import rewrite_subschemas
-from errors import InvalidRequest
-from router.openai.request.bodies import ChatBody
-from router.openai.request.closed_schemas import close_objects
-from router.openai.request.structured_outputs import TOOLS, errors_of_field
-from rpc.errors import UnsupportedInput
+from baton.core.errors import InvalidRequest
+from baton.core.structured_outputs import StructuredOutputs, parse_structured_outputs
+from baton.engine.structured_output.subschemas import rewrite_subschemas
+from baton.router.openai.request.bodies import ChatBody
+from baton.router.openai.request.closed_schemas import close_objects
+from baton.router.openai.request.structured_outputs import TOOLS, errors_of_field
+from baton.rpc.errors import UnsupportedInput
 
 Schema = dict[str, Any]
 

@@ -9,23 +9,28 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from router.input_processing.limits import MAX_POSITIONS_PER_SLICE
-from router.openai.request.parsed_request import ParsedRequest, ResponseOptions
-from router.openai.request.tool_choice import ToolCallMode
-from router.openai.response.chat_choices import ChatChoice
-from router.openai.response.choices import (
+from baton.router.input_processing.limits import MAX_POSITIONS_PER_SLICE
+from baton.router.openai.request.parsed_request import ParsedRequest, ResponseOptions
+from baton.router.openai.request.tool_choice import ToolCallMode
+from baton.router.openai.response.chat_choices import ChatChoice
+from baton.router.openai.response.choices import (
     CompletionChoice,
     EchoedPrompt,
     Json,
     ResponseChoice,
     join_chunks,
 )
-from router.openai.response.encoding import LazyArray, as_json, encode_in_slices
-from router.openai.response.forced_calls import NamedCallParser, RequiredCallsParser
-from router.openai.response.logprobs import TokenSpeller, prompt_logprobs
-from router.openai.response.output_parsers import NO_PARSING, FirstCallFilter, OutputParser, Parsing
-from router.openai.response.request_warnings import Warnings
-from router.values import AnswerPart, CompletionSummary, ServedBy, TokenChunk
+from baton.router.openai.response.encoding import LazyArray, as_json, encode_in_slices
+from baton.router.openai.response.forced_calls import NamedCallParser, RequiredCallsParser
+from baton.router.openai.response.logprobs import TokenSpeller, prompt_logprobs
+from baton.router.openai.response.output_parsers import (
+    NO_PARSING,
+    FirstCallFilter,
+    OutputParser,
+    Parsing,
+)
+from baton.router.openai.response.request_warnings import Warnings
+from baton.router.values import AnswerPart, CompletionSummary, ServedBy, TokenChunk
 
 DONE = b"data: [DONE]\n\n"
 

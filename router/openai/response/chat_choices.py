@@ -5,13 +5,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
-from engine.request import FinishReason
-from router.openai.request.parsed_request import ResponseOptions
-from router.openai.request.tool_choice import ToolCallMode
-from router.openai.response.choices import Json, finish_fields, join_chunks
-from router.openai.response.logprobs import TokenSpeller, chat_logprobs
-from router.openai.response.output_parsers import Delta, OutputParser, ToolCall
-from router.values import CompletionSummary, TokenChunk
+from baton.core.output import FinishReason
+from baton.router.openai.request.parsed_request import ResponseOptions
+from baton.router.openai.request.tool_choice import ToolCallMode
+from baton.router.openai.response.choices import Json, finish_fields, join_chunks
+from baton.router.openai.response.logprobs import TokenSpeller, chat_logprobs
+from baton.router.openai.response.output_parsers import Delta, OutputParser, ToolCall
+from baton.router.values import CompletionSummary, TokenChunk
 
 ID_BYTES = 12
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kv_transfer.types import TokenLogprobs
-from router.openai.request.parsed_request import ResponseOptions
-from router.openai.response.logprobs import TokenSpeller, completion_logprobs, prompt_logprobs
-from router.values import CompletionSummary, TokenChunk
+from baton.core.logprobs import TokenLogprobs
+from baton.router.openai.request.parsed_request import ResponseOptions
+from baton.router.openai.response.logprobs import TokenSpeller, completion_logprobs, prompt_logprobs
+from baton.router.values import CompletionSummary, TokenChunk
 
 Json = dict[str, Any]
 NOTHING = TokenChunk(0)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import re
 
-from router.openai.response.json_scan import JsonScan
-from router.openai.response.output_parsers import NOTHING, Delta, ToolCall
+from baton.router.openai.response.json_scan import JsonScan
+from baton.router.openai.response.output_parsers import NOTHING, Delta, ToolCall
 
 # Up to the first character of the arguments.
 _BEGINNING = re.compile(

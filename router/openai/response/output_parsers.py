@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, NamedTuple, NoReturn, Protocol
 
-from errors import InvalidConfig
-from router.openai.response.json_scan import JsonScan
+from baton.core.errors import InvalidConfig
+from baton.router.openai.response.json_scan import JsonScan
 
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"

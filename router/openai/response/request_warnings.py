@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.openai.request.parsed_request import ResponseOptions
-from router.openai.request.tool_choice import ToolCallMode
-from router.openai.response.choices import Json
-from router.openai.response.output_parsers import Parsing
-from router.values import CompletionSummary
+from baton.router.openai.request.parsed_request import ResponseOptions
+from baton.router.openai.request.tool_choice import ToolCallMode
+from baton.router.openai.response.choices import Json
+from baton.router.openai.response.output_parsers import Parsing
+from baton.router.values import CompletionSummary
 
 
 class Warnings:

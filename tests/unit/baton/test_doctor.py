@@ -27,7 +27,7 @@ from baton.doctor.model import check_model_folder, count_active, length_finding,
 from baton.doctor.software import gpu_finding, kernels_finding, package_findings, port_findings
 from baton.doctor.tiers import KvShapeFacts, check_tiers, rate_finding
 from baton.doctor.wire import MeasuredPath, failure_finding, speed_finding
-from engine.runner.families.read_config import read_model_config
+from baton.engine.runner.families.read_config import read_model_config
 from tests.support.random_folders import small_folder
 
 GIB, MIB = 1 << 30, 1 << 20

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from baton.demo_model import demo_model
+from baton.engine.runner.config import RunnerConfig
 from baton.kernels import build_missing_kernels
-from engine.runner.config import RunnerConfig
 from tests.support.fake_compiler import NUM_SOURCES, FakeCompiler
 
 

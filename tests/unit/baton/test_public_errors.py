@@ -8,7 +8,7 @@ import pytest
 
 import baton
 from baton.client.generation import new_answers
-from engine.errors import EngineError
+from baton.engine.errors import EngineError
 
 
 @pytest.mark.parametrize(

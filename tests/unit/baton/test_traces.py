@@ -12,15 +12,15 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.cli import main
+from baton.telemetry import names
+from baton.telemetry.options import MIB
+from baton.telemetry.resource import Process
+from baton.telemetry.tracing.spans import Span
+from baton.telemetry.tracing.store import TraceWriter
+from baton.telemetry.tracing.traces import Trace, find_trace, note_of, traces_of
 from baton.traces.lists import request_table
 from baton.traces.page import render_page
 from baton.traces.terminal import WIDE, show_related, show_waterfall
-from telemetry import names
-from telemetry.options import MIB
-from telemetry.resource import Process
-from telemetry.tracing.spans import Span
-from telemetry.tracing.store import TraceWriter
-from telemetry.tracing.traces import Trace, find_trace, note_of, traces_of
 from tests.support.collector import collecting
 from tests.support.traces import STEP_TRACE_ID, TRACE_ID, a_told_step, a_told_trace
 

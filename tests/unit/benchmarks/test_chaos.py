@@ -12,6 +12,9 @@ from itertools import islice
 import pytest
 
 from baton.client.generation import Answer, Finish, Generation, Served
+from baton.core.errors import InvalidConfig
+from baton.core.logprobs import TokenLogprobs
+from baton.router.openai.body_receiving import MAX_BODY_BYTES
 from benchmarks.chaos.faults import (
     ROLES_BY_FAULT_KIND,
     Fault,
@@ -39,9 +42,6 @@ from benchmarks.chaos.leaks import (
 from benchmarks.chaos.load import AnswerOutcome, RequestOutcome
 from benchmarks.chaos.report import Attempts, Report, report
 from benchmarks.chaos.workload import ChaosRequest, KnownAnswer, difference_of
-from errors import InvalidConfig
-from kv_transfer.types import TokenLogprobs
-from router.openai.body_receiving import MAX_BODY_BYTES
 
 NUM_BY_ROLE = {TargetRole.ROUTER: 1, TargetRole.PREFILL: 2, TargetRole.DECODE: 2}
 SERVED = Served("p", "d", True, "", 1, 1, "nixl", 0, 0, 1)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.core.errors import InvalidConfig
 from benchmarks.peers.interference import FigureRow, Figures
 from benchmarks.peers.peer import Comparison
 from benchmarks.plots.chart import (
@@ -18,7 +19,6 @@ from benchmarks.plots.chart import (
     read_interference,
     read_peer,
 )
-from errors import InvalidConfig
 
 COMPARED = [
     Comparison(peer, phase, size, rate, rate / 2, 2.0, 1.9, 2.1)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from baton.core.errors import InvalidConfig
 from benchmarks.peers.completions_api import CompletionsApi
 from benchmarks.peers.engine_options import announced, chosen_engines, keep_engines_warm
-from errors import InvalidConfig
 
 two_cores = pytest.mark.usefixtures("cores")
 
@@ -65,10 +65,14 @@ def test_servers_stay_only_where_memory_holds_them_all(
     engines = chosen_engines(str(model), "default", venv, "default", "patched")  # three servers
 
     with ExitStack() as lifetime:
-        monkeypatch.setattr("engine.runner.weights.host_memory.free_host_bytes", lambda: 11 * 2**30)
+        monkeypatch.setattr(
+            "baton.engine.runner.weights.host_memory.free_host_bytes", lambda: 11 * 2**30
+        )
         assert list(keep_engines_warm(engines, str(model), lifetime)) == list(engines)
 
-        monkeypatch.setattr("engine.runner.weights.host_memory.free_host_bytes", lambda: 10 * 2**30)
+        monkeypatch.setattr(
+            "baton.engine.runner.weights.host_memory.free_host_bytes", lambda: 10 * 2**30
+        )
         with pytest.raises(InvalidConfig, match="3 vLLM servers need"):
             keep_engines_warm(engines, str(model), lifetime)
 

@@ -14,6 +14,7 @@ from typing import cast
 import pytest
 
 from baton.bench.serve.load import plan
+from baton.core.errors import InvalidConfig
 from benchmarks.cli.frontier import measure
 from benchmarks.peers.completions_api import (
     VOCAB_SIZE,
@@ -34,7 +35,6 @@ from benchmarks.peers.frontier import (
 )
 from benchmarks.peers.warm_engines import Start
 from benchmarks.plots.frontier import draw
-from errors import InvalidConfig
 
 
 def swept(rate: float, first_token_s: float, itl_ms: float, *, num_failed: int = 0) -> RateRun:

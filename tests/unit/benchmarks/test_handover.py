@@ -11,6 +11,7 @@ from typing import cast
 
 import pytest
 
+from baton.core.errors import InvalidConfig
 from benchmarks.cli.handover import measure
 from benchmarks.peers.completions_api import (
     CompletionsApi,
@@ -20,7 +21,6 @@ from benchmarks.peers.completions_api import (
 )
 from benchmarks.peers.handover import NUM_WARM_UP, Handover, TimedPair, Times, added, run
 from benchmarks.peers.warm_engines import Start
-from errors import InvalidConfig
 
 
 class Answers:

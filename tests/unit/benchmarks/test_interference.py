@@ -11,6 +11,7 @@ from typing import cast
 
 import pytest
 
+from baton.core.errors import InvalidConfig
 from benchmarks.cli.interference import measure
 from benchmarks.peers.completions_api import (
     CompletionsApi,
@@ -31,7 +32,6 @@ from benchmarks.peers.interference import (
 from benchmarks.peers.warm_engines import Start
 from benchmarks.plots.chart import read_interference
 from benchmarks.plots.interference import draw
-from errors import InvalidConfig
 
 
 def stream(*arrivals_s: float, tokens: int = 1) -> StreamedCompletion:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from baton.router.routing.policy import RoutingPolicy
 from benchmarks.router.policies import (
     PolicyBench,
     PolicyFigures,
@@ -16,7 +17,6 @@ from benchmarks.router.policies import (
 )
 from benchmarks.router.simulation import SimCluster
 from benchmarks.router.workloads import Sessions, SimRequest
-from router.routing.policy import RoutingPolicy
 
 pytestmark = pytest.mark.slow
 

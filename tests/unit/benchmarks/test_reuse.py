@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from baton.bench.replay.trace import Trace, TraceRequest
+from baton.engine.kv_cache.block_hashes import BlockHash, PrefixNaming
+from baton.router.routing.node_table import Node
+from baton.router.routing.prefix_index import NodePrefixes
+from baton.rpc.node_info import NodeRole
 from benchmarks.router.reuse import ReuseBench, Variant, chats, ideal_reuse, run
 from benchmarks.router.sim_node import LruBlocks, SimNode, Sources
 from benchmarks.router.workloads import SimRequest, recorded
-from engine.kv_cache.block_hashes import BlockHash, PrefixNaming
-from router.routing.node_table import Node
-from router.routing.prefix_index import NodePrefixes
-from rpc.node_info import NodeRole
 from tests.support.node_calls import a_card
 
 NAMES = [BlockHash(bytes((number,)) * 16) for number in range(8)]

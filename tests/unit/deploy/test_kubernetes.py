@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from baton.cli.commands.serve import router_options
-from rpc.grace_period import DRAIN_TIMEOUT_S
-from rpc.health import LIVENESS
+from baton.rpc.grace_period import DRAIN_TIMEOUT_S
+from baton.rpc.health import LIVENESS
 from tests.support import manifests
 from tests.support.command_lines import complaint_about, option
 from tests.support.manifests import (

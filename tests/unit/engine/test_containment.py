@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from engine.containment import MAX_CRASHES_IN_A_ROW
-from engine.core import EngineCore, NoKvWorker
-from engine.errors import EngineStopped, PassHookFailed
-from engine.plan import Plan, Runner, RunResult
-from engine.request import Failure, FailureCause, FinishReason, Output, RequestId
-from kv_transfer.types import KvReports
+from baton.core.ids import RequestId
+from baton.core.output import Failure, FailureCause, FinishReason, Output
+from baton.engine.containment import MAX_CRASHES_IN_A_ROW
+from baton.engine.core import EngineCore, NoKvWorker
+from baton.engine.errors import EngineStopped, PassHookFailed
+from baton.engine.plan import Plan, Runner, RunResult
+from baton.kv_transfer.types import KvReports
 from tests.support.engine_world import EngineWorld
 from tests.support.engines import VOCAB_SIZE, a_spec, an_engine
 from tests.support.fake_runner import Crash, CrashPlace, FakeRunner, KvTensor, tokens_alone

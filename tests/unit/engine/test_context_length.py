@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine.context_length import fit_max_tokens
-from engine.sampling import SamplingParams
-from errors import InvalidRequest
+from baton.core.context_length import fit_max_tokens
+from baton.core.errors import InvalidRequest
+from baton.core.sampling import SamplingParams
 
 
 @pytest.mark.parametrize(

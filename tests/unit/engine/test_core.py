@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from engine.core import NoKvWorker
-from engine.kv_hints import KvHints
-from engine.plan import Plan
-from engine.request import RequestId
-from engine.scheduler.scheduling import MAX_LOOKED_UP_TOKENS
-from kv_transfer.types import HandoffId, KvOrders, Revoke
+from baton.core.ids import HandoffId, RequestId
+from baton.core.kv_hints import KvHints
+from baton.engine.core import NoKvWorker
+from baton.engine.plan import Plan
+from baton.engine.scheduler.scheduling import MAX_LOOKED_UP_TOKENS
+from baton.kv_transfer.types import KvOrders, Revoke
 from tests.support.engines import VOCAB_SIZE, a_spec, an_engine
 from tests.support.fake_runner import tokens_alone
 

@@ -8,13 +8,14 @@ from contextlib import contextmanager
 
 import pytest
 
-from engine.core import EngineCore
-from engine.engine_thread import Compiler, EngineThread
-from engine.errors import EngineStopped
-from engine.plan import Plan, RunResult
-from engine.request import Failure, FailureCause, FinishReason, Output, RequestId
-from engine.structured_output.compiler import GrammarCompiler
-from errors import InvalidRequest
+from baton.core.errors import InvalidRequest
+from baton.core.ids import RequestId
+from baton.core.output import Failure, FailureCause, FinishReason, Output
+from baton.engine.core import EngineCore
+from baton.engine.engine_thread import Compiler, EngineThread
+from baton.engine.errors import EngineStopped
+from baton.engine.plan import Plan, RunResult
+from baton.engine.structured_output.compiler import GrammarCompiler
 from tests.support.engines import VOCAB_SIZE, a_spec, an_engine
 from tests.support.fake_runner import tokens_alone
 from tests.support.grammars import BAD, GOOD, SLOW, HeldLibrary

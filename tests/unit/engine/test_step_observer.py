@@ -6,12 +6,12 @@ from itertools import pairwise
 
 import pytest
 
-from engine.core import NoKvWorker
-from engine.plan import Plan, RunResult
-from engine.request import RequestId
-from engine.step_observer import StepObserver, StepRecord
-from kv_transfer.records import TransferRecord, TransferRole
-from kv_transfer.types import HandoffId, KvOrders, KvReports
+from baton.core.ids import HandoffId, RequestId
+from baton.engine.core import NoKvWorker
+from baton.engine.plan import Plan, RunResult
+from baton.engine.step_observer import StepObserver, StepRecord
+from baton.kv_transfer.records import TransferRecord, TransferRole
+from baton.kv_transfer.types import KvOrders, KvReports
 from tests.support.engine_world import EngineWorld
 from tests.support.engines import VOCAB_SIZE, a_spec, an_engine
 from tests.support.fake_runner import Crash, CrashPlace, FakeRunner, KvTensor

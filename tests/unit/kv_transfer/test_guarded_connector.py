@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 import pytest
 
-from kv_transfer.external_kv import (
-    BlockName,
+from baton.core.ids import BlockId, BlockName
+from baton.kv_transfer.external_kv import (
     ExternalOrders,
     ExternalReports,
     Load,
@@ -16,8 +16,7 @@ from kv_transfer.external_kv import (
     Store,
     StoreId,
 )
-from kv_transfer.guarded_connector import GuardedConnector
-from kv_transfer.types import BlockId
+from baton.kv_transfer.guarded_connector import GuardedConnector
 
 LOAD = Load(LoadId(1), (b"one", b"two"), (BlockId(1), BlockId(2)))
 STORE = Store(StoreId(2), (b"three",), (BlockId(3),))

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from errors import InvalidConfig
-from kv_transfer.config import KvWorkerConfig
-from kv_transfer.pairs import MAX_LINKS_WITHOUT_HELLO, Identity
-from kv_transfer.process_identity import ProcessIdentity, current_process_mark
-from kv_transfer.protocol.messages import Hello, find_mismatch
-from kv_transfer.records import TransferRole
-from kv_transfer.types import HandoffId, Incarnation, NodeId
-from kv_transfer.worker import KvTransferWorker
+from baton.core.errors import InvalidConfig
+from baton.core.ids import HandoffId, Incarnation, NodeId
+from baton.kv_transfer.config import KvWorkerConfig
+from baton.kv_transfer.pairs import MAX_LINKS_WITHOUT_HELLO, Identity
+from baton.kv_transfer.process_identity import ProcessIdentity, current_process_mark
+from baton.kv_transfer.protocol.messages import Hello, find_mismatch
+from baton.kv_transfer.records import TransferRole
+from baton.kv_transfer.worker import KvTransferWorker
 from tests.support.handoff_world import CONFIG, FINGERPRINT, Memory, Node, World
 from tests.support.memory_transport import Flight, MemoryTransport, Wire
 

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import contextmanager
 
+from baton.node.call_streams import CallContext, Order, serve_calls
+from baton.rpc.messages.limits import MAX_BATCH_BYTES
 from baton.v1 import node_pb2
-from node.call_streams import CallContext, Order, serve_calls
-from rpc.messages.limits import MAX_BATCH_BYTES
 
 PATIENCE_S = 30
 

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from engine.request import RequestId
-from kv_transfer.tiers.copy_pace import CopyPace
-from node.copy_pacing import CopyPacing
+from baton.core.ids import RequestId
+from baton.kv_transfer.tiers.copy_pace import CopyPace
+from baton.node.copy_pacing import CopyPacing
 from tests.support.engines import a_spec, an_engine
 
 

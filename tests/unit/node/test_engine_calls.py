@@ -10,15 +10,17 @@ from dataclasses import replace
 import pytest
 from grpc import StatusCode
 
-from engine.engine_thread import EngineThread
-from engine.request import EngineRequest, Output, ReceiveKv, RequestId
-from engine.scheduler.config import LoadFailurePolicy
-from errors import InvalidRequest
-from kv_transfer.records import TransferRecord
-from kv_transfer.types import HandoffId, KvOrders, KvReports, Lost, NodeId, Peer
-from node.engine_calls import EngineCalls
-from rpc.errors import KvLoadFailed, RequestIdInUse
-from rpc.status import status_of
+from baton.core.errors import InvalidRequest
+from baton.core.ids import HandoffId, NodeId, Peer, RequestId
+from baton.core.output import Output
+from baton.core.request import EngineRequest, ReceiveKv
+from baton.engine.engine_thread import EngineThread
+from baton.engine.scheduler.config import LoadFailurePolicy
+from baton.kv_transfer.records import TransferRecord
+from baton.kv_transfer.types import KvOrders, KvReports, Lost
+from baton.node.engine_calls import EngineCalls
+from baton.rpc.errors import KvLoadFailed, RequestIdInUse
+from baton.rpc.status import status_of
 from tests.support.engines import a_spec, an_engine
 
 PATIENCE_S = 30

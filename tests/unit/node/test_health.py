@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from engine.engine_thread import EngineThread
-from engine.plan import Plan, RunResult
-from engine.request import RequestId
-from node.heartbeat import DEAD_FACTOR, follow_heartbeat
-from rpc.channel import open_channel
-from rpc.health import LIVENESS, Health
-from rpc.server import serving
+from baton.core.ids import RequestId
+from baton.engine.engine_thread import EngineThread
+from baton.engine.plan import Plan, RunResult
+from baton.node.heartbeat import DEAD_FACTOR, follow_heartbeat
+from baton.rpc.channel import open_channel
+from baton.rpc.health import LIVENESS, Health
+from baton.rpc.server import serving
 from tests.support.engines import a_spec, an_engine
 
 PATIENCE_S = 30

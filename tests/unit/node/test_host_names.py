@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kv_cache.block_hashes import BlockHash
-from engine.kv_cache.prefix_search import name_in_group
-from engine.kv_cache.recurrent_state import snapshot_names
-from kv_transfer.external_kv import HeldChanges
-from node.host_names import HostNames
+from baton.engine.kv_cache.block_hashes import BlockHash
+from baton.engine.kv_cache.prefix_search import name_in_group
+from baton.engine.kv_cache.recurrent_state import snapshot_names
+from baton.kv_transfer.external_kv import HeldChanges
+from baton.node.host_names import HostNames
 
 BLOCKS = [BlockHash(bytes((number,)) * 16) for number in range(3)]
 NUM_PARTS = 2

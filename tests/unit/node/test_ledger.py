@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from engine.plan import Plan, PlanRow
-from engine.request import RequestId
-from engine.sampling import SamplingParams
-from engine.step_observer import StepRecord
-from kv_transfer.records import TransferRecord, TransferRole
-from kv_transfer.types import (
-    NO_REPORTS,
-    BlockId,
-    HandoffId,
-    KvOrders,
-    KvReports,
-    NodeId,
-    Peer,
-    Receive,
-)
-from node.ledger import RequestLedger
+from baton.core.ids import BlockId, HandoffId, NodeId, Peer, RequestId
+from baton.core.sampling import SamplingParams
+from baton.engine.plan import Plan, PlanRow
+from baton.engine.step_observer import StepRecord
+from baton.kv_transfer.records import TransferRecord, TransferRole
+from baton.kv_transfer.types import NO_REPORTS, KvOrders, KvReports, Receive
+from baton.node.ledger import RequestLedger
 from tests.support.engines import VOCAB_SIZE, a_spec, an_engine
 from tests.support.fake_runner import CrashPlace, FakeRunner, KvTensor
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from engine.runner.config import RunnerConfig
-from errors import InvalidConfig
-from node.options import NodeOptions
+from baton.core.errors import InvalidConfig
+from baton.engine.runner.config import RunnerConfig
+from baton.node.options import NodeOptions
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,13 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from errors import InvalidRequest
-from kv_transfer.errors import PeerUnreachable
-from node.peer_warmup import PeerWarmup, role_over_grpc
-from rpc.errors import TooManyConnects
-from rpc.node_info import NodeRole
-from rpc.security.tls import PLAIN
-from rpc.server import serving
+from baton.core.errors import InvalidRequest
+from baton.kv_transfer.errors import PeerUnreachable
+from baton.node.peer_warmup import PeerWarmup, role_over_grpc
+from baton.rpc.errors import TooManyConnects
+from baton.rpc.node_info import NodeRole
+from baton.rpc.security.tls import PLAIN
+from baton.rpc.server import serving
 
 PATIENCE_S = 30.0
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from decode_node.__main__ import DECODE
-from engine.runner.config import RunnerConfig
-from errors import InvalidConfig, ModelError, NamedError
-from node.kv_events.config import KvEventsConfig
-from node.options import NodeOptions
-from node.run import run
-from rpc.errors import AddressInUse
-from telemetry.options import TelemetryOptions
+from baton.core.errors import InvalidConfig, ModelError, NamedError
+from baton.decode_node.__main__ import DECODE
+from baton.engine.runner.config import RunnerConfig
+from baton.node.kv_events.config import KvEventsConfig
+from baton.node.options import NodeOptions
+from baton.node.run import run
+from baton.rpc.errors import AddressInUse
+from baton.telemetry.options import TelemetryOptions
 
 TIERS: dict[str, Any] = {"kv_host_bytes": 1 << 20}
 

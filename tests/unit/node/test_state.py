@@ -8,16 +8,16 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
-from engine.engine_thread import EngineThread
-from engine.events import BlockStored, KvEvent
-from engine.kv_cache.block_hashes import BlockHash
-from kv_transfer.external_kv import ExternalOrders, HeldChanges, Store, StoreId
-from kv_transfer.tiers.tiered_kv import TieredKv
-from kv_transfer.types import BlockId
-from node.engine_calls import EngineCalls
-from node.state import NodeState, NodeUpdate, TakeKvEvents, ignore_kv_events, update_reader
-from rpc.cached_prefixes import PrefixChanges, unpack_names
-from rpc.node_info import NodeLoad, NodeRole
+from baton.core.ids import BlockId
+from baton.engine.engine_thread import EngineThread
+from baton.engine.events import BlockStored, KvEvent
+from baton.engine.kv_cache.block_hashes import BlockHash
+from baton.kv_transfer.external_kv import ExternalOrders, HeldChanges, Store, StoreId
+from baton.kv_transfer.tiers.tiered_kv import TieredKv
+from baton.node.engine_calls import EngineCalls
+from baton.node.state import NodeState, NodeUpdate, TakeKvEvents, ignore_kv_events, update_reader
+from baton.rpc.cached_prefixes import PrefixChanges, unpack_names
+from baton.rpc.node_info import NodeLoad, NodeRole
 from tests.support.engines import an_engine
 from tests.support.node_calls import a_card
 from tests.support.tier_memory import OwnedMemory, host_tier, name_of

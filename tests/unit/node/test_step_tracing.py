@@ -7,24 +7,24 @@ from dataclasses import dataclass
 
 import pytest
 
-from engine.core import EngineCore
-from engine.core import NoKvWorker as NoWorker
-from engine.plan import Plan, RunResult
-from engine.request import RequestId
-from engine.runner.config import RunnerConfig
-from engine.scheduler.config import CacheConfig, SchedulerConfig
-from engine.scheduler.scheduler import Scheduler
-from engine.step_observer import StepObserver
-from errors import InvalidConfig
-from node.options import NodeOptions
-from node.step_tracing import MAX_LINKS, StepTracing
-from node.tracing import NodeTracing
-from telemetry import names
-from telemetry.tracing.node_timeline import NodeFacts
-from telemetry.tracing.outlet import Timeline
-from telemetry.tracing.spans import Span, TraceContext
-from telemetry.tracing.step_timeline import StepTimeline
-from telemetry.tracing.tracer import NO_TRACER, Tracer
+from baton.core.errors import InvalidConfig
+from baton.core.ids import RequestId
+from baton.engine.core import EngineCore
+from baton.engine.core import NoKvWorker as NoWorker
+from baton.engine.plan import Plan, RunResult
+from baton.engine.runner.config import RunnerConfig
+from baton.engine.scheduler.config import CacheConfig, SchedulerConfig
+from baton.engine.scheduler.scheduler import Scheduler
+from baton.engine.step_observer import StepObserver
+from baton.node.options import NodeOptions
+from baton.node.step_tracing import MAX_LINKS, StepTracing
+from baton.node.tracing import NodeTracing
+from baton.telemetry import names
+from baton.telemetry.tracing.node_timeline import NodeFacts
+from baton.telemetry.tracing.outlet import Timeline
+from baton.telemetry.tracing.spans import Span, TraceContext
+from baton.telemetry.tracing.step_timeline import StepTimeline
+from baton.telemetry.tracing.tracer import NO_TRACER, Tracer
 from tests.support.engines import VOCAB_SIZE, a_spec
 from tests.support.fake_runner import FakeRunner, KvTensor
 from tests.support.traces import to_unix_ns

@@ -7,30 +7,20 @@ from contextlib import contextmanager
 
 import pytest
 
-from engine.plan import Plan, PlanRow
-from engine.request import RequestId
-from engine.sampling import SamplingParams
-from engine.step_observer import StepRecord
-from kv_transfer.external_kv import ExternalOrders, ExternalReports, Load, Loaded, LoadId
-from kv_transfer.records import TransferRecord, TransferRole
-from kv_transfer.types import (
-    NO_REPORTS,
-    NOT_CACHED,
-    TOO_MANY_PULLS,
-    BlockId,
-    HandoffId,
-    KvOrders,
-    NodeId,
-    Peer,
-    Receive,
-)
-from node.call_streams import CallContext
-from node.tracing import NodeTracing
-from telemetry import names
-from telemetry.metrics.instruments import NodeMetrics
-from telemetry.tracing.node_timeline import NodeFacts, NodeTimeline
-from telemetry.tracing.spans import TraceContext
-from telemetry.tracing.traces import note_of
+from baton.core.ids import BlockId, HandoffId, NodeId, Peer, RequestId
+from baton.core.sampling import SamplingParams
+from baton.engine.plan import Plan, PlanRow
+from baton.engine.step_observer import StepRecord
+from baton.kv_transfer.external_kv import ExternalOrders, ExternalReports, Load, Loaded, LoadId
+from baton.kv_transfer.records import TransferRecord, TransferRole
+from baton.kv_transfer.types import NO_REPORTS, NOT_CACHED, TOO_MANY_PULLS, KvOrders, Receive
+from baton.node.call_streams import CallContext
+from baton.node.tracing import NodeTracing
+from baton.telemetry import names
+from baton.telemetry.metrics.instruments import NodeMetrics
+from baton.telemetry.tracing.node_timeline import NodeFacts, NodeTimeline
+from baton.telemetry.tracing.spans import TraceContext
+from baton.telemetry.tracing.traces import note_of
 from tests.support.engines import VOCAB_SIZE, a_spec, an_engine
 from tests.support.fake_runner import Crash, CrashPlace, FakeRunner, KvTensor
 from tests.support.tracers import TakingTracer

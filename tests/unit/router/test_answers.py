@@ -9,19 +9,25 @@ from dataclasses import replace
 
 import pytest
 
-from engine.sampling import MAX_LOGPROBS, SamplingParams
-from errors import InvalidRequest
-from router.answers import generate_answers
-from router.dispatch.config import DispatchConfig
-from router.dispatch.node_rpcs import Leg
-from router.input_processing.tokenization import NoTokenizer
-from router.pipeline import Pipeline, PipelineConfig
-from router.request_scope import RequestScopes
-from router.routing.node_table import Node, NodeTable
-from router.routing.policy import Routing, RoutingPolicy
-from router.values import CompletionSummary, GenerateCall, PrefillPlace, TokenChunk, TokenPrompt
-from rpc.errors import NodeDraining, NodeFailed, PoisonedRequest
-from rpc.node_info import NodeLoad, NodeRole
+from baton.core.errors import InvalidRequest
+from baton.core.sampling import MAX_LOGPROBS, SamplingParams
+from baton.router.answers import generate_answers
+from baton.router.dispatch.config import DispatchConfig
+from baton.router.dispatch.node_rpcs import Leg
+from baton.router.input_processing.tokenization import NoTokenizer
+from baton.router.pipeline import Pipeline, PipelineConfig
+from baton.router.request_scope import RequestScopes
+from baton.router.routing.node_table import Node, NodeTable
+from baton.router.routing.policy import Routing, RoutingPolicy
+from baton.router.values import (
+    CompletionSummary,
+    GenerateCall,
+    PrefillPlace,
+    TokenChunk,
+    TokenPrompt,
+)
+from baton.rpc.errors import NodeDraining, NodeFailed, PoisonedRequest
+from baton.rpc.node_info import NodeLoad, NodeRole
 from tests.support.crashing_nodes import CrashingNodes, Poison
 from tests.support.node_calls import (
     FINGERPRINT,

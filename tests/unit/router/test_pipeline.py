@@ -12,20 +12,22 @@ from dataclasses import replace
 
 import pytest
 
-from engine.kv_hints import KvHints
-from engine.request import FinishReason, Output, PrefixSource, ReceiveKv, RequestId
-from engine.sampling import SamplingParams
-from errors import InvalidRequest
-from kv_transfer.types import NodeId, Peer, TokenLogprobs
-from router.admission.admission_queue import AdmissionQueueConfig
-from router.context import RequestContext
-from router.dispatch.config import DispatchConfig
-from router.dispatch.node_rpcs import MAX_WAITING, Events, Leg, LegOutput
-from router.input_processing.tokenization import NoTokenizer, TextBoundary
-from router.pipeline import Pipeline, PipelineConfig
-from router.routing.node_table import NodeTable
-from router.routing.policy import Routing, RoutingPolicy
-from router.values import (
+from baton.core.errors import InvalidRequest
+from baton.core.ids import NodeId, Peer, RequestId
+from baton.core.kv_hints import KvHints
+from baton.core.logprobs import TokenLogprobs
+from baton.core.output import FinishReason, Output
+from baton.core.request import PrefixSource, ReceiveKv
+from baton.core.sampling import SamplingParams
+from baton.router.admission.admission_queue import AdmissionQueueConfig
+from baton.router.context import RequestContext
+from baton.router.dispatch.config import DispatchConfig
+from baton.router.dispatch.node_rpcs import MAX_WAITING, Events, Leg, LegOutput
+from baton.router.input_processing.tokenization import NoTokenizer, TextBoundary
+from baton.router.pipeline import Pipeline, PipelineConfig
+from baton.router.routing.node_table import NodeTable
+from baton.router.routing.policy import Routing, RoutingPolicy
+from baton.router.values import (
     CompletionSummary,
     DecodeSummary,
     GenerateCall,
@@ -35,8 +37,8 @@ from router.values import (
     TokenChunk,
     TokenPrompt,
 )
-from rpc.cached_prefixes import PrefixChanges, pack_names
-from rpc.errors import (
+from baton.rpc.cached_prefixes import PrefixChanges, pack_names
+from baton.rpc.errors import (
     ClientTooSlow,
     DeadlineExceeded,
     Draining,
@@ -50,7 +52,7 @@ from rpc.errors import (
     UnknownModel,
     UnsupportedInput,
 )
-from rpc.node_info import NodeRole
+from baton.rpc.node_info import NodeRole
 from tests.support.node_calls import (
     FINGERPRINT,
     NAMING,

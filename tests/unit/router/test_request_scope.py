@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from engine.sampling import SamplingParams
-from router.request_scope import RequestScopes, bind_salt, never_late, token_digest
-from router.values import GenerateCall, TokenPrompt
+from baton.core.sampling import SamplingParams
+from baton.router.request_scope import RequestScopes, bind_salt, never_late, token_digest
+from baton.router.values import GenerateCall, TokenPrompt
 
 
 def test_clients_are_distinguished_by_hashes_of_their_tokens() -> None:

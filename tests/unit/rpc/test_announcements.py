@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from rpc.server import announce, parse_announcement
+from baton.rpc.server import announce, parse_announcement
 
 
 class WrittenPieces(io.StringIO):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from rpc.call_outcome import end_of, is_late
-from telemetry.tracing.spans import SpanOutcome
+from baton.rpc.call_outcome import end_of, is_late
+from baton.telemetry.tracing.spans import SpanOutcome
 
 
 @dataclass

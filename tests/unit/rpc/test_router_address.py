@@ -9,10 +9,10 @@ from grpc import StatusCode
 
 from baton.cli.health_check import ask
 from baton.client import AsyncClient, BatonError, Client
-from errors import InvalidConfig
-from rpc.router_address import router_target, unreachable
-from rpc.security.tls import PLAIN
-from rpc.server import serving
+from baton.core.errors import InvalidConfig
+from baton.rpc.router_address import router_target, unreachable
+from baton.rpc.security.tls import PLAIN
+from baton.rpc.server import serving
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc import StatusCode
 
-from errors import ContextLengthExceeded, InvalidConfig, InvalidRequest, ModelError
-from rpc import errors as service_errors
-from rpc.status import (
+from baton.core.errors import ContextLengthExceeded, InvalidConfig, InvalidRequest, ModelError
+from baton.rpc import errors as service_errors
+from baton.rpc.status import (
     CODE_AND_REASON,
     code_and_reason,
     invalid_request_in,

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from errors import InvalidConfig
-from telemetry.logs import (
+from baton.core.errors import InvalidConfig
+from baton.telemetry.logs import (
     FIELDS,
     TEXT,
     JsonFormatter,
@@ -58,7 +58,7 @@ def test_a_line_for_people_ends_with_the_fields() -> None:
 
 
 def test_an_event_omits_unknown_fields(caplog: pytest.LogCaptureFixture) -> None:
-    log = logging.getLogger("router.told")
+    log = logging.getLogger("baton.router.told")
 
     with caplog.at_level(logging.INFO):
         log_event(log, logging.INFO, "ended", {"a": None, "b": "", "c": 0}, trace_id="1")

@@ -10,10 +10,10 @@ import pytest
 from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as FastTokenizer
 
-from errors import InvalidRequest, ModelError
+from baton.core.errors import InvalidRequest, ModelError
+from baton.text.tokenizer import Tokenizer
 from tests.support.models import EOS_TOKEN_ID, save_tokenizer
 from tests.support.tokenizer_folders import copy_with_settings, put_begin_token_first
-from text.tokenizer import Tokenizer
 
 CHAT = (
     {"role": "system", "content": "be brief"},

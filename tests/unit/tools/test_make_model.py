@@ -12,10 +12,10 @@ from safetensors import safe_open
 
 from baton.bench.engine.roofline import expect_experts
 from baton.bench.engine.routing import RoutingMeter
-from engine.runner.families.read_config import read_model_config
-from engine.runner.load import RunnerConfig, load_runner
-from engine.runner.weights.safetensors import WeightFiles
-from engine.runner.weights.tensor_names import check_tensors
+from baton.engine.runner.families.read_config import read_model_config
+from baton.engine.runner.load import RunnerConfig, load_runner
+from baton.engine.runner.weights.safetensors import WeightFiles
+from baton.engine.runner.weights.tensor_names import check_tensors
 from tests.support.models import prompt_of
 from tests.support.random_folders import small_config, small_folder
 from tests.support.runner_drivers import Driver, drives_of

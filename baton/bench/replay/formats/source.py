@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from errors import InvalidConfig
+from baton.core.errors import InvalidConfig
 
 GZIP_MAGIC = b"\x1f\x8b"
 MEMBER_SUFFIXES = (".json", ".jsonl")

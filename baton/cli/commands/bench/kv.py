@@ -10,8 +10,8 @@ from rich.console import Console
 
 from baton.cli.options.output import JsonFile
 from baton.cli.show import show_table, write_json
+from baton.core.errors import InvalidConfig
 from baton.units import parse_bytes
-from errors import InvalidConfig
 
 
 def kv(

@@ -132,7 +132,7 @@ def replay(
 def _connect(for_tls: dict[str, Any], token_file: Path | None) -> Connect:
     """Return a factory of clients that do not retry: failures are part of the measurement."""
     from baton.client import AsyncClient, Retries
-    from rpc.security.token import read_tokens
+    from baton.rpc.security.token import read_tokens
 
     tls = client_tls(**for_tls)
     token = None if token_file is None else read_tokens(token_file)[0]

@@ -18,7 +18,7 @@ from baton.cli.options.output import OUTPUT_PANEL, JsonFile, check_creatable_fol
 from baton.cli.options.security import ClientTokenFile, client_tls
 from baton.cli.show import console, show_table, write_json
 from baton.cli.signatures import forwarded_arguments, inherit_options, parameters_of, split
-from errors import InvalidConfig
+from baton.core.errors import InvalidConfig
 
 if TYPE_CHECKING:
     from baton.bench.serve.benchmark import (
@@ -210,7 +210,7 @@ def _clusters(
 def _connect(for_tls: dict[str, Any], token_file: Path | None) -> Connect:
     """Return a factory of clients that do not retry: failures are part of the measurement."""
     from baton.client import AsyncClient, Retries
-    from rpc.security.token import read_tokens
+    from baton.rpc.security.token import read_tokens
 
     tls = client_tls(**for_tls)
     token = None if token_file is None else read_tokens(token_file)[0]

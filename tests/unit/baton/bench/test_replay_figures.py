@@ -19,7 +19,7 @@ from baton.bench.replay.workload import PromptBuilder, ReplayPrompt, Scaling, Tu
 from baton.bench.serve.client import Sample
 from baton.bench.serve.figures import Slo
 from baton.client import Finish, Served
-from errors import InvalidConfig
+from baton.core.errors import InvalidConfig
 
 VOCAB_SIZE = 500
 SMALL_BLOCKS = Scaling(recorded_block_tokens=512, block_tokens=16)

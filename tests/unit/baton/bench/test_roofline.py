@@ -18,11 +18,11 @@ from baton.bench.engine.roofline import (
     work_of,
 )
 from baton.bench.engine.routing import RoutingMeter
-from engine.runner.families.read_config import read_model_config
-from engine.runner.model.config import LayerConfig, MoeConfig
-from engine.runner.model.experts import Router
-from engine.runner.model.torch_ops import TorchOps
-from engine.runner.weights.tensor_names import expected_tensors
+from baton.engine.runner.families.read_config import read_model_config
+from baton.engine.runner.model.config import LayerConfig, MoeConfig
+from baton.engine.runner.model.experts import Router
+from baton.engine.runner.model.torch_ops import TorchOps
+from baton.engine.runner.weights.tensor_names import expected_tensors
 from tests.support.families import FAMILY_VARIANTS
 from tests.support.models import make_model_folder
 from tests.support.random_folders import small_config, small_folder

@@ -12,7 +12,7 @@ from baton.bench.serve.client import LoadRun, Sample
 from baton.bench.serve.figures import Quantiles, Slo, gaps_of, parse_slo, quantile, summarise
 from baton.bench.serve.plots import draw
 from baton.client import Finish, Served
-from errors import InvalidConfig
+from baton.core.errors import InvalidConfig
 
 
 def a_sample(

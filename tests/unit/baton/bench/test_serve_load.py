@@ -16,7 +16,7 @@ from baton.bench.serve.load import (
     read_prompts,
     warm_up,
 )
-from errors import InvalidConfig
+from baton.core.errors import InvalidConfig
 
 VOCAB_SIZE = 500
 LOAD = ServeLoad(rate=10, num_requests=200, prompt=parse_lengths("uniform:4:9"))

@@ -8,7 +8,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from rpc.server import Running, serving
+from baton.rpc.server import Running, serving
 
 PATIENCE_S = 60
 UNUSED_ADDRESS = "127.0.0.1:1"  # a port that only root can bind

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from baton.cli.commands.nodes import as_values, table_of_tiers, tables_of
 from baton.client.node_status import Snapshot, statuses_from
+from baton.rpc.node_info import NodeTotals, TierReport, totals_from, totals_to
 from baton.v1 import cluster_pb2, node_pb2
-from rpc.node_info import NodeTotals, TierReport, totals_from, totals_to
 
 HOST = TierReport("host", 10, 20480, 40960, 160, 12, 30, 2, 1)
 OBJECT = TierReport("object", 900, 5 << 30, 1 << 40, 64, 4, 900, 0, 3)

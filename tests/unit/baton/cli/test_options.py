@@ -15,14 +15,14 @@ from baton.cli.commands.serve import node_options, router_options
 from baton.cli.options.lists import parse_cpus
 from baton.cli.options.telemetry import TRACE_DIR_VARIABLE, telemetry_options
 from baton.cli.signatures import forwarded_arguments, inherit_options, parameters_of
+from baton.core.errors import InvalidConfig
 from baton.demo_model import demo_model
-from engine.scheduler.config import LoadFailurePolicy
-from engine.scheduler.config import SchedulingPolicy as SchedulingPolicy
-from errors import InvalidConfig
-from router.__main__ import RouterOptions
-from router.discovery.sources import DnsName, FixedNode, parse_sources
-from rpc.node_info import NodeRole
-from rpc.server import parse_announcement
+from baton.engine.scheduler.config import LoadFailurePolicy
+from baton.engine.scheduler.config import SchedulingPolicy as SchedulingPolicy
+from baton.router.__main__ import RouterOptions
+from baton.router.discovery.sources import DnsName, FixedNode, parse_sources
+from baton.rpc.node_info import NodeRole
+from baton.rpc.server import parse_announcement
 
 
 def test_cpus_are_written_as_numbers_and_ranges() -> None:

@@ -12,10 +12,10 @@ import typer
 from baton.cli.commands import serve
 from baton.cli.commands.cluster import up
 from baton.cli.commands.serve import node_command
-from errors import InvalidConfig
-from node.kv_events.config import KvEventsConfig
-from node.options import NodeOptions
-from rpc.errors import AddressInUse
+from baton.core.errors import InvalidConfig
+from baton.node.kv_events.config import KvEventsConfig
+from baton.node.options import NodeOptions
+from baton.rpc.errors import AddressInUse
 
 
 class ProcessEnded(Exception):

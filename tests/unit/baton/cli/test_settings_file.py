@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from baton.cli.settings_file import CommandOptions, GroupOptions, Node, Option, read_settings
-from errors import InvalidConfig
+from baton.core.errors import InvalidConfig
 from tests.support.baton_command import call_baton
 
 PORT = Option("port", int)
@@ -193,7 +193,7 @@ def test_help_needs_nothing_that_takes_long_to_load() -> None:
         "grpc",
         "numpy",
         "asyncio",
-        "engine.scheduler.scheduler",
+        "baton.engine.scheduler.scheduler",
         "jinja2",
         "tokenizers",
     }

@@ -10,9 +10,9 @@ import pytest
 from baton.cli.options.sampling import sampling
 from baton.client.generation import Generation
 from baton.client.messages import request_from
-from engine.structured_output.params import StructuredOutputs
-from errors import InvalidRequest
-from rpc.messages.conversion import sampling_from
+from baton.core.errors import InvalidRequest
+from baton.core.structured_outputs import StructuredOutputs
+from baton.rpc.messages.conversion import sampling_from
 
 
 def written(tmp_path: Path, content: bytes) -> Path:

@@ -6,8 +6,8 @@ import pytest
 from grpc import StatusCode
 
 from baton.client.retries import Retries
-from errors import InvalidConfig
-from rpc.status import RemoteError
+from baton.core.errors import InvalidConfig
+from baton.rpc.status import RemoteError
 
 UNAVAILABLE = RemoteError(StatusCode.UNAVAILABLE, "gone", "NO_NODES")
 FULL = RemoteError(StatusCode.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", retry_after_s=7.5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from engine.kv_cache.block_hashes import (
+from baton.engine.kv_cache.block_hashes import (
     BlockHash,
     PrefixNaming,
     block_hashes,

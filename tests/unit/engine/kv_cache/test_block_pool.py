@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from engine.errors import BlocksUnaccounted
-from engine.kv_cache.block_hashes import BlockHash
-from engine.kv_cache.block_pool import BlockPool
-from kv_transfer.types import BlockId
+from baton.core.ids import BlockId
+from baton.engine.errors import BlocksUnaccounted
+from baton.engine.kv_cache.block_hashes import BlockHash
+from baton.engine.kv_cache.block_pool import BlockPool
 
 
 def test_a_fresh_pool_hands_out_neighbours() -> None:

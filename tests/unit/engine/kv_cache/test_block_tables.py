@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.errors import BlocksUnaccounted
-from engine.kv_cache.block_hashes import BlockHash
-from engine.kv_cache.groups import FULL, KvCacheSpec, KvGroup
-from engine.kv_cache.manager import KvCache
-from engine.scheduler.config import CacheConfig
-from engine.scheduler.request import Request
-from kv_transfer.types import NO_BLOCK
+from baton.core.ids import NO_BLOCK
+from baton.engine.errors import BlocksUnaccounted
+from baton.engine.kv_cache.block_hashes import BlockHash
+from baton.engine.kv_cache.groups import FULL, KvCacheSpec, KvGroup
+from baton.engine.kv_cache.manager import KvCache
+from baton.engine.scheduler.config import CacheConfig
+from baton.engine.scheduler.request import Request
 from tests.support.requests import make_request
 
 WINDOW = KvCacheSpec(window=3)  # with two tokens a block, it needs two blocks at most

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.kv_cache.groups import (
+from baton.engine.kv_cache.groups import (
     FULL,
     MAX_WASTE,
     KvCacheSpec,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from engine.kv_cache.groups import FULL, KvCacheSpec, KvGroup
-from engine.kv_cache.manager import KvCache
-from engine.scheduler.config import CacheConfig
-from engine.scheduler.request import Request
-from kv_transfer.types import NO_BLOCK, BlockId
+from baton.core.ids import NO_BLOCK, BlockId
+from baton.engine.kv_cache.groups import FULL, KvCacheSpec, KvGroup
+from baton.engine.kv_cache.manager import KvCache
+from baton.engine.scheduler.config import CacheConfig
+from baton.engine.scheduler.request import Request
 from tests.support.requests import make_request
 
 BLOCK_SIZE = 2

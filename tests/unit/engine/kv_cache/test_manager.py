@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from engine.events import AllBlocksCleared, BlockRemoved, BlockStored
-from engine.kv_cache.manager import KvCache
-from engine.kv_cache.prefix_search import PrefixHit
-from engine.scheduler.config import CacheConfig
-from engine.scheduler.request import Request
+from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored
+from baton.engine.kv_cache.manager import KvCache
+from baton.engine.kv_cache.prefix_search import PrefixHit
+from baton.engine.scheduler.config import CacheConfig
+from baton.engine.scheduler.request import Request
 from tests.support.requests import make_request
 
 NO_HIT = PrefixHit(0, ([],))

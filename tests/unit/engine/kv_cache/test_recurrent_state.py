@@ -6,16 +6,16 @@ from collections.abc import Iterable
 
 import pytest
 
-from engine.errors import BlocksUnaccounted
-from engine.kv_cache.block_hashes import BlockHash
-from engine.kv_cache.block_pool import BlockPool
-from engine.kv_cache.groups import FULL, KvCacheSpec, KvGroup
-from engine.kv_cache.manager import KvCache
-from engine.kv_cache.recurrent_state import RecurrentState, SnapshotCache
-from engine.plan import BlockIds
-from engine.scheduler.config import CacheConfig
-from engine.scheduler.request import Request
-from kv_transfer.types import NO_BLOCK, BlockId
+from baton.core.ids import NO_BLOCK, BlockId
+from baton.engine.errors import BlocksUnaccounted
+from baton.engine.kv_cache.block_hashes import BlockHash
+from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.kv_cache.groups import FULL, KvCacheSpec, KvGroup
+from baton.engine.kv_cache.manager import KvCache
+from baton.engine.kv_cache.recurrent_state import RecurrentState, SnapshotCache
+from baton.engine.plan import BlockIds
+from baton.engine.scheduler.config import CacheConfig
+from baton.engine.scheduler.request import Request
 from tests.support.requests import make_request
 
 BLOCK_SIZE = 2

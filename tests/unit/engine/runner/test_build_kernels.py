@@ -13,8 +13,8 @@ from threading import Barrier
 
 import pytest
 
-from engine.runner.kernels import build
-from engine.runner.kernels.build import WAITING, KernelsUnavailable, Variant
+from baton.engine.runner.kernels import build
+from baton.engine.runner.kernels.build import WAITING, KernelsUnavailable, Variant
 from tests.support.fake_compiler import LARGEST, NUM_SOURCES, FakeCompiler
 
 NUM_NODES = 3

@@ -7,9 +7,9 @@ import logging
 import pytest
 import torch
 
-from engine.runner.kernels import choose
-from engine.runner.kernels.build import KernelsUnavailable, Variant
-from errors import InvalidConfig
+from baton.core.errors import InvalidConfig
+from baton.engine.runner.kernels import choose
+from baton.engine.runner.kernels.build import KernelsUnavailable, Variant
 
 CPU = torch.device("cpu")
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from engine.runner.families.read_config import read_model_config
-from engine.runner.families.table import FAMILIES
-from engine.runner.model.config import (
+from baton.core.errors import ModelError
+from baton.engine.runner.families.read_config import read_model_config
+from baton.engine.runner.families.table import FAMILIES
+from baton.engine.runner.model.config import (
     LatentConfig,
     ModelConfig,
     QkNorm,
@@ -20,7 +21,6 @@ from engine.runner.model.config import (
     RopeConfig,
     Scoring,
 )
-from errors import ModelError
 from tests.support.hub_configs import HUB_CONFIGS
 
 NO_ROPE = RopeConfig(kind="none")

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.plan import PlanRow
-from engine.request import Failure, RequestId
-from engine.runner.input_batch import TokenRun
-from engine.runner.sampling.grammar_masks import GrammarMasks
-from engine.runner.sampling.mask_budget import EXEMPT_S, MAX_STEP_S
-from engine.sampling import SamplingParams
-from engine.structured_output.grammar import Bits, Matcher
+from baton.core.ids import RequestId
+from baton.core.output import Failure
+from baton.core.sampling import SamplingParams
+from baton.engine.plan import PlanRow
+from baton.engine.runner.input_batch import TokenRun
+from baton.engine.runner.sampling.grammar_masks import GrammarMasks
+from baton.engine.runner.sampling.mask_budget import EXEMPT_S, MAX_STEP_S
+from baton.engine.structured_output.grammar import Bits, Matcher
 
 VOCAB_SIZE = 64
 HONEST_S = 0.0001

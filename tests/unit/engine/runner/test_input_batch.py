@@ -6,14 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine.errors import RowOverflow
-from engine.plan import BlockTables, Plan, PlanRow
-from engine.request import RequestId
-from engine.runner.input_batch import PersistentBatch
-from engine.runner.sampling.spec_decode import SpecDecoder
-from engine.sampling import SamplingParams
-from engine.spec_decode.config import Speculation
-from kv_transfer.types import BlockId
+from baton.core.ids import BlockId, RequestId
+from baton.core.sampling import SamplingParams
+from baton.engine.errors import RowOverflow
+from baton.engine.plan import BlockTables, Plan, PlanRow
+from baton.engine.runner.input_batch import PersistentBatch
+from baton.engine.runner.sampling.spec_decode import SpecDecoder
+from baton.engine.spec_decode.config import Speculation
 
 MAX_MODEL_LEN = 8
 R = RequestId("r")

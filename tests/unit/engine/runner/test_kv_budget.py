@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.runner.attention.kv_budget import auto_kv_bytes
-from engine.runner.config import RunnerConfig
-from engine.runner.weights.host_memory import free_host_bytes
+from baton.engine.runner.attention.kv_budget import auto_kv_bytes
+from baton.engine.runner.config import RunnerConfig
+from baton.engine.runner.weights.host_memory import free_host_bytes
 
 GIB, MIB = 1 << 30, 1 << 20
 NODE = RunnerConfig("m", kv_cache_share=None, max_num_seqs=128)

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from engine.plan import PlanRow, StateBlocks
-from engine.request import RequestId
-from engine.runner.state.state_tables import NO_SNAPSHOTS, StateTables
-from engine.sampling import SamplingParams
-from kv_transfer.types import BlockId
+from baton.core.ids import BlockId, RequestId
+from baton.core.sampling import SamplingParams
+from baton.engine.plan import PlanRow, StateBlocks
+from baton.engine.runner.state.state_tables import NO_SNAPSHOTS, StateTables
 
 FIRST, SECOND, SNAPSHOT = (BlockId(3),), (BlockId(5),), (BlockId(8),)
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from engine.runner.families.read_config import read_model_config
-from engine.runner.model.config import ModelConfig
-from errors import ModelError
+from baton.core.errors import ModelError
+from baton.engine.runner.families.read_config import read_model_config
+from baton.engine.runner.model.config import ModelConfig
 from tests.support.hub_configs import HUB_CONFIGS
 
 LLAMA, GEMMA = HUB_CONFIGS["Llama-3.2-1B"], HUB_CONFIGS["gemma-3-4b"]

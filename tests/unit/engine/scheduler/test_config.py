@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.scheduler.config import CacheConfig, SchedulerConfig
-from errors import InvalidConfig
+from baton.core.errors import InvalidConfig
+from baton.engine.scheduler.config import CacheConfig, SchedulerConfig
 
 
 def test_the_defaults_work() -> None:

@@ -10,10 +10,10 @@ from types import FrameType
 
 import pytest
 
-from engine.plan import RunResult
-from engine.request import RequestId
-from engine.scheduler.config import CacheConfig, SchedulerConfig
-from engine.scheduler.scheduler import Scheduler
+from baton.core.ids import RequestId
+from baton.engine.plan import RunResult
+from baton.engine.scheduler.config import CacheConfig, SchedulerConfig
+from baton.engine.scheduler.scheduler import Scheduler
 from tests.support.requests import make_spec
 
 NUM_RUNNING = 8

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
-from engine.plan import Plan, RunResult
-from engine.request import Failure, FinishReason, Output, RequestId
-from engine.sampling import SamplingParams
-from engine.scheduler.config import CacheConfig, SchedulerConfig
-from engine.scheduler.scheduler import Scheduler
+from baton.core.ids import RequestId
+from baton.core.output import Failure, FinishReason, Output
+from baton.core.sampling import SamplingParams
+from baton.engine.plan import Plan, RunResult
+from baton.engine.scheduler.config import CacheConfig, SchedulerConfig
+from baton.engine.scheduler.scheduler import Scheduler
 from tests.support.engine_world import EngineWorld
 from tests.support.requests import make_spec
 

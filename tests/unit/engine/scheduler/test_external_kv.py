@@ -6,20 +6,15 @@ import random
 
 import pytest
 
-from engine.kv_cache.block_hashes import HASH_BYTES
-from engine.kv_cache.groups import FULL, KvCacheSpec, KvGroup
-from engine.kv_hints import KvHints
-from engine.request import FinishReason, RequestId
-from engine.sampling import SamplingParams
-from engine.scheduler.config import SchedulerConfig
-from engine.scheduler.scheduling import MAX_LOOKED_UP_TOKENS
-from kv_transfer.external_kv import (
-    NO_EXTERNAL_REPORTS,
-    BlockHints,
-    ExternalReports,
-    tenant_of,
-)
-from kv_transfer.types import HandoffId
+from baton.core.ids import HandoffId, RequestId
+from baton.core.kv_hints import BlockHints, KvHints, tenant_of
+from baton.core.output import FinishReason
+from baton.core.sampling import SamplingParams
+from baton.engine.kv_cache.block_hashes import HASH_BYTES
+from baton.engine.kv_cache.groups import FULL, KvCacheSpec, KvGroup
+from baton.engine.scheduler.config import SchedulerConfig
+from baton.engine.scheduler.scheduling import MAX_LOOKED_UP_TOKENS
+from baton.kv_transfer.external_kv import NO_EXTERNAL_REPORTS, ExternalReports
 from tests.support.engine_world import EngineWorld
 from tests.support.fake_external import FakeExternal
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.kv_cache.groups import FULL, KvCacheSpec, KvGroup, group_layers
-from engine.scheduler.config import SchedulerConfig
+from baton.engine.kv_cache.groups import FULL, KvCacheSpec, KvGroup, group_layers
+from baton.engine.scheduler.config import SchedulerConfig
 from tests.support.engine_world import EngineWorld
 
 # Gemma 3 1B: 26 layers, of which each sixth attends to everything.

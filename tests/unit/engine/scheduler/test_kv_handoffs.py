@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from engine.kv_cache.block_pool import BlockPool
-from engine.kv_cache.groups import FULL
-from engine.kv_cache.transfer_order import TransferOrder
-from engine.request import ReceiveKv
-from engine.scheduler.kv_handoffs import HandoffManager
-from engine.scheduler.request import Request, RequestStatus
-from kv_transfer.types import (
-    Complete,
-    FirstToken,
-    HandoffId,
-    KvOrders,
-    NodeId,
-    Peer,
-    Revoke,
-    Withdraw,
-)
+from baton.core.ids import HandoffId, NodeId, Peer
+from baton.core.logprobs import FirstToken
+from baton.core.request import ReceiveKv
+from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.kv_cache.groups import FULL
+from baton.engine.kv_cache.transfer_order import TransferOrder
+from baton.engine.scheduler.kv_handoffs import HandoffManager
+from baton.engine.scheduler.request import Request, RequestStatus
+from baton.kv_transfer.types import Complete, KvOrders, Revoke, Withdraw
 from tests.support.requests import make_request
 
 ID = HandoffId("r", 1)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from functools import partial
 
-from engine.request import FinishReason, RequestId
-from engine.scheduler.config import SchedulerConfig
-from kv_transfer.types import HandoffId
+from baton.core.ids import HandoffId, RequestId
+from baton.core.output import FinishReason
+from baton.engine.scheduler.config import SchedulerConfig
 from tests.support.engine_world import EngineWorld
 
 _config = partial(SchedulerConfig, max_num_batched_tokens=64, max_num_seqs=4, max_model_len=64)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
-from engine.kv_hints import KvHints
-from engine.plan import Plan
-from engine.sampling import SamplingParams
-from engine.scheduler.config import SchedulerConfig, SchedulingPolicy
+from baton.core.kv_hints import KvHints
+from baton.core.sampling import SamplingParams
+from baton.engine.plan import Plan
+from baton.engine.scheduler.config import SchedulerConfig, SchedulingPolicy
 from tests.support.engine_world import EngineWorld
 
 _config = partial(SchedulerConfig, max_num_batched_tokens=64, max_num_seqs=4, max_model_len=64)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.scheduler.config import SchedulerConfig
-from engine.scheduler.prefill_limits import PrefillLimits
+from baton.engine.scheduler.config import SchedulerConfig
+from baton.engine.scheduler.prefill_limits import PrefillLimits
 from tests.support.requests import make_request
 
 

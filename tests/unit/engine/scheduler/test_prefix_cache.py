@@ -6,12 +6,12 @@ from functools import partial
 
 import pytest
 
-from engine.events import AllBlocksCleared, BlockRemoved, BlockStored
-from engine.kv_cache.block_hashes import block_hashes, root_hash
-from engine.kv_hints import NO_KV_HINTS, KvHints
-from engine.request import RequestId
-from engine.sampling import SamplingParams
-from engine.scheduler.config import SchedulerConfig
+from baton.core.ids import RequestId
+from baton.core.kv_hints import NO_KV_HINTS, KvHints
+from baton.core.sampling import SamplingParams
+from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored
+from baton.engine.kv_cache.block_hashes import block_hashes, root_hash
+from baton.engine.scheduler.config import SchedulerConfig
 from tests.support.engine_world import EngineWorld
 
 _config = partial(SchedulerConfig, max_num_batched_tokens=64, max_num_seqs=4, max_model_len=64)

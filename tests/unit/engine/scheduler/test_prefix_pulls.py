@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 
-from engine.kv_cache.block_hashes import HASH_BYTES, BlockHash
-from engine.kv_cache.groups import FULL, ONE_GROUP, KvCacheSpec, KvGroup
-from engine.kv_cache.recurrent_state import snapshot_names
-from engine.plan import Plan
-from engine.request import RequestId, RequestStats
-from engine.sampling import SamplingParams
-from engine.scheduler.config import PullConfig, SchedulerConfig
-from engine.scheduler.pull_times import AVOID_S, BYTE_S, FORGET_S, LATENCY_S, PullTimes
-from kv_transfer.types import NOT_CACHED, TOO_MANY_PULLS, HandoffId, NodeId, Receive
+from baton.core.ids import HandoffId, NodeId, RequestId
+from baton.core.output import RequestStats
+from baton.core.sampling import SamplingParams
+from baton.engine.kv_cache.block_hashes import HASH_BYTES, BlockHash
+from baton.engine.kv_cache.groups import FULL, ONE_GROUP, KvCacheSpec, KvGroup
+from baton.engine.kv_cache.recurrent_state import snapshot_names
+from baton.engine.plan import Plan
+from baton.engine.scheduler.config import PullConfig, SchedulerConfig
+from baton.engine.scheduler.pull_times import AVOID_S, BYTE_S, FORGET_S, LATENCY_S, PullTimes
+from baton.kv_transfer.types import NOT_CACHED, TOO_MANY_PULLS, Receive
 from tests.support.engine_world import BLOCKS_PER_RUN, VOCAB_SIZE, EngineWorld
 
 BLOCK_SIZE = 4

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from engine.request import FinishReason, RequestId
-from engine.scheduler.config import SchedulerConfig, SchedulingPolicy
-from errors import InvalidConfig
-from kv_transfer.types import HandoffId, Receive
+from baton.core.errors import InvalidConfig
+from baton.core.ids import HandoffId, RequestId
+from baton.core.output import FinishReason
+from baton.engine.scheduler.config import SchedulerConfig, SchedulingPolicy
+from baton.kv_transfer.types import Receive
 from tests.support.engine_world import OTHER_SOURCE, EngineWorld
 
 SHARED = [number % 11 for number in range(7 * 4)]  # seven blocks

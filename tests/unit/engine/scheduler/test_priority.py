@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from engine.scheduler.config import SchedulerConfig, SchedulingPolicy
+from baton.engine.scheduler.config import SchedulerConfig, SchedulingPolicy
 from tests.support.engine_world import EngineWorld
 
 _config = partial(

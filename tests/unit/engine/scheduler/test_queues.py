@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from engine.kv_cache.block_hashes import BlockHash
-from engine.scheduler.queues import RankedQueue, WaitingQueue
-from engine.scheduler.request import Request
-from kv_transfer.external_kv import LoadId
+from baton.engine.kv_cache.block_hashes import BlockHash
+from baton.engine.scheduler.queues import RankedQueue, WaitingQueue
+from baton.engine.scheduler.request import Request
+from baton.kv_transfer.external_kv import LoadId
 from tests.support.requests import make_request
 
 BLOCK, OTHER_BLOCK = BlockHash(b"block"), BlockHash(b"other")

@@ -7,14 +7,17 @@ from functools import partial
 
 import pytest
 
-from engine.events import RequestEventKind
-from engine.plan import Plan, RunResult
-from engine.request import Failure, FailureCause, FinishReason, ReceiveKv, RequestId
-from engine.sampling import SamplingParams
-from engine.scheduler.config import CacheConfig, LoadFailurePolicy, SchedulerConfig
-from engine.scheduler.scheduler import Scheduler
-from errors import InvalidRequest
-from kv_transfer.types import BlockId, FirstToken, HandoffId, KvReports, Landed, Receive, Revoke
+from baton.core.errors import InvalidRequest
+from baton.core.ids import BlockId, HandoffId, RequestId
+from baton.core.logprobs import FirstToken
+from baton.core.output import Failure, FailureCause, FinishReason
+from baton.core.request import ReceiveKv
+from baton.core.sampling import SamplingParams
+from baton.engine.events import RequestEventKind
+from baton.engine.plan import Plan, RunResult
+from baton.engine.scheduler.config import CacheConfig, LoadFailurePolicy, SchedulerConfig
+from baton.engine.scheduler.scheduler import Scheduler
+from baton.kv_transfer.types import KvReports, Landed, Receive, Revoke
 from tests.support.engine_world import SOURCE, EngineWorld
 from tests.support.requests import make_spec
 

@@ -7,13 +7,14 @@ from functools import partial
 
 import pytest
 
-from engine.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
-from engine.plan import BlockIds, Plan, PlanRow, StateBlocks
-from engine.request import FinishReason, RequestId
-from engine.scheduler.config import CacheConfig, SchedulerConfig, SchedulingPolicy
-from engine.scheduler.scheduler import Scheduler
-from engine.scheduler.validation import max_sequence_length, validate_request
-from errors import InvalidConfig, InvalidRequest
+from baton.core.errors import InvalidConfig, InvalidRequest
+from baton.core.ids import RequestId
+from baton.core.output import FinishReason
+from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from baton.engine.plan import BlockIds, Plan, PlanRow, StateBlocks
+from baton.engine.scheduler.config import CacheConfig, SchedulerConfig, SchedulingPolicy
+from baton.engine.scheduler.scheduler import Scheduler
+from baton.engine.scheduler.validation import max_sequence_length, validate_request
 from tests.support.engine_world import EngineWorld
 from tests.support.fake_runner import CrashPlace
 from tests.support.requests import make_spec

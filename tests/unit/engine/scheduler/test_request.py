@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from engine.errors import OutOfOrder
-from engine.scheduler.request import RequestStatus as Status
+from baton.engine.errors import OutOfOrder
+from baton.engine.scheduler.request import RequestStatus as Status
 from tests.support.requests import make_request
 
 ALLOWED = {

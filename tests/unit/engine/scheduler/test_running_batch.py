@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from engine.scheduler.request import Request
-from engine.scheduler.running_batch import Batch
-from kv_transfer.types import BlockId, KvOrders
+from baton.core.ids import BlockId
+from baton.engine.scheduler.request import Request
+from baton.engine.scheduler.running_batch import Batch
+from baton.kv_transfer.types import KvOrders
 from tests.support.requests import make_request
 
 

@@ -7,14 +7,14 @@ from functools import partial
 
 import pytest
 
-from engine.errors import OutOfOrder
-from engine.events import RequestEvent, RequestEventKind
-from engine.plan import Plan, RunResult
-from engine.request import FinishReason, Output
-from engine.scheduler.config import CacheConfig, SchedulerConfig, SchedulingPolicy
-from engine.scheduler.prefill_limits import NUM_STEPS_AFTER_SHORT
-from engine.scheduler.scheduler import Scheduler
-from errors import InvalidRequest
+from baton.core.errors import InvalidRequest
+from baton.core.output import FinishReason, Output
+from baton.engine.errors import OutOfOrder
+from baton.engine.events import RequestEvent, RequestEventKind
+from baton.engine.plan import Plan, RunResult
+from baton.engine.scheduler.config import CacheConfig, SchedulerConfig, SchedulingPolicy
+from baton.engine.scheduler.prefill_limits import NUM_STEPS_AFTER_SHORT
+from baton.engine.scheduler.scheduler import Scheduler
 from tests.support.engine_world import EngineWorld
 from tests.support.requests import make_spec
 

@@ -6,12 +6,13 @@ from functools import partial
 
 import pytest
 
-from engine.plan import Plan
-from engine.request import FinishReason, RequestId
-from engine.sampling import SamplingParams
-from engine.scheduler.config import SchedulerConfig
-from errors import InvalidRequest
-from kv_transfer.types import BlockId, HandoffId, KvOrders, Send, SendLayers, Withdraw
+from baton.core.errors import InvalidRequest
+from baton.core.ids import BlockId, HandoffId, RequestId
+from baton.core.output import FinishReason
+from baton.core.sampling import SamplingParams
+from baton.engine.plan import Plan
+from baton.engine.scheduler.config import SchedulerConfig
+from baton.kv_transfer.types import KvOrders, Send, SendLayers, Withdraw
 from tests.support.engine_world import EngineWorld
 from tests.support.fake_runner import logprob_of
 from tests.support.requests import make_spec

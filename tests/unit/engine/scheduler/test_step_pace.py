@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from engine.core import EngineCore, NoKvWorker
-from engine.plan import Plan, RunResult
-from engine.scheduler.config import CacheConfig, SchedulerConfig
-from engine.scheduler.scheduler import Scheduler
-from engine.scheduler.step_pace import LEAST_TOKENS, StepPace
-from errors import InvalidConfig
+from baton.core.errors import InvalidConfig
+from baton.engine.core import EngineCore, NoKvWorker
+from baton.engine.plan import Plan, RunResult
+from baton.engine.scheduler.config import CacheConfig, SchedulerConfig
+from baton.engine.scheduler.scheduler import Scheduler
+from baton.engine.scheduler.step_pace import LEAST_TOKENS, StepPace
 from tests.support.fake_runner import FakeRunner, KvTensor
 from tests.support.requests import make_spec
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from engine.request import EngineRequest, ReceiveKv, RequestId
-from engine.sampling import SamplingParams
-from engine.scheduler.config import CacheConfig, SchedulerConfig
-from engine.scheduler.validation import max_num_tokens, max_sequence_length, validate_request
-from errors import ContextLengthExceeded, InvalidRequest
-from kv_transfer.types import HandoffId, NodeId, Peer
+from baton.core.errors import ContextLengthExceeded, InvalidRequest
+from baton.core.ids import HandoffId, NodeId, Peer, RequestId
+from baton.core.request import EngineRequest, ReceiveKv
+from baton.core.sampling import SamplingParams
+from baton.engine.scheduler.config import CacheConfig, SchedulerConfig
+from baton.engine.scheduler.validation import max_num_tokens, max_sequence_length, validate_request
 from tests.support.requests import make_spec
 
 CONFIG = SchedulerConfig(max_num_batched_tokens=8, max_num_seqs=4, max_model_len=20, vocab_size=100)

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from engine.plan import Plan, RunResult
-from engine.request import (
-    EngineRequest,
-    Failure,
-    FailureCause,
-    FinishReason,
-    Output,
-    ReceiveKv,
-    RequestId,
-)
-from engine.sampling import SamplingParams
-from engine.scheduler.config import CacheConfig, SchedulerConfig
-from engine.scheduler.scheduler import Scheduler
-from kv_transfer.types import HandoffId
+from baton.core.ids import HandoffId, RequestId
+from baton.core.output import Failure, FailureCause, FinishReason, Output
+from baton.core.request import EngineRequest, ReceiveKv
+from baton.core.sampling import SamplingParams
+from baton.engine.plan import Plan, RunResult
+from baton.engine.scheduler.config import CacheConfig, SchedulerConfig
+from baton.engine.scheduler.scheduler import Scheduler
 from tests.support.engine_world import SOURCE
 from tests.support.grammars import GOOD, AnyAnswer
 

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine.request import RequestId
-from engine.spec_decode.config import Speculation, parse_speculation
-from engine.spec_decode.drafter import (
+from baton.core.errors import InvalidConfig
+from baton.core.ids import RequestId
+from baton.engine.spec_decode.config import Speculation, parse_speculation
+from baton.engine.spec_decode.drafter import (
     MAX_PAUSE_STEPS,
     MAX_TOKENS_INDEXED_PER_STEP,
     Drafter,
     TokensFrom,
 )
-from errors import InvalidConfig
 
 NAME = RequestId("r")
 REPEATING = [1, 2, 3, 4] * 4

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.spec_decode.ngram_index import MAX_CANDIDATES, NgramIndex
+from baton.engine.spec_decode.ngram_index import MAX_CANDIDATES, NgramIndex
 
 
 def index_of(tokens: Sequence[int], *, min_ngram: int = 2, max_ngram: int = 4) -> NgramIndex:

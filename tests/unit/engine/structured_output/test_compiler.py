@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.structured_output.compiler import LARGE_CHARACTERS, GrammarCompiler
-from engine.structured_output.params import StructuredOutputs
-from errors import InvalidRequest
+from baton.core.errors import InvalidRequest
+from baton.core.structured_outputs import StructuredOutputs
+from baton.engine.structured_output.compiler import LARGE_CHARACTERS, GrammarCompiler
 from tests.support.grammars import BAD, GOOD, PATIENCE_S, SLOW, AnyAnswer, HeldLibrary
 
 Outcome = AnyAnswer | InvalidRequest

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from engine.structured_output.compiler_errors import reason_of
-from engine.structured_output.llguidance_backend import GrammarValidator
-from engine.structured_output.params import StructuredOutputs
-from errors import InvalidRequest
+from baton.core.errors import InvalidRequest
+from baton.core.structured_outputs import StructuredOutputs
+from baton.engine.structured_output.compiler_errors import reason_of
+from baton.engine.structured_output.llguidance_backend import GrammarValidator
 
 # Words of llguidance and of the text that Baton generates for it.
 INTERNALS = (

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from engine.structured_output.compiler import GrammarCompiler
-from engine.structured_output.llguidance_backend import (
+from baton.core.errors import InvalidRequest
+from baton.core.structured_outputs import MAX_CHOICES, StructuredOutputs
+from baton.engine.structured_output.compiler import GrammarCompiler
+from baton.engine.structured_output.llguidance_backend import (
     CompiledGrammar,
     GrammarLibrary,
     GrammarValidator,
 )
-from engine.structured_output.params import MAX_CHOICES, StructuredOutputs
-from errors import InvalidRequest
+from baton.text.tokenizer import Tokenizer
 from tests.support.grammars import PATIENCE_S, allowed_by, is_whole
 from tests.support.models import EOS_TOKEN_ID, VOCAB_SIZE, save_tokenizer
-from text.tokenizer import Tokenizer
 
 OBJECT = {
     "type": "object",

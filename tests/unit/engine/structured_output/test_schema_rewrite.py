@@ -9,10 +9,10 @@ from typing import Any
 import llguidance
 import pytest
 
-from engine.structured_output.llguidance_backend import GrammarValidator
-from engine.structured_output.params import MAX_CHARACTERS, StructuredOutputs
-from engine.structured_output.schema_rewrite import KNOWN_FORMATS, prepare_schema
-from errors import InvalidRequest
+from baton.core.errors import InvalidRequest
+from baton.core.structured_outputs import MAX_CHARACTERS, StructuredOutputs
+from baton.engine.structured_output.llguidance_backend import GrammarValidator
+from baton.engine.structured_output.schema_rewrite import KNOWN_FORMATS, prepare_schema
 
 
 def kind(name: str, **more: Any) -> dict[str, Any]:

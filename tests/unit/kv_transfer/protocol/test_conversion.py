@@ -8,14 +8,16 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kv_transfer.config import ReceiverConfig
-from kv_transfer.link import LinkId
-from kv_transfer.protocol.actions import CheckDigest, ConvertStaged, SendMessage
-from kv_transfer.protocol.conversion import Conversion, is_convertible
-from kv_transfer.protocol.messages import Done, Fingerprint, Grant, Hello, Region, Revoked
-from kv_transfer.protocol.receiver import Receiver
-from kv_transfer.protocol.staging_area import StagingArea
-from kv_transfer.types import BlockId, FirstToken, HandoffId, Incarnation, NodeId, Peer, Receive
+from baton.core.ids import BlockId, HandoffId, Incarnation, NodeId, Peer
+from baton.core.logprobs import FirstToken
+from baton.kv_transfer.config import ReceiverConfig
+from baton.kv_transfer.link import LinkId
+from baton.kv_transfer.protocol.actions import CheckDigest, ConvertStaged, SendMessage
+from baton.kv_transfer.protocol.conversion import Conversion, is_convertible
+from baton.kv_transfer.protocol.messages import Done, Fingerprint, Grant, Hello, Region, Revoked
+from baton.kv_transfer.protocol.receiver import Receiver
+from baton.kv_transfer.protocol.staging_area import StagingArea
+from baton.kv_transfer.types import Receive
 
 FULL = Fingerprint("m", "bfloat16", "layers", 16, 2, 2, 8, "full: 0,1")
 WINDOWED = replace(FULL, kv_groups="full: 0 | window 24: 1")

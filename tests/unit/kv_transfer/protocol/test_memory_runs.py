@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.protocol.memory_runs import BlockRun, BlockRunPair, pair_spans, spans
-from kv_transfer.protocol.messages import Region
-from kv_transfer.types import BlockId
+from baton.core.ids import BlockId
+from baton.kv_transfer.protocol.memory_runs import BlockRun, BlockRunPair, pair_spans, spans
+from baton.kv_transfer.protocol.messages import Region
 
 HERE, THERE = Region(1000, 16, 10), Region(5000, 16, 10)
 IDS = st.lists(st.integers(0, 15).map(BlockId), max_size=12)

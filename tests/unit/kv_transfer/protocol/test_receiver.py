@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kv_transfer.config import ReceiverConfig
-from kv_transfer.link import LinkId
-from kv_transfer.protocol.actions import (
+from baton.core.ids import BlockId, HandoffId, NodeId, Peer
+from baton.core.logprobs import FirstToken
+from baton.kv_transfer.config import ReceiverConfig
+from baton.kv_transfer.link import LinkId
+from baton.kv_transfer.protocol.actions import (
     BreakLink,
     CancelWrites,
     CheckDigest,
@@ -14,7 +16,7 @@ from kv_transfer.protocol.actions import (
     ExpectWrites,
     SendMessage,
 )
-from kv_transfer.protocol.messages import (
+from baton.kv_transfer.protocol.messages import (
     Done,
     Failed,
     Grant,
@@ -25,8 +27,8 @@ from kv_transfer.protocol.messages import (
     RevokeGrant,
     Writing,
 )
-from kv_transfer.protocol.receiver import Receiver
-from kv_transfer.types import BlockId, FirstToken, HandoffId, Landed, Lost, NodeId, Peer, Receive
+from baton.kv_transfer.protocol.receiver import Receiver
+from baton.kv_transfer.types import Landed, Lost, Receive
 
 LINK, OTHER_LINK = LinkId(1), LinkId(2)
 ID = HandoffId("r", 0)

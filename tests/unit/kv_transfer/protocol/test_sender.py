@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from kv_transfer.config import SenderConfig
-from kv_transfer.link import LinkId
-from kv_transfer.protocol.actions import BreakLink, PostWrite, SendDone, SendMessage
-from kv_transfer.protocol.messages import (
+from baton.core.ids import BlockId, HandoffId
+from baton.core.logprobs import FirstToken
+from baton.kv_transfer.config import SenderConfig
+from baton.kv_transfer.link import LinkId
+from baton.kv_transfer.protocol.actions import BreakLink, PostWrite, SendDone, SendMessage
+from baton.kv_transfer.protocol.messages import (
     Failed,
     Grant,
     LinkMessage,
@@ -18,18 +20,9 @@ from kv_transfer.protocol.messages import (
     RevokeGrant,
     Writing,
 )
-from kv_transfer.protocol.sender import Sender
-from kv_transfer.transports.base import LayerRange, Write
-from kv_transfer.types import (
-    BlockId,
-    Complete,
-    FirstToken,
-    HandoffId,
-    Requested,
-    Send,
-    SendLayers,
-    Withdraw,
-)
+from baton.kv_transfer.protocol.sender import Sender
+from baton.kv_transfer.transports.base import LayerRange, Write
+from baton.kv_transfer.types import Complete, Requested, Send, SendLayers, Withdraw
 
 LINK = LinkId(1)
 ID = HandoffId("r", 0)

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from errors import InvalidConfig
-from kv_transfer.external_kv import NO_HINTS
-from kv_transfer.tiers.file_admission import (
+from baton.core.errors import InvalidConfig
+from baton.core.kv_hints import NO_HINTS
+from baton.kv_transfer.tiers.file_admission import (
     AdmissionPolicy,
     FileAdmission,
     parse_admission_policy,

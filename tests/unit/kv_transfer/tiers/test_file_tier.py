@@ -12,10 +12,10 @@ from time import time
 
 import pytest
 
-from errors import InvalidConfig
-from kv_transfer.external_kv import NO_HINTS, BlockHints, tenant_of
-from kv_transfer.tiers import journal_files
-from kv_transfer.tiers.file_tier import FileTier
+from baton.core.errors import InvalidConfig
+from baton.core.kv_hints import NO_HINTS, BlockHints, tenant_of
+from baton.kv_transfer.tiers import journal_files
+from baton.kv_transfer.tiers.file_tier import FileTier
 from tests.support.block_stores import LIMIT, STORED_BYTES, FolderWorld
 from tests.support.tier_memory import BLOCK_BYTES, OwnedMemory, name_of
 

@@ -9,9 +9,9 @@ from time import time
 
 import pytest
 
-from kv_transfer.tiers.file_tier import FileTier
-from kv_transfer.tiers.journal_files import JOURNAL_AGE_S
-from kv_transfer.tiers.other_namespaces import LIST_PAUSE_S
+from baton.kv_transfer.tiers.file_tier import FileTier
+from baton.kv_transfer.tiers.journal_files import JOURNAL_AGE_S
+from baton.kv_transfer.tiers.other_namespaces import LIST_PAUSE_S
 from tests.support.block_stores import STORED_BYTES
 from tests.support.tier_memory import BLOCK_BYTES, OwnedMemory, name_of
 

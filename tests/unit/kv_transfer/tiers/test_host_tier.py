@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from kv_transfer.external_kv import NO_HINTS, SHARED, BlockHints, tenant_of
-from kv_transfer.tiers.host_tier import HostBlock, HostTier
+from baton.core.kv_hints import NO_HINTS, SHARED, BlockHints, tenant_of
+from baton.kv_transfer.tiers.host_tier import HostBlock, HostTier
 from tests.support.tier_memory import host_tier, name_of
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kv_transfer.tiers.journal_objects import (
+from baton.kv_transfer.tiers.journal_objects import (
     CLEARED,
     JOURNAL_AGE_S,
     REMOVED,

@@ -10,11 +10,12 @@ from threading import current_thread
 
 import pytest
 
-from kv_transfer.external_kv import FILE, HOST, BlockHints
-from kv_transfer.tiers import copy_pace
-from kv_transfer.tiers.copy_pace import MAX_SHARE
-from kv_transfer.tiers.load_times import HALF_LIFE_S
-from kv_transfer.tiers.tiered_kv import FILE_BYTES_PER_S, HOST_BYTES_PER_S
+from baton.core.kv_hints import BlockHints
+from baton.kv_transfer.external_kv import FILE, HOST
+from baton.kv_transfer.tiers import copy_pace
+from baton.kv_transfer.tiers.copy_pace import MAX_SHARE
+from baton.kv_transfer.tiers.load_times import HALF_LIFE_S
+from baton.kv_transfer.tiers.tiered_kv import FILE_BYTES_PER_S, HOST_BYTES_PER_S
 from tests.support.block_stores import FolderWorld
 from tests.support.tier_memory import BLOCK_BYTES, name_of
 from tests.support.tier_world import FaultyStore, TierWorld, tier_world

@@ -8,26 +8,16 @@ from threading import Event, current_thread
 
 import pytest
 
-from kv_transfer.external_kv import (
-    FILE,
-    HOST,
-    NO_HINTS,
-    OBJECT,
-    BlockHints,
-    ExternalOrders,
-    Store,
-    StoreId,
-    Use,
-    tenant_of,
-)
-from kv_transfer.tiers import tiered_kv
-from kv_transfer.tiers.backing_tier import LOAD_DEADLINE_S, PAUSE_S
-from kv_transfer.tiers.block_memory import BlockMemory, copy_blocks
-from kv_transfer.tiers.block_store import BlockStore
-from kv_transfer.tiers.copy_pace import CopyPace, Work
-from kv_transfer.tiers.file_admission import AdmissionPolicy
-from kv_transfer.tiers.tiered_kv import MIN_AT_QUOTA, TieredKv
-from kv_transfer.types import BlockId
+from baton.core.ids import BlockId
+from baton.core.kv_hints import NO_HINTS, BlockHints, tenant_of
+from baton.kv_transfer.external_kv import FILE, HOST, OBJECT, ExternalOrders, Store, StoreId, Use
+from baton.kv_transfer.tiers import tiered_kv
+from baton.kv_transfer.tiers.backing_tier import LOAD_DEADLINE_S, PAUSE_S
+from baton.kv_transfer.tiers.block_memory import BlockMemory, copy_blocks
+from baton.kv_transfer.tiers.block_store import BlockStore
+from baton.kv_transfer.tiers.copy_pace import CopyPace, Work
+from baton.kv_transfer.tiers.file_admission import AdmissionPolicy
+from baton.kv_transfer.tiers.tiered_kv import MIN_AT_QUOTA, TieredKv
 from tests.support.block_stores import FolderWorld, StoreWorld, memory_world, scan_all
 from tests.support.tier_memory import name_of
 from tests.support.tier_world import WAIT_S, Failing, FaultyStore, Gate, TierWorld, tier_world

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kv_transfer.transports.ucx_log import SelectedTransport, find_write_transport
+from baton.kv_transfer.transports.ucx_log import SelectedTransport, find_write_transport
 
 STAMP = "[1795258562.834488] [host:15005:1]   "
 

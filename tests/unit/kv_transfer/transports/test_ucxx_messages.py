@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kv_transfer.protocol.messages import Region
-from kv_transfer.transports import ucxx_receives, ucxx_sends
-from kv_transfer.transports.base import (
+from baton.core.ids import BlockId
+from baton.kv_transfer.protocol.messages import Region
+from baton.kv_transfer.transports import ucxx_receives, ucxx_sends
+from baton.kv_transfer.transports.base import (
     Arrived,
     BlocksLanded,
     CancelCompleted,
@@ -22,11 +23,10 @@ from kv_transfer.transports.base import (
     WriteFailed,
     Written,
 )
-from kv_transfer.transports.staging import SLOT_BYTES, BlockRows, Staging
-from kv_transfer.transports.ucxx_messages import HEADER_BYTES, Label, Parcel, encode_header
-from kv_transfer.transports.ucxx_receives import UcxxReceives
-from kv_transfer.transports.ucxx_sends import UcxxSends
-from kv_transfer.types import BlockId
+from baton.kv_transfer.transports.staging import SLOT_BYTES, BlockRows, Staging
+from baton.kv_transfer.transports.ucxx_messages import HEADER_BYTES, Label, Parcel, encode_header
+from baton.kv_transfer.transports.ucxx_receives import UcxxReceives
+from baton.kv_transfer.transports.ucxx_sends import UcxxSends
 from tests.support.fake_ucxx import FakeUcxx
 
 TICKET = 5

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from engine.events import AllBlocksCleared, BlockRemoved, BlockStored
-from engine.kv_cache.block_hashes import BlockHash
-from engine.kv_cache.groups import KvCacheSpec
-from node.kv_events.messages import CacheFacts, encode_batch, spec_kind_of
+from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored
+from baton.engine.kv_cache.block_hashes import BlockHash
+from baton.engine.kv_cache.groups import KvCacheSpec
+from baton.node.kv_events.messages import CacheFacts, encode_batch, spec_kind_of
 
 ONE, TWO, THREE = (BlockHash(bytes([number]) * 16) for number in (1, 2, 3))
 UNSALTED, SALTED = BlockHash(b"u" * 16), BlockHash(b"s" * 16)

@@ -6,13 +6,17 @@ import asyncio
 
 import pytest
 
-from engine.sampling import SamplingParams
-from errors import InvalidConfig
-from router.admission.admission import Admission
-from router.admission.admission_queue import MAX_RETRY_AFTER_S, AdmissionQueue, AdmissionQueueConfig
-from router.context import RequestContext
-from router.values import GenerateCall, TokenPrompt
-from rpc.errors import QueueFull
+from baton.core.errors import InvalidConfig
+from baton.core.sampling import SamplingParams
+from baton.router.admission.admission import Admission
+from baton.router.admission.admission_queue import (
+    MAX_RETRY_AFTER_S,
+    AdmissionQueue,
+    AdmissionQueueConfig,
+)
+from baton.router.context import RequestContext
+from baton.router.values import GenerateCall, TokenPrompt
+from baton.rpc.errors import QueueFull
 
 
 def a_line(max_in_flight: int = 1, max_queue: int = 2) -> AdmissionQueue[str]:

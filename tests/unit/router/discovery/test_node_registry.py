@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from baton.client.node_status import NodeRates, NodeStatus, Snapshot, rates_between, statuses_from
-from router.cluster_servicer import report_to
-from router.discovery.node_registry import NodeAvailability, roster
-from router.discovery.sources import Member
-from router.routing.node_table import NodeTable
-from rpc.node_info import NodeLoad, NodeRole, NodeTotals
+from baton.router.cluster_servicer import report_to
+from baton.router.discovery.node_registry import NodeAvailability, roster
+from baton.router.discovery.sources import Member
+from baton.router.routing.node_table import NodeTable
+from baton.rpc.node_info import NodeLoad, NodeRole, NodeTotals
 from tests.support.node_calls import a_card
 
 DECODE, PREFILL = NodeRole.DECODE, NodeRole.PREFILL

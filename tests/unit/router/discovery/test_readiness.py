@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from router.discovery.readiness import PREFILL_PATIENCE_S, Readiness
-from router.routing.node_table import NodeTable
-from rpc.node_info import NodeRole
+from baton.router.discovery.readiness import PREFILL_PATIENCE_S, Readiness
+from baton.router.routing.node_table import NodeTable
+from baton.rpc.node_info import NodeRole
 from tests.support.node_calls import a_node
 
 PREFILL, DECODE = a_node(NodeRole.PREFILL), a_node(NodeRole.DECODE)

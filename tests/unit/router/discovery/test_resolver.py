@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from router.discovery.resolver import SourceFailed, find_addresses, follow
-from router.discovery.sources import DnsName, FixedNode, ListFile, NodeSource
+from baton.router.discovery.resolver import SourceFailed, find_addresses, follow
+from baton.router.discovery.sources import DnsName, FixedNode, ListFile, NodeSource
 
 PATIENCE_S = 30
 NAME = DnsName("nodes", 5)

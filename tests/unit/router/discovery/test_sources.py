@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from errors import InvalidConfig
-from router.discovery.sources import (
+from baton.core.errors import InvalidConfig
+from baton.router.discovery.sources import (
     DnsName,
     FixedNode,
     ListFile,

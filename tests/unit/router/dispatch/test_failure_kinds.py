@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from grpc import StatusCode
 
-from router.dispatch.node_calls import failure_kind
-from rpc.errors import FailureKind
-from rpc.status import RemoteError
+from baton.router.dispatch.node_calls import failure_kind
+from baton.rpc.errors import FailureKind
+from baton.rpc.status import RemoteError
 
 
 @pytest.mark.parametrize(

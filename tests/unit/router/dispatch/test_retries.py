@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from errors import InvalidConfig
-from router.dispatch.retries import RetryBudget
+from baton.core.errors import InvalidConfig
+from baton.router.dispatch.retries import RetryBudget
 
 
 def test_at_first_there_is_a_retry_for_every_request_under_way() -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
-from router.dispatch.config import DispatchConfig
-from router.dispatch.quarantine import Quarantine, Suspicion
-from router.dispatch.route_finder import RouteFinder
-from router.routing.breakers import BreakerConfig, CircuitBreakers
-from router.routing.node_table import NodeTable
-from router.routing.policy import Route, Routing, RoutingPolicy
-from router.routing.routing_view import RoutingRequest
-from rpc.cached_prefixes import PrefixChanges, pack_names
-from rpc.node_info import NodeRole
+from baton.router.dispatch.config import DispatchConfig
+from baton.router.dispatch.quarantine import Quarantine, Suspicion
+from baton.router.dispatch.route_finder import RouteFinder
+from baton.router.routing.breakers import BreakerConfig, CircuitBreakers
+from baton.router.routing.node_table import NodeTable
+from baton.router.routing.policy import Route, Routing, RoutingPolicy
+from baton.router.routing.routing_view import RoutingRequest
+from baton.rpc.cached_prefixes import PrefixChanges, pack_names
+from baton.rpc.node_info import NodeRole
 from tests.support.node_calls import NAMING, a_node, a_table
 
 PROMPT = tuple(range(100))

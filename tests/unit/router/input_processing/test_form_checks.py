@@ -7,18 +7,18 @@ from typing import cast
 
 import pytest
 
-from engine.sampling import SamplingParams
-from engine.structured_output.compiler import GrammarCompiler
-from engine.structured_output.llguidance_backend import Checked
-from engine.structured_output.params import StructuredOutputs
-from errors import InvalidRequest
-from router.context import RequestContext
-from router.input_processing.form_checks import ThreadedFormChecks
-from router.input_processing.input_processor import InputProcessor
-from router.input_processing.large_texts import LargeTextConfig
-from router.input_processing.tokenization import NoTokenizer
-from router.values import GenerateCall, TokenPrompt
-from rpc.errors import QueueFull
+from baton.core.errors import InvalidRequest
+from baton.core.sampling import SamplingParams
+from baton.core.structured_outputs import StructuredOutputs
+from baton.engine.structured_output.compiler import GrammarCompiler
+from baton.engine.structured_output.llguidance_backend import Checked
+from baton.router.context import RequestContext
+from baton.router.input_processing.form_checks import ThreadedFormChecks
+from baton.router.input_processing.input_processor import InputProcessor
+from baton.router.input_processing.large_texts import LargeTextConfig
+from baton.router.input_processing.tokenization import NoTokenizer
+from baton.router.values import GenerateCall, TokenPrompt
+from baton.rpc.errors import QueueFull
 from tests.support.grammars import BAD, GOOD, PATIENCE_S, SLOW, HeldLibrary
 from tests.support.node_calls import a_table
 

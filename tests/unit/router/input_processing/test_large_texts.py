@@ -11,14 +11,14 @@ from typing import cast
 
 import pytest
 
+from baton.core.errors import InvalidRequest
+from baton.router.input_processing.large_texts import LargeTextConfig, LargeTexts
+from baton.router.input_processing.tokenization import ModelText
+from baton.router.translate import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, call_from
+from baton.router.values import ChatMessage, ChatPrompt, Prompt, TextPrompt
+from baton.rpc.errors import QueueFull
+from baton.text.tokenizer import Tokenizer
 from baton.v1 import inference_pb2, sampling_pb2
-from errors import InvalidRequest
-from router.input_processing.large_texts import LargeTextConfig, LargeTexts
-from router.input_processing.tokenization import ModelText
-from router.translate import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, call_from
-from router.values import ChatMessage, ChatPrompt, Prompt, TextPrompt
-from rpc.errors import QueueFull
-from text.tokenizer import Tokenizer
 
 PATIENCE_S = 30.0
 SMALL, LARGE = 8, 9

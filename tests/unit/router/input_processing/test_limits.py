@@ -8,21 +8,25 @@ from typing import Any
 
 import pytest
 
-from baton.v1 import inference_pb2, sampling_pb2
-from engine.request import EngineRequest
-from engine.sampling import (
+from baton.core.errors import InvalidRequest
+from baton.core.ids import HandoffId
+from baton.core.request import EngineRequest
+from baton.core.sampling import (
     MAX_BANNED_SEQUENCE_TOKENS,
     MAX_LOGIT_BIASES,
     MAX_STOP_TOKEN_IDS,
     NO_SAMPLING_DEFAULTS,
     SamplingParams,
 )
-from errors import InvalidRequest
-from kv_transfer.types import HandoffId
-from router.input_processing.limits import MAX_CHAT_MESSAGES, MAX_NAME_CHARACTERS, MAX_TOOLS
-from router.openai.request.parsed_request import ModelContext, chat_completion_from, completion_from
-from router.translate import calls_from
-from rpc.messages.sequences import decode_order, decode_spec, node_request_id
+from baton.router.input_processing.limits import MAX_CHAT_MESSAGES, MAX_NAME_CHARACTERS, MAX_TOOLS
+from baton.router.openai.request.parsed_request import (
+    ModelContext,
+    chat_completion_from,
+    completion_from,
+)
+from baton.router.translate import calls_from
+from baton.rpc.messages.sequences import decode_order, decode_spec, node_request_id
+from baton.v1 import inference_pb2, sampling_pb2
 
 LONG = "x" * (MAX_NAME_CHARACTERS + 1)
 ADVICE = ModelContext(NO_SAMPLING_DEFAULTS, 100)

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.requests import Request
 
-from router.openai.body_parsing import Bodies
-from router.openai.body_receiving import (
+from baton.router.openai.body_parsing import Bodies
+from baton.router.openai.body_receiving import (
     MAX_VALUES,
     SMALL_BODY_BYTES,
     VALUE_BYTES,
@@ -23,7 +23,7 @@ from router.openai.body_receiving import (
     max_values,
     read_body,
 )
-from rpc.errors import BodyTimeout, MessageTooLarge, QueueFull
+from baton.rpc.errors import BodyTimeout, MessageTooLarge, QueueFull
 from tests.support.node_calls import a_table
 
 LARGE = SMALL_BODY_BYTES + 1

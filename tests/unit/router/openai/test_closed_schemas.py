@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from engine.structured_output.llguidance_backend import GrammarLibrary
-from engine.structured_output.params import StructuredOutputs
-from router.openai.request.closed_schemas import close_objects
+from baton.core.structured_outputs import StructuredOutputs
+from baton.engine.structured_output.llguidance_backend import GrammarLibrary
+from baton.router.openai.request.closed_schemas import close_objects
+from baton.text.tokenizer import Tokenizer
 from tests.support.grammars import is_whole
 from tests.support.models import EOS_TOKEN_ID, VOCAB_SIZE, save_tokenizer
-from text.tokenizer import Tokenizer
 
 INT = {"type": "integer"}
 A = {"type": "object", "properties": {"a": INT}}

@@ -6,10 +6,19 @@ import asyncio
 import json
 from typing import Any
 
-from kv_transfer.types import TokenLogprobs
-from router.openai.response.encoding import SLICE_CHARACTERS, LazyArray, as_json, encode_in_slices
-from router.openai.response.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
-from text.token_text import TokenText
+from baton.core.logprobs import TokenLogprobs
+from baton.router.openai.response.encoding import (
+    SLICE_CHARACTERS,
+    LazyArray,
+    as_json,
+    encode_in_slices,
+)
+from baton.router.openai.response.logprobs import (
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+)
+from baton.text.token_text import TokenText
 
 TOP = tuple((token_id, -float(token_id)) for token_id in range(64))
 

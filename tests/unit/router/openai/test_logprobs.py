@@ -7,14 +7,14 @@ import math
 
 import pytest
 
-from kv_transfer.types import TokenLogprobs
-from router.openai.response.logprobs import (
+from baton.core.logprobs import TokenLogprobs
+from baton.router.openai.response.logprobs import (
     LOWEST,
     chat_logprobs,
     completion_logprobs,
     prompt_logprobs,
 )
-from text.token_text import TokenText, spelled
+from baton.text.token_text import TokenText, spelled
 
 CHOSEN_LAST = TokenLogprobs(3, -2.5, 3, ((1, -0.5), (2, -math.inf)))
 

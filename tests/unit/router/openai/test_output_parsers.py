@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from errors import InvalidConfig
-from router.openai.response.output_parsers import Delta, Parsing, ToolCall
+from baton.core.errors import InvalidConfig
+from baton.router.openai.response.output_parsers import Delta, Parsing, ToolCall
 
 CALLED = '<tool_call>\n{"name": "f", "arguments": {"x": "ü"}}\n</tool_call>'
 

@@ -8,23 +8,23 @@ from typing import Any
 
 import pytest
 
-from engine.kv_hints import KvHints
-from engine.sampling import NO_SAMPLING_DEFAULTS, SamplingDefaults, SamplingParams
-from engine.structured_output.params import StructuredOutputs
-from errors import InvalidRequest
-from router.input_processing.limits import MAX_LOGPROBS_PER_REQUEST
-from router.openai.request.bodies import json_object
-from router.openai.request.parsed_request import (
+from baton.core.errors import InvalidRequest
+from baton.core.kv_hints import KvHints
+from baton.core.sampling import NO_SAMPLING_DEFAULTS, SamplingDefaults, SamplingParams
+from baton.core.structured_outputs import StructuredOutputs
+from baton.router.input_processing.limits import MAX_LOGPROBS_PER_REQUEST
+from baton.router.openai.request.bodies import json_object
+from baton.router.openai.request.parsed_request import (
     ModelContext,
     ParsedRequest,
     chat_completion_from,
     completion_from,
 )
-from router.openai.request.prompts import parse_prompts
-from router.openai.response.output_parsers import Parsing
-from router.translate import MAX_ANSWERS
-from router.values import ChatPrompt, TextPrompt, TokenPrompt
-from rpc.errors import EmptyPrompt, Unreadable, UnsupportedInput
+from baton.router.openai.request.prompts import parse_prompts
+from baton.router.openai.response.output_parsers import Parsing
+from baton.router.translate import MAX_ANSWERS
+from baton.router.values import ChatPrompt, TextPrompt, TokenPrompt
+from baton.rpc.errors import EmptyPrompt, Unreadable, UnsupportedInput
 
 ADVICE = ModelContext(SamplingDefaults(temperature=0.6, top_k=20), max_model_len=512)
 USER = {"role": "user", "content": "hi"}

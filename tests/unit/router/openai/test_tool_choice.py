@@ -8,18 +8,22 @@ from typing import Any
 
 import pytest
 
-from engine.sampling import SamplingDefaults
-from engine.structured_output.llguidance_backend import GrammarLibrary, GrammarValidator
-from engine.structured_output.params import StructuredOutputs
-from errors import InvalidRequest
-from router.openai.request.parsed_request import ModelContext, ParsedRequest, chat_completion_from
-from router.openai.request.structured_outputs import errors_of_field
-from router.openai.response.forced_calls import NamedCallParser, RequiredCallsParser
-from router.openai.response.output_parsers import Delta, FirstCallFilter, Parsing, ToolCall
-from router.values import ChatPrompt
+from baton.core.errors import InvalidRequest
+from baton.core.sampling import SamplingDefaults
+from baton.core.structured_outputs import StructuredOutputs
+from baton.engine.structured_output.llguidance_backend import GrammarLibrary, GrammarValidator
+from baton.router.openai.request.parsed_request import (
+    ModelContext,
+    ParsedRequest,
+    chat_completion_from,
+)
+from baton.router.openai.request.structured_outputs import errors_of_field
+from baton.router.openai.response.forced_calls import NamedCallParser, RequiredCallsParser
+from baton.router.openai.response.output_parsers import Delta, FirstCallFilter, Parsing, ToolCall
+from baton.router.values import ChatPrompt
+from baton.text.tokenizer import Tokenizer
 from tests.support.grammars import is_whole
 from tests.support.models import EOS_TOKEN_ID, VOCAB_SIZE, save_tokenizer
-from text.tokenizer import Tokenizer
 
 ADVICE = ModelContext(SamplingDefaults(), max_model_len=512)
 TREE = {

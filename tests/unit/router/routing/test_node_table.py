@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.sampling import NO_SAMPLING_DEFAULTS, SamplingDefaults
-from kv_transfer.types import NodeId
-from router.routing.node_table import NodeTable, ServedModel
-from rpc.node_info import NodeRole
+from baton.core.ids import NodeId
+from baton.core.sampling import NO_SAMPLING_DEFAULTS, SamplingDefaults
+from baton.router.routing.node_table import NodeTable, ServedModel
+from baton.rpc.node_info import NodeRole
 from tests.support.node_calls import a_card
 
 

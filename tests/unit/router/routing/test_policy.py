@@ -7,21 +7,21 @@ from dataclasses import replace
 
 import pytest
 
-from engine.kv_cache.block_hashes import PrefixNaming
-from errors import InvalidConfig
-from router.routing.assignment import Assignment
-from router.routing.node_table import Node, NodeTable
-from router.routing.policy import (
+from baton.core.errors import InvalidConfig
+from baton.engine.kv_cache.block_hashes import PrefixNaming
+from baton.router.routing.assignment import Assignment
+from baton.router.routing.node_table import Node, NodeTable
+from baton.router.routing.policy import (
     Route,
     Routing,
     RoutingPolicy,
     choose,
     parse_policy,
 )
-from router.routing.routing_view import RoutingRequest
-from rpc.cached_prefixes import PrefixChanges, pack_names
-from rpc.errors import IncompatibleNodes, NoNodes
-from rpc.node_info import NodeLoad, NodeRole
+from baton.router.routing.routing_view import RoutingRequest
+from baton.rpc.cached_prefixes import PrefixChanges, pack_names
+from baton.rpc.errors import IncompatibleNodes, NoNodes
+from baton.rpc.node_info import NodeLoad, NodeRole
 from tests.support.node_calls import FINGERPRINT, NAMING, a_node, a_table
 
 PROMPT = tuple(range(100))  # six full blocks of 16, and 4 tokens

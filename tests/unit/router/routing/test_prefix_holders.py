@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.kv_cache.block_hashes import PrefixNaming
-from router.routing.assignment import Assignment
-from router.routing.node_table import Node, NodeTable
-from router.routing.policy import Route, Routing, RoutingPolicy, choose
-from router.routing.routing_view import RoutingRequest
-from rpc.cached_prefixes import PrefixChanges, pack_names
-from rpc.node_info import NodeLoad, NodeRole
+from baton.engine.kv_cache.block_hashes import PrefixNaming
+from baton.router.routing.assignment import Assignment
+from baton.router.routing.node_table import Node, NodeTable
+from baton.router.routing.policy import Route, Routing, RoutingPolicy, choose
+from baton.router.routing.routing_view import RoutingRequest
+from baton.rpc.cached_prefixes import PrefixChanges, pack_names
+from baton.rpc.node_info import NodeLoad, NodeRole
 from tests.support.node_calls import FINGERPRINT, NAMING, a_node, a_table
 
 PROMPT = tuple(range(1000))  # 62 full blocks of 16, and 8 tokens

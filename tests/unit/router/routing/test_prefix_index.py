@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from engine.events import AllBlocksCleared, BlockRemoved, BlockStored
-from engine.kv_cache.block_hashes import BlockHash, PrefixNaming
-from router.routing.prefix_index import MAX_EXPECTED, NodePrefixes
-from rpc.cached_prefixes import (
+from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored
+from baton.engine.kv_cache.block_hashes import BlockHash, PrefixNaming
+from baton.router.routing.prefix_index import MAX_EXPECTED, NodePrefixes
+from baton.rpc.cached_prefixes import (
     MAX_NAMES,
     MIN_LOG_LEN,
     CachedPrefixes,
@@ -17,7 +17,7 @@ from rpc.cached_prefixes import (
     pack_names,
     unpack_names,
 )
-from rpc.node_info import NodeLoad, changes_from, update_to
+from baton.rpc.node_info import NodeLoad, changes_from, update_to
 
 
 def name(number: int) -> BlockHash:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from engine.request import Output, RequestId
-from engine.sampling import MAX_LOGPROBS
-from errors import InvalidRequest
-from kv_transfer.types import TokenLogprobs
-from router.input_processing.limits import TOKEN_BYTES, TOP_BYTES, check_prompt_logprobs_fit
-from rpc.messages.conversion import output_to
-from rpc.messages.limits import MAX_MESSAGE_BYTES
+from baton.core.errors import InvalidRequest
+from baton.core.ids import RequestId
+from baton.core.logprobs import TokenLogprobs
+from baton.core.output import Output
+from baton.core.sampling import MAX_LOGPROBS
+from baton.router.input_processing.limits import TOKEN_BYTES, TOP_BYTES, check_prompt_logprobs_fit
+from baton.rpc.messages.conversion import output_to
+from baton.rpc.messages.limits import MAX_MESSAGE_BYTES
 
 LARGEST_ID = 2**32 - 1
 NUM_TOKENS = 20

@@ -11,24 +11,18 @@ from google.protobuf.struct_pb2 import NULL_VALUE, ListValue, Struct, Value
 
 from baton.client.generation import Generation
 from baton.client.messages import request_from
-from baton.v1 import inference_pb2, kv_link_pb2, node_pb2, sampling_pb2
-from engine.kv_cache.block_hashes import PrefixNaming
-from engine.kv_hints import NO_KV_HINTS, KvHints
-from engine.request import (
-    EngineRequest,
-    Failure,
-    FinishReason,
-    Output,
-    PrefixSource,
-    ReceiveKv,
-    RequestId,
-)
-from engine.sampling import MAX_BANNED_SEQUENCES, SamplingDefaults, SamplingParams
-from engine.structured_output.params import StructuredOutputs
-from errors import InvalidRequest
-from kv_transfer.errors import InvalidMessage, PeerUnreachable
-from kv_transfer.protocol.done_message import decode_done, note_of
-from kv_transfer.protocol.messages import (
+from baton.core.errors import InvalidRequest
+from baton.core.ids import BlockId, HandoffId, Incarnation, NodeId, Peer, RequestId
+from baton.core.kv_hints import NO_KV_HINTS, KvHints
+from baton.core.logprobs import FirstToken, TokenLogprobs
+from baton.core.output import Failure, FinishReason, Output
+from baton.core.request import EngineRequest, PrefixSource, ReceiveKv
+from baton.core.sampling import MAX_BANNED_SEQUENCES, SamplingDefaults, SamplingParams
+from baton.core.structured_outputs import StructuredOutputs
+from baton.engine.kv_cache.block_hashes import PrefixNaming
+from baton.kv_transfer.errors import InvalidMessage, PeerUnreachable
+from baton.kv_transfer.protocol.done_message import decode_done, note_of
+from baton.kv_transfer.protocol.messages import (
     Closed,
     Done,
     Failed,
@@ -42,21 +36,12 @@ from kv_transfer.protocol.messages import (
     RevokeGrant,
     Writing,
 )
-from kv_transfer.types import (
-    BlockId,
-    FirstToken,
-    HandoffId,
-    Incarnation,
-    NodeId,
-    Peer,
-    TokenLogprobs,
-)
-from node.kv_link_messages import TO_MESSAGE, link_message_from, link_message_to
-from router.translate import call_from, calls_from
-from router.values import TextPrompt
-from rpc.errors import EmptyPrompt, UnsupportedInput
-from rpc.messages.conversion import output_from, output_to, sampling_from, sampling_to
-from rpc.messages.sequences import (
+from baton.node.kv_link_messages import TO_MESSAGE, link_message_from, link_message_to
+from baton.router.translate import call_from, calls_from
+from baton.router.values import TextPrompt
+from baton.rpc.errors import EmptyPrompt, UnsupportedInput
+from baton.rpc.messages.conversion import output_from, output_to, sampling_from, sampling_to
+from baton.rpc.messages.sequences import (
     decode_order,
     decode_spec,
     handoff_id_of,
@@ -64,7 +49,8 @@ from rpc.messages.sequences import (
     prefill_order,
     prefill_spec,
 )
-from rpc.node_info import NodeLoad, NodeRole, card_from, card_to, load_from, update_to
+from baton.rpc.node_info import NodeLoad, NodeRole, card_from, card_to, load_from, update_to
+from baton.v1 import inference_pb2, kv_link_pb2, node_pb2, sampling_pb2
 from tests.support.node_calls import FINGERPRINT, a_card
 
 HANDOFF = HandoffId("r", 3)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from errors import InvalidConfig
-from rpc.channel import channel_credentials, server_credentials
-from rpc.security.tls import TlsConfig
+from baton.core.errors import InvalidConfig
+from baton.rpc.channel import channel_credentials, server_credentials
+from baton.rpc.security.tls import TlsConfig
 from tests.support.certificates import Authority, lock_key, make_authority
 
 

@@ -8,8 +8,8 @@ import struct
 import threading
 import warnings
 
-from rpc.security.tls import PLAIN, TlsConfig
-from rpc.security.tls_diagnosis import tls_trouble
+from baton.rpc.security.tls import PLAIN, TlsConfig
+from baton.rpc.security.tls_diagnosis import tls_trouble
 
 NUM_TRIES = 100
 

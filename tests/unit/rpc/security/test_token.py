@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from errors import InvalidConfig
-from rpc.errors import Unauthenticated
-from rpc.security.token import AcceptedTokens, authorization, read_tokens
+from baton.core.errors import InvalidConfig
+from baton.rpc.errors import Unauthenticated
+from baton.rpc.security.token import AcceptedTokens, authorization, read_tokens
 
 
 def test_any_token_of_the_file_opens(tmp_path: Path) -> None:

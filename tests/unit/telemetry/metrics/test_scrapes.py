@@ -10,10 +10,10 @@ from contextlib import ExitStack
 
 from prometheus_client import CollectorRegistry
 
-from telemetry.metrics.instruments import Reading
-from telemetry.metrics.names import READINGS_AGE, RUNNING
-from telemetry.metrics.scrapes import OwnerThreadReader
-from telemetry.metrics.server import MAX_CONNECTIONS, metrics_server
+from baton.telemetry.metrics.instruments import Reading
+from baton.telemetry.metrics.names import READINGS_AGE, RUNNING
+from baton.telemetry.metrics.scrapes import OwnerThreadReader
+from baton.telemetry.metrics.server import MAX_CONNECTIONS, metrics_server
 
 Order = Callable[[], None]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from telemetry.tracing import outlet as module
-from telemetry.tracing.outlet import BatchExporter, ExportFailed
-from telemetry.tracing.spans import Span
+from baton.telemetry.tracing import outlet as module
+from baton.telemetry.tracing.outlet import BatchExporter, ExportFailed
+from baton.telemetry.tracing.spans import Span
 from tests.support.spans import OneSpanTimeline, a_span
 
 

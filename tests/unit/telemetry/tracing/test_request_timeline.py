@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from telemetry import names
-from telemetry.metrics.instruments import RouterMetrics
-from telemetry.tracing.request_timeline import AttemptTimeline, Judgement, RequestTimeline
-from telemetry.tracing.spans import End, Span, SpanOutcome
+from baton.telemetry import names
+from baton.telemetry.metrics.instruments import RouterMetrics
+from baton.telemetry.tracing.request_timeline import AttemptTimeline, Judgement, RequestTimeline
+from baton.telemetry.tracing.spans import End, Span, SpanOutcome
 from tests.support.traces import a_request, to_unix_ns
 
 

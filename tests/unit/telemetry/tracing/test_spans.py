@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telemetry.tracing.outlet import BatchExporter
-from telemetry.tracing.spans import SpanOutcome, SpanStatus, TraceContext, parse_traceparent
-from telemetry.tracing.tracer import Tracer, new_trace_id
+from baton.telemetry.tracing.outlet import BatchExporter
+from baton.telemetry.tracing.spans import SpanOutcome, SpanStatus, TraceContext, parse_traceparent
+from baton.telemetry.tracing.tracer import Tracer, new_trace_id
 
 
 @given(st.integers(1, 2**128 - 1), st.integers(1, 2**64 - 1), st.booleans())

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telemetry.options import MIB
-from telemetry.tracing.otlp_json import ExportedSpan, MalformedSpans, line_of, spans_of
-from telemetry.tracing.spans import AttributeValue, Span, SpanEvent, SpanLink
-from telemetry.tracing.store import TraceWriter, read_spans
+from baton.telemetry.options import MIB
+from baton.telemetry.tracing.otlp_json import ExportedSpan, MalformedSpans, line_of, spans_of
+from baton.telemetry.tracing.spans import AttributeValue, Span, SpanEvent, SpanLink
+from baton.telemetry.tracing.store import TraceWriter, read_spans
 from tests.support.spans import RESOURCE, a_span
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from engine.sampling import SamplingParams
-from errors import InvalidRequest
+from baton.core.errors import InvalidRequest
+from baton.core.sampling import SamplingParams
 
 
 class FittedSampling(NamedTuple):

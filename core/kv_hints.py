@@ -6,13 +6,48 @@ Hints change no answer, only the time of later requests.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import blake2b
+from typing import NewType
 
-from errors import InvalidRequest
-from kv_transfer.external_kv import BlockHints, tenant_of
+from baton.core.errors import InvalidRequest
 
+Tenant = NewType("Tenant", bytes)
+
+SHARED = Tenant(b"")  # the tenant of blocks without a cache salt, which all clients share
+TENANT_BYTES = 8
 MAX_SESSION_ID_CHARACTERS = 256
 MAX_RETAIN_S = 86_400.0
 MAX_PRIORITY = 100
+
+
+def tenant_of(owner: str) -> Tenant:
+    """Return the digest of a tenant's name, which is kept instead of it; SHARED if empty."""
+    if not owner:
+        return SHARED
+    return Tenant(blake2b(owner.encode(), digest_size=TENANT_BYTES).digest())
+
+
+@dataclass(frozen=True, slots=True)
+class BlockHints:
+    """Hints of a request about the blocks that it stores or uses."""
+
+    tenant: Tenant = SHARED
+    retain_s: float = 0.0  # from now on, during which the blocks are not evicted
+    priority: int | None = None  # higher is kept longer; None: unchanged, or the default
+    is_released: bool = False  # evict the blocks first
+    is_in_session: bool = False  # a later request of the same session will use the blocks
+
+    @property
+    def is_wanted(self) -> bool:
+        """True if the blocks are expected to be used again."""
+        return not self.is_released and (self.is_in_session or self.retain_s > 0)
+
+    @property
+    def is_plain(self) -> bool:
+        return not (self.is_wanted or self.is_released or self.priority is not None)
+
+
+NO_HINTS = BlockHints()
 
 
 @dataclass(frozen=True, slots=True)

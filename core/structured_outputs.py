@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from errors import InvalidRequest
+from baton.core.errors import InvalidRequest
 
 FIELD = "structured_outputs"
 # Limits on schemas, expressions and grammars, which come from untrusted clients.

@@ -1,57 +1,14 @@
-"""Requests and outputs of the engine, as values. Independent of torch, clocks and threads."""
+"""Outputs of the engine, as values."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, NewType
+from typing import NamedTuple
 
-from engine.kv_hints import NO_KV_HINTS, KvHints
-from engine.sampling import SamplingParams
-from kv_transfer.types import HandoffId, Peer, TokenLogprobs
-
-RequestId = NewType("RequestId", str)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineRequest:
-    """A request as submitted to the engine: one sequence to continue."""
-
-    request_id: RequestId
-    prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams
-    seed: int  # sampling is keyed by (seed, position), so every request needs one
-    arrival_s: float = 0.0
-    age_s: float = 0.0  # since the client sent it, so that a retry keeps its place in the queue
-    priority: int = 0  # lower runs earlier
-    cache_salt: str = ""
-    tenant: str = ""  # owner of the salt, to whose quota its blocks count; empty: the salt itself
-    kv_hints: KvHints = NO_KV_HINTS
-    # Output tokens generated on other nodes (a migrated stream). They are context like the
-    # prompt, but count as output for penalties, limits and positions.
-    prior_output_token_ids: tuple[int, ...] = ()
-    receive_from: ReceiveKv | None = None
-    send_to: HandoffId | None = None
-    prefix_source: PrefixSource | None = None
-    # Limits its prefill chunks to about the time that decoding takes in the same step.
-    is_paced: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiveKv:
-    """Hand-off under which a peer writes the KV of the prompt."""
-
-    handoff_id: HandoffId
-    source: Peer
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixSource:
-    """Peer that probably has KV of the request's prefix, which this node may pull from it."""
-
-    peer: Peer
-    num_tokens: int  # leading tokens of the request whose KV the peer probably has
+from baton.core.ids import RequestId
+from baton.core.logprobs import TokenLogprobs
 
 
 class FinishReason(Enum):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 
-from engine.sampling import Argument, Scalar
-from errors import InvalidRequest
+from baton.core.errors import InvalidRequest
+from baton.core.sampling import Argument, Scalar
 
 FIELD = "extra_args"
 MAX_ARGUMENT_ENTRIES = 1 << 12  # per list; routers bound all lists of a request together

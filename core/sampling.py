@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeAlias
 
-from engine.structured_output.params import StructuredOutputs
-from errors import InvalidRequest
+from baton.core.errors import InvalidRequest
+from baton.core.structured_outputs import StructuredOutputs
 
 MAX_LOGPROBS = 64
 MAX_BANNED_SEQUENCES = 1024

@@ -1,0 +1,46 @@
+"""Ids and names of requests, blocks, hand-offs and nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NewType
+
+BlockId = NewType("BlockId", int)
+NodeId = NewType("NodeId", str)
+Incarnation = NewType("Incarnation", str)
+
+RequestId = NewType("RequestId", str)
+BlockName = (
+    bytes  # stands for the tokens of a block, all tokens before it, the model and the KV group
+)
+
+NO_BLOCK = BlockId(-1)  # in a block table: no later token attends to these tokens
+
+
+def existing_blocks(block_tables: Iterable[Iterable[BlockId]]) -> Iterator[BlockId]:
+    """Yield the blocks of these tables, table after table."""
+    for table in block_tables:
+        yield from (block_id for block_id in table if block_id != NO_BLOCK)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class HandoffId:
+    """One attempt to transfer one sequence's KV. The router increments `attempt` per retry.
+
+    Also one run of a pull: the name of the process that pulls, and a number.
+    """
+
+    request_id: str
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"{self.request_id}#{self.attempt}"
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Node on the other side of a hand-off, with the address of its control link."""
+
+    node_id: NodeId
+    address: str  # host:port of its gRPC server

@@ -1,0 +1,23 @@
+"""Logprobs of tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Logprob of one sampled token, and of the most likely tokens at its position."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1: the most likely token
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """Token sampled by prefill, with its logprobs. Sent together with the KV."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
