@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 from baton.decode_node.servicer import DecodeServicer
-from baton.node.kv_worker import NO_NODE_DECORATORS, Around
+from baton.node.kv.peer_warmup import PeerWarmup, link_by_engine, role_over_grpc
+from baton.node.kv.worker import NO_NODE_DECORATORS, Around
 from baton.node.options import NodeOptions
-from baton.node.peer_warmup import PeerWarmup, link_by_engine, role_over_grpc
 from baton.node.run import Role, run
 from baton.node.wiring import NodeComponents
 from baton.rpc.node_info import NodeRole

@@ -11,9 +11,9 @@ from grpc import aio
 
 from baton.core.output import RequestStats
 from baton.node.call_streams import CallContext, serve_calls
-from baton.node.ledger import Entry, RequestLedger
+from baton.node.observers.ledger import Entry, RequestLedger
+from baton.node.observers.tracing import NO_TRACING, NodeTracing
 from baton.node.state import NodeState
-from baton.node.tracing import NO_TRACING, NodeTracing
 from baton.rpc.messages.conversion import handoff_from, output_to
 from baton.rpc.messages.sequences import decode_spec
 from baton.rpc.status import named_errors

@@ -12,7 +12,7 @@ from baton.engine.runner.config import RunnerConfig
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.kv_transfer.config import KvWorkerConfig
 from baton.kv_transfer.tiers.file_admission import AdmissionPolicy
-from baton.node.kv_events.config import KvEventsConfig
+from baton.node.kv.events.config import KvEventsConfig
 from baton.rpc.grace_period import DRAIN_TIMEOUT_S
 from baton.rpc.security.tls import PLAIN, TlsConfig
 from baton.rpc.security.token import AcceptedTokens

@@ -15,9 +15,9 @@ from baton.engine.runner.load import load_runner
 from baton.engine.runner.model_runner import TorchRunner
 from baton.kv_transfer.pairs import Identity
 from baton.node.heartbeat import follow_heartbeat
-from baton.node.kv_connectors import shared_tiers_of
-from baton.node.kv_worker import NO_NODE_DECORATORS, Around
-from baton.node.metrics import export_node_metrics
+from baton.node.kv.connectors import shared_tiers_of
+from baton.node.kv.worker import NO_NODE_DECORATORS, Around
+from baton.node.observers.metrics import export_node_metrics
 from baton.node.options import NodeOptions
 from baton.node.servicer import KvLinkServicer, NodeServicer, prefix_cache_resetter
 from baton.node.start_checks import check_start

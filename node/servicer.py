@@ -14,7 +14,7 @@ from baton.engine.errors import EngineStopped
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.kv_transfer.external_kv import KV, check_tiers
 from baton.node.engine_calls import run_on_engine
-from baton.node.kv_link import GrpcLinks
+from baton.node.kv.link import GrpcLinks
 from baton.node.state import NodeState
 from baton.rpc.errors import NotAnOperator
 from baton.rpc.node_info import card_to, update_to

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from baton.kv_transfer.transports.nixl import import_nixl
-from baton.node.kv_connectors import find_connector
-from baton.node.kv_events.config import TCP, KvEventsConfig, is_bound
-from baton.node.kv_events.endpoints import check_target, listen
-from baton.node.kv_tiers import check_tiers
+from baton.node.kv.connectors import find_connector
+from baton.node.kv.events.config import TCP, KvEventsConfig, is_bound
+from baton.node.kv.events.endpoints import check_target, listen
+from baton.node.kv.tiers import check_tiers
 from baton.node.options import NodeOptions
 from baton.rpc.listening import check_port
 

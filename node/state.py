@@ -15,7 +15,7 @@ from baton.kv_transfer.external_kv import NO_HELD_CHANGES, HeldChanges
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
 from baton.node.engine_calls import EngineCalls, run_on_engine
 from baton.node.host_names import HostNames
-from baton.node.tier_reports import tier_reports
+from baton.node.kv.tier_reports import tier_reports
 from baton.rpc.cached_prefixes import CachedPrefixes, PrefixChanges, PrefixWatcher
 from baton.rpc.errors import Draining
 from baton.rpc.node_info import NodeCard, NodeLoad, NodeTotals

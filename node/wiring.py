@@ -22,17 +22,17 @@ from baton.kv_transfer.pairs import Identity
 from baton.kv_transfer.protocol.messages import Fingerprint
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
 from baton.kv_transfer.worker import KvTransferWorker
-from baton.node.copy_pacing import CopyPacing
 from baton.node.engine_calls import EngineCalls
-from baton.node.kv_connectors import DeferredWake, make_connector, tiers_in
-from baton.node.kv_events.messages import CacheFacts, spec_kind_of
-from baton.node.kv_events.publisher import KvEventPublisher
-from baton.node.kv_link import GrpcLinks
-from baton.node.kv_worker import Around, KvPassHook, make_kv_worker
-from baton.node.ledger import RequestLedger
+from baton.node.kv.connectors import DeferredWake, make_connector, tiers_in
+from baton.node.kv.copy_pacing import CopyPacing
+from baton.node.kv.events.messages import CacheFacts, spec_kind_of
+from baton.node.kv.events.publisher import KvEventPublisher
+from baton.node.kv.link import GrpcLinks
+from baton.node.kv.worker import Around, KvPassHook, make_kv_worker
+from baton.node.observers.ledger import RequestLedger
+from baton.node.observers.tracing import NodeTracing
 from baton.node.options import NodeOptions
 from baton.node.state import NodeState, ignore_kv_events, update_reader
-from baton.node.tracing import NodeTracing
 from baton.rpc.node_info import NodeCard, NodeRole
 from baton.telemetry.metrics.instruments import NodeMetrics
 from baton.telemetry.tracing.node_timeline import NodeFacts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from baton.core.ids import HandoffId
-from baton.node.kv_worker import NO_NODE_DECORATORS, Around
+from baton.node.kv.worker import NO_NODE_DECORATORS, Around
 from baton.node.options import NodeOptions
 from baton.node.run import Role, run
 from baton.node.wiring import NodeComponents

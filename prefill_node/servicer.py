@@ -12,8 +12,8 @@ from grpc import aio
 from baton.core.output import FinishReason, Output
 from baton.core.request import EngineRequest
 from baton.node.call_streams import CallContext, serve_calls
+from baton.node.observers.tracing import NO_TRACING, NodeTracing
 from baton.node.state import NodeState
-from baton.node.tracing import NO_TRACING, NodeTracing
 from baton.prefill_node.sends import PendingSends
 from baton.rpc.messages.conversion import handoff_from, output_to
 from baton.rpc.messages.sequences import prefill_spec

@@ -28,7 +28,7 @@ MAX_COMM = 15  # characters of a thread's name in /proc
 
 
 def run(folder: Path, role: str, options: NodeOptions) -> None:
-    from baton.node.kv_worker import Around
+    from baton.node.kv.worker import Around
     from benchmarks.chaos.faulty_transport import FaultSwitch, FaultyLink, FaultyTransport
 
     fault_switch = FaultSwitch(folder / options.node_id)

@@ -21,7 +21,7 @@ from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
 from baton.engine.core import EngineCore
 from baton.engine.plan import Plan, RunResult
-from baton.node.tracing import NodeTracing
+from baton.node.observers.tracing import NodeTracing
 from baton.router.dispatch.node_calls import GrpcNodeCalls
 from baton.router.dispatch.node_rpcs import LegEvent
 from baton.router.routing.node_table import Node

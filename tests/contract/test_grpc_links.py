@@ -11,7 +11,7 @@ from pathlib import Path
 from baton.core.ids import HandoffId
 from baton.kv_transfer.link import LinkId
 from baton.kv_transfer.protocol.messages import Closed, LinkMessage, Revoked
-from baton.node.kv_link import GrpcLinks
+from baton.node.kv.link import GrpcLinks
 from baton.node.servicer import KvLinkServicer
 from baton.rpc.security.tls import PLAIN, TlsConfig
 from baton.rpc.server import Service, serving

@@ -14,8 +14,8 @@ from baton.core.errors import InvalidConfig
 from baton.core.ids import BlockId
 from baton.kv_transfer.external_kv import ExternalOrders, Load, LoadId, Store, StoreId
 from baton.kv_transfer.kv_connector import KvConnector, KvConnectorContext
-from baton.node import kv_connectors
-from baton.node.kv_connectors import load_connector
+from baton.node.kv import connectors as kv_connectors
+from baton.node.kv.connectors import load_connector
 from tests.support.doc_examples import write_example
 from tests.support.tier_memory import BLOCK_BYTES, OwnedMemory, name_of
 

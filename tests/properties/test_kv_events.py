@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from baton.engine.kv_cache.block_hashes import BlockHash
-from baton.node.kv_events.history import EventHistory
-from baton.node.kv_events.messages import CacheFacts, encode_batch
+from baton.node.kv.events.history import EventHistory
+from baton.node.kv.events.messages import CacheFacts, encode_batch
 from tools.follow_kv_events import CacheView, decode_maps
 
 NUM_NAMES = 8

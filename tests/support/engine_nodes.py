@@ -23,7 +23,7 @@ from typing import Any, cast
 import grpc
 
 import baton.kv_transfer.transports.nixl
-import baton.node.kv_worker
+import baton.node.kv.worker
 from baton.cluster import await_serving
 from baton.core.ids import HandoffId
 from baton.decode_node.__main__ import DECODE
@@ -296,4 +296,4 @@ def _put_gate_before_posts(gate: Gate) -> None:
 
 
 def _leave_out_the_fence() -> None:
-    setattr(baton.node.kv_worker, "KvTransferWorker", UnfencedWorker)  # noqa: B010
+    setattr(baton.node.kv.worker, "KvTransferWorker", UnfencedWorker)  # noqa: B010

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from baton.engine.events import BlockStored
 from baton.engine.kv_cache.block_hashes import BlockHash
-from baton.node.kv_events.config import KvEventsConfig
-from baton.node.kv_events.messages import CacheFacts
-from baton.node.kv_events.publisher import KvEventPublisher
+from baton.node.kv.events.config import KvEventsConfig
+from baton.node.kv.events.messages import CacheFacts
+from baton.node.kv.events.publisher import KvEventPublisher
 from tests.support.child_programs import running_program
 from tests.support.ports import free_port
 

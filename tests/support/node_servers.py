@@ -15,10 +15,10 @@ from baton.engine.engine_thread import EngineThread
 from baton.engine.errors import EngineStopped
 from baton.kv_transfer.external_kv import KV
 from baton.node.engine_calls import EngineCalls
-from baton.node.ledger import RequestLedger
+from baton.node.observers.ledger import RequestLedger
+from baton.node.observers.tracing import NO_TRACING, NodeTracing
 from baton.node.servicer import NodeServicer
 from baton.node.state import NodeState, NodeUpdate
-from baton.node.tracing import NO_TRACING, NodeTracing
 from baton.rpc.health import Health
 from baton.rpc.node_info import NodeLoad, NodeRole
 from baton.rpc.security.operators import NO_OPERATORS, Operators

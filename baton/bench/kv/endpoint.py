@@ -44,7 +44,7 @@ from baton.kv_transfer.transports.nixl import NixlConfig, NixlTransport
 from baton.kv_transfer.transports.ucxx import UcxxConfig, UcxxTransport
 from baton.kv_transfer.types import Complete, KvOrders, Receive, Send
 from baton.kv_transfer.worker import KvTransferWorker
-from baton.node.kv_link import GrpcLinks
+from baton.node.kv.link import GrpcLinks
 from baton.node.servicer import KvLinkServicer
 from baton.rpc.server import Service, serving
 from baton.v1 import kv_link_pb2_grpc

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from baton.node.kv_events.config import KvEventsConfig
+    from baton.node.kv.events.config import KvEventsConfig
 
 KV_EVENTS_PANEL = "KV events"
 
@@ -40,7 +40,7 @@ MaxQueueSize = Annotated[int, _option("Updates that wait to be published; later 
 def check_kv_endpoint(endpoint: str, num_nodes: int) -> None:
     """Raise InvalidConfig for an endpoint that the nodes of a cluster cannot share."""
     from baton.core.errors import InvalidConfig
-    from baton.node.kv_events.config import NODE_ID
+    from baton.node.kv.events.config import NODE_ID
 
     if endpoint and num_nodes > 1 and NODE_ID not in endpoint:
         raise InvalidConfig(
@@ -59,7 +59,7 @@ def kv_events_config(
 ) -> KvEventsConfig | None:
     """KV events of a node; None without an endpoint. Raises InvalidConfig."""
     from baton.core.errors import InvalidConfig
-    from baton.node.kv_events.config import KvEventsConfig
+    from baton.node.kv.events.config import KvEventsConfig
 
     if not kv_events_endpoint:
         if kv_events_replay_endpoint:

@@ -11,7 +11,7 @@ import pytest
 from baton.core.errors import InvalidConfig, ModelError, NamedError
 from baton.decode_node.__main__ import DECODE
 from baton.engine.runner.config import RunnerConfig
-from baton.node.kv_events.config import KvEventsConfig
+from baton.node.kv.events.config import KvEventsConfig
 from baton.node.options import NodeOptions
 from baton.node.run import run
 from baton.rpc.errors import AddressInUse

@@ -13,7 +13,7 @@ from baton.cli.commands import serve
 from baton.cli.commands.cluster import up
 from baton.cli.commands.serve import node_command
 from baton.core.errors import InvalidConfig
-from baton.node.kv_events.config import KvEventsConfig
+from baton.node.kv.events.config import KvEventsConfig
 from baton.node.options import NodeOptions
 from baton.rpc.errors import AddressInUse
 

@@ -36,7 +36,7 @@ from baton.kv_transfer.protocol.messages import (
     RevokeGrant,
     Writing,
 )
-from baton.node.kv_link_messages import TO_MESSAGE, link_message_from, link_message_to
+from baton.node.kv.link_messages import TO_MESSAGE, link_message_from, link_message_to
 from baton.router.translate import call_from, calls_from
 from baton.router.values import TextPrompt
 from baton.rpc.errors import EmptyPrompt, UnsupportedInput

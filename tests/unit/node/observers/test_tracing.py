@@ -15,7 +15,7 @@ from baton.kv_transfer.external_kv import ExternalOrders, ExternalReports, Load,
 from baton.kv_transfer.records import TransferRecord, TransferRole
 from baton.kv_transfer.types import NO_REPORTS, NOT_CACHED, TOO_MANY_PULLS, KvOrders, Receive
 from baton.node.call_streams import CallContext
-from baton.node.tracing import NodeTracing
+from baton.node.observers.tracing import NodeTracing
 from baton.telemetry import names
 from baton.telemetry.metrics.instruments import NodeMetrics
 from baton.telemetry.tracing.node_timeline import NodeFacts, NodeTimeline

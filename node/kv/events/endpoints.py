@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from baton.core.errors import InvalidConfig
-from baton.node.kv_events.config import IPC, TCP, WILDCARD
+from baton.node.kv.events.config import IPC, TCP, WILDCARD
 
 # Connections that wait to be accepted.
 BACKLOG = 128

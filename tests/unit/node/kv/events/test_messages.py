@@ -8,7 +8,7 @@ import pytest
 from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.groups import KvCacheSpec
-from baton.node.kv_events.messages import CacheFacts, encode_batch, spec_kind_of
+from baton.node.kv.events.messages import CacheFacts, encode_batch, spec_kind_of
 
 ONE, TWO, THREE = (BlockHash(bytes([number]) * 16) for number in (1, 2, 3))
 UNSALTED, SALTED = BlockHash(b"u" * 16), BlockHash(b"s" * 16)

@@ -15,7 +15,7 @@ from baton.kv_transfer.tiers.tiered_kv import TieredKv
 from baton.node.options import NodeOptions
 
 GROUP = "baton.kv_connectors"
-BUILT_IN = (EntryPoint("tiers", "baton.node.kv_tiers:make_tiers", GROUP),)
+BUILT_IN = (EntryPoint("tiers", "baton.node.kv.tiers:make_tiers", GROUP),)
 
 
 class DeferredWake:

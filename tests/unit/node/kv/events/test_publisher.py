@@ -14,9 +14,9 @@ import zmq
 from baton.core.errors import InvalidConfig
 from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored
 from baton.engine.kv_cache.block_hashes import BlockHash
-from baton.node.kv_events.config import KvEventsConfig
-from baton.node.kv_events.messages import CacheFacts
-from baton.node.kv_events.publisher import KvEventPublisher
+from baton.node.kv.events.config import KvEventsConfig
+from baton.node.kv.events.messages import CacheFacts
+from baton.node.kv.events.publisher import KvEventPublisher
 from tests.support.ports import free_port
 from tools.follow_kv_events import KvEventFollower
 

@@ -16,9 +16,9 @@ from baton.engine.runner.config import RunnerConfig
 from baton.engine.scheduler.config import CacheConfig, SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.step_observer import StepObserver
+from baton.node.observers.step_tracing import MAX_LINKS, StepTracing
+from baton.node.observers.tracing import NodeTracing
 from baton.node.options import NodeOptions
-from baton.node.step_tracing import MAX_LINKS, StepTracing
-from baton.node.tracing import NodeTracing
 from baton.telemetry import names
 from baton.telemetry.tracing.node_timeline import NodeFacts
 from baton.telemetry.tracing.outlet import Timeline

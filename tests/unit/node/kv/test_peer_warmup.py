@@ -9,7 +9,7 @@ import pytest
 
 from baton.core.errors import InvalidRequest
 from baton.kv_transfer.errors import PeerUnreachable
-from baton.node.peer_warmup import PeerWarmup, role_over_grpc
+from baton.node.kv.peer_warmup import PeerWarmup, role_over_grpc
 from baton.rpc.errors import TooManyConnects
 from baton.rpc.node_info import NodeRole
 from baton.rpc.security.tls import PLAIN

@@ -19,7 +19,7 @@ from grpc import RpcError, StatusCode
 from baton.core.errors import NamedError
 from baton.kv_transfer.link import LinkEvents, LinkId
 from baton.kv_transfer.protocol.messages import LinkMessage
-from baton.node.kv_link_messages import link_message_from, link_message_to
+from baton.node.kv.link_messages import link_message_from, link_message_to
 from baton.rpc.channel import open_channel
 from baton.rpc.security.tls import PLAIN, TlsConfig
 from baton.rpc.security.tls_diagnosis import tls_trouble

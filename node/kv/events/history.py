@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import NamedTuple
 
-from baton.node.kv_events.messages import (
+from baton.node.kv.events.messages import (
     CacheFacts,
     ClearedMessage,
     EventMessage,

@@ -7,8 +7,8 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable
 
-from baton.node.kv_events.endpoints import host_and_port, keep_alive
-from baton.node.kv_events.zmtp import MAX_FRAME_BYTES, SocketType, ZmtpError, ZmtpPeer
+from baton.node.kv.events.endpoints import host_and_port, keep_alive
+from baton.node.kv.events.zmtp import MAX_FRAME_BYTES, SocketType, ZmtpError, ZmtpPeer
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from baton.kv_transfer.external_kv import ExternalOrders, ExternalReports, LoadI
 from baton.kv_transfer.records import TransferRecord
 from baton.kv_transfer.types import KvOrders
 from baton.node.call_streams import CallContext
-from baton.node.step_tracing import StepTracing
+from baton.node.observers.step_tracing import StepTracing
 from baton.rpc.call_outcome import end_of, is_late
 from baton.rpc.messages.sequences import node_request_id
 from baton.telemetry import names

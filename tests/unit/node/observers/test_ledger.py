@@ -8,7 +8,7 @@ from baton.engine.plan import Plan, PlanRow
 from baton.engine.step_observer import StepRecord
 from baton.kv_transfer.records import TransferRecord, TransferRole
 from baton.kv_transfer.types import NO_REPORTS, KvOrders, KvReports, Receive
-from baton.node.ledger import RequestLedger
+from baton.node.observers.ledger import RequestLedger
 from tests.support.engines import VOCAB_SIZE, a_spec, an_engine
 from tests.support.fake_runner import CrashPlace, FakeRunner, KvTensor
 
