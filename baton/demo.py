@@ -13,6 +13,7 @@ from rich.table import Table
 from baton.client import Answer, Client, Finish, Generation
 from baton.cluster import ClusterOptions, LocalCluster
 from baton.core.sampling import SamplingParams
+from baton.core.units import format_bytes
 from baton.demo_model import demo_model
 from baton.engine.model_folder import resolve_model_folder
 from baton.engine.runner.config import RunnerConfig
@@ -23,7 +24,6 @@ from baton.telemetry.tracing.spans import Attributes
 from baton.telemetry.tracing.store import read_spans
 from baton.telemetry.tracing.traces import Trace, find_trace, traces_of
 from baton.traces.terminal import show_waterfall
-from baton.units import format_bytes
 
 PROMPTS = (
     "def read_config(path):\n",

@@ -21,7 +21,9 @@ from baton.core.output import Output
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
 from baton.core.structured_outputs import StructuredOutputs
-from baton.engine.factory import EngineOptions, build_engine, build_grammars
+from baton.core.units import AUTO, parse_kv_memory
+from baton.engine.config import EngineOptions
+from baton.engine.factory import build_engine, build_grammars
 from baton.engine.model_folder import resolve_model_folder
 from baton.engine.runner.load import RunnerConfig, load_runner
 from baton.engine.scheduler.config import SchedulerConfig
@@ -33,7 +35,6 @@ from baton.kernels import build_missing_kernels
 from baton.progress import generation_bar, loading_bar
 from baton.text.stop_strings import StopRule
 from baton.text.tokenizer import Tokenizer
-from baton.units import AUTO, parse_kv_memory
 
 Prompt = str | Sequence[int]
 
@@ -75,7 +76,6 @@ class LLM:
             block_size=block_size,
             kv_cache_dtype=kv_cache_dtype,
             kv_cache_bytes=parse_kv_memory(AUTO if kv_cache_memory is None else kv_cache_memory),
-            kv_cache_share=None,
             nodes_per_machine=1,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,

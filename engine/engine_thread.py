@@ -15,6 +15,7 @@ from baton.core.ids import RequestId
 from baton.core.output import Failure, FailureCause, FinishReason, Output
 from baton.core.request import EngineRequest
 from baton.core.structured_outputs import FIELD
+from baton.engine.config import HEARTBEAT_S
 from baton.engine.core import EngineCore
 from baton.engine.errors import EngineGone
 from baton.engine.structured_output.compiler import GrammarCompiler
@@ -23,9 +24,6 @@ from baton.engine.structured_output.grammar import Grammar
 Compiler = GrammarCompiler[Grammar]
 # Called on the engine thread with the outputs of one step; must not block.
 Deliver = Callable[[list[Output]], None]
-
-# Interval of steps while idle, so that time-outs are checked and the heartbeat stays fresh.
-HEARTBEAT_S = 1.0
 
 log = logging.getLogger(__name__)
 

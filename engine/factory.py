@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
+from baton.engine.config import EngineOptions
 from baton.engine.core import EngineCore, NoKvWorker
 from baton.engine.plan import KvWorker
 from baton.engine.runner.model_runner import TorchRunner
@@ -13,16 +14,6 @@ from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.step_observer import StepObserver
 from baton.engine.structured_output.llguidance_backend import GrammarLibrary
 from baton.kv_transfer.external_kv import ExternalKv
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """User settings of the engine. Settings that depend on the model are filled in."""
-
-    scheduling: SchedulerConfig = field(default_factory=SchedulerConfig)
-    enable_prefix_caching: bool = True
-    collect_kv_events: bool = False
-    collect_token_ids: bool = False  # in KV events
 
 
 def build_engine(

@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from typing import Annotated
 
 from baton.core.errors import InvalidConfig
+from baton.core.options import KV_CACHE, Option, check_options
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiverConfig:
     """Limits on D."""
 
-    lease_s: float = 5.0  # time P can post writes without a Renew; renewed at a third of it
-    silence_s: float = 10.0  # with receives outstanding, a peer silent for so long is cut
+    # Time P can post writes without a Renew; renewed at a third of it.
+    lease_s: Annotated[
+        float,
+        Option(
+            "Seconds that a prefill node may write KV without a message from the decode node.",
+            KV_CACHE,
+            name="kv_lease_s",
+            above=0,
+        ),
+    ] = 5.0
+    silence_s: Annotated[  # with receives outstanding
+        float,
+        Option(
+            "Seconds without an answer after which a peer is given up. Nodes in a long forward "
+            "pass keep sending heartbeats, up to --stuck-after-s.",
+            KV_CACHE,
+            name="kv_silence_s",
+            above=0,
+        ),
+    ] = 10.0
     # If a revoke or a Hello is not answered for so long, the pair is cut although P is alive. Must
     # exceed the duration of a layer, during which P's engine thread cannot reply.
     fence_age_s: float = 60.0
@@ -20,6 +40,7 @@ class ReceiverConfig:
     max_staging_wait_s: float = 30.0  # for room in the staging area; P holds a result for longer
 
     def __post_init__(self) -> None:
+        check_options(self)
         _check_positive(self)
 
     @property
@@ -46,9 +67,16 @@ class SenderConfig:
 class KvWorkerConfig:
     """Limits of the KV worker as a whole."""
 
+    verify: Annotated[  # compare digests of sent and landed blocks; GPUs need `read_blocks`
+        bool,
+        Option(
+            "Verify transferred KV by digest; on a GPU, both sides copy it to the host for that.",
+            KV_CACHE,
+            name="kv_verify",
+        ),
+    ] = True
     receiver: ReceiverConfig = field(default_factory=ReceiverConfig)
     sender: SenderConfig = field(default_factory=SenderConfig)
-    verify: bool = True  # compare digests of sent and landed blocks; GPUs need `read_blocks`
     poll_s: float = 0.001  # polling interval while bytes are in flight
     burst_poll_s: float = 0.00002  # in the first `burst_s` of a transfer; most writes end in it
     burst_s: float = 0.02

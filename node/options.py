@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from ipaddress import ip_address
+from typing import Annotated
 
 from baton.core.errors import InvalidConfig
-from baton.engine.engine_thread import HEARTBEAT_S
+from baton.core.options import KV_CACHE, MACHINE, MODEL, NETWORK, TELEMETRY, Option, check_options
+from baton.core.units import parse_bytes
+from baton.engine.config import HEARTBEAT_S
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.kv_transfer.config import KvWorkerConfig
-from baton.kv_transfer.tiers.file_admission import AdmissionPolicy
+from baton.node.cpus import parse_cpus
 from baton.node.kv.events.config import KvEventsConfig
-from baton.rpc.grace_period import DRAIN_TIMEOUT_S
+from baton.node.kv.tiers_config import TiersConfig
+from baton.rpc.grace_period import DRAIN_TIMEOUT_S, DrainTimeout
+from baton.rpc.listening import ListenHost, ListenPort
+from baton.rpc.security.operators import OperatorTokens
 from baton.rpc.security.tls import PLAIN, TlsConfig
-from baton.rpc.security.token import AcceptedTokens
 from baton.telemetry.options import TelemetryOptions
 
-KV_TRANSPORTS = ("nixl", "ucxx")
-KV_FOLDER_BYTES = 10 << 30
-KV_OBJECT_STORE_BYTES = 1 << 40
-PUSH_GRAINS = ("layer", "chunk")  # send each computed layer at once, or all at the chunk's end
+
+def _parse_connector_config(written: str) -> dict[str, object]:
+    """Parse a JSON object; empty for an empty text. Raises InvalidConfig."""
+    try:
+        config = json.loads(written or "{}")
+    except ValueError as error:
+        raise InvalidConfig(f"--kv-connector-config is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise InvalidConfig(f"--kv-connector-config {written}: it must be a JSON object")
+    return config
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,55 +48,111 @@ class ChosenConnector:
 @dataclass(frozen=True, slots=True)
 class NodeOptions:
     runner: RunnerConfig
+    model_name: Annotated[  # empty: see `served_name`
+        str,
+        Option(
+            "Name that clients use for the model. Default: the last name of the folder's path, or "
+            "the name on the hub.",
+            MODEL,
+            name="served_model_name",
+        ),
+    ] = ""
+    cpus: Annotated[  # CPU affinity; empty: any CPU
+        tuple[int, ...],
+        Option(
+            "CPU cores to pin the process to, such as 0-3,6.",
+            MACHINE,
+            default="",
+            parse=parse_cpus,
+        ),
+    ] = ()
+    kv_staging_bytes: Annotated[
+        int,
+        Option(
+            "Memory in which a decode node takes the KV of prefill nodes with another "
+            "--block-size, or without --kv-cache-dtype int8, to convert it; 0: such nodes are "
+            "refused.",
+            KV_CACHE,
+            name="kv_staging_memory",
+            default="0",
+            parse=parse_bytes,
+        ),
+    ] = 0
+    tiers: TiersConfig = field(default_factory=TiersConfig)
+    kv_connector: Annotated[  # name of the KV cache outside the engine; empty: none, or the tiers
+        str,
+        Option(
+            "Installed KV connector: a KV cache outside the node, from which prompts with the "
+            "same prefix are loaded. Default: none, or the built-in tiers with --kv-host-memory.",
+            KV_CACHE,
+        ),
+    ] = ""
+    kv_connector_config: Annotated[
+        Mapping[str, object],
+        Option(
+            "Settings of --kv-connector, as a JSON object.",
+            KV_CACHE,
+            default="",
+            parse=_parse_connector_config,
+        ),
+    ] = field(default_factory=dict)
+    enable_prefix_caching: Annotated[
+        bool,
+        Option(
+            "Reuse the cached KV of earlier requests with the same prefix.",
+            KV_CACHE,
+            name="prefix_caching",
+        ),
+    ] = True
+    kv_transport: Annotated[
+        str, Option("KV transport: nixl or ucxx.", KV_CACHE, choices=("nixl", "ucxx"))
+    ] = "nixl"
+    kv_tls: Annotated[
+        str,
+        Option("UCX_TLS of the KV transport, such as tcp or ^cma. Default: UCX chooses.", KV_CACHE),
+    ] = ""
+    kv_net_device: Annotated[  # empty: see `kv_device`
+        str,
+        Option(
+            "Network device for UCX, such as lo or eth0. Default: lo if --host is a loopback "
+            "address, otherwise UCX chooses.",
+            KV_CACHE,
+        ),
+    ] = ""
     scheduling: SchedulerConfig = field(default_factory=SchedulerConfig)
-    host: str = "127.0.0.1"
-    port: int = 0  # 0: any free port
-    tls: TlsConfig = PLAIN
-    operator_tokens: AcceptedTokens | None = None  # for resets and drains; None: no operators
-    node_id: str = ""  # empty: random
-    model_name: str = ""  # empty: see `served_name`
-    kv_transport: str = "nixl"
-    kv_tls: str = ""  # UCX_TLS, such as "tcp"; empty: UCX chooses
-    kv_net_device: str = ""  # such as "lo" or "eth0"; empty: see `kv_device`
-    kv_verify: bool = True  # compare digests of sent and received KV
-    kv_staging_bytes: int = 0  # memory for blocks that are converted; 0: they are refused
-    kv_connector: str = ""  # name of the KV cache outside the engine; empty: none, or the tiers
-    kv_connector_config: Mapping[str, object] = field(default_factory=dict)
-    kv_host_bytes: int = 0  # host memory for KV that the KV cache has no room for
-    kv_folder: str = ""  # for KV in files; empty: none
-    kv_folder_bytes: int = KV_FOLDER_BYTES
-    kv_object_store: str = ""  # s3://bucket/prefix, for KV in objects; empty: none
-    kv_object_store_bytes: int = KV_OBJECT_STORE_BYTES
-    kv_events: KvEventsConfig | None = None  # None: they are not published
-    kv_tier_admission: AdmissionPolicy = AdmissionPolicy.ALL  # to files and objects
-    kv_tenant_share: float = 1.0  # of each tier below the KV cache
-    push: str = "layer"  # unit that a prefill node sends once it is computed; see PUSH_GRAINS
-    kv_worker: KvWorkerConfig = field(default_factory=KvWorkerConfig)  # leases and timeouts
+    kv_worker: KvWorkerConfig = field(default_factory=KvWorkerConfig)
+    host: ListenHost = "127.0.0.1"
+    port: ListenPort = 0
+    node_id: Annotated[str, Option("Name of the node. Default: a random name.", NETWORK)] = ""
     # The engine's heart beats with each step and each layer, so a step can take longer than this.
-    stuck_after_s: float = 60.0
-    drain_timeout_s: float = DRAIN_TIMEOUT_S  # from the stop signal to a forced exit
-    enable_prefix_caching: bool = True
-    cpus: tuple[int, ...] = ()  # CPU affinity; empty: any CPU
+    # It also beats while the engine is idle.
+    stuck_after_s: Annotated[
+        float,
+        Option(
+            "Seconds without a finished step or layer after which the node is not ready.",
+            NETWORK,
+            above=HEARTBEAT_S,
+        ),
+    ] = 60.0
+    drain_timeout_s: DrainTimeout = DRAIN_TIMEOUT_S
+    trace_step_ratio: Annotated[
+        float,
+        Option(
+            "Share of engine steps to trace, from 0 to 1. Each is a trace of its own, linked to "
+            "those of the requests in the step.",
+            TELEMETRY,
+            at_least=0,
+            at_most=1,
+        ),
+    ] = 0.0
+    operator_tokens: OperatorTokens = None  # for resets and drains; None: no operators
+    tls: TlsConfig = PLAIN
     telemetry: TelemetryOptions = TelemetryOptions()
-    trace_step_ratio: float = 0.0  # share of engine steps that get a trace of their own
+    kv_events: KvEventsConfig = KvEventsConfig()
 
     def __post_init__(self) -> None:
-        if not self.stuck_after_s > HEARTBEAT_S:
-            raise InvalidConfig(
-                f"--stuck-after-s {self.stuck_after_s}: it must be above {HEARTBEAT_S}, "
-                "which is how often an idle engine's heart beats"
-            )
-        if not 0 <= self.trace_step_ratio <= 1:
-            raise InvalidConfig(
-                f"--trace-step-ratio is {self.trace_step_ratio}; choose one from 0 to 1"
-            )
-        backing = {"--kv-folder": self.kv_folder, "--kv-object-store": self.kv_object_store}
-        for option, value in backing.items():
-            if value and not self.kv_host_bytes:
-                raise InvalidConfig(
-                    f"{option} needs --kv-host-memory, such as 1GiB: blocks wait there to be stored"
-                )
-        if self.kv_connector and self.kv_host_bytes:
+        check_options(self)
+        if self.kv_connector and self.tiers.host_bytes:
             raise InvalidConfig(
                 "--kv-host-memory is the KV connector `tiers`; leave out it or --kv-connector"
             )
@@ -92,23 +160,12 @@ class NodeOptions:
             raise InvalidConfig("--kv-connector-config needs --kv-connector")
         self._check_prefix_caching()
         self._check_device()
-        if not 0 < self.kv_tenant_share <= 1:
-            raise InvalidConfig(
-                f"--kv-tenant-share is {self.kv_tenant_share}; it must be above 0 and at most 1"
-            )
-        if self.kv_transport not in KV_TRANSPORTS:
-            known = ", ".join(KV_TRANSPORTS)
-            raise InvalidConfig(
-                f"no KV transport is called {self.kv_transport!r}; choose one of: {known}"
-            )
-        if self.push not in PUSH_GRAINS:
-            raise InvalidConfig(f"--push {self.push!r}: choose one of {', '.join(PUSH_GRAINS)}")
 
     def _check_prefix_caching(self) -> None:
         if self.enable_prefix_caching:
             return
         connector = self.chosen_connector
-        needing = ["--kv-events-endpoint"] if self.kv_events is not None else []
+        needing = ["--kv-events-endpoint"] if self.kv_events.is_on else []
         for option in [*needing, *([] if connector is None else [connector.option])]:
             raise InvalidConfig(f"{option} cannot be used with --no-prefix-caching")
 
@@ -116,31 +173,18 @@ class NodeOptions:
         """On a GPU, some options have no code yet."""
         if self.runner.device == "cpu":
             return
-        if self.kv_host_bytes:
+        if self.tiers.host_bytes:
             raise InvalidConfig("--kv-host-memory: blocks are copied on the CPU only")
         if self.kv_staging_bytes:
             raise InvalidConfig("--kv-staging-memory: blocks are converted on the CPU only")
 
     @property
-    def pushes_layers(self) -> bool:
-        return self.push == "layer"
-
-    @property
     def chosen_connector(self) -> ChosenConnector | None:
         if self.kv_connector:
             return ChosenConnector(self.kv_connector, self.kv_connector_config, "--kv-connector")
-        if not self.kv_host_bytes:
-            return None
-        config = {
-            "host_bytes": self.kv_host_bytes,
-            "folder": self.kv_folder,
-            "folder_bytes": self.kv_folder_bytes,
-            "object_store": self.kv_object_store,
-            "object_store_bytes": self.kv_object_store_bytes,
-            "admission": self.kv_tier_admission.value,
-            "tenant_share": self.kv_tenant_share,
-        }
-        return ChosenConnector("tiers", config, "--kv-host-memory")
+        if self.tiers.host_bytes:
+            return ChosenConnector("tiers", asdict(self.tiers), "--kv-host-memory")
+        return None
 
     @property
     def kv_device(self) -> str:

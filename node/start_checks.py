@@ -22,7 +22,7 @@ def check_start(options: NodeOptions) -> None:
         import_nixl()
     if options.telemetry.metrics_port is not None:
         check_port(options.telemetry.metrics_host, options.telemetry.metrics_port, "--metrics-port")
-    if options.kv_events is not None:
+    if options.kv_events.is_on:
         _check_endpoints(options.kv_events.for_node(options.node_id, options.host))
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 
 from baton.core.ids import Incarnation, NodeId
+from baton.engine.config import EngineOptions
 from baton.engine.core import EngineCore
 from baton.engine.engine_thread import Compiler, EngineThread
-from baton.engine.factory import EngineOptions, build_grammars, build_scheduler
+from baton.engine.factory import build_grammars, build_scheduler
 from baton.engine.model_folder import served_name
 from baton.engine.runner.model_runner import TorchRunner
 from baton.engine.scheduler.config import PullConfig
@@ -181,7 +182,7 @@ def _build_tracing(
     role: NodeRole, options: NodeOptions, identity: Identity, tracer: Tracer, block_bytes: int
 ) -> NodeTracing:
     facts = NodeFacts(
-        *(role.value, identity.node_id, identity.incarnation), options.kv_verify, block_bytes
+        *(role.value, identity.node_id, identity.incarnation), options.kv_worker.verify, block_bytes
     )
     return NodeTracing(tracer, facts, options.trace_step_ratio)
 
@@ -195,7 +196,7 @@ def _build_metrics(
 def _build_kv_events(
     options: NodeOptions, identity: Identity, runner: TorchRunner, scheduler: Scheduler
 ) -> KvEventPublisher | None:
-    if options.kv_events is None:
+    if not options.kv_events.is_on:
         return None
     memory, naming = runner.kv_memory, scheduler.cache_config.naming
     spec = memory.groups[0].spec
@@ -209,8 +210,8 @@ def _build_kv_events(
 
 def _engine_options(options: NodeOptions) -> EngineOptions:
     return EngineOptions(
-        replace(options.scheduling, push_layers=options.pushes_layers),
+        options.scheduling,
         options.enable_prefix_caching,
         collect_kv_events=True,
-        collect_token_ids=options.kv_events is not None,
+        collect_token_ids=options.kv_events.is_on,
     )

@@ -9,38 +9,30 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 
 from grpc import aio
 
-from baton.core.errors import InvalidConfig
 from baton.engine.model_folder import model_root, resolve_model_folder
 from baton.engine.structured_output.compiler import GrammarCompiler
 from baton.engine.structured_output.llguidance_backend import GrammarValidator
-from baton.router.admission.admission_queue import AdmissionQueueConfig
 from baton.router.cluster_servicer import ClusterServicer
 from baton.router.discovery.readiness import PREFILL_PATIENCE_S, Readiness
-from baton.router.discovery.sources import NodeSource, check_single_role
 from baton.router.discovery.watcher import NodeDiscovery, watching
 from baton.router.dispatch.config import DispatchConfig
 from baton.router.dispatch.node_calls import GrpcNodeCalls
 from baton.router.input_processing.form_checks import ThreadedFormChecks
 from baton.router.input_processing.tokenization import ModelText, NoTokenizer, TextBoundary
-from baton.router.openai.response.output_parsers import NO_PARSING, Parsing
+from baton.router.options import RouterOptions
 from baton.router.pipeline import Pipeline, PipelineConfig
 from baton.router.prefix_resets import PrefixResets
 from baton.router.request_scope import RequestScopes
 from baton.router.routing.node_table import NodeTable
-from baton.router.routing.policy import Routing
 from baton.router.servicer import InferenceServicer
 from baton.router.tracing import Tracing
-from baton.rpc.grace_period import DRAIN_TIMEOUT_S, ShutdownDeadline
+from baton.rpc.grace_period import ShutdownDeadline
 from baton.rpc.health import Health
 from baton.rpc.node_info import NodeRole
-from baton.rpc.security.operators import Operators
-from baton.rpc.security.tls import PLAIN, TlsConfig
-from baton.rpc.security.token import AcceptedTokens
 from baton.rpc.security.token_gate import TokenInterceptor, ignore_refusal
 from baton.rpc.server import Running, Service, announce, serving, stop_signal
 from baton.telemetry.metrics import names as metric_names
@@ -48,7 +40,6 @@ from baton.telemetry.metrics.exposition import exposition
 from baton.telemetry.metrics.instruments import Read, Reading, RouterMetrics
 from baton.telemetry.metrics.readers import export_metrics
 from baton.telemetry.metrics.scrapes import OwnerThreadReader
-from baton.telemetry.options import TelemetryOptions
 from baton.telemetry.resource import Process
 from baton.telemetry.tracing.tracer import NO_TRACER, Tracer, tracing
 from baton.text.tokenizer import Tokenizer
@@ -57,51 +48,6 @@ from baton.v1 import cluster_pb2_grpc, inference_pb2_grpc
 ID_BYTES = 4
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class RouterOptions:
-    decode_nodes: tuple[NodeSource, ...]
-    prefill_nodes: tuple[NodeSource, ...] = ()
-    find_every_s: float = 5.0  # interval at which names are resolved and lists are read
-    node_patience_s: float = 5.0  # how long a request waits for a decode node
-    drain_timeout_s: float = DRAIN_TIMEOUT_S  # after SIGTERM; then remaining requests are dropped
-    host: str = "127.0.0.1"
-    port: int = 50051  # 0: any free port
-    http_port: int | None = None  # of the OpenAI API; None: gRPC only
-    http_host: str = ""  # empty: same as `host`
-    parsing: Parsing = NO_PARSING
-    model: str = ""  # folder or name of the tokenizer; empty: accept token ids only
-    routing: Routing = field(default_factory=Routing)
-    admission_queue: AdmissionQueueConfig = field(default_factory=AdmissionQueueConfig)
-    tls: TlsConfig = PLAIN
-    tokens: AcceptedTokens | None = None  # None: no authentication
-    operator_tokens: AcceptedTokens | None = None  # for resets; None: no operators
-    telemetry: TelemetryOptions = TelemetryOptions()
-
-    def __post_init__(self) -> None:
-        if not self.decode_nodes:
-            raise InvalidConfig("no decode node is named; give --decode-nodes host:port")
-        if not self.find_every_s > 0:
-            raise InvalidConfig(f"--find-every-s {self.find_every_s}: it must be above 0 seconds")
-        if self.node_patience_s < 0:
-            raise InvalidConfig(f"--node-patience-s {self.node_patience_s} is below 0; 0 is off")
-        check_single_role(self.prefill_nodes, self.decode_nodes)
-
-    @property
-    def operators(self) -> Operators:
-        return Operators(self.operator_tokens, is_open=self.tokens is None)
-
-    @property
-    def client_tokens(self) -> AcceptedTokens | None:
-        """Tokens for all calls but those of operators, who may do what clients may."""
-        return None if self.tokens is None else self.tokens.and_those_of(self.operator_tokens)
-
-    @property
-    def discovery(self) -> NodeDiscovery:
-        prefills = dict.fromkeys(self.prefill_nodes, NodeRole.PREFILL)
-        decodes = dict.fromkeys(self.decode_nodes, NodeRole.DECODE)
-        return NodeDiscovery(prefills | decodes, self.find_every_s)
 
 
 def main(options: RouterOptions) -> None:
@@ -174,7 +120,7 @@ async def serve(
 
         read = partial(_read_metrics, pipeline, table, tracer)
         async with (
-            watching(options.discovery, table, node_calls, note_change),
+            watching(node_discovery(options), table, node_calls, note_change),
             _call_later(PREFILL_PATIENCE_S, note_change),
         ):
             with compiler, _metrics(options, process, metrics, read):
@@ -182,6 +128,12 @@ async def serve(
                     options, metrics, pipeline, table, scopes, server.health, resets
                 ):
                     await _until_drained(server, pipeline, options.drain_timeout_s)
+
+
+def node_discovery(options: RouterOptions) -> NodeDiscovery:
+    prefills = dict.fromkeys(options.prefill_nodes, NodeRole.PREFILL)
+    decodes = dict.fromkeys(options.decode_nodes, NodeRole.DECODE)
+    return NodeDiscovery(prefills | decodes, options.find_every_s)
 
 
 @asynccontextmanager

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from baton.core.errors import InvalidRequest
+from baton.router.routing.config import RoutingPolicy
 from baton.router.routing.node_table import Node, NodeTable
-from baton.router.routing.policy import Route, RoutingPolicy
+from baton.router.routing.policy import Route
 from baton.router.values import ChatPrompt, CompletionSummary, GenerateCall, PrefillPlace
 from baton.rpc.call_outcome import end_of
 from baton.telemetry import names

@@ -7,10 +7,19 @@ import os
 import threading
 from collections.abc import Callable
 from types import TracebackType
+from typing import Annotated
 
-from baton.core.errors import InvalidConfig
+from baton.core.options import NETWORK, Option
 
 DRAIN_TIMEOUT_S = 240.0
+DrainTimeout = Annotated[
+    float,
+    Option(
+        "Seconds to finish running requests after SIGTERM; the process then ends at once.",
+        NETWORK,
+        at_least=0,
+    ),
+]
 CUT_OFF = 1  # the exit code
 
 log = logging.getLogger(__name__)
@@ -24,8 +33,6 @@ class ShutdownDeadline:
     """
 
     def __init__(self, timeout_s: float) -> None:
-        if not timeout_s >= 0:
-            raise InvalidConfig(f"--drain-timeout-s {timeout_s}: it must be 0 seconds or more")
         self._timeout_s = timeout_s
         self._timer: threading.Timer | None = None
 

@@ -5,8 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import socket
+from typing import Annotated
 
+from baton.core.options import NETWORK, Option
 from baton.rpc.errors import AddressInUse
+
+MAX_PORT = 65535
+
+ListenHost = Annotated[str, Option("Address to listen on.", NETWORK)]
+ListenPort = Annotated[
+    int, Option("Port to listen on; 0 takes a free port.", NETWORK, at_least=0, at_most=MAX_PORT)
+]
 
 
 def check_port(host: str, port: int, option: str = "--port") -> None:

@@ -6,10 +6,15 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import gettempdir
+from typing import Annotated
 
 from baton.core.errors import InvalidConfig
+from baton.core.options import TELEMETRY, Option, check_options
+from baton.core.units import parse_bytes
 
 MIB = 1 << 20
+TRACE_DIR_VARIABLE = "BATON_TRACE_DIR"
+NOWHERE = ("off", "none")
 
 
 def default_trace_dir() -> Path:
@@ -23,29 +28,83 @@ def default_trace_dir() -> Path:
         return Path(gettempdir()) / f"baton-traces-{os.getuid()}"
 
 
+def trace_folder(text: str) -> Path | None:
+    """Return the trace folder, or None for `none` and `off`; `./none` names such a folder."""
+    if text.strip().lower() in NOWHERE:
+        return None
+    return Path(text).expanduser() if text else default_trace_dir()
+
+
 @dataclass(frozen=True, slots=True)
 class TelemetryOptions:
     """By default nothing is traced: set `trace_dir` or `otlp_endpoint`."""
 
-    # Sampling ratio of requests without a traceparent; with one, its sampled flag decides.
-    trace_ratio: float = 1.0
-    trace_dir: Path | None = None
-    trace_dir_bytes: int = 64 * MIB  # limit of the whole folder, for all its processes
-    otlp_endpoint: str = ""  # such as http://127.0.0.1:4317
-    metrics_port: int | None = None  # 0 takes any free port; None serves no metrics
-    metrics_host: str = "127.0.0.1"
-    otlp_metrics_every_s: float = 15.0  # 0 sends no metrics to the endpoint
+    trace_ratio: Annotated[
+        float,
+        Option(
+            "Share of requests to trace, from 0 to 1; the sampling flag of a caller's "
+            "traceparent takes precedence.",
+            TELEMETRY,
+            at_least=0,
+            at_most=1,
+        ),
+    ] = 1.0
+    trace_dir: Annotated[
+        Path | None,
+        Option(
+            "Folder of stored traces, read by `baton trace`; none or off stores none. Default: in "
+            "the user's cache folder.",
+            TELEMETRY,
+            default="",
+            parse=trace_folder,
+            variable=TRACE_DIR_VARIABLE,
+        ),
+    ] = None
+    trace_dir_bytes: Annotated[  # of the whole folder, for all its processes
+        int,
+        Option(
+            "Maximum size of the trace folder; the oldest traces are deleted.",
+            TELEMETRY,
+            name="trace_limit",
+            default="64MiB",
+            parse=parse_bytes,
+        ),
+    ] = 64 * MIB
+    otlp_endpoint: Annotated[
+        str,
+        Option(
+            "OTLP/gRPC endpoint of a collector for traces and metrics, such as "
+            "http://127.0.0.1:4317.",
+            TELEMETRY,
+            variable="OTEL_EXPORTER_OTLP_ENDPOINT",
+        ),
+    ] = ""
+    metrics_port: Annotated[
+        int | None,
+        Option(
+            "Port of the Prometheus endpoint /metrics; 0 takes a free port and logs it. Default: "
+            "no endpoint.",
+            TELEMETRY,
+            at_least=0,
+            at_most=65535,
+        ),
+    ] = None
+    metrics_host: Annotated[
+        str, Option("Address to serve metrics on; access is not authenticated.", TELEMETRY)
+    ] = "127.0.0.1"
+    otlp_metrics_every_s: Annotated[
+        float,
+        Option(
+            "Seconds between exports of metrics to the OTLP collector; 0: never.",
+            TELEMETRY,
+            at_least=0,
+        ),
+    ] = 15.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.trace_ratio <= 1:
-            raise InvalidConfig(f"--trace-ratio is {self.trace_ratio}; choose one from 0 to 1")
+        check_options(self)
         if self.trace_dir_bytes < MIB:
             raise InvalidConfig("the trace folder's limit is below 1 MiB; give it more")
-
-        if self.otlp_metrics_every_s < 0:
-            raise InvalidConfig(
-                f"--otlp-metrics-every-s {self.otlp_metrics_every_s} is below 0; 0 disables it"
-            )
 
     @property
     def sends_metrics(self) -> bool:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 
 import baton.cluster.child
-from baton.cli.options.telemetry import TRACE_DIR_VARIABLE
+from baton.telemetry.options import TRACE_DIR_VARIABLE
 from tests.support.fork_server import SERVERS, start_process
 from tests.support.hypothesis_profiles import PROFILE
 

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from baton.core.ids import RequestId
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
-from baton.engine.factory import EngineOptions, build_engine
+from baton.engine.config import EngineOptions
+from baton.engine.factory import build_engine
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.runner.load import load_runner
 from baton.engine.runner.model_runner import TorchRunner

@@ -1,7 +1,7 @@
 """Imports between product modules: their cycles, and those against the order of the layers.
 
 The layers are those of the import-linter contract in pyproject.toml. A module that no layer names,
-such as `baton.units`, has the lowest layer of its package, since any other module may import it;
+such as `baton.encoding`, has the lowest layer of its package, since any other module may import it;
 a `__main__` has the highest. Imports inside functions and under TYPE_CHECKING count. Imports of
 generated stubs count only for the order of packages.
 """

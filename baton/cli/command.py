@@ -14,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from baton.cli.examples import examples_of
 from baton.cli.help_page import show_help_all, write_commands, write_examples, write_options
-from baton.cli.settings_file import CommandOptions, GroupOptions, Node, Option, read_settings
+from baton.cli.settings_file import CommandOptions, FileOption, GroupOptions, Node, read_settings
 from baton.cli.show import show_table
 
 SETTINGS_PANEL = "Settings"
@@ -171,11 +171,11 @@ def _is_settable(param: Any) -> bool:
     return param.param_type_name == "option" and is_own and not param.hidden
 
 
-def _option(param: Any) -> Option:
+def _option(param: Any) -> FileOption:
     annotation = param.type_descriptor.annotation
     several = bool(param.multiple)
     kind = annotation.__args__[0] if several else annotation
-    return Option(param.name, kind if kind in (bool, int, float) else str, several)
+    return FileOption(param.name, kind if kind in (bool, int, float) else str, several)
 
 
 def _variable(context: Any, name: str) -> str:

@@ -15,7 +15,7 @@ DefaultMap = dict[str, object]  # values by option for a command; such maps by n
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class FileOption:
     """Option that a file may set."""
 
     name: str  # with underscores
@@ -25,7 +25,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class CommandOptions:
-    options: Mapping[str, Option]
+    options: Mapping[str, FileOption]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def _options_below(node: Node) -> set[str]:
     return {name for below in node.commands.values() for name in _options_below(below)}
 
 
-def _check_value(option: Option, value: object, place: _SettingPlace) -> object:
+def _check_value(option: FileOption, value: object, place: _SettingPlace) -> object:
     """Accept lists for repeatable options and for options with comma-separated text."""
     if isinstance(value, list):
         if not (option.takes_several or option.kind is str):
@@ -111,7 +111,7 @@ def _check_value(option: Option, value: object, place: _SettingPlace) -> object:
     return [single] if option.takes_several else single
 
 
-def _single(option: Option, value: object, place: _SettingPlace) -> object:
+def _single(option: FileOption, value: object, place: _SettingPlace) -> object:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     fits = {
         bool: isinstance(value, bool),

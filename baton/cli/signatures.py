@@ -1,18 +1,59 @@
-"""Shared options: a command inherits the parameters of other functions."""
+"""Shared options: commands take over those of configs and the parameters of other functions."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from functools import cache
+from typing import Annotated, Any
 
 import typer
 
-Command = Callable[..., Any]
+from baton.core.options import OptionField, options_of
+
+Command = Callable[..., Any]  # or the class of a config
 
 
-def parameters_of(function: Command) -> list[inspect.Parameter]:
-    """Return the function's parameters with resolved annotations, for use in another signature.
+def option_of(config: type, name: str) -> Any:
+    """Return an option of a config, for a command that takes only some of them."""
+    return _typer_option(options_of(config)[name])
+
+
+def parameters_of(source: Command) -> list[inspect.Parameter]:
+    """Return the options of a config or the parameters of a function, for use in a signature."""
+    if isinstance(source, type):
+        return _parameters_of_config(source)
+    return _parameters_of_function(source)
+
+
+@cache
+def _parameters_of_config(config: type) -> list[inspect.Parameter]:
+    return [_parameter(option) for option in options_of(config).values()]
+
+
+def _parameter(option: OptionField) -> inspect.Parameter:
+    return inspect.Parameter(
+        option.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=inspect.Parameter.empty if option.is_required else option.default,
+        annotation=Annotated[option.kind, _typer_option(option)],
+    )
+
+
+def _typer_option(field: OptionField) -> Any:
+    option = field.option
+    shows_range = option.above is None  # typer has no ranges without their lower end
+    return typer.Option(
+        help=option.help,
+        rich_help_panel=option.panel,
+        min=option.at_least,
+        max=option.at_most if shows_range else None,
+        envvar=option.variable,
+    )
+
+
+def _parameters_of_function(function: Command) -> list[inspect.Parameter]:
+    """Return the parameters with resolved annotations.
 
     The return annotation is not resolved: it may be a name imported only for type checking.
     """
@@ -28,7 +69,7 @@ def parameters_of(function: Command) -> list[inspect.Parameter]:
 def inherit_options(
     *others: Command, without: Collection[str] = ()
 ) -> Callable[[Command], Command]:
-    """Add the parameters of `others` to the function's signature; it gets them by `**name`."""
+    """Add the options of `others` to the function's signature; it gets them by `**name`."""
 
     def decorate(function: Command) -> Command:
         own = [one for one in parameters_of(function) if one.kind is not one.VAR_KEYWORD]

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.core.units import GIB, format_bytes
 from baton.doctor.findings import Finding, ok, warn
-from baton.units import GIB, format_bytes
 
 VECTOR_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")
 MIN_SHM_BYTES = 256 << 20  # Docker's default is 64 MiB

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.core.errors import ModelError
+from baton.core.units import format_bytes
 from baton.doctor.findings import Finding, fail, ok, warn
 from baton.doctor.tiers import KvShapeFacts
 from baton.engine.model_folder import resolve_model_folder, served_name
 from baton.text.tokenizer import Tokenizer
-from baton.units import format_bytes
 
 if TYPE_CHECKING:
     from baton.engine.runner.model.config import ModelConfig
@@ -95,7 +95,7 @@ def _weights(folder: Path, kv_bytes: int | None, kv_cache_dtype: str) -> Iterato
         weight_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     free, max_model_len = free_bytes(torch.device("cpu")), config.max_context_len()
     if kv_bytes is None:
-        node = RunnerConfig(str(folder), kv_cache_share=None, max_num_seqs=MAX_NUM_SEQS)
+        node = RunnerConfig(str(folder), max_num_seqs=MAX_NUM_SEQS)
         kv_bytes = auto_kv_bytes(node, max(free - weight_bytes, 0), block_bytes, max_model_len)
     yield room_finding(weight_bytes, kv_bytes, block_bytes // BLOCK_SIZE, free)
     yield length_finding(_num_tokens(kv_bytes // block_bytes, state), max_model_len)

@@ -8,11 +8,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from baton.core.units import format_bytes
 from baton.telemetry import names
 from baton.telemetry.tracing.related import related_to
 from baton.telemetry.tracing.spans import SpanStatus
 from baton.telemetry.tracing.traces import Trace, TraceRow, failures_of, fetches_of, note_of
-from baton.units import format_bytes
 
 COLOURS = {"router": "cyan", "prefill": "yellow", "decode": "green"}
 WIDE = 120  # minimum width for notes

@@ -40,8 +40,8 @@ def overload(
     """Measure the peak rate, send a multiple of it, and count served, refused and unserved."""
     import asyncio
 
-    from baton.cli.options.lists import parse_cpus
     from baton.cluster import ClusterOptions
+    from baton.node.cpus import parse_cpus
     from benchmarks.cluster.overload import OverloadBench, run
 
     quiet = ("--trace-dir", "off")

@@ -11,7 +11,7 @@ import typer
 from baton.cli.options.output import JsonFile
 from baton.cli.show import console, show_table, write_json
 from baton.core.errors import InvalidConfig
-from baton.units import parse_bytes
+from baton.core.units import parse_bytes
 
 PARTS = ("copies", "decode", "prompts", "turns")
 

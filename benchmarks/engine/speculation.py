@@ -18,8 +18,9 @@ from baton.core.ids import RequestId
 from baton.core.output import Output
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
+from baton.engine.config import EngineOptions
 from baton.engine.core import EngineCore
-from baton.engine.factory import EngineOptions, build_engine
+from baton.engine.factory import build_engine
 from baton.engine.runner.load import RunnerConfig, load_runner
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.spec_decode.config import Speculation

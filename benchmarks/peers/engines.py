@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 from baton.cluster import ClusterOptions, LocalCluster
 from baton.core.errors import InvalidConfig
-from baton.units import GIB
+from baton.core.units import GIB
 from benchmarks.peers.completions_api import CompletionsApi, EngineFailed
 from benchmarks.peers.settings import clean_environment, python_of, vllm_settings
 from benchmarks.processes import external_process

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from baton.router.routing.policy import Routing, RoutingPolicy
+from baton.router.routing.config import Routing, RoutingPolicy
 from baton.rpc.node_info import NodeRole
 from benchmarks.router.simulation import Served, SimCluster, Simulation
 from benchmarks.router.workloads import Sessions, SimRequest, draw_sessions

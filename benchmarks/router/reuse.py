@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from baton.engine.kv_cache.block_hashes import BlockHash, PrefixNaming
-from baton.router.routing.policy import Routing
+from baton.router.routing.config import Routing
 from benchmarks.router.policies import wait_s
 from benchmarks.router.simulation import Served, SimCluster, Simulation, block_names
 from benchmarks.router.workloads import Sessions, SimRequest, draw_sessions

@@ -16,8 +16,9 @@ from time import perf_counter
 from baton.core.ids import RequestId
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
+from baton.engine.config import EngineOptions
 from baton.engine.core import EngineCore
-from baton.engine.factory import EngineOptions, build_engine
+from baton.engine.factory import build_engine
 from baton.engine.runner.huge_pages import huge_page_memory
 from baton.engine.runner.kernels.native_copies import fastest_copies
 from baton.engine.runner.load import RunnerConfig, load_runner

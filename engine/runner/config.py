@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from baton.core.errors import InvalidConfig
-from baton.engine.spec_decode.config import Speculation
+from baton.core.options import BATCHING, KV_CACHE, MACHINE, MODEL, Option, check_options
+from baton.core.units import AUTO, parse_kv_memory
+from baton.engine.spec_decode.config import Speculation, parse_speculation
 
 if TYPE_CHECKING:
     from baton.engine.runner.model.config import ModelConfig
@@ -19,6 +21,9 @@ QUANTIZE_NAMES = ("none", "int8", "int4")
 DEVICE_NAME = re.compile(r"cpu|cuda(:\d+)?")
 
 
+MaxNumSeqs = Annotated[int, Option("Maximum number of requests in a batch.", BATCHING, at_least=1)]
+
+
 @dataclass(frozen=True, slots=True)
 class RunnerConfig:
     """Settings of the model runner.
@@ -27,45 +32,94 @@ class RunnerConfig:
     after loading if set, else the automatic size (`engine.runner.attention.kv_budget`).
     """
 
-    model: str  # a folder, or a name on the Hugging Face hub
-    dtype: str = "auto"  # as in the model folder
-    device: str = "cpu"
-    block_size: int = 16
-    kv_cache_dtype: str = "auto"  # as dtype; int8: with a scale for each token and KV head
-    kv_cache_bytes: int | None = None
-    kv_cache_share: float | None = 0.5
-    nodes_per_machine: int | None = None  # divides the automatic size; None: 2 on CPU, 1 on GPU
-    max_num_seqs: int = 256
-    max_model_len: int | None = None  # None: the model's maximum context length
-    num_threads: int | None = None  # torch threads of the whole process
+    model: Annotated[str, Option("Model folder, or a name on the Hugging Face hub.", MODEL)]
+    dtype: Annotated[
+        str,
+        Option("auto, float32, bfloat16 or float16.", MODEL, choices=("auto", *DTYPE_NAMES)),
+    ] = "auto"  # as in the model folder
+    max_model_len: Annotated[
+        int | None,
+        Option("Maximum context length: tokens of prompt and answer together.", MODEL, at_least=1),
+    ] = None  # the model's maximum context length
+    device: Annotated[str, Option("cpu, cuda or cuda:N.", MACHINE)] = "cpu"
+    num_threads: Annotated[  # torch threads of the whole process
+        int | None, Option("Number of torch threads.", MACHINE, name="threads", at_least=1)
+    ] = None
+    kernels: Annotated[
+        str,
+        Option(
+            "auto, native or torch; native kernels compute bfloat16 on the CPU.",
+            MODEL,
+            choices=KERNEL_NAMES,
+        ),
+    ] = "auto"  # native if available for this dtype and device, else torch
+    quantize: Annotated[
+        str,
+        Option("Weight quantization at load: none, int8 or int4.", MODEL, choices=QUANTIZE_NAMES),
+    ] = "none"
+    kv_cache_bytes: Annotated[
+        int | None,
+        Option(
+            "Size of the KV cache, such as 512MiB. auto: half of the CPU's or 80 % of the GPU's "
+            "free memory, divided by --nodes-per-machine, and at most what full batches need.",
+            KV_CACHE,
+            name="kv_cache_memory",
+            default=AUTO,
+            parse=parse_kv_memory,
+        ),
+    ] = None
+    nodes_per_machine: Annotated[
+        int | None,
+        Option(
+            "Number of nodes that share this machine's memory, or its GPU's; divides the memory "
+            "that --kv-cache-memory auto takes. Default: 2 on a CPU, 1 on a GPU; baton up sets it.",
+            KV_CACHE,
+            at_least=1,
+        ),
+    ] = None
+    block_size: Annotated[
+        int, Option("Tokens per KV block; the same on all nodes.", KV_CACHE, at_least=1)
+    ] = 16
+    kv_cache_dtype: Annotated[
+        str,
+        Option(
+            "Numbers of the KV cache: auto, as the model computes; or int8, about half of the "
+            "bytes of bfloat16.",
+            KV_CACHE,
+            choices=KV_DTYPE_NAMES,
+        ),
+    ] = "auto"  # int8: with a scale for each token and KV head
+    max_num_seqs: MaxNumSeqs = 128
+    speculation: Annotated[  # the scheduler needs as many lookahead slots
+        Speculation | None,
+        Option(
+            "Speculative decoding. ngram:K: propose up to K tokens by n-gram lookup in the "
+            "request's own text and verify them in one step; the output does not change.",
+            BATCHING,
+            name="speculative",
+            default="",
+            parse=parse_speculation,
+        ),
+    ] = None
+    logits_processors: Annotated[  # entry points; see engine.runner.sampling.logits_processors
+        tuple[str, ...],
+        Option(
+            "Comma-separated names of installed logits processors; the same on every node.",
+            BATCHING,
+            default="",
+            parse=lambda names: tuple(filter(None, names.split(","))),
+        ),
+    ] = ()
+    kv_cache_share: float | None = None
     offline: bool = False
-    kernels: str = "auto"  # native if available for this dtype and device, else torch
-    quantize: str = "none"  # weights are quantized to this at load
-    logits_processors: tuple[
-        str, ...
-    ] = ()  # entry points; see engine.runner.sampling.logits_processors
-    speculation: Speculation | None = None  # the scheduler needs as many lookahead slots
 
     def __post_init__(self) -> None:
-        _check(
-            self.dtype in ("auto", *DTYPE_NAMES),
-            f"dtype {self.dtype!r}: auto, {', '.join(DTYPE_NAMES)}",
-        )
-        is_known = self.kv_cache_dtype in KV_DTYPE_NAMES
-        _check(is_known, f"kv_cache_dtype {self.kv_cache_dtype!r}: {', '.join(KV_DTYPE_NAMES)}")
-        _check(self.block_size >= 1, f"block_size {self.block_size}: at least 1")
-        share = self.kv_cache_share
+        check_options(self)
+        share, num_bytes = self.kv_cache_share, self.kv_cache_bytes
         _check(share is None or 0 < share < 1, f"kv_cache_share {share}: from 0 to 1")
-        _check(self.max_num_seqs >= 1, f"max_num_seqs {self.max_num_seqs}: at least 1")
-        for name in ("kv_cache_bytes", "max_model_len", "num_threads", "nodes_per_machine"):
-            value = getattr(self, name)
-            _check(value is None or value >= 1, f"{name} {value}: at least 1, or left out")
-        is_known = self.kernels in KERNEL_NAMES
-        _check(is_known, f"kernels {self.kernels!r}: {', '.join(KERNEL_NAMES)}")
-        is_known = self.quantize in QUANTIZE_NAMES
-        _check(is_known, f"quantize {self.quantize!r}: {', '.join(QUANTIZE_NAMES)}")
+        _check(num_bytes is None or num_bytes >= 1, f"kv_cache_bytes {num_bytes}: at least 1")
         is_device = DEVICE_NAME.fullmatch(self.device) is not None
-        _check(is_device, f"device {self.device!r}: cpu, cuda or cuda:N")
+        _check(is_device, f"--device {self.device!r}: cpu, cuda or cuda:N")
 
 
 def dtype_name(config: RunnerConfig, model: ModelConfig) -> str:

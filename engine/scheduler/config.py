@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeVar
+from typing import Annotated, Any
 
 from baton.core.errors import InvalidConfig
 from baton.core.extra_args import Check, reject_extra_args
+from baton.core.options import BATCHING, KV_CACHE, Option, check_options
 from baton.engine.kv_cache.block_hashes import PrefixNaming
 from baton.engine.kv_cache.groups import ONE_GROUP, KvGroup
+from baton.engine.runner.config import MaxNumSeqs
 
-Choice = TypeVar("Choice", bound=Enum)
+DEFAULT_LONG_PREFILL_THRESHOLD = 512
+LAYER = "layer"
 
 
 class SchedulingPolicy(Enum):
@@ -28,14 +32,15 @@ class LoadFailurePolicy(Enum):
     FAIL = "fail"  # end the request here; the router can retry it on another node
 
 
-def parse_scheduling_policy(name: str) -> SchedulingPolicy:
-    """Parse a value of --scheduling-policy. Raises InvalidConfig."""
-    return _parse_choice(SchedulingPolicy, name, "--scheduling-policy")
+def default_threshold(given: Mapping[str, Any]) -> int:
+    """Return the default of --long-prefill-token-threshold for these options."""
+    return DEFAULT_LONG_PREFILL_THRESHOLD if given.get("chunked_prefill", True) else 0
 
 
-def parse_load_failure_policy(name: str) -> LoadFailurePolicy:
-    """Parse a value of --kv-load-failure-policy. Raises InvalidConfig."""
-    return _parse_choice(LoadFailurePolicy, name, "--kv-load-failure-policy")
+def default_long_prefills(given: Mapping[str, Any]) -> int | None:
+    """Return the default of --max-long-partial-prefills for these options."""
+    threshold = given.get("long_prefill_token_threshold")
+    return 1 if (default_threshold(given) if threshold is None else threshold) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,36 +115,125 @@ class PullConfig:
 class SchedulerConfig:
     """Settings of the scheduler. Names and meanings follow vLLM V1 where it has them."""
 
-    max_num_batched_tokens: int = 2048
-    max_num_seqs: int = 128
+    max_num_batched_tokens: Annotated[
+        int, Option("Maximum number of tokens in a step.", BATCHING)
+    ] = 2048
+    max_num_seqs: MaxNumSeqs = 128
     max_model_len: int = 8192
     vocab_size: int | None = None  # None: token ids are not checked
     eos_token_ids: frozenset[int] = frozenset()
-    policy: SchedulingPolicy = SchedulingPolicy.FCFS
-    enable_chunked_prefill: bool = True
+    policy: Annotated[
+        SchedulingPolicy,
+        Option(
+            "Order of waiting requests: priority or fcfs. priority orders by the request's "
+            "priority (lower first), then by arrival; a waiting request may preempt running ones "
+            "of lower priority, each at most once. fcfs orders by arrival alone.",
+            BATCHING,
+            name="scheduling_policy",
+            default=SchedulingPolicy.PRIORITY,
+        ),
+    ] = SchedulingPolicy.FCFS
+    enable_chunked_prefill: Annotated[
+        bool,
+        Option(
+            "Compute a prompt in chunks over several steps. Without it, a prompt longer than "
+            "--max-num-batched-tokens is refused.",
+            BATCHING,
+            name="chunked_prefill",
+        ),
+    ] = True
     # Prompts with more tokens are long. Chunks are limited to this size while short prompts
     # arrive. 0: off.
-    long_prefill_token_threshold: int = 0
-    max_num_partial_prefills: int | None = None  # incomplete prefills after a step
+    long_prefill_token_threshold: Annotated[
+        int,
+        Option(
+            "Maximum tokens of one prompt in a step while short prompts arrive, so that they are "
+            "not delayed by long ones; 0: no limit. Default: 512, or 0 with --no-chunked-prefill.",
+            BATCHING,
+            at_least=0,
+            default_from=default_threshold,
+        ),
+    ] = 0
+    max_num_partial_prefills: Annotated[  # incomplete prefills after a step
+        int | None,
+        Option(
+            "Maximum number of partially computed prompts; 0: no limit.",
+            BATCHING,
+            at_least=0,
+            default=0,
+            kind=int,
+            parse=lambda limit: limit or None,
+        ),
+    ] = None
+    max_long_partial_prefills: Annotated[  # long ones among them; short ones overtake
+        int | None,
+        Option(
+            "Maximum number of partially computed prompts longer than "
+            "--long-prefill-token-threshold, so that shorter ones overtake them; 0: no limit. "
+            "Default: 1 if there is a threshold.",
+            BATCHING,
+            at_least=0,
+            default_from=default_long_prefills,
+            kind=int,
+            parse=lambda limit: limit or None,
+        ),
+    ] = None
     # Target duration of steps with decoding requests, which limits their prefill tokens.
-    target_step_s: float | None = None  # None: no target
-    max_long_partial_prefills: int | None = None  # long ones among them; short ones overtake
+    target_step_s: Annotated[
+        float | None,
+        Option(
+            "Target duration of a step while requests decode, in milliseconds: prompts get as "
+            "many tokens as fit into it, estimated from earlier steps; 0: no target.",
+            BATCHING,
+            name="target_step_ms",
+            at_least=0,
+            default=0.0,
+            kind=float,
+            parse=lambda step_ms: step_ms / 1e3 if step_ms else None,
+        ),
+    ] = None
     num_lookahead_tokens: int = 0  # slots beyond the next token, for speculation
-    kv_load_failure_policy: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE
+    kv_load_failure_policy: Annotated[
+        LoadFailurePolicy,
+        Option(
+            "Action of a decode node when a request's KV does not arrive. recompute: compute the "
+            "prompt locally; fail: end the request, and the router retries it on another node.",
+            KV_CACHE,
+        ),
+    ] = LoadFailurePolicy.RECOMPUTE
     # Blocks of each KV group that a grant leaves free for each request that holds blocks.
-    remote_headroom_blocks: int = 1
+    remote_headroom_blocks: Annotated[
+        int,
+        Option(
+            "KV blocks that a decode node keeps free for each request that holds blocks, when "
+            "it grants blocks to prefill nodes; with 0 it grants more and preempts more often.",
+            KV_CACHE,
+            at_least=0,
+        ),
+    ] = 1
     # Limit of the wait for blocks that another request is receiving from the same peer; with 0,
     # they are received twice. Far below the time for which a peer holds blocks without a grant.
     max_prefix_wait_s: float = 5.0
     # Limit of the wait for blocks that an external KV cache loads, or that a peer sends.
     max_load_wait_s: float = 5.0
     # Send each layer of a chunk to the peer when it is computed, instead of whole chunks.
-    push_layers: bool = False
+    push_layers: Annotated[
+        bool,
+        Option(
+            "When prefill nodes push KV: after each layer or after each chunk (layer, chunk).",
+            KV_CACHE,
+            name="push",
+            default=LAYER,
+            choices=(LAYER, "chunk"),
+            parse=lambda unit: unit == LAYER,
+        ),
+    ] = False
     # Raises InvalidRequest for arguments that no logits processor accepts.
     check_extra_args: Check = reject_extra_args
     collect_events: bool = False  # if set, `take_events` must be called regularly
 
     def __post_init__(self) -> None:
+        check_options(self)
         self._check_sizes()
         self._check_prefill_limits()
 
@@ -149,10 +243,9 @@ class SchedulerConfig:
         return 1 + self.num_lookahead_tokens
 
     def _check_sizes(self) -> None:
-        _require("max_num_seqs", self.max_num_seqs, self.max_num_seqs >= 1, "at least 1")
         _require("max_model_len", self.max_model_len, self.max_model_len >= 2, "at least 2")
-        for name in ("num_lookahead_tokens", "remote_headroom_blocks"):
-            _require(name, getattr(self, name), getattr(self, name) >= 0, "at least 0")
+        num_tokens = self.num_lookahead_tokens
+        _require("num_lookahead_tokens", num_tokens, num_tokens >= 0, "at least 0")
         # Every running request gets its next token in each step, so all must fit into one step.
         # Draft tokens get the rest.
         budget = self.max_num_batched_tokens
@@ -161,7 +254,6 @@ class SchedulerConfig:
 
     def _check_prefill_limits(self) -> None:
         threshold = self.long_prefill_token_threshold
-        _require("long_prefill_token_threshold", threshold, threshold >= 0, "at least 0")
         if threshold and not self.enable_chunked_prefill:
             raise InvalidConfig("long_prefill_token_threshold needs enable_chunked_prefill")
         for name in ("max_num_partial_prefills", "max_long_partial_prefills"):
@@ -179,13 +271,6 @@ class SchedulerConfig:
             raise InvalidConfig("target_step_s needs enable_chunked_prefill")
         if self.max_long_partial_prefills is not None and not threshold:
             raise InvalidConfig("max_long_partial_prefills needs long_prefill_token_threshold")
-
-
-def _parse_choice(kind: type[Choice], name: str, option: str) -> Choice:
-    known = {choice.value: choice for choice in kind}
-    if name not in known:
-        raise InvalidConfig(f"{option} {name!r}: choose one of {', '.join(known)}")
-    return known[name]
 
 
 def _require(name: str, value: object, is_valid: bool, expected: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from enum import Enum
 
-from baton.core.errors import InvalidConfig
 from baton.core.ids import BlockName
 from baton.core.kv_hints import NO_HINTS, BlockHints
 
@@ -15,14 +14,6 @@ MAX_NAMES = 1 << 17  # of blocks that were used once; the oldest ones are forgot
 class AdmissionPolicy(Enum):
     ALL = "all"
     REUSE = "reuse"  # at the second use, or at the first with a hint that there will be another
-
-
-def parse_admission_policy(name: str) -> AdmissionPolicy:
-    """Parse a value of --kv-tier-admission. Raises InvalidConfig."""
-    known = {policy.value: policy for policy in AdmissionPolicy}
-    if name not in known:
-        raise InvalidConfig(f"--kv-tier-admission {name!r}: choose one of {', '.join(known)}")
-    return known[name]
 
 
 class FileAdmission:

@@ -4,37 +4,24 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from baton.core.errors import InvalidConfig
 from baton.engine.runner.huge_pages import huge_page_memory
 from baton.engine.runner.kernels.native_copies import fastest_copies
 from baton.kv_transfer.kv_connector import KvConnectorContext
 from baton.kv_transfer.tiers.block_memory import BlockMemory
-from baton.kv_transfer.tiers.file_admission import FileAdmission, parse_admission_policy
+from baton.kv_transfer.tiers.file_admission import FileAdmission
 from baton.kv_transfer.tiers.file_tier import FileTier, check_folder
 from baton.kv_transfer.tiers.host_tier import HostTier
 from baton.kv_transfer.tiers.object_tier import ObjectTier
 from baton.kv_transfer.tiers.s3 import open_bucket
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
-
-
-@dataclass(frozen=True, slots=True)
-class TiersConfig:
-    """Settings of the connector `tiers`; options such as --kv-host-memory set them."""
-
-    host_bytes: int  # of host memory
-    folder: str = ""  # empty: no files
-    folder_bytes: int = 10 << 30
-    object_store: str = ""  # s3://bucket/prefix; empty: no objects
-    object_store_bytes: int = 1 << 40
-    admission: str = "all"  # to files and objects; see AdmissionPolicy
-    tenant_share: float = 1.0  # of each tier
+from baton.node.kv.tiers_config import TiersConfig, parse_tiers
 
 
 def make_tiers(context: KvConnectorContext) -> TieredKv:
     """Make the tiers of a node. Raises InvalidConfig if they cannot work."""
-    config = _parse(context.config)
+    config = parse_tiers(context.config)
     if context.device != "cpu":
         raise InvalidConfig("--kv-host-memory: blocks are copied on the CPU only")
     num_blocks = config.host_bytes // context.block_bytes
@@ -50,7 +37,7 @@ def make_tiers(context: KvConnectorContext) -> TieredKv:
     kv_memory = BlockMemory(context.address, context.num_blocks, context.block_bytes)
     tiers = TieredKv(
         *(kv_memory, host, _make_files(config, context), _make_objects(config, context)),
-        admission=FileAdmission(parse_admission_policy(config.admission)),
+        admission=FileAdmission(config.admission),
         copy=fastest_copies(context.block_bytes),
     )
     tiers.wake = context.wake
@@ -59,18 +46,11 @@ def make_tiers(context: KvConnectorContext) -> TieredKv:
 
 def check_tiers(given: Mapping[str, object]) -> None:
     """Raise InvalidConfig for settings that cannot work with any model."""
-    config = _parse(given)
+    config = parse_tiers(given)
     if config.folder:
         check_folder(config.folder)
     if config.object_store:
         open_bucket(config.object_store)
-
-
-def _parse(given: Mapping[str, object]) -> TiersConfig:
-    try:
-        return TiersConfig(**given)  # type: ignore[arg-type]
-    except TypeError as error:
-        raise InvalidConfig(f"--kv-connector-config of the tiers: {error}") from error
 
 
 def _make_files(config: TiersConfig, context: KvConnectorContext) -> FileTier | None:

@@ -45,7 +45,7 @@ def make_kv_worker(
     memory = runner.kv_memory
     region = Region(memory.address, memory.num_blocks, memory.block_bytes, memory.device)
     staging = _make_staging(options, runner)
-    config = replace(options.kv_worker, verify=options.kv_verify, busy_s=options.stuck_after_s)
+    config = replace(options.kv_worker, busy_s=options.stuck_after_s)
     transport = around.transport(_open_transport(options, region, staging), region)
     read = None if region.device == "cpu" else runner.read_blocks
     return KvTransferWorker(

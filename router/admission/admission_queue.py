@@ -6,9 +6,9 @@ import heapq
 import itertools
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Annotated, Generic, TypeVar
 
-from baton.core.errors import InvalidConfig
+from baton.core.options import ROUTING, Option, check_options
 from baton.rpc.errors import QueueFull
 
 # Weight of the newest interval between two ends in the moving average.
@@ -22,16 +22,28 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class AdmissionQueueConfig:
-    # Requests in flight on the nodes; None: as many as the decode nodes run at once. More would
-    # queue on the nodes, which do not order them by priority or reject any.
-    max_in_flight: int | None = None
-    max_queue: int = 1024  # requests that wait for admission; more are rejected
+    # With more than the decode nodes run at once, some would queue on the nodes, which do not order
+    # them by priority or reject any.
+    max_in_flight: Annotated[
+        int | None,
+        Option(
+            "Maximum number of requests in flight on the nodes. Default: as many as the decode "
+            "nodes' batches hold.",
+            ROUTING,
+            at_least=1,
+        ),
+    ] = None
+    max_queue: Annotated[
+        int,
+        Option(
+            "Maximum number of queued requests; more are refused (QUEUE_FULL).",
+            ROUTING,
+            at_least=0,
+        ),
+    ] = 1024
 
     def __post_init__(self) -> None:
-        if self.max_in_flight is not None and self.max_in_flight < 1:
-            raise InvalidConfig(f"max_in_flight is {self.max_in_flight}; it must be at least 1")
-        if self.max_queue < 0:
-            raise InvalidConfig(f"max_queue is {self.max_queue}; it must be at least 0")
+        check_options(self)
 
 
 class AdmissionQueue(Generic[K]):

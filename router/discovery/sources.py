@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from baton.core.errors import InvalidConfig
-from baton.rpc.node_info import NodeRole
 from baton.rpc.router_address import HOST, MAX_PORT, is_port
+
+if TYPE_CHECKING:
+    from baton.rpc.node_info import NodeRole
 
 DNS, FILE = "dns:", "file:"
 ADDRESS_ADVICE = "write host:port, dns:///name:port or file:///path"

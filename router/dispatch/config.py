@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from baton.router.routing.breakers import BreakerConfig
-from baton.router.routing.policy import Routing
+from baton.router.routing.config import Routing
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from enum import Enum
 
-from baton.core.errors import InvalidConfig
 from baton.engine.kv_cache.block_hashes import BlockHash
+from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import Node, NodeGroup, NodeTable, Revision
 from baton.router.routing.routing_view import (
     PrefixHolder,
@@ -22,37 +21,6 @@ from baton.rpc.node_info import NodeRole
 # Decode computes a prompt itself only if prefill would compute at least so many times its tokens.
 MIN_SAVING = 2
 UINT64 = 2**64 - 1
-
-
-class RoutingPolicy(Enum):
-    """Policy that chooses one of several suitable nodes."""
-
-    ROUND_ROBIN = "round_robin"
-    LEAST_LOADED = "least_loaded"
-    POWER_OF_TWO = "power_of_two"  # the less loaded of two random nodes
-    PREFIX_AWARE = "prefix_aware"  # fewest tokens to compute or move, including queued requests
-
-
-@dataclass(frozen=True, slots=True)
-class Routing:
-    policy: RoutingPolicy = RoutingPolicy.PREFIX_AWARE
-    # Decode computes a prompt itself if it misses fewer tokens than this, including those of other
-    # such prompts under way there, and prefill misses many more. 0 turns this off.
-    local_prefill_below: int = 0
-    seed: int = 0  # of the random draws
-    kv_pulls: bool = True  # name a node to pull a prefix from
-
-    def __post_init__(self) -> None:
-        if self.local_prefill_below < 0:
-            raise InvalidConfig("local_prefill_below is below 0; 0 is off")
-
-
-def parse_policy(name: str) -> RoutingPolicy:
-    try:
-        return RoutingPolicy(name)
-    except ValueError:
-        known = ", ".join(policy.value for policy in RoutingPolicy)
-        raise InvalidConfig(f"unknown policy {name!r}; choose one of: {known}") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
 
+from baton.core.options import SECURITY, Option
 from baton.rpc.errors import NotAnOperator
-from baton.rpc.security.token import AcceptedTokens, authorization
+from baton.rpc.security.token import AcceptedTokens, authorization, read_tokens
 
 OPTION = "--operator-token-file"
+
+
+def read_operator_tokens(path: Path | None) -> AcceptedTokens | None:
+    """Raises InvalidConfig."""
+    return None if path is None else AcceptedTokens(read_tokens(path, OPTION))
+
+
+OperatorTokens = Annotated[
+    AcceptedTokens | None,
+    Option(
+        "File of operators' tokens, one per line, which resets and drains require. Router and "
+        "nodes need the same file to reset tiers that nodes share.",
+        SECURITY,
+        name="operator_token_file",
+        kind=Path | None,
+        parse=read_operator_tokens,
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,20 +12,46 @@ import ssl
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 from baton.core.errors import InvalidConfig
+from baton.core.options import SECURITY, Option
 
 
 @dataclass(frozen=True, slots=True)
 class TlsConfig:
     """PEM files, read and validated at construction. Raises InvalidConfig."""
 
-    cert: Path | None = None  # this process's certificate, followed by its intermediates
-    key: Path | None = None  # of the certificate; not encrypted
-    ca: Path | None = None  # None: dials in plain text
-    client_ca: Path | None = None  # None: serves clients without certificates
-    # Host name expected in the certificates of dialled servers; empty: the dialled host.
-    server_name: str = ""
+    cert: Annotated[  # followed by its intermediates
+        Path | None, Option("PEM file: certificate of this process.", SECURITY, name="tls_cert")
+    ] = None
+    key: Annotated[  # not encrypted
+        Path | None, Option("PEM file: private key of --tls-cert.", SECURITY, name="tls_key")
+    ] = None
+    ca: Annotated[  # None: dials in plain text
+        Path | None,
+        Option(
+            "PEM file: trusted authorities; enables TLS for outgoing connections.",
+            SECURITY,
+            name="tls_ca",
+        ),
+    ] = None
+    client_ca: Annotated[  # None: serves clients without certificates
+        Path | None,
+        Option(
+            "PEM file: authorities of client certificates; enables mutual TLS.",
+            SECURITY,
+            name="tls_client_ca",
+        ),
+    ] = None
+    server_name: Annotated[
+        str,
+        Option(
+            "Server name to expect in certificates, if it is not the host.",
+            SECURITY,
+            name="tls_server_name",
+        ),
+    ] = ""
     # Cached, so that a file that is replaced or removed later does not break new channels.
     _pem_by_path: Mapping[Path, bytes] = field(init=False, repr=False, compare=False)
 

@@ -17,8 +17,8 @@ from baton.router.dispatch.config import DispatchConfig
 from baton.router.dispatch.node_calls import GrpcNodeCalls
 from baton.router.input_processing.tokenization import NoTokenizer
 from baton.router.pipeline import Pipeline, PipelineConfig
+from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import Node
-from baton.router.routing.policy import Routing, RoutingPolicy
 from baton.router.values import CompletionSummary, GenerateCall, TokenChunk, TokenPrompt
 from baton.rpc.errors import GenerationFailed, PoisonedRequest
 from baton.rpc.node_info import NodeRole

@@ -421,10 +421,10 @@ def test_a_share_of_what_is_free_is_near_that_share(folder: Path) -> None:
         ({"dtype": "int8"}, "dtype 'int8'"),
         ({"device": "abacus"}, "device 'abacus'"),
         ({"device": "meta"}, "device 'meta'"),
-        ({"block_size": 0}, "block_size"),
-        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"block_size": 0}, "--block-size"),
+        ({"max_num_seqs": 0}, "--max-num-seqs"),
         ({"max_model_len": 513}, "max_model_len 513: at most 512"),
-        ({"num_threads": 0}, "num_threads"),
+        ({"num_threads": 0}, "--threads"),
     ],
     ids=str,
 )

@@ -16,8 +16,9 @@ import torch
 from baton.core.ids import RequestId
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
+from baton.engine.config import EngineOptions
 from baton.engine.core import EngineCore
-from baton.engine.factory import EngineOptions, build_engine
+from baton.engine.factory import build_engine
 from baton.engine.runner.model_runner import TorchRunner
 from baton.engine.scheduler.config import SchedulerConfig
 from tests.support.families import FAMILY_VARIANTS, RECURRENT

@@ -99,5 +99,5 @@ def test_a_block_of_int8_has_one_byte_a_number_and_two_a_scale() -> None:
 
 
 def test_an_unknown_dtype_is_refused() -> None:
-    with pytest.raises(InvalidConfig, match="kv_cache_dtype 'fp8': auto, int8"):
+    with pytest.raises(InvalidConfig, match="--kv-cache-dtype 'fp8': choose one of auto, int8"):
         RunnerConfig(str(MODEL), kv_cache_dtype="fp8")

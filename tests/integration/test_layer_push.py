@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 )
 def pair(model_folder: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
     kind = f"{request.param} by layer"
-    KINDS.setdefault(kind, {"kv_transport": request.param, "push": "layer"})
+    KINDS.setdefault(kind, {"kv_transport": request.param})
     with Pair(PairOptions(model_folder, kind, chunk_tokens=CHUNK)) as running:
         yield running
 

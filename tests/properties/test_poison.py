@@ -19,7 +19,7 @@ from baton.router.dispatch.node_rpcs import Leg
 from baton.router.dispatch.quarantine import PROVEN_TOKENS
 from baton.router.input_processing.tokenization import NoTokenizer
 from baton.router.pipeline import Pipeline, PipelineConfig
-from baton.router.routing.policy import Routing, RoutingPolicy
+from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.values import GenerateCall, TokenChunk, TokenPrompt
 from baton.rpc.errors import FailureKind, NodeFailed, PoisonedRequest
 from baton.rpc.node_info import NodeRole

@@ -80,7 +80,9 @@ class PairOptions:
                 kv_cache_dtype=self.kv_cache_dtypes[not is_prefill],
             ),
             scheduling=SchedulerConfig(
-                max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.chunk_tokens
+                max_num_seqs=self.max_num_seqs,
+                max_num_batched_tokens=self.chunk_tokens,
+                push_layers=True,
             ),
             node_id=role.value,
             kv_staging_bytes=0 if is_prefill else self.kv_staging_bytes,

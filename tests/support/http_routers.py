@@ -21,8 +21,8 @@ from baton.router.openai.server import http_serving
 from baton.router.pipeline import Pipeline, PipelineConfig
 from baton.router.prefix_resets import PrefixResets
 from baton.router.request_scope import RequestScopes
+from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import NodeTable
-from baton.router.routing.policy import Routing, RoutingPolicy
 from baton.router.tracing import NO_REQUEST_TRACING, Tracing
 from baton.rpc.channel import open_channel
 from baton.rpc.health import Health

@@ -11,7 +11,8 @@ from baton.core.ids import HandoffId, Incarnation, NodeId, Peer, RequestId
 from baton.core.output import FinishReason, Output, RequestStats
 from baton.core.request import EngineRequest, ReceiveKv
 from baton.core.sampling import SamplingParams
-from baton.engine.factory import EngineOptions, build_engine
+from baton.engine.config import EngineOptions
+from baton.engine.factory import build_engine
 from baton.engine.kv_cache.groups import KvGroup, places_done
 from baton.engine.runner.model_runner import TorchRunner
 from baton.engine.scheduler.config import SchedulerConfig

@@ -15,8 +15,8 @@ from baton.router.dispatch.config import DispatchConfig
 from baton.router.input_processing.tokenization import NoTokenizer
 from baton.router.pipeline import Pipeline, PipelineConfig
 from baton.router.request_scope import RequestScopes
+from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import NodeTable
-from baton.router.routing.policy import Routing, RoutingPolicy
 from baton.router.servicer import InferenceServicer
 from baton.router.tracing import NO_REQUEST_TRACING, Tracing
 from baton.router.values import Prompt

@@ -23,8 +23,9 @@ from baton.bench.engine.step_cost import Spent, StepCost, StepMeter, step_cost
 from baton.core.ids import RequestId
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
+from baton.engine.config import EngineOptions
 from baton.engine.core import EngineCore
-from baton.engine.factory import EngineOptions, build_engine
+from baton.engine.factory import build_engine
 from baton.engine.runner.kernels.build import KernelsUnavailable
 from baton.engine.runner.kernels.limits import LimitMeter
 from baton.engine.runner.load import RunnerConfig, load_runner

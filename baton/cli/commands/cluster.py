@@ -8,19 +8,19 @@ from typing import Annotated, Any
 import typer
 
 from baton.cli.command import FILE, SETTINGS
-from baton.cli.commands.serve import node_options, router_options
-from baton.cli.options.kv_events import check_kv_endpoint
 from baton.cli.options.model import ModelOrDemo
-from baton.cli.options.network import Host, Port
-from baton.cli.options.security import tls_config
-from baton.cli.options.telemetry import TraceDir, trace_folder
+from baton.cli.options.network import Host, Port, TraceDir
 from baton.cli.signatures import forwarded_arguments, inherit_options, is_set, parameters_of, split
 from baton.core.errors import InvalidConfig
+from baton.core.options import build_config
 from baton.demo_model import demo_model
+from baton.node.options import NodeOptions
+from baton.router.options import RouterOptions
 from baton.rpc.listening import check_port
-from baton.telemetry.options import default_trace_dir
+from baton.rpc.security.tls import TlsConfig
+from baton.telemetry.options import default_trace_dir, trace_folder
 
-FOR_TLS = tuple(one.name for one in parameters_of(tls_config))
+FOR_TLS = tuple(one.name for one in parameters_of(TlsConfig))
 # Options that a command sets itself for each process of the cluster that it starts.
 SET_PER_PROCESS = (
     "host",
@@ -35,7 +35,7 @@ GIVEN = (*SET_PER_PROCESS, "drain_timeout_s", *FOR_TLS)  # those of `baton up`
 CLUSTER_PANEL = "Cluster"
 
 
-@inherit_options(node_options, router_options, tls_config, without=set(GIVEN) - set(FOR_TLS))
+@inherit_options(NodeOptions, RouterOptions, without=set(GIVEN) - set(FOR_TLS))
 def up(
     context: typer.Context,
     model: ModelOrDemo = "",
@@ -93,16 +93,18 @@ def up(
             "gives each process a free port, which it logs"
         )
     num_nodes = prefill + decode
-    check_kv_endpoint(given["kv_events_endpoint"], num_nodes)
-    check_kv_endpoint(given["kv_events_replay_endpoint"], num_nodes)
     model = model or demo_model()
-    for_tls, for_nodes, for_router = split(given, tls_config, node_options, router_options)
+    for_tls, for_nodes, for_router = split(given, TlsConfig, NodeOptions, RouterOptions)
     # Validate the options before three processes load a model.
-    nodes = node_options(model=model, **for_nodes)
-    routing = router_options(decode_nodes=f"{host}:1", model=model, **for_router)
+    nodes = build_config(NodeOptions, {**for_nodes, "model": model})
+    if num_nodes > 1:
+        nodes.kv_events.check_shared()
+    router = build_config(
+        RouterOptions, {**for_router, "model": model, "decode_nodes": f"{host}:1"}
+    )
     check_port(host, port)
-    if routing.http_port is not None:
-        check_port(routing.http_host or host, routing.http_port, "--http-port")
+    if router.http_port is not None:
+        check_port(router.http_host or host, router.http_port, "--http-port")
     options = ClusterOptions(
         model=model,
         num_prefill=prefill,
@@ -114,10 +116,10 @@ def up(
         node_arguments=(
             *_shared_cores(context, num_nodes),
             *shared_memory(context, num_nodes),
-            *forwarded_arguments(context, node_options, without=GIVEN),
+            *forwarded_arguments(context, NodeOptions, without=GIVEN),
         ),
-        router_arguments=forwarded_arguments(context, router_options, without=GIVEN),
-        tls=tls_config(**for_tls),
+        router_arguments=forwarded_arguments(context, RouterOptions, without=GIVEN),
+        tls=build_config(TlsConfig, for_tls),
         start_timeout_s=start_timeout_s,
         drain_timeout_s=drain_timeout_s,
         show_logs=True,

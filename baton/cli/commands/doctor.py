@@ -14,14 +14,14 @@ from rich.table import Table
 from rich.text import Text
 
 from baton.cli.errors import FAILED
-from baton.cli.options.kv_cache import KV_PANEL, KvDtype, KvFolder, KvObjectStore
-from baton.cli.options.model import MODEL_PANEL
-from baton.cli.options.network import NETWORK_PANEL, Host
+from baton.cli.options.model import KvDtype, KvFolder, KvObjectStore
+from baton.cli.options.network import Host, TraceDir
 from baton.cli.options.output import OUTPUT_PANEL
-from baton.cli.options.telemetry import TraceDir, trace_folder
 from baton.cli.show import console
 from baton.core.errors import InvalidConfig
-from baton.units import AUTO, parse_kv_memory
+from baton.core.options import KV_CACHE, MODEL, NETWORK
+from baton.core.units import AUTO, parse_kv_memory
+from baton.telemetry.options import trace_folder
 
 if TYPE_CHECKING:
     from baton.doctor.findings import Finding
@@ -35,14 +35,14 @@ def doctor(
         str,
         typer.Option(
             help="Also check this model folder; nothing is downloaded.",
-            rich_help_panel=MODEL_PANEL,
+            rich_help_panel=MODEL,
         ),
     ] = "",
     kv_cache_memory: Annotated[
         str,
         typer.Option(
             help="KV cache of a node, such as 2GiB; auto: the size `baton up` picks for two nodes.",
-            rich_help_panel=KV_PANEL,
+            rich_help_panel=KV_CACHE,
         ),
     ] = AUTO,
     kv_cache_dtype: KvDtype = "auto",
@@ -50,13 +50,13 @@ def doctor(
         str,
         typer.Option(
             help="Comma-separated KV transports to test with a transfer; empty: none.",
-            rich_help_panel=KV_PANEL,
+            rich_help_panel=KV_CACHE,
         ),
     ] = "nixl,ucxx",
     patience_s: Annotated[
         float,
         typer.Option(
-            min=0.1, help="Timeout in seconds for each transport.", rich_help_panel=KV_PANEL
+            min=0.1, help="Timeout in seconds for each transport.", rich_help_panel=KV_CACHE
         ),
     ] = 10.0,
     kv_folder: KvFolder = "",
@@ -64,9 +64,7 @@ def doctor(
     host: Host = "127.0.0.1",
     ports: Annotated[
         str,
-        typer.Option(
-            help="Comma-separated ports that should be free.", rich_help_panel=NETWORK_PANEL
-        ),
+        typer.Option(help="Comma-separated ports that should be free.", rich_help_panel=NETWORK),
     ] = "50051",
     trace_dir: TraceDir = "",
     as_json: Annotated[

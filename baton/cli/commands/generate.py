@@ -14,13 +14,13 @@ import typer
 from baton.cli.errors import print_warning
 from baton.cli.options.connection import connect
 from baton.cli.options.kv_hints import kv_hints
-from baton.cli.options.model import MODEL_PANEL
 from baton.cli.options.output import OUTPUT_PANEL
 from baton.cli.options.sampling import BadWords, IncludeStop, StopStrings, sampling
 from baton.cli.show import console, for_terminal, table_of
 from baton.cli.signatures import inherit_options, split
 from baton.core.errors import InvalidRequest
-from baton.units import format_bytes
+from baton.core.options import MODEL
+from baton.core.units import format_bytes
 
 if TYPE_CHECKING:
     from baton.client import Answer, AsyncClient, Finish
@@ -65,9 +65,7 @@ def generate(
     ] = False,
     model: Annotated[
         str,
-        typer.Option(
-            help="Fail unless the cluster serves this model.", rich_help_panel=MODEL_PANEL
-        ),
+        typer.Option(help="Fail unless the cluster serves this model.", rich_help_panel=MODEL),
     ] = "",
     n: Annotated[
         int,

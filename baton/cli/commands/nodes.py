@@ -19,7 +19,7 @@ from baton.cli.options.connection import connect
 from baton.cli.options.output import OUTPUT_PANEL
 from baton.cli.show import console
 from baton.cli.signatures import inherit_options
-from baton.units import format_bytes
+from baton.core.units import format_bytes
 
 if TYPE_CHECKING:
     from baton.client.node_status import NodeRates, NodeStatus, Snapshot, TierUsage

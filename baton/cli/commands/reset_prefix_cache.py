@@ -8,9 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from baton.cli.options.connection import connect
-from baton.cli.options.security import SECURITY_PANEL, operator_tokens
 from baton.cli.signatures import inherit_options
+from baton.core.options import SECURITY
 from baton.kv_transfer.external_kv import TIERS
+from baton.rpc.security.operators import read_operator_tokens
 
 ALL = "all"
 
@@ -31,7 +32,7 @@ def reset_prefix_cache(
         typer.Option(
             help="File with an operator's token in its first line, as the cluster's router and "
             "nodes have it.",
-            rich_help_panel=SECURITY_PANEL,
+            rich_help_panel=SECURITY,
         ),
     ] = None,
     **given: Any,
@@ -49,7 +50,7 @@ def reset_prefix_cache(
 async def _reset(
     tiers: list[str], token_file: Path | None, for_connection: dict[str, Any]
 ) -> dict[str, dict[str, int]]:
-    tokens = operator_tokens(token_file)
+    tokens = read_operator_tokens(token_file)
     async with connect(**for_connection) as client:
         num_blocks: dict[str, dict[str, int]] = await client.reset_prefix_caches(
             tiers, tokens and tokens.tokens[0]

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from baton.cli.errors import FAILED, print_error, print_warning
-from baton.cli.options.batching import Speculative
-from baton.cli.options.kv_cache import KV_PANEL, KvDtype
-from baton.cli.options.model import Device, Dtype, ModelOrDemo, Threads
+from baton.cli.options.model import Device, Dtype, KvDtype, ModelOrDemo, Speculative, Threads
 from baton.cli.options.sampling import IncludeStop, StopStrings, sampling
 from baton.cli.signatures import inherit_options
+from baton.core.options import KV_CACHE
+from baton.core.units import format_bytes
 from baton.demo_model import demo_model
 from baton.encoding import reject_invalid_text
-from baton.units import format_bytes
 
 if TYPE_CHECKING:
     from baton.engine.runner.model.config import ModelConfig
@@ -38,7 +37,7 @@ def run(
         typer.Option(
             help="Size of the KV cache, such as 512MiB. Default: what prompts and answers need, at "
             "most half of the free memory.",
-            rich_help_panel=KV_PANEL,
+            rich_help_panel=KV_CACHE,
         ),
     ] = None,
     kv_cache_dtype: KvDtype = "auto",

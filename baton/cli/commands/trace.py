@@ -11,8 +11,8 @@ import typer
 from baton.cli.command import Group
 from baton.cli.examples import examples
 from baton.cli.options.output import check_writable_file
-from baton.cli.options.telemetry import TRACE_DIR_VARIABLE, trace_folder
 from baton.core.errors import InvalidConfig, NamedError
+from baton.telemetry.options import TRACE_DIR_VARIABLE, trace_folder
 from baton.telemetry.tracing.store import read_spans
 from baton.telemetry.tracing.traces import Trace, find_trace, traces_of
 

@@ -17,6 +17,7 @@ import typer
 from baton.cli.commands.node_restarts import NodeRestarts
 from baton.cli.show import console, table_of
 from baton.cluster import Child, ClusterFailed, ClusterOptions, LocalCluster
+from baton.core.units import format_bytes
 from baton.engine.model_folder import resolve_model_folder
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.runner.families.read_config import read_model_config
@@ -27,7 +28,6 @@ from baton.rpc.node_info import NodeCard, card_from
 from baton.rpc.parent_process import exit_on_sigterm
 from baton.rpc.security.tls import TlsConfig
 from baton.text.tokenizer import Tokenizer
-from baton.units import format_bytes
 from baton.v1 import node_pb2, node_pb2_grpc
 
 INTERRUPTED = 130

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from baton.cli.options.network import NETWORK_PANEL
 from baton.cli.options.security import ClientTokenFile, client_tls
 from baton.cli.signatures import inherit_options
+from baton.core.options import NETWORK
 
 if TYPE_CHECKING:
     from baton.client import AsyncClient
@@ -17,7 +17,7 @@ Address = Annotated[
     str,
     typer.Option(
         help="host:port of the router (gRPC). Default port: 50051.",
-        rich_help_panel=NETWORK_PANEL,
+        rich_help_panel=NETWORK,
     ),
 ]
 Timeout = Annotated[
@@ -26,7 +26,7 @@ Timeout = Annotated[
         "--timeout",
         min=0.001,
         help="Timeout of a request in seconds.",
-        rich_help_panel=NETWORK_PANEL,
+        rich_help_panel=NETWORK,
     ),
 ]
 

@@ -1,71 +1,23 @@
-"""TLS and token options of every command that opens or serves a channel."""
+"""TLS and token options of every command that opens a channel."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-if TYPE_CHECKING:
-    from baton.rpc.security.tls import TlsConfig
-    from baton.rpc.security.token import AcceptedTokens
+from baton.cli.signatures import inherit_options
+from baton.core.options import SECURITY, build_config
+from baton.rpc.security.tls import TlsConfig
 
-SECURITY_PANEL = "Security"
-
-
-def _option(help: str) -> Any:  # noqa: A002
-    return typer.Option(help=help, rich_help_panel=SECURITY_PANEL)
-
-
-TlsCert = Annotated[Path | None, _option("PEM file: certificate of this process.")]
-TlsKey = Annotated[Path | None, _option("PEM file: private key of --tls-cert.")]
-TlsCa = Annotated[
-    Path | None, _option("PEM file: trusted authorities; enables TLS for outgoing connections.")
-]
-TlsClientCa = Annotated[
-    Path | None, _option("PEM file: authorities of client certificates; enables mutual TLS.")
-]
-TlsServerName = Annotated[
-    str, _option("Server name to expect in certificates, if it is not the host.")
-]
-RouterTokenFile = Annotated[Path | None, _option("File of accepted client tokens, one per line.")]
-ClientTokenFile = Annotated[Path | None, _option("File with the token to send, in its first line.")]
-OperatorTokenFile = Annotated[
+ClientTokenFile = Annotated[
     Path | None,
-    _option(
-        "File of operators' tokens, one per line, which resets and drains require. Router and "
-        "nodes need the same file to reset tiers that nodes share."
-    ),
+    typer.Option(help="File with the token to send, in its first line.", rich_help_panel=SECURITY),
 ]
 
 
-def operator_tokens(path: Path | None) -> AcceptedTokens | None:
-    """Raises InvalidConfig."""
-    from baton.rpc.security.operators import OPTION
-    from baton.rpc.security.token import AcceptedTokens, read_tokens
-
-    return None if path is None else AcceptedTokens(read_tokens(path, OPTION))
-
-
-def tls_config(
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_ca: TlsCa = None,
-    tls_client_ca: TlsClientCa = None,
-    tls_server_name: TlsServerName = "",
-) -> TlsConfig:
-    """TLS settings of a server process. Raises InvalidConfig."""
-    from baton.rpc.security.tls import TlsConfig
-
-    return TlsConfig(tls_cert, tls_key, tls_ca, tls_client_ca, tls_server_name)
-
-
-def client_tls(
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_server_name: TlsServerName = "",
-) -> TlsConfig:
+@inherit_options(TlsConfig, without=("tls_client_ca",))
+def client_tls(**given: Any) -> TlsConfig:
     """TLS settings of a process that is only a client. Raises InvalidConfig."""
-    return tls_config(tls_cert, tls_key, tls_ca, tls_server_name=tls_server_name)
+    return build_config(TlsConfig, given)

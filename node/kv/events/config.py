@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 from baton.core.errors import InvalidConfig
+from baton.core.options import KV_EVENTS, Option, check_options
 
 TCP, IPC = "tcp://", "ipc://"
 WILDCARD = "*"  # as a host: the addresses that the node listens on
@@ -16,22 +18,85 @@ NODE_ID = "{node_id}"  # stands for the node's name in endpoints and topic
 
 @dataclass(frozen=True, slots=True)
 class KvEventsConfig:
-    endpoint: str  # of the PUB socket
-    replay_endpoint: str = ""  # of the ROUTER socket; empty: no replay
-    topic: str = ""  # first frame of each message
-    buffer_steps: int = BUFFER_STEPS  # messages kept for replay
-    hwm: int = MAX_QUEUED  # messages that wait for a slow subscriber; the oldest ones are skipped
-    max_queue_size: int = MAX_QUEUED  # updates queued for the publishing thread
+    """KV events of a node. Without an endpoint, there are none."""
+
+    endpoint: Annotated[  # of the PUB socket
+        str,
+        Option(
+            "ZeroMQ endpoint on which changes of the prefix cache are published in vLLM's format, "
+            "for other routers: tcp://*:5557 (on --host) and ipc://PATH are bound, "
+            "tcp://HOST:PORT is connected to. {node_id} stands for the node's name, here and in "
+            "the topic. Default: none.",
+            KV_EVENTS,
+            name="kv_events_endpoint",
+        ),
+    ] = ""
+    replay_endpoint: Annotated[  # of the ROUTER socket; empty: no replay
+        str,
+        Option(
+            "ZeroMQ endpoint that answers requests for missed KV events, such as tcp://*:5558.",
+            KV_EVENTS,
+            name="kv_events_replay_endpoint",
+        ),
+    ] = ""
+    topic: Annotated[  # first frame of each message
+        str,
+        Option(
+            "Topic of the KV events, such as kv@POD@MODEL for llm-d.",
+            KV_EVENTS,
+            name="kv_events_topic",
+        ),
+    ] = ""
+    buffer_steps: Annotated[
+        int,
+        Option(
+            "Messages that are kept for replay.",
+            KV_EVENTS,
+            name="kv_events_buffer_steps",
+            at_least=1,
+        ),
+    ] = BUFFER_STEPS
+    hwm: Annotated[
+        int,
+        Option(
+            "Messages that wait for a slow subscriber; it misses the oldest ones.",
+            KV_EVENTS,
+            name="kv_events_hwm",
+            at_least=1,
+        ),
+    ] = MAX_QUEUED
+    max_queue_size: Annotated[  # for the publishing thread
+        int,
+        Option(
+            "Updates that wait to be published; later ones are lost.",
+            KV_EVENTS,
+            name="kv_events_max_queue_size",
+            at_least=1,
+        ),
+    ] = MAX_QUEUED
     host: str = LOOPBACK  # where an endpoint with `*` listens
 
     def __post_init__(self) -> None:
-        self._check_endpoint("--kv-events-endpoint", self.endpoint)
+        check_options(self)
+        if self.endpoint:
+            self._check_endpoint("--kv-events-endpoint", self.endpoint)
         if self.replay_endpoint:
+            if not self.endpoint:
+                raise InvalidConfig("--kv-events-replay-endpoint needs --kv-events-endpoint")
             self._check_endpoint("--kv-events-replay-endpoint", self.replay_endpoint)
-        for name in ("buffer_steps", "hwm", "max_queue_size"):
-            if getattr(self, name) < 1:
-                option = f"--kv-events-{name.replace('_', '-')}"
-                raise InvalidConfig(f"{option} is {getattr(self, name)}; it must be at least 1")
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.endpoint)
+
+    def check_shared(self) -> None:
+        """Raise InvalidConfig for endpoints that several nodes cannot share."""
+        for endpoint in filter(None, (self.endpoint, self.replay_endpoint)):
+            if NODE_ID not in endpoint:
+                raise InvalidConfig(
+                    f"{endpoint} cannot be shared by several nodes; write {NODE_ID} where their "
+                    f"names go, such as ipc:///tmp/kv-events-{NODE_ID}"
+                )
 
     def for_node(self, node_id: str, host: str) -> KvEventsConfig:
         return replace(

@@ -9,9 +9,10 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Annotated, Any, NamedTuple, NoReturn, Protocol
 
 from baton.core.errors import InvalidConfig
+from baton.core.options import MODEL, Option
 from baton.router.openai.response.json_scan import JsonScan
 
 THINK, END_THINK = "<think>", "</think>"
@@ -357,8 +358,24 @@ def _check(option: str, name: str, known: dict[str, Any]) -> None:
 class Parsing:
     """Formats of the model's tool calls and reasoning; empty: all text is content."""
 
-    tools: str = ""
-    reasoning: str = ""
+    tools: Annotated[
+        str,
+        Option(
+            "Parser of tool calls for the OpenAI API: hermes (also for Qwen) or llama3_json. "
+            "Default: tool calls stay text.",
+            MODEL,
+            name="tool_parser",
+        ),
+    ] = ""
+    reasoning: Annotated[
+        str,
+        Option(
+            "Parser of reasoning for the OpenAI API: qwen3, or deepseek_r1 if the chat template "
+            "opens the reasoning. Default: reasoning stays text.",
+            MODEL,
+            name="reasoning_parser",
+        ),
+    ] = ""
 
     def __post_init__(self) -> None:
         _check("--tool-parser", self.tools, TOOL_READERS)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.router.routing.policy import RoutingPolicy
+from baton.router.routing.config import RoutingPolicy
 from benchmarks.router.policies import (
     PolicyBench,
     PolicyFigures,

@@ -11,7 +11,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from baton.cli.commands.serve import router_options
+from baton.router.options import RouterOptions
 from baton.rpc.grace_period import DRAIN_TIMEOUT_S
 from baton.rpc.health import LIVENESS
 from tests.support import manifests
@@ -32,7 +32,7 @@ from tests.support.manifests import (
 VERSIONS = ("1.30", kubernetes_validate.latest_version())
 COMPONENTS = ("router", *NODES)
 REPOSITORY = Path(__file__).parents[3]
-FIND_EVERY_S = inspect.signature(router_options).parameters["find_every_s"].default
+FIND_EVERY_S = inspect.signature(RouterOptions).parameters["find_every_s"].default
 SERVICES_HEAR_WITHIN_S = 5  # until proxies and DNS have removed a terminating pod
 SETTINGS = sorted(manifests.ROOT.rglob("baton.toml"))
 

@@ -8,6 +8,7 @@ import pytest
 
 from baton.core.errors import InvalidConfig
 from baton.engine.runner.config import RunnerConfig
+from baton.node.kv.tiers_config import TiersConfig
 from baton.node.options import NodeOptions
 
 
@@ -33,13 +34,13 @@ def test_ucx_keeps_to_the_loopback_where_the_node_does(host: str, given: str, de
 @pytest.mark.parametrize("share", [0.0, -0.5, 1.5])
 def test_a_tenants_share_that_is_none_is_refused(share: float) -> None:
     with pytest.raises(InvalidConfig, match=r"--kv-tenant-share is .*; it must be above 0"):
-        NodeOptions(RunnerConfig(model="m"), kv_tenant_share=share)
+        TiersConfig(tenant_share=share)
 
 
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"kv_host_bytes": 1}, "--kv-host-memory cannot be used with --no-prefix-caching"),
+        ({"tiers": TiersConfig(1)}, "--kv-host-memory cannot be used with --no-prefix-caching"),
         ({"kv_connector": "a"}, "--kv-connector cannot be used with --no-prefix-caching"),
     ],
 )
@@ -49,15 +50,19 @@ def test_kv_outside_the_cache_needs_prefix_caching(settings: dict[str, Any], nam
 
 
 @pytest.mark.parametrize(
-    ("setting", "named"),
-    [("kv_host_bytes", "--kv-host-memory"), ("kv_staging_bytes", "--kv-staging-memory")],
+    ("settings", "named"),
+    [
+        ({"tiers": TiersConfig(1)}, "--kv-host-memory"),
+        ({"kv_staging_bytes": 1}, "--kv-staging-memory"),
+    ],
 )
-def test_options_without_code_for_gpus_are_refused_there(setting: str, named: str) -> None:
-    settings: dict[str, Any] = {setting: 1}
+def test_options_without_code_for_gpus_are_refused_there(
+    settings: dict[str, Any], named: str
+) -> None:
     with pytest.raises(InvalidConfig, match=f"{named}: blocks are .* on the CPU only"):
         NodeOptions(RunnerConfig(model="m", device="cuda"), **settings)
 
 
 def test_a_transport_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(InvalidConfig, match="no KV transport is called 'pigeon'"):
+    with pytest.raises(InvalidConfig, match="--kv-transport 'pigeon': choose one of nixl, ucxx"):
         NodeOptions(RunnerConfig(model="m"), kv_transport="pigeon")

@@ -12,12 +12,13 @@ from baton.core.errors import InvalidConfig, ModelError, NamedError
 from baton.decode_node.__main__ import DECODE
 from baton.engine.runner.config import RunnerConfig
 from baton.node.kv.events.config import KvEventsConfig
+from baton.node.kv.tiers_config import TiersConfig
 from baton.node.options import NodeOptions
 from baton.node.run import run
 from baton.rpc.errors import AddressInUse
 from baton.telemetry.options import TelemetryOptions
 
-TIERS: dict[str, Any] = {"kv_host_bytes": 1 << 20}
+HOST_BYTES = 1 << 20
 
 
 def start(folder: Path, **settings: Any) -> None:
@@ -41,13 +42,13 @@ def assert_refused(
 
 def test_a_kv_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    settings = {**TIERS, "kv_folder": str(tmp_path / "file" / "kv")}
+    settings = {"tiers": TiersConfig(HOST_BYTES, str(tmp_path / "file" / "kv"))}
 
     assert_refused(tmp_path / "model", InvalidConfig, r"--kv-folder .*: Not a directory", settings)
 
 
 def test_an_object_store_that_is_no_url(tmp_path: Path) -> None:
-    settings = {**TIERS, "kv_object_store": "bucket"}
+    settings = {"tiers": TiersConfig(HOST_BYTES, object_store="bucket")}
 
     assert_refused(tmp_path / "model", InvalidConfig, "--kv-object-store bucket: give it", settings)
 
@@ -90,8 +91,7 @@ def test_an_endpoint_of_kv_events_without_a_port(tmp_path: Path) -> None:
 
 def test_what_can_work_comes_to_the_model(tmp_path: Path) -> None:
     settings = {
-        **TIERS,
-        "kv_folder": str(tmp_path / "kv" / "files"),
+        "tiers": TiersConfig(HOST_BYTES, str(tmp_path / "kv" / "files")),
         "telemetry": TelemetryOptions(metrics_port=0),
         "kv_events": KvEventsConfig("tcp://*:0"),
     }

@@ -17,8 +17,8 @@ from baton.router.dispatch.node_rpcs import Leg
 from baton.router.input_processing.tokenization import NoTokenizer
 from baton.router.pipeline import Pipeline, PipelineConfig
 from baton.router.request_scope import RequestScopes
+from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import Node, NodeTable
-from baton.router.routing.policy import Routing, RoutingPolicy
 from baton.router.values import (
     CompletionSummary,
     GenerateCall,

@@ -25,8 +25,8 @@ from baton.router.dispatch.config import DispatchConfig
 from baton.router.dispatch.node_rpcs import MAX_WAITING, Events, Leg, LegOutput
 from baton.router.input_processing.tokenization import NoTokenizer, TextBoundary
 from baton.router.pipeline import Pipeline, PipelineConfig
+from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import NodeTable
-from baton.router.routing.policy import Routing, RoutingPolicy
 from baton.router.values import (
     CompletionSummary,
     DecodeSummary,

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from baton.cli.options.kv_cache import KvDtype
 from baton.cli.options.lists import parse_names, parse_numbers
+from baton.cli.options.model import KvDtype
 from baton.cli.options.output import JsonFile
 from baton.cli.show import show_table, write_json
 

@@ -13,12 +13,14 @@ import typer
 from baton.cli.commands.bench.progress import requests_bar
 from baton.cli.commands.bench.serve_tables import name_of_run, show_runs
 from baton.cli.commands.cluster import SET_PER_PROCESS, shared_memory
-from baton.cli.commands.serve import node_options, router_options
 from baton.cli.options.output import OUTPUT_PANEL, JsonFile, check_creatable_folder
 from baton.cli.options.security import ClientTokenFile, client_tls
 from baton.cli.show import console, show_table, write_json
 from baton.cli.signatures import forwarded_arguments, inherit_options, parameters_of, split
 from baton.core.errors import InvalidConfig
+from baton.core.options import build_config
+from baton.node.options import NodeOptions
+from baton.router.options import RouterOptions
 
 if TYPE_CHECKING:
     from baton.bench.serve.benchmark import (
@@ -85,8 +87,8 @@ def load_options(
 @inherit_options(
     load_options,
     client_tls,
-    node_options,
-    router_options,
+    NodeOptions,
+    RouterOptions,
     without=UNFIT,
 )
 def serve(
@@ -137,7 +139,7 @@ def serve(
     from baton.bench.serve.figures import parse_slo
     from baton.bench.serve.load import read_prompts
 
-    for_load, for_tls, for_nodes = split(given, load_options, client_tls, node_options)
+    for_load, for_tls, for_nodes = split(given, load_options, client_tls, NodeOptions)
     _check_target(address, model, compare)
     if plots is not None:
         need_matplotlib()
@@ -152,7 +154,8 @@ def serve(
     clusters = {}
     if not address:
         selected = [COLOCATED] if colocated else [DISAGGREGATED]
-        node_options(model=model, **for_nodes)  # validates the options before the start
+        # Validate the options before the start.
+        build_config(NodeOptions, {**for_nodes, "model": model})
         clusters = _clusters(context, model, prefill, decode)
         clusters = {name: clusters[name] for name in (clusters if compare else selected)}
     measured = _run(what, address, clusters, _connect(for_tls, token_file))
@@ -187,7 +190,7 @@ def _clusters(
     from baton.cluster import ClusterOptions
 
     without = {*SET_PER_PROCESS, *(one.name for one in parameters_of(client_tls))}
-    chosen = forwarded_arguments(context, node_options, without=without)
+    chosen = forwarded_arguments(context, NodeOptions, without=without)
     threads = max(1, len(os.sched_getaffinity(0)) // (prefill + decode))
     has_threads = any(one.startswith("--threads") for one in chosen)
     return {
@@ -201,7 +204,7 @@ def _clusters(
                 *shared_memory(context, prefill + decode),
                 *chosen,
             ),
-            router_arguments=forwarded_arguments(context, router_options, without=without),
+            router_arguments=forwarded_arguments(context, RouterOptions, without=without),
         )
         for name, is_both in ((DISAGGREGATED, False), (COLOCATED, True))
     }

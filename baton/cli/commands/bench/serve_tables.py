@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from baton.cli.show import show_table
-from baton.units import format_bytes
+from baton.core.units import format_bytes
 
 if TYPE_CHECKING:
     from baton.bench.serve.benchmark import MeasuredRun

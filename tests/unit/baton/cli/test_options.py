@@ -11,18 +11,24 @@ from typer.testing import CliRunner
 
 from baton.cli import app
 from baton.cli.commands.cluster import GIVEN, up
-from baton.cli.commands.serve import node_options, router_options
-from baton.cli.options.lists import parse_cpus
-from baton.cli.options.telemetry import TRACE_DIR_VARIABLE, telemetry_options
 from baton.cli.signatures import forwarded_arguments, inherit_options, parameters_of
 from baton.core.errors import InvalidConfig
+from baton.core.options import build_config
 from baton.demo_model import demo_model
 from baton.engine.scheduler.config import LoadFailurePolicy
 from baton.engine.scheduler.config import SchedulingPolicy as SchedulingPolicy
-from baton.router.__main__ import RouterOptions
+from baton.node.cpus import parse_cpus
+from baton.node.options import NodeOptions
+from baton.router.__main__ import node_discovery
 from baton.router.discovery.sources import DnsName, FixedNode, parse_sources
+from baton.router.options import RouterOptions
 from baton.rpc.node_info import NodeRole
 from baton.rpc.server import parse_announcement
+from baton.telemetry.options import TRACE_DIR_VARIABLE, TelemetryOptions
+
+
+def node_options(model: str, **given: object) -> NodeOptions:
+    return build_config(NodeOptions, {"model": model, **given})
 
 
 def test_cpus_are_written_as_numbers_and_ranges() -> None:
@@ -81,8 +87,8 @@ def test_a_router_to_measure_is_named_as_everywhere_or_as_before(flag: str) -> N
 
 @pytest.mark.parametrize("written", ["none", "off", "None"])
 def test_traces_can_be_left_off_by_either_word(written: str) -> None:
-    assert telemetry_options(trace_dir=written).trace_dir is None
-    assert telemetry_options(trace_dir="./none").trace_dir == Path("none")
+    assert build_config(TelemetryOptions, {"trace_dir": written}).trace_dir is None
+    assert build_config(TelemetryOptions, {"trace_dir": "./none"}).trace_dir == Path("none")
 
     ended = CliRunner().invoke(app, ["trace", "list", "--trace-dir", written])
 
@@ -116,8 +122,8 @@ def test_only_the_line_that_announces_an_address_is_taken_for_one() -> None:
 def test_up_takes_what_nodes_and_router_take_but_for_what_it_decides_itself() -> None:
     offered = {one.name for one in parameters_of(up)}
 
-    of_nodes = {one.name for one in parameters_of(node_options)}
-    of_router = {one.name for one in parameters_of(router_options)}
+    of_nodes = {one.name for one in parameters_of(NodeOptions)}
+    of_router = {one.name for one in parameters_of(RouterOptions)}
     assert offered > (of_nodes | of_router) - set(GIVEN)
     assert not offered & {"node_id", "prefill_nodes", "decode_nodes"}
 
@@ -128,10 +134,10 @@ def test_only_what_was_chosen_is_passed_on_and_only_to_those_that_take_it(
     monkeypatch.delenv(TRACE_DIR_VARIABLE)  # the tests' own
     passed: list[tuple[str, ...]] = []
 
-    @inherit_options(node_options, router_options, without=GIVEN)
+    @inherit_options(NodeOptions, RouterOptions, without=GIVEN)
     def command(context: typer.Context, **_given: object) -> None:
-        passed.append(forwarded_arguments(context, node_options, without=GIVEN))
-        passed.append(forwarded_arguments(context, router_options, without=GIVEN))
+        passed.append(forwarded_arguments(context, NodeOptions, without=GIVEN))
+        passed.append(forwarded_arguments(context, RouterOptions, without=GIVEN))
 
     app = typer.Typer()
     app.command()(command)
@@ -152,7 +158,7 @@ def test_leases_and_patience_reach_the_kv_worker() -> None:
 
     receiver = options.kv_worker.receiver
     assert (receiver.lease_s, receiver.silence_s) == (2.0, 3.0)
-    with pytest.raises(InvalidConfig, match="lease_s"):
+    with pytest.raises(InvalidConfig, match=r"--kv-lease-s is 0\.0; it must be above 0"):
         node_options("m", kv_lease_s=0.0)
 
 
@@ -165,11 +171,12 @@ def test_the_stuck_timeout_must_exceed_the_heartbeat_interval() -> None:
 def test_nodes_are_looked_for_where_and_as_often_as_was_said() -> None:
     options = RouterOptions(parse_sources("dns:///d:1"), parse_sources("a:1"), find_every_s=2.0)
 
-    assert options.discovery.role_by_source == {
+    discovery = node_discovery(options)
+    assert discovery.role_by_source == {
         DnsName("d", 1): NodeRole.DECODE,
         FixedNode("a:1"): NodeRole.PREFILL,
     }
-    assert options.discovery.every_s == 2.0
+    assert discovery.every_s == 2.0
     with pytest.raises(InvalidConfig, match="--decode-nodes"):
         RouterOptions(())
     with pytest.raises(InvalidConfig, match="--find-every-s"):
@@ -223,7 +230,7 @@ def test_every_scheduler_feature_has_an_option() -> None:
             {"kv_load_failure_policy": "retry"},
             "--kv-load-failure-policy 'retry': .*recompute, fail",
         ),
-        ({"remote_headroom_blocks": -1}, "remote_headroom_blocks is -1"),
+        ({"remote_headroom_blocks": -1}, "--remote-headroom-blocks is -1"),
         ({"chunked_prefill": False, "long_prefill_token_threshold": 8}, "enable_chunked_prefill"),
         ({"chunked_prefill": False, "target_step_ms": 9.0}, "enable_chunked_prefill"),
         ({"long_prefill_token_threshold": 0, "max_long_partial_prefills": 1}, "threshold"),

@@ -71,7 +71,7 @@ def test_kv_events_and_connectors_are_set_by_options() -> None:
     chosen = options.chosen_connector
     assert chosen is not None
     assert (chosen.name, chosen.config) == ("shelf", {"max_blocks": 7})
-    assert tiers.kv_events is None
+    assert not tiers.kv_events.is_on
     assert tiers.chosen_connector is not None
     assert tiers.chosen_connector.name == "tiers"
     assert tiers.chosen_connector.config["host_bytes"] == 1 << 20

@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli.settings_file import CommandOptions, GroupOptions, Node, Option, read_settings
+from baton.cli.settings_file import CommandOptions, FileOption, GroupOptions, Node, read_settings
 from baton.core.errors import InvalidConfig
 from tests.support.baton_command import call_baton
 
-PORT = Option("port", int)
-MEMORY = Option("kv_cache_memory", str)
-NODES = Option("decode_nodes", str)
-STOPS = Option("stop", str, takes_several=True)
-LEASE = Option("kv_lease_s", float)
-VERIFY = Option("kv_verify", bool)
+PORT = FileOption("port", int)
+MEMORY = FileOption("kv_cache_memory", str)
+NODES = FileOption("decode_nodes", str)
+STOPS = FileOption("stop", str, takes_several=True)
+LEASE = FileOption("kv_lease_s", float)
+VERIFY = FileOption("kv_verify", bool)
 
 
-def command(*options: Option) -> CommandOptions:
+def command(*options: FileOption) -> CommandOptions:
     return CommandOptions({option.name: option for option in options})
 
 

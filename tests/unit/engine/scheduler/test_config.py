@@ -28,7 +28,8 @@ def test_the_defaults_work() -> None:
     ],
 )
 def test_a_setting_out_of_range_is_named(setting: str, value: int) -> None:
-    with pytest.raises(InvalidConfig, match=f"{setting} is {value}"):
+    named = f"({setting}|--{setting.replace('_', '-')}) is {value}"
+    with pytest.raises(InvalidConfig, match=named):
         SchedulerConfig(**{"max_num_seqs": 128, setting: value})  # type: ignore[arg-type]
 
 

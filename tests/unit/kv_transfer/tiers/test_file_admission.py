@@ -4,11 +4,12 @@ import pytest
 
 from baton.core.errors import InvalidConfig
 from baton.core.kv_hints import NO_HINTS
+from baton.core.options import build_config
 from baton.kv_transfer.tiers.file_admission import (
     AdmissionPolicy,
     FileAdmission,
-    parse_admission_policy,
 )
+from baton.node.kv.tiers_config import TiersConfig
 from tests.support.tier_memory import name_of
 
 
@@ -31,4 +32,4 @@ def test_a_block_is_admitted_once_by_its_use() -> None:
 
 def test_an_unknown_policy_is_refused_by_name() -> None:
     with pytest.raises(InvalidConfig, match="--kv-tier-admission 'some': choose one of all, reuse"):
-        parse_admission_policy("some")
+        build_config(TiersConfig, {"kv_tier_admission": "some"})

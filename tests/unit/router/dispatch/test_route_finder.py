@@ -8,8 +8,9 @@ from baton.router.dispatch.config import DispatchConfig
 from baton.router.dispatch.quarantine import Quarantine, Suspicion
 from baton.router.dispatch.route_finder import RouteFinder
 from baton.router.routing.breakers import BreakerConfig, CircuitBreakers
+from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import NodeTable
-from baton.router.routing.policy import Route, Routing, RoutingPolicy
+from baton.router.routing.policy import Route
 from baton.router.routing.routing_view import RoutingRequest
 from baton.rpc.cached_prefixes import PrefixChanges, pack_names
 from baton.rpc.node_info import NodeRole

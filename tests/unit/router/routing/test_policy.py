@@ -8,16 +8,12 @@ from dataclasses import replace
 import pytest
 
 from baton.core.errors import InvalidConfig
+from baton.core.options import build_config
 from baton.engine.kv_cache.block_hashes import PrefixNaming
 from baton.router.routing.assignment import Assignment
+from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import Node, NodeTable
-from baton.router.routing.policy import (
-    Route,
-    Routing,
-    RoutingPolicy,
-    choose,
-    parse_policy,
-)
+from baton.router.routing.policy import Route, choose
 from baton.router.routing.routing_view import RoutingRequest
 from baton.rpc.cached_prefixes import PrefixChanges, pack_names
 from baton.rpc.errors import IncompatibleNodes, NoNodes
@@ -403,7 +399,7 @@ def test_no_decode_node_is_a_named_refusal() -> None:
 
 def test_an_unknown_policy_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(InvalidConfig, match="prefix_aware"):
-        parse_policy("best")
+        build_config(Routing, {"policy": "best"})
 
 
 OTHER = replace(FINGERPRINT, model="the same in int8")

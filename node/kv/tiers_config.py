@@ -1,0 +1,108 @@
+"""Settings of the tiers of KV below the KV cache of a node."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from baton.core.errors import InvalidConfig
+from baton.core.options import KV_CACHE, Option, check_options
+from baton.core.units import parse_bytes
+from baton.kv_transfer.tiers.file_admission import AdmissionPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class TiersConfig:
+    """Settings of the KV connector `tiers`."""
+
+    host_bytes: Annotated[
+        int,
+        Option(
+            "Host memory for KV that was evicted from the KV cache, such as 4GiB; prompts with "
+            "the same prefix load it instead of computing it. 0: none.",
+            KV_CACHE,
+            name="kv_host_memory",
+            default="0",
+            parse=parse_bytes,
+        ),
+    ] = 0
+    folder: Annotated[
+        str,
+        Option(
+            "Folder for KV in files, below --kv-host-memory. It survives restarts, and nodes of "
+            "the same model can share it. Default: none.",
+            KV_CACHE,
+            name="kv_folder",
+        ),
+    ] = ""
+    folder_bytes: Annotated[
+        int,
+        Option(
+            "Limit of the files in --kv-folder, of all models and versions together; unused "
+            "versions are deleted first, then the least recently used files.",
+            KV_CACHE,
+            name="kv_folder_size",
+            default="10GiB",
+            parse=parse_bytes,
+        ),
+    ] = 10 << 30
+    object_store: Annotated[
+        str,
+        Option(
+            "Bucket for KV in an S3-compatible store, below --kv-host-memory and --kv-folder: "
+            "s3://bucket/prefix. AWS_ENDPOINT_URL, AWS_REGION, AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY say where it is. Needs pip install 'baton[s3]'. Default: none.",
+            KV_CACHE,
+            name="kv_object_store",
+        ),
+    ] = ""
+    object_store_bytes: Annotated[
+        int,
+        Option(
+            "Limit of the objects of one model in --kv-object-store; the least recently used "
+            "ones are deleted.",
+            KV_CACHE,
+            name="kv_object_store_size",
+            default="1TiB",
+            parse=parse_bytes,
+        ),
+    ] = 1 << 40
+    admission: Annotated[
+        AdmissionPolicy,
+        Option(
+            "Blocks that are written to --kv-folder. all: each one; reuse: at their second use, "
+            "or at once for requests with a session or a retention, which spares the disk.",
+            KV_CACHE,
+            name="kv_tier_admission",
+        ),
+    ] = AdmissionPolicy.ALL
+    tenant_share: Annotated[
+        float,
+        Option(
+            "Share of --kv-host-memory and of --kv-folder-size that the KV of one tenant (a cache "
+            "salt, or the owner of a token and all its salts) can take. 1: no limit.",
+            KV_CACHE,
+            name="kv_tenant_share",
+            above=0,
+            at_most=1,
+        ),
+    ] = 1.0
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        backing = {"--kv-folder": self.folder, "--kv-object-store": self.object_store}
+        for option, value in backing.items():
+            if value and not self.host_bytes:
+                raise InvalidConfig(
+                    f"{option} needs --kv-host-memory, such as 1GiB: blocks wait there to be stored"
+                )
+
+
+def parse_tiers(given: Mapping[str, Any]) -> TiersConfig:
+    """Make the settings from those of a KV connector. Raises InvalidConfig."""
+    admission = given.get("admission", AdmissionPolicy.ALL)
+    try:
+        return TiersConfig(**{**given, "admission": AdmissionPolicy(admission)})
+    except (TypeError, ValueError) as error:
+        raise InvalidConfig(f"--kv-connector-config of the tiers: {error}") from error

@@ -1,0 +1,100 @@
+"""Options of the router. The command line is parsed once, into `RouterOptions`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from baton.core.errors import InvalidConfig
+from baton.core.options import MODEL, NETWORK, SECURITY, Option, check_options
+from baton.router.admission.admission_queue import AdmissionQueueConfig
+from baton.router.discovery.sources import NodeSource, check_single_role, parse_sources
+from baton.router.openai.response.output_parsers import NO_PARSING, Parsing
+from baton.router.routing.config import Routing
+from baton.rpc.grace_period import DRAIN_TIMEOUT_S, DrainTimeout
+from baton.rpc.listening import MAX_PORT, ListenHost, ListenPort
+from baton.rpc.security.operators import Operators, OperatorTokens
+from baton.rpc.security.tls import PLAIN, TlsConfig
+from baton.rpc.security.token import AcceptedTokens, read_tokens
+from baton.telemetry.options import TelemetryOptions
+
+NODES_HELP = (
+    "Comma-separated node addresses: host:port, dns:///name:port (each address behind "
+    "the name is a node) or file:///path (a list of host:port lines)."
+)
+
+
+def _read_client_tokens(path: Path | None) -> AcceptedTokens | None:
+    return None if path is None else AcceptedTokens(read_tokens(path))
+
+
+@dataclass(frozen=True, slots=True)
+class RouterOptions:
+    decode_nodes: Annotated[
+        tuple[NodeSource, ...], Option(NODES_HELP, NETWORK, parse=parse_sources)
+    ]
+    prefill_nodes: Annotated[
+        tuple[NodeSource, ...], Option(NODES_HELP, NETWORK, default="", parse=parse_sources)
+    ] = ()
+    find_every_s: Annotated[
+        float,
+        Option("Seconds between two resolutions of names and reads of lists.", NETWORK, above=0),
+    ] = 5.0
+    node_patience_s: Annotated[
+        float,
+        Option(
+            "Seconds that a request waits for a decode node if there is none; 0: fail at once.",
+            NETWORK,
+            at_least=0,
+        ),
+    ] = 5.0
+    drain_timeout_s: DrainTimeout = DRAIN_TIMEOUT_S
+    model: Annotated[  # of the tokenizer; empty: accept token ids only
+        str, Option("Model folder, or a name on the Hugging Face hub.", MODEL)
+    ] = ""
+    host: ListenHost = "127.0.0.1"
+    port: ListenPort = 50051
+    http_port: Annotated[
+        int | None,
+        Option(
+            "Port of the OpenAI-compatible HTTP API; 0 takes a free port. Default: no HTTP.",
+            NETWORK,
+            at_least=0,
+            at_most=MAX_PORT,
+        ),
+    ] = None
+    http_host: Annotated[
+        str, Option("Address to serve HTTP on. Default: that of --host.", NETWORK)
+    ] = ""
+    parsing: Parsing = NO_PARSING
+    routing: Routing = field(default_factory=Routing)
+    admission_queue: AdmissionQueueConfig = field(default_factory=AdmissionQueueConfig)
+    tokens: Annotated[  # None: no authentication
+        AcceptedTokens | None,
+        Option(
+            "File of accepted client tokens, one per line.",
+            SECURITY,
+            name="token_file",
+            kind=Path | None,
+            parse=_read_client_tokens,
+        ),
+    ] = None
+    operator_tokens: OperatorTokens = None  # for resets; None: no operators
+    tls: TlsConfig = PLAIN
+    telemetry: TelemetryOptions = TelemetryOptions()
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if not self.decode_nodes:
+            raise InvalidConfig("no decode node is named; give --decode-nodes host:port")
+        check_single_role(self.prefill_nodes, self.decode_nodes)
+
+    @property
+    def operators(self) -> Operators:
+        return Operators(self.operator_tokens, is_open=self.tokens is None)
+
+    @property
+    def client_tokens(self) -> AcceptedTokens | None:
+        """Tokens for all calls but those of operators, who may do what clients may."""
+        return None if self.tokens is None else self.tokens.and_those_of(self.operator_tokens)
