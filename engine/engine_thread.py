@@ -24,6 +24,7 @@ from baton.engine.structured_output.grammar import Grammar
 Compiler = GrammarCompiler[Grammar]
 # Called on the engine thread with the outputs of one step; must not block.
 Deliver = Callable[[list[Output]], None]
+EngineInbox = queue.SimpleQueue[Callable[[], None]]  # actions, which run between two steps
 
 log = logging.getLogger(__name__)
 
@@ -49,11 +50,12 @@ class EngineThread:
         name: str = "engine",
         clock: Callable[[], float] = time.monotonic,
         compiler: Compiler | None = None,  # None: structured outputs are rejected
+        inbox: EngineInbox | None = None,  # for actions of what the engine is made from
     ) -> None:
         self._core = core
         self._compiler = compiler
         self._clock = clock
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._inbox = EngineInbox() if inbox is None else inbox
         self._deliver: Deliver | None = None
         self._thread = threading.Thread(target=self._run, name=name)
         self._is_stopping = False

@@ -42,14 +42,36 @@ async def run_on_engine(engine: EngineThread, function: Callable[[], Result]) ->
     return await future
 
 
+class NodeChanges:
+    """Signal that the load or the cached blocks of a node have changed."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()
+
+    def next(self) -> asyncio.Event:
+        """Return an event that is set at the first change after this call."""
+        return self._changed
+
+    def notify(self) -> None:
+        """Set the event of `next` and replace it."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def notify_threadsafe(self) -> None:
+        """Like `notify`, from any other thread."""
+        self._loop.call_soon_threadsafe(self.notify)
+
+
 class EngineCalls:
     """Submits requests to the engine and routes outputs to the stream of their request."""
 
-    def __init__(self, engine: EngineThread) -> None:
+    def __init__(self, engine: EngineThread, changes: NodeChanges) -> None:
+        """`changes` are notified of each request that is added or removed."""
+        self.changes = changes
         self._engine = engine
         self._loop = asyncio.get_running_loop()
         self._inbox_by_request: dict[RequestId, asyncio.Queue[Output]] = {}
-        self._changed = asyncio.Event()
 
     def __enter__(self) -> EngineCalls:
         self._engine.attach(self._deliver)
@@ -66,19 +88,6 @@ class EngineCalls:
     @property
     def num_unfinished(self) -> int:
         return len(self._inbox_by_request)
-
-    def next_change(self) -> asyncio.Event:
-        """Return an event that is set when a request is added or removed after this call."""
-        return self._changed
-
-    def notify_change(self) -> None:
-        """Set the current `next_change` event and replace it."""
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    def notify_change_threadsafe(self) -> None:
-        """Like `notify_change`, from any other thread."""
-        self._loop.call_soon_threadsafe(self.notify_change)
 
     async def stream_outputs(self, spec: EngineRequest) -> AsyncGenerator[Output, None]:
         """Yield the request's outputs until it finishes. Closing the generator early aborts it.
@@ -110,12 +119,12 @@ class EngineCalls:
             raise RequestIdInUse(f"request {request_id} is under way; choose another id")
         inbox: asyncio.Queue[Output] = asyncio.Queue()
         self._inbox_by_request[request_id] = inbox
-        self.notify_change()
+        self.changes.notify()
         return inbox
 
     def _unregister(self, request_id: RequestId) -> None:
         del self._inbox_by_request[request_id]
-        self.notify_change()
+        self.changes.notify()
 
     def _deliver(self, outputs: list[Output]) -> None:
         """Called on the engine's thread."""

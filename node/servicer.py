@@ -91,7 +91,7 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
             check_tiers(request.tiers)
             self._check_right(request.tiers, sent_token(context.invocation_metadata()))
             num_blocks = await self._reset_prefix_cache(tuple(request.tiers))
-        self._state.calls.notify_change()  # routers and subscribers learn of it at once
+        self._state.calls.changes.notify()  # routers and subscribers learn of it at once
         return node_pb2.ResetPrefixCacheResponse(
             num_blocks=num_blocks.get(KV, 0), num_blocks_by_tier=num_blocks
         )

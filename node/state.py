@@ -68,7 +68,7 @@ class NodeState:
     def request_drain(self) -> None:
         """Refuse new calls from now on."""
         self._drain_requested.set()
-        self.calls.notify_change()
+        self.calls.changes.notify()
 
     async def wait_for_drain_request(self) -> None:
         await self._drain_requested.wait()
@@ -98,7 +98,7 @@ class NodeState:
     async def publish_updates(self) -> None:
         """Publish the node's load and prefixes at each change, with or without watchers."""
         while True:
-            changed = self.calls.next_change()
+            changed = self.calls.changes.next()
             update = await self._read_update()
             self._prefixes.take(update.kv_events, update.host_changes)
             self._take_kv_events(update.kv_events)
@@ -113,7 +113,7 @@ class NodeState:
         last_load: NodeLoad | None = None
         prefixes = PrefixWatcher(self._prefixes)
         published = self._published
-        self.calls.notify_change()
+        self.calls.changes.notify()
         while True:
             await published.wait()
             published = self._published

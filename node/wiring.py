@@ -10,7 +10,7 @@ from importlib.metadata import version
 from baton.core.ids import Incarnation, NodeId
 from baton.engine.config import EngineOptions
 from baton.engine.core import EngineCore
-from baton.engine.engine_thread import Compiler, EngineThread
+from baton.engine.engine_thread import Compiler, EngineInbox, EngineThread
 from baton.engine.factory import build_grammars, build_scheduler
 from baton.engine.model_folder import served_name
 from baton.engine.runner.model_runner import TorchRunner
@@ -23,8 +23,8 @@ from baton.kv_transfer.pairs import Identity
 from baton.kv_transfer.protocol.messages import Fingerprint
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
 from baton.kv_transfer.worker import KvTransferWorker
-from baton.node.engine_calls import EngineCalls
-from baton.node.kv.connectors import DeferredWake, make_connector, tiers_in
+from baton.node.engine_calls import EngineCalls, NodeChanges
+from baton.node.kv.connectors import make_connector, tiers_in
 from baton.node.kv.copy_pacing import CopyPacing
 from baton.node.kv.events.messages import CacheFacts, spec_kind_of
 from baton.node.kv.events.publisher import KvEventPublisher
@@ -73,9 +73,10 @@ def build_components(
     """Build and connect a node's components. Call this on the asyncio loop."""
     tracing = _build_tracing(role, options, identity, tracer, runner.kv_memory.block_bytes)
     metrics = _build_metrics(role, options, tracing)
-    links, ledger = GrpcLinks(options.tls), RequestLedger()
+    changes, inbox = NodeChanges(), EngineInbox()
+    links, ledger = GrpcLinks(options.tls), RequestLedger(changes.notify_threadsafe)
     worker = make_kv_worker(options, identity, runner, links, around)
-    wake = DeferredWake()
+    wake = partial(_wake, inbox, changes)
     connector = make_connector(options, identity, runner, wake)
     pulls = PullConfig(_pull_name(identity), runner.kv_memory.block_bytes)
     scheduler = build_scheduler(runner, _engine_options(options), connector, pulls)
@@ -86,12 +87,10 @@ def build_components(
     observers = (ledger, *counters, *tracing.step_observers(), *pacing)
     core = EngineCore(scheduler, runner, worker, observers=observers, external=connector)
     compiler: Compiler = GrammarCompiler(build_grammars(runner))
-    engine = EngineThread(core, name=identity.node_id, compiler=compiler)
+    engine = EngineThread(core, name=identity.node_id, compiler=compiler, inbox=inbox)
     runner.hook = KvPassHook(worker, runner.kv_memory.groups, engine.beat)
     links.attach(worker.inbox, engine.post)
-    calls = EngineCalls(engine)
-    wake.attach(partial(_wake, engine, calls))
-    ledger.set_change_callback(calls.notify_change_threadsafe)
+    calls = EngineCalls(engine, changes)
     if tiers is not None and metrics is not None:
         for tier in tiers.status():
             tier.counters.observe_load = metrics.count_loads_of(tier.name)
@@ -121,10 +120,10 @@ def _pull_name(identity: Identity) -> str:
     return f"pull-{identity.node_id}-{identity.incarnation}"
 
 
-def _wake(engine: EngineThread, calls: EngineCalls) -> None:
+def _wake(inbox: EngineInbox, changes: NodeChanges) -> None:
     """Let the engine poll the KV connector, and the node report what it holds. On any thread."""
-    engine.post(_poll)
-    calls.notify_change_threadsafe()
+    inbox.put(_poll)
+    changes.notify_threadsafe()
 
 
 def _poll() -> None:
@@ -182,7 +181,11 @@ def _build_tracing(
     role: NodeRole, options: NodeOptions, identity: Identity, tracer: Tracer, block_bytes: int
 ) -> NodeTracing:
     facts = NodeFacts(
-        *(role.value, identity.node_id, identity.incarnation), options.kv_worker.verify, block_bytes
+        leg=role.value,
+        node_id=identity.node_id,
+        incarnation=identity.incarnation,
+        verifies_kv=options.kv_worker.verify,
+        block_bytes=block_bytes,
     )
     return NodeTracing(tracer, facts, options.trace_step_ratio)
 

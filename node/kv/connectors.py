@@ -18,20 +18,6 @@ GROUP = "baton.kv_connectors"
 BUILT_IN = (EntryPoint("tiers", "baton.node.kv.tiers:make_tiers", GROUP),)
 
 
-class DeferredWake:
-    """Wakes the engine, which is built after its KV connector."""
-
-    def __init__(self) -> None:
-        self._wake: Callable[[], None] | None = None
-
-    def attach(self, wake: Callable[[], None]) -> None:
-        self._wake = wake
-
-    def __call__(self) -> None:
-        if self._wake is not None:
-            self._wake()
-
-
 def make_connector(
     options: NodeOptions, identity: Identity, runner: TorchRunner, wake: Callable[[], None]
 ) -> GuardedConnector | None:

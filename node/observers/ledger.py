@@ -17,6 +17,10 @@ OnSent = Callable[[HandoffId], None]
 OnChange = Callable[[], None]
 
 
+def ignore_change() -> None:
+    """Default of `on_change`."""
+
+
 @dataclass(slots=True)
 class Entry:
     """Counters of one request on this node, including recomputation after preemptions."""
@@ -35,18 +39,15 @@ class RequestLedger(StepObserver):
     been delivered. The id of a hand-off is the id of its request on this node, such as `a#1`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_change: OnChange = ignore_change) -> None:
+        """`on_change` is called when requests are given blocks or blocks are freed."""
         self._entries: dict[RequestId, Entry] = {}
         self._on_sent: OnSent | None = None
-        self._on_change: OnChange | None = None
+        self._on_change = on_change
 
     def set_sent_callback(self, on_sent: OnSent) -> None:
         """Call `on_sent` for each hand-off whose last write has completed."""
         self._on_sent = on_sent
-
-    def set_change_callback(self, on_change: OnChange) -> None:
-        """Call `on_change` when requests are given blocks or blocks are freed."""
-        self._on_change = on_change
 
     @contextmanager
     def open_entry(self, request_id: RequestId) -> Iterator[Entry]:
@@ -60,7 +61,7 @@ class RequestLedger(StepObserver):
     def note_plan(self, plan: Plan, now_s: float) -> None:
         receives = plan.kv_orders.receives
         if receives or plan.started or plan.dropped:
-            self._notify_change()
+            self._on_change()
         for receive in receives:
             self._note_receive(receive)
         for row in plan.started:
@@ -70,7 +71,7 @@ class RequestLedger(StepObserver):
         for record in step.transfers:
             self._note_record(record)
         if step.reports != NO_REPORTS:
-            self._notify_change()
+            self._on_change()
         if self._on_sent is not None:
             for handoff_id in step.reports.finished_sending:
                 self._on_sent(handoff_id)
@@ -95,7 +96,3 @@ class RequestLedger(StepObserver):
             entry.num_received_blocks += record.num_blocks
             entry.num_received_bytes += record.num_bytes
             entry.kv_conversion = record.conversion
-
-    def _notify_change(self) -> None:
-        if self._on_change is not None:
-            self._on_change()

@@ -15,7 +15,7 @@ from grpc import StatusCode, aio
 from baton.client import AsyncClient, BatonError
 from baton.core.ids import NodeId
 from baton.engine.engine_thread import EngineThread
-from baton.node.engine_calls import EngineCalls
+from baton.node.engine_calls import EngineCalls, NodeChanges
 from baton.node.servicer import prefix_cache_resetter
 from baton.router.cluster_servicer import ClusterServicer
 from baton.router.prefix_resets import PrefixResets
@@ -272,7 +272,7 @@ def test_an_engine_forgets_between_two_steps_and_computes_again() -> None:
         return served.num_cached_tokens
 
     async def scene() -> None:
-        with EngineThread(core) as engine, EngineCalls(engine) as calls:
+        with EngineThread(core) as engine, EngineCalls(engine, NodeChanges()) as calls:
             reset = prefix_cache_resetter(engine, core.scheduler)
             assert [await num_cached(calls, name) for name in "ab"] == [0, 8]
             # Two blocks of the prompt, and one of it and the answer.

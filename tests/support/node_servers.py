@@ -14,7 +14,7 @@ from baton.engine.core import EngineCore
 from baton.engine.engine_thread import EngineThread
 from baton.engine.errors import EngineStopped
 from baton.kv_transfer.external_kv import KV
-from baton.node.engine_calls import EngineCalls
+from baton.node.engine_calls import EngineCalls, NodeChanges
 from baton.node.observers.ledger import RequestLedger
 from baton.node.observers.tracing import NO_TRACING, NodeTracing
 from baton.node.servicer import NodeServicer
@@ -53,7 +53,7 @@ async def a_node_server(
     """Serve a healthy idle node. An engine runs only if one is given."""
     card = replace(a_card(role, name), incarnation=Incarnation(incarnation))
     engine = EngineThread(core or an_engine())
-    calls = EngineCalls(engine)
+    calls = EngineCalls(engine, NodeChanges())
     state = NodeState(card, calls, _no_news)
     connected: asyncio.Queue[str] = asyncio.Queue()
     resets: list[int] = []

@@ -18,7 +18,7 @@ from baton.engine.engine_thread import EngineThread
 from baton.engine.scheduler.config import LoadFailurePolicy
 from baton.kv_transfer.records import TransferRecord
 from baton.kv_transfer.types import KvOrders, KvReports, Lost
-from baton.node.engine_calls import EngineCalls
+from baton.node.engine_calls import EngineCalls, NodeChanges
 from baton.rpc.errors import KvLoadFailed, RequestIdInUse
 from baton.rpc.status import status_of
 from tests.support.engines import a_spec, an_engine
@@ -36,7 +36,7 @@ async def collect(calls: EngineCalls, spec: EngineRequest) -> list[Output]:
 
 
 async def serve_and_wait(*specs: EngineRequest) -> list[list[Output]]:
-    with EngineThread(an_engine()) as engine, EngineCalls(engine) as calls:
+    with EngineThread(an_engine()) as engine, EngineCalls(engine, NodeChanges()) as calls:
         answers = await asyncio.gather(*(collect(calls, spec) for spec in specs))
         return list(answers)
 
@@ -58,7 +58,7 @@ def test_leaving_a_stream_aborts_its_request_and_frees_its_blocks() -> None:
     alive: queue.SimpleQueue[tuple[RequestId, ...]] = queue.SimpleQueue()
 
     async def leave() -> None:
-        with EngineThread(core) as engine, EngineCalls(engine) as calls:
+        with EngineThread(core) as engine, EngineCalls(engine, NodeChanges()) as calls:
             async with aclosing(calls.stream_outputs(spec_of("a", max_tokens=LONG))) as outputs:
                 await anext(outputs)
             engine.post(lambda: alive.put(core.scheduler.request_ids()))
@@ -72,7 +72,7 @@ def test_leaving_a_stream_aborts_its_request_and_frees_its_blocks() -> None:
 
 def test_an_id_under_way_is_refused_and_the_one_under_way_goes_on() -> None:
     async def twice() -> list[Output]:
-        with EngineThread(an_engine()) as engine, EngineCalls(engine) as calls:
+        with EngineThread(an_engine()) as engine, EngineCalls(engine, NodeChanges()) as calls:
             async with aclosing(calls.stream_outputs(spec_of("a", max_tokens=LONG))) as outputs:
                 first = await anext(outputs)
                 with pytest.raises(RequestIdInUse):
@@ -111,7 +111,7 @@ def test_without_recomputing_a_lost_prompt_is_left_to_other_nodes() -> None:
 
     async def lose() -> None:
         core = an_engine(kv_worker=LosesAll(), load_failure=LoadFailurePolicy.FAIL)
-        with EngineThread(core) as engine, EngineCalls(engine) as calls:
+        with EngineThread(core) as engine, EngineCalls(engine, NodeChanges()) as calls:
             with pytest.raises(KvLoadFailed, match="the peer is gone") as failure:
                 await collect(calls, replace(spec_of("a"), receive_from=receive))
             assert status_of(failure.value).code == StatusCode.UNAVAILABLE.value[0]
@@ -121,7 +121,7 @@ def test_without_recomputing_a_lost_prompt_is_left_to_other_nodes() -> None:
 
 def test_a_refused_request_leaves_nothing_under_way() -> None:
     async def refused() -> int:
-        with EngineThread(an_engine()) as engine, EngineCalls(engine) as calls:
+        with EngineThread(an_engine()) as engine, EngineCalls(engine, NodeChanges()) as calls:
             with pytest.raises(InvalidRequest):
                 await collect(calls, spec_of("a", prompt=()))
             return calls.num_unfinished

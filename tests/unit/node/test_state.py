@@ -14,7 +14,7 @@ from baton.engine.events import BlockStored, KvEvent
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.kv_transfer.external_kv import ExternalOrders, HeldChanges, Store, StoreId
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
-from baton.node.engine_calls import EngineCalls
+from baton.node.engine_calls import EngineCalls, NodeChanges
 from baton.node.state import NodeState, NodeUpdate, TakeKvEvents, ignore_kv_events, update_reader
 from baton.rpc.cached_prefixes import PrefixChanges, unpack_names
 from baton.rpc.node_info import NodeLoad, NodeRole
@@ -47,7 +47,7 @@ class FakeNews:
 async def followed(
     news: FakeNews, take_kv_events: TakeKvEvents = ignore_kv_events
 ) -> AsyncIterator[NodeState]:
-    calls = EngineCalls(EngineThread(an_engine()))
+    calls = EngineCalls(EngineThread(an_engine()), NodeChanges())
     state = NodeState(a_card(NodeRole.DECODE), calls, news.read, take_kv_events)
     following = asyncio.ensure_future(state.publish_updates())
     try:
@@ -62,7 +62,7 @@ def test_a_late_watcher_receives_earlier_events_as_a_snapshot() -> None:
         async with followed(news) as state:
             for name in (ONE, TWO):
                 news.store(name)
-                state.calls.notify_change()
+                state.calls.changes.notify()
                 while news.events:
                     await asyncio.sleep(0)
             async with aclosing(state.watch_updates()) as reported:
@@ -83,10 +83,10 @@ def test_a_watcher_receives_single_changes_and_batches_of_simultaneous_ones() ->
             first = await anext(reported)
             for name in (ONE, TWO):  # the rate limit delays the second read
                 news.store(name)
-                state.calls.notify_change()
+                state.calls.changes.notify()
             second = await anext(reported)
             news.num_running = 1
-            state.calls.notify_change()
+            state.calls.changes.notify()
             return [first, second, await anext(reported)]
 
     first, second, third = asyncio.run(asyncio.wait_for(watched(), PATIENCE_S))

@@ -78,11 +78,10 @@ def test_a_pass_that_is_run_again_counts_its_prompts_once() -> None:
 
 
 def test_changes_and_completed_sends_are_reported() -> None:
-    ledger = RequestLedger()
     sent: list[HandoffId] = []
     changes: list[int] = []
+    ledger = RequestLedger(on_change=lambda: changes.append(1))
     ledger.set_sent_callback(sent.append)
-    ledger.set_change_callback(lambda: changes.append(1))
 
     ledger.note_plan(Plan(num_scheduled_tokens={A: 1}), 1.2)
     ledger.note_end(an_end())
