@@ -26,11 +26,11 @@ DECODE_COMPUTE = "decode_compute"
 ENGINE_STEP = "engine_step"  # root of its own trace, linked to the requests in the step
 
 SPANS = (
-    *(GENERATE, ADMIT, ROUTE, RETRY, MIGRATE),
-    *(PREFILL, PREFILL_WAIT, PREFILL_COMPUTE, KV_PUSH),
-    *(DECODE, KV_WAIT, DECODE_WAIT, DECODE_COMPUTE),
+    GENERATE, ADMIT, ROUTE, RETRY, MIGRATE,
+    PREFILL, PREFILL_WAIT, PREFILL_COMPUTE, KV_PUSH,
+    DECODE, KV_WAIT, DECODE_WAIT, DECODE_COMPUTE,
     ENGINE_STEP,
-)
+)  # fmt: skip
 
 # --- Events inside spans ---------------------------------------------------------------------
 

@@ -10,38 +10,38 @@ import typer
 # Options on the first page of a command. Commands that are not here show all of theirs.
 FIRST_OPTIONS = {
     "up": (
-        *("model", "prefill", "decode", "restart", "port", "http_port"),
-        *("kv_cache_memory", "kv_host_memory", "kv_folder", "max_model_len", "quantize"),
+        "model", "prefill", "decode", "restart", "port", "http_port",
+        "kv_cache_memory", "kv_host_memory", "kv_folder", "max_model_len", "quantize",
     ),
     "serve prefill": (
-        *("model", "host", "port", "node_id", "threads", "cpus"),
-        *("kv_cache_memory", "max_num_seqs", "max_model_len", "quantize", "metrics_port"),
+        "model", "host", "port", "node_id", "threads", "cpus",
+        "kv_cache_memory", "max_num_seqs", "max_model_len", "quantize", "metrics_port",
     ),
     "serve decode": (
-        *("model", "host", "port", "node_id", "threads", "cpus"),
-        *("kv_cache_memory", "max_num_seqs", "max_model_len", "quantize", "metrics_port"),
+        "model", "host", "port", "node_id", "threads", "cpus",
+        "kv_cache_memory", "max_num_seqs", "max_model_len", "quantize", "metrics_port",
     ),
     "serve router": (
-        *("model", "prefill_nodes", "decode_nodes", "host", "port", "http_port", "policy"),
-        *("token_file", "tls_cert", "tls_key", "metrics_port"),
+        "model", "prefill_nodes", "decode_nodes", "host", "port", "http_port", "policy",
+        "token_file", "tls_cert", "tls_key", "metrics_port",
     ),
     "run": (
-        *("model", "max_tokens", "temperature", "top_p", "stop", "seed", "json_schema"),
-        *("threads", "kv_cache_memory", "speculative"),
+        "model", "max_tokens", "temperature", "top_p", "stop", "seed", "json_schema",
+        "threads", "kv_cache_memory", "speculative",
     ),
     "generate": (
-        *("address", "token_file", "max_tokens", "temperature", "top_p", "stop", "seed"),
-        *("json_schema", "n", "as_json", "timings"),
+        "address", "token_file", "max_tokens", "temperature", "top_p", "stop", "seed",
+        "json_schema", "n", "as_json", "timings",
     ),
     "chat": (
-        *("system", "address", "token_file", "max_tokens", "temperature", "top_p", "stop", "seed"),
+        "system", "address", "token_file", "max_tokens", "temperature", "top_p", "stop", "seed",
         "timings",
     ),
     "bench serve": (
-        *("address", "model", "requests", "rates", "prompt_tokens", "output_tokens", "compare"),
-        *("plots", "json_file", "seed"),
+        "address", "model", "requests", "rates", "prompt_tokens", "output_tokens", "compare",
+        "plots", "json_file", "seed",
     ),
-}
+}  # fmt: skip
 ALWAYS = ("help", "config")  # on each first page
 SHOWS_ALL = "baton.help_all"
 MAX_NAME_WIDTH = 28  # of an option; a longer one has its own line

@@ -20,10 +20,10 @@ TICKS = 5
 FIRST_PART_TTFTS = 1.25
 LETTER_WIDTH = 0.62  # approximate width of a letter in percent of the page
 LANE_SPANS = (
-    *(names.ADMIT, names.ROUTE, names.PREFILL_WAIT, names.PREFILL_COMPUTE, names.KV_PUSH),
-    *(names.DECODE_WAIT, names.KV_WAIT, names.DECODE_COMPUTE),
+    names.ADMIT, names.ROUTE, names.PREFILL_WAIT, names.PREFILL_COMPUTE, names.KV_PUSH,
+    names.DECODE_WAIT, names.KV_WAIT, names.DECODE_COMPUTE,
     *PART_NAMES.values(),
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

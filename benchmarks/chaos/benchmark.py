@@ -113,7 +113,7 @@ class ChaosRun:
         self._attempts = Attempts()
         self._tier_load = TierLoad(cluster, client, seed)
         self._injector = FaultInjector(
-            *(cluster, client, self.load, num_clients, self._attempts, hostile, self._tier_load)
+            cluster, client, self.load, num_clients, self._attempts, hostile, self._tier_load
         )
         self._began_s = time.monotonic()
 

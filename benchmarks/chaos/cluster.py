@@ -227,7 +227,10 @@ class ChaosCluster:
             node_program=(sys.executable, "-m", NODE_MODULE, str(self._folder)),
             environment=self._environment(),
             node_arguments=(
-                *(*times, *ANY_PORT, *UNTRACED, "--block-size", str(setting.block_size)),
+                *times,
+                *ANY_PORT,
+                *UNTRACED,
+                f"--block-size={setting.block_size}",
                 *self._kv_event_arguments(),
                 *self._operator_arguments(),
                 *setting.node_arguments,
@@ -256,8 +259,9 @@ class ChaosCluster:
         if self.tier_storage is None:
             return ()
         return (
-            *("--kv-host-memory", self._setting.kv_host_memory),
-            *("--kv-tenant-share", str(TENANT_SHARE), *self.tier_storage.arguments),
+            f"--kv-host-memory={self._setting.kv_host_memory}",
+            f"--kv-tenant-share={TENANT_SHARE}",
+            *self.tier_storage.arguments,
         )
 
     def _operator_arguments(self) -> tuple[str, ...]:

@@ -82,12 +82,10 @@ TRANSFER_FAULTS = frozenset(
     {FaultKind.DROP, FaultKind.LATE, FaultKind.DOUBLE, FaultKind.SWAP, FaultKind.CORRUPT}
 )
 # Faults of what nodes store outside their memory.
-STORAGE_FAULTS = frozenset(
-    {
-        *(FaultKind.SPOIL, FaultKind.TRUNCATE, FaultKind.EMPTY),
-        *(FaultKind.BLOCK, FaultKind.DOWN, FaultKind.SILENT),
-    }
-)
+STORAGE_FAULTS = frozenset({
+    FaultKind.SPOIL, FaultKind.TRUNCATE, FaultKind.EMPTY,
+    FaultKind.BLOCK, FaultKind.DOWN, FaultKind.SILENT,
+})  # fmt: skip
 # Second turns, whose loads are counted: no other fault begins meanwhile.
 PROBES = frozenset({FaultKind.LOADS, FaultKind.TENANTS})
 # Heavy use of tiers. Other requests must not notice it.

@@ -121,9 +121,15 @@ class TierLoad:
             num_loaded = sum(answer.finish.served.prompt_tokens_loaded.values())
             num_cached = answer.finish.num_cached_prompt_tokens or 0
         return ProbedTurn(
-            *(kind, session.began_s, time.monotonic(), len(prompt)),
-            *(session.prefix_tokens, max(0, num_cached - num_loaded), num_loaded),
-            *(computed_s, ttft_s),
+            kind=kind,
+            began_s=session.began_s,
+            ended_s=time.monotonic(),
+            prompt_tokens=len(prompt),
+            prefix_tokens=session.prefix_tokens,
+            found_tokens=max(0, num_cached - num_loaded),
+            loaded_tokens=num_loaded,
+            computed_s=computed_s,
+            ttft_s=ttft_s,
             is_right=answer.token_ids == expected.token_ids,
             can_load=can_load,
         )

@@ -27,8 +27,9 @@ class TierStorage:
     @property
     def arguments(self) -> tuple[str, ...]:
         return (
-            *("--kv-folder", str(self._folder), "--kv-folder-size", self._folder_size),
-            *("--kv-object-store", f"s3://{BUCKET}/kv"),
+            f"--kv-folder={self._folder}",
+            f"--kv-folder-size={self._folder_size}",
+            f"--kv-object-store=s3://{BUCKET}/kv",
         )
 
     @property

@@ -124,8 +124,11 @@ def chaos(
             prefill,
             decode,
             node_arguments=(
-                *("--kv-cache-memory", kv_cache_memory, "--threads", "1", "--dtype", dtype),
-                *("--kv-transport", transport, f"--kv-tls={kv_tls}"),
+                f"--kv-cache-memory={kv_cache_memory}",
+                "--threads=1",
+                f"--dtype={dtype}",
+                f"--kv-transport={transport}",
+                f"--kv-tls={kv_tls}",
             ),
             log_dir=logs,
             clocks_jump=FaultKind.JUMP in chosen,

@@ -51,8 +51,10 @@ def memory(
         decode,
         is_colocated=colocated,
         node_arguments=(
-            *("--kv-cache-memory", kv_cache_memory, "--threads", "1"),
-            *("--kv-transport", transport, *quiet),
+            f"--kv-cache-memory={kv_cache_memory}",
+            "--threads=1",
+            f"--kv-transport={transport}",
+            *quiet,
         ),
         router_arguments=quiet,
     )

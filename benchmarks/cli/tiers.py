@@ -124,7 +124,7 @@ def _turns(
     nodes = ("--kv-cache-memory", kv_cache_memory, "--block-size", str(block_size))
     cluster = ClusterOptions(model, node_arguments=(*nodes, "--trace-dir", "off"))
     what = TurnsBench(
-        *(cluster, host_memory, small_host_memory, block_size), tokens, num_long, num_streams
+        cluster, host_memory, small_host_memory, block_size, tokens, num_long, num_streams
     )
     results = list(run(what))
     rows = [asdict(each.row) for each in results]

@@ -80,11 +80,13 @@ def _row(rounds: Sequence[tuple[list[float], list[float]]], gb_per_s: float) -> 
     idle, busy = ([each[half] for each in rounds] for half in (0, 1))
     pairs = list(zip(busy, idle, strict=True))
     return DecodeRow(
-        *(median(map(median, idle)) * 1e3, median(map(_p99, idle)) * 1e3),
-        *(median(map(median, busy)) * 1e3, median(map(_p99, busy)) * 1e3),
-        median(median(one) / median(other) for one, other in pairs),
-        median(_p99(one) / _p99(other) for one, other in pairs),
-        gb_per_s,
+        idle_p50_ms=median(map(median, idle)) * 1e3,
+        idle_p99_ms=median(map(_p99, idle)) * 1e3,
+        busy_p50_ms=median(map(median, busy)) * 1e3,
+        busy_p99_ms=median(map(_p99, busy)) * 1e3,
+        p50_ratio=median(median(one) / median(other) for one, other in pairs),
+        p99_ratio=median(_p99(one) / _p99(other) for one, other in pairs),
+        moved_gb_per_s=gb_per_s,
     )
 
 

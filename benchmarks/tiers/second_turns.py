@@ -114,8 +114,12 @@ class _Replay:
         num_cached = answer.finish.num_cached_prompt_tokens or 0
         self.seconds.append(
             SecondTurn(
-                *(is_long, session.prefix_tokens, max(0, num_cached - num_loaded), num_loaded),
-                *(session.first_s, ttft_s),
+                is_long=is_long,
+                prefix_tokens=session.prefix_tokens,
+                found_tokens=max(0, num_cached - num_loaded),
+                loaded_tokens=num_loaded,
+                computed_s=session.first_s,
+                ttft_s=ttft_s,
             )
         )
 

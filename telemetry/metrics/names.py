@@ -51,9 +51,9 @@ def _histogram(name: str, text: str, unit: str, buckets: tuple[float, ...], *lab
 # As advised by the conventions for gen_ai.server.*; the other buckets are Baton's.
 DURATION_BUCKETS = tuple(0.01 * 2**n for n in range(14))
 FIRST_TOKEN_BUCKETS = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1),
-    *(0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
-)
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1,
+    0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+)  # fmt: skip
 PER_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 BATCH_BUCKETS = tuple(float(2**n) for n in range(9))
@@ -72,17 +72,24 @@ _CALL = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_response_model
 DURATION = _histogram(
     "gen_ai.server.request.duration",
     "Time from the arrival of a request at the router to its end.",
-    *("s", DURATION_BUCKETS, *_CALL, "error_type"),
+    "s",
+    DURATION_BUCKETS,
+    *_CALL,
+    "error_type",
 )
 TIME_TO_FIRST_TOKEN = _histogram(
     "gen_ai.server.time_to_first_token",
     "Time from the arrival of a request at the router to its first token.",
-    *("s", FIRST_TOKEN_BUCKETS, *_CALL),
+    "s",
+    FIRST_TOKEN_BUCKETS,
+    *_CALL,
 )
 TIME_PER_TOKEN = _histogram(
     "gen_ai.server.time_per_output_token",
     "Mean time between the tokens of an answer, without the first token.",
-    *("s", PER_TOKEN_BUCKETS, *_CALL),
+    "s",
+    PER_TOKEN_BUCKETS,
+    *_CALL,
 )
 QUEUE_WAIT = _histogram(
     "baton.queue.wait", "Time that requests waited for admission.", "s", FIRST_TOKEN_BUCKETS
@@ -90,7 +97,8 @@ QUEUE_WAIT = _histogram(
 REQUESTS = _counter(
     "baton.requests",
     "Ended requests by outcome; served is where the prompt was computed.",
-    *("outcome", "served"),
+    "outcome",
+    "served",
 )
 REFUSALS = _counter(
     "baton.refusals", "Requests refused before any work was done for them, by reason.", "reason"
@@ -99,7 +107,8 @@ TOKENS = _counter(
     "baton.tokens",
     "Prompt tokens of dispatched requests and answer tokens sent to clients, by outcome of the "
     "request.",
-    *("kind", "outcome"),
+    "kind",
+    "outcome",
 )
 ATTEMPTS = _counter(
     "baton.attempts",
@@ -129,10 +138,10 @@ TRACES_LOST = _counter(
 )
 
 ROUTER_METRICS = (
-    *(DURATION, TIME_TO_FIRST_TOKEN, TIME_PER_TOKEN, QUEUE_WAIT, REQUESTS, REFUSALS, TOKENS),
-    *(ATTEMPTS, SUSPECTS, REQUEST_KV_BYTES, QUEUE_DEPTH, IN_FLIGHT, OPEN_NODES, TRACES_LOST),
+    DURATION, TIME_TO_FIRST_TOKEN, TIME_PER_TOKEN, QUEUE_WAIT, REQUESTS, REFUSALS, TOKENS,
+    ATTEMPTS, SUSPECTS, REQUEST_KV_BYTES, QUEUE_DEPTH, IN_FLIGHT, OPEN_NODES, TRACES_LOST,
     READINGS_AGE,
-)
+)  # fmt: skip
 
 # --- Nodes --------------------------------------------------------------------------------------
 
@@ -154,28 +163,34 @@ HANDOFFS = _counter(
     "baton.handoffs",
     "Ended hand-offs and pulls. direction: sent or received; pulled by this node, or given to a "
     "node that pulled.",
-    *("direction", "outcome"),
+    "direction",
+    "outcome",
 )
 KV_BYTES = _counter(
     "baton.kv.bytes",
     "KV of completed hand-offs and pulls.",
-    *("direction", "transport"),
+    "direction",
+    "transport",
     unit="By",
 )
 TRANSFER = _histogram(
     "baton.kv.transfer",
     "Time from the first order of a hand-off or pull to its end.",
-    *("s", STEP_BUCKETS, "direction"),
+    "s",
+    STEP_BUCKETS,
+    "direction",
 )
 RATE = _histogram(
     "baton.kv.rate",
     "Transfer rate of a hand-off, from its first write to its last.",
-    *("GBy/s", RATE_BUCKETS),
+    "GBy/s",
+    RATE_BUCKETS,
 )
 OVERLAP = _histogram(
     "baton.kv.overlap",
     "Share of a hand-off's bytes transferred before its prompt was fully computed.",
-    *("1", SHARE_BUCKETS),
+    "1",
+    SHARE_BUCKETS,
 )
 RUNNING = _gauge("baton.requests.running", "Requests in the batch.")
 WAITING = _gauge(
@@ -238,7 +253,9 @@ TIER_FAILED = _counter(
 TIER_LOAD = _histogram(
     "baton.kv.tier.load",
     "Time that a tier took for its blocks of a load.",
-    *("s", STEP_BUCKETS, "tier"),
+    "s",
+    STEP_BUCKETS,
+    "tier",
 )
 TIER_RETAINED = _gauge("baton.kv.tier.retained", "KV blocks that a tier must not evict.", "tier")
 TIER_REFUSED = _counter(
@@ -254,18 +271,18 @@ PULL_BLOCKS = _counter(
 TRANSPORT = _gauge("baton.kv.transport", "1 for the KV transport in use.", "transport")
 
 NODE_METRICS = (
-    *(STEP, BATCH, SILENCE, PROMPT_TOKENS_COMPUTED, SAMPLED_TOKENS, SPECULATED_TOKENS, HANDOFFS),
-    *(KV_BYTES, TRANSFER),
-    *(RATE, OVERLAP, RUNNING, WAITING, BLOCKS, PREEMPTIONS, PREFIX_TOKENS, OPEN_HANDOFFS),
-    *(DIGEST_MISMATCHES, LINKS, LINKS_CUT, MESSAGES_DROPPED, TRANSPORT, TRACES_LOST),
-    *(TIER_BYTES, TIER_LIMIT, TIER_LOAD, TIER_TOKENS),
-    *(GROUP_BLOCKS, GROUP_HITS, GROUP_EVICTIONS),
-    *(TIER_BLOCKS, TIER_LOADED, TIER_STORED, TIER_EVICTED, TIER_FAILED),
-    *(TIER_RETAINED, TIER_REFUSED),
+    STEP, BATCH, SILENCE, PROMPT_TOKENS_COMPUTED, SAMPLED_TOKENS, SPECULATED_TOKENS, HANDOFFS,
+    KV_BYTES, TRANSFER,
+    RATE, OVERLAP, RUNNING, WAITING, BLOCKS, PREEMPTIONS, PREFIX_TOKENS, OPEN_HANDOFFS,
+    DIGEST_MISMATCHES, LINKS, LINKS_CUT, MESSAGES_DROPPED, TRANSPORT, TRACES_LOST,
+    TIER_BYTES, TIER_LIMIT, TIER_LOAD, TIER_TOKENS,
+    GROUP_BLOCKS, GROUP_HITS, GROUP_EVICTIONS,
+    TIER_BLOCKS, TIER_LOADED, TIER_STORED, TIER_EVICTED, TIER_FAILED,
+    TIER_RETAINED, TIER_REFUSED,
     PULL_BLOCKS,
     CONNECTOR_ERRORS,
     READINGS_AGE,
-)
+)  # fmt: skip
 
 METRICS = tuple(dict.fromkeys((*ROUTER_METRICS, *NODE_METRICS)))
 BY_PROMETHEUS_NAME = {metric.prometheus: metric for metric in METRICS}

@@ -36,8 +36,13 @@ from baton.cli.program import prepare
 NODES = "tests.support.preloaded_nodes"
 ENDPOINTS = "tests.support.preloaded_endpoints"
 PRELOADED = (
-    *(NODES, "baton.router.__main__", "baton.router.openai.app", "baton.router.openai.server"),
-    *("baton.telemetry.metrics.otlp", "baton.telemetry.tracing.otlp", "typer._adapters"),
+    NODES,
+    "baton.router.__main__",
+    "baton.router.openai.app",
+    "baton.router.openai.server",
+    "baton.telemetry.metrics.otlp",
+    "baton.telemetry.tracing.otlp",
+    "typer._adapters",
 )
 # Programs that can be forked, with the module of `main`.
 PROGRAMS = {"baton": "baton.__main__", "benchmarks.chaos.node": "benchmarks.chaos.node"}

@@ -28,8 +28,12 @@ NUM_ACTIONS = 80
 Action = Callable[[EngineWorld, random.Random], None]
 ALL_ROLES = ("local", "local", "receives", "receives", "sends")
 HINTS = (
-    *(NO_KV_HINTS, NO_KV_HINTS, KvHints(session_id="s", priority=3), KvHints(retain_s=9.0)),
-    *(KvHints(release=True), KvHints(prefetch=True)),
+    NO_KV_HINTS,
+    NO_KV_HINTS,
+    KvHints(session_id="s", priority=3),
+    KvHints(retain_s=9.0),
+    KvHints(release=True),
+    KvHints(prefetch=True),
 )
 
 

@@ -282,7 +282,11 @@ def tier_world(
     memory, host = OwnedMemory(num_kv_blocks), host_tier(num_host, tenant_share)
     clock = clock or Clock()
     with TieredKv(
-        *(memory.blocks, host, files, objects, clock),
+        memory.blocks,
+        host,
+        files,
+        objects,
+        clock,
         admission=FileAdmission(admission),
         copy=copy,
         object_refresh_s=REFRESH_S,

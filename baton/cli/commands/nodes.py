@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 STATE_STYLES = {"ready": "green", "unreachable": "red"}
 TO_THE_RIGHT = {
-    *("running", "waiting", "free blocks", "hit rate", "prompt tok/s", "new tok/s"),
+    "running", "waiting", "free blocks", "hit rate", "prompt tok/s", "new tok/s",
     "drafts accepted",
-    *("blocks", "used", "loaded", "stored", "evicted", "failed"),
-}
+    "blocks", "used", "loaded", "stored", "evicted", "failed",
+}  # fmt: skip
 
 Draw = Callable[["Snapshot", Mapping[str, "NodeRates"]], None]
 

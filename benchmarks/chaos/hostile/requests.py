@@ -195,11 +195,9 @@ def _nasty(draw: random.Random) -> Any:
     deep: Any = []
     for _ in range(draw.choice((10, 500))):
         deep = [deep]
-    return draw.choice(
-        (
-            *(None, True, -1, 0, 1 << 40, -(1 << 70), 1e308, float("nan"), float("inf"), ""),
-            *("\0", "\ud800", "é" * draw.choice((10, 200_000)), "x" * 300, "../../etc/passwd"),
-            *([], {}, [None] * 100, list(range(draw.choice((10, 50_000)))), deep, {"a": deep}),
-            *({"type": "object"}, [[3, 4], [5]], "start: start start", "(a|b)*" * 200),
-        )
-    )
+    return draw.choice((
+        None, True, -1, 0, 1 << 40, -(1 << 70), 1e308, float("nan"), float("inf"), "",
+        "\0", "\ud800", "é" * draw.choice((10, 200_000)), "x" * 300, "../../etc/passwd",
+        [], {}, [None] * 100, list(range(draw.choice((10, 50_000)))), deep, {"a": deep},
+        {"type": "object"}, [[3, 4], [5]], "start: start start", "(a|b)*" * 200,
+    ))  # fmt: skip
