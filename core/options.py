@@ -52,7 +52,7 @@ class Option:
     above: float | None = None
     at_least: float | None = None
     at_most: float | None = None
-    choices: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()  # besides the default
     # Makes the field's value from a written one of type `kind`; None: they are the same.
     parse: Callable[[Any], Any] | None = None
     kind: Any = str
@@ -91,7 +91,7 @@ class OptionField:
         option = self.option
         if value is None:
             return
-        if option.choices and value not in option.choices:
+        if option.choices and value not in (*option.choices, self.default):
             raise _unknown_choice(self.flag, value, option.choices)
         bounds = (option.above, option.at_least, option.at_most)
         limits = [

@@ -87,23 +87,12 @@ class KvWorkerConfig:
     redial_s: float = 1.0  # interval of redialling cut peers, to end their fences
 
     def __post_init__(self) -> None:
-        times = (
-            "poll_s",
-            "burst_poll_s",
-            "burst_s",
-            "idle_poll_s",
-            "linger_s",
-            "tick_s",
-            "busy_s",
-            "redial_s",
-        )
-        for name in times:
-            if not getattr(self, name) > 0:
-                raise InvalidConfig(f"{name} is {getattr(self, name)}; it must be above 0")
+        _check_positive(self)
 
 
-def _check_positive(config: ReceiverConfig | SenderConfig) -> None:
+def _check_positive(config: ReceiverConfig | SenderConfig | KvWorkerConfig) -> None:
+    """Check every number of the config. Raises InvalidConfig."""
     for limit in fields(config):
         value = getattr(config, limit.name)
-        if not value > 0:
+        if type(value) in (int, float) and not value > 0:
             raise InvalidConfig(f"{limit.name} is {value}; it must be above 0")

@@ -19,7 +19,6 @@ from baton.engine.structured_output.llguidance_backend import GrammarValidator
 from baton.router.cluster_servicer import ClusterServicer
 from baton.router.discovery.readiness import PREFILL_PATIENCE_S, Readiness
 from baton.router.discovery.watcher import NodeDiscovery, watching
-from baton.router.dispatch.config import DispatchConfig
 from baton.router.dispatch.node_calls import GrpcNodeCalls
 from baton.router.input_processing.form_checks import ThreadedFormChecks
 from baton.router.input_processing.tokenization import ModelText, NoTokenizer, TextBoundary
@@ -70,12 +69,7 @@ async def serve(
         node_calls=node_calls,
         text=text,
         clock=time.monotonic,
-        config=PipelineConfig(
-            dispatch=DispatchConfig(
-                node_patience_s=options.node_patience_s, routing=options.routing
-            ),
-            admission_queue=options.admission_queue,
-        ),
+        config=PipelineConfig(options.dispatch, options.admission_queue),
         forms=ThreadedFormChecks(compiler),
     )
     is_counted = options.telemetry.counts or options.http_port is not None

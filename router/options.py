@@ -10,8 +10,8 @@ from baton.core.errors import InvalidConfig
 from baton.core.options import MODEL, NETWORK, SECURITY, Option, check_options
 from baton.router.admission.admission_queue import AdmissionQueueConfig
 from baton.router.discovery.sources import NodeSource, check_single_role, parse_sources
+from baton.router.dispatch.config import DispatchConfig
 from baton.router.openai.response.output_parsers import NO_PARSING, Parsing
-from baton.router.routing.config import Routing
 from baton.rpc.grace_period import DRAIN_TIMEOUT_S, DrainTimeout
 from baton.rpc.listening import MAX_PORT, ListenHost, ListenPort
 from baton.rpc.security.operators import Operators, OperatorTokens
@@ -41,14 +41,6 @@ class RouterOptions:
         float,
         Option("Seconds between two resolutions of names and reads of lists.", NETWORK, above=0),
     ] = 5.0
-    node_patience_s: Annotated[
-        float,
-        Option(
-            "Seconds that a request waits for a decode node if there is none; 0: fail at once.",
-            NETWORK,
-            at_least=0,
-        ),
-    ] = 5.0
     drain_timeout_s: DrainTimeout = DRAIN_TIMEOUT_S
     model: Annotated[  # of the tokenizer; empty: accept token ids only
         str, Option("Model folder, or a name on the Hugging Face hub.", MODEL)
@@ -68,7 +60,7 @@ class RouterOptions:
         str, Option("Address to serve HTTP on. Default: that of --host.", NETWORK)
     ] = ""
     parsing: Parsing = NO_PARSING
-    routing: Routing = field(default_factory=Routing)
+    dispatch: DispatchConfig = field(default_factory=DispatchConfig)
     admission_queue: AdmissionQueueConfig = field(default_factory=AdmissionQueueConfig)
     tokens: Annotated[  # None: no authentication
         AcceptedTokens | None,

@@ -104,7 +104,7 @@ class TelemetryOptions:
     def __post_init__(self) -> None:
         check_options(self)
         if self.trace_dir_bytes < MIB:
-            raise InvalidConfig("the trace folder's limit is below 1 MiB; give it more")
+            raise InvalidConfig("the limit of the trace folder is below 1 MiB; raise --trace-limit")
 
     @property
     def sends_metrics(self) -> bool:

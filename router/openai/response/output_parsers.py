@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Annotated, Any, NamedTuple, NoReturn, Protocol
 
-from baton.core.errors import InvalidConfig
-from baton.core.options import MODEL, Option
+from baton.core.options import MODEL, Option, check_options
 from baton.router.openai.response.json_scan import JsonScan
 
 THINK, END_THINK = "<think>", "</think>"
@@ -349,11 +348,6 @@ TOOL_MARKS = {"hermes": (CALL, END_CALL), "llama3_json": (PYTHON_TAG,)}
 REASONING_BEGINS_INSIDE = {"qwen3": False, "deepseek_r1": True}
 
 
-def _check(option: str, name: str, known: dict[str, Any]) -> None:
-    if name and name not in known:
-        raise InvalidConfig(f"{option} {name!r}: choose one of {', '.join(known)}")
-
-
 @dataclass(frozen=True, slots=True)
 class Parsing:
     """Formats of the model's tool calls and reasoning; empty: all text is content."""
@@ -365,6 +359,7 @@ class Parsing:
             "Default: tool calls stay text.",
             MODEL,
             name="tool_parser",
+            choices=tuple(TOOL_READERS),
         ),
     ] = ""
     reasoning: Annotated[
@@ -374,12 +369,12 @@ class Parsing:
             "opens the reasoning. Default: reasoning stays text.",
             MODEL,
             name="reasoning_parser",
+            choices=tuple(REASONING_BEGINS_INSIDE),
         ),
     ] = ""
 
     def __post_init__(self) -> None:
-        _check("--tool-parser", self.tools, TOOL_READERS)
-        _check("--reasoning-parser", self.reasoning, REASONING_BEGINS_INSIDE)
+        check_options(self)
 
     def marks(self, *, with_tools: bool) -> tuple[str, ...]:
         """Return the marks that must be visible in the text, also where they are special tokens."""
