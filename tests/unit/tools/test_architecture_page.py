@@ -1,4 +1,4 @@
-"""Paths on the architecture page: each exists."""
+"""Paths on the architecture pages and in CONTRIBUTING: each exists."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGE = ROOT / "docs" / "architecture.md"
+PAGES = [*(ROOT / "docs").glob("architecture*.md"), ROOT / "CONTRIBUTING.md"]
 CODE = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)
 # A path of at least one folder, or the name of a Python file. URLs begin with a slash.
 PATH = re.compile(r"(?<![\w/:.])((?:[a-z_0-9]+/)+[\w.*]*|[a-z_0-9]+\.py)")
 
 
-def test_every_path_on_the_architecture_page_exists() -> None:
+def test_every_path_on_the_architecture_pages_exists() -> None:
     known = _tracked_paths()
-    named = {path for code in CODE.findall(PAGE.read_text()) for path in PATH.findall(code)}
+    text = "\n".join(page.read_text() for page in PAGES)
+    named = {path for code in CODE.findall(text) for path in PATH.findall(code)}
 
     assert len(named) > 100
     assert sorted(path for path in named if not _is_known(path, known)) == []
