@@ -10,8 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
+from typing import Annotated
 
 from baton.core.errors import InvalidConfig
+from baton.core.options import Option, check_options
+
+LOAD = "Load"  # panel of the help page
 
 # Lower ids are often special tokens.
 FIRST_PLAIN_TOKEN = 10
@@ -75,28 +79,52 @@ class Arrivals(Enum):
 class ServeLoad:
     """Load of a serving benchmark."""
 
-    rate: float = 2.0  # requests per second
-    num_requests: int = 50
-    duration_s: float | None = None  # instead of a number of requests
-    arrivals: Arrivals = Arrivals.POISSON
-    burst_size: int = 8
-    prompt: Lengths = Lengths("", (128,))
-    output: Lengths = Lengths("", (64,))
-    prefix_tokens: int = 0  # prefix shared by the prompts of a group
-    prefix_groups: int = 1
-    num_warm_up: int = 2
-    seed: int = 0
+    rate: Annotated[float, Option("Requests per second.", LOAD, above=0)] = 2.0
+    num_requests: Annotated[
+        int, Option("Number of requests.", LOAD, name="requests", at_least=1)
+    ] = 50
+    duration_s: Annotated[
+        float | None,
+        Option("Seconds of load, instead of --requests.", LOAD, name="duration", above=0),
+    ] = None
+    arrivals: Annotated[Arrivals, Option("Arrival process: poisson, constant or burst.", LOAD)] = (
+        Arrivals.POISSON
+    )
+    burst_size: Annotated[
+        int, Option("Requests per burst, with --arrivals burst.", LOAD, at_least=1)
+    ] = 8
+    prompt: Annotated[
+        Lengths,
+        Option(
+            "Length of generated prompts: 128, uniform:64:256, lognormal:128:0.5 or "
+            "mix:64x9,2048x1.",
+            LOAD,
+            name="prompt_tokens",
+            default="128",
+            parse=parse_lengths,
+        ),
+    ] = Lengths("", (128,))
+    output: Annotated[
+        Lengths,
+        Option(
+            "Length of answers, in the same format.",
+            LOAD,
+            name="output_tokens",
+            default="64",
+            parse=parse_lengths,
+        ),
+    ] = Lengths("", (64,))
+    prefix_tokens: Annotated[
+        int, Option("Tokens of the prefix that the prompts of a group share.", LOAD, at_least=0)
+    ] = 0
+    prefix_groups: Annotated[int, Option("Number of such groups.", LOAD, at_least=1)] = 1
+    num_warm_up: Annotated[
+        int, Option("Requests sent before the measurement.", LOAD, name="warm_up", at_least=0)
+    ] = 2
+    seed: Annotated[int, Option("Seed of the requests and their arrival times.", LOAD)] = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("rate", 0.0), ("num_requests", 0), ("burst_size", 0)):
-            if not getattr(self, name) > least:
-                raise InvalidConfig(f"{name} is {getattr(self, name)}; it must be above 0")
-        if self.duration_s is not None and not self.duration_s > 0:
-            raise InvalidConfig(f"duration_s is {self.duration_s}; it must be above 0")
-        if self.prefix_tokens < 0 or self.prefix_groups < 1 or self.num_warm_up < 0:
-            raise InvalidConfig(
-                "prefix_tokens and num_warm_up must be at least 0, prefix_groups at least 1"
-            )
+        check_options(self)
 
 
 @dataclass(frozen=True, slots=True)

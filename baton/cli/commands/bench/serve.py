@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from baton.bench.serve.load import LOAD, ServeLoad, read_prompts
 from baton.cli.commands.bench.progress import requests_bar
 from baton.cli.commands.bench.serve_tables import name_of_run, show_runs
 from baton.cli.commands.cluster import SET_PER_PROCESS, shared_memory
@@ -31,61 +32,21 @@ if TYPE_CHECKING:
     )
     from baton.cluster import ClusterOptions
 
-LOAD_PANEL = "Load"
 TARGET_PANEL = "Target"
 DISAGGREGATED, COLOCATED = "disaggregated", "colocated"
-LENGTHS = "128, uniform:64:256, lognormal:128:0.5 or mix:64x9,2048x1"
 UNFIT = {*SET_PER_PROCESS, "served_model_name", "tls_client_ca"}
 
 
 def _load(help: str, **given: Any) -> Any:  # noqa: A002
-    return typer.Option(help=help, rich_help_panel=LOAD_PANEL, **given)
+    return typer.Option(help=help, rich_help_panel=LOAD, **given)
 
 
 def _target(help: str, *names: str, **given: Any) -> Any:  # noqa: A002
     return typer.Option(*names, help=help, rich_help_panel=TARGET_PANEL, **given)
 
 
-def load_options(
-    rate: Annotated[float, _load("Requests per second.")] = 2.0,
-    requests: Annotated[int, _load("Number of requests.", min=1)] = 50,
-    duration: Annotated[float | None, _load("Seconds of load, instead of --requests.")] = None,
-    arrivals: Annotated[str, _load("Arrival process: poisson, constant or burst.")] = "poisson",
-    burst_size: Annotated[int, _load("Requests per burst, with --arrivals burst.")] = 8,
-    prompt_tokens: Annotated[str, _load(f"Length of generated prompts: {LENGTHS}.")] = "128",
-    output_tokens: Annotated[str, _load("Length of answers, in the same format.")] = "64",
-    prefix_tokens: Annotated[
-        int, _load("Tokens of the prefix that the prompts of a group share.")
-    ] = 0,
-    prefix_groups: Annotated[int, _load("Number of such groups.")] = 1,
-    warm_up: Annotated[int, _load("Requests sent before the measurement.")] = 2,
-    seed: Annotated[int, _load("Seed of the requests and their arrival times.")] = 0,
-) -> Any:
-    """Return the Load that these options describe."""
-    from baton.bench.serve.load import Arrivals, ServeLoad, parse_lengths
-
-    try:
-        kind = Arrivals(arrivals)
-    except ValueError:
-        known = ", ".join(one.value for one in Arrivals)
-        raise InvalidConfig(f"--arrivals {arrivals}: choose one of {known}") from None
-    return ServeLoad(
-        rate=rate,
-        num_requests=requests,
-        duration_s=duration,
-        arrivals=kind,
-        burst_size=burst_size,
-        prompt=parse_lengths(prompt_tokens),
-        output=parse_lengths(output_tokens),
-        prefix_tokens=prefix_tokens,
-        prefix_groups=prefix_groups,
-        num_warm_up=warm_up,
-        seed=seed,
-    )
-
-
 @inherit_options(
-    load_options,
+    ServeLoad,
     client_tls,
     NodeOptions,
     RouterOptions,
@@ -137,14 +98,13 @@ def serve(
     from baton.bench.plotting import need_matplotlib
     from baton.bench.serve.benchmark import ServeBench
     from baton.bench.serve.figures import parse_slo
-    from baton.bench.serve.load import read_prompts
 
-    for_load, for_tls, for_nodes = split(given, load_options, client_tls, NodeOptions)
+    for_load, for_tls, for_nodes = split(given, ServeLoad, client_tls, NodeOptions)
     _check_target(address, model, compare)
     if plots is not None:
         need_matplotlib()
     what = ServeBench(
-        load=load_options(**for_load),
+        load=build_config(ServeLoad, for_load),
         rates=_rates(rates),
         slo=parse_slo(slo),
         concurrency=concurrency,
