@@ -12,9 +12,9 @@ from baton.engine.config import EngineOptions
 from baton.engine.core import EngineCore
 from baton.engine.engine_thread import Compiler, EngineInbox, EngineThread
 from baton.engine.factory import build_grammars, build_scheduler
+from baton.engine.kv_arrival.peer_pulls import PullConfig
 from baton.engine.model_folder import served_name
 from baton.engine.runner.model_runner import TorchRunner
-from baton.engine.scheduler.config import PullConfig
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.scheduler.validation import max_sequence_length
 from baton.engine.structured_output.compiler import GrammarCompiler

@@ -97,21 +97,6 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class PullConfig:
-    """Settings of pulls of cached prefixes from other nodes."""
-
-    name: str  # of their hand-offs, unique among all processes of all nodes
-    block_bytes: int
-    # A run is given or fails as a whole.
-    max_run_blocks: int = 64
-    max_run_bytes: int = 16 << 20
-
-    @property
-    def blocks_per_run(self) -> int:
-        return max(1, min(self.max_run_blocks, self.max_run_bytes // self.block_bytes))
-
-
-@dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """Settings of the scheduler. Names and meanings follow vLLM V1 where it has them."""
 

@@ -14,9 +14,10 @@ from baton.core.output import Failure, FailureCause, FinishReason, Output
 from baton.core.request import EngineRequest
 from baton.engine.errors import OutOfOrder
 from baton.engine.events import KvEvent, RequestEvent, SchedulerStats
+from baton.engine.kv_arrival.peer_pulls import PullConfig
 from baton.engine.kv_cache.group_stats import GroupStats
 from baton.engine.plan import Plan, PlanRow, RunResult
-from baton.engine.scheduler.config import CacheConfig, PullConfig, SchedulerConfig
+from baton.engine.scheduler.config import CacheConfig, SchedulerConfig
 from baton.engine.scheduler.output_processing import OutputProcessor
 from baton.engine.scheduler.request import Request
 from baton.engine.scheduler.running_batch import make_row

@@ -10,14 +10,14 @@ from baton.core.output import FinishReason, Output
 from baton.core.request import EngineRequest
 from baton.engine.errors import BlocksUnaccounted
 from baton.engine.events import RequestEvent, RequestEventKind, SchedulerStats
+from baton.engine.kv_arrival.external_loads import ExternalTransfers
+from baton.engine.kv_arrival.gives import GivenPulls
+from baton.engine.kv_arrival.handoffs import HandoffManager
+from baton.engine.kv_arrival.peer_pulls import PrefixPulls, PullConfig
+from baton.engine.kv_arrival.prefixes_in_flight import PrefixesInFlight
 from baton.engine.kv_cache.manager import KvCache
 from baton.engine.kv_cache.prefix_search import PrefixHit
-from baton.engine.scheduler.config import CacheConfig, PullConfig, SchedulerConfig, SchedulingPolicy
-from baton.engine.scheduler.external_transfers import ExternalTransfers
-from baton.engine.scheduler.given_pulls import GivenPulls
-from baton.engine.scheduler.kv_handoffs import HandoffManager
-from baton.engine.scheduler.prefix_pulls import PrefixPulls
-from baton.engine.scheduler.prefixes_in_flight import PrefixesInFlight
+from baton.engine.scheduler.config import CacheConfig, SchedulerConfig, SchedulingPolicy
 from baton.engine.scheduler.queues import RankedQueue, WaitingQueue
 from baton.engine.scheduler.request import Rank, Request, RequestStatus
 from baton.engine.scheduler.running_batch import Batch

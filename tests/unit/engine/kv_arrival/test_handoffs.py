@@ -5,10 +5,10 @@ from __future__ import annotations
 from baton.core.ids import HandoffId, NodeId, Peer
 from baton.core.logprobs import FirstToken
 from baton.core.request import ReceiveKv
+from baton.engine.kv_arrival.handoffs import HandoffManager
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.kv_cache.groups import FULL
 from baton.engine.kv_cache.transfer_order import TransferOrder
-from baton.engine.scheduler.kv_handoffs import HandoffManager
 from baton.engine.scheduler.request import Request, RequestStatus
 from baton.kv_transfer.types import Complete, KvOrders, Revoke, Withdraw
 from tests.support.requests import make_request

@@ -14,17 +14,31 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from baton.core.ids import BlockId, HandoffId, Peer
+from baton.engine.kv_arrival.handoffs import HandoffManager
+from baton.engine.kv_arrival.pull_times import PullTimes
 from baton.engine.kv_cache.external_prefix import SNAPSHOT, ExternalPrefix
 from baton.engine.kv_cache.manager import KvCache
-from baton.engine.scheduler.config import PullConfig
-from baton.engine.scheduler.kv_handoffs import HandoffManager
-from baton.engine.scheduler.pull_times import PullTimes
 from baton.engine.scheduler.request import Request
 from baton.kv_transfer.types import KvReports, Receive
 
 MAX_PULLING_SHARE = 0.5  # of all blocks, for several pulls together
 LEAST_BLOCKS = 8  # for pulls, however small the pool is
 PEER = "peer"  # source of the tokens in a request's statistics
+
+
+@dataclass(frozen=True, slots=True)
+class PullConfig:
+    """Settings of pulls of cached prefixes from other nodes."""
+
+    name: str  # of their hand-offs, unique among all processes of all nodes
+    block_bytes: int
+    # A run is given or fails as a whole.
+    max_run_blocks: int = 64
+    max_run_bytes: int = 16 << 20
+
+    @property
+    def blocks_per_run(self) -> int:
+        return max(1, min(self.max_run_blocks, self.max_run_bytes // self.block_bytes))
 
 
 @dataclass(frozen=True, slots=True)

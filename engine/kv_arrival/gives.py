@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from baton.core.ids import BlockId, HandoffId
+from baton.engine.kv_arrival.external_loads import ExternalTransfers
+from baton.engine.kv_arrival.handoffs import HandoffManager
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.block_pool import BlockPool
-from baton.engine.scheduler.external_transfers import ExternalTransfers
-from baton.engine.scheduler.kv_handoffs import HandoffManager
 from baton.kv_transfer.external_kv import LoadId
 from baton.kv_transfer.types import NOT_CACHED, TOO_MANY_PULLS, KvReports, Requested
 

@@ -11,12 +11,13 @@ import pytest
 from baton.core.ids import HandoffId, NodeId, RequestId
 from baton.core.output import RequestStats
 from baton.core.sampling import SamplingParams
+from baton.engine.kv_arrival.peer_pulls import PullConfig
+from baton.engine.kv_arrival.pull_times import AVOID_S, BYTE_S, FORGET_S, LATENCY_S, PullTimes
 from baton.engine.kv_cache.block_hashes import HASH_BYTES, BlockHash
 from baton.engine.kv_cache.groups import FULL, ONE_GROUP, KvCacheSpec, KvGroup
 from baton.engine.kv_cache.recurrent_state import snapshot_names
 from baton.engine.plan import Plan
-from baton.engine.scheduler.config import PullConfig, SchedulerConfig
-from baton.engine.scheduler.pull_times import AVOID_S, BYTE_S, FORGET_S, LATENCY_S, PullTimes
+from baton.engine.scheduler.config import SchedulerConfig
 from baton.kv_transfer.types import NOT_CACHED, TOO_MANY_PULLS, Receive
 from tests.support.engine_world import BLOCKS_PER_RUN, VOCAB_SIZE, EngineWorld
 
