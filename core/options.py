@@ -66,6 +66,7 @@ class OptionField:
     """Option, completed from the type and the default of its field."""
 
     option: Option
+    field: str
     name: str
     kind: Any
     default: Any
@@ -174,7 +175,7 @@ def _option_field(field: Field[Any], kind: Any, option: Option) -> OptionField:
     if option.default_from is not None:
         kind, default = kind | None, None
     is_required = field.default is MISSING and field.default_factory is MISSING
-    return OptionField(option, name, kind, default, parse, is_required)
+    return OptionField(option, field.name, name, kind, default, parse, is_required)
 
 
 def _parse_choice(kind: type[Enum], flag: str, value: str) -> Enum:

@@ -16,6 +16,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.cluster.child import Child, ChildOptions, ClusterFailed
+from baton.core.options import options_of
 from baton.rpc.channel import open_blocking_channel
 from baton.rpc.security.tls import PLAIN, TlsConfig
 from baton.rpc.security.tls_diagnosis import tls_trouble
@@ -265,14 +266,8 @@ def with_port(arguments: Sequence[str], option: str, address: str) -> tuple[str,
 
 
 def _tls_arguments(tls: TlsConfig) -> list[str]:
-    values = {
-        "--tls-cert": tls.cert,
-        "--tls-key": tls.key,
-        "--tls-ca": tls.ca,
-        "--tls-client-ca": tls.client_ca,
-        "--tls-server-name": tls.server_name or None,
-    }
-    return [f"{flag}={value}" for flag, value in values.items() if value is not None]
+    values = ((option, getattr(tls, option.field)) for option in options_of(TlsConfig).values())
+    return [f"{option.flag}={value}" for option, value in values if value != option.default]
 
 
 def await_serving(address: str, timeout_s: float, tls: TlsConfig = PLAIN) -> None:

@@ -88,13 +88,14 @@ def _sending(
 
 
 def _send_until(is_closing: threading.Event, every_s: float, exporter: OtlpMetrics) -> None:
-    warned_s = float("-inf")
+    warned_s: float | None = None
     is_last = False
     while not is_last:
         is_last = is_closing.wait(every_s)
         try:
             exporter.send()
         except ExportFailed as failure:
-            if time.monotonic() - warned_s >= WARNING_INTERVAL_S:
-                warned_s = time.monotonic()
+            now = time.monotonic()
+            if warned_s is None or now - warned_s >= WARNING_INTERVAL_S:
+                warned_s = now
                 log.warning("metrics could not be exported: %s", failure)

@@ -42,7 +42,7 @@ class BatchExporter:
         self._changed = threading.Condition()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name=f"traces to {name}", daemon=True)
-        self._warned_s = float("-inf")
+        self._warned_s: float | None = None
         self.num_dropped = 0  # timelines dropped from a full queue
         self.num_failed = 0  # timelines whose export failed
 
@@ -91,6 +91,6 @@ class BatchExporter:
     def _note_failure(self, num_lost: int, error: Exception) -> None:
         self.num_failed += num_lost
         now_s = time.monotonic()
-        if now_s >= self._warned_s + WARNING_INTERVAL_S:
+        if self._warned_s is None or now_s >= self._warned_s + WARNING_INTERVAL_S:
             self._warned_s = now_s
             log.warning("%d traces could not be exported to %s: %s", num_lost, self._name, error)
