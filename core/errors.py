@@ -41,3 +41,9 @@ class InvalidConfig(NamedError):
 
 class ModelError(NamedError):
     """The model folder is missing, incomplete, corrupt or not supported."""
+
+
+def require_setting(name: str, value: object, is_valid: bool, expected: str) -> None:
+    """Raise InvalidConfig, which says what is expected, unless the setting is valid."""
+    if not is_valid:
+        raise InvalidConfig(f"{name} is {value}; it must be {expected}")

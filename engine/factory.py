@@ -8,9 +8,10 @@ from dataclasses import replace
 from baton.engine.config import EngineOptions
 from baton.engine.core import EngineCore, NoKvWorker
 from baton.engine.kv_arrival.peer_pulls import PullConfig
+from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.plan import KvWorker
 from baton.engine.runner.model_runner import TorchRunner
-from baton.engine.scheduler.config import CacheConfig, SchedulerConfig
+from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.step_observer import StepObserver
 from baton.engine.structured_output.llguidance_backend import GrammarLibrary

@@ -120,7 +120,7 @@ class ExternalTransfers:
         """
         if self._external is None or not request.may_load:
             return None
-        prefix = self._cache.find_external(request, max_num_tokens, continues_at=continues_at)
+        prefix = self._cache.find_external(request.kv, max_num_tokens, continues_at=continues_at)
         num_missing = len(prefix.names)
         saved_s = self._saved_s(prefix, token_s)
         if not num_missing or saved_s <= 0:
@@ -189,20 +189,21 @@ class ExternalTransfers:
         """
         if self._external is None:
             return
-        hints, num_hits = request.block_hints, request.num_cached_tokens // self._cache.block_size
-        hits = self._cache.names_of(request, num_hits)
-        names = hits if hints.is_plain else self._cache.names_of(request)
+        hints = request.kv.block_hints
+        num_hits = request.num_cached_tokens // self._cache.block_size
+        hits = self._cache.names_of(request.kv, num_hits)
+        names = hits if hints.is_plain else self._cache.names_of(request.kv)
         computed = tuple(filter(self._external.holds, reversed(names[len(hits) :])))
         held = computed + tuple(filter(self._external.holds, reversed(hits)))
         if held:
             self._uses.append(Use(held, hints, len(computed)))
         if hints.is_wanted:
-            self._cache.store_hits(request)
+            self._cache.store_hits(request.kv, num_hits)
 
     def drop(self, request: Request) -> None:
         """Order that the blocks of a request are never loaded again: their KV may be wrong."""
         if self._external is not None:
-            self._drops += self._cache.names_of(request)
+            self._drops += self._cache.names_of(request.kv)
 
     def clear(self, tiers: Collection[str] | None = None) -> Mapping[str, int]:
         """Clear these tiers, or all, and return how many blocks each had."""
@@ -278,7 +279,7 @@ class ExternalTransfers:
         if load.request is None:
             self._cache.register_named(load.prefix.names, load.block_ids, are_loaded)
             return
-        self._cache.register_loaded(load.request, load.prefix, load.block_ids, are_loaded)
+        self._cache.register_loaded(load.request.kv, load.prefix, load.block_ids, are_loaded)
         if all(are_loaded):
             load.request.num_found_blocks = load.prefix.num_blocks
         for source, token_range in zip(

@@ -129,9 +129,9 @@ class HandoffManager:
     def receive(self, request: Request, receive: ReceiveKv, num_hits: int) -> None:
         """Grant the request's blocks after its prefix hits, and its state, to the peer."""
         handoff_id = receive.handoff_id
-        first_block = self._order.index(request, num_hits)
-        granted = self._order.blocks(request, num_hits, request.num_blocks)
-        block_ids = (*granted, *self._order.state_blocks(request))
+        first_block = self._order.index(request.kv, num_hits)
+        granted = self._order.blocks(request.kv, num_hits, request.kv.num_blocks)
+        block_ids = (*granted, *self._order.state_blocks(request.kv))
         self._pool.hold(block_ids)
         self._expected.discard(handoff_id)
         self._receiving[handoff_id] = _PendingReceive(request, block_ids, num_hits)
@@ -142,7 +142,7 @@ class HandoffManager:
                 first_block,
                 block_ids,
                 num_tokens=request.num_tokens,
-                num_cached_tokens=request.num_computed_tokens,
+                num_cached_tokens=request.kv.num_computed_tokens,
             )
         )
 
@@ -179,7 +179,7 @@ class HandoffManager:
         receiving = self._receiving.get(proved.handoff_id)
         if receiving is not None and receiving.request is not None:
             block_ids = receiving.block_ids[: proved.num_blocks]
-            cache.register_received(receiving.request, receiving.num_hits, block_ids)
+            cache.register_received(receiving.request.kv, receiving.num_hits, block_ids)
 
     def end_receiving(self, handoff_id: HandoffId) -> None:
         """Release the blocks of a hand-off, which the peer can no longer write."""
@@ -214,9 +214,9 @@ class HandoffManager:
         if sending.is_over or num_blocks <= sending.num_sent:
             return
         self._hold(sending, request, num_blocks)
-        if num_blocks == request.num_blocks:
+        if num_blocks == request.kv.num_blocks:
             self._hold_state(sending, request)
-        first_block = self._order.index(request, sending.num_sent)
+        first_block = self._order.index(request.kv, sending.num_sent)
         sending.num_sent = num_blocks
         block_ids = tuple(sending.block_ids[first_block:])
         if block_ids:
@@ -235,7 +235,7 @@ class HandoffManager:
         if sending.is_over or num_blocks <= sending.num_sent:
             return
         self._hold(sending, request, num_blocks)
-        first_block = self._order.index(request, sending.num_sent)
+        first_block = self._order.index(request.kv, sending.num_sent)
         block_ids = tuple(sending.block_ids[first_block:])
         if block_ids:
             self._layer_sends.append(SendLayers(handoff_id, first_block, block_ids))
@@ -287,13 +287,13 @@ class HandoffManager:
             del self._sending[handoff_id]
 
     def _hold(self, sending: _PendingSend, request: Request, num_blocks: int) -> None:
-        block_ids = self._order.blocks(request, sending.num_held, num_blocks)
+        block_ids = self._order.blocks(request.kv, sending.num_held, num_blocks)
         self._pool.hold(block_ids)
         sending.block_ids += block_ids
         sending.num_held = num_blocks
 
     def _hold_state(self, sending: _PendingSend, request: Request) -> None:
-        block_ids = self._order.state_blocks(request)
+        block_ids = self._order.state_blocks(request.kv)
         self._pool.hold(block_ids)
         sending.block_ids += block_ids
 

@@ -122,7 +122,7 @@ class PrefixPulls:
         source = request.spec.prefix_source
         if source is None or not request.may_pull or self._config is None:
             return None
-        prefix = self._cache.find_promised(request, max_num_tokens, source.num_tokens)
+        prefix = self._cache.find_promised(request.kv, max_num_tokens, source.num_tokens)
         saved_s = self._saved_s(prefix, source.peer, now, token_s)
         if saved_s is None:
             request.may_pull = False
@@ -231,7 +231,7 @@ class PrefixPulls:
         self.total_landed_blocks += len(block_ids)
         if not pull.is_stale:
             are_blocks = [group != SNAPSHOT for group in part.groups]
-            self._cache.register_loaded(pull.request, part, block_ids, are_blocks)
+            self._cache.register_loaded(pull.request.kv, part, block_ids, are_blocks)
 
     def _end_pull(self, pull_id: HandoffId, now: float) -> None:
         pull = self._pulls.pop(pull_id)
@@ -239,7 +239,7 @@ class PrefixPulls:
         if is_whole and not pull.is_stale:
             first = pull.prefix.num_loaded_before_snapshot
             parts, block_ids = pull.prefix.part(first), pull.block_ids[first:]
-            self._cache.register_loaded(pull.request, parts, block_ids, [True] * len(block_ids))
+            self._cache.register_loaded(pull.request.kv, parts, block_ids, [True] * len(block_ids))
         self._cache.pool.release(pull.held)
         took_s, peer = now - pull.since_s, pull.source.node_id
         if not is_whole:

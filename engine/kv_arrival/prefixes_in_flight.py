@@ -36,11 +36,11 @@ class PrefixesInFlight:
 
     def begin(self, request: Request, num_hits: int, now: float) -> None:
         """Add the blocks of a request after its first `num_hits`, which the peer writes now."""
-        hashes = tuple(request.block_hashes[num_hits:])
+        hashes = tuple(request.kv.block_hashes[num_hits:])
         if request.receive is None or not hashes:
             return
         receiving = _PrefixInFlight(
-            request, request.receive.source.node_id, hashes, request.num_blocks - num_hits, now
+            request, request.receive.source.node_id, hashes, request.kv.num_blocks - num_hits, now
         )
         self._receiving[request.request_id] = receiving
         for block_hash in hashes:
@@ -70,7 +70,7 @@ class PrefixesInFlight:
         It must have the same peer and a better rank. A peer serves hand-offs in this order, so the
         wait is short, and a failing peer does not affect requests of other peers.
         """
-        missing: Sequence[BlockHash] = request.block_hashes[num_hits:]
+        missing: Sequence[BlockHash] = request.kv.block_hashes[num_hits:]
         receiving = self._receiver_by_hash.get(missing[0]) if missing else None
         if receiving is None or request.receive is None:
             return None
@@ -82,7 +82,7 @@ class PrefixesInFlight:
         is_enough = num_shared >= MIN_SHARE * max(num_blocks - num_hits, receiving.num_blocks)
         is_same_peer = receiving.source == request.receive.source.node_id
         # Blocks received across a reset of the prefix cache are never cached.
-        will_be_cached = receiving.request.is_registering
+        will_be_cached = receiving.request.kv.is_registering
         if not (is_enough and is_same_peer and will_be_cached):
             return None
         return receiving.request.request_id if receiving.request.rank < request.rank else None

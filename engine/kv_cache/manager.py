@@ -18,6 +18,7 @@ from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored, KvE
 from baton.engine.kv_cache.block_hashes import BlockHash, extend_hashes
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.kv_cache.block_tables import check_tables
+from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.external_prefix import (
     SNAPSHOT,
     ExternalPrefix,
@@ -30,6 +31,7 @@ from baton.engine.kv_cache.external_prefix import (
 )
 from baton.engine.kv_cache.group_stats import GroupCounters, GroupStats
 from baton.engine.kv_cache.groups import KvCacheSpec
+from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.kv_cache.prefix_search import (
     PrefixHit,
     PrefixSearch,
@@ -44,8 +46,6 @@ from baton.engine.kv_cache.recurrent_state import (
 )
 from baton.engine.kv_cache.transfer_order import TransferOrder
 from baton.engine.plan import BlockIds, BlockTables, StateSnapshot
-from baton.engine.scheduler.config import CacheConfig
-from baton.engine.scheduler.request import Request
 from baton.kv_transfer.external_kv import ExternalKv
 
 
@@ -93,11 +93,11 @@ class KvCache:
         """Return the number of these tokens that fill whole blocks."""
         return num_tokens // self.block_size * self.block_size
 
-    def capacity(self, request: Request) -> int:
-        return request.num_blocks * self.block_size
+    def capacity(self, held: HeldKv) -> int:
+        return held.num_blocks * self.block_size
 
     def find_prefix(
-        self, request: Request, max_num_tokens: int, *, continues_at: int | None = None
+        self, held: HeldKv, max_num_tokens: int, *, continues_at: int | None = None
     ) -> PrefixHit:
         """Return the longest cached prefix of at most `max_num_tokens` tokens.
 
@@ -106,13 +106,11 @@ class KvCache:
         """
         num_blocks = 0
         if self._config.enable_prefix_caching:
-            self._extend_hashes(request)
+            self._extend_hashes(held)
             num_blocks = max_num_tokens // self.block_size
-        return self._search.find(request.block_hashes[:num_blocks], continues_at)
+        return self._search.find(held.block_hashes[:num_blocks], continues_at)
 
-    def missing_hash(
-        self, request: Request, num_hits: int, max_num_tokens: int
-    ) -> BlockHash | None:
+    def missing_hash(self, held: HeldKv, num_hits: int, max_num_tokens: int) -> BlockHash | None:
         """Return the hash of the first block that `find_prefix` did not find, or None.
 
         Once that block is cached, the prefix is longer even if no block was released. With
@@ -122,13 +120,11 @@ class KvCache:
             return None
         if self.num_state_blocks:
             return None
-        return request.block_hashes[num_hits]
+        return held.block_hashes[num_hits]
 
-    def num_missing(
-        self, request: Request, hit: PrefixHit, *, continues_at: int | None = None
-    ) -> int:
+    def num_missing(self, held: HeldKv, hit: PrefixHit, *, continues_at: int | None = None) -> int:
         """Return the number of blocks that `admit` has to find, apart from the prefix."""
-        num_blocks = self.num_blocks_for(request.num_tokens)
+        num_blocks = self.num_blocks_for(held.num_tokens)
         num_allocated = sum(
             num_blocks - max(hit.num_blocks, self._first_seen(spec, hit.num_blocks, continues_at))
             for spec in self._specs
@@ -138,7 +134,7 @@ class KvCache:
 
     def admit(
         self,
-        request: Request,
+        held: HeldKv,
         hit: PrefixHit,
         *,
         spare: int = 0,
@@ -148,71 +144,69 @@ class KvCache:
 
         At least `spare` blocks must remain free.
         """
-        if self.num_missing(request, hit, continues_at=continues_at) + spare > self.pool.num_free:
+        if self.num_missing(held, hit, continues_at=continues_at) + spare > self.pool.num_free:
             return False
         self.pool.hold(hit.block_ids)
-        num_blocks = self.num_blocks_for(request.num_tokens)
-        request.block_tables = tuple(
+        num_blocks = self.num_blocks_for(held.num_tokens)
+        held.block_tables = tuple(
             self._fill(table, num_blocks, self._first_seen(spec, hit.num_blocks, continues_at))
             for spec, table in zip(self._specs, hit.block_tables, strict=True)
         )
-        request.num_computed_tokens = hit.num_blocks * self.block_size
-        request.num_registered_blocks = hit.num_blocks
-        request.state = self._allocate_state(request, hit)
-        request.is_registering = self._config.enable_prefix_caching
-        if not request.num_preemptions:  # afterwards it could hit its own blocks
-            request.num_cached_tokens = request.num_computed_tokens
-        self.total_query_tokens += request.num_tokens
-        self.total_hit_tokens += request.num_computed_tokens
+        held.num_computed_tokens = hit.num_blocks * self.block_size
+        held.num_registered_blocks = hit.num_blocks
+        held.state = self._allocate_state(held, hit)
+        held.is_registering = self._config.enable_prefix_caching
+        self.total_query_tokens += held.num_tokens
+        self.total_hit_tokens += held.num_computed_tokens
         self._counters.count_hit(hit)
         return True
 
-    def grow(self, request: Request, num_tokens: int) -> BlockTables | None:
+    def grow(self, held: HeldKv, num_tokens: int) -> BlockTables | None:
         """Add blocks until `num_tokens` tokens fit. Returns them, or None if there are too few."""
-        missing = self.num_blocks_for(num_tokens) - len(request.block_tables[0])
+        missing = self.num_blocks_for(num_tokens) - len(held.block_tables[0])
         if missing <= 0:
             return self._nothing
         if missing * len(self._specs) > self.pool.num_free:
             return None
         added = tuple([tuple(self._allocate(missing)) for _ in self._specs])
-        for table, block_ids in zip(request.block_tables, added, strict=True):
+        for table, block_ids in zip(held.block_tables, added, strict=True):
             table.extend(block_ids)
         return added
 
-    def release_unseen(self, request: Request) -> None:
+    def release_unseen(self, held: HeldKv) -> None:
         """Release the blocks that no later token of the request attends to."""
         for group in self._forgetful:
-            end = self._specs[group].num_unseen(request.num_computed_tokens) // self.block_size
-            table = request.block_tables[group]
+            end = self._specs[group].num_unseen(held.num_computed_tokens) // self.block_size
+            table = held.block_tables[group]
             first = end
             while first and table[first - 1] != NO_BLOCK:
                 first -= 1
             self.pool.release(table[first:end])
             table[first:end] = [NO_BLOCK] * (end - first)
 
-    def register(self, request: Request) -> None:
+    def register(self, held: HeldKv) -> None:
         """Add the full blocks that the request has computed to the prefix cache."""
-        num_full = request.num_computed_tokens // self.block_size
-        first = request.num_registered_blocks
-        if num_full <= first or not request.is_registering:
+        num_full = held.num_computed_tokens // self.block_size
+        first = held.num_registered_blocks
+        if num_full <= first or not held.is_registering:
             return
-        self._extend_hashes(request)
+        self._extend_hashes(held)
         run_start = first
-        block_ids, hashes = request.block_tables[0], request.block_hashes
+        block_ids, hashes = held.block_tables[0], held.block_hashes
         for place in range(first, num_full):
             block_id = block_ids[place]
-            if block_id == NO_BLOCK or not self._register(request, block_id, hashes[place]):
-                self._note_stored(request, run_start, place)
+            if block_id == NO_BLOCK or not self._register(held, block_id, hashes[place]):
+                self._note_stored(held, run_start, place)
                 run_start = place + 1
-        self._note_stored(request, run_start, num_full)
-        for group, table in enumerate(request.block_tables[1:], 1):
+        self._note_stored(held, run_start, num_full)
+        for group, table in enumerate(held.block_tables[1:], 1):
             for place in range(first, num_full):
                 if table[place] != NO_BLOCK:
-                    self._register(request, table[place], name_in_group(hashes[place], group))
-        request.num_registered_blocks = num_full
+                    self._register(held, table[place], name_in_group(hashes[place], group))
+        held.num_registered_blocks = num_full
 
     def find_external(
-        self, request: Request, max_num_tokens: int, *, continues_at: int | None = None
+        self, held: HeldKv, max_num_tokens: int, *, continues_at: int | None = None
     ) -> ExternalPrefix:
         """Return the longest prefix in the prefix cache and the external one together.
 
@@ -221,13 +215,13 @@ class KvCache:
         if self._external is None or not self._config.enable_prefix_caching:
             return ExternalPrefix()
         self._external.begin_search()
-        self._extend_hashes(request)
-        hashes = request.block_hashes[: max_num_tokens // self.block_size]
+        self._extend_hashes(held)
+        hashes = held.block_hashes[: max_num_tokens // self.block_size]
         num_hits = self._search.find(hashes, continues_at).num_blocks
         return external_prefix(self._external_search.find(hashes, continues_at), hashes, num_hits)
 
     def find_promised(
-        self, request: Request, max_num_tokens: int, num_promised_tokens: int
+        self, held: HeldKv, max_num_tokens: int, num_promised_tokens: int
     ) -> ExternalPrefix:
         """Return the longest prefix in the prefix cache and a peer that has these leading tokens.
 
@@ -237,8 +231,8 @@ class KvCache:
             return ExternalPrefix()
         if self.num_state_blocks and num_promised_tokens > max_num_tokens:
             return ExternalPrefix()
-        self._extend_hashes(request)
-        hashes = request.block_hashes[: max_num_tokens // self.block_size]
+        self._extend_hashes(held)
+        hashes = held.block_hashes[: max_num_tokens // self.block_size]
         num_hits = self._search.find(hashes, None).num_blocks
         promised = hashes[: num_promised_tokens // self.block_size]
         return external_prefix(self._promised_search.find(promised, None), hashes, num_hits)
@@ -249,7 +243,7 @@ class KvCache:
 
     def register_loaded(
         self,
-        request: Request,
+        held: HeldKv,
         prefix: ExternalPrefix,
         block_ids: Sequence[BlockId],
         are_loaded: Sequence[bool],
@@ -263,24 +257,24 @@ class KvCache:
             if group == SNAPSHOT:
                 parts.append(block_id)
                 if len(parts) == self.num_state_blocks:
-                    self._register_snapshot(request, place + 1, tuple(parts))
-            elif self._register(request, block_id, BlockHash(name)) and not group:
-                self._note_stored(request, place, place + 1)
+                    self._register_snapshot(held, place + 1, tuple(parts))
+            elif self._register(held, block_id, BlockHash(name)) and not group:
+                self._note_stored(held, place, place + 1)
 
-    def register_received(self, request: Request, first: int, block_ids: Sequence[BlockId]) -> None:
+    def register_received(self, held: HeldKv, first: int, block_ids: Sequence[BlockId]) -> None:
         """Add the first blocks of a transfer that is over to the prefix cache, from this place on.
 
         The request may have ended. With recurrent layers, no prefix ends there without the state.
         """
-        if not request.is_registering or self.num_state_blocks:
+        if not held.is_registering or self.num_state_blocks:
             return
         end = first + self.transfer_order.num_whole_places(len(block_ids))
-        slots = itertools.product(request.block_hashes[first:end], range(len(self._specs)))
+        slots = itertools.product(held.block_hashes[first:end], range(len(self._specs)))
         for place, ((name, group), block_id) in enumerate(zip(slots, block_ids, strict=False)):
-            is_new = self._register(request, block_id, name_in_group(name, group))
+            is_new = self._register(held, block_id, name_in_group(name, group))
             if is_new and not group:
                 place_of_block = first + place // len(self._specs)
-                self._note_stored(request, place_of_block, place_of_block + 1)
+                self._note_stored(held, place_of_block, place_of_block + 1)
 
     def register_named(
         self,
@@ -309,14 +303,13 @@ class KvCache:
         """Return the next block that was registered, if any. It may have been evicted since."""
         return self._unstored.popleft() if self._unstored else None
 
-    def store_hits(self, request: Request) -> None:
+    def store_hits(self, held: HeldKv, num_hits: int) -> None:
         """Queue the prefix hits of a request to be stored outside, where they may be missing."""
-        num_hits = request.num_cached_tokens // self.block_size
-        for group, table in enumerate(request.block_tables):
+        for group, table in enumerate(held.block_tables):
             for place, block_id in enumerate(table[:num_hits]):
                 if block_id != NO_BLOCK:
-                    name = name_in_group(request.block_hashes[place], group)
-                    self._unstored.append((name, block_id, request.block_hints))
+                    name = name_in_group(held.block_hashes[place], group)
+                    self._unstored.append((name, block_id, held.block_hints))
 
     def forget_unstored(self) -> None:
         self._unstored.clear()
@@ -325,13 +318,13 @@ class KvCache:
     def has_unstored(self) -> bool:
         return bool(self._unstored)
 
-    def names_of(self, request: Request, num_blocks: int | None = None) -> list[BlockHash]:
+    def names_of(self, held: HeldKv, num_blocks: int | None = None) -> list[BlockHash]:
         """Return the names of the first full blocks of a request, or of all of them.
 
         They include those of every group, and of snapshots.
         """
         names = []
-        for block_hash in request.block_hashes[:num_blocks]:
+        for block_hash in held.block_hashes[:num_blocks]:
             names += [name_in_group(block_hash, group) for group in range(len(self._specs))]
             names += snapshot_names(block_hash, self.num_state_blocks)
         return names
@@ -341,64 +334,64 @@ class KvCache:
         self.pool.hold(hit.block_ids)
         self.pool.release(hit.block_ids)
 
-    def end_chunk(self, request: Request) -> None:
+    def end_chunk(self, held: HeldKv) -> None:
         """Make the state that a prefill chunk computed the current one."""
-        if request.state is not None:
-            snapshot = request.state.end_chunk(request.num_computed_tokens)
+        if held.state is not None:
+            snapshot = held.state.end_chunk(held.num_computed_tokens)
             if snapshot:
                 self.pool.release(snapshot)
 
-    def allocate_snapshot(self, request: Request, num_tokens: int) -> StateSnapshot | None:
+    def allocate_snapshot(self, held: HeldKv, num_tokens: int) -> StateSnapshot | None:
         """Allocate the blocks of a snapshot after these tokens of the request.
 
         Returns None if it would not be cached, is cached already, or there are too few blocks.
         """
-        if not request.is_registering or self.pool.num_free < self.num_state_blocks:
+        if not held.is_registering or self.pool.num_free < self.num_state_blocks:
             return None
-        self._extend_hashes(request)
-        if self._end_hash(request, num_tokens) in self._snapshots:
+        self._extend_hashes(held)
+        if self._end_hash(held, num_tokens) in self._snapshots:
             return None
         return StateSnapshot(num_tokens, tuple(self._allocate(self.num_state_blocks)))
 
-    def register_snapshot(self, request: Request, snapshot: StateSnapshot) -> None:
+    def register_snapshot(self, held: HeldKv, snapshot: StateSnapshot) -> None:
         """Add a snapshot to the prefix cache."""
-        if request.is_registering:
+        if held.is_registering:
             num_blocks = snapshot.num_tokens // self.block_size
-            self._register_snapshot(request, num_blocks, snapshot.block_ids)
+            self._register_snapshot(held, num_blocks, snapshot.block_ids)
 
-    def release(self, request: Request, *, is_over: bool = True) -> None:
+    def release(self, held: HeldKv, *, is_over: bool = True) -> None:
         """Release all blocks of a request. Full ones stay in the prefix cache until evicted.
 
         Unless it `is_over`, it needs them again, whatever its hints say about its end.
         """
-        self.register(request)
-        tables = [[each for each in table if each != NO_BLOCK] for table in request.block_tables]
-        if request.state is not None:
-            tables[0] = self._with_snapshots(request)
-            self.pool.release(request.state.block_ids)
-            request.state = None
-        is_released = is_over and request.block_hints.is_released
+        self.register(held)
+        tables = [[each for each in table if each != NO_BLOCK] for table in held.block_tables]
+        if held.state is not None:
+            tables[0] = self._with_snapshots(held)
+            self.pool.release(held.state.block_ids)
+            held.state = None
+        is_released = is_over and held.block_hints.is_released
         mark = self.pool.evict_first if is_released else self.pool.evict_in_turn
         for block_ids in tables:
             mark(block_ids)
             self.pool.release(block_ids)
-        request.block_tables = ()
-        request.num_computed_tokens = 0
-        request.num_registered_blocks = 0
+        held.block_tables = ()
+        held.num_computed_tokens = 0
+        held.num_registered_blocks = 0
 
-    def uncache_blocks(self, request: Request) -> None:
+    def uncache_blocks(self, held: HeldKv) -> None:
         """Remove a request's blocks, including its prefix hits, from the prefix cache.
 
         Called when the KV of the request may be wrong. Snapshots of its state are removed as well.
         """
-        request.is_registering = False
-        self.pool.unregister(request.block_ids)
+        held.is_registering = False
+        self.pool.unregister(held.block_ids)
         if self.num_state_blocks:
-            num_full = request.num_computed_tokens // self.block_size
-            self._snapshots.remove(request.block_hashes[:num_full])
+            num_full = held.num_computed_tokens // self.block_size
+            self._snapshots.remove(held.block_hashes[:num_full])
         self._note_removed()
 
-    def reset(self, holders: Iterable[Request]) -> int:
+    def reset(self, holders: Iterable[HeldKv]) -> int:
         """Drop every cached prefix and return the number of blocks they had.
 
         KV that `holders` compute based on old KV is never cached.
@@ -406,8 +399,8 @@ class KvCache:
         num_cached = self.pool.num_cached
         self.pool.forget_hashes()
         self._snapshots.clear()
-        for request in holders:
-            request.is_registering = False
+        for held in holders:
+            held.is_registering = False
         if self._config.collect_events:
             self._events.append(AllBlocksCleared())
         return num_cached
@@ -417,27 +410,27 @@ class KvCache:
         self._events.clear()
         return events
 
-    def stats_by_group(self, requests: Collection[Request]) -> dict[str, GroupStats]:
+    def stats_by_group(self, requests: Collection[HeldKv]) -> dict[str, GroupStats]:
         """Return the statistics of each KV group, and of recurrent states."""
-        tables = [request.block_tables for request in requests if request.block_tables]
+        tables = [held.block_tables for held in requests if held.block_tables]
         num_held = [
             sum(len(table[group]) - table[group].count(NO_BLOCK) for table in tables)
             for group in range(len(self._specs))
         ]
         if self.num_state_blocks:
-            states = (request.state for request in requests)
+            states = (held.state for held in requests)
             num_held.append(sum(len(state.block_ids) for state in states if state is not None))
         return self._counters.stats(num_held)
 
-    def check(self, held: Iterable[BlockId], requests: Iterable[Request] = ()) -> None:
+    def check(self, held: Iterable[BlockId], requests: Iterable[HeldKv] = ()) -> None:
         """Raise BlocksUnaccounted unless `held`, one entry per reference, matches the pool.
 
         Also checks the block tables of the requests, group by group.
         """
         self.pool.check(held)
         self._snapshots.check()
-        for request in requests:
-            check_tables(request, self._specs, self.block_size, self.pool)
+        for each in requests:
+            check_tables(each, self._specs, self.block_size, self.pool)
 
     def _search_with(self, outside: Holder) -> PrefixSearch:
         """Return a search for prefixes in the prefix cache and another cache together."""
@@ -446,32 +439,32 @@ class KvCache:
         snapshots = SnapshotsAndExternal(self._snapshots, outside) if has_state else None
         return PrefixSearch(both, self._specs, self.block_size, snapshots)
 
-    def _register(self, request: Request, block_id: BlockId, name: BlockHash) -> bool:
+    def _register(self, held: HeldKv, block_id: BlockId, name: BlockHash) -> bool:
         is_new = self.pool.register(block_id, name)
-        hints = request.block_hints
+        hints = held.block_hints
         if is_new and self._external is not None and not hints.is_released:
             self._unstored.append((name, block_id, hints))
         return is_new
 
-    def _register_snapshot(self, request: Request, num_blocks: int, block_ids: BlockIds) -> None:
-        block_hash = request.block_hashes[num_blocks - 1]
+    def _register_snapshot(self, held: HeldKv, num_blocks: int, block_ids: BlockIds) -> None:
+        block_hash = held.block_hashes[num_blocks - 1]
         if not self._snapshots.register(block_hash, block_ids):
             return
-        self._add_stored(request, num_blocks - 1, num_blocks)
-        hints = request.block_hints
+        self._add_stored(held, num_blocks - 1, num_blocks)
+        hints = held.block_hints
         if self._external is not None and not hints.is_released:
             names = snapshot_names(block_hash, len(block_ids))
             self._unstored.extend((*each, hints) for each in zip(names, block_ids, strict=True))
 
-    def _with_snapshots(self, request: Request) -> list[BlockId]:
+    def _with_snapshots(self, held: HeldKv) -> list[BlockId]:
         """Return the first table's blocks, each followed by the cached snapshot at its end, if any.
 
         The snapshots are held once more. Released with the blocks, they are evicted in turn with
         them from the end of the sequence on, so that what remains can still be hit.
         """
-        hashes = request.block_hashes[: request.num_computed_tokens // self.block_size]
+        hashes = held.block_hashes[: held.num_computed_tokens // self.block_size]
         block_ids: list[BlockId] = []
-        for place, block_id in enumerate(request.block_tables[0]):
+        for place, block_id in enumerate(held.block_tables[0]):
             block_ids += [block_id] if block_id != NO_BLOCK else []
             if place < len(hashes) and hashes[place] in self._snapshots:
                 snapshot = self._snapshots.find(hashes[place])
@@ -479,12 +472,12 @@ class KvCache:
                 block_ids += snapshot
         return block_ids
 
-    def _end_hash(self, request: Request, num_tokens: int) -> BlockHash:
+    def _end_hash(self, held: HeldKv, num_tokens: int) -> BlockHash:
         """Return the hash of the block that ends with these tokens."""
-        return request.block_hashes[num_tokens // self.block_size - 1]
+        return held.block_hashes[num_tokens // self.block_size - 1]
 
-    def _extend_hashes(self, request: Request) -> None:
-        extend_hashes(request.block_hashes, request.root_hash, request.token_ids, self.block_size)
+    def _extend_hashes(self, held: HeldKv) -> None:
+        extend_hashes(held.block_hashes, held.root_hash, held.token_ids, self.block_size)
 
     def _first_seen(self, spec: KvCacheSpec, num_hit_blocks: int, continues_at: int | None) -> int:
         """Return the first block that tokens from `continues_at`, or after the hit, attend to."""
@@ -497,13 +490,13 @@ class KvCache:
         num_allocated = num_blocks - len(cached) - num_unseen
         return [*cached, *[NO_BLOCK] * num_unseen, *self._allocate(num_allocated)]
 
-    def _allocate_state(self, request: Request, hit: PrefixHit) -> RecurrentState | None:
+    def _allocate_state(self, held: HeldKv, hit: PrefixHit) -> RecurrentState | None:
         num_blocks = self.num_state_blocks
         if not num_blocks:
             return None
         sides = tuple(self._allocate(num_blocks)), tuple(self._allocate(num_blocks))
         num_shared_tokens = hit.num_shared_blocks * self.block_size
-        return RecurrentState(sides, request.num_computed_tokens, hit.snapshot, num_shared_tokens)
+        return RecurrentState(sides, held.num_computed_tokens, hit.snapshot, num_shared_tokens)
 
     def _allocate(self, count: int) -> list[BlockId]:
         """Allocate `count` blocks, which the caller has checked to be free."""
@@ -523,19 +516,17 @@ class KvCache:
         if removed and self._config.collect_events:
             self._events.append(BlockRemoved(removed))
 
-    def _note_stored(self, request: Request, start: int, end: int) -> None:
+    def _note_stored(self, held: HeldKv, start: int, end: int) -> None:
         # With recurrent layers, the blocks before a snapshot are no hit without it.
         if not self.num_state_blocks:
-            self._add_stored(request, start, end)
+            self._add_stored(held, start, end)
 
-    def _add_stored(self, request: Request, start: int, end: int) -> None:
+    def _add_stored(self, held: HeldKv, start: int, end: int) -> None:
         if start == end or not self._config.collect_events:
             return
-        parent = request.block_hashes[start - 1] if start else None
-        hashes = tuple(request.block_hashes[start:end])
+        parent = held.block_hashes[start - 1] if start else None
+        hashes = tuple(held.block_hashes[start:end])
         token_ids: tuple[int, ...] = ()
         if self._config.collect_token_ids:
-            token_ids = tuple(request.token_ids[start * self.block_size : end * self.block_size])
-        self._events.append(
-            BlockStored(hashes, parent, token_ids, self.block_size, request.root_hash)
-        )
+            token_ids = tuple(held.token_ids[start * self.block_size : end * self.block_size])
+        self._events.append(BlockStored(hashes, parent, token_ids, self.block_size, held.root_hash))

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from baton.core.ids import BlockId
 from baton.engine.kv_cache.groups import KvCacheSpec
+from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.plan import BlockIds
-from baton.engine.scheduler.request import Request
 
 
 class TransferOrder:
@@ -22,15 +22,15 @@ class TransferOrder:
         self._block_size = block_size
         self._forgets = any(spec.forgets for spec in specs)
 
-    def index(self, request: Request, num_blocks: int) -> int:
+    def index(self, held: HeldKv, num_blocks: int) -> int:
         """Return how many blocks precede those after the first `num_blocks` of each table."""
-        return sum(max(0, num_blocks - first) for first in self._first_seen(request))
+        return sum(max(0, num_blocks - first) for first in self._first_seen(held))
 
-    def blocks(self, request: Request, first: int, end: int) -> list[BlockId]:
+    def blocks(self, held: HeldKv, first: int, end: int) -> list[BlockId]:
         """Return the blocks of the places from `first` to `end` of each table, in order."""
         if len(self._specs) == 1 and not self._forgets:
-            return request.block_tables[0][first:end]
-        tables = list(zip(request.block_tables, self._first_seen(request), strict=True))
+            return held.block_tables[0][first:end]
+        tables = list(zip(held.block_tables, self._first_seen(held), strict=True))
         return [
             table[place]
             for place in range(first, end)
@@ -46,12 +46,12 @@ class TransferOrder:
         """
         return 0 if self._forgets else num_blocks // len(self._specs)
 
-    def state_blocks(self, request: Request) -> BlockIds:
+    def state_blocks(self, held: HeldKv) -> BlockIds:
         """Return the blocks that hold, or will receive, the state after the request's context."""
-        if request.state is None:
+        if held.state is None:
             return ()
-        return request.state.sides(request.num_context_tokens)[0]
+        return held.state.sides(held.num_context_tokens)[0]
 
-    def _first_seen(self, request: Request) -> list[int]:
-        position = request.num_context_tokens
+    def _first_seen(self, held: HeldKv) -> list[int]:
+        position = held.num_context_tokens
         return [spec.num_unseen(position) // self._block_size for spec in self._specs]

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Any
 
-from baton.core.errors import InvalidConfig
+from baton.core.errors import InvalidConfig, require_setting
 from baton.core.extra_args import Check, reject_extra_args
 from baton.core.options import BATCHING, KV_CACHE, Option, check_options
-from baton.engine.kv_cache.block_hashes import PrefixNaming
-from baton.engine.kv_cache.groups import ONE_GROUP, KvGroup
 from baton.engine.runner.config import MaxNumSeqs
 
 DEFAULT_LONG_PREFILL_THRESHOLD = 512
@@ -41,59 +39,6 @@ def default_long_prefills(given: Mapping[str, Any]) -> int | None:
     """Return the default of --max-long-partial-prefills for these options."""
     threshold = given.get("long_prefill_token_threshold")
     return 1 if (default_threshold(given) if threshold is None else threshold) else None
-
-
-@dataclass(frozen=True, slots=True)
-class CacheConfig:
-    """Settings of the KV cache."""
-
-    num_blocks: int
-    block_size: int = 16
-    groups: tuple[KvGroup, ...] = ONE_GROUP
-    num_state_blocks: int = 0  # that hold the recurrent state of one request
-    enable_prefix_caching: bool = True
-    # Identifies everything the KV of given tokens depends on: weights, dtype, layout.
-    model_salt: str = ""
-    hash_seed: int = 0
-    # Longer prompts share blocks only with prompts of the same length, for models whose KV depends
-    # on the prompt length (dynamic rope). None: no limit.
-    max_shareable_prompt_len: int | None = None
-    collect_events: bool = False  # if set, `take_events` must be called regularly
-    collect_token_ids: bool = False  # in these events
-
-    def __post_init__(self) -> None:
-        _require("num_blocks", self.num_blocks, self.num_blocks >= 1, "at least 1")
-        _require("block_size", self.block_size, self.block_size >= 1, "at least 1")
-        if self.num_state_blocks and self.max_blocks_per_group < 1:
-            raise InvalidConfig(
-                f"num_blocks is {self.num_blocks}; it must be at least "
-                f"{self.max_state_blocks + len(self.groups)}: {self.max_state_blocks} for the "
-                f"recurrent state of one request, and {len(self.groups)} for its tokens. Start "
-                "the node with a larger --kv-cache-memory"
-            )
-
-    @property
-    def max_state_blocks(self) -> int:
-        """The state blocks that one request holds at most.
-
-        It has two sides, and holds the snapshot it continues from until its first pass has ended.
-        """
-        return self.num_state_blocks * (3 if self.enable_prefix_caching else 2)
-
-    @property
-    def max_blocks_per_group(self) -> int:
-        """The blocks of tokens that one request can have in each group."""
-        return (self.num_blocks - self.max_state_blocks) // len(self.groups)
-
-    @property
-    def naming(self) -> PrefixNaming:
-        return PrefixNaming(
-            self.block_size,
-            self.model_salt,
-            self.hash_seed,
-            self.max_shareable_prompt_len,
-            needs_snapshot=self.num_state_blocks > 0,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,14 +173,14 @@ class SchedulerConfig:
         return 1 + self.num_lookahead_tokens
 
     def _check_sizes(self) -> None:
-        _require("max_model_len", self.max_model_len, self.max_model_len >= 2, "at least 2")
+        require_setting("max_model_len", self.max_model_len, self.max_model_len >= 2, "at least 2")
         num_tokens = self.num_lookahead_tokens
-        _require("num_lookahead_tokens", num_tokens, num_tokens >= 0, "at least 0")
+        require_setting("num_lookahead_tokens", num_tokens, num_tokens >= 0, "at least 0")
         # Every running request gets its next token in each step, so all must fit into one step.
         # Draft tokens get the rest.
         budget = self.max_num_batched_tokens
         expected = f"at least max_num_seqs = {self.max_num_seqs}"
-        _require("max_num_batched_tokens", budget, budget >= self.max_num_seqs, expected)
+        require_setting("max_num_batched_tokens", budget, budget >= self.max_num_seqs, expected)
 
     def _check_prefill_limits(self) -> None:
         threshold = self.long_prefill_token_threshold
@@ -243,21 +188,16 @@ class SchedulerConfig:
             raise InvalidConfig("long_prefill_token_threshold needs enable_chunked_prefill")
         for name in ("max_num_partial_prefills", "max_long_partial_prefills"):
             limit = getattr(self, name)
-            _require(name, limit, limit is None or limit >= 1, "at least 1, or left out")
+            require_setting(name, limit, limit is None or limit >= 1, "at least 1, or left out")
         wait_s = self.max_prefix_wait_s
-        _require("max_prefix_wait_s", wait_s, wait_s >= 0, "at least 0")
+        require_setting("max_prefix_wait_s", wait_s, wait_s >= 0, "at least 0")
         load_s = self.max_load_wait_s
-        _require("max_load_wait_s", load_s, load_s >= 0, "at least 0")
+        require_setting("max_load_wait_s", load_s, load_s >= 0, "at least 0")
         target_s = self.target_step_s
-        _require(
+        require_setting(
             "target_step_s", target_s, target_s is None or target_s > 0, "above 0, or left out"
         )
         if target_s is not None and not self.enable_chunked_prefill:
             raise InvalidConfig("target_step_s needs enable_chunked_prefill")
         if self.max_long_partial_prefills is not None and not threshold:
             raise InvalidConfig("max_long_partial_prefills needs long_prefill_token_threshold")
-
-
-def _require(name: str, value: object, is_valid: bool, expected: str) -> None:
-    if not is_valid:
-        raise InvalidConfig(f"{name} is {value}; it must be {expected}")

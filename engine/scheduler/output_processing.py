@@ -78,16 +78,16 @@ class OutputProcessor:
 
     def _advance_prefill(self, request: Request, num_tokens: int, run: RunResult) -> bool:
         """Advance a prefill by `num_tokens`. Returns True if all its tokens are computed."""
-        start = request.num_computed_tokens
-        request.num_computed_tokens += num_tokens
+        start = request.kv.num_computed_tokens
+        request.kv.num_computed_tokens += num_tokens
         request.num_prefilled_tokens += num_tokens
-        self._state.cache.end_chunk(request)
-        self._state.cache.register(request)
-        is_complete = request.num_computed_tokens == request.num_tokens
-        num_whole = request.num_computed_tokens // self._state.cache.block_size
+        self._state.cache.end_chunk(request.kv)
+        self._state.cache.register(request.kv)
+        is_complete = request.kv.num_computed_tokens == request.num_tokens
+        num_whole = request.kv.num_computed_tokens // self._state.cache.block_size
         # The last block, full or not, is final: a sender ends with its first token.
-        self._state.handoffs.send(request, request.num_blocks if is_complete else num_whole)
-        self._state.cache.release_unseen(request)
+        self._state.handoffs.send(request, request.kv.num_blocks if is_complete else num_whole)
+        self._state.cache.release_unseen(request.kv)
         prompt_logprobs = run.prompt_logprobs.get(request.request_id)
         if prompt_logprobs:
             self._emit_prompt_logprobs(request, start, prompt_logprobs)
@@ -141,7 +141,7 @@ class OutputProcessor:
                 self._append_tokens_slow(request, token_ids, run)
                 continue
             known.append(token_id)
-            request.num_computed_tokens = num_tokens - 1
+            request.kv.num_computed_tokens = num_tokens - 1
             first_index = num_tokens - 1 - request.num_prompt_tokens
             outbox.append(Output(request_id, first_index, (token_id,)))
 
@@ -158,7 +158,7 @@ class OutputProcessor:
                 break
         # The KV of the newest token is not computed yet. Later slots, of rejected draft tokens,
         # count as empty and are overwritten.
-        request.num_computed_tokens = request.num_tokens - 1
+        request.kv.num_computed_tokens = request.num_tokens - 1
         logprobs = tuple(run.logprobs.get(request.request_id, ())[: len(taken)])
         self._emit(request, first_index, tuple(taken), logprobs, reason)
         if reason is not None:
@@ -171,17 +171,17 @@ class OutputProcessor:
     def _start_decoding(self, request: Request) -> None:
         if request.status is not RequestStatus.RUNNING:
             return
-        if request.num_computed_tokens == request.num_tokens:
+        if request.kv.num_computed_tokens == request.num_tokens:
             raise OutOfOrder(f"the prefill of {request.request_id} is complete; it got no token")
         request.is_long = False
-        self._state.batch.turn_to_decode(request, self._state.cache.capacity(request))
+        self._state.batch.turn_to_decode(request, self._state.cache.capacity(request.kv))
         self._state.snapshots.start_decode(request)
 
     def _end_failed_run(self, request: Request, failure: Failure) -> None:
         """End a request whose row failed. Its KV may be wrong, unless the request is at fault."""
         if failure.cause is not FailureCause.REQUEST:
-            self._state.given_pulls.withdraw(request.block_ids)
-            self._state.cache.uncache_blocks(request)
+            self._state.given_pulls.withdraw(request.kv.block_ids)
+            self._state.cache.uncache_blocks(request.kv)
             self._state.external.drop(request)
         self.fail(request, failure)
 
@@ -199,9 +199,9 @@ class OutputProcessor:
             self._recover_from_lost_kv(request, reason or "it came without the first token")
             return
         request.receive = None
-        request.num_received_tokens = request.num_tokens - request.num_computed_tokens
-        request.num_computed_tokens = request.num_tokens
-        self._state.cache.register(request)
+        request.num_received_tokens = request.num_tokens - request.kv.num_computed_tokens
+        request.kv.num_computed_tokens = request.num_tokens
+        self._state.cache.register(request.kv)
         self._state.record_event(request, RequestEventKind.LANDED)
         self._append_first_token(request, first_token)
 

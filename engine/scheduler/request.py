@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from enum import Enum
 
-from baton.core.ids import BlockId, RequestId, existing_blocks
+from baton.core.ids import RequestId
 from baton.core.output import RequestStats
 from baton.core.request import EngineRequest, ReceiveKv
 from baton.core.sampling import SamplingParams
 from baton.engine.errors import OutOfOrder
 from baton.engine.kv_cache.block_hashes import BlockHash
-from baton.engine.kv_cache.recurrent_state import RecurrentState
+from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.structured_output.grammar import Grammar
 
 # (priority, arrival time, serial number): lower is scheduled earlier. FCFS sets priority to zero.
@@ -47,28 +47,24 @@ _TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
 class Request:
     """A live request, owned by the scheduler.
 
-    It is scheduled until `num_computed_tokens` has caught up with `num_tokens`.
+    It is scheduled until `kv.num_computed_tokens` has caught up with `num_tokens`.
     """
 
     __slots__ = (
-        "block_hashes",
-        "block_hints",
-        "block_tables",
         "due_step",
         "fetches_until_s",
         "follows_until_s",
         "grammar",
         "is_long",
         "is_plain",
-        "is_registering",
         "is_resumed",
+        "kv",
         "max_num_slots",
         "max_num_tokens",
         "may_load",
         "may_pull",
         "num_accepted_tokens",
         "num_cached_tokens",
-        "num_computed_tokens",
         "num_context_tokens",
         "num_found_blocks",
         "num_looks",
@@ -78,14 +74,11 @@ class Request:
         "num_prompt_tokens",
         "num_proposed_tokens",
         "num_received_tokens",
-        "num_registered_blocks",
         "rank",
         "receive",
         "request_id",
-        "root_hash",
         "source_by_range",
         "spec",
-        "state",
         "status",
         "stop_token_ids",
         "token_ids",
@@ -102,14 +95,12 @@ class Request:
     ) -> None:
         self.spec = spec
         self.rank = rank
-        self.root_hash = root_hash
         self.stop_token_ids = stop_token_ids
         self.max_num_tokens = max_num_tokens  # the request ends at this length
         # Upper bound of the KV slots it needs: its last token is never an input.
         self.max_num_slots = max_num_tokens - 1
         # Copied from the spec because every step reads them.
         self.request_id: RequestId = spec.request_id
-        self.block_hints = spec.kv_hints.block_hints(spec.tenant or spec.cache_salt)
         sampling = spec.sampling
         self.is_plain = sampling.logprobs is None and sampling.prompt_logprobs is None
 
@@ -122,16 +113,13 @@ class Request:
         self.token_ids: list[int] = [*spec.prompt_token_ids, *spec.prior_output_token_ids]
         self.num_prompt_tokens = len(spec.prompt_token_ids)
         self.num_context_tokens = len(self.token_ids)  # prompt and prior output
+        block_hints = spec.kv_hints.block_hints(spec.tenant or spec.cache_salt)
+        self.kv = HeldKv(spec.request_id, self.token_ids, root_hash, block_hints)
         # Prompt logprobs: already returned. Looks for its prefix: after the first one.
-        self.num_computed_tokens = self.num_prompt_logprobs = self.num_looks = 0
-        self.block_tables: tuple[list[BlockId], ...] = ()  # one for each KV group
-        self.state: RecurrentState | None = None  # of a model with recurrent layers, with blocks
-        self.block_hashes: list[BlockHash] = []  # of its leading full blocks
+        self.num_prompt_logprobs = self.num_looks = 0
         # Whether an external KV cache, or a peer, was not asked for its prefix yet.
         self.may_load = self.may_pull = True
-        # Leading blocks that are in the prefix cache: its own, and those it found while waiting.
-        self.num_registered_blocks = self.num_found_blocks = 0
-        self.is_registering = True  # False: its KV predates a reset of the prefix cache
+        self.num_found_blocks = 0  # leading blocks that it found in the prefix cache while waiting
         self.was_preempted_for_priority = (
             False  # preempted for a higher priority, which happens at most once
         )
@@ -144,17 +132,6 @@ class Request:
         self.source_by_range: dict[range, str] = {}
         self.num_cached_tokens = self.num_received_tokens = self.num_prefilled_tokens = 0
         self.num_preemptions = self.num_proposed_tokens = self.num_accepted_tokens = 0
-
-    @property
-    def num_blocks(self) -> int:
-        """The length of each block table."""
-        return len(self.block_tables[0]) if self.block_tables else 0
-
-    @property
-    def block_ids(self) -> list[BlockId]:
-        """The blocks that the request holds, of all groups and of its recurrent state."""
-        block_ids = list(existing_blocks(self.block_tables))
-        return block_ids if self.state is None else [*block_ids, *self.state.block_ids]
 
     @property
     def num_tokens(self) -> int:
@@ -174,6 +151,11 @@ class Request:
             num_accepted_tokens=self.num_accepted_tokens,
             loaded_tokens=self._loaded_tokens(),
         )
+
+    def note_admission(self) -> None:
+        """Note the prefix hit of the first run. Later, it could be of its own blocks."""
+        if not self.num_preemptions:
+            self.num_cached_tokens = self.kv.num_computed_tokens
 
     def note_loaded(self, source: str, token_range: range) -> None:
         """Note the source of a loaded block. Loads after a preemption do not count."""

@@ -96,7 +96,7 @@ class Batch:
         for request, num_tokens in self.chunks:
             num_scheduled_tokens[request.request_id] = num_tokens
             # The others are output tokens of a resumed request.
-            num_missing = max(0, request.num_prompt_tokens - request.num_computed_tokens)
+            num_missing = max(0, request.num_prompt_tokens - request.kv.num_computed_tokens)
             num_prompt_tokens += min(num_missing, num_tokens)
         plan = Plan(
             dropped=tuple(self._dropped),
@@ -128,7 +128,7 @@ class Batch:
         if capacity >= request.max_num_slots:
             request.due_step = NOT_DUE
             return
-        room = capacity - request.num_computed_tokens - self._num_slots_per_decode
+        room = capacity - request.kv.num_computed_tokens - self._num_slots_per_decode
         due_step = step + room // self._num_slots_per_decode + 1
         if due_step <= self._step:  # too few blocks for draft tokens
             due_step = self._step + 1
@@ -142,12 +142,12 @@ def make_row(request: Request) -> PlanRow:
         request_id=request.request_id,
         token_ids=tuple(request.token_ids),
         num_prompt_tokens=request.num_prompt_tokens,
-        num_computed_tokens=request.num_computed_tokens,
-        block_tables=tuple(map(tuple, request.block_tables)),
+        num_computed_tokens=request.kv.num_computed_tokens,
+        block_tables=tuple(map(tuple, request.kv.block_tables)),
         sampling=request.spec.sampling,
         seed=request.spec.seed,
         grammar=request.grammar,
-        state=None if request.state is None else request.state.blocks(request.num_computed_tokens),
+        state=request.kv.state_blocks,
     )
 
 

@@ -15,9 +15,10 @@ from baton.core.request import EngineRequest
 from baton.engine.errors import OutOfOrder
 from baton.engine.events import KvEvent, RequestEvent, SchedulerStats
 from baton.engine.kv_arrival.peer_pulls import PullConfig
+from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.group_stats import GroupStats
 from baton.engine.plan import Plan, PlanRow, RunResult
-from baton.engine.scheduler.config import CacheConfig, SchedulerConfig
+from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.output_processing import OutputProcessor
 from baton.engine.scheduler.request import Request
 from baton.engine.scheduler.running_batch import make_row
@@ -188,7 +189,7 @@ class Scheduler:
 
         Takes time proportional to the blocks that requests hold.
         """
-        return self._state.cache.stats_by_group(self._state.requests.values())
+        return self._state.cache.stats_by_group(self._state.held_kv())
 
     def take_events(self) -> tuple[RequestEvent, ...]:
         """Return and clear the collected events; none unless `config.collect_events` is set."""
@@ -207,8 +208,8 @@ class Scheduler:
         if not tiers or KV in tiers:
             self._state.external.forget()
             self._state.pulls.clear()
-            holders = (*self._state.requests.values(), *self._state.handoffs.receivers())
-            num_blocks[KV] = self._state.cache.reset(holders)
+            requests = (*self._state.requests.values(), *self._state.handoffs.receivers())
+            num_blocks[KV] = self._state.cache.reset(request.kv for request in requests)
         return num_blocks | dict(self._state.external.clear(tiers or None))
 
     def check(self) -> None:

@@ -127,12 +127,12 @@ class StepPlanner:
         if request.status is not RequestStatus.RUNNING:
             return  # preempted for one before it
         cache = self._state.cache
-        cache.register(request)
-        cache.release_unseen(request)
+        cache.register(request.kv)
+        cache.release_unseen(request.kv)
         while request.status is RequestStatus.RUNNING:
             added = self._grow_to_decode(request)
             if added is not None:
-                self._state.batch.grow(request, added, cache.capacity(request))
+                self._state.batch.grow(request, added, cache.capacity(request.kv))
                 return
             self._state.preempt(self._state.lowest_ranked())
 
@@ -142,12 +142,12 @@ class StepPlanner:
         With speculation, slots for draft tokens are allocated only from free blocks, without
         preemption. The number of slots is clipped to the length of the request's block table.
         """
-        num_slots = request.num_computed_tokens + self._num_slots_per_decode
+        num_slots = request.kv.num_computed_tokens + self._num_slots_per_decode
         if num_slots > request.max_num_slots:
             num_slots = request.max_num_slots
-        added = self._state.cache.grow(request, num_slots)
+        added = self._state.cache.grow(request.kv, num_slots)
         if added is None and self._num_slots_per_decode > 1:
-            added = self._state.cache.grow(request, request.num_computed_tokens + 1)
+            added = self._state.cache.grow(request.kv, request.kv.num_computed_tokens + 1)
         return added
 
     # --- ready --------------------------------------------------------------------
@@ -167,7 +167,7 @@ class StepPlanner:
                 return False
             state.ready.remove(request)
             request.move(RequestStatus.RUNNING)
-            state.batch.start_decode(request, state.cache.capacity(request))
+            state.batch.start_decode(request, state.cache.capacity(request.kv))
             state.snapshots.start_decode(request)
             state.record_event(request, RequestEventKind.SCHEDULED)
             self._budget -= 1
@@ -192,7 +192,7 @@ class StepPlanner:
         self._limits.begin_step()
         prefilling = self._state.batch.prefilling.values()
         for request in sorted(prefilling, key=lambda request: request.rank):
-            missing = request.num_tokens - request.num_computed_tokens
+            missing = request.num_tokens - request.kv.num_computed_tokens
             chunk = self._limits.next_chunk(missing, self._budget_for(request))
             if chunk:
                 self._state.batch.continue_prefill(request, chunk)
@@ -228,7 +228,7 @@ class StepPlanner:
         for index, (request, chunk) in enumerate(chunks):
             if request.spec.is_paced:
                 continue
-            left = request.num_tokens - request.num_computed_tokens - chunk
+            left = request.num_tokens - request.kv.num_computed_tokens - chunk
             more = min(left, self._budget)
             if not more:
                 continue
@@ -243,10 +243,10 @@ class StepPlanner:
         """Order the layer-wise transfer of the blocks that this plan's chunks complete."""
         state = self._state
         for request, num_tokens in state.batch.chunks:
-            num_computed = request.num_computed_tokens + num_tokens
+            num_computed = request.kv.num_computed_tokens + num_tokens
             is_complete = num_computed == request.num_tokens
             num_whole = num_computed // state.cache.block_size
-            num_blocks = request.num_blocks if is_complete else num_whole
+            num_blocks = request.kv.num_blocks if is_complete else num_whole
             state.handoffs.send_layers(request, num_blocks)
 
     # --- waiting ------------------------------------------------------------------
@@ -281,7 +281,7 @@ class StepPlanner:
         max_num_hits = _max_num_hit_tokens(request)
         if self._try_fetch(request, max_num_hits):
             return _Verdict.FOLLOWS
-        hit = self._state.cache.find_prefix(request, max_num_hits)
+        hit = self._state.cache.find_prefix(request.kv, max_num_hits)
         self._state.end_prefetch(request, hit)
         return _Verdict.SCHEDULED
 
@@ -294,7 +294,7 @@ class StepPlanner:
             return _Verdict.FOLLOWS
         if len(state.batch) >= self._config.max_num_seqs or self._budget < 1:
             return _Verdict.BLOCKED
-        hit = state.cache.find_prefix(request, max_num_hits)
+        hit = state.cache.find_prefix(request.kv, max_num_hits)
         if self._may_look_again(request, hit) and self._try_fetch(request, max_num_hits):
             return _Verdict.FOLLOWS
         missing = request.num_tokens - hit.num_blocks * state.cache.block_size
@@ -304,8 +304,9 @@ class StepPlanner:
         chunk = self._limits.first_chunk(missing, self._budget_for(request))
         if not chunk:
             return _Verdict.BLOCKED
-        if not state.cache.admit(request, hit):
+        if not state.cache.admit(request.kv, hit):
             return self._record_failure(request, hit.num_blocks, max_num_hits)
+        request.note_admission()
         state.waiting.remove(request)
         request.move(RequestStatus.RUNNING)
         state.batch.start_prefill(request, chunk)
@@ -324,12 +325,13 @@ class StepPlanner:
         if num_in_progress >= self._config.max_num_seqs:
             return _Verdict.BLOCKED
         num_tokens = request.num_tokens
-        hit = state.cache.find_prefix(request, num_tokens, continues_at=num_tokens)
+        hit = state.cache.find_prefix(request.kv, num_tokens, continues_at=num_tokens)
         spare = state.num_spare_blocks
         if self._try_follow(request, hit.num_blocks) or self._try_load(request, receive, spare):
             return _Verdict.FOLLOWS
-        if not state.cache.admit(request, hit, spare=spare, continues_at=num_tokens):
+        if not state.cache.admit(request.kv, hit, spare=spare, continues_at=num_tokens):
             return self._record_failure(request, hit.num_blocks, num_tokens)
+        request.note_admission()
         state.waiting.remove(request)
         request.move(RequestStatus.WAITING_FOR_REMOTE_KVS)
         state.num_waiting_for_remote_kvs += 1
@@ -421,7 +423,7 @@ class StepPlanner:
 
     def _record_failure(self, request: Request, num_hits: int, max_num_tokens: int) -> _Verdict:
         cache = self._state.cache
-        missing_hash = cache.missing_hash(request, num_hits, max_num_tokens)
+        missing_hash = cache.missing_hash(request.kv, num_hits, max_num_tokens)
         self._last_failure = _AllocationFailure(
             request, cache.pool.num_releases, self._state.num_changes, missing_hash
         )
@@ -447,11 +449,11 @@ class StepPlanner:
         num_blocks = cache.num_blocks_for(self._limits.min_cached_to_be_short(request.num_tokens))
         if num_blocks * cache.block_size > max_num_tokens:
             return None
-        last = cache.missing_hash(request, num_blocks - 1, max_num_tokens)
+        last = cache.missing_hash(request.kv, num_blocks - 1, max_num_tokens)
         if last is None or not cache.pool.is_cached(last):
             return last
-        num_hits = cache.find_prefix(request, max_num_tokens).num_blocks
-        return cache.missing_hash(request, num_hits, max_num_tokens)
+        num_hits = cache.find_prefix(request.kv, max_num_tokens).num_blocks
+        return cache.missing_hash(request.kv, num_hits, max_num_tokens)
 
 
 def _max_num_hit_tokens(request: Request) -> int:

@@ -15,9 +15,11 @@ from baton.engine.kv_arrival.gives import GivenPulls
 from baton.engine.kv_arrival.handoffs import HandoffManager
 from baton.engine.kv_arrival.peer_pulls import PrefixPulls, PullConfig
 from baton.engine.kv_arrival.prefixes_in_flight import PrefixesInFlight
+from baton.engine.kv_cache.config import CacheConfig
+from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.kv_cache.manager import KvCache
 from baton.engine.kv_cache.prefix_search import PrefixHit
-from baton.engine.scheduler.config import CacheConfig, SchedulerConfig, SchedulingPolicy
+from baton.engine.scheduler.config import SchedulerConfig, SchedulingPolicy
 from baton.engine.scheduler.queues import RankedQueue, WaitingQueue
 from baton.engine.scheduler.request import Rank, Request, RequestStatus
 from baton.engine.scheduler.running_batch import Batch
@@ -101,7 +103,7 @@ class SchedulerState:
     def preempt(self, request: Request) -> None:
         """Release the blocks of a request and queue it in front of requests that never ran."""
         self._dequeue(request)
-        self.cache.release(request, is_over=False)
+        self.cache.release(request.kv, is_over=False)
         request.move(RequestStatus.PREEMPTED)
         request.is_resumed = True
         self.waiting.push(request)
@@ -119,7 +121,7 @@ class SchedulerState:
     def restart(self, request: Request) -> None:
         """Queue a request whose KV was lost. It restarts without blocks: none are reused."""
         self._dequeue(request)
-        self.cache.release(request, is_over=False)
+        self.cache.release(request.kv, is_over=False)
         request.move(RequestStatus.WAITING)
         request.is_resumed = True
         self.waiting.push(request)
@@ -137,7 +139,7 @@ class SchedulerState:
         self.handoffs.withdraw(request, error or reason.value)
         self._dequeue(request)
         self.external.note_end(request)
-        self.cache.release(request)
+        self.cache.release(request.kv)
         request.move(RequestStatus.FINISHED)
         del self.requests[request.request_id]
         self.record_event(request, RequestEventKind.FINISHED)
@@ -194,6 +196,9 @@ class SchedulerState:
         num_holders = self.num_waiting_for_remote_kvs + len(self.ready) + len(self.batch)
         return num_holders * self.num_headroom_blocks
 
+    def held_kv(self) -> list[HeldKv]:
+        return [request.kv for request in self.requests.values()]
+
     # --- outputs, events and statistics -------------------------------------------
 
     def take_outputs(self) -> list[Output]:
@@ -240,7 +245,7 @@ class SchedulerState:
 
     def check(self) -> None:
         """Raise BlocksUnaccounted unless all blocks and requests are accounted for."""
-        self.cache.check(self._held_blocks(), self.requests.values())
+        self.cache.check(self._held_blocks(), self.held_kv())
         places = [
             *((request, RequestStatus.RUNNING) for request in self.batch.running.values()),
             *((request, RequestStatus.READY) for request in self.ready),
@@ -255,7 +260,7 @@ class SchedulerState:
             if request.status is not status:
                 raise BlocksUnaccounted(f"{request.request_id} is {request.status}, not {status}")
         for request in self.waiting:
-            if request.num_blocks or request.state is not None:
+            if request.kv.num_blocks or request.kv.state is not None:
                 raise BlocksUnaccounted(f"{request.request_id} is waiting, but holds blocks")
 
     # --- helpers ------------------------------------------------------------------
@@ -296,7 +301,7 @@ class SchedulerState:
 
     def _held_blocks(self) -> Iterator[BlockId]:
         for request in self.requests.values():
-            yield from request.block_ids
+            yield from request.kv.block_ids
         yield from self.handoffs.held_blocks()
         yield from self.snapshots.held_blocks()
         yield from self.external.held_blocks()

@@ -25,7 +25,7 @@ class _TrackedState(NamedTuple):
 
     @property
     def is_alive(self) -> bool:
-        return self.request.state is self.state
+        return self.request.kv.state is self.state
 
 
 class StateSnapshots:
@@ -39,9 +39,9 @@ class StateSnapshots:
 
     def start_decode(self, request: Request) -> None:
         """Track a request whose next token is computed by the next pass to be planned."""
-        if request.state is not None:
-            tracked = _TrackedState(request, request.state)
-            self._set_due(tracked, request.num_computed_tokens, self._next_pass)
+        if request.kv.state is not None:
+            tracked = _TrackedState(request, request.kv.state)
+            self._set_due(tracked, request.kv.num_computed_tokens, self._next_pass)
 
     def plan(
         self, chunks: Sequence[tuple[Request, int]]
@@ -53,7 +53,7 @@ class StateSnapshots:
             self._take(request, self._positions(request, num_tokens))
         for tracked in self._due.pop(self._next_pass, ()):
             if tracked.is_alive:
-                position = tracked.request.num_computed_tokens + 1
+                position = tracked.request.kv.num_computed_tokens + 1
                 self._take(tracked.request, [position])
                 self._set_due(tracked, position, self._next_pass + 1)
         self._next_pass += 1
@@ -64,7 +64,7 @@ class StateSnapshots:
         for tracked, snapshots in self._pending:
             for snapshot in snapshots:
                 if tracked.is_alive:
-                    self._cache.register_snapshot(tracked.request, snapshot)
+                    self._cache.register_snapshot(tracked.request.kv, snapshot)
                 self._cache.pool.release(snapshot.block_ids)
         self._pending.clear()
 
@@ -79,19 +79,19 @@ class StateSnapshots:
         The prompt leaves an earlier one where the KV that both share ends: a third prompt may do
         the same. The same prompt can hit the last whole block before its last token.
         """
-        start = request.num_computed_tokens
+        start = request.kv.num_computed_tokens
         end = start + num_tokens
-        shared = request.state.num_shared_tokens if request.state is not None else 0
+        shared = request.kv.state.num_shared_tokens if request.kv.state is not None else 0
         last = self._cache.num_whole_tokens(request.num_tokens - 1)
         first = start - start % self._interval + self._interval
         positions = dict.fromkeys([shared, last, *range(first, end + 1, self._interval)])
         return [position for position in positions if start < position <= end]
 
     def _take(self, request: Request, positions: Sequence[int]) -> None:
-        found = [self._cache.allocate_snapshot(request, position) for position in positions]
+        found = [self._cache.allocate_snapshot(request.kv, position) for position in positions]
         taken = sorted(snapshot for snapshot in found if snapshot is not None)
-        if taken and request.state is not None:
-            self._pending.append((_TrackedState(request, request.state), tuple(taken)))
+        if taken and request.kv.state is not None:
+            self._pending.append((_TrackedState(request, request.kv.state), tuple(taken)))
 
     def _set_due(self, tracked: _TrackedState, num_computed: int, next_pass: int) -> None:
         """Record the pass that computes the token before the next position."""

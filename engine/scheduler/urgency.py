@@ -23,7 +23,7 @@ def preempt_for(state: SchedulerState, head: Request, max_hit_tokens: int) -> No
     if not victims:
         return
     shortage = _shortage(state, head, max_hit_tokens)
-    num_freed = [state.cache.pool.num_held_once(victim.block_ids) for victim in victims]
+    num_freed = [state.cache.pool.num_held_once(victim.kv.block_ids) for victim in victims]
     if sum(num_freed) < shortage:
         return
     lacks_place = head.receive is None and len(state.batch) >= state.config.max_num_seqs
@@ -54,8 +54,8 @@ def _victims(state: SchedulerState, head: Request) -> list[Request]:
 def _shortage(state: SchedulerState, head: Request, max_hit_tokens: int) -> int:
     """Return the number of blocks that must become free for `head` to be admitted."""
     continues_at = None if head.receive is None else head.num_tokens
-    hit = state.cache.find_prefix(head, max_hit_tokens, continues_at=continues_at)
-    num_missing = state.cache.num_missing(head, hit, continues_at=continues_at)
+    hit = state.cache.find_prefix(head.kv, max_hit_tokens, continues_at=continues_at)
+    num_missing = state.cache.num_missing(head.kv, hit, continues_at=continues_at)
     if head.receive is not None:
         num_holders = state.num_waiting_for_remote_kvs + len(state.ready) + len(state.batch)
         num_missing += num_holders * state.num_headroom_blocks

@@ -9,7 +9,8 @@ from baton.core.errors import ContextLengthExceeded, InvalidRequest
 from baton.core.request import EngineRequest
 from baton.core.structured_outputs import FIELD
 from baton.engine.kv_cache.block_hashes import MAX_TOKEN_ID
-from baton.engine.scheduler.config import CacheConfig, SchedulerConfig
+from baton.engine.kv_cache.config import CacheConfig
+from baton.engine.scheduler.config import SchedulerConfig
 
 
 def validate_request(spec: EngineRequest, config: SchedulerConfig, cache: CacheConfig) -> None:

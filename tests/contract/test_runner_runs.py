@@ -22,12 +22,13 @@ from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
 from baton.engine.core import EngineCore, NoKvWorker
 from baton.engine.errors import PassHookFailed
+from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.plan import Plan, PlanRow, RunResult
 from baton.engine.runner.load import RunnerConfig, load_runner
 from baton.engine.runner.model_info import NO_LAYER, KvMemory
 from baton.engine.runner.model_runner import TorchRunner
 from baton.engine.runner.sampling.sampler import NOT_FINITE
-from baton.engine.scheduler.config import CacheConfig, SchedulerConfig
+from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.spec_decode.config import Speculation
 from baton.kv_transfer.fence import Fence

@@ -9,8 +9,9 @@ from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
 from baton.core.structured_outputs import StructuredOutputs
 from baton.engine.core import EngineCore, NoKvWorker
+from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.plan import KvWorker, Runner
-from baton.engine.scheduler.config import CacheConfig, LoadFailurePolicy, SchedulerConfig
+from baton.engine.scheduler.config import LoadFailurePolicy, SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.step_observer import StepObserver
 from tests.support.fake_runner import FakeRunner, KvTensor

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from baton.core.ids import NO_BLOCK, BlockId
 from baton.engine.kv_cache.groups import FULL, KvCacheSpec
+from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.kv_cache.recurrent_state import RecurrentState
 from baton.engine.kv_cache.transfer_order import TransferOrder
-from baton.engine.scheduler.request import Request
-from tests.support.requests import make_request
+from tests.support.requests import make_held
 
 BLOCK_SIZE = 2
 LABELS_PER_PLACE = 8  # one for each group
@@ -40,26 +40,26 @@ class Shape:
 
     def first_block(self, num_tokens: int, num_hits: int) -> int:
         """Return the place in the order of a grant after so many cached blocks per group."""
-        return self.order.index(self._request(num_tokens), num_hits)
+        return self.order.index(self._held(num_tokens), num_hits)
 
     def labels(self, num_tokens: int, num_hits: int = 0) -> tuple[int, ...]:
         """Return the labels of the blocks that a hand-off transfers, in order."""
-        request, order = self._request(num_tokens), self.order
-        blocks = order.blocks(request, num_hits, request.num_blocks)
-        return (*blocks, *order.state_blocks(request))
+        held, order = self._held(num_tokens), self.order
+        blocks = order.blocks(held, num_hits, held.num_blocks)
+        return (*blocks, *order.state_blocks(held))
 
-    def _request(self, num_tokens: int) -> Request:
+    def _held(self, num_tokens: int) -> HeldKv:
         """Return a request whose tables have labels for blocks."""
-        request = make_request(range(num_tokens))
+        held = make_held(range(num_tokens))
         num_blocks = -(-num_tokens // BLOCK_SIZE)
-        request.block_tables = tuple(
+        held.block_tables = tuple(
             [self._label(place, group, num_tokens) for place in range(num_blocks)]
             for group in range(len(self.specs))
         )
         state = tuple(BlockId(STATE_LABEL + part) for part in range(self.num_state_blocks))
         other = tuple(BlockId(label + self.num_state_blocks) for label in state)
-        request.state = RecurrentState((state, other), num_tokens)
-        return request
+        held.state = RecurrentState((state, other), num_tokens)
+        return held
 
     def _label(self, place: int, group: int, num_tokens: int) -> BlockId:
         is_unseen = (place + 1) * BLOCK_SIZE <= self.specs[group].num_unseen(num_tokens)

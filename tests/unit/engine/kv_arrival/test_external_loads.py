@@ -150,7 +150,7 @@ def test_a_request_that_waits_for_a_load_holds_nothing_and_lets_others_pass(
     it.step_until(lambda plan: other in plan.num_scheduled_tokens)
     assert not it.receipts[waiting].outputs
     (request,) = [r for r in it.scheduler._state.waiting if r.request_id == waiting]
-    assert not request.num_blocks
+    assert not request.kv.num_blocks
 
 
 def test_a_load_that_takes_too_long_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

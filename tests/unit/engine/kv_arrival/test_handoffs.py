@@ -27,7 +27,7 @@ def test_orders_are_taken_once() -> None:
     assert len(first.receives) == 1
     assert second == KvOrders()
     assert not handoffs.has_orders
-    assert list(handoffs.held_blocks()) == request.block_ids[1:]
+    assert list(handoffs.held_blocks()) == request.kv.block_ids[1:]
 
 
 def test_giving_up_asks_for_a_revoke_and_keeps_the_blocks() -> None:
@@ -37,7 +37,7 @@ def test_giving_up_asks_for_a_revoke_and_keeps_the_blocks() -> None:
     handoffs.cancel_receive(request)
 
     assert handoffs.take_orders().revokes == (Revoke(ID),)
-    assert list(handoffs.held_blocks()) == request.block_ids[1:]
+    assert list(handoffs.held_blocks()) == request.kv.block_ids[1:]
 
 
 def test_a_receive_ends_once() -> None:
@@ -120,7 +120,7 @@ def _receiving() -> tuple[HandoffManager, Request]:
     pool = BlockPool(4)
     handoffs, request = HandoffManager(pool, ORDER), make_request(range(6))
     request.receive = RECEIVE
-    request.block_tables = (pool.allocate(3) or [],)
+    request.kv.block_tables = (pool.allocate(3) or [],)
     handoffs.expect(RECEIVE)
     handoffs.receive(request, RECEIVE, num_hits=1)
     request.move(RequestStatus.WAITING_FOR_REMOTE_KVS)
@@ -130,6 +130,6 @@ def _receiving() -> tuple[HandoffManager, Request]:
 def _sending() -> tuple[HandoffManager, Request]:
     pool = BlockPool(4)
     handoffs, request = HandoffManager(pool, ORDER), make_request(range(6), send_to=ID)
-    request.block_tables = (pool.allocate(3) or [],)
+    request.kv.block_tables = (pool.allocate(3) or [],)
     handoffs.open_send(ID)
     return handoffs, request

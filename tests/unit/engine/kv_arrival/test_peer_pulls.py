@@ -146,7 +146,7 @@ def test_a_request_that_waits_for_a_pull_holds_nothing_and_lets_others_pass() ->
 
     assert not it.receipts[waiting].outputs
     (request,) = [r for r in it.scheduler._state.waiting if r.request_id == waiting]
-    assert not request.num_blocks
+    assert not request.kv.num_blocks
     it.run_to_end()
 
 

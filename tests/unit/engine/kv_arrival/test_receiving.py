@@ -14,8 +14,9 @@ from baton.core.output import Failure, FailureCause, FinishReason
 from baton.core.request import ReceiveKv
 from baton.core.sampling import SamplingParams
 from baton.engine.events import RequestEventKind
+from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.plan import Plan, RunResult
-from baton.engine.scheduler.config import CacheConfig, LoadFailurePolicy, SchedulerConfig
+from baton.engine.scheduler.config import LoadFailurePolicy, SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.kv_transfer.types import KvReports, Landed, Receive, Revoke
 from tests.support.engine_world import SOURCE, EngineWorld

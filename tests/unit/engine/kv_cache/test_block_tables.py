@@ -9,46 +9,46 @@ import pytest
 from baton.core.ids import NO_BLOCK
 from baton.engine.errors import BlocksUnaccounted
 from baton.engine.kv_cache.block_hashes import BlockHash
+from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.groups import FULL, KvCacheSpec, KvGroup
+from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.kv_cache.manager import KvCache
-from baton.engine.scheduler.config import CacheConfig
-from baton.engine.scheduler.request import Request
-from tests.support.requests import make_request
+from tests.support.requests import make_held
 
 WINDOW = KvCacheSpec(window=3)  # with two tokens a block, it needs two blocks at most
 
-Damage = Callable[[KvCache, Request], None]
+Damage = Callable[[KvCache, HeldKv], None]
 
 
-def drop_a_needed_block(cache: KvCache, request: Request) -> None:
+def drop_a_needed_block(cache: KvCache, request: HeldKv) -> None:
     cache.pool.release([request.block_tables[1][3]])
     request.block_tables[1][3] = NO_BLOCK
 
 
-def drop_a_block_of_full_attention(cache: KvCache, request: Request) -> None:
+def drop_a_block_of_full_attention(cache: KvCache, request: HeldKv) -> None:
     cache.pool.release([request.block_tables[0][0]])
     request.block_tables[0][0] = NO_BLOCK
 
 
-def leave_a_gap(cache: KvCache, request: Request) -> None:
+def leave_a_gap(cache: KvCache, request: HeldKv) -> None:
     cache.pool.release([request.block_tables[1][1]])
     request.block_tables[1][1] = NO_BLOCK
 
 
-def shorten_a_table(cache: KvCache, request: Request) -> None:
+def shorten_a_table(cache: KvCache, request: HeldKv) -> None:
     cache.pool.release([request.block_tables[1].pop()])
 
 
-def swap_groups(_: KvCache, request: Request) -> None:
+def swap_groups(_: KvCache, request: HeldKv) -> None:
     request.block_tables = request.block_tables[::-1]
 
 
-def swap_places(_: KvCache, request: Request) -> None:
+def swap_places(_: KvCache, request: HeldKv) -> None:
     table = request.block_tables[0]
     table[0], table[1] = table[1], table[0]
 
 
-def cache_a_state(cache: KvCache, request: Request) -> None:
+def cache_a_state(cache: KvCache, request: HeldKv) -> None:
     assert request.state is not None
     cache.pool.register(request.state.block_ids[0], BlockHash(request.block_hashes[-1] + b"\x09"))
 
@@ -84,10 +84,10 @@ def test_blocks_behind_a_window_may_be_missing() -> None:
     cache.check(request.block_ids, [request])
 
 
-def _computed(num_tokens: int) -> tuple[KvCache, Request]:
+def _computed(num_tokens: int) -> tuple[KvCache, HeldKv]:
     groups = (KvGroup(FULL), KvGroup(WINDOW))
     cache = KvCache(CacheConfig(32, 2, groups=groups, num_state_blocks=2))
-    request = make_request(range(num_tokens))
+    request = make_held(range(num_tokens))
     assert cache.admit(request, cache.find_prefix(request, 0))
     request.num_computed_tokens = num_tokens
     cache.end_chunk(request)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from baton.core.ids import NO_BLOCK, BlockId
+from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.groups import FULL, KvCacheSpec, KvGroup
+from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.kv_cache.manager import KvCache
-from baton.engine.scheduler.config import CacheConfig
-from baton.engine.scheduler.request import Request
-from tests.support.requests import make_request
+from tests.support.requests import make_held
 
 BLOCK_SIZE = 2
 WINDOW = KvCacheSpec(window=3)  # a token attends to two before it: to two blocks at most
@@ -32,7 +32,7 @@ def test_blocks_behind_the_window_are_free_and_can_be_hit() -> None:
     assert request.block_tables == ([0, 1, 2, 3], [NO_BLOCK, NO_BLOCK, NO_BLOCK, 7])
     assert cache.pool.num_free == cache.pool.num_blocks - 5
     cache.pool.check(request.block_ids)
-    assert cache.find_prefix(make_request(range(9)), 8).block_tables[1][3:] == [7]
+    assert cache.find_prefix(make_held(range(9)), 8).block_tables[1][3:] == [7]
 
 
 def test_a_prefix_needs_only_the_last_blocks_of_a_window() -> None:
@@ -40,9 +40,9 @@ def test_a_prefix_needs_only_the_last_blocks_of_a_window() -> None:
     _serve(cache, 8)
     _uncache(cache, 4, 5)  # the window's blocks 0 and 1
 
-    assert cache.find_prefix(make_request(range(9)), 8).num_blocks == 4
+    assert cache.find_prefix(make_held(range(9)), 8).num_blocks == 4
     # After two blocks, the next token attends to tokens of block 1, which is gone.
-    assert cache.find_prefix(make_request(range(9)), 4).num_blocks == 0
+    assert cache.find_prefix(make_held(range(9)), 4).num_blocks == 0
 
 
 def test_a_gap_in_the_window_shortens_the_prefix_of_all_groups() -> None:
@@ -50,7 +50,7 @@ def test_a_gap_in_the_window_shortens_the_prefix_of_all_groups() -> None:
     _serve(cache, 8)
     _uncache(cache, 7)  # the window's block 3
 
-    hit = cache.find_prefix(make_request(range(9)), 8)
+    hit = cache.find_prefix(make_held(range(9)), 8)
 
     assert (hit.num_blocks, hit.block_tables) == (3, ([0, 1, 2], [NO_BLOCK, NO_BLOCK, 6]))
 
@@ -61,7 +61,7 @@ def test_a_gap_can_make_a_gap_of_another_group_matter() -> None:
     _uncache(cache, 6, 11)  # block 2 of the first window and block 3 of the second
 
     # After four blocks, only block 3 of the windows is needed; after three, block 2 is.
-    assert cache.find_prefix(make_request(range(9)), 8).num_blocks == 2
+    assert cache.find_prefix(make_held(range(9)), 8).num_blocks == 2
 
 
 def test_a_prefix_that_another_node_continues_needs_no_window() -> None:
@@ -69,7 +69,7 @@ def test_a_prefix_that_another_node_continues_needs_no_window() -> None:
     _serve(cache, 4)
     _uncache(cache, 2, 3)  # all of the window's blocks
 
-    hit = cache.find_prefix(make_request(range(9)), 9, continues_at=9)
+    hit = cache.find_prefix(make_held(range(9)), 9, continues_at=9)
 
     assert (hit.num_blocks, hit.block_tables) == (2, ([0, 1], [NO_BLOCK, NO_BLOCK]))
 
@@ -77,12 +77,12 @@ def test_a_prefix_that_another_node_continues_needs_no_window() -> None:
 def test_what_nobody_attends_to_is_no_hit() -> None:
     cache = _cache(groups=(KvGroup(WINDOW),))
 
-    assert cache.find_prefix(make_request(range(9)), 9, continues_at=9).num_blocks == 0
+    assert cache.find_prefix(make_held(range(9)), 9, continues_at=9).num_blocks == 0
 
 
 def test_a_request_that_continues_elsewhere_gets_the_blocks_of_its_window() -> None:
     cache = _cache()
-    request = make_request(range(9))
+    request = make_held(range(9))
     hit = cache.find_prefix(request, 9, continues_at=9)
 
     assert cache.num_missing(request, hit, continues_at=9) == 5 + 2
@@ -109,13 +109,13 @@ def _uncache(cache: KvCache, *block_ids: int) -> None:
     cache.pool.unregister(map(BlockId, block_ids))
 
 
-def _admitted(cache: KvCache, num_tokens: int) -> Request:
-    request = make_request(range(num_tokens), request_id="served")
+def _admitted(cache: KvCache, num_tokens: int) -> HeldKv:
+    request = make_held(range(num_tokens), request_id="served")
     assert cache.admit(request, cache.find_prefix(request, 0))
     return request
 
 
-def _computed(cache: KvCache, num_tokens: int) -> Request:
+def _computed(cache: KvCache, num_tokens: int) -> HeldKv:
     request = _admitted(cache, num_tokens)
     request.num_computed_tokens = num_tokens
     cache.register(request)

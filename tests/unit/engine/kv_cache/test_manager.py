@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored
+from baton.engine.kv_cache.config import CacheConfig
+from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.kv_cache.manager import KvCache
 from baton.engine.kv_cache.prefix_search import PrefixHit
-from baton.engine.scheduler.config import CacheConfig
-from baton.engine.scheduler.request import Request
-from tests.support.requests import make_request
+from tests.support.requests import make_held
 
 NO_HIT = PrefixHit(0, ([],))
 
 
 def test_a_request_gets_blocks_for_all_its_tokens() -> None:
     cache = _cache()
-    request = make_request(range(5))
+    request = make_held(range(5))
 
     assert cache.admit(request, NO_HIT)
     assert request.block_ids == [0, 1, 2]
@@ -23,7 +23,7 @@ def test_a_request_gets_blocks_for_all_its_tokens() -> None:
 
 def test_a_request_that_does_not_fit_changes_nothing() -> None:
     cache = _cache(num_blocks=2)
-    request = make_request(range(5))
+    request = make_held(range(5))
 
     assert not cache.admit(request, NO_HIT)
     assert request.block_ids == []
@@ -34,14 +34,14 @@ def test_a_request_that_does_not_fit_changes_nothing() -> None:
 def test_spare_blocks_are_left_free() -> None:
     cache = _cache(num_blocks=4)
 
-    assert not cache.admit(make_request(range(5)), NO_HIT, spare=2)
-    assert cache.admit(make_request(range(5)), NO_HIT, spare=1)
+    assert not cache.admit(make_held(range(5)), NO_HIT, spare=2)
+    assert cache.admit(make_held(range(5)), NO_HIT, spare=1)
 
 
 def test_free_blocks_that_are_hit_are_not_counted_as_room() -> None:
     cache = _cache(num_blocks=2)
     _serve(cache, range(4))
-    request = make_request([0, 1, 2, 3, 4])
+    request = make_held([0, 1, 2, 3, 4])
     hit = cache.find_prefix(request, 4)
 
     assert hit.num_blocks == 2
@@ -53,14 +53,14 @@ def test_a_hit_is_cut_to_whole_blocks_within_the_limit() -> None:
     cache = _cache()
     _serve(cache, range(8))
 
-    hits = [cache.find_prefix(make_request(range(8)), limit) for limit in (8, 7, 6, 1)]
+    hits = [cache.find_prefix(make_held(range(8)), limit) for limit in (8, 7, 6, 1)]
 
     assert [hit.num_blocks for hit in hits] == [4, 3, 3, 0]
 
 
 def test_growing_adds_what_is_missing_and_no_more() -> None:
     cache = _cache()
-    request = make_request(range(3))
+    request = make_held(range(3))
     cache.admit(request, NO_HIT)
 
     assert [cache.grow(request, n) for n in (4, 5, 8)] == [((),), ((2,),), ((3,),)]
@@ -68,7 +68,7 @@ def test_growing_adds_what_is_missing_and_no_more() -> None:
 
 def test_growing_beyond_the_pool_changes_nothing() -> None:
     cache = _cache(num_blocks=2)
-    request = make_request(range(3))
+    request = make_held(range(3))
     cache.admit(request, NO_HIT)
 
     assert cache.grow(request, 5) is None
@@ -77,7 +77,7 @@ def test_growing_beyond_the_pool_changes_nothing() -> None:
 
 def test_only_full_computed_blocks_are_registered() -> None:
     cache = _cache()
-    request = make_request(range(6))
+    request = make_held(range(6))
     cache.admit(request, NO_HIT)
     request.num_computed_tokens = 5
 
@@ -88,7 +88,7 @@ def test_only_full_computed_blocks_are_registered() -> None:
 
 def test_blocks_already_known_are_left_out_of_the_event() -> None:
     cache = _cache(num_blocks=16)
-    twins = [make_request(range(6), request_id=name) for name in "ab"]
+    twins = [make_held(range(6), request_id=name) for name in "ab"]
     for request in twins:
         cache.admit(request, NO_HIT)
     for request, num_computed in ((twins[0], 4), (twins[1], 6)):
@@ -107,21 +107,21 @@ def test_released_blocks_are_free_and_still_found() -> None:
 
     assert cache.pool.num_free == cache.pool.num_blocks
     assert (request.block_ids, request.num_computed_tokens) == ([], 0)
-    assert cache.find_prefix(make_request(range(6)), 6).num_blocks == 3
+    assert cache.find_prefix(make_held(range(6)), 6).num_blocks == 3
 
 
 def test_of_a_released_request_the_end_is_evicted_first() -> None:
     cache = _cache(num_blocks=3)
     _serve(cache, range(6))
 
-    cache.admit(make_request([9, 9]), NO_HIT)
+    cache.admit(make_held([9, 9]), NO_HIT)
 
-    assert cache.find_prefix(make_request(range(6)), 6).num_blocks == 2
+    assert cache.find_prefix(make_held(range(6)), 6).num_blocks == 2
 
 
 def test_uncached_blocks_are_no_prefix_hits() -> None:
     cache = _cache()
-    request = make_request(range(6))
+    request = make_held(range(6))
     cache.admit(request, NO_HIT)
     request.num_computed_tokens = 6
     cache.register(request)
@@ -129,7 +129,7 @@ def test_uncached_blocks_are_no_prefix_hits() -> None:
     cache.uncache_blocks(request)
     cache.release(request)
 
-    assert cache.find_prefix(make_request(range(6)), 6) == NO_HIT
+    assert cache.find_prefix(make_held(range(6)), 6) == NO_HIT
     cache.pool.check([])
 
 
@@ -151,7 +151,7 @@ def test_a_reset_and_evictions_are_events() -> None:
     hashes = list(request.block_hashes)
     cache.take_events()
 
-    cache.admit(make_request([9, 9]), NO_HIT)
+    cache.admit(make_held([9, 9]), NO_HIT)
     cache.reset([])
 
     assert cache.take_events() == (BlockRemoved((hashes[2],)), AllBlocksCleared())
@@ -168,9 +168,9 @@ def _cache(num_blocks: int = 8, *, collect_token_ids: bool = True) -> KvCache:
     )
 
 
-def _serve(cache: KvCache, prompt: range) -> Request:
+def _serve(cache: KvCache, prompt: range) -> HeldKv:
     """Compute a prompt and release its blocks."""
-    request = make_request(prompt, request_id="served")
+    request = make_held(prompt, request_id="served")
     cache.admit(request, NO_HIT)
     request.num_computed_tokens = request.num_tokens
     cache.release(request)

@@ -10,13 +10,13 @@ from baton.core.ids import NO_BLOCK, BlockId
 from baton.engine.errors import BlocksUnaccounted
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.groups import FULL, KvCacheSpec, KvGroup
+from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.kv_cache.manager import KvCache
 from baton.engine.kv_cache.recurrent_state import RecurrentState, SnapshotCache
 from baton.engine.plan import BlockIds
-from baton.engine.scheduler.config import CacheConfig
-from baton.engine.scheduler.request import Request
-from tests.support.requests import make_request
+from tests.support.requests import make_held
 
 BLOCK_SIZE = 2
 WINDOW = KvCacheSpec(window=3)  # a token attends to two before it: to two blocks at most
@@ -42,7 +42,7 @@ def test_a_prefix_ends_at_a_snapshot(groups: tuple[KvGroup, ...]) -> None:
     cache = _cache(groups)
     _serve(cache, 10, snapshots=(4, 8))
 
-    hits = [cache.find_prefix(make_request(range(20)), most) for most in (10, 8, 7, 3)]
+    hits = [cache.find_prefix(make_held(range(20)), most) for most in (10, 8, 7, 3)]
 
     assert [hit.num_blocks for hit in hits] == [4, 4, 2, 0]
     assert [len(hit.snapshot) for hit in hits] == [3, 3, 3, 0]
@@ -53,7 +53,7 @@ def test_a_prefix_that_another_node_continues_needs_no_snapshot() -> None:
     cache = _cache()
     _serve(cache, 10, snapshots=(4,))
 
-    hit = cache.find_prefix(make_request(range(20)), 20, continues_at=20)
+    hit = cache.find_prefix(make_held(range(20)), 20, continues_at=20)
 
     assert (hit.num_blocks, hit.snapshot) == (5, ())
 
@@ -63,7 +63,7 @@ def test_a_gap_in_a_window_moves_the_hit_to_an_earlier_snapshot() -> None:
     blocks = _serve(cache, 10, snapshots=(4, 8))
     cache.pool.unregister(blocks[1][3:4])
 
-    hit = cache.find_prefix(make_request(range(20)), 19)
+    hit = cache.find_prefix(make_held(range(20)), 19)
 
     assert hit.num_blocks == 2
     assert NO_BLOCK not in hit.block_tables[0]
@@ -74,7 +74,7 @@ def test_a_snapshot_without_the_window_before_it_is_no_hit() -> None:
     blocks = _serve(cache, 10, snapshots=(2, 6))
     cache.pool.unregister(blocks[1][2:3])
 
-    hit = cache.find_prefix(make_request(range(20)), 19)
+    hit = cache.find_prefix(make_held(range(20)), 19)
 
     # All five blocks are shared: the window's third one is seen only after three blocks.
     assert (hit.num_blocks, hit.num_shared_blocks) == (1, 5)
@@ -83,7 +83,7 @@ def test_a_snapshot_without_the_window_before_it_is_no_hit() -> None:
 def test_admission_counts_both_sides_and_a_snapshot_that_is_free() -> None:
     cache = _cache()
     _serve(cache, 10, snapshots=(8,))
-    request = make_request(range(9))
+    request = make_held(range(9))
     hit = cache.find_prefix(request, 8)
 
     assert cache.num_missing(request, hit) == 1 + 4 + 2 * 3 + 3
@@ -100,7 +100,7 @@ def test_a_snapshot_that_loses_a_block_is_gone_as_a_whole() -> None:
     assert cache.num_cached_snapshots == 1
 
     # 11 blocks are free and uncached; the twelfth evicts a block of the snapshot.
-    other = make_request(range(50, 62))
+    other = make_held(range(50, 62))
     assert cache.admit(other, cache.find_prefix(other, 0))
 
     assert cache.num_cached_snapshots == 0
@@ -115,7 +115,7 @@ def test_snapshots_and_blocks_are_evicted_from_the_end_of_the_sequence() -> None
     while cache.pool.num_cached:
         held = cache.pool.allocate(1)
         cache._note_removed()
-        lengths.append(cache.find_prefix(make_request(range(20)), 19).num_blocks)
+        lengths.append(cache.find_prefix(make_held(range(20)), 19).num_blocks)
         assert held is not None
 
     # Two blocks without a snapshot, then the second snapshot and its blocks, then the first.
@@ -166,7 +166,7 @@ def test_a_snapshot_is_cached_once() -> None:
 def test_check_finds_a_snapshot_that_is_not_whole() -> None:
     cache = _cache()
     _serve(cache, 10, snapshots=(4,))
-    request = make_request(range(10))
+    request = make_held(range(10))
     hit = cache.find_prefix(request, 4)
     cache.pool.unregister(hit.snapshot[:1])
 
@@ -187,8 +187,8 @@ def _cache(groups: tuple[KvGroup, ...] = GROUPS["full"], num_blocks: int = 64) -
     return KvCache(config)
 
 
-def _computed(cache: KvCache, num_tokens: int, snapshots: Iterable[int] = ()) -> Request:
-    request = make_request(range(num_tokens), request_id="served")
+def _computed(cache: KvCache, num_tokens: int, snapshots: Iterable[int] = ()) -> HeldKv:
+    request = make_held(range(num_tokens), request_id="served")
     assert cache.admit(request, cache.find_prefix(request, 0))
     request.num_computed_tokens = num_tokens
     cache.end_chunk(request)

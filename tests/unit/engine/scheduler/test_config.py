@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from baton.core.errors import InvalidConfig
-from baton.engine.scheduler.config import CacheConfig, SchedulerConfig
+from baton.engine.kv_cache.config import CacheConfig
+from baton.engine.scheduler.config import SchedulerConfig
 
 
 def test_the_defaults_work() -> None:

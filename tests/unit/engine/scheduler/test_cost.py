@@ -11,8 +11,9 @@ from types import FrameType
 import pytest
 
 from baton.core.ids import RequestId
+from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.plan import RunResult
-from baton.engine.scheduler.config import CacheConfig, SchedulerConfig
+from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler
 from tests.support.requests import make_spec
 

@@ -11,8 +11,9 @@ from baton.core.errors import InvalidConfig, InvalidRequest
 from baton.core.ids import RequestId
 from baton.core.output import FinishReason
 from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.plan import BlockIds, Plan, PlanRow, StateBlocks
-from baton.engine.scheduler.config import CacheConfig, SchedulerConfig, SchedulingPolicy
+from baton.engine.scheduler.config import SchedulerConfig, SchedulingPolicy
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.scheduler.validation import max_sequence_length, validate_request
 from tests.support.engine_world import EngineWorld

@@ -36,8 +36,8 @@ def test_with_speculation_it_is_due_before_its_room_is_short(num_accepted: int) 
         due = batch.begin_step()
         if due:
             break
-        assert request.num_computed_tokens + 4 <= 32
-        request.num_computed_tokens += num_accepted
+        assert request.kv.num_computed_tokens + 4 <= 32
+        request.kv.num_computed_tokens += num_accepted
 
     assert due == [request]
 
@@ -109,7 +109,7 @@ def _decoding(
     prompt = range(1, num_computed + 1)
     request = make_request(prompt, request_id=f"r{serial}", serial=serial, max_tokens=max_tokens)
     batch.start_prefill(request, num_computed)
-    request.num_computed_tokens = num_computed
+    request.kv.num_computed_tokens = num_computed
     batch.turn_to_decode(request, capacity)
     return request
 
@@ -117,5 +117,5 @@ def _decoding(
 def _step(batch: Batch, request: Request) -> list[Request]:
     """Run a step in which the request gets one token; return the requests that are due."""
     due = batch.begin_step()
-    request.num_computed_tokens += 1
+    request.kv.num_computed_tokens += 1
     return due

@@ -11,8 +11,9 @@ from baton.core.errors import InvalidRequest
 from baton.core.output import FinishReason, Output
 from baton.engine.errors import OutOfOrder
 from baton.engine.events import RequestEvent, RequestEventKind
+from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.plan import Plan, RunResult
-from baton.engine.scheduler.config import CacheConfig, SchedulerConfig, SchedulingPolicy
+from baton.engine.scheduler.config import SchedulerConfig, SchedulingPolicy
 from baton.engine.scheduler.prefill_limits import NUM_STEPS_AFTER_SHORT
 from baton.engine.scheduler.scheduler import Scheduler
 from tests.support.engine_world import EngineWorld

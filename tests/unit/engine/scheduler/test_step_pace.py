@@ -8,8 +8,9 @@ import pytest
 
 from baton.core.errors import InvalidConfig
 from baton.engine.core import EngineCore, NoKvWorker
+from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.plan import Plan, RunResult
-from baton.engine.scheduler.config import CacheConfig, SchedulerConfig
+from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.scheduler.step_pace import LEAST_TOKENS, StepPace
 from tests.support.fake_runner import FakeRunner, KvTensor

@@ -10,7 +10,8 @@ from baton.core.errors import ContextLengthExceeded, InvalidRequest
 from baton.core.ids import HandoffId, NodeId, Peer, RequestId
 from baton.core.request import EngineRequest, ReceiveKv
 from baton.core.sampling import SamplingParams
-from baton.engine.scheduler.config import CacheConfig, SchedulerConfig
+from baton.engine.kv_cache.config import CacheConfig
+from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.validation import max_num_tokens, max_sequence_length, validate_request
 from tests.support.requests import make_spec
 

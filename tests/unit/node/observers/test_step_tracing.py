@@ -11,9 +11,10 @@ from baton.core.errors import InvalidConfig
 from baton.core.ids import RequestId
 from baton.engine.core import EngineCore
 from baton.engine.core import NoKvWorker as NoWorker
+from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.plan import Plan, RunResult
 from baton.engine.runner.config import RunnerConfig
-from baton.engine.scheduler.config import CacheConfig, SchedulerConfig
+from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.step_observer import StepObserver
 from baton.node.observers.step_tracing import MAX_LINKS, StepTracing

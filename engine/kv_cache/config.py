@@ -1,0 +1,62 @@
+"""Size, block size and groups of a KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.core.errors import InvalidConfig, require_setting
+from baton.engine.kv_cache.block_hashes import PrefixNaming
+from baton.engine.kv_cache.groups import ONE_GROUP, KvGroup
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """Settings of the KV cache."""
+
+    num_blocks: int
+    block_size: int = 16
+    groups: tuple[KvGroup, ...] = ONE_GROUP
+    num_state_blocks: int = 0  # that hold the recurrent state of one request
+    enable_prefix_caching: bool = True
+    # Identifies everything the KV of given tokens depends on: weights, dtype, layout.
+    model_salt: str = ""
+    hash_seed: int = 0
+    # Longer prompts share blocks only with prompts of the same length, for models whose KV depends
+    # on the prompt length (dynamic rope). None: no limit.
+    max_shareable_prompt_len: int | None = None
+    collect_events: bool = False  # if set, `take_events` must be called regularly
+    collect_token_ids: bool = False  # in these events
+
+    def __post_init__(self) -> None:
+        require_setting("num_blocks", self.num_blocks, self.num_blocks >= 1, "at least 1")
+        require_setting("block_size", self.block_size, self.block_size >= 1, "at least 1")
+        if self.num_state_blocks and self.max_blocks_per_group < 1:
+            raise InvalidConfig(
+                f"num_blocks is {self.num_blocks}; it must be at least "
+                f"{self.max_state_blocks + len(self.groups)}: {self.max_state_blocks} for the "
+                f"recurrent state of one request, and {len(self.groups)} for its tokens. Start "
+                "the node with a larger --kv-cache-memory"
+            )
+
+    @property
+    def max_state_blocks(self) -> int:
+        """The state blocks that one request holds at most.
+
+        It has two sides, and holds the snapshot it continues from until its first pass has ended.
+        """
+        return self.num_state_blocks * (3 if self.enable_prefix_caching else 2)
+
+    @property
+    def max_blocks_per_group(self) -> int:
+        """The blocks of tokens that one request can have in each group."""
+        return (self.num_blocks - self.max_state_blocks) // len(self.groups)
+
+    @property
+    def naming(self) -> PrefixNaming:
+        return PrefixNaming(
+            self.block_size,
+            self.model_salt,
+            self.hash_seed,
+            self.max_shareable_prompt_len,
+            needs_snapshot=self.num_state_blocks > 0,
+        )
