@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from baton.core.output import Output
 from baton.engine.containment import Containment
@@ -13,7 +14,7 @@ from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.step_observer import StepObserver, StepRecord
 from baton.kv_transfer.external_kv import NO_EXTERNAL_REPORTS, ExternalKv
 from baton.kv_transfer.records import TransferRecord
-from baton.kv_transfer.types import NO_REPORTS, KvOrders, KvReports
+from baton.kv_transfer.types import NO_KV_ORDERS, NO_REPORTS, KvOrders, KvReports
 
 EXTERNAL_CHECK_S = 0.25  # interval of checks for overdue loads
 
@@ -28,13 +29,11 @@ class EngineCore:
         kv_worker: KvWorker,
         clock: Callable[[], float] = time.monotonic,
         observers: Sequence[StepObserver] = (),
-        external: ExternalKv | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._runner = runner
         self._containment = Containment(self._run_pass, scheduler)
         self._kv_worker = kv_worker
-        self._external = external
         self._clock = clock
         self._observers = observers
         self._made_progress = False
@@ -63,24 +62,20 @@ class EngineCore:
         plan = self.scheduler.schedule(began_s)
         scheduled_s = self._clock()
         self._kv_worker.start(plan.kv_orders, scheduled_s)
-        if self._external is not None:
-            self._external.start(plan.external_orders)
         ordered_s = self._clock()
         for observer in self._observers:
             observer.note_plan(plan, ordered_s)
         run = self._containment.run(plan) if plan.concerns_runner else RunResult()
         now = self._clock()  # the pass may have taken seconds
         reports = self._kv_worker.poll(now)
-        external = NO_EXTERNAL_REPORTS if self._external is None else self._external.poll()
         polled_s = self._clock()
-        has_reports = reports != NO_REPORTS or external != NO_EXTERNAL_REPORTS
-        is_cut_short = self.scheduler.is_cut_short
-        self._made_progress = not plan.is_empty or has_reports or is_cut_short
-        outputs = self.scheduler.update(plan, run, reports, now, external)
+        has_reports = reports != NO_REPORTS
+        self._made_progress = not plan.is_empty or has_reports or self.scheduler.is_cut_short
+        outputs = self.scheduler.update(plan, run, reports, now)
         if self._observers:
             times_s = (began_s, scheduled_s, ordered_s, now, polled_s, self._clock())
             records = self._kv_worker.take_records()
-            step = StepRecord(plan, times_s, reports, records, external)
+            step = StepRecord(plan, times_s, reports, records)
             for observer in self._observers:
                 observer.note_end(step)
         return outputs
@@ -112,7 +107,7 @@ class NoKvWorker:
     """KV worker of an engine without KV transfer."""
 
     def start(self, orders: KvOrders, now: float) -> None:
-        if orders != KvOrders():
+        if orders != NO_KV_ORDERS:
             raise RuntimeError(f"this engine has no KV transport, but received {orders}")
 
     def poll(self, now: float) -> KvReports:
@@ -123,3 +118,27 @@ class NoKvWorker:
 
     def take_records(self) -> tuple[TransferRecord, ...]:
         return ()
+
+
+class KvWorkerWithExternal:
+    """KV worker of an engine that also has a KV cache outside: wraps the one between nodes."""
+
+    def __init__(self, worker: KvWorker, external: ExternalKv) -> None:
+        self._worker = worker
+        self._external = external
+
+    def start(self, orders: KvOrders, now: float) -> None:
+        self._worker.start(orders, now)
+        self._external.start(orders.external)
+
+    def poll(self, now: float) -> KvReports:
+        reports, external = self._worker.poll(now), self._external.poll()
+        is_unchanged = external == NO_EXTERNAL_REPORTS
+        return reports if is_unchanged else replace(reports, external=external)
+
+    def next_poll_s(self, now: float) -> float | None:
+        # The external cache wakes the engine when it has something to report.
+        return self._worker.next_poll_s(now)
+
+    def take_records(self) -> tuple[TransferRecord, ...]:
+        return self._worker.take_records()

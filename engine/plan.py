@@ -10,9 +10,8 @@ from baton.core.logprobs import TokenLogprobs
 from baton.core.output import Failure
 from baton.core.sampling import SamplingParams
 from baton.engine.structured_output.grammar import Grammar
-from baton.kv_transfer.external_kv import NO_ORDERS, ExternalOrders
 from baton.kv_transfer.records import TransferRecord
-from baton.kv_transfer.types import KvOrders, KvReports
+from baton.kv_transfer.types import NO_KV_ORDERS, KvOrders, KvReports
 
 BlockTables = tuple[tuple[BlockId, ...], ...]  # one for each KV group, all of the same length
 
@@ -77,8 +76,7 @@ class Plan:
     num_prompt_tokens: int = 0  # prompt tokens among them; zero if `is_retry`
     # With speculation: the part of the token budget left for draft tokens of all rows.
     max_draft_tokens: int = 0
-    kv_orders: KvOrders = KvOrders()
-    external_orders: ExternalOrders = NO_ORDERS
+    kv_orders: KvOrders = NO_KV_ORDERS
     snapshots: dict[RequestId, tuple[StateSnapshot, ...]] = field(default_factory=dict)
     # Repeats a part of a failed pass. The runner first removes all rows that the plan names,
     # known or not. No layer of KV is sent to a peer before the pass has ended.
@@ -91,8 +89,7 @@ class Plan:
     @property
     def is_empty(self) -> bool:
         """True if nothing can be done now, nor in the next step unless new input arrives."""
-        has_orders = self.kv_orders != KvOrders() or self.external_orders != NO_ORDERS
-        return not self.concerns_runner and not has_orders
+        return not self.concerns_runner and self.kv_orders == NO_KV_ORDERS
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from baton.engine.plan import Plan
-from baton.kv_transfer.external_kv import NO_EXTERNAL_REPORTS, ExternalReports
 from baton.kv_transfer.records import TransferRecord
 from baton.kv_transfer.types import KvReports
 
@@ -18,7 +17,6 @@ class StepRecord(NamedTuple):
     times_s: tuple[float, ...]
     reports: KvReports
     transfers: tuple[TransferRecord, ...]  # ended since the last step
-    external: ExternalReports = NO_EXTERNAL_REPORTS  # of a KV cache outside the engine
 
 
 class StepObserver:

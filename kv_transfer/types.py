@@ -1,4 +1,4 @@
-"""Orders of the scheduler and reports of the KV worker, as values."""
+"""Orders of the scheduler and reports of the KV worker, as values: one of each in a step."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ from dataclasses import dataclass
 
 from baton.core.ids import BlockId, HandoffId, Peer
 from baton.core.logprobs import FirstToken
+from baton.kv_transfer.external_kv import (
+    NO_EXTERNAL_REPORTS,
+    NO_ORDERS,
+    ExternalOrders,
+    ExternalReports,
+)
 
 # Orders are part of a step's plan and start before its forward pass; reports return after it.
 # The hand-off holds its own reference on every block named in a Receive or a Send, in addition
@@ -85,6 +91,7 @@ class KvOrders:
     completes: tuple[Complete, ...] = ()
     withdraws: tuple[Withdraw, ...] = ()
     layer_sends: tuple[SendLayers, ...] = ()  # for the next forward pass
+    external: ExternalOrders = NO_ORDERS  # of a KV cache outside the engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +153,8 @@ class KvReports:
     released: tuple[HandoffId, ...] = ()  # no write can land in their blocks any more
     finished_sending: tuple[HandoffId, ...] = ()  # no read of their source blocks is in flight
     requested: tuple[Requested, ...] = ()  # pulls by peers
+    external: ExternalReports = NO_EXTERNAL_REPORTS  # of a KV cache outside the engine
 
 
+NO_KV_ORDERS = KvOrders()
 NO_REPORTS = KvReports()

@@ -9,7 +9,7 @@ from importlib.metadata import version
 
 from baton.core.ids import Incarnation, NodeId
 from baton.engine.config import EngineOptions
-from baton.engine.core import EngineCore
+from baton.engine.core import EngineCore, KvWorkerWithExternal
 from baton.engine.engine_thread import Compiler, EngineInbox, EngineThread
 from baton.engine.factory import build_grammars, build_scheduler
 from baton.engine.kv_arrival.peer_pulls import PullConfig
@@ -85,7 +85,8 @@ def build_components(
     tiers = tiers_in(connector)
     pacing = () if tiers is None else (CopyPacing(tiers.pace),)
     observers = (ledger, *counters, *tracing.step_observers(), *pacing)
-    core = EngineCore(scheduler, runner, worker, observers=observers, external=connector)
+    both = worker if connector is None else KvWorkerWithExternal(worker, connector)
+    core = EngineCore(scheduler, runner, both, observers=observers)
     compiler: Compiler = GrammarCompiler(build_grammars(runner))
     engine = EngineThread(core, name=identity.node_id, compiler=compiler, inbox=inbox)
     runner.hook = KvPassHook(worker, runner.kv_memory.groups, engine.beat)

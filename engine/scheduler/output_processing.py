@@ -10,7 +10,6 @@ from baton.engine.plan import RunResult
 from baton.engine.scheduler.config import LoadFailurePolicy
 from baton.engine.scheduler.request import Request, RequestStatus
 from baton.engine.scheduler.state import SchedulerState
-from baton.kv_transfer.external_kv import ExternalReports
 from baton.kv_transfer.types import NO_REPORTS, KvReports, Landed, Lost
 
 
@@ -56,9 +55,7 @@ class OutputProcessor:
         for handoff_id in reports.finished_sending:
             self._state.handoffs.end_sending(handoff_id)
         self._state.given_pulls.settle(reports, self._state.now_s)
-
-    def settle_external(self, reports: ExternalReports) -> None:
-        ended = self._state.external.settle(reports)
+        ended = self._state.external.settle(reports.external)
         self._state.stop_waiting_for(ended)
         self._state.given_pulls.end_loads(ended, self._state.now_s)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from baton.core.ids import RequestId
 from baton.engine.plan import BlockTables, Plan, PlanRow, StateSnapshot
 from baton.engine.scheduler.request import NOT_DUE, Request
-from baton.kv_transfer.external_kv import NO_ORDERS, ExternalOrders
 from baton.kv_transfer.types import KvOrders
 
 
@@ -89,7 +88,6 @@ class Batch:
         kv_orders: KvOrders,
         max_draft_tokens: int = 0,
         snapshots: dict[RequestId, tuple[StateSnapshot, ...]] | None = None,
-        external_orders: ExternalOrders = NO_ORDERS,
     ) -> Plan:
         num_scheduled_tokens = self._decode_tokens.copy()
         num_prompt_tokens = 0
@@ -106,7 +104,6 @@ class Batch:
             num_prompt_tokens=num_prompt_tokens,
             max_draft_tokens=max_draft_tokens,
             kv_orders=kv_orders,
-            external_orders=external_orders,
             snapshots=snapshots or {},
         )
         self._dropped.clear()

@@ -26,7 +26,7 @@ from baton.engine.scheduler.scheduling import StepPlanner
 from baton.engine.scheduler.state import SchedulerState
 from baton.engine.scheduler.validation import validate_request
 from baton.engine.structured_output.grammar import Grammar
-from baton.kv_transfer.external_kv import KV, NO_EXTERNAL_REPORTS, ExternalKv, ExternalReports
+from baton.kv_transfer.external_kv import KV, ExternalKv
 from baton.kv_transfer.types import NO_REPORTS, KvReports
 
 
@@ -128,7 +128,6 @@ class Scheduler:
         run: RunResult,
         kv: KvReports = NO_REPORTS,
         now: float | None = None,
-        external: ExternalReports = NO_EXTERNAL_REPORTS,
     ) -> list[Output]:
         """Apply the result of a plan. Without `now`, events get the time of the plan."""
         if plan is not self._plan:
@@ -139,7 +138,6 @@ class Scheduler:
             self._state.now_s = now
         # KV reports first: no order may follow for a hand-off that is reported as over.
         self._settler.settle_kv(kv)
-        self._settler.settle_external(external)
         self._settler.settle_run(run)
         return self._state.take_outputs()
 

@@ -94,12 +94,7 @@ class StepPlanner:
             self._send_layers()
         snapshots = self._state.snapshots.plan(batch.chunks)
         self._state.external.store_new()
-        return batch.take_plan(
-            self._state.handoffs.take_orders(),
-            self._max_draft_tokens(),
-            snapshots,
-            self._state.external.take_orders(),
-        )
+        return batch.take_plan(self._state.take_kv_orders(), self._max_draft_tokens(), snapshots)
 
     def record_step(self, seconds: float) -> None:
         """Record the duration of the last planned step."""

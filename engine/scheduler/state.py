@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from baton.core.errors import InvalidRequest
 from baton.core.ids import BlockId, HandoffId, RequestId
@@ -26,7 +27,8 @@ from baton.engine.scheduler.running_batch import Batch
 from baton.engine.scheduler.state_snapshots import StateSnapshots
 from baton.engine.scheduler.validation import max_num_tokens
 from baton.engine.structured_output.grammar import Grammar
-from baton.kv_transfer.external_kv import ExternalKv, LoadId
+from baton.kv_transfer.external_kv import NO_ORDERS, ExternalKv, LoadId
+from baton.kv_transfer.types import KvOrders
 
 
 class SchedulerState:
@@ -198,6 +200,11 @@ class SchedulerState:
 
     def held_kv(self) -> list[HeldKv]:
         return [request.kv for request in self.requests.values()]
+
+    def take_kv_orders(self) -> KvOrders:
+        """Return and clear the orders of the step."""
+        orders, external = self.handoffs.take_orders(), self.external.take_orders()
+        return orders if external is NO_ORDERS else replace(orders, external=external)
 
     # --- outputs, events and statistics -------------------------------------------
 

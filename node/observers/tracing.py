@@ -110,7 +110,7 @@ class NodeTracing(StepObserver):
         self.num_steps += plan.concerns_runner
         if self._timelines:
             self._note_orders(plan.kv_orders)
-            self._note_loads(plan.external_orders, now_s)
+            self._note_loads(plan.kv_orders.external, now_s)
         for request_id in plan.dropped:
             self._note_dropped(request_id, now_s)
         for row in plan.started:
@@ -127,7 +127,7 @@ class NodeTracing(StepObserver):
     def note_end(self, step: StepRecord) -> None:
         for record in step.transfers:
             self._note_record(record)
-        self._note_loaded(step.external, polled_s=step.times_s[4])
+        self._note_loaded(step.reports.external, polled_s=step.times_s[4])
 
     def _note_orders(self, orders: KvOrders) -> None:
         for receive in orders.receives:

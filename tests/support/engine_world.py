@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from baton.core.ids import HandoffId, NodeId, Peer, RequestId
 from baton.core.kv_hints import NO_KV_HINTS, KvHints
@@ -28,7 +28,7 @@ from baton.engine.kv_cache.recurrent_state import snapshot_names
 from baton.engine.plan import Plan, RunResult
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler
-from baton.kv_transfer.external_kv import NO_EXTERNAL_REPORTS, Load, LoadId
+from baton.kv_transfer.external_kv import Load, LoadId
 from baton.kv_transfer.guarded_connector import GuardedConnector
 from baton.kv_transfer.types import KvReports
 from baton.rpc.cached_prefixes import CachedPrefixes
@@ -279,22 +279,21 @@ class EngineWorld:
         self._check_waits()
         self.wire.start(plan.kv_orders)
         self.wire.misbehave()
-        external_reports = NO_EXTERNAL_REPORTS
         if self._connector is not None and self.external is not None:
-            self._connector.start(plan.external_orders)
+            self._connector.start(plan.kv_orders.external)
             self.external.misbehave()
         run = self.containment.run(plan)
         reports = self.wire.poll()
         if self._connector is not None:
-            external_reports = self._connector.poll()
+            reports = replace(reports, external=self._connector.poll())
         now = self._spend_time(plan)
-        outputs = self.scheduler.update(plan, run, reports, now, external=external_reports)
+        outputs = self.scheduler.update(plan, run, reports, now)
         for output in outputs:
             self.receipts[output.request_id].take(output)
         self.scheduler.check()
         self._check_events()
         self._check_limits(plan, run)
-        self._check_rest(plan, reports != KvReports() or external_reports != NO_EXTERNAL_REPORTS)
+        self._check_rest(plan, reports != KvReports())
         return plan
 
     def _spend_time(self, plan: Plan) -> float | None:

@@ -80,7 +80,7 @@ def test_a_load_names_the_request_that_waits_for_it() -> None:
     it = world()
     cached_outside(it)
     again = it.add(14)
-    it.step_until(lambda plan: plan.external_orders.loads)
+    it.step_until(lambda plan: plan.kv_orders.external.loads)
     (load,) = external(it).loads
     it.run_to_end()
 
@@ -91,7 +91,7 @@ def test_loaded_blocks_behind_one_that_failed_are_computed_and_do_not_count() ->
     it = world()
     cached_outside(it)
     again = it.add(14)
-    it.step_until(lambda plan: plan.external_orders.loads)
+    it.step_until(lambda plan: plan.kv_orders.external.loads)
     (load,) = external(it).loads
     del external(it).blocks[load.names[1]]
     it.run_to_end()
@@ -117,7 +117,7 @@ def test_blocks_behind_a_window_are_not_loaded() -> None:
     it = world(groups=WINDOWED, num_blocks=64)
     cached_outside(it, prompt=30)
     it.add(30)
-    it.step_until(lambda plan: plan.external_orders.loads)
+    it.step_until(lambda plan: plan.kv_orders.external.loads)
     (load,) = external(it).loads
     # Of 7 blocks, the window of the token at position 28 sees those from position 23 on.
     assert len(load.names) == 7 + 2
@@ -199,7 +199,7 @@ def test_a_failed_load_is_computed() -> None:
     it = world()
     cached_outside(it)
     it.add(14)
-    it.step_until(lambda plan: plan.external_orders.loads)
+    it.step_until(lambda plan: plan.kv_orders.external.loads)
     external(it).blocks.clear()
     it.run_to_end()
     assert it.scheduler._state.external.total_failed_blocks == 3
@@ -209,7 +209,7 @@ def test_a_load_across_a_reset_is_not_cached() -> None:
     it = world()
     cached_outside(it)
     again = it.add(14)
-    it.step_until(lambda plan: plan.external_orders.loads)
+    it.step_until(lambda plan: plan.kv_orders.external.loads)
     contents = dict(external(it).blocks)
     it.scheduler.reset_prefix_cache()
     assert not external(it).blocks
@@ -238,7 +238,7 @@ def test_a_preempted_request_loads_what_was_stored_of_it() -> None:
 def test_kv_of_a_failed_request_is_dropped() -> None:
     it = world()
     name = it.add(14, max_tokens=8)
-    it.step_until(lambda plan: plan.external_orders.stores)
+    it.step_until(lambda plan: plan.kv_orders.external.stores)
     it.fail_next_token(name)
     it.run_to_end()
     assert not external(it).blocks
@@ -284,7 +284,7 @@ def test_a_request_whose_loaded_blocks_are_evicted_while_it_waits_loads_them_aga
     running = [it.add(3, max_tokens=40) for _ in range(4)]  # the batch is full
     it.step()
     again = it.add(14)
-    it.step_until(lambda plan: plan.external_orders.loads)
+    it.step_until(lambda plan: plan.kv_orders.external.loads)
     it.step_until(lambda _: not external(it).loads)
     it.step()
     it.evict_cached()
@@ -418,7 +418,7 @@ def test_a_hand_off_carries_only_what_the_tiers_of_the_decode_node_lack(
     granting = it.step_until(lambda plan: plan.kv_orders.receives)
     it.run_to_end()
 
-    assert loading.external_orders.loads
+    assert loading.kv_orders.external.loads
     assert not loading.kv_orders.receives
     (receive,) = granting.kv_orders.receives
     assert receive.num_cached_tokens == 12
@@ -471,7 +471,7 @@ def test_a_load_before_a_grant_leaves_running_requests_room_to_grow() -> None:
     it.add(14, receives=True)  # with its three blocks, only three would be free
     plans = [it.step() for _ in range(8)]
 
-    assert not any(plan.external_orders.loads for plan in plans)
+    assert not any(plan.kv_orders.external.loads for plan in plans)
     assert it.scheduler.stats().total_preemptions == 0
     it.step_until(lambda _: it.finish_reason(running))
     it.run_to_end()

@@ -13,7 +13,14 @@ from baton.engine.plan import Plan, PlanRow
 from baton.engine.step_observer import StepRecord
 from baton.kv_transfer.external_kv import ExternalOrders, ExternalReports, Load, Loaded, LoadId
 from baton.kv_transfer.records import TransferRecord, TransferRole
-from baton.kv_transfer.types import NO_REPORTS, NOT_CACHED, TOO_MANY_PULLS, KvOrders, Receive
+from baton.kv_transfer.types import (
+    NO_REPORTS,
+    NOT_CACHED,
+    TOO_MANY_PULLS,
+    KvOrders,
+    KvReports,
+    Receive,
+)
 from baton.node.call_streams import CallContext
 from baton.node.observers.tracing import NodeTracing
 from baton.telemetry import names
@@ -121,8 +128,8 @@ def test_loads_are_events_of_the_wait_of_the_request_that_they_are_for() -> None
     loaded = ExternalReports(loaded=(Loaded(LoadId(7), ("host", None, "host")),))
     times_s = (1.0, 1.1, 1.2, 1.3, 1.689, 1.7)
     with a_call(tracing, "a") as timeline:
-        tracing.note_plan(Plan(external_orders=ExternalOrders(loads=(order,))), 1.2)
-        tracing.note_end(StepRecord(Plan(), times_s, NO_REPORTS, (), loaded))
+        tracing.note_plan(Plan(kv_orders=KvOrders(external=ExternalOrders(loads=(order,)))), 1.2)
+        tracing.note_end(StepRecord(Plan(), times_s, KvReports(external=loaded), ()))
 
     [wait] = [each for each in timeline.spans(to_unix_ns) if each.name == names.PREFILL_WAIT]
     done, lost = wait.events
@@ -146,7 +153,7 @@ def test_a_load_that_a_request_no_longer_waits_for_is_unfinished_in_its_trace(
 ) -> None:
     order = Load(LoadId(7), (b"a",), (BlockId(3),), request_id="a#1")
     with a_call(tracing, "a") as timeline:
-        tracing.note_plan(Plan(external_orders=ExternalOrders(loads=(order,))), 1.2)
+        tracing.note_plan(Plan(kv_orders=KvOrders(external=ExternalOrders(loads=(order,)))), 1.2)
 
     [wait] = [each for each in timeline.spans(to_unix_ns) if each.name == names.PREFILL_WAIT]
     [event] = wait.events
