@@ -7,10 +7,7 @@ from dataclasses import dataclass
 
 from baton.core.ids import NO_BLOCK
 from baton.engine.kv_cache.block_hashes import BlockHash
-from baton.engine.kv_cache.groups import KvCacheSpec
 from baton.engine.kv_cache.prefix_search import PrefixHit, group_of
-
-STATE = "state"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +22,8 @@ class GroupStats:
 class GroupCounters:
     """Prefix hits and evictions by KV group. The last group is that of recurrent states."""
 
-    def __init__(self, specs: Sequence[KvCacheSpec], *, has_state: bool) -> None:
-        self.names = [f"{number} {spec}" for number, spec in enumerate(specs)]
-        self.names += [STATE] if has_state else []
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
         self._hits = [0] * len(self.names)
         self._evictions = [0] * len(self.names)
 

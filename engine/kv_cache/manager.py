@@ -12,12 +12,12 @@ import itertools
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
-from baton.core.ids import NO_BLOCK, BlockId, BlockName
+from baton.core.ids import NO_BLOCK, BlockId, BlockName, RequestId
 from baton.core.kv_hints import BlockHints
+from baton.engine.errors import BlocksUnaccounted
 from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from baton.engine.kv_cache.block_hashes import BlockHash, extend_hashes
 from baton.engine.kv_cache.block_pool import BlockPool
-from baton.engine.kv_cache.block_tables import check_tables
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.external_prefix import (
     SNAPSHOT,
@@ -30,7 +30,6 @@ from baton.engine.kv_cache.external_prefix import (
     external_prefix,
 )
 from baton.engine.kv_cache.group_stats import GroupCounters, GroupStats
-from baton.engine.kv_cache.groups import KvCacheSpec
 from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.kv_cache.prefix_search import (
     PrefixHit,
@@ -39,11 +38,11 @@ from baton.engine.kv_cache.prefix_search import (
     name_in_group,
 )
 from baton.engine.kv_cache.recurrent_state import (
-    RecurrentState,
-    SnapshotCache,
     snapshot_end,
-    snapshot_names,
 )
+from baton.engine.kv_cache.snapshot_calendar import SnapshotCalendar
+from baton.engine.kv_cache.state_memory import StateMemory
+from baton.engine.kv_cache.token_group import TokenGroup
 from baton.engine.kv_cache.transfer_order import TransferOrder
 from baton.engine.plan import BlockIds, BlockTables, StateSnapshot
 from baton.kv_transfer.external_kv import ExternalKv
@@ -53,15 +52,21 @@ class KvCache:
     def __init__(self, config: CacheConfig, external: ExternalKv | None = None) -> None:
         self._config = config
         self._naming = config.naming
-        self._specs = tuple(group.spec for group in config.groups)
-        self._forgetful = [g for g, spec in enumerate(self._specs) if spec.forgets]
-        self._nothing: BlockTables = tuple(() for _ in self._specs)
         self.block_size = config.block_size
         self.pool = BlockPool(config.num_blocks)
+        self._groups = tuple(
+            TokenGroup(number, group.spec, config.block_size, self.pool)
+            for number, group in enumerate(config.groups)
+        )
+        self._forgetful = [group for group in self._groups if group.spec.forgets]
+        self._state = StateMemory(config.num_state_blocks, config.block_size, self.pool)
+        self._calendar = SnapshotCalendar(
+            self, self.pool, config.num_state_blocks, config.block_size
+        )
+        self._nothing: BlockTables = tuple(() for _ in self._groups)
+        self._specs = tuple(group.spec for group in self._groups)
         self.transfer_order = TransferOrder(self._specs, config.block_size)
-        self.num_state_blocks = config.num_state_blocks
-        self._snapshots = SnapshotCache(self.pool, config.num_state_blocks)
-        snapshots = self._snapshots if config.num_state_blocks else None
+        snapshots = self._state.snapshots if self._state.num_blocks else None
         self._search = PrefixSearch(self.pool, self._specs, config.block_size, snapshots)
         self._promised_search = self._search_with(HoldsAll())
         self._external: FirstAnswers | None = None
@@ -70,7 +75,10 @@ class KvCache:
             self._external_search = self._search_with(self._external)
         self._unstored: deque[tuple[BlockHash, BlockId, BlockHints]] = deque()  # not yet outside
         self._events: list[KvEvent] = []
-        self._counters = GroupCounters(self._specs, has_state=config.num_state_blocks > 0)
+        self._memories: tuple[TokenGroup | StateMemory, ...] = (
+            (*self._groups, self._state) if self._state.num_blocks else self._groups
+        )
+        self._counters = GroupCounters([str(memory) for memory in self._memories])
         self.total_query_tokens = 0
         self.total_hit_tokens = 0
 
@@ -79,19 +87,15 @@ class KvCache:
 
     @property
     def num_groups(self) -> int:
-        return len(self._specs)
+        return len(self._groups)
 
     @property
     def num_cached_snapshots(self) -> int:
-        return len(self._snapshots)
+        return len(self._state.snapshots)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks that hold these tokens in one group."""
         return -(-num_tokens // self.block_size)
-
-    def num_whole_tokens(self, num_tokens: int) -> int:
-        """Return the number of these tokens that fill whole blocks."""
-        return num_tokens // self.block_size * self.block_size
 
     def capacity(self, held: HeldKv) -> int:
         return held.num_blocks * self.block_size
@@ -118,18 +122,18 @@ class KvCache:
         """
         if num_hits >= max_num_tokens // self.block_size or not self._config.enable_prefix_caching:
             return None
-        if self.num_state_blocks:
+        if self._state.num_blocks:
             return None
         return held.block_hashes[num_hits]
 
     def num_missing(self, held: HeldKv, hit: PrefixHit, *, continues_at: int | None = None) -> int:
         """Return the number of blocks that `admit` has to find, apart from the prefix."""
         num_blocks = self.num_blocks_for(held.num_tokens)
+        position = self._position(hit, continues_at)
         num_allocated = sum(
-            num_blocks - max(hit.num_blocks, self._first_seen(spec, hit.num_blocks, continues_at))
-            for spec in self._specs
+            group.num_allocated(num_blocks, hit.num_blocks, position) for group in self._groups
         )
-        num_allocated += 2 * self.num_state_blocks
+        num_allocated += self._state.num_allocated
         return num_allocated + self.pool.num_free_among(hit.block_ids)
 
     def admit(
@@ -148,13 +152,14 @@ class KvCache:
             return False
         self.pool.hold(hit.block_ids)
         num_blocks = self.num_blocks_for(held.num_tokens)
+        position = self._position(hit, continues_at)
         held.block_tables = tuple(
-            self._fill(table, num_blocks, self._first_seen(spec, hit.num_blocks, continues_at))
-            for spec, table in zip(self._specs, hit.block_tables, strict=True)
+            group.table(table, num_blocks, position, self._allocate)
+            for group, table in zip(self._groups, hit.block_tables, strict=True)
         )
         held.num_computed_tokens = hit.num_blocks * self.block_size
         held.num_registered_blocks = hit.num_blocks
-        held.state = self._allocate_state(held, hit)
+        self._state.allocate(held, hit, self._allocate)
         held.is_registering = self._config.enable_prefix_caching
         self.total_query_tokens += held.num_tokens
         self.total_hit_tokens += held.num_computed_tokens
@@ -166,9 +171,9 @@ class KvCache:
         missing = self.num_blocks_for(num_tokens) - len(held.block_tables[0])
         if missing <= 0:
             return self._nothing
-        if missing * len(self._specs) > self.pool.num_free:
+        if missing * len(self._groups) > self.pool.num_free:
             return None
-        added = tuple([tuple(self._allocate(missing)) for _ in self._specs])
+        added = tuple([tuple(self._allocate(missing)) for _ in self._groups])
         for table, block_ids in zip(held.block_tables, added, strict=True):
             table.extend(block_ids)
         return added
@@ -176,13 +181,7 @@ class KvCache:
     def release_unseen(self, held: HeldKv) -> None:
         """Release the blocks that no later token of the request attends to."""
         for group in self._forgetful:
-            end = self._specs[group].num_unseen(held.num_computed_tokens) // self.block_size
-            table = held.block_tables[group]
-            first = end
-            while first and table[first - 1] != NO_BLOCK:
-                first -= 1
-            self.pool.release(table[first:end])
-            table[first:end] = [NO_BLOCK] * (end - first)
+            group.release_unseen(held)
 
     def register(self, held: HeldKv) -> None:
         """Add the full blocks that the request has computed to the prefix cache."""
@@ -199,10 +198,10 @@ class KvCache:
                 self._note_stored(held, run_start, place)
                 run_start = place + 1
         self._note_stored(held, run_start, num_full)
-        for group, table in enumerate(held.block_tables[1:], 1):
+        for group, table in zip(self._groups[1:], held.block_tables[1:], strict=True):
             for place in range(first, num_full):
                 if table[place] != NO_BLOCK:
-                    self._register(held, table[place], name_in_group(hashes[place], group))
+                    self._register(held, table[place], group.name(hashes[place]))
         held.num_registered_blocks = num_full
 
     def find_external(
@@ -229,7 +228,7 @@ class KvCache:
         """
         if not self._config.enable_prefix_caching:
             return ExternalPrefix()
-        if self.num_state_blocks and num_promised_tokens > max_num_tokens:
+        if self._state.num_blocks and num_promised_tokens > max_num_tokens:
             return ExternalPrefix()
         self._extend_hashes(held)
         hashes = held.block_hashes[: max_num_tokens // self.block_size]
@@ -256,7 +255,7 @@ class KvCache:
                 continue
             if group == SNAPSHOT:
                 parts.append(block_id)
-                if len(parts) == self.num_state_blocks:
+                if len(parts) == self._state.num_blocks:
                     self._register_snapshot(held, place + 1, tuple(parts))
             elif self._register(held, block_id, BlockHash(name)) and not group:
                 self._note_stored(held, place, place + 1)
@@ -266,14 +265,14 @@ class KvCache:
 
         The request may have ended. With recurrent layers, no prefix ends there without the state.
         """
-        if not held.is_registering or self.num_state_blocks:
+        if not held.is_registering or self._state.num_blocks:
             return
         end = first + self.transfer_order.num_whole_places(len(block_ids))
-        slots = itertools.product(held.block_hashes[first:end], range(len(self._specs)))
+        slots = itertools.product(held.block_hashes[first:end], range(len(self._groups)))
         for place, ((name, group), block_id) in enumerate(zip(slots, block_ids, strict=False)):
             is_new = self._register(held, block_id, name_in_group(name, group))
             if is_new and not group:
-                place_of_block = first + place // len(self._specs)
+                place_of_block = first + place // len(self._groups)
                 self._note_stored(held, place_of_block, place_of_block + 1)
 
     def register_named(
@@ -296,8 +295,8 @@ class KvCache:
             else:
                 parts.setdefault(end, {})[BlockHash(name)] = block_id
         for end, found in parts.items():
-            if len(found) == self.num_state_blocks:
-                self._snapshots.register(end, tuple(found[name] for name in sorted(found)))
+            if len(found) == self._state.num_blocks:
+                self._state.snapshots.register(end, tuple(found[name] for name in sorted(found)))
 
     def take_unstored(self) -> tuple[BlockHash, BlockId, BlockHints] | None:
         """Return the next block that was registered, if any. It may have been evicted since."""
@@ -325,8 +324,8 @@ class KvCache:
         """
         names = []
         for block_hash in held.block_hashes[:num_blocks]:
-            names += [name_in_group(block_hash, group) for group in range(len(self._specs))]
-            names += snapshot_names(block_hash, self.num_state_blocks)
+            names += [group.name(block_hash) for group in self._groups]
+            names += self._state.names(block_hash)
         return names
 
     def keep(self, hit: PrefixHit) -> None:
@@ -336,22 +335,33 @@ class KvCache:
 
     def end_chunk(self, held: HeldKv) -> None:
         """Make the state that a prefill chunk computed the current one."""
-        if held.state is not None:
-            snapshot = held.state.end_chunk(held.num_computed_tokens)
-            if snapshot:
-                self.pool.release(snapshot)
+        self._state.end_chunk(held)
+
+    def start_decode(self, held: HeldKv, max_num_slots: int) -> None:
+        """Note that the next pass computes one token of the request, and so do those after it."""
+        self._calendar.start_decode(held, max_num_slots)
+
+    def plan_pass(
+        self, chunks: Iterable[tuple[HeldKv, int]]
+    ) -> dict[RequestId, tuple[StateSnapshot, ...]] | None:
+        """Return the snapshots that the coming pass takes, given its prefill chunks."""
+        return self._calendar.plan(chunks)
+
+    def end_pass(self) -> None:
+        """Cache what the pass computed besides the blocks of requests: snapshots."""
+        self._calendar.apply()
 
     def allocate_snapshot(self, held: HeldKv, num_tokens: int) -> StateSnapshot | None:
         """Allocate the blocks of a snapshot after these tokens of the request.
 
         Returns None if it would not be cached, is cached already, or there are too few blocks.
         """
-        if not held.is_registering or self.pool.num_free < self.num_state_blocks:
+        if not held.is_registering or self.pool.num_free < self._state.num_blocks:
             return None
         self._extend_hashes(held)
-        if self._end_hash(held, num_tokens) in self._snapshots:
+        if self._end_hash(held, num_tokens) in self._state.snapshots:
             return None
-        return StateSnapshot(num_tokens, tuple(self._allocate(self.num_state_blocks)))
+        return StateSnapshot(num_tokens, tuple(self._allocate(self._state.num_blocks)))
 
     def register_snapshot(self, held: HeldKv, snapshot: StateSnapshot) -> None:
         """Add a snapshot to the prefix cache."""
@@ -365,11 +375,9 @@ class KvCache:
         Unless it `is_over`, it needs them again, whatever its hints say about its end.
         """
         self.register(held)
-        tables = [[each for each in table if each != NO_BLOCK] for table in held.block_tables]
-        if held.state is not None:
-            tables[0] = self._with_snapshots(held)
-            self.pool.release(held.state.block_ids)
-            held.state = None
+        first, *others = held.block_tables or ((),)
+        tables = [self._state.release(held, first)]
+        tables += [[each for each in table if each != NO_BLOCK] for table in others]
         is_released = is_over and held.block_hints.is_released
         mark = self.pool.evict_first if is_released else self.pool.evict_in_turn
         for block_ids in tables:
@@ -386,9 +394,7 @@ class KvCache:
         """
         held.is_registering = False
         self.pool.unregister(held.block_ids)
-        if self.num_state_blocks:
-            num_full = held.num_computed_tokens // self.block_size
-            self._snapshots.remove(held.block_hashes[:num_full])
+        self._state.uncache(held)
         self._note_removed()
 
     def reset(self, holders: Iterable[HeldKv]) -> int:
@@ -398,7 +404,7 @@ class KvCache:
         """
         num_cached = self.pool.num_cached
         self.pool.forget_hashes()
-        self._snapshots.clear()
+        self._state.snapshots.clear()
         for held in holders:
             held.is_registering = False
         if self._config.collect_events:
@@ -412,14 +418,7 @@ class KvCache:
 
     def stats_by_group(self, requests: Collection[HeldKv]) -> dict[str, GroupStats]:
         """Return the statistics of each KV group, and of recurrent states."""
-        tables = [held.block_tables for held in requests if held.block_tables]
-        num_held = [
-            sum(len(table[group]) - table[group].count(NO_BLOCK) for table in tables)
-            for group in range(len(self._specs))
-        ]
-        if self.num_state_blocks:
-            states = (held.state for held in requests)
-            num_held.append(sum(len(state.block_ids) for state in states if state is not None))
+        num_held = [sum(map(memory.num_held, requests)) for memory in self._memories]
         return self._counters.stats(num_held)
 
     def check(self, held: Iterable[BlockId], requests: Iterable[HeldKv] = ()) -> None:
@@ -427,16 +426,20 @@ class KvCache:
 
         Also checks the block tables of the requests, group by group.
         """
-        self.pool.check(held)
-        self._snapshots.check()
+        self.pool.check([*held, *self._calendar.held_blocks()])
+        self._state.snapshots.check()
         for each in requests:
-            check_tables(each, self._specs, self.block_size, self.pool)
+            lengths = {len(table) for table in each.block_tables}
+            if len(lengths) > 1:
+                raise BlocksUnaccounted(f"{each.request_id}: tables of {sorted(lengths)} blocks")
+            for memory in self._memories:
+                memory.check(each)
 
     def _search_with(self, outside: Holder) -> PrefixSearch:
         """Return a search for prefixes in the prefix cache and another cache together."""
         both = PoolAndExternal(self.pool, outside)
-        has_state = self.num_state_blocks > 0
-        snapshots = SnapshotsAndExternal(self._snapshots, outside) if has_state else None
+        has_state = self._state.num_blocks > 0
+        snapshots = SnapshotsAndExternal(self._state.snapshots, outside) if has_state else None
         return PrefixSearch(both, self._specs, self.block_size, snapshots)
 
     def _register(self, held: HeldKv, block_id: BlockId, name: BlockHash) -> bool:
@@ -448,29 +451,13 @@ class KvCache:
 
     def _register_snapshot(self, held: HeldKv, num_blocks: int, block_ids: BlockIds) -> None:
         block_hash = held.block_hashes[num_blocks - 1]
-        if not self._snapshots.register(block_hash, block_ids):
+        if not self._state.snapshots.register(block_hash, block_ids):
             return
         self._add_stored(held, num_blocks - 1, num_blocks)
         hints = held.block_hints
         if self._external is not None and not hints.is_released:
-            names = snapshot_names(block_hash, len(block_ids))
+            names = self._state.names(block_hash)
             self._unstored.extend((*each, hints) for each in zip(names, block_ids, strict=True))
-
-    def _with_snapshots(self, held: HeldKv) -> list[BlockId]:
-        """Return the first table's blocks, each followed by the cached snapshot at its end, if any.
-
-        The snapshots are held once more. Released with the blocks, they are evicted in turn with
-        them from the end of the sequence on, so that what remains can still be hit.
-        """
-        hashes = held.block_hashes[: held.num_computed_tokens // self.block_size]
-        block_ids: list[BlockId] = []
-        for place, block_id in enumerate(held.block_tables[0]):
-            block_ids += [block_id] if block_id != NO_BLOCK else []
-            if place < len(hashes) and hashes[place] in self._snapshots:
-                snapshot = self._snapshots.find(hashes[place])
-                self.pool.hold(snapshot)
-                block_ids += snapshot
-        return block_ids
 
     def _end_hash(self, held: HeldKv, num_tokens: int) -> BlockHash:
         """Return the hash of the block that ends with these tokens."""
@@ -479,24 +466,9 @@ class KvCache:
     def _extend_hashes(self, held: HeldKv) -> None:
         extend_hashes(held.block_hashes, held.root_hash, held.token_ids, self.block_size)
 
-    def _first_seen(self, spec: KvCacheSpec, num_hit_blocks: int, continues_at: int | None) -> int:
-        """Return the first block that tokens from `continues_at`, or after the hit, attend to."""
-        position = num_hit_blocks * self.block_size if continues_at is None else continues_at
-        return spec.num_unseen(position) // self.block_size
-
-    def _fill(self, cached: list[BlockId], num_blocks: int, first_seen: int) -> list[BlockId]:
-        """Complete a table of cached blocks up to `num_blocks`, from `first_seen` on."""
-        num_unseen = max(0, first_seen - len(cached))
-        num_allocated = num_blocks - len(cached) - num_unseen
-        return [*cached, *[NO_BLOCK] * num_unseen, *self._allocate(num_allocated)]
-
-    def _allocate_state(self, held: HeldKv, hit: PrefixHit) -> RecurrentState | None:
-        num_blocks = self.num_state_blocks
-        if not num_blocks:
-            return None
-        sides = tuple(self._allocate(num_blocks)), tuple(self._allocate(num_blocks))
-        num_shared_tokens = hit.num_shared_blocks * self.block_size
-        return RecurrentState(sides, held.num_computed_tokens, hit.snapshot, num_shared_tokens)
+    def _position(self, hit: PrefixHit, continues_at: int | None) -> int:
+        """Return the position of the next token that is computed here."""
+        return hit.num_blocks * self.block_size if continues_at is None else continues_at
 
     def _allocate(self, count: int) -> list[BlockId]:
         """Allocate `count` blocks, which the caller has checked to be free."""
@@ -509,8 +481,8 @@ class KvCache:
     def _note_removed(self) -> None:
         evicted = self.pool.take_evicted()
         self._counters.count_evicted(evicted)
-        if self.num_state_blocks:
-            removed = self._snapshots.drop_evicted(evicted)
+        if self._state.num_blocks:
+            removed = self._state.snapshots.drop_evicted(evicted)
         else:
             removed = tuple(name for name in evicted if is_of_first_group(name))
         if removed and self._config.collect_events:
@@ -518,7 +490,7 @@ class KvCache:
 
     def _note_stored(self, held: HeldKv, start: int, end: int) -> None:
         # With recurrent layers, the blocks before a snapshot are no hit without it.
-        if not self.num_state_blocks:
+        if not self._state.num_blocks:
             self._add_stored(held, start, end)
 
     def _add_stored(self, held: HeldKv, start: int, end: int) -> None:

@@ -35,7 +35,7 @@ class OutputProcessor:
                 self._end_failed_run(failed, failure)
         if run.num_proposed:
             self._count_draft_tokens(run)
-        self._state.snapshots.apply()  # before requests end with their last token
+        self._state.cache.end_pass()  # before requests end with their last token
         self._append_tokens(run)
         for request in completed_prefills:
             self._start_decoding(request)
@@ -172,7 +172,7 @@ class OutputProcessor:
             raise OutOfOrder(f"the prefill of {request.request_id} is complete; it got no token")
         request.is_long = False
         self._state.batch.turn_to_decode(request, self._state.cache.capacity(request.kv))
-        self._state.snapshots.start_decode(request)
+        self._state.cache.start_decode(request.kv, request.max_num_slots)
 
     def _end_failed_run(self, request: Request, failure: Failure) -> None:
         """End a request whose row failed. Its KV may be wrong, unless the request is at fault."""

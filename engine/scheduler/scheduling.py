@@ -92,7 +92,9 @@ class StepPlanner:
         self._spend_leftover(can_admit)
         if self._config.push_layers:
             self._send_layers()
-        snapshots = self._state.snapshots.plan(batch.chunks)
+        snapshots = self._state.cache.plan_pass(
+            (each.kv, num_tokens) for each, num_tokens in batch.chunks
+        )
         self._state.external.store_new()
         return batch.take_plan(self._state.take_kv_orders(), self._max_draft_tokens(), snapshots)
 
@@ -163,7 +165,7 @@ class StepPlanner:
             state.ready.remove(request)
             request.move(RequestStatus.RUNNING)
             state.batch.start_decode(request, state.cache.capacity(request.kv))
-            state.snapshots.start_decode(request)
+            state.cache.start_decode(request.kv, request.max_num_slots)
             state.record_event(request, RequestEventKind.SCHEDULED)
             self._budget -= 1
         return True

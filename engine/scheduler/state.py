@@ -24,7 +24,6 @@ from baton.engine.scheduler.config import SchedulerConfig, SchedulingPolicy
 from baton.engine.scheduler.queues import RankedQueue, WaitingQueue
 from baton.engine.scheduler.request import Rank, Request, RequestStatus
 from baton.engine.scheduler.running_batch import Batch
-from baton.engine.scheduler.state_snapshots import StateSnapshots
 from baton.engine.scheduler.validation import max_num_tokens
 from baton.engine.structured_output.grammar import Grammar
 from baton.kv_transfer.external_kv import NO_ORDERS, ExternalKv, LoadId
@@ -56,7 +55,6 @@ class SchedulerState:
         self.prefixes_in_flight = PrefixesInFlight(config.max_prefix_wait_s)
         self.ready = RankedQueue()
         self.batch = Batch(config.num_slots_per_decode)
-        self.snapshots = StateSnapshots(self.cache)
         self.num_waiting_for_remote_kvs = 0
         self.num_waiting_for_fsm = 0
         self.total_preemptions = 0
@@ -310,7 +308,6 @@ class SchedulerState:
         for request in self.requests.values():
             yield from request.kv.block_ids
         yield from self.handoffs.held_blocks()
-        yield from self.snapshots.held_blocks()
         yield from self.external.held_blocks()
         yield from self.pulls.held_blocks()
 
