@@ -16,10 +16,11 @@ from grpc import aio
 from baton.engine.model_folder import model_root, resolve_model_folder
 from baton.engine.structured_output.compiler import GrammarCompiler
 from baton.engine.structured_output.llguidance_backend import GrammarValidator
-from baton.router.cluster_servicer import ClusterServicer
 from baton.router.discovery.readiness import PREFILL_PATIENCE_S, Readiness
 from baton.router.discovery.watcher import NodeDiscovery, watching
 from baton.router.dispatch.node_calls import GrpcNodeCalls
+from baton.router.doors.grpc.cluster_servicer import ClusterServicer
+from baton.router.doors.grpc.servicer import InferenceServicer
 from baton.router.input_processing.form_checks import ThreadedFormChecks
 from baton.router.input_processing.tokenization import ModelText, NoTokenizer, TextBoundary
 from baton.router.options import RouterOptions
@@ -27,7 +28,6 @@ from baton.router.pipeline import Pipeline, PipelineConfig
 from baton.router.prefix_resets import PrefixResets
 from baton.router.request_scope import RequestScopes
 from baton.router.routing.node_table import NodeTable
-from baton.router.servicer import InferenceServicer
 from baton.router.tracing import Tracing
 from baton.rpc.grace_period import ShutdownDeadline
 from baton.rpc.health import Health
@@ -172,8 +172,8 @@ async def _http_server(
         yield
         return
     # Imported late: routers that only serve gRPC do not need the HTTP stack.
-    from baton.router.openai.app import http_app
-    from baton.router.openai.server import http_serving
+    from baton.router.doors.http_app import http_app
+    from baton.router.http.server import http_serving
 
     app = http_app(
         pipeline=pipeline,

@@ -21,6 +21,7 @@ from baton.core.sampling import (
 )
 from baton.core.structured_outputs import MAX_CHOICES
 from baton.router.input_processing.limits import (
+    MAX_ANSWERS,
     MAX_CHAT_MESSAGES,
     MAX_EXTRA_ARGS,
     MAX_POSITIONS_PER_SLICE,
@@ -55,7 +56,6 @@ from baton.rpc.messages.conversion import (
 from baton.text.stop_strings import StopRule
 from baton.v1 import inference_pb2, sampling_pb2
 
-MAX_ANSWERS = 128  # `n` of one request; each answer is a sequence of its own
 NUM_SEEDS = 1 << 64
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1024

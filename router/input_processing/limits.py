@@ -10,6 +10,7 @@ from baton.core.sampling import SamplingParams
 from baton.rpc.messages.limits import MAX_MESSAGE_BYTES
 
 MAX_NAME_CHARACTERS = 256  # of request ids, models and cache salts: logs and metrics hold them
+MAX_ANSWERS = 128  # `n` of one request; each answer is a sequence of its own
 MAX_CHAT_MESSAGES = 1 << 14
 MAX_TOOLS = 1 << 10
 MAX_EXTRA_ARGS = 64

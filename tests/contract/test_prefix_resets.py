@@ -17,7 +17,7 @@ from baton.core.ids import NodeId
 from baton.engine.engine_thread import EngineThread
 from baton.node.engine_calls import EngineCalls, NodeChanges
 from baton.node.servicer import prefix_cache_resetter
-from baton.router.cluster_servicer import ClusterServicer
+from baton.router.doors.grpc.cluster_servicer import ClusterServicer
 from baton.router.prefix_resets import PrefixResets
 from baton.router.routing.node_table import NodeTable
 from baton.rpc.channel import open_channel

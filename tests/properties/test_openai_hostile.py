@@ -13,14 +13,15 @@ from baton.core.errors import NamedError
 from baton.core.ids import RequestId
 from baton.core.request import EngineRequest
 from baton.core.sampling import NO_SAMPLING_DEFAULTS
-from baton.router.openai.errors import status_of
-from baton.router.openai.request.bodies import ChatBody, CompletionBody, json_object
-from baton.router.openai.request.parsed_request import (
+from baton.router.doors.openai.request.bodies import ChatBody, CompletionBody
+from baton.router.doors.openai.request.parsed_request import (
     ModelContext,
     ParsedRequest,
     chat_completion_from,
     completion_from,
 )
+from baton.router.http.bodies import json_object
+from baton.router.http.errors import status_of
 from baton.router.values import TokenPrompt
 from baton.rpc.messages.sequences import prefill_order
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.router.openai.response.forced_calls import RequiredCallsParser
-from baton.router.openai.response.output_parsers import (
+from baton.router.text_events.forced_calls import RequiredCallsParser
+from baton.router.text_events.output_parsers import (
     NOTHING,
     REASONING_BEGINS_INSIDE,
     TOOL_READERS,

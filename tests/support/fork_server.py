@@ -38,8 +38,8 @@ ENDPOINTS = "tests.support.preloaded_endpoints"
 PRELOADED = (
     NODES,
     "baton.router.__main__",
-    "baton.router.openai.app",
-    "baton.router.openai.server",
+    "baton.router.doors.http_app",
+    "baton.router.http.server",
     "baton.telemetry.metrics.otlp",
     "baton.telemetry.tracing.otlp",
     "typer._adapters",

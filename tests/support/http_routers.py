@@ -13,16 +13,16 @@ from prometheus_client import CollectorRegistry
 
 from baton.router.admission.admission_queue import AdmissionQueueConfig
 from baton.router.dispatch.config import DispatchConfig
+from baton.router.doors.http_app import http_app
+from baton.router.http.connections import ConnectionLimits
+from baton.router.http.server import http_serving
 from baton.router.input_processing.tokenization import NoTokenizer, TextBoundary
-from baton.router.openai.app import http_app
-from baton.router.openai.connections import ConnectionLimits
-from baton.router.openai.response.output_parsers import NO_PARSING, Parsing
-from baton.router.openai.server import http_serving
 from baton.router.pipeline import Pipeline, PipelineConfig
 from baton.router.prefix_resets import PrefixResets
 from baton.router.request_scope import RequestScopes
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import NodeTable
+from baton.router.text_events.output_parsers import NO_PARSING, Parsing
 from baton.router.tracing import NO_REQUEST_TRACING, Tracing
 from baton.rpc.channel import open_channel
 from baton.rpc.health import Health

@@ -12,12 +12,12 @@ from grpc import aio
 
 from baton.router.admission.admission_queue import AdmissionQueueConfig
 from baton.router.dispatch.config import DispatchConfig
+from baton.router.doors.grpc.servicer import InferenceServicer
 from baton.router.input_processing.tokenization import NoTokenizer
 from baton.router.pipeline import Pipeline, PipelineConfig
 from baton.router.request_scope import RequestScopes
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import NodeTable
-from baton.router.servicer import InferenceServicer
 from baton.router.tracing import NO_REQUEST_TRACING, Tracing
 from baton.router.values import Prompt
 from baton.rpc.security.tls import PLAIN, TlsConfig

@@ -14,7 +14,7 @@ import pytest
 from baton.client.generation import Answer, Finish, Generation, Served
 from baton.core.errors import InvalidConfig
 from baton.core.logprobs import TokenLogprobs
-from baton.router.openai.body_receiving import MAX_BODY_BYTES
+from baton.router.http.bodies import MAX_BODY_BYTES
 from benchmarks.chaos.faults import (
     ROLES_BY_FAULT_KIND,
     Fault,

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from baton.client.node_status import NodeRates, NodeStatus, Snapshot, rates_between, statuses_from
-from baton.router.cluster_servicer import report_to
 from baton.router.discovery.node_registry import NodeAvailability, roster
 from baton.router.discovery.sources import Member
+from baton.router.doors.grpc.cluster_servicer import report_to
 from baton.router.routing.node_table import NodeTable
 from baton.rpc.node_info import NodeLoad, NodeRole, NodeTotals
 from tests.support.node_calls import a_card

@@ -18,12 +18,12 @@ from baton.core.sampling import (
     NO_SAMPLING_DEFAULTS,
     SamplingParams,
 )
-from baton.router.input_processing.limits import MAX_CHAT_MESSAGES, MAX_NAME_CHARACTERS, MAX_TOOLS
-from baton.router.openai.request.parsed_request import (
+from baton.router.doors.openai.request.parsed_request import (
     ModelContext,
     chat_completion_from,
     completion_from,
 )
+from baton.router.input_processing.limits import MAX_CHAT_MESSAGES, MAX_NAME_CHARACTERS, MAX_TOOLS
 from baton.router.translate import calls_from
 from baton.rpc.messages.sequences import decode_order, decode_spec, node_request_id
 from baton.v1 import inference_pb2, sampling_pb2

@@ -1,0 +1,176 @@
+"""Endpoints for models, tokenization, prefix caches, probes and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from baton.router.doors.openai.request.bodies import (
+    DetokenizeBody,
+    ResetBody,
+    TokenizeChatBody,
+    TokenizeTextBody,
+    body_from,
+)
+from baton.router.doors.openai.request.prompts import chat_from
+from baton.router.doors.openai.response.choices import Json
+from baton.router.http.bodies import Bodies
+from baton.router.http.json_encoding import as_json
+from baton.router.input_processing.input_processor import InputProcessor
+from baton.router.pipeline import Pipeline
+from baton.router.prefix_resets import PrefixResets
+from baton.router.routing.node_table import NodeTable
+from baton.router.values import Prompt, TextPrompt
+from baton.rpc.errors import UnknownModel
+from baton.rpc.health import Health
+from baton.rpc.security.token import HEADER
+
+# Takes the Accept header. Returns the metrics and their content type.
+Scrape = Callable[[str], tuple[bytes, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """`/v1/models`: the models that the decode nodes serve."""
+
+    table: NodeTable
+    since: int
+    root: str = ""  # folder or hub name of the tokenizer; empty: the router has none
+
+    async def all(self, _request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._card(name) for name in self._names]})
+
+    async def one(self, request: Request) -> Response:
+        name = request.path_params["model"]
+        if name not in self._names:
+            served = ", ".join(self._names) or "none yet"
+            raise UnknownModel(f"model {name!r} is not served here; served: {served}")
+        return JSONResponse(self._card(name))
+
+    @property
+    def _names(self) -> list[str]:
+        return sorted(self.table.models)
+
+    def _card(self, name: str) -> Json:
+        model = self.table.served_model(name)
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.since,
+            "owned_by": "baton",
+            "root": self.root or name,
+            "parent": None,
+            "max_model_len": model.max_model_len,
+            "max_sequence_len": model.max_sequence_len,  # limit of the KV caches
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """`/tokenize` and `/detokenize`."""
+
+    inputs: InputProcessor
+    table: NodeTable
+    bodies: Bodies
+
+    async def of_text(self, request: Request) -> Response:
+        """Tokenize a text or a chat."""
+        with self.bodies.lease() as lease:
+            return await self._of_text(await self.bodies.read(request, lease))
+
+    async def _of_text(self, raw: bytes) -> Response:
+        fields = await self.bodies.fields(raw)
+        body: TokenizeTextBody | TokenizeChatBody
+        prompt: Prompt
+        if "messages" in fields:
+            body = await self.bodies.run_for_body(raw, partial(body_from, fields, TokenizeChatBody))
+            prompt = await self.bodies.run_for_body(raw, partial(chat_from, body, body.tools))
+        else:
+            body = body_from(fields, TokenizeTextBody)
+            prompt = TextPrompt(body.prompt, body.add_special_tokens)
+        self.inputs.check_model(body.model)
+        token_ids = await self.inputs.token_ids(prompt, body.model)
+        response: dict[str, Any] = {
+            "count": len(token_ids),
+            "max_model_len": self.table.served_model(body.model).max_model_len,
+            "tokens": token_ids,
+            "token_strs": None,
+        }
+        if not body.return_token_strs:
+            return await self._response(raw, response)
+
+        def spelled() -> list[str]:
+            return [self.inputs.token(token_id).text for token_id in token_ids]
+
+        return await self._response(
+            raw, {**response, "token_strs": await self.bodies.run_for_body(raw, spelled)}
+        )
+
+    async def to_text(self, request: Request) -> Response:
+        with self.bodies.lease() as lease:
+            raw = await self.bodies.read(request, lease)
+            fields = await self.bodies.fields(raw)
+            body = await self.bodies.run_for_body(raw, partial(body_from, fields, DetokenizeBody))
+            self.inputs.check_model(body.model)
+            text = await self.inputs.text(tuple(body.tokens), skip_special_tokens=False)
+            return await self._response(raw, {"prompt": text})
+
+    async def _response(self, raw: bytes, response: Json) -> Response:
+        """Encode a response whose size is proportional to the request's."""
+        content = await self.bodies.run_for_body(raw, partial(as_json, response))
+        return Response(content, media_type="application/json")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixCacheEndpoint:
+    resets: PrefixResets
+    bodies: Bodies
+
+    async def reset(self, request: Request) -> Response:
+        """Reset the prefix caches of all nodes. Without a body, all their tiers."""
+        shown = request.headers.get(HEADER)
+        with self.bodies.lease() as lease:
+            raw = await self.bodies.read(request, lease)
+            body = body_from(await self.bodies.fields(raw) if raw else {}, ResetBody)
+        resets = await self.resets.reset_all(body.tiers, shown)
+        return JSONResponse({"nodes": [asdict(reset) for reset in resets]})
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeEndpoints:
+    health: Health
+    pipeline: Pipeline
+    scrape: Scrape
+
+    async def is_alive(self, _request: Request) -> Response:
+        return _yes_or_no(self.health.is_alive)
+
+    async def is_ready(self, _request: Request) -> Response:
+        """Ready unless the router drains or has no nodes yet."""
+        return _yes_or_no(self.health.is_ready and not self.pipeline.is_draining)
+
+    async def metrics(self, request: Request) -> Response:
+        # On a thread, since a scrape blocks on readings that this event loop provides.
+        accept = request.headers.get("accept", "")
+        body, kind = await asyncio.to_thread(self.scrape, accept)
+        return Response(body, headers={"content-type": kind})
+
+    async def version(self, _request: Request) -> Response:
+        return JSONResponse({"version": version("baton")})
+
+
+def _yes_or_no(is_well: bool) -> Response:
+    status = 200 if is_well else 503
+    return JSONResponse({"status": "ok" if is_well else "unavailable"}, status)
+
+
+def models_of(table: NodeTable, root: str = "") -> Models:
+    return Models(table, int(time.time()), root)

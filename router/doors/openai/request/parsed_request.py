@@ -1,0 +1,319 @@
+"""Conversion of completion and chat requests to calls of the pipeline. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from baton.core.errors import InvalidRequest
+from baton.core.extra_args import parse_argument
+from baton.core.kv_hints import KvHints
+from baton.core.sampling import SamplingDefaults
+from baton.router.doors.openai.request.bodies import (
+    MAX_INT32,
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    body_from,
+)
+from baton.router.doors.openai.request.prompts import chat_from, parse_prompts
+from baton.router.doors.openai.request.structured_outputs import (
+    TOOLS,
+    OutputFormat,
+    output_format_from,
+)
+from baton.router.doors.openai.request.tool_choice import (
+    NO_TOOLS,
+    ToolCallMode,
+    ToolChoice,
+    tool_choice_from,
+)
+from baton.router.input_processing.limits import (
+    MAX_ANSWERS,
+    MAX_EXTRA_ARGS,
+    check_count,
+    check_hints,
+    check_name,
+    check_total_size,
+    max_tokens_with_logprobs,
+)
+from baton.router.text_events.output_parsers import NO_PARSING, Parsing
+from baton.router.translate import answer_seed, bad_words_from, stop_strings_from
+from baton.router.values import GenerateCall, Prompt
+from baton.rpc.errors import UnsupportedInput
+from baton.text.stop_strings import StopRule
+
+MAX_TOP_LOGPROBS = 20
+MAX_TOKEN_ID_DIGITS = len(str(MAX_INT32))
+MODEL_DEFAULTED_FIELDS = ("temperature", "top_p", "min_p", "repetition_penalty")
+PLAIN = ("min_tokens", "presence_penalty", "frequency_penalty", "prompt_logprobs")
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseOptions:
+    """Options of the response: what to include and how to format it."""
+
+    is_chat: bool
+    is_streamed: bool
+    with_usage: bool = False  # in the last chunk of a stream
+    with_usage_so_far: bool = False  # in each chunk of a stream
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+    echoes: bool = False
+    with_answer: bool = True  # False: return the prompt only
+    with_token_ids: bool = False
+    tokens_by_id: bool = False
+    tool_call_mode: ToolCallMode = ToolCallMode.NONE
+    function: str = ""  # the function that tool_choice names
+    with_one_call: bool = False  # at most one tool call
+    stop_token_ids: tuple[int, ...] = ()  # of the request, without the model's own
+    # The field that sets structured output, which has no reasoning in front; empty: any text.
+    form_field: str = ""
+
+    @property
+    def needs_prompt_ids(self) -> bool:
+        return self.echoes or self.with_token_ids or self.with_usage_so_far
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedRequest:
+    """Parsed request: `num_each` consecutive calls per prompt.
+
+    The answer contains the `num_returned` likeliest results of each prompt.
+    """
+
+    calls: tuple[GenerateCall, ...]
+    num_each: int
+    num_returned: int
+    options: ResponseOptions
+
+
+@dataclass(frozen=True, slots=True)
+class ModelContext:
+    """Properties of the requested model that the router knows."""
+
+    defaults: SamplingDefaults
+    max_model_len: int | None  # None while no decode node is known
+    parsing: Parsing = NO_PARSING
+
+
+def completion_from(
+    fields: Mapping[str, Any], request_id: str, advice: ModelContext
+) -> ParsedRequest:
+    """Parse a completion. Raises InvalidRequest, UnsupportedInput and EmptyPrompt."""
+    body = body_from(fields, CompletionBody)
+    prompts = parse_prompts(
+        body.prompt,
+        add_special_tokens=body.add_special_tokens,
+        max_model_len=advice.max_model_len,
+    )
+    best_of = _best_of(body)
+    with_answer = not (body.echo and body.max_tokens == 0)
+    overrides: dict[str, Any] = {}
+    if body.max_tokens is not None:
+        overrides["max_tokens"] = body.max_tokens if with_answer else 1
+    if body.logprobs is not None:
+        overrides["logprobs"] = body.logprobs
+        if body.echo:
+            overrides["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+    elif best_of > body.n:
+        overrides["logprobs"] = 0  # needed to rank the answers
+    options = ResponseOptions(
+        is_chat=False,
+        num_logprobs=body.logprobs,
+        echoes=body.echo,
+        with_answer=with_answer,
+        **_common_options(body),
+    )
+    return _parsed_request(body, prompts, overrides, request_id, advice, options, best_of)
+
+
+def _best_of(body: CompletionBody) -> int:
+    """Return the number of answers to generate per prompt."""
+    if body.best_of is None:
+        return body.n
+    if body.best_of < body.n:
+        raise InvalidRequest(f"best_of is {body.best_of}; it must be at least n", "best_of")
+    if body.stream and body.best_of > body.n:
+        raise UnsupportedInput(
+            "best_of above n needs stream: false, since answers are ranked at the end", "best_of"
+        )
+    return body.best_of
+
+
+def chat_completion_from(
+    fields: Mapping[str, Any], request_id: str, advice: ModelContext
+) -> ParsedRequest:
+    """Parse a chat completion. Raises InvalidRequest and UnsupportedInput."""
+    body = body_from(fields, ChatBody)
+    choice = tool_choice_from(body)
+    prompt = chat_from(body, choice.shown)
+    max_tokens = (
+        body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    )
+    # The default is the rest of the context, which the pipeline computes once it has tokenized.
+    rest = MAX_INT32 if advice.max_model_len is None else advice.max_model_len
+    overrides: dict[str, Any] = {"max_tokens": rest if max_tokens is None else max_tokens}
+    num_logprobs = _num_logprobs(body)
+    if num_logprobs is not None:
+        overrides["logprobs"] = num_logprobs
+        if max_tokens is None and not body.stream:
+            overrides["max_tokens"] = min(rest, max_tokens_with_logprobs(num_logprobs, body.n))
+    options = ResponseOptions(
+        is_chat=True,
+        num_logprobs=num_logprobs,
+        tool_call_mode=choice.tool_call_mode,
+        function=choice.name,
+        with_one_call=not body.parallel_tool_calls,
+        **_common_options(body),
+    )
+    parsed = _parsed_request(body, [prompt], overrides, request_id, advice, options, body.n, choice)
+    if max_tokens is not None:
+        return parsed
+    return replace(parsed, calls=tuple(replace(call, fills_context=True) for call in parsed.calls))
+
+
+def _num_logprobs(body: ChatBody) -> int | None:
+    if body.top_logprobs is not None and body.top_logprobs > MAX_TOP_LOGPROBS:
+        raise InvalidRequest(
+            f"top_logprobs is {body.top_logprobs}; it must be at most {MAX_TOP_LOGPROBS}",
+            "top_logprobs",
+        )
+    if not body.logprobs:
+        if body.top_logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs: true", "top_logprobs")
+        return None
+    return body.top_logprobs or 0
+
+
+def _common_options(body: GenerationBody) -> dict[str, Any]:
+    options = body.stream_options
+    if not body.stream and "stream_options" in body.model_fields_set:
+        raise InvalidRequest("stream_options needs stream: true", "stream_options")
+    if body.stream and body.prompt_logprobs is not None:
+        raise UnsupportedInput("prompt_logprobs needs stream: false", "prompt_logprobs")
+    return {
+        "is_streamed": body.stream,
+        "with_usage": options.include_usage,
+        "with_usage_so_far": options.include_usage and options.continuous_usage_stats,
+        "num_prompt_logprobs": body.prompt_logprobs,
+        "with_token_ids": body.return_token_ids,
+        "tokens_by_id": body.return_tokens_as_token_ids,
+        "stop_token_ids": tuple(body.stop_token_ids),
+    }
+
+
+def _parsed_request(
+    body: GenerationBody,
+    prompts: Sequence[Prompt],
+    overrides: Mapping[str, Any],
+    request_id: str,
+    advice: ModelContext,
+    options: ResponseOptions,
+    num_each: int,
+    choice: ToolChoice = NO_TOOLS,
+) -> ParsedRequest:
+    check_name("model", body.model)
+    check_name("cache_salt", body.cache_salt)
+    output_format = _output_format(body, choice)
+    form = None if output_format is None else output_format.form
+    num_choices = num_each * len(prompts)
+    if num_choices > MAX_ANSWERS:
+        more = "n" if num_each == body.n else "best_of"
+        field = "prompt" if len(prompts) > MAX_ANSWERS else more
+        raise InvalidRequest(
+            f"{num_choices} answers were requested; the limit is {MAX_ANSWERS}", field
+        )
+    sampling = {**_sampling(body), **overrides, "structured_outputs": form}
+    strings = stop_strings_from([body.stop] if isinstance(body.stop, str) else body.stop)
+    bad_words = bad_words_from(body.bad_words)
+    check_total_size(advice.defaults.params(**sampling), bad_words, num_choices)
+    hints = KvHints(**dict(body.kv_hints))
+    check_hints(hints, num_choices, sampling.get("prompt_logprobs"))
+    shown_tokens: tuple[str, ...] = ()
+    if options.is_chat and form is None:
+        shown_tokens = advice.parsing.marks(
+            with_tools=choice.tool_call_mode is ToolCallMode.BY_MODEL
+        )
+    calls = []
+    for index in range(num_choices):
+        params = advice.defaults.params(**sampling, seed=answer_seed(body.seed, index % num_each))
+        call = GenerateCall(
+            request_id=request_id if num_choices == 1 else f"{request_id}-{index}",
+            prompt=prompts[index // num_each],
+            sampling=params,
+            stop=StopRule(strings, body.include_stop_str_in_output, params.min_tokens),
+            model=body.model,
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+            kv_hints=hints,
+            bad_words=bad_words,
+            shown_tokens=shown_tokens,
+        )
+        calls.append(call)
+    if not body.stream:
+        _check_logprobs_fit(calls, advice)
+    form_field = "" if output_format is None else output_format.field
+    options = replace(options, form_field=form_field)
+    return ParsedRequest(tuple(calls), num_each, body.n, options)
+
+
+def _check_logprobs_fit(calls: Sequence[GenerateCall], advice: ModelContext) -> None:
+    """Check the size of a whole answer, which has all logprobs in one body, unlike a stream."""
+    sampling, num_answers = calls[0].sampling, len(calls)
+    if sampling.logprobs is None:
+        return
+    longest = min(sampling.max_tokens, advice.max_model_len or sampling.max_tokens)
+    limit = max_tokens_with_logprobs(sampling.logprobs, num_answers)
+    if longest > limit:
+        raise InvalidRequest(
+            f"max_tokens is {sampling.max_tokens}: with {sampling.logprobs} logprobs, each of "
+            f"{num_answers} answers can have {limit} tokens in one body; lower max_tokens, n or "
+            "logprobs, or stream the answer",
+            "max_tokens",
+        )
+
+
+def _output_format(body: GenerationBody, choice: ToolChoice) -> OutputFormat | None:
+    given = output_format_from(body)
+    if choice.form is None:
+        return given
+    if given is not None:
+        raise InvalidRequest(
+            "tool_choice forces a call and cannot be combined with another output format: leave "
+            "out one of them",
+            "tool_choice",
+        )
+    return OutputFormat(TOOLS, choice.form)
+
+
+def _sampling(body: GenerationBody) -> dict[str, Any]:
+    """Return the sampling parameters that were given. Others default to the model's."""
+    check_count("vllm_xargs", len(body.vllm_xargs), MAX_EXTRA_ARGS)
+    for name in body.vllm_xargs:
+        check_name("vllm_xargs", name)
+    chosen = {name: getattr(body, name) for name in (*MODEL_DEFAULTED_FIELDS, *PLAIN)}
+    if body.top_k is not None:
+        chosen["top_k"] = 0 if body.top_k == -1 else body.top_k  # -1 disables top_k, as in vLLM
+    if body.allowed_token_ids is not None:
+        chosen["allowed_token_ids"] = tuple(body.allowed_token_ids)
+    return {
+        **{name: value for name, value in chosen.items() if value is not None},
+        "logit_bias": _logit_bias(body.logit_bias),
+        "stop_token_ids": tuple(body.stop_token_ids),
+        "ignore_eos": body.ignore_eos,
+        "extra_args": {name: parse_argument(value) for name, value in body.vllm_xargs.items()},
+    }
+
+
+def _logit_bias(biases: Mapping[str, float]) -> dict[int, float]:
+    bias = {}
+    for name, value in biases.items():
+        is_id = name.isascii() and name.isdecimal() and len(name) <= MAX_TOKEN_ID_DIGITS
+        if not (is_id and int(name) <= MAX_INT32):
+            raise InvalidRequest(
+                f"logit_bias has {name!r}; its keys must be token ids", "logit_bias"
+            )
+        bias[int(name)] = value
+    return bias

@@ -1,0 +1,154 @@
+"""`tools` and `tool_choice`: tools shown to the model, and schemas of forced calls.
+
+For a named function, the answer's schema is the function's parameters. For `required`, it is a
+list of calls, `[{"name": …, "arguments": {…}}, …]`, with each tool's parameters as `arguments`.
+Arguments have no names that the parameters do not name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+from baton.core.errors import InvalidRequest
+from baton.core.structured_outputs import StructuredOutputs, parse_structured_outputs
+from baton.engine.structured_output.subschemas import rewrite_subschemas
+from baton.router.doors.openai.request.bodies import ChatBody
+from baton.router.doors.openai.request.closed_schemas import close_objects
+from baton.router.doors.openai.request.structured_outputs import TOOLS, errors_of_field
+from baton.rpc.errors import UnsupportedInput
+
+Schema = dict[str, Any]
+
+TOOL_CHOICE = "tool_choice"
+NO_ARGUMENTS: Schema = {"type": "object", "properties": {}}
+
+
+class ToolCallMode(Enum):
+    """Mode of tool calling."""
+
+    NONE = auto()
+    BY_MODEL = auto()  # the model decides, in its own format
+    REQUIRED = auto()  # the answer is a list of calls
+    NAMED = auto()  # the answer is one function's arguments
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    tool_call_mode: ToolCallMode = ToolCallMode.NONE
+    shown: Sequence[Mapping[str, Any]] = ()  # to the chat template
+    name: str = ""  # of the one function
+    form: StructuredOutputs | None = None
+
+
+NO_TOOLS = ToolChoice()
+
+
+def tool_choice_from(body: ChatBody) -> ToolChoice:
+    """Raises InvalidRequest and UnsupportedInput, which name the field."""
+    choice = body.tool_choice
+    if choice == "none" or (choice == "auto" and not body.tools):
+        return NO_TOOLS
+    if choice == "auto":
+        return ToolChoice(ToolCallMode.BY_MODEL, body.tools)
+    if choice == "required":
+        functions = _functions(body.tools)
+        form = _form(_schema_of_calls(functions, body))
+        return ToolChoice(ToolCallMode.REQUIRED, body.tools, form=form)
+    name = _name_in(choice)
+    functions = _functions(body.tools)
+    if name not in functions:
+        raise InvalidRequest(
+            f"tool_choice names {name!r}, which is not in tools: name one that is", TOOL_CHOICE
+        )
+    form = _form(functions[name])
+    return ToolChoice(ToolCallMode.NAMED, body.tools, name, form)
+
+
+def _name_in(choice: str | Mapping[str, Any]) -> str:
+    if isinstance(choice, str):
+        raise InvalidRequest(
+            f"tool_choice is {choice!r}; choose none, auto, required or a function's name",
+            TOOL_CHOICE,
+        )
+    if choice.get("type") != "function":
+        raise UnsupportedInput(
+            'tool_choice must be none, auto, required or {"type": "function", …}', TOOL_CHOICE
+        )
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise InvalidRequest("tool_choice.function.name must be a text", TOOL_CHOICE)
+    return name
+
+
+def _functions(tools: Sequence[Mapping[str, Any]]) -> dict[str, Schema]:
+    """Return parameters by function name, at least one. Raises InvalidRequest if there is none."""
+    if not tools:
+        raise InvalidRequest("tool_choice forces a call: send tools, or leave it out", TOOL_CHOICE)
+    functions: dict[str, Schema] = {}
+    for place, tool in enumerate(tools):
+        name, parameters = _function(tool, f"{TOOLS}.{place}")
+        if name in functions:
+            raise InvalidRequest(f"tools has two functions named {name!r}: rename one", TOOLS)
+        functions[name] = parameters
+    return functions
+
+
+def _function(tool: Mapping[str, Any], where: str) -> tuple[str, Schema]:
+    if tool.get("type") != "function":
+        raise UnsupportedInput(f"{where}.type must be function where a call is forced", where)
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(name, str) or not name:
+        raise InvalidRequest(f"{where}.function.name must be a text", f"{where}.function.name")
+    parameters = function.get("parameters") or NO_ARGUMENTS
+    if not isinstance(parameters, dict):
+        field = f"{where}.function.parameters"
+        raise InvalidRequest(f"{field} must be a JSON schema", field)
+    if not {"type", "$ref", "anyOf", "oneOf", "allOf"} & parameters.keys():
+        parameters = {"type": "object", **parameters}
+    return name, close_objects(parameters)
+
+
+def _schema_of_calls(functions: Mapping[str, Schema], body: ChatBody) -> Schema:
+    calls = [
+        _call(name, _embed_schema(parameters, f"#/items/anyOf/{place}/properties/arguments"))
+        for place, (name, parameters) in enumerate(functions.items())
+    ]
+    limit = {} if body.parallel_tool_calls else {"maxItems": 1}
+    return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **limit}
+
+
+def _call(name: str, parameters: Schema) -> Schema:
+    return {
+        "type": "object",
+        "properties": {"name": {"const": name}, "arguments": parameters},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+
+
+def _embed_schema(schema: Schema, place: str) -> Schema:
+    """Return a copy of `schema` for embedding at `place`. Tools can use different JSON drafts."""
+
+    def change(part: Schema) -> Schema:
+        ref, items = part.get("$ref"), part.get("items")
+        if isinstance(ref, str) and ref.startswith("#"):
+            part["$ref"] = place + ref.removeprefix("#")
+        if isinstance(items, list):  # before draft 2020-12
+            part["prefixItems"] = part.pop("items")
+            if "additionalItems" in part:
+                part["items"] = part.pop("additionalItems")
+        return part
+
+    own = {name: value for name, value in schema.items() if name not in ("$schema", "$id")}
+    embedded: Schema = rewrite_subschemas(own, change)
+    return embedded
+
+
+def _form(schema: Schema) -> StructuredOutputs:
+    with errors_of_field(TOOLS):
+        return parse_structured_outputs({"json": schema})

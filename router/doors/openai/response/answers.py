@@ -1,0 +1,269 @@
+"""Response bodies and stream events that wrap the choices. Pure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from baton.router.doors.openai.request.parsed_request import ParsedRequest, ResponseOptions
+from baton.router.doors.openai.request.tool_choice import ToolCallMode
+from baton.router.doors.openai.response.chat_choices import ChatChoice
+from baton.router.doors.openai.response.choices import (
+    CompletionChoice,
+    EchoedPrompt,
+    Json,
+    ResponseChoice,
+    join_chunks,
+)
+from baton.router.doors.openai.response.logprobs import TokenSpeller, prompt_logprobs
+from baton.router.doors.openai.response.request_warnings import Warnings
+from baton.router.http.json_encoding import LazyArray, as_json, encode_in_slices
+from baton.router.input_processing.limits import MAX_POSITIONS_PER_SLICE
+from baton.router.text_events.forced_calls import NamedCallParser, RequiredCallsParser
+from baton.router.text_events.output_parsers import (
+    NO_PARSING,
+    FirstCallFilter,
+    OutputParser,
+    Parsing,
+)
+from baton.router.values import AnswerPart, CompletionSummary, ServedBy, TokenChunk
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseHeader:
+    """Fields that all messages of one answer share."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+
+    def over(self, choices: Sequence[Json] | LazyArray, **more: Any) -> Json:
+        return {
+            "id": self.id,
+            "object": self.object,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            **more,
+        }
+
+
+def make_heading(
+    parsed: ParsedRequest, request_id: str, created: int, model: str
+) -> ResponseHeader:
+    options = parsed.options
+    if not options.is_chat:
+        return ResponseHeader(f"cmpl-{request_id}", "text_completion", created, model)
+    kind = "chat.completion.chunk" if options.is_streamed else "chat.completion"
+    return ResponseHeader(f"chatcmpl-{request_id}", kind, created, model)
+
+
+def make_choices(
+    parsed: ParsedRequest,
+    prompts: Sequence[EchoedPrompt],
+    spell: TokenSpeller,
+    parsing: Parsing = NO_PARSING,
+) -> list[ResponseChoice]:
+    """Return a choice for each call. `prompts` has one entry per call."""
+    options = parsed.options
+    if options.is_chat:
+        return [
+            ChatChoice(index, options, spell, _reader(options, parsing))
+            for index in range(len(parsed.calls))
+        ]
+    return [CompletionChoice(*each, options, spell) for each in enumerate(prompts)]
+
+
+def _reader(options: ResponseOptions, parsing: Parsing) -> OutputParser:
+    match options.tool_call_mode:
+        case ToolCallMode.NAMED:
+            return NamedCallParser(options.function)
+        case ToolCallMode.REQUIRED:
+            return RequiredCallsParser()
+    if options.form_field:
+        return NO_PARSING.reader(with_tools=False)
+    reader = parsing.reader(with_tools=options.tool_call_mode is ToolCallMode.BY_MODEL)
+    return FirstCallFilter(reader) if options.with_one_call else reader
+
+
+class UsageTotals:
+    """Token usage. Each prompt counts once, regardless of the number of its answers."""
+
+    def __init__(self, parsed: ParsedRequest) -> None:
+        self._num_each = parsed.num_each
+        self._with_answer = parsed.options.with_answer
+        self._num_prompt_tokens = 0
+        self._num_completion_tokens = 0
+        # Of the answer whose request computed the prompt: it has the fewest cached tokens.
+        self._served_by_prompt: dict[int, ServedBy] = {}
+
+    def ended(self, index: int, ending: CompletionSummary) -> None:
+        if index % self._num_each == 0:
+            self._num_prompt_tokens += ending.num_prompt_tokens
+        prompt, served = index // self._num_each, ending.served
+        known = self._served_by_prompt.setdefault(prompt, served)
+        self._served_by_prompt[prompt] = min(known, served, key=_num_cached)
+        if self._with_answer:
+            self._num_completion_tokens += ending.num_completion_tokens
+
+    @property
+    def totals(self) -> Json:
+        usage = usage_of(self._num_prompt_tokens, self._num_completion_tokens)
+        details = _prompt_details(list(self._served_by_prompt.values()))
+        if details:
+            usage["prompt_tokens_details"] = details
+        return usage
+
+
+def _num_cached(served: ServedBy) -> int:
+    """Return a sort key: an unknown number comes first, and makes the total unknown."""
+    num_cached = served.num_cached_prompt_tokens
+    return -1 if num_cached is None else num_cached
+
+
+def _prompt_details(served: Sequence[ServedBy]) -> Json:
+    """Return the cached tokens, and by source those that were loaded from outside the KV cache."""
+    num_cached = [each.num_cached_prompt_tokens for each in served]
+    known = [num for num in num_cached if num is not None]
+    if len(known) < len(num_cached):
+        return {}
+    loaded: Counter[str] = Counter()
+    for each in served:
+        loaded.update(each.prompt_tokens_loaded)
+    return {"cached_tokens": sum(known), **({"loaded_tokens": dict(loaded)} if loaded else {})}
+
+
+def usage_of(num_prompt_tokens: int, num_completion_tokens: int) -> Json:
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_completion_tokens,
+        "total_tokens": num_prompt_tokens + num_completion_tokens,
+    }
+
+
+class WholeAnswer:
+    """Collects the parts of all choices into one response body."""
+
+    def __init__(
+        self,
+        parsed: ParsedRequest,
+        heading: ResponseHeader,
+        choices: Sequence[ResponseChoice],
+        spell: TokenSpeller,
+        warnings: Warnings,
+    ) -> None:
+        self._parsed = parsed
+        self._warnings = warnings
+        self._options = parsed.options
+        self._heading = heading
+        self._choices = choices
+        self._spell = spell
+        self._pieces: list[list[TokenChunk]] = [[] for _ in choices]
+        self._endings: dict[int, CompletionSummary] = {}
+        self._usage = UsageTotals(parsed)
+
+    def take(self, index: int, part: AnswerPart) -> None:
+        if isinstance(part, CompletionSummary):
+            self._endings[index] = part
+            self._usage.ended(index, part)
+        else:
+            self._pieces[index].append(part)
+
+    def body(self) -> Json:
+        """Return the response, to be encoded in slices."""
+        choices = (
+            {
+                **self._choices[index].whole(self._pieces[index], self._endings[index]),
+                "index": place,
+            }
+            for place, index in enumerate(self._returned_indices())
+        )
+        return self._heading.over(
+            LazyArray(choices, has_long_items=True),
+            usage=self._usage.totals,
+            **self._prompt_fields(),
+            **self._warnings.of(*self._endings.values()),
+        )
+
+    def _returned_indices(self) -> Iterator[int]:
+        """Yield the likeliest answers to each prompt, best first; in order if all are returned."""
+        parsed = self._parsed
+        for first in range(0, len(self._choices), parsed.num_each):
+            indices: Sequence[int] = range(first, first + parsed.num_each)
+            if parsed.num_returned < parsed.num_each:
+                indices = sorted(indices, key=self._likelihood, reverse=True)
+            yield from indices[: parsed.num_returned]
+
+    def _likelihood(self, index: int) -> float:
+        """Return the mean logprob of the answer's tokens."""
+        logprobs = [entry.logprob for entry in join_chunks(self._pieces[index]).logprobs]
+        return statistics.fmean(logprobs) if logprobs else -math.inf
+
+    def _prompt_fields(self) -> Json:
+        """Return prompt logprobs of a chat. As in vLLM, completions have them in their choices."""
+        num_top = self._options.num_prompt_logprobs
+        if num_top is None or not self._options.is_chat:
+            return {}
+        entries = join_chunks(self._pieces[0]).prompt_logprobs
+        return {"prompt_logprobs": prompt_logprobs(entries, num_top, self._spell)}
+
+
+class StreamedAnswer:
+    """Converts parts to the events of a stream."""
+
+    def __init__(
+        self,
+        parsed: ParsedRequest,
+        heading: ResponseHeader,
+        choices: Sequence[ResponseChoice],
+        prompts: Sequence[EchoedPrompt],
+        warnings: Warnings,
+    ) -> None:
+        self._options = parsed.options
+        self._warnings = warnings
+        self._heading = heading
+        self._choices = choices
+        self._prompts = prompts
+        self._usage = UsageTotals(parsed)
+
+    async def events(self, index: int, part: AnswerPart) -> bytes:
+        """Return the next events; empty if there is nothing to send yet."""
+        choice = self._choices[index]
+        if isinstance(part, CompletionSummary):
+            self._usage.ended(index, part)
+            warnings = self._warnings.of(part)
+            last_chunk = choice.last_chunk(part)
+            return event(self._chunk(index, last_chunk, part.num_completion_tokens, **warnings))
+        choice_json = choice.chunk(part)
+        if choice_json is None:
+            return b""
+        chunk = self._chunk(index, choice_json, part.first_index + len(part.token_ids))
+        if len(part.logprobs) + len(part.prompt_logprobs) <= MAX_POSITIONS_PER_SLICE:
+            return event(chunk)
+        choices = LazyArray(chunk["choices"], has_long_items=True)
+        return b"".join(
+            (b"data: ", *await encode_in_slices({**chunk, "choices": choices}), b"\n\n")
+        )
+
+    def end(self) -> bytes:
+        if not self._options.with_usage:
+            return DONE
+        return event(self._heading.over([], usage=self._usage.totals)) + DONE
+
+    def _chunk(self, index: int, choice: Json, num_tokens: int, **more: Any) -> Json:
+        if self._options.with_usage:
+            more["usage"] = None
+        if self._options.with_usage_so_far:
+            more["usage"] = usage_of(len(self._prompts[index].token_ids), num_tokens)
+        return self._heading.over([choice], **more)
+
+
+def event(message: Json) -> bytes:
+    return b"data: " + as_json(message) + b"\n\n"

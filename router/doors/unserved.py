@@ -1,0 +1,100 @@
+"""Responses for unknown paths and methods, with a hint at the right one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from baton.router.http.errors import error_body
+
+MAX_SHOWN_PATH_CHARACTERS = 200
+USE_CHAT = "use /v1/chat/completions"
+NO_SCHEMA = (
+    "there is no OpenAPI document; the API is OpenAI's, and Baton's docs/openai.md lists what is "
+    "served, with Baton's own fields"
+)
+NO_CORS = (
+    "cross-origin requests are not supported (CORS): use a proxy that adds the headers, or call "
+    "this server from a program"
+)
+# Parts of OpenAI's, Anthropic's and vLLM's APIs that clients look for here, by path prefix.
+REASONS = {
+    "/v1/responses": f"the Responses API is not implemented; {USE_CHAT}",
+    "/v1/messages": f"Anthropic's Messages API is not implemented; {USE_CHAT}",
+    "/v1/embeddings": "embeddings are not implemented; Baton generates text only",
+    "/v1/moderations": "moderation is not implemented; Baton generates text only",
+    "/v1/images": "images are not implemented; Baton generates text only",
+    "/v1/audio": "audio is not implemented; Baton generates text only",
+    "/v1/rerank": "reranking is not implemented; Baton generates text only",
+    "/v1/score": "scoring is not implemented; Baton generates text only",
+    "/v1/realtime": f"the Realtime API is not implemented; {USE_CHAT}",
+    "/v1/assistants": f"the Assistants API is not implemented; {USE_CHAT}",
+    "/v1/threads": f"the Assistants API is not implemented; {USE_CHAT}",
+    "/v1/files": "files are not stored here; send each request by itself",
+    "/v1/batches": "batches are not stored here; send each request by itself",
+    "/v1/fine_tuning": "Baton does not train; start it with the model you want (--model)",
+    "/openapi.json": NO_SCHEMA,
+    "/docs": NO_SCHEMA,
+    "/redoc": NO_SCHEMA,
+}
+
+
+async def handle_http_exception(request: Request, error: Exception) -> Response:
+    """Handle Starlette's errors 404 and 405."""
+    if not isinstance(error, HTTPException):
+        raise error
+    if error.status_code == 405:
+        return _wrong_method(request, error)
+    message = _not_found(request) if error.status_code == 404 else error.detail
+    code = error.detail.upper().replace(" ", "_")
+    return JSONResponse(
+        error_body(message, error.status_code, code), error.status_code, error.headers
+    )
+
+
+def _wrong_method(request: Request, error: HTTPException) -> Response:
+    allowed = (error.headers or {}).get("Allow", "")
+    path = _shorten(request.url.path)
+    if request.method == "OPTIONS":
+        body = {"path": path, "allow": allowed.split(", "), "message": NO_CORS}
+        return JSONResponse(body, headers={"allow": f"{allowed}, OPTIONS"})
+    message = f"{path} takes {allowed}, not {_shorten(request.method)}"
+    return JSONResponse(
+        error_body(message, error.status_code, "METHOD_NOT_ALLOWED"),
+        error.status_code,
+        error.headers,
+    )
+
+
+def _not_found(request: Request) -> str:
+    path = request.url.path
+    served = list(_list_routes(request.app.routes))
+    reason = next((REASONS[prefix] for prefix in REASONS if _is_under(path, prefix)), None)
+    if reason is None:
+        known = {served_path for _, served_path in served}
+        # A base URL without /v1, or with it twice.
+        variants = (f"/v1{path}", path.removeprefix("/v1"))
+        near = next((variant for variant in variants if variant in known), None)
+        listed = ", ".join(f"{methods} {served_path}" for methods, served_path in served)
+        reason = f"served are {listed}" if near is None else f"its path here is {near}"
+    return f"{_shorten(request.method)} {_shorten(path)} is not served here: {reason}"
+
+
+def _list_routes(routes: Iterable[BaseRoute]) -> Iterable[tuple[str, str]]:
+    for route in routes:
+        if isinstance(route, Route):
+            methods = sorted((route.methods or set()) - {"HEAD"})
+            yield "/".join(methods), route.path.replace(":path}", "}")
+
+
+def _is_under(path: str, prefix: str) -> bool:
+    return path == prefix or path.startswith(f"{prefix}/")
+
+
+def _shorten(text: str) -> str:
+    limit = MAX_SHOWN_PATH_CHARACTERS
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"

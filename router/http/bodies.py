@@ -1,0 +1,188 @@
+"""Request bodies over HTTP: limits on bytes and JSON values, parsing, detection of disconnects."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from pydantic_core import from_json
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
+
+from baton.router.input_processing.large_texts import LargeTextConfig, LargeTexts
+from baton.router.input_processing.limits import MAX_ANSWERS
+from baton.router.routing.node_table import NodeTable
+from baton.rpc.errors import BodyTimeout, ClientGone, MessageTooLarge, QueueFull, Unreadable
+
+MAX_BODY_BYTES = 16 << 20
+# A body up to this size is not counted in the budget: the number of connections bounds it.
+SMALL_BODY_BYTES = 1 << 16
+# JSON values per body, for all fields other than prompts, and in total.
+MAX_OTHER_VALUES = 1 << 16
+MAX_VALUES = 1 << 20
+# Cost of parsing an object, a list or a key, in units of one number.
+NUM_VALUES_BY_MARK = {b",": 1, b"[": 4, b"{": 4, b":": 3}
+VALUE_BYTES = 32  # approximate memory of a parsed JSON value
+MAX_BYTES_IN_FLIGHT = 256 << 20
+BODY_TIMEOUT_S = 60.0
+RETRY_AFTER_S = 1.0
+# A single thread: each additional one would delay the event loop further, because of the GIL.
+ONE_AT_A_TIME = LargeTextConfig(small_size=SMALL_BODY_BYTES, num_threads=1)
+
+STRUCTURE = b'",:[{'
+NO_STRUCTURE = bytes(set(range(256)) - set(STRUCTURE))
+
+Result = TypeVar("Result")
+
+
+class Bodies:
+    def __init__(self, table: NodeTable, budget: BodyBudget | None = None) -> None:
+        self._table = table
+        self._budget = budget or BodyBudget()
+        self._thread = LargeTexts(ONE_AT_A_TIME)
+
+    def lease(self) -> AbstractContextManager[Lease]:
+        """Return a memory lease. Hold it as long as any part of the body is in memory."""
+        return self._budget.lease()
+
+    async def read(self, request: Request, lease: Lease) -> bytes:
+        """Raises MessageTooLarge, QueueFull, BodyTimeout and ClientGone."""
+        max_model_len = self._table.served_model("").max_model_len
+        return await read_body(request, lease, JsonGauge(max_values(max_model_len)))
+
+    async def fields(self, body: bytes) -> dict[str, Any]:
+        """Parse the body. Raises Unreadable, and QueueFull if too many bodies wait to be parsed."""
+        return await self.run_for_body(body, partial(json_object, body))
+
+    async def run_for_body(self, body: bytes, work: Callable[[], Result]) -> Result:
+        """Run `work`, whose time grows with the body. Raises what `work` raises, and QueueFull."""
+        return await self._thread.read(len(body), work)
+
+
+class BodyBudget:
+    """Memory for large bodies, shared by all requests of the router."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES_IN_FLIGHT) -> None:
+        self.max_bytes = max_bytes
+        self.num_held = 0
+
+    @contextmanager
+    def lease(self) -> Iterator[Lease]:
+        """Yield a lease that is released when the block ends."""
+        lease = Lease(self)
+        try:
+            yield lease
+        finally:
+            self.num_held -= lease.num_bytes
+
+
+@dataclass(slots=True)
+class Lease:
+    budget: BodyBudget
+    num_bytes: int = 0
+
+    def grow_to(self, num_bytes: int) -> None:
+        """Raises QueueFull if the bodies of all requests together would exceed the budget."""
+        num_more = num_bytes - self.num_bytes
+        if self.budget.num_held + num_more > self.budget.max_bytes:
+            raise QueueFull(
+                f"large bodies of other requests take {self.budget.num_held >> 20} of "
+                f"{self.budget.max_bytes >> 20} MiB; send this one later",
+                RETRY_AFTER_S,
+            )
+        self.num_bytes = num_bytes
+        self.budget.num_held += num_more
+
+
+class JsonGauge:
+    """Counts JSON values of a body that arrives in pieces, without parsing it."""
+
+    def __init__(self, max_values: int = MAX_VALUES) -> None:
+        self._max_values = max_values
+        self._is_in_string = False
+        self._trailing_backslash = b""  # a backslash whose next character has not arrived
+        self.num_values = 1
+
+    def feed(self, piece: bytes) -> None:
+        """Raises MessageTooLarge."""
+        # Escapes hide quotes. Pairs of backslashes go first, from the left, as JSON reads them.
+        plain = (self._trailing_backslash + piece).replace(rb"\\", b"")
+        self._trailing_backslash = b"\\" if plain.endswith(b"\\") else b""
+        marks = plain.replace(rb"\"", b"").translate(None, NO_STRUCTURE)
+        parts = marks.split(b'"')
+        outside = b"".join(parts[self._is_in_string :: 2])
+        for mark, num_values in NUM_VALUES_BY_MARK.items():
+            self.num_values += num_values * outside.count(mark)
+        self._is_in_string ^= len(parts) % 2 == 0
+        if self.num_values > self._max_values:
+            raise MessageTooLarge(
+                f"the body has more than {self._max_values} JSON values, token ids included; send "
+                "shorter lists, or fewer prompts at once"
+            )
+
+
+def max_values(max_model_len: int | None) -> int:
+    """Return the limit of JSON values: prompts of token ids, and all other fields."""
+    if max_model_len is None:
+        return MAX_VALUES
+    return min(MAX_VALUES, MAX_OTHER_VALUES + MAX_ANSWERS * max_model_len)
+
+
+async def read_body(
+    request: Request, lease: Lease, gauge: JsonGauge, timeout_s: float = BODY_TIMEOUT_S
+) -> bytes:
+    """Raises MessageTooLarge, QueueFull, BodyTimeout, and ClientGone if the client disconnects."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > MAX_BODY_BYTES:
+                    raise MessageTooLarge(
+                        f"the body has more than {MAX_BODY_BYTES >> 20} MiB; send a shorter prompt"
+                    )
+                gauge.feed(piece)
+                if len(body) > SMALL_BODY_BYTES:
+                    lease.grow_to(len(body) + VALUE_BYTES * gauge.num_values)
+    except TimeoutError:
+        raise BodyTimeout(
+            f"{len(body)} bytes of the body came within {timeout_s:g} s, but not the rest; "
+            "send it faster"
+        ) from None
+    except ClientDisconnect as error:
+        raise ClientGone("the client disconnected before its request was complete") from error
+    return bytes(body)
+
+
+def json_object(body: bytes) -> dict[str, Any]:
+    """Parse a body and drop fields that are null. Raises Unreadable."""
+    try:
+        parsed = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise Unreadable(f"the body is not JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise Unreadable("the body must be a JSON object")
+    return {name: value for name, value in parsed.items() if value is not None}
+
+
+async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work`, and cancel it when the client disconnects, so that the nodes stop, too."""
+    working = asyncio.ensure_future(work)
+    disconnect = asyncio.ensure_future(_wait_for_disconnect(receive))
+    try:
+        await asyncio.wait({working, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for each in (working, disconnect):
+            each.cancel()
+        await asyncio.wait({working, disconnect})
+    if not working.cancelled():
+        working.result()
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        """Ignore anything else that follows the body."""

@@ -1,0 +1,294 @@
+"""Connections of the HTTP server, with limits on their number and on silent clients.
+
+uvicorn has a timeout for connections between two requests, but none for incomplete requests.
+asyncio's accept loop logs a traceback and arms a timer for each entry of the backlog when
+descriptors run out. This module replaces both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import logging
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from baton.core.errors import InvalidConfig
+from baton.router.http.errors import error_body
+
+ACCEPT_RETRY_S = 0.05
+OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+ALL_CONNECTIONS_IN_USE = "all connections are in use; try again in a second"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """Limit of connections, and timeouts of clients."""
+
+    max_connections: int = 4096
+    handshake_s: float = 10.0  # for the TLS handshake
+    # From the start of a connection, or the first byte of a request, to the end of its headers.
+    head_s: float = 20.0
+    body_s: float = 30.0  # between two chunks of a body
+    unread_s: float = 120.0  # while a client does not read its answer
+
+    def __post_init__(self) -> None:
+        if self.max_connections < 1:
+            raise InvalidConfig(f"max_connections is {self.max_connections}; it must be above 0")
+
+
+class Place:
+    """One accepted connection's slot among those of an acceptor."""
+
+    def __init__(self, places: Places, accepted: socket.socket) -> None:
+        self._places = places
+        self.socket = accepted
+        self.opening: asyncio.Task[None] | None = None  # includes the TLS handshake
+        self.http: HttpConnection | None = None
+
+    def wait(self) -> None:
+        """Mark the connection as waiting for its client, from now on."""
+        self._places.note_waiting(self)
+
+    def answer(self) -> None:
+        """Mark the connection as answering a complete request."""
+        self._places.note_answering(self)
+
+    def free(self) -> None:
+        self._places.free(self)
+
+    def abort(self) -> None:
+        if self.http is not None and self.http.is_open:
+            self.http.abort()
+            return
+        if self.opening is not None:
+            self.opening.cancel()
+        if self.http is None:  # no transport owns the socket yet
+            self.socket.close()
+
+
+class Places:
+    """Slots of an acceptor's connections. Waiting connections are ordered by their waiting time."""
+
+    def __init__(self) -> None:
+        self._taken: set[Place] = set()
+        self._waiting: dict[Place, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._taken)
+
+    def take(self, accepted: socket.socket) -> Place:
+        place = Place(self, accepted)
+        self._taken.add(place)
+        self._waiting[place] = None
+        return place
+
+    def note_waiting(self, place: Place) -> None:
+        if place in self._taken:
+            self._waiting.pop(place, None)
+            self._waiting[place] = None
+
+    def note_answering(self, place: Place) -> None:
+        self._waiting.pop(place, None)
+
+    def free(self, place: Place) -> None:
+        self._taken.discard(place)
+        self._waiting.pop(place, None)
+
+    def close_longest_waiting(self) -> bool:
+        """Close the connection that has waited longest. Return False if none waits."""
+        longest = next(iter(self._waiting), None)
+        if longest is None:
+            return False
+        self.free(longest)
+        longest.abort()
+        return True
+
+
+class HttpConnection(H11Protocol):
+    """HTTP connection with timeouts for headers, bodies and unread answers."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        limits: ConnectionLimits,
+        place: Place,
+    ) -> None:
+        super().__init__(config, server_state, {})
+        self._limits = limits
+        self._place = place
+        self._deadline: asyncio.TimerHandle | None = None
+        self._unread_deadline: asyncio.TimerHandle | None = None
+        self._has_part_of_head = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._close_after(self._limits.head_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for deadline in (self._deadline, self._unread_deadline):
+            if deadline is not None:
+                deadline.cancel()
+        self._place.free()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        was_idle = self._is_between_requests and not self._has_part_of_head
+        super().data_received(data)
+        if not self._is_between_requests:
+            self._request_moved_on()
+        elif was_idle:
+            self._head_began()
+
+    def on_response_complete(self) -> None:
+        self._close_after(None)  # uvicorn's keep-alive timeout applies from here
+        self._has_part_of_head = False
+        self._place.wait()
+        super().on_response_complete()
+        if not self._is_between_requests:
+            self._request_moved_on()
+        elif self.conn.trailing_data[0]:  # a pipelined request has begun
+            self._head_began()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread_deadline = self.loop.call_later(self._limits.unread_s, self.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread_deadline is not None:
+            self._unread_deadline.cancel()
+            self._unread_deadline = None
+
+    @property
+    def is_open(self) -> bool:
+        transport: asyncio.Transport | None = self.transport  # None during a handshake
+        return transport is not None
+
+    def abort(self) -> None:
+        self.transport.abort()
+
+    @property
+    def _is_between_requests(self) -> bool:
+        cycle: RequestResponseCycle | None = self.cycle  # None before the first request
+        return cycle is None or cycle.response_complete
+
+    def _head_began(self) -> None:
+        self._has_part_of_head = True
+        self._place.wait()
+        self._close_after(self._limits.head_s)
+
+    def _request_moved_on(self) -> None:
+        self._has_part_of_head = False
+        if self.cycle.more_body:
+            self._close_after(self._limits.body_s)
+        else:
+            self._place.answer()
+            self._close_after(None)
+
+    def _close_after(self, wait_s: float | None) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = None
+        if wait_s is not None:
+            self._deadline = self.loop.call_later(wait_s, self._close_unless_paused, wait_s)
+
+    def _close_unless_paused(self, wait_s: float) -> None:
+        """Close the connection, unless reading is paused: then the client is not at fault."""
+        if self.flow.read_paused:
+            self._close_after(wait_s)
+        else:
+            self.transport.close()
+
+
+class Acceptor:
+    """Accepts connections up to a limit.
+
+    At the limit, a new connection replaces the one that has waited longest for its client. If all
+    connections are answering requests, the new one is refused.
+    """
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        limits: ConnectionLimits,
+    ) -> None:
+        """`config` must be loaded."""
+        self._listening = listening
+        self._config = config
+        self._server_state = server_state
+        self._limits = limits
+        self._places = Places()
+
+    async def run(self) -> None:
+        """Accept connections until cancelled. Open connections stay open."""
+        loop = asyncio.get_running_loop()
+        self._listening.setblocking(False)
+        while True:
+            try:
+                accepted, _ = await loop.sock_accept(self._listening)
+            except OSError as error:
+                if error.errno in OUT_OF_RESOURCES:
+                    log.warning("cannot accept connections: %s", error)
+                    self._places.close_longest_waiting()
+                await asyncio.sleep(ACCEPT_RETRY_S)
+                continue
+            self._take(accepted)
+            await asyncio.sleep(0)  # lets closed connections release their descriptors
+
+    def _take(self, accepted: socket.socket) -> None:
+        is_full = len(self._places) >= self._limits.max_connections
+        if is_full and not self._places.close_longest_waiting():
+            log.warning("connection refused: all %d connections are in use", len(self._places))
+            self._refuse(accepted)
+            return
+        place = self._places.take(accepted)
+        place.opening = asyncio.ensure_future(self._open(place))
+
+    async def _open(self, place: Place) -> None:
+        def make() -> HttpConnection:
+            place.http = HttpConnection(self._config, self._server_state, self._limits, place)
+            return place.http
+
+        context = self._config.ssl
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                make,
+                place.socket,
+                ssl=context,
+                ssl_handshake_timeout=None if context is None else self._limits.handshake_s,
+            )
+        except OSError:
+            log.debug("a TLS handshake failed", exc_info=True)
+        finally:
+            if place.http is None or not place.http.is_open:
+                place.free()
+
+    def _refuse(self, accepted: socket.socket) -> None:
+        with accepted, suppress(OSError):
+            if self._config.ssl is None:
+                accepted.setblocking(False)
+                accepted.send(_REFUSAL)
+
+
+def _refusal() -> bytes:
+    body = json.dumps(error_body(ALL_CONNECTIONS_IN_USE, 503, "TOO_MANY_CONNECTIONS")).encode()
+    head = (
+        "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\nRetry-After: 1\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+_REFUSAL = _refusal()

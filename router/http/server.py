@@ -1,0 +1,76 @@
+"""HTTP server lifecycle, in the router's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from baton.router.http.connections import Acceptor, ConnectionLimits
+from baton.rpc.descriptors import descriptor_limit, max_connections
+from baton.rpc.listening import listening_socket
+from baton.rpc.security.http_tls import server_context
+from baton.rpc.security.tls import TlsConfig
+
+# Time for the last bytes of answers, which have ended when the server closes.
+CLOSE_GRACE_S = 1
+# Clients keep idle connections for longer than uvicorn's default of 5 s.
+KEEP_ALIVE_S = 75
+# Length of the kernel's accept queue, whose connections use no descriptors.
+BACKLOG = 1024
+
+log = logging.getLogger(__name__)
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn server without signal handlers: the router handles signals and drains."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@asynccontextmanager
+async def http_serving(
+    app: ASGIApp, host: str, port: int, tls: TlsConfig, limits: ConnectionLimits | None = None
+) -> AsyncIterator[str]:
+    """Serve until the block ends, and yield the address. Raises AddressInUse.
+
+    By default, the limit of connections is derived from the limit of file descriptors.
+    """
+    limits = limits or ConnectionLimits(max_connections(descriptor_limit()))
+    listening = listening_socket(host, port, "--http-port")
+    listening.listen(BACKLOG)
+    config = uvicorn.Config(
+        app,
+        http="h11",  # limits the size of headers
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=CLOSE_GRACE_S,
+        ssl_context_factory=(lambda *_: server_context(tls)) if tls.listens else None,
+    )
+    config.load()
+    server = HttpServer(config)
+    serving = asyncio.ensure_future(server.serve(sockets=[]))  # connections come from the Acceptor
+    acceptor = Acceptor(listening, config, server.server_state, limits)
+    accepting = asyncio.ensure_future(acceptor.run())
+    bound_port: int = listening.getsockname()[1]
+    scheme = "https" if tls.listens else "http"
+    log.info("OpenAI's API on %s://%s:%d/v1", scheme, host, bound_port)
+    try:
+        yield f"{host}:{bound_port}"
+    finally:
+        accepting.cancel()
+        await asyncio.wait([accepting])
+        listening.close()
+        server.should_exit = True
+        await serving

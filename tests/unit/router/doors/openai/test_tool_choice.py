@@ -1,0 +1,224 @@
+"""Forced tool calls: their constraint on the answer, and the calls parsed from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.core.errors import InvalidRequest
+from baton.core.sampling import SamplingDefaults
+from baton.core.structured_outputs import StructuredOutputs
+from baton.engine.structured_output.llguidance_backend import GrammarLibrary, GrammarValidator
+from baton.router.doors.openai.request.parsed_request import (
+    ModelContext,
+    ParsedRequest,
+    chat_completion_from,
+)
+from baton.router.doors.openai.request.structured_outputs import errors_of_field
+from baton.router.text_events.forced_calls import NamedCallParser, RequiredCallsParser
+from baton.router.text_events.output_parsers import Delta, FirstCallFilter, Parsing, ToolCall
+from baton.router.values import ChatPrompt
+from baton.text.tokenizer import Tokenizer
+from tests.support.grammars import is_whole
+from tests.support.models import EOS_TOKEN_ID, VOCAB_SIZE, save_tokenizer
+
+ADVICE = ModelContext(SamplingDefaults(), max_model_len=512)
+TREE = {
+    "$schema": "http://json-schema.org/draft-07/schema#",
+    "$id": "http://example.com/tree",
+    "type": "object",
+    "definitions": {
+        "$ref": {"type": "array", "items": [{"type": "integer"}], "additionalItems": False},
+        "const": {"enum": [{"$ref": "#"}]},
+    },
+    "properties": {
+        "below": {"$ref": "#"},
+        "numbers": {"$ref": "#/definitions/$ref"},
+        "same": {"$ref": "#/definitions/const"},
+    },
+    "additionalProperties": False,
+}
+LOOK = {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]}
+
+
+def function(name: str, parameters: Any = None) -> dict[str, Any]:
+    described = {} if parameters is None else {"parameters": parameters}
+    return {"type": "function", "function": {"name": name, **described}}
+
+
+TOOLS = [function("tree", TREE), function("look", LOOK), function("now")]
+
+
+def requested(**fields: Any) -> ParsedRequest:
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, **fields}
+    return chat_completion_from(body, "id", ADVICE)
+
+
+def form(**fields: Any) -> StructuredOutputs:
+    found = requested(**fields).calls[0].sampling.structured_outputs
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(path)
+    (path / "config.json").write_text(json.dumps({"eos_token_id": EOS_TOKEN_ID}))
+    return path
+
+
+CALL = '{"name": "look", "arguments": {"at": "it"}}'
+
+
+@pytest.mark.parametrize(
+    ("fields", "good", "bad"),
+    [
+        (
+            {"tool_choice": "required"},
+            [
+                f"[{CALL}]",
+                f"[{CALL}, {CALL}]",
+                '[{"name":"now","arguments":{}}]',
+                '[{"name":"tree","arguments":{"below":{"numbers":[1],"same":{"$ref":"#"}}}}]',
+            ],
+            [
+                "[]",
+                CALL,
+                '[{"name": "look", "arguments": {}}]',
+                '[{"name": "other", "arguments": {"at": "it"}}]',
+                '[{"name": "look", "arguments": {"at": "it", "age": "30"}}]',
+                '[{"name": "now", "arguments": 1}]',
+                '[{"name":"now","arguments":{"any":[1]}}]',
+                '[{"name":"tree","arguments":{"below":{"name":"now"}}}]',
+                '[{"name":"tree","arguments":{"numbers":[1,2]}}]',
+            ],
+        ),
+        (
+            {"tool_choice": "required", "parallel_tool_calls": False},
+            [f"[{CALL}]"],
+            [f"[{CALL}, {CALL}]"],
+        ),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "look"}}},
+            ['{"at": "it"}'],
+            ["{}", '{"at": "it", "age": "30"}', CALL, f"[{CALL}]"],
+        ),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "now"}}},
+            ["{}"],
+            ['{"any": 1}', "[]"],
+        ),
+    ],
+)
+def test_forced_calls_have_the_form_of_their_parameters(
+    fields: dict[str, Any], good: list[str], bad: list[str], folder: Path
+) -> None:
+    tokenizer = Tokenizer.from_folder(folder)
+    grammar = GrammarLibrary(folder, VOCAB_SIZE, (EOS_TOKEN_ID,)).compile(form(**fields))
+
+    assert [text for text in good if not is_whole(grammar, tokenizer, text)] == []
+    assert [text for text in bad if is_whole(grammar, tokenizer, text)] == []
+
+
+def test_the_tools_are_shown_to_the_model_as_they_came() -> None:
+    [call] = requested(tool_choice="required").calls
+    assert isinstance(call.prompt, ChatPrompt)
+    assert call.prompt.variables == {"tools": TOOLS}
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"tools": []}, "tool_choice"),
+        ({"tool_choice": "any"}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name"),
+        ({"tools": [function("f", [1])]}, "tools.0.function.parameters"),
+        ({"tools": [function("f"), function("f")]}, "tools"),
+        ({"tools": [function("f", {"title": "x" * (1 << 21)})]}, "tools"),
+    ],
+)
+def test_calls_that_cannot_be_forced_are_refused_by_name(
+    fields: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        requested(**{"tool_choice": "required", **fields})
+
+    assert refusal.value.field == field
+
+
+REGEX = "(?=a)"
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "reason"),
+    [
+        (
+            {"tools": [function("f", {"not": {}})], "tool_choice": "required"},
+            "tools",
+            "the form made of the tools' parameters cannot be enforced: the keyword not is",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
+            "response_format",
+            "response_format cannot be enforced: the keyword not is not supported",
+        ),
+        ({"guided_regex": REGEX}, "guided_regex", "guided_regex cannot be enforced: "),
+        (
+            {"structured_outputs": {"regex": REGEX}},
+            "structured_outputs",
+            "structured_outputs.regex cannot be enforced: ",
+        ),
+    ],
+)
+def test_a_form_that_cannot_be_kept_to_is_the_fault_of_the_field_that_was_sent(
+    fields: dict[str, Any], field: str, reason: str
+) -> None:
+    parsed = requested(**fields)
+    wanted = parsed.calls[0].sampling.structured_outputs
+    assert wanted is not None
+
+    with pytest.raises(InvalidRequest) as refusal, errors_of_field(parsed.options.form_field):
+        GrammarValidator().compile(wanted)
+
+    assert str(refusal.value).startswith(reason)
+    assert refusal.value.field == field
+
+
+def test_calls_are_passed_on_while_they_are_written() -> None:
+    reader = RequiredCallsParser()
+    pieces = ["[{", '"name": "look", "argu', 'ments": {"at": "i', 't}"}}, ', '{"name": "now", ']
+
+    reported = [reader.push(piece) for piece in [*pieces, '"arguments":{}}', "]"]]
+
+    assert [delta.calls for delta in reported] == [
+        *((), (), (ToolCall("look", '{"at": "i'),), (ToolCall(None, 't}"}'),), ()),
+        *((ToolCall("now", "{}"),), ()),
+    ]
+    assert reader.finish() == Delta()
+
+
+def test_the_arguments_of_a_named_function_are_the_answer() -> None:
+    reader = NamedCallParser("look")
+
+    reported = [reader.push(piece) for piece in ("", '{"at":', ' "it"}')]
+
+    assert [delta.calls for delta in reported] == [
+        (),
+        (ToolCall("look", '{"at":'),),
+        (ToolCall(None, ' "it"}'),),
+    ]
+
+
+def test_with_parallel_tool_calls_false_only_the_first_call_is_returned() -> None:
+    reader = FirstCallFilter(Parsing(tools="hermes").reader(with_tools=True))
+
+    reported = [reader.push(f"<tool_call>{CALL}</tool_call>") for _ in range(2)]
+
+    assert [len(delta.calls) for delta in reported] == [1, 0]

@@ -1,0 +1,136 @@
+"""HTTP request bodies: their weight is counted on arrival and limited in total."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.requests import Request
+
+from baton.router.http.bodies import (
+    MAX_VALUES,
+    SMALL_BODY_BYTES,
+    VALUE_BYTES,
+    Bodies,
+    BodyBudget,
+    JsonGauge,
+    max_values,
+    read_body,
+)
+from baton.rpc.errors import BodyTimeout, MessageTooLarge, QueueFull
+from tests.support.node_calls import a_table
+
+LARGE = SMALL_BODY_BYTES + 1
+marks = st.sampled_from(list('ab,:[{}]"\\é'))
+texts = st.lists(marks, max_size=6).map("".join)
+documents = st.recursive(
+    st.none() | st.integers() | texts,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4),
+)
+
+
+def weight_of(value: Any) -> int:
+    """Return the weight of a JSON value, including its contents."""
+    if isinstance(value, list):
+        return 4 + max(0, len(value) - 1) + sum(map(weight_of, value))
+    if isinstance(value, dict):
+        return 4 + max(0, len(value) - 1) + 3 * len(value) + sum(map(weight_of, value.values()))
+    return 0
+
+
+@given(documents, st.booleans(), st.integers(1, 7))
+def test_a_gauge_sees_no_marks_in_strings_however_a_body_is_cut(
+    document: Any, is_ascii: bool, size: int
+) -> None:
+    body = json.dumps(document, ensure_ascii=is_ascii).encode()
+    gauge = JsonGauge()
+
+    for first in range(0, len(body), size):
+        gauge.feed(body[first : first + size])
+
+    assert gauge.num_values == 1 + weight_of(document)
+
+
+def test_a_gauge_refuses_a_list_before_its_end() -> None:
+    gauge = JsonGauge(max_values=1000)
+
+    with pytest.raises(MessageTooLarge, match="more than 1000 JSON values"):
+        gauge.feed(b"[" + b"5," * 1000)
+
+
+def test_as_many_token_ids_fit_as_prompts_may_have() -> None:
+    assert max_values(1024) > 128 * 1024
+    assert max_values(10**6) == max_values(None) == MAX_VALUES
+
+
+def a_request(pieces: AsyncIterator[bytes]) -> Request:
+    async def receive() -> dict[str, Any]:
+        piece = await anext(pieces, None)
+        return {"type": "http.request", "body": piece or b"", "more_body": piece is not None}
+
+    return Request({"type": "http", "method": "POST", "headers": []}, receive)
+
+
+async def pieces_of(*pieces: bytes) -> AsyncIterator[bytes]:
+    for piece in pieces:
+        yield piece
+
+
+def read(budget: BodyBudget, *pieces: bytes) -> bytes:
+    async def run() -> bytes:
+        with budget.lease() as lease:
+            return await read_body(a_request(pieces_of(*pieces)), lease, JsonGauge())
+
+    return asyncio.run(run())
+
+
+def test_bodies_in_flight_are_limited_together_and_small_ones_are_free() -> None:
+    budget = BodyBudget(2 * LARGE)
+    held = LARGE + VALUE_BYTES
+
+    with budget.lease() as lease:
+        lease.grow_to(held)
+        with pytest.raises(QueueFull, match="send this one later") as refused:
+            read(budget, b"x" * LARGE)
+        assert refused.value.retry_after_s > 0
+        assert read(budget, b"x" * SMALL_BODY_BYTES) == b"x" * SMALL_BODY_BYTES
+        assert budget.num_held == held
+    assert budget.num_held == 0
+    assert len(read(budget, b"x" * LARGE)) == LARGE
+
+
+def test_values_count_for_what_they_take_once_they_are_parsed() -> None:
+    budget = BodyBudget(VALUE_BYTES * LARGE // 2)
+
+    assert read(budget, b"x" * LARGE)
+    with pytest.raises(QueueFull):
+        read(budget, b"5," * LARGE)
+    assert budget.num_held == 0
+
+
+def test_a_body_that_does_not_come_is_not_waited_for_without_end() -> None:
+    async def never() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.Event().wait()
+
+    async def run() -> None:
+        with BodyBudget().lease() as lease:
+            await read_body(a_request(never()), lease, JsonGauge(), timeout_s=0)
+
+    with pytest.raises(BodyTimeout, match="came within 0 s"):
+        asyncio.run(run())
+
+
+def test_large_bodies_are_worked_on_beside_the_event_loop() -> None:
+    bodies = Bodies(a_table())
+
+    small = asyncio.run(bodies.run_for_body(b"x" * SMALL_BODY_BYTES, threading.get_ident))
+    large = asyncio.run(bodies.run_for_body(b"x" * LARGE, threading.get_ident))
+
+    assert small == threading.get_ident() != large
