@@ -16,16 +16,12 @@ from baton.engine.events import RequestEventKind
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.prefix_search import PrefixHit
 from baton.engine.plan import BlockTables, Plan
-from baton.engine.scheduler.prefill_limits import PrefillLimits
+from baton.engine.scheduler.prompt_budget import PromptBudget
 from baton.engine.scheduler.queues import LeaderId
 from baton.engine.scheduler.request import Request, RequestStatus
 from baton.engine.scheduler.state import SchedulerState
-from baton.engine.scheduler.step_pace import LEAST_TOKENS, StepPace
 from baton.engine.scheduler.urgency import preempt_for
 
-# Prompt tokens of a step's requests that are only looked up: prefetches, and those that wait for a
-# load. A look-up takes about 0.1 us a token, so that a flood of them would delay decoding.
-MAX_LOOKED_UP_TOKENS = 32_768
 MAX_LOOKS = 8  # of a request for its prefix, after blocks that it had found were evicted
 
 
@@ -57,31 +53,24 @@ class StepPlanner:
         self._state = state
         self._config = state.config
         self._num_slots_per_decode = state.config.num_slots_per_decode
-        self._limits = PrefillLimits(state.config)
-        self._pace = StepPace(state.config.target_step_s)
-        self._budget = 0
-        self._num_looked_up_tokens = 0
+        self.budget = PromptBudget(state.config)
         self.is_cut_short = False  # the last plan left requests for the next one to look up
-        self._paced_budget = 0  # the part of it for paced prompts, which must not delay decoding
         self._last_failure: _AllocationFailure | None = None
         self._blocked_head: Request | None = None  # the head that the last step left waiting
 
     def plan(self) -> Plan:
         batch = self._state.batch
-        self._num_looked_up_tokens, self.is_cut_short = 0, False
+        self.is_cut_short = False
         self._state.external.store_new()
         self._preempt_for_head()
         preemptions_before = self._state.total_preemptions
         for request in batch.begin_step():
             self._grow_or_preempt(request)
-        # Draft tokens get the leftover budget: steps filled with prefill tokens have no drafts.
-        self._budget = self._config.max_num_batched_tokens - batch.num_decoding
         # Ready before waiting: a request that holds blocks must not queue behind one that needs
         # blocks, or neither could proceed. Ready before the next chunk of a prefill, too, which
         # gets one token less: the client already has the first token of the ready request.
         is_ready_served = self._schedule_ready()
-        self._budget = self._pace.prompt_tokens(batch.num_decoding, self._budget)
-        self._paced_budget = self._pace.paced_tokens(batch.num_decoding, self._budget)
+        self.budget.begin_step(batch.num_decoding)
         self._schedule_prefills()
         self._state.waiting.requeue_cached(self._state.cache.pool.take_registered())
         # Blocks of a preempted request are for the running ones. A new request would take them
@@ -96,20 +85,13 @@ class StepPlanner:
             (each.kv, num_tokens) for each, num_tokens in batch.chunks
         )
         self._state.external.store_new()
-        return batch.take_plan(self._state.take_kv_orders(), self._max_draft_tokens(), snapshots)
+        return batch.take_plan(
+            self._state.take_kv_orders(), self.budget.num_draft_tokens, snapshots
+        )
 
     def record_step(self, seconds: float) -> None:
         """Record the duration of the last planned step."""
-        batch = self._state.batch
-        num_prompt_tokens = sum(num_tokens for _, num_tokens in batch.chunks)
-        self._pace.record_step(seconds, batch.num_decoding, num_prompt_tokens)
-
-    def _max_draft_tokens(self) -> int:
-        batch = self._state.batch
-        if not self._config.num_lookahead_tokens or not batch.num_decoding:
-            return 0
-        num_prompt_tokens = sum(num_tokens for _, num_tokens in batch.chunks)
-        return self._config.max_num_batched_tokens - batch.num_decoding - num_prompt_tokens
+        self.budget.record_step(seconds)
 
     def _preempt_for_head(self) -> None:
         """Preempt running requests for a more urgent head that the last step left waiting."""
@@ -167,7 +149,6 @@ class StepPlanner:
             state.batch.start_decode(request, state.cache.capacity(request.kv))
             state.cache.start_decode(request.kv, request.max_num_slots)
             state.record_event(request, RequestEventKind.SCHEDULED)
-            self._budget -= 1
         return True
 
     def _allocate_for_ready(self, request: Request) -> bool:
@@ -186,35 +167,22 @@ class StepPlanner:
     # --- prefills in progress ----------------------------------------------------
 
     def _schedule_prefills(self) -> None:
-        self._limits.begin_step()
         prefilling = self._state.batch.prefilling.values()
         for request in sorted(prefilling, key=lambda request: request.rank):
-            missing = request.num_tokens - request.kv.num_computed_tokens
-            chunk = self._limits.next_chunk(missing, self._budget_for(request))
+            num_missing = request.num_tokens - request.kv.num_computed_tokens
+            chunk = self.budget.next_chunk(request, num_missing)
             if chunk:
                 self._state.batch.continue_prefill(request, chunk)
-                self._spend(request, chunk)
-            self._limits.count(request, missing - chunk)
-
-    def _budget_for(self, request: Request) -> int:
-        if not (request.spec.is_paced and self._config.enable_chunked_prefill):
-            return self._budget
-        # At least a few tokens, so that it does not block the requests behind it.
-        return min(self._budget, max(LEAST_TOKENS, self._paced_budget))
-
-    def _spend(self, request: Request, chunk: int) -> None:
-        self._budget -= chunk
-        if request.spec.is_paced:
-            self._paced_budget -= chunk
+            self.budget.give(request, chunk, num_missing)
 
     def _spend_leftover(self, can_admit: bool) -> None:
         """Give the leftover budget to the prefills that the long-prefill threshold limited.
 
         If that completes one of them, the next long prompt can be scheduled.
         """
-        if not self._budget or not self._limits.allows_leftover():
+        if not self.budget.releases_leftover():
             return
-        while self._budget and self._extend_chunks():
+        while self._extend_chunks():
             if can_admit:
                 self._schedule_waiting()
 
@@ -223,17 +191,12 @@ class StepPlanner:
         is_any_extended = False
         chunks = self._state.batch.chunks
         for index, (request, chunk) in enumerate(chunks):
-            if request.spec.is_paced:
-                continue
-            left = request.num_tokens - request.kv.num_computed_tokens - chunk
-            more = min(left, self._budget)
-            if not more:
-                continue
-            is_any_extended = True
-            chunks[index] = (request, chunk + more)
-            self._budget -= more
-            if more == left:
-                self._limits.undo_count(request)
+            num_missing = request.num_tokens - request.kv.num_computed_tokens - chunk
+            more = self.budget.extension(request, num_missing)
+            if more:
+                is_any_extended = True
+                chunks[index] = (request, chunk + more)
+                self.budget.extend(request, more, num_missing)
         return is_any_extended
 
     def _send_layers(self) -> None:
@@ -251,13 +214,13 @@ class StepPlanner:
     def _schedule_waiting(self) -> None:
         waiting = self._state.waiting
         self._state.stop_overdue_waits()
-        while (head := waiting.head(allow_long=self._limits.allows_long)) is not None:
-            if self._num_looked_up_tokens >= MAX_LOOKED_UP_TOKENS:
+        while (head := waiting.head(allow_long=self.budget.allows_long)) is not None:
+            if self.budget.are_look_ups_spent:
                 self.is_cut_short = True
                 return
             verdict = self._try_schedule(head)
             if verdict is _Verdict.FOLLOWS or head.spec.kv_hints.prefetch:
-                self._num_looked_up_tokens += head.num_tokens
+                self.budget.note_look_up(head)
             if verdict is _Verdict.BLOCKED:
                 self._blocked_head = head
                 return
@@ -289,16 +252,16 @@ class StepPlanner:
         max_num_hits = _max_num_hit_tokens(request)
         if self._try_fetch(request, max_num_hits):
             return _Verdict.FOLLOWS
-        if len(state.batch) >= self._config.max_num_seqs or self._budget < 1:
+        if len(state.batch) >= self._config.max_num_seqs or self.budget.is_spent:
             return _Verdict.BLOCKED
         hit = state.cache.find_prefix(request.kv, max_num_hits)
         if self._may_look_again(request, hit) and self._try_fetch(request, max_num_hits):
             return _Verdict.FOLLOWS
-        missing = request.num_tokens - hit.num_blocks * state.cache.block_size
-        request.is_long = self._limits.is_long(missing)
-        if request.is_long and not self._limits.allows_long:
+        num_missing = request.num_tokens - hit.num_blocks * state.cache.block_size
+        request.is_long = self.budget.is_long(num_missing)
+        if request.is_long and not self.budget.allows_long:
             return _Verdict.SET_ASIDE
-        chunk = self._limits.first_chunk(missing, self._budget_for(request))
+        chunk = self.budget.first_chunk(request, num_missing)
         if not chunk:
             return _Verdict.BLOCKED
         if not state.cache.admit(request.kv, hit):
@@ -309,10 +272,8 @@ class StepPlanner:
         state.batch.start_prefill(request, chunk)
         state.record_event(request, RequestEventKind.SCHEDULED)
         state.handoffs.send(request, hit.num_blocks)
-        self._spend(request, chunk)
-        self._limits.count(request, missing - chunk)
-        if not request.is_long:
-            self._limits.record_short()
+        self.budget.give(request, chunk, num_missing)
+        self.budget.note_start(request)
         return _Verdict.SCHEDULED
 
     def _grant_to_peer(self, request: Request, receive: ReceiveKv) -> _Verdict:
@@ -361,7 +322,7 @@ class StepPlanner:
         other one may add to it. Both start for all requests that reach the head, also while the
         batch is full. A request waits for all of them `max_load_wait_s` at most.
         """
-        state, token_s = self._state, self._pace.token_s
+        state, token_s = self._state, self.budget.token_s
         if not self._may_fetch(request):
             return False
         offer = state.pulls.find_offer(
@@ -443,7 +404,7 @@ class StepPlanner:
         If that block is cached but an earlier one is missing, the missing one is returned.
         """
         cache, max_num_tokens = self._state.cache, _max_num_hit_tokens(request)
-        num_blocks = cache.num_blocks_for(self._limits.min_cached_to_be_short(request.num_tokens))
+        num_blocks = cache.num_blocks_for(self.budget.min_cached_to_be_short(request.num_tokens))
         if num_blocks * cache.block_size > max_num_tokens:
             return None
         last = cache.missing_hash(request.kv, num_blocks - 1, max_num_tokens)

@@ -10,7 +10,7 @@ from baton.core.ids import HandoffId, RequestId
 from baton.core.kv_hints import KvHints
 from baton.engine.core import NoKvWorker
 from baton.engine.plan import Plan
-from baton.engine.scheduler.scheduling import MAX_LOOKED_UP_TOKENS
+from baton.engine.scheduler.prompt_budget import MAX_LOOKED_UP_TOKENS
 from baton.kv_transfer.types import KvOrders, Revoke
 from tests.support.engines import VOCAB_SIZE, a_spec, an_engine
 from tests.support.fake_runner import tokens_alone

@@ -13,7 +13,7 @@ from baton.core.sampling import SamplingParams
 from baton.engine.kv_cache.block_hashes import HASH_BYTES
 from baton.engine.kv_cache.groups import FULL, KvCacheSpec, KvGroup
 from baton.engine.scheduler.config import SchedulerConfig
-from baton.engine.scheduler.scheduling import MAX_LOOKED_UP_TOKENS
+from baton.engine.scheduler.prompt_budget import MAX_LOOKED_UP_TOKENS
 from baton.kv_transfer.external_kv import NO_EXTERNAL_REPORTS, ExternalReports
 from tests.support.engine_world import EngineWorld
 from tests.support.fake_external import FakeExternal
@@ -250,7 +250,7 @@ def test_a_load_that_would_take_longer_than_computing_is_not_started(
     it = world()
     cached_outside(it)
     it.scheduler._planner.record_step(0.1)  # no step with prompt tokens: nothing is learnt
-    it.scheduler._planner._pace.record_step(12.0, 0, 12)  # a second for a token
+    it.scheduler._planner.budget.pace.record_step(12.0, 0, 12)  # a second for a token
     monkeypatch.setattr(external(it), "load_s", lambda _: 12.1)
     again = it.add(14)
     it.run_to_end()

@@ -280,7 +280,7 @@ def test_a_pull_across_a_reset_is_not_cached() -> None:
 
 def test_a_pull_that_would_take_longer_than_computing_is_not_started() -> None:
     it = world()
-    pace = it.scheduler._planner._pace
+    pace = it.scheduler._planner.budget.pace
     pace.record_step(LATENCY_S, 0, NUM_WHOLE)
     name, runs = pulled(it)
     assert not runs
@@ -326,7 +326,7 @@ def test_a_peer_that_is_faster_than_a_tier_is_preferred(monkeypatch: pytest.Monk
     it.add(PROMPT)
     it.run_to_end()
     it.evict_cached()
-    it.scheduler._planner._pace.record_step(12.0, 0, 12)  # a second for a token
+    it.scheduler._planner.budget.pace.record_step(12.0, 0, 12)  # a second for a token
     monkeypatch.setattr(it.external, "load_s", lambda _: 5.0)
 
     name, runs = pulled(it)

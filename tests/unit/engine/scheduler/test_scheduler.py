@@ -14,7 +14,7 @@ from baton.engine.events import RequestEvent, RequestEventKind
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.plan import Plan, RunResult
 from baton.engine.scheduler.config import SchedulerConfig, SchedulingPolicy
-from baton.engine.scheduler.prefill_limits import NUM_STEPS_AFTER_SHORT
+from baton.engine.scheduler.prompt_budget import NUM_STEPS_AFTER_SHORT
 from baton.engine.scheduler.scheduler import Scheduler
 from tests.support.engine_world import EngineWorld
 from tests.support.requests import make_spec
