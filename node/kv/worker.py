@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,10 +18,13 @@ from baton.kv_transfer.pairs import Identity
 from baton.kv_transfer.protocol.messages import Region
 from baton.kv_transfer.protocol.staging_area import StagingArea
 from baton.kv_transfer.transports.base import Transport
+from baton.kv_transfer.transports.dead_segments import SHARED_MEMORY, remove_dead_segments
 from baton.kv_transfer.transports.nixl import NixlConfig, NixlTransport
 from baton.kv_transfer.transports.ucxx import UcxxConfig, UcxxTransport
 from baton.kv_transfer.worker import KvTransferWorker
 from baton.node.options import NodeOptions
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,9 @@ def _make_staging(options: NodeOptions, runner: TorchRunner) -> StagingArea | No
 
 
 def _open_transport(options: NodeOptions, region: Region, staging: StagingArea | None) -> Transport:
+    num_removed = remove_dead_segments()
+    if num_removed:
+        logger.info("removed %d UCX segments of dead processes in %s", num_removed, SHARED_MEMORY)
     if options.kv_transport == "nixl":
         staged = None if staging is None else staging.region
         return NixlTransport(region, NixlConfig(options.kv_tls, options.kv_device), staged)
