@@ -89,7 +89,7 @@ def build_components(
     core = EngineCore(scheduler, runner, both, observers=observers)
     compiler: Compiler = GrammarCompiler(build_grammars(runner))
     engine = EngineThread(core, name=identity.node_id, compiler=compiler, inbox=inbox)
-    runner.hook = KvPassHook(worker, runner.kv_memory.groups, engine.beat)
+    runner.hook = KvPassHook(worker, runner.kv_memory.layout.groups, engine.beat)
     links.attach(worker.inbox, engine.post)
     calls = EngineCalls(engine, changes)
     if tiers is not None and metrics is not None:
@@ -144,7 +144,7 @@ def identify(options: NodeOptions, role: NodeRole, runner: TorchRunner) -> Ident
             num_layers=memory.num_layers,
             num_kv_heads=memory.num_kv_heads,
             head_dim=memory.head_dim,
-            kv_groups=" | ".join([*map(str, memory.groups), *filter(None, [memory.state_layout])]),
+            kv_groups=str(memory.layout),
         ),
     )
 
@@ -203,9 +203,9 @@ def _build_kv_events(
     if not options.kv_events.is_on:
         return None
     memory, naming = runner.kv_memory, scheduler.cache_config.naming
-    spec = memory.groups[0].spec
+    spec = memory.layout.groups[0].spec
     kind = spec_kind_of(
-        spec, is_latent=memory.num_tensors == 1, is_recurrent=memory.num_state_blocks > 0
+        spec, is_latent=memory.num_tensors == 1, is_recurrent=memory.layout.num_state_blocks > 0
     )
     facts = CacheFacts(memory.block_size, naming.root("", 0), kind, spec.window)
     config = options.kv_events.for_node(identity.node_id, options.host)

@@ -15,7 +15,6 @@ from baton.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from baton.engine.runner.model.config import ModelConfig
-    from baton.engine.runner.state.state_shape import StateShape
 
 BLOCK_SIZE = 16
 MAX_NUM_SEQS = 128  # both are the defaults of nodes
@@ -66,14 +65,8 @@ def _tokenizer(folder: Path) -> Finding:
 
 
 def _weights(folder: Path, kv_bytes: int | None, kv_cache_dtype: str) -> Iterator[Finding]:
-    import torch
-
-    from baton.engine.runner.attention.kv_budget import auto_kv_bytes
-    from baton.engine.runner.attention.kv_tensor import KvShape, free_bytes
-    from baton.engine.runner.config import RunnerConfig
     from baton.engine.runner.families.read_config import read_model_config
-    from baton.engine.runner.load import DTYPES, kv_dtype
-    from baton.engine.runner.state.state_shape import state_shape
+    from baton.engine.runner.load import DTYPES
     from baton.engine.runner.weights.safetensors import WeightFiles
     from baton.engine.runner.weights.tensor_names import check_tensors, expected_tensors
 
@@ -84,28 +77,42 @@ def _weights(folder: Path, kv_bytes: int | None, kv_cache_dtype: str) -> Iterato
     except ModelError as error:
         yield fail("weights", str(error), "fetch the folder again, or choose a supported model")
         return
-    dtype = DTYPES[config.dtype]
     num_parameters = sum(_product(shape) for shape in expected_tensors(config).values())
     yield ok("weights", _describe(config, num_parameters))
-    stored = kv_dtype(kv_cache_dtype, config, dtype)
-    shape = KvShape.of(config, BLOCK_SIZE, stored)
-    block_bytes, state = shape.block_bytes, state_shape(config, shape, dtype)
-    weight_bytes = num_parameters * dtype.itemsize
+    weight_bytes = num_parameters * DTYPES[config.dtype].itemsize
     if config.quantization is not None:
         weight_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    yield from _room(folder, config, weight_bytes, kv_bytes, kv_cache_dtype)
+
+
+def _room(
+    folder: Path,
+    config: ModelConfig,
+    weight_bytes: int,
+    kv_bytes: int | None,
+    kv_cache_dtype: str,
+) -> Iterator[Finding]:
+    """Compare the memory that weights and KV take, and the longest request, with what there is."""
+    import torch
+
+    from baton.engine.runner.attention.kv_budget import auto_kv_bytes
+    from baton.engine.runner.attention.kv_tensor import KvShape, free_bytes
+    from baton.engine.runner.config import RunnerConfig
+    from baton.engine.runner.load import DTYPES, kv_dtype
+    from baton.engine.runner.state.state_shape import cache_layout, state_shape
+
+    dtype = DTYPES[config.dtype]
+    shape = KvShape.of(config, BLOCK_SIZE, kv_dtype(kv_cache_dtype, config, dtype))
+    layout = cache_layout(config, state_shape(config, shape, dtype))
     free, max_model_len = free_bytes(torch.device("cpu")), config.max_context_len()
     if kv_bytes is None:
         node = RunnerConfig(str(folder), max_num_seqs=MAX_NUM_SEQS)
-        kv_bytes = auto_kv_bytes(node, max(free - weight_bytes, 0), block_bytes, max_model_len)
-    yield room_finding(weight_bytes, kv_bytes, block_bytes // BLOCK_SIZE, free)
-    yield length_finding(_num_tokens(kv_bytes // block_bytes, state), max_model_len)
-
-
-def _num_tokens(num_blocks: int, state: StateShape | None) -> int:
-    """Return the tokens of the longest request, next to its recurrent state."""
-    # Two sides, and a snapshot to begin from.
-    num_state_blocks = 0 if state is None else 3 * state.num_blocks
-    return max(0, num_blocks - num_state_blocks) * BLOCK_SIZE
+        rest = max(free - weight_bytes, 0)
+        kv_bytes = auto_kv_bytes(node, rest, shape.block_bytes, max_model_len, layout)
+    token_bytes = len(layout.groups) * shape.block_bytes // BLOCK_SIZE
+    yield room_finding(weight_bytes, kv_bytes, token_bytes, free)
+    num_token_blocks = layout.max_token_blocks(kv_bytes // shape.block_bytes)
+    yield length_finding(max(0, num_token_blocks) * BLOCK_SIZE, max_model_len)
 
 
 def _describe(config: ModelConfig, num_parameters: int) -> str:

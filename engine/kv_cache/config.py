@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from baton.core.errors import InvalidConfig, require_setting
 from baton.engine.kv_cache.block_hashes import PrefixNaming
-from baton.engine.kv_cache.groups import ONE_GROUP, KvGroup
+from baton.engine.kv_cache.groups import ONE_GROUP, CacheLayout, KvGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +39,20 @@ class CacheConfig:
             )
 
     @property
-    def max_state_blocks(self) -> int:
-        """The state blocks that one request holds at most.
+    def layout(self) -> CacheLayout:
+        return CacheLayout(self.groups, self.num_state_blocks)
 
-        It has two sides, and holds the snapshot it continues from until its first pass has ended.
-        """
-        return self.num_state_blocks * (3 if self.enable_prefix_caching else 2)
+    @property
+    def max_state_blocks(self) -> int:
+        """The state blocks that one request holds at most."""
+        return self.layout.max_state_blocks(with_snapshot=self.enable_prefix_caching)
 
     @property
     def max_blocks_per_group(self) -> int:
         """The blocks of tokens that one request can have in each group."""
-        return (self.num_blocks - self.max_state_blocks) // len(self.groups)
+        return self.layout.max_token_blocks(
+            self.num_blocks, with_snapshot=self.enable_prefix_caching
+        )
 
     @property
     def naming(self) -> PrefixNaming:

@@ -57,6 +57,44 @@ class KvGroup:
 
 ONE_GROUP = (KvGroup(),)
 
+# A pass reads one copy of a recurrent state and writes another one, so that a failed pass can be
+# repeated. The first pass after a prefix hit reads a third one: the snapshot that was hit.
+NUM_STATE_COPIES = 2
+MAX_STATE_COPIES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """Memory of a request by kind: a block table per KV group, and perhaps a recurrent state.
+
+    The state takes the same number of blocks however long the request is. With two groups and
+    states of 3 blocks, a request with 5 blocks of tokens takes 2 * 5 + 3 * 3 = 19 blocks at most,
+    and 19 blocks can serve no longer request.
+    """
+
+    groups: tuple[KvGroup, ...] = ONE_GROUP
+    num_state_blocks: int = 0  # of one copy
+    state_packing: str = ""  # of a copy into its blocks
+
+    def max_state_blocks(self, *, with_snapshot: bool = True) -> int:
+        """Return the blocks of a request that are no blocks of tokens."""
+        num_copies = MAX_STATE_COPIES if with_snapshot else NUM_STATE_COPIES
+        return num_copies * self.num_state_blocks
+
+    def num_blocks(self, num_token_blocks: int, *, with_snapshot: bool = True) -> int:
+        """Return the blocks of a request with so many blocks of tokens in each group."""
+        num_state_blocks = self.max_state_blocks(with_snapshot=with_snapshot)
+        return num_token_blocks * len(self.groups) + num_state_blocks
+
+    def max_token_blocks(self, num_blocks: int, *, with_snapshot: bool = True) -> int:
+        """Return the blocks of tokens in each group that fit, the inverse of `num_blocks`."""
+        num_state_blocks = self.max_state_blocks(with_snapshot=with_snapshot)
+        return (num_blocks - num_state_blocks) // len(self.groups)
+
+    def __str__(self) -> str:
+        """Describe it for peers, whose blocks must mean the same."""
+        return " | ".join([*map(str, self.groups), *filter(None, [self.state_packing])])
+
 
 def group_layers(
     specs: Sequence[KvCacheSpec] | Mapping[int, KvCacheSpec],

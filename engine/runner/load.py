@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from baton.core.errors import InvalidConfig
+from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.model_folder import (
     GenerationDefaults,
     read_generation_defaults,
@@ -26,7 +27,7 @@ from baton.engine.runner.model.rope import Ropes
 from baton.engine.runner.model_info import LoadProgressCallback, ModelInfo
 from baton.engine.runner.model_runner import TorchRunner
 from baton.engine.runner.sampling.logits_processors import ModelView, load_processors, versions
-from baton.engine.runner.state.state_shape import state_shape
+from baton.engine.runner.state.state_shape import cache_layout, state_shape
 from baton.engine.runner.weights.decoder_loading import attention_of, load_decoder
 from baton.engine.runner.weights.quantize import QUANTIZE_REVISION
 from baton.engine.runner.weights.safetensors import WeightFiles
@@ -63,9 +64,9 @@ def load_runner(
     # Everything that can be wrong is found before the weights are loaded, which takes long.
     processors = load_processors(config.logits_processors, ModelView(str(folder), model.vocab_size))
     defaults, max_model_len = read_generation_defaults(folder), _max_model_len(config, model)
-    groups, num_state_blocks = model.kv_groups(), 0 if state is None else state.num_blocks
-    batch = _make_batch(config, max_model_len, len(groups), num_state_blocks)
-    sizes = shape.block_bytes, len(groups), num_state_blocks, max_model_len
+    layout = cache_layout(model, state)
+    batch = _make_batch(config, max_model_len, layout)
+    sizes = shape.block_bytes, layout, max_model_len
     if config.kv_cache_bytes is not None:
         _num_blocks(config, *sizes, device)
     with WeightFiles(folder) as files:
@@ -79,22 +80,24 @@ def load_runner(
         decoder,
         Ropes(model, device, dtype),
         kv,
-        groups,
+        layout,
         batch,
         parts.make_attention(kv, attention),
         config.speculation,
         processors,
-        state,
         None if state is None else parts.make_linear_attention(kv, state),
     )
 
 
-def _make_batch(
-    config: RunnerConfig, max_model_len: int, num_groups: int, num_state_blocks: int
-) -> PersistentBatch:
-    sizes = config.max_num_seqs, max_model_len, config.block_size, num_groups, num_state_blocks
+def _make_batch(config: RunnerConfig, max_model_len: int, layout: CacheLayout) -> PersistentBatch:
     try:
-        return PersistentBatch(*sizes)
+        return PersistentBatch(
+            config.max_num_seqs,
+            max_model_len,
+            config.block_size,
+            len(layout.groups),
+            layout.num_state_blocks,
+        )
     except MemoryError as error:
         raise InvalidConfig(
             f"no memory for {config.max_num_seqs} requests of {max_model_len} tokens: lower "
@@ -146,8 +149,7 @@ def _max_model_len(config: RunnerConfig, model: ModelConfig) -> int:
 def _num_blocks(
     config: RunnerConfig,
     block_bytes: int,
-    num_groups: int,
-    num_state_blocks: int,
+    layout: CacheLayout,
     max_model_len: int,
     device: torch.device,
 ) -> int:
@@ -158,10 +160,8 @@ def _num_blocks(
     elif config.kv_cache_share is not None:
         budget = int(free * config.kv_cache_share)
     else:
-        # Two sides, and a snapshot to begin from.
-        state_bytes = 3 * num_state_blocks * block_bytes
-        budget = auto_kv_bytes(config, free, num_groups * block_bytes, max_model_len, state_bytes)
-    return num_blocks_within(budget, num_groups, block_bytes, num_state_blocks)
+        budget = auto_kv_bytes(config, free, block_bytes, max_model_len, layout)
+    return num_blocks_within(budget, layout, block_bytes)
 
 
 def _fingerprint(model: ModelConfig, config: RunnerConfig, files: WeightFiles) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from baton.engine.kv_cache.groups import KvGroup
+from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.model_folder import GenerationDefaults
 from baton.kv_transfer.fence import Fence
 
@@ -43,15 +43,13 @@ class KvMemory:
     num_kv_heads: int
     head_dim: int
     dtype: str  # float32, bfloat16 or float16, or int8/ and the one that is computed in
-    groups: tuple[KvGroup, ...]
-    num_state_blocks: int = 0  # that hold the recurrent state of one request
-    state_layout: str = ""  # of recurrent layers, for fingerprints
+    layout: CacheLayout
 
     @property
     def num_tokens(self) -> int:
         """Tokens of one request that fit if all groups need all of them."""
-        num_blocks = self.num_blocks - 2 * self.num_state_blocks
-        return num_blocks // len(self.groups) * self.block_size
+        num_blocks = self.layout.max_token_blocks(self.num_blocks, with_snapshot=False)
+        return num_blocks * self.block_size
 
     @property
     def layer_bytes(self) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from baton.core.ids import BlockId
 from baton.core.output import Failure
-from baton.engine.kv_cache.groups import KvGroup
+from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.plan import Plan, RunResult
 from baton.engine.runner.attention.kv_conversion import view_blocks, write_converted
 from baton.engine.runner.attention.kv_tensor import describe
@@ -37,7 +37,6 @@ from baton.engine.runner.sampling.prompt_logprobs import PromptLogprobs
 from baton.engine.runner.sampling.sampler import Choice, Sampler
 from baton.engine.runner.sampling.spec_decode import Drafts, SpecDecoder, accepted_indices
 from baton.engine.runner.state.linear_attention import LinearAttention, LinearAttentionPass
-from baton.engine.runner.state.state_shape import StateShape
 from baton.engine.spec_decode.config import Speculation
 from baton.kv_transfer.protocol.conversion import StagedBlocks
 
@@ -53,16 +52,15 @@ class TorchRunner:
         decoder: Decoder,
         ropes: Ropes,
         kv: Tensor,
-        groups: tuple[KvGroup, ...],
+        layout: CacheLayout,
         batch: PersistentBatch,
         attention: PagedAttention,
         speculation: Speculation | None = None,
         processors: Processors = NO_PROCESSORS,
-        state: StateShape | None = None,
         linear_attention: LinearAttention | None = None,
     ) -> None:
         self.info = info
-        self.kv_memory: KvMemory = describe(kv, groups, info.dtype, state)
+        self.kv_memory: KvMemory = describe(kv, layout, info.dtype)
         self.speculation = speculation
         self.processors = processors
         self.hook: PassHook | None = None

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from baton.engine.kv_cache.groups import ONE_GROUP
+from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.runner.attention.kv_tensor import KvShape, describe
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.runner.families.read_config import read_model_config
@@ -44,7 +44,7 @@ def test_a_token_takes_the_bytes_of_its_keys_and_values_or_of_its_latent(
 ) -> None:
     shape = shape_of(name, tmp_path)
 
-    memory = describe(shape.allocate(3, CPU), ONE_GROUP)
+    memory = describe(shape.allocate(3, CPU), CacheLayout())
 
     assert shape.block_bytes == memory.block_bytes == BLOCK_SIZE * token_bytes
     assert memory.num_bytes == 3 * memory.block_bytes
@@ -53,7 +53,10 @@ def test_a_token_takes_the_bytes_of_its_keys_and_values_or_of_its_latent(
 
 def fingerprint_of(shape: KvShape) -> Fingerprint:
     """Return the fingerprint of a node with this KV tensor, whatever its model."""
-    info, memory = SimpleNamespace(fingerprint="model"), describe(shape.allocate(1, CPU), ONE_GROUP)
+    info, memory = (
+        SimpleNamespace(fingerprint="model"),
+        describe(shape.allocate(1, CPU), CacheLayout()),
+    )
     runner: Any = SimpleNamespace(info=info, kv_memory=memory)
     options = NodeOptions(RunnerConfig("model"))
     return identify(options, NodeRole.DECODE, cast("TorchRunner", runner)).fingerprint

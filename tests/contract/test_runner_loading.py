@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.core.errors import InvalidConfig, ModelError
+from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.model_folder import (
     GenerationDefaults,
     read_generation_defaults,
@@ -470,8 +471,8 @@ def test_a_device_that_is_not_there_is_named(folder: Path) -> None:
 
 
 def test_a_budget_is_filled_up_to_the_last_whole_block() -> None:
-    assert num_blocks_within(1000, 1, 100) == 10
-    assert num_blocks_within(1099, 1, 100) == 10
+    assert num_blocks_within(1000, CacheLayout(), 100) == 10
+    assert num_blocks_within(1099, CacheLayout(), 100) == 10
 
 
 # --- where a model is ------------------------------------------------------------------------

@@ -139,9 +139,9 @@ def test_a_snapshot_outside_of_the_pass_is_refused(runner: TorchRunner, num_toke
 
 def test_the_memory_names_the_state(runner: TorchRunner) -> None:
     memory = runner.kv_memory
-    assert memory.num_state_blocks == 2
+    assert memory.layout.num_state_blocks == 2
     assert memory.num_tokens == (memory.num_blocks - 4) * 16
-    assert memory.state_layout == "state: 3 layers of 4x12x20 float32 and 3x128 float32"
+    assert memory.layout.state_packing == "state: 3 layers of 4x12x20 float32 and 3x128 float32"
 
 
 def test_a_cache_without_room_for_a_state_is_refused(folder: Path) -> None:

@@ -38,7 +38,7 @@ def engine_of(model_folder: FolderOf) -> Iterator[Callable[..., EngineCore]]:
         """Load a model, with so many blocks for each KV group."""
         folder = str(model_folder(name))
         with load_runner(RunnerConfig(folder, kv_cache_bytes=1 << 20, max_num_seqs=1)) as probe:
-            block_bytes = len(probe.kv_memory.groups) * probe.kv_memory.block_bytes
+            block_bytes = len(probe.kv_memory.layout.groups) * probe.kv_memory.block_bytes
         runner = load_runner(
             RunnerConfig(folder, kv_cache_bytes=num_blocks * block_bytes, max_num_seqs=8)
         )

@@ -160,7 +160,7 @@ def test_prefix_hits_change_no_token(
 
     # A recurrent state has a snapshot at the prompt's last whole block, at multiples of this, and
     # where the second prompt leaves the first.
-    snapshot_interval = 16 * max(1, runner.kv_memory.num_state_blocks)
+    snapshot_interval = 16 * max(1, runner.kv_memory.layout.num_state_blocks)
     num_shared = 48 // snapshot_interval * snapshot_interval
     assert engine.scheduler.stats().total_prefix_hit_tokens == 64 + num_shared + 48
     folder = family_folder(name)
@@ -175,7 +175,7 @@ def test_a_cache_too_small_for_all_preempts_and_changes_no_token(
 ) -> None:
     memory = family_runner(name).kv_memory
     # Room for about two of four requests.
-    num_blocks = 5 * len(memory.groups) + 4 * memory.num_state_blocks
+    num_blocks = 5 * len(memory.layout.groups) + 4 * memory.layout.num_state_blocks
     small = family_runner(name, kv_cache_bytes=num_blocks * memory.block_bytes)
     scheduling = SchedulerConfig(max_num_batched_tokens=CHUNK, max_num_seqs=4)
     engine = build_engine(small, EngineOptions(scheduling))

@@ -72,7 +72,7 @@ class HandoffEngine:
         self._worker = KvTransferWorker(identity, region, NixlTransport(region), link)
         link.events = self._worker.inbox
         self._runner = runner
-        runner.hook = LayerHook(self._worker, memory.groups)
+        runner.hook = LayerHook(self._worker, memory.layout.groups)
         scheduling = SchedulerConfig(max_num_batched_tokens=chunk, max_num_seqs=4, push_layers=True)
         self._engine = build_engine(runner, EngineOptions(scheduling), self._worker)
         self.peer = Peer(NodeId(name), name)
@@ -174,5 +174,5 @@ def fingerprint_of(runner: TorchRunner) -> Fingerprint:
         memory.num_layers,
         memory.num_kv_heads,
         memory.head_dim,
-        str(memory.groups),
+        str(memory.layout),
     )

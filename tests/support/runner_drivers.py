@@ -76,9 +76,9 @@ class Driver:
         snapshot_every: int = 0,  # tokens; 0 for no snapshots
     ) -> None:
         self._runner = runner
-        self._num_state_blocks = runner.kv_memory.num_state_blocks
+        self._num_state_blocks = runner.kv_memory.layout.num_state_blocks
         self._snapshot_every = snapshot_every
-        self._specs = [group.spec for group in runner.kv_memory.groups]
+        self._specs = [group.spec for group in runner.kv_memory.layout.groups]
         self._block_size = block_size
         self._chunk = chunk
         self._free = [BlockId(block) for block in range(num_blocks)]

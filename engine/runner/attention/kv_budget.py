@@ -7,6 +7,7 @@ the page cache; KV pages are allocated when they are first written, not at start
 
 from __future__ import annotations
 
+from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.runner.config import RunnerConfig
 
 CPU_SHARE = 0.5  # divided by the nodes that share the machine
@@ -27,15 +28,15 @@ def auto_kv_bytes(
     free_bytes: int,
     block_bytes: int,
     max_model_len: int,
-    state_bytes: int = 0,
+    layout: CacheLayout,
 ) -> int:
     """Return the node's share of `free_bytes`, clipped.
 
     It is at least 256 MiB or half of the free memory, whichever is smaller, and at most the KV of
-    `max_num_seqs` sequences of `max_model_len` tokens, whose recurrent states take `state_bytes`.
+    `max_num_seqs` sequences of `max_model_len` tokens.
     """
     share_bytes = int(free_bytes * kv_share(config))
     floor_bytes = min(MIN_BYTES, free_bytes // 2)
-    num_blocks_per_sequence = -(-max_model_len // config.block_size)
-    cap_bytes = config.max_num_seqs * (num_blocks_per_sequence * block_bytes + state_bytes)
+    num_blocks_per_sequence = layout.num_blocks(-(-max_model_len // config.block_size))
+    cap_bytes = config.max_num_seqs * num_blocks_per_sequence * block_bytes
     return min(max(share_bytes, floor_bytes), cap_bytes)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from baton.core.errors import InvalidConfig
-from baton.engine.kv_cache.groups import KvGroup, layers_per_block
+from baton.engine.kv_cache.groups import CacheLayout, layers_per_block
 from baton.engine.runner.attention.int8_kv import SCALE_BYTES
 from baton.engine.runner.huge_pages import huge_page_memory
 from baton.engine.runner.model.config import ModelConfig
@@ -62,24 +61,12 @@ class KvShape:
         return (self.num_layers, self.num_tensors, *heads)
 
 
-class PackedState(Protocol):
-    """Packing of a request's recurrent state, whose text names it in fingerprints."""
-
-    @property
-    def num_blocks(self) -> int: ...
-
-
 def scale_bytes(dtype: torch.dtype) -> int:
     """Return the bytes of scale that follow the numbers of a token and KV head."""
     return SCALE_BYTES if dtype is torch.int8 else 0
 
 
-def describe(
-    kv: Tensor,
-    groups: tuple[KvGroup, ...],
-    dtype: str = "bfloat16",
-    state: PackedState | None = None,
-) -> KvMemory:
+def describe(kv: Tensor, layout: CacheLayout, dtype: str = "bfloat16") -> KvMemory:
     """Describe a KV tensor of a model that computes in `dtype`."""
     num_blocks, num_layers, num_tensors, num_kv_heads, block_size, slot_size = kv.shape
     num_bytes = kv.numel() * kv.element_size()
@@ -95,22 +82,16 @@ def describe(
         num_kv_heads=num_kv_heads,
         head_dim=slot_size - scale_bytes(kv.dtype),
         dtype=f"int8/{dtype}" if kv.dtype is torch.int8 else str(kv.dtype).removeprefix("torch."),
-        groups=groups,
-        num_state_blocks=0 if state is None else state.num_blocks,
-        state_layout="" if state is None else str(state),
+        layout=layout,
     )
 
 
-def num_blocks_within(
-    budget_bytes: int, num_groups: int, block_bytes: int, num_state_blocks: int = 0
-) -> int:
-    """Return the number of whole blocks that fit into the budget.
-
-    They hold at least one block per KV group and both sides of a recurrent state.
-    """
-    num_blocks, num_needed = budget_bytes // block_bytes, num_groups + 2 * num_state_blocks
+def num_blocks_within(budget_bytes: int, layout: CacheLayout, block_bytes: int) -> int:
+    """Return the number of whole blocks that fit into the budget: enough for a short request."""
+    num_needed = layout.num_blocks(1, with_snapshot=False)
+    num_blocks = budget_bytes // block_bytes
     if num_blocks < num_needed:
-        state = " and the recurrent state of a request" if num_state_blocks else ""
+        state = " and the recurrent state of a request" if layout.num_state_blocks else ""
         raise InvalidConfig(
             f"the KV cache budget of {budget_bytes} bytes holds no block of tokens{state}: "
             f"one takes {num_needed * block_bytes} bytes"

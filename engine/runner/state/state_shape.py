@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from baton.core.errors import InvalidConfig
+from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.runner.attention.kv_tensor import KvShape
 from baton.engine.runner.model.config import ModelConfig, RecurrentConfig
 
@@ -80,3 +81,10 @@ def state_shape(model: ModelConfig, kv: KvShape, dtype: torch.dtype) -> StateSha
             f" {-(-shape.row_bytes // token_bytes)} tokens"
         )
     return shape
+
+
+def cache_layout(model: ModelConfig, state: StateShape | None) -> CacheLayout:
+    """Return the memory that a request of this model takes."""
+    if state is None:
+        return CacheLayout(model.kv_groups())
+    return CacheLayout(model.kv_groups(), state.num_blocks, str(state))

@@ -7,6 +7,7 @@ import pytest
 from baton.engine.kv_cache.groups import (
     FULL,
     MAX_WASTE,
+    CacheLayout,
     KvCacheSpec,
     KvGroup,
     group_layers,
@@ -92,3 +93,23 @@ def test_a_place_that_a_group_lacks_does_not_hold_up_the_others() -> None:
 )
 def test_tokens_that_nothing_attends_to_any_more(spec: KvCacheSpec, unseen: list[int]) -> None:
     assert [spec.num_unseen(num_tokens) for num_tokens in range(6)] == unseen
+
+
+@pytest.mark.parametrize("with_snapshot", [False, True])
+@pytest.mark.parametrize("num_state_blocks", [0, 3])
+def test_the_longest_request_fits_and_a_longer_one_does_not(
+    num_state_blocks: int, with_snapshot: bool
+) -> None:
+    layout = CacheLayout((KvGroup(FULL), KvGroup(WINDOW)), num_state_blocks)
+
+    for num_blocks in range(12, 40):
+        longest = layout.max_token_blocks(num_blocks, with_snapshot=with_snapshot)
+        assert layout.num_blocks(longest, with_snapshot=with_snapshot) <= num_blocks
+        assert layout.num_blocks(longest + 1, with_snapshot=with_snapshot) > num_blocks
+
+
+def test_a_layout_names_all_that_peers_must_agree_on() -> None:
+    layout = CacheLayout((KvGroup(FULL, (0, 2)), KvGroup(WINDOW, (1,))), 3, "state: one layer")
+
+    assert str(layout) == "full: 0,2 | window 512: 1 | state: one layer"
+    assert str(CacheLayout()) == "full: "

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.runner.attention.kv_budget import auto_kv_bytes
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.runner.weights.host_memory import free_host_bytes
@@ -15,6 +16,7 @@ GIB, MIB = 1 << 30, 1 << 20
 NODE = RunnerConfig("m", kv_cache_share=None, max_num_seqs=128)
 QWEN_BLOCK_BYTES = 28 * 2 * 8 * 128 * 2 * 16  # Qwen3-0.6B in bfloat16, 16 tokens
 QWEN_LEN = 40_960
+ONE_FULL = CacheLayout()
 
 
 @pytest.mark.parametrize(
@@ -26,7 +28,7 @@ def test_a_node_takes_its_share_of_what_is_free(
 ) -> None:
     node = replace(NODE, device=device, nodes_per_machine=nodes_per_machine)
 
-    num_bytes = auto_kv_bytes(node, 24 * GIB, QWEN_BLOCK_BYTES, QWEN_LEN)
+    num_bytes = auto_kv_bytes(node, 24 * GIB, QWEN_BLOCK_BYTES, QWEN_LEN, ONE_FULL)
 
     assert num_bytes == int(24 * GIB * share)
 
@@ -34,16 +36,16 @@ def test_a_node_takes_its_share_of_what_is_free(
 def test_a_small_machine_gets_256_mib_or_half_of_what_is_free() -> None:
     small = replace(NODE, nodes_per_machine=8)
 
-    assert auto_kv_bytes(small, GIB, QWEN_BLOCK_BYTES, QWEN_LEN) == 256 * MIB
-    assert auto_kv_bytes(small, 100 * MIB, QWEN_BLOCK_BYTES, QWEN_LEN) == 50 * MIB
+    assert auto_kv_bytes(small, GIB, QWEN_BLOCK_BYTES, QWEN_LEN, ONE_FULL) == 256 * MIB
+    assert auto_kv_bytes(small, 100 * MIB, QWEN_BLOCK_BYTES, QWEN_LEN, ONE_FULL) == 50 * MIB
 
 
 def test_no_node_takes_more_than_its_largest_batch_can_fill() -> None:
-    assert auto_kv_bytes(NODE, 24 * GIB, 32 << 10, 1000) == 128 * 63 * (32 << 10)
+    assert auto_kv_bytes(NODE, 24 * GIB, 32 << 10, 1000, ONE_FULL) == 128 * 63 * (32 << 10)
 
 
 def test_an_ordinary_machine_holds_a_whole_context_of_a_small_model() -> None:
-    num_bytes = auto_kv_bytes(NODE, 20 * GIB, QWEN_BLOCK_BYTES, QWEN_LEN)
+    num_bytes = auto_kv_bytes(NODE, 20 * GIB, QWEN_BLOCK_BYTES, QWEN_LEN, ONE_FULL)
 
     assert num_bytes // QWEN_BLOCK_BYTES * 16 > QWEN_LEN
 
