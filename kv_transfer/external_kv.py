@@ -55,7 +55,6 @@ class Use:
 
     names: tuple[BlockName, ...]
     hints: BlockHints
-    num_computed: int = 0  # of the names, the first ones: the request itself has computed them
 
 
 @dataclass(frozen=True, slots=True)

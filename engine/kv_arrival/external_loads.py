@@ -193,10 +193,9 @@ class ExternalTransfers:
         num_hits = request.num_cached_tokens // self._cache.block_size
         hits = self._cache.names_of(request.kv, num_hits)
         names = hits if hints.is_plain else self._cache.names_of(request.kv)
-        computed = tuple(filter(self._external.holds, reversed(names[len(hits) :])))
-        held = computed + tuple(filter(self._external.holds, reversed(hits)))
+        held = tuple(filter(self._external.holds, reversed(names)))
         if held:
-            self._uses.append(Use(held, hints, len(computed)))
+            self._uses.append(Use(held, hints))
         if hints.is_wanted:
             self._cache.store_hits(request.kv, num_hits)
 

@@ -18,7 +18,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 
 from baton.core.ids import BlockName
-from baton.core.kv_hints import BlockHints, Tenant
+from baton.core.kv_hints import Tenant
 from baton.kv_transfer.external_kv import (
     FILE,
     HOST,
@@ -35,7 +35,6 @@ from baton.kv_transfer.tiers.block_memory import BlockMemory, CopyBlocks, copy_b
 from baton.kv_transfer.tiers.block_store import BackingConfig, BlockStore
 from baton.kv_transfer.tiers.copy_pace import CopyPace, Work
 from baton.kv_transfer.tiers.counters import TierCounters, TierStatus
-from baton.kv_transfer.tiers.file_admission import FileAdmission
 from baton.kv_transfer.tiers.host_tier import HostBlock, HostTier
 from baton.kv_transfer.tiers.load_times import LoadTimes
 from baton.kv_transfer.tiers.store_queue import StoreQueue, Storing, StoringBlock
@@ -80,7 +79,6 @@ class TieredKv:
         files: BlockStore | None = None,
         objects: BlockStore | None = None,
         clock: Callable[[], float] = time.monotonic,
-        admission: FileAdmission | None = None,
         copy: CopyBlocks = copy_blocks,
         object_refresh_s: float = OBJECT_REFRESH_S,
         pace: CopyPace | None = None,
@@ -90,7 +88,6 @@ class TieredKv:
         self._host = host
         self._host.on_room = self._look_for_room
         self._clock = clock
-        self._admission = admission or FileAdmission()
         # Called after changes, on any thread. Set once the engine exists.
         self.wake: Callable[[], None] = lambda: None
         self.pace = pace or CopyPace(clock)
@@ -342,23 +339,15 @@ class TieredKv:
     def _store_block(self, each: StoringBlock, block: HostBlock, digest: bytes) -> None:
         """Publish a block that was copied to host memory, and write it to the tiers behind."""
         self._host.publish(each.name, block, digest, each.hints)
-        is_behind = all(tier.holds(each.name) for tier in self._backing)
-        if not is_behind and self._admission.admits_store(each.name, each.hints):
-            self._write_behind(each.name, each.hints, each.storing.generation)
-
-    def _write_behind(self, name: BlockName, hints: BlockHints, generation: int) -> None:
         for tier in self._backing:
-            block = None if tier.holds(name) else self._host.pin(name)
-            if block is not None:
-                tier.write(name, block, hints, generation)
+            pinned = None if tier.holds(each.name) else self._host.pin(each.name)
+            if pinned is not None:
+                tier.write(each.name, pinned, each.hints, each.storing.generation)
 
     def _use(self, use: Use, generation: int) -> None:
         if generation != self._generation.number:
             return
         self._host.use(use.names, use.hints)
-        for name in use.names[use.num_computed :]:  # of the others, this is the first use
-            if self._admission.admits_use(name, use.hints):
-                self._write_behind(name, self._host.hints_of(name), generation)
         for tier in self._backing:
             tier.use(use.names, use.hints)
 

@@ -10,7 +10,6 @@ from baton.engine.runner.huge_pages import huge_page_memory
 from baton.engine.runner.kernels.native_copies import fastest_copies
 from baton.kv_transfer.kv_connector import KvConnectorContext
 from baton.kv_transfer.tiers.block_memory import BlockMemory
-from baton.kv_transfer.tiers.file_admission import FileAdmission
 from baton.kv_transfer.tiers.file_tier import FileTier, check_folder
 from baton.kv_transfer.tiers.host_tier import HostTier
 from baton.kv_transfer.tiers.object_tier import ObjectTier
@@ -37,7 +36,6 @@ def make_tiers(context: KvConnectorContext) -> TieredKv:
     kv_memory = BlockMemory(context.address, context.num_blocks, context.block_bytes)
     tiers = TieredKv(
         *(kv_memory, host, _make_files(config, context), _make_objects(config, context)),
-        admission=FileAdmission(config.admission),
         copy=fastest_copies(context.block_bytes),
     )
     tiers.wake = context.wake

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 from baton.core.errors import InvalidConfig
 from baton.core.options import KV_CACHE, Option, check_options
 from baton.core.units import parse_bytes
-from baton.kv_transfer.tiers.file_admission import AdmissionPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +67,6 @@ class TiersConfig:
             parse=parse_bytes,
         ),
     ] = 1 << 40
-    admission: Annotated[
-        AdmissionPolicy,
-        Option(
-            "Blocks that are written to --kv-folder. all: each one; reuse: at their second use, "
-            "or at once for requests with a session or a retention, which spares the disk.",
-            KV_CACHE,
-            name="kv_tier_admission",
-        ),
-    ] = AdmissionPolicy.ALL
     tenant_share: Annotated[
         float,
         Option(
@@ -101,8 +91,7 @@ class TiersConfig:
 
 def parse_tiers(given: Mapping[str, Any]) -> TiersConfig:
     """Make the settings from those of a KV connector. Raises InvalidConfig."""
-    admission = given.get("admission", AdmissionPolicy.ALL)
     try:
-        return TiersConfig(**{**given, "admission": AdmissionPolicy(admission)})
-    except (TypeError, ValueError) as error:
+        return TiersConfig(**given)
+    except TypeError as error:
         raise InvalidConfig(f"--kv-connector-config of the tiers: {error}") from error

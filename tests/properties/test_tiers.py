@@ -113,7 +113,7 @@ class Node:
         store is broken, but a drop is.
         """
         name = next(self._sentinels)
-        use = Use((name,), NO_HINTS, num_computed=1)
+        use = Use((name,), NO_HINTS)
         self.world.tiers.start(ExternalOrders(drops=(name,), uses=(use,)))
         working = [names for number, names in enumerate(self._removed) if number not in self.faults]
         while not all(name in names for names in (*self._used, *working)):

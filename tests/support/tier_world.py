@@ -17,7 +17,6 @@ from baton.kv_transfer.tiers.block_store import BlockStore
 from baton.kv_transfer.tiers.copy_pace import CopyPace
 from baton.kv_transfer.tiers.counters import TierCounters, TierStatus
 from baton.kv_transfer.tiers.eviction import EvictionOrder
-from baton.kv_transfer.tiers.file_admission import AdmissionPolicy, FileAdmission
 from baton.kv_transfer.tiers.host_tier import HostTier
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
 from tests.support.tier_memory import OwnedMemory, host_tier, name_of
@@ -271,7 +270,6 @@ def tier_world(
     num_host: int = 16,
     files: BlockStore | None = None,
     objects: BlockStore | None = None,
-    admission: AdmissionPolicy = AdmissionPolicy.ALL,
     copy: CopyBlocks = copy_blocks,
     clock: TierClock | None = None,
     pace: CopyPace | None = None,
@@ -287,7 +285,6 @@ def tier_world(
         files,
         objects,
         clock,
-        admission=FileAdmission(admission),
         copy=copy,
         object_refresh_s=REFRESH_S,
         pace=pace,

@@ -543,7 +543,7 @@ def test_prefix_hits_are_reported_as_uses_from_the_end_of_the_prefix() -> None:
     assert use.hints.is_plain
 
 
-def test_uses_tell_the_blocks_that_the_request_computed_from_its_hits() -> None:
+def test_uses_name_the_blocks_that_the_request_computed_before_its_hits() -> None:
     it = world()
     it.add(10, max_tokens=1)
     it.run_to_end()
@@ -552,9 +552,7 @@ def test_uses_tell_the_blocks_that_the_request_computed_from_its_hits() -> None:
 
     names = list(external(it).stored_hints)
     (use,) = external(it).uses
-    computed, hits = use.names[: use.num_computed], use.names[use.num_computed :]
-    assert hits == (names[1], names[0])
-    assert computed[-2:] == (names[3], names[2])
+    assert use.names[-4:] == (names[3], names[2], names[1], names[0])
 
 
 def test_hits_that_a_tier_has_evicted_are_stored_again_for_a_session() -> None:

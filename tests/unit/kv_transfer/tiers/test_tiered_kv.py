@@ -10,13 +10,12 @@ import pytest
 
 from baton.core.ids import BlockId
 from baton.core.kv_hints import NO_HINTS, BlockHints, tenant_of
-from baton.kv_transfer.external_kv import FILE, HOST, OBJECT, ExternalOrders, Store, StoreId, Use
+from baton.kv_transfer.external_kv import FILE, HOST, OBJECT, ExternalOrders, Store, StoreId
 from baton.kv_transfer.tiers import tiered_kv
 from baton.kv_transfer.tiers.backing_tier import LOAD_DEADLINE_S, PAUSE_S
 from baton.kv_transfer.tiers.block_memory import BlockMemory, copy_blocks
 from baton.kv_transfer.tiers.block_store import BlockStore
 from baton.kv_transfer.tiers.copy_pace import CopyPace, Work
-from baton.kv_transfer.tiers.file_admission import AdmissionPolicy
 from baton.kv_transfer.tiers.tiered_kv import MIN_AT_QUOTA, TieredKv
 from tests.support.block_stores import FolderWorld, StoreWorld, memory_world, scan_all
 from tests.support.tier_memory import name_of
@@ -41,12 +40,11 @@ class Backing:
         self,
         num_host: int = 16,
         store: BlockStore | None = None,
-        admission: AdmissionPolicy = AdmissionPolicy.ALL,
         tenant_share: float = 1.0,
     ) -> Iterator[TierWorld]:
         opened = self.open() if store is None else store
         files, objects = (opened, None) if self.tier == FILE else (None, opened)
-        with tier_world(num_host, files, objects, admission, tenant_share=tenant_share) as it:
+        with tier_world(num_host, files, objects, tenant_share=tenant_share) as it:
             yield it
 
     def names(self) -> set[str]:
@@ -206,43 +204,6 @@ def test_a_single_tier_is_cleared(backing: Backing, is_host: bool) -> None:
         assert it.tiers.clear([]) == {}
         it.wait_until_held(2)
         assert it.load([1, 2], into=5) == (source, source)
-
-
-def test_with_reuse_blocks_are_written_at_their_second_use(files: Backing) -> None:
-    with files.world(num_host=3, admission=AdmissionPolicy.REUSE) as it:
-        it.store(1, 2)
-        it.use(2)
-        it.store(3, 4)  # evicts block 1
-        it.store(1)
-        it.use(9)
-    assert files.names() == hexes(1, 2)
-
-
-def test_with_reuse_a_release_writes_nothing(backing: Backing) -> None:
-    with backing.world(admission=AdmissionPolicy.REUSE) as it:
-        it.store(1, 2)
-        it.use(1, 2, hints=BlockHints(is_released=True))
-        it.use(2)
-    assert backing.names() == hexes(2)
-
-
-def test_with_reuse_the_end_of_the_request_that_computed_a_block_is_not_its_second_use(
-    backing: Backing,
-) -> None:
-    with backing.world(admission=AdmissionPolicy.REUSE) as it:
-        it.store(1, 2)
-        names = (name_of(2), name_of(1))
-        use = Use(names, BlockHints(priority=90), num_computed=1)
-        it.tiers.start(ExternalOrders(uses=(use,)))
-    assert backing.names() == hexes(1)
-
-
-def test_with_reuse_blocks_of_a_session_are_written_at_once(backing: Backing) -> None:
-    with backing.world(admission=AdmissionPolicy.REUSE) as it:
-        it.store(1, hints=BlockHints(is_in_session=True))
-        it.store(2, hints=BlockHints(retain_s=9.0))
-        it.store(3, hints=BlockHints(priority=100))
-    assert backing.names() == hexes(1, 2)
 
 
 def test_hints_reach_files_and_a_block_that_is_promoted_keeps_them(files: Backing) -> None:
