@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from baton.engine.config import EngineOptions
 from baton.engine.core import EngineCore, NoKvWorker
-from baton.engine.kv_arrival.peer_pulls import PullConfig
+from baton.engine.kv_arrival.pulls import PullConfig
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.plan import KvWorker
 from baton.engine.runner.model_runner import TorchRunner

@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from baton.core.ids import BlockId, HandoffId
-from baton.engine.kv_arrival.external_loads import ExternalTransfers
-from baton.engine.kv_arrival.handoffs import HandoffManager
+from baton.engine.kv_arrival.fills import FillId
+from baton.engine.kv_arrival.loads import ExternalLoads
+from baton.engine.kv_arrival.sends import BlockSends
 from baton.engine.kv_cache.block_hashes import BlockHash
-from baton.engine.kv_cache.block_pool import BlockPool
-from baton.kv_transfer.external_kv import LoadId
+from baton.engine.kv_cache.manager import KvCache
 from baton.kv_transfer.types import NOT_CACHED, TOO_MANY_PULLS, KvReports, Requested
 
 MAX_GIVEN_SHARE = 0.5  # of all blocks, for all pulls together
@@ -23,42 +23,29 @@ MAX_WAITING = 1024  # runs
 
 
 class GivenPulls:
-    def __init__(
-        self,
-        pool: BlockPool,
-        handoffs: HandoffManager,
-        external: ExternalTransfers,
-        block_size: int,
-    ) -> None:
-        self._pool = pool
-        self._handoffs = handoffs
-        self._external = external
-        self._block_size = block_size
-        self._max_blocks = int(pool.num_blocks * MAX_GIVEN_SHARE)
+    def __init__(self, cache: KvCache, sends: BlockSends, loads: ExternalLoads | None) -> None:
+        self._pool = cache.pool
+        self._sends = sends
+        self._loads = loads
+        self._block_size = cache.block_size
+        self._max_blocks = int(cache.pool.num_blocks * MAX_GIVEN_SHARE)
         self._waiting: deque[Requested] = deque()
-        self._loading: dict[LoadId, Requested] = {}
+        self._loading: dict[FillId, Requested] = {}
         self._given: dict[HandoffId, tuple[BlockId, ...]] = {}
         self._num_given = 0  # blocks that are given or loaded
 
-    def settle(self, reports: KvReports, now: float) -> None:
-        """Apply the ends of given pulls, and give the blocks of new ones."""
+    def settle(self, reports: KvReports, ended: Iterable[FillId], now: float) -> None:
+        """Apply the ends of given pulls and of loads for them, and give the blocks of new ones."""
         for handoff_id in reports.finished_sending:
             self._num_given -= len(self._given.pop(handoff_id, ()))
+        for fill_id in ended:
+            self._end_load(fill_id)
         for requested in reports.requested:
             is_too_large = len(requested.names) > self._max_blocks
             if is_too_large or len(self._waiting) >= MAX_WAITING:
-                self._handoffs.refuse(requested.handoff_id, TOO_MANY_PULLS)
+                self._sends.refuse(requested.handoff_id, TOO_MANY_PULLS)
             else:
                 self._waiting.append(requested)
-        self._give_waiting(now)
-
-    def end_loads(self, load_ids: Iterable[LoadId], now: float) -> None:
-        """Give the blocks of pulls that waited for these loads."""
-        for load_id in load_ids:
-            requested = self._loading.pop(load_id, None)
-            if requested is not None:
-                self._num_given -= len(requested.names)
-                self._give(requested, self._find(requested))
         self._give_waiting(now)
 
     def withdraw(self, block_ids: Iterable[BlockId]) -> None:
@@ -66,7 +53,7 @@ class GivenPulls:
         wrong = set(block_ids)
         for handoff_id, given in self._given.items():
             if not wrong.isdisjoint(given):
-                self._handoffs.withdraw_completed(handoff_id, "the KV may be wrong")
+                self._sends.withdraw_completed(handoff_id, "the KV may be wrong")
 
     def _give_waiting(self, now: float) -> None:
         while self._waiting:
@@ -89,19 +76,25 @@ class GivenPulls:
         names = zip(requested.names, block_ids, strict=True)
         missing = [name for name, block_id in names if block_id is None]
         cached = [block_id for block_id in block_ids if block_id is not None]
-        load_id = self._external.load_for_peer(missing, cached, now)
-        if load_id is None:
+        fill_id = None if self._loads is None else self._loads.load_for_peer(missing, cached, now)
+        if fill_id is None:
             return False
-        self._loading[load_id] = requested
+        self._loading[fill_id] = requested
         self._num_given += len(requested.names)
         return True
+
+    def _end_load(self, fill_id: FillId) -> None:
+        requested = self._loading.pop(fill_id, None)
+        if requested is not None:
+            self._num_given -= len(requested.names)
+            self._give(requested, self._find(requested))
 
     def _give(self, requested: Requested, found: Sequence[BlockId | None]) -> None:
         block_ids = tuple(block_id for block_id in found if block_id is not None)
         if len(block_ids) < len(found):
-            self._handoffs.refuse(requested.handoff_id, NOT_CACHED)
+            self._sends.refuse(requested.handoff_id, NOT_CACHED)
             return
         num_tokens = len(block_ids) * self._block_size
-        if self._handoffs.give(requested.handoff_id, block_ids, num_tokens):
+        if self._sends.give(requested.handoff_id, block_ids, num_tokens):
             self._given[requested.handoff_id] = block_ids
             self._num_given += len(block_ids)

@@ -141,11 +141,9 @@ class SchedulerConfig:
             at_least=0,
         ),
     ] = 1
-    # Limit of the wait for blocks that another request is receiving from the same peer; with 0,
-    # they are received twice. Far below the time for which a peer holds blocks without a grant.
-    max_prefix_wait_s: float = 5.0
-    # Limit of the wait for blocks that an external KV cache loads, or that a peer sends.
-    max_load_wait_s: float = 5.0
+    # Limit of a request's wait for loads, pulls and hand-offs of other requests, in sum; with 0, it
+    # waits for none. Far below the time for which a peer holds blocks without a grant.
+    max_fill_wait_s: float = 5.0
     # Send each layer of a chunk to the peer when it is computed, instead of whole chunks.
     push_layers: Annotated[
         bool,
@@ -189,10 +187,8 @@ class SchedulerConfig:
         for name in ("max_num_partial_prefills", "max_long_partial_prefills"):
             limit = getattr(self, name)
             require_setting(name, limit, limit is None or limit >= 1, "at least 1, or left out")
-        wait_s = self.max_prefix_wait_s
-        require_setting("max_prefix_wait_s", wait_s, wait_s >= 0, "at least 0")
-        load_s = self.max_load_wait_s
-        require_setting("max_load_wait_s", load_s, load_s >= 0, "at least 0")
+        wait_s = self.max_fill_wait_s
+        require_setting("max_fill_wait_s", wait_s, wait_s >= 0, "at least 0")
         target_s = self.target_step_s
         require_setting(
             "target_step_s", target_s, target_s is None or target_s > 0, "above 0, or left out"

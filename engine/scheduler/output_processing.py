@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from baton.core.ids import HandoffId
 from baton.core.logprobs import FirstToken, TokenLogprobs
 from baton.core.output import Failure, FailureCause, FinishReason, Output
 from baton.engine.errors import OutOfOrder
@@ -43,21 +44,18 @@ class OutputProcessor:
     def settle_kv(self, reports: KvReports) -> None:
         if reports == NO_REPORTS:
             return
-        self._state.stop_waiting_for(self._state.pulls.settle(reports, self._state.now_s))
+        arrivals, now_s = self._state.arrivals, self._state.now_s
+        ended = arrivals.settle_fills(reports, now_s)
+        self._state.stop_waiting_for(ended)
         for landed in reports.finished_recving:
             self._process_landed(landed)
         for proved in reports.proved:
-            self._state.handoffs.cache_proved(proved, self._state.cache)
+            arrivals.receives.cache_proved(proved)
         for lost in reports.failed_recving:
             self._process_lost(lost)
         for handoff_id in reports.released:
-            self._state.handoffs.end_receiving(handoff_id)
-        for handoff_id in reports.finished_sending:
-            self._state.handoffs.end_sending(handoff_id)
-        self._state.given_pulls.settle(reports, self._state.now_s)
-        ended = self._state.external.settle(reports.external)
-        self._state.stop_waiting_for(ended)
-        self._state.given_pulls.end_loads(ended, self._state.now_s)
+            arrivals.receives.end(handoff_id)
+        arrivals.settle_gives(reports, ended, now_s)
 
     def fail(self, request: Request, failure: Failure) -> None:
         """End a request, in any state, with an error."""
@@ -83,7 +81,8 @@ class OutputProcessor:
         is_complete = request.kv.num_computed_tokens == request.num_tokens
         num_whole = request.kv.num_computed_tokens // self._state.cache.block_size
         # The last block, full or not, is final: a sender ends with its first token.
-        self._state.handoffs.send(request, request.kv.num_blocks if is_complete else num_whole)
+        num_blocks = request.kv.num_blocks if is_complete else num_whole
+        self._state.arrivals.sends.send(request.spec.send_to, request.kv, num_blocks)
         self._state.cache.release_unseen(request.kv)
         prompt_logprobs = run.prompt_logprobs.get(request.request_id)
         if prompt_logprobs:
@@ -162,7 +161,9 @@ class OutputProcessor:
             # A sender's first token completes the hand-off even if it ends the request. The
             # decode node then ends the request by the same rule instead of waiting for KV.
             first_token = FirstToken(taken[0], logprobs[0] if logprobs else None)
-            self._state.handoffs.complete(request, first_token)
+            self._state.arrivals.sends.complete(
+                request.spec.send_to, request.num_context_tokens, first_token
+            )
             self._state.finish(request, reason)
 
     def _start_decoding(self, request: Request) -> None:
@@ -177,17 +178,19 @@ class OutputProcessor:
     def _end_failed_run(self, request: Request, failure: Failure) -> None:
         """End a request whose row failed. Its KV may be wrong, unless the request is at fault."""
         if failure.cause is not FailureCause.REQUEST:
-            self._state.given_pulls.withdraw(request.kv.block_ids)
+            self._state.arrivals.gives.withdraw(request.kv.block_ids)
             self._state.cache.uncache_blocks(request.kv)
-            self._state.external.drop(request)
+            self._state.arrivals.stores.drop(request.kv)
         self.fail(request, failure)
 
     # --- KV reports ---------------------------------------------------------------
 
     def _process_landed(self, landed: Landed) -> None:
         """Make the receiver of a completed hand-off ready. Applies the first token it carries."""
-        request = self._state.handoffs.receiver_of(landed.handoff_id)
-        self._state.handoffs.end_receiving(landed.handoff_id)
+        request = self._receiver_of(landed.handoff_id)
+        if request is not None:
+            self._state.end_receive(request)
+        self._state.arrivals.receives.end(landed.handoff_id)
         if request is None:
             return
         first_token = landed.first_token
@@ -195,12 +198,16 @@ class OutputProcessor:
         if first_token is None or reason is not None:
             self._recover_from_lost_kv(request, reason or "it came without the first token")
             return
-        request.receive = None
         request.num_received_tokens = request.num_tokens - request.kv.num_computed_tokens
         request.kv.num_computed_tokens = request.num_tokens
         self._state.cache.register(request.kv)
         self._state.record_event(request, RequestEventKind.LANDED)
         self._append_first_token(request, first_token)
+
+    def _receiver_of(self, handoff_id: HandoffId) -> Request | None:
+        """Return the request that waits for this hand-off, if it still does."""
+        arrival = self._state.arrivals.receives.receiver_of(handoff_id)
+        return None if arrival is None else self._state.requests[arrival.kv.request_id]
 
     def _mismatch(
         self, num_tokens: int, first_token: FirstToken | None, request: Request
@@ -226,12 +233,12 @@ class OutputProcessor:
 
     def _process_lost(self, lost: Lost) -> None:
         """Recover from lost KV. The hand-off keeps its blocks until their release is reported."""
-        request = self._state.handoffs.receiver_of(lost.handoff_id)
+        request = self._receiver_of(lost.handoff_id)
         if request is not None:
+            self._state.end_receive(request)
             self._recover_from_lost_kv(request, lost.reason)
 
     def _recover_from_lost_kv(self, request: Request, reason: str) -> None:
-        request.receive = None
         self._state.record_event(request, RequestEventKind.LOST)
         if self._state.config.kv_load_failure_policy is LoadFailurePolicy.FAIL:
             reason = f"the KV of the prompt was lost: {reason}"

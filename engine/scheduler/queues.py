@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
 
-from baton.core.ids import HandoffId, RequestId
+from baton.core.ids import RequestId
+from baton.engine.kv_arrival.fills import FillId
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.scheduler.request import Request
-from baton.kv_transfer.external_kv import LoadId
 
 Key = tuple[float, ...]
-# What a waiting request follows: the hand-off of another request, a load or a pull.
-LeaderId = RequestId | LoadId | HandoffId
 
 
 class RankedQueue:
@@ -63,9 +61,8 @@ class WaitingQueue:
     request never iterates over them. If enough of its prefix gets cached, such a prompt counts
     as short: it returns to the queue when the block is cached that it was set aside for.
 
-    A request whose prefix another request is receiving follows that one, and one whose prefix is
-    being loaded or pulled follows the load or pull: it is out of the queue until that has ended,
-    or its own time for this is over.
+    A request that waits for a fill follows it: it is out of the queue until the fill has ended, or
+    its own time for this is over.
     """
 
     def __init__(self) -> None:
@@ -73,12 +70,12 @@ class WaitingQueue:
         self._aside_queue = RankedQueue()
         self._aside_by_hash: dict[BlockHash, dict[RequestId, tuple[Key, Request]]] = {}
         self._awaited_by_id: dict[RequestId, BlockHash] = {}
-        self._leader_by_id: dict[RequestId, LeaderId] = {}  # of followers
-        self._followers: dict[LeaderId, list[Request]] = {}  # by what they follow
+        self._fill_by_id: dict[RequestId, FillId] = {}  # of followers
+        self._followers: dict[FillId, list[Request]] = {}
         self._followers_by_deadline = RankedQueue()
 
     def __len__(self) -> int:
-        return len(self._queue) + len(self._aside_queue) + len(self._leader_by_id)
+        return len(self._queue) + len(self._aside_queue) + len(self._fill_by_id)
 
     def __iter__(self) -> Iterator[Request]:
         yield from self._queue
@@ -86,14 +83,14 @@ class WaitingQueue:
         yield from self.followers()
 
     def followers(self) -> Iterator[Request]:
-        """Iterate over the requests that wait for a hand-off, load or pull."""
+        """Iterate over the requests that wait for a fill."""
         for followers in self._followers.values():
             yield from followers
 
     @property
     def num_followers(self) -> int:
-        """Number of requests that wait for a hand-off, load or pull, which no step can schedule."""
-        return len(self._leader_by_id)
+        """Number of requests that wait for a fill, which no step can schedule."""
+        return len(self._fill_by_id)
 
     def push(self, request: Request) -> None:
         self._queue.push(_waiting_key(request), request)
@@ -128,16 +125,16 @@ class WaitingQueue:
                 self.remove(request)
                 self._queue.push(key, request)
 
-    def follow(self, request: Request, leader_id: LeaderId, until_s: float) -> None:
+    def follow(self, request: Request, fill_id: FillId, until_s: float) -> None:
         """Keep a request out of the queue until `release_followers` of the same id, or a time."""
         self.remove(request)
-        self._leader_by_id[request.request_id] = leader_id
-        self._followers.setdefault(leader_id, []).append(request)
+        self._fill_by_id[request.request_id] = fill_id
+        self._followers.setdefault(fill_id, []).append(request)
         self._followers_by_deadline.push((until_s,), request)
 
-    def release_followers(self, leader_id: LeaderId) -> None:
-        """Return the followers of this leader to the queue, each in its former place."""
-        for request in list(self._followers.get(leader_id, ())):
+    def release_followers(self, fill_id: FillId) -> None:
+        """Return the followers of this fill to the queue, each in its former place."""
+        for request in list(self._followers.get(fill_id, ())):
             self._requeue(request)
 
     def release_overdue(self, now: float) -> bool:
@@ -152,12 +149,12 @@ class WaitingQueue:
         self.push(request)
 
     def remove(self, request: Request) -> None:
-        leader_id = self._leader_by_id.pop(request.request_id, None)
-        if leader_id is not None:
+        fill_id = self._fill_by_id.pop(request.request_id, None)
+        if fill_id is not None:
             self._followers_by_deadline.remove(request)
-            self._followers[leader_id].remove(request)
-            if not self._followers[leader_id]:
-                del self._followers[leader_id]
+            self._followers[fill_id].remove(request)
+            if not self._followers[fill_id]:
+                del self._followers[fill_id]
             return
         if request not in self._aside_queue:
             self._queue.remove(request)

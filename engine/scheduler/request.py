@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from enum import Enum
 
 from baton.core.ids import RequestId
 from baton.core.output import RequestStats
-from baton.core.request import EngineRequest, ReceiveKv
+from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
 from baton.engine.errors import OutOfOrder
+from baton.engine.kv_arrival.arrival import Arrival
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.structured_output.grammar import Grammar
@@ -17,7 +17,6 @@ from baton.engine.structured_output.grammar import Grammar
 # (priority, arrival time, serial number): lower is scheduled earlier. FCFS sets priority to zero.
 Rank = tuple[int, float, int]
 
-_NO_DEADLINE: float | None = None
 NOT_DUE = 0  # steps are numbered from one
 
 
@@ -51,9 +50,8 @@ class Request:
     """
 
     __slots__ = (
+        "arrival",
         "due_step",
-        "fetches_until_s",
-        "follows_until_s",
         "grammar",
         "is_long",
         "is_plain",
@@ -61,13 +59,9 @@ class Request:
         "kv",
         "max_num_slots",
         "max_num_tokens",
-        "may_load",
-        "may_pull",
         "num_accepted_tokens",
         "num_cached_tokens",
         "num_context_tokens",
-        "num_found_blocks",
-        "num_looks",
         "num_preemptions",
         "num_prefilled_tokens",
         "num_prompt_logprobs",
@@ -75,9 +69,7 @@ class Request:
         "num_proposed_tokens",
         "num_received_tokens",
         "rank",
-        "receive",
         "request_id",
-        "source_by_range",
         "spec",
         "status",
         "stop_token_ids",
@@ -106,20 +98,13 @@ class Request:
 
         self.status = _initial_status(sampling)
         self.grammar: Grammar | None = None  # None without one, and while it is being compiled
-        self.receive: ReceiveKv | None = spec.receive_from  # None once the KV landed or was lost
-        # Deadlines for following hand-offs of other requests, and for waiting for loads and pulls.
-        # None: it has not waited yet.
-        self.follows_until_s = self.fetches_until_s = _NO_DEADLINE
         self.token_ids: list[int] = [*spec.prompt_token_ids, *spec.prior_output_token_ids]
         self.num_prompt_tokens = len(spec.prompt_token_ids)
         self.num_context_tokens = len(self.token_ids)  # prompt and prior output
         block_hints = spec.kv_hints.block_hints(spec.tenant or spec.cache_salt)
         self.kv = HeldKv(spec.request_id, self.token_ids, root_hash, block_hints)
-        # Prompt logprobs: already returned. Looks for its prefix: after the first one.
-        self.num_prompt_logprobs = self.num_looks = 0
-        # Whether an external KV cache, or a peer, was not asked for its prefix yet.
-        self.may_load = self.may_pull = True
-        self.num_found_blocks = 0  # leading blocks that it found in the prefix cache while waiting
+        self.arrival = Arrival(self.kv, rank, spec.receive_from, spec.prefix_source)
+        self.num_prompt_logprobs = 0  # already returned
         self.was_preempted_for_priority = (
             False  # preempted for a higher priority, which happens at most once
         )
@@ -128,8 +113,6 @@ class Request:
         self.due_step = NOT_DUE  # the step in which it needs its next block, see Batch
 
         # Statistics for the last output.
-        # Source of the tokens that were loaded before the first run, by block: a tier, or a peer.
-        self.source_by_range: dict[range, str] = {}
         self.num_cached_tokens = self.num_received_tokens = self.num_prefilled_tokens = 0
         self.num_preemptions = self.num_proposed_tokens = self.num_accepted_tokens = 0
 
@@ -149,27 +132,15 @@ class Request:
             num_preemptions=self.num_preemptions,
             num_proposed_tokens=self.num_proposed_tokens,
             num_accepted_tokens=self.num_accepted_tokens,
-            loaded_tokens=self._loaded_tokens(),
+            loaded_tokens=self.arrival.tokens_by_source(
+                min(self.num_cached_tokens, self.num_prompt_tokens)
+            ),
         )
 
     def note_admission(self) -> None:
         """Note the prefix hit of the first run. Later, it could be of its own blocks."""
         if not self.num_preemptions:
             self.num_cached_tokens = self.kv.num_computed_tokens
-
-    def note_loaded(self, source: str, token_range: range) -> None:
-        """Note the source of a loaded block. Loads after a preemption do not count."""
-        if not self.num_preemptions:
-            self.source_by_range[token_range] = source
-
-    def _loaded_tokens(self) -> dict[str, int]:
-        """Return the number of cached prompt tokens from each source."""
-        num_cached = min(self.num_cached_tokens, self.num_prompt_tokens)
-        loaded: Counter[str] = Counter()
-        for token_range, source in self.source_by_range.items():
-            if token_range.start < num_cached:
-                loaded[source] += min(token_range.stop, num_cached) - token_range.start
-        return dict(loaded)
 
     def move(self, status: RequestStatus) -> None:
         """Change the status. Raises OutOfOrder for a transition that is not allowed."""

@@ -14,7 +14,7 @@ from baton.core.output import Failure, FailureCause, FinishReason, Output
 from baton.core.request import EngineRequest
 from baton.engine.errors import OutOfOrder
 from baton.engine.events import KvEvent, RequestEvent, SchedulerStats
-from baton.engine.kv_arrival.peer_pulls import PullConfig
+from baton.engine.kv_arrival.pulls import PullConfig
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.group_stats import GroupStats
 from baton.engine.plan import Plan, PlanRow, RunResult
@@ -97,7 +97,7 @@ class Scheduler:
         Its blocks are released when the KV worker reports that it no longer uses them. Does
         nothing if the hand-off is over or its request is alive (abort that one instead).
         """
-        self._state.handoffs.withdraw_completed(handoff_id, reason)
+        self._state.arrivals.sends.withdraw_completed(handoff_id, reason)
 
     def abort_all(self) -> None:
         for request_id in self.request_ids():
@@ -154,8 +154,7 @@ class Scheduler:
         state = self._state
         num_schedulable = len(state.waiting) - state.waiting.num_followers
         has_requests = state.batch.running or len(state.ready) or num_schedulable
-        has_orders = state.handoffs.has_orders or state.external.has_orders
-        has_other_work = state.batch.has_changes or has_orders or state.outbox
+        has_other_work = state.batch.has_changes or state.arrivals.has_orders or state.outbox
         return bool(has_requests or has_other_work)
 
     @property
@@ -172,12 +171,12 @@ class Scheduler:
     @property
     def awaits_kv(self) -> bool:
         """True if hand-offs or pulls are in progress, so that the KV worker must be polled."""
-        return bool(self._state.handoffs.num_receiving or self._state.handoffs.num_sending)
+        return self._state.arrivals.awaits_peers
 
     @property
     def awaits_external(self) -> bool:
         """True if an external KV cache loads or stores blocks."""
-        return self._state.external.is_active
+        return self._state.arrivals.awaits_external
 
     def stats(self) -> SchedulerStats:
         return self._state.stats()
@@ -204,11 +203,10 @@ class Scheduler:
         """
         num_blocks: dict[str, int] = {}
         if not tiers or KV in tiers:
-            self._state.external.forget()
-            self._state.pulls.clear()
-            requests = (*self._state.requests.values(), *self._state.handoffs.receivers())
-            num_blocks[KV] = self._state.cache.reset(request.kv for request in requests)
-        return num_blocks | dict(self._state.external.clear(tiers or None))
+            self._state.arrivals.forget()
+            holders = (*self._state.held_kv(), *self._state.arrivals.receives.receivers())
+            num_blocks[KV] = self._state.cache.reset(holders)
+        return num_blocks | dict(self._state.arrivals.stores.clear(tiers or None))
 
     def check(self) -> None:
         """Raise BlocksUnaccounted unless every block is accounted for exactly once."""

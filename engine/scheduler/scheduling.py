@@ -11,18 +11,15 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-from baton.core.request import ReceiveKv
 from baton.engine.events import RequestEventKind
+from baton.engine.kv_arrival.arrivals import FillWait
+from baton.engine.kv_arrival.kv_source import PrefixNeed
 from baton.engine.kv_cache.block_hashes import BlockHash
-from baton.engine.kv_cache.prefix_search import PrefixHit
 from baton.engine.plan import BlockTables, Plan
 from baton.engine.scheduler.prompt_budget import PromptBudget
-from baton.engine.scheduler.queues import LeaderId
 from baton.engine.scheduler.request import Request, RequestStatus
 from baton.engine.scheduler.state import SchedulerState
 from baton.engine.scheduler.urgency import preempt_for
-
-MAX_LOOKS = 8  # of a request for its prefix, after blocks that it had found were evicted
 
 
 class _Verdict(Enum):
@@ -31,7 +28,7 @@ class _Verdict(Enum):
     SCHEDULED = "scheduled"
     SET_ASIDE = "set aside"  # a long prompt lets shorter ones pass
     BLOCKED = "blocked"  # it waits, and so do all requests behind it
-    FOLLOWS = "follows"  # it waits for blocks that another request is receiving
+    FOLLOWS = "follows"  # it waits for a fill, and not for its turn
 
 
 class _AllocationFailure(NamedTuple):
@@ -61,7 +58,7 @@ class StepPlanner:
     def plan(self) -> Plan:
         batch = self._state.batch
         self.is_cut_short = False
-        self._state.external.store_new()
+        self._state.arrivals.stores.store_new()
         self._preempt_for_head()
         preemptions_before = self._state.total_preemptions
         for request in batch.begin_step():
@@ -84,9 +81,9 @@ class StepPlanner:
         snapshots = self._state.cache.plan_pass(
             (each.kv, num_tokens) for each, num_tokens in batch.chunks
         )
-        self._state.external.store_new()
+        self._state.arrivals.stores.store_new()
         return batch.take_plan(
-            self._state.take_kv_orders(), self.budget.num_draft_tokens, snapshots
+            self._state.arrivals.orders.take(), self.budget.num_draft_tokens, snapshots
         )
 
     def record_step(self, seconds: float) -> None:
@@ -207,7 +204,7 @@ class StepPlanner:
             is_complete = num_computed == request.num_tokens
             num_whole = num_computed // state.cache.block_size
             num_blocks = request.kv.num_blocks if is_complete else num_whole
-            state.handoffs.send_layers(request, num_blocks)
+            state.arrivals.sends.send_layers(request.spec.send_to, request.kv, num_blocks)
 
     # --- waiting ------------------------------------------------------------------
 
@@ -232,14 +229,14 @@ class StepPlanner:
             return _Verdict.BLOCKED
         if request.spec.kv_hints.prefetch:
             return self._prefetch(request)
-        if request.receive is not None:
-            return self._grant_to_peer(request, request.receive)
+        if request.arrival.handoff is not None:
+            return self._grant_to_peer(request)
         return self._admit(request)
 
     def _prefetch(self, request: Request) -> _Verdict:
         """Load the prefix of a request that gets no token. Ends the request once it is loaded."""
         max_num_hits = _max_num_hit_tokens(request)
-        if self._try_fetch(request, max_num_hits):
+        if self._try_wait(request, max_num_hits):
             return _Verdict.FOLLOWS
         hit = self._state.cache.find_prefix(request.kv, max_num_hits)
         self._state.end_prefetch(request, hit)
@@ -250,12 +247,13 @@ class StepPlanner:
         state = self._state
         # At least one token is computed here: the next one is sampled from its logits.
         max_num_hits = _max_num_hit_tokens(request)
-        if self._try_fetch(request, max_num_hits):
+        if self._try_wait(request, max_num_hits):
             return _Verdict.FOLLOWS
         if len(state.batch) >= self._config.max_num_seqs or self.budget.is_spent:
             return _Verdict.BLOCKED
         hit = state.cache.find_prefix(request.kv, max_num_hits)
-        if self._may_look_again(request, hit) and self._try_fetch(request, max_num_hits):
+        is_shorter = request.arrival.may_look_again(hit.num_blocks)
+        if is_shorter and self._try_wait(request, max_num_hits):
             return _Verdict.FOLLOWS
         num_missing = request.num_tokens - hit.num_blocks * state.cache.block_size
         request.is_long = self.budget.is_long(num_missing)
@@ -271,12 +269,12 @@ class StepPlanner:
         request.move(RequestStatus.RUNNING)
         state.batch.start_prefill(request, chunk)
         state.record_event(request, RequestEventKind.SCHEDULED)
-        state.handoffs.send(request, hit.num_blocks)
+        state.arrivals.sends.send(request.spec.send_to, request.kv, hit.num_blocks)
         self.budget.give(request, chunk, num_missing)
         self.budget.note_start(request)
         return _Verdict.SCHEDULED
 
-    def _grant_to_peer(self, request: Request, receive: ReceiveKv) -> _Verdict:
+    def _grant_to_peer(self, request: Request) -> _Verdict:
         """Grant the missing blocks to the peer. Needs neither budget nor a place in the batch."""
         state = self._state
         num_in_progress = state.num_waiting_for_remote_kvs + len(state.ready)
@@ -285,7 +283,10 @@ class StepPlanner:
         num_tokens = request.num_tokens
         hit = state.cache.find_prefix(request.kv, num_tokens, continues_at=num_tokens)
         spare = state.num_spare_blocks
-        if self._try_follow(request, hit.num_blocks) or self._try_load(request, receive, spare):
+        wait = state.arrivals.find_fill_before_grant(
+            request.arrival, hit.num_blocks, spare, state.now_s
+        )
+        if self._follow(request, wait):
             return _Verdict.FOLLOWS
         if not state.cache.admit(request.kv, hit, spare=spare, continues_at=num_tokens):
             return self._record_failure(request, hit.num_blocks, num_tokens)
@@ -293,90 +294,24 @@ class StepPlanner:
         state.waiting.remove(request)
         request.move(RequestStatus.WAITING_FOR_REMOTE_KVS)
         state.num_waiting_for_remote_kvs += 1
-        state.handoffs.receive(request, receive, hit.num_blocks)
-        state.prefixes_in_flight.begin(request, hit.num_blocks, state.now_s)
+        state.arrivals.receives.grant(request.arrival, hit.num_blocks, state.now_s)
         state.record_event(request, RequestEventKind.GRANTED)
         return _Verdict.SCHEDULED
 
-    def _try_follow(self, request: Request, num_hits: int) -> bool:
-        """Let a request wait, without blocks, for a hand-off that transfers most of its prefix.
+    def _try_wait(self, request: Request, max_num_hits: int) -> bool:
+        """Let a request wait, without blocks, for a fill that gets more of its prefix.
 
-        Returns False if there is none, or if it has waited for `max_prefix_wait_s`.
+        Fills begin for all requests that reach the head, also while the batch is full.
         """
         state = self._state
-        num_blocks = state.cache.num_blocks_for(request.num_tokens)
-        receiver_id = state.prefixes_in_flight.receiver_for(request, num_hits, num_blocks)
-        if receiver_id is None:
+        spare = state.num_spare_blocks
+        need = PrefixNeed(max_num_hits, self.budget.token_s, state.now_s, spare)
+        return self._follow(request, state.arrivals.find_fill(request.arrival, need))
+
+    def _follow(self, request: Request, wait: FillWait | None) -> bool:
+        if wait is None:
             return False
-        if request.follows_until_s is None:
-            request.follows_until_s = state.now_s + self._config.max_prefix_wait_s
-        if state.now_s >= request.follows_until_s:
-            return False
-        state.waiting.follow(request, receiver_id, request.follows_until_s)
-        return True
-
-    def _try_fetch(self, request: Request, max_num_hits: int) -> bool:
-        """Let a request wait, without blocks, for more of its prefix.
-
-        An external KV cache loads it, or a peer sends it, whatever saves more time. Afterwards, the
-        other one may add to it. Both start for all requests that reach the head, also while the
-        batch is full. A request waits for all of them `max_load_wait_s` at most.
-        """
-        state, token_s = self._state, self.budget.token_s
-        if not self._may_fetch(request):
-            return False
-        offer = state.pulls.find_offer(
-            request, max_num_hits, state.now_s, token_s, state.num_spare_blocks
-        )
-        saved_s = 0.0 if offer is None else offer.saved_s
-        leader_id: LeaderId | None = state.external.try_load(
-            request, max_num_hits, state.now_s, token_s, saved_s
-        )
-        if leader_id is None and offer is not None:
-            leader_id = state.pulls.start(request, offer, state.now_s)
-        return self._follow_fetch(request, leader_id)
-
-    def _try_load(self, request: Request, receive: ReceiveKv, num_spare: int) -> bool:
-        """Let a request wait, before its grant, for blocks that need not be received then.
-
-        An external KV cache loads them if that is faster than receiving them. The peer computes the
-        prompt meanwhile, and sends the rest.
-        """
-        state, num_tokens = self._state, request.num_tokens
-        if not self._may_fetch(request):
-            return False
-        cache = state.cache
-        block_s = state.pulls.receive_s(receive.source, cache.num_groups, state.now_s)
-        load_id = state.external.try_load(
-            request,
-            num_tokens,
-            state.now_s,
-            block_s / cache.block_size,
-            num_spare=num_spare,
-            continues_at=num_tokens,
-        )
-        return self._follow_fetch(request, load_id)
-
-    def _may_fetch(self, request: Request) -> bool:
-        until_s = request.fetches_until_s
-        return until_s is None or self._state.now_s < until_s
-
-    def _follow_fetch(self, request: Request, leader_id: LeaderId | None) -> bool:
-        """Let a request wait for a load or a pull, until its time for all of them is over."""
-        if leader_id is None:
-            return False
-        if request.fetches_until_s is None:
-            request.fetches_until_s = self._state.now_s + self._config.max_load_wait_s
-        self._state.waiting.follow(request, leader_id, request.fetches_until_s)
-        return True
-
-    def _may_look_again(self, request: Request, hit: PrefixHit) -> bool:
-        """Let a request that waits look for its prefix again if blocks of it were evicted."""
-        num_found, request.num_found_blocks = request.num_found_blocks, hit.num_blocks
-        if hit.num_blocks >= num_found or request.num_looks >= MAX_LOOKS:
-            return False
-        request.num_looks += 1
-        request.may_load = request.may_pull = True
+        self._state.waiting.follow(request, wait.fill_id, wait.until_s)
         return True
 
     def _record_failure(self, request: Request, num_hits: int, max_num_tokens: int) -> _Verdict:

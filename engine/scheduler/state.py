@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
 from baton.core.errors import InvalidRequest
-from baton.core.ids import BlockId, HandoffId, RequestId
+from baton.core.ids import BlockId, RequestId
 from baton.core.output import FinishReason, Output
 from baton.core.request import EngineRequest
 from baton.engine.errors import BlocksUnaccounted
 from baton.engine.events import RequestEvent, RequestEventKind, SchedulerStats
-from baton.engine.kv_arrival.external_loads import ExternalTransfers
-from baton.engine.kv_arrival.gives import GivenPulls
-from baton.engine.kv_arrival.handoffs import HandoffManager
-from baton.engine.kv_arrival.peer_pulls import PrefixPulls, PullConfig
-from baton.engine.kv_arrival.prefixes_in_flight import PrefixesInFlight
+from baton.engine.kv_arrival.arrivals import KvArrivals
+from baton.engine.kv_arrival.fills import FillId
+from baton.engine.kv_arrival.pulls import PullConfig
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.kv_cache.manager import KvCache
@@ -26,8 +23,7 @@ from baton.engine.scheduler.request import Rank, Request, RequestStatus
 from baton.engine.scheduler.running_batch import Batch
 from baton.engine.scheduler.validation import max_num_tokens
 from baton.engine.structured_output.grammar import Grammar
-from baton.kv_transfer.external_kv import NO_ORDERS, ExternalKv, LoadId
-from baton.kv_transfer.types import KvOrders
+from baton.kv_transfer.external_kv import ExternalKv
 
 
 class SchedulerState:
@@ -42,17 +38,11 @@ class SchedulerState:
     ) -> None:
         self.config = config
         self.cache = KvCache(cache_config, external)
-        self.external = ExternalTransfers(self.cache, external, config.max_load_wait_s)
-        self.handoffs = HandoffManager(self.cache.pool, self.cache.transfer_order)
-        self.pulls = PrefixPulls(self.cache, self.handoffs, pulls, config.max_load_wait_s)
-        self.given_pulls = GivenPulls(
-            self.cache.pool, self.handoffs, self.external, cache_config.block_size
-        )
+        self.arrivals = KvArrivals(self.cache, external, pulls, config.max_fill_wait_s)
         # Blocks that a grant to a peer leaves free for each request that holds blocks.
         self.num_headroom_blocks = config.remote_headroom_blocks * len(cache_config.groups)
         self.requests: dict[RequestId, Request] = {}
         self.waiting = WaitingQueue()
-        self.prefixes_in_flight = PrefixesInFlight(config.max_prefix_wait_s)
         self.ready = RankedQueue()
         self.batch = Batch(config.num_slots_per_decode)
         self.num_waiting_for_remote_kvs = 0
@@ -84,9 +74,9 @@ class SchedulerState:
         )
         self.requests[spec.request_id] = request
         if spec.receive_from is not None:
-            self.handoffs.expect(spec.receive_from)
+            self.arrivals.receives.expect(spec.receive_from)
         if spec.send_to is not None:
-            self.handoffs.open_send(spec.send_to)
+            self.arrivals.sends.open(spec.send_to)
         self.record_event(request, RequestEventKind.QUEUED, spec.arrival_s)
         if request.status is RequestStatus.WAITING_FOR_FSM:
             self.num_waiting_for_fsm += 1
@@ -106,8 +96,9 @@ class SchedulerState:
         self.cache.release(request.kv, is_over=False)
         request.move(RequestStatus.PREEMPTED)
         request.is_resumed = True
+        request.arrival.restart()
+        request.arrival.counts_tokens = False
         self.waiting.push(request)
-        self._let_load_again(request)
         request.num_preemptions += 1
         self.total_preemptions += 1
         self.record_event(request, RequestEventKind.PREEMPTED)
@@ -124,8 +115,8 @@ class SchedulerState:
         self.cache.release(request.kv, is_over=False)
         request.move(RequestStatus.WAITING)
         request.is_resumed = True
+        request.arrival.restart()  # what was not worth it may be better than computing
         self.waiting.push(request)
-        self._let_load_again(request)  # what was not worth it may be better than computing
 
     def finish(
         self,
@@ -135,10 +126,12 @@ class SchedulerState:
         error: str | None = None,
     ) -> None:
         """End a request and release its blocks. Blocks that a hand-off references stay held."""
-        self.handoffs.cancel_receive(request)
-        self.handoffs.withdraw(request, error or reason.value)
+        self.arrivals.receives.revoke(request.arrival)
+        self.end_receive(request)
+        self.arrivals.sends.withdraw(request.spec.send_to, error or reason.value)
         self._dequeue(request)
-        self.external.note_end(request)
+        request.arrival.is_over = True
+        self.arrivals.stores.note_end(request.kv, request.num_cached_tokens)
         self.cache.release(request.kv)
         request.move(RequestStatus.FINISHED)
         del self.requests[request.request_id]
@@ -157,23 +150,21 @@ class SchedulerState:
         self.outbox.append(ended)
         self.finish(request, FinishReason.LENGTH)
 
-    def stop_following(self, receiver_id: RequestId) -> None:
-        """Queue the followers of a hand-off again, because it has ended or takes too long."""
-        self.prefixes_in_flight.end(receiver_id)
-        self.waiting.release_followers(receiver_id)
+    def end_receive(self, request: Request) -> None:
+        """Let a request receive no more, and queue those that wait for the same blocks."""
+        fill = self.arrivals.receives.stop(request.arrival)
+        if fill is not None:
+            self.stop_waiting_for([fill.fill_id])
 
-    def stop_waiting_for(self, ids: Iterable[LoadId | HandoffId]) -> None:
-        """Queue the requests again that wait for these loads or pulls."""
-        for each in ids:
-            self.waiting.release_followers(each)
+    def stop_waiting_for(self, fill_ids: Iterable[FillId]) -> None:
+        """Queue the requests again that wait for these fills."""
+        for fill_id in fill_ids:
+            self.waiting.release_followers(fill_id)
             self.num_changes += 1
 
     def stop_overdue_waits(self) -> None:
-        """Queue the requests again that have waited long enough, or for too slow a transfer."""
-        for receiver_id in self.prefixes_in_flight.overdue(self.now_s):
-            self.stop_following(receiver_id)
-        self.stop_waiting_for(self.external.overdue(self.now_s))
-        self.stop_waiting_for(self.pulls.take_overdue(self.now_s))
+        """Queue the requests again that have waited long enough, or for too slow a fill."""
+        self.stop_waiting_for(self.arrivals.take_overdue(self.now_s))
         if self.waiting.release_overdue(self.now_s):
             self.num_changes += 1
 
@@ -184,7 +175,10 @@ class SchedulerState:
         hold all blocks they need and end with their prefill.
         """
         candidates: list[Request] = [*self.batch.running.values(), *self.ready]
-        return max((r for r in candidates if not self.handoffs.has_sent(r)), key=_rank_of)
+        return max(
+            (r for r in candidates if not self.arrivals.sends.has_sent(r.spec.send_to)),
+            key=_rank_of,
+        )
 
     @property
     def num_spare_blocks(self) -> int:
@@ -198,11 +192,6 @@ class SchedulerState:
 
     def held_kv(self) -> list[HeldKv]:
         return [request.kv for request in self.requests.values()]
-
-    def take_kv_orders(self) -> KvOrders:
-        """Return and clear the orders of the step."""
-        orders, external = self.handoffs.take_orders(), self.external.take_orders()
-        return orders if external is NO_ORDERS else replace(orders, external=external)
 
     # --- outputs, events and statistics -------------------------------------------
 
@@ -223,6 +212,7 @@ class SchedulerState:
         return events
 
     def stats(self) -> SchedulerStats:
+        pulls, loads = self.arrivals.pulls, self.arrivals.loads
         return SchedulerStats(
             num_running=len(self.batch),
             num_ready=len(self.ready),
@@ -232,20 +222,20 @@ class SchedulerState:
             num_blocks=self.cache.pool.num_blocks,
             num_free_blocks=self.cache.pool.num_free,
             num_cached_free_blocks=self.cache.pool.num_cached_free,
-            num_granted_blocks=self.handoffs.num_granted_blocks,
-            num_pending_receives=self.handoffs.num_receiving,
-            num_pending_sends=self.handoffs.num_sending,
+            num_granted_blocks=self.arrivals.receives.num_blocks,
+            num_pending_receives=len(self.arrivals.receives),
+            num_pending_sends=len(self.arrivals.sends),
             total_preemptions=self.total_preemptions,
             total_prefix_query_tokens=self.cache.total_query_tokens,
             total_prefix_hit_tokens=self.cache.total_hit_tokens,
-            total_unknown_kv_reports=self.handoffs.total_unknown_reports,
+            total_unknown_kv_reports=self.arrivals.total_unknown_reports,
             total_sampled_tokens=self.total_sampled_tokens,
             total_proposed_tokens=self.total_proposed_tokens,
             total_accepted_tokens=self.total_accepted_tokens,
             num_cached_snapshots=self.cache.num_cached_snapshots,
-            total_pulled_blocks=self.pulls.total_landed_blocks,
-            total_failed_pull_blocks=self.pulls.total_failed_blocks,
-            total_loaded_tokens=dict(self.external.total_loaded_tokens),
+            total_pulled_blocks=0 if pulls is None else pulls.total_landed_blocks,
+            total_failed_pull_blocks=0 if pulls is None else pulls.total_failed_blocks,
+            total_loaded_tokens={} if loads is None else dict(loads.total_tokens),
         )
 
     def check(self) -> None:
@@ -274,20 +264,15 @@ class SchedulerState:
         if spec.request_id in self.requests:
             raise InvalidRequest(f"request id {spec.request_id} is in use")
         receive, send_to = spec.receive_from, spec.send_to
-        if receive is not None and self.handoffs.is_known_receive(receive.handoff_id):
+        if receive is not None and self.arrivals.receives.is_known(receive.handoff_id):
             raise InvalidRequest(f"hand-off {receive.handoff_id} is in use: raise the attempt")
-        if send_to is not None and self.handoffs.is_known_send(send_to):
+        if send_to is not None and self.arrivals.sends.is_known(send_to):
             raise InvalidRequest(f"hand-off {send_to} is in use: raise the attempt")
 
     def _rank(self, spec: EngineRequest) -> Rank:
         self._num_added += 1
         priority = spec.priority if self.config.policy is SchedulingPolicy.PRIORITY else 0
         return (priority, spec.arrival_s - spec.age_s, self._num_added)
-
-    def _let_load_again(self, request: Request) -> None:
-        """Let a request that has lost its blocks load what was stored of it."""
-        request.may_load = True
-        request.fetches_until_s = None
 
     def _dequeue(self, request: Request) -> None:
         self.num_changes += 1
@@ -296,7 +281,6 @@ class SchedulerState:
                 self.waiting.remove(request)
             case RequestStatus.WAITING_FOR_REMOTE_KVS:
                 self.num_waiting_for_remote_kvs -= 1
-                self.stop_following(request.request_id)
             case RequestStatus.WAITING_FOR_FSM:
                 self.num_waiting_for_fsm -= 1
             case RequestStatus.READY:
@@ -307,9 +291,7 @@ class SchedulerState:
     def _held_blocks(self) -> Iterator[BlockId]:
         for request in self.requests.values():
             yield from request.kv.block_ids
-        yield from self.handoffs.held_blocks()
-        yield from self.external.held_blocks()
-        yield from self.pulls.held_blocks()
+        yield from self.arrivals.holds.block_ids()
 
 
 def _rank_of(request: Request) -> Rank:

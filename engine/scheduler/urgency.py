@@ -26,7 +26,7 @@ def preempt_for(state: SchedulerState, head: Request, max_hit_tokens: int) -> No
     num_freed = [state.cache.pool.num_held_once(victim.kv.block_ids) for victim in victims]
     if sum(num_freed) < shortage:
         return
-    lacks_place = head.receive is None and len(state.batch) >= state.config.max_num_seqs
+    lacks_place = head.arrival.handoff is None and len(state.batch) >= state.config.max_num_seqs
     num_missing_places = int(lacks_place)
     for victim, num_blocks in zip(victims, num_freed, strict=True):
         if shortage <= 0 and num_missing_places <= 0:
@@ -46,17 +46,17 @@ def _victims(state: SchedulerState, head: Request) -> list[Request]:
         for request in state.batch.running.values()
         if request.spec.priority > head.spec.priority
         and not request.was_preempted_for_priority
-        and not state.handoffs.has_sent(request)
+        and not state.arrivals.sends.has_sent(request.spec.send_to)
     ]
     return sorted(found, key=lambda request: request.rank, reverse=True)
 
 
 def _shortage(state: SchedulerState, head: Request, max_hit_tokens: int) -> int:
     """Return the number of blocks that must become free for `head` to be admitted."""
-    continues_at = None if head.receive is None else head.num_tokens
+    continues_at = None if head.arrival.handoff is None else head.num_tokens
     hit = state.cache.find_prefix(head.kv, max_hit_tokens, continues_at=continues_at)
     num_missing = state.cache.num_missing(head.kv, hit, continues_at=continues_at)
-    if head.receive is not None:
+    if head.arrival.handoff is not None:
         num_holders = state.num_waiting_for_remote_kvs + len(state.ready) + len(state.batch)
         num_missing += num_holders * state.num_headroom_blocks
     return num_missing - state.cache.pool.num_free

@@ -20,13 +20,14 @@ from baton.core.sampling import SamplingParams
 from baton.engine.containment import Containment
 from baton.engine.errors import PassHookFailed
 from baton.engine.events import KvEvent
-from baton.engine.kv_arrival.peer_pulls import PullConfig
+from baton.engine.kv_arrival.pulls import PullConfig
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.groups import ONE_GROUP, KvGroup
 from baton.engine.kv_cache.prefix_search import is_of_first_group, name_in_group
 from baton.engine.kv_cache.recurrent_state import snapshot_names
 from baton.engine.plan import Plan, RunResult
 from baton.engine.scheduler.config import SchedulerConfig
+from baton.engine.scheduler.request import Request
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.kv_transfer.external_kv import Load, LoadId
 from baton.kv_transfer.guarded_connector import GuardedConnector
@@ -138,8 +139,8 @@ class EngineWorld:
         self._token_s: float | None = None  # None: steps take no time, and prompts cost nothing
         self._num_requested = 0
         self._is_at_rest = False  # the last step did nothing, and nothing happened since
-        # Of each request, since its last preemption: time without blocks, for the sake of a prefix.
-        self._followed_s: defaultdict[tuple[RequestId, int], float] = defaultdict(float)
+        # Of each request, since it last lost its blocks: time that it waited for fills.
+        self._followed_s: defaultdict[tuple[RequestId, int, bool], float] = defaultdict(float)
 
     # --- requests -----------------------------------------------------------------
 
@@ -239,7 +240,7 @@ class EngineWorld:
         self._is_at_rest = False
         self.now_s += seconds
         for each in self.scheduler._state.waiting.followers():
-            self._followed_s[each.request_id, each.num_preemptions] += seconds
+            self._followed_s[_life_of(each)] += seconds
 
     def price(
         self, token_s: float, block_s: float, draw_error: Callable[[], float] = lambda: 1.0
@@ -422,9 +423,9 @@ class EngineWorld:
 
     def _check_waits(self) -> None:
         """Check that no request waits longer for its prefix than the settings say, in sum."""
-        limit_s = self.config.max_load_wait_s + self.config.max_prefix_wait_s
+        limit_s = self.config.max_fill_wait_s + 1e-6  # of sums of many floats
         for each in self.scheduler._state.waiting.followers():
-            waited_s = self._followed_s[each.request_id, each.num_preemptions]
+            waited_s = self._followed_s[_life_of(each)]
             assert waited_s < limit_s, f"{each.request_id} waited for {waited_s} s"
 
     def _check_rest(self, plan: Plan, has_reports: bool) -> None:
@@ -432,6 +433,11 @@ class EngineWorld:
         assert plan == Plan() or not self._is_at_rest, f"it would have slept over {plan}"
         is_done = not has_reports and not self.scheduler.is_cut_short
         self._is_at_rest = plan == Plan() and is_done
+
+
+def _life_of(request: Request) -> tuple[RequestId, int, bool]:
+    """Return what differs after a request has lost its blocks, or the KV of its hand-off."""
+    return request.request_id, request.num_preemptions, request.is_resumed
 
 
 def _prompt(prompt: Sequence[int] | int) -> tuple[int, ...]:

@@ -78,7 +78,7 @@ def run_stream(seed: int) -> None:
     """
     chance = random.Random(seed)
     num_blocks, block_size = chance.choice([40, 80]), 4
-    config = SchedulerConfig(max_num_seqs=8, max_load_wait_s=3.0, max_prefix_wait_s=3.0)
+    config = SchedulerConfig(max_num_seqs=8, max_fill_wait_s=3.0)
     world = EngineWorld(
         config,
         num_blocks=num_blocks,
@@ -97,7 +97,7 @@ def run_stream(seed: int) -> None:
     world.let_loads_take(lambda: chance.uniform(0.5, 1.0) * slowest_s)
     # A large prompt has waited for its load, and its blocks are lacking until the loads of others
     # have ended. The next one looks for its own load only then.
-    limit_s = 2 * config.max_load_wait_s + slowest_s + 1.0
+    limit_s = 2 * config.max_fill_wait_s + slowest_s + 1.0
     began_s: dict[RequestId, float] = {}
     for number in range(120):
         is_large = number % 20 == 5

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from baton.engine.kv_arrival.fills import FillId
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.scheduler.queues import RankedQueue, WaitingQueue
 from baton.engine.scheduler.request import Request
-from baton.kv_transfer.external_kv import LoadId
 from tests.support.requests import make_request
 
 BLOCK, OTHER_BLOCK = BlockHash(b"block"), BlockHash(b"other")
@@ -58,17 +58,17 @@ def test_resumed_ones_stand_in_front_of_new_ones_of_their_priority_only() -> Non
     assert _drain_line(line) == [urgent, resumed, new]
 
 
-def test_followers_return_to_their_places_with_their_leader_or_at_their_deadlines() -> None:
+def test_followers_return_to_their_places_with_their_fill_or_at_their_deadlines() -> None:
     line = WaitingQueue()
     first, second, third = (make_request(request_id=str(n), serial=n) for n in range(3))
     third.is_resumed = True
     for request, until_s in ((first, 3.0), (second, 2.0), (third, 9.0)):
         line.push(request)
-        line.follow(request, LoadId(1), until_s)
+        line.follow(request, FillId(1), until_s)
 
     early = line.release_overdue(1.9), line.head()
     is_overdue, overdue = line.release_overdue(2.0), line.head()
-    line.release_followers(LoadId(1))
+    line.release_followers(FillId(1))
 
     assert early == (False, None)
     assert (is_overdue, overdue) == (True, second)

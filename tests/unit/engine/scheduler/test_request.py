@@ -40,13 +40,3 @@ def test_a_status_moves_only_along_the_table(start: Status, end: Status) -> None
     else:
         with pytest.raises(OutOfOrder, match=f"cannot go from {start}"):
             request.move(end)
-
-
-def test_a_block_that_was_pulled_and_then_loaded_has_one_source() -> None:
-    request = make_request()
-    request.num_prompt_tokens = request.num_cached_tokens = 10
-    for start in (0, 4, 8):
-        request.note_loaded("peer", range(start, start + 4))
-    request.note_loaded("host", range(4, 8))  # evicted, and loaded again
-
-    assert request.served().loaded_tokens == {"peer": 6, "host": 4}

@@ -17,10 +17,10 @@ SHARED = [number % 11 for number in range(7 * 4)]  # seven blocks
 def _world(
     num_blocks: int = 256,
     policy: SchedulingPolicy = SchedulingPolicy.FCFS,
-    max_prefix_wait_s: float = 5.0,
+    max_fill_wait_s: float = 5.0,
 ) -> EngineWorld:
     config = SchedulerConfig(
-        max_num_seqs=32, max_model_len=200, policy=policy, max_prefix_wait_s=max_prefix_wait_s
+        max_num_seqs=32, max_model_len=200, policy=policy, max_fill_wait_s=max_fill_wait_s
     )
     return EngineWorld(config, num_blocks=num_blocks, block_size=4)
 
@@ -140,14 +140,14 @@ def test_the_wait_ends_by_time_and_for_all_of_a_burst_at_once() -> None:
 
 
 def test_a_wait_of_nothing_receives_every_prefix_by_itself() -> None:
-    world = _world(max_prefix_wait_s=0.0)
+    world = _world(max_fill_wait_s=0.0)
 
     names = [world.add([*SHARED, number], receives=True) for number in range(3)]
 
     assert _received(world) == dict.fromkeys(names, (0, 8))
     _end(world, *names)
-    with pytest.raises(InvalidConfig, match="max_prefix_wait_s"):
-        _world(max_prefix_wait_s=-1.0)
+    with pytest.raises(InvalidConfig, match="max_fill_wait_s"):
+        _world(max_fill_wait_s=-1.0)
 
 
 def test_a_burst_on_a_full_cache_ends() -> None:

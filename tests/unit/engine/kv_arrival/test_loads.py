@@ -154,7 +154,7 @@ def test_a_request_that_waits_for_a_load_holds_nothing_and_lets_others_pass(
 
 
 def test_a_load_that_takes_too_long_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    it = world(max_load_wait_s=2.0)
+    it = world(max_fill_wait_s=2.0)
     cached_outside(it)
     monkeypatch.setattr(external(it), "poll", _never)
     slow = it.add(14)
@@ -171,7 +171,7 @@ def test_a_load_that_takes_too_long_is_not_waited_for(monkeypatch: pytest.Monkey
 def test_loads_that_never_end_reserve_half_of_the_cache_and_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    it = world(max_load_wait_s=2.0)
+    it = world(max_fill_wait_s=2.0)
     prompts = [[number] * 17 for number in range(1, 8)]
     for prompt in prompts:
         it.add(prompt)
@@ -186,9 +186,8 @@ def test_loads_that_never_end_reserve_half_of_the_cache_and_no_more(
         it.step_until(lambda plan, name=name: it.finish_reason(name))  # type: ignore[misc]
 
     # Four blocks each. The stores of new blocks do not end either.
-    transfers = it.scheduler._state.external
     assert len(external(it).loads) == 4
-    reserved = set(transfers.held_blocks())
+    reserved = set(it.scheduler._state.arrivals.holds.block_ids())
     assert len(reserved) <= 16 + 8
     assert it.scheduler.stats().num_free_blocks == 32 - len(reserved)
     monkeypatch.undo()
@@ -202,7 +201,9 @@ def test_a_failed_load_is_computed() -> None:
     it.step_until(lambda plan: plan.kv_orders.external.loads)
     external(it).blocks.clear()
     it.run_to_end()
-    assert it.scheduler._state.external.total_failed_blocks == 3
+    loads = it.scheduler._state.arrivals.loads
+    assert loads is not None
+    assert loads.total_failed_blocks == 3
 
 
 def test_a_load_across_a_reset_is_not_cached() -> None:
@@ -339,7 +340,7 @@ def test_a_large_load_next_to_many_small_ones_starts_as_soon_as_those_before_it_
 
 
 def test_a_request_waits_once_for_room_and_for_its_load_together() -> None:
-    it = world(num_blocks=64, max_load_wait_s=2.0)
+    it = world(num_blocks=64, max_fill_wait_s=2.0)
     prompts = [[first, *range(1, 70)] for first in (1, 2)]
     for prompt in prompts:
         it.add(prompt)
@@ -445,7 +446,7 @@ def test_a_load_that_takes_longer_than_receiving_its_blocks_is_not_waited_for(
 
 
 def test_a_grant_waits_for_a_slow_load_as_long_as_any_request_would() -> None:
-    it = world(max_load_wait_s=2.0)
+    it = world(max_fill_wait_s=2.0)
     cached_outside(it)
     it.let_loads_take(lambda: 9.0)
     it.add(14, receives=True)

@@ -11,8 +11,8 @@ import pytest
 from baton.core.ids import HandoffId, NodeId, RequestId
 from baton.core.output import RequestStats
 from baton.core.sampling import SamplingParams
-from baton.engine.kv_arrival.peer_pulls import PullConfig
 from baton.engine.kv_arrival.pull_times import AVOID_S, BYTE_S, FORGET_S, LATENCY_S, PullTimes
+from baton.engine.kv_arrival.pulls import PullConfig
 from baton.engine.kv_cache.block_hashes import HASH_BYTES, BlockHash
 from baton.engine.kv_cache.groups import FULL, ONE_GROUP, KvCacheSpec, KvGroup
 from baton.engine.kv_cache.recurrent_state import snapshot_names
@@ -230,7 +230,7 @@ def test_a_request_that_followed_a_failed_pull_pulls_itself() -> None:
 
 
 def test_a_pull_that_takes_too_long_is_not_waited_for_and_its_peer_is_avoided() -> None:
-    it = world(max_load_wait_s=2.0)
+    it = world(max_fill_wait_s=2.0)
     slow, _ = pulled(it)
     it.wait(1.9)
     assert not is_scheduled(slow, it.step())

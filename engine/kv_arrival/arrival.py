@@ -1,0 +1,85 @@
+"""KV from elsewhere, as one request sees it: what it may wait for, and what has arrived."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from baton.core.request import PrefixSource, ReceiveKv
+from baton.engine.kv_cache.held_kv import HeldKv
+
+MAX_LOOKS = 8  # of a request for its prefix, after blocks that it had found were evicted
+
+
+class Arrival:
+    """Record of one request. The scheduler and the sources of KV share it."""
+
+    __slots__ = (
+        "asked",
+        "counts_tokens",
+        "handoff",
+        "is_over",
+        "kv",
+        "num_found_blocks",
+        "num_looks",
+        "prefix_source",
+        "rank",
+        "source_by_range",
+        "waits_until_s",
+    )
+
+    def __init__(
+        self,
+        kv: HeldKv,
+        rank: tuple[float, ...],
+        handoff: ReceiveKv | None = None,
+        prefix_source: PrefixSource | None = None,
+    ) -> None:
+        self.kv = kv
+        self.rank = rank  # lower is scheduled earlier
+        self.handoff = handoff  # None once its KV landed or was lost
+        self.prefix_source = prefix_source
+        self.waits_until_s: float | None = None  # for all fills in sum; None: it has not waited yet
+        self.asked: frozenset[str] = frozenset()  # sources that it does not ask again
+        self.num_found_blocks = 0  # leading blocks that it found in the prefix cache while waiting
+        self.num_looks = 0  # for its prefix, after the first one
+        self.is_over = False  # the request has ended
+        self.counts_tokens = True  # False: a preempted request could count its own blocks
+        # Source of the tokens of each filled block: a tier, or a peer.
+        self.source_by_range: dict[range, str] = {}
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if the request holds no blocks, so that it can wait for some."""
+        return not (self.is_over or self.kv.block_tables)
+
+    def may_wait(self, now: float) -> bool:
+        return self.waits_until_s is None or now < self.waits_until_s
+
+    def note_asked(self, source: str) -> None:
+        self.asked |= {source}
+
+    def restart(self) -> None:
+        """Let a request that has lost its blocks wait for what was stored of it."""
+        self.asked = frozenset()
+        self.waits_until_s = None
+
+    def may_look_again(self, num_hits: int) -> bool:
+        """Return whether blocks that the request had found were evicted while it waited."""
+        num_found, self.num_found_blocks = self.num_found_blocks, num_hits
+        if num_hits >= num_found or self.num_looks >= MAX_LOOKS:
+            return False
+        self.num_looks += 1
+        self.asked = frozenset()
+        return True
+
+    def note_filled(self, source: str, token_range: range) -> None:
+        if self.counts_tokens:
+            self.source_by_range[token_range] = source
+
+    def tokens_by_source(self, num_cached: int) -> dict[str, int]:
+        """Return where the first `num_cached` tokens came from, without those computed here."""
+        num_tokens: Counter[str] = Counter()
+        for token_range, source in self.source_by_range.items():
+            if token_range.start < num_cached:
+                num_tokens[source] += min(token_range.stop, num_cached) - token_range.start
+        return dict(num_tokens)

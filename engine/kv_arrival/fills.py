@@ -1,0 +1,191 @@
+"""Fills in progress: blocks that a source writes, and that requests wait for.
+
+A pull and a load fill blocks that no request holds, and these enter the prefix cache. The request
+that caused it waits meanwhile without blocks, and then finds a longer prefix. If blocks do not
+arrive, the prefix is just shorter: nothing has to be undone. A hand-off fills blocks of its own
+request, and others wait for it in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NewType
+
+from baton.core.ids import BlockId, BlockName
+from baton.engine.kv_arrival.arrival import Arrival
+from baton.engine.kv_arrival.holds import Hold, Holds
+from baton.engine.kv_cache.external_prefix import SNAPSHOT, ExternalPrefix
+from baton.engine.kv_cache.manager import KvCache
+
+FillId = NewType("FillId", int)
+
+
+@dataclass(slots=True, eq=False)
+class Fill:
+    fill_id: FillId
+    arrival: Arrival | None  # of the request that caused it; None: a peer pulls the blocks
+    prefix: ExternalPrefix
+    block_ids: tuple[BlockId, ...]  # of the names in `prefix`; of a hand-off, all that are granted
+    hold: Hold
+    since_s: float
+    sources: list[str | None]  # of each block; None: not filled
+    num_pending: int  # blocks that are neither filled nor lost
+    is_stale: bool = False  # the prefix cache was reset: the blocks must not be cached
+    is_overdue: bool = False  # no request waits for it any longer
+
+    @property
+    def num_hits(self) -> int:
+        """Blocks of the prefix that were cached before."""
+        return self.prefix.num_blocks - self.prefix.num_gained
+
+    def filled_ranges(self, block_size: int) -> Iterator[tuple[str, range]]:
+        """Yield the source and the tokens of each filled block of the first group."""
+        ranges = self.prefix.token_ranges(block_size)
+        for source, token_range in zip(self.sources, ranges, strict=True):
+            if source is not None and token_range is not None:
+                yield source, token_range
+
+
+class Fills:
+    def __init__(self, cache: KvCache, holds: Holds, max_wait_s: float) -> None:
+        self._cache = cache
+        self._holds = holds
+        self._max_wait_s = max_wait_s
+        self._in_progress: dict[FillId, Fill] = {}
+        self._awaited: dict[FillId, Fill] = {}  # those that are not overdue, oldest first
+        self._num_begun = 0
+
+    def begin(self, arrival: Arrival | None, prefix: ExternalPrefix, now: float) -> Fill:
+        """Allocate the missing blocks, and hold the whole prefix, so that nothing evicts it."""
+        self._cache.pool.hold(prefix.cached)
+        block_ids = tuple(self._cache.allocate_loaded(len(prefix.names)))
+        # In the order of the sequence, so that the end of the prefix is evicted first.
+        hold = self._holds.adopt(prefix.with_loaded(block_ids))
+        return self._add(arrival, prefix, block_ids, hold, now)
+
+    def begin_handoff(self, arrival: Arrival, num_hits: int, hold: Hold, now: float) -> Fill:
+        """Add the blocks of a request after its first `num_hits`, which a peer writes now."""
+        num_blocks = arrival.kv.num_blocks
+        names = tuple(arrival.kv.block_hashes[num_hits:])
+        prefix = ExternalPrefix(
+            names=names, num_gained=num_blocks - num_hits, num_blocks=num_blocks
+        )
+        return self._add(arrival, prefix, tuple(hold.block_ids), hold, now)
+
+    def fits(self, prefix: ExternalPrefix, num_spare: int = 0) -> bool:
+        """Return whether a fill would leave `num_spare` blocks free."""
+        pool = self._cache.pool
+        num_needed = len(prefix.names) + pool.num_free_among(prefix.cached)
+        return num_needed + num_spare <= pool.num_free
+
+    def note_filled(self, fill: Fill, first: int, sources: Sequence[str | None]) -> None:
+        """Cache the blocks from `first` on that have a source. The others are lost."""
+        end = first + len(sources)
+        fill.sources[first:end] = sources
+        fill.num_pending -= len(sources)
+        if fill.arrival is None or fill.is_stale:
+            return
+        part = fill.prefix.part(first, end)
+        # A snapshot is of use only with all that is before it: `end` caches its parts.
+        are_filled = [
+            source is not None and group != SNAPSHOT
+            for source, group in zip(sources, part.groups, strict=True)
+        ]
+        self._cache.register_loaded(fill.arrival.kv, part, fill.block_ids[first:end], are_filled)
+
+    def end(self, fill: Fill) -> None:
+        """End a fill of which no block is pending."""
+        self.stop_waiting_for(fill)
+        if fill.arrival is None and not fill.is_stale:
+            self._cache_for_peer(fill)
+        elif fill.arrival is not None and not fill.is_stale:
+            self._cache_snapshot(fill, fill.arrival)
+            self._note_sources(fill, fill.arrival)
+        self._holds.close(fill.hold)
+
+    def stop_waiting_for(self, fill: Fill) -> None:
+        self._in_progress.pop(fill.fill_id, None)
+        self._awaited.pop(fill.fill_id, None)
+
+    def take_overdue(self, now: float) -> list[Fill]:
+        """Return, once, the fills that requests must not wait for any longer."""
+        overdue: list[Fill] = []
+        for fill in self._awaited.values():
+            if now - fill.since_s < self._max_wait_s:
+                break
+            fill.is_overdue = True
+            overdue.append(fill)
+        for fill in overdue:
+            del self._awaited[fill.fill_id]
+        return overdue
+
+    def forget(self) -> None:
+        """Cache nothing of the fills in progress."""
+        for fill in self._in_progress.values():
+            fill.is_stale = True
+
+    def _add(
+        self,
+        arrival: Arrival | None,
+        prefix: ExternalPrefix,
+        block_ids: tuple[BlockId, ...],
+        hold: Hold,
+        now: float,
+    ) -> Fill:
+        self._num_begun += 1
+        fill_id, num_blocks = FillId(self._num_begun), len(block_ids)
+        sources: list[str | None] = [None] * num_blocks
+        fill = Fill(fill_id, arrival, prefix, block_ids, hold, now, sources, num_blocks)
+        self._in_progress[fill_id] = self._awaited[fill_id] = fill
+        return fill
+
+    def _cache_snapshot(self, fill: Fill, arrival: Arrival) -> None:
+        """Cache the snapshot, if there is one, of a fill that is whole."""
+        if None in fill.sources:
+            return
+        arrival.num_found_blocks = fill.prefix.num_blocks
+        first = fill.prefix.num_loaded_before_snapshot
+        parts, block_ids = fill.prefix.part(first), fill.block_ids[first:]
+        self._cache.register_loaded(arrival.kv, parts, block_ids, [True] * len(block_ids))
+
+    def _note_sources(self, fill: Fill, arrival: Arrival) -> None:
+        if fill.is_overdue:
+            return  # the request has begun without these blocks
+        for source, token_range in fill.filled_ranges(self._cache.block_size):
+            arrival.note_filled(source, token_range)
+
+    def _cache_for_peer(self, fill: Fill) -> None:
+        are_filled = [source is not None for source in fill.sources]
+        self._cache.register_named(fill.prefix.names, fill.block_ids, are_filled)
+
+
+class FillsByName:
+    """Index of fills by the names of their blocks, so that no block is fetched twice."""
+
+    def __init__(self) -> None:
+        self._fill_by_name: dict[BlockName, Fill] = {}
+
+    def add(self, fill: Fill) -> None:
+        for name in fill.prefix.names:
+            earlier = self._fill_by_name.get(name)
+            if earlier is None or earlier.is_overdue:
+                self._fill_by_name[name] = fill
+
+    def remove(self, fill: Fill) -> None:
+        for name in fill.prefix.names:
+            if self._fill_by_name.get(name) is fill:
+                del self._fill_by_name[name]
+
+    def find(self, names: Iterable[BlockName]) -> Fill | None:
+        """Return the fill with the first of these blocks that any has."""
+        return next(filter(None, map(self._fill_by_name.get, names)), None)
+
+    def num_leading(self, fill: Fill, names: Iterable[BlockName]) -> int:
+        """Return how many of these blocks, from the first on, the fill has."""
+        num_shared = 0
+        for name in names:
+            if self._fill_by_name.get(name) is not fill:
+                break
+            num_shared += 1
+        return num_shared

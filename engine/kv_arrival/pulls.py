@@ -1,0 +1,190 @@
+"""Pulls: blocks of a prefix that a peer has and sends on request.
+
+A pull consists of runs, each a hand-off of its own: if one fails, the blocks of the others are
+cached nevertheless. The fill holds its blocks until all runs have landed or failed. The hand-off of
+a run has its own hold, until no write can reach the blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from baton.core.ids import HandoffId, Peer
+from baton.engine.kv_arrival.arrival import Arrival
+from baton.engine.kv_arrival.fills import Fill, FillId, Fills, FillsByName
+from baton.engine.kv_arrival.kv_source import Offer, PrefixNeed
+from baton.engine.kv_arrival.pull_times import PullTimes
+from baton.engine.kv_arrival.receives import BlockReceives
+from baton.engine.kv_cache.external_prefix import ExternalPrefix
+from baton.engine.kv_cache.manager import KvCache
+from baton.kv_transfer.types import KvReports, Receive
+
+MAX_PULLING_SHARE = 0.5  # of all blocks, for several pulls together
+MIN_PULLING_BLOCKS = 8  # however small the pool is
+PEER = "peer"  # source of the tokens in a request's statistics
+
+
+@dataclass(frozen=True, slots=True)
+class PullConfig:
+    """Settings of pulls of cached prefixes from other nodes."""
+
+    name: str  # of their hand-offs, unique among all processes of all nodes
+    block_bytes: int
+    # A run is given or fails as a whole.
+    max_run_blocks: int = 64
+    max_run_bytes: int = 16 << 20
+
+    @property
+    def blocks_per_run(self) -> int:
+        return max(1, min(self.max_run_blocks, self.max_run_bytes // self.block_bytes))
+
+
+class _Run(NamedTuple):
+    """Consecutive blocks of a pull, sent under one hand-off."""
+
+    fill: Fill
+    peer: Peer
+    first: int
+    end: int
+
+
+class PeerPulls:
+    """Implements KvSource."""
+
+    name = PEER
+
+    def __init__(
+        self, cache: KvCache, fills: Fills, receives: BlockReceives, config: PullConfig
+    ) -> None:
+        self._cache = cache
+        self._fills = fills
+        self._receives = receives
+        self._config = config
+        self._max_blocks = max(MIN_PULLING_BLOCKS, int(cache.pool.num_blocks * MAX_PULLING_SHARE))
+        self._times = PullTimes()
+        self._runs: dict[HandoffId, _Run] = {}  # that have neither landed nor failed
+        self._pulls_by_name = FillsByName()
+        self._num_written: dict[HandoffId, int] = {}  # blocks of runs that the peer may write
+        self._num_runs = 0
+        self.total_landed_blocks = 0
+        self.total_failed_blocks = 0
+
+    def offer(self, arrival: Arrival, need: PrefixNeed, min_saved_s: float) -> Offer | None:
+        source = arrival.prefix_source
+        if source is None or need.continues_at is not None:
+            return None
+        prefix = self._cache.find_promised(arrival.kv, need.max_num_tokens, source.num_tokens)
+        saved_s = self._saved_s(prefix, source.peer, need)
+        follows = self._pulls_by_name.find(prefix.names)
+        if saved_s is None or (follows is not None and follows.is_overdue):
+            arrival.note_asked(self.name)
+            return None
+        if saved_s < min_saved_s or (follows is None and not self._has_room(prefix, need)):
+            return None
+        return Offer(self, prefix, saved_s, follows)
+
+    def order(self, fill: Fill) -> None:
+        """Order all runs of a pull."""
+        if fill.arrival is None or fill.arrival.prefix_source is None:
+            return
+        peer = fill.arrival.prefix_source.peer
+        self._pulls_by_name.add(fill)
+        for first, end in self._run_bounds(fill.prefix):
+            self._num_runs += 1
+            handoff_id = HandoffId(self._config.name, self._num_runs)
+            names = fill.prefix.names[first:end]
+            self._runs[handoff_id] = _Run(fill, peer, first, end)
+            self._num_written[handoff_id] = len(names)
+            self._receives.pull(
+                Receive(
+                    handoff_id,
+                    peer,
+                    first_block=0,
+                    block_ids=fill.block_ids[first:end],
+                    num_tokens=len(names) * self._cache.block_size,
+                    names=names,
+                    request_id=fill.arrival.kv.request_id,
+                )
+            )
+
+    def receive_token_s(self, peer: Peer, now: float) -> float:
+        """Return the time that each token more of a hand-off from a peer takes."""
+        token_bytes = self._cache.num_groups * self._config.block_bytes / self._cache.block_size
+        return token_bytes * self._times.byte_s(peer.node_id, now)
+
+    def settle(self, reports: KvReports, now: float) -> list[FillId]:
+        """Apply the ends of runs. Returns the pulls that have ended.
+
+        The holds of the hand-offs are released by `BlockReceives`.
+        """
+        landed = [each.handoff_id for each in reports.finished_recving]
+        lost = [each.handoff_id for each in reports.failed_recving]
+        for handoff_id in (*landed, *reports.released):
+            self._num_written.pop(handoff_id, None)
+        ended = [self._end_run(handoff_id, PEER, now) for handoff_id in landed]
+        ended += [self._end_run(handoff_id, None, now) for handoff_id in lost]
+        return [fill_id for fill_id in ended if fill_id is not None]
+
+    def note_overdue(self, fill: Fill, now: float) -> None:
+        """Avoid the peer of a pull that requests no longer wait for."""
+        peers = {run.peer.node_id for run in self._runs.values() if run.fill is fill}
+        for peer in peers:
+            self._times.record_failure(peer, now - fill.since_s, now)
+
+    def _end_run(self, handoff_id: HandoffId, source: str | None, now: float) -> FillId | None:
+        """End a run. Returns the pull if it was the last one."""
+        run = self._runs.pop(handoff_id, None)
+        if run is None:
+            return None
+        num_blocks = run.end - run.first
+        if source is None:
+            self.total_failed_blocks += num_blocks
+        else:
+            self.total_landed_blocks += num_blocks
+        self._fills.note_filled(run.fill, run.first, [source] * num_blocks)
+        if run.fill.num_pending:
+            return None
+        self._end_pull(run.fill, run.peer, now)
+        return run.fill.fill_id
+
+    def _end_pull(self, fill: Fill, peer: Peer, now: float) -> None:
+        self._pulls_by_name.remove(fill)
+        self._fills.end(fill)
+        took_s = now - fill.since_s
+        if None in fill.sources:
+            self._times.record_failure(peer.node_id, took_s, now)
+        else:
+            self._times.record(peer.node_id, self._num_bytes(fill.prefix), took_s, now)
+
+    def _run_bounds(self, prefix: ExternalPrefix) -> Iterator[tuple[int, int]]:
+        """Yield the runs of the blocks to be pulled. A snapshot has runs of its own.
+
+        So a peer that has to load it from a tier loads all its parts together, if they fit.
+        """
+        num_blocks, size = len(prefix.names), self._config.blocks_per_run
+        snapshot = prefix.num_loaded_before_snapshot
+        for start, end in ((0, snapshot), (snapshot, num_blocks)):
+            for first in range(start, end, size):
+                yield first, min(first + size, end)
+
+    def _saved_s(self, prefix: ExternalPrefix, peer: Peer, need: PrefixNeed) -> float | None:
+        """Return the time that a pull saves; None if it is not worth it."""
+        pull_s = self._times.estimate_s(peer.node_id, self._num_bytes(prefix), need.now_s)
+        if not prefix.names or pull_s is None:
+            return None
+        if need.token_s is None:
+            return 0.0
+        saved_s = prefix.num_gained * self._cache.block_size * need.token_s - pull_s
+        return saved_s if saved_s > 0 else None
+
+    def _has_room(self, prefix: ExternalPrefix, need: PrefixNeed) -> bool:
+        # Blocks of failed runs count until the peer can no longer write them.
+        num_written = sum(self._num_written.values())
+        if num_written and num_written + len(prefix.names) > self._max_blocks:
+            return False
+        return self._fills.fits(prefix, need.num_spare)
+
+    def _num_bytes(self, prefix: ExternalPrefix) -> int:
+        return len(prefix.names) * self._config.block_bytes

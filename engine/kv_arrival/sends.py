@@ -1,0 +1,157 @@
+"""Blocks that are sent to peers: those of hand-offs, and cached ones that peers pull.
+
+A send holds its own reference on each of its blocks, from the order that names them until the
+report that releases them. This is independent of what happens to the request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.core.ids import BlockId, HandoffId
+from baton.core.logprobs import FirstToken
+from baton.engine.kv_arrival.holds import Hold, Holds
+from baton.engine.kv_arrival.orders import StepOrders
+from baton.engine.kv_cache.held_kv import HeldKv
+from baton.engine.kv_cache.transfer_order import TransferOrder
+from baton.kv_transfer.types import Complete, Send, SendLayers, Withdraw
+
+
+@dataclass(slots=True)
+class _PendingSend:
+    """Blocks that are being sent to a peer."""
+
+    hold: Hold  # in the order of the hand-off
+    num_held: int = 0  # leading places of each block table whose blocks are held
+    num_sent: int = 0  # of these, the ones ordered; the pass in progress completes the others
+    is_ended: bool = False  # Complete or Withdraw is ordered: no more blocks follow
+    is_over: bool = False  # the KV worker has reported the end, possibly early
+    is_withdrawn: bool = False
+
+
+class BlockSends:
+    """Sending side of vLLM's V1 connector, as orders. `withdraw` is its `request_finished`."""
+
+    def __init__(self, holds: Holds, order: TransferOrder, orders: StepOrders) -> None:
+        self._holds = holds
+        self._order = order
+        self._orders = orders
+        self._sending: dict[HandoffId, _PendingSend] = {}
+        self.total_unknown_reports = 0  # for unknown hand-offs, such as ended ones
+
+    def __len__(self) -> int:
+        return len(self._sending)
+
+    def is_known(self, handoff_id: HandoffId) -> bool:
+        return handoff_id in self._sending
+
+    def open(self, handoff_id: HandoffId) -> None:
+        """Register the hand-off of a waiting request whose blocks will be sent."""
+        self._sending[handoff_id] = _PendingSend(self._holds.open())
+
+    def has_sent(self, handoff_id: HandoffId | None) -> bool:
+        return handoff_id is not None and bool(self._sending[handoff_id].hold.block_ids)
+
+    def send(self, handoff_id: HandoffId | None, kv: HeldKv, num_blocks: int) -> None:
+        """Order the transfer of the first `num_blocks` of each table, without those ordered.
+
+        Once the last pass has completed all of them, the state follows.
+        """
+        sending = self._find_open(handoff_id, num_blocks)
+        if sending is None or handoff_id is None:
+            return
+        self._hold(sending, kv, num_blocks)
+        if num_blocks == kv.num_blocks:
+            self._holds.add(sending.hold, self._order.state_blocks(kv))
+        first_block = self._order.index(kv, sending.num_sent)
+        sending.num_sent = num_blocks
+        block_ids = tuple(sending.hold.block_ids[first_block:])
+        if block_ids:
+            self._orders.sends.append(Send(handoff_id, first_block, block_ids))
+
+    def send_layers(self, handoff_id: HandoffId | None, kv: HeldKv, num_blocks: int) -> None:
+        """Order layer-wise transfer of the blocks that the coming pass completes.
+
+        After that pass, the first `num_blocks` blocks of each table are complete. The state is not
+        sent by layers.
+        """
+        sending = self._find_open(handoff_id, num_blocks)
+        if sending is None or handoff_id is None:
+            return
+        self._hold(sending, kv, num_blocks)
+        first_block = self._order.index(kv, sending.num_sent)
+        block_ids = tuple(sending.hold.block_ids[first_block:])
+        if block_ids:
+            self._orders.layer_sends.append(SendLayers(handoff_id, first_block, block_ids))
+
+    def complete(
+        self, handoff_id: HandoffId | None, num_tokens: int, first_token: FirstToken
+    ) -> None:
+        """Order the end of a hand-off whose blocks are all sent, with the first token."""
+        if handoff_id is not None and self._end_orders(handoff_id):
+            self._orders.completes.append(Complete(handoff_id, num_tokens, first_token))
+
+    def withdraw(self, handoff_id: HandoffId | None, reason: str) -> None:
+        """Withdraw the hand-off of a request that ends before its first token."""
+        if handoff_id is not None and self._end_orders(handoff_id):
+            self._withdraw(handoff_id, reason)
+
+    def withdraw_completed(self, handoff_id: HandoffId, reason: str) -> None:
+        """Withdraw a complete hand-off that is not needed, even if its KV is not all sent."""
+        sending = self._sending.get(handoff_id)
+        if sending is not None and sending.is_ended and not sending.is_withdrawn:
+            self._withdraw(handoff_id, reason)
+
+    def give(self, handoff_id: HandoffId, block_ids: tuple[BlockId, ...], num_tokens: int) -> bool:
+        """Order the transfer of blocks that a peer pulls. Returns False if the id is in use."""
+        if handoff_id in self._sending:
+            return False
+        self._sending[handoff_id] = _PendingSend(self._holds.open(block_ids), is_ended=True)
+        self._orders.sends.append(Send(handoff_id, 0, block_ids))
+        self._orders.completes.append(Complete(handoff_id, num_tokens, None))
+        return True
+
+    def refuse(self, handoff_id: HandoffId, reason: str) -> None:
+        """Refuse a peer's pull."""
+        if handoff_id not in self._sending:
+            self._sending[handoff_id] = _PendingSend(self._holds.open(), is_ended=True)
+            self._withdraw(handoff_id, reason)
+
+    def end(self, handoff_id: HandoffId) -> None:
+        """Release the blocks of a hand-off. It can end early, when the peer disconnects."""
+        sending = self._sending.get(handoff_id)
+        if sending is None or sending.is_over:
+            self.total_unknown_reports += 1
+            return
+        self._holds.close(sending.hold)
+        sending.hold = Hold()
+        sending.is_over = True
+        if sending.is_ended:
+            del self._sending[handoff_id]
+
+    def _find_open(self, handoff_id: HandoffId | None, num_blocks: int) -> _PendingSend | None:
+        """Return the send, unless it is over or these blocks are ordered already."""
+        if handoff_id is None:
+            return None
+        sending = self._sending[handoff_id]
+        return None if sending.is_over or num_blocks <= sending.num_sent else sending
+
+    def _hold(self, sending: _PendingSend, kv: HeldKv, num_blocks: int) -> None:
+        self._holds.add(sending.hold, self._order.blocks(kv, sending.num_held, num_blocks))
+        sending.num_held = num_blocks
+
+    def _withdraw(self, handoff_id: HandoffId, reason: str) -> None:
+        sending = self._sending.get(handoff_id)
+        if sending is not None:
+            sending.is_withdrawn = True
+        self._orders.withdraws.append(Withdraw(handoff_id, reason))
+
+    def _end_orders(self, handoff_id: HandoffId) -> bool:
+        """Mark a hand-off as ended. Returns False if the peer needs no message."""
+        sending = self._sending.get(handoff_id)
+        if sending is None or sending.is_ended:
+            return False
+        sending.is_ended = True
+        if sending.is_over:
+            del self._sending[handoff_id]
+        return not sending.is_over

@@ -1,0 +1,79 @@
+"""Receives without a scheduler: blocks, orders and fills to follow."""
+
+from __future__ import annotations
+
+from baton.core.ids import HandoffId, NodeId, Peer
+from baton.core.request import ReceiveKv
+from baton.engine.kv_arrival.arrival import Arrival
+from baton.engine.kv_arrival.fills import Fills
+from baton.engine.kv_arrival.holds import Holds
+from baton.engine.kv_arrival.orders import StepOrders
+from baton.engine.kv_arrival.receives import BlockReceives
+from baton.engine.kv_cache.config import CacheConfig
+from baton.engine.kv_cache.manager import KvCache
+from baton.kv_transfer.types import NO_KV_ORDERS, Revoke
+from tests.support.requests import make_held
+
+ID = HandoffId("r", 1)
+HANDOFF = ReceiveKv(ID, Peer(NodeId("p"), "host:1"))
+
+
+class Receiving:
+    """A request of six tokens in three blocks, of which the first was a prefix hit."""
+
+    def __init__(self) -> None:
+        cache = KvCache(CacheConfig(num_blocks=4, block_size=2))
+        self.holds, self.orders = Holds(cache.pool), StepOrders()
+        fills = Fills(cache, self.holds, max_wait_s=5.0)
+        self.receives = BlockReceives(cache, self.holds, fills, self.orders)
+        self.arrival = Arrival(make_held(range(6)), (0, 0.0, 0), HANDOFF)
+        self.arrival.kv.block_tables = (cache.pool.allocate(3) or [],)
+        self.receives.expect(HANDOFF)
+        self.receives.grant(self.arrival, num_hits=1, now=0.0)
+
+    @property
+    def held(self) -> list[int]:
+        return list(self.holds.block_ids())
+
+
+def test_orders_are_taken_once() -> None:
+    it = Receiving()
+
+    first, second = it.orders.take(), it.orders.take()
+
+    assert len(first.receives) == 1
+    assert second == NO_KV_ORDERS
+    assert not it.orders
+    assert it.held == it.arrival.kv.block_ids[1:]
+
+
+def test_giving_up_asks_for_a_revoke_and_keeps_the_blocks() -> None:
+    it = Receiving()
+    it.orders.take()
+
+    it.receives.revoke(it.arrival)
+
+    assert it.orders.take().revokes == (Revoke(ID),)
+    assert it.held == it.arrival.kv.block_ids[1:]
+
+
+def test_a_receive_ends_once() -> None:
+    it = Receiving()
+
+    it.receives.end(ID)
+    it.receives.end(ID)
+
+    assert it.held == []
+    assert it.receives.total_unknown_reports == 1
+
+
+def test_a_request_that_stops_is_no_longer_the_receiver() -> None:
+    it = Receiving()
+    before = it.receives.receiver_of(ID)
+
+    fill = it.receives.stop(it.arrival)
+
+    assert before is it.arrival
+    assert fill is not None
+    assert fill.arrival is it.arrival
+    assert it.receives.receiver_of(ID) is None
