@@ -172,7 +172,7 @@ async def _http_server(
         yield
         return
     # Imported late: routers that only serve gRPC do not need the HTTP stack.
-    from baton.router.doors.http_app import http_app
+    from baton.router.doors.http_app import DEFAULT_ERRORS, http_app
     from baton.router.http.server import http_serving
 
     app = http_app(
@@ -188,7 +188,7 @@ async def _http_server(
         on_refusal=metrics.refused,
     )
     host = options.http_host or options.host
-    async with http_serving(app, host, options.http_port, options.tls) as address:
+    async with http_serving(app, host, options.http_port, options.tls, DEFAULT_ERRORS) as address:
         announce("http", address)
         yield
 

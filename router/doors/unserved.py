@@ -9,7 +9,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from baton.router.http.errors import error_body
+from baton.router.doors.openai.errors import OPENAI_ERRORS
+from baton.router.http.errors import Failure
 
 MAX_SHOWN_PATH_CHARACTERS = 200
 USE_CHAT = "use /v1/chat/completions"
@@ -50,10 +51,8 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
     if error.status_code == 405:
         return _wrong_method(request, error)
     message = _not_found(request) if error.status_code == 404 else error.detail
-    code = error.detail.upper().replace(" ", "_")
-    return JSONResponse(
-        error_body(message, error.status_code, code), error.status_code, error.headers
-    )
+    reason = error.detail.upper().replace(" ", "_")
+    return _response(error, message, reason)
 
 
 def _wrong_method(request: Request, error: HTTPException) -> Response:
@@ -63,11 +62,12 @@ def _wrong_method(request: Request, error: HTTPException) -> Response:
         body = {"path": path, "allow": allowed.split(", "), "message": NO_CORS}
         return JSONResponse(body, headers={"allow": f"{allowed}, OPTIONS"})
     message = f"{path} takes {allowed}, not {_shorten(request.method)}"
-    return JSONResponse(
-        error_body(message, error.status_code, "METHOD_NOT_ALLOWED"),
-        error.status_code,
-        error.headers,
-    )
+    return _response(error, message, "METHOD_NOT_ALLOWED")
+
+
+def _response(error: HTTPException, message: str, reason: str) -> Response:
+    failure = Failure(error.status_code, message, reason, headers=error.headers or {})
+    return OPENAI_ERRORS.response(failure)
 
 
 def _not_found(request: Request) -> str:

@@ -20,11 +20,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from baton.core.errors import InvalidConfig
-from baton.router.http.errors import error_body
+from baton.router.http.errors import ErrorFormat, Failure
+from baton.router.http.json_encoding import Json
 
 ACCEPT_RETRY_S = 0.05
 OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-ALL_CONNECTIONS_IN_USE = "all connections are in use; try again in a second"
+ALL_CONNECTIONS_IN_USE = Failure(
+    503, "all connections are in use; try again in a second", "TOO_MANY_CONNECTIONS"
+)
 
 log = logging.getLogger(__name__)
 
@@ -223,6 +226,7 @@ class Acceptor:
         config: uvicorn.Config,
         server_state: ServerState,
         limits: ConnectionLimits,
+        errors: ErrorFormat,
     ) -> None:
         """`config` must be loaded."""
         self._listening = listening
@@ -230,6 +234,7 @@ class Acceptor:
         self._server_state = server_state
         self._limits = limits
         self._places = Places()
+        self._refusal = _refusal(errors.body(ALL_CONNECTIONS_IN_USE))
 
     async def run(self) -> None:
         """Accept connections until cancelled. Open connections stay open."""
@@ -279,16 +284,13 @@ class Acceptor:
         with accepted, suppress(OSError):
             if self._config.ssl is None:
                 accepted.setblocking(False)
-                accepted.send(_REFUSAL)
+                accepted.send(self._refusal)
 
 
-def _refusal() -> bytes:
-    body = json.dumps(error_body(ALL_CONNECTIONS_IN_USE, 503, "TOO_MANY_CONNECTIONS")).encode()
+def _refusal(body: Json) -> bytes:
+    content = json.dumps(body).encode()
     head = (
         "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(body)}\r\nRetry-After: 1\r\nConnection: close\r\n\r\n"
+        f"Content-Length: {len(content)}\r\nRetry-After: 1\r\nConnection: close\r\n\r\n"
     )
-    return head.encode() + body
-
-
-_REFUSAL = _refusal()
+    return head.encode() + content

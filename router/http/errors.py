@@ -1,15 +1,16 @@
-"""Conversion of named errors to HTTP statuses and to bodies in OpenAI's format."""
+"""Failed HTTP requests: statuses and headers of named errors. Their bodies are up to each API."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from grpc import StatusCode
-from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from baton.core.errors import ContextLengthExceeded, InvalidRequest
-from baton.router.doors.openai.response.choices import Json
+from baton.core.errors import InvalidRequest
 from baton.rpc.errors import (
     BodyTimeout,
     Draining,
@@ -21,12 +22,7 @@ from baton.rpc.errors import (
     UnknownModel,
     UnsupportedInput,
 )
-from baton.rpc.status import (
-    CONTEXT_LENGTH_EXCEEDED,
-    MAX_ERROR_FIELD_CHARACTERS,
-    code_and_reason,
-    message_of,
-)
+from baton.rpc.status import MAX_ERROR_FIELD_CHARACTERS, code_and_reason, message_of
 
 # HTTP statuses of the gRPC codes in `rpc/status.py`.
 HTTP_STATUS = {
@@ -42,17 +38,50 @@ HTTP_STATUS = {
     StatusCode.FAILED_PRECONDITION: 503,
     StatusCode.DEADLINE_EXCEEDED: 504,
 }
-# OpenAI's codes that clients test for. Other errors have Baton's reason as their code.
-OPENAI_CODES: dict[type[Exception], str] = {
-    ContextLengthExceeded: CONTEXT_LENGTH_EXCEEDED,
-    UnknownModel: "model_not_found",
-    Unauthenticated: "invalid_api_key",
-    QueueFull: "rate_limit_exceeded",
-}
 TOO_LARGE = 413
 TIMED_OUT = 408
 # A draining process is replaced by another one soon.
 DRAINING_RETRY_AFTER_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A failed request, before it is put in the format of an API."""
+
+    status: int
+    message: str
+    reason: str  # for programs; the same over gRPC
+    headers: Mapping[str, str] = field(default_factory=dict)
+    field: str | None = None  # of the request, if one is at fault
+    cause: Exception | None = None  # for APIs whose codes are narrower than a reason
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorFormat:
+    """Format of an API's errors: as the body of a response, or as the last event of a stream."""
+
+    body: Callable[[Failure], dict[str, Any]]
+    event: Callable[[Failure], bytes]
+
+    def response(self, failure: Failure, headers: Mapping[str, str] | None = None) -> JSONResponse:
+        both = {**(headers or {}), **failure.headers}
+        return JSONResponse(self.body(failure), failure.status, both)
+
+
+# The log has the traceback.
+INTERNAL = Failure(500, "internal error; see the server's log", "INTERNAL")
+
+
+def failure_of(error: Exception) -> Failure:
+    """Describe a named error."""
+    return Failure(
+        status_of(error),
+        message_of(error),
+        code_and_reason(error)[1],
+        _headers(error),
+        (_field(error) or "")[:MAX_ERROR_FIELD_CHARACTERS] or None,
+        error,
+    )
 
 
 def status_of(error: Exception) -> int:
@@ -61,41 +90,6 @@ def status_of(error: Exception) -> int:
     if isinstance(error, BodyTimeout):
         return TIMED_OUT
     return HTTP_STATUS[code_and_reason(error)[0]]
-
-
-def body_of(error: Exception) -> Json:
-    """Return an error in OpenAI's format, and with Baton's own `reason`, which gRPC has, too."""
-    _, reason = code_and_reason(error)
-    codes = (code for kind, code in OPENAI_CODES.items() if isinstance(error, kind))
-    return error_body(
-        message_of(error),
-        status_of(error),
-        next(codes, reason),
-        (_field(error) or "")[:MAX_ERROR_FIELD_CHARACTERS] or None,
-        reason,
-    )
-
-
-def error_body(
-    message: str, status: int, code: str, param: str | None = None, reason: str | None = None
-) -> Json:
-    kind = "rate_limit_error" if status == HTTP_STATUS[StatusCode.RESOURCE_EXHAUSTED] else None
-    kind = kind or ("invalid_request_error" if status < 500 else "server_error")
-    error = {"message": message, "type": kind, "param": param, "code": code}
-    return {"error": {**error, "reason": reason or code}}
-
-
-def error_response(error: Exception, headers: dict[str, str] | None = None) -> JSONResponse:
-    return JSONResponse(body_of(error), status_of(error), {**(headers or {}), **_headers(error)})
-
-
-async def tell_named(_request: Request, error: Exception) -> JSONResponse:
-    return error_response(error)
-
-
-async def handle_bug(_request: Request, _error: Exception) -> JSONResponse:
-    """Report an internal error. The log has its traceback."""
-    return JSONResponse(error_body("internal error; see the server's log", 500, "INTERNAL"), 500)
 
 
 def _field(error: Exception) -> str | None:

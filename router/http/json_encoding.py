@@ -1,4 +1,4 @@
-"""JSON encoding of large answers in slices, yielding to the event loop between them."""
+"""JSON of responses and events. Large ones are encoded in slices, with the event loop between."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import asyncio
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
+
+Json = dict[str, Any]
 
 SLICE_CHARACTERS = 1 << 16  # takes a few milliseconds to encode
 
@@ -21,6 +24,10 @@ class LazyArray:
 def as_json(value: object) -> bytes:
     """Encode at once a value that contains no LazyArray."""
     return _dumps(value).encode()
+
+
+def server_sent_event(message: Json) -> bytes:
+    return b"data: " + as_json(message) + b"\n\n"
 
 
 async def encode_in_slices(value: object) -> list[bytes]:

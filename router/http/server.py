@@ -11,6 +11,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from baton.router.http.connections import Acceptor, ConnectionLimits
+from baton.router.http.errors import ErrorFormat
 from baton.rpc.descriptors import descriptor_limit, max_connections
 from baton.rpc.listening import listening_socket
 from baton.rpc.security.http_tls import server_context
@@ -36,7 +37,12 @@ class HttpServer(uvicorn.Server):
 
 @asynccontextmanager
 async def http_serving(
-    app: ASGIApp, host: str, port: int, tls: TlsConfig, limits: ConnectionLimits | None = None
+    app: ASGIApp,
+    host: str,
+    port: int,
+    tls: TlsConfig,
+    errors: ErrorFormat,
+    limits: ConnectionLimits | None = None,
 ) -> AsyncIterator[str]:
     """Serve until the block ends, and yield the address. Raises AddressInUse.
 
@@ -61,11 +67,11 @@ async def http_serving(
     config.load()
     server = HttpServer(config)
     serving = asyncio.ensure_future(server.serve(sockets=[]))  # connections come from the Acceptor
-    acceptor = Acceptor(listening, config, server.server_state, limits)
+    acceptor = Acceptor(listening, config, server.server_state, limits, errors)
     accepting = asyncio.ensure_future(acceptor.run())
     bound_port: int = listening.getsockname()[1]
     scheme = "https" if tls.listens else "http"
-    log.info("OpenAI's API on %s://%s:%d/v1", scheme, host, bound_port)
+    log.info("HTTP APIs on %s://%s:%d/v1", scheme, host, bound_port)
     try:
         yield f"{host}:{bound_port}"
     finally:

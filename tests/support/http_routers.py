@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.router.admission.admission_queue import AdmissionQueueConfig
 from baton.router.dispatch.config import DispatchConfig
-from baton.router.doors.http_app import http_app
+from baton.router.doors.http_app import DEFAULT_ERRORS, http_app
 from baton.router.http.connections import ConnectionLimits
 from baton.router.http.server import http_serving
 from baton.router.input_processing.tokenization import NoTokenizer, TextBoundary
@@ -84,5 +84,5 @@ async def an_http_router(
         parsing=parsing,
         tokens=tokens,
     )
-    async with http_serving(app, "127.0.0.1", 0, tls, limits) as address:
+    async with http_serving(app, "127.0.0.1", 0, tls, DEFAULT_ERRORS, limits) as address:
         yield HttpRouter(address, pipeline, health)

@@ -1,13 +1,10 @@
-"""Endpoints for models, tokenization, prefix caches, probes and metrics."""
+"""Endpoints for models, tokenization and prefix caches."""
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from importlib.metadata import version
 from typing import Any
 
 from starlette.requests import Request
@@ -21,20 +18,14 @@ from baton.router.doors.openai.request.bodies import (
     body_from,
 )
 from baton.router.doors.openai.request.prompts import chat_from
-from baton.router.doors.openai.response.choices import Json
 from baton.router.http.bodies import Bodies
-from baton.router.http.json_encoding import as_json
+from baton.router.http.json_encoding import Json, as_json
 from baton.router.input_processing.input_processor import InputProcessor
-from baton.router.pipeline import Pipeline
 from baton.router.prefix_resets import PrefixResets
 from baton.router.routing.node_table import NodeTable
 from baton.router.values import Prompt, TextPrompt
 from baton.rpc.errors import UnknownModel
-from baton.rpc.health import Health
 from baton.rpc.security.token import HEADER
-
-# Takes the Accept header. Returns the metrics and their content type.
-Scrape = Callable[[str], tuple[bytes, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +33,8 @@ class Models:
     """`/v1/models`: the models that the decode nodes serve."""
 
     table: NodeTable
-    since: int
-    root: str = ""  # folder or hub name of the tokenizer; empty: the router has none
+    root: str  # folder or hub name of the tokenizer; empty: the router has none
+    since: int = field(default_factory=lambda: int(time.time()))
 
     async def all(self, _request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._card(name) for name in self._names]})
@@ -142,35 +133,3 @@ class PrefixCacheEndpoint:
             body = body_from(await self.bodies.fields(raw) if raw else {}, ResetBody)
         resets = await self.resets.reset_all(body.tiers, shown)
         return JSONResponse({"nodes": [asdict(reset) for reset in resets]})
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeEndpoints:
-    health: Health
-    pipeline: Pipeline
-    scrape: Scrape
-
-    async def is_alive(self, _request: Request) -> Response:
-        return _yes_or_no(self.health.is_alive)
-
-    async def is_ready(self, _request: Request) -> Response:
-        """Ready unless the router drains or has no nodes yet."""
-        return _yes_or_no(self.health.is_ready and not self.pipeline.is_draining)
-
-    async def metrics(self, request: Request) -> Response:
-        # On a thread, since a scrape blocks on readings that this event loop provides.
-        accept = request.headers.get("accept", "")
-        body, kind = await asyncio.to_thread(self.scrape, accept)
-        return Response(body, headers={"content-type": kind})
-
-    async def version(self, _request: Request) -> Response:
-        return JSONResponse({"version": version("baton")})
-
-
-def _yes_or_no(is_well: bool) -> Response:
-    status = 200 if is_well else 503
-    return JSONResponse({"status": "ok" if is_well else "unavailable"}, status)
-
-
-def models_of(table: NodeTable, root: str = "") -> Models:
-    return Models(table, int(time.time()), root)

@@ -15,13 +15,12 @@ from baton.router.doors.openai.response.chat_choices import ChatChoice
 from baton.router.doors.openai.response.choices import (
     CompletionChoice,
     EchoedPrompt,
-    Json,
     ResponseChoice,
     join_chunks,
 )
 from baton.router.doors.openai.response.logprobs import TokenSpeller, prompt_logprobs
 from baton.router.doors.openai.response.request_warnings import Warnings
-from baton.router.http.json_encoding import LazyArray, as_json, encode_in_slices
+from baton.router.http.json_encoding import Json, LazyArray, encode_in_slices, server_sent_event
 from baton.router.input_processing.limits import MAX_POSITIONS_PER_SLICE
 from baton.router.text_events.forced_calls import NamedCallParser, RequiredCallsParser
 from baton.router.text_events.output_parsers import (
@@ -240,13 +239,15 @@ class StreamedAnswer:
             self._usage.ended(index, part)
             warnings = self._warnings.of(part)
             last_chunk = choice.last_chunk(part)
-            return event(self._chunk(index, last_chunk, part.num_completion_tokens, **warnings))
+            return server_sent_event(
+                self._chunk(index, last_chunk, part.num_completion_tokens, **warnings)
+            )
         choice_json = choice.chunk(part)
         if choice_json is None:
             return b""
         chunk = self._chunk(index, choice_json, part.first_index + len(part.token_ids))
         if len(part.logprobs) + len(part.prompt_logprobs) <= MAX_POSITIONS_PER_SLICE:
-            return event(chunk)
+            return server_sent_event(chunk)
         choices = LazyArray(chunk["choices"], has_long_items=True)
         return b"".join(
             (b"data: ", *await encode_in_slices({**chunk, "choices": choices}), b"\n\n")
@@ -255,7 +256,7 @@ class StreamedAnswer:
     def end(self) -> bytes:
         if not self._options.with_usage:
             return DONE
-        return event(self._heading.over([], usage=self._usage.totals)) + DONE
+        return server_sent_event(self._heading.over([], usage=self._usage.totals)) + DONE
 
     def _chunk(self, index: int, choice: Json, num_tokens: int, **more: Any) -> Json:
         if self._options.with_usage:
@@ -263,7 +264,3 @@ class StreamedAnswer:
         if self._options.with_usage_so_far:
             more["usage"] = usage_of(len(self._prompts[index].token_ids), num_tokens)
         return self._heading.over([choice], **more)
-
-
-def event(message: Json) -> bytes:
-    return b"data: " + as_json(message) + b"\n\n"

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from baton.core.output import FinishReason
 from baton.router.doors.openai.request.parsed_request import ResponseOptions
 from baton.router.doors.openai.request.tool_choice import ToolCallMode
-from baton.router.doors.openai.response.choices import Json, finish_fields, join_chunks
+from baton.router.doors.openai.response.choices import finish_fields, join_chunks
 from baton.router.doors.openai.response.logprobs import TokenSpeller, chat_logprobs
+from baton.router.http.json_encoding import Json
 from baton.router.text_events.output_parsers import Delta, OutputParser, ToolCall
 from baton.router.values import CompletionSummary, TokenChunk
 

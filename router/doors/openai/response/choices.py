@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from baton.core.logprobs import TokenLogprobs
 from baton.router.doors.openai.request.parsed_request import ResponseOptions
@@ -13,9 +13,9 @@ from baton.router.doors.openai.response.logprobs import (
     completion_logprobs,
     prompt_logprobs,
 )
+from baton.router.http.json_encoding import Json
 from baton.router.values import CompletionSummary, TokenChunk
 
-Json = dict[str, Any]
 NOTHING = TokenChunk(0)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from baton.router.doors.openai.request.parsed_request import ResponseOptions
 from baton.router.doors.openai.request.tool_choice import ToolCallMode
-from baton.router.doors.openai.response.choices import Json
+from baton.router.http.json_encoding import Json
 from baton.router.text_events.output_parsers import Parsing
 from baton.router.values import CompletionSummary
 

@@ -1,0 +1,38 @@
+"""Errors in OpenAI's format, with Baton's own `reason`."""
+
+from __future__ import annotations
+
+from baton.core.errors import ContextLengthExceeded
+from baton.router.http.errors import ErrorFormat, Failure
+from baton.router.http.json_encoding import Json, server_sent_event
+from baton.rpc.errors import QueueFull, Unauthenticated, UnknownModel
+from baton.rpc.status import CONTEXT_LENGTH_EXCEEDED
+
+# Codes that clients test for. Other errors have Baton's reason as their code.
+CODES: dict[type[Exception], str] = {
+    ContextLengthExceeded: CONTEXT_LENGTH_EXCEEDED,
+    UnknownModel: "model_not_found",
+    Unauthenticated: "invalid_api_key",
+    QueueFull: "rate_limit_exceeded",
+}
+
+
+def error_body(failure: Failure) -> Json:
+    codes = (code for kind, code in CODES.items() if isinstance(failure.cause, kind))
+    error = {
+        "message": failure.message,
+        "type": _type(failure.status),
+        "param": failure.field,
+        "code": next(codes, failure.reason),
+        "reason": failure.reason,
+    }
+    return {"error": error}
+
+
+def _type(status: int) -> str:
+    if status == 429:
+        return "rate_limit_error"
+    return "invalid_request_error" if status < 500 else "server_error"
+
+
+OPENAI_ERRORS = ErrorFormat(error_body, lambda failure: server_sent_event(error_body(failure)))

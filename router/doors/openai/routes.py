@@ -1,0 +1,48 @@
+"""Paths of OpenAI's API, with vLLM's additions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from starlette.routing import Route
+
+from baton.router.doors.openai.endpoints import Models, PrefixCacheEndpoint, Tokens
+from baton.router.doors.openai.errors import OPENAI_ERRORS
+from baton.router.doors.openai.generation import Generation, Read
+from baton.router.doors.openai.request.parsed_request import chat_completion_from, completion_from
+from baton.router.http.bodies import Bodies
+from baton.router.http.exchange import GenerationEndpoint
+from baton.router.pipeline import Pipeline
+from baton.router.prefix_resets import PrefixResets
+from baton.router.request_scope import RequestScopes
+from baton.router.routing.node_table import NodeTable
+from baton.router.text_events.output_parsers import Parsing
+
+
+def openai_routes(
+    pipeline: Pipeline,
+    table: NodeTable,
+    scopes: RequestScopes,
+    parsing: Parsing,
+    bodies: Bodies,
+    resets: PrefixResets,
+    root: str,
+) -> list[Route]:
+    def generation(read: Read) -> GenerationEndpoint:
+        answer = Generation(pipeline, table, parsing, bodies, read).answer
+        return GenerationEndpoint(scopes, bodies, OPENAI_ERRORS, answer)
+
+    models, texts = Models(table, root), Tokens(pipeline.inputs, table, bodies)
+    return [
+        _post("/v1/completions", generation(completion_from)),
+        _post("/v1/chat/completions", generation(chat_completion_from)),
+        Route("/v1/models", models.all),
+        Route("/v1/models/{model:path}", models.one),
+        _post("/tokenize", texts.of_text),
+        _post("/detokenize", texts.to_text),
+        _post("/reset_prefix_cache", PrefixCacheEndpoint(resets, bodies).reset),
+    ]
+
+
+def _post(path: str, endpoint: Callable[..., object]) -> Route:
+    return Route(path, endpoint, methods=["POST"])

@@ -1,0 +1,120 @@
+"""ASGI app: the routes of all APIs, probes, authentication and errors outside of the APIs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, ExceptionHandler, Receive, Scope, Send
+
+from baton.core.errors import NamedError
+from baton.router.http.errors import INTERNAL, ErrorFormat, failure_of
+from baton.router.pipeline import Pipeline
+from baton.rpc.errors import Unauthenticated
+from baton.rpc.health import Health
+from baton.rpc.security.token import HEADER, AcceptedTokens
+from baton.rpc.security.token_gate import ignore_refusal
+from baton.rpc.status import reason_of
+
+# Probes send no tokens.
+HEALTH, READY = "/health", "/ready"
+PATHS_WITHOUT_TOKEN = frozenset({HEALTH, READY})
+
+# Takes the Accept header. Returns the metrics and their content type.
+Scrape = Callable[[str], tuple[bytes, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Probes:
+    health: Health
+    pipeline: Pipeline
+    scrape: Scrape
+
+    @property
+    def routes(self) -> list[Route]:
+        return [
+            Route(HEALTH, self._is_alive),
+            Route(READY, self._is_ready),
+            Route("/metrics", self._metrics),
+            Route("/version", self._version),
+        ]
+
+    async def _is_alive(self, _request: Request) -> Response:
+        return _yes_or_no(self.health.is_alive)
+
+    async def _is_ready(self, _request: Request) -> Response:
+        """Ready unless the router drains or has no nodes yet."""
+        return _yes_or_no(self.health.is_ready and not self.pipeline.is_draining)
+
+    async def _metrics(self, request: Request) -> Response:
+        # On a thread, since a scrape blocks on readings that this event loop provides.
+        accept = request.headers.get("accept", "")
+        body, kind = await asyncio.to_thread(self.scrape, accept)
+        return Response(body, headers={"content-type": kind})
+
+    async def _version(self, _request: Request) -> Response:
+        return JSONResponse({"version": version("baton")})
+
+
+def _yes_or_no(is_well: bool) -> Response:
+    status = 200 if is_well else 503
+    return JSONResponse({"status": "ok" if is_well else "unavailable"}, status)
+
+
+def asgi_app(
+    routes: Sequence[Route],
+    errors: ErrorFormat,
+    handle_http_exception: ExceptionHandler,
+    tokens: AcceptedTokens | None = None,
+    on_refusal: Callable[[str], None] = ignore_refusal,
+) -> ASGIApp:
+    """Return the app. `handle_http_exception` handles unknown paths and methods."""
+
+    async def handle_named(_request: Request, error: Exception) -> Response:
+        return errors.response(failure_of(error))
+
+    async def handle_bug(_request: Request, _error: Exception) -> Response:
+        return errors.response(INTERNAL)
+
+    app = Starlette(
+        routes=list(routes),
+        exception_handlers={
+            NamedError: handle_named,
+            HTTPException: handle_http_exception,
+            Exception: handle_bug,
+        },
+    )
+    return app if tokens is None else Gate(app, errors, tokens, on_refusal)
+
+
+class Gate:
+    """ASGI middleware that checks the bearer token before anything else is read."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        errors: ErrorFormat,
+        accepted: AcceptedTokens,
+        on_refusal: Callable[[str], None],
+    ) -> None:
+        self._app = app
+        self._errors = errors
+        self._accepted = accepted
+        self._on_refusal = on_refusal  # called with the reason
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in PATHS_WITHOUT_TOKEN:
+            try:
+                self._accepted.check(Request(scope).headers.get(HEADER))
+            except Unauthenticated as refusal:
+                self._on_refusal(reason_of(Unauthenticated))
+                await self._errors.response(failure_of(refusal))(scope, receive, send)
+                return
+        await self._app(scope, receive, send)

@@ -1,0 +1,126 @@
+"""One exchange over HTTP: a request that generates, and its response or stream of events."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from baton.core.errors import NamedError
+from baton.router.http.bodies import Bodies, run_while_connected
+from baton.router.http.errors import ErrorFormat, failure_of
+from baton.router.input_processing.limits import check_name, is_valid_name
+from baton.router.request_scope import RequestScope, RequestScopes
+
+ID_BYTES = 12
+REQUEST_ID, TRACE_ID, SESSION_ID = "x-request-id", "x-trace-id", "x-session-id"
+JSON_HEADERS = {"content-type": "application/json"}
+# Proxies must not buffer events.
+EVENT_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-store",
+    "x-accel-buffering": "no",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedRequest:
+    """A request whose body has arrived."""
+
+    id: str
+    session_id: str  # of the header; empty: not given
+    body: bytes
+    scope: RequestScope
+
+
+class Reply:
+    """Sends one response. Before its first byte, a failure is sent with its own HTTP status."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, errors: ErrorFormat) -> None:
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._errors = errors
+        self._has_begun = False
+        self.headers: dict[str, str] = {}
+
+    async def send_body(self, body: Sequence[bytes]) -> None:
+        """Send a whole body, given in slices."""
+        num_bytes = sum(map(len, body))
+        await self._begin({**JSON_HEADERS, "content-length": str(num_bytes)})
+        for number, piece in enumerate(body, 1):
+            await self._write(piece, is_last=number == len(body))
+
+    async def send_events(self, events: bytes, *, is_last: bool = False) -> None:
+        if not self._has_begun:
+            await self._begin(EVENT_HEADERS)
+        if events:
+            await self._write(events, is_last=is_last)
+
+    async def send_error(self, error: NamedError) -> None:
+        failure = failure_of(error)
+        if self._has_begun:
+            await self._write(self._errors.event(failure), is_last=True)
+            return
+        respond = self._errors.response(failure, self.headers)
+        await respond(self._scope, self._receive, self._send)
+
+    async def _begin(self, headers: dict[str, str]) -> None:
+        self._has_begun = True
+        everything = {**self.headers, **headers}
+        raw = [
+            (name.encode("latin-1"), value.encode("latin-1")) for name, value in everything.items()
+        ]
+        await self._send({"type": "http.response.start", "status": 200, "headers": raw})
+
+    async def _write(self, body: bytes, *, is_last: bool) -> None:
+        await self._send({"type": "http.response.body", "body": body, "more_body": not is_last})
+
+
+# Answers a request. Raises named errors, before or after the first event.
+Answer = Callable[[ReceivedRequest, Reply], Awaitable[None]]
+
+
+class GenerationEndpoint:
+    """ASGI app of one path. A request is one task, cancelled when its client disconnects."""
+
+    def __init__(
+        self, scopes: RequestScopes, bodies: Bodies, errors: ErrorFormat, answer: Answer
+    ) -> None:
+        self._scopes = scopes
+        self._bodies = bodies
+        self._errors = errors
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        client_request_id = request.headers.get(REQUEST_ID, "")
+        request_id = (
+            client_request_id if is_valid_name(client_request_id) else secrets.token_hex(ID_BYTES)
+        )
+        request_scope = self._scopes.begin(request_id, request.headers.items())
+        reply = Reply(scope, receive, send, self._errors)
+        reply.headers[REQUEST_ID] = request_id
+        if request_scope.trace_id:
+            reply.headers[TRACE_ID] = request_scope.trace_id
+        with self._bodies.lease() as lease:
+            try:
+                with request_scope.ending_on_error():
+                    check_name(REQUEST_ID, client_request_id)
+                    session_id = request.headers.get(SESSION_ID, "")
+                    check_name(SESSION_ID, session_id)
+                    body = await self._bodies.read(request, lease)
+            except NamedError as error:
+                await reply.send_error(error)
+                return
+            received = ReceivedRequest(request_id, session_id, body, request_scope)
+            await run_while_connected(receive, self._serve(received, reply))
+
+    async def _serve(self, request: ReceivedRequest, reply: Reply) -> None:
+        try:
+            await self._answer(request, reply)
+        except NamedError as error:
+            await reply.send_error(error)
