@@ -14,8 +14,8 @@ from baton.node.call_streams import CallContext, serve_calls
 from baton.node.observers.ledger import Entry, RequestLedger
 from baton.node.observers.tracing import NO_TRACING, NodeTracing
 from baton.node.state import NodeState
-from baton.rpc.messages.conversion import handoff_from, output_to
-from baton.rpc.messages.sequences import decode_spec
+from baton.rpc.messages.conversion import HANDOFF, output_to
+from baton.rpc.messages.sequences import engine_request
 from baton.rpc.status import named_errors
 from baton.rpc.streaming import streamed
 from baton.v1 import node_pb2, node_pb2_grpc
@@ -49,10 +49,12 @@ class DecodeServicer(node_pb2_grpc.DecodeServiceServicer):
     async def _decode(
         self, order: node_pb2.DecodeOrder, context: CallContext
     ) -> AsyncGenerator[node_pb2.CallEvent, None]:
-        spec = decode_spec(order, time.monotonic())
+        spec = engine_request(order, time.monotonic())
         is_first = True
         with (
-            self._tracing.record_call(context, handoff_from(order.handoff_id), spec) as timeline,
+            self._tracing.record_call(
+                context, HANDOFF.from_message(order.handoff_id), spec
+            ) as timeline,
             self._ledger.open_entry(spec.request_id) as entry,
         ):
             async with aclosing(self._state.calls.stream_outputs(spec)) as outputs:

@@ -17,7 +17,7 @@ from baton.node.engine_calls import run_on_engine
 from baton.node.kv.link import GrpcLinks
 from baton.node.state import NodeState
 from baton.rpc.errors import NotAnOperator
-from baton.rpc.node_info import card_to, update_to
+from baton.rpc.node_info import CARD, update_to
 from baton.rpc.security.operators import NO_OPERATORS, OPTION, Operators
 from baton.rpc.security.token_gate import sent_token
 from baton.rpc.status import named_errors
@@ -66,7 +66,7 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
     async def GetNode(
         self, request: node_pb2.GetNodeRequest, context: aio.ServicerContext[Any, Any]
     ) -> node_pb2.GetNodeResponse:
-        return card_to(self._state.card)
+        return CARD.to_message(self._state.card)
 
     @streamed
     async def Watch(

@@ -15,8 +15,8 @@ from baton.node.call_streams import CallContext, serve_calls
 from baton.node.observers.tracing import NO_TRACING, NodeTracing
 from baton.node.state import NodeState
 from baton.prefill_node.sends import PendingSends
-from baton.rpc.messages.conversion import handoff_from, output_to
-from baton.rpc.messages.sequences import prefill_spec
+from baton.rpc.messages.conversion import HANDOFF, output_to
+from baton.rpc.messages.sequences import engine_request
 from baton.rpc.status import named_errors
 from baton.rpc.streaming import streamed
 from baton.v1 import node_pb2, node_pb2_grpc
@@ -50,8 +50,8 @@ class PrefillServicer(node_pb2_grpc.PrefillServiceServicer):
         self, order: node_pb2.PrefillOrder, context: CallContext
     ) -> AsyncGenerator[node_pb2.CallEvent, None]:
         """Yield the first token. The call ends after the last KV write."""
-        spec = prefill_spec(order, time.monotonic())
-        handoff_id = handoff_from(order.handoff_id)
+        spec = engine_request(order, time.monotonic())
+        handoff_id = HANDOFF.from_message(order.handoff_id)
         with (
             self._tracing.record_call(context, handoff_id, spec) as timeline,
             self._sends.expect_send(handoff_id) as sent,

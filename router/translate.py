@@ -36,6 +36,7 @@ from baton.router.values import (
     ChatMessage,
     ChatPrompt,
     CompletionSummary,
+    FinishStatus,
     GenerateCall,
     PrefillPlace,
     Prompt,
@@ -47,12 +48,12 @@ from baton.router.values import (
 )
 from baton.rpc.errors import EmptyPrompt
 from baton.rpc.messages.conversion import (
-    FINISH_TO_MESSAGE,
-    kv_hints_from,
+    KV_HINTS,
     logprobs_to,
     prompt_logprobs_to,
     sampling_from,
 )
+from baton.rpc.messages.mapper import Mapper
 from baton.text.stop_strings import StopRule
 from baton.v1 import inference_pb2, sampling_pb2
 
@@ -131,7 +132,7 @@ def call_from(
         model=message.model,
         priority=message.priority,
         cache_salt=message.cache_salt,
-        kv_hints=kv_hints_from(message.kv_hints),
+        kv_hints=KV_HINTS.from_message(message.kv_hints),
         bad_words=bad_words_from(params.bad_words),
     )
 
@@ -282,29 +283,23 @@ class ResponseBuilder:
         return response
 
 
-def _finish_to(ending: CompletionSummary) -> inference_pb2.Finish:
-    finish = ending.finish
-    return inference_pb2.Finish(
-        reason=FINISH_TO_MESSAGE[finish.reason],
-        stop_token_id=finish.stop_token_id,
-        stop_string=finish.stop_string,
+FINISH = Mapper(
+    FinishStatus, inference_pb2.Finish, unmapped=("usage", "timings", "served", "warnings")
+)
+TIMINGS = Mapper(Timings, inference_pb2.Timings)
+
+
+def _finish_to(summary: CompletionSummary) -> inference_pb2.Finish:
+    return FINISH.to_message(
+        summary.finish,
         usage=inference_pb2.Usage(
-            prompt_tokens=ending.num_prompt_tokens,
-            completion_tokens=ending.num_completion_tokens,
-            cached_prompt_tokens=ending.served.num_cached_prompt_tokens,
+            prompt_tokens=summary.num_prompt_tokens,
+            completion_tokens=summary.num_completion_tokens,
+            cached_prompt_tokens=summary.served.num_cached_prompt_tokens,
         ),
-        timings=_timings_to(ending.timings),
-        served=_served_to(ending.served),
-        warnings=ending.warnings,
-    )
-
-
-def _timings_to(timings: Timings) -> inference_pb2.Timings:
-    return inference_pb2.Timings(
-        dispatched_s=timings.dispatched_s,
-        first_token_s=timings.first_token_s or 0.0,
-        first_decoded_token_s=timings.first_decoded_token_s or 0.0,
-        finished_s=timings.finished_s,
+        timings=TIMINGS.to_message(summary.timings),
+        served=_served_to(summary.served),
+        warnings=summary.warnings,
     )
 
 

@@ -119,7 +119,7 @@ class Chunk:
     text: str
     logprobs: tuple[TokenLogprobs, ...]
     prompt_logprobs: tuple[TokenLogprobs | None, ...]
-    finish: Finish | None  # set on the last chunk of each answer
+    finish: Finish | None = None  # set on the last chunk of each answer
     index: int = 0  # of the answer, from 0 to n - 1
 
 

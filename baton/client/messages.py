@@ -17,18 +17,20 @@ from baton.client.generation import (
 )
 from baton.core.errors import InvalidRequest
 from baton.core.extra_args import parse_argument
+from baton.core.kv_hints import NO_KV_HINTS
 from baton.core.sampling import SamplingParams
 from baton.core.structured_outputs import parse_structured_outputs
 from baton.encoding import reject_invalid_text
 from baton.rpc.messages.conversion import (
+    KV_HINTS,
+    SAMPLING,
+    SAMPLING_DEFAULTS,
+    STRUCTURED_OUTPUTS,
     argument_to,
-    kv_hints_to,
-    logprobs_from,
+    logprobs_list_from,
     prompt_logprobs_from,
-    sampling_defaults_from,
-    sampling_to,
-    structured_outputs_to,
 )
+from baton.rpc.messages.mapper import Converter, Mapper
 from baton.v1 import inference_pb2, sampling_pb2
 
 
@@ -37,13 +39,14 @@ def request_from(prompt: Prompt, generation: Generation) -> inference_pb2.Genera
     sampling.stop.extend(generation.stop)
     sampling.include_stop_in_output = generation.include_stop_in_output
     sampling.bad_words.extend(generation.bad_words)
+    hints = generation.kv_hints
     request = inference_pb2.GenerateRequest(
         request_id=generation.request_id,
         model=generation.model,
         sampling=sampling,
         priority=generation.priority,
         cache_salt=generation.cache_salt,
-        kv_hints=kv_hints_to(generation.kv_hints),
+        kv_hints=None if hints == NO_KV_HINTS else KV_HINTS.to_message(hints),
         n=generation.n if generation.n != 1 else None,
     )
     with reject_invalid_text():
@@ -54,7 +57,7 @@ def request_from(prompt: Prompt, generation: Generation) -> inference_pb2.Genera
 def _sampling_to(sampling: SamplingParams | Sampling) -> sampling_pb2.SamplingParams:
     """Raises InvalidRequest."""
     if isinstance(sampling, SamplingParams):
-        return sampling_to(sampling)
+        return SAMPLING.to_message(sampling)
     fields: dict[str, Any] = dict(sampling)
     if "allowed_token_ids" in fields:
         ids = fields["allowed_token_ids"]
@@ -66,7 +69,8 @@ def _sampling_to(sampling: SamplingParams | Sampling) -> sampling_pb2.SamplingPa
     structured_outputs = fields.get("structured_outputs")
     if isinstance(structured_outputs, Mapping):
         structured_outputs = parse_structured_outputs(structured_outputs)
-    fields["structured_outputs"] = structured_outputs_to(structured_outputs)
+    if structured_outputs is not None:
+        fields["structured_outputs"] = STRUCTURED_OUTPUTS.to_message(structured_outputs)
     try:
         return sampling_pb2.SamplingParams(**fields)
     except (TypeError, ValueError) as error:
@@ -103,67 +107,46 @@ def model_from(response: inference_pb2.GetModelResponse) -> Model:
         name=response.model,
         max_model_len=response.max_model_len,
         vocab_size=response.vocab_size,
-        sampling_defaults=sampling_defaults_from(response.sampling_defaults),
+        sampling_defaults=SAMPLING_DEFAULTS.from_message(response.sampling_defaults),
         max_sequence_len=response.max_sequence_len or response.max_model_len,
     )
 
 
-def chunk_from(response: inference_pb2.GenerateResponse) -> Chunk:
-    return Chunk(
-        request_id=response.request_id,
-        first_index=response.first_index,
-        token_ids=tuple(response.token_ids),
-        text=response.text,
-        logprobs=tuple(logprobs_from(token) for token in response.logprobs),
-        prompt_logprobs=prompt_logprobs_from(response.prompt_logprobs),
-        finish=_finish(response.finish) if response.HasField("finish") else None,
-        index=response.index,
-    )
+SERVED = Mapper(Served, inference_pb2.Served, unmapped=("prefill", "is_prefill_remote"))
 
 
-def _finish(message: inference_pb2.Finish) -> Finish:
+def _finish_from(message: inference_pb2.Finish) -> Finish:
     reason = sampling_pb2.FinishReason.Name(message.reason)
-    timings = message.timings
+    timings, usage = message.timings, message.usage
+    is_remote = message.served.prefill == inference_pb2.PREFILL_PLACE_REMOTE
     return Finish(
         reason=reason.removeprefix("FINISH_REASON_").lower(),
         stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
         stop_string=message.stop_string if message.HasField("stop_string") else None,
-        num_prompt_tokens=message.usage.prompt_tokens,
-        num_completion_tokens=message.usage.completion_tokens,
+        num_prompt_tokens=usage.prompt_tokens,
+        num_completion_tokens=usage.completion_tokens,
         dispatched_s=timings.dispatched_s,
         first_token_s=timings.first_token_s,
         first_decoded_token_s=timings.first_decoded_token_s,
         finished_s=timings.finished_s,
-        served=_parse_served(message.served),
-        num_cached_prompt_tokens=(
-            message.usage.cached_prompt_tokens
-            if message.usage.HasField("cached_prompt_tokens")
-            else None
-        ),
+        served=SERVED.from_message(message.served, is_prefill_remote=is_remote),
+        num_cached_prompt_tokens=usage.cached_prompt_tokens
+        if usage.HasField("cached_prompt_tokens")
+        else None,
         warnings=tuple(message.warnings),
     )
 
 
-def _parse_served(message: inference_pb2.Served) -> Served:
-    return Served(
-        prefill_node=message.prefill_node,
-        decode_node=message.decode_node,
-        is_prefill_remote=message.prefill == inference_pb2.PREFILL_PLACE_REMOTE,
-        prefill_reason=message.prefill_reason,
-        kv_bytes=message.kv_bytes,
-        kv_blocks=message.kv_blocks,
-        kv_transport=message.kv_transport,
-        prompt_tokens_computed_on_decode=message.prompt_tokens_computed_on_decode,
-        prompt_tokens_cached_on_decode=message.prompt_tokens_cached_on_decode,
-        attempts=message.attempts,
-        trace_id=message.trace_id,
-        tokens_proposed=message.tokens_proposed,
-        tokens_accepted=message.tokens_accepted,
-        kv_conversion=message.kv_conversion,
-        prompt_tokens_loaded=dict(message.prompt_tokens_loaded),
-        prompt_tokens_cached_on_prefill=(
-            message.prompt_tokens_cached_on_prefill
-            if message.HasField("prompt_tokens_cached_on_prefill")
-            else None
-        ),
-    )
+CHUNK = Mapper(
+    Chunk,
+    inference_pb2.GenerateResponse,
+    converters={
+        "logprobs": Converter(from_message=logprobs_list_from),
+        "prompt_logprobs": Converter(from_message=prompt_logprobs_from),
+        "finish": Converter(from_message=_finish_from),
+    },
+)
+
+
+def chunk_from(response: inference_pb2.GenerateResponse) -> Chunk:
+    return CHUNK.from_message(response)

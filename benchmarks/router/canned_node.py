@@ -19,7 +19,7 @@ from baton.engine.kv_cache.block_hashes import PrefixNaming
 from baton.kv_transfer.protocol.messages import Fingerprint
 from baton.node.call_streams import CallContext, serve_calls
 from baton.rpc.cached_prefixes import PrefixChanges
-from baton.rpc.node_info import NodeCard, NodeLoad, NodeRole, card_to, update_to
+from baton.rpc.node_info import CARD, NodeCard, NodeLoad, NodeRole, update_to
 from baton.rpc.parent_process import end_with_parent
 from baton.rpc.server import Service, announce, serving, stop_signal
 from baton.rpc.streaming import streamed
@@ -107,7 +107,7 @@ class CannedState(node_pb2_grpc.NodeServiceServicer):
     async def GetNode(  # noqa: N802
         self, request: node_pb2.GetNodeRequest, context: Context
     ) -> node_pb2.GetNodeResponse:
-        return card_to(self._card)
+        return CARD.to_message(self._card)
 
     @streamed
     async def Watch(  # noqa: N802

@@ -19,7 +19,7 @@ from baton.kv_transfer.worker import KvTransferWorker
 from baton.node.engine_calls import run_on_engine
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import TooManyConnects
-from baton.rpc.node_info import NodeRole, card_from
+from baton.rpc.node_info import CARD, NodeRole
 from baton.rpc.security.tls import TlsConfig
 from baton.rpc.status import remote_error
 from baton.v1 import node_pb2, node_pb2_grpc
@@ -86,7 +86,7 @@ def role_over_grpc(tls: TlsConfig) -> RoleOf:
         async with open_channel(address, tls) as channel:
             stub = node_pb2_grpc.NodeServiceStub(channel)
             try:
-                return card_from(await stub.GetNode(node_pb2.GetNodeRequest())).role
+                return CARD.from_message(await stub.GetNode(node_pb2.GetNodeRequest())).role
             except RpcError as error:
                 raise PeerUnreachable(
                     f"no prefill node answers at {address}: {remote_error(error).message}"

@@ -18,7 +18,7 @@ from baton.router.discovery.sources import Member, NodeSource
 from baton.router.dispatch.node_calls import GrpcNodeCalls
 from baton.router.routing.node_table import Node, NodeTable
 from baton.rpc.cached_prefixes import PrefixGap
-from baton.rpc.node_info import NodeCard, NodeRole, card_from, changes_from, load_from
+from baton.rpc.node_info import CARD, LOAD, NodeCard, NodeRole, changes_from
 from baton.rpc.status import remote_error
 from baton.v1 import node_pb2, node_pb2_grpc
 
@@ -151,14 +151,14 @@ class NodeWatcher:
         """Wait until the node is reachable and return its card. TLS errors are logged once."""
         request = node_pb2.GetNodeRequest()
         try:
-            return card_from(await stub.GetNode(request))
+            return CARD.from_message(await stub.GetNode(request))
         except RpcError as error:
             if remote_error(error).code is not StatusCode.UNAVAILABLE:
                 raise
         trouble = await self._node_calls.trouble(member.address)
         if trouble is not None:
             log.error("%s node: %s", member.role.value, trouble)
-        return card_from(await stub.GetNode(request, wait_for_ready=True))
+        return CARD.from_message(await stub.GetNode(request, wait_for_ready=True))
 
     def _join(self, member: Member, card: NodeCard) -> None:
         for other in self._table.nodes:
@@ -175,7 +175,7 @@ class NodeWatcher:
 
     async def _follow_load(self, member: Member, stub: node_pb2_grpc.NodeServiceAsyncStub) -> None:
         async for message in stub.Watch(node_pb2.WatchRequest()):
-            self._table.note_load(member.address, load_from(message))
+            self._table.note_load(member.address, LOAD.from_message(message))
             changes = changes_from(message)
             if changes is not None:
                 self._table.note_prefixes(member.address, changes)

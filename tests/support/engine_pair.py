@@ -24,7 +24,7 @@ from baton.kv_transfer.config import KvWorkerConfig, ReceiverConfig, SenderConfi
 from baton.node.options import NodeOptions
 from baton.prefill_node.servicer import FINISHED_WITH_FIRST_TOKEN
 from baton.rpc.channel import open_blocking_channel
-from baton.rpc.messages.conversion import FINISH_FROM_MESSAGE
+from baton.rpc.messages.conversion import FINISH_REASON
 from baton.rpc.messages.sequences import decode_order, node_request_id, prefill_order
 from baton.rpc.node_info import NodeCard, NodeLoad, NodeRole
 from baton.v1 import node_pb2, node_pb2_grpc
@@ -154,7 +154,7 @@ class Call:
         output = event.output
         assert output.first_index == len(self.token_ids)
         self.token_ids += output.token_ids
-        self.reason = FINISH_FROM_MESSAGE[output.finish_reason] or self.reason
+        self.reason = FINISH_REASON.from_message(output.finish_reason) or self.reason
         self.error = output.error or self.error
 
 

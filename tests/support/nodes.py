@@ -10,13 +10,15 @@ import grpc
 from baton.cluster import Child, LocalCluster
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.rpc.cached_prefixes import unpack_names
-from baton.rpc.node_info import NodeCard, NodeLoad, card_from, changes_from, load_from
+from baton.rpc.node_info import CARD, LOAD, NodeCard, NodeLoad, changes_from
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, node_pb2, node_pb2_grpc
 
 
 def card_at(address: str) -> NodeCard:
     with grpc.insecure_channel(address) as channel:
-        return card_from(node_pb2_grpc.NodeServiceStub(channel).GetNode(node_pb2.GetNodeRequest()))
+        return CARD.from_message(
+            node_pb2_grpc.NodeServiceStub(channel).GetNode(node_pb2.GetNodeRequest())
+        )
 
 
 def drain(address: str) -> None:
@@ -27,7 +29,7 @@ def drain(address: str) -> None:
 def load_at(address: str) -> NodeLoad:
     with grpc.insecure_channel(address) as channel:
         watch = node_pb2_grpc.NodeServiceStub(channel).Watch(node_pb2.WatchRequest())
-        load = load_from(next(watch))
+        load = LOAD.from_message(next(watch))
         watch.cancel()
     return load
 
@@ -66,7 +68,7 @@ def await_load(address: str, is_wanted: Callable[[NodeLoad], bool], timeout_s: f
             node_pb2.WatchRequest(), timeout=timeout_s
         )
         for message in watch:
-            if is_wanted(load_from(message)):
+            if is_wanted(LOAD.from_message(message)):
                 watch.cancel()
                 return
 

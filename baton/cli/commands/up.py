@@ -24,7 +24,7 @@ from baton.engine.runner.families.read_config import read_model_config
 from baton.interrupts import get_interruptibly
 from baton.kernels import build_missing_kernels
 from baton.rpc.channel import open_blocking_channel
-from baton.rpc.node_info import NodeCard, card_from
+from baton.rpc.node_info import CARD, NodeCard
 from baton.rpc.parent_process import exit_on_sigterm
 from baton.rpc.security.tls import TlsConfig
 from baton.text.tokenizer import Tokenizer
@@ -223,4 +223,6 @@ def _longest(card: NodeCard) -> str:
 def _card_at(address: str, tls: TlsConfig) -> NodeCard:
     with open_blocking_channel(address, tls) as channel:
         stub = node_pb2_grpc.NodeServiceStub(channel)
-        return card_from(stub.GetNode(node_pb2.GetNodeRequest(), wait_for_ready=True, timeout=30))
+        return CARD.from_message(
+            stub.GetNode(node_pb2.GetNodeRequest(), wait_for_ready=True, timeout=30)
+        )

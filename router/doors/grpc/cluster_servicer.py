@@ -12,7 +12,7 @@ from grpc import aio
 from baton.router.discovery.node_registry import NodeAvailability, NodeReport, roster
 from baton.router.prefix_resets import PrefixResets
 from baton.router.routing.node_table import NodeTable
-from baton.rpc.node_info import ROLE_TO_MESSAGE, totals_to
+from baton.rpc.node_info import ROLE, TOTALS
 from baton.rpc.security.token_gate import sent_token
 from baton.rpc.status import named_errors
 from baton.rpc.streaming import streamed
@@ -62,7 +62,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
 
 def report_to(report: NodeReport) -> cluster_pb2.NodeReport:
     message = cluster_pb2.NodeReport(
-        role=ROLE_TO_MESSAGE[report.role],
+        role=ROLE.to_message(report.role),
         address=report.address,
         state=STATE_TO_MESSAGE[report.state],
     )
@@ -80,7 +80,7 @@ def report_to(report: NodeReport) -> cluster_pb2.NodeReport:
         num_running=load.num_running,
         num_waiting=load.num_waiting,
         num_sent=report.num_sent,
-        totals=totals_to(load.totals),
+        totals=TOTALS.to_message(load.totals),
     )
     message.MergeFrom(known)
     return message

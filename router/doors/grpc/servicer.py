@@ -24,7 +24,7 @@ from baton.router.translate import ResponseBuilder, calls_from, tokenize_input_f
 from baton.router.values import TokenChunk
 from baton.rpc.call_outcome import is_late
 from baton.rpc.errors import NoNodes
-from baton.rpc.messages.conversion import sampling_defaults_to
+from baton.rpc.messages.conversion import SAMPLING_DEFAULTS
 from baton.rpc.node_info import NodeRole
 from baton.rpc.status import named_errors
 from baton.rpc.streaming import streamed
@@ -93,6 +93,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             model=card.model,
             max_model_len=card.max_model_len,
             vocab_size=card.vocab_size,
-            sampling_defaults=sampling_defaults_to(card.sampling_defaults),
+            sampling_defaults=SAMPLING_DEFAULTS.to_message(card.sampling_defaults),
             max_sequence_len=self._table.served_model(card.model).max_sequence_len or 0,
         )

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 from baton.cli.commands.nodes import as_values, table_of_tiers, tables_of
 from baton.client.node_status import Snapshot, statuses_from
-from baton.rpc.node_info import NodeTotals, TierReport, totals_from, totals_to
+from baton.rpc.node_info import TOTALS as TOTALS_MAPPER
+from baton.rpc.node_info import NodeTotals, TierReport
 from baton.v1 import cluster_pb2, node_pb2
 
 HOST = TierReport("host", 10, 20480, 40960, 160, 12, 30, 2, 1)
@@ -16,13 +17,13 @@ def snapshot_of(totals: NodeTotals) -> Snapshot:
         address="n:1",
         state=cluster_pb2.NODE_STATE_READY,
         node_id="n",
-        totals=totals_to(totals),
+        totals=TOTALS_MAPPER.to_message(totals),
     )
     return Snapshot(1.0, statuses_from([report]))
 
 
 def test_totals_and_tiers_survive_their_message() -> None:
-    assert totals_from(totals_to(TOTALS)) == TOTALS
+    assert TOTALS_MAPPER.from_message(TOTALS_MAPPER.to_message(TOTALS)) == TOTALS
 
 
 def test_each_tier_has_a_row_with_its_use_and_its_share_of_the_prompts() -> None:

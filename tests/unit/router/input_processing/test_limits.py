@@ -25,7 +25,7 @@ from baton.router.doors.openai.request.parsed_request import (
 )
 from baton.router.input_processing.limits import MAX_CHAT_MESSAGES, MAX_NAME_CHARACTERS, MAX_TOOLS
 from baton.router.translate import calls_from
-from baton.rpc.messages.sequences import decode_order, decode_spec, node_request_id
+from baton.rpc.messages.sequences import decode_order, engine_request, node_request_id
 from baton.v1 import inference_pb2, sampling_pb2
 
 LONG = "x" * (MAX_NAME_CHARACTERS + 1)
@@ -147,4 +147,4 @@ def test_nodes_refuse_names_that_no_router_sends(name: str, salt: str) -> None:
     order = decode_order(EngineRequest(request_id, (1,), SamplingParams(), 0, cache_salt=salt))
 
     with pytest.raises(InvalidRequest, match="513 characters"):
-        decode_spec(order, 0.0)
+        engine_request(order, 0.0)

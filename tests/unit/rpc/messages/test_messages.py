@@ -36,20 +36,19 @@ from baton.kv_transfer.protocol.messages import (
     RevokeGrant,
     Writing,
 )
-from baton.node.kv.link_messages import TO_MESSAGE, link_message_from, link_message_to
+from baton.node.kv.link_messages import NAME_BY_KIND, link_message_from, link_message_to
 from baton.router.translate import call_from, calls_from
 from baton.router.values import TextPrompt
 from baton.rpc.errors import EmptyPrompt, UnsupportedInput
-from baton.rpc.messages.conversion import output_from, output_to, sampling_from, sampling_to
+from baton.rpc.messages.conversion import SAMPLING, output_from, output_to, sampling_from
 from baton.rpc.messages.sequences import (
     decode_order,
-    decode_spec,
+    engine_request,
     handoff_id_of,
     node_request_id,
     prefill_order,
-    prefill_spec,
 )
-from baton.rpc.node_info import NodeLoad, NodeRole, card_from, card_to, load_from, update_to
+from baton.rpc.node_info import CARD, LOAD, NodeLoad, NodeRole, update_to
 from baton.v1 import inference_pb2, kv_link_pb2, node_pb2, sampling_pb2
 from tests.support.node_calls import FINGERPRINT, a_card
 
@@ -165,7 +164,7 @@ def test_an_invalid_pull_is_a_named_error(
 
 
 def test_every_kind_of_link_message_is_tried() -> None:
-    assert {type(message) for message in LINK_MESSAGES} == set(TO_MESSAGE)
+    assert {type(message) for message in LINK_MESSAGES} == set(NAME_BY_KIND)
 
 
 def test_what_a_newer_peer_says_is_passed_over() -> None:
@@ -174,7 +173,7 @@ def test_what_a_newer_peer_says_is_passed_over() -> None:
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_sampling_survives_the_wire(sampling: SamplingParams) -> None:
-    wire = sampling_to(sampling).SerializeToString()
+    wire = SAMPLING.to_message(sampling).SerializeToString()
 
     assert sampling_from(sampling_pb2.SamplingParams.FromString(wire)) == sampling
 
@@ -258,12 +257,12 @@ def test_a_node_gets_the_sequence_it_was_sent() -> None:
     receiver = replace(alone, receive_from=ReceiveKv(HANDOFF, Peer(NodeId("p"), "host:1")))
     puller = replace(sender, prefix_source=PrefixSource(Peer(NodeId("d"), "host:2"), 96))
 
-    assert prefill_spec(prefill_order(sender), 1.5) == _arrived(sender)
-    assert prefill_spec(prefill_order(puller), 1.5) == _arrived(puller)
-    assert decode_spec(decode_order(receiver), 1.5) == _arrived(receiver)
-    assert decode_spec(decode_order(alone), 1.5) == _arrived(alone)
+    assert engine_request(prefill_order(sender), 1.5) == _arrived(sender)
+    assert engine_request(prefill_order(puller), 1.5) == _arrived(puller)
+    assert engine_request(decode_order(receiver), 1.5) == _arrived(receiver)
+    assert engine_request(decode_order(alone), 1.5) == _arrived(alone)
     prefetch = replace(alone, kv_hints=KvHints(prefetch=True))
-    assert prefill_spec(prefill_order(prefetch), 1.5) == _arrived(prefetch)
+    assert engine_request(prefill_order(prefetch), 1.5) == _arrived(prefetch)
 
 
 def _arrived(request: EngineRequest) -> EngineRequest:
@@ -281,7 +280,7 @@ def test_the_hand_off_of_a_request_is_in_its_id() -> None:
 def test_an_age_that_is_none_upsets_no_order(age_s: float) -> None:
     order = prefill_order(EngineRequest(RequestId("r#3"), (1,), SamplingParams(), 0, age_s=age_s))
 
-    assert prefill_spec(order, 0.0).age_s == 0.0
+    assert engine_request(order, 0.0).age_s == 0.0
 
 
 def test_nodes_refuse_stop_strings() -> None:
@@ -289,14 +288,14 @@ def test_nodes_refuse_stop_strings() -> None:
     order.sequence.sampling.stop.append("x")
 
     with pytest.raises(UnsupportedInput):
-        prefill_spec(order, 0.0)
+        engine_request(order, 0.0)
 
 
 def test_cards_and_loads_survive_the_wire() -> None:
     card = replace(a_card(NodeRole.DECODE), sampling_defaults=SamplingDefaults(0.0, top_k=5))
     load = NodeLoad(1, 2, 3, True)
 
-    assert card_from(card_to(card)) == card
+    assert CARD.from_message(CARD.to_message(card)) == card
     for naming in (
         None,
         PrefixNaming(16, "m", 7),
@@ -304,8 +303,8 @@ def test_cards_and_loads_survive_the_wire() -> None:
         PrefixNaming(16, "m", needs_snapshot=True),
     ):
         named = replace(card, prefix_naming=naming)
-        assert card_from(card_to(named)) == named
-    assert load_from(update_to(load)) == load
+        assert CARD.from_message(CARD.to_message(named)) == named
+    assert LOAD.from_message(update_to(load)) == load
 
 
 def test_a_call_without_a_prompt_is_refused_by_name() -> None:
