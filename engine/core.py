@@ -82,7 +82,7 @@ class EngineCore:
 
     def _run_pass(self, plan: Plan) -> RunResult:
         began_s = self._clock()
-        result = self._runner.run(plan)
+        result = self._runner.launch(plan).collect()
         ended_s = self._clock()
         for observer in self._observers:
             observer.note_pass(plan, began_s, ended_s)

@@ -105,10 +105,28 @@ class RunResult:
     num_proposed: dict[RequestId, int] = field(default_factory=dict)
 
 
-class Runner(Protocol):
-    """Runs the model over a plan. All code that depends on torch is behind this protocol."""
+class Pending(Protocol):
+    """A launched pass."""
 
-    def run(self, plan: Plan) -> RunResult: ...
+    def collect(self) -> RunResult:
+        """Wait for the pass, and return its results. Call it once.
+
+        On return the device has finished this pass and all earlier ones: the transport can read
+        their blocks, and the KV worker can grant them to a peer.
+        """
+        ...
+
+
+class Runner(Protocol):
+    """Runs the model over plans. All code that depends on torch is behind this protocol."""
+
+    def launch(self, plan: Plan) -> Pending:
+        """Start the pass of a plan. Passes are collected in the order of their launch.
+
+        The next plan needs the tokens of this one, so the engine collects a pass before it
+        launches another one.
+        """
+        ...
 
 
 class KvWorker(Protocol):

@@ -7,7 +7,7 @@ call then costs as much as dozens of rows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +19,9 @@ from baton.engine.errors import RowOverflow
 from baton.engine.plan import BlockTables, Plan, PlanRow
 from baton.engine.runner.layout import Ints, PassLayout
 from baton.engine.runner.state.state_tables import NO_SNAPSHOTS, Snapshots, StateLayout, StateTables
+
+Drafts = Mapping[RequestId, Sequence[int]]
+NO_DRAFTS: Drafts = {}
 
 
 class TokenRun(NamedTuple):
@@ -53,6 +56,7 @@ class Step:
     layout: PassLayout
     token_ids: Ints  # by token
     sampled: tuple[int, ...]  # indices into runs
+    drafts: Drafts = field(default_factory=dict)  # whose tokens are among the runs
     states: StateLayout | None = None  # of a model with recurrent layers
 
     @property
@@ -61,9 +65,6 @@ class Step:
         num_prompt = np.array([run.row.num_prompt_tokens for run in self.runs], dtype=np.int64)
         by_token = num_prompt.repeat(self.layout.num_queries)
         return np.maximum(by_token, self.layout.positions + 1)
-
-
-NO_DRAFTS: Mapping[RequestId, Sequence[int]] = {}
 
 
 class PersistentBatch:
@@ -107,7 +108,7 @@ class PersistentBatch:
     def step(
         self,
         num_scheduled_tokens: Mapping[RequestId, int],
-        drafts: Mapping[RequestId, Sequence[int]] = NO_DRAFTS,
+        drafts: Drafts = NO_DRAFTS,
         snapshots: Snapshots = NO_SNAPSHOTS,
     ) -> Step:
         self._append_drafts(drafts)
@@ -120,6 +121,7 @@ class PersistentBatch:
             layout=layout,
             token_ids=self._tokens[slots.repeat(num_queries), layout.positions],
             sampled=tuple([index for index, run in enumerate(runs) if self._is_sampled(run)]),
+            drafts=drafts,
             states=None if self._states is None else self._states.layout(runs, snapshots),
         )
 
@@ -187,7 +189,7 @@ class PersistentBatch:
         self._num_blocks[slot] = 0
         self._append_blocks(row.request_id, row.block_tables)
 
-    def _append_drafts(self, drafts: Mapping[RequestId, Sequence[int]]) -> None:
+    def _append_drafts(self, drafts: Drafts) -> None:
         """Write the drafts after the known tokens without counting them."""
         for request_id, draft in drafts.items():
             slot = self._slots[request_id]
@@ -198,7 +200,7 @@ class PersistentBatch:
     def _runs(
         self,
         num_scheduled_tokens: Mapping[RequestId, int],
-        drafts: Mapping[RequestId, Sequence[int]],
+        drafts: Drafts,
     ) -> Iterator[TokenRun]:
         for request_id, num_tokens in num_scheduled_tokens.items():
             row, slot = self._rows[request_id], self._slots[request_id]

@@ -32,7 +32,7 @@ from baton.telemetry import names
 from baton.telemetry.tracing.node_timeline import NodeFacts
 from baton.telemetry.tracing.spans import Span, SpanStatus, TraceContext
 from tests.support.engines import VOCAB_SIZE, an_engine
-from tests.support.fake_runner import FakeRunner, KvTensor
+from tests.support.fake_runner import FakeRunner, KvTensor, SynchronousRunner
 from tests.support.node_calls import FakeNodeCalls, a_card
 from tests.support.node_servers import NodeServer, a_node_server
 from tests.support.routers import MoodyRouter, a_router
@@ -132,7 +132,7 @@ class Led(RequestTrace):
         yield LegTrace(((names.TRACEPARENT, CALLER.traceparent),))
 
 
-class StuckRunner:
+class StuckRunner(SynchronousRunner):
     """Runner whose pass ends when the test releases it."""
 
     def __init__(self) -> None:
@@ -145,7 +145,7 @@ class StuckRunner:
         return self._fake.run(plan)
 
 
-class BrokenRunner:
+class BrokenRunner(SynchronousRunner):
     def run(self, plan: Plan) -> RunResult:
         raise ZeroDivisionError("a bug")
 

@@ -18,7 +18,7 @@ from baton.core.ids import BlockId, HandoffId, RequestId
 from baton.core.sampling import SamplingParams
 from baton.engine.plan import Plan, PlanRow
 from baton.engine.runner.config import RunnerConfig
-from baton.engine.runner.fences import CudaFence, CudaFences, make_fences
+from baton.engine.runner.device import CudaFence, CudaFences, make_fences
 from baton.engine.runner.load import load_runner
 from baton.engine.runner.model_info import KvMemory
 from baton.engine.runner.model_runner import TorchRunner
@@ -27,6 +27,7 @@ from baton.kv_transfer.protocol.digest import BlockDigest
 from baton.kv_transfer.protocol.messages import Region
 from baton.kv_transfer.types import KvOrders
 from baton.kv_transfer.worker import KvTransferWorker
+from tests.support.fake_runner import run_plan
 from tests.support.handoff_world import (
     BLOCK_BYTES,
     CONFIG,
@@ -246,8 +247,8 @@ def test_each_layer_has_a_fence_behind_its_kv_and_a_pass_ends_with_the_device(
         runner.hook = hook = TakesFences()
         runner.fences = fences = SnapshotFences(runner, block=3)
 
-        runner.run(a_plan(prompt_of(16), 3, num_tokens))
-        runner.run(Plan(dropped=(RequestId("r"),)))
+        run_plan(runner, a_plan(prompt_of(16), 3, num_tokens))
+        run_plan(runner, Plan(dropped=(RequestId("r"),)))
 
         assert hook.fences == [(0, [True, False]), (1, [True, True])]
         assert fences.events == ["fence", "fence", "drain", "drain"]
@@ -257,7 +258,7 @@ def test_a_copy_of_the_blocks_has_the_digest_of_the_blocks(folder: Path) -> None
     config = RunnerConfig(str(folder), kv_cache_bytes=2 << 20, dtype="bfloat16")
     block_ids = [BlockId(block) for block in (40, 3, 4, 5, *range(10, 39))]
     with load_runner(config) as runner:
-        runner.run(a_plan(prompt_of(16), 3, 16))
+        run_plan(runner, a_plan(prompt_of(16), 3, 16))
         here, copied = (
             BlockDigest(region_of(runner.kv_memory), read) for read in (None, runner.read_blocks)
         )

@@ -23,7 +23,7 @@ from baton.router.values import CompletionSummary, GenerateCall, TokenChunk, Tok
 from baton.rpc.errors import GenerationFailed, PoisonedRequest
 from baton.rpc.node_info import NodeRole
 from tests.support.engines import VOCAB_SIZE, an_engine
-from tests.support.fake_runner import FakeRunner, KvTensor, tokens_alone
+from tests.support.fake_runner import FakeRunner, KvTensor, SynchronousRunner, tokens_alone
 from tests.support.node_calls import a_card, a_table
 from tests.support.node_servers import a_node_server
 
@@ -45,7 +45,7 @@ class Fate:
 
 
 @dataclass(slots=True)
-class DyingRunner:
+class DyingRunner(SynchronousRunner):
     runner: FakeRunner
     fate: Fate
     num_passes: int = 0

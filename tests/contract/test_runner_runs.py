@@ -32,6 +32,7 @@ from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.spec_decode.config import Speculation
 from baton.kv_transfer.fence import Fence
+from tests.support.fake_runner import run_plan
 from tests.support.models import VARIANTS, make_model_folder, prompt_of
 from tests.support.runner_drivers import GREEDY, Drive, Driver
 
@@ -123,7 +124,7 @@ def test_the_hook_is_told_of_a_layer_once_its_kv_is_in_memory(folder: Path) -> N
 
         name = RequestId("r")
         prompt = prompt_of(BLOCK_SIZE)
-        runner.run(Plan(started=(row(name, prompt, (7,)),), num_scheduled_tokens={name: 16}))
+        run_plan(runner, Plan(started=(row(name, prompt, (7,)),), num_scheduled_tokens={name: 16}))
 
         assert runner.hook.reported == [
             ("layer 0", [True, False]),
@@ -171,8 +172,8 @@ def test_prompt_logprobs_of_nan_are_an_error_too(poisoned_folder: Path) -> None:
 
 def test_a_plan_that_schedules_nothing_gives_nothing(folder: Path) -> None:
     with load(folder) as runner:
-        result = runner.run(Plan(started=(row("r", (1, 2), (0,)),)))
-        runner.run(Plan(dropped=(RequestId("r"),)))
+        result = run_plan(runner, Plan(started=(row("r", (1, 2), (0,)),)))
+        run_plan(runner, Plan(dropped=(RequestId("r"),)))
 
     assert result == RunResult()
 
@@ -180,10 +181,10 @@ def test_a_plan_that_schedules_nothing_gives_nothing(folder: Path) -> None:
 def test_a_row_in_the_middle_of_its_prompt_is_not_sampled(folder: Path) -> None:
     name, prompt = RequestId("r"), prompt_of(20)
     with load(folder) as runner:
-        first = runner.run(
-            Plan(started=(row(name, prompt, (0, 1)),), num_scheduled_tokens={name: 19})
+        first = run_plan(
+            runner, Plan(started=(row(name, prompt, (0, 1)),), num_scheduled_tokens={name: 19})
         )
-        last = runner.run(Plan(num_scheduled_tokens={name: 1}))
+        last = run_plan(runner, Plan(num_scheduled_tokens={name: 1}))
 
     assert first.token_ids == {}
     assert len(last.token_ids[name]) == 1
@@ -305,9 +306,9 @@ def test_a_retry_keeps_its_layers_until_the_pass_has_ended(folder: Path) -> None
             started=(row(name, prompt_of(BLOCK_SIZE), (7,)),), num_scheduled_tokens={name: 16}
         )
 
-        first = runner.run(plan)
+        first = run_plan(runner, plan)
         hook.reported.clear()
-        again = runner.run(replace(plan, is_retry=True))
+        again = run_plan(runner, replace(plan, is_retry=True))
 
     assert again.token_ids == first.token_ids
     assert [what for what, _ in hook.reported] == [f"layer {NO_LAYER}"] * 2 + ["pass"]
@@ -327,6 +328,6 @@ def test_a_hook_that_fails_is_told_apart_from_a_pass_that_fails(folder: Path) ->
         plan = Plan(started=(row(name, (1, 2), (7,)),), num_scheduled_tokens={name: 2})
 
         with pytest.raises(PassHookFailed) as failure:
-            runner.run(plan)
+            run_plan(runner, plan)
 
     assert isinstance(failure.value.root, ConnectionError)

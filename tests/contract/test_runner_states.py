@@ -17,6 +17,7 @@ from baton.engine.plan import Plan, PlanRow, StateBlocks, StateSnapshot
 from baton.engine.runner.load import RunnerConfig, load_runner
 from baton.engine.runner.model_runner import TorchRunner
 from baton.engine.spec_decode.config import Speculation
+from tests.support.fake_runner import run_plan
 from tests.support.families import STATE_VARIANTS
 from tests.support.models import make_model_folder, prompt_of
 
@@ -67,10 +68,10 @@ def plan(num_tokens: int, row: PlanRow | None = None, *snapshots: StateSnapshot)
 def test_each_pass_writes_the_other_side(runner: TorchRunner) -> None:
     untouched = blocks_of(runner, FIRST)
 
-    runner.run(plan(24, ROW))
+    run_plan(runner, plan(24, ROW))
     after_first = blocks_of(runner, SECOND)
     assert blocks_of(runner, FIRST) == untouched
-    runner.run(plan(16))
+    run_plan(runner, plan(16))
 
     assert blocks_of(runner, SECOND) == after_first
     assert blocks_of(runner, FIRST) != untouched
@@ -78,11 +79,11 @@ def test_each_pass_writes_the_other_side(runner: TorchRunner) -> None:
 
 def test_a_repeated_pass_gives_the_same_result(runner: TorchRunner) -> None:
     """After a pass whose result was lost, too: its sides were swapped in the runner alone."""
-    runner.run(plan(24, ROW))
-    expected, state = runner.run(plan(16)), blocks_of(runner, FIRST)
+    run_plan(runner, plan(24, ROW))
+    expected, state = run_plan(runner, plan(16)), blocks_of(runner, FIRST)
     row = replace(ROW, num_computed_tokens=24, state=StateBlocks((ids(SECOND), ids(FIRST))))
 
-    again = runner.run(replace(plan(16, row), is_retry=True))
+    again = run_plan(runner, replace(plan(16, row), is_retry=True))
 
     assert again == expected
     assert blocks_of(runner, FIRST) == state
@@ -90,17 +91,17 @@ def test_a_repeated_pass_gives_the_same_result(runner: TorchRunner) -> None:
 
 def test_a_snapshot_is_the_state_at_its_place(runner: TorchRunner) -> None:
     inside, end = StateSnapshot(16, ids(SNAPSHOT)), StateSnapshot(32, ids((30, 31)))
-    runner.run(plan(32, ROW, end, inside))
+    run_plan(runner, plan(32, ROW, end, inside))
     snapshot, after = blocks_of(runner, SNAPSHOT), blocks_of(runner, (30, 31))
     assert after == blocks_of(runner, SECOND)
-    expected = runner.run(plan(8))
+    expected = run_plan(runner, plan(8))
 
     row = replace(
         ROW,
         num_computed_tokens=16,
         state=StateBlocks((ids((40, 41)), ids((42, 43))), ids(SNAPSHOT)),
     )
-    found = runner.run(replace(plan(24, row), dropped=(NAME,)))
+    found = run_plan(runner, replace(plan(24, row), dropped=(NAME,)))
 
     assert found.token_ids == expected.token_ids
     assert found.logprobs[NAME][0].logprob == pytest.approx(
@@ -110,10 +111,10 @@ def test_a_snapshot_is_the_state_at_its_place(runner: TorchRunner) -> None:
 
 
 def test_blocks_that_held_nan_begin_at_zero(runner: TorchRunner) -> None:
-    expected = runner.run(plan(40, ROW))
+    expected = run_plan(runner, plan(40, ROW))
     runner._kv[[*FIRST, *SECOND, *KV_BLOCKS]] = torch.nan
 
-    assert runner.run(replace(plan(40, ROW), dropped=(NAME,))) == expected
+    assert run_plan(runner, replace(plan(40, ROW), dropped=(NAME,))) == expected
 
 
 @pytest.mark.parametrize(
@@ -126,15 +127,15 @@ def test_blocks_that_held_nan_begin_at_zero(runner: TorchRunner) -> None:
 )
 def test_a_row_without_all_of_its_state_is_refused(runner: TorchRunner, row: PlanRow) -> None:
     with pytest.raises(InvalidConfig, match=r"(state|side) takes 2"):
-        runner.run(plan(40, row))
+        run_plan(runner, plan(40, row))
 
-    assert runner.run(plan(40, ROW)).token_ids
+    assert run_plan(runner, plan(40, ROW)).token_ids
 
 
 @pytest.mark.parametrize("num_tokens", [0, 33])
 def test_a_snapshot_outside_of_the_pass_is_refused(runner: TorchRunner, num_tokens: int) -> None:
     with pytest.raises(RowOverflow, match=f"a snapshot after {num_tokens} tokens"):
-        runner.run(plan(32, ROW, StateSnapshot(num_tokens, ids(SNAPSHOT))))
+        run_plan(runner, plan(32, ROW, StateSnapshot(num_tokens, ids(SNAPSHOT))))
 
 
 def test_the_memory_names_the_state(runner: TorchRunner) -> None:

@@ -27,7 +27,7 @@ import baton.node.kv.worker
 from baton.cluster import await_serving
 from baton.core.ids import HandoffId
 from baton.decode_node.__main__ import DECODE
-from baton.engine.plan import Plan, RunResult
+from baton.engine.plan import Pending, Plan
 from baton.engine.runner.load import load_runner
 from baton.engine.runner.model_info import KvMemory, ModelInfo, PassHook
 from baton.engine.runner.model_runner import TorchRunner
@@ -128,11 +128,11 @@ class GatedRunner:
     def hook(self, hook: PassHook | None) -> None:
         self._runner.hook = hook
 
-    def run(self, plan: Plan) -> RunResult:
+    def launch(self, plan: Plan) -> Pending:
         if plan.num_scheduled_tokens:
             self._gate.come_to(Place.PASS, self.hook)
             self._num_tokens.value += sum(plan.num_scheduled_tokens.values())
-        return self._runner.run(plan)
+        return self._runner.launch(plan)
 
     def convert_blocks(self, memory: mmap, staged: StagedBlocks) -> None:
         self._runner.convert_blocks(memory, staged)

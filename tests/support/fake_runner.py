@@ -11,6 +11,7 @@ goes into every KV slot, so that a wrong or incomplete state gives other tokens,
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -19,7 +20,16 @@ from baton.core.ids import NO_BLOCK, BlockId, RequestId
 from baton.core.logprobs import TokenLogprobs
 from baton.core.output import Failure
 from baton.engine.kv_cache.groups import FULL, KvCacheSpec
-from baton.engine.plan import BlockIds, Plan, PlanRow, RunResult, StateBlocks, StateSnapshot
+from baton.engine.plan import (
+    BlockIds,
+    Pending,
+    Plan,
+    PlanRow,
+    Runner,
+    RunResult,
+    StateBlocks,
+    StateSnapshot,
+)
 
 # Cache content of one position. `prefix` stands for everything that attention mixed in.
 Slot = tuple[int, int, int]
@@ -142,8 +152,34 @@ class Crash(Exception):
     """Injected error that only one request triggers."""
 
 
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Pass that was computed when it was launched."""
+
+    result: RunResult
+
+    def collect(self) -> RunResult:
+        return self.result
+
+
+class SynchronousRunner(ABC):
+    """Runner that computes a pass when it is launched."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def run(self, plan: Plan) -> RunResult: ...
+
+    def launch(self, plan: Plan) -> Pending:
+        return Finished(self.run(plan))
+
+
+def run_plan(runner: Runner, plan: Plan) -> RunResult:
+    return runner.launch(plan).collect()
+
+
 @dataclass(slots=True)
-class FakeRunner:
+class FakeRunner(SynchronousRunner):
     """Runner that keeps batch rows from plan to plan, as the real one does."""
 
     kv: KvTensor

@@ -21,6 +21,7 @@ from baton.engine.plan import (
 )
 from baton.engine.runner.model_runner import TorchRunner
 from baton.engine.structured_output.grammar import Grammar
+from tests.support.fake_runner import run_plan
 from tests.support.models import EOS_TOKEN_ID
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
@@ -102,7 +103,7 @@ class Driver:
 
     def step(self) -> RunResult:
         plan = self._plan()
-        result = self._runner.run(plan)
+        result = run_plan(self._runner, plan)
         for request_id, num_tokens in plan.num_scheduled_tokens.items():
             self._settle(self._drives[request_id], num_tokens, result)
         return result
@@ -129,7 +130,7 @@ class Driver:
 
     def flush(self) -> None:
         """Report ended requests to the runner."""
-        self._runner.run(Plan(dropped=self._take_dropped()))
+        run_plan(self._runner, Plan(dropped=self._take_dropped()))
 
     def _plan(self) -> Plan:
         dropped = self._take_dropped()

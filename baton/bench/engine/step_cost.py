@@ -14,6 +14,7 @@ from time import thread_time
 from typing import ParamSpec, TypeVar
 
 from baton.engine.core import EngineCore
+from baton.engine.plan import Pending
 from baton.engine.runner.model_runner import TorchRunner
 
 P = ParamSpec("P")
@@ -66,6 +67,13 @@ class _Clock:
         return spent_s
 
 
+class _TimedPass:
+    """Implements `Pending`."""
+
+    def __init__(self, pending: Pending, clock: _Clock) -> None:
+        self.collect = clock.wrap(pending.collect)
+
+
 class StepMeter:
     """Measures the steps of an engine; its clocks cannot be removed again."""
 
@@ -73,7 +81,8 @@ class StepMeter:
         self._engine = engine
         self._running, self._forward, self._sampling = _Clock(), _Clock(), _Clock()
         decoder, sampler = runner.decoder, runner.sampler
-        runner.run = self._running.wrap(runner.run)  # type: ignore[method-assign]
+        launch = self._running.wrap(runner.launch)
+        runner.launch = lambda plan: _TimedPass(launch(plan), self._running)  # type: ignore[method-assign]
         decoder.forward = self._forward.wrap(decoder.forward)  # type: ignore[method-assign]
         decoder.logits = self._forward.wrap(decoder.logits)  # type: ignore[method-assign]
         sampler.choose = self._sampling.wrap(sampler.choose)  # type: ignore[method-assign]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from baton.engine.runner.attention.int8_kv import dequantize, quantize
+from baton.engine.runner.device import Array, to_device
 from baton.engine.runner.layout import Ints, PassLayout
 
 
@@ -67,12 +69,20 @@ class TorchPagedAttention:
 
     def begin(self, layout: PassLayout) -> AttentionPass:
         ranges = [(layer.kv_group, layer.window, layer.chunk) for layer in self._layers]
-        by_range = {
-            (kv_group, window, chunk): _groups(layout, kv_group, window, chunk, self._kv)
+        planned = {
+            (kv_group, window, chunk): _plan_groups(layout, kv_group, window, chunk, self._kv)
             for kv_group, window, chunk in set(ranges)
         }
-        write_blocks = torch.from_numpy(layout.write_blocks).to(self._kv.device)
-        write_offsets = torch.from_numpy(layout.write_offsets).to(self._kv.device)
+        arrays = [
+            array for groups in planned.values() for group in groups for array in group.arrays
+        ]
+        written = layout.write_blocks, layout.write_offsets
+        write_blocks, write_offsets, *copied = to_device([*written, *arrays], self._kv.device)
+        tensors = iter(copied)
+        by_range = {
+            each: [group.on_device(tensors, self._kv.dtype) for group in groups]
+            for each, groups in planned.items()
+        }
         groups_by_layer = [by_range[each] for each in ranges]
         return _TorchPass(self._kv, self._layers, groups_by_layer, write_blocks, write_offsets)
 
@@ -92,6 +102,57 @@ class _Group:
     def tokens(self) -> slice:
         num_tokens = self.num_queries * self.block_table.shape[0]
         return slice(self.first_token, self.first_token + num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _PlannedGroup:
+    """A group whose arrays are not on the device yet."""
+
+    first_token: int
+    num_queries: int
+    block_table: Ints
+    padding: npt.NDArray[np.bool_]  # [blocks, block_size]
+    mask: _MaskPositions | None
+
+    @property
+    def arrays(self) -> list[Array]:
+        padded_blocks = np.flatnonzero(self.padding.any(axis=1))
+        mask = () if self.mask is None else (self.mask.queries, self.mask.slots)
+        return [self.block_table, padded_blocks, self.padding[padded_blocks], *mask]
+
+    def on_device(self, tensors: Iterator[Tensor], dtype: torch.dtype) -> _Group:
+        """Take the tensors of `arrays`, and build the mask for a KV tensor of this dtype."""
+        return _Group(
+            first_token=self.first_token,
+            num_queries=self.num_queries,
+            block_table=next(tensors),
+            padded_blocks=next(tensors),
+            padding=next(tensors)[:, :, None],
+            mask=None if self.mask is None else self.mask.build(tensors, dtype),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _MaskPositions:
+    """Sequence positions of queries and slots, each [sequences, any], and who sees whom."""
+
+    queries: Ints
+    slots: Ints
+    window: int | None
+    chunk: int | None
+
+    def build(self, tensors: Iterator[Tensor], dtype: torch.dtype) -> Tensor:
+        query = next(tensors)[None, :, :, None]
+        slot = next(tensors)[None, :, None, :]
+        hidden = slot > query
+        if self.window is not None:
+            hidden = hidden | (slot <= query - self.window)
+        if self.chunk is not None:
+            hidden = hidden | (slot < query // self.chunk * self.chunk)
+        dtype = torch.float32 if dtype is torch.int8 else dtype
+        return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(
+            hidden, float("-inf")
+        )
 
 
 class _TorchPass:
@@ -203,16 +264,16 @@ def _attend(
     return (weights @ values.float()).to(query.dtype)
 
 
-def _groups(
+def _plan_groups(
     layout: PassLayout, kv_group: int, window: int | None, chunk: int | None, kv: Tensor
-) -> list[_Group]:
+) -> list[_PlannedGroup]:
     block_size = kv.shape[4]
     num_single = layout.num_single
     starts = layout.query_starts
     singles = _runs_of_similar_length(layout.context_lens[:num_single], block_size)
     chunks = [(row, row + 1) for row in range(num_single, len(layout.num_queries))]
     return [
-        _group(layout, np.arange(first, last), int(starts[first]), kv_group, window, chunk, kv)
+        _plan_group(layout, np.arange(first, last), int(starts[first]), kv_group, window, chunk, kv)
         for first, last in (*singles, *chunks)
     ]
 
@@ -226,7 +287,7 @@ def _runs_of_similar_length(context_lens: Ints, block_size: int) -> list[tuple[i
     return list(itertools.pairwise(cuts))
 
 
-def _group(
+def _plan_group(
     layout: PassLayout,
     rows: Ints,
     first_token: int,
@@ -234,7 +295,7 @@ def _group(
     window: int | None,
     chunk: int | None,
     kv: Tensor,
-) -> _Group:
+) -> _PlannedGroup:
     block_size, num_queries = kv.shape[4], int(layout.num_queries[rows[0]])
     lens = layout.context_lens[rows]
     first_query = lens - num_queries
@@ -251,34 +312,20 @@ def _group(
     table = layout.block_tables[kv_group][rows[:, None], columns]
     slots = (first_block * block_size)[:, None] + np.arange(num_blocks * block_size)
     padding = (slots >= lens[:, None]).reshape(-1, block_size)
-    padded_blocks = np.flatnonzero(padding.any(axis=1))
     queries = first_query[:, None] + np.arange(num_queries)
-    return _Group(
+    mask = _MaskPositions(queries, slots, window, chunk)
+    return _PlannedGroup(
         first_token=first_token,
         num_queries=num_queries,
-        block_table=torch.from_numpy(table).to(kv.device),
-        padded_blocks=torch.from_numpy(padded_blocks).to(kv.device),
-        padding=torch.from_numpy(padding[padded_blocks]).to(kv.device)[:, :, None],
-        mask=_mask(queries, slots, window, chunk, kv),
+        block_table=table,
+        padding=padding,
+        mask=None if _is_causal(mask) else mask,
     )
 
 
-def _mask(
-    queries: Ints, slots: Ints, window: int | None, chunk: int | None, kv: Tensor
-) -> Tensor | None:
-    """Build the mask from the sequence positions of queries and slots, each [sequences, any]."""
-    is_whole_prompt = queries.shape[1] > 1 and queries[0, 0] == 0 and slots[0, 0] == 0
-    limits = [limit for limit in (window, chunk) if limit is not None]
-    if is_whole_prompt and all(limit >= queries.shape[1] for limit in limits):
-        return None
-    query = torch.from_numpy(queries).to(kv.device)[None, :, :, None]
-    slot = torch.from_numpy(slots).to(kv.device)[None, :, None, :]
-    hidden = slot > query
-    if window is not None:
-        hidden = hidden | (slot <= query - window)
-    if chunk is not None:
-        hidden = hidden | (slot < query // chunk * chunk)
-    dtype = torch.float32 if kv.dtype is torch.int8 else kv.dtype
-    return torch.zeros(hidden.shape, dtype=dtype, device=kv.device).masked_fill_(
-        hidden, float("-inf")
-    )
+def _is_causal(mask: _MaskPositions) -> bool:
+    """Return whether torch's causal mask does: the tokens are a prompt from its beginning."""
+    num_queries = mask.queries.shape[1]
+    is_whole_prompt = num_queries > 1 and mask.queries[0, 0] == 0 and mask.slots[0, 0] == 0
+    limits = [limit for limit in (mask.window, mask.chunk) if limit is not None]
+    return bool(is_whole_prompt) and all(limit >= num_queries for limit in limits)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.runner.attention.paged_attention import AttentionPass
-from baton.engine.runner.fences import FencedHook
+from baton.engine.runner.device import FencedHook
 from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.layers import Layers
 from baton.engine.runner.model.linear import Linear

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
 from baton.core.ids import RequestId
 from baton.core.logprobs import TokenLogprobs
 from baton.core.output import Failure
-from baton.engine.plan import RunResult
+from baton.engine.plan import Plan, RunResult
 from baton.engine.runner.input_batch import Step, TokenRun
 from baton.engine.runner.model.decoder import Decoder
 from baton.engine.runner.sampling.logprobs import token_logprobs
+from baton.engine.runner.sampling.output_heads import HiddenStates
 from baton.engine.runner.sampling.sampler import NOT_FINITE
 
 # Rows of logits held in memory at once, whatever the chunk's length.
@@ -21,7 +20,7 @@ LOGITS_CHUNK_ROWS = 128
 
 
 class PromptLogprobs:
-    """Computes prompt logprobs.
+    """Output head that computes prompt logprobs.
 
     The last hidden state of a chunk predicts the first token of the next chunk, so each chunk
     carries one logprob over to the next.
@@ -33,32 +32,33 @@ class PromptLogprobs:
         self._next: dict[RequestId, TokenLogprobs] = {}  # carried out of the current pass
         self._done: list[RequestId] = []  # reported in the current pass
 
-    def begin_pass(self) -> None:
-        """Discard the results of a failed pass: its retry reports them."""
-        self._next.clear()
-        self._done.clear()
-
-    def end_pass(self) -> None:
-        for request_id in self._done:
-            self._carried.pop(request_id, None)
-        self._carried |= self._next
-
-    def forget(self, request_ids: Iterable[RequestId]) -> None:
-        for request_id in request_ids:
+    def drop_rows(self, plan: Plan) -> None:
+        if plan.is_retry:
+            return  # rows dropped by a failed pass are added again
+        for request_id in plan.dropped:
             self._carried.pop(request_id, None)
 
-    def is_needed(self, step: Step) -> bool:
-        """Return whether hidden states of more than the last tokens are needed."""
+    def needs_all_tokens(self, step: Step) -> bool:
         return any(run.row.wants_prompt_logprobs for run in step.runs)
 
-    def collect(self, step: Step, hidden_states: Tensor, result: RunResult) -> None:
+    def collect(self, step: Step, hidden_states: HiddenStates, result: RunResult) -> None:
         """Add one entry for each prompt token of this step; a prompt's first token has None."""
+        self._next.clear()  # of a failed pass: its retry reports them
+        self._done.clear()
+        by_token = hidden_states.by_token
+        if by_token is None:
+            return
         first = 0
         for run in step.runs:
             is_prompt = run.end - run.num_tokens < run.row.num_prompt_tokens
             if run.row.wants_prompt_logprobs and is_prompt:
-                self._add_run(run, hidden_states[first : first + run.num_tokens], result)
+                self._add_run(run, by_token[first : first + run.num_tokens], result)
             first += run.num_tokens
+
+    def commit(self) -> None:
+        for request_id in self._done:
+            self._carried.pop(request_id, None)
+        self._carried |= self._next
 
     def _add_run(self, run: TokenRun, hidden_states: Tensor, result: RunResult) -> None:
         row, start = run.row, run.end - run.num_tokens

@@ -13,13 +13,11 @@ from collections.abc import Mapping, Sequence
 from baton.core.ids import RequestId
 from baton.core.output import Failure
 from baton.engine.plan import PlanRow, RunResult
-from baton.engine.runner.input_batch import PersistentBatch, TokenRun
+from baton.engine.runner.input_batch import Drafts, PersistentBatch, TokenRun
 from baton.engine.runner.layout import Ints
 from baton.engine.runner.sampling.sampler import Choice
 from baton.engine.spec_decode.config import Speculation
 from baton.engine.spec_decode.drafter import Drafter
-
-Drafts = Mapping[RequestId, Sequence[int]]
 
 
 class SpecDecoder:

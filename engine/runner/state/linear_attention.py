@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from baton.engine.runner.device import to_device
+from baton.engine.runner.layout import Ints
 from baton.engine.runner.model.recurrent import RecurrentWeights, convolve, split_heads
 from baton.engine.runner.state.state_shape import StateShape
 from baton.engine.runner.state.state_tables import ZEROS, StateLayout
@@ -112,13 +115,15 @@ class _TorchStatePass:
 def _batches(layout: StateLayout, device: torch.device) -> Iterator[_Batch]:
     """Yield single tokens together, other runs one by one, and each sequence's runs in order."""
     singles, others = _split_runs(layout)
+    arrays: list[Ints] = []
     for runs in (singles, *([run] for run in others)):
         if runs:
-            starts = torch.from_numpy(layout.first_tokens[runs])
-            tokens = starts[:, None] + torch.arange(int(layout.num_tokens[runs[0]]))
-            reads, writes = layout.reads[runs], layout.writes[runs]
-            tables = (torch.from_numpy(each) for each in (reads, writes))
-            yield _Batch(*(each.to(device) for each in (tokens, *tables)))
+            num_tokens = int(layout.num_tokens[runs[0]])
+            tokens = layout.first_tokens[runs][:, None] + np.arange(num_tokens)
+            arrays += (tokens, layout.reads[runs], layout.writes[runs])
+    tensors = to_device(arrays, device)
+    for first in range(0, len(tensors), 3):
+        yield _Batch(*tensors[first : first + 3])
 
 
 def _split_runs(layout: StateLayout) -> tuple[list[int], list[int]]:

@@ -9,11 +9,18 @@ from baton.core.output import Failure, FailureCause, FinishReason, Output
 from baton.engine.containment import MAX_CRASHES_IN_A_ROW
 from baton.engine.core import EngineCore, NoKvWorker
 from baton.engine.errors import EngineStopped, PassHookFailed
-from baton.engine.plan import Plan, Runner, RunResult
+from baton.engine.plan import Plan, RunResult
 from baton.kv_transfer.types import KvReports
 from tests.support.engine_world import EngineWorld
 from tests.support.engines import VOCAB_SIZE, a_spec, an_engine
-from tests.support.fake_runner import Crash, CrashPlace, FakeRunner, KvTensor, tokens_alone
+from tests.support.fake_runner import (
+    Crash,
+    CrashPlace,
+    FakeRunner,
+    KvTensor,
+    SynchronousRunner,
+    tokens_alone,
+)
 
 NUM_REQUESTS = 7
 
@@ -77,10 +84,10 @@ def test_a_request_that_begins_to_crash_in_the_middle_keeps_what_it_got() -> Non
     assert len(world.tokens(culprit)) == 5
 
 
-class FailsOnce:
+class FailsOnce(SynchronousRunner):
     """Runner whose first pass fails, as by a temporary lack of memory."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: SynchronousRunner) -> None:
         self._runner = runner
         self.is_due = True
 
@@ -129,7 +136,7 @@ def test_successful_passes_reset_the_crash_count() -> None:
         assert tokens(found[f"good {number}"]) == tokens_alone(prompt(number), 0, 4, VOCAB_SIZE)
 
 
-class HookFails:
+class HookFails(SynchronousRunner):
     def run(self, plan: Plan) -> RunResult:
         raise PassHookFailed(ConnectionError("the wire broke"))
 

@@ -17,14 +17,14 @@ from baton.engine.errors import EngineStopped
 from baton.engine.plan import Plan, RunResult
 from baton.engine.structured_output.compiler import GrammarCompiler
 from tests.support.engines import VOCAB_SIZE, a_spec, an_engine
-from tests.support.fake_runner import tokens_alone
+from tests.support.fake_runner import SynchronousRunner, tokens_alone
 from tests.support.grammars import BAD, GOOD, SLOW, HeldLibrary
 
 LONG = 10_000  # more tokens than a test waits for, fewer than the model may write
 PATIENCE_S = 30.0  # only a hanging test ever waits so long
 
 
-class BrokenRunner:
+class BrokenRunner(SynchronousRunner):
     def run(self, plan: Plan) -> RunResult:
         raise ZeroDivisionError("a bug")
 
@@ -140,7 +140,7 @@ def test_an_engine_exception_fails_all_requests_and_refuses_new_ones() -> None:
 def test_a_request_submitted_in_the_failing_step_gets_an_error() -> None:
     client = Client()
 
-    class BreaksOnceAnotherCame:
+    class BreaksOnceAnotherCame(SynchronousRunner):
         def run(self, plan: Plan) -> RunResult:
             loop.submit(a_spec("late"))
             raise ZeroDivisionError("a bug")

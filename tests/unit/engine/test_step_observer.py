@@ -14,7 +14,7 @@ from baton.kv_transfer.records import TransferRecord, TransferRole
 from baton.kv_transfer.types import KvOrders, KvReports
 from tests.support.engine_world import EngineWorld
 from tests.support.engines import VOCAB_SIZE, a_spec, an_engine
-from tests.support.fake_runner import Crash, CrashPlace, FakeRunner, KvTensor
+from tests.support.fake_runner import Crash, CrashPlace, FakeRunner, KvTensor, SynchronousRunner
 
 RECORD = TransferRecord(HandoffId("a", 1), TransferRole.SENT, "memory", 1.0)
 
@@ -42,7 +42,7 @@ class Noting(StepObserver):
         self.ended.append(step)
 
 
-class CalledRunner:
+class CalledRunner(SynchronousRunner):
     def __init__(self, calls: list[str]) -> None:
         self._calls = calls
         self.fake = FakeRunner(KvTensor(64, 4), VOCAB_SIZE)

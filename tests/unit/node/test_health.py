@@ -19,6 +19,7 @@ from baton.rpc.channel import open_channel
 from baton.rpc.health import LIVENESS, Health
 from baton.rpc.server import serving
 from tests.support.engines import a_spec, an_engine
+from tests.support.fake_runner import SynchronousRunner
 
 PATIENCE_S = 30
 STUCK_AFTER_S = 60.0
@@ -39,7 +40,7 @@ def test_every_watcher_receives_every_change_after_another_has_disconnected() ->
     asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
 
 
-class LayeredRunner:
+class LayeredRunner(SynchronousRunner):
     """Runner whose passes advance layer by layer as the test allows."""
 
     def __init__(self) -> None:

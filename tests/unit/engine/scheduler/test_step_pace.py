@@ -13,7 +13,7 @@ from baton.engine.plan import Plan, RunResult
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.scheduler.step_pace import LEAST_TOKENS, StepPace
-from tests.support.fake_runner import FakeRunner, KvTensor
+from tests.support.fake_runner import FakeRunner, KvTensor, SynchronousRunner
 from tests.support.requests import make_spec
 
 MOST = 2048
@@ -84,7 +84,7 @@ def test_a_target_that_cannot_be_is_refused(wrong: float) -> None:
         SchedulerConfig(target_step_s=wrong)
 
 
-class TimedRunner:
+class TimedRunner(SynchronousRunner):
     """Runner whose steps take the time of a simulated machine."""
 
     def __init__(self, machine: Machine) -> None:

@@ -27,7 +27,7 @@ from baton.telemetry.tracing.spans import Span, TraceContext
 from baton.telemetry.tracing.step_timeline import StepTimeline
 from baton.telemetry.tracing.tracer import NO_TRACER, Tracer
 from tests.support.engines import VOCAB_SIZE, a_spec
-from tests.support.fake_runner import FakeRunner, KvTensor
+from tests.support.fake_runner import FakeRunner, KvTensor, SynchronousRunner
 from tests.support.traces import to_unix_ns
 
 FACTS = NodeFacts("decode", "d0", "i1")
@@ -54,7 +54,7 @@ class Taking(Tracer):
 
 
 @dataclass
-class SlowRunner:
+class SlowRunner(SynchronousRunner):
     """Runner whose passes take a fixed time."""
 
     inner: FakeRunner

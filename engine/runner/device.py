@@ -1,17 +1,52 @@
-"""Completion fences of the runner's device: no-ops on the CPU, CUDA events on a GPU.
+"""The runner's device: copies of a step's input to it, and completion fences.
 
-A pass hook gets one with each layer.
+Fences are no-ops on the CPU and CUDA events on a GPU. A pass hook gets one with each layer.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from baton.engine.errors import PassHookFailed
 from baton.engine.runner.model_info import NO_LAYER, PassHook
 from baton.kv_transfer.fence import PASSED, Fence
+
+Array = npt.NDArray[Any]
+ALIGNMENT = 8  # bytes, of the largest numbers that are copied
+
+
+def to_device(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
+    """Return arrays of a step's input as tensors on the device.
+
+    On the CPU they share the memory of the arrays. A GPU gets them in a single transfer: one per
+    array would cost more time than the bytes.
+    """
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    return copy_together(arrays, device)
+
+
+def copy_together(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
+    """Copy arrays in one piece. The tensors are views of its parts."""
+    sizes = [-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]
+    packed = np.zeros(sum(sizes), dtype=np.uint8)
+    start = 0
+    for array, size in zip(arrays, sizes, strict=True):
+        packed[start : start + array.nbytes] = (
+            np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        )
+        start += size
+    parts = torch.from_numpy(packed).to(device).split(sizes)
+    return [
+        part[: array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
+        for array, part in zip(arrays, parts, strict=True)
+    ]
 
 
 class Fences(Protocol):

@@ -1,0 +1,40 @@
+"""Copies of a step's input to a device, all arrays in one transfer."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from baton.engine.runner.device import Array, copy_together, to_device
+
+ARRAYS: list[Array] = [
+    np.arange(6, dtype=np.int64).reshape(2, 3),
+    np.array([[True], [False], [True]]),
+    np.zeros((0, 4), dtype=np.int64),
+    np.arange(12, dtype=np.int64).reshape(3, 4)[:, ::2],
+]
+
+
+def test_arrays_that_are_copied_together_keep_their_numbers() -> None:
+    copies = copy_together(ARRAYS, torch.device("cpu"))
+
+    for array, copy in zip(ARRAYS, copies, strict=True):
+        assert copy.tolist() == array.tolist()
+        assert copy.dtype == torch.from_numpy(array).dtype
+    assert len({copy.untyped_storage().data_ptr() for copy in copies}) == 1
+
+
+def test_arrays_for_another_device_keep_their_shapes() -> None:
+    copies = to_device(ARRAYS, torch.device("meta"))
+
+    assert [tuple(copy.shape) for copy in copies] == [array.shape for array in ARRAYS]
+    assert {copy.device.type for copy in copies} == {"meta"}
+
+
+def test_on_the_cpu_nothing_is_copied() -> None:
+    array = np.arange(4)
+
+    (tensor,) = to_device([array], torch.device("cpu"))
+    array[0] = 7
+
+    assert tensor.tolist() == [7, 1, 2, 3]
