@@ -52,8 +52,11 @@ class Layers:
             position = self._positions.get(".".join(parts[:length]))
             if position is not None:
                 return position
-        of_package = self._positions_of(self.package(module))
-        return min(of_package) if parts[-1] == "__main__" else max(of_package)
+        package = self.package(module)
+        of_package = self._positions_of(package)
+        # A package that others are parts of, such as `baton`, exports what is in all of them.
+        is_top = parts[-1] == "__main__" or module == package
+        return min(of_package) if is_top else max(of_package)
 
     def package(self, module: str) -> str:
         """Return a module's room, such as `baton.router`, else its top-level package."""

@@ -30,7 +30,7 @@ _DIGEST = re.compile("[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """What changes if a file is replaced or written to. Nobody can set `ctime_ns`."""
+    """Properties that change if a file is replaced or written to. Nobody can set `ctime_ns`."""
 
     path: str
     num_bytes: int
