@@ -48,12 +48,7 @@ class InputProcessor:
         call = self._ban_bad_words(call)
         token_ids = await self.token_ids(call.prompt, call.model)
         context.trace.note_tokenized(len(token_ids))
-        if not token_ids:
-            raise EmptyPrompt("the prompt has no tokens; there is nothing to continue")
-        self._check_context_length(call, len(token_ids))
-        budget = context.logprob_budget or LogprobBudget()
-        budget.spend(len(token_ids), call.sampling.prompt_logprobs)
-        check_prompt_logprobs_fit(len(token_ids), call.sampling.prompt_logprobs)
+        self._check_prompt(call, len(token_ids), context.logprob_budget or LogprobBudget())
         if call.sampling.structured_outputs is not None:
             await self._forms.check(call.sampling.structured_outputs)
         return self._fit_max_tokens(replace(call, prompt=TokenPrompt(token_ids)), len(token_ids))
@@ -86,11 +81,18 @@ class InputProcessor:
         """True if the model's chat template reads `tools`."""
         return self._text.supports_tools
 
-    def _check_context_length(self, call: GenerateCall, num_prompt_tokens: int) -> None:
+    def _check_prompt(
+        self, call: GenerateCall, num_prompt_tokens: int, budget: LogprobBudget
+    ) -> None:
+        """Check what depends on the number of prompt tokens."""
+        if num_prompt_tokens == 0:
+            raise EmptyPrompt("the prompt has no tokens; there is nothing to continue")
         max_model_len = self._table.served_model(call.model).max_model_len
         if max_model_len is not None and num_prompt_tokens >= max_model_len:
             field = "messages" if isinstance(call.prompt, ChatPrompt) else "prompt"
             raise ContextLengthExceeded.of_prompt(num_prompt_tokens, max_model_len, field)
+        budget.spend(num_prompt_tokens, call.sampling.prompt_logprobs)
+        check_prompt_logprobs_fit(num_prompt_tokens, call.sampling.prompt_logprobs)
 
     def _ban_bad_words(self, call: GenerateCall) -> GenerateCall:
         """Replace `bad_words` by banned token sequences: nodes have no tokenizer."""

@@ -9,12 +9,20 @@ from baton.core.kv_hints import KvHints
 from baton.core.sampling import SamplingParams
 from baton.rpc.messages.limits import MAX_MESSAGE_BYTES
 
+MAX_ANSWERS = 128  # of one request; each answer is a sequence of its own
 MAX_NAME_CHARACTERS = 256  # of request ids, models and cache salts: logs and metrics hold them
 MAX_ANSWERS = 128  # `n` of one request; each answer is a sequence of its own
 MAX_CHAT_MESSAGES = 1 << 14
 MAX_TOOLS = 1 << 10
 MAX_EXTRA_ARGS = 64
 MAX_TOKENS_TO_DETOKENIZE = 1 << 20
+# The text of an answer is searched for each stop string after every token.
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARACTERS = 1024
+MAX_STOP_ENTRIES = 1024  # including empty ones, which are ignored
+# Every token of an answer is compared with each spelling of each word.
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_CHARACTERS = 256
 # Total size of the sampling parameters of all answers, each of which has its own copy.
 MAX_SAMPLING_SIZE = 1 << 18
 MAX_LOGPROBS_PER_POSITION = 1 << 11  # of all answers together, that one step can return
@@ -50,6 +58,43 @@ def check_count(field: str, count: int, most: int) -> None:
     """Raises InvalidRequest for a list or map that is too long."""
     if count > most:
         raise InvalidRequest(f"{field} has {count} entries; at most {most} are allowed", field)
+
+
+def check_texts(model: str, cache_salt: str, stop: Sequence[str], bad_words: Sequence[str]) -> None:
+    """Check the texts that a request of any API has. Raises InvalidRequest."""
+    check_name("model", model)
+    check_name("cache_salt", cache_salt)
+    _check_stop_strings(stop)
+    _check_bad_words(bad_words)
+
+
+def _check_stop_strings(entries: Sequence[str]) -> None:
+    check_count("stop", len(entries), MAX_STOP_ENTRIES)
+    lengths = [len(entry) for entry in entries if entry]
+    if len(lengths) > MAX_STOP_STRINGS:
+        raise InvalidRequest(
+            f"stop has {len(lengths)} strings; at most {MAX_STOP_STRINGS} are allowed", "stop"
+        )
+    longest = max(lengths, default=0)
+    if longest > MAX_STOP_CHARACTERS:
+        raise InvalidRequest(
+            f"stop has a string of {longest} characters; at most {MAX_STOP_CHARACTERS} are allowed",
+            "stop",
+        )
+
+
+def _check_bad_words(words: Sequence[str]) -> None:
+    if len(words) > MAX_BAD_WORDS:
+        raise InvalidRequest(
+            f"bad_words has {len(words)} texts; at most {MAX_BAD_WORDS} are allowed", "bad_words"
+        )
+    for word in words:
+        if not 0 < len(word) <= MAX_BAD_WORD_CHARACTERS:
+            raise InvalidRequest(
+                f"bad_words has a text of {len(word)} characters; from 1 to "
+                f"{MAX_BAD_WORD_CHARACTERS} are allowed",
+                "bad_words",
+            )
 
 
 def check_prompt_length(num_tokens: int, max_model_len: int | None) -> None:

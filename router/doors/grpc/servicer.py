@@ -14,9 +14,9 @@ from baton.router.answers import generate_answers
 from baton.router.input_processing.limits import (
     MAX_TOKENS_TO_DETOKENIZE,
     check_count,
-    check_name,
     is_valid_name,
 )
+from baton.router.input_processing.message_checks import check_chat, check_request
 from baton.router.pipeline import Pipeline
 from baton.router.request_scope import RequestScopes
 from baton.router.routing.node_table import NodeTable
@@ -52,11 +52,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         is_past = partial(is_late, context, scope.context.received_s)
         async with named_errors(context, request_id=request_id, trace_id=scope.trace_id):
             with scope.ending_on_error(is_past):
-                check_name("request_id", client_id)
                 model = self._table.served_model(request.model)
-                calls = calls_from(
-                    request, request_id, model.sampling_defaults, model.max_model_len
-                )
+                check_request(request, model.max_model_len)
+                calls = calls_from(request, request_id, model.sampling_defaults)
             builders = [ResponseBuilder(request_id, index) for index in range(len(calls))]
             answers = generate_answers(self._pipeline, scope, calls, len(calls), is_past)
             async with aclosing(answers) as parts:
@@ -70,6 +68,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.TokenizeRequest, context: aio.ServicerContext[Any, Any]
     ) -> inference_pb2.TokenizeResponse:
         async with named_errors(context):
+            check_chat(request.chat)
             token_ids = await self._pipeline.inputs.token_ids(tokenize_input_from(request))
         return inference_pb2.TokenizeResponse(token_ids=token_ids)
 

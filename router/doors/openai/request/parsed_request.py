@@ -29,17 +29,16 @@ from baton.router.doors.openai.request.tool_choice import (
     ToolChoice,
     tool_choice_from,
 )
+from baton.router.input_processing.answer_calls import NUM_SEEDS, calls_for_answers
 from baton.router.input_processing.limits import (
     MAX_ANSWERS,
     MAX_EXTRA_ARGS,
     check_count,
-    check_hints,
     check_name,
-    check_total_size,
+    check_texts,
     max_tokens_with_logprobs,
 )
 from baton.router.text_events.output_parsers import NO_PARSING, Parsing
-from baton.router.translate import answer_seed, bad_words_from, stop_strings_from
 from baton.router.values import GenerateCall, Prompt
 from baton.rpc.errors import UnsupportedInput
 from baton.text.stop_strings import StopRule
@@ -214,8 +213,8 @@ def _parsed_request(
     num_each: int,
     choice: ToolChoice = NO_TOOLS,
 ) -> ParsedRequest:
-    check_name("model", body.model)
-    check_name("cache_salt", body.cache_salt)
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop
+    check_texts(body.model, body.cache_salt, stop, body.bad_words)
     output_format = _output_format(body, choice)
     form = None if output_format is None else output_format.form
     num_choices = num_each * len(prompts)
@@ -225,33 +224,29 @@ def _parsed_request(
         raise InvalidRequest(
             f"{num_choices} answers were requested; the limit is {MAX_ANSWERS}", field
         )
-    sampling = {**_sampling(body), **overrides, "structured_outputs": form}
-    strings = stop_strings_from([body.stop] if isinstance(body.stop, str) else body.stop)
-    bad_words = bad_words_from(body.bad_words)
-    check_total_size(advice.defaults.params(**sampling), bad_words, num_choices)
-    hints = KvHints(**dict(body.kv_hints))
-    check_hints(hints, num_choices, sampling.get("prompt_logprobs"))
+    sampling = advice.defaults.params(
+        **{**_sampling(body), **overrides, "structured_outputs": form}
+    )
     shown_tokens: tuple[str, ...] = ()
     if options.is_chat and form is None:
         shown_tokens = advice.parsing.marks(
             with_tools=choice.tool_call_mode is ToolCallMode.BY_MODEL
         )
-    calls = []
-    for index in range(num_choices):
-        params = advice.defaults.params(**sampling, seed=answer_seed(body.seed, index % num_each))
-        call = GenerateCall(
-            request_id=request_id if num_choices == 1 else f"{request_id}-{index}",
-            prompt=prompts[index // num_each],
-            sampling=params,
-            stop=StopRule(strings, body.include_stop_str_in_output, params.min_tokens),
-            model=body.model,
-            priority=body.priority,
-            cache_salt=body.cache_salt,
-            kv_hints=hints,
-            bad_words=bad_words,
-            shown_tokens=shown_tokens,
-        )
-        calls.append(call)
+    call = GenerateCall(
+        request_id=request_id,
+        prompt=prompts[0],
+        sampling=sampling,
+        stop=StopRule(
+            tuple(filter(None, stop)), body.include_stop_str_in_output, sampling.min_tokens
+        ),
+        model=body.model,
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+        kv_hints=KvHints(**dict(body.kv_hints)),
+        bad_words=tuple(body.bad_words),
+        shown_tokens=shown_tokens,
+    )
+    calls = calls_for_answers(call, prompts, num_each)
     if not body.stream:
         _check_logprobs_fit(calls, advice)
     form_field = "" if output_format is None else output_format.field
@@ -303,6 +298,7 @@ def _sampling(body: GenerationBody) -> dict[str, Any]:
         "logit_bias": _logit_bias(body.logit_bias),
         "stop_token_ids": tuple(body.stop_token_ids),
         "ignore_eos": body.ignore_eos,
+        "seed": None if body.seed is None else body.seed % NUM_SEEDS,
         "extra_args": {name: parse_argument(value) for name, value in body.vllm_xargs.items()},
     }
 

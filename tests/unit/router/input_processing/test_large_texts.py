@@ -13,8 +13,10 @@ import pytest
 
 from baton.core.errors import InvalidRequest
 from baton.router.input_processing.large_texts import LargeTextConfig, LargeTexts
+from baton.router.input_processing.limits import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
+from baton.router.input_processing.message_checks import check_request
 from baton.router.input_processing.tokenization import ModelText
-from baton.router.translate import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, call_from
+from baton.router.translate import call_from
 from baton.router.values import ChatMessage, ChatPrompt, Prompt, TextPrompt
 from baton.rpc.errors import QueueFull
 from baton.text.tokenizer import Tokenizer
@@ -143,12 +145,13 @@ def test_more_text_than_the_model_could_take_is_refused_unread(
 )
 def test_too_many_or_too_long_stop_strings_are_refused(stop: list[str], named: str) -> None:
     with pytest.raises(InvalidRequest, match=named):
-        call_from(_asking(stop), "a")
+        check_request(_asking(stop), None)
 
 
 def test_as_many_and_as_long_stop_strings_as_may_be_are_taken() -> None:
     stop = ["x" * MAX_STOP_CHARACTERS] * MAX_STOP_STRINGS
 
+    check_request(_asking([*stop, ""]), None)
     assert call_from(_asking([*stop, ""]), "a").stop.strings == tuple(stop)
 
 

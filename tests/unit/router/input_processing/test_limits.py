@@ -24,6 +24,7 @@ from baton.router.doors.openai.request.parsed_request import (
     completion_from,
 )
 from baton.router.input_processing.limits import MAX_CHAT_MESSAGES, MAX_NAME_CHARACTERS, MAX_TOOLS
+from baton.router.input_processing.message_checks import check_request
 from baton.router.translate import calls_from
 from baton.rpc.messages.sequences import decode_order, engine_request, node_request_id
 from baton.v1 import inference_pb2, sampling_pb2
@@ -37,7 +38,8 @@ def over_grpc(**fields: Any) -> None:
     sampling = sampling_pb2.SamplingParams(**fields.pop("sampling", {}))
     prompt: dict[str, Any] = {} if {"chat", "token_ids"} & fields.keys() else {"text": "a"}
     message = inference_pb2.GenerateRequest(**prompt, **fields, sampling=sampling)
-    calls_from(message, "id", max_model_len=100)
+    check_request(message, max_model_len=100)
+    calls_from(message, "id")
 
 
 def completion(**fields: Any) -> None:
