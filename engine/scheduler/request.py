@@ -117,6 +117,15 @@ class Request:
         self.num_preemptions = self.num_proposed_tokens = self.num_accepted_tokens = 0
 
     @property
+    def max_num_hit_tokens(self) -> int:
+        """The number of leading tokens that it can take from the prefix cache, if computed here."""
+        wants_logprobs = self.spec.sampling.prompt_logprobs is not None
+        if wants_logprobs and self.num_prompt_logprobs < self.num_prompt_tokens:
+            return 0  # logprobs exist only for computed tokens
+        # At least one token is computed: the next one is sampled from its logits.
+        return self.num_tokens - 1
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 

@@ -13,7 +13,7 @@ from baton.engine.scheduler.request import Request
 from baton.engine.scheduler.state import SchedulerState
 
 
-def preempt_for(state: SchedulerState, head: Request, max_hit_tokens: int) -> None:
+def preempt_for(state: SchedulerState, head: Request) -> None:
     """Preempt running requests so that `head` gets a place in the batch and its blocks.
 
     `head` is the head of the waiting queue. Must be called before a step is planned, since
@@ -22,7 +22,7 @@ def preempt_for(state: SchedulerState, head: Request, max_hit_tokens: int) -> No
     victims = _victims(state, head)
     if not victims:
         return
-    shortage = _shortage(state, head, max_hit_tokens)
+    shortage = _shortage(state, head)
     num_freed = [state.cache.pool.num_held_once(victim.kv.block_ids) for victim in victims]
     if sum(num_freed) < shortage:
         return
@@ -51,12 +51,11 @@ def _victims(state: SchedulerState, head: Request) -> list[Request]:
     return sorted(found, key=lambda request: request.rank, reverse=True)
 
 
-def _shortage(state: SchedulerState, head: Request, max_hit_tokens: int) -> int:
+def _shortage(state: SchedulerState, head: Request) -> int:
     """Return the number of blocks that must become free for `head` to be admitted."""
     continues_at = None if head.arrival.handoff is None else head.num_tokens
-    hit = state.cache.find_prefix(head.kv, max_hit_tokens, continues_at=continues_at)
+    hit = state.cache.find_prefix(head.kv, head.max_num_hit_tokens, continues_at=continues_at)
     num_missing = state.cache.num_missing(head.kv, hit, continues_at=continues_at)
     if head.arrival.handoff is not None:
-        num_holders = state.num_waiting_for_remote_kvs + len(state.ready) + len(state.batch)
-        num_missing += num_holders * state.num_headroom_blocks
+        num_missing += state.num_spare_blocks
     return num_missing - state.cache.pool.num_free

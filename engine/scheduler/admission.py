@@ -1,0 +1,263 @@
+"""Admission of waiting requests: a list of rules for each way to start. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import NamedTuple
+
+from baton.engine.events import RequestEventKind
+from baton.engine.kv_arrival.arrivals import FillWait
+from baton.engine.kv_arrival.kv_source import PrefixNeed
+from baton.engine.kv_cache.block_hashes import BlockHash
+from baton.engine.kv_cache.prefix_search import PrefixHit
+from baton.engine.scheduler.prompt_budget import PromptBudget
+from baton.engine.scheduler.request import Request, RequestStatus
+from baton.engine.scheduler.state import SchedulerState
+
+NO_HIT = PrefixHit(0, ())
+
+
+class Refusal(Enum):
+    """What becomes of the head of the waiting queue if it cannot start now."""
+
+    SET_ASIDE = "set aside"  # it has left its place: the requests behind it pass
+    BLOCKS = "blocks"  # it keeps its place: the requests behind it wait, too
+
+
+class Candidate:
+    """The head of the waiting queue, with what the rules have found so far."""
+
+    __slots__ = (
+        "chunk",
+        "continues_at",
+        "hit",
+        "max_num_hits",
+        "num_missing",
+        "num_spare",
+        "request",
+    )
+
+    def __init__(
+        self, request: Request, max_num_hits: int, continues_at: int | None, num_spare: int
+    ) -> None:
+        self.request = request
+        self.max_num_hits = max_num_hits
+        self.continues_at = continues_at  # position of the first token to compute; None: the hit's
+        self.num_spare = num_spare  # blocks to leave free for requests that hold some
+        self.hit = NO_HIT
+        self.num_missing = 0  # prompt tokens that are not cached
+        self.chunk = 0  # prompt tokens of the first step
+
+
+Rule = Callable[[Candidate], Refusal | None]
+
+
+class _Way(NamedTuple):
+    """A way to start: the first rule that refuses ends the attempt."""
+
+    rules: tuple[Rule, ...]
+    start: Callable[[Candidate], None]
+
+
+class _AllocationFailure(NamedTuple):
+    """The head of the waiting queue for which there were too few blocks, and the state then.
+
+    The prefix lookup is skipped until blocks are released or the cached prefix gets longer.
+    """
+
+    request: Request
+    num_releases: int
+    num_changes: int
+    missing_hash: BlockHash | None  # once it is cached, fewer blocks are needed
+
+
+class Admission:
+    """Starts waiting requests, if all rules of their way to start pass.
+
+    Cheap rules come first. The last one takes the blocks, so that no other must give them back.
+    """
+
+    def __init__(self, state: SchedulerState, budget: PromptBudget) -> None:
+        self._state = state
+        self._budget = budget
+        self._config = state.config
+        self._last_failure: _AllocationFailure | None = None
+        # Fills begin before a place in the batch is free: they need none.
+        self._compute = _Way(
+            (
+                self._reject_known_failure,
+                self._await_prefix,
+                self._require_place,
+                self._find_prefix,
+                self._await_evicted,
+                self._limit_long_prompts,
+                self._require_tokens,
+                self._take_blocks,
+            ),
+            self._start_prefill,
+        )
+        self._receive = _Way(
+            (
+                self._reject_known_failure,
+                self._limit_receives,
+                self._find_prefix,
+                self._await_before_grant,
+                self._take_blocks,
+            ),
+            self._grant_to_peer,
+        )
+        self._prefetch = _Way((self._await_prefix, self._find_prefix), self._end_prefetch)
+
+    def try_start(self, request: Request) -> Refusal | None:
+        """Start the head of the waiting queue, or return why not."""
+        way, candidate = self._way_of(request), self._candidate(request)
+        for rule in way.rules:
+            refusal = rule(candidate)
+            if refusal is not None:
+                return refusal
+        way.start(candidate)
+        return None
+
+    def _way_of(self, request: Request) -> _Way:
+        if request.spec.kv_hints.prefetch:
+            return self._prefetch
+        return self._compute if request.arrival.handoff is None else self._receive
+
+    def _candidate(self, request: Request) -> Candidate:
+        if request.arrival.handoff is None:
+            return Candidate(request, request.max_num_hit_tokens, None, 0)
+        # All its tokens arrive, the first output token included: none is left to compute.
+        num_tokens = request.num_tokens
+        return Candidate(request, num_tokens, num_tokens, self._state.num_spare_blocks)
+
+    # --- rules: places and tokens -------------------------------------------------
+
+    def _require_place(self, candidate: Candidate) -> Refusal | None:
+        is_full = len(self._state.batch) >= self._config.max_num_seqs
+        return Refusal.BLOCKS if is_full or self._budget.is_spent else None
+
+    def _limit_receives(self, candidate: Candidate) -> Refusal | None:
+        """Grants need neither tokens nor a place in the batch. They hold blocks until they do."""
+        num_in_progress = self._state.num_waiting_for_remote_kvs + len(self._state.ready)
+        return Refusal.BLOCKS if num_in_progress >= self._config.max_num_seqs else None
+
+    def _limit_long_prompts(self, candidate: Candidate) -> Refusal | None:
+        """Set a long prompt aside while others are in progress, so that short ones pass."""
+        request, hit = candidate.request, candidate.hit
+        candidate.num_missing = request.num_tokens - hit.num_blocks * self._state.cache.block_size
+        request.is_long = self._budget.is_long(candidate.num_missing)
+        if not request.is_long or self._budget.allows_long:
+            return None
+        self._state.waiting.set_aside(request, until=self._hash_for_short(candidate))
+        return Refusal.SET_ASIDE
+
+    def _require_tokens(self, candidate: Candidate) -> Refusal | None:
+        candidate.chunk = self._budget.first_chunk(candidate.request, candidate.num_missing)
+        return None if candidate.chunk else Refusal.BLOCKS
+
+    def _hash_for_short(self, candidate: Candidate) -> BlockHash | None:
+        """Return the block that must be cached for this long prompt to count as short, or None.
+
+        If that block is cached but an earlier one is missing, the missing one is returned.
+        """
+        cache, held, max_num_hits = self._state.cache, candidate.request.kv, candidate.max_num_hits
+        num_cached = self._budget.min_cached_to_be_short(candidate.request.num_tokens)
+        num_blocks = cache.num_blocks_for(num_cached)
+        if num_blocks * cache.block_size > max_num_hits:
+            return None
+        last = cache.missing_hash(held, num_blocks - 1, max_num_hits)
+        if last is None or not cache.pool.is_cached(last):
+            return last
+        return cache.missing_hash(held, candidate.hit.num_blocks, max_num_hits)
+
+    # --- rules: the prefix --------------------------------------------------------
+
+    def _find_prefix(self, candidate: Candidate) -> Refusal | None:
+        candidate.hit = self._state.cache.find_prefix(
+            candidate.request.kv, candidate.max_num_hits, continues_at=candidate.continues_at
+        )
+        return None
+
+    def _await_prefix(self, candidate: Candidate) -> Refusal | None:
+        """Let a request wait, without blocks, for a fill that gets more of its prefix.
+
+        Fills begin for all requests that reach the head, also while the batch is full.
+        """
+        state, token_s = self._state, self._budget.token_s
+        spare = state.num_spare_blocks
+        need = PrefixNeed(candidate.max_num_hits, token_s, state.now_s, spare)
+        return self._follow(candidate, state.arrivals.find_fill(candidate.request.arrival, need))
+
+    def _await_evicted(self, candidate: Candidate) -> Refusal | None:
+        """Wait once more if blocks were evicted that the request had found while it waited."""
+        is_shorter = candidate.request.arrival.may_look_again(candidate.hit.num_blocks)
+        return self._await_prefix(candidate) if is_shorter else None
+
+    def _await_before_grant(self, candidate: Candidate) -> Refusal | None:
+        """Let a receiver wait for blocks that its peer need not send then."""
+        arrival, num_hits = candidate.request.arrival, candidate.hit.num_blocks
+        arrivals, now = self._state.arrivals, self._state.now_s
+        wait = arrivals.find_fill_before_grant(arrival, num_hits, candidate.num_spare, now)
+        return self._follow(candidate, wait)
+
+    def _follow(self, candidate: Candidate, wait: FillWait | None) -> Refusal | None:
+        if wait is None:
+            return None
+        self._budget.note_look_up(candidate.request)
+        self._state.waiting.follow(candidate.request, wait.fill_id, wait.until_s)
+        return Refusal.SET_ASIDE
+
+    # --- rules: blocks ------------------------------------------------------------
+
+    def _reject_known_failure(self, candidate: Candidate) -> Refusal | None:
+        """Skip a head that lacked blocks before, until it would fare better. Costs no lookup."""
+        failure, pool = self._last_failure, self._state.cache.pool
+        if failure is None or failure.request is not candidate.request:
+            return None
+        now = pool.num_releases, self._state.num_changes
+        if (failure.num_releases, failure.num_changes) != now:
+            return None
+        is_prefix_longer = failure.missing_hash is not None and pool.is_cached(failure.missing_hash)
+        return None if is_prefix_longer else Refusal.BLOCKS
+
+    def _take_blocks(self, candidate: Candidate) -> Refusal | None:
+        """Allocate all blocks of the prompt at once: a prefill never waits for blocks halfway."""
+        cache, request, hit = self._state.cache, candidate.request, candidate.hit
+        if cache.admit(
+            request.kv, hit, spare=candidate.num_spare, continues_at=candidate.continues_at
+        ):
+            request.note_admission()
+            return None
+        missing_hash = cache.missing_hash(request.kv, hit.num_blocks, candidate.max_num_hits)
+        self._last_failure = _AllocationFailure(
+            request, cache.pool.num_releases, self._state.num_changes, missing_hash
+        )
+        return Refusal.BLOCKS
+
+    # --- starts -------------------------------------------------------------------
+
+    def _start_prefill(self, candidate: Candidate) -> None:
+        """Move a request into the batch, with a first chunk of tokens."""
+        state, request = self._state, candidate.request
+        state.waiting.remove(request)
+        request.move(RequestStatus.RUNNING)
+        state.batch.start_prefill(request, candidate.chunk)
+        state.record_event(request, RequestEventKind.SCHEDULED)
+        state.arrivals.sends.send(request.spec.send_to, request.kv, candidate.hit.num_blocks)
+        self._budget.give(request, candidate.chunk, candidate.num_missing)
+        self._budget.note_start(request)
+
+    def _grant_to_peer(self, candidate: Candidate) -> None:
+        """Let the peer write the missing blocks."""
+        state, request = self._state, candidate.request
+        state.waiting.remove(request)
+        request.move(RequestStatus.WAITING_FOR_REMOTE_KVS)
+        state.num_waiting_for_remote_kvs += 1
+        state.arrivals.receives.grant(request.arrival, candidate.hit.num_blocks, state.now_s)
+        state.record_event(request, RequestEventKind.GRANTED)
+
+    def _end_prefetch(self, candidate: Candidate) -> None:
+        """End a request that gets no token: its prefix is loaded as far as possible."""
+        self._budget.note_look_up(candidate.request)
+        self._state.end_prefetch(candidate.request, candidate.hit)
