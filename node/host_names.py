@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from baton.engine.kv_cache.block_hashes import BlockHash
-from baton.engine.kv_cache.prefix_search import is_of_first_group
-from baton.engine.kv_cache.recurrent_state import snapshot_end
+from baton.engine.kv_cache.block_names import is_of_first_group, snapshot_end
 from baton.kv_transfer.external_kv import HeldChanges
 
 

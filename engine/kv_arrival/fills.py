@@ -15,7 +15,7 @@ from typing import NewType
 from baton.core.ids import BlockId, BlockName
 from baton.engine.kv_arrival.arrival import Arrival
 from baton.engine.kv_arrival.holds import Hold, Holds
-from baton.engine.kv_cache.external_prefix import SNAPSHOT, ExternalPrefix
+from baton.engine.kv_cache.external_prefix import ExternalPrefix
 from baton.engine.kv_cache.manager import KvCache
 
 FillId = NewType("FillId", int)
@@ -86,13 +86,9 @@ class Fills:
         fill.num_pending -= len(sources)
         if fill.arrival is None or fill.is_stale:
             return
-        part = fill.prefix.part(first, end)
-        # A snapshot is of use only with all that is before it: `end` caches its parts.
-        are_filled = [
-            source is not None and group != SNAPSHOT
-            for source, group in zip(sources, part.groups, strict=True)
-        ]
-        self._cache.register_loaded(fill.arrival.kv, part, fill.block_ids[first:end], are_filled)
+        # The other blocks are of use only with all that is before them: `end` caches them.
+        end = max(first, min(end, fill.prefix.num_alone))
+        self._register(fill, fill.arrival, first, end)
 
     def end(self, fill: Fill) -> None:
         """End a fill of which no block is pending."""
@@ -100,7 +96,7 @@ class Fills:
         if fill.arrival is None and not fill.is_stale:
             self._cache_for_peer(fill)
         elif fill.arrival is not None and not fill.is_stale:
-            self._cache_snapshot(fill, fill.arrival)
+            self._cache_rest(fill, fill.arrival)
             self._note_sources(fill, fill.arrival)
         self._holds.close(fill.hold)
 
@@ -140,14 +136,16 @@ class Fills:
         self._in_progress[fill_id] = self._awaited[fill_id] = fill
         return fill
 
-    def _cache_snapshot(self, fill: Fill, arrival: Arrival) -> None:
-        """Cache the snapshot, if there is one, of a fill that is whole."""
-        if None in fill.sources:
-            return
-        arrival.num_found_blocks = fill.prefix.num_blocks
-        first = fill.prefix.num_loaded_before_snapshot
-        parts, block_ids = fill.prefix.part(first), fill.block_ids[first:]
-        self._cache.register_loaded(arrival.kv, parts, block_ids, [True] * len(block_ids))
+    def _cache_rest(self, fill: Fill, arrival: Arrival) -> None:
+        """Cache the blocks, if there are any, that are of use only in a fill that is whole."""
+        if None not in fill.sources:
+            arrival.num_found_blocks = fill.prefix.num_blocks
+            self._register(fill, arrival, fill.prefix.num_alone, len(fill.block_ids))
+
+    def _register(self, fill: Fill, arrival: Arrival, first: int, end: int) -> None:
+        are_filled = [source is not None for source in fill.sources[first:end]]
+        part, block_ids = fill.prefix.part(first, end), fill.block_ids[first:end]
+        self._cache.register_loaded(arrival.kv, part, block_ids, are_filled)
 
     def _note_sources(self, fill: Fill, arrival: Arrival) -> None:
         if fill.is_overdue:

@@ -159,13 +159,13 @@ class PeerPulls:
             self._times.record(peer.node_id, self._num_bytes(fill.prefix), took_s, now)
 
     def _run_bounds(self, prefix: ExternalPrefix) -> Iterator[tuple[int, int]]:
-        """Yield the runs of the blocks to be pulled. A snapshot has runs of its own.
+        """Yield the runs of the blocks to be pulled.
 
-        So a peer that has to load it from a tier loads all its parts together, if they fit.
+        Blocks that are of use as a whole have runs of their own. So a peer that has to load them
+        from a tier loads them together, if they fit.
         """
         num_blocks, size = len(prefix.names), self._config.blocks_per_run
-        snapshot = prefix.num_loaded_before_snapshot
-        for start, end in ((0, snapshot), (snapshot, num_blocks)):
+        for start, end in ((0, prefix.num_alone), (prefix.num_alone, num_blocks)):
             for first in range(start, end, size):
                 yield first, min(first + size, end)
 

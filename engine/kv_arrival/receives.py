@@ -62,7 +62,7 @@ class BlockReceives:
         if handoff is None:
             return
         granted = self._order.blocks(kv, num_hits, kv.num_blocks)
-        hold = self._hold(handoff.handoff_id, (*granted, *self._order.state_blocks(kv)))
+        hold = self._hold(handoff.handoff_id, (*granted, *self._order.final_blocks(kv)))
         self._expected.discard(handoff.handoff_id)
         fill = self._fills.begin_handoff(arrival, num_hits, hold, now)
         self._fill_by_id[handoff.handoff_id] = fill

@@ -62,7 +62,7 @@ class BlockSends:
             return
         self._hold(sending, kv, num_blocks)
         if num_blocks == kv.num_blocks:
-            self._holds.add(sending.hold, self._order.state_blocks(kv))
+            self._holds.add(sending.hold, self._order.final_blocks(kv))
         first_block = self._order.index(kv, sending.num_sent)
         sending.num_sent = num_blocks
         block_ids = tuple(sending.hold.block_ids[first_block:])

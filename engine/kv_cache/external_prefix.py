@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from baton.core.ids import NO_BLOCK, BlockId, BlockName
+from baton.core.ids import BlockId, BlockName
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.block_pool import BlockPool
-from baton.engine.kv_cache.prefix_search import PrefixHit, name_in_group
-from baton.engine.kv_cache.recurrent_state import SnapshotCache, snapshot_names
-from baton.engine.plan import BlockIds
+from baton.engine.kv_cache.cache_group import CacheGroup, PlacedBlock
+from baton.engine.kv_cache.prefix_hit import PrefixHit
 
 _EXTERNAL = BlockId(-2)  # instead of a block: the external cache has it
-SNAPSHOT = -1  # instead of a group: the block is a part of the snapshot at the end of the prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +21,14 @@ class ExternalPrefix:
 
     cached: tuple[BlockId, ...] = ()  # in the prefix cache
     names: tuple[BlockName, ...] = ()  # to be loaded
-    groups: tuple[int, ...] = ()  # of each name, or SNAPSHOT
+    groups: tuple[int, ...] = ()  # of each name
     places: tuple[int, ...] = ()  # of each name, in its block table
     are_cached: tuple[bool, ...] = ()  # by block of both kinds, in the order of the sequence
     num_gained: int = 0  # blocks of tokens that the loads add to the prefix
     num_blocks: int = 0  # blocks of tokens in the whole prefix
+    # Leading names whose blocks are each of use without the others. The rest, such as the parts of
+    # a snapshot, is of use only as a whole, with everything before it.
+    num_alone: int = 0
 
     def token_ranges(self, block_size: int) -> list[range | None]:
         """Return the tokens of each block to be loaded, if it is in the first group."""
@@ -41,16 +42,15 @@ class ExternalPrefix:
         cached, loaded = iter(self.cached), iter(block_ids)
         return [next(cached if is_cached else loaded) for is_cached in self.are_cached]
 
-    @property
-    def num_loaded_before_snapshot(self) -> int:
-        """The number of blocks to be loaded that are no parts of the snapshot, which come last."""
-        return len(self.groups) - self.groups.count(SNAPSHOT)
-
     def part(self, first: int, end: int | None = None) -> ExternalPrefix:
         """Return a part of the blocks to be loaded."""
-        part = slice(first, end)
+        names = self.names[first:end]
         return replace(
-            self, names=self.names[part], groups=self.groups[part], places=self.places[part]
+            self,
+            names=names,
+            groups=self.groups[first:end],
+            places=self.places[first:end],
+            num_alone=max(0, min(self.num_alone - first, len(names))),
         )
 
 
@@ -105,62 +105,34 @@ class PoolAndExternal:
         return self._pool.is_cached(block_hash) or self._external.holds(block_hash)
 
 
-class SnapshotsAndExternal:
-    """Finds snapshots in the prefix cache or in the external cache. Implements `Snapshots`."""
-
-    def __init__(self, snapshots: SnapshotCache, external: Holder) -> None:
-        self._snapshots = snapshots
-        self._external = external
-
-    def longest_prefix(self, hashes: Sequence[BlockHash], num_blocks: int) -> int:
-        while num_blocks and not self._has(hashes[num_blocks - 1]):
-            num_blocks -= 1
-        return num_blocks
-
-    def find(self, block_hash: BlockHash) -> BlockIds:
-        if block_hash in self._snapshots:
-            return self._snapshots.find(block_hash)
-        return (_EXTERNAL,) * self._snapshots.num_parts
-
-    def _has(self, block_hash: BlockHash) -> bool:
-        if block_hash in self._snapshots:
-            return True
-        names = snapshot_names(block_hash, self._snapshots.num_parts)
-        return all(map(self._external.holds, names))
-
-
-def external_prefix(hit: PrefixHit, hashes: Sequence[BlockHash], num_hits: int) -> ExternalPrefix:
+def external_prefix(
+    groups: Sequence[CacheGroup], hit: PrefixHit, hashes: Sequence[BlockHash], num_hits: int
+) -> ExternalPrefix:
     """Split a hit in both caches. `num_hits` blocks are a hit in the prefix cache alone."""
     if hit.num_blocks <= num_hits:
         return ExternalPrefix()
-    blocks = list(_in_order(hit, hashes))
-    missing = [each for each in blocks if each.block_id == _EXTERNAL]
+    blocks = _in_order(groups, hit, hashes[: hit.num_blocks])
+    missing = [each for each in blocks if each[1].block_id == _EXTERNAL]
     return ExternalPrefix(
-        cached=tuple(each.block_id for each in blocks if each.block_id != _EXTERNAL),
-        names=tuple(each.name for each in missing),
-        groups=tuple(each.group for each in missing),
-        places=tuple(each.place for each in missing),
-        are_cached=tuple(each.block_id != _EXTERNAL for each in blocks),
+        cached=tuple(block.block_id for _, block in blocks if block.block_id != _EXTERNAL),
+        names=tuple(block.name for _, block in missing),
+        groups=tuple(group.number for group, _ in missing),
+        places=tuple(block.place for _, block in missing),
+        are_cached=tuple(block.block_id != _EXTERNAL for _, block in blocks),
         num_gained=hit.num_blocks - num_hits,
         num_blocks=hit.num_blocks,
+        num_alone=sum(not group.is_whole for group, _ in missing),
     )
 
 
-class _Block(NamedTuple):
-    name: BlockName
-    group: int
-    place: int
-    block_id: BlockId
-
-
-def _in_order(hit: PrefixHit, hashes: Sequence[BlockHash]) -> Iterator[_Block]:
-    """Yield the blocks of a hit, place after place, and then those of its snapshot."""
-    for place in range(hit.num_blocks):
-        for group, table in enumerate(hit.block_tables):
-            if table[place] != NO_BLOCK:
-                yield _Block(name_in_group(hashes[place], group), group, place, table[place])
-    if hit.snapshot:
-        last = hit.num_blocks - 1
-        names = snapshot_names(hashes[last], len(hit.snapshot))
-        for name, block_id in zip(names, hit.snapshot, strict=True):
-            yield _Block(name, SNAPSHOT, last, block_id)
+def _in_order(
+    groups: Sequence[CacheGroup], hit: PrefixHit, hashes: Sequence[BlockHash]
+) -> list[tuple[CacheGroup, PlacedBlock]]:
+    """Return the blocks of a hit, place after place, and for each the groups in turn."""
+    blocks = [
+        (group, block)
+        for group, block_ids in zip(groups, hit.blocks, strict=True)
+        for block in group.placed(hashes, block_ids)
+    ]
+    blocks.sort(key=lambda each: each[1].place)  # stable
+    return blocks

@@ -1,4 +1,4 @@
-"""Statistics of the KV groups of a model, and of its recurrent states."""
+"""Statistics of the groups of a model."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from baton.core.ids import NO_BLOCK
 from baton.engine.kv_cache.block_hashes import BlockHash
-from baton.engine.kv_cache.prefix_search import PrefixHit, group_of
+from baton.engine.kv_cache.block_names import group_of
+from baton.engine.kv_cache.prefix_hit import PrefixHit
 
 
 @dataclass(frozen=True, slots=True)
 class GroupStats:
-    """Blocks of one KV group, or of recurrent states and their snapshots."""
+    """Blocks of one KV group, or of states and their snapshots."""
 
     num_held: int  # by requests; a shared block counts for each
     total_hits: int  # blocks of prefix hits
@@ -20,7 +21,7 @@ class GroupStats:
 
 
 class GroupCounters:
-    """Prefix hits and evictions by KV group. The last group is that of recurrent states."""
+    """Prefix hits and evictions by group. Names of no KV group are those of the last one."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
@@ -28,10 +29,8 @@ class GroupCounters:
         self._evictions = [0] * len(self.names)
 
     def count_hit(self, hit: PrefixHit) -> None:
-        for group, table in enumerate(hit.block_tables):
-            self._hits[group] += len(table) - table.count(NO_BLOCK)
-        if hit.snapshot:
-            self._hits[-1] += len(hit.snapshot)
+        for group, blocks in enumerate(hit.blocks):
+            self._hits[group] += len(blocks) - blocks.count(NO_BLOCK)
 
     def count_evicted(self, names: Iterable[BlockHash]) -> None:
         for name in names:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from baton.core.ids import BlockId, RequestId, existing_blocks
 from baton.core.kv_hints import BlockHints
-from baton.engine.kv_cache.block_hashes import BlockHash
+from baton.engine.kv_cache.block_hashes import BlockHash, extend_hashes
 from baton.engine.kv_cache.recurrent_state import RecurrentState
 from baton.engine.plan import StateBlocks
 
@@ -50,6 +50,10 @@ class HeldKv:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    def extend_hashes(self, block_size: int) -> None:
+        """Compute the hashes of the full blocks that have none yet."""
+        extend_hashes(self.block_hashes, self.root_hash, self.token_ids, block_size)
 
     @property
     def num_blocks(self) -> int:

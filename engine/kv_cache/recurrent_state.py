@@ -6,16 +6,14 @@ snapshot is a copy at the end of a block of tokens. It is cached as a whole or n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from baton.core.ids import BlockId
 from baton.engine.errors import BlocksUnaccounted
-from baton.engine.kv_cache.block_hashes import HASH_BYTES, BlockHash
+from baton.engine.kv_cache.block_hashes import BlockHash
+from baton.engine.kv_cache.block_names import snapshot_end, snapshot_names
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.plan import BlockIds, StateBlocks
-
-# Follows the block hash in the name of a snapshot's part; names of KV groups are shorter.
-_MARKER = b"state"
 
 
 class RecurrentState:
@@ -73,12 +71,6 @@ class SnapshotCache:
     def __contains__(self, block_hash: BlockHash) -> bool:
         return block_hash in self._complete
 
-    def longest_prefix(self, hashes: Sequence[BlockHash], num_blocks: int) -> int:
-        """Return the most blocks, up to `num_blocks`, at whose end a snapshot is cached."""
-        while num_blocks and hashes[num_blocks - 1] not in self._complete:
-            num_blocks -= 1
-        return num_blocks
-
     def find(self, block_hash: BlockHash) -> BlockIds:
         """Return the blocks of a snapshot, without holding them; none if it is not cached."""
         return tuple(self._pool.find(self._names(block_hash)))
@@ -114,7 +106,7 @@ class SnapshotCache:
     def check(self) -> None:
         """Raise BlocksUnaccounted unless exactly the blocks of complete snapshots are cached."""
         expected = {name for block_hash in self._complete for name in self._names(block_hash)}
-        found = {name for name in self._pool.names if name[HASH_BYTES:].startswith(_MARKER)}
+        found = {name for name in self._pool.names if snapshot_end(name) is not None}
         if found != expected:
             raise BlocksUnaccounted(f"snapshots: {len(found)} blocks of {len(expected)} are cached")
 
@@ -125,18 +117,3 @@ class SnapshotCache:
 
     def _names(self, block_hash: BlockHash) -> list[BlockHash]:
         return snapshot_names(block_hash, self.num_parts)
-
-
-def snapshot_names(block_hash: BlockHash, num_parts: int) -> list[BlockHash]:
-    """Return the names of the blocks of the snapshot at the end of a block of tokens."""
-    prefix = block_hash + _MARKER
-    return [BlockHash(prefix + part.to_bytes(2, "big")) for part in range(num_parts)]
-
-
-def snapshot_end(name: BlockHash) -> BlockHash | None:
-    """Return the hash of the block at the end of a snapshot, from the name of a part of it.
-
-    Returns None for other names.
-    """
-    is_part = name.startswith(_MARKER, HASH_BYTES)
-    return BlockHash(name[:HASH_BYTES]) if is_part else None

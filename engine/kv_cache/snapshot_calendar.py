@@ -8,21 +8,14 @@ lists the pass in which each reaches its next position.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from baton.core.ids import BlockId, RequestId
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.kv_cache.recurrent_state import RecurrentState
+from baton.engine.kv_cache.state_group import StateGroup
 from baton.engine.plan import StateSnapshot
-
-
-class Snapshots(Protocol):
-    """Snapshots in the prefix cache, as the calendar makes them."""
-
-    def allocate_snapshot(self, held: HeldKv, num_tokens: int) -> StateSnapshot | None: ...
-
-    def register_snapshot(self, held: HeldKv, snapshot: StateSnapshot) -> None: ...
 
 
 class _Tracked(NamedTuple):
@@ -38,14 +31,12 @@ class _Tracked(NamedTuple):
 
 
 class SnapshotCalendar:
-    def __init__(
-        self, cache: Snapshots, pool: BlockPool, num_state_blocks: int, block_size: int
-    ) -> None:
-        self._cache = cache
+    def __init__(self, states: StateGroup, pool: BlockPool, block_size: int) -> None:
+        self._states = states
         self._pool = pool
         self._block_size = block_size
         # At this distance, snapshots take as much memory as the blocks of one KV group.
-        self._interval = num_state_blocks * block_size
+        self._interval = states.num_blocks * block_size
         self._next_pass = 1
         self._due: dict[int, list[_Tracked]] = {}
         self._pending: list[tuple[_Tracked, tuple[StateSnapshot, ...]]] = []
@@ -58,10 +49,8 @@ class SnapshotCalendar:
 
     def plan(
         self, chunks: Iterable[tuple[HeldKv, int]]
-    ) -> dict[RequestId, tuple[StateSnapshot, ...]] | None:
+    ) -> dict[RequestId, tuple[StateSnapshot, ...]]:
         """Allocate snapshots for the coming pass, from the blocks that nothing else needs."""
-        if not self._interval:
-            return None
         for held, num_tokens in chunks:
             self._take(held, self._positions(held, num_tokens))
         for tracked in self._due.pop(self._next_pass, ()):
@@ -77,7 +66,7 @@ class SnapshotCalendar:
         for tracked, snapshots in self._pending:
             for snapshot in snapshots:
                 if tracked.is_alive:
-                    self._cache.register_snapshot(tracked.held, snapshot)
+                    self._states.register_snapshot(tracked.held, snapshot)
                 self._pool.release(snapshot.block_ids)
         self._pending.clear()
 
@@ -101,7 +90,7 @@ class SnapshotCalendar:
         return [position for position in positions if start < position <= end]
 
     def _take(self, held: HeldKv, positions: Sequence[int]) -> None:
-        found = [self._cache.allocate_snapshot(held, position) for position in positions]
+        found = [self._states.allocate_snapshot(held, position) for position in positions]
         taken = sorted(snapshot for snapshot in found if snapshot is not None)
         if taken and held.state is not None:
             self._pending.append((_Tracked(held, held.state), tuple(taken)))

@@ -2,67 +2,124 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 
 from baton.core.ids import NO_BLOCK, BlockId
 from baton.engine.errors import BlocksUnaccounted
 from baton.engine.kv_cache.block_hashes import BlockHash
-from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.kv_cache.block_names import name_in_group
+from baton.engine.kv_cache.cache_group import CachedBlocks, PlacedBlock
 from baton.engine.kv_cache.groups import KvCacheSpec
 from baton.engine.kv_cache.held_kv import HeldKv
-from baton.engine.kv_cache.prefix_search import name_in_group
-
-Allocate = Callable[[int], list[BlockId]]  # the caller has checked that so many are free
+from baton.engine.kv_cache.prefix_cache import PrefixCache
+from baton.engine.kv_cache.prefix_hit import PrefixHit
 
 
 class TokenGroup:
-    """One KV group. Each request has a block table in it, with an entry for each block of tokens.
+    """Layers with full attention. Implements `CacheGroup`.
 
-    With blocks of 2 tokens and a window of 3, a request of 7 tokens may have the table
-    `[-1, -1, 5, 8]`: the next token, number 7, attends to tokens 5 and 6, in the blocks 5 and 8.
-    The first two blocks were released, or never allocated on a node that received the KV.
+    Each request has a block table in it, with an entry for each block of tokens.
     """
 
-    def __init__(self, number: int, spec: KvCacheSpec, block_size: int, pool: BlockPool) -> None:
+    is_whole = False
+
+    def __init__(self, number: int, spec: KvCacheSpec, cache: PrefixCache) -> None:
         self.number = number
         self.spec = spec
-        self._block_size = block_size
-        self._pool = pool
+        self._cache = cache
+        self._block_size = cache.block_size
 
     def name(self, block_hash: BlockHash) -> BlockHash:
         return name_in_group(block_hash, self.number)
+
+    def names(self, block_hash: BlockHash) -> list[BlockHash]:
+        return [self.name(block_hash)]
 
     def first_seen(self, position: int) -> int:
         """Return the first place of a table that tokens from `position` on attend to."""
         return self.spec.num_unseen(position) // self._block_size
 
+    # --- prefix hits --------------------------------------------------------------
+
+    def longest_prefix(
+        self,
+        cached: CachedBlocks,
+        hashes: Sequence[BlockHash],
+        num_blocks: int,
+        continues_at: int | None,
+    ) -> int:
+        return len(cached.find(map(self.name, hashes[:num_blocks])))
+
+    def find(
+        self,
+        cached: CachedBlocks,
+        hashes: Sequence[BlockHash],
+        num_blocks: int,
+        continues_at: int | None,
+    ) -> list[BlockId]:
+        first = min(num_blocks, self._first_seen_after(num_blocks, continues_at))
+        return [NO_BLOCK] * first + cached.find(map(self.name, hashes[first:num_blocks]))
+
+    def placed(
+        self, hashes: Sequence[BlockHash], block_ids: Sequence[BlockId]
+    ) -> Iterable[PlacedBlock]:
+        for place, block_id in enumerate(block_ids):
+            if block_id != NO_BLOCK:
+                yield PlacedBlock(place, self.name(hashes[place]), block_id)
+
+    def _first_seen_after(self, num_blocks: int, continues_at: int | None) -> int:
+        """Return the first place that the tokens after a prefix attend to."""
+        position = num_blocks * self._block_size if continues_at is None else continues_at
+        return self.first_seen(position)
+
+    # --- blocks of a request ------------------------------------------------------
+
     def num_allocated(self, num_blocks: int, num_hits: int, position: int) -> int:
-        """Return the number of blocks that `table` allocates."""
         return num_blocks - max(num_hits, self.first_seen(position))
 
-    def table(
-        self, cached: list[BlockId], num_blocks: int, position: int, allocate: Allocate
-    ) -> list[BlockId]:
-        """Complete a table of cached blocks. The next token computed here is at `position`."""
+    def allocate(self, held: HeldKv, hit: PrefixHit, num_blocks: int, position: int) -> None:
+        cached = hit.blocks[self.number]
+        # A peer sends what the next token attends to, and nothing in front of it.
         num_unseen = max(0, self.first_seen(position) - len(cached))
-        num_allocated = num_blocks - len(cached) - num_unseen
-        return [*cached, *[NO_BLOCK] * num_unseen, *allocate(num_allocated)]
+        allocated = self._cache.allocate(num_blocks - len(cached) - num_unseen)
+        held.block_tables += ([*cached, *[NO_BLOCK] * num_unseen, *allocated],)
 
     def release_unseen(self, held: HeldKv) -> None:
         """Release the blocks that no later token of the request attends to."""
-        end = self.first_seen(held.num_computed_tokens)
-        table = held.block_tables[self.number]
-        first = end
-        while first and table[first - 1] != NO_BLOCK:
-            first -= 1
-        self._pool.release(table[first:end])
-        table[first:end] = [NO_BLOCK] * (end - first)
 
     def num_held(self, held: HeldKv) -> int:
         if not held.block_tables:
             return 0
         table = held.block_tables[self.number]
         return len(table) - table.count(NO_BLOCK)
+
+    # --- the prefix cache ---------------------------------------------------------
+
+    def register(self, held: HeldKv, first: int, end: int) -> None:
+        """Add the blocks of a table from one place up to another to the prefix cache."""
+        table, hashes = held.block_tables[self.number], held.block_hashes
+        run_start = first  # of blocks that are new: an event names consecutive ones
+        for place in range(first, end):
+            block_id, name = table[place], self.name(hashes[place])
+            if block_id == NO_BLOCK or not self._cache.register(held, block_id, name):
+                self._report(held, run_start, place)
+                run_start = place + 1
+        self._report(held, run_start, end)
+
+    def register_block(self, held: HeldKv, place: int, block_id: BlockId) -> None:
+        """Add a block that the request need not hold to the prefix cache."""
+        if self._cache.register(held, block_id, self.name(held.block_hashes[place])):
+            self._report(held, place, place + 1)
+
+    def register_loaded(self, held: HeldKv, blocks: Sequence[PlacedBlock]) -> None:
+        for block in blocks:
+            self.register_block(held, block.place, block.block_id)
+
+    def _report(self, held: HeldKv, start: int, end: int) -> None:
+        if not self.number:  # routers know the names of the first group alone
+            self._cache.report_blocks(held, start, end)
+
+    # --- invariants ---------------------------------------------------------------
 
     def check(self, held: HeldKv) -> None:
         """Raise BlocksUnaccounted unless the request has the blocks that it needs of the group.
@@ -76,7 +133,7 @@ class TokenGroup:
         where = f"{held.request_id}, group {self.number} ({self.spec})"
         self._check_missing(where, table, self.first_seen(held.num_tokens))
         for place, (block_id, block_hash) in enumerate(zip(table, held.block_hashes, strict=False)):
-            name = None if block_id == NO_BLOCK else self._pool.name_of(block_id)
+            name = None if block_id == NO_BLOCK else self._cache.pool.name_of(block_id)
             if name is not None and name != self.name(block_hash):
                 raise BlocksUnaccounted(
                     f"{where}: block {block_id} at place {place} is cached as {name.hex()}"
@@ -89,5 +146,39 @@ class TokenGroup:
                 f"{where}: {num_missing} blocks are missing, {num_unseen} unseen"
             )
 
-    def __str__(self) -> str:
-        return f"{self.number} {self.spec}"
+
+class WindowGroup(TokenGroup):
+    """Layers whose tokens attend to a window, or to their own chunk.
+
+    With blocks of 2 tokens and a window of 3, a request of 7 tokens may have the table
+    `[-1, -1, 5, 8]`: the next token, number 7, attends to tokens 5 and 6, in the blocks 5 and 8.
+    The first two blocks were released, or never allocated on a node that received the KV.
+    """
+
+    def longest_prefix(
+        self,
+        cached: CachedBlocks,
+        hashes: Sequence[BlockHash],
+        num_blocks: int,
+        continues_at: int | None,
+    ) -> int:
+        # From the end on: a missing block moves the end of the prefix, and the window with it.
+        place = num_blocks
+        while place > self._first_seen_after(num_blocks, continues_at):
+            place -= 1
+            if not cached.is_cached(self.name(hashes[place])):
+                num_blocks = place
+        return num_blocks
+
+    def release_unseen(self, held: HeldKv) -> None:
+        end = self.first_seen(held.num_computed_tokens)
+        table = held.block_tables[self.number]
+        first = end
+        while first and table[first - 1] != NO_BLOCK:
+            first -= 1
+        self._cache.pool.release(table[first:end])
+        table[first:end] = [NO_BLOCK] * (end - first)
+
+
+def token_group(number: int, spec: KvCacheSpec, cache: PrefixCache) -> TokenGroup:
+    return (WindowGroup if spec.forgets else TokenGroup)(number, spec, cache)

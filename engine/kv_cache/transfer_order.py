@@ -46,8 +46,8 @@ class TransferOrder:
         """
         return 0 if self._forgets else num_blocks // len(self._specs)
 
-    def state_blocks(self, held: HeldKv) -> BlockIds:
-        """Return the blocks that hold, or will receive, the state after the request's context."""
+    def final_blocks(self, held: HeldKv) -> BlockIds:
+        """Return the blocks that follow those of all tables: the state after the context."""
         if held.state is None:
             return ()
         return held.state.sides(held.num_context_tokens)[0]

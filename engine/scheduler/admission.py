@@ -10,7 +10,7 @@ from baton.engine.events import RequestEventKind
 from baton.engine.kv_arrival.arrivals import FillWait
 from baton.engine.kv_arrival.kv_source import PrefixNeed
 from baton.engine.kv_cache.block_hashes import BlockHash
-from baton.engine.kv_cache.prefix_search import PrefixHit
+from baton.engine.kv_cache.prefix_hit import PrefixHit
 from baton.engine.scheduler.prompt_budget import PromptBudget
 from baton.engine.scheduler.request import Request, RequestStatus
 from baton.engine.scheduler.state import SchedulerState

@@ -21,10 +21,9 @@ from baton.engine.containment import Containment
 from baton.engine.errors import PassHookFailed
 from baton.engine.events import KvEvent
 from baton.engine.kv_arrival.pulls import PullConfig
+from baton.engine.kv_cache.block_names import is_of_first_group, name_in_group, snapshot_names
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.groups import ONE_GROUP, KvGroup
-from baton.engine.kv_cache.prefix_search import is_of_first_group, name_in_group
-from baton.engine.kv_cache.recurrent_state import snapshot_names
 from baton.engine.plan import Plan, RunResult
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.request import Request

@@ -46,7 +46,7 @@ class Shape:
         """Return the labels of the blocks that a hand-off transfers, in order."""
         held, order = self._held(num_tokens), self.order
         blocks = order.blocks(held, num_hits, held.num_blocks)
-        return (*blocks, *order.state_blocks(held))
+        return (*blocks, *order.final_blocks(held))
 
     def _held(self, num_tokens: int) -> HeldKv:
         """Return a request whose tables have labels for blocks."""

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.engine.kv_cache.block_hashes import BlockHash
-from baton.engine.kv_cache.prefix_search import name_in_group
-from baton.engine.kv_cache.recurrent_state import snapshot_names
+from baton.engine.kv_cache.block_names import name_in_group, snapshot_names
 from baton.kv_transfer.external_kv import HeldChanges
 from baton.node.host_names import HostNames
 

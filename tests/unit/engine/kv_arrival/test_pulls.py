@@ -14,8 +14,8 @@ from baton.core.sampling import SamplingParams
 from baton.engine.kv_arrival.pull_times import AVOID_S, BYTE_S, FORGET_S, LATENCY_S, PullTimes
 from baton.engine.kv_arrival.pulls import PullConfig
 from baton.engine.kv_cache.block_hashes import HASH_BYTES, BlockHash
+from baton.engine.kv_cache.block_names import snapshot_names
 from baton.engine.kv_cache.groups import FULL, ONE_GROUP, KvCacheSpec, KvGroup
-from baton.engine.kv_cache.recurrent_state import snapshot_names
 from baton.engine.plan import Plan
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.kv_transfer.types import NOT_CACHED, TOO_MANY_PULLS, Receive

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from baton.core.ids import NO_BLOCK, BlockId
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.groups import FULL, KvCacheSpec, KvGroup
@@ -32,7 +34,32 @@ def test_blocks_behind_the_window_are_free_and_can_be_hit() -> None:
     assert request.block_tables == ([0, 1, 2, 3], [NO_BLOCK, NO_BLOCK, NO_BLOCK, 7])
     assert cache.pool.num_free == cache.pool.num_blocks - 5
     cache.pool.check(request.block_ids)
-    assert cache.find_prefix(make_held(range(9)), 8).block_tables[1][3:] == [7]
+    assert cache.find_prefix(make_held(range(9)), 8).blocks[1][3:] == [7]
+
+
+@pytest.mark.parametrize(
+    ("evicted", "hit"),
+    [
+        ((), ([0, 1], [NO_BLOCK, 4])),
+        ((3,), ([0, 1], [NO_BLOCK, 4])),
+        ((4,), ([0], [3])),
+        ((3, 4), ([], [])),
+    ],
+)
+def test_the_worked_example_of_the_cache_holds(
+    evicted: tuple[int, ...], hit: tuple[list[int], ...]
+) -> None:
+    cache = _cache()
+    request = _admitted(cache, 5)
+    assert request.block_tables == ([0, 1, 2], [3, 4, 5])
+    request.num_computed_tokens = 4
+    cache.register(request)
+    cache.release_unseen(request)
+    assert request.block_tables == ([0, 1, 2], [NO_BLOCK, 4, 5])
+
+    _uncache(cache, *evicted)
+
+    assert cache.find_prefix(make_held(range(5)), 4).blocks == hit
 
 
 def test_a_prefix_needs_only_the_last_blocks_of_a_window() -> None:
@@ -52,7 +79,7 @@ def test_a_gap_in_the_window_shortens_the_prefix_of_all_groups() -> None:
 
     hit = cache.find_prefix(make_held(range(9)), 8)
 
-    assert (hit.num_blocks, hit.block_tables) == (3, ([0, 1, 2], [NO_BLOCK, NO_BLOCK, 6]))
+    assert (hit.num_blocks, hit.blocks) == (3, ([0, 1, 2], [NO_BLOCK, NO_BLOCK, 6]))
 
 
 def test_a_gap_can_make_a_gap_of_another_group_matter() -> None:
@@ -71,7 +98,7 @@ def test_a_prefix_that_another_node_continues_needs_no_window() -> None:
 
     hit = cache.find_prefix(make_held(range(9)), 9, continues_at=9)
 
-    assert (hit.num_blocks, hit.block_tables) == (2, ([0, 1], [NO_BLOCK, NO_BLOCK]))
+    assert (hit.num_blocks, hit.blocks) == (2, ([0, 1], [NO_BLOCK, NO_BLOCK]))
 
 
 def test_what_nobody_attends_to_is_no_hit() -> None:

@@ -6,7 +6,7 @@ from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.kv_cache.manager import KvCache
-from baton.engine.kv_cache.prefix_search import PrefixHit
+from baton.engine.kv_cache.prefix_hit import PrefixHit
 from tests.support.requests import make_held
 
 NO_HIT = PrefixHit(0, ([],))

@@ -15,6 +15,7 @@ from baton.engine.kv_cache.groups import FULL, KvCacheSpec, KvGroup
 from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.kv_cache.manager import KvCache
 from baton.engine.kv_cache.recurrent_state import RecurrentState, SnapshotCache
+from baton.engine.kv_cache.state_group import StateGroup
 from baton.engine.plan import BlockIds
 from tests.support.requests import make_held
 
@@ -45,8 +46,8 @@ def test_a_prefix_ends_at_a_snapshot(groups: tuple[KvGroup, ...]) -> None:
     hits = [cache.find_prefix(make_held(range(20)), most) for most in (10, 8, 7, 3)]
 
     assert [hit.num_blocks for hit in hits] == [4, 4, 2, 0]
-    assert [len(hit.snapshot) for hit in hits] == [3, 3, 3, 0]
-    assert hits[2].block_ids[-3:] == list(hits[2].snapshot)
+    assert [len(hit.blocks[-1]) for hit in hits] == [3, 3, 3, 0]
+    assert hits[2].block_ids[-3:] == hits[2].blocks[-1]
 
 
 def test_a_prefix_that_another_node_continues_needs_no_snapshot() -> None:
@@ -55,7 +56,7 @@ def test_a_prefix_that_another_node_continues_needs_no_snapshot() -> None:
 
     hit = cache.find_prefix(make_held(range(20)), 20, continues_at=20)
 
-    assert (hit.num_blocks, hit.snapshot) == (5, ())
+    assert (hit.num_blocks, hit.blocks[-1]) == (5, [])
 
 
 def test_a_gap_in_a_window_moves_the_hit_to_an_earlier_snapshot() -> None:
@@ -66,7 +67,7 @@ def test_a_gap_in_a_window_moves_the_hit_to_an_earlier_snapshot() -> None:
     hit = cache.find_prefix(make_held(range(20)), 19)
 
     assert hit.num_blocks == 2
-    assert NO_BLOCK not in hit.block_tables[0]
+    assert NO_BLOCK not in hit.blocks[0]
 
 
 def test_a_snapshot_without_the_window_before_it_is_no_hit() -> None:
@@ -113,10 +114,8 @@ def test_snapshots_and_blocks_are_evicted_from_the_end_of_the_sequence() -> None
     _serve(cache, 12, snapshots=(4, 8))
     lengths = []
     while cache.pool.num_cached:
-        held = cache.pool.allocate(1)
-        cache._note_removed()
+        cache.allocate_loaded(1)
         lengths.append(cache.find_prefix(make_held(range(20)), 19).num_blocks)
-        assert held is not None
 
     # Two blocks without a snapshot, then the second snapshot and its blocks, then the first.
     cached = lengths[-12:]
@@ -138,9 +137,9 @@ def test_a_snapshot_is_taken_once_and_only_from_free_blocks() -> None:
     cache = _cache(num_blocks=16)
     request = _computed(cache, 10, snapshots=(4,))  # 5 blocks, 6 of the sides, 3 cached
 
-    assert cache.allocate_snapshot(request, 4) is None
-    assert cache.allocate_snapshot(request, 8) is not None
-    assert cache.allocate_snapshot(request, 10) is None
+    assert _states(cache).allocate_snapshot(request, 4) is None
+    assert _states(cache).allocate_snapshot(request, 8) is not None
+    assert _states(cache).allocate_snapshot(request, 10) is None
 
 
 def test_a_request_that_is_not_cached_takes_no_snapshot() -> None:
@@ -148,7 +147,7 @@ def test_a_request_that_is_not_cached_takes_no_snapshot() -> None:
     request = _computed(cache, 8)
     cache.reset([request])
 
-    assert cache.allocate_snapshot(request, 8) is None
+    assert _states(cache).allocate_snapshot(request, 8) is None
 
 
 def test_a_snapshot_is_cached_once() -> None:
@@ -168,7 +167,7 @@ def test_check_finds_a_snapshot_that_is_not_whole() -> None:
     _serve(cache, 10, snapshots=(4,))
     request = make_held(range(10))
     hit = cache.find_prefix(request, 4)
-    cache.pool.unregister(hit.snapshot[:1])
+    cache.pool.unregister(hit.blocks[-1][:1])
 
     with pytest.raises(BlocksUnaccounted, match="2 blocks of 3"):
         cache.check([])
@@ -179,12 +178,17 @@ def test_the_state_comes_last_in_the_transfer_order() -> None:
     request = _computed(cache, 9)
 
     assert request.state is not None
-    assert cache.transfer_order.state_blocks(request) == request.state.sides(9)[0]
+    assert cache.transfer_order.final_blocks(request) == request.state.sides(9)[0]
 
 
 def _cache(groups: tuple[KvGroup, ...] = GROUPS["full"], num_blocks: int = 64) -> KvCache:
     config = CacheConfig(num_blocks, BLOCK_SIZE, groups=groups, num_state_blocks=3)
     return KvCache(config)
+
+
+def _states(cache: KvCache) -> StateGroup:
+    assert cache.states is not None
+    return cache.states
 
 
 def _computed(cache: KvCache, num_tokens: int, snapshots: Iterable[int] = ()) -> HeldKv:
@@ -194,9 +198,9 @@ def _computed(cache: KvCache, num_tokens: int, snapshots: Iterable[int] = ()) ->
     cache.end_chunk(request)
     cache.register(request)
     for position in snapshots:
-        snapshot = cache.allocate_snapshot(request, position)
+        snapshot = _states(cache).allocate_snapshot(request, position)
         assert snapshot is not None
-        cache.register_snapshot(request, snapshot)
+        _states(cache).register_snapshot(request, snapshot)
         cache.pool.release(snapshot.block_ids)
     return request
 
