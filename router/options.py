@@ -11,7 +11,7 @@ from baton.core.options import MODEL, NETWORK, SECURITY, Option, check_options
 from baton.router.admission.admission_queue import AdmissionQueueConfig
 from baton.router.discovery.sources import NodeSource, check_single_role, parse_sources
 from baton.router.dispatch.config import DispatchConfig
-from baton.router.text_events.output_parsers import NO_PARSING, Parsing
+from baton.router.text_events.parsing import NO_PARSING, Parsing
 from baton.rpc.grace_period import DRAIN_TIMEOUT_S, DrainTimeout
 from baton.rpc.listening import MAX_PORT, ListenHost, ListenPort
 from baton.rpc.security.operators import Operators, OperatorTokens

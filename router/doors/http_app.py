@@ -15,7 +15,7 @@ from baton.router.pipeline import Pipeline
 from baton.router.prefix_resets import PrefixResets
 from baton.router.request_scope import RequestScopes
 from baton.router.routing.node_table import NodeTable
-from baton.router.text_events.output_parsers import NO_PARSING, Parsing
+from baton.router.text_events.parsing import NO_PARSING, Parsing
 from baton.rpc.health import Health
 from baton.rpc.security.token import AcceptedTokens
 from baton.rpc.security.token_gate import ignore_refusal

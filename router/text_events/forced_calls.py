@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 
-from baton.router.text_events.json_scan import JsonScan
-from baton.router.text_events.output_parsers import NOTHING, Delta, ToolCall
+from baton.router.text_events.events import ArgumentsDelta, TextEvent, ToolCall
+from baton.router.text_events.scanning import JsonScan
 
 # Up to the first character of the arguments.
 _BEGINNING = re.compile(
@@ -23,14 +24,14 @@ class NamedCallParser:
     def __init__(self, name: str) -> None:
         self._name: str | None = name  # None: it has been emitted
 
-    def push(self, text: str) -> Delta:
+    def push(self, text: str) -> Sequence[TextEvent]:
         if not text:
-            return NOTHING
+            return []
         name, self._name = self._name, None
-        return Delta(calls=(ToolCall(name, text),))
+        return [ArgumentsDelta(text)] if name is None else [ToolCall(name, text)]
 
-    def finish(self, *, is_cut_off: bool = False) -> Delta:
-        return NOTHING
+    def finish(self, *, is_cut_off: bool = False) -> Sequence[TextEvent]:
+        return []
 
 
 class RequiredCallsParser:
@@ -40,24 +41,25 @@ class RequiredCallsParser:
         self._buffer = ""  # text between arguments
         self._arguments: JsonScan | None = None  # None: between arguments
 
-    def push(self, text: str) -> Delta:
-        delta = NOTHING
+    def push(self, text: str) -> Sequence[TextEvent]:
+        events: list[TextEvent] = []
         while text:
             if self._arguments is not None:
                 more, text = self._more(self._arguments, text)
-                delta += Delta(calls=(ToolCall(None, more),)) if more else NOTHING
+                if more:
+                    events.append(ArgumentsDelta(more))
                 continue
             self._buffer += text
             match = _BEGINNING.match(self._buffer)
             if match is None:
-                return delta
-            delta += Delta(calls=(ToolCall(json.loads(match[1]), ""),))
+                return events
+            events.append(ToolCall(json.loads(match[1])))
             text, self._buffer = self._buffer[match.end() :], ""
             self._arguments = JsonScan()
-        return delta
+        return events
 
-    def finish(self, *, is_cut_off: bool = False) -> Delta:
-        return NOTHING
+    def finish(self, *, is_cut_off: bool = False) -> Sequence[TextEvent]:
+        return []
 
     def _more(self, arguments: JsonScan, text: str) -> tuple[str, str]:
         """Split the text where the arguments end."""

@@ -29,7 +29,7 @@ from baton.router.dispatch.node_rpcs import Leg
 from baton.router.http.bodies import MAX_BODY_BYTES, max_values
 from baton.router.input_processing.tokenization import ModelText, NoTokenizer, TextBoundary
 from baton.router.routing.node_table import NodeTable
-from baton.router.text_events.output_parsers import Parsing
+from baton.router.text_events.parsing import Parsing
 from baton.router.tracing import Tracing
 from baton.router.values import DecodeSummary, GenerateCall, Prompt, TokenPrompt
 from baton.rpc.errors import FailureKind, NodeFailed

@@ -4,18 +4,38 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.router.text_events.forced_calls import RequiredCallsParser
-from baton.router.text_events.output_parsers import (
-    NOTHING,
-    REASONING_BEGINS_INSIDE,
-    TOOL_READERS,
-    Delta,
+from baton.core.output import FinishReason
+from baton.router.doors.openai.request.parsed_request import ResponseOptions
+from baton.router.doors.openai.response.chat_choices import ChatChoice
+from baton.router.doors.openai.response.choices import join_chunks
+from baton.router.input_processing.tokenization import by_id
+from baton.router.text_events.events import (
+    AnswerText,
+    EventReader,
     OutputParser,
+    TextEvent,
+    fold,
+)
+from baton.router.text_events.forced_calls import RequiredCallsParser
+from baton.router.text_events.parsing import (
+    REASONING_BEGINS_INSIDE,
+    TOOL_PARSERS,
     Parsing,
+    ToolCallMode,
+)
+from baton.router.values import (
+    CompletionSummary,
+    DecodeSummary,
+    FinishStatus,
+    PrefillPlace,
+    ServedBy,
+    Timings,
+    TokenChunk,
 )
 
 FRAGMENTS = (
@@ -26,15 +46,15 @@ FRAGMENTS = (
 )
 texts = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=12)
 parsings = st.builds(
-    Parsing, st.sampled_from(["", *TOOL_READERS]), st.sampled_from(["", *REASONING_BEGINS_INSIDE])
+    Parsing, st.sampled_from(["", *TOOL_PARSERS]), st.sampled_from(["", *REASONING_BEGINS_INSIDE])
 )
 
 
-def read(reader: OutputParser, pieces: Sequence[str], *, is_cut_off: bool = False) -> Delta:
-    reported = NOTHING
+def read(parser: OutputParser, pieces: Sequence[str], *, is_cut_off: bool = False) -> AnswerText:
+    events: list[TextEvent] = []
     for piece in pieces:
-        reported += reader.push(piece)
-    return reported + reader.finish(is_cut_off=is_cut_off)
+        events += parser.push(piece)
+    return fold([*events, *parser.finish(is_cut_off=is_cut_off)])
 
 
 @given(texts, parsings, st.booleans(), st.data())
@@ -45,8 +65,8 @@ def test_parsing_does_not_depend_on_how_the_text_is_split(
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
-    def read_as(pieces: list[str]) -> Delta:
-        return read(parsing.reader(with_tools=True), pieces, is_cut_off=is_cut_off)
+    def read_as(pieces: list[str]) -> AnswerText:
+        return read(parsing.parser(ToolCallMode.BY_MODEL), pieces, is_cut_off=is_cut_off)
 
     assert read_as(pieces) == read_as(list(text)) == read_as([text])
 
@@ -57,7 +77,7 @@ def test_without_calls_nothing_is_lost_but_the_marks_around_reasoning(
 ) -> None:
     text = "".join(fragments)
 
-    reported = read(parsing.reader(with_tools=True), [text])
+    reported = read(parsing.parser(ToolCallMode.BY_MODEL), [text])
 
     if not reported.calls:
         marks = len("<think></think>") + len(text) - len(text.lstrip())
@@ -99,4 +119,46 @@ def test_however_forced_calls_are_cut_all_of_them_are_read(
 @given(texts)
 def test_without_parsers_all_is_content(fragments: list[str]) -> None:
     text = "".join(fragments)
-    assert read(Parsing().reader(with_tools=True), [text]) == Delta(text)
+    assert read(Parsing().parser(ToolCallMode.BY_MODEL), [text]) == AnswerText(text)
+
+
+def joined(deltas: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Join the deltas of a stream to a message, as clients do."""
+    message: dict[str, Any] = {"content": "", "reasoning_content": ""}
+    calls: list[list[str]] = []
+    for delta in deltas:
+        for name in message:
+            message[name] += delta.get(name, "")
+        for call in delta.get("tool_calls", []):
+            if call["index"] == len(calls):
+                calls.append([call["function"]["name"], ""])
+            calls[call["index"]][1] += call["function"]["arguments"]
+    return {**message, "calls": calls}
+
+
+@given(texts, parsings, st.sampled_from(FinishReason))
+def test_the_chunks_of_a_chat_add_up_to_the_whole_message(
+    fragments: list[str], parsing: Parsing, reason: FinishReason
+) -> None:
+    options = ResponseOptions(is_chat=True, is_streamed=True, tool_call_mode=ToolCallMode.BY_MODEL)
+    streamed, whole = (ChatChoice(0, options, by_id) for _ in range(2))
+    reader = EventReader([parsing.parser(ToolCallMode.BY_MODEL)])
+    tokens = [TokenChunk(place, (place,), text) for place, text in enumerate(fragments)]
+    served = ServedBy("p", "d", PrefillPlace.REMOTE, "", DecodeSummary(), 1)
+    timings = Timings(0.0, None, None, 0.0)
+    end = CompletionSummary(FinishStatus(reason), 1, len(tokens), timings, served)
+
+    parts = [reader.read(0, chunk) for chunk in tokens]
+    last = reader.read(0, end)
+    chunks = [*map(streamed.chunk, parts), streamed.last_chunk(last.texts, end)]
+    text = fold(event for part in (*parts, last) for event in part.texts)
+    choice = whole.whole(text, join_chunks(tokens), end)
+
+    message = choice["message"]
+    assert joined([chunk["delta"] for chunk in chunks if chunk]) == {
+        "content": message["content"] or "",
+        "reasoning_content": message.get("reasoning_content", ""),
+        "calls": [list(call["function"].values()) for call in message.get("tool_calls", [])],
+    }
+    assert chunks[-1] is not None
+    assert chunks[-1]["finish_reason"] == choice["finish_reason"]

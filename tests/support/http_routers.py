@@ -22,7 +22,7 @@ from baton.router.prefix_resets import PrefixResets
 from baton.router.request_scope import RequestScopes
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import NodeTable
-from baton.router.text_events.output_parsers import NO_PARSING, Parsing
+from baton.router.text_events.parsing import NO_PARSING, Parsing
 from baton.router.tracing import NO_REQUEST_TRACING, Tracing
 from baton.rpc.channel import open_channel
 from baton.rpc.health import Health

@@ -17,6 +17,7 @@ from baton.router.doors.openai.response.answers import (
     StreamedAnswer,
     WholeAnswer,
     make_choices,
+    make_event_reader,
     make_heading,
 )
 from baton.router.doors.openai.response.choices import EchoedPrompt
@@ -27,7 +28,7 @@ from baton.router.http.json_encoding import encode_in_slices
 from baton.router.input_processing.tokenization import by_id
 from baton.router.pipeline import Pipeline
 from baton.router.routing.node_table import NodeTable
-from baton.router.text_events.output_parsers import Parsing
+from baton.router.text_events.parsing import Parsing
 from baton.router.values import TextPrompt
 
 Read = Callable[[Mapping[str, Any], str, ModelContext], ParsedRequest]
@@ -84,7 +85,8 @@ class Generation:
     ) -> None:
         heading = make_heading(parsed, request.id, int(time.time()), self._model(parsed))
         spell = by_id if parsed.options.tokens_by_id else self.pipeline.inputs.token
-        choices = make_choices(parsed, prompts, spell, self.parsing)
+        choices = make_choices(parsed, prompts, spell)
+        events = make_event_reader(parsed, self.parsing)
         warnings = Warnings(
             parsed.options, self.parsing, supports_tools=self.pipeline.inputs.supports_tools
         )
@@ -93,12 +95,12 @@ class Generation:
             if not parsed.options.is_streamed:
                 whole = WholeAnswer(parsed, heading, choices, spell, warnings)
                 async for index, part in parts:
-                    whole.take(index, part)
+                    whole.add(events.read(index, part))
                 await reply.send_body(await encode_in_slices(whole.body()))
                 return
             streamed = StreamedAnswer(parsed, heading, choices, prompts, warnings)
             async for index, part in parts:
-                await reply.send_events(await streamed.events(index, part))
+                await reply.send_events(await streamed.chunk(events.read(index, part)))
             await reply.send_events(streamed.end(), is_last=True)
 
     def _model(self, parsed: ParsedRequest) -> str:

@@ -16,7 +16,7 @@ from baton.router.pipeline import Pipeline
 from baton.router.prefix_resets import PrefixResets
 from baton.router.request_scope import RequestScopes
 from baton.router.routing.node_table import NodeTable
-from baton.router.text_events.output_parsers import Parsing
+from baton.router.text_events.parsing import Parsing
 
 
 def openai_routes(

@@ -23,12 +23,7 @@ from baton.router.doors.openai.request.structured_outputs import (
     OutputFormat,
     output_format_from,
 )
-from baton.router.doors.openai.request.tool_choice import (
-    NO_TOOLS,
-    ToolCallMode,
-    ToolChoice,
-    tool_choice_from,
-)
+from baton.router.doors.openai.request.tool_choice import NO_TOOLS, ToolChoice, tool_choice_from
 from baton.router.input_processing.answer_calls import NUM_SEEDS, calls_for_answers
 from baton.router.input_processing.limits import (
     MAX_ANSWERS,
@@ -38,7 +33,7 @@ from baton.router.input_processing.limits import (
     check_texts,
     max_tokens_with_logprobs,
 )
-from baton.router.text_events.output_parsers import NO_PARSING, Parsing
+from baton.router.text_events.parsing import NO_PARSING, Parsing, ToolCallMode
 from baton.router.values import GenerateCall, Prompt
 from baton.rpc.errors import UnsupportedInput
 from baton.text.stop_strings import StopRule

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any
 
 from baton.core.errors import InvalidRequest
@@ -18,21 +17,13 @@ from baton.engine.structured_output.subschemas import rewrite_subschemas
 from baton.router.doors.openai.request.bodies import ChatBody
 from baton.router.doors.openai.request.closed_schemas import close_objects
 from baton.router.doors.openai.request.structured_outputs import TOOLS, errors_of_field
+from baton.router.text_events.parsing import ToolCallMode
 from baton.rpc.errors import UnsupportedInput
 
 Schema = dict[str, Any]
 
 TOOL_CHOICE = "tool_choice"
 NO_ARGUMENTS: Schema = {"type": "object", "properties": {}}
-
-
-class ToolCallMode(Enum):
-    """Mode of tool calling."""
-
-    NONE = auto()
-    BY_MODEL = auto()  # the model decides, in its own format
-    REQUIRED = auto()  # the answer is a list of calls
-    NAMED = auto()  # the answer is one function's arguments
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton.router.doors.openai.request.parsed_request import ParsedRequest, ResponseOptions
-from baton.router.doors.openai.request.tool_choice import ToolCallMode
+from baton.router.doors.openai.request.parsed_request import ParsedRequest
 from baton.router.doors.openai.response.chat_choices import ChatChoice
 from baton.router.doors.openai.response.choices import (
     CompletionChoice,
@@ -22,14 +21,9 @@ from baton.router.doors.openai.response.logprobs import TokenSpeller, prompt_log
 from baton.router.doors.openai.response.request_warnings import Warnings
 from baton.router.http.json_encoding import Json, LazyArray, encode_in_slices, server_sent_event
 from baton.router.input_processing.limits import MAX_POSITIONS_PER_SLICE
-from baton.router.text_events.forced_calls import NamedCallParser, RequiredCallsParser
-from baton.router.text_events.output_parsers import (
-    NO_PARSING,
-    FirstCallFilter,
-    OutputParser,
-    Parsing,
-)
-from baton.router.values import AnswerPart, CompletionSummary, ServedBy, TokenChunk
+from baton.router.text_events.events import AnswerEvents, EventReader, TextEvent, fold
+from baton.router.text_events.parsing import NO_PARSING, Parsing
+from baton.router.values import CompletionSummary, ServedBy, TokenChunk
 
 DONE = b"data: [DONE]\n\n"
 
@@ -65,31 +59,30 @@ def make_heading(
 
 
 def make_choices(
-    parsed: ParsedRequest,
-    prompts: Sequence[EchoedPrompt],
-    spell: TokenSpeller,
-    parsing: Parsing = NO_PARSING,
+    parsed: ParsedRequest, prompts: Sequence[EchoedPrompt], spell: TokenSpeller
 ) -> list[ResponseChoice]:
     """Return a choice for each call. `prompts` has one entry per call."""
     options = parsed.options
     if options.is_chat:
-        return [
-            ChatChoice(index, options, spell, _reader(options, parsing))
-            for index in range(len(parsed.calls))
-        ]
+        return [ChatChoice(index, options, spell) for index in range(len(parsed.calls))]
     return [CompletionChoice(*each, options, spell) for each in enumerate(prompts)]
 
 
-def _reader(options: ResponseOptions, parsing: Parsing) -> OutputParser:
-    match options.tool_call_mode:
-        case ToolCallMode.NAMED:
-            return NamedCallParser(options.function)
-        case ToolCallMode.REQUIRED:
-            return RequiredCallsParser()
-    if options.form_field:
-        return NO_PARSING.reader(with_tools=False)
-    reader = parsing.reader(with_tools=options.tool_call_mode is ToolCallMode.BY_MODEL)
-    return FirstCallFilter(reader) if options.with_one_call else reader
+def make_event_reader(parsed: ParsedRequest, parsing: Parsing) -> EventReader:
+    options = parsed.options
+    if not options.is_chat:
+        parsing = NO_PARSING
+    return EventReader(
+        [
+            parsing.parser(
+                options.tool_call_mode,
+                function=options.function,
+                is_constrained=bool(options.form_field),
+                has_one_call=options.with_one_call,
+            )
+            for _ in parsed.calls
+        ]
+    )
 
 
 class UsageTotals:
@@ -103,14 +96,14 @@ class UsageTotals:
         # Of the answer whose request computed the prompt: it has the fewest cached tokens.
         self._served_by_prompt: dict[int, ServedBy] = {}
 
-    def ended(self, index: int, ending: CompletionSummary) -> None:
+    def add(self, index: int, end: CompletionSummary) -> None:
         if index % self._num_each == 0:
-            self._num_prompt_tokens += ending.num_prompt_tokens
-        prompt, served = index // self._num_each, ending.served
+            self._num_prompt_tokens += end.num_prompt_tokens
+        prompt, served = index // self._num_each, end.served
         known = self._served_by_prompt.setdefault(prompt, served)
         self._served_by_prompt[prompt] = min(known, served, key=_num_cached)
         if self._with_answer:
-            self._num_completion_tokens += ending.num_completion_tokens
+            self._num_completion_tokens += end.num_completion_tokens
 
     @property
     def totals(self) -> Json:
@@ -164,32 +157,36 @@ class WholeAnswer:
         self._heading = heading
         self._choices = choices
         self._spell = spell
-        self._pieces: list[list[TokenChunk]] = [[] for _ in choices]
-        self._endings: dict[int, CompletionSummary] = {}
+        self._texts: list[list[TextEvent]] = [[] for _ in choices]
+        self._chunks: list[list[TokenChunk]] = [[] for _ in choices]
+        self._ends: dict[int, CompletionSummary] = {}
         self._usage = UsageTotals(parsed)
 
-    def take(self, index: int, part: AnswerPart) -> None:
-        if isinstance(part, CompletionSummary):
-            self._endings[index] = part
-            self._usage.ended(index, part)
+    def add(self, part: AnswerEvents) -> None:
+        index = part.answer_index
+        self._texts[index] += part.texts
+        if part.end is None:
+            self._chunks[index].append(part.tokens)
         else:
-            self._pieces[index].append(part)
+            self._ends[index] = part.end
+            self._usage.add(index, part.end)
 
     def body(self) -> Json:
         """Return the response, to be encoded in slices."""
         choices = (
-            {
-                **self._choices[index].whole(self._pieces[index], self._endings[index]),
-                "index": place,
-            }
-            for place, index in enumerate(self._returned_indices())
+            {**self._choice(index), "index": rank}
+            for rank, index in enumerate(self._returned_indices())
         )
         return self._heading.over(
             LazyArray(choices, has_long_items=True),
             usage=self._usage.totals,
             **self._prompt_fields(),
-            **self._warnings.of(*self._endings.values()),
+            **self._warnings.of(*self._ends.values()),
         )
+
+    def _choice(self, index: int) -> Json:
+        tokens = join_chunks(self._chunks[index])
+        return self._choices[index].whole(fold(self._texts[index]), tokens, self._ends[index])
 
     def _returned_indices(self) -> Iterator[int]:
         """Yield the likeliest answers to each prompt, best first; in order if all are returned."""
@@ -202,7 +199,7 @@ class WholeAnswer:
 
     def _likelihood(self, index: int) -> float:
         """Return the mean logprob of the answer's tokens."""
-        logprobs = [entry.logprob for entry in join_chunks(self._pieces[index]).logprobs]
+        logprobs = [entry.logprob for chunk in self._chunks[index] for entry in chunk.logprobs]
         return statistics.fmean(logprobs) if logprobs else -math.inf
 
     def _prompt_fields(self) -> Json:
@@ -210,12 +207,12 @@ class WholeAnswer:
         num_top = self._options.num_prompt_logprobs
         if num_top is None or not self._options.is_chat:
             return {}
-        entries = join_chunks(self._pieces[0]).prompt_logprobs
+        entries = join_chunks(self._chunks[0]).prompt_logprobs
         return {"prompt_logprobs": prompt_logprobs(entries, num_top, self._spell)}
 
 
 class StreamedAnswer:
-    """Converts parts to the events of a stream."""
+    """Converts the events of answers to those of a stream over HTTP."""
 
     def __init__(
         self,
@@ -232,21 +229,21 @@ class StreamedAnswer:
         self._prompts = prompts
         self._usage = UsageTotals(parsed)
 
-    async def events(self, index: int, part: AnswerPart) -> bytes:
-        """Return the next events; empty if there is nothing to send yet."""
+    async def chunk(self, part: AnswerEvents) -> bytes:
+        """Return the next chunk; empty if there is nothing to send yet."""
+        index, tokens, end = part.answer_index, part.tokens, part.end
         choice = self._choices[index]
-        if isinstance(part, CompletionSummary):
-            self._usage.ended(index, part)
-            warnings = self._warnings.of(part)
-            last_chunk = choice.last_chunk(part)
+        if end is not None:
+            self._usage.add(index, end)
+            last_chunk, warnings = choice.last_chunk(part.texts, end), self._warnings.of(end)
             return server_sent_event(
-                self._chunk(index, last_chunk, part.num_completion_tokens, **warnings)
+                self._chunk(index, last_chunk, end.num_completion_tokens, **warnings)
             )
         choice_json = choice.chunk(part)
         if choice_json is None:
             return b""
-        chunk = self._chunk(index, choice_json, part.first_index + len(part.token_ids))
-        if len(part.logprobs) + len(part.prompt_logprobs) <= MAX_POSITIONS_PER_SLICE:
+        chunk = self._chunk(index, choice_json, tokens.first_index + len(tokens.token_ids))
+        if len(tokens.logprobs) + len(tokens.prompt_logprobs) <= MAX_POSITIONS_PER_SLICE:
             return server_sent_event(chunk)
         choices = LazyArray(chunk["choices"], has_long_items=True)
         return b"".join(

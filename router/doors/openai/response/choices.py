@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,9 +14,8 @@ from baton.router.doors.openai.response.logprobs import (
     prompt_logprobs,
 )
 from baton.router.http.json_encoding import Json
+from baton.router.text_events.events import AnswerEvents, AnswerText, TextEvent, fold
 from baton.router.values import CompletionSummary, TokenChunk
-
-NOTHING = TokenChunk(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +27,13 @@ class EchoedPrompt:
 
 
 class ResponseChoice(Protocol):
-    def chunk(self, piece: TokenChunk) -> Json | None:
+    def chunk(self, part: AnswerEvents) -> Json | None:
         """Return None if there is nothing to send yet."""
         ...
 
-    def last_chunk(self, ending: CompletionSummary) -> Json: ...
+    def last_chunk(self, texts: Sequence[TextEvent], end: CompletionSummary) -> Json: ...
 
-    def whole(self, pieces: Sequence[TokenChunk], ending: CompletionSummary) -> Json: ...
+    def whole(self, text: AnswerText, tokens: TokenChunk, end: CompletionSummary) -> Json: ...
 
 
 class CompletionChoice:
@@ -48,8 +47,8 @@ class CompletionChoice:
         self._offset = 0  # of the next token in the text
         self._has_begun = False
 
-    def chunk(self, piece: TokenChunk) -> Json | None:
-        fields = self._fields(piece)
+    def chunk(self, part: AnswerEvents) -> Json | None:
+        fields = self._fields(fold(part.texts).content, part.tokens)
         is_first, self._has_begun = not self._has_begun, True
         if not (is_first or fields["text"] or fields["logprobs"] or "token_ids" in fields):
             return None
@@ -57,45 +56,47 @@ class CompletionChoice:
             fields["prompt_token_ids"] = self._prompt.token_ids
         return {**fields, "finish_reason": None, "stop_reason": None}
 
-    def last_chunk(self, ending: CompletionSummary) -> Json:
-        return {"index": self._index, "text": "", "logprobs": None, **self._finish_fields(ending)}
+    def last_chunk(self, texts: Sequence[TextEvent], end: CompletionSummary) -> Json:
+        text = fold(texts).content
+        return {"index": self._index, "text": text, "logprobs": None, **self._finish_fields(end)}
 
-    def whole(self, pieces: Sequence[TokenChunk], ending: CompletionSummary) -> Json:
-        piece = join_chunks(pieces)
-        fields = {**self._fields(piece), **self._finish_fields(ending)}
+    def whole(self, text: AnswerText, tokens: TokenChunk, end: CompletionSummary) -> Json:
+        fields = {**self._fields(text.content, tokens), **self._finish_fields(end)}
         num_top = self._options.num_prompt_logprobs
         if num_top is not None:
-            fields["prompt_logprobs"] = prompt_logprobs(piece.prompt_logprobs, num_top, self._spell)
+            fields["prompt_logprobs"] = prompt_logprobs(
+                tokens.prompt_logprobs, num_top, self._spell
+            )
         if self._options.with_token_ids:
             fields["prompt_token_ids"] = self._prompt.token_ids
         return fields
 
-    def _finish_fields(self, ending: CompletionSummary) -> Json:
-        return finish_fields(ending, self._options.stop_token_ids)
+    def _finish_fields(self, end: CompletionSummary) -> Json:
+        return finish_fields(end, self._options.stop_token_ids)
 
-    def _fields(self, piece: TokenChunk) -> Json:
+    def _fields(self, text: str, tokens: TokenChunk) -> Json:
         options = self._options
         echoes = options.echoes and not self._has_begun
-        text = piece.text if options.with_answer else ""
+        text = text if options.with_answer else ""
         fields: Json = {
             "index": self._index,
             "text": self._prompt.text + text if echoes else text,
-            "logprobs": self._logprobs(piece, echoes=echoes),
+            "logprobs": self._logprobs(tokens, echoes=echoes),
         }
         if options.with_token_ids:
-            fields["token_ids"] = piece.token_ids if options.with_answer else ()
+            fields["token_ids"] = tokens.token_ids if options.with_answer else ()
         return fields
 
-    def _logprobs(self, piece: TokenChunk, *, echoes: bool) -> Json | None:
+    def _logprobs(self, tokens: TokenChunk, *, echoes: bool) -> Json | None:
         num_top = self._options.num_logprobs
         if num_top is None:
             return None
         token_ids: tuple[int, ...] = ()
         entries: tuple[TokenLogprobs | None, ...] = ()
         if echoes:
-            token_ids, entries = self._prompt.token_ids, piece.prompt_logprobs
+            token_ids, entries = self._prompt.token_ids, tokens.prompt_logprobs
         if self._options.with_answer:
-            token_ids, entries = (*token_ids, *piece.token_ids), (*entries, *piece.logprobs)
+            token_ids, entries = (*token_ids, *tokens.token_ids), (*entries, *tokens.logprobs)
         if not token_ids:
             return None
         logprobs = completion_logprobs(token_ids, entries, num_top, self._spell, self._offset)
@@ -103,21 +104,19 @@ class CompletionChoice:
         return logprobs
 
 
-def finish_fields(ending: CompletionSummary, stop_token_ids: Sequence[int]) -> Json:
+def finish_fields(end: CompletionSummary, stop_token_ids: Sequence[int]) -> Json:
     """Return the finish reason, and the stop string or stop token of the request that ended it."""
-    finish = ending.finish
+    finish = end.finish
     is_requested = finish.stop_token_id in stop_token_ids
     stopped_by = finish.stop_token_id if is_requested else finish.stop_string
     return {"finish_reason": finish.reason.value, "stop_reason": stopped_by}
 
 
-def join_chunks(pieces: Iterable[TokenChunk]) -> TokenChunk:
-    """Concatenate the pieces."""
-    pieces = list(pieces)
+def join_chunks(chunks: Sequence[TokenChunk]) -> TokenChunk:
+    """Concatenate the tokens, without their text, which has events of its own."""
     return TokenChunk(
         first_index=0,
-        token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
-        text="".join(piece.text for piece in pieces),
-        logprobs=tuple(entry for piece in pieces for entry in piece.logprobs),
-        prompt_logprobs=tuple(entry for piece in pieces for entry in piece.prompt_logprobs),
+        token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
+        logprobs=tuple(entry for chunk in chunks for entry in chunk.logprobs),
+        prompt_logprobs=tuple(entry for chunk in chunks for entry in chunk.prompt_logprobs),
     )

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baton.router.doors.openai.request.parsed_request import ResponseOptions
-from baton.router.doors.openai.request.tool_choice import ToolCallMode
 from baton.router.http.json_encoding import Json
-from baton.router.text_events.output_parsers import Parsing
+from baton.router.text_events.parsing import Parsing, ToolCallMode
 from baton.router.values import CompletionSummary
 
 

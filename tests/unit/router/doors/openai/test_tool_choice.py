@@ -18,8 +18,9 @@ from baton.router.doors.openai.request.parsed_request import (
     chat_completion_from,
 )
 from baton.router.doors.openai.request.structured_outputs import errors_of_field
+from baton.router.text_events.events import ArgumentsDelta, ToolCall, fold
 from baton.router.text_events.forced_calls import NamedCallParser, RequiredCallsParser
-from baton.router.text_events.output_parsers import Delta, FirstCallFilter, Parsing, ToolCall
+from baton.router.text_events.parsing import Parsing, ToolCallMode
 from baton.router.values import ChatPrompt
 from baton.text.tokenizer import Tokenizer
 from tests.support.grammars import is_whole
@@ -192,33 +193,34 @@ def test_a_form_that_cannot_be_kept_to_is_the_fault_of_the_field_that_was_sent(
 
 
 def test_calls_are_passed_on_while_they_are_written() -> None:
-    reader = RequiredCallsParser()
-    pieces = ["[{", '"name": "look", "argu', 'ments": {"at": "i', 't}"}}, ', '{"name": "now", ']
+    parser = RequiredCallsParser()
+    pieces = ["[{", '"name": "look", "argu', 'ments": {"at": "i', 't"}}, ', '{"name": "now", ']
 
-    reported = [reader.push(piece) for piece in [*pieces, '"arguments":{}}', "]"]]
+    events = [parser.push(piece) for piece in [*pieces, '"arguments":{}}', "]"]]
 
-    assert [delta.calls for delta in reported] == [
-        *((), (), (ToolCall("look", '{"at": "i'),), (ToolCall(None, 't}"}'),), ()),
-        *((ToolCall("now", "{}"),), ()),
+    assert events == [
+        [],
+        [],
+        [ToolCall("look"), ArgumentsDelta('{"at": "i')],
+        [ArgumentsDelta('t"}')],
+        [],
+        [ToolCall("now"), ArgumentsDelta("{}")],
+        [],
     ]
-    assert reader.finish() == Delta()
+    assert parser.finish() == []
 
 
 def test_the_arguments_of_a_named_function_are_the_answer() -> None:
-    reader = NamedCallParser("look")
+    parser = NamedCallParser("look")
 
-    reported = [reader.push(piece) for piece in ("", '{"at":', ' "it"}')]
+    events = [parser.push(piece) for piece in ("", '{"at":', ' "it"}')]
 
-    assert [delta.calls for delta in reported] == [
-        (),
-        (ToolCall("look", '{"at":'),),
-        (ToolCall(None, ' "it"}'),),
-    ]
+    assert events == [[], [ToolCall("look", '{"at":')], [ArgumentsDelta(' "it"}')]]
 
 
 def test_with_parallel_tool_calls_false_only_the_first_call_is_returned() -> None:
-    reader = FirstCallFilter(Parsing(tools="hermes").reader(with_tools=True))
+    parser = Parsing(tools="hermes").parser(ToolCallMode.BY_MODEL, has_one_call=True)
 
-    reported = [reader.push(f"<tool_call>{CALL}</tool_call>") for _ in range(2)]
+    parts = [parser.push(f"<tool_call>{CALL}</tool_call>") for _ in range(2)]
 
-    assert [len(delta.calls) for delta in reported] == [1, 0]
+    assert [len(fold(events).calls) for events in parts] == [1, 0]

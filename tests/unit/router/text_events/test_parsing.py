@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from baton.core.errors import InvalidConfig
-from baton.router.text_events.output_parsers import Delta, Parsing, ToolCall
+from baton.router.text_events.events import AnswerText, TextDelta, ToolCall, fold
+from baton.router.text_events.parsing import Parsing, ToolCallMode
 
 CALLED = '<tool_call>\n{"name": "f", "arguments": {"x": "ü"}}\n</tool_call>'
 
@@ -16,68 +17,70 @@ CUT_OFF = '{"name": "g", "parameters": {"x": 1'
 
 def read(
     parsing: Parsing, text: str, *, with_tools: bool = True, is_cut_off: bool = False
-) -> Delta:
-    reader = parsing.reader(with_tools=with_tools)
-    return reader.push(text) + reader.finish(is_cut_off=is_cut_off)
+) -> AnswerText:
+    parser = parsing.parser(ToolCallMode.BY_MODEL if with_tools else ToolCallMode.NONE)
+    return fold([*parser.push(text), *parser.finish(is_cut_off=is_cut_off)])
 
 
 @pytest.mark.parametrize(
     ("parser", "text", "expected"),
     [
-        ("qwen3", "<think>\nwhy\n</think>\n\nso", Delta("\n\nso", "\nwhy\n")),
-        ("qwen3", " <think>why", Delta("", "why")),
-        ("qwen3", "no <think>why</think>", Delta("no <think>why</think>")),
-        ("qwen3", "<thi", Delta("<thi")),
-        ("deepseek_r1", "why</think>so", Delta("so", "why")),
-        ("deepseek_r1", "<think>why</think>so </think>", Delta("so </think>", "why")),
-        ("deepseek_r1", "why </thin", Delta("", "why </thin")),
+        ("qwen3", "<think>\nwhy\n</think>\n\nso", AnswerText("\n\nso", "\nwhy\n")),
+        ("qwen3", " <think>why", AnswerText("", "why")),
+        ("qwen3", "no <think>why</think>", AnswerText("no <think>why</think>")),
+        ("qwen3", "<thi", AnswerText("<thi")),
+        ("deepseek_r1", "why</think>so", AnswerText("so", "why")),
+        ("deepseek_r1", "<think>why</think>so </think>", AnswerText("so </think>", "why")),
+        ("deepseek_r1", "why </thin", AnswerText("", "why </thin")),
     ],
 )
-def test_reasoning_is_separated_from_the_answer(parser: str, text: str, expected: Delta) -> None:
+def test_reasoning_is_separated_from_the_answer(
+    parser: str, text: str, expected: AnswerText
+) -> None:
     assert read(Parsing(reasoning=parser), text) == expected
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (CALLED, Delta(calls=(ToolCall("f", '{"x": "ü"}'),))),
-        (f"let me\n{CALLED}\n", Delta("let me", calls=(ToolCall("f", '{"x": "ü"}'),))),
-        (f"{CALLED}\n{CALLED}", Delta(calls=(ToolCall("f", '{"x": "ü"}'),) * 2)),
-        (f"{CALLED} done ", Delta(" done", calls=(ToolCall("f", '{"x": "ü"}'),))),
-        ("<tool_call>{oh}</tool_call> no", Delta("<tool_call>{oh}</tool_call> no")),
+        (CALLED, AnswerText(calls=(ToolCall("f", '{"x": "ü"}'),))),
+        (f"let me\n{CALLED}\n", AnswerText("let me", calls=(ToolCall("f", '{"x": "ü"}'),))),
+        (f"{CALLED}\n{CALLED}", AnswerText(calls=(ToolCall("f", '{"x": "ü"}'),) * 2)),
+        (f"{CALLED} done ", AnswerText(" done", calls=(ToolCall("f", '{"x": "ü"}'),))),
+        ("<tool_call>{oh}</tool_call> no", AnswerText("<tool_call>{oh}</tool_call> no")),
         (
             '<tool_call>{"name": "f", "arguments": {"x": "\\ud800"}}</tool_call>',
-            Delta('<tool_call>{"name": "f", "arguments": {"x": "\\ud800"}}</tool_call>'),
+            AnswerText('<tool_call>{"name": "f", "arguments": {"x": "\\ud800"}}</tool_call>'),
         ),
-        ('<tool_call>{"name": "f"', Delta('<tool_call>{"name": "f"')),
+        ('<tool_call>{"name": "f"', AnswerText('<tool_call>{"name": "f"')),
         (
             '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>',
-            Delta('<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>'),
+            AnswerText('<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>'),
         ),
     ],
 )
-def test_hermes_calls_are_read(text: str, expected: Delta) -> None:
+def test_hermes_calls_are_read(text: str, expected: AnswerText) -> None:
     assert read(Parsing(tools="hermes"), text) == expected
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ('{"name": "f", "parameters": {"x": 1}}', Delta(calls=(ToolCall("f", '{"x": 1}'),))),
+        ('{"name": "f", "parameters": {"x": 1}}', AnswerText(calls=(ToolCall("f", '{"x": 1}'),))),
         (
             '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "arguments": {}}\n',
-            Delta(calls=(ToolCall("f", "{}"), ToolCall("g", "{}"))),
+            AnswerText(calls=(ToolCall("f", "{}"), ToolCall("g", "{}"))),
         ),
         (
             '{"name": "\\ud800", "parameters": {}}',
-            Delta('{"name": "\\ud800", "parameters": {}}'),
+            AnswerText('{"name": "\\ud800", "parameters": {}}'),
         ),
-        ('{"name": "f"} and more', Delta('{"name": "f"} and more')),
-        ('{"name": "f", "param', Delta('{"name": "f", "param')),
-        ("plain {", Delta("plain {")),
+        ('{"name": "f"} and more', AnswerText('{"name": "f"} and more')),
+        ('{"name": "f", "param', AnswerText('{"name": "f", "param')),
+        ("plain {", AnswerText("plain {")),
     ],
 )
-def test_llama_calls_are_read(text: str, expected: Delta) -> None:
+def test_llama_calls_are_read(text: str, expected: AnswerText) -> None:
     assert read(Parsing(tools="llama3_json"), text) == expected
 
 
@@ -86,7 +89,7 @@ def test_a_closing_mark_in_a_json_string_does_not_end_a_call() -> None:
 
     reported = read(Parsing(tools="hermes"), f"<tool_call>{MARKED}</tool_call>{CALLED}")
 
-    assert reported == Delta(calls=(call, ToolCall("f", '{"x": "ü"}')))
+    assert reported == AnswerText(calls=(call, ToolCall("f", '{"x": "ü"}')))
 
 
 def test_a_string_without_an_end_does_not_hide_the_calls_behind_it() -> None:
@@ -94,19 +97,19 @@ def test_a_string_without_an_end_does_not_hide_the_calls_behind_it() -> None:
 
     reported = read(Parsing(tools="hermes"), broken + CALLED)
 
-    assert reported == Delta(broken, calls=(ToolCall("f", '{"x": "ü"}'),))
+    assert reported == AnswerText(broken, calls=(ToolCall("f", '{"x": "ü"}'),))
 
 
 def test_whitespace_next_to_calls_is_no_content() -> None:
     reported = read(Parsing("hermes", "qwen3"), f"<think>why</think>\n\n{CALLED}\n\n{CALLED}\n")
 
-    assert reported == Delta("", "why", (ToolCall("f", '{"x": "ü"}'),) * 2)
+    assert reported == AnswerText("", "why", (ToolCall("f", '{"x": "ü"}'),) * 2)
 
 
 def test_a_last_call_may_lack_its_closing_mark() -> None:
     reported = read(Parsing(tools="hermes"), CALLED.removesuffix("</tool_call>"))
 
-    assert reported == Delta(calls=(ToolCall("f", '{"x": "ü"}'),))
+    assert reported == AnswerText(calls=(ToolCall("f", '{"x": "ü"}'),))
 
 
 @pytest.mark.parametrize(
@@ -121,7 +124,7 @@ def test_a_last_call_may_lack_its_closing_mark() -> None:
 def test_a_call_that_is_cut_off_takes_none_before_it_along(
     parser: str, text: str, begun: str, between: str
 ) -> None:
-    whole = Delta(calls=(ToolCall("f", '{"x": "ü"}'),))
+    whole = AnswerText(calls=(ToolCall("f", '{"x": "ü"}'),))
     sign = ";" if parser == "hermes" and between == "; " else ""
 
     cut_off = read(Parsing(tools=parser), text + between + begun, is_cut_off=True)
@@ -141,29 +144,29 @@ def test_text_may_stand_before_the_python_tag(before: str, expected: str | None)
     reported = read(Parsing(tools="llama3_json"), text)
 
     content = before.rstrip() if expected is None else expected
-    assert reported == Delta(content, calls=(ToolCall("f", "{}"),))
+    assert reported == AnswerText(content, calls=(ToolCall("f", "{}"),))
 
 
 def test_a_python_tag_before_anything_else_is_content() -> None:
     text = "a <|python_tag|>print(1) <|python_tag|> <|python_"
-    assert read(Parsing(tools="llama3_json"), text) == Delta(text)
+    assert read(Parsing(tools="llama3_json"), text) == AnswerText(text)
 
 
 def test_calls_may_follow_reasoning() -> None:
     reported = read(Parsing("hermes", "qwen3"), f"<think>{CALLED}</think>{CALLED}")
 
-    assert reported == Delta("", CALLED, (ToolCall("f", '{"x": "ü"}'),))
+    assert reported == AnswerText("", CALLED, (ToolCall("f", '{"x": "ü"}'),))
 
 
 def test_text_without_a_possible_tag_is_returned_at_once() -> None:
-    reader = Parsing("hermes", "qwen3").reader(with_tools=True)
-    assert [reader.push(piece).content for piece in ("a", " b", " <too", "th")] == [
-        *("a", " b", "", " <tooth")
+    parser = Parsing("hermes", "qwen3").parser(ToolCallMode.BY_MODEL)
+    assert [parser.push(piece) for piece in ("a", " b", " <too", "th")] == [
+        *([TextDelta("a")], [TextDelta(" b")], [], [TextDelta(" <tooth")])
     ]
 
 
 def test_without_tools_no_call_is_looked_for() -> None:
-    assert read(Parsing(tools="hermes"), CALLED, with_tools=False) == Delta(CALLED)
+    assert read(Parsing(tools="hermes"), CALLED, with_tools=False) == AnswerText(CALLED)
 
 
 def test_an_unknown_parser_is_refused_with_those_there_are() -> None:

@@ -1,4 +1,4 @@
-"""Incremental scanner of a JSON text that arrives in pieces. Pure."""
+"""Scanning of text that arrives in pieces: marks, and the nesting of JSON. Pure."""
 
 from __future__ import annotations
 
@@ -51,3 +51,16 @@ class JsonScan:
         elif sign == "," and self._depth == 0:
             return place
         return None
+
+
+def split_at(text: str, mark: str) -> tuple[str, str, bool]:
+    """Split at the mark. Return the text before it, the rest, and whether the mark was found.
+
+    If it was not found, the rest is the longest suffix that may begin the mark.
+    """
+    before, found, after = text.partition(mark)
+    if found:
+        return before, after, True
+    longest = min(len(mark) - 1, len(text))
+    held = next((size for size in range(longest, 0, -1) if mark.startswith(text[-size:])), 0)
+    return text[: len(text) - held], text[len(text) - held :], False

@@ -1,0 +1,101 @@
+"""Events of an answer's text, between the parsers of a model's output and the APIs. Pure.
+
+An API turns the events of each part of an answer into its own chunks, and the fold of all events
+into a whole answer. The fold does not depend on how the text is split into parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from baton.core.output import FinishReason
+from baton.router.values import AnswerPart, CompletionSummary, TokenChunk
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call, with the arguments that are known so far."""
+
+    name: str
+    arguments: str = ""  # JSON
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentsDelta:
+    """More arguments of the last call."""
+
+    arguments: str
+
+
+TextEvent = TextDelta | ReasoningDelta | ToolCall | ArgumentsDelta
+
+
+class OutputParser(Protocol):
+    """Incremental parser of the text of one answer. Its events are not empty."""
+
+    def push(self, text: str) -> Sequence[TextEvent]: ...
+
+    def finish(self, *, is_cut_off: bool = False) -> Sequence[TextEvent]:
+        """Return the buffered rest. A call truncated by `max_tokens` after others is left out."""
+        ...
+
+
+class AnswerEvents(NamedTuple):
+    """Events of the next part of an answer. A tuple because one is created per token."""
+
+    answer_index: int  # among the answers to a request
+    texts: Sequence[TextEvent]
+    tokens: TokenChunk = TokenChunk(0)  # for APIs that return ids or logprobs
+    end: CompletionSummary | None = None  # of the last part
+
+
+class EventReader:
+    """Turns the parts of all answers to a request into events."""
+
+    def __init__(self, parsers: Sequence[OutputParser]) -> None:
+        self._parsers = parsers  # by index of the answer
+
+    def read(self, index: int, part: AnswerPart) -> AnswerEvents:
+        parser = self._parsers[index]
+        if isinstance(part, TokenChunk):
+            return AnswerEvents(index, parser.push(part.text), part)
+        is_cut_off = part.finish.reason is FinishReason.LENGTH
+        return AnswerEvents(index, parser.finish(is_cut_off=is_cut_off), end=part)
+
+
+class AnswerText(NamedTuple):
+    """Fold of events."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+
+
+def fold(events: Iterable[TextEvent]) -> AnswerText:
+    content: list[str] = []
+    reasoning: list[str] = []
+    calls: list[tuple[str, list[str]]] = []  # names and arguments
+    for event in events:
+        match event:
+            case TextDelta(text):
+                content.append(text)
+            case ReasoningDelta(text):
+                reasoning.append(text)
+            case ToolCall(name, arguments):
+                calls.append((name, [arguments]))
+            case ArgumentsDelta(arguments):
+                calls[-1][1].append(arguments)
+    joined = (ToolCall(name, "".join(arguments)) for name, arguments in calls)
+    return AnswerText("".join(content), "".join(reasoning), tuple(joined))

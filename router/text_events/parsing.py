@@ -1,0 +1,125 @@
+"""Choice of the parsers of an answer: by the model's formats, and by how tools are called. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Annotated
+
+from baton.core.options import MODEL, Option, check_options
+from baton.router.text_events.events import ArgumentsDelta, OutputParser, TextEvent, ToolCall
+from baton.router.text_events.forced_calls import NamedCallParser, RequiredCallsParser
+from baton.router.text_events.reasoning_parsers import (
+    END_THINK,
+    THINK,
+    PlainTextParser,
+    ThinkTagParser,
+)
+from baton.router.text_events.tool_parsers import (
+    CALL,
+    END_CALL,
+    PYTHON_TAG,
+    HermesToolParser,
+    LlamaToolParser,
+)
+
+TOOL_PARSERS: dict[str, Callable[[], OutputParser]] = {
+    "hermes": HermesToolParser,
+    "llama3_json": LlamaToolParser,
+}
+TOOL_MARKS = {"hermes": (CALL, END_CALL), "llama3_json": (PYTHON_TAG,)}
+# True if the chat template ends with `<think>`.
+REASONING_BEGINS_INSIDE = {"qwen3": False, "deepseek_r1": True}
+
+
+class ToolCallMode(Enum):
+    """Mode of tool calling."""
+
+    NONE = auto()
+    BY_MODEL = auto()  # the model decides, in its own format
+    REQUIRED = auto()  # the answer is a list of calls
+    NAMED = auto()  # the answer is one function's arguments
+
+
+class FirstCallFilter:
+    """Drops calls after the first, for `parallel_tool_calls: false`, as vLLM does."""
+
+    def __init__(self, parser: OutputParser) -> None:
+        self._parser = parser
+        self._num_calls = 0
+
+    def push(self, text: str) -> Sequence[TextEvent]:
+        return list(filter(self._is_kept, self._parser.push(text)))
+
+    def finish(self, *, is_cut_off: bool = False) -> Sequence[TextEvent]:
+        return list(filter(self._is_kept, self._parser.finish(is_cut_off=is_cut_off)))
+
+    def _is_kept(self, event: TextEvent) -> bool:
+        self._num_calls += isinstance(event, ToolCall)
+        return self._num_calls <= 1 or not isinstance(event, ToolCall | ArgumentsDelta)
+
+
+@dataclass(frozen=True, slots=True)
+class Parsing:
+    """Formats of the model's tool calls and reasoning; empty: all text is content."""
+
+    tools: Annotated[
+        str,
+        Option(
+            "Parser of tool calls for the OpenAI API: hermes (also for Qwen) or llama3_json. "
+            "Default: tool calls stay text.",
+            MODEL,
+            name="tool_parser",
+            choices=tuple(TOOL_PARSERS),
+        ),
+    ] = ""
+    reasoning: Annotated[
+        str,
+        Option(
+            "Parser of reasoning for the OpenAI API: qwen3, or deepseek_r1 if the chat template "
+            "opens the reasoning. Default: reasoning stays text.",
+            MODEL,
+            name="reasoning_parser",
+            choices=tuple(REASONING_BEGINS_INSIDE),
+        ),
+    ] = ""
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+    def marks(self, *, with_tools: bool) -> tuple[str, ...]:
+        """Return the marks that must be visible in the text, also where they are special tokens."""
+        of_tools = TOOL_MARKS.get(self.tools, ()) if with_tools else ()
+        return (*of_tools, *((THINK, END_THINK) if self.reasoning else ()))
+
+    def parser(
+        self,
+        mode: ToolCallMode,
+        *,
+        function: str = "",
+        is_constrained: bool = False,
+        has_one_call: bool = False,
+    ) -> OutputParser:
+        """Return a new parser, one for each answer.
+
+        `function` is the one of mode NAMED. A constrained answer has no reasoning and no calls but
+        forced ones. With `has_one_call`, further calls are dropped.
+        """
+        if mode is ToolCallMode.NAMED:
+            return NamedCallParser(function)
+        if mode is ToolCallMode.REQUIRED:
+            return RequiredCallsParser()
+        if is_constrained:
+            return PlainTextParser()
+        content: OutputParser = PlainTextParser()
+        if mode is ToolCallMode.BY_MODEL and self.tools:
+            content = TOOL_PARSERS[self.tools]()
+        if has_one_call:
+            content = FirstCallFilter(content)
+        if not self.reasoning:
+            return content
+        return ThinkTagParser(content, begins_inside=REASONING_BEGINS_INSIDE[self.reasoning])
+
+
+NO_PARSING = Parsing()

@@ -1,0 +1,75 @@
+"""Parsers of the reasoning in a model's output. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, auto
+
+from baton.router.text_events.events import OutputParser, ReasoningDelta, TextDelta, TextEvent
+from baton.router.text_events.scanning import split_at
+
+THINK, END_THINK = "<think>", "</think>"
+
+
+class PlainTextParser:
+    def push(self, text: str) -> Sequence[TextEvent]:
+        return [TextDelta(text)] if text else []
+
+    def finish(self, *, is_cut_off: bool = False) -> Sequence[TextEvent]:
+        return []
+
+
+class ThinkTagParser:
+    """Parses a leading `<think>…</think>` as reasoning."""
+
+    class _At(Enum):
+        START = auto()
+        REASONING = auto()
+        CONTENT = auto()
+
+    def __init__(self, content: OutputParser, *, begins_inside: bool) -> None:
+        self._content = content  # parser of the text after the reasoning
+        self._otherwise = self._At.REASONING if begins_inside else self._At.CONTENT
+        self._at = self._At.START
+        self._buffer = ""
+
+    def push(self, text: str) -> Sequence[TextEvent]:
+        self._buffer += text
+        if self._at is self._At.START and not self._has_started():
+            return []
+        if self._at is self._At.REASONING:
+            reasoning, has_ended = self._split_buffer(END_THINK)
+            if not has_ended:
+                return _reasoning(reasoning)
+            self._at = self._At.CONTENT
+            return [*_reasoning(reasoning), *self._content.push(self._take_buffer())]
+        return self._content.push(self._take_buffer())
+
+    def finish(self, *, is_cut_off: bool = False) -> Sequence[TextEvent]:
+        at = self._otherwise if self._at is self._At.START else self._at
+        if at is self._At.REASONING:
+            return _reasoning(self._take_buffer())
+        pushed = self._content.push(self._take_buffer())
+        return [*pushed, *self._content.finish(is_cut_off=is_cut_off)]
+
+    def _has_started(self) -> bool:
+        """Return whether enough text has arrived to see whether it begins with `<think>`."""
+        start = self._buffer.lstrip()
+        if len(start) < len(THINK) and THINK.startswith(start):
+            return False
+        self._at = self._otherwise
+        if start.startswith(THINK):
+            self._at, self._buffer = self._At.REASONING, start.removeprefix(THINK)
+        return True
+
+    def _split_buffer(self, mark: str) -> tuple[str, bool]:
+        before_mark, self._buffer, is_found = split_at(self._buffer, mark)
+        return before_mark, is_found
+
+    def _take_buffer(self) -> str:
+        buffered, self._buffer = self._buffer, ""
+        return buffered
+
+
+def _reasoning(text: str) -> Sequence[TextEvent]:
+    return [ReasoningDelta(text)] if text else []

@@ -1,0 +1,69 @@
+"""Text events, as an API other than OpenAI's would take them."""
+
+from __future__ import annotations
+
+from baton.router.text_events.events import (
+    ArgumentsDelta,
+    EventReader,
+    ReasoningDelta,
+    TextDelta,
+    TextEvent,
+    ToolCall,
+    fold,
+)
+from baton.router.text_events.parsing import Parsing, ToolCallMode
+from baton.router.values import TokenChunk
+
+TEXT = '<think>why</think>so <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call> done'
+
+
+def blocks_of(events: list[TextEvent]) -> list[tuple[str, str]]:
+    """Return content blocks in the order of the answer, as Anthropic's API has them."""
+    blocks: list[tuple[str, str]] = []
+    for event in events:
+        match event:
+            case TextDelta(text):
+                kind, more = "text", text
+            case ReasoningDelta(text):
+                kind, more = "thinking", text
+            case ToolCall(name, arguments):
+                blocks.append((name, arguments))
+                continue
+            case ArgumentsDelta(arguments):
+                kind, more = blocks[-1][0], arguments
+        if not blocks or blocks[-1][0] != kind:
+            blocks.append((kind, ""))
+        blocks[-1] = (kind, blocks[-1][1] + more)
+    return blocks
+
+
+def test_events_keep_the_order_of_text_reasoning_and_calls() -> None:
+    reader = EventReader([Parsing("hermes", "qwen3").parser(ToolCallMode.BY_MODEL)])
+
+    parts = [reader.read(0, TokenChunk(place, text=text)) for place, text in enumerate(TEXT)]
+
+    assert blocks_of([event for part in parts for event in part.texts]) == [
+        ("thinking", "why"),
+        ("text", "so"),
+        ("f", '{"x": 1}'),
+        ("text", " done"),
+    ]
+
+
+def test_the_arguments_of_a_call_are_joined_to_it() -> None:
+    first: list[TextEvent] = [ToolCall("f", "{"), ArgumentsDelta("}")]
+
+    assert fold([*first, ToolCall("g"), ArgumentsDelta("{}")]).calls == (
+        ToolCall("f", "{}"),
+        ToolCall("g", "{}"),
+    )
+
+
+def test_each_answer_has_a_parser_of_its_own() -> None:
+    reader = EventReader([Parsing(reasoning="qwen3").parser(ToolCallMode.NONE) for _ in range(2)])
+
+    first = reader.read(0, TokenChunk(0, text="<think>a"))
+    second = reader.read(1, TokenChunk(0, text="b"))
+
+    assert (first.texts, second.texts) == ([ReasoningDelta("a")], [TextDelta("b")])
+    assert (first.answer_index, second.answer_index) == (0, 1)
