@@ -18,9 +18,9 @@ from baton.engine.runner.huge_pages import huge_page_memory
 from baton.engine.runner.kernels.native_copies import fastest_copies
 from baton.kv_transfer.tiers.bandwidth import StoreRates, measure_host, measure_store
 from baton.kv_transfer.tiers.block_memory import BlockMemory
-from baton.kv_transfer.tiers.file_tier import FileTier
-from baton.kv_transfer.tiers.object_tier import ObjectTier
-from baton.kv_transfer.tiers.s3 import open_bucket
+from baton.kv_transfer.tiers.stores.file_store import FileStore
+from baton.kv_transfer.tiers.stores.object_store import ObjectStore
+from baton.kv_transfer.tiers.stores.s3 import open_bucket
 from baton.kv_transfer.tiers.tiered_kv import NUM_PARALLEL_OBJECTS
 
 MEMORY_BYTES = 64 << 20
@@ -76,7 +76,7 @@ def _folder(folder: str, memory: BlockMemory, kv: KvShapeFacts) -> Finding:
     try:
         Path(folder).expanduser().mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="doctor-", dir=Path(folder).expanduser()) as name:
-            files = FileTier(name, "doctor", kv.block_bytes, 4 * MEMORY_BYTES + kv.block_bytes)
+            files = FileStore(name, "doctor", kv.block_bytes, 4 * MEMORY_BYTES + kv.block_bytes)
             rates = measure_store(files, memory, 1, perf_counter, lambda: _leave_page_cache(name))
     except (InvalidConfig, OSError) as error:
         return fail("file tier", str(error), "nodes write no KV there; choose another --kv-folder")
@@ -87,7 +87,7 @@ def _bucket(url: str, memory: BlockMemory, kv: KvShapeFacts) -> Finding:
     try:
         objects = open_bucket(f"{url.rstrip('/')}/doctor-{secrets.token_hex(4)}")
         limit = 4 * MEMORY_BYTES + kv.block_bytes
-        store = ObjectTier(objects, "doctor", kv.block_bytes, limit)
+        store = ObjectStore(objects, "doctor", kv.block_bytes, limit)
         rates = measure_store(store, memory, NUM_PARALLEL_OBJECTS, perf_counter)
     except (InvalidConfig, OSError) as error:
         advice = "nodes work without it; check the bucket, and AWS_* in the environment"

@@ -26,8 +26,8 @@ from baton.engine.runner.model_runner import TorchRunner
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.kv_transfer.tiers.bandwidth import TierDriver
 from baton.kv_transfer.tiers.block_memory import BlockMemory
-from baton.kv_transfer.tiers.file_tier import FileTier
 from baton.kv_transfer.tiers.host_tier import HostTier
+from baton.kv_transfer.tiers.stores.file_store import FileStore
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
 from baton.node.kv.copy_pacing import CopyPacing
 
@@ -196,7 +196,7 @@ def _traffic(runner: TorchRunner, bench: DecodeBench) -> Iterator[_Traffic]:
     host = HostTier(BlockMemory(address, num_host, kv.block_bytes), owner)
     with tempfile.TemporaryDirectory() as folder:
         limit = 4 * num_moved * (kv.block_bytes + 64)
-        files = FileTier(folder, "bench", kv.block_bytes, limit) if bench.with_files else None
+        files = FileStore(folder, "bench", kv.block_bytes, limit) if bench.with_files else None
         memory = BlockMemory(kv.address, kv.num_blocks, kv.block_bytes)
         with TieredKv(memory, host, files, copy=fastest_copies(kv.block_bytes)) as tiers:
             block_ids = range(kv.num_blocks - num_moved, kv.num_blocks)

@@ -22,11 +22,11 @@ from baton.core.ids import BlockName
 from baton.core.kv_hints import BlockHints
 from baton.kv_transfer.external_kv import Load
 from baton.kv_transfer.tiers.block_memory import BlockMemory, copy_block
-from baton.kv_transfer.tiers.block_store import BackingConfig, BlockStore
 from baton.kv_transfer.tiers.copy_pace import CopyPace, Work
 from baton.kv_transfer.tiers.counters import TierCounters, TierStatus
 from baton.kv_transfer.tiers.host_tier import HostBlock, HostTier
 from baton.kv_transfer.tiers.load_times import LoadTimes
+from baton.kv_transfer.tiers.stores.block_store import BlockStore
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,19 @@ Job = Callable[[], None]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 _LOAD, _CHANGE, _STOP = 0, 1, 2  # priorities of jobs
+
+
+@dataclass(frozen=True, slots=True)
+class BackingConfig:
+    """Settings of one tier behind host memory."""
+
+    name: str
+    block_s: float  # first guess of the time to load a block
+    refresh_s: float  # interval at which the blocks of other processes are found
+    num_parallel: int = 1  # blocks that are read or written at a time
+    # With more blocks than this waiting to be written, further ones are skipped. None: the KV cache
+    # keeps them until there is room in host memory.
+    max_waiting_writes: int | None = None
 
 
 @dataclass(slots=True)

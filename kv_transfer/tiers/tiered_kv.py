@@ -30,14 +30,20 @@ from baton.kv_transfer.external_kv import (
     StoreId,
     Use,
 )
-from baton.kv_transfer.tiers.backing_tier import BackingTier, Generation, Job, PendingLoad
+from baton.kv_transfer.tiers.backing_tier import (
+    BackingConfig,
+    BackingTier,
+    Generation,
+    Job,
+    PendingLoad,
+)
 from baton.kv_transfer.tiers.block_memory import BlockMemory, CopyBlocks, copy_blocks
-from baton.kv_transfer.tiers.block_store import BackingConfig, BlockStore
 from baton.kv_transfer.tiers.copy_pace import CopyPace, Work
 from baton.kv_transfer.tiers.counters import TierCounters, TierStatus
 from baton.kv_transfer.tiers.host_tier import HostBlock, HostTier
 from baton.kv_transfer.tiers.load_times import LoadTimes
 from baton.kv_transfer.tiers.store_queue import StoreQueue, Storing, StoringBlock
+from baton.kv_transfer.tiers.stores.block_store import BlockStore
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,11 @@ from baton.engine.runner.huge_pages import huge_page_memory
 from baton.engine.runner.kernels.native_copies import fastest_copies
 from baton.kv_transfer.kv_connector import KvConnectorContext
 from baton.kv_transfer.tiers.block_memory import BlockMemory
-from baton.kv_transfer.tiers.file_tier import FileTier, check_folder
 from baton.kv_transfer.tiers.host_tier import HostTier
-from baton.kv_transfer.tiers.object_tier import ObjectTier
-from baton.kv_transfer.tiers.s3 import open_bucket
+from baton.kv_transfer.tiers.stores.file_store import FileStore
+from baton.kv_transfer.tiers.stores.folder_checks import check_folder
+from baton.kv_transfer.tiers.stores.object_store import ObjectStore
+from baton.kv_transfer.tiers.stores.s3 import open_bucket
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
 from baton.node.kv.tiers_config import TiersConfig, parse_tiers
 
@@ -51,19 +52,19 @@ def check_tiers(given: Mapping[str, object]) -> None:
         open_bucket(config.object_store)
 
 
-def _make_files(config: TiersConfig, context: KvConnectorContext) -> FileTier | None:
+def _make_files(config: TiersConfig, context: KvConnectorContext) -> FileStore | None:
     if not config.folder:
         return None
-    return FileTier(
+    return FileStore(
         *(config.folder, context.fingerprint, context.block_bytes),
         *(config.folder_bytes, config.tenant_share),
     )
 
 
-def _make_objects(config: TiersConfig, context: KvConnectorContext) -> ObjectTier | None:
+def _make_objects(config: TiersConfig, context: KvConnectorContext) -> ObjectStore | None:
     if not config.object_store:
         return None
-    return ObjectTier(
+    return ObjectStore(
         *(open_bucket(config.object_store), context.fingerprint, context.block_bytes),
         *(config.object_store_bytes, config.tenant_share),
     )

@@ -9,7 +9,7 @@ import pytest
 
 from baton.core.errors import InvalidConfig
 from baton.core.kv_hints import NO_HINTS, BlockHints, tenant_of
-from baton.kv_transfer.tiers.block_store import BlockStore
+from baton.kv_transfer.tiers.stores.block_store import BlockStore
 from benchmarks.chaos.s3_server import s3_server
 from tests.support.block_stores import (
     LIMIT,

@@ -32,8 +32,8 @@ from hypothesis.stateful import (
 from baton.core.kv_hints import NO_HINTS, SHARED, BlockHints, tenant_of
 from baton.kv_transfer.external_kv import HOST, ExternalOrders, Use
 from baton.kv_transfer.tiers.backing_tier import PAUSE_S
-from baton.kv_transfer.tiers.file_tier import FileTier
-from baton.kv_transfer.tiers.object_tier import ObjectTier
+from baton.kv_transfer.tiers.stores.file_store import FileStore
+from baton.kv_transfer.tiers.stores.object_store import ObjectStore
 from tests.support.block_stores import STORED_BYTES, FolderWorld, ObjectWorld, StoreWorld
 from tests.support.hypothesis_profiles import num_examples
 from tests.support.memory_objects import FaultyObjects, MemoryObjects
@@ -73,10 +73,10 @@ class Node:
     """Tiers of one process, whose stores fail on order."""
 
     def __init__(self, folder: Path, objects: MemoryObjects) -> None:
-        files = FileTier(str(folder), "model", BLOCK_BYTES, MAX_FILES * STORED_BYTES, TENANT_SHARE)
+        files = FileStore(str(folder), "model", BLOCK_BYTES, MAX_FILES * STORED_BYTES, TENANT_SHARE)
         self.objects = FaultyObjects(objects)
         limits = (BLOCK_BYTES, MAX_OBJECTS * STORED_BYTES, TENANT_SHARE)
-        bucket = ObjectTier(self.objects, "model", *limits, clock=lambda: 2000.0)
+        bucket = ObjectStore(self.objects, "model", *limits, clock=lambda: 2000.0)
         self.stores = (FaultyStore(files), FaultyStore(bucket))
         self.faults: dict[int, Fault] = {}  # by store
         self._removed: tuple[set[bytes], set[bytes]] = (set(), set())  # names, by store

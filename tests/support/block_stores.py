@@ -7,12 +7,12 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from baton.kv_transfer.tiers.block_header import HEADER_BYTES
-from baton.kv_transfer.tiers.block_store import BlockStore
-from baton.kv_transfer.tiers.file_tier import FileTier
-from baton.kv_transfer.tiers.object_tier import ObjectTier
-from baton.kv_transfer.tiers.objects import Objects
-from baton.kv_transfer.tiers.s3 import open_bucket
+from baton.kv_transfer.tiers.stores.block_store import BlockStore
+from baton.kv_transfer.tiers.stores.file_store import FileStore
+from baton.kv_transfer.tiers.stores.object_store import ObjectStore
+from baton.kv_transfer.tiers.stores.objects import Objects
+from baton.kv_transfer.tiers.stores.s3 import open_bucket
+from baton.kv_transfer.tiers.stores.stored_blocks import HEADER_BYTES
 from benchmarks.chaos.s3_server import BUCKET, S3Server
 from tests.support.memory_objects import MemoryObjects
 from tests.support.tier_memory import BLOCK_BYTES, name_of
@@ -51,7 +51,7 @@ class FolderWorld:
     def open(
         self, fingerprint: str = MODEL, max_bytes: int = LIMIT, tenant_share: float = 1.0
     ) -> BlockStore:
-        return FileTier(str(self.folder), fingerprint, BLOCK_BYTES, max_bytes, tenant_share)
+        return FileStore(str(self.folder), fingerprint, BLOCK_BYTES, max_bytes, tenant_share)
 
     def stored(self) -> set[str]:
         return {path.stem for path in self.folder.glob("*/??/*.kv")}
@@ -100,7 +100,7 @@ class ObjectWorld:
     def open(
         self, fingerprint: str = MODEL, max_bytes: int = LIMIT, tenant_share: float = 1.0
     ) -> BlockStore:
-        return ObjectTier(
+        return ObjectStore(
             self.objects, fingerprint, BLOCK_BYTES, max_bytes, tenant_share, lambda: self.now_s
         )
 

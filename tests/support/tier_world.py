@@ -13,11 +13,11 @@ from baton.core.ids import BlockId
 from baton.core.kv_hints import NO_HINTS, BlockHints
 from baton.kv_transfer.external_kv import ExternalOrders, Load, LoadId, Store, StoreId, Use
 from baton.kv_transfer.tiers.block_memory import BlockMemory, CopyBlocks, copy_blocks
-from baton.kv_transfer.tiers.block_store import BlockStore
 from baton.kv_transfer.tiers.copy_pace import CopyPace
 from baton.kv_transfer.tiers.counters import TierCounters, TierStatus
 from baton.kv_transfer.tiers.eviction import EvictionOrder
 from baton.kv_transfer.tiers.host_tier import HostTier
+from baton.kv_transfer.tiers.stores.block_store import BlockStore
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
 from tests.support.tier_memory import OwnedMemory, host_tier, name_of
 

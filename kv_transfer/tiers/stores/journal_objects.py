@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from threading import Lock
 
-from baton.kv_transfer.tiers.objects import ObjectInfo, Objects
+from baton.kv_transfer.tiers.stores.objects import ObjectInfo, Objects
 
-WRITTEN, REMOVED, CLEARED = "+", "-", "*"
+CLEARED = "*"  # a change besides those of single blocks
 MAX_CHANGES = 4096
 MAX_JOURNAL_BYTES = MAX_CHANGES << 8  # larger objects are not ours, and are not read
 JOURNAL_AGE_S = 86_400.0  # older ones are of processes that have ended, and are deleted

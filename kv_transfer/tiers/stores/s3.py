@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
 from baton.core.errors import InvalidConfig
-from baton.kv_transfer.tiers.objects import ObjectInfo
+from baton.kv_transfer.tiers.stores.objects import ObjectInfo
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig, S3Store

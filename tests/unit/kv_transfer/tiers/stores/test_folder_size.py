@@ -9,9 +9,9 @@ from time import time
 
 import pytest
 
-from baton.kv_transfer.tiers.file_tier import FileTier
-from baton.kv_transfer.tiers.journal_files import JOURNAL_AGE_S
-from baton.kv_transfer.tiers.other_namespaces import LIST_PAUSE_S
+from baton.kv_transfer.tiers.stores.file_store import FileStore
+from baton.kv_transfer.tiers.stores.journal_files import JOURNAL_AGE_S
+from baton.kv_transfer.tiers.stores.other_namespaces import LIST_PAUSE_S
 from tests.support.block_stores import STORED_BYTES
 from tests.support.tier_memory import BLOCK_BYTES, OwnedMemory, name_of
 
@@ -31,20 +31,20 @@ class Clock:
 
 def tier(
     folder: Path, model: str, clock: Callable[[], float] = time, max_bytes: int = FOUR_BLOCKS
-) -> FileTier:
-    files = FileTier(str(folder), model, BLOCK_BYTES, max_bytes, clock=clock)
+) -> FileStore:
+    files = FileStore(str(folder), model, BLOCK_BYTES, max_bytes, clock=clock)
     files.scan()
     return files
 
 
-def write(files: FileTier, numbers: Iterable[int]) -> None:
+def write(files: FileStore, numbers: Iterable[int]) -> None:
     memory = OwnedMemory(16)
     for number in numbers:
         digest = memory.blocks.digest(number)
         files.write(name_of(number), memory.blocks, number, digest)
 
 
-def held(files: FileTier, numbers: Iterable[int]) -> list[bool]:
+def held(files: FileStore, numbers: Iterable[int]) -> list[bool]:
     return [files.holds(name_of(number)) for number in numbers]
 
 
@@ -74,7 +74,7 @@ def unused(folder: Path, numbers: list[int]) -> Path:
     return namespace
 
 
-def list_others(files: FileTier, clock: Clock) -> None:
+def list_others(files: FileStore, clock: Clock) -> None:
     clock.passed_s += LIST_PAUSE_S
     for _ in range(300):  # a subfolder each
         files.refresh()

@@ -17,51 +17,41 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryFile
 
 from baton.core.errors import InvalidConfig
 from baton.core.ids import BlockName
 from baton.core.kv_hints import NO_HINTS, SHARED, BlockHints, Tenant
-from baton.kv_transfer.tiers.block_header import HEADER_BYTES, digest_in_header, pack_header
 from baton.kv_transfer.tiers.block_memory import BlockMemory
-from baton.kv_transfer.tiers.block_store import block_of, namespace_of, stem_of
 from baton.kv_transfer.tiers.eviction import EvictionOrder
-from baton.kv_transfer.tiers.folder_owner import check_blocks_owner, check_folder_owner
-from baton.kv_transfer.tiers.journal_files import JournalFiles
-from baton.kv_transfer.tiers.journal_objects import REMOVED, WRITTEN
-from baton.kv_transfer.tiers.other_namespaces import (
+from baton.kv_transfer.tiers.stores.folder_checks import (
+    FOLDER_MODE,
+    check_blocks_owner,
+    check_folder_owner,
+    make_private,
+)
+from baton.kv_transfer.tiers.stores.journal_files import JournalFiles
+from baton.kv_transfer.tiers.stores.other_namespaces import (
     JOURNALS,
     PART_SUFFIX,
     PREFIX_CHARS,
     SUFFIX,
     OtherNamespaces,
 )
+from baton.kv_transfer.tiers.stores.stored_blocks import (
+    HEADER_BYTES,
+    REMOVED,
+    WRITTEN,
+    block_of,
+    digest_in_header,
+    namespace_of,
+    pack_header,
+    stem_of,
+)
 
-FOLDER_MODE = 0o700  # prompts can be recovered from their KV
 PART_AGE_S = 3600.0  # of what processes left that were killed while they wrote a block
 
 
-def check_folder(folder: str) -> None:
-    """Make the folder for the files of all models.
-
-    Raises InvalidConfig if the folder cannot be written to, or others can replace it.
-    """
-    path = Path(folder).expanduser()
-    try:
-        _make_private(path)
-        check_folder_owner(path)
-        with TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise InvalidConfig(f"--kv-folder {folder}: {error.strerror}") from error
-
-
-def _make_private(folder: Path) -> None:
-    if not folder.exists():
-        folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
-
-
-class FileTier:
+class FileStore:
     """One thread uses it; `holds` may be called from any."""
 
     def __init__(
@@ -239,7 +229,7 @@ class FileTier:
         """Leave the journal to those who have not read its end. It is deleted once it is old."""
 
     def _make_folder(self) -> None:
-        _make_private(self._folder.parent)
+        make_private(self._folder.parent)
         self._folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
 
     def _apply(self, sign: str, stem: str) -> None:

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from baton.kv_transfer.tiers.block_store import block_of
-from baton.kv_transfer.tiers.journal_files import JOURNAL, JOURNAL_AGE_S, is_in_use
+from baton.kv_transfer.tiers.stores.journal_files import JOURNAL, JOURNAL_AGE_S, is_in_use
+from baton.kv_transfer.tiers.stores.stored_blocks import block_of
 
 SUFFIX = ".kv"  # of a block's file
 PART_SUFFIX = ".part"  # of one that is being written

@@ -14,8 +14,8 @@ import pytest
 
 from baton.core.errors import InvalidConfig
 from baton.core.kv_hints import NO_HINTS, BlockHints, tenant_of
-from baton.kv_transfer.tiers import journal_files
-from baton.kv_transfer.tiers.file_tier import FileTier
+from baton.kv_transfer.tiers.stores import journal_files
+from baton.kv_transfer.tiers.stores.file_store import FileStore
 from tests.support.block_stores import LIMIT, STORED_BYTES, FolderWorld
 from tests.support.tier_memory import BLOCK_BYTES, OwnedMemory, name_of
 
@@ -26,18 +26,18 @@ def tier(
     max_bytes: int = LIMIT,
     tenant_share: float = 1.0,
     clock: Callable[[], float] = time,
-) -> FileTier:
-    files = FileTier(str(folder), "model", BLOCK_BYTES, max_bytes, tenant_share, clock)
+) -> FileStore:
+    files = FileStore(str(folder), "model", BLOCK_BYTES, max_bytes, tenant_share, clock)
     files.scan()
     return files
 
 
-def write(files: FileTier, memory: OwnedMemory, number: int, hints: BlockHints = NO_HINTS) -> None:
+def write(files: FileStore, memory: OwnedMemory, number: int, hints: BlockHints = NO_HINTS) -> None:
     digest = memory.blocks.digest(number)
     files.write(name_of(number), memory.blocks, number, digest, hints)
 
 
-def held(files: FileTier, *numbers: int) -> list[bool]:
+def held(files: FileStore, *numbers: int) -> list[bool]:
     return [files.holds(name_of(number)) for number in numbers]
 
 

@@ -5,10 +5,32 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from baton.core.errors import InvalidConfig
 
+FOLDER_MODE = 0o700  # prompts can be recovered from their KV
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+def check_folder(folder: str) -> None:
+    """Make the folder for the files of all models.
+
+    Raises InvalidConfig if the folder cannot be written to, or others can replace it.
+    """
+    path = Path(folder).expanduser()
+    try:
+        make_private(path)
+        check_folder_owner(path)
+        with TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise InvalidConfig(f"--kv-folder {folder}: {error.strerror}") from error
+
+
+def make_private(folder: Path) -> None:
+    if not folder.exists():
+        folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
 
 
 def check_folder_owner(folder: Path) -> None:

@@ -20,19 +20,27 @@ from xxhash import xxh3_128_digest
 from baton.core.errors import InvalidConfig
 from baton.core.ids import BlockName
 from baton.core.kv_hints import NO_HINTS, SHARED, BlockHints, Tenant
-from baton.kv_transfer.tiers.block_header import HEADER_BYTES, digest_in_header, pack_header
 from baton.kv_transfer.tiers.block_memory import BlockMemory
-from baton.kv_transfer.tiers.block_store import block_of, namespace_of, stem_of
 from baton.kv_transfer.tiers.eviction import EvictionOrder
-from baton.kv_transfer.tiers.journal_objects import CLEARED, REMOVED, WRITTEN, JournalObjects
-from baton.kv_transfer.tiers.objects import ObjectInfo, Objects
+from baton.kv_transfer.tiers.stores.journal_objects import CLEARED, JournalObjects
+from baton.kv_transfer.tiers.stores.objects import ObjectInfo, Objects
+from baton.kv_transfer.tiers.stores.stored_blocks import (
+    HEADER_BYTES,
+    REMOVED,
+    WRITTEN,
+    block_of,
+    digest_in_header,
+    namespace_of,
+    pack_header,
+    stem_of,
+)
 
 DELETE_OBJECTS = 1000  # at a time
 
 _Victim = tuple[BlockName, Tenant]
 
 
-class ObjectTier:
+class ObjectStore:
     """Implements BlockStore. Several threads may read and write at a time."""
 
     def __init__(
