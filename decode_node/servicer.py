@@ -1,21 +1,21 @@
-"""gRPC servicer of the decode node: converts between messages and engine values."""
+"""gRPC servicer of the decode node. Its calls report what the node received and computed."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from grpc import aio
 
-from baton.core.output import RequestStats
-from baton.node.call_streams import CallContext, serve_calls
+from baton.core.output import FinishReason, Output
+from baton.core.request import EngineRequest
+from baton.node.call_server import CallServer
 from baton.node.observers.ledger import Entry, RequestLedger
 from baton.node.observers.tracing import NO_TRACING, NodeTracing
 from baton.node.state import NodeState
-from baton.rpc.messages.conversion import HANDOFF, output_to
-from baton.rpc.messages.sequences import engine_request
+from baton.rpc.messages.calls import CallReport
 from baton.rpc.status import named_errors
 from baton.rpc.streaming import streamed
 from baton.v1 import node_pb2, node_pb2_grpc
@@ -32,41 +32,15 @@ class DecodeServicer(node_pb2_grpc.DecodeServiceServicer):
         self._state = state
         self._ledger = ledger
         self._connect = connect
-        self._tracing = tracing
+        self._calls = CallServer(state, self._open_account, tracing)
 
     @streamed
-    async def Decode(
+    def Decode(
         self,
         request_iterator: AsyncIterator[node_pb2.DecodeRequest],
         context: aio.ServicerContext[Any, Any],
     ) -> AsyncGenerator[node_pb2.DecodeResponse, None]:
-        node_id = self._state.card.node_id
-        calls = serve_calls(request_iterator, self._decode, self._state.count_call, node_id=node_id)
-        async with named_errors(context, node_id=node_id), aclosing(calls):
-            async for events in calls:
-                yield node_pb2.DecodeResponse(events=events)
-
-    async def _decode(
-        self, order: node_pb2.DecodeOrder, context: CallContext
-    ) -> AsyncGenerator[node_pb2.CallEvent, None]:
-        spec = engine_request(order, time.monotonic())
-        is_first = True
-        with (
-            self._tracing.record_call(
-                context, HANDOFF.from_message(order.handoff_id), spec
-            ) as timeline,
-            self._ledger.open_entry(spec.request_id) as entry,
-        ):
-            async with aclosing(self._state.calls.stream_outputs(spec)) as outputs:
-                async for output in outputs:
-                    is_first_or_last = is_first or output.finish_reason is not None
-                    if spec.kv_hints.prefetch and output.served is not None:
-                        entry.num_cached_prompt_tokens = output.served.num_cached_tokens
-                    if timeline is not None and is_first_or_last:
-                        timeline.note_output(output)
-                    summary = self._summary(entry, output.served) if is_first_or_last else None
-                    yield node_pb2.CallEvent(output=output_to(output), summary=summary)
-                    is_first = False
+        return self._calls.serve(request_iterator, context)
 
     async def Connect(
         self, request: node_pb2.ConnectRequest, context: aio.ServicerContext[Any, Any]
@@ -76,15 +50,36 @@ class DecodeServicer(node_pb2_grpc.DecodeServiceServicer):
                 await self._connect(request.prefill.address)
         return node_pb2.ConnectResponse()
 
-    def _summary(self, entry: Entry, served: RequestStats | None) -> node_pb2.DecodeSummary:
-        return node_pb2.DecodeSummary(
+    @contextmanager
+    def _open_account(self, request: EngineRequest) -> Iterator[DecodeAccount]:
+        with self._ledger.open_entry(request.request_id) as entry:
+            yield DecodeAccount(request, entry, self._state.card.kv_transport)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeAccount:
+    """Account of one sequence, kept by the ledger while the engine runs it."""
+
+    request: EngineRequest
+    entry: Entry
+    kv_transport: str
+
+    def report(self, output: Output) -> CallReport:
+        entry, served = self.entry, output.served
+        num_cached = entry.num_cached_prompt_tokens
+        if self.request.kv_hints.prefetch and served is not None:
+            num_cached = served.num_cached_tokens  # it never runs, so the ledger has no count
+        return CallReport(
             kv_bytes=entry.num_received_bytes,
             kv_blocks=entry.num_received_blocks,
-            kv_transport=self._state.card.kv_transport if entry.num_received_blocks else "",
+            kv_transport=self.kv_transport if entry.num_received_blocks else "",
             prompt_tokens_computed=entry.num_computed_prompt_tokens,
-            prompt_tokens_cached=entry.num_cached_prompt_tokens,
+            prompt_tokens_cached=num_cached,
             tokens_proposed=0 if served is None else served.num_proposed_tokens,
             tokens_accepted=0 if served is None else served.num_accepted_tokens,
             kv_conversion=entry.kv_conversion,
             prompt_tokens_loaded={} if served is None else served.loaded_tokens,
         )
+
+    async def wait_for_end(self, reason: FinishReason | None) -> None:
+        """Return at once: a sequence ends with its last token."""

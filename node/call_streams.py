@@ -19,7 +19,9 @@ from google.rpc import code_pb2, status_pb2
 
 from baton.core.errors import NamedError
 from baton.rpc.errors import DeadlineExceeded, Draining, MessageTooLarge, UnsupportedInput
+from baton.rpc.messages.calls import Request
 from baton.rpc.messages.limits import MAX_BATCH_BYTES, MAX_EVENT_BYTES
+from baton.rpc.messages.sequences import Order
 from baton.rpc.status import TOO_LARGE, TOO_LARGE_ADVICE, status_of
 from baton.v1 import node_pb2
 
@@ -37,8 +39,6 @@ class CallContext:
         return None if self.deadline_s is None else self.deadline_s - time.monotonic()
 
 
-Order = node_pb2.PrefillOrder | node_pb2.DecodeOrder
-Request = node_pb2.PrefillRequest | node_pb2.DecodeRequest
 # The first argument is the order of a `start`: a PrefillOrder or a DecodeOrder.
 Serve = Callable[[Any, CallContext], AsyncGenerator[node_pb2.CallEvent, None]]
 # Context of one call: counts it, so that a drain can wait for its end, or raises Draining.

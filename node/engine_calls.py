@@ -89,7 +89,7 @@ class EngineCalls:
     def num_unfinished(self) -> int:
         return len(self._inbox_by_request)
 
-    async def stream_outputs(self, spec: EngineRequest) -> AsyncGenerator[Output, None]:
+    async def stream_outputs(self, request: EngineRequest) -> AsyncGenerator[Output, None]:
         """Yield the request's outputs until it finishes. Closing the generator early aborts it.
 
         Raises:
@@ -99,10 +99,10 @@ class EngineCalls:
             PassFailed: forward passes fail with this request alone; another node can be tried.
             InvalidRequest: the engine found that it can never serve the request.
         """
-        inbox = self._register(spec.request_id)
+        inbox = self._register(request.request_id)
         is_finished = False
         try:
-            self._engine.submit(spec)
+            self._engine.submit(request)
             while not is_finished:
                 output = await inbox.get()
                 is_finished = output.finish_reason is not None
@@ -111,8 +111,8 @@ class EngineCalls:
                 yield output
         finally:
             if not is_finished:
-                self._engine.abort(spec.request_id)
-            self._unregister(spec.request_id)
+                self._engine.abort(request.request_id)
+            self._unregister(request.request_id)
 
     def _register(self, request_id: RequestId) -> asyncio.Queue[Output]:
         if request_id in self._inbox_by_request:

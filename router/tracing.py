@@ -74,7 +74,7 @@ class RequestTrace:
     def note_tokens(self, num_tokens: int) -> None:
         """Record tokens that are passed on to the client."""
 
-    def note_completed(self, ending: CompletionSummary) -> None: ...
+    def note_completed(self, summary: CompletionSummary) -> None: ...
 
     @contextmanager
     def leg(self, name: str, node: Node) -> Iterator[LegTrace]:
@@ -154,18 +154,18 @@ class RecordedTrace(RequestTrace):
         if timeline.first_token_s is None:
             timeline.first_token_s = time.monotonic()
 
-    def note_completed(self, ending: CompletionSummary) -> None:
-        served, summary = ending.served, ending.served.summary
+    def note_completed(self, summary: CompletionSummary) -> None:
+        served, report = summary.served, summary.served.decode_report
         place = "remote" if served.prefill is PrefillPlace.REMOTE else "local"
         is_migrated = any(attempt.num_prior_tokens for attempt in self._timeline.tries)
         self._timeline.usage = TokenUsage(
-            finish_reason=ending.finish.reason.value,
+            finish_reason=summary.finish.reason.value,
             served="migrated" if is_migrated else place,
             served_reason=served.prefill_reason,
-            kv_bytes=summary.kv_bytes,
-            kv_blocks=summary.kv_blocks,
-            kv_transport=summary.kv_transport,
-            kv_conversion=summary.kv_conversion,
+            kv_bytes=report.kv_bytes,
+            kv_blocks=report.kv_blocks,
+            kv_transport=report.kv_transport,
+            kv_conversion=report.kv_conversion,
         )
 
     @contextmanager

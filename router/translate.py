@@ -175,22 +175,22 @@ def _finish_to(summary: CompletionSummary) -> inference_pb2.Finish:
 
 
 def _served_to(served: ServedBy) -> inference_pb2.Served:
-    summary = served.summary
+    report = served.decode_report
     return inference_pb2.Served(
         prefill_node=served.prefill_node,
         decode_node=served.decode_node,
         prefill=PLACE_TO_MESSAGE[served.prefill],
         prefill_reason=served.prefill_reason,
-        kv_bytes=summary.kv_bytes,
-        kv_blocks=summary.kv_blocks,
-        kv_transport=summary.kv_transport,
-        prompt_tokens_computed_on_decode=summary.prompt_tokens_computed,
-        prompt_tokens_cached_on_decode=summary.prompt_tokens_cached,
+        kv_bytes=report.kv_bytes,
+        kv_blocks=report.kv_blocks,
+        kv_transport=report.kv_transport,
+        prompt_tokens_computed_on_decode=report.prompt_tokens_computed,
+        prompt_tokens_cached_on_decode=report.prompt_tokens_cached,
         attempts=served.attempts,
         trace_id=served.trace_id,
-        tokens_proposed=summary.tokens_proposed,
-        tokens_accepted=summary.tokens_accepted,
+        tokens_proposed=report.tokens_proposed,
+        tokens_accepted=report.tokens_accepted,
         prompt_tokens_cached_on_prefill=served.num_cached_on_prefill,
-        kv_conversion=summary.kv_conversion,
+        kv_conversion=report.kv_conversion,
         prompt_tokens_loaded=served.prompt_tokens_loaded,
     )

@@ -11,6 +11,7 @@ from baton.core.kv_hints import NO_KV_HINTS, KvHints
 from baton.core.logprobs import TokenLogprobs
 from baton.core.output import FinishReason
 from baton.core.sampling import SamplingParams
+from baton.rpc.messages.calls import CallReport
 from baton.text.stop_strings import StopRule
 
 TEMPLATE_CHARACTERS = 16  # that a chat template adds around each message, estimated
@@ -114,29 +115,6 @@ class PrefillPlace(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeSummary:
-    """Statistics of an answer, reported by its decode node."""
-
-    kv_bytes: int = 0
-    kv_blocks: int = 0
-    kv_transport: str = ""
-    prompt_tokens_computed: int = 0
-    prompt_tokens_cached: int = 0
-    tokens_proposed: int = 0
-    tokens_accepted: int = 0
-    kv_conversion: str = ""  # empty: the nodes have the same blocks
-    prompt_tokens_loaded: Mapping[str, int] = field(default_factory=dict)  # by tier
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillSummary:
-    """Statistics of a prompt, reported by its prefill node."""
-
-    prompt_tokens_cached: int = 0
-    prompt_tokens_loaded: Mapping[str, int] = field(default_factory=dict)  # by tier
-
-
-@dataclass(frozen=True, slots=True)
 class ServedBy:
     """Nodes that served a request, and their statistics."""
 
@@ -144,28 +122,28 @@ class ServedBy:
     decode_node: str
     prefill: PrefillPlace
     prefill_reason: str  # for local prefill; else empty
-    summary: DecodeSummary
+    decode_report: CallReport
     attempts: int
     trace_id: str = ""  # empty: not traced
-    prefill_summary: PrefillSummary | None = None  # None: no prefill node, or it reported too late
+    prefill_report: CallReport | None = None  # None: no prefill node, or it reported too late
 
     @property
     def num_cached_on_prefill(self) -> int | None:
-        return None if self.prefill_summary is None else self.prefill_summary.prompt_tokens_cached
+        return None if self.prefill_report is None else self.prefill_report.prompt_tokens_cached
 
     @property
     def num_cached_prompt_tokens(self) -> int | None:
         """Prompt tokens read from the prefix cache of the node that computed the prompt."""
         if self.prefill is PrefillPlace.LOCAL:
-            return self.summary.prompt_tokens_cached
+            return self.decode_report.prompt_tokens_cached
         return self.num_cached_on_prefill
 
     @property
     def prompt_tokens_loaded(self) -> Mapping[str, int]:
         """Prompt tokens that the node which computed the prompt loaded, by tier."""
         if self.prefill is PrefillPlace.LOCAL:
-            return self.summary.prompt_tokens_loaded
-        return {} if self.prefill_summary is None else self.prefill_summary.prompt_tokens_loaded
+            return self.decode_report.prompt_tokens_loaded
+        return {} if self.prefill_report is None else self.prefill_report.prompt_tokens_loaded
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,16 +68,16 @@ class NodeTracing(StepObserver):
 
     @contextmanager
     def record_call(
-        self, context: CallContext, handoff_id: HandoffId, spec: EngineRequest
+        self, context: CallContext, handoff_id: HandoffId, request: EngineRequest
     ) -> Iterator[NodeTimeline | None]:
         """Record a router's call until the block ends. Yields None if it is not traced."""
-        timeline = self._begin(context.metadata, handoff_id, spec.arrival_s)
+        timeline = self._begin(context.metadata, handoff_id, request.arrival_s)
         if timeline is None:
             yield None
             return
         request_id = node_request_id(handoff_id)
         self._timelines[request_id] = timeline
-        end = End(spec.arrival_s, SpanOutcome.FAILED)
+        end = End(request.arrival_s, SpanOutcome.FAILED)
         try:
             yield timeline
             end = timeline.failure or _ok()
@@ -85,7 +85,7 @@ class NodeTracing(StepObserver):
             end = (
                 _ok()
                 if timeline.is_finished
-                else end_of(error, is_late=is_late(context, spec.arrival_s))
+                else end_of(error, is_late=is_late(context, request.arrival_s))
             )
             raise
         finally:

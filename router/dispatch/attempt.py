@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from baton.core.ids import HandoffId, Peer
 from baton.core.request import EngineRequest, PrefixSource, ReceiveKv
@@ -16,7 +15,6 @@ from baton.router.context import RequestContext
 from baton.router.dispatch.node_rpcs import (
     Deliver,
     Events,
-    Leg,
     LegCall,
     LegEnded,
     LegEvent,
@@ -24,34 +22,35 @@ from baton.router.dispatch.node_rpcs import (
     NodeCalls,
     under_way,
 )
+from baton.router.routing.node_table import Node
 from baton.router.routing.policy import Route
 from baton.router.values import (
     AnswerPart,
     CompletionSummary,
-    DecodeSummary,
     FinishStatus,
     PrefillPlace,
-    PrefillSummary,
     ServedBy,
     Timings,
     TokenChunk,
 )
 from baton.rpc.errors import NodeFailed
+from baton.rpc.messages.calls import CallReport
+from baton.rpc.node_info import NodeRole
 
 # Maximum delay of an answer's statistics after its last token. Prefill sent its own long before,
 # unless its process is frozen.
-PREFILL_SUMMARY_WAIT_S = 0.1
+PREFILL_REPORT_WAIT_S = 0.1
 
 
 def _ignore() -> None:
     """Default callback: do nothing."""
 
 
-def _legs_of(route: Route, request: EngineRequest) -> set[Leg]:
+def _legs_of(route: Route, request: EngineRequest) -> set[NodeRole]:
     """Return the calls of an attempt. A prefetch is for the node that would compute the prompt."""
     if route.prefill is None:
-        return {Leg.DECODE}
-    return {Leg.PREFILL} if request.kv_hints.prefetch else {Leg.PREFILL, Leg.DECODE}
+        return {NodeRole.DECODE}
+    return {NodeRole.PREFILL} if request.kv_hints.prefetch else {NodeRole.PREFILL, NodeRole.DECODE}
 
 
 class Attempt:
@@ -77,8 +76,7 @@ class Attempt:
         self._on_decoded = on_decoded  # first token of the decode node: it has all KV
         self._under_way = _legs_of(route, request)
         self._has_prefill_output = False
-        self._summary: DecodeSummary | None = None
-        self._prefill_summary: PrefillSummary | None = None
+        self._reports: dict[NodeRole, CallReport] = {}
         self._dispatched_s = 0.0
         self._first_token_s: float | None = None
         self._first_decoded_token_s: float | None = None
@@ -97,46 +95,46 @@ class Attempt:
                 part = self._handle(await events.next())
                 if part is not None:
                     yield part
-            await self._await_prefill_summary(events)
-            ending = self._build_ending(self._answer.finish)
-            self._context.trace.note_completed(ending)
-            yield ending
+            await self._await_prefill_report(events)
+            summary = self._build_summary(self._answer.finish)
+            self._context.trace.note_completed(summary)
+            yield summary
 
-    async def _await_prefill_summary(self, events: Events) -> None:
+    async def _await_prefill_report(self, events: Events) -> None:
         """Wait for the last output of prefill: all of decode's can arrive before it."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(PREFILL_SUMMARY_WAIT_S):
-                while Leg.PREFILL in self._under_way and not self._has_prefill_output:
+            async with asyncio.timeout(PREFILL_REPORT_WAIT_S):
+                while NodeRole.PREFILL in self._under_way and not self._has_prefill_output:
                     event = await events.next()
                     if isinstance(event, LegEnded):
                         self._under_way.discard(event.leg)
                     else:
                         self._take_output(event)
 
-    def _build_calls(self, node_calls: NodeCalls, deliver: Deliver) -> dict[Leg, LegCall]:
-        prefill, decode = self._route.prefill, self._route.decode
-        request, prefix_source = self._request, _prefix_source(self._route)
-        timeout_s = self._context.remaining_s(self._clock())
-        options: dict[str, Any] = {"timeout_s": timeout_s, "trace": self._context.trace}
-        if prefill is None:
-            alone = replace(request, prefix_source=prefix_source)
-            return {Leg.DECODE: partial(node_calls.decode, decode, alone, deliver, **options)}
+    def _build_calls(self, node_calls: NodeCalls, deliver: Deliver) -> dict[NodeRole, LegCall]:
+        route, request = self._route, self._request
+        timeout_s, trace = self._context.remaining_s(self._clock()), self._context.trace
+
+        def call(node: Node, sent: EngineRequest) -> LegCall:
+            return partial(node_calls.call, node, sent, deliver, timeout_s=timeout_s, trace=trace)
+
+        computed = replace(request, prefix_source=_prefix_source(route))
+        if route.prefill is None:
+            return {NodeRole.DECODE: call(route.decode, computed)}
         if request.kv_hints.prefetch:
-            loader = replace(request, prefix_source=prefix_source)
-            return {Leg.PREFILL: partial(node_calls.prefill, prefill, loader, deliver, **options)}
-        source = Peer(prefill.card.node_id, prefill.address)
-        sender = replace(request, send_to=self._handoff_id, prefix_source=prefix_source)
-        receiver = replace(request, receive_from=ReceiveKv(self._handoff_id, source))
+            return {NodeRole.PREFILL: call(route.prefill, computed)}
+        source = Peer(route.prefill.card.node_id, route.prefill.address)
+        received = replace(request, receive_from=ReceiveKv(self._handoff_id, source))
         return {
-            Leg.PREFILL: partial(node_calls.prefill, prefill, sender, deliver, **options),
-            Leg.DECODE: partial(node_calls.decode, decode, receiver, deliver, **options),
+            NodeRole.PREFILL: call(route.prefill, replace(computed, send_to=self._handoff_id)),
+            NodeRole.DECODE: call(route.decode, received),
         }
 
     def _handle(self, event: LegEvent) -> TokenChunk | None:
         if isinstance(event, LegOutput):
             return self._take_output(event)
         leg, failure = event
-        if isinstance(failure, NodeFailed) and leg is Leg.PREFILL and self.num_new_tokens > 1:
+        if isinstance(failure, NodeFailed) and leg is NodeRole.PREFILL and self.num_new_tokens > 1:
             failure = None  # decode computed a second token: it has all KV
         if failure is not None:
             self._blame(leg)
@@ -148,23 +146,23 @@ class Attempt:
     def num_new_tokens(self) -> int:
         return len(self._answer.token_ids) - len(self._request.prior_output_token_ids)
 
-    def _end_leg(self, leg: Leg) -> None:
+    def _end_leg(self, leg: NodeRole) -> None:
         """Record the end of a leg. Raises NodeFailed if both ended without finishing the answer.
 
         Either leg can end last: messages of decode can arrive before the first token of prefill.
         """
         self._under_way.discard(leg)
         if not self._under_way:
-            self._blame(Leg.DECODE)
+            self._blame(NodeRole.DECODE)
             address = self._route.decode.address
             raise NodeFailed(f"decode node {address} ended without finishing the answer")
 
     def _take_output(self, event: LegOutput) -> TokenChunk | None:
-        if event.leg is Leg.PREFILL or self._route.prefill is None:
+        if event.leg is NodeRole.PREFILL or self._route.prefill is None:
             self._on_prefilled()  # a token means that the prompt is computed
-        if event.summary is not None:
-            self._note_summary(event.summary)
-        if event.leg is Leg.PREFILL and event.outputs[-1].finish_reason is not None:
+        if event.report is not None:
+            self._reports[event.leg] = event.report
+        if event.leg is NodeRole.PREFILL and event.outputs[-1].finish_reason is not None:
             self._has_prefill_output = True
         part = self._answer.take(*event.outputs)
         if part is not None and part.token_ids:
@@ -172,25 +170,19 @@ class Attempt:
             self._note_time(event.leg)
         return part
 
-    def _note_summary(self, summary: DecodeSummary | PrefillSummary) -> None:
-        if isinstance(summary, DecodeSummary):
-            self._summary = summary
-        else:
-            self._prefill_summary = summary
-
-    def _note_time(self, leg: Leg) -> None:
+    def _note_time(self, leg: NodeRole) -> None:
         if self._first_token_s is None:
             self._first_token_s = self._since_received()
-        if leg is Leg.DECODE and self._first_decoded_token_s is None:
+        if leg is NodeRole.DECODE and self._first_decoded_token_s is None:
             self._first_decoded_token_s = self._since_received()
             self._on_decoded()
 
-    def _blame(self, leg: Leg) -> None:
-        node = self._route.prefill if leg is Leg.PREFILL else self._route.decode
+    def _blame(self, leg: NodeRole) -> None:
+        node = self._route.prefill if leg is NodeRole.PREFILL else self._route.decode
         if node is not None:
             self.failed_addresses = frozenset({node.address})
 
-    def _build_ending(self, finish: FinishStatus) -> CompletionSummary:
+    def _build_summary(self, finish: FinishStatus) -> CompletionSummary:
         return CompletionSummary(
             finish=finish,
             num_prompt_tokens=len(self._request.prompt_token_ids),
@@ -205,21 +197,22 @@ class Attempt:
         )
 
     def _build_served(self) -> ServedBy:
-        route, summary = self._route, self._summary or DecodeSummary()
+        route, report = self._route, self._reports.get(NodeRole.DECODE)
+        decoded = report or CallReport()
         place, reason = PrefillPlace.REMOTE, ""
         if route.prefill is None:
             place, reason = PrefillPlace.LOCAL, route.local_reason
-        elif summary.prompt_tokens_computed > 0 and not summary.kv_blocks:
+        elif decoded.prompt_tokens_computed > 0 and not decoded.kv_blocks:
             place, reason = PrefillPlace.LOCAL, "the KV did not arrive; decode computed the prompt"
         return ServedBy(
             prefill_node="" if route.prefill is None else route.prefill.card.node_id,
-            decode_node="" if self._summary is None else route.decode.card.node_id,
+            decode_node="" if report is None else route.decode.card.node_id,
             prefill=place,
             prefill_reason=reason,
-            summary=summary,
+            decode_report=decoded,
             attempts=self._handoff_id.attempt,
             trace_id=self._context.trace.trace_id,
-            prefill_summary=self._prefill_summary,
+            prefill_report=self._reports.get(NodeRole.PREFILL),
         )
 
     def _since_received(self) -> float:

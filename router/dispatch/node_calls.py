@@ -1,4 +1,4 @@
-"""gRPC implementation of `NodeCalls`: prefill and decode calls to nodes."""
+"""gRPC implementation of `NodeCalls`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from baton.core.ids import RequestId
 from baton.core.output import FinishReason, Output
 from baton.core.request import EngineRequest
 from baton.engine.errors import EngineGone, EngineStopped, PassFailed
-from baton.router.dispatch.node_rpcs import Deliver, Leg, LegOutput
+from baton.router.dispatch.node_rpcs import Deliver, LegOutput
 from baton.router.dispatch.node_stream import NodeStream
 from baton.router.routing.node_table import Node
 from baton.router.tracing import UNTRACED, RequestTrace
-from baton.router.values import DecodeSummary, PrefillSummary
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import (
     DeadlineExceeded,
@@ -28,15 +27,15 @@ from baton.rpc.errors import (
     NodeDraining,
     NodeFailed,
 )
+from baton.rpc.messages.calls import CALL_MESSAGES
 from baton.rpc.messages.conversion import output_from
-from baton.rpc.messages.sequences import decode_order, prefill_order
+from baton.rpc.node_info import NodeRole
 from baton.rpc.security.tls import PLAIN, TlsConfig
 from baton.rpc.security.tls_diagnosis import tls_trouble
 from baton.rpc.status import RemoteError, RemoteFailure, invalid_request_in, reason_of, remote_error
-from baton.telemetry.names import DECODE, PREFILL
 from baton.v1 import node_pb2, node_pb2_grpc
 
-# ShutdownDeadline period for calls to an address that is no longer used.
+# Time for calls to an address that is no longer used.
 CLOSE_GRACE_S = 3600.0
 CONNECT_TIMEOUT_S = 5.0
 CLIENT_ERROR_CODES = frozenset({grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE})
@@ -55,18 +54,21 @@ class Connection:
     """Channel to one address, and the multiplexed streams of calls on it."""
 
     def __init__(self, channel: aio.Channel) -> None:
+        self.channel = channel
+        # The role of the node is not known yet. A stream is opened by its first call.
         prefills = node_pb2_grpc.PrefillServiceStub(channel)
         decodes = node_pb2_grpc.DecodeServiceStub(channel)
-        self.channel = channel
-        self.prefill = NodeStream(prefills.Prefill, node_pb2.PrefillRequest)
-        self.decode = NodeStream(decodes.Decode, node_pb2.DecodeRequest)
+        self.streams = {
+            NodeRole.PREFILL: NodeStream(prefills.Prefill, node_pb2.PrefillRequest),
+            NodeRole.DECODE: NodeStream(decodes.Decode, node_pb2.DecodeRequest),
+        }
 
     async def close(self, grace_s: float | None = None) -> None:
         """Close after the current calls have ended, at most after `grace_s`."""
-        for stream in (self.prefill, self.decode):
+        for stream in self.streams.values():
             stream.close_when_idle()
         await self.channel.close(grace_s)
-        for stream in (self.prefill, self.decode):
+        for stream in self.streams.values():
             await stream.closed()
 
 
@@ -116,7 +118,7 @@ class GrpcNodeCalls:
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
 
-    async def prefill(
+    async def call(
         self,
         node: Node,
         request: EngineRequest,
@@ -125,47 +127,21 @@ class GrpcNodeCalls:
         timeout_s: float | None = None,
         trace: RequestTrace = UNTRACED,
     ) -> None:
+        role = node.card.role
+        messages = CALL_MESSAGES[role]
+
         def handle(event: node_pb2.CallEvent) -> None:
-            summary = None
-            if event.HasField("prefill_summary"):
-                summary = PrefillSummary(
-                    event.prefill_summary.prompt_tokens_cached,
-                    dict(event.prefill_summary.prompt_tokens_loaded),
-                )
             output = _parse_output(event.output, request.request_id)
+            # A call that sends KV goes on until the last write.
             if output.finish_reason is not None and request.send_to is None:
                 leg.finished()
-            deliver(LegOutput(Leg.PREFILL, (output,), summary))
+            deliver(LegOutput(role, (output,), messages.report_from(event)))
 
-        order = prefill_order(request)
+        order = messages.order_to(request)
         try:
-            with trace.leg(PREFILL, node) as leg:
+            with trace.leg(role.value, node) as leg:
                 order.context.metadata.update(leg.metadata)
-                await self._connection(node.address).prefill.call(order, handle, timeout_s)
-        except (grpc.RpcError, RemoteFailure) as error:
-            raise _named_error(error, node) from error
-
-    async def decode(
-        self,
-        node: Node,
-        request: EngineRequest,
-        deliver: Deliver,
-        *,
-        timeout_s: float | None = None,
-        trace: RequestTrace = UNTRACED,
-    ) -> None:
-        def handle(event: node_pb2.CallEvent) -> None:
-            summary = _parse_summary(event.summary) if event.HasField("summary") else None
-            output = _parse_output(event.output, request.request_id)
-            if output.finish_reason is not None:
-                leg.finished()
-            deliver(LegOutput(Leg.DECODE, (output,), summary))
-
-        order = decode_order(request)
-        try:
-            with trace.leg(DECODE, node) as leg:
-                order.context.metadata.update(leg.metadata)
-                await self._connection(node.address).decode.call(order, handle, timeout_s)
+                await self._connection(node.address).streams[role].call(order, handle, timeout_s)
         except (grpc.RpcError, RemoteFailure) as error:
             raise _named_error(error, node) from error
 
@@ -211,17 +187,3 @@ def _parse_output(message: node_pb2.TokenOutput, request_id: RequestId) -> Outpu
     if output.finish_reason is FinishReason.ABORT:
         raise NodeFailed("the node aborted the request")
     return output
-
-
-def _parse_summary(message: node_pb2.DecodeSummary) -> DecodeSummary:
-    return DecodeSummary(
-        kv_bytes=message.kv_bytes,
-        kv_blocks=message.kv_blocks,
-        kv_transport=message.kv_transport,
-        prompt_tokens_computed=message.prompt_tokens_computed,
-        prompt_tokens_cached=message.prompt_tokens_cached,
-        tokens_proposed=message.tokens_proposed,
-        tokens_accepted=message.tokens_accepted,
-        kv_conversion=message.kv_conversion,
-        prompt_tokens_loaded=dict(message.prompt_tokens_loaded),
-    )

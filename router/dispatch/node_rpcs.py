@@ -6,35 +6,30 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from enum import Enum
 from typing import NamedTuple, Protocol
 
 from baton.core.output import Output
 from baton.core.request import EngineRequest
 from baton.router.routing.node_table import Node
 from baton.router.tracing import UNTRACED, RequestTrace
-from baton.router.values import DecodeSummary, PrefillSummary
 from baton.rpc.errors import ClientTooSlow
+from baton.rpc.messages.calls import CallReport
+from baton.rpc.node_info import NodeRole
 
 # Steps of an answer buffered for a client that does not read: enough for minutes.
 MAX_WAITING = 8192
 
 
-class Leg(Enum):
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-
 class LegOutput(NamedTuple):
     """Tokens from one leg. A tuple because one is created per token."""
 
-    leg: Leg
+    leg: NodeRole
     outputs: tuple[Output, ...]
-    summary: DecodeSummary | PrefillSummary | None = None
+    report: CallReport | None = None
 
 
 class LegEnded(NamedTuple):
-    leg: Leg
+    leg: NodeRole
     error: Exception | None = None
 
 
@@ -45,23 +40,13 @@ LegCall = Callable[[], Awaitable[None]]
 
 
 class NodeCalls(Protocol):
-    """RPCs to nodes. A call returns when it has ended, and raises one of `rpc.errors`.
+    """RPCs to nodes. A leg of a request is its call to the node of one role.
 
-    After `timeout_s` the node cancels the request, and the call raises DeadlineExceeded. None: no
-    timeout.
+    A call returns when it has ended, and raises one of `rpc.errors`. After `timeout_s` the node
+    cancels the request, and the call raises DeadlineExceeded. None: no timeout.
     """
 
-    async def prefill(
-        self,
-        node: Node,
-        request: EngineRequest,
-        deliver: Deliver,
-        *,
-        timeout_s: float | None = None,
-        trace: RequestTrace = UNTRACED,
-    ) -> None: ...
-
-    async def decode(
+    async def call(
         self,
         node: Node,
         request: EngineRequest,
@@ -102,22 +87,22 @@ class Events:
                 await asyncio.sleep(0)
                 return event
             more = tuple(self._pop_more(event.leg))
-            return LegOutput(event.leg, event.outputs + more, event.summary)
+            return LegOutput(event.leg, event.outputs + more, event.report)
         return event
 
-    def _pop_more(self, leg: Leg) -> Iterator[Output]:
+    def _pop_more(self, leg: NodeRole) -> Iterator[Output]:
         while self._waiting:
             event = self._waiting[0]
             if not isinstance(event, LegOutput) or event.leg is not leg:
                 return
-            if event.summary is not None or event.outputs[0].logprobs:
+            if event.report is not None or event.outputs[0].logprobs:
                 return
             self._waiting.popleft()
             yield from event.outputs
 
 
 @asynccontextmanager
-async def under_way(events: Events, calls: dict[Leg, LegCall]) -> AsyncIterator[None]:
+async def under_way(events: Events, calls: dict[NodeRole, LegCall]) -> AsyncIterator[None]:
     """Run all legs concurrently, delivering to `events`. Leaving the block cancels them."""
     tasks = [asyncio.ensure_future(_run_leg(leg, call, events)) for leg, call in calls.items()]
     try:
@@ -128,7 +113,7 @@ async def under_way(events: Events, calls: dict[Leg, LegCall]) -> AsyncIterator[
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _run_leg(leg: Leg, call: LegCall, events: Events) -> None:
+async def _run_leg(leg: NodeRole, call: LegCall, events: Events) -> None:
     failure = None
     try:
         await call()

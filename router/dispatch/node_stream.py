@@ -15,7 +15,9 @@ from google.rpc import status_pb2
 from grpc import StatusCode, aio
 
 from baton.rpc.errors import MessageTooLarge
+from baton.rpc.messages.calls import Request
 from baton.rpc.messages.limits import MAX_EVENT_BYTES
+from baton.rpc.messages.sequences import Order
 from baton.rpc.status import (
     TOO_LARGE,
     TOO_LARGE_ADVICE,
@@ -30,8 +32,6 @@ ENDED = RemoteError(StatusCode.UNAVAILABLE, "the node ended the stream")
 CLOSED = RemoteError(StatusCode.UNAVAILABLE, "the router closed the stream")
 LATE = RemoteError(StatusCode.DEADLINE_EXCEEDED, "the node did not report the deadline in time")
 
-Request = node_pb2.PrefillRequest | node_pb2.DecodeRequest
-Order = node_pb2.PrefillOrder | node_pb2.DecodeOrder
 # Receives each event as soon as it is read; must not block. An exception from it ends the call.
 Take = Callable[[node_pb2.CallEvent], None]
 

@@ -14,6 +14,7 @@ from baton.router.dispatch.node_calls import Connection
 from baton.router.dispatch.node_stream import NodeStream
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import GenerationFailed
+from baton.rpc.node_info import NodeRole
 from baton.rpc.status import RemoteFailure
 from baton.v1 import node_pb2, node_pb2_grpc
 from tests.support.scripted_node import ScriptedCall, ScriptedNode, serve_scripted_node
@@ -29,7 +30,7 @@ def play(scene: Coroutine[Any, Any, None]) -> None:
 async def connected(node: ScriptedNode) -> AsyncIterator[NodeStream]:
     async with serve_scripted_node(node) as address:
         connection = Connection(open_channel(address))
-        yield connection.decode
+        yield connection.streams[NodeRole.DECODE]
         await connection.close()
 
 
@@ -170,7 +171,7 @@ def test_a_node_that_goes_away_fails_every_call_and_the_next_call_finds_it_again
         node = ScriptedNode()
         async with serve_scripted_node(node) as address:
             connection = Connection(open_channel(address))
-            calls = [await ask(connection.decode, node) for _ in range(3)]
+            calls = [await ask(connection.streams[NodeRole.DECODE], node) for _ in range(3)]
         for requested, reported in calls:
             with pytest.raises(RemoteFailure) as failure:
                 await requested.task
@@ -180,7 +181,7 @@ def test_a_node_that_goes_away_fails_every_call_and_the_next_call_finds_it_again
         again = ScriptedNode()
         async with serve_scripted_node(again, port=int(address.rpartition(":")[2])):
             await connection.channel.channel_ready()
-            retry, reported = await ask(connection.decode, again)
+            retry, reported = await ask(connection.streams[NodeRole.DECODE], again)
             reported.tell(7)
             reported.end()
             await retry.task
@@ -195,7 +196,7 @@ def test_a_router_that_goes_away_ends_every_call_on_the_node() -> None:
         node = ScriptedNode()
         async with serve_scripted_node(node) as address:
             connection = Connection(open_channel(address))
-            calls = [await ask(connection.decode, node) for _ in range(3)]
+            calls = [await ask(connection.streams[NodeRole.DECODE], node) for _ in range(3)]
 
             await connection.close()
 
@@ -214,7 +215,7 @@ def test_a_connection_that_is_given_up_closes_when_its_last_call_has_ended() -> 
         node = ScriptedNode()
         async with serve_scripted_node(node) as address:
             connection = Connection(open_channel(address))
-            requested, reported = await ask(connection.decode, node)
+            requested, reported = await ask(connection.streams[NodeRole.DECODE], node)
 
             closing = asyncio.ensure_future(connection.close(PATIENCE_S))
             reported.tell(0)

@@ -171,7 +171,7 @@ async def calling(core: EngineCore, timeout_s: float | None = None) -> AsyncIter
     async with a_node_server(core=core, tracing=tracing) as server, GrpcNodeCalls() as calls:
         node = Node(server.address, a_card(NodeRole.DECODE))
         call = asyncio.ensure_future(
-            calls.decode(node, request, _ignore, timeout_s=timeout_s, trace=Led())
+            calls.call(node, request, _ignore, timeout_s=timeout_s, trace=Led())
         )
         yield Called(call, calls, server, tracer)
         call.cancel()

@@ -17,7 +17,6 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from baton.client import Access, Answer, AsyncClient, BatonError, Client, Generation, Retries
 from baton.core.errors import InvalidConfig
 from baton.core.sampling import SamplingDefaults, SamplingParams
-from baton.router.dispatch.node_rpcs import Leg
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import NoNodes, QueueFull, RequestIdInUse, UnknownModel
 from baton.rpc.messages.limits import MAX_REQUEST_BYTES
@@ -173,7 +172,7 @@ def test_leaving_the_loop_of_a_stream_cancels_its_request(
                 await leave(client)
                 await router.pipeline.drain()  # returns when no request is under way
 
-            assert calls.left == [Leg.DECODE]
+            assert calls.left == [NodeRole.DECODE]
 
     run(scene())
 
@@ -212,7 +211,7 @@ def test_leaving_the_loop_of_a_blocking_stream_cancels_its_request() -> None:
                 await asyncio.to_thread(leave, client)
                 await router.pipeline.drain()
 
-            assert calls.left == [Leg.DECODE]
+            assert calls.left == [NodeRole.DECODE]
 
     run(scene())
 

@@ -33,24 +33,22 @@ def ignore(event: LegEvent) -> None:
 
 
 @asynccontextmanager
-async def calls_to(called: ScriptedNode) -> AsyncIterator[tuple[GrpcNodeCalls, Node]]:
+async def calls_to(
+    called: ScriptedNode, role: NodeRole = NodeRole.DECODE
+) -> AsyncIterator[tuple[GrpcNodeCalls, Node]]:
     async with serve_scripted_node(called) as address, GrpcNodeCalls() as calls:
-        yield calls, Node(address, a_card(NodeRole.DECODE))
+        yield calls, Node(address, a_card(role))
 
 
-@pytest.mark.parametrize("leg", ["prefill", "decode"])
-def test_a_node_knows_the_time_that_remains_and_gives_up_by_itself(leg: str) -> None:
+@pytest.mark.parametrize("role", NodeRole)
+def test_a_node_knows_the_time_that_remains_and_gives_up_by_itself(role: NodeRole) -> None:
     async def scene() -> None:
         called = ScriptedNode()
-        async with calls_to(called) as (calls, node):
+        async with calls_to(called, role) as (calls, node):
             asked_s = time.monotonic()
-            if leg == "prefill":
-                call = calls.prefill(node, REQUEST, ignore, timeout_s=0.3)
-            else:
-                call = calls.decode(node, REQUEST, ignore, timeout_s=0.3)
 
-            with pytest.raises(DeadlineExceeded, match="decode node decode"):
-                await call
+            with pytest.raises(DeadlineExceeded, match=f"{role.value} node {role.value}"):
+                await calls.call(node, REQUEST, ignore, timeout_s=0.3)
 
             reported = await called.calls.get()
             await reported.left.wait()
@@ -66,7 +64,7 @@ def test_without_a_deadline_none_is_sent_to_the_node() -> None:
     async def scene() -> None:
         called = ScriptedNode()
         async with calls_to(called) as (calls, node):
-            requested = asyncio.ensure_future(calls.decode(node, REQUEST, ignore))
+            requested = asyncio.ensure_future(calls.call(node, REQUEST, ignore))
 
             reported = await called.calls.get()
             assert reported.context.deadline_s is None
@@ -83,10 +81,10 @@ def test_an_answer_that_is_too_large_to_send_is_not_taken_for_a_broken_node() ->
     async def scene() -> None:
         called = ScriptedNode()
         async with calls_to(called) as (calls, node):
-            other = calls.decode(node, OTHER, ignore)
+            other = calls.call(node, OTHER, ignore)
             going_on = asyncio.ensure_future(other)
             told_other = await called.calls.get()
-            requested = asyncio.ensure_future(calls.decode(node, REQUEST, ignore))
+            requested = asyncio.ensure_future(calls.call(node, REQUEST, ignore))
             (await called.calls.get()).script.put_nowait(too_large)
 
             with pytest.raises(MessageTooLarge, match="larger than max"):
@@ -105,12 +103,12 @@ def test_a_prompt_that_is_too_large_to_send_leaves_the_other_calls_alone() -> No
     async def scene() -> None:
         called = ScriptedNode()
         async with calls_to(called) as (calls, node):
-            other = calls.decode(node, OTHER, ignore)
+            other = calls.call(node, OTHER, ignore)
             going_on = asyncio.ensure_future(other)
             told_other = await called.calls.get()
 
             with pytest.raises(MessageTooLarge, match="larger than max"):
-                await calls.decode(node, too_large, ignore)
+                await calls.call(node, too_large, ignore)
 
             told_other.tell(0)
             told_other.end()

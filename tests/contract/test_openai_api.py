@@ -25,14 +25,14 @@ from baton.core.sampling import SamplingParams
 from baton.router.admission.admission_queue import AdmissionQueueConfig
 from baton.router.answer import IncrementalDetokenizer
 from baton.router.context import RequestContext
-from baton.router.dispatch.node_rpcs import Leg
 from baton.router.http.bodies import MAX_BODY_BYTES, max_values
 from baton.router.input_processing.tokenization import ModelText, NoTokenizer, TextBoundary
 from baton.router.routing.node_table import NodeTable
 from baton.router.text_events.parsing import Parsing
 from baton.router.tracing import Tracing
-from baton.router.values import DecodeSummary, GenerateCall, Prompt, TokenPrompt
+from baton.router.values import GenerateCall, Prompt, TokenPrompt
 from baton.rpc.errors import FailureKind, NodeFailed
+from baton.rpc.messages.calls import CallReport
 from baton.rpc.node_info import NodeRole
 from baton.rpc.security.tls import PLAIN, TlsConfig
 from baton.rpc.security.token import AcceptedTokens
@@ -186,7 +186,7 @@ def test_each_choice_has_a_seed_of_its_own() -> None:
     async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
         await client.completions.create(model="tiny", prompt=PROMPT, max_tokens=2, n=3, seed=7)
 
-        decoded = [requested for requested in nodes.received if requested.leg is Leg.DECODE]
+        decoded = [requested for requested in nodes.received if requested.leg is NodeRole.DECODE]
         assert sorted(requested.request.seed for requested in decoded) == [7, 8, 9]
 
     through_the_door(scene, nodes)
@@ -242,8 +242,8 @@ def test_the_usage_has_the_prompt_tokens_that_came_from_a_cache() -> None:
         assert last.usage == whole.usage
 
     # The second answer finds on decode what the first one had computed.
-    summary = DecodeSummary(kv_blocks=2, prompt_tokens_cached=3)
-    through_the_door(scene, FakeNodeCalls(num_cached_on_prefill=2, summary=summary))
+    report = CallReport(kv_blocks=2, prompt_tokens_cached=3)
+    through_the_door(scene, FakeNodeCalls(num_cached_on_prefill=2, report=report))
 
 
 def test_the_usage_tells_which_cached_tokens_were_loaded_and_from_where() -> None:
@@ -265,7 +265,7 @@ def test_the_usage_tells_which_cached_tokens_were_loaded_and_from_where() -> Non
     nodes = FakeNodeCalls(
         num_cached_on_prefill=2,
         loaded_on_prefill=loaded,
-        summary=DecodeSummary(kv_blocks=2, prompt_tokens_cached=3),
+        report=CallReport(kv_blocks=2, prompt_tokens_cached=3),
     )
     through_the_door(scene, nodes)
 
@@ -326,7 +326,7 @@ def test_a_session_comes_from_the_header_unless_the_body_names_one() -> None:
             await client.completions.create(**ask, extra_headers={"x-session-id": "s" * 257})
 
     through_the_door(scene, nodes)
-    hints = [each.request.kv_hints for each in nodes.received if each.leg is Leg.PREFILL]
+    hints = [each.request.kv_hints for each in nodes.received if each.leg is NodeRole.PREFILL]
     assert hints == [KvHints("of the header", 9.0), KvHints("of the body")]
 
 
@@ -513,7 +513,7 @@ def test_a_client_that_hangs_up_frees_the_nodes(is_streamed: bool) -> None:
             asking.cancel()
         await router.pipeline.drain()
 
-        assert nodes.left == [Leg.DECODE, Leg.DECODE]
+        assert nodes.left == [NodeRole.DECODE, NodeRole.DECODE]
 
     through_the_door(scene, nodes)
 

@@ -30,13 +30,13 @@ from baton.router.text_events.parsing import (
 )
 from baton.router.values import (
     CompletionSummary,
-    DecodeSummary,
     FinishStatus,
     PrefillPlace,
     ServedBy,
     Timings,
     TokenChunk,
 )
+from baton.rpc.messages.calls import CallReport
 
 FRAGMENTS = (
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>"),
@@ -144,7 +144,7 @@ def test_the_chunks_of_a_chat_add_up_to_the_whole_message(
     streamed, whole = (ChatChoice(0, options, by_id) for _ in range(2))
     reader = EventReader([parsing.parser(ToolCallMode.BY_MODEL)])
     tokens = [TokenChunk(place, (place,), text) for place, text in enumerate(fragments)]
-    served = ServedBy("p", "d", PrefillPlace.REMOTE, "", DecodeSummary(), 1)
+    served = ServedBy("p", "d", PrefillPlace.REMOTE, "", CallReport(), 1)
     timings = Timings(0.0, None, None, 0.0)
     end = CompletionSummary(FinishStatus(reason), 1, len(tokens), timings, served)
 

@@ -15,7 +15,6 @@ from baton.core.sampling import SamplingParams
 from baton.router.admission.admission_queue import AdmissionQueueConfig
 from baton.router.context import RequestContext
 from baton.router.dispatch.config import DispatchConfig
-from baton.router.dispatch.node_rpcs import Leg
 from baton.router.dispatch.quarantine import PROVEN_TOKENS
 from baton.router.input_processing.tokenization import NoTokenizer
 from baton.router.pipeline import Pipeline, PipelineConfig
@@ -40,8 +39,8 @@ class TimedRequest:
     poison: Poison | None = None
 
 
-poisons = st.builds(Poison, st.sampled_from(Leg), st.integers(0, PROVEN_TOKENS - 2)).map(
-    lambda one: Poison(one.leg, 0 if one.leg is Leg.PREFILL else one.num_tokens)
+poisons = st.builds(Poison, st.sampled_from(NodeRole), st.integers(0, PROVEN_TOKENS - 2)).map(
+    lambda one: Poison(one.leg, 0 if one.leg is NodeRole.PREFILL else one.num_tokens)
 )
 bystanders = st.builds(TimedRequest, st.integers(1, 30), st.integers(0, 40))
 culprits = st.builds(TimedRequest, st.just(30), st.integers(0, 40), poisons)
@@ -169,7 +168,7 @@ def test_a_poison_that_makes_nodes_vanish_takes_at_most_three_and_bystanders_fin
 @pytest.mark.parametrize("num_others", [0, 1, 12])
 def test_progress_does_not_exempt_a_poisonous_request(num_tokens: int, num_others: int) -> None:
     """Each attempt generates tokens before the engine crashes."""
-    culprit = TimedRequest(1000, 3, Poison(Leg.DECODE, num_tokens))
+    culprit = TimedRequest(1000, 3, Poison(NodeRole.DECODE, num_tokens))
     requested = [culprit, *(TimedRequest(30, 2 * number) for number in range(num_others))]
 
     outcome = serve(requested, num_prefill=1, num_decode=2, kind=FailureKind.ENGINE_FAILED)

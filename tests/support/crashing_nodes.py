@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 
 from baton.core.output import FinishReason, Output
 from baton.core.request import EngineRequest
-from baton.router.dispatch.node_rpcs import Deliver, Leg, LegOutput
+from baton.router.dispatch.node_rpcs import Deliver, LegOutput
 from baton.router.pipeline import Pipeline
 from baton.router.routing.node_table import Node, NodeTable
 from baton.router.tracing import UNTRACED, RequestTrace
 from baton.rpc.errors import FailureKind, NodeFailed
+from baton.rpc.node_info import NodeRole
 from tests.support.node_calls import token_at
 
 NUM_TICKS_DOWN = 7  # until a node that died is back
@@ -22,7 +23,7 @@ NUM_TICKS_DOWN = 7  # until a node that died is back
 class Poison:
     """Request that crashes each engine that runs it."""
 
-    leg: Leg
+    leg: NodeRole
     num_tokens: int = 0  # that a try gives first
 
 
@@ -37,7 +38,7 @@ class CrashingNodes:
     pipeline: Pipeline | None = None
     _num_lives: Counter[str] = field(default_factory=Counter)
 
-    async def prefill(
+    async def call(
         self,
         node: Node,
         request: EngineRequest,
@@ -46,12 +47,23 @@ class CrashingNodes:
         timeout_s: float | None = None,
         trace: RequestTrace = UNTRACED,
     ) -> None:
+        leg = self.prefill if node.card.role is NodeRole.PREFILL else self.decode
+        await leg(node, request, deliver, timeout_s=timeout_s)
+
+    async def prefill(
+        self,
+        node: Node,
+        request: EngineRequest,
+        deliver: Deliver,
+        *,
+        timeout_s: float | None = None,
+    ) -> None:
         life = self._begin(node)
-        await self._tick(node, life, request, Leg.PREFILL, 0)
+        await self._tick(node, life, request, NodeRole.PREFILL, 0)
         first = len(request.prior_output_token_ids)
         is_last = first == request.sampling.max_tokens - 1
         reason = FinishReason.LENGTH if is_last else FinishReason.HANDED_OFF
-        deliver(_told(Leg.PREFILL, request, first, reason))
+        deliver(_told(NodeRole.PREFILL, request, first, reason))
 
     async def decode(
         self,
@@ -60,16 +72,15 @@ class CrashingNodes:
         deliver: Deliver,
         *,
         timeout_s: float | None = None,
-        trace: RequestTrace = UNTRACED,
     ) -> None:
         life = self._begin(node)
         first, last = len(request.prior_output_token_ids), request.sampling.max_tokens
         for index in range(first, last):
             if request.receive_from is None and index == first:
-                await self._tick(node, life, request, Leg.PREFILL, 0)
-            await self._tick(node, life, request, Leg.DECODE, index - first)
+                await self._tick(node, life, request, NodeRole.PREFILL, 0)
+            await self._tick(node, life, request, NodeRole.DECODE, index - first)
             reason = FinishReason.LENGTH if index == last - 1 else None
-            deliver(_told(Leg.DECODE, request, index, reason))
+            deliver(_told(NodeRole.DECODE, request, index, reason))
 
     def _begin(self, node: Node) -> int:
         """Return the number of the node's incarnation. Raises NodeFailed while it is down."""
@@ -78,7 +89,7 @@ class CrashingNodes:
         return self._num_lives[node.address]
 
     async def _tick(
-        self, node: Node, life: int, request: EngineRequest, leg: Leg, num_tokens: int
+        self, node: Node, life: int, request: EngineRequest, leg: NodeRole, num_tokens: int
     ) -> None:
         """Run one pass of the node's engine, which can crash it. Raises NodeFailed."""
         await asyncio.sleep(0)
@@ -111,7 +122,9 @@ class CrashingNodes:
             self.pipeline.handle_nodes_changed()
 
 
-def _told(leg: Leg, request: EngineRequest, index: int, reason: FinishReason | None) -> LegOutput:
+def _told(
+    leg: NodeRole, request: EngineRequest, index: int, reason: FinishReason | None
+) -> LegOutput:
     token_id = token_at(request, index)
     output = Output(request.request_id, index, (token_id,), finish_reason=reason)
     return LegOutput(leg, (output,))

@@ -12,11 +12,11 @@ from baton.core.output import FinishReason, Output
 from baton.core.request import EngineRequest
 from baton.engine.kv_cache.block_hashes import PrefixNaming
 from baton.kv_transfer.protocol.messages import Fingerprint
-from baton.router.dispatch.node_rpcs import Deliver, Leg, LegEvent, LegOutput
+from baton.router.dispatch.node_rpcs import Deliver, LegEvent, LegOutput
 from baton.router.routing.node_table import Node, NodeTable
 from baton.router.tracing import UNTRACED, RequestTrace
-from baton.router.values import DecodeSummary, PrefillSummary
 from baton.rpc.errors import NodeFailed
+from baton.rpc.messages.calls import CallReport
 from baton.rpc.messages.sequences import handoff_id_of
 from baton.rpc.node_info import NodeCard, NodeRole
 
@@ -61,7 +61,7 @@ def token_at(request: EngineRequest, index: int) -> int:
 class ReceivedCall:
     """One recorded call to a node."""
 
-    leg: Leg
+    leg: NodeRole
     node: str
     request: EngineRequest
     timeout_s: float | None = None
@@ -86,13 +86,13 @@ class FakeNodeCalls:
     stop_token_id: int | None = None  # that ends decode, as `ends_by` says
     num_cached_on_prefill: int | None = 0  # prompt tokens in its prefix cache; None: not reported
     loaded_on_prefill: Mapping[str, int] = field(default_factory=dict)  # of these, by tier
-    summary: DecodeSummary = DecodeSummary(kv_bytes=2048, kv_blocks=2, kv_transport="nixl")
+    report: CallReport = CallReport(kv_bytes=2048, kv_blocks=2, kv_transport="nixl")
     may_prefill_report: asyncio.Event | None = None  # prefill's only output waits for it
     decode_told_all: asyncio.Event = field(default_factory=asyncio.Event)
     received: list[ReceivedCall] = field(default_factory=list)
-    left: list[Leg] = field(default_factory=list)  # calls cancelled before their end
+    left: list[NodeRole] = field(default_factory=list)  # calls cancelled before their end
 
-    async def prefill(
+    async def call(
         self,
         node: Node,
         request: EngineRequest,
@@ -101,7 +101,18 @@ class FakeNodeCalls:
         timeout_s: float | None = None,
         trace: RequestTrace = UNTRACED,
     ) -> None:
-        self.received.append(ReceivedCall(Leg.PREFILL, node.card.node_id, request, timeout_s))
+        leg = self.prefill if node.card.role is NodeRole.PREFILL else self.decode
+        await leg(node, request, deliver, timeout_s=timeout_s)
+
+    async def prefill(
+        self,
+        node: Node,
+        request: EngineRequest,
+        deliver: Deliver,
+        *,
+        timeout_s: float | None = None,
+    ) -> None:
+        self.received.append(ReceivedCall(NodeRole.PREFILL, node.card.node_id, request, timeout_s))
         if self.prefill_faults:
             raise self.prefill_faults.pop(0)
         if self.is_prefill_late:
@@ -115,10 +126,14 @@ class FakeNodeCalls:
         output = _output(request, first, token_id, FinishReason.HANDED_OFF)
         num_cached = self.num_cached_on_prefill
         loaded = self.loaded_on_prefill
-        summary = None if num_cached is None else PrefillSummary(num_cached, loaded)
+        report = (
+            None
+            if num_cached is None
+            else CallReport(prompt_tokens_cached=num_cached, prompt_tokens_loaded=loaded)
+        )
         if request.kv_hints.prefetch:
             output = Output(request.request_id, first, finish_reason=FinishReason.LENGTH)
-        deliver(LegOutput(Leg.PREFILL, (output,), summary))
+        deliver(LegOutput(NodeRole.PREFILL, (output,), report))
         if self.breaks_when_decoded:
             await self.decode_told_all.wait()
             raise NodeFailed("the prefill node went away")
@@ -129,7 +144,7 @@ class FakeNodeCalls:
         for place, entry in enumerate(prompt_logprobs_of(request)):
             if place > 0 and self.prompt_faults:
                 raise self.prompt_faults.pop(0)
-            deliver(LegOutput(Leg.PREFILL, (_of_prompt(request, place, entry),)))
+            deliver(LegOutput(NodeRole.PREFILL, (_of_prompt(request, place, entry),)))
 
     async def decode(
         self,
@@ -138,9 +153,8 @@ class FakeNodeCalls:
         deliver: Deliver,
         *,
         timeout_s: float | None = None,
-        trace: RequestTrace = UNTRACED,
     ) -> None:
-        self.received.append(ReceivedCall(Leg.DECODE, node.card.node_id, request, timeout_s))
+        self.received.append(ReceivedCall(NodeRole.DECODE, node.card.node_id, request, timeout_s))
         breaks_after = self.decode_breaks_after.pop(0) if self.decode_breaks_after else None
         try:
             for event in self._decoded(request, breaks_after):
@@ -149,7 +163,7 @@ class FakeNodeCalls:
             if self.is_endless:
                 await asyncio.Event().wait()
         except asyncio.CancelledError:
-            self.left.append(Leg.DECODE)
+            self.left.append(NodeRole.DECODE)
             raise
 
     def _decoded(self, request: EngineRequest, breaks_after: int | None) -> Iterator[LegEvent]:
@@ -157,7 +171,7 @@ class FakeNodeCalls:
         first += self.is_prefill_late
         if request.receive_from is None and request.sampling.prompt_logprobs is not None:
             for place, entry in enumerate(prompt_logprobs_of(request)):
-                yield LegOutput(Leg.DECODE, (_of_prompt(request, place, entry),))
+                yield LegOutput(NodeRole.DECODE, (_of_prompt(request, place, entry),))
         for count, index in enumerate(range(first, last)):
             if count == breaks_after:
                 raise NodeFailed("the decode node went away")
@@ -166,7 +180,7 @@ class FakeNodeCalls:
             output = _output(request, index, token_at(request, index), reason)
             if is_last:
                 output = output._replace(stop_token_id=self.stop_token_id)
-            yield LegOutput(Leg.DECODE, (output,), self.summary if count == 0 else None)
+            yield LegOutput(NodeRole.DECODE, (output,), self.report if count == 0 else None)
 
 
 def prompt_logprobs_of(request: EngineRequest) -> list[TokenLogprobs | None]:

@@ -10,8 +10,9 @@ from typing import Any
 
 from grpc import aio
 
-from baton.node.call_streams import CallContext, Order, serve_calls
+from baton.node.call_streams import CallContext, serve_calls
 from baton.rpc.errors import Draining
+from baton.rpc.messages.sequences import Order
 from baton.rpc.server import Service, serving
 from baton.rpc.status import named_errors
 from baton.rpc.streaming import streamed

@@ -13,7 +13,6 @@ from baton.core.errors import InvalidRequest
 from baton.core.sampling import MAX_LOGPROBS, SamplingParams
 from baton.router.answers import generate_answers
 from baton.router.dispatch.config import DispatchConfig
-from baton.router.dispatch.node_rpcs import Leg
 from baton.router.input_processing.tokenization import NoTokenizer
 from baton.router.pipeline import Pipeline, PipelineConfig
 from baton.router.request_scope import RequestScopes
@@ -122,7 +121,7 @@ def expected(nodes: FakeNodeCalls, count: int = 6) -> list[int]:
 
 def legs(nodes: FakeNodeCalls) -> tuple[int, int]:
     """Return the numbers of prefill and decode calls."""
-    num_prefills = sum(requested.leg is Leg.PREFILL for requested in nodes.received)
+    num_prefills = sum(requested.leg is NodeRole.PREFILL for requested in nodes.received)
     return num_prefills, len(nodes.received) - num_prefills
 
 
@@ -136,11 +135,14 @@ def test_the_prompt_is_computed_for_the_first_and_the_others_go_where_it_is() ->
     answers = answered(nodes, calls_of(4), table)
 
     assert legs(nodes) == (1, 4)
-    assert len({requested.node for requested in nodes.received if requested.leg is Leg.DECODE}) == 1
+    assert (
+        len({requested.node for requested in nodes.received if requested.leg is NodeRole.DECODE})
+        == 1
+    )
     assert [tokens for tokens, _ in answers.values()] == [expected(nodes)] * 4
     assert len({requested.handoff_id for requested in nodes.received}) == 4
     assert sorted(
-        requested.request.seed for requested in nodes.received if requested.leg is Leg.DECODE
+        requested.request.seed for requested in nodes.received if requested.leg is NodeRole.DECODE
     ) == [*range(4)]
     places = [ending.served.prefill for _, ending in answers.values()]
     assert places.count(PrefillPlace.REMOTE) == 1
@@ -274,7 +276,7 @@ def test_all_answers_have_the_clients_deadline() -> None:
 
 
 def decodes_of(nodes: FakeNodeCalls) -> list[str]:
-    return [requested.node for requested in nodes.received if requested.leg is Leg.DECODE]
+    return [requested.node for requested in nodes.received if requested.leg is NodeRole.DECODE]
 
 
 def two_decodes() -> NodeTable:
@@ -362,7 +364,7 @@ def test_many_answers_to_a_poisonous_prompt_end_two_engines(num_prefill: int) ->
     prefills = [a_node(NodeRole.PREFILL, f"p{n}") for n in range(num_prefill)]
     decodes = [a_node(NodeRole.DECODE, f"d{n}") for n in range(4)]
     table = a_table(*prefills, *decodes)
-    nodes = CrashingNodes(table, {PROMPT[0]: Poison(Leg.DECODE, 4)})
+    nodes = CrashingNodes(table, {PROMPT[0]: Poison(NodeRole.DECODE, 4)})
     ticks = itertools.count()
     nodes.pipeline = Pipeline(
         table=table,

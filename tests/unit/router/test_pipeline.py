@@ -22,14 +22,13 @@ from baton.core.sampling import SamplingParams
 from baton.router.admission.admission_queue import AdmissionQueueConfig
 from baton.router.context import RequestContext
 from baton.router.dispatch.config import DispatchConfig
-from baton.router.dispatch.node_rpcs import MAX_WAITING, Events, Leg, LegOutput
+from baton.router.dispatch.node_rpcs import MAX_WAITING, Events, LegOutput
 from baton.router.input_processing.tokenization import NoTokenizer, TextBoundary
 from baton.router.pipeline import Pipeline, PipelineConfig
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import NodeTable
 from baton.router.values import (
     CompletionSummary,
-    DecodeSummary,
     GenerateCall,
     PrefillPlace,
     Prompt,
@@ -52,6 +51,7 @@ from baton.rpc.errors import (
     UnknownModel,
     UnsupportedInput,
 )
+from baton.rpc.messages.calls import CallReport
 from baton.rpc.node_info import NodeRole
 from tests.support.node_calls import (
     FINGERPRINT,
@@ -139,16 +139,16 @@ def cached(nodes: FakeNodeCalls, table: NodeTable | None = None) -> int | None:
 
 
 def test_cached_tokens_are_those_of_the_node_that_computed_the_prompt() -> None:
-    received = DecodeSummary(kv_bytes=2048, kv_blocks=2, prompt_tokens_cached=1)
-    alone = DecodeSummary(prompt_tokens_computed=1, prompt_tokens_cached=2)
+    received = CallReport(kv_bytes=2048, kv_blocks=2, prompt_tokens_cached=1)
+    alone = CallReport(prompt_tokens_computed=1, prompt_tokens_cached=2)
 
-    assert cached(FakeNodeCalls(num_cached_on_prefill=3, summary=received)) == 3
-    assert cached(FakeNodeCalls(summary=alone), a_table(a_node(NodeRole.DECODE))) == 2
+    assert cached(FakeNodeCalls(num_cached_on_prefill=3, report=received)) == 3
+    assert cached(FakeNodeCalls(report=alone), a_table(a_node(NodeRole.DECODE))) == 2
     # The KV was lost, and decode computed what it lacked.
-    assert cached(FakeNodeCalls(num_cached_on_prefill=3, summary=alone)) == 2
+    assert cached(FakeNodeCalls(num_cached_on_prefill=3, report=alone)) == 2
     # Preempted after the hand-off, decode computed again what prefill had.
     preempted = replace(received, prompt_tokens_computed=3)
-    assert cached(FakeNodeCalls(num_cached_on_prefill=3, summary=preempted)) == 3
+    assert cached(FakeNodeCalls(num_cached_on_prefill=3, report=preempted)) == 3
 
 
 def test_statistics_of_prefill_that_arrive_after_the_last_token_are_awaited() -> None:
@@ -180,15 +180,15 @@ def test_both_legs_start_under_one_hand_off_with_one_seed() -> None:
 
     token_ids, ending = asyncio.run(run(a_pipeline(nodes), a_call()))
 
-    prefill, decode = sorted(nodes.received, key=lambda requested: requested.leg is Leg.DECODE)
+    prefill, decode = sorted(nodes.received, key=lambda requested: requested.leg is NodeRole.DECODE)
     source = Peer(NodeId("prefill"), "prefill:1")
-    assert (prefill.leg, decode.leg) == (Leg.PREFILL, Leg.DECODE)
+    assert (prefill.leg, decode.leg) == (NodeRole.PREFILL, NodeRole.DECODE)
     assert prefill.request.send_to == prefill.handoff_id
     assert decode.request.receive_from == ReceiveKv(prefill.handoff_id, source)
     assert prefill.request.seed == decode.request.seed
     assert token_ids == expected_tokens(nodes)
     assert ending.served.prefill is PrefillPlace.REMOTE
-    assert ending.served.summary.kv_bytes == 2048
+    assert ending.served.decode_report.kv_bytes == 2048
 
 
 def cached_on(*names: str) -> NodeTable:
@@ -212,7 +212,7 @@ def test_the_node_that_computes_the_prompt_is_named_a_holder_of_its_prefix() -> 
 
     source = PrefixSource(Peer(NodeId("d1"), "d1:1"), 96)
     sources = {call.leg: call.request.prefix_source for call in nodes.received}
-    assert sources == {Leg.PREFILL: source, Leg.DECODE: None}
+    assert sources == {NodeRole.PREFILL: source, NodeRole.DECODE: None}
     assert [call.node for call in alone.received] == ["d0"]
     assert [call.request.prefix_source for call in alone.received] == [source]
 
@@ -222,8 +222,8 @@ def test_a_holder_that_has_just_failed_is_not_named_again() -> None:
 
     asyncio.run(run(a_pipeline(nodes, cached_on("d0")), a_call(prompt=LONG_PROMPT)))
 
-    prefills = [call for call in nodes.received if call.leg is Leg.PREFILL]
-    assert [call.node for call in nodes.received if call.leg is Leg.DECODE] == ["d0", "d1"]
+    prefills = [call for call in nodes.received if call.leg is NodeRole.PREFILL]
+    assert [call.node for call in nodes.received if call.leg is NodeRole.DECODE] == ["d0", "d1"]
     assert [call.request.prefix_source is None for call in prefills] == [False, True]
 
 
@@ -234,7 +234,7 @@ def test_a_prefetch_goes_to_the_node_that_would_compute_the_prompt_and_gets_no_t
     token_ids, ending = asyncio.run(run(a_pipeline(nodes), call))
 
     (prefill,) = nodes.received
-    assert prefill.leg is Leg.PREFILL
+    assert prefill.leg is NodeRole.PREFILL
     assert prefill.request.send_to is None
     assert (prefill.request.kv_hints, prefill.request.tenant) == (call.kv_hints, "t")
     assert (token_ids, ending.num_completion_tokens) == ([], 0)
@@ -253,7 +253,9 @@ def test_a_given_seed_is_kept_and_drawn_ones_differ() -> None:
 
     asyncio.run(three())
 
-    seeds = [requested.request.seed for requested in nodes.received if requested.leg is Leg.DECODE]
+    seeds = [
+        requested.request.seed for requested in nodes.received if requested.leg is NodeRole.DECODE
+    ]
     assert seeds[0] == 5
     assert seeds[1] != seeds[2]
 
@@ -266,7 +268,7 @@ def test_a_decode_that_breaks_off_goes_on_elsewhere_without_gap_or_repeat() -> N
 
     token_ids, ending = asyncio.run(run(a_pipeline(nodes, table), a_call()))
 
-    first, second = (requested for requested in nodes.received if requested.leg is Leg.DECODE)
+    first, second = (requested for requested in nodes.received if requested.leg is NodeRole.DECODE)
     assert token_ids == expected_tokens(nodes)
     assert (first.handoff_id.attempt, second.handoff_id.attempt) == (1, 2)
     assert first.node != second.node
@@ -284,7 +286,7 @@ def test_when_the_only_prefill_node_breaks_off_decode_does_it_alone() -> None:
     assert token_ids == expected_tokens(nodes)
     assert ending.served.prefill is PrefillPlace.LOCAL
     assert ending.served.prefill_reason
-    assert [requested.leg for requested in nodes.received].count(Leg.PREFILL) == 1
+    assert [requested.leg for requested in nodes.received].count(NodeRole.PREFILL) == 1
 
 
 def test_a_prefill_node_that_goes_when_decode_has_all_costs_no_second_try() -> None:
@@ -391,7 +393,7 @@ def test_a_refusal_by_prefill_ends_the_decode_leg_and_reaches_the_client() -> No
     with pytest.raises(InvalidRequest, match="too long"):
         asyncio.run(run(a_pipeline(nodes), a_call()))
 
-    assert nodes.left == [Leg.DECODE]
+    assert nodes.left == [NodeRole.DECODE]
 
 
 def test_nodes_that_drain_all_at_once_cost_no_try() -> None:
@@ -404,7 +406,7 @@ def test_nodes_that_drain_all_at_once_cost_no_try() -> None:
     assert token_ids == expected_tokens(nodes)
     assert ending.served.prefill is PrefillPlace.REMOTE
     assert (
-        sorted(requested.node for requested in nodes.received if requested.leg is Leg.PREFILL)
+        sorted(requested.node for requested in nodes.received if requested.leg is NodeRole.PREFILL)
         == names
     )
 
@@ -415,7 +417,7 @@ def test_when_every_try_fails_the_last_failure_is_told() -> None:
     with pytest.raises(NodeFailed):
         asyncio.run(run(a_pipeline(nodes), a_call()))
 
-    assert [a.handoff_id.attempt for a in nodes.received if a.leg is Leg.DECODE] == [1, 2, 3]
+    assert [a.handoff_id.attempt for a in nodes.received if a.leg is NodeRole.DECODE] == [1, 2, 3]
 
 
 def test_attempts_with_progress_do_not_count_against_the_limit() -> None:
@@ -453,7 +455,7 @@ def test_a_node_that_fails_again_and_again_is_avoided_and_then_taken_back() -> N
         return [(await run(pipeline, a_call()))[1].served.prefill for _ in range(count)]
 
     assert asyncio.run(places(4)) == [PrefillPlace.LOCAL] * 4
-    num_asked = [requested.leg for requested in nodes.received].count(Leg.PREFILL)
+    num_asked = [requested.leg for requested in nodes.received].count(NodeRole.PREFILL)
     now[0] = 100.0
 
     assert asyncio.run(places(2)) == [PrefillPlace.REMOTE] * 2
@@ -499,7 +501,7 @@ def test_leaving_early_leaves_both_legs_and_frees_the_id() -> None:
 
     asyncio.run(asyncio.wait_for(leave_then_drain(), timeout=30))
 
-    assert nodes.left == [Leg.DECODE]
+    assert nodes.left == [NodeRole.DECODE]
 
 
 def test_the_time_that_remains_of_the_deadline_goes_to_both_legs_of_every_try() -> None:
@@ -612,7 +614,7 @@ def test_a_leg_that_runs_out_of_time_ends_the_other_one_and_is_not_tried_again()
     with pytest.raises(DeadlineExceeded, match="over"):
         asyncio.run(run(a_pipeline(nodes), a_call()))
 
-    assert nodes.left == [Leg.DECODE]
+    assert nodes.left == [NodeRole.DECODE]
     assert {requested.handoff_id.attempt for requested in nodes.received} == {1}
 
 
@@ -688,7 +690,7 @@ def test_a_request_waits_for_the_only_decode_node_to_come_back_and_goes_on_there
     token_ids = asyncio.run(asyncio.wait_for(restart_under_way(), PATIENCE_S))
 
     assert token_ids == expected_tokens(nodes)
-    assert [requested.leg for requested in nodes.received].count(Leg.DECODE) == 2
+    assert [requested.leg for requested in nodes.received].count(NodeRole.DECODE) == 2
 
 
 OTHER = replace(FINGERPRINT, model="the same in int8")
@@ -839,7 +841,7 @@ def test_the_event_loop_goes_on_while_outputs_with_logprobs_are_caught_up_with()
     async def catch_up() -> list[str]:
         events = Events()
         for output in outputs:
-            events.put(LegOutput(Leg.DECODE, (output,)))
+            events.put(LegOutput(NodeRole.DECODE, (output,)))
         order: list[str] = []
         asyncio.get_running_loop().call_soon(order.append, "another")
         for _ in outputs:
