@@ -9,6 +9,7 @@ from ipaddress import ip_address
 from typing import Annotated
 
 from baton.core.errors import InvalidConfig
+from baton.core.exclusions import Feature, check_exclusions
 from baton.core.options import KV_CACHE, MACHINE, MODEL, NETWORK, TELEMETRY, Option, check_options
 from baton.core.units import parse_bytes
 from baton.engine.config import HEARTBEAT_S
@@ -42,7 +43,6 @@ class ChosenConnector:
 
     name: str
     config: Mapping[str, object]
-    option: str  # that names it
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,38 +152,25 @@ class NodeOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.kv_connector and self.tiers.host_bytes:
-            raise InvalidConfig(
-                "--kv-host-memory is the KV connector `tiers`; leave out it or --kv-connector"
-            )
-        if self.kv_connector_config and not self.kv_connector:
-            raise InvalidConfig("--kv-connector-config needs --kv-connector")
-        self._check_prefix_caching()
-        self._check_device()
-
-    def _check_prefix_caching(self) -> None:
-        if self.enable_prefix_caching:
-            return
-        connector = self.chosen_connector
-        needing = ["--kv-events-endpoint"] if self.kv_events.is_on else []
-        for option in [*needing, *([] if connector is None else [connector.option])]:
-            raise InvalidConfig(f"{option} cannot be used with --no-prefix-caching")
-
-    def _check_device(self) -> None:
-        """On a GPU, some options have no code yet."""
-        if self.runner.device == "cpu":
-            return
-        if self.tiers.host_bytes:
-            raise InvalidConfig("--kv-host-memory: blocks are copied on the CPU only")
-        if self.kv_staging_bytes:
-            raise InvalidConfig("--kv-staging-memory: blocks are converted on the CPU only")
+        check_exclusions(
+            {
+                Feature.GPU: self.runner.device != "cpu",
+                Feature.NO_PREFIX_CACHING: not self.enable_prefix_caching,
+                Feature.HOST_MEMORY_TIER: self.tiers.host_bytes,
+                Feature.KV_CONNECTOR: self.kv_connector,
+                Feature.NO_KV_CONNECTOR: not self.kv_connector,
+                Feature.KV_CONNECTOR_CONFIG: self.kv_connector_config,
+                Feature.KV_EVENTS: self.kv_events.is_on,
+                Feature.KV_STAGING: self.kv_staging_bytes,
+            }
+        )
 
     @property
     def chosen_connector(self) -> ChosenConnector | None:
         if self.kv_connector:
-            return ChosenConnector(self.kv_connector, self.kv_connector_config, "--kv-connector")
+            return ChosenConnector(self.kv_connector, self.kv_connector_config)
         if self.tiers.host_bytes:
-            return ChosenConnector("tiers", asdict(self.tiers), "--kv-host-memory")
+            return ChosenConnector("tiers", asdict(self.tiers))
         return None
 
     @property

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Any
 
-from baton.core.errors import InvalidConfig, require_setting
+from baton.core.errors import require_setting
+from baton.core.exclusions import Feature, check_exclusions
 from baton.core.extra_args import Check, reject_extra_args
 from baton.core.options import BATCHING, KV_CACHE, Option, check_options
 from baton.engine.runner.config import MaxNumSeqs
@@ -164,6 +165,15 @@ class SchedulerConfig:
         check_options(self)
         self._check_sizes()
         self._check_prefill_limits()
+        check_exclusions(
+            {
+                Feature.NO_CHUNKED_PREFILL: not self.enable_chunked_prefill,
+                Feature.LONG_PREFILL_THRESHOLD: self.long_prefill_token_threshold,
+                Feature.NO_LONG_PREFILL_THRESHOLD: not self.long_prefill_token_threshold,
+                Feature.MAX_LONG_PREFILLS: self.max_long_partial_prefills is not None,
+                Feature.TARGET_STEP_TIME: self.target_step_s is not None,
+            }
+        )
 
     @property
     def num_slots_per_decode(self) -> int:
@@ -181,9 +191,6 @@ class SchedulerConfig:
         require_setting("max_num_batched_tokens", budget, budget >= self.max_num_seqs, expected)
 
     def _check_prefill_limits(self) -> None:
-        threshold = self.long_prefill_token_threshold
-        if threshold and not self.enable_chunked_prefill:
-            raise InvalidConfig("long_prefill_token_threshold needs enable_chunked_prefill")
         for name in ("max_num_partial_prefills", "max_long_partial_prefills"):
             limit = getattr(self, name)
             require_setting(name, limit, limit is None or limit >= 1, "at least 1, or left out")
@@ -193,7 +200,3 @@ class SchedulerConfig:
         require_setting(
             "target_step_s", target_s, target_s is None or target_s > 0, "above 0, or left out"
         )
-        if target_s is not None and not self.enable_chunked_prefill:
-            raise InvalidConfig("target_step_s needs enable_chunked_prefill")
-        if self.max_long_partial_prefills is not None and not threshold:
-            raise InvalidConfig("max_long_partial_prefills needs long_prefill_token_threshold")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from baton.core.errors import InvalidConfig
+from baton.core.exclusions import Feature, check_exclusions
 from baton.core.ids import HandoffId, RequestId
 from baton.core.output import Failure, FailureCause, FinishReason, Output
 from baton.core.request import EngineRequest
@@ -38,11 +38,12 @@ class Scheduler:
         external: ExternalKv | None = None,
         pulls: PullConfig | None = None,  # None: prefixes are never pulled from peers
     ) -> None:
-        if cache_config.num_state_blocks and config.num_lookahead_tokens:
-            raise InvalidConfig(
-                "--speculative cannot be used with this model: its recurrent layers cannot take "
-                "back a rejected draft token"
-            )
+        check_exclusions(
+            {
+                Feature.SPECULATION: config.num_lookahead_tokens,
+                Feature.RECURRENT_LAYERS: cache_config.num_state_blocks,
+            }
+        )
         self.config = config
         self.cache_config = cache_config
         self._state = SchedulerState(config, cache_config, external, pulls)

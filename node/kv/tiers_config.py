@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from baton.core.errors import InvalidConfig
+from baton.core.exclusions import Feature, check_exclusions
 from baton.core.options import KV_CACHE, Option, check_options
 from baton.core.units import parse_bytes
 
@@ -81,12 +82,13 @@ class TiersConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
-        backing = {"--kv-folder": self.folder, "--kv-object-store": self.object_store}
-        for option, value in backing.items():
-            if value and not self.host_bytes:
-                raise InvalidConfig(
-                    f"{option} needs --kv-host-memory, such as 1GiB: blocks wait there to be stored"
-                )
+        check_exclusions(
+            {
+                Feature.NO_HOST_MEMORY_TIER: not self.host_bytes,
+                Feature.FOLDER_TIER: self.folder,
+                Feature.OBJECT_TIER: self.object_store,
+            }
+        )
 
 
 def parse_tiers(given: Mapping[str, Any]) -> TiersConfig:

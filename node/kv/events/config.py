@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from baton.core.errors import InvalidConfig
+from baton.core.exclusions import Feature, check_exclusions
 from baton.core.options import KV_EVENTS, Option, check_options
 
 TCP, IPC = "tcp://", "ipc://"
@@ -78,11 +79,15 @@ class KvEventsConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
+        check_exclusions(
+            {
+                Feature.KV_EVENTS_REPLAY: self.replay_endpoint,
+                Feature.NO_KV_EVENTS: not self.endpoint,
+            }
+        )
         if self.endpoint:
             self._check_endpoint("--kv-events-endpoint", self.endpoint)
         if self.replay_endpoint:
-            if not self.endpoint:
-                raise InvalidConfig("--kv-events-replay-endpoint needs --kv-events-endpoint")
             self._check_endpoint("--kv-events-replay-endpoint", self.replay_endpoint)
 
     @property

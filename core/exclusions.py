@@ -1,0 +1,128 @@
+"""One table of the settings and model features that exclude each other, checked at start. Pure.
+
+Each config checks the rows of its own fields when it is made. Features that meet later, such as
+those of a model and of the scheduler, are checked where they meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum, auto
+from typing import NamedTuple
+
+from baton.core.errors import InvalidConfig
+
+
+class Feature(Enum):
+    """Feature that is in use, or an expected one that is not (NO_...)."""
+
+    GPU = auto()
+    RECURRENT_LAYERS = auto()
+    SPECULATION = auto()
+    NO_CHUNKED_PREFILL = auto()
+    LONG_PREFILL_THRESHOLD = auto()
+    NO_LONG_PREFILL_THRESHOLD = auto()
+    MAX_LONG_PREFILLS = auto()
+    TARGET_STEP_TIME = auto()
+    NO_PREFIX_CACHING = auto()
+    KV_EVENTS = auto()
+    NO_KV_EVENTS = auto()
+    KV_EVENTS_REPLAY = auto()
+    KV_STAGING = auto()
+    HOST_MEMORY_TIER = auto()
+    NO_HOST_MEMORY_TIER = auto()
+    FOLDER_TIER = auto()
+    OBJECT_TIER = auto()
+    KV_CONNECTOR = auto()
+    NO_KV_CONNECTOR = auto()
+    KV_CONNECTOR_CONFIG = auto()
+
+
+class Exclusion(NamedTuple):
+    feature: Feature
+    other: Feature
+    message: str  # names both, and the reason if it is not plain
+
+
+EXCLUSIONS = (
+    Exclusion(
+        Feature.SPECULATION,
+        Feature.RECURRENT_LAYERS,
+        "--speculative cannot be used with this model: its recurrent layers cannot take back a "
+        "rejected draft token",
+    ),
+    Exclusion(
+        Feature.LONG_PREFILL_THRESHOLD,
+        Feature.NO_CHUNKED_PREFILL,
+        "long_prefill_token_threshold needs enable_chunked_prefill",
+    ),
+    Exclusion(
+        Feature.TARGET_STEP_TIME,
+        Feature.NO_CHUNKED_PREFILL,
+        "target_step_s needs enable_chunked_prefill",
+    ),
+    Exclusion(
+        Feature.MAX_LONG_PREFILLS,
+        Feature.NO_LONG_PREFILL_THRESHOLD,
+        "max_long_partial_prefills needs long_prefill_token_threshold",
+    ),
+    Exclusion(
+        Feature.FOLDER_TIER,
+        Feature.NO_HOST_MEMORY_TIER,
+        "--kv-folder needs --kv-host-memory, such as 1GiB: blocks wait there to be stored",
+    ),
+    Exclusion(
+        Feature.OBJECT_TIER,
+        Feature.NO_HOST_MEMORY_TIER,
+        "--kv-object-store needs --kv-host-memory, such as 1GiB: blocks wait there to be stored",
+    ),
+    Exclusion(
+        Feature.KV_CONNECTOR,
+        Feature.HOST_MEMORY_TIER,
+        "--kv-host-memory is the KV connector `tiers`; leave out it or --kv-connector",
+    ),
+    Exclusion(
+        Feature.KV_CONNECTOR_CONFIG,
+        Feature.NO_KV_CONNECTOR,
+        "--kv-connector-config needs --kv-connector",
+    ),
+    Exclusion(
+        Feature.KV_EVENTS_REPLAY,
+        Feature.NO_KV_EVENTS,
+        "--kv-events-replay-endpoint needs --kv-events-endpoint",
+    ),
+    Exclusion(
+        Feature.KV_EVENTS,
+        Feature.NO_PREFIX_CACHING,
+        "--kv-events-endpoint cannot be used with --no-prefix-caching",
+    ),
+    Exclusion(
+        Feature.KV_CONNECTOR,
+        Feature.NO_PREFIX_CACHING,
+        "--kv-connector cannot be used with --no-prefix-caching",
+    ),
+    Exclusion(
+        Feature.HOST_MEMORY_TIER,
+        Feature.NO_PREFIX_CACHING,
+        "--kv-host-memory cannot be used with --no-prefix-caching",
+    ),
+    # There is no code yet for these on a GPU.
+    Exclusion(
+        Feature.HOST_MEMORY_TIER,
+        Feature.GPU,
+        "--kv-host-memory: blocks are copied on the CPU only",
+    ),
+    Exclusion(
+        Feature.KV_STAGING,
+        Feature.GPU,
+        "--kv-staging-memory: blocks are converted on the CPU only",
+    ),
+)
+
+
+def check_exclusions(are_used: Mapping[Feature, object]) -> None:
+    """Raise InvalidConfig for the first row of the table whose features are both used."""
+    used = {feature for feature, is_used in are_used.items() if is_used}
+    for row in EXCLUSIONS:
+        if row.feature in used and row.other in used:
+            raise InvalidConfig(row.message)
