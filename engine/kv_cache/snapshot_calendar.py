@@ -16,6 +16,7 @@ from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.kv_cache.recurrent_state import RecurrentState
 from baton.engine.kv_cache.state_group import StateGroup
 from baton.engine.plan import StateSnapshot
+from baton.engine.step_calendar import StepCalendar
 
 
 class _Tracked(NamedTuple):
@@ -37,15 +38,14 @@ class SnapshotCalendar:
         self._block_size = block_size
         # At this distance, snapshots take as much memory as the blocks of one KV group.
         self._interval = states.num_blocks * block_size
-        self._next_pass = 1
-        self._due: dict[int, list[_Tracked]] = {}
+        self._calendar: StepCalendar[_Tracked] = StepCalendar()
         self._pending: list[tuple[_Tracked, tuple[StateSnapshot, ...]]] = []
 
     def start_decode(self, held: HeldKv, max_num_slots: int) -> None:
         """Track a request whose next token is computed by the next pass to be planned."""
         if held.state is not None:
             tracked = _Tracked(held, held.state, max_num_slots)
-            self._set_due(tracked, held.num_computed_tokens, self._next_pass)
+            self._set_due(tracked, held.num_computed_tokens)
 
     def plan(
         self, chunks: Iterable[tuple[HeldKv, int]]
@@ -53,12 +53,13 @@ class SnapshotCalendar:
         """Allocate snapshots for the coming pass, from the blocks that nothing else needs."""
         for held, num_tokens in chunks:
             self._take(held, self._positions(held, num_tokens))
-        for tracked in self._due.pop(self._next_pass, ()):
+        for tracked in self._calendar.begin_step():
             if tracked.is_alive:
                 position = tracked.held.num_computed_tokens + 1
                 self._take(tracked.held, [position])
-                self._set_due(tracked, position, self._next_pass + 1)
-        self._next_pass += 1
+                self._set_due(tracked, position)
+        if not self._pending:  # most steps
+            return {}
         return {tracked.held.request_id: taken for tracked, taken in self._pending}
 
     def apply(self) -> None:
@@ -95,8 +96,8 @@ class SnapshotCalendar:
         if taken and held.state is not None:
             self._pending.append((_Tracked(held, held.state), tuple(taken)))
 
-    def _set_due(self, tracked: _Tracked, num_computed: int, next_pass: int) -> None:
+    def _set_due(self, tracked: _Tracked, num_computed: int) -> None:
         """Record the pass that computes the token before the next position."""
         num_ahead = self._interval - num_computed % self._interval
         if num_computed + num_ahead <= tracked.max_num_slots:
-            self._due.setdefault(next_pass + num_ahead - 1, []).append(tracked)
+            self._calendar.add(self._calendar.step + num_ahead, tracked)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from baton.core.ids import RequestId
 from baton.engine.plan import BlockTables, Plan, PlanRow, StateSnapshot
 from baton.engine.scheduler.request import NOT_DUE, Request
+from baton.engine.step_calendar import StepCalendar
 from baton.kv_transfer.types import KvOrders
 
 
@@ -19,8 +20,7 @@ class Batch:
         self.prefilling: dict[RequestId, Request] = {}  # the subset of `running` in prefill
         self.chunks: list[tuple[Request, int]] = []  # prefill tokens in the current plan
         self._decode_tokens: dict[RequestId, int] = {}
-        self._due: dict[int, list[Request]] = {}
-        self._step = 0
+        self._calendar: StepCalendar[Request] = StepCalendar()
         self._dropped: list[RequestId] = []
         self._started: list[PlanRow] = []
         self._new_block_ids: dict[RequestId, BlockTables] = {}
@@ -38,12 +38,11 @@ class Batch:
 
     def begin_step(self) -> list[Request]:
         """Begin a step. Returns the decoding requests that need blocks for it, in rank order."""
-        self._step += 1
         self.chunks = []
         short = []
-        for request in self._due.pop(self._step, ()):
+        for request in self._calendar.begin_step():
             # Entries of removed requests stay behind, and a resumed request can have two.
-            if request.due_step == self._step:
+            if request.due_step == self._calendar.step:
                 request.due_step = NOT_DUE
                 short.append(request)
         short.sort(key=_rank)
@@ -61,18 +60,18 @@ class Batch:
         """Add a request whose last token alone is not computed. It decodes from this step on."""
         self._start(request)
         self._decode_tokens[request.request_id] = 1
-        self._set_due(request, capacity, self._step)
+        self._set_due(request, capacity, self._calendar.step)
 
     def turn_to_decode(self, request: Request, capacity: int) -> None:
         """Move a request from prefill to decode. It decodes from the next step on."""
         del self.prefilling[request.request_id]
         self._decode_tokens[request.request_id] = 1
-        self._set_due(request, capacity, self._step + 1)
+        self._set_due(request, capacity, self._calendar.step + 1)
 
     def grow(self, request: Request, block_ids: BlockTables, capacity: int) -> None:
         if block_ids[0]:
             self._new_block_ids[request.request_id] = block_ids
-        self._set_due(request, capacity, self._step)
+        self._set_due(request, capacity, self._calendar.step)
 
     def remove(self, request: Request) -> None:
         request_id = request.request_id
@@ -127,10 +126,10 @@ class Batch:
             return
         room = capacity - request.kv.num_computed_tokens - self._num_slots_per_decode
         due_step = step + room // self._num_slots_per_decode + 1
-        if due_step <= self._step:  # too few blocks for draft tokens
-            due_step = self._step + 1
+        if due_step <= self._calendar.step:  # too few blocks for draft tokens
+            due_step = self._calendar.step + 1
         request.due_step = due_step
-        self._due.setdefault(due_step, []).append(request)
+        self._calendar.add(due_step, request)
 
 
 def make_row(request: Request) -> PlanRow:

@@ -52,9 +52,8 @@ class StepPlanner:
         self._spend_leftover(can_admit)
         if self._config.push_layers:
             self._send_layers()
-        snapshots = self._state.cache.plan_pass(
-            (each.kv, num_tokens) for each, num_tokens in batch.chunks
-        )
+        chunks = [(request.kv, num_tokens) for request, num_tokens in batch.chunks]
+        snapshots = self._state.cache.plan_pass(chunks)
         self._state.arrivals.stores.store_new()
         return batch.take_plan(
             self._state.arrivals.orders.take(), self.budget.num_draft_tokens, snapshots
