@@ -183,7 +183,7 @@ class LLM:
         grammars = self._compile_grammars(specs)
         builders = {spec.request_id: self._new_builder(spec, stop) for spec in specs}
         for spec in specs:
-            self.engine.scheduler.add(spec)
+            self.engine.scheduler.enqueue(spec)
             structured_outputs = spec.sampling.structured_outputs
             if structured_outputs is not None:
                 self.engine.scheduler.add_grammar(spec, grammars[structured_outputs])

@@ -157,7 +157,7 @@ class EngineThread:
 
     def _add_request(self, spec: EngineRequest) -> None:
         try:
-            self._core.scheduler.add(spec)
+            self._core.scheduler.enqueue(spec)
         except InvalidRequest as refusal:
             failure = Failure(str(refusal), FailureCause.REQUEST)
             self._pass_on([_failed_output(spec.request_id, failure)])

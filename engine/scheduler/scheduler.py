@@ -60,6 +60,10 @@ class Scheduler:
     def add(self, spec: EngineRequest) -> None:
         """Queue a request. Raises InvalidRequest, changing nothing, if it can never be served."""
         self.validate(spec)
+        self.enqueue(spec)
+
+    def enqueue(self, spec: EngineRequest) -> None:
+        """Queue a request that was validated. Raises InvalidRequest if one of its ids is in use."""
         self._state.add(spec)
 
     def add_grammar(self, spec: EngineRequest, grammar: Grammar) -> None:
