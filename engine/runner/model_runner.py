@@ -29,7 +29,8 @@ from baton.engine.runner.attention.paged_attention import PagedAttention
 from baton.engine.runner.device import FencedHook, make_fences, to_device
 from baton.engine.runner.input_batch import NO_DRAFTS, Drafts, PersistentBatch, Step
 from baton.engine.runner.layout import Ints
-from baton.engine.runner.model.decoder import Decoder, Ends
+from baton.engine.runner.model.decoder import Decoder
+from baton.engine.runner.model.mixers import Ends, ForwardPass
 from baton.engine.runner.model.rope import Ropes
 from baton.engine.runner.model_info import KvMemory, ModelInfo, PassHook
 from baton.engine.runner.sampling.logits_processors import NO_PROCESSORS, Processors
@@ -141,11 +142,13 @@ class TorchRunner:
         tensors = self._to_device(step, ends)
         hidden_states = self.decoder.forward(
             tensors.token_ids,
-            self._ropes.angles(tensors.positions, tensors.seen_lens),
-            self._attention.begin(step.layout),
+            ForwardPass(
+                self._ropes.angles(tensors.positions, tensors.seen_lens),
+                self._attention.begin(step.layout),
+                self._begin_linear_attention(step),
+            ),
             None if self.hook is None else FencedHook(self.hook, self.fences, is_retry),
             None if needs_all else self._ends(step, ends, tensors.ends),
-            self._begin_linear_attention(step),
         )
         if not needs_all:
             return HiddenStates(hidden_states)

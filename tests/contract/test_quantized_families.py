@@ -23,7 +23,8 @@ from baton.engine.runner.kernels.native import NativeLinear
 from baton.engine.runner.load import RunnerConfig, load_runner
 from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.experts import Moe
-from baton.engine.runner.model.layers import Layer, Layers
+from baton.engine.runner.model.layer_weights import Layer
+from baton.engine.runner.model.layers import DecoderLayer
 from baton.engine.runner.model_info import LoadProgress
 from baton.engine.runner.weights.decoder_loading import load_decoder
 from baton.engine.runner.weights.safetensors import WeightFiles
@@ -122,7 +123,7 @@ def test_mxfp4_stays_packed_with_native_kernels(write: Write) -> None:
     packed, _ = write("gpt-oss", MXFP4)
     parts, loaded = native_parts(), list[Layer]()
 
-    def make_layers(config: ModelConfig, layers: Sequence[Layer]) -> Layers:
+    def make_layers(config: ModelConfig, layers: Sequence[Layer]) -> Sequence[DecoderLayer]:
         loaded.extend(layers)
         return parts.make_layers(config, layers)
 

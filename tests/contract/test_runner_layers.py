@@ -17,11 +17,12 @@ from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.kernels.choose import TORCH, Parts, native_parts
 from baton.engine.runner.kernels.native import Kernels, NativeOps
 from baton.engine.runner.kernels.native_attention import NativePagedAttention
-from baton.engine.runner.kernels.native_layers import NativeLayers, native_layers
+from baton.engine.runner.kernels.native_layers import FusedLayer, native_layers
 from baton.engine.runner.layout import PassLayout
 from baton.engine.runner.model.config import ModelConfig
-from baton.engine.runner.model.decoder import Ends
-from baton.engine.runner.model.layers import Layer, Layers, UnfusedLayers
+from baton.engine.runner.model.layer_weights import Layer
+from baton.engine.runner.model.layers import DecoderLayer, unfused_layers
+from baton.engine.runner.model.mixers import Ends, ForwardPass
 from baton.engine.runner.model.rope import Ropes
 from baton.engine.runner.weights.decoder_loading import attention_of, load_decoder
 from baton.engine.runner.weights.safetensors import WeightFiles
@@ -55,17 +56,17 @@ ALL_VARIANTS = {**VARIANTS, **FAMILY_VARIANTS}
 
 
 def part_by_part(parts: Parts) -> Parts:
-    def layers(config: ModelConfig, layers: Sequence[Layer]) -> Layers:
-        return UnfusedLayers(config, parts.ops, layers)
+    def layers(config: ModelConfig, layers: Sequence[Layer]) -> Sequence[DecoderLayer]:
+        return unfused_layers(config, parts.ops, layers)
 
     return replace(parts, make_layers=layers)
 
 
-def recording(parts: Parts) -> tuple[Parts, list[Layers]]:
+def recording(parts: Parts) -> tuple[Parts, list[Sequence[DecoderLayer]]]:
     """Return the parts, and a list of the layers that they make."""
-    made: list[Layers] = []
+    made: list[Sequence[DecoderLayer]] = []
 
-    def make_layers(config: ModelConfig, layers: Sequence[Layer]) -> Layers:
+    def make_layers(config: ModelConfig, layers: Sequence[Layer]) -> Sequence[DecoderLayer]:
         made.append(parts.make_layers(config, layers))
         return made[-1]
 
@@ -100,7 +101,9 @@ def passes_through(
             of_ends = np.array(sampled, dtype=np.int64)
             places = torch.from_numpy(layout.last_token_indices(of_ends))
             ends = Ends(places, attention.begin(layout.restrict_to_last_tokens(of_ends)))
-        found.append(decoder.forward(token_ids, angles, attention.begin(layout), None, ends))
+        found.append(
+            decoder.forward(token_ids, ForwardPass(angles, attention.begin(layout)), None, ends)
+        )
     return [*found, kv]
 
 
@@ -133,7 +136,7 @@ def test_a_layer_in_one_call_has_the_bits_of_its_parts(
     whole = passes_through(folder, parts, quantize)
     apart = passes_through(folder, part_by_part(parts), quantize)
 
-    assert isinstance(made[0], NativeLayers)
+    assert all(isinstance(layer, FusedLayer) for layer in made[0])
     assert all(map(torch.equal, whole, apart))
 
 
@@ -151,8 +154,22 @@ def test_every_build_takes_layers_in_one_call(kernels: Kernels, tmp_path: Path) 
     whole = passes_through(folder, parts, "none")
     apart = passes_through(folder, part_by_part(parts), "none")
 
-    assert isinstance(made[0], NativeLayers)
+    assert all(isinstance(layer, FusedLayer) for layer in made[0])
     assert all(map(torch.equal, whole, apart))
+
+
+def test_a_model_with_recurrent_layers_has_its_attention_in_one_call(tmp_path: Path) -> None:
+    """Its tokens are those of the reference: tests/golden/test_state_families.py."""
+    variant = replace(FAMILY_VARIANTS["granite-4-moe"], dtype="bfloat16")
+    folder = make_model_folder(tmp_path, variant)
+    config = read_model_config(folder)
+    parts, made = recording(native_parts())
+
+    with WeightFiles(folder) as files:
+        load_decoder(config, files, LoadTarget(torch.bfloat16, CPU, parts))
+
+    fused = [index for index, layer in enumerate(made[0]) if isinstance(layer, FusedLayer)]
+    assert tuple(fused) == config.attention_layers
 
 
 def at_ends(passed: Sequence[Tensor]) -> list[Tensor]:

@@ -27,7 +27,8 @@ from baton.engine.runner.kernels.native_attention import NativePagedAttention
 from baton.engine.runner.kernels.native_layers import native_layers
 from baton.engine.runner.kernels.native_linear_attention import NativeLinearAttention
 from baton.engine.runner.model.config import ModelConfig
-from baton.engine.runner.model.layers import Layer, Layers, UnfusedLayers
+from baton.engine.runner.model.layer_weights import Layer
+from baton.engine.runner.model.layers import DecoderLayer, unfused_layers
 from baton.engine.runner.model.ops import Ops
 from baton.engine.runner.model.torch_ops import TorchOps
 from baton.engine.runner.state.linear_attention import LinearAttention, TorchLinearAttention
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 
 MakeAttention = Callable[[Tensor, Sequence[LayerAttention]], PagedAttention]
 MakeLinearAttention = Callable[[Tensor, StateShape], LinearAttention]
-MakeLayers = Callable[[ModelConfig, Sequence[Layer]], Layers]
+MakeLayers = Callable[[ModelConfig, Sequence[Layer]], Sequence[DecoderLayer]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +52,11 @@ class Parts:
     make_linear_attention: MakeLinearAttention = TorchLinearAttention
 
 
-def _plain_layers(config: ModelConfig, layers: Sequence[Layer]) -> Layers:
-    return UnfusedLayers(config, TorchOps(), layers)
+def _torch_layers(config: ModelConfig, layers: Sequence[Layer]) -> Sequence[DecoderLayer]:
+    return unfused_layers(config, TorchOps(), layers)
 
 
-TORCH = Parts("torch", TorchOps(), TorchPagedAttention, _plain_layers)
+TORCH = Parts("torch", TorchOps(), TorchPagedAttention, _torch_layers)
 
 
 def choose_parts(wanted: str, dtype: torch.dtype, device: torch.device) -> Parts:

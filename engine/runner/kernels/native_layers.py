@@ -5,12 +5,12 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from baton.engine.kv_cache.groups import layer_places
-from baton.engine.runner.attention.paged_attention import AttentionPass
 from baton.engine.runner.kernels.abi import LayerArgs, PackedMatrix, PassArgs, RopeAngles
 from baton.engine.runner.kernels.native import (
     Kernels,
@@ -23,34 +23,42 @@ from baton.engine.runner.kernels.native_experts import gate_params
 from baton.engine.runner.kernels.torch_parts import torch_parts
 from baton.engine.runner.model.config import ModelConfig, QkNorm
 from baton.engine.runner.model.experts import Mlp, Moe
-from baton.engine.runner.model.layers import (
-    Layer,
-    LayerPass,
-    Layers,
-    UnfusedLayers,
-    add_mlp,
-    gate_of,
-)
+from baton.engine.runner.model.layer_weights import Layer
+from baton.engine.runner.model.layers import DecoderLayer, add_mlp, gate_of, unfused_layers
 from baton.engine.runner.model.linear import Linear
-from baton.engine.runner.model.rope import Angles
-from baton.engine.runner.state.linear_attention import LinearAttentionPass
+from baton.engine.runner.model.mixers import ForwardPass
 
 log = logging.getLogger(__name__)
 
 
-def native_layers(kernels: Kernels, config: ModelConfig, layers: Sequence[Layer]) -> Layers:
-    """Return fused layers, or `UnfusedLayers` with latent or linear attention or reordered columns.
+def native_layers(
+    kernels: Kernels, config: ModelConfig, layers: Sequence[Layer]
+) -> Sequence[DecoderLayer]:
+    """Return the layers, each of them fused where there are kernels for all of its parts.
 
     Logs the parts of the model that torch computes.
     """
     parts = torch_parts(config, layers)
     if parts:
         log.info("%s: torch computes the %s", config.architecture, ", the ".join(parts))
-    matrices = (native_matrix(linear) for layer in layers for linear in _linears(layer))
-    is_plain = config.latent is None and config.recurrent is None and not config.has_output_gate
-    if is_plain and None not in matrices:
-        return NativeLayers(kernels, config, layers)
-    return UnfusedLayers(config, NativeOps(kernels), layers)
+    made = list(unfused_layers(config, NativeOps(kernels), layers))
+    fused = [index for index, layer in enumerate(layers) if _can_fuse(config, layer)]
+    places = layer_places(config.kv_groups())
+    numbers = {index: number for number, index in enumerate(config.attention_layers)}
+    args = {
+        index: _layer_args(config, index, layers[index], places[numbers[index]].place)
+        for index in fused
+    }
+    passes = _FusedPasses(kernels, config, list(args.values()))
+    for index in fused:
+        made[index] = FusedLayer(passes, layers[index], args[index], numbers[index])
+    return made
+
+
+def _can_fuse(config: ModelConfig, layer: Layer) -> bool:
+    """Return whether a layer has plain attention and no matrix with reordered columns."""
+    is_plain = layer.recurrent is None and layer.latent is None and not config.has_output_gate
+    return is_plain and None not in [native_matrix(linear) for linear in _linears(layer)]
 
 
 def _linears(layer: Layer) -> Iterator[Linear]:
@@ -59,31 +67,23 @@ def _linears(layer: Layer) -> Iterator[Linear]:
         yield from (layer.mlp.gate_up, layer.mlp.down)
 
 
-class NativeLayers:
-    """Implements `Layers`, bit-identical to `UnfusedLayers` with the same kernels."""
+class _FusedPasses:
+    """Arguments of the fused layers of a pass, which share its buffers."""
 
-    def __init__(self, kernels: Kernels, config: ModelConfig, layers: Sequence[Layer]) -> None:
+    def __init__(
+        self, kernels: Kernels, config: ModelConfig, layer_args: Sequence[LayerArgs]
+    ) -> None:
         self.kernels = kernels
         self.config = config
         self.ops = NativeOps(kernels)
-        self.layers = tuple(layers)
-        places = layer_places(config.kv_groups())
-        self.layer_args = [
-            _layer_args(config, index, layer, places[index].place)
-            for index, layer in enumerate(layers)
-        ]
-        self._plain = UnfusedLayers(config, self.ops, layers)
+        self._layer_args = layer_args
 
-    def begin(
-        self,
-        angles: Sequence[Angles],
-        attention: AttentionPass,
-        linear_attention: LinearAttentionPass | None = None,
-    ) -> LayerPass:
+    def begin(self, forward_pass: ForwardPass) -> _FusedPass:
+        attention = forward_pass.attention
         if not isinstance(attention, NativePass):
-            return self._plain.begin(angles, attention)
-        angles = [(cosines.contiguous(), sines.contiguous()) for cosines, sines in angles]
-        pointers = [RopeAngles(cosines.data_ptr(), sines.data_ptr()) for cosines, sines in angles]
+            raise TypeError(f"fused layers need native attention, not {attention!r}")
+        angles = [(cos.contiguous(), sin.contiguous()) for cos, sin in forward_pass.angles]
+        pointers = [RopeAngles(cos.data_ptr(), sin.data_ptr()) for cos, sin in angles]
         by_rope = (RopeAngles * len(angles))(*pointers)
         buffers = self._allocate_buffers(len(angles[0][0]))
         args_by_group = [
@@ -100,13 +100,13 @@ class NativeLayers:
             for batch, params in zip(attention.batches, attention.params, strict=True)
         ]
         args = [args_by_group[layer.kv_group] for layer in attention.layers]
-        return _NativeLayerPass(self, args, (angles, by_rope, buffers, attention))
+        return _FusedPass(args, (angles, by_rope, buffers, attention))
 
     def _allocate_buffers(self, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         config = self.config
         query_rows = config.num_heads * config.head_dim
-        wide = max(max(each.qkv.num_rows, each.gate_up.num_rows) for each in self.layer_args)
-        heads = max(each.down.num_columns for each in self.layer_args)
+        wide = max(max(each.qkv.num_rows, each.gate_up.num_rows) for each in self._layer_args)
+        heads = max(each.down.num_columns for each in self._layer_args)
         sizes = (
             max(config.hidden_size, query_rows),
             max(config.hidden_size, wide),
@@ -118,37 +118,50 @@ class NativeLayers:
         return narrow_buf, wide_buf, heads_buf
 
 
-class _NativeLayerPass:
-    def __init__(self, layers: NativeLayers, args: Sequence[PassArgs], alive: object) -> None:
-        self._library = layers.kernels.library
-        self._layers = layers
-        self._args = args  # by layer
-        self._alive = alive  # owners of the memory that `args` points to
+class _FusedPass(NamedTuple):
+    args: Sequence[PassArgs]  # by number among the layers with attention
+    alive: object  # owners of the memory that `args` points to
 
-    def through(self, index: int, hidden_states: Tensor) -> Tensor:
+
+class FusedLayer:
+    """Implements `DecoderLayer` by one call, or two with experts.
+
+    Bit-identical to `UnfusedLayer` with the same kernels.
+    """
+
+    needs_all_tokens = False
+
+    def __init__(self, passes: _FusedPasses, layer: Layer, args: LayerArgs, number: int) -> None:
+        self._library = passes.kernels.library
+        self._passes = passes
+        self._layer = layer
+        self._args = args
+        self._number = number
+
+    def through(self, forward_pass: ForwardPass, hidden_states: Tensor) -> Tensor:
         hidden_states = hidden_states.contiguous()
-        if isinstance(self._layers.layers[index].mlp, Moe):
-            return self._through_experts(index, hidden_states)
-        layer = self._layers.layer_args[index]
-        self._library.baton_layer(layer, self._args[index], hidden_states.data_ptr())
+        pass_args = self._pass_args(forward_pass)
+        if isinstance(self._layer.mlp, Moe):
+            return self._through_experts(pass_args, hidden_states)
+        self._library.baton_layer(self._args, pass_args, hidden_states.data_ptr())
         return hidden_states
 
-    def _through_experts(self, index: int, hidden_states: Tensor) -> Tensor:
-        layers, layer = self._layers, self._layers.layers[index]
+    def _through_experts(self, pass_args: PassArgs, hidden_states: Tensor) -> Tensor:
+        passes, layer = self._passes, self._layer
         mlp_input = hidden_states if layer.mlp_norm is None else torch.empty_like(hidden_states)
         self._library.baton_layer_attention(
-            layers.layer_args[index],
-            self._args[index],
-            hidden_states.data_ptr(),
-            mlp_input.data_ptr(),
+            self._args, pass_args, hidden_states.data_ptr(), mlp_input.data_ptr()
         )
-        return add_mlp(layers.config, layers.ops, layer, hidden_states, mlp_input)
+        return add_mlp(passes.config, passes.ops, layer, hidden_states, mlp_input)
 
-    def write(self, index: int, hidden_states: Tensor) -> None:
+    def write(self, forward_pass: ForwardPass, hidden_states: Tensor) -> None:
         hidden_states = hidden_states.contiguous()
         self._library.baton_layer_write_kv(
-            self._layers.layer_args[index], self._args[index], hidden_states.data_ptr()
+            self._args, self._pass_args(forward_pass), hidden_states.data_ptr()
         )
+
+    def _pass_args(self, forward_pass: ForwardPass) -> PassArgs:
+        return forward_pass.once(self._passes.begin).args[self._number]
 
 
 def _layer_args(config: ModelConfig, index: int, layer: Layer, place: int) -> LayerArgs:

@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from baton.engine.runner.attention.paged_attention import AttentionPass
 from baton.engine.runner.device import FencedHook
 from baton.engine.runner.model.config import ModelConfig
-from baton.engine.runner.model.layers import Layers
+from baton.engine.runner.model.layers import DecoderLayer, compute_ends
 from baton.engine.runner.model.linear import Linear
+from baton.engine.runner.model.mixers import Ends, ForwardPass
 from baton.engine.runner.model.ops import Norm, Ops, Peaks
-from baton.engine.runner.model.rope import Angles
-from baton.engine.runner.state.linear_attention import LinearAttentionPass
-
-
-@dataclass(frozen=True, slots=True)
-class Ends:
-    """Tokens whose hidden states are needed, with an attention pass over them alone.
-
-    The last layer computes only these tokens, after the KV of all tokens was written. A recurrent
-    one computes all.
-    """
-
-    places: Tensor  # flat indices
-    attention: AttentionPass
 
 
 class Decoder:
@@ -38,7 +23,7 @@ class Decoder:
         config: ModelConfig,
         ops: Ops,
         embedding: Linear,
-        layers: Layers,
+        layers: Sequence[DecoderLayer],
         norm: Norm,
         head: Linear,
     ) -> None:
@@ -52,36 +37,24 @@ class Decoder:
     def forward(
         self,
         token_ids: Tensor,
-        angles: Sequence[Angles],
-        attention: AttentionPass,
+        forward_pass: ForwardPass,
         hook: FencedHook | None,
         ends: Ends | None = None,
-        linear_attention: LinearAttentionPass | None = None,
     ) -> Tensor:
         """[tokens] → [tokens, hidden_size], normalised and ready for `logits`.
 
-        With `ends`, only the hidden states of those tokens are returned, and the last layer
-        computes only keys and values of the others.
+        With `ends`, only the hidden states of those tokens are returned.
         """
-        hidden_states = self._embed(token_ids)
-        layers = self._layers.begin(angles, attention, linear_attention)
-        last = self._config.num_layers - 1
-        if self._config.layers[last].is_recurrent:
-            last += 1  # its state needs all tokens
-        for index in range(self._config.num_layers):
+        hidden_states, last = self._embed(token_ids), len(self._layers) - 1
+        for index, layer in enumerate(self._layers):
             if index == last and ends is not None:
-                layers.write(index, hidden_states)
-                hidden_states = hidden_states[ends.places]
-                angles = [(cos[ends.places], sin[ends.places]) for cos, sin in angles]
-                layers = self._layers.begin(angles, ends.attention)
-            if len(hidden_states):
-                hidden_states = layers.through(index, hidden_states)
+                hidden_states = compute_ends(layer, forward_pass, hidden_states, ends)
+            else:
+                hidden_states = layer.through(forward_pass, hidden_states)
             if hook is not None:
                 hook.layer_done(index)
         if hook is not None:
             hook.pass_done()
-        if ends is not None and last == self._config.num_layers:
-            hidden_states = hidden_states[ends.places]
         return self._ops.rms_norm(hidden_states, self._norm)
 
     def logits(self, hidden_states: Tensor) -> Tensor:

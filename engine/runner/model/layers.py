@@ -1,72 +1,78 @@
-"""Decoder layers: the Protocol of fused kernels and the reference, operation by operation."""
+"""Decoder layers: their Protocol and the reference, operation by operation."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
-from baton.engine.runner.attention.paged_attention import AttentionPass
-from baton.engine.runner.model.config import LatentConfig, ModelConfig, QkNorm
-from baton.engine.runner.model.experts import Mlp, Moe
-from baton.engine.runner.model.latent import (
-    LatentProjections,
-    latent_key,
-    latent_query,
-    split_latent,
-)
-from baton.engine.runner.model.linear import Linear
+from baton.engine.runner.model.config import ModelConfig
+from baton.engine.runner.model.experts import Moe
+from baton.engine.runner.model.layer_weights import Layer
+from baton.engine.runner.model.mixers import Ends, ForwardPass, Mixer, make_mixer
 from baton.engine.runner.model.mlp import compute_mlp, compute_moe
 from baton.engine.runner.model.ops import MlpGate, Norm, Ops
-from baton.engine.runner.model.recurrent import RecurrentWeights
-from baton.engine.runner.model.rope import Angles
-from baton.engine.runner.state.linear_attention import LinearAttentionPass
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """Weights of a layer. A norm that the model lacks is None."""
+class DecoderLayer(Protocol):
+    """A layer of the decoder, with or without fused kernels: each layer for itself."""
 
-    input_norm: Norm | None
-    # Rows of queries, then keys, then values. With latent attention rows of queries, which can be
-    # low-rank, then of the latent and of the rotated key. The norms are those of the parts. With an
-    # output gate its rows come last. Linear attention has the same rows without rotation and norms.
-    qkv: Linear
-    q_norm: Norm | None
-    k_norm: Norm | None
-    output: Linear
-    attention_norm: Norm | None  # of the output of attention
-    mlp_norm: Norm | None  # of the input of the MLP
-    mlp: Mlp | Moe
-    mlp_output_norm: Norm | None
-    latent: LatentProjections | None = None
-    recurrent: RecurrentWeights | None = None
-
-
-class LayerPass(Protocol):
-    def through(self, index: int, hidden_states: Tensor) -> Tensor:
-        """Compute a layer. The input can be overwritten: do not use it after the call."""
+    @property
+    def needs_all_tokens(self) -> bool:
+        """See `Mixer.needs_all_tokens`."""
         ...
 
-    def write(self, index: int, hidden_states: Tensor) -> None:
-        """Compute only the layer's keys and values and write them into their blocks.
+    def through(self, forward_pass: ForwardPass, hidden_states: Tensor) -> Tensor:
+        """Compute the layer. The input can be overwritten: do not use it after the call."""
+        ...
 
-        Not for recurrent layers.
-        """
+    def write(self, forward_pass: ForwardPass, hidden_states: Tensor) -> None:
+        """Only write what later tokens need. Not if the layer needs all tokens."""
         ...
 
 
-class Layers(Protocol):
-    def begin(
-        self,
-        angles: Sequence[Angles],
-        attention: AttentionPass,
-        linear_attention: LinearAttentionPass | None = None,
-    ) -> LayerPass:
-        """Begin a forward pass over the tokens of `angles`, one pair for each RoPE."""
-        ...
+def compute_ends(
+    layer: DecoderLayer, forward_pass: ForwardPass, hidden_states: Tensor, ends: Ends
+) -> Tensor:
+    """Compute the last layer: only these tokens if it can, after it wrote those of all."""
+    if layer.needs_all_tokens:
+        return layer.through(forward_pass, hidden_states)[ends.places]
+    layer.write(forward_pass, hidden_states)
+    at_ends = hidden_states[ends.places]
+    return layer.through(forward_pass.restrict_to(ends), at_ends) if len(at_ends) else at_ends
+
+
+class UnfusedLayer:
+    """Reference implementation: one operation of `Ops` after the other."""
+
+    def __init__(self, config: ModelConfig, ops: Ops, layer: Layer, mixer: Mixer) -> None:
+        self._config = config
+        self._ops = ops
+        self._layer = layer
+        self._mixer = mixer
+        self.needs_all_tokens = mixer.needs_all_tokens
+
+    def through(self, forward_pass: ForwardPass, hidden_states: Tensor) -> Tensor:
+        layer, config, ops = self._layer, self._config, self._ops
+        inputs = _apply_norm(ops, hidden_states, layer.input_norm)
+        output = layer.output(self._mixer.mix(forward_pass, inputs))
+        hidden_states = _add(config, ops, hidden_states, output, layer.attention_norm)
+        mlp_input = _apply_norm(ops, hidden_states, layer.mlp_norm)
+        return add_mlp(config, ops, layer, hidden_states, mlp_input)
+
+    def write(self, forward_pass: ForwardPass, hidden_states: Tensor) -> None:
+        inputs = _apply_norm(self._ops, hidden_states, self._layer.input_norm)
+        self._mixer.write(forward_pass, inputs)
+
+
+def unfused_layers(
+    config: ModelConfig, ops: Ops, layers: Sequence[Layer]
+) -> Sequence[DecoderLayer]:
+    return [
+        UnfusedLayer(config, ops, layer, make_mixer(config, ops, layer, index))
+        for index, layer in enumerate(layers)
+    ]
 
 
 def gate_of(config: ModelConfig) -> MlpGate:
@@ -94,125 +100,3 @@ def _add(
 
 def _apply_norm(ops: Ops, hidden_states: Tensor, norm: Norm | None) -> Tensor:
     return hidden_states if norm is None else ops.rms_norm(hidden_states, norm)
-
-
-class UnfusedLayers:
-    """Reference implementation: one operation of `Ops` after the other."""
-
-    def __init__(self, config: ModelConfig, ops: Ops, layers: Sequence[Layer]) -> None:
-        self._config = config
-        self._ops = ops
-        self._layers = layers
-        kinds = (config.attention_layers, config.recurrent_layers)
-        self._numbers = {layer: i for kind in kinds for i, layer in enumerate(kind)}
-
-    def begin(
-        self,
-        angles: Sequence[Angles],
-        attention: AttentionPass,
-        linear_attention: LinearAttentionPass | None = None,
-    ) -> LayerPass:
-        return _PlainPass(
-            self._config,
-            self._ops,
-            self._layers,
-            self._numbers,
-            angles,
-            attention,
-            linear_attention,
-        )
-
-
-class _PlainPass:
-    def __init__(
-        self,
-        config: ModelConfig,
-        ops: Ops,
-        layers: Sequence[Layer],
-        numbers: Mapping[int, int],
-        angles: Sequence[Angles],
-        attention: AttentionPass,
-        linear_attention: LinearAttentionPass | None,
-    ) -> None:
-        self._config = config
-        self._ops = ops
-        self._layers = layers
-        self._numbers = numbers  # of each layer among those with attention, or the recurrent ones
-        self._angles = angles
-        self._attention = attention
-        self._linear_attention = linear_attention
-
-    def through(self, index: int, hidden_states: Tensor) -> Tensor:
-        layer, config, ops = self._layers[index], self._config, self._ops
-        mix = self._attend if layer.recurrent is None else self._mix
-        output = layer.output(mix(index, layer, hidden_states))
-        hidden_states = _add(config, ops, hidden_states, output, layer.attention_norm)
-        mlp_input = _apply_norm(ops, hidden_states, layer.mlp_norm)
-        return add_mlp(config, ops, layer, hidden_states, mlp_input)
-
-    def write(self, index: int, hidden_states: Tensor) -> None:
-        self._write(index, self._layers[index], hidden_states)
-
-    def _mix(self, index: int, layer: Layer, hidden_states: Tensor) -> Tensor:
-        """Return the output of a recurrent layer, before its last projection."""
-        assert layer.recurrent is not None
-        assert self._linear_attention is not None
-        inputs = _apply_norm(self._ops, hidden_states, layer.input_norm)
-        gates = layer.recurrent.gates(inputs)
-        number = self._numbers[index]
-        return self._linear_attention.mix(number, layer.recurrent, layer.qkv(inputs), gates)
-
-    def _attend(self, index: int, layer: Layer, hidden_states: Tensor) -> Tensor:
-        """Return the output of attention, before its last projection."""
-        query, gate = self._write(index, layer, hidden_states)
-        query = self._query(index, layer, query)
-        attended = self._attention.attend(self._numbers[index], query)
-        if layer.latent is not None:
-            attended = layer.latent.value(attended)
-        attended = attended.flatten(1)
-        return attended if gate is None else self._ops.multiply_sigmoid(attended, gate.flatten(1))
-
-    def _write(
-        self, index: int, layer: Layer, hidden_states: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Write keys and values; return queries before norm and rotation, and output gates."""
-        config = self._config
-        if config.latent is not None:
-            return self._write_latent(config.latent, index, layer, hidden_states), None
-        heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        if config.has_output_gate:
-            heads.append(config.num_heads)
-        qkv = layer.qkv(_apply_norm(self._ops, hidden_states, layer.input_norm))
-        split: tuple[Tensor, ...] = qkv.view(len(hidden_states), -1, config.head_dim).split(
-            heads, dim=1
-        )
-        query, key, value, *gates = split
-        rope = config.layers[index].key_rope
-        key = self._apply_rope(index, key, layer.k_norm, rope)
-        self._attention.write(self._numbers[index], key, value)
-        return query, gates[0] if gates else None
-
-    def _write_latent(
-        self, latent: LatentConfig, index: int, layer: Layer, hidden_states: Tensor
-    ) -> Tensor:
-        projected = layer.qkv(_apply_norm(self._ops, hidden_states, layer.input_norm))
-        query, values, key = split_latent(latent, projected)
-        angles = self._angles[self._config.layers[index].key_rope]
-        key = latent_key(self._ops, values, key, layer.k_norm, angles)
-        self._attention.write(self._numbers[index], key, None)
-        return query
-
-    def _query(self, index: int, layer: Layer, query: Tensor) -> Tensor:
-        """Return the queries after norm and rotation."""
-        rope, latent = self._config.layers[index].query_rope, self._config.latent
-        if latent is None or layer.latent is None:
-            return self._apply_rope(index, query, layer.q_norm, rope)
-        return latent_query(
-            latent, self._ops, layer.latent, query, layer.q_norm, self._angles[rope]
-        )
-
-    def _apply_rope(self, index: int, heads: Tensor, norm: Norm | None, rope: int) -> Tensor:
-        if norm is not None and self._config.layers[index].qk_norm is QkNorm.ALL_HEADS:
-            heads = self._ops.rms_norm(heads.flatten(1), norm).view(heads.shape)
-            norm = None
-        return self._ops.apply_rope(heads, norm, self._angles[rope])

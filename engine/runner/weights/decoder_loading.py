@@ -14,7 +14,7 @@ from baton.engine.runner.model.config import ModelConfig, MoeConfig, QkNorm, Rec
 from baton.engine.runner.model.decoder import Decoder
 from baton.engine.runner.model.experts import Mlp, Moe, Router
 from baton.engine.runner.model.latent import LatentProjections
-from baton.engine.runner.model.layers import Layer
+from baton.engine.runner.model.layer_weights import Layer
 from baton.engine.runner.model.linear import Linear
 from baton.engine.runner.model.ops import Norm
 from baton.engine.runner.model.recurrent import RecurrentWeights

@@ -1,0 +1,31 @@
+"""Weights of a decoder layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.engine.runner.model.experts import Mlp, Moe
+from baton.engine.runner.model.latent import LatentProjections
+from baton.engine.runner.model.linear import Linear
+from baton.engine.runner.model.ops import Norm
+from baton.engine.runner.model.recurrent import RecurrentWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Weights of a layer. A norm that the model lacks is None."""
+
+    input_norm: Norm | None
+    # Rows of queries, then keys, then values. With latent attention rows of queries, which can be
+    # low-rank, then of the latent and of the rotated key. The norms are those of the parts. With an
+    # output gate its rows come last. Linear attention has the same rows without rotation and norms.
+    qkv: Linear
+    q_norm: Norm | None
+    k_norm: Norm | None
+    output: Linear
+    attention_norm: Norm | None  # of the output of attention
+    mlp_norm: Norm | None  # of the input of the MLP
+    mlp: Mlp | Moe
+    mlp_output_norm: Norm | None
+    latent: LatentProjections | None = None
+    recurrent: RecurrentWeights | None = None
