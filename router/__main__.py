@@ -9,13 +9,14 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 from grpc import aio
 
 from baton.engine.model_folder import model_root, resolve_model_folder
 from baton.engine.structured_output.compiler import GrammarCompiler
-from baton.engine.structured_output.llguidance_backend import GrammarValidator
+from baton.engine.structured_output.llguidance_backend import Checked, GrammarValidator
 from baton.router.discovery.readiness import PREFILL_PATIENCE_S, Readiness
 from baton.router.discovery.watcher import NodeDiscovery, watching
 from baton.router.dispatch.node_calls import GrpcNodeCalls
@@ -36,7 +37,7 @@ from baton.rpc.security.token_gate import TokenInterceptor, ignore_refusal
 from baton.rpc.server import Running, Service, announce, serving, stop_signal
 from baton.telemetry.metrics import names as metric_names
 from baton.telemetry.metrics.exposition import exposition
-from baton.telemetry.metrics.instruments import Read, Reading, RouterMetrics
+from baton.telemetry.metrics.instruments import Reading, RouterMetrics
 from baton.telemetry.metrics.readers import export_metrics
 from baton.telemetry.metrics.scrapes import OwnerThreadReader
 from baton.telemetry.resource import Process
@@ -62,6 +63,51 @@ def main(options: RouterOptions) -> None:
 async def serve(
     options: RouterOptions, text: TextBoundary, process: Process, tracer: Tracer = NO_TRACER
 ) -> None:
+    router = build_components(options, text, tracer)
+    async with (
+        serving(
+            options.host,
+            options.port,
+            _services(router),
+            tls=options.tls,
+            interceptors=_interceptors(options, router.metrics),
+            for_clients=True,
+        ) as server,
+        router.node_calls,
+    ):
+        readiness = Readiness(wants_prefill=bool(options.prefill_nodes), now=time.monotonic())
+
+        async def note_change() -> None:
+            router.pipeline.handle_nodes_changed()
+            is_ready = readiness.is_ready(router.table, time.monotonic())
+            await server.health.set_ready(is_ready and not router.pipeline.is_draining)
+
+        async with (
+            watching(node_discovery(options), router.table, router.node_calls, note_change),
+            _call_later(PREFILL_PATIENCE_S, note_change),
+        ):
+            with router.compiler, _metrics(options, process, router):
+                async with _http_server(options, router, server.health):
+                    await _until_drained(server, router.pipeline, options.drain_timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterComponents:
+    """Parts of a router that its servers share."""
+
+    table: NodeTable
+    node_calls: GrpcNodeCalls
+    compiler: GrammarCompiler[Checked]
+    pipeline: Pipeline
+    scopes: RequestScopes
+    resets: PrefixResets
+    tracer: Tracer
+    metrics: RouterMetrics | None  # None: neither exported nor served over HTTP
+
+
+def build_components(
+    options: RouterOptions, text: TextBoundary, tracer: Tracer
+) -> RouterComponents:
     table, node_calls = NodeTable(), GrpcNodeCalls(options.tls)
     compiler = GrammarCompiler(GrammarValidator())
     pipeline = Pipeline(
@@ -74,54 +120,20 @@ async def serve(
     )
     is_counted = options.telemetry.counts or options.http_port is not None
     metrics = RouterMetrics() if is_counted else None
-    request_tracing = Tracing(tracer, metrics)
-    scopes = RequestScopes(request_tracing, by_token=options.tokens is not None)
-    servicer = InferenceServicer(pipeline, table, scopes)
+    scopes = RequestScopes(Tracing(tracer, metrics), by_token=options.tokens is not None)
     resets = PrefixResets(table, node_calls.channel, options.operators)
-    cluster_servicer = ClusterServicer(table, resets)
-    services = (
-        Service(
-            "baton.v1.InferenceService",
-            lambda server: inference_pb2_grpc.add_InferenceServiceServicer_to_server(
-                servicer, server
-            ),
-        ),
-        Service(
-            "baton.v1.ClusterService",
-            lambda server: cluster_pb2_grpc.add_ClusterServiceServicer_to_server(
-                cluster_servicer, server
-            ),
-        ),
+    return RouterComponents(table, node_calls, compiler, pipeline, scopes, resets, tracer, metrics)
+
+
+def _services(router: RouterComponents) -> tuple[Service, ...]:
+    inference = InferenceServicer(router.pipeline, router.table, router.scopes)
+    cluster = ClusterServicer(router.table, router.resets)
+    add_inference = partial(inference_pb2_grpc.add_InferenceServiceServicer_to_server, inference)
+    add_cluster = partial(cluster_pb2_grpc.add_ClusterServiceServicer_to_server, cluster)
+    return (
+        Service("baton.v1.InferenceService", add_inference),
+        Service("baton.v1.ClusterService", add_cluster),
     )
-    async with (
-        serving(
-            options.host,
-            options.port,
-            services,
-            tls=options.tls,
-            interceptors=_interceptors(options, metrics),
-            for_clients=True,
-        ) as server,
-        node_calls,
-    ):
-        wants_prefill = bool(options.prefill_nodes)
-        readiness = Readiness(wants_prefill=wants_prefill, now=time.monotonic())
-
-        async def note_change() -> None:
-            pipeline.handle_nodes_changed()
-            is_ready = readiness.is_ready(table, time.monotonic())
-            await server.health.set_ready(is_ready and not pipeline.is_draining)
-
-        read = partial(_read_metrics, pipeline, table, tracer)
-        async with (
-            watching(node_discovery(options), table, node_calls, note_change),
-            _call_later(PREFILL_PATIENCE_S, note_change),
-        ):
-            with compiler, _metrics(options, process, metrics, read):
-                async with _http_server(
-                    options, metrics, pipeline, table, scopes, server.health, resets
-                ):
-                    await _until_drained(server, pipeline, options.drain_timeout_s)
 
 
 def node_discovery(options: RouterOptions) -> NodeDiscovery:
@@ -146,28 +158,22 @@ async def _call_later(wait_s: float, do: Callable[[], Awaitable[None]]) -> Async
 
 
 @contextmanager
-def _metrics(
-    options: RouterOptions, process: Process, metrics: RouterMetrics | None, read: Read
-) -> Iterator[None]:
-    if metrics is None:
+def _metrics(options: RouterOptions, process: Process, router: RouterComponents) -> Iterator[None]:
+    if router.metrics is None:
         yield
         return
-    here = OwnerThreadReader(asyncio.get_running_loop().call_soon_threadsafe, read)
-    with export_metrics(options.telemetry, process, metrics.registry, here):
+    loop = asyncio.get_running_loop()
+    here = OwnerThreadReader(loop.call_soon_threadsafe, partial(_read_metrics, router))
+    with export_metrics(options.telemetry, process, router.metrics.registry, here):
         yield
 
 
 @asynccontextmanager
 async def _http_server(
-    options: RouterOptions,
-    metrics: RouterMetrics | None,
-    pipeline: Pipeline,
-    table: NodeTable,
-    scopes: RequestScopes,
-    health: Health,
-    resets: PrefixResets,
+    options: RouterOptions, router: RouterComponents, health: Health
 ) -> AsyncIterator[None]:
     """Serve the OpenAI API over HTTP if a port is configured."""
+    metrics = router.metrics
     if options.http_port is None or metrics is None:
         yield
         return
@@ -176,11 +182,11 @@ async def _http_server(
     from baton.router.http.server import http_serving
 
     app = http_app(
-        pipeline=pipeline,
-        table=table,
-        scopes=scopes,
+        pipeline=router.pipeline,
+        table=router.table,
+        scopes=router.scopes,
         health=health,
-        resets=resets,
+        resets=router.resets,
         scrape=partial(exposition, metrics.registry),
         parsing=options.parsing,
         root=model_root(options.model) if options.model else "",
@@ -193,12 +199,14 @@ async def _http_server(
         yield
 
 
-def _read_metrics(pipeline: Pipeline, table: NodeTable, tracer: Tracer) -> Reading:
+def _read_metrics(router: RouterComponents) -> Reading:
     return {
-        metric_names.QUEUE_DEPTH: pipeline.num_waiting,
-        metric_names.IN_FLIGHT: pipeline.num_in_flight,
-        metric_names.OPEN_NODES: {role.value: len(table.open_nodes(role)) for role in NodeRole},
-        metric_names.TRACES_LOST: tracer.num_lost,
+        metric_names.QUEUE_DEPTH: router.pipeline.num_waiting,
+        metric_names.IN_FLIGHT: router.pipeline.num_in_flight,
+        metric_names.OPEN_NODES: {
+            role.value: len(router.table.open_nodes(role)) for role in NodeRole
+        },
+        metric_names.TRACES_LOST: router.tracer.num_lost,
     }
 
 
