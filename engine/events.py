@@ -78,3 +78,12 @@ class SchedulerStats:
     total_failed_pull_blocks: int = 0
     # Of prompts, loaded from outside the KV cache, by source.
     total_loaded_tokens: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStats:
+    """Blocks of one KV group, or of states and their snapshots."""
+
+    num_held: int  # by requests; a shared block counts for each
+    total_hits: int  # blocks of prefix hits
+    total_evictions: int  # blocks removed from the prefix cache

@@ -10,11 +10,11 @@ from functools import partial
 
 from baton.engine.engine_thread import EngineThread
 from baton.engine.events import KvEvent
+from baton.engine.kv_cache.block_names import HostNames
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.kv_transfer.external_kv import NO_HELD_CHANGES, HeldChanges
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
 from baton.node.engine_calls import EngineCalls, run_on_engine
-from baton.node.host_names import HostNames
 from baton.node.kv.tier_reports import tier_reports
 from baton.rpc.cached_prefixes import CachedPrefixes, PrefixChanges, PrefixWatcher
 from baton.rpc.errors import Draining
@@ -128,7 +128,7 @@ def update_reader(engine: EngineThread, scheduler: Scheduler, tiers: TieredKv | 
 
     A read consumes the changes, so there must be a single reader.
     """
-    host_names = HostNames(scheduler.cache_config.num_state_blocks)
+    host_names = HostNames(scheduler.cache_config)
     return partial(run_on_engine, engine, partial(_read_update, scheduler, tiers, host_names))
 
 

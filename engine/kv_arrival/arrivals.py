@@ -102,7 +102,7 @@ class KvArrivals:
 
     def forget(self) -> None:
         """Forget what was to be stored. What is being filled will not be cached."""
-        self._cache.forget_unstored()
+        self._cache.prefixes.forget_unstored()
         self.fills.forget()
 
     # --- reports --------------------------------------------------------------------

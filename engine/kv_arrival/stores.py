@@ -35,7 +35,7 @@ class BlockStores:
 
     @property
     def can_begin(self) -> bool:
-        return self._cache.has_unstored and self._num_blocks < self._max_blocks
+        return self._cache.prefixes.has_unstored and self._num_blocks < self._max_blocks
 
     def store_new(self) -> None:
         """Order the storing of blocks that were added to the prefix cache.
@@ -48,7 +48,7 @@ class BlockStores:
         block_ids: list[BlockId] = []
         all_hints: list[BlockHints] = []
         room = self._max_blocks - self._num_blocks
-        while len(names) < room and (oldest := self._cache.take_unstored()) is not None:
+        while len(names) < room and (oldest := self._cache.prefixes.take_unstored()) is not None:
             name, block_id, hints = oldest
             if self._cache.pool.find([name]) != [block_id] or self._external.holds(name):
                 continue

@@ -1,14 +1,14 @@
-"""Interface of a kind of memory in the KV cache."""
+"""Interface of a kind of memory in the KV cache, and the values that it takes and returns."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from baton.core.ids import BlockId
+from baton.core.ids import BlockId, existing_blocks
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.held_kv import HeldKv
-from baton.engine.kv_cache.prefix_hit import PrefixHit
 
 
 class CachedBlocks(Protocol):
@@ -19,6 +19,14 @@ class CachedBlocks(Protocol):
     def is_cached(self, block_hash: BlockHash) -> bool: ...
 
 
+class PrefixQuery(NamedTuple):
+    """A sequence of tokens, the longest cached prefix of which is searched."""
+
+    cached: CachedBlocks
+    hashes: Sequence[BlockHash]  # of its full blocks
+    continues_at: int | None = None  # the next token to compute, if not the one after the prefix
+
+
 class PlacedBlock(NamedTuple):
     """A block of a prefix, and the place in the block tables that it belongs to."""
 
@@ -27,12 +35,24 @@ class PlacedBlock(NamedTuple):
     block_id: BlockId
 
 
-class CacheGroup(Protocol):
-    """Memory of some layers of a model: full attention, a window or chunk, or recurrent state.
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """Cached blocks of a prefix. The request does not hold them yet."""
 
-    In all methods, `position` is that of the next token that is computed on this node, and blocks
-    are numbered by their place in the sequence.
-    """
+    num_blocks: int  # of tokens
+    # By group: a table with an entry per block of tokens, or the snapshot of a recurrent state.
+    blocks: tuple[list[BlockId], ...]
+    position: int = 0  # of the next token that is computed here
+    num_shared_blocks: int = 0  # that all tables have, with or without a snapshot after them
+
+    @property
+    def block_ids(self) -> list[BlockId]:
+        """The blocks of all groups."""
+        return list(existing_blocks(self.blocks))
+
+
+class CacheGroup(Protocol):
+    """Memory of some layers of a model: full attention, a window or chunk, or recurrent state."""
 
     number: int  # index of its blocks in a `PrefixHit`
     is_whole: bool  # its blocks of a prefix are of use only together
@@ -41,26 +61,11 @@ class CacheGroup(Protocol):
         """Return the names of the blocks that it may have at the end of this block of tokens."""
         ...
 
-    def longest_prefix(
-        self,
-        cached: CachedBlocks,
-        hashes: Sequence[BlockHash],
-        num_blocks: int,
-        continues_at: int | None,
-    ) -> int:
-        """Return the longest prefix of at most `num_blocks` blocks that it can continue.
-
-        `continues_at` is the position of the next token, if that is not at the end of the prefix.
-        """
+    def longest_prefix(self, query: PrefixQuery, num_blocks: int) -> int:
+        """Return the longest prefix of at most `num_blocks` blocks that it can continue."""
         ...
 
-    def find(
-        self,
-        cached: CachedBlocks,
-        hashes: Sequence[BlockHash],
-        num_blocks: int,
-        continues_at: int | None,
-    ) -> list[BlockId]:
+    def find(self, query: PrefixQuery, num_blocks: int) -> list[BlockId]:
         """Return its cached blocks of a prefix that it can continue."""
         ...
 
@@ -70,11 +75,11 @@ class CacheGroup(Protocol):
         """Return the blocks of `find` with their names, in the order in which they are loaded."""
         ...
 
-    def num_allocated(self, num_blocks: int, num_hits: int, position: int) -> int:
+    def num_allocated(self, hit: PrefixHit, num_blocks: int) -> int:
         """Return the number of blocks that `allocate` takes from the pool."""
         ...
 
-    def allocate(self, held: HeldKv, hit: PrefixHit, num_blocks: int, position: int) -> None:
+    def allocate(self, held: HeldKv, hit: PrefixHit, num_blocks: int) -> None:
         """Give a request its blocks for `num_blocks` blocks of tokens, those of the hit included.
 
         The caller has checked that there are enough, and holds the hit for the request.

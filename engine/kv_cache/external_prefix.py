@@ -9,8 +9,7 @@ from typing import Protocol
 from baton.core.ids import BlockId, BlockName
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.block_pool import BlockPool
-from baton.engine.kv_cache.cache_group import CacheGroup, PlacedBlock
-from baton.engine.kv_cache.prefix_hit import PrefixHit
+from baton.engine.kv_cache.cache_group import CacheGroup, PlacedBlock, PrefixHit
 
 _EXTERNAL = BlockId(-2)  # instead of a block: the external cache has it
 

@@ -12,12 +12,11 @@ import itertools
 from collections.abc import Collection, Iterable, Sequence
 
 from baton.core.ids import NO_BLOCK, BlockId, BlockName, RequestId
-from baton.core.kv_hints import BlockHints
 from baton.engine.errors import BlocksUnaccounted
-from baton.engine.events import KvEvent
+from baton.engine.events import GroupStats
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.block_names import snapshot_end
-from baton.engine.kv_cache.cache_group import CacheGroup, PlacedBlock
+from baton.engine.kv_cache.cache_group import CacheGroup, PlacedBlock, PrefixHit
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.external_prefix import (
     ExternalPrefix,
@@ -27,10 +26,8 @@ from baton.engine.kv_cache.external_prefix import (
     PoolAndExternal,
     external_prefix,
 )
-from baton.engine.kv_cache.group_stats import GroupCounters, GroupStats
 from baton.engine.kv_cache.held_kv import HeldKv
-from baton.engine.kv_cache.prefix_cache import PrefixCache
-from baton.engine.kv_cache.prefix_hit import PrefixHit
+from baton.engine.kv_cache.prefix_cache import GroupCounters, PrefixCache
 from baton.engine.kv_cache.prefix_search import PrefixSearch
 from baton.engine.kv_cache.snapshot_calendar import SnapshotCalendar
 from baton.engine.kv_cache.state_group import StateGroup
@@ -62,22 +59,22 @@ class KvCache:
         names = [f"{number} {group.spec}" for number, group in enumerate(config.groups)]
         names += ["state"] if config.num_state_blocks else []
         self._counters = GroupCounters(names)
-        self._cache = PrefixCache(config, self._counters, is_stored=external is not None)
-        self.pool = self._cache.pool
+        self.prefixes = PrefixCache(config, self._counters, is_stored=external is not None)
+        self.pool = self.prefixes.pool
         self._tables = tuple(
-            token_group(number, group.spec, self._cache)
+            token_group(number, group.spec, self.prefixes)
             for number, group in enumerate(config.groups)
         )
         self._groups: tuple[CacheGroup, ...] = self._tables
         self.states: StateGroup | None = None
         if config.num_state_blocks:
-            self.states = StateGroup(len(self._tables), config.num_state_blocks, self._cache)
+            self.states = StateGroup(len(self._tables), config.num_state_blocks, self.prefixes)
             self._calendar = SnapshotCalendar(self.states, self.pool, config.block_size)
             self._groups = (*self._tables, self.states)
         self._nothing: BlockTables = tuple(() for _ in self._tables)
         specs = tuple(group.spec for group in self._tables)
         self.transfer_order = TransferOrder(specs, config.block_size)
-        self._search = PrefixSearch(self.pool, self._tables, self._groups)
+        self._search = PrefixSearch(self.pool, self._tables, self._groups, self.block_size)
         self._promised_search = self._search_with(HoldsAll())
         self._external: FirstAnswers | None = None
         if external is not None:
@@ -95,7 +92,7 @@ class KvCache:
 
     @property
     def num_cached_snapshots(self) -> int:
-        return len(self._cache.snapshots)
+        return len(self.prefixes.snapshots)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks that hold these tokens in one group."""
@@ -112,11 +109,7 @@ class KvCache:
         `continues_at` is the position of the next token that is computed here, if it is not the
         token after the prefix. Groups with windows need only the blocks that this token sees.
         """
-        num_blocks = 0
-        if self._config.enable_prefix_caching:
-            held.extend_hashes(self.block_size)
-            num_blocks = max_num_tokens // self.block_size
-        return self._search.find(held.block_hashes[:num_blocks], continues_at)
+        return self._search.find(self._hashes(held, max_num_tokens), continues_at)
 
     def missing_hash(self, held: HeldKv, num_hits: int, max_num_tokens: int) -> BlockHash | None:
         """Return the hash of the first block that `find_prefix` did not find, or None.
@@ -124,42 +117,28 @@ class KvCache:
         Once that block is cached, the prefix is longer even if no block was released. With
         recurrent layers, prefixes end at snapshots, which are released once they are cached.
         """
-        if num_hits >= max_num_tokens // self.block_size or not self._config.enable_prefix_caching:
-            return None
-        if self.states is not None:
-            return None
-        return held.block_hashes[num_hits]
+        hashes = self._hashes(held, max_num_tokens)
+        return hashes[num_hits] if num_hits < len(hashes) and self.states is None else None
 
-    def num_missing(self, held: HeldKv, hit: PrefixHit, *, continues_at: int | None = None) -> int:
+    def num_missing(self, held: HeldKv, hit: PrefixHit) -> int:
         """Return the number of blocks that `admit` has to find, apart from the prefix."""
         num_blocks = self.num_blocks_for(held.num_tokens)
-        position = self._position(hit, continues_at)
-        num_allocated = sum(
-            group.num_allocated(num_blocks, hit.num_blocks, position) for group in self._groups
-        )
+        num_allocated = sum(group.num_allocated(hit, num_blocks) for group in self._groups)
         return num_allocated + self.pool.num_free_among(hit.block_ids)
 
-    def admit(
-        self,
-        held: HeldKv,
-        hit: PrefixHit,
-        *,
-        spare: int = 0,
-        continues_at: int | None = None,
-    ) -> bool:
+    def admit(self, held: HeldKv, hit: PrefixHit, *, spare: int = 0) -> bool:
         """Allocate all blocks for a request that holds none. Returns False if there are too few.
 
         At least `spare` blocks must remain free.
         """
-        if self.num_missing(held, hit, continues_at=continues_at) + spare > self.pool.num_free:
+        if self.num_missing(held, hit) + spare > self.pool.num_free:
             return False
         self.pool.hold(hit.block_ids)
         num_blocks = self.num_blocks_for(held.num_tokens)
-        position = self._position(hit, continues_at)
         held.num_computed_tokens = hit.num_blocks * self.block_size
         held.num_registered_blocks = hit.num_blocks
         for group in self._groups:
-            group.allocate(held, hit, num_blocks, position)
+            group.allocate(held, hit, num_blocks)
         held.is_registering = self._config.enable_prefix_caching
         self.total_query_tokens += held.num_tokens
         self.total_hit_tokens += held.num_computed_tokens
@@ -173,7 +152,7 @@ class KvCache:
             return self._nothing
         if missing * len(self._tables) > self.pool.num_free:
             return None
-        added = tuple([tuple(self._cache.allocate(missing)) for _ in self._tables])
+        added = tuple([tuple(self.prefixes.allocate(missing)) for _ in self._tables])
         for table, block_ids in zip(held.block_tables, added, strict=True):
             table.extend(block_ids)
         return added
@@ -201,13 +180,12 @@ class KvCache:
 
         `continues_at` is that of `find_prefix`.
         """
-        if self._external is None or not self._config.enable_prefix_caching:
+        if self._external is None:
             return ExternalPrefix()
         self._external.begin_search()
-        held.extend_hashes(self.block_size)
-        hashes = held.block_hashes[: max_num_tokens // self.block_size]
-        num_hits = self._search.find(hashes, continues_at).num_blocks
+        hashes = self._hashes(held, max_num_tokens)
         hit = self._external_search.find(hashes, continues_at)
+        num_hits = self._search.find(hashes, continues_at).num_blocks
         return external_prefix(self._groups, hit, hashes, num_hits)
 
     def find_promised(
@@ -217,20 +195,16 @@ class KvCache:
 
         With recurrent layers, the peer has a snapshot at their end, and no other.
         """
-        if not self._config.enable_prefix_caching:
-            return ExternalPrefix()
         if self.states is not None and num_promised_tokens > max_num_tokens:
             return ExternalPrefix()
-        held.extend_hashes(self.block_size)
-        hashes = held.block_hashes[: max_num_tokens // self.block_size]
+        hashes = self._hashes(held, max_num_tokens)
+        hit = self._promised_search.find(hashes[: num_promised_tokens // self.block_size], None)
         num_hits = self._search.find(hashes, None).num_blocks
-        promised = hashes[: num_promised_tokens // self.block_size]
-        hit = self._promised_search.find(promised, None)
         return external_prefix(self._groups, hit, hashes, num_hits)
 
     def allocate_loaded(self, count: int) -> list[BlockId]:
         """Allocate blocks to load into, which the caller has checked to be free."""
-        return self._cache.allocate(count)
+        return self.prefixes.allocate(count)
 
     def register_loaded(
         self,
@@ -279,22 +253,11 @@ class KvCache:
         if self.states is not None:
             self.states.register_parts(loaded)
 
-    def take_unstored(self) -> tuple[BlockHash, BlockId, BlockHints] | None:
-        """Return the next block that was registered, if any. It may have been evicted since."""
-        return self._cache.take_unstored()
-
     def store_hits(self, held: HeldKv, num_hits: int) -> None:
         """Queue the prefix hits of a request to be stored outside, where they may be missing."""
         for group, table in zip(self._tables, held.block_tables, strict=False):  # or no table yet
             for block in group.placed(held.block_hashes, table[:num_hits]):
-                self._cache.queue_unstored(held, block.block_id, block.name)
-
-    def forget_unstored(self) -> None:
-        self._cache.forget_unstored()
-
-    @property
-    def has_unstored(self) -> bool:
-        return self._cache.has_unstored
+                self.prefixes.queue_unstored(held, block.block_id, block.name)
 
     def names_of(self, held: HeldKv, num_blocks: int | None = None) -> list[BlockHash]:
         """Return the names of the first full blocks of a request, or of all of them.
@@ -359,7 +322,7 @@ class KvCache:
         """
         held.is_registering = False
         num_full = held.num_computed_tokens // self.block_size
-        self._cache.unregister(held.block_ids, held.block_hashes[:num_full])
+        self.prefixes.unregister(held.block_ids, held.block_hashes[:num_full])
 
     def reset(self, holders: Iterable[HeldKv]) -> int:
         """Drop every cached prefix and return the number of blocks they had.
@@ -368,10 +331,7 @@ class KvCache:
         """
         for held in holders:
             held.is_registering = False
-        return self._cache.clear()
-
-    def take_events(self) -> tuple[KvEvent, ...]:
-        return self._cache.take_events()
+        return self.prefixes.clear()
 
     def stats_by_group(self, requests: Collection[HeldKv]) -> dict[str, GroupStats]:
         """Return the statistics of each group by its name."""
@@ -385,7 +345,7 @@ class KvCache:
         """
         pending = () if self.states is None else self._calendar.held_blocks()
         self.pool.check([*held, *pending])
-        self._cache.snapshots.check()
+        self.prefixes.snapshots.check()
         for each in requests:
             lengths = {len(table) for table in each.block_tables}
             if len(lengths) > 1:
@@ -395,8 +355,12 @@ class KvCache:
 
     def _search_with(self, outside: Holder) -> PrefixSearch:
         """Return a search for prefixes in the prefix cache and another cache together."""
-        return PrefixSearch(PoolAndExternal(self.pool, outside), self._tables, self._groups)
+        both = PoolAndExternal(self.pool, outside)
+        return PrefixSearch(both, self._tables, self._groups, self.block_size)
 
-    def _position(self, hit: PrefixHit, continues_at: int | None) -> int:
-        """Return the position of the next token that is computed here."""
-        return hit.num_blocks * self.block_size if continues_at is None else continues_at
+    def _hashes(self, held: HeldKv, max_num_tokens: int) -> list[BlockHash]:
+        """Return the hashes of the full blocks that a prefix hit may have."""
+        if not self._config.enable_prefix_caching:
+            return []
+        held.extend_hashes(self.block_size)
+        return held.block_hashes[: max_num_tokens // self.block_size]

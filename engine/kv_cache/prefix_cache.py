@@ -3,18 +3,41 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from baton.core.ids import BlockId
+from baton.core.ids import NO_BLOCK, BlockId
 from baton.core.kv_hints import BlockHints
-from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored, GroupStats, KvEvent
 from baton.engine.kv_cache.block_hashes import BlockHash
-from baton.engine.kv_cache.block_names import is_of_first_group
+from baton.engine.kv_cache.block_names import group_of, is_of_first_group
 from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.kv_cache.cache_group import PrefixHit
 from baton.engine.kv_cache.config import CacheConfig
-from baton.engine.kv_cache.group_stats import GroupCounters
 from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.kv_cache.recurrent_state import SnapshotCache
+
+
+class GroupCounters:
+    """Prefix hits and evictions by group. Names of no KV group are those of the last one."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+        self._hits = [0] * len(self.names)
+        self._evictions = [0] * len(self.names)
+
+    def count_hit(self, hit: PrefixHit) -> None:
+        for group, blocks in enumerate(hit.blocks):
+            self._hits[group] += len(blocks) - blocks.count(NO_BLOCK)
+
+    def count_evicted(self, names: Iterable[BlockHash]) -> None:
+        for name in names:
+            group = group_of(name)
+            self._evictions[-1 if group is None else group] += 1
+
+    def stats(self, num_held: Sequence[int]) -> dict[str, GroupStats]:
+        """Return the statistics by name, given the blocks that requests hold of each group."""
+        counts = zip(num_held, self._hits, self._evictions, strict=True)
+        return dict(zip(self.names, (GroupStats(*each) for each in counts), strict=True))
 
 
 class PrefixCache:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from baton.core.ids import BlockId
 from baton.engine.kv_cache.block_hashes import BlockHash
-from baton.engine.kv_cache.cache_group import CachedBlocks, CacheGroup
-from baton.engine.kv_cache.prefix_hit import PrefixHit
+from baton.engine.kv_cache.cache_group import CachedBlocks, CacheGroup, PrefixHit, PrefixQuery
 from baton.engine.kv_cache.token_group import TokenGroup
 
 
@@ -14,11 +14,16 @@ class PrefixSearch:
     """Longest prefix that all groups can continue, each with the blocks that it needs."""
 
     def __init__(
-        self, cached: CachedBlocks, tables: Sequence[TokenGroup], groups: Sequence[CacheGroup]
+        self,
+        cached: CachedBlocks,
+        tables: Sequence[TokenGroup],
+        groups: Sequence[CacheGroup],
+        block_size: int,
     ) -> None:
         self._cached = cached
         self._tables = tables  # the groups with block tables
         self._groups = groups
+        self._block_size = block_size
         self._has_one_full_group = len(groups) == 1 and not tables[0].spec.forgets
 
     def find(self, hashes: Sequence[BlockHash], continues_at: int | None) -> PrefixHit:
@@ -30,27 +35,29 @@ class PrefixSearch:
         """
         if self._has_one_full_group:  # as in most models
             found = self._cached.find(hashes)
-            return PrefixHit(len(found), (found,))
-        num_shared = self._longest(self._tables, hashes, len(hashes), continues_at)
-        num_blocks = num_shared
+            return self._hit(len(found), [found], continues_at)
+        query = PrefixQuery(self._cached, hashes, continues_at)
+        num_shared = num_blocks = self._longest(self._tables, query, len(hashes))
         if len(self._groups) > len(self._tables):
-            num_blocks = self._longest(self._groups, hashes, num_shared, continues_at)
-        blocks = [
-            group.find(self._cached, hashes, num_blocks, continues_at) for group in self._groups
-        ]
-        hit = PrefixHit(num_blocks, tuple(blocks), num_shared)
+            num_blocks = self._longest(self._groups, query, num_shared)
+        blocks = [group.find(query, num_blocks) for group in self._groups]
+        hit = self._hit(num_blocks, blocks, continues_at, num_shared)
         # Without blocks, the prefix is not cached: the next token just does not attend to it.
         if hit.block_ids:
             return hit
-        return PrefixHit(0, tuple([] for _ in self._groups), num_shared)
+        return self._hit(0, [[] for _ in self._groups], continues_at, num_shared)
 
-    def _longest(
+    def _hit(
         self,
-        groups: Sequence[CacheGroup],
-        hashes: Sequence[BlockHash],
         num_blocks: int,
+        blocks: Sequence[list[BlockId]],
         continues_at: int | None,
-    ) -> int:
+        num_shared_blocks: int = 0,
+    ) -> PrefixHit:
+        position = num_blocks * self._block_size if continues_at is None else continues_at
+        return PrefixHit(num_blocks, tuple(blocks), position, num_shared_blocks)
+
+    def _longest(self, groups: Sequence[CacheGroup], query: PrefixQuery, num_blocks: int) -> int:
         """Return the longest prefix of at most `num_blocks` blocks that these groups can continue.
 
         What one group shortens, another one may have to shorten further, such as to an earlier
@@ -60,5 +67,5 @@ class PrefixSearch:
         while num_blocks != num_before:
             num_before = num_blocks
             for group in groups:
-                num_blocks = group.longest_prefix(self._cached, hashes, num_blocks, continues_at)
+                num_blocks = group.longest_prefix(query, num_blocks)
         return num_blocks

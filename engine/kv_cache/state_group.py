@@ -8,11 +8,10 @@ from baton.core.ids import NO_BLOCK, BlockId
 from baton.engine.errors import BlocksUnaccounted
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.block_names import snapshot_end, snapshot_name, snapshot_names
-from baton.engine.kv_cache.cache_group import CachedBlocks, PlacedBlock
+from baton.engine.kv_cache.cache_group import CachedBlocks, PlacedBlock, PrefixHit, PrefixQuery
 from baton.engine.kv_cache.groups import NUM_STATE_COPIES
 from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.kv_cache.prefix_cache import PrefixCache
-from baton.engine.kv_cache.prefix_hit import PrefixHit
 from baton.engine.kv_cache.recurrent_state import RecurrentState
 from baton.engine.plan import BlockIds, StateSnapshot
 
@@ -42,29 +41,17 @@ class StateGroup:
 
     # --- prefix hits --------------------------------------------------------------
 
-    def longest_prefix(
-        self,
-        cached: CachedBlocks,
-        hashes: Sequence[BlockHash],
-        num_blocks: int,
-        continues_at: int | None,
-    ) -> int:
-        if continues_at is not None:
+    def longest_prefix(self, query: PrefixQuery, num_blocks: int) -> int:
+        if query.continues_at is not None:
             return num_blocks  # the state comes from the node that computes the tokens in between
-        while num_blocks and not self._is_cached(cached, hashes[num_blocks - 1]):
+        while num_blocks and not self._is_cached(query.cached, query.hashes[num_blocks - 1]):
             num_blocks -= 1
         return num_blocks
 
-    def find(
-        self,
-        cached: CachedBlocks,
-        hashes: Sequence[BlockHash],
-        num_blocks: int,
-        continues_at: int | None,
-    ) -> list[BlockId]:
-        if not num_blocks or continues_at is not None:
+    def find(self, query: PrefixQuery, num_blocks: int) -> list[BlockId]:
+        if not num_blocks or query.continues_at is not None:
             return []
-        return cached.find(self.names(hashes[num_blocks - 1]))
+        return query.cached.find(self.names(query.hashes[num_blocks - 1]))
 
     def placed(
         self, hashes: Sequence[BlockHash], block_ids: Sequence[BlockId]
@@ -80,10 +67,10 @@ class StateGroup:
 
     # --- blocks of a request ------------------------------------------------------
 
-    def num_allocated(self, num_blocks: int, num_hits: int, position: int) -> int:
+    def num_allocated(self, hit: PrefixHit, num_blocks: int) -> int:
         return NUM_STATE_COPIES * self.num_blocks
 
-    def allocate(self, held: HeldKv, hit: PrefixHit, num_blocks: int, position: int) -> None:
+    def allocate(self, held: HeldKv, hit: PrefixHit, num_blocks: int) -> None:
         held.state = RecurrentState(
             (self._allocate(), self._allocate()),
             held.num_computed_tokens,

@@ -8,11 +8,10 @@ from baton.core.ids import NO_BLOCK, BlockId
 from baton.engine.errors import BlocksUnaccounted
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.block_names import name_in_group
-from baton.engine.kv_cache.cache_group import CachedBlocks, PlacedBlock
+from baton.engine.kv_cache.cache_group import PlacedBlock, PrefixHit, PrefixQuery
 from baton.engine.kv_cache.groups import KvCacheSpec
 from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.kv_cache.prefix_cache import PrefixCache
-from baton.engine.kv_cache.prefix_hit import PrefixHit
 
 
 class TokenGroup:
@@ -41,24 +40,13 @@ class TokenGroup:
 
     # --- prefix hits --------------------------------------------------------------
 
-    def longest_prefix(
-        self,
-        cached: CachedBlocks,
-        hashes: Sequence[BlockHash],
-        num_blocks: int,
-        continues_at: int | None,
-    ) -> int:
-        return len(cached.find(map(self.name, hashes[:num_blocks])))
+    def longest_prefix(self, query: PrefixQuery, num_blocks: int) -> int:
+        return len(query.cached.find(map(self.name, query.hashes[:num_blocks])))
 
-    def find(
-        self,
-        cached: CachedBlocks,
-        hashes: Sequence[BlockHash],
-        num_blocks: int,
-        continues_at: int | None,
-    ) -> list[BlockId]:
-        first = min(num_blocks, self._first_seen_after(num_blocks, continues_at))
-        return [NO_BLOCK] * first + cached.find(map(self.name, hashes[first:num_blocks]))
+    def find(self, query: PrefixQuery, num_blocks: int) -> list[BlockId]:
+        first = min(num_blocks, self._first_seen_after(query, num_blocks))
+        names = map(self.name, query.hashes[first:num_blocks])
+        return [NO_BLOCK] * first + query.cached.find(names)
 
     def placed(
         self, hashes: Sequence[BlockHash], block_ids: Sequence[BlockId]
@@ -67,20 +55,20 @@ class TokenGroup:
             if block_id != NO_BLOCK:
                 yield PlacedBlock(place, self.name(hashes[place]), block_id)
 
-    def _first_seen_after(self, num_blocks: int, continues_at: int | None) -> int:
+    def _first_seen_after(self, query: PrefixQuery, num_blocks: int) -> int:
         """Return the first place that the tokens after a prefix attend to."""
-        position = num_blocks * self._block_size if continues_at is None else continues_at
-        return self.first_seen(position)
+        position = query.continues_at
+        return self.first_seen(num_blocks * self._block_size if position is None else position)
 
     # --- blocks of a request ------------------------------------------------------
 
-    def num_allocated(self, num_blocks: int, num_hits: int, position: int) -> int:
-        return num_blocks - max(num_hits, self.first_seen(position))
+    def num_allocated(self, hit: PrefixHit, num_blocks: int) -> int:
+        return num_blocks - max(hit.num_blocks, self.first_seen(hit.position))
 
-    def allocate(self, held: HeldKv, hit: PrefixHit, num_blocks: int, position: int) -> None:
+    def allocate(self, held: HeldKv, hit: PrefixHit, num_blocks: int) -> None:
         cached = hit.blocks[self.number]
         # A peer sends what the next token attends to, and nothing in front of it.
-        num_unseen = max(0, self.first_seen(position) - len(cached))
+        num_unseen = max(0, self.first_seen(hit.position) - len(cached))
         allocated = self._cache.allocate(num_blocks - len(cached) - num_unseen)
         held.block_tables += ([*cached, *[NO_BLOCK] * num_unseen, *allocated],)
 
@@ -155,18 +143,12 @@ class WindowGroup(TokenGroup):
     The first two blocks were released, or never allocated on a node that received the KV.
     """
 
-    def longest_prefix(
-        self,
-        cached: CachedBlocks,
-        hashes: Sequence[BlockHash],
-        num_blocks: int,
-        continues_at: int | None,
-    ) -> int:
+    def longest_prefix(self, query: PrefixQuery, num_blocks: int) -> int:
         # From the end on: a missing block moves the end of the prefix, and the window with it.
         place = num_blocks
-        while place > self._first_seen_after(num_blocks, continues_at):
+        while place > self._first_seen_after(query, num_blocks):
             place -= 1
-            if not cached.is_cached(self.name(hashes[place])):
+            if not query.cached.is_cached(self.name(query.hashes[place])):
                 num_blocks = place
         return num_blocks
 

@@ -10,7 +10,7 @@ from baton.engine.events import RequestEventKind
 from baton.engine.kv_arrival.arrivals import FillWait
 from baton.engine.kv_arrival.kv_source import PrefixNeed
 from baton.engine.kv_cache.block_hashes import BlockHash
-from baton.engine.kv_cache.prefix_hit import PrefixHit
+from baton.engine.kv_cache.cache_group import PrefixHit
 from baton.engine.scheduler.prompt_budget import PromptBudget
 from baton.engine.scheduler.request import Request, RequestStatus
 from baton.engine.scheduler.state import SchedulerState
@@ -224,9 +224,7 @@ class Admission:
     def _take_blocks(self, candidate: Candidate) -> Refusal | None:
         """Allocate all blocks of the prompt at once: a prefill never waits for blocks halfway."""
         cache, request, hit = self._state.cache, candidate.request, candidate.hit
-        if cache.admit(
-            request.kv, hit, spare=candidate.num_spare, continues_at=candidate.continues_at
-        ):
+        if cache.admit(request.kv, hit, spare=candidate.num_spare):
             request.note_admission()
             return None
         missing_hash = cache.missing_hash(request.kv, hit.num_blocks, candidate.max_num_hits)

@@ -13,10 +13,9 @@ from baton.core.ids import HandoffId, RequestId
 from baton.core.output import Failure, FailureCause, FinishReason, Output
 from baton.core.request import EngineRequest
 from baton.engine.errors import OutOfOrder
-from baton.engine.events import KvEvent, RequestEvent, SchedulerStats
+from baton.engine.events import GroupStats, KvEvent, RequestEvent, SchedulerStats
 from baton.engine.kv_arrival.pulls import PullConfig
 from baton.engine.kv_cache.config import CacheConfig
-from baton.engine.kv_cache.group_stats import GroupStats
 from baton.engine.plan import Plan, PlanRow, RunResult
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.output_processing import OutputProcessor
@@ -199,7 +198,7 @@ class Scheduler:
 
     def take_kv_events(self) -> tuple[KvEvent, ...]:
         """Return and clear the KV cache events; none unless `CacheConfig.collect_events` is set."""
-        return self._state.cache.take_events()
+        return self._state.cache.prefixes.take_events()
 
     def reset_prefix_cache(self, tiers: Collection[str] = ()) -> dict[str, int]:
         """Drop the cached prefixes of these tiers, or of all; return how many blocks each had.

@@ -55,7 +55,7 @@ def _shortage(state: SchedulerState, head: Request) -> int:
     """Return the number of blocks that must become free for `head` to be admitted."""
     continues_at = None if head.arrival.handoff is None else head.num_tokens
     hit = state.cache.find_prefix(head.kv, head.max_num_hit_tokens, continues_at=continues_at)
-    num_missing = state.cache.num_missing(head.kv, hit, continues_at=continues_at)
+    num_missing = state.cache.num_missing(head.kv, hit)
     if head.arrival.handoff is not None:
         num_missing += state.num_spare_blocks
     return num_missing - state.cache.pool.num_free

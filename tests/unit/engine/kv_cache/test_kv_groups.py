@@ -112,8 +112,8 @@ def test_a_request_that_continues_elsewhere_gets_the_blocks_of_its_window() -> N
     request = make_held(range(9))
     hit = cache.find_prefix(request, 9, continues_at=9)
 
-    assert cache.num_missing(request, hit, continues_at=9) == 5 + 2
-    assert cache.admit(request, hit, continues_at=9)
+    assert cache.num_missing(request, hit) == 5 + 2
+    assert cache.admit(request, hit)
     assert request.block_tables[1] == [NO_BLOCK, NO_BLOCK, NO_BLOCK, 5, 6]
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored
+from baton.engine.kv_cache.cache_group import PrefixHit
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.kv_cache.manager import KvCache
-from baton.engine.kv_cache.prefix_hit import PrefixHit
 from tests.support.requests import make_held
 
 NO_HIT = PrefixHit(0, ([],))
@@ -95,7 +95,7 @@ def test_blocks_already_known_are_left_out_of_the_event() -> None:
         request.num_computed_tokens = num_computed
         cache.register(request)
 
-    events = [event for event in cache.take_events() if isinstance(event, BlockStored)]
+    events = [event for event in cache.prefixes.take_events() if isinstance(event, BlockStored)]
 
     assert [event.token_ids for event in events] == [(0, 1, 2, 3), (4, 5)]
     assert events[1].parent_block_hash == events[0].block_hashes[1]
@@ -137,7 +137,7 @@ def test_events_have_no_token_ids_unless_they_are_collected() -> None:
     cache = _cache(collect_token_ids=False)
     request = _serve(cache, range(6))
 
-    (event,) = cache.take_events()
+    (event,) = cache.prefixes.take_events()
 
     assert isinstance(event, BlockStored)
     assert len(event.block_hashes) == 3
@@ -149,12 +149,12 @@ def test_a_reset_and_evictions_are_events() -> None:
     cache = _cache(num_blocks=3)
     request = _serve(cache, range(6))
     hashes = list(request.block_hashes)
-    cache.take_events()
+    cache.prefixes.take_events()
 
     cache.admit(make_held([9, 9]), NO_HIT)
     cache.reset([])
 
-    assert cache.take_events() == (BlockRemoved((hashes[2],)), AllBlocksCleared())
+    assert cache.prefixes.take_events() == (BlockRemoved((hashes[2],)), AllBlocksCleared())
 
 
 def _cache(num_blocks: int = 8, *, collect_token_ids: bool = True) -> KvCache:

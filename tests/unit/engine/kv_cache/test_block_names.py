@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.engine.kv_cache.block_hashes import BlockHash
-from baton.engine.kv_cache.block_names import name_in_group, snapshot_names
+from baton.engine.kv_cache.block_names import HostNames, name_in_group, snapshot_names
+from baton.engine.kv_cache.config import CacheConfig
 from baton.kv_transfer.external_kv import HeldChanges
-from baton.node.host_names import HostNames
 
 BLOCKS = [BlockHash(bytes((number,)) * 16) for number in range(3)]
 NUM_PARTS = 2
@@ -16,7 +16,7 @@ PARTS = [name for block in BLOCKS for name in snapshot_names(block, NUM_PARTS)]
 
 
 def test_only_blocks_of_the_first_group_are_known() -> None:
-    names, (one, two, _) = HostNames(0), BLOCKS
+    names, (one, two, _) = HostNames(CacheConfig(8)), BLOCKS
     changes = HeldChanges((one, name_in_group(one, 1)), (name_in_group(two, 1), two))
 
     assert names.translate(changes) == HeldChanges((one,), (two,))
@@ -26,7 +26,11 @@ def test_only_blocks_of_the_first_group_are_known() -> None:
 def test_a_snapshot_is_known_while_all_of_its_parts_are_held(
     toggled: list[list[BlockHash]],
 ) -> None:
-    names, held, known = HostNames(NUM_PARTS), set[BlockHash](), set[bytes]()
+    names, held, known = (
+        HostNames(CacheConfig(8, num_state_blocks=NUM_PARTS)),
+        set[BlockHash](),
+        set[bytes](),
+    )
 
     for batch in toggled:
         changes = HeldChanges(
