@@ -6,7 +6,7 @@ into a whole answer. The fold does not depend on how the text is split into part
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -64,8 +64,8 @@ class AnswerEvents(NamedTuple):
 class EventReader:
     """Turns the parts of all answers to a request into events."""
 
-    def __init__(self, parsers: Sequence[OutputParser]) -> None:
-        self._parsers = parsers  # by index of the answer
+    def __init__(self, new_parser: Callable[[], OutputParser], num_answers: int) -> None:
+        self._parsers = [new_parser() for _ in range(num_answers)]
 
     def read(self, index: int, part: AnswerPart) -> AnswerEvents:
         parser = self._parsers[index]

@@ -1,4 +1,4 @@
-"""Choice of the parsers of an answer: by the model's formats, and by how tools are called. Pure."""
+"""Formats of answers, and the parsers for them. Pure."""
 
 from __future__ import annotations
 
@@ -88,38 +88,47 @@ class Parsing:
     def __post_init__(self) -> None:
         check_options(self)
 
-    def marks(self, *, with_tools: bool) -> tuple[str, ...]:
-        """Return the marks that must be visible in the text, also where they are special tokens."""
-        of_tools = TOOL_MARKS.get(self.tools, ()) if with_tools else ()
-        return (*of_tools, *((THINK, END_THINK) if self.reasoning else ()))
-
-    def parser(
-        self,
-        mode: ToolCallMode,
-        *,
-        function: str = "",
-        is_constrained: bool = False,
-        has_one_call: bool = False,
-    ) -> OutputParser:
-        """Return a new parser, one for each answer.
-
-        `function` is the one of mode NAMED. A constrained answer has no reasoning and no calls but
-        forced ones. With `has_one_call`, further calls are dropped.
-        """
-        if mode is ToolCallMode.NAMED:
-            return NamedCallParser(function)
-        if mode is ToolCallMode.REQUIRED:
-            return RequiredCallsParser()
-        if is_constrained:
-            return PlainTextParser()
-        content: OutputParser = PlainTextParser()
-        if mode is ToolCallMode.BY_MODEL and self.tools:
-            content = TOOL_PARSERS[self.tools]()
-        if has_one_call:
-            content = FirstCallFilter(content)
-        if not self.reasoning:
-            return content
-        return ThinkTagParser(content, begins_inside=REASONING_BEGINS_INSIDE[self.reasoning])
-
 
 NO_PARSING = Parsing()
+
+
+@dataclass(frozen=True, slots=True)
+class TextFormat:
+    """Format of the answers to one request: what a model may write besides plain text."""
+
+    parsing: Parsing = NO_PARSING
+    tool_calls: ToolCallMode = ToolCallMode.NONE
+    function: str = ""  # the one of mode NAMED
+    has_one_call: bool = False  # further calls are dropped
+    # By structured output: no reasoning, and no calls but forced ones.
+    is_constrained: bool = False
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Marks that must be visible in the text, also where they are special tokens."""
+        if self.is_constrained:
+            return ()
+        calls_by_model = self.tool_calls is ToolCallMode.BY_MODEL
+        marks = TOOL_MARKS.get(self.parsing.tools, ()) if calls_by_model else ()
+        return (*marks, *((THINK, END_THINK) if self.parsing.reasoning else ()))
+
+    def parser(self) -> OutputParser:
+        """Return a new parser, one for each answer."""
+        if self.tool_calls is ToolCallMode.NAMED:
+            return NamedCallParser(self.function)
+        if self.tool_calls is ToolCallMode.REQUIRED:
+            return RequiredCallsParser()
+        content: OutputParser = PlainTextParser()
+        if self.is_constrained:
+            return content
+        if self.tool_calls is ToolCallMode.BY_MODEL and self.parsing.tools:
+            content = TOOL_PARSERS[self.parsing.tools]()
+        if self.has_one_call:
+            content = FirstCallFilter(content)
+        if not self.parsing.reasoning:
+            return content
+        begins_inside = REASONING_BEGINS_INSIDE[self.parsing.reasoning]
+        return ThinkTagParser(content, begins_inside=begins_inside)
+
+
+PLAIN_TEXT = TextFormat()

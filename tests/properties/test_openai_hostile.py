@@ -25,7 +25,7 @@ from baton.router.http.errors import status_of
 from baton.router.values import TokenPrompt
 from baton.rpc.messages.sequences import prefill_order
 
-ADVICE = ModelContext(NO_SAMPLING_DEFAULTS, 512)
+CONTEXT = ModelContext(NO_SAMPLING_DEFAULTS, 512)
 numbers = st.integers() | st.sampled_from(
     [-1, 0, 1, 2**31 - 1, 2**31, 2**32, 2**63, 2**64, 10**400]
 )
@@ -117,7 +117,7 @@ def refusal_of(read: Callable[[], ParsedRequest]) -> Exception | None:
 def test_a_completion_is_taken_or_refused_by_name(fields: dict[str, Any]) -> None:
     body = json.dumps(fields).encode()
 
-    refusal = refusal_of(lambda: completion_from(json_object(body), "id", ADVICE))
+    refusal = refusal_of(lambda: completion_from(json_object(body), "id", CONTEXT))
 
     assert refusal is None or status_of(refusal) == 400
 
@@ -126,7 +126,7 @@ def test_a_completion_is_taken_or_refused_by_name(fields: dict[str, Any]) -> Non
 def test_a_chat_is_taken_or_refused_by_name(fields: dict[str, Any]) -> None:
     body = json.dumps(fields).encode()
 
-    refusal = refusal_of(lambda: chat_completion_from(json_object(body), "id", ADVICE))
+    refusal = refusal_of(lambda: chat_completion_from(json_object(body), "id", CONTEXT))
 
     assert refusal is None or status_of(refusal) == 400
 
@@ -135,4 +135,4 @@ def test_a_chat_is_taken_or_refused_by_name(fields: dict[str, Any]) -> None:
 def test_requests_within_the_limits_are_accepted_and_fit_into_messages(
     fields: dict[str, Any],
 ) -> None:
-    check(completion_from(json_object(json.dumps(fields).encode()), "id", ADVICE))
+    check(completion_from(json_object(json.dumps(fields).encode()), "id", CONTEXT))

@@ -26,6 +26,7 @@ from baton.router.text_events.parsing import (
     REASONING_BEGINS_INSIDE,
     TOOL_PARSERS,
     Parsing,
+    TextFormat,
     ToolCallMode,
 )
 from baton.router.values import (
@@ -66,7 +67,9 @@ def test_parsing_does_not_depend_on_how_the_text_is_split(
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
     def read_as(pieces: list[str]) -> AnswerText:
-        return read(parsing.parser(ToolCallMode.BY_MODEL), pieces, is_cut_off=is_cut_off)
+        return read(
+            TextFormat(parsing, ToolCallMode.BY_MODEL).parser(), pieces, is_cut_off=is_cut_off
+        )
 
     assert read_as(pieces) == read_as(list(text)) == read_as([text])
 
@@ -77,7 +80,7 @@ def test_without_calls_nothing_is_lost_but_the_marks_around_reasoning(
 ) -> None:
     text = "".join(fragments)
 
-    reported = read(parsing.parser(ToolCallMode.BY_MODEL), [text])
+    reported = read(TextFormat(parsing, ToolCallMode.BY_MODEL).parser(), [text])
 
     if not reported.calls:
         marks = len("<think></think>") + len(text) - len(text.lstrip())
@@ -119,7 +122,7 @@ def test_however_forced_calls_are_cut_all_of_them_are_read(
 @given(texts)
 def test_without_parsers_all_is_content(fragments: list[str]) -> None:
     text = "".join(fragments)
-    assert read(Parsing().parser(ToolCallMode.BY_MODEL), [text]) == AnswerText(text)
+    assert read(TextFormat(tool_calls=ToolCallMode.BY_MODEL).parser(), [text]) == AnswerText(text)
 
 
 def joined(deltas: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -140,9 +143,11 @@ def joined(deltas: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def test_the_chunks_of_a_chat_add_up_to_the_whole_message(
     fragments: list[str], parsing: Parsing, reason: FinishReason
 ) -> None:
-    options = ResponseOptions(is_chat=True, is_streamed=True, tool_call_mode=ToolCallMode.BY_MODEL)
+    options = ResponseOptions(
+        is_chat=True, is_streamed=True, text_format=TextFormat(parsing, ToolCallMode.BY_MODEL)
+    )
     streamed, whole = (ChatChoice(0, options, by_id) for _ in range(2))
-    reader = EventReader([parsing.parser(ToolCallMode.BY_MODEL)])
+    reader = EventReader(options.text_format.parser, 1)
     tokens = [TokenChunk(place, (place,), text) for place, text in enumerate(fragments)]
     served = ServedBy("p", "d", PrefillPlace.REMOTE, "", CallReport(), 1)
     timings = Timings(0.0, None, None, 0.0)

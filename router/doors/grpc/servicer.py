@@ -11,16 +11,16 @@ from typing import Any
 from grpc import aio
 
 from baton.router.answers import generate_answers
+from baton.router.doors.grpc.message_checks import check_chat, check_request
+from baton.router.doors.grpc.translate import ResponseBuilder, calls_from, tokenize_input_from
 from baton.router.input_processing.limits import (
     MAX_TOKENS_TO_DETOKENIZE,
     check_count,
     is_valid_name,
 )
-from baton.router.input_processing.message_checks import check_chat, check_request
 from baton.router.pipeline import Pipeline
 from baton.router.request_scope import RequestScopes
 from baton.router.routing.node_table import NodeTable
-from baton.router.translate import ResponseBuilder, calls_from, tokenize_input_from
 from baton.router.values import TokenChunk
 from baton.rpc.call_outcome import is_late
 from baton.rpc.errors import NoNodes

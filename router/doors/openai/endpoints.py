@@ -15,7 +15,7 @@ from baton.router.doors.openai.request.bodies import (
     ResetBody,
     TokenizeChatBody,
     TokenizeTextBody,
-    body_from,
+    openai_body,
 )
 from baton.router.doors.openai.request.prompts import chat_from
 from baton.router.http.bodies import Bodies
@@ -82,10 +82,12 @@ class Tokens:
         body: TokenizeTextBody | TokenizeChatBody
         prompt: Prompt
         if "messages" in fields:
-            body = await self.bodies.run_for_body(raw, partial(body_from, fields, TokenizeChatBody))
+            body = await self.bodies.run_for_body(
+                raw, partial(openai_body, fields, TokenizeChatBody)
+            )
             prompt = await self.bodies.run_for_body(raw, partial(chat_from, body, body.tools))
         else:
-            body = body_from(fields, TokenizeTextBody)
+            body = openai_body(fields, TokenizeTextBody)
             prompt = TextPrompt(body.prompt, body.add_special_tokens)
         self.inputs.check_model(body.model)
         token_ids = await self.inputs.token_ids(prompt, body.model)
@@ -109,7 +111,7 @@ class Tokens:
         with self.bodies.lease() as lease:
             raw = await self.bodies.read(request, lease)
             fields = await self.bodies.fields(raw)
-            body = await self.bodies.run_for_body(raw, partial(body_from, fields, DetokenizeBody))
+            body = await self.bodies.run_for_body(raw, partial(openai_body, fields, DetokenizeBody))
             self.inputs.check_model(body.model)
             text = await self.inputs.text(tuple(body.tokens), skip_special_tokens=False)
             return await self._response(raw, {"prompt": text})
@@ -130,6 +132,6 @@ class PrefixCacheEndpoint:
         shown = request.headers.get(HEADER)
         with self.bodies.lease() as lease:
             raw = await self.bodies.read(request, lease)
-            body = body_from(await self.bodies.fields(raw) if raw else {}, ResetBody)
+            body = openai_body(await self.bodies.fields(raw) if raw else {}, ResetBody)
         resets = await self.resets.reset_all(body.tiers, shown)
         return JSONResponse({"nodes": [asdict(reset) for reset in resets]})

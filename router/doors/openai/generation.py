@@ -17,7 +17,6 @@ from baton.router.doors.openai.response.answers import (
     StreamedAnswer,
     WholeAnswer,
     make_choices,
-    make_event_reader,
     make_heading,
 )
 from baton.router.doors.openai.response.choices import EchoedPrompt
@@ -28,6 +27,7 @@ from baton.router.http.json_encoding import encode_in_slices
 from baton.router.input_processing.tokenization import by_id
 from baton.router.pipeline import Pipeline
 from baton.router.routing.node_table import NodeTable
+from baton.router.text_events.events import EventReader
 from baton.router.text_events.parsing import Parsing
 from baton.router.values import TextPrompt
 
@@ -86,10 +86,8 @@ class Generation:
         heading = make_heading(parsed, request.id, int(time.time()), self._model(parsed))
         spell = by_id if parsed.options.tokens_by_id else self.pipeline.inputs.token
         choices = make_choices(parsed, prompts, spell)
-        events = make_event_reader(parsed, self.parsing)
-        warnings = Warnings(
-            parsed.options, self.parsing, supports_tools=self.pipeline.inputs.supports_tools
-        )
+        events = EventReader(parsed.options.text_format.parser, len(parsed.calls))
+        warnings = Warnings(parsed.options, supports_tools=self.pipeline.inputs.supports_tools)
         answers = generate_answers(self.pipeline, request.scope, parsed.calls, parsed.num_each)
         async with aclosing(answers) as parts:
             if not parsed.options.is_streamed:

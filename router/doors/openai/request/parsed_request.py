@@ -11,11 +11,10 @@ from baton.core.extra_args import parse_argument
 from baton.core.kv_hints import KvHints
 from baton.core.sampling import SamplingDefaults
 from baton.router.doors.openai.request.bodies import (
-    MAX_INT32,
     ChatBody,
     CompletionBody,
     GenerationBody,
-    body_from,
+    openai_body,
 )
 from baton.router.doors.openai.request.prompts import chat_from, parse_prompts
 from baton.router.doors.openai.request.structured_outputs import (
@@ -24,6 +23,7 @@ from baton.router.doors.openai.request.structured_outputs import (
     output_format_from,
 )
 from baton.router.doors.openai.request.tool_choice import NO_TOOLS, ToolChoice, tool_choice_from
+from baton.router.http.strict_bodies import MAX_INT32
 from baton.router.input_processing.answer_calls import NUM_SEEDS, calls_for_answers
 from baton.router.input_processing.limits import (
     MAX_ANSWERS,
@@ -33,7 +33,7 @@ from baton.router.input_processing.limits import (
     check_texts,
     max_tokens_with_logprobs,
 )
-from baton.router.text_events.parsing import NO_PARSING, Parsing, ToolCallMode
+from baton.router.text_events.parsing import NO_PARSING, PLAIN_TEXT, Parsing, TextFormat
 from baton.router.values import GenerateCall, Prompt
 from baton.rpc.errors import UnsupportedInput
 from baton.text.stop_strings import StopRule
@@ -58,12 +58,9 @@ class ResponseOptions:
     with_answer: bool = True  # False: return the prompt only
     with_token_ids: bool = False
     tokens_by_id: bool = False
-    tool_call_mode: ToolCallMode = ToolCallMode.NONE
-    function: str = ""  # the function that tool_choice names
-    with_one_call: bool = False  # at most one tool call
+    text_format: TextFormat = PLAIN_TEXT
     stop_token_ids: tuple[int, ...] = ()  # of the request, without the model's own
-    # The field that sets structured output, which has no reasoning in front; empty: any text.
-    form_field: str = ""
+    form_field: str = ""  # the field that sets structured output; empty: none
 
     @property
     def needs_prompt_ids(self) -> bool:
@@ -93,14 +90,14 @@ class ModelContext:
 
 
 def completion_from(
-    fields: Mapping[str, Any], request_id: str, advice: ModelContext
+    fields: Mapping[str, Any], request_id: str, context: ModelContext
 ) -> ParsedRequest:
     """Parse a completion. Raises InvalidRequest, UnsupportedInput and EmptyPrompt."""
-    body = body_from(fields, CompletionBody)
+    body = openai_body(fields, CompletionBody)
     prompts = parse_prompts(
         body.prompt,
         add_special_tokens=body.add_special_tokens,
-        max_model_len=advice.max_model_len,
+        max_model_len=context.max_model_len,
     )
     best_of = _best_of(body)
     with_answer = not (body.echo and body.max_tokens == 0)
@@ -120,7 +117,7 @@ def completion_from(
         with_answer=with_answer,
         **_common_options(body),
     )
-    return _parsed_request(body, prompts, overrides, request_id, advice, options, best_of)
+    return _parsed_request(body, prompts, overrides, request_id, context, options, best_of)
 
 
 def _best_of(body: CompletionBody) -> int:
@@ -137,17 +134,17 @@ def _best_of(body: CompletionBody) -> int:
 
 
 def chat_completion_from(
-    fields: Mapping[str, Any], request_id: str, advice: ModelContext
+    fields: Mapping[str, Any], request_id: str, context: ModelContext
 ) -> ParsedRequest:
     """Parse a chat completion. Raises InvalidRequest and UnsupportedInput."""
-    body = body_from(fields, ChatBody)
+    body = openai_body(fields, ChatBody)
     choice = tool_choice_from(body)
     prompt = chat_from(body, choice.shown)
     max_tokens = (
         body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     )
     # The default is the rest of the context, which the pipeline computes once it has tokenized.
-    rest = MAX_INT32 if advice.max_model_len is None else advice.max_model_len
+    rest = MAX_INT32 if context.max_model_len is None else context.max_model_len
     overrides: dict[str, Any] = {"max_tokens": rest if max_tokens is None else max_tokens}
     num_logprobs = _num_logprobs(body)
     if num_logprobs is not None:
@@ -157,12 +154,14 @@ def chat_completion_from(
     options = ResponseOptions(
         is_chat=True,
         num_logprobs=num_logprobs,
-        tool_call_mode=choice.tool_call_mode,
-        function=choice.name,
-        with_one_call=not body.parallel_tool_calls,
+        text_format=TextFormat(
+            context.parsing, choice.tool_call_mode, choice.name, not body.parallel_tool_calls
+        ),
         **_common_options(body),
     )
-    parsed = _parsed_request(body, [prompt], overrides, request_id, advice, options, body.n, choice)
+    parsed = _parsed_request(
+        body, [prompt], overrides, request_id, context, options, body.n, choice
+    )
     if max_tokens is not None:
         return parsed
     return replace(parsed, calls=tuple(replace(call, fills_context=True) for call in parsed.calls))
@@ -203,7 +202,7 @@ def _parsed_request(
     prompts: Sequence[Prompt],
     overrides: Mapping[str, Any],
     request_id: str,
-    advice: ModelContext,
+    context: ModelContext,
     options: ResponseOptions,
     num_each: int,
     choice: ToolChoice = NO_TOOLS,
@@ -219,14 +218,10 @@ def _parsed_request(
         raise InvalidRequest(
             f"{num_choices} answers were requested; the limit is {MAX_ANSWERS}", field
         )
-    sampling = advice.defaults.params(
+    sampling = context.defaults.params(
         **{**_sampling(body), **overrides, "structured_outputs": form}
     )
-    shown_tokens: tuple[str, ...] = ()
-    if options.is_chat and form is None:
-        shown_tokens = advice.parsing.marks(
-            with_tools=choice.tool_call_mode is ToolCallMode.BY_MODEL
-        )
+    text_format = replace(options.text_format, is_constrained=form is not None)
     call = GenerateCall(
         request_id=request_id,
         prompt=prompts[0],
@@ -239,22 +234,22 @@ def _parsed_request(
         cache_salt=body.cache_salt,
         kv_hints=KvHints(**dict(body.kv_hints)),
         bad_words=tuple(body.bad_words),
-        shown_tokens=shown_tokens,
+        shown_tokens=text_format.marks,
     )
     calls = calls_for_answers(call, prompts, num_each)
     if not body.stream:
-        _check_logprobs_fit(calls, advice)
+        _check_logprobs_fit(calls, context)
     form_field = "" if output_format is None else output_format.field
-    options = replace(options, form_field=form_field)
+    options = replace(options, text_format=text_format, form_field=form_field)
     return ParsedRequest(tuple(calls), num_each, body.n, options)
 
 
-def _check_logprobs_fit(calls: Sequence[GenerateCall], advice: ModelContext) -> None:
+def _check_logprobs_fit(calls: Sequence[GenerateCall], context: ModelContext) -> None:
     """Check the size of a whole answer, which has all logprobs in one body, unlike a stream."""
     sampling, num_answers = calls[0].sampling, len(calls)
     if sampling.logprobs is None:
         return
-    longest = min(sampling.max_tokens, advice.max_model_len or sampling.max_tokens)
+    longest = min(sampling.max_tokens, context.max_model_len or sampling.max_tokens)
     limit = max_tokens_with_logprobs(sampling.logprobs, num_answers)
     if longest > limit:
         raise InvalidRequest(

@@ -21,8 +21,7 @@ from baton.router.doors.openai.response.logprobs import TokenSpeller, prompt_log
 from baton.router.doors.openai.response.request_warnings import Warnings
 from baton.router.http.json_encoding import Json, LazyArray, encode_in_slices, server_sent_event
 from baton.router.input_processing.limits import MAX_POSITIONS_PER_SLICE
-from baton.router.text_events.events import AnswerEvents, EventReader, TextEvent, fold
-from baton.router.text_events.parsing import NO_PARSING, Parsing
+from baton.router.text_events.events import AnswerEvents, TextEvent, fold
 from baton.router.values import CompletionSummary, ServedBy, TokenChunk
 
 DONE = b"data: [DONE]\n\n"
@@ -66,23 +65,6 @@ def make_choices(
     if options.is_chat:
         return [ChatChoice(index, options, spell) for index in range(len(parsed.calls))]
     return [CompletionChoice(*each, options, spell) for each in enumerate(prompts)]
-
-
-def make_event_reader(parsed: ParsedRequest, parsing: Parsing) -> EventReader:
-    options = parsed.options
-    if not options.is_chat:
-        parsing = NO_PARSING
-    return EventReader(
-        [
-            parsing.parser(
-                options.tool_call_mode,
-                function=options.function,
-                is_constrained=bool(options.form_field),
-                has_one_call=options.with_one_call,
-            )
-            for _ in parsed.calls
-        ]
-    )
 
 
 class UsageTotals:

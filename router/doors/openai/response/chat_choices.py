@@ -96,9 +96,9 @@ class ChatChoice:
     def _finish_fields(self, end: CompletionSummary) -> Json:
         """Return the finish reason. OpenAI and vLLM use "stop" if the client named the function."""
         how = finish_fields(end, self._options.stop_token_ids)
-        tool_call_mode = self._options.tool_call_mode
-        is_whole = tool_call_mode is ToolCallMode.BY_MODEL or end.finish.stop_string is None
-        has_called = self._num_calls > 0 and is_whole and tool_call_mode is not ToolCallMode.NAMED
+        tool_calls = self._options.text_format.tool_calls
+        is_whole = tool_calls is ToolCallMode.BY_MODEL or end.finish.stop_string is None
+        has_called = self._num_calls > 0 and is_whole and tool_calls is not ToolCallMode.NAMED
         if has_called and how["finish_reason"] == "stop":
             how["finish_reason"] = "tool_calls"
         return how

@@ -12,11 +12,11 @@ from typing import cast
 import pytest
 
 from baton.core.errors import InvalidRequest
+from baton.router.doors.grpc.message_checks import check_request
+from baton.router.doors.grpc.translate import call_from
 from baton.router.input_processing.large_texts import LargeTextConfig, LargeTexts
 from baton.router.input_processing.limits import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
-from baton.router.input_processing.message_checks import check_request
 from baton.router.input_processing.tokenization import ModelText
-from baton.router.translate import call_from
 from baton.router.values import ChatMessage, ChatPrompt, Prompt, TextPrompt
 from baton.rpc.errors import QueueFull
 from baton.text.tokenizer import Tokenizer

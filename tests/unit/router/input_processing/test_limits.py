@@ -18,19 +18,19 @@ from baton.core.sampling import (
     NO_SAMPLING_DEFAULTS,
     SamplingParams,
 )
+from baton.router.doors.grpc.message_checks import check_request
+from baton.router.doors.grpc.translate import calls_from
 from baton.router.doors.openai.request.parsed_request import (
     ModelContext,
     chat_completion_from,
     completion_from,
 )
 from baton.router.input_processing.limits import MAX_CHAT_MESSAGES, MAX_NAME_CHARACTERS, MAX_TOOLS
-from baton.router.input_processing.message_checks import check_request
-from baton.router.translate import calls_from
 from baton.rpc.messages.sequences import decode_order, engine_request, node_request_id
 from baton.v1 import inference_pb2, sampling_pb2
 
 LONG = "x" * (MAX_NAME_CHARACTERS + 1)
-ADVICE = ModelContext(NO_SAMPLING_DEFAULTS, 100)
+CONTEXT = ModelContext(NO_SAMPLING_DEFAULTS, 100)
 TURN = {"role": "user", "content": "a"}
 
 
@@ -43,11 +43,11 @@ def over_grpc(**fields: Any) -> None:
 
 
 def completion(**fields: Any) -> None:
-    completion_from({"prompt": "a", **fields}, "id", ADVICE)
+    completion_from({"prompt": "a", **fields}, "id", CONTEXT)
 
 
 def chat(**fields: Any) -> None:
-    chat_completion_from({"messages": [TURN], **fields}, "id", ADVICE)
+    chat_completion_from({"messages": [TURN], **fields}, "id", CONTEXT)
 
 
 def ids(count: int) -> dict[str, Any]:

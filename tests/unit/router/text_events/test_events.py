@@ -11,7 +11,7 @@ from baton.router.text_events.events import (
     ToolCall,
     fold,
 )
-from baton.router.text_events.parsing import Parsing, ToolCallMode
+from baton.router.text_events.parsing import Parsing, TextFormat, ToolCallMode
 from baton.router.values import TokenChunk
 
 TEXT = '<think>why</think>so <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call> done'
@@ -38,7 +38,7 @@ def blocks_of(events: list[TextEvent]) -> list[tuple[str, str]]:
 
 
 def test_events_keep_the_order_of_text_reasoning_and_calls() -> None:
-    reader = EventReader([Parsing("hermes", "qwen3").parser(ToolCallMode.BY_MODEL)])
+    reader = EventReader(TextFormat(Parsing("hermes", "qwen3"), ToolCallMode.BY_MODEL).parser, 1)
 
     parts = [reader.read(0, TokenChunk(place, text=text)) for place, text in enumerate(TEXT)]
 
@@ -60,7 +60,7 @@ def test_the_arguments_of_a_call_are_joined_to_it() -> None:
 
 
 def test_each_answer_has_a_parser_of_its_own() -> None:
-    reader = EventReader([Parsing(reasoning="qwen3").parser(ToolCallMode.NONE) for _ in range(2)])
+    reader = EventReader(TextFormat(Parsing(reasoning="qwen3")).parser, 2)
 
     first = reader.read(0, TokenChunk(0, text="<think>a"))
     second = reader.read(1, TokenChunk(0, text="b"))

@@ -6,7 +6,7 @@ import pytest
 
 from baton.core.errors import InvalidConfig
 from baton.router.text_events.events import AnswerText, TextDelta, ToolCall, fold
-from baton.router.text_events.parsing import Parsing, ToolCallMode
+from baton.router.text_events.parsing import Parsing, TextFormat, ToolCallMode
 
 CALLED = '<tool_call>\n{"name": "f", "arguments": {"x": "ü"}}\n</tool_call>'
 
@@ -18,7 +18,9 @@ CUT_OFF = '{"name": "g", "parameters": {"x": 1'
 def read(
     parsing: Parsing, text: str, *, with_tools: bool = True, is_cut_off: bool = False
 ) -> AnswerText:
-    parser = parsing.parser(ToolCallMode.BY_MODEL if with_tools else ToolCallMode.NONE)
+    parser = TextFormat(
+        parsing, ToolCallMode.BY_MODEL if with_tools else ToolCallMode.NONE
+    ).parser()
     return fold([*parser.push(text), *parser.finish(is_cut_off=is_cut_off)])
 
 
@@ -159,7 +161,7 @@ def test_calls_may_follow_reasoning() -> None:
 
 
 def test_text_without_a_possible_tag_is_returned_at_once() -> None:
-    parser = Parsing("hermes", "qwen3").parser(ToolCallMode.BY_MODEL)
+    parser = TextFormat(Parsing("hermes", "qwen3"), ToolCallMode.BY_MODEL).parser()
     assert [parser.push(piece) for piece in ("a", " b", " <too", "th")] == [
         *([TextDelta("a")], [TextDelta(" b")], [], [TextDelta(" <tooth")])
     ]

@@ -37,7 +37,7 @@ from baton.kv_transfer.protocol.messages import (
     Writing,
 )
 from baton.node.kv.link_messages import NAME_BY_KIND, link_message_from, link_message_to
-from baton.router.translate import call_from, calls_from
+from baton.router.doors.grpc.translate import call_from, calls_from
 from baton.router.values import TextPrompt
 from baton.rpc.errors import EmptyPrompt, UnsupportedInput
 from baton.rpc.messages.conversion import SAMPLING, output_from, output_to, sampling_from

@@ -25,16 +25,16 @@ from baton.router.text_events.parsing import Parsing
 from baton.router.values import ChatPrompt, TextPrompt, TokenPrompt
 from baton.rpc.errors import EmptyPrompt, Unreadable, UnsupportedInput
 
-ADVICE = ModelContext(SamplingDefaults(temperature=0.6, top_k=20), max_model_len=512)
+CONTEXT = ModelContext(SamplingDefaults(temperature=0.6, top_k=20), max_model_len=512)
 USER = {"role": "user", "content": "hi"}
 
 
 def completion(**fields: Any) -> ParsedRequest:
-    return completion_from({"prompt": "hi", **fields}, "id", ADVICE)
+    return completion_from({"prompt": "hi", **fields}, "id", CONTEXT)
 
 
 def chat(*messages: dict[str, Any], **fields: Any) -> ParsedRequest:
-    return chat_completion_from({"messages": list(messages) or [USER], **fields}, "id", ADVICE)
+    return chat_completion_from({"messages": list(messages) or [USER], **fields}, "id", CONTEXT)
 
 
 def chat_prompt(*messages: dict[str, Any], **fields: Any) -> ChatPrompt:
@@ -95,7 +95,7 @@ def test_every_field_of_sampling_arrives() -> None:
 def test_what_is_left_out_or_null_is_as_the_models_makers_advise() -> None:
     fields = json_object(b'{"prompt": "hi", "temperature": null, "top_p": null, "stop": null}')
 
-    [call] = completion_from(fields, "id", ADVICE).calls
+    [call] = completion_from(fields, "id", CONTEXT).calls
 
     assert call.sampling == SamplingParams(temperature=0.6, top_k=20)
 
@@ -178,10 +178,10 @@ def test_the_effort_of_reasoning_reaches_the_template() -> None:
 
 
 def test_marks_of_calls_and_reasoning_are_shown_where_they_are_read() -> None:
-    advice = replace(ADVICE, parsing=Parsing("llama3_json", "qwen3"))
+    context = replace(CONTEXT, parsing=Parsing("llama3_json", "qwen3"))
 
     def shown(**fields: Any) -> tuple[str, ...]:
-        requested = chat_completion_from({"messages": [USER], **fields}, "id", advice)
+        requested = chat_completion_from({"messages": [USER], **fields}, "id", context)
         return requested.calls[0].shown_tokens
 
     tools = [{"type": "function", "function": {"name": "f"}}]
@@ -437,22 +437,22 @@ def test_a_best_of_as_many_as_are_told_may_be_streamed() -> None:
 def test_logprobs_of_a_whole_answer_are_bounded_over_all_choices() -> None:
     most = MAX_LOGPROBS_PER_REQUEST // (6 * 128)
     fields = {"prompt": [1], "n": 128, "logprobs": 5}
-    advice = ModelContext(NO_SAMPLING_DEFAULTS, 100_000)
+    context = ModelContext(NO_SAMPLING_DEFAULTS, 100_000)
 
-    requested = completion_from({**fields, "max_tokens": most}, "id", advice)
+    requested = completion_from({**fields, "max_tokens": most}, "id", context)
     assert len(requested.calls) == 128
     with pytest.raises(InvalidRequest, match=f"can have {most} tokens") as refused:
-        completion_from({**fields, "max_tokens": most + 1}, "id", advice)
+        completion_from({**fields, "max_tokens": most + 1}, "id", context)
     assert refused.value.field == "max_tokens"
-    completion_from({**fields, "max_tokens": most + 1, "stream": True}, "id", advice)
+    completion_from({**fields, "max_tokens": most + 1, "stream": True}, "id", context)
 
 
 def test_the_default_max_tokens_of_a_chat_leaves_room_for_its_logprobs() -> None:
     fields = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20}
-    advice = ModelContext(NO_SAMPLING_DEFAULTS, 100_000)
+    context = ModelContext(NO_SAMPLING_DEFAULTS, 100_000)
 
-    [call] = chat_completion_from(fields, "id", advice).calls
-    [streamed] = chat_completion_from({**fields, "stream": True}, "id", advice).calls
+    [call] = chat_completion_from(fields, "id", context).calls
+    [streamed] = chat_completion_from({**fields, "stream": True}, "id", context).calls
 
     assert call.sampling.max_tokens == MAX_LOGPROBS_PER_REQUEST // 21
     assert streamed.sampling.max_tokens == 100_000

@@ -20,13 +20,13 @@ from baton.router.doors.openai.request.parsed_request import (
 from baton.router.doors.openai.request.structured_outputs import errors_of_field
 from baton.router.text_events.events import ArgumentsDelta, ToolCall, fold
 from baton.router.text_events.forced_calls import NamedCallParser, RequiredCallsParser
-from baton.router.text_events.parsing import Parsing, ToolCallMode
+from baton.router.text_events.parsing import Parsing, TextFormat, ToolCallMode
 from baton.router.values import ChatPrompt
 from baton.text.tokenizer import Tokenizer
 from tests.support.grammars import is_whole
 from tests.support.models import EOS_TOKEN_ID, VOCAB_SIZE, save_tokenizer
 
-ADVICE = ModelContext(SamplingDefaults(), max_model_len=512)
+CONTEXT = ModelContext(SamplingDefaults(), max_model_len=512)
 TREE = {
     "$schema": "http://json-schema.org/draft-07/schema#",
     "$id": "http://example.com/tree",
@@ -55,7 +55,7 @@ TOOLS = [function("tree", TREE), function("look", LOOK), function("now")]
 
 def requested(**fields: Any) -> ParsedRequest:
     body = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, **fields}
-    return chat_completion_from(body, "id", ADVICE)
+    return chat_completion_from(body, "id", CONTEXT)
 
 
 def form(**fields: Any) -> StructuredOutputs:
@@ -219,7 +219,7 @@ def test_the_arguments_of_a_named_function_are_the_answer() -> None:
 
 
 def test_with_parallel_tool_calls_false_only_the_first_call_is_returned() -> None:
-    parser = Parsing(tools="hermes").parser(ToolCallMode.BY_MODEL, has_one_call=True)
+    parser = TextFormat(Parsing(tools="hermes"), ToolCallMode.BY_MODEL, has_one_call=True).parser()
 
     parts = [parser.push(f"<tool_call>{CALL}</tool_call>") for _ in range(2)]
 
