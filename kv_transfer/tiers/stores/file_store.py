@@ -5,9 +5,8 @@ a reader finds a whole file or none. Nothing is flushed to the disk: after a pow
 may be torn, which its digest shows, and then it is a miss. Each process learns of the others' files
 from the journals that they write.
 
-What must survive a restart is in the metadata of the file. Its name has the digest of the tenant.
-Its modification time is the block's last use; a time in the future is the end of its retention, and
-0 marks a released block.
+What must survive a restart is in the metadata of the file: its name has the digest of the tenant,
+its modification time (`BlockTime`) the last use, the end of the retention and the priority.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from baton.core.errors import InvalidConfig
@@ -23,6 +23,7 @@ from baton.core.ids import BlockName
 from baton.core.kv_hints import NO_HINTS, SHARED, BlockHints, Tenant
 from baton.kv_transfer.tiers.block_memory import BlockMemory
 from baton.kv_transfer.tiers.eviction import EvictionOrder
+from baton.kv_transfer.tiers.stores.block_time import BlockTime
 from baton.kv_transfer.tiers.stores.folder_checks import (
     FOLDER_MODE,
     check_blocks_owner,
@@ -105,16 +106,15 @@ class FileStore:
 
     def scan(self) -> bool:
         """Find the files that are there, in the order of their last use."""
-        found: list[tuple[float, BlockName, Tenant]] = []
+        found: list[tuple[float, BlockName, BlockHints]] = []
+        now = self._clock()
         for path, name, tenant in self._files():
             with suppress(FileNotFoundError):  # deleted by another process
-                found.append((path.stat().st_mtime, name, tenant))
+                found.append((path.stat().st_mtime, name, self._kept_hints(path, tenant, now)))
         for name in set(self.order.names).difference(name for _, name, _ in found):
             self.order.remove(name)
-        now = self._clock()
-        for used_s, name, tenant in sorted(found):
+        for _, name, hints in sorted(found, key=lambda each: each[:2]):
             if name not in self.order:
-                hints = BlockHints(tenant, max(0.0, used_s - now), is_released=not used_s)
                 self._add(name, hints, now)
         self._others.list_all()
         self._delete_old_parts()
@@ -162,7 +162,8 @@ class FileStore:
                 self.order.remove(name)
             return None
         self.order.touch(name)
-        self._set_time(path, max(facts.st_mtime, self._clock()))
+        kept = BlockTime.from_ns(facts.st_mtime_ns)
+        self._set_time(path, BlockTime(max(kept.used_s, self._clock()), kept.priority))
         return digest
 
     def write(
@@ -193,6 +194,7 @@ class FileStore:
             part.unlink(missing_ok=True)
             raise
         self._add(name, hints, now)
+        self._keep_hints(name, hints, now)
         self._journals.note(WRITTEN, path.stem)
 
     def use(self, names: Iterable[BlockName], hints: BlockHints) -> None:
@@ -273,7 +275,6 @@ class FileStore:
         if name not in self.order:
             self._make_room(hints.tenant, now)
         self.order.add(name, hints, now)
-        self._keep_hints(name, hints, now)
 
     def _make_room(self, tenant: Tenant, now: float) -> None:
         self._others.make_room(self._max_bytes - self.num_bytes - self._file_bytes)
@@ -293,33 +294,42 @@ class FileStore:
         self._journals.note(REMOVED, path.stem)
 
     def _next_victim(self, tenant: Tenant, now: float) -> BlockName | None:
-        """Return the block to evict, which no process retains."""
+        """Return the block to evict, which no process retains or gave a higher priority."""
         while (name := next(self.order.victims(tenant, now), None)) is not None:
-            retain_s = self._mtime_s(name) - now
-            num_retained = self.order.num_retained
-            if retain_s > 0:
-                self.order.use(name, BlockHints(retain_s=retain_s), now)
-            if self.order.num_retained == num_retained:
+            if not self._learn_hints(name, now):
                 return name
         return None
 
-    def _mtime_s(self, name: BlockName) -> float:
+    def _learn_hints(self, name: BlockName, now: float) -> bool:
+        """Apply the hints that other processes kept for a block. Returns whether it stays."""
         try:
-            return self._path_of(name).stat().st_mtime
+            kept = self._kept_hints(self._path_of(name), self.order.tenant_of(name), now)
         except FileNotFoundError:
-            return 0.0
+            return False
+        known, num_retained = self.order.hints_of(name, now), self.order.num_retained
+        is_raised = (kept.priority or 0) > (known.priority or 0) and not known.is_released
+        if is_raised or kept.retain_s:
+            self.order.use(name, kept if is_raised else replace(kept, priority=None), now)
+        return is_raised or self.order.num_retained > num_retained
+
+    def _kept_hints(self, path: Path, tenant: Tenant, now: float) -> BlockHints:
+        """Return the hints that the time of a file keeps. Raises FileNotFoundError."""
+        kept = BlockTime.from_ns(path.stat().st_mtime_ns)
+        if not kept.used_s:
+            return BlockHints(tenant, is_released=True)
+        return BlockHints(tenant, max(0.0, kept.used_s - now), kept.priority)
 
     def _keep_hints(self, name: BlockName, hints: BlockHints, now: float) -> None:
         """Write what must survive a restart into the metadata of the file."""
-        retain_s = self.order.hints_of(name, now).retain_s
+        kept = self.order.hints_of(name, now)
         if hints.is_released:
-            self._set_time(self._path_of(name), 0.0)
-        elif hints.retain_s and retain_s:
-            self._set_time(self._path_of(name), now + retain_s)
+            self._set_time(self._path_of(name), BlockTime(0.0))
+        elif (hints.retain_s or hints.priority is not None) and kept.priority is not None:
+            self._set_time(self._path_of(name), BlockTime(now + kept.retain_s, kept.priority))
 
-    def _set_time(self, path: Path, time_s: float) -> None:
+    def _set_time(self, path: Path, time: BlockTime) -> None:
         with suppress(OSError):  # another process has deleted it, or the folder is read-only
-            os.utime(path, (time_s, time_s))
+            os.utime(path, ns=(time.to_ns(), time.to_ns()))
 
     def _files(self) -> Iterator[tuple[Path, BlockName, Tenant]]:
         """Return the files of blocks. Raises OSError if they cannot be listed."""

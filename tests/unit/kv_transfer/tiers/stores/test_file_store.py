@@ -138,6 +138,57 @@ def test_a_released_block_is_evicted_first_also_after_a_restart(tmp_path: Path) 
     assert held(again, 1, 2, 3) == [True, False, True]
 
 
+def test_priorities_survive_reads_and_a_restart(tmp_path: Path) -> None:
+    memory = OwnedMemory(7)
+    files = tier(tmp_path)
+    write(files, memory, 1, BlockHints(priority=80))
+    write(files, memory, 2)
+    write(files, memory, 3, BlockHints(priority=0))
+    files.use([name_of(2)], BlockHints(priority=90))
+    assert files.read(name_of(1), memory.blocks, 0) is not None
+    assert files.read(name_of(3), memory.blocks, 0) is not None
+
+    again = tier(tmp_path, max_bytes=3 * STORED_BYTES)
+    assert [again.hints_of(name_of(number)).priority for number in (1, 2, 3)] == [80, 90, 0]
+    for number in (4, 5):
+        write(again, memory, number)
+
+    assert held(again, 1, 2, 3, 4, 5) == [True, True, False, False, True]
+    third = tier(tmp_path)  # a scan changes no times
+    assert [third.hints_of(name_of(number)).priority for number in (1, 2, 5)] == [80, 90, 35]
+
+
+def test_a_priority_that_is_the_default_again_survives_a_restart(tmp_path: Path) -> None:
+    files = tier(tmp_path)
+    write(files, OwnedMemory(2), 1, BlockHints(priority=80))
+    files.use([name_of(1)], BlockHints(priority=35))
+
+    assert tier(tmp_path).hints_of(name_of(1)).priority == 35
+
+
+def test_a_retained_block_keeps_its_priority_over_a_restart(tmp_path: Path) -> None:
+    files = tier(tmp_path)
+    write(files, OwnedMemory(2), 1, BlockHints(priority=80, retain_s=3600.0))
+
+    hints = tier(tmp_path).hints_of(name_of(1))
+
+    assert hints.priority == 80
+    assert 3590.0 < hints.retain_s <= 3600.0
+
+
+def test_another_process_gives_a_block_a_higher_priority(tmp_path: Path) -> None:
+    memory = OwnedMemory(4)
+    one, other = tier(tmp_path), tier(tmp_path, max_bytes=2 * STORED_BYTES)
+    write(one, memory, 1)
+    write(one, memory, 2)
+    other.refresh()
+    one.use([name_of(1)], BlockHints(priority=80))
+
+    write(other, memory, 3)
+
+    assert held(other, 1, 2, 3) == [True, False, True]
+
+
 def test_the_quota_of_a_tenant_holds_after_a_restart(tmp_path: Path) -> None:
     memory = OwnedMemory(7)
     files = tier(tmp_path)
