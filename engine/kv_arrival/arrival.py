@@ -73,7 +73,8 @@ class Arrival:
         return True
 
     def note_filled(self, source: str, token_range: range) -> None:
-        if self.counts_tokens:
+        """Note the source of a block, unless the request has begun without it."""
+        if self.counts_tokens and self.is_waiting:
             self.source_by_range[token_range] = source
 
     def tokens_by_source(self, num_cached: int) -> dict[str, int]:

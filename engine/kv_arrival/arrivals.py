@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from baton.core.ids import Peer
 from baton.engine.kv_arrival.arrival import Arrival
 from baton.engine.kv_arrival.fills import Fill, FillId, Fills
 from baton.engine.kv_arrival.gives import GivenPulls
@@ -28,7 +27,7 @@ from baton.kv_transfer.types import KvReports
 
 
 class FillWait(NamedTuple):
-    """A request waits for this fill, until then at most."""
+    """A request waits for this fill until then at most."""
 
     fill_id: FillId
     until_s: float
@@ -64,41 +63,28 @@ class KvArrivals:
     # --- waits of requests ----------------------------------------------------------
 
     def find_fill(self, arrival: Arrival, need: PrefixNeed) -> FillWait | None:
-        """Return a fill that gets a prefix sooner than computing it, if there is one.
+        """Return a fill that gets a prefix sooner than computing or receiving it, if there is one.
 
         All fills that a request waits for share one deadline.
         """
-        until_s = self._waits_until_s(arrival, need.now_s)
+        until_s = arrival.waits_until_s
+        if until_s is None:
+            until_s = need.now_s + self._max_wait_s
         if need.now_s >= until_s:
             return None
-        return self._wait(arrival, self._fill_by_best_offer(arrival, need), until_s)
-
-    def find_fill_before_grant(
-        self, arrival: Arrival, num_hits: int, num_spare: int, now: float
-    ) -> FillWait | None:
-        """Return a fill after which a peer has to send less, if that saves time.
-
-        The peer computes the prompt meanwhile, and sends the rest.
-        """
-        until_s = self._waits_until_s(arrival, now)
-        if now >= until_s or arrival.handoff is None:
-            return None
         # Blocks that arrive anyway come first.
-        fill = self.receives.fill_to_follow(arrival, num_hits)
+        fill = self.receives.fill_to_follow(arrival, need.num_hits, need.now_s)
+        fill = fill or self._fill_by_best_offer(arrival, need)
         if fill is None:
-            num_tokens = arrival.kv.num_tokens
-            token_s = self._receive_token_s(arrival.handoff.source, now)
-            need = PrefixNeed(num_tokens, token_s, now, num_spare, continues_at=num_tokens)
-            fill = self._fill_by_best_offer(arrival, need)
-        return self._wait(arrival, fill, until_s)
+            return None
+        arrival.waits_until_s = until_s
+        return FillWait(fill.fill_id, min(until_s, fill.late_at_s))
 
-    def take_overdue(self, now: float) -> list[FillId]:
-        """Return, once, the fills that requests must not wait for any longer."""
-        overdue = self.fills.take_overdue(now)
-        for fill in overdue:
-            if self.pulls is not None:
-                self.pulls.note_overdue(fill, now)
-        return [fill.fill_id for fill in overdue]
+    def receive_token_s(self, arrival: Arrival, now: float) -> float:
+        """Return the time that each token more of a request's hand-off takes, if it is known."""
+        if self.pulls is None or arrival.handoff is None:
+            return 0.0
+        return self.pulls.receive_token_s(arrival.handoff.source, now)
 
     def forget(self) -> None:
         """Forget what was to be stored. What is being filled will not be cached."""
@@ -151,18 +137,6 @@ class KvArrivals:
         if best is None or best.follows is not None:
             return None if best is None else best.follows
         arrival.note_asked(best.source.name)
-        fill = self.fills.begin(arrival, best.prefix, need.now_s)
+        fill = self.fills.begin(arrival, best.prefix, need.now_s, best.peer)
         best.source.order(fill)
         return fill
-
-    def _waits_until_s(self, arrival: Arrival, now: float) -> float:
-        return now + self._max_wait_s if arrival.waits_until_s is None else arrival.waits_until_s
-
-    def _wait(self, arrival: Arrival, fill: Fill | None, until_s: float) -> FillWait | None:
-        if fill is None:
-            return None
-        arrival.waits_until_s = until_s
-        return FillWait(fill.fill_id, until_s)
-
-    def _receive_token_s(self, peer: Peer, now: float) -> float:
-        return 0.0 if self.pulls is None else self.pulls.receive_token_s(peer, now)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NewType
 
-from baton.core.ids import BlockId, BlockName
+from baton.core.ids import BlockId, BlockName, NodeId
 from baton.engine.kv_arrival.arrival import Arrival
 from baton.engine.kv_arrival.holds import Hold, Holds
 from baton.engine.kv_cache.external_prefix import ExternalPrefix
@@ -25,14 +25,15 @@ FillId = NewType("FillId", int)
 class Fill:
     fill_id: FillId
     arrival: Arrival | None  # of the request that caused it; None: a peer pulls the blocks
+    peer: NodeId | None  # that sends the blocks; None: a KV cache of this node
     prefix: ExternalPrefix
     block_ids: tuple[BlockId, ...]  # of the names in `prefix`; of a hand-off, all that are granted
     hold: Hold
     since_s: float
+    late_at_s: float  # from then on, no request waits for it
     sources: list[str | None]  # of each block; None: not filled
     num_pending: int  # blocks that are neither filled nor lost
     is_stale: bool = False  # the prefix cache was reset: the blocks must not be cached
-    is_overdue: bool = False  # no request waits for it any longer
 
     @property
     def num_hits(self) -> int:
@@ -52,26 +53,33 @@ class Fills:
         self._cache = cache
         self._holds = holds
         self._max_wait_s = max_wait_s
-        self._in_progress: dict[FillId, Fill] = {}
-        self._awaited: dict[FillId, Fill] = {}  # those that are not overdue, oldest first
+        self._in_progress: set[Fill] = set()
         self._num_begun = 0
 
-    def begin(self, arrival: Arrival | None, prefix: ExternalPrefix, now: float) -> Fill:
+    def begin(
+        self,
+        arrival: Arrival | None,
+        prefix: ExternalPrefix,
+        now: float,
+        peer: NodeId | None = None,
+    ) -> Fill:
         """Allocate the missing blocks, and hold the whole prefix, so that nothing evicts it."""
         self._cache.pool.hold(prefix.cached)
         block_ids = tuple(self._cache.allocate_loaded(len(prefix.names)))
         # In the order of the sequence, so that the end of the prefix is evicted first.
         hold = self._holds.adopt(prefix.with_loaded(block_ids))
-        return self._add(arrival, prefix, block_ids, hold, now)
+        return self._add(arrival, peer, prefix, block_ids, hold, now)
 
-    def begin_handoff(self, arrival: Arrival, num_hits: int, hold: Hold, now: float) -> Fill:
+    def begin_handoff(
+        self, arrival: Arrival, peer: NodeId, num_hits: int, hold: Hold, now: float
+    ) -> Fill:
         """Add the blocks of a request after its first `num_hits`, which a peer writes now."""
         num_blocks = arrival.kv.num_blocks
         names = tuple(arrival.kv.block_hashes[num_hits:])
         prefix = ExternalPrefix(
             names=names, num_gained=num_blocks - num_hits, num_blocks=num_blocks
         )
-        return self._add(arrival, prefix, tuple(hold.block_ids), hold, now)
+        return self._add(arrival, peer, prefix, tuple(hold.block_ids), hold, now)
 
     def fits(self, prefix: ExternalPrefix, num_spare: int = 0) -> bool:
         """Return whether a fill would leave `num_spare` blocks free."""
@@ -92,48 +100,46 @@ class Fills:
 
     def end(self, fill: Fill) -> None:
         """End a fill of which no block is pending."""
-        self.stop_waiting_for(fill)
+        self.end_handoff(fill)
         if fill.arrival is None and not fill.is_stale:
             self._cache_for_peer(fill)
         elif fill.arrival is not None and not fill.is_stale:
             self._cache_rest(fill, fill.arrival)
-            self._note_sources(fill, fill.arrival)
+            for source, token_range in fill.filled_ranges(self._cache.block_size):
+                fill.arrival.note_filled(source, token_range)
         self._holds.close(fill.hold)
 
-    def stop_waiting_for(self, fill: Fill) -> None:
-        self._in_progress.pop(fill.fill_id, None)
-        self._awaited.pop(fill.fill_id, None)
-
-    def take_overdue(self, now: float) -> list[Fill]:
-        """Return, once, the fills that requests must not wait for any longer."""
-        overdue: list[Fill] = []
-        for fill in self._awaited.values():
-            if now - fill.since_s < self._max_wait_s:
-                break
-            fill.is_overdue = True
-            overdue.append(fill)
-        for fill in overdue:
-            del self._awaited[fill.fill_id]
-        return overdue
+    def end_handoff(self, fill: Fill) -> None:
+        self._in_progress.discard(fill)
 
     def forget(self) -> None:
         """Cache nothing of the fills in progress."""
-        for fill in self._in_progress.values():
+        for fill in self._in_progress:
             fill.is_stale = True
 
     def _add(
         self,
         arrival: Arrival | None,
+        peer: NodeId | None,
         prefix: ExternalPrefix,
         block_ids: tuple[BlockId, ...],
         hold: Hold,
         now: float,
     ) -> Fill:
         self._num_begun += 1
-        fill_id, num_blocks = FillId(self._num_begun), len(block_ids)
-        sources: list[str | None] = [None] * num_blocks
-        fill = Fill(fill_id, arrival, prefix, block_ids, hold, now, sources, num_blocks)
-        self._in_progress[fill_id] = self._awaited[fill_id] = fill
+        fill = Fill(
+            FillId(self._num_begun),
+            arrival,
+            peer,
+            prefix,
+            block_ids,
+            hold,
+            since_s=now,
+            late_at_s=now + self._max_wait_s,
+            sources=[None] * len(block_ids),
+            num_pending=len(block_ids),
+        )
+        self._in_progress.add(fill)
         return fill
 
     def _cache_rest(self, fill: Fill, arrival: Arrival) -> None:
@@ -146,12 +152,6 @@ class Fills:
         are_filled = [source is not None for source in fill.sources[first:end]]
         part, block_ids = fill.prefix.part(first, end), fill.block_ids[first:end]
         self._cache.register_loaded(arrival.kv, part, block_ids, are_filled)
-
-    def _note_sources(self, fill: Fill, arrival: Arrival) -> None:
-        if fill.is_overdue:
-            return  # the request has begun without these blocks
-        for source, token_range in fill.filled_ranges(self._cache.block_size):
-            arrival.note_filled(source, token_range)
 
     def _cache_for_peer(self, fill: Fill) -> None:
         are_filled = [source is not None for source in fill.sources]
@@ -167,7 +167,7 @@ class FillsByName:
     def add(self, fill: Fill) -> None:
         for name in fill.prefix.names:
             earlier = self._fill_by_name.get(name)
-            if earlier is None or earlier.is_overdue:
+            if earlier is None or earlier.late_at_s <= fill.since_s:
                 self._fill_by_name[name] = fill
 
     def remove(self, fill: Fill) -> None:

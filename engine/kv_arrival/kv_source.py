@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from baton.core.ids import NodeId
 from baton.engine.kv_arrival.arrival import Arrival
 from baton.engine.kv_arrival.fills import Fill
 from baton.engine.kv_cache.external_prefix import ExternalPrefix
@@ -17,8 +18,9 @@ class PrefixNeed(NamedTuple):
     token_s: float | None  # to compute a token, or to receive it in a hand-off; None: unknown
     now_s: float
     num_spare: int  # blocks that a fill leaves free for other requests
-    # Set if a hand-off brings the rest: the argument of `KvCache.find_prefix`.
+    # Set if a hand-off brings the rest: the argument of `KvCache.find_prefix`, and its result.
     continues_at: int | None = None
+    num_hits: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class Offer:
     source: KvSource
     prefix: ExternalPrefix
     saved_s: float  # compared with the other way to get the tokens
+    peer: NodeId | None = None  # of `Fill`
     follows: Fill | None = None  # in progress: waiting for it is enough, or comes first
 
 

@@ -54,7 +54,7 @@ class ExternalLoads:
             return None
         if not self._has_room(len(prefix.names)) or self._is_behind(arrival, need.now_s):
             follows = self._wait_for_room(arrival, need.now_s)
-            return None if follows is None else Offer(self, prefix, saved_s, follows)
+            return None if follows is None else Offer(self, prefix, saved_s, follows=follows)
         # Loaded blocks can be evicted once the load has ended, which is soon: running requests
         # need no blocks left. Granted ones are lacking until the hand-off ends.
         num_spare = 0 if need.continues_at is None else need.num_spare
@@ -114,7 +114,7 @@ class ExternalLoads:
         """Return a load after which there may be room for another one."""
         if not self._is_behind(arrival, now):
             self._first_for_room = arrival
-        return next((fill for fill in self._loading.values() if not fill.is_overdue), None)
+        return next((fill for fill in self._loading.values() if now < fill.late_at_s), None)
 
     def _saved_s(self, prefix: ExternalPrefix, token_s: float | None) -> float:
         if token_s is None:

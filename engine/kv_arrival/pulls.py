@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from baton.core.ids import HandoffId, Peer
+from baton.core.ids import HandoffId, NodeId, Peer
 from baton.engine.kv_arrival.arrival import Arrival
 from baton.engine.kv_arrival.fills import Fill, FillId, Fills, FillsByName
 from baton.engine.kv_arrival.kv_source import Offer, PrefixNeed
@@ -45,7 +45,6 @@ class _Run(NamedTuple):
     """Consecutive blocks of a pull, sent under one hand-off."""
 
     fill: Fill
-    peer: Peer
     first: int
     end: int
 
@@ -66,7 +65,6 @@ class PeerPulls:
         self._times = PullTimes()
         self._runs: dict[HandoffId, _Run] = {}  # that have neither landed nor failed
         self._pulls_by_name = FillsByName()
-        self._num_written: dict[HandoffId, int] = {}  # blocks of runs that the peer may write
         self._num_runs = 0
         self.total_landed_blocks = 0
         self.total_failed_blocks = 0
@@ -78,12 +76,12 @@ class PeerPulls:
         prefix = self._cache.find_promised(arrival.kv, need.max_num_tokens, source.num_tokens)
         saved_s = self._saved_s(prefix, source.peer, need)
         follows = self._pulls_by_name.find(prefix.names)
-        if saved_s is None or (follows is not None and follows.is_overdue):
+        if saved_s is None or (follows is not None and follows.late_at_s <= need.now_s):
             arrival.note_asked(self.name)
             return None
         if saved_s < min_saved_s or (follows is None and not self._has_room(prefix, need)):
             return None
-        return Offer(self, prefix, saved_s, follows)
+        return Offer(self, prefix, saved_s, source.peer.node_id, follows)
 
     def order(self, fill: Fill) -> None:
         """Order all runs of a pull."""
@@ -95,8 +93,7 @@ class PeerPulls:
             self._num_runs += 1
             handoff_id = HandoffId(self._config.name, self._num_runs)
             names = fill.prefix.names[first:end]
-            self._runs[handoff_id] = _Run(fill, peer, first, end)
-            self._num_written[handoff_id] = len(names)
+            self._runs[handoff_id] = _Run(fill, first, end)
             self._receives.pull(
                 Receive(
                     handoff_id,
@@ -119,19 +116,9 @@ class PeerPulls:
 
         The holds of the hand-offs are released by `BlockReceives`.
         """
-        landed = [each.handoff_id for each in reports.finished_recving]
-        lost = [each.handoff_id for each in reports.failed_recving]
-        for handoff_id in (*landed, *reports.released):
-            self._num_written.pop(handoff_id, None)
-        ended = [self._end_run(handoff_id, PEER, now) for handoff_id in landed]
-        ended += [self._end_run(handoff_id, None, now) for handoff_id in lost]
+        ended = [self._end_run(each.handoff_id, PEER, now) for each in reports.finished_recving]
+        ended += [self._end_run(each.handoff_id, None, now) for each in reports.failed_recving]
         return [fill_id for fill_id in ended if fill_id is not None]
-
-    def note_overdue(self, fill: Fill, now: float) -> None:
-        """Avoid the peer of a pull that requests no longer wait for."""
-        peers = {run.peer.node_id for run in self._runs.values() if run.fill is fill}
-        for peer in peers:
-            self._times.record_failure(peer, now - fill.since_s, now)
 
     def _end_run(self, handoff_id: HandoffId, source: str | None, now: float) -> FillId | None:
         """End a run. Returns the pull if it was the last one."""
@@ -146,17 +133,19 @@ class PeerPulls:
         self._fills.note_filled(run.fill, run.first, [source] * num_blocks)
         if run.fill.num_pending:
             return None
-        self._end_pull(run.fill, run.peer, now)
+        self._pulls_by_name.remove(run.fill)
+        self._fills.end(run.fill)
+        self._record_time(run.fill, now)
         return run.fill.fill_id
 
-    def _end_pull(self, fill: Fill, peer: Peer, now: float) -> None:
-        self._pulls_by_name.remove(fill)
-        self._fills.end(fill)
+    def _record_time(self, fill: Fill, now: float) -> None:
+        if fill.peer is None:
+            return
         took_s = now - fill.since_s
         if None in fill.sources:
-            self._times.record_failure(peer.node_id, took_s, now)
+            self._times.record_failure(fill.peer, took_s, now)
         else:
-            self._times.record(peer.node_id, self._num_bytes(fill.prefix), took_s, now)
+            self._times.record(fill.peer, self._num_bytes(fill.prefix), took_s, now)
 
     def _run_bounds(self, prefix: ExternalPrefix) -> Iterator[tuple[int, int]]:
         """Yield the runs of the blocks to be pulled.
@@ -172,17 +161,21 @@ class PeerPulls:
     def _saved_s(self, prefix: ExternalPrefix, peer: Peer, need: PrefixNeed) -> float | None:
         """Return the time that a pull saves; None if it is not worth it."""
         pull_s = self._times.estimate_s(peer.node_id, self._num_bytes(prefix), need.now_s)
-        if not prefix.names or pull_s is None:
+        if not prefix.names or pull_s is None or self._is_late(peer.node_id, need.now_s):
             return None
         if need.token_s is None:
             return 0.0
         saved_s = prefix.num_gained * self._cache.block_size * need.token_s - pull_s
         return saved_s if saved_s > 0 else None
 
+    def _is_late(self, peer: NodeId, now: float) -> bool:
+        """Return whether requests have waited in vain for another pull from this peer."""
+        fills = (run.fill for run in self._runs.values())
+        return any(fill.peer == peer and fill.late_at_s <= now for fill in fills)
+
     def _has_room(self, prefix: ExternalPrefix, need: PrefixNeed) -> bool:
-        # Blocks of failed runs count until the peer can no longer write them.
-        num_written = sum(self._num_written.values())
-        if num_written and num_written + len(prefix.names) > self._max_blocks:
+        num_pulled = self._receives.num_pulled_blocks
+        if num_pulled and num_pulled + len(prefix.names) > self._max_blocks:
             return False
         return self._fills.fits(prefix, need.num_spare)
 

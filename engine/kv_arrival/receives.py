@@ -49,6 +49,11 @@ class BlockReceives:
     def num_blocks(self) -> int:
         return sum(len(hold.block_ids) for hold in self._hold_by_id.values())
 
+    @property
+    def num_pulled_blocks(self) -> int:
+        """Blocks of pulls that peers may write, those of failed runs included."""
+        return self.num_blocks - sum(len(fill.block_ids) for fill in self._fill_by_id.values())
+
     def is_known(self, handoff_id: HandoffId) -> bool:
         return handoff_id in self._expected or handoff_id in self._hold_by_id
 
@@ -64,7 +69,8 @@ class BlockReceives:
         granted = self._order.blocks(kv, num_hits, kv.num_blocks)
         hold = self._hold(handoff.handoff_id, (*granted, *self._order.final_blocks(kv)))
         self._expected.discard(handoff.handoff_id)
-        fill = self._fills.begin_handoff(arrival, num_hits, hold, now)
+        peer = handoff.source.node_id
+        fill = self._fills.begin_handoff(arrival, peer, num_hits, hold, now)
         self._fill_by_id[handoff.handoff_id] = fill
         self._fills_by_name.add(fill)
         self._orders.receives.append(
@@ -83,40 +89,42 @@ class BlockReceives:
         self._hold(receive.handoff_id, receive.block_ids)
         self._orders.receives.append(receive)
 
-    def fill_to_follow(self, arrival: Arrival, num_hits: int) -> Fill | None:
+    def fill_to_follow(self, arrival: Arrival, num_hits: int, now: float) -> Fill | None:
         """Return the hand-off of another request that carries most of the blocks this one lacks.
 
         It must have the same peer and a better rank. A peer serves hand-offs in this order, so the
         wait is short, and a failing peer does not affect requests of other peers.
         """
+        if arrival.handoff is None:
+            return None
         missing: Sequence[BlockName] = arrival.kv.block_hashes[num_hits:]
         fill = self._fills_by_name.find(missing[:1])
-        if fill is None or fill.is_stale or fill.is_overdue:
+        if fill is None or fill.arrival is None:
+            return None
+        is_behind = fill.arrival.rank < arrival.rank
+        is_same_peer = fill.peer == arrival.handoff.source.node_id
+        if not (is_behind and is_same_peer) or fill.is_stale or fill.late_at_s <= now:
             return None
         num_shared = self._fills_by_name.num_leading(fill, missing)
         num_missing = self._cache.num_blocks_for(arrival.kv.num_tokens) - num_hits
         is_enough = num_shared >= MIN_SHARE * max(num_missing, fill.prefix.num_gained)
-        leader = fill.arrival
-        is_behind = leader is not None and leader.rank < arrival.rank
-        return fill if is_enough and is_behind and _has_same_peer(leader, arrival) else None
+        return fill if is_enough else None
 
-    def revoke(self, arrival: Arrival) -> None:
-        """Cancel the hand-off of a request that ends. Revokes a grant that the peer has."""
-        if arrival.handoff is None:
-            return
-        if arrival.handoff.handoff_id in self._fill_by_id:
-            self._orders.revokes.append(Revoke(arrival.handoff.handoff_id))
+    def stop(self, arrival: Arrival, *, revokes: bool) -> Fill | None:
+        """Let a request receive no more. Returns the fill that other requests may wait for.
 
-    def stop(self, arrival: Arrival) -> Fill | None:
-        """Let a request receive no more. Returns the fill that other requests may wait for."""
+        Its end must have been reported, unless this `revokes` the grant that the peer has.
+        """
         if arrival.handoff is None:
             return None
         handoff_id, arrival.handoff = arrival.handoff.handoff_id, None
         self._expected.discard(handoff_id)
         fill = self._fill_by_id.get(handoff_id)
         if fill is not None:
-            self._fills.stop_waiting_for(fill)
+            self._fills.end_handoff(fill)
             self._fills_by_name.remove(fill)
+        if fill is not None and revokes:
+            self._orders.revokes.append(Revoke(handoff_id))
         return fill
 
     def receiver_of(self, handoff_id: HandoffId) -> Arrival | None:
@@ -150,9 +158,3 @@ class BlockReceives:
     def _hold(self, handoff_id: HandoffId, block_ids: Sequence[BlockId]) -> Hold:
         hold = self._hold_by_id[handoff_id] = self._holds.open(block_ids)
         return hold
-
-
-def _has_same_peer(leader: Arrival | None, follower: Arrival) -> bool:
-    if leader is None or leader.handoff is None or follower.handoff is None:
-        return False
-    return leader.handoff.source.node_id == follower.handoff.source.node_id

@@ -52,37 +52,33 @@ class BlockSends:
     def has_sent(self, handoff_id: HandoffId | None) -> bool:
         return handoff_id is not None and bool(self._sending[handoff_id].hold.block_ids)
 
-    def send(self, handoff_id: HandoffId | None, kv: HeldKv, num_blocks: int) -> None:
+    def send(
+        self, handoff_id: HandoffId | None, kv: HeldKv, num_blocks: int, *, by_layer: bool = False
+    ) -> None:
         """Order the transfer of the first `num_blocks` of each table, without those ordered.
 
-        Once the last pass has completed all of them, the state follows.
+        Once the last pass has completed all of them, the final ones follow. `by_layer` sends blocks
+        while the coming pass completes them, and not the final ones. Another order for the same
+        blocks must follow after that pass.
         """
-        sending = self._find_open(handoff_id, num_blocks)
-        if sending is None or handoff_id is None:
+        if handoff_id is None:
             return
-        self._hold(sending, kv, num_blocks)
-        if num_blocks == kv.num_blocks:
-            self._holds.add(sending.hold, self._order.final_blocks(kv))
-        first_block = self._order.index(kv, sending.num_sent)
-        sending.num_sent = num_blocks
-        block_ids = tuple(sending.hold.block_ids[first_block:])
-        if block_ids:
-            self._orders.sends.append(Send(handoff_id, first_block, block_ids))
-
-    def send_layers(self, handoff_id: HandoffId | None, kv: HeldKv, num_blocks: int) -> None:
-        """Order layer-wise transfer of the blocks that the coming pass completes.
-
-        After that pass, the first `num_blocks` blocks of each table are complete. The state is not
-        sent by layers.
-        """
-        sending = self._find_open(handoff_id, num_blocks)
-        if sending is None or handoff_id is None:
+        sending = self._sending[handoff_id]
+        if sending.is_over or num_blocks <= sending.num_sent:
             return
-        self._hold(sending, kv, num_blocks)
+        held = sending.hold
+        self._holds.add(held, self._order.blocks(kv, sending.num_held, num_blocks))
+        sending.num_held = num_blocks
         first_block = self._order.index(kv, sending.num_sent)
-        block_ids = tuple(sending.hold.block_ids[first_block:])
-        if block_ids:
+        if not by_layer:
+            sending.num_sent = num_blocks
+            if num_blocks == kv.num_blocks:
+                self._holds.add(held, self._order.final_blocks(kv))
+        block_ids = tuple(held.block_ids[first_block:])
+        if block_ids and by_layer:
             self._orders.layer_sends.append(SendLayers(handoff_id, first_block, block_ids))
+        elif block_ids:
+            self._orders.sends.append(Send(handoff_id, first_block, block_ids))
 
     def complete(
         self, handoff_id: HandoffId | None, num_tokens: int, first_token: FirstToken
@@ -128,17 +124,6 @@ class BlockSends:
         sending.is_over = True
         if sending.is_ended:
             del self._sending[handoff_id]
-
-    def _find_open(self, handoff_id: HandoffId | None, num_blocks: int) -> _PendingSend | None:
-        """Return the send, unless it is over or these blocks are ordered already."""
-        if handoff_id is None:
-            return None
-        sending = self._sending[handoff_id]
-        return None if sending.is_over or num_blocks <= sending.num_sent else sending
-
-    def _hold(self, sending: _PendingSend, kv: HeldKv, num_blocks: int) -> None:
-        self._holds.add(sending.hold, self._order.blocks(kv, sending.num_held, num_blocks))
-        sending.num_held = num_blocks
 
     def _withdraw(self, handoff_id: HandoffId, reason: str) -> None:
         sending = self._sending.get(handoff_id)

@@ -7,7 +7,6 @@ from enum import Enum
 from typing import NamedTuple
 
 from baton.engine.events import RequestEventKind
-from baton.engine.kv_arrival.arrivals import FillWait
 from baton.engine.kv_arrival.kv_source import PrefixNeed
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.cache_group import PrefixHit
@@ -187,7 +186,7 @@ class Admission:
         state, token_s = self._state, self._budget.token_s
         spare = state.num_spare_blocks
         need = PrefixNeed(candidate.max_num_hits, token_s, state.now_s, spare)
-        return self._follow(candidate, state.arrivals.find_fill(candidate.request.arrival, need))
+        return self._await_fill(candidate.request, need)
 
     def _await_evicted(self, candidate: Candidate) -> Refusal | None:
         """Wait once more if blocks were evicted that the request had found while it waited."""
@@ -196,16 +195,23 @@ class Admission:
 
     def _await_before_grant(self, candidate: Candidate) -> Refusal | None:
         """Let a receiver wait for blocks that its peer need not send then."""
-        arrival, num_hits = candidate.request.arrival, candidate.hit.num_blocks
-        arrivals, now = self._state.arrivals, self._state.now_s
-        wait = arrivals.find_fill_before_grant(arrival, num_hits, candidate.num_spare, now)
-        return self._follow(candidate, wait)
+        now, arrival = self._state.now_s, candidate.request.arrival
+        need = PrefixNeed(
+            candidate.max_num_hits,
+            self._state.arrivals.receive_token_s(arrival, now),
+            now,
+            candidate.num_spare,
+            candidate.continues_at,
+            candidate.hit.num_blocks,
+        )
+        return self._await_fill(candidate.request, need)
 
-    def _follow(self, candidate: Candidate, wait: FillWait | None) -> Refusal | None:
+    def _await_fill(self, request: Request, need: PrefixNeed) -> Refusal | None:
+        wait = self._state.arrivals.find_fill(request.arrival, need)
         if wait is None:
             return None
-        self._budget.note_look_up(candidate.request)
-        self._state.waiting.follow(candidate.request, wait.fill_id, wait.until_s)
+        self._budget.note_look_up(request)
+        self._state.waiting.follow(request, wait.fill_id, wait.until_s)
         return Refusal.SET_ASIDE
 
     # --- rules: blocks ------------------------------------------------------------

@@ -126,8 +126,7 @@ class SchedulerState:
         error: str | None = None,
     ) -> None:
         """End a request and release its blocks. Blocks that a hand-off references stay held."""
-        self.arrivals.receives.revoke(request.arrival)
-        self.end_receive(request)
+        self.end_receive(request, revokes=True)
         self.arrivals.sends.withdraw(request.spec.send_to, error or reason.value)
         self._dequeue(request)
         request.arrival.is_over = True
@@ -150,9 +149,9 @@ class SchedulerState:
         self.outbox.append(ended)
         self.finish(request, FinishReason.LENGTH)
 
-    def end_receive(self, request: Request) -> None:
+    def end_receive(self, request: Request, *, revokes: bool = False) -> None:
         """Let a request receive no more, and queue those that wait for the same blocks."""
-        fill = self.arrivals.receives.stop(request.arrival)
+        fill = self.arrivals.receives.stop(request.arrival, revokes=revokes)
         if fill is not None:
             self.stop_waiting_for([fill.fill_id])
 
@@ -164,7 +163,6 @@ class SchedulerState:
 
     def stop_overdue_waits(self) -> None:
         """Queue the requests again that have waited long enough, or for too slow a fill."""
-        self.stop_waiting_for(self.arrivals.take_overdue(self.now_s))
         if self.waiting.release_overdue(self.now_s):
             self.num_changes += 1
 

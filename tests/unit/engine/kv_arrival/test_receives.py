@@ -51,7 +51,7 @@ def test_giving_up_asks_for_a_revoke_and_keeps_the_blocks() -> None:
     it = Receiving()
     it.orders.take()
 
-    it.receives.revoke(it.arrival)
+    it.receives.stop(it.arrival, revokes=True)
 
     assert it.orders.take().revokes == (Revoke(ID),)
     assert it.held == it.arrival.kv.block_ids[1:]
@@ -71,7 +71,7 @@ def test_a_request_that_stops_is_no_longer_the_receiver() -> None:
     it = Receiving()
     before = it.receives.receiver_of(ID)
 
-    fill = it.receives.stop(it.arrival)
+    fill = it.receives.stop(it.arrival, revokes=False)
 
     assert before is it.arrival
     assert fill is not None
