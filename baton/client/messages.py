@@ -23,12 +23,12 @@ from baton.core.structured_outputs import parse_structured_outputs
 from baton.encoding import reject_invalid_text
 from baton.rpc.messages.conversion import (
     KV_HINTS,
+    LOGPROBS,
+    PROMPT_LOGPROBS,
     SAMPLING,
     SAMPLING_DEFAULTS,
     STRUCTURED_OUTPUTS,
     argument_to,
-    logprobs_list_from,
-    prompt_logprobs_from,
 )
 from baton.rpc.messages.mapper import Converter, Mapper
 from baton.v1 import inference_pb2, sampling_pb2
@@ -141,8 +141,8 @@ CHUNK = Mapper(
     Chunk,
     inference_pb2.GenerateResponse,
     converters={
-        "logprobs": Converter(from_message=logprobs_list_from),
-        "prompt_logprobs": Converter(from_message=prompt_logprobs_from),
+        "logprobs": LOGPROBS,
+        "prompt_logprobs": PROMPT_LOGPROBS,
         "finish": Converter(from_message=_finish_from),
     },
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from baton.rpc.messages.mapper import Mapper
 from baton.v1 import cluster_pb2, node_pb2
 
 ROLES = {node_pb2.NODE_ROLE_PREFILL: "prefill", node_pb2.NODE_ROLE_DECODE: "decode"}
@@ -101,40 +102,19 @@ def statuses_from(reports: Iterable[cluster_pb2.NodeReport]) -> tuple[NodeStatus
     return tuple(_status_from(report) for report in reports)
 
 
+REPORT_FIELDS = frozenset(cluster_pb2.NodeReport.DESCRIPTOR.fields_by_name) - {"totals"}
+TOTALS_FIELDS = frozenset(node_pb2.NodeTotals.DESCRIPTOR.fields_by_name)
+REPORT = Mapper(
+    NodeStatus, cluster_pb2.NodeReport, unmapped=TOTALS_FIELDS | {"role", "state", "totals"}
+)
+TOTALS = Mapper(NodeStatus, node_pb2.NodeTotals, unmapped=REPORT_FIELDS)
+
+
 def _status_from(report: cluster_pb2.NodeReport) -> NodeStatus:
     state = cluster_pb2.NodeState.Name(report.state).removeprefix(STATE_PREFIX)
-    return NodeStatus(
+    return REPORT.from_message(
+        report,
         role=ROLES.get(report.role, "?"),
-        address=report.address,
         state=state.lower().replace("_", " "),
-        node_id=report.node_id,
-        incarnation=report.incarnation,
-        model=report.model,
-        version=report.version,
-        kv_transport=report.kv_transport,
-        num_blocks=report.num_blocks,
-        num_free_blocks=report.num_free_blocks,
-        num_running=report.num_running,
-        num_waiting=report.num_waiting,
-        num_sent=report.num_sent,
-        num_prompt_tokens=report.totals.num_prompt_tokens,
-        num_hit_tokens=report.totals.num_hit_tokens,
-        num_sampled_tokens=report.totals.num_sampled_tokens,
-        num_proposed_tokens=report.totals.num_proposed_tokens,
-        num_accepted_tokens=report.totals.num_accepted_tokens,
-        tiers=tuple(map(_tier_from, report.totals.tiers)),
-    )
-
-
-def _tier_from(report: node_pb2.TierReport) -> TierUsage:
-    return TierUsage(
-        name=report.name,
-        num_blocks=report.num_blocks,
-        num_bytes=report.num_bytes,
-        max_bytes=report.max_bytes,
-        num_loaded_tokens=report.num_loaded_tokens,
-        num_loaded_blocks=report.num_loaded_blocks,
-        num_stored_blocks=report.num_stored_blocks,
-        num_evicted_blocks=report.num_evicted_blocks,
-        num_failed_blocks=report.num_failed_blocks,
+        **TOTALS.fields_of(report.totals),
     )

@@ -139,7 +139,7 @@ class Dispatcher:
 
     async def _find_route(self, request: DispatchedRequest, number: int) -> Route:
         """Choose the nodes of an attempt. All attempts keep to the model revision of the first."""
-        ask = RoutingRequest(
+        wanted = RoutingRequest(
             prompt_token_ids=request.call.prompt_token_ids,
             prior_output_token_ids=request.answer.token_ids,
             model=request.call.model,
@@ -150,7 +150,7 @@ class Dispatcher:
         if number == 1 and placement is not None and placement.has_kv:
             prompt_node = placement.decode
         route = await self._routes.find(
-            ask, request.failures.addresses, request.suspicion, prompt_node
+            wanted, request.failures.addresses, request.suspicion, prompt_node
         )
         request.revision = route.decode.revision
         request.context.trace.note_routed(route, self._config.routing.policy, self._table)

@@ -115,17 +115,13 @@ class RoutingView:
 
     def _queued_costs(self, nodes: Sequence[Node]) -> list[int]:
         """Estimate the cost of the requests that each node already has."""
-        burdens = [self.table.node_load(node) for node in nodes]
+        loads = [self.table.node_load(node) for node in nodes]
         if nodes[0].card.role is NodeRole.DECODE:
-            return [
-                node_load.num_sent_tokens + DECODE_COST_TOKENS * node_load.num_requests
-                for node_load in burdens
-            ]
+            return [load.num_sent_tokens + DECODE_COST_TOKENS * load.num_requests for load in loads]
         num_tokens = self.request.num_tokens  # assumed for each request of other routers
         return [
-            node_load.num_sent_tokens
-            + num_tokens * max(0, node_load.num_reported - node_load.num_sent)
-            for node_load in burdens
+            load.num_sent_tokens + num_tokens * max(0, load.num_reported - load.num_sent)
+            for load in loads
         ]
 
 

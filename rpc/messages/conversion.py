@@ -79,12 +79,6 @@ def logprobs_to(value: TokenLogprobs) -> sampling_pb2.TokenLogprobs:
     )
 
 
-def logprobs_list_from(
-    messages: Iterable[sampling_pb2.TokenLogprobs],
-) -> tuple[TokenLogprobs, ...]:
-    return tuple(map(logprobs_from, messages))
-
-
 def prompt_logprobs_from(
     messages: Iterable[sampling_pb2.PromptLogprobs],
 ) -> tuple[TokenLogprobs | None, ...]:
@@ -102,14 +96,16 @@ def prompt_logprobs_to(
     ]
 
 
+LOGPROBS = Converter(
+    lambda messages: tuple(map(logprobs_from, messages)),
+    lambda values: list(map(logprobs_to, values)),
+)
+PROMPT_LOGPROBS = Converter(prompt_logprobs_from, prompt_logprobs_to)
 FINISH_REASON = enum_converter(FinishReason, sampling_pb2.FinishReason.DESCRIPTOR, has_none=True)
 _OUTPUT = Mapper(
     Output,
     node_pb2.TokenOutput,
-    converters={
-        "logprobs": Converter(logprobs_list_from, lambda values: list(map(logprobs_to, values))),
-        "prompt_logprobs": Converter(prompt_logprobs_from, prompt_logprobs_to),
-    },
+    converters={"logprobs": LOGPROBS, "prompt_logprobs": PROMPT_LOGPROBS},
     unmapped=("request_id", "failure", "error", "served"),
 )
 

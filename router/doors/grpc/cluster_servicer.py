@@ -12,6 +12,7 @@ from grpc import aio
 from baton.router.discovery.node_registry import NodeAvailability, NodeReport, roster
 from baton.router.prefix_resets import PrefixResets
 from baton.router.routing.node_table import NodeTable
+from baton.rpc.messages.mapper import enum_converter
 from baton.rpc.node_info import ROLE, TOTALS
 from baton.rpc.security.token_gate import sent_token
 from baton.rpc.status import named_errors
@@ -20,14 +21,7 @@ from baton.v1 import cluster_pb2, cluster_pb2_grpc
 
 MIN_INTERVAL_S = 0.1
 
-STATE_TO_MESSAGE = {
-    NodeAvailability.READY: cluster_pb2.NODE_STATE_READY,
-    NodeAvailability.DRAINING: cluster_pb2.NODE_STATE_DRAINING,
-    NodeAvailability.NOT_READY: cluster_pb2.NODE_STATE_NOT_READY,
-    NodeAvailability.UNLISTED: cluster_pb2.NODE_STATE_UNLISTED,
-    NodeAvailability.REPLACED: cluster_pb2.NODE_STATE_REPLACED,
-    NodeAvailability.UNREACHABLE: cluster_pb2.NODE_STATE_UNREACHABLE,
-}
+STATE = enum_converter(NodeAvailability, cluster_pb2.NodeState.DESCRIPTOR)
 
 
 class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
@@ -64,7 +58,7 @@ def report_to(report: NodeReport) -> cluster_pb2.NodeReport:
     message = cluster_pb2.NodeReport(
         role=ROLE.to_message(report.role),
         address=report.address,
-        state=STATE_TO_MESSAGE[report.state],
+        state=STATE.to_message(report.state),
     )
     if report.card is None:
         return message

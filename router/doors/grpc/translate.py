@@ -25,18 +25,16 @@ from baton.router.values import (
 from baton.rpc.errors import EmptyPrompt
 from baton.rpc.messages.conversion import (
     KV_HINTS,
-    logprobs_to,
+    LOGPROBS,
+    PROMPT_LOGPROBS,
     prompt_logprobs_to,
     sampling_from,
 )
-from baton.rpc.messages.mapper import Mapper
+from baton.rpc.messages.mapper import Mapper, enum_converter
 from baton.text.stop_strings import StopRule
 from baton.v1 import inference_pb2
 
-PLACE_TO_MESSAGE = {
-    PrefillPlace.REMOTE: inference_pb2.PREFILL_PLACE_REMOTE,
-    PrefillPlace.LOCAL: inference_pb2.PREFILL_PLACE_LOCAL,
-}
+PLACE = enum_converter(PrefillPlace, inference_pb2.PrefillPlace.DESCRIPTOR)
 
 
 def calls_from(
@@ -100,6 +98,14 @@ def chat_from(message: inference_pb2.Chat) -> ChatPrompt:
     return ChatPrompt(tuple(ChatMessage(entry.role, entry.content) for entry in message.messages))
 
 
+CHUNK = Mapper(
+    TokenChunk,
+    inference_pb2.GenerateResponse,
+    converters={"logprobs": LOGPROBS, "prompt_logprobs": PROMPT_LOGPROBS},
+    unmapped=("request_id", "index", "finish"),
+)
+
+
 def response_to(
     request_id: str, part: AnswerPart, index: int = 0
 ) -> inference_pb2.GenerateResponse:
@@ -110,15 +116,7 @@ def response_to(
             first_index=part.num_completion_tokens,
             finish=_finish_to(part),
         )
-    return inference_pb2.GenerateResponse(
-        request_id=request_id,
-        index=index,
-        first_index=part.first_index,
-        token_ids=part.token_ids,
-        text=part.text,
-        logprobs=[logprobs_to(entry) for entry in part.logprobs],
-        prompt_logprobs=prompt_logprobs_to(part.prompt_logprobs),
-    )
+    return CHUNK.to_message(part, request_id=request_id, index=index)
 
 
 class ResponseBuilder:
@@ -142,7 +140,7 @@ class ResponseBuilder:
         return self._reused
 
     async def build_in_slices(self, part: TokenChunk) -> inference_pb2.GenerateResponse:
-        """Build the message of a piece with many prompt logprobs.
+        """Build the message of a chunk with many prompt logprobs.
 
         It is filled in slices, between which the event loop runs other requests.
         """
@@ -179,7 +177,7 @@ def _served_to(served: ServedBy) -> inference_pb2.Served:
     return inference_pb2.Served(
         prefill_node=served.prefill_node,
         decode_node=served.decode_node,
-        prefill=PLACE_TO_MESSAGE[served.prefill],
+        prefill=PLACE.to_message(served.prefill),
         prefill_reason=served.prefill_reason,
         kv_bytes=report.kv_bytes,
         kv_blocks=report.kv_blocks,
