@@ -19,8 +19,8 @@ from baton.engine.errors import RowOverflow
 from baton.engine.plan import BlockTables, Plan, PlanRow
 from baton.engine.runner.layout import Ints, PassLayout
 from baton.engine.runner.state.state_tables import NO_SNAPSHOTS, Snapshots, StateLayout, StateTables
+from baton.engine.spec_decode.proposer import Drafts
 
-Drafts = Mapping[RequestId, Sequence[int]]
 NO_DRAFTS: Drafts = {}
 
 

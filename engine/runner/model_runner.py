@@ -27,7 +27,7 @@ from baton.engine.runner.attention.kv_conversion import view_blocks, write_conve
 from baton.engine.runner.attention.kv_tensor import describe
 from baton.engine.runner.attention.paged_attention import PagedAttention
 from baton.engine.runner.device import FencedHook, make_fences, to_device
-from baton.engine.runner.input_batch import NO_DRAFTS, Drafts, PersistentBatch, Step
+from baton.engine.runner.input_batch import NO_DRAFTS, PersistentBatch, Step
 from baton.engine.runner.layout import Ints
 from baton.engine.runner.model.decoder import Decoder
 from baton.engine.runner.model.mixers import Ends, ForwardPass
@@ -40,6 +40,8 @@ from baton.engine.runner.sampling.sampler import Sampler
 from baton.engine.runner.sampling.spec_decode import SpecDecoder
 from baton.engine.runner.state.linear_attention import LinearAttention, LinearAttentionPass
 from baton.engine.spec_decode.config import Speculation
+from baton.engine.spec_decode.ngram_proposer import NgramProposer
+from baton.engine.spec_decode.proposer import Drafts
 from baton.kv_transfer.protocol.conversion import StagedBlocks
 
 READ_CHUNK_BLOCKS = 32
@@ -78,7 +80,9 @@ class TorchRunner:
             PromptLogprobs(decoder),
             SamplingHead(decoder, self.sampler, info.vocab_size),
         )
-        self._spec_decoder = None if speculation is None else SpecDecoder(batch, speculation)
+        self._spec_decoder = None
+        if speculation is not None:
+            self._spec_decoder = SpecDecoder(batch, speculation, NgramProposer(speculation))
 
     def __enter__(self) -> TorchRunner:
         return self
@@ -182,7 +186,7 @@ class TorchRunner:
         for request_id, token_ids in result.token_ids.items():
             self._batch.append(request_id, token_ids)
         if self._spec_decoder is not None:
-            self._spec_decoder.report_acceptance(step.drafts, result)
+            self._spec_decoder.note_results(step, hidden_states.sampled, result)
         for head in self._heads:
             head.commit()
         self.fences.drain()

@@ -8,26 +8,33 @@ without drafts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import Tensor
 
 from baton.core.ids import RequestId
 from baton.core.output import Failure
 from baton.engine.plan import PlanRow, RunResult
-from baton.engine.runner.input_batch import Drafts, PersistentBatch, TokenRun
+from baton.engine.runner.input_batch import NO_DRAFTS, PersistentBatch, Step, TokenRun
 from baton.engine.runner.layout import Ints
 from baton.engine.runner.sampling.sampler import Choice
 from baton.engine.spec_decode.config import Speculation
-from baton.engine.spec_decode.drafter import Drafter
+from baton.engine.spec_decode.proposer import DraftRow, Drafts, Proposer, TokensFrom
 
 
 class SpecDecoder:
-    def __init__(self, batch: PersistentBatch, speculation: Speculation) -> None:
+    """Drafts of a batch: which rows get some, and what became of them."""
+
+    def __init__(
+        self, batch: PersistentBatch, speculation: Speculation, proposer: Proposer
+    ) -> None:
         self._batch = batch
         self._speculation = speculation
-        self._drafter = Drafter(speculation)
+        self._proposer = proposer
 
     def forget(self, request_ids: Sequence[RequestId]) -> None:
-        self._drafter.forget(request_ids)
+        self._proposer.forget(request_ids)
 
     def drafts(
         self, num_scheduled_tokens: Mapping[RequestId, int], max_draft_tokens: int
@@ -37,35 +44,44 @@ class SpecDecoder:
         Up to `max_rows` rows, a step takes about as long as without drafts.
         """
         num_rows_left = self._speculation.max_rows - sum(num_scheduled_tokens.values())
-        num_left = min(num_rows_left, max_draft_tokens)
-        drafts: dict[RequestId, Sequence[int]] = {}
-        if num_left <= 0:
-            return drafts
+        max_tokens = min(num_rows_left, max_draft_tokens)
+        if max_tokens <= 0:
+            return NO_DRAFTS
+        return self._proposer.propose(self._rows(num_scheduled_tokens), max_tokens)
+
+    def note_results(self, step: Step, hidden_states: Tensor, result: RunResult) -> None:
+        """Report accepted tokens to proposer and result. `hidden_states` are of sampled runs."""
+        if self._proposer.needs_hidden_states and step.sampled:
+            newest = _newest_by_request(step, result)
+            self._proposer.note_hidden_states(list(newest), hidden_states[list(newest.values())])
+        for request_id, draft in step.drafts.items():
+            num_accepted = max(0, len(result.token_ids.get(request_id, ())) - 1)
+            self._proposer.note_accepted(request_id, len(draft), num_accepted)
+            result.num_proposed[request_id] = len(draft)
+
+    def _rows(self, num_scheduled_tokens: Mapping[RequestId, int]) -> Iterator[DraftRow]:
         for row in self._batch.decoding(num_scheduled_tokens):
             if row.sampling.structured_outputs is not None:
                 continue  # a matcher cannot go back after a rejected draft
-            room = self._batch.max_draft_len(row)
-            max_tokens = min(num_left, self._speculation.num_tokens, room)
-            draft = self._draft(row, max_tokens) if max_tokens > 0 else []
-            if draft:
-                drafts[row.request_id] = draft
-                num_left -= len(draft)
-            if not num_left:
-                break
-        return drafts
+            max_tokens = min(self._speculation.num_tokens, self._batch.max_draft_len(row))
+            if max_tokens > 0:
+                yield DraftRow(row.request_id, self._tokens_from(row), max_tokens)
 
-    def report_acceptance(self, drafts: Drafts, result: RunResult) -> None:
-        """Report the numbers of proposed and accepted tokens to the drafter and the result."""
-        for request_id, draft in drafts.items():
-            num_accepted = max(0, len(result.token_ids.get(request_id, ())) - 1)
-            self._drafter.note_accepted(request_id, len(draft), num_accepted)
-            result.num_proposed[request_id] = len(draft)
-
-    def _draft(self, row: PlanRow, max_tokens: int) -> list[int]:
+    def _tokens_from(self, row: PlanRow) -> TokensFrom:
         known: Ints = self._batch.known_tokens(row.request_id)
-        return self._drafter.draft(
-            row.request_id, lambda first, count: known[first : first + count].tolist(), max_tokens
-        )
+        return lambda first, count: known[first : first + count].tolist()
+
+
+def _newest_by_request(step: Step, result: RunResult) -> dict[RequestId, int]:
+    """Return the index among the sampled runs from which each row's newest token came."""
+    newest: dict[RequestId, int] = {}
+    num_runs: Counter[RequestId] = Counter()
+    for index, run in enumerate(step.runs[sampled] for sampled in step.sampled):
+        request_id = run.row.request_id
+        num_runs[request_id] += 1
+        if num_runs[request_id] <= len(result.token_ids.get(request_id, ())):
+            newest[request_id] = index
+    return newest
 
 
 def accepted_indices(

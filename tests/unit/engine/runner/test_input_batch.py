@@ -13,6 +13,7 @@ from baton.engine.plan import BlockTables, Plan, PlanRow
 from baton.engine.runner.input_batch import PersistentBatch
 from baton.engine.runner.sampling.spec_decode import SpecDecoder
 from baton.engine.spec_decode.config import Speculation
+from baton.engine.spec_decode.ngram_proposer import NgramProposer
 
 MAX_MODEL_LEN = 8
 R = RequestId("r")
@@ -70,9 +71,10 @@ def test_drafts_are_no_longer_than_what_the_step_has_left(max_draft_tokens: int)
     batch = PersistentBatch(max_num_seqs=1, max_model_len=64, block_size=64)
     row = PlanRow(R, (5, 6) * 8, 1, 15, _blocks([0]), SamplingParams(max_tokens=60), 0)
     batch.apply(Plan(started=(row,)))
-    drafted_rows = SpecDecoder(batch, Speculation(num_tokens=4))
+    speculation = Speculation(num_tokens=4)
+    spec_decoder = SpecDecoder(batch, speculation, NgramProposer(speculation))
 
-    drafts = drafted_rows.drafts({R: 1}, max_draft_tokens)
+    drafts = spec_decoder.drafts({R: 1}, max_draft_tokens)
 
     assert [len(draft) for draft in drafts.values()] == [max_draft_tokens] * bool(max_draft_tokens)
 

@@ -9,12 +9,12 @@ import pytest
 from baton.core.errors import InvalidConfig
 from baton.core.ids import RequestId
 from baton.engine.spec_decode.config import Speculation, parse_speculation
-from baton.engine.spec_decode.drafter import (
+from baton.engine.spec_decode.ngram_proposer import (
     MAX_PAUSE_STEPS,
     MAX_TOKENS_INDEXED_PER_STEP,
-    Drafter,
-    TokensFrom,
+    NgramProposer,
 )
+from baton.engine.spec_decode.proposer import DraftRow, TokensFrom
 
 NAME = RequestId("r")
 REPEATING = [1, 2, 3, 4] * 4
@@ -24,70 +24,77 @@ def known(tokens: Sequence[int]) -> TokensFrom:
     return lambda first, most: tokens[first : first + most]
 
 
-def drafted(drafter: Drafter, tokens: Sequence[int] = REPEATING, *, most: int = 8) -> int:
-    return len(drafter.draft(NAME, known(tokens), most))
+def draft(
+    proposer: NgramProposer, tokens: Sequence[int] = REPEATING, *, most: int = 8
+) -> list[int]:
+    row = DraftRow(NAME, known(tokens), most)
+    return list(proposer.propose([row], most).get(NAME, ()))
+
+
+def drafted(proposer: NgramProposer, tokens: Sequence[int] = REPEATING, *, most: int = 8) -> int:
+    return len(draft(proposer, tokens, most=most))
 
 
 def test_as_much_is_guessed_as_is_allowed() -> None:
-    drafter = Drafter(Speculation(num_tokens=4))
+    proposer = NgramProposer(Speculation(num_tokens=4))
 
-    assert drafter.draft(NAME, known(REPEATING), 8) == [1, 2, 3, 4]
-    assert drafter.draft(NAME, known(REPEATING), 2) == [1, 2]
+    assert draft(proposer, most=8) == [1, 2, 3, 4]
+    assert draft(proposer, most=2) == [1, 2]
 
 
 def test_drafts_grow_while_they_are_accepted() -> None:
-    drafter = Drafter(Speculation(num_tokens=8))
-    drafted(drafter)
+    proposer = NgramProposer(Speculation(num_tokens=8))
+    drafted(proposer)
 
     lengths = []
     for num_accepted in (1, 2, 3, 4):
-        drafter.note_accepted(NAME, 8, num_accepted)
-        lengths.append(drafted(drafter))
+        proposer.note_accepted(NAME, 8, num_accepted)
+        lengths.append(drafted(proposer))
 
     assert lengths == [2, 4, 6, 8]
 
 
 def test_drafts_become_rare_if_none_is_accepted() -> None:
-    drafter = Drafter(Speculation(num_tokens=8))
+    proposer = NgramProposer(Speculation(num_tokens=8))
     num_guessed = 0
 
     for _ in range(1000):
-        length = drafted(drafter)
+        length = drafted(proposer)
         num_guessed += length
         if length:
-            drafter.note_accepted(NAME, length, 0)
+            proposer.note_accepted(NAME, length, 0)
 
     assert num_guessed <= 8 + 4 + 1000 // MAX_PAUSE_STEPS + 6
 
 
 def test_the_first_right_guess_ends_the_pauses() -> None:
-    drafter = Drafter(Speculation(num_tokens=4))
+    proposer = NgramProposer(Speculation(num_tokens=4))
     for _ in range(6):
-        while not (length := drafted(drafter)):
+        while not (length := drafted(proposer)):
             pass
-        drafter.note_accepted(NAME, length, 0)
-    while not drafted(drafter):
+        proposer.note_accepted(NAME, length, 0)
+    while not drafted(proposer):
         pass
 
-    drafter.note_accepted(NAME, 1, 1)
+    proposer.note_accepted(NAME, 1, 1)
 
-    assert drafted(drafter) == 2
+    assert drafted(proposer) == 2
 
 
 def test_a_long_prompt_is_read_over_some_steps() -> None:
-    drafter = Drafter(Speculation(num_tokens=4))
+    proposer = NgramProposer(Speculation(num_tokens=4))
     prompt = [1, 2] * MAX_TOKENS_INDEXED_PER_STEP
 
-    assert [drafted(drafter, prompt) for _ in range(3)] == [0, 0, 4]
+    assert [drafted(proposer, prompt) for _ in range(3)] == [0, 0, 4]
 
 
 def test_a_request_that_returns_to_the_batch_is_indexed_again() -> None:
-    drafter = Drafter(Speculation(num_tokens=4))
-    drafted(drafter)
+    proposer = NgramProposer(Speculation(num_tokens=4))
+    drafted(proposer)
 
-    drafter.forget([NAME, RequestId("never seen")])
+    proposer.forget([NAME, RequestId("never seen")])
 
-    assert drafter.draft(NAME, known([7, 8, 9, 6, 7, 8, 9]), 1) == [6]
+    assert draft(proposer, [7, 8, 9, 6, 7, 8, 9], most=1) == [6]
 
 
 def test_how_speculation_is_written() -> None:

@@ -1,4 +1,4 @@
-"""Draft tokens for speculative decoding, so that one step can accept several tokens.
+"""Proposer by prompt lookup: the tokens that followed an earlier occurrence of the newest ones.
 
 Each sequence has an n-gram index and a record of accepted drafts. The fewer drafts are accepted,
 the fewer are made, so that failed speculation costs next to nothing.
@@ -6,33 +6,44 @@ the fewer are made, so that failed speculation costs next to nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from baton.core.ids import RequestId
 from baton.engine.spec_decode.config import Speculation
 from baton.engine.spec_decode.ngram_index import NgramIndex
+from baton.engine.spec_decode.proposer import DraftRow, Drafts, TokensFrom
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # A long prompt is indexed over several steps, since indexing it at once would delay all rows.
 MAX_TOKENS_INDEXED_PER_STEP = 4096
 MAX_PAUSE_STEPS = 64  # steps
 
-# Returns the tokens of a sequence from an index on, up to a limit.
-TokensFrom = Callable[[int, int], Sequence[int]]
 
+class NgramProposer:
+    """Implements `Proposer`."""
 
-class Drafter:
-    """Drafts tokens for the sequences of a batch."""
+    needs_hidden_states = False
 
     def __init__(self, speculation: Speculation) -> None:
         self._speculation = speculation
         self._by_request: dict[RequestId, _SequenceDrafter] = {}
 
-    def draft(self, request_id: RequestId, tokens_from: TokensFrom, max_tokens: int) -> list[int]:
-        """Return up to `max_tokens` drafts for a sequence whose newest token is computed next."""
-        drafter = self._by_request.get(request_id)
-        if drafter is None:
-            drafter = self._by_request[request_id] = _SequenceDrafter(self._speculation)
-        return drafter.draft(tokens_from, max_tokens)
+    def propose(self, rows: Iterable[DraftRow], max_tokens: int) -> Drafts:
+        drafts: dict[RequestId, Sequence[int]] = {}
+        for row in rows:
+            draft = self._draft(row, min(row.max_tokens, max_tokens))
+            if draft:
+                drafts[row.request_id] = draft
+                max_tokens -= len(draft)
+            if not max_tokens:
+                break
+        return drafts
+
+    def note_hidden_states(self, request_ids: Sequence[RequestId], hidden_states: Tensor) -> None:
+        """Do nothing: n-grams are made of tokens."""
 
     def note_accepted(self, request_id: RequestId, num_proposed: int, num_accepted: int) -> None:
         self._by_request[request_id].note_accepted(num_proposed, num_accepted)
@@ -40,6 +51,12 @@ class Drafter:
     def forget(self, request_ids: Iterable[RequestId]) -> None:
         for request_id in request_ids:
             self._by_request.pop(request_id, None)
+
+    def _draft(self, row: DraftRow, max_tokens: int) -> list[int]:
+        drafter = self._by_request.get(row.request_id)
+        if drafter is None:
+            drafter = self._by_request[row.request_id] = _SequenceDrafter(self._speculation)
+        return drafter.draft(row.tokens_from, max_tokens)
 
 
 class _SequenceDrafter:

@@ -1,0 +1,45 @@
+"""Proposer: makes draft tokens for the sequences of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from baton.core.ids import RequestId
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Drafts = Mapping[RequestId, Sequence[int]]
+# Returns the tokens of a sequence from an index on, up to a limit.
+TokensFrom = Callable[[int, int], Sequence[int]]
+
+
+class DraftRow(NamedTuple):
+    """A sequence whose newest token is computed in the next pass."""
+
+    request_id: RequestId
+    tokens_from: TokensFrom
+    max_tokens: int  # that can be drafted
+
+
+class Proposer(Protocol):
+    """Proposes tokens before a pass, and learns from its results."""
+
+    needs_hidden_states: bool  # False: `note_hidden_states` is not called
+
+    def propose(self, rows: Iterable[DraftRow], max_tokens: int) -> Drafts:
+        """Return drafts for some of the rows, of at most `max_tokens` tokens in total."""
+        ...
+
+    def note_hidden_states(self, request_ids: Sequence[RequestId], hidden_states: Tensor) -> None:
+        """Take the hidden states, [rows, hidden_size], that the rows' newest tokens came from."""
+        ...
+
+    def note_accepted(self, request_id: RequestId, num_proposed: int, num_accepted: int) -> None:
+        """Report the result of a draft."""
+        ...
+
+    def forget(self, request_ids: Iterable[RequestId]) -> None:
+        """Forget sequences. Unknown ones are ignored."""
+        ...
