@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from baton.core.ids import HandoffId, Peer, RequestId
 from baton.core.kv_hints import NO_KV_HINTS, KvHints
 from baton.core.sampling import SamplingParams
+from baton.core.task import Task, task_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,10 @@ class EngineRequest:
     prefix_source: PrefixSource | None = None
     # Limits its prefill chunks to about the time that decoding takes in the same step.
     is_paced: bool = False
+
+    @property
+    def task(self) -> Task:
+        return task_of(self.kv_hints)
 
 
 @dataclass(frozen=True, slots=True)

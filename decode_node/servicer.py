@@ -11,6 +11,7 @@ from grpc import aio
 
 from baton.core.output import FinishReason, Output
 from baton.core.request import EngineRequest
+from baton.core.task import TaskOutput
 from baton.node.call_server import CallServer
 from baton.node.observers.ledger import Entry, RequestLedger
 from baton.node.observers.tracing import NO_TRACING, NodeTracing
@@ -67,7 +68,7 @@ class DecodeAccount:
     def report(self, output: Output) -> CallReport:
         entry, served = self.entry, output.served
         num_cached = entry.num_cached_prompt_tokens
-        if self.request.kv_hints.prefetch and served is not None:
+        if self.request.task.output is TaskOutput.KV and served is not None:
             num_cached = served.num_cached_tokens  # it never runs, so the ledger has no count
         return CallReport(
             kv_bytes=entry.num_received_bytes,

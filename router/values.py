@@ -11,6 +11,7 @@ from baton.core.kv_hints import NO_KV_HINTS, KvHints
 from baton.core.logprobs import TokenLogprobs
 from baton.core.output import FinishReason
 from baton.core.sampling import SamplingParams
+from baton.core.task import Task, task_of
 from baton.rpc.messages.calls import CallReport
 from baton.text.stop_strings import StopRule
 
@@ -81,6 +82,10 @@ class GenerateCall:
     # the KV caches, less the prompt.
     fills_context: bool = False
     warnings: tuple[str, ...] = ()  # what is done only in part
+
+    @property
+    def task(self) -> Task:
+        return task_of(self.kv_hints)
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import NamedTuple
 
+from baton.core.task import TaskOutput
 from baton.engine.events import RequestEventKind
 from baton.engine.kv_arrival.kv_source import PrefixNeed
 from baton.engine.kv_cache.block_hashes import BlockHash
@@ -83,7 +84,7 @@ class Admission:
         self._config = state.config
         self._last_failure: _AllocationFailure | None = None
         # Fills begin before a place in the batch is free: they need none.
-        self._compute = _Way(
+        compute = _Way(
             (
                 self._reject_known_failure,
                 self._await_prefix,
@@ -106,7 +107,8 @@ class Admission:
             ),
             self._grant_to_peer,
         )
-        self._prefetch = _Way((self._await_prefix, self._find_prefix), self._end_prefetch)
+        prefetch = _Way((self._await_prefix, self._find_prefix), self._end_prefetch)
+        self._ways = {TaskOutput.TOKENS: compute, TaskOutput.KV: prefetch}
 
     def try_start(self, request: Request) -> Refusal | None:
         """Start the head of the waiting queue, or return why not."""
@@ -119,9 +121,10 @@ class Admission:
         return None
 
     def _way_of(self, request: Request) -> _Way:
-        if request.spec.kv_hints.prefetch:
-            return self._prefetch
-        return self._compute if request.arrival.handoff is None else self._receive
+        task = request.spec.task
+        if request.arrival.handoff is not None and task.has_decode_leg:
+            return self._receive
+        return self._ways[task.output]
 
     def _candidate(self, request: Request) -> Candidate:
         if request.arrival.handoff is None:

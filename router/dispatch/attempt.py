@@ -46,13 +46,6 @@ def _ignore() -> None:
     """Default callback: do nothing."""
 
 
-def _legs_of(route: Route, request: EngineRequest) -> set[NodeRole]:
-    """Return the calls of an attempt. A prefetch is for the node that would compute the prompt."""
-    if route.prefill is None:
-        return {NodeRole.DECODE}
-    return {NodeRole.PREFILL} if request.kv_hints.prefetch else {NodeRole.PREFILL, NodeRole.DECODE}
-
-
 class Attempt:
     def __init__(
         self,
@@ -74,7 +67,7 @@ class Attempt:
         self._clock = clock
         self._on_prefilled = on_prefilled
         self._on_decoded = on_decoded  # first token of the decode node: it has all KV
-        self._under_way = _legs_of(route, request)
+        self._under_way: set[NodeRole] = set()  # legs
         self._has_prefill_output = False
         self._reports: dict[NodeRole, CallReport] = {}
         self._dispatched_s = 0.0
@@ -90,7 +83,9 @@ class Attempt:
         self._dispatched_s = self._since_received()
         self._answer.begin_attempt()
         events = Events()
-        async with under_way(events, self._build_calls(node_calls, events.put)):
+        calls = self._build_calls(node_calls, events.put)
+        self._under_way = set(calls)
+        async with under_way(events, calls):
             while self._answer.finish is None:
                 part = self._handle(await events.next())
                 if part is not None:
@@ -121,7 +116,7 @@ class Attempt:
         computed = replace(request, prefix_source=_prefix_source(route))
         if route.prefill is None:
             return {NodeRole.DECODE: call(route.decode, computed)}
-        if request.kv_hints.prefetch:
+        if not request.task.has_decode_leg:
             return {NodeRole.PREFILL: call(route.prefill, computed)}
         source = Peer(route.prefill.card.node_id, route.prefill.address)
         received = replace(request, receive_from=ReceiveKv(self._handoff_id, source))

@@ -7,7 +7,6 @@ from functools import lru_cache, partial
 
 from baton.core.context_length import fit_max_tokens
 from baton.core.errors import ContextLengthExceeded
-from baton.core.sampling import SamplingParams
 from baton.router.context import RequestContext
 from baton.router.input_processing.form_checks import FormChecks
 from baton.router.input_processing.large_texts import LargeTextConfig, LargeTexts
@@ -19,7 +18,6 @@ from baton.rpc.errors import EmptyPrompt, UnknownModel
 from baton.text.token_text import TokenText
 
 MAX_REMEMBERED_BAD_WORDS = 16
-PREFETCH_SAMPLING = SamplingParams(max_tokens=1)  # no token is sampled
 
 
 class InputProcessor:
@@ -43,8 +41,8 @@ class InputProcessor:
         Raises UnknownModel, EmptyPrompt, InvalidRequest, UnsupportedInput and QueueFull.
         """
         self.check_model(call.model)
-        if call.kv_hints.prefetch:
-            call = replace(call, sampling=PREFETCH_SAMPLING, bad_words=(), fills_context=False)
+        if call.task.sampling is not None:
+            call = replace(call, sampling=call.task.sampling, bad_words=(), fills_context=False)
         call = self._ban_bad_words(call)
         token_ids = await self.token_ids(call.prompt, call.model)
         context.trace.note_tokenized(len(token_ids))

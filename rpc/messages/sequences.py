@@ -6,6 +6,7 @@ from baton.core.errors import InvalidRequest
 from baton.core.ids import HandoffId, RequestId
 from baton.core.kv_hints import NO_KV_HINTS
 from baton.core.request import EngineRequest, ReceiveKv
+from baton.core.task import task_of
 from baton.rpc.errors import UnsupportedInput
 from baton.rpc.messages.conversion import HANDOFF, KV_HINTS, PEER, SAMPLING
 from baton.rpc.messages.mapper import Converter, Mapper
@@ -58,10 +59,11 @@ def engine_request(order: Order, now: float) -> EngineRequest:
     _check_sequence(sequence, handoff_id)
     hints = KV_HINTS.from_message(sequence.cache_hints.hints)
     receive_from = send_to = None
-    if isinstance(order, node_pb2.PrefillOrder):
-        send_to = None if hints.prefetch else handoff_id
-    elif order.HasField("prefill") and not hints.prefetch:
-        receive_from = ReceiveKv(handoff_id, PEER.from_message(order.prefill))
+    if task_of(hints).has_decode_leg:
+        if isinstance(order, node_pb2.PrefillOrder):
+            send_to = handoff_id
+        elif order.HasField("prefill"):
+            receive_from = ReceiveKv(handoff_id, PEER.from_message(order.prefill))
     return SEQUENCE.from_message(
         sequence,
         request_id=node_request_id(handoff_id),

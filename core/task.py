@@ -1,0 +1,40 @@
+"""Tasks of requests: which legs one has, and what it ends with. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from baton.core.kv_hints import KvHints
+from baton.core.sampling import SamplingParams
+
+
+class TaskOutput(Enum):
+    """What a request ends with, besides its statistics."""
+
+    TOKENS = "tokens"
+    KV = "kv"  # in the KV cache of its node; no token is computed
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Kind of request. Rooms ask for its properties, not for its name."""
+
+    name: str
+    output: TaskOutput
+    # A request has a leg on the node that computes its prompt. With a decode leg, another node can
+    # receive the KV and continue.
+    has_decode_leg: bool
+    sampling: SamplingParams | None = None  # of all its requests; None: their own
+
+
+GENERATE = Task("generate", TaskOutput.TOKENS, has_decode_leg=True)
+# `max_tokens` must be positive.
+PREFETCH = Task(
+    "prefetch", TaskOutput.KV, has_decode_leg=False, sampling=SamplingParams(max_tokens=1)
+)
+
+
+def task_of(hints: KvHints) -> Task:
+    """Return the task of a request with these hints, which clients use to ask for a prefetch."""
+    return PREFETCH if hints.prefetch else GENERATE
