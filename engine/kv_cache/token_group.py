@@ -41,11 +41,11 @@ class TokenGroup:
     # --- prefix hits --------------------------------------------------------------
 
     def longest_prefix(self, query: PrefixQuery, num_blocks: int) -> int:
-        return len(query.cached.find(map(self.name, query.hashes[:num_blocks])))
+        return len(query.cached.find(self._names(query.hashes[:num_blocks])))
 
     def find(self, query: PrefixQuery, num_blocks: int) -> list[BlockId]:
         first = min(num_blocks, self._first_seen_after(query, num_blocks))
-        names = map(self.name, query.hashes[first:num_blocks])
+        names = self._names(query.hashes[first:num_blocks])
         return [NO_BLOCK] * first + query.cached.find(names)
 
     def placed(
@@ -54,6 +54,9 @@ class TokenGroup:
         for place, block_id in enumerate(block_ids):
             if block_id != NO_BLOCK:
                 yield PlacedBlock(place, self.name(hashes[place]), block_id)
+
+    def _names(self, hashes: Sequence[BlockHash]) -> Iterable[BlockHash]:
+        return map(self.name, hashes) if self.number else hashes
 
     def _first_seen_after(self, query: PrefixQuery, num_blocks: int) -> int:
         """Return the first place that the tokens after a prefix attend to."""
