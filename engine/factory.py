@@ -41,8 +41,7 @@ def build_scheduler(
         CacheConfig(
             num_blocks=runner.kv_memory.num_blocks,
             block_size=runner.kv_memory.block_size,
-            groups=runner.kv_memory.layout.groups,
-            num_state_blocks=runner.kv_memory.layout.num_state_blocks,
+            layout=runner.kv_memory.layout,
             enable_prefix_caching=options.enable_prefix_caching,
             model_salt=f"{runner.info.fingerprint}:{runner.kv_memory.dtype}",
             max_shareable_prompt_len=runner.info.max_shareable_prompt_len,

@@ -203,11 +203,9 @@ def _build_kv_events(
     if not options.kv_events.is_on:
         return None
     memory, naming = runner.kv_memory, scheduler.cache_config.naming
-    spec = memory.layout.groups[0].spec
-    kind = spec_kind_of(
-        spec, is_latent=memory.num_tensors == 1, is_recurrent=memory.layout.num_state_blocks > 0
-    )
-    facts = CacheFacts(memory.block_size, naming.root("", 0), kind, spec.window)
+    kind = spec_kind_of(memory.layout, is_latent=memory.num_tensors == 1)
+    window = memory.layout.groups[0].spec.window
+    facts = CacheFacts(memory.block_size, naming.root("", 0), kind, window)
     config = options.kv_events.for_node(identity.node_id, options.host)
     return KvEventPublisher(config, facts)
 

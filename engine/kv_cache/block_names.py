@@ -59,7 +59,7 @@ class HostNames:
     """
 
     def __init__(self, config: CacheConfig) -> None:
-        self._num_parts = config.num_state_blocks
+        self._num_parts = config.layout.num_state_blocks
         self._num_held: Counter[BlockHash] = Counter()  # parts by block
 
     def translate(self, changes: HeldChanges) -> HeldChanges:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from baton.core.errors import InvalidConfig, require_setting
 from baton.engine.kv_cache.block_hashes import PrefixNaming
-from baton.engine.kv_cache.groups import ONE_GROUP, CacheLayout, KvGroup
+from baton.engine.kv_cache.groups import CacheLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,8 +15,7 @@ class CacheConfig:
 
     num_blocks: int
     block_size: int = 16
-    groups: tuple[KvGroup, ...] = ONE_GROUP
-    num_state_blocks: int = 0  # that hold the recurrent state of one request
+    layout: CacheLayout = CacheLayout()
     enable_prefix_caching: bool = True
     # Identifies everything the KV of given tokens depends on: weights, dtype, layout.
     model_salt: str = ""
@@ -30,22 +29,14 @@ class CacheConfig:
     def __post_init__(self) -> None:
         require_setting("num_blocks", self.num_blocks, self.num_blocks >= 1, "at least 1")
         require_setting("block_size", self.block_size, self.block_size >= 1, "at least 1")
-        if self.num_state_blocks and self.max_blocks_per_group < 1:
+        if self.layout.num_state_blocks and self.max_blocks_per_group < 1:
+            num_groups, num_state_blocks = len(self.layout.groups), self._max_state_blocks
             raise InvalidConfig(
                 f"num_blocks is {self.num_blocks}; it must be at least "
-                f"{self.max_state_blocks + len(self.groups)}: {self.max_state_blocks} for the "
-                f"recurrent state of one request, and {len(self.groups)} for its tokens. Start "
-                "the node with a larger --kv-cache-memory"
+                f"{num_state_blocks + num_groups}: {num_state_blocks} for the recurrent state of "
+                f"one request, and {num_groups} for its tokens. Start the node with a larger "
+                "--kv-cache-memory"
             )
-
-    @property
-    def layout(self) -> CacheLayout:
-        return CacheLayout(self.groups, self.num_state_blocks)
-
-    @property
-    def max_state_blocks(self) -> int:
-        """The state blocks that one request holds at most."""
-        return self.layout.max_state_blocks(with_snapshot=self.enable_prefix_caching)
 
     @property
     def max_blocks_per_group(self) -> int:
@@ -54,6 +45,12 @@ class CacheConfig:
             self.num_blocks, with_snapshot=self.enable_prefix_caching
         )
 
+    def describe_blocks(self, num_token_blocks: int) -> str:
+        """Describe the blocks of a request with so many blocks of tokens in each group."""
+        num_blocks = num_token_blocks * len(self.layout.groups) + self._max_state_blocks
+        state = f" ({self._max_state_blocks} of them for the recurrent state)"
+        return f"{num_blocks} KV blocks{state if self._max_state_blocks else ''}"
+
     @property
     def naming(self) -> PrefixNaming:
         return PrefixNaming(
@@ -61,5 +58,9 @@ class CacheConfig:
             self.model_salt,
             self.hash_seed,
             self.max_shareable_prompt_len,
-            needs_snapshot=self.num_state_blocks > 0,
+            needs_snapshot=self.layout.num_state_blocks > 0,
         )
+
+    @property
+    def _max_state_blocks(self) -> int:
+        return self.layout.max_state_blocks(with_snapshot=self.enable_prefix_caching)

@@ -56,19 +56,21 @@ class KvCache:
         self._config = config
         self._naming = config.naming
         self.block_size = config.block_size
-        names = [f"{number} {group.spec}" for number, group in enumerate(config.groups)]
-        names += ["state"] if config.num_state_blocks else []
+        names = [f"{number} {group.spec}" for number, group in enumerate(config.layout.groups)]
+        names += ["state"] if config.layout.num_state_blocks else []
         self._counters = GroupCounters(names)
         self.prefixes = PrefixCache(config, self._counters, is_stored=external is not None)
         self.pool = self.prefixes.pool
         self._tables = tuple(
             token_group(number, group.spec, self.prefixes)
-            for number, group in enumerate(config.groups)
+            for number, group in enumerate(config.layout.groups)
         )
         self._groups: tuple[CacheGroup, ...] = self._tables
         self.states: StateGroup | None = None
-        if config.num_state_blocks:
-            self.states = StateGroup(len(self._tables), config.num_state_blocks, self.prefixes)
+        if config.layout.num_state_blocks:
+            self.states = StateGroup(
+                len(self._tables), config.layout.num_state_blocks, self.prefixes
+            )
             self._calendar = SnapshotCalendar(self.states, self.pool, config.block_size)
             self._groups = (*self._tables, self.states)
         self._nothing: BlockTables = tuple(() for _ in self._tables)

@@ -54,8 +54,8 @@ class PrefixCache:
         self._is_stored = is_stored  # in an external KV cache, too
         self.block_size = config.block_size
         self.pool = BlockPool(config.num_blocks)
-        self.snapshots = SnapshotCache(self.pool, config.num_state_blocks)
-        self._ends_at_snapshots = config.num_state_blocks > 0
+        self.snapshots = SnapshotCache(self.pool, config.layout.num_state_blocks)
+        self._ends_at_snapshots = config.layout.num_state_blocks > 0
         self._unstored: deque[tuple[BlockHash, BlockId, BlockHints]] = deque()
         self._events: list[KvEvent] = []
 

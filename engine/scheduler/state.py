@@ -40,7 +40,7 @@ class SchedulerState:
         self.cache = KvCache(cache_config, external)
         self.arrivals = KvArrivals(self.cache, external, pulls, config.max_fill_wait_s)
         # Blocks that a grant to a peer leaves free for each request that holds blocks.
-        self.num_headroom_blocks = config.remote_headroom_blocks * len(cache_config.groups)
+        self.num_headroom_blocks = config.remote_headroom_blocks * len(cache_config.layout.groups)
         self.requests: dict[RequestId, Request] = {}
         self.waiting = WaitingQueue()
         self.ready = RankedQueue()

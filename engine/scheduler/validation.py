@@ -92,13 +92,11 @@ def _check_fits_cache(spec: EngineRequest, config: SchedulerConfig, cache: Cache
         num_slots = max_num_tokens(spec, config) - 1
     num_blocks = -(-num_slots // cache.block_size)
     if num_blocks > cache.max_blocks_per_group:
-        num_needed = num_blocks * len(cache.groups) + cache.max_state_blocks
-        state = f" ({cache.max_state_blocks} of them for the recurrent state)"
         num_prompt_tokens = len(spec.prompt_token_ids)
         longest = max_sequence_length(config, cache)
         need = (
-            f"prompt and max_tokens may need {num_needed} KV blocks"
-            f"{state if cache.num_state_blocks else ''}; the whole cache has {cache.num_blocks}"
+            f"prompt and max_tokens may need {cache.describe_blocks(num_blocks)}; "
+            f"the whole cache has {cache.num_blocks}"
         )
         remedy = "or start the node with a larger --kv-cache-memory"
         if spec.send_to is not None or num_prompt_tokens >= longest:

@@ -23,7 +23,7 @@ from baton.engine.events import KvEvent
 from baton.engine.kv_arrival.pulls import PullConfig
 from baton.engine.kv_cache.block_names import is_of_first_group, name_in_group, snapshot_names
 from baton.engine.kv_cache.config import CacheConfig
-from baton.engine.kv_cache.groups import ONE_GROUP, KvGroup
+from baton.engine.kv_cache.groups import ONE_GROUP, CacheLayout, KvGroup
 from baton.engine.plan import Plan, RunResult
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.request import Request
@@ -106,8 +106,7 @@ class EngineWorld:
         self.cache_config = CacheConfig(
             num_blocks=num_blocks,
             block_size=block_size,
-            groups=groups,
-            num_state_blocks=num_state_blocks,
+            layout=CacheLayout(groups, num_state_blocks),
             enable_prefix_caching=enable_prefix_caching,
             collect_events=True,
             collect_token_ids=True,

@@ -13,7 +13,7 @@ from msgspec import Struct, msgpack
 
 from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from baton.engine.kv_cache.block_hashes import BlockHash
-from baton.engine.kv_cache.groups import KvCacheSpec
+from baton.engine.kv_cache.groups import CacheLayout
 
 MEDIUM = "GPU"  # vLLM's name of the KV cache itself, also where that is on a CPU
 FIRST_GROUP = 0
@@ -116,13 +116,14 @@ class CacheFacts:
         return keys
 
 
-def spec_kind_of(spec: KvCacheSpec, *, is_latent: bool, is_recurrent: bool) -> str:
+def spec_kind_of(layout: CacheLayout, *, is_latent: bool) -> str:
     """Return vLLM's name of the kind of KV that the events are about.
 
     With recurrent layers, they name the blocks at whose ends a state is cached.
     """
-    if is_recurrent:
+    if layout.num_state_blocks:
         return "mamba"
+    spec = layout.groups[0].spec
     if spec.chunk is not None:
         return "chunked_local_attention"
     kind = "full_attention" if spec.window is None else "sliding_window"

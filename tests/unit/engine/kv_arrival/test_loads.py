@@ -33,7 +33,7 @@ def world(
         SchedulerConfig(max_num_seqs=4, **config),  # type: ignore[arg-type]
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
-        groups=groups or EngineWorld().cache_config.groups,
+        groups=groups or EngineWorld().cache_config.layout.groups,
         num_state_blocks=num_state_blocks,
         external_chance=random.Random(0),
     )

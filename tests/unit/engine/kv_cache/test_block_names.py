@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.block_names import HostNames, name_in_group, snapshot_names
 from baton.engine.kv_cache.config import CacheConfig
+from baton.engine.kv_cache.groups import CacheLayout
 from baton.kv_transfer.external_kv import HeldChanges
 
 BLOCKS = [BlockHash(bytes((number,)) * 16) for number in range(3)]
@@ -27,7 +28,7 @@ def test_a_snapshot_is_known_while_all_of_its_parts_are_held(
     toggled: list[list[BlockHash]],
 ) -> None:
     names, held, known = (
-        HostNames(CacheConfig(8, num_state_blocks=NUM_PARTS)),
+        HostNames(CacheConfig(8, layout=CacheLayout(num_state_blocks=NUM_PARTS))),
         set[BlockHash](),
         set[bytes](),
     )

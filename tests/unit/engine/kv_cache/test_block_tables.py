@@ -10,7 +10,7 @@ from baton.core.ids import NO_BLOCK
 from baton.engine.errors import BlocksUnaccounted
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.config import CacheConfig
-from baton.engine.kv_cache.groups import FULL, KvCacheSpec, KvGroup
+from baton.engine.kv_cache.groups import FULL, CacheLayout, KvCacheSpec, KvGroup
 from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.kv_cache.manager import KvCache
 from tests.support.requests import make_held
@@ -86,7 +86,7 @@ def test_blocks_behind_a_window_may_be_missing() -> None:
 
 def _computed(num_tokens: int) -> tuple[KvCache, HeldKv]:
     groups = (KvGroup(FULL), KvGroup(WINDOW))
-    cache = KvCache(CacheConfig(32, 2, groups=groups, num_state_blocks=2))
+    cache = KvCache(CacheConfig(32, 2, CacheLayout(groups, num_state_blocks=2)))
     request = make_held(range(num_tokens))
     assert cache.admit(request, cache.find_prefix(request, 0))
     request.num_computed_tokens = num_tokens

@@ -6,7 +6,7 @@ import pytest
 
 from baton.core.ids import NO_BLOCK, BlockId
 from baton.engine.kv_cache.config import CacheConfig
-from baton.engine.kv_cache.groups import FULL, KvCacheSpec, KvGroup
+from baton.engine.kv_cache.groups import FULL, CacheLayout, KvCacheSpec, KvGroup
 from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.kv_cache.manager import KvCache
 from tests.support.requests import make_held
@@ -129,7 +129,7 @@ def test_the_hand_off_leaves_out_what_nobody_attends_to() -> None:
 
 
 def _cache(groups: tuple[KvGroup, ...] = TWO_GROUPS) -> KvCache:
-    return KvCache(CacheConfig(num_blocks=16, block_size=BLOCK_SIZE, groups=groups))
+    return KvCache(CacheConfig(16, BLOCK_SIZE, CacheLayout(groups)))
 
 
 def _uncache(cache: KvCache, *block_ids: int) -> None:

@@ -11,7 +11,7 @@ from baton.engine.errors import BlocksUnaccounted
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.kv_cache.config import CacheConfig
-from baton.engine.kv_cache.groups import FULL, KvCacheSpec, KvGroup
+from baton.engine.kv_cache.groups import FULL, CacheLayout, KvCacheSpec, KvGroup
 from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.kv_cache.manager import KvCache
 from baton.engine.kv_cache.recurrent_state import RecurrentState, SnapshotCache
@@ -182,7 +182,7 @@ def test_the_state_comes_last_in_the_transfer_order() -> None:
 
 
 def _cache(groups: tuple[KvGroup, ...] = GROUPS["full"], num_blocks: int = 64) -> KvCache:
-    config = CacheConfig(num_blocks, BLOCK_SIZE, groups=groups, num_state_blocks=3)
+    config = CacheConfig(num_blocks, BLOCK_SIZE, CacheLayout(groups, num_state_blocks=3))
     return KvCache(config)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from baton.core.ids import RequestId
 from baton.engine.kv_cache.config import CacheConfig
+from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.plan import RunResult
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler
@@ -78,7 +79,9 @@ def _decoding(
             max_num_seqs=num_running,
             max_model_len=2048,
         ),
-        CacheConfig(num_blocks=num_running * 128, num_state_blocks=num_state_blocks),
+        CacheConfig(
+            num_blocks=num_running * 128, layout=CacheLayout(num_state_blocks=num_state_blocks)
+        ),
     )
     for number in range(num_running + num_waiting):
         prompt = (number, *range(num_prompt_tokens - 1))

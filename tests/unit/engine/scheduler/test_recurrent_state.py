@@ -12,6 +12,7 @@ from baton.core.ids import RequestId
 from baton.core.output import FinishReason
 from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from baton.engine.kv_cache.config import CacheConfig
+from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.plan import BlockIds, Plan, PlanRow, StateBlocks
 from baton.engine.scheduler.config import SchedulerConfig, SchedulingPolicy
 from baton.engine.scheduler.scheduler import Scheduler
@@ -356,7 +357,7 @@ def test_the_current_side_is_sent_with_the_last_blocks(num_tokens: int, push_lay
 
 # --- limits ----------------------------------------------------------------------------
 
-CACHE = CacheConfig(num_blocks=12, block_size=BLOCK_SIZE, num_state_blocks=N)
+CACHE = CacheConfig(12, BLOCK_SIZE, CacheLayout(num_state_blocks=N))
 
 
 def test_the_longest_request_leaves_room_for_its_state() -> None:

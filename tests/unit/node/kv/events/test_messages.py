@@ -7,7 +7,7 @@ import pytest
 
 from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored
 from baton.engine.kv_cache.block_hashes import BlockHash
-from baton.engine.kv_cache.groups import KvCacheSpec
+from baton.engine.kv_cache.groups import CacheLayout, KvCacheSpec, KvGroup
 from baton.node.kv.events.messages import CacheFacts, encode_batch, spec_kind_of
 
 ONE, TWO, THREE = (BlockHash(bytes([number]) * 16) for number in (1, 2, 3))
@@ -72,4 +72,5 @@ def test_only_the_first_block_of_a_salted_sequence_has_a_key() -> None:
 def test_kinds_of_kv_have_the_names_of_vllm(
     spec: KvCacheSpec, is_latent: bool, is_recurrent: bool, kind: str
 ) -> None:
-    assert spec_kind_of(spec, is_latent=is_latent, is_recurrent=is_recurrent) == kind
+    layout = CacheLayout((KvGroup(spec),), num_state_blocks=int(is_recurrent))
+    assert spec_kind_of(layout, is_latent=is_latent) == kind
