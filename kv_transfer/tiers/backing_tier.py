@@ -115,6 +115,7 @@ class BackingTier:
         self._job_since_s: float | None = None
         self._no_writes_until_s = self._no_reads_until_s = float("-inf")
         self._is_readable = True
+        self._write_error = ""  # of the last write, if that has failed
         self._refresh_at_s = float("-inf")
         self._unfinished: deque[Job] = deque()  # changes that failed; repeated after a pause
         self.is_scanned = Event()
@@ -144,7 +145,8 @@ class BackingTier:
     def status(self) -> TierStatus:
         store, order = self._store, self._store.order
         held = (len(order), store.num_bytes, store.max_bytes, store.num_evicted)
-        return TierStatus(self.name, *held, order.num_retained, order.num_refused, self.counters)
+        retained = (order.num_retained, order.num_refused)
+        return TierStatus(self.name, *held, *retained, self.counters, is_usable=self._is_readable)
 
     def _busy_s(self) -> float:
         since_s = self._job_since_s
@@ -306,6 +308,7 @@ class BackingTier:
             source = (self._host.memory, block.slot, block.digest)
             with self._turn(Work.WRITE_BEHIND, write.ordered_s):
                 self._store.write(write.name, *source, write.hints)
+            self._note_write_works()
             return True
         except OSError as error:
             self._pause_writes(error)
@@ -325,12 +328,15 @@ class BackingTier:
         return work is Work.WRITE_BEHIND and self._num_reads > 0
 
     def _pause_writes(self, error: OSError) -> None:
-        now_s = self._clock()
-        if now_s >= self._no_writes_until_s:
-            logger.warning(
-                "no KV is stored in the %s tier for %.0f s: %s", self.name, PAUSE_S, error
-            )
-        self._no_writes_until_s = now_s + PAUSE_S
+        self._no_writes_until_s = self._clock() + PAUSE_S
+        if self._write_error != str(error):  # a folder may be unusable for days: log it once
+            self._write_error = str(error)
+            logger.warning("no KV is stored in the %s tier until it works: %s", self.name, error)
+
+    def _note_write_works(self) -> None:
+        if self._write_error:
+            self._write_error = ""
+            logger.info("KV is stored in the %s tier again", self.name)
 
     def _load(self, pending: PendingLoad, places: Sequence[int], then: Job) -> None:
         began_s = self._clock()

@@ -43,3 +43,4 @@ class TierStatus:
     num_retained: int  # blocks
     num_refused: int  # blocks that were not retained, because too many are
     counters: TierCounters
+    is_usable: bool = True  # False while it does not work and is only tried again now and then

@@ -124,4 +124,5 @@ def _tier_gauges(tiers: TieredKv, stats: SchedulerStats) -> Reading:
         counted.TIER_FAILED: {name: tier.counters.num_failed for name, tier in by_name.items()},
         counted.TIER_RETAINED: {name: tier.num_retained for name, tier in by_name.items()},
         counted.TIER_REFUSED: {name: tier.num_refused for name, tier in by_name.items()},
+        counted.TIER_USABLE: {name: int(tier.is_usable) for name, tier in by_name.items()},
     }

@@ -263,6 +263,9 @@ TIER_REFUSED = _counter(
     "KV blocks that a request wanted to retain while too many of the tier were.",
     "tier",
 )
+TIER_USABLE = _gauge(
+    "baton.kv.tier.usable", "1, or 0 while a tier does not work and the node does without.", "tier"
+)
 PULL_BLOCKS = _counter(
     "baton.kv.pull.blocks",
     "KV blocks that this node pulled from others instead of computing them: landed, or failed.",
@@ -278,7 +281,7 @@ NODE_METRICS = (
     TIER_BYTES, TIER_LIMIT, TIER_LOAD, TIER_TOKENS,
     GROUP_BLOCKS, GROUP_HITS, GROUP_EVICTIONS,
     TIER_BLOCKS, TIER_LOADED, TIER_STORED, TIER_EVICTED, TIER_FAILED,
-    TIER_RETAINED, TIER_REFUSED,
+    TIER_RETAINED, TIER_REFUSED, TIER_USABLE,
     PULL_BLOCKS,
     CONNECTOR_ERRORS,
     READINGS_AGE,

@@ -249,6 +249,9 @@ class TierWorld:
     def counters(self, tier: str) -> TierCounters:
         return self._status(tier).counters
 
+    def is_usable(self, tier: str) -> bool:
+        return self._status(tier).is_usable
+
     def num_retained(self, tier: str) -> int:
         return self._status(tier).num_retained
 

@@ -64,7 +64,10 @@ class FileStore:
         tenant_share: float = 1.0,
         clock: Callable[[], float] = time.time,  # other processes and restarts know no other
     ) -> None:
-        """Raises InvalidConfig if the folder cannot be written to, or others can replace it."""
+        """Raises InvalidConfig if others can replace the folder.
+
+        One that does not work yet is no error: `scan` tries it again.
+        """
         self._clock = clock
         self._block_bytes = block_bytes
         self._file_bytes = block_bytes + HEADER_BYTES
@@ -79,13 +82,9 @@ class FileStore:
         self._others = OtherNamespaces(self._folder, self._journals.now)
         self.order = EvictionOrder(self._max_blocks, tenant_share)
         self.num_evicted = 0
-        try:
-            self._make_folder()
-            check_folder_owner(self._folder.parent)
-            check_blocks_owner(self._folder.parent, self._folder)
-            self._journals.open()
-        except OSError as error:
-            raise InvalidConfig(f"--kv-folder {folder}: {error.strerror}") from error
+        self._is_open = False
+        with suppress(OSError):
+            self._open()
 
     def __len__(self) -> int:
         return len(self.order)
@@ -106,6 +105,7 @@ class FileStore:
 
     def scan(self) -> bool:
         """Find the files that are there, in the order of their last use."""
+        self._must_be_open()
         found: list[tuple[float, BlockName, BlockHints]] = []
         now = self._clock()
         for path, name, tenant in self._files():
@@ -122,6 +122,7 @@ class FileStore:
 
     def refresh(self) -> None:
         """Learn what other processes have written and deleted since the last call."""
+        self._must_be_open()
         self._make_folder()  # someone may have emptied the folder
         if self._journals.is_behind:
             self._journals.skip()
@@ -175,6 +176,7 @@ class FileStore:
         hints: BlockHints = NO_HINTS,
     ) -> None:
         """Write a block, unless its file is there. Raises OSError if that fails."""
+        self._must_be_open()
         path = self._path(name, hints.tenant)
         now = self._clock()
         if path.exists():
@@ -213,6 +215,7 @@ class FileStore:
 
     def remove(self, name: BlockName) -> None:
         """Remove a block, also one that is not known here, whichever tenant it is stored for."""
+        self._must_be_open()
         for path, found, _ in self._files_in(self._path_of(name).parent):
             if found == name:
                 path.unlink(missing_ok=True)
@@ -229,6 +232,26 @@ class FileStore:
 
     def close(self) -> None:
         """Leave the journal to those who have not read its end. It is deleted once it is old."""
+
+    def _must_be_open(self) -> None:
+        """Open the folder if that has failed so far. Raises OSError if it fails again."""
+        try:
+            self._open()
+        except InvalidConfig as error:  # at the start this ends the node; now it only has no files
+            raise PermissionError(str(error)) from error
+
+    def _open(self) -> None:
+        """Make the folder, and begin the journal.
+
+        Raises InvalidConfig if others can replace the folder. Nothing is written to it then.
+        """
+        if self._is_open:
+            return
+        self._make_folder()
+        check_folder_owner(self._folder.parent)
+        check_blocks_owner(self._folder.parent, self._folder)
+        self._journals.open()
+        self._is_open = True
 
     def _make_folder(self) -> None:
         make_private(self._folder.parent)

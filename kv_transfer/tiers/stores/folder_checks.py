@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryFile
 
 from baton.core.errors import InvalidConfig
 
@@ -14,18 +14,14 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def check_folder(folder: str) -> None:
-    """Make the folder for the files of all models.
+    """Make the folder for the files of all models. Raises InvalidConfig if others can replace it.
 
-    Raises InvalidConfig if the folder cannot be written to, or others can replace it.
+    One that does not work is no error: a node starts without it, and uses it once it works.
     """
     path = Path(folder).expanduser()
-    try:
+    with suppress(OSError):
         make_private(path)
         check_folder_owner(path)
-        with TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise InvalidConfig(f"--kv-folder {folder}: {error.strerror}") from error
 
 
 def make_private(folder: Path) -> None:

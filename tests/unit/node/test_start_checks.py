@@ -40,11 +40,19 @@ def assert_refused(
         start(folder, **settings)
 
 
-def test_a_kv_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
+def test_a_kv_folder_to_which_others_may_write(tmp_path: Path) -> None:
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "kv").chmod(0o777)
+    settings = {"tiers": TiersConfig(HOST_BYTES, str(tmp_path / "kv"))}
+
+    assert_refused(tmp_path / "model", InvalidConfig, r"--kv-folder .*; chmod go-w", settings)
+
+
+def test_a_kv_folder_that_does_not_work_is_not_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     settings = {"tiers": TiersConfig(HOST_BYTES, str(tmp_path / "file" / "kv"))}
 
-    assert_refused(tmp_path / "model", InvalidConfig, r"--kv-folder .*: Not a directory", settings)
+    assert_refused(tmp_path / "model", ModelError, "config.json", settings)
 
 
 def test_an_object_store_that_is_no_url(tmp_path: Path) -> None:

@@ -526,6 +526,27 @@ def test_a_store_that_cannot_be_read_is_not_asked_until_it_works(
     assert caplog.text.count("Input/output error") == 1
 
 
+def test_a_node_starts_without_its_folder_and_uses_it_once_it_works(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = Backing(FILE, FolderWorld(tmp_path / "kv"))
+    (tmp_path / "kv").touch()
+    with files.world() as it:
+        it.store(1)
+        it.wait_until(lambda: it.counters(FILE).num_failed == 1)
+        it.clock.advance(PAUSE_S)
+        it.store(2)
+        it.wait_until(lambda: it.counters(FILE).num_failed == 2)
+        assert it.load([1, 2], into=5) == (HOST, HOST)
+        assert not it.is_usable(FILE)
+        (tmp_path / "kv").unlink()
+        it.clock.advance(PAUSE_S)
+        it.wait_until(lambda: it.is_usable(FILE))
+        it.store(3)
+    assert files.names() == hexes(3)
+    assert caplog.text.count("Not a directory") == 2  # for loads and for stores
+
+
 def test_a_node_starts_without_its_store_and_finds_its_blocks_later(backing: Backing) -> None:
     with backing.world() as it:
         it.store(1, 2, 3, 4, 5)

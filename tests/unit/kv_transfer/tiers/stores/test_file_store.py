@@ -207,11 +207,44 @@ def test_the_quota_of_a_tenant_holds_after_a_restart(tmp_path: Path) -> None:
     assert not [path for path in tmp_path.rglob("*") if "salt" in path.name]
 
 
-def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "file"
+def unopened(folder: Path) -> FileStore:
+    return FileStore(str(folder), "model", BLOCK_BYTES, LIMIT)
+
+
+def test_a_folder_that_does_not_work_is_used_once_it_does(tmp_path: Path) -> None:
+    memory, path = OwnedMemory(2), tmp_path / "folder"
     path.touch()
-    with pytest.raises(InvalidConfig, match=r"--kv-folder .*file: Not a directory"):
-        tier(path)
+    files = unopened(path)
+    for attempt in (
+        files.scan,
+        files.refresh,
+        files.clear,
+        lambda: files.remove(name_of(1)),
+        lambda: write(files, memory, 1),
+    ):
+        with pytest.raises(NotADirectoryError, match="folder"):
+            attempt()
+    path.unlink()
+
+    files.scan()
+    write(files, memory, 1)
+
+    assert tier(path).read(name_of(1), memory.blocks, 0) is not None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make folders of others")
+def test_a_folder_that_another_user_makes_after_the_start_is_not_used(tmp_path: Path) -> None:
+    path = tmp_path / "folder"
+    path.touch()
+    files = unopened(path)
+    path.unlink()
+    path.mkdir()
+    os.chown(path, 4242, 4242)
+
+    for attempt in (files.scan, files.refresh, lambda: write(files, OwnedMemory(2), 1)):
+        with pytest.raises(PermissionError, match="user 4242: name a folder of your own"):
+            attempt()
+    assert not list(path.rglob("journals/*"))
 
 
 @pytest.mark.parametrize("num_bytes", [0, 7, STORED_BYTES - 1])
