@@ -72,7 +72,7 @@ class KvArrivals:
             until_s = need.now_s + self._max_wait_s
         if need.now_s >= until_s:
             return None
-        # Blocks that arrive anyway come first.
+        # Blocks that arrive anyway come first: they cost nobody anything.
         fill = self.receives.fill_to_follow(arrival, need.num_hits, need.now_s)
         fill = fill or self._fill_by_best_offer(arrival, need)
         if fill is None:
@@ -132,6 +132,7 @@ class KvArrivals:
         best: Offer | None = None
         for source in self._sources:
             if source.name not in arrival.asked:
+                # A lookup hashes and searches the prompt, so that sources that said no are skipped.
                 min_saved_s = 0.0 if best is None else best.saved_s
                 best = source.offer(arrival, need, min_saved_s) or best
         if best is None or best.follows is not None:

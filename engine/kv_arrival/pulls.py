@@ -116,6 +116,7 @@ class PeerPulls:
 
         The holds of the hand-offs are released by `BlockReceives`.
         """
+        # Reports of hand-offs of requests name no run, and are ignored here.
         ended = [self._end_run(each.handoff_id, PEER, now) for each in reports.finished_recving]
         ended += [self._end_run(each.handoff_id, None, now) for each in reports.failed_recving]
         return [fill_id for fill_id in ended if fill_id is not None]
@@ -169,7 +170,7 @@ class PeerPulls:
         return saved_s if saved_s > 0 else None
 
     def _is_late(self, peer: NodeId, now: float) -> bool:
-        """Return whether requests have waited in vain for another pull from this peer."""
+        """Return whether another pull from this peer takes too long."""
         fills = (run.fill for run in self._runs.values())
         return any(fill.peer == peer and fill.late_at_s <= now for fill in fills)
 

@@ -55,6 +55,7 @@ class OutputProcessor:
             self._process_lost(lost)
         for handoff_id in reports.released:
             arrivals.receives.end(handoff_id)
+        # Last: what has just landed, or been released, can be given to peers at once.
         arrivals.settle_gives(reports, ended, now_s)
 
     def fail(self, request: Request, failure: Failure) -> None:
@@ -189,6 +190,7 @@ class OutputProcessor:
         """Make the receiver of a completed hand-off ready. Applies the first token it carries."""
         request = self._receiver_of(landed.handoff_id)
         if request is not None:
+            # Even if the request ends now, no revoke may follow for a hand-off that is over.
             self._state.end_receive(request)
         self._state.arrivals.receives.end(landed.handoff_id)
         if request is None:

@@ -129,7 +129,7 @@ class SchedulerState:
         self.end_receive(request, revokes=True)
         self.arrivals.sends.withdraw(request.spec.send_to, error or reason.value)
         self._dequeue(request)
-        request.arrival.is_over = True
+        request.arrival.is_over = True  # others no longer wait behind it for room to load
         self.arrivals.stores.note_end(request.kv, request.num_cached_tokens)
         self.cache.release(request.kv)
         request.move(RequestStatus.FINISHED)
