@@ -1,4 +1,4 @@
-"""Ids and names of requests, blocks, hand-offs and nodes."""
+"""Ids and names of requests, models, blocks, hand-offs and nodes."""
 
 from __future__ import annotations
 
@@ -22,6 +22,22 @@ def existing_blocks(block_tables: Iterable[Iterable[BlockId]]) -> Iterator[Block
     """Yield the blocks of these tables, table after table."""
     for table in block_tables:
         yield from (block_id for block_id in table if block_id != NO_BLOCK)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelVariant:
+    """A served model: base weights, and an adapter of them. No node serves adapters yet."""
+
+    base: str = ""  # empty: any that is served
+    adapter: str = ""  # empty: none
+
+    @property
+    def name(self) -> str:
+        """Name in requests and in the list of models."""
+        return self.adapter or self.base
+
+
+ANY_MODEL = ModelVariant()
 
 
 @dataclass(frozen=True, slots=True, order=True)

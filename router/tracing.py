@@ -106,7 +106,7 @@ class RecordedTrace(RequestTrace):
         is_chat = isinstance(call.prompt, ChatPrompt)
         self._timeline.request_attributes |= {
             names.OPERATION: "chat" if is_chat else "text_completion",
-            names.REQUEST_MODEL: call.model,
+            names.REQUEST_MODEL: call.model.name,
             names.MAX_TOKENS: call.sampling.max_tokens,
             names.TEMPERATURE: call.sampling.temperature,
             names.TOP_P: call.sampling.top_p,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from baton.core.ids import ANY_MODEL, ModelVariant
 from baton.core.kv_hints import NO_KV_HINTS, KvHints
 from baton.core.logprobs import TokenLogprobs
 from baton.core.output import FinishReason
@@ -71,7 +72,7 @@ class GenerateCall:
     prompt: Prompt
     sampling: SamplingParams
     stop: StopRule = StopRule()
-    model: str = ""  # empty: any model that is served
+    model: ModelVariant = ANY_MODEL
     priority: int = 0
     cache_salt: str = ""
     tenant: str = ""  # owner of the salt; empty: the client is not known

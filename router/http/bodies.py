@@ -51,7 +51,7 @@ class Bodies:
 
     async def read(self, request: Request, lease: Lease) -> bytes:
         """Raises MessageTooLarge, QueueFull, BodyTimeout and ClientGone."""
-        max_model_len = self._table.served_model("").max_model_len
+        max_model_len = self._table.served_model().max_model_len
         return await read_body(request, lease, JsonGauge(max_values(max_model_len)))
 
     async def fields(self, body: bytes) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from functools import lru_cache, partial
 
 from baton.core.context_length import fit_max_tokens
 from baton.core.errors import ContextLengthExceeded
+from baton.core.ids import ANY_MODEL, ModelVariant
 from baton.router.context import RequestContext
 from baton.router.input_processing.form_checks import FormChecks
 from baton.router.input_processing.large_texts import LargeTextConfig, LargeTexts
@@ -51,14 +52,14 @@ class InputProcessor:
             await self._forms.check(call.sampling.structured_outputs)
         return self._fit_max_tokens(replace(call, prompt=TokenPrompt(token_ids)), len(token_ids))
 
-    def check_model(self, model: str) -> None:
+    def check_model(self, model: ModelVariant) -> None:
         """Raises UnknownModel if nodes are known and none of them serves `model`."""
         served = self._table.models
-        if model and served and model not in served:
+        if model != ANY_MODEL and served and model not in served.values():
             names = ", ".join(sorted(served))
-            raise UnknownModel(f"model {model!r} is not served here; served: {names}")
+            raise UnknownModel(f"model {model.name!r} is not served here; served: {names}")
 
-    async def token_ids(self, prompt: Prompt, model: str = "") -> tuple[int, ...]:
+    async def token_ids(self, prompt: Prompt, model: ModelVariant = ANY_MODEL) -> tuple[int, ...]:
         """Tokenise a prompt. Raises ContextLengthExceeded if its text exceeds the context."""
         tokenize = partial(
             self._text.token_ids, prompt, self._table.served_model(model).max_model_len

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from baton.core.ids import NodeId
+from baton.core.ids import ANY_MODEL, ModelVariant, NodeId
 from baton.core.sampling import NO_SAMPLING_DEFAULTS, SamplingDefaults
 from baton.engine.kv_cache.block_hashes import PrefixNaming
 from baton.kv_transfer.protocol.conversion import is_convertible
@@ -123,8 +123,8 @@ class NodeTable:
         self._number_by_kind: dict[KvKind, int] = {}
         self._groups: tuple[NodeGroup, ...] | None = ()  # None: out of date
         self._kinds_in_service: set[KvKind] = set()  # that have had open nodes of both roles
-        self._served_models: dict[str, ServedModel] = {}  # by name; the empty name: of all nodes
-        self.models: frozenset[str] = frozenset()
+        self._served_models: dict[ModelVariant, ServedModel] = {}
+        self.models: Mapping[str, ModelVariant] = {}  # by name
         self.namings: frozenset[PrefixNaming] = frozenset()  # one, unless models differ
         self.prefixes = NodePrefixes()
         self._num_uses = 0
@@ -197,9 +197,16 @@ class NodeTable:
         """The number of kinds of KV that have been seen."""
         return len(self._number_by_kind)
 
-    def served_model(self, name: str) -> ServedModel:
-        """Return a model's limits and defaults, or those over all models if the name is empty."""
-        return self._served_models.get(name, UNSERVED)
+    def find_model(self, name: str) -> ModelVariant:
+        """Resolve a name that a client sent: once per request, when it is parsed.
+
+        An unknown name stands for a base model that is not served.
+        """
+        return self.models.get(name) or ModelVariant(name)
+
+    def served_model(self, model: ModelVariant = ANY_MODEL) -> ServedModel:
+        """Return a model's limits and defaults, or those over all models."""
+        return self._served_models.get(model, UNSERVED)
 
     def is_open(self, node: Node) -> bool:
         """Return whether the node accepts new requests. Of equal names, the last to join does."""
@@ -257,10 +264,10 @@ class NodeTable:
         self._last_of_name = {node.card.node_id: address for address, node in self._nodes.items()}
         cards = [node.card for node in self._nodes.values()]
         self.namings = frozenset(card.prefix_naming for card in cards if card.prefix_naming)
-        self.models = frozenset(card.model for card in cards)
+        self.models = {card.model: ModelVariant(card.model) for card in cards}
         self._served_models = {
-            name: _served_model([card for card in cards if name in ("", card.model)])
-            for name in ("", *self.models)
+            model: _served_model([card for card in cards if model.base in ("", card.model)])
+            for model in (ANY_MODEL, *self.models.values())
         }
 
     def _all_open(self) -> list[Node]:

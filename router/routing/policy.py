@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
+from baton.core.ids import ANY_MODEL, ModelVariant
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import Node, NodeGroup, NodeTable, Revision
@@ -153,10 +154,10 @@ def _build_view(
     return replace(view, holders=find_holders(view, unfit_holders)) if routing.kv_pulls else view
 
 
-def _filter_by_model(group: NodeGroup, model: str) -> NodeGroup:
-    if not model:
+def _filter_by_model(group: NodeGroup, model: ModelVariant) -> NodeGroup:
+    if model == ANY_MODEL:
         return group
-    decodes = tuple(node for node in group.decodes if node.card.model == model)
+    decodes = tuple(node for node in group.decodes if node.card.model == model.base)
     return NodeGroup(group.prefills, decodes)
 
 

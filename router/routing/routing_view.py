@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from math import ceil
 
+from baton.core.ids import ANY_MODEL, ModelVariant
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.router.routing.node_table import Node, NodeTable, Revision
 from baton.rpc.node_info import NodeRole
@@ -34,7 +35,7 @@ class RoutingRequest:
     prompt_token_ids: tuple[int, ...]
     number: int = 0  # counts the decisions: index for round robin and random draws
     prior_output_token_ids: tuple[int, ...] = ()
-    model: str = ""
+    model: ModelVariant = ANY_MODEL
     cache_salt: str = ""
     revision: Revision | None = None  # that started the answer and alone may continue it
 
@@ -134,7 +135,12 @@ def build_view(table: NodeTable, request: RoutingRequest) -> RoutingView:
     for naming in table.namings:
         block_size = naming.block_size
         # The last token is always computed: its logits give the next one.
-        usable = naming.names(token_ids[:-1], len(request.prompt_token_ids), request.cache_salt)
+        usable = naming.names(
+            token_ids[:-1],
+            len(request.prompt_token_ids),
+            request.cache_salt,
+            request.model.adapter,
+        )
         match = table.prefixes.match(usable, needs_snapshot=naming.needs_snapshot)
         for hits, matched in zip((reported, expected), match, strict=True):
             hits.update({address: num * block_size for address, num in matched.items()})

@@ -52,9 +52,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         is_past = partial(is_late, context, scope.context.received_s)
         async with named_errors(context, request_id=request_id, trace_id=scope.trace_id):
             with scope.ending_on_error(is_past):
-                model = self._table.served_model(request.model)
-                check_request(request, model.max_model_len)
-                calls = calls_from(request, request_id, model.sampling_defaults)
+                model = self._table.find_model(request.model)
+                served = self._table.served_model(model)
+                check_request(request, served.max_model_len)
+                calls = calls_from(request, request_id, served.sampling_defaults, model)
             builders = [ResponseBuilder(request_id, index) for index in range(len(calls))]
             answers = generate_answers(self._pipeline, scope, calls, len(calls), is_past)
             async with aclosing(answers) as parts:
@@ -88,10 +89,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             if not nodes:
                 raise NoNodes("no decode node is reachable, so the served model is unknown")
         card = nodes[0].card
+        model = self._table.find_model(card.model)
         return inference_pb2.GetModelResponse(
             model=card.model,
             max_model_len=card.max_model_len,
             vocab_size=card.vocab_size,
             sampling_defaults=SAMPLING_DEFAULTS.to_message(card.sampling_defaults),
-            max_sequence_len=self._table.served_model(card.model).max_sequence_len or 0,
+            max_sequence_len=self._table.served_model(model).max_sequence_len or 0,
         )

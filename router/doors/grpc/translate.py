@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from baton.core.ids import ANY_MODEL, ModelVariant
 from baton.core.sampling import NO_SAMPLING_DEFAULTS, SamplingDefaults
 from baton.router.input_processing.answer_calls import calls_for_answers
 from baton.router.input_processing.limits import MAX_POSITIONS_PER_SLICE
@@ -41,12 +42,13 @@ def calls_from(
     message: inference_pb2.GenerateRequest,
     request_id: str,
     defaults: SamplingDefaults = NO_SAMPLING_DEFAULTS,
+    model: ModelVariant = ANY_MODEL,
 ) -> list[GenerateCall]:
     """Convert a checked request to one call for each of its `n` answers.
 
     Raises InvalidRequest and EmptyPrompt.
     """
-    call = call_from(message, request_id, defaults)
+    call = call_from(message, request_id, defaults, model)
     return calls_for_answers(call, [call.prompt], message.n if message.HasField("n") else 1)
 
 
@@ -54,6 +56,7 @@ def call_from(
     message: inference_pb2.GenerateRequest,
     request_id: str,
     defaults: SamplingDefaults = NO_SAMPLING_DEFAULTS,
+    model: ModelVariant = ANY_MODEL,
 ) -> GenerateCall:
     """Convert a checked request, ignoring `n`. Raises InvalidRequest and EmptyPrompt."""
     params = message.sampling
@@ -66,7 +69,7 @@ def call_from(
         prompt=prompt_from(message),
         sampling=sampling,
         stop=stop,
-        model=message.model,
+        model=model,
         priority=message.priority,
         cache_salt=message.cache_salt,
         kv_hints=KV_HINTS.from_message(message.kv_hints),

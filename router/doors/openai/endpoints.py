@@ -51,7 +51,7 @@ class Models:
         return sorted(self.table.models)
 
     def _card(self, name: str) -> Json:
-        model = self.table.served_model(name)
+        model = self.table.served_model(self.table.find_model(name))
         return {
             "id": name,
             "object": "model",
@@ -89,11 +89,12 @@ class Tokens:
         else:
             body = openai_body(fields, TokenizeTextBody)
             prompt = TextPrompt(body.prompt, body.add_special_tokens)
-        self.inputs.check_model(body.model)
-        token_ids = await self.inputs.token_ids(prompt, body.model)
+        model = self.table.find_model(body.model)
+        self.inputs.check_model(model)
+        token_ids = await self.inputs.token_ids(prompt, model)
         response: dict[str, Any] = {
             "count": len(token_ids),
-            "max_model_len": self.table.served_model(body.model).max_model_len,
+            "max_model_len": self.table.served_model(model).max_model_len,
             "tokens": token_ids,
             "token_strs": None,
         }
@@ -112,7 +113,7 @@ class Tokens:
             raw = await self.bodies.read(request, lease)
             fields = await self.bodies.fields(raw)
             body = await self.bodies.run_for_body(raw, partial(openai_body, fields, DetokenizeBody))
-            self.inputs.check_model(body.model)
+            self.inputs.check_model(self.table.find_model(body.model))
             text = await self.inputs.text(tuple(body.tokens), skip_special_tokens=False)
             return await self._response(raw, {"prompt": text})
 

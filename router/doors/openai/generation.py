@@ -53,10 +53,10 @@ class Generation:
 
     async def _parse(self, request: ReceivedRequest) -> ParsedRequest:
         fields = with_session(await self.bodies.fields(request.body), request.session_id)
-        model = fields.get("model")
-        model = model if isinstance(model, str) else ""
+        name = fields.get("model")
+        model = self.table.find_model(name if isinstance(name, str) else "")
         served = self.table.served_model(model)
-        context = ModelContext(served.sampling_defaults, served.max_model_len, self.parsing)
+        context = ModelContext(served.sampling_defaults, served.max_model_len, self.parsing, model)
         return await self.bodies.run_for_body(
             request.body, partial(self.read, fields, request.id, context)
         )
@@ -102,4 +102,4 @@ class Generation:
             await reply.send_events(streamed.end(), is_last=True)
 
     def _model(self, parsed: ParsedRequest) -> str:
-        return parsed.calls[0].model or next(iter(sorted(self.table.models)), "")
+        return parsed.calls[0].model.name or next(iter(sorted(self.table.models)), "")

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from baton.core.errors import InvalidRequest
-from baton.core.ids import NodeId, Peer, RequestId
+from baton.core.ids import ModelVariant, NodeId, Peer, RequestId
 from baton.core.kv_hints import KvHints
 from baton.core.logprobs import TokenLogprobs
 from baton.core.output import FinishReason, Output
@@ -105,7 +105,7 @@ def a_call(
     seed: int | None = None,
 ) -> GenerateCall:
     sampling = SamplingParams(max_tokens=max_tokens, seed=seed)
-    return GenerateCall(request_id, TokenPrompt(prompt), sampling, model=model)
+    return GenerateCall(request_id, TokenPrompt(prompt), sampling, model=ModelVariant(model))
 
 
 async def generated(

@@ -8,6 +8,7 @@ from typing import Any
 
 from baton.core.errors import InvalidRequest
 from baton.core.extra_args import parse_argument
+from baton.core.ids import ANY_MODEL, ModelVariant
 from baton.core.kv_hints import KvHints
 from baton.core.sampling import SamplingDefaults
 from baton.router.doors.openai.request.bodies import (
@@ -87,6 +88,7 @@ class ModelContext:
     defaults: SamplingDefaults
     max_model_len: int | None  # None while no decode node is known
     parsing: Parsing = NO_PARSING
+    variant: ModelVariant = ANY_MODEL
 
 
 def completion_from(
@@ -229,7 +231,7 @@ def _parsed_request(
         stop=StopRule(
             tuple(filter(None, stop)), body.include_stop_str_in_output, sampling.min_tokens
         ),
-        model=body.model,
+        model=context.variant,
         priority=body.priority,
         cache_salt=body.cache_salt,
         kv_hints=KvHints(**dict(body.kv_hints)),

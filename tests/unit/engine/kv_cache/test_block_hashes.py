@@ -47,6 +47,14 @@ def test_a_salt_cannot_be_moved_from_one_field_into_the_other() -> None:
     assert root_hash(0, "a:b", "c") != root_hash(0, "a", "b:c")
 
 
+def test_adapters_share_blocks_neither_with_each_other_nor_with_their_base() -> None:
+    naming = PrefixNaming(16, "model")
+
+    roots = {naming.root(salt, 64, adapter) for salt, adapter in product(("", "a"), ("", "a", "b"))}
+
+    assert len(roots) == 6
+
+
 def test_no_salt_names_the_blocks_of_a_prompt_of_another_length() -> None:
     """With dynamic RoPE, the length of a long prompt is part of the names of its blocks."""
     naming = PrefixNaming(16, max_shareable_prompt_len=1000)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from baton.core.ids import NodeId
+from baton.core.ids import ModelVariant, NodeId
 from baton.core.sampling import NO_SAMPLING_DEFAULTS, SamplingDefaults
 from baton.router.routing.node_table import NodeTable, ServedModel
 from baton.rpc.node_info import NodeRole
@@ -13,27 +13,31 @@ from tests.support.node_calls import a_card
 
 def test_limits_and_defaults_of_a_model_follow_its_nodes() -> None:
     table, cool = NodeTable(), SamplingDefaults(temperature=0.5)
+    tiny = ModelVariant("tiny")
     card = replace(a_card(NodeRole.DECODE, "d"), max_model_len=100, max_sequence_len=50)
     other = replace(card, model="other", max_model_len=200, max_sequence_len=20)
 
     table.join("p:1", replace(a_card(NodeRole.PREFILL, "p"), sampling_defaults=cool))
-    assert table.served_model("tiny") == ServedModel(cool)
+    assert table.served_model(tiny) == ServedModel(cool)
 
     table.join("d:1", card)
     table.join("d:2", replace(card, max_model_len=90, max_sequence_len=40))
     table.join("o:1", other)
-    assert table.models == {"tiny", "other"}
-    assert table.served_model("tiny") == ServedModel(cool, 100, 40)
-    assert table.served_model("other") == ServedModel(NO_SAMPLING_DEFAULTS, 200, 20)
-    assert table.served_model("") == ServedModel(cool, 200, 20)
+    assert set(table.models) == {"tiny", "other"}
+    assert table.find_model("tiny") == tiny
+    assert table.served_model(tiny) == ServedModel(cool, 100, 40)
+    assert table.served_model(table.find_model("other")) == ServedModel(
+        NO_SAMPLING_DEFAULTS, 200, 20
+    )
+    assert table.served_model() == ServedModel(cool, 200, 20)
 
     table.lose("d:2")
     table.lose("p:1")
-    assert table.served_model("tiny") == ServedModel(NO_SAMPLING_DEFAULTS, 100, 50)
+    assert table.served_model(tiny) == ServedModel(NO_SAMPLING_DEFAULTS, 100, 50)
 
     table.join("d:1", other)  # the address serves another model now
-    assert table.models == {"other"}
-    assert table.served_model("tiny") == ServedModel()
+    assert set(table.models) == {"other"}
+    assert table.served_model(tiny) == ServedModel()
 
 
 def test_a_node_whose_blocks_are_converted_is_paired_if_there_is_no_other() -> None:

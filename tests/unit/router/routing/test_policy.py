@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from baton.core.errors import InvalidConfig
+from baton.core.ids import ModelVariant
 from baton.core.options import build_config
 from baton.engine.kv_cache.block_hashes import PrefixNaming
 from baton.router.routing.assignment import Assignment
@@ -451,3 +452,14 @@ def test_when_prefill_is_gone_new_requests_stay_with_the_revision_that_served() 
 
     assert chosen == {("", "d1")}
     assert left == ("", "d2")
+
+
+def test_a_request_with_an_adapter_hits_no_blocks_of_the_base_model() -> None:
+    table = a_cluster()
+    tell_prefix(table, "p1", PROMPT)
+    base = RoutingRequest(PROMPT, model=ModelVariant("tiny"))
+
+    on_base = choose(table, Routing(), base)
+    adapted = choose(table, Routing(), replace(base, model=ModelVariant("tiny", "adapter")))
+
+    assert on_base.num_missing_tokens < adapted.num_missing_tokens == len(PROMPT)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from baton.core.errors import InvalidRequest
+from baton.core.ids import ModelVariant
 from baton.core.kv_hints import KvHints
 from baton.core.sampling import NO_SAMPLING_DEFAULTS, SamplingDefaults, SamplingParams
 from baton.core.structured_outputs import StructuredOutputs
@@ -25,7 +26,9 @@ from baton.router.text_events.parsing import Parsing
 from baton.router.values import ChatPrompt, TextPrompt, TokenPrompt
 from baton.rpc.errors import EmptyPrompt, Unreadable, UnsupportedInput
 
-CONTEXT = ModelContext(SamplingDefaults(temperature=0.6, top_k=20), max_model_len=512)
+CONTEXT = ModelContext(
+    SamplingDefaults(temperature=0.6, top_k=20), 512, variant=ModelVariant("tiny")
+)
 USER = {"role": "user", "content": "hi"}
 
 
@@ -88,7 +91,7 @@ def test_every_field_of_sampling_arrives() -> None:
         prompt_logprobs=0,
     )
     assert (call.stop.strings, call.stop.is_included, call.stop.min_tokens) == (("end",), True, 2)
-    assert (call.model, call.priority, call.cache_salt) == ("tiny", -2, "salt")
+    assert (call.model.name, call.priority, call.cache_salt) == ("tiny", -2, "salt")
     assert call.kv_hints == KvHints("s", 30.0, 80)
 
 
