@@ -131,11 +131,11 @@ class LLM:
         An exception that ends the engine is raised unchanged; later calls raise EngineStopped.
         """
         requests = self._requests(_as_list(prompts), sampling)
-        specs = [self._fit(index, spec) for index, spec in enumerate(requests)]
+        fitted = [self._fit(index, request) for index, request in enumerate(requests)]
         stop_strings = (stop,) if isinstance(stop, str) else tuple(stop)
         rule = StopRule(tuple(filter(None, stop_strings)), include_stop_in_output)
-        completions = self._run([spec for spec, _ in specs], rule)
-        for completion, (_, warning) in zip(completions, specs, strict=True):
+        completions = self._run([request for request, _ in fitted], rule)
+        for completion, (_, warning) in zip(completions, fitted, strict=True):
             completion.warnings += [warning] if warning else []
         return completions
 
@@ -149,9 +149,11 @@ class LLM:
                 f"{len(prompts)} prompts, but {len(sampling)} sampling params: "
                 "pass one for all prompts, or one for each"
             )
-        return [self._spec(prompt, each) for prompt, each in zip(prompts, sampling, strict=True)]
+        return [
+            self._make_request(prompt, each) for prompt, each in zip(prompts, sampling, strict=True)
+        ]
 
-    def _spec(self, prompt: Prompt, sampling: SamplingParams) -> EngineRequest:
+    def _make_request(self, prompt: Prompt, sampling: SamplingParams) -> EngineRequest:
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         return EngineRequest(
             request_id=RequestId(str(next(self._request_numbers))),
@@ -161,32 +163,34 @@ class LLM:
             arrival_s=time.monotonic(),
         )
 
-    def _fit(self, index: int, spec: EngineRequest) -> tuple[EngineRequest, str]:
+    def _fit(self, index: int, request: EngineRequest) -> tuple[EngineRequest, str]:
         """Return the request as it can be served, and a warning if that is less than requested."""
         scheduler = self.engine.scheduler
         longest = max_sequence_length(scheduler.config, scheduler.cache_config)
         try:
-            sampling, warning = fit_max_tokens(spec.sampling, len(spec.prompt_token_ids), longest)
-            fitted = replace(spec, sampling=sampling)
+            sampling, warning = fit_max_tokens(
+                request.sampling, len(request.prompt_token_ids), longest
+            )
+            fitted = replace(request, sampling=sampling)
             scheduler.validate(fitted)
         except InvalidRequest as error:
             raise InvalidRequest(f"prompt {index}: {error}") from None
         return fitted, warning
 
-    def _compile_grammars(self, specs: list[EngineRequest]) -> dict[StructuredOutputs, Grammar]:
+    def _compile_grammars(self, requests: list[EngineRequest]) -> dict[StructuredOutputs, Grammar]:
         """Compile the structured outputs of all requests, each once."""
-        formats = {spec.sampling.structured_outputs for spec in specs}
+        formats = {request.sampling.structured_outputs for request in requests}
         return {each: self._grammars.compile(each) for each in formats if each is not None}
 
-    def _run(self, specs: list[EngineRequest], stop: StopRule) -> list[Completion]:
+    def _run(self, requests: list[EngineRequest], stop: StopRule) -> list[Completion]:
         self.engine.raise_if_stopped()
-        grammars = self._compile_grammars(specs)
-        builders = {spec.request_id: self._new_builder(spec, stop) for spec in specs}
-        for spec in specs:
-            self.engine.scheduler.enqueue(spec)
-            structured_outputs = spec.sampling.structured_outputs
+        grammars = self._compile_grammars(requests)
+        builders = {request.request_id: self._new_builder(request, stop) for request in requests}
+        for request in requests:
+            self.engine.scheduler.enqueue(request)
+            structured_outputs = request.sampling.structured_outputs
             if structured_outputs is not None:
-                self.engine.scheduler.add_grammar(spec, grammars[structured_outputs])
+                self.engine.scheduler.add_grammar(request, grammars[structured_outputs])
         with defer_interrupts() as raise_if_interrupted:
             try:
                 self._run_steps(builders, raise_if_interrupted)
@@ -194,9 +198,9 @@ class LLM:
                 self._abort_all(builders)
         return [builder.completion for builder in builders.values()]
 
-    def _new_builder(self, spec: EngineRequest, stop: StopRule) -> CompletionBuilder:
-        rule = replace(stop, min_tokens=spec.sampling.min_tokens)
-        return CompletionBuilder(spec.prompt_token_ids, self.tokenizer.detokenizer(), rule)
+    def _new_builder(self, request: EngineRequest, stop: StopRule) -> CompletionBuilder:
+        rule = replace(stop, min_tokens=request.sampling.min_tokens)
+        return CompletionBuilder(request.prompt_token_ids, self.tokenizer.detokenizer(), rule)
 
     def _run_steps(
         self, builders: dict[RequestId, CompletionBuilder], raise_if_interrupted: Callable[[], None]

@@ -33,11 +33,11 @@ log = logging.getLogger(__name__)
 class _AddRequest:
     """Action that adds a request. If the engine ends before it runs, the client gets an error."""
 
-    spec: EngineRequest
+    request: EngineRequest
     add: Callable[[EngineRequest], None]
 
     def __call__(self) -> None:
-        self.add(self.spec)
+        self.add(self.request)
 
 
 class EngineThread:
@@ -85,18 +85,18 @@ class EngineThread:
         """Abort all requests, and drop outputs from now on."""
         self.post(self._abort_all)
 
-    def submit(self, spec: EngineRequest) -> None:
+    def submit(self, request: EngineRequest) -> None:
         """Queue a request. Raises InvalidRequest if it can never be served."""
-        self._core.scheduler.validate(spec)
-        structured_outputs = spec.sampling.structured_outputs
+        self._core.scheduler.validate(request)
+        structured_outputs = request.sampling.structured_outputs
         if structured_outputs is not None and self._compiler is None:
             raise InvalidRequest(f"{FIELD} is not supported by this engine: leave it out", FIELD)
         with self._submit_lock:
             self._raise_if_stopped()
-            self.post(_AddRequest(spec, self._add_request))
+            self.post(_AddRequest(request, self._add_request))
         if structured_outputs is not None and self._compiler is not None:
             self._compiler.start(
-                structured_outputs, lambda outcome: self._on_compiled(spec, outcome)
+                structured_outputs, lambda outcome: self._on_compiled(request, outcome)
             )
 
     def abort(self, request_id: RequestId) -> None:
@@ -155,21 +155,21 @@ class EngineThread:
         if outputs and self._deliver is not None:
             self._deliver(outputs)
 
-    def _add_request(self, spec: EngineRequest) -> None:
+    def _add_request(self, request: EngineRequest) -> None:
         try:
-            self._core.scheduler.enqueue(spec)
+            self._core.scheduler.enqueue(request)
         except InvalidRequest as refusal:
             failure = Failure(str(refusal), FailureCause.REQUEST)
-            self._pass_on([_failed_output(spec.request_id, failure)])
+            self._pass_on([_failed_output(request.request_id, failure)])
 
-    def _on_compiled(self, spec: EngineRequest, outcome: Grammar | InvalidRequest) -> None:
+    def _on_compiled(self, request: EngineRequest, outcome: Grammar | InvalidRequest) -> None:
         """Called on any thread. The inbox is first in, first out: the request was added before."""
         scheduler = self._core.scheduler
         if isinstance(outcome, InvalidRequest):
             reason = str(outcome)
-            self.post(lambda: scheduler.reject_grammar(spec, reason))
+            self.post(lambda: scheduler.reject_grammar(request, reason))
         else:
-            self.post(lambda: scheduler.add_grammar(spec, outcome))
+            self.post(lambda: scheduler.add_grammar(request, outcome))
 
     def _set_deliver(self, deliver: Deliver) -> None:
         self._deliver = deliver
@@ -182,7 +182,7 @@ class EngineThread:
         self._is_stopping = True
 
     def _fail_all(self, failure: Failure) -> None:
-        pending = [spec.request_id for spec in self._pending_requests()]
+        pending = [request.request_id for request in self._pending_requests()]
         failed = [*self._core.scheduler.request_ids(), *pending]
         self._pass_on([_failed_output(request_id, failure) for request_id in failed])
 
@@ -193,7 +193,7 @@ class EngineThread:
             except queue.Empty:
                 return
             if isinstance(action, _AddRequest):
-                yield action.spec
+                yield action.request
 
     def _raise_if_stopped(self) -> None:
         if self._failure is not None or self._is_stopping:

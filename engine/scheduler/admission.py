@@ -121,7 +121,7 @@ class Admission:
         return None
 
     def _way_of(self, request: Request) -> _Way:
-        task = request.spec.task
+        task = request.submitted.task
         if request.arrival.handoff is not None and task.has_decode_leg:
             return self._receive
         return self._ways[task.output]
@@ -251,7 +251,7 @@ class Admission:
         request.move(RequestStatus.RUNNING)
         state.batch.start_prefill(request, candidate.chunk)
         state.record_event(request, RequestEventKind.SCHEDULED)
-        state.arrivals.sends.send(request.spec.send_to, request.kv, candidate.hit.num_blocks)
+        state.arrivals.sends.send(request.submitted.send_to, request.kv, candidate.hit.num_blocks)
         self._budget.give(request, candidate.chunk, candidate.num_missing)
         self._budget.note_start(request)
 

@@ -83,7 +83,7 @@ class OutputProcessor:
         num_whole = request.kv.num_computed_tokens // self._state.cache.block_size
         # The last block, full or not, is final: a sender ends with its first token.
         num_blocks = request.kv.num_blocks if is_complete else num_whole
-        self._state.arrivals.sends.send(request.spec.send_to, request.kv, num_blocks)
+        self._state.arrivals.sends.send(request.submitted.send_to, request.kv, num_blocks)
         self._state.cache.release_unseen(request.kv)
         prompt_logprobs = run.prompt_logprobs.get(request.request_id)
         if prompt_logprobs:
@@ -163,7 +163,7 @@ class OutputProcessor:
             # decode node then ends the request by the same rule instead of waiting for KV.
             first_token = FirstToken(taken[0], logprobs[0] if logprobs else None)
             self._state.arrivals.sends.complete(
-                request.spec.send_to, request.num_context_tokens, first_token
+                request.submitted.send_to, request.num_context_tokens, first_token
             )
             self._state.finish(request, reason)
 
@@ -272,7 +272,7 @@ class OutputProcessor:
 
     def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
         """Return the reason for which the request ends with this newest token, or None."""
-        sampling = request.spec.sampling
+        sampling = request.submitted.sampling
         is_stop = token_id in request.stop_token_ids
         # A grammar allows the EOS token only where the answer is complete, and before min_tokens
         # only where no other token can follow.
@@ -282,4 +282,4 @@ class OutputProcessor:
         is_long_enough = request.num_output_tokens >= sampling.max_tokens
         if is_long_enough or request.num_tokens >= self._state.config.max_model_len:
             return FinishReason.LENGTH
-        return FinishReason.HANDED_OFF if request.spec.send_to is not None else None
+        return FinishReason.HANDED_OFF if request.submitted.send_to is not None else None

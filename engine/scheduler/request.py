@@ -70,40 +70,40 @@ class Request:
         "num_received_tokens",
         "rank",
         "request_id",
-        "spec",
         "status",
         "stop_token_ids",
+        "submitted",
         "token_ids",
         "was_preempted_for_priority",
     )
 
     def __init__(
         self,
-        spec: EngineRequest,
+        submitted: EngineRequest,
         rank: Rank,
         root_hash: BlockHash,
         stop_token_ids: frozenset[int],
         max_num_tokens: int,
     ) -> None:
-        self.spec = spec
+        self.submitted = submitted
         self.rank = rank
         self.stop_token_ids = stop_token_ids
         self.max_num_tokens = max_num_tokens  # the request ends at this length
         # Upper bound of the KV slots it needs: its last token is never an input.
         self.max_num_slots = max_num_tokens - 1
-        # Copied from the spec because every step reads them.
-        self.request_id: RequestId = spec.request_id
-        sampling = spec.sampling
+        # Copied from it because every step reads them.
+        self.request_id: RequestId = submitted.request_id
+        sampling = submitted.sampling
         self.is_plain = sampling.logprobs is None and sampling.prompt_logprobs is None
 
         self.status = _initial_status(sampling)
         self.grammar: Grammar | None = None  # None without one, and while it is being compiled
-        self.token_ids: list[int] = [*spec.prompt_token_ids, *spec.prior_output_token_ids]
-        self.num_prompt_tokens = len(spec.prompt_token_ids)
+        self.token_ids: list[int] = [*submitted.prompt_token_ids, *submitted.prior_output_token_ids]
+        self.num_prompt_tokens = len(submitted.prompt_token_ids)
         self.num_context_tokens = len(self.token_ids)  # prompt and prior output
-        block_hints = spec.kv_hints.block_hints(spec.tenant or spec.cache_salt)
-        self.kv = HeldKv(spec.request_id, self.token_ids, root_hash, block_hints)
-        self.arrival = Arrival(self.kv, rank, spec.receive_from, spec.prefix_source)
+        block_hints = submitted.kv_hints.block_hints(submitted.tenant or submitted.cache_salt)
+        self.kv = HeldKv(submitted.request_id, self.token_ids, root_hash, block_hints)
+        self.arrival = Arrival(self.kv, rank, submitted.receive_from, submitted.prefix_source)
         self.num_prompt_logprobs = 0  # already returned
         self.was_preempted_for_priority = (
             False  # preempted for a higher priority, which happens at most once
@@ -119,7 +119,7 @@ class Request:
     @property
     def max_num_hit_tokens(self) -> int:
         """The number of leading tokens that it can take from the prefix cache, if computed here."""
-        wants_logprobs = self.spec.sampling.prompt_logprobs is not None
+        wants_logprobs = self.submitted.sampling.prompt_logprobs is not None
         if wants_logprobs and self.num_prompt_logprobs < self.num_prompt_tokens:
             return 0  # logprobs exist only for computed tokens
         # At least one token is computed: the next one is sampled from its logits.

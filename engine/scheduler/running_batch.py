@@ -140,8 +140,8 @@ def make_row(request: Request) -> PlanRow:
         num_prompt_tokens=request.num_prompt_tokens,
         num_computed_tokens=request.kv.num_computed_tokens,
         block_tables=tuple(map(tuple, request.kv.block_tables)),
-        sampling=request.spec.sampling,
-        seed=request.spec.seed,
+        sampling=request.submitted.sampling,
+        seed=request.submitted.seed,
         grammar=request.grammar,
         state=request.kv.state_blocks,
     )

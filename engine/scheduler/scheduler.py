@@ -47,35 +47,35 @@ class Scheduler:
         self.cache_config = cache_config
         self._state = SchedulerState(config, cache_config, external, pulls)
         self._planner = StepPlanner(self._state)
-        self._settler = OutputProcessor(self._state)
+        self._output_processor = OutputProcessor(self._state)
         self._plan: Plan | None = None  # the plan that awaits its result
 
     # --- requests -----------------------------------------------------------------
 
-    def validate(self, spec: EngineRequest) -> None:
+    def validate(self, request: EngineRequest) -> None:
         """Raise InvalidRequest if it can never be served. Reads only settings: thread-safe."""
-        validate_request(spec, self.config, self.cache_config)
+        validate_request(request, self.config, self.cache_config)
 
-    def add(self, spec: EngineRequest) -> None:
+    def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises InvalidRequest, changing nothing, if it can never be served."""
-        self.validate(spec)
-        self.enqueue(spec)
+        self.validate(request)
+        self.enqueue(request)
 
-    def enqueue(self, spec: EngineRequest) -> None:
+    def enqueue(self, request: EngineRequest) -> None:
         """Queue a request that was validated. Raises InvalidRequest if one of its ids is in use."""
-        self._state.add(spec)
+        self._state.add(request)
 
-    def add_grammar(self, spec: EngineRequest, grammar: Grammar) -> None:
+    def add_grammar(self, submitted: EngineRequest, grammar: Grammar) -> None:
         """Queue the request, whose grammar is compiled. Does nothing if the request has ended."""
-        request = self._find_alive(spec)
+        request = self._find_alive(submitted)
         if request is not None:
             self._state.enqueue_compiled(request, grammar)
 
-    def reject_grammar(self, spec: EngineRequest, reason: str) -> None:
+    def reject_grammar(self, submitted: EngineRequest, reason: str) -> None:
         """End the request, whose grammar was rejected. Does nothing if it has already ended."""
-        request = self._find_alive(spec)
+        request = self._find_alive(submitted)
         if request is not None:
-            self._settler.fail(request, Failure(reason, FailureCause.REQUEST))
+            self._output_processor.fail(request, Failure(reason, FailureCause.REQUEST))
 
     def abort(self, request_id: RequestId) -> None:
         """End a request in any state. The final output is part of the next step's outputs.
@@ -111,10 +111,10 @@ class Scheduler:
         """Return the requests that have not ended."""
         return tuple(self._state.requests)
 
-    def _find_alive(self, spec: EngineRequest) -> Request | None:
-        """Return the request of `spec`, or None if it has ended, even if its id is in use again."""
-        request = self._state.requests.get(spec.request_id)
-        return request if request is not None and request.spec is spec else None
+    def _find_alive(self, submitted: EngineRequest) -> Request | None:
+        """Return this request, or None if it has ended, even if its id is in use again."""
+        request = self._state.requests.get(submitted.request_id)
+        return request if request is not None and request.submitted is submitted else None
 
     # --- the step -----------------------------------------------------------------
 
@@ -141,8 +141,8 @@ class Scheduler:
             self._planner.record_step(now - self._state.now_s)
             self._state.now_s = now
         # KV reports first: no order may follow for a hand-off that is reported as over.
-        self._settler.settle_kv(kv)
-        self._settler.settle_run(run)
+        self._output_processor.settle_kv(kv)
+        self._output_processor.settle_run(run)
         return self._state.take_outputs()
 
     def running_rows(self) -> dict[RequestId, PlanRow]:

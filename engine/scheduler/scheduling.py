@@ -177,7 +177,7 @@ class StepPlanner:
             is_complete = num_computed == request.num_tokens
             num_whole = num_computed // state.cache.block_size
             num_blocks = request.kv.num_blocks if is_complete else num_whole
-            state.arrivals.sends.send(request.spec.send_to, request.kv, num_blocks, by_layer=True)
+            state.arrivals.sends.send(request.submitted.send_to, request.kv, num_blocks, by_layer=True)
 
     # --- waiting ------------------------------------------------------------------
 

@@ -59,25 +59,25 @@ class SchedulerState:
 
     # --- state transitions of a request -------------------------------------------
 
-    def add(self, spec: EngineRequest) -> None:
-        self._check_ids(spec)
-        sampling = spec.sampling
+    def add(self, submitted: EngineRequest) -> None:
+        self._check_ids(submitted)
+        sampling = submitted.sampling
         eos_token_ids = frozenset() if sampling.ignore_eos else self.config.eos_token_ids
-        limit = max_num_tokens(spec, self.config)
-        num_context = len(spec.prompt_token_ids) + len(spec.prior_output_token_ids)
+        limit = max_num_tokens(submitted, self.config)
+        num_context = len(submitted.prompt_token_ids) + len(submitted.prior_output_token_ids)
         request = Request(
-            spec,
-            self._rank(spec),
-            self.cache.root_hash(spec.cache_salt, len(spec.prompt_token_ids)),
+            submitted,
+            self._rank(submitted),
+            self.cache.root_hash(submitted.cache_salt, len(submitted.prompt_token_ids)),
             eos_token_ids.union(sampling.stop_token_ids),
-            limit if spec.send_to is None else min(limit, num_context + 1),
+            limit if submitted.send_to is None else min(limit, num_context + 1),
         )
-        self.requests[spec.request_id] = request
-        if spec.receive_from is not None:
-            self.arrivals.receives.expect(spec.receive_from)
-        if spec.send_to is not None:
-            self.arrivals.sends.open(spec.send_to)
-        self.record_event(request, RequestEventKind.QUEUED, spec.arrival_s)
+        self.requests[submitted.request_id] = request
+        if submitted.receive_from is not None:
+            self.arrivals.receives.expect(submitted.receive_from)
+        if submitted.send_to is not None:
+            self.arrivals.sends.open(submitted.send_to)
+        self.record_event(request, RequestEventKind.QUEUED, submitted.arrival_s)
         if request.status is RequestStatus.WAITING_FOR_FSM:
             self.num_waiting_for_fsm += 1
         else:
@@ -127,7 +127,7 @@ class SchedulerState:
     ) -> None:
         """End a request and release its blocks. Blocks that a hand-off references stay held."""
         self.end_receive(request, revokes=True)
-        self.arrivals.sends.withdraw(request.spec.send_to, error or reason.value)
+        self.arrivals.sends.withdraw(request.submitted.send_to, error or reason.value)
         self._dequeue(request)
         request.arrival.is_over = True  # others no longer wait behind it for room to load
         self.arrivals.stores.note_end(request.kv, request.num_cached_tokens)
@@ -174,7 +174,7 @@ class SchedulerState:
         """
         candidates: list[Request] = [*self.batch.running.values(), *self.ready]
         return max(
-            (r for r in candidates if not self.arrivals.sends.has_sent(r.spec.send_to)),
+            (r for r in candidates if not self.arrivals.sends.has_sent(r.submitted.send_to)),
             key=_rank_of,
         )
 
@@ -258,19 +258,19 @@ class SchedulerState:
 
     # --- helpers ------------------------------------------------------------------
 
-    def _check_ids(self, spec: EngineRequest) -> None:
-        if spec.request_id in self.requests:
-            raise InvalidRequest(f"request id {spec.request_id} is in use")
-        receive, send_to = spec.receive_from, spec.send_to
+    def _check_ids(self, submitted: EngineRequest) -> None:
+        if submitted.request_id in self.requests:
+            raise InvalidRequest(f"request id {submitted.request_id} is in use")
+        receive, send_to = submitted.receive_from, submitted.send_to
         if receive is not None and self.arrivals.receives.is_known(receive.handoff_id):
             raise InvalidRequest(f"hand-off {receive.handoff_id} is in use: raise the attempt")
         if send_to is not None and self.arrivals.sends.is_known(send_to):
             raise InvalidRequest(f"hand-off {send_to} is in use: raise the attempt")
 
-    def _rank(self, spec: EngineRequest) -> Rank:
+    def _rank(self, submitted: EngineRequest) -> Rank:
         self._num_added += 1
-        priority = spec.priority if self.config.policy is SchedulingPolicy.PRIORITY else 0
-        return (priority, spec.arrival_s - spec.age_s, self._num_added)
+        priority = submitted.priority if self.config.policy is SchedulingPolicy.PRIORITY else 0
+        return (priority, submitted.arrival_s - submitted.age_s, self._num_added)
 
     def _dequeue(self, request: Request) -> None:
         self.num_changes += 1

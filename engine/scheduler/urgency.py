@@ -44,9 +44,9 @@ def _victims(state: SchedulerState, head: Request) -> list[Request]:
     found = [
         request
         for request in state.batch.running.values()
-        if request.spec.priority > head.spec.priority
+        if request.submitted.priority > head.submitted.priority
         and not request.was_preempted_for_priority
-        and not state.arrivals.sends.has_sent(request.spec.send_to)
+        and not state.arrivals.sends.has_sent(request.submitted.send_to)
     ]
     return sorted(found, key=lambda request: request.rank, reverse=True)
 

@@ -13,24 +13,24 @@ from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.scheduler.config import SchedulerConfig
 
 
-def validate_request(spec: EngineRequest, config: SchedulerConfig, cache: CacheConfig) -> None:
+def validate_request(request: EngineRequest, config: SchedulerConfig, cache: CacheConfig) -> None:
     """Raise InvalidRequest if the request can never complete on this engine."""
-    _check_tokens(spec, config)
-    _check_lengths(spec, config)
-    _check_fits_cache(spec, config, cache)
-    if spec.sampling.structured_outputs is not None and not config.eos_token_ids:
+    _check_tokens(request, config)
+    _check_lengths(request, config)
+    _check_fits_cache(request, config, cache)
+    if request.sampling.structured_outputs is not None and not config.eos_token_ids:
         raise InvalidRequest(
             "the model has no EOS token: structured_outputs cannot be enforced, leave it out",
             FIELD,
         )
-    config.check_extra_args(spec.sampling.extra_args)
-    if spec.receive_from is not None and spec.send_to is not None:
+    config.check_extra_args(request.sampling.extra_args)
+    if request.receive_from is not None and request.send_to is not None:
         raise InvalidRequest("receive_from and send_to exclude each other: KV is passed on once")
 
 
-def max_num_tokens(spec: EngineRequest, config: SchedulerConfig) -> int:
+def max_num_tokens(request: EngineRequest, config: SchedulerConfig) -> int:
     """Return the number of tokens, prompt included, at which a limit ends the request."""
-    return min(len(spec.prompt_token_ids) + spec.sampling.max_tokens, config.max_model_len)
+    return min(len(request.prompt_token_ids) + request.sampling.max_tokens, config.max_model_len)
 
 
 def max_sequence_length(config: SchedulerConfig, cache: CacheConfig) -> int:
@@ -40,11 +40,11 @@ def max_sequence_length(config: SchedulerConfig, cache: CacheConfig) -> int:
     return min(config.max_model_len, num_slots + 1)
 
 
-def _check_tokens(spec: EngineRequest, config: SchedulerConfig) -> None:
-    if not spec.prompt_token_ids:
+def _check_tokens(request: EngineRequest, config: SchedulerConfig) -> None:
+    if not request.prompt_token_ids:
         raise InvalidRequest("the prompt is empty: it must have at least one token")
     highest = MAX_TOKEN_ID if config.vocab_size is None else config.vocab_size - 1
-    for where, token_ids in _named_token_ids(spec):
+    for where, token_ids in _named_token_ids(request):
         for token_id in (min(token_ids), max(token_ids)) if token_ids else ():
             if not 0 <= token_id <= highest:
                 raise InvalidRequest(
@@ -53,10 +53,10 @@ def _check_tokens(spec: EngineRequest, config: SchedulerConfig) -> None:
                 )
 
 
-def _named_token_ids(spec: EngineRequest) -> Iterator[tuple[str, tuple[int, ...]]]:
-    sampling = spec.sampling
-    yield "the prompt", spec.prompt_token_ids
-    yield "the answer so far", spec.prior_output_token_ids
+def _named_token_ids(request: EngineRequest) -> Iterator[tuple[str, tuple[int, ...]]]:
+    sampling = request.sampling
+    yield "the prompt", request.prompt_token_ids
+    yield "the answer so far", request.prior_output_token_ids
     yield "stop_token_ids", sampling.stop_token_ids
     yield "banned_token_ids", sampling.banned_token_ids
     yield "allowed_token_ids", sampling.allowed_token_ids or ()
@@ -64,17 +64,17 @@ def _named_token_ids(spec: EngineRequest) -> Iterator[tuple[str, tuple[int, ...]
     yield "logit_bias", tuple(sampling.logit_bias)
 
 
-def _check_lengths(spec: EngineRequest, config: SchedulerConfig) -> None:
-    num_context = len(spec.prompt_token_ids) + len(spec.prior_output_token_ids)
+def _check_lengths(request: EngineRequest, config: SchedulerConfig) -> None:
+    num_context = len(request.prompt_token_ids) + len(request.prior_output_token_ids)
     if num_context >= config.max_model_len:
         raise ContextLengthExceeded.of_prompt(num_context, config.max_model_len)
-    if len(spec.prior_output_token_ids) >= spec.sampling.max_tokens:
+    if len(request.prior_output_token_ids) >= request.sampling.max_tokens:
         raise InvalidRequest(
-            f"{len(spec.prior_output_token_ids)} tokens were generated already: "
-            f"max_tokens {spec.sampling.max_tokens} leaves nothing to do"
+            f"{len(request.prior_output_token_ids)} tokens were generated already: "
+            f"max_tokens {request.sampling.max_tokens} leaves nothing to do"
         )
     # KV from a peer needs no budget here. If it is lost, it is recomputed in chunks.
-    is_computed_here = spec.receive_from is None
+    is_computed_here = request.receive_from is None
     budget = config.max_num_batched_tokens
     if is_computed_here and not config.enable_chunked_prefill and num_context > budget:
         raise InvalidRequest(
@@ -83,23 +83,23 @@ def _check_lengths(spec: EngineRequest, config: SchedulerConfig) -> None:
         )
 
 
-def _check_fits_cache(spec: EngineRequest, config: SchedulerConfig, cache: CacheConfig) -> None:
-    num_context = len(spec.prompt_token_ids) + len(spec.prior_output_token_ids)
+def _check_fits_cache(request: EngineRequest, config: SchedulerConfig, cache: CacheConfig) -> None:
+    num_context = len(request.prompt_token_ids) + len(request.prior_output_token_ids)
     # The last token is never an input, so its KV is never written. A sender ends with its first
     # token. Draft tokens never exceed these slots.
     num_slots = num_context
-    if spec.send_to is None:
-        num_slots = max_num_tokens(spec, config) - 1
+    if request.send_to is None:
+        num_slots = max_num_tokens(request, config) - 1
     num_blocks = -(-num_slots // cache.block_size)
     if num_blocks > cache.max_blocks_per_group:
-        num_prompt_tokens = len(spec.prompt_token_ids)
+        num_prompt_tokens = len(request.prompt_token_ids)
         longest = max_sequence_length(config, cache)
         need = (
             f"prompt and max_tokens may need {cache.describe_blocks(num_blocks)}; "
             f"the whole cache has {cache.num_blocks}"
         )
         remedy = "or start the node with a larger --kv-cache-memory"
-        if spec.send_to is not None or num_prompt_tokens >= longest:
+        if request.send_to is not None or num_prompt_tokens >= longest:
             raise ContextLengthExceeded(
                 f"{need}. The prompt has {num_prompt_tokens} tokens; with this cache, this model's "
                 f"maximum context length is {longest} tokens: shorten the prompt, {remedy}"

@@ -254,5 +254,5 @@ def test_a_bug_in_a_call_is_an_error_named_after_it() -> None:
     play(scene())
 
 
-def _buggy(spec: EngineRequest) -> None:
+def _buggy(request: EngineRequest) -> None:
     raise ZeroDivisionError("a bug")

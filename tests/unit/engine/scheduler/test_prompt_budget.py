@@ -120,5 +120,5 @@ def _budget(num_tokens: int = 2048, num_decoding: int = 0, **options: object) ->
 
 def _paced() -> Request:
     request = make_request()
-    request.spec = replace(make_spec(), is_paced=True)
+    request.submitted = replace(make_spec(), is_paced=True)
     return request
