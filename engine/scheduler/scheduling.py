@@ -30,34 +30,28 @@ class StepPlanner:
         self._blocked_head: Request | None = None  # the head that the last step left waiting
 
     def plan(self) -> Plan:
-        batch = self._state.batch
+        """Plan a step. The order decides who gets blocks and tokens when they are short."""
         self.is_cut_short = False
+        # Before this step takes blocks: those that it evicts would be lost.
         self._state.arrivals.stores.store_new()
         self._preempt_for_head()
-        preemptions_before = self._state.total_preemptions
-        for request in batch.begin_step():
-            self._grow_or_preempt(request)
+        num_preemptions = self._state.total_preemptions
+        self._grow_running()
         # Ready before waiting: a request that holds blocks must not queue behind one that needs
         # blocks, or neither could proceed. Ready before the next chunk of a prefill, too, which
         # gets one token less: the client already has the first token of the ready request.
         is_ready_served = self._schedule_ready()
-        self.budget.begin_step(batch.num_decoding)
+        # All that decode are in the batch now, and prompts get what they leave.
+        self.budget.begin_step(self._state.batch.num_decoding)
         self._schedule_prefills()
         self._state.waiting.requeue_cached(self._state.cache.pool.take_registered())
         # Blocks of a preempted request are for the running ones. A new request would take them
         # and be preempted next.
-        can_admit = is_ready_served and self._state.total_preemptions == preemptions_before
+        can_admit = is_ready_served and self._state.total_preemptions == num_preemptions
         if can_admit:
             self._schedule_waiting()
         self._spend_leftover(can_admit)
-        if self._config.push_layers:
-            self._send_layers()
-        chunks = [(request.kv, num_tokens) for request, num_tokens in batch.chunks]
-        snapshots = self._state.cache.plan_pass(chunks)
-        self._state.arrivals.stores.store_new()
-        return batch.take_plan(
-            self._state.arrivals.orders.take(), self.budget.num_draft_tokens, snapshots
-        )
+        return self._take_plan()
 
     def record_step(self, seconds: float) -> None:
         """Record the duration of the last planned step."""
@@ -69,13 +63,33 @@ class StepPlanner:
         if head is not None and head is self._state.waiting.head():
             preempt_for(self._state, head)
 
+    def _take_plan(self) -> Plan:
+        state, batch = self._state, self._state.batch
+        if self._config.push_layers:
+            self._send_layers()
+        # Last of all, from the blocks that no request needs: snapshots are optional.
+        chunks = [(request.kv, num_tokens) for request, num_tokens in batch.chunks]
+        snapshots = state.cache.plan_pass(chunks)
+        # Blocks that became full since the last step were registered in this one.
+        state.arrivals.stores.store_new()
+        return batch.take_plan(
+            state.arrivals.orders.take(), self.budget.num_draft_tokens, snapshots
+        )
+
     # --- running ------------------------------------------------------------------
+
+    def _grow_running(self) -> None:
+        # Only requests whose blocks are full come here. All others decode without any work, since
+        # the batch keeps them.
+        for request in self._state.batch.begin_step():
+            self._grow_or_preempt(request)
 
     def _grow_or_preempt(self, request: Request) -> None:
         """Allocate blocks for this step's tokens; preempts the lowest-ranked requests if needed."""
         if request.status is not RequestStatus.RUNNING:
             return  # preempted for one before it
         cache = self._state.cache
+        # Full blocks are named only now, when a new one begins: not in each of the steps between.
         cache.register(request.kv)
         cache.release_unseen(request.kv)
         while request.status is RequestStatus.RUNNING:
@@ -83,6 +97,7 @@ class StepPlanner:
             if added is not None:
                 self._state.batch.grow(request, added, cache.capacity(request.kv))
                 return
+            # Possibly itself, which ends the loop.
             self._state.preempt(self._state.lowest_ranked())
 
     def _grow_to_decode(self, request: Request) -> BlockTables | None:
@@ -111,6 +126,7 @@ class StepPlanner:
         while (head := state.ready.peek()) is not None:
             if len(state.batch) >= self._config.max_num_seqs:
                 return True
+            # Its prompt may fill its last block: the next token then needs another one.
             request = head[1]
             if not self._allocate_for_ready(request):
                 return False
@@ -137,12 +153,14 @@ class StepPlanner:
     # --- prefills in progress ----------------------------------------------------
 
     def _schedule_prefills(self) -> None:
+        # By rank, not by start: a more urgent prompt that started later gets the tokens first.
         prefilling = self._state.batch.prefilling.values()
         for request in sorted(prefilling, key=lambda request: request.rank):
             num_missing = request.num_tokens - request.kv.num_computed_tokens
             chunk = self.budget.next_chunk(request, num_missing)
             if chunk:
                 self._state.batch.continue_prefill(request, chunk)
+            # Without tokens, too: it still counts as an incomplete prefill.
             self.budget.give(request, chunk, num_missing)
 
     def _spend_leftover(self, can_admit: bool) -> None:
@@ -165,6 +183,7 @@ class StepPlanner:
             more = self.budget.extension(request, num_missing)
             if more:
                 is_any_extended = True
+                # Not another chunk: a pass runs one run of tokens per request.
                 chunks[index] = (request, chunk + more)
                 self.budget.extend(request, more, num_missing)
         return is_any_extended
@@ -175,9 +194,12 @@ class StepPlanner:
         for request, num_tokens in state.batch.chunks:
             num_computed = request.kv.num_computed_tokens + num_tokens
             is_complete = num_computed == request.num_tokens
+            # A block that this chunk only begins is sent with the chunk that completes it.
             num_whole = num_computed // state.cache.block_size
             num_blocks = request.kv.num_blocks if is_complete else num_whole
-            state.arrivals.sends.send(request.submitted.send_to, request.kv, num_blocks, by_layer=True)
+            state.arrivals.sends.send(
+                request.submitted.send_to, request.kv, num_blocks, by_layer=True
+            )
 
     # --- waiting ------------------------------------------------------------------
 
@@ -188,6 +210,8 @@ class StepPlanner:
             if self.budget.are_look_ups_spent:
                 self.is_cut_short = True
                 return
+            # A head that is started or set aside leaves the queue, and the next one is tried. One
+            # that blocks keeps the others waiting: if they passed, it could starve.
             if self._admission.try_start(head) is Refusal.BLOCKS:
                 self._blocked_head = head
                 return
