@@ -95,7 +95,7 @@ class Fills:
         if fill.arrival is None or fill.is_stale:
             return
         # The other blocks are of use only with all that is before them: `end` caches them.
-        end = max(first, min(end, fill.prefix.num_alone))
+        end = max(first, min(end, fill.prefix.num_independent))
         self._register(fill, fill.arrival, first, end)
 
     def end(self, fill: Fill) -> None:
@@ -146,7 +146,7 @@ class Fills:
         """Cache the blocks, if there are any, that are of use only in a fill that is whole."""
         if None not in fill.sources:
             arrival.num_found_blocks = fill.prefix.num_blocks
-            self._register(fill, arrival, fill.prefix.num_alone, len(fill.block_ids))
+            self._register(fill, arrival, fill.prefix.num_independent, len(fill.block_ids))
 
     def _register(self, fill: Fill, arrival: Arrival, first: int, end: int) -> None:
         are_filled = [source is not None for source in fill.sources[first:end]]

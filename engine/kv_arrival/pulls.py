@@ -155,7 +155,7 @@ class PeerPulls:
         from a tier loads them together, if they fit.
         """
         num_blocks, size = len(prefix.names), self._config.blocks_per_run
-        for start, end in ((0, prefix.num_alone), (prefix.num_alone, num_blocks)):
+        for start, end in ((0, prefix.num_independent), (prefix.num_independent, num_blocks)):
             for first in range(start, end, size):
                 yield first, min(first + size, end)
 

@@ -27,7 +27,7 @@ class PrefixQuery(NamedTuple):
     continues_at: int | None = None  # the next token to compute, if not the one after the prefix
 
 
-class PlacedBlock(NamedTuple):
+class NamedBlock(NamedTuple):
     """A block of a prefix, and the place in the block tables that it belongs to."""
 
     place: int
@@ -55,7 +55,7 @@ class CacheGroup(Protocol):
     """Memory of some layers of a model: full attention, a window or chunk, or recurrent state."""
 
     number: int  # index of its blocks in a `PrefixHit`
-    is_whole: bool  # its blocks of a prefix are of use only together
+    is_all_or_nothing: bool  # its blocks of a prefix are of use only together
 
     def names(self, block_hash: BlockHash) -> list[BlockHash]:
         """Return the names of the blocks that it may have at the end of this block of tokens."""
@@ -69,9 +69,9 @@ class CacheGroup(Protocol):
         """Return its cached blocks of a prefix that it can continue."""
         ...
 
-    def placed(
+    def named_blocks(
         self, hashes: Sequence[BlockHash], block_ids: Sequence[BlockId]
-    ) -> Iterable[PlacedBlock]:
+    ) -> Iterable[NamedBlock]:
         """Return the blocks of `find` with their names, in the order in which they are loaded."""
         ...
 
@@ -86,7 +86,7 @@ class CacheGroup(Protocol):
         """
         ...
 
-    def register_loaded(self, held: HeldKv, blocks: Sequence[PlacedBlock]) -> None:
+    def register_loaded(self, held: HeldKv, blocks: Sequence[NamedBlock]) -> None:
         """Add loaded blocks to the prefix cache."""
         ...
 

@@ -9,7 +9,7 @@ from typing import Protocol
 from baton.core.ids import BlockId, BlockName
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.block_pool import BlockPool
-from baton.engine.kv_cache.cache_group import CacheGroup, PlacedBlock, PrefixHit
+from baton.engine.kv_cache.cache_group import CacheGroup, NamedBlock, PrefixHit
 
 _EXTERNAL = BlockId(-2)  # instead of a block: the external cache has it
 
@@ -27,7 +27,7 @@ class ExternalPrefix:
     num_blocks: int = 0  # blocks of tokens in the whole prefix
     # Leading names whose blocks are each of use without the others. The rest, such as the parts of
     # a snapshot, is of use only as a whole, with everything before it.
-    num_alone: int = 0
+    num_independent: int = 0
 
     def token_ranges(self, block_size: int) -> list[range | None]:
         """Return the tokens of each block to be loaded, if it is in the first group."""
@@ -49,7 +49,7 @@ class ExternalPrefix:
             names=names,
             groups=self.groups[first:end],
             places=self.places[first:end],
-            num_alone=max(0, min(self.num_alone - first, len(names))),
+            num_independent=max(0, min(self.num_independent - first, len(names))),
         )
 
 
@@ -64,7 +64,7 @@ class HoldsAll:
         return True
 
 
-class FirstAnswers:
+class AnswerCache:
     """External cache whose first answer about a block holds for a whole search.
 
     A search asks for a block more than once, and the cache may lose it in between.
@@ -120,18 +120,18 @@ def external_prefix(
         are_cached=tuple(block.block_id != _EXTERNAL for _, block in blocks),
         num_gained=hit.num_blocks - num_hits,
         num_blocks=hit.num_blocks,
-        num_alone=sum(not group.is_whole for group, _ in missing),
+        num_independent=sum(not group.is_all_or_nothing for group, _ in missing),
     )
 
 
 def _in_order(
     groups: Sequence[CacheGroup], hit: PrefixHit, hashes: Sequence[BlockHash]
-) -> list[tuple[CacheGroup, PlacedBlock]]:
+) -> list[tuple[CacheGroup, NamedBlock]]:
     """Return the blocks of a hit, place after place, and for each the groups in turn."""
     blocks = [
         (group, block)
         for group, block_ids in zip(groups, hit.blocks, strict=True)
-        for block in group.placed(hashes, block_ids)
+        for block in group.named_blocks(hashes, block_ids)
     ]
     blocks.sort(key=lambda each: each[1].place)  # stable
     return blocks

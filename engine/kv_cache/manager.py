@@ -1,9 +1,9 @@
-"""KV cache of requests: prefix lookup, block tables and registration of full blocks.
+"""KV cache of requests: searches, admission, growth, registration and release over all groups.
 
 A request has one block table for each KV group of the model. Tables have one entry per block of
 tokens, so all of a request's tables have the same length; entries of blocks that no later token
-attends to are NO_BLOCK. A request of a model with recurrent layers also has a recurrent state, of a
-fixed number of blocks, and its prefixes are cached where a snapshot of that state is.
+attends to are NO_BLOCK (-1). With recurrent layers, it also has a state of a fixed number of
+blocks.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from baton.engine.errors import BlocksUnaccounted
 from baton.engine.events import GroupStats
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.block_names import snapshot_end
-from baton.engine.kv_cache.cache_group import CacheGroup, PlacedBlock, PrefixHit
+from baton.engine.kv_cache.cache_group import CacheGroup, NamedBlock, PrefixHit
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.external_prefix import (
+    AnswerCache,
     ExternalPrefix,
-    FirstAnswers,
     Holder,
     HoldsAll,
     PoolAndExternal,
@@ -78,9 +78,9 @@ class KvCache:
         self.transfer_order = TransferOrder(specs, config.block_size)
         self._search = PrefixSearch(self.pool, self._tables, self._groups, self.block_size)
         self._promised_search = self._search_with(HoldsAll())
-        self._external: FirstAnswers | None = None
+        self._external: AnswerCache | None = None
         if external is not None:
-            self._external = FirstAnswers(external)
+            self._external = AnswerCache(external)
             self._external_search = self._search_with(self._external)
         self.total_query_tokens = 0
         self.total_hit_tokens = 0
@@ -116,10 +116,11 @@ class KvCache:
     def missing_hash(self, held: HeldKv, num_hits: int, max_num_tokens: int) -> BlockHash | None:
         """Return the hash of the first block that `find_prefix` did not find, or None.
 
-        Once that block is cached, the prefix is longer even if no block was released. With
-        recurrent layers, prefixes end at snapshots, which are released once they are cached.
+        Once that block is cached, the prefix is longer even if no block was released.
         """
         hashes = self._hashes(held, max_num_tokens)
+        # With recurrent layers, prefixes end at snapshots, which are released once they are cached:
+        # the release is noticed anyway.
         return hashes[num_hits] if num_hits < len(hashes) and self.states is None else None
 
     def num_missing(self, held: HeldKv, hit: PrefixHit) -> int:
@@ -216,8 +217,9 @@ class KvCache:
         are_loaded: Sequence[bool],
     ) -> None:
         """Add the loaded blocks of a request's prefix to the prefix cache."""
-        placed = map(PlacedBlock, prefix.places, map(BlockHash, prefix.names), block_ids)
+        placed = map(NamedBlock, prefix.places, map(BlockHash, prefix.names), block_ids)
         loaded = itertools.compress(zip(prefix.groups, placed, strict=True), are_loaded)
+        # Consecutive blocks of a group together: the parts of a snapshot are cached as a whole.
         for number, run in itertools.groupby(loaded, key=lambda each: each[0]):
             self._groups[number].register_loaded(held, [block for _, block in run])
 
@@ -228,6 +230,7 @@ class KvCache:
         """
         if not held.is_registering or self.states is not None:
             return
+        # A window leaves gaps: the blocks in front of it were not transferred.
         end = first + self.transfer_order.num_whole_places(len(block_ids))
         places = range(first, min(end, len(held.block_hashes)))  # the last block may not be full
         slots = itertools.product(places, self._tables)
@@ -258,7 +261,7 @@ class KvCache:
     def store_hits(self, held: HeldKv, num_hits: int) -> None:
         """Queue the prefix hits of a request to be stored outside, where they may be missing."""
         for group, table in zip(self._tables, held.block_tables, strict=False):  # or no table yet
-            for block in group.placed(held.block_hashes, table[:num_hits]):
+            for block in group.named_blocks(held.block_hashes, table[:num_hits]):
                 self.prefixes.queue_unstored(held, block.block_id, block.name)
 
     def names_of(self, held: HeldKv, num_blocks: int | None = None) -> list[BlockHash]:
@@ -304,7 +307,7 @@ class KvCache:
 
         Unless it `is_over`, it needs them again, whatever its hints say about its end.
         """
-        self.register(held)
+        self.register(held)  # what was computed since the last step
         tables = [[each for each in table if each != NO_BLOCK] for table in held.block_tables]
         if self.states is not None and held.block_tables:
             tables[0] = self.states.release(held, held.block_tables[0])

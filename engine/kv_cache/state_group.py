@@ -8,7 +8,7 @@ from baton.core.ids import NO_BLOCK, BlockId
 from baton.engine.errors import BlocksUnaccounted
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.block_names import snapshot_end, snapshot_name, snapshot_names
-from baton.engine.kv_cache.cache_group import CachedBlocks, PlacedBlock, PrefixHit, PrefixQuery
+from baton.engine.kv_cache.cache_group import CachedBlocks, NamedBlock, PrefixHit, PrefixQuery
 from baton.engine.kv_cache.groups import NUM_STATE_COPIES
 from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.kv_cache.prefix_cache import PrefixCache
@@ -28,7 +28,7 @@ class StateGroup:
     later request with these tokens holds 8 and 9 until its first pass has read them.
     """
 
-    is_whole = True
+    is_all_or_nothing = True
 
     def __init__(self, number: int, num_blocks: int, cache: PrefixCache) -> None:
         self.number = number
@@ -53,12 +53,12 @@ class StateGroup:
             return []
         return query.cached.find(self.names(query.hashes[num_blocks - 1]))
 
-    def placed(
+    def named_blocks(
         self, hashes: Sequence[BlockHash], block_ids: Sequence[BlockId]
-    ) -> Iterable[PlacedBlock]:
+    ) -> Iterable[NamedBlock]:
         last = len(hashes) - 1
         for part, block_id in enumerate(block_ids):
-            yield PlacedBlock(last, snapshot_name(hashes[last], part), block_id)
+            yield NamedBlock(last, snapshot_name(hashes[last], part), block_id)
 
     def _is_cached(self, cached: CachedBlocks, block_hash: BlockHash) -> bool:
         return all(
@@ -128,7 +128,7 @@ class StateGroup:
         if held.is_registering:
             self._register(held, snapshot.num_tokens // self._block_size, snapshot.block_ids)
 
-    def register_loaded(self, held: HeldKv, blocks: Sequence[PlacedBlock]) -> None:
+    def register_loaded(self, held: HeldKv, blocks: Sequence[NamedBlock]) -> None:
         if len(blocks) == self.num_blocks:
             block_ids = tuple(block.block_id for block in blocks)
             self._register(held, blocks[0].place + 1, block_ids)

@@ -8,7 +8,7 @@ from baton.core.ids import NO_BLOCK, BlockId
 from baton.engine.errors import BlocksUnaccounted
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.block_names import name_in_group
-from baton.engine.kv_cache.cache_group import PlacedBlock, PrefixHit, PrefixQuery
+from baton.engine.kv_cache.cache_group import NamedBlock, PrefixHit, PrefixQuery
 from baton.engine.kv_cache.groups import KvCacheSpec
 from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.kv_cache.prefix_cache import PrefixCache
@@ -20,7 +20,7 @@ class TokenGroup:
     Each request has a block table in it, with an entry for each block of tokens.
     """
 
-    is_whole = False
+    is_all_or_nothing = False
 
     def __init__(self, number: int, spec: KvCacheSpec, cache: PrefixCache) -> None:
         self.number = number
@@ -48,12 +48,12 @@ class TokenGroup:
         names = self._names(query.hashes[first:num_blocks])
         return [NO_BLOCK] * first + query.cached.find(names)
 
-    def placed(
+    def named_blocks(
         self, hashes: Sequence[BlockHash], block_ids: Sequence[BlockId]
-    ) -> Iterable[PlacedBlock]:
+    ) -> Iterable[NamedBlock]:
         for place, block_id in enumerate(block_ids):
             if block_id != NO_BLOCK:
-                yield PlacedBlock(place, self.name(hashes[place]), block_id)
+                yield NamedBlock(place, self.name(hashes[place]), block_id)
 
     def _names(self, hashes: Sequence[BlockHash]) -> Iterable[BlockHash]:
         return map(self.name, hashes) if self.number else hashes
@@ -102,7 +102,7 @@ class TokenGroup:
         if self._cache.register(held, block_id, self.name(held.block_hashes[place])):
             self._report(held, place, place + 1)
 
-    def register_loaded(self, held: HeldKv, blocks: Sequence[PlacedBlock]) -> None:
+    def register_loaded(self, held: HeldKv, blocks: Sequence[NamedBlock]) -> None:
         for block in blocks:
             self.register_block(held, block.place, block.block_id)
 

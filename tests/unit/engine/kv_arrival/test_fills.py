@@ -41,7 +41,7 @@ class Filling:
             are_cached=(False,) * num_blocks,
             num_gained=num_blocks,
             num_blocks=num_blocks,
-            num_alone=num_blocks,
+            num_independent=num_blocks,
         )
         return self.fills.begin(arrival, prefix, now)
 
