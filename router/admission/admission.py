@@ -37,7 +37,7 @@ class AnswerMeter:
     def note_part(self, part: AnswerPart) -> None:
         if not self._has_begun:
             self._has_begun = True
-            self._first_tokens.note_began(self._priority, self._clock())
+            self._first_tokens.note_first_token(self._priority, self._clock())
         if isinstance(part, CompletionSummary):
             self._is_complete = True
         elif part.token_ids:
@@ -49,9 +49,9 @@ class AnswerMeter:
         if not self._has_begun:
             self._first_tokens.note_left(self._priority)
         if self._admitted_s is not None:
-            lasted_s = self._last_s - self._admitted_s
+            duration_s = self._last_s - self._admitted_s
             answers.note_answer(
-                self._num_tokens, lasted_s, num_in_flight, is_whole=self._is_complete
+                self._num_tokens, duration_s, num_in_flight, is_whole=self._is_complete
             )
 
 
@@ -115,7 +115,7 @@ class Admission:
         remaining_s = context.remaining_s(self._clock())
         if remaining_s is None:
             return
-        answer_s = self._answer_forecast.lasts_s(call.sampling.max_tokens, num_others)
+        answer_s = self._answer_forecast.duration_s(call.sampling.max_tokens, num_others)
         if MARGIN * (wait_s + answer_s) > remaining_s:
             raise TooLate(
                 f"its turn would come in about {wait_s:.1f} s and the answer take "

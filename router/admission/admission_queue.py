@@ -52,7 +52,7 @@ class AdmissionQueue(Generic[K]):
     def __init__(self, config: AdmissionQueueConfig) -> None:
         self._config = config
         self._in_flight: set[K] = set()
-        self._place_by_waiting: dict[K, tuple[int, int]] = {}
+        self._rank_by_waiting: dict[K, tuple[int, int]] = {}
         # Keys that left stay in the heap until they reach its top or outnumber those that wait.
         self._heap: list[tuple[int, int, K]] = []
         self._numbers = itertools.count()
@@ -72,7 +72,7 @@ class AdmissionQueue(Generic[K]):
 
     @property
     def num_waiting(self) -> int:
-        return len(self._place_by_waiting)
+        return len(self._rank_by_waiting)
 
     def join(self, key: K, priority: int) -> bool:
         """Return whether the key is admitted at once. Raises QueueFull."""
@@ -81,20 +81,20 @@ class AdmissionQueue(Generic[K]):
             return True
         if self.num_waiting >= self._config.max_queue:
             raise self._refusal()
-        place = (priority, next(self._numbers))
-        self._place_by_waiting[key] = place
-        heapq.heappush(self._heap, (*place, key))
+        rank = (priority, next(self._numbers))
+        self._rank_by_waiting[key] = rank
+        heapq.heappush(self._heap, (*rank, key))
         return False
 
     def leave(self, key: K, now: float) -> K | None:
-        """Remove the key and return the one admitted in its place, if any."""
+        """Remove the key and return the one admitted instead, if any."""
         if key in self._in_flight:
             self._in_flight.remove(key)
             self._note_end(now)
             return self._admit_next()
-        del self._place_by_waiting[key]
+        del self._rank_by_waiting[key]
         if len(self._heap) > 2 * self.num_waiting + 16:
-            self._heap = [(*place, key) for key, place in self._place_by_waiting.items()]
+            self._heap = [(*rank, key) for key, rank in self._rank_by_waiting.items()]
             heapq.heapify(self._heap)
         return None
 
@@ -106,7 +106,7 @@ class AdmissionQueue(Generic[K]):
     def _admit_next(self) -> K | None:
         while self._heap and self.num_in_flight < self._capacity:
             *_, key = heapq.heappop(self._heap)
-            if self._place_by_waiting.pop(key, None) is not None:
+            if self._rank_by_waiting.pop(key, None) is not None:
                 self._in_flight.add(key)
                 return key
         return None

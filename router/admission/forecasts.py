@@ -26,7 +26,7 @@ class FirstTokenForecast:
             self._since_s = now
         self._num_by_priority[priority] += 1
 
-    def note_began(self, priority: int, now: float) -> None:
+    def note_first_token(self, priority: int, now: float) -> None:
         """Record the first token of a request."""
         self._awaited_s += now - self._since_s
         self._since_s = now
@@ -58,7 +58,7 @@ class AnswerForecast:
         self._num_concurrent = 0.0  # requests in flight during an answer
 
     def note_answer(
-        self, num_tokens: int, lasted_s: float, num_under_way: int, *, is_whole: bool
+        self, num_tokens: int, duration_s: float, num_under_way: int, *, is_whole: bool
     ) -> None:
         """Record an answer. `num_under_way` includes it.
 
@@ -66,7 +66,7 @@ class AnswerForecast:
         requests exceed their deadlines.
         """
         if num_tokens >= MIN_MEASURED_TOKENS:
-            token_s = lasted_s / num_tokens
+            token_s = duration_s / num_tokens
             is_first = not self._token_s
             self._num_concurrent = _average(self._num_concurrent, num_under_way, is_first=is_first)
             self._token_s = _average(self._token_s or 0.0, token_s, is_first=is_first)
@@ -74,7 +74,7 @@ class AnswerForecast:
         if is_whole or num_tokens > before:
             self._num_tokens = _average(before, num_tokens, is_first=not before)
 
-    def lasts_s(self, max_tokens: int | None, num_under_way: int) -> float:
+    def duration_s(self, max_tokens: int | None, num_under_way: int) -> float:
         """Estimate the duration of an answer next to `num_under_way` others; 0 without others.
 
         With less concurrency than measured, the estimate is proportionally lower: the best case.

@@ -12,20 +12,20 @@ from baton.router.discovery.sources import Member, NodeSource
 class Membership:
     def __init__(self) -> None:
         self._listed_by_source: dict[NodeSource, frozenset[Member]] = {}
-        self._there: set[Member] = set()
+        self._reachable: set[Member] = set()
 
-    def tell(self, source: NodeSource, members: frozenset[Member]) -> None:
+    def set_listed(self, source: NodeSource, members: frozenset[Member]) -> None:
         """Set the members of a source. A source that fails keeps its last members."""
         self._listed_by_source[source] = members
 
-    def joined(self, member: Member) -> None:
-        self._there.add(member)
+    def note_joined(self, member: Member) -> None:
+        self._reachable.add(member)
 
-    def lost(self, member: Member) -> None:
-        self._there.discard(member)
+    def note_lost(self, member: Member) -> None:
+        self._reachable.discard(member)
 
-    def is_there(self, member: Member) -> bool:
-        return member in self._there
+    def is_reachable(self, member: Member) -> bool:
+        return member in self._reachable
 
     @property
     def listed(self) -> frozenset[Member]:
@@ -33,9 +33,9 @@ class Membership:
 
     @property
     def watched(self) -> frozenset[Member]:
-        return self.listed | self._there
+        return self.listed | self._reachable
 
     @property
     def unlisted(self) -> frozenset[Member]:
         """Members that are reachable but no longer listed."""
-        return frozenset(self._there) - self.listed
+        return frozenset(self._reachable) - self.listed

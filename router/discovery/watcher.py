@@ -82,7 +82,7 @@ class NodeWatcher:
     async def found(self, source: NodeSource, addresses: frozenset[str]) -> None:
         role = self._discovery.role_by_source[source]
         members = frozenset(Member(role, address) for address in addresses)
-        self._membership.tell(source, members)
+        self._membership.set_listed(source, members)
         await self._apply_membership()
 
     async def close(self) -> None:
@@ -122,9 +122,9 @@ class NodeWatcher:
             except PrefixGap as gap:
                 log.warning("restarting the watch of %s: %s", member.address, gap)
                 continue  # it is reachable, and joins again
-            if self._membership.is_there(member):
+            if self._membership.is_reachable(member):
                 self._table.lose(member.address)
-                self._membership.lost(member)
+                self._membership.note_lost(member)
                 await self._apply_membership()
             await asyncio.sleep(RETRY_S)
 
@@ -169,7 +169,7 @@ class NodeWatcher:
                     *(card.node_id, other.address, member.address),
                 )
         self._table.join(member.address, card)
-        self._membership.joined(member)
+        self._membership.note_joined(member)
         self._peer_warmups.warm_up(Node(member.address, card))
         log.info("%s node %s joined from %s", card.role.value, card.node_id, member.address)
 

@@ -47,11 +47,11 @@ class Probes:
         ]
 
     async def _is_alive(self, _request: Request) -> Response:
-        return _yes_or_no(self.health.is_alive)
+        return _probe_response(self.health.is_alive)
 
     async def _is_ready(self, _request: Request) -> Response:
         """Ready unless the router drains or has no nodes yet."""
-        return _yes_or_no(self.health.is_ready and not self.pipeline.is_draining)
+        return _probe_response(self.health.is_ready and not self.pipeline.is_draining)
 
     async def _metrics(self, request: Request) -> Response:
         # On a thread, since a scrape blocks on readings that this event loop provides.
@@ -63,7 +63,7 @@ class Probes:
         return JSONResponse({"version": version("baton")})
 
 
-def _yes_or_no(is_well: bool) -> Response:
+def _probe_response(is_well: bool) -> Response:
     status = 200 if is_well else 503
     return JSONResponse({"status": "ok" if is_well else "unavailable"}, status)
 

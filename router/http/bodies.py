@@ -60,7 +60,7 @@ class Bodies:
 
     async def run_for_body(self, body: bytes, work: Callable[[], Result]) -> Result:
         """Run `work`, whose time grows with the body. Raises what `work` raises, and QueueFull."""
-        return await self._thread.read(len(body), work)
+        return await self._thread.run(len(body), work)
 
 
 class BodyBudget:

@@ -48,25 +48,25 @@ class ConnectionLimits:
             raise InvalidConfig(f"max_connections is {self.max_connections}; it must be above 0")
 
 
-class Place:
+class ConnectionSlot:
     """One accepted connection's slot among those of an acceptor."""
 
-    def __init__(self, places: Places, accepted: socket.socket) -> None:
-        self._places = places
+    def __init__(self, slots: ConnectionSlots, accepted: socket.socket) -> None:
+        self._slots = slots
         self.socket = accepted
         self.opening: asyncio.Task[None] | None = None  # includes the TLS handshake
         self.http: HttpConnection | None = None
 
     def wait(self) -> None:
         """Mark the connection as waiting for its client, from now on."""
-        self._places.note_waiting(self)
+        self._slots.note_waiting(self)
 
     def answer(self) -> None:
         """Mark the connection as answering a complete request."""
-        self._places.note_answering(self)
+        self._slots.note_answering(self)
 
     def free(self) -> None:
-        self._places.free(self)
+        self._slots.free(self)
 
     def abort(self) -> None:
         if self.http is not None and self.http.is_open:
@@ -78,33 +78,33 @@ class Place:
             self.socket.close()
 
 
-class Places:
+class ConnectionSlots:
     """Slots of an acceptor's connections. Waiting connections are ordered by their waiting time."""
 
     def __init__(self) -> None:
-        self._taken: set[Place] = set()
-        self._waiting: dict[Place, None] = {}
+        self._taken: set[ConnectionSlot] = set()
+        self._waiting: dict[ConnectionSlot, None] = {}
 
     def __len__(self) -> int:
         return len(self._taken)
 
-    def take(self, accepted: socket.socket) -> Place:
-        place = Place(self, accepted)
-        self._taken.add(place)
-        self._waiting[place] = None
-        return place
+    def take(self, accepted: socket.socket) -> ConnectionSlot:
+        slot = ConnectionSlot(self, accepted)
+        self._taken.add(slot)
+        self._waiting[slot] = None
+        return slot
 
-    def note_waiting(self, place: Place) -> None:
-        if place in self._taken:
-            self._waiting.pop(place, None)
-            self._waiting[place] = None
+    def note_waiting(self, slot: ConnectionSlot) -> None:
+        if slot in self._taken:
+            self._waiting.pop(slot, None)
+            self._waiting[slot] = None
 
-    def note_answering(self, place: Place) -> None:
-        self._waiting.pop(place, None)
+    def note_answering(self, slot: ConnectionSlot) -> None:
+        self._waiting.pop(slot, None)
 
-    def free(self, place: Place) -> None:
-        self._taken.discard(place)
-        self._waiting.pop(place, None)
+    def free(self, slot: ConnectionSlot) -> None:
+        self._taken.discard(slot)
+        self._waiting.pop(slot, None)
 
     def close_longest_waiting(self) -> bool:
         """Close the connection that has waited longest. Return False if none waits."""
@@ -124,11 +124,11 @@ class HttpConnection(H11Protocol):
         config: uvicorn.Config,
         server_state: ServerState,
         limits: ConnectionLimits,
-        place: Place,
+        slot: ConnectionSlot,
     ) -> None:
         super().__init__(config, server_state, {})
         self._limits = limits
-        self._place = place
+        self._slot = slot
         self._deadline: asyncio.TimerHandle | None = None
         self._unread_deadline: asyncio.TimerHandle | None = None
         self._has_part_of_head = False
@@ -141,7 +141,7 @@ class HttpConnection(H11Protocol):
         for deadline in (self._deadline, self._unread_deadline):
             if deadline is not None:
                 deadline.cancel()
-        self._place.free()
+        self._slot.free()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -155,7 +155,7 @@ class HttpConnection(H11Protocol):
     def on_response_complete(self) -> None:
         self._close_after(None)  # uvicorn's keep-alive timeout applies from here
         self._has_part_of_head = False
-        self._place.wait()
+        self._slot.wait()
         super().on_response_complete()
         if not self._is_between_requests:
             self._request_moved_on()
@@ -187,7 +187,7 @@ class HttpConnection(H11Protocol):
 
     def _head_began(self) -> None:
         self._has_part_of_head = True
-        self._place.wait()
+        self._slot.wait()
         self._close_after(self._limits.head_s)
 
     def _request_moved_on(self) -> None:
@@ -195,7 +195,7 @@ class HttpConnection(H11Protocol):
         if self.cycle.more_body:
             self._close_after(self._limits.body_s)
         else:
-            self._place.answer()
+            self._slot.answer()
             self._close_after(None)
 
     def _close_after(self, wait_s: float | None) -> None:
@@ -233,7 +233,7 @@ class Acceptor:
         self._config = config
         self._server_state = server_state
         self._limits = limits
-        self._places = Places()
+        self._slots = ConnectionSlots()
         self._refusal = _refusal(errors.body(ALL_CONNECTIONS_IN_USE))
 
     async def run(self) -> None:
@@ -246,39 +246,39 @@ class Acceptor:
             except OSError as error:
                 if error.errno in OUT_OF_RESOURCES:
                     log.warning("cannot accept connections: %s", error)
-                    self._places.close_longest_waiting()
+                    self._slots.close_longest_waiting()
                 await asyncio.sleep(ACCEPT_RETRY_S)
                 continue
             self._take(accepted)
             await asyncio.sleep(0)  # lets closed connections release their descriptors
 
     def _take(self, accepted: socket.socket) -> None:
-        is_full = len(self._places) >= self._limits.max_connections
-        if is_full and not self._places.close_longest_waiting():
-            log.warning("connection refused: all %d connections are in use", len(self._places))
+        is_full = len(self._slots) >= self._limits.max_connections
+        if is_full and not self._slots.close_longest_waiting():
+            log.warning("connection refused: all %d connections are in use", len(self._slots))
             self._refuse(accepted)
             return
-        place = self._places.take(accepted)
-        place.opening = asyncio.ensure_future(self._open(place))
+        slot = self._slots.take(accepted)
+        slot.opening = asyncio.ensure_future(self._open(slot))
 
-    async def _open(self, place: Place) -> None:
+    async def _open(self, slot: ConnectionSlot) -> None:
         def make() -> HttpConnection:
-            place.http = HttpConnection(self._config, self._server_state, self._limits, place)
-            return place.http
+            slot.http = HttpConnection(self._config, self._server_state, self._limits, slot)
+            return slot.http
 
         context = self._config.ssl
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
                 make,
-                place.socket,
+                slot.socket,
                 ssl=context,
                 ssl_handshake_timeout=None if context is None else self._limits.handshake_s,
             )
         except OSError:
             log.debug("a TLS handshake failed", exc_info=True)
         finally:
-            if place.http is None or not place.http.is_open:
-                place.free()
+            if slot.http is None or not slot.http.is_open:
+                slot.free()
 
     def _refuse(self, accepted: socket.socket) -> None:
         with accepted, suppress(OSError):

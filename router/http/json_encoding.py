@@ -49,8 +49,8 @@ def _fragments(value: object) -> Iterator[str]:
     match value:
         case LazyArray(items, has_long_items):
             yield "["
-            for place, item in enumerate(items):
-                if place:
+            for index, item in enumerate(items):
+                if index:
                     yield ","
                 if has_long_items:
                     yield from _fragments(item)
@@ -59,8 +59,8 @@ def _fragments(value: object) -> Iterator[str]:
             yield "]"
         case dict():
             yield "{"
-            for place, (name, item) in enumerate(value.items()):
-                yield f"{',' if place else ''}{_dumps(name)}:"
+            for index, (name, item) in enumerate(value.items()):
+                yield f"{',' if index else ''}{_dumps(name)}:"
                 yield from _fragments(item)
             yield "}"
         case _:

@@ -64,12 +64,12 @@ class InputProcessor:
         tokenize = partial(
             self._text.token_ids, prompt, self._table.served_model(model).max_model_len
         )
-        return await self._large_texts.read(prompt.num_characters, tokenize)
+        return await self._large_texts.run(prompt.num_characters, tokenize)
 
     async def text(self, token_ids: tuple[int, ...], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`."""
         decode = partial(self._text.text, token_ids, skip_special_tokens=skip_special_tokens)
-        return await self._large_texts.read(len(token_ids), decode)
+        return await self._large_texts.run(len(token_ids), decode)
 
     def token(self, token_id: int) -> TokenText:
         """Return the text of a single token, for logprobs."""

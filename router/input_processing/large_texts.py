@@ -32,7 +32,7 @@ class LargeTexts:
         self._threads = asyncio.Semaphore(config.num_threads)
         self._num_waiting = 0
 
-    async def read(self, size: int, work: Callable[[], Result]) -> Result:
+    async def run(self, size: int, work: Callable[[], Result]) -> Result:
         """Run `work`, on a thread if `size` is large. Raises QueueFull if too many wait."""
         if size <= self._config.small_size:
             return work()

@@ -115,13 +115,13 @@ class NoTokenizer:
         return False
 
     def token(self, token_id: int) -> TokenText:
-        return by_id(token_id)
+        return placeholder_text(token_id)
 
     def create_detokenizer(self, shown: Collection[str] = ()) -> IncrementalDetokenizer:
         return NoDetokenizer()
 
 
-def by_id(token_id: int) -> TokenText:
+def placeholder_text(token_id: int) -> TokenText:
     """Return a placeholder text for a token that is not decoded."""
     name = f"token_id:{token_id}"
     return TokenText(name, name.encode())

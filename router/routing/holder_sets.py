@@ -55,7 +55,7 @@ class HolderSets:
 
     def have(self, ids: Numbers, holder: int) -> Flags:
         """Return which of these sets a holder is in."""
-        word, bit = _place(holder)
+        word, bit = _word_and_bit(holder)
         rows: Bits = self._bits[ids, word]
         are_held: Flags = (rows & bit) != 0
         return are_held
@@ -82,7 +82,7 @@ class HolderSets:
 
     def drop(self, holder: int) -> None:
         """Remove a holder from all sets."""
-        word, bit = _place(holder)
+        word, bit = _word_and_bit(holder)
         rows = np.flatnonzero(self._bits[: self._num_sets, word] & bit)
         self._bits[rows, word] &= ~bit
         self._hashes[rows] ^= self._member_hashes[holder]
@@ -100,7 +100,7 @@ class HolderSets:
         new, first, which = np.unique(hashes[missing], return_index=True, return_inverse=True)
         if len(new) and self._make_rows(len(new), in_use=(ids, found)):
             rows = self._take_rows(len(new))
-            word, bit = _place(holder)
+            word, bit = _word_and_bit(holder)
             self._bits[rows] = self._bits[ids[missing[first]]]
             self._bits[rows, word] ^= bit
             self._hashes[rows] = new
@@ -151,5 +151,5 @@ class HolderSets:
         self._free = rows.tolist()
 
 
-def _place(holder: int) -> tuple[int, np.uint64]:
+def _word_and_bit(holder: int) -> tuple[int, np.uint64]:
     return holder // WORD_BITS, np.uint64(1) << np.uint64(holder % WORD_BITS)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 Keys = npt.NDArray[np.uint64]
 Numbers = npt.NDArray[np.uint32]
-Places = npt.NDArray[np.int64]
+SlotIndices = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 # Receives entries that move to a new table, each of them once; returns which of them to keep.
 Keep = Callable[[Keys, Numbers], Flags]
@@ -41,11 +41,11 @@ class Found(NamedTuple):
 
     keys: Keys
     numbers: Numbers
-    at: Places
-    is_there: Flags  # in the current table
+    at: SlotIndices
+    is_stored: Flags  # in the current table
 
     def only(self, these: Flags) -> Found:
-        return Found(self.keys[these], self.numbers[these], self.at[these], self.is_there[these])
+        return Found(self.keys[these], self.numbers[these], self.at[these], self.is_stored[these])
 
 
 class _Slots:
@@ -88,7 +88,7 @@ class _Slots:
     def put(self, found: Found, numbers: Numbers) -> None:
         """Store numbers of keys that differ from each other, and were just found."""
         keys, at = found.keys, found.at
-        self.num_used += int(np.count_nonzero(~found.is_there))
+        self.num_used += int(np.count_nonzero(~found.is_stored))
         while True:
             entries = keys | numbers
             self.entries[at] = entries
@@ -134,7 +134,7 @@ class KeyTable:
     def _find(self, keys: Keys) -> Found:
         found = self._slots.find(keys)
         if self._old is not None:
-            missing = np.flatnonzero(~found.is_there)
+            missing = np.flatnonzero(~found.is_stored)
             found.numbers[missing] = self._old.find(keys[missing]).numbers
         return found
 
@@ -165,7 +165,7 @@ class KeyTable:
         part = old.entries[self._num_moved : self._num_moved + num_slots]
         entries = part[part != 0]
         found = self._slots.find(as_keys(entries))
-        is_moved = ~found.is_there
+        is_moved = ~found.is_stored
         found, numbers = found.only(is_moved), _numbers(entries[is_moved])
         is_kept = self._keep(found.keys, numbers)
         self._slots.put(found.only(is_kept), numbers[is_kept])

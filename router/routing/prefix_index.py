@@ -44,7 +44,7 @@ class ExpectedPrefixes:
         if held:
             keys = keys_of(changes.stored + changes.removed)
             are_reported = np.isin(keys_of(held), keys)
-            self.remove(holder, [held[place] for place in np.flatnonzero(are_reported)])
+            self.remove(holder, [held[position] for position in np.flatnonzero(are_reported)])
 
     def drop(self, holder: str) -> None:
         """Remove all blocks of a holder."""
@@ -54,10 +54,10 @@ class ExpectedPrefixes:
         """Return for each holder how many of the leading names it has without a gap, if any."""
         matched: dict[str, int] = {}
         matching: set[str] | None = None
-        for place, name in enumerate(names):
+        for position, name in enumerate(names):
             holders = self._holders_by_name.get(name, set())
             remaining = holders if matching is None else matching & holders
-            matched.update(dict.fromkeys((matching or set()) - remaining, place))
+            matched.update(dict.fromkeys((matching or set()) - remaining, position))
             matching = remaining
             if not matching:
                 return matched
@@ -67,8 +67,8 @@ class ExpectedPrefixes:
     def match_ends(self, names: Sequence[BlockHash]) -> dict[str, int]:
         """Return for each holder the number of names up to the last one that it has, if any."""
         matched: dict[str, int] = {}
-        for place, name in enumerate(names):
-            matched.update(dict.fromkeys(self._holders_by_name.get(name, ()), place + 1))
+        for position, name in enumerate(names):
+            matched.update(dict.fromkeys(self._holders_by_name.get(name, ()), position + 1))
         return matched
 
     def _forget(self, holder: str, names: Iterable[BlockHash]) -> None:

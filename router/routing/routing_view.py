@@ -102,16 +102,16 @@ class RoutingView:
         num_reported, kind_number = self.table.prefixes.num_reported, self.table.kind_number
         held = {kind: holder.num_tokens for kind, holder in self.holders.items()}
         costs = self._queued_costs(nodes)
-        for place, node in enumerate(nodes):
+        for index, node in enumerate(nodes):
             card, num_cached = node.card, cached.get(node.address, 0)
             num_evicted = num_tokens - num_cached
             num_blank = card.num_distinct_blocks - num_reported(node.address)
             if num_blank > 0:
                 num_evicted -= num_blank * card.fingerprint.block_size
             if num_evicted > 0:
-                costs[place] += int(EVICTION_WEIGHT * num_evicted)
+                costs[index] += int(EVICTION_WEIGHT * num_evicted)
             num_held = held.get(kind_number(node.address), 0) if held else 0
-            costs[place] += _prompt_cost(num_tokens, num_cached, num_held)
+            costs[index] += _prompt_cost(num_tokens, num_cached, num_held)
         return costs
 
     def _queued_costs(self, nodes: Sequence[Node]) -> list[int]:

@@ -22,32 +22,32 @@ class PlainTextParser:
 class ThinkTagParser:
     """Parses a leading `<think>…</think>` as reasoning."""
 
-    class _At(Enum):
+    class _Section(Enum):
         START = auto()
         REASONING = auto()
         CONTENT = auto()
 
     def __init__(self, content: OutputParser, *, begins_inside: bool) -> None:
         self._content = content  # parser of the text after the reasoning
-        self._otherwise = self._At.REASONING if begins_inside else self._At.CONTENT
-        self._at = self._At.START
+        self._default = self._Section.REASONING if begins_inside else self._Section.CONTENT
+        self._section = self._Section.START
         self._buffer = ""
 
     def push(self, text: str) -> Sequence[TextEvent]:
         self._buffer += text
-        if self._at is self._At.START and not self._has_started():
+        if self._section is self._Section.START and not self._has_started():
             return []
-        if self._at is self._At.REASONING:
+        if self._section is self._Section.REASONING:
             reasoning, has_ended = self._split_buffer(END_THINK)
             if not has_ended:
                 return _reasoning(reasoning)
-            self._at = self._At.CONTENT
+            self._section = self._Section.CONTENT
             return [*_reasoning(reasoning), *self._content.push(self._take_buffer())]
         return self._content.push(self._take_buffer())
 
     def finish(self, *, is_cut_off: bool = False) -> Sequence[TextEvent]:
-        at = self._otherwise if self._at is self._At.START else self._at
-        if at is self._At.REASONING:
+        section = self._default if self._section is self._Section.START else self._section
+        if section is self._Section.REASONING:
             return _reasoning(self._take_buffer())
         pushed = self._content.push(self._take_buffer())
         return [*pushed, *self._content.finish(is_cut_off=is_cut_off)]
@@ -57,9 +57,9 @@ class ThinkTagParser:
         start = self._buffer.lstrip()
         if len(start) < len(THINK) and THINK.startswith(start):
             return False
-        self._at = self._otherwise
+        self._section = self._default
         if start.startswith(THINK):
-            self._at, self._buffer = self._At.REASONING, start.removeprefix(THINK)
+            self._section, self._buffer = self._Section.REASONING, start.removeprefix(THINK)
         return True
 
     def _split_buffer(self, mark: str) -> tuple[str, bool]:

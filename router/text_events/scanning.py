@@ -22,23 +22,23 @@ class JsonScan:
         """
         skip = self._skip
         for found in _SIGNS.finditer(text):
-            place, sign = found.start(), found.group()
-            if place < skip:
+            index, sign = found.start(), found.group()
+            if index < skip:
                 continue
             if not self.is_in_string:
-                end = self._outside(sign, place)
+                end = self._outside(sign, index)
                 if end is not None:
                     return end
             elif sign == "\\":
-                skip = place + 2
+                skip = index + 2
             elif sign == '"' or sign < " ":
                 self.is_in_string = False
                 if self._depth == 0:
-                    return place + 1
+                    return index + 1
         self._skip = max(0, skip - len(text))
         return None
 
-    def _outside(self, sign: str, place: int) -> int | None:
+    def _outside(self, sign: str, index: int) -> int | None:
         """Process a sign outside strings. Return the index after the value, if it ends here."""
         if sign == '"':
             self.is_in_string = True
@@ -47,9 +47,9 @@ class JsonScan:
         elif sign in "}]":
             self._depth -= 1
             if self._depth <= 0:
-                return place + 1 + self._depth
+                return index + 1 + self._depth
         elif sign == "," and self._depth == 0:
-            return place
+            return index
         return None
 
 

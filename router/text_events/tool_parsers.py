@@ -13,7 +13,7 @@ PYTHON_TAG = "<|python_tag|>"
 NO_JSON = (ValueError, RecursionError)
 
 
-class _Content:
+class _SurroundingText:
     """Text around calls. Whitespace next to a call is a separator and left out."""
 
     def __init__(self) -> None:
@@ -47,10 +47,10 @@ class HermesToolParser:
 
     def __init__(self) -> None:
         self._buffer = ""  # possible beginning of a mark
-        self._content = _Content()
+        self._content = _SurroundingText()
         self._inside: list[str] | None = None  # the current call's text; None: outside a call
         self._scan = JsonScan()  # of the current call
-        self._heeds_strings = True
+        self._ignores_marks_in_strings = True
 
     def push(self, text: str) -> list[TextEvent]:
         self._buffer += text
@@ -92,7 +92,7 @@ class HermesToolParser:
         self._scan.scan(text)
         if not is_found:
             return []
-        if self._heeds_strings and self._scan.is_in_string:
+        if self._ignores_marks_in_strings and self._scan.is_in_string:
             self._inside.append(END_CALL)
             self._scan.scan(END_CALL)
             return []
@@ -109,7 +109,7 @@ class HermesToolParser:
         """
         first, _, behind = inside.partition(END_CALL)
         if behind:
-            self._heeds_strings = False
+            self._ignores_marks_in_strings = False
         self._inside, self._buffer = None, behind + self._buffer
         return self._content.text(CALL + first + END_CALL)
 
@@ -124,7 +124,7 @@ class LlamaToolParser:
     def __init__(self) -> None:
         self._buffer = ""  # possible beginning of a call
         self._calls: list[str] = []  # text of the calls, in pieces
-        self._content = _Content()
+        self._content = _SurroundingText()
         self._is_call: bool | None = None  # None: not known yet
 
     def push(self, text: str) -> list[TextEvent]:

@@ -33,7 +33,7 @@ class Nodes(RuleBasedStateMachine):
 
     @rule(source=st.sampled_from(SOURCES), found=st.frozensets(addresses))
     def answer(self, source: NodeSource, found: frozenset[str]) -> None:
-        self.membership.tell(source, frozenset(map(member, found)))
+        self.membership.set_listed(source, frozenset(map(member, found)))
         self.last_answer[source] = found
         self.settle()
 
@@ -42,7 +42,7 @@ class Nodes(RuleBasedStateMachine):
         if member(address) not in self.membership.watched:
             return  # no watch on this source
         self.table.join(address, a_card(NodeRole.DECODE, name))
-        self.membership.joined(member(address))
+        self.membership.note_joined(member(address))
         self.joined.pop(address, None)
         self.joined[address] = name
         self.unready.discard(address)
@@ -62,7 +62,7 @@ class Nodes(RuleBasedStateMachine):
         if self.joined.pop(address, None) is None:
             return
         self.table.lose(address)
-        self.membership.lost(member(address))
+        self.membership.note_lost(member(address))
         self.unready.discard(address)
         self.draining.discard(address)
         self.settle()

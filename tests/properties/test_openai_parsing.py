@@ -13,7 +13,7 @@ from baton.core.output import FinishReason
 from baton.router.doors.openai.request.parsed_request import ResponseOptions
 from baton.router.doors.openai.response.chat_choices import ChatChoice
 from baton.router.doors.openai.response.choices import join_chunks
-from baton.router.input_processing.tokenization import by_id
+from baton.router.input_processing.tokenization import placeholder_text
 from baton.router.text_events.events import (
     AnswerText,
     EventReader,
@@ -146,7 +146,7 @@ def test_the_chunks_of_a_chat_add_up_to_the_whole_message(
     options = ResponseOptions(
         is_chat=True, is_streamed=True, text_format=TextFormat(parsing, ToolCallMode.BY_MODEL)
     )
-    streamed, whole = (ChatChoice(0, options, by_id) for _ in range(2))
+    streamed, whole = (ChatChoice(0, options, placeholder_text) for _ in range(2))
     reader = EventReader(options.text_format.parser, 1)
     tokens = [TokenChunk(place, (place,), text) for place, text in enumerate(fragments)]
     served = ServedBy("p", "d", PrefillPlace.REMOTE, "", CallReport(), 1)

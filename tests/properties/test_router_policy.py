@@ -142,9 +142,11 @@ def test_a_node_that_has_more_of_a_prompt_never_costs_more(
         node = a_node(NodeRole.PREFILL)
         table = NodeTable()
         table.join(node.address, node.card)
-        ask = RoutingRequest(tuple(range(num_tokens)))
+        request = RoutingRequest(tuple(range(num_tokens)))
         expected = {node.address: min(num_cached, num_tokens - 1)}
         holders = {table.kind_number(node.address): holder}
-        costs.append(RoutingView(table, ask, expected=expected, holders=holders).prompt_cost(node))
+        costs.append(
+            RoutingView(table, request, expected=expected, holders=holders).prompt_cost(node)
+        )
 
     assert costs[1] <= costs[0] <= num_tokens

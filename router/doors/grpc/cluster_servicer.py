@@ -9,7 +9,7 @@ from typing import Any
 
 from grpc import aio
 
-from baton.router.discovery.node_registry import NodeAvailability, NodeReport, roster
+from baton.router.discovery.node_reports import NodeAvailability, NodeReport, report_nodes
 from baton.router.prefix_resets import PrefixResets
 from baton.router.routing.node_table import NodeTable
 from baton.rpc.messages.mapper import enum_converter
@@ -34,7 +34,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
         self, request: cluster_pb2.WatchNodesRequest, context: aio.ServicerContext[Any, Any]
     ) -> AsyncGenerator[cluster_pb2.WatchNodesResponse, None]:
         while True:
-            reports = [report_to(report) for report in roster(self._table)]
+            reports = [report_to(report) for report in report_nodes(self._table)]
             yield cluster_pb2.WatchNodesResponse(nodes=reports)
             if not request.interval_s > 0:
                 return

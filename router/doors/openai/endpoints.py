@@ -36,10 +36,10 @@ class Models:
     root: str  # folder or hub name of the tokenizer; empty: the router has none
     since: int = field(default_factory=lambda: int(time.time()))
 
-    async def all(self, _request: Request) -> Response:
+    async def list_all(self, _request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._card(name) for name in self._names]})
 
-    async def one(self, request: Request) -> Response:
+    async def show(self, request: Request) -> Response:
         name = request.path_params["model"]
         if name not in self._names:
             served = ", ".join(self._names) or "none yet"
@@ -72,12 +72,12 @@ class Tokens:
     table: NodeTable
     bodies: Bodies
 
-    async def of_text(self, request: Request) -> Response:
+    async def tokenize(self, request: Request) -> Response:
         """Tokenize a text or a chat."""
         with self.bodies.lease() as lease:
-            return await self._of_text(await self.bodies.read(request, lease))
+            return await self._tokenize(await self.bodies.read(request, lease))
 
-    async def _of_text(self, raw: bytes) -> Response:
+    async def _tokenize(self, raw: bytes) -> Response:
         fields = await self.bodies.fields(raw)
         body: TokenizeTextBody | TokenizeChatBody
         prompt: Prompt
@@ -108,7 +108,7 @@ class Tokens:
             raw, {**response, "token_strs": await self.bodies.run_for_body(raw, spelled)}
         )
 
-    async def to_text(self, request: Request) -> Response:
+    async def detokenize(self, request: Request) -> Response:
         with self.bodies.lease() as lease:
             raw = await self.bodies.read(request, lease)
             fields = await self.bodies.fields(raw)

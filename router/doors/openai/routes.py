@@ -36,10 +36,10 @@ def openai_routes(
     return [
         _post("/v1/completions", generation(completion_from)),
         _post("/v1/chat/completions", generation(chat_completion_from)),
-        Route("/v1/models", models.all),
-        Route("/v1/models/{model:path}", models.one),
-        _post("/tokenize", texts.of_text),
-        _post("/detokenize", texts.to_text),
+        Route("/v1/models", models.list_all),
+        Route("/v1/models/{model:path}", models.show),
+        _post("/tokenize", texts.tokenize),
+        _post("/detokenize", texts.detokenize),
         _post("/reset_prefix_cache", PrefixCacheEndpoint(resets, bodies).reset),
     ]
 

@@ -59,7 +59,7 @@ def chat_from(body: TemplateFields, tools: Sequence[Mapping[str, Any]]) -> ChatP
         if name in body.chat_template_kwargs:
             field = f"chat_template_kwargs.{name}"
             raise InvalidRequest(f"{field}: send {name} as a field of its own", field)
-    messages = (_message(each, f"messages.{place}") for place, each in enumerate(body.messages))
+    messages = (_message(each, f"messages.{index}") for index, each in enumerate(body.messages))
     effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
     variables = {**effort, **body.chat_template_kwargs}
     if tools:
@@ -85,7 +85,7 @@ def _content(value: object, where: str) -> str:
         return value
     if not isinstance(value, list):
         raise InvalidRequest(f"{where} must be a text or a list of text parts", where)
-    return "\n".join(_part(part, f"{where}.{place}") for place, part in enumerate(value))
+    return "\n".join(_part(part, f"{where}.{index}") for index, part in enumerate(value))
 
 
 def _part(part: object, where: str) -> str:
@@ -102,7 +102,7 @@ def _tool_calls(value: object, where: str) -> list[dict[str, Any]]:
     """Parse each call's arguments, a JSON string, since templates expect the object."""
     if not isinstance(value, list):
         raise InvalidRequest(f"{where} must be a list", where)
-    return [_tool_call(call, f"{where}.{place}") for place, call in enumerate(value)]
+    return [_tool_call(call, f"{where}.{index}") for index, call in enumerate(value)]
 
 
 def _tool_call(call: object, where: str) -> dict[str, Any]:

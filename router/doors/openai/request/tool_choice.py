@@ -80,8 +80,8 @@ def _functions(tools: Sequence[Mapping[str, Any]]) -> dict[str, Schema]:
     if not tools:
         raise InvalidRequest("tool_choice forces a call: send tools, or leave it out", TOOL_CHOICE)
     functions: dict[str, Schema] = {}
-    for place, tool in enumerate(tools):
-        name, parameters = _function(tool, f"{TOOLS}.{place}")
+    for index, tool in enumerate(tools):
+        name, parameters = _function(tool, f"{TOOLS}.{index}")
         if name in functions:
             raise InvalidRequest(f"tools has two functions named {name!r}: rename one", TOOLS)
         functions[name] = parameters
@@ -106,8 +106,8 @@ def _function(tool: Mapping[str, Any], where: str) -> tuple[str, Schema]:
 
 def _schema_of_calls(functions: Mapping[str, Schema], body: ChatBody) -> Schema:
     calls = [
-        _call(name, _embed_schema(parameters, f"#/items/anyOf/{place}/properties/arguments"))
-        for place, (name, parameters) in enumerate(functions.items())
+        _call(name, _embed_schema(parameters, f"#/items/anyOf/{index}/properties/arguments"))
+        for index, (name, parameters) in enumerate(functions.items())
     ]
     limit = {} if body.parallel_tool_calls else {"maxItems": 1}
     return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **limit}
@@ -122,13 +122,13 @@ def _call(name: str, parameters: Schema) -> Schema:
     }
 
 
-def _embed_schema(schema: Schema, place: str) -> Schema:
-    """Return a copy of `schema` for embedding at `place`. Tools can use different JSON drafts."""
+def _embed_schema(schema: Schema, pointer: str) -> Schema:
+    """Return a copy of `schema` for embedding at `pointer`. Tools can use different JSON drafts."""
 
     def change(part: Schema) -> Schema:
         ref, items = part.get("$ref"), part.get("items")
         if isinstance(ref, str) and ref.startswith("#"):
-            part["$ref"] = place + ref.removeprefix("#")
+            part["$ref"] = pointer + ref.removeprefix("#")
         if isinstance(items, list):  # before draft 2020-12
             part["prefixItems"] = part.pop("items")
             if "additionalItems" in part:

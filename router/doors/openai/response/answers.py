@@ -17,7 +17,7 @@ from baton.router.doors.openai.response.choices import (
     ResponseChoice,
     join_chunks,
 )
-from baton.router.doors.openai.response.logprobs import TokenSpeller, prompt_logprobs
+from baton.router.doors.openai.response.logprobs import TokenToText, prompt_logprobs
 from baton.router.doors.openai.response.request_warnings import Warnings
 from baton.router.http.json_encoding import Json, LazyArray, encode_in_slices, server_sent_event
 from baton.router.input_processing.limits import MAX_POSITIONS_PER_SLICE
@@ -36,7 +36,7 @@ class ResponseHeader:
     created: int
     model: str
 
-    def over(self, choices: Sequence[Json] | LazyArray, **more: Any) -> Json:
+    def with_choices(self, choices: Sequence[Json] | LazyArray, **more: Any) -> Json:
         return {
             "id": self.id,
             "object": self.object,
@@ -47,9 +47,7 @@ class ResponseHeader:
         }
 
 
-def make_heading(
-    parsed: ParsedRequest, request_id: str, created: int, model: str
-) -> ResponseHeader:
+def make_header(parsed: ParsedRequest, request_id: str, created: int, model: str) -> ResponseHeader:
     options = parsed.options
     if not options.is_chat:
         return ResponseHeader(f"cmpl-{request_id}", "text_completion", created, model)
@@ -58,13 +56,13 @@ def make_heading(
 
 
 def make_choices(
-    parsed: ParsedRequest, prompts: Sequence[EchoedPrompt], spell: TokenSpeller
+    parsed: ParsedRequest, prompts: Sequence[EchoedPrompt], token_text: TokenToText
 ) -> list[ResponseChoice]:
     """Return a choice for each call. `prompts` has one entry per call."""
     options = parsed.options
     if options.is_chat:
-        return [ChatChoice(index, options, spell) for index in range(len(parsed.calls))]
-    return [CompletionChoice(*each, options, spell) for each in enumerate(prompts)]
+        return [ChatChoice(index, options, token_text) for index in range(len(parsed.calls))]
+    return [CompletionChoice(*each, options, token_text) for each in enumerate(prompts)]
 
 
 class UsageTotals:
@@ -128,17 +126,17 @@ class WholeAnswer:
     def __init__(
         self,
         parsed: ParsedRequest,
-        heading: ResponseHeader,
+        header: ResponseHeader,
         choices: Sequence[ResponseChoice],
-        spell: TokenSpeller,
+        token_text: TokenToText,
         warnings: Warnings,
     ) -> None:
         self._parsed = parsed
         self._warnings = warnings
         self._options = parsed.options
-        self._heading = heading
+        self._header = header
         self._choices = choices
-        self._spell = spell
+        self._token_text = token_text
         self._texts: list[list[TextEvent]] = [[] for _ in choices]
         self._chunks: list[list[TokenChunk]] = [[] for _ in choices]
         self._ends: dict[int, CompletionSummary] = {}
@@ -159,11 +157,11 @@ class WholeAnswer:
             {**self._choice(index), "index": rank}
             for rank, index in enumerate(self._returned_indices())
         )
-        return self._heading.over(
+        return self._header.with_choices(
             LazyArray(choices, has_long_items=True),
             usage=self._usage.totals,
             **self._prompt_fields(),
-            **self._warnings.of(*self._ends.values()),
+            **self._warnings.field(*self._ends.values()),
         )
 
     def _choice(self, index: int) -> Json:
@@ -190,7 +188,7 @@ class WholeAnswer:
         if num_top is None or not self._options.is_chat:
             return {}
         entries = join_chunks(self._chunks[0]).prompt_logprobs
-        return {"prompt_logprobs": prompt_logprobs(entries, num_top, self._spell)}
+        return {"prompt_logprobs": prompt_logprobs(entries, num_top, self._token_text)}
 
 
 class StreamedAnswer:
@@ -199,14 +197,14 @@ class StreamedAnswer:
     def __init__(
         self,
         parsed: ParsedRequest,
-        heading: ResponseHeader,
+        header: ResponseHeader,
         choices: Sequence[ResponseChoice],
         prompts: Sequence[EchoedPrompt],
         warnings: Warnings,
     ) -> None:
         self._options = parsed.options
         self._warnings = warnings
-        self._heading = heading
+        self._header = header
         self._choices = choices
         self._prompts = prompts
         self._usage = UsageTotals(parsed)
@@ -217,7 +215,7 @@ class StreamedAnswer:
         choice = self._choices[index]
         if end is not None:
             self._usage.add(index, end)
-            last_chunk, warnings = choice.last_chunk(part.texts, end), self._warnings.of(end)
+            last_chunk, warnings = choice.last_chunk(part.texts, end), self._warnings.field(end)
             return server_sent_event(
                 self._chunk(index, last_chunk, end.num_completion_tokens, **warnings)
             )
@@ -235,11 +233,11 @@ class StreamedAnswer:
     def end(self) -> bytes:
         if not self._options.with_usage:
             return DONE
-        return server_sent_event(self._heading.over([], usage=self._usage.totals)) + DONE
+        return server_sent_event(self._header.with_choices([], usage=self._usage.totals)) + DONE
 
     def _chunk(self, index: int, choice: Json, num_tokens: int, **more: Any) -> Json:
         if self._options.with_usage:
             more["usage"] = None
         if self._options.with_usage_so_far:
             more["usage"] = usage_of(len(self._prompts[index].token_ids), num_tokens)
-        return self._heading.over([choice], **more)
+        return self._header.with_choices([choice], **more)

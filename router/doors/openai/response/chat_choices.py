@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from baton.router.doors.openai.request.parsed_request import ResponseOptions
 from baton.router.doors.openai.response.choices import finish_fields
-from baton.router.doors.openai.response.logprobs import TokenSpeller, chat_logprobs
+from baton.router.doors.openai.response.logprobs import TokenToText, chat_logprobs
 from baton.router.http.json_encoding import Json
 from baton.router.text_events.events import (
     AnswerEvents,
@@ -25,10 +25,10 @@ ID_BYTES = 12
 
 
 class ChatChoice:
-    def __init__(self, index: int, options: ResponseOptions, spell: TokenSpeller) -> None:
+    def __init__(self, index: int, options: ResponseOptions, token_text: TokenToText) -> None:
         self._index = index
         self._options = options
-        self._spell = spell
+        self._token_text = token_text
         self._num_calls = 0
         self._has_begun = False
 
@@ -107,7 +107,7 @@ class ChatChoice:
         """Return the fields next to the text: logprobs and token ids."""
         num_top, logprobs = self._options.num_logprobs, None
         if num_top is not None and tokens.logprobs:
-            logprobs = chat_logprobs(tokens.logprobs, num_top, self._spell)
+            logprobs = chat_logprobs(tokens.logprobs, num_top, self._token_text)
         if self._options.with_token_ids:
             return {"logprobs": logprobs, "token_ids": tokens.token_ids}
         return {"logprobs": logprobs}

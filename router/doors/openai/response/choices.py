@@ -9,7 +9,7 @@ from typing import Protocol
 from baton.core.logprobs import TokenLogprobs
 from baton.router.doors.openai.request.parsed_request import ResponseOptions
 from baton.router.doors.openai.response.logprobs import (
-    TokenSpeller,
+    TokenToText,
     completion_logprobs,
     prompt_logprobs,
 )
@@ -38,12 +38,12 @@ class ResponseChoice(Protocol):
 
 class CompletionChoice:
     def __init__(
-        self, index: int, prompt: EchoedPrompt, options: ResponseOptions, spell: TokenSpeller
+        self, index: int, prompt: EchoedPrompt, options: ResponseOptions, token_text: TokenToText
     ) -> None:
         self._index = index
         self._options = options
         self._prompt = prompt
-        self._spell = spell
+        self._token_text = token_text
         self._offset = 0  # of the next token in the text
         self._has_begun = False
 
@@ -65,7 +65,7 @@ class CompletionChoice:
         num_top = self._options.num_prompt_logprobs
         if num_top is not None:
             fields["prompt_logprobs"] = prompt_logprobs(
-                tokens.prompt_logprobs, num_top, self._spell
+                tokens.prompt_logprobs, num_top, self._token_text
             )
         if self._options.with_token_ids:
             fields["prompt_token_ids"] = self._prompt.token_ids
@@ -99,7 +99,7 @@ class CompletionChoice:
             token_ids, entries = (*token_ids, *tokens.token_ids), (*entries, *tokens.logprobs)
         if not token_ids:
             return None
-        logprobs = completion_logprobs(token_ids, entries, num_top, self._spell, self._offset)
+        logprobs = completion_logprobs(token_ids, entries, num_top, self._token_text, self._offset)
         self._offset += sum(map(len, logprobs["tokens"]))
         return logprobs
 

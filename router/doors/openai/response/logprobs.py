@@ -13,7 +13,7 @@ from baton.text.token_text import TokenText
 
 LOWEST = -9999.0  # replaces -inf, which JSON lacks; the same value as in vLLM
 
-TokenSpeller = Callable[[int], TokenText]
+TokenToText = Callable[[int], TokenText]
 Position = TypeVar("Position")
 
 
@@ -21,61 +21,65 @@ def completion_logprobs(
     token_ids: Sequence[int],
     entries: Sequence[TokenLogprobs | None],
     num_top: int,
-    spell: TokenSpeller,
+    token_text: TokenToText,
     offset: int,
 ) -> dict[str, Any]:
     """Return logprobs of the completions API: parallel lists. A prompt's first entry is None."""
     offsets = []
     for token_id in token_ids:
         offsets.append(offset)
-        offset += len(spell(token_id).text)
+        offset += len(token_text(token_id).text)
     return {
         "text_offset": offsets,
         "token_logprobs": [None if entry is None else _finite(entry.logprob) for entry in entries],
-        "tokens": [spell(token_id).text for token_id in token_ids],
-        "top_logprobs": _map_positions(partial(_by_text, num_top=num_top, spell=spell), entries),
+        "tokens": [token_text(token_id).text for token_id in token_ids],
+        "top_logprobs": _map_positions(
+            partial(_top_by_text, num_top=num_top, token_text=token_text), entries
+        ),
     }
 
 
-def _by_text(
-    entry: TokenLogprobs | None, num_top: int, spell: TokenSpeller
+def _top_by_text(
+    entry: TokenLogprobs | None, num_top: int, token_text: TokenToText
 ) -> dict[str, float] | None:
     """Return top logprobs by text, with the sampled token. Equal texts keep the likelier one."""
     if entry is None:
         return None
     top: dict[str, float] = {}
     for token_id, logprob in (*entry.top[:num_top], (entry.token_id, entry.logprob)):
-        top.setdefault(spell(token_id).text, _finite(logprob))
+        top.setdefault(token_text(token_id).text, _finite(logprob))
     return top
 
 
 def chat_logprobs(
-    entries: Sequence[TokenLogprobs], num_top: int, spell: TokenSpeller
+    entries: Sequence[TokenLogprobs], num_top: int, token_text: TokenToText
 ) -> dict[str, Any]:
-    position = partial(_of_chat, num_top=num_top, spell=spell)
+    position = partial(_chat_position, num_top=num_top, token_text=token_text)
     return {"content": _map_positions(position, entries), "refusal": None}
 
 
-def _of_chat(entry: TokenLogprobs, num_top: int, spell: TokenSpeller) -> dict[str, Any]:
+def _chat_position(entry: TokenLogprobs, num_top: int, token_text: TokenToText) -> dict[str, Any]:
     return {
-        **_token(entry.token_id, entry.logprob, spell),
-        "top_logprobs": [_token(*top, spell) for top in entry.top[:num_top]],
+        **_token(entry.token_id, entry.logprob, token_text),
+        "top_logprobs": [_token(*top, token_text) for top in entry.top[:num_top]],
     }
 
 
-def _token(token_id: int, logprob: float, spell: TokenSpeller) -> dict[str, Any]:
-    spelled = spell(token_id)
+def _token(token_id: int, logprob: float, token_text: TokenToText) -> dict[str, Any]:
+    spelled = token_text(token_id)
     return {"token": spelled.text, "logprob": _finite(logprob), "bytes": list(spelled.raw)}
 
 
 def prompt_logprobs(
-    entries: Sequence[TokenLogprobs | None], num_top: int, spell: TokenSpeller
+    entries: Sequence[TokenLogprobs | None], num_top: int, token_text: TokenToText
 ) -> list[Any] | LazyArray:
     """Return prompt logprobs by token id, in vLLM's format."""
-    return _map_positions(partial(_by_id, num_top=num_top, spell=spell), entries)
+    return _map_positions(partial(_ranked_by_id, num_top=num_top, token_text=token_text), entries)
 
 
-def _by_id(entry: TokenLogprobs | None, num_top: int, spell: TokenSpeller) -> dict[str, Any] | None:
+def _ranked_by_id(
+    entry: TokenLogprobs | None, num_top: int, token_text: TokenToText
+) -> dict[str, Any] | None:
     if entry is None:
         return None
     ranked = enumerate(entry.top[:num_top], 1)
@@ -85,7 +89,7 @@ def _by_id(entry: TokenLogprobs | None, num_top: int, spell: TokenSpeller) -> di
         str(token_id): {
             "logprob": _finite(logprob),
             "rank": rank,
-            "decoded_token": spell(token_id).text,
+            "decoded_token": token_text(token_id).text,
         }
         for token_id, logprob, rank in (*top, chosen)
     }

@@ -19,9 +19,9 @@ class Warnings:
     def __init__(self, options: ResponseOptions, *, supports_tools: bool) -> None:
         self._of_tools = _of_tools(options.text_format, supports_tools=supports_tools)
 
-    def of(self, *endings: CompletionSummary) -> Json:
+    def field(self, *ends: CompletionSummary) -> Json:
         """Return the field `warnings`, or no field if there are none."""
-        unfulfilled = (warning for each in endings for warning in each.warnings)
+        unfulfilled = (warning for each in ends for warning in each.warnings)
         warnings = [*self._of_tools, *dict.fromkeys(unfulfilled)]
         return {"warnings": warnings} if warnings else {}
 

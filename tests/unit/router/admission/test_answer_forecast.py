@@ -8,11 +8,11 @@ from baton.router.admission.forecasts import AnswerForecast
 
 
 def after(
-    num: int, *, num_tokens: int = 10, lasted_s: float = 5.0, beside: int = 4
+    num: int, *, num_tokens: int = 10, duration_s: float = 5.0, beside: int = 4
 ) -> AnswerForecast:
     forecast = AnswerForecast()
     for _ in range(num):
-        forecast.note_answer(num_tokens, lasted_s, beside, is_whole=True)
+        forecast.note_answer(num_tokens, duration_s, beside, is_whole=True)
     return forecast
 
 
@@ -20,7 +20,7 @@ def test_nothing_is_foretold_before_there_was_an_answer() -> None:
     forecast = AnswerForecast()
     forecast.note_answer(0, 0.0, 3, is_whole=False)
 
-    assert forecast.lasts_s(100, 3) == 0.0
+    assert forecast.duration_s(100, 3) == 0.0
 
 
 def test_answers_are_at_least_as_long_as_what_came_of_those_that_broke_off() -> None:
@@ -28,27 +28,27 @@ def test_answers_are_at_least_as_long_as_what_came_of_those_that_broke_off() -> 
     forecast.note_answer(5, 2.0, 3, is_whole=False)
     forecast.note_answer(3, 1.2, 3, is_whole=False)
 
-    assert forecast.lasts_s(100, 3) == pytest.approx(2.0)
+    assert forecast.duration_s(100, 3) == pytest.approx(2.0)
 
 
 def test_an_answer_takes_as_long_as_the_last_ones_did() -> None:
-    assert after(20).lasts_s(None, 4) == pytest.approx(5.0)
+    assert after(20).duration_s(None, 4) == pytest.approx(5.0)
 
 
 def test_the_forecast_scales_with_max_tokens() -> None:
-    assert after(20).lasts_s(4, 4) == pytest.approx(2.0)
-    assert after(20).lasts_s(1, 4) == pytest.approx(0.5)
+    assert after(20).duration_s(4, 4) == pytest.approx(2.0)
+    assert after(20).duration_s(1, 4) == pytest.approx(0.5)
 
 
 def test_the_forecast_for_a_lone_request_is_zero() -> None:
-    assert after(20).lasts_s(None, 0) == 0.0
+    assert after(20).duration_s(None, 0) == 0.0
 
 
 def test_the_forecast_scales_with_fewer_concurrent_answers_only() -> None:
     forecast = after(20, beside=8)
 
-    assert forecast.lasts_s(None, 3) == pytest.approx(2.5)
-    assert forecast.lasts_s(None, 100) == pytest.approx(5.0)
+    assert forecast.duration_s(None, 3) == pytest.approx(2.5)
+    assert forecast.duration_s(None, 100) == pytest.approx(5.0)
 
 
 def test_answers_that_broke_off_tell_how_fast_tokens_come() -> None:
@@ -56,4 +56,4 @@ def test_answers_that_broke_off_tell_how_fast_tokens_come() -> None:
     for _ in range(100):
         forecast.note_answer(5, 10.0, 4, is_whole=False)
 
-    assert forecast.lasts_s(None, 4) == pytest.approx(20.0, rel=0.01)
+    assert forecast.duration_s(None, 4) == pytest.approx(20.0, rel=0.01)

@@ -15,7 +15,7 @@ def steady(interval_s: float, num: int = 200) -> tuple[FirstTokenForecast, float
     for _ in range(num):
         now += interval_s
         forecast.note_arrival(0, now)
-        forecast.note_began(0, now)
+        forecast.note_first_token(0, now)
     return forecast, now
 
 
@@ -38,7 +38,7 @@ def test_idle_time_does_not_count_as_slowness() -> None:
     forecast.note_left(0)
 
     forecast.note_arrival(0, now + 1000.0)
-    forecast.note_began(0, now + 1000.5)
+    forecast.note_first_token(0, now + 1000.5)
     forecast.note_arrival(0, now + 1001.0)
 
     assert forecast.wait_s(0) == pytest.approx(1.0)
@@ -48,7 +48,7 @@ def test_with_an_empty_queue_no_wait_is_forecast() -> None:
     """Otherwise one slow answer would cause all requests to be refused, with no new measurement."""
     forecast = FirstTokenForecast()
     forecast.note_arrival(0, 0.0)
-    forecast.note_began(0, 1000.0)
+    forecast.note_first_token(0, 1000.0)
 
     assert forecast.wait_s(0) == 0.0
 

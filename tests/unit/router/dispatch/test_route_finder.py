@@ -17,7 +17,7 @@ from baton.rpc.node_info import NodeRole
 from tests.support.node_calls import NAMING, a_node, a_table
 
 PROMPT = tuple(range(100))
-ASK = RoutingRequest(PROMPT)
+REQUEST = RoutingRequest(PROMPT)
 
 
 def a_cluster() -> NodeTable:
@@ -43,7 +43,7 @@ def find(
         quarantine or Quarantine(lambda: None),
         clock=lambda: 0.0,
     )
-    return asyncio.run(finder.find(ASK, failed, Suspicion()))
+    return asyncio.run(finder.find(REQUEST, failed, Suspicion()))
 
 
 def holder_address(route: Route) -> str | None:

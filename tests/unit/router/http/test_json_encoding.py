@@ -22,7 +22,7 @@ def entries_of(count: int) -> list[TokenLogprobs | None]:
     return [TokenLogprobs(place % 50, -0.5, 1, TOP) for place in range(count)]
 
 
-def spell(token_id: int) -> TokenText:
+def token_text(token_id: int) -> TokenText:
     return TokenText(f"t{token_id}", f"t{token_id}".encode())
 
 
@@ -30,9 +30,9 @@ def answer_of(num_positions: int) -> dict[str, Any]:
     entries = entries_of(num_positions)
     token_ids = list(range(num_positions))
     choices = [
-        {"text": "é", "logprobs": completion_logprobs(token_ids, entries, 64, spell, 0)},
-        {"logprobs": chat_logprobs([one for one in entries if one], 64, spell)},
-        {"prompt_logprobs": prompt_logprobs([None, *entries], 64, spell)},
+        {"text": "é", "logprobs": completion_logprobs(token_ids, entries, 64, token_text, 0)},
+        {"logprobs": chat_logprobs([one for one in entries if one], 64, token_text)},
+        {"prompt_logprobs": prompt_logprobs([None, *entries], 64, token_text)},
     ]
     return {"id": "a", "choices": LazyArray(iter(choices), has_long_items=True), "usage": None}
 

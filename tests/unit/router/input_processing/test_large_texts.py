@@ -47,7 +47,7 @@ class Work:
 
 
 def test_a_small_text_is_read_where_it_is() -> None:
-    thread = asyncio.run(LargeTexts(CONFIG).read(SMALL, threading.get_ident))
+    thread = asyncio.run(LargeTexts(CONFIG).run(SMALL, threading.get_ident))
 
     assert thread == threading.get_ident()
 
@@ -55,7 +55,7 @@ def test_a_small_text_is_read_where_it_is() -> None:
 def test_the_loop_goes_on_while_a_large_text_is_read() -> None:
     async def read() -> str:
         work = Work()
-        reading = asyncio.ensure_future(LargeTexts(CONFIG).read(LARGE, work))
+        reading = asyncio.ensure_future(LargeTexts(CONFIG).run(LARGE, work))
         await work.await_begun(1)
         work.may_end.set()
         return await reading
@@ -67,13 +67,13 @@ def test_a_thread_that_nobody_waits_for_any_more_still_counts() -> None:
     async def cancel_two_of_three() -> tuple[list[str], list[str]]:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(3))
         texts, work = LargeTexts(CONFIG), Work()
-        left = [asyncio.ensure_future(texts.read(LARGE, work)) for _ in range(2)]
+        left = [asyncio.ensure_future(texts.run(LARGE, work)) for _ in range(2)]
         await work.await_begun(2)
         for one in left:
             one.cancel()
         await asyncio.wait(left)
         third: list[str] = []
-        reading = asyncio.ensure_future(texts.read(LARGE, lambda: third.append("read")))
+        reading = asyncio.ensure_future(texts.run(LARGE, lambda: third.append("read")))
         await asyncio.sleep(0)
         await asyncio.to_thread(str)  # on the only free thread, after all admitted work
         meanwhile = list(third)
@@ -87,13 +87,13 @@ def test_a_thread_that_nobody_waits_for_any_more_still_counts() -> None:
 def test_no_more_texts_wait_than_may() -> None:
     async def fill() -> list[str]:
         texts, work = LargeTexts(CONFIG), Work()
-        readers = [asyncio.ensure_future(texts.read(LARGE, work)) for _ in range(2)]
+        readers = [asyncio.ensure_future(texts.run(LARGE, work)) for _ in range(2)]
         await work.await_begun(2)
-        readers += [asyncio.ensure_future(texts.read(LARGE, work)) for _ in range(3)]
+        readers += [asyncio.ensure_future(texts.run(LARGE, work)) for _ in range(3)]
         await asyncio.sleep(0)
         with pytest.raises(QueueFull, match="3 large texts already wait"):
-            await texts.read(LARGE, work)
-        assert await texts.read(SMALL, lambda: "small") == "small"
+            await texts.run(LARGE, work)
+        assert await texts.run(SMALL, lambda: "small") == "small"
         work.may_end.set()
         return await asyncio.gather(*readers)
 
@@ -105,7 +105,7 @@ def test_what_the_work_raises_is_raised() -> None:
         raise InvalidRequest("too long")
 
     with pytest.raises(InvalidRequest, match="too long"):
-        asyncio.run(LargeTexts(CONFIG).read(LARGE, refuse))
+        asyncio.run(LargeTexts(CONFIG).run(LARGE, refuse))
 
 
 class Unread:

@@ -22,7 +22,7 @@ from baton.rpc.node_info import NodeLoad, NodeRole
 from tests.support.node_calls import FINGERPRINT, NAMING, a_node, a_table
 
 PROMPT = tuple(range(100))  # six full blocks of 16, and 4 tokens
-ASK = RoutingRequest(PROMPT)
+REQUEST = RoutingRequest(PROMPT)
 
 
 def names_of(node: Node) -> str:
@@ -53,7 +53,7 @@ def test_in_round_robin_nodes_of_a_role_take_turns() -> None:
     table = a_cluster(2, 3)
     routing = Routing(RoutingPolicy.ROUND_ROBIN)
 
-    pairs = [pair_of(choose(table, routing, replace(ASK, number=n))) for n in range(6)]
+    pairs = [pair_of(choose(table, routing, replace(REQUEST, number=n))) for n in range(6)]
 
     assert [decode for _, decode in pairs] == ["d0", "d1", "d2"] * 2
     assert [prefill for prefill, _ in pairs] == ["p0", "p1"] * 3
@@ -67,7 +67,7 @@ def test_a_node_with_less_to_do_is_preferred(policy: RoutingPolicy) -> None:
     table.note_load("d0:1", NodeLoad(num_running=3))
     table.note_load("p1:1", NodeLoad(num_waiting=2))
 
-    pairs = {pair_of(choose(table, Routing(policy), replace(ASK, number=n))) for n in range(8)}
+    pairs = {pair_of(choose(table, Routing(policy), replace(REQUEST, number=n))) for n in range(8)}
 
     assert pairs == {("p0", "d1")}
 
@@ -77,7 +77,8 @@ def test_equal_nodes_take_turns(policy: RoutingPolicy) -> None:
     table = a_cluster(1, 3)
 
     chosen = [
-        names_of(choose(table, Routing(policy), replace(ASK, number=n)).decode) for n in range(6)
+        names_of(choose(table, Routing(policy), replace(REQUEST, number=n)).decode)
+        for n in range(6)
     ]
 
     assert chosen == ["d0", "d1", "d2"] * 2
@@ -86,12 +87,12 @@ def test_equal_nodes_take_turns(policy: RoutingPolicy) -> None:
 def test_sent_requests_count_until_they_end() -> None:
     table = a_cluster(1, 2)
     routing = Routing(RoutingPolicy.LEAST_LOADED)
-    first = choose(table, routing, ASK)
+    first = choose(table, routing, REQUEST)
     assignment = Assignment(table, first)
 
-    second = choose(table, routing, ASK)
+    second = choose(table, routing, REQUEST)
     assignment.close()
-    third = choose(table, routing, ASK)
+    third = choose(table, routing, REQUEST)
 
     assert names_of(first.decode) == names_of(third.decode) == "d0"
     assert names_of(second.decode) == "d1"
@@ -99,7 +100,7 @@ def test_sent_requests_count_until_they_end() -> None:
 
 def test_an_ended_request_has_no_weight_before_the_node_reports_it() -> None:
     table = a_cluster(2, 1)
-    first = choose(table, Routing(), ASK)
+    first = choose(table, Routing(), REQUEST)
     assignment = Assignment(table, first)
     table.note_load("p0:1", NodeLoad(num_running=1))
     assignment.note_prompt_done()
@@ -111,7 +112,7 @@ def test_an_ended_request_has_no_weight_before_the_node_reports_it() -> None:
 
 def test_two_are_drawn_evenly_and_alike_for_one_seed() -> None:
     table = a_cluster(1, 5)
-    asks = [replace(ASK, number=n) for n in range(2000)]
+    asks = [replace(REQUEST, number=n) for n in range(2000)]
 
     def drawn(seed: int) -> list[str]:
         routing = Routing(RoutingPolicy.POWER_OF_TWO, seed=seed)
@@ -127,7 +128,7 @@ def test_a_prompt_goes_where_its_prefix_is_for_prefill_and_for_decode() -> None:
     tell_prefix(table, "d0", PROMPT[:32])
     tell_prefix(table, "d1", PROMPT[:48])
 
-    chosen = {pair_of(choose(table, Routing(), replace(ASK, number=n))) for n in range(4)}
+    chosen = {pair_of(choose(table, Routing(), replace(REQUEST, number=n))) for n in range(4)}
 
     assert chosen == {("p1", "d1")}
 
@@ -136,9 +137,9 @@ def test_a_prefix_of_another_salt_is_no_hit() -> None:
     table = a_cluster(1, 2)
     tell_prefix(table, "d1", PROMPT[:48], salt="tenant")
 
-    mine = [choose(table, Routing(), replace(ASK, number=n)) for n in range(2)]
+    mine = [choose(table, Routing(), replace(REQUEST, number=n)) for n in range(2)]
     tenants = [
-        choose(table, Routing(), replace(ASK, number=n, cache_salt="tenant")) for n in range(2)
+        choose(table, Routing(), replace(REQUEST, number=n, cache_salt="tenant")) for n in range(2)
     ]
 
     assert [names_of(route.decode) for route in mine] == ["d0", "d1"]
@@ -155,7 +156,7 @@ def test_a_long_prompt_is_named_by_its_length_where_the_model_needs_that() -> No
     same_length = pack_names(naming.names(PROMPT, len(PROMPT)))
     table.note_prefixes("d1:1", PrefixChanges(1, True, same_length))
 
-    same = choose(table, Routing(), ASK)
+    same = choose(table, Routing(), REQUEST)
     longer = choose(table, Routing(), RoutingRequest((*PROMPT, 1)))
 
     assert (names_of(same.decode), same.num_missing_tokens) == ("d1", 4)
@@ -172,7 +173,7 @@ def test_with_recurrent_layers_a_hit_ends_at_the_last_snapshot() -> None:
     block_names = naming.names(PROMPT, len(PROMPT))
     table.note_prefixes("d1:1", PrefixChanges(1, True, pack_names(block_names[3:4])))
 
-    route = choose(table, Routing(), ASK)
+    route = choose(table, Routing(), REQUEST)
 
     assert (names_of(route.decode), route.num_missing_tokens) == ("d1", len(PROMPT) - 64)
     assert route.block_names == tuple(naming.names(PROMPT[:-1], len(PROMPT))[-1:])
@@ -190,7 +191,7 @@ def test_a_long_queue_outweighs_a_cached_prefix() -> None:
     tell_prefix(table, "p1", PROMPT)
     table.note_load("p1:1", NodeLoad(num_waiting=4))
 
-    route = choose(table, Routing(), ASK)
+    route = choose(table, Routing(), REQUEST)
 
     assert route.prefill is not None
     assert names_of(route.prefill) == "p0"
@@ -228,7 +229,7 @@ def test_a_full_cache_pays_for_the_blocks_that_it_would_evict() -> None:
     for name in ("p0", "d1"):
         tell_prefix(table, name, tuple(range(1000, 1000 + 8 * 16)))
 
-    chosen = {pair_of(choose(table, Routing(), replace(ASK, number=n))) for n in range(4)}
+    chosen = {pair_of(choose(table, Routing(), replace(REQUEST, number=n))) for n in range(4)}
 
     assert chosen == {("p1", "d0")}
 
@@ -240,7 +241,7 @@ def test_a_long_match_is_worth_more_than_the_blocks_evicted_for_the_rest() -> No
     table.note_prefixes("p1:1", PrefixChanges(1, True, stored))
 
     routing = Routing(kv_pulls=False)
-    chosen = {pair_of(choose(table, routing, replace(ASK, number=n)))[0] for n in range(4)}
+    chosen = {pair_of(choose(table, routing, replace(REQUEST, number=n)))[0] for n in range(4)}
 
     assert chosen == {"p1"}
 
@@ -255,7 +256,7 @@ def test_blocks_that_stay_in_host_memory_are_not_evicted() -> None:
     for name, num_others in (("p0", 8), ("p1", 12), ("p2", 12)):  # caches of ten blocks
         tell_prefix(table, name, tuple(range(1000, 1000 + num_others * 16)))
 
-    chosen = {pair_of(choose(table, Routing(), replace(ASK, number=n)))[0] for n in range(4)}
+    chosen = {pair_of(choose(table, Routing(), replace(REQUEST, number=n)))[0] for n in range(4)}
 
     assert chosen == {"p1"}
 
@@ -271,7 +272,7 @@ def test_a_node_with_more_blocks_than_places_costs_no_more_than_a_full_one() -> 
     others = NAMING.names(tuple(range(1000, 1000 + 40 * 16)), 40 * 16)
     table.note_prefixes("p1:1", PrefixChanges(1, True, pack_names((*names, *others))))
 
-    assert pair_of(choose(table, Routing(), ASK))[0] == "p1"
+    assert pair_of(choose(table, Routing(), REQUEST))[0] == "p1"
 
 
 def test_a_burst_with_one_prefix_goes_to_one_node_before_the_node_reports_it() -> None:
@@ -301,7 +302,7 @@ def test_few_missing_tokens_are_computed_on_decode_and_the_reason_is_reported() 
     tell_prefix(table, "d0", PROMPT)
     routing = Routing(local_prefill_below=10)
 
-    few = choose(table, routing, ASK)
+    few = choose(table, routing, REQUEST)
     many = choose(table, routing, RoutingRequest((*PROMPT, *range(12))))
 
     assert few.prefill is None
@@ -313,11 +314,11 @@ def test_few_missing_tokens_are_computed_on_decode_and_the_reason_is_reported() 
 def test_decode_computes_nothing_that_prefill_lacks_about_as_much_of() -> None:
     table = a_cluster(1, 1)
     routing = Routing(local_prefill_below=200)
-    fresh = choose(table, routing, ASK)
+    fresh = choose(table, routing, REQUEST)
     tell_prefix(table, "p0", PROMPT[:48])
     tell_prefix(table, "d0", PROMPT[:64])
 
-    follow_up = choose(table, routing, ASK)
+    follow_up = choose(table, routing, REQUEST)
 
     assert fresh.prefill is not None  # both lack all of it
     assert follow_up.prefill is not None  # 36 tokens or 52
@@ -337,14 +338,14 @@ def test_decode_computes_fewer_tokens_at_once_than_the_limit() -> None:
         assignment.close()
 
     assert [is_local for is_local, _ in underway] == [True, True, False, False]
-    assert choose(table, routing, ASK).prefill is None
+    assert choose(table, routing, REQUEST).prefill is None
 
 
 def test_only_what_a_node_has_for_sure_lets_it_compute_a_prompt_itself() -> None:
     table = a_cluster(1, 1)
-    Assignment(table, choose(table, Routing(), ASK))
+    Assignment(table, choose(table, Routing(), REQUEST))
 
-    route = choose(table, Routing(local_prefill_below=10), ASK)
+    route = choose(table, Routing(local_prefill_below=10), REQUEST)
 
     assert route.prefill is not None
 
@@ -358,7 +359,7 @@ def test_only_nodes_whose_kv_means_the_same_are_paired() -> None:
         a_node(NodeRole.DECODE, "d"),
     )
 
-    chosen = {pair_of(choose(table, Routing(), replace(ASK, number=n))) for n in range(4)}
+    chosen = {pair_of(choose(table, Routing(), replace(REQUEST, number=n))) for n in range(4)}
 
     assert chosen == {("p-same", "d")}
 
@@ -367,7 +368,7 @@ def test_prefill_nodes_that_fit_no_decode_node_are_a_named_refusal_that_says_why
     other = a_node(NodeRole.PREFILL, fingerprint=replace(FINGERPRINT, dtype="bfloat16"))
 
     with pytest.raises(IncompatibleNodes, match="dtype bfloat16 and float32"):
-        choose(a_table(other, a_node(NodeRole.DECODE)), Routing(), ASK)
+        choose(a_table(other, a_node(NodeRole.DECODE)), Routing(), REQUEST)
 
 
 def test_when_the_prefill_node_that_fits_just_failed_decode_does_it_alone() -> None:
@@ -375,7 +376,7 @@ def test_when_the_prefill_node_that_fits_just_failed_decode_does_it_alone() -> N
     fitting = a_node(NodeRole.PREFILL, "p")
     table = a_table(other, fitting, a_node(NodeRole.DECODE))
 
-    route = choose(table, Routing(), ASK, without=frozenset({fitting.address}))
+    route = choose(table, Routing(), REQUEST, without=frozenset({fitting.address}))
 
     assert route.prefill is None
     assert "failed" in route.local_reason
@@ -384,18 +385,18 @@ def test_when_the_prefill_node_that_fits_just_failed_decode_does_it_alone() -> N
 def test_draining_failed_and_lost_nodes_are_passed_over() -> None:
     draining, failed, lost, left = (a_node(NodeRole.DECODE, f"d{n}") for n in range(4))
     table = a_table(draining, failed, lost, left)
-    choose(table, Routing(), ASK)
+    choose(table, Routing(), REQUEST)
     table.note_load(draining.address, NodeLoad(is_draining=True))
     table.lose(lost.address)
 
-    route = choose(table, Routing(), ASK, without=frozenset({failed.address}))
+    route = choose(table, Routing(), REQUEST, without=frozenset({failed.address}))
 
     assert route.decode == left
 
 
 def test_no_decode_node_is_a_named_refusal() -> None:
     with pytest.raises(NoNodes):
-        choose(a_table(a_node(NodeRole.PREFILL)), Routing(), ASK)
+        choose(a_table(a_node(NodeRole.PREFILL)), Routing(), REQUEST)
 
 
 def test_an_unknown_policy_is_refused_with_those_that_there_are() -> None:
@@ -411,9 +412,9 @@ def test_a_request_keeps_to_the_revision_that_began_it() -> None:
     d1, d2 = a_node(NodeRole.DECODE, "d1"), a_node(NodeRole.DECODE, "d2", fingerprint=OTHER)
     table = a_table(p1, p2, d1, d2)
 
-    new = {pair_of(choose(table, Routing(), replace(ASK, number=n))) for n in range(6)}
+    new = {pair_of(choose(table, Routing(), replace(REQUEST, number=n))) for n in range(6)}
     for node, pair in ((d1, ("p1", "d1")), (d2, ("p2", "d2"))):
-        ask = replace(ASK, revision=node.revision)
+        ask = replace(REQUEST, revision=node.revision)
         kept = {pair_of(choose(table, Routing(), replace(ask, number=n))) for n in range(6)}
         assert kept == {pair}
 
@@ -423,7 +424,7 @@ def test_a_request_keeps_to_the_revision_that_began_it() -> None:
 def test_without_prefill_nodes_an_answer_does_not_go_on_with_other_weights() -> None:
     d1, d2 = a_node(NodeRole.DECODE, "d1"), a_node(NodeRole.DECODE, "d2", fingerprint=OTHER)
     table = a_table(d1, d2)
-    begun = replace(ASK, revision=d1.revision)
+    begun = replace(REQUEST, revision=d1.revision)
 
     chosen = {pair_of(choose(table, Routing(), replace(begun, number=n))) for n in range(4)}
 
@@ -435,7 +436,7 @@ def test_without_prefill_nodes_an_answer_does_not_go_on_with_other_weights() -> 
 def test_prefill_nodes_of_another_revision_are_none_to_an_answer_that_has_begun() -> None:
     d1, p2 = a_node(NodeRole.DECODE, "d1"), a_node(NodeRole.PREFILL, "p2", fingerprint=OTHER)
 
-    route = choose(a_table(d1, p2), Routing(), replace(ASK, revision=d1.revision))
+    route = choose(a_table(d1, p2), Routing(), replace(REQUEST, revision=d1.revision))
 
     assert pair_of(route) == ("", "d1")
 
@@ -443,12 +444,12 @@ def test_prefill_nodes_of_another_revision_are_none_to_an_answer_that_has_begun(
 def test_when_prefill_is_gone_new_requests_stay_with_the_revision_that_served() -> None:
     p1, d1 = a_node(NodeRole.PREFILL, "p1"), a_node(NodeRole.DECODE, "d1")
     table = a_table(p1, d1, a_node(NodeRole.DECODE, "d2", fingerprint=OTHER))
-    choose(table, Routing(), ASK)
+    choose(table, Routing(), REQUEST)
     table.lose(p1.address)
 
-    chosen = {pair_of(choose(table, Routing(), replace(ASK, number=n))) for n in range(4)}
+    chosen = {pair_of(choose(table, Routing(), replace(REQUEST, number=n))) for n in range(4)}
     table.lose(d1.address)
-    left = pair_of(choose(table, Routing(), ASK))
+    left = pair_of(choose(table, Routing(), REQUEST))
 
     assert chosen == {("", "d1")}
     assert left == ("", "d2")

@@ -19,12 +19,12 @@ from baton.text.token_text import TokenText, spelled
 CHOSEN_LAST = TokenLogprobs(3, -2.5, 3, ((1, -0.5), (2, -math.inf)))
 
 
-def spell(token_id: int) -> TokenText:
+def token_text(token_id: int) -> TokenText:
     return TokenText(f"<{token_id}>", bytes([token_id]))
 
 
 def test_logprobs_have_the_chosen_token_and_the_likeliest() -> None:
-    reported = completion_logprobs((3,), (CHOSEN_LAST,), 2, spell, 10)
+    reported = completion_logprobs((3,), (CHOSEN_LAST,), 2, token_text, 10)
 
     assert reported == {
         "text_offset": [10],
@@ -35,7 +35,7 @@ def test_logprobs_have_the_chosen_token_and_the_likeliest() -> None:
 
 
 def test_the_first_token_of_a_prompt_has_none() -> None:
-    reported = completion_logprobs((7, 3), (None, CHOSEN_LAST), 1, spell, 0)
+    reported = completion_logprobs((7, 3), (None, CHOSEN_LAST), 1, token_text, 0)
 
     assert reported["token_logprobs"] == [None, -2.5]
     assert reported["top_logprobs"][0] is None
@@ -43,7 +43,7 @@ def test_the_first_token_of_a_prompt_has_none() -> None:
 
 
 def test_chat_logprobs_have_bytes_and_the_requested_number_of_tokens() -> None:
-    [reported] = chat_logprobs((CHOSEN_LAST,), 1, spell)["content"]
+    [reported] = chat_logprobs((CHOSEN_LAST,), 1, token_text)["content"]
 
     assert reported == {
         "token": "<3>",
@@ -54,7 +54,7 @@ def test_chat_logprobs_have_bytes_and_the_requested_number_of_tokens() -> None:
 
 
 def test_a_prompts_logprobs_are_by_id_with_ranks() -> None:
-    reported = prompt_logprobs((None, CHOSEN_LAST), 1, spell)
+    reported = prompt_logprobs((None, CHOSEN_LAST), 1, token_text)
 
     assert isinstance(reported, list)
     assert reported[0] is None
@@ -65,7 +65,10 @@ def test_a_prompts_logprobs_are_by_id_with_ranks() -> None:
 
 
 def test_all_of_it_is_json() -> None:
-    reported = [chat_logprobs((CHOSEN_LAST,), 2, spell), prompt_logprobs((CHOSEN_LAST,), 2, spell)]
+    reported = [
+        chat_logprobs((CHOSEN_LAST,), 2, token_text),
+        prompt_logprobs((CHOSEN_LAST,), 2, token_text),
+    ]
     json.dumps(reported, allow_nan=False)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from baton.client.node_status import NodeRates, NodeStatus, Snapshot, rates_between, statuses_from
-from baton.router.discovery.node_registry import NodeAvailability, roster
+from baton.router.discovery.node_reports import NodeAvailability, report_nodes
 from baton.router.discovery.sources import Member
 from baton.router.doors.grpc.cluster_servicer import report_to
 from baton.router.routing.node_table import NodeTable
@@ -28,13 +28,13 @@ def a_table(*members: Member) -> NodeTable:
 
 
 def states(table: NodeTable) -> dict[str, NodeAvailability]:
-    return {report.address: report.state for report in roster(table)}
+    return {report.address: report.state for report in report_nodes(table)}
 
 
 def test_prefill_nodes_come_first_and_those_that_cannot_be_reached_are_told_of() -> None:
     members = [Member(DECODE, "up2"), Member(DECODE, "away"), Member(PREFILL, "up1")]
 
-    reports = roster(a_table(*members))
+    reports = report_nodes(a_table(*members))
 
     assert [(report.address, report.state) for report in reports] == [
         ("up1", NodeAvailability.READY),
@@ -71,7 +71,7 @@ def test_reported_node_status_reaches_the_caller() -> None:
     [node] = table.nodes
     table.node_load(node).num_sent += 4
 
-    away, up = statuses_from(map(report_to, roster(table)))
+    away, up = statuses_from(map(report_to, report_nodes(table)))
 
     assert away == NodeStatus("prefill", "away", "unreachable")
     assert up == NodeStatus(

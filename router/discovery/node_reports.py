@@ -31,7 +31,7 @@ class NodeReport:
     num_sent: int = 0
 
 
-def roster(table: NodeTable) -> tuple[NodeReport, ...]:
+def report_nodes(table: NodeTable) -> tuple[NodeReport, ...]:
     """Return the reports of all nodes, prefill nodes first, then by address."""
     joined = {Member(node.card.role, node.address): node for node in table.nodes}
     members = sorted(table.watched | joined.keys(), key=_sort_key)
