@@ -29,6 +29,7 @@ class Work(Enum):
     LOAD = 0.25  # a request waits for it
     STORE = 0.5  # blocks of the KV cache wait for it
     WRITE_BEHIND = 5.0  # from host memory to files and objects; a crash loses what is not written
+    TOUCH = 60.0  # mapping of host memory; nothing waits for it
 
     @property
     def max_paced_s(self) -> float:

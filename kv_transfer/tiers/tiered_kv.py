@@ -40,6 +40,7 @@ from baton.kv_transfer.tiers.backing_tier import (
 from baton.kv_transfer.tiers.block_memory import BlockMemory, CopyBlocks, copy_blocks
 from baton.kv_transfer.tiers.copy_pace import CopyPace, Work
 from baton.kv_transfer.tiers.counters import TierCounters, TierStatus
+from baton.kv_transfer.tiers.first_touch import FirstTouch
 from baton.kv_transfer.tiers.host_tier import HostBlock, HostTier
 from baton.kv_transfer.tiers.load_times import LoadTimes
 from baton.kv_transfer.tiers.store_queue import StoreQueue, Storing, StoringBlock
@@ -109,6 +110,7 @@ class TieredKv:
         self._loads: deque[PendingLoad] = deque()  # not begun yet
         self._done = _Done()
         self._thread = Thread(target=self._copy_blocks, name="kv-host-tier", daemon=True)
+        self._first_touch = FirstTouch(host.memory, self.pace, clock)
 
     def _make_backing(
         self, files: BlockStore | None, objects: BlockStore | None, object_refresh_s: float
@@ -131,6 +133,7 @@ class TieredKv:
 
     def __enter__(self) -> TieredKv:
         self._thread.start()
+        self._first_touch.__enter__()
         for tier in self._backing:
             tier.start()
         ends_s = time.monotonic() + SCAN_S
@@ -140,6 +143,7 @@ class TieredKv:
 
     def __exit__(self, *_: object) -> None:
         """Write what is not written yet, for `FLUSH_S` at most."""
+        self._first_touch.__exit__()
         self.pace.set_decoding(False)
         self._copies.put(None)
         ends_s = time.monotonic() + FLUSH_S
