@@ -66,7 +66,7 @@ class SharedPrompt:
         self._pipeline = pipeline
         self._budget = budget
         self._group = PromptGroup()
-        self._is_settled = asyncio.Event()  # the others need not wait for the first any more
+        self._may_follow = asyncio.Event()  # the other answers need not wait for the first any more
         self._failure: Exception | None = None  # of the first answer
         self._placement: PromptPlacement | None = None
         self._logprobs: tuple[TokenLogprobs | None, ...] = ()  # known once the first one has them
@@ -85,7 +85,7 @@ class SharedPrompt:
         wants_logprobs = call.sampling.prompt_logprobs is not None
         with (
             scope.answering(call, is_late) as salted,
-            self._settling(is_first=is_first),
+            self._releasing_others(is_first=is_first),
             self._pipeline.accept(call.request_id, is_one_of_several=True),
         ):
             if is_first:
@@ -99,7 +99,7 @@ class SharedPrompt:
                 yield parts
 
     @contextmanager
-    def _settling(self, *, is_first: bool) -> Iterator[None]:
+    def _releasing_others(self, *, is_first: bool) -> Iterator[None]:
         """Release the other answers at the end of the first one, however it ends."""
         try:
             yield
@@ -109,13 +109,13 @@ class SharedPrompt:
             raise
         finally:
             if is_first:
-                self._is_settled.set()
+                self._may_follow.set()
 
     def _note_placement(self, placement: PromptPlacement) -> None:
-        if not self._is_settled.is_set():
+        if not self._may_follow.is_set():
             self._placement = placement
             if placement.has_kv:
-                self._is_settled.set()
+                self._may_follow.set()
 
     async def _follow(
         self, call: GenerateCall, context: RequestContext
@@ -124,7 +124,7 @@ class SharedPrompt:
 
         Raises the error of the first answer if it failed: a request ends with the first failure.
         """
-        await self._is_settled.wait()
+        await self._may_follow.wait()
         if self._failure is not None:
             raise self._failure
         if self._placement is None:
