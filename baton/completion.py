@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from baton.checkpoint.tokenizer import Detokenizer
 from baton.core.logprobs import TokenLogprobs
 from baton.core.output import FinishReason, Output
-from baton.text.stop_strings import StopRule, StopWatcher
-from baton.text.tokenizer import Detokenizer
+from baton.core.stop_strings import StopRule, StopWatcher
 
 
 @dataclass(slots=True)

@@ -10,12 +10,12 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 from rich.table import Table
 
+from baton.checkpoint.hub import open_checkpoint
 from baton.client import Answer, Client, Finish, Generation
 from baton.cluster import ClusterOptions, LocalCluster
 from baton.core.sampling import SamplingParams
 from baton.core.units import format_bytes
 from baton.demo_model import demo_model
-from baton.engine.model_folder import resolve_model_folder
 from baton.engine.runner.config import RunnerConfig
 from baton.kernels import build_missing_kernels
 from baton.kv_transfer.transports.ucx_log import LOG_NAME, find_write_transport, ucx_log_environment
@@ -46,7 +46,7 @@ def run(model: str, trace_dir: Path) -> None:
     """Run the demo to its end. Raises NamedError."""
     console = Console()
     model = model or demo_model()
-    build_missing_kernels(RunnerConfig(model), resolve_model_folder(model), console)
+    build_missing_kernels(RunnerConfig(model), open_checkpoint(model), console)
     with TemporaryDirectory(prefix="baton-demo-") as folder:
         results, log = _serve(console, _options(model, trace_dir, folder), Path(folder))
     _show_trace(console, trace_dir, results[-1], log)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 from rich.console import Console
 
+from baton.checkpoint.checkpoint import Checkpoint
 from baton.core.errors import ModelError
 from baton.engine.runner.config import RunnerConfig, fits_kernels
 from baton.engine.runner.families.read_config import read_model_config
@@ -21,13 +21,13 @@ from baton.engine.runner.kernels.build import (
 )
 
 
-def build_missing_kernels(config: RunnerConfig, folder: Path, screen: Console) -> None:
-    """Build the kernels that the model in `folder` needs, if they were not built yet.
+def build_missing_kernels(config: RunnerConfig, checkpoint: Checkpoint, screen: Console) -> None:
+    """Build the kernels that the model needs, if they were not built yet.
 
     What is wrong with the model or the compiler is left to be reported by the load of the model.
     """
     with suppress(ModelError, KernelsUnavailable):
-        if not fits_kernels(config, read_model_config(folder)):
+        if not fits_kernels(config, read_model_config(checkpoint)):
             return
         variant = best_variant(cpu_features())
         if built(variant) is None:

@@ -13,6 +13,8 @@ from types import TracebackType
 
 from rich.console import Console
 
+from baton.checkpoint.hub import open_checkpoint
+from baton.checkpoint.tokenizer import Tokenizer
 from baton.completion import Completion, CompletionBuilder
 from baton.core.context_length import fit_max_tokens
 from baton.core.errors import InvalidRequest
@@ -20,11 +22,11 @@ from baton.core.ids import RequestId
 from baton.core.output import Output
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
+from baton.core.stop_strings import StopRule
 from baton.core.structured_outputs import StructuredOutputs
 from baton.core.units import AUTO, parse_kv_memory
 from baton.engine.config import EngineOptions
 from baton.engine.factory import build_engine, build_grammars
-from baton.engine.model_folder import resolve_model_folder
 from baton.engine.runner.load import RunnerConfig, load_runner
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.validation import max_sequence_length
@@ -33,8 +35,6 @@ from baton.engine.structured_output.grammar import Grammar
 from baton.interrupts import defer_interrupts
 from baton.kernels import build_missing_kernels
 from baton.progress import generation_bar, loading_bar
-from baton.text.stop_strings import StopRule
-from baton.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 
@@ -89,10 +89,10 @@ class LLM:
         )
         self._request_numbers = itertools.count()
         self._lifetime = ExitStack()
-        folder = resolve_model_folder(model)
-        self.tokenizer = tokenizer or Tokenizer.from_folder(folder)  # before what takes longer
+        checkpoint = open_checkpoint(model)
+        self.tokenizer = tokenizer or checkpoint.load_tokenizer()  # before what takes longer
         screen = Console(stderr=True, quiet=not self._shows_progress)
-        build_missing_kernels(config, folder, screen)
+        build_missing_kernels(config, checkpoint, screen)
         with loading_bar(self._shows_progress) as on_progress:
             runner = self._lifetime.enter_context(load_runner(config, on_progress))
         self.info = runner.info

@@ -56,7 +56,7 @@ def build_scheduler(
 def build_grammars(runner: TorchRunner) -> GrammarLibrary:
     """Build the grammar library for the runner's model."""
     info = runner.info
-    return GrammarLibrary(info.folder, info.vocab_size, info.eos_token_ids)
+    return GrammarLibrary(info.checkpoint, info.vocab_size, info.eos_token_ids)
 
 
 def _scheduling_for(runner: TorchRunner, config: SchedulerConfig) -> SchedulerConfig:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 
+from baton.checkpoint.hub import served_name
 from baton.core.ids import Incarnation, NodeId
 from baton.engine.config import EngineOptions
 from baton.engine.core import EngineCore, KvWorkerWithExternal
 from baton.engine.engine_thread import Compiler, EngineInbox, EngineThread
 from baton.engine.factory import build_grammars, build_scheduler
 from baton.engine.kv_arrival.pulls import PullConfig
-from baton.engine.model_folder import served_name
 from baton.engine.runner.model_runner import TorchRunner
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.scheduler.validation import max_sequence_length

@@ -14,7 +14,7 @@ from functools import partial
 
 from grpc import aio
 
-from baton.engine.model_folder import model_root, resolve_model_folder
+from baton.checkpoint.hub import model_root, open_checkpoint
 from baton.engine.structured_output.compiler import GrammarCompiler
 from baton.engine.structured_output.llguidance_backend import Checked, GrammarValidator
 from baton.router.discovery.readiness import PREFILL_PATIENCE_S, Readiness
@@ -42,7 +42,6 @@ from baton.telemetry.metrics.readers import export_metrics
 from baton.telemetry.metrics.scrapes import OwnerThreadReader
 from baton.telemetry.resource import Process
 from baton.telemetry.tracing.tracer import NO_TRACER, Tracer, tracing
-from baton.text.tokenizer import Tokenizer
 from baton.v1 import cluster_pb2_grpc, inference_pb2_grpc
 
 ID_BYTES = 4
@@ -54,7 +53,7 @@ def main(options: RouterOptions) -> None:
     """Serve until SIGTERM. Raises named errors for options that cannot work."""
     text: TextBoundary = NoTokenizer()
     if options.model:
-        text = ModelText(Tokenizer.from_folder(resolve_model_folder(options.model)))
+        text = ModelText(open_checkpoint(options.model).load_tokenizer())
     process = Process("router", f"router-{os.getpid()}", secrets.token_hex(ID_BYTES))
     with tracing(options.telemetry, process) as tracer:
         asyncio.run(serve(options, text, process, tracer))

@@ -10,8 +10,8 @@ from typing import Protocol
 
 from baton.core.logprobs import TokenLogprobs
 from baton.core.output import FinishReason, Output
+from baton.core.stop_strings import StopRule, StopWatcher
 from baton.router.values import FinishStatus, TokenChunk
-from baton.text.stop_strings import StopRule, StopWatcher
 
 
 class IncrementalDetokenizer(Protocol):

@@ -12,9 +12,9 @@ from baton.core.kv_hints import NO_KV_HINTS, KvHints
 from baton.core.logprobs import TokenLogprobs
 from baton.core.output import FinishReason
 from baton.core.sampling import SamplingParams
+from baton.core.stop_strings import StopRule
 from baton.core.task import Task, task_of
 from baton.rpc.messages.calls import CallReport
-from baton.text.stop_strings import StopRule
 
 TEMPLATE_CHARACTERS = 16  # that a chat template adds around each message, estimated
 

@@ -25,9 +25,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
+from baton.checkpoint.checkpoint import Shape
+from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.model.config import ModelConfig
-from baton.engine.runner.weights.safetensors import Shape
 from baton.engine.runner.weights.tensor_names import expected_tensors
 from tools.model_shapes import SHAPES, Fields
 
@@ -111,7 +112,7 @@ def make_model(
     folder.mkdir(parents=True, exist_ok=True)
     fields = {**config, "dtype": dtype}
     _write_config(folder, fields)
-    tensors = stored_tensors(read_model_config(folder), dtype, quantization)
+    tensors = stored_tensors(read_model_config(SafetensorsFolder(folder)), dtype, quantization)
     if quantization is not None:
         _write_config(folder, {**fields, "quantization_config": MXFP4_CONFIG})
     write_tokenizer(folder)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from baton.checkpoint.checkpoint import Checkpoint
+from baton.checkpoint.hub import open_checkpoint, served_name
 from baton.core.errors import ModelError
 from baton.core.units import format_bytes
 from baton.doctor.findings import Finding, fail, ok, warn
 from baton.doctor.tiers import KvShapeFacts
-from baton.engine.model_folder import resolve_model_folder, served_name
-from baton.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from baton.engine.runner.model.config import ModelConfig
@@ -28,13 +27,13 @@ def check_model_folder(
     Without `kv_bytes`, the KV cache has the size that `baton up` gives each of two nodes.
     """
     try:
-        folder = resolve_model_folder(model, offline=True)
+        checkpoint = open_checkpoint(model, offline=True)
     except ModelError as error:
         yield fail("model", str(error), "download it once: baton run --model NAME hello")
         return
-    yield ok("model", str(folder))
-    yield _tokenizer(folder)
-    yield from _weights(folder, kv_bytes, kv_cache_dtype)
+    yield ok("model", str(checkpoint.path))
+    yield _tokenizer(checkpoint)
+    yield from _weights(checkpoint, kv_bytes, kv_cache_dtype)
 
 
 def kv_shape_of(model: str, kv_cache_dtype: str = "auto") -> KvShapeFacts | None:
@@ -44,17 +43,17 @@ def kv_shape_of(model: str, kv_cache_dtype: str = "auto") -> KvShapeFacts | None
     from baton.engine.runner.load import DTYPES, kv_dtype
 
     try:
-        folder = resolve_model_folder(model, offline=True)
-        config = read_model_config(folder)
+        checkpoint = open_checkpoint(model, offline=True)
+        config = read_model_config(checkpoint)
     except ModelError:
         return None
     shape = KvShape.of(config, BLOCK_SIZE, kv_dtype(kv_cache_dtype, config, DTYPES[config.dtype]))
     return KvShapeFacts(served_name(model), shape.block_bytes, BLOCK_SIZE)
 
 
-def _tokenizer(folder: Path) -> Finding:
+def _tokenizer(checkpoint: Checkpoint) -> Finding:
     try:
-        tokenizer = Tokenizer.from_folder(folder)
+        tokenizer = checkpoint.load_tokenizer()
     except ModelError as error:
         return fail("tokenizer", str(error), "fetch the folder again")
     chat = "with" if tokenizer.has_chat_template else "without"
@@ -64,16 +63,17 @@ def _tokenizer(folder: Path) -> Finding:
     return warn("tokenizer", found, "chats need --plain; text and token ids work")
 
 
-def _weights(folder: Path, kv_bytes: int | None, kv_cache_dtype: str) -> Iterator[Finding]:
+def _weights(
+    checkpoint: Checkpoint, kv_bytes: int | None, kv_cache_dtype: str
+) -> Iterator[Finding]:
     from baton.engine.runner.families.read_config import read_model_config
     from baton.engine.runner.load import DTYPES
-    from baton.engine.runner.weights.safetensors import WeightFiles
     from baton.engine.runner.weights.tensor_names import check_tensors, expected_tensors
 
     try:
-        config = read_model_config(folder)
-        with WeightFiles(folder) as files:
-            check_tensors(config, files)
+        config = read_model_config(checkpoint)
+        with checkpoint.open_tensors() as tensors:
+            check_tensors(config, tensors)
     except ModelError as error:
         yield fail("weights", str(error), "fetch the folder again, or choose a supported model")
         return
@@ -81,12 +81,12 @@ def _weights(folder: Path, kv_bytes: int | None, kv_cache_dtype: str) -> Iterato
     yield ok("weights", _describe(config, num_parameters))
     weight_bytes = num_parameters * DTYPES[config.dtype].itemsize
     if config.quantization is not None:
-        weight_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    yield from _room(folder, config, weight_bytes, kv_bytes, kv_cache_dtype)
+        weight_bytes = checkpoint.num_weight_bytes()
+    yield from _room(checkpoint, config, weight_bytes, kv_bytes, kv_cache_dtype)
 
 
 def _room(
-    folder: Path,
+    checkpoint: Checkpoint,
     config: ModelConfig,
     weight_bytes: int,
     kv_bytes: int | None,
@@ -106,7 +106,7 @@ def _room(
     layout = cache_layout(config, state_shape(config, shape, dtype))
     free, max_model_len = free_bytes(torch.device("cpu")), config.max_context_len()
     if kv_bytes is None:
-        node = RunnerConfig(str(folder), max_num_seqs=MAX_NUM_SEQS)
+        node = RunnerConfig(str(checkpoint.path), max_num_seqs=MAX_NUM_SEQS)
         rest = max(free - weight_bytes, 0)
         kv_bytes = auto_kv_bytes(node, rest, shape.block_bytes, max_model_len, layout)
     token_bytes = len(layout.groups) * shape.block_bytes // BLOCK_SIZE

@@ -14,6 +14,7 @@ from pathlib import Path
 from time import perf_counter, process_time
 
 from baton import engine
+from baton.checkpoint.checkpoint import Checkpoint
 from baton.core.ids import RequestId
 from baton.core.output import Output
 from baton.core.request import EngineRequest
@@ -24,7 +25,6 @@ from baton.engine.factory import build_engine
 from baton.engine.runner.load import RunnerConfig, load_runner
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.spec_decode.config import Speculation
-from baton.text.tokenizer import Tokenizer
 
 NUM_PROMPTS = 8
 
@@ -97,12 +97,12 @@ def _engines(
             runner = stack.enter_context(load_runner(config))
             options = EngineOptions(SchedulerConfig(max_num_seqs=max(bench.batch_sizes)))
             engines.append(build_engine(runner, options))
-        yield engines[0], engines[1], _prompts(runner.info.folder, bench.num_prompt_tokens)
+        yield engines[0], engines[1], _prompts(runner.info.checkpoint, bench.num_prompt_tokens)
 
 
-def _prompts(folder: Path, num_tokens: int) -> list[tuple[int, ...]]:
+def _prompts(checkpoint: Checkpoint, num_tokens: int) -> list[tuple[int, ...]]:
     """Return the beginnings of the engine's largest source files as prompts."""
-    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer = checkpoint.load_tokenizer()
     sources = sorted(
         Path(engine.__file__).parent.glob("*.py"), key=lambda path: path.stat().st_size
     )

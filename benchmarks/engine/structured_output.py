@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from baton.checkpoint.hub import open_checkpoint
 from baton.core.ids import RequestId
 from baton.core.sampling import SamplingParams
 from baton.core.structured_outputs import StructuredOutputs
-from baton.engine.model_folder import read_generation_defaults, resolve_model_folder
 from baton.engine.plan import PlanRow
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.input_batch import TokenRun
@@ -99,10 +99,10 @@ FORMS: Mapping[str, StructuredOutputs] = {
 
 
 def run(what: FormBench, on_done: Callable[[str], None]) -> tuple[list[FormCost], list[ApplyCost]]:
-    folder = resolve_model_folder(what.model)
-    vocab_size = read_model_config(folder).vocab_size
-    eos_token_ids = read_generation_defaults(folder).eos_token_ids
-    library = GrammarLibrary(folder, vocab_size, eos_token_ids)
+    checkpoint = open_checkpoint(what.model)
+    vocab_size = read_model_config(checkpoint).vocab_size
+    eos_token_ids = checkpoint.read_generation_defaults().eos_token_ids
+    library = GrammarLibrary(checkpoint, vocab_size, eos_token_ids)
     library.compile(StructuredOutputs(regex=""))  # warm-up: loads the tokenizer
     costs = []
     for name, form in FORMS.items():

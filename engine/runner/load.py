@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from pathlib import Path
 
 import torch
 
+from baton.checkpoint.checkpoint import Checkpoint, GenerationDefaults, Tensors
+from baton.checkpoint.hub import open_checkpoint
 from baton.core.errors import InvalidConfig
 from baton.engine.kv_cache.groups import CacheLayout
-from baton.engine.model_folder import (
-    GenerationDefaults,
-    read_generation_defaults,
-    resolve_model_folder,
-)
 from baton.engine.runner.attention.kv_budget import auto_kv_bytes
 from baton.engine.runner.attention.kv_tensor import KvShape, free_bytes, num_blocks_within
 from baton.engine.runner.config import RunnerConfig as RunnerConfig
@@ -30,7 +26,6 @@ from baton.engine.runner.sampling.logits_processors import ModelView, load_proce
 from baton.engine.runner.state.state_shape import cache_layout, state_shape
 from baton.engine.runner.weights.decoder_loading import attention_of, load_decoder
 from baton.engine.runner.weights.quantize import QUANTIZE_REVISION
-from baton.engine.runner.weights.safetensors import WeightFiles
 from baton.engine.runner.weights.tensor_loading import LoadTarget
 
 MAX_CONTEXT_LEN = 1 << 24
@@ -47,8 +42,8 @@ def load_runner(
     """
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    folder = resolve_model_folder(config.model, offline=config.offline)
-    model = read_model_config(folder)
+    checkpoint = open_checkpoint(config.model, offline=config.offline)
+    model = read_model_config(checkpoint)
     device, dtype = _device(config.device), DTYPES[dtype_name(config, model)]
     shape = KvShape.of(model, config.block_size, kv_dtype(config.kv_cache_dtype, model, dtype))
     state = state_shape(model, shape, dtype)
@@ -62,21 +57,22 @@ def load_runner(
     )
     parts = choose_parts(config.kernels, dtype, device)
     # Everything that can be wrong is found before the weights are loaded, which takes long.
-    processors = load_processors(config.logits_processors, ModelView(str(folder), model.vocab_size))
-    defaults, max_model_len = read_generation_defaults(folder), _max_model_len(config, model)
+    view = ModelView(str(checkpoint.path), model.vocab_size)
+    processors = load_processors(config.logits_processors, view)
+    defaults, max_model_len = checkpoint.read_generation_defaults(), _max_model_len(config, model)
     layout = cache_layout(model, state)
     batch = _make_batch(config, max_model_len, layout)
     sizes = shape.block_bytes, layout, max_model_len
     if config.kv_cache_bytes is not None:
         _num_blocks(config, *sizes, device)
-    with WeightFiles(folder) as files:
+    with checkpoint.open_tensors() as tensors:
         target = LoadTarget(dtype, device, parts, config.quantize)
-        decoder = load_decoder(model, files, target, on_progress)
-        attention = attention_of(model, files, device)
-        fingerprint = _fingerprint(model, config, files)
+        decoder = load_decoder(model, tensors, target, on_progress)
+        attention = attention_of(model, tensors, device)
+        fingerprint = _fingerprint(model, config, tensors)
     kv = shape.allocate(_num_blocks(config, *sizes, device), device)
     return TorchRunner(
-        _describe(config, model, folder, fingerprint, defaults, max_model_len),
+        _describe(config, model, checkpoint, fingerprint, defaults, max_model_len),
         decoder,
         Ropes(model, device, dtype),
         kv,
@@ -117,13 +113,13 @@ def kv_dtype(name: str, model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
 def _describe(
     config: RunnerConfig,
     model: ModelConfig,
-    folder: Path,
+    checkpoint: Checkpoint,
     fingerprint: str,
     defaults: GenerationDefaults,
     max_model_len: int,
 ) -> ModelInfo:
     return ModelInfo(
-        folder=folder,
+        checkpoint=checkpoint,
         fingerprint=fingerprint,
         vocab_size=model.vocab_size,
         max_model_len=max_model_len,
@@ -164,9 +160,9 @@ def _num_blocks(
     return num_blocks_within(budget, layout, block_bytes)
 
 
-def _fingerprint(model: ModelConfig, config: RunnerConfig, files: WeightFiles) -> str:
+def _fingerprint(model: ModelConfig, config: RunnerConfig, tensors: Tensors) -> str:
     quantize = [config.quantize, QUANTIZE_REVISION]
-    parts = [str(model), quantize, files.digest(), versions(config.logits_processors)]
+    parts = [str(model), quantize, tensors.digest(), versions(config.logits_processors)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 

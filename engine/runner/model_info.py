@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
+from baton.checkpoint.checkpoint import Checkpoint, GenerationDefaults
 from baton.engine.kv_cache.groups import CacheLayout
-from baton.engine.model_folder import GenerationDefaults
 from baton.kv_transfer.fence import Fence
 
 
@@ -16,8 +15,8 @@ from baton.kv_transfer.fence import Fence
 class ModelInfo:
     """Properties of the loaded model that the rest of the engine needs."""
 
-    folder: Path
-    fingerprint: str  # of the configuration and the weights; see WeightFiles.digest
+    checkpoint: Checkpoint
+    fingerprint: str  # of the configuration and the weights; see Tensors.digest
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]

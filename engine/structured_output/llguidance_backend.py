@@ -10,7 +10,6 @@ import json
 import re
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from time import thread_time
 from types import TracebackType
 from typing import Any, NoReturn
@@ -19,9 +18,9 @@ import llguidance
 import numpy as np
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from baton.checkpoint.checkpoint import Checkpoint
 from baton.core.errors import InvalidRequest, ModelError
 from baton.core.structured_outputs import FIELD, StructuredOutputs
-from baton.engine.model_folder import read_model_text
 from baton.engine.structured_output.compiler_errors import PANIC, TOO_DEEP, reason_of
 from baton.engine.structured_output.grammar import Bits
 from baton.engine.structured_output.schema_cost import embedded_schemas, expense_reason
@@ -76,8 +75,10 @@ class GrammarLibrary:
     Needs threads with deep stacks, since llguidance follows long chains of rules by recursion.
     """
 
-    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        self._path = folder / "tokenizer.json"
+    def __init__(
+        self, checkpoint: Checkpoint, vocab_size: int, eos_token_ids: Sequence[int]
+    ) -> None:
+        self._checkpoint = checkpoint
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._tokenizer: llguidance.LLTokenizer | None = None
@@ -102,7 +103,7 @@ class GrammarLibrary:
             if self._tokenizer is None:
                 try:
                     self._tokenizer = llguidance.LLTokenizer(
-                        read_model_text(self._path),
+                        self._checkpoint.read_tokenizer_json(),
                         n_vocab=self._vocab_size,
                         eos_token=self._eos_token_ids,
                     )

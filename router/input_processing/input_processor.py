@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache, partial
 
+from baton.checkpoint.token_text import TokenText
 from baton.core.context_length import fit_max_tokens
 from baton.core.errors import ContextLengthExceeded
 from baton.core.ids import ANY_MODEL, ModelVariant
@@ -16,7 +17,6 @@ from baton.router.input_processing.tokenization import TextBoundary
 from baton.router.routing.node_table import NodeTable
 from baton.router.values import ChatPrompt, GenerateCall, Prompt, TokenPrompt
 from baton.rpc.errors import EmptyPrompt, UnknownModel
-from baton.text.token_text import TokenText
 
 MAX_REMEMBERED_BAD_WORDS = 16
 

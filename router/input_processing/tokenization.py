@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Protocol
 
+from baton.checkpoint.token_text import TokenText
+from baton.checkpoint.tokenizer import Tokenizer
 from baton.core.errors import ContextLengthExceeded
 from baton.router.answer import IncrementalDetokenizer, NoDetokenizer
 from baton.router.values import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from baton.rpc.errors import UnsupportedInput
-from baton.text.token_text import TokenText
-from baton.text.tokenizer import Tokenizer
 
 
 class TextBoundary(Protocol):

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from baton.checkpoint.hub import resolve_model_folder
+from baton.checkpoint.tokenizer_files import load_tokenizer
 from baton.core.errors import InvalidConfig, InvalidRequest, ModelError
-from baton.engine.model_folder import resolve_model_folder
 from baton.engine.runner.load import RunnerConfig, load_runner
-from baton.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 JSON_FILES = (
@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
 def load(folder: Path, **settings: Any) -> None:
     """Load all that the processes of a cluster read from the folder."""
     with load_runner(RunnerConfig(str(folder), kv_cache_bytes=1 << 22, **settings)):
-        Tokenizer.from_folder(folder)
+        load_tokenizer(folder)
 
 
 def rewrite(path: Path, change: Mapping[str, Any]) -> None:
@@ -178,7 +178,7 @@ def test_a_chat_template_without_an_end_fails_its_request_alone(
     folder: Path, template: str
 ) -> None:
     rewrite(folder / "tokenizer_config.json", {"chat_template": template})
-    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer = load_tokenizer(folder)
 
     assert not tokenizer.supports_tools
     with pytest.raises(InvalidRequest, match="the chat template refuses these messages"):

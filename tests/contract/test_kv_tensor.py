@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.runner.attention.kv_tensor import KvShape, describe
 from baton.engine.runner.config import RunnerConfig
@@ -28,7 +29,7 @@ BLOCK_SIZE = 16
 
 def shape_of(name: str, folder: Path) -> KvShape:
     (folder / "config.json").write_text(json.dumps(HUB_CONFIGS[name]), encoding="utf-8")
-    return KvShape.of(read_model_config(folder), BLOCK_SIZE, torch.bfloat16)
+    return KvShape.of(read_model_config(SafetensorsFolder(folder)), BLOCK_SIZE, torch.bfloat16)
 
 
 @pytest.mark.parametrize(

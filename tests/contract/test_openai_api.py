@@ -16,6 +16,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from baton.checkpoint.tokenizer_files import load_tokenizer
 from baton.cli.health_check import ask
 from baton.client import AsyncClient, BatonError
 from baton.core.errors import ContextLengthExceeded
@@ -37,7 +38,6 @@ from baton.rpc.node_info import NodeRole
 from baton.rpc.security.tls import PLAIN, TlsConfig
 from baton.rpc.security.token import AcceptedTokens
 from baton.telemetry import names
-from baton.text.tokenizer import Tokenizer
 from tests.support.certificates import Authority, make_authority
 from tests.support.http_routers import HttpRouter, an_http_router
 from tests.support.models import EOS_TOKEN_ID, save_tokenizer
@@ -55,7 +55,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> TextBoundary:
     folder = tmp_path_factory.mktemp("tokenizer")
     save_tokenizer(folder)
     (folder / "config.json").write_text(json.dumps({"eos_token_id": EOS_TOKEN_ID}))
-    return ModelText(Tokenizer.from_folder(folder))
+    return ModelText(load_tokenizer(folder))
 
 
 @asynccontextmanager

@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from baton.checkpoint.safetensors_folder import SafetensorsFolder
+from baton.checkpoint.weight_files import WeightFiles
 from baton.core.errors import ModelError
 from baton.core.sampling import SamplingParams
 from baton.engine.runner.families.read_config import read_model_config
@@ -27,7 +29,6 @@ from baton.engine.runner.model.layer_weights import Layer
 from baton.engine.runner.model.layers import DecoderLayer
 from baton.engine.runner.model_info import LoadProgress
 from baton.engine.runner.weights.decoder_loading import load_decoder
-from baton.engine.runner.weights.safetensors import WeightFiles
 from baton.engine.runner.weights.tensor_loading import LoadTarget
 from baton.llm import LLM
 from tests.support.families import FAMILY_VARIANTS, RECURRENT
@@ -129,7 +130,7 @@ def test_mxfp4_stays_packed_with_native_kernels(write: Write) -> None:
 
     target = LoadTarget(torch.bfloat16, CPU, replace(parts, make_layers=make_layers))
     with WeightFiles(packed) as files:
-        load_decoder(read_model_config(packed), files, target)
+        load_decoder(read_model_config(SafetensorsFolder(packed)), files, target)
 
     for layer in loaded:
         assert isinstance(layer.mlp, Moe)

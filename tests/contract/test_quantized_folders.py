@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from baton.checkpoint.tokenizer_files import load_tokenizer
 from baton.core.errors import InvalidConfig, ModelError
 from baton.core.sampling import SamplingParams
 from baton.engine.runner.load import RunnerConfig, load_runner
 from baton.llm import LLM
-from baton.text.tokenizer import Tokenizer
 from tests.support.kernels import kernels_by_variant
 from tests.support.models import VARIANTS, make_model_folder, prompt_of
 from tests.support.packed_folders import FORMATS, write_quantized
@@ -162,5 +162,5 @@ def plain_logprobs() -> torch.Tensor:
 
 def source_prompts() -> list[tuple[int, ...]]:
     text = "".join(path.read_text() for path in sorted(SOURCES.glob("*.py")))
-    tokens = Tokenizer.from_folder(DEMO).encode(text)
+    tokens = load_tokenizer(DEMO).encode(text)
     return [tuple(tokens[first : first + 1000]) for first in range(0, 4000, 1000)]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.core.errors import InvalidRequest
 from baton.core.ids import RequestId
 from baton.core.output import Failure, FailureCause
@@ -76,7 +77,7 @@ def runner(folder: Path) -> Iterator[TorchRunner]:
 
 @pytest.fixture(scope="module")
 def library(folder: Path) -> GrammarLibrary:
-    return GrammarLibrary(folder, VOCAB_SIZE, (EOS_TOKEN_ID,))
+    return GrammarLibrary(SafetensorsFolder(folder), VOCAB_SIZE, (EOS_TOKEN_ID,))
 
 
 @pytest.mark.parametrize("name", FORMS)

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.checkpoint.safetensors_folder import SafetensorsFolder
+from baton.checkpoint.weight_files import WeightFiles
 from baton.engine.runner.attention.kv_tensor import KvShape
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.kernels.choose import TORCH, Parts, native_parts
@@ -25,7 +27,6 @@ from baton.engine.runner.model.layers import DecoderLayer, unfused_layers
 from baton.engine.runner.model.mixers import Ends, ForwardPass
 from baton.engine.runner.model.rope import Ropes
 from baton.engine.runner.weights.decoder_loading import attention_of, load_decoder
-from baton.engine.runner.weights.safetensors import WeightFiles
 from baton.engine.runner.weights.tensor_loading import LoadTarget
 from tests.support.families import FAMILY_VARIANTS
 from tests.support.kernels import kernels_by_variant
@@ -82,7 +83,7 @@ def passes_through(
     are_ends_alone: bool = False,
 ) -> list[Tensor]:
     """Return the states after each pass, of all or of the last tokens, followed by the cache."""
-    config = read_model_config(folder)
+    config = read_model_config(SafetensorsFolder(folder))
     with WeightFiles(folder) as files:
         decoder = load_decoder(config, files, LoadTarget(dtype, CPU, parts, quantize))
         attention_layers = attention_of(config, files, CPU)
@@ -162,7 +163,7 @@ def test_a_model_with_recurrent_layers_has_its_attention_in_one_call(tmp_path: P
     """Its tokens are those of the reference: tests/golden/test_state_families.py."""
     variant = replace(FAMILY_VARIANTS["granite-4-moe"], dtype="bfloat16")
     folder = make_model_folder(tmp_path, variant)
-    config = read_model_config(folder)
+    config = read_model_config(SafetensorsFolder(folder))
     parts, made = recording(native_parts())
 
     with WeightFiles(folder) as files:

@@ -13,13 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from baton.checkpoint.checkpoint import GenerationDefaults
+from baton.checkpoint.hub import resolve_model_folder
+from baton.checkpoint.safetensors_folder import SafetensorsFolder, read_generation_defaults
 from baton.core.errors import InvalidConfig, ModelError
 from baton.engine.kv_cache.groups import CacheLayout
-from baton.engine.model_folder import (
-    GenerationDefaults,
-    read_generation_defaults,
-    resolve_model_folder,
-)
 from baton.engine.runner.attention.kv_tensor import free_bytes, num_blocks_within
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.load import RunnerConfig, load_runner
@@ -290,7 +288,7 @@ BASE = {
 
 def config_of(at: Path, **change: Any) -> ModelConfig:
     (at / "config.json").write_text(json.dumps({**BASE, **change}))
-    return read_model_config(at)
+    return read_model_config(SafetensorsFolder(at))
 
 
 @pytest.mark.parametrize(

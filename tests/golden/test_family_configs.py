@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.model.config import ModelConfig
 from tests.support.hub_configs import HUB_CONFIGS
@@ -25,14 +26,14 @@ NEEDED = {"gemma-3-27b": "num_attention_heads"}
 
 def read(folder: Path, raw: Mapping[str, Any]) -> ModelConfig:
     (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
-    return read_model_config(folder)
+    return read_model_config(SafetensorsFolder(folder))
 
 
 def rewritten(folder: Path, raw: Mapping[str, Any]) -> ModelConfig:
     """Read the configuration after transformers has completed it."""
     fields = copy.deepcopy(dict(raw))
     AutoConfig.for_model(fields.pop("model_type"), **fields).save_pretrained(folder)
-    return read_model_config(folder)
+    return read_model_config(SafetensorsFolder(folder))
 
 
 def without_one_field(name: str) -> Iterator[Mapping[str, Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.engine.runner.families.read_config import read_model_config
 from tests.support.random_folders import small_folder
 from tools.model_shapes import SHAPES
@@ -19,7 +20,10 @@ def test_transformers_reads_each_shape(name: str, tmp_path: Path) -> None:
     config = SHAPES[name].scale()
     (tmp_path / "config.json").write_text(json.dumps(config))
 
-    theirs, own = AutoConfig.from_pretrained(tmp_path), read_model_config(tmp_path)
+    theirs, own = (
+        AutoConfig.from_pretrained(tmp_path),
+        read_model_config(SafetensorsFolder(tmp_path)),
+    )
 
     assert theirs.architectures == [own.architecture]
     assert theirs.num_hidden_layers == own.num_layers

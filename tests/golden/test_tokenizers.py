@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from baton.text.tokenizer import Tokenizer
+from baton.checkpoint.tokenizer_files import load_tokenizer
 from tests.support.models import save_tokenizer
 from tests.support.tokenizer_folders import copy_with_settings, put_begin_token_first
 
@@ -36,7 +36,7 @@ def test_token_ids_and_text_equal_those_of_transformers(
     copy_with_settings(folder, tmp_path, **flags)
     if begins:
         put_begin_token_first(tmp_path)
-    ours, theirs = Tokenizer.from_folder(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    ours, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
 
     token_ids = ours.encode(text)
 
@@ -73,9 +73,7 @@ def test_a_chat_is_rendered_as_transformers_renders_it(
     copy_with_settings(folder, tmp_path, chat_template=template)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
 
-    text = Tokenizer.from_folder(tmp_path).render_chat(
-        CHAT, add_generation_prompt=add_generation_prompt
-    )
+    text = load_tokenizer(tmp_path).render_chat(CHAT, add_generation_prompt=add_generation_prompt)
 
     assert text == theirs.apply_chat_template(
         list(CHAT), add_generation_prompt=add_generation_prompt, tokenize=False

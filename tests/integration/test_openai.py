@@ -14,10 +14,10 @@ import openai
 import pytest
 from openai import OpenAI
 
+from baton.checkpoint.tokenizer_files import load_tokenizer
 from baton.client import Client, Generation
 from baton.cluster import LocalCluster
 from baton.core.sampling import SamplingParams
-from baton.text.tokenizer import Tokenizer
 from tests.support.baton_command import run_baton
 from tests.support.models import prompt_of
 from tests.support.schemas import is_valid
@@ -217,7 +217,7 @@ def test_the_routers_metrics_are_on_the_http_port(cluster: LocalCluster, door: O
 
 
 def test_bytes_of_tokens_joined_are_the_text(model_folder: Path) -> None:
-    tokenizer = Tokenizer.from_folder(model_folder)
+    tokenizer = load_tokenizer(model_folder)
     text = "naïve 東京 🙂 fox\n"
 
     spelled = [tokenizer.token(token_id) for token_id in tokenizer.encode(text)]

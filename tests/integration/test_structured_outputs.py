@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import pytest
 
+from baton.checkpoint.tokenizer_files import load_tokenizer
 from baton.client import BatonError, Client, Generation
 from baton.cluster import ClusterOptions, LocalCluster
 from baton.core.errors import InvalidRequest
@@ -22,7 +23,6 @@ from baton.core.sampling import SamplingParams
 from baton.core.structured_outputs import StructuredOutputs
 from baton.llm import LLM
 from baton.rpc.status import remote_error
-from baton.text.tokenizer import Tokenizer
 from baton.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from tests.support.client_load import ClientRequest, answer_all
 from tests.support.hypothesis_profiles import num_examples
@@ -236,7 +236,7 @@ def test_answers_to_random_schemas_parse_and_validate(local: LLM) -> None:
 def test_answers_to_random_schemas_parse_and_validate_on_a_cluster(
     cluster: LocalCluster, model_folder: Path
 ) -> None:
-    tokenizer = Tokenizer.from_folder(model_folder)
+    tokenizer = load_tokenizer(model_folder)
     chance = random.Random(1)
     counts: Counter[str] = Counter()
     schemas = [random_schema(chance) for _ in range(NUM_SCHEMAS)]

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from baton.core.ids import RequestId
 from baton.core.output import FinishReason, Output
+from baton.core.stop_strings import StopRule, StopWatcher
 from baton.router.answer import AnswerAssembler
-from baton.text.stop_strings import StopRule, StopWatcher
 
 TOKENS = tuple(range(100, 120))
 LETTERS = "ab"

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 
-from baton.text.tokenizer import Tokenizer
+from baton.checkpoint.tokenizer import Tokenizer
 from tests.support.models import save_tokenizer
-from tests.unit.text.test_tokenizer import metaspace_tokenizer
+from tests.unit.checkpoint.test_tokenizer import metaspace_tokenizer
 
 SPECIAL = (1, 2)
 FIRST_BYTE = 6

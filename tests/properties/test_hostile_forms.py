@@ -13,6 +13,7 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.core.errors import InvalidRequest
 from baton.core.structured_outputs import StructuredOutputs, parse_structured_outputs
 from baton.engine.structured_output.llguidance_backend import (
@@ -75,7 +76,7 @@ larks, gbnfs = _grammars(":"), _grammars("::=")
 def library() -> GrammarLibrary:
     with TemporaryDirectory() as folder:
         save_tokenizer(Path(folder))
-        made = GrammarLibrary(Path(folder), VOCAB_SIZE, (EOS_TOKEN_ID,))
+        made = GrammarLibrary(SafetensorsFolder(Path(folder)), VOCAB_SIZE, (EOS_TOKEN_ID,))
         made.compile(StructuredOutputs(regex="a"))  # it reads the folder now
     return made
 

@@ -172,7 +172,7 @@ def _rates(
 class _Meter:
     def __init__(self, runner: TorchRunner, bench: EngineBench, quantize: str) -> None:
         self._bench = bench
-        self._work: Work = work_of(runner.info.folder, quantize, bench.kv_cache_dtype)
+        self._work: Work = work_of(runner.info.checkpoint, quantize, bench.kv_cache_dtype)
         self.routing = RoutingMeter(expect_experts(self._work.moe))
         self._vocab_size = runner.info.vocab_size
         self._random = random.Random(0)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from baton.checkpoint.checkpoint import Checkpoint
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.model.config import (
     LayerConfig,
@@ -20,7 +20,6 @@ from baton.engine.runner.model.config import (
     RecurrentConfig,
 )
 from baton.engine.runner.weights.packed import is_packed
-from baton.engine.runner.weights.safetensors import WeightFiles
 from baton.engine.runner.weights.tensor_names import TensorMap
 
 BYTES_OF_NUMBER = {"none": 2.0, "int8": 1.0, "int4": 0.5}  # of weights
@@ -131,10 +130,10 @@ def expect_experts(moe: MoeConfig | None) -> CountExperts:
     return lambda num_tokens: moe.num_experts * (1 - skipped**num_tokens)
 
 
-def work_of(folder: Path, quantize: str, kv_cache_dtype: str = "auto") -> Work:
+def work_of(checkpoint: Checkpoint, quantize: str, kv_cache_dtype: str = "auto") -> Work:
     """Return the work of a model whose unquantized matrices are quantized so."""
-    config = read_model_config(folder)
-    stored = _StoredBytes(config, folder, BYTES_OF_NUMBER[quantize])
+    config = read_model_config(checkpoint)
+    stored = _StoredBytes(config, checkpoint, BYTES_OF_NUMBER[quantize])
     return Work(
         layers=[_layer_work(config, layer) for layer in config.layers],
         moe=config.moe,
@@ -151,11 +150,11 @@ def work_of(folder: Path, quantize: str, kv_cache_dtype: str = "auto") -> Work:
 class _StoredBytes:
     """Bytes of a number in the matrices of a folder, which can be quantized already."""
 
-    def __init__(self, config: ModelConfig, folder: Path, unquantized: float) -> None:
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, unquantized: float) -> None:
         self._unquantized = unquantized
         self._config = config
-        with WeightFiles(folder) as files:
-            shapes = files.shapes()
+        with checkpoint.open_tensors() as tensors:
+            shapes = tensors.shapes()
         self._names = frozenset(shapes)
         self._tensors = TensorMap(config, shapes)
 

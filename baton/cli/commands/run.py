@@ -51,20 +51,19 @@ def run(
     with reject_invalid_text():
         "".join(texts).encode()
     # Slow imports, after the checks.
-    from baton.engine.model_folder import resolve_model_folder
+    from baton.checkpoint.hub import open_checkpoint
     from baton.engine.runner.families.read_config import read_model_config
-    from baton.text.tokenizer import Tokenizer
 
-    folder = resolve_model_folder(model or demo_model())
-    tokenizer = Tokenizer.from_folder(folder)
+    checkpoint = open_checkpoint(model or demo_model())
+    tokenizer = checkpoint.load_tokenizer()
     longest = max(len(tokenizer.encode(text)) for text in texts) + chosen["max_tokens"]
     from baton.llm import LLM  # imports torch
 
     with LLM(
-        str(folder),
+        str(checkpoint.path),
         tokenizer=tokenizer,
         max_num_seqs=min(len(texts), MAX_NUM_SEQS),
-        max_model_len=_planned_len(longest, read_model_config(folder)),
+        max_model_len=_planned_len(longest, read_model_config(checkpoint)),
         dtype=dtype,
         device=device,
         kv_cache_memory=kv_cache_memory,

@@ -14,11 +14,11 @@ from types import FrameType
 
 import typer
 
+from baton.checkpoint.hub import open_checkpoint
 from baton.cli.commands.node_restarts import NodeRestarts
 from baton.cli.show import console, table_of
 from baton.cluster import Child, ClusterFailed, ClusterOptions, LocalCluster
 from baton.core.units import format_bytes
-from baton.engine.model_folder import resolve_model_folder
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.runner.families.read_config import read_model_config
 from baton.interrupts import get_interruptibly
@@ -27,7 +27,6 @@ from baton.rpc.channel import open_blocking_channel
 from baton.rpc.node_info import CARD, NodeCard
 from baton.rpc.parent_process import exit_on_sigterm
 from baton.rpc.security.tls import TlsConfig
-from baton.text.tokenizer import Tokenizer
 from baton.v1 import node_pb2, node_pb2_grpc
 
 INTERRUPTED = 130
@@ -40,10 +39,10 @@ def run_cluster(
 ) -> None:
     """Run the cluster until a signal ends it. Raises ClusterFailed and ModelError."""
     exit_on_sigterm()
-    folder = resolve_model_folder(options.model)  # download once, before every process would
-    read_model_config(folder)
-    Tokenizer.from_folder(folder)  # the router needs it, and starts after the nodes
-    build_missing_kernels(model, folder, console(stderr=True))
+    checkpoint = open_checkpoint(options.model)  # download once, before every process would
+    read_model_config(checkpoint)
+    checkpoint.load_tokenizer()  # the router needs it, and starts after the nodes
+    build_missing_kernels(model, checkpoint, console(stderr=True))
     runner = ClusterRunner(options, num_processes, restarts=restarts)
     with runner.listening():
         try:

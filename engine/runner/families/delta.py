@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.engine.model_folder import JsonFields
+from baton.checkpoint.json_fields import JsonFields
 from baton.engine.runner.model.config import RecurrentConfig
 
 DELTA_FIELDS = frozenset(

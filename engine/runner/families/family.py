@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from baton.engine.model_folder import JsonFields
+from baton.checkpoint.json_fields import JsonFields
 from baton.engine.runner.model.config import (
     Activation,
     MoeConfig,

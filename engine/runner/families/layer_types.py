@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.engine.model_folder import JsonFields
+from baton.checkpoint.json_fields import JsonFields
 from baton.engine.runner.families.family import CHUNKED, FULL, LINEAR, SLIDING, LayerTypes
 
 

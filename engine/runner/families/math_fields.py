@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from baton.engine.model_folder import JsonFields
+from baton.checkpoint.json_fields import JsonFields
 from baton.engine.runner.families.family import Family
 
 # Optional fields that change the computation, with the values that have no effect. Null never has.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from baton.engine.model_folder import JsonFields
+from baton.checkpoint.json_fields import JsonFields
 from baton.engine.runner.families.family import ExpertNames
 from baton.engine.runner.families.rope_fields import find_rope_fields
 from baton.engine.runner.model.config import MoeConfig, QueryTemperature, Scoring

@@ -1,12 +1,12 @@
-"""Reads a model configuration from config.json, as its family describes it. Imports no torch."""
+"""Reads a model configuration, as its family describes it. Imports no torch."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
+from baton.checkpoint.checkpoint import Checkpoint
+from baton.checkpoint.json_fields import JsonFields
 from baton.core.errors import ModelError
-from baton.engine.model_folder import JsonFields
 from baton.engine.runner.families.family import CHUNKED, LINEAR, SLIDING, Family
 from baton.engine.runner.families.latent import with_latent
 from baton.engine.runner.families.layer_types import (
@@ -34,9 +34,9 @@ MAX_EXPERTS = 1 << 17  # of all layers together: their tensors are looked for on
 NO_ROPE = RopeConfig(kind="none")
 
 
-def read_model_config(folder: Path) -> ModelConfig:
-    """Read and check config.json. Raises ModelError for an unsupported architecture or field."""
-    raw = JsonFields.read(folder / "config.json")
+def read_model_config(checkpoint: Checkpoint) -> ModelConfig:
+    """Read and check the fields. Raises ModelError for an unsupported architecture or field."""
+    raw = checkpoint.read_config()
     name = _read_architecture(raw)
     family = FAMILIES[name]
     fields = _read_text_fields(family, raw)

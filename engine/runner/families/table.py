@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from baton.engine.model_folder import JsonFields
+from baton.checkpoint.json_fields import JsonFields
 from baton.engine.runner.families.defaults import (
     DEEPSEEK_V2,
     DEEPSEEK_V3,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from baton.checkpoint.checkpoint import Tensors
 from baton.core.errors import ModelError
 from baton.engine.kv_cache.groups import layer_places
 from baton.engine.runner.attention.paged_attention import LayerAttention
@@ -23,14 +24,13 @@ from baton.engine.runner.model_info import LoadProgressCallback
 from baton.engine.runner.weights.delta_loading import load_delta
 from baton.engine.runner.weights.latent_loading import load_latent
 from baton.engine.runner.weights.mamba_loading import load_mamba
-from baton.engine.runner.weights.safetensors import WeightFiles
 from baton.engine.runner.weights.tensor_loading import LoadTarget, TensorLoader
 from baton.engine.runner.weights.tensor_names import TensorMap, check_tensors
 
 
 def load_decoder(
     config: ModelConfig,
-    files: WeightFiles,
+    files: Tensors,
     target: LoadTarget,
     on_progress: LoadProgressCallback | None = None,
 ) -> Decoder:
@@ -46,9 +46,7 @@ def load_decoder(
     return Decoder(config, parts.ops, embedding, parts.make_layers(config, layers), norm, head)
 
 
-def attention_of(
-    config: ModelConfig, files: WeightFiles, device: torch.device
-) -> list[LayerAttention]:
+def attention_of(config: ModelConfig, files: Tensors, device: torch.device) -> list[LayerAttention]:
     """Return the attention of each layer that has it, with its sinks."""
     tensors, layers = TensorMap(config, files.shapes()), []
     places = layer_places(config.kv_groups())

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from baton.checkpoint.weight_files import FLOATS, WHOLE
 from baton.core.errors import ModelError
 from baton.engine.runner.weights.float8 import scale_shape
 from baton.engine.runner.weights.quantization import Packing, Quantization
 from baton.engine.runner.weights.quantize import Quantized
-from baton.engine.runner.weights.safetensors import FLOATS, WHOLE
 
 Shape = tuple[int, ...]
 ReadTensor = Callable[[str], Tensor]  # by name

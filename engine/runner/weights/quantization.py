@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from baton.engine.model_folder import JsonFields
+from baton.checkpoint.json_fields import JsonFields
 
 GPTQ_FORMATS = ("gptq", "gptq_v2")
 COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized")

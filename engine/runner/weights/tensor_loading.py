@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from baton.checkpoint.checkpoint import Shape, Tensors
 from baton.core.errors import ModelError
 from baton.engine.runner.families.family import ExpertNames
 from baton.engine.runner.kernels.choose import Parts
@@ -27,7 +28,6 @@ from baton.engine.runner.weights.quantize import (
     to_int4,
     to_int8,
 )
-from baton.engine.runner.weights.safetensors import Shape, WeightFiles
 from baton.engine.runner.weights.tensor_names import TensorMap
 
 QUANTIZERS: Mapping[str, Quantize | None] = {"none": None, "int8": to_int8, "int4": to_int4}
@@ -49,7 +49,7 @@ class TensorLoader:
     def __init__(
         self,
         tensors: TensorMap,
-        files: WeightFiles,
+        files: Tensors,
         target: LoadTarget,
         on_progress: LoadProgressCallback | None,
     ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from baton.checkpoint.checkpoint import Expected, Shape, Tensors
+from baton.checkpoint.weight_files import FLOATS
 from baton.core.errors import ModelError
 from baton.engine.runner.families.family import ExpertNames, TensorNames
 from baton.engine.runner.families.table import FAMILIES
@@ -19,7 +21,6 @@ from baton.engine.runner.model.config import (
 from baton.engine.runner.weights.mxfp4 import mxfp4_parts
 from baton.engine.runner.weights.packed import UNUSED, PackedPart, is_packed, packed_parts
 from baton.engine.runner.weights.quantization import Packing
-from baton.engine.runner.weights.safetensors import FLOATS, Expected, Shape, WeightFiles
 
 Shapes = Iterator[tuple[str, Shape]]
 
@@ -163,7 +164,7 @@ class TensorMap:
             yield f"{names.shared_gate}.weight", (1, hidden)
 
 
-def check_tensors(config: ModelConfig, files: WeightFiles) -> None:
+def check_tensors(config: ModelConfig, files: Tensors) -> None:
     """Raise ModelError unless the files hold every tensor in its shape, and no other."""
     tensors = TensorMap(config, files.shapes())
     files.check(_stored_tensors(tensors, files.names()), tensors.is_ignored)

@@ -6,6 +6,7 @@ import asyncio
 
 from baton.core.ids import ANY_MODEL, ModelVariant
 from baton.core.sampling import NO_SAMPLING_DEFAULTS, SamplingDefaults
+from baton.core.stop_strings import StopRule
 from baton.router.input_processing.answer_calls import calls_for_answers
 from baton.router.input_processing.limits import MAX_POSITIONS_PER_SLICE
 from baton.router.values import (
@@ -32,7 +33,6 @@ from baton.rpc.messages.conversion import (
     sampling_from,
 )
 from baton.rpc.messages.mapper import Mapper, enum_converter
-from baton.text.stop_strings import StopRule
 from baton.v1 import inference_pb2
 
 PLACE = enum_converter(PrefillPlace, inference_pb2.PrefillPlace.DESCRIPTOR)

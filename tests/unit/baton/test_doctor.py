@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.doctor.findings import Finding, Status
 from baton.doctor.folders import folder_finding
 from baton.doctor.machine import (
@@ -232,7 +233,7 @@ def test_a_mixture_is_reported_with_the_parameters_that_a_token_uses(tmp_path: P
 
 
 def test_biases_of_idle_experts_are_not_active(tmp_path: Path) -> None:
-    config = read_model_config(small_folder(tmp_path, "gpt-oss-20b"))
+    config = read_model_config(SafetensorsFolder(small_folder(tmp_path, "gpt-oss-20b")))
 
     idle = 2 * 6 * (3 * 96 * 64 + 2 * 96 + 64)
     assert count_active(config, 1_000_000) == 1_000_000 - idle

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.demo_model import demo_model
 from baton.engine.runner.config import RunnerConfig
 from baton.kernels import build_missing_kernels
@@ -19,7 +20,9 @@ def shown(folder: Path, kernels: str = "auto", *, is_terminal: bool = False) -> 
     """Return what is printed when the kernels for the model are built."""
     printed = io.StringIO()
     screen = Console(file=printed, force_terminal=is_terminal, width=100)
-    build_missing_kernels(RunnerConfig(str(folder), kernels=kernels), folder, screen)
+    build_missing_kernels(
+        RunnerConfig(str(folder), kernels=kernels), SafetensorsFolder(folder), screen
+    )
     return printed.getvalue()
 
 

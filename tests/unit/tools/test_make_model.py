@@ -12,9 +12,10 @@ from safetensors import safe_open
 
 from baton.bench.engine.roofline import expect_experts
 from baton.bench.engine.routing import RoutingMeter
+from baton.checkpoint.safetensors_folder import SafetensorsFolder
+from baton.checkpoint.weight_files import WeightFiles
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.load import RunnerConfig, load_runner
-from baton.engine.runner.weights.safetensors import WeightFiles
 from baton.engine.runner.weights.tensor_names import check_tensors
 from tests.support.models import prompt_of
 from tests.support.random_folders import small_config, small_folder
@@ -83,7 +84,7 @@ def test_the_tokens_of_a_prompt_spread_over_the_experts(tmp_path: Path) -> None:
         with meter.count():
             driver.run(*drives_of([prompt_of(32)], num_tokens=1))
 
-    expected = expect_experts(read_model_config(folder).moe)
+    expected = expect_experts(read_model_config(SafetensorsFolder(folder)).moe)
     assert meter.num_experts(32) > 0.9 * expected(32)
 
 
@@ -125,7 +126,7 @@ def test_experts_of_gpt_oss_can_be_four_bit_floats(tmp_path: Path) -> None:
     assert scales.shape == (8, 2 * 96, 64 // 32)
     assert dequantized(blocks, scales).std() == pytest.approx(0.02, rel=0.3)
     with WeightFiles(tmp_path) as files:
-        check_tensors(read_model_config(tmp_path), files)
+        check_tensors(read_model_config(SafetensorsFolder(tmp_path)), files)
 
 
 def test_no_other_model_has_four_bit_floats(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from baton.core.extra_args import parse_argument
 from baton.core.ids import ANY_MODEL, ModelVariant
 from baton.core.kv_hints import KvHints
 from baton.core.sampling import SamplingDefaults
+from baton.core.stop_strings import StopRule
 from baton.router.doors.openai.request.bodies import (
     ChatBody,
     CompletionBody,
@@ -37,7 +38,6 @@ from baton.router.input_processing.limits import (
 from baton.router.text_events.parsing import NO_PARSING, PLAIN_TEXT, Parsing, TextFormat
 from baton.router.values import GenerateCall, Prompt
 from baton.rpc.errors import UnsupportedInput
-from baton.text.stop_strings import StopRule
 
 MAX_TOP_LOGPROBS = 20
 MAX_TOKEN_ID_DIGITS = len(str(MAX_INT32))

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+from baton.checkpoint.token_text import TokenText
 from baton.core.logprobs import TokenLogprobs
 from baton.router.http.json_encoding import LazyArray
 from baton.router.input_processing.limits import MAX_POSITIONS_PER_SLICE
-from baton.text.token_text import TokenText
 
 LOWEST = -9999.0  # replaces -inf, which JSON lacks; the same value as in vLLM
 

@@ -18,6 +18,7 @@ from baton.bench.engine.roofline import (
     work_of,
 )
 from baton.bench.engine.routing import RoutingMeter
+from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.model.config import LayerConfig, MoeConfig
 from baton.engine.runner.model.experts import Router
@@ -99,7 +100,9 @@ def test_a_window_and_a_chunk_hide_slots() -> None:
 def test_a_mixture_reads_the_chosen_experts_and_computes_those_of_each_token(
     tmp_path: Path,
 ) -> None:
-    work = work_of(small_folder(tmp_path, "qwen3-30b-a3b", "bfloat16", **TINY), "none")
+    work = work_of(
+        SafetensorsFolder(small_folder(tmp_path, "qwen3-30b-a3b", "bfloat16", **TINY)), "none"
+    )
     attention = 64 + 128  # keys and values, queries and output
     router, expert, head = 4 * 8, 3 * 6 * 8, 10 * 8
 
@@ -144,8 +147,10 @@ def test_a_recurrent_layer_reads_and_writes_its_state_whatever_the_context() -> 
 @pytest.mark.slow  # imports transformers
 @pytest.mark.parametrize("name", FAMILY_VARIANTS)
 def test_each_matrix_of_a_family_counts_once(name: str, tmp_path: Path) -> None:
-    config = read_model_config(make_model_folder(tmp_path, FAMILY_VARIANTS[name]))
-    work = work_of(tmp_path, "none")
+    config = read_model_config(
+        SafetensorsFolder(make_model_folder(tmp_path, FAMILY_VARIANTS[name]))
+    )
+    work = work_of(SafetensorsFolder(tmp_path), "none")
 
     num_experts = 0 if config.moe is None else config.moe.num_experts
     counted = config.vocab_size * config.hidden_size + sum(
@@ -170,7 +175,10 @@ def test_latent_attention_reads_one_latent_and_one_key_per_slot(tmp_path: Path) 
     make_model_folder(tmp_path, FAMILY_VARIANTS["deepseek-v2-lite"])
     heads, rank, rotated = 4, 40, 16
 
-    work, quantized = work_of(tmp_path, "none"), work_of(tmp_path, "int8")
+    work, quantized = (
+        work_of(SafetensorsFolder(tmp_path), "none"),
+        work_of(SafetensorsFolder(tmp_path), "int8"),
+    )
 
     assert work.slot_numbers == rank + rotated
     assert work.pair_products == heads * (rank + rotated + rank)
@@ -184,14 +192,16 @@ def test_latent_attention_reads_one_latent_and_one_key_per_slot(tmp_path: Path) 
 def test_a_quantized_folder_is_read_as_it_is_stored(tmp_path: Path) -> None:
     make_model(tmp_path, small_config("gpt-oss-20b"), quantization="mxfp4")
 
-    work = work_of(tmp_path, "none")
+    work = work_of(SafetensorsFolder(tmp_path), "none")
 
     assert (work.number_bytes, work.expert_number_bytes, work.head_number_bytes) == (2.0, 0.5, 2.0)
 
 
 def test_whole_numbers_are_read_faster() -> None:
     alone = batch_of(1, 0)
-    plain, int8, int4 = (work_of(DEMO, quantize) for quantize in ("none", "int8", "int4"))
+    plain, int8, int4 = (
+        work_of(SafetensorsFolder(DEMO), quantize) for quantize in ("none", "int8", "int4")
+    )
 
     assert read_bytes(int8, alone) == read_bytes(plain, alone) / 2
     # The head stays in int8.
@@ -201,4 +211,6 @@ def test_whole_numbers_are_read_faster() -> None:
 def test_the_demo_model_is_counted_as_its_files_hold_it() -> None:
     stored = (DEMO / "model.safetensors").stat().st_size
 
-    assert read_bytes(work_of(DEMO, "none"), batch_of(1, 0)) == pytest.approx(stored, rel=0.01)
+    assert read_bytes(work_of(SafetensorsFolder(DEMO), "none"), batch_of(1, 0)) == pytest.approx(
+        stored, rel=0.01
+    )

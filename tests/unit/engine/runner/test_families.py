@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.core.errors import ModelError
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.families.table import FAMILIES
@@ -32,7 +33,7 @@ QWEN_MOE, PHI = HUB_CONFIGS["Qwen3-30B-A3B"], HUB_CONFIGS["Phi-4-mini"]
 
 def read(folder: Path, raw: Mapping[str, Any]) -> ModelConfig:
     (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
-    return read_model_config(folder)
+    return read_model_config(SafetensorsFolder(folder))
 
 
 def windows(config: ModelConfig) -> list[int | None]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.core.errors import ModelError
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.model.config import ModelConfig
@@ -24,7 +25,7 @@ GRANITE = HUB_CONFIGS["granite-4.0-h-tiny"]
 
 def read(folder: Path, raw: Mapping[str, Any]) -> ModelConfig:
     (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
-    return read_model_config(folder)
+    return read_model_config(SafetensorsFolder(folder))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from baton.checkpoint.safetensors_folder import SafetensorsFolder
+from baton.checkpoint.tokenizer import Tokenizer
+from baton.checkpoint.tokenizer_files import load_tokenizer
 from baton.core.errors import InvalidRequest
 from baton.core.structured_outputs import MAX_CHOICES, StructuredOutputs
 from baton.engine.structured_output.compiler import GrammarCompiler
@@ -17,7 +20,6 @@ from baton.engine.structured_output.llguidance_backend import (
     GrammarLibrary,
     GrammarValidator,
 )
-from baton.text.tokenizer import Tokenizer
 from tests.support.grammars import PATIENCE_S, allowed_by, is_whole
 from tests.support.models import EOS_TOKEN_ID, VOCAB_SIZE, save_tokenizer
 
@@ -57,12 +59,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def library(folder: Path) -> GrammarLibrary:
-    return GrammarLibrary(folder, VOCAB_SIZE, (EOS_TOKEN_ID,))
+    return GrammarLibrary(SafetensorsFolder(folder), VOCAB_SIZE, (EOS_TOKEN_ID,))
 
 
 @pytest.fixture(scope="module")
 def tokenizer(folder: Path) -> Tokenizer:
-    return Tokenizer.from_folder(folder)
+    return load_tokenizer(folder)
 
 
 FITTING: list[tuple[StructuredOutputs, list[str], list[str]]] = [
@@ -216,7 +218,7 @@ def test_a_chain_of_thousands_of_rules_does_not_exhaust_a_stack(folder: Path) ->
     rules = "".join(f"r{n}: r{n + 1}\n" for n in range(1300))
     wanted = StructuredOutputs(grammar=f'start: r0\n{rules}r1300: "a"')
     outcomes: queue.SimpleQueue[CompiledGrammar | InvalidRequest] = queue.SimpleQueue()
-    library = GrammarLibrary(folder, VOCAB_SIZE, (EOS_TOKEN_ID,))
+    library = GrammarLibrary(SafetensorsFolder(folder), VOCAB_SIZE, (EOS_TOKEN_ID,))
 
     with GrammarCompiler[CompiledGrammar](library) as compiler:
         compiler.start(wanted, outcomes.put)
@@ -247,7 +249,7 @@ def test_a_text_that_is_all_that_may_be_written_may_be_written_in_any_tokens(
 
 
 def test_without_a_tokenizer_it_is_told_what_is_missing(tmp_path: Path) -> None:
-    library = GrammarLibrary(tmp_path, VOCAB_SIZE, (EOS_TOKEN_ID,))
+    library = GrammarLibrary(SafetensorsFolder(tmp_path), VOCAB_SIZE, (EOS_TOKEN_ID,))
 
     with pytest.raises(InvalidRequest, match=r"tokenizer\.json"):
         library.compile(StructuredOutputs(regex="a"))
@@ -268,7 +270,7 @@ def test_where_an_answer_stands_follows_from_its_tokens_however_they_came(
 
 
 def test_every_end_token_of_the_model_may_end_it(folder: Path) -> None:
-    library = GrammarLibrary(folder, VOCAB_SIZE, (EOS_TOKEN_ID, 1))
+    library = GrammarLibrary(SafetensorsFolder(folder), VOCAB_SIZE, (EOS_TOKEN_ID, 1))
     matcher = library.compile(StructuredOutputs(regex="")).matcher()
 
     assert allowed_by(matcher) == {1, EOS_TOKEN_ID}

@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+from baton.checkpoint.token_text import TokenText
 from baton.core.logprobs import TokenLogprobs
 from baton.router.doors.openai.response.logprobs import (
     chat_logprobs,
@@ -13,7 +14,6 @@ from baton.router.doors.openai.response.logprobs import (
     prompt_logprobs,
 )
 from baton.router.http.json_encoding import SLICE_CHARACTERS, LazyArray, as_json, encode_in_slices
-from baton.text.token_text import TokenText
 
 TOP = tuple((token_id, -float(token_id)) for token_id in range(64))
 

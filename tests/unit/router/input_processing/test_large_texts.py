@@ -11,6 +11,7 @@ from typing import cast
 
 import pytest
 
+from baton.checkpoint.tokenizer import Tokenizer
 from baton.core.errors import InvalidRequest
 from baton.router.doors.grpc.message_checks import check_request
 from baton.router.doors.grpc.translate import call_from
@@ -19,7 +20,6 @@ from baton.router.input_processing.limits import MAX_STOP_CHARACTERS, MAX_STOP_S
 from baton.router.input_processing.tokenization import ModelText
 from baton.router.values import ChatMessage, ChatPrompt, Prompt, TextPrompt
 from baton.rpc.errors import QueueFull
-from baton.text.tokenizer import Tokenizer
 from baton.v1 import inference_pb2, sampling_pb2
 
 PATIENCE_S = 30.0

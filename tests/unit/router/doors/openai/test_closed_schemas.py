@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from baton.checkpoint.safetensors_folder import SafetensorsFolder
+from baton.checkpoint.tokenizer_files import load_tokenizer
 from baton.core.structured_outputs import StructuredOutputs
 from baton.engine.structured_output.llguidance_backend import GrammarLibrary
 from baton.router.doors.openai.request.closed_schemas import close_objects
-from baton.text.tokenizer import Tokenizer
 from tests.support.grammars import is_whole
 from tests.support.models import EOS_TOKEN_ID, VOCAB_SIZE, save_tokenizer
 
@@ -97,9 +98,9 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
 def test_an_object_has_no_names_but_those_of_its_schema(
     schema: dict[str, Any], good: list[str], bad: list[str], folder: Path
 ) -> None:
-    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer = load_tokenizer(folder)
     given = json.dumps(schema)
-    library = GrammarLibrary(folder, VOCAB_SIZE, (EOS_TOKEN_ID,))
+    library = GrammarLibrary(SafetensorsFolder(folder), VOCAB_SIZE, (EOS_TOKEN_ID,))
 
     grammar = library.compile(StructuredOutputs(json=json.dumps(close_objects(schema))))
 

@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from baton.checkpoint.token_text import TokenText, spelled
 from baton.core.logprobs import TokenLogprobs
 from baton.router.doors.openai.response.logprobs import (
     LOWEST,
@@ -14,7 +15,6 @@ from baton.router.doors.openai.response.logprobs import (
     completion_logprobs,
     prompt_logprobs,
 )
-from baton.text.token_text import TokenText, spelled
 
 CHOSEN_LAST = TokenLogprobs(3, -2.5, 3, ((1, -0.5), (2, -math.inf)))
 

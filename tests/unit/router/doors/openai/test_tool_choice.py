@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from baton.checkpoint.safetensors_folder import SafetensorsFolder
+from baton.checkpoint.tokenizer_files import load_tokenizer
 from baton.core.errors import InvalidRequest
 from baton.core.sampling import SamplingDefaults
 from baton.core.structured_outputs import StructuredOutputs
@@ -22,7 +24,6 @@ from baton.router.text_events.events import ArgumentsDelta, ToolCall, fold
 from baton.router.text_events.forced_calls import NamedCallParser, RequiredCallsParser
 from baton.router.text_events.parsing import Parsing, TextFormat, ToolCallMode
 from baton.router.values import ChatPrompt
-from baton.text.tokenizer import Tokenizer
 from tests.support.grammars import is_whole
 from tests.support.models import EOS_TOKEN_ID, VOCAB_SIZE, save_tokenizer
 
@@ -118,8 +119,10 @@ CALL = '{"name": "look", "arguments": {"at": "it"}}'
 def test_forced_calls_have_the_form_of_their_parameters(
     fields: dict[str, Any], good: list[str], bad: list[str], folder: Path
 ) -> None:
-    tokenizer = Tokenizer.from_folder(folder)
-    grammar = GrammarLibrary(folder, VOCAB_SIZE, (EOS_TOKEN_ID,)).compile(form(**fields))
+    tokenizer = load_tokenizer(folder)
+    grammar = GrammarLibrary(SafetensorsFolder(folder), VOCAB_SIZE, (EOS_TOKEN_ID,)).compile(
+        form(**fields)
+    )
 
     assert [text for text in good if not is_whole(grammar, tokenizer, text)] == []
     assert [text for text in bad if is_whole(grammar, tokenizer, text)] == []

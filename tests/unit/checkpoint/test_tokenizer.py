@@ -10,8 +10,9 @@ import pytest
 from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as FastTokenizer
 
+from baton.checkpoint.tokenizer import Tokenizer
+from baton.checkpoint.tokenizer_files import load_tokenizer
 from baton.core.errors import InvalidRequest, ModelError
-from baton.text.tokenizer import Tokenizer
 from tests.support.models import EOS_TOKEN_ID, save_tokenizer
 from tests.support.tokenizer_folders import copy_with_settings, put_begin_token_first
 
@@ -30,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_special_tokens_that_are_asked_for_are_not_skipped(folder: Path) -> None:
-    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer = load_tokenizer(folder)
     token_ids = tokenizer.encode("the <s>quick</s> <s>fox", add_special_tokens=False)
 
     def spelled(shown: tuple[str, ...]) -> str:
@@ -46,7 +47,7 @@ def test_roles_are_those_of_openai_and_those_that_the_template_names(
 ) -> None:
     template = "{% for m in messages %}{{ m.role if m.role == 'critic' else 'x' }} {% endfor %}"
     copy_with_settings(folder, tmp_path, chat_template=template)
-    tokenizer = Tokenizer.from_folder(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
     known = ("assistant", "developer", "function", "system", "tool", "user", "critic")
 
     assert tokenizer.render_chat([{"role": role, "content": ""} for role in known])
@@ -60,13 +61,13 @@ def test_tools_are_shown_where_the_template_reads_them(folder: Path, tmp_path: P
     by_name = [{"name": "default", "template": ""}, {"name": "tool_use", "template": reading}]
     for template, supports_tools in ((reading, True), (by_name, True), ("tools", False)):
         copy_with_settings(folder, tmp_path, chat_template=template)
-        assert Tokenizer.from_folder(tmp_path).supports_tools is supports_tools
+        assert load_tokenizer(tmp_path).supports_tools is supports_tools
 
 
 def test_a_chat_is_encoded_without_further_special_tokens(folder: Path, tmp_path: Path) -> None:
     copy_with_settings(folder, tmp_path, chat_template="{{ bos_token }}{{ messages[0].content }}")
     put_begin_token_first(tmp_path)
-    tokenizer = Tokenizer.from_folder(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
 
     token_ids = tokenizer.encode_chat([{"role": "user", "content": "hi"}])
 
@@ -80,7 +81,7 @@ def test_a_template_file_wins_over_the_one_inside_the_settings(
     copy_with_settings(folder, tmp_path, chat_template="inside")
     (tmp_path / "chat_template.jinja").write_text("alone")
 
-    assert Tokenizer.from_folder(tmp_path).render_chat(CHAT) == "alone"
+    assert load_tokenizer(tmp_path).render_chat(CHAT) == "alone"
 
 
 def test_tools_pick_the_template_for_tools(folder: Path, tmp_path: Path) -> None:
@@ -88,7 +89,7 @@ def test_tools_pick_the_template_for_tools(folder: Path, tmp_path: Path) -> None
         {"name": "default", "template": "plain"},
         {"name": "tool_use", "template": "tools: {{ tools | length }}"},
     ]
-    tokenizer = Tokenizer.from_folder(copy_with_settings(folder, tmp_path, chat_template=named))
+    tokenizer = load_tokenizer(copy_with_settings(folder, tmp_path, chat_template=named))
 
     assert tokenizer.render_chat(CHAT) == "plain"
     assert tokenizer.render_chat(CHAT, variables={"tools": [{}, {}]}) == "tools: 2"
@@ -97,7 +98,7 @@ def test_tools_pick_the_template_for_tools(folder: Path, tmp_path: Path) -> None
 def test_a_template_gets_the_date_from_the_clock_it_was_given(folder: Path, tmp_path: Path) -> None:
     copy_with_settings(folder, tmp_path, chat_template="{{ strftime_now('%Y-%m-%d') }}")
 
-    tokenizer = Tokenizer.from_folder(tmp_path, clock=lambda: datetime(2024, 2, 3, tzinfo=UTC))
+    tokenizer = load_tokenizer(tmp_path, clock=lambda: datetime(2024, 2, 3, tzinfo=UTC))
 
     assert tokenizer.render_chat(CHAT) == "2024-02-03"
 
@@ -114,14 +115,14 @@ def test_a_template_gets_the_date_from_the_clock_it_was_given(folder: Path, tmp_
 def test_what_a_template_refuses_is_the_clients_fault(
     template: str, reason: str, folder: Path, tmp_path: Path
 ) -> None:
-    tokenizer = Tokenizer.from_folder(copy_with_settings(folder, tmp_path, chat_template=template))
+    tokenizer = load_tokenizer(copy_with_settings(folder, tmp_path, chat_template=template))
 
     with pytest.raises(InvalidRequest, match=reason):
         tokenizer.render_chat(CHAT)
 
 
 def test_a_chat_needs_a_template(folder: Path, tmp_path: Path) -> None:
-    tokenizer = Tokenizer.from_folder(copy_with_settings(folder, tmp_path, chat_template=None))
+    tokenizer = load_tokenizer(copy_with_settings(folder, tmp_path, chat_template=None))
 
     assert not tokenizer.has_chat_template
     with pytest.raises(InvalidRequest, match="no chat template"):
@@ -129,9 +130,7 @@ def test_a_chat_needs_a_template(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_broken_template_is_the_models_fault(folder: Path, tmp_path: Path) -> None:
-    tokenizer = Tokenizer.from_folder(
-        copy_with_settings(folder, tmp_path, chat_template="{% if %}")
-    )
+    tokenizer = load_tokenizer(copy_with_settings(folder, tmp_path, chat_template="{% if %}"))
 
     with pytest.raises(ModelError, match="chat template is broken"):
         tokenizer.render_chat(CHAT)
@@ -139,11 +138,11 @@ def test_a_broken_template_is_the_models_fault(folder: Path, tmp_path: Path) -> 
 
 def test_end_tokens_come_from_the_generation_settings_first(folder: Path, tmp_path: Path) -> None:
     copy_with_settings(folder, tmp_path)
-    assert Tokenizer.from_folder(tmp_path).eos_token_ids == (EOS_TOKEN_ID,)
+    assert load_tokenizer(tmp_path).eos_token_ids == (EOS_TOKEN_ID,)
 
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
 
-    assert Tokenizer.from_folder(tmp_path).eos_token_ids == (5, 6)
+    assert load_tokenizer(tmp_path).eos_token_ids == (5, 6)
 
 
 @pytest.mark.parametrize(
@@ -163,11 +162,11 @@ def test_a_folders_fault_names_its_file(
     (tmp_path / file).unlink() if content is None else (tmp_path / file).write_bytes(content)
 
     with pytest.raises(ModelError, match=file):
-        Tokenizer.from_folder(tmp_path)
+        load_tokenizer(tmp_path)
 
 
 def test_a_character_is_shown_once_it_is_whole(folder: Path) -> None:
-    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer = load_tokenizer(folder)
     # No merge reaches across these bytes, so each is a token of its own.
     token_ids = tokenizer.encode("\N{GRINNING FACE}!")
     detokenizer = tokenizer.detokenizer()
@@ -180,7 +179,7 @@ def test_a_character_is_shown_once_it_is_whole(folder: Path) -> None:
 
 
 def test_an_answer_that_ends_inside_a_character_shows_so_at_its_end(folder: Path) -> None:
-    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer = load_tokenizer(folder)
     token_ids = tokenizer.encode("a\N{GRINNING FACE}")[:-1]
     detokenizer = tokenizer.detokenizer()
 

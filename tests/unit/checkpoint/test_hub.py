@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from baton.checkpoint.hub import model_root, resolve_model_folder, served_name
 from baton.core.errors import ModelError
-from baton.engine.model_folder import model_root, resolve_model_folder, served_name
 
 
 def a_folder(parent: Path, *files: str) -> Path:

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, lru_cache
-from pathlib import Path
 from typing import NoReturn
 
 import jinja2
@@ -15,16 +14,14 @@ import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
+from baton.checkpoint.token_text import TokenText, spelled
 from baton.core.errors import InvalidRequest, ModelError
-from baton.engine.model_folder import JsonFields, read_generation_defaults, read_model_text
-from baton.text.token_text import TokenText, spelled
 
 # Decoded from bytes that are not a complete character (yet).
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 MAX_CACHED_TOKENS = 1 << 16  # entries of each token text cache
 # Roles of OpenAI's API. Others are accepted if the chat template names them.
 ROLES = ("assistant", "developer", "function", "system", "tool", "user")
-NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 # Of templates that are given other messages than they expect, or are nested too deeply.
 TEMPLATE_ERRORS = (
     *(jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError),
@@ -56,19 +53,6 @@ class Tokenizer:
         self.decode_one = lru_cache(MAX_CACHED_TOKENS)(self._decode_one)
         # Text and bytes of a single token, special ones by name; cached.
         self.token = lru_cache(MAX_CACHED_TOKENS)(self._token)
-
-    @classmethod
-    def from_folder(cls, folder: Path, *, clock: Clock = datetime.now) -> Tokenizer:
-        """Load the tokenizer of a model folder. Raises ModelError, which names the faulty file."""
-        settings = _read_settings(folder)
-        named = _named_tokens(settings)
-        return cls(
-            _load_fast(folder),
-            named_tokens=named,
-            chat_templates=_chat_templates(folder, settings),
-            eos_token_ids=read_generation_defaults(folder).eos_token_ids,
-            clock=clock,
-        )
 
     @property
     def vocab_size(self) -> int:
@@ -313,54 +297,3 @@ def _to_json(
 
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
-
-
-def _read_settings(folder: Path) -> JsonFields:
-    path = folder / "tokenizer_config.json"
-    return JsonFields.read(path) if path.exists() else JsonFields(str(path), {})
-
-
-def _named_tokens(settings: JsonFields) -> dict[str, str]:
-    named = {}
-    for name in NAMED_TOKENS:
-        value = settings.get(name)
-        content = value.get("content") if isinstance(value, dict) else value
-        if isinstance(content, str):
-            named[name] = content
-    return named
-
-
-def _load_fast(folder: Path) -> FastTokenizer:
-    """Load tokenizer.json. It defines where BOS and EOS go; legacy flags are ignored."""
-    path = folder / "tokenizer.json"
-    if not path.exists():
-        raise ModelError(f"{path} is missing; save the tokenizer in the fast format")
-    try:
-        fast = FastTokenizer.from_str(read_model_text(path))
-    except ModelError:
-        raise
-    except Exception as error:  # the library raises nothing narrower
-        raise ModelError(f"{path} cannot be read: {error}; fetch it again") from error
-    fast.no_truncation()
-    fast.no_padding()
-    return fast
-
-
-def _chat_templates(folder: Path, settings: JsonFields) -> dict[str, str]:
-    """Return the templates by name. A separate file overrides tokenizer_config.json."""
-    embedded = settings.get("chat_template")
-    templates = {}
-    if isinstance(embedded, str):
-        templates["default"] = embedded
-    if isinstance(embedded, list):
-        if not all(
-            isinstance(item, dict) and {"name", "template"} <= item.keys() for item in embedded
-        ):
-            raise settings.wrong("chat_template", "must be a text, or list names and templates")
-        templates = {str(item["name"]): str(item["template"]) for item in embedded}
-    separate_file = folder / "chat_template.jinja"
-    if separate_file.exists():
-        templates["default"] = read_model_text(separate_file)
-    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        templates[path.stem] = read_model_text(path)
-    return templates

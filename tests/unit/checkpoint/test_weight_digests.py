@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from baton.engine.runner.weights.safetensors import WeightFiles
-from baton.engine.runner.weights.weight_digests import MIN_AGE_S, DigestCache
+from baton.checkpoint.weight_digests import MIN_AGE_S, DigestCache
+from baton.checkpoint.weight_files import WeightFiles
 
 OTHER = "0" * 32
 

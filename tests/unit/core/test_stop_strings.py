@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.text.stop_strings import StopRule, StopWatcher
+from baton.core.stop_strings import StopRule, StopWatcher
 
 
 def test_text_that_may_begin_a_stop_string_is_held_back_until_it_cannot() -> None:

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -14,28 +13,18 @@ from typing import Protocol
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from baton.core.errors import ModelError
-from baton.engine.model_folder import INDEX, read_shard_names
-from baton.engine.runner.weights.weight_digests import (
+from baton.checkpoint.checkpoint import Expected, Shape
+from baton.checkpoint.safetensors_folder import INDEX, SINGLE, read_shard_names
+from baton.checkpoint.weight_digests import (
     DigestCache,
     FileIdentity,
     digest_of,
     user_digest_cache,
 )
+from baton.core.errors import ModelError
 
-SINGLE = "model.safetensors"
 FLOATS = ("F32", "F16", "BF16")
 WHOLE = ("I8", "I32", "I64")
-
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """Shape and allowed dtypes of a tensor."""
-
-    shape: Shape
-    dtypes: tuple[str, ...]
 
 
 class TensorSlice(Protocol):
@@ -57,7 +46,10 @@ class TensorFile(Protocol):
 
 
 class WeightFiles:
-    """Open weight files of one folder. Tensors are memory-mapped and read when they are copied."""
+    """Implements `Tensors`: the open weight files of one folder.
+
+    Tensors are memory-mapped, and read when they are copied.
+    """
 
     def __init__(self, folder: Path, digests: DigestCache | None = None) -> None:
         self._folder = folder

@@ -1,0 +1,101 @@
+"""Checkpoint: the files of a model, whatever their format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from baton.checkpoint.json_fields import JsonFields
+from baton.core.sampling import SamplingDefaults
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor
+
+    from baton.checkpoint.tokenizer import Tokenizer
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """Contents of generation_config.json: EOS tokens and default sampling parameters."""
+
+    eos_token_ids: tuple[int, ...] = ()
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+    @property
+    def sampling(self) -> SamplingDefaults:
+        return SamplingDefaults(
+            self.temperature, self.top_p, self.top_k, self.min_p, self.repetition_penalty
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Shape and allowed dtypes of a tensor."""
+
+    shape: Shape
+    dtypes: tuple[str, ...]
+
+
+class Tensors(Protocol):
+    """Tensors of an open checkpoint by name. Errors name the file or the tensor."""
+
+    def names(self) -> list[str]: ...
+
+    def shapes(self) -> dict[str, Shape]: ...
+
+    def check(self, expected: Mapping[str, Expected], is_ignored: Callable[[str], bool]) -> None:
+        """Raise ModelError unless there are exactly the expected tensors.
+
+        Shape and dtype must match. Ignored tensors can be present or absent.
+        """
+        ...
+
+    def tensor(self, name: str) -> Tensor: ...
+
+    def part(self, name: str, index: int) -> Tensor:
+        """Return one element of a tensor's first dimension. Reads nothing else."""
+        ...
+
+    def copy_into(self, name: str, destination: Tensor) -> None: ...
+
+    def digest(self) -> str:
+        """Hash names, shapes, dtypes and all bytes of all tensors, however files divide them."""
+        ...
+
+
+class Checkpoint(Protocol):
+    """Configuration, tokenizer and weights of a model. Methods raise ModelError.
+
+    Nothing is read before a method is called, and only `open_tensors` imports torch.
+    """
+
+    @property
+    def path(self) -> Path:
+        """Return where the checkpoint is: for messages, and to open it in another process."""
+        ...
+
+    def read_config(self) -> JsonFields:
+        """Return the fields of config.json, under the names of the Hugging Face hub."""
+        ...
+
+    def read_generation_defaults(self) -> GenerationDefaults: ...
+
+    def load_tokenizer(self) -> Tokenizer: ...
+
+    def read_tokenizer_json(self) -> str:
+        """Return the tokenizer in the format of tokenizer.json."""
+        ...
+
+    def open_tensors(self) -> AbstractContextManager[Tensors]: ...
+
+    def num_weight_bytes(self) -> int: ...

@@ -1,0 +1,78 @@
+"""Loads a tokenizer from the files of a model folder."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from baton.checkpoint.json_fields import JsonFields, read_model_text
+from baton.checkpoint.safetensors_folder import read_generation_defaults
+from baton.checkpoint.tokenizer import Clock, Tokenizer
+from baton.core.errors import ModelError
+
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+
+
+def load_tokenizer(folder: Path, *, clock: Clock = datetime.now) -> Tokenizer:
+    """Load the tokenizer of a model folder. Raises ModelError, which names the faulty file."""
+    settings = _read_settings(folder)
+    return Tokenizer(
+        _load_fast(folder),
+        named_tokens=_named_tokens(settings),
+        chat_templates=_chat_templates(folder, settings),
+        eos_token_ids=read_generation_defaults(folder).eos_token_ids,
+        clock=clock,
+    )
+
+
+def _read_settings(folder: Path) -> JsonFields:
+    path = folder / "tokenizer_config.json"
+    return JsonFields.read(path) if path.exists() else JsonFields(str(path), {})
+
+
+def _named_tokens(settings: JsonFields) -> dict[str, str]:
+    named = {}
+    for name in NAMED_TOKENS:
+        value = settings.get(name)
+        content = value.get("content") if isinstance(value, dict) else value
+        if isinstance(content, str):
+            named[name] = content
+    return named
+
+
+def _load_fast(folder: Path) -> FastTokenizer:
+    """Load tokenizer.json. It defines where BOS and EOS go; legacy flags are ignored."""
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        raise ModelError(f"{path} is missing; save the tokenizer in the fast format")
+    try:
+        fast = FastTokenizer.from_str(read_model_text(path))
+    except ModelError:
+        raise
+    except Exception as error:  # the library raises nothing narrower
+        raise ModelError(f"{path} cannot be read: {error}; fetch it again") from error
+    fast.no_truncation()
+    fast.no_padding()
+    return fast
+
+
+def _chat_templates(folder: Path, settings: JsonFields) -> dict[str, str]:
+    """Return the templates by name. A separate file overrides tokenizer_config.json."""
+    embedded = settings.get("chat_template")
+    templates = {}
+    if isinstance(embedded, str):
+        templates["default"] = embedded
+    if isinstance(embedded, list):
+        if not all(
+            isinstance(item, dict) and {"name", "template"} <= item.keys() for item in embedded
+        ):
+            raise settings.wrong("chat_template", "must be a text, or list names and templates")
+        templates = {str(item["name"]): str(item["template"]) for item in embedded}
+    separate_file = folder / "chat_template.jinja"
+    if separate_file.exists():
+        templates["default"] = read_model_text(separate_file)
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        templates[path.stem] = read_model_text(path)
+    return templates
