@@ -21,7 +21,7 @@ from baton.engine.kv_arrival.pulls import PeerPulls, PullConfig
 from baton.engine.kv_arrival.receives import BlockReceives
 from baton.engine.kv_arrival.sends import BlockSends
 from baton.engine.kv_arrival.stores import BlockStores
-from baton.engine.kv_cache.manager import KvCache
+from baton.engine.kv_cache.cache import KvCache
 from baton.kv_transfer.external_kv import ExternalKv
 from baton.kv_transfer.types import KvReports
 

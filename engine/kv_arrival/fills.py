@@ -15,8 +15,8 @@ from typing import NewType
 from baton.core.ids import BlockId, BlockName, NodeId
 from baton.engine.kv_arrival.arrival import Arrival
 from baton.engine.kv_arrival.holds import Hold, Holds
+from baton.engine.kv_cache.cache import KvCache
 from baton.engine.kv_cache.external_prefix import ExternalPrefix
-from baton.engine.kv_cache.manager import KvCache
 
 FillId = NewType("FillId", int)
 

@@ -15,7 +15,7 @@ from baton.engine.kv_arrival.fills import FillId
 from baton.engine.kv_arrival.loads import ExternalLoads
 from baton.engine.kv_arrival.sends import BlockSends
 from baton.engine.kv_cache.block_hashes import BlockHash
-from baton.engine.kv_cache.manager import KvCache
+from baton.engine.kv_cache.cache import KvCache
 from baton.kv_transfer.types import NOT_CACHED, TOO_MANY_PULLS, KvReports, Requested
 
 MAX_GIVEN_SHARE = 0.5  # of all blocks, for all pulls together

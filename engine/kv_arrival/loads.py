@@ -11,8 +11,8 @@ from baton.engine.kv_arrival.arrival import Arrival
 from baton.engine.kv_arrival.fills import Fill, FillId, Fills
 from baton.engine.kv_arrival.kv_source import Offer, PrefixNeed
 from baton.engine.kv_arrival.orders import StepOrders
+from baton.engine.kv_cache.cache import KvCache
 from baton.engine.kv_cache.external_prefix import ExternalPrefix
-from baton.engine.kv_cache.manager import KvCache
 from baton.kv_transfer.external_kv import ExternalKv, Load, Loaded, LoadId
 
 MAX_LOADING_SHARE = 0.5  # of all blocks, for several loads together

@@ -17,8 +17,8 @@ from baton.engine.kv_arrival.fills import Fill, FillId, Fills, FillsByName
 from baton.engine.kv_arrival.kv_source import Offer, PrefixNeed
 from baton.engine.kv_arrival.pull_times import PullTimes
 from baton.engine.kv_arrival.receives import BlockReceives
+from baton.engine.kv_cache.cache import KvCache
 from baton.engine.kv_cache.external_prefix import ExternalPrefix
-from baton.engine.kv_cache.manager import KvCache
 from baton.kv_transfer.types import KvReports, Receive
 
 MAX_PULLING_SHARE = 0.5  # of all blocks, for several pulls together

@@ -14,8 +14,8 @@ from baton.engine.kv_arrival.arrival import Arrival
 from baton.engine.kv_arrival.fills import Fill, Fills, FillsByName
 from baton.engine.kv_arrival.holds import Hold, Holds
 from baton.engine.kv_arrival.orders import StepOrders
+from baton.engine.kv_cache.cache import KvCache
 from baton.engine.kv_cache.held_kv import HeldKv
-from baton.engine.kv_cache.manager import KvCache
 from baton.kv_transfer.types import Proved, Receive, Revoke
 
 # Minimum share of common blocks among those that either request lacks, so that no request waits

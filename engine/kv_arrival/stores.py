@@ -8,8 +8,8 @@ from baton.core.ids import BlockId, BlockName
 from baton.core.kv_hints import BlockHints
 from baton.engine.kv_arrival.holds import Hold, Holds
 from baton.engine.kv_arrival.orders import StepOrders
+from baton.engine.kv_cache.cache import KvCache
 from baton.engine.kv_cache.held_kv import HeldKv
-from baton.engine.kv_cache.manager import KvCache
 from baton.kv_transfer.external_kv import ExternalKv, Store, StoreId, Use
 
 MAX_STORING_SHARE = 0.25  # of all blocks, for all stores together

@@ -13,10 +13,10 @@ from baton.engine.events import RequestEvent, RequestEventKind, SchedulerStats
 from baton.engine.kv_arrival.arrivals import KvArrivals
 from baton.engine.kv_arrival.fills import FillId
 from baton.engine.kv_arrival.pulls import PullConfig
+from baton.engine.kv_cache.cache import KvCache
 from baton.engine.kv_cache.cache_group import PrefixHit
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.held_kv import HeldKv
-from baton.engine.kv_cache.manager import KvCache
 from baton.engine.scheduler.config import SchedulerConfig, SchedulingPolicy
 from baton.engine.scheduler.queues import RankedQueue, WaitingQueue
 from baton.engine.scheduler.request import Rank, Request, RequestStatus

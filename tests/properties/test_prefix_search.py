@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from baton.core.ids import BlockId
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.block_names import name_in_group, snapshot_names
+from baton.engine.kv_cache.cache import KvCache
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.groups import FULL, CacheLayout, KvCacheSpec, KvGroup
-from baton.engine.kv_cache.manager import KvCache
 from tests.support.requests import make_held
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_STATE_BLOCKS = 2, 6, 2

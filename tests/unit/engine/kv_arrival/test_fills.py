@@ -11,9 +11,9 @@ from baton.engine.kv_arrival.arrival import Arrival
 from baton.engine.kv_arrival.fills import Fill, Fills, FillsByName
 from baton.engine.kv_arrival.holds import Holds
 from baton.engine.kv_cache.block_hashes import BlockHash
+from baton.engine.kv_cache.cache import KvCache
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.external_prefix import ExternalPrefix
-from baton.engine.kv_cache.manager import KvCache
 from tests.support.requests import make_held
 
 MAX_WAIT_S = 5.0

@@ -9,8 +9,8 @@ from baton.engine.kv_arrival.fills import Fills
 from baton.engine.kv_arrival.holds import Holds
 from baton.engine.kv_arrival.orders import StepOrders
 from baton.engine.kv_arrival.receives import BlockReceives
+from baton.engine.kv_cache.cache import KvCache
 from baton.engine.kv_cache.config import CacheConfig
-from baton.engine.kv_cache.manager import KvCache
 from baton.kv_transfer.types import NO_KV_ORDERS, Revoke
 from tests.support.requests import make_held
 

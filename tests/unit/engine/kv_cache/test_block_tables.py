@@ -9,10 +9,10 @@ import pytest
 from baton.core.ids import NO_BLOCK
 from baton.engine.errors import BlocksUnaccounted
 from baton.engine.kv_cache.block_hashes import BlockHash
+from baton.engine.kv_cache.cache import KvCache
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.groups import FULL, CacheLayout, KvCacheSpec, KvGroup
 from baton.engine.kv_cache.held_kv import HeldKv
-from baton.engine.kv_cache.manager import KvCache
 from tests.support.requests import make_held
 
 WINDOW = KvCacheSpec(window=3)  # with two tokens a block, it needs two blocks at most

@@ -10,10 +10,10 @@ from baton.core.ids import NO_BLOCK, BlockId
 from baton.engine.errors import BlocksUnaccounted
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.kv_cache.cache import KvCache
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.groups import FULL, CacheLayout, KvCacheSpec, KvGroup
 from baton.engine.kv_cache.held_kv import HeldKv
-from baton.engine.kv_cache.manager import KvCache
 from baton.engine.kv_cache.recurrent_state import RecurrentState, SnapshotCache
 from baton.engine.kv_cache.state_group import StateGroup
 from baton.engine.plan import BlockIds

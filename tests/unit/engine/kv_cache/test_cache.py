@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored
+from baton.engine.kv_cache.cache import KvCache
 from baton.engine.kv_cache.cache_group import PrefixHit
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.held_kv import HeldKv
-from baton.engine.kv_cache.manager import KvCache
 from tests.support.requests import make_held
 
 NO_HIT = PrefixHit(0, ([],))
