@@ -26,11 +26,11 @@ from baton.kv_transfer.tiers.copy_pace import CopyPace, Work
 from baton.kv_transfer.tiers.counters import TierCounters, TierStatus
 from baton.kv_transfer.tiers.host_tier import HostBlock, HostTier
 from baton.kv_transfer.tiers.load_times import LoadTimes
+from baton.kv_transfer.tiers.outage import Outage
 from baton.kv_transfer.tiers.stores.block_store import BlockStore
 
 logger = logging.getLogger(__name__)
 
-PAUSE_S = 10.0  # without writes, or reads, after one has failed
 STUCK_S = 0.5  # an operation that takes longer delays the estimates of others
 LOAD_DEADLINE_S = 10.0  # from the order of a load: later blocks are not read any more
 
@@ -113,9 +113,8 @@ class BackingTier:
         self._reads_lock = Lock()
         # When the job began, or its last operation if that is later: a rest is not part of it.
         self._job_since_s: float | None = None
-        self._no_writes_until_s = self._no_reads_until_s = float("-inf")
-        self._is_readable = True
-        self._write_error = ""  # of the last write, if that has failed
+        self._reading = Outage(f"loaded from the {config.name} tier", clock)
+        self._writing = Outage(f"stored in the {config.name} tier", clock)
         self._refresh_at_s = float("-inf")
         self._unfinished: deque[Job] = deque()  # changes that failed; repeated after a pause
         self.is_scanned = Event()
@@ -126,7 +125,7 @@ class BackingTier:
 
     def holds(self, name: BlockName) -> bool:
         is_current = self._cleared == self._generation.number
-        return is_current and self._is_readable and self._store.holds(name)
+        return is_current and self._reading.is_over and self._store.holds(name)
 
     def load_s(self, num_blocks: int) -> float:
         """Return an estimate of the seconds until so many blocks are read."""
@@ -146,7 +145,9 @@ class BackingTier:
         store, order = self._store, self._store.order
         held = (len(order), store.num_bytes, store.max_bytes, store.num_evicted)
         retained = (order.num_retained, order.num_refused)
-        return TierStatus(self.name, *held, *retained, self.counters, is_usable=self._is_readable)
+        return TierStatus(
+            self.name, *held, *retained, self.counters, is_usable=self._reading.is_over
+        )
 
     def _busy_s(self) -> float:
         since_s = self._job_since_s
@@ -170,7 +171,7 @@ class BackingTier:
         """Write a pinned block of host memory, and unpin it then."""
         most = self._config.max_waiting_writes
         is_full = most is not None and self._jobs.qsize() >= most
-        if is_full or self._clock() < self._no_writes_until_s:
+        if is_full or self._writing.is_paused:
             self.counters.num_skipped_stores += 1
             self._host.unpin(block)
         else:
@@ -243,7 +244,7 @@ class BackingTier:
         try:
             is_found = self._store.scan()
         except OSError as error:
-            self._pause_reads(error)
+            self._reading.note_error(error)
             self._unfinished.append(self._scan_again)
         if is_found:
             self.is_scanned.set()
@@ -256,17 +257,15 @@ class BackingTier:
     def _refresh(self) -> None:
         """Learn what others stored. After a pause, this also tells whether the store works."""
         self._refresh_at_s = self._clock() + self._config.refresh_s
-        if self._clock() < self._no_reads_until_s:
+        if self._reading.is_paused:
             return
         try:
             self._repeat_unfinished()
             self._store.refresh()
         except OSError as error:
-            self._pause_reads(error)
+            self._reading.note_error(error)
             return
-        if not self._is_readable:
-            self._is_readable = True
-            logger.info("KV is loaded from the %s tier again", self.name)
+        self._reading.note_success()
 
     def _close(self) -> None:
         with suppress(OSError):  # what is not removed now is found again after a restart
@@ -282,12 +281,6 @@ class BackingTier:
                 self._unfinished.appendleft(job)
                 raise
 
-    def _pause_reads(self, error: OSError) -> None:
-        self._no_reads_until_s = self._clock() + PAUSE_S
-        if self._is_readable:
-            self._is_readable = False
-            logger.warning("no KV is loaded from the %s tier until it works: %s", self.name, error)
-
     def _map(self, call: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
         return self._pool.map(call, items) if self._config.num_parallel > 1 else map(call, items)
 
@@ -302,16 +295,16 @@ class BackingTier:
     def _write(self, write: _Write) -> bool:
         try:
             is_stale = write.generation != self._generation.number
-            if is_stale or self._clock() < self._no_writes_until_s:
+            if is_stale or self._writing.is_paused:
                 return False
             block = write.block
             source = (self._host.memory, block.slot, block.digest)
             with self._turn(Work.WRITE_BEHIND, write.ordered_s):
                 self._store.write(write.name, *source, write.hints)
-            self._note_write_works()
+            self._writing.note_success()
             return True
         except OSError as error:
-            self._pause_writes(error)
+            self._writing.note_error(error)
             return False
         finally:
             self._host.unpin(write.block)
@@ -326,17 +319,6 @@ class BackingTier:
 
     def _must_yield(self, work: Work) -> bool:
         return work is Work.WRITE_BEHIND and self._num_reads > 0
-
-    def _pause_writes(self, error: OSError) -> None:
-        self._no_writes_until_s = self._clock() + PAUSE_S
-        if self._write_error != str(error):  # a folder may be unusable for days: log it once
-            self._write_error = str(error)
-            logger.warning("no KV is stored in the %s tier until it works: %s", self.name, error)
-
-    def _note_write_works(self) -> None:
-        if self._write_error:
-            self._write_error = ""
-            logger.info("KV is stored in the %s tier again", self.name)
 
     def _load(self, pending: PendingLoad, places: Sequence[int], then: Job) -> None:
         began_s = self._clock()
@@ -361,7 +343,7 @@ class BackingTier:
         """
         name, block_id = pending.load.names[place], pending.load.block_ids[place]
         is_late = self._clock() - pending.began_s > LOAD_DEADLINE_S
-        if is_late or not self._is_readable or not self._may_load(pending, name):
+        if is_late or not self._reading.is_over or not self._may_load(pending, name):
             return None
         try:
             with self._turn(Work.LOAD, pending.began_s):
@@ -372,7 +354,7 @@ class BackingTier:
                 self._promote(pending, name, block_id, digest)
                 return self._clock() - began_s
         except OSError as error:
-            self._pause_reads(error)
+            self._reading.note_error(error)
             return None
         except Exception:  # the others of the load must end, too
             logger.exception("the %s tier failed to read a block", self.name)
@@ -406,7 +388,7 @@ class BackingTier:
             job()
         except OSError as error:
             self._unfinished.append(job)
-            self._pause_reads(error)
+            self._reading.note_error(error)
 
     def _drop(self, names: Sequence[BlockName]) -> None:
         self._store.refresh()  # tells the tenants of the others' blocks

@@ -23,6 +23,7 @@ from baton.core.ids import BlockName
 from baton.core.kv_hints import NO_HINTS, SHARED, BlockHints, Tenant
 from baton.kv_transfer.tiers.block_memory import BlockMemory
 from baton.kv_transfer.tiers.eviction import EvictionOrder
+from baton.kv_transfer.tiers.stores.block_file import read_block, write_block
 from baton.kv_transfer.tiers.stores.block_time import BlockTime
 from baton.kv_transfer.tiers.stores.folder_checks import (
     FOLDER_MODE,
@@ -43,9 +44,7 @@ from baton.kv_transfer.tiers.stores.stored_blocks import (
     REMOVED,
     WRITTEN,
     block_of,
-    digest_in_header,
     namespace_of,
-    pack_header,
     stem_of,
 )
 
@@ -136,34 +135,21 @@ class FileStore:
     def read(self, name: BlockName, memory: BlockMemory, block: int) -> bytes | None:
         """Read a block and return its digest; None if there is no valid one."""
         path = self._path_of(name)
-        view = memory.view(block)
-        header = bytearray(HEADER_BYTES)
         try:
-            with path.open("rb", buffering=0) as file:
-                num_bytes = os.preadv(file.fileno(), [header, view], 0)
-                while 0 < num_bytes < self._file_bytes:
-                    rest = view[num_bytes - HEADER_BYTES :] if num_bytes >= HEADER_BYTES else None
-                    more = 0 if rest is None else os.preadv(file.fileno(), [rest], num_bytes)
-                    if not more:
-                        break
-                    num_bytes += more
-                facts = os.fstat(file.fileno())
+            digest, kept = read_block(path, name, memory, block)
         except FileNotFoundError:
             self.order.remove(name)
             return None
         except OSError:
             self.order.remove(name)  # so that one bad file fails only once
             raise
-        digest = digest_in_header(header, name, self._block_bytes)
-        is_whole = num_bytes == facts.st_size == self._file_bytes
-        if not is_whole or digest is None or memory.digest(block) != digest:
+        if digest is None:
             try:
                 self.remove(name)
             except OSError:  # the folder may be read-only
                 self.order.remove(name)
             return None
         self.order.touch(name)
-        kept = BlockTime.from_ns(facts.st_mtime_ns)
         self._set_time(path, BlockTime(max(kept.used_s, self._clock()), kept.priority))
         return digest
 
@@ -179,25 +165,16 @@ class FileStore:
         self._must_be_open()
         path = self._path(name, hints.tenant)
         now = self._clock()
-        if path.exists():
-            self._add(name, hints, now)
-            return
-        self._make_room(hints.tenant, now)
-        path.parent.mkdir(exist_ok=True)
-        part = path.with_name(f"{self._journals.process}{PART_SUFFIX}")
-        header = pack_header(name, digest, self._block_bytes)
-        try:
-            with part.open("wb", buffering=0) as file:
-                file.write(header)
-                if file.write(memory.view(block)) != self._block_bytes:
-                    raise OSError("the disk took only a part of the block")
-            part.rename(path)
-        except OSError:
-            part.unlink(missing_ok=True)
-            raise
+        is_there = path.exists()
+        if not is_there:
+            self._make_room(hints.tenant, now)
+            path.parent.mkdir(exist_ok=True)
+            part = path.with_name(f"{self._journals.process}{PART_SUFFIX}")
+            write_block(path, part, name, memory, block, digest)
         self._add(name, hints, now)
         self._keep_hints(name, hints, now)
-        self._journals.note(WRITTEN, path.stem)
+        if not is_there:
+            self._journals.note(WRITTEN, path.stem)
 
     def use(self, names: Iterable[BlockName], hints: BlockHints) -> None:
         """Note the use of those of the blocks that are here, and apply the hints of the request.

@@ -12,9 +12,10 @@ from baton.core.ids import BlockId
 from baton.core.kv_hints import NO_HINTS, BlockHints, tenant_of
 from baton.kv_transfer.external_kv import FILE, HOST, OBJECT, ExternalOrders, Store, StoreId
 from baton.kv_transfer.tiers import tiered_kv
-from baton.kv_transfer.tiers.backing_tier import LOAD_DEADLINE_S, PAUSE_S
+from baton.kv_transfer.tiers.backing_tier import LOAD_DEADLINE_S
 from baton.kv_transfer.tiers.block_memory import BlockMemory, copy_blocks
 from baton.kv_transfer.tiers.copy_pace import CopyPace, Work
+from baton.kv_transfer.tiers.outage import PAUSE_S
 from baton.kv_transfer.tiers.stores.block_store import BlockStore
 from baton.kv_transfer.tiers.tiered_kv import MIN_AT_QUOTA, TieredKv
 from tests.support.block_stores import FolderWorld, StoreWorld, memory_world, scan_all

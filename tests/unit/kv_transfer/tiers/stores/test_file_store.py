@@ -176,6 +176,15 @@ def test_a_retained_block_keeps_its_priority_over_a_restart(tmp_path: Path) -> N
     assert 3590.0 < hints.retain_s <= 3600.0
 
 
+def test_a_block_that_another_process_wrote_first_gets_the_hints_too(tmp_path: Path) -> None:
+    memory = OwnedMemory(2)
+    one, other = tier(tmp_path), tier(tmp_path)
+    write(one, memory, 1)
+    write(other, memory, 1, BlockHints(priority=80))
+
+    assert tier(tmp_path).hints_of(name_of(1)).priority == 80
+
+
 def test_another_process_gives_a_block_a_higher_priority(tmp_path: Path) -> None:
     memory = OwnedMemory(4)
     one, other = tier(tmp_path), tier(tmp_path, max_bytes=2 * STORED_BYTES)

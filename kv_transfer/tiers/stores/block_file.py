@@ -1,0 +1,58 @@
+"""File of one block: header and bytes, read and written as a whole."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from baton.core.ids import BlockName
+from baton.kv_transfer.tiers.block_memory import BlockMemory
+from baton.kv_transfer.tiers.stores.block_time import BlockTime
+from baton.kv_transfer.tiers.stores.stored_blocks import (
+    HEADER_BYTES,
+    digest_in_header,
+    pack_header,
+)
+
+
+class ReadBlock(NamedTuple):
+    digest: bytes | None  # None: the file is not whole, or its bytes are not those of the block
+    time: BlockTime
+
+
+def read_block(path: Path, name: BlockName, memory: BlockMemory, block: int) -> ReadBlock:
+    """Read the file of a block into memory, and verify its digest. Raises OSError."""
+    num_file_bytes = HEADER_BYTES + memory.block_bytes
+    view = memory.view(block)
+    header = bytearray(HEADER_BYTES)
+    with path.open("rb", buffering=0) as file:
+        num_bytes = os.preadv(file.fileno(), [header, view], 0)
+        while HEADER_BYTES <= num_bytes < num_file_bytes:  # a read may be short
+            more = os.preadv(file.fileno(), [view[num_bytes - HEADER_BYTES :]], num_bytes)
+            if not more:
+                break
+            num_bytes += more
+        facts = os.fstat(file.fileno())
+    digest = digest_in_header(header, name, memory.block_bytes)
+    is_whole = num_bytes == facts.st_size == num_file_bytes
+    is_valid = is_whole and digest is not None and memory.digest(block) == digest
+    return ReadBlock(digest if is_valid else None, BlockTime.from_ns(facts.st_mtime_ns))
+
+
+def write_block(
+    path: Path, part: Path, name: BlockName, memory: BlockMemory, block: int, digest: bytes
+) -> None:
+    """Write the file of a block, as `part` until it is whole. Raises OSError, and leaves nothing.
+
+    `part` is in the same folder.
+    """
+    try:
+        with part.open("wb", buffering=0) as file:
+            file.write(pack_header(name, digest, memory.block_bytes))
+            if file.write(memory.view(block)) != memory.block_bytes:
+                raise OSError("the disk took only a part of the block")
+        part.rename(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
