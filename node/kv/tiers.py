@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Mapping
 
 from baton.core.errors import InvalidConfig
-from baton.engine.runner.huge_pages import huge_page_memory
+from baton.engine.runner.host_memory import huge_page_memory
 from baton.engine.runner.kernels.native_copies import fastest_copies
 from baton.kv_transfer.kv_connector import KvConnectorContext
 from baton.kv_transfer.tiers.block_memory import BlockMemory

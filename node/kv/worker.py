@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from baton.engine.kv_cache.groups import KvGroup, places_done
-from baton.engine.runner.huge_pages import huge_page_memory
+from baton.engine.runner.host_memory import huge_page_memory
 from baton.engine.runner.model_runner import TorchRunner
 from baton.kv_transfer.fence import Fence
 from baton.kv_transfer.link import Link

@@ -11,10 +11,9 @@ from torch import Tensor
 from baton.core.errors import InvalidConfig
 from baton.engine.kv_cache.groups import CacheLayout, layers_per_block
 from baton.engine.runner.attention.int8_kv import SCALE_BYTES
-from baton.engine.runner.huge_pages import huge_page_memory
+from baton.engine.runner.host_memory import free_host_bytes, huge_page_memory
 from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model_info import KvMemory
-from baton.engine.runner.weights.host_memory import free_host_bytes
 
 
 @dataclass(frozen=True, slots=True)

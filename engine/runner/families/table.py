@@ -26,7 +26,6 @@ from baton.engine.runner.families.defaults import (
     QWEN3_VL,
     QWEN3_VL_MOE,
 )
-from baton.engine.runner.families.delta import DELTA_FIELDS, delta_rule
 from baton.engine.runner.families.family import DeltaNames, Family, TensorNames
 from baton.engine.runner.families.layer_types import (
     chunks_with_rope,
@@ -43,7 +42,6 @@ from baton.engine.runner.families.layer_types import (
     window_if_used,
     window_without_rope,
 )
-from baton.engine.runner.families.mamba import MAMBA_FIELDS, mamba2
 from baton.engine.runner.families.mixtures import (
     GRANITE_EXPERTS,
     GRANITE_SHARED_EXPERTS,
@@ -72,6 +70,7 @@ from baton.engine.runner.families.mixtures import (
     qwen3_moe,
     qwen3_vl_moe,
 )
+from baton.engine.runner.families.recurrent import DELTA_FIELDS, MAMBA_FIELDS, delta_rule, mamba2
 from baton.engine.runner.model.config import Activation, MoeConfig, QkNorm
 
 PLAIN = TensorNames()

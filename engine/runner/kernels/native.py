@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from baton.engine.runner.huge_pages import huge_page_memory
+from baton.engine.runner.host_memory import huge_page_memory
 from baton.engine.runner.kernels.abi import (
     ArgmaxArgs,
     GateArgs,

@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from baton.engine.runner.huge_pages import huge_page_memory
+from baton.engine.runner.host_memory import huge_page_memory
 from baton.engine.runner.kernels.abi import GateParams, MixArgs, PackedMatrix, RouteArgs
 from baton.engine.runner.model.config import Activation, Scoring
 from baton.engine.runner.model.experts import ExpertChoice, Router

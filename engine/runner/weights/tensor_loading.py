@@ -11,12 +11,12 @@ from torch import Tensor
 from baton.checkpoint.checkpoint import Shape, Tensors
 from baton.core.errors import ModelError
 from baton.engine.runner.families.family import ExpertNames
+from baton.engine.runner.host_memory import HeapTrimmer
 from baton.engine.runner.kernels.choose import Parts
 from baton.engine.runner.model.linear import HeadLinears, Linear
 from baton.engine.runner.model.ops import Norm
 from baton.engine.runner.model_info import LoadProgress, LoadProgressCallback
 from baton.engine.runner.weights.float8 import dequantize_into
-from baton.engine.runner.weights.heap import HeapTrimmer
 from baton.engine.runner.weights.mxfp4 import read_mxfp4
 from baton.engine.runner.weights.packed import MARKERS, is_packed, read_packed
 from baton.engine.runner.weights.quantize import (

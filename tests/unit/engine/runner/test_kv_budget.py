@@ -10,7 +10,7 @@ import pytest
 from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.runner.attention.kv_budget import auto_kv_bytes
 from baton.engine.runner.config import RunnerConfig
-from baton.engine.runner.weights.host_memory import free_host_bytes
+from baton.engine.runner.host_memory import free_host_bytes
 
 GIB, MIB = 1 << 30, 1 << 20
 NODE = RunnerConfig("m", kv_cache_share=None, max_num_seqs=128)
