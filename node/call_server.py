@@ -15,7 +15,7 @@ from baton.node.call_streams import CallContext, serve_calls
 from baton.node.observers.tracing import NO_TRACING, NodeTracing
 from baton.node.state import NodeState
 from baton.rpc.messages.calls import CALL_MESSAGES, CallReport, Request
-from baton.rpc.messages.sequences import Order, engine_request, handoff_id_of
+from baton.rpc.messages.sequences import Order, engine_request
 from baton.rpc.status import named_errors
 from baton.v1 import node_pb2
 
@@ -60,15 +60,15 @@ class CallServer:
         self, order: Order, context: CallContext
     ) -> AsyncGenerator[node_pb2.CallEvent, None]:
         request = engine_request(order, time.monotonic())
-        handoff_id = handoff_id_of(request.request_id)
         is_first, reason = True, None
         with (
-            self._tracing.record_call(context, handoff_id, request) as timeline,
+            self._tracing.record_call(context, request) as timeline,
             self._open_account(request) as account,
         ):
             async with aclosing(self._state.calls.stream_outputs(request)) as outputs:
                 async for output in outputs:
                     report, reason = None, output.finish_reason
+                    # Not for the outputs in between, whose number is that of the tokens.
                     if is_first or reason is not None:
                         report = account.report(output)
                         if timeline is not None:

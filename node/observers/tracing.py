@@ -16,7 +16,7 @@ from baton.kv_transfer.types import KvOrders
 from baton.node.call_streams import CallContext
 from baton.node.observers.step_tracing import StepTracing
 from baton.rpc.call_outcome import end_of, is_late
-from baton.rpc.messages.sequences import node_request_id
+from baton.rpc.messages.sequences import handoff_id_of, node_request_id
 from baton.telemetry import names
 from baton.telemetry.tracing.node_timeline import (
     KvLoad,
@@ -68,14 +68,14 @@ class NodeTracing(StepObserver):
 
     @contextmanager
     def record_call(
-        self, context: CallContext, handoff_id: HandoffId, request: EngineRequest
+        self, context: CallContext, request: EngineRequest
     ) -> Iterator[NodeTimeline | None]:
         """Record a router's call until the block ends. Yields None if it is not traced."""
-        timeline = self._begin(context.metadata, handoff_id, request.arrival_s)
+        timeline = self._begin(context.metadata, request)
         if timeline is None:
             yield None
             return
-        request_id = node_request_id(handoff_id)
+        request_id = request.request_id
         self._timelines[request_id] = timeline
         end = End(request.arrival_s, SpanOutcome.FAILED)
         try:
@@ -94,15 +94,14 @@ class NodeTracing(StepObserver):
             if timeline.note_end(end):
                 self._close(request_id, timeline)
 
-    def _begin(
-        self, metadata: Received, handoff_id: HandoffId, arrival_s: float
-    ) -> NodeTimeline | None:
+    def _begin(self, metadata: Received, request: EngineRequest) -> NodeTimeline | None:
         parent = self._tracer.extract_context(metadata)
         if parent is None or not parent.is_sampled:
             return None
         push = dict(metadata).get(names.KV_PUSH_SPAN)
         push_id = _span_id(push) if isinstance(push, str) else None
-        return NodeTimeline(parent, self._facts, handoff_id.attempt, push_id, arrival_s)
+        attempt = handoff_id_of(request.request_id).attempt
+        return NodeTimeline(parent, self._facts, attempt, push_id, request.arrival_s)
 
     # --- The engine's thread ----------------------------------------------------------------
 

@@ -56,6 +56,7 @@ class Mapper(Generic[Value, Sent]):
         defaults, hints = _defaults(value), get_type_hints(value)
         descriptor: Any = message.DESCRIPTOR
         names = [name for name in defaults if name not in unmapped]
+        # A field that one side gains later must not be dropped in silence.
         if set(names) != set(descriptor.fields_by_name) - set(unmapped):
             raise TypeError(f"fields of {value.__name__} and {descriptor.name} differ")
         self.value = value
@@ -86,6 +87,7 @@ class Mapper(Generic[Value, Sent]):
             for name, convert in self._always
         }
         if self._if_present:
+            # Messages have few of their optional fields, so this beats a look-up of each.
             for descriptor, value in message.ListFields():
                 name = descriptor.name
                 if name in self._if_present:

@@ -45,7 +45,7 @@ def tracing() -> NodeTracing:
 @contextmanager
 def a_call(tracing: NodeTracing, name: str) -> Iterator[NodeTimeline]:
     """Record a call whose request is `name#1` in the engine."""
-    with tracing.record_call(CALLER, HandoffId(name, 1), a_spec(f"{name}#1")) as timeline:
+    with tracing.record_call(CALLER, a_spec(f"{name}#1")) as timeline:
         assert timeline is not None
         yield timeline
 
