@@ -79,6 +79,8 @@ class Arrival:
 
     def tokens_by_source(self, num_cached: int) -> dict[str, int]:
         """Return where the first `num_cached` tokens came from, without those computed here."""
+        if not self.source_by_range:
+            return {}
         num_tokens: Counter[str] = Counter()
         for token_range, source in self.source_by_range.items():
             if token_range.start < num_cached:

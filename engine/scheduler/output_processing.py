@@ -163,7 +163,7 @@ class OutputProcessor:
             # decode node then ends the request by the same rule instead of waiting for KV.
             first_token = FirstToken(taken[0], logprobs[0] if logprobs else None)
             self._state.arrivals.sends.complete(
-                request.submitted.send_to, request.num_context_tokens, first_token
+                request.submitted.send_to, request.kv.num_context_tokens, first_token
             )
             self._state.finish(request, reason)
 

@@ -61,7 +61,6 @@ class Request:
         "max_num_tokens",
         "num_accepted_tokens",
         "num_cached_tokens",
-        "num_context_tokens",
         "num_preemptions",
         "num_prefilled_tokens",
         "num_prompt_logprobs",
@@ -100,7 +99,6 @@ class Request:
         self.grammar: Grammar | None = None  # None without one, and while it is being compiled
         self.token_ids: list[int] = [*submitted.prompt_token_ids, *submitted.prior_output_token_ids]
         self.num_prompt_tokens = len(submitted.prompt_token_ids)
-        self.num_context_tokens = len(self.token_ids)  # prompt and prior output
         block_hints = submitted.kv_hints.block_hints(submitted.tenant or submitted.cache_salt)
         self.kv = HeldKv(submitted.request_id, self.token_ids, root_hash, block_hints)
         self.arrival = Arrival(self.kv, rank, submitted.receive_from, submitted.prefix_source)
