@@ -83,14 +83,15 @@ class Admission:
         self._budget = budget
         self._config = state.config
         self._last_failure: _AllocationFailure | None = None
-        # Fills begin before a place in the batch is free: they need none.
         compute = _Way(
             (
                 self._reject_known_failure,
+                # Before a place is free: fills need none, and run while the request waits for one.
                 self._await_prefix,
                 self._require_place,
                 self._find_prefix,
                 self._await_evicted,
+                # After the lookup: a long prompt whose prefix is cached counts as short.
                 self._limit_long_prompts,
                 self._require_tokens,
                 self._take_blocks,
@@ -114,6 +115,7 @@ class Admission:
         """Start the head of the waiting queue, or return why not."""
         way, candidate = self._way_of(request), self._candidate(request)
         for rule in way.rules:
+            # Later rules rely on what earlier ones found, so that none runs after a refusal.
             refusal = rule(candidate)
             if refusal is not None:
                 return refusal
@@ -224,6 +226,7 @@ class Admission:
         failure, pool = self._last_failure, self._state.cache.pool
         if failure is None or failure.request is not candidate.request:
             return None
+        # Counters instead of a callback: a release costs nothing here.
         now = pool.num_releases, self._state.num_changes
         if (failure.num_releases, failure.num_changes) != now:
             return None
@@ -251,6 +254,7 @@ class Admission:
         request.move(RequestStatus.RUNNING)
         state.batch.start_prefill(request, candidate.chunk)
         state.record_event(request, RequestEventKind.SCHEDULED)
+        # A sender's cached blocks need not be computed: the peer can have them at once.
         state.arrivals.sends.send(request.submitted.send_to, request.kv, candidate.hit.num_blocks)
         self._budget.give(request, candidate.chunk, candidate.num_missing)
         self._budget.note_start(request)

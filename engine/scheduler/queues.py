@@ -32,6 +32,9 @@ class RankedQueue:
         return (entry[2] for entry in self._heap if self._is_live(entry))
 
     def push(self, key: Key, request: Request) -> None:
+        # The serial keeps requests with equal keys in order of arrival, and is compared before the
+        # request, which has no order. A request that is pushed again gets another one, so that its
+        # old entry is dead.
         self._next_serial += 1
         self._serial_by_id[request.request_id] = self._next_serial
         heappush(self._heap, (key, self._next_serial, request))
@@ -46,6 +49,8 @@ class RankedQueue:
 
     def remove(self, request: Request) -> None:
         del self._serial_by_id[request.request_id]
+        # The entry stays until it comes to the top. If most are dead, as after many aborts, the
+        # heap is rebuilt: memory stays proportional to the queued requests.
         if len(self._heap) > 2 * len(self._serial_by_id) + 64:
             self._heap = [entry for entry in self._heap if self._is_live(entry)]
             heapify(self._heap)
@@ -96,6 +101,7 @@ class WaitingQueue:
         self._queue.push(_waiting_key(request), request)
 
     def head(self, *, allow_long: bool = True) -> Request | None:
+        # Both heaps have the same keys, so that a long prompt regains its place.
         first = self._queue.peek()
         long = self._aside_queue.peek() if allow_long else None
         if first is None or (long is not None and long[0] < first[0]):
@@ -118,6 +124,7 @@ class WaitingQueue:
 
     def requeue_cached(self, block_hashes: Iterable[BlockHash]) -> None:
         """Queue the prompts again that were set aside until one of these blocks is cached."""
+        # Nearly always: the blocks of a step need not be looked at.
         if not self._aside_by_hash:
             return
         for block_hash in block_hashes:

@@ -69,6 +69,7 @@ class Batch:
         self._set_due(request, capacity, self._calendar.step + 1)
 
     def grow(self, request: Request, block_ids: BlockTables, capacity: int) -> None:
+        # With speculation, a request can be due while its last block has room.
         if block_ids[0]:
             self._new_block_ids[request.request_id] = block_ids
         self._set_due(request, capacity, self._calendar.step)
@@ -79,6 +80,7 @@ class Batch:
         self.prefilling.pop(request_id, None)
         self._decode_tokens.pop(request_id, None)
         self._new_block_ids.pop(request_id, None)
+        # Its entries in the calendar stay: `begin_step` skips them.
         request.due_step = NOT_DUE
         self._dropped.append(request_id)
 

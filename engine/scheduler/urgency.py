@@ -24,6 +24,7 @@ def preempt_for(state: SchedulerState, head: Request) -> None:
         return
     shortage = _shortage(state, head)
     num_freed = [state.cache.pool.num_held_once(victim.kv.block_ids) for victim in victims]
+    # All or nothing: preempting some would cost their progress, and the head would still wait.
     if sum(num_freed) < shortage:
         return
     lacks_place = head.arrival.handoff is None and len(state.batch) >= state.config.max_num_seqs
@@ -31,6 +32,7 @@ def preempt_for(state: SchedulerState, head: Request) -> None:
     for victim, num_blocks in zip(victims, num_freed, strict=True):
         if shortage <= 0 and num_missing_places <= 0:
             return
+        # Once only: two urgent streams of requests could keep it from ever ending.
         victim.was_preempted_for_priority = True
         state.preempt(victim)
         shortage -= num_blocks
