@@ -6,7 +6,7 @@ into a whole answer. The fold does not depend on how the text is split into part
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -83,19 +83,21 @@ class AnswerText(NamedTuple):
     calls: tuple[ToolCall, ...] = ()
 
 
-def fold(events: Iterable[TextEvent]) -> AnswerText:
+def fold(events: Sequence[TextEvent]) -> AnswerText:
+    if len(events) == 1 and isinstance(events[0], TextDelta):  # as in nearly every chunk
+        return AnswerText(events[0].text)
     content: list[str] = []
     reasoning: list[str] = []
     calls: list[tuple[str, list[str]]] = []  # names and arguments
     for event in events:
         match event:
-            case TextDelta(text):
-                content.append(text)
-            case ReasoningDelta(text):
-                reasoning.append(text)
-            case ToolCall(name, arguments):
-                calls.append((name, [arguments]))
-            case ArgumentsDelta(arguments):
-                calls[-1][1].append(arguments)
+            case TextDelta():
+                content.append(event.text)
+            case ReasoningDelta():
+                reasoning.append(event.text)
+            case ToolCall():
+                calls.append((event.name, [event.arguments]))
+            case ArgumentsDelta():
+                calls[-1][1].append(event.arguments)
     joined = (ToolCall(name, "".join(arguments)) for name, arguments in calls)
     return AnswerText("".join(content), "".join(reasoning), tuple(joined))

@@ -156,7 +156,7 @@ def test_the_chunks_of_a_chat_add_up_to_the_whole_message(
     parts = [reader.read(0, chunk) for chunk in tokens]
     last = reader.read(0, end)
     chunks = [*map(streamed.chunk, parts), streamed.last_chunk(last.texts, end)]
-    text = fold(event for part in (*parts, last) for event in part.texts)
+    text = fold([event for part in (*parts, last) for event in part.texts])
     choice = whole.whole(text, join_chunks(tokens), end)
 
     message = choice["message"]

@@ -66,15 +66,15 @@ class ChatChoice:
         delta: Json = {}
         for event in texts:
             match event:
-                case TextDelta(text):
-                    delta["content"] = delta.get("content", "") + text
-                case ReasoningDelta(text):
-                    delta["reasoning_content"] = delta.get("reasoning_content", "") + text
+                case TextDelta():
+                    delta["content"] = delta.get("content", "") + event.text
+                case ReasoningDelta():
+                    delta["reasoning_content"] = delta.get("reasoning_content", "") + event.text
                 case ToolCall():
                     call = {"index": self._num_calls, **self._call(event)}
                     delta.setdefault("tool_calls", []).append(call)
-                case ArgumentsDelta(arguments):
-                    self._add_arguments(delta.setdefault("tool_calls", []), arguments)
+                case ArgumentsDelta():
+                    self._add_arguments(delta.setdefault("tool_calls", []), event.arguments)
         return delta
 
     def _add_arguments(self, calls: list[Json], arguments: str) -> None:
