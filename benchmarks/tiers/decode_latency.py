@@ -140,10 +140,15 @@ class _Traffic:
     """Stores and loads at a rate, on a thread of its own."""
 
     def __init__(
-        self, tiers: TieredKv, block_ids: Sequence[int], block_bytes: int, gb_per_s: float
+        self,
+        tiers: TieredKv,
+        woken: Event,
+        block_ids: Sequence[int],
+        block_bytes: int,
+        gb_per_s: float,
     ):
         self.pacing = CopyPacing(tiers.pace)
-        self._driver = TierDriver(tiers)
+        self._driver = TierDriver(tiers, woken)
         self._block_ids = block_ids
         self._num_bytes = 2 * len(block_ids) * block_bytes  # of a store and a load
         self._pace_s = self._num_bytes / (gb_per_s * 1e9)
@@ -198,8 +203,9 @@ def _traffic(runner: TorchRunner, bench: DecodeBench) -> Iterator[_Traffic]:
         limit = 4 * num_moved * (kv.block_bytes + 64)
         files = FileStore(folder, "bench", kv.block_bytes, limit) if bench.with_files else None
         memory = BlockMemory(kv.address, kv.num_blocks, kv.block_bytes)
-        with TieredKv(memory, host, files, copy=fastest_copies(kv.block_bytes)) as tiers:
+        copy, woken = fastest_copies(kv.block_bytes), Event()
+        with TieredKv(memory, host, files, copy=copy, wake=woken.set) as tiers:
             block_ids = range(kv.num_blocks - num_moved, kv.num_blocks)
-            traffic = _Traffic(tiers, block_ids, kv.block_bytes, bench.gb_per_s)
+            traffic = _Traffic(tiers, woken, block_ids, kv.block_bytes, bench.gb_per_s)
             traffic.touch_memory()
             yield traffic

@@ -39,11 +39,10 @@ class StoreRates:
 class TierDriver:
     """The engine's side of tiers: orders stores and loads, and waits for their ends."""
 
-    def __init__(self, tiers: TieredKv) -> None:
+    def __init__(self, tiers: TieredKv, woken: Event) -> None:
         self._tiers = tiers
-        self._woken = Event()
+        self._woken = woken  # by the tiers
         self._numbers = count()
-        tiers.wake = self._woken.set
 
     def store(self, names: Sequence[bytes], block_ids: Sequence[int]) -> None:
         store = Store(StoreId(next(self._numbers)), tuple(names), tuple(map(BlockId, block_ids)))
@@ -73,8 +72,9 @@ def measure_host(
     """Store blocks of random places in host memory and load them; copy them by memcpy as well."""
     names = _names(kv.num_blocks)
     block_ids = random.Random(seed).sample(range(kv.num_blocks), kv.num_blocks)
-    with TieredKv(kv, HostTier(host), copy=copy) as tiers:
-        driver = TierDriver(tiers)
+    woken = Event()
+    with TieredKv(kv, HostTier(host), copy=copy, wake=woken.set) as tiers:
+        driver = TierDriver(tiers, woken)
         began_s = clock()
         driver.store(names, block_ids)
         stored_s = clock()

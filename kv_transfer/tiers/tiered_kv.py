@@ -11,14 +11,11 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum, auto
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
 
 from baton.core.ids import BlockName
-from baton.core.kv_hints import Tenant
 from baton.kv_transfer.external_kv import (
     FILE,
     HOST,
@@ -27,8 +24,6 @@ from baton.kv_transfer.external_kv import (
     ExternalReports,
     HeldChanges,
     Loaded,
-    StoreId,
-    Use,
 )
 from baton.kv_transfer.tiers.backing_tier import (
     BackingConfig,
@@ -41,9 +36,10 @@ from baton.kv_transfer.tiers.block_memory import BlockMemory, CopyBlocks, copy_b
 from baton.kv_transfer.tiers.copy_pace import CopyPace, Work
 from baton.kv_transfer.tiers.counters import TierCounters, TierStatus
 from baton.kv_transfer.tiers.first_touch import FirstTouch
-from baton.kv_transfer.tiers.host_tier import HostBlock, HostTier
+from baton.kv_transfer.tiers.host_stores import HostStores
+from baton.kv_transfer.tiers.host_tier import HostTier
 from baton.kv_transfer.tiers.load_times import LoadTimes
-from baton.kv_transfer.tiers.store_queue import StoreQueue, Storing, StoringBlock
+from baton.kv_transfer.tiers.store_queue import Storing
 from baton.kv_transfer.tiers.stores.block_store import BlockStore
 
 logger = logging.getLogger(__name__)
@@ -54,26 +50,7 @@ FLUSH_S = 10.0  # for blocks still to be written when a node ends
 HOST_BYTES_PER_S, FILE_BYTES_PER_S, OBJECT_BYTES_PER_S = 5e9, 1e9, 2e8  # first guesses
 FILE_REFRESH_S, OBJECT_REFRESH_S = 0.1, 1.0
 NUM_PARALLEL_OBJECTS = 8
-COPY_BLOCKS = 64  # at a time at most, for stores: loads wait meanwhile
 MAX_WAITING_SHARE = 0.5  # of host memory, for blocks that object stores still lack
-# Of the KV cache, for blocks of tenants at their quotas that wait: the scheduler lets a quarter be
-# stored at a time, and others need some of it.
-MAX_AT_QUOTA_SHARE = 3 / 16
-MIN_AT_QUOTA = 6  # blocks that may wait, however small the KV cache is
-
-
-class _Outcome(Enum):
-    """Outcome of copying the next blocks of stores."""
-
-    COPIED = auto()
-    NO_ROOM = auto()  # host memory is full of blocks that files still lack
-    AT_QUOTA = auto()  # all waiting blocks are of tenants whose share is full of such blocks
-
-
-@dataclass(slots=True)
-class _Done:
-    loaded: deque[Loaded] = field(default_factory=deque)
-    stored: deque[StoreId] = field(default_factory=deque)
 
 
 class TieredKv:
@@ -89,14 +66,15 @@ class TieredKv:
         copy: CopyBlocks = copy_blocks,
         object_refresh_s: float = OBJECT_REFRESH_S,
         pace: CopyPace | None = None,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
+        """`wake` is called on any thread when there is something to poll."""
         self._kv_memory = kv_memory
         self._copy = copy
         self._host = host
         self._host.on_room = self._look_for_room
         self._clock = clock
-        # Called after changes, on any thread. Set once the engine exists.
-        self.wake: Callable[[], None] = lambda: None
+        self._wake = wake
         self.pace = pace or CopyPace(clock)
         self._host_counters = TierCounters()
         self._host_times = LoadTimes(kv_memory.block_bytes / HOST_BYTES_PER_S)
@@ -105,10 +83,15 @@ class TieredKv:
         self._dropping: set[BlockName] = set()
         self._backing = list(self._make_backing(files, objects, object_refresh_s))
         self._copies: SimpleQueue[Job | None] = SimpleQueue()
-        self._stores = StoreQueue()
-        self._max_at_quota = max(MIN_AT_QUOTA, int(kv_memory.num_blocks * MAX_AT_QUOTA_SHARE))
+        self._stores = HostStores(
+            *(kv_memory, host, self._backing, self._generation, self._host_counters),
+            *(self.pace, copy),
+            must_yield=lambda: not self._copies.empty(),
+            is_urgent=lambda: bool(self._loads),
+            on_end=wake,
+        )
         self._loads: deque[PendingLoad] = deque()  # not begun yet
-        self._done = _Done()
+        self._loaded: deque[Loaded] = deque()  # ended since the last poll
         self._thread = Thread(target=self._copy_blocks, name="kv-host-tier", daemon=True)
         self._first_touch = FirstTouch(host.memory, self.pace, clock)
 
@@ -193,7 +176,7 @@ class TieredKv:
         generation = self._generation.number
         for store in orders.stores:
             storing = Storing(store, generation, self._clock(), len(store.names))
-            self._copies.put(partial(self._add_store, storing))
+            self._copies.put(partial(self._stores.add, storing))
         for load in orders.loads:
             sources: list[str | None] = [None] * len(load.names)
             self._loads.append(PendingLoad(load, generation, self._clock(), sources))
@@ -205,11 +188,11 @@ class TieredKv:
                 tier.dropping.update(orders.drops)
             self._copies.put(partial(self._drop, orders.drops))
         for use in orders.uses:
-            self._copies.put(partial(self._use, use, generation))
+            self._copies.put(partial(self._stores.use, use, generation))
 
     def poll(self) -> ExternalReports:
-        loaded = [self._done.loaded.popleft() for _ in range(len(self._done.loaded))]
-        stored = [self._done.stored.popleft() for _ in range(len(self._done.stored))]
+        loaded = [self._loaded.popleft() for _ in range(len(self._loaded))]
+        stored = self._stores.take_ended()
         return ExternalReports(tuple(loaded), tuple(stored))
 
     def clear(self, tiers: Collection[str] | None = None) -> Mapping[str, int]:
@@ -232,7 +215,7 @@ class TieredKv:
         is_ending = False
         while not is_ending:
             try:
-                job = self._copies.get(timeout=ROOM_RETRY_S if self._stores else None)
+                job = self._copies.get(timeout=ROOM_RETRY_S if self._stores.is_waiting else None)
                 is_ending = job is None
                 if job is not None:
                     job()
@@ -240,126 +223,12 @@ class TieredKv:
                 pass
             except Exception:
                 logger.exception("the host tier failed")
-            self._copy_stores(must_end=is_ending)
+            self._stores.copy(must_end=is_ending)
         for tier in self._backing:
             tier.stop()
 
     def _look_for_room(self) -> None:
         self._copies.put(lambda: None)  # afterwards, stores are continued
-
-    def _add_store(self, storing: Storing) -> None:
-        self._stores.add(storing)
-        if not storing.num_left:
-            self._report(storing)
-
-    def _copy_stores(self, *, must_end: bool) -> None:
-        """Copy blocks while there is room, and until another job is there."""
-        while self._stores:
-            outcome = self._copy_some(must_end=must_end)
-            self.pace.set_short_of_room(outcome is _Outcome.NO_ROOM)
-            if outcome is not _Outcome.COPIED or not self._copies.empty():
-                return
-
-    def _copy_some(self, *, must_end: bool) -> _Outcome:
-        """Copy the next blocks of a tenant for which there is room."""
-        num_at_quota = 0
-        for tenant in self._stores.tenants:
-            if self._copy_next(tenant):
-                return _Outcome.COPIED
-            if must_end or not any(tier.delays_stores for tier in self._backing):
-                self._skip(self._stores.take(tenant))
-                return _Outcome.COPIED
-            if not self._host.is_at_quota(tenant):
-                return _Outcome.NO_ROOM
-            num_at_quota += self._stores.num_waiting(tenant)
-            for _ in range(max(0, num_at_quota - self._max_at_quota)):
-                self._skip(self._stores.take_last(tenant))
-                num_at_quota -= 1
-        return _Outcome.AT_QUOTA
-
-    def _copy_next(self, tenant: Tenant) -> bool:
-        """Copy the next blocks of a tenant that fit. Returns False if none does."""
-        ended: list[StoringBlock] = []
-        try:
-            copies = self._reserve_some(tenant, ended)
-            if copies:
-                self._copy_to_host(copies)
-        except Exception:
-            logger.exception("a store failed")
-        self._stores.end_turn(tenant)
-        self._end(ended)
-        return bool(ended)
-
-    def _reserve_some(
-        self, tenant: Tenant, ended: list[StoringBlock]
-    ) -> list[tuple[StoringBlock, HostBlock]]:
-        """Reserve room for the next blocks of a tenant, as far as there is some.
-
-        Adds the blocks that are taken from the queue to `ended`, also those that need no room.
-        """
-        copies: list[tuple[StoringBlock, HostBlock]] = []
-        most = min(COPY_BLOCKS, self.pace.piece_blocks(self._kv_memory.block_bytes))
-        while self._stores.num_waiting(tenant) and len(copies) < most:
-            each = self._stores.take(tenant)
-            ended.append(each)
-            if self._host.holds(each.name):
-                self._use(Use((each.name,), each.hints), each.storing.generation)
-            elif each.storing.generation == self._generation.number:
-                block = self._host.reserve(tenant)
-                if block is None:
-                    self._stores.put_back(ended.pop())
-                    break
-                copies.append((each, block))
-        return copies
-
-    def _skip(self, block: StoringBlock) -> None:
-        self._host_counters.num_skipped_stores += 1
-        self._end((block,))
-
-    def _end(self, blocks: Sequence[StoringBlock]) -> None:
-        """Count blocks as stored, or skipped, and report stores of which none is left."""
-        for block in blocks:
-            block.storing.num_left -= 1
-            if not block.storing.num_left:
-                self._report(block.storing)
-
-    def _report(self, storing: Storing) -> None:
-        self._done.stored.append(storing.store.store_id)
-        self.wake()
-
-    def _copy_to_host(self, copies: Sequence[tuple[StoringBlock, HostBlock]]) -> None:
-        blocks = [block for _, block in copies]
-        try:
-            copied = self.pace.copy_blocks(
-                *(self._copy, self._kv_memory, [each.block_id for each, _ in copies]),
-                *(self._host.memory, [block.slot for block in blocks]),
-                work=Work.STORE,
-                ordered_s=copies[0][0].storing.ordered_s,
-                is_urgent=lambda: bool(self._loads),
-            )
-        except Exception:
-            for block in blocks:
-                self._host.abandon(block)
-            raise
-        for (each, block), digest in zip(copies, copied.digests, strict=True):
-            self._store_block(each, block, digest)
-        self._host.unpin_all(blocks)
-        self._host_counters.num_stored += len(copies)
-
-    def _store_block(self, each: StoringBlock, block: HostBlock, digest: bytes) -> None:
-        """Publish a block that was copied to host memory, and write it to the tiers behind."""
-        self._host.publish(each.name, block, digest, each.hints)
-        for tier in self._backing:
-            pinned = None if tier.holds(each.name) else self._host.pin(each.name)
-            if pinned is not None:
-                tier.write(each.name, pinned, each.hints, each.storing.generation)
-
-    def _use(self, use: Use, generation: int) -> None:
-        if generation != self._generation.number:
-            return
-        self._host.use(use.names, use.hints)
-        for tier in self._backing:
-            tier.use(use.names, use.hints)
 
     def _load_next(self) -> None:
         pending = self._loads.popleft()
@@ -375,8 +244,8 @@ class TieredKv:
         if tiers and None in pending.sources:
             tiers[0].load(pending, partial(self._load_behind, pending, tiers[1:]))
             return
-        self._done.loaded.append(Loaded(pending.load.load_id, tuple(pending.sources)))
-        self.wake()
+        self._loaded.append(Loaded(pending.load.load_id, tuple(pending.sources)))
+        self._wake()
 
     def _copy_from_host(self, pending: PendingLoad) -> int:
         """Copy what is in host memory. Returns the number of blocks."""
@@ -403,10 +272,10 @@ class TieredKv:
         return len(load.names) - len(pending.missing)
 
     def _drop(self, names: Sequence[BlockName]) -> None:
-        self._end(self._stores.drop(frozenset(names)))
+        self._stores.drop(frozenset(names))
         for name in names:
             self._host.remove(name)
-        self.wake()
+        self._wake()
         self._dropping.difference_update(names)
         for tier in self._backing:
             tier.drop(names)
@@ -414,7 +283,7 @@ class TieredKv:
     def _clear(self, tiers: Collection[str], generation: int) -> None:
         if HOST in tiers:
             self._host.clear()
-            self.wake()
+            self._wake()
         self._cleared = generation
         for tier in self._backing:
             tier.clear(generation, is_kept=tier.name not in tiers)

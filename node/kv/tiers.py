@@ -35,12 +35,11 @@ def make_tiers(context: KvConnectorContext) -> TieredKv:
         BlockMemory(address, num_blocks, context.block_bytes), memory, config.tenant_share
     )
     kv_memory = BlockMemory(context.address, context.num_blocks, context.block_bytes)
-    tiers = TieredKv(
+    return TieredKv(
         *(kv_memory, host, _make_files(config, context), _make_objects(config, context)),
         copy=fastest_copies(context.block_bytes),
+        wake=context.wake,
     )
-    tiers.wake = context.wake
-    return tiers
 
 
 def check_tiers(given: Mapping[str, object]) -> None:

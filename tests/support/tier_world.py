@@ -178,7 +178,12 @@ class Failing:
 
 class TierWorld:
     def __init__(
-        self, tiers: TieredKv, memory: OwnedMemory, host: HostTier, clock: TierClock
+        self,
+        tiers: TieredKv,
+        memory: OwnedMemory,
+        host: HostTier,
+        clock: TierClock,
+        woken: Event,  # by the tiers
     ) -> None:
         self.tiers = tiers
         self.memory = memory
@@ -186,9 +191,8 @@ class TierWorld:
         self.clock = clock
         self.sources: dict[int, tuple[str | None, ...]] = {}
         self._stored: set[int] = set()
-        self._woken = Event()
+        self._woken = woken
         self._number = 0
-        tiers.wake = self._woken.set
 
     def store(self, *blocks: int, hints: BlockHints | Sequence[BlockHints] = NO_HINTS) -> None:
         self.end_of_store(self.start_store(*blocks, hints=hints))
@@ -281,7 +285,7 @@ def tier_world(
 ) -> Iterator[TierWorld]:
     """Run tiers. At the end everything is written, and no block of host memory is lost."""
     memory, host = OwnedMemory(num_kv_blocks), host_tier(num_host, tenant_share)
-    clock = clock or Clock()
+    clock, woken = clock or Clock(), Event()
     with TieredKv(
         memory.blocks,
         host,
@@ -291,6 +295,7 @@ def tier_world(
         copy=copy,
         object_refresh_s=REFRESH_S,
         pace=pace,
+        wake=woken.set,
     ) as tiers:
-        yield TierWorld(tiers, memory, host, clock)
+        yield TierWorld(tiers, memory, host, clock, woken)
     host.check()

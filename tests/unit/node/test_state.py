@@ -127,8 +127,8 @@ def test_a_drain_is_told_at_once() -> None:
 def test_an_update_has_the_names_in_host_memory_of_the_first_group_alone() -> None:
     async def read() -> NodeUpdate:
         core, stored = an_engine(), threading.Event()
-        with EngineThread(core) as engine, TieredKv(OwnedMemory(4).blocks, host_tier(4)) as tiers:
-            tiers.wake = stored.set
+        made = TieredKv(OwnedMemory(4).blocks, host_tier(4), wake=stored.set)
+        with EngineThread(core) as engine, made as tiers:
             names = (name_of(1), name_of(1, group=1), name_of(2))
             store = Store(StoreId(1), names, (BlockId(0), BlockId(1), BlockId(2)))
             tiers.start(ExternalOrders(stores=(store,)))

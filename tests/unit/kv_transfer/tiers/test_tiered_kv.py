@@ -11,13 +11,14 @@ import pytest
 from baton.core.ids import BlockId
 from baton.core.kv_hints import NO_HINTS, BlockHints, tenant_of
 from baton.kv_transfer.external_kv import FILE, HOST, OBJECT, ExternalOrders, Store, StoreId
-from baton.kv_transfer.tiers import tiered_kv
+from baton.kv_transfer.tiers import host_stores, tiered_kv
 from baton.kv_transfer.tiers.backing_tier import LOAD_DEADLINE_S
 from baton.kv_transfer.tiers.block_memory import BlockMemory, copy_blocks
 from baton.kv_transfer.tiers.copy_pace import CopyPace, Work
+from baton.kv_transfer.tiers.host_stores import MIN_AT_QUOTA
 from baton.kv_transfer.tiers.outage import PAUSE_S
 from baton.kv_transfer.tiers.stores.block_store import BlockStore
-from baton.kv_transfer.tiers.tiered_kv import MIN_AT_QUOTA, TieredKv
+from baton.kv_transfer.tiers.tiered_kv import TieredKv
 from tests.support.block_stores import FolderWorld, StoreWorld, memory_world, scan_all
 from tests.support.tier_memory import name_of
 from tests.support.tier_world import WAIT_S, Failing, FaultyStore, Gate, TierWorld, tier_world
@@ -123,7 +124,7 @@ def test_loads_go_before_the_rest_of_a_long_store(monkeypatch: pytest.MonkeyPatc
         assert may_copy.wait(WAIT_S)
         return copy_blocks(source, blocks, target, into)
 
-    monkeypatch.setattr(tiered_kv, "COPY_BLOCKS", 3)
+    monkeypatch.setattr(host_stores, "COPY_BLOCKS", 3)
     with tier_world(copy=copy) as it:
         store = it.start_store(*range(8))
         assert is_copying.wait(WAIT_S)

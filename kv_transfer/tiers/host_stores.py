@@ -1,0 +1,200 @@
+"""Stores on their way from KV memory to host memory, and on to the tiers behind it.
+
+A stored block is copied once there is room for it. Tenants take turns. While host memory is full of
+blocks that files still lack, the KV cache keeps those that wait, as far as it can spare them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from enum import Enum, auto
+
+from baton.core.ids import BlockName
+from baton.core.kv_hints import Tenant
+from baton.kv_transfer.external_kv import StoreId, Use
+from baton.kv_transfer.tiers.backing_tier import BackingTier, Generation
+from baton.kv_transfer.tiers.block_memory import BlockMemory, CopyBlocks
+from baton.kv_transfer.tiers.copy_pace import CopyPace, Work
+from baton.kv_transfer.tiers.counters import TierCounters
+from baton.kv_transfer.tiers.host_tier import HostBlock, HostTier
+from baton.kv_transfer.tiers.store_queue import StoreQueue, Storing, StoringBlock
+
+logger = logging.getLogger(__name__)
+
+COPY_BLOCKS = 64  # at a time at most, for stores: loads wait meanwhile
+# Of the KV cache, for blocks of tenants at their quotas that wait: the scheduler lets a quarter be
+# stored at a time, and others need some of it.
+MAX_AT_QUOTA_SHARE = 3 / 16
+MIN_AT_QUOTA = 6  # blocks that may wait, however small the KV cache is
+
+
+class _Outcome(Enum):
+    """Outcome of copying the next blocks of stores."""
+
+    COPIED = auto()
+    NO_ROOM = auto()  # host memory is full of blocks that files still lack
+    AT_QUOTA = auto()  # all waiting blocks are of tenants whose share is full of such blocks
+
+
+class HostStores:
+    """The copying thread uses it; `take_ended` may be called from any."""
+
+    def __init__(
+        self,
+        kv_memory: BlockMemory,
+        host: HostTier,
+        backing: Sequence[BackingTier],
+        generation: Generation,
+        counters: TierCounters,
+        pace: CopyPace,
+        copy: CopyBlocks,
+        *,
+        must_yield: Callable[[], bool],
+        is_urgent: Callable[[], bool],
+        on_end: Callable[[], None],
+    ) -> None:
+        """Copies stop where they can once `must_yield`, and do not rest while `is_urgent`."""
+        self._kv_memory = kv_memory
+        self._host = host
+        self._backing = backing
+        self._generation = generation
+        self._host_counters = counters
+        self._pace = pace
+        self._copy = copy
+        self._must_yield = must_yield
+        self._is_urgent = is_urgent
+        self._on_end = on_end
+        self._stores = StoreQueue()
+        self._max_at_quota = max(MIN_AT_QUOTA, int(kv_memory.num_blocks * MAX_AT_QUOTA_SHARE))
+        self._ended: deque[StoreId] = deque()
+
+    @property
+    def is_waiting(self) -> bool:
+        """True while blocks are still to be copied."""
+        return bool(self._stores)
+
+    def take_ended(self) -> list[StoreId]:
+        """Return the stores that have ended since the last call."""
+        return [self._ended.popleft() for _ in range(len(self._ended))]
+
+    def add(self, storing: Storing) -> None:
+        self._stores.add(storing)
+        if not storing.num_left:
+            self._report(storing)
+
+    def copy(self, *, must_end: bool) -> None:
+        """Copy blocks while there is room. With `must_end`, those without room are skipped."""
+        while self._stores:
+            outcome = self._copy_some(must_end=must_end)
+            self._pace.set_short_of_room(outcome is _Outcome.NO_ROOM)
+            if outcome is not _Outcome.COPIED or self._must_yield():
+                return
+
+    def use(self, use: Use, generation: int) -> None:
+        """Note a use in all tiers, unless they were reset since it was ordered."""
+        if generation != self._generation.number:
+            return
+        self._host.use(use.names, use.hints)
+        for tier in self._backing:
+            tier.use(use.names, use.hints)
+
+    def drop(self, names: AbstractSet[BlockName]) -> None:
+        """End the blocks of these names that still wait."""
+        self._end(self._stores.drop(names))
+
+    def _copy_some(self, *, must_end: bool) -> _Outcome:
+        """Copy the next blocks of a tenant for which there is room."""
+        num_at_quota = 0
+        for tenant in self._stores.tenants:
+            if self._copy_next(tenant):
+                return _Outcome.COPIED
+            if must_end or not any(tier.delays_stores for tier in self._backing):
+                self._skip(self._stores.take(tenant))
+                return _Outcome.COPIED
+            if not self._host.is_at_quota(tenant):
+                return _Outcome.NO_ROOM
+            num_at_quota += self._stores.num_waiting(tenant)
+            for _ in range(max(0, num_at_quota - self._max_at_quota)):
+                self._skip(self._stores.take_last(tenant))
+                num_at_quota -= 1
+        return _Outcome.AT_QUOTA
+
+    def _copy_next(self, tenant: Tenant) -> bool:
+        """Copy the next blocks of a tenant that fit. Returns False if none does."""
+        ended: list[StoringBlock] = []
+        try:
+            copies = self._reserve_some(tenant, ended)
+            if copies:
+                self._copy_to_host(copies)
+        except Exception:
+            logger.exception("a store failed")
+        self._stores.end_turn(tenant)
+        self._end(ended)
+        return bool(ended)
+
+    def _reserve_some(
+        self, tenant: Tenant, ended: list[StoringBlock]
+    ) -> list[tuple[StoringBlock, HostBlock]]:
+        """Reserve room for the next blocks of a tenant, as far as there is some.
+
+        Adds the blocks that are taken from the queue to `ended`, also those that need no room.
+        """
+        copies: list[tuple[StoringBlock, HostBlock]] = []
+        most = min(COPY_BLOCKS, self._pace.piece_blocks(self._kv_memory.block_bytes))
+        while self._stores.num_waiting(tenant) and len(copies) < most:
+            each = self._stores.take(tenant)
+            ended.append(each)
+            if self._host.holds(each.name):
+                self.use(Use((each.name,), each.hints), each.storing.generation)
+            elif each.storing.generation == self._generation.number:
+                block = self._host.reserve(tenant)
+                if block is None:
+                    self._stores.put_back(ended.pop())
+                    break
+                copies.append((each, block))
+        return copies
+
+    def _skip(self, block: StoringBlock) -> None:
+        self._host_counters.num_skipped_stores += 1
+        self._end((block,))
+
+    def _end(self, blocks: Sequence[StoringBlock]) -> None:
+        """Count blocks as stored, or skipped, and report stores of which none is left."""
+        for block in blocks:
+            block.storing.num_left -= 1
+            if not block.storing.num_left:
+                self._report(block.storing)
+
+    def _report(self, storing: Storing) -> None:
+        self._ended.append(storing.store.store_id)
+        self._on_end()
+
+    def _copy_to_host(self, copies: Sequence[tuple[StoringBlock, HostBlock]]) -> None:
+        blocks = [block for _, block in copies]
+        try:
+            copied = self._pace.copy_blocks(
+                *(self._copy, self._kv_memory, [each.block_id for each, _ in copies]),
+                *(self._host.memory, [block.slot for block in blocks]),
+                work=Work.STORE,
+                ordered_s=copies[0][0].storing.ordered_s,
+                is_urgent=self._is_urgent,
+            )
+        except Exception:
+            for block in blocks:
+                self._host.abandon(block)
+            raise
+        for (each, block), digest in zip(copies, copied.digests, strict=True):
+            self._store_block(each, block, digest)
+        self._host.unpin_all(blocks)
+        self._host_counters.num_stored += len(copies)
+
+    def _store_block(self, each: StoringBlock, block: HostBlock, digest: bytes) -> None:
+        """Publish a block that was copied to host memory, and write it to the tiers behind."""
+        self._host.publish(each.name, block, digest, each.hints)
+        for tier in self._backing:
+            pinned = None if tier.holds(each.name) else self._host.pin(each.name)
+            if pinned is not None:
+                tier.write(each.name, pinned, each.hints, each.storing.generation)
