@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from baton.engine.runner.layout import PassLayout
 from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.layer_weights import Layer
 from baton.engine.runner.model.layers import DecoderLayer, unfused_layers
+from baton.engine.runner.model.linear import Linear
 from baton.engine.runner.model.mixers import Ends, ForwardPass
 from baton.engine.runner.model.rope import Ropes
 from baton.engine.runner.weights.decoder_loading import attention_of, load_decoder
@@ -171,6 +172,47 @@ def test_a_model_with_recurrent_layers_has_its_attention_in_one_call(tmp_path: P
 
     fused = [index for index, layer in enumerate(made[0]) if isinstance(layer, FusedLayer)]
     assert tuple(fused) == config.attention_layers
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedLinear:
+    """The smallest low-rank adapter: one for all tokens."""
+
+    base: Linear
+    down: Tensor  # [rank, columns]
+    up: Tensor  # [rows, rank]
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        return self.base(hidden_states) + hidden_states @ self.down.T @ self.up.T
+
+    def rows(self, row_ids: Tensor) -> Tensor:
+        return self.base.rows(row_ids) + self.up[row_ids] @ self.down
+
+
+def adapted(parts: Parts, scale: float) -> Parts:
+    """Return parts that adapt the attention of the first layer."""
+
+    def make_layers(config: ModelConfig, layers: Sequence[Layer]) -> Sequence[DecoderLayer]:
+        first, hidden_size = layers[0], config.hidden_size
+        num_rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        down, up = torch.ones(2, hidden_size), scale * torch.ones(num_rows, 2)
+        qkv = AdaptedLinear(first.qkv, down.bfloat16(), up.bfloat16())
+        return parts.make_layers(config, [replace(first, qkv=qkv), *layers[1:]])
+
+    return replace(parts, make_layers=make_layers)
+
+
+def test_an_adapted_linear_costs_only_its_own_layer_the_single_call(tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path, VARIANTS["qwen3-bf16"])
+    parts, made = recording(native_parts())
+
+    plain = passes_through(folder, native_parts(), "none")
+    adapted_by_zero = passes_through(folder, adapted(parts, 0.0), "none")
+    adapted_by_more = passes_through(folder, adapted(parts, 0.1), "none")
+
+    assert [isinstance(layer, FusedLayer) for layer in made[0]] == [False, True]
+    assert all(map(torch.equal, plain, adapted_by_zero))
+    assert not torch.equal(plain[0], adapted_by_more[0])
 
 
 def at_ends(passed: Sequence[Tensor]) -> list[Tensor]:
