@@ -65,7 +65,7 @@ class Fills:
     ) -> Fill:
         """Allocate the missing blocks, and hold the whole prefix, so that nothing evicts it."""
         self._cache.pool.hold(prefix.cached)
-        block_ids = tuple(self._cache.allocate_loaded(len(prefix.names)))
+        block_ids = tuple(self._cache.prefixes.allocate(len(prefix.names)))
         # In the order of the sequence, so that the end of the prefix is evicted first.
         hold = self._holds.adopt(prefix.with_loaded(block_ids))
         return self._add(arrival, peer, prefix, block_ids, hold, now)
@@ -151,11 +151,11 @@ class Fills:
     def _register(self, fill: Fill, arrival: Arrival, first: int, end: int) -> None:
         are_filled = [source is not None for source in fill.sources[first:end]]
         part, block_ids = fill.prefix.part(first, end), fill.block_ids[first:end]
-        self._cache.register_loaded(arrival.kv, part, block_ids, are_filled)
+        self._cache.external.register_loaded(arrival.kv, part, block_ids, are_filled)
 
     def _cache_for_peer(self, fill: Fill) -> None:
         are_filled = [source is not None for source in fill.sources]
-        self._cache.register_named(fill.prefix.names, fill.block_ids, are_filled)
+        self._cache.external.register_named(fill.prefix.names, fill.block_ids, are_filled)
 
 
 class FillsByName:

@@ -43,7 +43,7 @@ class ExternalLoads:
         return len(self._loading)
 
     def offer(self, arrival: Arrival, need: PrefixNeed, min_saved_s: float) -> Offer | None:
-        prefix = self._cache.find_external(
+        prefix = self._cache.external.find_external(
             arrival.kv, need.max_num_tokens, continues_at=need.continues_at
         )
         saved_s = self._saved_s(prefix, need.token_s)

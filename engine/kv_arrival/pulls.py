@@ -73,7 +73,9 @@ class PeerPulls:
         source = arrival.prefix_source
         if source is None or need.continues_at is not None:
             return None
-        prefix = self._cache.find_promised(arrival.kv, need.max_num_tokens, source.num_tokens)
+        prefix = self._cache.external.find_promised(
+            arrival.kv, need.max_num_tokens, source.num_tokens
+        )
         saved_s = self._saved_s(prefix, source.peer, need)
         follows = self._pulls_by_name.find(prefix.names)
         if saved_s is None or (follows is not None and follows.late_at_s <= need.now_s):

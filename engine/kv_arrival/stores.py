@@ -80,18 +80,18 @@ class BlockStores:
             return
         hints = kv.block_hints
         num_hits = num_cached_tokens // self._cache.block_size
-        hits = self._cache.names_of(kv, num_hits)
-        names = hits if hints.is_plain else self._cache.names_of(kv)
+        hits = self._cache.external.names_of(kv, num_hits)
+        names = hits if hints.is_plain else self._cache.external.names_of(kv)
         held = tuple(filter(self._external.holds, reversed(names)))
         if held:
             self._orders.uses.append(Use(held, hints))
         if hints.is_wanted:
-            self._cache.store_hits(kv, num_hits)
+            self._cache.external.store_hits(kv, num_hits)
 
     def drop(self, kv: HeldKv) -> None:
         """Order that the blocks of a request are never loaded again: their KV may be wrong."""
         if self._external is not None:
-            self._orders.drops += self._cache.names_of(kv)
+            self._orders.drops += self._cache.external.names_of(kv)
 
     def clear(self, tiers: Collection[str] | None = None) -> Mapping[str, int]:
         """Clear these tiers, or all, and return how many blocks each had."""

@@ -11,21 +11,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Sequence
 
-from baton.core.ids import NO_BLOCK, BlockId, BlockName, RequestId
+from baton.core.ids import NO_BLOCK, BlockId, RequestId
 from baton.engine.errors import BlocksUnaccounted
 from baton.engine.events import GroupStats
 from baton.engine.kv_cache.block_hashes import BlockHash
-from baton.engine.kv_cache.block_names import snapshot_end
-from baton.engine.kv_cache.cache_group import CacheGroup, NamedBlock, PrefixHit
+from baton.engine.kv_cache.cache_group import CacheGroup, PrefixHit
 from baton.engine.kv_cache.config import CacheConfig
-from baton.engine.kv_cache.external_prefix import (
-    AnswerCache,
-    ExternalPrefix,
-    Holder,
-    HoldsAll,
-    PoolAndExternal,
-    external_prefix,
-)
+from baton.engine.kv_cache.external_prefix import ExternalPrefixes
 from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.kv_cache.prefix_cache import GroupCounters, PrefixCache
 from baton.engine.kv_cache.prefix_search import PrefixSearch
@@ -77,11 +69,9 @@ class KvCache:
         specs = tuple(group.spec for group in self._tables)
         self.transfer_order = TransferOrder(specs, config.block_size)
         self._search = PrefixSearch(self.pool, self._tables, self._groups, self.block_size)
-        self._promised_search = self._search_with(HoldsAll())
-        self._external: AnswerCache | None = None
-        if external is not None:
-            self._external = AnswerCache(external)
-            self._external_search = self._search_with(self._external)
+        self.external = ExternalPrefixes(
+            self.prefixes, self._tables, self._groups, self.states, self._search, external
+        )
         self.total_query_tokens = 0
         self.total_hit_tokens = 0
 
@@ -111,14 +101,14 @@ class KvCache:
         `continues_at` is the position of the next token that is computed here, if it is not the
         token after the prefix. Groups with windows need only the blocks that this token sees.
         """
-        return self._search.find(self._hashes(held, max_num_tokens), continues_at)
+        return self._search.find(self.prefixes.hashes_within(held, max_num_tokens), continues_at)
 
     def missing_hash(self, held: HeldKv, num_hits: int, max_num_tokens: int) -> BlockHash | None:
         """Return the hash of the first block that `find_prefix` did not find, or None.
 
         Once that block is cached, the prefix is longer even if no block was released.
         """
-        hashes = self._hashes(held, max_num_tokens)
+        hashes = self.prefixes.hashes_within(held, max_num_tokens)
         # With recurrent layers, prefixes end at snapshots, which are released once they are cached:
         # the release is noticed anyway.
         return hashes[num_hits] if num_hits < len(hashes) and self.states is None else None
@@ -176,53 +166,6 @@ class KvCache:
             group.register(held, first, num_full)
         held.num_registered_blocks = num_full
 
-    def find_external(
-        self, held: HeldKv, max_num_tokens: int, *, continues_at: int | None = None
-    ) -> ExternalPrefix:
-        """Return the longest prefix in the prefix cache and the external one together.
-
-        `continues_at` is that of `find_prefix`.
-        """
-        if self._external is None:
-            return ExternalPrefix()
-        self._external.begin_search()
-        hashes = self._hashes(held, max_num_tokens)
-        hit = self._external_search.find(hashes, continues_at)
-        num_hits = self._search.find(hashes, continues_at).num_blocks
-        return external_prefix(self._groups, hit, hashes, num_hits)
-
-    def find_promised(
-        self, held: HeldKv, max_num_tokens: int, num_promised_tokens: int
-    ) -> ExternalPrefix:
-        """Return the longest prefix in the prefix cache and a peer that has these leading tokens.
-
-        With recurrent layers, the peer has a snapshot at their end, and no other.
-        """
-        if self.states is not None and num_promised_tokens > max_num_tokens:
-            return ExternalPrefix()
-        hashes = self._hashes(held, max_num_tokens)
-        hit = self._promised_search.find(hashes[: num_promised_tokens // self.block_size], None)
-        num_hits = self._search.find(hashes, None).num_blocks
-        return external_prefix(self._groups, hit, hashes, num_hits)
-
-    def allocate_loaded(self, count: int) -> list[BlockId]:
-        """Allocate blocks to load into, which the caller has checked to be free."""
-        return self.prefixes.allocate(count)
-
-    def register_loaded(
-        self,
-        held: HeldKv,
-        prefix: ExternalPrefix,
-        block_ids: Sequence[BlockId],
-        are_loaded: Sequence[bool],
-    ) -> None:
-        """Add the loaded blocks of a request's prefix to the prefix cache."""
-        placed = map(NamedBlock, prefix.places, map(BlockHash, prefix.names), block_ids)
-        loaded = itertools.compress(zip(prefix.groups, placed, strict=True), are_loaded)
-        # Consecutive blocks of a group together: the parts of a snapshot are cached as a whole.
-        for number, run in itertools.groupby(loaded, key=lambda each: each[0]):
-            self._groups[number].register_loaded(held, [block for _, block in run])
-
     def register_received(self, held: HeldKv, first: int, block_ids: Sequence[BlockId]) -> None:
         """Add the first blocks of a transfer that is over to the prefix cache, from this place on.
 
@@ -236,45 +179,6 @@ class KvCache:
         slots = itertools.product(places, self._tables)
         for (place, group), block_id in zip(slots, block_ids, strict=False):
             group.register_block(held, place, block_id)
-
-    def register_named(
-        self,
-        names: Sequence[BlockName],
-        block_ids: Sequence[BlockId],
-        are_loaded: Sequence[bool],
-    ) -> None:
-        """Add loaded blocks to the prefix cache whose tokens are not known here.
-
-        No event names them: the external cache that held them does, and it need not store them.
-        """
-        loaded = [
-            (BlockHash(name), block_id)
-            for name, block_id, is_loaded in zip(names, block_ids, are_loaded, strict=True)
-            if is_loaded
-        ]
-        for name, block_id in loaded:
-            if snapshot_end(name) is None:
-                self.pool.register(block_id, name)
-        if self.states is not None:
-            self.states.register_parts(loaded)
-
-    def store_hits(self, held: HeldKv, num_hits: int) -> None:
-        """Queue the prefix hits of a request to be stored outside, where they may be missing."""
-        for group, table in zip(self._tables, held.block_tables, strict=False):  # or no table yet
-            for block in group.named_blocks(held.block_hashes, table[:num_hits]):
-                self.prefixes.queue_unstored(held, block.block_id, block.name)
-
-    def names_of(self, held: HeldKv, num_blocks: int | None = None) -> list[BlockHash]:
-        """Return the names of the first full blocks of a request, or of all of them.
-
-        They include those of every group, and of snapshots.
-        """
-        return [
-            name
-            for block_hash in held.block_hashes[:num_blocks]
-            for group in self._groups
-            for name in group.names(block_hash)
-        ]
 
     def keep(self, hit: PrefixHit) -> None:
         """Make the blocks of a hit those that were used most recently."""
@@ -357,15 +261,3 @@ class KvCache:
                 raise BlocksUnaccounted(f"{each.request_id}: tables of {sorted(lengths)} blocks")
             for group in self._groups:
                 group.check(each)
-
-    def _search_with(self, outside: Holder) -> PrefixSearch:
-        """Return a search for prefixes in the prefix cache and another cache together."""
-        both = PoolAndExternal(self.pool, outside)
-        return PrefixSearch(both, self._tables, self._groups, self.block_size)
-
-    def _hashes(self, held: HeldKv, max_num_tokens: int) -> list[BlockHash]:
-        """Return the hashes of the full blocks that a prefix hit may have."""
-        if not self._config.enable_prefix_caching:
-            return []
-        held.extend_hashes(self.block_size)
-        return held.block_hashes[: max_num_tokens // self.block_size]

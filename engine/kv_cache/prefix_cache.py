@@ -59,6 +59,13 @@ class PrefixCache:
         self._unstored: deque[tuple[BlockHash, BlockId, BlockHints]] = deque()
         self._events: list[KvEvent] = []
 
+    def hashes_within(self, held: HeldKv, max_num_tokens: int) -> list[BlockHash]:
+        """Return the hashes of the full blocks that a prefix hit may have."""
+        if not self._config.enable_prefix_caching:
+            return []
+        held.extend_hashes(self.block_size)
+        return held.block_hashes[: max_num_tokens // self.block_size]
+
     def allocate(self, count: int) -> list[BlockId]:
         """Allocate `count` blocks, which the caller has checked to be free."""
         blocks = self.pool.allocate(count)

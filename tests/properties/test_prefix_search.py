@@ -62,8 +62,8 @@ def _fill(cache: KvCache, units: Iterable[tuple[BlockHash, int]]) -> dict[BlockH
         else:
             num_parts = 0 if cache.states is None else cache.states.num_blocks
             names = snapshot_names(block_hash, num_parts)
-        block_ids = cache.allocate_loaded(len(names))
-        cache.register_named(names, block_ids, [True] * len(names))
+        block_ids = cache.prefixes.allocate(len(names))
+        cache.external.register_named(names, block_ids, [True] * len(names))
         cached |= zip(names, block_ids, strict=True)
     return cached
 

@@ -269,7 +269,7 @@ class EngineWorld:
         """Empty the prefix cache, as another request that needs all free blocks would."""
         self._is_at_rest = False
         cache = self.scheduler._state.cache
-        cache.pool.release(cache.allocate_loaded(cache.pool.num_free))
+        cache.pool.release(cache.prefixes.allocate(cache.pool.num_free))
 
     # --- the engine ---------------------------------------------------------------
 

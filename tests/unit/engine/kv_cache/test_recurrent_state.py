@@ -114,7 +114,7 @@ def test_snapshots_and_blocks_are_evicted_from_the_end_of_the_sequence() -> None
     _serve(cache, 12, snapshots=(4, 8))
     lengths = []
     while cache.pool.num_cached:
-        cache.allocate_loaded(1)
+        cache.prefixes.allocate(1)
         lengths.append(cache.find_prefix(make_held(range(20)), 19).num_blocks)
 
     # Two blocks without a snapshot, then the second snapshot and its blocks, then the first.
