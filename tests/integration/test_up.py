@@ -260,7 +260,7 @@ def test_a_busy_port_is_told_before_anything_is_loaded(model_folder: Path) -> No
     ("arguments", "complaint"),
     [
         (["--policy", "luck"], "luck"),
-        (["--kv-lease-s", "0"], "lease_s is 0.0"),
+        (["--kv-lease-s", "0"], "--kv-lease-s is 0.0"),
         (["--push", "byte"], "--push 'byte'"),
         (["--tool-parser", "other"], "--tool-parser 'other'"),
     ],
