@@ -86,6 +86,7 @@ class Receiver:
 
     def revoke(self, handoff_id: HandoffId, now: float) -> None:
         """Cancel a receive to get its blocks back. Ignored if it has ended or is fenced already."""
+        # The scheduler has given it up: a failure that it has not polled yet is no news.
         self._failed = [lost for lost in self._failed if lost.handoff_id != handoff_id]
         incoming = self._incoming.get(handoff_id)
         if incoming is None:
@@ -143,6 +144,8 @@ class Receiver:
         elif isinstance(message, Done) and is_granted and incoming.done is None:
             incoming.done = message
             self._land_if_complete(incoming)
+        # One-sided, only P knows that none of its writes is in flight. Two-sided, it does not know
+        # what the transport still has: there the cancelled receives end the fence.
         elif isinstance(message, Revoked) and not is_granted and self._is_one_sided:
             self._release(incoming)
         else:
@@ -182,6 +185,7 @@ class Receiver:
                 self._report_failed(incoming, reason)
                 self._release(incoming)
                 continue
+            # Else P may write to D's memory without D: until P's end is destroyed, too.
             if writes_stopped:
                 self._release(incoming)
         self._forget_if_unused(link_id)
@@ -199,10 +203,12 @@ class Receiver:
     def arrived(self, link_id: LinkId, ticket: int, done: Done | None = None) -> None:
         """Record that all data of a grant has landed; one-sided transports pass P's Done along."""
         incoming = self._find_by_ticket(link_id, ticket)
+        # Peers are not trusted: a Done must name the hand-off of its ticket.
         is_matching = done is None or (incoming and done.handoff_id == incoming.order.handoff_id)
         if incoming is None or not is_matching:
             self.num_dropped += 1
             return
+        # Done and the data come by different ways, in either order. Each of them is needed.
         incoming.has_arrived = True
         incoming.done = incoming.done or done
         if incoming.state is IncomingState.GRANTED:
@@ -229,6 +235,7 @@ class Receiver:
         elif is_good:
             self._land(incoming)
         else:
+            # What was right when it was proved may have been overwritten since.
             incoming.num_proved = 0
             self._report_failed(
                 incoming, "digest mismatch: the received bytes differ from those sent"
@@ -238,6 +245,7 @@ class Receiver:
     def proved(self, handoff_id: HandoffId, num_blocks: int) -> None:
         """Record that the first blocks are complete and hold what P has sent."""
         incoming = self._incoming.get(handoff_id)
+        # Staged blocks are of P's layout: they are no blocks of the cache yet.
         if incoming is not None and incoming.staged is None:
             incoming.num_proved = max(incoming.num_proved, num_blocks)
 
@@ -245,6 +253,7 @@ class Receiver:
 
     def tick(self, now: float) -> None:
         """Send renewals that are due, and fail receives and links past their deadline."""
+        # A peer that answers renewals for ever without writing is alive by all other rules.
         give_up_s = self._config.give_up_s
         for incoming in list(self._incoming.values()):
             if incoming.state is IncomingState.GRANTED and now >= incoming.began_s + give_up_s:
@@ -299,11 +308,13 @@ class Receiver:
         conversion = self._links[incoming.link_id].conversion
         if conversion is not None and not self._stage(incoming, conversion):
             return
+        # A ticket is never used again: what is late for one grant cannot count for another.
         self._num_tickets += 1
         incoming.ticket = self._num_tickets
         incoming.move(IncomingState.GRANTED)
         order = incoming.order
         self._incoming_by_ticket[incoming.ticket] = incoming
+        # Before the Grant: two-sided, P's first bytes must find their receive posted.
         self._actions.append(ExpectWrites(incoming.link_id, incoming.ticket, incoming.block_ids))
         self._send_message(
             incoming.link_id,
@@ -320,6 +331,7 @@ class Receiver:
     def _stage(self, incoming: IncomingHandoff, conversion: Conversion) -> bool:
         """Borrow blocks of the sender's layout. Returns False while, or if, there is no room."""
         staging, order = self._staging, incoming.order
+        # Names are of blocks of one layout: P holds none of these names.
         if order.names:
             self._report_failed(incoming, "a pull needs a peer with blocks of the same layout")
             self._release(incoming)
@@ -365,6 +377,7 @@ class Receiver:
         if incoming.done.digest is None:
             self._land(incoming)
             return
+        # The blocks before these are digested already, by DigestBlocks while others were written.
         rest = incoming.block_ids[incoming.num_written :]
         self._actions.append(CheckDigest(incoming.order.handoff_id, rest, incoming.done.digest))
 

@@ -60,6 +60,7 @@ class Sender:
         self._max_in_flight_bytes = max(block_bytes, config.max_in_flight_bytes)  # per link
         self._splitter = WriteSplitter(block_bytes, num_layers, config.max_write_bytes)
         self._outgoing: dict[HandoffId, OutgoingHandoff] = {}
+        # Why sends have ended: a grant that comes later is answered instead of never.
         self._ended: OrderedDict[HandoffId, str] = OrderedDict()
         self._links: dict[LinkId, _ReceiverLink] = {}
         self._outgoing_by_write: dict[int, OutgoingHandoff] = {}  # writes in flight
@@ -145,7 +146,7 @@ class Sender:
             for write_id in outgoing.in_flight:
                 del self._outgoing_by_write[write_id]
             outgoing.in_flight.clear()
-            outgoing.link_id = None
+            outgoing.link_id = None  # nothing more is sent on a link that is cut
             self._fail(outgoing, reason)
             self._end_if_over(outgoing)
 
@@ -188,6 +189,7 @@ class Sender:
         """Fail sends past their deadline, and break links on which a write does not end."""
         timeout_s = self._config.write_timeout_s
         for outgoing in list(self._outgoing.values()):
+            # A write cannot be taken back: only the end of its link keeps it from landing later.
             if outgoing.is_stuck(now, timeout_s) and outgoing.link_id is not None:
                 reason = f"a write did not end in {timeout_s:g} s"
                 self._actions.append(BreakLink(outgoing.link_id, reason))
@@ -247,6 +249,7 @@ class Sender:
             self._send_message(link_id, Failed(grant.handoff_id, self._ended[grant.handoff_id]))
             return
         if outgoing is None:
+            # D was faster than the scheduler's first order, or this is a pull.
             outgoing = self._outgoing[grant.handoff_id] = OutgoingHandoff(grant.handoff_id)
             if grant.names:
                 self._requested.append(Requested(grant.handoff_id, grant.names))
@@ -276,6 +279,7 @@ class Sender:
             # The grant was never accepted on this link; `last_ticket` now rules it out.
             self._send_message(link_id, Revoked(message.handoff_id))
             return
+        # Answered once nothing is in flight: until then D keeps its blocks fenced.
         outgoing.must_answer_revoke = True
         self._fail(outgoing, "revoked")
         self._end_if_over(outgoing)
@@ -300,6 +304,7 @@ class Sender:
         if now >= outgoing.lease_until_s or link.is_broken:
             return
         while True:
+            # Little in flight: all of it may still land after the lease, and holds D's fence up.
             room_bytes = self._max_in_flight_bytes - link.num_bytes_in_flight
             part = self._splitter.take_next(outgoing, grant, room_bytes)
             if part is None:
@@ -335,6 +340,7 @@ class Sender:
             return
         outgoing.move(OutgoingState.ENDING)
         outgoing.why_ended = reason
+        # D has revoked it otherwise, and waits for Revoked alone.
         if not outgoing.must_answer_revoke:
             self._send_to_peer(outgoing, Failed(outgoing.handoff_id, reason))
 
@@ -355,6 +361,7 @@ class Sender:
         grant, complete, link_id = outgoing.grant, outgoing.complete, outgoing.link_id
         if grant is None or complete is None or link_id is None:
             return
+        # Complete is the last order: what is not computed by now never will be.
         if outgoing.num_posted < len(grant.block_ids):
             if self._splitter.num_ready(outgoing, grant) < len(grant.block_ids):
                 self._fail(outgoing, "fewer blocks were computed than granted")
@@ -370,6 +377,7 @@ class Sender:
         self._ended[outgoing.handoff_id] = outgoing.why_ended
         while len(self._ended) > self._config.num_remembered:
             self._ended.popitem(last=False)
+        # The scheduler knows nothing of others: their first order may still come.
         if outgoing.is_ordered:
             self._finished.append(outgoing.handoff_id)
 
