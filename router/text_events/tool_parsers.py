@@ -132,17 +132,19 @@ class LlamaToolParser:
             self._calls.append(text)
             return []
         self._buffer += text
+        # A tag that began in an earlier part has not been checked for a call behind it.
+        is_checked = self._is_call is None
         if self._is_call is None:
             self._is_call = _begins_like_call(self._buffer)
         events: list[TextEvent] = []
         is_found = True
         while self._is_call is False and is_found:
-            # No call follows a tag at the beginning: it has been checked.
-            skip = len(PYTHON_TAG) if self._buffer.startswith(PYTHON_TAG) else 0
+            skip = len(PYTHON_TAG) if is_checked and self._buffer.startswith(PYTHON_TAG) else 0
             before_mark, rest, is_found = split_at(self._buffer[skip:], PYTHON_TAG)
             events += self._content.text(self._buffer[:skip] + before_mark)
             self._buffer = PYTHON_TAG + rest if is_found else rest
             self._is_call = _begins_like_call(self._buffer) if is_found else False
+            is_checked = True
         return events
 
     def finish(self, *, is_cut_off: bool = False) -> list[TextEvent]:

@@ -149,6 +149,15 @@ def test_text_may_stand_before_the_python_tag(before: str, expected: str | None)
     assert reported == AnswerText(content, calls=(ToolCall("f", "{}"),))
 
 
+def test_a_python_tag_that_arrives_in_parts_begins_a_call() -> None:
+    parser = TextFormat(Parsing(tools="llama3_json"), ToolCallMode.BY_MODEL).parser()
+    parts = ("I look.<|pytho", 'n_tag|>{"name": "f", ', '"parameters": {}}')
+
+    events = [event for part in parts for event in parser.push(part)]
+
+    assert fold([*events, *parser.finish()]) == AnswerText("I look.", calls=(ToolCall("f", "{}"),))
+
+
 def test_a_python_tag_before_anything_else_is_content() -> None:
     text = "a <|python_tag|>print(1) <|python_tag|> <|python_"
     assert read(Parsing(tools="llama3_json"), text) == AnswerText(text)
