@@ -100,7 +100,7 @@ class ExternalKv(Protocol):
     """A KV cache outside the engine. The engine thread calls it, so no method may block.
 
     When a load or a store has ended, the cache wakes the engine, which then polls. Each load and
-    each store must end: a cache that cannot tell reports it as failed.
+    each store must end: a cache that does not know reports it as failed.
     """
 
     def holds(self, name: BlockName) -> bool:

@@ -187,7 +187,7 @@ class BackingTier:
             return
         self._count_reads(len(places))
         self._put(_LOAD, partial(self._load, pending, places, then))
-        self._pace.hurry()
+        self._pace.recheck_rests()
 
     def use(self, names: Sequence[BlockName], hints: BlockHints) -> None:
         self._put(_CHANGE, partial(self._use, names, hints))
@@ -255,7 +255,7 @@ class BackingTier:
             pass
 
     def _refresh(self) -> None:
-        """Learn what others stored. After a pause, this also tells whether the store works."""
+        """Learn what others stored. After a pause, this also tests the store."""
         self._refresh_at_s = self._clock() + self._config.refresh_s
         if self._reading.is_paused:
             return
@@ -391,7 +391,7 @@ class BackingTier:
             self._reading.note_error(error)
 
     def _drop(self, names: Sequence[BlockName]) -> None:
-        self._store.refresh()  # tells the tenants of the others' blocks
+        self._store.refresh()  # finds the tenants of the others' blocks
         for name in names:
             self._store.remove(name)
         self.dropping.difference_update(names)

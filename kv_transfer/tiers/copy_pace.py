@@ -68,14 +68,14 @@ class CopyPace:
     def set_decoding(self, is_decoding: bool) -> None:
         if is_decoding != self._is_decoding:
             self._is_decoding = is_decoding
-            self.hurry()
+            self.recheck_rests()
 
     def set_short_of_room(self, is_short_of_room: bool) -> None:
         if is_short_of_room != self._is_short_of_room:
             self._is_short_of_room = is_short_of_room
-            self.hurry()
+            self.recheck_rests()
 
-    def hurry(self) -> None:
+    def recheck_rests(self) -> None:
         """Let the turns that rest look whether they still have to."""
         with self._changed:
             self._changed.notify_all()
@@ -86,7 +86,7 @@ class CopyPace:
     ) -> Iterator[None]:
         """Wait for a turn, and count the CPU time that the body takes.
 
-        The wait ends early once `is_urgent` returns True. After a change of that, call `hurry`.
+        The wait ends early once `is_urgent` returns True. Call `recheck_rests` when that changes.
         """
         rest_s = self.rest_s(work, ordered_s)
         if rest_s > 0:

@@ -46,7 +46,7 @@ class FirstTouch:
 
     def __exit__(self, *_: object) -> None:
         self._is_ending.set()
-        self._pace.hurry()
+        self._pace.recheck_rests()
         self._thread.join()
 
     def wait(self, timeout_s: float) -> bool:

@@ -123,8 +123,8 @@ class HostTier:
             for block in blocks:
                 block.num_pins -= 1
                 if not block.num_pins:
-                    self._let_go(block)
-        self._tell_of_room()
+                    self._handle_last_unpin(block)
+        self._report_room()
 
     def abandon(self, block: HostBlock) -> None:
         """Give back a reserved block that was not published."""
@@ -136,13 +136,13 @@ class HostTier:
     def remove(self, name: BlockName) -> None:
         with self._lock:
             self._remove(name)
-        self._tell_of_room()
+        self._report_room()
 
     def clear(self) -> None:
         with self._lock:
             for name in list(self._blocks):
                 self._remove(name)
-        self._tell_of_room()
+        self._report_room()
 
     def take_changes(self) -> HeldChanges:
         """Return the changes of the names held since the last call."""
@@ -189,13 +189,13 @@ class HostTier:
         self.num_evicted += 1
         return True
 
-    def _let_go(self, block: HostBlock) -> None:
+    def _handle_last_unpin(self, block: HostBlock) -> None:
         if block.is_removed or block.name is None:
             self._free.append(block.slot)
         else:
             self.order.unpin(block.name)
 
-    def _tell_of_room(self) -> None:
+    def _report_room(self) -> None:
         if self._is_room_wanted:
             self._is_room_wanted = False
             self.on_room()

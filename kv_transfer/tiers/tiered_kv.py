@@ -181,7 +181,7 @@ class TieredKv:
             sources: list[str | None] = [None] * len(load.names)
             self._loads.append(PendingLoad(load, generation, self._clock(), sources))
             self._copies.put(self._load_next)
-            self.pace.hurry()
+            self.pace.recheck_rests()
         if orders.drops:
             self._dropping.update(orders.drops)
             for tier in self._backing:

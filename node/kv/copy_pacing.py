@@ -8,7 +8,7 @@ from baton.kv_transfer.tiers.copy_pace import CopyPace
 
 
 class CopyPacing(StepObserver):
-    """Tells the tiers before each step whether requests decode in it."""
+    """Reports to the tiers before each step whether requests decode in it."""
 
     def __init__(self, pace: CopyPace) -> None:
         self._pace = pace

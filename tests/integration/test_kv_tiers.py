@@ -105,6 +105,19 @@ def test_damaged_files_are_never_loaded(
     assert finish_of(again).served.prompt_tokens_loaded == {}
 
 
+def test_a_cluster_starts_and_answers_without_its_folder(
+    cluster_options: Callable[..., ClusterOptions], local: LLM, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    tiers = ("--kv-host-memory", "4MiB", "--kv-folder", str(tmp_path / "file" / "kv"))
+    options = replace(cluster_options(), prefill_arguments=tiers, decode_arguments=tiers)
+    with LocalCluster(options) as cluster, Client(cluster.address, timeout_s=60) as client:
+        answer = client.generate(FIRST, Generation(SAMPLING))
+
+    assert answer.token_ids == expected(local, FIRST)
+    assert (tmp_path / "file").read_bytes() == b""
+
+
 @pytest.mark.parametrize("family", [None, "gemma3", "qwen3-next"])
 def test_evicted_prefixes_are_loaded_from_host_memory(
     cluster_options: Callable[..., ClusterOptions],

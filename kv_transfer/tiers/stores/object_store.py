@@ -2,8 +2,8 @@
 
 A block is one object, named after the block and its tenant: a header with its digest, and its
 bytes. An object is written as a whole, so a reader finds all of it or nothing. The names of the
-objects are listed when a node starts; after that, processes tell each other what they write and
-remove, by `JournalObjects`.
+objects are listed when a node starts; after that, processes publish what they write and
+remove in `JournalObjects`.
 """
 
 from __future__ import annotations
