@@ -8,12 +8,17 @@ from enum import Enum, auto
 from typing import Annotated
 
 from baton.core.options import MODEL, Option, check_options
-from baton.router.text_events.events import ArgumentsDelta, OutputParser, TextEvent, ToolCall
+from baton.router.text_events.events import (
+    ArgumentsDelta,
+    OutputParser,
+    TextDelta,
+    TextEvent,
+    ToolCall,
+)
 from baton.router.text_events.forced_calls import NamedCallParser, RequiredCallsParser
 from baton.router.text_events.reasoning_parsers import (
     END_THINK,
     THINK,
-    PlainTextParser,
     ThinkTagParser,
 )
 from baton.router.text_events.tool_parsers import (
@@ -40,6 +45,14 @@ class ToolCallMode(Enum):
     BY_MODEL = auto()  # the model decides, in its own format
     REQUIRED = auto()  # the answer is a list of calls
     NAMED = auto()  # the answer is one function's arguments
+
+
+class PlainTextParser:
+    def push(self, text: str) -> Sequence[TextEvent]:
+        return [TextDelta(text)] if text else []
+
+    def finish(self, *, is_cut_off: bool = False) -> Sequence[TextEvent]:
+        return []
 
 
 class FirstCallFilter:

@@ -5,18 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum, auto
 
-from baton.router.text_events.events import OutputParser, ReasoningDelta, TextDelta, TextEvent
+from baton.router.text_events.events import OutputParser, ReasoningDelta, TextEvent
 from baton.router.text_events.scanning import split_at
 
 THINK, END_THINK = "<think>", "</think>"
-
-
-class PlainTextParser:
-    def push(self, text: str) -> Sequence[TextEvent]:
-        return [TextDelta(text)] if text else []
-
-    def finish(self, *, is_cut_off: bool = False) -> Sequence[TextEvent]:
-        return []
 
 
 class ThinkTagParser:
