@@ -10,7 +10,7 @@ from baton.core.sampling import SamplingParams
 
 
 class TaskOutput(Enum):
-    """What a request ends with, besides its statistics."""
+    """Result that a request ends with, besides its statistics."""
 
     TOKENS = "tokens"
     KV = "kv"  # in the KV cache of its node; no token is computed

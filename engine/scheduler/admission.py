@@ -19,7 +19,7 @@ NO_HIT = PrefixHit(0, ())
 
 
 class Refusal(Enum):
-    """What becomes of the head of the waiting queue if it cannot start now."""
+    """Treatment of the head of the waiting queue if it cannot start now."""
 
     SET_ASIDE = "set aside"  # it has left its place: the requests behind it pass
     BLOCKS = "blocks"  # it keeps its place: the requests behind it wait, too

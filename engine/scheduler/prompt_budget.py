@@ -135,7 +135,7 @@ class PromptBudget:
 
     @property
     def allows_long(self) -> bool:
-        """Whether one more long prompt may start. Short ones overtake those that wait for it."""
+        """True if one more long prompt may start. Short ones overtake those that wait for it."""
         limit = self._config.max_long_partial_prefills
         return limit is None or self._num_long < limit
 

@@ -32,7 +32,7 @@ class Ends:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardPass:
-    """What the layers of a forward pass share."""
+    """Values that the layers of a forward pass share."""
 
     angles: Sequence[Angles]  # of the tokens, for each RoPE
     attention: AttentionPass
