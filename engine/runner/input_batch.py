@@ -60,6 +60,11 @@ class Step:
     states: StateLayout | None = None  # of a model with recurrent layers
 
     @property
+    def max_len(self) -> int:
+        """Length of the longest sequence. Counted here: reading it from a GPU would wait for it."""
+        return max([run.end for run in self.runs])
+
+    @property
     def seen_lens(self) -> Ints:
         """Sequence length at which each token is first computed, by token."""
         num_prompt = np.array([run.row.num_prompt_tokens for run in self.runs], dtype=np.int64)

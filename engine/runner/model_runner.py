@@ -147,7 +147,7 @@ class TorchRunner:
         hidden_states = self.decoder.forward(
             tensors.token_ids,
             ForwardPass(
-                self._ropes.angles(tensors.positions, tensors.seen_lens),
+                self._ropes.angles(tensors.positions, tensors.seen_lens, step.max_len),
                 self._attention.begin(step.layout),
                 self._begin_linear_attention(step),
             ),
@@ -160,13 +160,14 @@ class TorchRunner:
         return HiddenStates(sampled, hidden_states)
 
     def _to_device(self, step: Step, ends: Ints | None) -> _StepTensors:
-        arrays = {"token_ids": step.token_ids, "positions": step.layout.positions}
+        arrays = [step.token_ids, step.layout.positions]
         if self._ropes.depends_on_length:
-            arrays["seen_lens"] = step.seen_lens
+            arrays.append(step.seen_lens)
         if ends is not None:
-            arrays["ends"] = step.layout.last_token_indices(ends)
-        tensors = to_device(list(arrays.values()), self._kv.device)
-        return _StepTensors(**dict(zip(arrays, tensors, strict=True)))
+            arrays.append(step.layout.last_token_indices(ends))
+        token_ids, positions, *others = to_device(arrays, self._kv.device)
+        seen_lens = others.pop(0) if self._ropes.depends_on_length else None
+        return _StepTensors(token_ids, positions, seen_lens, others[0] if others else None)
 
     def _ends(self, step: Step, sequences: Ints | None, places: Tensor | None) -> Ends | None:
         if sequences is None or places is None:
@@ -209,5 +210,5 @@ class _StepTensors(NamedTuple):
 
     token_ids: Tensor
     positions: Tensor
-    seen_lens: Tensor | None = None  # if a RoPE depends on them
-    ends: Tensor | None = None  # flat indices of the sampled tokens, unless all are sampled
+    seen_lens: Tensor | None  # if a RoPE depends on them
+    ends: Tensor | None  # flat indices of the sampled tokens, unless all are sampled

@@ -97,7 +97,9 @@ def passes_through(
     for sequences, sampled in zip(PASSES, SAMPLED, strict=True):
         layout = layout_of(sequences, len(groups))
         token_ids = torch.randint(config.vocab_size, layout.positions.shape, generator=generator)
-        angles = ropes.angles(torch.from_numpy(layout.positions), None)
+        angles = ropes.angles(
+            torch.from_numpy(layout.positions), None, int(layout.positions.max()) + 1
+        )
         ends = None
         if are_ends_alone:
             of_ends = np.array(sampled, dtype=np.int64)

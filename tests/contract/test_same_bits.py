@@ -321,9 +321,9 @@ def test_the_angles_of_dynamic_rope_do_not_depend_on_how_many_are_asked_for() ->
     rope = Rope(scaling, 64, 64, 128, torch.device("cpu"), torch.float32)
     positions, seen = torch.arange(700), torch.arange(1, 701)
 
-    whole = rope.angles(positions, seen)
+    whole = rope.angles(positions, seen, 700)
 
     for start, count in ((0, 1), (127, 3), (300, 7), (500, 33), (699, 1)):
         part = slice(start, start + count)
-        found = rope.angles(positions[part], seen[part])
+        found = rope.angles(positions[part], seen[part], 700)
         assert torch.equal(torch.stack(found), torch.stack(whole)[:, part])

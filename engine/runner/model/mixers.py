@@ -30,7 +30,7 @@ class Ends:
     attention: AttentionPass
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class ForwardPass:
     """Values that the layers of a forward pass share."""
 

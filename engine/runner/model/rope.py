@@ -22,9 +22,11 @@ class Ropes:
         self._ropes = [Rope(rope, *sizes, device, dtype) for rope in config.ropes]
         self.depends_on_length = config.depends_on_length
 
-    def angles(self, positions: Tensor, seen_lens: Tensor | None) -> tuple[Angles, ...]:
+    def angles(
+        self, positions: Tensor, seen_lens: Tensor | None, num_positions: int
+    ) -> tuple[Angles, ...]:
         """Return the angles of each RoPE of the configuration; see `Rope.angles`."""
-        return tuple(rope.angles(positions, seen_lens) for rope in self._ropes)
+        return tuple(rope.angles(positions, seen_lens, num_positions) for rope in self._ropes)
 
 
 class Rope:
@@ -53,8 +55,8 @@ class Rope:
         self._frequencies = frequencies.to(device)
         self._table: Angles | None = None  # of the positions from 0 on
 
-    def angles(self, positions: Tensor, seen_lens: Tensor | None) -> Angles:
-        """Return (cos, sin), each [tokens, 1, head_dim].
+    def angles(self, positions: Tensor, seen_lens: Tensor | None, num_positions: int) -> Angles:
+        """Return (cos, sin), each [tokens, 1, head_dim]. All positions are below `num_positions`.
 
         Only kinds that depend on the length use `seen_lens`: the sequence length at which each
         token is first computed. For prompt tokens that is the length of the whole prompt, whatever
@@ -62,7 +64,7 @@ class Rope:
         """
         if seen_lens is not None and self._config.depends_on_length:
             return self._compute_angles(positions, self._frequencies_at(seen_lens))
-        cos, sin = self._table_of(int(positions.max()) + 1)
+        cos, sin = self._table_of(num_positions)
         return cos.index_select(0, positions), sin.index_select(0, positions)
 
     def _table_of(self, num_positions: int) -> Angles:

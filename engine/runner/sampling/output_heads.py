@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -18,8 +17,7 @@ from baton.engine.runner.sampling.sampler import Choice, Sampler
 from baton.engine.runner.sampling.spec_decode import accepted_indices
 
 
-@dataclass(frozen=True, slots=True)
-class HiddenStates:
+class HiddenStates(NamedTuple):
     """Hidden states of a pass, normalised, in the order of its runs."""
 
     sampled: Tensor  # [sampled runs, hidden_size], of the last token of each
