@@ -22,7 +22,7 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 MAX_CACHED_TOKENS = 1 << 16  # entries of each token text cache
 # Roles of OpenAI's API. Others are accepted if the chat template names them.
 ROLES = ("assistant", "developer", "function", "system", "tool", "user")
-# Of templates that are given other messages than they expect, or are nested too deeply.
+# Errors of templates that get other messages than they expect, or too deeply nested ones.
 TEMPLATE_ERRORS = (
     *(jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError),
     RecursionError,
