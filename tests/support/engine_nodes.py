@@ -11,7 +11,6 @@ import asyncio
 import ctypes
 import os
 import signal
-import socket
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, replace
@@ -46,6 +45,7 @@ from baton.prefill_node.__main__ import PREFILL
 from baton.rpc.node_info import NodeRole
 from baton.telemetry.tracing.tracer import NO_TRACER
 from tests.support.fork_server import fork_context
+from tests.support.ports import free_port
 
 WAIT_S = 30.0  # for what must come
 PROGRESS_S = 0.002
@@ -162,7 +162,7 @@ class EngineNode:
 
     def __init__(self, role: NodeRole, options: NodeOptions, *, has_fence: bool = True) -> None:
         self._role = role
-        self._options = replace(options, port=options.port or _free_port())
+        self._options = replace(options, port=options.port or free_port())
         self._has_fence = has_fence
         self._context = fork_context()
         self.address = f"{self._options.host}:{self._options.port}"
@@ -257,11 +257,6 @@ class EngineNode:
     def _hold(self, hold: Hold) -> None:
         self._is_held = True
         self._orders.send(hold)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
 
 
 def _serve(
