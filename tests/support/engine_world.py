@@ -282,6 +282,8 @@ class EngineWorld:
             self._connector.start(plan.kv_orders.external)
             self.external.misbehave()
         run = self.containment.run(plan)
+        if plan.num_scheduled_tokens and not run.failures:
+            self._forget_ended_crashes()
         reports = self.wire.poll()
         if self._connector is not None:
             reports = replace(reports, external=self._connector.poll())
@@ -294,6 +296,11 @@ class EngineWorld:
         self._check_limits(plan, run)
         self._check_rest(plan, reports != KvReports())
         return plan
+
+    def _forget_ended_crashes(self) -> None:
+        """Forget the crashes of requests that have ended: a pass without any is between them."""
+        for request_id in self.runner.crashing.keys() - self.living():
+            del self.runner.crashing[request_id]
 
     def _spend_time(self, plan: Plan) -> float | None:
         if self._token_s is None:
