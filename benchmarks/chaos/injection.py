@@ -65,7 +65,7 @@ class FaultInjector:
         self._tier_load = tier_load
         self._affected: set[str] = set()
         self._storage_lock = asyncio.Lock()  # one fault of files and objects at a time
-        self._restart_lock = asyncio.Lock()  # a node does not start without its folder
+        self._restart_lock = asyncio.Lock()  # no restarts while the folder is blocked
         self._began_s = 0.0
         self.injected: list[InjectedFault] = []
 
