@@ -33,13 +33,14 @@ from baton.router.values import (
     Timings,
     TokenChunk,
 )
-from baton.rpc.errors import NodeFailed
+from baton.rpc.errors import FailureKind, NodeFailed
 from baton.rpc.messages.calls import CallReport
 from baton.rpc.node_info import NodeRole
 
 # Maximum delay of an answer's statistics after its last token. Prefill sent its own long before,
 # unless its process is frozen.
 PREFILL_REPORT_WAIT_S = 0.1
+NODE_ENDED = {FailureKind.VANISHED, FailureKind.ENGINE_FAILED}
 
 
 def _ignore() -> None:
@@ -73,7 +74,7 @@ class Attempt:
         self._dispatched_s = 0.0
         self._first_token_s: float | None = None
         self._first_decoded_token_s: float | None = None
-        self.failed_addresses: frozenset[str] = frozenset()
+        self.failure_by_address: dict[str, NodeFailed] = {}
 
     async def run(self, node_calls: NodeCalls) -> AsyncGenerator[AnswerPart, None]:
         """Run both legs and yield the parts of the answer; the last is its CompletionSummary.
@@ -87,7 +88,7 @@ class Attempt:
         self._under_way = set(calls)
         async with under_way(events, calls):
             while self._answer.finish is None:
-                part = self._handle(await events.next())
+                part = self._handle(await events.next(), events)
                 if part is not None:
                     yield part
             await self._await_prefill_report(events)
@@ -125,14 +126,17 @@ class Attempt:
             NodeRole.DECODE: call(route.decode, received),
         }
 
-    def _handle(self, event: LegEvent) -> TokenChunk | None:
+    def _handle(self, event: LegEvent, events: Events) -> TokenChunk | None:
         if isinstance(event, LegOutput):
             return self._take_output(event)
         leg, failure = event
         if isinstance(failure, NodeFailed) and leg is NodeRole.PREFILL and self.num_new_tokens > 1:
             failure = None  # decode computed a second token: it has all KV
         if failure is not None:
-            self._blame(leg)
+            self._blame(leg, failure)
+            for other in events.ended_legs():  # a request can end both of its nodes
+                if isinstance(other.error, NodeFailed) and other.error.kind in NODE_ENDED:
+                    self._blame(other.leg, other.error)
             raise failure
         self._end_leg(leg)
         return None
@@ -148,9 +152,10 @@ class Attempt:
         """
         self._under_way.discard(leg)
         if not self._under_way:
-            self._blame(NodeRole.DECODE)
             address = self._route.decode.address
-            raise NodeFailed(f"decode node {address} ended without finishing the answer")
+            failure = NodeFailed(f"decode node {address} ended without finishing the answer")
+            self._blame(NodeRole.DECODE, failure)
+            raise failure
 
     def _take_output(self, event: LegOutput) -> TokenChunk | None:
         if event.leg is NodeRole.PREFILL or self._route.prefill is None:
@@ -172,10 +177,10 @@ class Attempt:
             self._first_decoded_token_s = self._since_received()
             self._on_decoded()
 
-    def _blame(self, leg: NodeRole) -> None:
+    def _blame(self, leg: NodeRole, failure: Exception) -> None:
         node = self._route.prefill if leg is NodeRole.PREFILL else self._route.decode
-        if node is not None:
-            self.failed_addresses = frozenset({node.address})
+        if node is not None and isinstance(failure, NodeFailed):
+            self.failure_by_address[node.address] = failure
 
     def _build_summary(self, finish: FinishStatus) -> CompletionSummary:
         return CompletionSummary(

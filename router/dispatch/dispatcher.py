@@ -207,45 +207,47 @@ class Dispatcher:
     ) -> None:
         """Record a failed attempt with the request and the breakers. Raises PoisonedRequest."""
         request.context.trace.note_attempt_failed()
-        is_drained = isinstance(failure, NodeDraining)
-        verdict = self._judge(request, attempt, tracked, failure)
-        # Engine failures need no retry limit here: the quarantine limits them for each request.
-        is_ended = (
-            verdict is not QuarantineVerdict.ORDINARY
-            and failure.kind is not FailureKind.PASS_FAILED
+        is_drained = is_free = isinstance(failure, NodeDraining)
+        for address, cause in attempt.failure_by_address.items():
+            verdict = self._judge(request, tracked, address, cause)
+            is_free |= (
+                verdict is not QuarantineVerdict.ORDINARY
+                and cause.kind is not FailureKind.PASS_FAILED
+            )
+        failed = frozenset(attempt.failure_by_address)
+        # Ended nodes need no limit here: the quarantine limits them for each request.
+        is_counted = not is_free and failure.kind is not FailureKind.VANISHED
+        request.failures.note(
+            failed, attempt.num_new_tokens, is_free=is_free, is_counted=is_counted
         )
-        is_free = is_drained or is_ended
-        request.failures.note(attempt.failed_addresses, attempt.num_new_tokens, is_free=is_free)
         if not is_drained:
-            self._breakers.note_failure(attempt.failed_addresses, self._clock())
+            self._breakers.note_failure(failed, self._clock())
         elif not request.answer.token_ids:
             request.revision = request.pinned_revision  # no token yet: it may begin with another
 
     def _judge(
         self,
         request: DispatchedRequest,
-        attempt: Attempt,
         tracked: TrackedAttempt,
-        failure: NodeFailed,
+        address: str,
+        cause: NodeFailed,
     ) -> QuarantineVerdict:
         """Return the quarantine's verdict on a failed attempt. Raises PoisonedRequest."""
-        verdict = QuarantineVerdict.ORDINARY
-        for address in attempt.failed_addresses:
-            verdict = self._quarantine.judge(tracked, address, failure.kind)
-            if verdict is not QuarantineVerdict.ORDINARY:
-                request.context.trace.note_verdict(verdict.value, address)
+        verdict = self._quarantine.judge(tracked, address, cause.kind)
+        if verdict is not QuarantineVerdict.ORDINARY:
+            request.context.trace.note_verdict(verdict.value, address)
         if verdict is QuarantineVerdict.POISON:
             raise PoisonedRequest(
                 f"nodes fail when they run this request; it is not tried again, nor should it be "
-                f"sent again before the cause is found. The last failure was: {failure}"
-            ) from failure
+                f"sent again before the cause is found. The last failure was: {cause}"
+            ) from cause
         return verdict
 
     def _may_retry(self, failures: AttemptFailures) -> bool:
         """Return whether another attempt is allowed.
 
         Retries after progress, and those caused by draining or by an engine's end, do not count
-        against the retry budget.
+        against the retry budget. A node that vanishes does, but not against `max_attempts`.
         """
         if failures.num >= self._config.max_attempts:
             return False

@@ -90,6 +90,10 @@ class Events:
             return LegOutput(event.leg, event.outputs + more, event.report)
         return event
 
+    def ended_legs(self) -> list[LegEnded]:
+        """Return the ends of legs that wait in the queue, and leave them there."""
+        return [event for event in self._waiting if isinstance(event, LegEnded)]
+
     def _pop_more(self, leg: NodeRole) -> Iterator[Output]:
         while self._waiting:
             event = self._waiting[0]

@@ -18,12 +18,14 @@ class AttemptFailures:
     num: int = 0
     is_paid: bool = True  # the last one made progress or is free: no retry budget needed
 
-    def note(self, addresses: frozenset[str], num_new_tokens: int, *, is_free: bool) -> None:
+    def note(
+        self, addresses: frozenset[str], num_new_tokens: int, *, is_free: bool, is_counted: bool
+    ) -> None:
         has_progress = num_new_tokens >= MIN_PROGRESS_TOKENS
         if has_progress:
             self.addresses, self.num = frozenset(), 0
         self.addresses |= addresses
-        self.num += not is_free
+        self.num += is_counted
         self.is_paid = is_free or has_progress
 
 

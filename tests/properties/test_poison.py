@@ -194,3 +194,26 @@ def test_killed_nodes_make_no_request_suspect(
     )
 
     check(requested, outcome, most_deaths=0)
+
+
+DECODE_POISON = TimedRequest(30, 0, Poison(NodeRole.DECODE, 1))
+LATER_PREFILL_POISON = TimedRequest(30, 14, Poison(NodeRole.PREFILL, 0))
+
+
+def test_a_request_whose_two_nodes_vanish_at_once_is_judged_by_both() -> None:
+    """Another poison ends the decode node while this one ends the prefill node."""
+    requested = [DECODE_POISON, LATER_PREFILL_POISON]
+
+    outcome = serve(requested, num_prefill=1, num_decode=1, kind=FailureKind.VANISHED)
+
+    check(requested, outcome, most_deaths=3)
+
+
+def test_a_bystander_of_two_poisons_outlives_three_nodes_in_a_row() -> None:
+    bystander = TimedRequest(5, 6)
+    poison = TimedRequest(30, 0, Poison(NodeRole.DECODE, 2))
+    requested = [bystander, poison, LATER_PREFILL_POISON]
+
+    outcome = serve(requested, num_prefill=1, num_decode=2, kind=FailureKind.VANISHED)
+
+    check(requested, outcome, most_deaths=3)
