@@ -143,19 +143,30 @@ class KeyTable:
         num_used = self._slots.num_used + num_coming
         if num_used <= PREPARE_LOAD * self._slots.size:
             return
+        # The keys that come until everything has been moved must fit, too.
+        num_growing = num_coming + self._slots.size // 2
         if self._next is None:
-            size = self._slots.size
-            # What is kept, and the keys that come until everything has been moved, must fit.
-            num_kept = self._count_kept() + num_coming + size // 2
-            while num_kept > MAX_LOAD * size:
-                size *= 2
-            self._next = _Slots(size)
+            self._next = self._larger(num_growing)
         self._next.prepare(PREPARED_PER_KEY * num_coming)
         if num_used > MAX_LOAD * self._slots.size:
+            # This batch can be far larger than those that the next table was made for.
+            num_growing = num_coming + self._slots.size // MOVED_PER_KEY
+            if not self._fits(num_growing, self._next.size):
+                self._next = self._larger(num_growing)
             self._next.prepare_rest()
             self._move(self._slots.size)  # what is left, if the last batches were large
             self._old, self._slots, self._next, self._num_moved = self._slots, self._next, None, 0
             self._move(MOVED_PER_KEY * num_coming)
+
+    def _larger(self, num_growing: int) -> _Slots:
+        """Return a table for the entries that are kept now and as many more."""
+        size = self._slots.size
+        while not self._fits(num_growing, size):
+            size *= 2
+        return _Slots(size)
+
+    def _fits(self, num_growing: int, size: int) -> bool:
+        return self._count_kept() + num_growing <= MAX_LOAD * size
 
     def _move(self, num_slots: int) -> None:
         """Move the next part of the old table, but for keys that the current one has."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,6 +56,19 @@ def test_a_table_holds_what_was_added_and_not_removed(
         assert table.match_ends(keys) == _known(
             {holder: _last(keys, held) for holder, held in expected.items()}
         )
+
+
+@pytest.mark.parametrize("num_first", [300, 460, 620, 760, 1100, 1500])
+@pytest.mark.parametrize("num_then", [800, 2000, 4096])
+def test_a_large_batch_finds_room_after_small_ones(num_first: int, num_then: int) -> None:
+    """The next table was sized for a small batch: a full one would be searched for ever."""
+    table = HolderTable()
+    for first in range(0, num_first, 20):
+        table.add("n0", KEYS[first : first + 20])
+
+    table.add("n0", KEYS[num_first : num_first + num_then])
+
+    assert table.match(KEYS[: num_first + num_then]) == {"n0": num_first + num_then}
 
 
 def _keys(part: tuple[int, int]) -> Keys:
