@@ -14,5 +14,5 @@ def test_a_restarted_process_gets_the_ports_that_were_bound() -> None:
     assert arguments == ("router", "--port", "1234", "--http-port", "5678", "--policy", "prefix")
 
 
-def test_an_option_that_is_not_there_is_not_added() -> None:
+def test_replacing_an_option_does_not_add_a_missing_one() -> None:
     assert with_port(("decode", "--port", "0"), "--http-port", "") == ("decode", "--port", "0")

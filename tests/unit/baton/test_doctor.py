@@ -51,18 +51,20 @@ def tree(root: Path, **files: str) -> Path:
         ("fpu sse2", Status.WARN, "no wide vectors"),
     ],
 )
-def test_a_cpu_is_as_good_as_its_vectors(flags: str, status: Status, found: str) -> None:
+def test_the_cpu_status_follows_its_vector_extensions(
+    flags: str, status: Status, found: str
+) -> None:
     finding = cpu_finding(f"processor : 0\nmodel name\t: Some CPU\nflags\t\t: {flags}\n")
 
     assert finding.status is status
     assert finding.found == f"Some CPU; {found}"
 
 
-def test_a_cpu_of_arm_is_known_by_its_features() -> None:
+def test_an_arm_cpu_is_identified_by_its_features() -> None:
     assert cpu_finding("Features\t: fp asimd bf16\n").status is Status.OK
 
 
-def test_a_share_of_the_cores_is_told_with_the_threads_to_take() -> None:
+def test_a_cpu_limit_is_reported_with_the_recommended_threads() -> None:
     finding = cores_finding(8, 8, Limits(2.5, None))
 
     assert finding.status is Status.WARN
@@ -71,7 +73,7 @@ def test_a_share_of_the_cores_is_told_with_the_threads_to_take() -> None:
     assert cores_finding(1, 8, NO_LIMITS).status is Status.WARN
 
 
-def test_the_limits_of_a_container_are_read_in_both_versions(tmp_path: Path) -> None:
+def test_cgroup_limits_are_read_in_versions_1_and_2(tmp_path: Path) -> None:
     new = tree(
         tmp_path / "2",
         **{"sys__fs__cgroup__cpu.max": "150000 100000\n", "sys__fs__cgroup__memory.max": "1024\n"},
@@ -95,7 +97,7 @@ def test_the_limits_of_a_container_are_read_in_both_versions(tmp_path: Path) -> 
     assert read_limits(tmp_path / "none") == NO_LIMITS
 
 
-def test_memory_counts_what_the_container_leaves() -> None:
+def test_available_memory_respects_the_cgroup_limit() -> None:
     meminfo = "MemTotal: 16777216 kB\nMemFree: 1 kB\nMemAvailable: 8388608 kB\n"
 
     assert memory_finding(meminfo, NO_LIMITS) == Finding(
@@ -104,7 +106,7 @@ def test_memory_counts_what_the_container_leaves() -> None:
     assert memory_finding(meminfo, Limits(None, GIB)).status is Status.WARN
 
 
-def test_several_memory_nodes_are_told_with_their_cores(tmp_path: Path) -> None:
+def test_numa_nodes_are_reported_with_their_cores(tmp_path: Path) -> None:
     nodes = {
         f"sys__devices__system__node__node{n}__cpulist": f"{n * 4}-{n * 4 + 3}" for n in (0, 1)
     }
@@ -115,7 +117,7 @@ def test_several_memory_nodes_are_told_with_their_cores(tmp_path: Path) -> None:
     assert "--cpus" in finding.advice
 
 
-def test_limits_matter_where_something_needs_more(tmp_path: Path) -> None:
+def test_low_limits_are_warnings_only_if_a_component_needs_more(tmp_path: Path) -> None:
     devices = rdma_devices(tree(tmp_path, sys__class__infiniband__mlx5_0=""))
 
     assert devices == ["mlx5_0"]
@@ -139,13 +141,13 @@ def test_limits_matter_where_something_needs_more(tmp_path: Path) -> None:
         ([], True, "12.8", Status.WARN),
     ],
 )
-def test_a_gpu_that_cannot_be_used_is_told(
+def test_an_unusable_gpu_is_reported(
     names: list[str], has_driver: bool, torch_cuda: str | None, status: Status
 ) -> None:
     assert gpu_finding(names, has_driver=has_driver, torch_cuda=torch_cuda).status is status
 
 
-def test_without_a_compiler_kernels_must_have_been_built_before() -> None:
+def test_without_a_compiler_kernels_must_be_prebuilt() -> None:
     built = kernels_finding("avx2", Path("/cache/x.so"), None)
 
     assert (built.status, built.found) == (Status.OK, "avx2, in /cache")
@@ -153,12 +155,12 @@ def test_without_a_compiler_kernels_must_have_been_built_before() -> None:
     assert kernels_finding("avx2", None, None).status is Status.WARN
 
 
-def test_without_nixl_nodes_cannot_start_as_they_are_and_ucxx_may_be_missing() -> None:
+def test_missing_nixl_is_a_failure_and_missing_ucxx_is_not() -> None:
     assert [one.status for one in package_findings(None, None)] == [Status.FAIL, Status.OK]
     assert [one.status for one in package_findings("1.5", "0.52")] == [Status.OK, Status.OK]
 
 
-def test_a_busy_port_is_a_warning_and_a_free_one_is_none() -> None:
+def test_a_busy_port_is_a_warning_and_a_free_port_is_not() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         [busy] = port_findings("127.0.0.1", [port])
@@ -181,7 +183,7 @@ def test_a_model_needs_room_for_its_weights_and_its_kv_in_each_node() -> None:
     assert "1024 bytes a token, 1048576 tokens" in room_finding(1, GIB, 1024, GIB).found
 
 
-def test_a_folder_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
 
     fine = folder_finding("traces", tmp_path / "not" / "yet" / "there", "name another")
@@ -194,7 +196,7 @@ def test_a_folder_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
     assert not (tmp_path / "not").exists()
 
 
-def test_kernels_need_a_place_to_be_built_in(tmp_path: Path) -> None:
+def test_kernels_need_a_writable_build_folder(tmp_path: Path) -> None:
     nowhere = kernels_finding("avx2", None, "/usr/bin/c++", Path("/proc/kernels"))
     somewhere = kernels_finding("avx2", None, "/usr/bin/c++", tmp_path / "kernels")
 
@@ -209,7 +211,7 @@ def test_a_latent_cache_takes_one_key_per_token_and_layer(tmp_path: Path) -> Non
     assert f"({2 * (32 + 8) * 4} bytes a token" in found["room"]
 
 
-def test_a_kv_cache_that_holds_less_than_the_model_takes_is_a_warning() -> None:
+def test_a_kv_cache_smaller_than_the_model_context_is_a_warning() -> None:
     short = length_finding(18_720, 40_960)
 
     assert short.status is Status.WARN
@@ -217,7 +219,7 @@ def test_a_kv_cache_that_holds_less_than_the_model_takes_is_a_warning() -> None:
     assert length_finding(40_960, 40_960).status is Status.OK
 
 
-def test_a_mixture_is_reported_with_the_parameters_that_a_token_uses(tmp_path: Path) -> None:
+def test_an_moe_model_is_reported_with_its_active_parameters(tmp_path: Path) -> None:
     small_folder(tmp_path, "qwen3-30b-a3b", num_experts=8, num_experts_per_tok=2)
     found = {one.check: one.found for one in check_model_folder(str(tmp_path), 4 * MIB)}
 
@@ -239,7 +241,7 @@ def test_biases_of_idle_experts_are_not_active(tmp_path: Path) -> None:
     assert count_active(config, 1_000_000) == 1_000_000 - idle
 
 
-def test_a_slow_tier_is_told_with_what_its_rate_means() -> None:
+def test_a_slow_tier_is_reported_with_its_effect_on_loads() -> None:
     kv = KvShapeFacts("some-model", 1_000_000, 16)
 
     fast = rate_finding("file tier", "reads 1 GB/s", 1e9, kv)
@@ -252,7 +254,7 @@ def test_a_slow_tier_is_told_with_what_its_rate_means() -> None:
     assert "compute more slowly" in slow.advice
 
 
-def test_a_folder_and_a_bucket_that_do_not_work_are_told(
+def test_an_unusable_folder_and_an_unusable_bucket_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")

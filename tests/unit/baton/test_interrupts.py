@@ -47,7 +47,7 @@ def sigterm_exits() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("sigterm_exits")
-def test_a_deferred_signal_ends_the_process_after_the_block() -> None:
+def test_a_deferred_signal_terminates_the_process_after_the_block() -> None:
     came_to = []
 
     def hear() -> None:
@@ -75,7 +75,7 @@ class RecordedPopen(subprocess.Popen[str]):
 
 
 @pytest.mark.usefixtures("sigterm_exits")
-def test_a_program_is_ended_when_the_parent_is_stopped_during_its_start(
+def test_a_child_process_is_terminated_if_its_parent_exits_during_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(subprocess, "Popen", RecordedPopen)
@@ -110,7 +110,7 @@ class Slow:
         self.is_cancelled.set()
 
 
-def test_a_call_closed_while_it_starts_is_started_and_then_cancelled() -> None:
+def test_a_call_that_is_closed_during_its_start_is_cancelled_after_the_start() -> None:
     call = Slow()
 
     with pytest.raises(KeyboardInterrupt), closing(stream_interruptibly(call.start)) as messages:

@@ -34,7 +34,7 @@ def folder_of(tmp_path: Path, dtype: str) -> Path:
     return tmp_path
 
 
-def test_a_first_start_says_that_kernels_are_built_and_a_second_one_nothing(
+def test_the_first_start_reports_the_kernel_build_and_the_second_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     FakeCompiler(tmp_path, monkeypatch)
@@ -64,7 +64,7 @@ def test_kernels_that_the_model_does_not_use_are_not_built(
     assert compiler.num_runs == 0
 
 
-def test_what_is_wrong_with_model_or_compiler_is_left_to_the_load(
+def test_the_build_status_ignores_errors_of_model_and_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     FakeCompiler(tmp_path, monkeypatch, script="exit 1")

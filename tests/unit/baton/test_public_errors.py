@@ -22,7 +22,7 @@ from baton.engine.errors import EngineError
         (lambda: baton.SamplingParams(top_p=2.0), baton.InvalidRequest),
     ],
 )
-def test_wrong_arguments_raise_errors_that_baton_exports(
+def test_invalid_arguments_raise_exported_errors(
     call: Callable[[], object], error: type[Exception]
 ) -> None:
     with pytest.raises(error):

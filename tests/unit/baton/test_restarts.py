@@ -5,7 +5,7 @@ from __future__ import annotations
 from baton.cluster.restarts import MAX_DELAY_S, MAX_RESTARTS, STABLE_S, RestartBackoff
 
 
-def test_each_restart_in_succession_waits_longer_until_there_are_no_more() -> None:
+def test_the_restart_delay_grows_until_the_limit_of_restarts() -> None:
     backoff = RestartBackoff()
     delays_s = [backoff.next_delay_s(0.0) for _ in range(MAX_RESTARTS + 1)]
 
@@ -13,7 +13,7 @@ def test_each_restart_in_succession_waits_longer_until_there_are_no_more() -> No
     assert all(delay_s is None or delay_s <= MAX_DELAY_S for delay_s in delays_s)
 
 
-def test_a_node_that_served_for_a_while_starts_from_the_first_delay_again() -> None:
+def test_serving_for_a_while_resets_the_restart_delay() -> None:
     backoff = RestartBackoff()
     for _ in range(MAX_RESTARTS):
         backoff.next_delay_s(0.0)
@@ -22,7 +22,7 @@ def test_a_node_that_served_for_a_while_starts_from_the_first_delay_again() -> N
     assert backoff.next_delay_s(10.0 + STABLE_S) == 1.0
 
 
-def test_a_node_that_dies_soon_after_each_start_comes_to_the_limit() -> None:
+def test_a_node_that_crashes_soon_after_each_start_reaches_the_restart_limit() -> None:
     backoff = RestartBackoff()
     for number in range(MAX_RESTARTS):
         backoff.note_up(float(number))

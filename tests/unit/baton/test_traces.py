@@ -81,7 +81,7 @@ def test_a_waterfall_has_a_line_for_each_span_and_fits(width: int, has_failed_tr
 
 
 @pytest.mark.parametrize("width", [60, 90, 160])
-def test_a_failed_try_says_which_node_failed_and_why(width: int) -> None:
+def test_a_failed_attempt_names_the_node_and_the_reason(width: int) -> None:
     trace, drawn = a_trace(has_failed_try=True), io.StringIO()
 
     show_waterfall(Console(file=drawn, width=width), trace)
@@ -104,7 +104,7 @@ def test_a_failed_node_without_spans_has_a_lane_on_the_page() -> None:
     assert "UNAVAILABLE: &lt;gone&gt; &amp; away" in lanes
 
 
-def test_a_long_note_leaves_the_bars_their_room() -> None:
+def test_a_long_note_does_not_shrink_the_bars() -> None:
     reported = a_told_trace(has_failed_try=True)
     long = [replace(one, span=replace(one.span, status_message="why " * 50)) for one in reported]
     [trace] = traces_of(long)
@@ -118,7 +118,7 @@ def test_a_long_note_leaves_the_bars_their_room() -> None:
     assert root.count("━") + root.count("◆") > 40
 
 
-def test_bars_stand_where_the_spans_were() -> None:
+def test_bars_are_positioned_by_the_times_of_their_spans() -> None:
     trace, drawn = a_trace(), io.StringIO()
 
     show_waterfall(Console(file=drawn, width=100), trace)
@@ -130,7 +130,7 @@ def test_bars_stand_where_the_spans_were() -> None:
     assert "180.0" in push
 
 
-def test_the_page_needs_nothing_else_and_tells_of_every_span() -> None:
+def test_the_page_is_self_contained_and_shows_every_span() -> None:
     trace = a_trace(has_failed_try=True)
 
     page = render_page(trace)
@@ -141,7 +141,7 @@ def test_the_page_needs_nothing_else_and_tells_of_every_span() -> None:
     assert "<gone>" not in page
 
 
-def test_the_page_fits_a_phone() -> None:
+def test_the_page_fits_a_narrow_screen() -> None:
     """Labels stay within the page, and a row of the waterfall takes two lines."""
     page = render_page(a_trace())
 
@@ -153,7 +153,7 @@ def test_the_page_fits_a_phone() -> None:
     assert ".ticks span:not(:first-child, :last-child) { display: none }" in narrow
 
 
-def test_a_trace_is_found_by_its_id_or_the_requests() -> None:
+def test_a_trace_is_found_by_trace_id_and_by_request_id() -> None:
     trace = a_trace()
 
     assert find_trace([trace], f"{TRACE_ID:032x}"[:30]) is trace
@@ -162,7 +162,7 @@ def test_a_trace_is_found_by_its_id_or_the_requests() -> None:
     assert find_trace([trace], "ffff") is None
 
 
-def test_list_and_show_read_what_processes_wrote(
+def test_list_and_show_read_the_span_files_of_processes(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert baton(monkeypatch, "trace", "list") == 0
@@ -188,7 +188,7 @@ def test_steps_are_listed_apart_from_requests(
     assert " ".join(line.split()[2:]) == "decode 12 6.0 5.0 3 40 2 2"
 
 
-def test_the_newest_trace_is_a_request_also_where_steps_are_newer(
+def test_the_newest_trace_is_a_request_even_if_a_step_is_newer(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert baton(monkeypatch, "trace", "show") == 0
@@ -196,7 +196,7 @@ def test_the_newest_trace_is_a_request_also_where_steps_are_newer(
     assert "request r1 · ok" in capsys.readouterr().out
 
 
-def test_a_step_and_its_requests_name_each_other() -> None:
+def test_a_step_and_its_requests_refer_to_each_other() -> None:
     kept = traces_of([*a_told_trace(), *a_told_step()])
     request, step = sorted(kept, key=lambda trace: trace.is_step)
 
@@ -232,7 +232,7 @@ def test_a_step_is_drawn_with_its_parts(width: int) -> None:
     assert max(map(len, lines)) <= width
 
 
-def test_a_list_fits_into_a_terminal_and_is_whole_elsewhere() -> None:
+def test_a_list_is_truncated_only_on_a_terminal() -> None:
     [trace] = traces_of(a_told_trace())
 
     narrow, wide = (drawn(request_table([trace], width), width) for width in (80, 160))
@@ -243,7 +243,7 @@ def test_a_list_fits_into_a_terminal_and_is_whole_elsewhere() -> None:
     assert "r1" in wide.split()
 
 
-def test_export_sends_to_a_collector_what_was_kept(
+def test_export_sends_stored_spans_to_a_collector(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with collecting() as collector:
@@ -275,7 +275,7 @@ def test_the_list_shows_request_ids_as_clients_wrote_them() -> None:
 
 
 @pytest.mark.parametrize("width", [80, 200])
-def test_the_waterfall_says_what_a_wait_loaded_from_a_tier(width: int) -> None:
+def test_the_waterfall_shows_the_tier_load_of_a_wait(width: int) -> None:
     reported = io.StringIO()
 
     show_waterfall(Console(file=reported, width=width), a_trace())

@@ -48,7 +48,7 @@ SERVED = Served("p", "d", True, "", 1, 1, "nixl", 0, 0, 1)
 FINISH = Finish("length", None, None, 3, 2, 0.0, 0.0, 0.0, 0.0, SERVED)
 
 
-def test_the_same_seed_gives_the_same_faults_and_another_one_others() -> None:
+def test_the_fault_plan_depends_on_the_seed_alone() -> None:
     first, again, other = (
         faults(Script(seed=seed, duration_s=300), NUM_BY_ROLE) for seed in (1, 1, 2)
     )
@@ -57,7 +57,7 @@ def test_the_same_seed_gives_the_same_faults_and_another_one_others() -> None:
     assert first != other
 
 
-def test_each_kind_strikes_each_role_it_can_equally_often() -> None:
+def test_each_fault_kind_hits_its_possible_roles_equally_often() -> None:
     drawn = faults(Script(duration_s=2000, every_s=1), NUM_BY_ROLE)
 
     times = Counter((fault.kind, fault.role) for fault in drawn)
@@ -95,14 +95,14 @@ KNOWN = KnownAnswer(ChaosRequest(0, "greedy", (1, 2, 3), Generation()), an_answe
         (replace(an_answer(), finish=None), "no finish reason"),
     ],
 )
-def test_whatever_differs_from_the_known_answer_is_found(answer: Answer, word: str) -> None:
+def test_any_difference_from_the_expected_answer_is_detected(answer: Answer, word: str) -> None:
     difference = difference_of(KNOWN, answer)
 
     assert difference is not None
     assert word in difference
 
 
-def test_an_answer_that_took_another_way_is_as_good() -> None:
+def test_an_answer_with_another_route_is_correct() -> None:
     elsewhere = replace(FINISH, served=replace(SERVED, attempts=3, decode_node="e"))
 
     answer = replace(an_answer(logprob=-1.001), finish=elsewhere)
@@ -132,7 +132,7 @@ def descriptors(num_sockets: int, **more: int) -> Counter[str]:
     return Counter({"socket:[N]": num_sockets, **more})
 
 
-def test_descriptors_and_threads_that_stay_are_named_beyond_a_few() -> None:
+def test_leaked_descriptors_and_threads_beyond_a_tolerance_are_named() -> None:
     before = Footprint(descriptors(20), 10, 0)
     spare = Footprint(descriptors(20 + SPARE_DESCRIPTORS), 10 + SPARE_THREADS, 10**9)
 
@@ -142,7 +142,7 @@ def test_descriptors_and_threads_that_stay_are_named_beyond_a_few() -> None:
     ]
 
 
-def test_links_that_pulls_open_are_no_leak_and_more_descriptors_are() -> None:
+def test_links_of_pulls_are_not_a_leak_and_further_descriptors_are() -> None:
     before = Footprint(descriptors(20), 10, 0)
     spare = SPARE_DESCRIPTORS + 2 * DESCRIPTORS_PER_LINK
 
@@ -165,7 +165,7 @@ def test_pooled_connections_are_left_out_of_a_footprint() -> None:
     assert rest.descriptors["TCP listener"] > 0
 
 
-def test_tries_of_routers_that_are_gone_count_as_well() -> None:
+def test_attempts_of_killed_routers_are_counted() -> None:
     attempts = Attempts()
 
     attempts.note(1, parse(METRICS))
@@ -197,11 +197,11 @@ def reported(
     return report(tolds, faults, Attempts(), elapsed_s=60, leaks=leaks, died=())
 
 
-def test_a_run_in_which_all_is_right_is_good() -> None:
+def test_a_run_without_errors_passes() -> None:
     assert reported(an_outcome(), an_outcome(RequestOutcome.CANCELLED)).is_good
 
 
-def test_short_deadlines_may_fail_if_the_error_comes_in_time() -> None:
+def test_short_deadlines_may_fail_if_the_error_arrives_in_time() -> None:
     late = an_outcome(RequestOutcome.LATE, patience_s=9.5)
     refused = an_outcome(RequestOutcome.REFUSED, "TOO_LATE", patience_s=9.5)
 
@@ -235,7 +235,7 @@ def test_a_failure_is_reported_with_the_faults_at_that_time(one: AnswerOutcome, 
     assert not found.is_good
 
 
-def test_failures_with_a_killed_or_full_router_are_not_lost_requests() -> None:
+def test_failures_at_a_killed_or_full_router_are_not_lost_requests() -> None:
     without_router = an_outcome(RequestOutcome.BROKEN, "UNREACHABLE")
     refused = an_outcome(RequestOutcome.REFUSED, "QUEUE_FULL", began_s=100.0, ended_s=100.1)
 
@@ -247,11 +247,11 @@ def test_failures_with_a_killed_or_full_router_are_not_lost_requests() -> None:
     assert (found.counts["broken"], found.counts["refused"]) == (1, 1)
 
 
-def test_a_leak_makes_a_run_bad() -> None:
+def test_a_leak_fails_the_run() -> None:
     assert not reported(an_outcome(), leaks=("decode: 2 fenced blocks",)).is_good
 
 
-def test_recovery_is_from_the_death_to_the_next_token_of_the_streams_it_touched() -> None:
+def test_recovery_time_is_from_the_kill_to_the_next_token_of_affected_streams() -> None:
     touched = an_outcome(attempts=2, arrivals_s=[11.0, 12.5, 13.0])
     untouched = an_outcome(arrivals_s=[11.0, 12.1])
     death = injected(FaultKind.KILL, TargetRole.DECODE, 12.0, 15.0)
@@ -261,7 +261,7 @@ def test_recovery_is_from_the_death_to_the_next_token_of_the_streams_it_touched(
     assert (recovery.num, recovery.median_s, recovery.most_s) == (1, 0.5, 0.5)
 
 
-def test_a_router_that_was_killed_again_before_it_served_has_not_recovered() -> None:
+def test_a_router_killed_again_before_it_served_has_not_recovered() -> None:
     first = injected(FaultKind.KILL, TargetRole.ROUTER, 12.0, 14.0)  # listens from 13.0 on
     second = injected(FaultKind.KILL, TargetRole.ROUTER, 15.0, 17.0)
 
@@ -270,7 +270,7 @@ def test_a_router_that_was_killed_again_before_it_served_has_not_recovered() -> 
     assert (recovery.num, recovery.most_s) == (1, 0.5)
 
 
-def test_attacks_come_in_turn_and_are_drawn_from_the_seed() -> None:
+def test_attack_kinds_alternate_and_follow_from_the_seed() -> None:
     first, again, other = (list(islice(attacks(seed), 3 * len(Attack))) for seed in (1, 1, 2))
 
     assert first == again != other
@@ -278,7 +278,7 @@ def test_attacks_come_in_turn_and_are_drawn_from_the_seed() -> None:
 
 
 @pytest.mark.parametrize("attack", Attack)
-def test_bodies_of_an_attack_fit_into_the_largest_body_and_follow_from_the_seed(
+def test_attack_bodies_are_within_the_size_limit_and_follow_from_the_seed(
     attack: Attack,
 ) -> None:
     first, again = (posts(attack, "demo", random.Random(3)) for _ in range(2))
@@ -287,7 +287,7 @@ def test_bodies_of_an_attack_fit_into_the_largest_body_and_follow_from_the_seed(
     assert all(len(post.body) <= MAX_BODY_BYTES for post in first)
 
 
-def test_mutations_of_other_seeds_are_others() -> None:
+def test_mutations_differ_between_seeds() -> None:
     one, other = (posts(Attack.MUTATIONS, "demo", random.Random(seed)) for seed in (3, 4))
 
     assert one != other
@@ -320,7 +320,7 @@ def test_a_missed_latency_bound_is_reported_with_the_attack_and_fails_the_run() 
     assert not whole.is_good
 
 
-def test_waits_during_other_faults_exceed_no_limit() -> None:
+def test_waits_during_other_faults_do_not_count_against_the_limit() -> None:
     waits = [waited(Wait.GAP, 11.0, 15.0), waited(Wait.FAILURE, 11.0, 11.1, "UNREACHABLE")]
 
     found = bystander_latencies(
@@ -330,7 +330,7 @@ def test_waits_during_other_faults_exceed_no_limit() -> None:
     assert found.missed == []
 
 
-def test_a_failed_bystander_misses_a_bound() -> None:
+def test_a_failed_bystander_misses_the_latency_bound() -> None:
     found = bystander_latencies([waited(Wait.FAILURE, 11.0, 11.1, "/health: 503")], {}, [])
 
     [missed] = found.missed
@@ -338,7 +338,7 @@ def test_a_failed_bystander_misses_a_bound() -> None:
     assert "nothing" in missed
 
 
-def test_memory_is_compared_for_processes_that_lived_through_the_second_half() -> None:
+def test_memory_growth_is_measured_for_processes_alive_in_the_whole_second_half() -> None:
     start = {"router": (1, 100 << 20), "decode-0": (2, 100 << 20)}
     middle = {"router": (1, 110 << 20), "decode-0": (3, 100 << 20)}
     end = {"router": (1, 121 << 20), "decode-0": (3, 130 << 20), "decode-1": (9, 1)}

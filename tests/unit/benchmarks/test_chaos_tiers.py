@@ -44,7 +44,7 @@ def reported(*faults: InjectedFault, loads: tuple[LoadsRow, ...] = ()) -> Report
     return report((), faults, Attempts(), elapsed_s=60, leaks=(), died=(), loads=loads)
 
 
-def test_profitable_loads_that_are_not_taken_fail_a_run() -> None:
+def test_skipped_profitable_loads_fail_a_run() -> None:
     turns = [probed() for _ in range(9)] + [probed(loaded_tokens=0)]
 
     [row] = loads_rows(turns, [], TOKEN_BYTES)
@@ -57,7 +57,7 @@ def test_profitable_loads_that_are_not_taken_fail_a_run() -> None:
     assert not found.is_good
 
 
-def test_second_turns_next_to_other_faults_do_not_count() -> None:
+def test_second_turns_during_other_faults_do_not_count() -> None:
     turns = [probed(), probed(loaded_tokens=0, began_s=12.0)]
     faults = [injected(FaultKind.KILL), injected(FaultKind.LOADS, 95.0, 110.0)]
 
@@ -66,13 +66,13 @@ def test_second_turns_next_to_other_faults_do_not_count() -> None:
     assert (row.turns, row.next_to_faults, row.profitable, row.taken) == (2, 1, 1, 1.0)
 
 
-def test_second_turns_that_are_computed_on_a_node_without_tiers_are_counted_apart() -> None:
+def test_second_turns_computed_on_a_node_without_tiers_are_counted_separately() -> None:
     [row] = loads_rows([replace(probed(0), can_load=False), probed()], [], TOKEN_BYTES)
 
     assert (row.turns, row.without_tiers, row.profitable, row.taken) == (2, 1, 1, 1.0)
 
 
-def test_a_kind_without_any_second_turn_fails_a_run() -> None:
+def test_a_fault_kind_without_second_turns_fails_a_run() -> None:
     [row] = loads_rows([], [injected(FaultKind.TENANTS)], TOKEN_BYTES)
 
     [missed] = reported(loads=(row,)).missed
@@ -87,13 +87,13 @@ def test_a_kind_without_any_second_turn_fails_a_run() -> None:
         probed(loaded_tokens=0, found_tokens=512),
     ],
 )
-def test_what_is_computed_sooner_or_is_in_the_kv_cache_need_not_be_loaded(turn: ProbedTurn) -> None:
+def test_prefixes_that_are_cached_or_faster_to_compute_need_no_load(turn: ProbedTurn) -> None:
     [row] = loads_rows([turn], [], TOKEN_BYTES)
 
     assert (row.profitable, row.is_within) == (0, True)
 
 
-def test_evidence_of_a_kind_is_added_up_and_its_worst_values_are_maxima() -> None:
+def test_results_of_a_fault_kind_are_summed_and_worst_values_are_maxima() -> None:
     one, other = (injected(FaultKind.SLOW_DISK) for _ in range(2))
     one.evidence = {"files delayed": 3, TIERS_CPU: MAX_TIERS_CPU + 0.1}
     other.evidence = {"files delayed": 4, TIERS_CPU: 0.1}
@@ -108,7 +108,7 @@ def test_evidence_of_a_kind_is_added_up_and_its_worst_values_are_maxima() -> Non
     assert "tiers used 0.35 of a core" in missed
 
 
-def test_bystanders_must_not_notice_the_tenant_of_a_flood() -> None:
+def test_a_flooding_tenant_must_not_slow_down_bystanders() -> None:
     flood = injected(FaultKind.TENANTS)
     flood.attack = FaultKind.TENANTS.value
     gap = ObservedWait(Wait.GAP.value, 10.5, 12.0)
@@ -120,7 +120,7 @@ def test_bystanders_must_not_notice_the_tenant_of_a_flood() -> None:
     assert "tenants" in missed
 
 
-def test_a_bucket_with_a_limit_loses_its_oldest_objects() -> None:
+def test_a_bucket_with_a_size_limit_drops_its_oldest_objects() -> None:
     server = S3Server(max_objects=2)
 
     for key in ("a", "b", "a", "c"):
@@ -134,7 +134,7 @@ RENAME += "print(time.monotonic() - began)"
 
 
 @pytest.mark.skipif(not has_compiler(), reason="no C compiler builds the library")
-def test_a_slow_disk_delays_kv_files_and_no_others_and_counts_them(tmp_path: Path) -> None:
+def test_a_slow_disk_delays_and_counts_operations_on_kv_files_only(tmp_path: Path) -> None:
     disk = slow_disk.build(tmp_path)
     environment = {**os.environ, **preload(disk.library), **disk.environment}
 
@@ -152,7 +152,7 @@ def test_a_slow_disk_delays_kv_files_and_no_others_and_counts_them(tmp_path: Pat
     assert disk.num_delayed == 1
 
 
-def test_the_cpu_time_of_a_thread_is_that_of_user_and_system() -> None:
+def test_the_cpu_time_of_a_thread_is_the_sum_of_user_and_system_time() -> None:
     tick_s = 1 / os.sysconf("SC_CLK_TCK")
 
     line = "7 (kv host (x)) S 1 7 7 0 -1 4194304 10 0 0 0 30 12 0 0 20 0 1 0 5 6 7"

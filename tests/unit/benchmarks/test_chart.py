@@ -53,7 +53,7 @@ def interference_file(folder: Path) -> Path:
     return written(folder / "interference.json", reported)
 
 
-def test_what_was_written_is_read_back(tmp_path: Path) -> None:
+def test_written_figures_are_read_back(tmp_path: Path) -> None:
     peer = read_peer(peer_file(tmp_path, threads=1))
 
     assert peer.threads == 1
@@ -61,13 +61,13 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
     assert read_interference(interference_file(tmp_path)) == ROWS
 
 
-def test_an_engine_of_several_files_is_drawn_from_the_first() -> None:
+def test_an_engine_in_several_files_is_plotted_from_the_first() -> None:
     again = [replace(ROWS[1], itl_p50_ratio=2.0), replace(ROWS[1], engine="vllm, patched")]
 
     assert first_row_per_engine([*ROWS, *again]) == [*ROWS, again[1]]
 
 
-def test_each_engine_has_bars_for_the_sizes_it_was_measured_at() -> None:
+def test_each_engine_has_a_bar_for_each_measured_size() -> None:
     assert rates_of(COMPARED, "decode") == {
         "baton": {1: 24.0, 32: 346.0},
         "vllm": {1: 12.0, 32: 173.0},
@@ -76,7 +76,7 @@ def test_each_engine_has_bars_for_the_sizes_it_was_measured_at() -> None:
 
 
 @pytest.mark.slow
-def test_the_picture_has_all_that_was_given(tmp_path: Path) -> None:
+def test_the_chart_contains_all_given_figures(tmp_path: Path) -> None:
     peers = [read_peer(peer_file(tmp_path, threads)) for threads in (1, 2)]
 
     draw(peers, ROWS, tmp_path / "one.svg")

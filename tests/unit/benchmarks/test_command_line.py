@@ -21,7 +21,7 @@ from benchmarks.cli import VARIABLE_PREFIX, app
         (f"{'x' * 300}", "cannot be written to"),
     ],
 )
-def test_the_file_of_a_plot_is_checked_before_the_measurement(
+def test_the_plot_file_is_checked_before_the_measurement(
     path: str, complaint: str, tmp_path: Path
 ) -> None:
     arguments = ["policies", "--plot", str(tmp_path / path)]
@@ -50,7 +50,7 @@ def test_variables_and_a_file_set_options(tmp_path: Path) -> None:
     assert ["│", "waiting", "│", "7", "│", str(file), "│"] in rows
 
 
-def test_a_named_error_is_one_line() -> None:
+def test_a_named_error_is_printed_as_one_line() -> None:
     command = [sys.executable, "-m", "benchmarks", "scheduler", "--running", "many"]
 
     done = subprocess.run(command, capture_output=True, text=True)

@@ -28,7 +28,7 @@ def venv(tmp_path: Path) -> Path:
 
 
 @two_cores
-def test_engines_come_in_each_form_that_is_asked_for(venv: Path) -> None:
+def test_engines_are_built_in_each_requested_variant(venv: Path) -> None:
     assert list(chosen_engines("model", "default,120", venv, "default,64", "shipped, patched")) == [
         "baton, prefill and decode",
         "baton, colocated",
@@ -41,7 +41,7 @@ def test_engines_come_in_each_form_that_is_asked_for(venv: Path) -> None:
 
 
 @two_cores
-def test_without_its_environment_there_is_no_vllm() -> None:
+def test_vllm_is_left_out_without_its_environment() -> None:
     assert len(chosen_engines("model", "default", None, "default", "")) == 2
     with pytest.raises(InvalidConfig, match="vllm-venv"):
         chosen_engines("model", "default", None, "default", "shipped")
@@ -56,7 +56,7 @@ def test_invalid_engines_are_refused_before_the_start(venv: Path, tmp_path: Path
 
 
 @two_cores
-def test_servers_stay_only_where_memory_holds_them_all(
+def test_keeping_servers_warm_requires_memory_for_all_of_them(
     venv: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = venv / "model"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.engine.structured_output import FORMS, FormBench, run
 
 
-def test_every_form_is_compiled_and_followed() -> None:
+def test_every_constraint_is_compiled_and_followed() -> None:
     done: list[str] = []
 
     costs, applied = run(FormBench("models/demo", 1, 6, (1, 3)), done.append)

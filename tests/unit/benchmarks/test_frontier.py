@@ -53,7 +53,7 @@ def rates(what: Sweep, runs: Sequence[RateRun]) -> dict[tuple[float, float], flo
     }
 
 
-def test_the_highest_rate_that_keeps_both_limits_counts() -> None:
+def test_goodput_is_the_highest_rate_within_both_limits() -> None:
     runs = [swept(0.1, 0.5, 40), swept(0.2, 0.9, 90), swept(0.3, 2.5, 90)]
 
     assert rates(limits(), runs) == {
@@ -64,19 +64,19 @@ def test_the_highest_rate_that_keeps_both_limits_counts() -> None:
     }
 
 
-def test_failed_requests_kept_nothing() -> None:
+def test_failed_requests_meet_no_limit() -> None:
     one_failed, two_failed = swept(0.1, 0.5, 40, num_failed=1), swept(0.1, 0.5, 40, num_failed=2)
 
     assert rates(limits(), [one_failed])[1.0, 50] == 0.1
     assert rates(limits(), [two_failed])[1.0, 50] == 0.0
 
 
-def test_the_limit_may_be_for_the_longest_gaps() -> None:
+def test_the_gap_limit_can_apply_to_the_longest_gap() -> None:
     assert rates(limits(itl="p99"), [swept(0.1, 0.5, 40)])[1.0, 50] == 0.0
     assert rates(limits(itl="p99"), [swept(0.1, 0.5, 40)])[1.0, 100] == 0.1
 
 
-def test_first_tokens_count_from_when_they_were_due_and_means_are_by_token() -> None:
+def test_time_to_first_token_counts_from_the_planned_start_and_means_are_per_token() -> None:
     found = seen(StreamedCompletion(10.5, [(11.0, 1), (11.1, 1), (11.3, 2)]), due_s=10.0)
 
     assert found.first_token_s == pytest.approx(1.0)
@@ -131,7 +131,7 @@ def test_every_engine_gets_the_same_requests() -> None:
     assert {len(prompt) for prompt in apis["a"].requested} == {8}
 
 
-def test_a_sweep_ends_where_the_widest_limits_are_not_kept() -> None:
+def test_a_sweep_ends_once_the_widest_limits_are_exceeded() -> None:
     runs: list[RateRun] = []
 
     run(SMALL, {"slow": started(MadeUp(gap_s=5.0))}, runs.append)
@@ -139,7 +139,7 @@ def test_a_sweep_ends_where_the_widest_limits_are_not_kept() -> None:
     assert [one.rate for one in runs] == [100]
 
 
-def test_an_engine_that_answers_nothing_is_named() -> None:
+def test_an_engine_without_answers_is_named() -> None:
     api = MadeUp(refuses=True)
 
     with pytest.raises(EngineFailed, match="dead answered no request: not today"):
@@ -166,7 +166,7 @@ NUM_AT_FIRST_RATE = len(plan(SMALL.load(min(SMALL.rates)), VOCAB_SIZE))
         (Stopped(), KeyboardInterrupt, [("own", 100), ("own", 200), ("other", 100)]),
     ],
 )
-def test_whole_rates_are_kept_when_a_later_one_breaks_off(
+def test_completed_rates_are_kept_if_a_later_rate_fails(
     api: MadeUp,
     error: type[BaseException],
     at: list[tuple[str, float]],
@@ -189,7 +189,7 @@ def test_whole_rates_are_kept_when_a_later_one_breaks_off(
     assert "the rest is missing" in err
 
 
-def test_a_sweep_to_the_end_is_whole(tmp_path: Path) -> None:
+def test_a_finished_sweep_is_marked_complete(tmp_path: Path) -> None:
     measure(SMALL, {"own": started(MadeUp())}, None, tmp_path / "sweep.json")
 
     assert read_sweep(tmp_path / "sweep.json").is_whole
@@ -231,12 +231,12 @@ def test_ctrl_c_ends_the_engine_without_waiting_for_its_answers() -> None:
     "wrong",
     [{"rates": ()}, {"rates": (0.0,)}, {"answer_tokens": 1}, {"share": 0.0}, {"itl": "median"}],
 )
-def test_what_cannot_be_measured_is_refused(wrong: dict[str, object]) -> None:
+def test_invalid_sweeps_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(InvalidConfig):
         Sweep(**wrong)  # type: ignore[arg-type]
 
 
-def test_the_picture_has_a_panel_for_each_limit_and_names_each_engine(tmp_path: Path) -> None:
+def test_the_chart_has_a_panel_per_limit_and_names_each_engine(tmp_path: Path) -> None:
     found = [
         Goodput(f"engine {number}", limit_s, itl_ms, 0.1 * number)
         for number in range(3)
@@ -251,7 +251,7 @@ def test_the_picture_has_a_panel_for_each_limit_and_names_each_engine(tmp_path: 
         assert f"<!-- {text} -->" in written
 
 
-def test_a_sweep_can_be_looked_at_again(tmp_path: Path) -> None:
+def test_a_saved_sweep_can_be_plotted_again(tmp_path: Path) -> None:
     runs = [swept(0.1, 0.5, 40), swept(0.2, 0.9, 90, num_failed=1)]
     path = tmp_path / "sweep.json"
     reported = {"what": asdict(SMALL), "runs": [asdict(one) for one in runs]}
@@ -265,7 +265,7 @@ def test_a_sweep_can_be_looked_at_again(tmp_path: Path) -> None:
     assert found.what.seconds == SMALL.seconds
 
 
-def test_a_file_that_is_no_sweep_is_named(tmp_path: Path) -> None:
+def test_a_file_without_a_sweep_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text("{}", encoding="utf-8")
 
     with pytest.raises(InvalidConfig, match=r"other\.json was not written by"):

@@ -47,7 +47,7 @@ def started(answers: Answers) -> Start:
     return start
 
 
-def test_each_prompt_goes_to_both_and_who_is_first_changes() -> None:
+def test_each_prompt_is_sent_to_both_engines_in_alternating_order() -> None:
     requested: list[tuple[str, list[int]]] = []
     together = started(Answers("together", requested, 1.0, 1.1))
     apart = started(Answers("apart", requested, 1.25, 1.5))
@@ -64,7 +64,7 @@ def test_each_prompt_goes_to_both_and_who_is_first_changes() -> None:
         assert astuple(pair.apart) == pytest.approx((1250, 250))
 
 
-def test_shares_are_of_the_same_pair() -> None:
+def test_ratios_are_computed_per_pair() -> None:
     pairs = [
         TimedPair(Times(100, 10), Times(110, 10)),
         TimedPair(Times(200, 10), Times(204, 30)),
@@ -82,7 +82,7 @@ def test_shares_are_of_the_same_pair() -> None:
     assert second.added_ms == pytest.approx(24)
 
 
-def test_an_answer_that_comes_at_once_has_no_second_token_to_time() -> None:
+def test_an_answer_in_one_message_has_no_second_token_time() -> None:
     whole = started(Answers("at once", [], 1.0))
 
     with pytest.raises(EngineFailed, match="at once"):
@@ -101,7 +101,7 @@ class Ends(Answers):
         return super().stream(model, prompt, max_tokens)
 
 
-def test_whole_pairs_are_kept_when_a_later_one_breaks_off(
+def test_completed_pairs_are_kept_if_a_later_pair_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     together = started(Answers("together", [], 1.0, 1.1))
@@ -118,6 +118,6 @@ def test_whole_pairs_are_kept_when_a_later_one_breaks_off(
     assert "broken off" in err
 
 
-def test_no_pairs_are_refused() -> None:
+def test_zero_pairs_are_refused() -> None:
     with pytest.raises(InvalidConfig):
         Handover(num_pairs=0)

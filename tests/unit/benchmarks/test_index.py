@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.router.prefix_index import run
 
 
-def test_every_figure_is_measured() -> None:
+def test_the_index_benchmark_measures_every_figure() -> None:
     figures = run(num_nodes=3, names_per_node=6000, num_blocks=20)
 
     assert (figures.num_nodes, figures.names_per_node, figures.num_blocks) == (3, 6000, 20)

@@ -38,7 +38,7 @@ def stream(*arrivals_s: float, tokens: int = 1) -> StreamedCompletion:
     return StreamedCompletion(0.0, [(arrival_s, tokens) for arrival_s in arrivals_s])
 
 
-def test_gaps_count_only_between_the_two_times() -> None:
+def test_only_gaps_within_the_interval_are_counted() -> None:
     steady = stream(0.0, 5.0, 10.0, 10.1, 10.2, 10.5, 20.0)
 
     found = figures([steady], [StreamedCompletion(10.0, [(10.4, 1)])], began_s=10.0, ended_s=11.0)
@@ -56,17 +56,17 @@ def test_messages_of_several_tokens_count_as_one_gap_and_all_their_tokens() -> N
     assert found.tokens_per_s == pytest.approx(7)
 
 
-def test_streams_that_stood_still_are_an_error() -> None:
+def test_stalled_streams_are_an_error() -> None:
     with pytest.raises(EngineFailed):
         figures([stream(0.5)], [stream(1.1)], began_s=1.0, ended_s=2.0)
 
 
-def test_a_load_of_nothing_is_refused() -> None:
+def test_an_empty_load_is_refused() -> None:
     with pytest.raises(InvalidConfig):
         Interference(num_prompts=0)
 
 
-def test_ratios_are_of_the_same_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ratios_are_computed_per_round(monkeypatch: pytest.MonkeyPatch) -> None:
     itl_by_engine = {"own": [10.0, 20.0, 40.0], "other": [20.0, 60.0, 40.0]}
     started: list[str] = []
 
@@ -133,7 +133,7 @@ SMALL = Interference(num_streams=1, num_prompts=2, every_s=0.05, num_rounds=3)
 
 
 @pytest.mark.parametrize("error", [EngineFailed("gone"), KeyboardInterrupt(), ValueError("a bug")])
-def test_whole_rounds_are_kept_when_a_later_one_breaks_off(
+def test_completed_rounds_are_kept_if_a_later_round_fails(
     error: BaseException, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engines = {"own": starts(3, error), "other": starts(1, error)}
@@ -151,7 +151,7 @@ def test_whole_rounds_are_kept_when_a_later_one_breaks_off(
     assert "the rest is missing" in err
 
 
-def test_of_a_first_round_that_breaks_off_the_engines_before_are_kept(tmp_path: Path) -> None:
+def test_engines_measured_before_the_first_round_failed_are_kept(tmp_path: Path) -> None:
     gone = EngineFailed("gone")
     engines = {"own": starts(3, gone), "second": starts(3, gone), "third": starts(0, gone)}
 
@@ -162,7 +162,9 @@ def test_of_a_first_round_that_breaks_off_the_engines_before_are_kept(tmp_path: 
     assert [row.engine for row in rows] == ["own", "second"]
 
 
-def test_nothing_is_written_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_file_is_written_without_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(EngineFailed):
         measure(SMALL, {"own": starts(0, EngineFailed("gone"))}, None, tmp_path / "one.json")
 
@@ -170,7 +172,9 @@ def test_nothing_is_written_of_nothing(tmp_path: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().out == ""
 
 
-def test_a_run_to_the_end_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_is_marked_complete(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     measure(SMALL, {"own": starts(3, EngineFailed("gone"))}, None, tmp_path / "one.json")
 
     reported = json.loads((tmp_path / "one.json").read_text(encoding="utf-8"))
@@ -178,7 +182,7 @@ def test_a_run_to_the_end_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "warning" not in capsys.readouterr().err
 
 
-def test_the_picture_names_each_engine(tmp_path: Path) -> None:
+def test_the_chart_names_each_engine(tmp_path: Path) -> None:
     found = Figures(50.0, 1500.0, 1600.0, 1.5, 1.6, 40.0)
     rows = [FigureRow(f"engine {number}", found, 1.0, 1.0, 1.0) for number in range(3)]
 

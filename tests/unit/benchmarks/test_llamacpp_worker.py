@@ -54,7 +54,7 @@ def gguf(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", module)
 
 
-def test_the_matrices_of_experts_are_one_tensor_in_order() -> None:
+def test_the_expert_matrices_are_stacked_into_one_tensor_in_order() -> None:
     names = [f"model.layers.3.mlp.experts.{at}.up_proj.weight" for at in (10, 9, 0)]
 
     assert gguf_sources([*names, "lm_head.weight"], ties_embeddings=False) == {
@@ -74,12 +74,12 @@ def test_the_matrices_of_experts_are_one_tensor_in_order() -> None:
         ("model.layers.1.self_attn.q_norm.weight", ("blk.1.attn_q_norm.weight", 0)),
     ],
 )
-def test_tensors_have_the_names_of_llamacpp(name: str, stored: tuple[str, int]) -> None:
+def test_tensors_have_llamacpp_names(name: str, stored: tuple[str, int]) -> None:
     assert gguf_name(name) == stored
 
 
 @pytest.mark.usefixtures("gguf")
-def test_a_mixture_is_written_with_its_experts(tmp_path: Path) -> None:
+def test_an_moe_model_is_written_with_its_experts(tmp_path: Path) -> None:
     folder = small_folder(tmp_path / "model", "qwen3-30b-a3b", "bfloat16")
 
     write_gguf(folder, tmp_path / "out" / "model.gguf")

@@ -10,7 +10,7 @@ from benchmarks.chaos.leaks import Footprint
 from benchmarks.cluster.memory import MIB, MemoryRun, MemorySample, line_through
 
 
-def test_a_line_goes_through_points_that_lie_on_one() -> None:
+def test_the_fit_of_collinear_points_is_exact() -> None:
     line = line_through([(x, 3.0 + 0.5 * x) for x in (0, 10, 40)])
 
     assert line.per_x == pytest.approx(0.5)
@@ -23,7 +23,7 @@ def test_the_fit_reports_the_spread_of_points() -> None:
     assert line.spread > 0.5
 
 
-def test_points_at_one_place_make_no_slope() -> None:
+def test_points_with_one_x_value_have_no_slope() -> None:
     assert line_through([(7, 1.0), (7, 2.0)]).per_x == 0.0
 
 
@@ -38,14 +38,14 @@ def held(*rss_mib: float) -> MemoryRun:
     return MemoryRun(looks=looks)
 
 
-def test_what_a_process_takes_up_at_first_is_no_growth() -> None:
+def test_start_up_memory_is_not_growth() -> None:
     [growth] = held(50, 90, 100, 100, 100).growths
 
     assert (growth.first_mib, growth.half_mib, growth.last_mib) == (50, 100, 100)
     assert growth.mib_per_100k == pytest.approx(0.0)
 
 
-def test_what_it_takes_for_each_request_is_growth() -> None:
+def test_memory_per_request_is_growth() -> None:
     [growth] = held(50, 90, 100, 101, 102).growths
 
     assert growth.mib_per_100k == pytest.approx(100.0)

@@ -16,7 +16,7 @@ def requested(
     return one
 
 
-def test_the_rate_is_that_of_the_later_three_quarters() -> None:
+def test_the_rate_is_measured_over_the_last_three_quarters() -> None:
     early = [requested(0.0, 0.5) for _ in range(50)]
     steady = [requested(place, 0.5) for place in (2.0, 4.0, 6.0)]
 

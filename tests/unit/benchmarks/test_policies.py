@@ -29,7 +29,7 @@ def figures_of(what: PolicyBench, policy: RoutingPolicy) -> PolicyFigures:
     return simulate(what, policy, make_requests(what))
 
 
-def test_requests_come_in_order_at_the_rate_that_was_asked_for() -> None:
+def test_requests_are_ordered_and_arrive_at_the_requested_rate() -> None:
     requests = make_requests(SMALL)
 
     times = [request.at_s for request in requests]
@@ -38,9 +38,7 @@ def test_requests_come_in_order_at_the_rate_that_was_asked_for() -> None:
     assert 0.6 < tokens_per_s / (10 * SMALL_CLUSTER.prefill_tokens_per_s) < 0.8
 
 
-def test_every_policy_is_simulated_and_the_one_that_knows_prefixes_finds_most_and_waits_least() -> (
-    None
-):
+def test_the_prefix_aware_policy_has_the_most_hits_and_the_shortest_waits() -> None:
     figures = {one.policy: one for one in run(SMALL, lambda done: None)}
 
     best = figures.pop(RoutingPolicy.PREFIX_AWARE.value)
@@ -49,7 +47,7 @@ def test_every_policy_is_simulated_and_the_one_that_knows_prefixes_finds_most_an
     assert all(best.p99_wait_s < other.p99_wait_s for other in figures.values())
 
 
-def test_one_seed_gives_one_result_and_another_seed_another() -> None:
+def test_simulation_results_depend_on_the_seed_alone() -> None:
     first, again = (
         figures_of(SMALL, RoutingPolicy.POWER_OF_TWO),
         figures_of(SMALL, RoutingPolicy.POWER_OF_TWO),
@@ -77,7 +75,7 @@ def prefix_aware(requests: list[SimRequest], *, num_nodes: int, num_blocks: int)
     return simulate(PolicyBench(cluster), RoutingPolicy.PREFIX_AWARE, requests)
 
 
-def test_without_load_a_shared_first_block_leaves_no_node_idle_and_no_cache_unused() -> None:
+def test_a_shared_first_block_does_not_concentrate_a_light_load_on_one_node() -> None:
     requests = one_at_a_time(600)
 
     two = prefix_aware(requests, num_nodes=4, num_blocks=600)

@@ -38,7 +38,7 @@ def stand_ins(at: Path) -> None:
         (at / name).write_text(text)
 
 
-def test_the_patches_take_hold_where_their_folder_is_on_the_path(tmp_path: Path) -> None:
+def test_the_patches_apply_if_their_folder_is_on_the_python_path(tmp_path: Path) -> None:
     stand_ins(tmp_path)
     paths = os.pathsep.join([str(PATCHES), str(tmp_path)])
 

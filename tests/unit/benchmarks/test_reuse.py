@@ -22,7 +22,7 @@ def a_node(num_blocks: int, num_host_blocks: int = 0) -> SimNode[None]:
     return SimNode[None](Node("p:1", card), num_watchers=1)
 
 
-def test_the_end_of_the_oldest_sequence_is_replaced_first() -> None:
+def test_the_end_of_the_oldest_sequence_is_evicted_first() -> None:
     blocks = LruBlocks(4)
     blocks.add(NAMES[:2])
     blocks.add(NAMES[2:4])
@@ -34,7 +34,7 @@ def test_the_end_of_the_oldest_sequence_is_replaced_first() -> None:
     assert removed == (NAMES[3],)
 
 
-def test_blocks_come_from_the_nearest_place_that_has_them() -> None:
+def test_blocks_are_taken_from_the_nearest_place_that_has_them() -> None:
     node = a_node(2, num_host_blocks=4)
     node.store(NAMES[:4])
 
@@ -56,7 +56,7 @@ def test_a_node_reports_a_block_until_neither_cache_nor_host_memory_has_it() -> 
     assert reported == [NAMES[:1], NAMES[:2], NAMES[1:3], NAMES[2:4]]
 
 
-def test_ideal_reuse_counts_prefixes_of_prompts_and_answers_that_came_before() -> None:
+def test_ideal_reuse_counts_prefixes_of_earlier_prompts_and_answers() -> None:
     first = SimRequest(0.0, tuple(range(32)), answer_ids=tuple(range(32, 49)))
     same_start = SimRequest(1.0, (*range(16), *range(100, 116)))
     next_turn = SimRequest(2.0, (*range(49), 7))
@@ -79,7 +79,7 @@ def test_host_memory_and_pulls_each_add_to_the_reuse_of_chats() -> None:
     assert min(host.from_host, both.from_peer) > 0.01
 
 
-def test_a_recorded_trace_has_its_blocks_and_the_load_that_was_asked_for() -> None:
+def test_a_recorded_trace_keeps_its_blocks_and_has_the_requested_load() -> None:
     requests = [
         TraceRequest(n / 2, length, 512, ("1", f"{2 + n}")[: length // 512])
         for n, length in enumerate((1024, 700))

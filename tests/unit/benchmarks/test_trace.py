@@ -7,7 +7,7 @@ import pytest
 from benchmarks.cluster.tracing import TraceLoad, figure, median_bounds
 
 
-def test_each_round_is_compared_with_its_neighbour() -> None:
+def test_each_round_is_compared_with_the_adjacent_round() -> None:
     """The machine is half as fast in the second round; tracing costs a tenth throughout."""
     off = TraceLoad([1000.0, 500.0, 1000.0], [0.01] * 200)
     traced = TraceLoad([900.0, 450.0, 950.0], [0.01] * 198 + [0.5] * 2)

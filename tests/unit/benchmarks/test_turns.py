@@ -36,7 +36,7 @@ def test_each_session_has_two_turns_with_first_turns_of_others_between_them() ->
         assert len(others) == DISTANCE
 
 
-def test_second_turns_of_short_sessions_come_right_after_a_long_prompt() -> None:
+def test_second_turns_of_short_sessions_follow_a_long_prompt() -> None:
     order = list(turn_order(8))
 
     for place, turn in enumerate(order):
@@ -45,7 +45,7 @@ def test_second_turns_of_short_sessions_come_right_after_a_long_prompt() -> None
             assert [each.is_long or not each.is_second for each in after] == [False] * NUM_SHORT
 
 
-def test_a_prefix_that_is_computed_instead_of_loaded_is_a_load_that_was_not_taken() -> None:
+def test_a_prefix_computed_instead_of_loaded_is_a_skipped_load() -> None:
     seconds = [second(), second(loaded_tokens=0, ttft_s=4.0), second(is_long=False, computed_s=0.1)]
 
     row = turns_row("host", seconds, [])
@@ -57,13 +57,13 @@ def test_a_prefix_that_is_computed_instead_of_loaded_is_a_load_that_was_not_take
     assert row.share_of_5x == 0.5
 
 
-def test_a_prefix_in_the_kv_cache_is_no_load() -> None:
+def test_a_prefix_in_the_kv_cache_is_not_a_load() -> None:
     row = turns_row("host", [second(loaded_tokens=0, found_tokens=128), second()], [])
 
     assert (row.turns, row.loads, row.taken) == (2, 1, 1.0)
 
 
-def test_a_load_of_less_than_nine_tenths_of_what_is_missing_was_not_taken() -> None:
+def test_a_load_of_less_than_nine_tenths_of_the_missing_tokens_is_skipped() -> None:
     row = turns_row("host", [second(loaded_tokens=64), second(64, found_tokens=64)], [])
 
     assert (row.loads, row.taken) == (2, 0.5)

@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_special_tokens_that_are_asked_for_are_not_skipped(folder: Path) -> None:
+def test_requested_special_tokens_are_not_skipped(folder: Path) -> None:
     tokenizer = load_tokenizer(folder)
     token_ids = tokenizer.encode("the <s>quick</s> <s>fox", add_special_tokens=False)
 
@@ -42,7 +42,7 @@ def test_special_tokens_that_are_asked_for_are_not_skipped(folder: Path) -> None
     assert spelled(("no such",)) == spelled(()) == tokenizer.decode(token_ids)
 
 
-def test_roles_are_those_of_openai_and_those_that_the_template_names(
+def test_accepted_roles_are_those_of_openai_and_of_the_template(
     folder: Path, tmp_path: Path
 ) -> None:
     template = "{% for m in messages %}{{ m.role if m.role == 'critic' else 'x' }} {% endfor %}"
@@ -56,7 +56,7 @@ def test_roles_are_those_of_openai_and_those_that_the_template_names(
     assert no.value.field == "messages.1.role"
 
 
-def test_tools_are_shown_where_the_template_reads_them(folder: Path, tmp_path: Path) -> None:
+def test_tools_are_rendered_where_the_template_reads_them(folder: Path, tmp_path: Path) -> None:
     reading = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
     by_name = [{"name": "default", "template": ""}, {"name": "tool_use", "template": reading}]
     for template, supports_tools in ((reading, True), (by_name, True), ("tools", False)):
@@ -95,7 +95,7 @@ def test_tools_pick_the_template_for_tools(folder: Path, tmp_path: Path) -> None
     assert tokenizer.render_chat(CHAT, variables={"tools": [{}, {}]}) == "tools: 2"
 
 
-def test_a_template_gets_the_date_from_the_clock_it_was_given(folder: Path, tmp_path: Path) -> None:
+def test_a_template_gets_the_date_from_the_given_clock(folder: Path, tmp_path: Path) -> None:
     copy_with_settings(folder, tmp_path, chat_template="{{ strftime_now('%Y-%m-%d') }}")
 
     tokenizer = load_tokenizer(tmp_path, clock=lambda: datetime(2024, 2, 3, tzinfo=UTC))
@@ -112,7 +112,7 @@ def test_a_template_gets_the_date_from_the_clock_it_was_given(folder: Path, tmp_
         ("{% set _ = messages.append(1) %}", "refuses these messages"),
     ],
 )
-def test_what_a_template_refuses_is_the_clients_fault(
+def test_an_error_raised_by_a_template_is_a_client_error(
     template: str, reason: str, folder: Path, tmp_path: Path
 ) -> None:
     tokenizer = load_tokenizer(copy_with_settings(folder, tmp_path, chat_template=template))
@@ -129,7 +129,7 @@ def test_a_chat_needs_a_template(folder: Path, tmp_path: Path) -> None:
         tokenizer.render_chat(CHAT)
 
 
-def test_a_broken_template_is_the_models_fault(folder: Path, tmp_path: Path) -> None:
+def test_a_broken_template_is_a_model_error(folder: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(copy_with_settings(folder, tmp_path, chat_template="{% if %}"))
 
     with pytest.raises(ModelError, match="chat template is broken"):
@@ -155,7 +155,7 @@ def test_end_tokens_come_from_the_generation_settings_first(folder: Path, tmp_pa
         ("tokenizer_config.json", b"\xff"),
     ],
 )
-def test_a_folders_fault_names_its_file(
+def test_an_error_of_a_folder_names_the_file(
     file: str, content: bytes | None, folder: Path, tmp_path: Path
 ) -> None:
     copy_with_settings(folder, tmp_path)
@@ -165,7 +165,7 @@ def test_a_folders_fault_names_its_file(
         load_tokenizer(tmp_path)
 
 
-def test_a_character_is_shown_once_it_is_whole(folder: Path) -> None:
+def test_a_character_is_emitted_once_it_is_complete(folder: Path) -> None:
     tokenizer = load_tokenizer(folder)
     # No merge reaches across these bytes, so each is a token of its own.
     token_ids = tokenizer.encode("\N{GRINNING FACE}!")
@@ -178,7 +178,7 @@ def test_a_character_is_shown_once_it_is_whole(folder: Path) -> None:
     assert "".join(pieces[:-2]) == ""
 
 
-def test_an_answer_that_ends_inside_a_character_shows_so_at_its_end(folder: Path) -> None:
+def test_an_incomplete_character_at_the_end_becomes_a_replacement_character(folder: Path) -> None:
     tokenizer = load_tokenizer(folder)
     token_ids = tokenizer.encode("a\N{GRINNING FACE}")[:-1]
     detokenizer = tokenizer.detokenizer()
@@ -189,7 +189,7 @@ def test_an_answer_that_ends_inside_a_character_shows_so_at_its_end(folder: Path
     assert detokenizer.finish() == tokenizer.decode(token_ids)[1:] != ""
 
 
-def test_spaces_at_word_starts_survive_between_pieces() -> None:
+def test_spaces_between_text_chunks_are_kept() -> None:
     tokenizer = metaspace_tokenizer()
     detokenizer = tokenizer.detokenizer()
 

@@ -64,9 +64,7 @@ def test_a_second_start_takes_the_digests_from_the_cache(folder: Path, tmp_path:
     assert digest(folder, a_cache(tmp_path)) != hashed
 
 
-def test_an_edit_shows_though_its_author_restores_size_and_time(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_an_edit_that_keeps_size_and_mtime_changes_the_digest(folder: Path, tmp_path: Path) -> None:
     path = folder / "model.safetensors"
     before, facts = digest(folder, a_cache(tmp_path)), path.stat()
 
@@ -80,7 +78,7 @@ def test_an_edit_shows_though_its_author_restores_size_and_time(
     assert digest(folder, a_cache(tmp_path)) != before
 
 
-def test_another_file_at_the_same_path_has_its_own_digest(folder: Path, tmp_path: Path) -> None:
+def test_a_replaced_file_has_a_new_digest(folder: Path, tmp_path: Path) -> None:
     before = digest(folder, a_cache(tmp_path))
 
     save_weights(folder, last=3.0)
@@ -91,7 +89,7 @@ def test_another_file_at_the_same_path_has_its_own_digest(folder: Path, tmp_path
 @pytest.mark.parametrize(
     "cache", [{"age_s": 0.0}, {"min_bytes": 1 << 20}], ids=["too young", "too small"]
 )
-def test_a_file_that_is_young_or_small_is_hashed_at_each_start(
+def test_recent_and_small_files_are_hashed_at_each_start(
     folder: Path, tmp_path: Path, cache: dict[str, float]
 ) -> None:
     digest(folder, a_cache(tmp_path, **cache))  # type: ignore[arg-type]
@@ -110,7 +108,7 @@ def test_a_file_that_is_young_or_small_is_hashed_at_each_start(
         b'{"identity": null, "digests": []}',
     ],
 )
-def test_a_damaged_cache_is_written_again(folder: Path, tmp_path: Path, content: bytes) -> None:
+def test_a_damaged_digest_cache_is_rewritten(folder: Path, tmp_path: Path, content: bytes) -> None:
     hashed = digest(folder, a_cache(tmp_path))
     [path] = kept_files(tmp_path)
     whole = path.read_bytes()
@@ -122,7 +120,7 @@ def test_a_damaged_cache_is_written_again(folder: Path, tmp_path: Path, content:
     assert kept_files(tmp_path) == [path]
 
 
-def test_digests_that_are_no_digests_are_not_used(folder: Path, tmp_path: Path) -> None:
+def test_malformed_digests_are_not_used(folder: Path, tmp_path: Path) -> None:
     hashed = digest(folder, a_cache(tmp_path))
     [path] = kept_files(tmp_path)
 
@@ -131,7 +129,7 @@ def test_digests_that_are_no_digests_are_not_used(folder: Path, tmp_path: Path) 
     assert digest(folder, a_cache(tmp_path)) == hashed
 
 
-def test_without_a_folder_that_can_be_written_to_weights_are_hashed(folder: Path) -> None:
+def test_without_a_writable_cache_folder_weights_are_hashed(folder: Path) -> None:
     without = digest(folder, DigestCache(None))
 
     assert digest(folder, DigestCache(Path(os.devnull) / "cache", min_bytes=0)) == without

@@ -9,14 +9,16 @@ from baton.core.exclusions import EXCLUSIONS, Exclusion, Feature, check_exclusio
 
 
 @pytest.mark.parametrize("row", EXCLUSIONS, ids=lambda row: f"{row.feature.name}-{row.other.name}")
-def test_two_used_features_of_a_row_are_refused_with_its_message(row: Exclusion) -> None:
+def test_two_used_features_of_one_row_are_refused_with_the_message_of_the_row(
+    row: Exclusion,
+) -> None:
     with pytest.raises(InvalidConfig) as refused:
         check_exclusions({row.feature: "a value", row.other: True})
 
     assert str(refused.value) == row.message
 
 
-def test_features_that_are_not_used_exclude_nothing() -> None:
+def test_unused_features_exclude_nothing() -> None:
     for row in EXCLUSIONS:
         check_exclusions({row.feature: True, row.other: 0})
         check_exclusions({row.feature: "", row.other: True})

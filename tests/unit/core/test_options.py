@@ -53,7 +53,7 @@ class Outer:
         check_options(self)
 
 
-def test_a_config_has_the_options_of_the_configs_in_it_each_once() -> None:
+def test_a_config_has_each_option_of_its_nested_configs_once() -> None:
     options = options_of(Outer)
 
     assert list(options) == ["path", "size", "memory", "order", "limit", "share", "color"]
@@ -63,7 +63,7 @@ def test_a_config_has_the_options_of_the_configs_in_it_each_once() -> None:
     assert options["limit"].default is None
 
 
-def test_without_options_a_config_has_the_defaults_of_the_command_line() -> None:
+def test_config_defaults_equal_the_defaults_of_the_command_line() -> None:
     assert build_config(Outer, {"path": "p"}) == Outer("p", Inner(4, 1024, limit=8))
 
 
@@ -91,7 +91,7 @@ def test_a_default_from_other_options_does_not_replace_a_given_value() -> None:
         ({"order": "random"}, "--order 'random': choose one of first, last"),
     ],
 )
-def test_a_value_out_of_bounds_is_refused_by_the_name_of_its_option(
+def test_an_out_of_range_value_is_refused_with_the_name_of_its_option(
     given: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InvalidConfig) as refusal:
@@ -100,11 +100,11 @@ def test_a_value_out_of_bounds_is_refused_by_the_name_of_its_option(
     assert str(refusal.value) == message
 
 
-def test_a_config_made_in_python_is_checked_like_one_of_the_command_line() -> None:
+def test_a_config_built_in_python_is_validated_like_the_command_line() -> None:
     with pytest.raises(InvalidConfig, match="--share is 2; it must be above 0"):
         Outer("p", share=2)
 
 
-def test_an_option_that_the_config_does_not_have_is_a_bug() -> None:
+def test_an_option_without_a_config_field_raises() -> None:
     with pytest.raises(TypeError, match="Outer has no options is_internal"):
         build_config(Outer, {"path": "p", "is_internal": True})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from baton.core.stop_strings import StopRule, StopWatcher
 
 
-def test_text_that_may_begin_a_stop_string_is_held_back_until_it_cannot() -> None:
+def test_text_that_may_begin_a_stop_string_is_held_back() -> None:
     watcher = StopWatcher(StopRule(("END",)))
 
     reported = [watcher.push(piece, 9) for piece in ("some E", "N", "x", "EN", "D")]
@@ -14,7 +14,7 @@ def test_text_that_may_begin_a_stop_string_is_held_back_until_it_cannot() -> Non
     assert watcher.found == "END"
 
 
-def test_no_stop_string_counts_before_min_tokens() -> None:
+def test_stop_strings_are_ignored_before_min_tokens() -> None:
     watcher = StopWatcher(StopRule(("stop",), min_tokens=2))
 
     reported = watcher.push("stop", 1) + watcher.push(" and stop", 3)

@@ -15,6 +15,6 @@ def test_hints_choose_the_task(hints: KvHints, task: Task) -> None:
     assert task_of(hints) is task
 
 
-def test_only_a_task_with_tokens_goes_on_at_another_node() -> None:
+def test_only_a_task_that_generates_tokens_migrates() -> None:
     for task in (GENERATE, PREFETCH):
         assert task.has_decode_leg == (task.output is TaskOutput.TOKENS)

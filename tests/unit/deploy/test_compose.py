@@ -80,7 +80,7 @@ def test_with_tls_every_process_and_its_probe_take_the_certificates(name: str) -
 
 
 @pytest.mark.parametrize("name", of_baton())
-def test_every_probe_asks_the_port_that_is_listened_on(name: str) -> None:
+def test_every_probe_uses_the_listening_port(name: str) -> None:
     service = of_baton()[name]
     port = option(service["command"], "port")
 
@@ -89,7 +89,7 @@ def test_every_probe_asks_the_port_that_is_listened_on(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", of_baton())
-def test_every_process_has_ended_by_itself_before_it_is_killed(name: str) -> None:
+def test_the_stop_grace_period_exceeds_the_drain_timeout(name: str) -> None:
     service = of_baton()[name]
 
     given_s = float(service["stop_grace_period"].removesuffix("s"))
@@ -98,9 +98,7 @@ def test_every_process_has_ended_by_itself_before_it_is_killed(name: str) -> Non
 
 @pytest.mark.parametrize("router", ["router", "router-gpu"])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_router_looks_for_nodes_where_they_are_and_stops_before_them(
-    router: str, role: str
-) -> None:
+def test_the_router_discovers_the_nodes_and_stops_before_them(router: str, role: str) -> None:
     found = of_baton()
     name, port = option(found[router]["command"], f"{role}-nodes").split("dns:///")[1].split(":")
 
@@ -116,7 +114,7 @@ def test_every_image_is_built_by_one_service_alone() -> None:
     assert sorted(built) == sorted({one["image"] for one in of_baton().values()})
 
 
-def test_the_settings_page_tells_every_variable() -> None:
+def test_the_settings_page_documents_every_variable() -> None:
     page = (ROOT / "docs/deploy.md").read_text()
     variables = {name for name, _ in re.findall(r"\$\{(\w+)(:?-)", COMPOSE.read_text())}
 
@@ -161,7 +159,7 @@ def test_other_extras_do_not_fetch_torch_again() -> None:
     assert torch < extras
 
 
-def test_the_settings_page_ends_what_profiles_started() -> None:
+def test_the_settings_page_stops_services_of_every_profile() -> None:
     page = (ROOT / "docs/deploy.md").read_text()
     profiles = {profile for one in services().values() for profile in one.get("profiles", ())}
 
@@ -169,7 +167,7 @@ def test_the_settings_page_ends_what_profiles_started() -> None:
     assert {profile for profile in profiles if f"`{profile}`" not in page} == set()
 
 
-def test_variables_that_may_be_empty_are_told_as_such() -> None:
+def test_optional_variables_are_documented_as_optional() -> None:
     page = (ROOT / "docs/deploy.md").read_text()
     [row] = [line for line in page.splitlines() if "`BATON_TORCH_INDEX`" in line]
 
@@ -177,7 +175,7 @@ def test_variables_that_may_be_empty_are_told_as_such() -> None:
     assert "`BATON_TORCH_INDEX=`" in row
 
 
-def test_image_and_installer_take_the_same_torch() -> None:
+def test_image_and_installer_use_the_same_torch() -> None:
     reported = re.findall(r"torch==[\w.+]+", (ROOT / "Dockerfile").read_text())
     installed = re.findall(r"torch==[\w.+]+", (ROOT / "tools/install.sh").read_text())
     composed = re.findall(r"torch==[\w.+]+", COMPOSE.read_text())
@@ -188,7 +186,7 @@ def test_image_and_installer_take_the_same_torch() -> None:
 
 
 @pytest.mark.skipif(not shutil.which("docker"), reason="docker is not installed")
-def test_compose_itself_takes_the_file() -> None:
+def test_docker_compose_accepts_the_file() -> None:
     has_compose = subprocess.run(["docker", "compose", "version"], capture_output=True)
     if has_compose.returncode:
         pytest.skip("docker has no compose plugin")

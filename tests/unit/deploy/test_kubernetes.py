@@ -109,7 +109,7 @@ def secured(component: str) -> Manifest:
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
-def test_with_tls_a_process_finds_its_certificates_in_its_secret(component: str) -> None:
+def test_with_tls_each_process_mounts_its_certificate_secret(component: str) -> None:
     spec = secured(component)
     [runs] = spec["containers"]
     environment = {one["name"]: one.get("value", "") for one in runs["env"]}
@@ -131,7 +131,7 @@ def test_with_tls_a_process_finds_its_certificates_in_its_secret(component: str)
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
-def test_with_tls_probes_ask_the_same_by_a_command_that_exists(component: str) -> None:
+def test_with_tls_probes_run_the_equivalent_health_command(component: str) -> None:
     [runs] = secured(component)["containers"]
     environment = {one["name"]: one.get("value", "") for one in runs["env"]}
 
@@ -147,7 +147,7 @@ def test_with_tls_probes_ask_the_same_by_a_command_that_exists(component: str) -
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
-def test_probes_and_services_use_the_port_that_is_listened_on(component: str) -> None:
+def test_probes_and_services_use_the_listening_port(component: str) -> None:
     runs = container(component)
     port = int(option(runs["args"], "port"))
     probes = [runs[f"{kind}Probe"]["grpc"] for kind in ("startup", "readiness", "liveness")]
@@ -161,7 +161,7 @@ def test_probes_and_services_use_the_port_that_is_listened_on(component: str) ->
 
 @pytest.mark.parametrize("role", NODES)
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda path: path.parent.name)
-def test_the_router_looks_for_nodes_by_their_headless_service(role: str, settings: Path) -> None:
+def test_the_router_discovers_nodes_by_their_headless_service(role: str, settings: Path) -> None:
     reported = tomllib.loads(settings.read_text())["serve"]["router"][f"{role}-nodes"]
     name, port = reported.removeprefix("dns:///").split(":")
     service = find("Service", name)["spec"]
@@ -173,7 +173,7 @@ def test_the_router_looks_for_nodes_by_their_headless_service(role: str, setting
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
-def test_every_selector_finds_its_pods_and_no_others(component: str) -> None:
+def test_every_selector_matches_its_pods_only(component: str) -> None:
     selectors = [
         workload(component)["spec"]["selector"],
         find("Service", component)["spec"]["selector"],
@@ -202,7 +202,7 @@ def test_network_policies_allow_the_connections_that_are_made() -> None:
 
 @pytest.mark.parametrize("component", COMPONENTS)
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda path: path.parent.name)
-def test_metrics_are_served_where_they_are_let_in(component: str, settings: Path) -> None:
+def test_network_policies_allow_the_metrics_ports(component: str, settings: Path) -> None:
     serve = tomllib.loads(settings.read_text())["serve"]
     port = serve["metrics-port"]
     assert serve["metrics-host"] == "0.0.0.0"
@@ -213,7 +213,7 @@ def test_metrics_are_served_where_they_are_let_in(component: str, settings: Path
 
 
 @pytest.mark.parametrize("role", NODES)
-def test_an_autoscaler_goes_by_a_metric_that_nodes_have(role: str) -> None:
+def test_autoscalers_use_an_existing_node_metric(role: str) -> None:
     [metric] = find("HorizontalPodAutoscaler", role)["spec"]["metrics"]
     names = (REPOSITORY / "telemetry/metrics/names.py").read_text().replace(".", "_")
 
@@ -221,14 +221,14 @@ def test_an_autoscaler_goes_by_a_metric_that_nodes_have(role: str) -> None:
 
 
 @pytest.mark.parametrize("role", NODES)
-def test_an_autoscaler_scales_the_nodes_of_its_name(role: str) -> None:
+def test_each_autoscaler_scales_the_deployment_of_its_name(role: str) -> None:
     target = find("HorizontalPodAutoscaler", role)["spec"]["scaleTargetRef"]
 
     assert (target["kind"], target["name"]) == ("StatefulSet", role)
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
-def test_pods_run_as_the_user_of_the_image_and_write_where_it_may(component: str) -> None:
+def test_pods_run_as_the_image_user_with_writable_volumes(component: str) -> None:
     dockerfile = (REPOSITORY / "Dockerfile").read_text()
     runs, security = container(component), pod(component)["spec"]["securityContext"]
     [cache] = [one["mountPath"] for one in runs["volumeMounts"] if one["name"] == "cache"]
@@ -239,20 +239,22 @@ def test_pods_run_as_the_user_of_the_image_and_write_where_it_may(component: str
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
-def test_a_pod_waits_for_its_removal_from_discovery_and_has_time_to_drain(component: str) -> None:
+def test_the_termination_grace_period_covers_removal_from_discovery_and_drain(
+    component: str,
+) -> None:
     hook_s = container(component)["lifecycle"]["preStop"]["sleep"]["seconds"]
 
     assert hook_s >= (FIND_EVERY_S if component in NODES else 0) + SERVICES_HEAR_WITHIN_S
     assert pod(component)["spec"]["terminationGracePeriodSeconds"] > hook_s + DRAIN_TIMEOUT_S
 
 
-def test_no_overlay_changes_the_options_that_hooks_depend_on() -> None:
+def test_no_overlay_changes_options_that_hooks_depend_on() -> None:
     for path in SETTINGS:
         assert "drain-timeout-s" not in path.read_text()
         assert "find-every-s" not in path.read_text()
 
 
-def test_kustomizations_are_of_the_kinds_that_kustomize_knows() -> None:
+def test_kustomizations_use_known_kinds() -> None:
     kinds = {yaml.safe_load(path.read_text())["kind"] for path in manifests.kustomizations()}
 
     assert kinds == {"Kustomization", "Component"}

@@ -50,7 +50,7 @@ def used_labels(expression: str) -> set[str]:
 
 
 @pytest.mark.parametrize("expression", expressions())
-def test_every_metric_and_label_that_is_asked_for_is_told(expression: str) -> None:
+def test_every_queried_metric_and_label_is_exported(expression: str) -> None:
     known, recorded = golden(), {rule.get("record") for rule in rules()}
     metrics = set(METRIC.findall(RECORDED.sub("", expression)))
 
@@ -62,7 +62,7 @@ def test_every_metric_and_label_that_is_asked_for_is_told(expression: str) -> No
 
 
 @pytest.mark.parametrize(("panel", "target"), list(targets()), ids=lambda one: str(one)[:30])
-def test_every_legend_names_labels_that_are_left(panel: str, target: dict[str, Any]) -> None:
+def test_every_legend_uses_labels_of_its_query(panel: str, target: dict[str, Any]) -> None:
     wanted = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
     recorded = {rule.get("record"): rule["expr"] for rule in rules()}
     expression = RECORDED.sub(lambda one: recorded[one[0]], target["expr"])
@@ -70,7 +70,7 @@ def test_every_legend_names_labels_that_are_left(panel: str, target: dict[str, A
     assert wanted <= used_labels(expression), panel
 
 
-def test_every_metric_is_drawn_or_watched() -> None:
+def test_every_metric_is_in_a_dashboard_or_an_alert() -> None:
     used = {name for expression in expressions() for name in METRIC.findall(expression)}
     left_out = {
         "baton_handoffs_open",
@@ -86,7 +86,7 @@ def test_every_metric_is_drawn_or_watched() -> None:
     assert families - drawn == left_out
 
 
-def test_every_alert_says_what_is_wrong_and_how_bad_it_is() -> None:
+def test_every_alert_has_a_description_and_a_severity() -> None:
     alerts = [rule for rule in rules() if "alert" in rule]
 
     assert alerts
@@ -97,7 +97,7 @@ def test_every_alert_says_what_is_wrong_and_how_bad_it_is() -> None:
         assert alert["labels"]["severity"] in ("page", "warn")
 
 
-def test_no_two_panels_lie_on_each_other() -> None:
+def test_dashboard_panels_do_not_overlap() -> None:
     panels = json.loads(DASHBOARD.read_text())["panels"]
     cells = [
         (x, y)
@@ -123,7 +123,7 @@ def test_prometheus_scrapes_each_process_at_its_metrics_port(role: str) -> None:
     assert option(command, "metrics-host") == "0.0.0.0"
 
 
-def test_grafana_finds_what_it_is_given() -> None:
+def test_grafana_finds_its_provisioned_files() -> None:
     provisioning = FOLDER / "grafana/provisioning"
     [source] = yaml.safe_load((provisioning / "datasources/prometheus.yaml").read_text())[
         "datasources"
@@ -138,7 +138,7 @@ def test_grafana_finds_what_it_is_given() -> None:
 
 
 @pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed")
-def test_prometheus_itself_takes_the_rules() -> None:
+def test_prometheus_accepts_the_rules() -> None:
     command = ["promtool", "check", "rules", str(FOLDER / "rules.yaml")]
 
     ended = subprocess.run(command, capture_output=True, text=True, check=False)

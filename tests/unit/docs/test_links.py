@@ -13,7 +13,7 @@ TARGET = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
 
 @pytest.mark.parametrize("page", sorted(ROOT.glob("*.md")), ids=lambda page: page.name)
-def test_every_relative_link_leads_to_a_file(page: Path) -> None:
+def test_every_relative_link_refers_to_an_existing_file(page: Path) -> None:
     targets = TARGET.findall(page.read_text(encoding="utf-8"))
 
     assert [target for target in targets if not (ROOT / target).exists()] == []

@@ -22,7 +22,9 @@ def a_round(contiguous: float, written: float, landed: float) -> KvRound:
     )
 
 
-def test_rates_are_medians_and_each_share_is_of_the_contiguous_write_of_its_own_round() -> None:
+def test_rates_are_medians_and_shares_are_relative_to_the_contiguous_write_of_the_same_round() -> (
+    None
+):
     # The machine is three times slower in the second half, which must not affect the shares.
     rounds = [a_round(0.004, 0.004, 0.005)] * 3 + [a_round(0.012, 0.012, 0.015)] * 4
 
@@ -37,7 +39,7 @@ def test_rates_are_medians_and_each_share_is_of_the_contiguous_write_of_its_own_
     assert round(figure.handoff_us) == 16_000
 
 
-def test_blocks_that_do_not_fill_the_size_are_compared_by_the_byte() -> None:
+def test_blocks_smaller_than_the_measured_size_are_compared_per_byte() -> None:
     figure = figure_of("nixl", 1792 << 10, 4, 8 * MIB, [a_round(0.008, 0.007, 0.007)])
 
     assert figure.handoff_mib == 7

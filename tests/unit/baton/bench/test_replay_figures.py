@@ -39,15 +39,15 @@ def a_prompt(
 @pytest.mark.parametrize(
     ("recorded", "scaled"), [(0, 1), (31, 1), (511, 15), (512, 16), (513, 16), (1600, 50)]
 )
-def test_lengths_are_scaled_by_blocks(recorded: int, scaled: int) -> None:
+def test_prompt_lengths_scale_with_the_block_size(recorded: int, scaled: int) -> None:
     assert SMALL_BLOCKS.num_tokens(recorded) == scaled
 
 
-def test_lengths_are_as_recorded_with_blocks_of_the_same_size() -> None:
+def test_prompt_lengths_are_as_recorded_with_the_recorded_block_size() -> None:
     assert [Scaling(64, 64).num_tokens(count) for count in (1, 63, 64, 1000)] == [1, 63, 64, 1000]
 
 
-def test_equal_blocks_have_equal_tokens_and_others_do_not() -> None:
+def test_equal_blocks_have_equal_tokens_and_different_blocks_have_different_tokens() -> None:
     first = a_prompt("a", "b").token_ids
     second = a_prompt("a", "c", number=1).token_ids
 
@@ -80,14 +80,14 @@ def test_answers_are_scaled_and_limited() -> None:
     assert a_prompt("a", max_output_tokens=1).num_output_tokens == 1
 
 
-def test_a_prompt_that_the_model_cannot_take_keeps_its_beginning_and_tells_what_was_cut() -> None:
+def test_a_prompt_beyond_the_context_keeps_its_beginning_and_reports_the_cut_tokens() -> None:
     whole, cut = a_prompt("a", "b"), a_prompt("a", "b", max_sequence_len=20)
 
     assert cut.token_ids == whole.token_ids[:18]  # and two tokens of the answer
     assert (whole.num_cut_tokens, cut.num_cut_tokens) == (0, 14)
 
 
-def test_sizes_below_one_are_refused() -> None:
+def test_sizes_below_one_are_rejected() -> None:
     for sizes in ({"block_tokens": 0}, {"block_tokens": 16, "max_output_tokens": 0}):
         with pytest.raises(InvalidConfig, match="at least 1"):
             Scaling(512, **sizes)
@@ -105,7 +105,7 @@ def next_turn(*names: str, num_tokens: int, answer: tuple[int, ...] = (7, 8, 9))
     return list(builder.build(1, second, turn).token_ids)
 
 
-def test_a_turn_continues_the_prompt_and_the_answer_of_the_one_before() -> None:
+def test_a_turn_continues_the_prompt_and_the_answer_of_the_previous_turn() -> None:
     first = a_prompt("a", "b", num_tokens=512 * 2 + 256).token_ids
     recorded = a_prompt("a", "b", "c", "d").token_ids
 
@@ -165,7 +165,7 @@ def test_the_last_token_of_a_prompt_is_always_computed() -> None:
     assert len(tree.find([1, 2, 3, 4, 5])) == 1
 
 
-def test_blocks_know_all_nodes_that_computed_them() -> None:
+def test_each_block_lists_all_nodes_that_computed_it() -> None:
     tree = PrefixTree(2)
     tree.add([1, 2, 3, 4])
     tree.add([1, 2, 3, 4], frozenset({"p0", "d0"}))
@@ -224,7 +224,7 @@ def test_every_prompt_token_has_one_source(
     assert num_reused(by_source) == reused
 
 
-def test_tokens_computed_again_are_counted_by_where_they_were() -> None:
+def test_recomputed_tokens_are_counted_by_the_place_that_had_them() -> None:
     found = [frozenset({"p0"}), frozenset({"p0", "p1"}), frozenset({"p1"}), frozenset[str]()]
 
     assert lost_by_reason(a_finish(), found, 16, 16) == {
@@ -279,12 +279,12 @@ def test_reuse_is_the_share_of_prompt_tokens_that_were_not_computed() -> None:
     assert sum(figures.tokens_by_source.values()) == figures.num_prompt_tokens == 80
 
 
-def test_without_anything_to_reuse_there_is_no_ratio() -> None:
+def test_a_trace_without_reusable_tokens_has_no_reuse_ratio() -> None:
     assert summarise(a_run(a_request()), Slo()).reuse_of_ideal is None
     assert summarise(a_run(), Slo()).reuse_of_ideal is None
 
 
-def test_goodput_counts_the_answers_within_both_objectives() -> None:
+def test_goodput_counts_answers_that_meet_both_objectives() -> None:
     run = a_run(a_request(0), a_request(1, first_s=1.9), a_request(2, error="X"))
 
     figures = summarise(run, Slo(ttft=0.5, itl=0.2))
@@ -308,7 +308,7 @@ def test_requests_are_written_in_the_order_of_the_trace_with_their_sources() -> 
     assert rows[1]["by_source"] == {"prefill KV cache": 16, "computed on prefill": 24}
 
 
-def test_a_run_is_drawn_and_one_without_answers_is_not(tmp_path: Path) -> None:
+def test_a_run_with_answers_is_plotted_and_a_run_without_answers_is_not(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "replay.png"
 

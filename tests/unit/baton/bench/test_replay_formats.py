@@ -40,7 +40,7 @@ def written(folder: Path, name: str, content: str) -> Path:
     return folder / name
 
 
-def test_mooncake_lines_are_ordered_by_time_and_name_their_whole_blocks(tmp_path: Path) -> None:
+def test_mooncake_requests_are_sorted_by_time_and_have_ids_of_full_blocks(tmp_path: Path) -> None:
     trace = read_trace(written(tmp_path, "trace.jsonl", MOONCAKE))
 
     assert (trace.format, trace.block_tokens) == ("mooncake", 512)
@@ -71,7 +71,7 @@ def test_local_ids_of_two_agent_sessions_are_different_blocks(tmp_path: Path) ->
     assert [one.block_names for one in both.requests] == [("1",), ("1",)]
 
 
-def test_subagents_are_sessions_of_their_own(tmp_path: Path) -> None:
+def test_subagents_are_separate_sessions(tmp_path: Path) -> None:
     subagent = {"type": "subagent", "t": 2, "requests": [a_turn(3, 64, [1])]}
     session = a_session("a", a_turn(1, 64, [1]), subagent, a_turn(9, 128, [1, 2]))
     trace = read_trace(written(tmp_path, "a.json", json.dumps(session, indent=1)))
@@ -84,7 +84,7 @@ def test_subagents_are_sessions_of_their_own(tmp_path: Path) -> None:
     assert trace.requests[1].block_names == ("a/2/1",)
 
 
-def test_sessions_are_read_from_a_folder_and_from_an_archive_alike(tmp_path: Path) -> None:
+def test_sessions_read_from_a_folder_equal_those_read_from_an_archive(tmp_path: Path) -> None:
     folder = tmp_path / "sessions"
     folder.mkdir()
     with tarfile.open(tmp_path / "sessions.tar.gz", "w:gz") as archive:
@@ -102,7 +102,7 @@ def test_sessions_are_read_from_a_folder_and_from_an_archive_alike(tmp_path: Pat
     assert read_trace(tmp_path / "sessions.tar.gz") == trace
 
 
-def test_gzip_files_are_read_directly(tmp_path: Path) -> None:
+def test_gzip_traces_are_read_without_unpacking(tmp_path: Path) -> None:
     (tmp_path / "trace.jsonl.gz").write_bytes(gzip.compress(MOONCAKE.encode()))
 
     assert len(read_trace(tmp_path / "trace.jsonl.gz").requests) == 2
@@ -138,7 +138,7 @@ def test_a_file_that_cannot_be_replayed_is_refused_with_its_line(
     assert complaint in str(refused.value)
 
 
-def test_a_missing_file_a_damaged_one_and_an_unknown_format_are_refused(tmp_path: Path) -> None:
+def test_missing_files_damaged_files_and_unknown_formats_are_refused(tmp_path: Path) -> None:
     (tmp_path / "torn.gz").write_bytes(gzip.compress(MOONCAKE.encode())[:-10])
     for path in (tmp_path / "missing", tmp_path / "torn.gz"):
         with pytest.raises(InvalidTrace, match="cannot be read"):

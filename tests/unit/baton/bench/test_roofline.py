@@ -66,18 +66,18 @@ def flops(work: Work, step: StepWork) -> float:
     return work.seconds(step, no_experts, bytes_per_s=1e30, flops_per_s=1.0)
 
 
-def test_few_tokens_wait_for_memory_and_many_for_arithmetic() -> None:
+def test_small_batches_are_memory_bound_and_large_batches_are_compute_bound() -> None:
     limits = {"bytes_per_s": 320.0, "flops_per_s": 610.0}
 
     assert WORK.seconds(batch_of(1, 1), no_experts, **limits) == (300 + 20) / 320
     assert WORK.seconds(batch_of(8, 1), no_experts, **limits) == 8 * 2 * (150 + 5) / 610
 
 
-def test_a_batch_reads_what_all_of_its_sequences_have_written() -> None:
+def test_a_batch_reads_the_kv_of_all_of_its_sequences() -> None:
     assert read_bytes(WORK, batch_of(2, 15)) == 2 * 150 + 2 * 15 * 20
 
 
-def test_a_prompt_reads_its_slots_once_and_each_token_sees_those_up_to_its_own() -> None:
+def test_a_prompt_reads_its_kv_slots_once_and_attention_is_causal() -> None:
     work = replace(WORK, layers=[LAYER, LAYER])
 
     assert read_bytes(work, prompt_of(3)) == 2 * 250 + 2 * 3 * 20
@@ -85,7 +85,7 @@ def test_a_prompt_reads_its_slots_once_and_each_token_sees_those_up_to_its_own()
     assert flops(work, prompt_of(3)) == 2 * (50 + 3 * 100 + 3 * 40 + 60 + (1 + 2 + 3 + 3) * 5)
 
 
-def test_a_window_and_a_chunk_hide_slots() -> None:
+def test_sliding_windows_and_chunks_reduce_the_kv_slots_that_are_read() -> None:
     window = replace(LAYER, span=LayerConfig(window=4))
     chunk = replace(LAYER, span=LayerConfig(chunk=4))
     work = replace(WORK, layers=[window, chunk], slot_numbers=1, pair_products=1)
@@ -97,7 +97,7 @@ def test_a_window_and_a_chunk_hide_slots() -> None:
     assert flops(work, prompt_of(6)) == 2 * (50 + 6 * 100 + 6 * 40 + 60 + 18 + 2)
 
 
-def test_a_mixture_reads_the_chosen_experts_and_computes_those_of_each_token(
+def test_an_moe_model_reads_the_chosen_experts_and_computes_those_of_each_token(
     tmp_path: Path,
 ) -> None:
     work = work_of(
@@ -112,13 +112,13 @@ def test_a_mixture_reads_the_chosen_experts_and_computes_those_of_each_token(
     assert flops(work, batch_of(5, 1)) == 2 * 5 * products
 
 
-def test_equal_choices_touch_nearly_all_experts_of_a_large_batch() -> None:
+def test_uniform_routing_reads_nearly_all_experts_in_a_large_batch() -> None:
     expect = expect_experts(MoeConfig(num_experts=4, top_k=2, expert_size=1))
 
     assert [expect(count) for count in (0, 1, 2, 3)] == [0.0, 2.0, 3.0, 3.5]
 
 
-def test_the_experts_that_are_chosen_count() -> None:
+def test_only_chosen_experts_count_as_read() -> None:
     moe = MoeConfig(num_experts=3, top_k=1, expert_size=1)
     router = Router(moe, torch.eye(3), None, None)
     meter = RoutingMeter(lambda _: 7.0)
@@ -134,7 +134,7 @@ def test_the_experts_that_are_chosen_count() -> None:
     assert TorchOps.route is route
 
 
-def test_a_recurrent_layer_reads_and_writes_its_state_whatever_the_context() -> None:
+def test_the_state_traffic_of_a_recurrent_layer_is_independent_of_the_context() -> None:
     layer = LayerWork(LayerConfig(is_recurrent=True), 0, 100, 0, 0, state_numbers=30)
     work = replace(WORK, layers=[layer])
     stateless = replace(WORK, layers=[replace(layer, state_numbers=0)])
@@ -197,7 +197,7 @@ def test_a_quantized_folder_is_read_as_it_is_stored(tmp_path: Path) -> None:
     assert (work.number_bytes, work.expert_number_bytes, work.head_number_bytes) == (2.0, 0.5, 2.0)
 
 
-def test_whole_numbers_are_read_faster() -> None:
+def test_integer_weights_are_read_faster() -> None:
     alone = batch_of(1, 0)
     plain, int8, int4 = (
         work_of(SafetensorsFolder(DEMO), quantize) for quantize in ("none", "int8", "int4")
@@ -208,7 +208,7 @@ def test_whole_numbers_are_read_faster() -> None:
     assert read_bytes(int4, alone) == (read_bytes(int8, alone) + plain.head_numbers) / 2
 
 
-def test_the_demo_model_is_counted_as_its_files_hold_it() -> None:
+def test_the_parameter_count_of_the_demo_model_equals_that_of_its_files() -> None:
     stored = (DEMO / "model.safetensors").stat().st_size
 
     assert read_bytes(work_of(SafetensorsFolder(DEMO), "none"), batch_of(1, 0)) == pytest.approx(

@@ -31,7 +31,7 @@ def a_sample(
     return sample
 
 
-def test_the_wait_counts_from_when_a_request_was_due_not_from_when_it_was_sent() -> None:
+def test_time_to_first_token_counts_from_the_planned_start_not_from_the_send() -> None:
     sample = a_sample([(3.0, 1)], planned_s=1.0)
     sample.sent_s = 2.5
 
@@ -41,11 +41,11 @@ def test_the_wait_counts_from_when_a_request_was_due_not_from_when_it_was_sent()
     assert figures.num_late == 1
 
 
-def test_tokens_of_one_message_come_after_one_gap() -> None:
+def test_tokens_of_one_message_share_one_inter_token_gap() -> None:
     assert gaps_of(a_sample([(1.0, 2), (1.5, 1), (2.5, 3)])) == [0, 0.5, 1.0, 0, 0]
 
 
-def test_failures_are_counted_by_reason_and_are_no_answers() -> None:
+def test_failures_are_counted_by_reason_and_not_as_answers() -> None:
     samples = [a_sample(), a_sample((), error="QUEUE_FULL"), a_sample((), error="QUEUE_FULL")]
 
     figures = summarise(LoadRun(samples, 3, 1.0))
@@ -55,7 +55,7 @@ def test_failures_are_counted_by_reason_and_are_no_answers() -> None:
     assert figures.good_share == pytest.approx(1 / 3)
 
 
-def test_only_answers_within_every_objective_are_good() -> None:
+def test_only_answers_that_meet_every_objective_count_as_goodput() -> None:
     quick = a_sample([(0.1, 1), (0.15, 1)])
     late = a_sample([(0.9, 1), (0.95, 1)])
     halting = a_sample([(0.1, 1), (0.4, 1)])
@@ -65,7 +65,7 @@ def test_only_answers_within_every_objective_are_good() -> None:
     assert figures.goodput_per_s == pytest.approx(1 / 0.95)
 
 
-def test_how_answers_were_served_is_added_up() -> None:
+def test_served_summaries_of_answers_are_added_up() -> None:
     figures = summarise(LoadRun([a_sample(), a_sample(is_remote=False)], 2, 1.0))
 
     assert (figures.num_remote, figures.num_local) == (1, 1)
@@ -79,7 +79,7 @@ def test_a_run_that_measured_nothing_has_no_latencies() -> None:
 
 
 @pytest.mark.parametrize(("share", "value"), [(0.5, 50), (0.9, 90), (0.99, 99), (1.0, 100)])
-def test_a_quantile_is_a_value_that_was_measured(share: float, value: int) -> None:
+def test_a_quantile_is_a_measured_value(share: float, value: int) -> None:
     assert quantile(range(100, 0, -1), share) == value
 
 
@@ -88,14 +88,14 @@ def test_objectives_have_units() -> None:
 
 
 @pytest.mark.parametrize("written", ["ttft", "ttft=", "speed=5ms", "ttft=fast", "ttft=5m"])
-def test_what_is_no_objective_is_refused(written: str) -> None:
+def test_invalid_objectives_are_refused(written: str) -> None:
     with pytest.raises(InvalidConfig, match="write it like"):
         parse_slo(written)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arrivals", [[(0.5, 1)], [(0.5, 4)], [(0.5, 1), (0.6, 1)]])
-def test_pictures_are_drawn_of_the_shortest_answers(
+def test_charts_are_drawn_even_of_single_token_answers(
     tmp_path: Path, arrivals: list[tuple[float, int]]
 ) -> None:
     pytest.importorskip("matplotlib")
@@ -107,7 +107,7 @@ def test_pictures_are_drawn_of_the_shortest_answers(
     assert all(path.exists() for path in paths)
 
 
-def test_a_comparison_pairs_rounds_and_leaves_out_what_was_cut_short() -> None:
+def test_a_comparison_pairs_rounds_and_leaves_out_interrupted_rounds() -> None:
     def measured(name: str, ttft_s: float, *, is_cut_short: bool = False) -> MeasuredRun:
         run = LoadRun([a_sample([(ttft_s, 1)])], 1, 1.0, is_cut_short=is_cut_short)
         return MeasuredRun(name, 1.0, [], run, summarise(run))

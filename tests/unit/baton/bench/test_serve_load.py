@@ -22,7 +22,7 @@ VOCAB_SIZE = 500
 LOAD = ServeLoad(rate=10, num_requests=200, prompt=parse_lengths("uniform:4:9"))
 
 
-def test_one_seed_gives_one_plan_and_another_seed_another() -> None:
+def test_the_load_plan_depends_on_the_seed_alone() -> None:
     first, again = plan(LOAD, VOCAB_SIZE), plan(LOAD, VOCAB_SIZE)
     other = plan(replace(LOAD, seed=1), VOCAB_SIZE)
 
@@ -31,7 +31,7 @@ def test_one_seed_gives_one_plan_and_another_seed_another() -> None:
 
 
 @pytest.mark.parametrize("arrivals", Arrivals)
-def test_arrivals_keep_to_the_rate(arrivals: Arrivals) -> None:
+def test_arrivals_have_the_requested_rate(arrivals: Arrivals) -> None:
     load = replace(LOAD, num_requests=2000, arrivals=arrivals)
 
     times = [one.at_s for one in plan(load, VOCAB_SIZE)]
@@ -40,7 +40,7 @@ def test_arrivals_keep_to_the_rate(arrivals: Arrivals) -> None:
     assert len(times) / times[-1] == pytest.approx(10, rel=0.1)
 
 
-def test_a_burst_comes_at_once_and_constant_arrivals_never_do() -> None:
+def test_burst_arrivals_coincide_and_constant_arrivals_do_not() -> None:
     bursts = plan(replace(LOAD, arrivals=Arrivals.BURST, burst_size=5), VOCAB_SIZE)
     steady = plan(replace(LOAD, arrivals=Arrivals.CONSTANT), VOCAB_SIZE)
 
@@ -48,13 +48,13 @@ def test_a_burst_comes_at_once_and_constant_arrivals_never_do() -> None:
     assert len({one.at_s for one in steady}) == len(steady)
 
 
-def test_a_duration_ends_the_plan_in_place_of_a_number() -> None:
+def test_a_duration_limits_the_load_plan_in_place_of_a_request_count() -> None:
     requests = plan(replace(LOAD, duration_s=3.0, arrivals=Arrivals.CONSTANT), VOCAB_SIZE)
 
     assert len(requests) == 30
 
 
-def test_prompts_of_one_group_begin_alike_and_end_apart() -> None:
+def test_prompts_of_one_group_share_a_prefix_and_have_different_suffixes() -> None:
     requests = plan(replace(LOAD, prefix_tokens=8, prefix_groups=3), VOCAB_SIZE)
 
     assert len({one.prompt[:8] for one in requests}) == 3
@@ -62,7 +62,7 @@ def test_prompts_of_one_group_begin_alike_and_end_apart() -> None:
 
 
 @pytest.mark.parametrize("prefix_tokens", [0, 8])
-def test_the_warm_up_caches_no_prompt_of_the_workload(prefix_tokens: int) -> None:
+def test_the_warm_up_sends_no_prompt_of_the_workload(prefix_tokens: int) -> None:
     load = replace(LOAD, prefix_tokens=prefix_tokens)
 
     warm = warm_up(load, VOCAB_SIZE)
@@ -81,7 +81,7 @@ def test_the_warm_up_caches_no_prompt_of_the_workload(prefix_tokens: int) -> Non
         ("mix:64x9,2048x1", {64, 2048}),
     ],
 )
-def test_lengths_are_drawn_from_what_was_written(written: str, possible: set[int]) -> None:
+def test_lengths_are_drawn_from_the_given_distribution(written: str, possible: set[int]) -> None:
     lengths, draw = parse_lengths(written), random.Random(0)
 
     assert {lengths.draw(draw) for _ in range(200)} == possible
@@ -118,12 +118,12 @@ def test_an_invalid_length_is_refused_with_the_valid_forms(written: str) -> None
 
 
 @pytest.mark.parametrize("wrong", [{"rate": 0}, {"rate": -1}, {"duration_s": 0}, {"burst_size": 0}])
-def test_a_load_that_makes_no_sense_is_refused(wrong: dict[str, float]) -> None:
+def test_an_inconsistent_load_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(InvalidConfig):
         replace(LOAD, **wrong)  # type: ignore[arg-type]
 
 
-def test_a_file_of_prompts_is_sent_line_by_line_and_at_its_own_times(tmp_path: Path) -> None:
+def test_each_line_of_a_prompt_file_is_sent_at_its_own_time(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "a", "at_s": 5}\n\n{"prompt": [1, 2], "max_tokens": 3}\n')
     load = replace(LOAD, num_requests=3, arrivals=Arrivals.CONSTANT)
@@ -135,7 +135,9 @@ def test_a_file_of_prompts_is_sent_line_by_line_and_at_its_own_times(tmp_path: P
 
 
 @pytest.mark.parametrize("line", ["{", "[]", "{}", '{"prompt": 3}', '{"prompt": "a", "at_s": []}'])
-def test_a_bad_line_is_told_with_its_place(tmp_path: Path, line: str) -> None:
+def test_an_invalid_line_is_reported_with_its_file_and_line_number(
+    tmp_path: Path, line: str
+) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(f'{{"prompt": "a"}}\n{line}\n')
 

@@ -46,7 +46,7 @@ async def a_server(*, is_ready: bool) -> AsyncIterator[Running]:
         yield server
 
 
-def test_a_server_that_is_ready_makes_exit_code_0() -> None:
+def test_health_of_a_ready_server_exits_with_0() -> None:
     async def scene() -> None:
         async with a_server(is_ready=True) as server:
             code, output = await health_of(server.address)
@@ -55,7 +55,7 @@ def test_a_server_that_is_ready_makes_exit_code_0() -> None:
     asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
 
 
-def test_a_server_that_is_not_ready_makes_exit_code_1() -> None:
+def test_health_of_a_server_that_is_not_ready_exits_with_1() -> None:
     async def scene() -> None:
         async with a_server(is_ready=False) as server:
             code, output = await health_of(server.address)
@@ -65,7 +65,7 @@ def test_a_server_that_is_not_ready_makes_exit_code_1() -> None:
     asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
 
 
-def test_a_server_that_is_not_ready_needs_no_restart_for_that() -> None:
+def test_the_liveness_probe_of_a_server_that_is_not_ready_succeeds() -> None:
     async def scene() -> None:
         async with a_server(is_ready=False) as server:
             assert (await health_of(server.address, "--live"))[0] == 0
@@ -77,14 +77,14 @@ def test_a_server_that_is_not_ready_needs_no_restart_for_that() -> None:
     asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
 
 
-def test_an_address_where_nobody_listens_makes_exit_code_1() -> None:
+def test_health_of_an_address_without_a_server_exits_with_1() -> None:
     code, output = asyncio.run(asyncio.wait_for(health_of(UNUSED_ADDRESS), PATIENCE_S))
 
     assert code == 1
     assert f"{UNUSED_ADDRESS} did not answer: UNAVAILABLE" in output
 
 
-def test_a_probe_loads_no_torch() -> None:
+def test_the_health_command_does_not_import_torch() -> None:
     async def scene() -> None:
         async with a_server(is_ready=True) as server:
             _, output = await health_of(server.address, python_options=("-X", "importtime"))

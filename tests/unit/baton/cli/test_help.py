@@ -34,7 +34,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_a_summary_an_example_and_options_that_say_what_they_do(
+def test_every_command_has_a_summary_an_example_and_options_with_help(
     name: str,
 ) -> None:
     command = COMMANDS[name]
@@ -47,7 +47,7 @@ def test_every_command_has_a_summary_an_example_and_options_that_say_what_they_d
 
 
 @pytest.mark.parametrize("name", FIRST_OPTIONS)
-def test_the_first_page_of_a_long_command_has_a_dozen_options_and_names_the_second(
+def test_short_help_of_a_long_command_has_a_dozen_options_and_refers_to_the_full_help(
     name: str,
 ) -> None:
     page = call_baton(*name.split(), "--help", COLUMNS="80").stdout
@@ -61,7 +61,7 @@ def test_the_first_page_of_a_long_command_has_a_dozen_options_and_names_the_seco
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name.startswith("baton ")])
-def test_no_page_cuts_a_name_or_takes_a_text_for_markup(name: str) -> None:
+def test_help_neither_truncates_names_nor_interprets_text_as_markup(name: str) -> None:
     page = call_baton(*name.split()[1:], "--help-all", COLUMNS="80").stdout
 
     for param in COMMANDS[name].params:
@@ -91,12 +91,12 @@ def complete(words: str) -> list[str]:
     return done.stdout.split()
 
 
-def test_the_shell_completes_commands_and_options() -> None:
+def test_shell_completion_offers_commands_and_options() -> None:
     assert complete("baton serve dec") == ["decode"]
     assert "--kv-cache-memory" in complete("baton up --kv-c")
 
 
-def test_help_is_plain_text_where_no_terminal_is() -> None:
+def test_help_without_a_terminal_is_plain_text() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "baton", "up", "--help"], capture_output=True, text=True, check=True
     )

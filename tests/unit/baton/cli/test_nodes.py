@@ -22,11 +22,11 @@ def snapshot_of(totals: NodeTotals) -> Snapshot:
     return Snapshot(1.0, statuses_from([report]))
 
 
-def test_totals_and_tiers_survive_their_message() -> None:
+def test_totals_and_tiers_round_trip_through_protobuf() -> None:
     assert TOTALS_MAPPER.from_message(TOTALS_MAPPER.to_message(TOTALS)) == TOTALS
 
 
-def test_each_tier_has_a_row_with_its_use_and_its_share_of_the_prompts() -> None:
+def test_each_tier_has_a_row_with_its_usage_and_its_share_of_prompt_tokens() -> None:
     table = table_of_tiers(snapshot_of(TOTALS))
     columns = {str(column.header): list(column.cells) for column in table.columns}
     assert columns["tier"] == ["host", "object"]
@@ -38,11 +38,11 @@ def test_each_tier_has_a_row_with_its_use_and_its_share_of_the_prompts() -> None
     ]
 
 
-def test_nodes_without_tiers_have_no_table_of_tiers() -> None:
+def test_nodes_without_tiers_have_no_tier_table() -> None:
     assert len(tables_of(snapshot_of(NodeTotals()), {})) == 1
     assert len(tables_of(snapshot_of(TOTALS), {})) == 2
 
 
-def test_json_has_the_tiers() -> None:
+def test_json_output_contains_the_tiers() -> None:
     (node,) = as_values(snapshot_of(TOTALS), {})["nodes"]
     assert [tier["num_bytes"] for tier in node["tiers"]] == [20480, 5 << 30]

@@ -31,13 +31,13 @@ def node_options(model: str, **given: object) -> NodeOptions:
     return build_config(NodeOptions, {"model": model, **given})
 
 
-def test_cpus_are_written_as_numbers_and_ranges() -> None:
+def test_cpu_lists_have_numbers_and_ranges() -> None:
     assert parse_cpus("0-3,6") == (0, 1, 2, 3, 6)
     assert parse_cpus("") == ()
 
 
 @pytest.mark.parametrize("written", ["a", "1-", "-1", "1-b", "1;2"])
-def test_other_ways_to_write_cpus_are_refused(written: str) -> None:
+def test_malformed_cpu_lists_are_refused(written: str) -> None:
     with pytest.raises(InvalidConfig, match="--cpus"):
         parse_cpus(written)
 
@@ -59,7 +59,7 @@ def test_other_ways_to_write_cpus_are_refused(written: str) -> None:
         (f"{'x' * 300}", "cannot be written to"),
     ],
 )
-def test_the_output_path_is_checked_before_the_work(
+def test_the_output_path_is_checked_before_the_benchmark(
     arguments: list[str], path: str, complaint: str, tmp_path: Path
 ) -> None:
     ended = CliRunner().invoke(app, [*arguments, str(tmp_path / path)], env={"COLUMNS": "1000"})
@@ -68,7 +68,7 @@ def test_the_output_path_is_checked_before_the_work(
     assert complaint in ended.output
 
 
-def test_up_and_run_serve_the_demo_model_when_no_other_is_named() -> None:
+def test_up_and_run_default_to_the_demo_model() -> None:
     for command in ("up", "run"):
         ended = CliRunner().invoke(app, [command, "--show-config"], env={"COLUMNS": "200"})
         assert ended.exit_code == 0, ended.output
@@ -77,7 +77,7 @@ def test_up_and_run_serve_the_demo_model_when_no_other_is_named() -> None:
 
 
 @pytest.mark.parametrize("flag", ["--address", "--router"])
-def test_a_router_to_measure_is_named_as_everywhere_or_as_before(flag: str) -> None:
+def test_bench_accepts_the_common_and_the_former_router_option(flag: str) -> None:
     load = ["bench", "serve", flag, "http://127.0.0.1:1", "--requests", "1"]
     ended = CliRunner().invoke(app, load)
 
@@ -86,7 +86,7 @@ def test_a_router_to_measure_is_named_as_everywhere_or_as_before(flag: str) -> N
 
 
 @pytest.mark.parametrize("written", ["none", "off", "None"])
-def test_traces_can_be_left_off_by_either_word(written: str) -> None:
+def test_tracing_is_disabled_by_off_and_by_none(written: str) -> None:
     assert build_config(TelemetryOptions, {"trace_dir": written}).trace_dir is None
     assert build_config(TelemetryOptions, {"trace_dir": "./none"}).trace_dir == Path("none")
 
@@ -96,7 +96,7 @@ def test_traces_can_be_left_off_by_either_word(written: str) -> None:
     assert "keeps no traces" in str(ended.exception)
 
 
-def test_a_folder_for_plots_is_looked_at_before_the_load(tmp_path: Path) -> None:
+def test_the_plot_folder_is_checked_before_the_load(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in ("file", "file/below"):
         load = ["bench", "serve", "--router", "127.0.0.1:1", "--plots", str(tmp_path / folder)]
@@ -107,19 +107,19 @@ def test_a_folder_for_plots_is_looked_at_before_the_load(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("written", ["x", "99999", "-1", "1,,70000"])
-def test_ports_that_cannot_be_are_refused_by_the_doctor(written: str) -> None:
+def test_the_doctor_refuses_invalid_ports(written: str) -> None:
     ended = CliRunner().invoke(app, ["doctor", "--ports", written])
 
     assert isinstance(ended.exception, InvalidConfig)
     assert "write it like 50051,50061" in str(ended.exception)
 
 
-def test_only_the_line_that_announces_an_address_is_taken_for_one() -> None:
+def test_only_the_announcement_line_is_parsed_as_an_address() -> None:
     assert parse_announcement("baton ready: decode 127.0.0.1:5\n") == ("decode", "127.0.0.1:5")
     assert parse_announcement("INFO ready\n") is None
 
 
-def test_up_takes_what_nodes_and_router_take_but_for_what_it_decides_itself() -> None:
+def test_up_has_the_options_of_nodes_and_router_except_those_it_sets_itself() -> None:
     offered = {one.name for one in parameters_of(up)}
 
     of_nodes = {one.name for one in parameters_of(NodeOptions)}
@@ -128,7 +128,7 @@ def test_up_takes_what_nodes_and_router_take_but_for_what_it_decides_itself() ->
     assert not offered & {"node_id", "prefill_nodes", "decode_nodes"}
 
 
-def test_only_what_was_chosen_is_passed_on_and_only_to_those_that_take_it(
+def test_up_passes_only_given_options_and_only_to_processes_that_have_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv(TRACE_DIR_VARIABLE)  # the tests' own
@@ -153,7 +153,7 @@ def test_only_what_was_chosen_is_passed_on_and_only_to_those_that_take_it(
     ]
 
 
-def test_leases_and_patience_reach_the_kv_worker() -> None:
+def test_lease_and_timeout_options_reach_the_kv_worker() -> None:
     options = node_options("m", kv_lease_s=2.0, kv_silence_s=3.0)
 
     receiver = options.kv_worker.receiver
@@ -168,7 +168,7 @@ def test_the_stuck_timeout_must_exceed_the_heartbeat_interval() -> None:
         node_options("m", stuck_after_s=1.0)
 
 
-def test_nodes_are_looked_for_where_and_as_often_as_was_said() -> None:
+def test_discovery_options_set_the_sources_and_the_interval() -> None:
     options = RouterOptions(parse_sources("dns:///d:1"), parse_sources("a:1"), find_every_s=2.0)
 
     discovery = node_discovery(options)
@@ -184,7 +184,7 @@ def test_nodes_are_looked_for_where_and_as_often_as_was_said() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_node_sizes_its_kv_cache_by_what_is_free_unless_told_otherwise(device: str) -> None:
+def test_the_kv_cache_is_sized_by_free_memory_by_default(device: str) -> None:
     runner = node_options(model="m", device=device).runner
     reported = node_options(model="m", kv_cache_memory="2GiB").runner
 
@@ -192,7 +192,7 @@ def test_a_node_sizes_its_kv_cache_by_what_is_free_unless_told_otherwise(device:
     assert reported.kv_cache_bytes == 2 << 30
 
 
-def test_nodes_order_requests_by_priority_unless_told_otherwise() -> None:
+def test_nodes_schedule_by_priority_by_default() -> None:
     assert node_options("m").scheduling.policy is SchedulingPolicy.PRIORITY
     assert node_options("m", scheduling_policy="fcfs").scheduling.policy is SchedulingPolicy.FCFS
     with pytest.raises(InvalidConfig, match="--scheduling-policy 'lifo': choose one of fcfs"):
@@ -236,6 +236,6 @@ def test_every_scheduler_feature_has_an_option() -> None:
         ({"long_prefill_token_threshold": 0, "max_long_partial_prefills": 1}, "threshold"),
     ],
 )
-def test_switches_that_cannot_work_are_refused_by_name(given: dict[str, Any], named: str) -> None:
+def test_incompatible_switches_are_refused_by_name(given: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidConfig, match=named):
         node_options("m", **given)

@@ -44,7 +44,7 @@ def serve_decode(*arguments: str) -> list[NodeOptions]:
     return started
 
 
-def test_the_process_ends_with_its_node() -> None:
+def test_the_serve_process_exits_with_its_node() -> None:
     [options] = serve_decode()
 
     assert options.runner.model == "m"
@@ -89,7 +89,7 @@ def test_kv_events_and_connectors_are_set_by_options() -> None:
         (["--kv-connector", "a", "--kv-connector-config", "[1]"], "must be a JSON object"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(arguments: list[str], word: str) -> None:
+def test_incompatible_options_are_refused(arguments: list[str], word: str) -> None:
     app = typer.Typer()
     app.command()(node_command("decode", lambda _: None))
 
@@ -97,7 +97,7 @@ def test_options_that_do_not_go_together_are_refused(arguments: list[str], word:
         app(["--model", "m", *arguments], standalone_mode=False)
 
 
-def test_several_nodes_cannot_share_an_endpoint_of_kv_events() -> None:
+def test_several_nodes_cannot_share_a_kv_event_endpoint() -> None:
     app = typer.Typer()
     app.command()(up)
 
@@ -105,7 +105,7 @@ def test_several_nodes_cannot_share_an_endpoint_of_kv_events() -> None:
         app(["--kv-events-endpoint", "tcp://*:5557"], standalone_mode=False)
 
 
-def test_a_single_node_has_an_endpoint_of_kv_events_to_itself() -> None:
+def test_a_single_node_may_have_a_fixed_kv_event_endpoint() -> None:
     app = typer.Typer()
     app.command()(up)
     options = ("--kv-events-endpoint", "tcp://*:5557", "--kv-events-replay-endpoint", "tcp://*:58")

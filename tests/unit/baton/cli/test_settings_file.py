@@ -43,7 +43,7 @@ def read(tmp_path: Path, text: str) -> dict[str, object]:
     return read_settings(path, COMMANDS)
 
 
-def test_a_key_stands_for_every_command_below_its_table_and_the_nearest_table_holds(
+def test_a_key_applies_to_every_command_below_its_table_and_the_nearest_table_wins(
     tmp_path: Path,
 ) -> None:
     settings = read(
@@ -66,7 +66,7 @@ def test_a_key_stands_for_every_command_below_its_table_and_the_nearest_table_ho
     }
 
 
-def test_lists_and_numbers_become_what_the_option_takes(tmp_path: Path) -> None:
+def test_lists_and_numbers_are_converted_to_the_type_of_the_option(tmp_path: Path) -> None:
     settings = read(
         tmp_path,
         """
@@ -103,7 +103,7 @@ def test_lists_and_numbers_become_what_the_option_takes(tmp_path: Path) -> None:
         ("[up\nport = 1", r"is not TOML: .*line 1"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_told_with_its_name_and_its_key(
+def test_an_error_in_a_settings_file_names_the_file_and_the_key(
     tmp_path: Path, text: str, complaint: str
 ) -> None:
     with pytest.raises(InvalidConfig, match=complaint) as refusal:
@@ -112,7 +112,7 @@ def test_what_is_wrong_in_a_file_is_told_with_its_name_and_its_key(
     assert str(refusal.value).startswith(str(tmp_path / "baton.toml"))
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_an_unreadable_settings_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match=r"no-such\.toml cannot be read: No such file"):
         read_settings(tmp_path / "no-such.toml", COMMANDS)
 
@@ -123,7 +123,7 @@ def shown(output: str) -> dict[str, tuple[str, str]]:
     return {row[0]: (row[1], row[2]) for row in rows if row}
 
 
-def test_the_command_line_holds_over_the_environment_and_that_over_the_file(
+def test_the_command_line_overrides_the_environment_which_overrides_the_file(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "c.toml"
@@ -144,7 +144,7 @@ def test_the_command_line_holds_over_the_environment_and_that_over_the_file(
     assert settings["dtype"] == ("auto", "default")
 
 
-def test_a_commands_own_file_replaces_the_one_named_before_it(tmp_path: Path) -> None:
+def test_a_settings_file_of_the_command_replaces_the_global_settings_file(tmp_path: Path) -> None:
     first, second = tmp_path / "1.toml", tmp_path / "2.toml"
     first.write_text("[serve.decode]\nport = 1\npush = 'chunk'\n", encoding="utf-8")
     second.write_text("[serve.decode]\nport = 2\nmodel = 'm'\n", encoding="utf-8")
@@ -181,13 +181,13 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
     assert (done.returncode, done.stdout) == (2, "")
 
 
-def test_a_variable_that_sets_nothing_is_told_with_the_names_it_could_mean() -> None:
+def test_an_unknown_variable_is_reported_with_similar_names() -> None:
     done = call_baton("up", "--model", "m", "--show-config", BATON_UP_THREDS="1")
 
     assert "BATON_UP_THREDS sets nothing; known: BATON_UP_THREADS" in done.stderr
 
 
-def test_help_needs_nothing_that_takes_long_to_load() -> None:
+def test_help_imports_no_slow_modules() -> None:
     slow = {
         "torch",
         "grpc",

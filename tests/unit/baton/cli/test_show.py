@@ -8,7 +8,7 @@ from baton.cli.show import show_table
 
 
 @pytest.mark.parametrize("text", ["'[/'", "'[/b]'", "[s3]", "/models/[new]", ":100:"])
-def test_cells_and_titles_are_shown_as_they_are(
+def test_cells_and_titles_are_not_interpreted_as_markup(
     text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     show_table(f"of {text}", [{"token": text}])

@@ -27,7 +27,7 @@ def form_of(**given: Any) -> StructuredOutputs | None:
     return sampling_from(request_from("a", Generation(chosen)).sampling).structured_outputs
 
 
-def test_without_any_there_is_no_form() -> None:
+def test_commands_without_constraint_options_have_no_structured_output() -> None:
     assert "structured_outputs" not in sampling()
     assert form_of() is None
 
@@ -45,7 +45,7 @@ def test_other_constraints_are_given_inline() -> None:
     assert form_of(choices=["a", "b"]) == StructuredOutputs(choice=("a", "b"))
 
 
-def test_a_file_that_is_no_text_is_refused_by_its_name(tmp_path: Path) -> None:
+def test_a_binary_schema_file_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="file is not valid UTF-8"):
         sampling(json_schema=written(tmp_path, b"\xff"))
 

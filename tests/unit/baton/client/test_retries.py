@@ -14,7 +14,7 @@ FULL = RemoteError(StatusCode.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", retry_af
 ID_IN_USE = RemoteError(StatusCode.ALREADY_EXISTS, "in use", "REQUEST_ID_IN_USE")
 
 
-def test_pauses_double_up_to_the_longest_and_a_random_half_is_left_out() -> None:
+def test_backoff_doubles_up_to_its_maximum_and_has_half_jitter() -> None:
     retries = Retries(max_attempts=9, first_pause_s=1.0, max_pause_s=5.0)
 
     longest = [retries.pause_s(UNAVAILABLE, number, 1.0) for number in range(1, 6)]
@@ -24,7 +24,7 @@ def test_pauses_double_up_to_the_longest_and_a_random_half_is_left_out() -> None
     assert shortest == [0.5, 1.0, 2.0, 2.5, 2.5]
 
 
-def test_the_last_attempt_is_the_last() -> None:
+def test_no_retry_follows_the_last_attempt() -> None:
     assert Retries(max_attempts=2).pause_s(UNAVAILABLE, 1, 0.5) is not None
     assert Retries(max_attempts=2).pause_s(UNAVAILABLE, 2, 0.5) is None
     assert Retries(max_attempts=1).pause_s(UNAVAILABLE, 1, 0.5) is None
@@ -33,11 +33,11 @@ def test_the_last_attempt_is_the_last() -> None:
 @pytest.mark.parametrize(
     "code", [code for code in StatusCode if code is not StatusCode.UNAVAILABLE]
 )
-def test_only_what_is_unavailable_is_tried_again(code: StatusCode) -> None:
+def test_only_unavailable_is_retried(code: StatusCode) -> None:
     assert Retries().pause_s(RemoteError(code, "no", retry_after_s=1.0), 1, 0.5) is None
 
 
-def test_with_waits_when_full_the_client_waits_for_the_retry_delay() -> None:
+def test_waits_when_full_makes_the_client_wait_for_the_retry_delay() -> None:
     assert Retries(waits_when_full=True).pause_s(FULL, 1, 0.0) == 7.5
     assert Retries().pause_s(FULL, 1, 0.0) is None
 
@@ -48,7 +48,7 @@ def test_a_message_that_is_too_large_is_never_retried() -> None:
     assert Retries(waits_when_full=True).pause_s(too_large, 1, 0.0) is None
 
 
-def test_an_id_in_use_may_be_ones_own_broken_try_but_not_at_first() -> None:
+def test_request_id_in_use_is_retried_only_after_a_failed_attempt() -> None:
     assert Retries().pause_s(ID_IN_USE, 1, 0.5) is None
     assert Retries().pause_s(ID_IN_USE, 2, 0.5) is not None
 
@@ -56,6 +56,6 @@ def test_an_id_in_use_may_be_ones_own_broken_try_but_not_at_first() -> None:
 @pytest.mark.parametrize(
     "settings", [{"max_attempts": 0}, {"first_pause_s": -1.0}, {"max_pause_s": 0.01}]
 )
-def test_settings_that_cannot_work_are_refused(settings: dict[str, float]) -> None:
+def test_invalid_retry_settings_are_refused(settings: dict[str, float]) -> None:
     with pytest.raises(InvalidConfig):
         Retries(**settings)  # type: ignore[arg-type]
