@@ -40,6 +40,17 @@ class ModelVariant:
 ANY_MODEL = ModelVariant()
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixKeys:
+    """Keys of a request besides its tokens: prompts share KV only if all of them are equal."""
+
+    cache_salt: str = ""  # empty: shared by all clients
+    adapter: str = ""  # that computes the KV; empty: none
+
+
+NO_PREFIX_KEYS = PrefixKeys()
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class HandoffId:
     """One attempt to transfer one sequence's KV. The router increments `attempt` per retry.

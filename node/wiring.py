@@ -205,7 +205,7 @@ def _build_kv_events(
     memory, naming = runner.kv_memory, scheduler.cache_config.naming
     kind = spec_kind_of(memory.layout, is_latent=memory.num_tensors == 1)
     window = memory.layout.groups[0].spec.window
-    facts = CacheFacts(memory.block_size, naming.root("", 0), kind, window)
+    facts = CacheFacts(memory.block_size, naming.root(), kind, window)
     config = options.kv_events.for_node(identity.node_id, options.host)
     return KvEventPublisher(config, facts)
 

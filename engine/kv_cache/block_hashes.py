@@ -15,6 +15,8 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import NewType
 
+from baton.core.ids import NO_PREFIX_KEYS, PrefixKeys
+
 BlockHash = NewType("BlockHash", bytes)
 
 HASH_BYTES = 16
@@ -35,39 +37,28 @@ class PrefixNaming:
     # Only blocks at whose end a snapshot of the recurrent state is cached are reported.
     needs_snapshot: bool = False
 
-    def root(self, cache_salt: str, num_prompt_tokens: int, adapter: str = "") -> BlockHash:
+    def root(self, keys: PrefixKeys = NO_PREFIX_KEYS, num_prompt_tokens: int = 0) -> BlockHash:
+        """Return the parent hash of first blocks, the only place where a request's keys enter.
+
+        All blocks descend from it, so requests with different keys never share one. The fields are
+        hashed as JSON, so that no key can spell the other fields.
+        """
         limit = self.max_shareable_prompt_len
         is_shared = limit is None or num_prompt_tokens <= limit
         prompt_len = None if is_shared else num_prompt_tokens
-        return root_hash(self.hash_seed, self.model_salt, cache_salt, prompt_len, adapter)
+        fields = [NAMING, self.hash_seed, self.model_salt, keys.cache_salt, prompt_len]
+        if keys.adapter:  # blocks of base models keep their names
+            fields.append(keys.adapter)
+        return BlockHash(blake2b(json.dumps(fields).encode(), digest_size=HASH_BYTES).digest())
 
     def names(
         self,
         token_ids: Sequence[int],
         num_prompt_tokens: int,
-        cache_salt: str = "",
-        adapter: str = "",
+        keys: PrefixKeys = NO_PREFIX_KEYS,
     ) -> list[BlockHash]:
         """Return the hashes of the full blocks of `token_ids`, a prompt and any output after it."""
-        root = self.root(cache_salt, num_prompt_tokens, adapter)
-        return block_hashes(token_ids, self.block_size, root)
-
-
-def root_hash(
-    hash_seed: int,
-    model_salt: str,
-    cache_salt: str,
-    prompt_len: int | None = None,
-    adapter: str = "",
-) -> BlockHash:
-    """Return the parent hash of first blocks. Different salts or adapters never share a block.
-
-    The fields are hashed as JSON, so that no salt can spell the other fields.
-    """
-    fields = [NAMING, hash_seed, model_salt, cache_salt, prompt_len]
-    if adapter:  # blocks of base models keep their names
-        fields.append(adapter)
-    return BlockHash(blake2b(json.dumps(fields).encode(), digest_size=HASH_BYTES).digest())
+        return block_hashes(token_ids, self.block_size, self.root(keys, num_prompt_tokens))
 
 
 def extend_hashes(

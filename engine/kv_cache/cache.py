@@ -46,7 +46,7 @@ class KvCache:
 
     def __init__(self, config: CacheConfig, external: ExternalKv | None = None) -> None:
         self._config = config
-        self._naming = config.naming
+        self.naming = config.naming
         self.block_size = config.block_size
         names = [f"{number} {group.spec}" for number, group in enumerate(config.layout.groups)]
         names += ["state"] if config.layout.num_state_blocks else []
@@ -74,9 +74,6 @@ class KvCache:
         )
         self.total_query_tokens = 0
         self.total_hit_tokens = 0
-
-    def root_hash(self, cache_salt: str, num_prompt_tokens: int) -> BlockHash:
-        return self._naming.root(cache_salt, num_prompt_tokens)
 
     @property
     def num_groups(self) -> int:

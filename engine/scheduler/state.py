@@ -68,7 +68,7 @@ class SchedulerState:
         request = Request(
             submitted,
             self._rank(submitted),
-            self.cache.root_hash(submitted.cache_salt, len(submitted.prompt_token_ids)),
+            self.cache.naming.root(submitted.prefix_keys, len(submitted.prompt_token_ids)),
             eos_token_ids.union(sampling.stop_token_ids),
             limit if submitted.send_to is None else min(limit, num_context + 1),
         )

@@ -15,6 +15,8 @@ from baton.engine.scheduler.config import SchedulerConfig
 
 def validate_request(request: EngineRequest, config: SchedulerConfig, cache: CacheConfig) -> None:
     """Raise InvalidRequest if the request can never complete on this engine."""
+    if request.adapter:
+        raise InvalidRequest(f"the adapter {request.adapter!r} is not served by this node")
     _check_tokens(request, config)
     _check_lengths(request, config)
     _check_fits_cache(request, config, cache)

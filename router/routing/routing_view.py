@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from math import ceil
 
-from baton.core.ids import ANY_MODEL, ModelVariant
+from baton.core.ids import ANY_MODEL, ModelVariant, PrefixKeys
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.router.routing.node_table import Node, NodeTable, Revision
 from baton.rpc.node_info import NodeRole
@@ -132,15 +132,11 @@ def build_view(table: NodeTable, request: RoutingRequest) -> RoutingView:
     expected: dict[str, int] = {}
     names: list[BlockHash] = []
     token_ids = request.prompt_token_ids + request.prior_output_token_ids
+    keys = PrefixKeys(request.cache_salt, request.model.adapter)
     for naming in table.namings:
         block_size = naming.block_size
         # The last token is always computed: its logits give the next one.
-        usable = naming.names(
-            token_ids[:-1],
-            len(request.prompt_token_ids),
-            request.cache_salt,
-            request.model.adapter,
-        )
+        usable = naming.names(token_ids[:-1], len(request.prompt_token_ids), keys)
         match = table.prefixes.match(usable, needs_snapshot=naming.needs_snapshot)
         for hits, matched in zip((reported, expected), match, strict=True):
             hits.update({address: num * block_size for address, num in matched.items()})

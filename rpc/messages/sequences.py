@@ -45,6 +45,7 @@ SEQUENCE = Mapper(
         "arrival_s",
         "receive_from",
         "send_to",
+        "adapter",
         "tenant",
         "kv_hints",
         "cache_hints",

@@ -76,7 +76,7 @@ def check_tokens(follower: KvEventFollower, node: Child) -> set[str]:
         if parent is None:
             [key] = block.extra_keys or [""]
             salts.add(key)
-            parent = bytes.fromhex(key) if key else naming.root("", 0)
+            parent = bytes.fromhex(key) if key else naming.root()
         else:
             assert block.extra_keys is None
         assert block_hashes(block.token_ids, naming.block_size, BlockHash(parent)) == [name]

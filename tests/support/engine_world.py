@@ -193,9 +193,8 @@ class EngineWorld:
     def _let_peers_know(self, spec: EngineRequest) -> None:
         """Let the peers have all blocks of a request and its answer."""
         token_ids = [*context_of(spec), *self.alone(spec)[0]]
-        names = self.cache_config.naming.names(
-            token_ids, len(spec.prompt_token_ids), spec.cache_salt
-        )
+        naming = self.cache_config.naming
+        names = naming.names(token_ids, len(spec.prompt_token_ids), spec.prefix_keys)
         size = self.cache_config.block_size
         content = empty_content(self.specs, self.num_state_blocks)
         for place, name in enumerate(names):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from baton.core.ids import HandoffId, RequestId
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
-from baton.engine.kv_cache.block_hashes import root_hash
+from baton.engine.kv_cache.block_hashes import PrefixNaming
 from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.scheduler.request import Request
 
@@ -42,7 +42,7 @@ def make_request(
 ) -> Request:
     spec = make_spec(prompt, request_id=request_id, max_tokens=max_tokens, send_to=send_to)
     rank = (priority, 0.0, serial)
-    return Request(spec, rank, root_hash(0, "", ""), frozenset(), len(prompt) + max_tokens)
+    return Request(spec, rank, PrefixNaming(16).root(), frozenset(), len(prompt) + max_tokens)
 
 
 def make_held(prompt: Sequence[int] = (1, 2, 3), *, request_id: str = "r") -> HeldKv:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from itertools import product
 
+from baton.core.ids import PrefixKeys
 from baton.engine.kv_cache.block_hashes import (
     BlockHash,
     PrefixNaming,
     block_hashes,
     extend_hashes,
-    root_hash,
 )
 
-ROOT = root_hash(0, "model", "")
+ROOT = PrefixNaming(16, "model").root()
 
 
 def test_only_full_blocks_have_a_hash() -> None:
@@ -30,12 +30,12 @@ def test_equal_tokens_after_different_ones_have_another_hash() -> None:
 
 def test_each_salt_and_the_seed_make_other_hashes() -> None:
     roots = [
-        root_hash(0, "model", ""),
-        root_hash(1, "model", ""),
-        root_hash(0, "other", ""),
-        root_hash(0, "model", "tenant"),
-        root_hash(0, "model:", ""),
-        root_hash(0, "", "model"),
+        ROOT,
+        PrefixNaming(16, "model", 1).root(),
+        PrefixNaming(16, "other").root(),
+        PrefixNaming(16, "model").root(PrefixKeys("tenant")),
+        PrefixNaming(16, "model:").root(),
+        PrefixNaming(16, "").root(PrefixKeys("model")),
     ]
 
     hashes = {block_hashes([1, 2], 2, root)[0] for root in roots}
@@ -44,13 +44,15 @@ def test_each_salt_and_the_seed_make_other_hashes() -> None:
 
 
 def test_a_salt_cannot_be_moved_from_one_field_into_the_other() -> None:
-    assert root_hash(0, "a:b", "c") != root_hash(0, "a", "b:c")
+    one, other = PrefixNaming(16, "a:b"), PrefixNaming(16, "a")
+
+    assert one.root(PrefixKeys("c")) != other.root(PrefixKeys("b:c"))
 
 
 def test_adapters_share_blocks_neither_with_each_other_nor_with_their_base() -> None:
     naming = PrefixNaming(16, "model")
 
-    roots = {naming.root(salt, 64, adapter) for salt, adapter in product(("", "a"), ("", "a", "b"))}
+    roots = {naming.root(PrefixKeys(*keys)) for keys in product(("", "a"), ("", "a", "b"))}
 
     assert len(roots) == 6
 
@@ -60,7 +62,9 @@ def test_no_salt_names_the_blocks_of_a_prompt_of_another_length() -> None:
     naming = PrefixNaming(16, max_shareable_prompt_len=1000)
     salts = ("", "5000:", "5000", ":", "a", "5000:a", '5000,"', "null", "[5000]")
 
-    roots = {naming.root(salt, length) for salt, length in product(salts, (64, 5000, 5001))}
+    roots = {
+        naming.root(PrefixKeys(salt), length) for salt, length in product(salts, (64, 5000, 5001))
+    }
 
     assert len(roots) == len(salts) * 3
 
@@ -68,7 +72,9 @@ def test_no_salt_names_the_blocks_of_a_prompt_of_another_length() -> None:
 def test_prompts_up_to_the_limit_share_their_blocks() -> None:
     naming = PrefixNaming(16, max_shareable_prompt_len=1000)
 
-    assert naming.root("a", 64) == naming.root("a", 1000) == root_hash(0, "", "a")
+    keys = PrefixKeys("a")
+
+    assert naming.root(keys, 64) == naming.root(keys, 1000) == PrefixNaming(16).root(keys)
 
 
 def test_extending_gives_what_hashing_at_once_gives() -> None:
@@ -81,7 +87,7 @@ def test_extending_gives_what_hashing_at_once_gives() -> None:
 
 def test_hashes_are_the_same_in_every_process_and_release() -> None:
     """Nodes and routers of different versions compare hashes; a change breaks compatibility."""
-    hashes = block_hashes([1, 2, 3, 4], 2, root_hash(7, "m", "s"))
+    hashes = block_hashes([1, 2, 3, 4], 2, PrefixNaming(2, "m", 7).root(PrefixKeys("s")))
 
     assert [h.hex() for h in hashes] == GOLDEN
 

@@ -10,7 +10,7 @@ from baton.core.ids import RequestId
 from baton.core.kv_hints import NO_KV_HINTS, KvHints
 from baton.core.sampling import SamplingParams
 from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored
-from baton.engine.kv_cache.block_hashes import block_hashes, root_hash
+from baton.engine.kv_cache.block_hashes import PrefixNaming, block_hashes
 from baton.engine.scheduler.config import SchedulerConfig
 from tests.support.engine_world import EngineWorld
 
@@ -264,8 +264,8 @@ def test_events_tell_what_can_be_hit_by_the_hashes_that_anyone_can_compute() -> 
     world.add(list(range(9)), max_tokens=1)
     world.run_to_end()
 
-    hashes = block_hashes(range(8), 4, root_hash(0, "", ""))
-    stored = BlockStored(tuple(hashes), None, tuple(range(8)), 4, root_hash(0, "", ""))
+    hashes = block_hashes(range(8), 4, PrefixNaming(4).root())
+    stored = BlockStored(tuple(hashes), None, tuple(range(8)), 4, PrefixNaming(4).root())
     assert world.take_kv_events() == (stored,)
     assert world.take_kv_events() == ()
 
@@ -309,5 +309,5 @@ def _world_that_served(prompt: list[int], max_tokens: int = 4) -> EngineWorld:
 
 def _num_cached(world: EngineWorld, prompt: list[int]) -> int:
     """Return the number of leading blocks of the prompt that are cached, without using them."""
-    names = block_hashes(prompt, 4, root_hash(0, "", ""))
+    names = block_hashes(prompt, 4, PrefixNaming(4).root())
     return len(world.scheduler._state.cache.pool.find(names))

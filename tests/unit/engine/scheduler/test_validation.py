@@ -27,6 +27,10 @@ def test_an_empty_prompt_is_refused() -> None:
     _assert_refused(make_spec([]), "the prompt is empty")
 
 
+def test_an_adapter_is_refused() -> None:
+    _assert_refused(replace(make_spec([1]), adapter="a"), "the adapter 'a' is not served")
+
+
 @pytest.mark.parametrize("token_id", [-1, 100])
 def test_a_token_outside_the_vocabulary_is_refused(token_id: int) -> None:
     _assert_refused(make_spec([1, token_id]), f"token id {token_id} is outside the vocabulary")

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from baton.core.errors import InvalidConfig
-from baton.core.ids import ModelVariant
+from baton.core.ids import ModelVariant, PrefixKeys
 from baton.core.options import build_config
 from baton.engine.kv_cache.block_hashes import PrefixNaming
 from baton.router.routing.assignment import Assignment
@@ -45,7 +45,7 @@ def pair_of(route: Route) -> tuple[str, str]:
 
 
 def tell_prefix(table: NodeTable, name: str, token_ids: tuple[int, ...], salt: str = "") -> None:
-    stored = pack_names(NAMING.names(token_ids, len(token_ids), salt))
+    stored = pack_names(NAMING.names(token_ids, len(token_ids), PrefixKeys(salt)))
     table.note_prefixes(f"{name}:1", PrefixChanges(1, True, stored))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from baton.core.ids import PrefixKeys
 from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored
 from baton.engine.kv_cache.block_hashes import BlockHash, PrefixNaming
 from baton.router.routing.prefix_index import MAX_EXPECTED, NodePrefixes
@@ -201,10 +202,10 @@ def test_expectations_do_not_pile_up() -> None:
 
 
 def test_names_are_those_that_the_cache_gives() -> None:
-    naming = PrefixNaming(4, "salt", 3, max_shareable_prompt_len=6)
+    naming, keys = PrefixNaming(4, "salt", 3, max_shareable_prompt_len=6), PrefixKeys("s")
 
-    short, same = naming.names(range(6), 6, "s"), naming.names((*range(6), 9), 6, "s")
-    long_prompt = naming.names(range(8), 8, "s")
+    short, same = naming.names(range(6), 6, keys), naming.names((*range(6), 9), 6, keys)
+    long_prompt = naming.names(range(8), 8, keys)
 
     assert short == same
     assert short[0] != long_prompt[0]
