@@ -6,12 +6,12 @@ and in order, no matter which leg delivers it first.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from baton.core.logprobs import TokenLogprobs
 from baton.core.output import FinishReason, Output
 from baton.core.stop_strings import StopRule, StopWatcher
-from baton.router.values import FinishStatus, TokenChunk
+from baton.router.values import TokenChunk
 
 
 class IncrementalDetokenizer(Protocol):
@@ -30,6 +30,14 @@ class NoDetokenizer:
 
     def finish(self) -> str:
         return ""
+
+
+class FinishStatus(NamedTuple):
+    """Reason for the end of an answer."""
+
+    reason: FinishReason
+    stop_token_id: int | None = None
+    stop_string: str | None = None
 
 
 class AnswerAssembler:

@@ -17,13 +17,14 @@ from contextlib import (
 )
 from dataclasses import replace
 
+from baton.core.finish import Finish
 from baton.core.logprobs import TokenLogprobs
 from baton.router.context import PromptPlacement, RequestContext
 from baton.router.dispatch.quarantine import PromptGroup
 from baton.router.input_processing.limits import LogprobBudget
 from baton.router.pipeline import Pipeline
 from baton.router.request_scope import RequestScope, never_late
-from baton.router.values import AnswerPart, CompletionSummary, GenerateCall, TokenChunk, TokenPrompt
+from baton.router.values import AnswerPart, GenerateCall, TokenChunk, TokenPrompt
 
 Parts = AsyncGenerator[AnswerPart, None]
 IndexedParts = AsyncGenerator[tuple[int, AnswerPart], None]
@@ -165,7 +166,7 @@ async def _merge(answers: Sequence[Answer]) -> IndexedParts:
             index, part = await queue.get()
             if isinstance(part, Exception):
                 raise part
-            num_ended += isinstance(part, CompletionSummary)
+            num_ended += isinstance(part, Finish)
             yield index, part
         await asyncio.gather(*tasks)
     finally:

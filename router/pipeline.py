@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 
+from baton.core.finish import Finish
 from baton.router.admission.admission import Admission
 from baton.router.admission.admission_queue import INITIAL_CAPACITY, AdmissionQueueConfig
 from baton.router.context import RequestContext
@@ -19,7 +20,7 @@ from baton.router.input_processing.input_processor import InputProcessor
 from baton.router.input_processing.large_texts import LargeTextConfig
 from baton.router.input_processing.tokenization import TextBoundary
 from baton.router.routing.node_table import NodeTable
-from baton.router.values import AnswerPart, CompletionSummary, GenerateCall
+from baton.router.values import AnswerPart, GenerateCall
 from baton.rpc.errors import Draining, RequestIdInUse
 
 
@@ -100,7 +101,7 @@ class Pipeline:
     async def generate(
         self, call: GenerateCall, context: RequestContext
     ) -> AsyncGenerator[AnswerPart, None]:
-        """Yield the parts of the answer; the last one is its CompletionSummary.
+        """Yield the parts of the answer; the last one is its Finish.
 
         Closing the generator early cancels the request on all nodes. Use it within `accept`.
         """
@@ -109,7 +110,7 @@ class Pipeline:
         async with self._admission.turn(call, context) as note_part, aclosing(answer) as parts:
             async for part in parts:
                 note_part(part)
-                if isinstance(part, CompletionSummary):
+                if isinstance(part, Finish):
                     yield replace(part, warnings=call.warnings)
                 else:
                     yield part

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from baton.core.errors import InvalidRequest
+from baton.core.finish import Finish
 from baton.router.routing.config import RoutingPolicy
 from baton.router.routing.node_table import Node, NodeTable
 from baton.router.routing.policy import Route
-from baton.router.values import ChatPrompt, CompletionSummary, GenerateCall, PrefillPlace
+from baton.router.values import ChatPrompt, GenerateCall
 from baton.rpc.call_outcome import end_of
 from baton.telemetry import names
 from baton.telemetry.logs import log_event
@@ -74,7 +75,7 @@ class RequestTrace:
     def note_tokens(self, num_tokens: int) -> None:
         """Record tokens that are passed on to the client."""
 
-    def note_completed(self, summary: CompletionSummary) -> None: ...
+    def note_completed(self, finish: Finish) -> None: ...
 
     @contextmanager
     def leg(self, name: str, node: Node) -> Iterator[LegTrace]:
@@ -154,18 +155,18 @@ class RecordedTrace(RequestTrace):
         if timeline.first_token_s is None:
             timeline.first_token_s = time.monotonic()
 
-    def note_completed(self, summary: CompletionSummary) -> None:
-        served, report = summary.served, summary.served.decode_report
-        place = "remote" if served.prefill is PrefillPlace.REMOTE else "local"
+    def note_completed(self, finish: Finish) -> None:
+        served = finish.served
+        place = "remote" if served.is_prefill_remote else "local"
         is_migrated = any(attempt.num_prior_tokens for attempt in self._timeline.tries)
         self._timeline.usage = TokenUsage(
-            finish_reason=summary.finish.reason.value,
+            finish_reason=finish.reason,
             served="migrated" if is_migrated else place,
             served_reason=served.prefill_reason,
-            kv_bytes=report.kv_bytes,
-            kv_blocks=report.kv_blocks,
-            kv_transport=report.kv_transport,
-            kv_conversion=report.kv_conversion,
+            kv_bytes=served.kv_bytes,
+            kv_blocks=served.kv_blocks,
+            kv_transport=served.kv_transport,
+            kv_conversion=served.kv_conversion,
         )
 
     @contextmanager

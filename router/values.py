@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import NamedTuple
 
+from baton.core.finish import Finish
 from baton.core.ids import ANY_MODEL, ModelVariant
 from baton.core.kv_hints import NO_KV_HINTS, KvHints
 from baton.core.logprobs import TokenLogprobs
-from baton.core.output import FinishReason
 from baton.core.sampling import SamplingParams
 from baton.core.stop_strings import StopRule
 from baton.core.task import Task, task_of
-from baton.rpc.messages.calls import CallReport
 
 TEMPLATE_CHARACTERS = 16  # that a chat template adds around each message, estimated
 
@@ -106,72 +104,4 @@ class TokenChunk(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class FinishStatus:
-    """Finish reason of an answer."""
-
-    reason: FinishReason
-    stop_token_id: int | None = None
-    stop_string: str | None = None
-
-
-class PrefillPlace(Enum):
-    REMOTE = "remote"
-    LOCAL = "local"
-
-
-@dataclass(frozen=True, slots=True)
-class ServedBy:
-    """Nodes that served a request, and their statistics."""
-
-    prefill_node: str
-    decode_node: str
-    prefill: PrefillPlace
-    prefill_reason: str  # for local prefill; else empty
-    decode_report: CallReport
-    attempts: int
-    trace_id: str = ""  # empty: not traced
-    prefill_report: CallReport | None = None  # None: no prefill node, or it reported too late
-
-    @property
-    def num_cached_on_prefill(self) -> int | None:
-        return None if self.prefill_report is None else self.prefill_report.prompt_tokens_cached
-
-    @property
-    def num_cached_prompt_tokens(self) -> int | None:
-        """Prompt tokens read from the prefix cache of the node that computed the prompt."""
-        if self.prefill is PrefillPlace.LOCAL:
-            return self.decode_report.prompt_tokens_cached
-        return self.num_cached_on_prefill
-
-    @property
-    def prompt_tokens_loaded(self) -> Mapping[str, int]:
-        """Prompt tokens that the node which computed the prompt loaded, by tier."""
-        if self.prefill is PrefillPlace.LOCAL:
-            return self.decode_report.prompt_tokens_loaded
-        return {} if self.prefill_report is None else self.prefill_report.prompt_tokens_loaded
-
-
-@dataclass(frozen=True, slots=True)
-class Timings:
-    """Seconds since the request was received. None: it did not happen."""
-
-    dispatched_s: float
-    first_token_s: float | None
-    first_decoded_token_s: float | None
-    finished_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionSummary:
-    """Last part of an answer that completed: finish reason, usage and timings."""
-
-    finish: FinishStatus
-    num_prompt_tokens: int
-    num_completion_tokens: int
-    timings: Timings
-    served: ServedBy
-    warnings: tuple[str, ...] = ()  # what was done only in part
-
-
-AnswerPart = TokenChunk | CompletionSummary
+AnswerPart = TokenChunk | Finish  # a Finish is the last part

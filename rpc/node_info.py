@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 from baton.core.ids import Incarnation, NodeId
 from baton.core.sampling import NO_SAMPLING_DEFAULTS, SamplingDefaults
 from baton.engine.kv_cache.block_hashes import PrefixNaming
 from baton.kv_transfer.protocol.messages import Fingerprint
 from baton.rpc.cached_prefixes import PrefixChanges
-from baton.rpc.messages.mapper import Mapper, enum_converter
-from baton.v1 import node_pb2
+from baton.rpc.messages.mapper import Mapper
+from baton.v1 import cluster_pb2, node_pb2
 
 
-class NodeRole(Enum):
+class NodeRole(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
 
@@ -78,6 +78,22 @@ class NodeTotals:
     num_accepted_tokens: int = 0  # of num_proposed_tokens
     tiers: tuple[TierReport, ...] = ()  # the fastest one first
 
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of prompt tokens found in the prefix cache; None before the first prompt."""
+        return self.num_hit_tokens / self.num_prompt_tokens if self.num_prompt_tokens else None
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Share of speculated tokens that were accepted; None before the first one."""
+        if not self.num_proposed_tokens:
+            return None
+        return self.num_accepted_tokens / self.num_proposed_tokens
+
+    def tier_hit_rate(self, tier: TierReport) -> float | None:
+        """Share of prompt tokens that were loaded from the tier; None before the first prompt."""
+        return tier.num_loaded_tokens / self.num_prompt_tokens if self.num_prompt_tokens else None
+
 
 @dataclass(frozen=True, slots=True)
 class NodeLoad:
@@ -89,9 +105,37 @@ class NodeLoad:
     totals: NodeTotals = field(default=NodeTotals(), compare=False)
 
 
-ROLE = enum_converter(NodeRole, node_pb2.NodeRole.DESCRIPTOR)
+class NodeAvailability(StrEnum):
+    READY = "ready"
+    DRAINING = "draining"
+    NOT_READY = "not ready"
+    UNLISTED = "unlisted"
+    REPLACED = "replaced"
+    UNREACHABLE = "unreachable"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatus:
+    """Node as a router sees it. An unreachable one has only role, address and state."""
+
+    role: NodeRole
+    address: str
+    state: NodeAvailability
+    node_id: str = ""
+    incarnation: str = ""
+    model: str = ""
+    version: str = ""
+    kv_transport: str = ""
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_sent: int = 0  # by this router, not ended yet
+    totals: NodeTotals = NodeTotals()
+
+
 CARD = Mapper(NodeCard, node_pb2.GetNodeResponse)
-TOTALS = Mapper(NodeTotals, node_pb2.NodeTotals)
+STATUS = Mapper(NodeStatus, cluster_pb2.NodeReport)
 LOAD = Mapper(NodeLoad, node_pb2.WatchResponse, unmapped=("prefixes",))
 CHANGES = Mapper(PrefixChanges, node_pb2.PrefixChanges)
 

@@ -6,15 +6,14 @@ from baton.client.client import Client
 from baton.client.generation import (
     Answer,
     Chunk,
-    Finish,
     Generation,
     Message,
     Model,
     Prompt,
     Sampling,
-    Served,
 )
 from baton.client.retries import BatonError, Retries
+from baton.core.finish import Finish, Served
 from baton.core.kv_hints import KvHints
 from baton.rpc.security.tls import TlsConfig
 

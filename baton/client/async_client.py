@@ -24,9 +24,9 @@ from baton.client.generation import (
     single_answer,
 )
 from baton.client.messages import chunk_from, model_from, request_from, tokenize_request_from
-from baton.client.node_status import NodeStatus, statuses_from
 from baton.client.retries import DEFAULT_RETRIES, Retries
 from baton.rpc.channel import open_channel
+from baton.rpc.node_info import STATUS, NodeStatus
 from baton.rpc.router_address import router_target
 from baton.rpc.security.tls import PLAIN, TlsConfig
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -142,7 +142,7 @@ class AsyncClient:
             try:
                 async for response in call:
                     tries.is_begun = True
-                    yield statuses_from(response.nodes)
+                    yield tuple(map(STATUS.from_message, response.nodes))
                 return
             except grpc.RpcError as error:
                 pause_s = await asyncio.to_thread(tries.failed, error)

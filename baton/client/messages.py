@@ -5,16 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from baton.client.generation import (
-    Chunk,
-    Finish,
-    Generation,
-    Message,
-    Model,
-    Prompt,
-    Sampling,
-    Served,
-)
+from baton.client.generation import Chunk, Generation, Message, Model, Prompt, Sampling
 from baton.core.errors import InvalidRequest
 from baton.core.extra_args import parse_argument
 from baton.core.kv_hints import NO_KV_HINTS
@@ -30,6 +21,7 @@ from baton.rpc.messages.conversion import (
     STRUCTURED_OUTPUTS,
     argument_to,
 )
+from baton.rpc.messages.finish import finish_from
 from baton.rpc.messages.mapper import Converter, Mapper
 from baton.v1 import inference_pb2, sampling_pb2
 
@@ -112,38 +104,13 @@ def model_from(response: inference_pb2.GetModelResponse) -> Model:
     )
 
 
-SERVED = Mapper(Served, inference_pb2.Served, unmapped=("prefill", "is_prefill_remote"))
-
-
-def _finish_from(message: inference_pb2.Finish) -> Finish:
-    reason = sampling_pb2.FinishReason.Name(message.reason)
-    timings, usage = message.timings, message.usage
-    is_remote = message.served.prefill == inference_pb2.PREFILL_PLACE_REMOTE
-    return Finish(
-        reason=reason.removeprefix("FINISH_REASON_").lower(),
-        stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
-        stop_string=message.stop_string if message.HasField("stop_string") else None,
-        num_prompt_tokens=usage.prompt_tokens,
-        num_completion_tokens=usage.completion_tokens,
-        dispatched_s=timings.dispatched_s,
-        first_token_s=timings.first_token_s,
-        first_decoded_token_s=timings.first_decoded_token_s,
-        finished_s=timings.finished_s,
-        served=SERVED.from_message(message.served, is_prefill_remote=is_remote),
-        num_cached_prompt_tokens=usage.cached_prompt_tokens
-        if usage.HasField("cached_prompt_tokens")
-        else None,
-        warnings=tuple(message.warnings),
-    )
-
-
 CHUNK = Mapper(
     Chunk,
     inference_pb2.GenerateResponse,
     converters={
         "logprobs": LOGPROBS,
         "prompt_logprobs": PROMPT_LOGPROBS,
-        "finish": Converter(from_message=_finish_from),
+        "finish": Converter(from_message=finish_from),
     },
 )
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from baton.bench.serve.load import FIRST_PLAIN_TOKEN
-from baton.client import Client, Generation
-from baton.client.generation import Finish
+from baton.client import Client, Finish, Generation
 from baton.cluster import ClusterOptions, LocalCluster
 from baton.core.errors import InvalidConfig
 from baton.core.sampling import SamplingParams

@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+from baton.core.finish import Finish
 from baton.router.admission.admission_queue import AdmissionQueue, AdmissionQueueConfig
 from baton.router.admission.forecasts import AnswerForecast, FirstTokenForecast
 from baton.router.context import RequestContext
-from baton.router.values import AnswerPart, CompletionSummary, GenerateCall
+from baton.router.values import AnswerPart, GenerateCall
 from baton.rpc.errors import TooLate
 
 MARGIN = 1.25  # forecasts are inexact, and requests of a higher priority overtake
@@ -38,7 +39,7 @@ class AnswerMeter:
         if not self._has_begun:
             self._has_begun = True
             self._first_tokens.note_first_token(self._priority, self._clock())
-        if isinstance(part, CompletionSummary):
+        if isinstance(part, Finish):
             self._is_complete = True
         elif part.token_ids:
             self._last_s = self._clock()

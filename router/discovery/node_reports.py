@@ -2,49 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import Enum
-
 from baton.router.discovery.sources import Member
 from baton.router.routing.node_table import Node, NodeTable
-from baton.rpc.node_info import NodeCard, NodeLoad, NodeRole
+from baton.rpc.node_info import NodeAvailability, NodeRole, NodeStatus
 
 
-class NodeAvailability(Enum):
-    READY = "ready"
-    DRAINING = "draining"
-    NOT_READY = "not ready"
-    UNLISTED = "unlisted"
-    REPLACED = "replaced"
-    UNREACHABLE = "unreachable"
-
-
-@dataclass(frozen=True, slots=True)
-class NodeReport:
-    """State of a node. `card` is None if it is unreachable."""
-
-    role: NodeRole
-    address: str
-    state: NodeAvailability
-    card: NodeCard | None = None
-    load: NodeLoad = NodeLoad()
-    num_sent: int = 0
-
-
-def report_nodes(table: NodeTable) -> tuple[NodeReport, ...]:
-    """Return the reports of all nodes, prefill nodes first, then by address."""
+def report_nodes(table: NodeTable) -> tuple[NodeStatus, ...]:
+    """Return the status of all nodes, prefill nodes first, then by address."""
     joined = {Member(node.card.role, node.address): node for node in table.nodes}
     members = sorted(table.watched | joined.keys(), key=_sort_key)
-    return tuple(_report(table, member, joined.get(member)) for member in members)
+    return tuple(_status(table, member, joined.get(member)) for member in members)
 
 
-def _report(table: NodeTable, member: Member, node: Node | None) -> NodeReport:
+def _status(table: NodeTable, member: Member, node: Node | None) -> NodeStatus:
     if node is None:
-        return NodeReport(member.role, member.address, NodeAvailability.UNREACHABLE)
-    node_load = table.node_load(node)
-    state = _state(table, node)
-    return NodeReport(
-        member.role, member.address, state, node.card, node_load.reported, node_load.num_sent
+        return NodeStatus(member.role, member.address, NodeAvailability.UNREACHABLE)
+    card, estimate = node.card, table.node_load(node)
+    load = estimate.reported
+    return NodeStatus(
+        role=member.role,
+        address=member.address,
+        state=_state(table, node),
+        node_id=card.node_id,
+        incarnation=card.incarnation,
+        model=card.model,
+        version=card.version,
+        kv_transport=card.kv_transport,
+        num_blocks=card.num_blocks,
+        num_free_blocks=load.num_free_blocks,
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_sent=estimate.num_sent,
+        totals=load.totals,
     )
 
 

@@ -8,9 +8,10 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
+from baton.core.finish import Finish, Served
 from baton.core.ids import HandoffId, Peer
 from baton.core.request import EngineRequest, PrefixSource, ReceiveKv
-from baton.router.answer import AnswerAssembler
+from baton.router.answer import AnswerAssembler, FinishStatus
 from baton.router.context import RequestContext
 from baton.router.dispatch.node_rpcs import (
     Deliver,
@@ -24,15 +25,7 @@ from baton.router.dispatch.node_rpcs import (
 )
 from baton.router.routing.node_table import Node
 from baton.router.routing.policy import Route
-from baton.router.values import (
-    AnswerPart,
-    CompletionSummary,
-    FinishStatus,
-    PrefillPlace,
-    ServedBy,
-    Timings,
-    TokenChunk,
-)
+from baton.router.values import AnswerPart, TokenChunk
 from baton.rpc.errors import FailureKind, NodeFailed
 from baton.rpc.messages.calls import CallReport
 from baton.rpc.node_info import NodeRole
@@ -77,7 +70,7 @@ class Attempt:
         self.failure_by_address: dict[str, NodeFailed] = {}
 
     async def run(self, node_calls: NodeCalls) -> AsyncGenerator[AnswerPart, None]:
-        """Run both legs and yield the parts of the answer; the last is its CompletionSummary.
+        """Run both legs and yield the parts of the answer; the last is its Finish.
 
         Raises NodeFailed when a leg fails, and DeadlineExceeded. The other leg is then cancelled.
         """
@@ -92,9 +85,9 @@ class Attempt:
                 if part is not None:
                     yield part
             await self._await_prefill_report(events)
-            summary = self._build_summary(self._answer.finish)
-            self._context.trace.note_completed(summary)
-            yield summary
+            finish = self._build_finish(self._answer.finish)
+            self._context.trace.note_completed(finish)
+            yield finish
 
     async def _await_prefill_report(self, events: Events) -> None:
         """Wait for the last output of prefill: all of decode's can arrive before it."""
@@ -182,37 +175,53 @@ class Attempt:
         if node is not None and isinstance(failure, NodeFailed):
             self.failure_by_address[node.address] = failure
 
-    def _build_summary(self, finish: FinishStatus) -> CompletionSummary:
-        return CompletionSummary(
-            finish=finish,
+    def _build_finish(self, end: FinishStatus) -> Finish:
+        served = self._build_served()
+        num_cached: int | None = served.prompt_tokens_cached_on_decode
+        if served.is_prefill_remote:
+            num_cached = served.prompt_tokens_cached_on_prefill
+        return Finish(
+            reason=end.reason,
             num_prompt_tokens=len(self._request.prompt_token_ids),
             num_completion_tokens=len(self._answer.token_ids),
-            timings=Timings(
-                self._dispatched_s,
-                self._first_token_s,
-                self._first_decoded_token_s,
-                self._since_received(),
-            ),
-            served=self._build_served(),
+            dispatched_s=self._dispatched_s,
+            first_token_s=self._first_token_s or 0.0,
+            first_decoded_token_s=self._first_decoded_token_s or 0.0,
+            finished_s=self._since_received(),
+            served=served,
+            stop_token_id=end.stop_token_id,
+            stop_string=end.stop_string,
+            num_cached_prompt_tokens=num_cached,
         )
 
-    def _build_served(self) -> ServedBy:
-        route, report = self._route, self._reports.get(NodeRole.DECODE)
-        decoded = report or CallReport()
-        place, reason = PrefillPlace.REMOTE, ""
+    def _build_served(self) -> Served:
+        route, on_prefill = self._route, self._reports.get(NodeRole.PREFILL)
+        decoded = self._reports.get(NodeRole.DECODE, CallReport())
+        is_remote, reason = True, ""
         if route.prefill is None:
-            place, reason = PrefillPlace.LOCAL, route.local_reason
+            is_remote, reason = False, route.local_reason
         elif decoded.prompt_tokens_computed > 0 and not decoded.kv_blocks:
-            place, reason = PrefillPlace.LOCAL, "the KV did not arrive; decode computed the prompt"
-        return ServedBy(
+            is_remote, reason = False, "the KV did not arrive; decode computed the prompt"
+        computed = (on_prefill or CallReport()) if is_remote else decoded
+        return Served(
             prefill_node="" if route.prefill is None else route.prefill.card.node_id,
-            decode_node="" if report is None else route.decode.card.node_id,
-            prefill=place,
+            decode_node=route.decode.card.node_id if NodeRole.DECODE in self._reports else "",
+            is_prefill_remote=is_remote,
             prefill_reason=reason,
-            decode_report=decoded,
+            kv_bytes=decoded.kv_bytes,
+            kv_blocks=decoded.kv_blocks,
+            kv_transport=decoded.kv_transport,
+            prompt_tokens_computed_on_decode=decoded.prompt_tokens_computed,
+            prompt_tokens_cached_on_decode=decoded.prompt_tokens_cached,
             attempts=self._handoff_id.attempt,
             trace_id=self._context.trace.trace_id,
-            prefill_report=self._reports.get(NodeRole.PREFILL),
+            tokens_proposed=decoded.tokens_proposed,
+            tokens_accepted=decoded.tokens_accepted,
+            prompt_tokens_cached_on_prefill=None
+            if on_prefill is None
+            else on_prefill.prompt_tokens_cached,
+            kv_conversion=decoded.kv_conversion,
+            prompt_tokens_loaded=computed.prompt_tokens_loaded,
         )
 
     def _since_received(self) -> float:

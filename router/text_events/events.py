@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from baton.core.finish import Finish
 from baton.core.output import FinishReason
-from baton.router.values import AnswerPart, CompletionSummary, TokenChunk
+from baton.router.values import AnswerPart, TokenChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class AnswerEvents(NamedTuple):
     answer_index: int  # among the answers to a request
     texts: Sequence[TextEvent]
     tokens: TokenChunk = TokenChunk(0)  # for APIs that return ids or logprobs
-    end: CompletionSummary | None = None  # of the last part
+    end: Finish | None = None  # of the last part
 
 
 class EventReader:
@@ -71,7 +72,7 @@ class EventReader:
         parser = self._parsers[index]
         if isinstance(part, TokenChunk):
             return AnswerEvents(index, parser.push(part.text), part)
-        is_cut_off = part.finish.reason is FinishReason.LENGTH
+        is_cut_off = part.reason is FinishReason.LENGTH
         return AnswerEvents(index, parser.finish(is_cut_off=is_cut_off), end=part)
 
 

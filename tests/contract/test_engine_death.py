@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from baton.core.finish import Finish
 from baton.core.sampling import SamplingParams
 from baton.engine.core import EngineCore
 from baton.engine.plan import Plan, RunResult
@@ -19,7 +20,7 @@ from baton.router.input_processing.tokenization import NoTokenizer
 from baton.router.pipeline import Pipeline, PipelineConfig
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import Node
-from baton.router.values import CompletionSummary, GenerateCall, TokenChunk, TokenPrompt
+from baton.router.values import GenerateCall, TokenChunk, TokenPrompt
 from baton.rpc.errors import GenerationFailed, PoisonedRequest
 from baton.rpc.node_info import NodeRole
 from tests.support.engines import VOCAB_SIZE, an_engine
@@ -89,12 +90,12 @@ def engines(num_engines: int, fate: Fate) -> list[EngineCore]:
     ]
 
 
-async def ask(pipeline: Pipeline) -> tuple[list[int], CompletionSummary]:
+async def ask(pipeline: Pipeline) -> tuple[list[int], Finish]:
     token_ids: list[int] = []
     sampling = SamplingParams(max_tokens=NUM_TOKENS, seed=SEED, ignore_eos=True)
     call = GenerateCall("r", TokenPrompt(PROMPT), sampling)
     async for part in pipeline.generate(call, RequestContext(time.monotonic())):
-        if isinstance(part, CompletionSummary):
+        if isinstance(part, Finish):
             return token_ids, part
         assert isinstance(part, TokenChunk)
         assert part.first_index == len(token_ids), "a token came twice, or was left out"
@@ -102,10 +103,10 @@ async def ask(pipeline: Pipeline) -> tuple[list[int], CompletionSummary]:
     raise AssertionError("the answer had no end")
 
 
-def ask_nodes(*engines: EngineCore) -> tuple[list[int], CompletionSummary]:
+def ask_nodes(*engines: EngineCore) -> tuple[list[int], Finish]:
     """Run one request on a router with one decode node per engine."""
 
-    async def scene() -> tuple[list[int], CompletionSummary]:
+    async def scene() -> tuple[list[int], Finish]:
         async with AsyncExitStack() as running, asyncio.timeout(PATIENCE_S):
             nodes = []
             for number, core in enumerate(engines):

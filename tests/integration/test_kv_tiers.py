@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.client import Client, Generation
-from baton.client.generation import Answer, Finish
+from baton.client import Answer, Client, Finish, Generation
 from baton.cluster import ClusterOptions, LocalCluster
 from baton.core.kv_hints import NO_KV_HINTS, KvHints
 from baton.core.sampling import SamplingParams

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from baton.client import AsyncClient, Client, Generation
-from baton.client.node_status import NodeStatus
 from baton.cluster import ClusterOptions, LocalCluster
 from baton.core.sampling import SamplingParams
+from baton.rpc.node_info import NodeStatus
 from tests.support.client_load import ClientRequest, answer_all
 from tests.support.models import prompt_of
 from tests.support.nodes import await_load, is_busy, kill_the_writer
@@ -130,8 +130,8 @@ def test_proposed_and_accepted_are_told_alike_by_answers_nodes_and_metrics(
         assert sum(one.total(SPECULATED, kind=kind) for one in since) == reported
     decodes = [node for node in nodes if node.role == "decode"]
     scraped = sum(Scrape(child).total(SPECULATED, kind="accepted") for child in speculating.decodes)
-    assert sum(node.num_accepted_tokens for node in decodes) == scraped
-    assert {node.num_proposed_tokens for node in nodes if node.role == "prefill"} == {0}
+    assert sum(node.totals.num_accepted_tokens for node in decodes) == scraped
+    assert {node.totals.num_proposed_tokens for node in nodes if node.role == "prefill"} == {0}
 
 
 async def seen(address: str) -> tuple[NodeStatus, ...]:

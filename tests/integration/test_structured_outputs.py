@@ -85,7 +85,9 @@ def test_disaggregated_colocated_and_local_tokens_are_the_same(
     assert [one.token_ids for one in together] == expected
     for one in apart:
         assert one.finish.served.prompt_tokens_computed_on_decode == 0
-    reasons = Counter(one.finish.reason for one in apart if _sampling(one.ask).structured_outputs)
+    reasons: Counter[str] = Counter(
+        one.finish.reason for one in apart if _sampling(one.ask).structured_outputs
+    )
     assert reasons["stop"] > 8
 
 

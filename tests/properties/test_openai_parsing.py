@@ -9,6 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.core.finish import Finish, Served
 from baton.core.output import FinishReason
 from baton.router.doors.openai.request.parsed_request import ResponseOptions
 from baton.router.doors.openai.response.chat_choices import ChatChoice
@@ -30,14 +31,8 @@ from baton.router.text_events.parsing import (
     ToolCallMode,
 )
 from baton.router.values import (
-    CompletionSummary,
-    FinishStatus,
-    PrefillPlace,
-    ServedBy,
-    Timings,
     TokenChunk,
 )
-from baton.rpc.messages.calls import CallReport
 
 FRAGMENTS = (
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>"),
@@ -149,9 +144,8 @@ def test_the_chunks_of_a_chat_add_up_to_the_whole_message(
     streamed, whole = (ChatChoice(0, options, placeholder_text) for _ in range(2))
     reader = EventReader(options.text_format.parser, 1)
     tokens = [TokenChunk(place, (place,), text) for place, text in enumerate(fragments)]
-    served = ServedBy("p", "d", PrefillPlace.REMOTE, "", CallReport(), 1)
-    timings = Timings(0.0, None, None, 0.0)
-    end = CompletionSummary(FinishStatus(reason), 1, len(tokens), timings, served)
+    served = Served("p", "d", True, "", 0, 0, "", 0, 0, 1)
+    end = Finish(reason, 1, len(tokens), 0.0, 0.0, 0.0, 0.0, served)
 
     parts = [reader.read(0, chunk) for chunk in tokens]
     last = reader.read(0, end)

@@ -22,7 +22,8 @@ from baton.cli.signatures import inherit_options
 from baton.core.units import format_bytes
 
 if TYPE_CHECKING:
-    from baton.client.node_status import NodeRates, NodeStatus, Snapshot, TierUsage
+    from baton.client.node_status import NodeRates, Snapshot
+    from baton.rpc.node_info import NodeStatus, TierReport
 
 STATE_STYLES = {"ready": "green", "unreachable": "red"}
 TO_THE_RIGHT = {
@@ -91,10 +92,11 @@ def _drawing(as_json: bool, once: bool) -> Iterator[Draw]:
 def as_values(seen: Snapshot, rates: Mapping[str, NodeRates]) -> dict[str, Any]:
     rows = []
     for node in seen.nodes:
-        rate = rates.get(node.address)
-        shares = {"hit_rate": node.hit_rate, "acceptance_rate": node.acceptance_rate}
-        more = {**shares, **({} if rate is None else asdict(rate))}
-        rows.append({**asdict(node), **more})
+        rate, totals = rates.get(node.address), node.totals
+        shares = {"hit_rate": totals.hit_rate, "acceptance_rate": totals.acceptance_rate}
+        row = asdict(node)
+        counts = row.pop("totals")
+        rows.append({**row, **counts, **shares, **({} if rate is None else asdict(rate))})
     return {"nodes": rows}
 
 
@@ -111,7 +113,7 @@ def table_of_nodes(seen: Snapshot, rates: Mapping[str, NodeRates]) -> Table:
 
 
 def table_of_tiers(seen: Snapshot) -> Table:
-    rows = [_tier_row(node, tier) for node in seen.nodes for tier in node.tiers]
+    rows = [_tier_row(node, tier) for node in seen.nodes for tier in node.totals.tiers]
     return _table("tiers below the KV caches", rows)
 
 
@@ -125,8 +127,8 @@ def _table(title: str, rows: Sequence[Mapping[str, str | Text]]) -> Table:
     return table
 
 
-def _tier_row(node: NodeStatus, tier: TierUsage) -> dict[str, str | Text]:
-    hit_rate = node.tier_hit_rate(tier)
+def _tier_row(node: NodeStatus, tier: TierReport) -> dict[str, str | Text]:
+    hit_rate = node.totals.tier_hit_rate(tier)
     return {
         "address": node.address,
         "tier": tier.name,
@@ -142,7 +144,7 @@ def _tier_row(node: NodeStatus, tier: TierUsage) -> dict[str, str | Text]:
 
 def _row(node: NodeStatus, rates: NodeRates | None) -> dict[str, str | Text]:
     is_known = bool(node.node_id)
-    hit_rate, acceptance_rate = node.hit_rate, node.acceptance_rate
+    hit_rate, acceptance_rate = node.totals.hit_rate, node.totals.acceptance_rate
 
     def known(text: str) -> str:
         return text if is_known else ""

@@ -9,19 +9,16 @@ from typing import Any
 
 from grpc import aio
 
-from baton.router.discovery.node_reports import NodeAvailability, NodeReport, report_nodes
+from baton.router.discovery.node_reports import report_nodes
 from baton.router.prefix_resets import PrefixResets
 from baton.router.routing.node_table import NodeTable
-from baton.rpc.messages.mapper import enum_converter
-from baton.rpc.node_info import ROLE, TOTALS
+from baton.rpc.node_info import STATUS
 from baton.rpc.security.token_gate import sent_token
 from baton.rpc.status import named_errors
 from baton.rpc.streaming import streamed
 from baton.v1 import cluster_pb2, cluster_pb2_grpc
 
 MIN_INTERVAL_S = 0.1
-
-STATE = enum_converter(NodeAvailability, cluster_pb2.NodeState.DESCRIPTOR)
 
 
 class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
@@ -34,7 +31,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
         self, request: cluster_pb2.WatchNodesRequest, context: aio.ServicerContext[Any, Any]
     ) -> AsyncGenerator[cluster_pb2.WatchNodesResponse, None]:
         while True:
-            reports = [report_to(report) for report in report_nodes(self._table)]
+            reports = map(STATUS.to_message, report_nodes(self._table))
             yield cluster_pb2.WatchNodesResponse(nodes=reports)
             if not request.interval_s > 0:
                 return
@@ -52,29 +49,3 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
         return cluster_pb2.ResetPrefixCachesResponse(
             nodes=[cluster_pb2.NodeReset(**asdict(reset)) for reset in resets]
         )
-
-
-def report_to(report: NodeReport) -> cluster_pb2.NodeReport:
-    message = cluster_pb2.NodeReport(
-        role=ROLE.to_message(report.role),
-        address=report.address,
-        state=STATE.to_message(report.state),
-    )
-    if report.card is None:
-        return message
-    card, load = report.card, report.load
-    known = cluster_pb2.NodeReport(
-        node_id=card.node_id,
-        incarnation=card.incarnation,
-        model=card.model,
-        version=card.version,
-        kv_transport=card.kv_transport,
-        num_blocks=card.num_blocks,
-        num_free_blocks=load.num_free_blocks,
-        num_running=load.num_running,
-        num_waiting=load.num_waiting,
-        num_sent=report.num_sent,
-        totals=TOTALS.to_message(load.totals),
-    )
-    message.MergeFrom(known)
-    return message

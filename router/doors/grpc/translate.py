@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from baton.core.finish import Finish
 from baton.core.ids import ANY_MODEL, ModelVariant
 from baton.core.sampling import NO_SAMPLING_DEFAULTS, SamplingDefaults
 from baton.core.stop_strings import StopRule
@@ -13,14 +14,9 @@ from baton.router.values import (
     AnswerPart,
     ChatMessage,
     ChatPrompt,
-    CompletionSummary,
-    FinishStatus,
     GenerateCall,
-    PrefillPlace,
     Prompt,
-    ServedBy,
     TextPrompt,
-    Timings,
     TokenChunk,
     TokenPrompt,
 )
@@ -32,10 +28,9 @@ from baton.rpc.messages.conversion import (
     prompt_logprobs_to,
     sampling_from,
 )
-from baton.rpc.messages.mapper import Mapper, enum_converter
+from baton.rpc.messages.finish import finish_to
+from baton.rpc.messages.mapper import Mapper
 from baton.v1 import inference_pb2
-
-PLACE = enum_converter(PrefillPlace, inference_pb2.PrefillPlace.DESCRIPTOR)
 
 
 def calls_from(
@@ -112,12 +107,12 @@ CHUNK = Mapper(
 def response_to(
     request_id: str, part: AnswerPart, index: int = 0
 ) -> inference_pb2.GenerateResponse:
-    if isinstance(part, CompletionSummary):
+    if isinstance(part, Finish):
         return inference_pb2.GenerateResponse(
             request_id=request_id,
             index=index,
             first_index=part.num_completion_tokens,
-            finish=_finish_to(part),
+            finish=finish_to(part),
         )
     return CHUNK.to_message(part, request_id=request_id, index=index)
 
@@ -135,7 +130,7 @@ class ResponseBuilder:
         self._reused = inference_pb2.GenerateResponse(request_id=request_id, index=index)
 
     def next(self, part: AnswerPart) -> inference_pb2.GenerateResponse:
-        if isinstance(part, CompletionSummary) or part.logprobs or part.prompt_logprobs:
+        if isinstance(part, Finish) or part.logprobs or part.prompt_logprobs:
             return response_to(self._request_id, part, self._index)
         self._reused.first_index = part.first_index
         self._reused.token_ids[:] = part.token_ids
@@ -153,45 +148,3 @@ class ResponseBuilder:
             response.prompt_logprobs.extend(prompt_logprobs_to(entries))
             await asyncio.sleep(0)
         return response
-
-
-FINISH = Mapper(
-    FinishStatus, inference_pb2.Finish, unmapped=("usage", "timings", "served", "warnings")
-)
-TIMINGS = Mapper(Timings, inference_pb2.Timings)
-
-
-def _finish_to(summary: CompletionSummary) -> inference_pb2.Finish:
-    return FINISH.to_message(
-        summary.finish,
-        usage=inference_pb2.Usage(
-            prompt_tokens=summary.num_prompt_tokens,
-            completion_tokens=summary.num_completion_tokens,
-            cached_prompt_tokens=summary.served.num_cached_prompt_tokens,
-        ),
-        timings=TIMINGS.to_message(summary.timings),
-        served=_served_to(summary.served),
-        warnings=summary.warnings,
-    )
-
-
-def _served_to(served: ServedBy) -> inference_pb2.Served:
-    report = served.decode_report
-    return inference_pb2.Served(
-        prefill_node=served.prefill_node,
-        decode_node=served.decode_node,
-        prefill=PLACE.to_message(served.prefill),
-        prefill_reason=served.prefill_reason,
-        kv_bytes=report.kv_bytes,
-        kv_blocks=report.kv_blocks,
-        kv_transport=report.kv_transport,
-        prompt_tokens_computed_on_decode=report.prompt_tokens_computed,
-        prompt_tokens_cached_on_decode=report.prompt_tokens_cached,
-        attempts=served.attempts,
-        trace_id=served.trace_id,
-        tokens_proposed=report.tokens_proposed,
-        tokens_accepted=report.tokens_accepted,
-        prompt_tokens_cached_on_prefill=served.num_cached_on_prefill,
-        kv_conversion=report.kv_conversion,
-        prompt_tokens_loaded=served.prompt_tokens_loaded,
-    )

@@ -11,9 +11,10 @@ from itertools import islice
 
 import pytest
 
-from baton.client.generation import Answer, Finish, Generation, Served
+from baton.client import Answer, Finish, Generation, Served
 from baton.core.errors import InvalidConfig
 from baton.core.logprobs import TokenLogprobs
+from baton.core.output import FinishReason
 from baton.router.http.bodies import MAX_BODY_BYTES
 from benchmarks.chaos.faults import (
     ROLES_BY_FAULT_KIND,
@@ -45,7 +46,7 @@ from benchmarks.chaos.workload import ChaosRequest, KnownAnswer, difference_of
 
 NUM_BY_ROLE = {TargetRole.ROUTER: 1, TargetRole.PREFILL: 2, TargetRole.DECODE: 2}
 SERVED = Served("p", "d", True, "", 1, 1, "nixl", 0, 0, 1)
-FINISH = Finish("length", None, None, 3, 2, 0.0, 0.0, 0.0, 0.0, SERVED)
+FINISH = Finish(FinishReason.LENGTH, 3, 2, 0.0, 0.0, 0.0, 0.0, SERVED)
 
 
 def test_the_fault_plan_depends_on_the_seed_alone() -> None:
@@ -90,7 +91,7 @@ KNOWN = KnownAnswer(ChaosRequest(0, "greedy", (1, 2, 3), Generation()), an_answe
         (an_answer((4, 5, 5)), "index the end"),
         (an_answer(text="aB"), "text"),
         (an_answer(logprob=-1.1), "logprobs"),
-        (replace(an_answer(), finish=replace(FINISH, reason="stop")), "reason"),
+        (replace(an_answer(), finish=replace(FINISH, reason=FinishReason.STOP)), "reason"),
         (replace(an_answer(), logprobs=[]), "logprobs"),
         (replace(an_answer(), finish=None), "no finish reason"),
     ],

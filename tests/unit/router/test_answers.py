@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from baton.core.errors import InvalidRequest
+from baton.core.finish import Finish
 from baton.core.sampling import MAX_LOGPROBS, SamplingParams
 from baton.router.answers import generate_answers
 from baton.router.dispatch.config import DispatchConfig
@@ -19,9 +20,7 @@ from baton.router.request_scope import RequestScopes
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import Node, NodeTable
 from baton.router.values import (
-    CompletionSummary,
     GenerateCall,
-    PrefillPlace,
     TokenChunk,
     TokenPrompt,
 )
@@ -70,10 +69,10 @@ def parts_of(
     *,
     num_each: int | None = None,
     remaining_s: float | None = None,
-) -> list[tuple[int, TokenChunk | CompletionSummary]]:
+) -> list[tuple[int, TokenChunk | Finish]]:
     """Return all parts of all answers, in order of arrival."""
 
-    async def run() -> list[tuple[int, TokenChunk | CompletionSummary]]:
+    async def run() -> list[tuple[int, TokenChunk | Finish]]:
         pipeline = a_pipeline(nodes, table or a_table())
         scope = RequestScopes().begin("a", None, remaining_s)
         answers = generate_answers(pipeline, scope, calls, num_each or len(calls))
@@ -103,12 +102,12 @@ def answered(
     *,
     num_each: int | None = None,
     remaining_s: float | None = None,
-) -> dict[int, tuple[list[int], CompletionSummary]]:
+) -> dict[int, tuple[list[int], Finish]]:
     """Return the tokens and the summary of each answer."""
     token_ids: dict[int, list[int]] = {index: [] for index in range(len(calls))}
-    endings: dict[int, CompletionSummary] = {}
+    endings: dict[int, Finish] = {}
     for index, part in parts_of(nodes, calls, table, num_each=num_each, remaining_s=remaining_s):
-        if isinstance(part, CompletionSummary):
+        if isinstance(part, Finish):
             endings[index] = part
         else:
             token_ids[index] += part.token_ids
@@ -144,8 +143,8 @@ def test_the_prompt_is_computed_for_the_first_and_the_others_go_where_it_is() ->
     assert sorted(
         requested.request.seed for requested in nodes.received if requested.leg is NodeRole.DECODE
     ) == [*range(4)]
-    places = [ending.served.prefill for _, ending in answers.values()]
-    assert places.count(PrefillPlace.REMOTE) == 1
+    places = [ending.served.is_prefill_remote for _, ending in answers.values()]
+    assert places.count(True) == 1
 
 
 def test_a_shared_prompt_adds_only_its_last_block_to_the_load() -> None:
@@ -352,7 +351,7 @@ def test_a_draining_router_finishes_answers_that_wait_for_the_first() -> None:
             draining = asyncio.ensure_future(pipeline.drain())
             await asyncio.sleep(0)
             may_decode.set()
-            num_ended = sum([isinstance(part, CompletionSummary) async for _, part in parts])
+            num_ended = sum([isinstance(part, Finish) async for _, part in parts])
         await draining
         return num_ended
 

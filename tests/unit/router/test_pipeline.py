@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 
 from baton.core.errors import InvalidRequest
+from baton.core.finish import Finish
 from baton.core.ids import ModelVariant, NodeId, Peer, RequestId
 from baton.core.kv_hints import KvHints
 from baton.core.logprobs import TokenLogprobs
@@ -28,9 +29,7 @@ from baton.router.pipeline import Pipeline, PipelineConfig
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import NodeTable
 from baton.router.values import (
-    CompletionSummary,
     GenerateCall,
-    PrefillPlace,
     Prompt,
     TextPrompt,
     TokenChunk,
@@ -110,7 +109,7 @@ def a_call(
 
 async def generated(
     pipeline: Pipeline, call: GenerateCall, context: RequestContext
-) -> AsyncGenerator[TokenChunk | CompletionSummary, None]:
+) -> AsyncGenerator[TokenChunk | Finish, None]:
     """Yield the parts of an answer while its request id is reserved."""
     with pipeline.accept(call.request_id):
         async with aclosing(pipeline.generate(call, context)) as parts:
@@ -120,7 +119,7 @@ async def generated(
 
 async def run(
     pipeline: Pipeline, call: GenerateCall, context: RequestContext = NO_DEADLINE
-) -> tuple[list[int], CompletionSummary]:
+) -> tuple[list[int], Finish]:
     token_ids: list[int] = []
     ending = None
     async for part in generated(pipeline, call, context):
@@ -135,7 +134,7 @@ async def run(
 
 def cached(nodes: FakeNodeCalls, table: NodeTable | None = None) -> int | None:
     _, ending = asyncio.run(run(a_pipeline(nodes, table), a_call()))
-    return ending.served.num_cached_prompt_tokens
+    return ending.num_cached_prompt_tokens
 
 
 def test_cached_tokens_are_those_of_the_node_that_computed_the_prompt() -> None:
@@ -157,8 +156,8 @@ def test_statistics_of_prefill_that_arrive_after_the_last_token_are_awaited() ->
         nodes = FakeNodeCalls(num_cached_on_prefill=3, may_prefill_report=may_report)
         num_tokens = 0
         async for part in generated(a_pipeline(nodes), a_call(), NO_DEADLINE):
-            if isinstance(part, CompletionSummary):
-                return part.served.num_cached_prompt_tokens, num_tokens
+            if isinstance(part, Finish):
+                return part.num_cached_prompt_tokens, num_tokens
             num_tokens += len(part.token_ids)
             if num_tokens == 6:
                 may_report.set()
@@ -187,8 +186,8 @@ def test_both_legs_start_under_one_hand_off_with_one_seed() -> None:
     assert decode.request.receive_from == ReceiveKv(prefill.handoff_id, source)
     assert prefill.request.seed == decode.request.seed
     assert token_ids == expected_tokens(nodes)
-    assert ending.served.prefill is PrefillPlace.REMOTE
-    assert ending.served.decode_report.kv_bytes == 2048
+    assert ending.served.is_prefill_remote
+    assert ending.served.kv_bytes == 2048
 
 
 def cached_on(*names: str) -> NodeTable:
@@ -238,8 +237,8 @@ def test_a_prefetch_goes_to_the_node_that_would_compute_the_prompt_and_gets_no_t
     assert prefill.request.send_to is None
     assert (prefill.request.kv_hints, prefill.request.tenant) == (call.kv_hints, "t")
     assert (token_ids, ending.num_completion_tokens) == ([], 0)
-    assert ending.finish.reason is FinishReason.LENGTH
-    assert ending.served.num_cached_prompt_tokens == 3
+    assert ending.reason is FinishReason.LENGTH
+    assert ending.num_cached_prompt_tokens == 3
 
 
 def test_a_given_seed_is_kept_and_drawn_ones_differ() -> None:
@@ -284,7 +283,7 @@ def test_when_the_only_prefill_node_breaks_off_decode_does_it_alone() -> None:
     token_ids, ending = asyncio.run(run(a_pipeline(nodes), a_call()))
 
     assert token_ids == expected_tokens(nodes)
-    assert ending.served.prefill is PrefillPlace.LOCAL
+    assert not ending.served.is_prefill_remote
     assert ending.served.prefill_reason
     assert [requested.leg for requested in nodes.received].count(NodeRole.PREFILL) == 1
 
@@ -404,7 +403,7 @@ def test_nodes_that_drain_all_at_once_cost_no_try() -> None:
     token_ids, ending = asyncio.run(run(a_pipeline(nodes, table), a_call()))
 
     assert token_ids == expected_tokens(nodes)
-    assert ending.served.prefill is PrefillPlace.REMOTE
+    assert ending.served.is_prefill_remote
     assert (
         sorted(requested.node for requested in nodes.received if requested.leg is NodeRole.PREFILL)
         == names
@@ -451,14 +450,14 @@ def test_a_node_that_fails_again_and_again_is_avoided_and_then_taken_back() -> N
     now = [0.0]
     pipeline = a_pipeline(nodes, table, clock=lambda: now[0])
 
-    async def places(count: int) -> list[PrefillPlace]:
-        return [(await run(pipeline, a_call()))[1].served.prefill for _ in range(count)]
+    async def places(count: int) -> list[bool]:
+        return [(await run(pipeline, a_call()))[1].served.is_prefill_remote for _ in range(count)]
 
-    assert asyncio.run(places(4)) == [PrefillPlace.LOCAL] * 4
+    assert asyncio.run(places(4)) == [False] * 4
     num_asked = [requested.leg for requested in nodes.received].count(NodeRole.PREFILL)
     now[0] = 100.0
 
-    assert asyncio.run(places(2)) == [PrefillPlace.REMOTE] * 2
+    assert asyncio.run(places(2)) == [True] * 2
     assert num_asked == 3
 
 
@@ -756,18 +755,18 @@ def test_a_request_waits_for_a_prefill_node_that_fits() -> None:
     nodes = FakeNodeCalls()
     pipeline = a_pipeline(nodes, table, node_patience_s=PATIENCE_S)
 
-    async def come_late() -> PrefillPlace:
+    async def come_late() -> bool:
         asking = asyncio.ensure_future(run(pipeline, a_call()))
         for _ in range(10):
             await asyncio.sleep(0)
         assert nodes.received == []
         table.join(prefill.address, prefill.card)
         pipeline.handle_nodes_changed()
-        return (await asking)[1].served.prefill
+        return (await asking)[1].served.is_prefill_remote
 
-    place = asyncio.run(asyncio.wait_for(come_late(), PATIENCE_S))
+    is_remote = asyncio.run(asyncio.wait_for(come_late(), PATIENCE_S))
 
-    assert place is PrefillPlace.REMOTE
+    assert is_remote
 
 
 def test_a_request_that_a_draining_node_refused_may_begin_with_another_revision() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from baton.core.finish import Finish
 from baton.router.doors.openai.request.parsed_request import ParsedRequest
 from baton.router.doors.openai.response.chat_choices import ChatChoice
 from baton.router.doors.openai.response.choices import (
@@ -22,7 +23,7 @@ from baton.router.doors.openai.response.request_warnings import Warnings
 from baton.router.http.json_encoding import Json, LazyArray, encode_in_slices, server_sent_event
 from baton.router.input_processing.limits import MAX_POSITIONS_PER_SLICE
 from baton.router.text_events.events import AnswerEvents, TextEvent, fold
-from baton.router.values import CompletionSummary, ServedBy, TokenChunk
+from baton.router.values import TokenChunk
 
 DONE = b"data: [DONE]\n\n"
 
@@ -74,41 +75,41 @@ class UsageTotals:
         self._num_prompt_tokens = 0
         self._num_completion_tokens = 0
         # Of the answer whose request computed the prompt: it has the fewest cached tokens.
-        self._served_by_prompt: dict[int, ServedBy] = {}
+        self._end_by_prompt: dict[int, Finish] = {}
 
-    def add(self, index: int, end: CompletionSummary) -> None:
+    def add(self, index: int, end: Finish) -> None:
         if index % self._num_each == 0:
             self._num_prompt_tokens += end.num_prompt_tokens
-        prompt, served = index // self._num_each, end.served
-        known = self._served_by_prompt.setdefault(prompt, served)
-        self._served_by_prompt[prompt] = min(known, served, key=_num_cached)
+        prompt = index // self._num_each
+        known = self._end_by_prompt.setdefault(prompt, end)
+        self._end_by_prompt[prompt] = min(known, end, key=_num_cached)
         if self._with_answer:
             self._num_completion_tokens += end.num_completion_tokens
 
     @property
     def totals(self) -> Json:
         usage = usage_of(self._num_prompt_tokens, self._num_completion_tokens)
-        details = _prompt_details(list(self._served_by_prompt.values()))
+        details = _prompt_details(list(self._end_by_prompt.values()))
         if details:
             usage["prompt_tokens_details"] = details
         return usage
 
 
-def _num_cached(served: ServedBy) -> int:
+def _num_cached(end: Finish) -> int:
     """Return a sort key: an unknown number comes first, and makes the total unknown."""
-    num_cached = served.num_cached_prompt_tokens
+    num_cached = end.num_cached_prompt_tokens
     return -1 if num_cached is None else num_cached
 
 
-def _prompt_details(served: Sequence[ServedBy]) -> Json:
+def _prompt_details(ends: Sequence[Finish]) -> Json:
     """Return the cached tokens, and by source those that were loaded from outside the KV cache."""
-    num_cached = [each.num_cached_prompt_tokens for each in served]
+    num_cached = [each.num_cached_prompt_tokens for each in ends]
     known = [num for num in num_cached if num is not None]
     if len(known) < len(num_cached):
         return {}
     loaded: Counter[str] = Counter()
-    for each in served:
-        loaded.update(each.prompt_tokens_loaded)
+    for each in ends:
+        loaded.update(each.served.prompt_tokens_loaded)
     return {"cached_tokens": sum(known), **({"loaded_tokens": dict(loaded)} if loaded else {})}
 
 
@@ -139,7 +140,7 @@ class WholeAnswer:
         self._token_text = token_text
         self._texts: list[list[TextEvent]] = [[] for _ in choices]
         self._chunks: list[list[TokenChunk]] = [[] for _ in choices]
-        self._ends: dict[int, CompletionSummary] = {}
+        self._ends: dict[int, Finish] = {}
         self._usage = UsageTotals(parsed)
 
     def add(self, part: AnswerEvents) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
+from baton.core.finish import Finish
 from baton.router.doors.openai.request.parsed_request import ResponseOptions
 from baton.router.doors.openai.response.choices import finish_fields
 from baton.router.doors.openai.response.logprobs import TokenToText, chat_logprobs
@@ -19,7 +20,7 @@ from baton.router.text_events.events import (
     ToolCall,
 )
 from baton.router.text_events.parsing import ToolCallMode
-from baton.router.values import CompletionSummary, TokenChunk
+from baton.router.values import TokenChunk
 
 ID_BYTES = 12
 
@@ -42,7 +43,7 @@ class ChatChoice:
         self._has_begun = True
         return {"index": self._index, "delta": delta, **extra, "finish_reason": None}
 
-    def last_chunk(self, texts: Sequence[TextEvent], end: CompletionSummary) -> Json:
+    def last_chunk(self, texts: Sequence[TextEvent], end: Finish) -> Json:
         delta = self._delta(texts)
         return {
             "index": self._index,
@@ -51,7 +52,7 @@ class ChatChoice:
             **self._finish_fields(end),
         }
 
-    def whole(self, text: AnswerText, tokens: TokenChunk, end: CompletionSummary) -> Json:
+    def whole(self, text: AnswerText, tokens: TokenChunk, end: Finish) -> Json:
         message: Json = {"role": "assistant", "content": text.content, "refusal": None}
         if text.reasoning:
             message["reasoning_content"] = text.reasoning
@@ -93,11 +94,11 @@ class ChatChoice:
             "function": function,
         }
 
-    def _finish_fields(self, end: CompletionSummary) -> Json:
+    def _finish_fields(self, end: Finish) -> Json:
         """Return the finish reason. OpenAI and vLLM use "stop" if the client named the function."""
         how = finish_fields(end, self._options.stop_token_ids)
         tool_calls = self._options.text_format.tool_calls
-        is_whole = tool_calls is ToolCallMode.BY_MODEL or end.finish.stop_string is None
+        is_whole = tool_calls is ToolCallMode.BY_MODEL or end.stop_string is None
         has_called = self._num_calls > 0 and is_whole and tool_calls is not ToolCallMode.NAMED
         if has_called and how["finish_reason"] == "stop":
             how["finish_reason"] = "tool_calls"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from baton.core.finish import Finish
 from baton.core.logprobs import TokenLogprobs
 from baton.router.doors.openai.request.parsed_request import ResponseOptions
 from baton.router.doors.openai.response.logprobs import (
@@ -15,7 +16,7 @@ from baton.router.doors.openai.response.logprobs import (
 )
 from baton.router.http.json_encoding import Json
 from baton.router.text_events.events import AnswerEvents, AnswerText, TextEvent, fold
-from baton.router.values import CompletionSummary, TokenChunk
+from baton.router.values import TokenChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +32,9 @@ class ResponseChoice(Protocol):
         """Return None if there is nothing to send yet."""
         ...
 
-    def last_chunk(self, texts: Sequence[TextEvent], end: CompletionSummary) -> Json: ...
+    def last_chunk(self, texts: Sequence[TextEvent], end: Finish) -> Json: ...
 
-    def whole(self, text: AnswerText, tokens: TokenChunk, end: CompletionSummary) -> Json: ...
+    def whole(self, text: AnswerText, tokens: TokenChunk, end: Finish) -> Json: ...
 
 
 class CompletionChoice:
@@ -56,11 +57,11 @@ class CompletionChoice:
             fields["prompt_token_ids"] = self._prompt.token_ids
         return {**fields, "finish_reason": None, "stop_reason": None}
 
-    def last_chunk(self, texts: Sequence[TextEvent], end: CompletionSummary) -> Json:
+    def last_chunk(self, texts: Sequence[TextEvent], end: Finish) -> Json:
         text = fold(texts).content
         return {"index": self._index, "text": text, "logprobs": None, **self._finish_fields(end)}
 
-    def whole(self, text: AnswerText, tokens: TokenChunk, end: CompletionSummary) -> Json:
+    def whole(self, text: AnswerText, tokens: TokenChunk, end: Finish) -> Json:
         fields = {**self._fields(text.content, tokens), **self._finish_fields(end)}
         num_top = self._options.num_prompt_logprobs
         if num_top is not None:
@@ -71,7 +72,7 @@ class CompletionChoice:
             fields["prompt_token_ids"] = self._prompt.token_ids
         return fields
 
-    def _finish_fields(self, end: CompletionSummary) -> Json:
+    def _finish_fields(self, end: Finish) -> Json:
         return finish_fields(end, self._options.stop_token_ids)
 
     def _fields(self, text: str, tokens: TokenChunk) -> Json:
@@ -104,12 +105,11 @@ class CompletionChoice:
         return logprobs
 
 
-def finish_fields(end: CompletionSummary, stop_token_ids: Sequence[int]) -> Json:
+def finish_fields(end: Finish, stop_token_ids: Sequence[int]) -> Json:
     """Return the finish reason, and the stop string or stop token of the request that ended it."""
-    finish = end.finish
-    is_requested = finish.stop_token_id in stop_token_ids
-    stopped_by = finish.stop_token_id if is_requested else finish.stop_string
-    return {"finish_reason": finish.reason.value, "stop_reason": stopped_by}
+    is_requested = end.stop_token_id in stop_token_ids
+    stopped_by = end.stop_token_id if is_requested else end.stop_string
+    return {"finish_reason": end.reason, "stop_reason": stopped_by}
 
 
 def join_chunks(chunks: Sequence[TokenChunk]) -> TokenChunk:

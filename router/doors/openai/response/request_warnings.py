@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from baton.core.finish import Finish
 from baton.router.doors.openai.request.parsed_request import ResponseOptions
 from baton.router.http.json_encoding import Json
 from baton.router.text_events.parsing import TextFormat, ToolCallMode
-from baton.router.values import CompletionSummary
 
 
 class Warnings:
@@ -19,7 +19,7 @@ class Warnings:
     def __init__(self, options: ResponseOptions, *, supports_tools: bool) -> None:
         self._of_tools = _of_tools(options.text_format, supports_tools=supports_tools)
 
-    def field(self, *ends: CompletionSummary) -> Json:
+    def field(self, *ends: Finish) -> Json:
         """Return the field `warnings`, or no field if there are none."""
         unfulfilled = (warning for each in ends for warning in each.warnings)
         warnings = [*self._of_tools, *dict.fromkeys(unfulfilled)]

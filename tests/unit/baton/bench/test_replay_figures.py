@@ -20,6 +20,7 @@ from baton.bench.serve.client import Sample
 from baton.bench.serve.figures import Slo
 from baton.client import Finish, Served
 from baton.core.errors import InvalidConfig
+from baton.core.output import FinishReason
 
 VOCAB_SIZE = 500
 SMALL_BLOCKS = Scaling(recorded_block_tokens=512, block_tokens=16)
@@ -189,7 +190,14 @@ def a_finish(
     served = Served(
         "p0", "d0", is_remote, "", 0, 0, "nixl", 0, 0, 1, prompt_tokens_loaded=loaded or {}
     )
-    return Finish("length", None, None, num_prompt_tokens, 2, 0, 0, 0, 0, served, cached)
+    return Finish(
+        FinishReason.LENGTH,
+        num_prompt_tokens,
+        2,
+        *(0, 0, 0, 0),
+        served,
+        num_cached_prompt_tokens=cached,
+    )
 
 
 @pytest.mark.parametrize(

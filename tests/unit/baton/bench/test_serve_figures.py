@@ -13,6 +13,7 @@ from baton.bench.serve.figures import Quantiles, Slo, gaps_of, parse_slo, quanti
 from baton.bench.serve.plots import draw
 from baton.client import Finish, Served
 from baton.core.errors import InvalidConfig
+from baton.core.output import FinishReason
 
 
 def a_sample(
@@ -27,7 +28,7 @@ def a_sample(
     if error is None:
         served = Served("p", "d", is_remote, "", 1024, 1, "nixl", 0, 16, 1)
         num_tokens = sum(count for _, count in arrivals)
-        sample.finish = Finish("length", None, None, 32, num_tokens, 0, 0, 0, 0, served)
+        sample.finish = Finish(FinishReason.LENGTH, 32, num_tokens, 0, 0, 0, 0, served)
     return sample
 
 

@@ -1,10 +1,15 @@
 from __future__ import annotations
 
 from baton.cli.commands.nodes import as_values, table_of_tiers, tables_of
-from baton.client.node_status import Snapshot, statuses_from
-from baton.rpc.node_info import TOTALS as TOTALS_MAPPER
-from baton.rpc.node_info import NodeTotals, TierReport
-from baton.v1 import cluster_pb2, node_pb2
+from baton.client.node_status import Snapshot
+from baton.rpc.node_info import (
+    STATUS,
+    NodeAvailability,
+    NodeRole,
+    NodeStatus,
+    NodeTotals,
+    TierReport,
+)
 
 HOST = TierReport("host", 10, 20480, 40960, 160, 12, 30, 2, 1)
 OBJECT = TierReport("object", 900, 5 << 30, 1 << 40, 64, 4, 900, 0, 3)
@@ -12,18 +17,16 @@ TOTALS = NodeTotals(num_prompt_tokens=320, num_hit_tokens=240, tiers=(HOST, OBJE
 
 
 def snapshot_of(totals: NodeTotals) -> Snapshot:
-    report = cluster_pb2.NodeReport(
-        role=node_pb2.NODE_ROLE_PREFILL,
-        address="n:1",
-        state=cluster_pb2.NODE_STATE_READY,
-        node_id="n",
-        totals=TOTALS_MAPPER.to_message(totals),
-    )
-    return Snapshot(1.0, statuses_from([report]))
+    return Snapshot(1.0, (a_status(totals),))
+
+
+def a_status(totals: NodeTotals) -> NodeStatus:
+    return NodeStatus(NodeRole.PREFILL, "n:1", NodeAvailability.READY, node_id="n", totals=totals)
 
 
 def test_totals_and_tiers_round_trip_through_protobuf() -> None:
-    assert TOTALS_MAPPER.from_message(TOTALS_MAPPER.to_message(TOTALS)) == TOTALS
+    status = a_status(TOTALS)
+    assert STATUS.from_message(STATUS.to_message(status)) == status
 
 
 def test_each_tier_has_a_row_with_its_usage_and_its_share_of_prompt_tokens() -> None:

@@ -6,12 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from baton.client.node_status import NodeRates, NodeStatus, Snapshot, rates_between, statuses_from
-from baton.router.discovery.node_reports import NodeAvailability, report_nodes
+from baton.client.node_status import NodeRates, Snapshot, rates_between
+from baton.router.discovery.node_reports import report_nodes
 from baton.router.discovery.sources import Member
-from baton.router.doors.grpc.cluster_servicer import report_to
 from baton.router.routing.node_table import NodeTable
-from baton.rpc.node_info import NodeLoad, NodeRole, NodeTotals
+from baton.rpc.node_info import (
+    STATUS,
+    NodeAvailability,
+    NodeLoad,
+    NodeRole,
+    NodeStatus,
+    NodeTotals,
+)
 from tests.support.node_calls import a_card
 
 DECODE, PREFILL = NodeRole.DECODE, NodeRole.PREFILL
@@ -41,7 +47,7 @@ def test_prefill_nodes_come_first_and_those_that_cannot_be_reached_are_told_of()
         ("away", NodeAvailability.UNREACHABLE),
         ("up2", NodeAvailability.READY),
     ]
-    assert reports[1].card is None
+    assert not reports[1].node_id
 
 
 def test_each_reason_to_get_no_requests_is_a_state_of_its_own() -> None:
@@ -71,13 +77,13 @@ def test_reported_node_status_reaches_the_caller() -> None:
     [node] = table.nodes
     table.node_load(node).num_sent += 4
 
-    away, up = statuses_from(map(report_to, report_nodes(table)))
+    away, up = (STATUS.from_message(STATUS.to_message(report)) for report in report_nodes(table))
 
-    assert away == NodeStatus("prefill", "away", "unreachable")
+    assert away == NodeStatus(PREFILL, "away", NodeAvailability.UNREACHABLE)
     assert up == NodeStatus(
-        role="decode",
+        role=DECODE,
         address="up",
-        state="ready",
+        state=NodeAvailability.READY,
         node_id="name of up",
         incarnation=node.card.incarnation,
         model=node.card.model,
@@ -88,20 +94,19 @@ def test_reported_node_status_reaches_the_caller() -> None:
         num_running=1,
         num_waiting=2,
         num_sent=4,
-        num_prompt_tokens=40,
-        num_hit_tokens=10,
-        num_sampled_tokens=7,
+        totals=NodeTotals(num_prompt_tokens=40, num_hit_tokens=10, num_sampled_tokens=7),
     )
-    assert up.hit_rate == pytest.approx(0.25)
-    assert away.hit_rate is None
+    assert up.totals.hit_rate == pytest.approx(0.25)
+    assert away.totals.hit_rate is None
 
 
 def test_rates_are_of_one_process_between_two_looks() -> None:
-    there = NodeStatus("decode", "a", "ready", "n", "1", num_prompt_tokens=10, num_sampled_tokens=5)
+    totals = NodeTotals(num_prompt_tokens=10, num_sampled_tokens=5)
+    there = NodeStatus(DECODE, "a", NodeAvailability.READY, "n", "1", totals=totals)
     other = replace(there, address="b", incarnation="2")
     before = Snapshot(10.0, (there, other))
-    later = replace(there, num_prompt_tokens=30, num_sampled_tokens=9)
-    restarted = replace(other, incarnation="3", num_sampled_tokens=0)
+    later = replace(there, totals=NodeTotals(num_prompt_tokens=30, num_sampled_tokens=9))
+    restarted = replace(other, incarnation="3", totals=NodeTotals())
 
     rates = rates_between(before, Snapshot(12.0, (later, restarted)))
 
