@@ -21,6 +21,7 @@ from baton.kv_transfer.inbox import Inbox
 from baton.kv_transfer.link import Link, LinkId
 from baton.kv_transfer.pairs import Identity, Pairs, PeerPair
 from baton.kv_transfer.poll_interval import PollInterval
+from baton.kv_transfer.protocol.conversion import StagingArea
 from baton.kv_transfer.protocol.digest import Digests, ReadBlocks
 from baton.kv_transfer.protocol.done_message import decode_done
 from baton.kv_transfer.protocol.incoming import IncomingState
@@ -34,7 +35,6 @@ from baton.kv_transfer.protocol.messages import (
 )
 from baton.kv_transfer.protocol.receiver import Receiver
 from baton.kv_transfer.protocol.sender import Sender
-from baton.kv_transfer.protocol.staging_area import StagingArea
 from baton.kv_transfer.records import TransferLedger, TransferRecord
 from baton.kv_transfer.transports.base import (
     Arrived,

@@ -8,13 +8,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from baton.engine.errors import EngineStopped
 from baton.engine.runner.load import load_runner
 from baton.engine.runner.model_runner import TorchRunner
 from baton.kv_transfer.pairs import Identity
-from baton.node.heartbeat import follow_heartbeat
 from baton.node.kv.connectors import shared_tiers_of
 from baton.node.kv.worker import NO_NODE_DECORATORS, Around
 from baton.node.observers.metrics import export_node_metrics
@@ -24,6 +23,7 @@ from baton.node.start_checks import check_start
 from baton.node.state import NodeState
 from baton.node.wiring import NodeComponents, build_components, identify
 from baton.rpc.grace_period import ShutdownDeadline
+from baton.rpc.health import Health
 from baton.rpc.node_info import NodeRole
 from baton.rpc.security.operators import Operators
 from baton.rpc.server import Running, Service, announce, serving, stop_signal
@@ -32,6 +32,10 @@ from baton.telemetry.tracing.tracer import Tracer, tracing
 from baton.v1 import kv_link_pb2_grpc, node_pb2_grpc
 
 log = logging.getLogger(__name__)
+
+HEARTBEAT_CHECK_S = 0.5
+# Multiple of `stuck_after_s` without a heartbeat after which the process counts as dead.
+DEAD_FACTOR = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +122,31 @@ async def _serve_until_drained(
             publishing.cancel()
     if engine.failure is not None:
         raise EngineStopped(f"the engine failed: {engine.failure!r}")
+
+
+class HasHeartbeat(Protocol):
+    @property
+    def failure(self) -> BaseException | None: ...
+
+    def seconds_since_heartbeat(self) -> float: ...
+
+
+async def follow_heartbeat(
+    engine: HasHeartbeat, health: Health, stuck_after_s: float
+) -> BaseException:
+    """Update `health` from the heartbeat until the engine fails. Return the engine's failure."""
+    while engine.failure is None:
+        silence_s = engine.seconds_since_heartbeat()
+        health.is_alive = silence_s < DEAD_FACTOR * stuck_after_s
+        is_ready = silence_s < stuck_after_s
+        if health.is_ready and not is_ready:
+            log.warning(
+                "no heartbeat of the engine for %.1f s: not ready until the next", silence_s
+            )
+        await health.set_ready(is_ready)
+        await asyncio.sleep(HEARTBEAT_CHECK_S)
+    await health.set_ready(False)
+    return engine.failure
 
 
 async def _drain(server: Running, state: NodeState) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,10 +15,9 @@ from baton.engine.scheduler.scheduler import Scheduler
 from baton.kv_transfer.external_kv import NO_HELD_CHANGES, HeldChanges
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
 from baton.node.engine_calls import EngineCalls, run_on_engine
-from baton.node.kv.tier_reports import tier_reports
 from baton.rpc.cached_prefixes import CachedPrefixes, PrefixChanges, PrefixWatcher
 from baton.rpc.errors import Draining
-from baton.rpc.node_info import NodeCard, NodeLoad, NodeTotals
+from baton.rpc.node_info import NodeCard, NodeLoad, NodeTotals, TierReport
 
 # Minimum interval between updates. Changes within it are sent as one.
 PACE_S = 0.01
@@ -149,6 +148,23 @@ def _read_load(scheduler: Scheduler, tiers: TieredKv | None) -> NodeLoad:
         num_sampled_tokens=stats.total_sampled_tokens,
         num_proposed_tokens=stats.total_proposed_tokens,
         num_accepted_tokens=stats.total_accepted_tokens,
-        tiers=() if tiers is None else tier_reports(tiers, stats.total_loaded_tokens),
+        tiers=() if tiers is None else _tier_reports(tiers, stats.total_loaded_tokens),
     )
     return NodeLoad(stats.num_running, num_waiting, stats.num_free_blocks, totals=totals)
+
+
+def _tier_reports(tiers: TieredKv, loaded_tokens: Mapping[str, int]) -> tuple[TierReport, ...]:
+    return tuple(
+        TierReport(
+            name=tier.name,
+            num_blocks=tier.num_blocks,
+            num_bytes=tier.num_bytes,
+            max_bytes=tier.max_bytes,
+            num_loaded_tokens=loaded_tokens.get(tier.name, 0),
+            num_loaded_blocks=tier.counters.num_loaded,
+            num_stored_blocks=tier.counters.num_stored,
+            num_evicted_blocks=tier.num_evicted,
+            num_failed_blocks=tier.counters.num_failed,
+        )
+        for tier in tiers.status()
+    )

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 import xxhash
 
 from baton.core.ids import BlockId, HandoffId
+from baton.kv_transfer.protocol.conversion import StagingArea
 from baton.kv_transfer.protocol.memory_runs import BlockRun, spans
 from baton.kv_transfer.protocol.messages import Region
-from baton.kv_transfer.protocol.staging_area import StagingArea
 
 # Returns the bytes of some blocks, in order. On a device, it copies them after all launched work
 # has finished: the sender digests the final content, so that a write sent before its fence had

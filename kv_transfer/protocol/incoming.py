@@ -1,14 +1,15 @@
-"""State of one receive on D, and its allowed transitions."""
+"""State of the receives on D, their allowed transitions, and the link to the P that sends. Pure."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
-from baton.core.ids import BlockId
+from baton.core.ids import BlockId, HandoffId
+from baton.kv_transfer.config import ReceiverConfig
 from baton.kv_transfer.link import LinkId
-from baton.kv_transfer.protocol.conversion import StagedBlocks
-from baton.kv_transfer.protocol.messages import Done
+from baton.kv_transfer.protocol.conversion import Conversion, StagedBlocks
+from baton.kv_transfer.protocol.messages import Done, Renew
 from baton.kv_transfer.types import Receive
 
 
@@ -62,3 +63,63 @@ class IncomingHandoff:
     def fence(self, now: float) -> None:
         self.move(IncomingState.FENCED)
         self.fenced_s = now
+
+
+@dataclass(slots=True)
+class SenderLink:
+    """Link from D to one P: its open receives, lease renewals and signs of life."""
+
+    config: ReceiverConfig
+    waiting_since_s: float  # start of the current period with open receives
+    renew_s: float = 0.0  # when the next Renew is due
+    last_message_s: float = 0.0
+    is_up: bool = False
+    conversion: Conversion | None = None  # of the peer's blocks
+    is_cut: bool = False  # the local end of the data path is destroyed
+    incoming: dict[HandoffId, IncomingHandoff] = field(default_factory=dict)  # oldest first
+
+    def __post_init__(self) -> None:
+        self.renew_s = self.waiting_since_s + self.config.renew_every_s
+
+    @property
+    def awaits_peer(self) -> bool:
+        """Return whether P must give signs of life: receives are open, fenced ones included."""
+        return bool(self.incoming) and not self.is_cut
+
+    def add(self, incoming: IncomingHandoff, now: float) -> None:
+        if not self.incoming:
+            self.waiting_since_s = now
+        self.incoming[incoming.order.handoff_id] = incoming
+
+    def come_up(self, now: float, conversion: Conversion | None) -> None:
+        self.is_up = True
+        self.conversion = conversion
+        self.last_message_s = now
+        self.renew_s = now + self.config.renew_every_s
+
+    def take_due_renew(self, now: float) -> Renew | None:
+        if now < self.renew_s:
+            return None
+        self.renew_s = now + self.config.renew_every_s
+        return self.make_renew()
+
+    def make_renew(self) -> Renew:
+        """Return a Renew of all live grants. Without any it still requests a sign of life."""
+        granted = [
+            handoff_id
+            for handoff_id, incoming in self.incoming.items()
+            if incoming.state is IncomingState.GRANTED
+        ]
+        return Renew(tuple(granted), self.config.lease_s)
+
+    def break_reason(self, now: float) -> str | None:
+        """Return why the pair must be cut; None while P is alive and answers."""
+        silence_s, age_s = self.config.silence_s, self.config.fence_age_s
+        if now >= max(self.waiting_since_s, self.last_message_s) + silence_s:
+            return f"the peer sent nothing for {silence_s:g} s"
+        if not self.is_up and now >= self.waiting_since_s + age_s:
+            return f"the peer is alive but did not reply to Hello within {age_s:g} s"
+        for handoff_id, incoming in self.incoming.items():
+            if incoming.state is IncomingState.FENCED and now >= incoming.fenced_s + age_s:
+                return f"no reply to the revoke of {handoff_id} in {age_s:g} s"
+        return None

@@ -30,8 +30,8 @@ from baton.kv_transfer.protocol.actions import (
     ReceiverAction,
     SendMessage,
 )
-from baton.kv_transfer.protocol.conversion import Conversion
-from baton.kv_transfer.protocol.incoming import IncomingHandoff, IncomingState
+from baton.kv_transfer.protocol.conversion import Conversion, StagingArea
+from baton.kv_transfer.protocol.incoming import IncomingHandoff, IncomingState, SenderLink
 from baton.kv_transfer.protocol.messages import (
     Done,
     Failed,
@@ -43,8 +43,6 @@ from baton.kv_transfer.protocol.messages import (
     RevokeGrant,
     Writing,
 )
-from baton.kv_transfer.protocol.sender_link import SenderLink
-from baton.kv_transfer.protocol.staging_area import StagingArea
 from baton.kv_transfer.types import KvReports, Landed, Lost, Proved, Receive
 
 

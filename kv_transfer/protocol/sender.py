@@ -39,8 +39,13 @@ from baton.kv_transfer.protocol.messages import (
     Revoked,
     RevokeGrant,
 )
-from baton.kv_transfer.protocol.outgoing import OutgoingHandoff, OutgoingState, WriteInFlight
-from baton.kv_transfer.protocol.write_splitter import WritePart, WriteSplitter
+from baton.kv_transfer.protocol.outgoing import (
+    OutgoingHandoff,
+    OutgoingState,
+    WriteInFlight,
+    WritePart,
+    WriteSplitter,
+)
 from baton.kv_transfer.transports.base import Write
 from baton.kv_transfer.types import Complete, Requested, Send, SendLayers, Withdraw
 

@@ -7,20 +7,20 @@ blocks that files still lack, the KV cache keeps those that wait, as far as it c
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from enum import Enum, auto
 
-from baton.core.ids import BlockName
-from baton.core.kv_hints import Tenant
-from baton.kv_transfer.external_kv import StoreId, Use
+from baton.core.ids import BlockId, BlockName
+from baton.core.kv_hints import NO_HINTS, BlockHints, Tenant
+from baton.kv_transfer.external_kv import Store, StoreId, Use
 from baton.kv_transfer.tiers.backing_tier import BackingTier, Generation
 from baton.kv_transfer.tiers.block_memory import BlockMemory, CopyBlocks
 from baton.kv_transfer.tiers.copy_pace import CopyPace, Work
 from baton.kv_transfer.tiers.counters import TierCounters
 from baton.kv_transfer.tiers.host_tier import HostBlock, HostTier
-from baton.kv_transfer.tiers.store_queue import StoreQueue, Storing, StoringBlock
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +29,81 @@ COPY_BLOCKS = 64  # at a time at most, for stores: loads wait meanwhile
 # stored at a time, and others need some of it.
 MAX_AT_QUOTA_SHARE = 3 / 16
 MIN_AT_QUOTA = 6  # blocks that may wait, however small the KV cache is
+
+
+@dataclass(slots=True)
+class Storing:
+    """A store in progress. It ends with the last of its blocks."""
+
+    store: Store
+    generation: int
+    ordered_s: float
+    num_left: int  # blocks
+
+
+@dataclass(frozen=True, slots=True)
+class StoringBlock:
+    storing: Storing
+    name: BlockName
+    block_id: BlockId
+    hints: BlockHints
+
+
+class StoreQueue:
+    """Blocks that wait to be copied: a line for each tenant, in the order of their stores. Pure."""
+
+    def __init__(self) -> None:
+        self._lines: OrderedDict[Tenant, deque[StoringBlock]] = OrderedDict()
+
+    def __bool__(self) -> bool:
+        return bool(self._lines)
+
+    @property
+    def tenants(self) -> tuple[Tenant, ...]:
+        """Tenants with waiting blocks. The one that waits longest for its turn is the first."""
+        return tuple(self._lines)
+
+    def num_waiting(self, tenant: Tenant) -> int:
+        return len(self._lines.get(tenant, ()))
+
+    def add(self, storing: Storing) -> None:
+        store = storing.store
+        hints = store.hints or (NO_HINTS,) * len(store.names)
+        for each in zip(store.names, store.block_ids, hints, strict=True):
+            block = StoringBlock(storing, *each)
+            self._lines.setdefault(block.hints.tenant, deque()).append(block)
+
+    def take(self, tenant: Tenant) -> StoringBlock:
+        """Take the first block of a tenant that has one."""
+        block = self._lines[tenant].popleft()
+        self._remove_if_empty(tenant)
+        return block
+
+    def take_last(self, tenant: Tenant) -> StoringBlock:
+        block = self._lines[tenant].pop()
+        self._remove_if_empty(tenant)
+        return block
+
+    def put_back(self, block: StoringBlock) -> None:
+        """Make a block that was just taken the first one of its tenant again."""
+        self._lines.setdefault(block.hints.tenant, deque()).appendleft(block)
+
+    def end_turn(self, tenant: Tenant) -> None:
+        if tenant in self._lines:
+            self._lines.move_to_end(tenant)
+
+    def drop(self, names: Collection[BlockName]) -> list[StoringBlock]:
+        """Take the blocks of these names."""
+        dropped = [block for line in self._lines.values() for block in line if block.name in names]
+        if dropped:
+            for tenant, line in list(self._lines.items()):
+                self._lines[tenant] = deque(block for block in line if block.name not in names)
+                self._remove_if_empty(tenant)
+        return dropped
+
+    def _remove_if_empty(self, tenant: Tenant) -> None:
+        if not self._lines[tenant]:
+            del self._lines[tenant]
 
 
 class _Outcome(Enum):

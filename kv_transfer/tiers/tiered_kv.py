@@ -36,10 +36,9 @@ from baton.kv_transfer.tiers.block_memory import BlockMemory, CopyBlocks, copy_b
 from baton.kv_transfer.tiers.copy_pace import CopyPace, Work
 from baton.kv_transfer.tiers.counters import TierCounters, TierStatus
 from baton.kv_transfer.tiers.first_touch import FirstTouch
-from baton.kv_transfer.tiers.host_stores import HostStores
+from baton.kv_transfer.tiers.host_stores import HostStores, Storing
 from baton.kv_transfer.tiers.host_tier import HostTier
 from baton.kv_transfer.tiers.load_times import LoadTimes
-from baton.kv_transfer.tiers.store_queue import Storing
 from baton.kv_transfer.tiers.stores.block_store import BlockStore
 
 logger = logging.getLogger(__name__)

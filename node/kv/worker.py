@@ -15,8 +15,8 @@ from baton.engine.runner.model_runner import TorchRunner
 from baton.kv_transfer.fence import Fence
 from baton.kv_transfer.link import Link
 from baton.kv_transfer.pairs import Identity
+from baton.kv_transfer.protocol.conversion import StagingArea
 from baton.kv_transfer.protocol.messages import Region
-from baton.kv_transfer.protocol.staging_area import StagingArea
 from baton.kv_transfer.transports.base import Transport
 from baton.kv_transfer.transports.dead_segments import SHARED_MEMORY, remove_dead_segments
 from baton.kv_transfer.transports.nixl import NixlConfig, NixlTransport

@@ -23,8 +23,7 @@ from baton.core.ids import BlockName
 from baton.core.kv_hints import NO_HINTS, SHARED, BlockHints, Tenant
 from baton.kv_transfer.tiers.block_memory import BlockMemory
 from baton.kv_transfer.tiers.eviction import EvictionOrder
-from baton.kv_transfer.tiers.stores.block_file import read_block, write_block
-from baton.kv_transfer.tiers.stores.block_time import BlockTime
+from baton.kv_transfer.tiers.stores.block_file import BlockTime, read_block, write_block
 from baton.kv_transfer.tiers.stores.folder_checks import (
     FOLDER_MODE,
     check_blocks_owner,

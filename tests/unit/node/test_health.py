@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.core.ids import RequestId
 from baton.engine.engine_thread import EngineThread
 from baton.engine.plan import Plan, RunResult
-from baton.node.heartbeat import DEAD_FACTOR, follow_heartbeat
+from baton.node.run import DEAD_FACTOR, follow_heartbeat
 from baton.rpc.channel import open_channel
 from baton.rpc.health import LIVENESS, Health
 from baton.rpc.server import serving

@@ -13,10 +13,9 @@ from baton.core.logprobs import FirstToken
 from baton.kv_transfer.config import ReceiverConfig
 from baton.kv_transfer.link import LinkId
 from baton.kv_transfer.protocol.actions import CheckDigest, ConvertStaged, SendMessage
-from baton.kv_transfer.protocol.conversion import Conversion, is_convertible
+from baton.kv_transfer.protocol.conversion import Conversion, StagingArea, is_convertible
 from baton.kv_transfer.protocol.messages import Done, Fingerprint, Grant, Hello, Region, Revoked
 from baton.kv_transfer.protocol.receiver import Receiver
-from baton.kv_transfer.protocol.staging_area import StagingArea
 from baton.kv_transfer.types import Receive
 
 FULL = Fingerprint("m", "bfloat16", "layers", 16, 2, 2, 8, "full: 0,1")

@@ -3,7 +3,7 @@ from __future__ import annotations
 from baton.core.ids import BlockId
 from baton.core.kv_hints import SHARED, BlockHints, Tenant
 from baton.kv_transfer.external_kv import Store, StoreId
-from baton.kv_transfer.tiers.store_queue import StoreQueue, Storing
+from baton.kv_transfer.tiers.host_stores import StoreQueue, Storing
 from tests.support.tier_memory import name_of
 
 A, B = Tenant(b"a"), Tenant(b"b")

@@ -17,8 +17,7 @@ from baton.engine.runner.config import RunnerConfig
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.step_observer import StepObserver
-from baton.node.observers.step_tracing import MAX_LINKS, StepTracing
-from baton.node.observers.tracing import NodeTracing
+from baton.node.observers.tracing import MAX_LINKS, NodeTracing, StepTracing
 from baton.node.options import NodeOptions
 from baton.telemetry import names
 from baton.telemetry.tracing.node_timeline import NodeFacts

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.kv_transfer.tiers.eviction import DEFAULT_PRIORITY
-from baton.kv_transfer.tiers.stores.block_time import BlockTime
+from baton.kv_transfer.tiers.stores.block_file import BlockTime
 
 TIMES_S = st.floats(1.0, 4e9)
 PRIORITIES = st.integers(0, 100)
