@@ -134,7 +134,7 @@ def update_reader(engine: EngineThread, scheduler: Scheduler, tiers: TieredKv | 
 def _read_update(scheduler: Scheduler, tiers: TieredKv | None, host_names: HostNames) -> NodeUpdate:
     host_changes = NO_HELD_CHANGES
     if tiers is not None:
-        host_changes = host_names.translate(tiers.take_host_changes())
+        host_changes = host_names.translate(tiers.host.take_changes())
     return NodeUpdate(_read_load(scheduler, tiers), scheduler.take_kv_events(), host_changes)
 
 
@@ -163,7 +163,7 @@ def _tier_reports(tiers: TieredKv, loaded_tokens: Mapping[str, int]) -> tuple[Ti
             num_loaded_tokens=loaded_tokens.get(tier.name, 0),
             num_loaded_blocks=tier.counters.num_loaded,
             num_stored_blocks=tier.counters.num_stored,
-            num_evicted_blocks=tier.num_evicted,
+            num_evicted_blocks=tier.order.num_evicted,
             num_failed_blocks=tier.counters.num_failed,
         )
         for tier in tiers.status()

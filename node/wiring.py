@@ -174,7 +174,7 @@ def _build_card(
         max_num_seqs=options.scheduling.max_num_seqs,
         max_sequence_len=max_sequence_length(scheduler.config, scheduler.cache_config),
         kv_staging_bytes=options.kv_staging_bytes,
-        num_host_blocks=0 if tiers is None else tiers.num_host_blocks,
+        num_host_blocks=0 if tiers is None else tiers.host.memory.num_blocks,
     )
 
 

@@ -142,12 +142,9 @@ class BackingTier:
         return self._config.max_waiting_writes is None and not self.is_stuck
 
     def status(self) -> TierStatus:
-        store, order = self._store, self._store.order
-        held = (len(order), store.num_bytes, store.max_bytes, store.num_evicted)
-        retained = (order.num_retained, order.num_refused)
-        return TierStatus(
-            self.name, *held, *retained, self.counters, is_usable=self._reading.is_over
-        )
+        order, stored_bytes = self._store.order, self._store.stored_bytes
+        is_usable = self._reading.is_over
+        return TierStatus(self.name, order, stored_bytes, self.counters, is_usable)
 
     def _busy_s(self) -> float:
         since_s = self._job_since_s

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from baton.kv_transfer.tiers.eviction import EvictionOrder
+
 
 def _observe_nothing(_: float) -> None:
     pass
@@ -33,14 +35,22 @@ class TierCounters:
 
 @dataclass(frozen=True, slots=True)
 class TierStatus:
-    """Contents of a tier, and its counters so far."""
+    """View of a tier: its blocks, and its counters so far."""
 
     name: str
-    num_blocks: int
-    num_bytes: int
-    max_bytes: int
-    num_evicted: int  # blocks
-    num_retained: int  # blocks
-    num_refused: int  # blocks that were not retained, because too many are
+    order: EvictionOrder
+    stored_bytes: int  # of each block
     counters: TierCounters
     is_usable: bool = True  # False while it does not work and is only tried again now and then
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.order)
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.order) * self.stored_bytes
+
+    @property
+    def max_bytes(self) -> int:
+        return self.order.max_blocks * self.stored_bytes

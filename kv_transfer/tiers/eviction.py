@@ -73,7 +73,7 @@ class EvictionOrder:
 
     def __init__(self, max_blocks: int, tenant_share: float = 1.0) -> None:
         """With a `tenant_share` below 1, tenants have quotas, except for SHARED."""
-        self._max_blocks = max_blocks
+        self.max_blocks = max_blocks
         self._max_retained = int(max_blocks * MAX_RETAINED_SHARE)
         self._quota = max(1, int(max_blocks * tenant_share))
         self._has_quotas = tenant_share < 1
@@ -83,6 +83,7 @@ class EvictionOrder:
         self._expiries: list[tuple[float, BlockName]] = []  # a heap; some are out of date
         self._tenants: dict[Tenant, _TenantBlocks] = {}
         self.num_refused = 0  # blocks that were not retained, because too many are
+        self.num_evicted = 0  # blocks; counted by the tier, which removes them
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -128,7 +129,7 @@ class EvictionOrder:
         return num_blocks + num_reserved >= self._quota
 
     def is_full_for(self, tenant: Tenant) -> bool:
-        return len(self._blocks) >= self._max_blocks or self.is_at_quota(tenant)
+        return len(self._blocks) >= self.max_blocks or self.is_at_quota(tenant)
 
     def victims(self, tenant: Tenant, now: float, num_reserved: int = 0) -> Iterator[BlockName]:
         """Yield blocks to evict for a block of the tenant, the best one first.

@@ -44,18 +44,9 @@ class HostTier:
         self._num_reserved: Counter[Tenant] = Counter()  # blocks, not published yet
         self.order = EvictionOrder(memory.num_blocks, tenant_share)
         self._changes: dict[BlockName, bool] = {}  # not taken yet; True: the name is here now
-        self.num_evicted = 0
         self._is_room_wanted = False  # since a reservation failed
         # Called when there may be room after a reservation has failed, on any thread.
         self.on_room: Callable[[], None] = lambda: None
-
-    def __len__(self) -> int:
-        return len(self._blocks)
-
-    @property
-    def num_blocks(self) -> int:
-        """The number of blocks that fit."""
-        return self.memory.num_blocks
 
     def holds(self, name: BlockName) -> bool:
         return name in self._blocks
@@ -156,11 +147,12 @@ class HostTier:
     def check(self) -> None:
         """Raise if a slot was lost. Call it while no block is written or read."""
         with self._lock:
+            num_slots = self.memory.num_blocks
             slots = [*self._free, *(block.slot for block in self._blocks.values())]
             num_pinned = sum(block.num_pins > 0 for block in self._blocks.values())
-        if num_pinned or sorted(slots) != list(range(self.num_blocks)):
+        if num_pinned or sorted(slots) != list(range(num_slots)):
             raise RuntimeError(
-                f"{num_pinned} pinned; {len(slots)} of {self.num_blocks} slots are accounted for"
+                f"{num_pinned} pinned; {len(slots)} of {num_slots} slots are accounted for"
             )
 
     def _pin(self, name: BlockName) -> HostBlock | None:
@@ -186,7 +178,7 @@ class HostTier:
         if name is None:
             return False
         self._remove(name)
-        self.num_evicted += 1
+        self.order.num_evicted += 1
         return True
 
     def _handle_last_unpin(self, block: HostBlock) -> None:

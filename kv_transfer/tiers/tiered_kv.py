@@ -22,7 +22,6 @@ from baton.kv_transfer.external_kv import (
     OBJECT,
     ExternalOrders,
     ExternalReports,
-    HeldChanges,
     Loaded,
 )
 from baton.kv_transfer.tiers.backing_tier import (
@@ -70,8 +69,8 @@ class TieredKv:
         """`wake` is called on any thread when there is something to poll."""
         self._kv_memory = kv_memory
         self._copy = copy
-        self._host = host
-        self._host.on_room = self._look_for_room
+        self.host = host
+        self.host.on_room = self._look_for_room
         self._clock = clock
         self._wake = wake
         self.pace = pace or CopyPace(clock)
@@ -105,12 +104,12 @@ class TieredKv:
             config = BackingConfig(
                 *(OBJECT, block_bytes / OBJECT_BYTES_PER_S, object_refresh_s),
                 num_parallel=NUM_PARALLEL_OBJECTS,
-                max_waiting_writes=max(1, int(self._host.num_blocks * MAX_WAITING_SHARE)),
+                max_waiting_writes=max(1, int(self.host.memory.num_blocks * MAX_WAITING_SHARE)),
             )
             yield self._backing_tier(config, objects)
 
     def _backing_tier(self, config: BackingConfig, store: BlockStore) -> BackingTier:
-        parts = (self._kv_memory, self._host, self._generation, self._clock, self.pace)
+        parts = (self._kv_memory, self.host, self._generation, self._clock, self.pace)
         return BackingTier(config, store, *parts)
 
     def __enter__(self) -> TieredKv:
@@ -136,23 +135,9 @@ class TieredKv:
 
     def status(self) -> tuple[TierStatus, ...]:
         """Return what each tier holds and has done, from the fastest on. Any thread may call it."""
-        block_bytes, host = self._kv_memory.block_bytes, self._host
-        num_bytes, max_bytes = len(host) * block_bytes, host.num_blocks * block_bytes
-        retained = host.order.num_retained, host.order.num_refused
-        held = (len(host), num_bytes, max_bytes, host.num_evicted, *retained)
-        return (
-            TierStatus(HOST, *held, self._host_counters),
-            *(tier.status() for tier in self._backing),
-        )
-
-    @property
-    def num_host_blocks(self) -> int:
-        """The number of blocks that fit into host memory."""
-        return self._host.num_blocks
-
-    def take_host_changes(self) -> HeldChanges:
-        """Return the changes of the names in host memory since the last call."""
-        return self._host.take_changes()
+        block_bytes = self._kv_memory.block_bytes
+        host = TierStatus(HOST, self.host.order, block_bytes, self._host_counters)
+        return (host, *(tier.status() for tier in self._backing))
 
     # --- ExternalKv: the engine thread ------------------------------------------------------
 
@@ -206,7 +191,7 @@ class TieredKv:
         return num_blocks
 
     def _is_in_host(self, name: BlockName) -> bool:
-        return self._cleared == self._generation.number and self._host.holds(name)
+        return self._cleared == self._generation.number and self.host.holds(name)
 
     # --- the copying thread -------------------------------------------------------------------
 
@@ -249,11 +234,11 @@ class TieredKv:
     def _copy_from_host(self, pending: PendingLoad) -> int:
         """Copy what is in host memory. Returns the number of blocks."""
         load = pending.load
-        pinned = dict(enumerate(self._host.pin_all(load.names)))
+        pinned = dict(enumerate(self.host.pin_all(load.names)))
         found = {place: block for place, block in pinned.items() if block is not None}
         try:
             copied = self.pace.copy_blocks(
-                *(self._copy, self._host.memory, [block.slot for block in found.values()]),
+                *(self._copy, self.host.memory, [block.slot for block in found.values()]),
                 *(self._kv_memory, [load.block_ids[place] for place in found]),
                 work=Work.LOAD,
                 ordered_s=pending.began_s,
@@ -265,15 +250,15 @@ class TieredKv:
                     pending.sources[place] = HOST
                 else:
                     self._host_counters.num_failed_loads += 1
-                    self._host.remove(load.names[place])
+                    self.host.remove(load.names[place])
         finally:
-            self._host.unpin_all(found.values())
+            self.host.unpin_all(found.values())
         return len(load.names) - len(pending.missing)
 
     def _drop(self, names: Sequence[BlockName]) -> None:
         self._stores.drop(frozenset(names))
         for name in names:
-            self._host.remove(name)
+            self.host.remove(name)
         self._wake()
         self._dropping.difference_update(names)
         for tier in self._backing:
@@ -281,7 +266,7 @@ class TieredKv:
 
     def _clear(self, tiers: Collection[str], generation: int) -> None:
         if HOST in tiers:
-            self._host.clear()
+            self.host.clear()
             self._wake()
         self._cleared = generation
         for tier in self._backing:

@@ -120,9 +120,9 @@ def _tier_gauges(tiers: TieredKv, stats: SchedulerStats) -> Reading:
         counted.TIER_LIMIT: {name: tier.max_bytes for name, tier in by_name.items()},
         counted.TIER_LOADED: {name: tier.counters.num_loaded for name, tier in by_name.items()},
         counted.TIER_STORED: {name: tier.counters.num_stored for name, tier in by_name.items()},
-        counted.TIER_EVICTED: {name: tier.num_evicted for name, tier in by_name.items()},
+        counted.TIER_EVICTED: {name: tier.order.num_evicted for name, tier in by_name.items()},
         counted.TIER_FAILED: {name: tier.counters.num_failed for name, tier in by_name.items()},
-        counted.TIER_RETAINED: {name: tier.num_retained for name, tier in by_name.items()},
-        counted.TIER_REFUSED: {name: tier.num_refused for name, tier in by_name.items()},
+        counted.TIER_RETAINED: {name: tier.order.num_retained for name, tier in by_name.items()},
+        counted.TIER_REFUSED: {name: tier.order.num_refused for name, tier in by_name.items()},
         counted.TIER_USABLE: {name: int(tier.is_usable) for name, tier in by_name.items()},
     }

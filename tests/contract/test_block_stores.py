@@ -82,7 +82,7 @@ def test_a_block_survives_a_restart(stores: StoreWorld) -> None:
     again = opened(stores)
 
     assert len(again.order) == 7
-    assert again.num_bytes == 7 * STORED_BYTES
+    assert len(again.order) * again.stored_bytes == 7 * STORED_BYTES
     assert again.holds(name_of(1))
     assert is_right(again, memory, 1, into=8)
 
@@ -186,8 +186,8 @@ def test_the_least_recently_used_blocks_are_removed(stores: StoreWorld) -> None:
     store.refresh()
 
     assert [store.holds(name_of(number)) for number in (1, 2, 3)] == [True, False, True]
-    assert store.num_evicted == 1
-    assert store.num_bytes == store.max_bytes
+    assert store.order.num_evicted == 1
+    assert len(store.order) == store.order.max_blocks
     assert stores.stored() == {name_of(number).hex() for number in (1, 3)}
 
 
@@ -254,12 +254,12 @@ def test_blocks_that_could_not_be_evicted_still_count(stores: StoreWorld) -> Non
             with cannot_delete():
                 write(store, memory, 4, hints=BlockHints(tenant_of(tenant)))
     assert held(store, 1, 2, 3, 4) == [True, True, True, False]
-    assert (len(store.order), store.num_evicted) == (3, 0)
+    assert (len(store.order), store.order.num_evicted) == (3, 0)
 
     write(store, memory, 4)
 
     assert sum(held(store, 1, 2, 3, 4)) == len(stores.stored()) == 3
-    assert store.num_evicted == 1
+    assert store.order.num_evicted == 1
 
 
 def test_blocks_of_others_that_could_not_be_evicted_still_count(stores: StoreWorld) -> None:

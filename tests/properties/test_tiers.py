@@ -333,7 +333,7 @@ class TwoNodes(RuleBasedStateMachine):
     @invariant()
     def limits_hold(self) -> None:
         for it in getattr(self, "nodes", ()):
-            assert len(it.world.host) <= NUM_HOST
+            assert len(it.world.host.order) <= NUM_HOST
 
     def _load(self, it: Node, wanted: list[int]) -> tuple[str | None, ...]:
         """Load blocks. `TierWorld.load` verifies their bytes."""

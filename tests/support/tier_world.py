@@ -15,7 +15,6 @@ from baton.kv_transfer.external_kv import ExternalOrders, Load, LoadId, Store, S
 from baton.kv_transfer.tiers.block_memory import BlockMemory, CopyBlocks, copy_blocks
 from baton.kv_transfer.tiers.copy_pace import CopyPace
 from baton.kv_transfer.tiers.counters import TierCounters, TierStatus
-from baton.kv_transfer.tiers.eviction import EvictionOrder
 from baton.kv_transfer.tiers.host_tier import HostTier
 from baton.kv_transfer.tiers.stores.block_store import BlockStore
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
@@ -49,7 +48,7 @@ def _no_fault(_operation: str, _name: bytes) -> None:
     pass
 
 
-class FaultyStore:
+class FaultyStore(BlockStore):
     """A block store that fails or waits on order.
 
     `before` and `after` are called with each operation and name, before and after its change: they
@@ -57,7 +56,7 @@ class FaultyStore:
     """
 
     def __init__(self, store: BlockStore) -> None:
-        self.store = store
+        self.store, self.order, self.stored_bytes = store, store.order, store.stored_bytes
         self.before: Callable[[str, bytes], None] = _no_fault
         self.after: Callable[[str, bytes], None] = _no_fault
         self.used: Callable[[Sequence[bytes]], None] = lambda _: None
@@ -72,22 +71,6 @@ class FaultyStore:
         except OSError:
             self.failed.append(operation)
             raise
-
-    @property
-    def order(self) -> EvictionOrder:
-        return self.store.order
-
-    @property
-    def num_evicted(self) -> int:
-        return self.store.num_evicted
-
-    @property
-    def num_bytes(self) -> int:
-        return self.store.num_bytes
-
-    @property
-    def max_bytes(self) -> int:
-        return self.store.max_bytes
 
     def holds(self, name: bytes) -> bool:
         return self.store.holds(name)
@@ -257,7 +240,7 @@ class TierWorld:
         return self._status(tier).is_usable
 
     def num_retained(self, tier: str) -> int:
-        return self._status(tier).num_retained
+        return self._status(tier).order.num_retained
 
     def _status(self, tier: str) -> TierStatus:
         (status,) = (each for each in self.tiers.status() if each.name == tier)

@@ -22,8 +22,8 @@ from baton.core.errors import InvalidConfig
 from baton.core.ids import BlockName
 from baton.core.kv_hints import NO_HINTS, SHARED, BlockHints, Tenant
 from baton.kv_transfer.tiers.block_memory import BlockMemory
-from baton.kv_transfer.tiers.eviction import EvictionOrder
 from baton.kv_transfer.tiers.stores.block_file import BlockTime, read_block, write_block
+from baton.kv_transfer.tiers.stores.block_store import BlockStore
 from baton.kv_transfer.tiers.stores.folder_checks import (
     FOLDER_MODE,
     check_blocks_owner,
@@ -39,7 +39,6 @@ from baton.kv_transfer.tiers.stores.other_namespaces import (
     OtherNamespaces,
 )
 from baton.kv_transfer.tiers.stores.stored_blocks import (
-    HEADER_BYTES,
     REMOVED,
     WRITTEN,
     block_of,
@@ -50,7 +49,7 @@ from baton.kv_transfer.tiers.stores.stored_blocks import (
 PART_AGE_S = 3600.0  # of what processes left that were killed while they wrote a block
 
 
-class FileStore:
+class FileStore(BlockStore):
     """One thread uses it; `holds` may be called from any."""
 
     def __init__(
@@ -66,40 +65,14 @@ class FileStore:
 
         One that does not work yet is no error: `scan` tries it again.
         """
-        self._clock = clock
-        self._block_bytes = block_bytes
-        self._file_bytes = block_bytes + HEADER_BYTES
-        self._max_blocks = max_bytes // self._file_bytes
-        if not self._max_blocks:
-            raise InvalidConfig(
-                f"--kv-folder-size is {max_bytes} bytes; a block takes {self._file_bytes}"
-            )
+        super().__init__("--kv-folder-size", block_bytes, max_bytes, tenant_share, clock)
         self._folder = Path(folder).expanduser() / namespace_of(fingerprint)
         self._journals = JournalFiles(self._folder / JOURNALS, clock)
         self._max_bytes = max_bytes
         self._others = OtherNamespaces(self._folder, self._journals.now)
-        self.order = EvictionOrder(self._max_blocks, tenant_share)
-        self.num_evicted = 0
         self._is_open = False
         with suppress(OSError):
             self._open()
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    @property
-    def num_bytes(self) -> int:
-        return len(self.order) * self._file_bytes
-
-    @property
-    def max_bytes(self) -> int:
-        return self._max_blocks * self._file_bytes
-
-    def holds(self, name: BlockName) -> bool:
-        return name in self.order
-
-    def hints_of(self, name: BlockName) -> BlockHints:
-        return self.order.hints_of(name, self._clock())
 
     def scan(self) -> bool:
         """Find the files that are there, in the order of their last use."""
@@ -119,34 +92,29 @@ class FileStore:
         return True
 
     def refresh(self) -> None:
-        """Learn what other processes have written and deleted since the last call."""
         self._must_be_open()
         self._make_folder()  # someone may have emptied the folder
         if self._journals.is_behind:
             self._journals.skip()
             self.scan()
         for sign, stem in self._journals.read():
-            self._apply(sign, stem)
+            self._apply_change(sign, stem)
         self._journals.keep()
         self._others.list_some(self._clock())
         self._trim()
 
     def read(self, name: BlockName, memory: BlockMemory, block: int) -> bytes | None:
-        """Read a block and return its digest; None if there is no valid one."""
         path = self._path_of(name)
         try:
             digest, kept = read_block(path, name, memory, block)
         except FileNotFoundError:
-            self.order.remove(name)
+            self._forget(name)
             return None
         except OSError:
-            self.order.remove(name)  # so that one bad file fails only once
+            self._forget(name)  # so that one bad file fails only once
             raise
         if digest is None:
-            try:
-                self.remove(name)
-            except OSError:  # the folder may be read-only
-                self.order.remove(name)
+            self._remove_damaged(name)
             return None
         self.order.touch(name)
         self._set_time(path, BlockTime(max(kept.used_s, self._clock()), kept.priority))
@@ -176,10 +144,7 @@ class FileStore:
             self._journals.note(WRITTEN, path.stem)
 
     def use(self, names: Iterable[BlockName], hints: BlockHints) -> None:
-        """Note the use of those of the blocks that are here, and apply the hints of the request.
-
-        A use without hints is forgotten at a restart: it costs no system call.
-        """
+        """A use without hints is forgotten at a restart: it costs no system call."""
         if hints.is_plain:
             for name in names:
                 self.order.touch(name)
@@ -190,7 +155,6 @@ class FileStore:
             self._keep_hints(name, hints, now)
 
     def remove(self, name: BlockName) -> None:
-        """Remove a block, also one that is not known here, whichever tenant it is stored for."""
         self._must_be_open()
         for path, found, _ in self._files_in(self._path_of(name).parent):
             if found == name:
@@ -199,12 +163,10 @@ class FileStore:
         self._journals.note(REMOVED, name.hex())
 
     def clear(self) -> None:
-        """Delete all files, of other processes too."""
         self.refresh()
         for path, name, _ in self._files():
             self._delete(name, path)
-        for name in self.order.names:
-            self.order.remove(name)
+        self._forget_all()
 
     def close(self) -> None:
         """Leave the journal to those who have not read its end. It is deleted once it is old."""
@@ -233,15 +195,6 @@ class FileStore:
         make_private(self._folder.parent)
         self._folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
 
-    def _apply(self, sign: str, stem: str) -> None:
-        """Apply a change by another process."""
-        with suppress(ValueError):  # not ours
-            name, tenant = block_of(stem)
-            if sign == REMOVED:
-                self.order.remove(name)
-            elif name not in self.order:
-                self.order.add(name, BlockHints(tenant), self._clock())
-
     def _delete_old_parts(self) -> None:
         oldest_s = time.time() - PART_AGE_S
         for path in self._folder.glob(f"??/*{PART_SUFFIX}"):
@@ -257,12 +210,12 @@ class FileStore:
         """
         fair_bytes = self._max_bytes // (1 + self._others.num_used)
         max_bytes = max(fair_bytes, self._max_bytes - self._others.used_bytes)
-        return max(1, max_bytes // self._file_bytes)
+        return max(1, max_bytes // self.stored_bytes)
 
     def _trim(self) -> None:
         """Evict what is over the limit with the blocks of others."""
         now = self._clock()
-        self._others.make_room(self._max_bytes - self.num_bytes)
+        self._others.make_room(self._max_bytes - len(self.order) * self.stored_bytes)
         while len(self.order) > self._num_allowed:
             name = self._next_victim(SHARED, now)
             if name is None:
@@ -276,7 +229,7 @@ class FileStore:
         self.order.add(name, hints, now)
 
     def _make_room(self, tenant: Tenant, now: float) -> None:
-        self._others.make_room(self._max_bytes - self.num_bytes - self._file_bytes)
+        self._others.make_room(self._max_bytes - (len(self.order) + 1) * self.stored_bytes)
         while self.order.is_full_for(tenant) or len(self.order) >= self._num_allowed:
             name = self._next_victim(tenant, now)
             if name is None:
@@ -285,7 +238,7 @@ class FileStore:
 
     def _evict(self, name: BlockName) -> None:
         self._delete(name, self._path_of(name))
-        self.num_evicted += 1
+        self.order.num_evicted += 1
 
     def _delete(self, name: BlockName, path: Path) -> None:
         path.unlink(missing_ok=True)

@@ -12,16 +12,15 @@ import ctypes
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from threading import Lock
+from functools import partial
 
 import numpy as np
 from xxhash import xxh3_128_digest
 
-from baton.core.errors import InvalidConfig
 from baton.core.ids import BlockName
 from baton.core.kv_hints import NO_HINTS, SHARED, BlockHints, Tenant
 from baton.kv_transfer.tiers.block_memory import BlockMemory
-from baton.kv_transfer.tiers.eviction import EvictionOrder
+from baton.kv_transfer.tiers.stores.block_store import BlockStore
 from baton.kv_transfer.tiers.stores.journal_objects import CLEARED, JournalObjects
 from baton.kv_transfer.tiers.stores.objects import ObjectInfo, Objects
 from baton.kv_transfer.tiers.stores.stored_blocks import (
@@ -40,8 +39,8 @@ DELETE_OBJECTS = 1000  # at a time
 _Victim = tuple[BlockName, Tenant]
 
 
-class ObjectStore:
-    """Implements BlockStore. Several threads may read and write at a time."""
+class ObjectStore(BlockStore):
+    """Several threads may read and write at a time."""
 
     def __init__(
         self,
@@ -52,38 +51,13 @@ class ObjectStore:
         tenant_share: float = 1.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        super().__init__("--kv-object-store-size", block_bytes, max_bytes, tenant_share, clock)
         self._objects = objects
-        self._block_bytes = block_bytes
-        self._object_bytes = block_bytes + HEADER_BYTES
-        self._max_blocks = max_bytes // self._object_bytes
-        if not self._max_blocks:
-            raise InvalidConfig(
-                f"--kv-object-store-size is {max_bytes} bytes; a block takes {self._object_bytes}"
-            )
         namespace = namespace_of(fingerprint)
         self._blocks = f"{namespace}/blocks/"
         self._journals = JournalObjects(objects, f"{namespace}/journals/", clock)
-        self._clock = clock
-        self._lock = Lock()
-        self.order = EvictionOrder(self._max_blocks, tenant_share)  # under the lock
         self._pages: Iterator[list[ObjectInfo]] | None = None  # while names are listed
         self._found: list[tuple[float, BlockName, Tenant]] = []
-        self.num_evicted = 0
-
-    @property
-    def num_bytes(self) -> int:
-        return len(self.order) * self._object_bytes
-
-    @property
-    def max_bytes(self) -> int:
-        return self._max_blocks * self._object_bytes
-
-    def holds(self, name: BlockName) -> bool:
-        return name in self.order
-
-    def hints_of(self, name: BlockName) -> BlockHints:
-        with self._lock:
-            return self.order.hints_of(name, self._clock())
 
     # --- blocks ----------------------------------------------------------------------------
 
@@ -93,7 +67,7 @@ class ObjectStore:
         Nothing is written to the memory after the call, nor before the digest is verified.
         """
         try:
-            content = self._objects.get(self._key_of(name), self._object_bytes)
+            content = self._objects.get(self._key_of(name), self.stored_bytes)
         except FileNotFoundError:
             self._forget(name)
             return None
@@ -115,7 +89,8 @@ class ObjectStore:
         hints: BlockHints = NO_HINTS,
     ) -> None:
         """Write a block. Another process may write it as well: the content is the same."""
-        self._evict(self._take_victims(hints.tenant))
+        is_full = partial(self.order.is_full_for, hints.tenant)
+        self._evict(self._take_victims(hints.tenant, is_full))
         stem = stem_of(name, hints.tenant)
         header = pack_header(name, digest, self._block_bytes)
         self._objects.put(self._blocks + stem, (header, memory.view(block)))
@@ -124,22 +99,17 @@ class ObjectStore:
             self.order.add(name, hints, self._clock())
 
     def use(self, names: Iterable[BlockName], hints: BlockHints) -> None:
-        """Note the use of those of the blocks that are here, and apply the hints of the request.
-
-        Both are forgotten at a restart.
-        """
+        """Uses and hints are forgotten at a restart."""
         with self._lock:
             for name in names:
                 self.order.use(name, hints, self._clock())
 
     def remove(self, name: BlockName) -> None:
-        """Remove a block, also one that is not known here, whichever tenant it is stored for."""
         self._objects.delete(self._keys_of(name))
         self._forget(name)  # not before its object is gone: what fails is repeated
         self._journals.note(REMOVED, name.hex())
 
     def clear(self) -> None:
-        """Delete all blocks, of other processes too."""
         self._pages, self._found = None, []
         self._journals.skip()
         for page in self._objects.list(self._blocks):
@@ -170,8 +140,12 @@ class ObjectStore:
         """Publish own changes, apply those of others, and delete what is over the limit."""
         self._journals.publish()
         for sign, stem in self._journals.read():
-            self._apply(sign, stem)
-        self._evict(self._take_excess())
+            if sign == CLEARED:
+                self._forget_all()
+            else:
+                self._apply_change(sign, stem)
+        order = self.order
+        self._evict(self._take_victims(SHARED, lambda: len(order) > order.max_blocks))
 
     def close(self) -> None:
         """Publish the last changes. The journal is deleted by others once it is old."""
@@ -181,7 +155,7 @@ class ObjectStore:
         for info in page:
             with suppress(ValueError):  # not ours
                 name, tenant = block_of(info.key.rpartition("/")[2])
-                if info.num_bytes == self._object_bytes:
+                if info.num_bytes == self.stored_bytes:
                     yield info.changed_s, name, tenant
 
     def _learn(self, found: Iterable[tuple[float, BlockName, Tenant]]) -> None:
@@ -194,62 +168,19 @@ class ObjectStore:
             for name in known:
                 self.order.touch(name)
 
-    def _apply(self, sign: str, stem: str) -> None:
-        """Apply a change by another process."""
-        if sign == CLEARED:
-            self._forget_all()
-            return
-        with suppress(ValueError):  # not ours
-            name, tenant = block_of(stem)
-            with self._lock:
-                if sign == REMOVED:
-                    self.order.remove(name)
-                elif name not in self.order:
-                    self.order.add(name, BlockHints(tenant), self._clock())
-
-    def _remove_damaged(self, name: BlockName) -> None:
-        try:
-            self.remove(name)
-        except OSError:
-            self._forget(name)
-
-    def _forget(self, name: BlockName) -> None:
-        with self._lock:
-            self.order.remove(name)
-
-    def _forget_all(self) -> None:
-        with self._lock:
-            for name in self.order.names:
-                self.order.remove(name)
-
     # --- eviction --------------------------------------------------------------------------
 
-    def _take_victims(self, tenant: Tenant) -> list[_Victim]:
-        """Forget blocks that have to make room for one of the tenant."""
-        victims = []
-        with self._lock:
-            while self.order.is_full_for(tenant) and (victim := self._take_victim(tenant)):
-                victims.append(victim)
-        return victims
-
-    def _take_excess(self) -> list[_Victim]:
-        """Forget blocks over the limit, which others have written."""
+    def _take_victims(self, tenant: Tenant, is_over: Callable[[], bool]) -> list[_Victim]:
+        """Forget blocks while there are too many, as many as are deleted at a time."""
         victims: list[_Victim] = []
         with self._lock:
-            while len(self.order) > self._max_blocks and len(victims) < DELETE_OBJECTS:
-                victim = self._take_victim(SHARED)
-                if victim is None:
+            while is_over() and len(victims) < DELETE_OBJECTS:
+                name = next(self.order.victims(tenant, self._clock()), None)
+                if name is None:
                     break
-                victims.append(victim)
+                victims.append((name, self.order.tenant_of(name)))
+                self.order.remove(name)
         return victims
-
-    def _take_victim(self, tenant: Tenant) -> _Victim | None:
-        name = next(self.order.victims(tenant, self._clock()), None)
-        if name is None:
-            return None
-        victim = name, self.order.tenant_of(name)
-        self.order.remove(name)
-        return victim
 
     def _evict(self, victims: Sequence[_Victim]) -> None:
         """Delete blocks that were forgotten. If that fails, they count again."""
@@ -264,7 +195,7 @@ class ObjectStore:
         for stem in stems:
             self._journals.note(REMOVED, stem)
         with self._lock:
-            self.num_evicted += len(victims)
+            self.order.num_evicted += len(victims)
 
     def _restore(self, victims: Iterable[_Victim]) -> None:
         with self._lock:
@@ -291,7 +222,7 @@ class ObjectStore:
             return self._blocks + stem_of(name, self.order.tenant_of(name))
 
     def _valid_digest(self, content: memoryview, name: BlockName) -> bytes | None:
-        if len(content) != self._object_bytes:
+        if len(content) != self.stored_bytes:
             return None
         digest = digest_in_header(content[:HEADER_BYTES], name, self._block_bytes)
         is_valid = digest is not None and xxh3_128_digest(content[HEADER_BYTES:]) == digest

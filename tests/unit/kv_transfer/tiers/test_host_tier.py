@@ -15,7 +15,7 @@ def test_the_least_recently_used_block_is_replaced() -> None:
     add(host, 3)
 
     assert [host.holds(name_of(number)) for number in (1, 2, 3)] == [True, False, True]
-    assert host.num_evicted == 1
+    assert host.order.num_evicted == 1
 
 
 def test_a_pinned_block_is_not_replaced() -> None:

@@ -332,7 +332,7 @@ def test_stores_wait_for_files_while_host_memory_is_full(files: Backing) -> None
     assert files.names() == hexes(1, 2, 3, 4, 5)
     with files.world(num_host=2) as it:
         assert it.load([1, 2, 3, 4, 5], into=6) == (FILE,) * 5
-        assert len(it.host) == 2
+        assert len(it.host.order) == 2
 
 
 def test_a_store_that_waits_for_room_continues_as_soon_as_there_is_some(
@@ -397,7 +397,7 @@ def test_one_store_of_several_tenants_is_copied_as_far_as_there_is_room(files: B
 def test_a_tenant_never_has_more_blocks_in_host_memory_than_its_quota() -> None:
     with tier_world(num_host=16, tenant_share=0.25) as it:
         it.store(*range(10), hints=TENANT)
-        assert len(it.host) == 4
+        assert len(it.host.order) == 4
 
 
 def test_of_a_tenant_at_its_quota_only_some_blocks_wait_in_the_kv_cache(files: Backing) -> None:
