@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Annotated
 
-from baton.core.errors import InvalidConfig
 from baton.core.options import KV_CACHE, Option, check_options
 
 
@@ -41,7 +40,6 @@ class ReceiverConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
-        _check_positive(self)
 
     @property
     def renew_every_s(self) -> float:
@@ -58,9 +56,6 @@ class SenderConfig:
     max_in_flight_bytes: int = 64 << 20  # per peer; bounds what lands after a lease has ended
     max_write_bytes: int = 32 << 20  # per post, so that two are in flight
     num_remembered: int = 10_000  # ended hand-offs; a late grant of one is answered with Failed
-
-    def __post_init__(self) -> None:
-        _check_positive(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +80,3 @@ class KvWorkerConfig:
     tick_s: float = 0.02  # interval of deadline checks
     busy_s: float = 60.0  # keep-alives stop when the engine thread is inactive for longer
     redial_s: float = 1.0  # interval of redialling cut peers, to end their fences
-
-    def __post_init__(self) -> None:
-        _check_positive(self)
-
-
-def _check_positive(config: ReceiverConfig | SenderConfig | KvWorkerConfig) -> None:
-    """Check every number of the config. Raises InvalidConfig."""
-    for limit in fields(config):
-        value = getattr(config, limit.name)
-        if type(value) in (int, float) and not value > 0:
-            raise InvalidConfig(f"{limit.name} is {value}; it must be above 0")

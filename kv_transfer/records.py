@@ -12,7 +12,7 @@ from baton.core.ids import HandoffId, NodeId
 from baton.kv_transfer.protocol.conversion import StagedBlocks
 from baton.kv_transfer.protocol.memory_runs import layer_bytes_range
 from baton.kv_transfer.transports.base import Write
-from baton.kv_transfer.types import Complete, KvOrders, Requested, Send, SendLayers, Withdraw
+from baton.kv_transfer.types import Complete, KvOrders, Requested, Send, Withdraw
 
 MAX_UNCOLLECTED_RECORDS = 10_000  # the oldest records are dropped if they are not collected
 
@@ -80,7 +80,7 @@ class TransferLedger:
         for receive in orders.receives:
             role = TransferRole.PULLED if receive.names else TransferRole.RECEIVED
             self._begin(receive.handoff_id, role, len(receive.block_ids), receive.source.node_id)
-        sends: tuple[Send | Complete | SendLayers | Withdraw, ...] = (
+        sends: tuple[Send | Complete | Withdraw, ...] = (
             *orders.sends,
             *orders.completes,
             *orders.layer_sends,

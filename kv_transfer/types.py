@@ -36,28 +36,8 @@ class Receive:
 
 
 @dataclass(frozen=True, slots=True)
-class Revoke:
-    """Receiving side: cancel a receive and take its blocks back."""
-
-    handoff_id: HandoffId
-
-
-@dataclass(frozen=True, slots=True)
 class Send:
-    """Sending side: send these blocks. Their KV is computed and final."""
-
-    handoff_id: HandoffId
-    first_block: int
-    block_ids: tuple[BlockId, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SendLayers:
-    """Sending side: send these blocks layer by layer during the next forward pass.
-
-    A layer can be sent as soon as the pass has computed it. The blocks follow those of all
-    earlier Sends. After the pass, a Send that begins with the same blocks is ordered.
-    """
+    """Sending side: send these blocks, which follow those of all earlier Sends."""
 
     handoff_id: HandoffId
     first_block: int
@@ -86,11 +66,13 @@ class KvOrders:
     """KV transfer orders of one step, in the order in which they are started."""
 
     receives: tuple[Receive, ...] = ()
-    revokes: tuple[Revoke, ...] = ()
-    sends: tuple[Send, ...] = ()
+    revokes: tuple[HandoffId, ...] = ()  # of receives: take their blocks back
+    sends: tuple[Send, ...] = ()  # of blocks whose KV is computed and final
     completes: tuple[Complete, ...] = ()
     withdraws: tuple[Withdraw, ...] = ()
-    layer_sends: tuple[SendLayers, ...] = ()  # for the next forward pass
+    # Of blocks that the next forward pass computes: a layer can be sent as soon as it is computed.
+    # After the pass, a Send that begins with the same blocks is ordered.
+    layer_sends: tuple[Send, ...] = ()
     external: ExternalOrders = NO_ORDERS  # of a KV cache outside the engine
 
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from types import TracebackType
 
 from baton.core.ids import HandoffId, NodeId
 from baton.kv_transfer.action_executor import ActionExecutor
@@ -25,14 +24,7 @@ from baton.kv_transfer.protocol.conversion import StagingArea
 from baton.kv_transfer.protocol.digest import Digests, ReadBlocks
 from baton.kv_transfer.protocol.done_message import decode_done
 from baton.kv_transfer.protocol.incoming import IncomingState
-from baton.kv_transfer.protocol.messages import (
-    Closed,
-    Grant,
-    Hello,
-    LinkMessage,
-    Region,
-    Writing,
-)
+from baton.kv_transfer.protocol.messages import Closed, Grant, Hello, LinkMessage, Region, Writing
 from baton.kv_transfer.protocol.receiver import Receiver
 from baton.kv_transfer.protocol.sender import Sender
 from baton.kv_transfer.records import TransferLedger, TransferRecord
@@ -120,12 +112,7 @@ class KvTransferWorker:
     def __enter__(self) -> KvTransferWorker:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for pair in self._pairs:
             self._pairs.cut(pair.link_id, "the node is closing", self._clock())
         self._transport.close()
@@ -139,8 +126,8 @@ class KvTransferWorker:
         self._ledger.begin(orders)
         for receive in orders.receives:
             self._receive(receive, now)
-        for revoke in orders.revokes:
-            self._receiver.revoke(revoke.handoff_id, now)
+        for handoff_id in orders.revokes:
+            self._receiver.revoke(handoff_id, now)
         for send in orders.sends:
             self._sender.send(send, now)
         for complete in orders.completes:

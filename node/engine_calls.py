@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from types import TracebackType
 from typing import TypeVar
 
 from baton.core.errors import InvalidRequest, NamedError
@@ -77,12 +76,7 @@ class EngineCalls:
         self._engine.attach(self._deliver)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._engine.detach()
 
     @property

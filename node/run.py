@@ -14,16 +14,20 @@ from baton.engine.errors import EngineStopped
 from baton.engine.runner.load import load_runner
 from baton.engine.runner.model_runner import TorchRunner
 from baton.kv_transfer.pairs import Identity
-from baton.node.kv.connectors import shared_tiers_of
+from baton.kv_transfer.transports.nixl import import_nixl
+from baton.node.kv.connectors import find_connector, shared_tiers_of
+from baton.node.kv.events.config import TCP, KvEventsConfig, is_bound
+from baton.node.kv.events.endpoints import check_target, listen
+from baton.node.kv.tiers import check_tiers
 from baton.node.kv.worker import NO_NODE_DECORATORS, Around
 from baton.node.observers.metrics import export_node_metrics
 from baton.node.options import NodeOptions
 from baton.node.servicer import KvLinkServicer, NodeServicer, prefix_cache_resetter
-from baton.node.start_checks import check_start
 from baton.node.state import NodeState
 from baton.node.wiring import NodeComponents, build_components, identify
 from baton.rpc.grace_period import ShutdownDeadline
 from baton.rpc.health import Health
+from baton.rpc.listening import check_port
 from baton.rpc.node_info import NodeRole
 from baton.rpc.security.operators import Operators
 from baton.rpc.server import Running, Service, announce, serving, stop_signal
@@ -50,13 +54,44 @@ class Role:
 
 def run(role: Role, options: NodeOptions, around: Around = NO_NODE_DECORATORS) -> None:
     """Serve until SIGTERM or a Drain call. Raise a named error if the options cannot work."""
-    check_start(options)
+    _check_start(options)
     config = options.runner if role.speculates else replace(options.runner, speculation=None)
     with load_runner(config) as runner:
         identity = identify(options, role.name, runner)
         process = _process_of(role, identity)
         with tracing(options.telemetry, process) as tracer:
             asyncio.run(serve(role, options, runner, identity, tracer, around))
+
+
+def _check_start(options: NodeOptions) -> None:
+    """Raise a named error for what cannot work on this machine, whatever the weights are.
+
+    Loading the weights, which comes next, can take minutes.
+    """
+    connector = options.chosen_connector
+    if connector is not None:
+        find_connector(connector.name)
+        if connector.name == "tiers":
+            check_tiers(connector.config)
+    if options.kv_transport == "nixl":
+        import_nixl()
+    if options.telemetry.metrics_port is not None:
+        check_port(options.telemetry.metrics_host, options.telemetry.metrics_port, "--metrics-port")
+    if options.kv_events.is_on:
+        _check_endpoints(options.kv_events.for_node(options.node_id, options.host))
+
+
+def _check_endpoints(config: KvEventsConfig) -> None:
+    """Listen for a moment. A path would be taken from a node that listens on it."""
+    bound = {"--kv-events-replay-endpoint": config.replay_endpoint}
+    if is_bound(config.endpoint):
+        bound["--kv-events-endpoint"] = config.endpoint
+    else:
+        check_target("--kv-events-endpoint", config.endpoint)
+    for option, endpoint in bound.items():
+        if endpoint.startswith(TCP):
+            with listen(option, endpoint, config.host):
+                pass
 
 
 async def serve(

@@ -36,17 +36,13 @@ ReadUpdate = Callable[[], Awaitable[NodeUpdate]]
 TakeKvEvents = Callable[[Sequence[KvEvent]], None]  # must not block
 
 
-def ignore_kv_events(events: Sequence[KvEvent]) -> None:
-    """Take events for no one."""
-
-
 class NodeState:
     def __init__(
         self,
         card: NodeCard,
         calls: EngineCalls,
         read_update: ReadUpdate,
-        take_kv_events: TakeKvEvents = ignore_kv_events,
+        take_kv_events: TakeKvEvents = lambda _: None,
     ) -> None:
         self.card = card
         self.calls = calls

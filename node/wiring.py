@@ -25,15 +25,15 @@ from baton.kv_transfer.tiers.tiered_kv import TieredKv
 from baton.kv_transfer.worker import KvTransferWorker
 from baton.node.engine_calls import EngineCalls, NodeChanges
 from baton.node.kv.connectors import make_connector, tiers_in
-from baton.node.kv.copy_pacing import CopyPacing
 from baton.node.kv.events.messages import CacheFacts, spec_kind_of
 from baton.node.kv.events.publisher import KvEventPublisher
 from baton.node.kv.link import GrpcLinks
+from baton.node.kv.tiers import CopyPacing
 from baton.node.kv.worker import Around, KvPassHook, make_kv_worker
 from baton.node.observers.ledger import RequestLedger
 from baton.node.observers.tracing import NodeTracing
 from baton.node.options import NodeOptions
-from baton.node.state import NodeState, ignore_kv_events, update_reader
+from baton.node.state import NodeState, update_reader
 from baton.rpc.node_info import NodeCard, NodeRole
 from baton.telemetry.metrics.instruments import NodeMetrics
 from baton.telemetry.tracing.node_timeline import NodeFacts
@@ -90,16 +90,16 @@ def build_components(
     compiler: Compiler = GrammarCompiler(build_grammars(runner))
     engine = EngineThread(core, name=identity.node_id, compiler=compiler, inbox=inbox)
     runner.hook = KvPassHook(worker, runner.kv_memory.layout.groups, engine.beat)
-    links.attach(worker.inbox, engine.post)
+    links.attach(worker.inbox, partial(inbox.put, _poll))
     calls = EngineCalls(engine, changes)
     if tiers is not None and metrics is not None:
         for tier in tiers.status():
             tier.counters.observe_load = metrics.count_loads_of(tier.name)
     card = _build_card(role, options, identity, runner, scheduler, tiers)
     kv_events = _build_kv_events(options, identity, runner, scheduler)
-    take_kv_events = ignore_kv_events if kv_events is None else kv_events.publish
     reader = update_reader(engine, scheduler, tiers)
-    state = NodeState(card, calls, reader, take_kv_events)
+    listeners = () if kv_events is None else (kv_events.publish,)
+    state = NodeState(card, calls, reader, *listeners)
     return NodeComponents(
         options=options,
         links=links,
@@ -128,7 +128,7 @@ def _wake(inbox: EngineInbox, changes: NodeChanges) -> None:
 
 
 def _poll() -> None:
-    """Do nothing: each step polls the KV connector."""
+    """Do nothing: each step polls the KV worker and the KV connector."""
 
 
 def identify(options: NodeOptions, role: NodeRole, runner: TorchRunner) -> Identity:

@@ -22,7 +22,7 @@ def build_services(node: NodeComponents) -> tuple[Service, ...]:
         node.engine.post(lambda: node.scheduler.withdraw_completed(handoff_id, reason))
 
     sends = PendingSends(withdraw)
-    node.ledger.set_sent_callback(sends.mark_ended)
+    node.ledger.on_sent = sends.mark_ended
     prefill = PrefillServicer(node.state, sends, node.tracing)
     add_prefill = partial(node_pb2_grpc.add_PrefillServiceServicer_to_server, prefill)
     return (Service("baton.v1.PrefillService", add_prefill),)

@@ -29,7 +29,7 @@ from baton.kv_transfer.tiers.block_memory import BlockMemory
 from baton.kv_transfer.tiers.host_tier import HostTier
 from baton.kv_transfer.tiers.stores.file_store import FileStore
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
-from baton.node.kv.copy_pacing import CopyPacing
+from baton.node.kv.tiers import CopyPacing
 
 PROMPT_LEN = 32
 NUM_WARM_UP_STEPS = 8

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
-from baton.core.ids import BlockName
+from baton.core.ids import BlockName, HandoffId
 from baton.kv_transfer.external_kv import ExternalOrders, Load, Store, Use
-from baton.kv_transfer.types import (
-    NO_KV_ORDERS,
-    Complete,
-    KvOrders,
-    Receive,
-    Revoke,
-    Send,
-    SendLayers,
-    Withdraw,
-)
+from baton.kv_transfer.types import NO_KV_ORDERS, Complete, KvOrders, Receive, Send, Withdraw
 
 
 @dataclass(slots=True)
 class StepOrders:
     receives: list[Receive] = field(default_factory=list)
-    revokes: list[Revoke] = field(default_factory=list)
+    revokes: list[HandoffId] = field(default_factory=list)
     sends: list[Send] = field(default_factory=list)
     completes: list[Complete] = field(default_factory=list)
     withdraws: list[Withdraw] = field(default_factory=list)
-    layer_sends: list[SendLayers] = field(default_factory=list)
+    layer_sends: list[Send] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
     drops: list[BlockName] = field(default_factory=list)

@@ -16,7 +16,7 @@ from baton.engine.kv_arrival.holds import Hold, Holds
 from baton.engine.kv_arrival.orders import StepOrders
 from baton.engine.kv_cache.cache import KvCache
 from baton.engine.kv_cache.held_kv import HeldKv
-from baton.kv_transfer.types import Proved, Receive, Revoke
+from baton.kv_transfer.types import Proved, Receive
 
 # Minimum share of common blocks among those that either request lacks, so that no request waits
 # for a long hand-off because of a few blocks at its beginning.
@@ -124,7 +124,7 @@ class BlockReceives:
             self._fills.end_handoff(fill)
             self._fills_by_name.remove(fill)
         if fill is not None and revokes:
-            self._orders.revokes.append(Revoke(handoff_id))
+            self._orders.revokes.append(handoff_id)
         return fill
 
     def receiver_of(self, handoff_id: HandoffId) -> Arrival | None:

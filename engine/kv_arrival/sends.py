@@ -14,7 +14,7 @@ from baton.engine.kv_arrival.holds import Hold, Holds
 from baton.engine.kv_arrival.orders import StepOrders
 from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.kv_cache.transfer_order import TransferOrder
-from baton.kv_transfer.types import Complete, Send, SendLayers, Withdraw
+from baton.kv_transfer.types import Complete, Send, Withdraw
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class BlockSends:
                 self._holds.add(held, self._order.final_blocks(kv))
         block_ids = tuple(held.block_ids[first_block:])
         if block_ids and by_layer:
-            self._orders.layer_sends.append(SendLayers(handoff_id, first_block, block_ids))
+            self._orders.layer_sends.append(Send(handoff_id, first_block, block_ids))
         elif block_ids:
             self._orders.sends.append(Send(handoff_id, first_block, block_ids))
 

@@ -11,7 +11,7 @@ from baton.kv_transfer.link import LinkId
 from baton.kv_transfer.protocol.memory_runs import layer_bytes_range
 from baton.kv_transfer.protocol.messages import Grant, Writing
 from baton.kv_transfer.transports.base import LayerRange
-from baton.kv_transfer.types import Complete, Send, SendLayers
+from baton.kv_transfer.types import Complete, Send
 
 
 class OutgoingState(Enum):
@@ -78,7 +78,7 @@ class OutgoingHandoff:
         """Return whether a write has been in flight for `limit_s`."""
         return any(now >= flight.posted_s + limit_s for flight in self.in_flight.values())
 
-    def check_follows(self, order: Send | SendLayers) -> None:
+    def check_follows(self, order: Send) -> None:
         """Raise ValueError if the blocks of an order leave a gap."""
         if not self.blocks:
             self.first_block = order.first_block

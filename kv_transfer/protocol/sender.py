@@ -47,7 +47,7 @@ from baton.kv_transfer.protocol.outgoing import (
     WriteSplitter,
 )
 from baton.kv_transfer.transports.base import Write
-from baton.kv_transfer.types import Complete, Requested, Send, SendLayers, Withdraw
+from baton.kv_transfer.types import Complete, Requested, Send, Withdraw
 
 
 @dataclass(slots=True)
@@ -82,12 +82,12 @@ class Sender:
         outgoing = self._get_or_create(order.handoff_id)
         outgoing.check_follows(order)
         if order.block_ids[: len(outgoing.coming)] != outgoing.coming:
-            raise ValueError(f"{order.handoff_id}: blocks differ from those of SendLayers")
+            raise ValueError(f"{order.handoff_id}: blocks differ from those sent by layer")
         outgoing.coming = ()
         outgoing.blocks += order.block_ids
         self._push(outgoing, now)
 
-    def send_layers(self, order: SendLayers, now: float) -> None:
+    def send_layers(self, order: Send, now: float) -> None:
         """Queue blocks that the next forward pass computes, for sending layer by layer."""
         outgoing = self._get_or_create(order.handoff_id)
         outgoing.check_follows(order)

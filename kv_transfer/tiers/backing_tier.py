@@ -22,7 +22,7 @@ from baton.core.ids import BlockName
 from baton.core.kv_hints import BlockHints
 from baton.kv_transfer.external_kv import Load
 from baton.kv_transfer.tiers.block_memory import BlockMemory, copy_block
-from baton.kv_transfer.tiers.copy_pace import CopyPace, Work
+from baton.kv_transfer.tiers.copy_pace import CopyPace, PacedWork
 from baton.kv_transfer.tiers.counters import TierCounters, TierStatus
 from baton.kv_transfer.tiers.host_tier import HostBlock, HostTier
 from baton.kv_transfer.tiers.load_times import LoadTimes
@@ -54,7 +54,7 @@ class BackingConfig:
 
 
 @dataclass(slots=True)
-class Generation:
+class ResetCount:
     """The number of resets so far. The engine thread increments it, all threads compare it."""
 
     number: int = 0
@@ -75,7 +75,7 @@ class PendingLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class _Write:
+class _QueuedWrite:
     name: BlockName
     block: HostBlock  # pinned until it is written
     hints: BlockHints
@@ -90,7 +90,7 @@ class BackingTier:
         store: BlockStore,
         kv_memory: BlockMemory,
         host: HostTier,
-        generation: Generation,
+        generation: ResetCount,
         clock: Callable[[], float],
         pace: CopyPace,
     ) -> None:
@@ -108,7 +108,7 @@ class BackingTier:
         self._pace = pace
         self._jobs: PriorityQueue[tuple[int, int, Job | None]] = PriorityQueue()
         self._numbers = count()
-        self._writes: deque[_Write] = deque()
+        self._writes: deque[_QueuedWrite] = deque()
         self._num_reads = 0  # blocks to read
         self._reads_lock = Lock()
         # When the job began, or its last operation if that is later: a rest is not part of it.
@@ -172,7 +172,7 @@ class BackingTier:
             self.counters.num_skipped_stores += 1
             self._host.unpin(block)
         else:
-            self._writes.append(_Write(name, block, hints, generation, self._clock()))
+            self._writes.append(_QueuedWrite(name, block, hints, generation, self._clock()))
             self._put(_CHANGE, partial(self._write_some, self._writes))
 
     def load(self, pending: PendingLoad, then: Job) -> None:
@@ -281,7 +281,7 @@ class BackingTier:
     def _map(self, call: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
         return self._pool.map(call, items) if self._config.num_parallel > 1 else map(call, items)
 
-    def _write_some(self, waiting: deque[_Write]) -> None:
+    def _write_some(self, waiting: deque[_QueuedWrite]) -> None:
         """Write the next blocks. There is a job for each block; later ones find nothing to do."""
         num_writes = min(len(waiting), self._config.num_parallel)
         writes = [waiting.popleft() for _ in range(num_writes)]
@@ -289,14 +289,14 @@ class BackingTier:
         self.counters.num_stored += sum(are_written)
         self.counters.num_failed_stores += len(writes) - sum(are_written)
 
-    def _write(self, write: _Write) -> bool:
+    def _write(self, write: _QueuedWrite) -> bool:
         try:
             is_stale = write.generation != self._generation.number
             if is_stale or self._writing.is_paused:
                 return False
             block = write.block
             source = (self._host.memory, block.slot, block.digest)
-            with self._turn(Work.WRITE_BEHIND, write.ordered_s):
+            with self._turn(PacedWork.WRITE_BEHIND, write.ordered_s):
                 self._store.write(write.name, *source, write.hints)
             self._writing.note_success()
             return True
@@ -307,15 +307,15 @@ class BackingTier:
             self._host.unpin(write.block)
 
     @contextmanager
-    def _turn(self, work: Work, ordered_s: float) -> Iterator[None]:
+    def _turn(self, work: PacedWork, ordered_s: float) -> Iterator[None]:
         """Wait for a turn, as long as no load waits for it. The tier is not stuck meanwhile."""
         self._job_since_s = self._clock() + max(0.0, self._pace.rest_s(work, ordered_s))
         is_urgent = partial(self._must_yield, work)
         with self._pace.turn(work, ordered_s, is_urgent):
             yield
 
-    def _must_yield(self, work: Work) -> bool:
-        return work is Work.WRITE_BEHIND and self._num_reads > 0
+    def _must_yield(self, work: PacedWork) -> bool:
+        return work is PacedWork.WRITE_BEHIND and self._num_reads > 0
 
     def _load(self, pending: PendingLoad, places: Sequence[int], then: Job) -> None:
         began_s = self._clock()
@@ -343,7 +343,7 @@ class BackingTier:
         if is_late or not self._reading.is_over or not self._may_load(pending, name):
             return None
         try:
-            with self._turn(Work.LOAD, pending.began_s):
+            with self._turn(PacedWork.LOAD, pending.began_s):
                 began_s = self._clock()
                 digest = self._store.read(name, self._kv_memory, block_id)
                 if digest is None or not self._may_load(pending, name):  # dropped meanwhile

@@ -23,7 +23,7 @@ PACED_BYTES, FULL_SPEED_BYTES = 2 << 20, 8 << 20
 Clock = Callable[[], float]
 
 
-class Work(Enum):
+class PacedWork(Enum):
     """Kind of work, by the age in seconds from which it is not limited. Each has its own share."""
 
     LOAD = 0.25  # a request waits for it
@@ -59,7 +59,7 @@ class CopyPace:
         self._changed = Condition()
         self._is_decoding = False
         self._is_short_of_room = False
-        self._next_turns_s = dict.fromkeys(Work, float("-inf"))
+        self._next_turns_s = dict.fromkeys(PacedWork, float("-inf"))
 
     @property
     def is_limited(self) -> bool:
@@ -82,7 +82,7 @@ class CopyPace:
 
     @contextmanager
     def turn(
-        self, work: Work, ordered_s: float, is_urgent: Callable[[], bool] = _never
+        self, work: PacedWork, ordered_s: float, is_urgent: Callable[[], bool] = _never
     ) -> Iterator[None]:
         """Wait for a turn, and count the CPU time that the body takes.
 
@@ -101,7 +101,7 @@ class CopyPace:
         with self._changed:
             self._changed.wait_for(is_over, rest_s)
 
-    def rest_s(self, work: Work, ordered_s: float) -> float:
+    def rest_s(self, work: PacedWork, ordered_s: float) -> float:
         """Return the time until a limited turn may begin; not positive: now."""
         if not self.is_limited:
             return 0.0
@@ -114,7 +114,7 @@ class CopyPace:
         blocks: Sequence[int],
         target: BlockMemory,
         into: Sequence[int],
-        work: Work,
+        work: PacedWork,
         ordered_s: float,
         is_urgent: Callable[[], bool] = _never,
     ) -> Copied:
@@ -135,7 +135,7 @@ class CopyPace:
         num_bytes = PACED_BYTES if self.is_limited else FULL_SPEED_BYTES
         return max(1, num_bytes // block_bytes)
 
-    def _note_use(self, work: Work, used_s: float) -> None:
+    def _note_use(self, work: PacedWork, used_s: float) -> None:
         if self.is_limited:
             with self._changed:
                 now_s = self._clock()

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 from baton.kv_transfer.tiers.block_memory import BlockMemory
-from baton.kv_transfer.tiers.copy_pace import PACED_BYTES, CopyPace, Work
+from baton.kv_transfer.tiers.copy_pace import PACED_BYTES, CopyPace, PacedWork
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class FirstTouch:
         madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         while self._next < self._end and not self._is_ending.is_set():
             num_bytes = min(PACED_BYTES, self._end - self._next)
-            with self._pace.turn(Work.TOUCH, self._clock(), self._is_ending.is_set):
+            with self._pace.turn(PacedWork.TOUCH, self._clock(), self._is_ending.is_set):
                 failed = madvise(self._next, num_bytes, MADV_POPULATE_WRITE)
             if failed:  # an older kernel: pages are mapped by the first copies, as ever
                 logger.debug("pages are not mapped ahead: %s", os.strerror(ctypes.get_errno()))

@@ -16,9 +16,9 @@ from enum import Enum, auto
 from baton.core.ids import BlockId, BlockName
 from baton.core.kv_hints import NO_HINTS, BlockHints, Tenant
 from baton.kv_transfer.external_kv import Store, StoreId, Use
-from baton.kv_transfer.tiers.backing_tier import BackingTier, Generation
+from baton.kv_transfer.tiers.backing_tier import BackingTier, ResetCount
 from baton.kv_transfer.tiers.block_memory import BlockMemory, CopyBlocks
-from baton.kv_transfer.tiers.copy_pace import CopyPace, Work
+from baton.kv_transfer.tiers.copy_pace import CopyPace, PacedWork
 from baton.kv_transfer.tiers.counters import TierCounters
 from baton.kv_transfer.tiers.host_tier import HostBlock, HostTier
 
@@ -122,7 +122,7 @@ class HostStores:
         kv_memory: BlockMemory,
         host: HostTier,
         backing: Sequence[BackingTier],
-        generation: Generation,
+        generation: ResetCount,
         counters: TierCounters,
         pace: CopyPace,
         copy: CopyBlocks,
@@ -253,7 +253,7 @@ class HostStores:
             copied = self._pace.copy_blocks(
                 *(self._copy, self._kv_memory, [each.block_id for each, _ in copies]),
                 *(self._host.memory, [block.slot for block in blocks]),
-                work=Work.STORE,
+                work=PacedWork.STORE,
                 ordered_s=copies[0][0].storing.ordered_s,
                 is_urgent=self._is_urgent,
             )

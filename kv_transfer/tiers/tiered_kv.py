@@ -27,12 +27,12 @@ from baton.kv_transfer.external_kv import (
 from baton.kv_transfer.tiers.backing_tier import (
     BackingConfig,
     BackingTier,
-    Generation,
     Job,
     PendingLoad,
+    ResetCount,
 )
 from baton.kv_transfer.tiers.block_memory import BlockMemory, CopyBlocks, copy_blocks
-from baton.kv_transfer.tiers.copy_pace import CopyPace, Work
+from baton.kv_transfer.tiers.copy_pace import CopyPace, PacedWork
 from baton.kv_transfer.tiers.counters import TierCounters, TierStatus
 from baton.kv_transfer.tiers.first_touch import FirstTouch
 from baton.kv_transfer.tiers.host_stores import HostStores, Storing
@@ -76,7 +76,7 @@ class TieredKv:
         self.pace = pace or CopyPace(clock)
         self._host_counters = TierCounters()
         self._host_times = LoadTimes(kv_memory.block_bytes / HOST_BYTES_PER_S)
-        self._generation = Generation()
+        self._generation = ResetCount()
         self._cleared = 0  # the generation that host memory is in
         self._dropping: set[BlockName] = set()
         self._backing = list(self._make_backing(files, objects, object_refresh_s))
@@ -240,7 +240,7 @@ class TieredKv:
             copied = self.pace.copy_blocks(
                 *(self._copy, self.host.memory, [block.slot for block in found.values()]),
                 *(self._kv_memory, [load.block_ids[place] for place in found]),
-                work=Work.LOAD,
+                work=PacedWork.LOAD,
                 ordered_s=pending.began_s,
             )
             if found:

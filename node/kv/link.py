@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable
-from types import TracebackType
 from typing import Any
 
 from grpc import RpcError, StatusCode
@@ -30,13 +29,6 @@ from baton.v1 import kv_link_pb2, kv_link_pb2_grpc
 CLOSE_TIMEOUT_S = 1.0
 PULSE_S = 1.0
 
-Post = Callable[[Callable[[], None]], None]
-
-
-def _wake() -> None:
-    """Empty mailbox message that wakes the engine's thread."""
-
-
 Outbox = asyncio.Queue[LinkMessage | None]  # None: nothing more will be sent
 
 
@@ -53,25 +45,20 @@ class GrpcLinks:
         self._outbox_by_link: dict[LinkId, Outbox] = {}
         self._streams: set[asyncio.Task[None]] = set()
 
-    def attach(self, events: LinkEvents, post: Post) -> None:
-        """Deliver received messages to `events` from now on, and wake its thread by `post`.
+    def attach(self, events: LinkEvents, wake: Callable[[], None]) -> None:
+        """Deliver received messages to `events` from now on, and `wake` its thread.
 
         Messages bypass the engine's mailbox. The engine reads its mailbox only between steps,
         whereas its KV worker polls between layers: a grant or a renewal must not wait for seconds.
         """
         self._events = events
-        self._post = post
+        self._wake = wake
 
     async def __aenter__(self) -> GrpcLinks:
         self._pulse = asyncio.ensure_future(self._send_pulses())
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         """Close all links after their queued messages have been sent."""
         self._pulse.cancel()
         for link_id in list(self._outbox_by_link):
@@ -141,7 +128,7 @@ class GrpcLinks:
                 message = link_message_from(envelope.message)
                 if message is not None:
                     self._events.deliver(link_id, message)
-                    self._post(_wake)
+                    self._wake()
         except RpcError as error:
             reason = remote_error(error).message
             # The loss of an established link is reported at once: requests wait to be retried.
@@ -171,7 +158,7 @@ class GrpcLinks:
             return
         self._close(link_id)
         self._events.lost(link_id, reason)
-        self._post(_wake)
+        self._wake()
 
     def _track(self, stream: asyncio.Task[None]) -> None:
         self._streams.add(stream)

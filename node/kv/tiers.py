@@ -6,10 +6,13 @@ import ctypes
 from collections.abc import Mapping
 
 from baton.core.errors import InvalidConfig
+from baton.engine.plan import Plan
 from baton.engine.runner.host_memory import huge_page_memory
 from baton.engine.runner.kernels.native_copies import fastest_copies
+from baton.engine.step_observer import StepObserver
 from baton.kv_transfer.kv_connector import KvConnectorContext
 from baton.kv_transfer.tiers.block_memory import BlockMemory
+from baton.kv_transfer.tiers.copy_pace import CopyPace
 from baton.kv_transfer.tiers.host_tier import HostTier
 from baton.kv_transfer.tiers.stores.file_store import FileStore
 from baton.kv_transfer.tiers.stores.folder_checks import check_folder
@@ -67,3 +70,14 @@ def _make_objects(config: TiersConfig, context: KvConnectorContext) -> ObjectSto
         *(open_bucket(config.object_store), context.fingerprint, context.block_bytes),
         *(config.object_store_bytes, config.tenant_share),
     )
+
+
+class CopyPacing(StepObserver):
+    """Reports to the tiers before each step whether requests decode in it."""
+
+    def __init__(self, pace: CopyPace) -> None:
+        self._pace = pace
+
+    def note_plan(self, plan: Plan, now_s: float) -> None:
+        num_tokens = sum(plan.num_scheduled_tokens.values())
+        self._pace.set_decoding(num_tokens > plan.num_prompt_tokens)

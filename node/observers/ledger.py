@@ -12,14 +12,6 @@ from baton.engine.step_observer import StepObserver, StepRecord
 from baton.kv_transfer.records import TransferRecord, TransferRole
 from baton.kv_transfer.types import NO_REPORTS, Receive
 
-# Called on the engine's thread; must not block.
-OnSent = Callable[[HandoffId], None]
-OnChange = Callable[[], None]
-
-
-def ignore_change() -> None:
-    """Default of `on_change`."""
-
 
 @dataclass(slots=True)
 class Entry:
@@ -39,15 +31,12 @@ class RequestLedger(StepObserver):
     been delivered. The id of a hand-off is the id of its request on this node, such as `a#1`.
     """
 
-    def __init__(self, on_change: OnChange = ignore_change) -> None:
-        """`on_change` is called when requests are given blocks or blocks are freed."""
+    def __init__(self, on_change: Callable[[], None]) -> None:
+        """`on_change` is called on the engine's thread when blocks are granted or freed."""
         self._entries: dict[RequestId, Entry] = {}
-        self._on_sent: OnSent | None = None
         self._on_change = on_change
-
-    def set_sent_callback(self, on_sent: OnSent) -> None:
-        """Call `on_sent` for each hand-off whose last write has completed."""
-        self._on_sent = on_sent
+        # Called there for each hand-off whose last write has completed; must not block.
+        self.on_sent: Callable[[HandoffId], None] = lambda _: None
 
     @contextmanager
     def open_entry(self, request_id: RequestId) -> Iterator[Entry]:
@@ -72,9 +61,8 @@ class RequestLedger(StepObserver):
             self._note_record(record)
         if step.reports != NO_REPORTS:
             self._on_change()
-        if self._on_sent is not None:
-            for handoff_id in step.reports.finished_sending:
-                self._on_sent(handoff_id)
+        for handoff_id in step.reports.finished_sending:
+            self.on_sent(handoff_id)
 
     def _note_receive(self, receive: Receive) -> None:
         entry = self._entries.get(RequestId(str(receive.handoff_id)))

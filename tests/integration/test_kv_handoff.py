@@ -11,16 +11,7 @@ import pytest
 
 from baton.core.ids import BlockId, HandoffId
 from baton.core.logprobs import FirstToken
-from baton.kv_transfer.types import (
-    Complete,
-    KvOrders,
-    KvReports,
-    Proved,
-    Receive,
-    Revoke,
-    Send,
-    Withdraw,
-)
+from baton.kv_transfer.types import Complete, KvOrders, KvReports, Proved, Receive, Send, Withdraw
 from tests.support.kv_nodes import (
     BLOCK_BYTES,
     CONFIG,
@@ -212,7 +203,7 @@ def test_a_late_write_never_reaches_a_new_owner(nodes: Nodes, kind: str) -> None
     everything = blocks(*range(NUM_MANY))
     late = stop_half_way(d, p, everything)
 
-    d.order(KvOrders(revokes=(Revoke(late),)))
+    d.order(KvOrders(revokes=(late,)))
     d.ask("advance_clock", SILENCE_S)
     if kind == "nixl tcp":
         d.until(lambda seen: late in seen.released, "the release, P being stopped")
@@ -240,7 +231,7 @@ def test_a_second_process_with_the_id_of_a_frozen_one_serves_once_that_is_gone(
 ) -> None:
     p, d = nodes.start("p", kind, NUM_MANY), nodes.start("d", kind, NUM_MANY)
     late = stop_half_way(d, p, blocks(*range(NUM_MANY)))
-    d.order(KvOrders(revokes=(Revoke(late),)))
+    d.order(KvOrders(revokes=(late,)))
     d.ask("advance_clock", SILENCE_S)
     wait_until(lambda: d.ask("counters").num_cut_pairs > 0, "the cut")
 
@@ -265,7 +256,7 @@ def test_without_the_fence_the_same_write_would_spoil_the_new_owner(
 
     # A decode node that takes the blocks back when it has revoked them, and not when it may.
     d.ask("fill_all", NEW_OWNER, everything)
-    d.order(KvOrders(revokes=(Revoke(late),)))
+    d.order(KvOrders(revokes=(late,)))
     p.resume()
     p.answer_late()
     d.until(lambda seen: late in seen.released, "the release")

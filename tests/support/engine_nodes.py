@@ -146,7 +146,7 @@ class UnfencedWorker(KvTransferWorker):
 
     def start(self, orders: KvOrders, now: float) -> None:
         super().start(orders, now)
-        self._revoked += tuple(revoke.handoff_id for revoke in orders.revokes)
+        self._revoked += orders.revokes
 
     def poll(self, now: float) -> KvReports:
         reports = super().poll(now)

@@ -189,9 +189,9 @@ class FakeWire:
         for receive in orders.receives:
             assert receive.handoff_id not in self.incoming
             self.incoming[receive.handoff_id] = Incoming(receive)
-        for revoke in orders.revokes:
+        for handoff_id in orders.revokes:
             # It may have landed, or been lost, before the order came.
-            incoming = self.incoming.get(revoke.handoff_id)
+            incoming = self.incoming.get(handoff_id)
             if incoming is not None and not incoming.is_over:
                 self._give_up(incoming, self.num_proved_if_revoked)
         # Completed hand-offs are removed: see end_sending.

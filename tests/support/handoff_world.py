@@ -29,9 +29,7 @@ from baton.kv_transfer.types import (
     Proved,
     Receive,
     Requested,
-    Revoke,
     Send,
-    SendLayers,
     Withdraw,
 )
 from baton.kv_transfer.worker import KvTransferWorker
@@ -253,7 +251,7 @@ class World:
     def revoke(self, handoff_id: HandoffId) -> None:
         receiving = self.receiving[handoff_id]
         receiving.is_revoked = True
-        self._order(receiving.node, KvOrders(revokes=(Revoke(handoff_id),)))
+        self._order(receiving.node, KvOrders(revokes=(handoff_id,)))
 
     # --- Pulls -------------------------------------------------------------------------
 
@@ -339,7 +337,7 @@ class World:
             state = (sending.block_ids[place] for place in sending.state_places)
             for block in (*blocks, *state):
                 node.memory.put(block, b"not yet!")
-            orders.append(SendLayers(handoff_id, start, blocks))
+            orders.append(Send(handoff_id, start, blocks))
         node.num_layers_ended = 0
         self._order(node, KvOrders(layer_sends=tuple(orders)))
 

@@ -58,7 +58,7 @@ async def a_node_server(
     connected: asyncio.Queue[str] = asyncio.Queue()
     resets: list[int] = []
     node = NodeServicer(state, partial(_reset, resets, num_cached_blocks), operators, shared_tiers)
-    decode = DecodeServicer(state, RequestLedger(), connected.put, tracing)
+    decode = DecodeServicer(state, RequestLedger(on_change=lambda: None), connected.put, tracing)
     services = [
         Service(
             "baton.v1.NodeService",

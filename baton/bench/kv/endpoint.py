@@ -128,7 +128,7 @@ async def _station(
     identity = Identity(node_id, Incarnation(os.urandom(4).hex()), fingerprint)
     transport = open_transport(plan.transport, plan.tls, region)
     worker = KvTransferWorker(identity, region, transport, links, KvWorkerConfig(verify=verify))
-    links.attach(worker.inbox, mail.put)
+    links.attach(worker.inbox, lambda: mail.put(lambda: None))
     link = KvLinkServicer(links)
     service = Service(
         "baton.v1.KvLinkService",

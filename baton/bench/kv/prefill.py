@@ -13,7 +13,7 @@ import numpy as np
 
 from baton.core.ids import BlockId, HandoffId
 from baton.core.logprobs import FirstToken
-from baton.kv_transfer.types import Complete, KvOrders, Send, SendLayers
+from baton.kv_transfer.types import Complete, KvOrders, Send
 from baton.kv_transfer.worker import KvTransferWorker
 
 MATRIX = 512
@@ -47,7 +47,7 @@ def compute(
     began_s = time.monotonic()
     place, orders = 0, tuple[Send, ...]()
     for blocks in prefill.chunks:
-        layers = SendLayers(prefill.handoff_id, place, blocks)
+        layers = Send(prefill.handoff_id, place, blocks)
         layer_sends = (layers,) if prefill.push == "layer" else ()
         worker.start(KvOrders(sends=orders, layer_sends=layer_sends), time.monotonic())
         for layer in range(num_layers):

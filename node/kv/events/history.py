@@ -34,7 +34,7 @@ class SentMessage(NamedTuple):
     payload: bytes
 
 
-class _Block(NamedTuple):
+class _CachedBlock(NamedTuple):
     parent: bytes | None
     token_ids: bytes  # packed
     extra_keys: ExtraKeys
@@ -51,7 +51,7 @@ class EventHistory:
         self._max_kept = max_len + max_len // SLACK
         self._recent: deque[SentMessage] = deque()
         # After the last message that was forgotten.
-        self._blocks: dict[bytes, _Block] = {}
+        self._blocks: dict[bytes, _CachedBlock] = {}
         self._time_s = 0.0
         self._encoded_content: bytes | None = None
 
@@ -106,7 +106,7 @@ class EventHistory:
         packed = array("I", event.token_ids)
         for place, name in enumerate(event.block_hashes):
             tokens = packed[place * size : (place + 1) * size].tobytes()
-            self._blocks[name] = _Block(parent, tokens, keys[place])
+            self._blocks[name] = _CachedBlock(parent, tokens, keys[place])
             parent = name
 
     def _content(self) -> bytes:

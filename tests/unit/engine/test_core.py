@@ -11,7 +11,7 @@ from baton.core.kv_hints import KvHints
 from baton.engine.core import NoKvWorker
 from baton.engine.plan import Plan
 from baton.engine.scheduler.prompt_budget import MAX_LOOKED_UP_TOKENS
-from baton.kv_transfer.types import KvOrders, Revoke
+from baton.kv_transfer.types import KvOrders
 from tests.support.engines import VOCAB_SIZE, a_spec, an_engine
 from tests.support.fake_runner import tokens_alone
 
@@ -88,4 +88,4 @@ def test_an_engine_without_transport_refuses_kv_orders_loudly() -> None:
     worker = NoKvWorker()
 
     with pytest.raises(RuntimeError, match="no KV transport"):
-        worker.start(KvOrders(revokes=(Revoke(HandoffId("a", 0)),)), now=0.0)
+        worker.start(KvOrders(revokes=(HandoffId("a", 0),)), now=0.0)

@@ -6,9 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.errors import InvalidConfig
 from baton.core.ids import HandoffId, Incarnation, NodeId
-from baton.kv_transfer.config import KvWorkerConfig
 from baton.kv_transfer.pairs import MAX_LINKS_WITHOUT_HELLO, Identity
 from baton.kv_transfer.process_identity import ProcessIdentity, current_process_mark
 from baton.kv_transfer.protocol.messages import Hello, find_mismatch
@@ -558,11 +556,6 @@ def test_closing_a_node_notifies_its_peers(is_direct: bool) -> None:
 
     assert ID in world.ended
     assert world.d.worker.connected_peers() == ()
-
-
-def test_a_poll_interval_of_zero_is_refused() -> None:
-    with pytest.raises(InvalidConfig, match="poll_s is 0"):
-        KvWorkerConfig(poll_s=0)
 
 
 def test_a_process_identity_detects_that_a_process_has_ended() -> None:

@@ -15,7 +15,7 @@ from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.kv_transfer.external_kv import ExternalOrders, HeldChanges, Store, StoreId
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
 from baton.node.engine_calls import EngineCalls, NodeChanges
-from baton.node.state import NodeState, NodeUpdate, TakeKvEvents, ignore_kv_events, update_reader
+from baton.node.state import NodeState, NodeUpdate, TakeKvEvents, update_reader
 from baton.rpc.cached_prefixes import PrefixChanges, unpack_names
 from baton.rpc.node_info import NodeLoad, NodeRole
 from tests.support.engines import an_engine
@@ -45,7 +45,7 @@ class FakeNews:
 
 @asynccontextmanager
 async def followed(
-    news: FakeNews, take_kv_events: TakeKvEvents = ignore_kv_events
+    news: FakeNews, take_kv_events: TakeKvEvents = lambda _: None
 ) -> AsyncIterator[NodeState]:
     calls = EngineCalls(EngineThread(an_engine()), NodeChanges())
     state = NodeState(a_card(NodeRole.DECODE), calls, news.read, take_kv_events)

@@ -11,7 +11,7 @@ from baton.engine.kv_arrival.orders import StepOrders
 from baton.engine.kv_arrival.receives import BlockReceives
 from baton.engine.kv_cache.cache import KvCache
 from baton.engine.kv_cache.config import CacheConfig
-from baton.kv_transfer.types import NO_KV_ORDERS, Revoke
+from baton.kv_transfer.types import NO_KV_ORDERS
 from tests.support.requests import make_held
 
 ID = HandoffId("r", 1)
@@ -53,7 +53,7 @@ def test_giving_up_asks_for_a_revoke_and_keeps_the_blocks() -> None:
 
     it.receives.stop(it.arrival, revokes=True)
 
-    assert it.orders.take().revokes == (Revoke(ID),)
+    assert it.orders.take().revokes == (ID,)
     assert it.held == it.arrival.kv.block_ids[1:]
 
 

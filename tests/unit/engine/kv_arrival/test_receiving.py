@@ -18,7 +18,7 @@ from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.plan import Plan, RunResult
 from baton.engine.scheduler.config import LoadFailurePolicy, SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler
-from baton.kv_transfer.types import KvReports, Landed, Receive, Revoke
+from baton.kv_transfer.types import KvReports, Landed, Receive
 from tests.support.engine_world import SOURCE, EngineWorld
 from tests.support.requests import make_spec
 
@@ -289,7 +289,7 @@ def test_aborting_mid_load_ends_the_request_and_keeps_the_blocks_until_the_relea
     world.step()
 
     assert world.finish_reason(name) is FinishReason.ABORT
-    assert plan.kv_orders.revokes == (Revoke(_handoff(name)),)
+    assert plan.kv_orders.revokes == (_handoff(name),)
     assert (free_before, world.scheduler.stats().num_free_blocks) == (5, 8)
     world.run_to_end()
 

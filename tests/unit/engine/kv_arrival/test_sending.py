@@ -12,7 +12,7 @@ from baton.core.output import FinishReason
 from baton.core.sampling import SamplingParams
 from baton.engine.plan import Plan
 from baton.engine.scheduler.config import SchedulerConfig
-from baton.kv_transfer.types import KvOrders, Send, SendLayers, Withdraw
+from baton.kv_transfer.types import KvOrders, Send, Withdraw
 from tests.support.engine_world import EngineWorld
 from tests.support.fake_runner import logprob_of
 from tests.support.requests import make_spec
@@ -304,5 +304,5 @@ def _send(name: RequestId, first_block: int, *block_ids: int) -> Send:
     return Send(_handoff(name), first_block, tuple(BlockId(n) for n in block_ids))
 
 
-def _layers(name: RequestId, first_block: int, *block_ids: int) -> SendLayers:
-    return SendLayers(_handoff(name), first_block, tuple(BlockId(n) for n in block_ids))
+def _layers(name: RequestId, first_block: int, *block_ids: int) -> Send:
+    return Send(_handoff(name), first_block, tuple(BlockId(n) for n in block_ids))

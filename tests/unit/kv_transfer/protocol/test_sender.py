@@ -22,7 +22,7 @@ from baton.kv_transfer.protocol.messages import (
 )
 from baton.kv_transfer.protocol.sender import Sender
 from baton.kv_transfer.transports.base import LayerRange, Write
-from baton.kv_transfer.types import Complete, Requested, Send, SendLayers, Withdraw
+from baton.kv_transfer.types import Complete, Requested, Send, Withdraw
 
 LINK = LinkId(1)
 ID = HandoffId("r", 0)
@@ -319,7 +319,7 @@ def in_pass(*targets: int, coming: tuple[int, ...], num_sent: int = 0) -> Sender
     sender.link_up(LINK)
     if num_sent:
         sender.send(Send(ID, 0, ids(*range(num_sent))), now=0.0)
-    sender.send_layers(SendLayers(ID, num_sent, ids(*coming)), now=0.0)
+    sender.send_layers(Send(ID, num_sent, ids(*coming)), now=0.0)
     sender.handle_message(LINK, grant(*targets), now=0.0)
     return sender
 
@@ -371,7 +371,7 @@ def test_blocks_whose_layers_are_all_sent_are_announced_without_more_writes() ->
 def test_layers_of_what_decode_has_already_stay_here() -> None:
     sender = Sender(BLOCK_BYTES, CONFIG, num_layers=4)
     sender.link_up(LINK)
-    sender.send_layers(SendLayers(ID, 0, ids(5, 6, 7)), now=0.0)
+    sender.send_layers(Send(ID, 0, ids(5, 6, 7)), now=0.0)
     sender.handle_message(LINK, grant(11, 12, first=1), now=0.0)
 
     sender.layer_done(1, now=0.0)
@@ -405,7 +405,7 @@ def test_a_layer_in_flight_holds_its_source_when_the_pass_came_to_nothing() -> N
 def test_a_send_must_begin_with_the_blocks_that_were_to_come() -> None:
     sender = in_pass(10, coming=(5,))
 
-    with pytest.raises(ValueError, match="differ from those of SendLayers"):
+    with pytest.raises(ValueError, match="differ from those sent by layer"):
         sender.send(Send(ID, 0, ids(6)), now=0.0)
 
 
@@ -468,7 +468,7 @@ def test_layers_wait_for_blocks_before_them_that_found_no_room_in_flight() -> No
     sender = Sender(BLOCK_BYTES, replace(CONFIG, max_in_flight_bytes=12), num_layers=4)
     sender.link_up(LINK)
     sender.send(Send(ID, 0, ids(1, 2)), now=0.0)
-    sender.send_layers(SendLayers(ID, 2, ids(3)), now=0.0)
+    sender.send_layers(Send(ID, 2, ids(3)), now=0.0)
     sender.handle_message(LINK, grant(7, 8, 9), now=0.0)
     first = posts(sender)[0]
 

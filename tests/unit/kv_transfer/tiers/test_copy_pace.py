@@ -7,7 +7,7 @@ from threading import Event, Thread
 import pytest
 
 from baton.kv_transfer.tiers.block_memory import BlockMemory, copy_blocks
-from baton.kv_transfer.tiers.copy_pace import MAX_SHARE, PACED_BYTES, CopyPace, Work
+from baton.kv_transfer.tiers.copy_pace import MAX_SHARE, PACED_BYTES, CopyPace, PacedWork
 from tests.support.tier_memory import BLOCK_BYTES, OwnedMemory
 
 NUM_BLOCKS = 2 * PACED_BYTES // BLOCK_BYTES + 1
@@ -16,7 +16,7 @@ LONG_S = 100 * WAIT_S  # a rest that no test waits for
 
 
 class PaceWorld:
-    """A pace whose clocks tests set. Work is ordered now."""
+    """A pace whose clocks tests set. PacedWork is ordered now."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -26,11 +26,11 @@ class PaceWorld:
     def use_cpu(self, cpu_s: float) -> None:
         self._cpu_s += cpu_s
 
-    def work(self, cpu_s: float, work: Work = Work.WRITE_BEHIND) -> None:
+    def work(self, cpu_s: float, work: PacedWork = PacedWork.WRITE_BEHIND) -> None:
         with self.pace.turn(work, self.now_s):
             self.use_cpu(cpu_s)
 
-    def rest_s(self, work: Work = Work.WRITE_BEHIND) -> float:
+    def rest_s(self, work: PacedWork = PacedWork.WRITE_BEHIND) -> float:
         return self.pace.rest_s(work, self.now_s)
 
 
@@ -59,21 +59,21 @@ def test_rests_limit_the_share_of_a_core(decoding: PaceWorld) -> None:
 
 
 def test_threads_that_work_at_the_same_time_share_the_limit(decoding: PaceWorld) -> None:
-    with decoding.pace.turn(Work.WRITE_BEHIND, decoding.now_s):
+    with decoding.pace.turn(PacedWork.WRITE_BEHIND, decoding.now_s):
         decoding.work(cpu_s=0.01)
     # Both turns count those 10 ms, as each of two threads would count its own.
     assert decoding.rest_s() == pytest.approx(0.02 / MAX_SHARE)
 
 
 def test_work_that_fails_counts(decoding: PaceWorld) -> None:
-    with suppress(OSError), decoding.pace.turn(Work.WRITE_BEHIND, decoding.now_s):
+    with suppress(OSError), decoding.pace.turn(PacedWork.WRITE_BEHIND, decoding.now_s):
         decoding.use_cpu(0.01)
         raise OSError("No space left on device")
     assert decoding.rest_s() == pytest.approx(0.01 / MAX_SHARE)
 
 
-@pytest.mark.parametrize("work", Work)
-def test_old_work_goes_on_at_full_speed(decoding: PaceWorld, work: Work) -> None:
+@pytest.mark.parametrize("work", PacedWork)
+def test_old_work_goes_on_at_full_speed(decoding: PaceWorld, work: PacedWork) -> None:
     ordered_s, half_s = decoding.now_s, work.max_paced_s / 2
     decoding.now_s += half_s
     decoding.work(1e6, work)
@@ -85,11 +85,11 @@ def test_old_work_goes_on_at_full_speed(decoding: PaceWorld, work: Work) -> None
 
 
 def test_what_the_engine_waits_for_does_not_rest_for_other_work(decoding: PaceWorld) -> None:
-    decoding.work(0.01, Work.WRITE_BEHIND)
-    assert decoding.rest_s(Work.LOAD) <= 0
-    decoding.work(0.001, Work.LOAD)
-    assert decoding.rest_s(Work.LOAD) == pytest.approx(0.001 / MAX_SHARE)
-    assert decoding.rest_s(Work.WRITE_BEHIND) == pytest.approx(0.01 / MAX_SHARE)
+    decoding.work(0.01, PacedWork.WRITE_BEHIND)
+    assert decoding.rest_s(PacedWork.LOAD) <= 0
+    decoding.work(0.001, PacedWork.LOAD)
+    assert decoding.rest_s(PacedWork.LOAD) == pytest.approx(0.001 / MAX_SHARE)
+    assert decoding.rest_s(PacedWork.WRITE_BEHIND) == pytest.approx(0.01 / MAX_SHARE)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_a_rest_ends_with_the_limit(decoding: PaceWorld, lift: Callable[[CopyPac
     works = Event()
 
     def take_turn() -> None:
-        with decoding.pace.turn(Work.WRITE_BEHIND, ordered_s):
+        with decoding.pace.turn(PacedWork.WRITE_BEHIND, ordered_s):
             works.set()
 
     thread = Thread(target=take_turn)
@@ -144,7 +144,7 @@ def test_blocks_are_copied_in_small_pieces_while_requests_decode(
     it.pace.set_decoding(is_decoding)
     blocks, into = range(NUM_BLOCKS), range(NUM_BLOCKS - 1, -1, -1)
     copied = it.pace.copy_blocks(
-        *(copy, source.blocks, blocks, target.blocks, into), work=Work.LOAD, ordered_s=it.now_s
+        *(copy, source.blocks, blocks, target.blocks, into), work=PacedWork.LOAD, ordered_s=it.now_s
     )
 
     assert copied_bytes == sizes
@@ -163,5 +163,5 @@ def test_blocks_larger_than_a_piece_are_copied_one_by_one(it: PaceWorld) -> None
         return [b""] * len(blocks)
 
     it.pace.set_decoding(True)
-    it.pace.copy_blocks(copy, large, [0, 1], large, [1, 0], work=Work.LOAD, ordered_s=it.now_s)
+    it.pace.copy_blocks(copy, large, [0, 1], large, [1, 0], work=PacedWork.LOAD, ordered_s=it.now_s)
     assert copied == [[0], [1]]

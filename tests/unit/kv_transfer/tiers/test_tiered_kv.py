@@ -14,7 +14,7 @@ from baton.kv_transfer.external_kv import FILE, HOST, OBJECT, ExternalOrders, St
 from baton.kv_transfer.tiers import host_stores, tiered_kv
 from baton.kv_transfer.tiers.backing_tier import LOAD_DEADLINE_S
 from baton.kv_transfer.tiers.block_memory import BlockMemory, copy_blocks
-from baton.kv_transfer.tiers.copy_pace import CopyPace, Work
+from baton.kv_transfer.tiers.copy_pace import CopyPace, PacedWork
 from baton.kv_transfer.tiers.host_stores import MIN_AT_QUOTA
 from baton.kv_transfer.tiers.outage import PAUSE_S
 from baton.kv_transfer.tiers.stores.block_store import BlockStore
@@ -424,11 +424,11 @@ def test_all_is_written_when_the_node_ends_although_copies_were_limited(files: B
 def test_loads_stores_and_writes_have_limits_of_their_own(
     files: Backing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    turns: dict[str, list[tuple[Work, float]]] = {}
+    turns: dict[str, list[tuple[PacedWork, float]]] = {}
     turn = CopyPace.turn
 
     def noting(
-        pace: CopyPace, work: Work, ordered_s: float, is_urgent: Callable[[], bool]
+        pace: CopyPace, work: PacedWork, ordered_s: float, is_urgent: Callable[[], bool]
     ) -> AbstractContextManager[None]:
         turns.setdefault(current_thread().name, []).append((work, ordered_s))
         return turn(pace, work, ordered_s, is_urgent)
@@ -441,8 +441,8 @@ def test_loads_stores_and_writes_have_limits_of_their_own(
         it.load([1], into=5)
         it.load([1], into=6)
 
-    assert [work for work, _ in turns["kv-host-tier"]] == [Work.STORE, Work.LOAD]
-    assert [work for work, _ in turns["kv-file-tier"]] == [Work.WRITE_BEHIND, Work.LOAD]
+    assert [work for work, _ in turns["kv-host-tier"]] == [PacedWork.STORE, PacedWork.LOAD]
+    assert [work for work, _ in turns["kv-file-tier"]] == [PacedWork.WRITE_BEHIND, PacedWork.LOAD]
     del turns["kv-first-touch"]  # it began with the tiers
     assert all(ordered_s >= began_s for each in turns.values() for _, ordered_s in each)
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from baton.core.ids import RequestId
 from baton.kv_transfer.tiers.copy_pace import CopyPace
-from baton.node.kv.copy_pacing import CopyPacing
+from baton.node.kv.tiers import CopyPacing
 from tests.support.engines import a_spec, an_engine
 
 

@@ -31,7 +31,7 @@ def an_end(
 
 
 def test_received_kv_is_counted_when_its_record_is_taken() -> None:
-    ledger = RequestLedger()
+    ledger = RequestLedger(on_change=lambda: None)
     receive = Receive(
         HANDOFF,
         Peer(NodeId("p"), "h:1"),
@@ -54,7 +54,7 @@ def test_received_kv_is_counted_when_its_record_is_taken() -> None:
 
 
 def test_a_prompt_that_is_computed_again_counts_again_and_its_hits_do_not() -> None:
-    ledger = RequestLedger()
+    ledger = RequestLedger(on_change=lambda: None)
     with ledger.open_entry(A) as entry:
         ledger.note_plan(Plan(started=(a_row(16, 4),)), 1.2)
         ledger.note_plan(Plan(started=(a_row(16, 8),)), 2.2)
@@ -64,7 +64,7 @@ def test_a_prompt_that_is_computed_again_counts_again_and_its_hits_do_not() -> N
 
 
 def test_a_pass_that_is_run_again_counts_its_prompts_once() -> None:
-    ledger = RequestLedger()
+    ledger = RequestLedger(on_change=lambda: None)
     runner = FakeRunner(KvTensor(64, BLOCK_SIZE), VOCAB_SIZE)
     runner.crashing = {RequestId("b"): CrashPlace.PASS}
     engine = an_engine(runner=runner, observers=[ledger])
@@ -81,7 +81,7 @@ def test_changes_and_completed_sends_are_reported() -> None:
     sent: list[HandoffId] = []
     changes: list[int] = []
     ledger = RequestLedger(on_change=lambda: changes.append(1))
-    ledger.set_sent_callback(sent.append)
+    ledger.on_sent = sent.append
 
     ledger.note_plan(Plan(num_scheduled_tokens={A: 1}), 1.2)
     ledger.note_end(an_end())
