@@ -19,12 +19,13 @@ from baton.kv_transfer.transports.base import (
     Channel,
     ChannelBroken,
     Transport,
+    UcxConfig,
     Write,
     WriteFailed,
     Written,
 )
-from baton.kv_transfer.transports.nixl import NixlConfig, NixlTransport
-from baton.kv_transfer.transports.ucxx import UcxxConfig, UcxxTransport
+from baton.kv_transfer.transports.nixl import NixlTransport
+from baton.kv_transfer.transports.ucxx import UcxxTransport
 
 BLOCK_BYTES = 1 << 20
 NUM_BLOCKS = 32
@@ -131,5 +132,5 @@ def _raise_on_failure(event: object) -> None:
 def _transport(name: str, tls: str, region: Region) -> Transport:
     devices = "lo" if tls == "tcp" else ""
     if name == "nixl":
-        return NixlTransport(region, NixlConfig(tls, devices))
-    return UcxxTransport(region, UcxxConfig(f"{tls},self" if tls else "", devices))
+        return NixlTransport(region, UcxConfig(tls, devices))
+    return UcxxTransport(region, UcxConfig(f"{tls},self" if tls else "", devices))

@@ -37,7 +37,7 @@ LOAD_DEADLINE_S = 10.0  # from the order of a load: later blocks are not read an
 Job = Callable[[], None]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-_LOAD, _CHANGE, _STOP = 0, 1, 2  # priorities of jobs
+_LOAD, _CHANGE, _STOP, _SCAN = range(4)  # priorities of jobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +153,7 @@ class BackingTier:
     # --- the copying thread ----------------------------------------------------------------
 
     def start(self) -> None:
+        self._put(_SCAN, self._scan)
         self._thread.start()
 
     def stop(self) -> None:
@@ -210,12 +211,9 @@ class BackingTier:
     # --- the thread of the tier ---------------------------------------------------------------
 
     def _serve(self) -> None:
-        is_found = False
         while True:
-            if not is_found:
-                is_found = self._scan()
             try:
-                _, _, job = self._jobs.get(timeout=self._config.refresh_s if is_found else 0.0)
+                _, _, job = self._jobs.get(timeout=self._config.refresh_s)
             except Empty:
                 job = _do_nothing
             if job is None:
@@ -235,8 +233,8 @@ class BackingTier:
         finally:
             self._job_since_s = None
 
-    def _scan(self) -> bool:
-        """Look for stored blocks. Returns whether that has ended."""
+    def _scan(self) -> None:
+        """Look for stored blocks, some at a time, after all that is more urgent."""
         is_found = True
         try:
             is_found = self._store.scan()
@@ -245,7 +243,8 @@ class BackingTier:
             self._unfinished.append(self._scan_again)
         if is_found:
             self.is_scanned.set()
-        return is_found
+        else:
+            self._put(_SCAN, self._scan)
 
     def _scan_again(self) -> None:
         while not self._store.scan():

@@ -170,6 +170,9 @@ class EvictionOrder:
 
     def use(self, name: BlockName, hints: BlockHints, now: float) -> None:
         """Note the use of a block, if it is there, and apply the hints of the request."""
+        if hints.is_plain:
+            self.touch(name)
+            return
         block = self._blocks.get(name)
         if block is None:
             return

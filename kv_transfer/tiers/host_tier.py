@@ -89,10 +89,6 @@ class HostTier:
     def use(self, names: Iterable[BlockName], hints: BlockHints) -> None:
         """Note the use of those of the blocks that are here, and apply the hints of the request."""
         with self._lock:
-            if hints.is_plain:
-                for name in names:
-                    self.order.touch(name)
-                return
             for name in names:
                 self.order.use(name, hints, self._clock())
 

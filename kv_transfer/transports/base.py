@@ -14,6 +14,20 @@ from baton.kv_transfer.protocol.messages import Region
 
 
 @dataclass(frozen=True, slots=True)
+class UcxConfig:
+    """UCX settings of a transport. UCX_* environment variables take precedence."""
+
+    # UCX transports, such as "tcp" or "^cma"; empty lets UCX choose. Between processes on one
+    # machine it chooses CMA: fast, but the fenced blocks of a stalled P stay fenced over NIXL until
+    # P replies or dies. Without CMA, D releases them by closing its own end.
+    tls: str = ""
+    net_devices: str = ""  # such as "lo" or "eth0"; empty lets UCX choose
+
+
+DEFAULT_UCX = UcxConfig()
+
+
+@dataclass(frozen=True, slots=True)
 class LayerRange:
     """Layers `first` to `end` of a block of `of` layers, which are contiguous and of equal size."""
 

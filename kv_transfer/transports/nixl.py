@@ -10,7 +10,7 @@ import importlib.util
 import logging
 import os
 import sys
-from dataclasses import dataclass
+from itertools import chain
 from types import ModuleType
 from typing import Any
 
@@ -22,10 +22,12 @@ from baton.kv_transfer.errors import PeerUnreachable, TransportMissing
 from baton.kv_transfer.process_identity import ProcessIdentity, current_process_mark
 from baton.kv_transfer.protocol.messages import Region
 from baton.kv_transfer.transports.base import (
+    DEFAULT_UCX,
     Arrived,
     ChannelBroken,
     ChannelEvent,
     LayerRange,
+    UcxConfig,
     Write,
     WriteFailed,
     Written,
@@ -33,24 +35,6 @@ from baton.kv_transfer.transports.base import (
 
 _TICKET_BYTES = 8
 _SEPARATOR = b"\0"
-
-
-@dataclass(frozen=True, slots=True)
-class NixlConfig:
-    """UCX settings of this transport. UCX_* environment variables take precedence."""
-
-    # UCX transports, such as "tcp" or "^cma"; empty lets UCX choose. Between processes on one
-    # machine it chooses CMA: fast, but the fenced blocks of a stalled P stay fenced until P
-    # replies or dies. Without CMA, D releases them by closing its own end.
-    tls: str = ""
-    net_devices: str = ""  # such as "lo" or "eth0"; empty lets UCX choose
-
-    def __post_init__(self) -> None:
-        for name, value in (("tls", self.tls), ("net_devices", self.net_devices)):
-            if "," in value:
-                raise InvalidConfig(
-                    f"{name}={value}: NIXL takes one item; for a list set UCX_{name.upper()}"
-                )
 
 
 class NixlTransport:
@@ -62,7 +46,7 @@ class NixlTransport:
     def __init__(
         self,
         region: Region,
-        config: NixlConfig = NixlConfig(),
+        config: UcxConfig = DEFAULT_UCX,
         staging: Region | None = None,
     ) -> None:
         """Peers can write both regions. `staging` is memory for blocks that are converted."""
@@ -87,7 +71,7 @@ class NixlChannel:
     """Channel with its own NIXL agent, for one region and at most one peer."""
 
     def __init__(
-        self, nixl: ModuleType, region: Region, config: NixlConfig, staging: Region | None = None
+        self, nixl: ModuleType, region: Region, config: UcxConfig, staging: Region | None
     ) -> None:
         self._nixl = nixl
         self._errors = _errors(nixl)
@@ -104,7 +88,7 @@ class NixlChannel:
         tls = os.environ.get("UCX_TLS", config.tls)
         self._is_direct = _allows(tls, _direct_transports(region))
         self._peer_name = ""  # of the peer's agent, once loaded
-        self._lists_by_parts: dict[int, _DescriptorLists] = {}
+        self._lists_by_parts: dict[int, tuple[int, int]] = {}
         self._handle_by_write: dict[int, int] = {}
         self._failures: list[ChannelEvent] = []
 
@@ -139,16 +123,16 @@ class NixlChannel:
             self._peer_name = name.decode() if isinstance(name, bytes) else name
         return self._peer_name
 
-    def _get_lists(self, num_parts: int) -> _DescriptorLists:
-        """Return the descriptors of all blocks split into `num_parts`, prepared on first use.
+    def _get_lists(self, num_parts: int) -> tuple[int, int]:
+        """Return our and the peer's descriptors of all blocks split into `num_parts`.
 
-        Writes refer to the descriptors by index.
+        They are prepared on first use. Writes refer to the descriptors by index.
         """
         lists = self._lists_by_parts.get(num_parts)
         if lists is None:
             if self._peer_region is None:
                 raise PeerUnreachable("the peer is not connected yet")
-            lists = self._lists_by_parts[num_parts] = _DescriptorLists(
+            lists = self._lists_by_parts[num_parts] = (
                 self._prepare(self._nixl.NIXL_INIT_AGENT, self._region, num_parts),
                 self._prepare(self._load_peer(), self._peer_region, num_parts),
             )
@@ -174,10 +158,8 @@ class NixlChannel:
         sources = _places(write.sources, write.layers)
         targets = _places(write.targets, write.layers)
         try:
-            lists = self._get_lists(1 if write.layers is None else write.layers.of)
-            handle = self._agent.makeXferReq(
-                self._nixl.NIXL_WRITE, lists.local, sources, lists.remote, targets
-            )
+            local, remote = self._get_lists(1 if write.layers is None else write.layers.of)
+            handle = self._agent.makeXferReq(self._nixl.NIXL_WRITE, local, sources, remote, targets)
             self._handle_by_write[write.write_id] = handle
             self._agent.postXferReq(handle, b"")
         except self._errors as error:
@@ -235,21 +217,12 @@ class NixlChannel:
         for handle in self._handle_by_write.values():
             self._release(handle)
         self._handle_by_write.clear()
-        for lists in self._lists_by_parts.values():
-            self._agent.releasedDlistH(lists.local)
-            self._agent.releasedDlistH(lists.remote)
+        for descriptors in chain.from_iterable(self._lists_by_parts.values()):
+            self._agent.releasedDlistH(descriptors)
         if self._peer_name:
             self._agent.invalidateRemoteMD(self._peer_name)
         self._agent.deregisterMem(self._registered, [])
         self._agent = None
-
-
-@dataclass(frozen=True, slots=True)
-class _DescriptorLists:
-    """Prepared descriptor lists of all blocks, or block parts, of both sides."""
-
-    local: int
-    remote: int
 
 
 def _arrived(payload: bytes) -> Arrived:
@@ -302,9 +275,12 @@ def _agent_config(nixl: ModuleType) -> Any:
     return config
 
 
-def _backend_parameters(config: NixlConfig) -> dict[str, str]:
-    settings = [("TLS", config.tls), ("NET_DEVICES", config.net_devices)]
-    chosen = ",".join(f"{name}={value}" for name, value in settings if value)
+def _backend_parameters(config: UcxConfig) -> dict[str, str]:
+    settings = {"TLS": config.tls, "NET_DEVICES": config.net_devices}
+    for name, value in settings.items():
+        if "," in value:
+            raise InvalidConfig(f"{name}={value}: NIXL takes one item; for a list set UCX_{name}")
+    chosen = ",".join(f"{name}={value}" for name, value in settings.items() if value)
     return {"engine_config": chosen} if chosen else {}
 
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from baton.core.errors import InvalidConfig
 from baton.core.ids import BlockId
 from baton.kv_transfer.errors import PeerUnreachable
 from baton.kv_transfer.protocol.messages import Region
-from baton.kv_transfer.transports.base import ChannelEvent, Write
+from baton.kv_transfer.transports.base import DEFAULT_UCX, ChannelEvent, UcxConfig, Write
 from baton.kv_transfer.transports.staging import BlockRows, Staging
 from baton.kv_transfer.transports.ucxx_library import Ucxx
 from baton.kv_transfer.transports.ucxx_receives import UcxxReceives
@@ -26,37 +25,10 @@ _RESOURCE = re.compile(r"resource\s+\d+\s*:.*--\s*(\S+)")
 # Excluded: protocols that send without D's request, or leave half a message if P disconnects.
 _PROTOCOLS = "^egr/multi/*,rndv/put/*,rndv/send/*"
 _TCP_PACKET = "256k"
+_MIN_RENDEZVOUS_BYTES = 8192  # messages larger than a packet always use rendezvous
 _MAX_ROUNDS = 64  # progress calls per poll
 _MAX_IDLE_ROUNDS = 8  # without a receive that begins or ends; CMA fetches 512 KiB in each
 _MAX_CLOSE_ROUNDS = 2000
-
-
-@dataclass(frozen=True, slots=True)
-class UcxxConfig:
-    """UCX settings of this transport. UCX_* environment variables take precedence."""
-
-    tls: str = ""  # such as "tcp" or "tcp,sm,self"; empty lets UCX choose
-    net_devices: str = ""  # such as "lo" or "eth0"
-    # Minimum message size for rendezvous. Messages larger than a packet always use rendezvous.
-    rendezvous_threshold_bytes: int = 8192
-
-    def to_ucx_settings(self) -> dict[str, str]:
-        wanted = {
-            "TLS": self.tls,
-            "NET_DEVICES": self.net_devices,
-            "RNDV_THRESH": str(self.rendezvous_threshold_bytes),
-            "PROTOS": _PROTOCOLS,
-            # Packet size of the data that D requests; UCX's 8 and 64 KiB are a third slower.
-            "TCP_TX_SEG_SIZE": _TCP_PACKET,
-            "TCP_RX_SEG_SIZE": _TCP_PACKET,
-        }
-        if not _is_set("RCACHE_ENABLE"):
-            # Enables CMA fetches on endpoints with error handling. The option promises that nobody
-            # reads P's memory once P has closed, which CMA cannot guarantee: until D is notified
-            # it may continue to read, and discards the data. Without the registration cache,
-            # UCX 1.21 crashes at the end of a fetch (UCX PR 11714).
-            wanted |= {"RCACHE_ENABLE": "y", "CMA_MEMORY_INVALIDATE": "y"}
-        return {name: value for name, value in wanted.items() if value and not _is_set(name)}
 
 
 class UcxxTransport:
@@ -65,7 +37,7 @@ class UcxxTransport:
     name = "ucxx"
     is_one_sided = False
 
-    def __init__(self, region: Region, config: UcxxConfig = UcxxConfig()) -> None:
+    def __init__(self, region: Region, config: UcxConfig = DEFAULT_UCX) -> None:
         if region.device != "cpu":
             raise InvalidConfig(
                 f"the ucxx transport supports CPU memory only, not {region.device}; use nixl"
@@ -75,7 +47,7 @@ class UcxxTransport:
         self._staging = Staging()
         try:
             self._context = ucxx.module.UCXContext(
-                config.to_ucx_settings(), (ucxx.module.Feature.TAG,)
+                _ucx_settings(config), (ucxx.module.Feature.TAG,)
             )
         except ucxx.error as error:
             raise PeerUnreachable(f"UCX cannot start: {error!r}") from error
@@ -185,3 +157,22 @@ class UcxxChannel:
 
 def _is_set(name: str) -> bool:
     return f"UCX_{name}" in os.environ
+
+
+def _ucx_settings(config: UcxConfig) -> dict[str, str]:
+    wanted = {
+        "TLS": config.tls,
+        "NET_DEVICES": config.net_devices,
+        "RNDV_THRESH": str(_MIN_RENDEZVOUS_BYTES),
+        "PROTOS": _PROTOCOLS,
+        # Packet size of the data that D requests; UCX's 8 and 64 KiB are a third slower.
+        "TCP_TX_SEG_SIZE": _TCP_PACKET,
+        "TCP_RX_SEG_SIZE": _TCP_PACKET,
+    }
+    if not _is_set("RCACHE_ENABLE"):
+        # Enables CMA fetches on endpoints with error handling. The option promises that nobody
+        # reads P's memory once P has closed, which CMA cannot guarantee: until D is notified
+        # it may continue to read, and discards the data. Without the registration cache,
+        # UCX 1.21 crashes at the end of a fetch (UCX PR 11714).
+        wanted |= {"RCACHE_ENABLE": "y", "CMA_MEMORY_INVALIDATE": "y"}
+    return {name: value for name, value in wanted.items() if value and not _is_set(name)}

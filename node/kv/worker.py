@@ -17,10 +17,10 @@ from baton.kv_transfer.link import Link
 from baton.kv_transfer.pairs import Identity
 from baton.kv_transfer.protocol.conversion import StagingArea
 from baton.kv_transfer.protocol.messages import Region
-from baton.kv_transfer.transports.base import Transport
+from baton.kv_transfer.transports.base import Transport, UcxConfig
 from baton.kv_transfer.transports.dead_segments import SHARED_MEMORY, remove_dead_segments
-from baton.kv_transfer.transports.nixl import NixlConfig, NixlTransport
-from baton.kv_transfer.transports.ucxx import UcxxConfig, UcxxTransport
+from baton.kv_transfer.transports.nixl import NixlTransport
+from baton.kv_transfer.transports.ucxx import UcxxTransport
 from baton.kv_transfer.worker import KvTransferWorker
 from baton.node.options import NodeOptions
 
@@ -77,10 +77,10 @@ def _open_transport(options: NodeOptions, region: Region, staging: StagingArea |
     num_removed = remove_dead_segments()
     if num_removed:
         logger.info("removed %d UCX segments of dead processes in %s", num_removed, SHARED_MEMORY)
+    config = UcxConfig(options.kv_tls, options.kv_device)
     if options.kv_transport == "nixl":
-        staged = None if staging is None else staging.region
-        return NixlTransport(region, NixlConfig(options.kv_tls, options.kv_device), staged)
-    return UcxxTransport(region, UcxxConfig(options.kv_tls, options.kv_device))
+        return NixlTransport(region, config, None if staging is None else staging.region)
+    return UcxxTransport(region, config)
 
 
 class KvPassHook:

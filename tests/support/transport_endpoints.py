@@ -21,9 +21,9 @@ import pytest
 
 from baton.core.ids import BlockId
 from baton.kv_transfer.protocol.messages import Region
-from baton.kv_transfer.transports.base import Channel, ChannelEvent, Transport, Write
-from baton.kv_transfer.transports.nixl import NixlConfig, NixlTransport
-from baton.kv_transfer.transports.ucxx import UcxxConfig, UcxxTransport
+from baton.kv_transfer.transports.base import Channel, ChannelEvent, Transport, UcxConfig, Write
+from baton.kv_transfer.transports.nixl import NixlTransport
+from baton.kv_transfer.transports.ucxx import UcxxTransport
 from tests.support.fork_server import fork_context
 from tests.support.memory_transport import MemoryTransport, Wire
 
@@ -33,7 +33,7 @@ MakeTransport = Callable[[Region], Transport]
 
 
 def nixl_over_tcp(region: Region) -> Transport:
-    return NixlTransport(region, NixlConfig(tls="tcp", net_devices="lo"))
+    return NixlTransport(region, UcxConfig(tls="tcp", net_devices="lo"))
 
 
 def nixl_by_default(region: Region) -> Transport:
@@ -41,7 +41,7 @@ def nixl_by_default(region: Region) -> Transport:
 
 
 def ucxx_over_tcp(region: Region) -> Transport:
-    return UcxxTransport(region, UcxxConfig(tls="tcp,self", net_devices="lo"))
+    return UcxxTransport(region, UcxConfig(tls="tcp,self", net_devices="lo"))
 
 
 def ucxx_by_default(region: Region) -> Transport:

@@ -36,12 +36,13 @@ from baton.kv_transfer.transports.base import (
     Arrived,
     Channel,
     Transport,
+    UcxConfig,
     Write,
     WriteFailed,
     Written,
 )
-from baton.kv_transfer.transports.nixl import NixlConfig, NixlTransport
-from baton.kv_transfer.transports.ucxx import UcxxConfig, UcxxTransport
+from baton.kv_transfer.transports.nixl import NixlTransport
+from baton.kv_transfer.transports.ucxx import UcxxTransport
 from baton.kv_transfer.types import Complete, KvOrders, Receive, Send
 from baton.kv_transfer.worker import KvTransferWorker
 from baton.node.kv.link import GrpcLinks
@@ -142,9 +143,9 @@ def open_transport(name: str, tls: str, region: Region) -> Transport:
     devices = "lo" if tls.startswith("tcp") else ""
     if name == "ucxx":
         return UcxxTransport(
-            region, UcxxConfig(tls=f"{tls},self" if tls else "", net_devices=devices)
+            region, UcxConfig(tls=f"{tls},self" if tls else "", net_devices=devices)
         )
-    return NixlTransport(region, NixlConfig(tls=tls, net_devices=devices))
+    return NixlTransport(region, UcxConfig(tls=tls, net_devices=devices))
 
 
 class _Memory:

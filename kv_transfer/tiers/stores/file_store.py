@@ -145,10 +145,6 @@ class FileStore(BlockStore):
 
     def use(self, names: Iterable[BlockName], hints: BlockHints) -> None:
         """A use without hints is forgotten at a restart: it costs no system call."""
-        if hints.is_plain:
-            for name in names:
-                self.order.touch(name)
-            return
         now = self._clock()
         for name in names:
             self.order.use(name, hints, now)
@@ -273,6 +269,8 @@ class FileStore(BlockStore):
 
     def _keep_hints(self, name: BlockName, hints: BlockHints, now: float) -> None:
         """Write what must survive a restart into the metadata of the file."""
+        if hints.is_plain:
+            return
         kept = self.order.hints_of(name, now)
         if hints.is_released:
             self._set_time(self._path_of(name), BlockTime(0.0))
