@@ -7,12 +7,26 @@ is in docs/kv-connectors.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from baton.kv_transfer.external_kv import ExternalKv
+from baton.core.ids import BlockName
+from baton.kv_transfer.external_kv import (
+    ExternalKv,
+    ExternalOrders,
+    ExternalReports,
+    Loaded,
+    LoadId,
+    StoreId,
+)
+
+log = logging.getLogger(__name__)
+FURTHER = "further errors like this are only counted"
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +53,118 @@ class KvConnector(ExternalKv, AbstractContextManager["KvConnector", None], Proto
 
 # Raises errors.InvalidConfig if the connector cannot work, such as for unknown keys in `config`.
 KvConnectorFactory = Callable[[KvConnectorContext], KvConnector]
+
+
+class GuardedConnector:
+    """Implements KvConnector around another one: what that does wrong costs only its hits.
+
+    An exception ends the loads and stores that it concerns as failed; the engine goes on. A
+    connector that could not drop or clear blocks may hold wrong KV, so it is not used any more.
+    """
+
+    def __init__(self, name: str, connector: KvConnector) -> None:
+        self.connector = connector
+        self.num_errors = 0
+        self._name = name
+        self._is_usable = True
+        self._logged: set[str] = set()
+        self._num_names: dict[LoadId, int] = {}  # of loads in progress
+        self._storing: set[StoreId] = set()
+        self._loaded: list[Loaded] = []  # ended since the last poll
+        self._stored: list[StoreId] = []
+
+    def __enter__(self) -> GuardedConnector:
+        self.connector.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._call(None, self.connector.__exit__, None, None, None)
+
+    def holds(self, name: BlockName) -> bool:
+        return self._is_usable and bool(self._call(False, self.connector.holds, name))
+
+    def load_s(self, names: Sequence[BlockName]) -> float:
+        return self._call(float("inf"), self._load_s, names)
+
+    def start(self, orders: ExternalOrders) -> None:
+        self._num_names |= {load.load_id: len(load.names) for load in orders.loads}
+        self._storing |= {store.store_id for store in orders.stores}
+        if not (self._is_usable and self._call(False, self._start, orders)):
+            self._is_usable = self._is_usable and not orders.drops
+            self._fail(orders)
+
+    def poll(self) -> ExternalReports:
+        self._call(None, self._poll)
+        reports = ExternalReports(tuple(self._loaded), tuple(self._stored))
+        self._loaded.clear()
+        self._stored.clear()
+        return reports
+
+    def clear(self, tiers: Collection[str] | None = None) -> Mapping[str, int]:
+        cleared = self._call(None, self.connector.clear, tiers) if self._is_usable else {}
+        self._is_usable = self._is_usable and cleared is not None
+        return cleared or {}
+
+    # --- calls of the connector, which may raise ------------------------------------------------
+
+    def _load_s(self, names: Sequence[BlockName]) -> float:
+        return float(self.connector.load_s(names))
+
+    def _start(self, orders: ExternalOrders) -> bool:
+        self.connector.start(orders)
+        return True
+
+    def _poll(self) -> None:
+        self._take(self.connector.poll())
+
+    def _call(self, failed: Result, method: Callable[..., Result], *given: object) -> Result:
+        """Return the result of the method, or `failed` if it raises."""
+        try:
+            return method(*given)
+        except Exception:
+            if self._is_first(method.__name__):
+                log.exception("KV connector %s failed; %s", self._name, FURTHER)
+            return failed
+
+    # --- reports -------------------------------------------------------------------------------
+
+    def _fail(self, orders: ExternalOrders) -> None:
+        """End the loads and stores of these orders."""
+        for load in orders.loads:
+            num_names = self._num_names.pop(load.load_id)
+            self._loaded.append(Loaded(load.load_id, (None,) * num_names))
+        for store in orders.stores:
+            self._storing.remove(store.store_id)
+            self._stored.append(store.store_id)
+
+    def _take(self, reports: ExternalReports) -> None:
+        """Take the reports about loads and stores in progress, each once."""
+        for store_id in reports.stored:
+            if store_id in self._storing:
+                self._storing.remove(store_id)
+                self._stored.append(store_id)
+            else:
+                self._reject(f"store {store_id} is not in progress")
+        for loaded in reports.loaded:
+            self._take_loaded(loaded)
+
+    def _take_loaded(self, loaded: Loaded) -> None:
+        num_names = self._num_names.pop(loaded.load_id, None)
+        if num_names is None:
+            self._reject(f"{loaded} is not in progress")
+            return
+        if len(loaded.sources) != num_names:
+            self._reject(f"{loaded} must have {num_names} sources")
+            loaded = Loaded(loaded.load_id, (None,) * num_names)
+        self._loaded.append(loaded)
+
+    def _reject(self, reason: str) -> None:
+        if self._is_first("report"):
+            log.error("KV connector %s: %s; %s", self._name, reason, FURTHER)
+
+    def _is_first(self, kind: str) -> bool:
+        """Count an error. Returns whether it is the first of its kind."""
+        self.num_errors += 1
+        is_first = kind not in self._logged
+        self._logged.add(kind)
+        return is_first

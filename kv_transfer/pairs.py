@@ -167,14 +167,11 @@ class Pairs:
                 self._end_fence(pair.link_id)
         if self._fenced and now >= self._redialled_s + self._redial_s:
             self._redialled_s = now
-            self._redial(now)
-
-    def _redial(self, now: float) -> None:
-        """Dial all cut peers. Their blocks stay fenced until they reply or die."""
-        # If the local transport cannot open a channel, the next tick tries again.
-        with suppress(PeerUnreachable):
-            for pair in self._fenced.values():
-                self.get_or_dial(pair.address, now)
+            # Their blocks stay fenced until they reply or die. If the local transport cannot open
+            # a channel, the next tick tries again.
+            with suppress(PeerUnreachable):
+                for pair in self._fenced.values():
+                    self.get_or_dial(pair.address, now)
 
     def _accept(self, link_id: LinkId, theirs: Hello, now: float) -> None:
         """Connect the data path to a peer that dialled this node, and reply.

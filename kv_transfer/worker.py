@@ -16,8 +16,7 @@ from baton.kv_transfer.action_executor import ActionExecutor
 from baton.kv_transfer.config import KvWorkerConfig
 from baton.kv_transfer.errors import PeerUnreachable
 from baton.kv_transfer.fence import PASSED, Fence, FencedLayers
-from baton.kv_transfer.inbox import Inbox
-from baton.kv_transfer.link import Link, LinkId
+from baton.kv_transfer.link import Inbox, Link, LinkId
 from baton.kv_transfer.pairs import Identity, Pairs, PeerPair
 from baton.kv_transfer.poll_interval import PollInterval
 from baton.kv_transfer.protocol.conversion import StagingArea
@@ -155,7 +154,9 @@ class KvTransferWorker:
 
     def progress(self, now: float) -> None:
         """Drive the transport. Also called during long steps; `poll` reports completions."""
-        self._release_layers(now)
+        for num_ended in self._layers.take_passed():
+            self._sender.layer_done(num_ended, now)
+            self._executor.execute_all(now)
         self._read_inbox(now)
         for pair in self._pairs:
             for event in pair.channel.poll():
@@ -214,13 +215,6 @@ class KvTransferWorker:
 
     def connected_peers(self) -> tuple[NodeId, ...]:
         return tuple(pair.node_id for pair in self._pairs if pair.node_id is not None)
-
-    # --- Layers of the pass under way ---------------------------------------------------------
-
-    def _release_layers(self, now: float) -> None:
-        for num_ended in self._layers.take_passed():
-            self._sender.layer_done(num_ended, now)
-            self._executor.execute_all(now)
 
     def _wait_for_layers(self, now: float) -> None:
         while self._layers:

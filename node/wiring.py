@@ -18,7 +18,7 @@ from baton.engine.runner.model_runner import TorchRunner
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.scheduler.validation import max_sequence_length
 from baton.engine.structured_output.compiler import GrammarCompiler
-from baton.kv_transfer.guarded_connector import GuardedConnector
+from baton.kv_transfer.kv_connector import GuardedConnector
 from baton.kv_transfer.pairs import Identity
 from baton.kv_transfer.protocol.messages import Fingerprint
 from baton.kv_transfer.tiers.tiered_kv import TieredKv

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import xxhash
 
 from baton.core.ids import BlockId, HandoffId
 from baton.kv_transfer.protocol.conversion import StagingArea
-from baton.kv_transfer.protocol.memory_runs import BlockRun, spans
+from baton.kv_transfer.protocol.memory_runs import spans
 from baton.kv_transfer.protocol.messages import Region
 
 # Returns the bytes of some blocks, in order. On a device, it copies them after all launched work
@@ -25,8 +26,7 @@ class BlockDigest:
         """Without `read_blocks`, the region must be in memory that the CPU can read."""
         if region.device != "cpu" and read_blocks is None:
             raise ValueError(f"blocks on {region.device} cannot be read for a digest")
-        self._region = region
-        self._read_blocks = read_blocks or self._read_locally
+        self._read_blocks = read_blocks or partial(_read_locally, region)
         self._state = xxhash.xxh3_64()
         self._num_blocks = 0
         self.value_by_count: dict[int, int] = {}  # by the number of blocks after each `add`
@@ -37,15 +37,13 @@ class BlockDigest:
         self._num_blocks += len(block_ids)
         self.value_by_count[self._num_blocks] = self.value()
 
-    def _read_locally(self, block_ids: Sequence[BlockId]) -> Iterable[memoryview]:
-        return map(_view, spans(self._region, block_ids))
-
     def value(self) -> int:
         return self._state.intdigest()
 
 
-def _view(span: BlockRun) -> memoryview:
-    return memoryview((ctypes.c_char * span.num_bytes).from_address(span.address))
+def _read_locally(region: Region, block_ids: Sequence[BlockId]) -> Iterator[memoryview]:
+    for span in spans(region, block_ids):
+        yield memoryview((ctypes.c_char * span.num_bytes).from_address(span.address))
 
 
 class Digests:
@@ -71,14 +69,13 @@ class Digests:
         if not self._is_on:
             return
         if handoff_id not in self._open:
-            self._open[handoff_id] = self._new(handoff_id)
+            staged = None if self._staging is None else self._staging.find(handoff_id)
+            self._open[handoff_id] = (
+                BlockDigest(self._region, self._read_blocks)
+                if staged is None
+                else BlockDigest(staged.conversion.region)
+            )
         self._open[handoff_id].add(block_ids)
-
-    def _new(self, handoff_id: HandoffId) -> BlockDigest:
-        staged = None if self._staging is None else self._staging.find(handoff_id)
-        if staged is not None:
-            return BlockDigest(staged.conversion.region)
-        return BlockDigest(self._region, self._read_blocks)
 
     def value_after(self, handoff_id: HandoffId, num_blocks: int) -> int | None:
         """Return the digest of the first blocks; None if no `add` ended there."""

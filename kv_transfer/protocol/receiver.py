@@ -256,8 +256,12 @@ class Receiver:
         for incoming in list(self._incoming.values()):
             if incoming.state is IncomingState.GRANTED and now >= incoming.began_s + give_up_s:
                 self._fail(incoming, f"gave up after {give_up_s:g} s", now)
+        wait_s = self._config.max_staging_wait_s
         for incoming in list(self._waiting_for_room()):
-            self._end_overdue_wait(incoming, now)
+            # Room that an earlier one leaves may have gone to this one.
+            if incoming.state is IncomingState.WAITING and now >= incoming.began_s + wait_s:
+                self._report_failed(incoming, f"no room in --kv-staging-memory within {wait_s:g} s")
+                self._release(incoming)
         for link_id, link in self._links.items():
             if not link.awaits_peer:
                 continue
@@ -362,12 +366,6 @@ class Receiver:
             self._grant(incoming)
             if incoming.state is IncomingState.WAITING:
                 return
-
-    def _end_overdue_wait(self, incoming: IncomingHandoff, now: float) -> None:
-        wait_s = self._config.max_staging_wait_s
-        if incoming.state is IncomingState.WAITING and now >= incoming.began_s + wait_s:
-            self._report_failed(incoming, f"no room in --kv-staging-memory within {wait_s:g} s")
-            self._release(incoming)
 
     def _land_if_complete(self, incoming: IncomingHandoff) -> None:
         if incoming.done is None or not incoming.has_arrived:

@@ -23,11 +23,9 @@ from baton.core.kv_hints import BlockHints
 from baton.kv_transfer.external_kv import Load
 from baton.kv_transfer.tiers.block_memory import BlockMemory, copy_block
 from baton.kv_transfer.tiers.copy_pace import CopyPace, PacedWork
-from baton.kv_transfer.tiers.counters import TierCounters, TierStatus
 from baton.kv_transfer.tiers.host_tier import HostBlock, HostTier
-from baton.kv_transfer.tiers.load_times import LoadTimes
-from baton.kv_transfer.tiers.outage import Outage
 from baton.kv_transfer.tiers.stores.block_store import BlockStore
+from baton.kv_transfer.tiers.tier_status import LoadTimes, Outage, TierCounters, TierStatus
 
 logger = logging.getLogger(__name__)
 
@@ -309,12 +307,9 @@ class BackingTier:
     def _turn(self, work: PacedWork, ordered_s: float) -> Iterator[None]:
         """Wait for a turn, as long as no load waits for it. The tier is not stuck meanwhile."""
         self._job_since_s = self._clock() + max(0.0, self._pace.rest_s(work, ordered_s))
-        is_urgent = partial(self._must_yield, work)
-        with self._pace.turn(work, ordered_s, is_urgent):
+        is_write = work is PacedWork.WRITE_BEHIND
+        with self._pace.turn(work, ordered_s, lambda: is_write and self._num_reads > 0):
             yield
-
-    def _must_yield(self, work: PacedWork) -> bool:
-        return work is PacedWork.WRITE_BEHIND and self._num_reads > 0
 
     def _load(self, pending: PendingLoad, places: Sequence[int], then: Job) -> None:
         began_s = self._clock()

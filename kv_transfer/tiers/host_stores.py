@@ -19,8 +19,8 @@ from baton.kv_transfer.external_kv import Store, StoreId, Use
 from baton.kv_transfer.tiers.backing_tier import BackingTier, ResetCount
 from baton.kv_transfer.tiers.block_memory import BlockMemory, CopyBlocks
 from baton.kv_transfer.tiers.copy_pace import CopyPace, PacedWork
-from baton.kv_transfer.tiers.counters import TierCounters
 from baton.kv_transfer.tiers.host_tier import HostBlock, HostTier
+from baton.kv_transfer.tiers.tier_status import TierCounters
 
 logger = logging.getLogger(__name__)
 

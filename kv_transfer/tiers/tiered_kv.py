@@ -33,12 +33,11 @@ from baton.kv_transfer.tiers.backing_tier import (
 )
 from baton.kv_transfer.tiers.block_memory import BlockMemory, CopyBlocks, copy_blocks
 from baton.kv_transfer.tiers.copy_pace import CopyPace, PacedWork
-from baton.kv_transfer.tiers.counters import TierCounters, TierStatus
 from baton.kv_transfer.tiers.first_touch import FirstTouch
 from baton.kv_transfer.tiers.host_stores import HostStores, Storing
 from baton.kv_transfer.tiers.host_tier import HostTier
-from baton.kv_transfer.tiers.load_times import LoadTimes
 from baton.kv_transfer.tiers.stores.block_store import BlockStore
+from baton.kv_transfer.tiers.tier_status import LoadTimes, TierCounters, TierStatus
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +69,7 @@ class TieredKv:
         self._kv_memory = kv_memory
         self._copy = copy
         self.host = host
-        self.host.on_room = self._look_for_room
+        self.host.on_room = lambda: self._copies.put(lambda: None)  # stores are continued then
         self._clock = clock
         self._wake = wake
         self.pace = pace or CopyPace(clock)
@@ -210,9 +209,6 @@ class TieredKv:
             self._stores.copy(must_end=is_ending)
         for tier in self._backing:
             tier.stop()
-
-    def _look_for_room(self) -> None:
-        self._copies.put(lambda: None)  # afterwards, stores are continued
 
     def _load_next(self) -> None:
         pending = self._loads.popleft()

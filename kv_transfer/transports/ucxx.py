@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from typing import Any
 
 from baton.core.errors import InvalidConfig
@@ -143,16 +142,13 @@ class UcxxChannel:
             self._endpoint.close_blocking(period=0, max_attempts=1)
         for _ in range(_MAX_CLOSE_ROUNDS):
             self._worker.progress_once()
-            if all(request.completed for request in self._under_way()):
+            # Until they complete, requests and the worker reference each other.
+            under_way = (*self._sends.under_way(), *self._receives.under_way())
+            if all(request.completed for request in under_way):
                 break
         self._receives.close()
         self._sends.close()
         self._endpoint = self._worker = None
-
-    def _under_way(self) -> Iterator[Any]:
-        """Yield all requests. Until they complete, they and the worker reference each other."""
-        yield from self._sends.under_way()
-        yield from self._receives.under_way()
 
 
 def _is_set(name: str) -> bool:

@@ -8,8 +8,12 @@ from importlib.metadata import EntryPoint, entry_points
 from baton.core.errors import InvalidConfig
 from baton.engine.runner.model_runner import TorchRunner
 from baton.kv_transfer.external_kv import FILE, KV, OBJECT, TIERS
-from baton.kv_transfer.guarded_connector import GuardedConnector
-from baton.kv_transfer.kv_connector import KvConnector, KvConnectorContext, KvConnectorFactory
+from baton.kv_transfer.kv_connector import (
+    GuardedConnector,
+    KvConnector,
+    KvConnectorContext,
+    KvConnectorFactory,
+)
 from baton.kv_transfer.pairs import Identity
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
 from baton.node.options import NodeOptions

@@ -10,7 +10,7 @@ from baton.core.ids import HandoffId, RequestId
 from baton.engine.plan import Plan, PlanRow
 from baton.engine.step_observer import StepObserver, StepRecord
 from baton.kv_transfer.records import TransferRecord, TransferRole
-from baton.kv_transfer.types import NO_REPORTS, Receive
+from baton.kv_transfer.types import NO_REPORTS
 
 
 @dataclass(slots=True)
@@ -52,7 +52,9 @@ class RequestLedger(StepObserver):
         if receives or plan.started or plan.dropped:
             self._on_change()
         for receive in receives:
-            self._note_receive(receive)
+            entry = self._entries.get(RequestId(str(receive.handoff_id)))
+            if entry is not None:
+                entry.num_cached_prompt_tokens = receive.num_cached_tokens
         for row in plan.started:
             self._note_started(row)
 
@@ -63,11 +65,6 @@ class RequestLedger(StepObserver):
             self._on_change()
         for handoff_id in step.reports.finished_sending:
             self.on_sent(handoff_id)
-
-    def _note_receive(self, receive: Receive) -> None:
-        entry = self._entries.get(RequestId(str(receive.handoff_id)))
-        if entry is not None:
-            entry.num_cached_prompt_tokens = receive.num_cached_tokens
 
     def _note_started(self, row: PlanRow) -> None:
         entry = self._entries.get(row.request_id)

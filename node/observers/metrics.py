@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from baton.engine.events import SchedulerStats
 from baton.engine.scheduler.scheduler import Scheduler
-from baton.kv_transfer.guarded_connector import GuardedConnector
+from baton.kv_transfer.kv_connector import GuardedConnector
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
 from baton.kv_transfer.worker import KvTransferWorker
 from baton.node.wiring import NodeComponents

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.kv_transfer.external_kv import HOST
-from baton.kv_transfer.tiers.load_times import HALF_LIFE_S
+from baton.kv_transfer.tiers.tier_status import HALF_LIFE_S
 from baton.kv_transfer.tiers.tiered_kv import HOST_BYTES_PER_S
 from tests.support.hypothesis_profiles import num_examples
 from tests.support.tier_memory import BLOCK_BYTES, name_of

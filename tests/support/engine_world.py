@@ -29,7 +29,7 @@ from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.request import Request
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.kv_transfer.external_kv import Load, LoadId
-from baton.kv_transfer.guarded_connector import GuardedConnector
+from baton.kv_transfer.kv_connector import GuardedConnector
 from baton.kv_transfer.types import KvReports
 from baton.rpc.cached_prefixes import CachedPrefixes
 from tests.support.fake_external import FakeExternal

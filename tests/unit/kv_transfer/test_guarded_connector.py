@@ -16,7 +16,7 @@ from baton.kv_transfer.external_kv import (
     Store,
     StoreId,
 )
-from baton.kv_transfer.guarded_connector import GuardedConnector
+from baton.kv_transfer.kv_connector import GuardedConnector
 
 LOAD = Load(LoadId(1), (b"one", b"two"), (BlockId(1), BlockId(2)))
 STORE = Store(StoreId(2), (b"three",), (BlockId(3),))

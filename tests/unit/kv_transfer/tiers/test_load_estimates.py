@@ -14,7 +14,7 @@ from baton.core.kv_hints import BlockHints
 from baton.kv_transfer.external_kv import FILE, HOST
 from baton.kv_transfer.tiers import copy_pace
 from baton.kv_transfer.tiers.copy_pace import MAX_SHARE
-from baton.kv_transfer.tiers.load_times import HALF_LIFE_S
+from baton.kv_transfer.tiers.tier_status import HALF_LIFE_S
 from baton.kv_transfer.tiers.tiered_kv import FILE_BYTES_PER_S, HOST_BYTES_PER_S
 from tests.support.block_stores import FolderWorld
 from tests.support.tier_memory import BLOCK_BYTES, name_of

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.kv_transfer.tiers.load_times import HALF_LIFE_S, LoadTimes
+from baton.kv_transfer.tiers.tier_status import HALF_LIFE_S, LoadTimes
 
 GUESS_S = 0.001
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.kv_transfer.tiers.outage import PAUSE_S, Outage
+from baton.kv_transfer.tiers.tier_status import PAUSE_S, Outage
 
 DISK_FULL = OSError(28, "No space left on device")
 

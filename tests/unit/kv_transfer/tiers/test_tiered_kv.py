@@ -16,8 +16,8 @@ from baton.kv_transfer.tiers.backing_tier import LOAD_DEADLINE_S
 from baton.kv_transfer.tiers.block_memory import BlockMemory, copy_blocks
 from baton.kv_transfer.tiers.copy_pace import CopyPace, PacedWork
 from baton.kv_transfer.tiers.host_stores import MIN_AT_QUOTA
-from baton.kv_transfer.tiers.outage import PAUSE_S
 from baton.kv_transfer.tiers.stores.block_store import BlockStore
+from baton.kv_transfer.tiers.tier_status import PAUSE_S
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
 from tests.support.block_stores import FolderWorld, StoreWorld, memory_world, scan_all
 from tests.support.tier_memory import name_of
