@@ -24,7 +24,7 @@ from baton.node.observers.metrics import export_node_metrics
 from baton.node.options import NodeOptions
 from baton.node.servicer import KvLinkServicer, NodeServicer, prefix_cache_resetter
 from baton.node.state import NodeState
-from baton.node.wiring import NodeComponents, build_components, identify
+from baton.node.wiring import NodeComponents, identify
 from baton.rpc.grace_period import ShutdownDeadline
 from baton.rpc.health import Health
 from baton.rpc.listening import check_port
@@ -102,7 +102,7 @@ async def serve(
     tracer: Tracer,
     around: Around = NO_NODE_DECORATORS,
 ) -> None:
-    node = build_components(role.name, options, runner, identity, tracer, around)
+    node = NodeComponents(role.name, options, runner, identity, tracer, around)
     _log_start(node.state, runner)
     services = (*role.build_services(node), *_common_services(node))
     metrics = export_node_metrics(_process_of(role, identity), node)

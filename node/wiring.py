@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 
@@ -14,15 +13,14 @@ from baton.engine.core import EngineCore, KvWorkerWithExternal
 from baton.engine.engine_thread import Compiler, EngineInbox, EngineThread
 from baton.engine.factory import build_grammars, build_scheduler
 from baton.engine.kv_arrival.pulls import PullConfig
+from baton.engine.plan import KvWorker
 from baton.engine.runner.model_runner import TorchRunner
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.scheduler.validation import max_sequence_length
 from baton.engine.structured_output.compiler import GrammarCompiler
-from baton.kv_transfer.kv_connector import GuardedConnector
 from baton.kv_transfer.pairs import Identity
 from baton.kv_transfer.protocol.messages import Fingerprint
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
-from baton.kv_transfer.worker import KvTransferWorker
 from baton.node.engine_calls import EngineCalls, NodeChanges
 from baton.node.kv.connectors import make_connector, tiers_in
 from baton.node.kv.events.messages import CacheFacts, spec_kind_of
@@ -44,87 +42,76 @@ KV_LAYOUTS = {1: "layer,latent,token,dim", 2: "layer,kv,head,token,dim"}
 ID_BYTES = 4
 
 
-@dataclass(frozen=True, slots=True)
 class NodeComponents:
-    """Long-lived objects of a node. Its servicers and its metrics are built from them."""
+    """Long-lived objects of a node. Its servicers and its metrics are built from them.
 
-    options: NodeOptions
-    links: GrpcLinks
-    worker: KvTransferWorker
-    connector: GuardedConnector | None
-    scheduler: Scheduler
-    compiler: Compiler
-    engine: EngineThread
-    ledger: RequestLedger
-    tracing: NodeTracing
-    metrics: NodeMetrics | None
-    kv_events: KvEventPublisher | None
-    state: NodeState
+    Create it on the asyncio loop.
+    """
 
+    def __init__(
+        self,
+        role: NodeRole,
+        options: NodeOptions,
+        runner: TorchRunner,
+        identity: Identity,
+        tracer: Tracer,
+        around: Around,
+    ) -> None:
+        memory = runner.kv_memory
+        self.options = options
+        self.tracing = _build_tracing(role, options, identity, tracer, memory.block_bytes)
+        self.metrics = (
+            NodeMetrics(role.value, self.tracing.handoff_context)
+            if options.telemetry.counts
+            else None
+        )
+        self._changes, self._inbox = NodeChanges(), EngineInbox()
+        self.ledger = RequestLedger(self._changes.notify_threadsafe)
+        self.links = GrpcLinks(options.tls)
+        self.worker = make_kv_worker(options, identity, runner, self.links, around)
+        self.links.attach(self.worker.inbox, partial(self._inbox.put, _poll))
+        self.connector = make_connector(options, identity, runner, self._wake)
+        engine_options = EngineOptions(
+            options.scheduling,
+            options.enable_prefix_caching,
+            collect_kv_events=True,
+            collect_token_ids=options.kv_events.is_on,
+        )
+        # No other process uses this name of its pulls.
+        pulls = PullConfig(f"pull-{identity.node_id}-{identity.incarnation}", memory.block_bytes)
+        self.scheduler = build_scheduler(runner, engine_options, self.connector, pulls)
+        self.compiler: Compiler = GrammarCompiler(build_grammars(runner))
+        self.engine = self._build_engine(runner, identity)
+        runner.hook = KvPassHook(self.worker, memory.layout.groups, self.engine.beat)
+        tiers = tiers_in(self.connector)
+        if tiers is not None and self.metrics is not None:
+            for tier in tiers.status():
+                tier.counters.observe_load = self.metrics.count_loads_of(tier.name)
+        self.kv_events = _build_kv_events(options, identity, runner, self.scheduler)
+        self.state = NodeState(
+            _build_card(role, options, identity, runner, self.scheduler, tiers),
+            EngineCalls(self.engine, self._changes),
+            update_reader(self.engine, self.scheduler, tiers),
+            *(() if self.kv_events is None else (self.kv_events.publish,)),
+        )
 
-def build_components(
-    role: NodeRole,
-    options: NodeOptions,
-    runner: TorchRunner,
-    identity: Identity,
-    tracer: Tracer,
-    around: Around,
-) -> NodeComponents:
-    """Build and connect a node's components. Call this on the asyncio loop."""
-    tracing = _build_tracing(role, options, identity, tracer, runner.kv_memory.block_bytes)
-    metrics = _build_metrics(role, options, tracing)
-    changes, inbox = NodeChanges(), EngineInbox()
-    links, ledger = GrpcLinks(options.tls), RequestLedger(changes.notify_threadsafe)
-    worker = make_kv_worker(options, identity, runner, links, around)
-    wake = partial(_wake, inbox, changes)
-    connector = make_connector(options, identity, runner, wake)
-    pulls = PullConfig(_pull_name(identity), runner.kv_memory.block_bytes)
-    scheduler = build_scheduler(runner, _engine_options(options), connector, pulls)
-    # Metrics before traces: with the end of a hand-off, the trace of its request may be complete.
-    counters = () if metrics is None else (metrics,)
-    tiers = tiers_in(connector)
-    pacing = () if tiers is None else (CopyPacing(tiers.pace),)
-    observers = (ledger, *counters, *tracing.step_observers(), *pacing)
-    both = worker if connector is None else KvWorkerWithExternal(worker, connector)
-    core = EngineCore(scheduler, runner, both, observers=observers)
-    compiler: Compiler = GrammarCompiler(build_grammars(runner))
-    engine = EngineThread(core, name=identity.node_id, compiler=compiler, inbox=inbox)
-    runner.hook = KvPassHook(worker, runner.kv_memory.layout.groups, engine.beat)
-    links.attach(worker.inbox, partial(inbox.put, _poll))
-    calls = EngineCalls(engine, changes)
-    if tiers is not None and metrics is not None:
-        for tier in tiers.status():
-            tier.counters.observe_load = metrics.count_loads_of(tier.name)
-    card = _build_card(role, options, identity, runner, scheduler, tiers)
-    kv_events = _build_kv_events(options, identity, runner, scheduler)
-    reader = update_reader(engine, scheduler, tiers)
-    listeners = () if kv_events is None else (kv_events.publish,)
-    state = NodeState(card, calls, reader, *listeners)
-    return NodeComponents(
-        options=options,
-        links=links,
-        worker=worker,
-        connector=connector,
-        scheduler=scheduler,
-        compiler=compiler,
-        engine=engine,
-        ledger=ledger,
-        tracing=tracing,
-        metrics=metrics,
-        kv_events=kv_events,
-        state=state,
-    )
+    def _build_engine(self, runner: TorchRunner, identity: Identity) -> EngineThread:
+        # Metrics before traces: with the end of a hand-off, the trace of its request may be
+        # complete.
+        counters = () if self.metrics is None else (self.metrics,)
+        tiers = tiers_in(self.connector)
+        pacing = () if tiers is None else (CopyPacing(tiers.pace),)
+        observers = (self.ledger, *counters, *self.tracing.step_observers(), *pacing)
+        worker: KvWorker = self.worker
+        if self.connector is not None:
+            worker = KvWorkerWithExternal(self.worker, self.connector)
+        core = EngineCore(self.scheduler, runner, worker, observers=observers)
+        return EngineThread(core, name=identity.node_id, compiler=self.compiler, inbox=self._inbox)
 
-
-def _pull_name(identity: Identity) -> str:
-    """Return the name of this process's pulls, which no other process uses."""
-    return f"pull-{identity.node_id}-{identity.incarnation}"
-
-
-def _wake(inbox: EngineInbox, changes: NodeChanges) -> None:
-    """Let the engine poll the KV connector, and the node report what it holds. On any thread."""
-    inbox.put(_poll)
-    changes.notify_threadsafe()
+    def _wake(self) -> None:
+        """On any thread: let the engine poll the connector, and the node report what it holds."""
+        self._inbox.put(_poll)
+        self._changes.notify_threadsafe()
 
 
 def _poll() -> None:
@@ -191,12 +178,6 @@ def _build_tracing(
     return NodeTracing(tracer, facts, options.trace_step_ratio)
 
 
-def _build_metrics(
-    role: NodeRole, options: NodeOptions, tracing: NodeTracing
-) -> NodeMetrics | None:
-    return NodeMetrics(role.value, tracing.handoff_context) if options.telemetry.counts else None
-
-
 def _build_kv_events(
     options: NodeOptions, identity: Identity, runner: TorchRunner, scheduler: Scheduler
 ) -> KvEventPublisher | None:
@@ -208,12 +189,3 @@ def _build_kv_events(
     facts = CacheFacts(memory.block_size, naming.root(), kind, window)
     config = options.kv_events.for_node(identity.node_id, options.host)
     return KvEventPublisher(config, facts)
-
-
-def _engine_options(options: NodeOptions) -> EngineOptions:
-    return EngineOptions(
-        options.scheduling,
-        options.enable_prefix_caching,
-        collect_kv_events=True,
-        collect_token_ids=options.kv_events.is_on,
-    )

@@ -52,10 +52,15 @@ class BackingConfig:
 
 
 @dataclass(slots=True)
-class ResetCount:
-    """The number of resets so far. The engine thread increments it, all threads compare it."""
+class TierParts:
+    """What all tiers of a node share."""
 
-    number: int = 0
+    kv_memory: BlockMemory
+    host: HostTier
+    pace: CopyPace
+    clock: Callable[[], float]
+    # The number of resets so far. The engine thread increments it, all threads compare it.
+    generation: int = 0
 
 
 @dataclass(slots=True)
@@ -86,11 +91,7 @@ class BackingTier:
         self,
         config: BackingConfig,
         store: BlockStore,
-        kv_memory: BlockMemory,
-        host: HostTier,
-        generation: ResetCount,
-        clock: Callable[[], float],
-        pace: CopyPace,
+        parts: TierParts,
     ) -> None:
         self.name = config.name
         self.counters = TierCounters()
@@ -98,12 +99,9 @@ class BackingTier:
         self.dropping: set[BlockName] = set()  # ordered to be dropped, and perhaps still stored
         self._config = config
         self._store = store
-        self._kv_memory = kv_memory
-        self._host = host
-        self._generation = generation
-        self._cleared = generation.number  # the generation that the store is in
-        self._clock = clock
-        self._pace = pace
+        self._parts = parts
+        self._host, self._pace, self._clock = parts.host, parts.pace, parts.clock
+        self._cleared = parts.generation  # the generation that the store is in
         self._jobs: PriorityQueue[tuple[int, int, Job | None]] = PriorityQueue()
         self._numbers = count()
         self._writes: deque[_QueuedWrite] = deque()
@@ -111,8 +109,8 @@ class BackingTier:
         self._reads_lock = Lock()
         # When the job began, or its last operation if that is later: a rest is not part of it.
         self._job_since_s: float | None = None
-        self._reading = Outage(f"loaded from the {config.name} tier", clock)
-        self._writing = Outage(f"stored in the {config.name} tier", clock)
+        self._reading = Outage(f"loaded from the {config.name} tier", parts.clock)
+        self._writing = Outage(f"stored in the {config.name} tier", parts.clock)
         self._refresh_at_s = float("-inf")
         self._unfinished: deque[Job] = deque()  # changes that failed; repeated after a pause
         self.is_scanned = Event()
@@ -122,7 +120,7 @@ class BackingTier:
     # --- any thread -----------------------------------------------------------------------
 
     def holds(self, name: BlockName) -> bool:
-        is_current = self._cleared == self._generation.number
+        is_current = self._cleared == self._parts.generation
         return is_current and self._reading.is_over and self._store.holds(name)
 
     def load_s(self, num_blocks: int) -> float:
@@ -288,7 +286,7 @@ class BackingTier:
 
     def _write(self, write: _QueuedWrite) -> bool:
         try:
-            is_stale = write.generation != self._generation.number
+            is_stale = write.generation != self._parts.generation
             if is_stale or self._writing.is_paused:
                 return False
             block = write.block
@@ -339,7 +337,7 @@ class BackingTier:
         try:
             with self._turn(PacedWork.LOAD, pending.began_s):
                 began_s = self._clock()
-                digest = self._store.read(name, self._kv_memory, block_id)
+                digest = self._store.read(name, self._parts.kv_memory, block_id)
                 if digest is None or not self._may_load(pending, name):  # dropped meanwhile
                     return None
                 self._promote(pending, name, block_id, digest)
@@ -352,7 +350,7 @@ class BackingTier:
             return None
 
     def _may_load(self, pending: PendingLoad, name: BlockName) -> bool:
-        return pending.generation == self._generation.number and name not in self.dropping
+        return pending.generation == self._parts.generation and name not in self.dropping
 
     def _promote(self, pending: PendingLoad, name: BlockName, block_id: int, digest: bytes) -> None:
         """Keep a block that was read in host memory as well."""
@@ -360,7 +358,7 @@ class BackingTier:
         block = None if self._host.holds(name) else self._host.reserve(hints.tenant)
         if block is None:
             return
-        copy_block(self._kv_memory, block_id, self._host.memory, block.slot)
+        copy_block(self._parts.kv_memory, block_id, self._host.memory, block.slot)
         self._host.publish(name, block, digest, hints)
         self._host.unpin(block)
         if not self._may_load(pending, name):  # dropped meanwhile, also from host memory

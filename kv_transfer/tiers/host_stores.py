@@ -16,10 +16,10 @@ from enum import Enum, auto
 from baton.core.ids import BlockId, BlockName
 from baton.core.kv_hints import NO_HINTS, BlockHints, Tenant
 from baton.kv_transfer.external_kv import Store, StoreId, Use
-from baton.kv_transfer.tiers.backing_tier import BackingTier, ResetCount
-from baton.kv_transfer.tiers.block_memory import BlockMemory, CopyBlocks
-from baton.kv_transfer.tiers.copy_pace import CopyPace, PacedWork
-from baton.kv_transfer.tiers.host_tier import HostBlock, HostTier
+from baton.kv_transfer.tiers.backing_tier import BackingTier, TierParts
+from baton.kv_transfer.tiers.block_memory import CopyBlocks
+from baton.kv_transfer.tiers.copy_pace import PacedWork
+from baton.kv_transfer.tiers.host_tier import HostBlock
 from baton.kv_transfer.tiers.tier_status import TierCounters
 
 logger = logging.getLogger(__name__)
@@ -119,12 +119,9 @@ class HostStores:
 
     def __init__(
         self,
-        kv_memory: BlockMemory,
-        host: HostTier,
+        parts: TierParts,
         backing: Sequence[BackingTier],
-        generation: ResetCount,
         counters: TierCounters,
-        pace: CopyPace,
         copy: CopyBlocks,
         *,
         must_yield: Callable[[], bool],
@@ -132,18 +129,16 @@ class HostStores:
         on_end: Callable[[], None],
     ) -> None:
         """Copies stop where they can once `must_yield`, and do not rest while `is_urgent`."""
-        self._kv_memory = kv_memory
-        self._host = host
+        self._parts = parts
+        self._host, self._pace = parts.host, parts.pace
         self._backing = backing
-        self._generation = generation
         self._host_counters = counters
-        self._pace = pace
         self._copy = copy
         self._must_yield = must_yield
         self._is_urgent = is_urgent
         self._on_end = on_end
         self._stores = StoreQueue()
-        self._max_at_quota = max(MIN_AT_QUOTA, int(kv_memory.num_blocks * MAX_AT_QUOTA_SHARE))
+        self._max_at_quota = max(MIN_AT_QUOTA, int(parts.kv_memory.num_blocks * MAX_AT_QUOTA_SHARE))
         self._ended: deque[StoreId] = deque()
 
     @property
@@ -170,7 +165,7 @@ class HostStores:
 
     def use(self, use: Use, generation: int) -> None:
         """Note a use in all tiers, unless they were reset since it was ordered."""
-        if generation != self._generation.number:
+        if generation != self._parts.generation:
             return
         self._host.use(use.names, use.hints)
         for tier in self._backing:
@@ -218,13 +213,13 @@ class HostStores:
         Adds the blocks that are taken from the queue to `ended`, also those that need no room.
         """
         copies: list[tuple[StoringBlock, HostBlock]] = []
-        most = min(COPY_BLOCKS, self._pace.piece_blocks(self._kv_memory.block_bytes))
+        most = min(COPY_BLOCKS, self._pace.piece_blocks(self._parts.kv_memory.block_bytes))
         while self._stores.num_waiting(tenant) and len(copies) < most:
             each = self._stores.take(tenant)
             ended.append(each)
             if self._host.holds(each.name):
                 self.use(Use((each.name,), each.hints), each.storing.generation)
-            elif each.storing.generation == self._generation.number:
+            elif each.storing.generation == self._parts.generation:
                 block = self._host.reserve(tenant)
                 if block is None:
                     self._stores.put_back(ended.pop())
@@ -251,7 +246,7 @@ class HostStores:
         blocks = [block for _, block in copies]
         try:
             copied = self._pace.copy_blocks(
-                *(self._copy, self._kv_memory, [each.block_id for each, _ in copies]),
+                *(self._copy, self._parts.kv_memory, [each.block_id for each, _ in copies]),
                 *(self._host.memory, [block.slot for block in blocks]),
                 work=PacedWork.STORE,
                 ordered_s=copies[0][0].storing.ordered_s,

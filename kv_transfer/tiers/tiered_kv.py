@@ -29,7 +29,7 @@ from baton.kv_transfer.tiers.backing_tier import (
     BackingTier,
     Job,
     PendingLoad,
-    ResetCount,
+    TierParts,
 )
 from baton.kv_transfer.tiers.block_memory import BlockMemory, CopyBlocks, copy_blocks
 from baton.kv_transfer.tiers.copy_pace import CopyPace, PacedWork
@@ -66,7 +66,6 @@ class TieredKv:
         wake: Callable[[], None] = lambda: None,
     ) -> None:
         """`wake` is called on any thread when there is something to poll."""
-        self._kv_memory = kv_memory
         self._copy = copy
         self.host = host
         self.host.on_room = lambda: self._copies.put(lambda: None)  # stores are continued then
@@ -75,14 +74,16 @@ class TieredKv:
         self.pace = pace or CopyPace(clock)
         self._host_counters = TierCounters()
         self._host_times = LoadTimes(kv_memory.block_bytes / HOST_BYTES_PER_S)
-        self._generation = ResetCount()
+        self._parts = TierParts(kv_memory, host, self.pace, clock)
         self._cleared = 0  # the generation that host memory is in
         self._dropping: set[BlockName] = set()
         self._backing = list(self._make_backing(files, objects, object_refresh_s))
         self._copies: SimpleQueue[Job | None] = SimpleQueue()
         self._stores = HostStores(
-            *(kv_memory, host, self._backing, self._generation, self._host_counters),
-            *(self.pace, copy),
+            self._parts,
+            self._backing,
+            self._host_counters,
+            copy,
             must_yield=lambda: not self._copies.empty(),
             is_urgent=lambda: bool(self._loads),
             on_end=wake,
@@ -95,21 +96,17 @@ class TieredKv:
     def _make_backing(
         self, files: BlockStore | None, objects: BlockStore | None, object_refresh_s: float
     ) -> Iterator[BackingTier]:
-        block_bytes = self._kv_memory.block_bytes
+        block_bytes = self._parts.kv_memory.block_bytes
         if files is not None:
             config = BackingConfig(FILE, block_bytes / FILE_BYTES_PER_S, FILE_REFRESH_S)
-            yield self._backing_tier(config, files)
+            yield BackingTier(config, files, self._parts)
         if objects is not None:
             config = BackingConfig(
                 *(OBJECT, block_bytes / OBJECT_BYTES_PER_S, object_refresh_s),
                 num_parallel=NUM_PARALLEL_OBJECTS,
                 max_waiting_writes=max(1, int(self.host.memory.num_blocks * MAX_WAITING_SHARE)),
             )
-            yield self._backing_tier(config, objects)
-
-    def _backing_tier(self, config: BackingConfig, store: BlockStore) -> BackingTier:
-        parts = (self._kv_memory, self.host, self._generation, self._clock, self.pace)
-        return BackingTier(config, store, *parts)
+            yield BackingTier(config, objects, self._parts)
 
     def __enter__(self) -> TieredKv:
         self._thread.start()
@@ -134,7 +131,7 @@ class TieredKv:
 
     def status(self) -> tuple[TierStatus, ...]:
         """Return what each tier holds and has done, from the fastest on. Any thread may call it."""
-        block_bytes = self._kv_memory.block_bytes
+        block_bytes = self._parts.kv_memory.block_bytes
         host = TierStatus(HOST, self.host.order, block_bytes, self._host_counters)
         return (host, *(tier.status() for tier in self._backing))
 
@@ -156,7 +153,7 @@ class TieredKv:
         return load_s
 
     def start(self, orders: ExternalOrders) -> None:
-        generation = self._generation.number
+        generation = self._parts.generation
         for store in orders.stores:
             storing = Storing(store, generation, self._clock(), len(store.names))
             self._copies.put(partial(self._stores.add, storing))
@@ -185,12 +182,12 @@ class TieredKv:
             if tiers is None or tier.name in tiers
         }
         if num_blocks:
-            self._generation.number += 1
-            self._copies.put(partial(self._clear, num_blocks.keys(), self._generation.number))
+            self._parts.generation += 1
+            self._copies.put(partial(self._clear, num_blocks.keys(), self._parts.generation))
         return num_blocks
 
     def _is_in_host(self, name: BlockName) -> bool:
-        return self._cleared == self._generation.number and self.host.holds(name)
+        return self._cleared == self._parts.generation and self.host.holds(name)
 
     # --- the copying thread -------------------------------------------------------------------
 
@@ -235,7 +232,7 @@ class TieredKv:
         try:
             copied = self.pace.copy_blocks(
                 *(self._copy, self.host.memory, [block.slot for block in found.values()]),
-                *(self._kv_memory, [load.block_ids[place] for place in found]),
+                *(self._parts.kv_memory, [load.block_ids[place] for place in found]),
                 work=PacedWork.LOAD,
                 ordered_s=pending.began_s,
             )

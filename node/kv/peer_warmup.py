@@ -59,7 +59,11 @@ class PeerWarmup:
         self._in_flight.add(address)
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._connect(address)
+                role = await self._role_of(address)
+                if role is not NodeRole.PREFILL:
+                    raise PeerUnreachable(f"{address} is a {role.value} node; name a prefill node")
+                async with self._engine_turn:
+                    await self._link_up(address)
         except TimeoutError:
             raise PeerUnreachable(
                 f"no link to {address} within {self._timeout_s:g} s; check that a prefill node "
@@ -67,13 +71,6 @@ class PeerWarmup:
             ) from None
         finally:
             self._in_flight.discard(address)
-
-    async def _connect(self, address: str) -> None:
-        role = await self._role_of(address)
-        if role is not NodeRole.PREFILL:
-            raise PeerUnreachable(f"{address} is a {role.value} node; name a prefill node")
-        async with self._engine_turn:
-            await self._link_up(address)
 
 
 def role_over_grpc(tls: TlsConfig) -> RoleOf:
