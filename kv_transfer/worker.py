@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from baton.core.ids import HandoffId, NodeId
+from baton.core.ids import HandoffId
 from baton.kv_transfer.action_executor import ActionExecutor
 from baton.kv_transfer.config import KvWorkerConfig
 from baton.kv_transfer.errors import PeerUnreachable
@@ -212,9 +212,6 @@ class KvTransferWorker:
         """Return all hand-offs that have not ended on this node, fenced ones included."""
         incoming = [incoming.order.handoff_id for incoming in self._receiver.incoming()]
         return (*incoming, *(outgoing.handoff_id for outgoing in self._sender.outgoing()))
-
-    def connected_peers(self) -> tuple[NodeId, ...]:
-        return tuple(pair.node_id for pair in self._pairs if pair.node_id is not None)
 
     def _wait_for_layers(self, now: float) -> None:
         while self._layers:

@@ -41,6 +41,7 @@ def _token_bytes(layout: Fingerprint) -> int | None:
 
 def _has_expected_size(sender: Hello, receiver: Hello) -> bool:
     """Return whether the sender's blocks have the size that its fingerprint implies."""
+    # A peer is not trusted: the conversion reads blocks of this size out of the staging area.
     source, target = sender.fingerprint, receiver.fingerprint
     sent, kept = _token_bytes(source), _token_bytes(target)
     if not sent or not kept or min(source.block_size, target.block_size) < 1:
@@ -152,5 +153,6 @@ class StagingArea:
         for taken in sorted((taken for taken, _ in self._lent.values()), key=lambda it: it.start):
             if (first + num_blocks) * size <= taken.start:
                 break
+            # A multiple of the size: an id times the size must be the address, as in any region.
             first = max(first, -(-taken.stop // size))
         return first if (first + num_blocks) * size <= self.region.num_bytes else None

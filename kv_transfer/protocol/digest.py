@@ -35,6 +35,7 @@ class BlockDigest:
         for part in self._read_blocks(block_ids):
             self._state.update(part)
         self._num_blocks += len(block_ids)
+        # The peer may have added more at a time: only where both ended a part can they compare.
         self.value_by_count[self._num_blocks] = self.value()
 
     def value(self) -> int:

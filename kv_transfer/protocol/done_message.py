@@ -63,6 +63,7 @@ def _logprobs_of(encoded: Any) -> TokenLogprobs | None:
 
 
 def _check_type(kind: type[T], value: Any) -> T:
+    # Not isinstance: True is an int, and would pass as a token id.
     if type(value) is not kind:
         raise TypeError(f"{value!r} is not of type {kind.__name__}")
     return value

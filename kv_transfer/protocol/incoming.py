@@ -115,8 +115,11 @@ class SenderLink:
     def break_reason(self, now: float) -> str | None:
         """Return why the pair must be cut; None while P is alive and answers."""
         silence_s, age_s = self.config.silence_s, self.config.fence_age_s
+        # A peer from which nothing is received may be silent for ever: the time counts from the
+        # first open receive on.
         if now >= max(self.waiting_since_s, self.last_message_s) + silence_s:
             return f"the peer sent nothing for {silence_s:g} s"
+        # P answers renewals by a thread of its own: its engine thread may hang nevertheless.
         if not self.is_up and now >= self.waiting_since_s + age_s:
             return f"the peer is alive but did not reply to Hello within {age_s:g} s"
         for handoff_id, incoming in self.incoming.items():

@@ -15,6 +15,7 @@ from baton.core.ids import BlockId, HandoffId, Incarnation, NodeId
 from baton.core.logprobs import FirstToken
 from baton.kv_transfer.errors import InvalidMessage
 
+# Part of the fingerprint: a node of another version is refused before it can be misunderstood.
 WIRE_VERSION = 4
 # A transport allocates descriptors in proportion to the number of blocks of the peer.
 MAX_REGION_BLOCKS = 1 << 24

@@ -56,6 +56,7 @@ class OutgoingHandoff:
     @property
     def num_written(self) -> int:
         """Number of leading blocks of the grant whose writes have all completed."""
+        # Writes complete in any order; D needs to know up to where nothing is missing.
         return min([self.num_posted, *(flight.first for flight in self.in_flight.values())])
 
     @property
@@ -124,6 +125,7 @@ class WriteSplitter:
     def __init__(self, block_bytes: int, num_layers: int, max_write_bytes: int) -> None:
         self._block_bytes = block_bytes
         self._num_layers = num_layers
+        # A block cannot be split except by layer, so a write has room for one at least.
         self._max_write_bytes = max(block_bytes, max_write_bytes)
 
     def take_next(
@@ -150,6 +152,7 @@ class WriteSplitter:
             end = min(end, sliced.end)
             layers = LayerRange(sliced.num_layers, self._num_layers, self._num_layers)
         part_bytes = len(layer_bytes_range(self._block_bytes, layers))
+        # Nothing is left to write of blocks whose layers all went out during the pass.
         if part_bytes:
             end = min(end, first + room_bytes // part_bytes)
         if first >= end:
@@ -168,6 +171,7 @@ class WriteSplitter:
         start = outgoing.first_block + len(outgoing.blocks) - grant.first_block
         first = max(start, 0)
         end = min(start + len(outgoing.coming), len(grant.block_ids))
+        # Earlier blocks go first: P reports its progress as a number of leading blocks.
         if first >= end or outgoing.num_posted < first:
             return None
         posted = outgoing.sliced.num_layers if outgoing.sliced is not None else 0

@@ -118,6 +118,8 @@ class Receiver:
         if link is None or link.is_cut or not (link.is_up or is_sign_of_life):
             self.num_dropped += 1
             return
+        # A Renewed comes from a thread of P that also answers during a long pass, before P's engine
+        # thread has replied to Hello. It proves that P is alive, and nothing else.
         link.last_message_s = now
         if is_sign_of_life:
             return
@@ -370,6 +372,7 @@ class Receiver:
     def _land_if_complete(self, incoming: IncomingHandoff) -> None:
         if incoming.done is None or not incoming.has_arrived:
             return
+        # P does not verify. With digests, `_land` waits for the result of CheckDigest.
         if incoming.done.digest is None:
             self._land(incoming)
             return
@@ -408,6 +411,7 @@ class Receiver:
 
     def _fence(self, incoming: IncomingHandoff, now: float) -> None:
         incoming.fence(now)
+        # Two-sided, the end of the cancel ends the fence; one-sided, the reply to RevokeGrant does.
         self._actions.append(CancelWrites(incoming.link_id, incoming.ticket))
         self._send_message(
             incoming.link_id, RevokeGrant(incoming.order.handoff_id, incoming.ticket)
@@ -431,6 +435,7 @@ class Receiver:
         del self._links[incoming.link_id].incoming[incoming.order.handoff_id]
         self._incoming_by_ticket.pop(incoming.ticket, None)
         if self._staging is not None:
+            # Not earlier than this: while a receive is fenced, P may still write to its area.
             self._staging.take_back(incoming.order.handoff_id)
             self._grant_waiting()
 

@@ -62,7 +62,8 @@ class _ReceiverLink:
 class Sender:
     def __init__(self, block_bytes: int, config: SenderConfig, num_layers: int = 1) -> None:
         self._config = config
-        self._max_in_flight_bytes = max(block_bytes, config.max_in_flight_bytes)  # per link
+        # Per link, and room for one block at least: below that, nothing would ever be posted.
+        self._max_in_flight_bytes = max(block_bytes, config.max_in_flight_bytes)
         self._splitter = WriteSplitter(block_bytes, num_layers, config.max_write_bytes)
         self._outgoing: dict[HandoffId, OutgoingHandoff] = {}
         # Why sends have ended: a grant that comes later is answered instead of never.
@@ -83,6 +84,7 @@ class Sender:
         outgoing.check_follows(order)
         if order.block_ids[: len(outgoing.coming)] != outgoing.coming:
             raise ValueError(f"{order.handoff_id}: blocks differ from those sent by layer")
+        # What was sent of them layer by layer is kept in `sliced`: only the rest is posted now.
         outgoing.coming = ()
         outgoing.blocks += order.block_ids
         self._push(outgoing, now)
@@ -111,6 +113,7 @@ class Sender:
         outgoing = self._get_or_create(order.handoff_id)
         outgoing.complete = order
         outgoing.has_final_order = True
+        # Not before: while the prompt is computed, the deadline is that of the request.
         if outgoing.state is OutgoingState.HELD:
             outgoing.held_until_s = now + self._config.hold_s
         self._push(outgoing, now)
@@ -172,6 +175,7 @@ class Sender:
         if outgoing is None:
             self.num_dropped += 1
             return
+        # The cut takes effect with its action; until then nothing more may begin on this link.
         self._links[link_id].is_broken = True
         self._fail(outgoing, reason)
         self._actions.append(BreakLink(link_id, f"a write failed: {reason}"))
@@ -248,6 +252,7 @@ class Sender:
         if grant.ticket <= link.last_ticket:
             self.num_dropped += 1  # duplicate, out of order, or revoked before it arrived
             return
+        # Also of a grant that is refused below: a copy of it must not succeed later.
         link.last_ticket = grant.ticket
         outgoing = self._outgoing.get(grant.handoff_id)
         if outgoing is None and grant.handoff_id in self._ended:
@@ -275,6 +280,7 @@ class Sender:
             outgoing = self._find_on_link(link_id, handoff_id)
             if outgoing is not None and outgoing.state is OutgoingState.PUSHING:
                 outgoing.lease_until_s = now + renew.lease_s
+                # A lease that had just ended may have kept blocks back.
                 self._push(outgoing, now)
 
     def _handle_revoke(self, link_id: LinkId, link: _ReceiverLink, message: RevokeGrant) -> None:
@@ -358,6 +364,7 @@ class Sender:
             if outgoing.must_answer_revoke:
                 outgoing.must_answer_revoke = False
                 self._send_to_peer(outgoing, Revoked(outgoing.handoff_id))
+                # D gives its blocks to others now. No message about them may follow.
                 outgoing.link_id = None
             if outgoing.has_final_order or not outgoing.is_ordered:
                 self._end(outgoing)

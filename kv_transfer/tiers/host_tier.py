@@ -51,10 +51,6 @@ class HostTier:
     def holds(self, name: BlockName) -> bool:
         return name in self._blocks
 
-    def hints_of(self, name: BlockName) -> BlockHints:
-        with self._lock:
-            return self.order.hints_of(name, self._clock())
-
     def is_at_quota(self, tenant: Tenant) -> bool:
         """Return whether another block of the tenant needs the place of one of its own."""
         with self._lock:

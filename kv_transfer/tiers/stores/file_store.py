@@ -101,7 +101,7 @@ class FileStore(BlockStore):
             self._apply_change(sign, stem)
         self._journals.keep()
         self._others.list_some(self._clock())
-        self._trim()
+        self._make_room(0, SHARED, self._clock())  # for what others have written
 
     def read(self, name: BlockName, memory: BlockMemory, block: int) -> bytes | None:
         path = self._path_of(name)
@@ -134,7 +134,7 @@ class FileStore(BlockStore):
         now = self._clock()
         is_there = path.exists()
         if not is_there:
-            self._make_room(hints.tenant, now)
+            self._make_room(1, hints.tenant, now)
             path.parent.mkdir(exist_ok=True)
             part = path.with_name(f"{self._journals.process}{PART_SUFFIX}")
             write_block(path, part, name, memory, block, digest)
@@ -208,33 +208,23 @@ class FileStore(BlockStore):
         max_bytes = max(fair_bytes, self._max_bytes - self._others.used_bytes)
         return max(1, max_bytes // self.stored_bytes)
 
-    def _trim(self) -> None:
-        """Evict what is over the limit with the blocks of others."""
-        now = self._clock()
-        self._others.make_room(self._max_bytes - len(self.order) * self.stored_bytes)
-        while len(self.order) > self._num_allowed:
-            name = self._next_victim(SHARED, now)
-            if name is None:
-                return
-            self._evict(name)
-
     def _add(self, name: BlockName, hints: BlockHints, now: float) -> None:
         """Add a block whose file is there."""
         if name not in self.order:
-            self._make_room(hints.tenant, now)
+            self._make_room(1, hints.tenant, now)
         self.order.add(name, hints, now)
 
-    def _make_room(self, tenant: Tenant, now: float) -> None:
-        self._others.make_room(self._max_bytes - (len(self.order) + 1) * self.stored_bytes)
-        while self.order.is_full_for(tenant) or len(self.order) >= self._num_allowed:
+    def _make_room(self, num_new: int, tenant: Tenant, now: float) -> None:
+        """Evict what is over the limits with `num_new` blocks of the tenant more: 0 or 1."""
+        self._others.make_room(self._max_bytes - (len(self.order) + num_new) * self.stored_bytes)
+        while len(self.order) + num_new > self._num_allowed or (
+            num_new and self.order.is_full_for(tenant)
+        ):
             name = self._next_victim(tenant, now)
             if name is None:
                 return
-            self._evict(name)
-
-    def _evict(self, name: BlockName) -> None:
-        self._delete(name, self._path_of(name))
-        self.order.num_evicted += 1
+            self._delete(name, self._path_of(name))
+            self.order.num_evicted += 1
 
     def _delete(self, name: BlockName, path: Path) -> None:
         path.unlink(missing_ok=True)
