@@ -24,8 +24,7 @@ from baton.kv_transfer.protocol.actions import (
 )
 from baton.kv_transfer.protocol.conversion import StagedBlocks, StagingArea
 from baton.kv_transfer.protocol.digest import Digests
-from baton.kv_transfer.protocol.done_message import note_of
-from baton.kv_transfer.protocol.messages import Done, Writing
+from baton.kv_transfer.protocol.messages import Done, Writing, note_of
 from baton.kv_transfer.protocol.receiver import Receiver
 from baton.kv_transfer.protocol.sender import Sender
 from baton.kv_transfer.records import TransferLedger

@@ -21,9 +21,16 @@ from baton.kv_transfer.pairs import Identity, Pairs, PeerPair
 from baton.kv_transfer.poll_interval import PollInterval
 from baton.kv_transfer.protocol.conversion import StagingArea
 from baton.kv_transfer.protocol.digest import Digests, ReadBlocks
-from baton.kv_transfer.protocol.done_message import decode_done
 from baton.kv_transfer.protocol.incoming import IncomingState
-from baton.kv_transfer.protocol.messages import Closed, Grant, Hello, LinkMessage, Region, Writing
+from baton.kv_transfer.protocol.messages import (
+    Closed,
+    Grant,
+    Hello,
+    LinkMessage,
+    Region,
+    Writing,
+    decode_done,
+)
 from baton.kv_transfer.protocol.receiver import Receiver
 from baton.kv_transfer.protocol.sender import Sender
 from baton.kv_transfer.records import TransferLedger, TransferRecord

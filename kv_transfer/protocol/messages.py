@@ -8,12 +8,14 @@ Both send Hello first. The state machines in `kv_transfer/protocol/receiver.py` 
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from baton.core.ids import BlockId, HandoffId, Incarnation, NodeId
-from baton.core.logprobs import FirstToken
-from baton.kv_transfer.errors import InvalidMessage
+from baton.core.logprobs import FirstToken, TokenLogprobs
+from baton.kv_transfer.errors import InvalidMessage, PeerUnreachable
 
 # Part of the fingerprint: a node of another version is refused before it can be misunderstood.
 WIRE_VERSION = 4
@@ -23,6 +25,7 @@ MAX_ADDRESS = 1 << 64
 MAX_LEASE_S = 3600.0
 MAX_NAMES = 1024  # of one pull
 MAX_NAME_BYTES = 32
+T = TypeVar("T")
 DEVICE = re.compile(r"[a-z]+(?::\d{1,3})?")
 
 
@@ -220,3 +223,60 @@ def find_mismatch(ours: Hello, theirs: Hello, *, is_converted: bool = False) -> 
         transports = f"{ours.transport} and {theirs.transport}"
         return f"transport differs: {transports} {nodes}; give all nodes one --kv-transport"
     return None
+
+
+def note_of(done: Done) -> bytes:
+    """Encode a Done as the notification that a one-sided transport sends behind the data."""
+    first = done.first_token
+    return json.dumps(
+        [
+            done.handoff_id.request_id,
+            done.handoff_id.attempt,
+            done.num_tokens,
+            done.digest,
+            None if first is None else first.token_id,
+            None if first is None else _logprobs_to(first.logprobs),
+        ]
+    ).encode()
+
+
+def decode_done(note: bytes) -> Done:
+    """Decode a notification. Raise PeerUnreachable if it is invalid, so that the pair is cut.
+
+    The data path is not authenticated, so every field is checked.
+    """
+    try:
+        request_id, attempt, num_tokens, digest, token_id, logprobs = json.loads(note)
+        return Done(
+            HandoffId(_check_type(str, request_id), _check_type(int, attempt)),
+            _check_type(int, num_tokens),
+            None
+            if token_id is None
+            else FirstToken(_check_type(int, token_id), _logprobs_of(logprobs)),
+            None if digest is None else _check_type(int, digest),
+        )
+    except (ValueError, TypeError, RecursionError) as error:
+        raise PeerUnreachable(f"the peer's notification cannot be read: {error}") from error
+
+
+def _logprobs_to(logprobs: TokenLogprobs | None) -> list[Any] | None:
+    if logprobs is None:
+        return None
+    return [logprobs.token_id, logprobs.logprob, logprobs.rank, logprobs.top]
+
+
+def _logprobs_of(encoded: Any) -> TokenLogprobs | None:
+    if encoded is None:
+        return None
+    token_id, logprob, rank, top = encoded
+    pairs = tuple((_check_type(int, token), _check_type(float, value)) for token, value in top)
+    return TokenLogprobs(
+        _check_type(int, token_id), _check_type(float, logprob), _check_type(int, rank), pairs
+    )
+
+
+def _check_type(kind: type[T], value: Any) -> T:
+    # Not isinstance: True is an int, and would pass as a token id.
+    if type(value) is not kind:
+        raise TypeError(f"{value!r} is not of type {kind.__name__}")
+    return value

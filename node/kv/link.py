@@ -1,4 +1,4 @@
-"""Control links of the KV worker over gRPC streams.
+"""Control links of the KV worker over gRPC streams, and their messages as protobuf.
 
 The KV worker calls `dial`, `send` and `close` on the engine's thread. The streams run on the
 asyncio loop. Received messages go to the worker's inbox, which is thread-safe. The threads share
@@ -16,10 +16,24 @@ from typing import Any
 from grpc import RpcError, StatusCode
 
 from baton.core.errors import NamedError
+from baton.core.logprobs import FirstToken
 from baton.kv_transfer.link import LinkEvents, LinkId
-from baton.kv_transfer.protocol.messages import LinkMessage
-from baton.node.kv.link_messages import link_message_from, link_message_to
+from baton.kv_transfer.protocol.messages import (
+    Closed,
+    Done,
+    Failed,
+    Grant,
+    Hello,
+    LinkMessage,
+    Renew,
+    Renewed,
+    Revoked,
+    RevokeGrant,
+    Writing,
+)
 from baton.rpc.channel import open_channel
+from baton.rpc.messages.conversion import logprobs_from, logprobs_to
+from baton.rpc.messages.mapper import Mapper
 from baton.rpc.security.tls import PLAIN, TlsConfig
 from baton.rpc.security.tls_diagnosis import tls_trouble
 from baton.rpc.status import remote_error
@@ -30,6 +44,24 @@ CLOSE_TIMEOUT_S = 1.0
 PULSE_S = 1.0
 
 Outbox = asyncio.Queue[LinkMessage | None]  # None: nothing more will be sent
+# A Done's first token is two fields of the message.
+FIRST_TOKEN = ("first_token", "first_token_id", "first_token_logprobs")
+# By the name of the message in LinkMessage. mypy cannot express that each has types of its own.
+MAPPERS: dict[str, Mapper[Any, Any]] = {
+    "hello": Mapper(Hello, kv_link_pb2.Hello),
+    "grant": Mapper(Grant, kv_link_pb2.Grant),
+    "renew": Mapper(Renew, kv_link_pb2.Renew),
+    "renewed": Mapper(Renewed, kv_link_pb2.Renewed),
+    "revoke_grant": Mapper(RevokeGrant, kv_link_pb2.RevokeGrant),
+    "revoked": Mapper(Revoked, kv_link_pb2.Revoked),
+    "done": Mapper(Done, kv_link_pb2.Done, unmapped=FIRST_TOKEN),
+    "failed": Mapper(Failed, kv_link_pb2.Failed),
+    "closed": Mapper(Closed, kv_link_pb2.Closed),
+    "writing": Mapper(Writing, kv_link_pb2.Writing),
+}
+NAME_BY_KIND: dict[type[LinkMessage], str] = {
+    mapper.value: name for name, mapper in MAPPERS.items()
+}
 
 
 class GrpcLinks:
@@ -168,3 +200,37 @@ class GrpcLinks:
 async def _requests(outbox: Outbox) -> AsyncIterator[kv_link_pb2.LinkRequest]:
     while (message := await outbox.get()) is not None:
         yield kv_link_pb2.LinkRequest(message=link_message_to(message))
+
+
+def link_message_from(message: kv_link_pb2.LinkMessage) -> LinkMessage | None:
+    """Return the value, or None for a message type that only a newer peer knows."""
+    kind = message.WhichOneof("message")
+    if kind is None:
+        return None
+    others: dict[str, Any] = {}
+    if kind == "done":
+        others["first_token"] = _first_token_from(message.done)
+    value: LinkMessage = MAPPERS[kind].from_message(getattr(message, kind), **others)
+    return value
+
+
+def link_message_to(value: LinkMessage) -> kv_link_pb2.LinkMessage:
+    others = _first_token_to(value.first_token) if isinstance(value, Done) else {}
+    name = NAME_BY_KIND[type(value)]
+    return kv_link_pb2.LinkMessage(**{name: MAPPERS[name].to_message(value, **others)})
+
+
+def _first_token_from(message: kv_link_pb2.Done) -> FirstToken | None:
+    if not message.HasField("first_token_id"):
+        return None
+    has_logprobs = message.HasField("first_token_logprobs")
+    logprobs = logprobs_from(message.first_token_logprobs) if has_logprobs else None
+    return FirstToken(message.first_token_id, logprobs)
+
+
+def _first_token_to(token: FirstToken | None) -> dict[str, Any]:
+    """Return the fields of a Done that hold the token: none of them in a pull."""
+    if token is None:
+        return {}
+    logprobs = None if token.logprobs is None else logprobs_to(token.logprobs)
+    return {"first_token_id": token.token_id, "first_token_logprobs": logprobs}

@@ -21,7 +21,6 @@ from baton.core.sampling import MAX_BANNED_SEQUENCES, SamplingDefaults, Sampling
 from baton.core.structured_outputs import StructuredOutputs
 from baton.engine.kv_cache.block_hashes import PrefixNaming
 from baton.kv_transfer.errors import InvalidMessage, PeerUnreachable
-from baton.kv_transfer.protocol.done_message import decode_done, note_of
 from baton.kv_transfer.protocol.messages import (
     Closed,
     Done,
@@ -35,8 +34,10 @@ from baton.kv_transfer.protocol.messages import (
     Revoked,
     RevokeGrant,
     Writing,
+    decode_done,
+    note_of,
 )
-from baton.node.kv.link_messages import NAME_BY_KIND, link_message_from, link_message_to
+from baton.node.kv.link import NAME_BY_KIND, link_message_from, link_message_to
 from baton.router.doors.grpc.translate import call_from, calls_from
 from baton.router.values import TextPrompt
 from baton.rpc.errors import EmptyPrompt, UnsupportedInput
