@@ -5,19 +5,15 @@ from __future__ import annotations
 from baton.core.errors import NamedError
 
 
-class KvTransferError(NamedError):
-    """Base class of all errors of this package."""
-
-
-class TransportMissing(KvTransferError):
+class TransportMissing(NamedError):
     """The library of the selected transport is not installed."""
 
 
-class InvalidMessage(KvTransferError):
+class InvalidMessage(NamedError):
     """A peer sent an invalid message. Nothing else on that link is trusted."""
 
 
-class PeerUnreachable(KvTransferError):
+class PeerUnreachable(NamedError):
     """The data path to a peer cannot be set up, or has failed. The pair must be linked again."""
 
 

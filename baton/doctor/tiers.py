@@ -16,12 +16,12 @@ from baton.core.errors import InvalidConfig
 from baton.doctor.findings import Finding, fail, ok, warn
 from baton.engine.runner.host_memory import huge_page_memory
 from baton.engine.runner.kernels.native_copies import fastest_copies
+from baton.kv_transfer.tiers.backing_tier import OBJECTS
 from baton.kv_transfer.tiers.bandwidth import StoreRates, measure_host, measure_store
 from baton.kv_transfer.tiers.block_memory import BlockMemory
 from baton.kv_transfer.tiers.stores.file_store import FileStore
 from baton.kv_transfer.tiers.stores.object_store import ObjectStore
 from baton.kv_transfer.tiers.stores.s3 import open_bucket
-from baton.kv_transfer.tiers.tiered_kv import NUM_PARALLEL_OBJECTS
 
 MEMORY_BYTES = 64 << 20
 MAX_BLOCKS = 128
@@ -88,7 +88,7 @@ def _bucket(url: str, memory: BlockMemory, kv: KvShapeFacts) -> Finding:
         objects = open_bucket(f"{url.rstrip('/')}/doctor-{secrets.token_hex(4)}")
         limit = 4 * MEMORY_BYTES + kv.block_bytes
         store = ObjectStore(objects, "doctor", kv.block_bytes, limit)
-        rates = measure_store(store, memory, NUM_PARALLEL_OBJECTS, perf_counter)
+        rates = measure_store(store, memory, OBJECTS.num_parallel, perf_counter)
     except (InvalidConfig, OSError) as error:
         advice = "nodes work without it; check the bucket, and AWS_* in the environment"
         return fail("object tier", str(error), advice)

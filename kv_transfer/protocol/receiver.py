@@ -178,16 +178,13 @@ class Receiver:
             return
         link.is_cut = True
         for incoming in list(link.incoming.values()):
-            if incoming.state is IncomingState.GRANTED:
+            if incoming.state is not IncomingState.FENCED:
                 self._report_failed(incoming, reason)
+            if writes_stopped or incoming.state is IncomingState.WAITING:
+                self._release(incoming)
+            elif incoming.state is IncomingState.GRANTED:
+                # P may write to D's memory without D: until P's end is destroyed, too.
                 incoming.fence(now)
-            elif incoming.state is IncomingState.WAITING:
-                self._report_failed(incoming, reason)
-                self._release(incoming)
-                continue
-            # Else P may write to D's memory without D: until P's end is destroyed, too.
-            if writes_stopped:
-                self._release(incoming)
         self._forget_if_unused(link_id)
 
     def handle_peer_cut(self, link_id: LinkId) -> None:

@@ -14,13 +14,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from math import inf
 from queue import Empty, PriorityQueue
 from threading import Event, Lock, Thread
 from typing import TypeVar
 
 from baton.core.ids import BlockName
 from baton.core.kv_hints import BlockHints
-from baton.kv_transfer.external_kv import Load
+from baton.kv_transfer.external_kv import FILE, OBJECT, Load
 from baton.kv_transfer.tiers.block_memory import BlockMemory, copy_block
 from baton.kv_transfer.tiers.copy_pace import CopyPace, PacedWork
 from baton.kv_transfer.tiers.host_tier import HostBlock, HostTier
@@ -43,12 +44,16 @@ class BackingConfig:
     """Settings of one tier behind host memory."""
 
     name: str
-    block_s: float  # first guess of the time to load a block
+    bytes_per_s: float  # first guess of the speed of loads
     refresh_s: float  # interval at which the blocks of other processes are found
     num_parallel: int = 1  # blocks that are read or written at a time
-    # With more blocks than this waiting to be written, further ones are skipped. None: the KV cache
-    # keeps them until there is room in host memory.
-    max_waiting_writes: int | None = None
+    # With so many blocks waiting to be written, as a share of host memory, further ones are
+    # skipped. None: the KV cache keeps them until there is room in host memory.
+    max_waiting_share: float | None = None
+
+
+FILES = BackingConfig(FILE, 1e9, refresh_s=0.1)
+OBJECTS = BackingConfig(OBJECT, 2e8, refresh_s=1.0, num_parallel=8, max_waiting_share=0.5)
 
 
 @dataclass(slots=True)
@@ -95,7 +100,9 @@ class BackingTier:
     ) -> None:
         self.name = config.name
         self.counters = TierCounters()
-        self._times = LoadTimes(config.block_s, config.num_parallel)
+        self._times = LoadTimes(
+            parts.kv_memory.block_bytes / config.bytes_per_s, config.num_parallel
+        )
         self.dropping: set[BlockName] = set()  # ordered to be dropped, and perhaps still stored
         self._config = config
         self._store = store
@@ -135,7 +142,7 @@ class BackingTier:
     @property
     def delays_stores(self) -> bool:
         """True if the KV cache keeps blocks until they are written here."""
-        return self._config.max_waiting_writes is None and not self.is_stuck
+        return self._config.max_waiting_share is None and not self.is_stuck
 
     def status(self) -> TierStatus:
         order, stored_bytes = self._store.order, self._store.stored_bytes
@@ -163,8 +170,9 @@ class BackingTier:
 
     def write(self, name: BlockName, block: HostBlock, hints: BlockHints, generation: int) -> None:
         """Write a pinned block of host memory, and unpin it then."""
-        most = self._config.max_waiting_writes
-        is_full = most is not None and self._jobs.qsize() >= most
+        share = self._config.max_waiting_share
+        most = inf if share is None else max(1, int(self._host.memory.num_blocks * share))
+        is_full = self._jobs.qsize() >= most
         if is_full or self._writing.is_paused:
             self.counters.num_skipped_stores += 1
             self._host.unpin(block)

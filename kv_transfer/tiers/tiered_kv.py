@@ -10,22 +10,17 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
 
 from baton.core.ids import BlockName
-from baton.kv_transfer.external_kv import (
-    FILE,
-    HOST,
-    OBJECT,
-    ExternalOrders,
-    ExternalReports,
-    Loaded,
-)
+from baton.kv_transfer.external_kv import HOST, ExternalOrders, ExternalReports, Loaded
 from baton.kv_transfer.tiers.backing_tier import (
-    BackingConfig,
+    FILES,
+    OBJECTS,
     BackingTier,
     Job,
     PendingLoad,
@@ -44,10 +39,7 @@ logger = logging.getLogger(__name__)
 ROOM_RETRY_S = 0.1  # for which a store waits for room before it looks whether a tier is stuck
 SCAN_S = 5.0  # for which a node waits for stored blocks to be found when it starts
 FLUSH_S = 10.0  # for blocks still to be written when a node ends
-HOST_BYTES_PER_S, FILE_BYTES_PER_S, OBJECT_BYTES_PER_S = 5e9, 1e9, 2e8  # first guesses
-FILE_REFRESH_S, OBJECT_REFRESH_S = 0.1, 1.0
-NUM_PARALLEL_OBJECTS = 8
-MAX_WAITING_SHARE = 0.5  # of host memory, for blocks that object stores still lack
+HOST_BYTES_PER_S = 5e9  # first guess of the speed of loads
 
 
 class TieredKv:
@@ -61,7 +53,7 @@ class TieredKv:
         objects: BlockStore | None = None,
         clock: Callable[[], float] = time.monotonic,
         copy: CopyBlocks = copy_blocks,
-        object_refresh_s: float = OBJECT_REFRESH_S,
+        object_refresh_s: float = OBJECTS.refresh_s,
         pace: CopyPace | None = None,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
@@ -77,7 +69,10 @@ class TieredKv:
         self._parts = TierParts(kv_memory, host, self.pace, clock)
         self._cleared = 0  # the generation that host memory is in
         self._dropping: set[BlockName] = set()
-        self._backing = list(self._make_backing(files, objects, object_refresh_s))
+        stores = ((FILES, files), (replace(OBJECTS, refresh_s=object_refresh_s), objects))
+        self._backing = [
+            BackingTier(config, store, self._parts) for config, store in stores if store is not None
+        ]
         self._copies: SimpleQueue[Job | None] = SimpleQueue()
         self._stores = HostStores(
             self._parts,
@@ -92,21 +87,6 @@ class TieredKv:
         self._loaded: deque[Loaded] = deque()  # ended since the last poll
         self._thread = Thread(target=self._copy_blocks, name="kv-host-tier", daemon=True)
         self._first_touch = FirstTouch(host.memory, self.pace, clock)
-
-    def _make_backing(
-        self, files: BlockStore | None, objects: BlockStore | None, object_refresh_s: float
-    ) -> Iterator[BackingTier]:
-        block_bytes = self._parts.kv_memory.block_bytes
-        if files is not None:
-            config = BackingConfig(FILE, block_bytes / FILE_BYTES_PER_S, FILE_REFRESH_S)
-            yield BackingTier(config, files, self._parts)
-        if objects is not None:
-            config = BackingConfig(
-                *(OBJECT, block_bytes / OBJECT_BYTES_PER_S, object_refresh_s),
-                num_parallel=NUM_PARALLEL_OBJECTS,
-                max_waiting_writes=max(1, int(self.host.memory.num_blocks * MAX_WAITING_SHARE)),
-            )
-            yield BackingTier(config, objects, self._parts)
 
     def __enter__(self) -> TieredKv:
         self._thread.start()

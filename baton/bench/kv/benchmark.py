@@ -23,8 +23,8 @@ from typing import Any
 from baton.bench.kv.endpoint import EndPlan, HandOffTimes, serve_end
 from baton.bench.kv.figures import MIB, KvFigure, KvRound, TailFigure, figure_of
 from baton.bench.kv.prefill import Prefill, PrefillTimes
+from baton.core.errors import NamedError
 from baton.core.ids import BlockId, HandoffId
-from baton.kv_transfer.errors import KvTransferError
 from baton.kv_transfer.transports.base import Write
 
 MEMORY_BYTES = 256 * MIB
@@ -36,7 +36,7 @@ END_S = 5.0
 OnFigure = Callable[[str], None]
 
 
-class BenchEndLost(KvTransferError):
+class BenchEndLost(NamedError):
     """A benchmark process ended early or does not answer."""
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from baton.core.errors import InvalidConfig
@@ -17,38 +18,29 @@ BACKLOG = 128
 KEEPALIVE_S, KEEPALIVE_PROBES = 20, 3
 
 
-class ListeningEndpoint:
-    """Listening socket, open within a `with` block. `host` is what `*` stands for.
+@contextmanager
+def listen(option: str, endpoint: str, host: str) -> Iterator[socket.socket]:
+    """Listen on the endpoint that `option` names. `host` is what `*` stands for.
 
-    Raises OSError or ValueError if the endpoint cannot be used.
+    Raises InvalidConfig if the endpoint cannot be used.
     """
-
-    def __init__(self, endpoint: str, host: str) -> None:
-        self._path: str | None = None
-        if endpoint.startswith(IPC):
-            self._path = endpoint.removeprefix(IPC)
-            self.socket = _listen_on_path(self._path)
+    path = endpoint.removeprefix(IPC) if endpoint.startswith(IPC) else None
+    try:
+        if path is not None:
+            listening = _listen_on_path(path)
         else:
             named, port = host_and_port(endpoint)
-            self.socket = _listen_on_port(host.strip("[]") if named == WILDCARD else named, port)
-        self.socket.setblocking(False)
-
-    def __enter__(self) -> ListeningEndpoint:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.socket.close()
-        if self._path is not None and not self._path.startswith("@"):
-            Path(self._path).unlink(missing_ok=True)
-
-
-def listen(option: str, endpoint: str, host: str) -> ListeningEndpoint:
-    """Listen on the endpoint that `option` names. Raises InvalidConfig."""
-    try:
-        return ListeningEndpoint(endpoint, host)
+            listening = _listen_on_port(host.strip("[]") if named == WILDCARD else named, port)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InvalidConfig(f"{option} {endpoint}: {reason}") from error
+    listening.setblocking(False)
+    try:
+        yield listening
+    finally:
+        listening.close()
+        if path is not None and not path.startswith("@"):
+            Path(path).unlink(missing_ok=True)
 
 
 def check_target(option: str, endpoint: str) -> None:

@@ -118,7 +118,7 @@ class KvEventPublisher:
             self._work.append(lambda: dial(endpoint, kind, serve))
             return
         listening = opened.enter_context(listen(option, endpoint, self._config.host))
-        self._work.append(PeerListener(listening.socket, kind, serve).run)
+        self._work.append(PeerListener(listening, kind, serve).run)
 
     def _note_drop(self) -> None:
         if not self._has_dropped:

@@ -13,16 +13,17 @@ import pytest
 from baton.core.kv_hints import BlockHints
 from baton.kv_transfer.external_kv import FILE, HOST
 from baton.kv_transfer.tiers import copy_pace
+from baton.kv_transfer.tiers.backing_tier import FILES
 from baton.kv_transfer.tiers.copy_pace import MAX_SHARE
 from baton.kv_transfer.tiers.tier_status import HALF_LIFE_S
-from baton.kv_transfer.tiers.tiered_kv import FILE_BYTES_PER_S, HOST_BYTES_PER_S
+from baton.kv_transfer.tiers.tiered_kv import HOST_BYTES_PER_S
 from tests.support.block_stores import FolderWorld
 from tests.support.tier_memory import BLOCK_BYTES, name_of
 from tests.support.tier_world import FaultyStore, TierWorld, tier_world
 from tests.support.virtual_time import PricedCopies, VirtualClock, VirtualPace
 
 # The first guesses are right, so any other estimate is wrong.
-COPY_S, READ_S = BLOCK_BYTES / HOST_BYTES_PER_S, BLOCK_BYTES / FILE_BYTES_PER_S
+COPY_S, READ_S = BLOCK_BYTES / HOST_BYTES_PER_S, BLOCK_BYTES / FILES.bytes_per_s
 
 
 @dataclass
