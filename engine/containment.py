@@ -58,21 +58,8 @@ class Containment:
         parts: list[Sequence[RequestId]] = _halves(tuple(rows))
         while parts:
             part = parts.pop()
-            retry = Plan(
-                started=tuple(rows[request_id] for request_id in part),
-                num_scheduled_tokens={
-                    request_id: plan.num_scheduled_tokens[request_id]
-                    for request_id in part
-                    if request_id in plan.num_scheduled_tokens
-                },
-                snapshots={
-                    request_id: plan.snapshots[request_id]
-                    for request_id in part
-                    if request_id in plan.snapshots
-                },
-                is_retry=True,
-            )
             try:
+                retry = plan.retry([rows[request_id] for request_id in part])
                 _merge(self._run_pass(retry), into=result)
                 self._num_crashes_in_a_row = 0
             except PassHookFailed as hook_failure:

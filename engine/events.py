@@ -53,7 +53,7 @@ class RequestEvent:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """Snapshot of the scheduler. Totals count from its start."""
+    """Statistics of the scheduler. Totals count from its start."""
 
     num_running: int
     num_ready: int  # KV landed, waiting for a place in the batch
@@ -73,7 +73,6 @@ class SchedulerStats:
     total_sampled_tokens: int
     total_proposed_tokens: int = 0  # by speculation
     total_accepted_tokens: int = 0  # of the proposed ones
-    num_cached_snapshots: int = 0  # of recurrent states, in the prefix cache
     total_pulled_blocks: int = 0  # from peers
     total_failed_pull_blocks: int = 0
     # Of prompts, loaded from outside the KV cache, by source.
@@ -82,7 +81,7 @@ class SchedulerStats:
 
 @dataclass(frozen=True, slots=True)
 class GroupStats:
-    """Blocks of one KV group, or of states and their snapshots."""
+    """Blocks of one KV group, or of recurrent states."""
 
     num_held: int  # by requests; a shared block counts for each
     total_hits: int  # blocks of prefix hits

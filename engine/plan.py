@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 from baton.core.ids import BlockId, RequestId
 from baton.core.logprobs import TokenLogprobs
@@ -13,6 +14,7 @@ from baton.engine.structured_output.grammar import Grammar
 from baton.kv_transfer.records import TransferRecord
 from baton.kv_transfer.types import NO_KV_ORDERS, KvOrders, KvReports
 
+Value = TypeVar("Value")
 BlockTables = tuple[tuple[BlockId, ...], ...]  # one for each KV group, all of the same length
 
 
@@ -34,6 +36,10 @@ class StateSnapshot(NamedTuple):
 
     num_tokens: int  # of the request, whose state it is
     block_ids: BlockIds
+
+
+StateCopies: TypeAlias = Mapping[RequestId, tuple[StateSnapshot, ...]]
+NO_STATE_COPIES: StateCopies = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +83,20 @@ class Plan:
     # With speculation: the part of the token budget left for draft tokens of all rows.
     max_draft_tokens: int = 0
     kv_orders: KvOrders = NO_KV_ORDERS
-    snapshots: dict[RequestId, tuple[StateSnapshot, ...]] = field(default_factory=dict)
+    state_copies: StateCopies = field(default_factory=dict)
     # Repeats a part of a failed pass. The runner first removes all rows that the plan names,
     # known or not. No layer of KV is sent to a peer before the pass has ended.
     is_retry: bool = False
+
+    def retry(self, rows: Collection[PlanRow]) -> Plan:
+        """Return the part of this plan that concerns these rows, as a pass of its own."""
+        request_ids = {row.request_id for row in rows}
+        return Plan(
+            started=tuple(rows),
+            num_scheduled_tokens=_part(self.num_scheduled_tokens, request_ids),
+            state_copies=_part(self.state_copies, request_ids),
+            is_retry=True,
+        )
 
     @property
     def concerns_runner(self) -> bool:
@@ -90,6 +106,12 @@ class Plan:
     def is_empty(self) -> bool:
         """True if nothing can be done now, nor in the next step unless new input arrives."""
         return not self.concerns_runner and self.kv_orders == NO_KV_ORDERS
+
+
+def _part(
+    by_request: Mapping[RequestId, Value], keys: Collection[RequestId]
+) -> dict[RequestId, Value]:
+    return {request_id: by_request[request_id] for request_id in by_request if request_id in keys}
 
 
 @dataclass(frozen=True, slots=True)

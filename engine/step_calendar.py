@@ -10,9 +10,9 @@ Entry = TypeVar("Entry")
 class StepCalendar(Generic[Entry]):
     """Entries by the step in which they are due.
 
-    Decoding requests need something (a block, a snapshot) only every few steps. With a calendar,
-    they cost no work in the steps between. Entries are never removed: whoever takes them skips
-    those of requests that have left.
+    Decoding requests need something, such as a block, only every few steps. With a calendar, they
+    cost no work in the steps between. Entries are never removed: whoever takes them skips those of
+    requests that have left.
     """
 
     def __init__(self) -> None:

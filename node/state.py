@@ -10,7 +10,7 @@ from functools import partial
 
 from baton.engine.engine_thread import EngineThread
 from baton.engine.events import KvEvent
-from baton.engine.kv_cache.block_names import HostNames
+from baton.engine.kv_cache.block_names import PrefixEnds
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.kv_transfer.external_kv import NO_HELD_CHANGES, HeldChanges
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
@@ -123,14 +123,17 @@ def update_reader(engine: EngineThread, scheduler: Scheduler, tiers: TieredKv | 
 
     A read consumes the changes, so there must be a single reader.
     """
-    host_names = HostNames(scheduler.cache_config)
-    return partial(run_on_engine, engine, partial(_read_update, scheduler, tiers, host_names))
+    host_ends = PrefixEnds(scheduler.cache_config.layout)
+    return partial(run_on_engine, engine, partial(_read_update, scheduler, tiers, host_ends))
 
 
-def _read_update(scheduler: Scheduler, tiers: TieredKv | None, host_names: HostNames) -> NodeUpdate:
+def _read_update(scheduler: Scheduler, tiers: TieredKv | None, host_ends: PrefixEnds) -> NodeUpdate:
     host_changes = NO_HELD_CHANGES
     if tiers is not None:
-        host_changes = host_names.translate(tiers.host.take_changes())
+        changes = tiers.host.take_changes()
+        # In this order: a state that loses a part and gains another one is never whole.
+        removed = tuple(host_ends.remove(changes.removed))
+        host_changes = HeldChanges(tuple(host_ends.add(changes.added)), removed)
     return NodeUpdate(_read_load(scheduler, tiers), scheduler.take_kv_events(), host_changes)
 
 

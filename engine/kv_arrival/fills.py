@@ -8,6 +8,7 @@ request, and others wait for it in the same way.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NewType
@@ -149,13 +150,13 @@ class Fills:
             self._register(fill, arrival, fill.prefix.num_independent, len(fill.block_ids))
 
     def _register(self, fill: Fill, arrival: Arrival, first: int, end: int) -> None:
-        are_filled = [source is not None for source in fill.sources[first:end]]
-        part, block_ids = fill.prefix.part(first, end), fill.block_ids[first:end]
-        self._cache.external.register_loaded(arrival.kv, part, block_ids, are_filled)
+        filled = (index for index in range(first, end) if fill.sources[index] is not None)
+        self._cache.external.register_loaded(arrival.kv, fill.prefix, fill.block_ids, filled)
 
     def _cache_for_peer(self, fill: Fill) -> None:
-        are_filled = [source is not None for source in fill.sources]
-        self._cache.external.register_named(fill.prefix.names, fill.block_ids, are_filled)
+        blocks = zip(fill.prefix.names, fill.block_ids, strict=True)
+        are_filled = (source is not None for source in fill.sources)
+        self._cache.external.register_named(list(itertools.compress(blocks, are_filled)))
 
 
 class FillsByName:

@@ -67,7 +67,7 @@ class BlockReceives:
         if handoff is None:
             return
         granted = self._order.blocks(kv, num_hits, kv.num_blocks)
-        hold = self._hold(handoff.handoff_id, (*granted, *self._order.final_blocks(kv)))
+        hold = self._hold(handoff.handoff_id, (*granted, *kv.context_state))
         self._expected.discard(handoff.handoff_id)
         peer = handoff.source.node_id
         fill = self._fills.begin_handoff(arrival, peer, num_hits, hold, now)

@@ -73,7 +73,7 @@ class BlockSends:
         if not by_layer:
             sending.num_sent = num_blocks
             if num_blocks == kv.num_blocks:
-                self._holds.add(held, self._order.final_blocks(kv))
+                self._holds.add(held, kv.context_state)
         block_ids = tuple(held.block_ids[first_block:])
         if block_ids and by_layer:
             self._orders.layer_sends.append(Send(handoff_id, first_block, block_ids))

@@ -34,7 +34,7 @@ class PrefixNaming:
     hash_seed: int = 0
     # Longer prompts share blocks only with prompts of the same length. None: no limit.
     max_shareable_prompt_len: int | None = None
-    # Only blocks at whose end a snapshot of the recurrent state is cached are reported.
+    # A block is reported only if a prefix can be continued at its end. Others are cached with it.
     needs_snapshot: bool = False
 
     def root(self, keys: PrefixKeys = NO_PREFIX_KEYS, num_prompt_tokens: int = 0) -> BlockHash:

@@ -3,15 +3,16 @@
 A request has one block table for each KV group of the model. Tables have one entry per block of
 tokens, so all of a request's tables have the same length; entries of blocks that no later token
 attends to are NO_BLOCK (-1). With recurrent layers, it also has a state of a fixed number of
-blocks.
+blocks, in one more group.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Sequence
+from operator import itemgetter
 
-from baton.core.ids import NO_BLOCK, BlockId, RequestId
+from baton.core.ids import BlockId
 from baton.engine.errors import BlocksUnaccounted
 from baton.engine.events import GroupStats
 from baton.engine.kv_cache.block_hashes import BlockHash
@@ -19,13 +20,12 @@ from baton.engine.kv_cache.cache_group import CacheGroup, PrefixHit
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.external_prefix import ExternalPrefixes
 from baton.engine.kv_cache.held_kv import HeldKv
-from baton.engine.kv_cache.prefix_cache import GroupCounters, PrefixCache
+from baton.engine.kv_cache.prefix_cache import PrefixCache
 from baton.engine.kv_cache.prefix_search import PrefixSearch
-from baton.engine.kv_cache.snapshot_calendar import SnapshotCalendar
 from baton.engine.kv_cache.state_group import StateGroup
 from baton.engine.kv_cache.token_group import token_group
 from baton.engine.kv_cache.transfer_order import TransferOrder
-from baton.engine.plan import BlockTables, StateSnapshot
+from baton.engine.plan import BlockTables, StateCopies
 from baton.kv_transfer.external_kv import ExternalKv
 
 
@@ -48,40 +48,27 @@ class KvCache:
         self._config = config
         self.naming = config.naming
         self.block_size = config.block_size
-        names = [f"{number} {group.spec}" for number, group in enumerate(config.layout.groups)]
-        names += ["state"] if config.layout.num_state_blocks else []
-        self._counters = GroupCounters(names)
-        self.prefixes = PrefixCache(config, self._counters, is_stored=external is not None)
+        self.prefixes = PrefixCache(config, is_stored=external is not None)
         self.pool = self.prefixes.pool
         self._tables = tuple(
             token_group(number, group.spec, self.prefixes)
             for number, group in enumerate(config.layout.groups)
         )
         self._groups: tuple[CacheGroup, ...] = self._tables
-        self.states: StateGroup | None = None
-        if config.layout.num_state_blocks:
-            self.states = StateGroup(
-                len(self._tables), config.layout.num_state_blocks, self.prefixes
-            )
-            self._calendar = SnapshotCalendar(self.states, self.pool, config.block_size)
-            self._groups = (*self._tables, self.states)
+        if config.layout.has_state:
+            states = StateGroup(len(self._tables), config.layout, self.prefixes)
+            self._groups = (*self._tables, states)
         self._nothing: BlockTables = tuple(() for _ in self._tables)
         specs = tuple(group.spec for group in self._tables)
         self.transfer_order = TransferOrder(specs, config.block_size)
-        self._search = PrefixSearch(self.pool, self._tables, self._groups, self.block_size)
-        self.external = ExternalPrefixes(
-            self.prefixes, self._tables, self._groups, self.states, self._search, external
-        )
+        self._search = PrefixSearch(self._groups, self.block_size)
+        self.external = ExternalPrefixes(self.prefixes, self._groups, self._search, external)
         self.total_query_tokens = 0
         self.total_hit_tokens = 0
 
     @property
     def num_groups(self) -> int:
         return len(self._tables)
-
-    @property
-    def num_cached_snapshots(self) -> int:
-        return len(self.prefixes.snapshots)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks that hold these tokens in one group."""
@@ -98,17 +85,20 @@ class KvCache:
         `continues_at` is the position of the next token that is computed here, if it is not the
         token after the prefix. Groups with windows need only the blocks that this token sees.
         """
-        return self._search.find(self.prefixes.hashes_within(held, max_num_tokens), continues_at)
+        hashes = self.prefixes.hashes_within(held, max_num_tokens)
+        return self._search.find(self.pool, hashes, continues_at)
 
     def missing_hash(self, held: HeldKv, num_hits: int, max_num_tokens: int) -> BlockHash | None:
         """Return the hash of the first block that `find_prefix` did not find, or None.
 
         Once that block is cached, the prefix is longer even if no block was released.
         """
+        # With recurrent layers, prefixes end at cached states, which are released once they are
+        # cached: the release is noticed anyway.
+        if self.prefixes.has_state:
+            return None
         hashes = self.prefixes.hashes_within(held, max_num_tokens)
-        # With recurrent layers, prefixes end at snapshots, which are released once they are cached:
-        # the release is noticed anyway.
-        return hashes[num_hits] if num_hits < len(hashes) and self.states is None else None
+        return hashes[num_hits] if num_hits < len(hashes) else None
 
     def num_missing(self, held: HeldKv, hit: PrefixHit) -> int:
         """Return the number of blocks that `admit` has to find, apart from the prefix."""
@@ -132,7 +122,7 @@ class KvCache:
         held.is_registering = self._config.enable_prefix_caching
         self.total_query_tokens += held.num_tokens
         self.total_hit_tokens += held.num_computed_tokens
-        self._counters.count_hit(hit)
+        self.prefixes.counters.count_hit(hit)
         return True
 
     def grow(self, held: HeldKv, num_tokens: int) -> BlockTables | None:
@@ -168,7 +158,7 @@ class KvCache:
 
         The request may have ended. With recurrent layers, no prefix ends there without the state.
         """
-        if not held.is_registering or self.states is not None:
+        if not held.is_registering or self.prefixes.has_state:
             return
         # A window leaves gaps: the blocks in front of it were not transferred.
         end = first + self.transfer_order.num_whole_places(len(block_ids))
@@ -182,26 +172,26 @@ class KvCache:
         self.pool.hold(hit.block_ids)
         self.pool.release(hit.block_ids)
 
-    def end_chunk(self, held: HeldKv) -> None:
-        """Make the state that a prefill chunk computed the current one."""
-        if self.states is not None:
-            self.states.end_chunk(held)
-
     def start_decode(self, held: HeldKv, max_num_slots: int) -> None:
         """Note that the next pass computes one token of the request, and so do those after it."""
-        if self.states is not None:
-            self._calendar.start_decode(held, max_num_slots)
+        for group in self._groups:
+            group.start_decode(held, max_num_slots)
 
-    def plan_pass(
-        self, chunks: Iterable[tuple[HeldKv, int]]
-    ) -> dict[RequestId, tuple[StateSnapshot, ...]]:
-        """Return the snapshots that the coming pass takes, given its prefill chunks."""
-        return {} if self.states is None else self._calendar.plan(chunks)
+    def plan_pass(self, chunks: Sequence[tuple[HeldKv, int]]) -> StateCopies:
+        """Return what the coming pass copies for the prefix cache, given its prefill chunks."""
+        # At most one group has states. The others copy nothing.
+        return self._groups[-1].plan_pass(chunks)
+
+    def end_chunk(self, held: HeldKv) -> None:
+        """Note that a pass has computed a prefill chunk of the request, and cache its blocks."""
+        for group in self._groups:
+            group.end_chunk(held)
+        self.register(held)
 
     def end_pass(self) -> None:
-        """Cache what the pass computed besides the blocks of requests: snapshots."""
-        if self.states is not None:
-            self._calendar.apply()
+        """Cache what the pass has copied."""
+        for group in self._groups:
+            group.end_pass()
 
     def release(self, held: HeldKv, *, is_over: bool = True) -> None:
         """Release all blocks of a request. Full ones stay in the prefix cache until evicted.
@@ -209,14 +199,14 @@ class KvCache:
         Unless it `is_over`, it needs them again, whatever its hints say about its end.
         """
         self.register(held)  # what was computed since the last step
-        tables = [[each for each in table if each != NO_BLOCK] for table in held.block_tables]
-        if self.states is not None and held.block_tables:
-            tables[0] = self.states.release(held, held.block_tables[0])
+        # In the order of the sequence, which is evicted from its end: what remains can be hit.
+        placed = [each for group in self._groups for each in group.release(held)]
+        placed.sort(key=itemgetter(0))
+        block_ids = [block_id for _, block_id in placed]
         is_released = is_over and held.block_hints.is_released
         mark = self.pool.evict_first if is_released else self.pool.evict_in_turn
-        for block_ids in tables:
-            mark(block_ids)
-            self.pool.release(block_ids)
+        mark(block_ids)
+        self.pool.release(block_ids)
         held.block_tables = ()
         held.num_computed_tokens = 0
         held.num_registered_blocks = 0
@@ -224,11 +214,11 @@ class KvCache:
     def uncache_blocks(self, held: HeldKv) -> None:
         """Remove a request's blocks, including its prefix hits, from the prefix cache.
 
-        Called when the KV of the request may be wrong. Snapshots of its state are removed as well.
+        Called when the KV of the request may be wrong.
         """
         held.is_registering = False
-        num_full = held.num_computed_tokens // self.block_size
-        self.prefixes.unregister(held.block_ids, held.block_hashes[:num_full])
+        for group in self._groups:
+            self.prefixes.unregister([block_id for _, block_id in group.cached_blocks(held)])
 
     def reset(self, holders: Iterable[HeldKv]) -> int:
         """Drop every cached prefix and return the number of blocks they had.
@@ -242,16 +232,16 @@ class KvCache:
     def stats_by_group(self, requests: Collection[HeldKv]) -> dict[str, GroupStats]:
         """Return the statistics of each group by its name."""
         num_held = [sum(map(group.num_held, requests)) for group in self._groups]
-        return self._counters.stats(num_held)
+        return self.prefixes.counters.stats(num_held)
 
     def check(self, held: Iterable[BlockId], requests: Iterable[HeldKv] = ()) -> None:
         """Raise BlocksUnaccounted unless `held`, one entry per reference, matches the pool.
 
         Also checks the block tables of the requests, group by group.
         """
-        pending = () if self.states is None else self._calendar.held_blocks()
-        self.pool.check([*held, *pending])
-        self.prefixes.snapshots.check()
+        of_pass = itertools.chain.from_iterable(each.blocks_of_pass() for each in self._groups)
+        self.pool.check([*held, *of_pass])
+        self.prefixes.check()
         for each in requests:
             lengths = {len(table) for table in each.block_tables}
             if len(lengths) > 1:

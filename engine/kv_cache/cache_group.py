@@ -1,14 +1,16 @@
-"""Interface of a kind of memory in the KV cache, and the values that it takes and returns."""
+"""A kind of memory in the KV cache, and the values that it takes and returns."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from baton.core.ids import BlockId, existing_blocks
+from baton.core.ids import BlockId, BlockName, existing_blocks
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.held_kv import HeldKv
+from baton.engine.plan import NO_STATE_COPIES, StateCopies
 
 
 class CachedBlocks(Protocol):
@@ -40,10 +42,10 @@ class PrefixHit:
     """Cached blocks of a prefix. The request does not hold them yet."""
 
     num_blocks: int  # of tokens
-    # By group: a table with an entry per block of tokens, or the snapshot of a recurrent state.
+    # By group: a table with an entry per block of tokens, or the blocks of a recurrent state.
     blocks: tuple[list[BlockId], ...]
     position: int = 0  # of the next token that is computed here
-    num_shared_blocks: int = 0  # that all tables have, with or without a snapshot after them
+    num_shared_blocks: int = 0  # that all tables have, with or without a state after them
 
     @property
     def block_ids(self) -> list[BlockId]:
@@ -51,49 +53,98 @@ class PrefixHit:
         return list(existing_blocks(self.blocks))
 
 
-class CacheGroup(Protocol):
-    """Memory of some layers of a model: full attention, a window or chunk, or recurrent state."""
+class CacheGroup(ABC):
+    """Memory of some layers of a model: full attention, a window or chunk, or recurrent state.
+
+    A group implements what its kind of memory needs: methods that are not abstract do nothing.
+    """
 
     number: int  # index of its blocks in a `PrefixHit`
     is_all_or_nothing: bool  # its blocks of a prefix are of use only together
+    forgets: bool  # some of its blocks of a prefix are not needed for the tokens after it
 
+    # --- prefix hits --------------------------------------------------------------
+
+    @abstractmethod
     def names(self, block_hash: BlockHash) -> list[BlockHash]:
         """Return the names of the blocks that it may have at the end of this block of tokens."""
-        ...
 
+    @abstractmethod
     def longest_prefix(self, query: PrefixQuery, num_blocks: int) -> int:
         """Return the longest prefix of at most `num_blocks` blocks that it can continue."""
-        ...
 
+    @abstractmethod
     def find(self, query: PrefixQuery, num_blocks: int) -> list[BlockId]:
         """Return its cached blocks of a prefix that it can continue."""
-        ...
 
+    @abstractmethod
     def named_blocks(
         self, hashes: Sequence[BlockHash], block_ids: Sequence[BlockId]
     ) -> Iterable[NamedBlock]:
         """Return the blocks of `find` with their names, in the order in which they are loaded."""
-        ...
 
+    # --- blocks of a request ------------------------------------------------------
+
+    @abstractmethod
     def num_allocated(self, hit: PrefixHit, num_blocks: int) -> int:
         """Return the number of blocks that `allocate` takes from the pool."""
-        ...
 
+    @abstractmethod
     def allocate(self, held: HeldKv, hit: PrefixHit, num_blocks: int) -> None:
         """Give a request its blocks for `num_blocks` blocks of tokens, those of the hit included.
 
         The caller has checked that there are enough, and holds the hit for the request.
         """
-        ...
 
-    def register_loaded(self, held: HeldKv, blocks: Sequence[NamedBlock]) -> None:
-        """Add loaded blocks to the prefix cache."""
-        ...
+    @abstractmethod
+    def cached_blocks(self, held: HeldKv) -> Iterable[tuple[int, BlockId]]:
+        """Return the blocks that the prefix cache may have of a request, each with its place."""
 
+    @abstractmethod
+    def release(self, held: HeldKv) -> Iterable[tuple[int, BlockId]]:
+        """Release what is of no use without the request. Returns `cached_blocks`, held once."""
+
+    def release_unseen(self, held: HeldKv) -> None:  # noqa: B027
+        """Release the blocks that no later token of the request attends to."""
+
+    @abstractmethod
     def num_held(self, held: HeldKv) -> int:
         """Return the number of its blocks that a request holds."""
-        ...
 
+    # --- the prefix cache ---------------------------------------------------------
+
+    def register(self, held: HeldKv, first: int, end: int) -> None:  # noqa: B027
+        """Add the blocks of a table from one place up to another to the prefix cache."""
+
+    @abstractmethod
+    def register_loaded(self, held: HeldKv, blocks: Sequence[NamedBlock]) -> None:
+        """Add loaded blocks to the prefix cache."""
+
+    @abstractmethod
+    def register_named(self, blocks: Sequence[tuple[BlockName, BlockId]]) -> None:
+        """Add those of these blocks that are its own, without a request that has the tokens."""
+
+    # --- a pass -------------------------------------------------------------------
+
+    def start_decode(self, held: HeldKv, max_num_slots: int) -> None:  # noqa: B027
+        """Note that the next pass computes one token of the request, and so do those after it."""
+
+    def plan_pass(self, chunks: Iterable[tuple[HeldKv, int]]) -> StateCopies:
+        """Return what the coming pass copies for the prefix cache, given its prefill chunks."""
+        return NO_STATE_COPIES
+
+    def end_chunk(self, held: HeldKv) -> None:  # noqa: B027
+        """Note that a pass has computed a prefill chunk of the request."""
+
+    def end_pass(self) -> None:  # noqa: B027
+        """Cache what the pass has copied."""
+
+    def blocks_of_pass(self) -> Iterable[BlockId]:
+        """Return the blocks that are held for the pass in progress."""
+        return ()
+
+    # --- invariants ---------------------------------------------------------------
+
+    @abstractmethod
     def check(self, held: HeldKv) -> None:
         """Raise BlocksUnaccounted unless the request has the blocks that it needs of the group."""
-        ...

@@ -29,11 +29,11 @@ class CacheConfig:
     def __post_init__(self) -> None:
         require_setting("num_blocks", self.num_blocks, self.num_blocks >= 1, "at least 1")
         require_setting("block_size", self.block_size, self.block_size >= 1, "at least 1")
-        if self.layout.num_state_blocks and self.max_blocks_per_group < 1:
-            num_groups, num_state_blocks = len(self.layout.groups), self._max_state_blocks
+        num_groups, num_for_state = len(self.layout.groups), self._max_state_blocks
+        if num_for_state and self.max_blocks_per_group < 1:
             raise InvalidConfig(
                 f"num_blocks is {self.num_blocks}; it must be at least "
-                f"{num_state_blocks + num_groups}: {num_state_blocks} for the recurrent state of "
+                f"{num_for_state + num_groups}: {num_for_state} for the recurrent state of "
                 f"one request, and {num_groups} for its tokens. Start the node with a larger "
                 "--kv-cache-memory"
             )
@@ -41,9 +41,7 @@ class CacheConfig:
     @property
     def max_blocks_per_group(self) -> int:
         """The blocks of tokens that one request can have in each group."""
-        return self.layout.max_token_blocks(
-            self.num_blocks, with_snapshot=self.enable_prefix_caching
-        )
+        return self.layout.max_token_blocks(self.num_blocks, is_caching=self.enable_prefix_caching)
 
     def describe_blocks(self, num_token_blocks: int) -> str:
         """Describe the blocks of a request with so many blocks of tokens in each group."""
@@ -58,9 +56,9 @@ class CacheConfig:
             self.model_salt,
             self.hash_seed,
             self.max_shareable_prompt_len,
-            needs_snapshot=self.layout.num_state_blocks > 0,
+            needs_snapshot=self.layout.has_state,
         )
 
     @property
     def _max_state_blocks(self) -> int:
-        return self.layout.max_state_blocks(with_snapshot=self.enable_prefix_caching)
+        return self.layout.max_state_blocks(is_caching=self.enable_prefix_caching)

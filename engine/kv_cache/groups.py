@@ -76,19 +76,26 @@ class CacheLayout:
     num_state_blocks: int = 0  # of one copy
     state_packing: str = ""  # of a copy into its blocks
 
-    def max_state_blocks(self, *, with_snapshot: bool = True) -> int:
-        """Return the blocks of a request that are no blocks of tokens."""
-        num_copies = MAX_STATE_COPIES if with_snapshot else NUM_STATE_COPIES
+    @property
+    def has_state(self) -> bool:
+        return self.num_state_blocks > 0
+
+    def max_state_blocks(self, *, is_caching: bool = True) -> int:
+        """Return the blocks of a request that are no blocks of tokens, at most.
+
+        `is_caching`: with a prefix cache, which the request may have its first state from.
+        """
+        num_copies = MAX_STATE_COPIES if is_caching else NUM_STATE_COPIES
         return num_copies * self.num_state_blocks
 
-    def num_blocks(self, num_token_blocks: int, *, with_snapshot: bool = True) -> int:
+    def num_blocks(self, num_token_blocks: int, *, is_caching: bool = True) -> int:
         """Return the blocks of a request with so many blocks of tokens in each group."""
-        num_state_blocks = self.max_state_blocks(with_snapshot=with_snapshot)
+        num_state_blocks = self.max_state_blocks(is_caching=is_caching)
         return num_token_blocks * len(self.groups) + num_state_blocks
 
-    def max_token_blocks(self, num_blocks: int, *, with_snapshot: bool = True) -> int:
+    def max_token_blocks(self, num_blocks: int, *, is_caching: bool = True) -> int:
         """Return the blocks of tokens in each group that fit, the inverse of `num_blocks`."""
-        num_state_blocks = self.max_state_blocks(with_snapshot=with_snapshot)
+        num_state_blocks = self.max_state_blocks(is_caching=is_caching)
         return (num_blocks - num_state_blocks) // len(self.groups)
 
     def __str__(self) -> str:

@@ -7,8 +7,46 @@ from collections.abc import Sequence
 from baton.core.ids import BlockId, RequestId, existing_blocks
 from baton.core.kv_hints import BlockHints
 from baton.engine.kv_cache.block_hashes import BlockHash, extend_hashes
-from baton.engine.kv_cache.recurrent_state import RecurrentState
-from baton.engine.plan import StateBlocks
+from baton.engine.plan import BlockIds, StateBlocks
+
+
+class RecurrentState:
+    """Blocks of one request's state. Each pass reads one side and writes the other."""
+
+    __slots__ = ("_num_tokens", "_sides", "num_shared_tokens", "prefix_state")
+
+    def __init__(
+        self,
+        sides: tuple[BlockIds, BlockIds],
+        num_tokens: int,
+        prefix_state: BlockIds = (),
+        num_shared_tokens: int = 0,
+    ) -> None:
+        self._sides = sides
+        self._num_tokens = num_tokens  # when the first side was current
+        # Of the prefix hit: read by the first pass, and held until that is applied.
+        self.prefix_state = prefix_state
+        self.num_shared_tokens = num_shared_tokens  # whose KV was cached when it was admitted
+
+    @property
+    def block_ids(self) -> list[BlockId]:
+        return [*self._sides[0], *self._sides[1], *self.prefix_state]
+
+    def sides(self, num_computed_tokens: int) -> tuple[BlockIds, BlockIds]:
+        """Return both sides, first the one that holds the state after these tokens.
+
+        Each pass since the last chunk computed one token, so that decoding needs no bookkeeping.
+        """
+        first, second = self._sides
+        is_swapped = (num_computed_tokens - self._num_tokens) % 2
+        return (second, first) if is_swapped else (first, second)
+
+    def end_chunk(self, num_computed_tokens: int) -> BlockIds:
+        """Swap the sides after a prefill chunk. Returns the blocks that are needed no longer."""
+        first, second = self._sides
+        self._sides, self._num_tokens = (second, first), num_computed_tokens
+        read, self.prefix_state = self.prefix_state, ()
+        return read
 
 
 class HeldKv:
@@ -63,7 +101,15 @@ class HeldKv:
     @property
     def state_blocks(self) -> StateBlocks | None:
         """The blocks of the recurrent state that the next pass reads and writes."""
-        return None if self.state is None else self.state.blocks(self.num_computed_tokens)
+        state = self.state
+        if state is None:
+            return None
+        return StateBlocks(state.sides(self.num_computed_tokens), state.prefix_state)
+
+    @property
+    def context_state(self) -> BlockIds:
+        """The blocks of the recurrent state after the context."""
+        return () if self.state is None else self.state.sides(self.num_context_tokens)[0]
 
     @property
     def block_ids(self) -> list[BlockId]:

@@ -9,19 +9,20 @@ from baton.core.ids import NO_BLOCK, BlockId
 from baton.core.kv_hints import BlockHints
 from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored, GroupStats, KvEvent
 from baton.engine.kv_cache.block_hashes import BlockHash
-from baton.engine.kv_cache.block_names import group_of, is_of_first_group
+from baton.engine.kv_cache.block_names import PrefixEnds, group_of
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.kv_cache.cache_group import PrefixHit
 from baton.engine.kv_cache.config import CacheConfig
+from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.kv_cache.held_kv import HeldKv
-from baton.engine.kv_cache.recurrent_state import SnapshotCache
 
 
 class GroupCounters:
     """Prefix hits and evictions by group. Names of no KV group are those of the last one."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = names
+    def __init__(self, layout: CacheLayout) -> None:
+        self.names = [f"{number} {group.spec}" for number, group in enumerate(layout.groups)]
+        self.names += ["state"] if layout.has_state else []
         self._hits = [0] * len(self.names)
         self._evictions = [0] * len(self.names)
 
@@ -43,19 +44,18 @@ class GroupCounters:
 class PrefixCache:
     """The block pool of all kinds of memory, with what others have to know of its changes.
 
-    Events tell routers where a prefix hit can end: after each block of the first KV group, or with
-    recurrent layers after the blocks at whose ends there are snapshots. New blocks are queued to be
+    Events tell routers where a prefix hit can end (`PrefixEnds`). New blocks are queued to be
     stored in an external KV cache.
     """
 
-    def __init__(self, config: CacheConfig, counters: GroupCounters, *, is_stored: bool) -> None:
+    def __init__(self, config: CacheConfig, *, is_stored: bool) -> None:
         self._config = config
-        self._counters = counters
+        self.counters = GroupCounters(config.layout)
         self._is_stored = is_stored  # in an external KV cache, too
         self.block_size = config.block_size
+        self.has_state = config.layout.has_state  # a prefix hit ends only at a cached state
         self.pool = BlockPool(config.num_blocks)
-        self.snapshots = SnapshotCache(self.pool, config.layout.num_state_blocks)
-        self._ends_at_snapshots = config.layout.num_state_blocks > 0
+        self.ends = PrefixEnds(config.layout)
         self._unstored: deque[tuple[BlockHash, BlockId, BlockHints]] = deque()
         self._events: list[KvEvent] = []
 
@@ -81,40 +81,42 @@ class PrefixCache:
             self.queue_unstored(held, block_id, name)
         return is_new
 
-    def unregister(self, block_ids: Iterable[BlockId], ends: Iterable[BlockHash]) -> None:
-        """Remove blocks, and the snapshots at the ends of other ones."""
+    def add_end(
+        self, end: BlockHash, names: Sequence[BlockHash], block_ids: Sequence[BlockId]
+    ) -> bool:
+        """Add all blocks that let a prefix hit end here. Returns False if they are there."""
+        if end in self.ends:
+            return False
+        for name, block_id in zip(names, block_ids, strict=True):
+            self.pool.register(block_id, name)
+        self.ends.add(names)
+        return True
+
+    def unregister(self, block_ids: Iterable[BlockId]) -> None:
         self.pool.unregister(block_ids)
-        if self._ends_at_snapshots:
-            self.snapshots.remove(ends)
         self._report_evicted()
 
     def clear(self) -> int:
         """Remove all blocks, and return how many there were."""
         num_cached = self.pool.num_cached
         self.pool.forget_hashes()
-        self.snapshots.clear()
+        self.ends.clear()
         if self._config.collect_events:
             self._events.append(AllBlocksCleared())
         return num_cached
 
+    def check(self) -> None:
+        self.ends.check(self.pool.names)
+
     # --- events -------------------------------------------------------------------
-
-    def report_blocks(self, held: HeldKv, start: int, end: int) -> None:
-        """Report new blocks of the first group, from one place of its table up to another."""
-        # With recurrent layers, the blocks before a snapshot are no hit without it.
-        if not self._ends_at_snapshots:
-            self._report_stored(held, start, end)
-
-    def report_snapshot(self, held: HeldKv, num_blocks: int) -> None:
-        """Report a new snapshot after so many blocks."""
-        self._report_stored(held, num_blocks - 1, num_blocks)
 
     def take_events(self) -> tuple[KvEvent, ...]:
         events = tuple(self._events)
         self._events.clear()
         return events
 
-    def _report_stored(self, held: HeldKv, start: int, end: int) -> None:
+    def report_stored(self, held: HeldKv, start: int, end: int) -> None:
+        """Report that a prefix hit can end after these blocks of the request now."""
         if start == end or not self._config.collect_events:
             return
         parent = held.block_hashes[start - 1] if start else None
@@ -125,14 +127,16 @@ class PrefixCache:
         self._events.append(BlockStored(hashes, parent, token_ids, self.block_size, held.root_hash))
 
     def _report_evicted(self) -> None:
-        evicted = self.pool.take_evicted()
-        self._counters.count_evicted(evicted)
-        if self._ends_at_snapshots:
-            removed = self.snapshots.drop_evicted(evicted)
-        else:
-            removed = tuple(name for name in evicted if is_of_first_group(name))
+        removed: list[BlockHash] = []
+        while evicted := self.pool.take_evicted():
+            self.counters.count_evicted(evicted)
+            lost = self.ends.remove(evicted)
+            removed += lost
+            if self.has_state:  # the other parts of a state are of no use, and evicted as well
+                parts = (name for end in lost for name in self.ends.parts(end))
+                self.pool.unregister(each for name in parts for each in self.pool.find([name]))
         if removed and self._config.collect_events:
-            self._events.append(BlockRemoved(removed))
+            self._events.append(BlockRemoved(tuple(removed)))
 
     # --- external KV cache --------------------------------------------------------
 

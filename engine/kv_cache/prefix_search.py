@@ -7,36 +7,30 @@ from collections.abc import Sequence
 from baton.core.ids import BlockId
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.cache_group import CachedBlocks, CacheGroup, PrefixHit, PrefixQuery
-from baton.engine.kv_cache.token_group import TokenGroup
 
 
 class PrefixSearch:
     """Longest prefix that all groups can continue, each with the blocks that it needs."""
 
-    def __init__(
-        self,
-        cached: CachedBlocks,
-        tables: Sequence[TokenGroup],
-        groups: Sequence[CacheGroup],
-        block_size: int,
-    ) -> None:
-        self._cached = cached
-        self._tables = tables  # the groups with block tables
+    def __init__(self, groups: Sequence[CacheGroup], block_size: int) -> None:
         self._groups = groups
+        self._tables = [group for group in groups if not group.is_all_or_nothing]
         self._block_size = block_size
-        self._has_one_full_group = len(groups) == 1 and not tables[0].spec.forgets
+        self._has_one_full_group = len(groups) == 1 and not groups[0].forgets
 
-    def find(self, hashes: Sequence[BlockHash], continues_at: int | None) -> PrefixHit:
+    def find(
+        self, cached: CachedBlocks, hashes: Sequence[BlockHash], continues_at: int | None = None
+    ) -> PrefixHit:
         """Return the longest prefix of which each group has the blocks that it needs.
 
         A group with windows needs those that tokens from `continues_at` attend to, or by default
-        those that the tokens after the prefix do. Recurrent layers need a snapshot at the end of
+        those that the tokens after the prefix do. Recurrent layers need their state at the end of
         the prefix, unless another node continues it.
         """
         if self._has_one_full_group:  # as in most models
-            found = self._cached.find(hashes)
+            found = cached.find(hashes)
             return self._hit(len(found), [found], continues_at)
-        query = PrefixQuery(self._cached, hashes, continues_at)
+        query = PrefixQuery(cached, hashes, continues_at)
         num_shared = num_blocks = self._longest(self._tables, query, len(hashes))
         if len(self._groups) > len(self._tables):
             num_blocks = self._longest(self._groups, query, num_shared)
@@ -61,7 +55,7 @@ class PrefixSearch:
         """Return the longest prefix of at most `num_blocks` blocks that these groups can continue.
 
         What one group shortens, another one may have to shorten further, such as to an earlier
-        snapshot, and the first one after that: so all are asked until nothing changes.
+        state, and the first one after that: so all are asked until nothing changes.
         """
         num_before = None
         while num_blocks != num_before:

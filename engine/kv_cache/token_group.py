@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from baton.core.ids import NO_BLOCK, BlockId
+from baton.core.ids import NO_BLOCK, BlockId, BlockName
 from baton.engine.errors import BlocksUnaccounted
 from baton.engine.kv_cache.block_hashes import BlockHash
-from baton.engine.kv_cache.block_names import name_in_group
-from baton.engine.kv_cache.cache_group import NamedBlock, PrefixHit, PrefixQuery
+from baton.engine.kv_cache.block_names import group_of, name_in_group
+from baton.engine.kv_cache.cache_group import CacheGroup, NamedBlock, PrefixHit, PrefixQuery
 from baton.engine.kv_cache.groups import KvCacheSpec
 from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.kv_cache.prefix_cache import PrefixCache
 
 
-class TokenGroup:
-    """Layers with full attention. Implements `CacheGroup`.
+class TokenGroup(CacheGroup):
+    """Layers with full attention.
 
     Each request has a block table in it, with an entry for each block of tokens.
     """
@@ -25,8 +25,11 @@ class TokenGroup:
     def __init__(self, number: int, spec: KvCacheSpec, cache: PrefixCache) -> None:
         self.number = number
         self.spec = spec
+        self.forgets = spec.forgets
         self._cache = cache
         self._block_size = cache.block_size
+        # Routers know the names of the first group alone, and with recurrent layers none of these.
+        self._reports = number == 0 and not cache.has_state
 
     def name(self, block_hash: BlockHash) -> BlockHash:
         return name_in_group(block_hash, self.number)
@@ -75,8 +78,12 @@ class TokenGroup:
         allocated = self._cache.allocate(num_blocks - len(cached) - num_unseen)
         held.block_tables += ([*cached, *[NO_BLOCK] * num_unseen, *allocated],)
 
-    def release_unseen(self, held: HeldKv) -> None:
-        """Release the blocks that no later token of the request attends to."""
+    def cached_blocks(self, held: HeldKv) -> Iterable[tuple[int, BlockId]]:
+        table = held.block_tables[self.number] if held.block_tables else ()
+        return ((place, block) for place, block in enumerate(table) if block != NO_BLOCK)
+
+    def release(self, held: HeldKv) -> Iterable[tuple[int, BlockId]]:
+        return self.cached_blocks(held)
 
     def num_held(self, held: HeldKv) -> int:
         if not held.block_tables:
@@ -87,7 +94,6 @@ class TokenGroup:
     # --- the prefix cache ---------------------------------------------------------
 
     def register(self, held: HeldKv, first: int, end: int) -> None:
-        """Add the blocks of a table from one place up to another to the prefix cache."""
         table, hashes = held.block_tables[self.number], held.block_hashes
         run_start = first  # of blocks that are new: an event names consecutive ones
         for place in range(first, end):
@@ -106,9 +112,14 @@ class TokenGroup:
         for block in blocks:
             self.register_block(held, block.place, block.block_id)
 
+    def register_named(self, blocks: Sequence[tuple[BlockName, BlockId]]) -> None:
+        for name, block_id in blocks:
+            if group_of(name) == self.number:
+                self._cache.pool.register(block_id, BlockHash(name))
+
     def _report(self, held: HeldKv, start: int, end: int) -> None:
-        if not self.number:  # routers know the names of the first group alone
-            self._cache.report_blocks(held, start, end)
+        if self._reports:
+            self._cache.report_stored(held, start, end)
 
     # --- invariants ---------------------------------------------------------------
 

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from baton.core.ids import BlockId
 from baton.engine.kv_cache.groups import KvCacheSpec
 from baton.engine.kv_cache.held_kv import HeldKv
-from baton.engine.plan import BlockIds
 
 
 class TransferOrder:
@@ -45,12 +44,6 @@ class TransferOrder:
         transferred.
         """
         return 0 if self._forgets else num_blocks // len(self._specs)
-
-    def final_blocks(self, held: HeldKv) -> BlockIds:
-        """Return the blocks that follow those of all tables: the state after the context."""
-        if held.state is None:
-            return ()
-        return held.state.sides(held.num_context_tokens)[0]
 
     def _first_seen(self, held: HeldKv) -> list[int]:
         position = held.num_context_tokens

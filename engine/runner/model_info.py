@@ -47,7 +47,7 @@ class KvMemory:
     @property
     def num_tokens(self) -> int:
         """Tokens of one request that fit if all groups need all of them."""
-        num_blocks = self.layout.max_token_blocks(self.num_blocks, with_snapshot=False)
+        num_blocks = self.layout.max_token_blocks(self.num_blocks, is_caching=False)
         return num_blocks * self.block_size
 
     @property

@@ -106,7 +106,7 @@ class TorchRunner:
         self._batch.apply(plan)
         if not plan.num_scheduled_tokens:
             return _LaunchedPass(self._drain)
-        step = self._batch.step(plan.num_scheduled_tokens, self._draft(plan), plan.snapshots)
+        step = self._batch.step(plan.num_scheduled_tokens, self._draft(plan), plan.state_copies)
         with torch.inference_mode():
             hidden_states = self._forward(step, plan.is_retry)
         self._batch.advance(step)

@@ -78,7 +78,6 @@ class OutputProcessor:
         request.kv.num_computed_tokens += num_tokens
         request.num_prefilled_tokens += num_tokens
         self._state.cache.end_chunk(request.kv)
-        self._state.cache.register(request.kv)
         is_complete = request.kv.num_computed_tokens == request.num_tokens
         num_whole = request.kv.num_computed_tokens // self._state.cache.block_size
         # The last block, full or not, is final: a sender ends with its first token.

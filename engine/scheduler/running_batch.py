@@ -7,7 +7,7 @@ calendar lists the step in which each needs its next block.
 from __future__ import annotations
 
 from baton.core.ids import RequestId
-from baton.engine.plan import BlockTables, Plan, PlanRow, StateSnapshot
+from baton.engine.plan import NO_STATE_COPIES, BlockTables, Plan, PlanRow, StateCopies
 from baton.engine.scheduler.request import NOT_DUE, Request
 from baton.engine.step_calendar import StepCalendar
 from baton.kv_transfer.types import KvOrders
@@ -88,7 +88,7 @@ class Batch:
         self,
         kv_orders: KvOrders,
         max_draft_tokens: int = 0,
-        snapshots: dict[RequestId, tuple[StateSnapshot, ...]] | None = None,
+        state_copies: StateCopies = NO_STATE_COPIES,
     ) -> Plan:
         num_scheduled_tokens = self._decode_tokens.copy()
         num_prompt_tokens = 0
@@ -105,7 +105,7 @@ class Batch:
             num_prompt_tokens=num_prompt_tokens,
             max_draft_tokens=max_draft_tokens,
             kv_orders=kv_orders,
-            snapshots=snapshots or {},
+            state_copies=state_copies,
         )
         self._dropped.clear()
         self._started.clear()

@@ -40,7 +40,7 @@ class Scheduler:
         check_exclusions(
             {
                 Feature.SPECULATION: config.num_lookahead_tokens,
-                Feature.RECURRENT_LAYERS: cache_config.layout.num_state_blocks,
+                Feature.RECURRENT_LAYERS: cache_config.layout.has_state,
             }
         )
         self.config = config

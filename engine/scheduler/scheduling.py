@@ -67,13 +67,13 @@ class StepPlanner:
         state, batch = self._state, self._state.batch
         if self._config.push_layers:
             self._send_layers()
-        # Last of all, from the blocks that no request needs: snapshots are optional.
+        # Last of all, from the blocks that no request needs: copies of states are optional.
         chunks = [(request.kv, num_tokens) for request, num_tokens in batch.chunks]
-        snapshots = state.cache.plan_pass(chunks)
+        state_copies = state.cache.plan_pass(chunks)
         # Blocks that became full since the last step were registered in this one.
         state.arrivals.stores.store_new()
         return batch.take_plan(
-            state.arrivals.orders.take(), self.budget.num_draft_tokens, snapshots
+            state.arrivals.orders.take(), self.budget.num_draft_tokens, state_copies
         )
 
     # --- running ------------------------------------------------------------------

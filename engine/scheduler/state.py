@@ -230,7 +230,6 @@ class SchedulerState:
             total_sampled_tokens=self.total_sampled_tokens,
             total_proposed_tokens=self.total_proposed_tokens,
             total_accepted_tokens=self.total_accepted_tokens,
-            num_cached_snapshots=self.cache.num_cached_snapshots,
             total_pulled_blocks=0 if pulls is None else pulls.total_landed_blocks,
             total_failed_pull_blocks=0 if pulls is None else pulls.total_failed_blocks,
             total_loaded_tokens={} if loads is None else dict(loads.total_tokens),
@@ -253,7 +252,7 @@ class SchedulerState:
             if request.status is not status:
                 raise BlocksUnaccounted(f"{request.request_id} is {request.status}, not {status}")
         for request in self.waiting:
-            if request.kv.num_blocks or request.kv.state is not None:
+            if request.kv.block_ids:
                 raise BlocksUnaccounted(f"{request.request_id} is waiting, but holds blocks")
 
     # --- helpers ------------------------------------------------------------------

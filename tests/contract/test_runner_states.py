@@ -62,7 +62,7 @@ def blocks_of(runner: TorchRunner, blocks: tuple[int, ...]) -> bytes:
 def plan(num_tokens: int, row: PlanRow | None = None, *snapshots: StateSnapshot) -> Plan:
     started = () if row is None else (row,)
     found = {NAME: snapshots} if snapshots else {}
-    return Plan(started=started, num_scheduled_tokens={NAME: num_tokens}, snapshots=found)
+    return Plan(started=started, num_scheduled_tokens={NAME: num_tokens}, state_copies=found)
 
 
 def test_each_pass_writes_the_other_side(runner: TorchRunner) -> None:

@@ -60,10 +60,9 @@ def _fill(cache: KvCache, units: Iterable[tuple[BlockHash, int]]) -> dict[BlockH
         if group < cache.num_groups:
             names = [name_in_group(block_hash, group)]
         else:
-            num_parts = 0 if cache.states is None else cache.states.num_blocks
-            names = snapshot_names(block_hash, num_parts)
+            names = cache.prefixes.ends.parts(block_hash)
         block_ids = cache.prefixes.allocate(len(names))
-        cache.external.register_named(names, block_ids, [True] * len(names))
+        cache.external.register_named(list(zip(names, block_ids, strict=True)))
         cached |= zip(names, block_ids, strict=True)
     return cached
 

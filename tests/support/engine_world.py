@@ -21,7 +21,12 @@ from baton.engine.containment import Containment
 from baton.engine.errors import PassHookFailed
 from baton.engine.events import KvEvent
 from baton.engine.kv_arrival.pulls import PullConfig
-from baton.engine.kv_cache.block_names import is_of_first_group, name_in_group, snapshot_names
+from baton.engine.kv_cache.block_names import (
+    group_of,
+    name_in_group,
+    snapshot_end,
+    snapshot_names,
+)
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.groups import ONE_GROUP, CacheLayout, KvGroup
 from baton.engine.plan import Plan, RunResult
@@ -331,9 +336,15 @@ class EngineWorld:
         pool = self.scheduler._state.cache.pool
         if self.num_state_blocks:
             return
-        cached = set(filter(is_of_first_group, pool.names))
+        cached = {name for name in pool.names if group_of(name) == 0}
         assert self.cached.names <= cached | set(pool._evicted)
         assert self.external is not None or self.cached.names >= cached
+
+    @property
+    def num_snapshots(self) -> int:
+        """Number of recurrent states in the prefix cache."""
+        names = self.scheduler._state.cache.pool.names
+        return len(set(filter(None, map(snapshot_end, names))))
 
     def run_to_end(self, max_steps: int = 2000) -> None:
         """Run until all requests have ended, and check that all blocks are free."""

@@ -231,7 +231,7 @@ class FakeRunner(SynchronousRunner):
         written = self._state_written_by(plan)
         try:
             for request_id, num_tokens in plan.num_scheduled_tokens.items():
-                snapshots = plan.snapshots.get(request_id, ())
+                snapshots = plan.state_copies.get(request_id, ())
                 self._run_row(self._rows[request_id], num_tokens, snapshots, result)
         except Crash:
             self.kv.spoil(written)
@@ -240,7 +240,7 @@ class FakeRunner(SynchronousRunner):
     def _state_written_by(self, plan: Plan) -> list[BlockId]:
         states = [self._rows[request_id].state for request_id in plan.num_scheduled_tokens]
         sides = [state.sides[1] for state in states if state is not None]
-        taken = [snapshot.block_ids for its in plan.snapshots.values() for snapshot in its]
+        taken = [snapshot.block_ids for its in plan.state_copies.values() for snapshot in its]
         return [block_id for block_ids in (*sides, *taken) for block_id in block_ids]
 
     def _crash_if_due(self, request_id: RequestId, place: CrashPlace) -> None:

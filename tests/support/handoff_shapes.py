@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from baton.core.ids import NO_BLOCK, BlockId
 from baton.engine.kv_cache.groups import FULL, KvCacheSpec
-from baton.engine.kv_cache.held_kv import HeldKv
-from baton.engine.kv_cache.recurrent_state import RecurrentState
+from baton.engine.kv_cache.held_kv import HeldKv, RecurrentState
 from baton.engine.kv_cache.transfer_order import TransferOrder
 from tests.support.requests import make_held
 
@@ -46,7 +45,7 @@ class Shape:
         """Return the labels of the blocks that a hand-off transfers, in order."""
         held, order = self._held(num_tokens), self.order
         blocks = order.blocks(held, num_hits, held.num_blocks)
-        return (*blocks, *order.final_blocks(held))
+        return (*blocks, *held.context_state)
 
     def _held(self, num_tokens: int) -> HeldKv:
         """Return a request whose tables have labels for blocks."""

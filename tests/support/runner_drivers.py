@@ -145,7 +145,7 @@ class Driver:
             elif fresh:
                 new_blocks[drive.request_id] = fresh
         snapshots = {name: self._snapshots(name, count) for name, count in scheduled.items()}
-        return Plan(dropped, tuple(started), new_blocks, scheduled, snapshots=snapshots)
+        return Plan(dropped, tuple(started), new_blocks, scheduled, state_copies=snapshots)
 
     def _snapshots(self, request_id: RequestId, num_tokens: int) -> tuple[StateSnapshot, ...]:
         drive, every = self._drives[request_id], self._snapshot_every

@@ -87,10 +87,10 @@ def describe(kv: Tensor, layout: CacheLayout, dtype: str = "bfloat16") -> KvMemo
 
 def num_blocks_within(budget_bytes: int, layout: CacheLayout, block_bytes: int) -> int:
     """Return the number of whole blocks that fit into the budget: enough for a short request."""
-    num_needed = layout.num_blocks(1, with_snapshot=False)
+    num_needed = layout.num_blocks(1, is_caching=False)
     num_blocks = budget_bytes // block_bytes
     if num_blocks < num_needed:
-        state = " and the recurrent state of a request" if layout.num_state_blocks else ""
+        state = " and the recurrent state of a request" if layout.has_state else ""
         raise InvalidConfig(
             f"the KV cache budget of {budget_bytes} bytes holds no block of tokens{state}: "
             f"one takes {num_needed * block_bytes} bytes"

@@ -121,7 +121,7 @@ def spec_kind_of(layout: CacheLayout, *, is_latent: bool) -> str:
 
     With recurrent layers, they name the blocks at whose ends a state is cached.
     """
-    if layout.num_state_blocks:
+    if layout.has_state:
         return "mamba"
     spec = layout.groups[0].spec
     if spec.chunk is not None:

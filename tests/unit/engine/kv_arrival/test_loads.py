@@ -485,7 +485,7 @@ def test_a_prefix_of_recurrent_layers_is_loaded_up_to_a_snapshot() -> None:
     it.run_to_end()
     # Snapshots are due at multiples of two blocks, and at the last whole block of the prompt.
     assert served_tokens(it, again) == {"host": 4 * BLOCK_SIZE}
-    assert it.scheduler.stats().num_cached_snapshots
+    assert it.num_snapshots
 
 
 @pytest.mark.parametrize("is_snapshot", [True, False])
@@ -505,7 +505,7 @@ def test_without_a_block_at_its_end_the_prefix_ends_at_an_earlier_snapshot(
 def test_a_snapshot_that_was_not_loaded_as_a_whole_is_not_cached() -> None:
     it = world(num_state_blocks=2)
     cached_outside(it, prompt=18)
-    num_before = it.scheduler.stats().num_cached_snapshots
+    num_before = it.num_snapshots
     outside = external(it)
     again = it.add(18)
     it.step()

@@ -380,7 +380,7 @@ def test_a_snapshot_that_was_pulled_across_a_reset_is_not_cached() -> None:
 
     it.step()
 
-    assert it.scheduler.stats().num_cached_snapshots == 0
+    assert it.num_snapshots == 0
     it.run_to_end()
 
 
@@ -400,7 +400,7 @@ def test_a_snapshot_that_a_tier_has_is_loaded_and_then_given() -> None:
     (send,) = plan.kv_orders.sends
     assert len(send.block_ids) == 3
     it.wire.misbehave()  # checks what is sent
-    assert it.scheduler.stats().num_cached_snapshots == 1
+    assert it.num_snapshots == 1
     it.wire.end_sending(handoff_id)
     it.run_to_end()
 
@@ -412,7 +412,7 @@ def test_a_snapshot_whose_prefix_did_not_land_is_not_cached() -> None:
     it.wire.land(runs[1].handoff_id)
     it.wire.land(runs[2].handoff_id)
     it.step()
-    assert it.scheduler.stats().num_cached_snapshots == 0
+    assert it.num_snapshots == 0
     it.wire.release(runs[0].handoff_id)
     it.run_to_end()
     assert served(it, name).loaded_tokens == {}

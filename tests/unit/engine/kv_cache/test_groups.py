@@ -95,17 +95,17 @@ def test_tokens_that_nothing_attends_to_any_more(spec: KvCacheSpec, unseen: list
     assert [spec.num_unseen(num_tokens) for num_tokens in range(6)] == unseen
 
 
-@pytest.mark.parametrize("with_snapshot", [False, True])
+@pytest.mark.parametrize("is_caching", [False, True])
 @pytest.mark.parametrize("num_state_blocks", [0, 3])
 def test_the_longest_request_fits_and_a_longer_one_does_not(
-    num_state_blocks: int, with_snapshot: bool
+    num_state_blocks: int, is_caching: bool
 ) -> None:
     layout = CacheLayout((KvGroup(FULL), KvGroup(WINDOW)), num_state_blocks)
 
     for num_blocks in range(12, 40):
-        longest = layout.max_token_blocks(num_blocks, with_snapshot=with_snapshot)
-        assert layout.num_blocks(longest, with_snapshot=with_snapshot) <= num_blocks
-        assert layout.num_blocks(longest + 1, with_snapshot=with_snapshot) > num_blocks
+        longest = layout.max_token_blocks(num_blocks, is_caching=is_caching)
+        assert layout.num_blocks(longest, is_caching=is_caching) <= num_blocks
+        assert layout.num_blocks(longest + 1, is_caching=is_caching) > num_blocks
 
 
 def test_a_layout_names_all_that_peers_must_agree_on() -> None:

@@ -9,13 +9,11 @@ import pytest
 from baton.core.ids import NO_BLOCK, BlockId
 from baton.engine.errors import BlocksUnaccounted
 from baton.engine.kv_cache.block_hashes import BlockHash
-from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.kv_cache.block_names import snapshot_end, snapshot_names
 from baton.engine.kv_cache.cache import KvCache
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.groups import FULL, CacheLayout, KvCacheSpec, KvGroup
-from baton.engine.kv_cache.held_kv import HeldKv
-from baton.engine.kv_cache.recurrent_state import RecurrentState, SnapshotCache
-from baton.engine.kv_cache.state_group import StateGroup
+from baton.engine.kv_cache.held_kv import HeldKv, RecurrentState
 from baton.engine.plan import BlockIds
 from tests.support.requests import make_held
 
@@ -30,7 +28,7 @@ GROUPS = {
 
 def test_the_current_side_follows_chunks_and_tokens() -> None:
     one, other = _ids(1, 2), _ids(3, 4)
-    state = RecurrentState((one, other), num_tokens=8, snapshot=_ids(5, 6))
+    state = RecurrentState((one, other), num_tokens=8, prefix_state=_ids(5, 6))
 
     assert state.sides(8) == (one, other)
     assert state.end_chunk(20) == _ids(5, 6)
@@ -98,13 +96,13 @@ def test_admission_counts_both_sides_and_a_snapshot_that_is_free() -> None:
 def test_a_snapshot_that_loses_a_block_is_gone_as_a_whole() -> None:
     cache = _cache(num_blocks=16)
     _serve(cache, 4, snapshots=(4,))
-    assert cache.num_cached_snapshots == 1
+    assert _num_snapshots(cache) == 1
 
     # 11 blocks are free and uncached; the twelfth evicts a block of the snapshot.
     other = make_held(range(50, 62))
     assert cache.admit(other, cache.find_prefix(other, 0))
 
-    assert cache.num_cached_snapshots == 0
+    assert _num_snapshots(cache) == 0
     cache.check(other.block_ids)
     assert cache.pool.num_cached == 2
 
@@ -128,38 +126,41 @@ def test_snapshots_of_doubtful_requests_are_removed() -> None:
 
     cache.uncache_blocks(request)
 
-    assert cache.num_cached_snapshots == 0
+    assert _num_snapshots(cache) == 0
     cache.release(request)
     cache.check([])
 
 
-def test_a_snapshot_is_taken_once_and_only_from_free_blocks() -> None:
+def test_a_snapshot_is_taken_only_from_free_blocks() -> None:
     cache = _cache(num_blocks=16)
-    request = _computed(cache, 10, snapshots=(4,))  # 5 blocks, 6 of the sides, 3 cached
+    request = _admitted(cache, 10)  # 5 blocks, and 6 of the sides
 
-    assert _states(cache).allocate_snapshot(request, 4) is None
-    assert _states(cache).allocate_snapshot(request, 8) is not None
-    assert _states(cache).allocate_snapshot(request, 10) is None
+    assert _planned(cache, request) == [8]
+
+
+def test_a_snapshot_that_is_cached_is_not_taken_again() -> None:
+    cache = _cache()
+    _serve(cache, 10, snapshots=(8,))
+
+    assert _planned(cache, _admitted(cache, 10)) == [6]
 
 
 def test_a_request_that_is_not_cached_takes_no_snapshot() -> None:
     cache = _cache()
-    request = _computed(cache, 8)
+    request = _admitted(cache, 8)
     cache.reset([request])
 
-    assert _states(cache).allocate_snapshot(request, 8) is None
+    assert _planned(cache, request) == []
 
 
 def test_a_snapshot_is_cached_once() -> None:
-    pool = BlockPool(4)
-    snapshots = SnapshotCache(pool, num_parts=2)
-    first, second = pool.allocate(2), pool.allocate(2)
-    assert first is not None
-    assert second is not None
+    cache, end = _cache(), BlockHash(b"e" * 16)
+    first, second = cache.prefixes.allocate(3), cache.prefixes.allocate(3)
+    names = snapshot_names(end, 3)
 
-    assert snapshots.register(BlockHash(b"end"), tuple(first))
-    assert not snapshots.register(BlockHash(b"end"), tuple(second))
-    assert snapshots.find(BlockHash(b"end")) == tuple(first)
+    assert cache.prefixes.add_end(end, names, first)
+    assert not cache.prefixes.add_end(end, names, second)
+    assert cache.pool.find(names) == first
 
 
 def test_check_finds_a_snapshot_that_is_not_whole() -> None:
@@ -173,12 +174,12 @@ def test_check_finds_a_snapshot_that_is_not_whole() -> None:
         cache.check([])
 
 
-def test_the_state_comes_last_in_the_transfer_order() -> None:
+def test_the_state_after_the_context_is_transferred() -> None:
     cache = _cache()
     request = _computed(cache, 9)
 
     assert request.state is not None
-    assert cache.transfer_order.final_blocks(request) == request.state.sides(9)[0]
+    assert request.context_state == request.state.sides(9)[0]
 
 
 def _cache(groups: tuple[KvGroup, ...] = GROUPS["full"], num_blocks: int = 64) -> KvCache:
@@ -186,22 +187,31 @@ def _cache(groups: tuple[KvGroup, ...] = GROUPS["full"], num_blocks: int = 64) -
     return KvCache(config)
 
 
-def _states(cache: KvCache) -> StateGroup:
-    assert cache.states is not None
-    return cache.states
+def _num_snapshots(cache: KvCache) -> int:
+    return len(set(filter(None, map(snapshot_end, cache.pool.names))))
+
+
+def _admitted(cache: KvCache, num_tokens: int) -> HeldKv:
+    request = make_held(range(num_tokens), request_id="served")
+    assert cache.admit(request, cache.find_prefix(request, 0))
+    return request
+
+
+def _planned(cache: KvCache, request: HeldKv) -> list[int]:
+    """Return after how many tokens a pass over the whole request takes snapshots."""
+    copies = cache.plan_pass([(request, request.num_tokens)])
+    return [copy.num_tokens for copy in copies.get(request.request_id, ())]
 
 
 def _computed(cache: KvCache, num_tokens: int, snapshots: Iterable[int] = ()) -> HeldKv:
-    request = make_held(range(num_tokens), request_id="served")
-    assert cache.admit(request, cache.find_prefix(request, 0))
+    request = _admitted(cache, num_tokens)
     request.num_computed_tokens = num_tokens
     cache.end_chunk(request)
-    cache.register(request)
     for position in snapshots:
-        snapshot = _states(cache).allocate_snapshot(request, position)
-        assert snapshot is not None
-        _states(cache).register_snapshot(request, snapshot)
-        cache.pool.release(snapshot.block_ids)
+        end = request.block_hashes[position // BLOCK_SIZE - 1]
+        block_ids = cache.prefixes.allocate(3)
+        assert cache.prefixes.add_end(end, snapshot_names(end, 3), block_ids)
+        cache.pool.release(block_ids)
     return request
 
 

@@ -141,7 +141,7 @@ def test_without_free_blocks_a_request_runs_without_snapshots() -> None:
 
     assert world.finish_reason(blocker) is None
     assert plan.num_scheduled_tokens == {name: 11}
-    assert not plan.snapshots
+    assert not plan.state_copies
     world.run_to_end()
 
 
@@ -149,7 +149,7 @@ def test_a_hit_ends_at_a_snapshot_and_its_source_is_held_until_the_first_pass_is
     world = _world()
     world.add(14, max_tokens=1)  # snapshots at 8 and 12
     world.run_to_end()
-    cached = world.scheduler.stats().num_cached_snapshots
+    cached = world.num_snapshots
 
     name = world.add(11, max_tokens=2)
     [row] = world.step().started
@@ -245,7 +245,7 @@ def test_a_request_that_fails_leaves_no_snapshot() -> None:
     world.run_to_end()
 
     assert world.finish_reason(name) is FinishReason.ERROR
-    assert world.scheduler.stats().num_cached_snapshots == 0
+    assert world.num_snapshots == 0
     again = world.add(22, max_tokens=4)
     world.run_to_end()
     assert world.finish_reason(again) is FinishReason.LENGTH
@@ -262,7 +262,7 @@ def test_a_request_that_is_aborted_in_a_pass_drops_its_snapshots() -> None:
     world.scheduler.update(plan, run)
 
     world.scheduler.check()
-    assert world.scheduler.stats().num_cached_snapshots == 0
+    assert world.num_snapshots == 0
     assert world.scheduler.stats().num_free_blocks == world.scheduler.stats().num_blocks
 
 
@@ -270,7 +270,7 @@ def test_a_reset_empties_the_cache_of_snapshots_and_those_under_way_are_not_cach
     world = _world()
     world.add(9, max_tokens=1)
     world.run_to_end()
-    assert world.scheduler.stats().num_cached_snapshots == 1
+    assert world.num_snapshots == 1
     name = world.add([3] * 7, max_tokens=20)
     world.step()
 
@@ -278,7 +278,7 @@ def test_a_reset_empties_the_cache_of_snapshots_and_those_under_way_are_not_cach
     world.run_to_end()
 
     assert world.finish_reason(name) is FinishReason.LENGTH
-    assert world.scheduler.stats().num_cached_snapshots == 0
+    assert world.num_snapshots == 0
 
 
 def test_a_reset_during_a_pass_keeps_its_snapshots_out_of_the_cache() -> None:
@@ -290,8 +290,8 @@ def test_a_reset_during_a_pass_keeps_its_snapshots_out_of_the_cache() -> None:
     world.scheduler.reset_prefix_cache()
     world.scheduler.update(plan, run)
 
-    assert plan.snapshots
-    assert world.scheduler.stats().num_cached_snapshots == 0
+    assert plan.state_copies
+    assert world.num_snapshots == 0
     world.scheduler.check()
 
 
@@ -440,7 +440,7 @@ def _world(
 
 
 def _positions(plan: Plan, name: RequestId) -> list[int]:
-    return [snapshot.num_tokens for snapshot in plan.snapshots.get(name, ())]
+    return [snapshot.num_tokens for snapshot in plan.state_copies.get(name, ())]
 
 
 def _state(row: PlanRow) -> StateBlocks:
