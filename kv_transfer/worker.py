@@ -12,13 +12,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from baton.core.ids import HandoffId
-from baton.kv_transfer.action_executor import ActionExecutor
+from baton.kv_transfer.action_executor import ActionExecutor, PollInterval
 from baton.kv_transfer.config import KvWorkerConfig
 from baton.kv_transfer.errors import PeerUnreachable
 from baton.kv_transfer.fence import PASSED, Fence, FencedLayers
 from baton.kv_transfer.link import Inbox, Link, LinkId
 from baton.kv_transfer.pairs import Identity, Pairs, PeerPair
-from baton.kv_transfer.poll_interval import PollInterval
 from baton.kv_transfer.protocol.conversion import StagingArea
 from baton.kv_transfer.protocol.digest import Digests, ReadBlocks
 from baton.kv_transfer.protocol.incoming import IncomingState

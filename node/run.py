@@ -17,7 +17,7 @@ from baton.kv_transfer.pairs import Identity
 from baton.kv_transfer.transports.nixl import import_nixl
 from baton.node.kv.connectors import find_connector, shared_tiers_of
 from baton.node.kv.events.config import TCP, KvEventsConfig, is_bound
-from baton.node.kv.events.endpoints import check_target, listen
+from baton.node.kv.events.peers import check_target, listen
 from baton.node.kv.tiers import check_tiers
 from baton.node.kv.worker import NO_NODE_DECORATORS, Around
 from baton.node.observers.metrics import export_node_metrics

@@ -21,7 +21,7 @@ from baton.kv_transfer.tiers.bandwidth import StoreRates, measure_host, measure_
 from baton.kv_transfer.tiers.block_memory import BlockMemory
 from baton.kv_transfer.tiers.stores.file_store import FileStore
 from baton.kv_transfer.tiers.stores.object_store import ObjectStore
-from baton.kv_transfer.tiers.stores.s3 import open_bucket
+from baton.kv_transfer.tiers.stores.objects import open_bucket
 
 MEMORY_BYTES = 64 << 20
 MAX_BLOCKS = 128

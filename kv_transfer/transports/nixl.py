@@ -32,6 +32,7 @@ from baton.kv_transfer.transports.base import (
     WriteFailed,
     Written,
 )
+from baton.kv_transfer.transports.staging import layer_places
 
 _TICKET_BYTES = 8
 _SEPARATOR = b"\0"
@@ -155,10 +156,11 @@ class NixlChannel:
         """No-op: only P knows which writes are in flight."""
 
     def post(self, write: Write) -> None:
-        sources = _places(write.sources, write.layers)
-        targets = _places(write.targets, write.layers)
+        layers = write.layers or LayerRange(0, 1, 1)
+        sources = layer_places(write.sources, layers).astype(np.int32)
+        targets = layer_places(write.targets, layers).astype(np.int32)
         try:
-            local, remote = self._get_lists(1 if write.layers is None else write.layers.of)
+            local, remote = self._get_lists(layers.of)
             handle = self._agent.makeXferReq(self._nixl.NIXL_WRITE, local, sources, remote, targets)
             self._handle_by_write[write.write_id] = handle
             self._agent.postXferReq(handle, b"")
@@ -227,15 +229,6 @@ class NixlChannel:
 
 def _arrived(payload: bytes) -> Arrived:
     return Arrived(int.from_bytes(payload[:_TICKET_BYTES], "big"), payload[_TICKET_BYTES:])
-
-
-def _places(block_ids: tuple[BlockId, ...], layers: LayerRange | None) -> Any:
-    """Return the indices of these blocks' parts in a prepared descriptor list."""
-    blocks = np.array(block_ids, dtype=np.int32)
-    if layers is None:
-        return blocks
-    within = np.arange(layers.first, layers.end, dtype=np.int32)
-    return (blocks[:, None] * layers.of + within).ravel()
 
 
 def import_nixl() -> ModuleType:

@@ -22,10 +22,16 @@ from typing import NamedTuple
 
 from baton.engine.events import AllBlocksCleared, KvEvent
 from baton.node.kv.events.config import KvEventsConfig, is_bound
-from baton.node.kv.events.endpoints import check_target, listen
 from baton.node.kv.events.history import EventHistory, SentMessage
 from baton.node.kv.events.messages import CacheFacts, encode_batch
-from baton.node.kv.events.peers import PEER_ERRORS, PeerListener, ServePeer, dial
+from baton.node.kv.events.peers import (
+    PEER_ERRORS,
+    PeerListener,
+    ServePeer,
+    check_target,
+    dial,
+    listen,
+)
 from baton.node.kv.events.zmtp import READ_PAUSE_S, SocketType, ZmtpPeer
 
 log = logging.getLogger(__name__)
