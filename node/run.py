@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from baton.engine.errors import EngineStopped
 from baton.engine.runner.load import load_runner
@@ -138,23 +138,23 @@ async def _serve_until_drained(
     async with stop_signal() as stop_requested:
         heartbeat = asyncio.ensure_future(follow_heartbeat(engine, server.health, stuck_after_s))
         publishing = asyncio.ensure_future(state.publish_updates())
+        stop = asyncio.ensure_future(stop_requested.wait())
+        drain = asyncio.ensure_future(state.wait_for_drain_request())
+        tasks = heartbeat, publishing, stop, drain
         try:
             announce(state.card.role.value, server.address)
-            await _wait_for_first(
-                stop_requested.wait(),
-                state.wait_for_drain_request(),
-                _wait_until_done(heartbeat),
-                _wait_until_done(publishing),
-            )
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if publishing.done():
                 publishing.result()  # raises: it ends only by a bug
             grace.begin(lambda: state.num_calls)
             if not heartbeat.done():
                 heartbeat.cancel()
-                await _drain(server, state)
+                state.request_drain()
+                await server.health.set_ready(False)
+                await state.wait_until_idle()
         finally:
-            heartbeat.cancel()
-            publishing.cancel()
+            for task in tasks:
+                task.cancel()
     if engine.failure is not None:
         raise EngineStopped(f"the engine failed: {engine.failure!r}")
 
@@ -182,25 +182,6 @@ async def follow_heartbeat(
         await asyncio.sleep(HEARTBEAT_CHECK_S)
     await health.set_ready(False)
     return engine.failure
-
-
-async def _drain(server: Running, state: NodeState) -> None:
-    state.request_drain()
-    await server.health.set_ready(False)
-    await state.wait_until_idle()
-
-
-async def _wait_until_done(future: asyncio.Future[Any]) -> None:
-    await asyncio.wait([future])
-
-
-async def _wait_for_first(*waits: Awaitable[object]) -> None:
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 def _common_services(node: NodeComponents) -> tuple[Service, ...]:

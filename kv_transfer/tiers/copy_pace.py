@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum
 from threading import Condition
 
@@ -34,12 +33,6 @@ class PacedWork(Enum):
     @property
     def max_paced_s(self) -> float:
         return self.value
-
-
-@dataclass(frozen=True, slots=True)
-class Copied:
-    digests: list[bytes]
-    copy_s: float  # without rests
 
 
 def _never() -> bool:
@@ -117,8 +110,8 @@ class CopyPace:
         work: PacedWork,
         ordered_s: float,
         is_urgent: Callable[[], bool] = _never,
-    ) -> Copied:
-        """Copy blocks in turns."""
+    ) -> tuple[list[bytes], float]:
+        """Copy blocks in turns. Returns their digests, and the seconds without rests."""
         digests: list[bytes] = []
         copy_s = 0.0
         while len(digests) < len(blocks):
@@ -128,7 +121,7 @@ class CopyPace:
                 began_s = self._clock()
                 digests += copy(source, blocks[first:end], target, into[first:end])
                 copy_s += self._clock() - began_s
-        return Copied(digests, copy_s)
+        return digests, copy_s
 
     def piece_blocks(self, block_bytes: int) -> int:
         """Return how many blocks are copied in one turn."""

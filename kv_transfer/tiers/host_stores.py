@@ -245,7 +245,7 @@ class HostStores:
     def _copy_to_host(self, copies: Sequence[tuple[StoringBlock, HostBlock]]) -> None:
         blocks = [block for _, block in copies]
         try:
-            copied = self._pace.copy_blocks(
+            digests, _ = self._pace.copy_blocks(
                 *(self._copy, self._parts.kv_memory, [each.block_id for each, _ in copies]),
                 *(self._host.memory, [block.slot for block in blocks]),
                 work=PacedWork.STORE,
@@ -256,7 +256,7 @@ class HostStores:
             for block in blocks:
                 self._host.abandon(block)
             raise
-        for (each, block), digest in zip(copies, copied.digests, strict=True):
+        for (each, block), digest in zip(copies, digests, strict=True):
             self._store_block(each, block, digest)
         self._host.unpin_all(blocks)
         self._host_counters.num_stored += len(copies)

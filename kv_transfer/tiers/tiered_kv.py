@@ -210,15 +210,15 @@ class TieredKv:
         pinned = dict(enumerate(self.host.pin_all(load.names)))
         found = {place: block for place, block in pinned.items() if block is not None}
         try:
-            copied = self.pace.copy_blocks(
+            digests, copy_s = self.pace.copy_blocks(
                 *(self._copy, self.host.memory, [block.slot for block in found.values()]),
                 *(self._parts.kv_memory, [load.block_ids[place] for place in found]),
                 work=PacedWork.LOAD,
                 ordered_s=pending.began_s,
             )
             if found:
-                self._host_times.learn(copied.copy_s, len(found), self._clock())
-            for (place, block), digest in zip(found.items(), copied.digests, strict=True):
+                self._host_times.learn(copy_s, len(found), self._clock())
+            for (place, block), digest in zip(found.items(), digests, strict=True):
                 if digest == block.digest:
                     pending.sources[place] = HOST
                 else:
