@@ -136,8 +136,8 @@ class ActionExecutor:
                 pair.channel.cancel(ticket)
             case PostWrite(_, handoff_id, write):
                 self._poll_interval.burst(now)
-                with self._ledger.posting(handoff_id, write, pair.node_id):
-                    pair.channel.post(write)
+                self._ledger.note_post(handoff_id, write, pair.node_id)
+                pair.channel.post(write)
             case SendDone():
                 self._announce(pair, action, now)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -47,7 +46,6 @@ class TransferRecord:
     last_written_s: float | None = None
     computed_s: float | None = None  # end of prefill
     ended_s: float | None = None
-    post_s: float = 0.0  # time inside the transport's `post`, on the engine thread
     num_bytes_written_early: int = 0  # written before the end of prefill
     conversion: str = ""  # of the peer's blocks, on the receiver
 
@@ -109,11 +107,8 @@ class TransferLedger:
     def note_computed(self, handoff_id: HandoffId) -> None:
         self._open[handoff_id].computed_s = self._clock()
 
-    @contextmanager
-    def posting(self, handoff_id: HandoffId, write: Write, peer: NodeId | None) -> Iterator[None]:
-        """Time the transport's `post`, which may do the whole write at once, and record it."""
-        began_s = self._clock()
-        yield
+    def note_post(self, handoff_id: HandoffId, write: Write, peer: NodeId | None) -> None:
+        """Record a write before it is posted: the transport may do all of it at once."""
         record = self._open.get(handoff_id)
         if record is None:
             return
@@ -125,8 +120,7 @@ class TransferLedger:
         record.num_writes += 1
         record.num_descriptors += _num_runs(write)
         if record.first_post_s is None:
-            record.first_post_s = began_s
-        record.post_s += self._clock() - began_s
+            record.first_post_s = self._clock()
 
     def written(self, handoff_id: HandoffId, num_bytes: int) -> None:
         record = self._open.get(handoff_id)

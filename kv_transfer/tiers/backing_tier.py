@@ -92,12 +92,7 @@ class _QueuedWrite:
 
 
 class BackingTier:
-    def __init__(
-        self,
-        config: BackingConfig,
-        store: BlockStore,
-        parts: TierParts,
-    ) -> None:
+    def __init__(self, config: BackingConfig, store: BlockStore, parts: TierParts) -> None:
         self.name = config.name
         self.counters = TierCounters()
         self._times = LoadTimes(

@@ -33,11 +33,9 @@ TRANSPORT_DESCRIPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class SelectedTransport:
-    """Transport that UCX selected for writes of a range of sizes to another process."""
+    """Transport that UCX selected for writes to another process."""
 
     place: str  # intra-node or inter-node
-    first_bytes: int
-    last_bytes: float
     how: str  # such as zero-copy
     transport: str  # such as cma/memory or tcp/eth0
 
@@ -56,15 +54,7 @@ def ucx_log_environment(folder: str) -> dict[str, str]:
 
 def find_write_transport(log: str, num_bytes: int) -> SelectedTransport | None:
     """Return UCX's last choice for writes of this size to another process; None if not logged."""
-    choices = _parse_choices(log)
-    matching = [
-        choice for choice in choices if choice.first_bytes <= num_bytes <= choice.last_bytes
-    ]
-    return matching[-1] if matching else None
-
-
-def _parse_choices(log: str) -> list[SelectedTransport]:
-    choices: list[SelectedTransport] = []
+    chosen = None
     place, is_write = "", False
     for line in log.splitlines():
         match = CELL.match(line)
@@ -77,18 +67,19 @@ def _parse_choices(log: str) -> list[SelectedTransport]:
                 place, is_write = endpoint["place"], False
             elif not cells[0].startswith("+"):
                 is_write = cells[0].startswith(WRITE)
-        elif len(cells) == 3 and is_write and place != "self":
-            choices += _parse_row(place, *cells)
-    return choices
+        elif len(cells) == 3 and is_write and place != "self" and _includes(cells[0], num_bytes):
+            chosen = SelectedTransport(place, how=cells[1], transport=cells[2])
+    return chosen
 
 
-def _parse_row(place: str, sizes: str, how: str, transport: str) -> list[SelectedTransport]:
+def _includes(sizes: str, num_bytes: int) -> bool:
+    """Return whether a range of sizes, such as 8185..64K, includes this one."""
     match = RANGE.fullmatch(sizes)
     if match is None:
-        return []  # the table's header
+        return False  # the table's header
     last = match["last"] or match["first"]
-    last_bytes = float("inf") if last == "inf" else float(_parse_size(last))
-    return [SelectedTransport(place, _parse_size(match["first"]), last_bytes, how, transport)]
+    is_above = last != "inf" and num_bytes > _parse_size(last)
+    return _parse_size(match["first"]) <= num_bytes and not is_above
 
 
 def _parse_size(text: str) -> int:

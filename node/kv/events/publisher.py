@@ -55,15 +55,9 @@ class _Update(NamedTuple):
 class KvEventPublisher:
     """Publishes on its own thread for the duration of a `with` block."""
 
-    def __init__(
-        self,
-        config: KvEventsConfig,
-        facts: CacheFacts,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, config: KvEventsConfig, facts: CacheFacts) -> None:
         self._config = config
         self._facts = facts
-        self._clock = clock
         self._topic = config.topic.encode()
         self._history = EventHistory(facts, config.buffer_steps)
         self._queue: deque[_Update] = deque()
@@ -92,7 +86,7 @@ class KvEventPublisher:
         if self._has_dropped:
             events = (AllBlocksCleared(), *events)
             self._has_dropped = False
-        self._queue.append(_Update(sequence, self._clock(), events))
+        self._queue.append(_Update(sequence, time.time(), events))
         self._wake()
 
     def __enter__(self) -> KvEventPublisher:

@@ -28,7 +28,7 @@ TCP = a_table(PEER, WRITE, "| 0..inf | zero-copy   | 52% on tcp/lo and 48% on tc
 
 def test_the_transport_of_writes_to_another_process_is_found() -> None:
     assert find_write_transport(SELF + CMA, 32768) == SelectedTransport(
-        "intra-node", 0, float("inf"), "zero-copy", "cma/memory"
+        "intra-node", "zero-copy", "cma/memory"
     )
 
 
