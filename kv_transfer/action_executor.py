@@ -8,6 +8,7 @@ from baton.kv_transfer.config import KvWorkerConfig
 from baton.kv_transfer.link import Link
 from baton.kv_transfer.pairs import Pairs, PeerPair
 from baton.kv_transfer.protocol.actions import (
+    Action,
     BreakLink,
     CancelWrites,
     CheckDigest,
@@ -17,9 +18,7 @@ from baton.kv_transfer.protocol.actions import (
     PairAction,
     PostWrite,
     ProveBlocks,
-    ReceiverAction,
     SendDone,
-    SenderAction,
     SendMessage,
 )
 from baton.kv_transfer.protocol.conversion import StagedBlocks, StagingArea
@@ -102,7 +101,7 @@ class ActionExecutor:
             for action in actions:
                 self._execute(action, now)
 
-    def _execute(self, action: ReceiverAction | SenderAction, now: float) -> None:
+    def _execute(self, action: Action, now: float) -> None:
         match action:
             case CheckDigest(handoff_id, block_ids, digest):
                 is_good = self._digests.matches(handoff_id, block_ids, digest)

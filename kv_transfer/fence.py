@@ -8,8 +8,6 @@ which they were recorded.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
 from typing import Protocol
 
 
@@ -36,27 +34,3 @@ class PassedFence:
 
 
 PASSED = PassedFence()
-
-
-class FencedLayers:
-    """Layers of the current forward pass whose fences have not passed yet, in order."""
-
-    def __init__(self) -> None:
-        self._pending: deque[tuple[int, Fence]] = deque()
-
-    def __bool__(self) -> bool:
-        return bool(self._pending)
-
-    def add(self, num_ended: int, fence: Fence) -> None:
-        """Add a fence after which the first `num_ended` layers are written."""
-        self._pending.append((num_ended, fence))
-
-    def take_passed(self) -> Iterator[int]:
-        """Yield the `num_ended` of each fence that has passed, and remove it."""
-        while self._pending and self._pending[0][1].is_passed:
-            yield self._pending.popleft()[0]
-
-    def wait_for_next(self) -> None:
-        """Block until the first fence has passed, if there is one."""
-        if self._pending:
-            self._pending[0][1].wait()

@@ -7,6 +7,7 @@ thread and never blocks, except for layer fences.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from baton.core.ids import HandoffId
 from baton.kv_transfer.action_executor import ActionExecutor, PollInterval
 from baton.kv_transfer.config import KvWorkerConfig
 from baton.kv_transfer.errors import PeerUnreachable
-from baton.kv_transfer.fence import PASSED, Fence, FencedLayers
+from baton.kv_transfer.fence import PASSED, Fence
 from baton.kv_transfer.link import Inbox, Link, LinkId
 from baton.kv_transfer.pairs import Identity, Pairs, PeerPair
 from baton.kv_transfer.protocol.conversion import StagingArea
@@ -112,7 +113,8 @@ class KvTransferWorker:
             is_one_sided=transport.is_one_sided,
             staging=staging,
         )
-        self._layers = FencedLayers()
+        # Layers of the current pass, counted up to each fence that has not passed yet, in order.
+        self._layers: deque[tuple[int, Fence]] = deque()
 
     def __enter__(self) -> KvTransferWorker:
         return self
@@ -147,7 +149,7 @@ class KvTransferWorker:
 
     def layer_done(self, layer: int, now: float, fence: Fence = PASSED) -> None:
         """Record that the pass has launched `layer`. It is sent once `fence` has passed."""
-        self._layers.add(layer + 1, fence)
+        self._layers.append((layer + 1, fence))
         self.progress(now)
 
     def pass_done(self, now: float) -> None:
@@ -160,7 +162,8 @@ class KvTransferWorker:
 
     def progress(self, now: float) -> None:
         """Drive the transport. Also called during long steps; `poll` reports completions."""
-        for num_ended in self._layers.take_passed():
+        while self._layers and self._layers[0][1].is_passed:
+            num_ended, _ = self._layers.popleft()
             self._sender.layer_done(num_ended, now)
             self._executor.execute_all(now)
         self._read_inbox(now)
@@ -221,7 +224,7 @@ class KvTransferWorker:
 
     def _wait_for_layers(self, now: float) -> None:
         while self._layers:
-            self._layers.wait_for_next()
+            self._layers[0][1].wait()
             self.progress(now)
 
     # --- Orders that need a link -------------------------------------------------------------

@@ -105,15 +105,5 @@ class SendDone:
     complete: Complete
 
 
-ReceiverAction = (
-    SendMessage
-    | BreakLink
-    | ExpectWrites
-    | CancelWrites
-    | DigestBlocks
-    | CheckDigest
-    | ProveBlocks
-    | ConvertStaged
-)
-SenderAction = SendMessage | BreakLink | PostWrite | DigestBlocks | SendDone
 PairAction = SendMessage | ExpectWrites | CancelWrites | PostWrite | SendDone
+Action = PairAction | BreakLink | DigestBlocks | CheckDigest | ProveBlocks | ConvertStaged

@@ -20,6 +20,7 @@ from baton.core.ids import HandoffId
 from baton.kv_transfer.config import ReceiverConfig
 from baton.kv_transfer.link import LinkId
 from baton.kv_transfer.protocol.actions import (
+    Action,
     BreakLink,
     CancelWrites,
     CheckDigest,
@@ -27,7 +28,6 @@ from baton.kv_transfer.protocol.actions import (
     DigestBlocks,
     ExpectWrites,
     ProveBlocks,
-    ReceiverAction,
     SendMessage,
 )
 from baton.kv_transfer.protocol.conversion import Conversion, StagingArea
@@ -57,7 +57,7 @@ class Receiver:
         self._links: dict[LinkId, SenderLink] = {}
         self._incoming_by_ticket: dict[int, IncomingHandoff] = {}
         self._num_tickets = 0
-        self._actions: list[ReceiverAction] = []
+        self._actions: list[Action] = []
         self._landed: list[Landed] = []
         self._failed: list[Lost] = []
         self._proved: list[Proved] = []
@@ -273,7 +273,7 @@ class Receiver:
 
     # --- Output for the KV worker --------------------------------------------------------
 
-    def take_actions(self) -> list[ReceiverAction]:
+    def take_actions(self) -> list[Action]:
         actions, self._actions = self._actions, []
         return actions
 

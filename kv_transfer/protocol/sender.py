@@ -24,11 +24,11 @@ from baton.core.ids import HandoffId
 from baton.kv_transfer.config import SenderConfig
 from baton.kv_transfer.link import LinkId
 from baton.kv_transfer.protocol.actions import (
+    Action,
     BreakLink,
     DigestBlocks,
     PostWrite,
     SendDone,
-    SenderAction,
     SendMessage,
 )
 from baton.kv_transfer.protocol.messages import (
@@ -71,7 +71,7 @@ class Sender:
         self._links: dict[LinkId, _ReceiverLink] = {}
         self._outgoing_by_write: dict[int, OutgoingHandoff] = {}  # writes in flight
         self._num_writes = 0
-        self._actions: list[SenderAction] = []
+        self._actions: list[Action] = []
         self._finished: list[HandoffId] = []
         self._requested: list[Requested] = []
         self.num_dropped = 0
@@ -209,7 +209,7 @@ class Sender:
 
     # --- Output for the KV worker --------------------------------------------------------
 
-    def take_actions(self) -> list[SenderAction]:
+    def take_actions(self) -> list[Action]:
         actions, self._actions = self._actions, []
         return actions
 

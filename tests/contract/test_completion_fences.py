@@ -22,7 +22,7 @@ from baton.engine.runner.device import CudaFence, CudaFences, make_fences
 from baton.engine.runner.load import load_runner
 from baton.engine.runner.model_info import KvMemory
 from baton.engine.runner.model_runner import TorchRunner
-from baton.kv_transfer.fence import PASSED, Fence, FencedLayers
+from baton.kv_transfer.fence import PASSED, Fence
 from baton.kv_transfer.protocol.digest import BlockDigest
 from baton.kv_transfer.protocol.messages import Region
 from baton.kv_transfer.types import KvOrders
@@ -162,21 +162,6 @@ def test_digests_find_bytes_that_left_too_early() -> None:
 
     assert world.landed == set()
     assert world.d.worker.counters().num_digest_mismatches == 1
-
-
-def test_fences_are_passed_in_order_and_each_counts_once() -> None:
-    memory = LaggingMemory(4)
-    layers = FencedLayers()
-    for block in range(3):
-        memory.put(BlockId(block), b"12345678")
-        layers.add(block + 1, memory.fence())
-
-    assert list(layers.take_passed()) == []
-    layers.wait_for_next()
-    assert list(layers.take_passed()) == [1]
-    memory.catch_up()
-    assert list(layers.take_passed()) == [2, 3]
-    assert not layers
 
 
 # --- the runner -----------------------------------------------------------------------------------
