@@ -187,9 +187,8 @@ class Pairs:
         for older in self:
             if not older.is_dialled and older.node_id == theirs.node_id:
                 self.cut(older.link_id, f"{theirs.node_id} has dialled again", now)
-        conversion = Conversion.between(sender=self._hello, receiver=theirs)
         try:
-            self._check_compatible(theirs, conversion, self._hello, theirs)
+            conversion = self._find_conversion(theirs, sender=self._hello, receiver=theirs)
             pair = PeerPair(link_id, self._transport.open(), now, "", theirs, conversion)
             pair.channel.connect(theirs.metadata, pair.target)
         except PeerUnreachable as error:
@@ -207,10 +206,9 @@ class Pairs:
         for older in list(self._fenced.values()):
             if older.is_with(theirs.node_id, theirs.incarnation):
                 self._end_fence(older.link_id)
-        conversion = Conversion.between(sender=theirs, receiver=self._hello)
         try:
             self._check_unique(theirs)
-            self._check_compatible(theirs, conversion, theirs, self._hello)
+            conversion = self._find_conversion(theirs, sender=theirs, receiver=self._hello)
             if conversion is not None:
                 pair.channel.receive_into(conversion.region)
             pair.channel.connect(theirs.metadata, theirs.region)
@@ -242,11 +240,14 @@ class Pairs:
                     "is refused. End one of them, or set another --node-id"
                 )
 
-    def _check_compatible(
-        self, theirs: Hello, conversion: Conversion | None, sender: Hello, receiver: Hello
-    ) -> None:
+    def _find_conversion(
+        self, theirs: Hello, *, sender: Hello, receiver: Hello
+    ) -> Conversion | None:
+        """Return the conversion that the pair needs. Raise PeerUnreachable if it does not fit."""
+        conversion = Conversion.between(sender, receiver)
         reason = find_mismatch(self._hello, theirs, is_converted=conversion is not None)
         if reason is not None:
             if is_convertible(sender.fingerprint, receiver.fingerprint):
                 reason += ", or decode nodes more --kv-staging-memory"
             raise PeerUnreachable(reason)
+        return conversion

@@ -22,7 +22,7 @@ from typing import TypeVar
 from baton.core.ids import BlockName
 from baton.core.kv_hints import BlockHints
 from baton.kv_transfer.external_kv import FILE, OBJECT, Load
-from baton.kv_transfer.tiers.block_memory import BlockMemory, copy_block
+from baton.kv_transfer.tiers.block_memory import BlockMemory, CopyBlocks, copy_block
 from baton.kv_transfer.tiers.copy_pace import CopyPace, PacedWork
 from baton.kv_transfer.tiers.host_tier import HostBlock, HostTier
 from baton.kv_transfer.tiers.stores.block_store import BlockStore
@@ -63,6 +63,7 @@ class TierParts:
     kv_memory: BlockMemory
     host: HostTier
     pace: CopyPace
+    copy: CopyBlocks
     clock: Callable[[], float]
     # The number of resets so far. The engine thread increments it, all threads compare it.
     generation: int = 0

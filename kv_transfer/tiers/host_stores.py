@@ -17,7 +17,6 @@ from baton.core.ids import BlockId, BlockName
 from baton.core.kv_hints import NO_HINTS, BlockHints, Tenant
 from baton.kv_transfer.external_kv import Store, StoreId, Use
 from baton.kv_transfer.tiers.backing_tier import BackingTier, TierParts
-from baton.kv_transfer.tiers.block_memory import CopyBlocks
 from baton.kv_transfer.tiers.copy_pace import PacedWork
 from baton.kv_transfer.tiers.host_tier import HostBlock
 from baton.kv_transfer.tiers.tier_status import TierCounters
@@ -122,7 +121,6 @@ class HostStores:
         parts: TierParts,
         backing: Sequence[BackingTier],
         counters: TierCounters,
-        copy: CopyBlocks,
         *,
         must_yield: Callable[[], bool],
         is_urgent: Callable[[], bool],
@@ -133,7 +131,6 @@ class HostStores:
         self._host, self._pace = parts.host, parts.pace
         self._backing = backing
         self._host_counters = counters
-        self._copy = copy
         self._must_yield = must_yield
         self._is_urgent = is_urgent
         self._on_end = on_end
@@ -246,8 +243,11 @@ class HostStores:
         blocks = [block for _, block in copies]
         try:
             digests, _ = self._pace.copy_blocks(
-                *(self._copy, self._parts.kv_memory, [each.block_id for each, _ in copies]),
-                *(self._host.memory, [block.slot for block in blocks]),
+                self._parts.copy,
+                source=self._parts.kv_memory,
+                blocks=[each.block_id for each, _ in copies],
+                target=self._host.memory,
+                into=[block.slot for block in blocks],
                 work=PacedWork.STORE,
                 ordered_s=copies[0][0].storing.ordered_s,
                 is_urgent=self._is_urgent,

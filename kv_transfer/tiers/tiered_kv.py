@@ -58,7 +58,6 @@ class TieredKv:
         wake: Callable[[], None] = lambda: None,
     ) -> None:
         """`wake` is called on any thread when there is something to poll."""
-        self._copy = copy
         self.host = host
         self.host.on_room = lambda: self._copies.put(lambda: None)  # stores are continued then
         self._clock = clock
@@ -66,7 +65,7 @@ class TieredKv:
         self.pace = pace or CopyPace(clock)
         self._host_counters = TierCounters()
         self._host_times = LoadTimes(kv_memory.block_bytes / HOST_BYTES_PER_S)
-        self._parts = TierParts(kv_memory, host, self.pace, clock)
+        self._parts = TierParts(kv_memory, host, self.pace, copy, clock)
         self._cleared = 0  # the generation that host memory is in
         self._dropping: set[BlockName] = set()
         stores = ((FILES, files), (replace(OBJECTS, refresh_s=object_refresh_s), objects))
@@ -78,7 +77,6 @@ class TieredKv:
             self._parts,
             self._backing,
             self._host_counters,
-            copy,
             must_yield=lambda: not self._copies.empty(),
             is_urgent=lambda: bool(self._loads),
             on_end=wake,
@@ -211,8 +209,11 @@ class TieredKv:
         found = {place: block for place, block in pinned.items() if block is not None}
         try:
             digests, copy_s = self.pace.copy_blocks(
-                *(self._copy, self.host.memory, [block.slot for block in found.values()]),
-                *(self._parts.kv_memory, [load.block_ids[place] for place in found]),
+                self._parts.copy,
+                source=self.host.memory,
+                blocks=[block.slot for block in found.values()],
+                target=self._parts.kv_memory,
+                into=[load.block_ids[place] for place in found],
                 work=PacedWork.LOAD,
                 ordered_s=pending.began_s,
             )

@@ -19,28 +19,36 @@ from baton.kv_transfer.tiers.stores.folder_checks import check_folder
 from baton.kv_transfer.tiers.stores.object_store import ObjectStore
 from baton.kv_transfer.tiers.stores.objects import open_bucket
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
-from baton.node.kv.tiers_config import TiersConfig, parse_tiers
+from baton.node.kv.tiers_config import parse_tiers
 
 
 def make_tiers(context: KvConnectorContext) -> TieredKv:
     """Make the tiers of a node. Raises InvalidConfig if they cannot work."""
     config = parse_tiers(context.config)
+    fingerprint, block_bytes = context.fingerprint, context.block_bytes
+    share = config.tenant_share
     if context.device != "cpu":
         raise InvalidConfig("--kv-host-memory: blocks are copied on the CPU only")
-    num_blocks = config.host_bytes // context.block_bytes
+    num_blocks = config.host_bytes // block_bytes
     if not num_blocks:
         raise InvalidConfig(
-            f"--kv-host-memory is {config.host_bytes} bytes; a block takes {context.block_bytes}"
+            f"--kv-host-memory is {config.host_bytes} bytes; a block takes {block_bytes}"
         )
-    memory = huge_page_memory(num_blocks * context.block_bytes)
+    memory = huge_page_memory(num_blocks * block_bytes)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    host = HostTier(
-        BlockMemory(address, num_blocks, context.block_bytes), memory, config.tenant_share
-    )
-    kv_memory = BlockMemory(context.address, context.num_blocks, context.block_bytes)
+    host = HostTier(BlockMemory(address, num_blocks, block_bytes), memory, share)
+    files, objects = None, None
+    if config.folder:
+        files = FileStore(config.folder, fingerprint, block_bytes, config.folder_bytes, share)
+    if config.object_store:
+        bucket = open_bucket(config.object_store)
+        objects = ObjectStore(bucket, fingerprint, block_bytes, config.object_store_bytes, share)
     return TieredKv(
-        *(kv_memory, host, _make_files(config, context), _make_objects(config, context)),
-        copy=fastest_copies(context.block_bytes),
+        BlockMemory(context.address, context.num_blocks, block_bytes),
+        host,
+        files,
+        objects,
+        copy=fastest_copies(block_bytes),
         wake=context.wake,
     )
 
@@ -52,24 +60,6 @@ def check_tiers(given: Mapping[str, object]) -> None:
         check_folder(config.folder)
     if config.object_store:
         open_bucket(config.object_store)
-
-
-def _make_files(config: TiersConfig, context: KvConnectorContext) -> FileStore | None:
-    if not config.folder:
-        return None
-    return FileStore(
-        *(config.folder, context.fingerprint, context.block_bytes),
-        *(config.folder_bytes, config.tenant_share),
-    )
-
-
-def _make_objects(config: TiersConfig, context: KvConnectorContext) -> ObjectStore | None:
-    if not config.object_store:
-        return None
-    return ObjectStore(
-        *(open_bucket(config.object_store), context.fingerprint, context.block_bytes),
-        *(config.object_store_bytes, config.tenant_share),
-    )
 
 
 class CopyPacing(StepObserver):
