@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 
 from baton.core.ids import BlockName
 from baton.core.kv_hints import NO_HINTS, SHARED, BlockHints, Tenant
@@ -79,8 +79,8 @@ class EvictionOrder:
         self._has_quotas = tenant_share < 1
         self._blocks: dict[BlockName, _Block] = {}
         self._evictable = _PriorityLru()
-        self._retained: dict[BlockName, _Block] = {}
         self._expiries: list[tuple[float, BlockName]] = []  # a heap; some are out of date
+        self.num_retained = 0  # some may have expired since the last change
         self._tenants: dict[Tenant, _TenantBlocks] = {}
         self.num_refused = 0  # blocks that were not retained, because too many are
         self.num_evicted = 0  # blocks; counted by the tier, which removes them
@@ -94,11 +94,6 @@ class EvictionOrder:
     @property
     def names(self) -> list[BlockName]:
         return list(self._blocks)
-
-    @property
-    def num_retained(self) -> int:
-        """The number of blocks under retention. Some may have expired since the last change."""
-        return len(self._retained)
 
     def tenant_of(self, name: BlockName) -> Tenant:
         block = self._blocks.get(name)
@@ -183,7 +178,8 @@ class EvictionOrder:
             block.priority, until_s = RELEASED, None
         else:
             block.priority = _priority_after(block, hints)
-            until_s = _later(until_s, now + hints.retain_s if hints.retain_s > 0 else None)
+            if hints.retain_s > 0:
+                until_s = max(until_s or 0.0, now + hints.retain_s)
         self._put_back(name, block, until_s)
 
     def pin(self, name: BlockName) -> None:
@@ -216,7 +212,7 @@ class EvictionOrder:
         """End retentions. Their blocks become the most recently used ones that can be evicted."""
         while self._expiries and self._expiries[0][0] <= now:
             until_s, name = heappop(self._expiries)
-            block = self._retained.get(name)
+            block = self._blocks.get(name)
             if block is not None and block.retain_until_s == until_s:
                 self._take_out(name, block)
                 self._make_evictable(name, block)
@@ -234,21 +230,21 @@ class EvictionOrder:
         own = self._tenants.get(tenant)
         if own is not None and own.num_retained >= int(self._quota * MAX_RETAINED_SHARE):
             return False
-        return len(self._retained) < self._max_retained
+        return self.num_retained < self._max_retained
 
     def _retain(self, name: BlockName, block: _Block, until_s: float) -> None:
         block.retain_until_s = until_s
-        self._retained[name] = block
+        self.num_retained += 1
         if block.tenant in self._tenants:
             self._tenants[block.tenant].num_retained += 1
         heappush(self._expiries, (until_s, name))
-        if len(self._expiries) > 2 * len(self._retained) + MIN_STALE_EXPIRIES:
-            self._expiries = [
-                (each.retain_until_s, name)
-                for name, each in self._retained.items()
-                if each.retain_until_s is not None
-            ]
-            heapify(self._expiries)
+        if len(self._expiries) > 2 * self.num_retained + MIN_STALE_EXPIRIES:
+            names = {name for _, name in self._expiries}.intersection(self._blocks)
+            until_s_by_name = {name: self._blocks[name].retain_until_s for name in names}
+            # A sorted list is a heap.
+            self._expiries = sorted(
+                (until_s, name) for name, until_s in until_s_by_name.items() if until_s is not None
+            )
 
     def _make_evictable(self, name: BlockName, block: _Block) -> None:
         if block.is_pinned:
@@ -261,7 +257,7 @@ class EvictionOrder:
         """Remove a block from the retained or from the evictable ones."""
         own = self._tenants.get(block.tenant)
         if block.retain_until_s is not None:
-            del self._retained[name]
+            self.num_retained -= 1
             block.retain_until_s = None
             if own is not None:
                 own.num_retained -= 1
@@ -278,9 +274,3 @@ def _priority_after(block: _Block, hints: BlockHints) -> int:
     if hints.priority is not None:
         return hints.priority
     return DEFAULT_PRIORITY if block.priority == RELEASED else block.priority
-
-
-def _later(one_s: float | None, other_s: float | None) -> float | None:
-    if one_s is None or other_s is None:
-        return one_s if other_s is None else other_s
-    return max(one_s, other_s)
