@@ -99,7 +99,6 @@ class Pairs:
         self._redial_s = config.redial_s
         self._redialled_s = float("-inf")
         self._pairs: dict[LinkId, PeerPair] = {}
-        self._link_by_address: dict[str, LinkId] = {}
         # Cut pairs whose peer may still write. Their channels are closed; `is_peer_gone` is valid.
         self._fenced: dict[LinkId, PeerPair] = {}
         self.num_cut = 0
@@ -113,9 +112,9 @@ class Pairs:
 
     def get_or_dial(self, address: str, now: float) -> LinkId:
         """Return the link to this peer, dialling it if needed. Raise PeerUnreachable."""
-        existing = self._link_by_address.get(address)
-        if existing is not None:
-            return existing
+        for pair in self._pairs.values():
+            if pair.address == address:
+                return pair.link_id
         num_unanswered = sum(pair.peer is None for pair in self._pairs.values())
         if num_unanswered >= MAX_LINKS_WITHOUT_HELLO:
             raise PeerUnreachable(
@@ -124,7 +123,6 @@ class Pairs:
         channel = self._transport.open()
         link_id = self._link.dial(address)
         self._pairs[link_id] = PeerPair(link_id, channel, now, address)
-        self._link_by_address[address] = link_id
         self._link.send(link_id, replace(self._hello, metadata=channel.metadata))
         return link_id
 
@@ -147,7 +145,6 @@ class Pairs:
         if pair is None:
             return
         self.num_cut += 1
-        self._link_by_address.pop(pair.address, None)
         pair.channel.close()
         self._close_link(link_id, reason)
         # Without a Hello no grant was sent, so there are no writes.

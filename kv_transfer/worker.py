@@ -76,8 +76,7 @@ class KvTransferWorker:
         read_blocks: ReadBlocks | None = None,  # required if the CPU cannot read the region
         staging: StagingArea | None = None,  # without it, peers with other blocks are refused
     ) -> None:
-        self._config = config = config or KvWorkerConfig()
-        self._region = region
+        config = config or KvWorkerConfig()
         self._transport = transport
         self._clock = clock
         self._receiver = Receiver(
