@@ -12,7 +12,7 @@ from baton.engine.errors import EngineStopped
 from baton.engine.plan import KvWorker, Plan, Runner, RunResult
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.step_observer import StepObserver, StepRecord
-from baton.kv_transfer.external_kv import NO_EXTERNAL_REPORTS, ExternalKv
+from baton.kv_transfer.external_kv import ExternalKv
 from baton.kv_transfer.records import TransferRecord
 from baton.kv_transfer.types import NO_KV_ORDERS, NO_REPORTS, KvOrders, KvReports
 
@@ -27,6 +27,7 @@ class EngineCore:
         scheduler: Scheduler,
         runner: Runner,
         kv_worker: KvWorker,
+        external: ExternalKv | None = None,  # None: no KV cache outside the engine
         clock: Callable[[], float] = time.monotonic,
         observers: Sequence[StepObserver] = (),
     ) -> None:
@@ -34,6 +35,7 @@ class EngineCore:
         self._runner = runner
         self._containment = Containment(self._run_pass, scheduler)
         self._kv_worker = kv_worker
+        self._external = external
         self._clock = clock
         self._observers = observers
         self._made_progress = False
@@ -62,12 +64,16 @@ class EngineCore:
         plan = self.scheduler.schedule(began_s)
         scheduled_s = self._clock()
         self._kv_worker.start(plan.kv_orders, scheduled_s)
+        if self._external is not None:
+            self._external.start(plan.kv_orders.external)
         ordered_s = self._clock()
         for observer in self._observers:
             observer.note_plan(plan, ordered_s)
         run = self._containment.run(plan) if plan.concerns_runner else RunResult()
         now = self._clock()  # the pass may have taken seconds
         reports = self._kv_worker.poll(now)
+        if self._external is not None:
+            reports = replace(reports, external=self._external.poll())
         polled_s = self._clock()
         has_reports = reports != NO_REPORTS
         self._made_progress = not plan.is_empty or has_reports or self.scheduler.is_cut_short
@@ -118,27 +124,3 @@ class NoKvWorker:
 
     def take_records(self) -> tuple[TransferRecord, ...]:
         return ()
-
-
-class KvWorkerWithExternal:
-    """KV worker of an engine that also has a KV cache outside: wraps the one between nodes."""
-
-    def __init__(self, worker: KvWorker, external: ExternalKv) -> None:
-        self._worker = worker
-        self._external = external
-
-    def start(self, orders: KvOrders, now: float) -> None:
-        self._worker.start(orders, now)
-        self._external.start(orders.external)
-
-    def poll(self, now: float) -> KvReports:
-        reports, external = self._worker.poll(now), self._external.poll()
-        is_unchanged = external == NO_EXTERNAL_REPORTS
-        return reports if is_unchanged else replace(reports, external=external)
-
-    def next_poll_s(self, now: float) -> float | None:
-        # The external cache wakes the engine when it has something to report.
-        return self._worker.next_poll_s(now)
-
-    def take_records(self) -> tuple[TransferRecord, ...]:
-        return self._worker.take_records()

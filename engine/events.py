@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 
-from baton.core.ids import RequestId
 from baton.engine.kv_cache.block_hashes import BlockHash
 
 
@@ -34,23 +32,6 @@ class AllBlocksCleared:
 KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
-class RequestEventKind(Enum):
-    QUEUED = "queued"
-    GRANTED = "granted"  # the peer can write its KV
-    LANDED = "landed"
-    LOST = "lost"  # its KV will not arrive
-    SCHEDULED = "scheduled"  # entered the batch, new or resumed
-    PREEMPTED = "preempted"
-    FINISHED = "finished"
-
-
-@dataclass(frozen=True, slots=True)
-class RequestEvent:
-    request_id: RequestId
-    kind: RequestEventKind
-    at_s: float
-
-
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
     """Statistics of the scheduler. Totals count from its start."""
@@ -69,7 +50,6 @@ class SchedulerStats:
     total_preemptions: int
     total_prefix_query_tokens: int
     total_prefix_hit_tokens: int
-    total_unknown_kv_reports: int
     total_sampled_tokens: int
     total_proposed_tokens: int = 0  # by speculation
     total_accepted_tokens: int = 0  # of the proposed ones

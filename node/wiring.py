@@ -9,11 +9,10 @@ from importlib.metadata import version
 from baton.checkpoint.hub import served_name
 from baton.core.ids import Incarnation, NodeId
 from baton.engine.config import EngineOptions
-from baton.engine.core import EngineCore, KvWorkerWithExternal
+from baton.engine.core import EngineCore
 from baton.engine.engine_thread import Compiler, EngineInbox, EngineThread
 from baton.engine.factory import build_grammars, build_scheduler
 from baton.engine.kv_arrival.pulls import PullConfig
-from baton.engine.plan import KvWorker
 from baton.engine.runner.model_runner import TorchRunner
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.scheduler.validation import max_sequence_length
@@ -102,10 +101,9 @@ class NodeComponents:
         tiers = tiers_in(self.connector)
         pacing = () if tiers is None else (CopyPacing(tiers.pace),)
         observers = (self.ledger, *counters, *self.tracing.step_observers(), *pacing)
-        worker: KvWorker = self.worker
-        if self.connector is not None:
-            worker = KvWorkerWithExternal(self.worker, self.connector)
-        core = EngineCore(self.scheduler, runner, worker, observers=observers)
+        core = EngineCore(
+            self.scheduler, runner, self.worker, self.connector, observers=observers
+        )
         return EngineThread(core, name=identity.node_id, compiler=self.compiler, inbox=self._inbox)
 
     def _wake(self) -> None:

@@ -114,16 +114,8 @@ class KvArrivals:
         return bool(self.orders) or self.stores.can_begin
 
     @property
-    def awaits_peers(self) -> bool:
-        return bool(self.receives or self.sends)
-
-    @property
     def awaits_external(self) -> bool:
         return bool(self.loads or self.stores)
-
-    @property
-    def total_unknown_reports(self) -> int:
-        return self.receives.total_unknown_reports + self.sends.total_unknown_reports
 
     # --- helpers --------------------------------------------------------------------
 

@@ -40,7 +40,6 @@ class BlockReceives:
         self._hold_by_id: dict[HandoffId, Hold] = {}
         self._fill_by_id: dict[HandoffId, Fill] = {}  # of hand-offs, not of pulls
         self._fills_by_name = FillsByName()
-        self.total_unknown_reports = 0  # for unknown hand-offs, such as ended ones
 
     def __len__(self) -> int:
         return len(self._hold_by_id)
@@ -147,13 +146,14 @@ class BlockReceives:
             self._cache.register_received(fill.arrival.kv, fill.num_hits, block_ids)
 
     def end(self, handoff_id: HandoffId) -> None:
-        """Release the blocks of a hand-off, which the peer can no longer write."""
+        """Release the blocks of a hand-off, which the peer can no longer write.
+
+        Reports of hand-offs that are over are ignored.
+        """
         hold = self._hold_by_id.pop(handoff_id, None)
-        if hold is None:
-            self.total_unknown_reports += 1
-            return
-        self._fill_by_id.pop(handoff_id, None)
-        self._holds.close(hold)
+        if hold is not None:
+            self._fill_by_id.pop(handoff_id, None)
+            self._holds.close(hold)
 
     def _hold(self, handoff_id: HandoffId, block_ids: Sequence[BlockId]) -> Hold:
         hold = self._hold_by_id[handoff_id] = self._holds.open(block_ids)

@@ -37,7 +37,6 @@ class BlockSends:
         self._order = order
         self._orders = orders
         self._sending: dict[HandoffId, _PendingSend] = {}
-        self.total_unknown_reports = 0  # for unknown hand-offs, such as ended ones
 
     def __len__(self) -> int:
         return len(self._sending)
@@ -114,10 +113,12 @@ class BlockSends:
             self._withdraw(handoff_id, reason)
 
     def end(self, handoff_id: HandoffId) -> None:
-        """Release the blocks of a hand-off. It can end early, when the peer disconnects."""
+        """Release the blocks of a hand-off. It can end early, when the peer disconnects.
+
+        Reports of hand-offs that are over are ignored.
+        """
         sending = self._sending.get(handoff_id)
         if sending is None or sending.is_over:
-            self.total_unknown_reports += 1
             return
         self._holds.close(sending.hold)
         sending.hold = Hold()

@@ -29,7 +29,6 @@ class BlockPool:
         self._block_by_hash: dict[BlockHash, BlockId] = {}
         self.num_releases = 0  # incremented when blocks may have become free
         self._evicted: list[BlockHash] = []
-        self._registered: list[BlockHash] = []
 
     @property
     def num_free(self) -> int:
@@ -119,7 +118,6 @@ class BlockPool:
             return False
         self._block_by_hash[block_hash] = block_id
         self._hash_by_block[block_id] = block_hash
-        self._registered.append(block_hash)
         return True
 
     def unregister(self, block_ids: Iterable[BlockId]) -> None:
@@ -141,12 +139,6 @@ class BlockPool:
         self._hash_by_block.clear()
         self._block_by_hash.clear()
         self._evicted.clear()
-        self._registered.clear()
-
-    def take_registered(self) -> list[BlockHash]:
-        """Return the hashes registered since the last call. Some may have been evicted since."""
-        registered, self._registered = self._registered, []
-        return registered
 
     def take_evicted(self) -> tuple[BlockHash, ...]:
         """Return the hashes evicted since the last call."""

@@ -7,7 +7,6 @@ from enum import Enum
 from typing import NamedTuple
 
 from baton.core.task import TaskOutput
-from baton.engine.events import RequestEventKind
 from baton.engine.kv_arrival.kv_source import PrefixNeed
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.cache_group import PrefixHit
@@ -153,27 +152,12 @@ class Admission:
         request.is_long = self._budget.is_long(candidate.num_missing)
         if not request.is_long or self._budget.allows_long:
             return None
-        self._state.waiting.set_aside(request, until=self._hash_for_short(candidate))
+        self._state.waiting.set_aside(request)
         return Refusal.SET_ASIDE
 
     def _require_tokens(self, candidate: Candidate) -> Refusal | None:
         candidate.chunk = self._budget.first_chunk(candidate.request, candidate.num_missing)
         return None if candidate.chunk else Refusal.BLOCKS
-
-    def _hash_for_short(self, candidate: Candidate) -> BlockHash | None:
-        """Return the block that must be cached for this long prompt to count as short, or None.
-
-        If that block is cached but an earlier one is missing, the missing one is returned.
-        """
-        cache, held, max_num_hits = self._state.cache, candidate.request.kv, candidate.max_num_hits
-        num_cached = self._budget.min_cached_to_be_short(candidate.request.num_tokens)
-        num_blocks = cache.num_blocks_for(num_cached)
-        if num_blocks * cache.block_size > max_num_hits:
-            return None
-        last = cache.missing_hash(held, num_blocks - 1, max_num_hits)
-        if last is None or not cache.pool.is_cached(last):
-            return last
-        return cache.missing_hash(held, candidate.hit.num_blocks, max_num_hits)
 
     # --- rules: the prefix --------------------------------------------------------
 
@@ -253,7 +237,6 @@ class Admission:
         state.waiting.remove(request)
         request.move(RequestStatus.RUNNING)
         state.batch.start_prefill(request, candidate.chunk)
-        state.record_event(request, RequestEventKind.SCHEDULED)
         # A sender's cached blocks need not be computed: the peer can have them at once.
         state.arrivals.sends.send(request.submitted.send_to, request.kv, candidate.hit.num_blocks)
         self._budget.give(request, candidate.chunk, candidate.num_missing)
@@ -266,7 +249,6 @@ class Admission:
         request.move(RequestStatus.WAITING_FOR_REMOTE_KVS)
         state.num_waiting_for_remote_kvs += 1
         state.arrivals.receives.grant(request.arrival, candidate.hit.num_blocks, state.now_s)
-        state.record_event(request, RequestEventKind.GRANTED)
 
     def _end_prefetch(self, candidate: Candidate) -> None:
         """End a request that gets no token: its prefix is loaded as far as possible."""

@@ -159,7 +159,6 @@ class SchedulerConfig:
     ] = False
     # Raises InvalidRequest for arguments that no logits processor accepts.
     check_extra_args: Check = reject_extra_args
-    collect_events: bool = False  # if set, `take_events` must be called regularly
 
     def __post_init__(self) -> None:
         check_options(self)

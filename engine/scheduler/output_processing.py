@@ -6,7 +6,6 @@ from baton.core.ids import HandoffId
 from baton.core.logprobs import FirstToken, TokenLogprobs
 from baton.core.output import Failure, FailureCause, FinishReason, Output
 from baton.engine.errors import OutOfOrder
-from baton.engine.events import RequestEventKind
 from baton.engine.plan import RunResult
 from baton.engine.scheduler.config import LoadFailurePolicy
 from baton.engine.scheduler.request import Request, RequestStatus
@@ -57,18 +56,6 @@ class OutputProcessor:
             arrivals.receives.end(handoff_id)
         # Last: what has just landed, or been released, can be given to peers at once.
         arrivals.settle_gives(reports, ended, now_s)
-
-    def fail(self, request: Request, failure: Failure) -> None:
-        """End a request, in any state, with an error."""
-        output = Output(
-            request.request_id,
-            request.num_output_tokens,
-            finish_reason=FinishReason.ERROR,
-            failure=failure,
-            served=request.served(),
-        )
-        self._state.outbox.append(output)
-        self._state.finish(request, FinishReason.ERROR, error=failure.reason)
 
     # --- the run ------------------------------------------------------------------
 
@@ -164,7 +151,7 @@ class OutputProcessor:
             self._state.arrivals.sends.complete(
                 request.submitted.send_to, request.kv.num_context_tokens, first_token
             )
-            self._state.finish(request, reason)
+            self._state.finish(request, reason.value)
 
     def _start_decoding(self, request: Request) -> None:
         if request.status is not RequestStatus.RUNNING:
@@ -181,7 +168,7 @@ class OutputProcessor:
             self._state.arrivals.gives.withdraw(request.kv.block_ids)
             self._state.cache.uncache_blocks(request.kv)
             self._state.arrivals.stores.drop(request.kv)
-        self.fail(request, failure)
+        self._state.end(request, FinishReason.ERROR, failure)
 
     # --- KV reports ---------------------------------------------------------------
 
@@ -202,7 +189,6 @@ class OutputProcessor:
         request.num_received_tokens = request.num_tokens - request.kv.num_computed_tokens
         request.kv.num_computed_tokens = request.num_tokens
         self._state.cache.register(request.kv)
-        self._state.record_event(request, RequestEventKind.LANDED)
         self._append_first_token(request, first_token)
 
     def _receiver_of(self, handoff_id: HandoffId) -> Request | None:
@@ -228,7 +214,7 @@ class OutputProcessor:
         logprobs = () if first_token.logprobs is None else (first_token.logprobs,)
         self._emit(request, first_index, (first_token.token_id,), logprobs, reason)
         if reason is not None:
-            self._state.finish(request, reason)
+            self._state.finish(request, reason.value)
         else:
             self._state.make_ready(request)
 
@@ -240,10 +226,9 @@ class OutputProcessor:
             self._recover_from_lost_kv(request, lost.reason)
 
     def _recover_from_lost_kv(self, request: Request, reason: str) -> None:
-        self._state.record_event(request, RequestEventKind.LOST)
         if self._state.config.kv_load_failure_policy is LoadFailurePolicy.FAIL:
             reason = f"the KV of the prompt was lost: {reason}"
-            self.fail(request, Failure(reason, FailureCause.KV_LOST))
+            self._state.end(request, FinishReason.ERROR, Failure(reason, FailureCause.KV_LOST))
         else:
             self._state.restart(request)
 

@@ -142,10 +142,6 @@ class PromptBudget:
     def is_long(self, num_missing: int) -> bool:
         return 0 < self._config.long_prefill_token_threshold < num_missing
 
-    def min_cached_to_be_short(self, num_tokens: int) -> int:
-        """Return the number of tokens that must be cached for a prompt to count as short."""
-        return num_tokens - self._config.long_prefill_token_threshold
-
     def note_start(self, request: Request) -> None:
         """Note that a prompt was started: others may follow a short one soon."""
         if not request.is_long:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 
 from baton.core.ids import RequestId
 from baton.engine.kv_arrival.fills import FillId
-from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.scheduler.request import Request
 
 Key = tuple[float, ...]
@@ -63,8 +62,7 @@ class WaitingQueue:
     """Waiting queue: requests that hold no blocks, resumed ones first within a priority.
 
     Long prompts that must wait for other long ones are set aside, so that finding the next
-    request never iterates over them. If enough of its prefix gets cached, such a prompt counts
-    as short: it returns to the queue when the block is cached that it was set aside for.
+    request never iterates over them.
 
     A request that waits for a fill follows it: it is out of the queue until the fill has ended, or
     its own time for this is over.
@@ -73,8 +71,6 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._queue = RankedQueue()
         self._aside_queue = RankedQueue()
-        self._aside_by_hash: dict[BlockHash, dict[RequestId, tuple[Key, Request]]] = {}
-        self._awaited_by_id: dict[RequestId, BlockHash] = {}
         self._fill_by_id: dict[RequestId, FillId] = {}  # of followers
         self._followers: dict[FillId, list[Request]] = {}
         self._followers_by_deadline = RankedQueue()
@@ -108,29 +104,13 @@ class WaitingQueue:
             first = long
         return None if first is None else first[1]
 
-    def set_aside(self, request: Request, until: BlockHash | None = None) -> None:
-        """Set the head, a long prompt, aside: `head` skips it while `allow_long` is off.
-
-        It returns to the queue when the block `until` is cached: see `requeue_cached`.
-        """
+    def set_aside(self, request: Request) -> None:
+        """Set the head, a long prompt, aside: `head` skips it while `allow_long` is off."""
         first = self._queue.peek()
         if first is None or first[1] is not request:
             return
         self._queue.remove(request)
         self._aside_queue.push(first[0], request)
-        if until is not None:
-            self._aside_by_hash.setdefault(until, {})[request.request_id] = first[0], request
-            self._awaited_by_id[request.request_id] = until
-
-    def requeue_cached(self, block_hashes: Iterable[BlockHash]) -> None:
-        """Queue the prompts again that were set aside until one of these blocks is cached."""
-        # Nearly always: the blocks of a step need not be looked at.
-        if not self._aside_by_hash:
-            return
-        for block_hash in block_hashes:
-            for key, request in list(self._aside_by_hash.get(block_hash, {}).values()):
-                self.remove(request)
-                self._queue.push(key, request)
 
     def follow(self, request: Request, fill_id: FillId, until_s: float) -> None:
         """Keep a request out of the queue until `release_followers` of the same id, or a time."""
@@ -162,16 +142,10 @@ class WaitingQueue:
             self._followers[fill_id].remove(request)
             if not self._followers[fill_id]:
                 del self._followers[fill_id]
-            return
-        if request not in self._aside_queue:
+        elif request in self._aside_queue:
+            self._aside_queue.remove(request)
+        else:
             self._queue.remove(request)
-            return
-        self._aside_queue.remove(request)
-        awaited = self._awaited_by_id.pop(request.request_id, None)
-        if awaited is not None:
-            del self._aside_by_hash[awaited][request.request_id]
-            if not self._aside_by_hash[awaited]:
-                del self._aside_by_hash[awaited]
 
 
 def _waiting_key(request: Request) -> Key:

@@ -13,7 +13,7 @@ from baton.core.ids import HandoffId, RequestId
 from baton.core.output import Failure, FailureCause, FinishReason, Output
 from baton.core.request import EngineRequest
 from baton.engine.errors import OutOfOrder
-from baton.engine.events import GroupStats, KvEvent, RequestEvent, SchedulerStats
+from baton.engine.events import GroupStats, KvEvent, SchedulerStats
 from baton.engine.kv_arrival.pulls import PullConfig
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.plan import Plan, PlanRow, RunResult
@@ -75,7 +75,8 @@ class Scheduler:
         """End the request, whose grammar was rejected. Does nothing if it has already ended."""
         request = self._find_alive(submitted)
         if request is not None:
-            self._output_processor.fail(request, Failure(reason, FailureCause.REQUEST))
+            failure = Failure(reason, FailureCause.REQUEST)
+            self._state.end(request, FinishReason.ERROR, failure)
 
     def abort(self, request_id: RequestId) -> None:
         """End a request in any state. The final output is part of the next step's outputs.
@@ -84,16 +85,8 @@ class Scheduler:
         the request may just have ended by itself.
         """
         request = self._state.requests.get(request_id)
-        if request is None:
-            return
-        ended = Output(
-            request_id,
-            request.num_output_tokens,
-            finish_reason=FinishReason.ABORT,
-            served=request.served(),
-        )
-        self._state.outbox.append(ended)
-        self._state.finish(request, FinishReason.ABORT)
+        if request is not None:
+            self._state.end(request, FinishReason.ABORT)
 
     def withdraw_completed(self, handoff_id: HandoffId, reason: str) -> None:
         """Withdraw a hand-off whose request has ended with its first token.
@@ -133,7 +126,7 @@ class Scheduler:
         kv: KvReports = NO_REPORTS,
         now: float | None = None,
     ) -> list[Output]:
-        """Apply the result of a plan. Without `now`, events get the time of the plan."""
+        """Apply the result of a plan. Without `now`, the time is that of the plan."""
         if plan is not self._plan:
             raise OutOfOrder("this plan is not the one that awaits its result")
         self._plan = None
@@ -162,20 +155,9 @@ class Scheduler:
         return bool(has_requests or has_other_work)
 
     @property
-    def is_idle(self) -> bool:
-        """True if there are no requests, hand-offs or pending outputs: every block is free."""
-        is_waiting = self.awaits_kv or self.awaits_external
-        return not (self.has_work or is_waiting or self._state.requests)
-
-    @property
     def is_cut_short(self) -> bool:
         """True if the last plan left requests that the next one can look up at once."""
         return self._planner.is_cut_short
-
-    @property
-    def awaits_kv(self) -> bool:
-        """True if hand-offs or pulls are in progress, so that the KV worker must be polled."""
-        return self._state.arrivals.awaits_peers
 
     @property
     def awaits_external(self) -> bool:
@@ -191,10 +173,6 @@ class Scheduler:
         Takes time proportional to the blocks that requests hold.
         """
         return self._state.cache.stats_by_group(self._state.held_kv())
-
-    def take_events(self) -> tuple[RequestEvent, ...]:
-        """Return and clear the collected events; none unless `config.collect_events` is set."""
-        return self._state.take_events()
 
     def take_kv_events(self) -> tuple[KvEvent, ...]:
         """Return and clear the KV cache events; none unless `CacheConfig.collect_events` is set."""

@@ -8,7 +8,6 @@ waiting requests.
 
 from __future__ import annotations
 
-from baton.engine.events import RequestEventKind
 from baton.engine.plan import BlockTables, Plan
 from baton.engine.scheduler.admission import Admission, Refusal
 from baton.engine.scheduler.prompt_budget import PromptBudget
@@ -44,7 +43,6 @@ class StepPlanner:
         # All that decode are in the batch now, and prompts get what they leave.
         self.budget.begin_step(self._state.batch.num_decoding)
         self._schedule_prefills()
-        self._state.waiting.requeue_cached(self._state.cache.pool.take_registered())
         # Blocks of a preempted request are for the running ones. A new request would take them
         # and be preempted next.
         can_admit = is_ready_served and self._state.total_preemptions == num_preemptions
@@ -134,7 +132,6 @@ class StepPlanner:
             request.move(RequestStatus.RUNNING)
             state.batch.start_decode(request, state.cache.capacity(request.kv))
             state.cache.start_decode(request.kv, request.max_num_slots)
-            state.record_event(request, RequestEventKind.SCHEDULED)
         return True
 
     def _allocate_for_ready(self, request: Request) -> bool:

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator
 
 from baton.core.errors import InvalidRequest
 from baton.core.ids import BlockId, RequestId
-from baton.core.output import FinishReason, Output
+from baton.core.output import Failure, FinishReason, Output
 from baton.core.request import EngineRequest
 from baton.engine.errors import BlocksUnaccounted
-from baton.engine.events import RequestEvent, RequestEventKind, SchedulerStats
+from baton.engine.events import SchedulerStats
 from baton.engine.kv_arrival.arrivals import KvArrivals
 from baton.engine.kv_arrival.fills import FillId
 from baton.engine.kv_arrival.pulls import PullConfig
@@ -55,7 +55,6 @@ class SchedulerState:
         self.now_s = 0.0
         self._num_added = 0
         self.outbox: list[Output] = []  # of the step in progress
-        self._events: list[RequestEvent] = []
 
     # --- state transitions of a request -------------------------------------------
 
@@ -77,7 +76,6 @@ class SchedulerState:
             self.arrivals.receives.expect(submitted.receive_from)
         if submitted.send_to is not None:
             self.arrivals.sends.open(submitted.send_to)
-        self.record_event(request, RequestEventKind.QUEUED, submitted.arrival_s)
         if request.status is RequestStatus.WAITING_FOR_FSM:
             self.num_waiting_for_fsm += 1
         else:
@@ -101,7 +99,6 @@ class SchedulerState:
         self.waiting.push(request)
         request.num_preemptions += 1
         self.total_preemptions += 1
-        self.record_event(request, RequestEventKind.PREEMPTED)
 
     def make_ready(self, request: Request) -> None:
         """Queue a request whose KV has landed for a place in the batch."""
@@ -118,36 +115,38 @@ class SchedulerState:
         request.arrival.restart()  # what was not worth it may be better than computing
         self.waiting.push(request)
 
-    def finish(
-        self,
-        request: Request,
-        reason: FinishReason,
-        *,
-        error: str | None = None,
-    ) -> None:
-        """End a request and release its blocks. Blocks that a hand-off references stay held."""
+    def end(self, request: Request, reason: FinishReason, failure: Failure | None = None) -> None:
+        """End a request in any state, without a last token."""
+        self.outbox.append(
+            Output(
+                request.request_id,
+                request.num_output_tokens,
+                finish_reason=reason,
+                failure=failure,
+                served=request.served(),
+            )
+        )
+        self.finish(request, reason.value if failure is None else failure.reason)
+
+    def finish(self, request: Request, reason: str) -> None:
+        """Release the blocks of a request that has its last output.
+
+        Blocks that a hand-off references stay held.
+        """
         self.end_receive(request, revokes=True)
-        self.arrivals.sends.withdraw(request.submitted.send_to, error or reason.value)
+        self.arrivals.sends.withdraw(request.submitted.send_to, reason)
         self._dequeue(request)
         request.arrival.is_over = True  # others no longer wait behind it for room to load
         self.arrivals.stores.note_end(request.kv, request.num_cached_tokens)
         self.cache.release(request.kv)
         request.move(RequestStatus.FINISHED)
         del self.requests[request.request_id]
-        self.record_event(request, RequestEventKind.FINISHED)
 
     def end_prefetch(self, request: Request, hit: PrefixHit) -> None:
         """End a request whose prefix has been loaded as far as possible. It gets no token."""
         self.cache.keep(hit)
         request.num_cached_tokens = hit.num_blocks * self.cache.block_size
-        ended = Output(
-            request.request_id,
-            request.num_output_tokens,
-            finish_reason=FinishReason.LENGTH,
-            served=request.served(),
-        )
-        self.outbox.append(ended)
-        self.finish(request, FinishReason.LENGTH)
+        self.end(request, FinishReason.LENGTH)
 
     def end_receive(self, request: Request, *, revokes: bool = False) -> None:
         """Let a request receive no more, and queue those that wait for the same blocks."""
@@ -191,23 +190,11 @@ class SchedulerState:
     def held_kv(self) -> list[HeldKv]:
         return [request.kv for request in self.requests.values()]
 
-    # --- outputs, events and statistics -------------------------------------------
+    # --- outputs and statistics --------------------------------------------------
 
     def take_outputs(self) -> list[Output]:
         taken, self.outbox = self.outbox, []
         return taken
-
-    def record_event(
-        self, request: Request, kind: RequestEventKind, at_s: float | None = None
-    ) -> None:
-        if self.config.collect_events:
-            at_s = self.now_s if at_s is None else at_s
-            self._events.append(RequestEvent(request.request_id, kind, at_s))
-
-    def take_events(self) -> tuple[RequestEvent, ...]:
-        events = tuple(self._events)
-        self._events.clear()
-        return events
 
     def stats(self) -> SchedulerStats:
         pulls, loads = self.arrivals.pulls, self.arrivals.loads
@@ -226,7 +213,6 @@ class SchedulerState:
             total_preemptions=self.total_preemptions,
             total_prefix_query_tokens=self.cache.total_query_tokens,
             total_prefix_hit_tokens=self.cache.total_hit_tokens,
-            total_unknown_kv_reports=self.arrivals.total_unknown_reports,
             total_sampled_tokens=self.total_sampled_tokens,
             total_proposed_tokens=self.total_proposed_tokens,
             total_accepted_tokens=self.total_accepted_tokens,

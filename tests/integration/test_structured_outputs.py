@@ -28,6 +28,7 @@ from tests.support.client_load import ClientRequest, answer_all
 from tests.support.hypothesis_profiles import num_examples
 from tests.support.models import EOS_TOKEN_ID, prompt_of
 from tests.support.nodes import kill_the_writer
+from tests.support.scheduler_state import is_idle
 from tests.support.schemas import Schema, is_valid, random_schema
 from tests.support.suspended_processes import suspended
 
@@ -146,7 +147,7 @@ def test_an_invalid_constraint_is_refused_before_the_local_engine_runs(local: LL
 
     with pytest.raises(InvalidRequest, match="strnig"):
         local.generate(["a", "b"], wrong)
-    assert local.engine.scheduler.is_idle
+    assert is_idle(local.engine.scheduler)
 
 
 # --- Refused constraints and their errors -----------------------------------------------------

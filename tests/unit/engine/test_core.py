@@ -14,6 +14,7 @@ from baton.engine.scheduler.prompt_budget import MAX_LOOKED_UP_TOKENS
 from baton.kv_transfer.types import KvOrders
 from tests.support.engines import VOCAB_SIZE, a_spec, an_engine
 from tests.support.fake_runner import tokens_alone
+from tests.support.scheduler_state import is_idle
 
 
 class PatientKvWorker(NoKvWorker):
@@ -65,7 +66,7 @@ def test_an_engine_does_not_sleep_over_prefetches_that_a_step_left() -> None:
         if num_ended < num_prefetches:
             assert engine.max_idle_s() == 0.0
 
-    assert engine.scheduler.is_idle
+    assert is_idle(engine.scheduler)
 
 
 def test_an_idle_engine_sleeps_until_an_action_is_posted() -> None:

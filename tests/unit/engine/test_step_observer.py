@@ -15,6 +15,7 @@ from baton.kv_transfer.types import KvOrders, KvReports
 from tests.support.engine_world import EngineWorld
 from tests.support.engines import VOCAB_SIZE, a_spec, an_engine
 from tests.support.fake_runner import Crash, CrashPlace, FakeRunner, KvTensor, SynchronousRunner
+from tests.support.scheduler_state import is_idle
 
 RECORD = TransferRecord(HandoffId("a", 1), TransferRole.SENT, "memory", 1.0)
 
@@ -152,7 +153,7 @@ def test_tokens_of_an_answer_that_are_computed_again_are_no_prompt_tokens() -> N
     for _ in range(2):
         world.add(6, max_tokens=8)
     plans = []
-    while not world.scheduler.is_idle:
+    while not is_idle(world.scheduler):
         plans.append(world.step())
 
     resumed = [row for plan in plans for row in plan.started if len(row.token_ids) > 6]

@@ -22,6 +22,7 @@ from baton.node.engine_calls import EngineCalls, NodeChanges
 from baton.rpc.errors import KvLoadFailed, RequestIdInUse
 from baton.rpc.status import status_of
 from tests.support.engines import a_spec, an_engine
+from tests.support.scheduler_state import is_idle
 
 PATIENCE_S = 30
 LONG = 100
@@ -66,7 +67,7 @@ def test_leaving_a_stream_aborts_its_request_and_frees_its_blocks() -> None:
     asyncio.run(asyncio.wait_for(leave(), PATIENCE_S))
 
     assert alive.get(timeout=PATIENCE_S) == ()
-    assert core.scheduler.is_idle
+    assert is_idle(core.scheduler)
     core.scheduler.check()
 
 

@@ -10,6 +10,7 @@ from baton.core.output import FinishReason
 from baton.engine.scheduler.config import SchedulerConfig, SchedulingPolicy
 from baton.kv_transfer.types import Receive
 from tests.support.engine_world import OTHER_SOURCE, EngineWorld
+from tests.support.scheduler_state import is_idle
 
 SHARED = [number % 11 for number in range(7 * 4)]  # seven blocks
 
@@ -53,7 +54,7 @@ def test_a_burst_receives_its_common_prefix_once() -> None:
     names = [world.add([*prefix, *(t % 11 for t in tail)], receives=True) for tail in tails]
     received: list[Receive] = []
 
-    while not world.scheduler.is_idle:
+    while not is_idle(world.scheduler):
         world.wire.settle()
         received += world.step().kv_orders.receives
 

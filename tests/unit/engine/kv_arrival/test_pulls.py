@@ -20,6 +20,7 @@ from baton.engine.plan import Plan
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.kv_transfer.types import NOT_CACHED, TOO_MANY_PULLS, Receive
 from tests.support.engine_world import BLOCKS_PER_RUN, VOCAB_SIZE, EngineWorld
+from tests.support.scheduler_state import awaits_peers
 
 BLOCK_SIZE = 4
 PROMPT = 26  # tokens: six whole blocks
@@ -191,7 +192,7 @@ def test_blocks_of_a_failed_run_stay_held_until_no_write_can_land() -> None:
     it.step_until(lambda plan: it.finish_reason(name))
 
     assert it.scheduler.stats().num_free_blocks == 16 - 6
-    assert it.scheduler.awaits_kv
+    assert awaits_peers(it.scheduler)
     for run in runs:
         it.wire.release(run.handoff_id)
     it.step()

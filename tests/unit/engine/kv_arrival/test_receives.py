@@ -64,7 +64,6 @@ def test_a_receive_ends_once() -> None:
     it.receives.end(ID)
 
     assert it.held == []
-    assert it.receives.total_unknown_reports == 1
 
 
 def test_a_request_that_stops_is_no_longer_the_receiver() -> None:

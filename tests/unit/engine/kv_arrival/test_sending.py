@@ -16,6 +16,7 @@ from baton.kv_transfer.types import KvOrders, Send, Withdraw
 from tests.support.engine_world import EngineWorld
 from tests.support.fake_runner import logprob_of
 from tests.support.requests import make_spec
+from tests.support.scheduler_state import awaits_peers
 
 _config = partial(SchedulerConfig, max_num_batched_tokens=64, max_num_seqs=4, max_model_len=64)
 
@@ -199,7 +200,7 @@ def test_aborting_before_anything_was_sent_withdraws_too() -> None:
     world.abort(name)
 
     assert world.step() == Plan(kv_orders=KvOrders(withdraws=(Withdraw(_handoff(name), "abort"),)))
-    assert world.scheduler.awaits_kv
+    assert awaits_peers(world.scheduler)
     world.run_to_end()
 
 

@@ -82,4 +82,4 @@ def test_a_send_ends_once() -> None:
     it.sends.end(ID)
     it.sends.end(ID)
 
-    assert it.sends.total_unknown_reports == 1
+    assert list(it.holds.block_ids()) == []

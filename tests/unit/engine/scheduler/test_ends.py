@@ -13,6 +13,7 @@ from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler
 from tests.support.engine_world import EngineWorld
 from tests.support.requests import make_spec
+from tests.support.scheduler_state import is_idle
 
 _config = partial(SchedulerConfig, max_num_batched_tokens=64, max_num_seqs=4, max_model_len=64)
 
@@ -253,7 +254,7 @@ def test_aborting_an_unknown_request_does_nothing() -> None:
 
     world.abort(RequestId("never seen"))
 
-    assert world.scheduler.is_idle
+    assert is_idle(world.scheduler)
 
 
 def test_abort_all_ends_running_and_waiting_requests() -> None:

@@ -85,48 +85,6 @@ def test_a_receiver_that_lacked_a_block_is_granted_once_its_prefix_is_cached() -
     world.run_to_end()
 
 
-def test_a_long_prompt_set_aside_is_short_once_its_prefix_is_cached() -> None:
-    config = _config(
-        max_num_batched_tokens=16,
-        max_model_len=256,
-        long_prefill_token_threshold=8,
-        max_long_partial_prefills=1,
-    )
-    world = EngineWorld(config, num_blocks=60, block_size=4)
-    long = world.add(100, max_tokens=1)
-    aside = world.add([*(n % 11 for n in range(24)), *[9] * 6], max_tokens=1)
-
-    plans = [world.step().num_scheduled_tokens for _ in range(3)]
-
-    assert plans == [{long: 16}, {long: 16}, {long: 8, aside: 6}]
-    world.run_to_end()
-
-
-def test_a_long_prompt_set_aside_whose_prefix_was_evicted_in_part_is_judged_again() -> None:
-    """The last shared block is cached but an earlier one is not, and it waits for the latter."""
-    config = _config(
-        max_num_batched_tokens=16,
-        max_model_len=256,
-        long_prefill_token_threshold=8,
-        max_long_partial_prefills=1,
-    )
-    world = EngineWorld(config, num_blocks=60, block_size=4)
-    world.add(24, max_tokens=1)
-    world.run_to_end()
-    world.fail_next_token(world.add(5, max_tokens=1))  # what it hit is not trusted any more
-    world.run_to_end()
-    long = world.add([7] * 100, max_tokens=1)
-    aside = world.add([*(n % 11 for n in range(24)), *[9] * 6], max_tokens=1)
-    before = world.step().num_scheduled_tokens
-    first_block = world.add(5, max_tokens=1)
-
-    plans = [world.step().num_scheduled_tokens for _ in range(2)]
-
-    assert before == {long: 8}
-    assert plans == [{long: 8, first_block: 5}, {long: 8, aside: 6}]
-    world.run_to_end()
-
-
 def test_requests_that_run_together_share_blocks() -> None:
     world = EngineWorld(_config(), block_size=4)
     world.add(9, max_tokens=9)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from baton.engine.kv_arrival.fills import FillId
-from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.scheduler.queues import RankedQueue, WaitingQueue
 from baton.engine.scheduler.request import Request
 from tests.support.requests import make_request
-
-BLOCK, OTHER_BLOCK = BlockHash(b"block"), BlockHash(b"other")
 
 
 def test_the_lowest_key_comes_first_and_equals_in_order_of_arrival() -> None:
@@ -99,33 +96,6 @@ def test_a_deferred_request_can_be_removed() -> None:
 
     assert len(line) == 0
     assert line.head() is None
-
-
-def test_a_deferred_request_returns_to_its_place_with_its_block() -> None:
-    line = WaitingQueue()
-    long, short = make_request(request_id="long", serial=1), make_request(request_id="s", serial=2)
-    line.push(long)
-    line.push(short)
-    line.set_aside(long, until=BLOCK)
-
-    line.requeue_cached([OTHER_BLOCK])
-    before = line.head(allow_long=False)
-    line.requeue_cached([BLOCK])
-
-    assert [before, line.head(allow_long=False)] == [short, long]
-    assert len(line) == 2
-
-
-def test_a_removed_request_is_not_returned() -> None:
-    line = WaitingQueue()
-    long = make_request()
-    line.push(long)
-    line.set_aside(long, until=BLOCK)
-    line.remove(long)
-
-    line.requeue_cached([BLOCK])
-
-    assert len(line) == 0
 
 
 def _drain(queue: RankedQueue) -> list[Request]:

@@ -10,7 +10,6 @@ import pytest
 from baton.core.errors import InvalidRequest
 from baton.core.output import FinishReason, Output
 from baton.engine.errors import OutOfOrder
-from baton.engine.events import RequestEvent, RequestEventKind
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.plan import Plan, RunResult
 from baton.engine.scheduler.config import SchedulerConfig, SchedulingPolicy
@@ -18,6 +17,7 @@ from baton.engine.scheduler.prompt_budget import NUM_STEPS_AFTER_SHORT
 from baton.engine.scheduler.scheduler import Scheduler
 from tests.support.engine_world import EngineWorld
 from tests.support.requests import make_spec
+from tests.support.scheduler_state import is_idle
 
 _config = partial(SchedulerConfig, max_num_batched_tokens=64, max_num_seqs=4, max_model_len=64)
 
@@ -271,7 +271,7 @@ def test_a_refused_request_leaves_no_trace() -> None:
     with pytest.raises(InvalidRequest):
         world.add([])
 
-    assert world.scheduler.is_idle
+    assert is_idle(world.scheduler)
 
 
 def test_a_plan_must_be_updated_before_the_next() -> None:
@@ -312,7 +312,7 @@ def test_an_idle_scheduler_makes_empty_plans() -> None:
     scheduler = Scheduler(_config(), CacheConfig(8))
 
     assert scheduler.schedule(0.0) == Plan()
-    assert scheduler.is_idle
+    assert is_idle(scheduler)
     assert not scheduler.has_work
 
 
@@ -327,21 +327,6 @@ def test_stats_say_where_requests_stand() -> None:
     assert (stats.num_running, stats.num_waiting) == (1, 1)
     assert (stats.num_free_blocks, stats.num_blocks) == (6, 8)
     world.run_to_end()
-
-
-def test_events_tell_the_life_of_a_request_with_its_times() -> None:
-    scheduler = Scheduler(_config(collect_events=True), CacheConfig(8))
-    spec = replace(make_spec(max_tokens=1), arrival_s=1.0)
-    scheduler.add(spec)
-    plan = scheduler.schedule(2.0)
-    scheduler.update(plan, RunResult({spec.request_id: [1]}), now=3.0)
-
-    kind = RequestEventKind
-    expected = ((kind.QUEUED, 1.0), (kind.SCHEDULED, 2.0), (kind.FINISHED, 3.0))
-    assert scheduler.take_events() == tuple(
-        RequestEvent(spec.request_id, what, at_s) for what, at_s in expected
-    )
-    assert scheduler.take_events() == ()
 
 
 def test_nothing_is_kept_of_what_has_ended() -> None:
