@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from baton.engine.config import EngineOptions
 from baton.engine.core import EngineCore, NoKvWorker
-from baton.engine.kv_arrival.pulls import PullConfig
+from baton.engine.kv_arrival.pulls import DEFAULT_PULLS, PullConfig
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.plan import KvWorker
 from baton.engine.runner.model_runner import TorchRunner
@@ -33,7 +33,7 @@ def build_scheduler(
     runner: TorchRunner,
     options: EngineOptions,
     external: ExternalKv | None = None,
-    pulls: PullConfig | None = None,
+    pulls: PullConfig = DEFAULT_PULLS,
 ) -> Scheduler:
     """Build a scheduler for the runner's model, for callers that wire up the engine themselves."""
     return Scheduler(

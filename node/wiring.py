@@ -101,9 +101,7 @@ class NodeComponents:
         tiers = tiers_in(self.connector)
         pacing = () if tiers is None else (CopyPacing(tiers.pace),)
         observers = (self.ledger, *counters, *self.tracing.step_observers(), *pacing)
-        core = EngineCore(
-            self.scheduler, runner, self.worker, self.connector, observers=observers
-        )
+        core = EngineCore(self.scheduler, runner, self.worker, self.connector, observers=observers)
         return EngineThread(core, name=identity.node_id, compiler=self.compiler, inbox=self._inbox)
 
     def _wake(self) -> None:

@@ -8,8 +8,6 @@ or two nodes could wait for each other.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from baton.engine.kv_arrival.arrival import Arrival
 from baton.engine.kv_arrival.fills import Fill, FillId, Fills
 from baton.engine.kv_arrival.gives import GivenPulls
@@ -26,19 +24,12 @@ from baton.kv_transfer.external_kv import ExternalKv
 from baton.kv_transfer.types import KvReports
 
 
-class FillWait(NamedTuple):
-    """A request waits for this fill until then at most."""
-
-    fill_id: FillId
-    until_s: float
-
-
 class KvArrivals:
     def __init__(
         self,
         cache: KvCache,
         external: ExternalKv | None,  # None: no tiers
-        pulls: PullConfig | None,  # None: prefixes are never pulled from peers
+        pulls: PullConfig,
         max_wait_s: float,
     ) -> None:
         self._cache = cache
@@ -49,23 +40,18 @@ class KvArrivals:
         self.receives = BlockReceives(cache, holds, fills, self.orders)
         self.sends = BlockSends(holds, cache.transfer_order, self.orders)
         self.stores = BlockStores(cache, holds, self.orders, external)
-        self.loads: ExternalLoads | None = None
-        self.pulls: PeerPulls | None = None
-        if external is not None:
-            self.loads = ExternalLoads(cache, fills, self.orders, external)
-        if pulls is not None:
-            self.pulls = PeerPulls(cache, fills, self.receives, pulls)
+        self.loads = ExternalLoads(cache, fills, self.orders, external)
+        self.pulls = PeerPulls(cache, fills, self.receives, pulls)
         self.gives = GivenPulls(cache, self.sends, self.loads)
         # The last one wins a tie: a load takes nothing from a peer.
-        sources: tuple[KvSource | None, ...] = (self.pulls, self.loads)
-        self._sources = tuple(source for source in sources if source is not None)
+        self._sources: tuple[KvSource, ...] = (self.pulls, self.loads)
 
     # --- waits of requests ----------------------------------------------------------
 
-    def find_fill(self, arrival: Arrival, need: PrefixNeed) -> FillWait | None:
+    def find_fill(self, arrival: Arrival, need: PrefixNeed) -> tuple[FillId, float] | None:
         """Return a fill that gets a prefix sooner than computing or receiving it, if there is one.
 
-        All fills that a request waits for share one deadline.
+        The request waits for it until the time returned at most: all its waits share one deadline.
         """
         until_s = arrival.waits_until_s
         if until_s is None:
@@ -78,11 +64,11 @@ class KvArrivals:
         if fill is None:
             return None
         arrival.waits_until_s = until_s
-        return FillWait(fill.fill_id, min(until_s, fill.late_at_s))
+        return fill.fill_id, min(until_s, fill.late_at_s)
 
     def receive_token_s(self, arrival: Arrival, now: float) -> float:
         """Return the time that each token more of a request's hand-off takes, if it is known."""
-        if self.pulls is None or arrival.handoff is None:
+        if arrival.handoff is None:
             return 0.0
         return self.pulls.receive_token_s(arrival.handoff.source, now)
 
@@ -95,10 +81,7 @@ class KvArrivals:
 
     def settle_fills(self, reports: KvReports, now: float) -> list[FillId]:
         """Apply the ends of loads and pulls and return them."""
-        ended = [] if self.pulls is None else self.pulls.settle(reports, now)
-        if self.loads is not None:
-            ended += self.loads.settle(reports.external.loaded)
-        return ended
+        return [ended for source in self._sources for ended in source.settle(reports, now)]
 
     def settle_gives(self, reports: KvReports, ended: list[FillId], now: float) -> None:
         """Apply the ends of sends and stores, and give peers what they pull."""
@@ -130,6 +113,6 @@ class KvArrivals:
         if best is None or best.follows is not None:
             return None if best is None else best.follows
         arrival.note_asked(best.source.name)
-        fill = self.fills.begin(arrival, best.prefix, need.now_s, best.peer)
+        fill = self.fills.begin(best.prefix, need.now_s, arrival, best.peer)
         best.source.order(fill)
         return fill

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NewType
 
 from baton.core.ids import BlockId, BlockName, NodeId
@@ -25,16 +25,20 @@ FillId = NewType("FillId", int)
 @dataclass(slots=True, eq=False)
 class Fill:
     fill_id: FillId
-    arrival: Arrival | None  # of the request that caused it; None: a peer pulls the blocks
-    peer: NodeId | None  # that sends the blocks; None: a KV cache of this node
     prefix: ExternalPrefix
     block_ids: tuple[BlockId, ...]  # of the names in `prefix`; of a hand-off, all that are granted
     hold: Hold
     since_s: float
     late_at_s: float  # from then on, no request waits for it
-    sources: list[str | None]  # of each block; None: not filled
-    num_pending: int  # blocks that are neither filled nor lost
+    arrival: Arrival | None  # of the request that caused it; None: a peer pulls the blocks
+    peer: NodeId | None  # that sends the blocks; None: a KV cache of this node
+    sources: list[str | None] = field(init=False)  # of each block; None: not filled
+    num_pending: int = field(init=False)  # blocks that are neither filled nor lost
     is_stale: bool = False  # the prefix cache was reset: the blocks must not be cached
+
+    def __post_init__(self) -> None:
+        self.num_pending = len(self.block_ids)
+        self.sources = [None] * self.num_pending
 
     @property
     def num_hits(self) -> int:
@@ -59,9 +63,9 @@ class Fills:
 
     def begin(
         self,
-        arrival: Arrival | None,
         prefix: ExternalPrefix,
         now: float,
+        arrival: Arrival | None = None,
         peer: NodeId | None = None,
     ) -> Fill:
         """Allocate the missing blocks, and hold the whole prefix, so that nothing evicts it."""
@@ -69,18 +73,24 @@ class Fills:
         block_ids = tuple(self._cache.prefixes.allocate(len(prefix.names)))
         # In the order of the sequence, so that the end of the prefix is evicted first.
         hold = self._holds.adopt(prefix.with_loaded(block_ids))
-        return self._add(arrival, peer, prefix, block_ids, hold, now)
+        return self.add(prefix, block_ids, hold, now, arrival, peer)
 
-    def begin_handoff(
-        self, arrival: Arrival, peer: NodeId, num_hits: int, hold: Hold, now: float
+    def add(
+        self,
+        prefix: ExternalPrefix,
+        block_ids: tuple[BlockId, ...],
+        hold: Hold,
+        now: float,
+        arrival: Arrival | None,
+        peer: NodeId | None,
     ) -> Fill:
-        """Add the blocks of a request after its first `num_hits`, which a peer writes now."""
-        num_blocks = arrival.kv.num_blocks
-        names = tuple(arrival.kv.block_hashes[num_hits:])
-        prefix = ExternalPrefix(
-            names=names, num_gained=num_blocks - num_hits, num_blocks=num_blocks
-        )
-        return self._add(arrival, peer, prefix, tuple(hold.block_ids), hold, now)
+        """Add a fill of blocks that `hold` holds."""
+        self._num_begun += 1
+        late_at_s = now + self._max_wait_s
+        fill_id = FillId(self._num_begun)
+        fill = Fill(fill_id, prefix, block_ids, hold, now, late_at_s, arrival, peer)
+        self._in_progress.add(fill)
+        return fill
 
     def fits(self, prefix: ExternalPrefix, num_spare: int = 0) -> bool:
         """Return whether a fill would leave `num_spare` blocks free."""
@@ -101,7 +111,7 @@ class Fills:
 
     def end(self, fill: Fill) -> None:
         """End a fill of which no block is pending."""
-        self.end_handoff(fill)
+        self.remove(fill)
         if fill.arrival is None and not fill.is_stale:
             self._cache_for_peer(fill)
         elif fill.arrival is not None and not fill.is_stale:
@@ -110,38 +120,14 @@ class Fills:
                 fill.arrival.note_filled(source, token_range)
         self._holds.close(fill.hold)
 
-    def end_handoff(self, fill: Fill) -> None:
+    def remove(self, fill: Fill) -> None:
+        """Remove a hand-off that no request waits for any more. Its hold stays open."""
         self._in_progress.discard(fill)
 
     def forget(self) -> None:
         """Cache nothing of the fills in progress."""
         for fill in self._in_progress:
             fill.is_stale = True
-
-    def _add(
-        self,
-        arrival: Arrival | None,
-        peer: NodeId | None,
-        prefix: ExternalPrefix,
-        block_ids: tuple[BlockId, ...],
-        hold: Hold,
-        now: float,
-    ) -> Fill:
-        self._num_begun += 1
-        fill = Fill(
-            FillId(self._num_begun),
-            arrival,
-            peer,
-            prefix,
-            block_ids,
-            hold,
-            since_s=now,
-            late_at_s=now + self._max_wait_s,
-            sources=[None] * len(block_ids),
-            num_pending=len(block_ids),
-        )
-        self._in_progress.add(fill)
-        return fill
 
     def _cache_rest(self, fill: Fill, arrival: Arrival) -> None:
         """Cache the blocks, if there are any, that are of use only in a fill that is whole."""

@@ -23,7 +23,7 @@ MAX_WAITING = 1024  # runs
 
 
 class GivenPulls:
-    def __init__(self, cache: KvCache, sends: BlockSends, loads: ExternalLoads | None) -> None:
+    def __init__(self, cache: KvCache, sends: BlockSends, loads: ExternalLoads) -> None:
         self._pool = cache.pool
         self._sends = sends
         self._loads = loads
@@ -76,7 +76,7 @@ class GivenPulls:
         names = zip(requested.names, block_ids, strict=True)
         missing = [name for name, block_id in names if block_id is None]
         cached = [block_id for block_id in block_ids if block_id is not None]
-        fill_id = None if self._loads is None else self._loads.load_for_peer(missing, cached, now)
+        fill_id = self._loads.load_for_peer(missing, cached, now)
         if fill_id is None:
             return False
         self._loading[fill_id] = requested

@@ -7,8 +7,9 @@ from typing import NamedTuple, Protocol
 
 from baton.core.ids import NodeId
 from baton.engine.kv_arrival.arrival import Arrival
-from baton.engine.kv_arrival.fills import Fill
+from baton.engine.kv_arrival.fills import Fill, FillId
 from baton.engine.kv_cache.external_prefix import ExternalPrefix
+from baton.kv_transfer.types import KvReports
 
 
 class PrefixNeed(NamedTuple):
@@ -49,4 +50,8 @@ class KvSource(Protocol):
 
     def order(self, fill: Fill) -> None:
         """Order a fill that has begun."""
+        ...
+
+    def settle(self, reports: KvReports, now: float) -> list[FillId]:
+        """Apply the reports of its fills, and return those that have ended."""
         ...

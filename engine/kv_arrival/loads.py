@@ -14,6 +14,7 @@ from baton.engine.kv_arrival.orders import StepOrders
 from baton.engine.kv_cache.cache import KvCache
 from baton.engine.kv_cache.external_prefix import ExternalPrefix
 from baton.kv_transfer.external_kv import ExternalKv, Load, Loaded, LoadId
+from baton.kv_transfer.types import KvReports
 
 MAX_LOADING_SHARE = 0.5  # of all blocks, for several loads together
 MIN_LOADING_BLOCKS = 8  # however small the pool is
@@ -25,7 +26,7 @@ class ExternalLoads:
     name = "external"
 
     def __init__(
-        self, cache: KvCache, fills: Fills, orders: StepOrders, external: ExternalKv
+        self, cache: KvCache, fills: Fills, orders: StepOrders, external: ExternalKv | None
     ) -> None:
         self._cache = cache
         self._fills = fills
@@ -37,16 +38,21 @@ class ExternalLoads:
         self._num_blocks = 0
         self._first_for_room: Arrival | None = None  # by rank, of those that found too little
         self.total_tokens: Counter[str] = Counter()  # of prompts, by source
-        self.total_failed_blocks = 0  # that the external cache seemed to hold
 
     def __len__(self) -> int:
         return len(self._loading)
 
     def offer(self, arrival: Arrival, need: PrefixNeed, min_saved_s: float) -> Offer | None:
-        prefix = self._cache.external.find_external(
-            arrival.kv, need.max_num_tokens, continues_at=need.continues_at
+        external = self._external
+        if external is None:
+            return None
+        prefix = self._cache.external.find_held(
+            arrival.kv, need.max_num_tokens, external.holds, continues_at=need.continues_at
         )
-        saved_s = self._saved_s(prefix, need.token_s)
+        saved_s = math.inf
+        if need.token_s is not None:
+            other_s = prefix.num_gained * self._cache.block_size * need.token_s
+            saved_s = other_s - external.load_s(prefix.names)
         if not prefix.names or saved_s <= 0:
             arrival.note_asked(self.name)
             return None
@@ -74,24 +80,23 @@ class ExternalLoads:
 
         Returns None if the external cache does not hold all of them, or there is no room.
         """
-        if not all(map(self._external.holds, names)) or not self._has_room(len(names)):
+        external = self._external
+        if external is None or not all(map(external.holds, names)):
             return None
         are_cached = (True,) * len(cached) + (False,) * len(names)
         prefix = ExternalPrefix(tuple(cached), tuple(names), are_cached=are_cached)
-        if not self._fills.fits(prefix):
+        if not self._has_room(len(names)) or not self._fills.fits(prefix):
             return None
-        fill = self._fills.begin(None, prefix, now)
+        fill = self._fills.begin(prefix, now)
         self.order(fill)
         return fill.fill_id
 
-    def settle(self, reports: Sequence[Loaded]) -> list[FillId]:
-        """Apply the ends of loads and return them."""
-        return [self._end(loaded) for loaded in reports]
+    def settle(self, reports: KvReports, now: float) -> list[FillId]:
+        return [self._end(loaded) for loaded in reports.external.loaded]
 
     def _end(self, loaded: Loaded) -> FillId:
         fill = self._loading.pop(loaded.load_id)
         self._num_blocks -= len(fill.block_ids)
-        self.total_failed_blocks += loaded.sources.count(None)
         self._fills.note_filled(fill, 0, loaded.sources)
         self._fills.end(fill)
         if fill.arrival is not None and not fill.is_stale:
@@ -115,9 +120,3 @@ class ExternalLoads:
         if not self._is_behind(arrival, now):
             self._first_for_room = arrival
         return next((fill for fill in self._loading.values() if now < fill.late_at_s), None)
-
-    def _saved_s(self, prefix: ExternalPrefix, token_s: float | None) -> float:
-        if token_s is None:
-            return math.inf
-        other_s = prefix.num_gained * self._cache.block_size * token_s
-        return other_s - self._external.load_s(prefix.names)

@@ -28,10 +28,10 @@ PEER = "peer"  # source of the tokens in a request's statistics
 
 @dataclass(frozen=True, slots=True)
 class PullConfig:
-    """Settings of pulls of cached prefixes from other nodes."""
+    """Settings of pulls of cached prefixes from other nodes. Without peers, they do not matter."""
 
-    name: str  # of their hand-offs, unique among all processes of all nodes
-    block_bytes: int
+    name: str = ""  # of their hand-offs, unique among all processes of all nodes
+    block_bytes: int = 1
     # A run is given or fails as a whole.
     max_run_blocks: int = 64
     max_run_bytes: int = 16 << 20
@@ -39,6 +39,9 @@ class PullConfig:
     @property
     def blocks_per_run(self) -> int:
         return max(1, min(self.max_run_blocks, self.max_run_bytes // self.block_bytes))
+
+
+DEFAULT_PULLS = PullConfig()
 
 
 class _Run(NamedTuple):
@@ -114,10 +117,7 @@ class PeerPulls:
         return token_bytes * self._times.byte_s(peer.node_id, now)
 
     def settle(self, reports: KvReports, now: float) -> list[FillId]:
-        """Apply the ends of runs. Returns the pulls that have ended.
-
-        The holds of the hand-offs are released by `BlockReceives`.
-        """
+        # The holds of the hand-offs are released by `BlockReceives`.
         # Reports of hand-offs of requests name no run, and are ignored here.
         ended = [self._end_run(each.handoff_id, PEER, now) for each in reports.finished_recving]
         ended += [self._end_run(each.handoff_id, None, now) for each in reports.failed_recving]

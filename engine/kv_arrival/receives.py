@@ -15,6 +15,7 @@ from baton.engine.kv_arrival.fills import Fill, Fills, FillsByName
 from baton.engine.kv_arrival.holds import Hold, Holds
 from baton.engine.kv_arrival.orders import StepOrders
 from baton.engine.kv_cache.cache import KvCache
+from baton.engine.kv_cache.external_prefix import ExternalPrefix
 from baton.engine.kv_cache.held_kv import HeldKv
 from baton.kv_transfer.types import Proved, Receive
 
@@ -68,8 +69,14 @@ class BlockReceives:
         granted = self._order.blocks(kv, num_hits, kv.num_blocks)
         hold = self._hold(handoff.handoff_id, (*granted, *kv.context_state))
         self._expected.discard(handoff.handoff_id)
-        peer = handoff.source.node_id
-        fill = self._fills.begin_handoff(arrival, peer, num_hits, hold, now)
+        num_blocks = kv.num_blocks
+        prefix = ExternalPrefix(
+            names=tuple(kv.block_hashes[num_hits:]),
+            num_gained=num_blocks - num_hits,
+            num_blocks=num_blocks,
+        )
+        block_ids, peer = tuple(hold.block_ids), handoff.source.node_id
+        fill = self._fills.add(prefix, block_ids, hold, now, arrival, peer)
         self._fill_by_id[handoff.handoff_id] = fill
         self._fills_by_name.add(fill)
         self._orders.receives.append(
@@ -120,7 +127,7 @@ class BlockReceives:
         self._expected.discard(handoff_id)
         fill = self._fill_by_id.get(handoff_id)
         if fill is not None:
-            self._fills.end_handoff(fill)
+            self._fills.remove(fill)
             self._fills_by_name.remove(fill)
         if fill is not None and revokes:
             self._orders.revokes.append(handoff_id)

@@ -26,7 +26,6 @@ from baton.engine.kv_cache.state_group import StateGroup
 from baton.engine.kv_cache.token_group import token_group
 from baton.engine.kv_cache.transfer_order import TransferOrder
 from baton.engine.plan import BlockTables, StateCopies
-from baton.kv_transfer.external_kv import ExternalKv
 
 
 class KvCache:
@@ -44,11 +43,11 @@ class KvCache:
     hits 2 tokens, blocks 0 and 3. If both were, it hits nothing.
     """
 
-    def __init__(self, config: CacheConfig, external: ExternalKv | None = None) -> None:
+    def __init__(self, config: CacheConfig, *, is_stored: bool = False) -> None:
         self._config = config
         self.naming = config.naming
         self.block_size = config.block_size
-        self.prefixes = PrefixCache(config, is_stored=external is not None)
+        self.prefixes = PrefixCache(config, is_stored=is_stored)
         self.pool = self.prefixes.pool
         self._tables = tuple(
             token_group(number, group.spec, self.prefixes)
@@ -62,7 +61,7 @@ class KvCache:
         specs = tuple(group.spec for group in self._tables)
         self.transfer_order = TransferOrder(specs, config.block_size)
         self._search = PrefixSearch(self._groups, self.block_size)
-        self.external = ExternalPrefixes(self.prefixes, self._groups, self._search, external)
+        self.external = ExternalPrefixes(self.prefixes, self._groups, self._search)
         self.total_query_tokens = 0
         self.total_hit_tokens = 0
 

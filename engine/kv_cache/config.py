@@ -19,7 +19,6 @@ class CacheConfig:
     enable_prefix_caching: bool = True
     # Identifies everything the KV of given tokens depends on: weights, dtype, layout.
     model_salt: str = ""
-    hash_seed: int = 0
     # Longer prompts share blocks only with prompts of the same length, for models whose KV depends
     # on the prompt length (dynamic rope). None: no limit.
     max_shareable_prompt_len: int | None = None
@@ -54,8 +53,7 @@ class CacheConfig:
         return PrefixNaming(
             self.block_size,
             self.model_salt,
-            self.hash_seed,
-            self.max_shareable_prompt_len,
+            max_shareable_prompt_len=self.max_shareable_prompt_len,
             needs_snapshot=self.layout.has_state,
         )
 

@@ -14,7 +14,6 @@ from baton.engine.kv_cache.cache_group import CacheGroup, NamedBlock, PrefixHit
 from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.kv_cache.prefix_cache import PrefixCache
 from baton.engine.kv_cache.prefix_search import PrefixSearch
-from baton.kv_transfer.external_kv import ExternalKv
 
 _EXTERNAL = BlockId(-2)  # instead of a block: the other cache has it
 
@@ -77,24 +76,25 @@ class ExternalPrefixes:
         prefixes: PrefixCache,
         groups: Sequence[CacheGroup],
         search: PrefixSearch,
-        external: ExternalKv | None,
     ) -> None:
         self._prefixes = prefixes
         self._groups = groups
         self._search = search
-        self._external = external
 
-    def find_external(
-        self, held: HeldKv, max_num_tokens: int, *, continues_at: int | None = None
+    def find_held(
+        self,
+        held: HeldKv,
+        max_num_tokens: int,
+        holds: Callable[[BlockName], bool],
+        *,
+        continues_at: int | None = None,
     ) -> ExternalPrefix:
-        """Return the longest prefix in the prefix cache and the external one together.
+        """Return the longest prefix in the prefix cache and one that `holds` blocks, together.
 
         `continues_at` is that of `find_prefix`.
         """
-        if self._external is None:
-            return ExternalPrefix()
         hashes = self._prefixes.hashes_within(held, max_num_tokens)
-        return self._find(hashes, len(hashes), self._external.holds, continues_at)
+        return self._find(hashes, len(hashes), holds, continues_at)
 
     def find_promised(
         self, held: HeldKv, max_num_tokens: int, num_promised_tokens: int

@@ -71,7 +71,7 @@ class _AllocationFailure(NamedTuple):
     missing_hash: BlockHash | None  # once it is cached, fewer blocks are needed
 
 
-class Admission:
+class AdmissionRules:
     """Starts waiting requests, if all rules of their way to start pass.
 
     Cheap rules come first. The last one takes the blocks, so that no other must give them back.
@@ -172,7 +172,7 @@ class Admission:
 
         Fills begin for all requests that reach the head, also while the batch is full.
         """
-        state, token_s = self._state, self._budget.token_s
+        state, token_s = self._state, self._budget.pace.token_s
         spare = state.num_spare_blocks
         need = PrefixNeed(candidate.max_num_hits, token_s, state.now_s, spare)
         return self._await_fill(candidate.request, need)
@@ -200,7 +200,8 @@ class Admission:
         if wait is None:
             return None
         self._budget.note_look_up(request)
-        self._state.waiting.follow(request, wait.fill_id, wait.until_s)
+        fill_id, until_s = wait
+        self._state.waiting.follow(request, fill_id, until_s)
         return Refusal.SET_ASIDE
 
     # --- rules: blocks ------------------------------------------------------------

@@ -25,8 +25,7 @@ class PromptBudget:
     - `long_prefill_token_threshold`. What is left at the end of a step goes to the prompts that
       this limited, unless short prompts are arriving
 
-    A waiting prompt gets nothing, and waits, if it would be one incomplete prefill too many, or if
-    prompts must not be split and it does not fit.
+    A waiting prompt gets nothing, and waits, if prompts must not be split and it does not fit.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -53,11 +52,6 @@ class PromptBudget:
         """Record the duration of the step."""
         self.pace.record_step(seconds, self._num_decoding, self._num_given)
 
-    @property
-    def token_s(self) -> float | None:
-        """The time that a prompt token adds to a step; None: not known yet."""
-        return self.pace.token_s
-
     # --- what a prompt may get ----------------------------------------------------
 
     @property
@@ -75,10 +69,7 @@ class PromptBudget:
         # A resumed request can have outgrown the budget: it is chunked nevertheless.
         if not config.enable_chunked_prefill and num_missing <= config.max_num_batched_tokens:
             return num_missing if num_missing <= self._num_left else 0
-        chunk = self.next_chunk(request, num_missing)
-        limit = config.max_num_partial_prefills
-        is_full = limit is not None and self._num_partial >= limit
-        return 0 if is_full and chunk < num_missing else chunk
+        return self.next_chunk(request, num_missing)
 
     def extension(self, request: Request, num_missing: int) -> int:
         """Return the tokens by which a chunk of this step can grow beyond the threshold."""

@@ -14,7 +14,7 @@ from baton.core.output import Failure, FailureCause, FinishReason, Output
 from baton.core.request import EngineRequest
 from baton.engine.errors import OutOfOrder
 from baton.engine.events import GroupStats, KvEvent, SchedulerStats
-from baton.engine.kv_arrival.pulls import PullConfig
+from baton.engine.kv_arrival.pulls import DEFAULT_PULLS, PullConfig
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.plan import Plan, PlanRow, RunResult
 from baton.engine.scheduler.config import SchedulerConfig
@@ -35,7 +35,7 @@ class Scheduler:
         config: SchedulerConfig,
         cache_config: CacheConfig,
         external: ExternalKv | None = None,
-        pulls: PullConfig | None = None,  # None: prefixes are never pulled from peers
+        pulls: PullConfig = DEFAULT_PULLS,
     ) -> None:
         check_exclusions(
             {

@@ -9,7 +9,7 @@ waiting requests.
 from __future__ import annotations
 
 from baton.engine.plan import BlockTables, Plan
-from baton.engine.scheduler.admission import Admission, Refusal
+from baton.engine.scheduler.admission import AdmissionRules, Refusal
 from baton.engine.scheduler.prompt_budget import PromptBudget
 from baton.engine.scheduler.request import Request, RequestStatus
 from baton.engine.scheduler.state import SchedulerState
@@ -24,7 +24,7 @@ class StepPlanner:
         self._config = state.config
         self._num_slots_per_decode = state.config.num_slots_per_decode
         self.budget = PromptBudget(state.config)
-        self._admission = Admission(state, self.budget)
+        self._admission = AdmissionRules(state, self.budget)
         self.is_cut_short = False  # the last plan left requests for the next one to look up
         self._blocked_head: Request | None = None  # the head that the last step left waiting
 

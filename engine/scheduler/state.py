@@ -33,11 +33,11 @@ class SchedulerState:
         self,
         config: SchedulerConfig,
         cache_config: CacheConfig,
-        external: ExternalKv | None = None,
-        pulls: PullConfig | None = None,
+        external: ExternalKv | None,
+        pulls: PullConfig,
     ) -> None:
         self.config = config
-        self.cache = KvCache(cache_config, external)
+        self.cache = KvCache(cache_config, is_stored=external is not None)
         self.arrivals = KvArrivals(self.cache, external, pulls, config.max_fill_wait_s)
         # Blocks that a grant to a peer leaves free for each request that holds blocks.
         self.num_headroom_blocks = config.remote_headroom_blocks * len(cache_config.layout.groups)
@@ -197,7 +197,6 @@ class SchedulerState:
         return taken
 
     def stats(self) -> SchedulerStats:
-        pulls, loads = self.arrivals.pulls, self.arrivals.loads
         return SchedulerStats(
             num_running=len(self.batch),
             num_ready=len(self.ready),
@@ -216,9 +215,9 @@ class SchedulerState:
             total_sampled_tokens=self.total_sampled_tokens,
             total_proposed_tokens=self.total_proposed_tokens,
             total_accepted_tokens=self.total_accepted_tokens,
-            total_pulled_blocks=0 if pulls is None else pulls.total_landed_blocks,
-            total_failed_pull_blocks=0 if pulls is None else pulls.total_failed_blocks,
-            total_loaded_tokens={} if loads is None else dict(loads.total_tokens),
+            total_pulled_blocks=self.arrivals.pulls.total_landed_blocks,
+            total_failed_pull_blocks=self.arrivals.pulls.total_failed_blocks,
+            total_loaded_tokens=dict(self.arrivals.loads.total_tokens),
         )
 
     def check(self) -> None:

@@ -15,29 +15,24 @@ class StepPace:
     def __init__(self, target_s: float | None) -> None:
         self._target_s = target_s
         self._decoding_s: float | None = None  # duration of a step without prefill
-        self._token_s: float | None = None
-
-    @property
-    def token_s(self) -> float | None:
-        """The time that a prompt token adds to a step; None: not known yet."""
-        return self._token_s
+        self.token_s: float | None = None  # that a prompt token adds to a step; None: not known yet
 
     def prompt_tokens(self, num_decoding: int, budget: int) -> int:
         """Return the limit of prefill tokens in the next step: `budget` if no request decodes."""
         if self._target_s is None or not num_decoding:
             return budget
-        if self._token_s is None:
+        if self.token_s is None:
             return min(budget, FIRST_TOKENS)
         room_s = self._target_s - (self._decoding_s or 0.0)
-        return min(budget, max(LEAST_TOKENS, int(room_s / self._token_s)))
+        return min(budget, max(LEAST_TOKENS, int(room_s / self.token_s)))
 
     def paced_tokens(self, num_decoding: int, budget: int) -> int:
         """Return the limit for paced prompts, which take about as long as decoding."""
         if not num_decoding:
             return budget
-        if self._token_s is None or self._decoding_s is None:
+        if self.token_s is None or self._decoding_s is None:
             return min(budget, FIRST_PACED_TOKENS)
-        return min(budget, max(LEAST_TOKENS, int(self._decoding_s / self._token_s)))
+        return min(budget, max(LEAST_TOKENS, int(self._decoding_s / self.token_s)))
 
     def record_step(self, seconds: float, num_decoding: int, num_prompt_tokens: int) -> None:
         """Record the duration of a step."""
@@ -45,7 +40,7 @@ class StepPace:
             others_s = (self._decoding_s or 0.0) if num_decoding else 0.0
             # A step faster than one without prefill still shows that tokens are cheap.
             added_s = max(seconds - others_s, 0.1 * seconds)
-            self._token_s = _moving_average(self._token_s, added_s / num_prompt_tokens)
+            self.token_s = _moving_average(self.token_s, added_s / num_prompt_tokens)
         elif num_decoding:
             self._decoding_s = _moving_average(self._decoding_s, seconds)
 

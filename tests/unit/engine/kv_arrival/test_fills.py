@@ -43,7 +43,7 @@ class Filling:
             num_blocks=num_blocks,
             num_independent=num_blocks,
         )
-        return self.fills.begin(arrival, prefix, now)
+        return self.fills.begin(prefix, now, arrival)
 
     def num_cached(self, names: Sequence[BlockName]) -> int:
         return len(self.cache.pool.find(map(BlockHash, names)))

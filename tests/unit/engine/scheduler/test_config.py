@@ -23,7 +23,6 @@ def test_the_defaults_work() -> None:
         ("num_lookahead_tokens", -1),
         ("remote_headroom_blocks", -1),
         ("long_prefill_token_threshold", -1),
-        ("max_num_partial_prefills", 0),
         ("max_long_partial_prefills", 0),
         ("max_num_batched_tokens", 127),
     ],
