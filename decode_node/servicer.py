@@ -18,7 +18,6 @@ from baton.node.observers.tracing import NO_TRACING, NodeTracing
 from baton.node.state import NodeState
 from baton.rpc.messages.calls import CallReport
 from baton.rpc.status import named_errors
-from baton.rpc.streaming import streamed
 from baton.v1 import node_pb2, node_pb2_grpc
 
 
@@ -35,7 +34,6 @@ class DecodeServicer(node_pb2_grpc.DecodeServiceServicer):
         self._connect = connect
         self._calls = CallServer(state, self._open_account, tracing)
 
-    @streamed
     def Decode(
         self,
         request_iterator: AsyncIterator[node_pb2.DecodeRequest],

@@ -21,7 +21,6 @@ from baton.rpc.node_info import CARD, update_to
 from baton.rpc.security.operators import NO_OPERATORS, OPTION, Operators
 from baton.rpc.security.token_gate import sent_token
 from baton.rpc.status import named_errors
-from baton.rpc.streaming import streamed
 from baton.v1 import kv_link_pb2, kv_link_pb2_grpc, node_pb2, node_pb2_grpc
 
 # Clears the tiers of these names, or all. Returns how many blocks each had.
@@ -34,7 +33,6 @@ class KvLinkServicer(kv_link_pb2_grpc.KvLinkServiceServicer):
     def __init__(self, links: GrpcLinks) -> None:
         self._links = links
 
-    @streamed
     async def Link(
         self,
         request_iterator: AsyncIterator[kv_link_pb2.LinkRequest],
@@ -68,7 +66,6 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
     ) -> node_pb2.GetNodeResponse:
         return CARD.to_message(self._state.card)
 
-    @streamed
     async def Watch(
         self, request: node_pb2.WatchRequest, context: aio.ServicerContext[Any, Any]
     ) -> AsyncGenerator[node_pb2.WatchResponse, None]:

@@ -18,7 +18,6 @@ from baton.node.state import NodeState
 from baton.prefill_node.sends import PendingSends
 from baton.rpc.messages.calls import CallReport
 from baton.rpc.messages.sequences import handoff_id_of
-from baton.rpc.streaming import streamed
 from baton.v1 import node_pb2, node_pb2_grpc
 
 FINISHED_WITH_FIRST_TOKEN = (FinishReason.HANDED_OFF, FinishReason.STOP, FinishReason.LENGTH)
@@ -31,7 +30,6 @@ class PrefillServicer(node_pb2_grpc.PrefillServiceServicer):
         self._sends = sends
         self._calls = CallServer(state, self._open_account, tracing)
 
-    @streamed
     def Prefill(
         self,
         request_iterator: AsyncIterator[node_pb2.PrefillRequest],

@@ -10,8 +10,6 @@ import grpc
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.rpc.streaming import streamed
-
 HEALTH = "grpc.health.v1.Health"
 # Service name of liveness probes, which restart the process when they fail. Readiness does not
 # qualify for that: it is false while the process drains or while a router has no nodes.
@@ -63,7 +61,6 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r} here")
         return _response(self._health.is_ready)
 
-    @streamed
     async def Watch(
         self, request: health_pb2.HealthCheckRequest, context: aio.ServicerContext[Any, Any]
     ) -> AsyncGenerator[health_pb2.HealthCheckResponse, None]:

@@ -23,8 +23,8 @@ from baton.rpc.channel import (
 from baton.rpc.errors import AddressInUse
 from baton.rpc.health import HEALTH, Health, HealthServicer
 from baton.rpc.listening import check_port
+from baton.rpc.messages.interceptor import MessageInterceptor
 from baton.rpc.messages.limits import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
-from baton.rpc.messages.unreadable import InvalidMessageInterceptor
 from baton.rpc.reflection import enable_reflection
 from baton.rpc.security.tls import PLAIN, TlsConfig
 
@@ -68,7 +68,7 @@ async def serving(
     health = Health(names)
     max_request_bytes = MAX_REQUEST_BYTES if for_clients else MAX_MESSAGE_BYTES
     server = aio.server(
-        interceptors=(*interceptors, InvalidMessageInterceptor(is_gauged=for_clients)),
+        interceptors=(*interceptors, MessageInterceptor(is_gauged=for_clients)),
         options=server_options(keepalive, connections, max_request_bytes),
     )
     for service in services:

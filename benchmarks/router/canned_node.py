@@ -22,7 +22,6 @@ from baton.rpc.cached_prefixes import PrefixChanges
 from baton.rpc.node_info import CARD, NodeCard, NodeLoad, NodeRole, update_to
 from baton.rpc.parent_process import end_with_parent
 from baton.rpc.server import Service, announce, serving, stop_signal
-from baton.rpc.streaming import streamed
 from baton.v1 import node_pb2, node_pb2_grpc, sampling_pb2
 
 Context = aio.ServicerContext[Any, Any]
@@ -53,7 +52,6 @@ class Steps:
 
 
 class CannedPrefill(node_pb2_grpc.PrefillServiceServicer):
-    @streamed
     async def Prefill(  # noqa: N802
         self, request_iterator: AsyncIterator[node_pb2.PrefillRequest], context: Context
     ) -> AsyncGenerator[node_pb2.PrefillResponse, None]:
@@ -72,7 +70,6 @@ class CannedDecode(node_pb2_grpc.DecodeServiceServicer):
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
 
-    @streamed
     async def Decode(  # noqa: N802
         self, request_iterator: AsyncIterator[node_pb2.DecodeRequest], context: Context
     ) -> AsyncGenerator[node_pb2.DecodeResponse, None]:
@@ -109,7 +106,6 @@ class CannedState(node_pb2_grpc.NodeServiceServicer):
     ) -> node_pb2.GetNodeResponse:
         return CARD.to_message(self._card)
 
-    @streamed
     async def Watch(  # noqa: N802
         self, request: node_pb2.WatchRequest, context: Context
     ) -> AsyncGenerator[node_pb2.WatchResponse, None]:

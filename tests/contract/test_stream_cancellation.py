@@ -14,7 +14,6 @@ from grpc import aio
 from baton.rpc.channel import open_channel
 from baton.rpc.server import Service, serving
 from baton.rpc.status import named_errors
-from baton.rpc.streaming import streamed
 from baton.v1 import cluster_pb2, cluster_pb2_grpc
 
 PATIENCE_S = 30
@@ -27,7 +26,6 @@ class Flood(cluster_pb2_grpc.ClusterServiceServicer):
         self._is_waiting_inside = is_waiting_inside
         self.ended = asyncio.Event()
 
-    @streamed
     async def WatchNodes(  # noqa: N802
         self, request: cluster_pb2.WatchNodesRequest, context: aio.ServicerContext[Any, Any]
     ) -> AsyncGenerator[cluster_pb2.WatchNodesResponse, None]:

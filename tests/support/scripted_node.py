@@ -15,7 +15,6 @@ from baton.rpc.errors import Draining
 from baton.rpc.messages.sequences import Order
 from baton.rpc.server import Service, serving
 from baton.rpc.status import named_errors
-from baton.rpc.streaming import streamed
 from baton.v1 import node_pb2, node_pb2_grpc
 
 
@@ -48,7 +47,6 @@ class ScriptedNode(node_pb2_grpc.PrefillServiceServicer, node_pb2_grpc.DecodeSer
         self.is_draining = False
         self.stream_ended = asyncio.Event()
 
-    @streamed
     async def Prefill(  # noqa: N802
         self,
         request_iterator: AsyncIterator[node_pb2.PrefillRequest],
@@ -58,7 +56,6 @@ class ScriptedNode(node_pb2_grpc.PrefillServiceServicer, node_pb2_grpc.DecodeSer
             async for events in calls:
                 yield node_pb2.PrefillResponse(events=events)
 
-    @streamed
     async def Decode(  # noqa: N802
         self,
         request_iterator: AsyncIterator[node_pb2.DecodeRequest],

@@ -15,7 +15,6 @@ from baton.router.routing.node_table import NodeTable
 from baton.rpc.node_info import STATUS
 from baton.rpc.security.token_gate import sent_token
 from baton.rpc.status import named_errors
-from baton.rpc.streaming import streamed
 from baton.v1 import cluster_pb2, cluster_pb2_grpc
 
 MIN_INTERVAL_S = 0.1
@@ -26,7 +25,6 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
         self._table = table
         self._resets = resets
 
-    @streamed
     async def WatchNodes(
         self, request: cluster_pb2.WatchNodesRequest, context: aio.ServicerContext[Any, Any]
     ) -> AsyncGenerator[cluster_pb2.WatchNodesResponse, None]:

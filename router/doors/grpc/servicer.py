@@ -27,7 +27,6 @@ from baton.rpc.errors import NoNodes
 from baton.rpc.messages.conversion import SAMPLING_DEFAULTS
 from baton.rpc.node_info import NodeRole
 from baton.rpc.status import named_errors
-from baton.rpc.streaming import streamed
 from baton.v1 import inference_pb2, inference_pb2_grpc
 
 ID_BYTES = 12
@@ -41,7 +40,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._table = table
         self._scopes = scopes or RequestScopes()
 
-    @streamed
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: aio.ServicerContext[Any, Any]
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:

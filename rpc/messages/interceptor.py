@@ -1,9 +1,10 @@
-"""Interceptor that refuses invalid protobuf messages with `Unreadable` instead of UNKNOWN."""
+"""Interceptor of all methods: refuses invalid messages, closes the generators of responses."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +34,13 @@ class _Refused:
     refusal: ServiceError
 
 
-class InvalidMessageInterceptor(aio.ServerInterceptor):
-    """Refuses invalid messages; with `is_gauged`, also those with too many fields."""
+class MessageInterceptor(aio.ServerInterceptor):
+    """Refuses invalid messages by `Unreadable` instead of UNKNOWN.
+
+    With `is_gauged`, messages with too many fields are refused, too. The generator of a streaming
+    method is closed when its call ends: gRPC drops the generator of a call that is cancelled between
+    two responses, and the request behind it would continue until the garbage collector runs.
+    """
 
     def __init__(self, *, is_gauged: bool = False) -> None:
         self._is_gauged = is_gauged
@@ -76,7 +82,7 @@ def _refusing_deserializer(
 
 
 def _checked(method: Callable[[Any, Context], Any]) -> Callable[[Any, Context], Any]:
-    """Wrap a method, unary or streaming, to raise the refusals of its requests."""
+    """Wrap a method, unary or streaming, which then raises the refusals of its requests."""
 
     async def checked(request: Any, context: Context) -> Any:
         if isinstance(request, _Refused):
@@ -87,8 +93,9 @@ def _checked(method: Callable[[Any, Context], Any]) -> Callable[[Any, Context], 
         responses = method(request, context)
         if not inspect.isasyncgen(responses):
             return await responses
-        async for response in responses:
-            await context.write(response)
+        async with aclosing(responses):
+            async for response in responses:
+                await context.write(response)
         return None
 
     return checked
