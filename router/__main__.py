@@ -22,8 +22,8 @@ from baton.router.discovery.watcher import NodeDiscovery, watching
 from baton.router.dispatch.node_calls import GrpcNodeCalls
 from baton.router.doors.grpc.cluster_servicer import ClusterServicer
 from baton.router.doors.grpc.servicer import InferenceServicer
-from baton.router.input_processing.form_checks import ThreadedFormChecks
-from baton.router.input_processing.tokenization import ModelText, NoTokenizer, TextBoundary
+from baton.router.input_processing.form_checks import FormChecks
+from baton.router.input_processing.tokenization import ModelText, TextBoundary
 from baton.router.options import RouterOptions
 from baton.router.pipeline import Pipeline, PipelineConfig
 from baton.router.prefix_resets import PrefixResets
@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 def main(options: RouterOptions) -> None:
     """Serve until SIGTERM. Raises named errors for options that cannot work."""
-    text: TextBoundary = NoTokenizer()
+    text = TextBoundary()
     if options.model:
         text = ModelText(open_checkpoint(options.model).load_tokenizer())
     process = Process("router", f"router-{os.getpid()}", secrets.token_hex(ID_BYTES))
@@ -115,7 +115,7 @@ def build_components(
         text=text,
         clock=time.monotonic,
         config=PipelineConfig(options.dispatch, options.admission_queue),
-        forms=ThreadedFormChecks(compiler),
+        forms=FormChecks(compiler),
     )
     is_counted = options.telemetry.counts or options.http_port is not None
     metrics = RouterMetrics() if is_counted else None

@@ -8,14 +8,14 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 
 from baton.core.finish import Finish
-from baton.router.admission.admission import Admission
+from baton.router.admission.admission import AdmissionControl
 from baton.router.admission.admission_queue import INITIAL_CAPACITY, AdmissionQueueConfig
 from baton.router.context import RequestContext
 from baton.router.dispatch.config import DispatchConfig
 from baton.router.dispatch.dispatcher import Dispatcher
 from baton.router.dispatch.node_rpcs import NodeCalls
 from baton.router.dispatch.retries import RetryBudget
-from baton.router.input_processing.form_checks import NO_FORM_CHECKS, FormChecks
+from baton.router.input_processing.form_checks import FormChecks
 from baton.router.input_processing.input_processor import InputProcessor
 from baton.router.input_processing.large_texts import LargeTextConfig
 from baton.router.input_processing.tokenization import TextBoundary
@@ -40,11 +40,11 @@ class Pipeline:
         text: TextBoundary,
         clock: Callable[[], float],
         config: PipelineConfig,
-        forms: FormChecks = NO_FORM_CHECKS,
+        forms: FormChecks | None = None,
     ) -> None:
         self._table = table
         self.inputs = InputProcessor(table, text, forms, config.large_texts)
-        self._admission = Admission(config.admission_queue, clock)
+        self._admission = AdmissionControl(config.admission_queue, clock)
         self._dispatcher = Dispatcher(
             table=table,
             node_calls=node_calls,

@@ -56,7 +56,7 @@ class AnswerMeter:
             )
 
 
-class Admission:
+class AdmissionControl:
     def __init__(self, config: AdmissionQueueConfig, clock: Callable[[], float]) -> None:
         self._queue: AdmissionQueue[asyncio.Event] = AdmissionQueue(config)
         self._clock = clock

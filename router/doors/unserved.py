@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from baton.router.doors.openai.errors import OPENAI_ERRORS
-from baton.router.http.errors import Failure
+from baton.router.http.errors import HttpFailure
 
 MAX_SHOWN_PATH_CHARACTERS = 200
 USE_CHAT = "use /v1/chat/completions"
@@ -66,7 +66,7 @@ def _wrong_method(request: Request, error: HTTPException) -> Response:
 
 
 def _response(error: HTTPException, message: str, reason: str) -> Response:
-    failure = Failure(error.status_code, message, reason, headers=error.headers or {})
+    failure = HttpFailure(error.status_code, message, reason, headers=error.headers or {})
     return OPENAI_ERRORS.response(failure)
 
 

@@ -19,13 +19,12 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from baton.core.errors import InvalidConfig
-from baton.router.http.errors import ErrorFormat, Failure
+from baton.router.http.errors import ErrorFormat, HttpFailure
 from baton.router.http.json_encoding import Json
 
 ACCEPT_RETRY_S = 0.05
 OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-ALL_CONNECTIONS_IN_USE = Failure(
+ALL_CONNECTIONS_IN_USE = HttpFailure(
     503, "all connections are in use; try again in a second", "TOO_MANY_CONNECTIONS"
 )
 
@@ -43,30 +42,14 @@ class ConnectionLimits:
     body_s: float = 30.0  # between two chunks of a body
     unread_s: float = 120.0  # while a client does not read its answer
 
-    def __post_init__(self) -> None:
-        if self.max_connections < 1:
-            raise InvalidConfig(f"max_connections is {self.max_connections}; it must be above 0")
-
 
 class ConnectionSlot:
     """One accepted connection's slot among those of an acceptor."""
 
-    def __init__(self, slots: ConnectionSlots, accepted: socket.socket) -> None:
-        self._slots = slots
+    def __init__(self, accepted: socket.socket) -> None:
         self.socket = accepted
         self.opening: asyncio.Task[None] | None = None  # includes the TLS handshake
         self.http: HttpConnection | None = None
-
-    def wait(self) -> None:
-        """Mark the connection as waiting for its client, from now on."""
-        self._slots.note_waiting(self)
-
-    def answer(self) -> None:
-        """Mark the connection as answering a complete request."""
-        self._slots.note_answering(self)
-
-    def free(self) -> None:
-        self._slots.free(self)
 
     def abort(self) -> None:
         if self.http is not None and self.http.is_open:
@@ -89,17 +72,19 @@ class ConnectionSlots:
         return len(self._taken)
 
     def take(self, accepted: socket.socket) -> ConnectionSlot:
-        slot = ConnectionSlot(self, accepted)
+        slot = ConnectionSlot(accepted)
         self._taken.add(slot)
         self._waiting[slot] = None
         return slot
 
     def note_waiting(self, slot: ConnectionSlot) -> None:
+        """Record that the connection waits for its client, from now on."""
         if slot in self._taken:
             self._waiting.pop(slot, None)
             self._waiting[slot] = None
 
     def note_answering(self, slot: ConnectionSlot) -> None:
+        """Record that the connection answers a complete request."""
         self._waiting.pop(slot, None)
 
     def free(self, slot: ConnectionSlot) -> None:
@@ -124,10 +109,12 @@ class HttpConnection(H11Protocol):
         config: uvicorn.Config,
         server_state: ServerState,
         limits: ConnectionLimits,
+        slots: ConnectionSlots,
         slot: ConnectionSlot,
     ) -> None:
         super().__init__(config, server_state, {})
         self._limits = limits
+        self._slots = slots
         self._slot = slot
         self._deadline: asyncio.TimerHandle | None = None
         self._unread_deadline: asyncio.TimerHandle | None = None
@@ -141,7 +128,7 @@ class HttpConnection(H11Protocol):
         for deadline in (self._deadline, self._unread_deadline):
             if deadline is not None:
                 deadline.cancel()
-        self._slot.free()
+        self._slots.free(self._slot)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -155,7 +142,7 @@ class HttpConnection(H11Protocol):
     def on_response_complete(self) -> None:
         self._close_after(None)  # uvicorn's keep-alive timeout applies from here
         self._has_part_of_head = False
-        self._slot.wait()
+        self._slots.note_waiting(self._slot)
         super().on_response_complete()
         if not self._is_between_requests:
             self._request_moved_on()
@@ -187,7 +174,7 @@ class HttpConnection(H11Protocol):
 
     def _head_began(self) -> None:
         self._has_part_of_head = True
-        self._slot.wait()
+        self._slots.note_waiting(self._slot)
         self._close_after(self._limits.head_s)
 
     def _request_moved_on(self) -> None:
@@ -195,7 +182,7 @@ class HttpConnection(H11Protocol):
         if self.cycle.more_body:
             self._close_after(self._limits.body_s)
         else:
-            self._slot.answer()
+            self._slots.note_answering(self._slot)
             self._close_after(None)
 
     def _close_after(self, wait_s: float | None) -> None:
@@ -263,7 +250,9 @@ class Acceptor:
 
     async def _open(self, slot: ConnectionSlot) -> None:
         def make() -> HttpConnection:
-            slot.http = HttpConnection(self._config, self._server_state, self._limits, slot)
+            slot.http = HttpConnection(
+                self._config, self._server_state, self._limits, self._slots, slot
+            )
             return slot.http
 
         context = self._config.ssl
@@ -278,7 +267,7 @@ class Acceptor:
             log.debug("a TLS handshake failed", exc_info=True)
         finally:
             if slot.http is None or not slot.http.is_open:
-                slot.free()
+                self._slots.free(slot)
 
     def _refuse(self, accepted: socket.socket) -> None:
         with accepted, suppress(OSError):

@@ -45,7 +45,7 @@ DRAINING_RETRY_AFTER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class HttpFailure:
     """A failed request, before it is put in the format of an API."""
 
     status: int
@@ -60,21 +60,23 @@ class Failure:
 class ErrorFormat:
     """Format of an API's errors: as the body of a response, or as the last event of a stream."""
 
-    body: Callable[[Failure], dict[str, Any]]
-    event: Callable[[Failure], bytes]
+    body: Callable[[HttpFailure], dict[str, Any]]
+    event: Callable[[HttpFailure], bytes]
 
-    def response(self, failure: Failure, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    def response(
+        self, failure: HttpFailure, headers: Mapping[str, str] | None = None
+    ) -> JSONResponse:
         both = {**(headers or {}), **failure.headers}
         return JSONResponse(self.body(failure), failure.status, both)
 
 
 # The log has the traceback.
-INTERNAL = Failure(500, "internal error; see the server's log", "INTERNAL")
+INTERNAL = HttpFailure(500, "internal error; see the server's log", "INTERNAL")
 
 
-def failure_of(error: Exception) -> Failure:
+def failure_of(error: Exception) -> HttpFailure:
     """Describe a named error."""
-    return Failure(
+    return HttpFailure(
         status_of(error),
         message_of(error),
         code_and_reason(error)[1],

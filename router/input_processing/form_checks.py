@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from typing import Protocol
 
 from baton.core.errors import InvalidRequest
 from baton.core.structured_outputs import StructuredOutputs
@@ -20,23 +19,7 @@ MAX_WAITING_CHARACTERS = 1 << 26
 RETRY_AFTER_S = 1.0
 
 
-class FormChecks(Protocol):
-    async def check(self, form: StructuredOutputs) -> None:
-        """Raises InvalidRequest for a form that cannot be used, and QueueFull if too many wait."""
-        ...
-
-
-class NoFormChecks:
-    """Accepts all forms, which nodes check anyway."""
-
-    async def check(self, form: StructuredOutputs) -> None:
-        pass
-
-
-NO_FORM_CHECKS = NoFormChecks()
-
-
-class ThreadedFormChecks:
+class FormChecks:
     """Checks forms with a grammar compiler, which caches its results."""
 
     def __init__(
@@ -53,6 +36,7 @@ class ThreadedFormChecks:
         self._num_waiting_characters = 0
 
     async def check(self, form: StructuredOutputs) -> None:
+        """Raises InvalidRequest for a form that cannot be used, and QueueFull if too many wait."""
         size = len(form.text)
         num_characters = self._num_waiting_characters + size
         if self._num_waiting >= self._max_waiting or num_characters > self._max_waiting_characters:

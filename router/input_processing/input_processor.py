@@ -26,7 +26,7 @@ class InputProcessor:
         self,
         table: NodeTable,
         text: TextBoundary,
-        forms: FormChecks,
+        forms: FormChecks | None,  # None: only nodes check forms
         large_texts: LargeTextConfig,
     ) -> None:
         self._table = table
@@ -48,7 +48,7 @@ class InputProcessor:
         token_ids = await self.token_ids(call.prompt, call.model)
         context.trace.note_tokenized(len(token_ids))
         self._check_prompt(call, len(token_ids), context.logprob_budget or LogprobBudget())
-        if call.sampling.structured_outputs is not None:
+        if self._forms is not None and call.sampling.structured_outputs is not None:
             await self._forms.check(call.sampling.structured_outputs)
         return self._fit_max_tokens(replace(call, prompt=TokenPrompt(token_ids)), len(token_ids))
 

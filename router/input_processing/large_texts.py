@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from baton.core.errors import InvalidConfig
 from baton.rpc.errors import QueueFull
 
 RETRY_AFTER_S = 1.0
@@ -20,10 +19,6 @@ class LargeTextConfig:
     small_size: int = 2048  # characters or tokens that are faster to process without a thread
     num_threads: int = 2
     max_waiting: int = 64  # limited because each holds its text in memory
-
-    def __post_init__(self) -> None:
-        if self.num_threads < 1:
-            raise InvalidConfig(f"num_threads is {self.num_threads}; it must be at least 1")
 
 
 class LargeTexts:

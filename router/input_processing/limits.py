@@ -9,7 +9,6 @@ from baton.core.kv_hints import KvHints
 from baton.core.sampling import SamplingParams
 from baton.rpc.messages.limits import MAX_MESSAGE_BYTES
 
-MAX_ANSWERS = 128  # of one request; each answer is a sequence of its own
 MAX_NAME_CHARACTERS = 256  # of request ids, models and cache salts: logs and metrics hold them
 MAX_ANSWERS = 128  # `n` of one request; each answer is a sequence of its own
 MAX_CHAT_MESSAGES = 1 << 14

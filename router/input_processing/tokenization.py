@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Protocol
 
 from baton.checkpoint.token_text import TokenText
 from baton.checkpoint.tokenizer import Tokenizer
@@ -13,35 +12,40 @@ from baton.router.values import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from baton.rpc.errors import UnsupportedInput
 
 
-class TextBoundary(Protocol):
+class TextBoundary:
+    """Text boundary of the pipeline. Without a tokenizer, as here, it accepts token ids only."""
+
+    @property
+    def supports_tools(self) -> bool:
+        """True if the chat template reads `tools`."""
+        return False
+
     def token_ids(self, prompt: Prompt, max_tokens: int | None = None) -> tuple[int, ...]:
         """Tokenise a prompt.
 
         Raises ContextLengthExceeded, before tokenising, for a text that must exceed `max_tokens`.
         """
-        ...
+        if isinstance(prompt, TokenPrompt):
+            return prompt.token_ids
+        raise _no_tokenizer_error()
 
     def spellings(self, word: str) -> frozenset[tuple[int, ...]]:
         """Return the token sequences of `word`, inside and at the beginning of a word."""
-        ...
+        raise _no_tokenizer_error()
 
-    def text(self, token_ids: tuple[int, ...], *, skip_special_tokens: bool = True) -> str: ...
-
-    @property
-    def supports_tools(self) -> bool:
-        """True if the chat template reads `tools`."""
-        ...
+    def text(self, token_ids: tuple[int, ...], *, skip_special_tokens: bool = True) -> str:
+        raise _no_tokenizer_error()
 
     def token(self, token_id: int) -> TokenText:
         """Return the text of a single token, or the name of a special token."""
-        ...
+        return placeholder_text(token_id)
 
     def create_detokenizer(self, shown: Collection[str] = ()) -> IncrementalDetokenizer:
         """Return a new detokenizer for one answer. It includes the special tokens in `shown`."""
-        ...
+        return NoDetokenizer()
 
 
-class ModelText:
+class ModelText(TextBoundary):
     """Text boundary of a router with the model's tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -94,31 +98,6 @@ class ModelText:
 
     def create_detokenizer(self, shown: Collection[str] = ()) -> IncrementalDetokenizer:
         return self._tokenizer.detokenizer(shown=shown)
-
-
-class NoTokenizer:
-    """Text boundary of a router without a tokenizer: accepts token ids only."""
-
-    def token_ids(self, prompt: Prompt, max_tokens: int | None = None) -> tuple[int, ...]:
-        if isinstance(prompt, TokenPrompt):
-            return prompt.token_ids
-        raise _no_tokenizer_error()
-
-    def spellings(self, word: str) -> frozenset[tuple[int, ...]]:
-        raise _no_tokenizer_error()
-
-    def text(self, token_ids: tuple[int, ...], *, skip_special_tokens: bool = True) -> str:
-        raise _no_tokenizer_error()
-
-    @property
-    def supports_tools(self) -> bool:
-        return False
-
-    def token(self, token_id: int) -> TokenText:
-        return placeholder_text(token_id)
-
-    def create_detokenizer(self, shown: Collection[str] = ()) -> IncrementalDetokenizer:
-        return NoDetokenizer()
 
 
 def placeholder_text(token_id: int) -> TokenText:

@@ -38,8 +38,8 @@ class MessageInterceptor(aio.ServerInterceptor):
     """Refuses invalid messages by `Unreadable` instead of UNKNOWN.
 
     With `is_gauged`, messages with too many fields are refused, too. The generator of a streaming
-    method is closed when its call ends: gRPC drops the generator of a call that is cancelled between
-    two responses, and the request behind it would continue until the garbage collector runs.
+    method is closed when its call ends. gRPC only drops that of a call which is cancelled between
+    two responses: the request behind it would continue until the garbage collector runs.
     """
 
     def __init__(self, *, is_gauged: bool = False) -> None:

@@ -16,7 +16,7 @@ from baton.engine.plan import Plan, RunResult
 from baton.router.context import RequestContext
 from baton.router.dispatch.config import DispatchConfig
 from baton.router.dispatch.node_calls import GrpcNodeCalls
-from baton.router.input_processing.tokenization import NoTokenizer
+from baton.router.input_processing.tokenization import TextBoundary
 from baton.router.pipeline import Pipeline, PipelineConfig
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import Node
@@ -119,7 +119,7 @@ def ask_nodes(*engines: EngineCore) -> tuple[list[int], Finish]:
             pipeline = Pipeline(
                 table=a_table(*nodes),
                 node_calls=node_calls,
-                text=NoTokenizer(),
+                text=TextBoundary(),
                 clock=time.monotonic,
                 config=config,
             )

@@ -27,7 +27,7 @@ from baton.router.admission.admission_queue import AdmissionQueueConfig
 from baton.router.answer import IncrementalDetokenizer
 from baton.router.context import RequestContext
 from baton.router.http.bodies import MAX_BODY_BYTES, max_values
-from baton.router.input_processing.tokenization import ModelText, NoTokenizer, TextBoundary
+from baton.router.input_processing.tokenization import ModelText, TextBoundary
 from baton.router.routing.node_table import NodeTable
 from baton.router.text_events.parsing import Parsing
 from baton.router.tracing import Tracing
@@ -766,7 +766,7 @@ async def status_at(
         writing.close()
 
 
-class Scripted(NoTokenizer):
+class Scripted(TextBoundary):
     """Tokenizer with a fixed prompt and a fixed answer of three characters per token."""
 
     def __init__(self, script: str) -> None:

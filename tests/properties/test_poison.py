@@ -16,7 +16,7 @@ from baton.router.admission.admission_queue import AdmissionQueueConfig
 from baton.router.context import RequestContext
 from baton.router.dispatch.config import DispatchConfig
 from baton.router.dispatch.quarantine import PROVEN_TOKENS
-from baton.router.input_processing.tokenization import NoTokenizer
+from baton.router.input_processing.tokenization import TextBoundary
 from baton.router.pipeline import Pipeline, PipelineConfig
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.values import GenerateCall, TokenChunk, TokenPrompt
@@ -73,7 +73,7 @@ def serve(
     pipeline = nodes.pipeline = Pipeline(
         table=table,
         node_calls=nodes,
-        text=NoTokenizer(),
+        text=TextBoundary(),
         clock=lambda: float(next(ticks)),
         config=PipelineConfig(
             DispatchConfig(

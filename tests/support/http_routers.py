@@ -16,7 +16,7 @@ from baton.router.dispatch.config import DispatchConfig
 from baton.router.doors.http_app import DEFAULT_ERRORS, http_app
 from baton.router.http.connections import ConnectionLimits
 from baton.router.http.server import http_serving
-from baton.router.input_processing.tokenization import NoTokenizer, TextBoundary
+from baton.router.input_processing.tokenization import TextBoundary
 from baton.router.pipeline import Pipeline, PipelineConfig
 from baton.router.prefix_resets import PrefixResets
 from baton.router.request_scope import RequestScopes
@@ -64,7 +64,7 @@ async def an_http_router(
     pipeline = Pipeline(
         table=table,
         node_calls=node_calls or FakeNodeCalls(),
-        text=text or NoTokenizer(),
+        text=text or TextBoundary(),
         clock=time.monotonic,
         config=PipelineConfig(
             DispatchConfig(routing=Routing(RoutingPolicy.ROUND_ROBIN)), admission_queue

@@ -13,7 +13,7 @@ from grpc import aio
 from baton.router.admission.admission_queue import AdmissionQueueConfig
 from baton.router.dispatch.config import DispatchConfig
 from baton.router.doors.grpc.servicer import InferenceServicer
-from baton.router.input_processing.tokenization import NoTokenizer
+from baton.router.input_processing.tokenization import TextBoundary
 from baton.router.pipeline import Pipeline, PipelineConfig
 from baton.router.request_scope import RequestScopes
 from baton.router.routing.config import Routing, RoutingPolicy
@@ -29,7 +29,7 @@ from tests.support.node_calls import FakeNodeCalls, a_table
 UNCROWDED = AdmissionQueueConfig()
 
 
-class ToldOfPrompts(NoTokenizer):
+class ToldOfPrompts(TextBoundary):
     """Tokenization that records the prompts it reads, whose requests are queued or running."""
 
     def __init__(self) -> None:

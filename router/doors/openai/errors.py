@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.core.errors import ContextLengthExceeded
-from baton.router.http.errors import ErrorFormat, Failure
+from baton.router.http.errors import ErrorFormat, HttpFailure
 from baton.router.http.json_encoding import Json, server_sent_event
 from baton.rpc.errors import QueueFull, Unauthenticated, UnknownModel
 from baton.rpc.status import CONTEXT_LENGTH_EXCEEDED
@@ -17,7 +17,7 @@ CODES: dict[type[Exception], str] = {
 }
 
 
-def error_body(failure: Failure) -> Json:
+def error_body(failure: HttpFailure) -> Json:
     codes = (code for kind, code in CODES.items() if isinstance(failure.cause, kind))
     error = {
         "message": failure.message,

@@ -35,7 +35,7 @@ Read = Callable[[Mapping[str, Any], str, ModelContext], ParsedRequest]
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class AnswerHandler:
     """Answers the requests to one path."""
 
     pipeline: Pipeline

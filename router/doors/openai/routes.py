@@ -8,7 +8,7 @@ from starlette.routing import Route
 
 from baton.router.doors.openai.endpoints import Models, PrefixCacheEndpoint, Tokens
 from baton.router.doors.openai.errors import OPENAI_ERRORS
-from baton.router.doors.openai.generation import Generation, Read
+from baton.router.doors.openai.generation import AnswerHandler, Read
 from baton.router.doors.openai.request.parsed_request import chat_completion_from, completion_from
 from baton.router.http.bodies import Bodies
 from baton.router.http.exchange import GenerationEndpoint
@@ -29,7 +29,7 @@ def openai_routes(
     root: str,
 ) -> list[Route]:
     def generation(read: Read) -> GenerationEndpoint:
-        answer = Generation(pipeline, table, parsing, bodies, read).answer
+        answer = AnswerHandler(pipeline, table, parsing, bodies, read).answer
         return GenerationEndpoint(scopes, bodies, OPENAI_ERRORS, answer)
 
     models, texts = Models(table, root), Tokens(pipeline.inputs, table, bodies)

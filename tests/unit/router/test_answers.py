@@ -14,7 +14,7 @@ from baton.core.finish import Finish
 from baton.core.sampling import MAX_LOGPROBS, SamplingParams
 from baton.router.answers import generate_answers
 from baton.router.dispatch.config import DispatchConfig
-from baton.router.input_processing.tokenization import NoTokenizer
+from baton.router.input_processing.tokenization import TextBoundary
 from baton.router.pipeline import Pipeline, PipelineConfig
 from baton.router.request_scope import RequestScopes
 from baton.router.routing.config import Routing, RoutingPolicy
@@ -56,7 +56,7 @@ def a_pipeline(nodes: FakeNodeCalls, table: NodeTable) -> Pipeline:
     return Pipeline(
         table=table,
         node_calls=nodes,
-        text=NoTokenizer(),
+        text=TextBoundary(),
         clock=lambda: float(next(ticks)),
         config=PipelineConfig(dispatch),
     )
@@ -368,7 +368,7 @@ def test_many_answers_to_a_poisonous_prompt_end_two_engines(num_prefill: int) ->
     nodes.pipeline = Pipeline(
         table=table,
         node_calls=nodes,
-        text=NoTokenizer(),
+        text=TextBoundary(),
         clock=lambda: float(next(ticks)),
         config=PipelineConfig(DispatchConfig(node_patience_s=30, retry_pause_s=0.0)),
     )

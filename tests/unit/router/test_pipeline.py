@@ -24,7 +24,7 @@ from baton.router.admission.admission_queue import AdmissionQueueConfig
 from baton.router.context import RequestContext
 from baton.router.dispatch.config import DispatchConfig
 from baton.router.dispatch.node_rpcs import MAX_WAITING, Events, LegOutput
-from baton.router.input_processing.tokenization import NoTokenizer, TextBoundary
+from baton.router.input_processing.tokenization import TextBoundary
 from baton.router.pipeline import Pipeline, PipelineConfig
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import NodeTable
@@ -81,7 +81,7 @@ def a_pipeline(
     return Pipeline(
         table=table or a_table(),
         node_calls=nodes,
-        text=text or NoTokenizer(),
+        text=text or TextBoundary(),
         clock=clock or (lambda: float(next(ticks))),
         config=PipelineConfig(
             DispatchConfig(
@@ -797,7 +797,7 @@ def test_a_draining_router_takes_nothing_new() -> None:
         asyncio.run(drain_then_ask())
 
 
-class SlowText(NoTokenizer):
+class SlowText(TextBoundary):
     """Tokenizer that blocks on a text until it is released."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Admission queue: order, limits, waiting times and cancellation."""
+"""AdmissionControl queue: order, limits, waiting times and cancellation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from baton.core.errors import InvalidConfig
 from baton.core.sampling import SamplingParams
-from baton.router.admission.admission import Admission
+from baton.router.admission.admission import AdmissionControl
 from baton.router.admission.admission_queue import (
     MAX_RETRY_AFTER_S,
     AdmissionQueue,
@@ -106,7 +106,7 @@ def test_limits_that_serve_nobody_are_refused(in_flight: int, queue: int) -> Non
 
 def test_a_request_that_is_cancelled_just_when_it_was_admitted_passes_its_turn_on() -> None:
     async def three() -> None:
-        admission = Admission(AdmissionQueueConfig(1, 5), clock=lambda: 0.0)
+        admission = AdmissionControl(AdmissionQueueConfig(1, 5), clock=lambda: 0.0)
         call = GenerateCall("a", TokenPrompt((1,)), SamplingParams())
         done = asyncio.Event()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from baton.core.errors import InvalidConfig
 from baton.router.dispatch.retries import RetryBudget
 
 
@@ -30,8 +29,3 @@ def test_quiet_times_save_no_more_than_the_most() -> None:
         budget.note_request()
 
     assert [budget.spend() for _ in range(3)] == [True, True, False]
-
-
-def test_a_budget_of_nothing_is_refused() -> None:
-    with pytest.raises(InvalidConfig):
-        RetryBudget(0)

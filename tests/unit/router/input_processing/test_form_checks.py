@@ -13,10 +13,10 @@ from baton.core.structured_outputs import StructuredOutputs
 from baton.engine.structured_output.compiler import GrammarCompiler
 from baton.engine.structured_output.llguidance_backend import Checked
 from baton.router.context import RequestContext
-from baton.router.input_processing.form_checks import ThreadedFormChecks
+from baton.router.input_processing.form_checks import FormChecks
 from baton.router.input_processing.input_processor import InputProcessor
 from baton.router.input_processing.large_texts import LargeTextConfig
-from baton.router.input_processing.tokenization import NoTokenizer
+from baton.router.input_processing.tokenization import TextBoundary
 from baton.router.values import GenerateCall, TokenPrompt
 from baton.rpc.errors import QueueFull
 from tests.support.grammars import BAD, GOOD, PATIENCE_S, SLOW, HeldLibrary
@@ -30,8 +30,8 @@ def compiler_of(library: HeldLibrary) -> GrammarCompiler[Checked]:
 def test_without_a_form_there_is_nothing_to_look_at() -> None:
     library = HeldLibrary()
     with compiler_of(library) as compiler:
-        checks = ThreadedFormChecks(compiler)
-        inputs = InputProcessor(a_table(), NoTokenizer(), checks, LargeTextConfig())
+        checks = FormChecks(compiler)
+        inputs = InputProcessor(a_table(), TextBoundary(), checks, LargeTextConfig())
         for form in (None, GOOD):
             call = GenerateCall("a", TokenPrompt((1,)), SamplingParams(structured_outputs=form))
             asyncio.run(inputs.process(call, RequestContext(0.0)))
@@ -42,7 +42,7 @@ def test_without_a_form_there_is_nothing_to_look_at() -> None:
 def test_the_loop_and_other_forms_go_on_while_one_is_looked_at() -> None:
     library = HeldLibrary()
 
-    async def look(checks: ThreadedFormChecks) -> None:
+    async def look(checks: FormChecks) -> None:
         slow = asyncio.ensure_future(checks.check(SLOW))
         await asyncio.to_thread(library.has_begun.wait, PATIENCE_S)
         await checks.check(GOOD)
@@ -51,25 +51,25 @@ def test_the_loop_and_other_forms_go_on_while_one_is_looked_at() -> None:
         await slow
 
     with compiler_of(library) as compiler:
-        asyncio.run(look(ThreadedFormChecks(compiler)))
+        asyncio.run(look(FormChecks(compiler)))
 
     assert library.compiled == [GOOD, SLOW]
 
 
 def test_a_bad_one_is_refused_with_the_reason() -> None:
     with compiler_of(HeldLibrary()) as compiler, pytest.raises(InvalidRequest, match="it is bad"):
-        asyncio.run(ThreadedFormChecks(compiler).check(BAD))
+        asyncio.run(FormChecks(compiler).check(BAD))
 
 
 def test_what_was_found_well_is_looked_at_once() -> None:
     library = HeldLibrary()
 
-    async def look(checks: ThreadedFormChecks) -> None:
+    async def look(checks: FormChecks) -> None:
         for _ in range(3):
             await checks.check(GOOD)
 
     with compiler_of(library) as compiler:
-        asyncio.run(look(ThreadedFormChecks(compiler)))
+        asyncio.run(look(FormChecks(compiler)))
 
     assert library.compiled == [GOOD]
 
@@ -78,7 +78,7 @@ def test_when_too_many_wait_the_next_is_sent_away() -> None:
     library = HeldLibrary()
     forms = [StructuredOutputs(regex=str(number)) for number in range(2)]
 
-    async def look(checks: ThreadedFormChecks) -> None:
+    async def look(checks: FormChecks) -> None:
         waiting = [asyncio.ensure_future(checks.check(form)) for form in (SLOW, SLOW)]
         await asyncio.to_thread(library.has_begun.wait, PATIENCE_S)
         with pytest.raises(QueueFull, match="2 requests"):
@@ -90,14 +90,14 @@ def test_when_too_many_wait_the_next_is_sent_away() -> None:
         await asyncio.gather(*waiting)
 
     with compiler_of(library) as compiler:
-        asyncio.run(look(ThreadedFormChecks(compiler, max_waiting=2)))
+        asyncio.run(look(FormChecks(compiler, max_waiting=2)))
 
 
 def test_when_too_much_waits_a_small_one_may_still_come() -> None:
     library = HeldLibrary()
     large = StructuredOutputs(regex="large one")
 
-    async def look(checks: ThreadedFormChecks) -> None:
+    async def look(checks: FormChecks) -> None:
         waiting = asyncio.ensure_future(checks.check(SLOW))
         await asyncio.to_thread(library.has_begun.wait, PATIENCE_S)
         with pytest.raises(QueueFull):
@@ -108,20 +108,20 @@ def test_when_too_much_waits_a_small_one_may_still_come() -> None:
         await checks.check(large)
 
     with compiler_of(library) as compiler:
-        asyncio.run(look(ThreadedFormChecks(compiler, max_waiting_characters=10)))
+        asyncio.run(look(FormChecks(compiler, max_waiting_characters=10)))
 
 
 def test_a_grammar_compiled_after_the_loop_has_closed_raises_in_no_thread() -> None:
     library = HeldLibrary()
 
-    async def leave(checks: ThreadedFormChecks) -> None:
+    async def leave(checks: FormChecks) -> None:
         left = asyncio.ensure_future(checks.check(SLOW))
         await asyncio.to_thread(library.has_begun.wait, PATIENCE_S)
         left.cancel()
 
     with compiler_of(library) as compiler:
-        asyncio.run(leave(ThreadedFormChecks(compiler)))
+        asyncio.run(leave(FormChecks(compiler)))
         library.may_end.set()
-        asyncio.run(ThreadedFormChecks(compiler).check(GOOD))
+        asyncio.run(FormChecks(compiler).check(GOOD))
 
     assert set(library.compiled) == {SLOW, GOOD}
