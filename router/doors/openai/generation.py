@@ -16,15 +16,12 @@ from baton.router.doors.openai.request.structured_outputs import errors_of_field
 from baton.router.doors.openai.response.answers import (
     StreamedAnswer,
     WholeAnswer,
-    make_choices,
     make_header,
 )
 from baton.router.doors.openai.response.choices import EchoedPrompt
-from baton.router.doors.openai.response.request_warnings import Warnings
 from baton.router.http.bodies import Bodies
 from baton.router.http.exchange import ReceivedRequest, Reply
 from baton.router.http.json_encoding import encode_in_slices
-from baton.router.input_processing.tokenization import placeholder_text
 from baton.router.pipeline import Pipeline
 from baton.router.routing.node_table import NodeTable
 from baton.router.text_events.events import EventReader
@@ -84,19 +81,16 @@ class AnswerHandler:
         reply: Reply,
     ) -> None:
         header = make_header(parsed, request.id, int(time.time()), self._model(parsed))
-        token_text = placeholder_text if parsed.options.tokens_by_id else self.pipeline.inputs.token
-        choices = make_choices(parsed, prompts, token_text)
         events = EventReader(parsed.options.text_format.parser, len(parsed.calls))
-        warnings = Warnings(parsed.options, supports_tools=self.pipeline.inputs.supports_tools)
         answers = generate_answers(self.pipeline, request.scope, parsed.calls, parsed.num_each)
         async with aclosing(answers) as parts:
             if not parsed.options.is_streamed:
-                whole = WholeAnswer(parsed, header, choices, token_text, warnings)
+                whole = WholeAnswer(parsed, header, prompts, self.pipeline.inputs)
                 async for index, part in parts:
                     whole.add(events.read(index, part))
                 await reply.send_body(await encode_in_slices(whole.body()))
                 return
-            streamed = StreamedAnswer(parsed, header, choices, prompts, warnings)
+            streamed = StreamedAnswer(parsed, header, prompts, self.pipeline.inputs)
             async for index, part in parts:
                 await reply.send_events(await streamed.chunk(events.read(index, part)))
             await reply.send_events(streamed.end(), is_last=True)

@@ -6,7 +6,6 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from baton.core.finish import Finish
@@ -18,52 +17,25 @@ from baton.router.doors.openai.response.choices import (
     ResponseChoice,
     join_chunks,
 )
-from baton.router.doors.openai.response.logprobs import TokenToText, prompt_logprobs
-from baton.router.doors.openai.response.request_warnings import Warnings
+from baton.router.doors.openai.response.logprobs import prompt_logprobs
 from baton.router.http.json_encoding import Json, LazyArray, encode_in_slices, server_sent_event
+from baton.router.input_processing.input_processor import InputProcessor
 from baton.router.input_processing.limits import MAX_POSITIONS_PER_SLICE
+from baton.router.input_processing.tokenization import placeholder_text
 from baton.router.text_events.events import AnswerEvents, TextEvent, fold
+from baton.router.text_events.parsing import TextFormat, ToolCallMode
 from baton.router.values import TokenChunk
 
 DONE = b"data: [DONE]\n\n"
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseHeader:
-    """Fields that all messages of one answer share."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-
-    def with_choices(self, choices: Sequence[Json] | LazyArray, **more: Any) -> Json:
-        return {
-            "id": self.id,
-            "object": self.object,
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-            **more,
-        }
-
-
-def make_header(parsed: ParsedRequest, request_id: str, created: int, model: str) -> ResponseHeader:
-    options = parsed.options
-    if not options.is_chat:
-        return ResponseHeader(f"cmpl-{request_id}", "text_completion", created, model)
-    kind = "chat.completion.chunk" if options.is_streamed else "chat.completion"
-    return ResponseHeader(f"chatcmpl-{request_id}", kind, created, model)
-
-
-def make_choices(
-    parsed: ParsedRequest, prompts: Sequence[EchoedPrompt], token_text: TokenToText
-) -> list[ResponseChoice]:
-    """Return a choice for each call. `prompts` has one entry per call."""
-    options = parsed.options
-    if options.is_chat:
-        return [ChatChoice(index, options, token_text) for index in range(len(parsed.calls))]
-    return [CompletionChoice(*each, options, token_text) for each in enumerate(prompts)]
+def make_header(parsed: ParsedRequest, request_id: str, created: int, model: str) -> Json:
+    """Return the fields that all messages of one answer share."""
+    identity, kind = f"cmpl-{request_id}", "text_completion"
+    if parsed.options.is_chat:
+        identity = f"chatcmpl-{request_id}"
+        kind = "chat.completion.chunk" if parsed.options.is_streamed else "chat.completion"
+    return {"id": identity, "object": kind, "created": created, "model": model}
 
 
 class UsageTotals:
@@ -121,27 +93,54 @@ def usage_of(num_prompt_tokens: int, num_completion_tokens: int) -> Json:
     }
 
 
-class WholeAnswer:
+class _Response:
+    """Response to one request, whole or streamed."""
+
+    def __init__(
+        self,
+        parsed: ParsedRequest,
+        header: Json,
+        prompts: Sequence[EchoedPrompt],
+        inputs: InputProcessor,
+    ) -> None:
+        """`prompts` has one entry per call."""
+        options = parsed.options
+        token_text = placeholder_text if options.tokens_by_id else inputs.token
+        self._parsed = parsed
+        self._options = options
+        self._header = header
+        self._prompts = prompts
+        self._token_text = token_text
+        self._warnings = tool_warnings(options.text_format, supports_tools=inputs.supports_tools)
+        self._usage = UsageTotals(parsed)
+        self._choices: list[ResponseChoice] = [
+            ChatChoice(index, options, token_text)
+            if options.is_chat
+            else CompletionChoice(index, prompt, options, token_text)
+            for index, prompt in enumerate(prompts)
+        ]
+
+    def _warnings_field(self, *ends: Finish) -> Json:
+        """Return `warnings` about what was not or only partly done, or no field without any."""
+        unfulfilled = (warning for end in ends for warning in end.warnings)
+        warnings = [*self._warnings, *dict.fromkeys(unfulfilled)]
+        return {"warnings": warnings} if warnings else {}
+
+
+class WholeAnswer(_Response):
     """Collects the parts of all choices into one response body."""
 
     def __init__(
         self,
         parsed: ParsedRequest,
-        header: ResponseHeader,
-        choices: Sequence[ResponseChoice],
-        token_text: TokenToText,
-        warnings: Warnings,
+        header: Json,
+        prompts: Sequence[EchoedPrompt],
+        inputs: InputProcessor,
     ) -> None:
-        self._parsed = parsed
-        self._warnings = warnings
-        self._options = parsed.options
-        self._header = header
-        self._choices = choices
-        self._token_text = token_text
-        self._texts: list[list[TextEvent]] = [[] for _ in choices]
-        self._chunks: list[list[TokenChunk]] = [[] for _ in choices]
+        super().__init__(parsed, header, prompts, inputs)
+        self._texts: list[list[TextEvent]] = [[] for _ in prompts]
+        self._chunks: list[list[TokenChunk]] = [[] for _ in prompts]
         self._ends: dict[int, Finish] = {}
-        self._usage = UsageTotals(parsed)
 
     def add(self, part: AnswerEvents) -> None:
         index = part.answer_index
@@ -158,12 +157,13 @@ class WholeAnswer:
             {**self._choice(index), "index": rank}
             for rank, index in enumerate(self._returned_indices())
         )
-        return self._header.with_choices(
-            LazyArray(choices, has_long_items=True),
-            usage=self._usage.totals,
+        return {
+            **self._header,
+            "choices": LazyArray(choices, has_long_items=True),
+            "usage": self._usage.totals,
             **self._prompt_fields(),
-            **self._warnings.field(*self._ends.values()),
-        )
+            **self._warnings_field(*self._ends.values()),
+        }
 
     def _choice(self, index: int) -> Json:
         tokens = join_chunks(self._chunks[index])
@@ -192,23 +192,8 @@ class WholeAnswer:
         return {"prompt_logprobs": prompt_logprobs(entries, num_top, self._token_text)}
 
 
-class StreamedAnswer:
+class StreamedAnswer(_Response):
     """Converts the events of answers to those of a stream over HTTP."""
-
-    def __init__(
-        self,
-        parsed: ParsedRequest,
-        header: ResponseHeader,
-        choices: Sequence[ResponseChoice],
-        prompts: Sequence[EchoedPrompt],
-        warnings: Warnings,
-    ) -> None:
-        self._options = parsed.options
-        self._warnings = warnings
-        self._header = header
-        self._choices = choices
-        self._prompts = prompts
-        self._usage = UsageTotals(parsed)
 
     async def chunk(self, part: AnswerEvents) -> bytes:
         """Return the next chunk; empty if there is nothing to send yet."""
@@ -216,7 +201,7 @@ class StreamedAnswer:
         choice = self._choices[index]
         if end is not None:
             self._usage.add(index, end)
-            last_chunk, warnings = choice.last_chunk(part.texts, end), self._warnings.field(end)
+            last_chunk, warnings = choice.last_chunk(part.texts, end), self._warnings_field(end)
             return server_sent_event(
                 self._chunk(index, last_chunk, end.num_completion_tokens, **warnings)
             )
@@ -234,11 +219,30 @@ class StreamedAnswer:
     def end(self) -> bytes:
         if not self._options.with_usage:
             return DONE
-        return server_sent_event(self._header.with_choices([], usage=self._usage.totals)) + DONE
+        return (
+            server_sent_event({**self._header, "choices": [], "usage": self._usage.totals}) + DONE
+        )
 
     def _chunk(self, index: int, choice: Json, num_tokens: int, **more: Any) -> Json:
         if self._options.with_usage:
             more["usage"] = None
         if self._options.with_usage_so_far:
             more["usage"] = usage_of(len(self._prompts[index].token_ids), num_tokens)
-        return self._header.with_choices([choice], **more)
+        return {**self._header, "choices": [choice], **more}
+
+
+def tool_warnings(text_format: TextFormat, *, supports_tools: bool) -> Sequence[str]:
+    """Return what is not done of the request's tools."""
+    if text_format.tool_calls is ToolCallMode.NONE:
+        return ()
+    warnings = []
+    if not supports_tools:
+        warnings.append("tools: this model's chat template does not show them to the model")
+    if text_format.tool_calls is ToolCallMode.BY_MODEL:
+        if text_format.is_constrained:
+            warnings.append(
+                "tools: structured output contains no calls unless tool_choice forces one"
+            )
+        elif not text_format.parsing.tools:
+            warnings.append("tools: without --tool-parser, tool calls stay in the content")
+    return warnings
