@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from baton.core.errors import InvalidRequest
@@ -24,7 +24,7 @@ from baton.router.doors.openai.request.structured_outputs import (
     OutputFormat,
     output_format_from,
 )
-from baton.router.doors.openai.request.tool_choice import NO_TOOLS, ToolChoice, tool_choice_from
+from baton.router.doors.openai.request.tool_choice import ToolChoice, tool_choice_from
 from baton.router.http.strict_bodies import MAX_INT32
 from baton.router.input_processing.answer_calls import NUM_SEEDS, calls_for_answers
 from baton.router.input_processing.limits import (
@@ -102,24 +102,29 @@ def completion_from(
         max_model_len=context.max_model_len,
     )
     best_of = _best_of(body)
-    with_answer = not (body.echo and body.max_tokens == 0)
     overrides: dict[str, Any] = {}
     if body.max_tokens is not None:
-        overrides["max_tokens"] = body.max_tokens if with_answer else 1
+        overrides["max_tokens"] = 1 if _returns_prompt_only(body) else body.max_tokens
     if body.logprobs is not None:
         overrides["logprobs"] = body.logprobs
         if body.echo:
             overrides["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
     elif best_of > body.n:
         overrides["logprobs"] = 0  # needed to rank the answers
-    options = ResponseOptions(
-        is_chat=False,
+    return _parsed_request(
+        body,
+        prompts,
+        overrides,
+        request_id,
+        context,
+        num_each=best_of,
         num_logprobs=body.logprobs,
-        echoes=body.echo,
-        with_answer=with_answer,
-        **_common_options(body),
+        output_format=output_format_from(body),
     )
-    return _parsed_request(body, prompts, overrides, request_id, context, options, best_of)
+
+
+def _returns_prompt_only(body: GenerationBody) -> bool:
+    return isinstance(body, CompletionBody) and body.echo and body.max_tokens == 0
 
 
 def _best_of(body: CompletionBody) -> int:
@@ -153,20 +158,25 @@ def chat_completion_from(
         overrides["logprobs"] = num_logprobs
         if max_tokens is None and not body.stream:
             overrides["max_tokens"] = min(rest, max_tokens_with_logprobs(num_logprobs, body.n))
-    options = ResponseOptions(
-        is_chat=True,
+    output_format = _output_format(body, choice)
+    return _parsed_request(
+        body,
+        [prompt],
+        overrides,
+        request_id,
+        context,
+        num_each=body.n,
         num_logprobs=num_logprobs,
+        output_format=output_format,
         text_format=TextFormat(
-            context.parsing, choice.tool_call_mode, choice.name, not body.parallel_tool_calls
+            context.parsing,
+            choice.tool_call_mode,
+            choice.name,
+            has_one_call=not body.parallel_tool_calls,
+            is_constrained=output_format is not None,
         ),
-        **_common_options(body),
+        fills_context=max_tokens is None,
     )
-    parsed = _parsed_request(
-        body, [prompt], overrides, request_id, context, options, body.n, choice
-    )
-    if max_tokens is not None:
-        return parsed
-    return replace(parsed, calls=tuple(replace(call, fills_context=True) for call in parsed.calls))
 
 
 def _num_logprobs(body: ChatBody) -> int | None:
@@ -182,48 +192,26 @@ def _num_logprobs(body: ChatBody) -> int | None:
     return body.top_logprobs or 0
 
 
-def _common_options(body: GenerationBody) -> dict[str, Any]:
-    options = body.stream_options
-    if not body.stream and "stream_options" in body.model_fields_set:
-        raise InvalidRequest("stream_options needs stream: true", "stream_options")
-    if body.stream and body.prompt_logprobs is not None:
-        raise UnsupportedInput("prompt_logprobs needs stream: false", "prompt_logprobs")
-    return {
-        "is_streamed": body.stream,
-        "with_usage": options.include_usage,
-        "with_usage_so_far": options.include_usage and options.continuous_usage_stats,
-        "num_prompt_logprobs": body.prompt_logprobs,
-        "with_token_ids": body.return_token_ids,
-        "tokens_by_id": body.return_tokens_as_token_ids,
-        "stop_token_ids": tuple(body.stop_token_ids),
-    }
-
-
 def _parsed_request(
     body: GenerationBody,
     prompts: Sequence[Prompt],
     overrides: Mapping[str, Any],
     request_id: str,
     context: ModelContext,
-    options: ResponseOptions,
+    *,
     num_each: int,
-    choice: ToolChoice = NO_TOOLS,
+    num_logprobs: int | None,
+    output_format: OutputFormat | None,
+    text_format: TextFormat = PLAIN_TEXT,
+    fills_context: bool = False,
 ) -> ParsedRequest:
     stop = [body.stop] if isinstance(body.stop, str) else body.stop
     check_texts(body.model, body.cache_salt, stop, body.bad_words)
-    output_format = _output_format(body, choice)
+    _check_num_answers(body, len(prompts), num_each)
     form = None if output_format is None else output_format.form
-    num_choices = num_each * len(prompts)
-    if num_choices > MAX_ANSWERS:
-        more = "n" if num_each == body.n else "best_of"
-        field = "prompt" if len(prompts) > MAX_ANSWERS else more
-        raise InvalidRequest(
-            f"{num_choices} answers were requested; the limit is {MAX_ANSWERS}", field
-        )
     sampling = context.defaults.params(
         **{**_sampling(body), **overrides, "structured_outputs": form}
     )
-    text_format = replace(options.text_format, is_constrained=form is not None)
     call = GenerateCall(
         request_id=request_id,
         prompt=prompts[0],
@@ -237,13 +225,49 @@ def _parsed_request(
         kv_hints=KvHints(**dict(body.kv_hints)),
         bad_words=tuple(body.bad_words),
         shown_tokens=text_format.marks,
+        fills_context=fills_context,
     )
     calls = calls_for_answers(call, prompts, num_each)
     if not body.stream:
         _check_logprobs_fit(calls, context)
-    form_field = "" if output_format is None else output_format.field
-    options = replace(options, text_format=text_format, form_field=form_field)
+    field = "" if output_format is None else output_format.field
+    options = _response_options(body, num_logprobs, text_format, field)
     return ParsedRequest(tuple(calls), num_each, body.n, options)
+
+
+def _check_num_answers(body: GenerationBody, num_prompts: int, num_each: int) -> None:
+    num_answers = num_each * num_prompts
+    if num_answers > MAX_ANSWERS:
+        more = "n" if num_each == body.n else "best_of"
+        field = "prompt" if num_prompts > MAX_ANSWERS else more
+        raise InvalidRequest(
+            f"{num_answers} answers were requested; the limit is {MAX_ANSWERS}", field
+        )
+
+
+def _response_options(
+    body: GenerationBody, num_logprobs: int | None, text_format: TextFormat, form_field: str
+) -> ResponseOptions:
+    if not body.stream and "stream_options" in body.model_fields_set:
+        raise InvalidRequest("stream_options needs stream: true", "stream_options")
+    if body.stream and body.prompt_logprobs is not None:
+        raise UnsupportedInput("prompt_logprobs needs stream: false", "prompt_logprobs")
+    usage = body.stream_options
+    return ResponseOptions(
+        is_chat=isinstance(body, ChatBody),
+        is_streamed=body.stream,
+        with_usage=usage.include_usage,
+        with_usage_so_far=usage.include_usage and usage.continuous_usage_stats,
+        num_logprobs=num_logprobs,
+        num_prompt_logprobs=body.prompt_logprobs,
+        echoes=isinstance(body, CompletionBody) and body.echo,
+        with_answer=not _returns_prompt_only(body),
+        with_token_ids=body.return_token_ids,
+        tokens_by_id=body.return_tokens_as_token_ids,
+        text_format=text_format,
+        stop_token_ids=tuple(body.stop_token_ids),
+        form_field=form_field,
+    )
 
 
 def _check_logprobs_fit(calls: Sequence[GenerateCall], context: ModelContext) -> None:
