@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import AbstractContextManager, aclosing
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, aclosing, nullcontext
+from typing import Any
 
 from grpc import aio
 
+from baton.core.ids import HandoffId
 from baton.core.output import FinishReason, Output
 from baton.core.request import EngineRequest
+from baton.core.task import TaskOutput
 from baton.node.call_streams import CallContext, serve_calls
+from baton.node.observers.ledger import Entry, RequestLedger
 from baton.node.observers.tracing import NO_TRACING, NodeTracing
 from baton.node.state import NodeState
 from baton.rpc.messages.calls import CALL_MESSAGES, CallReport, Request
@@ -19,31 +23,29 @@ from baton.rpc.messages.sequences import Order, engine_request
 from baton.rpc.status import named_errors
 from baton.v1 import node_pb2
 
-
-class CallAccount(Protocol):
-    """Account of one call, in which the roles differ."""
-
-    def report(self, output: Output) -> CallReport | None:
-        """Return the report that goes with the first or the last output."""
-        ...
-
-    async def wait_for_end(self, reason: FinishReason | None) -> None:
-        """Return when the call can end, after its last output."""
-        ...
-
-
-OpenAccount = Callable[[EngineRequest], AbstractContextManager[CallAccount]]
+# Yields an event that is set after the last KV write of a hand-off.
+ExpectSend = Callable[[HandoffId], AbstractContextManager[asyncio.Event]]
+FINISHED_WITH_FIRST_TOKEN = (FinishReason.HANDED_OFF, FinishReason.STOP, FinishReason.LENGTH)
 
 
 class CallServer:
-    """Serves the calls of routers. `open_account` is entered for each call until its end."""
+    """Serves the calls of routers. Each is counted by the ledger until its end.
+
+    With `expect_send`, as on prefill nodes, calls end after the last KV write of their hand-offs,
+    and report only with their last output.
+    """
 
     def __init__(
-        self, state: NodeState, open_account: OpenAccount, tracing: NodeTracing = NO_TRACING
+        self,
+        state: NodeState,
+        ledger: RequestLedger,
+        tracing: NodeTracing = NO_TRACING,
+        expect_send: ExpectSend | None = None,
     ) -> None:
         self._state = state
-        self._open_account = open_account
+        self._ledger = ledger
         self._tracing = tracing
+        self._expect_send = expect_send
         self._messages = CALL_MESSAGES[state.card.role]
 
     async def serve(
@@ -63,16 +65,45 @@ class CallServer:
         is_first, reason = True, None
         with (
             self._tracing.record_call(context, request) as timeline,
-            self._open_account(request) as account,
+            self._ledger.open_entry(request.request_id) as entry,
+            self._expecting_send(request) as sent,
         ):
             async with aclosing(self._state.calls.stream_outputs(request)) as outputs:
                 async for output in outputs:
                     report, reason = None, output.finish_reason
                     # Not for the outputs in between, whose number is that of the tokens.
                     if is_first or reason is not None:
-                        report = account.report(output)
+                        report = self._report(request, entry, output)
                         if timeline is not None:
                             timeline.note_output(output)
                     yield self._messages.event_to(output, report)
                     is_first = False
-            await account.wait_for_end(reason)
+            if sent is not None and reason in FINISHED_WITH_FIRST_TOKEN:
+                await sent.wait()
+
+    def _expecting_send(
+        self, request: EngineRequest
+    ) -> AbstractContextManager[asyncio.Event | None]:
+        if self._expect_send is None or request.send_to is None:
+            return nullcontext()
+        return self._expect_send(request.send_to)
+
+    def _report(self, request: EngineRequest, entry: Entry, output: Output) -> CallReport | None:
+        """Return the report that goes with the first or the last output."""
+        served = output.served
+        if self._expect_send is not None and served is None:
+            return None
+        num_cached = entry.num_cached_prompt_tokens
+        if request.task.output is TaskOutput.KV and served is not None:
+            num_cached = served.num_cached_tokens  # it never runs, so the ledger has no count
+        return CallReport(
+            kv_bytes=entry.num_received_bytes,
+            kv_blocks=entry.num_received_blocks,
+            kv_transport=self._state.card.kv_transport if entry.num_received_blocks else "",
+            prompt_tokens_computed=entry.num_computed_prompt_tokens,
+            prompt_tokens_cached=num_cached,
+            tokens_proposed=0 if served is None else served.num_proposed_tokens,
+            tokens_accepted=0 if served is None else served.num_accepted_tokens,
+            kv_conversion=entry.kv_conversion,
+            prompt_tokens_loaded={} if served is None else served.loaded_tokens,
+        )

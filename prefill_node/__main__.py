@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from baton.core.ids import HandoffId
+from baton.node.call_server import CallServer
 from baton.node.kv.worker import NO_NODE_DECORATORS, Around
 from baton.node.options import NodeOptions
 from baton.node.run import Role, run
@@ -23,7 +24,8 @@ def build_services(node: NodeComponents) -> tuple[Service, ...]:
 
     sends = PendingSends(withdraw)
     node.ledger.on_sent = sends.mark_ended
-    prefill = PrefillServicer(node.state, sends, node.tracing)
+    calls = CallServer(node.state, node.ledger, node.tracing, sends.expect_send)
+    prefill = PrefillServicer(calls)
     add_prefill = partial(node_pb2_grpc.add_PrefillServiceServicer_to_server, prefill)
     return (Service("baton.v1.PrefillService", add_prefill),)
 

@@ -21,8 +21,8 @@ from baton.core.sampling import SamplingParams
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.kv_transfer.config import KvWorkerConfig, ReceiverConfig, SenderConfig
+from baton.node.call_server import FINISHED_WITH_FIRST_TOKEN
 from baton.node.options import NodeOptions
-from baton.prefill_node.servicer import FINISHED_WITH_FIRST_TOKEN
 from baton.rpc.channel import open_blocking_channel
 from baton.rpc.messages.conversion import FINISH_REASON
 from baton.rpc.messages.sequences import decode_order, node_request_id, prefill_order

@@ -14,6 +14,7 @@ from baton.engine.core import EngineCore
 from baton.engine.engine_thread import EngineThread
 from baton.engine.errors import EngineStopped
 from baton.kv_transfer.external_kv import KV
+from baton.node.call_server import CallServer
 from baton.node.engine_calls import EngineCalls, NodeChanges
 from baton.node.observers.ledger import RequestLedger
 from baton.node.observers.tracing import NO_TRACING, NodeTracing
@@ -58,7 +59,8 @@ async def a_node_server(
     connected: asyncio.Queue[str] = asyncio.Queue()
     resets: list[int] = []
     node = NodeServicer(state, partial(_reset, resets, num_cached_blocks), operators, shared_tiers)
-    decode = DecodeServicer(state, RequestLedger(on_change=lambda: None), connected.put, tracing)
+    ledger = RequestLedger(on_change=lambda: None)
+    decode = DecodeServicer(CallServer(state, ledger, tracing), state, connected.put)
     services = [
         Service(
             "baton.v1.NodeService",

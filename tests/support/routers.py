@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from grpc import aio
@@ -67,12 +67,14 @@ class MoodyRouter(InferenceServicer):
         self.num_asked = 0
         self.ended: asyncio.Queue[str] = asyncio.Queue()  # ids of released requests
 
-    async def Generate(  # type: ignore[override]  # noqa: N802
+    async def Generate(  # noqa: N802
         self, request: inference_pb2.GenerateRequest, context: aio.ServicerContext[Any, Any]
-    ) -> None:
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         await self._fail_first(context)
         try:
-            await super().Generate(request, context)  # type: ignore[misc]
+            async with aclosing(super().Generate(request, context)) as responses:
+                async for response in responses:
+                    yield response
         finally:
             self.ended.put_nowait(request.request_id)
 
