@@ -75,6 +75,7 @@ class DispatchedRequest:
             seed=self.seed,
             age_s=max(0.0, now - self.context.received_s),
             priority=call.priority,
+            adapter=call.model.adapter,
             cache_salt=call.cache_salt,
             tenant=call.tenant,
             kv_hints=call.kv_hints,
