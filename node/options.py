@@ -19,8 +19,8 @@ from baton.kv_transfer.config import KvWorkerConfig
 from baton.node.cpus import parse_cpus
 from baton.node.kv.events.config import KvEventsConfig
 from baton.node.kv.tiers_config import TiersConfig
-from baton.rpc.grace_period import DRAIN_TIMEOUT_S, DrainTimeout
 from baton.rpc.listening import ListenHost, ListenPort
+from baton.rpc.process_end import DRAIN_TIMEOUT_S, DrainTimeout
 from baton.rpc.security.operators import OperatorTokens
 from baton.rpc.security.tls import PLAIN, TlsConfig
 from baton.telemetry.options import TelemetryOptions

@@ -25,10 +25,10 @@ from baton.node.options import NodeOptions
 from baton.node.servicer import KvLinkServicer, NodeServicer, prefix_cache_resetter
 from baton.node.state import NodeState
 from baton.node.wiring import NodeComponents, identify
-from baton.rpc.grace_period import ShutdownDeadline
 from baton.rpc.health import Health
 from baton.rpc.listening import check_port
 from baton.rpc.node_info import NodeRole
+from baton.rpc.process_end import ShutdownDeadline
 from baton.rpc.security.operators import Operators
 from baton.rpc.server import Running, Service, announce, serving, stop_signal
 from baton.telemetry.resource import Process

@@ -9,14 +9,13 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 from grpc import aio
 
 from baton.checkpoint.hub import model_root, open_checkpoint
 from baton.engine.structured_output.compiler import GrammarCompiler
-from baton.engine.structured_output.llguidance_backend import Checked, GrammarValidator
+from baton.engine.structured_output.llguidance_backend import GrammarValidator
 from baton.router.discovery.readiness import PREFILL_PATIENCE_S, Readiness
 from baton.router.discovery.watcher import NodeDiscovery, watching
 from baton.router.dispatch.node_calls import GrpcNodeCalls
@@ -30,9 +29,9 @@ from baton.router.prefix_resets import PrefixResets
 from baton.router.request_scope import RequestScopes
 from baton.router.routing.node_table import NodeTable
 from baton.router.tracing import Tracing
-from baton.rpc.grace_period import ShutdownDeadline
 from baton.rpc.health import Health
 from baton.rpc.node_info import NodeRole
+from baton.rpc.process_end import ShutdownDeadline
 from baton.rpc.security.token_gate import TokenInterceptor, ignore_refusal
 from baton.rpc.server import Running, Service, announce, serving, stop_signal
 from baton.telemetry.metrics import names as metric_names
@@ -62,7 +61,7 @@ def main(options: RouterOptions) -> None:
 async def serve(
     options: RouterOptions, text: TextBoundary, process: Process, tracer: Tracer = NO_TRACER
 ) -> None:
-    router = build_components(options, text, tracer)
+    router = RouterComponents(options, text, tracer)
     async with (
         serving(
             options.host,
@@ -90,38 +89,28 @@ async def serve(
                     await _until_drained(server, router.pipeline, options.drain_timeout_s)
 
 
-@dataclass(frozen=True, slots=True)
 class RouterComponents:
     """Parts of a router that its servers share."""
 
-    table: NodeTable
-    node_calls: GrpcNodeCalls
-    compiler: GrammarCompiler[Checked]
-    pipeline: Pipeline
-    scopes: RequestScopes
-    resets: PrefixResets
-    tracer: Tracer
-    metrics: RouterMetrics | None  # None: neither exported nor served over HTTP
-
-
-def build_components(
-    options: RouterOptions, text: TextBoundary, tracer: Tracer
-) -> RouterComponents:
-    table, node_calls = NodeTable(), GrpcNodeCalls(options.tls)
-    compiler = GrammarCompiler(GrammarValidator())
-    pipeline = Pipeline(
-        table=table,
-        node_calls=node_calls,
-        text=text,
-        clock=time.monotonic,
-        config=PipelineConfig(options.dispatch, options.admission_queue),
-        forms=FormChecks(compiler),
-    )
-    is_counted = options.telemetry.counts or options.http_port is not None
-    metrics = RouterMetrics() if is_counted else None
-    scopes = RequestScopes(Tracing(tracer, metrics), by_token=options.tokens is not None)
-    resets = PrefixResets(table, node_calls.channel, options.operators)
-    return RouterComponents(table, node_calls, compiler, pipeline, scopes, resets, tracer, metrics)
+    def __init__(self, options: RouterOptions, text: TextBoundary, tracer: Tracer) -> None:
+        self.table, self.node_calls = NodeTable(), GrpcNodeCalls(options.tls)
+        self.compiler = GrammarCompiler(GrammarValidator())
+        self.pipeline = Pipeline(
+            table=self.table,
+            node_calls=self.node_calls,
+            text=text,
+            clock=time.monotonic,
+            config=PipelineConfig(options.dispatch, options.admission_queue),
+            forms=FormChecks(self.compiler),
+        )
+        # None: neither exported nor served over HTTP
+        is_counted = options.telemetry.counts or options.http_port is not None
+        self.metrics = RouterMetrics() if is_counted else None
+        self.tracer = tracer
+        self.scopes = RequestScopes(
+            Tracing(tracer, self.metrics), by_token=options.tokens is not None
+        )
+        self.resets = PrefixResets(self.table, self.node_calls.channel, options.operators)
 
 
 def _services(router: RouterComponents) -> tuple[Service, ...]:

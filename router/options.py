@@ -12,8 +12,8 @@ from baton.router.admission.admission_queue import AdmissionQueueConfig
 from baton.router.discovery.sources import NodeSource, check_single_role, parse_sources
 from baton.router.dispatch.config import DispatchConfig
 from baton.router.text_events.parsing import NO_PARSING, Parsing
-from baton.rpc.grace_period import DRAIN_TIMEOUT_S, DrainTimeout
 from baton.rpc.listening import MAX_PORT, ListenHost, ListenPort
+from baton.rpc.process_end import DRAIN_TIMEOUT_S, DrainTimeout
 from baton.rpc.security.operators import Operators, OperatorTokens
 from baton.rpc.security.tls import PLAIN, TlsConfig
 from baton.rpc.security.token import AcceptedTokens, read_tokens

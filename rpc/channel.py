@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import grpc
 from grpc import aio
 
-from baton.rpc.descriptors import descriptor_limit, max_connections
+from baton.rpc.listening import descriptor_limit, max_connections
 from baton.rpc.messages.limits import MAX_MESSAGE_BYTES
 from baton.rpc.security.certificates import ServerCertificates
 from baton.rpc.security.tls import PLAIN, TlsConfig

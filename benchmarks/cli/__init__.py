@@ -10,7 +10,7 @@ import typer
 from baton.cli.command import ENVIRONMENT_PREFIX, ConfigFile, Group, unwrap, use_command_class
 from baton.cli.examples import examples
 from baton.cli.program import prepare, run_program
-from baton.rpc.parent_process import exit_on_sigterm
+from baton.rpc.process_end import exit_on_sigterm
 from benchmarks.cli.chaos import chaos
 from benchmarks.cli.chart import chart
 from benchmarks.cli.forms import forms

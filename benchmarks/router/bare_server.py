@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 from grpc import aio
 
-from baton.rpc.parent_process import end_with_parent
+from baton.rpc.process_end import end_with_parent
 from baton.rpc.server import announce, stop_signal
 from baton.v1 import inference_pb2
 from benchmarks.router.canned_node import Steps

@@ -20,7 +20,7 @@ from baton.kv_transfer.protocol.messages import Fingerprint
 from baton.node.call_streams import CallContext, serve_calls
 from baton.rpc.cached_prefixes import PrefixChanges
 from baton.rpc.node_info import CARD, NodeCard, NodeLoad, NodeRole, update_to
-from baton.rpc.parent_process import end_with_parent
+from baton.rpc.process_end import end_with_parent
 from baton.rpc.server import Service, announce, serving, stop_signal
 from baton.v1 import node_pb2, node_pb2_grpc, sampling_pb2
 

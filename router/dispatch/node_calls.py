@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from types import TracebackType
 
 import grpc
 from grpc import aio
@@ -83,12 +82,7 @@ class GrpcNodeCalls:
     async def __aenter__(self) -> GrpcNodeCalls:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         for closing in self._closing:
             closing.cancel()
         for connection in self._connection_by_address.values():

@@ -12,8 +12,7 @@ from starlette.types import ASGIApp
 
 from baton.router.http.connections import Acceptor, ConnectionLimits
 from baton.router.http.errors import ErrorFormat
-from baton.rpc.descriptors import descriptor_limit, max_connections
-from baton.rpc.listening import listening_socket
+from baton.rpc.listening import descriptor_limit, listening_socket, max_connections
 from baton.rpc.security.http_tls import server_context
 from baton.rpc.security.tls import TlsConfig
 

@@ -14,9 +14,9 @@ from baton.cluster import ClusterOptions, LocalCluster
 from baton.core.ids import RequestId
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
-from baton.rpc.grace_period import CUT_OFF
 from baton.rpc.messages.sequences import decode_order
 from baton.rpc.node_info import NodeRole
+from baton.rpc.process_end import CUT_OFF
 from baton.v1 import node_pb2, node_pb2_grpc
 from tests.support.engine_nodes import EngineNode
 from tests.support.engine_pair import PairOptions, greedy

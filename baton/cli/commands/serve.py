@@ -18,9 +18,8 @@ from baton.core.options import build_config
 from baton.node.cpus import pin_to_cpus
 from baton.node.options import NodeOptions
 from baton.router.options import RouterOptions
-from baton.rpc.descriptors import raise_descriptor_limit
-from baton.rpc.listening import check_port
-from baton.rpc.parent_process import end_with_parent, exit_on_sigterm
+from baton.rpc.listening import check_port, raise_descriptor_limit
+from baton.rpc.process_end import end_with_parent, exit_on_sigterm
 from baton.telemetry.logs import configure_logging
 
 serve = typer.Typer(cls=Group, help="Run one process of a cluster.", no_args_is_help=True)

@@ -25,7 +25,7 @@ from baton.interrupts import get_interruptibly
 from baton.kernels import build_missing_kernels
 from baton.rpc.channel import open_blocking_channel
 from baton.rpc.node_info import CARD, NodeCard
-from baton.rpc.parent_process import exit_on_sigterm
+from baton.rpc.process_end import exit_on_sigterm
 from baton.rpc.security.tls import TlsConfig
 from baton.v1 import node_pb2, node_pb2_grpc
 

@@ -19,7 +19,7 @@ from enum import Enum
 from baton.client import AsyncClient, BatonError, Retries
 from baton.client.generation import Generation
 from baton.core.sampling import SamplingParams
-from baton.rpc.parent_process import end_with_parent
+from baton.rpc.process_end import end_with_parent
 
 NUM_STREAMS = 2
 NUM_TOKENS = 200

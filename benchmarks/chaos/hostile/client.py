@@ -24,8 +24,8 @@ from dataclasses import dataclass
 import grpc
 
 from baton.rpc.channel import open_blocking_channel
-from baton.rpc.descriptors import raise_descriptor_limit
-from baton.rpc.parent_process import end_with_parent
+from baton.rpc.listening import raise_descriptor_limit
+from baton.rpc.process_end import end_with_parent
 from baton.rpc.status import remote_error
 from baton.v1 import inference_pb2, inference_pb2_grpc, node_pb2, node_pb2_grpc, sampling_pb2
 from benchmarks.chaos.hostile.kv_events import attack_kv_events

@@ -43,23 +43,12 @@ def calls_from(
 
     Raises InvalidRequest and EmptyPrompt.
     """
-    call = call_from(message, request_id, defaults, model)
-    return calls_for_answers(call, [call.prompt], message.n if message.HasField("n") else 1)
-
-
-def call_from(
-    message: inference_pb2.GenerateRequest,
-    request_id: str,
-    defaults: SamplingDefaults = NO_SAMPLING_DEFAULTS,
-    model: ModelVariant = ANY_MODEL,
-) -> GenerateCall:
-    """Convert a checked request, ignoring `n`. Raises InvalidRequest and EmptyPrompt."""
     params = message.sampling
     sampling = sampling_from(params, defaults)
     stop = StopRule(
         tuple(filter(None, params.stop)), params.include_stop_in_output, sampling.min_tokens
     )
-    return GenerateCall(
+    call = GenerateCall(
         request_id=request_id,
         prompt=prompt_from(message),
         sampling=sampling,
@@ -70,6 +59,7 @@ def call_from(
         kv_hints=KV_HINTS.from_message(message.kv_hints),
         bad_words=tuple(params.bad_words),
     )
+    return calls_for_answers(call, [call.prompt], message.n if message.HasField("n") else 1)
 
 
 def prompt_from(message: inference_pb2.GenerateRequest) -> Prompt:

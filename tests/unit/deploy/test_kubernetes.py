@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from baton.router.options import RouterOptions
-from baton.rpc.grace_period import DRAIN_TIMEOUT_S
 from baton.rpc.health import LIVENESS
+from baton.rpc.process_end import DRAIN_TIMEOUT_S
 from tests.support import manifests
 from tests.support.command_lines import complaint_about, option
 from tests.support.manifests import (

@@ -11,7 +11,7 @@ from baton.cli.commands.bench.engine import engine
 from baton.cli.commands.bench.kv import kv
 from baton.cli.commands.bench.replay import replay
 from baton.cli.commands.bench.serve import serve
-from baton.rpc.parent_process import exit_on_sigterm
+from baton.rpc.process_end import exit_on_sigterm
 
 
 class BenchGroup(Group):

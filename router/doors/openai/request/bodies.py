@@ -1,28 +1,29 @@
-"""Pydantic models of OpenAI's request bodies, with vLLM's fields. Pure."""
+"""Pydantic models of OpenAI's request bodies, with vLLM's fields. Pure.
+
+Unknown fields and wrong types are refused.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from baton.core.errors import InvalidRequest
 from baton.core.sampling import MAX_LISTED_TOKEN_IDS, MAX_STOP_TOKEN_IDS
-from baton.router.http.strict_bodies import (
-    MAX_INT32,
-    Body,
-    Count,
-    Texts,
-    body_from,
-    check_field_counts,
-)
 from baton.router.input_processing.limits import (
     MAX_CHAT_MESSAGES,
     MAX_TOKENS_TO_DETOKENIZE,
     MAX_TOOLS,
+    check_count,
 )
 from baton.rpc.errors import UnsupportedInput
 
+MAX_INT32 = (1 << 31) - 1  # integers of the node protocol have 32 bits
+Count = Annotated[int, Field(ge=0, le=MAX_INT32)]
+Texts = Annotated[list[str], Field(max_length=1 << 10, fail_fast=True)]
+MAX_FIELDS = 1 << 14  # of the body, and of each object directly in it
 AnyInt = Annotated[int, Field(ge=-MAX_INT32, le=MAX_INT32)]
 StopIds = Annotated[list[Count], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)]
 AllowedIds = Annotated[list[Count], Field(max_length=MAX_LISTED_TOKEN_IDS, fail_fast=True)]
@@ -48,6 +49,10 @@ ACCEPTED_VALUES: Mapping[str, tuple[object, ...]] = {
     "continue_final_message": (False,),
     "add_special_tokens": (),  # supported for text prompts only
 }
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
 class StreamOptions(Body):
@@ -161,8 +166,14 @@ def with_session(fields: dict[str, Any], session_id: str) -> dict[str, Any]:
 
 def openai_body(fields: Mapping[str, Any], kind: type[B]) -> B:
     """Raises InvalidRequest and UnsupportedInput, which name the field."""
-    check_field_counts(fields)
-    return body_from(_effective_fields(fields, kind), kind)
+    check_count("body", len(fields), MAX_FIELDS)
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            check_count(name, len(value), MAX_FIELDS)
+    try:
+        return kind.model_validate(_effective_fields(fields, kind))
+    except ValidationError as error:
+        raise _invalid_request(error) from error
 
 
 def _effective_fields(fields: Mapping[str, Any], kind: type[Body]) -> dict[str, Any]:
@@ -173,3 +184,13 @@ def _effective_fields(fields: Mapping[str, Any], kind: type[Body]) -> dict[str, 
         if value not in ACCEPTED_VALUES[name]:
             raise UnsupportedInput(f"{name} is not supported here: leave it out", name)
     return effective
+
+
+def _invalid_request(error: ValidationError) -> InvalidRequest:
+    first = error.errors(include_url=False, include_input=False)[0]
+    field = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return InvalidRequest(f"{field} is not a known field: leave it out", field)
+    if first["type"] == "missing":
+        return InvalidRequest(f"{field} is missing", field)
+    return InvalidRequest(f"{field}: {first['msg']}", field)

@@ -13,6 +13,7 @@ from baton.core.kv_hints import KvHints
 from baton.core.sampling import SamplingDefaults
 from baton.core.stop_strings import StopRule
 from baton.router.doors.openai.request.bodies import (
+    MAX_INT32,
     ChatBody,
     CompletionBody,
     GenerationBody,
@@ -25,7 +26,6 @@ from baton.router.doors.openai.request.structured_outputs import (
     output_format_from,
 )
 from baton.router.doors.openai.request.tool_choice import ToolChoice, tool_choice_from
-from baton.router.http.strict_bodies import MAX_INT32
 from baton.router.input_processing.answer_calls import NUM_SEEDS, calls_for_answers
 from baton.router.input_processing.limits import (
     MAX_ANSWERS,

@@ -8,8 +8,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from baton.core.errors import InvalidRequest
-from baton.router.doors.openai.request.bodies import TemplateFields
-from baton.router.http.strict_bodies import MAX_INT32
+from baton.router.doors.openai.request.bodies import MAX_INT32, TemplateFields
 from baton.router.input_processing.limits import MAX_ANSWERS, check_count, check_prompt_length
 from baton.router.values import ChatMessage, ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from baton.rpc.errors import EmptyPrompt, UnsupportedInput

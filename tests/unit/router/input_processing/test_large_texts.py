@@ -14,7 +14,7 @@ import pytest
 from baton.checkpoint.tokenizer import Tokenizer
 from baton.core.errors import InvalidRequest
 from baton.router.doors.grpc.message_checks import check_request
-from baton.router.doors.grpc.translate import call_from
+from baton.router.doors.grpc.translate import calls_from
 from baton.router.input_processing.large_texts import LargeTextConfig, LargeTexts
 from baton.router.input_processing.limits import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from baton.router.input_processing.tokenization import ModelText
@@ -152,7 +152,7 @@ def test_as_many_and_as_long_stop_strings_as_may_be_are_taken() -> None:
     stop = ["x" * MAX_STOP_CHARACTERS] * MAX_STOP_STRINGS
 
     check_request(_asking([*stop, ""]), None)
-    assert call_from(_asking([*stop, ""]), "a").stop.strings == tuple(stop)
+    assert calls_from(_asking([*stop, ""]), "a")[0].stop.strings == tuple(stop)
 
 
 def _asking(stop: list[str]) -> inference_pb2.GenerateRequest:

@@ -38,7 +38,7 @@ from baton.kv_transfer.protocol.messages import (
     note_of,
 )
 from baton.node.kv.link import NAME_BY_KIND, link_message_from, link_message_to
-from baton.router.doors.grpc.translate import call_from, calls_from
+from baton.router.doors.grpc.translate import calls_from
 from baton.router.values import TextPrompt
 from baton.rpc.errors import EmptyPrompt, UnsupportedInput
 from baton.rpc.messages.conversion import SAMPLING, output_from, output_to, sampling_from
@@ -200,11 +200,13 @@ def test_a_client_can_choose_some_and_leave_the_rest_to_the_model() -> None:
     request = request_from("a", some)
     wire = inference_pb2.GenerateRequest.FromString(request.SerializeToString())
 
-    call = call_from(wire, "r", SamplingDefaults(temperature=0.6, top_p=0.9))
+    [call] = calls_from(wire, "r", SamplingDefaults(temperature=0.6, top_p=0.9))
 
     expected = SamplingParams(3, temperature=0.0, top_p=0.9, allowed_token_ids=(1, 2))
     assert call.sampling == expected
-    whole = call_from(request_from("a", Generation(SamplingParams())), "r", SamplingDefaults(0.6))
+    [whole] = calls_from(
+        request_from("a", Generation(SamplingParams())), "r", SamplingDefaults(0.6)
+    )
     assert whole.sampling == SamplingParams()
 
 
@@ -213,7 +215,7 @@ def test_hints_of_a_client_reach_the_router(hints: KvHints) -> None:
     request = request_from("a", Generation(kv_hints=hints))
     wire = inference_pb2.GenerateRequest.FromString(request.SerializeToString())
 
-    assert call_from(wire, "r").kv_hints == hints
+    assert calls_from(wire, "r")[0].kv_hints == hints
 
 
 @pytest.mark.parametrize("wrong", [{"temprature": 1.0}, {"top_k": "many"}, {"seed": -1}])
@@ -310,7 +312,7 @@ def test_cards_and_loads_survive_the_wire() -> None:
 
 def test_a_call_without_a_prompt_is_refused_by_name() -> None:
     with pytest.raises(EmptyPrompt):
-        call_from(inference_pb2.GenerateRequest(), "a")
+        calls_from(inference_pb2.GenerateRequest(), "a")
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from baton.rpc.descriptors import MIN_CONNECTIONS, MIN_RESERVED, NUM_SERVERS, max_connections
+from baton.rpc.listening import MIN_CONNECTIONS, MIN_RESERVED, NUM_SERVERS, max_connections
 
 RAISED = """\
 import resource
-from baton.rpc.descriptors import raise_descriptor_limit
+from baton.rpc.listening import raise_descriptor_limit
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, 200))
 assert raise_descriptor_limit() == 200
 assert resource.getrlimit(resource.RLIMIT_NOFILE) == (200, 200)

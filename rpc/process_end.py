@@ -1,12 +1,14 @@
-"""Time limit of a process's shutdown."""
+"""End of a process: by its parent, by SIGTERM, and the time limit of its shutdown."""
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import signal
+import sys
 import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import Annotated
 
 from baton.core.options import NETWORK, Option
@@ -21,6 +23,7 @@ DrainTimeout = Annotated[
     ),
 ]
 CUT_OFF = 1  # the exit code
+PR_SET_PDEATHSIG = 1
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +42,7 @@ class ShutdownDeadline:
     def __enter__(self) -> ShutdownDeadline:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
@@ -58,3 +56,21 @@ class ShutdownDeadline:
         unfinished = f"{num_unfinished()} requests unfinished"
         log.error("the drain took longer than %g s, %s: exiting", self._timeout_s, unfinished)
         os._exit(CUT_OFF)
+
+
+def end_with_parent(parent_pid: int) -> None:
+    """Have the kernel send SIGTERM to this process when its parent ends. Linux only."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent_pid:  # the parent ended before the prctl call
+        sys.exit("the parent process is gone")
+
+
+def exit_on_sigterm() -> None:
+    """Exit on SIGTERM with the shells' exit code, until `stop_signal` replaces the handler.
+
+    PID 1 of a container has no default signal handlers. Without this handler it would ignore
+    SIGTERM while a model is loaded, until SIGKILL.
+    """
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))

@@ -7,7 +7,7 @@ import sys
 
 TOLD_WHILE_IT_LOADS = """
 import os, signal
-from baton.rpc.parent_process import exit_on_sigterm
+from baton.rpc.process_end import exit_on_sigterm
 exit_on_sigterm()
 os.kill(os.getpid(), signal.SIGTERM)
 print("went on")
