@@ -18,8 +18,7 @@ from baton.node.call_streams import CallContext, serve_calls
 from baton.node.observers.ledger import Entry, RequestLedger
 from baton.node.observers.tracing import NO_TRACING, NodeTracing
 from baton.node.state import NodeState
-from baton.rpc.messages.calls import CALL_MESSAGES, CallReport, Request
-from baton.rpc.messages.sequences import Order, engine_request
+from baton.rpc.messages.calls import CALL_MESSAGES, CallReport, Order, Request, engine_request
 from baton.rpc.status import named_errors
 from baton.v1 import node_pb2
 

@@ -19,9 +19,8 @@ from google.rpc import code_pb2, status_pb2
 
 from baton.core.errors import NamedError
 from baton.rpc.errors import DeadlineExceeded, Draining, MessageTooLarge, UnsupportedInput
-from baton.rpc.messages.calls import Request
+from baton.rpc.messages.calls import Order, Request
 from baton.rpc.messages.limits import MAX_BATCH_BYTES, MAX_EVENT_BYTES
-from baton.rpc.messages.sequences import Order
 from baton.rpc.status import TOO_LARGE, TOO_LARGE_ADVICE, status_of
 from baton.v1 import node_pb2
 

@@ -9,7 +9,6 @@ from grpc import aio
 
 from baton.rpc.listening import descriptor_limit, max_connections
 from baton.rpc.messages.limits import MAX_MESSAGE_BYTES
-from baton.rpc.security.certificates import ServerCertificates
 from baton.rpc.security.tls import PLAIN, TlsConfig
 
 Options = tuple[tuple[str, int | str], ...]
@@ -108,11 +107,6 @@ def open_blocking_channel(address: str, tls: TlsConfig = PLAIN) -> grpc.Channel:
     if credentials is None:
         return grpc.insecure_channel(address, options=_options(tls))
     return grpc.secure_channel(address, credentials, options=_options(tls))
-
-
-def server_credentials(tls: TlsConfig) -> grpc.ServerCredentials | None:
-    """Return the server's TLS credentials, or None for plain text."""
-    return ServerCertificates(tls).credentials() if tls.listens else None
 
 
 def channel_credentials(tls: TlsConfig) -> grpc.ChannelCredentials | None:

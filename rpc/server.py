@@ -17,7 +17,6 @@ from baton.rpc.channel import (
     KEEPALIVE,
     Keepalive,
     ServerConnections,
-    server_credentials,
     server_options,
 )
 from baton.rpc.errors import AddressInUse
@@ -26,6 +25,7 @@ from baton.rpc.listening import check_port
 from baton.rpc.messages.interceptor import MessageInterceptor
 from baton.rpc.messages.limits import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
 from baton.rpc.reflection import enable_reflection
+from baton.rpc.security.certificates import grpc_credentials
 from baton.rpc.security.tls import PLAIN, TlsConfig
 
 READY_PREFIX = "baton ready:"
@@ -123,11 +123,10 @@ async def stop_signal() -> AsyncIterator[asyncio.Event]:
 
 def _bind(server: aio.Server, host: str, port: int, tls: TlsConfig) -> int:
     check_port(host, port)  # gRPC's own error gives no reason
-    credentials = server_credentials(tls)
     try:
-        if credentials is None:
-            return server.add_insecure_port(f"{host}:{port}")
-        return server.add_secure_port(f"{host}:{port}", credentials)
+        if tls.listens:
+            return server.add_secure_port(f"{host}:{port}", grpc_credentials(tls))
+        return server.add_insecure_port(f"{host}:{port}")
     except RuntimeError as error:
         raise AddressInUse(
             f"cannot listen on {host}:{port}; choose another --port, or 0 for any"

@@ -24,7 +24,7 @@ from baton.core.request import EngineRequest, ReceiveKv
 from baton.core.sampling import SamplingParams
 from baton.router.dispatch.node_stream import NodeStream
 from baton.rpc.channel import open_channel
-from baton.rpc.messages.sequences import decode_order, node_request_id, prefill_order
+from baton.rpc.messages.calls import decode_order, node_request_id, prefill_order
 from baton.rpc.node_info import NodeRole
 from baton.v1 import inference_pb2, inference_pb2_grpc, node_pb2, node_pb2_grpc, sampling_pb2
 from benchmarks.processes import ServerProcess, server

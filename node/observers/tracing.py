@@ -20,7 +20,7 @@ from baton.kv_transfer.records import TransferRecord
 from baton.kv_transfer.types import KvOrders
 from baton.node.call_streams import CallContext
 from baton.rpc.call_outcome import end_of, is_late
-from baton.rpc.messages.sequences import handoff_id_of, node_request_id
+from baton.rpc.messages.calls import handoff_id_of, node_request_id
 from baton.telemetry import names
 from baton.telemetry.tracing.node_timeline import (
     KvLoad,

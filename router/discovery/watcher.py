@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -12,12 +13,12 @@ from grpc import RpcError, StatusCode, aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.router.discovery.membership import Membership
-from baton.router.discovery.peer_warmup import PeerWarmups
 from baton.router.discovery.resolver import Find, find_addresses, follow
 from baton.router.discovery.sources import Member, NodeSource
 from baton.router.dispatch.node_calls import GrpcNodeCalls
 from baton.router.routing.node_table import Node, NodeTable
 from baton.rpc.cached_prefixes import PrefixGap
+from baton.rpc.errors import ServiceError
 from baton.rpc.node_info import CARD, LOAD, NodeCard, NodeRole, changes_from
 from baton.rpc.status import remote_error
 from baton.v1 import node_pb2, node_pb2_grpc
@@ -25,6 +26,8 @@ from baton.v1 import node_pb2, node_pb2_grpc
 # Pause before a node that returned an error is called again. gRPC itself reconnects to a node
 # that is unreachable.
 RETRY_S = 1.0
+# A connection takes memory at both ends, so large clusters are not connected completely.
+MAX_PARTNERS = 16
 
 OnChange = Callable[[], Awaitable[None]]
 
@@ -59,6 +62,37 @@ async def watching(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await watcher.close()
+
+
+class PeerWarmups:
+    """Connects pairs of nodes when they join, so that their first hand-off does not wait for it."""
+
+    def __init__(self, table: NodeTable, node_calls: GrpcNodeCalls) -> None:
+        self._table = table
+        self._node_calls = node_calls
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def warm_up(self, node: Node) -> None:
+        """Connect a new node with nodes of the other role that have compatible KV."""
+        partners = self._table.partners(node)
+        for partner in random.sample(partners, min(len(partners), MAX_PARTNERS)):
+            decode, prefill = node, partner
+            if node.card.role is NodeRole.PREFILL:
+                decode, prefill = partner, node
+            task = asyncio.ensure_future(self._connect(decode, prefill))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _connect(self, decode: Node, prefill: Node) -> None:
+        try:
+            await self._node_calls.connect(decode, prefill)
+        except ServiceError as failure:
+            log.info("not connected with %s yet: %s", prefill.address, failure)
 
 
 class NodeWatcher:

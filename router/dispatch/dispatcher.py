@@ -30,7 +30,7 @@ from baton.router.routing.policy import Assignment, Route
 from baton.router.routing.routing_view import RoutingRequest
 from baton.router.values import AnswerPart, GenerateCall, TokenChunk
 from baton.rpc.errors import FailureKind, NodeDraining, NodeFailed, PoisonedRequest
-from baton.rpc.messages.sequences import node_request_id
+from baton.rpc.messages.calls import node_request_id
 
 SEED_BITS = 63
 NONCE_BYTES = 8

@@ -15,9 +15,8 @@ from google.rpc import status_pb2
 from grpc import StatusCode, aio
 
 from baton.rpc.errors import MessageTooLarge
-from baton.rpc.messages.calls import Request
+from baton.rpc.messages.calls import Order, Request
 from baton.rpc.messages.limits import MAX_EVENT_BYTES
-from baton.rpc.messages.sequences import Order
 from baton.rpc.status import (
     TOO_LARGE,
     TOO_LARGE_ADVICE,

@@ -184,14 +184,12 @@ class Quarantine:
     def _verdict(
         self, tracked: TrackedAttempt, address: str, kind: FailureKind
     ) -> QuarantineVerdict:
-        match kind:
-            case FailureKind.PASS_FAILED:
-                return _failed_pass(tracked.suspicion)
-            case FailureKind.ENGINE_FAILED if address in tracked.addresses:
-                return _engine_failed(tracked, self._engine_end(tracked, address))
-            case FailureKind.VANISHED if address in tracked.addresses:
-                return _judge_vanished(tracked, self._engine_end(tracked, address))
-        return QuarantineVerdict.ORDINARY
+        if kind is FailureKind.PASS_FAILED:
+            return _failed_pass(tracked.suspicion)
+        if kind is FailureKind.OTHER or address not in tracked.addresses:
+            return QuarantineVerdict.ORDINARY
+        engine_end = self._engine_end(tracked, address)
+        return _judge_engine_end(tracked, engine_end, has_vanished=kind is FailureKind.VANISHED)
 
     def _engine_end(self, tracked: TrackedAttempt, address: str) -> _EngineEnd:
         """Return the engine's end, as seen when the first attempt on it failed."""
@@ -222,13 +220,16 @@ def _failed_pass(suspicion: Suspicion) -> QuarantineVerdict:
     return QuarantineVerdict.POISON if is_last else QuarantineVerdict.SUSPECT
 
 
-def _engine_failed(tracked: TrackedAttempt, engine_end: _EngineEnd) -> QuarantineVerdict:
+def _judge_engine_end(
+    tracked: TrackedAttempt, engine_end: _EngineEnd, *, has_vanished: bool
+) -> QuarantineVerdict:
+    test = engine_end.test
+    if test is not None and not test.has_passed:
+        return QuarantineVerdict.POISON if test is tracked else QuarantineVerdict.BYSTANDER
+    if has_vanished:
+        return _judge_vanished(tracked)
     suspicion = tracked.suspicion
-    if engine_end.test is not None and not engine_end.test.has_passed:
-        return (
-            QuarantineVerdict.POISON if engine_end.test is tracked else QuarantineVerdict.BYSTANDER
-        )
-    if engine_end.test is tracked and engine_end.was_alone:
+    if test is tracked and engine_end.was_alone:
         return QuarantineVerdict.POISON
     suspicion.num_engines += 1
     if suspicion.num_engines >= MAX_ENGINES:
@@ -236,12 +237,8 @@ def _engine_failed(tracked: TrackedAttempt, engine_end: _EngineEnd) -> Quarantin
     return suspicion.suspect()
 
 
-def _judge_vanished(tracked: TrackedAttempt, engine_end: _EngineEnd) -> QuarantineVerdict:
+def _judge_vanished(tracked: TrackedAttempt) -> QuarantineVerdict:
     suspicion = tracked.suspicion
-    if engine_end.test is not None and not engine_end.test.has_passed:
-        return (
-            QuarantineVerdict.POISON if engine_end.test is tracked else QuarantineVerdict.BYSTANDER
-        )
     if tracked.is_proven:
         suspicion.num_vanished = 0
         suspicion.is_suspect &= not tracked.has_passed

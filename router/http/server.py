@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 from baton.router.http.connections import Acceptor, ConnectionLimits
 from baton.router.http.errors import ErrorFormat
 from baton.rpc.listening import descriptor_limit, listening_socket, max_connections
-from baton.rpc.security.http_tls import server_context
+from baton.rpc.security.certificates import http_context
 from baton.rpc.security.tls import TlsConfig
 
 # Time for the last bytes of answers, which have ended when the server closes.
@@ -61,7 +61,7 @@ async def http_serving(
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=CLOSE_GRACE_S,
-        ssl_context_factory=(lambda *_: server_context(tls)) if tls.listens else None,
+        ssl_context_factory=(lambda *_: http_context(tls)) if tls.listens else None,
     )
     config.load()
     server = HttpServer(config)

@@ -1,4 +1,4 @@
-"""Calls of the node protocol: one kind for both roles, in messages of each role. Pure."""
+"""Calls of the node protocol: orders to requests, outputs to events, for both roles. Pure."""
 
 from __future__ import annotations
 
@@ -6,16 +6,123 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from baton.core.errors import InvalidRequest
+from baton.core.ids import HandoffId, RequestId
+from baton.core.kv_hints import NO_KV_HINTS
 from baton.core.output import Output
-from baton.core.request import EngineRequest
-from baton.rpc.messages.conversion import output_to
-from baton.rpc.messages.mapper import Mapper
-from baton.rpc.messages.sequences import Order, decode_order, prefill_order
+from baton.core.request import EngineRequest, ReceiveKv
+from baton.core.task import task_of
+from baton.rpc.errors import UnsupportedInput
+from baton.rpc.messages.conversion import HANDOFF, KV_HINTS, PEER, SAMPLING, output_to
+from baton.rpc.messages.mapper import Converter, Mapper
 from baton.rpc.node_info import NodeRole
 from baton.v1 import node_pb2
 
 Request = node_pb2.PrefillRequest | node_pb2.DecodeRequest
 Response = node_pb2.PrefillResponse | node_pb2.DecodeResponse
+Order = node_pb2.PrefillOrder | node_pb2.DecodeOrder
+
+MAX_AGE_S = 1e9
+# Clients may use 256. Routers append the attempt, the answer's index and the client's token hash.
+MAX_NAME_CHARACTERS = 512
+
+
+def node_request_id(handoff_id: HandoffId) -> RequestId:
+    """Return the request id inside a node. It is unique per attempt."""
+    return RequestId(str(handoff_id))
+
+
+def handoff_id_of(request_id: RequestId) -> HandoffId:
+    """Return the hand-off id of an attempt: the inverse of `node_request_id`."""
+    name, _, attempt = request_id.rpartition("#")
+    return HandoffId(name, int(attempt))
+
+
+def _valid_age(age_s: float) -> float:
+    """Return the age, or 0 if it is negative or NaN, which would break the order of the queue."""
+    return age_s if 0 <= age_s < MAX_AGE_S else 0.0
+
+
+SEQUENCE = Mapper(
+    EngineRequest,
+    node_pb2.Sequence,
+    converters={"sampling": SAMPLING.converter, "age_s": Converter(_valid_age)},
+    # Of the order, or in `cache_hints`.
+    unmapped=(
+        "request_id",
+        "arrival_s",
+        "receive_from",
+        "send_to",
+        "adapter",
+        "tenant",
+        "kv_hints",
+        "cache_hints",
+    ),
+)
+
+
+def engine_request(order: Order, now: float) -> EngineRequest:
+    """Return the request of an order that arrives now. Raises InvalidRequest, UnsupportedInput."""
+    handoff_id = HANDOFF.from_message(order.handoff_id)
+    sequence = order.sequence
+    _check_sequence(sequence, handoff_id)
+    hints = KV_HINTS.from_message(sequence.cache_hints.hints)
+    receive_from = send_to = None
+    if task_of(hints).has_decode_leg:
+        if isinstance(order, node_pb2.PrefillOrder):
+            send_to = handoff_id
+        elif order.HasField("prefill"):
+            receive_from = ReceiveKv(handoff_id, PEER.from_message(order.prefill))
+    return SEQUENCE.from_message(
+        sequence,
+        request_id=node_request_id(handoff_id),
+        arrival_s=now,
+        tenant=sequence.cache_hints.tenant,
+        kv_hints=hints,
+        receive_from=receive_from,
+        send_to=send_to,
+    )
+
+
+def _check_sequence(sequence: node_pb2.Sequence, handoff_id: HandoffId) -> None:
+    for name in (handoff_id.request_id, sequence.cache_salt, sequence.cache_hints.tenant):
+        if len(name) > MAX_NAME_CHARACTERS:
+            raise InvalidRequest(
+                f"a request id, cache salt or tenant has {len(name)} characters; the limit is "
+                f"{MAX_NAME_CHARACTERS}"
+            )
+    if sequence.sampling.stop:
+        raise UnsupportedInput("nodes have no tokenizer: the router must apply stop strings")
+
+
+def prefill_order(request: EngineRequest) -> node_pb2.PrefillOrder:
+    return node_pb2.PrefillOrder(handoff_id=_handoff_id_to(request), sequence=_sequence_to(request))
+
+
+def decode_order(request: EngineRequest) -> node_pb2.DecodeOrder:
+    """Without `receive_from`, the decode node computes the prompt itself."""
+    receive = request.receive_from
+    return node_pb2.DecodeOrder(
+        handoff_id=_handoff_id_to(request),
+        sequence=_sequence_to(request),
+        prefill=None if receive is None else PEER.to_message(receive.source),
+    )
+
+
+def _handoff_id_to(request: EngineRequest) -> node_pb2.HandoffId:
+    return HANDOFF.to_message(handoff_id_of(request.request_id))
+
+
+def _sequence_to(request: EngineRequest) -> node_pb2.Sequence:
+    return SEQUENCE.to_message(request, cache_hints=_cache_hints_to(request))
+
+
+def _cache_hints_to(request: EngineRequest) -> node_pb2.CacheHints | None:
+    """Return None without hints and tenant: an unset message costs nothing."""
+    if request.kv_hints != NO_KV_HINTS:
+        hints = KV_HINTS.to_message(request.kv_hints)
+        return node_pb2.CacheHints(hints=hints, tenant=request.tenant)
+    return node_pb2.CacheHints(tenant=request.tenant) if request.tenant else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from baton.cluster import LocalCluster
 from baton.core.ids import HandoffId, RequestId
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
-from baton.rpc.messages.sequences import prefill_order
+from baton.rpc.messages.calls import prefill_order
 from baton.v1 import cluster_pb2, inference_pb2, kv_link_pb2, node_pb2
 from tests.support.honest_client import honest_client_undisturbed
 from tests.support.hostile_messages import on_the_wire

@@ -11,7 +11,7 @@ from baton.core.request import EngineRequest, ReceiveKv
 from baton.core.sampling import SamplingParams
 from baton.router.dispatch.node_stream import NodeStream
 from baton.rpc.channel import open_channel
-from baton.rpc.messages.sequences import decode_order, node_request_id
+from baton.rpc.messages.calls import decode_order, node_request_id
 from baton.v1 import node_pb2, node_pb2_grpc
 from benchmarks.processes import server
 from benchmarks.router.cpu_time import Round, RouterBench, run

@@ -18,7 +18,7 @@ from baton.cluster import Child, ClusterOptions, LocalCluster
 from baton.core.ids import HandoffId, NodeId, Peer
 from baton.core.request import EngineRequest, ReceiveKv
 from baton.core.sampling import SamplingParams
-from baton.rpc.messages.sequences import decode_order, node_request_id
+from baton.rpc.messages.calls import decode_order, node_request_id
 from baton.rpc.node_info import NodeLoad
 from baton.v1 import node_pb2, node_pb2_grpc
 from tests.support.baton_command import BATON, run_baton

@@ -14,7 +14,7 @@ from baton.cluster import ClusterOptions, LocalCluster
 from baton.core.ids import RequestId
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
-from baton.rpc.messages.sequences import decode_order
+from baton.rpc.messages.calls import decode_order
 from baton.rpc.node_info import NodeRole
 from baton.rpc.process_end import CUT_OFF
 from baton.v1 import node_pb2, node_pb2_grpc

@@ -23,7 +23,7 @@ from baton.router.doors.openai.request.parsed_request import (
 from baton.router.http.bodies import json_object
 from baton.router.http.errors import status_of
 from baton.router.values import TokenPrompt
-from baton.rpc.messages.sequences import prefill_order
+from baton.rpc.messages.calls import prefill_order
 
 CONTEXT = ModelContext(NO_SAMPLING_DEFAULTS, 512)
 numbers = st.integers() | st.sampled_from(

@@ -24,8 +24,8 @@ from baton.kv_transfer.config import KvWorkerConfig, ReceiverConfig, SenderConfi
 from baton.node.call_server import FINISHED_WITH_FIRST_TOKEN
 from baton.node.options import NodeOptions
 from baton.rpc.channel import open_blocking_channel
+from baton.rpc.messages.calls import decode_order, node_request_id, prefill_order
 from baton.rpc.messages.conversion import FINISH_REASON
-from baton.rpc.messages.sequences import decode_order, node_request_id, prefill_order
 from baton.rpc.node_info import NodeCard, NodeLoad, NodeRole
 from baton.v1 import node_pb2, node_pb2_grpc
 from tests.support.engine_nodes import EngineNode

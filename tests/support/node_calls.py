@@ -16,8 +16,7 @@ from baton.router.dispatch.node_rpcs import Deliver, LegEvent, LegOutput
 from baton.router.routing.node_table import Node, NodeTable
 from baton.router.tracing import UNTRACED, RequestTrace
 from baton.rpc.errors import NodeFailed
-from baton.rpc.messages.calls import CallReport
-from baton.rpc.messages.sequences import handoff_id_of
+from baton.rpc.messages.calls import CallReport, handoff_id_of
 from baton.rpc.node_info import NodeCard, NodeRole
 
 FINGERPRINT = Fingerprint("m", "float32", "l", 16, 2, 2, 16)

@@ -12,7 +12,7 @@ from grpc import aio
 
 from baton.node.call_streams import CallContext, serve_calls
 from baton.rpc.errors import Draining
-from baton.rpc.messages.sequences import Order
+from baton.rpc.messages.calls import Order
 from baton.rpc.server import Service, serving
 from baton.rpc.status import named_errors
 from baton.v1 import node_pb2, node_pb2_grpc

@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import contextmanager
 
 from baton.node.call_streams import CallContext, serve_calls
+from baton.rpc.messages.calls import Order
 from baton.rpc.messages.limits import MAX_BATCH_BYTES
-from baton.rpc.messages.sequences import Order
 from baton.v1 import node_pb2
 
 PATIENCE_S = 30

@@ -26,7 +26,7 @@ from baton.router.doors.openai.request.parsed_request import (
     completion_from,
 )
 from baton.router.input_processing.limits import MAX_CHAT_MESSAGES, MAX_NAME_CHARACTERS, MAX_TOOLS
-from baton.rpc.messages.sequences import decode_order, engine_request, node_request_id
+from baton.rpc.messages.calls import decode_order, engine_request, node_request_id
 from baton.v1 import inference_pb2, sampling_pb2
 
 LONG = "x" * (MAX_NAME_CHARACTERS + 1)

@@ -41,14 +41,14 @@ from baton.node.kv.link import NAME_BY_KIND, link_message_from, link_message_to
 from baton.router.doors.grpc.translate import calls_from
 from baton.router.values import TextPrompt
 from baton.rpc.errors import EmptyPrompt, UnsupportedInput
-from baton.rpc.messages.conversion import SAMPLING, output_from, output_to, sampling_from
-from baton.rpc.messages.sequences import (
+from baton.rpc.messages.calls import (
     decode_order,
     engine_request,
     handoff_id_of,
     node_request_id,
     prefill_order,
 )
+from baton.rpc.messages.conversion import SAMPLING, output_from, output_to, sampling_from
 from baton.rpc.node_info import CARD, LOAD, NodeLoad, NodeRole, update_to
 from baton.v1 import inference_pb2, kv_link_pb2, node_pb2, sampling_pb2
 from tests.support.node_calls import FINGERPRINT, a_card

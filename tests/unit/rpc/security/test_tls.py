@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from baton.core.errors import InvalidConfig
-from baton.rpc.channel import channel_credentials, server_credentials
+from baton.rpc.channel import channel_credentials
+from baton.rpc.security.certificates import grpc_credentials
 from baton.rpc.security.tls import TlsConfig
 from tests.support.certificates import Authority, lock_key, make_authority
 
@@ -22,7 +23,7 @@ def test_files_that_belong_together_are_taken(authority: Authority) -> None:
     tls = authority.mutual("node", "localhost")
 
     assert (tls.listens, tls.dials) == (True, True)
-    assert server_credentials(tls) is not None
+    assert grpc_credentials(tls) is not None
     assert channel_credentials(tls) is not None
 
 
@@ -32,7 +33,7 @@ def test_files_that_are_gone_later_on_are_not_missed(authority: Authority) -> No
     for path in authority.folder.iterdir():
         path.unlink()
 
-    assert server_credentials(tls) is not None
+    assert grpc_credentials(tls) is not None
     assert channel_credentials(tls) is not None
 
 
@@ -40,7 +41,6 @@ def test_without_any_file_everything_is_plain_text() -> None:
     tls = TlsConfig()
 
     assert (tls.listens, tls.dials) == (False, False)
-    assert server_credentials(tls) is None
     assert channel_credentials(tls) is None
 
 
