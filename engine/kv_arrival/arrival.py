@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass, field
 
 from baton.core.request import PrefixSource, ReceiveKv
 from baton.engine.kv_cache.held_kv import HeldKv
@@ -10,42 +11,22 @@ from baton.engine.kv_cache.held_kv import HeldKv
 MAX_LOOKS = 8  # of a request for its prefix, after blocks that it had found were evicted
 
 
+@dataclass(slots=True, eq=False)
 class Arrival:
     """Record of one request. The scheduler and the sources of KV share it."""
 
-    __slots__ = (
-        "asked",
-        "counts_tokens",
-        "handoff",
-        "is_over",
-        "kv",
-        "num_found_blocks",
-        "num_looks",
-        "prefix_source",
-        "rank",
-        "source_by_range",
-        "waits_until_s",
-    )
-
-    def __init__(
-        self,
-        kv: HeldKv,
-        rank: tuple[float, ...],
-        handoff: ReceiveKv | None = None,
-        prefix_source: PrefixSource | None = None,
-    ) -> None:
-        self.kv = kv
-        self.rank = rank  # lower is scheduled earlier
-        self.handoff = handoff  # None once its KV landed or was lost
-        self.prefix_source = prefix_source
-        self.waits_until_s: float | None = None  # for all fills in sum; None: it has not waited yet
-        self.asked: frozenset[str] = frozenset()  # sources that it does not ask again
-        self.num_found_blocks = 0  # leading blocks that it found in the prefix cache while waiting
-        self.num_looks = 0  # for its prefix, after the first one
-        self.is_over = False  # the request has ended
-        self.counts_tokens = True  # False: a preempted request could count its own blocks
-        # Source of the tokens of each filled block: a tier, or a peer.
-        self.source_by_range: dict[range, str] = {}
+    kv: HeldKv
+    rank: tuple[float, ...]  # lower is scheduled earlier
+    handoff: ReceiveKv | None = None  # None once its KV landed or was lost
+    prefix_source: PrefixSource | None = None
+    waits_until_s: float | None = None  # for all fills in sum; None: it has not waited yet
+    asked: frozenset[str] = frozenset()  # sources that it does not ask again
+    num_found_blocks: int = 0  # leading blocks that it found in the prefix cache while waiting
+    num_looks: int = 0  # for its prefix, after the first one
+    is_over: bool = False  # the request has ended
+    counts_tokens: bool = True  # False: a preempted request could count its own blocks
+    # Source of the tokens of each filled block: a tier, or a peer.
+    source_by_range: dict[range, str] = field(default_factory=dict)
 
     @property
     def is_waiting(self) -> bool:

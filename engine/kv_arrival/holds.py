@@ -7,18 +7,17 @@ whatever accesses blocks has its own reference on each of them, until its end is
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 from baton.core.ids import BlockId
 from baton.engine.kv_cache.block_pool import BlockPool
 
 
+@dataclass(slots=True, eq=False)
 class Hold:
     """One reference on each of these blocks."""
 
-    __slots__ = ("block_ids",)
-
-    def __init__(self) -> None:
-        self.block_ids: list[BlockId] = []
+    block_ids: list[BlockId] = field(default_factory=list)
 
 
 class Holds:

@@ -81,6 +81,7 @@ class PeerPulls:
         )
         saved_s = self._saved_s(prefix, source.peer, need)
         follows = self._pulls_by_name.find(prefix.names)
+        # A second pull of blocks whose pull is late would be no faster.
         if saved_s is None or (follows is not None and follows.late_at_s <= need.now_s):
             arrival.note_asked(self.name)
             return None

@@ -129,6 +129,7 @@ class BlockReceives:
         if fill is not None:
             self._fills.remove(fill)
             self._fills_by_name.remove(fill)
+        # Without a grant, the peer has nothing that could be taken back.
         if fill is not None and revokes:
             self._orders.revokes.append(handoff_id)
         return fill

@@ -50,6 +50,7 @@ class BlockStores:
         room = self._max_blocks - self._num_blocks
         while len(names) < room and (oldest := self._cache.prefixes.take_unstored()) is not None:
             name, block_id, hints = oldest
+            # Evicted since it was queued, or loaded from there.
             if self._cache.pool.find([name]) != [block_id] or self._external.holds(name):
                 continue
             names.append(name)

@@ -112,6 +112,7 @@ class KvCache:
         """
         if self.num_missing(held, hit) + spare > self.pool.num_free:
             return False
+        # Before anything is allocated, which could evict the hit.
         self.pool.hold(hit.block_ids)
         num_blocks = self.num_blocks_for(held.num_tokens)
         held.num_computed_tokens = hit.num_blocks * self.block_size
@@ -129,6 +130,8 @@ class KvCache:
         missing = self.num_blocks_for(num_tokens) - len(held.block_tables[0])
         if missing <= 0:
             return self._nothing
+        # All tables or none: they have the same length, and a request that got a part of its
+        # blocks would hold them while it waits for the others.
         if missing * len(self._tables) > self.pool.num_free:
             return None
         added = tuple([tuple(self.prefixes.allocate(missing)) for _ in self._tables])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from baton.core.ids import BlockId, RequestId, existing_blocks
 from baton.core.kv_hints import BlockHints
@@ -10,80 +11,54 @@ from baton.engine.kv_cache.block_hashes import BlockHash, extend_hashes
 from baton.engine.plan import BlockIds, StateBlocks
 
 
+@dataclass(slots=True, eq=False)
 class RecurrentState:
     """Blocks of one request's state. Each pass reads one side and writes the other."""
 
-    __slots__ = ("_num_tokens", "_sides", "num_shared_tokens", "prefix_state")
-
-    def __init__(
-        self,
-        sides: tuple[BlockIds, BlockIds],
-        num_tokens: int,
-        prefix_state: BlockIds = (),
-        num_shared_tokens: int = 0,
-    ) -> None:
-        self._sides = sides
-        self._num_tokens = num_tokens  # when the first side was current
-        # Of the prefix hit: read by the first pass, and held until that is applied.
-        self.prefix_state = prefix_state
-        self.num_shared_tokens = num_shared_tokens  # whose KV was cached when it was admitted
+    both_sides: tuple[BlockIds, BlockIds]
+    num_tokens: int  # when the first side was current
+    prefix_state: BlockIds = ()  # read by the first pass, and held until that is applied
+    num_shared_tokens: int = 0  # whose KV was cached when the request was admitted
 
     @property
     def block_ids(self) -> list[BlockId]:
-        return [*self._sides[0], *self._sides[1], *self.prefix_state]
+        return [*self.both_sides[0], *self.both_sides[1], *self.prefix_state]
 
     def sides(self, num_computed_tokens: int) -> tuple[BlockIds, BlockIds]:
         """Return both sides, first the one that holds the state after these tokens.
 
         Each pass since the last chunk computed one token, so that decoding needs no bookkeeping.
         """
-        first, second = self._sides
-        is_swapped = (num_computed_tokens - self._num_tokens) % 2
+        first, second = self.both_sides
+        is_swapped = (num_computed_tokens - self.num_tokens) % 2
         return (second, first) if is_swapped else (first, second)
 
     def end_chunk(self, num_computed_tokens: int) -> BlockIds:
         """Swap the sides after a prefill chunk. Returns the blocks that are needed no longer."""
-        first, second = self._sides
-        self._sides, self._num_tokens = (second, first), num_computed_tokens
+        first, second = self.both_sides
+        self.both_sides, self.num_tokens = (second, first), num_computed_tokens
         read, self.prefix_state = self.prefix_state, ()
         return read
 
 
+@dataclass(slots=True, eq=False)
 class HeldKv:
     """Owned by the `KvCache`, which changes it. The scheduler counts the computed tokens."""
 
-    __slots__ = (
-        "block_hashes",
-        "block_hints",
-        "block_tables",
-        "is_registering",
-        "num_computed_tokens",
-        "num_context_tokens",
-        "num_registered_blocks",
-        "request_id",
-        "root_hash",
-        "state",
-        "token_ids",
-    )
+    request_id: RequestId
+    token_ids: Sequence[int]  # shared with the request, which appends the output
+    root_hash: BlockHash
+    block_hints: BlockHints
+    num_context_tokens: int = field(init=False)  # prompt and prior output
+    block_hashes: list[BlockHash] = field(default_factory=list)  # of the leading full blocks
+    num_computed_tokens: int = 0  # leading tokens whose KV is in the blocks
+    num_registered_blocks: int = 0  # leading blocks that are in the prefix cache
+    is_registering: bool = True  # False: the KV predates a reset of the prefix cache
+    block_tables: tuple[list[BlockId], ...] = ()  # one for each KV group
+    state: RecurrentState | None = None  # of a model with recurrent layers, with blocks
 
-    def __init__(
-        self,
-        request_id: RequestId,
-        token_ids: Sequence[int],
-        root_hash: BlockHash,
-        block_hints: BlockHints,
-    ) -> None:
-        self.request_id = request_id
-        self.token_ids = token_ids  # shared with the request, which appends the output
-        self.num_context_tokens = len(token_ids)  # prompt and prior output
-        self.root_hash = root_hash
-        self.block_hints = block_hints
-        self.block_hashes: list[BlockHash] = []  # of the leading full blocks
-        self.num_computed_tokens = 0  # leading tokens whose KV is in the blocks
-        self.num_registered_blocks = 0  # leading blocks that are in the prefix cache
-        self.is_registering = True  # False: the KV predates a reset of the prefix cache
-        self.block_tables: tuple[list[BlockId], ...] = ()  # one for each KV group
-        self.state: RecurrentState | None = None  # of a model with recurrent layers, with blocks
+    def __post_init__(self) -> None:
+        self.num_context_tokens = len(self.token_ids)
 
     @property
     def num_tokens(self) -> int:

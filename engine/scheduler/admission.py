@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
@@ -24,29 +25,17 @@ class Refusal(Enum):
     BLOCKS = "blocks"  # it keeps its place: the requests behind it wait, too
 
 
+@dataclass(slots=True)
 class Candidate:
     """The head of the waiting queue, with what the rules have found so far."""
 
-    __slots__ = (
-        "chunk",
-        "continues_at",
-        "hit",
-        "max_num_hits",
-        "num_missing",
-        "num_spare",
-        "request",
-    )
-
-    def __init__(
-        self, request: Request, max_num_hits: int, continues_at: int | None, num_spare: int
-    ) -> None:
-        self.request = request
-        self.max_num_hits = max_num_hits
-        self.continues_at = continues_at  # position of the first token to compute; None: the hit's
-        self.num_spare = num_spare  # blocks to leave free for requests that hold some
-        self.hit = NO_HIT
-        self.num_missing = 0  # prompt tokens that are not cached
-        self.chunk = 0  # prompt tokens of the first step
+    request: Request
+    max_num_hits: int
+    continues_at: int | None  # position of the first token to compute; None: the hit's
+    num_spare: int  # blocks to leave free for requests that hold some
+    hit: PrefixHit = NO_HIT
+    num_missing: int = 0  # prompt tokens that are not cached
+    chunk: int = 0  # prompt tokens of the first step
 
 
 Rule = Callable[[Candidate], Refusal | None]

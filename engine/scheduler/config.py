@@ -73,8 +73,7 @@ class SchedulerConfig:
             name="chunked_prefill",
         ),
     ] = True
-    # Prompts with more tokens are long. Chunks are limited to this size while short prompts
-    # arrive. 0: off.
+    # Prompts with more tokens are long.
     long_prefill_token_threshold: Annotated[
         int,
         Option(
@@ -98,7 +97,6 @@ class SchedulerConfig:
             parse=lambda limit: limit or None,
         ),
     ] = None
-    # Target duration of steps with decoding requests, which limits their prefill tokens.
     target_step_s: Annotated[
         float | None,
         Option(
@@ -121,7 +119,7 @@ class SchedulerConfig:
             KV_CACHE,
         ),
     ] = LoadFailurePolicy.RECOMPUTE
-    # Blocks of each KV group that a grant leaves free for each request that holds blocks.
+    # Of each KV group.
     remote_headroom_blocks: Annotated[
         int,
         Option(
@@ -134,7 +132,6 @@ class SchedulerConfig:
     # Limit of a request's wait for loads, pulls and hand-offs of other requests, in sum; with 0, it
     # waits for none. Far below the time for which a peer holds blocks without a grant.
     max_fill_wait_s: float = 5.0
-    # Send each layer of a chunk to the peer when it is computed, instead of whole chunks.
     push_layers: Annotated[
         bool,
         Option(

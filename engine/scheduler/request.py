@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import InitVar, dataclass, field
 from enum import Enum
 
 from baton.core.ids import RequestId
@@ -43,76 +44,55 @@ _TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
 }
 
 
+@dataclass(slots=True, eq=False)
 class Request:
     """A live request, owned by the scheduler.
 
     It is scheduled until `kv.num_computed_tokens` has caught up with `num_tokens`.
     """
 
-    __slots__ = (
-        "arrival",
-        "due_step",
-        "grammar",
-        "is_long",
-        "is_plain",
-        "is_resumed",
-        "kv",
-        "max_num_slots",
-        "max_num_tokens",
-        "num_accepted_tokens",
-        "num_cached_tokens",
-        "num_preemptions",
-        "num_prefilled_tokens",
-        "num_prompt_logprobs",
-        "num_prompt_tokens",
-        "num_proposed_tokens",
-        "num_received_tokens",
-        "rank",
-        "request_id",
-        "status",
-        "stop_token_ids",
-        "submitted",
-        "token_ids",
-        "was_preempted_for_priority",
-    )
+    submitted: EngineRequest
+    rank: Rank
+    root_hash: InitVar[BlockHash]
+    stop_token_ids: frozenset[int]
+    max_num_tokens: int  # the request ends at this length
+    # Upper bound of the KV slots it needs: its last token is never an input.
+    max_num_slots: int = field(init=False)
+    # Copied because every step reads them.
+    request_id: RequestId = field(init=False)
+    is_plain: bool = field(init=False)
 
-    def __init__(
-        self,
-        submitted: EngineRequest,
-        rank: Rank,
-        root_hash: BlockHash,
-        stop_token_ids: frozenset[int],
-        max_num_tokens: int,
-    ) -> None:
-        self.submitted = submitted
-        self.rank = rank
-        self.stop_token_ids = stop_token_ids
-        self.max_num_tokens = max_num_tokens  # the request ends at this length
-        # Upper bound of the KV slots it needs: its last token is never an input.
-        self.max_num_slots = max_num_tokens - 1
-        # Copied from it because every step reads them.
-        self.request_id: RequestId = submitted.request_id
-        sampling = submitted.sampling
+    status: RequestStatus = field(init=False)
+    grammar: Grammar | None = None  # None without one, and while it is being compiled
+    token_ids: list[int] = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    kv: HeldKv = field(init=False)
+    arrival: Arrival = field(init=False)
+    num_prompt_logprobs: int = 0  # already returned
+    was_preempted_for_priority: bool = False  # which happens at most once
+    is_long: bool = False  # a long prompt whose prefill is not complete
+    is_resumed: bool = False  # it has lost its blocks or KV before
+    due_step: int = NOT_DUE  # the step in which it needs its next block, see Batch
+
+    # Statistics for the last output.
+    num_cached_tokens: int = 0
+    num_received_tokens: int = 0
+    num_prefilled_tokens: int = 0
+    num_preemptions: int = 0
+    num_proposed_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    def __post_init__(self, root_hash: BlockHash) -> None:
+        submitted, sampling = self.submitted, self.submitted.sampling
+        self.max_num_slots = self.max_num_tokens - 1
+        self.request_id = submitted.request_id
         self.is_plain = sampling.logprobs is None and sampling.prompt_logprobs is None
-
         self.status = _initial_status(sampling)
-        self.grammar: Grammar | None = None  # None without one, and while it is being compiled
-        self.token_ids: list[int] = [*submitted.prompt_token_ids, *submitted.prior_output_token_ids]
+        self.token_ids = [*submitted.prompt_token_ids, *submitted.prior_output_token_ids]
         self.num_prompt_tokens = len(submitted.prompt_token_ids)
         block_hints = submitted.kv_hints.block_hints(submitted.tenant or submitted.cache_salt)
         self.kv = HeldKv(submitted.request_id, self.token_ids, root_hash, block_hints)
-        self.arrival = Arrival(self.kv, rank, submitted.receive_from, submitted.prefix_source)
-        self.num_prompt_logprobs = 0  # already returned
-        self.was_preempted_for_priority = (
-            False  # preempted for a higher priority, which happens at most once
-        )
-        # A long prompt whose prefill is not complete; and: it has lost its blocks or KV before.
-        self.is_long = self.is_resumed = False
-        self.due_step = NOT_DUE  # the step in which it needs its next block, see Batch
-
-        # Statistics for the last output.
-        self.num_cached_tokens = self.num_received_tokens = self.num_prefilled_tokens = 0
-        self.num_preemptions = self.num_proposed_tokens = self.num_accepted_tokens = 0
+        self.arrival = Arrival(self.kv, self.rank, submitted.receive_from, submitted.prefix_source)
 
     @property
     def max_num_hit_tokens(self) -> int:

@@ -69,6 +69,7 @@ class SchedulerState:
             self._rank(submitted),
             self.cache.naming.root(submitted.prefix_keys, len(submitted.prompt_token_ids)),
             eos_token_ids.union(sampling.stop_token_ids),
+            # A sender ends with the first token, which the peer continues from.
             limit if submitted.send_to is None else min(limit, num_context + 1),
         )
         self.requests[submitted.request_id] = request
@@ -133,6 +134,7 @@ class SchedulerState:
 
         Blocks that a hand-off references stay held.
         """
+        # What a peer may still write or read stays held by its hand-off, until that is reported.
         self.end_receive(request, revokes=True)
         self.arrivals.sends.withdraw(request.submitted.send_to, reason)
         self._dequeue(request)
