@@ -16,12 +16,11 @@ from rich.console import Console
 from baton.checkpoint.hub import open_checkpoint
 from baton.checkpoint.tokenizer import Tokenizer
 from baton.completion import Completion, CompletionBuilder
-from baton.core.context_length import fit_max_tokens
 from baton.core.errors import InvalidRequest
 from baton.core.ids import RequestId
 from baton.core.output import Output
 from baton.core.request import EngineRequest
-from baton.core.sampling import SamplingParams
+from baton.core.sampling import SamplingParams, fit_max_tokens
 from baton.core.stop_strings import StopRule
 from baton.core.structured_outputs import StructuredOutputs
 from baton.core.units import AUTO, parse_kv_memory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -162,6 +162,31 @@ class SamplingDefaults:
 
 
 NO_SAMPLING_DEFAULTS = SamplingDefaults()
+
+
+def fit_max_tokens(
+    sampling: SamplingParams, num_prompt_tokens: int, max_sequence_len: int
+) -> tuple[SamplingParams, str]:
+    """Lower `max_tokens` to the rest of a sequence of at most `max_sequence_len` tokens.
+
+    Returns a warning if it was lowered. A prompt without any rest is left to `validate_request`.
+    Raises InvalidRequest if `min_tokens` exceeds the rest.
+    """
+    rest = max_sequence_len - num_prompt_tokens
+    if rest < 1 or sampling.max_tokens <= rest:
+        return sampling, ""
+    reason = (
+        f"prompt and answer can have {max_sequence_len} tokens together, and the prompt has "
+        f"{num_prompt_tokens}"
+    )
+    if sampling.min_tokens > rest:
+        raise InvalidRequest(
+            f"min_tokens is {sampling.min_tokens}: {reason}; lower it to at most {rest}, or "
+            "shorten the prompt",
+            "min_tokens",
+        )
+    warning = f"max_tokens {sampling.max_tokens} was lowered to {rest}: {reason}"
+    return replace(sampling, max_tokens=rest), warning
 
 
 def _check_count(name: str, count: int, limit: int) -> None:

@@ -6,9 +6,9 @@ from dataclasses import replace
 from functools import lru_cache, partial
 
 from baton.checkpoint.token_text import TokenText
-from baton.core.context_length import fit_max_tokens
 from baton.core.errors import ContextLengthExceeded
 from baton.core.ids import ANY_MODEL, ModelVariant
+from baton.core.sampling import fit_max_tokens
 from baton.router.context import RequestContext
 from baton.router.input_processing.form_checks import FormChecks
 from baton.router.input_processing.large_texts import LargeTextConfig, LargeTexts

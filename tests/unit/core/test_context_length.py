@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.core.context_length import fit_max_tokens
 from baton.core.errors import InvalidRequest
-from baton.core.sampling import SamplingParams
+from baton.core.sampling import SamplingParams, fit_max_tokens
 
 
 @pytest.mark.parametrize(
@@ -23,7 +22,7 @@ def test_max_tokens_is_what_the_prompt_leaves_at_most(
 
 
 def test_the_warning_has_the_numbers() -> None:
-    warning = fit_max_tokens(SamplingParams(100), 15, 20).warning
+    _, warning = fit_max_tokens(SamplingParams(100), 15, 20)
 
     assert warning == (
         "max_tokens 100 was lowered to 5: prompt and answer can have 20 tokens together, and the "
@@ -32,7 +31,7 @@ def test_the_warning_has_the_numbers() -> None:
 
 
 def test_min_tokens_that_cannot_be_reached_are_refused_by_name() -> None:
-    assert fit_max_tokens(SamplingParams(100, min_tokens=5), 15, 20).sampling.max_tokens == 5
+    assert fit_max_tokens(SamplingParams(100, min_tokens=5), 15, 20)[0].max_tokens == 5
     with pytest.raises(InvalidRequest, match="lower it to at most 5") as refusal:
         fit_max_tokens(SamplingParams(100, min_tokens=6), 15, 20)
 
