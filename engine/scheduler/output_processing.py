@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from baton.core.ids import HandoffId
 from baton.core.logprobs import FirstToken, TokenLogprobs
 from baton.core.output import Failure, FailureCause, FinishReason, Output
@@ -121,18 +123,20 @@ class OutputProcessor:
                 or token_id in request.stop_token_ids
                 or not request.is_plain
             ):
-                self._append_tokens_slow(request, token_ids, run)
+                self._accept(request, token_ids, run.logprobs.get(request_id, ()))
                 continue
             known.append(token_id)
             request.kv.num_computed_tokens = num_tokens - 1
             first_index = num_tokens - 1 - request.num_prompt_tokens
             outbox.append(Output(request_id, first_index, (token_id,)))
 
-    def _append_tokens_slow(self, request: Request, token_ids: list[int], run: RunResult) -> None:
-        """Append any number of tokens, with logprobs. Tokens after a final one are dropped."""
+    def _accept(
+        self, request: Request, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> bool:
+        """Append tokens, with logprobs, up to a final one. Returns False if the request ends."""
         first_index = request.num_output_tokens
-        taken: list[int] = []
         reason = None
+        taken: list[int] = []
         for token_id in token_ids:
             request.token_ids.append(token_id)
             taken.append(token_id)
@@ -142,16 +146,40 @@ class OutputProcessor:
         # The KV of the newest token is not computed yet. Later slots, of rejected draft tokens,
         # count as empty and are overwritten.
         request.kv.num_computed_tokens = request.num_tokens - 1
-        logprobs = tuple(run.logprobs.get(request.request_id, ())[: len(taken)])
-        self._emit(request, first_index, tuple(taken), logprobs, reason)
-        if reason is not None:
-            # A sender's first token completes the hand-off even if it ends the request. The
-            # decode node then ends the request by the same rule instead of waiting for KV.
-            first_token = FirstToken(taken[0], logprobs[0] if logprobs else None)
-            self._state.arrivals.sends.complete(
-                request.submitted.send_to, request.kv.num_context_tokens, first_token
-            )
-            self._state.finish(request, reason.value)
+        output = Output(
+            request.request_id,
+            first_index,
+            tuple(taken),
+            tuple(logprobs[: len(taken)]),
+            finish_reason=reason,
+            stop_token_id=taken[-1] if reason is FinishReason.STOP else None,
+            served=None if reason is None else request.served(),
+        )
+        self._state.outbox.append(output)
+        if reason is None:
+            return True
+        # A sender's first token completes the hand-off even if it ends the request. The decode
+        # node then ends the request by the same rule instead of waiting for KV.
+        first_token = FirstToken(taken[0], logprobs[0] if logprobs else None)
+        self._state.arrivals.sends.complete(
+            request.submitted.send_to, request.kv.num_context_tokens, first_token
+        )
+        self._state.finish(request, reason.value)
+        return False
+
+    def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
+        """Return the reason for which the request ends with this newest token, or None."""
+        sampling = request.submitted.sampling
+        is_stop = token_id in request.stop_token_ids
+        # A grammar allows the EOS token only where the answer is complete, and before min_tokens
+        # only where no other token can follow.
+        is_complete = request.grammar is not None and token_id in self._state.config.eos_token_ids
+        if is_complete or (is_stop and request.num_output_tokens >= sampling.min_tokens):
+            return FinishReason.STOP
+        is_long_enough = request.num_output_tokens >= sampling.max_tokens
+        if is_long_enough or request.num_tokens >= self._state.config.max_model_len:
+            return FinishReason.LENGTH
+        return FinishReason.HANDED_OFF if request.submitted.send_to is not None else None
 
     def _start_decoding(self, request: Request) -> None:
         if request.status is not RequestStatus.RUNNING:
@@ -189,7 +217,9 @@ class OutputProcessor:
         request.num_received_tokens = request.num_tokens - request.kv.num_computed_tokens
         request.kv.num_computed_tokens = request.num_tokens
         self._state.cache.register(request.kv)
-        self._append_first_token(request, first_token)
+        logprobs = () if first_token.logprobs is None else (first_token.logprobs,)
+        if self._accept(request, (first_token.token_id,), logprobs):
+            self._state.make_ready(request)
 
     def _receiver_of(self, handoff_id: HandoffId) -> Request | None:
         """Return the request that waits for this hand-off, if it still does."""
@@ -207,17 +237,6 @@ class OutputProcessor:
             return f"token {first_token.token_id} arrived; the vocabulary has {vocab_size}"
         return None
 
-    def _append_first_token(self, request: Request, first_token: FirstToken) -> None:
-        first_index = request.num_output_tokens
-        request.token_ids.append(first_token.token_id)
-        reason = self._finish_reason(request, first_token.token_id)
-        logprobs = () if first_token.logprobs is None else (first_token.logprobs,)
-        self._emit(request, first_index, (first_token.token_id,), logprobs, reason)
-        if reason is not None:
-            self._state.finish(request, reason.value)
-        else:
-            self._state.make_ready(request)
-
     def _process_lost(self, lost: Lost) -> None:
         """Recover from lost KV. The hand-off keeps its blocks until their release is reported."""
         request = self._receiver_of(lost.handoff_id)
@@ -231,39 +250,3 @@ class OutputProcessor:
             self._state.end(request, FinishReason.ERROR, Failure(reason, FailureCause.KV_LOST))
         else:
             self._state.restart(request)
-
-    # --- shared -------------------------------------------------------------------
-
-    def _emit(
-        self,
-        request: Request,
-        first_index: int,
-        token_ids: tuple[int, ...],
-        logprobs: tuple[TokenLogprobs, ...],
-        reason: FinishReason | None,
-    ) -> None:
-        stop_token_id = token_ids[-1] if reason is FinishReason.STOP else None
-        output = Output(
-            request.request_id,
-            first_index,
-            token_ids,
-            logprobs,
-            finish_reason=reason,
-            stop_token_id=stop_token_id,
-            served=None if reason is None else request.served(),
-        )
-        self._state.outbox.append(output)
-
-    def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
-        """Return the reason for which the request ends with this newest token, or None."""
-        sampling = request.submitted.sampling
-        is_stop = token_id in request.stop_token_ids
-        # A grammar allows the EOS token only where the answer is complete, and before min_tokens
-        # only where no other token can follow.
-        is_complete = request.grammar is not None and token_id in self._state.config.eos_token_ids
-        if is_complete or (is_stop and request.num_output_tokens >= sampling.min_tokens):
-            return FinishReason.STOP
-        is_long_enough = request.num_output_tokens >= sampling.max_tokens
-        if is_long_enough or request.num_tokens >= self._state.config.max_model_len:
-            return FinishReason.LENGTH
-        return FinishReason.HANDED_OFF if request.submitted.send_to is not None else None
