@@ -14,20 +14,12 @@ QWEN_EXPERTS = ExpertNames(
     gate_up=("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj"),
     down="mlp.experts.{expert}.down_proj",
 )
-SHARED_EXPERTS = ExpertNames(
-    router=QWEN_EXPERTS.router,
-    gate_up=QWEN_EXPERTS.gate_up,
-    down=QWEN_EXPERTS.down,
-    correction_bias="mlp.gate.e_score_correction_bias",
-    shared="mlp.shared_experts",
+UNCORRECTED_SHARED_EXPERTS = replace(QWEN_EXPERTS, shared="mlp.shared_experts")
+SHARED_EXPERTS = replace(
+    UNCORRECTED_SHARED_EXPERTS, correction_bias="mlp.gate.e_score_correction_bias"
 )
-UNCORRECTED_SHARED_EXPERTS = replace(SHARED_EXPERTS, correction_bias="")
-SHARED_GATED_EXPERTS = ExpertNames(
-    router=QWEN_EXPERTS.router,
-    gate_up=QWEN_EXPERTS.gate_up,
-    down=QWEN_EXPERTS.down,
-    shared="mlp.shared_expert",
-    shared_gate="mlp.shared_expert_gate",
+SHARED_GATED_EXPERTS = replace(
+    QWEN_EXPERTS, shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate"
 )
 MIXTRAL_EXPERTS = ExpertNames(
     router="block_sparse_moe.gate",
@@ -73,8 +65,8 @@ LLAMA4_EXPERTS = ExpertNames(
         ),
     ),
 )
-_QWEN_STACKED = ExpertNames(
-    router=QWEN_EXPERTS.router,
+_QWEN_STACKED = replace(
+    QWEN_EXPERTS,
     gate_up=("mlp.experts.gate_up_proj",),
     down="mlp.experts.down_proj",
     has_weight_suffix=False,
@@ -89,19 +81,9 @@ QWEN3_5_EXPERTS = replace(
 )
 
 
-def _num_experts(raw: JsonFields, own: str) -> int:
-    """Read the number of experts. Some versions of transformers write it with another name."""
-    names = {"num_local_experts", "num_experts", "n_routed_experts"} - {own}
-    return raw.positive_int(next((name for name in sorted(names) if raw.has(name)), own))
-
-
 def qwen3_moe(raw: JsonFields) -> MoeConfig:
-    return MoeConfig(
-        num_experts=_num_experts(raw, "num_experts"),
-        top_k=raw.positive_int("num_experts_per_tok"),
-        expert_size=raw.positive_int("moe_intermediate_size"),
-        normalizes=raw.flag("norm_topk_prob", False),
-    )
+    moe = _read(raw, "num_experts", "moe_intermediate_size")
+    return replace(moe, normalizes=raw.flag("norm_topk_prob", False))
 
 
 def qwen3_vl_moe(raw: JsonFields) -> MoeConfig:
@@ -109,14 +91,8 @@ def qwen3_vl_moe(raw: JsonFields) -> MoeConfig:
 
 
 def qwen2_moe(raw: JsonFields) -> MoeConfig:
-    return MoeConfig(
-        num_experts=_num_experts(raw, "num_experts"),
-        top_k=raw.positive_int("num_experts_per_tok"),
-        expert_size=raw.positive_int("moe_intermediate_size"),
-        normalizes=raw.flag("norm_topk_prob", False),
-        shared_size=raw.positive_int("shared_expert_intermediate_size"),
-        has_shared_gate=True,
-    )
+    shared_size = raw.positive_int("shared_expert_intermediate_size")
+    return replace(qwen3_moe(raw), shared_size=shared_size, has_shared_gate=True)
 
 
 def qwen3_5_moe(raw: JsonFields) -> MoeConfig:
@@ -124,30 +100,17 @@ def qwen3_5_moe(raw: JsonFields) -> MoeConfig:
 
 
 def mixtral_moe(raw: JsonFields) -> MoeConfig:
-    return MoeConfig(
-        num_experts=_num_experts(raw, "num_local_experts"),
-        top_k=raw.positive_int("num_experts_per_tok", 2),
-        expert_size=raw.positive_int("intermediate_size"),
-        normalizes=True,
-    )
+    return replace(_read(raw, "num_local_experts", "intermediate_size", 2), normalizes=True)
 
 
 def olmoe_moe(raw: JsonFields) -> MoeConfig:
-    return MoeConfig(
-        num_experts=_num_experts(raw, "num_experts"),
-        top_k=raw.positive_int("num_experts_per_tok", 8),
-        expert_size=raw.positive_int("intermediate_size"),
-        normalizes=raw.flag("norm_topk_prob", False),
-    )
+    moe = _read(raw, "num_experts", "intermediate_size", 8)
+    return replace(moe, normalizes=raw.flag("norm_topk_prob", False))
 
 
 def granite_moe(raw: JsonFields) -> MoeConfig:
-    return MoeConfig(
-        num_experts=_num_experts(raw, "num_local_experts"),
-        top_k=raw.positive_int("num_experts_per_tok", 2),
-        expert_size=raw.positive_int("intermediate_size"),
-        scoring=Scoring.SOFTMAX_OF_TOP,
-    )
+    moe = _read(raw, "num_local_experts", "intermediate_size", 2)
+    return replace(moe, scoring=Scoring.SOFTMAX_OF_TOP)
 
 
 def granite_shared_moe(raw: JsonFields) -> MoeConfig:
@@ -155,28 +118,21 @@ def granite_shared_moe(raw: JsonFields) -> MoeConfig:
 
 
 def gpt_oss_moe(raw: JsonFields) -> MoeConfig:
-    return MoeConfig(
-        num_experts=_num_experts(raw, "num_local_experts"),
-        top_k=raw.positive_int("num_experts_per_tok", 4),
-        expert_size=raw.positive_int("intermediate_size"),
-        scoring=Scoring.SOFTMAX_OF_TOP,
-        has_bias=True,
-    )
+    moe = _read(raw, "num_local_experts", "intermediate_size", 4)
+    return replace(moe, scoring=Scoring.SOFTMAX_OF_TOP, has_bias=True)
 
 
 def glm4_moe(raw: JsonFields) -> MoeConfig:
-    expert_size = raw.positive_int("moe_intermediate_size")
-    return MoeConfig(
-        num_experts=_num_experts(raw, "n_routed_experts"),
-        top_k=raw.positive_int("num_experts_per_tok"),
-        expert_size=expert_size,
+    moe = _read(raw, "n_routed_experts", "moe_intermediate_size")
+    return replace(
+        moe,
         scoring=Scoring.SIGMOID,
         normalizes=raw.flag("norm_topk_prob", True),
         scale=raw.number("routed_scaling_factor", 1.0),
         num_groups=raw.positive_int("n_group", 1),
         top_groups=raw.positive_int("topk_group", 1),
         has_correction_bias=True,
-        shared_size=expert_size * raw.positive_int("n_shared_experts", 1),
+        shared_size=moe.expert_size * raw.positive_int("n_shared_experts", 1),
     )
 
 
@@ -192,34 +148,20 @@ def deepseek_v2_moe(raw: JsonFields) -> MoeConfig:
     if raw.flag("norm_topk_prob", False):
         raise raw.wrong("norm_topk_prob", "must be false")
     has_groups = raw.get("topk_method") == "group_limited_greedy"
-    expert_size = raw.positive_int("moe_intermediate_size")
-    return MoeConfig(
-        num_experts=_num_experts(raw, "n_routed_experts"),
-        top_k=raw.positive_int("num_experts_per_tok"),
-        expert_size=expert_size,
+    moe = _read(raw, "n_routed_experts", "moe_intermediate_size")
+    return replace(
+        moe,
         scale=raw.number("routed_scaling_factor", 1.0),
         num_groups=raw.positive_int("n_group") if has_groups else 1,
         top_groups=raw.positive_int("topk_group") if has_groups else 1,
         group_best=1,
-        shared_size=expert_size * raw.positive_int("n_shared_experts"),
+        shared_size=moe.expert_size * raw.positive_int("n_shared_experts"),
     )
-
-
-def _check_method(raw: JsonFields, name: str, *known: str) -> None:
-    if raw.has(name) and raw.get(name) not in known:
-        raise raw.wrong(name, f"must be {' or '.join(known)}")
 
 
 def llama4_moe(raw: JsonFields) -> MoeConfig:
-    size = raw.positive_int("intermediate_size")
-    return MoeConfig(
-        num_experts=_num_experts(raw, "num_local_experts"),
-        top_k=raw.positive_int("num_experts_per_tok"),
-        expert_size=size,
-        scoring=Scoring.SIGMOID,
-        scales_input=True,
-        shared_size=size,
-    )
+    moe = _read(raw, "num_local_experts", "intermediate_size")
+    return replace(moe, scoring=Scoring.SIGMOID, scales_input=True, shared_size=moe.expert_size)
 
 
 def llama4_temperature(raw: JsonFields) -> QueryTemperature | None:
@@ -236,3 +178,21 @@ def ministral_temperature(raw: JsonFields) -> QueryTemperature | None:
         return None
     period = rope.number("original_max_position_embeddings", above=0)
     return QueryTemperature(period, rope.number("llama_4_scaling_beta"))
+
+
+def _read(raw: JsonFields, count: str, size: str, top_k: int | None = None) -> MoeConfig:
+    """Read what all mixtures have, from the fields with these names.
+
+    Some versions of transformers write the number of experts with another name.
+    """
+    names = {"num_local_experts", "num_experts", "n_routed_experts"} - {count}
+    return MoeConfig(
+        num_experts=raw.positive_int(next(filter(raw.has, sorted(names)), count)),
+        top_k=raw.positive_int("num_experts_per_tok", top_k),
+        expert_size=raw.positive_int(size),
+    )
+
+
+def _check_method(raw: JsonFields, name: str, *known: str) -> None:
+    if raw.has(name) and raw.get(name) not in known:
+        raise raw.wrong(name, f"must be {' or '.join(known)}")

@@ -6,10 +6,9 @@ A family that combines known parts needs an entry here and a variant in the gold
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
-from baton.checkpoint.json_fields import JsonFields
 from baton.engine.runner.families.defaults import (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
@@ -71,9 +70,8 @@ from baton.engine.runner.families.mixtures import (
     qwen3_vl_moe,
 )
 from baton.engine.runner.families.recurrent import DELTA_FIELDS, MAMBA_FIELDS, delta_rule, mamba2
-from baton.engine.runner.model.config import Activation, MoeConfig, QkNorm
+from baton.engine.runner.model.config import Activation, QkNorm
 
-PLAIN = TensorNames()
 SANDWICH = TensorNames(
     attention_norm="post_attention_layernorm",
     mlp_norm="pre_feedforward_layernorm",
@@ -86,11 +84,6 @@ POST_NORM = TensorNames(
     mlp_output_norm="post_feedforward_layernorm",
 )
 FUSED_MLP = TensorNames(gate_up=("mlp.gate_up_proj",))
-LLAMA4_NAMES = TensorNames(
-    gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
-    down="feed_forward.down_proj",
-    experts=LLAMA4_EXPERTS,
-)
 GEMMA_FIELDS = frozenset(
     {"query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "attention_bias"}
 )
@@ -107,10 +100,10 @@ BIAS = frozenset({"attention_bias"})
 PARTIAL = frozenset({"partial_rotary_factor"})
 EXPERTS = frozenset({"num_experts", "num_local_experts", "n_routed_experts"})
 SPARSE_LAYERS = frozenset({"decoder_sparse_step", "mlp_only_layers"})
-NEXT_EXPERTS = EXPERTS | SPARSE_LAYERS | {"shared_expert_intermediate_size"}
 GLM_EXPERTS = frozenset(
     {"n_shared_experts", "n_group", "topk_group", "routed_scaling_factor", "first_k_dense_replace"}
 )
+RECURRENT = BIAS | PARTIAL | DELTA_FIELDS
 QWEN3_NEXT_NAMES = TensorNames(
     experts=SHARED_GATED_EXPERTS,
     delta=DeltaNames(
@@ -121,171 +114,138 @@ QWEN3_NEXT_NAMES = TensorNames(
     ignored=("mtp.",),
 )
 QWEN3_5_NAMES = TensorNames(ignored=("mtp.",))
-QWEN3_5_MOE_NAMES = replace(QWEN3_5_NAMES, experts=QWEN3_5_EXPERTS)
-LLAMA4_FIELDS = frozenset(
-    {
+
+GEMMA3_FAMILY = Family(
+    names=SANDWICH,
+    fields=GEMMA_FIELDS,
+    defaults=GEMMA3,
+    layer_types=full_every(6),
+    qk_norm=QkNorm.HEAD,
+    norm_weight_offset=1.0,
+    norm_rounds_once=True,
+    activation=Activation.GELU_TANH,
+    has_local_rope=True,
+    scales_embedding=True,
+)
+QWEN2_FAMILY = Family(
+    layer_types=window_from_layer,
+    defaults={"sliding_window": 4096},
+    has_qkv_bias=True,
+    has_output_bias=False,
+)
+QWEN3_FAMILY = Family(
+    fields=BIAS,
+    layer_types=window_from_layer,
+    defaults={"head_dim": 128, "sliding_window": 4096},
+    qk_norm=QkNorm.HEAD,
+)
+MISTRAL_FAMILY = Family(
+    fields=frozenset({"llama_4_scaling_beta"}),
+    layer_types=window_everywhere,
+    defaults=MISTRAL,
+    text_defaults={"ministral3": MINISTRAL},
+    has_qkv_bias=False,
+    has_output_bias=False,
+    temperature=ministral_temperature,
+)
+GLM_FAMILY = Family(
+    names=FUSED_MLP,
+    fields=BIAS | PARTIAL,
+    defaults={
+        "head_dim": 128,
+        "num_key_value_heads": 2,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1.5625e-7,
+    },
+    is_rope_interleaved=True,
+    has_output_bias=False,
+)
+LLAMA4_FAMILY = Family(
+    names=TensorNames(
+        gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+        down="feed_forward.down_proj",
+        experts=LLAMA4_EXPERTS,
+    ),
+    fields=EXPERTS
+    | BIAS
+    | {
         "no_rope_layers",
         "use_qk_norm",
         "attention_chunk_size",
         "attn_temperature_tuning",
         "interleave_moe_layer_step",
         "moe_layers",
-    }
+    },
+    defaults=LLAMA4,
+    layer_types=chunks_with_rope,
+    qk_norm=QkNorm.UNWEIGHTED,
+    is_rope_interleaved=True,
+    moe=llama4_moe,
+    dense_layers=dense_outside_listed,
+    dense_size="intermediate_size_mlp",
+    temperature=llama4_temperature,
+)
+QWEN3_NEXT_FAMILY = Family(
+    names=QWEN3_NEXT_NAMES,
+    fields=RECURRENT | EXPERTS | SPARSE_LAYERS | {"shared_expert_intermediate_size"},
+    defaults=QWEN3_NEXT,
+    layer_types=linear_between_full,
+    qk_norm=QkNorm.HEAD,
+    norm_weight_offset=1.0,
+    norm_rounds_once=True,
+    has_output_gate=True,
+    recurrent=delta_rule,
+    moe=qwen2_moe,
+    dense_layers=dense_of_step,
+)
+QWEN3_5_FAMILY = replace(
+    QWEN3_NEXT_FAMILY,
+    names=QWEN3_5_NAMES,
+    fields=RECURRENT,
+    defaults=QWEN3_5,
+    moe=None,
+    dense_layers=None,
+)
+QWEN3_5_MOE_FAMILY = replace(
+    QWEN3_NEXT_FAMILY,
+    names=replace(QWEN3_5_NAMES, experts=QWEN3_5_EXPERTS),
+    defaults=QWEN3_5_MOE,
+    moe=qwen3_5_moe,
 )
 
 
-def _wrapped(names: TensorNames) -> TensorNames:
-    """Return the names within a model that also takes images."""
-    return replace(
-        names,
+def _with_images(family: Family, defaults: Mapping[str, object] | None = None) -> Family:
+    """Return a text model as a part of a model that also takes images."""
+    ignored = (
+        "visual.",
+        "model.visual.",
+        "vision_tower.",
+        "model.vision_tower.",
+        "vision_model.",
+        "multi_modal_projector.",
+        "model.multi_modal_projector.",
+    )
+    names = replace(
+        family.names,
         models=("model.language_model", "language_model.model", "model"),
         heads=("lm_head", "language_model.lm_head", "lm_head"),
-        ignored=(
-            *names.ignored,
-            "visual.",
-            "model.visual.",
-            "vision_tower.",
-            "model.vision_tower.",
-            "vision_model.",
-            "multi_modal_projector.",
-            "model.multi_modal_projector.",
-        ),
+        ignored=(*family.names.ignored, *ignored),
     )
-
-
-def _gemma3(names: TensorNames, *, has_text_config: bool) -> Family:
-    return Family(
-        names=names,
-        fields=GEMMA_FIELDS,
-        defaults=GEMMA3,
-        layer_types=full_every(6),
-        qk_norm=QkNorm.HEAD,
-        norm_weight_offset=1.0,
-        norm_rounds_once=True,
-        activation=Activation.GELU_TANH,
-        has_local_rope=True,
-        scales_embedding=True,
-        has_text_config=has_text_config,
-    )
-
-
-def _qwen2(
-    names: TensorNames, *, has_text_config: bool, defaults: Mapping[str, object] | None = None
-) -> Family:
-    return Family(
-        names=names,
-        layer_types=window_from_layer,
-        defaults={"sliding_window": 4096, **(defaults or {})},
-        has_qkv_bias=True,
-        has_output_bias=False,
-        has_text_config=has_text_config,
-    )
-
-
-def _qwen3(
-    names: TensorNames, *, has_text_config: bool, defaults: Mapping[str, object] | None = None
-) -> Family:
-    return Family(
-        names=names,
-        fields=BIAS,
-        layer_types=window_from_layer,
-        defaults={"head_dim": 128, "sliding_window": 4096, **(defaults or {})},
-        qk_norm=QkNorm.HEAD,
-        has_text_config=has_text_config,
-    )
-
-
-def _mistral(
-    defaults: Mapping[str, object], *, has_text_config: bool = False, names: TensorNames = PLAIN
-) -> Family:
-    return Family(
-        names=names,
-        fields=frozenset({"llama_4_scaling_beta"}),
-        layer_types=window_everywhere,
-        defaults=defaults,
-        text_defaults={"ministral3": MINISTRAL},
-        has_qkv_bias=False,
-        has_output_bias=False,
-        has_text_config=has_text_config,
-        temperature=ministral_temperature,
-    )
-
-
-def _glm(names: TensorNames) -> Family:
-    return Family(
-        names=names,
-        fields=BIAS | PARTIAL,
-        defaults={
-            "head_dim": 128,
-            "num_key_value_heads": 2,
-            "attention_bias": True,
-            "partial_rotary_factor": 0.5,
-            "rms_norm_eps": 1.5625e-7,
-        },
-        is_rope_interleaved=True,
-        has_output_bias=False,
-    )
-
-
-def _llama4(names: TensorNames, *, has_text_config: bool) -> Family:
-    return Family(
-        names=names,
-        fields=EXPERTS | BIAS | LLAMA4_FIELDS,
-        defaults=LLAMA4,
-        layer_types=chunks_with_rope,
-        qk_norm=QkNorm.UNWEIGHTED,
-        is_rope_interleaved=True,
-        has_text_config=has_text_config,
-        moe=llama4_moe,
-        dense_layers=dense_outside_listed,
-        dense_size="intermediate_size_mlp",
-        temperature=llama4_temperature,
-    )
-
-
-def _qwen3_next(
-    names: TensorNames,
-    defaults: Mapping[str, object],
-    *,
-    moe: Callable[[JsonFields], MoeConfig] | None = None,
-    has_text_config: bool = False,
-) -> Family:
-    return Family(
-        names=names,
-        fields=BIAS | PARTIAL | DELTA_FIELDS | (NEXT_EXPERTS if moe is not None else frozenset()),
-        defaults=defaults,
-        layer_types=linear_between_full,
-        qk_norm=QkNorm.HEAD,
-        norm_weight_offset=1.0,
-        norm_rounds_once=True,
-        has_output_gate=True,
-        recurrent=delta_rule,
-        has_text_config=has_text_config,
-        moe=moe,
-        dense_layers=None if moe is None else dense_of_step,
-    )
+    defaults = {**family.defaults, **(defaults or {})}
+    return replace(family, names=names, defaults=defaults, has_text_config=True)
 
 
 FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family(fields=BIAS | {"mlp_bias"}),
-    "MistralForCausalLM": _mistral(MISTRAL),
-    "MinistralForCausalLM": _mistral(MISTRAL),
-    "Mistral3ForConditionalGeneration": _mistral(
-        MISTRAL, has_text_config=True, names=_wrapped(PLAIN)
-    ),
-    "Ministral3ForCausalLM": _mistral(MINISTRAL),
-    "Qwen2ForCausalLM": _qwen2(PLAIN, has_text_config=False),
-    "Qwen2_5_VLForConditionalGeneration": _qwen2(
-        _wrapped(PLAIN),
-        has_text_config=True,
-        defaults=QWEN2_VL,
-    ),
-    "Qwen3ForCausalLM": _qwen3(PLAIN, has_text_config=False),
-    "Qwen3VLForConditionalGeneration": _qwen3(
-        _wrapped(PLAIN),
-        has_text_config=True,
-        defaults=QWEN3_VL,
-    ),
+    "MistralForCausalLM": MISTRAL_FAMILY,
+    "MinistralForCausalLM": MISTRAL_FAMILY,
+    "Mistral3ForConditionalGeneration": _with_images(MISTRAL_FAMILY),
+    "Ministral3ForCausalLM": replace(MISTRAL_FAMILY, defaults=MINISTRAL),
+    "Qwen2ForCausalLM": QWEN2_FAMILY,
+    "Qwen2_5_VLForConditionalGeneration": _with_images(QWEN2_FAMILY, QWEN2_VL),
+    "Qwen3ForCausalLM": QWEN3_FAMILY,
+    "Qwen3VLForConditionalGeneration": _with_images(QWEN3_FAMILY, QWEN3_VL),
     "Gemma2ForCausalLM": Family(
         names=SANDWICH,
         fields=GEMMA_FIELDS,
@@ -305,8 +265,8 @@ FAMILIES: Mapping[str, Family] = {
         activation=Activation.GELU_TANH,
         scales_embedding=True,
     ),
-    "Gemma3ForCausalLM": _gemma3(SANDWICH, has_text_config=False),
-    "Gemma3ForConditionalGeneration": _gemma3(_wrapped(SANDWICH), has_text_config=True),
+    "Gemma3ForCausalLM": GEMMA3_FAMILY,
+    "Gemma3ForConditionalGeneration": _with_images(GEMMA3_FAMILY),
     "Phi3ForCausalLM": Family(
         names=replace(FUSED_MLP, qkv=("self_attn.qkv_proj",)),
         fields=PARTIAL,
@@ -315,13 +275,14 @@ FAMILIES: Mapping[str, Family] = {
         has_qkv_bias=False,
         has_output_bias=False,
     ),
-    "GlmForCausalLM": _glm(FUSED_MLP),
-    "Glm4ForCausalLM": _glm(
-        replace(
+    "GlmForCausalLM": GLM_FAMILY,
+    "Glm4ForCausalLM": replace(
+        GLM_FAMILY,
+        names=replace(
             FUSED_MLP,
             attention_norm="post_self_attn_layernorm",
             mlp_output_norm="post_mlp_layernorm",
-        )
+        ),
     ),
     "GraniteForCausalLM": Family(
         fields=GRANITE_FIELDS | {"mlp_bias"}, defaults={"attention_multiplier": 1.0}
@@ -371,24 +332,21 @@ FAMILIES: Mapping[str, Family] = {
         moe=qwen3_moe,
         dense_layers=dense_of_step,
     ),
-    "Qwen3VLMoeForConditionalGeneration": Family(
-        names=_wrapped(TensorNames(experts=QWEN3_VL_EXPERTS)),
-        fields=EXPERTS | SPARSE_LAYERS | BIAS,
-        defaults=QWEN3_VL_MOE,
-        qk_norm=QkNorm.HEAD,
-        has_text_config=True,
-        moe=qwen3_vl_moe,
-        dense_layers=dense_of_step,
+    "Qwen3VLMoeForConditionalGeneration": _with_images(
+        Family(
+            names=TensorNames(experts=QWEN3_VL_EXPERTS),
+            fields=EXPERTS | SPARSE_LAYERS | BIAS,
+            defaults=QWEN3_VL_MOE,
+            qk_norm=QkNorm.HEAD,
+            moe=qwen3_vl_moe,
+            dense_layers=dense_of_step,
+        )
     ),
-    "Qwen3NextForCausalLM": _qwen3_next(QWEN3_NEXT_NAMES, QWEN3_NEXT, moe=qwen2_moe),
-    "Qwen3_5ForCausalLM": _qwen3_next(QWEN3_5_NAMES, QWEN3_5),
-    "Qwen3_5ForConditionalGeneration": _qwen3_next(
-        _wrapped(QWEN3_5_NAMES), QWEN3_5, has_text_config=True
-    ),
-    "Qwen3_5MoeForCausalLM": _qwen3_next(QWEN3_5_MOE_NAMES, QWEN3_5_MOE, moe=qwen3_5_moe),
-    "Qwen3_5MoeForConditionalGeneration": _qwen3_next(
-        _wrapped(QWEN3_5_MOE_NAMES), QWEN3_5_MOE, moe=qwen3_5_moe, has_text_config=True
-    ),
+    "Qwen3NextForCausalLM": QWEN3_NEXT_FAMILY,
+    "Qwen3_5ForCausalLM": QWEN3_5_FAMILY,
+    "Qwen3_5ForConditionalGeneration": _with_images(QWEN3_5_FAMILY),
+    "Qwen3_5MoeForCausalLM": QWEN3_5_MOE_FAMILY,
+    "Qwen3_5MoeForConditionalGeneration": _with_images(QWEN3_5_MOE_FAMILY),
     "MixtralForCausalLM": Family(
         names=TensorNames(experts=MIXTRAL_EXPERTS),
         fields=EXPERTS,
@@ -473,6 +431,6 @@ FAMILIES: Mapping[str, Family] = {
         moe=deepseek_v3_moe,
         dense_layers=dense_at_first,
     ),
-    "Llama4ForCausalLM": _llama4(LLAMA4_NAMES, has_text_config=False),
-    "Llama4ForConditionalGeneration": _llama4(_wrapped(LLAMA4_NAMES), has_text_config=True),
+    "Llama4ForCausalLM": LLAMA4_FAMILY,
+    "Llama4ForConditionalGeneration": _with_images(LLAMA4_FAMILY),
 }
