@@ -17,13 +17,12 @@ from torch import Tensor
 from baton.core.ids import BlockId, RequestId
 from baton.core.sampling import SamplingParams
 from baton.engine.plan import PlanRow, StateBlocks, StateSnapshot
-from baton.engine.runner.kernels.native import Kernels, NativeOps
+from baton.engine.runner.kernels.calls import Kernels
+from baton.engine.runner.kernels.native import NativeOps
 from baton.engine.runner.kernels.native_linear_attention import NativeLinearAttention
 from baton.engine.runner.model.config import Recurrence, RecurrentConfig
-from baton.engine.runner.model.delta import DeltaWeights
-from baton.engine.runner.model.mamba import MambaWeights
 from baton.engine.runner.model.ops import Norm
-from baton.engine.runner.model.recurrent import RecurrentWeights
+from baton.engine.runner.model.recurrent import DeltaWeights, MambaWeights, RecurrentWeights
 from baton.engine.runner.model.torch_ops import TorchOps
 from baton.engine.runner.state.linear_attention import LinearAttention, TorchLinearAttention
 from baton.engine.runner.state.state_shape import StateShape

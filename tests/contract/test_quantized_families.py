@@ -24,9 +24,9 @@ from baton.engine.runner.kernels.choose import native_parts
 from baton.engine.runner.kernels.native import NativeLinear
 from baton.engine.runner.load import RunnerConfig, load_runner
 from baton.engine.runner.model.config import ModelConfig
-from baton.engine.runner.model.experts import Moe
 from baton.engine.runner.model.layer_weights import Layer
 from baton.engine.runner.model.layers import DecoderLayer
+from baton.engine.runner.model.linear import Moe
 from baton.engine.runner.model_info import LoadProgress
 from baton.engine.runner.weights.decoder_loading import load_decoder
 from baton.engine.runner.weights.tensor_loading import LoadTarget

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from baton.engine.runner.kernels.native import Kernels, NativeOps, native_experts
+from baton.engine.runner.kernels.calls import Kernels
+from baton.engine.runner.kernels.native import NativeOps, native_experts
 from baton.engine.runner.model.config import Activation, MoeConfig, Scoring
-from baton.engine.runner.model.experts import ExpertChoice, Mlp, Moe, Router
+from baton.engine.runner.model.linear import ExpertChoice, Mlp, Moe, Router
 from baton.engine.runner.model.ops import MlpGate, Ops
 from baton.engine.runner.model.torch_ops import TorchOps
 from baton.engine.runner.weights.quantize import MXFP4_GROUP, Quantize, Quantized, to_int4, to_int8

@@ -16,8 +16,9 @@ from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.checkpoint.weight_files import WeightFiles
 from baton.engine.runner.attention.kv_tensor import KvShape
 from baton.engine.runner.families.read_config import read_model_config
+from baton.engine.runner.kernels.calls import Kernels
 from baton.engine.runner.kernels.choose import TORCH, Parts, native_parts
-from baton.engine.runner.kernels.native import Kernels, NativeOps
+from baton.engine.runner.kernels.native import NativeOps
 from baton.engine.runner.kernels.native_attention import NativePagedAttention
 from baton.engine.runner.kernels.native_layers import FusedLayer, native_layers
 from baton.engine.runner.layout import PassLayout

@@ -20,8 +20,9 @@ from baton.engine.runner.kernels.build import (
     cpu_features,
     library,
 )
+from baton.engine.runner.kernels.calls import Kernels
 from baton.engine.runner.kernels.choose import TORCH, choose_parts
-from baton.engine.runner.kernels.native import Kernels, NativeOps
+from baton.engine.runner.kernels.native import NativeOps
 from baton.engine.runner.model.config import Activation
 from baton.engine.runner.model.ops import MlpGate, Norm
 from baton.engine.runner.model.torch_ops import TorchOps

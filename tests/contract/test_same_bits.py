@@ -22,7 +22,7 @@ from baton.core.ids import RequestId
 from baton.core.sampling import SamplingParams
 from baton.engine.runner.attention.int8_kv import quantize
 from baton.engine.runner.attention.paged_attention import LayerAttention
-from baton.engine.runner.kernels.native import Kernels
+from baton.engine.runner.kernels.calls import Kernels
 from baton.engine.runner.kernels.native_attention import NativePagedAttention
 from baton.engine.runner.layout import PassLayout
 from baton.engine.runner.load import RunnerConfig, load_runner

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from baton.engine.runner.kernels.build import VARIANTS, KernelsUnavailable, cpu_features, library
-from baton.engine.runner.kernels.native import Kernels
+from baton.engine.runner.kernels.calls import Kernels
 
 NUM_THREADS = 2
 

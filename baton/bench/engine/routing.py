@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from baton.engine.runner.kernels.native import NativeOps
-from baton.engine.runner.model.experts import ExpertChoice, Router
+from baton.engine.runner.model.linear import ExpertChoice, Router
 from baton.engine.runner.model.torch_ops import TorchOps
 
 Route = Callable[[Any, Tensor, Router], ExpertChoice]

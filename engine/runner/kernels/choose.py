@@ -22,7 +22,8 @@ from baton.engine.runner.kernels.build import (
     cpu_features,
     library,
 )
-from baton.engine.runner.kernels.native import Kernels, NativeOps
+from baton.engine.runner.kernels.calls import Kernels
+from baton.engine.runner.kernels.native import NativeOps
 from baton.engine.runner.kernels.native_attention import NativePagedAttention
 from baton.engine.runner.kernels.native_layers import native_layers
 from baton.engine.runner.kernels.native_linear_attention import NativeLinearAttention

@@ -1,38 +1,20 @@
-"""Native kernels for bfloat16 on the CPU: the loaded library and `Ops`.
-
-Tensors are passed as addresses. The caller checks their shapes and keeps them alive during the
-call.
-"""
+"""Native kernels for bfloat16 on the CPU: `Ops` and `Linear`."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from baton.engine.runner.host_memory import huge_page_memory
-from baton.engine.runner.kernels.abi import (
-    ArgmaxArgs,
-    GateArgs,
-    HeadLinearArgs,
-    LinearArgs,
-    NormParams,
-    PackArgs,
-    PackedMatrix,
-    RmsNormArgs,
-    RopeAngles,
-    RopeArgs,
-    SigmoidArgs,
-    load_library,
-)
-from baton.engine.runner.kernels.native_experts import NativeExperts, NativeMoe, gate_params
-from baton.engine.runner.model.experts import ExpertChoice, Mlp, Moe, Router
-from baton.engine.runner.model.linear import Linear
+from baton.engine.runner.kernels.abi import PackedMatrix, RopeAngles, Struct
+from baton.engine.runner.kernels.calls import Kernels, Workspace, gate_params, norm_params
+from baton.engine.runner.model.config import Scoring
+from baton.engine.runner.model.linear import ExpertChoice, Linear, Mlp, Moe, Router
 from baton.engine.runner.model.mlp import mix_experts
 from baton.engine.runner.model.ops import MlpGate, Norm, Peaks
 from baton.engine.runner.model.rope import Angles
@@ -40,25 +22,8 @@ from baton.engine.runner.weights.quantize import Quantized
 
 _SCALE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MAX_GROUP = 256  # of 16-bit scales: their sums of a group are 32-bit integers
-
-
-class Kernels:
-    """Loaded kernel library. Results are bit-identical for any number of threads."""
-
-    def __init__(self, path: Path, num_threads: int) -> None:
-        self.path = path
-        self.library = load_library(path)
-        self.num_threads = num_threads
-
-
-def address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
-def norm_params(norm: Norm | None) -> NormParams:
-    if norm is None:
-        return NormParams()
-    return NormParams(norm.weight.data_ptr(), norm.epsilon, norm.rounds_once)
+_SCORINGS = {Scoring.SOFTMAX: 0, Scoring.SOFTMAX_OF_TOP: 1, Scoring.SIGMOID: 2}
+_FORMAT_FIELDS = ("bits", "num_rows", "num_columns", "group_size", "is_mxfp4", "scale_type")
 
 
 class NativeOps:
@@ -67,29 +32,27 @@ class NativeOps:
     copies_weights = True
 
     def __init__(self, kernels: Kernels) -> None:
-        self._library = kernels.library
-        self._num_threads = kernels.num_threads
         self._kernels = kernels
-        self._moe = NativeMoe(kernels.library, kernels.num_threads)
+        self._workspace = Workspace()
         self._experts: WeakKeyDictionary[Moe, NativeExperts | None] = WeakKeyDictionary()
 
     def linear(self, weight: Tensor | Quantized, bias: Tensor | None) -> NativeLinear:
         """Pack a copy of the weight, on huge pages where available."""
         if isinstance(weight, Quantized):
             scales = weight.scales.float() if weight.group > _MAX_GROUP else weight.scales
-            tensors: tuple[Tensor, ...] = weight.numbers, scales, weight.zeros
+            tensors = {"weights": weight.numbers, "scales": scales, "zeros": weight.zeros}
             bits, group_size, column_order = weight.bits, weight.group, weight.order
             is_mxfp4, scale_type = weight.is_mxfp4, _SCALE_TYPES[scales.dtype]
         else:
-            tensors = (weight,)
+            tensors = {"weights": weight}
             bits, group_size, column_order, is_mxfp4, scale_type = 16, 0, None, False, 0
-        tensors = tuple(tensor.contiguous() for tensor in tensors)
-        num_rows, num_columns = tensors[0].shape
+        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        num_rows, num_columns = tensors["weights"].shape
         if bits == 16 and num_columns % 2:
             raise ValueError(f"a matrix of {num_columns} columns: the kernels need an even number")
         matrix = PackedMatrix(
             packed=None,
-            bias=address(bias),
+            bias=None if bias is None else bias.data_ptr(),
             bits=bits,
             num_rows=num_rows,
             num_columns=num_columns,
@@ -97,34 +60,32 @@ class NativeOps:
             is_mxfp4=is_mxfp4,
             scale_type=scale_type,
         )
-        memory = huge_page_memory(self._library.baton_packed_bytes(matrix))
+        memory = huge_page_memory(self._kernels.library.baton_packed_bytes(matrix))
         packed = torch.frombuffer(memory, dtype=torch.uint8)
         matrix.packed = packed.data_ptr()
-        addresses = dict(zip(("weights", "scales", "zeros"), map(address, tensors), strict=False))
-        self._library.baton_pack(
-            PackArgs(matrix=matrix, **addresses, num_threads=self._num_threads)
-        )
+        self._kernels.call("baton_pack", matrix=matrix, **tensors)
         return NativeLinear(self._kernels, matrix, (packed, bias), column_order)
 
     def head_linears(self, weights: Tensor) -> NativeHeadLinears:
         linears = [self.linear(weight, None) for weight in weights]
-        return NativeHeadLinears.of(self._kernels, linears)
+        array = PackedMatrix * len(linears)
+        return NativeHeadLinears(
+            self._kernels, array(*(linear.matrix for linear in linears)), linears
+        )
 
     def rms_norm(self, hidden_states: Tensor, norm: Norm) -> Tensor:
         num_rows, size = hidden_states.shape
         if hidden_states.stride(1) != 1:
             hidden_states = hidden_states.contiguous()
         output = torch.empty(num_rows, size, dtype=hidden_states.dtype)
-        self._library.baton_rms_norm(
-            RmsNormArgs(
-                src=hidden_states.data_ptr(),
-                norm=norm_params(norm),
-                dst=output.data_ptr(),
-                num_rows=num_rows,
-                size=size,
-                src_stride=hidden_states.stride(0),
-                num_threads=self._num_threads,
-            )
+        self._kernels.call(
+            "baton_rms_norm",
+            src=hidden_states,
+            norm=norm_params(norm),
+            dst=output,
+            num_rows=num_rows,
+            size=size,
+            src_stride=hidden_states.stride(0),
         )
         return output
 
@@ -134,18 +95,16 @@ class NativeOps:
             heads = heads.contiguous()
         cosines, sines = (angle.contiguous() for angle in angles)
         output = torch.empty(heads.shape, dtype=heads.dtype)
-        self._library.baton_rope(
-            RopeArgs(
-                src=heads.data_ptr(),
-                norm=norm_params(norm),
-                angles=RopeAngles(cosines.data_ptr(), sines.data_ptr()),
-                dst=output.data_ptr(),
-                src_stride=heads.stride(0),
-                num_tokens=num_tokens,
-                num_heads=num_heads,
-                head_dim=head_dim,
-                num_threads=self._num_threads,
-            )
+        self._kernels.call(
+            "baton_rope",
+            src=heads,
+            norm=norm_params(norm),
+            angles=RopeAngles(cosines.data_ptr(), sines.data_ptr()),
+            dst=output,
+            src_stride=heads.stride(0),
+            num_tokens=num_tokens,
+            num_heads=num_heads,
+            head_dim=head_dim,
         )
         return output
 
@@ -153,15 +112,13 @@ class NativeOps:
         gate_up = gate_up.contiguous()
         num_tokens, both = gate_up.shape
         output = torch.empty(num_tokens, both // 2, dtype=gate_up.dtype)
-        self._library.baton_gate(
-            GateArgs(
-                src=gate_up.data_ptr(),
-                dst=output.data_ptr(),
-                num_tokens=num_tokens,
-                size=both // 2,
-                gate=gate_params(gate),
-                num_threads=self._num_threads,
-            )
+        self._kernels.call(
+            "baton_gate",
+            src=gate_up,
+            dst=output,
+            num_tokens=num_tokens,
+            size=both // 2,
+            gate=gate_params(gate),
         )
         return output
 
@@ -170,29 +127,53 @@ class NativeOps:
         if gates.stride(1) != 1:
             gates = gates.contiguous()
         num_rows, size = hidden_states.shape
-        self._library.baton_multiply_sigmoid(
-            SigmoidArgs(
-                dst=hidden_states.data_ptr(),
-                gates=gates.data_ptr(),
-                num_rows=num_rows,
-                size=size,
-                gate_stride=gates.stride(0),
-                has_one_gate=gates.shape[1] == 1,
-                num_threads=self._num_threads,
-            )
+        self._kernels.call(
+            "baton_multiply_sigmoid",
+            dst=hidden_states,
+            gates=gates,
+            num_rows=num_rows,
+            size=size,
+            gate_stride=gates.stride(0),
+            has_one_gate=gates.shape[1] == 1,
         )
         return hidden_states
 
     def add(self, hidden_states: Tensor, output: Tensor, scale: float) -> Tensor:
         hidden_states, output = hidden_states.contiguous(), output.contiguous()
-        count = hidden_states.numel()
-        self._library.baton_add(
-            hidden_states.data_ptr(), output.data_ptr(), count, scale, self._num_threads
+        self._kernels.library.baton_add(
+            hidden_states.data_ptr(),
+            output.data_ptr(),
+            hidden_states.numel(),
+            scale,
+            self._kernels.num_threads,
         )
         return hidden_states
 
     def route(self, hidden_states: Tensor, router: Router) -> ExpertChoice:
-        return self._moe.route(hidden_states, router)
+        hidden_states = hidden_states.contiguous()
+        config, num_tokens = router.config, len(hidden_states)
+        expert_ids = torch.empty(num_tokens, config.top_k, dtype=torch.int64)
+        weights = torch.empty(num_tokens, config.top_k)
+        self._kernels.call(
+            "baton_route",
+            router=router.weight,
+            bias=router.bias,
+            correction_bias=router.correction_bias,
+            src=hidden_states,
+            expert_ids=expert_ids,
+            weights=weights,
+            num_tokens=num_tokens,
+            hidden_size=hidden_states.shape[1],
+            num_experts=config.num_experts,
+            top_k=config.top_k,
+            num_groups=config.num_groups,
+            top_groups=config.top_groups,
+            group_best=config.group_best,
+            scale=config.scale,
+            scoring=_SCORINGS[config.scoring],
+            normalizes=config.normalizes,
+        )
+        return ExpertChoice(expert_ids, weights)
 
     def mix_experts(
         self, moe: Moe, gate: MlpGate, hidden_states: Tensor, routing: ExpertChoice
@@ -202,23 +183,45 @@ class NativeOps:
         experts = self._experts[moe]
         if experts is None:
             return mix_experts(self, moe, gate, hidden_states, routing)
-        scales_input = moe.config.scales_input
-        return self._moe.mix(experts, gate, hidden_states, routing, scales_input=scales_input)
+        hidden_states = hidden_states.contiguous()
+        expert_ids, weights = routing.expert_ids.contiguous(), routing.weights.contiguous()
+        output = torch.empty_like(hidden_states)
+        num_tokens, top_k = expert_ids.shape
+        gate_up, down = experts.gate_up[0], experts.down[0]
+        widths = down.num_rows, gate_up.num_rows, down.num_columns
+        buffers = self._workspace.split(*(2 * num_tokens * top_k * width for width in widths))
+        narrow_buf, wide_buf, gated_buf = buffers
+        self._kernels.call(
+            "baton_mix_experts",
+            gate_up=ctypes.addressof(experts.gate_up),
+            down=ctypes.addressof(experts.down),
+            src=hidden_states,
+            expert_ids=expert_ids,
+            weights=weights,
+            dst=output,
+            narrow_buf=narrow_buf,
+            wide_buf=wide_buf,
+            gated_buf=gated_buf,
+            num_tokens=num_tokens,
+            num_experts=len(experts.gate_up),
+            top_k=top_k,
+            gate=gate_params(gate),
+            scales_input=moe.config.scales_input,
+        )
+        return output
 
     def find_peaks(self, logits: Tensor) -> Peaks:
         logits = logits.contiguous()
         num_rows, size = logits.shape
         token_ids = torch.empty(num_rows, dtype=torch.int64)
         are_finite = torch.empty(num_rows, dtype=torch.bool)
-        self._library.baton_argmax(
-            ArgmaxArgs(
-                logits=logits.data_ptr(),
-                indices=token_ids.data_ptr(),
-                are_finite=are_finite.data_ptr(),
-                num_rows=num_rows,
-                size=size,
-                num_threads=self._num_threads,
-            )
+        self._kernels.call(
+            "baton_argmax",
+            logits=logits,
+            indices=token_ids,
+            are_finite=are_finite,
+            num_rows=num_rows,
+            size=size,
         )
         return Peaks(token_ids, are_finite)
 
@@ -228,7 +231,7 @@ class NativeLinear:
     """Implements `Linear` with packed weights, in bf16 or quantized."""
 
     kernels: Kernels
-    matrix: PackedMatrix
+    matrix: Struct  # PackedMatrix
     owners: tuple[Tensor | None, ...]  # of the memory that `matrix` points to
     column_order: Tensor | None  # of the activations
 
@@ -237,14 +240,8 @@ class NativeLinear:
         hidden_states = hidden_states.contiguous() if order is None else hidden_states[:, order]
         num_tokens = len(hidden_states)
         output = torch.empty(num_tokens, self.matrix.num_rows, dtype=hidden_states.dtype)
-        self.kernels.library.baton_linear(
-            LinearArgs(
-                matrix=self.matrix,
-                src=hidden_states.data_ptr(),
-                dst=output.data_ptr(),
-                num_tokens=num_tokens,
-                num_threads=self.kernels.num_threads,
-            )
+        self.kernels.call(
+            "baton_linear", matrix=self.matrix, src=hidden_states, dst=output, num_tokens=num_tokens
         )
         return output
 
@@ -262,43 +259,50 @@ class NativeHeadLinears:
     """Implements `HeadLinears`."""
 
     kernels: Kernels
-    matrices: ctypes.Array[PackedMatrix]
+    matrices: ctypes.Array[Struct]
     owners: Sequence[NativeLinear]  # of the memory that `matrices` point to
-
-    @classmethod
-    def of(cls, kernels: Kernels, linears: Sequence[NativeLinear]) -> NativeHeadLinears:
-        array = PackedMatrix * len(linears)
-        return cls(kernels, array(*(linear.matrix for linear in linears)), linears)
 
     def __call__(self, heads: Tensor) -> Tensor:
         heads = heads.transpose(0, 1).contiguous()
         num_heads, num_tokens, _ = heads.shape
         output = torch.empty(num_heads, num_tokens, self.matrices[0].num_rows, dtype=heads.dtype)
-        self.kernels.library.baton_head_linear(
-            HeadLinearArgs(
-                matrices=ctypes.addressof(self.matrices),
-                src=heads.data_ptr(),
-                dst=output.data_ptr(),
-                num_heads=num_heads,
-                num_tokens=num_tokens,
-                num_threads=self.kernels.num_threads,
-            )
+        self.kernels.call(
+            "baton_head_linear",
+            matrices=ctypes.addressof(self.matrices),
+            src=heads,
+            dst=output,
+            num_heads=num_heads,
+            num_tokens=num_tokens,
         )
         return output.transpose(0, 1)
 
 
+@dataclass(frozen=True, slots=True)
+class NativeExperts:
+    """Matrices of all experts of a layer. All have the same shape and format."""
+
+    gate_up: ctypes.Array[Struct]
+    down: ctypes.Array[Struct]
+
+
 def native_experts(experts: Sequence[Mlp]) -> NativeExperts | None:
     """Return None if the kernels cannot compute these experts together."""
-    matrices = [(native_matrix(mlp.gate_up), native_matrix(mlp.down)) for mlp in experts]
-    gate_up = [matrix for matrix, _ in matrices if matrix is not None]
-    down = [matrix for _, matrix in matrices if matrix is not None]
-    if len(gate_up) < len(experts) or len(down) < len(experts):
-        return None
-    return NativeExperts.of(gate_up, down)
+    gate_up = _alike([native_matrix(mlp.gate_up) for mlp in experts])
+    down = _alike([native_matrix(mlp.down) for mlp in experts])
+    return None if gate_up is None or down is None else NativeExperts(gate_up, down)
 
 
-def native_matrix(linear: Linear) -> PackedMatrix | None:
+def native_matrix(linear: Linear) -> Struct | None:
     """Return None for a matrix that is not native or needs its columns reordered."""
     if isinstance(linear, NativeLinear) and linear.column_order is None:
         return linear.matrix
     return None
+
+
+def _alike(matrices: Sequence[Struct | None]) -> ctypes.Array[Struct] | None:
+    """Return the matrices as an array, or None if one is missing or differs from the others."""
+    native = [matrix for matrix in matrices if matrix is not None]
+    formats = {tuple(getattr(matrix, name) for name in _FORMAT_FIELDS) for matrix in native}
+    if len(native) < len(matrices) or len(formats) > 1:
+        return None
+    return (PackedMatrix * len(native))(*native)

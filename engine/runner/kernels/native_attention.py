@@ -5,21 +5,16 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from baton.engine.runner.attention.kv_tensor import scale_bytes
 from baton.engine.runner.attention.paged_attention import AttentionPass, LayerAttention
-from baton.engine.runner.kernels.abi import (
-    AttentionArgs,
-    AttentionParams,
-    BatchLayout,
-    PagedKv,
-    WriteKvArgs,
-)
-from baton.engine.runner.kernels.native import Kernels, address
-from baton.engine.runner.layout import Ints, PassLayout
+from baton.engine.runner.kernels.abi import AttentionParams, BatchLayout, PagedKv, Struct
+from baton.engine.runner.kernels.calls import Kernels, PassArrays
+from baton.engine.runner.layout import PassLayout
+
+Params = ctypes.Array[Struct]  # AttentionParams of a KV group's layers, by place
 
 
 class NativePagedAttention:
@@ -39,23 +34,18 @@ class NativePagedAttention:
         return NativePass(self._kernels, self._paged_kv, self._layers, self._params, layout)
 
 
-def _params_of_group(layers: Sequence[LayerAttention], group: int) -> ctypes.Array[AttentionParams]:
-    """Return the parameters of the group's layers by their places."""
+def _params_of_group(layers: Sequence[LayerAttention], group: int) -> Params:
     own = [layer for layer in layers if layer.kv_group == group]
     params = (AttentionParams * (1 + max(layer.place for layer in own)))()
     for layer in own:
-        params[layer.place] = _params(layer)
+        params[layer.place] = AttentionParams(
+            sinks=None if layer.sinks is None else layer.sinks.data_ptr(),
+            window=layer.window or 0,
+            chunk=layer.chunk or 0,
+            scale=layer.scale,
+            softcap=layer.softcap or 0.0,
+        )
     return params
-
-
-def _params(layer: LayerAttention) -> AttentionParams:
-    return AttentionParams(
-        sinks=address(layer.sinks),
-        window=layer.window or 0,
-        chunk=layer.chunk or 0,
-        scale=layer.scale,
-        softcap=layer.softcap or 0.0,
-    )
 
 
 class NativePass:
@@ -64,21 +54,21 @@ class NativePass:
     def __init__(
         self,
         kernels: Kernels,
-        kv: PagedKv,
+        kv: Struct,
         layers: Sequence[LayerAttention],
-        params: Sequence[ctypes.Array[AttentionParams]],
+        params: Sequence[Params],
         layout: PassLayout,
     ) -> None:
         self._kernels = kernels
         self.kv = kv
         self.layers = layers
-        self.params = params  # by KV group and place
-        self._arrays: list[Ints] = []  # own the memory that the batches point to
+        self.params = params  # by KV group
+        self._arrays = arrays = PassArrays()
         shared = {
-            "write_offsets": self._address(layout.write_offsets),
-            "context_lens": self._address(layout.context_lens),
-            "query_starts": self._address(layout.query_starts),
-            "num_queries": self._address(layout.num_queries),
+            "write_offsets": arrays.address(layout.write_offsets),
+            "context_lens": arrays.address(layout.context_lens),
+            "query_starts": arrays.address(layout.query_starts),
+            "num_queries": arrays.address(layout.num_queries),
             "table_stride": layout.block_tables.shape[2],
             "num_sequences": len(layout.context_lens),
             "num_single": layout.num_single,
@@ -87,33 +77,27 @@ class NativePass:
         tables = zip(layout.block_tables, layout.write_blocks, strict=True)
         self.batches = [  # by KV group
             BatchLayout(
-                block_tables=self._address(block_table),
-                write_blocks=self._address(write_blocks),
+                block_tables=arrays.address(block_table),
+                write_blocks=arrays.address(write_blocks),
                 **shared,
             )
             for block_table, write_blocks in tables
         ]
-
-    def _address(self, array: Ints) -> int:
-        self._arrays.append(np.ascontiguousarray(array))
-        return int(self._arrays[-1].ctypes.data)
 
     def attend(self, layer: int, query: Tensor) -> Tensor:
         query = query.contiguous()
         num_tokens, num_heads, _ = query.shape
         output = torch.empty(num_tokens, num_heads, self.kv.value_dim, dtype=query.dtype)
         own = self.layers[layer]
-        self._kernels.library.baton_attention(
-            AttentionArgs(
-                kv=self.kv,
-                batch=self.batches[own.kv_group],
-                params=self.params[own.kv_group][own.place],
-                queries=query.data_ptr(),
-                dst=output.data_ptr(),
-                layer=own.place,
-                num_heads=query.shape[1],
-                num_threads=self._kernels.num_threads,
-            )
+        self._kernels.call(
+            "baton_attention",
+            kv=self.kv,
+            batch=self.batches[own.kv_group],
+            params=self.params[own.kv_group][own.place],
+            queries=query,
+            dst=output,
+            layer=own.place,
+            num_heads=num_heads,
         )
         return output
 
@@ -123,15 +107,13 @@ class NativePass:
         value = key if value is None else value
         value = value if value.stride()[1:] == inner else value.contiguous()
         own = self.layers[layer]
-        self._kernels.library.baton_write_kv(
-            WriteKvArgs(
-                kv=self.kv,
-                batch=self.batches[own.kv_group],
-                keys=key.data_ptr(),
-                values=value.data_ptr(),
-                layer=own.place,
-                key_stride=key.stride(0),
-                value_stride=value.stride(0),
-                num_threads=self._kernels.num_threads,
-            )
+        self._kernels.call(
+            "baton_write_kv",
+            kv=self.kv,
+            batch=self.batches[own.kv_group],
+            keys=key,
+            values=value,
+            layer=own.place,
+            key_stride=key.stride(0),
+            value_stride=value.stride(0),
         )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from baton.engine.runner.kernels.abi import CopyArgs, load_library
+from baton.engine.runner.kernels.abi import CopyArgs, Struct, load_library
 from baton.engine.runner.kernels.build import best_variant, built, cpu_features
 from baton.kv_transfer.tiers.block_memory import DIGEST_BYTES, BlockMemory, CopyBlocks, copy_blocks
 
@@ -24,7 +24,7 @@ def fastest_copies(block_bytes: int) -> CopyBlocks:
 class NativeCopies:
     """Implements CopyBlocks. One call of the kernel copies all blocks."""
 
-    def __init__(self, kernel: Callable[[CopyArgs], None]) -> None:
+    def __init__(self, kernel: Callable[[Struct], None]) -> None:
         self._kernel = kernel
 
     def __call__(

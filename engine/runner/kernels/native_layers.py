@@ -11,21 +11,15 @@ import torch
 from torch import Tensor
 
 from baton.engine.kv_cache.groups import layer_places
-from baton.engine.runner.kernels.abi import LayerArgs, PackedMatrix, PassArgs, RopeAngles
-from baton.engine.runner.kernels.native import (
-    Kernels,
-    NativeOps,
-    native_matrix,
-    norm_params,
-)
+from baton.engine.runner.kernels.abi import LayerArgs, PackedMatrix, PassArgs, RopeAngles, Struct
+from baton.engine.runner.kernels.calls import Kernels, gate_params, norm_params
+from baton.engine.runner.kernels.native import NativeOps, native_matrix
 from baton.engine.runner.kernels.native_attention import NativePass
-from baton.engine.runner.kernels.native_experts import gate_params
 from baton.engine.runner.kernels.torch_parts import torch_parts
 from baton.engine.runner.model.config import ModelConfig, QkNorm
-from baton.engine.runner.model.experts import Mlp, Moe
 from baton.engine.runner.model.layer_weights import Layer
 from baton.engine.runner.model.layers import DecoderLayer, add_mlp, gate_of, unfused_layers
-from baton.engine.runner.model.linear import Linear
+from baton.engine.runner.model.linear import Linear, Mlp, Moe
 from baton.engine.runner.model.mixers import ForwardPass
 
 log = logging.getLogger(__name__)
@@ -70,9 +64,7 @@ def _linears(layer: Layer) -> Iterator[Linear]:
 class _FusedPasses:
     """Arguments of the fused layers of a pass, which share its buffers."""
 
-    def __init__(
-        self, kernels: Kernels, config: ModelConfig, layer_args: Sequence[LayerArgs]
-    ) -> None:
+    def __init__(self, kernels: Kernels, config: ModelConfig, layer_args: Sequence[Struct]) -> None:
         self.kernels = kernels
         self.config = config
         self.ops = NativeOps(kernels)
@@ -119,7 +111,7 @@ class _FusedPasses:
 
 
 class _FusedPass(NamedTuple):
-    args: Sequence[PassArgs]  # by number among the layers with attention
+    args: Sequence[Struct]  # PassArgs by number among the layers with attention
     alive: object  # owners of the memory that `args` points to
 
 
@@ -131,7 +123,7 @@ class FusedLayer:
 
     needs_all_tokens = False
 
-    def __init__(self, passes: _FusedPasses, layer: Layer, args: LayerArgs, number: int) -> None:
+    def __init__(self, passes: _FusedPasses, layer: Layer, args: Struct, number: int) -> None:
         self._library = passes.kernels.library
         self._passes = passes
         self._layer = layer
@@ -146,7 +138,7 @@ class FusedLayer:
         self._library.baton_layer(self._args, pass_args, hidden_states.data_ptr())
         return hidden_states
 
-    def _through_experts(self, pass_args: PassArgs, hidden_states: Tensor) -> Tensor:
+    def _through_experts(self, pass_args: Struct, hidden_states: Tensor) -> Tensor:
         passes, layer = self._passes, self._layer
         mlp_input = hidden_states if layer.mlp_norm is None else torch.empty_like(hidden_states)
         self._library.baton_layer_attention(
@@ -160,11 +152,11 @@ class FusedLayer:
             self._args, self._pass_args(forward_pass), hidden_states.data_ptr()
         )
 
-    def _pass_args(self, forward_pass: ForwardPass) -> PassArgs:
+    def _pass_args(self, forward_pass: ForwardPass) -> Struct:
         return forward_pass.once(self._passes.begin).args[self._number]
 
 
-def _layer_args(config: ModelConfig, index: int, layer: Layer, place: int) -> LayerArgs:
+def _layer_args(config: ModelConfig, index: int, layer: Layer, place: int) -> Struct:
     own, mlp = config.layers[index], layer.mlp if isinstance(layer.mlp, Mlp) else None
     return LayerArgs(
         input_norm=norm_params(layer.input_norm),

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from baton.engine.runner.kernels.native import native_experts, native_matrix
 from baton.engine.runner.model.config import ModelConfig
-from baton.engine.runner.model.experts import Mlp, Moe
 from baton.engine.runner.model.layer_weights import Layer
-from baton.engine.runner.model.linear import Linear
+from baton.engine.runner.model.linear import Linear, Mlp, Moe
 
 EMBEDDING_SCALE = "scale of the embeddings"
 LOGITS_SCALE = "scale of the logits"

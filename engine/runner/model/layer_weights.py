@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.engine.runner.model.experts import Mlp, Moe
 from baton.engine.runner.model.latent import LatentProjections
-from baton.engine.runner.model.linear import Linear
+from baton.engine.runner.model.linear import Linear, Mlp, Moe
 from baton.engine.runner.model.ops import Norm
 from baton.engine.runner.model.recurrent import RecurrentWeights
 

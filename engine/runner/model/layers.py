@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from baton.engine.runner.model.config import ModelConfig
-from baton.engine.runner.model.experts import Moe
+from baton.engine.runner.model.linear import Moe
 from baton.engine.runner.model.layer_weights import Layer
 from baton.engine.runner.model.mixers import Ends, ForwardPass, Mixer, make_mixer
 from baton.engine.runner.model.mlp import compute_mlp, compute_moe

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from baton.engine.runner.model.experts import ExpertChoice, Mlp, Moe
+from baton.engine.runner.model.linear import ExpertChoice, Mlp, Moe
 from baton.engine.runner.model.ops import MlpGate, Ops
 
 

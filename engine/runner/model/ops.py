@@ -8,8 +8,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from baton.engine.runner.model.config import Activation
-from baton.engine.runner.model.experts import ExpertChoice, Moe, Router
-from baton.engine.runner.model.linear import HeadLinears, Linear
+from baton.engine.runner.model.linear import ExpertChoice, HeadLinears, Linear, Moe, Router
 from baton.engine.runner.model.rope import Angles
 from baton.engine.runner.weights.quantize import Quantized
 

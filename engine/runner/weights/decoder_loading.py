@@ -11,19 +11,16 @@ from baton.core.errors import ModelError
 from baton.engine.kv_cache.groups import layer_places
 from baton.engine.runner.attention.paged_attention import LayerAttention
 from baton.engine.runner.families.family import ExpertNames
-from baton.engine.runner.model.config import ModelConfig, MoeConfig, QkNorm, Recurrence
+from baton.engine.runner.model.config import ModelConfig, MoeConfig, QkNorm
 from baton.engine.runner.model.decoder import Decoder
-from baton.engine.runner.model.experts import Mlp, Moe, Router
 from baton.engine.runner.model.latent import LatentProjections
 from baton.engine.runner.model.layer_weights import Layer
-from baton.engine.runner.model.linear import Linear
+from baton.engine.runner.model.linear import Linear, Mlp, Moe, Router
 from baton.engine.runner.model.ops import Norm
-from baton.engine.runner.model.recurrent import RecurrentWeights
 from baton.engine.runner.model.rope import head_order
 from baton.engine.runner.model_info import LoadProgressCallback
-from baton.engine.runner.weights.delta_loading import load_delta
 from baton.engine.runner.weights.latent_loading import load_latent
-from baton.engine.runner.weights.mamba_loading import load_mamba
+from baton.engine.runner.weights.recurrent_loading import load_recurrent
 from baton.engine.runner.weights.tensor_loading import LoadTarget, TensorLoader
 from baton.engine.runner.weights.tensor_names import TensorMap, check_tensors
 
@@ -85,8 +82,9 @@ class _LayerLoader:
         names, config = self._names, self._config
         layer = config.layers[self._index]
         recurrent, output = None, names.output
-        if layer.is_recurrent:
-            qkv, recurrent, output = self._recurrent()
+        if layer.is_recurrent and config.recurrent is not None:
+            loaded = load_recurrent(config.recurrent, self._tensors, self._loader, self._index)
+            qkv, recurrent, output = loaded
             q_norm, k_norm, latent = None, None, None
         else:
             qkv, q_norm, k_norm, latent = self._attention()
@@ -103,15 +101,6 @@ class _LayerLoader:
             latent=latent,
             recurrent=recurrent,
         )
-
-    def _recurrent(self) -> tuple[Linear, RecurrentWeights, str]:
-        """Return the first projection, the other weights and the name of the last projection."""
-        names, config = self._names, self._config.recurrent
-        assert config is not None
-        if config.rule is Recurrence.MAMBA2:
-            read = load_mamba(config, self._tensors, self._loader, self._index)
-            return *read, names.mamba.output
-        return *load_delta(config, self._tensors, self._loader, self._index), names.delta.output
 
     def _attention(self) -> tuple[Linear, Norm | None, Norm | None, LatentProjections | None]:
         names, config = self._names, self._config

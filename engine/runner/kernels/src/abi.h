@@ -1,7 +1,7 @@
 // Exported functions of the library and their argument structs.
 //
-// `abi.py` mirrors this file. A change of a struct or a function here needs the same change there,
-// and a new kAbiVersion in both: the loader refuses a library that differs.
+// `abi.py` reads this file. It knows structs of numbers, enums, other structs and pointers, inline
+// methods, and functions of these.
 //
 // Fields are ordered by size, so that the only padding is at the end of a struct.
 #pragma once
@@ -9,8 +9,6 @@
 #include <cstdint>
 
 namespace baton {
-
-constexpr std::int32_t kAbiVersion = 7;
 
 using Bf16 = std::uint16_t;  // bit pattern
 
@@ -285,18 +283,13 @@ constexpr std::int64_t kDigestBytes = 16;
 struct CopyArgs {
     const std::uint64_t* src_addresses;  // [blocks]
     const std::uint64_t* dst_addresses;  // [blocks]
-    unsigned char* digests;              // [blocks, kDigestBytes]
+    std::uint8_t* digests;               // [blocks, kDigestBytes]
     std::int64_t num_blocks, block_bytes;
 };
 
 }  // namespace baton
 
 extern "C" {
-
-std::int32_t baton_abi_version();
-
-// Size of the struct of this name in bytes; 0 if there is none.
-std::int64_t baton_struct_size(const char* name);
 
 // Size of `matrix.packed` in bytes.
 std::int64_t baton_packed_bytes(const baton::PackedMatrix* matrix);

@@ -21,7 +21,7 @@ from baton.bench.engine.routing import RoutingMeter
 from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.model.config import LayerConfig, MoeConfig
-from baton.engine.runner.model.experts import Router
+from baton.engine.runner.model.linear import Router
 from baton.engine.runner.model.torch_ops import TorchOps
 from baton.engine.runner.weights.tensor_names import expected_tensors
 from tests.support.families import FAMILY_VARIANTS

@@ -1,0 +1,76 @@
+"""Calls of the kernel library with tensors."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baton.engine.runner.host_memory import huge_page_memory
+from baton.engine.runner.kernels.abi import GateParams, NormParams, Struct, load_library
+from baton.engine.runner.layout import Ints
+from baton.engine.runner.model.config import Activation
+from baton.engine.runner.model.ops import MlpGate, Norm
+
+_GATE_KINDS = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.CLAMPED_SWIGLU: 2}
+
+
+class Kernels:
+    """Loaded kernel library. Results are bit-identical for any number of threads.
+
+    Tensors are passed as addresses. The caller checks their shapes and keeps them alive during the
+    call.
+    """
+
+    def __init__(self, path: Path, num_threads: int) -> None:
+        self.path = path
+        self.library = load_library(path)
+        self.num_threads = num_threads
+
+    def call(self, name: str, **fields: object) -> None:
+        """Call a function with a struct of these fields and the number of threads."""
+        function = getattr(self.library, name)
+        values = {
+            field: value.data_ptr() if isinstance(value, Tensor) else value
+            for field, value in fields.items()
+        }
+        [pointer] = function.argtypes
+        function(pointer._type_(**values, num_threads=self.num_threads))
+
+
+class Workspace:
+    """Buffer of intermediate results on huge pages, kept from one call to the next."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def split(self, *sizes: int) -> list[int]:
+        """Return the addresses of buffers with these sizes in bytes."""
+        *starts, total = accumulate((-(-size // 64) * 64 for size in sizes), initial=0)
+        if len(self._memory) < total:
+            self._memory = torch.frombuffer(huge_page_memory(total), dtype=torch.uint8)
+        return [self._memory.data_ptr() + start for start in starts]
+
+
+class PassArrays:
+    """Arrays that a struct of a pass points to, kept alive as long as this is."""
+
+    def __init__(self) -> None:
+        self._arrays: list[Ints] = []
+
+    def address(self, array: Ints) -> int:
+        self._arrays.append(np.ascontiguousarray(array))
+        return int(self._arrays[-1].ctypes.data)
+
+
+def norm_params(norm: Norm | None) -> Struct:
+    if norm is None:
+        return NormParams()
+    return NormParams(norm.weight.data_ptr(), norm.epsilon, norm.rounds_once)
+
+
+def gate_params(gate: MlpGate) -> Struct:
+    return GateParams(_GATE_KINDS[gate.activation], gate.alpha, gate.limit)

@@ -1,0 +1,100 @@
+"""Loads the weights of recurrent layers."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+from baton.engine.runner.model.config import Recurrence, RecurrentConfig
+from baton.engine.runner.model.linear import Linear
+from baton.engine.runner.model.recurrent import DeltaWeights, MambaWeights, RecurrentWeights
+from baton.engine.runner.weights.tensor_loading import TensorLoader
+from baton.engine.runner.weights.tensor_names import TensorMap
+
+
+def load_recurrent(
+    config: RecurrentConfig, tensors: TensorMap, loader: TensorLoader, index: int
+) -> tuple[Linear, RecurrentWeights, str]:
+    """Return a layer's first projection, its other weights and the name of its last projection.
+
+    The rows of the first projection, and the channels of the convolution, are all queries, all
+    keys and all values. In the projection all output gates follow.
+    """
+    if config.rule is Recurrence.MAMBA2:
+        return *_load_mamba(config, tensors, loader, index), tensors.names.mamba.output
+    return *_load_delta(config, tensors, loader, index), tensors.names.delta.output
+
+
+def _load_delta(
+    config: RecurrentConfig, tensors: TensorMap, loader: TensorLoader, index: int
+) -> tuple[Linear, DeltaWeights]:
+    names = tensors.names.delta
+    order, gate_order = _orders(config) if names.is_by_key_head else (None, None)
+    projection = loader.linear(tensors.in_layers(index, names.projections), False, order)
+    conv = loader.vector(tensors.in_layer(index, f"{names.conv}.weight"))
+    # The gates are few, and errors of a decay add up: they keep their dtype.
+    gates = loader.linear(
+        tensors.in_layers(index, names.gates), False, gate_order, keeps_dtype=True
+    )
+    weights = DeltaWeights(
+        gates=gates,
+        conv=conv[:, 0].T.contiguous(),
+        decay_bias=loader.vector(tensors.in_layer(index, names.decay_bias)),
+        decay_rate=loader.vector(tensors.in_layer(index, names.log_decay)).exp(),
+        norm=loader.gated_norm(tensors.in_layer(index, names.norm)),
+    )
+    return projection, weights
+
+
+def _load_mamba(
+    config: RecurrentConfig, tensors: TensorMap, loader: TensorLoader, index: int
+) -> tuple[Linear, MambaWeights]:
+    names, values, keys = tensors.names.mamba, config.num_values, config.num_keys
+    order = channel_order(config)
+    rows = [*(values + channel for channel in order), *range(values)]
+    num_rows = 2 * values + 2 * keys
+    projection, gates = loader.split_linear(
+        tensors.in_layer(index, names.projection),
+        rows,
+        range(num_rows, num_rows + config.num_gates),
+    )
+    conv, conv_bias = (
+        loader.vector(tensors.in_layer(index, f"{names.conv}.{part}"))[order]
+        for part in ("weight", "bias")
+    )
+    weights = MambaWeights(
+        gates=gates,
+        conv=conv[:, 0].T.contiguous(),
+        conv_bias=conv_bias,
+        step_bias=loader.vector(tensors.in_layer(index, names.step_bias)),
+        decay_rate=loader.vector(tensors.in_layer(index, names.log_decay)).exp(),
+        skip=loader.vector(tensors.in_layer(index, names.skip)),
+        norm=loader.gated_norm(tensors.in_layer(index, names.norm)),
+    )
+    return projection, weights
+
+
+def _orders(config: RecurrentConfig) -> tuple[list[int], list[int]]:
+    """Return the order of rows that are stored as those of one key head after the other."""
+    values = config.num_values // config.num_key_heads
+    heads = config.num_value_heads // config.num_key_heads
+    order = _regroup(config.num_key_heads, (config.key_dim, config.key_dim, values, values))
+    return order, _regroup(config.num_key_heads, (heads, heads))
+
+
+def _regroup(num_groups: int, sizes: tuple[int, ...]) -> list[int]:
+    """Return the places of all first parts of the groups, then of all second ones, and so on."""
+    width, first = sum(sizes), 0
+    order: list[int] = []
+    for size in sizes:
+        for group in range(num_groups):
+            start = group * width + first
+            order += range(start, start + size)
+        first += size
+    return order
+
+
+def channel_order(config: RecurrentConfig) -> list[int]:
+    """Return the places of queries, keys and values among values, keys and queries."""
+    values, keys = config.num_values, config.num_keys
+    parts = (values + keys, keys), (values, keys), (0, values)
+    return list(chain.from_iterable(range(first, first + size) for first, size in parts))
