@@ -20,7 +20,7 @@ from baton.engine.runner.model.config import ModelConfig, QkNorm
 from baton.engine.runner.model.layer_weights import Layer
 from baton.engine.runner.model.layers import DecoderLayer, add_mlp, gate_of, unfused_layers
 from baton.engine.runner.model.linear import Linear, Mlp, Moe
-from baton.engine.runner.model.mixers import ForwardPass
+from baton.engine.runner.model.mixers import Ends, ForwardPass
 
 log = logging.getLogger(__name__)
 
@@ -121,8 +121,6 @@ class FusedLayer:
     Bit-identical to `UnfusedLayer` with the same kernels.
     """
 
-    needs_all_tokens = False
-
     def __init__(self, passes: _FusedPasses, layer: Layer, args: Struct, number: int) -> None:
         self._library = passes.kernels.library
         self._passes = passes
@@ -130,9 +128,18 @@ class FusedLayer:
         self._args = args
         self._number = number
 
-    def through(self, forward_pass: ForwardPass, hidden_states: Tensor) -> Tensor:
+    def forward(
+        self, forward_pass: ForwardPass, hidden_states: Tensor, ends: Ends | None
+    ) -> Tensor:
         hidden_states = hidden_states.contiguous()
         pass_args = self._pass_args(forward_pass)
+        if ends is not None:
+            self._library.baton_layer_write_kv(self._args, pass_args, hidden_states.data_ptr())
+            hidden_states = hidden_states[ends.places]
+            if not len(hidden_states):
+                return hidden_states
+            forward_pass = forward_pass.restrict_to(ends)  # owns what the arguments point to
+            pass_args = self._pass_args(forward_pass)
         if isinstance(self._layer.mlp, Moe):
             return self._through_experts(pass_args, hidden_states)
         self._library.baton_layer(self._args, pass_args, hidden_states.data_ptr())
@@ -145,12 +152,6 @@ class FusedLayer:
             self._args, pass_args, hidden_states.data_ptr(), mlp_input.data_ptr()
         )
         return add_mlp(passes.config, passes.ops, layer, hidden_states, mlp_input)
-
-    def write(self, forward_pass: ForwardPass, hidden_states: Tensor) -> None:
-        hidden_states = hidden_states.contiguous()
-        self._library.baton_layer_write_kv(
-            self._args, self._pass_args(forward_pass), hidden_states.data_ptr()
-        )
 
     def _pass_args(self, forward_pass: ForwardPass) -> Struct:
         return forward_pass.once(self._passes.begin).args[self._number]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from baton.engine.runner.device import FencedHook
 from baton.engine.runner.model.config import ModelConfig
-from baton.engine.runner.model.layers import DecoderLayer, compute_ends
+from baton.engine.runner.model.layers import DecoderLayer
 from baton.engine.runner.model.linear import Linear
 from baton.engine.runner.model.mixers import Ends, ForwardPass
 from baton.engine.runner.model.ops import Norm, Ops, Peaks
@@ -47,10 +47,8 @@ class Decoder:
         """
         hidden_states, last = self._embed(token_ids), len(self._layers) - 1
         for index, layer in enumerate(self._layers):
-            if index == last and ends is not None:
-                hidden_states = compute_ends(layer, forward_pass, hidden_states, ends)
-            else:
-                hidden_states = layer.through(forward_pass, hidden_states)
+            needed = ends if index == last else None
+            hidden_states = layer.forward(forward_pass, hidden_states, needed)
             if hook is not None:
                 hook.layer_done(index)
         if hook is not None:

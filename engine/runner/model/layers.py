@@ -8,8 +8,8 @@ from typing import Protocol
 from torch import Tensor
 
 from baton.engine.runner.model.config import ModelConfig
-from baton.engine.runner.model.linear import Moe
 from baton.engine.runner.model.layer_weights import Layer
+from baton.engine.runner.model.linear import Moe
 from baton.engine.runner.model.mixers import Ends, ForwardPass, Mixer, make_mixer
 from baton.engine.runner.model.mlp import compute_mlp, compute_moe
 from baton.engine.runner.model.ops import MlpGate, Norm, Ops
@@ -18,29 +18,14 @@ from baton.engine.runner.model.ops import MlpGate, Norm, Ops
 class DecoderLayer(Protocol):
     """A layer of the decoder, with or without fused kernels: each layer for itself."""
 
-    @property
-    def needs_all_tokens(self) -> bool:
-        """See `Mixer.needs_all_tokens`."""
+    def forward(
+        self, forward_pass: ForwardPass, hidden_states: Tensor, ends: Ends | None
+    ) -> Tensor:
+        """Compute the layer; with `ends`, return those tokens alone, after all wrote their KV.
+
+        The input can be overwritten: do not use it after the call.
+        """
         ...
-
-    def through(self, forward_pass: ForwardPass, hidden_states: Tensor) -> Tensor:
-        """Compute the layer. The input can be overwritten: do not use it after the call."""
-        ...
-
-    def write(self, forward_pass: ForwardPass, hidden_states: Tensor) -> None:
-        """Only write what later tokens need. Not if the layer needs all tokens."""
-        ...
-
-
-def compute_ends(
-    layer: DecoderLayer, forward_pass: ForwardPass, hidden_states: Tensor, ends: Ends
-) -> Tensor:
-    """Compute the last layer: only these tokens if it can, after it wrote those of all."""
-    if layer.needs_all_tokens:
-        return layer.through(forward_pass, hidden_states)[ends.places]
-    layer.write(forward_pass, hidden_states)
-    at_ends = hidden_states[ends.places]
-    return layer.through(forward_pass.restrict_to(ends), at_ends) if len(at_ends) else at_ends
 
 
 class UnfusedLayer:
@@ -51,19 +36,21 @@ class UnfusedLayer:
         self._ops = ops
         self._layer = layer
         self._mixer = mixer
-        self.needs_all_tokens = mixer.needs_all_tokens
 
-    def through(self, forward_pass: ForwardPass, hidden_states: Tensor) -> Tensor:
+    def forward(
+        self, forward_pass: ForwardPass, hidden_states: Tensor, ends: Ends | None
+    ) -> Tensor:
         layer, config, ops = self._layer, self._config, self._ops
         inputs = _apply_norm(ops, hidden_states, layer.input_norm)
-        output = layer.output(self._mixer.mix(forward_pass, inputs))
+        mixed = self._mixer.mix(forward_pass, inputs, ends)
+        if ends is not None:
+            hidden_states = hidden_states[ends.places]
+            if not len(hidden_states):
+                return hidden_states
+        output = layer.output(mixed)
         hidden_states = _add(config, ops, hidden_states, output, layer.attention_norm)
         mlp_input = _apply_norm(ops, hidden_states, layer.mlp_norm)
         return add_mlp(config, ops, layer, hidden_states, mlp_input)
-
-    def write(self, forward_pass: ForwardPass, hidden_states: Tensor) -> None:
-        inputs = _apply_norm(self._ops, hidden_states, self._layer.input_norm)
-        self._mixer.write(forward_pass, inputs)
 
 
 def unfused_layers(

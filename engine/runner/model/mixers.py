@@ -12,10 +12,17 @@ from typing import Protocol, TypeVar, cast
 from torch import Tensor
 
 from baton.engine.runner.attention.paged_attention import AttentionPass
-from baton.engine.runner.model.config import ModelConfig, QkNorm
-from baton.engine.runner.model.latent import latent_key, latent_query, split_latent
+from baton.engine.runner.model.config import LatentConfig, LayerConfig, ModelConfig, QkNorm
+from baton.engine.runner.model.latent import (
+    LatentProjections,
+    latent_key,
+    latent_query,
+    split_latent,
+)
 from baton.engine.runner.model.layer_weights import Layer
+from baton.engine.runner.model.linear import Linear
 from baton.engine.runner.model.ops import Norm, Ops
+from baton.engine.runner.model.recurrent import RecurrentWeights
 from baton.engine.runner.model.rope import Angles
 from baton.engine.runner.state.linear_attention import LinearAttentionPass
 
@@ -54,22 +61,17 @@ class ForwardPass:
 class Mixer(Protocol):
     """Mixes the tokens of each sequence of a pass."""
 
-    # False: after `write`, `mix` can compute some of the tokens alone.
-    needs_all_tokens: bool
+    def mix(self, forward_pass: ForwardPass, inputs: Tensor, ends: Ends | None) -> Tensor:
+        """Return the layer's output for normalised inputs, before its last projection.
 
-    def mix(self, forward_pass: ForwardPass, inputs: Tensor) -> Tensor:
-        """Return the layer's output for normalised inputs, before its last projection."""
-        ...
-
-    def write(self, forward_pass: ForwardPass, inputs: Tensor) -> None:
-        """Only write what later tokens need. Not if all tokens are needed."""
+        With `ends`, it is the output of those tokens alone, and nothing if there are none. In any
+        case all tokens write what later ones need.
+        """
         ...
 
 
 class AttentionMixer:
     """Attention with keys and values of several heads."""
-
-    needs_all_tokens = False
 
     def __init__(
         self, config: ModelConfig, ops: Ops, layer: Layer, index: int, number: int
@@ -80,18 +82,7 @@ class AttentionMixer:
         self._own = config.layers[index]
         self._number = number  # of the layer among those with attention
 
-    def mix(self, forward_pass: ForwardPass, inputs: Tensor) -> Tensor:
-        query, gate = self._write(forward_pass, inputs)
-        angles = forward_pass.angles[self._own.query_rope]
-        query = self._apply_rope(query, self._layer.q_norm, angles)
-        attended = forward_pass.attention.attend(self._number, query).flatten(1)
-        return attended if gate is None else self._ops.multiply_sigmoid(attended, gate.flatten(1))
-
-    def write(self, forward_pass: ForwardPass, inputs: Tensor) -> None:
-        self._write(forward_pass, inputs)
-
-    def _write(self, forward_pass: ForwardPass, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Write keys and values; return queries before norm and rotation, and output gates."""
+    def mix(self, forward_pass: ForwardPass, inputs: Tensor, ends: Ends | None) -> Tensor:
         config = self._config
         heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         if config.has_output_gate:
@@ -101,7 +92,15 @@ class AttentionMixer:
         query, key, value, *gates = split
         key = self._apply_rope(key, self._layer.k_norm, forward_pass.angles[self._own.key_rope])
         forward_pass.attention.write(self._number, key, value)
-        return query, gates[0] if gates else None
+        if ends is not None:
+            if not len(ends.places):
+                return inputs[:0]
+            forward_pass = forward_pass.restrict_to(ends)
+            query, gates = query[ends.places], [gate[ends.places] for gate in gates]
+        angles = forward_pass.angles[self._own.query_rope]
+        query = self._apply_rope(query, self._layer.q_norm, angles)
+        attended = forward_pass.attention.attend(self._number, query).flatten(1)
+        return self._ops.multiply_sigmoid(attended, gates[0].flatten(1)) if gates else attended
 
     def _apply_rope(self, heads: Tensor, norm: Norm | None, angles: Angles) -> Tensor:
         if norm is not None and self._own.qk_norm is QkNorm.ALL_HEADS:
@@ -113,69 +112,59 @@ class AttentionMixer:
 class LatentMixer:
     """Multi-head latent attention: see `model.latent`."""
 
-    needs_all_tokens = False
-
     def __init__(
         self,
-        config: ModelConfig,
+        config: LatentConfig,
+        projections: LatentProjections,
         ops: Ops,
         layer: Layer,
-        index: int,
+        own: LayerConfig,
         number: int,
     ) -> None:
-        assert config.latent is not None
-        assert layer.latent is not None
-        self._latent = config.latent
+        self._config = config
+        self._projections = projections
         self._ops = ops
         self._layer = layer
-        self._projections = layer.latent
-        self._own = config.layers[index]
-        self._number = number
+        self._own = own
+        self._number = number  # of the layer among those with attention
 
-    def mix(self, forward_pass: ForwardPass, inputs: Tensor) -> Tensor:
-        query = self._write(forward_pass, inputs)
-        angles, norm = forward_pass.angles[self._own.query_rope], self._layer.q_norm
-        query = latent_query(self._latent, self._ops, self._projections, query, norm, angles)
-        attended = forward_pass.attention.attend(self._number, query)
-        return self._projections.value(attended).flatten(1)
-
-    def write(self, forward_pass: ForwardPass, inputs: Tensor) -> None:
-        self._write(forward_pass, inputs)
-
-    def _write(self, forward_pass: ForwardPass, inputs: Tensor) -> Tensor:
-        query, values, key = split_latent(self._latent, self._layer.qkv(inputs))
+    def mix(self, forward_pass: ForwardPass, inputs: Tensor, ends: Ends | None) -> Tensor:
+        query, values, key = split_latent(self._config, self._layer.qkv(inputs))
         angles = forward_pass.angles[self._own.key_rope]
         key = latent_key(self._ops, values, key, self._layer.k_norm, angles)
         forward_pass.attention.write(self._number, key, None)
-        return query
+        if ends is not None:
+            if not len(ends.places):
+                return inputs[:0]
+            forward_pass, query = forward_pass.restrict_to(ends), query[ends.places]
+        angles, norm = forward_pass.angles[self._own.query_rope], self._layer.q_norm
+        query = latent_query(self._config, self._ops, self._projections, query, norm, angles)
+        attended = forward_pass.attention.attend(self._number, query)
+        return self._projections.value(attended).flatten(1)
 
 
 class RecurrentMixer:
     """Linear attention or Mamba2: the rule is that of the weights."""
 
-    needs_all_tokens = True  # for the state
-
-    def __init__(self, layer: Layer, number: int) -> None:
-        assert layer.recurrent is not None
-        self._qkv = layer.qkv
-        self._weights = layer.recurrent
+    def __init__(self, qkv: Linear, weights: RecurrentWeights, number: int) -> None:
+        self._qkv = qkv
+        self._weights = weights
         self._number = number  # of the layer among the recurrent ones
 
-    def mix(self, forward_pass: ForwardPass, inputs: Tensor) -> Tensor:
+    def mix(self, forward_pass: ForwardPass, inputs: Tensor, ends: Ends | None) -> Tensor:
         assert forward_pass.linear_attention is not None
         gates = self._weights.gates(inputs)
         projected = self._qkv(inputs)
-        return forward_pass.linear_attention.mix(self._number, self._weights, projected, gates)
-
-    def write(self, forward_pass: ForwardPass, inputs: Tensor) -> None:
-        raise NotImplementedError("a recurrent layer computes all tokens")
+        mixed = forward_pass.linear_attention.mix(self._number, self._weights, projected, gates)
+        return mixed if ends is None else mixed[ends.places]
 
 
 def make_mixer(config: ModelConfig, ops: Ops, layer: Layer, index: int) -> Mixer:
     """Make the mixer of the layer with this index."""
     if layer.recurrent is not None:
-        return RecurrentMixer(layer, config.recurrent_layers.index(index))
+        return RecurrentMixer(layer.qkv, layer.recurrent, config.recurrent_layers.index(index))
     number = config.attention_layers.index(index)
-    if config.latent is not None:
-        return LatentMixer(config, ops, layer, index, number)
+    if config.latent is not None and layer.latent is not None:
+        own = config.layers[index]
+        return LatentMixer(config.latent, layer.latent, ops, layer, own, number)
     return AttentionMixer(config, ops, layer, index, number)
