@@ -26,8 +26,8 @@ from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.input_batch import TokenRun
 from baton.engine.runner.sampling.constraints import constrain
 from baton.engine.runner.sampling.grammar_masks import unpack_bits
-from baton.engine.structured_output.grammar import Bits, Grammar
-from baton.engine.structured_output.llguidance_backend import GrammarLibrary, num_words
+from baton.engine.structured_output.grammar import Bits, Grammar, num_words
+from baton.engine.structured_output.llguidance_backend import GrammarLibrary
 
 NUM_TIMES_APPLIED = 50
 

@@ -7,14 +7,13 @@ import queue
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from types import TracebackType
 from typing import Generic, Protocol, TypeVar
 
 from baton.core.errors import InvalidRequest
 from baton.core.structured_outputs import FIELD, StructuredOutputs
 
 NUM_THREADS = 2
-MOST_REMEMBERED = 64
+MAX_CACHED_GRAMMARS = 64
 MAX_CACHED_CHARACTERS = 1 << 22  # memory of compiled grammars grows with their texts
 LARGE_CHARACTERS = 1 << 16  # longer texts, which take seconds, have a separate thread
 STACK_BYTES = 128 << 20  # of address space: only touched pages take memory
@@ -42,12 +41,12 @@ class GrammarCompiler(Generic[Compiled]):
         library: Library[Compiled],
         *,
         num_threads: int = NUM_THREADS,
-        max_cached_grammars: int = MOST_REMEMBERED,
+        max_cached_grammars: int = MAX_CACHED_GRAMMARS,
         max_cached_characters: int = MAX_CACHED_CHARACTERS,
     ) -> None:
         self._library = library
-        self._most_remembered = max_cached_grammars
-        self._most_remembered_characters = max_cached_characters
+        self._max_cached_grammars = max_cached_grammars
+        self._max_cached_characters = max_cached_characters
         self._num_cached_characters = 0
         self._cache: OrderedDict[StructuredOutputs, Compiled] = OrderedDict()
         self._callbacks: dict[
@@ -73,12 +72,7 @@ class GrammarCompiler(Generic[Compiled]):
             threading.stack_size(usual)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._lock:
             self._callbacks.clear()  # pending callbacks are not called any more
         for _ in self._threads[1:]:
@@ -128,8 +122,8 @@ class GrammarCompiler(Generic[Compiled]):
     def _add_to_cache(self, wanted: StructuredOutputs, compiled: Compiled) -> None:
         self._cache[wanted] = compiled
         self._num_cached_characters += len(wanted.text)
-        while len(self._cache) > self._most_remembered or (
-            self._num_cached_characters > self._most_remembered_characters
+        while len(self._cache) > self._max_cached_grammars or (
+            self._num_cached_characters > self._max_cached_characters
         ):
             oldest, _ = self._cache.popitem(last=False)
             self._num_cached_characters -= len(oldest.text)

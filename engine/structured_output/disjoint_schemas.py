@@ -6,11 +6,12 @@ that the other schema excludes or constrains differently. Lengths, ranges and pa
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, product
 from typing import Any
-from urllib.parse import unquote
+
+from baton.engine.structured_output.subschemas import list_objects, read_list, resolve_pointer
 
 KINDS = frozenset({"null", "boolean", "integer", "fraction", "string", "array", "object"})
 KINDS_OF_TYPE = {kind: frozenset({kind}) for kind in KINDS - {"fraction"}}
@@ -71,7 +72,8 @@ class Disjointness:
     def __init__(self, root: Any) -> None:
         self._root = root
         self._steps_left = MAX_STEPS
-        self._follows_refs = not any(_changes_base(part) for part in _parts_inside(root))
+        parts = (part for part in list_objects(root) if part is not root)
+        self._follows_refs = not any(map(_changes_base, parts))
         draft = root.get("$schema") if isinstance(root, dict) else None
         is_old = isinstance(draft, str) and any(old in draft for old in WITHOUT_CONST)
         self._has_const = not is_old
@@ -125,10 +127,10 @@ class Disjointness:
             return ANY
         ref = schema.get("$ref")
         if ref is not None:  # older drafts ignore keywords next to it
-            return self._of_one(self._at(ref), depth - 1)
-        found: Sequence[_Facts] = self._alternatives(_read_list(schema, "allOf"), depth - 1)
+            return self._of_one(self._resolve(ref), depth - 1)
+        found: Sequence[_Facts] = self._alternatives(read_list(schema, "allOf"), depth - 1)
         for name in ("anyOf", "oneOf"):
-            branches = _read_list(schema, name)
+            branches = read_list(schema, name)
             if branches:
                 some = [each for one in branches for each in self._of_one(one, depth - 1)]
                 found = [self._join_facts(one, other) for one, other in product(found, some)]
@@ -145,7 +147,7 @@ class Disjointness:
         return _Facts(
             _kinds(schema.get("type")),
             self._values(schema),
-            frozenset(name for name in _read_list(schema, "required") if isinstance(name, str)),
+            frozenset(name for name in read_list(schema, "required") if isinstance(name, str)),
             {name: (value,) for name, value in properties.items()},
             (frozenset(properties),) if is_closed else (),
         )
@@ -153,7 +155,7 @@ class Disjointness:
     def _values(self, schema: Mapping[str, Any]) -> Mapping[Hashable, str] | None:
         values: dict[Hashable, str] | None = None
         if "enum" in schema:
-            listed = _read_list(schema, "enum")
+            listed = read_list(schema, "enum")
             self._spend(len(listed))
             values = {_key(value): _kind(value) for value in listed}
         if "const" in schema and self._has_const:
@@ -163,20 +165,10 @@ class Disjointness:
             return {}
         return values
 
-    def _at(self, ref: object) -> Any:
-        """Return the schema that a local reference points to, or True if it cannot be resolved."""
-        if not self._follows_refs or not isinstance(ref, str) or not ref.startswith("#"):
-            return True
-        place = self._root
-        for part in unquote(ref).removeprefix("#").split("/")[1:]:
-            name = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(place, list) and name.isdecimal() and int(name) < len(place):
-                place = place[int(name)]
-            elif isinstance(place, dict) and name in place:
-                place = place[name]
-            else:
-                return True
-        return place if ref.startswith("#/") or ref == "#" else True
+    def _resolve(self, ref: object) -> Any:
+        """Return the schema of a local reference. One that is not understood allows any value."""
+        is_followed = self._follows_refs and isinstance(ref, str)
+        return resolve_pointer(self._root, str(ref)) if is_followed else True
 
     def _join_facts(self, one: _Facts, other: _Facts) -> _Facts:
         self._spend(1 + one.size + other.size)
@@ -216,23 +208,6 @@ def _key(value: Any) -> Hashable:
         case list():
             return "array", tuple(map(_key, value))
     return _kind(value), value
-
-
-def _read_list(schema: Mapping[str, Any], name: str) -> Sequence[Any]:
-    found = schema.get(name)
-    return found if isinstance(found, list) else ()
-
-
-def _parts_inside(root: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield all objects inside `root`, without `root` itself."""
-    todo = list(root.values()) if isinstance(root, dict) else []
-    while todo:
-        value = todo.pop()
-        if isinstance(value, dict):
-            yield value
-            todo += value.values()
-        elif isinstance(value, list):
-            todo += value
 
 
 def _changes_base(part: Mapping[str, Any]) -> bool:

@@ -15,6 +15,11 @@ from numpy.typing import NDArray
 Bits = NDArray[np.int32]  # token bitmask: one bit per token of the vocabulary, lowest bit first
 
 
+def num_words(vocab_size: int) -> int:
+    """Return the length of a token bitmask, in 32-bit words."""
+    return -(-vocab_size // 32)
+
+
 class Matcher(Protocol):
     """Parser state of one output. Methods raise InvalidRequest if the grammar cannot continue."""
 

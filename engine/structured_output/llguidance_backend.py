@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from time import thread_time
-from types import TracebackType
 from typing import Any, NoReturn
 
 import llguidance
@@ -22,7 +22,7 @@ from baton.checkpoint.checkpoint import Checkpoint
 from baton.core.errors import InvalidRequest, ModelError
 from baton.core.structured_outputs import FIELD, StructuredOutputs
 from baton.engine.structured_output.compiler_errors import PANIC, TOO_DEEP, reason_of
-from baton.engine.structured_output.grammar import Bits
+from baton.engine.structured_output.grammar import Bits, num_words
 from baton.engine.structured_output.schema_cost import embedded_schemas, expense_reason
 from baton.engine.structured_output.schema_ends import check_grammar_ends, check_schema_ends
 from baton.engine.structured_output.schema_rewrite import prepare_schema
@@ -31,7 +31,6 @@ ANY_OBJECT = '{"type": "object"}'
 # A space, or a newline with indentation, which suffices for any JSON style. With more allowed, a
 # weak model generates nothing but whitespace until max_tokens. Deeper levels are indented less.
 WHITESPACE = r"( |\n[ \t]{0,16})?"
-BITS_PER_WORD = 32
 # Forced tokens are off: computing them never terminates for text that repeats without end, and
 # they would allow only the tokenizer's canonical tokenization of a text.
 HEADER = '%llguidance {"no_forcing": true}'
@@ -56,7 +55,7 @@ class GrammarValidator:
 
     def compile(self, wanted: StructuredOutputs) -> Checked:
         """Raise InvalidRequest for a grammar that every node rejects. Nodes check more."""
-        with _RefusePanics(wanted):
+        with _refuse_panics(wanted):
             is_wrong, messages = llguidance.LLMatcher.validate_grammar_with_warnings(
                 _definition(wanted), None, limits=LIMITS
             )
@@ -88,7 +87,7 @@ class GrammarLibrary:
         """Compile a grammar, for up to seconds, without the GIL. Raises InvalidRequest."""
         tokenizer = self._read_tokenizer()
         began_s = thread_time()
-        with _RefusePanics(wanted):
+        with _refuse_panics(wanted):
             matcher = llguidance.LLMatcher(
                 tokenizer, _definition(wanted), log_level=0, limits=LIMITS
             )
@@ -135,14 +134,14 @@ class GrammarMatcher:
         self._matcher = matcher
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        with _RefusePanics(self._wanted):
+        with _refuse_panics(self._wanted):
             is_taken = self._matcher.consume_tokens(list(token_ids))
         if not is_taken:
             raise self._matcher_error()
 
     def fill(self, allowed: Bits) -> None:
         began_s = thread_time()
-        with _RefusePanics(self._wanted):
+        with _refuse_panics(self._wanted):
             self._matcher.unsafe_compute_mask_ptr(allowed.ctypes.data, allowed.nbytes)
         if self._matcher.is_error():
             raise self._matcher_error()
@@ -154,28 +153,15 @@ class GrammarMatcher:
         return _error(self._wanted, self._matcher.get_error())
 
 
-class _RefusePanics:
-    """Converts panics of llguidance into InvalidRequest, so that only the request fails."""
-
-    def __init__(self, wanted: StructuredOutputs) -> None:
-        self._wanted = wanted
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is not None and kind.__name__ == "PanicException":  # from Rust; not an Exception
-            raise _error(self._wanted, PANIC) from error
-
-
-def num_words(vocab_size: int) -> int:
-    """Return the length of a token bitmask, in 32-bit words."""
-    return -(-vocab_size // BITS_PER_WORD)
+@contextmanager
+def _refuse_panics(wanted: StructuredOutputs) -> Iterator[None]:
+    """Convert panics of llguidance into InvalidRequest, so that only the request fails."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ == "PanicException":  # from Rust; not an Exception
+            raise _error(wanted, PANIC) from error
+        raise
 
 
 def _definition(wanted: StructuredOutputs) -> str:
@@ -253,9 +239,9 @@ def _check_schema_cost(wanted: StructuredOutputs, schema: Any) -> None:
         raise _error(wanted, reason)
 
 
-def _check_cost(wanted: StructuredOutputs, began_s: float, most_s: float) -> None:
+def _check_cost(wanted: StructuredOutputs, began_s: float, max_s: float) -> None:
     took_s = thread_time() - began_s
-    if took_s > most_s:
+    if took_s > max_s:
         raise _error(wanted, f"one step took {took_s:.1f} s of CPU time; make it simpler")
 
 

@@ -9,6 +9,7 @@ from math import lcm
 from typing import Any
 
 from baton.core.structured_outputs import MAX_CHARACTERS
+from baton.engine.structured_output.subschemas import list_objects
 
 MAX_PATTERN_CHARACTERS = MAX_CHARACTERS["regex"]
 MAX_REMAINDERS = 10_000
@@ -23,7 +24,7 @@ def expense_reason(schema: Any) -> str | None:
     Every object is checked, including constants, since references can point anywhere.
     """
     steps, num_pairs = 1, 0
-    for part in _objects(schema):
+    for part in list_objects(schema):
         for pattern in _patterns(part):
             if len(pattern) > MAX_PATTERN_CHARACTERS:
                 return (
@@ -50,14 +51,6 @@ def embedded_schemas(grammar: str) -> Iterator[Any]:
             yield json.JSONDecoder().raw_decode(after, after.index("{"))[0]
         except ValueError:
             continue  # not a schema for llguidance either
-
-
-def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
-    if isinstance(value, dict):
-        yield value
-    inner = value.values() if isinstance(value, dict) else value
-    for each in inner if isinstance(value, dict | list) else ():
-        yield from _objects(each)
 
 
 def _patterns(part: Mapping[str, Any]) -> Iterator[str]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from baton.core.errors import InvalidRequest
 from baton.core.structured_outputs import FIELD
+from baton.engine.structured_output.subschemas import list_objects, read_list, resolve_pointer
 
 Schema = Mapping[str, Any]
 
@@ -62,13 +63,13 @@ class _SchemaEnds:
         self._root = root
         self._ending: Set[str] = set()
         refs = set(_refs(root))
-        needs = {ref: set(_refs(self._at(ref))) for ref in refs}
+        needs = {ref: set(_refs(resolve_pointer(root, ref))) for ref in refs}
         self._ending = _ending_names(needs, self._ends_if)
         self.holds = self._ends(root)
 
     def _ends_if(self, ref: str, ending: Set[str]) -> bool:
         self._ending = ending
-        return self._ends(self._at(ref))
+        return self._ends(resolve_pointer(self._root, ref))
 
     def _ends(self, schema: Any) -> bool:
         if not isinstance(schema, Mapping):
@@ -77,9 +78,9 @@ class _SchemaEnds:
         if isinstance(ref, str) and ref.startswith("#") and ref not in self._ending:
             return False
         return (
-            all(map(self._ends, _read_list(schema, "allOf")))
-            and self._some_ends(_read_list(schema, "anyOf"))
-            and self._some_ends(_read_list(schema, "oneOf"))
+            all(map(self._ends, read_list(schema, "allOf")))
+            and self._some_ends(read_list(schema, "anyOf"))
+            and self._some_ends(read_list(schema, "oneOf"))
             and (not _is_only(schema, "object") or self._object_ends(schema))
             and (not _is_only(schema, "array") or self._array_ends(schema))
         )
@@ -91,25 +92,16 @@ class _SchemaEnds:
         properties = schema.get("properties")
         if not isinstance(properties, Mapping):
             return True
-        required = (name for name in _read_list(schema, "required") if isinstance(name, str))
+        required = (name for name in read_list(schema, "required") if isinstance(name, str))
         return all(self._ends(properties.get(name)) for name in required)
 
     def _array_ends(self, schema: Schema) -> bool:
         least = schema.get("minItems", 0)
         if not isinstance(least, int | float) or least < 1:
             return True
-        first = _read_list(schema, "prefixItems")[: int(least)]
+        first = read_list(schema, "prefixItems")[: int(least)]
         rest_ends = len(first) >= least or self._ends(schema.get("items"))
         return rest_ends and all(map(self._ends, first))
-
-    def _at(self, ref: str) -> Any:
-        place: Any = self._root
-        for token in ref.removeprefix("#").split("/")[1:]:
-            name = token.replace("~1", "/").replace("~0", "~")
-            if not isinstance(place, Mapping) or name not in place:
-                return None
-            place = place[name]
-        return place
 
 
 def _is_only(schema: Schema, kind: str) -> bool:
@@ -117,19 +109,10 @@ def _is_only(schema: Schema, kind: str) -> bool:
     return schema.get("type") in (kind, [kind]) and not {"enum", "const"} & schema.keys()
 
 
-def _read_list(schema: Schema, name: str) -> Sequence[Any]:
-    found = schema.get(name)
-    return found if isinstance(found, list) else ()
-
-
 def _refs(schema: Any) -> Iterator[str]:
-    if isinstance(schema, Mapping):
-        ref = schema.get("$ref")
-        if isinstance(ref, str):
-            yield ref
-    inner = schema.values() if isinstance(schema, Mapping) else schema
-    for each in inner if isinstance(schema, Mapping | list) else ():
-        yield from _refs(each)
+    """Yield the references inside a schema."""
+    refs = (part.get("$ref") for part in list_objects(schema))
+    return (ref for ref in refs if isinstance(ref, str))
 
 
 # --- Grammars in Lark or GBNF notation ------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from baton.engine.structured_output.disjoint_schemas import Disjointness
-from baton.engine.structured_output.subschemas import rewrite_subschemas
+from baton.engine.structured_output.subschemas import read_list, rewrite_subschemas
 
 KNOWN_FORMATS = frozenset(
     {
@@ -50,8 +50,8 @@ def _excludes_lists(types: Any) -> bool:
 
 
 def _without_one_of(part: dict[str, Any], disjointness: Disjointness) -> dict[str, Any]:
-    branches = part.get("oneOf")
-    if not isinstance(branches, list) or not branches:
+    branches = read_list(part, "oneOf")
+    if not branches:
         return part
     rest = {name: value for name, value in part.items() if name != "oneOf"}
     # Older drafts ignore keywords next to a reference.
@@ -60,6 +60,4 @@ def _without_one_of(part: dict[str, Any], disjointness: Disjointness) -> dict[st
         return part
     if "anyOf" not in rest:
         return {**rest, "anyOf": branches}
-    all_of = rest.get("allOf")
-    others = all_of if isinstance(all_of, list) else []
-    return {**rest, "allOf": [*others, {"anyOf": branches}]}
+    return {**rest, "allOf": [*read_list(rest, "allOf"), {"anyOf": branches}]}

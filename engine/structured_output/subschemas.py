@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
@@ -49,17 +49,32 @@ def list_subschemas(schema: Any) -> Iterator[dict[str, Any]]:
             yield from list_subschemas(value)
 
 
+def list_objects(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield every object inside a JSON value, constants included: references can point anywhere."""
+    if isinstance(value, dict):
+        yield value
+    inner = value.values() if isinstance(value, dict) else value
+    for each in inner if isinstance(value, dict | list) else ():
+        yield from list_objects(each)
+
+
+def read_list(schema: Mapping[str, Any], name: str) -> Sequence[Any]:
+    """Return the list under a keyword, an empty one if there is none."""
+    found = schema.get(name)
+    return found if isinstance(found, list) else ()
+
+
 def resolve_pointer(root: Any, ref: str) -> Any:
     """Return the part that a local reference points to, or None if there is none."""
-    if not ref.startswith("#"):
+    if ref != "#" and not ref.startswith("#/"):
         return None
-    place = root
-    for part in unquote(ref).removeprefix("#").split("/")[1:]:
-        name = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(place, list) and name.isdecimal() and int(name) < len(place):
-            place = place[int(name)]
-        elif isinstance(place, dict) and name in place:
-            place = place[name]
+    part = root
+    for token in unquote(ref).split("/")[1:]:
+        name = token.replace("~1", "/").replace("~0", "~")
+        if isinstance(part, list) and name.isdecimal() and int(name) < len(part):
+            part = part[int(name)]
+        elif isinstance(part, dict) and name in part:
+            part = part[name]
         else:
             return None
-    return place if ref == "#" or ref.startswith("#/") else None
+    return part

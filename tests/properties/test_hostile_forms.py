@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.core.errors import InvalidRequest
 from baton.core.structured_outputs import StructuredOutputs, parse_structured_outputs
+from baton.engine.structured_output.grammar import num_words
 from baton.engine.structured_output.llguidance_backend import (
     GrammarLibrary,
     GrammarValidator,
-    num_words,
 )
 from tests.support.models import EOS_TOKEN_ID, VOCAB_SIZE, save_tokenizer
 

@@ -11,8 +11,8 @@ import numpy as np
 from baton.checkpoint.tokenizer import Tokenizer
 from baton.core.errors import InvalidRequest
 from baton.core.structured_outputs import StructuredOutputs
-from baton.engine.structured_output.grammar import Bits, Matcher
-from baton.engine.structured_output.llguidance_backend import CompiledGrammar, num_words
+from baton.engine.structured_output.grammar import Bits, Matcher, num_words
+from baton.engine.structured_output.llguidance_backend import CompiledGrammar
 from tests.support.models import EOS_TOKEN_ID, VOCAB_SIZE
 
 PATIENCE_S = 30.0  # only a hanging test ever waits so long

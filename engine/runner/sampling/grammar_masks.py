@@ -16,9 +16,7 @@ from baton.core.output import Failure, FailureCause
 from baton.core.structured_outputs import FIELD
 from baton.engine.runner.input_batch import TokenRun
 from baton.engine.runner.sampling.mask_budget import REPLAY_CHUNK_TOKENS, MaskBudget
-from baton.engine.structured_output.grammar import Bits, Grammar, Matcher
-
-BITS_PER_WORD = 32
+from baton.engine.structured_output.grammar import Bits, Grammar, Matcher, num_words
 
 
 @dataclass(slots=True)
@@ -60,8 +58,7 @@ class GrammarMasks:
         too_costly = self._budget.begin_step([runs[index].row.request_id for index in masked])
         for request_id, reason in too_costly.items():
             failures.setdefault(request_id, _refusal(_too_ambiguous(reason)))
-        num_words = -(-self._vocab_size // BITS_PER_WORD)
-        bits = np.zeros((len(masked), num_words), dtype=np.int32)
+        bits = np.zeros((len(masked), num_words(self._vocab_size)), dtype=np.int32)
         for line, (index, grammar) in enumerate(masked.items()):
             request_id = runs[index].row.request_id
             if request_id in failures:
