@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from baton.checkpoint.json_fields import JsonFields
-from baton.core.sampling import SamplingDefaults
+from baton.core.sampling import NO_SAMPLING_DEFAULTS, SamplingDefaults
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -25,17 +25,7 @@ class GenerationDefaults:
     """Contents of generation_config.json: EOS tokens and default sampling parameters."""
 
     eos_token_ids: tuple[int, ...] = ()
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-
-    @property
-    def sampling(self) -> SamplingDefaults:
-        return SamplingDefaults(
-            self.temperature, self.top_p, self.top_k, self.min_p, self.repetition_penalty
-        )
+    sampling: SamplingDefaults = NO_SAMPLING_DEFAULTS
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,7 @@ def open_checkpoint(model: str, *, offline: bool = False) -> Checkpoint:
     return SafetensorsFolder(resolve_model_folder(model, offline=offline))
 
 
-def resolve_model_folder(
-    model: str, *, revision: str | None = None, offline: bool = False, cache: Path | None = None
-) -> Path:
+def resolve_model_folder(model: str, *, offline: bool = False, cache: Path | None = None) -> Path:
     """Return the path of a local folder or of a snapshot in the Hugging Face cache.
 
     Downloads the model into the cache if needed, unless `offline`. `cache` defaults to
@@ -43,12 +41,12 @@ def resolve_model_folder(
         raise ModelError(f"{model} is a file; name its folder: {folder.absolute().parent}")
     if not HUB_NAME.fullmatch(model):
         raise ModelError(f"{model} is neither a folder on this machine nor a model name of the hub")
-    cached = _find_cached(model, revision, cache)
+    cached = _find_cached(model, cache)
     if cached is not None:
         return cached
     if offline:
-        raise ModelError(f"{_not_found(model, revision)}; no download was tried (offline)")
-    return _download(model, revision, cache)
+        raise ModelError(f"{_not_found(model)}; no download was tried (offline)")
+    return _download(model, cache)
 
 
 def served_name(model: str) -> str:
@@ -81,14 +79,13 @@ def _is_gguf(path: Path) -> bool:
 # huggingface_hub is imported on use: the import is slow, and local folders do not need it.
 
 
-def _find_cached(model: str, revision: str | None, cache: Path | None) -> Path | None:
+def _find_cached(model: str, cache: Path | None) -> Path | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
         found = snapshot_download(
             model,
-            revision=revision,
             cache_dir=cache,
             allow_patterns=list(WANTED_FILES),
             local_files_only=True,
@@ -105,25 +102,20 @@ def _is_complete(snapshot: Path) -> bool:
     return all((snapshot / name).exists() for name in ("config.json", *weights))
 
 
-def _download(model: str, revision: str | None, cache: Path | None) -> Path:
+def _download(model: str, cache: Path | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        found = snapshot_download(
-            model, revision=revision, cache_dir=cache, allow_patterns=list(WANTED_FILES)
-        )
+        found = snapshot_download(model, cache_dir=cache, allow_patterns=list(WANTED_FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = next(iter(str(error).strip().splitlines()), repr(error))
-        raise ModelError(f"{_not_found(model, revision)}; the download failed: {reason}") from error
+        raise ModelError(f"{_not_found(model)}; the download failed: {reason}") from error
     return Path(found)
 
 
-def _not_found(model: str, revision: str | None) -> str:
+def _not_found(model: str) -> str:
     if model.lower().endswith("gguf"):
         return f"{model}: {NO_GGUF}"
-    at = f" at revision {revision}" if revision else ""
-    return (
-        f"no folder {Path(model).expanduser().absolute()}, and no model {model!r}{at} in the "
-        f"Hugging Face cache"
-    )
+    folder = Path(model).expanduser().absolute()
+    return f"no folder {folder}, and no model {model!r} in the Hugging Face cache"

@@ -56,9 +56,6 @@ class JsonFields:
     def has(self, name: str) -> bool:
         return self._fields.get(name) is not None
 
-    def is_null(self, name: str) -> bool:
-        return name in self._fields and self._fields[name] is None
-
     def names(self) -> Iterable[str]:
         return self._fields.keys()
 

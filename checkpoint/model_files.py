@@ -7,6 +7,7 @@ from pathlib import Path
 from baton.checkpoint.checkpoint import GenerationDefaults
 from baton.checkpoint.json_fields import MAX_INT, JsonFields, shorten
 from baton.core.errors import InvalidRequest, ModelError
+from baton.core.sampling import SamplingDefaults
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -18,9 +19,7 @@ def read_generation_defaults(folder: Path) -> GenerationDefaults:
     if not path.exists():
         return GenerationDefaults(_eos_ids_of_model(folder))
     raw = JsonFields.read(path)
-    ids = _eos_ids(raw) or _eos_ids_of_model(folder)
-    defaults = GenerationDefaults(
-        eos_token_ids=ids,
+    defaults = SamplingDefaults(
         temperature=raw.optional_number("temperature"),
         top_p=raw.optional_number("top_p"),
         top_k=raw.positive_int("top_k") if raw.optional_number("top_k") else None,
@@ -28,10 +27,10 @@ def read_generation_defaults(folder: Path) -> GenerationDefaults:
         repetition_penalty=raw.optional_number("repetition_penalty"),
     )
     try:
-        defaults.sampling.params()
+        defaults.params()
     except InvalidRequest as error:
         raise ModelError(f"{path}: {error}; correct it, or delete the file") from error
-    return defaults
+    return GenerationDefaults(_eos_ids(raw) or _eos_ids_of_model(folder), defaults)
 
 
 def read_shard_names(index: Path) -> list[str]:

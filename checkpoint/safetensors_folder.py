@@ -25,7 +25,6 @@ class SafetensorsFolder:
         return JsonFields.read(self.path / "config.json")
 
     def read_generation_defaults(self) -> GenerationDefaults:
-        """Read generation_config.json. Without its EOS tokens, those of config.json are used."""
         return read_generation_defaults(self.path)
 
     def load_tokenizer(self) -> Tokenizer:

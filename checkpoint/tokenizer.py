@@ -93,19 +93,6 @@ class Tokenizer:
             return TokenText(text, text.encode())
         return spelled(name, text)
 
-    def encode_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool = True,
-        variables: Mapping[str, object] | None = None,
-    ) -> list[int]:
-        """Tokenize a rendered chat. The template itself contains the special tokens."""
-        text = self.render_chat(
-            messages, add_generation_prompt=add_generation_prompt, variables=variables
-        )
-        return self.encode(text, add_special_tokens=False)
-
     def render_chat(
         self,
         messages: Sequence[Message],

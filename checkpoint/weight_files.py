@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol
 
 from safetensors import SafetensorError, safe_open
@@ -70,12 +69,7 @@ class WeightFiles:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._file_by_tensor.clear()
         self._stack.close()
 
@@ -87,10 +81,6 @@ class WeightFiles:
         return {name: tuple(files[name].get_slice(name).get_shape()) for name in sorted(files)}
 
     def check(self, expected: Mapping[str, Expected], is_ignored: Callable[[str], bool]) -> None:
-        """Raise ModelError unless the files hold exactly the expected tensors.
-
-        Shape and dtype must match. Ignored tensors can be present or absent.
-        """
         found = set(self._file_by_tensor)
         _refuse("lacks", sorted(set(expected) - found), self._folder)
         unknown = sorted(name for name in found - set(expected) if not is_ignored(name))
@@ -105,17 +95,13 @@ class WeightFiles:
         return found
 
     def part(self, name: str, index: int) -> Tensor:
-        """Return one element of a tensor's first dimension. Reads nothing else."""
         return self._file_by_tensor[name].get_slice(name)[index : index + 1][0]
 
     def copy_into(self, name: str, destination: Tensor) -> None:
         destination.copy_(self.tensor(name))
 
     def digest(self) -> str:
-        """Hash names, shapes, dtypes and all bytes of all tensors, however files divide them.
-
-        Raises ModelError if a file has changed since it was opened.
-        """
+        """Hash all tensors. Raises ModelError if a file has changed since it was opened."""
         digest = hashlib.sha256()
         for name in self.names():
             part = self._file_by_tensor[name].get_slice(name)

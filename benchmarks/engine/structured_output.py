@@ -23,7 +23,7 @@ from baton.core.sampling import SamplingParams
 from baton.core.structured_outputs import StructuredOutputs
 from baton.engine.plan import PlanRow
 from baton.engine.runner.families.read_config import read_model_config
-from baton.engine.runner.input_batch import TokenRun
+from baton.engine.runner.layout import TokenRun
 from baton.engine.runner.sampling.constraints import constrain
 from baton.engine.runner.sampling.grammar_masks import unpack_bits
 from baton.engine.structured_output.grammar import Bits, Grammar, num_words

@@ -111,15 +111,14 @@ class RunnerConfig:
         ),
     ] = ()
     kv_cache_share: float | None = None
-    offline: bool = False
 
     def __post_init__(self) -> None:
         check_options(self)
         share, num_bytes = self.kv_cache_share, self.kv_cache_bytes
-        _check(share is None or 0 < share < 1, f"kv_cache_share {share}: from 0 to 1")
-        _check(num_bytes is None or num_bytes >= 1, f"kv_cache_bytes {num_bytes}: at least 1")
+        check(share is None or 0 < share < 1, f"kv_cache_share {share}: from 0 to 1")
+        check(num_bytes is None or num_bytes >= 1, f"kv_cache_bytes {num_bytes}: at least 1")
         is_device = DEVICE_NAME.fullmatch(self.device) is not None
-        _check(is_device, f"--device {self.device!r}: cpu, cuda or cuda:N")
+        check(is_device, f"--device {self.device!r}: cpu, cuda or cuda:N")
 
 
 def dtype_name(config: RunnerConfig, model: ModelConfig) -> str:
@@ -138,6 +137,6 @@ def fits_kernels(config: RunnerConfig, model: ModelConfig) -> bool:
     return is_fitting and config.kernels != "torch"
 
 
-def _check(is_good: bool, message: str) -> None:
+def check(is_good: bool, message: str) -> None:
     if not is_good:
         raise InvalidConfig(message)

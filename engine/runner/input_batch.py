@@ -8,40 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from baton.core.errors import InvalidConfig
 from baton.core.ids import RequestId
 from baton.engine.errors import RowOverflow
 from baton.engine.plan import BlockTables, Plan, PlanRow
-from baton.engine.runner.layout import Ints, PassLayout
+from baton.engine.runner.layout import Ints, PassLayout, TokenRun
 from baton.engine.runner.state.state_tables import NO_SNAPSHOTS, Snapshots, StateLayout, StateTables
 from baton.engine.spec_decode.proposer import Drafts
 
 NO_DRAFTS: Drafts = {}
-
-
-class TokenRun(NamedTuple):
-    """Consecutive tokens of one row in the flat batch, and the inputs of sampling the next one."""
-
-    row: PlanRow
-    slot: int
-    num_tokens: int
-    end: int  # sequence length up to and including the last of them
-    tokens: Ints  # all tokens of the slot
-    allowed: Tensor | None = None  # grammar mask: [vocab_size] booleans
-
-    @property
-    def known_tokens(self) -> Ints:
-        """Prompt and outputs up to the end; their number is the position of the next token."""
-        return self.tokens[: self.end]
-
-    @property
-    def positions(self) -> range:
-        return range(self.end - self.num_tokens, self.end)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,37 @@
-"""Positions of a pass's tokens in the flat batch and in the KV blocks."""
+"""Tokens of a pass: their rows, and their positions in the flat batch and in the KV blocks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
+
+from baton.engine.plan import PlanRow
 
 Ints = npt.NDArray[np.int64]
+
+
+class TokenRun(NamedTuple):
+    """Consecutive tokens of one row in the flat batch, and the inputs of sampling the next one."""
+
+    row: PlanRow
+    slot: int
+    num_tokens: int
+    end: int  # sequence length up to and including the last of them
+    tokens: Ints  # all tokens of the slot
+    allowed: Tensor | None = None  # grammar mask: [vocab_size] booleans
+
+    @property
+    def known_tokens(self) -> Ints:
+        """Prompt and outputs up to the end; their number is the position of the next token."""
+        return self.tokens[: self.end]
+
+    @property
+    def positions(self) -> range:
+        return range(self.end - self.num_tokens, self.end)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.runner.attention.kv_budget import auto_kv_bytes
 from baton.engine.runner.attention.kv_tensor import KvShape, free_bytes, num_blocks_within
 from baton.engine.runner.config import RunnerConfig as RunnerConfig
-from baton.engine.runner.config import dtype_name
+from baton.engine.runner.config import check, dtype_name
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.input_batch import PersistentBatch
 from baton.engine.runner.kernels.choose import choose_parts
@@ -42,16 +42,16 @@ def load_runner(
     """
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    checkpoint = open_checkpoint(config.model, offline=config.offline)
+    checkpoint = open_checkpoint(config.model)
     model = read_model_config(checkpoint)
     device, dtype = _device(config.device), DTYPES[dtype_name(config, model)]
     shape = KvShape.of(model, config.block_size, kv_dtype(config.kv_cache_dtype, model, dtype))
     state = state_shape(model, shape, dtype)
-    _check(
+    check(
         state is None or config.speculation is None,
         f"{model.architecture} has recurrent layers: speculation is not supported with them",
     )
-    _check(
+    check(
         state is None or config.kv_cache_dtype == "auto",
         f"{model.architecture} has recurrent layers: kv_cache_dtype must be auto with them",
     )
@@ -106,7 +106,7 @@ def kv_dtype(name: str, model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
     if name == "auto":
         return dtype
     # Scales are aligned in memory.
-    _check(model.head_dim % 2 == 0, f"kv_cache_dtype {name!r}: not with head_dim {model.head_dim}")
+    check(model.head_dim % 2 == 0, f"kv_cache_dtype {name!r}: not with head_dim {model.head_dim}")
     return torch.int8
 
 
@@ -133,8 +133,8 @@ def _describe(
 def _max_model_len(config: RunnerConfig, model: ModelConfig) -> int:
     longest = model.max_context_len()
     requested = config.max_model_len or longest
-    _check(requested <= longest, f"max_model_len {requested}: at most {longest} with this model")
-    _check(
+    check(requested <= longest, f"max_model_len {requested}: at most {longest} with this model")
+    check(
         requested <= MAX_CONTEXT_LEN,
         f"the model's context is {requested} tokens; at most {MAX_CONTEXT_LEN} are supported: set "
         "--max-model-len",
@@ -152,7 +152,7 @@ def _num_blocks(
     free = free_bytes(device)
     budget = config.kv_cache_bytes
     if budget is not None:
-        _check(budget <= free, f"kv_cache_bytes {budget}: at most the {free} bytes that are free")
+        check(budget <= free, f"kv_cache_bytes {budget}: at most the {free} bytes that are free")
     elif config.kv_cache_share is not None:
         budget = int(free * config.kv_cache_share)
     else:
@@ -166,13 +166,8 @@ def _fingerprint(model: ModelConfig, config: RunnerConfig, tensors: Tensors) -> 
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def _check(is_good: bool, message: str) -> None:
-    if not is_good:
-        raise InvalidConfig(message)
-
-
 def _device(name: str) -> torch.device:
     device = torch.device(name)
     is_there = device.type == "cpu" or (device.index or 0) < torch.cuda.device_count()
-    _check(is_there, f"device {name!r}: this torch build or machine has no such CUDA device")
+    check(is_there, f"device {name!r}: this torch build or machine has no such CUDA device")
     return device

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from mmap import mmap
-from types import TracebackType
 from typing import NamedTuple
 
 import numpy as np
@@ -87,12 +86,7 @@ class TorchRunner:
     def __enter__(self) -> TorchRunner:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         # A reference to the runner that outlives the block must not keep the memory alive.
         del self.decoder, self._kv, self._attention, self._batch, self._heads
         del self._linear_attention

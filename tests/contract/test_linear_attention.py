@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,6 +21,7 @@ from baton.engine.plan import PlanRow, StateBlocks, StateSnapshot
 from baton.engine.runner.kernels.calls import Kernels
 from baton.engine.runner.kernels.native import NativeOps
 from baton.engine.runner.kernels.native_linear_attention import NativeLinearAttention
+from baton.engine.runner.layout import TokenRun
 from baton.engine.runner.model.config import Recurrence, RecurrentConfig
 from baton.engine.runner.model.ops import Norm
 from baton.engine.runner.model.recurrent import DeltaWeights, MambaWeights, RecurrentWeights
@@ -39,14 +41,8 @@ each_rule = pytest.mark.parametrize("rule", Recurrence, ids=lambda rule: rule.na
 LAYER = 1  # of two
 WORKSPACE_BYTES = 8 << 20
 MakeAttention = Callable[[Tensor, StateShape], LinearAttention]
+NO_TOKENS = np.zeros(0, dtype=np.int64)
 Cut = Callable[[int], int]  # from remaining tokens to tokens of the next pass
-
-
-class Run(NamedTuple):
-    row: PlanRow
-    slot: int
-    num_tokens: int
-    end: int
 
 
 class Outcome(NamedTuple):
@@ -102,7 +98,7 @@ class RandomSequences:
             left = [length - done for length, done in zip(self._lengths, computed, strict=True)]
             takes = [(i, cut(left[i])) for i in range(count) if left[i]]
             takes.sort(key=lambda take: take[1] != 1)
-            runs = [Run(rows[i], i, n, computed[i] + n) for i, n in takes]
+            runs = [TokenRun(rows[i], i, n, computed[i] + n, NO_TOKENS) for i, n in takes]
             snapshots = {
                 run.row.request_id: [StateSnapshot(snapshot_at, tuple(self._blocks[run.slot, 2]))]
                 for run in runs

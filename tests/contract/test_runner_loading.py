@@ -18,6 +18,7 @@ from baton.checkpoint.hub import resolve_model_folder
 from baton.checkpoint.model_files import read_generation_defaults
 from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.core.errors import InvalidConfig, ModelError
+from baton.core.sampling import SamplingDefaults
 from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.runner.attention.kv_tensor import free_bytes, num_blocks_within
 from baton.engine.runner.families.read_config import read_model_config
@@ -364,11 +365,14 @@ def test_sliding_windows_by_layer(
     ("generation", "expected"),
     [
         (None, GenerationDefaults((2,))),
-        ({"temperature": 0.6, "top_k": 20}, GenerationDefaults((2,), temperature=0.6, top_k=20)),
+        (
+            {"temperature": 0.6, "top_k": 20},
+            GenerationDefaults((2,), SamplingDefaults(0.6, top_k=20)),
+        ),
         ({"eos_token_id": 5}, GenerationDefaults((5,))),
         (
             {"eos_token_id": [5, 6], "top_p": 0.9, "repetition_penalty": 1.1, "top_k": 0},
-            GenerationDefaults((5, 6), top_p=0.9, repetition_penalty=1.1),
+            GenerationDefaults((5, 6), SamplingDefaults(top_p=0.9, repetition_penalty=1.1)),
         ),
     ],
     ids=str,

@@ -16,7 +16,7 @@ from transformers.generation import logits_process as generation
 
 from baton.core.output import Failure, FailureCause
 from baton.core.sampling import SamplingParams
-from baton.engine.runner.input_batch import TokenRun
+from baton.engine.runner.layout import TokenRun
 from baton.engine.runner.sampling import sampler as sampler_module
 from baton.engine.runner.sampling.constraints import constrain
 from baton.engine.runner.sampling.logprobs import token_logprobs

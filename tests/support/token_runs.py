@@ -9,7 +9,7 @@ import numpy as np
 from baton.core.ids import RequestId
 from baton.core.sampling import SamplingParams
 from baton.engine.plan import PlanRow
-from baton.engine.runner.input_batch import TokenRun
+from baton.engine.runner.layout import TokenRun
 
 
 def make_run(

@@ -93,10 +93,10 @@ class AttentionMixer:
         key = self._apply_rope(key, self._layer.k_norm, forward_pass.angles[self._own.key_rope])
         forward_pass.attention.write(self._number, key, value)
         if ends is not None:
-            if not len(ends.places):
-                return inputs[:0]
             forward_pass = forward_pass.restrict_to(ends)
             query, gates = query[ends.places], [gate[ends.places] for gate in gates]
+            if not len(query):
+                return query
         angles = forward_pass.angles[self._own.query_rope]
         query = self._apply_rope(query, self._layer.q_norm, angles)
         attended = forward_pass.attention.attend(self._number, query).flatten(1)
@@ -134,9 +134,9 @@ class LatentMixer:
         key = latent_key(self._ops, values, key, self._layer.k_norm, angles)
         forward_pass.attention.write(self._number, key, None)
         if ends is not None:
-            if not len(ends.places):
-                return inputs[:0]
             forward_pass, query = forward_pass.restrict_to(ends), query[ends.places]
+            if not len(query):
+                return query
         angles, norm = forward_pass.angles[self._own.query_rope], self._layer.q_norm
         query = latent_query(self._config, self._ops, self._projections, query, norm, angles)
         attended = forward_pass.attention.attend(self._number, query)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from baton.core.sampling import SamplingParams
-from baton.engine.runner.input_batch import TokenRun
-from baton.engine.runner.layout import Ints
+from baton.engine.runner.layout import Ints, TokenRun
 from baton.engine.runner.sampling.logits_processors import NEVER, NO_PROCESSORS, Processors
 
 

@@ -14,7 +14,7 @@ from baton.core.errors import InvalidRequest
 from baton.core.ids import RequestId
 from baton.core.output import Failure, FailureCause
 from baton.core.structured_outputs import FIELD
-from baton.engine.runner.input_batch import TokenRun
+from baton.engine.runner.layout import TokenRun
 from baton.engine.runner.sampling.mask_budget import REPLAY_CHUNK_TOKENS, MaskBudget
 from baton.engine.structured_output.grammar import Bits, Grammar, Matcher, num_words
 

@@ -23,9 +23,7 @@ MAX_REPLAY_S, MAX_REPLAY_TOKEN_S = 0.25, 0.0005
 class MaskBudget:
     """Moving average of each row's mask time, and the rows that exceed the budget of a step."""
 
-    def __init__(self, max_step_s: float = MAX_STEP_S, fair_s: float = EXEMPT_S) -> None:
-        self._max_step_s = max_step_s
-        self._fair_s = fair_s
+    def __init__(self) -> None:
         self._average_s: dict[RequestId, float] = {}
         self._replay_s = 0.0  # of this step
 
@@ -40,11 +38,11 @@ class MaskBudget:
         refused: dict[RequestId, str] = {}
         for request_id in sorted(costs_s, key=costs_s.__getitem__, reverse=True):
             cost_s = costs_s[request_id]
-            if total_s <= self._max_step_s or cost_s <= self._fair_s:
+            if total_s <= MAX_STEP_S or cost_s <= EXEMPT_S:
                 break
             refused[request_id] = (
                 f"its token mask takes {cost_s * 1e3:.0f} ms of each step; the limit is "
-                f"{self._max_step_s * 1e3:.0f} ms for the masks of all requests together"
+                f"{MAX_STEP_S * 1e3:.0f} ms for the masks of all requests together"
             )
             total_s -= cost_s
         return refused

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from baton.core.output import Failure
 from baton.engine.plan import Plan, RunResult
-from baton.engine.runner.input_batch import Step, TokenRun
+from baton.engine.runner.input_batch import Step
+from baton.engine.runner.layout import TokenRun
 from baton.engine.runner.model.decoder import Decoder
 from baton.engine.runner.sampling.grammar_masks import GrammarMasks
 from baton.engine.runner.sampling.logprobs import token_logprobs

@@ -9,7 +9,8 @@ from baton.core.ids import RequestId
 from baton.core.logprobs import TokenLogprobs
 from baton.core.output import Failure
 from baton.engine.plan import Plan, RunResult
-from baton.engine.runner.input_batch import Step, TokenRun
+from baton.engine.runner.input_batch import Step
+from baton.engine.runner.layout import TokenRun
 from baton.engine.runner.model.decoder import Decoder
 from baton.engine.runner.sampling.logprobs import token_logprobs
 from baton.engine.runner.sampling.output_heads import HiddenStates

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from baton.core.output import Failure, FailureCause
 from baton.core.sampling import SamplingParams
-from baton.engine.runner.input_batch import TokenRun
+from baton.engine.runner.layout import TokenRun
 from baton.engine.runner.model.ops import Peaks
 from baton.engine.runner.model.torch_ops import TorchOps
 from baton.engine.runner.sampling.constraints import constrain

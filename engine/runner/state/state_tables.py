@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,7 +11,7 @@ from baton.core.errors import InvalidConfig
 from baton.core.ids import RequestId
 from baton.engine.errors import RowOverflow
 from baton.engine.plan import PlanRow, StateSnapshot
-from baton.engine.runner.layout import Ints
+from baton.engine.runner.layout import Ints, TokenRun
 
 ZEROS = -1  # instead of blocks: a state of zeros
 Snapshots = Mapping[RequestId, Sequence[StateSnapshot]]
@@ -32,19 +31,6 @@ class StateLayout:
     reads: Ints  # [runs, blocks]; ZEROS for a sequence that begins
     writes: Ints  # [runs, blocks]
     first_runs: Ints  # by sequence
-
-
-class StateRun(Protocol):
-    """Tokens of one row in the flat batch: see `TokenRun`."""
-
-    @property
-    def row(self) -> PlanRow: ...
-    @property
-    def slot(self) -> int: ...
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def end(self) -> int: ...
 
 
 class StateTables:
@@ -70,11 +56,12 @@ class StateTables:
         if row.state.snapshot:
             self._snapshots[slot] = self._blocks_of(row.request_id, row.state.snapshot)
 
-    def layout(self, runs: Sequence[StateRun], snapshots: Snapshots) -> StateLayout:
-        builder, first_token = _Builder(), 0
+    def layout(self, runs: Sequence[TokenRun], snapshots: Snapshots) -> StateLayout:
+        parts: list[tuple[int, int, Ints, Ints]] = []  # first token, tokens, read, written
+        first_runs, first_token = [], 0
         for run in runs:
             source, position = self._source(run), run.end - run.num_tokens
-            builder.first_runs.append(len(builder.reads))
+            first_runs.append(len(parts))
             end = first_token + run.num_tokens
             for snapshot in sorted(snapshots.get(run.row.request_id, ())):
                 target = self._blocks_of(run.row.request_id, snapshot.block_ids)
@@ -84,20 +71,27 @@ class StateTables:
                         f"{run.row.request_id}: a snapshot after {snapshot.num_tokens} tokens,"
                         f" but this pass computes those from {position} to {run.end}"
                     )
-                builder.add(first_token, num_tokens, source, target)
+                parts.append((first_token, num_tokens, source, target))
                 source, position = target, snapshot.num_tokens
                 first_token += num_tokens
             target = self._sides[run.slot, 1 - self._current[run.slot]]
-            builder.add(first_token, end - first_token, source, target)
+            parts.append((first_token, end - first_token, source, target))
             first_token = end
-        return builder.build()
+        first_tokens, lengths, reads, writes = zip(*parts, strict=True)
+        return StateLayout(
+            first_tokens=np.array(first_tokens, dtype=np.int64),
+            num_tokens=np.array(lengths, dtype=np.int64),
+            reads=np.stack(reads),
+            writes=np.stack(writes),
+            first_runs=np.array(first_runs, dtype=np.int64),
+        )
 
     def advance(self, slot: int) -> None:
         """Swap the sides after a successful pass."""
         self._current[slot] = 1 - self._current[slot]
         self._snapshots.pop(slot, None)
 
-    def _source(self, run: StateRun) -> Ints:
+    def _source(self, run: TokenRun) -> Ints:
         if run.end == run.num_tokens:
             return np.full(self._num_blocks, ZEROS)
         snapshot = self._snapshots.get(run.slot)
@@ -110,27 +104,3 @@ class StateTables:
                 f" its state takes {self._num_blocks}"
             )
         return np.array(block_ids, dtype=np.int64)
-
-
-@dataclass(slots=True)
-class _Builder:
-    first_tokens: list[int] = field(default_factory=list)
-    num_tokens: list[int] = field(default_factory=list)
-    reads: list[Ints] = field(default_factory=list)
-    writes: list[Ints] = field(default_factory=list)
-    first_runs: list[int] = field(default_factory=list)
-
-    def add(self, first_token: int, num_tokens: int, source: Ints, target: Ints) -> None:
-        self.first_tokens.append(first_token)
-        self.num_tokens.append(num_tokens)
-        self.reads.append(source)
-        self.writes.append(target)
-
-    def build(self) -> StateLayout:
-        return StateLayout(
-            first_tokens=np.array(self.first_tokens, dtype=np.int64),
-            num_tokens=np.array(self.num_tokens, dtype=np.int64),
-            reads=np.stack(self.reads),
-            writes=np.stack(self.writes),
-            first_runs=np.array(self.first_runs, dtype=np.int64),
-        )

@@ -74,12 +74,12 @@ def to_int8(weight: Tensor) -> Quantized:
     return Quantized(numbers, scales, zeros, 8, columns, weight.dtype)
 
 
-def to_int4(weight: Tensor, group: int = INT4_GROUP) -> Quantized:
+def to_int4(weight: Tensor) -> Quantized:
     """Quantize to 4 bits with a scale and zero point per group, from its minimum and maximum.
 
     Scales are bfloat16, rounded up so that both ends of a group are in range.
     """
-    rows, columns = weight.shape
+    rows, columns, group = *weight.shape, INT4_GROUP
     num_groups = -(-columns // group)
     numbers = torch.empty(rows, columns, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(rows, num_groups, dtype=torch.bfloat16, device=weight.device)

@@ -69,7 +69,8 @@ def test_a_chat_is_encoded_without_further_special_tokens(folder: Path, tmp_path
     put_begin_token_first(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
 
-    token_ids = tokenizer.encode_chat([{"role": "user", "content": "hi"}])
+    text = tokenizer.render_chat([{"role": "user", "content": "hi"}])
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
 
     assert token_ids == tokenizer.encode("hi")
     assert token_ids.count(1) == 1

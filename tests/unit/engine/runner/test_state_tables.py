@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import numpy as np
 import pytest
 
 from baton.core.ids import BlockId, RequestId
 from baton.core.sampling import SamplingParams
 from baton.engine.plan import PlanRow, StateBlocks
+from baton.engine.runner.layout import TokenRun
 from baton.engine.runner.state.state_tables import NO_SNAPSHOTS, StateTables
 
 FIRST, SECOND, SNAPSHOT = (BlockId(3),), (BlockId(5),), (BlockId(8),)
-
-
-@dataclass(frozen=True)
-class Run:
-    """Three tokens after the first ten of a row. Implements `StateRun`."""
-
-    row: PlanRow
-    slot: int = 0
-    num_tokens: int = 3
-    end: int = 13
 
 
 def row(*, snapshot: tuple[BlockId, ...] = ()) -> PlanRow:
@@ -40,7 +30,8 @@ def test_a_slot_that_is_used_again_starts_on_its_first_side(
         tables.advance(0)
 
     tables.start(0, row())
-    layout = tables.layout([Run(row())], NO_SNAPSHOTS)
+    run = TokenRun(row(), slot=0, num_tokens=3, end=13, tokens=np.zeros(20, np.int64))
+    layout = tables.layout([run], NO_SNAPSHOTS)
 
     assert layout.reads.tolist() == [list(FIRST)]
     assert layout.writes.tolist() == [list(SECOND)]
