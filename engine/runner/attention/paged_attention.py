@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -68,91 +67,72 @@ class TorchPagedAttention:
         self._layers = tuple(layers)
 
     def begin(self, layout: PassLayout) -> AttentionPass:
-        ranges = [(layer.kv_group, layer.window, layer.chunk) for layer in self._layers]
-        planned = {
-            (kv_group, window, chunk): _plan_groups(layout, kv_group, window, chunk, self._kv)
-            for kv_group, window, chunk in set(ranges)
-        }
-        arrays = [
-            array for groups in planned.values() for group in groups for array in group.arrays
-        ]
-        written = layout.write_blocks, layout.write_offsets
-        write_blocks, write_offsets, *copied = to_device([*written, *arrays], self._kv.device)
+        ranges = [_Range(layer.kv_group, layer.window, layer.chunk) for layer in self._layers]
+        planned = {each: _plan_groups(layout, each, self._kv.shape[4]) for each in set(ranges)}
+        arrays = [layout.write_blocks, layout.write_offsets]
+        for groups in planned.values():
+            arrays += itertools.chain.from_iterable(group.arrays for group in groups)
+        write_blocks, write_offsets, *copied = to_device(arrays, self._kv.device)
         tensors = iter(copied)
         by_range = {
-            each: [group.on_device(tensors, self._kv.dtype) for group in groups]
+            each: [_place_group(group, each, tensors, self._kv.dtype) for group in groups]
             for each, groups in planned.items()
         }
         groups_by_layer = [by_range[each] for each in ranges]
         return _TorchPass(self._kv, self._layers, groups_by_layer, write_blocks, write_offsets)
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """Sequences with the same number of tokens, padded to the same number of blocks."""
+class _Range(NamedTuple):
+    """Tokens that layers attend to, and the block table in which they find them."""
 
-    first_token: int
-    num_queries: int  # per sequence: 1, or any number for a group of one sequence
-    block_table: Tensor  # [sequences, blocks]
-    padded_blocks: Tensor  # flat indices into block_table of blocks with slots past the context
-    padding: Tensor  # mask of those slots: [padded blocks, block_size, 1]
-    mask: Tensor | None  # [1, sequences, queries, slots], added to scores; None means causal
-
-    @property
-    def tokens(self) -> slice:
-        num_tokens = self.num_queries * self.block_table.shape[0]
-        return slice(self.first_token, self.first_token + num_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class _PlannedGroup:
-    """A group whose arrays are not on the device yet."""
-
-    first_token: int
-    num_queries: int
-    block_table: Ints
-    padding: npt.NDArray[np.bool_]  # [blocks, block_size]
-    mask: _MaskPositions | None
-
-    @property
-    def arrays(self) -> list[Array]:
-        padded_blocks = np.flatnonzero(self.padding.any(axis=1))
-        mask = () if self.mask is None else (self.mask.queries, self.mask.slots)
-        return [self.block_table, padded_blocks, self.padding[padded_blocks], *mask]
-
-    def on_device(self, tensors: Iterator[Tensor], dtype: torch.dtype) -> _Group:
-        """Take the tensors of `arrays`, and build the mask for a KV tensor of this dtype."""
-        return _Group(
-            first_token=self.first_token,
-            num_queries=self.num_queries,
-            block_table=next(tensors),
-            padded_blocks=next(tensors),
-            padding=next(tensors)[:, :, None],
-            mask=None if self.mask is None else self.mask.build(tensors, dtype),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _MaskPositions:
-    """Sequence positions of queries and slots, each [sequences, any], and who sees whom."""
-
-    queries: Ints
-    slots: Ints
+    kv_group: int
     window: int | None
     chunk: int | None
 
-    def build(self, tensors: Iterator[Tensor], dtype: torch.dtype) -> Tensor:
-        query = next(tensors)[None, :, :, None]
-        slot = next(tensors)[None, :, None, :]
+
+class _PlannedGroup(NamedTuple):
+    """Sequences with the same number of tokens, padded to the same number of blocks.
+
+    The arrays are not on the device yet: a block table, [sequences, blocks]; flat indices into it
+    of blocks with slots past the context; a mask of those slots, [padded blocks, block_size]; and
+    positions in the sequence of queries and slots, each [sequences, any].
+    """
+
+    tokens: slice
+    num_queries: int  # per sequence: 1, or any number for a group of one sequence
+    is_causal: bool  # torch's causal mask does: the tokens are a prompt from its beginning
+    arrays: tuple[Array, Array, Array, Array, Array]
+
+
+class _Group(NamedTuple):
+    """A group on the device."""
+
+    tokens: slice
+    num_queries: int
+    block_table: Tensor
+    padded_blocks: Tensor
+    padding: Tensor  # [padded blocks, block_size, 1]
+    mask: Tensor | None  # [1, sequences, queries, slots], added to scores; None means causal
+
+
+def _place_group(
+    group: _PlannedGroup, attended: _Range, tensors: Iterator[Tensor], dtype: torch.dtype
+) -> _Group:
+    """Take the tensors of the group's arrays, and build its mask for a KV tensor of this dtype."""
+    block_table, padded_blocks, padding, queries, slots = itertools.islice(tensors, 5)
+    mask = None
+    if not group.is_causal:
+        query, slot = queries[None, :, :, None], slots[None, :, None, :]
         hidden = slot > query
-        if self.window is not None:
-            hidden = hidden | (slot <= query - self.window)
-        if self.chunk is not None:
-            hidden = hidden | (slot < query // self.chunk * self.chunk)
+        if attended.window is not None:
+            hidden = hidden | (slot <= query - attended.window)
+        if attended.chunk is not None:
+            hidden = hidden | (slot < query // attended.chunk * attended.chunk)
         dtype = torch.float32 if dtype is torch.int8 else dtype
-        return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(
-            hidden, float("-inf")
-        )
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+        mask.masked_fill_(hidden, float("-inf"))
+    padding = padding[:, :, None]
+    return _Group(group.tokens, group.num_queries, block_table, padded_blocks, padding, mask)
 
 
 class _TorchPass:
@@ -264,17 +244,13 @@ def _attend(
     return (weights @ values.float()).to(query.dtype)
 
 
-def _plan_groups(
-    layout: PassLayout, kv_group: int, window: int | None, chunk: int | None, kv: Tensor
-) -> list[_PlannedGroup]:
-    block_size = kv.shape[4]
+def _plan_groups(layout: PassLayout, attended: _Range, block_size: int) -> list[_PlannedGroup]:
     num_single = layout.num_single
-    starts = layout.query_starts
     singles = _runs_of_similar_length(layout.context_lens[:num_single], block_size)
     chunks = [(row, row + 1) for row in range(num_single, len(layout.num_queries))]
     return [
-        _plan_group(layout, np.arange(first, last), int(starts[first]), kv_group, window, chunk, kv)
-        for first, last in (*singles, *chunks)
+        _plan_group(layout, np.arange(first, end), attended, block_size)
+        for first, end in (*singles, *chunks)
     ]
 
 
@@ -287,16 +263,11 @@ def _runs_of_similar_length(context_lens: Ints, block_size: int) -> list[tuple[i
     return list(itertools.pairwise(cuts))
 
 
-def _plan_group(
-    layout: PassLayout,
-    rows: Ints,
-    first_token: int,
-    kv_group: int,
-    window: int | None,
-    chunk: int | None,
-    kv: Tensor,
-) -> _PlannedGroup:
-    block_size, num_queries = kv.shape[4], int(layout.num_queries[rows[0]])
+def _plan_group(layout: PassLayout, rows: Ints, attended: _Range, block_size: int) -> _PlannedGroup:
+    window, chunk = attended.window, attended.chunk
+    first_token, num_queries = (
+        int(each[rows[0]]) for each in (layout.query_starts, layout.num_queries)
+    )
     lens = layout.context_lens[rows]
     first_query = lens - num_queries
     first_seen = np.zeros_like(lens)
@@ -309,23 +280,16 @@ def _plan_group(
     columns = first_block[:, None] + np.arange(num_blocks)
     # An entry past the context repeats the last block: any block would do, its slots are padding.
     columns = np.minimum(columns, ((lens - 1) // block_size)[:, None])
-    table = layout.block_tables[kv_group][rows[:, None], columns]
+    table = layout.block_tables[attended.kv_group][rows[:, None], columns]
     slots = (first_block * block_size)[:, None] + np.arange(num_blocks * block_size)
     padding = (slots >= lens[:, None]).reshape(-1, block_size)
+    padded_blocks = np.flatnonzero(padding.any(axis=1))
     queries = first_query[:, None] + np.arange(num_queries)
-    mask = _MaskPositions(queries, slots, window, chunk)
+    is_whole_prompt = num_queries > 1 and queries[0, 0] == 0 and slots[0, 0] == 0
     return _PlannedGroup(
-        first_token=first_token,
+        tokens=slice(first_token, first_token + num_queries * len(rows)),
         num_queries=num_queries,
-        block_table=table,
-        padding=padding,
-        mask=None if _is_causal(mask) else mask,
+        is_causal=bool(is_whole_prompt)
+        and all(limit is None or limit >= num_queries for limit in (window, chunk)),
+        arrays=(table, padded_blocks, padding[padded_blocks], queries, slots),
     )
-
-
-def _is_causal(mask: _MaskPositions) -> bool:
-    """Return whether torch's causal mask does: the tokens are a prompt from its beginning."""
-    num_queries = mask.queries.shape[1]
-    is_whole_prompt = num_queries > 1 and mask.queries[0, 0] == 0 and mask.slots[0, 0] == 0
-    limits = [limit for limit in (mask.window, mask.chunk) if limit is not None]
-    return bool(is_whole_prompt) and all(limit >= num_queries for limit in limits)

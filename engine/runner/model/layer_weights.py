@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.engine.runner.model.latent import LatentProjections
-from baton.engine.runner.model.linear import Linear, Mlp, Moe
+from baton.engine.runner.model.linear import HeadLinears, Linear, Mlp, Moe
 from baton.engine.runner.model.ops import Norm
 from baton.engine.runner.model.recurrent import RecurrentWeights
+
+
+@dataclass(frozen=True, slots=True)
+class LatentProjections:
+    """Weights of a layer that only latent attention has."""
+
+    query: Linear | None  # from low-rank queries to those of all heads
+    key: HeadLinears  # from unrotated queries into the latent space
+    value: HeadLinears  # from the latent space to values
 
 
 @dataclass(frozen=True, slots=True)

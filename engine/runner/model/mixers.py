@@ -9,17 +9,12 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from baton.engine.runner.attention.paged_attention import AttentionPass
 from baton.engine.runner.model.config import LatentConfig, LayerConfig, ModelConfig, QkNorm
-from baton.engine.runner.model.latent import (
-    LatentProjections,
-    latent_key,
-    latent_query,
-    split_latent,
-)
-from baton.engine.runner.model.layer_weights import Layer
+from baton.engine.runner.model.layer_weights import LatentProjections, Layer
 from baton.engine.runner.model.linear import Linear
 from baton.engine.runner.model.ops import Norm, Ops
 from baton.engine.runner.model.recurrent import RecurrentWeights
@@ -110,7 +105,12 @@ class AttentionMixer:
 
 
 class LatentMixer:
-    """Multi-head latent attention: see `model.latent`."""
+    """Multi-head latent attention (MLA) in absorbed form: attention over the latents themselves.
+
+    The scores of a head are products of its keys, which are projections of the latents. Instead of
+    the latents, the query is projected. Likewise, the sum of a head's values is the projection of a
+    sum of latents. So all heads share one key per token, whose leading numbers are the value.
+    """
 
     def __init__(
         self,
@@ -129,18 +129,34 @@ class LatentMixer:
         self._number = number  # of the layer among those with attention
 
     def mix(self, forward_pass: ForwardPass, inputs: Tensor, ends: Ends | None) -> Tensor:
-        query, values, key = split_latent(self._config, self._layer.qkv(inputs))
+        rank, rope_dim = self._config.rank, self._config.rope_dim
+        projected = self._layer.qkv(inputs)
+        sizes = [projected.shape[1] - rank - rope_dim, rank, rope_dim]
+        query, latent, key = torch.split(projected, sizes, dim=1)
+        latent = self._apply_norm(latent, self._layer.k_norm)
         angles = forward_pass.angles[self._own.key_rope]
-        key = latent_key(self._ops, values, key, self._layer.k_norm, angles)
-        forward_pass.attention.write(self._number, key, None)
+        rotated = self._ops.apply_rope(key[:, None], None, angles)
+        cached = torch.cat((latent[:, None], rotated), dim=2)  # [tokens, 1, rank + rope_dim]
+        forward_pass.attention.write(self._number, cached, None)
         if ends is not None:
             forward_pass, query = forward_pass.restrict_to(ends), query[ends.places]
             if not len(query):
                 return query
-        angles, norm = forward_pass.angles[self._own.query_rope], self._layer.q_norm
-        query = latent_query(self._config, self._ops, self._projections, query, norm, angles)
+        query = self._project_query(query, forward_pass.angles[self._own.query_rope])
         attended = forward_pass.attention.attend(self._number, query)
         return self._projections.value(attended).flatten(1)
+
+    def _project_query(self, query: Tensor, angles: Angles) -> Tensor:
+        """Return queries of the cached keys, [tokens, heads, rank + rope_dim]."""
+        if self._projections.query is not None:
+            query = self._projections.query(self._apply_norm(query, self._layer.q_norm))
+        sizes = self._config.nope_dim, self._config.rope_dim
+        plain, rotated = query.view(len(query), -1, sum(sizes)).split(sizes, dim=2)
+        rotated = self._ops.apply_rope(rotated, None, angles)
+        return torch.cat((self._projections.key(plain), rotated), dim=2)
+
+    def _apply_norm(self, numbers: Tensor, norm: Norm | None) -> Tensor:
+        return numbers if norm is None else self._ops.rms_norm(numbers, norm)
 
 
 class RecurrentMixer:

@@ -13,8 +13,7 @@ from baton.engine.runner.attention.paged_attention import LayerAttention
 from baton.engine.runner.families.family import ExpertNames
 from baton.engine.runner.model.config import ModelConfig, MoeConfig, QkNorm
 from baton.engine.runner.model.decoder import Decoder
-from baton.engine.runner.model.latent import LatentProjections
-from baton.engine.runner.model.layer_weights import Layer
+from baton.engine.runner.model.layer_weights import LatentProjections, Layer
 from baton.engine.runner.model.linear import Linear, Mlp, Moe, Router
 from baton.engine.runner.model.ops import Norm
 from baton.engine.runner.model.rope import head_order

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from baton.engine.runner.model.config import LatentConfig
-from baton.engine.runner.model.latent import LatentProjections
+from baton.engine.runner.model.layer_weights import LatentProjections
 from baton.engine.runner.model.linear import Linear
 from baton.engine.runner.model.ops import Norm
 from baton.engine.runner.model.rope import head_order

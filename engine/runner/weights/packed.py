@@ -1,6 +1,10 @@
-"""Stored tensors of quantized matrices, and reading of integers.
+"""Stored tensors of quantized matrices, and their reading.
 
-The integers are those of GPTQ, AWQ and compressed-tensors; see `float8` and `mxfp4` for the others.
+- Integers of GPTQ, AWQ and compressed-tensors.
+- FP8, with a scale per block, per row or for all numbers. It is dequantized.
+- MXFP4: 4-bit floats in groups of 32 columns, with powers of two as scales. Only experts are stored
+  like this, those of a layer in one tensor: blocks [experts, rows, groups, 16] with two codes per
+  byte, and exponents [experts, rows, groups].
 """
 
 from __future__ import annotations
@@ -13,9 +17,8 @@ from torch import Tensor
 
 from baton.checkpoint.weight_files import FLOATS, WHOLE
 from baton.core.errors import ModelError
-from baton.engine.runner.weights.float8 import scale_shape
 from baton.engine.runner.weights.quantization import Packing, Quantization
-from baton.engine.runner.weights.quantize import Quantized
+from baton.engine.runner.weights.quantize import MXFP4_GROUP, Quantized
 
 Shape = tuple[int, ...]
 ReadTensor = Callable[[str], Tensor]  # by name
@@ -33,6 +36,9 @@ OPTIONAL = ("g_idx", "weight_shape", "weight_zero_point", "weight_g_idx")
 # Scales of activations and KV cache, which are not quantized here with fixed scales.
 UNUSED = (".input_scale", ".activation_scale", ".k_scale", ".v_scale", ".output_scale")
 SCALES = (*FLOATS, "F8_E8M0")
+BYTES = ("U8",)
+SMALLEST_SCALE = 0x00400000  # bits of 2^-127
+CHUNK_NUMBERS = 1 << 19  # of FP8, so that float32 intermediates stay small
 # Column, of the eight in a 32-bit word, of each group of four bits.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -57,7 +63,7 @@ def packed_parts(
     """Yield the tensors that store a matrix of `shape`; optional ones only if they are present."""
     if how.is_float8:
         yield PackedPart(f"{name}.weight", shape, ("F8_E4M3",))
-        yield PackedPart(f"{name}{MARKERS[how.packing]}", scale_shape(shape, how), SCALES)
+        yield PackedPart(f"{name}{MARKERS[how.packing]}", _scale_shape(shape, how), SCALES)
         return
     rows, columns = shape
     groups, per_word = num_groups(columns, how), 32 // how.bits
@@ -185,3 +191,43 @@ def _sort_columns(name: str, matrix: Quantized, groups: Tensor) -> Quantized:
     if torch.equal(order, torch.arange(len(order))):
         return matrix
     return replace(matrix, numbers=matrix.numbers[:, order], order=order)
+
+
+def _scale_shape(shape: tuple[int, ...], how: Quantization) -> tuple[int, ...]:
+    """Return the shape of the scales of a matrix of `shape`."""
+    if how.block is None:
+        return (1,) if how.packing is Packing.FLOAT8 else ()
+    rows, columns = shape
+    block_rows, block_columns = how.block
+    return -(-rows // block_rows), -(-columns // (block_columns or columns))
+
+
+def dequantize_float8(
+    destination: Tensor, weight: Tensor, scale: Tensor, how: Quantization
+) -> None:
+    """Write `weight` * `scale` into `destination`, rounded to its dtype."""
+    block_rows, block_columns = how.block or (len(weight), 0)
+    scale = scale.float().reshape(-(-len(weight) // block_rows), -1)
+    step = max(1, CHUNK_NUMBERS // weight.shape[1])
+    for first in range(0, len(weight), step):
+        wide = weight[first : first + step].float()
+        scales = scale[torch.arange(first, first + len(wide)) // block_rows]
+        if block_columns:
+            scales = scales.repeat_interleave(block_columns, dim=1)[:, : wide.shape[1]]
+        destination[first : first + step] = wide.mul_(scales)
+
+
+def mxfp4_parts(name: str, shape: tuple[int, int, int]) -> Iterator[PackedPart]:
+    """Yield the tensors that store the experts of `shape`, [experts, rows, columns]."""
+    experts, rows, columns = shape
+    groups = columns // MXFP4_GROUP
+    yield PackedPart(f"{name}_blocks", (experts, rows, groups, MXFP4_GROUP // 2), BYTES)
+    yield PackedPart(f"{name}_scales", (experts, rows, groups), BYTES)
+
+
+def read_mxfp4(blocks: Tensor, exponents: Tensor, dtype: torch.dtype) -> Quantized:
+    """Return the matrix of one expert, for activations of `dtype`."""
+    scales = (exponents.int() << 23).clamp_min(SMALLEST_SCALE).view(torch.float32)
+    no_zeros = torch.empty(len(blocks), 0, dtype=torch.uint8)
+    numbers = unpack_halves(blocks.flatten(1))
+    return Quantized(numbers, scales, no_zeros, 4, MXFP4_GROUP, dtype, is_mxfp4=True)

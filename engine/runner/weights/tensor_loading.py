@@ -16,9 +16,13 @@ from baton.engine.runner.kernels.choose import Parts
 from baton.engine.runner.model.linear import HeadLinears, Linear
 from baton.engine.runner.model.ops import Norm
 from baton.engine.runner.model_info import LoadProgress, LoadProgressCallback
-from baton.engine.runner.weights.float8 import dequantize_into
-from baton.engine.runner.weights.mxfp4 import read_mxfp4
-from baton.engine.runner.weights.packed import MARKERS, is_packed, read_packed
+from baton.engine.runner.weights.packed import (
+    MARKERS,
+    dequantize_float8,
+    is_packed,
+    read_mxfp4,
+    read_packed,
+)
 from baton.engine.runner.weights.quantize import (
     Quantize,
     Quantized,
@@ -203,7 +207,7 @@ class TensorLoader:
         linear = name.removesuffix(".weight")
         if self._how is not None and self._how.is_float8 and self._is_packed(linear):
             scale = self._files.tensor(f"{linear}{MARKERS[self._how.packing]}")
-            dequantize_into(destination, self._files.tensor(name), scale, self._how)
+            dequantize_float8(destination, self._files.tensor(name), scale, self._how)
         else:
             self._files.copy_into(name, destination)
         self._progress.add(destination.numel())

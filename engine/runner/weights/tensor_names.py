@@ -18,8 +18,13 @@ from baton.engine.runner.model.config import (
     Recurrence,
     RecurrentConfig,
 )
-from baton.engine.runner.weights.mxfp4 import mxfp4_parts
-from baton.engine.runner.weights.packed import UNUSED, PackedPart, is_packed, packed_parts
+from baton.engine.runner.weights.packed import (
+    UNUSED,
+    PackedPart,
+    is_packed,
+    mxfp4_parts,
+    packed_parts,
+)
 from baton.engine.runner.weights.quantization import Packing
 
 Shapes = Iterator[tuple[str, Shape]]
