@@ -7,7 +7,7 @@ import json
 
 import torch
 
-from baton.checkpoint.checkpoint import Checkpoint, GenerationDefaults, Tensors
+from baton.checkpoint.checkpoint import Tensors
 from baton.checkpoint.hub import open_checkpoint
 from baton.core.errors import InvalidConfig
 from baton.engine.kv_cache.groups import CacheLayout
@@ -23,7 +23,7 @@ from baton.engine.runner.model.rope import Ropes
 from baton.engine.runner.model_info import LoadProgressCallback, ModelInfo
 from baton.engine.runner.model_runner import TorchRunner
 from baton.engine.runner.sampling.logits_processors import ModelView, load_processors, versions
-from baton.engine.runner.state.state_shape import cache_layout, state_shape
+from baton.engine.runner.state.state_shape import StateShape, cache_layout, state_shape
 from baton.engine.runner.weights.decoder_loading import attention_of, load_decoder
 from baton.engine.runner.weights.quantize import QUANTIZE_REVISION
 from baton.engine.runner.weights.tensor_loading import LoadTarget
@@ -45,22 +45,12 @@ def load_runner(
     checkpoint = open_checkpoint(config.model)
     model = read_model_config(checkpoint)
     device, dtype = _device(config.device), DTYPES[dtype_name(config, model)]
-    shape = KvShape.of(model, config.block_size, kv_dtype(config.kv_cache_dtype, model, dtype))
-    state = state_shape(model, shape, dtype)
-    check(
-        state is None or config.speculation is None,
-        f"{model.architecture} has recurrent layers: speculation is not supported with them",
-    )
-    check(
-        state is None or config.kv_cache_dtype == "auto",
-        f"{model.architecture} has recurrent layers: kv_cache_dtype must be auto with them",
-    )
+    shape, state, layout = _plan_memory(config, model, dtype)
     parts = choose_parts(config.kernels, dtype, device)
     # Everything that can be wrong is found before the weights are loaded, which takes long.
     view = ModelView(str(checkpoint.path), model.vocab_size)
     processors = load_processors(config.logits_processors, view)
     defaults, max_model_len = checkpoint.read_generation_defaults(), _max_model_len(config, model)
-    layout = cache_layout(model, state)
     batch = _make_batch(config, max_model_len, layout)
     sizes = shape.block_bytes, layout, max_model_len
     if config.kv_cache_bytes is not None:
@@ -71,8 +61,18 @@ def load_runner(
         attention = attention_of(model, tensors, device)
         fingerprint = _fingerprint(model, config, tensors)
     kv = shape.allocate(_num_blocks(config, *sizes, device), device)
+    info = ModelInfo(
+        checkpoint=checkpoint,
+        fingerprint=fingerprint,
+        vocab_size=model.vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=defaults.eos_token_ids,
+        defaults=defaults,
+        dtype=dtype_name(config, model),
+        max_shareable_prompt_len=model.max_shareable_prompt_len(),
+    )
     return TorchRunner(
-        _describe(config, model, checkpoint, fingerprint, defaults, max_model_len),
+        info,
         decoder,
         Ropes(model, device, dtype),
         kv,
@@ -83,6 +83,19 @@ def load_runner(
         processors,
         None if state is None else parts.make_linear_attention(kv, state),
     )
+
+
+def _plan_memory(
+    config: RunnerConfig, model: ModelConfig, dtype: torch.dtype
+) -> tuple[KvShape, StateShape | None, CacheLayout]:
+    """Return the shapes of a block and of a state, and the memory that a request takes."""
+    shape = KvShape.of(model, config.block_size, kv_dtype(config.kv_cache_dtype, model, dtype))
+    state = state_shape(model, shape, dtype)
+    if state is not None:
+        cause = f"{model.architecture} has recurrent layers"
+        check(config.speculation is None, f"{cause}: speculation is not supported with them")
+        check(config.kv_cache_dtype == "auto", f"{cause}: kv_cache_dtype must be auto with them")
+    return shape, state, cache_layout(model, state)
 
 
 def _make_batch(config: RunnerConfig, max_model_len: int, layout: CacheLayout) -> PersistentBatch:
@@ -108,26 +121,6 @@ def kv_dtype(name: str, model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
     # Scales are aligned in memory.
     check(model.head_dim % 2 == 0, f"kv_cache_dtype {name!r}: not with head_dim {model.head_dim}")
     return torch.int8
-
-
-def _describe(
-    config: RunnerConfig,
-    model: ModelConfig,
-    checkpoint: Checkpoint,
-    fingerprint: str,
-    defaults: GenerationDefaults,
-    max_model_len: int,
-) -> ModelInfo:
-    return ModelInfo(
-        checkpoint=checkpoint,
-        fingerprint=fingerprint,
-        vocab_size=model.vocab_size,
-        max_model_len=max_model_len,
-        eos_token_ids=defaults.eos_token_ids,
-        defaults=defaults,
-        dtype=dtype_name(config, model),
-        max_shareable_prompt_len=model.max_shareable_prompt_len(),
-    )
 
 
 def _max_model_len(config: RunnerConfig, model: ModelConfig) -> int:

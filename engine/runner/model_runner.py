@@ -33,8 +33,12 @@ from baton.engine.runner.model.mixers import Ends, ForwardPass
 from baton.engine.runner.model.rope import Ropes
 from baton.engine.runner.model_info import KvMemory, ModelInfo, PassHook
 from baton.engine.runner.sampling.logits_processors import NO_PROCESSORS, Processors
-from baton.engine.runner.sampling.output_heads import HiddenStates, OutputHead, SamplingHead
-from baton.engine.runner.sampling.prompt_logprobs import PromptLogprobs
+from baton.engine.runner.sampling.output_heads import (
+    HiddenStates,
+    OutputHead,
+    PromptLogprobs,
+    SamplingHead,
+)
 from baton.engine.runner.sampling.sampler import Sampler
 from baton.engine.runner.sampling.spec_decode import SpecDecoder
 from baton.engine.runner.state.linear_attention import LinearAttention, LinearAttentionPass

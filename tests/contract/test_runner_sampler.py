@@ -19,7 +19,7 @@ from baton.core.sampling import SamplingParams
 from baton.engine.runner.layout import TokenRun
 from baton.engine.runner.sampling import sampler as sampler_module
 from baton.engine.runner.sampling.constraints import constrain
-from baton.engine.runner.sampling.logprobs import token_logprobs
+from baton.engine.runner.sampling.output_heads import token_logprobs
 from baton.engine.runner.sampling.randomness import exponential_numbers
 from baton.engine.runner.sampling.sampler import (
     ALL_TOKENS_FORBIDDEN,

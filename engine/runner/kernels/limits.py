@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import timeit
 from collections.abc import Callable
-from time import perf_counter
 
 import numpy as np
 
@@ -45,9 +45,4 @@ class LimitMeter:
 
 def _fastest_s(do: Callable[[], object]) -> float:
     """Return the shortest of a few runs, the one with the least interference."""
-    took_s = []
-    for _ in range(_NUM_TRIES):
-        began_s = perf_counter()
-        do()
-        took_s.append(perf_counter() - began_s)
-    return min(took_s)
+    return min(timeit.repeat(do, number=1, repeat=_NUM_TRIES))

@@ -35,36 +35,24 @@ def constrain(
     logits = logits.clone()
     if masked:
         _apply_grammar_masks(logits, runs, masked)
+    failures = {}
     for index in constrained:
         run, scores = runs[index], logits[index]
         _forbid(scores, run, eos_token_ids)
         for token_id, bias in run.row.sampling.logit_bias.items():
             scores[token_id] += bias
         _penalise(scores, run)
-    return Constrained(logits, _process(logits, runs, constrained, processors))
+        extra_args, num_prompt_tokens = run.row.sampling.extra_args, run.row.num_prompt_tokens
+        failure = processors.apply(scores, run.known_tokens, num_prompt_tokens, extra_args)
+        if failure:
+            failures[index] = failure
+            scores.fill_(NEVER)
+    return Constrained(logits, failures)
 
 
 def _apply_grammar_masks(logits: Tensor, runs: Sequence[TokenRun], indices: list[int]) -> None:
     allowed = torch.stack([mask for index in indices if (mask := runs[index].allowed) is not None])
     logits[indices] = logits[indices].masked_fill(~allowed.to(logits.device), NEVER)
-
-
-def _process(
-    logits: Tensor,
-    runs: Sequence[TokenRun],
-    indices: Sequence[int],
-    processors: Processors,
-) -> dict[int, str]:
-    """Run the logits processors, after all other constraints; return failure reasons by row."""
-    failures = {}
-    for index in indices:
-        run, scores = runs[index], logits[index]
-        extra_args = run.row.sampling.extra_args
-        failure = processors.apply(scores, run.known_tokens, run.row.num_prompt_tokens, extra_args)
-        if failure:
-            failures[index] = failure
-            scores.fill_(NEVER)
-    return failures
 
 
 def _is_constrained(run: TokenRun) -> bool:

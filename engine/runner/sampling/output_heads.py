@@ -1,21 +1,26 @@
-"""Output heads: what the runner makes of the hidden states of a pass. The sampler is one."""
+"""Output heads, which turn the hidden states of a pass into results: sampling, prompt logprobs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
+from baton.core.ids import RequestId
+from baton.core.logprobs import TokenLogprobs
 from baton.core.output import Failure
 from baton.engine.plan import Plan, RunResult
 from baton.engine.runner.input_batch import Step
 from baton.engine.runner.layout import TokenRun
 from baton.engine.runner.model.decoder import Decoder
 from baton.engine.runner.sampling.grammar_masks import GrammarMasks
-from baton.engine.runner.sampling.logprobs import token_logprobs
-from baton.engine.runner.sampling.sampler import Choice, Sampler
+from baton.engine.runner.sampling.sampler import NOT_FINITE, Choice, Sampler
 from baton.engine.runner.sampling.spec_decode import accepted_indices
+
+# Rows of logits for prompt logprobs that are in memory at once, whatever the chunk's length.
+LOGITS_CHUNK_ROWS = 128
 
 
 class HiddenStates(NamedTuple):
@@ -82,6 +87,88 @@ class SamplingHead:
 
     def commit(self) -> None:
         """Do nothing: a row's matcher consumes its outputs when it is sampled the next time."""
+
+
+class PromptLogprobs:
+    """Output head that computes prompt logprobs.
+
+    The last hidden state of a chunk predicts the first token of the next chunk, so each chunk
+    carries one logprob over to the next.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._carried: dict[RequestId, TokenLogprobs] = {}
+        self._next: dict[RequestId, TokenLogprobs] = {}  # carried out of the current pass
+        self._done: list[RequestId] = []  # reported in the current pass
+
+    def drop_rows(self, plan: Plan) -> None:
+        if plan.is_retry:
+            return  # rows dropped by a failed pass are added again
+        for request_id in plan.dropped:
+            self._carried.pop(request_id, None)
+
+    def needs_all_tokens(self, step: Step) -> bool:
+        return any(run.row.wants_prompt_logprobs for run in step.runs)
+
+    def collect(self, step: Step, hidden_states: HiddenStates, result: RunResult) -> None:
+        """Add one entry for each prompt token of this step; a prompt's first token has None."""
+        self._next.clear()  # of a failed pass: its retry reports them
+        self._done.clear()
+        by_token = hidden_states.by_token
+        if by_token is None:
+            return
+        first = 0
+        for run in step.runs:
+            is_prompt = run.end - run.num_tokens < run.row.num_prompt_tokens
+            if run.row.wants_prompt_logprobs and is_prompt:
+                self._add_run(run, by_token[first : first + run.num_tokens], result)
+            first += run.num_tokens
+
+    def commit(self) -> None:
+        for request_id in self._done:
+            self._carried.pop(request_id, None)
+        self._carried |= self._next
+
+    def _add_run(self, run: TokenRun, hidden_states: Tensor, result: RunResult) -> None:
+        row, start = run.row, run.end - run.num_tokens
+        known = row.token_ids[start + 1 : run.end + 1]
+        predicted: list[TokenLogprobs] = []
+        for rows in range(0, len(known), LOGITS_CHUNK_ROWS):
+            targets = known[rows : rows + LOGITS_CHUNK_ROWS]
+            logits = self._decoder.logits(hidden_states[rows : rows + len(targets)])
+            if not torch.isfinite(logits).all():
+                result.failures[row.request_id] = Failure(NOT_FINITE)
+                return
+            num_tops = [row.sampling.prompt_logprobs or 0] * len(targets)
+            predicted += token_logprobs(logits, targets, num_tops)
+        entries = [self._carried.get(row.request_id), *predicted]
+        self._done.append(row.request_id)
+        if len(predicted) == len(hidden_states):  # the last one is of the next chunk's first token
+            self._next[row.request_id] = predicted[-1]
+            entries.pop()
+        result.prompt_logprobs[row.request_id] = entries
+
+
+def token_logprobs(
+    logits: Tensor, token_ids: Sequence[int], num_tops: Sequence[int]
+) -> list[TokenLogprobs]:
+    """Compute logprobs of chosen and top tokens from raw logits, [rows, vocab_size] in float32.
+
+    The rank of a token is one plus the number of tokens with a higher logprob.
+    """
+    logprobs = logits.log_softmax(dim=-1)
+    chosen_ids = torch.tensor(list(token_ids), dtype=torch.int64, device=logits.device)[:, None]
+    chosen = logprobs.gather(1, chosen_ids)
+    ranks = (logprobs > chosen).sum(dim=-1) + 1
+    max_tops = min(max(num_tops, default=0), logits.shape[1])
+    top_values, top_ids = logprobs.topk(max_tops, dim=-1)
+    columns = (token_ids, chosen.flatten().tolist(), ranks.tolist())
+    tops = zip(num_tops, top_ids.tolist(), top_values.tolist(), strict=True)
+    return [
+        TokenLogprobs(token_id, logprob, rank, tuple(zip(ids[:num], values[:num], strict=True)))
+        for token_id, logprob, rank, (num, ids, values) in zip(*columns, tops, strict=True)
+    ]
 
 
 def _add_logprobs(

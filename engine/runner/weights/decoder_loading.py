@@ -18,7 +18,7 @@ from baton.engine.runner.model.linear import Linear, Mlp, Moe, Router
 from baton.engine.runner.model.ops import Norm
 from baton.engine.runner.model.rope import head_order
 from baton.engine.runner.model_info import LoadProgressCallback
-from baton.engine.runner.weights.latent_loading import load_latent
+from baton.engine.runner.weights.latent_loading import LatentLoader
 from baton.engine.runner.weights.recurrent_loading import load_recurrent
 from baton.engine.runner.weights.tensor_loading import LoadTarget, TensorLoader
 from baton.engine.runner.weights.tensor_names import TensorMap, check_tensors
@@ -104,7 +104,7 @@ class _LayerLoader:
     def _attention(self) -> tuple[Linear, Norm | None, Norm | None, LatentProjections | None]:
         names, config = self._names, self._config
         if config.latent is not None:
-            return load_latent(config.latent, self._tensors, self._loader, self._index)
+            return LatentLoader(config.latent, self._tensors, self._loader, self._index).load()
         return (
             self._linear(names.qkv, config.has_qkv_bias, self._order_of_heads()),
             self._qk_norm(names.q_norm, config.num_heads),

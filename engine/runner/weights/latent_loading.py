@@ -16,14 +16,9 @@ from baton.engine.runner.weights.tensor_names import TensorMap
 EPSILON = 1e-6  # of the norms of low-rank queries and latents, whatever that of other norms
 
 
-def load_latent(
-    config: LatentConfig, tensors: TensorMap, loader: TensorLoader, index: int
-) -> tuple[Linear, Norm | None, Norm, LatentProjections]:
-    """Return the stacked first projections of a layer, its two norms and its other projections."""
-    return _LatentLoader(config, tensors, loader, index).load()
+class LatentLoader:
+    """Loads one layer."""
 
-
-class _LatentLoader:
     def __init__(
         self, config: LatentConfig, tensors: TensorMap, loader: TensorLoader, index: int
     ) -> None:
@@ -38,6 +33,7 @@ class _LatentLoader:
         self._key_order = [*range(config.rank), *(config.rank + at for at in rope_order)]
 
     def load(self) -> tuple[Linear, Norm | None, Norm, LatentProjections]:
+        """Return the stacked first projections, their two norms and the other projections."""
         names, rank = self._names, self._config.query_rank
         if rank is None:
             query, order, query_norm, query_up = names.query, self._head_order, None, None
