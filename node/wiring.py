@@ -79,7 +79,7 @@ class NodeComponents:
         # No other process uses this name of its pulls.
         pulls = PullConfig(f"pull-{identity.node_id}-{identity.incarnation}", memory.block_bytes)
         self.scheduler = build_scheduler(runner, engine_options, self.connector, pulls)
-        self.compiler: Compiler = GrammarCompiler(build_grammars(runner))
+        self.compiler: Compiler = GrammarCompiler(build_grammars(runner).compile)
         self.engine = self._build_engine(runner, identity)
         runner.hook = KvPassHook(self.worker, memory.layout.groups, self.engine.beat)
         tiers = tiers_in(self.connector)

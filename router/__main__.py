@@ -15,7 +15,7 @@ from grpc import aio
 
 from baton.checkpoint.hub import model_root, open_checkpoint
 from baton.engine.structured_output.compiler import GrammarCompiler
-from baton.engine.structured_output.llguidance_backend import GrammarValidator
+from baton.engine.structured_output.llguidance_backend import validate_grammar
 from baton.router.discovery.readiness import PREFILL_PATIENCE_S, Readiness
 from baton.router.discovery.watcher import NodeDiscovery, watching
 from baton.router.dispatch.node_calls import GrpcNodeCalls
@@ -94,7 +94,7 @@ class RouterComponents:
 
     def __init__(self, options: RouterOptions, text: TextBoundary, tracer: Tracer) -> None:
         self.table, self.node_calls = NodeTable(), GrpcNodeCalls(options.tls)
-        self.compiler = GrammarCompiler(GrammarValidator())
+        self.compiler = GrammarCompiler(validate_grammar)
         self.pipeline = Pipeline(
             table=self.table,
             node_calls=self.node_calls,

@@ -7,7 +7,7 @@ import queue
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from baton.core.errors import InvalidRequest
 from baton.core.structured_outputs import FIELD, StructuredOutputs
@@ -21,16 +21,7 @@ STACK_BYTES = 128 << 20  # of address space: only touched pages take memory
 log = logging.getLogger(__name__)
 
 Compiled = TypeVar("Compiled")
-CompiledOut = TypeVar("CompiledOut", covariant=True)
 _Jobs = queue.SimpleQueue[StructuredOutputs | None]
-
-
-class Library(Protocol[CompiledOut]):
-    """Grammar library: compiles one request's structured outputs."""
-
-    def compile(self, wanted: StructuredOutputs) -> CompiledOut:
-        """Compile a grammar. Raises InvalidRequest."""
-        ...
 
 
 class GrammarCompiler(Generic[Compiled]):
@@ -38,13 +29,13 @@ class GrammarCompiler(Generic[Compiled]):
 
     def __init__(
         self,
-        library: Library[Compiled],
+        compile_grammar: Callable[[StructuredOutputs], Compiled],  # raises InvalidRequest
         *,
         num_threads: int = NUM_THREADS,
         max_cached_grammars: int = MAX_CACHED_GRAMMARS,
         max_cached_characters: int = MAX_CACHED_CHARACTERS,
     ) -> None:
-        self._library = library
+        self._compile_grammar = compile_grammar
         self._max_cached_grammars = max_cached_grammars
         self._max_cached_characters = max_cached_characters
         self._num_cached_characters = 0
@@ -130,7 +121,7 @@ class GrammarCompiler(Generic[Compiled]):
 
     def _compile(self, wanted: StructuredOutputs) -> Compiled | InvalidRequest:
         try:
-            return self._library.compile(wanted)
+            return self._compile_grammar(wanted)
         except InvalidRequest as refusal:
             return refusal
         except BaseException:

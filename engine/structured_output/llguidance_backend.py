@@ -50,22 +50,22 @@ LIMITS = llguidance.LLParserLimits(
 )
 
 
-class GrammarValidator:
-    """Validates grammars without a tokenizer, such as on a router."""
-
-    def compile(self, wanted: StructuredOutputs) -> Checked:
-        """Raise InvalidRequest for a grammar that every node rejects. Nodes check more."""
-        with _refuse_panics(wanted):
-            is_wrong, messages = llguidance.LLMatcher.validate_grammar_with_warnings(
-                _definition(wanted), None, limits=LIMITS
-            )
-        if is_wrong:
-            raise _error(wanted, messages[0])
-        return Checked()
-
-
 class Checked:
     """A grammar that passed validation; it is not compiled."""
+
+
+def validate_grammar(wanted: StructuredOutputs) -> Checked:
+    """Validate a grammar without a tokenizer. Raises InvalidRequest if every node rejects it.
+
+    Nodes check more.
+    """
+    with _refuse_panics(wanted):
+        is_wrong, messages = llguidance.LLMatcher.validate_grammar_with_warnings(
+            _definition(wanted), None, limits=LIMITS
+        )
+    if is_wrong:
+        raise _error(wanted, messages[0])
+    return Checked()
 
 
 class GrammarLibrary:

@@ -19,7 +19,7 @@ from baton.core.structured_outputs import StructuredOutputs, parse_structured_ou
 from baton.engine.structured_output.grammar import num_words
 from baton.engine.structured_output.llguidance_backend import (
     GrammarLibrary,
-    GrammarValidator,
+    validate_grammar,
 )
 from tests.support.models import EOS_TOKEN_ID, VOCAB_SIZE, save_tokenizer
 
@@ -113,7 +113,7 @@ def test_any_fields(fields: dict[str, Any]) -> None:
 def _try(wanted: StructuredOutputs, draw: int) -> None:
     """Follow the constraint along random tokens; only InvalidRequest may be raised."""
     with suppress(InvalidRequest):
-        GrammarValidator().compile(wanted)
+        validate_grammar(wanted)
         matcher = library().compile(wanted).matcher()
         bits = np.zeros(num_words(VOCAB_SIZE), dtype=np.int32)
         for step in range(12):

@@ -60,7 +60,7 @@ def a_loop(
 
 @contextmanager
 def a_loop_with(library: HeldLibrary) -> Iterator[tuple[EngineThread, Client]]:
-    compiler: Compiler = GrammarCompiler(library)
+    compiler: Compiler = GrammarCompiler(library.compile)
     with compiler, a_loop(an_engine(num_blocks=4096), compiler) as (loop, client):
         yield loop, client
 

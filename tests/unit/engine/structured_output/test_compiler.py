@@ -34,7 +34,7 @@ class Listener:
 
 def test_a_slow_one_holds_up_no_other() -> None:
     library, listener = HeldLibrary(), Listener()
-    with GrammarCompiler(library) as compiler:
+    with GrammarCompiler(library.compile) as compiler:
         compiler.start(SLOW, listener.hears("slow"))
         library.has_begun.wait(PATIENCE_S)
         compiler.start(GOOD, listener.hears("good"))
@@ -48,7 +48,7 @@ def test_a_slow_one_holds_up_no_other() -> None:
 
 def test_those_that_ask_for_the_same_wait_for_the_same_work() -> None:
     library, listener = HeldLibrary(), Listener()
-    with GrammarCompiler(library) as compiler:
+    with GrammarCompiler(library.compile) as compiler:
         compiler.start(SLOW, listener.hears("a"))
         library.has_begun.wait(PATIENCE_S)
         compiler.start(SLOW, listener.hears("b"))
@@ -64,7 +64,7 @@ def test_those_that_ask_for_the_same_wait_for_the_same_work() -> None:
 
 def test_a_refusal_is_returned_and_not_cached() -> None:
     library, listener = HeldLibrary(), Listener()
-    with GrammarCompiler(library) as compiler:
+    with GrammarCompiler(library.compile) as compiler:
         for _ in range(2):
             compiler.start(BAD, listener.hears("bad"))
             _, outcome = listener.next()
@@ -86,7 +86,7 @@ def test_a_library_exception_becomes_a_refusal_and_ends_no_thread(
             return super().compile(wanted)
 
     listener = Listener()
-    with GrammarCompiler(BrokenLibrary(), num_threads=1) as compiler:
+    with GrammarCompiler(BrokenLibrary().compile, num_threads=1) as compiler:
         compiler.start(BAD, listener.hears("bad"))
         _, refusal = listener.next()
         compiler.start(GOOD, listener.hears("good"))
@@ -100,7 +100,7 @@ def test_a_library_exception_becomes_a_refusal_and_ends_no_thread(
 def test_only_so_many_are_remembered_and_the_one_used_longest_ago_goes() -> None:
     library, listener = HeldLibrary(), Listener()
     one, two, three = (StructuredOutputs(regex=text) for text in ("1", "2", "3"))
-    with GrammarCompiler(library, num_threads=1, max_cached_grammars=2) as compiler:
+    with GrammarCompiler(library.compile, num_threads=1, max_cached_grammars=2) as compiler:
         for wanted in (one, two, one, three, one, two):
             compiler.start(wanted, listener.hears("it"))
             listener.next()
@@ -112,7 +112,7 @@ def test_forms_of_large_texts_hold_up_no_small_ones() -> None:
     library, listener = HeldLibrary(), Listener()
     large = [StructuredOutputs(json=f'"{number}{" " * LARGE_CHARACTERS}"') for number in range(4)]
     library.slow = frozenset(large)
-    with GrammarCompiler(library) as compiler:
+    with GrammarCompiler(library.compile) as compiler:
         for wanted in large:
             compiler.start(wanted, listener.hears("large"))
         library.has_begun.wait(PATIENCE_S)
@@ -128,7 +128,7 @@ def test_forms_of_large_texts_hold_up_no_small_ones() -> None:
 def test_large_texts_leave_room_for_fewer_to_be_remembered() -> None:
     library, listener = HeldLibrary(), Listener()
     forms = [StructuredOutputs(regex=text) for text in ("one", "two", "three", "more than all")]
-    with GrammarCompiler(library, num_threads=1, max_cached_characters=8) as compiler:
+    with GrammarCompiler(library.compile, num_threads=1, max_cached_characters=8) as compiler:
         for wanted in (*forms, forms[-1], forms[2]):
             compiler.start(wanted, listener.hears("it"))
             listener.next()
@@ -138,7 +138,7 @@ def test_large_texts_leave_room_for_fewer_to_be_remembered() -> None:
 
 def test_at_the_end_no_thread_is_left_behind() -> None:
     library, listener = HeldLibrary(), Listener()
-    with GrammarCompiler(library) as compiler:
+    with GrammarCompiler(library.compile) as compiler:
         compiler.start(SLOW, listener.hears("slow"))
         library.has_begun.wait(PATIENCE_S)
         assert any(thread.name.startswith("grammars") for thread in threading.enumerate())

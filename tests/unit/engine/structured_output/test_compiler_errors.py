@@ -10,7 +10,7 @@ import pytest
 from baton.core.errors import InvalidRequest
 from baton.core.structured_outputs import StructuredOutputs
 from baton.engine.structured_output.compiler_errors import reason_of
-from baton.engine.structured_output.llguidance_backend import GrammarValidator
+from baton.engine.structured_output.llguidance_backend import validate_grammar
 
 # Words of llguidance and of the text that Baton generates for it.
 INTERNALS = (
@@ -67,7 +67,7 @@ def test_a_refusal_names_the_cause_in_the_clients_text_and_the_remedy(
     }
 
     with pytest.raises(InvalidRequest) as refusal:
-        GrammarValidator().compile(StructuredOutputs(**fields))
+        validate_grammar(StructuredOutputs(**fields))
 
     assert reason in str(refusal.value)
     assert [word for word in INTERNALS if word in str(refusal.value)] == []
@@ -90,4 +90,4 @@ def test_a_limit_of_the_compiler_says_what_to_do(text: str) -> None:
 
 def test_a_clients_own_words_are_not_taken_for_a_limit() -> None:
     with pytest.raises(InvalidRequest, match='unknown name: "fuel"'):
-        GrammarValidator().compile(StructuredOutputs(grammar="start: fuel"))
+        validate_grammar(StructuredOutputs(grammar="start: fuel"))

@@ -18,7 +18,7 @@ from baton.engine.structured_output.compiler import GrammarCompiler
 from baton.engine.structured_output.llguidance_backend import (
     CompiledGrammar,
     GrammarLibrary,
-    GrammarValidator,
+    validate_grammar,
 )
 from tests.support.grammars import PATIENCE_S, allowed_by, is_whole
 from tests.support.models import EOS_TOKEN_ID, VOCAB_SIZE, save_tokenizer
@@ -186,14 +186,14 @@ FOUND_WITH_A_TOKENIZER = {"no text at all"}
 def test_unsupported_constraints_are_refused_without_a_tokenizer(name: str) -> None:
     wanted, reason = REFUSED[name]
     with pytest.raises(InvalidRequest, match=reason):
-        GrammarValidator().compile(StructuredOutputs(**wanted))
+        validate_grammar(StructuredOutputs(**wanted))
 
 
 @pytest.mark.parametrize(("wanted", "good", "bad"), FITTING, ids=lambda one: str(one)[:40])
 def test_what_fits_is_not_refused_by_the_checks(
     wanted: StructuredOutputs, good: list[str], bad: list[str]
 ) -> None:
-    GrammarValidator().compile(wanted)
+    validate_grammar(wanted)
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -210,7 +210,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize(("wanted", "reason"), WRONG.values(), ids=WRONG.keys())
 def test_what_makes_no_sense_is_refused(wanted: dict[str, Any], reason: str) -> None:
     with pytest.raises(InvalidRequest, match=reason):
-        GrammarValidator().compile(StructuredOutputs(**wanted))
+        validate_grammar(StructuredOutputs(**wanted))
 
 
 def test_a_chain_of_thousands_of_rules_does_not_exhaust_a_stack(folder: Path) -> None:
@@ -220,7 +220,7 @@ def test_a_chain_of_thousands_of_rules_does_not_exhaust_a_stack(folder: Path) ->
     outcomes: queue.SimpleQueue[CompiledGrammar | InvalidRequest] = queue.SimpleQueue()
     library = GrammarLibrary(SafetensorsFolder(folder), VOCAB_SIZE, (EOS_TOKEN_ID,))
 
-    with GrammarCompiler[CompiledGrammar](library) as compiler:
+    with GrammarCompiler[CompiledGrammar](library.compile) as compiler:
         compiler.start(wanted, outcomes.put)
         outcome = outcomes.get(timeout=PATIENCE_S)
 

@@ -11,7 +11,7 @@ import pytest
 
 from baton.core.errors import InvalidRequest
 from baton.core.structured_outputs import MAX_CHARACTERS, StructuredOutputs
-from baton.engine.structured_output.llguidance_backend import GrammarValidator
+from baton.engine.structured_output.llguidance_backend import validate_grammar
 from baton.engine.structured_output.schema_rewrite import KNOWN_FORMATS, prepare_schema
 
 
@@ -85,7 +85,7 @@ OVERLAPPING: dict[str, dict[str, Any]] = {
 def test_one_of_branches_that_exclude_each_other_is_any_of(schema: dict[str, Any]) -> None:
     assert "oneOf" not in prepare_schema(schema)
 
-    GrammarValidator().compile(StructuredOutputs(json=json.dumps(schema)))
+    validate_grammar(StructuredOutputs(json=json.dumps(schema)))
 
 
 @pytest.mark.parametrize("schema", OVERLAPPING.values(), ids=OVERLAPPING.keys())
@@ -96,7 +96,7 @@ def test_one_of_branches_that_may_both_match_stays(schema: dict[str, Any]) -> No
 @pytest.mark.parametrize("schema", [OVERLAPPING["either property"], OVERLAPPING["patterns"]])
 def test_one_of_that_stays_is_refused_by_name(schema: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match="oneOf"):
-        GrammarValidator().compile(StructuredOutputs(json=json.dumps(schema)))
+        validate_grammar(StructuredOutputs(json=json.dumps(schema)))
 
 
 def test_a_format_that_is_not_known_is_an_annotation() -> None:
@@ -113,7 +113,7 @@ def test_a_format_that_is_not_known_is_an_annotation() -> None:
         "$defs": {"format": {"type": "string", "maxLength": 3}},
         "components": {"a": {"items": [{}]}},
     }
-    GrammarValidator().compile(StructuredOutputs(json=json.dumps(schema)))
+    validate_grammar(StructuredOutputs(json=json.dumps(schema)))
 
 
 @pytest.mark.parametrize("name", sorted(KNOWN_FORMATS))
@@ -133,7 +133,7 @@ def test_unique_items_that_hold_anyway_are_left_out(given: dict[str, Any]) -> No
 def test_other_unique_items_are_refused_by_name() -> None:
     schema = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True}
     with pytest.raises(InvalidRequest, match="uniqueItems"):
-        GrammarValidator().compile(StructuredOutputs(json=json.dumps(schema)))
+        validate_grammar(StructuredOutputs(json=json.dumps(schema)))
 
 
 def test_a_schema_of_200_kib_is_taken() -> None:
@@ -142,7 +142,7 @@ def test_a_schema_of_200_kib_is_taken() -> None:
     text = json.dumps(schema)
     assert 200_000 < len(text) < MAX_CHARACTERS["json"]
 
-    GrammarValidator().compile(StructuredOutputs(json=text))
+    validate_grammar(StructuredOutputs(json=text))
 
 
 def test_proofs_end_for_schemas_made_to_take_long() -> None:

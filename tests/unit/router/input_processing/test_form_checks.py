@@ -24,7 +24,7 @@ from tests.support.node_calls import a_table
 
 
 def compiler_of(library: HeldLibrary) -> GrammarCompiler[Checked]:
-    return cast("GrammarCompiler[Checked]", GrammarCompiler(library))
+    return cast("GrammarCompiler[Checked]", GrammarCompiler(library.compile))
 
 
 def test_without_a_form_there_is_nothing_to_look_at() -> None:

@@ -13,7 +13,7 @@ from baton.checkpoint.tokenizer_files import load_tokenizer
 from baton.core.errors import InvalidRequest
 from baton.core.sampling import SamplingDefaults
 from baton.core.structured_outputs import StructuredOutputs
-from baton.engine.structured_output.llguidance_backend import GrammarLibrary, GrammarValidator
+from baton.engine.structured_output.llguidance_backend import GrammarLibrary, validate_grammar
 from baton.router.doors.openai.request.parsed_request import (
     ModelContext,
     ParsedRequest,
@@ -189,7 +189,7 @@ def test_a_form_that_cannot_be_kept_to_is_the_fault_of_the_field_that_was_sent(
     assert wanted is not None
 
     with pytest.raises(InvalidRequest) as refusal, errors_of_field(parsed.options.form_field):
-        GrammarValidator().compile(wanted)
+        validate_grammar(wanted)
 
     assert str(refusal.value).startswith(reason)
     assert refusal.value.field == field
