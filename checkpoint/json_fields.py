@@ -12,7 +12,7 @@ from baton.core.errors import ModelError
 
 MAX_INT = (1 << 31) - 1
 MAX_SHOWN = 200  # characters of a wrong value in an error
-MAX_TEXT_BYTES = 64 << 20  # of one file; the largest tokenizers have 35 MB
+MAX_TEXT_BYTES = 64 << 20  # per file; the largest tokenizers have 35 MB
 
 
 def read_model_text(path: Path) -> str:

@@ -141,10 +141,10 @@ class Tokenizer:
         return Detokenizer(self, skip_special_tokens=False, hidden_ids=hidden)
 
     def _check_roles(self, messages: Sequence[Message]) -> None:
-        for place, message in enumerate(messages):
+        for index, message in enumerate(messages):
             role = message.get("role")
             if role not in ROLES and role not in self._template_words:
-                field = f"messages.{place}.role"
+                field = f"messages.{index}.role"
                 raise InvalidRequest(
                     f"{field} is {role!r}: choose one of {', '.join(ROLES)}, or a role that the "
                     "model's chat template names",
@@ -204,7 +204,7 @@ class Tokenizer:
 class Detokenizer:
     """Incremental detokenizer of one sequence.
 
-    The concatenated pieces equal the text of the decoded sequence. Text is held back while it
+    The concatenated texts equal the text of the decoded sequence. Text is held back while it
     ends with an incomplete character.
     """
 
@@ -243,11 +243,11 @@ class Detokenizer:
         return self._emit(self._decode(self._window))
 
     def _emit(self, text: str) -> str:
-        piece = text[len(self._emitted_text) :]
+        completed = text[len(self._emitted_text) :]
         self._window = self._window[self._num_emitted :]
         self._num_emitted = len(self._window)
         self._emitted_text = self._decode(self._window)
-        return piece
+        return completed
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         if self._hidden_ids:

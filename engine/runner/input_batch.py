@@ -35,7 +35,7 @@ class Step:
     token_ids: Ints  # by token
     sampled: tuple[int, ...]  # indices into runs
     drafts: Drafts = field(default_factory=dict)  # whose tokens are among the runs
-    states: StateLayout | None = None  # of a model with recurrent layers
+    states: StateLayout | None = None  # if the model has recurrent layers
 
     @property
     def max_len(self) -> int:

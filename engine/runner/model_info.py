@@ -16,7 +16,7 @@ class ModelInfo:
     """Properties of the loaded model that the rest of the engine needs."""
 
     checkpoint: Checkpoint
-    fingerprint: str  # of the configuration and the weights; see Tensors.digest
+    fingerprint: str  # configuration and weights; see Tensors.digest
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]

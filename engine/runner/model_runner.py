@@ -167,10 +167,10 @@ class TorchRunner:
         seen_lens = others.pop(0) if self._ropes.depends_on_length else None
         return _StepTensors(token_ids, positions, seen_lens, others[0] if others else None)
 
-    def _ends(self, step: Step, sequences: Ints | None, places: Tensor | None) -> Ends | None:
-        if sequences is None or places is None:
+    def _ends(self, step: Step, sequences: Ints | None, indices: Tensor | None) -> Ends | None:
+        if sequences is None or indices is None:
             return None
-        return Ends(places, self._attention.begin(step.layout.restrict_to_last_tokens(sequences)))
+        return Ends(indices, self._attention.begin(step.layout.restrict_to_last_tokens(sequences)))
 
     def _begin_linear_attention(self, step: Step) -> LinearAttentionPass | None:
         if self._linear_attention is None or step.states is None:

@@ -16,7 +16,7 @@ NUM_THREADS = 2
 MAX_CACHED_GRAMMARS = 64
 MAX_CACHED_CHARACTERS = 1 << 22  # memory of compiled grammars grows with their texts
 LARGE_CHARACTERS = 1 << 16  # longer texts, which take seconds, have a separate thread
-STACK_BYTES = 128 << 20  # of address space: only touched pages take memory
+STACK_BYTES = 128 << 20  # address space: only touched pages take memory
 
 log = logging.getLogger(__name__)
 

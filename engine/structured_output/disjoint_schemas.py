@@ -17,7 +17,7 @@ KINDS = frozenset({"null", "boolean", "integer", "fraction", "string", "array", 
 KINDS_OF_TYPE = {kind: frozenset({kind}) for kind in KINDS - {"fraction"}}
 KINDS_OF_TYPE["number"] = frozenset({"integer", "fraction"})
 MAX_ALTERNATIVES = 32  # per schema
-MAX_DEPTH = 12  # of references and properties
+MAX_DEPTH = 12  # references and properties
 MAX_STEPS = 100_000  # for all proofs about one schema; about 0.1 s
 WITHOUT_CONST = ("/draft-03/", "/draft-04/")
 

@@ -31,29 +31,29 @@ def check_grammar_ends(text: str) -> None:
     """Raise InvalidRequest if no finite text satisfies the grammar, in Lark or GBNF notation."""
     rules = _rules(text)
     needs = {name: rules.keys() & body for name, body in rules.items()}
-    ending = _ending_names(needs, lambda name, known: _can_end(rules[name], needs[name], known))
+    finite = _finite_names(needs, lambda name, known: _can_end(rules[name], needs[name], known))
     begin = next((name for name in ("start", "root") if name in rules), None)
-    if begin is not None and begin not in ending:
+    if begin is not None and begin not in finite:
         raise InvalidRequest(
             f"{FIELD}.grammar cannot be enforced: it never ends, since {begin} requires itself",
             FIELD,
         )
 
 
-def _ending_names(needs: Mapping[str, Set[str]], ends: Callable[[str, Set[str]], bool]) -> set[str]:
+def _finite_names(needs: Mapping[str, Set[str]], ends: Callable[[str, Set[str]], bool]) -> set[str]:
     """Return the names that end: the least fixed point of `ends` over the dependencies."""
     users: dict[str, list[str]] = {}
     for name, needed in needs.items():
         for other in needed:
             users.setdefault(other, []).append(name)
-    ending: set[str] = set()
+    finite: set[str] = set()
     pending = list(needs)
     while pending:
         name = pending.pop()
-        if name not in ending and ends(name, ending):
-            ending.add(name)
+        if name not in finite and ends(name, finite):
+            finite.add(name)
             pending += users.get(name, ())
-    return ending
+    return finite
 
 
 class _SchemaEnds:
@@ -61,21 +61,21 @@ class _SchemaEnds:
 
     def __init__(self, root: Schema) -> None:
         self._root = root
-        self._ending: Set[str] = set()
+        self._finite: Set[str] = set()
         refs = set(_refs(root))
         needs = {ref: set(_refs(resolve_pointer(root, ref))) for ref in refs}
-        self._ending = _ending_names(needs, self._ends_if)
+        self._finite = _finite_names(needs, self._ends_if)
         self.holds = self._ends(root)
 
-    def _ends_if(self, ref: str, ending: Set[str]) -> bool:
-        self._ending = ending
+    def _ends_if(self, ref: str, finite: Set[str]) -> bool:
+        self._finite = finite
         return self._ends(resolve_pointer(self._root, ref))
 
     def _ends(self, schema: Any) -> bool:
         if not isinstance(schema, Mapping):
             return True
         ref = schema.get("$ref")
-        if isinstance(ref, str) and ref.startswith("#") and ref not in self._ending:
+        if isinstance(ref, str) and ref.startswith("#") and ref not in self._finite:
             return False
         return (
             all(map(self._ends, read_list(schema, "allOf")))
@@ -96,11 +96,11 @@ class _SchemaEnds:
         return all(self._ends(properties.get(name)) for name in required)
 
     def _array_ends(self, schema: Schema) -> bool:
-        least = schema.get("minItems", 0)
-        if not isinstance(least, int | float) or least < 1:
+        min_items = schema.get("minItems", 0)
+        if not isinstance(min_items, int | float) or min_items < 1:
             return True
-        first = read_list(schema, "prefixItems")[: int(least)]
-        rest_ends = len(first) >= least or self._ends(schema.get("items"))
+        first = read_list(schema, "prefixItems")[: int(min_items)]
+        rest_ends = len(first) >= min_items or self._ends(schema.get("items"))
         return rest_ends and all(map(self._ends, first))
 
 
@@ -140,23 +140,23 @@ def _rules(text: str) -> dict[str, list[str]]:
             tokens.append('""' if kind == "text" else found.group())
     rules: dict[str, list[str]] = {}
     body: list[str] = []
-    for place, token in enumerate(tokens):
+    for index, token in enumerate(tokens):
         if token in (":", "::="):
             continue
-        if tokens[place + 1 : place + 2] in ([":"], ["::="]):
+        if tokens[index + 1 : index + 2] in ([":"], ["::="]):
             body = rules.setdefault(token, [])
         else:
             body.append(token)
     return rules
 
 
-def _can_end(body: Sequence[str], names: Set[str], ending: Set[str]) -> bool:
-    """Return whether one of the alternatives requires only names in `ending`."""
+def _can_end(body: Sequence[str], names: Set[str], finite: Set[str]) -> bool:
+    """Return whether one of the alternatives requires only names in `finite`."""
     # For each open bracket: whether an earlier alternative ends, and whether the current one does.
     open_brackets: list[tuple[bool, bool]] = []
     some_ends, this_ends = False, True
-    for place, token in enumerate(body):
-        is_optional = body[place + 1 : place + 2] in (["?"], ["*"])
+    for index, token in enumerate(body):
+        is_optional = body[index + 1 : index + 2] in (["?"], ["*"])
         if token == "(":
             open_brackets.append((some_ends, this_ends))
             some_ends, this_ends = False, True
@@ -166,6 +166,6 @@ def _can_end(body: Sequence[str], names: Set[str], ending: Set[str]) -> bool:
             inner_ends = some_ends or this_ends or is_optional
             some_ends, this_ends = open_brackets.pop()
             this_ends = this_ends and inner_ends
-        elif token in names and token not in ending and not is_optional:
+        elif token in names and token not in finite and not is_optional:
             this_ends = False
     return some_ends or this_ends

@@ -39,8 +39,8 @@ def prepare_schema(schema: dict[str, Any]) -> dict[str, Any]:
 def _is_unique_anyway(part: dict[str, Any]) -> bool:
     if "uniqueItems" not in part:
         return False
-    most = part.get("maxItems")
-    is_short = isinstance(most, int | float) and most <= 1
+    max_items = part.get("maxItems")
+    is_short = isinstance(max_items, int | float) and max_items <= 1
     return part["uniqueItems"] is False or is_short or _excludes_lists(part.get("type"))
 
 

@@ -165,7 +165,7 @@ class World:
             chunk,
             shape.softcap,
             sinks,
-            place=layer,
+            index_in_block=layer,
             value_dim=shape.value_dim,
         )
 

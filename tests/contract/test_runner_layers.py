@@ -104,8 +104,8 @@ def passes_through(
         ends = None
         if are_ends_alone:
             of_ends = np.array(sampled, dtype=np.int64)
-            places = torch.from_numpy(layout.last_token_indices(of_ends))
-            ends = Ends(places, attention.begin(layout.restrict_to_last_tokens(of_ends)))
+            indices = torch.from_numpy(layout.last_token_indices(of_ends))
+            ends = Ends(indices, attention.begin(layout.restrict_to_last_tokens(of_ends)))
         found.append(
             decoder.forward(token_ids, ForwardPass(angles, attention.begin(layout)), None, ends)
         )

@@ -49,13 +49,13 @@ class PagedAttention(Protocol):
 class LayerAttention:
     """Attention of one layer, and where its keys and values are."""
 
-    scale: float  # of the scores
+    scale: float  # multiplies the scores
     window: int | None = None  # tokens that are seen, the token itself included
     chunk: int | None = None  # tokens see only their own chunk of this size
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     sinks: Tensor | None = None  # [heads] in float32: logits of a slot without a value
     kv_group: int = 0  # whose block table the layer uses
-    place: int = 0  # of the layer in a block
+    index_in_block: int = 0  # among the layers that a block holds
     value_dim: int | None = None  # leading numbers of a key that are its value; None: stored apart
 
 
@@ -156,9 +156,10 @@ class _TorchPass:
             self._write(layer, 1, value)
 
     def _write(self, layer: int, tensor: int, numbers: Tensor) -> None:
-        place, blocks = self._layers[layer].place, self._write_blocks[self._layers[layer].kv_group]
+        own = self._layers[layer]
+        blocks = self._write_blocks[own.kv_group]
         slots = quantize(numbers) if self._kv.dtype is torch.int8 else numbers
-        self._kv[blocks, place, tensor, :, self._write_offsets] = slots
+        self._kv[blocks, own.index_in_block, tensor, :, self._write_offsets] = slots
 
     def attend(self, layer: int, query: Tensor) -> Tensor:
         output = query.new_empty(*query.shape[:2], self._layers[layer].value_dim or query.shape[2])
@@ -174,7 +175,7 @@ class _TorchPass:
     def _gather(self, layer: int, group: _Group, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the group's keys and values, each [kv_heads, sequences, slots, size]."""
         num_sequences, num_blocks = group.block_table.shape
-        by_head = self._kv[:, self._layers[layer].place].permute(1, 2, 0, 3, 4)
+        by_head = self._kv[:, self._layers[layer].index_in_block].permute(1, 2, 0, 3, 4)
         blocks = by_head.index_select(2, group.block_table.flatten())
         if blocks.dtype is torch.int8:
             blocks = dequantize(blocks, dtype)

@@ -17,7 +17,7 @@ from baton.engine.runner.model.config import (
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 LINEAR = "linear_attention"
 
-LayerTypes = Callable[[JsonFields, int], tuple[str, ...]]  # of a config with this many layers
+LayerTypes = Callable[[JsonFields, int], tuple[str, ...]]  # for a config with this many layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class TensorNames:
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     input_norm: str = "input_layernorm"
-    attention_norm: str = ""  # of the output of attention
+    attention_norm: str = ""  # for the output of attention
     mlp_norm: str = "post_attention_layernorm"
     mlp_output_norm: str = ""
     experts: ExpertNames | None = None
@@ -115,7 +115,7 @@ class Family:
 
     names: TensorNames = TensorNames()
     fields: frozenset[str] = frozenset()  # optional fields that it honours, of `MATH_FIELDS`
-    defaults: Mapping[str, object] = field(default_factory=dict)  # of missing config fields
+    defaults: Mapping[str, object] = field(default_factory=dict)  # for missing config fields
     # Those of text models of other types, by the `model_type` of `text_config`.
     text_defaults: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     layer_types: LayerTypes | None = None  # None: attention to the whole context
@@ -130,7 +130,7 @@ class Family:
     has_sinks: bool = False
     has_latent: bool = False  # attention in a latent space (MLA)
     has_output_gate: bool = False  # rows of queries, then of their gates, head by head
-    recurrent: Callable[[JsonFields], RecurrentConfig] | None = None  # of layers with a state
+    recurrent: Callable[[JsonFields], RecurrentConfig] | None = None  # for recurrent layers
     scales_embedding: bool = False  # by the square root of the hidden size
     has_text_config: bool = False  # the text model's fields are in `text_config`
     moe: Callable[[JsonFields], MoeConfig] | None = None

@@ -30,7 +30,7 @@ from baton.engine.runner.model.config import (
 from baton.engine.runner.weights.quantization import read_quantization
 
 MAX_LAYERS = 10_000
-MAX_EXPERTS = 1 << 17  # of all layers together: their tensors are looked for one by one
+MAX_EXPERTS = 1 << 17  # in all layers: their tensors are looked for one by one
 NO_ROPE = RopeConfig(kind="none")
 
 

@@ -26,7 +26,7 @@ KNOWN_FIELDS = frozenset(
         "truncate",
         "short_factor",
         "long_factor",
-        "mrope_section",  # of images
+        "mrope_section",  # for images
         "mrope_interleaved",
         "max_position_embeddings",
         "finetuned",

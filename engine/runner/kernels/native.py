@@ -21,7 +21,7 @@ from baton.engine.runner.model.rope import Angles
 from baton.engine.runner.weights.quantize import Quantized
 
 _SCALE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_MAX_GROUP = 256  # of 16-bit scales: their sums of a group are 32-bit integers
+_MAX_GROUP = 256  # with 16-bit scales: sums of a group are 32-bit integers
 _SCORINGS = {Scoring.SOFTMAX: 0, Scoring.SOFTMAX_OF_TOP: 1, Scoring.SIGMOID: 2}
 _FORMAT_FIELDS = ("bits", "num_rows", "num_columns", "group_size", "is_mxfp4", "scale_type")
 
@@ -232,8 +232,8 @@ class NativeLinear:
 
     kernels: Kernels
     matrix: Struct  # PackedMatrix
-    owners: tuple[Tensor | None, ...]  # of the memory that `matrix` points to
-    column_order: Tensor | None  # of the activations
+    owners: tuple[Tensor | None, ...]  # own the memory that `matrix` points to
+    column_order: Tensor | None  # permutes the activations
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
         order = self.column_order
@@ -260,7 +260,7 @@ class NativeHeadLinears:
 
     kernels: Kernels
     matrices: ctypes.Array[Struct]
-    owners: Sequence[NativeLinear]  # of the memory that `matrices` point to
+    owners: Sequence[NativeLinear]  # own the memory that `matrices` point to
 
     def __call__(self, heads: Tensor) -> Tensor:
         heads = heads.transpose(0, 1).contiguous()

@@ -14,7 +14,7 @@ from baton.engine.runner.kernels.abi import AttentionParams, BatchLayout, PagedK
 from baton.engine.runner.kernels.calls import Kernels, PassArrays
 from baton.engine.runner.layout import PassLayout
 
-Params = ctypes.Array[Struct]  # AttentionParams of a KV group's layers, by place
+Params = ctypes.Array[Struct]  # AttentionParams of a KV group's layers, by index in block
 
 
 class NativePagedAttention:
@@ -36,9 +36,9 @@ class NativePagedAttention:
 
 def _params_of_group(layers: Sequence[LayerAttention], group: int) -> Params:
     own = [layer for layer in layers if layer.kv_group == group]
-    params = (AttentionParams * (1 + max(layer.place for layer in own)))()
+    params = (AttentionParams * (1 + max(layer.index_in_block for layer in own)))()
     for layer in own:
-        params[layer.place] = AttentionParams(
+        params[layer.index_in_block] = AttentionParams(
             sinks=None if layer.sinks is None else layer.sinks.data_ptr(),
             window=layer.window or 0,
             chunk=layer.chunk or 0,
@@ -93,10 +93,10 @@ class NativePass:
             "baton_attention",
             kv=self.kv,
             batch=self.batches[own.kv_group],
-            params=self.params[own.kv_group][own.place],
+            params=self.params[own.kv_group][own.index_in_block],
             queries=query,
             dst=output,
-            layer=own.place,
+            layer=own.index_in_block,
             num_heads=num_heads,
         )
         return output
@@ -113,7 +113,7 @@ class NativePass:
             batch=self.batches[own.kv_group],
             keys=key,
             values=value,
-            layer=own.place,
+            layer=own.index_in_block,
             key_stride=key.stride(0),
             value_stride=value.stride(0),
         )

@@ -135,7 +135,7 @@ class FusedLayer:
         pass_args = self._pass_args(forward_pass)
         if ends is not None:
             self._library.baton_layer_write_kv(self._args, pass_args, hidden_states.data_ptr())
-            hidden_states = hidden_states[ends.places]
+            hidden_states = hidden_states[ends.indices]
             if not len(hidden_states):
                 return hidden_states
             forward_pass = forward_pass.restrict_to(ends)  # owns what the arguments point to
@@ -157,7 +157,7 @@ class FusedLayer:
         return forward_pass.once(self._passes.begin).args[self._number]
 
 
-def _layer_args(config: ModelConfig, index: int, layer: Layer, place: int) -> Struct:
+def _layer_args(config: ModelConfig, index: int, layer: Layer, index_in_block: int) -> Struct:
     own, mlp = config.layers[index], layer.mlp if isinstance(layer.mlp, Mlp) else None
     return LayerArgs(
         input_norm=norm_params(layer.input_norm),
@@ -170,7 +170,7 @@ def _layer_args(config: ModelConfig, index: int, layer: Layer, place: int) -> St
         output=native_matrix(layer.output),
         gate_up=native_matrix(mlp.gate_up) if mlp else PackedMatrix(),
         down=native_matrix(mlp.down) if mlp else PackedMatrix(),
-        index=place,
+        index=index_in_block,
         num_heads=config.num_heads,
         query_rope=own.query_rope,
         key_rope=own.key_rope,

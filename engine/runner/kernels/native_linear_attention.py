@@ -39,7 +39,7 @@ class _NativePass:
             2 * num_kept * config.num_channels,
             4 * num_tokens * config.num_channels,
             8 * num_tokens * config.num_value_heads,
-            4 * num_tokens * config.num_values,  # of Mamba2 alone
+            4 * num_tokens * config.num_values,  # for Mamba2 alone
         )
         self._arrays = arrays = PassArrays()
         self._runs = StateRuns(

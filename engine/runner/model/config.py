@@ -100,8 +100,8 @@ class MoeConfig:
     expert_size: int
     scoring: Scoring = Scoring.SOFTMAX
     normalizes: bool = False  # the chosen weights sum to one
-    scale: float = 1.0  # of the chosen weights
-    num_groups: int = 1  # of experts; only experts of the best `top_groups` are chosen
+    scale: float = 1.0  # multiplies the chosen weights
+    num_groups: int = 1  # only experts of the best `top_groups` groups are chosen
     top_groups: int = 1
     group_best: int = 2  # a group counts by the sum of so many of its best scores
     has_correction_bias: bool = False  # added to the scores for the choice alone
@@ -121,9 +121,9 @@ class LatentConfig:
 
     query_rank: int | None  # None: queries are projected in one step
     rank: int  # size of the latent
-    nope_dim: int  # of a query head, not rotated
-    rope_dim: int  # of a query head and of the key, rotated
-    value_dim: int  # of a head's output
+    nope_dim: int  # unrotated part of a query head
+    rope_dim: int  # rotated part of a query head and of the key
+    value_dim: int  # a head's output
 
 
 class Recurrence(Enum):
@@ -144,8 +144,8 @@ class RecurrentConfig:
 
     num_key_heads: int
     num_value_heads: int  # each key head belongs to as many neighbouring ones
-    key_dim: int  # of a head
-    value_dim: int  # of a head
+    key_dim: int  # per head
+    value_dim: int  # per head
     conv_size: int  # tokens that the convolution sees, the token itself included
     rule: Recurrence = Recurrence.GATED_DELTA
 
@@ -172,12 +172,12 @@ class RecurrentConfig:
 class LayerConfig:
     """Properties in which the layers of one model can differ."""
 
-    window: int | None = None  # of attention; includes the token itself
+    window: int | None = None  # attention window; includes the token itself
     chunk: int | None = None  # tokens attend only within their own chunk of this size
     query_rope: int = 0  # index into `ModelConfig.ropes`
     key_rope: int = 0
     qk_norm: QkNorm = QkNorm.NONE
-    mlp_size: int = 0  # of the dense MLP, 0 for a mixture of experts
+    mlp_size: int = 0  # dense MLP; 0 for a mixture of experts
     is_recurrent: bool = False  # a state instead of keys and values
 
     def kv_spec(self, max_context_len: int) -> KvCacheSpec:
@@ -196,7 +196,7 @@ class ModelConfig:
     hidden_size: int
     num_heads: int
     num_kv_heads: int  # in the cache
-    head_dim: int  # of a key in the cache
+    head_dim: int  # size of a key in the cache
     max_position_embeddings: int
     norm: NormConfig
     ropes: tuple[RopeConfig, ...]
@@ -215,13 +215,13 @@ class ModelConfig:
     logits_softcap: float | None
     logits_scale: float
     embedding_scale: float
-    residual_scale: float  # of the outputs of attention and MLP
+    residual_scale: float  # multiplies the outputs of attention and MLP
     swiglu_alpha: float
     swiglu_limit: float
-    dtype: str  # of the saved weights: float32, bfloat16 or float16
-    quantization: Quantization | None  # of the saved weights
+    dtype: str  # as saved: float32, bfloat16 or float16
+    quantization: Quantization | None  # as saved
     latent: LatentConfig | None = None
-    recurrent: RecurrentConfig | None = None  # of the recurrent layers
+    recurrent: RecurrentConfig | None = None  # the same for all recurrent layers
     has_output_gate: bool = False  # attention's output times the sigmoid of a gate
 
     @property

@@ -30,8 +30,8 @@ class Layer:
     q_norm: Norm | None
     k_norm: Norm | None
     output: Linear
-    attention_norm: Norm | None  # of the output of attention
-    mlp_norm: Norm | None  # of the input of the MLP
+    attention_norm: Norm | None  # for the output of attention
+    mlp_norm: Norm | None  # for the input of the MLP
     mlp: Mlp | Moe
     mlp_output_norm: Norm | None
     latent: LatentProjections | None = None

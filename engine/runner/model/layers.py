@@ -44,7 +44,7 @@ class UnfusedLayer:
         inputs = _apply_norm(ops, hidden_states, layer.input_norm)
         mixed = self._mixer.mix(forward_pass, inputs, ends)
         if ends is not None:
-            hidden_states = hidden_states[ends.places]
+            hidden_states = hidden_states[ends.indices]
             if not len(hidden_states):
                 return hidden_states
         output = layer.output(mixed)

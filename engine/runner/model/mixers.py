@@ -28,7 +28,7 @@ T = TypeVar("T")
 class Ends:
     """Tokens whose hidden states are needed, with an attention pass over them alone."""
 
-    places: Tensor  # flat indices
+    indices: Tensor  # in the flat batch
     attention: AttentionPass
 
 
@@ -36,9 +36,9 @@ class Ends:
 class ForwardPass:
     """Values that the layers of a forward pass share."""
 
-    angles: Sequence[Angles]  # of the tokens, for each RoPE
+    angles: Sequence[Angles]  # by RoPE; a row per token
     attention: AttentionPass
-    linear_attention: LinearAttentionPass | None = None  # of a model with recurrent layers
+    linear_attention: LinearAttentionPass | None = None  # if the model has recurrent layers
     _made: dict[Hashable, object] = field(default_factory=dict)
 
     def once(self, make: Callable[[ForwardPass], T]) -> T:
@@ -49,7 +49,7 @@ class ForwardPass:
 
     def restrict_to(self, ends: Ends) -> ForwardPass:
         """Return the pass over only these tokens."""
-        angles = [(cos[ends.places], sin[ends.places]) for cos, sin in self.angles]
+        angles = [(cos[ends.indices], sin[ends.indices]) for cos, sin in self.angles]
         return replace(self, angles=angles, attention=ends.attention, _made={})
 
 
@@ -75,7 +75,7 @@ class AttentionMixer:
         self._ops = ops
         self._layer = layer
         self._own = config.layers[index]
-        self._number = number  # of the layer among those with attention
+        self._number = number  # the layer's, among those with attention
 
     def mix(self, forward_pass: ForwardPass, inputs: Tensor, ends: Ends | None) -> Tensor:
         config = self._config
@@ -89,7 +89,7 @@ class AttentionMixer:
         forward_pass.attention.write(self._number, key, value)
         if ends is not None:
             forward_pass = forward_pass.restrict_to(ends)
-            query, gates = query[ends.places], [gate[ends.places] for gate in gates]
+            query, gates = query[ends.indices], [gate[ends.indices] for gate in gates]
             if not len(query):
                 return query
         angles = forward_pass.angles[self._own.query_rope]
@@ -126,7 +126,7 @@ class LatentMixer:
         self._ops = ops
         self._layer = layer
         self._own = own
-        self._number = number  # of the layer among those with attention
+        self._number = number  # the layer's, among those with attention
 
     def mix(self, forward_pass: ForwardPass, inputs: Tensor, ends: Ends | None) -> Tensor:
         rank, rope_dim = self._config.rank, self._config.rope_dim
@@ -139,7 +139,7 @@ class LatentMixer:
         cached = torch.cat((latent[:, None], rotated), dim=2)  # [tokens, 1, rank + rope_dim]
         forward_pass.attention.write(self._number, cached, None)
         if ends is not None:
-            forward_pass, query = forward_pass.restrict_to(ends), query[ends.places]
+            forward_pass, query = forward_pass.restrict_to(ends), query[ends.indices]
             if not len(query):
                 return query
         query = self._project_query(query, forward_pass.angles[self._own.query_rope])
@@ -165,14 +165,14 @@ class RecurrentMixer:
     def __init__(self, qkv: Linear, weights: RecurrentWeights, number: int) -> None:
         self._qkv = qkv
         self._weights = weights
-        self._number = number  # of the layer among the recurrent ones
+        self._number = number  # the layer's, among the recurrent ones
 
     def mix(self, forward_pass: ForwardPass, inputs: Tensor, ends: Ends | None) -> Tensor:
         assert forward_pass.linear_attention is not None
         gates = self._weights.gates(inputs)
         projected = self._qkv(inputs)
         mixed = forward_pass.linear_attention.mix(self._number, self._weights, projected, gates)
-        return mixed if ends is None else mixed[ends.places]
+        return mixed if ends is None else mixed[ends.indices]
 
 
 def make_mixer(config: ModelConfig, ops: Ops, layer: Layer, index: int) -> Mixer:

@@ -24,13 +24,13 @@ from baton.engine.runner.model.linear import Linear
 from baton.engine.runner.model.ops import Norm
 
 CHUNK = 64  # tokens that are computed together
-NORM_EPSILON = 1e-6  # of queries and keys of the delta rule
+NORM_EPSILON = 1e-6  # for queries and keys of the delta rule
 
 
 class Heads(NamedTuple):
     """Outputs of the convolution in float32, each [sequences, heads, tokens, ..]."""
 
-    query: Tensor  # of key heads
+    query: Tensor  # by key head
     key: Tensor
     value: Tensor
 
@@ -43,7 +43,7 @@ class DeltaWeights:
     conv: Tensor  # [conv_size, channels] in float32, the oldest token first
     decay_bias: Tensor  # [value heads] in float32
     decay_rate: Tensor  # [value heads] in float32
-    norm: Norm  # of a head's output, before its gate
+    norm: Norm  # for a head's output, before its gate
     conv_bias: None = None
 
     def apply(
@@ -88,7 +88,7 @@ class MambaWeights:
     step_bias: Tensor
     decay_rate: Tensor
     skip: Tensor
-    norm: Norm  # of the output of all heads of a group, after their gates
+    norm: Norm  # for the output of all heads of a group, after their gates
 
     def apply(
         self, config: RecurrentConfig, heads: Heads, gates: Tensor, state: Tensor

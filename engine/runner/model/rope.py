@@ -53,7 +53,7 @@ class Rope:
         self._dtype = dtype
         frequencies, self._scale = _frequencies(config, rotary_dim)
         self._frequencies = frequencies.to(device)
-        self._table: Angles | None = None  # of the positions from 0 on
+        self._table: Angles | None = None  # for positions from 0 on
 
     def angles(self, positions: Tensor, seen_lens: Tensor | None, num_positions: int) -> Angles:
         """Return (cos, sin), each [tokens, 1, head_dim]. All positions are below `num_positions`.

@@ -92,8 +92,8 @@ def _forbid(scores: Tensor, run: TokenRun, eos_token_ids: tuple[int, ...]) -> No
     scores[_indices(banned, scores)] = NEVER
     if _num_outputs(run) < sampling.min_tokens:
         # Tokens that would end the generation; with ignore_eos, eos tokens do not end it.
-        ending = (*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids))
-        _forbid_ending(scores, _indices(ending, scores), has_grammar=run.allowed is not None)
+        stops = (*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids))
+        _forbid_stops(scores, _indices(stops, scores), has_grammar=run.allowed is not None)
 
 
 def _last_tokens_of_banned(sequences: Sequence[tuple[int, ...]], known_tokens: Ints) -> list[int]:
@@ -103,12 +103,12 @@ def _last_tokens_of_banned(sequences: Sequence[tuple[int, ...]], known_tokens: I
     return [last for *before, last in sequences if not before or known[-len(before) :] == before]
 
 
-def _forbid_ending(scores: Tensor, ending: Tensor, *, has_grammar: bool) -> None:
+def _forbid_stops(scores: Tensor, stops: Tensor, *, has_grammar: bool) -> None:
     """Forbid tokens that end the generation, unless the grammar allows no other token."""
-    kept = scores[ending]
-    scores[ending] = NEVER
+    kept = scores[stops]
+    scores[stops] = NEVER
     if has_grammar and scores.max() == NEVER:
-        scores[ending] = kept
+        scores[stops] = kept
 
 
 def _penalise(scores: Tensor, run: TokenRun) -> None:

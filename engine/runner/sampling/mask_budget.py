@@ -25,7 +25,7 @@ class MaskBudget:
 
     def __init__(self) -> None:
         self._average_s: dict[RequestId, float] = {}
-        self._replay_s = 0.0  # of this step
+        self._replay_s = 0.0  # in this step
 
     def begin_step(self, request_ids: Sequence[RequestId]) -> dict[RequestId, str]:
         """Return the rows that must end so that the others fit the budget, with the reasons.

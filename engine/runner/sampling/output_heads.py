@@ -113,7 +113,7 @@ class PromptLogprobs:
 
     def collect(self, step: Step, hidden_states: HiddenStates, result: RunResult) -> None:
         """Add one entry for each prompt token of this step; a prompt's first token has None."""
-        self._next.clear()  # of a failed pass: its retry reports them
+        self._next.clear()  # a failed pass left them: its retry reports them
         self._done.clear()
         by_token = hidden_states.by_token
         if by_token is None:

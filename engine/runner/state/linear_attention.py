@@ -99,8 +99,8 @@ class _TorchStatePass:
     def _read(self, tables: Tensor, first: int, count: int) -> Tensor:
         """Return rows of the states in these blocks, [runs, rows, numbers]."""
         rows = torch.arange(first, first + count, device=tables.device)
-        places = rows % self._shape.rows_per_block
-        found = self._rows[tables[:, rows // self._shape.rows_per_block], places]
+        offsets = rows % self._shape.rows_per_block
+        found = self._rows[tables[:, rows // self._shape.rows_per_block], offsets]
         is_new = (tables[:, :1] == ZEROS)[:, :, None]
         cleaned: Tensor = found.masked_fill(is_new, 0.0)
         return cleaned
@@ -108,8 +108,8 @@ class _TorchStatePass:
     def _write(self, tables: Tensor, first: int, numbers: Tensor) -> None:
         numbers = numbers.reshape(len(tables), -1, self._shape.config.value_dim)
         rows = torch.arange(first, first + numbers.shape[1], device=tables.device)
-        places = rows % self._shape.rows_per_block
-        self._rows[tables[:, rows // self._shape.rows_per_block], places] = numbers
+        offsets = rows % self._shape.rows_per_block
+        self._rows[tables[:, rows // self._shape.rows_per_block], offsets] = numbers
 
 
 def _batches(layout: StateLayout, device: torch.device) -> Iterator[_Batch]:

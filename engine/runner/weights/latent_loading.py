@@ -13,7 +13,7 @@ from baton.engine.runner.model.rope import head_order
 from baton.engine.runner.weights.tensor_loading import TensorLoader
 from baton.engine.runner.weights.tensor_names import TensorMap
 
-EPSILON = 1e-6  # of the norms of low-rank queries and latents, whatever that of other norms
+EPSILON = 1e-6  # for norms of low-rank queries and latents, whatever the others have
 
 
 class LatentLoader:

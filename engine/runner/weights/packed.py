@@ -38,7 +38,7 @@ UNUSED = (".input_scale", ".activation_scale", ".k_scale", ".v_scale", ".output_
 SCALES = (*FLOATS, "F8_E8M0")
 BYTES = ("U8",)
 SMALLEST_SCALE = 0x00400000  # bits of 2^-127
-CHUNK_NUMBERS = 1 << 19  # of FP8, so that float32 intermediates stay small
+CHUNK_NUMBERS = 1 << 19  # FP8 numbers at a time, so that float32 intermediates stay small
 # Column, of the eight in a 32-bit word, of each group of four bits.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -93,10 +93,10 @@ def packed_parts(
             "weight_zero_point": (rows, groups),
         },
     }
-    for ending, size in by_packing[how.packing].items():
-        part = f"{name}.{ending}"
-        if part in names or ending not in OPTIONAL:
-            is_scale = ending in ("scales", "weight_scale")
+    for suffix, size in by_packing[how.packing].items():
+        part = f"{name}.{suffix}"
+        if part in names or suffix not in OPTIONAL:
+            is_scale = suffix in ("scales", "weight_scale")
             yield PackedPart(part, size, FLOATS if is_scale else WHOLE)
 
 

@@ -15,7 +15,7 @@ FP4_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4_VALUES = torch.tensor((*FP4_MAGNITUDES, *(-value for value in FP4_MAGNITUDES)))  # by code
 CHUNK_NUMBERS = 1 << 19  # intermediates of that many numbers stay in the CPU caches
 MIN_SCALE = 1e-12
-QUANTIZE_REVISION = 2  # of the results of to_int8 and to_int4; part of fingerprints
+QUANTIZE_REVISION = 2  # results of to_int8 and to_int4; part of fingerprints
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Quantized:
     zeros: Tensor  # uint8 [rows, groups]: zero points
     bits: int  # per number: 4 or 8
     group: int  # group size in columns: all columns, or a multiple of eight
-    dtype: torch.dtype  # of the activations
+    dtype: torch.dtype  # for activations
     order: Tensor | None = None  # activation column of each of these columns (GPTQ act-order)
     is_mxfp4: bool = False
 

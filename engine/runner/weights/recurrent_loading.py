@@ -82,7 +82,7 @@ def _orders(config: RecurrentConfig) -> tuple[list[int], list[int]]:
 
 
 def _regroup(num_groups: int, sizes: tuple[int, ...]) -> list[int]:
-    """Return the places of all first parts of the groups, then of all second ones, and so on."""
+    """Return the rows of all first parts of the groups, then of all second ones, and so on."""
     width, first = sum(sizes), 0
     order: list[int] = []
     for size in sizes:
@@ -94,7 +94,7 @@ def _regroup(num_groups: int, sizes: tuple[int, ...]) -> list[int]:
 
 
 def channel_order(config: RecurrentConfig) -> list[int]:
-    """Return the places of queries, keys and values among values, keys and queries."""
+    """Return the channels of queries, keys and values among values, keys and queries."""
     values, keys = config.num_values, config.num_keys
     parts = (values + keys, keys), (values, keys), (0, values)
     return list(chain.from_iterable(range(first, first + size) for first, size in parts))
