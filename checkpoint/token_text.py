@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # as SentencePiece writes it
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # decoded from an incomplete character
 
 
 class TokenText(NamedTuple):

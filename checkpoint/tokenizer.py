@@ -14,11 +14,9 @@ import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
-from baton.checkpoint.token_text import TokenText, spelled
+from baton.checkpoint.token_text import UNFINISHED, TokenText, spelled
 from baton.core.errors import InvalidRequest, ModelError
 
-# Decoded from bytes that are not a complete character (yet).
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 MAX_CACHED_TOKENS = 1 << 16  # entries of each token text cache
 # Roles of OpenAI's API. Others are accepted if the chat template names them.
 ROLES = ("assistant", "developer", "function", "system", "tool", "user")
@@ -110,7 +108,8 @@ class Tokenizer:
         extra = dict(variables or {})
         self._check_roles(messages)
         try:
-            return self._template(bool(extra.get("tools"))).render(
+            source = self._template_source(has_tools=bool(extra.get("tools")))
+            return self._environment.from_string(source).render(
                 **{
                     **self._named_tokens,
                     "messages": [dict(message) for message in messages],
@@ -129,16 +128,10 @@ class Tokenizer:
         """Return whether the token is a byte-fallback token, such as `<0x0A>`."""
         return token_id in self._byte_ids
 
-    def detokenizer(
-        self, *, skip_special_tokens: bool = True, shown: Collection[str] = ()
-    ) -> Detokenizer:
+    def detokenizer(self, shown: Collection[str] = ()) -> Detokenizer:
         """Return a detokenizer of one answer. Special tokens named in `shown` are not skipped."""
-        ids = frozenset(self._fast.token_to_id(name) for name in shown)
-        kept = self._special_ids & ids
-        if not (kept and skip_special_tokens):
-            return Detokenizer(self, skip_special_tokens=skip_special_tokens)
-        hidden = self._special_ids - kept
-        return Detokenizer(self, skip_special_tokens=False, hidden_ids=hidden)
+        kept = self._special_ids & {self._fast.token_to_id(name) for name in shown}
+        return Detokenizer(self, self._special_ids - kept if kept else None)
 
     def _check_roles(self, messages: Sequence[Message]) -> None:
         for index, message in enumerate(messages):
@@ -162,9 +155,6 @@ class Tokenizer:
                 continue  # reported when it is rendered
             words.update(node.value for node in constants if isinstance(node.value, str))
         return frozenset(words)
-
-    def _template(self, has_tools: bool) -> jinja2.Template:
-        return self._environment.from_string(self._template_source(has_tools=has_tools))
 
     def _template_source(self, *, has_tools: bool) -> str:
         names = ("tool_use", "default") if has_tools else ("default",)
@@ -208,16 +198,11 @@ class Detokenizer:
     ends with an incomplete character.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        skip_special_tokens: bool = True,
-        hidden_ids: frozenset[int] = frozenset(),
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, hidden_ids: frozenset[int] | None) -> None:
+        """`hidden_ids`: tokens to skip, if those are not all special ones."""
         self._tokenizer = tokenizer
         self._hidden_ids = hidden_ids
-        self._skip_special_tokens = skip_special_tokens
+        self._skip_special_tokens = hidden_ids is None
         # Some decoders treat the start of a text differently, so new tokens are decoded together
         # with the last ones emitted: the first `_num_emitted` ids, with the text `_emitted_text`.
         self._window: list[int] = []

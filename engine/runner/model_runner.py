@@ -41,7 +41,7 @@ from baton.engine.runner.sampling.output_heads import (
 )
 from baton.engine.runner.sampling.sampler import Sampler
 from baton.engine.runner.sampling.spec_decode import SpecDecoder
-from baton.engine.runner.state.linear_attention import LinearAttention, LinearAttentionPass
+from baton.engine.runner.state.linear_attention import LinearAttention
 from baton.engine.spec_decode.config import Speculation
 from baton.engine.spec_decode.ngram_proposer import NgramProposer
 from baton.engine.spec_decode.proposer import Drafts
@@ -141,13 +141,15 @@ class TorchRunner:
         needs_all = any(head.needs_all_tokens(step) for head in self._heads)
         all_are_sampled = len(step.sampled) == len(step.token_ids)
         ends = None if all_are_sampled else np.array(step.sampled, dtype=np.int64)
-        tensors = self._to_device(step, ends)
+        tensors, linear_attention = self._to_device(step, ends), None
+        if self._linear_attention is not None and step.states is not None:
+            linear_attention = self._linear_attention.begin(step.states)
         hidden_states = self.decoder.forward(
             tensors.token_ids,
             ForwardPass(
                 self._ropes.angles(tensors.positions, tensors.seen_lens, step.max_len),
                 self._attention.begin(step.layout),
-                self._begin_linear_attention(step),
+                linear_attention,
             ),
             None if self.hook is None else FencedHook(self.hook, self.fences, is_retry),
             None if needs_all else self._ends(step, ends, tensors.ends),
@@ -171,11 +173,6 @@ class TorchRunner:
         if sequences is None or indices is None:
             return None
         return Ends(indices, self._attention.begin(step.layout.restrict_to_last_tokens(sequences)))
-
-    def _begin_linear_attention(self, step: Step) -> LinearAttentionPass | None:
-        if self._linear_attention is None or step.states is None:
-            return None
-        return self._linear_attention.begin(step.states)
 
     def _collect(self, step: Step, hidden_states: HiddenStates) -> RunResult:
         result = RunResult()

@@ -113,10 +113,7 @@ class Disjointness:
         """Return conditions of which each value that matches all schemas meets at least one."""
         found: Sequence[_Facts] = ANY
         for schema in schemas:
-            more = self._of_one(schema, depth)
-            found = [self._join_facts(one, other) for one, other in product(found, more)]
-            if len(found) > MAX_ALTERNATIVES:
-                raise _LimitExceeded
+            found = self._combine(found, self._of_one(schema, depth))
         return found
 
     def _of_one(self, schema: Any, depth: int) -> Sequence[_Facts]:
@@ -133,9 +130,7 @@ class Disjointness:
             branches = read_list(schema, name)
             if branches:
                 some = [each for one in branches for each in self._of_one(one, depth - 1)]
-                found = [self._join_facts(one, other) for one, other in product(found, some)]
-                if len(found) > MAX_ALTERNATIVES:
-                    raise _LimitExceeded
+                found = self._combine(found, some)
         own = self._own(schema)
         return [self._join_facts(each, own) for each in found]
 
@@ -169,6 +164,12 @@ class Disjointness:
         """Return the schema of a local reference. One that is not understood allows any value."""
         is_followed = self._follows_refs and isinstance(ref, str)
         return resolve_pointer(self._root, str(ref)) if is_followed else True
+
+    def _combine(self, some: Sequence[_Facts], others: Sequence[_Facts]) -> Sequence[_Facts]:
+        found = [self._join_facts(one, other) for one, other in product(some, others)]
+        if len(found) > MAX_ALTERNATIVES:
+            raise _LimitExceeded
+        return found
 
     def _join_facts(self, one: _Facts, other: _Facts) -> _Facts:
         self._spend(1 + one.size + other.size)

@@ -59,10 +59,7 @@ ALL_VARIANTS = {**VARIANTS, **FAMILY_VARIANTS}
 
 
 def part_by_part(parts: Parts) -> Parts:
-    def layers(config: ModelConfig, layers: Sequence[Layer]) -> Sequence[DecoderLayer]:
-        return unfused_layers(config, parts.ops, layers)
-
-    return replace(parts, make_layers=layers)
+    return replace(parts, make_layers=partial(unfused_layers, parts.ops))
 
 
 def recording(parts: Parts) -> tuple[Parts, list[Sequence[DecoderLayer]]]:

@@ -36,18 +36,15 @@ def write_converted(staged: Tensor, kv: Tensor, block_ids: Sequence[int], first_
         end = min(begin + len(targets) * size, staged.shape[0] * staged_size)
         some = staged[begin // staged_size : -(-end // staged_size)]
         skipped = begin % staged_size
-        tokens = _by_token(some)[skipped : skipped + end - begin]
+        by_token = some.permute(0, 4, 1, 2, 3, 5).flatten(0, 1)
+        tokens = by_token[skipped : skipped + end - begin]
         if kv.dtype is torch.int8 and staged.dtype is not torch.int8:
             tokens = quantize(tokens)
         _write(tokens, kv, targets)
 
 
-def _by_token(blocks: Tensor) -> Tensor:
-    """Return the slots as [tokens, layers, tensors, kv_heads, slot]."""
-    return blocks.permute(0, 4, 1, 2, 3, 5).flatten(0, 1)
-
-
 def _write(tokens: Tensor, kv: Tensor, targets: Tensor) -> None:
+    """Write slots, [tokens, layers, tensors, kv_heads, slot]."""
     size = kv.shape[4]
     num_whole = len(tokens) // size
     whole = tokens[: num_whole * size].unflatten(0, (num_whole, size))

@@ -135,20 +135,13 @@ def _place_group(
     return _Group(group.tokens, group.num_queries, block_table, padded_blocks, padding, mask)
 
 
+@dataclass(frozen=True, slots=True)
 class _TorchPass:
-    def __init__(
-        self,
-        kv: Tensor,
-        layers: tuple[LayerAttention, ...],
-        groups_by_layer: list[list[_Group]],
-        write_blocks: Tensor,
-        write_offsets: Tensor,
-    ) -> None:
-        self._kv = kv
-        self._layers = layers
-        self._groups_by_layer = groups_by_layer
-        self._write_blocks = write_blocks
-        self._write_offsets = write_offsets
+    kv: Tensor
+    layers: tuple[LayerAttention, ...]
+    groups_by_layer: Sequence[Sequence[_Group]]
+    write_blocks: Tensor
+    write_offsets: Tensor
 
     def write(self, layer: int, key: Tensor, value: Tensor | None) -> None:
         self._write(layer, 0, key)
@@ -156,26 +149,26 @@ class _TorchPass:
             self._write(layer, 1, value)
 
     def _write(self, layer: int, tensor: int, numbers: Tensor) -> None:
-        own = self._layers[layer]
-        blocks = self._write_blocks[own.kv_group]
-        slots = quantize(numbers) if self._kv.dtype is torch.int8 else numbers
-        self._kv[blocks, own.index_in_block, tensor, :, self._write_offsets] = slots
+        own = self.layers[layer]
+        blocks = self.write_blocks[own.kv_group]
+        slots = quantize(numbers) if self.kv.dtype is torch.int8 else numbers
+        self.kv[blocks, own.index_in_block, tensor, :, self.write_offsets] = slots
 
     def attend(self, layer: int, query: Tensor) -> Tensor:
-        output = query.new_empty(*query.shape[:2], self._layers[layer].value_dim or query.shape[2])
-        for group in self._groups_by_layer[layer]:
+        output = query.new_empty(*query.shape[:2], self.layers[layer].value_dim or query.shape[2])
+        for group in self.groups_by_layer[layer]:
             keys, values = self._gather(layer, group, query.dtype)
             attend = _attend_decodes if group.num_queries == 1 else _attend_chunk
             mask = None if group.mask is None else group.mask.to(query.dtype)
             output[group.tokens] = attend(
-                query[group.tokens], keys, values, mask, self._layers[layer]
+                query[group.tokens], keys, values, mask, self.layers[layer]
             )
         return output
 
     def _gather(self, layer: int, group: _Group, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the group's keys and values, each [kv_heads, sequences, slots, size]."""
         num_sequences, num_blocks = group.block_table.shape
-        by_head = self._kv[:, self._layers[layer].index_in_block].permute(1, 2, 0, 3, 4)
+        by_head = self.kv[:, self.layers[layer].index_in_block].permute(1, 2, 0, 3, 4)
         blocks = by_head.index_select(2, group.block_table.flatten())
         if blocks.dtype is torch.int8:
             blocks = dequantize(blocks, dtype)
@@ -186,7 +179,7 @@ class _TorchPass:
             blocks[:, :, group.padded_blocks] = cleaned
         num_slots = num_blocks * block_size
         slots = blocks.view(num_tensors, num_kv_heads, num_sequences, num_slots, head_dim)
-        return slots[0], slots[-1, ..., : self._layers[layer].value_dim]
+        return slots[0], slots[-1, ..., : self.layers[layer].value_dim]
 
 
 def _attend_decodes(

@@ -93,10 +93,7 @@ def linear_between_full(raw: JsonFields, num_layers: int) -> tuple[str, ...]:
     else:
         every = raw.positive_int("full_attention_interval", 4)
         types = tuple(LINEAR if (i + 1) % every else FULL for i in range(num_layers))
-    if FULL not in types:
-        name = "layer_types" if raw.has("layer_types") else "full_attention_interval"
-        raise raw.wrong(name, f"must leave at least one layer with {FULL}")
-    return types
+    return _with_full(raw, types)
 
 
 def linear_where_listed(raw: JsonFields, num_layers: int) -> tuple[str, ...]:
@@ -105,10 +102,7 @@ def linear_where_listed(raw: JsonFields, num_layers: int) -> tuple[str, ...]:
     if isinstance(types, list):  # before transformers 5 with other names
         old_names = {"mamba": LINEAR, "attention": FULL}
         raw = raw.with_fields({"layer_types": [old_names.get(str(each), each) for each in types]})
-    listed = _listed(raw, num_layers, (FULL, LINEAR))
-    if FULL not in listed:
-        raise raw.wrong("layer_types", f"must leave at least one layer with {FULL}")
-    return listed
+    return _with_full(raw, _listed(raw, num_layers, (FULL, LINEAR)))
 
 
 def dense_of_step(raw: JsonFields, num_layers: int) -> frozenset[int]:
@@ -148,6 +142,13 @@ def _window_where(raw: JsonFields, has_window: Sequence[bool]) -> tuple[str, ...
     if raw.has("layer_types"):
         return _listed(raw, len(has_window))
     return tuple(SLIDING if has else FULL for has in has_window)
+
+
+def _with_full(raw: JsonFields, types: tuple[str, ...]) -> tuple[str, ...]:
+    if FULL not in types:
+        name = "layer_types" if raw.has("layer_types") else "full_attention_interval"
+        raise raw.wrong(name, f"must leave at least one layer with {FULL}")
+    return types
 
 
 def _listed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from baton.checkpoint.checkpoint import Checkpoint
 from baton.checkpoint.json_fields import JsonFields
@@ -167,7 +168,7 @@ class _Ropes:
         rope = self._by_type[kind] if self.has_rope(layer) else NO_ROPE
         query_rope = rope
         if self._temperature is not None and (self._scales_all or not self.has_rope(layer)):
-            query_rope = rope.with_temperature(self._temperature)
+            query_rope = replace(rope, temperature=self._temperature)
         return self._number(query_rope), self._number(rope)
 
     def all(self) -> tuple[RopeConfig, ...]:

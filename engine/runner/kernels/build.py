@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import hashlib
+import itertools
 import logging
 import os
 import platform
@@ -42,10 +43,6 @@ AVX512_BF16_FLAGS = (
 COMPILERS = ("c++", "g++", "clang++")
 WAITING = "waiting for another process that builds the kernels"
 Report = Callable[[str], None]  # shows the latest progress, such as in a status line
-
-
-def _no_report(_message: str) -> None:
-    """Default of `library`: only the log has the start and the end of a build."""
 
 
 class KernelsUnavailable(Exception):
@@ -98,7 +95,7 @@ def _request_amx() -> bool:
     return error == 0
 
 
-def library(variant: Variant, report: Report = _no_report) -> Path:
+def library(variant: Variant, report: Report = lambda _: None) -> Path:
     """Return the path of the variant's library, built if necessary. Raises KernelsUnavailable."""
     return built(variant) or _build(variant, build_folder() / file_name(variant), report)
 
@@ -195,7 +192,13 @@ def _compile(compiler: str, variant: Variant, target: Path, report: Report) -> N
     # Large ones first: they take longest, and small ones fill the gaps at the end.
     sources = sorted(SOURCES.glob("*.cpp"), key=lambda path: path.stat().st_size, reverse=True)
     log.info("Building the kernels for this CPU (%s), once: %d files", variant.name, len(sources))
-    counting = _counting(len(sources), report)
+    counter = itertools.count()
+
+    def report_done() -> None:
+        done = f"{next(counter)} of {len(sources)} files"
+        report(f"building kernels for this CPU, once: {done}")
+
+    report_done()  # none yet
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         objects = [str(Path(folder) / f"{source.stem}.o") for source in sources]
         flags = [compiler, *FLAGS, *variant.flags]
@@ -206,7 +209,7 @@ def _compile(compiler: str, variant: Variant, target: Path, report: Report) -> N
                     [*flags, "-c", str(source), "-o", path]
                     for source, path in zip(sources, objects, strict=True)
                 ],
-                on_done=counting,
+                on_done=report_done,
             )
             run_commands([[*flags, *objects, "-o", str(output)]], on_done=lambda: None)
         except CompilerFailed as error:
@@ -215,19 +218,6 @@ def _compile(compiler: str, variant: Variant, target: Path, report: Report) -> N
             ) from error
         output.replace(target)
     log.info("Built the kernels in %.0f s: %s", time.monotonic() - began_s, target)
-
-
-def _counting(num_files: int, report: Report) -> Callable[[], None]:
-    """Return a function that reports one more compiled file. None is reported at once."""
-    num_done = -1
-
-    def count() -> None:
-        nonlocal num_done
-        num_done += 1
-        report(f"building kernels for this CPU, once: {num_done} of {num_files} files")
-
-    count()
-    return count
 
 
 def main() -> None:

@@ -53,11 +53,8 @@ class Parts:
     make_linear_attention: MakeLinearAttention = TorchLinearAttention
 
 
-def _torch_layers(config: ModelConfig, layers: Sequence[Layer]) -> Sequence[DecoderLayer]:
-    return unfused_layers(config, TorchOps(), layers)
-
-
-TORCH = Parts("torch", TorchOps(), TorchPagedAttention, _torch_layers)
+_TORCH_OPS = TorchOps()
+TORCH = Parts("torch", _TORCH_OPS, TorchPagedAttention, partial(unfused_layers, _TORCH_OPS))
 
 
 def choose_parts(wanted: str, dtype: torch.dtype, device: torch.device) -> Parts:

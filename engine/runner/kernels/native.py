@@ -20,6 +20,9 @@ from baton.engine.runner.model.ops import MlpGate, Norm, Peaks
 from baton.engine.runner.model.rope import Angles
 from baton.engine.runner.weights.quantize import Quantized
 
+Matrices = ctypes.Array[Struct]  # PackedMatrix of the same shape and format
+Experts = tuple[Matrices, Matrices]  # gate and up, and down of all experts of a layer
+
 _SCALE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MAX_GROUP = 256  # with 16-bit scales: sums of a group are 32-bit integers
 _SCORINGS = {Scoring.SOFTMAX: 0, Scoring.SOFTMAX_OF_TOP: 1, Scoring.SIGMOID: 2}
@@ -34,7 +37,7 @@ class NativeOps:
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
         self._workspace = Workspace()
-        self._experts: WeakKeyDictionary[Moe, NativeExperts | None] = WeakKeyDictionary()
+        self._experts: WeakKeyDictionary[Moe, Experts | None] = WeakKeyDictionary()
 
     def linear(self, weight: Tensor | Quantized, bias: Tensor | None) -> NativeLinear:
         """Pack a copy of the weight, on huge pages where available."""
@@ -187,14 +190,14 @@ class NativeOps:
         expert_ids, weights = routing.expert_ids.contiguous(), routing.weights.contiguous()
         output = torch.empty_like(hidden_states)
         num_tokens, top_k = expert_ids.shape
-        gate_up, down = experts.gate_up[0], experts.down[0]
-        widths = down.num_rows, gate_up.num_rows, down.num_columns
+        gate_up, down = experts
+        widths = down[0].num_rows, gate_up[0].num_rows, down[0].num_columns
         buffers = self._workspace.split(*(2 * num_tokens * top_k * width for width in widths))
         narrow_buf, wide_buf, gated_buf = buffers
         self._kernels.call(
             "baton_mix_experts",
-            gate_up=ctypes.addressof(experts.gate_up),
-            down=ctypes.addressof(experts.down),
+            gate_up=ctypes.addressof(gate_up),
+            down=ctypes.addressof(down),
             src=hidden_states,
             expert_ids=expert_ids,
             weights=weights,
@@ -203,7 +206,7 @@ class NativeOps:
             wide_buf=wide_buf,
             gated_buf=gated_buf,
             num_tokens=num_tokens,
-            num_experts=len(experts.gate_up),
+            num_experts=len(gate_up),
             top_k=top_k,
             gate=gate_params(gate),
             scales_input=moe.config.scales_input,
@@ -259,7 +262,7 @@ class NativeHeadLinears:
     """Implements `HeadLinears`."""
 
     kernels: Kernels
-    matrices: ctypes.Array[Struct]
+    matrices: Matrices
     owners: Sequence[NativeLinear]  # own the memory that `matrices` point to
 
     def __call__(self, heads: Tensor) -> Tensor:
@@ -277,19 +280,11 @@ class NativeHeadLinears:
         return output.transpose(0, 1)
 
 
-@dataclass(frozen=True, slots=True)
-class NativeExperts:
-    """Matrices of all experts of a layer. All have the same shape and format."""
-
-    gate_up: ctypes.Array[Struct]
-    down: ctypes.Array[Struct]
-
-
-def native_experts(experts: Sequence[Mlp]) -> NativeExperts | None:
+def native_experts(experts: Sequence[Mlp]) -> Experts | None:
     """Return None if the kernels cannot compute these experts together."""
     gate_up = _alike([native_matrix(mlp.gate_up) for mlp in experts])
     down = _alike([native_matrix(mlp.down) for mlp in experts])
-    return None if gate_up is None or down is None else NativeExperts(gate_up, down)
+    return None if gate_up is None or down is None else (gate_up, down)
 
 
 def native_matrix(linear: Linear) -> Struct | None:
@@ -299,7 +294,7 @@ def native_matrix(linear: Linear) -> Struct | None:
     return None
 
 
-def _alike(matrices: Sequence[Struct | None]) -> ctypes.Array[Struct] | None:
+def _alike(matrices: Sequence[Struct | None]) -> Matrices | None:
     """Return the matrices as an array, or None if one is missing or differs from the others."""
     native = [matrix for matrix in matrices if matrix is not None]
     formats = {tuple(getattr(matrix, name) for name in _FORMAT_FIELDS) for matrix in native}

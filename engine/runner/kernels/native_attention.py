@@ -21,17 +21,17 @@ class NativePagedAttention:
     """Implements `PagedAttention`. A token's output depends only on its own context."""
 
     def __init__(self, kernels: Kernels, kv: Tensor, layers: Sequence[LayerAttention]) -> None:
-        self._kernels = kernels
-        self._kv = kv
+        self.kernels = kernels
+        self._tensor = kv
         head_dim = kv.shape[-1] - scale_bytes(kv.dtype)
         value_dim, is_int8 = layers[0].value_dim or head_dim, kv.dtype is torch.int8
-        self._paged_kv = PagedKv(kv.data_ptr(), *kv.shape[1:-1], head_dim, value_dim, is_int8)
-        self._layers = tuple(layers)  # keep the sinks alive
+        self.kv = PagedKv(kv.data_ptr(), *kv.shape[1:-1], head_dim, value_dim, is_int8)
+        self.layers = tuple(layers)  # keep the sinks alive
         num_groups = 1 + max(layer.kv_group for layer in layers)
-        self._params = [_params_of_group(layers, group) for group in range(num_groups)]
+        self.params = [_params_of_group(layers, group) for group in range(num_groups)]
 
     def begin(self, layout: PassLayout) -> AttentionPass:
-        return NativePass(self._kernels, self._paged_kv, self._layers, self._params, layout)
+        return NativePass(self, layout)
 
 
 def _params_of_group(layers: Sequence[LayerAttention], group: int) -> Params:
@@ -51,18 +51,8 @@ def _params_of_group(layers: Sequence[LayerAttention], group: int) -> Params:
 class NativePass:
     """Implements `AttentionPass`."""
 
-    def __init__(
-        self,
-        kernels: Kernels,
-        kv: Struct,
-        layers: Sequence[LayerAttention],
-        params: Sequence[Params],
-        layout: PassLayout,
-    ) -> None:
-        self._kernels = kernels
-        self.kv = kv
-        self.layers = layers
-        self.params = params  # by KV group
+    def __init__(self, attention: NativePagedAttention, layout: PassLayout) -> None:
+        self.attention = attention
         self._arrays = arrays = PassArrays()
         shared = {
             "write_offsets": arrays.address(layout.write_offsets),
@@ -87,13 +77,13 @@ class NativePass:
     def attend(self, layer: int, query: Tensor) -> Tensor:
         query = query.contiguous()
         num_tokens, num_heads, _ = query.shape
-        output = torch.empty(num_tokens, num_heads, self.kv.value_dim, dtype=query.dtype)
-        own = self.layers[layer]
-        self._kernels.call(
+        output = torch.empty(num_tokens, num_heads, self.attention.kv.value_dim, dtype=query.dtype)
+        own = self.attention.layers[layer]
+        self.attention.kernels.call(
             "baton_attention",
-            kv=self.kv,
+            kv=self.attention.kv,
             batch=self.batches[own.kv_group],
-            params=self.params[own.kv_group][own.index_in_block],
+            params=self.attention.params[own.kv_group][own.index_in_block],
             queries=query,
             dst=output,
             layer=own.index_in_block,
@@ -106,10 +96,10 @@ class NativePass:
         key = key if key.stride()[1:] == inner else key.contiguous()
         value = key if value is None else value
         value = value if value.stride()[1:] == inner else value.contiguous()
-        own = self.layers[layer]
-        self._kernels.call(
+        own = self.attention.layers[layer]
+        self.attention.kernels.call(
             "baton_write_kv",
-            kv=self.kv,
+            kv=self.attention.kv,
             batch=self.batches[own.kv_group],
             keys=key,
             values=value,

@@ -35,7 +35,7 @@ def native_layers(
     parts = torch_parts(config, layers)
     if parts:
         log.info("%s: torch computes the %s", config.architecture, ", the ".join(parts))
-    made = list(unfused_layers(config, NativeOps(kernels), layers))
+    made = list(unfused_layers(NativeOps(kernels), config, layers))
     fused = [index for index, layer in enumerate(layers) if _can_fuse(config, layer)]
     places = layer_places(config.kv_groups())
     numbers = {index: number for number, index in enumerate(config.attention_layers)}
@@ -71,9 +71,10 @@ class _FusedPasses:
         self._layer_args = layer_args
 
     def begin(self, forward_pass: ForwardPass) -> _FusedPass:
-        attention = forward_pass.attention
-        if not isinstance(attention, NativePass):
-            raise TypeError(f"fused layers need native attention, not {attention!r}")
+        running = forward_pass.attention
+        if not isinstance(running, NativePass):
+            raise TypeError(f"fused layers need native attention, not {running!r}")
+        attention = running.attention
         angles = [(cos.contiguous(), sin.contiguous()) for cos, sin in forward_pass.angles]
         pointers = [RopeAngles(cos.data_ptr(), sin.data_ptr()) for cos, sin in angles]
         by_rope = (RopeAngles * len(angles))(*pointers)
@@ -89,10 +90,10 @@ class _FusedPasses:
                 heads_buf=buffers[2].data_ptr(),
                 num_threads=self.kernels.num_threads,
             )
-            for batch, params in zip(attention.batches, attention.params, strict=True)
+            for batch, params in zip(running.batches, attention.params, strict=True)
         ]
         args = [args_by_group[layer.kv_group] for layer in attention.layers]
-        return _FusedPass(args, (angles, by_rope, buffers, attention))
+        return _FusedPass(args, (angles, by_rope, buffers, running))
 
     def _allocate_buffers(self, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         config = self.config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 from baton.engine.kv_cache.groups import KvCacheSpec, KvGroup, group_layers
@@ -54,9 +54,6 @@ class RopeConfig:
     def mscale_of(self, mscale: float) -> float:
         """Return YaRN's scale of cosines and sines for one value of `mscale`."""
         return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
-
-    def with_temperature(self, temperature: QueryTemperature) -> RopeConfig:
-        return replace(self, temperature=temperature)
 
 
 class Activation(Enum):

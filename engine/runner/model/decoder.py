@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,24 +16,16 @@ from baton.engine.runner.model.mixers import Ends, ForwardPass
 from baton.engine.runner.model.ops import Norm, Ops, Peaks
 
 
+@dataclass(frozen=True, slots=True)
 class Decoder:
     """Model weights and the forward pass. Holds no request state."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        ops: Ops,
-        embedding: Linear,
-        layers: Sequence[DecoderLayer],
-        norm: Norm,
-        head: Linear,
-    ) -> None:
-        self._config = config
-        self._ops = ops
-        self._embedding = embedding
-        self._layers = layers
-        self._norm = norm
-        self._head = head
+    config: ModelConfig
+    ops: Ops
+    embedding: Linear
+    layers: Sequence[DecoderLayer]
+    norm: Norm
+    head: Linear
 
     def forward(
         self,
@@ -45,31 +38,31 @@ class Decoder:
 
         With `ends`, only the hidden states of those tokens are returned.
         """
-        hidden_states, last = self._embed(token_ids), len(self._layers) - 1
-        for index, layer in enumerate(self._layers):
+        hidden_states, last = self._embed(token_ids), len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
             needed = ends if index == last else None
             hidden_states = layer.forward(forward_pass, hidden_states, needed)
             if hook is not None:
                 hook.layer_done(index)
         if hook is not None:
             hook.pass_done()
-        return self._ops.rms_norm(hidden_states, self._norm)
+        return self.ops.rms_norm(hidden_states, self.norm)
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """[rows, hidden_size] → [rows, vocab_size] in float32."""
-        logits = self._head(hidden_states).float()
-        if self._config.logits_scale != 1.0:
-            logits = logits * self._config.logits_scale
-        if self._config.logits_softcap is not None:
-            logits = torch.tanh(logits / self._config.logits_softcap) * self._config.logits_softcap
+        logits = self.head(hidden_states).float()
+        if self.config.logits_scale != 1.0:
+            logits = logits * self.config.logits_scale
+        if self.config.logits_softcap is not None:
+            logits = torch.tanh(logits / self.config.logits_softcap) * self.config.logits_softcap
         return logits
 
     def _embed(self, token_ids: Tensor) -> Tensor:
-        embeddings = self._embedding.rows(token_ids)
-        if self._config.embedding_scale == 1.0:
+        embeddings = self.embedding.rows(token_ids)
+        if self.config.embedding_scale == 1.0:
             return embeddings
         # The scale is rounded to the dtype first, as the models were trained.
-        return embeddings * torch.tensor(self._config.embedding_scale, dtype=embeddings.dtype)
+        return embeddings * torch.tensor(self.config.embedding_scale, dtype=embeddings.dtype)
 
     def find_peaks(self, logits: Tensor) -> Peaks:
-        return self._ops.find_peaks(logits)
+        return self.ops.find_peaks(logits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -28,21 +29,21 @@ class DecoderLayer(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
 class UnfusedLayer:
     """Reference implementation: one operation of `Ops` after the other."""
 
-    def __init__(self, config: ModelConfig, ops: Ops, layer: Layer, mixer: Mixer) -> None:
-        self._config = config
-        self._ops = ops
-        self._layer = layer
-        self._mixer = mixer
+    config: ModelConfig
+    ops: Ops
+    layer: Layer
+    mixer: Mixer
 
     def forward(
         self, forward_pass: ForwardPass, hidden_states: Tensor, ends: Ends | None
     ) -> Tensor:
-        layer, config, ops = self._layer, self._config, self._ops
+        layer, config, ops = self.layer, self.config, self.ops
         inputs = _apply_norm(ops, hidden_states, layer.input_norm)
-        mixed = self._mixer.mix(forward_pass, inputs, ends)
+        mixed = self.mixer.mix(forward_pass, inputs, ends)
         if ends is not None:
             hidden_states = hidden_states[ends.indices]
             if not len(hidden_states):
@@ -54,7 +55,7 @@ class UnfusedLayer:
 
 
 def unfused_layers(
-    config: ModelConfig, ops: Ops, layers: Sequence[Layer]
+    ops: Ops, config: ModelConfig, layers: Sequence[Layer]
 ) -> Sequence[DecoderLayer]:
     return [
         UnfusedLayer(config, ops, layer, make_mixer(config, ops, layer, index))

@@ -65,45 +65,44 @@ class Mixer(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
 class AttentionMixer:
     """Attention with keys and values of several heads."""
 
-    def __init__(
-        self, config: ModelConfig, ops: Ops, layer: Layer, index: int, number: int
-    ) -> None:
-        self._config = config
-        self._ops = ops
-        self._layer = layer
-        self._own = config.layers[index]
-        self._number = number  # the layer's, among those with attention
+    config: ModelConfig
+    ops: Ops
+    layer: Layer
+    own: LayerConfig
+    number: int  # the layer's, among those with attention
 
     def mix(self, forward_pass: ForwardPass, inputs: Tensor, ends: Ends | None) -> Tensor:
-        config = self._config
+        config = self.config
         heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         if config.has_output_gate:
             heads.append(config.num_heads)
-        by_head = self._layer.qkv(inputs).view(len(inputs), -1, config.head_dim)
+        by_head = self.layer.qkv(inputs).view(len(inputs), -1, config.head_dim)
         split: tuple[Tensor, ...] = by_head.split(heads, dim=1)
         query, key, value, *gates = split
-        key = self._apply_rope(key, self._layer.k_norm, forward_pass.angles[self._own.key_rope])
-        forward_pass.attention.write(self._number, key, value)
+        key = self._apply_rope(key, self.layer.k_norm, forward_pass.angles[self.own.key_rope])
+        forward_pass.attention.write(self.number, key, value)
         if ends is not None:
             forward_pass = forward_pass.restrict_to(ends)
             query, gates = query[ends.indices], [gate[ends.indices] for gate in gates]
             if not len(query):
                 return query
-        angles = forward_pass.angles[self._own.query_rope]
-        query = self._apply_rope(query, self._layer.q_norm, angles)
-        attended = forward_pass.attention.attend(self._number, query).flatten(1)
-        return self._ops.multiply_sigmoid(attended, gates[0].flatten(1)) if gates else attended
+        angles = forward_pass.angles[self.own.query_rope]
+        query = self._apply_rope(query, self.layer.q_norm, angles)
+        attended = forward_pass.attention.attend(self.number, query).flatten(1)
+        return self.ops.multiply_sigmoid(attended, gates[0].flatten(1)) if gates else attended
 
     def _apply_rope(self, heads: Tensor, norm: Norm | None, angles: Angles) -> Tensor:
-        if norm is not None and self._own.qk_norm is QkNorm.ALL_HEADS:
-            heads = self._ops.rms_norm(heads.flatten(1), norm).view(heads.shape)
+        if norm is not None and self.own.qk_norm is QkNorm.ALL_HEADS:
+            heads = self.ops.rms_norm(heads.flatten(1), norm).view(heads.shape)
             norm = None
-        return self._ops.apply_rope(heads, norm, angles)
+        return self.ops.apply_rope(heads, norm, angles)
 
 
+@dataclass(frozen=True, slots=True)
 class LatentMixer:
     """Multi-head latent attention (MLA) in absorbed form: attention over the latents themselves.
 
@@ -112,66 +111,57 @@ class LatentMixer:
     sum of latents. So all heads share one key per token, whose leading numbers are the value.
     """
 
-    def __init__(
-        self,
-        config: LatentConfig,
-        projections: LatentProjections,
-        ops: Ops,
-        layer: Layer,
-        own: LayerConfig,
-        number: int,
-    ) -> None:
-        self._config = config
-        self._projections = projections
-        self._ops = ops
-        self._layer = layer
-        self._own = own
-        self._number = number  # the layer's, among those with attention
+    config: LatentConfig
+    projections: LatentProjections
+    ops: Ops
+    layer: Layer
+    own: LayerConfig
+    number: int  # the layer's, among those with attention
 
     def mix(self, forward_pass: ForwardPass, inputs: Tensor, ends: Ends | None) -> Tensor:
-        rank, rope_dim = self._config.rank, self._config.rope_dim
-        projected = self._layer.qkv(inputs)
+        rank, rope_dim = self.config.rank, self.config.rope_dim
+        projected = self.layer.qkv(inputs)
         sizes = [projected.shape[1] - rank - rope_dim, rank, rope_dim]
         query, latent, key = torch.split(projected, sizes, dim=1)
-        latent = self._apply_norm(latent, self._layer.k_norm)
-        angles = forward_pass.angles[self._own.key_rope]
-        rotated = self._ops.apply_rope(key[:, None], None, angles)
+        latent = self._apply_norm(latent, self.layer.k_norm)
+        angles = forward_pass.angles[self.own.key_rope]
+        rotated = self.ops.apply_rope(key[:, None], None, angles)
         cached = torch.cat((latent[:, None], rotated), dim=2)  # [tokens, 1, rank + rope_dim]
-        forward_pass.attention.write(self._number, cached, None)
+        forward_pass.attention.write(self.number, cached, None)
         if ends is not None:
             forward_pass, query = forward_pass.restrict_to(ends), query[ends.indices]
             if not len(query):
                 return query
-        query = self._project_query(query, forward_pass.angles[self._own.query_rope])
-        attended = forward_pass.attention.attend(self._number, query)
-        return self._projections.value(attended).flatten(1)
+        query = self._project_query(query, forward_pass.angles[self.own.query_rope])
+        attended = forward_pass.attention.attend(self.number, query)
+        return self.projections.value(attended).flatten(1)
 
     def _project_query(self, query: Tensor, angles: Angles) -> Tensor:
         """Return queries of the cached keys, [tokens, heads, rank + rope_dim]."""
-        if self._projections.query is not None:
-            query = self._projections.query(self._apply_norm(query, self._layer.q_norm))
-        sizes = self._config.nope_dim, self._config.rope_dim
+        if self.projections.query is not None:
+            query = self.projections.query(self._apply_norm(query, self.layer.q_norm))
+        sizes = self.config.nope_dim, self.config.rope_dim
         plain, rotated = query.view(len(query), -1, sum(sizes)).split(sizes, dim=2)
-        rotated = self._ops.apply_rope(rotated, None, angles)
-        return torch.cat((self._projections.key(plain), rotated), dim=2)
+        rotated = self.ops.apply_rope(rotated, None, angles)
+        return torch.cat((self.projections.key(plain), rotated), dim=2)
 
     def _apply_norm(self, numbers: Tensor, norm: Norm | None) -> Tensor:
-        return numbers if norm is None else self._ops.rms_norm(numbers, norm)
+        return numbers if norm is None else self.ops.rms_norm(numbers, norm)
 
 
+@dataclass(frozen=True, slots=True)
 class RecurrentMixer:
     """Linear attention or Mamba2: the rule is that of the weights."""
 
-    def __init__(self, qkv: Linear, weights: RecurrentWeights, number: int) -> None:
-        self._qkv = qkv
-        self._weights = weights
-        self._number = number  # the layer's, among the recurrent ones
+    qkv: Linear
+    weights: RecurrentWeights
+    number: int  # the layer's, among the recurrent ones
 
     def mix(self, forward_pass: ForwardPass, inputs: Tensor, ends: Ends | None) -> Tensor:
         assert forward_pass.linear_attention is not None
-        gates = self._weights.gates(inputs)
-        projected = self._qkv(inputs)
-        mixed = forward_pass.linear_attention.mix(self._number, self._weights, projected, gates)
+        gates = self.weights.gates(inputs)
+        projected = self.qkv(inputs)
+        mixed = forward_pass.linear_attention.mix(self.number, self.weights, projected, gates)
         return mixed if ends is None else mixed[ends.indices]
 
 
@@ -179,8 +169,7 @@ def make_mixer(config: ModelConfig, ops: Ops, layer: Layer, index: int) -> Mixer
     """Make the mixer of the layer with this index."""
     if layer.recurrent is not None:
         return RecurrentMixer(layer.qkv, layer.recurrent, config.recurrent_layers.index(index))
-    number = config.attention_layers.index(index)
+    number, own = config.attention_layers.index(index), config.layers[index]
     if config.latent is not None and layer.latent is not None:
-        own = config.layers[index]
         return LatentMixer(config.latent, layer.latent, ops, layer, own, number)
-    return AttentionMixer(config, ops, layer, index, number)
+    return AttentionMixer(config, ops, layer, own, number)

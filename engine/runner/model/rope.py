@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -51,8 +52,8 @@ class Rope:
         self._num_unrotated = (head_dim - rotary_dim) // 2  # in half a head
         self._trained_len = max_position_embeddings
         self._dtype = dtype
-        frequencies, self._scale = _frequencies(config, rotary_dim)
-        self._frequencies = frequencies.to(device)
+        self._scale = _scale(config)
+        self._frequencies = _frequencies(config, rotary_dim).to(device)
         self._table: Angles | None = None  # for positions from 0 on
 
     def angles(self, positions: Tensor, seen_lens: Tensor | None, num_positions: int) -> Angles:
@@ -118,6 +119,11 @@ def head_order(config: ModelConfig) -> list[int] | None:
     return None if order == list(range(dim)) else order
 
 
+def repeat_order(order: Sequence[int], num_heads: int) -> list[int]:
+    """Return the order of dimensions of several heads, from that of one head."""
+    return [len(order) * head + dimension for head in range(num_heads) for dimension in order]
+
+
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply RoPE to [tokens, heads, head_dim] (the NeoX style: first half with second half)."""
     first, second = heads.chunk(2, dim=-1)
@@ -133,19 +139,34 @@ def _query_scales(temperature: QueryTemperature, positions: Tensor) -> Tensor:
     return 1 + temperature.gain * torch.log1p(steps)[:, None]
 
 
-def _frequencies(config: RopeConfig, dim: int) -> tuple[Tensor, float]:
+def _frequencies(config: RopeConfig, dim: int) -> Tensor:
     if config.kind == "none":
-        return torch.zeros(dim // 2), 1.0
+        return torch.zeros(dim // 2)
     plain = 1.0 / (config.theta ** _exponents(dim))
     if config.kind == "linear":
-        return plain / config.factor, 1.0
+        return plain / config.factor
     if config.kind == "llama3":
-        return _llama3(config, plain), 1.0
+        return _llama3(config, plain)
     if config.kind == "yarn":
-        return _yarn(config, dim), _yarn_scale(config)
+        return _yarn(config, dim)
     if config.kind == "longrope":
-        return _longrope(config, dim, config.short_factors), _longrope_scale(config)
-    return plain, 1.0  # dynamic equals default until a sequence exceeds the trained length
+        return _longrope(config, dim, config.short_factors)
+    return plain  # dynamic equals default until a sequence exceeds the trained length
+
+
+def _scale(config: RopeConfig) -> float:
+    """Return the factor of cosines and sines."""
+    if config.kind not in ("yarn", "longrope"):
+        return 1.0
+    if config.attention_factor is not None:
+        return config.attention_factor
+    if config.kind == "longrope":
+        trained = config.original_max_position_embeddings
+        ratio = math.log(config.factor) / math.log(trained) if config.factor > 1 else 0.0
+        return math.sqrt(1 + ratio)
+    if config.mscale and config.mscale_all_dim:
+        return config.mscale_of(config.mscale) / config.mscale_of(config.mscale_all_dim)
+    return config.mscale_of(1.0)
 
 
 def _llama3(config: RopeConfig, plain: Tensor) -> Tensor:
@@ -164,15 +185,6 @@ def _longrope(config: RopeConfig, dim: int, factors: tuple[float, ...]) -> Tenso
     return 1.0 / (torch.tensor(factors) * config.theta ** _exponents(dim))
 
 
-def _longrope_scale(config: RopeConfig) -> float:
-    if config.attention_factor is not None:
-        return config.attention_factor
-    if config.factor <= 1:
-        return 1.0
-    trained = config.original_max_position_embeddings
-    return math.sqrt(1 + math.log(config.factor) / math.log(trained))
-
-
 def _yarn(config: RopeConfig, dim: int) -> Tensor:
     """Keep dimensions with many rotations, scale those with few and interpolate (YaRN)."""
     powers = config.theta ** _exponents(dim)
@@ -189,11 +201,3 @@ def _yarn_dimension(config: RopeConfig, dim: int, num_rotations: float) -> float
     trained = config.original_max_position_embeddings
     turns = math.log(trained / (num_rotations * 2 * math.pi))
     return dim * turns / (2 * math.log(config.theta))
-
-
-def _yarn_scale(config: RopeConfig) -> float:
-    if config.attention_factor is not None:
-        return config.attention_factor
-    if config.mscale and config.mscale_all_dim:
-        return config.mscale_of(config.mscale) / config.mscale_of(config.mscale_all_dim)
-    return config.mscale_of(1.0)

@@ -57,7 +57,19 @@ class TorchOps:
         return hidden_states + (output if scale == 1.0 else output * scale)
 
     def route(self, hidden_states: Tensor, router: Router) -> ExpertChoice:
-        return route(hidden_states, router)
+        config = router.config
+        logits = functional.linear(hidden_states.float(), router.weight, router.bias)
+        scores = _scores(logits, config.scoring)
+        choice = scores if router.correction_bias is None else scores + router.correction_bias
+        if config.num_groups > 1:
+            choice = _hide_other_groups(choice, config)
+        expert_ids = choice.topk(config.top_k, dim=-1).indices
+        weights = scores.gather(1, expert_ids)
+        if config.scoring is Scoring.SOFTMAX_OF_TOP:
+            weights = weights.softmax(dim=-1)
+        if config.normalizes:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        return ExpertChoice(expert_ids, weights * config.scale)
 
     def mix_experts(
         self, moe: Moe, gate: MlpGate, hidden_states: Tensor, routing: ExpertChoice
@@ -95,23 +107,6 @@ class TorchHeadLinears:
 
     def __call__(self, heads: Tensor) -> Tensor:
         return torch.bmm(heads.transpose(0, 1), self.weights.mT).transpose(0, 1)
-
-
-def route(hidden_states: Tensor, router: Router) -> ExpertChoice:
-    """Choose experts: the torch reference."""
-    config = router.config
-    logits = functional.linear(hidden_states.float(), router.weight, router.bias)
-    scores = _scores(logits, config.scoring)
-    choice = scores if router.correction_bias is None else scores + router.correction_bias
-    if config.num_groups > 1:
-        choice = _hide_other_groups(choice, config)
-    expert_ids = choice.topk(config.top_k, dim=-1).indices
-    weights = scores.gather(1, expert_ids)
-    if config.scoring is Scoring.SOFTMAX_OF_TOP:
-        weights = weights.softmax(dim=-1)
-    if config.normalizes:
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-    return ExpertChoice(expert_ids, weights * config.scale)
 
 
 def _scores(logits: Tensor, scoring: Scoring) -> Tensor:

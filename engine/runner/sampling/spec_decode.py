@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -23,18 +24,16 @@ from baton.engine.spec_decode.config import Speculation
 from baton.engine.spec_decode.proposer import DraftRow, Drafts, Proposer, TokensFrom
 
 
+@dataclass(frozen=True, slots=True)
 class SpecDecoder:
     """Drafts of a batch: which rows get some, and what became of them."""
 
-    def __init__(
-        self, batch: PersistentBatch, speculation: Speculation, proposer: Proposer
-    ) -> None:
-        self._batch = batch
-        self._speculation = speculation
-        self._proposer = proposer
+    batch: PersistentBatch
+    speculation: Speculation
+    proposer: Proposer
 
     def forget(self, request_ids: Sequence[RequestId]) -> None:
-        self._proposer.forget(request_ids)
+        self.proposer.forget(request_ids)
 
     def drafts(
         self, num_scheduled_tokens: Mapping[RequestId, int], max_draft_tokens: int
@@ -43,32 +42,32 @@ class SpecDecoder:
 
         Up to `max_rows` rows, a step takes about as long as without drafts.
         """
-        num_rows_left = self._speculation.max_rows - sum(num_scheduled_tokens.values())
+        num_rows_left = self.speculation.max_rows - sum(num_scheduled_tokens.values())
         max_tokens = min(num_rows_left, max_draft_tokens)
         if max_tokens <= 0:
             return NO_DRAFTS
-        return self._proposer.propose(self._rows(num_scheduled_tokens), max_tokens)
+        return self.proposer.propose(self._rows(num_scheduled_tokens), max_tokens)
 
     def note_results(self, step: Step, hidden_states: Tensor, result: RunResult) -> None:
         """Report accepted tokens to proposer and result. `hidden_states` are of sampled runs."""
-        if self._proposer.needs_hidden_states and step.sampled:
+        if self.proposer.needs_hidden_states and step.sampled:
             newest = _newest_by_request(step, result)
-            self._proposer.note_hidden_states(list(newest), hidden_states[list(newest.values())])
+            self.proposer.note_hidden_states(list(newest), hidden_states[list(newest.values())])
         for request_id, draft in step.drafts.items():
             num_accepted = max(0, len(result.token_ids.get(request_id, ())) - 1)
-            self._proposer.note_accepted(request_id, len(draft), num_accepted)
+            self.proposer.note_accepted(request_id, len(draft), num_accepted)
             result.num_proposed[request_id] = len(draft)
 
     def _rows(self, num_scheduled_tokens: Mapping[RequestId, int]) -> Iterator[DraftRow]:
-        for row in self._batch.decoding(num_scheduled_tokens):
+        for row in self.batch.decoding(num_scheduled_tokens):
             if row.sampling.structured_outputs is not None:
                 continue  # a matcher cannot go back after a rejected draft
-            max_tokens = min(self._speculation.num_tokens, self._batch.max_draft_len(row))
+            max_tokens = min(self.speculation.num_tokens, self.batch.max_draft_len(row))
             if max_tokens > 0:
                 yield DraftRow(row.request_id, self._tokens_from(row), max_tokens)
 
     def _tokens_from(self, row: PlanRow) -> TokensFrom:
-        known: Ints = self._batch.known_tokens(row.request_id)
+        known: Ints = self.batch.known_tokens(row.request_id)
         return lambda first, count: known[first : first + count].tolist()
 
 

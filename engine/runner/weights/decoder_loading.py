@@ -16,7 +16,7 @@ from baton.engine.runner.model.decoder import Decoder
 from baton.engine.runner.model.layer_weights import LatentProjections, Layer
 from baton.engine.runner.model.linear import Linear, Mlp, Moe, Router
 from baton.engine.runner.model.ops import Norm
-from baton.engine.runner.model.rope import head_order
+from baton.engine.runner.model.rope import head_order, repeat_order
 from baton.engine.runner.model_info import LoadProgressCallback
 from baton.engine.runner.weights.latent_loading import LatentLoader
 from baton.engine.runner.weights.recurrent_loading import load_recurrent
@@ -122,7 +122,7 @@ class _LayerLoader:
         if kind is QkNorm.UNWEIGHTED:
             return self._loader.unweighted_norm(head_dim)
         count = num_heads if kind is QkNorm.ALL_HEADS else 1
-        order = _repeat_order(self._order, count, head_dim)
+        order = None if self._order is None else repeat_order(self._order, count)
         return self._loader.norm(self._tensors.in_layer(self._index, name), order)
 
     def _order_of_heads(self) -> list[int] | None:
@@ -130,7 +130,7 @@ class _LayerLoader:
         if self._config.has_output_gate:
             return _gated_order(self._config, self._order)
         num_heads = self._config.num_heads + self._config.num_kv_heads
-        return _repeat_order(self._order, num_heads, self._config.head_dim)
+        return None if self._order is None else repeat_order(self._order, num_heads)
 
     def _linear(
         self, names: Sequence[str], has_bias: bool, order: Sequence[int] | None = None
@@ -186,7 +186,7 @@ def _gated_order(config: ModelConfig, order: list[int] | None) -> list[int]:
     """
     num_heads, head_dim = config.num_heads, config.head_dim
     plain = list(range(head_dim))
-    keys = _repeat_order(order or plain, config.num_kv_heads, head_dim) or []
+    keys = repeat_order(order or plain, config.num_kv_heads)
     stored = [2 * head_dim * head for head in range(num_heads)]
     first_key, num_keys = 2 * head_dim * num_heads, config.num_kv_heads * head_dim
     return [
@@ -195,10 +195,3 @@ def _gated_order(config: ModelConfig, order: list[int] | None) -> list[int]:
         *(first_key + num_keys + row for row in range(num_keys)),
         *(start + head_dim + dimension for start in stored for dimension in plain),
     ]
-
-
-def _repeat_order(order: list[int] | None, num_heads: int, head_dim: int) -> list[int] | None:
-    """Return the order of dimensions of several heads, from that of one head."""
-    if order is None:
-        return None
-    return [head * head_dim + dimension for head in range(num_heads) for dimension in order]

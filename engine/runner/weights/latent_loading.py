@@ -9,7 +9,7 @@ from baton.engine.runner.model.config import LatentConfig
 from baton.engine.runner.model.layer_weights import LatentProjections
 from baton.engine.runner.model.linear import Linear
 from baton.engine.runner.model.ops import Norm
-from baton.engine.runner.model.rope import head_order
+from baton.engine.runner.model.rope import head_order, repeat_order
 from baton.engine.runner.weights.tensor_loading import TensorLoader
 from baton.engine.runner.weights.tensor_names import TensorMap
 
@@ -29,7 +29,7 @@ class LatentLoader:
         self._index = index
         rope_order = head_order(tensors.config) or range(config.rope_dim)
         head = [*range(config.nope_dim), *(config.nope_dim + at for at in rope_order)]
-        self._head_order = _repeated(head, tensors.config.num_heads)
+        self._head_order = repeat_order(head, tensors.config.num_heads)
         self._key_order = [*range(config.rank), *(config.rank + at for at in rope_order)]
 
     def load(self) -> tuple[Linear, Norm | None, Norm, LatentProjections]:
@@ -61,7 +61,3 @@ class LatentLoader:
         return replace(
             self._loader.norm(self._tensors.in_layer(self._index, name)), epsilon=EPSILON
         )
-
-
-def _repeated(order: Sequence[int], count: int) -> list[int]:
-    return [len(order) * head + at for head in range(count) for at in order]
