@@ -8,7 +8,7 @@ KV, and go there: the node's prefix cache has all blocks of the prompt but the l
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     aclosing,
@@ -23,7 +23,7 @@ from baton.router.context import PromptPlacement, RequestContext
 from baton.router.dispatch.quarantine import PromptGroup
 from baton.router.input_processing.limits import LogprobBudget
 from baton.router.pipeline import Pipeline
-from baton.router.request_scope import RequestScope, never_late
+from baton.router.request_scope import RequestScope
 from baton.router.values import AnswerPart, GenerateCall, TokenChunk, TokenPrompt
 
 Parts = AsyncGenerator[AnswerPart, None]
@@ -36,7 +36,6 @@ async def generate_answers(
     scope: RequestScope,
     calls: Sequence[GenerateCall],
     num_each: int,
-    is_late: Callable[[], bool] = never_late,
 ) -> IndexedParts:
     """Yield the parts of the answers to all calls, each with the index of its call.
 
@@ -44,7 +43,7 @@ async def generate_answers(
     the others in child scopes. If one answer fails, or the consumer stops early, all are cancelled.
     """
     if len(calls) == 1:
-        with scope.answering(calls[0], is_late) as call, pipeline.accept(call.request_id):
+        with scope.answering(calls[0]) as call, pipeline.accept(call.request_id):
             async with aclosing(pipeline.generate(call, scope.context)) as parts:
                 async for part in parts:
                     yield 0, part
@@ -53,7 +52,7 @@ async def generate_answers(
     budget = LogprobBudget(num_each)
     prompts = [SharedPrompt(pipeline, budget) for _ in range(0, len(calls), num_each)]
     answers = [
-        prompts[place // num_each].answering(own, call, is_late, is_first=place % num_each == 0)
+        prompts[place // num_each].answering(own, call, is_first=place % num_each == 0)
         for place, (own, call) in enumerate(zip(scopes, calls, strict=True))
     ]
     async for indexed in _merge(answers):
@@ -77,7 +76,6 @@ class SharedPrompt:
         self,
         scope: RequestScope,
         call: GenerateCall,
-        is_late: Callable[[], bool],
         *,
         is_first: bool,
     ) -> AsyncIterator[Parts]:
@@ -85,7 +83,7 @@ class SharedPrompt:
         context = replace(scope.context, logprob_budget=self._budget, quarantine_group=self._group)
         wants_logprobs = call.sampling.prompt_logprobs is not None
         with (
-            scope.answering(call, is_late) as salted,
+            scope.answering(call) as salted,
             self._releasing_others(is_first=is_first),
             self._pipeline.accept(call.request_id, is_one_of_several=True),
         ):

@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 from baton.router.context import RequestContext
 from baton.router.tracing import NO_REQUEST_TRACING, Tracing
 from baton.router.values import GenerateCall
+from baton.rpc.call_outcome import HasDeadline, is_late
 from baton.rpc.security.token import HEADER
 from baton.telemetry import names
 from baton.telemetry.tracing.tracer import Received
 
 
-def never_late() -> bool:
-    return False
-
-
 class RequestScope:
     """Scope of one answer; traces and counts it once."""
 
-    def __init__(self, tracing: Tracing, context: RequestContext, owner: str) -> None:
+    def __init__(
+        self, tracing: Tracing, context: RequestContext, owner: str, call: HasDeadline | None
+    ) -> None:
         self.context = context
         self._tracing = tracing
         self._trace = context.trace
         self._owner = owner  # empty without authentication
+        self._call = call  # None: it has no deadline
 
     @property
     def trace_id(self) -> str:
@@ -35,18 +35,18 @@ class RequestScope:
         return self._trace.trace_id
 
     @contextmanager
-    def ending_on_error(self, is_late: Callable[[], bool] = never_late) -> Iterator[None]:
+    def ending_on_error(self) -> Iterator[None]:
         """End the request's trace if the block, which parses the request, raises."""
         try:
             yield
         except BaseException:
-            with self._trace.ending(is_late):
+            with self._trace.ending(self._is_late):
                 raise
 
     @contextmanager
-    def answering(self, call: GenerateCall, is_late: Callable[[], bool]) -> Iterator[GenerateCall]:
+    def answering(self, call: GenerateCall) -> Iterator[GenerateCall]:
         """Yield the call with its salt bound to the client. The request ends with the block."""
-        with self._trace.ending(is_late):
+        with self._trace.ending(self._is_late):
             self._trace.note_call(call)
             salt = bind_salt(call.cache_salt, self._owner)
             if salt != call.cache_salt:
@@ -59,7 +59,11 @@ class RequestScope:
         now = time.monotonic()
         trace = self._tracing.begin(metadata, request_id, now)
         context = RequestContext(now, self.context.deadline_s, trace)
-        return RequestScope(self._tracing, context, self._owner)
+        return RequestScope(self._tracing, context, self._owner, self._call)
+
+    def _is_late(self) -> bool:
+        """Return whether the deadline has passed, within a tolerance."""
+        return self._call is not None and is_late(self._call, self.context.received_s)
 
 
 class RequestScopes:
@@ -73,14 +77,15 @@ class RequestScopes:
         self._by_token = by_token
 
     def begin(
-        self, request_id: str, metadata: Received | None, remaining_s: float | None = None
+        self, request_id: str, metadata: Received | None, call: HasDeadline | None = None
     ) -> RequestScope:
-        """Begin the scope of a request that arrives now, with `remaining_s` until its deadline."""
+        """Begin the scope of a request that arrives now, by a call that may have a deadline."""
         now = time.monotonic()
+        remaining_s = None if call is None else call.time_remaining()
         owner = token_digest(metadata) if self._by_token and metadata is not None else ""
         trace = self._tracing.begin(metadata, request_id, now)
         deadline_s = None if remaining_s is None else now + remaining_s
-        return RequestScope(self._tracing, RequestContext(now, deadline_s, trace), owner)
+        return RequestScope(self._tracing, RequestContext(now, deadline_s, trace), owner, call)
 
 
 def token_digest(metadata: Received) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from functools import partial
 from typing import Any
 
 from grpc import aio
@@ -22,7 +21,6 @@ from baton.router.pipeline import Pipeline
 from baton.router.request_scope import RequestScopes
 from baton.router.routing.node_table import NodeTable
 from baton.router.values import TokenChunk
-from baton.rpc.call_outcome import is_late
 from baton.rpc.errors import NoNodes
 from baton.rpc.messages.conversion import SAMPLING_DEFAULTS
 from baton.rpc.node_info import NodeRole
@@ -45,17 +43,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         client_id = request.request_id
         request_id = client_id if is_valid_name(client_id) else secrets.token_hex(ID_BYTES)
-        metadata, remaining_s = context.invocation_metadata(), context.time_remaining()
-        scope = self._scopes.begin(request_id, metadata, remaining_s)
-        is_past = partial(is_late, context, scope.context.received_s)
+        scope = self._scopes.begin(request_id, context.invocation_metadata(), context)
         async with named_errors(context, request_id=request_id, trace_id=scope.trace_id):
-            with scope.ending_on_error(is_past):
+            with scope.ending_on_error():
                 model = self._table.find_model(request.model)
                 served = self._table.served_model(model)
                 check_request(request, served.max_model_len)
                 calls = calls_from(request, request_id, served.sampling_defaults, model)
             builders = [ResponseBuilder(request_id, index) for index in range(len(calls))]
-            answers = generate_answers(self._pipeline, scope, calls, len(calls), is_past)
+            answers = generate_answers(self._pipeline, scope, calls, len(calls))
             async with aclosing(answers) as parts:
                 async for index, part in parts:
                     if isinstance(part, TokenChunk) and part.prompt_logprobs:

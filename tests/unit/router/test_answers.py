@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -50,6 +50,16 @@ def calls_of(
     ]
 
 
+@dataclass(frozen=True)
+class Remaining:
+    """A call with this time until its deadline."""
+
+    seconds: float | None
+
+    def time_remaining(self) -> float | None:
+        return self.seconds
+
+
 def a_pipeline(nodes: FakeNodeCalls, table: NodeTable) -> Pipeline:
     ticks = itertools.count()
     dispatch = DispatchConfig(retry_pause_s=0.0, routing=Routing(RoutingPolicy.ROUND_ROBIN))
@@ -74,7 +84,7 @@ def parts_of(
 
     async def run() -> list[tuple[int, TokenChunk | Finish]]:
         pipeline = a_pipeline(nodes, table or a_table())
-        scope = RequestScopes().begin("a", None, remaining_s)
+        scope = RequestScopes().begin("a", None, Remaining(remaining_s))
         answers = generate_answers(pipeline, scope, calls, num_each or len(calls))
         async with aclosing(answers) as parts:
             return [indexed async for indexed in parts]
@@ -88,7 +98,7 @@ def test_another_request_may_have_the_name_of_an_answer() -> None:
     async def run() -> int:
         pipeline = a_pipeline(FakeNodeCalls(), a_table())
         with pipeline.accept("a-0"):
-            scope = RequestScopes().begin("a", None, None)
+            scope = RequestScopes().begin("a", None)
             async with aclosing(generate_answers(pipeline, scope, calls_of(2), 2)) as parts:
                 return len({index async for index, _ in parts})
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.core.sampling import SamplingParams
-from baton.router.request_scope import RequestScopes, bind_salt, never_late, token_digest
+from baton.router.request_scope import RequestScopes, bind_salt, token_digest
 from baton.router.values import GenerateCall, TokenPrompt
 
 
@@ -35,7 +35,7 @@ def test_all_salts_of_a_client_belong_to_one_tenant() -> None:
 
     tenants = []
     for call in calls:
-        with scope.answering(call, never_late) as bound:
+        with scope.answering(call) as bound:
             tenants.append(bound.tenant)
 
     assert tenants == [token_digest(ann), token_digest(ann), ""]
