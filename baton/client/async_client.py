@@ -23,7 +23,7 @@ from baton.client.generation import (
     new_answers,
     single_answer,
 )
-from baton.client.messages import chunk_from, model_from, request_from, tokenize_request_from
+from baton.client.messages import CHUNK, model_from, request_from, tokenize_request_from
 from baton.client.retries import DEFAULT_RETRIES, Retries
 from baton.rpc.channel import open_channel
 from baton.rpc.node_info import STATUS, NodeStatus
@@ -86,7 +86,7 @@ class AsyncClient:
             try:
                 async for response in call:
                     tries.is_begun = True
-                    yield chunk_from(response)
+                    yield CHUNK.from_message(response)
                 return
             except grpc.RpcError as error:
                 pause_s = await asyncio.to_thread(tries.failed, error)

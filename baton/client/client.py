@@ -24,7 +24,7 @@ from baton.client.generation import (
     single_answer,
 )
 from baton.client.interruptible_stream import stream_interruptibly
-from baton.client.messages import chunk_from, model_from, request_from, tokenize_request_from
+from baton.client.messages import CHUNK, model_from, request_from, tokenize_request_from
 from baton.client.retries import DEFAULT_RETRIES, Retries
 from baton.rpc.channel import open_blocking_channel
 from baton.rpc.router_address import router_target
@@ -94,7 +94,7 @@ class Client:
                 with closing(stream_interruptibly(call)) as responses:
                     for response in responses:
                         tries.is_begun = True
-                        yield chunk_from(response)
+                        yield CHUNK.from_message(response)
                 return
             except grpc.RpcError as error:
                 pause_s = tries.failed(error)

@@ -8,12 +8,10 @@ from typing import Any
 from baton.client.generation import Chunk, Generation, Message, Model, Prompt, Sampling
 from baton.core.errors import InvalidRequest
 from baton.core.extra_args import parse_argument
-from baton.core.kv_hints import NO_KV_HINTS
 from baton.core.sampling import SamplingParams
 from baton.core.structured_outputs import parse_structured_outputs
 from baton.encoding import reject_invalid_text
 from baton.rpc.messages.conversion import (
-    KV_HINTS,
     LOGPROBS,
     PROMPT_LOGPROBS,
     SAMPLING,
@@ -25,22 +23,23 @@ from baton.rpc.messages.finish import finish_from
 from baton.rpc.messages.mapper import Converter, Mapper
 from baton.v1 import inference_pb2, sampling_pb2
 
+REQUEST = Mapper(
+    Generation,
+    inference_pb2.GenerateRequest,
+    unmapped=(
+        *("sampling", "stop", "include_stop_in_output", "bad_words"),  # one message
+        *("n", "traceparent", "text", "token_ids", "chat"),
+    ),
+)
+
 
 def request_from(prompt: Prompt, generation: Generation) -> inference_pb2.GenerateRequest:
     sampling = _sampling_to(generation.sampling)
     sampling.stop.extend(generation.stop)
     sampling.include_stop_in_output = generation.include_stop_in_output
     sampling.bad_words.extend(generation.bad_words)
-    hints = generation.kv_hints
-    request = inference_pb2.GenerateRequest(
-        request_id=generation.request_id,
-        model=generation.model,
-        sampling=sampling,
-        priority=generation.priority,
-        cache_salt=generation.cache_salt,
-        kv_hints=None if hints == NO_KV_HINTS else KV_HINTS.to_message(hints),
-        n=generation.n if generation.n != 1 else None,
-    )
+    n = generation.n if generation.n != 1 else None
+    request = REQUEST.to_message(generation, sampling=sampling, n=n)
     with reject_invalid_text():
         _set_prompt(request, prompt)
     return request
@@ -113,7 +112,3 @@ CHUNK = Mapper(
         "finish": Converter(from_message=finish_from),
     },
 )
-
-
-def chunk_from(response: inference_pb2.GenerateResponse) -> Chunk:
-    return CHUNK.from_message(response)

@@ -94,19 +94,6 @@ CHUNK = Mapper(
 )
 
 
-def response_to(
-    request_id: str, part: AnswerPart, index: int = 0
-) -> inference_pb2.GenerateResponse:
-    if isinstance(part, Finish):
-        return inference_pb2.GenerateResponse(
-            request_id=request_id,
-            index=index,
-            first_index=part.num_completion_tokens,
-            finish=finish_to(part),
-        )
-    return CHUNK.to_message(part, request_id=request_id, index=index)
-
-
 class ResponseBuilder:
     """Builds the response messages of one answer.
 
@@ -120,8 +107,15 @@ class ResponseBuilder:
         self._reused = inference_pb2.GenerateResponse(request_id=request_id, index=index)
 
     def next(self, part: AnswerPart) -> inference_pb2.GenerateResponse:
-        if isinstance(part, Finish) or part.logprobs or part.prompt_logprobs:
-            return response_to(self._request_id, part, self._index)
+        if isinstance(part, Finish):
+            return inference_pb2.GenerateResponse(
+                request_id=self._request_id,
+                index=self._index,
+                first_index=part.num_completion_tokens,
+                finish=finish_to(part),
+            )
+        if part.logprobs or part.prompt_logprobs:
+            return self._new(part)
         self._reused.first_index = part.first_index
         self._reused.token_ids[:] = part.token_ids
         self._reused.text = part.text
@@ -132,9 +126,12 @@ class ResponseBuilder:
 
         It is filled in slices, between which the event loop runs other requests.
         """
-        response = response_to(self._request_id, part._replace(prompt_logprobs=()), self._index)
+        response = self._new(part._replace(prompt_logprobs=()))
         for first in range(0, len(part.prompt_logprobs), MAX_POSITIONS_PER_SLICE):
             entries = part.prompt_logprobs[first : first + MAX_POSITIONS_PER_SLICE]
             response.prompt_logprobs.extend(prompt_logprobs_to(entries))
             await asyncio.sleep(0)
         return response
+
+    def _new(self, part: TokenChunk) -> inference_pb2.GenerateResponse:
+        return CHUNK.to_message(part, request_id=self._request_id, index=self._index)
