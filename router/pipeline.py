@@ -65,7 +65,6 @@ class Pipeline:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests in the admission queue."""
         return self._admission.num_waiting
 
     @property

@@ -21,8 +21,6 @@ TIMEOUT_S = 10.0  # a node answers between two steps of its engine
 
 @dataclass(frozen=True, slots=True)
 class NodeReset:
-    """Result of one node's reset."""
-
     address: str
     node_id: str
     num_blocks: int  # dropped from the cache

@@ -18,8 +18,6 @@ CALL_LATENCY_S = 0.02  # network latency of a call from a nearby machine
 
 
 class HasDeadline(Protocol):
-    """A call that may have a deadline."""
-
     def time_remaining(self) -> float | None: ...
 
 

@@ -65,7 +65,6 @@ def raise_descriptor_limit() -> int:
 
 
 def descriptor_limit() -> int:
-    """Return the soft limit."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return MAX_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
 

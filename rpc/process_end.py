@@ -47,7 +47,6 @@ class ShutdownDeadline:
             self._timer.cancel()
 
     def begin(self, num_unfinished: Callable[[], int]) -> None:
-        """Start the timer."""
         self._timer = threading.Timer(self._timeout_s, self._cut_off, (num_unfinished,))
         self._timer.daemon = True
         self._timer.start()

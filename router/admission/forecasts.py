@@ -27,14 +27,12 @@ class FirstTokenForecast:
         self._num_by_priority[priority] += 1
 
     def note_first_token(self, priority: int, now: float) -> None:
-        """Record the first token of a request."""
         self._awaited_s += now - self._since_s
         self._since_s = now
         self._marks_s.append(self._awaited_s)
         self.note_left(priority)
 
     def note_left(self, priority: int) -> None:
-        """Remove a request from those that wait for a first token."""
         self._num_by_priority[priority] -= 1
         if not self._num_by_priority[priority]:
             del self._num_by_priority[priority]

@@ -18,8 +18,6 @@ ADDRESS_ADVICE = "write host:port, dns:///name:port or file:///path"
 
 @dataclass(frozen=True, slots=True)
 class FixedNode:
-    """Node with a fixed address."""
-
     address: str
 
     def __str__(self) -> str:

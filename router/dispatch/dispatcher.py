@@ -105,7 +105,6 @@ class Dispatcher:
         self._routes = RouteFinder(table, config, self._breakers, self._quarantine, clock)
 
     def wake(self) -> None:
-        """Wake the requests that wait for a node."""
         self._routes.wake()
 
     async def run(

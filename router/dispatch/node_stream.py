@@ -83,8 +83,6 @@ class NodeStream:
 
 
 class _PendingCall:
-    """Call in flight."""
-
     def __init__(self, take: Take) -> None:
         self.loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = self.loop.create_future()

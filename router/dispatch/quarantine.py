@@ -148,7 +148,6 @@ class Quarantine:
         return tracked
 
     def note_tokens(self, tracked: TrackedAttempt, num_tokens: int) -> None:
-        """Add tokens that the attempt has generated."""
         before = tracked.num_tokens
         tracked.num_tokens += num_tokens
         if self._num_waiting and any(
@@ -169,7 +168,6 @@ class Quarantine:
         self._notify()
 
     def end(self, tracked: TrackedAttempt) -> None:
-        """End the attempt."""
         tracked.suspicion.group.attempts.discard(tracked)
         self._tests.discard(tracked)
         for address in tuple(tracked.addresses):

@@ -44,8 +44,6 @@ class ConnectionLimits:
 
 
 class ConnectionSlot:
-    """One accepted connection's slot among those of an acceptor."""
-
     def __init__(self, accepted: socket.socket) -> None:
         self.socket = accepted
         self.opening: asyncio.Task[None] | None = None  # includes the TLS handshake

@@ -75,7 +75,6 @@ INTERNAL = HttpFailure(500, "internal error; see the server's log", "INTERNAL")
 
 
 def failure_of(error: Exception) -> HttpFailure:
-    """Describe a named error."""
     return HttpFailure(
         status_of(error),
         message_of(error),

@@ -67,17 +67,14 @@ class InputProcessor:
         return await self._large_texts.run(prompt.num_characters, tokenize)
 
     async def text(self, token_ids: tuple[int, ...], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of `token_ids`."""
         decode = partial(self._text.text, token_ids, skip_special_tokens=skip_special_tokens)
         return await self._large_texts.run(len(token_ids), decode)
 
     def token(self, token_id: int) -> TokenText:
-        """Return the text of a single token, for logprobs."""
         return self._text.token(token_id)
 
     @property
     def supports_tools(self) -> bool:
-        """True if the model's chat template reads `tools`."""
         return self._text.supports_tools
 
     def _check_prompt(

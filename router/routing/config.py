@@ -10,8 +10,6 @@ from baton.core.options import ROUTING, Option, check_options
 
 
 class RoutingPolicy(Enum):
-    """Policy that chooses one of several suitable nodes."""
-
     ROUND_ROBIN = "round_robin"
     LEAST_LOADED = "least_loaded"
     POWER_OF_TWO = "power_of_two"  # the less loaded of two random nodes

@@ -50,7 +50,6 @@ class HolderSets:
             self._bits = np.hstack((self._bits, np.zeros_like(self._bits)))
 
     def bits(self, ids: Numbers) -> Bits:
-        """Return the rows of these sets."""
         return self._bits[ids]
 
     def have(self, ids: Numbers, holder: int) -> Flags:
@@ -81,7 +80,6 @@ class HolderSets:
         np.subtract.at(self._num_blocks, ids[ids != NO_HOLDERS], 1)
 
     def drop(self, holder: int) -> None:
-        """Remove a holder from all sets."""
         word, bit = _word_and_bit(holder)
         rows = np.flatnonzero(self._bits[: self._num_sets, word] & bit)
         self._bits[rows, word] &= ~bit

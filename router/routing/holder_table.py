@@ -45,7 +45,6 @@ class HolderTable:
             self._change(holder, keys, is_holder=False)
 
     def drop(self, holder: str) -> None:
-        """Remove a holder and all its names."""
         number = self._number_by_holder.pop(holder, None)
         if number is not None:
             self._sets.drop(number)

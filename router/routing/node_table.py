@@ -172,7 +172,6 @@ class NodeTable:
         self._rebuild()
 
     def note_use(self, *loads: LoadEstimate) -> None:
-        """Record that a request is sent to the nodes with these loads."""
         self._num_uses += 1
         for load in loads:
             load.last_use = self._num_uses
@@ -194,7 +193,6 @@ class NodeTable:
 
     @property
     def num_kinds(self) -> int:
-        """The number of kinds of KV that have been seen."""
         return len(self._number_by_kind)
 
     def find_model(self, name: str) -> ModelVariant:

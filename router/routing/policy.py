@@ -124,7 +124,6 @@ def _least(nodes: Sequence[Node], costs: Sequence[int]) -> Sequence[Node]:
 
 
 def _round_robin(equal: Sequence[Node], number: int) -> Node:
-    """Choose among equal nodes by round robin."""
     return equal[number % len(equal)]
 
 

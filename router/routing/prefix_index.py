@@ -47,7 +47,6 @@ class ExpectedPrefixes:
             self.remove(holder, [held[position] for position in np.flatnonzero(are_reported)])
 
     def drop(self, holder: str) -> None:
-        """Remove all blocks of a holder."""
         self._forget(holder, self._names_by_holder.pop(holder, ()))
 
     def match(self, names: Sequence[BlockHash]) -> dict[str, int]:
@@ -121,12 +120,10 @@ class NodePrefixes:
         self._sequence_by_address.pop(address, None)
 
     def num_reported(self, address: str) -> int:
-        """Return how many cached blocks the node has reported."""
         return self._reported.num_names(address)
 
     @property
     def num_reported_bytes(self) -> int:
-        """Return the memory of the reported blocks."""
         return self._reported.num_bytes
 
     def match(self, names: Sequence[BlockHash], *, needs_snapshot: bool = False) -> PrefixMatch:

@@ -77,8 +77,6 @@ class EventReader:
 
 
 class AnswerText(NamedTuple):
-    """Fold of events."""
-
     content: str = ""
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()

@@ -39,8 +39,6 @@ REASONING_BEGINS_INSIDE = {"qwen3": False, "deepseek_r1": True}
 
 
 class ToolCallMode(Enum):
-    """Mode of tool calling."""
-
     NONE = auto()
     BY_MODEL = auto()  # the model decides, in its own format
     REQUIRED = auto()  # the answer is a list of calls

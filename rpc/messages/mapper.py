@@ -32,8 +32,6 @@ def same(item: Any) -> Any:
 
 
 class Converter(NamedTuple):
-    """Conversion of one field."""
-
     from_message: Convert = same
     to_message: Convert = same
 

@@ -43,8 +43,6 @@ def read_tokens(path: Path, option: str = "--token-file") -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class AcceptedTokens:
-    """Tokens that a server accepts."""
-
     tokens: tuple[str, ...] = field(repr=False)
 
     def check(self, shown: str | None) -> None:

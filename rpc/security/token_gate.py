@@ -64,7 +64,6 @@ def sent_token(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | None
 
 
 def _refusing_handler(handler: Handler, refusal: Unauthenticated) -> Handler:
-    """Return a handler of the same arity that refuses every call."""
     status = rpc_status.to_status(status_of(refusal))
 
     async def refuse(_request: object, context: aio.ServicerContext[Any, Any]) -> None:

@@ -66,14 +66,11 @@ class Models:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """`/tokenize` and `/detokenize`."""
-
     inputs: InputProcessor
     table: NodeTable
     bodies: Bodies
 
     async def tokenize(self, request: Request) -> Response:
-        """Tokenize a text or a chat."""
         with self.bodies.lease() as lease:
             return await self._tokenize(await self.bodies.read(request, lease))
 

@@ -33,8 +33,6 @@ Read = Callable[[Mapping[str, Any], str, ModelContext], ParsedRequest]
 
 @dataclass(frozen=True, slots=True)
 class AnswerHandler:
-    """Answers the requests to one path."""
-
     pipeline: Pipeline
     table: NodeTable
     parsing: Parsing
