@@ -10,8 +10,7 @@ from baton.node.kv.worker import NO_NODE_DECORATORS, Around
 from baton.node.options import NodeOptions
 from baton.node.run import Role, run
 from baton.node.wiring import NodeComponents
-from baton.prefill_node.sends import PendingSends
-from baton.prefill_node.servicer import PrefillServicer
+from baton.prefill_node.servicer import PendingSends, PrefillServicer
 from baton.rpc.node_info import NodeRole
 from baton.rpc.server import Service
 from baton.v1 import node_pb2_grpc

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from baton.core.options import NETWORK, Option, check_options
-from baton.router.routing.breakers import BreakerConfig
+from baton.router.dispatch.retries import BreakerConfig
 from baton.router.routing.config import Routing
 
 

@@ -21,10 +21,9 @@ from baton.router.dispatch.quarantine import (
     Suspicion,
     TrackedAttempt,
 )
-from baton.router.dispatch.retries import AttemptFailures, RetryBudget
+from baton.router.dispatch.retries import AttemptFailures, CircuitBreakers, RetryBudget
 from baton.router.dispatch.route_finder import RouteFinder
 from baton.router.input_processing.tokenization import TextBoundary
-from baton.router.routing.breakers import CircuitBreakers
 from baton.router.routing.node_table import NodeTable, Revision
 from baton.router.routing.policy import Assignment, Route
 from baton.router.routing.routing_view import RoutingRequest

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from baton.router.dispatch.config import DispatchConfig
 from baton.router.dispatch.quarantine import Quarantine, Suspicion
-from baton.router.routing.breakers import CircuitBreakers
+from baton.router.dispatch.retries import CircuitBreakers
 from baton.router.routing.node_table import Node, NodeTable
 from baton.router.routing.policy import Route, choose
 from baton.router.routing.routing_view import RoutingRequest

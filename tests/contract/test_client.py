@@ -19,8 +19,8 @@ from baton.core.errors import InvalidConfig
 from baton.core.sampling import SamplingDefaults, SamplingParams
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import NoNodes, QueueFull, RequestIdInUse, UnknownModel
+from baton.rpc.messages.interceptor import MAX_FIELDS
 from baton.rpc.messages.limits import MAX_REQUEST_BYTES
-from baton.rpc.messages.wire_gauge import MAX_FIELDS
 from baton.rpc.node_info import NodeRole
 from baton.rpc.security.tls import PLAIN
 from baton.rpc.security.token import AcceptedTokens

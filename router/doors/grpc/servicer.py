@@ -10,8 +10,13 @@ from typing import Any
 from grpc import aio
 
 from baton.router.answers import generate_answers
-from baton.router.doors.grpc.message_checks import check_chat, check_request
-from baton.router.doors.grpc.translate import ResponseBuilder, calls_from, tokenize_input_from
+from baton.router.doors.grpc.translate import (
+    ResponseBuilder,
+    calls_from,
+    check_chat,
+    check_request,
+    tokenize_input_from,
+)
 from baton.router.input_processing.limits import (
     MAX_TOKENS_TO_DETOKENIZE,
     check_count,

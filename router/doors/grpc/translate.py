@@ -1,15 +1,38 @@
-"""Converts client messages to router values and back. Pure."""
+"""Checks client messages, converts them to router values, and these to responses. Pure."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
+from google.protobuf import struct_pb2
+
+from baton.core.errors import InvalidRequest
+from baton.core.extra_args import MAX_ARGUMENT_ENTRIES
 from baton.core.finish import Finish
 from baton.core.ids import ANY_MODEL, ModelVariant
-from baton.core.sampling import NO_SAMPLING_DEFAULTS, SamplingDefaults
+from baton.core.sampling import (
+    MAX_BANNED_SEQUENCE_TOKENS,
+    MAX_BANNED_SEQUENCES,
+    MAX_LISTED_TOKEN_IDS,
+    MAX_LOGIT_BIASES,
+    MAX_STOP_TOKEN_IDS,
+    NO_SAMPLING_DEFAULTS,
+    SamplingDefaults,
+)
 from baton.core.stop_strings import StopRule
+from baton.core.structured_outputs import MAX_CHOICES
 from baton.router.input_processing.answer_calls import calls_for_answers
-from baton.router.input_processing.limits import MAX_POSITIONS_PER_SLICE
+from baton.router.input_processing.limits import (
+    MAX_ANSWERS,
+    MAX_CHAT_MESSAGES,
+    MAX_EXTRA_ARGS,
+    MAX_POSITIONS_PER_SLICE,
+    check_count,
+    check_name,
+    check_prompt_length,
+    check_texts,
+)
 from baton.router.values import (
     AnswerPart,
     ChatMessage,
@@ -30,7 +53,7 @@ from baton.rpc.messages.conversion import (
 )
 from baton.rpc.messages.finish import finish_to
 from baton.rpc.messages.mapper import Mapper
-from baton.v1 import inference_pb2
+from baton.v1 import inference_pb2, sampling_pb2
 
 
 def calls_from(
@@ -135,3 +158,56 @@ class ResponseBuilder:
 
     def _new(self, part: TokenChunk) -> inference_pb2.GenerateResponse:
         return CHUNK.to_message(part, request_id=self._request_id, index=self._index)
+
+
+MAX_COUNTS = {
+    "logit_bias": MAX_LOGIT_BIASES,
+    "banned_token_ids": MAX_LISTED_TOKEN_IDS,
+    "stop_token_ids": MAX_STOP_TOKEN_IDS,
+    "banned_sequences": MAX_BANNED_SEQUENCES,
+    "extra_args": MAX_EXTRA_ARGS,
+}
+
+
+def check_request(message: inference_pb2.GenerateRequest, max_model_len: int | None) -> None:
+    """Check a request before it is translated, so that nothing large is copied first.
+
+    Values check their own fields when they are built, and the `InputProcessor` what depends on the
+    prompt's tokens. `max_model_len` is None while unknown. Raises InvalidRequest and
+    ContextLengthExceeded.
+    """
+    check_name("request_id", message.request_id)
+    if message.HasField("n") and not 1 <= message.n <= MAX_ANSWERS:
+        raise InvalidRequest(f"n is {message.n}; it must be from 1 to {MAX_ANSWERS}", "n")
+    params = message.sampling
+    check_texts(message.model, message.cache_salt, params.stop, params.bad_words)
+    _check_sampling(params)
+    check_prompt_length(len(message.token_ids.ids), max_model_len)
+    check_chat(message.chat)
+
+
+def check_chat(message: inference_pb2.Chat) -> None:
+    check_count("messages", len(message.messages), MAX_CHAT_MESSAGES)
+
+
+def _check_sampling(message: sampling_pb2.SamplingParams) -> None:
+    """Check the sizes of lists and maps. `SamplingParams` checks the same limits again."""
+    for descriptor, value in message.ListFields():
+        name = descriptor.name
+        if name in MAX_COUNTS:
+            check_count(name, len(value), MAX_COUNTS[name])
+        if name == "allowed_token_ids":
+            check_count(name, len(value.ids), MAX_LISTED_TOKEN_IDS)
+        elif name == "banned_sequences":
+            num_banned = sum(len(sequence.ids) for sequence in value)
+            check_count(name, num_banned, MAX_BANNED_SEQUENCE_TOKENS)
+        elif name == "structured_outputs":
+            check_count(name, len(value.choice.texts), MAX_CHOICES)
+        elif name == "extra_args":
+            _check_arguments(value)
+
+
+def _check_arguments(arguments: Mapping[str, struct_pb2.Value]) -> None:
+    for name, value in arguments.items():
+        check_name("extra_args", name)
+        check_count("extra_args", len(value.list_value.values), MAX_ARGUMENT_ENTRIES)

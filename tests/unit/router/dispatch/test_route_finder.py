@@ -6,8 +6,8 @@ import asyncio
 
 from baton.router.dispatch.config import DispatchConfig
 from baton.router.dispatch.quarantine import Quarantine, Suspicion
+from baton.router.dispatch.retries import BreakerConfig, CircuitBreakers
 from baton.router.dispatch.route_finder import RouteFinder
-from baton.router.routing.breakers import BreakerConfig, CircuitBreakers
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import NodeTable
 from baton.router.routing.policy import Route

@@ -13,8 +13,7 @@ import pytest
 
 from baton.checkpoint.tokenizer import Tokenizer
 from baton.core.errors import InvalidRequest
-from baton.router.doors.grpc.message_checks import check_request
-from baton.router.doors.grpc.translate import calls_from
+from baton.router.doors.grpc.translate import calls_from, check_request
 from baton.router.input_processing.large_texts import LargeTextConfig, LargeTexts
 from baton.router.input_processing.limits import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from baton.router.input_processing.tokenization import ModelText

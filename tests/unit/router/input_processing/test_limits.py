@@ -18,8 +18,7 @@ from baton.core.sampling import (
     NO_SAMPLING_DEFAULTS,
     SamplingParams,
 )
-from baton.router.doors.grpc.message_checks import check_request
-from baton.router.doors.grpc.translate import calls_from
+from baton.router.doors.grpc.translate import calls_from, check_request
 from baton.router.doors.openai.request.parsed_request import (
     ModelContext,
     chat_completion_from,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.rpc.errors import MessageTooLarge, Unreadable
-from baton.rpc.messages.wire_gauge import MAX_FIELDS, SMALL_BYTES, check_num_fields
+from baton.rpc.messages.interceptor import MAX_FIELDS, SMALL_BYTES, check_num_fields
 from baton.v1 import inference_pb2, sampling_pb2
 
 REQUEST = inference_pb2.GenerateRequest.DESCRIPTOR

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.router.routing.breakers import BreakerConfig, CircuitBreakers
+from baton.router.dispatch.retries import BreakerConfig, CircuitBreakers
 
 CONFIG = BreakerConfig(num_failures=2, first_pause_s=1.0, max_pause_s=4.0)
 NODE, OTHER = "p:1", "p:2"
