@@ -114,7 +114,7 @@ class RouterComponents:
 
 
 def _services(router: RouterComponents) -> tuple[Service, ...]:
-    inference = InferenceServicer(router.pipeline, router.table, router.scopes)
+    inference = InferenceServicer(router.pipeline, router.scopes)
     cluster = ClusterServicer(router.table, router.resets)
     add_inference = partial(inference_pb2_grpc.add_InferenceServiceServicer_to_server, inference)
     add_cluster = partial(cluster_pb2_grpc.add_ClusterServiceServicer_to_server, cluster)
@@ -171,7 +171,6 @@ async def _http_server(
 
     app = http_app(
         pipeline=router.pipeline,
-        table=router.table,
         scopes=router.scopes,
         health=health,
         resets=router.resets,

@@ -42,7 +42,7 @@ class Pipeline:
         config: PipelineConfig,
         forms: FormChecks | None = None,
     ) -> None:
-        self._table = table
+        self.table = table
         self.inputs = InputProcessor(table, text, forms, config.large_texts)
         self._admission = AdmissionControl(config.admission_queue, clock)
         self._dispatcher = Dispatcher(
@@ -60,7 +60,7 @@ class Pipeline:
 
     def handle_nodes_changed(self) -> None:
         """Handle a change of the table: admit up to the new capacity, wake waiting requests."""
-        self._admission.resize(self._table.num_batch_slots)
+        self._admission.resize(self.table.num_batch_slots)
         self._dispatcher.wake()
 
     @property

@@ -14,7 +14,6 @@ from baton.router.http.bodies import Bodies
 from baton.router.pipeline import Pipeline
 from baton.router.prefix_resets import PrefixResets
 from baton.router.request_scope import RequestScopes
-from baton.router.routing.node_table import NodeTable
 from baton.router.text_events.parsing import NO_PARSING, Parsing
 from baton.rpc.health import Health
 from baton.rpc.security.token import AcceptedTokens
@@ -26,7 +25,6 @@ DEFAULT_ERRORS = OPENAI_ERRORS  # outside of the paths of an API
 def http_app(
     *,
     pipeline: Pipeline,
-    table: NodeTable,
     scopes: RequestScopes,
     health: Health,
     resets: PrefixResets,
@@ -36,9 +34,9 @@ def http_app(
     tokens: AcceptedTokens | None = None,
     on_refusal: Callable[[str], None] = ignore_refusal,
 ) -> ASGIApp:
-    bodies = Bodies(table)
+    bodies = Bodies(pipeline.table)
     routes = [
-        *openai_routes(pipeline, table, scopes, parsing, bodies, resets, root),
+        *openai_routes(pipeline, scopes, parsing, bodies, resets, root),
         *Probes(health, pipeline, scrape).routes,
     ]
     return asgi_app(routes, DEFAULT_ERRORS, handle_http_exception, tokens, on_refusal)

@@ -74,7 +74,6 @@ async def an_http_router(
     await health.set_ready(True)
     app = http_app(
         pipeline=pipeline,
-        table=table,
         scopes=RequestScopes(tracing),
         health=health,
         resets=PrefixResets(

@@ -62,7 +62,7 @@ class MoodyRouter(InferenceServicer):
                 DispatchConfig(routing=Routing(RoutingPolicy.ROUND_ROBIN)), admission_queue
             ),
         )
-        super().__init__(self.pipeline, table, RequestScopes(tracing))
+        super().__init__(self.pipeline, RequestScopes(tracing))
         self.faults = list(faults)
         self.num_asked = 0
         self.ended: asyncio.Queue[str] = asyncio.Queue()  # ids of released requests

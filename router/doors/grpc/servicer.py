@@ -24,7 +24,6 @@ from baton.router.input_processing.limits import (
 )
 from baton.router.pipeline import Pipeline
 from baton.router.request_scope import RequestScopes
-from baton.router.routing.node_table import NodeTable
 from baton.router.values import TokenChunk
 from baton.rpc.errors import NoNodes
 from baton.rpc.messages.conversion import SAMPLING_DEFAULTS
@@ -36,12 +35,10 @@ ID_BYTES = 12
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    def __init__(
-        self, pipeline: Pipeline, table: NodeTable, scopes: RequestScopes | None = None
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, scopes: RequestScopes) -> None:
         self._pipeline = pipeline
-        self._table = table
-        self._scopes = scopes or RequestScopes()
+        self._table = pipeline.table
+        self._scopes = scopes
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: aio.ServicerContext[Any, Any]

@@ -20,7 +20,7 @@ from baton.router.doors.openai.request.bodies import (
 from baton.router.doors.openai.request.prompts import chat_from
 from baton.router.http.bodies import Bodies
 from baton.router.http.json_encoding import Json, as_json
-from baton.router.input_processing.input_processor import InputProcessor
+from baton.router.pipeline import Pipeline
 from baton.router.prefix_resets import PrefixResets
 from baton.router.routing.node_table import NodeTable
 from baton.router.values import Prompt, TextPrompt
@@ -66,8 +66,7 @@ class Models:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    inputs: InputProcessor
-    table: NodeTable
+    pipeline: Pipeline
     bodies: Bodies
 
     async def tokenize(self, request: Request) -> Response:
@@ -86,12 +85,12 @@ class Tokens:
         else:
             body = openai_body(fields, TokenizeTextBody)
             prompt = TextPrompt(body.prompt, body.add_special_tokens)
-        model = self.table.find_model(body.model)
-        self.inputs.check_model(model)
-        token_ids = await self.inputs.token_ids(prompt, model)
+        model = self.pipeline.table.find_model(body.model)
+        self.pipeline.inputs.check_model(model)
+        token_ids = await self.pipeline.inputs.token_ids(prompt, model)
         response: dict[str, Any] = {
             "count": len(token_ids),
-            "max_model_len": self.table.served_model(model).max_model_len,
+            "max_model_len": self.pipeline.table.served_model(model).max_model_len,
             "tokens": token_ids,
             "token_strs": None,
         }
@@ -99,7 +98,7 @@ class Tokens:
             return await self._response(raw, response)
 
         def spelled() -> list[str]:
-            return [self.inputs.token(token_id).text for token_id in token_ids]
+            return [self.pipeline.inputs.token(token_id).text for token_id in token_ids]
 
         return await self._response(
             raw, {**response, "token_strs": await self.bodies.run_for_body(raw, spelled)}
@@ -110,8 +109,8 @@ class Tokens:
             raw = await self.bodies.read(request, lease)
             fields = await self.bodies.fields(raw)
             body = await self.bodies.run_for_body(raw, partial(openai_body, fields, DetokenizeBody))
-            self.inputs.check_model(self.table.find_model(body.model))
-            text = await self.inputs.text(tuple(body.tokens), skip_special_tokens=False)
+            self.pipeline.inputs.check_model(self.pipeline.table.find_model(body.model))
+            text = await self.pipeline.inputs.text(tuple(body.tokens), skip_special_tokens=False)
             return await self._response(raw, {"prompt": text})
 
     async def _response(self, raw: bytes, response: Json) -> Response:

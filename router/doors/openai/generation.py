@@ -23,7 +23,6 @@ from baton.router.http.bodies import Bodies
 from baton.router.http.exchange import ReceivedRequest, Reply
 from baton.router.http.json_encoding import encode_in_slices
 from baton.router.pipeline import Pipeline
-from baton.router.routing.node_table import NodeTable
 from baton.router.text_events.events import EventReader
 from baton.router.text_events.parsing import Parsing
 from baton.router.values import TextPrompt
@@ -34,7 +33,6 @@ Read = Callable[[Mapping[str, Any], str, ModelContext], ParsedRequest]
 @dataclass(frozen=True, slots=True)
 class AnswerHandler:
     pipeline: Pipeline
-    table: NodeTable
     parsing: Parsing
     bodies: Bodies
     read: Read
@@ -49,8 +47,8 @@ class AnswerHandler:
     async def _parse(self, request: ReceivedRequest) -> ParsedRequest:
         fields = with_session(await self.bodies.fields(request.body), request.session_id)
         name = fields.get("model")
-        model = self.table.find_model(name if isinstance(name, str) else "")
-        served = self.table.served_model(model)
+        model = self.pipeline.table.find_model(name if isinstance(name, str) else "")
+        served = self.pipeline.table.served_model(model)
         context = ModelContext(served.sampling_defaults, served.max_model_len, self.parsing, model)
         return await self.bodies.run_for_body(
             request.body, partial(self.read, fields, request.id, context)
@@ -94,4 +92,4 @@ class AnswerHandler:
             await reply.send_events(streamed.end(), is_last=True)
 
     def _model(self, parsed: ParsedRequest) -> str:
-        return parsed.calls[0].model.name or next(iter(sorted(self.table.models)), "")
+        return parsed.calls[0].model.name or next(iter(sorted(self.pipeline.table.models)), "")

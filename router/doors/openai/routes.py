@@ -15,13 +15,11 @@ from baton.router.http.exchange import GenerationEndpoint
 from baton.router.pipeline import Pipeline
 from baton.router.prefix_resets import PrefixResets
 from baton.router.request_scope import RequestScopes
-from baton.router.routing.node_table import NodeTable
 from baton.router.text_events.parsing import Parsing
 
 
 def openai_routes(
     pipeline: Pipeline,
-    table: NodeTable,
     scopes: RequestScopes,
     parsing: Parsing,
     bodies: Bodies,
@@ -29,10 +27,10 @@ def openai_routes(
     root: str,
 ) -> list[Route]:
     def generation(read: Read) -> GenerationEndpoint:
-        answer = AnswerHandler(pipeline, table, parsing, bodies, read).answer
+        answer = AnswerHandler(pipeline, parsing, bodies, read).answer
         return GenerationEndpoint(scopes, bodies, OPENAI_ERRORS, answer)
 
-    models, texts = Models(table, root), Tokens(pipeline.inputs, table, bodies)
+    models, texts = Models(pipeline.table, root), Tokens(pipeline, bodies)
     return [
         _post("/v1/completions", generation(completion_from)),
         _post("/v1/chat/completions", generation(chat_completion_from)),
