@@ -17,7 +17,6 @@ from baton.router.dispatch.node_rpcs import NodeCalls
 from baton.router.dispatch.retries import RetryBudget
 from baton.router.input_processing.form_checks import FormChecks
 from baton.router.input_processing.input_processor import InputProcessor
-from baton.router.input_processing.large_texts import LargeTextConfig
 from baton.router.input_processing.tokenization import TextBoundary
 from baton.router.routing.node_table import NodeTable
 from baton.router.values import AnswerPart, GenerateCall
@@ -28,7 +27,6 @@ from baton.rpc.errors import Draining, RequestIdInUse
 class PipelineConfig:
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
     admission_queue: AdmissionQueueConfig = field(default_factory=AdmissionQueueConfig)
-    large_texts: LargeTextConfig = field(default_factory=LargeTextConfig)
 
 
 class Pipeline:
@@ -43,7 +41,7 @@ class Pipeline:
         forms: FormChecks | None = None,
     ) -> None:
         self.table = table
-        self.inputs = InputProcessor(table, text, forms, config.large_texts)
+        self.inputs = InputProcessor(table, text, forms)
         self._admission = AdmissionControl(config.admission_queue, clock)
         self._dispatcher = Dispatcher(
             table=table,

@@ -36,10 +36,6 @@ PREFILL_REPORT_WAIT_S = 0.1
 NODE_ENDED = {FailureKind.VANISHED, FailureKind.ENGINE_FAILED}
 
 
-def _ignore() -> None:
-    """Default callback: do nothing."""
-
-
 class Attempt:
     def __init__(
         self,
@@ -50,8 +46,8 @@ class Attempt:
         answer: AnswerAssembler,
         context: RequestContext,
         clock: Callable[[], float],
-        on_prefilled: Callable[[], None] = _ignore,
-        on_decoded: Callable[[], None] = _ignore,
+        on_prefilled: Callable[[], None],
+        on_decoded: Callable[[], None],
     ) -> None:
         self._route = route
         self._handoff_id = handoff_id

@@ -40,9 +40,9 @@ Result = TypeVar("Result")
 
 
 class Bodies:
-    def __init__(self, table: NodeTable, budget: BodyBudget | None = None) -> None:
+    def __init__(self, table: NodeTable) -> None:
         self._table = table
-        self._budget = budget or BodyBudget()
+        self._budget = BodyBudget()
         self._thread = LargeTexts(ONE_AT_A_TIME)
 
     def lease(self) -> AbstractContextManager[Lease]:

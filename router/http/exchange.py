@@ -39,13 +39,20 @@ class ReceivedRequest:
 class Reply:
     """Sends one response. Before its first byte, a failure is sent with its own HTTP status."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, errors: ErrorFormat) -> None:
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        errors: ErrorFormat,
+        headers: dict[str, str],
+    ) -> None:
         self._scope = scope
         self._receive = receive
         self._send = send
         self._errors = errors
+        self._headers = headers
         self._has_begun = False
-        self.headers: dict[str, str] = {}
 
     async def send_body(self, body: Sequence[bytes]) -> None:
         """Send a whole body, given in slices."""
@@ -65,12 +72,12 @@ class Reply:
         if self._has_begun:
             await self._write(self._errors.event(failure), is_last=True)
             return
-        respond = self._errors.response(failure, self.headers)
+        respond = self._errors.response(failure, self._headers)
         await respond(self._scope, self._receive, self._send)
 
     async def _begin(self, headers: dict[str, str]) -> None:
         self._has_begun = True
-        everything = {**self.headers, **headers}
+        everything = {**self._headers, **headers}
         raw = [
             (name.encode("latin-1"), value.encode("latin-1")) for name, value in everything.items()
         ]
@@ -102,10 +109,9 @@ class GenerationEndpoint:
             client_request_id if is_valid_name(client_request_id) else secrets.token_hex(ID_BYTES)
         )
         request_scope = self._scopes.begin(request_id, request.headers.items())
-        reply = Reply(scope, receive, send, self._errors)
-        reply.headers[REQUEST_ID] = request_id
-        if request_scope.trace_id:
-            reply.headers[TRACE_ID] = request_scope.trace_id
+        ids = {REQUEST_ID: request_id, TRACE_ID: request_scope.trace_id}
+        headers = {name: value for name, value in ids.items() if value}
+        reply = Reply(scope, receive, send, self._errors, headers)
         with self._bodies.lease() as lease:
             try:
                 with request_scope.ending_on_error():

@@ -11,7 +11,7 @@ from baton.core.ids import ANY_MODEL, ModelVariant
 from baton.core.sampling import fit_max_tokens
 from baton.router.context import RequestContext
 from baton.router.input_processing.form_checks import FormChecks
-from baton.router.input_processing.large_texts import LargeTextConfig, LargeTexts
+from baton.router.input_processing.large_texts import LargeTexts
 from baton.router.input_processing.limits import LogprobBudget, check_prompt_logprobs_fit
 from baton.router.input_processing.tokenization import TextBoundary
 from baton.router.routing.node_table import NodeTable
@@ -27,12 +27,11 @@ class InputProcessor:
         table: NodeTable,
         text: TextBoundary,
         forms: FormChecks | None,  # None: only nodes check forms
-        large_texts: LargeTextConfig,
     ) -> None:
         self._table = table
         self._text = text
         self._forms = forms
-        self._large_texts = LargeTexts(large_texts)
+        self._large_texts = LargeTexts()
         # All answers of a request look up the same words.
         self._spellings = lru_cache(MAX_REMEMBERED_BAD_WORDS)(self._compute_spellings)
 

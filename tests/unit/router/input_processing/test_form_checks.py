@@ -15,7 +15,6 @@ from baton.engine.structured_output.llguidance_backend import Checked
 from baton.router.context import RequestContext
 from baton.router.input_processing.form_checks import FormChecks
 from baton.router.input_processing.input_processor import InputProcessor
-from baton.router.input_processing.large_texts import LargeTextConfig
 from baton.router.input_processing.tokenization import TextBoundary
 from baton.router.values import GenerateCall, TokenPrompt
 from baton.rpc.errors import QueueFull
@@ -31,7 +30,7 @@ def test_without_a_form_there_is_nothing_to_look_at() -> None:
     library = HeldLibrary()
     with compiler_of(library) as compiler:
         checks = FormChecks(compiler)
-        inputs = InputProcessor(a_table(), TextBoundary(), checks, LargeTextConfig())
+        inputs = InputProcessor(a_table(), TextBoundary(), checks)
         for form in (None, GOOD):
             call = GenerateCall("a", TokenPrompt((1,)), SamplingParams(structured_outputs=form))
             asyncio.run(inputs.process(call, RequestContext(0.0)))
