@@ -6,7 +6,7 @@ from functools import partial
 
 from baton.decode_node.servicer import DecodeServicer
 from baton.node.call_server import CallServer
-from baton.node.kv.peer_warmup import PeerWarmup, link_by_engine, role_over_grpc
+from baton.node.kv.peer_warmup import PeerWarmup, link_up, read_role
 from baton.node.kv.worker import NO_NODE_DECORATORS, Around
 from baton.node.options import NodeOptions
 from baton.node.run import Role, run
@@ -17,7 +17,9 @@ from baton.v1 import node_pb2_grpc
 
 
 def build_services(node: NodeComponents) -> tuple[Service, ...]:
-    warmup = PeerWarmup(role_over_grpc(node.options.tls), link_by_engine(node.engine, node.worker))
+    warmup = PeerWarmup(
+        partial(read_role, node.options.tls), partial(link_up, node.engine, node.worker)
+    )
     calls = CallServer(node.state, node.ledger, node.tracing)
     decode = DecodeServicer(calls, node.state, warmup.connect)
     add_decode = partial(node_pb2_grpc.add_DecodeServiceServicer_to_server, decode)

@@ -22,7 +22,7 @@ from baton.node.kv.tiers import check_tiers
 from baton.node.kv.worker import NO_NODE_DECORATORS, Around
 from baton.node.observers.metrics import export_node_metrics
 from baton.node.options import NodeOptions
-from baton.node.servicer import KvLinkServicer, NodeServicer, prefix_cache_resetter
+from baton.node.servicer import KvLinkServicer, NodeServicer, reset_prefix_cache
 from baton.node.state import NodeState
 from baton.node.wiring import NodeComponents, identify
 from baton.rpc.health import Health
@@ -188,7 +188,7 @@ def _common_services(node: NodeComponents) -> tuple[Service, ...]:
     link = KvLinkServicer(node.links)
     servicer = NodeServicer(
         node.state,
-        prefix_cache_resetter(node.engine, node.scheduler),
+        partial(reset_prefix_cache, node.engine, node.scheduler),
         Operators(node.options.operator_tokens),
         shared_tiers_of(node.connector),
     )

@@ -105,12 +105,10 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
             )
 
 
-def prefix_cache_resetter(engine: EngineThread, scheduler: Scheduler) -> ResetPrefixCache:
-    """Return a function that resets the prefix cache on the engine's thread, between steps."""
-
-    async def reset(tiers: Collection[str]) -> dict[str, int]:
-        if engine.failure is not None:
-            raise EngineStopped("the engine of this node has stopped; its cache is gone with it")
-        return await run_on_engine(engine, partial(scheduler.reset_prefix_cache, tiers))
-
-    return reset
+async def reset_prefix_cache(
+    engine: EngineThread, scheduler: Scheduler, tiers: Collection[str]
+) -> dict[str, int]:
+    """Reset the prefix cache on the engine's thread, between steps."""
+    if engine.failure is not None:
+        raise EngineStopped("the engine of this node has stopped; its cache is gone with it")
+    return await run_on_engine(engine, partial(scheduler.reset_prefix_cache, tiers))

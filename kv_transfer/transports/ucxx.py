@@ -15,7 +15,7 @@ from baton.core.ids import BlockId
 from baton.kv_transfer.errors import PeerUnreachable
 from baton.kv_transfer.protocol.messages import Region
 from baton.kv_transfer.transports.base import DEFAULT_UCX, ChannelEvent, UcxConfig, Write
-from baton.kv_transfer.transports.staging import BlockRows, Staging
+from baton.kv_transfer.transports.staging import Staging
 from baton.kv_transfer.transports.ucxx_library import Ucxx
 from baton.kv_transfer.transports.ucxx_receives import UcxxReceives
 from baton.kv_transfer.transports.ucxx_sends import UcxxSends
@@ -76,9 +76,8 @@ class UcxxChannel:
         self._metadata: bytes = worker.address.tobytes()
         self._endpoint: Any = None
         self._staging = staging
-        rows = BlockRows(region)
-        self._receives = UcxxReceives(ucxx, worker, region, rows, staging)
-        self._sends = UcxxSends(ucxx, region, rows, staging)
+        self._receives = UcxxReceives(ucxx, worker, region, staging)
+        self._sends = UcxxSends(ucxx, region, staging)
 
     @property
     def metadata(self) -> bytes:
@@ -98,8 +97,7 @@ class UcxxChannel:
         self._sends.connect(self._endpoint, region)
 
     def receive_into(self, region: Region) -> None:
-        rows = BlockRows(region)
-        self._receives = UcxxReceives(self._ucxx, self._worker, region, rows, self._staging)
+        self._receives = UcxxReceives(self._ucxx, self._worker, region, self._staging)
 
     @property
     def close_stops_writes(self) -> bool:

@@ -69,13 +69,11 @@ class _Expected:
 
 
 class UcxxReceives:
-    def __init__(
-        self, ucxx: Ucxx, worker: Any, region: Region, rows: BlockRows, staging: Staging
-    ) -> None:
+    def __init__(self, ucxx: Ucxx, worker: Any, region: Region, staging: Staging) -> None:
         self._ucxx = ucxx
         self._worker = worker
         self._region = region
-        self._rows = rows
+        self._rows = BlockRows(region)
         self._staging = staging
         self._expected: dict[int, _Expected] = {}
         self._discarded: list[_Receive] = []

@@ -43,10 +43,10 @@ class _Write:
 
 
 class UcxxSends:
-    def __init__(self, ucxx: Ucxx, region: Region, rows: BlockRows, staging: Staging) -> None:
+    def __init__(self, ucxx: Ucxx, region: Region, staging: Staging) -> None:
         self._ucxx = ucxx
         self._region = region
-        self._rows = rows
+        self._rows = BlockRows(region)
         self._staging = staging
         self._writes: dict[int, _Write] = {}
         self._num_slots = 0

@@ -27,20 +27,17 @@ from baton.v1 import node_pb2, node_pb2_grpc
 MAX_IN_FLIGHT = 32  # twice as many as one router requests of a node
 TIMEOUT_S = 4.0
 
-RoleOf = Callable[[str], Awaitable[NodeRole]]  # raises PeerUnreachable and InvalidRequest
-LinkUp = Callable[[str], Awaitable[None]]
-
 
 class PeerWarmup:
     def __init__(
         self,
-        role_of: RoleOf,
-        link_up: LinkUp,
+        read_role: Callable[[str], Awaitable[NodeRole]],
+        link_up: Callable[[str], Awaitable[None]],
         *,
         max_in_flight: int = MAX_IN_FLIGHT,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        self._role_of = role_of
+        self._read_role = read_role
         self._link_up = link_up
         self._max_in_flight = max_in_flight
         self._timeout_s = timeout_s
@@ -59,7 +56,7 @@ class PeerWarmup:
         self._in_flight.add(address)
         try:
             async with asyncio.timeout(self._timeout_s):
-                role = await self._role_of(address)
+                role = await self._read_role(address)
                 if role is not NodeRole.PREFILL:
                     raise PeerUnreachable(f"{address} is a {role.value} node; name a prefill node")
                 async with self._engine_turn:
@@ -73,29 +70,23 @@ class PeerWarmup:
             self._in_flight.discard(address)
 
 
-def role_over_grpc(tls: TlsConfig) -> RoleOf:
-    async def role_of(address: str) -> NodeRole:
-        host, _, port = address.rpartition(":")
-        if not (host and port.isascii() and port.isdigit()):
-            raise InvalidRequest(
-                f"{address!r} is not an address; name a prefill node as host:port", "address"
-            )
-        async with open_channel(address, tls) as channel:
-            stub = node_pb2_grpc.NodeServiceStub(channel)
-            try:
-                return CARD.from_message(await stub.GetNode(node_pb2.GetNodeRequest())).role
-            except RpcError as error:
-                raise PeerUnreachable(
-                    f"no prefill node answers at {address}: {remote_error(error).message}"
-                ) from error
-
-    return role_of
+async def read_role(tls: TlsConfig, address: str) -> NodeRole:
+    """Return the role of the node at host:port. Raises PeerUnreachable and InvalidRequest."""
+    host, _, port = address.rpartition(":")
+    if not (host and port.isascii() and port.isdigit()):
+        raise InvalidRequest(
+            f"{address!r} is not an address; name a prefill node as host:port", "address"
+        )
+    async with open_channel(address, tls) as channel:
+        stub = node_pb2_grpc.NodeServiceStub(channel)
+        try:
+            return CARD.from_message(await stub.GetNode(node_pb2.GetNodeRequest())).role
+        except RpcError as error:
+            raise PeerUnreachable(
+                f"no prefill node answers at {address}: {remote_error(error).message}"
+            ) from error
 
 
-def link_by_engine(engine: EngineThread, worker: KvTransferWorker) -> LinkUp:
-    """Return a function that links on the engine's thread."""
-
-    async def link_up(address: str) -> None:
-        await run_on_engine(engine, lambda: worker.connect(address, time.monotonic()))
-
-    return link_up
+async def link_up(engine: EngineThread, worker: KvTransferWorker, address: str) -> None:
+    """Open a link to the node at this address, on the engine's thread."""
+    await run_on_engine(engine, lambda: worker.connect(address, time.monotonic()))

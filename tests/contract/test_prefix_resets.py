@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from functools import partial
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -16,7 +17,7 @@ from baton.client import AsyncClient, BatonError
 from baton.core.ids import NodeId
 from baton.engine.engine_thread import EngineThread
 from baton.node.engine_calls import EngineCalls, NodeChanges
-from baton.node.servicer import prefix_cache_resetter
+from baton.node.servicer import reset_prefix_cache
 from baton.router.doors.grpc.cluster_servicer import ClusterServicer
 from baton.router.prefix_resets import PrefixResets
 from baton.router.routing.node_table import NodeTable
@@ -273,7 +274,7 @@ def test_an_engine_forgets_between_two_steps_and_computes_again() -> None:
 
     async def scene() -> None:
         with EngineThread(core) as engine, EngineCalls(engine, NodeChanges()) as calls:
-            reset = prefix_cache_resetter(engine, core.scheduler)
+            reset = partial(reset_prefix_cache, engine, core.scheduler)
             assert [await num_cached(calls, name) for name in "ab"] == [0, 8]
             # Two blocks of the prompt, and one of it and the answer.
             assert await reset(()) == {"kv": 3}

@@ -23,7 +23,7 @@ from baton.kv_transfer.transports.base import (
     WriteFailed,
     Written,
 )
-from baton.kv_transfer.transports.staging import SLOT_BYTES, BlockRows, Staging
+from baton.kv_transfer.transports.staging import SLOT_BYTES, Staging
 from baton.kv_transfer.transports.ucxx_messages import HEADER_BYTES, Label, Parcel, encode_header
 from baton.kv_transfer.transports.ucxx_receives import UcxxReceives
 from baton.kv_transfer.transports.ucxx_sends import UcxxSends
@@ -49,9 +49,9 @@ class Channel:
         p_region, d_region = (
             Region(int(memory.ctypes.data), *shape) for memory in (self.p, self.d)
         )
-        self.sends = UcxxSends(self.ucxx, p_region, BlockRows(p_region), self.staging)
+        self.sends = UcxxSends(self.ucxx, p_region, self.staging)
         self.sends.connect(None, d_region)
-        self.receives = UcxxReceives(self.ucxx, None, d_region, BlockRows(d_region), self.staging)
+        self.receives = UcxxReceives(self.ucxx, None, d_region, self.staging)
         self.d_region = d_region
 
     def poll_d(self) -> list[ChannelEvent]:

@@ -9,7 +9,7 @@ import pytest
 
 from baton.core.errors import InvalidRequest
 from baton.kv_transfer.errors import PeerUnreachable
-from baton.node.kv.peer_warmup import PeerWarmup, role_over_grpc
+from baton.node.kv.peer_warmup import PeerWarmup, read_role
 from baton.rpc.errors import TooManyConnects
 from baton.rpc.node_info import NodeRole
 from baton.rpc.security.tls import PLAIN
@@ -108,7 +108,7 @@ def test_a_server_that_is_no_node_is_found_out_over_grpc() -> None:
     async def scene(nodes: Nodes) -> None:
         async with serving("127.0.0.1", 0, ()) as server:
             with pytest.raises(PeerUnreachable, match="no prefill node answers"):
-                await role_over_grpc(PLAIN)(server.address)
+                await read_role(PLAIN, server.address)
 
     run(scene)
 
@@ -119,6 +119,6 @@ def test_a_server_that_is_no_node_is_found_out_over_grpc() -> None:
 def test_an_address_without_host_or_port_is_refused_before_it_is_dialled(address: str) -> None:
     async def scene(_nodes: Nodes) -> None:
         with pytest.raises(InvalidRequest, match="host:port"):
-            await role_over_grpc(PLAIN)(address)
+            await read_role(PLAIN, address)
 
     run(scene)
