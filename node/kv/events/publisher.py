@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from threading import Thread
-from typing import NamedTuple
 
 from baton.engine.events import AllBlocksCleared, KvEvent
 from baton.node.kv.events.config import KvEventsConfig, is_bound
@@ -46,12 +45,6 @@ REPLAY_BURST_S = 0.05  # of messages that replays may send without waiting after
 SUBSCRIBE, CANCEL = b"\x01", b"\x00"
 
 
-class _Update(NamedTuple):
-    sequence: int
-    time_s: float
-    events: Sequence[KvEvent]
-
-
 class KvEventPublisher:
     """Publishes on its own thread for the duration of a `with` block."""
 
@@ -60,7 +53,8 @@ class KvEventPublisher:
         self._facts = facts
         self._topic = config.topic.encode()
         self._history = EventHistory(facts, config.buffer_steps)
-        self._queue: deque[_Update] = deque()
+        # Updates to publish: sequence number, time, events.
+        self._queue: deque[tuple[int, float, Sequence[KvEvent]]] = deque()
         self._next_sequence = 0
         self._has_dropped = False  # since the last update that was queued
         self._is_stopping = False
@@ -86,7 +80,7 @@ class KvEventPublisher:
         if self._has_dropped:
             events = (AllBlocksCleared(), *events)
             self._has_dropped = False
-        self._queue.append(_Update(sequence, time.time(), events))
+        self._queue.append((sequence, time.time(), events))
         self._wake()
 
     def __enter__(self) -> KvEventPublisher:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from enum import Enum
-from typing import NamedTuple
 
 MAX_FRAME_BYTES = 4096  # of a peer: subscriptions, replay requests and the handshake are short
 MAX_FRAMES = 4  # of one message of a peer
@@ -43,11 +42,6 @@ PEER_TYPES = {
     SocketType.PUB: (b"SUB", b"XSUB"),
     SocketType.ROUTER: (b"DEALER", b"REQ", b"ROUTER"),
 }
-
-
-class _Frame(NamedTuple):
-    flags: int
-    body: bytes
 
 
 class ZmtpPeer:
@@ -104,12 +98,13 @@ class ZmtpPeer:
             pong = bytes((len(PONG),)) + PONG + content[PING_TTL_BYTES:]
             await self._write(_frame(pong, COMMAND), b"")
 
-    async def _read_frame(self) -> _Frame:
+    async def _read_frame(self) -> tuple[int, bytes]:
+        """Return flags and body."""
         [flags] = await self._reader.readexactly(1)
         size = int.from_bytes(await self._reader.readexactly(8 if flags & LONG else 1), "big")
         if size > MAX_FRAME_BYTES:
             raise ZmtpError(f"a frame of {size} bytes is longer than {MAX_FRAME_BYTES}")
-        return _Frame(flags, await self._reader.readexactly(size))
+        return flags, await self._reader.readexactly(size)
 
     async def _write(self, head: bytes, content: bytes) -> None:
         async with self._writing:
