@@ -378,13 +378,10 @@ class Receiver:
         self._actions.append(CheckDigest(incoming.order.handoff_id, rest, incoming.done.digest))
 
     def _land(self, incoming: IncomingHandoff) -> None:
-        done = incoming.done
-        if done is None:
-            raise RuntimeError(f"{incoming.order.handoff_id} cannot land: no Done from P")
         if incoming.staged is not None:
             self._actions.append(ConvertStaged(incoming.staged))
         else:
-            self._report_landed(incoming, done)
+            self._report_landed(incoming)
 
     def awaits_conversion(self, handoff_id: HandoffId) -> bool:
         """Return whether a receive still needs its ConvertStaged: its link can have been cut."""
@@ -393,12 +390,12 @@ class Receiver:
 
     def converted(self, handoff_id: HandoffId) -> None:
         """Handle the end of ConvertStaged: the blocks of the order are valid now."""
-        incoming = self._incoming[handoff_id]
-        if incoming.done is None:
-            raise RuntimeError(f"{handoff_id} was converted before it was complete")
-        self._report_landed(incoming, incoming.done)
+        self._report_landed(self._incoming[handoff_id])
 
-    def _report_landed(self, incoming: IncomingHandoff, done: Done) -> None:
+    def _report_landed(self, incoming: IncomingHandoff) -> None:
+        done = incoming.done
+        if done is None:
+            raise RuntimeError(f"{incoming.order.handoff_id} cannot land: no Done from P")
         self._end(incoming)
         self._landed.append(Landed(done.handoff_id, done.num_tokens, done.first_token))
 

@@ -85,8 +85,9 @@ class HostTier:
     def use(self, names: Iterable[BlockName], hints: BlockHints) -> None:
         """Note the use of those of the blocks that are here, and apply the hints of the request."""
         with self._lock:
+            now = self._clock()
             for name in names:
-                self.order.use(name, hints, self._clock())
+                self.order.use(name, hints, now)
 
     def pin(self, name: BlockName) -> HostBlock | None:
         """Return a block that stays until `unpin`; None if it is not here."""
