@@ -58,7 +58,7 @@ OBJECTS = BackingConfig(OBJECT, 2e8, refresh_s=1.0, num_parallel=8, max_waiting_
 
 @dataclass(slots=True)
 class TierParts:
-    """What all tiers of a node share."""
+    """Parts that all tiers of a node share."""
 
     kv_memory: BlockMemory
     host: HostTier

@@ -1,4 +1,4 @@
-"""What is known of a tier: its contents and counters, the speed of its loads, its outages."""
+"""State of a tier: its contents and counters, the speed of its loads, its outages."""
 
 from __future__ import annotations
 

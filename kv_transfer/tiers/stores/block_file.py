@@ -21,7 +21,7 @@ _MARK, _PRIORITY_NS = 735, 1000
 
 @dataclass(frozen=True, slots=True)
 class BlockTime:
-    """What the modification time of a file keeps of its block over restarts.
+    """State of a block that the modification time of its file keeps over restarts.
 
     Times of older versions, and those that others set, mean the default priority. Older versions
     read a time with a priority as one within the same second.
