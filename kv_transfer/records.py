@@ -9,7 +9,6 @@ from enum import Enum
 
 from baton.core.ids import HandoffId, NodeId
 from baton.kv_transfer.protocol.conversion import StagedBlocks
-from baton.kv_transfer.protocol.memory_runs import layer_bytes_range
 from baton.kv_transfer.transports.base import Write
 from baton.kv_transfer.types import Complete, KvOrders, Requested, Send, Withdraw
 
@@ -112,9 +111,9 @@ class TransferLedger:
         record = self._open.get(handoff_id)
         if record is None:
             return
-        layer_bytes = len(layer_bytes_range(self._block_bytes, write.layers))
+        layer_bytes = len(write.layers.byte_range(self._block_bytes))
         record.peer = peer
-        if write.layers is None or write.layers.end == write.layers.of:
+        if write.layers.end == write.layers.of:
             record.num_blocks += len(write.sources)
         record.num_bytes += len(write.sources) * layer_bytes
         record.num_writes += 1
@@ -159,7 +158,7 @@ class TransferLedger:
 def _num_runs(write: Write) -> int:
     """Return the number of descriptors after merging blocks that are contiguous on both sides."""
     sources, targets = write.sources, write.targets
-    if write.layers is not None:
+    if not write.layers.is_whole:
         return len(sources)  # only whole blocks can be contiguous
     steps = zip(sources, sources[1:], targets, targets[1:], strict=False)
     return bool(sources) + sum((b - a, d - c) != (1, 1) for a, b, c, d in steps)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from baton.core.ids import BlockId
 from baton.kv_transfer.protocol.messages import Region
-from baton.kv_transfer.transports.base import LayerRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +62,6 @@ def pair_spans(
         else:
             merged.append(BlockRunPair(here, there, source.block_bytes))
     return merged
-
-
-def layer_bytes_range(block_bytes: int, layers: LayerRange | None) -> range:
-    """Return the byte range of these layers inside a block."""
-    if layers is None:
-        return range(block_bytes)
-    layer_bytes = block_bytes // layers.of
-    return range(layers.first * layer_bytes, layers.end * layer_bytes)
 
 
 def _address(region: Region, block_id: BlockId) -> int:

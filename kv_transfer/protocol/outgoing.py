@@ -8,9 +8,8 @@ from enum import Enum
 
 from baton.core.ids import BlockId, HandoffId
 from baton.kv_transfer.link import LinkId
-from baton.kv_transfer.protocol.memory_runs import layer_bytes_range
 from baton.kv_transfer.protocol.messages import Grant, Writing
-from baton.kv_transfer.transports.base import LayerRange
+from baton.kv_transfer.transports.base import WHOLE_BLOCK, LayerRange
 from baton.kv_transfer.types import Complete, Send
 
 
@@ -114,7 +113,7 @@ class WritePart:
 
     first: int  # index of the first block in the grant
     sources: tuple[BlockId, ...]
-    layers: LayerRange | None  # None: whole blocks
+    layers: LayerRange
     num_bytes: int  # 0: all layers of these blocks have been posted before
     is_complete: bool  # all layers of these blocks are posted with this part
 
@@ -147,11 +146,11 @@ class WriteSplitter:
     ) -> WritePart | None:
         """Take computed blocks, or the layers of them that are not posted yet."""
         first, end = outgoing.num_posted, self.num_ready(outgoing, grant)
-        layers, sliced = None, outgoing.sliced
+        layers, sliced = WHOLE_BLOCK, outgoing.sliced
         if sliced is not None:
             end = min(end, sliced.end)
             layers = LayerRange(sliced.num_layers, self._num_layers, self._num_layers)
-        part_bytes = len(layer_bytes_range(self._block_bytes, layers))
+        part_bytes = len(layers.byte_range(self._block_bytes))
         # Nothing is left to write of blocks whose layers all went out during the pass.
         if part_bytes:
             end = min(end, first + room_bytes // part_bytes)

@@ -35,6 +35,18 @@ class LayerRange:
     end: int  # exclusive
     of: int
 
+    @property
+    def is_whole(self) -> bool:
+        return self.end - self.first == self.of
+
+    def byte_range(self, block_bytes: int) -> range:
+        """Return the range of these layers inside a block."""
+        layer_bytes = block_bytes // self.of
+        return range(self.first * layer_bytes, self.end * layer_bytes)
+
+
+WHOLE_BLOCK = LayerRange(0, 1, 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Write:
@@ -45,7 +57,7 @@ class Write:
     first: int  # index of the first block in the grant
     sources: tuple[BlockId, ...]
     targets: tuple[BlockId, ...]  # same length as `sources`
-    layers: LayerRange | None = None  # None: whole blocks
+    layers: LayerRange = WHOLE_BLOCK
 
 
 @dataclass(frozen=True, slots=True)

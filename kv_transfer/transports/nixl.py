@@ -26,7 +26,6 @@ from baton.kv_transfer.transports.base import (
     Arrived,
     ChannelBroken,
     ChannelEvent,
-    LayerRange,
     UcxConfig,
     Write,
     WriteFailed,
@@ -156,11 +155,10 @@ class NixlChannel:
         """No-op: only P knows which writes are in flight."""
 
     def post(self, write: Write) -> None:
-        layers = write.layers or LayerRange(0, 1, 1)
-        sources = layer_places(write.sources, layers).astype(np.int32)
-        targets = layer_places(write.targets, layers).astype(np.int32)
+        sources = layer_places(write.sources, write.layers).astype(np.int32)
+        targets = layer_places(write.targets, write.layers).astype(np.int32)
         try:
-            local, remote = self._get_lists(layers.of)
+            local, remote = self._get_lists(write.layers.of)
             handle = self._agent.makeXferReq(self._nixl.NIXL_WRITE, local, sources, remote, targets)
             self._handle_by_write[write.write_id] = handle
             self._agent.postXferReq(handle, b"")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from baton.core.ids import BlockId
-from baton.kv_transfer.protocol.memory_runs import BlockRun, layer_bytes_range, pair_spans, spans
+from baton.kv_transfer.protocol.memory_runs import BlockRun, pair_spans, spans
 from baton.kv_transfer.protocol.messages import Region
 from baton.kv_transfer.transports.base import LayerRange, Write
 from baton.kv_transfer.transports.staging import SLOT_BYTES
@@ -70,7 +70,7 @@ def split_write(
     write: Write, region: Region, peer_region: Region
 ) -> list[MessageRun] | list[Parcel]:
     runs = list(_runs(write, region, peer_region))
-    num_bytes = len(write.sources) * len(layer_bytes_range(region.block_bytes, write.layers))
+    num_bytes = len(write.sources) * len(write.layers.byte_range(region.block_bytes))
     if len(runs) > 1 and num_bytes < len(runs) * MAX_PARCEL_RUN_BYTES:
         return list(_parcels(write, region))
     max_bytes = max(1, MAX_RUN_BYTES // region.block_bytes) * region.block_bytes
@@ -94,7 +94,7 @@ def parse_parcel_header(
     if not (0 <= first_layer < end_layer <= of <= block_bytes) or block_bytes % of:
         raise InvalidParcel(f"invalid layers: {first_layer} to {end_layer} of {of}")
     layers = LayerRange(first_layer, end_layer, of)
-    part = layer_bytes_range(block_bytes, layers)
+    part = layers.byte_range(block_bytes)
     is_granted = 0 < num_blocks <= num_granted - first
     if not is_granted or num_blocks * len(part) != num_bytes:
         raise InvalidParcel(f"invalid size: {num_bytes} bytes for {num_blocks} blocks from {first}")
@@ -118,12 +118,12 @@ def find_target(
 def _runs(write: Write, region: Region, peer_region: Region) -> Iterator[MessageRun]:
     block_bytes = region.block_bytes
     offset = write.first * block_bytes
-    if write.layers is None:
+    if write.layers.is_whole:
         for run in pair_spans(region, write.sources, peer_region, write.targets):
             yield MessageRun(offset, BlockRun(run.source, run.num_bytes))
             offset += run.num_bytes
         return
-    part = layer_bytes_range(block_bytes, write.layers)
+    part = write.layers.byte_range(block_bytes)
     for source in write.sources:
         (block,) = spans(region, (source,))
         yield MessageRun(offset + part.start, BlockRun(block.address + part.start, len(part)))
@@ -138,14 +138,13 @@ def _split(run: MessageRun, max_bytes: int) -> Iterator[MessageRun]:
 
 def _parcels(write: Write, region: Region) -> Iterator[Parcel]:
     """Split a write evenly into parcels that each fit into a slot."""
-    layers = write.layers or LayerRange(0, 1, 1)
-    part_bytes = len(layer_bytes_range(region.block_bytes, layers))
+    part_bytes = len(write.layers.byte_range(region.block_bytes))
     max_blocks = max(1, (SLOT_BYTES - HEADER_BYTES) // part_bytes)
     num_blocks = len(write.sources)
     num_parcels = -(-num_blocks // max_blocks)
     cuts = [num_blocks * index // num_parcels for index in range(num_parcels + 1)]
     for start, end in pairwise(cuts):
-        yield Parcel(write.first + start, write.sources[start:end], layers)
+        yield Parcel(write.first + start, write.sources[start:end], write.layers)
 
 
 def _unit_bytes(region: Region) -> int:

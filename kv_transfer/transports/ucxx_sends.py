@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from baton.kv_transfer.protocol.memory_runs import layer_bytes_range
 from baton.kv_transfer.protocol.messages import Region
 from baton.kv_transfer.transports.base import ChannelEvent, Write, WriteFailed, Written
 from baton.kv_transfer.transports.staging import BlockRows, Slot, Staging
@@ -103,7 +102,7 @@ class UcxxSends:
         if isinstance(message, MessageRun):
             tag = Label(ticket, message.offset).to_tag(peer_region)
             return _Send(self._ucxx.send(self._endpoint, message.span, tag), None)
-        part = layer_bytes_range(self._region.block_bytes, message.layers)
+        part = message.layers.byte_range(self._region.block_bytes)
         num_bytes = HEADER_BYTES + len(message.sources) * len(part)
         slot = self._staging.lend()
         self._num_slots += 1

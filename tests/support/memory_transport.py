@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 from baton.core.ids import BlockId
 from baton.kv_transfer.errors import PeerUnreachable
-from baton.kv_transfer.protocol.memory_runs import layer_bytes_range
 from baton.kv_transfer.protocol.messages import Region
 from baton.kv_transfer.transports.base import (
+    WHOLE_BLOCK,
     Arrived,
     BlocksLanded,
     CancelCompleted,
@@ -239,7 +239,7 @@ class MemoryChannel:
         if missing is None:
             return
         for target in write.targets:
-            num_bytes = len(layer_bytes_range(self.region.block_bytes, write.layers))
+            num_bytes = len(write.layers.byte_range(self.region.block_bytes))
             missing[target] = missing.get(target, num_bytes) - num_bytes
         num_whole = len(list(itertools.takewhile(lambda block: not missing[block], missing)))
         self.tell(BlocksLanded(write.ticket, num_whole))
@@ -247,12 +247,12 @@ class MemoryChannel:
             del self.posted[write.ticket]
             self.tell(Arrived(write.ticket))
 
-    def get(self, block_id: BlockId, layers: LayerRange | None = None) -> bytes:
-        part = layer_bytes_range(self.region.block_bytes, layers)
+    def get(self, block_id: BlockId, layers: LayerRange = WHOLE_BLOCK) -> bytes:
+        part = layers.byte_range(self.region.block_bytes)
         return ctypes.string_at(self._address(block_id) + part.start, len(part))
 
-    def put(self, block_id: BlockId, content: bytes, layers: LayerRange | None = None) -> None:
-        part = layer_bytes_range(self.region.block_bytes, layers)
+    def put(self, block_id: BlockId, content: bytes, layers: LayerRange = WHOLE_BLOCK) -> None:
+        part = layers.byte_range(self.region.block_bytes)
         ctypes.memmove(self._address(block_id) + part.start, content, len(part))
 
     def _address(self, block_id: BlockId) -> int:

@@ -21,7 +21,7 @@ from baton.kv_transfer.protocol.messages import (
     Writing,
 )
 from baton.kv_transfer.protocol.sender import Sender
-from baton.kv_transfer.transports.base import LayerRange, Write
+from baton.kv_transfer.transports.base import WHOLE_BLOCK, LayerRange, Write
 from baton.kv_transfer.types import Complete, Requested, Send, Withdraw
 
 LINK = LinkId(1)
@@ -324,7 +324,7 @@ def in_pass(*targets: int, coming: tuple[int, ...], num_sent: int = 0) -> Sender
     return sender
 
 
-def parts(sender: Sender) -> list[tuple[tuple[BlockId, ...], LayerRange | None]]:
+def parts(sender: Sender) -> list[tuple[tuple[BlockId, ...], LayerRange]]:
     return [(write.targets, write.layers) for write in posts(sender)]
 
 
@@ -349,7 +349,7 @@ def test_layers_unsent_by_a_pass_follow_with_the_send_and_none_is_sent_twice() -
 
     sender.send(Send(ID, 0, ids(5, 6, 7)), now=0.0)
 
-    assert parts(sender) == [(ids(10, 11), LayerRange(3, 4, 4)), (ids(12), None)]
+    assert parts(sender) == [(ids(10, 11), LayerRange(3, 4, 4)), (ids(12), WHOLE_BLOCK)]
 
 
 def test_blocks_whose_layers_are_all_sent_are_announced_without_more_writes() -> None:
@@ -477,7 +477,7 @@ def test_layers_wait_for_blocks_before_them_that_found_no_room_in_flight() -> No
     sender.written(LINK, first.write_id, now=0.0)
 
     assert while_full == []
-    assert parts(sender) == [(ids(8), None), (ids(9), LayerRange(0, 1, 4))]
+    assert parts(sender) == [(ids(8), WHOLE_BLOCK), (ids(9), LayerRange(0, 1, 4))]
 
 
 NAMES = (b"first", b"second")
