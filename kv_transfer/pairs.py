@@ -27,8 +27,6 @@ MAX_LINKS_WITHOUT_HELLO = 32
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Identity of this node in its Hello."""
-
     node_id: NodeId
     incarnation: Incarnation  # random per process start
     fingerprint: Fingerprint

@@ -63,8 +63,6 @@ class TransferRecord:
 
 
 class TransferLedger:
-    """Collects the transfer records of one KV worker."""
-
     def __init__(self, transport: str, block_bytes: int, clock: Callable[[], float]) -> None:
         self._transport = transport
         self._clock = clock

@@ -50,7 +50,6 @@ class CallServer:
     async def serve(
         self, requests: AsyncIterator[Request], context: aio.ServicerContext[Any, Any]
     ) -> AsyncGenerator[Any, None]:
-        """Yield the responses to one stream of calls."""
         node_id = self._state.card.node_id
         calls = serve_calls(requests, self._serve_call, self._state.count_call, node_id=node_id)
         async with named_errors(context, node_id=node_id), aclosing(calls):

@@ -128,7 +128,6 @@ class StagingArea:
         return None if lent is None else lent[1]
 
     def fits(self, conversion: Conversion, order: Receive) -> bool:
-        """Return whether the whole area has room for an order."""
         return len(conversion.blocks_needed(order)) <= conversion.region.num_blocks
 
     def lend(self, conversion: Conversion, order: Receive) -> StagedBlocks | None:

@@ -20,8 +20,6 @@ ReadBlocks = Callable[[Sequence[BlockId]], Iterable[memoryview]]
 
 
 class BlockDigest:
-    """Incremental digest of a sequence of blocks."""
-
     def __init__(self, region: Region, read_blocks: ReadBlocks | None = None) -> None:
         """Without `read_blocks`, the region must be in memory that the CPU can read."""
         if region.device != "cpu" and read_blocks is None:

@@ -14,8 +14,6 @@ from baton.kv_transfer.protocol.messages import Region
 
 @dataclass(frozen=True, slots=True)
 class BlockRun:
-    """Contiguous run of bytes."""
-
     address: int
     num_bytes: int
 

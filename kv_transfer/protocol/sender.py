@@ -52,8 +52,6 @@ from baton.kv_transfer.types import Complete, Requested, Send, Withdraw
 
 @dataclass(slots=True)
 class _ReceiverLink:
-    """State of one link to a receiving peer."""
-
     last_ticket: int = 0  # grants up to this ticket are handled; older ones are dropped
     num_bytes_in_flight: int = 0
     is_broken: bool = False  # a write failed; the link is about to be cut

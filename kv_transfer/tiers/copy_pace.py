@@ -124,7 +124,6 @@ class CopyPace:
         return digests, copy_s
 
     def piece_blocks(self, block_bytes: int) -> int:
-        """Return how many blocks are copied in one turn."""
         num_bytes = PACED_BYTES if self.is_limited else FULL_SPEED_BYTES
         return max(1, num_bytes // block_bytes)
 

@@ -23,8 +23,6 @@ MIN_STALE_EXPIRIES = 64
 
 
 class _PriorityLru:
-    """Names in the order of eviction."""
-
     def __init__(self) -> None:
         self._names: dict[int, OrderedDict[BlockName, None]] = {}  # by priority
 

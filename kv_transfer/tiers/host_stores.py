@@ -106,8 +106,6 @@ class StoreQueue:
 
 
 class _Outcome(Enum):
-    """Outcome of copying the next blocks of stores."""
-
     COPIED = auto()
     NO_ROOM = auto()  # host memory is full of blocks that files still lack
     AT_QUOTA = auto()  # all waiting blocks are of tenants whose share is full of such blocks
@@ -140,7 +138,6 @@ class HostStores:
 
     @property
     def is_waiting(self) -> bool:
-        """True while blocks are still to be copied."""
         return bool(self._stores)
 
     def take_ended(self) -> list[StoreId]:

@@ -95,7 +95,6 @@ class HostTier:
             return self._pin(name)
 
     def pin_all(self, names: Sequence[BlockName]) -> list[HostBlock | None]:
-        """Pin several blocks at once."""
         with self._lock:
             return [self._pin(name) for name in names]
 

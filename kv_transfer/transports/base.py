@@ -40,7 +40,6 @@ class LayerRange:
         return self.end - self.first == self.of
 
     def byte_range(self, block_bytes: int) -> range:
-        """Return the range of these layers inside a block."""
         layer_bytes = block_bytes // self.of
         return range(self.first * layer_bytes, self.end * layer_bytes)
 

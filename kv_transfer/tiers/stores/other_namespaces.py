@@ -64,7 +64,6 @@ class OtherNamespaces:
 
     @property
     def num_used(self) -> int:
-        """The number of namespaces that processes use."""
         return len(self._listed.used)
 
     @property
@@ -77,7 +76,6 @@ class OtherNamespaces:
         return self._listed.used_bytes + self._listed.unused_bytes
 
     def list_all(self) -> None:
-        """List the files."""
         for _ in self._list():
             pass
 
