@@ -36,7 +36,7 @@ LOAD_DEADLINE_S = 10.0  # from the order of a load: later blocks are not read an
 Job = Callable[[], None]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-_LOAD, _CHANGE, _STOP, _SCAN = range(4)  # priorities of jobs
+_LOAD, _CHANGE, _STOP = range(3)  # priorities of jobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,6 @@ class BackingTier:
     # --- the copying thread ----------------------------------------------------------------
 
     def start(self) -> None:
-        self._put(_SCAN, self._scan)
         self._thread.start()
 
     def stop(self) -> None:
@@ -211,9 +210,13 @@ class BackingTier:
     # --- the thread of the tier ---------------------------------------------------------------
 
     def _serve(self) -> None:
+        is_found = False
         while True:
+            # In turns with jobs: a large store takes minutes, and jobs can be many.
+            if not is_found:
+                is_found = self._scan()
             try:
-                _, _, job = self._jobs.get(timeout=self._config.refresh_s)
+                _, _, job = self._jobs.get(timeout=self._config.refresh_s if is_found else 0.0)
             except Empty:
                 job = _do_nothing
             if job is None:
@@ -233,8 +236,8 @@ class BackingTier:
         finally:
             self._job_since_s = None
 
-    def _scan(self) -> None:
-        """Look for stored blocks, some at a time, after all that is more urgent."""
+    def _scan(self) -> bool:
+        """Look for stored blocks. Returns whether that has ended."""
         is_found = True
         try:
             is_found = self._store.scan()
@@ -243,8 +246,7 @@ class BackingTier:
             self._unfinished.append(self._scan_again)
         if is_found:
             self.is_scanned.set()
-        else:
-            self._put(_SCAN, self._scan)
+        return is_found
 
     def _scan_again(self) -> None:
         while not self._store.scan():

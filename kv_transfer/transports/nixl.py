@@ -270,7 +270,8 @@ def _backend_parameters(config: UcxConfig) -> dict[str, str]:
     settings = {"TLS": config.tls, "NET_DEVICES": config.net_devices}
     for name, value in settings.items():
         if "," in value:
-            raise InvalidConfig(f"{name}={value}: NIXL takes one item; for a list set UCX_{name}")
+            advice = f"NIXL takes one item; for a list set UCX_{name}"
+            raise InvalidConfig(f"{name.lower()}={value}: {advice}")
     chosen = ",".join(f"{name}={value}" for name, value in settings.items() if value)
     return {"engine_config": chosen} if chosen else {}
 
