@@ -145,7 +145,7 @@ class AdmissionRules:
         return Refusal.SET_ASIDE
 
     def _require_tokens(self, candidate: Candidate) -> Refusal | None:
-        candidate.chunk = self._budget.first_chunk(candidate.request, candidate.num_missing)
+        candidate.chunk = self._budget.next_chunk(candidate.request, candidate.num_missing)
         return None if candidate.chunk else Refusal.BLOCKS
 
     # --- rules: the prefix --------------------------------------------------------

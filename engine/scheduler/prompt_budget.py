@@ -24,8 +24,6 @@ class PromptBudget:
     - if it is paced: what takes about as long as the decoding requests
     - `long_prefill_token_threshold`. What is left at the end of a step goes to the prompts that
       this limited, unless short prompts are arriving
-
-    A waiting prompt gets nothing, and waits, if prompts must not be split and it does not fit.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -59,17 +57,9 @@ class PromptBudget:
         return self._num_left < 1
 
     def next_chunk(self, request: Request, num_missing: int) -> int:
-        """Return the next chunk of a prefill in progress, in tokens."""
+        """Return the next chunk of a prompt, in tokens; 0 if it must wait."""
         num_left = self._left_for(request)
         return min(num_missing, num_left, self._config.long_prefill_token_threshold or num_left)
-
-    def first_chunk(self, request: Request, num_missing: int) -> int:
-        """Return the first chunk of a waiting prompt, in tokens; 0 if it must wait."""
-        config = self._config
-        # A resumed request can have outgrown the budget: it is chunked nevertheless.
-        if not config.enable_chunked_prefill and num_missing <= config.max_num_batched_tokens:
-            return num_missing if num_missing <= self._num_left else 0
-        return self.next_chunk(request, num_missing)
 
     def extension(self, request: Request, num_missing: int) -> int:
         """Return the tokens by which a chunk of this step can grow beyond the threshold."""
@@ -95,7 +85,7 @@ class PromptBudget:
         return self._config.max_num_batched_tokens - self._num_decoding - self._num_given
 
     def _left_for(self, request: Request) -> int:
-        if not (request.submitted.is_paced and self._config.enable_chunked_prefill):
+        if not request.submitted.is_paced:
             return self._num_left
         # At least a few tokens, so that it does not block the requests behind it.
         return min(self._num_left, max(LEAST_TOKENS, self._num_paced_left))

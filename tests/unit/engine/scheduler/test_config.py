@@ -40,11 +40,6 @@ def test_the_budget_must_hold_a_token_of_each_request_and_no_drafted_ones() -> N
         SchedulerConfig(max_num_batched_tokens=8, max_num_seqs=9)
 
 
-def test_a_long_prefill_threshold_needs_chunks() -> None:
-    with pytest.raises(InvalidConfig, match="needs enable_chunked_prefill"):
-        SchedulerConfig(long_prefill_token_threshold=8, enable_chunked_prefill=False)
-
-
 def test_a_limit_on_long_prefills_needs_to_know_what_long_is() -> None:
     with pytest.raises(InvalidConfig, match="needs long_prefill_token_threshold"):
         SchedulerConfig(max_long_partial_prefills=1)
