@@ -57,8 +57,11 @@ class PromptBudget:
         return self._num_left < 1
 
     def next_chunk(self, request: Request, num_missing: int) -> int:
-        """Return the next chunk of a prompt, in tokens; 0 if it must wait."""
-        num_left = self._left_for(request)
+        """Return the next chunk of a prompt, in tokens; at least one unless the budget is spent."""
+        num_left = self._num_left
+        if request.submitted.is_paced:
+            # At least a few tokens, so that it does not block the requests behind it.
+            num_left = min(num_left, max(LEAST_TOKENS, self._num_paced_left))
         return min(num_missing, num_left, self._config.long_prefill_token_threshold or num_left)
 
     def extension(self, request: Request, num_missing: int) -> int:
@@ -83,12 +86,6 @@ class PromptBudget:
         if not self._config.num_lookahead_tokens or not self._num_decoding:
             return 0
         return self._config.max_num_batched_tokens - self._num_decoding - self._num_given
-
-    def _left_for(self, request: Request) -> int:
-        if not request.submitted.is_paced:
-            return self._num_left
-        # At least a few tokens, so that it does not block the requests behind it.
-        return min(self._num_left, max(LEAST_TOKENS, self._num_paced_left))
 
     # --- what a prompt was given --------------------------------------------------
 

@@ -131,7 +131,7 @@ class Scheduler:
             raise OutOfOrder("this plan is not the one that awaits its result")
         self._plan = None
         if now is not None:
-            self._planner.record_step(now - self._state.now_s)
+            self._planner.budget.record_step(now - self._state.now_s)
             self._state.now_s = now
         # KV reports first: no order may follow for a hand-off that is reported as over.
         self._output_processor.settle_kv(kv)

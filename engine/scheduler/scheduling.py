@@ -51,10 +51,6 @@ class StepPlanner:
         self._spend_leftover(can_admit)
         return self._take_plan()
 
-    def record_step(self, seconds: float) -> None:
-        """Record the duration of the last planned step."""
-        self.budget.record_step(seconds)
-
     def _preempt_for_head(self) -> None:
         """Preempt running requests for a more urgent head that the last step left waiting."""
         head, self._blocked_head = self._blocked_head, None
