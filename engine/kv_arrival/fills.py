@@ -8,7 +8,6 @@ request, and others wait for it in the same way.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NewType
@@ -103,18 +102,16 @@ class Fills:
         end = first + len(sources)
         fill.sources[first:end] = sources
         fill.num_pending -= len(sources)
-        if fill.arrival is None or fill.is_stale:
+        if fill.is_stale:
             return
         # The other blocks are of use only with all that is before them: `end` caches them.
         end = max(first, min(end, fill.prefix.num_independent))
-        self._register(fill, fill.arrival, first, end)
+        self._register(fill, first, end)
 
     def end(self, fill: Fill) -> None:
         """End a fill of which no block is pending."""
         self.remove(fill)
-        if fill.arrival is None and not fill.is_stale:
-            self._cache_for_peer(fill)
-        elif fill.arrival is not None and not fill.is_stale:
+        if fill.arrival is not None and not fill.is_stale:
             self._cache_rest(fill, fill.arrival)
             for source, token_range in fill.filled_ranges(self._cache.block_size):
                 fill.arrival.note_filled(source, token_range)
@@ -133,16 +130,12 @@ class Fills:
         """Cache the blocks, if there are any, that are of use only in a fill that is whole."""
         if None not in fill.sources:
             arrival.num_found_blocks = fill.prefix.num_blocks
-            self._register(fill, arrival, fill.prefix.num_independent, len(fill.block_ids))
+            self._register(fill, fill.prefix.num_independent, len(fill.block_ids))
 
-    def _register(self, fill: Fill, arrival: Arrival, first: int, end: int) -> None:
+    def _register(self, fill: Fill, first: int, end: int) -> None:
+        held = None if fill.arrival is None else fill.arrival.kv
         filled = (index for index in range(first, end) if fill.sources[index] is not None)
-        self._cache.external.register_loaded(arrival.kv, fill.prefix, fill.block_ids, filled)
-
-    def _cache_for_peer(self, fill: Fill) -> None:
-        blocks = zip(fill.prefix.names, fill.block_ids, strict=True)
-        are_filled = (source is not None for source in fill.sources)
-        self._cache.external.register_named(list(itertools.compress(blocks, are_filled)))
+        self._cache.external.register_loaded(held, fill.prefix, fill.block_ids, filled)
 
 
 class FillsByName:

@@ -84,7 +84,14 @@ class ExternalLoads:
         if external is None or not all(map(external.holds, names)):
             return None
         are_cached = (True,) * len(cached) + (False,) * len(names)
-        prefix = ExternalPrefix(tuple(cached), tuple(names), are_cached=are_cached)
+        prefix = ExternalPrefix(
+            tuple(cached),
+            tuple(names),
+            groups=tuple(map(self._cache.external.group_of, names)),
+            places=(0,) * len(names),  # not known, and not needed without their tokens
+            are_cached=are_cached,
+            num_independent=len(names),
+        )
         if not self._has_room(len(names)) or not self._fills.fits(prefix):
             return None
         fill = self._fills.begin(prefix, now)

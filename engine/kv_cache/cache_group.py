@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from baton.core.ids import BlockId, BlockName, existing_blocks
+from baton.core.ids import BlockId, existing_blocks
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.plan import NO_STATE_COPIES, StateCopies
@@ -117,12 +117,12 @@ class CacheGroup(ABC):
         """Add the blocks of a table from one place up to another to the prefix cache."""
 
     @abstractmethod
-    def register_loaded(self, held: HeldKv, blocks: Sequence[NamedBlock]) -> None:
-        """Add loaded blocks to the prefix cache."""
+    def register_loaded(self, held: HeldKv | None, blocks: Sequence[NamedBlock]) -> None:
+        """Add loaded blocks to the prefix cache.
 
-    @abstractmethod
-    def register_named(self, blocks: Sequence[tuple[BlockName, BlockId]]) -> None:
-        """Add those of these blocks that are its own, without a request that has the tokens."""
+        Without `held`, their tokens are not known here. No event names them then: the external
+        cache that held them does, and it need not store them.
+        """
 
     # --- a pass -------------------------------------------------------------------
 

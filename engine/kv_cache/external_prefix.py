@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from baton.core.ids import BlockId, BlockName
 from baton.engine.kv_cache.block_hashes import BlockHash
+from baton.engine.kv_cache.block_names import group_of
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.kv_cache.cache_group import CacheGroup, NamedBlock, PrefixHit
 from baton.engine.kv_cache.held_kv import HeldKv
@@ -111,12 +112,12 @@ class ExternalPrefixes:
 
     def register_loaded(
         self,
-        held: HeldKv,
+        held: HeldKv | None,
         prefix: ExternalPrefix,
         block_ids: Sequence[BlockId],
         loaded: Iterable[int],
     ) -> None:
-        """Add loaded blocks of a request's prefix, by their indices, to the prefix cache."""
+        """Add loaded blocks of a prefix, by their indices, to the prefix cache."""
         # Consecutive blocks of a group together: the parts of a state are cached as a whole.
         for number, run in itertools.groupby(loaded, key=prefix.groups.__getitem__):
             blocks = [
@@ -125,13 +126,11 @@ class ExternalPrefixes:
             ]
             self._groups[number].register_loaded(held, blocks)
 
-    def register_named(self, blocks: Sequence[tuple[BlockName, BlockId]]) -> None:
-        """Add loaded blocks to the prefix cache whose tokens are not known here.
-
-        No event names them: the external cache that held them does, and it need not store them.
-        """
-        for group in self._groups:
-            group.register_named(blocks)
+    def group_of(self, name: BlockName) -> int:
+        """Return the number of the group that a block of this name belongs to."""
+        group, last = group_of(name), self._groups[-1].number
+        # A peer may request names that no group gives.
+        return last if group is None else min(group, last)
 
     def store_hits(self, held: HeldKv, num_hits: int) -> None:
         """Queue the prefix hits of a request to be stored outside, where they may be missing."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from baton.core.ids import BlockId, BlockName
+from baton.core.ids import BlockId
 from baton.engine.errors import BlocksUnaccounted
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.block_names import snapshot_end
@@ -112,20 +112,15 @@ class StateGroup(CacheGroup):
 
     # --- the prefix cache ---------------------------------------------------------
 
-    def register_loaded(self, held: HeldKv, blocks: Sequence[NamedBlock]) -> None:
-        if len(blocks) == self._num_blocks:
-            block_ids = [block.block_id for block in blocks]
+    def register_loaded(self, held: HeldKv | None, blocks: Sequence[NamedBlock]) -> None:
+        names, block_ids = [each.name for each in blocks], [each.block_id for each in blocks]
+        end = snapshot_end(names[0])
+        if end is None or names != self.names(end):
+            return  # a part is missing
+        if held is not None:
             self._register_snapshot(held, blocks[0].place + 1, block_ids)
-
-    def register_named(self, blocks: Sequence[tuple[BlockName, BlockId]]) -> None:
-        parts: dict[BlockHash, dict[BlockName, BlockId]] = {}  # by the end of the snapshot
-        for name, block_id in blocks:
-            end = snapshot_end(name)
-            if end is not None:
-                parts.setdefault(end, {})[name] = block_id
-        for end, found in parts.items():
-            if len(found) == self._num_blocks:
-                self._cache.add_end(end, self.names(end), [found[name] for name in sorted(found)])
+        else:
+            self._cache.add_end(end, names, block_ids)
 
     def _register_snapshot(
         self, held: HeldKv, num_blocks: int, block_ids: Sequence[BlockId]

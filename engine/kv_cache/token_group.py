@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from baton.core.ids import NO_BLOCK, BlockId, BlockName
+from baton.core.ids import NO_BLOCK, BlockId
 from baton.engine.errors import BlocksUnaccounted
 from baton.engine.kv_cache.block_hashes import BlockHash
-from baton.engine.kv_cache.block_names import group_of, name_in_group
+from baton.engine.kv_cache.block_names import name_in_group
 from baton.engine.kv_cache.cache_group import CacheGroup, NamedBlock, PrefixHit, PrefixQuery
 from baton.engine.kv_cache.groups import KvCacheSpec
 from baton.engine.kv_cache.held_kv import HeldKv
@@ -108,14 +108,12 @@ class TokenGroup(CacheGroup):
         if self._cache.register(held, block_id, self.name(held.block_hashes[place])):
             self._report(held, place, place + 1)
 
-    def register_loaded(self, held: HeldKv, blocks: Sequence[NamedBlock]) -> None:
+    def register_loaded(self, held: HeldKv | None, blocks: Sequence[NamedBlock]) -> None:
         for block in blocks:
-            self.register_block(held, block.place, block.block_id)
-
-    def register_named(self, blocks: Sequence[tuple[BlockName, BlockId]]) -> None:
-        for name, block_id in blocks:
-            if group_of(name) == self.number:
-                self._cache.pool.register(block_id, BlockHash(name))
+            if held is not None:
+                self.register_block(held, block.place, block.block_id)
+            else:
+                self._cache.pool.register(block.block_id, block.name)
 
     def _report(self, held: HeldKv, start: int, end: int) -> None:
         if self._reports:

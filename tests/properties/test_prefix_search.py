@@ -62,7 +62,10 @@ def _fill(cache: KvCache, units: Iterable[tuple[BlockHash, int]]) -> dict[BlockH
         else:
             names = cache.prefixes.ends.parts(block_hash)
         block_ids = cache.prefixes.allocate(len(names))
-        cache.external.register_named(list(zip(names, block_ids, strict=True)))
+        if group < cache.num_groups:
+            cache.pool.register(block_ids[0], names[0])
+        else:
+            cache.prefixes.add_end(block_hash, names, block_ids)
         cached |= zip(names, block_ids, strict=True)
     return cached
 
