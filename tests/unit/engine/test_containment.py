@@ -49,7 +49,7 @@ def tokens(outputs: list[Output]) -> list[int]:
 
 @pytest.mark.parametrize("place", CrashPlace)
 @pytest.mark.parametrize("culprits", [{0}, {6}, {2, 5}])
-def test_a_pass_that_fails_ends_its_culprits_and_the_others_get_their_tokens(
+def test_a_failed_pass_ends_only_the_requests_that_cause_it(
     culprits: set[int], place: CrashPlace
 ) -> None:
     runner = a_fake()
@@ -70,7 +70,7 @@ def test_a_pass_that_fails_ends_its_culprits_and_the_others_get_their_tokens(
             assert tokens(outputs) == tokens_alone(prompt(number), 0, 4, VOCAB_SIZE)
 
 
-def test_a_request_that_begins_to_crash_in_the_middle_keeps_what_it_got() -> None:
+def test_a_request_that_crashes_midway_keeps_its_tokens() -> None:
     world = EngineWorld()
     bystander, culprit = world.add(max_tokens=12), world.add(7, max_tokens=12)
     for _ in range(5):
@@ -141,7 +141,7 @@ class HookFails(SynchronousRunner):
         raise PassHookFailed(ConnectionError("the wire broke"))
 
 
-def test_a_failing_hook_ends_the_engine_and_no_single_row() -> None:
+def test_a_failing_hook_ends_the_engine_instead_of_single_requests() -> None:
     engine = an_engine(runner=HookFails())
     engine.scheduler.add(a_spec())
 

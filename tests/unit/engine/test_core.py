@@ -24,7 +24,7 @@ class PatientKvWorker(NoKvWorker):
         return 0.005
 
 
-def test_a_request_gets_its_tokens_one_per_step() -> None:
+def test_a_request_gets_one_token_per_step() -> None:
     engine = an_engine()
     engine.scheduler.add(a_spec(prompt=(5, 6, 7), max_tokens=3))
 
@@ -36,7 +36,7 @@ def test_a_request_gets_its_tokens_one_per_step() -> None:
     engine.scheduler.check()
 
 
-def test_after_a_step_that_ran_something_the_next_one_follows_at_once() -> None:
+def test_a_step_with_work_is_followed_by_the_next_at_once() -> None:
     engine = an_engine()
     engine.scheduler.add(a_spec())
 
@@ -45,7 +45,7 @@ def test_after_a_step_that_ran_something_the_next_one_follows_at_once() -> None:
     assert engine.max_idle_s() == 0.0
 
 
-def test_a_plan_that_does_nothing_but_drop_rows_is_not_empty() -> None:
+def test_a_plan_that_only_drops_rows_is_not_empty() -> None:
     # The blocks of the preempted request are available in the next step.
     plan = Plan(dropped=(RequestId("preempted"),))
 
@@ -53,7 +53,7 @@ def test_a_plan_that_does_nothing_but_drop_rows_is_not_empty() -> None:
     assert Plan().is_empty
 
 
-def test_an_engine_does_not_sleep_over_prefetches_that_a_step_left() -> None:
+def test_an_engine_does_not_sleep_while_prefetches_are_pending() -> None:
     engine = an_engine(num_blocks=4096)
     num_prefetches = 20
     for number in range(num_prefetches):
@@ -77,7 +77,7 @@ def test_an_idle_engine_sleeps_until_an_action_is_posted() -> None:
     assert engine.max_idle_s() is None
 
 
-def test_with_nothing_to_run_the_kv_worker_says_when_to_poll() -> None:
+def test_an_idle_engine_polls_at_the_interval_of_the_kv_worker() -> None:
     engine = an_engine(kv_worker=PatientKvWorker())
 
     engine.step()
@@ -85,7 +85,7 @@ def test_with_nothing_to_run_the_kv_worker_says_when_to_poll() -> None:
     assert engine.max_idle_s() == 0.005
 
 
-def test_an_engine_without_transport_refuses_kv_orders_loudly() -> None:
+def test_kv_orders_raise_in_an_engine_without_transport() -> None:
     worker = NoKvWorker()
 
     with pytest.raises(RuntimeError, match="no KV transport"):

@@ -77,14 +77,14 @@ def test_outputs_reach_the_client_in_order() -> None:
     assert outputs[-1].finish_reason is FinishReason.LENGTH
 
 
-def test_what_can_never_be_served_is_refused_on_the_callers_thread() -> None:
+def test_unservable_requests_are_refused_on_the_thread_of_the_caller() -> None:
     with a_loop() as (loop, client), pytest.raises(InvalidRequest):
         loop.submit(a_spec(prompt=()))
 
     assert client.outputs.empty()
 
 
-def test_an_id_that_is_in_use_is_refused_through_the_outputs() -> None:
+def test_an_id_in_use_is_refused_through_the_outputs() -> None:
     with a_loop(an_engine(num_blocks=4096)) as (loop, client):
         loop.submit(a_spec("a", max_tokens=LONG // 2))
         client.next_output()
@@ -98,7 +98,7 @@ def test_an_id_that_is_in_use_is_refused_through_the_outputs() -> None:
     assert "a" in refusal.failure.reason
 
 
-def test_an_aborted_request_ends_and_gives_its_blocks_back() -> None:
+def test_an_aborted_request_ends_and_releases_its_blocks() -> None:
     engine = an_engine(num_blocks=4096)
     with a_loop(engine) as (loop, client):
         loop.submit(a_spec("a", max_tokens=LONG // 2))
@@ -156,7 +156,7 @@ def test_a_request_submitted_in_the_failing_step_gets_an_error() -> None:
     assert [end.failure.cause for end in ends if end.failure] == [FailureCause.ENGINE_STOPPED] * 2
 
 
-def test_every_turn_updates_the_heartbeat() -> None:
+def test_every_iteration_updates_the_heartbeat() -> None:
     now_s = 100.0
     with EngineThread(an_engine(), clock=lambda: now_s) as loop:
         turned = queue.SimpleQueue[None]()
@@ -166,7 +166,7 @@ def test_every_turn_updates_the_heartbeat() -> None:
         assert loop.seconds_since_heartbeat() == 0.0
 
 
-def test_while_one_waits_for_its_grammar_others_are_answered() -> None:
+def test_other_requests_are_answered_while_one_waits_for_its_grammar() -> None:
     library = HeldLibrary()
     with a_loop_with(library) as (loop, client):
         loop.submit(a_spec("slow", form=SLOW, max_tokens=1))
@@ -181,7 +181,7 @@ def test_while_one_waits_for_its_grammar_others_are_answered() -> None:
     assert after.finish_reason is FinishReason.LENGTH
 
 
-def test_a_grammar_that_does_not_compile_is_a_fault_of_the_request() -> None:
+def test_a_grammar_that_does_not_compile_is_an_error_of_the_request() -> None:
     with a_loop_with(HeldLibrary()) as (loop, client):
         loop.submit(a_spec("bad", form=BAD))
 
@@ -190,7 +190,7 @@ def test_a_grammar_that_does_not_compile_is_a_fault_of_the_request() -> None:
     assert refusal.failure == Failure("it is bad", FailureCause.REQUEST)
 
 
-def test_an_abort_reaches_one_that_waits_for_its_grammar() -> None:
+def test_a_request_that_waits_for_its_grammar_can_be_aborted() -> None:
     library = HeldLibrary()
     with a_loop_with(library) as (loop, client):
         loop.submit(a_spec("slow", form=SLOW))
@@ -202,6 +202,6 @@ def test_an_abort_reaches_one_that_waits_for_its_grammar() -> None:
     assert ended.finish_reason is FinishReason.ABORT
 
 
-def test_where_nothing_compiles_a_form_is_refused_on_the_callers_thread() -> None:
+def test_constraints_are_refused_on_the_thread_of_the_caller_without_a_compiler() -> None:
     with a_loop() as (loop, _), pytest.raises(InvalidRequest, match="not supported by this"):
         loop.submit(a_spec(form=GOOD))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from baton.engine.step_calendar import StepCalendar
 
 
-def test_entries_come_once_in_their_step_in_the_order_they_were_added() -> None:
+def test_entries_are_returned_once_in_their_step_in_insertion_order() -> None:
     calendar: StepCalendar[str] = StepCalendar()
     calendar.add(2, "a")
     calendar.add(3, "c")

@@ -69,7 +69,7 @@ class CalledKvWorker(NoKvWorker):
         return (RECORD,)
 
 
-def test_a_step_is_observed_before_its_pass_after_it_and_at_its_end() -> None:
+def test_a_step_is_observed_before_its_pass_after_its_pass_and_at_its_end() -> None:
     calls: list[str] = []
     observer = Noting(calls)
     runner, worker = CalledRunner(calls), CalledKvWorker(calls)
@@ -104,7 +104,7 @@ def test_a_step_that_runs_nothing_is_observed_without_a_pass() -> None:
     assert calls == ["note plan", "note end"]
 
 
-def test_of_a_pass_that_fails_only_the_parts_that_succeed_are_observed() -> None:
+def test_only_successful_parts_of_a_failed_pass_are_observed() -> None:
     calls: list[str] = []
     observer, runner = Noting(calls), CalledRunner(calls)
     runner.fake.crashing = {RequestId("c"): CrashPlace.PASS}
@@ -121,7 +121,7 @@ def test_of_a_pass_that_fails_only_the_parts_that_succeed_are_observed() -> None
     assert calls.count("note plan") == calls.count("note end") == 1
 
 
-def test_a_pass_that_ends_the_engine_has_been_observed_as_a_plan() -> None:
+def test_the_plan_of_a_pass_that_ends_the_engine_is_observed() -> None:
     calls: list[str] = []
     runner = CalledRunner(calls)
     runner.fake.crashing = {RequestId(name): CrashPlace.PASS for name in "abcd"}
@@ -148,7 +148,7 @@ def test_a_plan_counts_the_prompt_tokens_among_its_tokens() -> None:
     assert [plan.num_prompt_tokens for plan in observer.plans] == [5, 2, 0]
 
 
-def test_tokens_of_an_answer_that_are_computed_again_are_no_prompt_tokens() -> None:
+def test_recomputed_output_tokens_are_not_prompt_tokens() -> None:
     world = EngineWorld(num_blocks=4, block_size=4, enable_prefix_caching=False)
     for _ in range(2):
         world.add(6, max_tokens=8)

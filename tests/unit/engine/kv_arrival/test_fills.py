@@ -49,7 +49,7 @@ class Filling:
         return len(self.cache.pool.find(map(BlockHash, names)))
 
 
-def test_blocks_are_cached_as_they_are_filled_and_evictable_at_the_end() -> None:
+def test_blocks_are_cached_when_filled_and_evictable_when_the_fill_ends() -> None:
     it = Filling()
     arrival = it.arrival()
     names = arrival.kv.block_hashes
@@ -67,7 +67,7 @@ def test_blocks_are_cached_as_they_are_filled_and_evictable_at_the_end() -> None
 
 
 @pytest.mark.parametrize("is_for_peer", [False, True])
-def test_a_fill_across_a_reset_is_not_cached(is_for_peer: bool) -> None:
+def test_a_fill_interrupted_by_a_reset_is_not_cached(is_for_peer: bool) -> None:
     it = Filling()
     arrival = it.arrival()
     names = list(arrival.kv.block_hashes)
@@ -81,7 +81,7 @@ def test_a_fill_across_a_reset_is_not_cached(is_for_peer: bool) -> None:
     assert it.cache.pool.num_free == 8
 
 
-def test_a_request_that_has_begun_without_a_fill_does_not_count_its_tokens() -> None:
+def test_a_fill_that_lands_after_its_request_started_counts_no_tokens_for_it() -> None:
     it = Filling()
     arrival = it.arrival()
     fill = it.begin(arrival, arrival.kv.block_hashes)
@@ -94,7 +94,7 @@ def test_a_request_that_has_begun_without_a_fill_does_not_count_its_tokens() -> 
     assert arrival.tokens_by_source(num_cached=6) == {}
 
 
-def test_the_first_fill_of_a_block_is_found_until_it_is_late() -> None:
+def test_the_first_fill_of_a_block_is_found_until_its_deadline() -> None:
     it, index = Filling(), FillsByName()
     first = it.begin(None, [b"a", b"b"])
     second = it.begin(None, [b"b", b"c"], now=MAX_WAIT_S - 0.1)

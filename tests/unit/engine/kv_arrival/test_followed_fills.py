@@ -63,7 +63,7 @@ def test_a_burst_receives_its_common_prefix_once() -> None:
     _end(world, *names)
 
 
-def test_the_rest_is_received_when_the_prefix_has_landed() -> None:
+def test_a_follower_receives_its_suffix_once_the_prefix_has_landed() -> None:
     world = _world()
     first, second = _two(world)
     plans = [world.step() for _ in range(3)]
@@ -78,7 +78,7 @@ def test_the_rest_is_received_when_the_prefix_has_landed() -> None:
     _end(world, first, second)
 
 
-def test_requests_behind_it_in_the_queue_are_not_delayed() -> None:
+def test_a_follower_does_not_delay_requests_behind_it() -> None:
     world = _world()
     _two(world)
 
@@ -91,7 +91,7 @@ def test_requests_behind_it_in_the_queue_are_not_delayed() -> None:
     world.run_to_end()
 
 
-def test_when_the_prefix_is_lost_it_is_received_after_all() -> None:
+def test_a_follower_receives_the_prefix_itself_if_the_fill_is_lost() -> None:
     world = _world()
     first, second = _two(world)
 
@@ -102,7 +102,7 @@ def test_when_the_prefix_is_lost_it_is_received_after_all() -> None:
     _end(world, first, second)
 
 
-def test_when_the_first_is_aborted_the_next_one_leads() -> None:
+def test_the_next_request_receives_the_prefix_if_the_first_is_aborted() -> None:
     world = _world()
     first, second = _two(world)
     third = world.add([*SHARED, 3, 3, 3, 3], receives=True)
@@ -114,7 +114,7 @@ def test_when_the_first_is_aborted_the_next_one_leads() -> None:
     _end(world, second, third)
 
 
-def test_one_that_waits_can_be_aborted() -> None:
+def test_a_follower_can_be_aborted() -> None:
     world = _world()
     first, second = _two(world)
 
@@ -125,7 +125,7 @@ def test_one_that_waits_can_be_aborted() -> None:
     _end(world, first)
 
 
-def test_the_wait_ends_by_time_and_for_all_of_a_burst_at_once() -> None:
+def test_the_wait_times_out_for_all_followers_of_a_burst_at_once() -> None:
     world = _world()
     first, second = _two(world)
     third = world.add([*SHARED, 3, 3, 3, 3], receives=True)
@@ -140,7 +140,7 @@ def test_the_wait_ends_by_time_and_for_all_of_a_burst_at_once() -> None:
     _end(world, first, second, third)
 
 
-def test_a_wait_of_nothing_receives_every_prefix_by_itself() -> None:
+def test_with_a_fill_wait_of_zero_each_request_receives_its_prefix_itself() -> None:
     world = _world(max_fill_wait_s=0.0)
 
     names = [world.add([*SHARED, number], receives=True) for number in range(3)]
@@ -151,7 +151,7 @@ def test_a_wait_of_nothing_receives_every_prefix_by_itself() -> None:
         _world(max_fill_wait_s=-1.0)
 
 
-def test_a_burst_on_a_full_cache_ends() -> None:
+def test_a_burst_on_a_full_cache_finishes() -> None:
     world = _world(num_blocks=9)
 
     names = [world.add([*SHARED, number, number], receives=True) for number in range(6)]
@@ -162,7 +162,7 @@ def test_a_burst_on_a_full_cache_ends() -> None:
 # --- not worth the wait, or not safe ------------------------------------------------
 
 
-def test_no_request_waits_for_a_long_hand_off_for_a_few_blocks() -> None:
+def test_no_request_waits_for_a_long_hand_off_to_save_a_few_blocks() -> None:
     world = _world()
     long = world.add([*SHARED, *([5] * 4 * 8)], receives=True)
     short = world.add([*SHARED, 6], receives=True)
@@ -181,7 +181,7 @@ def test_no_request_waits_for_a_prefix_from_another_peer() -> None:
     _end(world, first, second)
 
 
-def test_an_urgent_request_does_not_wait_for_one_that_is_not() -> None:
+def test_a_request_does_not_wait_for_a_fill_of_lower_priority() -> None:
     world = _world(policy=SchedulingPolicy.PRIORITY)
     first = world.add([*SHARED, 1], receives=True, priority=1)
     world.step()
@@ -192,7 +192,7 @@ def test_an_urgent_request_does_not_wait_for_one_that_is_not() -> None:
     _end(world, first, urgent)
 
 
-def test_prompts_of_another_salt_share_nothing() -> None:
+def test_prompts_with_different_salts_share_no_fill() -> None:
     world = _world()
     first = world.add([*SHARED, 1], receives=True)
     second = world.add([*SHARED, 2], receives=True, cache_salt="tenant")

@@ -6,7 +6,7 @@ from baton.engine.kv_arrival.holds import Holds
 from baton.engine.kv_cache.block_pool import BlockPool
 
 
-def test_a_block_is_free_when_its_last_hold_is_closed() -> None:
+def test_closing_the_last_hold_frees_a_block() -> None:
     pool = BlockPool(4)
     holds = Holds(pool)
     adopted = holds.adopt(pool.allocate(2) or [])

@@ -20,7 +20,7 @@ class _NoneConfirmed(random.Random):
         return a
 
 
-def test_a_grant_leaves_a_block_for_each_that_holds_blocks() -> None:
+def test_a_grant_leaves_a_free_block_for_each_request_that_holds_blocks() -> None:
     world = EngineWorld(_config(), num_blocks=6, block_size=4)
     running = world.add([9] * 7, max_tokens=9)
     world.step()
@@ -37,7 +37,7 @@ def test_a_grant_leaves_a_block_for_each_that_holds_blocks() -> None:
     assert world.finish_reason(running) is FinishReason.LENGTH
 
 
-def test_an_idle_engine_grants_its_whole_cache() -> None:
+def test_an_idle_engine_grants_all_cache_blocks() -> None:
     world = EngineWorld(_config(remote_headroom_blocks=2), num_blocks=4, block_size=4)
     world.add(15, receives=True, max_tokens=2)
 
@@ -47,7 +47,7 @@ def test_an_idle_engine_grants_its_whole_cache() -> None:
     world.run_to_end()
 
 
-def test_no_more_is_granted_than_the_batch_can_take_next() -> None:
+def test_grants_are_limited_to_the_next_batch() -> None:
     world = EngineWorld(_config(max_num_seqs=2))
     for _ in range(3):
         world.add(3, receives=True)
@@ -56,7 +56,7 @@ def test_no_more_is_granted_than_the_batch_can_take_next() -> None:
     world.run_to_end()
 
 
-def test_a_full_batch_does_not_keep_kv_from_landing() -> None:
+def test_kv_lands_while_the_batch_is_full() -> None:
     world = EngineWorld(_config(max_num_seqs=1))
     world.add([9] * 3, max_tokens=9)
     world.step()
@@ -67,7 +67,7 @@ def test_a_full_batch_does_not_keep_kv_from_landing() -> None:
     world.run_to_end()
 
 
-def test_landed_requests_that_need_blocks_when_none_is_free_do_not_block_each_other() -> None:
+def test_landed_requests_without_free_blocks_do_not_deadlock() -> None:
     """All requests have full block tables, and nothing runs that could be preempted."""
     world = EngineWorld(_config(remote_headroom_blocks=0), num_blocks=4, block_size=4)
     names = [world.add([n] * 8, receives=True, max_tokens=5) for n in range(2)]
@@ -82,7 +82,7 @@ def test_landed_requests_that_need_blocks_when_none_is_free_do_not_block_each_ot
     world.run_to_end()
 
 
-def test_a_landed_request_waits_for_a_place_in_the_batch() -> None:
+def test_a_landed_request_waits_for_a_batch_slot() -> None:
     world = EngineWorld(_config(max_num_seqs=1))
     ready = _make_ready_behind_another(world)
 
@@ -93,7 +93,7 @@ def test_a_landed_request_waits_for_a_place_in_the_batch() -> None:
     world.run_to_end()
 
 
-def test_a_landed_request_goes_before_one_that_holds_nothing() -> None:
+def test_a_landed_request_is_scheduled_before_one_without_blocks() -> None:
     world = EngineWorld(_config(max_num_seqs=1))
     ready = _make_ready_behind_another(world)
     waiting = world.add([3, 3, 3])
@@ -104,7 +104,7 @@ def test_a_landed_request_goes_before_one_that_holds_nothing() -> None:
     world.run_to_end()
 
 
-def test_a_landed_request_does_not_wait_for_slots_of_drafted_tokens() -> None:
+def test_a_landed_request_does_not_wait_for_draft_token_slots() -> None:
     """With those slots it would need two blocks, and one is free."""
     config = _config(num_lookahead_tokens=3, remote_headroom_blocks=0)
     world = EngineWorld(config, num_blocks=9, block_size=2, chance=_NoneConfirmed())
@@ -121,7 +121,7 @@ def test_a_landed_request_does_not_wait_for_slots_of_drafted_tokens() -> None:
     world.run_to_end()
 
 
-def test_a_landed_request_does_not_wait_for_a_long_prompt_under_way() -> None:
+def test_a_landed_request_does_not_wait_for_a_long_prefill_in_progress() -> None:
     world = EngineWorld(_config(max_num_batched_tokens=4))
     name = world.add(3, receives=True)
     world.step()
@@ -136,7 +136,7 @@ def test_a_landed_request_does_not_wait_for_a_long_prompt_under_way() -> None:
     world.run_to_end()
 
 
-def test_a_ready_request_can_be_preempted_by_one_that_runs() -> None:
+def test_a_running_request_can_preempt_a_landed_one() -> None:
     world = EngineWorld(_config(max_num_seqs=1), num_blocks=5, block_size=4)
     running = world.add([9] * 7, max_tokens=10)
     world.step()
@@ -150,7 +150,7 @@ def test_a_ready_request_can_be_preempted_by_one_that_runs() -> None:
     assert world.finish_reason(ready) is FinishReason.LENGTH
 
 
-def test_a_grant_takes_no_budget_and_no_place() -> None:
+def test_a_grant_uses_no_token_budget_and_no_batch_slot() -> None:
     world = EngineWorld(_config(max_num_batched_tokens=4, max_num_seqs=1))
     local = world.add(4)
     receiver = world.add([9] * 12, receives=True)

@@ -63,7 +63,9 @@ def served_tokens(it: EngineWorld, request_id: RequestId) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("groups", [None, WINDOWED])
-def test_an_evicted_prefix_is_loaded_and_not_computed(groups: tuple[KvGroup, ...] | None) -> None:
+def test_an_evicted_prefix_is_loaded_instead_of_computed(
+    groups: tuple[KvGroup, ...] | None,
+) -> None:
     it = world(groups=groups)
     cached_outside(it)
 
@@ -87,7 +89,7 @@ def test_a_load_names_the_request_that_waits_for_it() -> None:
     assert load.request_id == again
 
 
-def test_loaded_blocks_behind_one_that_failed_are_computed_and_do_not_count() -> None:
+def test_blocks_behind_a_failed_load_are_computed_and_not_counted_as_loaded() -> None:
     it = world()
     cached_outside(it)
     again = it.add(14)
@@ -99,7 +101,7 @@ def test_loaded_blocks_behind_one_that_failed_are_computed_and_do_not_count() ->
     assert served_tokens(it, again) == {"host": BLOCK_SIZE}
 
 
-def test_blocks_of_the_answer_do_not_count_as_loaded_prompt_tokens() -> None:
+def test_loaded_output_blocks_do_not_count_as_prompt_tokens() -> None:
     it = world()
     first = it.add(6)
     it.run_to_end()
@@ -124,7 +126,7 @@ def test_blocks_behind_a_window_are_not_loaded() -> None:
     it.run_to_end()
 
 
-def test_a_block_may_be_lost_while_a_prefix_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_may_be_evicted_during_the_prefix_search(monkeypatch: pytest.MonkeyPatch) -> None:
     it = world(groups=WINDOWED, num_blocks=64)
     cached_outside(it, prompt=30)
     lost = dict.fromkeys(external(it).blocks, False)
@@ -140,7 +142,7 @@ def test_a_block_may_be_lost_while_a_prefix_is_searched(monkeypatch: pytest.Monk
     assert served_tokens(it, again) == {"host": 28}
 
 
-def test_a_request_that_waits_for_a_load_holds_nothing_and_lets_others_pass(
+def test_a_request_that_waits_for_a_load_holds_no_blocks_and_does_not_delay_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     it = world()
@@ -153,7 +155,7 @@ def test_a_request_that_waits_for_a_load_holds_nothing_and_lets_others_pass(
     assert not request.kv.num_blocks
 
 
-def test_a_load_that_takes_too_long_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_load_times_out_and_its_request_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     it = world(max_fill_wait_s=2.0)
     cached_outside(it)
     monkeypatch.setattr(external(it), "poll", _never)
@@ -168,7 +170,7 @@ def test_a_load_that_takes_too_long_is_not_waited_for(monkeypatch: pytest.Monkey
     it.run_to_end()
 
 
-def test_loads_that_never_end_reserve_half_of_the_cache_and_no_more(
+def test_loads_reserve_at_most_half_of_the_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     it = world(max_fill_wait_s=2.0)
@@ -194,7 +196,7 @@ def test_loads_that_never_end_reserve_half_of_the_cache_and_no_more(
     it.run_to_end()
 
 
-def test_a_failed_load_is_computed() -> None:
+def test_a_failed_load_falls_back_to_computing() -> None:
     it = world()
     cached_outside(it)
     again = it.add(14)
@@ -204,7 +206,7 @@ def test_a_failed_load_is_computed() -> None:
     assert served_tokens(it, again) == {}
 
 
-def test_a_load_across_a_reset_is_not_cached() -> None:
+def test_a_load_interrupted_by_a_reset_is_not_cached() -> None:
     it = world()
     cached_outside(it)
     again = it.add(14)
@@ -220,7 +222,7 @@ def test_a_load_across_a_reset_is_not_cached() -> None:
     assert served.num_cached_tokens == 0
 
 
-def test_a_preempted_request_loads_what_was_stored_of_it() -> None:
+def test_a_preempted_request_loads_its_stored_blocks() -> None:
     it = world(num_blocks=9)
     for token in (1, 2):
         it.add([token] * 12, max_tokens=1)
@@ -234,7 +236,7 @@ def test_a_preempted_request_loads_what_was_stored_of_it() -> None:
     assert [served_tokens(it, name) for name in names] == [{}, {}]
 
 
-def test_kv_of_a_failed_request_is_dropped() -> None:
+def test_tiers_drop_the_kv_of_a_failed_request() -> None:
     it = world()
     name = it.add(14, max_tokens=8)
     it.step_until(lambda plan: plan.kv_orders.external.stores)
@@ -261,7 +263,7 @@ def test_a_load_that_would_take_longer_than_computing_is_not_started(
     assert served_tokens(it, again) == {"host": 12}
 
 
-def test_prompt_logprobs_are_computed() -> None:
+def test_requests_with_prompt_logprobs_load_nothing() -> None:
     it = world()
     cached_outside(it)
     again = it.add(14, sampling=SamplingParams(max_tokens=2, prompt_logprobs=1))
@@ -269,7 +271,7 @@ def test_prompt_logprobs_are_computed() -> None:
     assert served_tokens(it, again) == {}
 
 
-def test_other_salts_load_nothing() -> None:
+def test_requests_with_another_salt_load_nothing() -> None:
     it = world()
     cached_outside(it)
     again = it.add(14, cache_salt="tenant")
@@ -297,7 +299,7 @@ def test_a_request_whose_loaded_blocks_are_evicted_while_it_waits_loads_them_aga
     assert served.num_prefilled_tokens == 2
 
 
-def test_a_request_waits_for_the_room_that_another_load_takes() -> None:
+def test_a_load_waits_for_the_blocks_reserved_by_another_load() -> None:
     it = world(num_blocks=64)
     prompts = [[first, *range(1, 70)] for first in (1, 2)]
     for prompt in prompts:
@@ -311,7 +313,7 @@ def test_a_request_waits_for_the_room_that_another_load_takes() -> None:
     assert [served_tokens(it, name) for name in names] == [{"host": 68}] * 2
 
 
-def test_a_large_load_next_to_many_small_ones_starts_as_soon_as_those_before_it_end() -> None:
+def test_a_large_load_starts_once_earlier_small_loads_have_finished() -> None:
     it = world(num_blocks=100)
     large, small = [20, *range(1, 162)], [[21 + n, *range(1, 42)] for n in range(40)]
     for prompt in (*small[:20], large, *small[20:]):
@@ -337,7 +339,7 @@ def test_a_large_load_next_to_many_small_ones_starts_as_soon_as_those_before_it_
     it.run_to_end()
 
 
-def test_a_request_waits_once_for_room_and_for_its_load_together() -> None:
+def test_one_deadline_covers_the_wait_for_blocks_and_the_load() -> None:
     it = world(num_blocks=64, max_fill_wait_s=2.0)
     prompts = [[first, *range(1, 70)] for first in (1, 2)]
     for prompt in prompts:
@@ -362,7 +364,7 @@ def test_a_request_waits_once_for_room_and_for_its_load_together() -> None:
     assert served_tokens(it, second) == {}
 
 
-def test_a_request_that_waits_for_room_and_is_aborted_holds_up_nobody() -> None:
+def test_an_aborted_request_that_waits_for_blocks_delays_no_other() -> None:
     it = world(num_blocks=64)
     large, small = [1, *range(2, 122)], [[first, *range(1, 14)] for first in (30, 40)]
     for prompt in (large, *small):
@@ -384,7 +386,7 @@ def test_a_request_that_waits_for_room_and_is_aborted_holds_up_nobody() -> None:
     it.run_to_end()
 
 
-def test_a_request_whose_kv_was_lost_keeps_its_place_while_its_prefix_is_loaded() -> None:
+def test_a_request_with_lost_kv_keeps_its_queue_position_while_its_prefix_loads() -> None:
     it = world(num_blocks=64)
     cached_outside(it)
     running = [it.add([9, n], max_tokens=40) for n in range(4)]  # the batch is full
@@ -406,7 +408,7 @@ def test_a_request_whose_kv_was_lost_keeps_its_place_while_its_prefix_is_loaded(
 
 @pytest.mark.parametrize("groups", [None, WINDOWED])
 @pytest.mark.parametrize("num_state_blocks", [0, 2])
-def test_a_hand_off_carries_only_what_the_tiers_of_the_decode_node_lack(
+def test_a_hand_off_carries_only_blocks_missing_in_the_tiers_of_the_decode_node(
     groups: tuple[KvGroup, ...] | None, num_state_blocks: int
 ) -> None:
     it = world(groups=groups, num_state_blocks=num_state_blocks, num_blocks=64)
@@ -427,7 +429,7 @@ def test_a_hand_off_carries_only_what_the_tiers_of_the_decode_node_lack(
     assert (served.num_received_tokens, served.num_prefilled_tokens) == (2, 0)
 
 
-def test_a_load_that_takes_longer_than_receiving_its_blocks_is_not_waited_for(
+def test_a_receiver_does_not_wait_for_a_load_slower_than_receiving(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     it = world()
@@ -443,7 +445,7 @@ def test_a_load_that_takes_longer_than_receiving_its_blocks_is_not_waited_for(
     assert served_tokens(it, again) == {"host": 12}  # rather than computing it
 
 
-def test_a_grant_waits_for_a_slow_load_as_long_as_any_request_would() -> None:
+def test_a_grant_waits_for_a_slow_load_up_to_the_fill_deadline() -> None:
     it = world(max_fill_wait_s=2.0)
     cached_outside(it)
     it.let_loads_take(lambda: 9.0)
@@ -461,7 +463,7 @@ def test_a_grant_waits_for_a_slow_load_as_long_as_any_request_would() -> None:
     it.run_to_end()
 
 
-def test_a_load_before_a_grant_leaves_running_requests_room_to_grow() -> None:
+def test_a_load_before_a_grant_leaves_free_blocks_to_running_requests() -> None:
     it = world(num_blocks=7, remote_headroom_blocks=4)
     cached_outside(it)
     running = it.add([9, 9], max_tokens=16)
@@ -487,7 +489,7 @@ def test_a_prefix_of_recurrent_layers_is_loaded_up_to_a_snapshot() -> None:
 
 
 @pytest.mark.parametrize("is_snapshot", [True, False])
-def test_without_a_block_at_its_end_the_prefix_ends_at_an_earlier_snapshot(
+def test_a_snapshot_without_its_block_shortens_the_prefix_to_an_earlier_snapshot(
     is_snapshot: bool,
 ) -> None:
     it = world(num_state_blocks=2)
@@ -500,7 +502,7 @@ def test_without_a_block_at_its_end_the_prefix_ends_at_an_earlier_snapshot(
     assert served_tokens(it, again) == {"host": 2 * BLOCK_SIZE}
 
 
-def test_a_snapshot_that_was_not_loaded_as_a_whole_is_not_cached() -> None:
+def test_a_partially_loaded_snapshot_is_not_cached() -> None:
     it = world(num_state_blocks=2)
     cached_outside(it, prompt=18)
     num_before = it.num_snapshots
@@ -554,7 +556,7 @@ def test_uses_name_the_blocks_that_the_request_computed_before_its_hits() -> Non
     assert use.names[-4:] == (names[3], names[2], names[1], names[0])
 
 
-def test_hits_that_a_tier_has_evicted_are_stored_again_for_a_session() -> None:
+def test_session_hits_evicted_from_a_tier_are_stored_again() -> None:
     it = world()
     it.add(14, max_tokens=2)
     it.run_to_end()
@@ -569,7 +571,7 @@ def test_hits_that_a_tier_has_evicted_are_stored_again_for_a_session() -> None:
     assert len(external(it).blocks) == 3
 
 
-def test_a_released_request_stores_nothing_and_releases_what_is_stored() -> None:
+def test_a_request_with_the_release_hint_stores_nothing_and_releases_its_stored_blocks() -> None:
     it = world()
     it.add(14, max_tokens=2)
     it.run_to_end()
@@ -606,7 +608,7 @@ def test_a_prefetch_of_an_unknown_prompt_ends_without_computing_it() -> None:
     assert it.finish_reason(prefetch) is FinishReason.LENGTH
 
 
-def test_a_flood_of_prefetches_is_spread_over_steps_that_decode() -> None:
+def test_many_prefetches_are_spread_over_several_steps() -> None:
     it = world(num_blocks=4096)
     decoding = it.add(14, max_tokens=20)
     it.step_until(lambda _: it.tokens(decoding))
@@ -622,7 +624,7 @@ def test_a_flood_of_prefetches_is_spread_over_steps_that_decode() -> None:
     assert num_ended == [8, 16, 20]
 
 
-def test_a_flood_of_requests_that_wait_for_one_load_is_spread_over_steps() -> None:
+def test_many_requests_that_wait_for_one_load_are_spread_over_several_steps() -> None:
     it = world(num_blocks=4096)
     num_tokens = MAX_LOOKED_UP_TOKENS // 8
     cached_outside(it, num_tokens)
@@ -635,7 +637,7 @@ def test_a_flood_of_requests_that_wait_for_one_load_is_spread_over_steps() -> No
 
 
 @pytest.mark.parametrize(("tiers", "kept"), [(("kv",), 12), (("host",), 0), ((), 0)])
-def test_tiers_are_reset_one_by_one(tiers: tuple[str, ...], kept: int) -> None:
+def test_each_tier_can_be_reset_alone(tiers: tuple[str, ...], kept: int) -> None:
     it = world()
     it.add(14)
     it.run_to_end()

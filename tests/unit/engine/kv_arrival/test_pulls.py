@@ -75,7 +75,9 @@ def is_scheduled(name: RequestId, plan: Plan) -> bool:
 
 
 @pytest.mark.parametrize("groups", [ONE_GROUP, WINDOWED])
-def test_a_prefix_that_a_peer_has_is_pulled_and_not_computed(groups: tuple[KvGroup, ...]) -> None:
+def test_a_prefix_cached_by_a_peer_is_pulled_instead_of_computed(
+    groups: tuple[KvGroup, ...],
+) -> None:
     it = world(groups=groups)
 
     name, _ = pulled(it)
@@ -86,7 +88,7 @@ def test_a_prefix_that_a_peer_has_is_pulled_and_not_computed(groups: tuple[KvGro
     assert served(it, name).num_prefilled_tokens == PROMPT - NUM_WHOLE
 
 
-def test_runs_are_bounded_and_have_ids_of_their_own() -> None:
+def test_pull_runs_are_bounded_and_have_unique_ids() -> None:
     it = world()
 
     _, runs = pulled(it)
@@ -98,7 +100,7 @@ def test_runs_are_bounded_and_have_ids_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(("max_run_bytes", "expected"), [(1 << 30, 64), (1 << 20, 8), (1 << 10, 1)])
-def test_a_run_is_bounded_by_blocks_and_bytes(max_run_bytes: int, expected: int) -> None:
+def test_a_pull_run_is_bounded_by_blocks_and_bytes(max_run_bytes: int, expected: int) -> None:
     config = PullConfig("name", block_bytes=1 << 17, max_run_bytes=max_run_bytes)
     assert config.blocks_per_run == expected
 
@@ -113,7 +115,7 @@ def test_blocks_behind_a_window_are_not_pulled() -> None:
     it.run_to_end()
 
 
-def test_only_what_is_not_cached_is_pulled() -> None:
+def test_only_uncached_blocks_are_pulled() -> None:
     it = world()
     it.add(10)
     it.run_to_end()
@@ -126,7 +128,7 @@ def test_only_what_is_not_cached_is_pulled() -> None:
 
 
 @pytest.mark.parametrize("num_promised", [0, 3, 8])
-def test_nothing_is_pulled_of_a_peer_that_has_no_more(num_promised: int) -> None:
+def test_nothing_is_pulled_from_a_peer_without_additional_blocks(num_promised: int) -> None:
     it = world()
     it.add(10)
     it.run_to_end()
@@ -138,7 +140,7 @@ def test_nothing_is_pulled_of_a_peer_that_has_no_more(num_promised: int) -> None
     it.run_to_end()
 
 
-def test_a_request_that_waits_for_a_pull_holds_nothing_and_lets_others_pass() -> None:
+def test_a_request_that_waits_for_a_pull_holds_no_blocks_and_does_not_delay_others() -> None:
     it = world()
     waiting, _ = pulled(it)
 
@@ -151,7 +153,7 @@ def test_a_request_that_waits_for_a_pull_holds_nothing_and_lets_others_pass() ->
     it.run_to_end()
 
 
-def test_runs_that_land_are_kept_when_one_fails() -> None:
+def test_landed_runs_are_kept_if_another_run_fails() -> None:
     it = world()
     name, runs = pulled(it)
     it.wire.land(runs[2].handoff_id)
@@ -171,7 +173,7 @@ def test_runs_that_land_are_kept_when_one_fails() -> None:
     it.run_to_end()
 
 
-def test_nothing_is_cached_before_it_has_landed() -> None:
+def test_blocks_are_not_cached_before_they_land() -> None:
     it = world()
     _, runs = pulled(it)
     pool = it.scheduler._state.cache.pool
@@ -184,7 +186,7 @@ def test_nothing_is_cached_before_it_has_landed() -> None:
     it.run_to_end()
 
 
-def test_blocks_of_a_failed_run_stay_held_until_no_write_can_land() -> None:
+def test_blocks_of_a_failed_run_stay_fenced_until_no_write_can_land() -> None:
     it = world(num_blocks=16)
     name, runs = pulled(it)
     for run in runs:
@@ -215,7 +217,7 @@ def test_a_second_request_with_the_prefix_waits_for_the_same_pull() -> None:
     assert served(it, second).num_cached_tokens == NUM_WHOLE
 
 
-def test_a_request_that_followed_a_failed_pull_pulls_itself() -> None:
+def test_a_follower_of_a_failed_pull_pulls_itself() -> None:
     it = world()
     _, runs = pulled(it)
     second, _ = pulled(it)
@@ -230,7 +232,7 @@ def test_a_request_that_followed_a_failed_pull_pulls_itself() -> None:
     assert served(it, second).num_cached_tokens == NUM_WHOLE
 
 
-def test_a_pull_that_takes_too_long_is_not_waited_for_and_its_peer_is_avoided() -> None:
+def test_a_slow_pull_times_out_and_its_peer_is_avoided() -> None:
     it = world(max_fill_wait_s=2.0)
     slow, _ = pulled(it)
     it.wait(1.9)
@@ -250,7 +252,7 @@ def test_a_pull_that_takes_too_long_is_not_waited_for_and_its_peer_is_avoided() 
     it.run_to_end()
 
 
-def test_an_aborted_request_lets_its_pull_end_for_others() -> None:
+def test_aborting_a_request_does_not_stop_its_pull_for_followers() -> None:
     it = world()
     name, runs = pulled(it)
     it.abort(name)
@@ -265,7 +267,7 @@ def test_an_aborted_request_lets_its_pull_end_for_others() -> None:
     assert served(it, other).num_cached_tokens == NUM_WHOLE
 
 
-def test_a_pull_across_a_reset_is_not_cached() -> None:
+def test_a_pull_interrupted_by_a_reset_is_not_cached() -> None:
     it = world()
     name, runs = pulled(it)
 
@@ -295,7 +297,7 @@ def test_a_pull_that_would_take_longer_than_computing_is_not_started() -> None:
     assert served(it, name).loaded_tokens == {"peer": NUM_WHOLE}
 
 
-def test_what_a_tier_lacks_is_pulled_after_the_load() -> None:
+def test_blocks_missing_in_a_tier_are_pulled_after_the_load() -> None:
     it = EngineWorld(
         SchedulerConfig(max_num_seqs=4),
         num_blocks=64,
@@ -337,7 +339,7 @@ def test_a_peer_that_is_faster_than_a_tier_is_preferred(monkeypatch: pytest.Monk
     assert served(it, name).loaded_tokens == {"peer": NUM_WHOLE}
 
 
-def test_prompt_logprobs_are_computed() -> None:
+def test_requests_with_prompt_logprobs_pull_nothing() -> None:
     it = world()
     sampling = SamplingParams(max_tokens=2, prompt_logprobs=1)
     it.add(PROMPT, num_promised=NUM_WHOLE, sampling=sampling)
@@ -349,7 +351,7 @@ def recurrent_world(**options: Any) -> EngineWorld:
     return EngineWorld(num_blocks=64, block_size=BLOCK_SIZE, num_state_blocks=2, **options)
 
 
-def test_a_snapshot_of_the_recurrent_state_is_pulled_in_runs_of_its_own() -> None:
+def test_a_recurrent_state_snapshot_is_pulled_in_separate_runs() -> None:
     it = recurrent_world()
 
     name, runs = pulled(it, num_promised=12)
@@ -365,14 +367,14 @@ def test_a_snapshot_of_the_recurrent_state_is_pulled_in_runs_of_its_own() -> Non
     assert served(it, name).num_prefilled_tokens == PROMPT - 12
 
 
-def test_a_snapshot_behind_the_prompt_is_not_pulled() -> None:
+def test_a_snapshot_beyond_the_prompt_is_not_pulled() -> None:
     it = recurrent_world()
     _, runs = pulled(it, num_promised=NUM_WHOLE + BLOCK_SIZE)
     assert not runs
     it.run_to_end()
 
 
-def test_a_snapshot_that_was_pulled_across_a_reset_is_not_cached() -> None:
+def test_a_snapshot_whose_pull_was_interrupted_by_a_reset_is_not_cached() -> None:
     it = recurrent_world()
     _, runs = pulled(it, num_promised=16)
     it.scheduler.reset_prefix_cache()
@@ -385,7 +387,7 @@ def test_a_snapshot_that_was_pulled_across_a_reset_is_not_cached() -> None:
     it.run_to_end()
 
 
-def test_a_snapshot_that_a_tier_has_is_loaded_and_then_given() -> None:
+def test_a_snapshot_in_a_tier_is_loaded_and_then_sent_to_the_puller() -> None:
     it = recurrent_world(external_chance=random.Random(0))
     assert it.external is not None
     it.external._fails = False
@@ -420,7 +422,7 @@ def test_a_snapshot_whose_prefix_did_not_land_is_not_cached() -> None:
     assert served(it, name).num_prefilled_tokens == PROMPT
 
 
-def test_a_request_that_receives_its_kv_pulls_nothing() -> None:
+def test_a_receiving_request_pulls_nothing() -> None:
     it = world()
     name = it.add(PROMPT, receives=True, num_promised=NUM_WHOLE)
     assert not pulls_of(it.step())
@@ -428,7 +430,7 @@ def test_a_request_that_receives_its_kv_pulls_nothing() -> None:
     assert served(it, name).num_received_tokens == PROMPT
 
 
-def test_pulls_leave_half_of_the_cache_to_others() -> None:
+def test_pulls_reserve_at_most_half_of_the_cache() -> None:
     it = world(num_blocks=20)
     _, first = pulled(it)
     it.add([5] * PROMPT, num_promised=NUM_WHOLE)
@@ -456,7 +458,7 @@ def asked(it: EngineWorld, names: Sequence[bytes]) -> tuple[HandoffId, Plan]:
     return handoff_id, it.step()
 
 
-def test_cached_blocks_are_given_by_name_and_held_until_they_are_sent() -> None:
+def test_pulled_blocks_are_found_by_name_and_held_until_sent() -> None:
     it = world()
     names = cached_names(it)
 
@@ -472,7 +474,7 @@ def test_cached_blocks_are_given_by_name_and_held_until_they_are_sent() -> None:
     it.run_to_end()
 
 
-def test_a_pull_of_blocks_that_are_not_all_cached_is_refused() -> None:
+def test_a_pull_of_partially_cached_blocks_is_refused() -> None:
     it = world()
     names = cached_names(it)
     it.wire.know({b"unknown": []})
@@ -486,7 +488,7 @@ def test_a_pull_of_blocks_that_are_not_all_cached_is_refused() -> None:
 
 
 @pytest.mark.parametrize("num_evicted", [1, 6])
-def test_blocks_that_a_tier_has_are_loaded_and_then_given(num_evicted: int) -> None:
+def test_blocks_in_a_tier_are_loaded_and_then_sent_to_the_puller(num_evicted: int) -> None:
     it = world(has_external=True)
     names = cached_names(it)
     pool = it.scheduler._state.cache.pool
@@ -526,7 +528,7 @@ def step_until(it: EngineWorld, is_reached: Callable[[Plan], bool]) -> Plan:
     raise AssertionError("it was not reached in 100 steps")
 
 
-def test_pulls_beyond_half_of_the_cache_wait_for_their_turn() -> None:
+def test_pulls_beyond_half_of_the_cache_are_queued() -> None:
     it = world(num_blocks=8)
     names = cached_names(it, 12)
     first, plan = asked(it, names)
@@ -551,7 +553,7 @@ def test_a_pull_of_more_than_half_of_the_cache_is_refused() -> None:
     it.run_to_end()
 
 
-def test_a_pull_whose_id_is_in_use_gives_nothing() -> None:
+def test_a_pull_with_an_id_in_use_sends_nothing() -> None:
     it = world()
     names = cached_names(it)
     sender = it.add(PROMPT, sends=True)
@@ -569,7 +571,7 @@ def test_a_pull_whose_id_is_in_use_gives_nothing() -> None:
     it.run_to_end()
 
 
-def test_given_blocks_whose_kv_may_be_wrong_are_withdrawn() -> None:
+def test_blocks_being_sent_are_withdrawn_if_their_kv_may_be_wrong() -> None:
     it = world()
     name = it.add(PROMPT, max_tokens=8)
     it.step_until(lambda plan: it.tokens(name))
@@ -586,7 +588,7 @@ def test_given_blocks_whose_kv_may_be_wrong_are_withdrawn() -> None:
 # --- estimates ------------------------------------------------------------------------------
 
 
-def test_pulls_are_estimated_from_the_past_ones_of_a_peer_for_a_while() -> None:
+def test_pull_times_are_estimated_from_recent_pulls_of_the_same_peer() -> None:
     times, num_bytes = PullTimes(), 100 << 20
     assert times.estimate_s(PEER, num_bytes, 0.0) == LATENCY_S + num_bytes * BYTE_S
 
@@ -598,7 +600,7 @@ def test_pulls_are_estimated_from_the_past_ones_of_a_peer_for_a_while() -> None:
     assert times.estimate_s(PEER, num_bytes, 1.0 + FORGET_S) == expected
 
 
-def test_a_pull_that_failed_at_once_does_not_count_and_a_slow_one_does() -> None:
+def test_estimates_ignore_immediately_failed_pulls_and_include_slow_ones() -> None:
     times = PullTimes()
     times.record_failure(PEER, 0.1, 0.0)
     assert times.estimate_s(PEER, 0, 0.0) == LATENCY_S

@@ -36,7 +36,7 @@ class Receiving:
         return list(self.holds.block_ids())
 
 
-def test_orders_are_taken_once() -> None:
+def test_orders_are_returned_once() -> None:
     it = Receiving()
 
     first, second = it.orders.take(), it.orders.take()
@@ -47,7 +47,7 @@ def test_orders_are_taken_once() -> None:
     assert it.held == it.arrival.kv.block_ids[1:]
 
 
-def test_giving_up_asks_for_a_revoke_and_keeps_the_blocks() -> None:
+def test_giving_up_a_receive_orders_a_revoke_and_keeps_the_blocks() -> None:
     it = Receiving()
     it.orders.take()
 
@@ -66,7 +66,7 @@ def test_a_receive_ends_once() -> None:
     assert it.held == []
 
 
-def test_a_request_that_stops_is_no_longer_the_receiver() -> None:
+def test_a_stopped_request_is_no_longer_the_receiver() -> None:
     it = Receiving()
     before = it.receives.receiver_of(ID)
 

@@ -48,7 +48,7 @@ def test_a_landed_request_computes_nothing_of_its_prompt() -> None:
     assert world.runner.num_computed[name] == 3
 
 
-def test_the_first_token_is_given_out_at_once_and_taken_once() -> None:
+def test_the_received_first_token_is_emitted_at_once_and_only_once() -> None:
     world = EngineWorld(_config())
     name = world.add(10, receives=True, max_tokens=4)
     world.step()
@@ -66,7 +66,7 @@ def test_the_first_token_is_given_out_at_once_and_taken_once() -> None:
     assert [o.first_index for o in world.receipts[name].outputs] == [0, 1, 2, 3]
 
 
-def test_a_first_token_that_ends_the_request_ends_it_here_too() -> None:
+def test_a_received_first_token_can_finish_the_request() -> None:
     answer, _ = EngineWorld().alone(make_spec([5, 4, 3]))
     world = EngineWorld(_config(eos_token_ids=frozenset(answer[:1])))
     name = world.add([5, 4, 3], receives=True)
@@ -77,7 +77,7 @@ def test_a_first_token_that_ends_the_request_ends_it_here_too() -> None:
     assert world.runner.num_computed == {}
 
 
-def test_one_token_asked_for_is_one_token_given() -> None:
+def test_max_tokens_of_one_yields_one_token() -> None:
     world = EngineWorld(_config())
     name = world.add(5, receives=True, max_tokens=1)
 
@@ -87,7 +87,7 @@ def test_one_token_asked_for_is_one_token_given() -> None:
     assert len(world.tokens(name)) == 1
 
 
-def test_only_blocks_that_are_missing_are_received() -> None:
+def test_only_missing_blocks_are_received() -> None:
     world = _world_that_served(list(range(12)))
 
     name = world.add([*range(8), 9, 9, 9], receives=True)
@@ -99,7 +99,7 @@ def test_only_blocks_that_are_missing_are_received() -> None:
     assert world.runner.num_computed[name] == 3
 
 
-def test_a_full_hit_receives_no_block_and_still_finishes() -> None:
+def test_a_full_prefix_hit_receives_no_block_and_still_finishes() -> None:
     world = _world_that_served(list(range(8)))
 
     name = world.add(list(range(8)), receives=True)
@@ -111,7 +111,7 @@ def test_a_full_hit_receives_no_block_and_still_finishes() -> None:
     assert world.runner.num_computed[name] == 3
 
 
-def test_blocks_in_flight_are_never_hit() -> None:
+def test_blocks_in_flight_are_no_prefix_hits() -> None:
     world = EngineWorld(_config(), block_size=4)
     world.add(9, receives=True)
     world.step()
@@ -123,7 +123,7 @@ def test_blocks_in_flight_are_never_hit() -> None:
     world.run_to_end()
 
 
-def test_landed_blocks_can_be_hit() -> None:
+def test_landed_blocks_are_prefix_hits() -> None:
     world = EngineWorld(_config(), block_size=4)
     name = world.add(9, receives=True, max_tokens=9)
     world.step()
@@ -140,7 +140,7 @@ def test_landed_blocks_can_be_hit() -> None:
 # --- lost -------------------------------------------------------------------------
 
 
-def test_a_lost_request_computes_only_what_has_not_landed_for_certain() -> None:
+def test_a_lost_request_computes_only_blocks_not_proved_to_have_landed() -> None:
     world = EngineWorld(_config(), block_size=4)
     name = world.add(18, receives=True)
     world.step()
@@ -155,7 +155,7 @@ def test_a_lost_request_computes_only_what_has_not_landed_for_certain() -> None:
     assert (served.num_cached_tokens, served.num_prefilled_tokens) == (12, 6)
 
 
-def test_blocks_that_had_landed_of_an_aborted_request_serve_its_next_attempt() -> None:
+def test_landed_blocks_of_an_aborted_request_are_reused_by_its_next_attempt() -> None:
     world = EngineWorld(_config(), block_size=4)
     world.wire.num_proved_if_revoked = 3
     first = world.add(18, receives=True)
@@ -186,7 +186,7 @@ def test_blocks_of_an_aborted_request_are_not_cached_across_a_reset() -> None:
     world.run_to_end()
 
 
-def test_of_a_lost_hand_off_without_the_recurrent_state_nothing_is_kept() -> None:
+def test_a_lost_hand_off_without_recurrent_state_keeps_no_blocks() -> None:
     world = EngineWorld(_config(), block_size=4, num_state_blocks=1)
     name = world.add(18, receives=True)
     world.step()
@@ -213,7 +213,7 @@ def test_a_lost_request_restarts_locally() -> None:
     assert world.finish_reason(name) is FinishReason.LENGTH
 
 
-def test_a_lost_request_may_use_what_was_cached_before() -> None:
+def test_a_lost_request_can_use_cached_blocks() -> None:
     world = _world_that_served(list(range(8)))
     name = world.add([*range(8), 1, 1], receives=True)
     world.step()
@@ -226,7 +226,7 @@ def test_a_lost_request_may_use_what_was_cached_before() -> None:
     world.run_to_end()
 
 
-def test_the_blocks_of_a_lost_receive_are_nobodys_until_the_release() -> None:
+def test_the_blocks_of_a_lost_receive_stay_held_until_the_release() -> None:
     world = EngineWorld(_config(), num_blocks=4, block_size=4)
     name = world.add(10, receives=True)
     world.step()
@@ -243,7 +243,7 @@ def test_the_blocks_of_a_lost_receive_are_nobodys_until_the_release() -> None:
     world.run_to_end()
 
 
-def test_kv_of_another_length_is_as_good_as_lost() -> None:
+def test_landed_kv_of_another_length_counts_as_lost() -> None:
     scheduler = Scheduler(_config(), CacheConfig(8))
     handoff_id = HandoffId("r", 1)
     scheduler.add(replace(make_spec(), receive_from=ReceiveKv(handoff_id, SOURCE)))
@@ -306,7 +306,7 @@ def test_a_transfer_that_lands_as_it_is_revoked_gives_its_blocks_back() -> None:
     world.run_to_end()
 
 
-def test_aborting_before_the_grant_needs_no_revoke() -> None:
+def test_aborting_before_the_grant_sends_no_revoke() -> None:
     world = EngineWorld(_config())
     name = world.add(10, receives=True)
 
@@ -316,7 +316,7 @@ def test_aborting_before_the_grant_needs_no_revoke() -> None:
     world.run_to_end()
 
 
-def test_aborting_while_ready() -> None:
+def test_aborting_a_landed_request_releases_its_blocks() -> None:
     world = EngineWorld(_config(max_num_seqs=1))
     name = _make_ready_behind_another(world)
 
@@ -326,7 +326,7 @@ def test_aborting_while_ready() -> None:
     assert world.finish_reason(name) is FinishReason.ABORT
 
 
-def test_a_hand_off_id_is_in_use_until_the_release() -> None:
+def test_a_hand_off_id_stays_in_use_until_the_release() -> None:
     world = EngineWorld(_config())
     name = world.add(10, request_id="same", receives=True)
     world.step()
@@ -356,7 +356,7 @@ def test_reports_about_unknown_hand_offs_change_nothing() -> None:
 # --- others -----------------------------------------------------------------------
 
 
-def test_a_migrated_stream_receives_its_old_answer_too() -> None:
+def test_a_migrated_request_receives_the_kv_of_its_earlier_output() -> None:
     world = EngineWorld(_config())
     name = world.add(3, prior=[1, 2], receives=True, max_tokens=5)
 
@@ -367,7 +367,7 @@ def test_a_migrated_stream_receives_its_old_answer_too() -> None:
     assert [output.first_index for output in world.receipts[name].outputs] == [2, 3, 4]
 
 
-def test_a_reset_while_kv_is_in_flight_keeps_it_from_being_hit() -> None:
+def test_kv_in_flight_at_a_reset_is_not_cached() -> None:
     world = EngineWorld(_config(), block_size=4)
     name = world.add(9, receives=True)
     world.step()

@@ -21,7 +21,7 @@ from tests.support.scheduler_state import awaits_peers
 _config = partial(SchedulerConfig, max_num_batched_tokens=64, max_num_seqs=4, max_model_len=64)
 
 
-def test_full_blocks_leave_after_their_chunk_and_the_last_one_with_the_first_token() -> None:
+def test_full_blocks_are_sent_after_their_chunk_and_the_last_block_with_the_first_token() -> None:
     world = EngineWorld(_config(max_num_batched_tokens=6), block_size=4)
     name = world.add(14, sends=True, max_tokens=9)
 
@@ -61,7 +61,7 @@ def test_layers_are_ordered_for_the_blocks_that_the_coming_pass_completes() -> N
     world.run_to_end()
 
 
-def test_blocks_whose_layers_may_be_leaving_are_held_though_the_pass_came_to_nothing() -> None:
+def test_blocks_with_layers_in_flight_stay_held_after_a_failed_pass() -> None:
     world = EngineWorld(_config(push_layers=True), block_size=4)
     name = world.add(14, sends=True, max_tokens=9)
     world.fail_next_token(name)
@@ -74,7 +74,7 @@ def test_blocks_whose_layers_may_be_leaving_are_held_though_the_pass_came_to_not
     world.run_to_end()
 
 
-def test_the_completion_tells_the_tokens_and_the_first_token_with_its_logprobs() -> None:
+def test_the_completion_has_the_token_count_and_the_first_token_with_logprobs() -> None:
     world = EngineWorld(_config())
     name = world.add(6, sends=True, sampling=SamplingParams(max_tokens=9, logprobs=1))
     world.step()
@@ -89,7 +89,7 @@ def test_the_completion_tells_the_tokens_and_the_first_token_with_its_logprobs()
     world.run_to_end()
 
 
-def test_the_completion_counts_the_tokens_of_the_answer_so_far() -> None:
+def test_the_completion_counts_prior_output_tokens() -> None:
     world = EngineWorld(_config())
     world.add(6, prior=[1, 2], sends=True, max_tokens=9)
     world.step()
@@ -100,7 +100,7 @@ def test_the_completion_counts_the_tokens_of_the_answer_so_far() -> None:
     world.run_to_end()
 
 
-def test_a_sender_ends_with_its_first_token_as_handed_off() -> None:
+def test_a_sender_finishes_as_handed_off_with_its_first_token() -> None:
     world = EngineWorld(_config())
     name = world.add(6, sends=True, max_tokens=9)
 
@@ -125,7 +125,7 @@ def test_a_first_token_that_ends_the_request_still_completes_the_hand_off() -> N
     world.run_to_end()
 
 
-def test_a_sender_asked_for_one_token_has_reached_its_length() -> None:
+def test_a_sender_with_max_tokens_of_one_finishes_by_length() -> None:
     world = EngineWorld(_config())
     name = world.add(6, sends=True, max_tokens=1)
 
@@ -148,7 +148,7 @@ def test_blocks_that_were_cached_are_sent_with_the_first_plan() -> None:
     world.run_to_end()
 
 
-def test_sent_blocks_are_not_reused_until_the_wire_is_done_with_them() -> None:
+def test_sent_blocks_are_not_reused_before_the_transfer_completes() -> None:
     world = EngineWorld(_config(), num_blocks=4, block_size=4)
     name = world.add(13, sends=True)
     world.step()
@@ -164,7 +164,7 @@ def test_sent_blocks_are_not_reused_until_the_wire_is_done_with_them() -> None:
     world.run_to_end()
 
 
-def test_what_was_sent_stays_in_the_prefix_cache() -> None:
+def test_sent_blocks_stay_in_the_prefix_cache() -> None:
     world = EngineWorld(_config(), block_size=4)
     world.add(9, sends=True)
     world.run_to_end()
@@ -176,7 +176,7 @@ def test_what_was_sent_stays_in_the_prefix_cache() -> None:
     world.run_to_end()
 
 
-def test_aborting_midway_withdraws_and_keeps_what_is_being_read() -> None:
+def test_aborting_a_send_withdraws_it_and_keeps_blocks_that_are_being_read() -> None:
     world = EngineWorld(_config(max_num_batched_tokens=4), num_blocks=4, block_size=4)
     name = world.add(13, sends=True)
     world.step()
@@ -204,7 +204,7 @@ def test_aborting_before_anything_was_sent_withdraws_too() -> None:
     world.run_to_end()
 
 
-def test_giving_up_a_completed_hand_off_withdraws_it_once_and_keeps_its_blocks() -> None:
+def test_withdrawing_a_completed_hand_off_happens_once_and_keeps_its_blocks() -> None:
     world = EngineWorld(_config(), num_blocks=4, block_size=4)
     name = world.add(13, sends=True)
     world.step()
@@ -219,7 +219,7 @@ def test_giving_up_a_completed_hand_off_withdraws_it_once_and_keeps_its_blocks()
     world.run_to_end()
 
 
-def test_giving_up_leaves_a_request_that_still_lives_alone() -> None:
+def test_withdrawing_a_completed_hand_off_does_not_affect_a_running_request() -> None:
     world = EngineWorld(_config(max_num_batched_tokens=4), block_size=4)
     name = world.add(13, sends=True)
     world.step()
@@ -230,7 +230,7 @@ def test_giving_up_leaves_a_request_that_still_lives_alone() -> None:
     assert world.finish_reason(name) is FinishReason.HANDED_OFF
 
 
-def test_an_error_withdraws_with_its_reason() -> None:
+def test_an_error_withdraws_the_hand_off_with_its_reason() -> None:
     world = EngineWorld(_config())
     name = world.add(6, sends=True)
     world.fail_next_token(name)
@@ -242,7 +242,7 @@ def test_an_error_withdraws_with_its_reason() -> None:
     world.run_to_end()
 
 
-def test_a_sender_whose_peer_left_goes_on_to_its_first_token_and_orders_nothing_more() -> None:
+def test_a_sender_without_its_peer_computes_its_first_token_and_sends_nothing_more() -> None:
     world = EngineWorld(_config(max_num_batched_tokens=4), block_size=4)
     name = world.add(13, sends=True)
     world.step()
@@ -257,7 +257,7 @@ def test_a_sender_whose_peer_left_goes_on_to_its_first_token_and_orders_nothing_
     world.run_to_end()
 
 
-def test_a_sender_that_has_begun_to_send_is_not_preempted() -> None:
+def test_a_sender_that_has_sent_blocks_is_not_preempted() -> None:
     """Its hand-off would hold the old blocks while it waits for new ones, forever."""
     world = EngineWorld(
         _config(max_num_batched_tokens=5),
@@ -277,7 +277,7 @@ def test_a_sender_that_has_begun_to_send_is_not_preempted() -> None:
     assert world.finish_reason(decoding) is FinishReason.LENGTH
 
 
-def test_a_sender_in_the_middle_of_its_prompt_sends_only_what_is_full() -> None:
+def test_a_sender_with_a_partial_prompt_sends_only_full_blocks() -> None:
     world = EngineWorld(_config(max_num_batched_tokens=4), block_size=3)
     world.add(9, sends=True)
 

@@ -21,14 +21,14 @@ def test_only_full_blocks_have_a_hash() -> None:
     assert counts == [0, 0, 1, 1, 2]
 
 
-def test_equal_tokens_after_different_ones_have_another_hash() -> None:
+def test_equal_tokens_after_different_prefixes_have_different_hashes() -> None:
     first = block_hashes([1, 2, 3, 4], 2, ROOT)
     second = block_hashes([9, 9, 3, 4], 2, ROOT)
 
     assert first[1] != second[1]
 
 
-def test_each_salt_and_the_seed_make_other_hashes() -> None:
+def test_hashes_depend_on_salt_and_seed() -> None:
     roots = [
         ROOT,
         PrefixNaming(16, "model", 1).root(),
@@ -49,7 +49,7 @@ def test_a_salt_cannot_be_moved_from_one_field_into_the_other() -> None:
     assert one.root(PrefixKeys("c")) != other.root(PrefixKeys("b:c"))
 
 
-def test_adapters_share_blocks_neither_with_each_other_nor_with_their_base() -> None:
+def test_adapters_share_no_blocks_with_each_other_or_with_the_base_model() -> None:
     naming = PrefixNaming(16, "model")
 
     roots = {naming.root(PrefixKeys(*keys)) for keys in product(("", "a"), ("", "a", "b"))}
@@ -57,7 +57,7 @@ def test_adapters_share_blocks_neither_with_each_other_nor_with_their_base() -> 
     assert len(roots) == 6
 
 
-def test_no_salt_names_the_blocks_of_a_prompt_of_another_length() -> None:
+def test_no_salt_yields_the_hashes_of_a_prompt_of_another_length() -> None:
     """With dynamic RoPE, the length of a long prompt is part of the names of its blocks."""
     naming = PrefixNaming(16, max_shareable_prompt_len=1000)
     salts = ("", "5000:", "5000", ":", "a", "5000:a", '5000,"', "null", "[5000]")
@@ -77,7 +77,7 @@ def test_prompts_up_to_the_limit_share_their_blocks() -> None:
     assert naming.root(keys, 64) == naming.root(keys, 1000) == PrefixNaming(16).root(keys)
 
 
-def test_extending_gives_what_hashing_at_once_gives() -> None:
+def test_incremental_hashing_equals_hashing_at_once() -> None:
     grown: list[BlockHash] = []
     for end in range(1, 12):
         extend_hashes(grown, ROOT, list(range(end)), 3)
@@ -92,7 +92,7 @@ def test_hashes_are_the_same_in_every_process_and_release() -> None:
     assert [h.hex() for h in hashes] == GOLDEN
 
 
-def test_the_largest_token_id_can_be_hashed() -> None:
+def test_the_largest_token_id_is_hashable() -> None:
     assert len(block_hashes([2**32 - 1], 1, ROOT)) == 1
 
 

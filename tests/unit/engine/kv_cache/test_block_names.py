@@ -14,7 +14,7 @@ NUM_PARTS = 2
 PARTS = [name for block in BLOCKS for name in snapshot_names(block, NUM_PARTS)]
 
 
-def test_only_blocks_of_the_first_group_are_known() -> None:
+def test_only_blocks_of_the_first_group_are_reported() -> None:
     ends, (one, two, _) = PrefixEnds(CacheLayout()), BLOCKS
 
     assert ends.add([one, name_in_group(one, 1)]) == [one]

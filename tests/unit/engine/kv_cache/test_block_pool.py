@@ -10,27 +10,27 @@ from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.block_pool import BlockPool
 
 
-def test_a_fresh_pool_hands_out_neighbours() -> None:
+def test_a_new_pool_allocates_contiguous_blocks() -> None:
     pool = BlockPool(4)
 
     assert pool.allocate(3) == [0, 1, 2]
 
 
-def test_asking_for_too_many_changes_nothing() -> None:
+def test_a_failed_allocation_changes_nothing() -> None:
     pool = BlockPool(2)
 
     assert pool.allocate(3) is None
     assert pool.num_free == 2
 
 
-def test_a_run_that_was_released_is_handed_out_as_a_run_again() -> None:
+def test_a_released_run_of_blocks_is_allocated_as_a_run() -> None:
     pool = BlockPool(4)
     pool.release(pool.allocate(3) or [])
 
     assert pool.allocate(3) == [0, 1, 2]
 
 
-def test_a_block_is_free_when_its_last_holder_lets_go() -> None:
+def test_a_block_is_free_after_its_last_release() -> None:
     pool, blocks = _pool_with(1)
     pool.hold(blocks)
 
@@ -41,7 +41,7 @@ def test_a_block_is_free_when_its_last_holder_lets_go() -> None:
     assert (after_first, pool.num_free) == (0, 1)
 
 
-def test_blank_blocks_go_before_cached_ones() -> None:
+def test_uncached_blocks_are_allocated_before_cached_ones() -> None:
     pool, (cached, blank) = _pool_with(2)
     pool.register(cached, _hash("a"))
     pool.release([cached, blank])
@@ -50,7 +50,7 @@ def test_blank_blocks_go_before_cached_ones() -> None:
     assert pool.find([_hash("a")]) == [cached]
 
 
-def test_the_block_let_go_first_is_evicted_first_and_of_a_run_its_end() -> None:
+def test_eviction_follows_release_order_and_starts_at_the_end_of_a_run() -> None:
     pool, (head, tail, other) = _pool_with(3)
     for block, name in ((head, "head"), (tail, "tail"), (other, "other")):
         pool.register(block, _hash(name))
@@ -63,7 +63,7 @@ def test_the_block_let_go_first_is_evicted_first_and_of_a_run_its_end() -> None:
     assert pool.take_evicted() == (_hash("tail"), _hash("head"), _hash("other"))
 
 
-def test_a_hit_makes_a_block_the_last_to_be_evicted() -> None:
+def test_a_prefix_hit_moves_a_block_to_the_end_of_the_eviction_order() -> None:
     pool, (old, young) = _pool_with(2)
     pool.register(old, _hash("old"))
     pool.register(young, _hash("young"))
@@ -84,7 +84,7 @@ def test_a_prefix_ends_at_the_first_unknown_block() -> None:
     assert pool.find([_hash("1"), _hash("2"), _hash("3")]) == [first]
 
 
-def test_of_two_equal_blocks_the_first_is_found() -> None:
+def test_the_first_of_two_equal_blocks_is_found() -> None:
     pool, (first, second) = _pool_with(2)
 
     assert pool.register(first, _hash("same"))
@@ -92,7 +92,7 @@ def test_of_two_equal_blocks_the_first_is_found() -> None:
     assert pool.find([_hash("same")]) == [first]
 
 
-def test_forgetting_hashes_takes_no_block_from_its_holder() -> None:
+def test_removing_hashes_does_not_release_blocks() -> None:
     pool, (held, free) = _pool_with(2)
     pool.register(held, _hash("held"))
     pool.register(free, _hash("free"))
@@ -104,14 +104,14 @@ def test_forgetting_hashes_takes_no_block_from_its_holder() -> None:
     pool.check([held])
 
 
-def test_a_check_finds_a_block_that_nobody_holds_and_is_not_free() -> None:
+def test_check_detects_a_leaked_block() -> None:
     pool, _ = _pool_with(1)
 
     with pytest.raises(BlocksUnaccounted, match="block 0: ref_cnt 1, holders 0"):
         pool.check([])
 
 
-def test_a_check_finds_a_block_that_was_let_go_too_often() -> None:
+def test_check_detects_a_double_release() -> None:
     pool, blocks = _pool_with(1)
     pool.release(blocks)
 

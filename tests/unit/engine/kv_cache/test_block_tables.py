@@ -65,7 +65,7 @@ def cache_a_state(cache: KvCache, request: HeldKv) -> None:
         (cache_a_state, "a block of its state is cached"),
     ],
 )
-def test_a_damaged_table_is_found(damage: Damage, finding: str) -> None:
+def test_check_detects_a_damaged_block_table(damage: Damage, finding: str) -> None:
     cache, request = _computed(8)
     cache.check(request.block_ids, [request])
 

@@ -31,14 +31,14 @@ def test_a_request_that_does_not_fit_changes_nothing() -> None:
     assert cache.total_query_tokens == 0
 
 
-def test_spare_blocks_are_left_free() -> None:
+def test_allocation_leaves_the_reserved_blocks_free() -> None:
     cache = _cache(num_blocks=4)
 
     assert not cache.admit(make_held(range(5)), NO_HIT, spare=2)
     assert cache.admit(make_held(range(5)), NO_HIT, spare=1)
 
 
-def test_free_blocks_that_are_hit_are_not_counted_as_room() -> None:
+def test_free_blocks_that_are_prefix_hits_do_not_count_as_free() -> None:
     cache = _cache(num_blocks=2)
     _serve(cache, range(4))
     request = make_held([0, 1, 2, 3, 4])
@@ -58,7 +58,7 @@ def test_a_hit_is_cut_to_whole_blocks_within_the_limit() -> None:
     assert [hit.num_blocks for hit in hits] == [4, 3, 3, 0]
 
 
-def test_growing_adds_what_is_missing_and_no_more() -> None:
+def test_growing_allocates_only_missing_blocks() -> None:
     cache = _cache()
     request = make_held(range(3))
     cache.admit(request, NO_HIT)
@@ -86,7 +86,7 @@ def test_only_full_computed_blocks_are_registered() -> None:
     assert cache.pool.num_cached == 2
 
 
-def test_blocks_already_known_are_left_out_of_the_event() -> None:
+def test_already_cached_blocks_are_left_out_of_the_event() -> None:
     cache = _cache(num_blocks=16)
     twins = [make_held(range(6), request_id=name) for name in "ab"]
     for request in twins:
@@ -101,7 +101,7 @@ def test_blocks_already_known_are_left_out_of_the_event() -> None:
     assert events[1].parent_block_hash == events[0].block_hashes[1]
 
 
-def test_released_blocks_are_free_and_still_found() -> None:
+def test_released_blocks_are_free_and_still_cached() -> None:
     cache = _cache()
     request = _serve(cache, range(6))
 
@@ -110,7 +110,7 @@ def test_released_blocks_are_free_and_still_found() -> None:
     assert cache.find_prefix(make_held(range(6)), 6).num_blocks == 3
 
 
-def test_of_a_released_request_the_end_is_evicted_first() -> None:
+def test_the_end_of_a_released_request_is_evicted_first() -> None:
     cache = _cache(num_blocks=3)
     _serve(cache, range(6))
 
@@ -133,7 +133,7 @@ def test_uncached_blocks_are_no_prefix_hits() -> None:
     cache.pool.check([])
 
 
-def test_events_have_no_token_ids_unless_they_are_collected() -> None:
+def test_events_have_token_ids_only_if_they_are_collected() -> None:
     cache = _cache(collect_token_ids=False)
     request = _serve(cache, range(6))
 
@@ -145,7 +145,7 @@ def test_events_have_no_token_ids_unless_they_are_collected() -> None:
     assert event.root_hash == request.root_hash
 
 
-def test_a_reset_and_evictions_are_events() -> None:
+def test_resets_and_evictions_create_events() -> None:
     cache = _cache(num_blocks=3)
     request = _serve(cache, range(6))
     hashes = list(request.block_hashes)

@@ -30,7 +30,7 @@ def test_layers_of_one_spec_are_one_group() -> None:
     assert group_layers([WINDOW] * 2) == (KvGroup(WINDOW, (0, 1)),)
 
 
-def test_layers_of_several_specs_are_dealt_out_with_full_attention_first() -> None:
+def test_layers_of_several_specs_are_grouped_with_full_attention_first() -> None:
     groups = group_layers(every(3, 6))
 
     assert groups == (
@@ -50,7 +50,7 @@ def test_layers_of_several_specs_are_dealt_out_with_full_attention_first() -> No
         (every(4, 48, CHUNK), 4, 12),  # Llama 4 Scout
     ],
 )
-def test_blocks_of_known_models_waste_little(
+def test_grouping_wastes_little_memory_for_known_models(
     specs: list[KvCacheSpec], num_groups: int, size: int
 ) -> None:
     groups = group_layers(specs)
@@ -60,7 +60,7 @@ def test_blocks_of_known_models_waste_little(
     assert sorted(layer for group in groups for layer in group.layers) == list(range(len(specs)))
 
 
-def test_each_layer_has_a_place_of_its_own() -> None:
+def test_each_layer_has_a_unique_place() -> None:
     groups = group_layers(every(6, 26))
 
     places = layer_places(groups)
@@ -76,7 +76,7 @@ def test_a_place_is_done_once_all_groups_have_computed_it() -> None:
     assert [places_done(groups, num_layers) for num_layers in range(7)] == [0, 0, 0, 1, 1, 1, 2]
 
 
-def test_a_place_that_a_group_lacks_does_not_hold_up_the_others() -> None:
+def test_groups_with_fewer_layers_do_not_delay_the_others() -> None:
     groups = (KvGroup(FULL, (0, 1, 3)), KvGroup(WINDOW, (2,)))
 
     assert [places_done(groups, num_layers) for num_layers in range(5)] == [0, 0, 0, 2, 3]
@@ -91,7 +91,7 @@ def test_a_place_that_a_group_lacks_does_not_hold_up_the_others() -> None:
         (KvCacheSpec(chunk=2), [0, 0, 2, 2, 4, 4]),
     ],
 )
-def test_tokens_that_nothing_attends_to_any_more(spec: KvCacheSpec, unseen: list[int]) -> None:
+def test_tokens_before_the_window_are_skipped(spec: KvCacheSpec, unseen: list[int]) -> None:
     assert [spec.num_unseen(num_tokens) for num_tokens in range(6)] == unseen
 
 
@@ -108,7 +108,7 @@ def test_the_longest_request_fits_and_a_longer_one_does_not(
         assert layout.num_blocks(longest + 1, is_caching=is_caching) > num_blocks
 
 
-def test_a_layout_names_all_that_peers_must_agree_on() -> None:
+def test_a_layout_contains_everything_that_peers_must_agree_on() -> None:
     layout = CacheLayout((KvGroup(FULL, (0, 2)), KvGroup(WINDOW, (1,))), 3, "state: one layer")
 
     assert str(layout) == "full: 0,2 | window 512: 1 | state: one layer"

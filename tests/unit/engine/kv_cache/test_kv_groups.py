@@ -25,7 +25,7 @@ def test_every_group_has_a_table_of_the_same_length() -> None:
     assert cache.grow(request, 7) == ((6,), (7,))
 
 
-def test_blocks_behind_the_window_are_free_and_can_be_hit() -> None:
+def test_blocks_behind_the_window_are_free_and_still_cached() -> None:
     cache = _cache()
     request = _computed(cache, 8)
 
@@ -82,7 +82,7 @@ def test_a_gap_in_the_window_shortens_the_prefix_of_all_groups() -> None:
     assert (hit.num_blocks, hit.blocks) == (3, ([0, 1, 2], [NO_BLOCK, NO_BLOCK, 6]))
 
 
-def test_a_gap_can_make_a_gap_of_another_group_matter() -> None:
+def test_a_prefix_shortened_by_one_group_is_checked_again_in_the_others() -> None:
     cache = _cache((KvGroup(FULL), KvGroup(WINDOW), KvGroup(WINDOW)))
     _serve(cache, 8)
     _uncache(cache, 6, 11)  # block 2 of the first window and block 3 of the second
@@ -101,7 +101,7 @@ def test_a_prefix_that_another_node_continues_needs_no_window() -> None:
     assert (hit.num_blocks, hit.blocks) == (2, ([0, 1], [NO_BLOCK, NO_BLOCK]))
 
 
-def test_what_nobody_attends_to_is_no_hit() -> None:
+def test_blocks_outside_the_window_are_no_prefix_hits() -> None:
     cache = _cache(groups=(KvGroup(WINDOW),))
 
     assert cache.find_prefix(make_held(range(9)), 9, continues_at=9).num_blocks == 0
@@ -117,7 +117,7 @@ def test_a_request_that_continues_elsewhere_gets_the_blocks_of_its_window() -> N
     assert request.block_tables[1] == [NO_BLOCK, NO_BLOCK, NO_BLOCK, 5, 6]
 
 
-def test_the_hand_off_leaves_out_what_nobody_attends_to() -> None:
+def test_a_hand_off_leaves_out_blocks_behind_the_window() -> None:
     cache = _cache()
     request = _computed(cache, 9)
     full, window = request.block_tables

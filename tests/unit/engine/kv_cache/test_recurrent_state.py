@@ -26,7 +26,7 @@ GROUPS = {
 }
 
 
-def test_the_current_side_follows_chunks_and_tokens() -> None:
+def test_the_state_side_swaps_with_each_chunk_and_token() -> None:
     one, other = _ids(1, 2), _ids(3, 4)
     state = RecurrentState((one, other), num_tokens=8, prefix_state=_ids(5, 6))
 
@@ -68,7 +68,7 @@ def test_a_gap_in_a_window_moves_the_hit_to_an_earlier_snapshot() -> None:
     assert NO_BLOCK not in hit.blocks[0]
 
 
-def test_a_snapshot_without_the_window_before_it_is_no_hit() -> None:
+def test_a_snapshot_without_the_window_before_it_is_no_prefix_hit() -> None:
     cache = _cache(GROUPS["both"])
     blocks = _serve(cache, 10, snapshots=(2, 6))
     cache.pool.unregister(blocks[1][2:3])
@@ -79,7 +79,7 @@ def test_a_snapshot_without_the_window_before_it_is_no_hit() -> None:
     assert (hit.num_blocks, hit.num_shared_blocks) == (1, 5)
 
 
-def test_admission_counts_both_sides_and_a_snapshot_that_is_free() -> None:
+def test_admission_counts_both_state_sides_and_a_free_snapshot() -> None:
     cache = _cache()
     _serve(cache, 10, snapshots=(8,))
     request = make_held(range(9))
@@ -93,7 +93,7 @@ def test_admission_counts_both_sides_and_a_snapshot_that_is_free() -> None:
     cache.check([])
 
 
-def test_a_snapshot_that_loses_a_block_is_gone_as_a_whole() -> None:
+def test_evicting_one_block_of_a_snapshot_removes_the_snapshot() -> None:
     cache = _cache(num_blocks=16)
     _serve(cache, 4, snapshots=(4,))
     assert _num_snapshots(cache) == 1
@@ -120,7 +120,7 @@ def test_snapshots_and_blocks_are_evicted_from_the_end_of_the_sequence() -> None
     assert cached == [4, 4, 2, 2, 2, 2, 2, 0, 0, 0, 0, 0]
 
 
-def test_snapshots_of_doubtful_requests_are_removed() -> None:
+def test_uncaching_a_request_removes_its_snapshots() -> None:
     cache = _cache()
     request = _computed(cache, 10, snapshots=(4, 8))
 
@@ -145,7 +145,7 @@ def test_a_snapshot_that_is_cached_is_not_taken_again() -> None:
     assert _planned(cache, _admitted(cache, 10)) == [6]
 
 
-def test_a_request_that_is_not_cached_takes_no_snapshot() -> None:
+def test_an_uncached_request_takes_no_snapshot() -> None:
     cache = _cache()
     request = _admitted(cache, 8)
     cache.reset([request])
@@ -163,7 +163,7 @@ def test_a_snapshot_is_cached_once() -> None:
     assert cache.pool.find(names) == first
 
 
-def test_check_finds_a_snapshot_that_is_not_whole() -> None:
+def test_check_detects_an_incomplete_snapshot() -> None:
     cache = _cache()
     _serve(cache, 10, snapshots=(4,))
     request = make_held(range(10))

@@ -60,7 +60,7 @@ def test_a_build_reports_each_file_and_a_second_start_builds_nothing(
     assert compiler.num_runs == num_runs
 
 
-def test_a_process_says_that_it_waits_for_the_build_of_another(
+def test_a_process_reports_that_it_waits_for_the_build_of_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     FakeCompiler(tmp_path, monkeypatch)
@@ -96,7 +96,7 @@ def test_a_failure_terminates_the_other_compilers_and_leaves_nothing(
     assert list(build.build_folder().iterdir()) == []
 
 
-def test_the_library_of_a_wheel_is_used_where_it_loads(
+def test_the_library_of_a_wheel_is_used_if_it_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler = FakeCompiler(tmp_path, monkeypatch)
@@ -108,7 +108,7 @@ def test_the_library_of_a_wheel_is_used_where_it_loads(
     assert compiler.num_runs == 0
 
 
-def test_the_library_of_a_wheel_that_needs_another_system_is_built_here_instead(
+def test_kernels_are_built_if_the_library_of_the_wheel_does_not_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     compiler = FakeCompiler(tmp_path, monkeypatch)

@@ -22,7 +22,7 @@ def without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose, "library", library)
 
 
-def test_plain_torch_computes_and_one_warning_names_the_cost(
+def test_falling_back_to_torch_logs_one_warning_with_the_cost(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -33,7 +33,7 @@ def test_plain_torch_computes_and_one_warning_names_the_cost(
     assert "install one" in warning
 
 
-def test_kernels_that_would_not_be_used_cause_no_warning(
+def test_models_that_do_not_use_kernels_cause_no_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert choose.choose_parts("auto", torch.float32, CPU) is choose.TORCH

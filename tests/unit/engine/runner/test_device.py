@@ -15,7 +15,7 @@ ARRAYS: list[Array] = [
 ]
 
 
-def test_arrays_that_are_copied_together_keep_their_numbers() -> None:
+def test_arrays_copied_together_keep_their_values() -> None:
     copies = copy_together(ARRAYS, torch.device("cpu"))
 
     for array, copy in zip(ARRAYS, copies, strict=True):
@@ -24,14 +24,14 @@ def test_arrays_that_are_copied_together_keep_their_numbers() -> None:
     assert len({copy.untyped_storage().data_ptr() for copy in copies}) == 1
 
 
-def test_arrays_for_another_device_keep_their_shapes() -> None:
+def test_arrays_copied_to_another_device_keep_their_shapes() -> None:
     copies = to_device(ARRAYS, torch.device("meta"))
 
     assert [tuple(copy.shape) for copy in copies] == [array.shape for array in ARRAYS]
     assert {copy.device.type for copy in copies} == {"meta"}
 
 
-def test_on_the_cpu_nothing_is_copied() -> None:
+def test_arrays_on_the_cpu_are_not_copied() -> None:
     array = np.arange(4)
 
     (tensor,) = to_device([array], torch.device("cpu"))

@@ -169,7 +169,7 @@ def test_windows_are_those_of_the_layers(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_windows_that_are_switched_on_are_on_the_layers_of_the_family(
+def test_enabled_windows_apply_to_the_layers_of_the_family(
     name: str, changes: Mapping[str, Any], expected: list[int | None], tmp_path: Path
 ) -> None:
     window = {"use_sliding_window": True, "sliding_window": 64, "num_hidden_layers": 4}
@@ -221,7 +221,7 @@ def test_layers_without_rope_and_temperatures(tmp_path: Path) -> None:
     assert granite.attention_layers == (5, 15, 25, 35)
 
 
-def test_experts_are_those_of_the_model(tmp_path: Path) -> None:
+def test_expert_settings_are_those_of_the_model(tmp_path: Path) -> None:
     found = {name: read(tmp_path, raw).moe for name, raw in HUB_CONFIGS.items()}
     sizes = {
         name: (moe.num_experts, moe.top_k, moe.expert_size, moe.shared_size, moe.normalizes)
@@ -254,7 +254,7 @@ def test_experts_are_those_of_the_model(tmp_path: Path) -> None:
     assert layers_where(read(tmp_path, HUB_CONFIGS["GLM-4.5-Air"]), mlp_size=10_944) == [0]
 
 
-def test_experts_of_deepseek_are_chosen_by_groups(tmp_path: Path) -> None:
+def test_deepseek_routes_experts_by_group(tmp_path: Path) -> None:
     names = ("DeepSeek-V2-Lite", "DeepSeek-V2", "DeepSeek-V3")
     found = [read(tmp_path, HUB_CONFIGS[name]).moe for name in names]
     moes = [moe for moe in found if moe is not None]
@@ -282,7 +282,7 @@ def test_the_longest_context_is_that_of_the_model(name: str, length: int, tmp_pa
     assert read(tmp_path, HUB_CONFIGS[name]).max_context_len() == length
 
 
-def test_yarn_of_a_user_stretches_a_model_with_layers_without_rope(tmp_path: Path) -> None:
+def test_user_configured_yarn_extends_a_model_with_layers_without_rope(tmp_path: Path) -> None:
     yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 65_536}
 
     config = read(tmp_path, {**HUB_CONFIGS["SmolLM3-3B"], "rope_scaling": yarn})

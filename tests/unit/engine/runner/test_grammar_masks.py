@@ -84,7 +84,7 @@ class Batch:
         return refusals, self._clock.now_s - began_s
 
 
-def test_a_grammar_that_costs_more_than_a_step_may_take_ends_by_name() -> None:
+def test_a_grammar_slower_than_the_step_limit_fails_with_a_named_error() -> None:
     clock = Clock()
     ambiguous = CostlyGrammar(clock)
     batch = Batch(clock, {"ambiguous": ambiguous, "honest": CostlyGrammar(clock)})
@@ -102,7 +102,7 @@ def test_a_grammar_that_costs_more_than_a_step_may_take_ends_by_name() -> None:
     assert longest_s < 1.2 * MAX_STEP_S
 
 
-def test_many_costly_grammars_stay_within_the_time_of_a_step_together() -> None:
+def test_many_slow_grammars_together_stay_within_the_step_limit() -> None:
     clock = Clock()
     grammars = {f"r{number}": CostlyGrammar(clock) for number in range(64)}
     batch = Batch(clock, grammars)
@@ -120,7 +120,7 @@ def test_many_costly_grammars_stay_within_the_time_of_a_step_together() -> None:
     assert longest_s < 64 * EXEMPT_S * 1.5
 
 
-def test_one_costly_step_ends_nothing() -> None:
+def test_a_single_slow_grammar_step_fails_no_request() -> None:
     clock = Clock()
     grammar = CostlyGrammar(clock)
     batch = Batch(clock, {"r": grammar})
@@ -132,7 +132,7 @@ def test_one_costly_step_ends_nothing() -> None:
     assert batch.step()[0] == {}
 
 
-def test_a_long_answer_that_goes_on_here_is_read_whole() -> None:
+def test_a_long_migrated_answer_is_matched_completely() -> None:
     clock = Clock()
     grammar = CostlyGrammar(clock, token_s=0.00005)
     batch = Batch(clock, {"r": grammar}, num_written=8000)
@@ -141,7 +141,7 @@ def test_a_long_answer_that_goes_on_here_is_read_whole() -> None:
     assert len(grammar.taken) == 8000
 
 
-def test_an_ambiguous_answer_that_goes_on_here_is_not_read_to_its_end() -> None:
+def test_matching_an_ambiguous_migrated_answer_stops_early() -> None:
     clock = Clock()
     grammar = CostlyGrammar(clock, token_s=0.02)
     batch = Batch(clock, {"r": grammar}, num_written=1000)

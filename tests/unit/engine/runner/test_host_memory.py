@@ -15,7 +15,7 @@ HAS_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage").exists()
 
 
 @pytest.mark.skipif(not HAS_HUGE_PAGES, reason="this kernel has no transparent huge pages")
-def test_the_kernel_is_asked_for_huge_pages_of_private_memory() -> None:
+def test_huge_pages_are_requested_for_private_memory() -> None:
     memory = huge_page_memory(SIZE)
 
     flags = _kernel_flags(ctypes.addressof(ctypes.c_char.from_buffer(memory)))
@@ -24,7 +24,7 @@ def test_the_kernel_is_asked_for_huge_pages_of_private_memory() -> None:
     assert "sh" not in flags  # pages of shared memory are never huge by this
 
 
-def test_it_is_all_zeros_and_can_be_written() -> None:
+def test_host_memory_is_zeroed_and_writable() -> None:
     memory = np.frombuffer(huge_page_memory(SIZE), dtype=np.uint8)
 
     assert not memory.any()

@@ -20,7 +20,7 @@ R = RequestId("r")
 
 
 @pytest.mark.parametrize("num_more", [1, 2])
-def test_more_blocks_than_a_table_holds_are_refused(num_more: int) -> None:
+def test_blocks_beyond_the_block_table_are_refused(num_more: int) -> None:
     """numpy would ignore a single element silently, and raise ValueError for two."""
     batch = _batch_of(num_tokens=3, block_ids=[4, 5])
 
@@ -33,7 +33,7 @@ def test_a_row_that_starts_with_too_many_blocks_is_refused() -> None:
         _batch_of(num_tokens=3, block_ids=[4, 5, 6])
 
 
-def test_a_token_more_than_a_row_holds_is_refused() -> None:
+def test_a_token_beyond_the_row_is_refused() -> None:
     batch = _batch_of(num_tokens=MAX_MODEL_LEN, block_ids=[4, 5])
     batch.append(R, [1])
 
@@ -41,7 +41,7 @@ def test_a_token_more_than_a_row_holds_is_refused() -> None:
         batch.append(R, [1])
 
 
-def test_a_draft_token_more_than_a_row_holds_is_refused() -> None:
+def test_a_draft_token_beyond_the_row_is_refused() -> None:
     batch = _batch_of(num_tokens=MAX_MODEL_LEN, block_ids=[4, 5])
     batch.append(R, [1])
 
@@ -67,7 +67,7 @@ def test_a_full_row_is_computed_to_its_end() -> None:
 
 
 @pytest.mark.parametrize("max_draft_tokens", [0, 2])
-def test_drafts_are_no_longer_than_what_the_step_has_left(max_draft_tokens: int) -> None:
+def test_drafts_are_limited_by_the_remaining_step_budget(max_draft_tokens: int) -> None:
     batch = PersistentBatch(max_num_seqs=1, max_model_len=64, block_size=64)
     row = PlanRow(R, (5, 6) * 8, 1, 15, _blocks([0]), SamplingParams(max_tokens=60), 0)
     batch.apply(Plan(started=(row,)))

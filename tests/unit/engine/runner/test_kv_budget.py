@@ -23,7 +23,7 @@ ONE_FULL = CacheLayout()
     ("device", "nodes_per_machine", "share"),
     [("cpu", None, 1 / 4), ("cpu", 1, 1 / 2), ("cpu", 3, 1 / 6), ("cuda:0", None, 0.8)],
 )
-def test_a_node_takes_its_share_of_what_is_free(
+def test_the_kv_cache_takes_its_share_of_free_memory(
     device: str, nodes_per_machine: int | None, share: float
 ) -> None:
     node = replace(NODE, device=device, nodes_per_machine=nodes_per_machine)
@@ -33,18 +33,18 @@ def test_a_node_takes_its_share_of_what_is_free(
     assert num_bytes == int(24 * GIB * share)
 
 
-def test_a_small_machine_gets_256_mib_or_half_of_what_is_free() -> None:
+def test_on_a_small_machine_the_kv_cache_is_256_mib_or_half_of_free_memory() -> None:
     small = replace(NODE, nodes_per_machine=8)
 
     assert auto_kv_bytes(small, GIB, QWEN_BLOCK_BYTES, QWEN_LEN, ONE_FULL) == 256 * MIB
     assert auto_kv_bytes(small, 100 * MIB, QWEN_BLOCK_BYTES, QWEN_LEN, ONE_FULL) == 50 * MIB
 
 
-def test_no_node_takes_more_than_its_largest_batch_can_fill() -> None:
+def test_the_kv_cache_is_limited_to_what_the_largest_batch_can_fill() -> None:
     assert auto_kv_bytes(NODE, 24 * GIB, 32 << 10, 1000, ONE_FULL) == 128 * 63 * (32 << 10)
 
 
-def test_an_ordinary_machine_holds_a_whole_context_of_a_small_model() -> None:
+def test_the_kv_cache_of_an_ordinary_machine_holds_a_full_context_of_a_small_model() -> None:
     num_bytes = auto_kv_bytes(NODE, 20 * GIB, QWEN_BLOCK_BYTES, QWEN_LEN, ONE_FULL)
 
     assert num_bytes // QWEN_BLOCK_BYTES * 16 > QWEN_LEN
@@ -69,13 +69,13 @@ def machine(root: Path, group: str = "0::/\n", **files: str) -> Path:
     return root
 
 
-def test_without_a_limit_it_is_what_the_machine_has_available(tmp_path: Path) -> None:
+def test_without_a_cgroup_limit_free_memory_is_that_of_the_machine(tmp_path: Path) -> None:
     no_limit = machine(tmp_path, memory_dot_max="max\n", memory_dot_current="5\n")
 
     assert free_host_bytes(no_limit) == 8 * GIB
 
 
-def test_page_cache_that_can_be_dropped_is_free(tmp_path: Path) -> None:
+def test_reclaimable_page_cache_counts_as_free(tmp_path: Path) -> None:
     container = machine(
         tmp_path,
         memory_dot_max=f"{4 * GIB}\n",
@@ -86,7 +86,7 @@ def test_page_cache_that_can_be_dropped_is_free(tmp_path: Path) -> None:
     assert free_host_bytes(container) == 3 * GIB
 
 
-def test_the_tightest_of_nested_groups_counts(tmp_path: Path) -> None:
+def test_the_lowest_limit_of_nested_cgroups_applies(tmp_path: Path) -> None:
     nested = machine(
         tmp_path,
         "0::/outer/inner\n",
@@ -99,7 +99,7 @@ def test_the_tightest_of_nested_groups_counts(tmp_path: Path) -> None:
     assert free_host_bytes(nested) == 2 * GIB
 
 
-def test_a_limit_of_version_1_counts(tmp_path: Path) -> None:
+def test_a_cgroup_v1_limit_applies(tmp_path: Path) -> None:
     old = machine(
         tmp_path,
         "9:cpu:/\n4:memory:/here\n0::/\n",

@@ -21,7 +21,7 @@ def row(*, snapshot: tuple[BlockId, ...] = ()) -> PlanRow:
 
 @pytest.mark.parametrize("num_passes", [0, 1, 2])
 @pytest.mark.parametrize("snapshot", [(), SNAPSHOT])
-def test_a_slot_that_is_used_again_starts_on_its_first_side(
+def test_a_reused_slot_starts_on_its_first_side(
     num_passes: int, snapshot: tuple[BlockId, ...]
 ) -> None:
     tables = StateTables(max_num_seqs=1, num_blocks=1)

@@ -77,7 +77,7 @@ def read(folder: Path, raw: Mapping[str, Any]) -> ModelConfig:
         (GRANITE, {"position_embedding_type": "alibi"}, "'position_embedding_type'.*'nope'"),
     ],
 )
-def test_wrong_values_are_refused_by_name(
+def test_invalid_values_are_refused_by_name(
     raw: Mapping[str, Any], changes: Mapping[str, Any], named: str, tmp_path: Path
 ) -> None:
     read(tmp_path, raw)
@@ -99,7 +99,7 @@ def test_a_long_value_is_shortened(tmp_path: Path) -> None:
     assert len(str(refusal.value)) < 500 + len(str(tmp_path))
 
 
-def test_the_quantization_can_be_named_within_the_text_config(tmp_path: Path) -> None:
+def test_the_quantization_can_be_inside_the_text_config(tmp_path: Path) -> None:
     quantization = {"quant_method": "awq", "bits": 4, "group_size": 128}
     text = {**GEMMA["text_config"], "quantization_config": quantization}
 

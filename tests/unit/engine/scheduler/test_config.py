@@ -9,7 +9,7 @@ from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.scheduler.config import SchedulerConfig
 
 
-def test_the_defaults_work() -> None:
+def test_the_default_config_is_valid() -> None:
     config = SchedulerConfig()
 
     assert config.num_slots_per_decode == 1
@@ -27,20 +27,20 @@ def test_the_defaults_work() -> None:
         ("max_num_batched_tokens", 127),
     ],
 )
-def test_a_setting_out_of_range_is_named(setting: str, value: int) -> None:
+def test_an_out_of_range_setting_is_named(setting: str, value: int) -> None:
     named = f"({setting}|--{setting.replace('_', '-')}) is {value}"
     with pytest.raises(InvalidConfig, match=named):
         SchedulerConfig(**{"max_num_seqs": 128, setting: value})  # type: ignore[arg-type]
 
 
-def test_the_budget_must_hold_a_token_of_each_request_and_no_drafted_ones() -> None:
+def test_the_token_budget_must_cover_one_token_per_request_without_drafts() -> None:
     SchedulerConfig(max_num_batched_tokens=8, max_num_seqs=8, num_lookahead_tokens=2)
 
     with pytest.raises(InvalidConfig, match="at least max_num_seqs = 9"):
         SchedulerConfig(max_num_batched_tokens=8, max_num_seqs=9)
 
 
-def test_a_limit_on_long_prefills_needs_to_know_what_long_is() -> None:
+def test_a_limit_on_long_prefills_requires_a_threshold() -> None:
     with pytest.raises(InvalidConfig, match="needs long_prefill_token_threshold"):
         SchedulerConfig(max_long_partial_prefills=1)
 

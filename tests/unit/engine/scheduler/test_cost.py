@@ -21,13 +21,13 @@ from tests.support.requests import make_spec
 NUM_RUNNING = 8
 
 
-def test_a_step_costs_the_same_however_many_wait() -> None:
+def test_the_cost_of_a_step_does_not_depend_on_the_queue_length() -> None:
     short_queue, long_queue = _decoding(num_waiting=1), _decoding(num_waiting=500)
 
     assert _calls(partial(_step, long_queue)) == _calls(partial(_step, short_queue))
 
 
-def test_a_step_costs_the_same_however_long_the_contexts_are() -> None:
+def test_the_cost_of_a_step_does_not_depend_on_context_lengths() -> None:
     short, long = _decoding(num_prompt_tokens=16), _decoding(num_prompt_tokens=1024)
 
     costs = [[_calls(partial(_step, scheduler)) for _ in range(16)] for scheduler in (short, long)]
@@ -35,7 +35,7 @@ def test_a_step_costs_the_same_however_long_the_contexts_are() -> None:
     assert costs[0] == costs[1]
 
 
-def test_a_decoding_request_costs_a_handful_of_calls() -> None:
+def test_a_decoding_request_costs_at_most_eight_calls() -> None:
     few, many = _decoding(num_running=8), _decoding(num_running=72)
 
     per_request = (_calls(partial(_step, many)) - _calls(partial(_step, few))) / 64
@@ -53,7 +53,7 @@ def test_a_recurrent_state_adds_no_calls_per_decoding_request(num_running: int) 
     assert extra == {5}  # for the whole batch
 
 
-def test_leaving_the_queue_from_the_middle_costs_the_same_however_many_wait() -> None:
+def test_the_cost_of_removing_a_request_does_not_depend_on_the_queue_length() -> None:
     short_queue, long_queue = _decoding(num_waiting=3), _decoding(num_waiting=501)
     middle = [RequestId(f"r{NUM_RUNNING + n}") for n in (1, 250)]
 

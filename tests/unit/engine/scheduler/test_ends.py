@@ -18,7 +18,7 @@ from tests.support.scheduler_state import is_idle
 _config = partial(SchedulerConfig, max_num_batched_tokens=64, max_num_seqs=4, max_model_len=64)
 
 
-def test_a_stop_token_ends_a_request_and_is_named() -> None:
+def test_a_stop_token_ends_a_request_and_is_reported() -> None:
     world, name = _world_stopping_at(place=2)
 
     world.run_to_end()
@@ -29,7 +29,7 @@ def test_a_stop_token_ends_a_request_and_is_named() -> None:
     assert len(world.tokens(name)) == 3
 
 
-def test_min_tokens_lets_a_stop_token_pass() -> None:
+def test_stop_tokens_are_ignored_before_min_tokens() -> None:
     world, name = _world_stopping_at(place=2, min_tokens=5)
 
     world.run_to_end()
@@ -37,7 +37,7 @@ def test_min_tokens_lets_a_stop_token_pass() -> None:
     assert len(world.tokens(name)) >= 5
 
 
-def test_ignore_eos_ignores_the_models_own_end_but_not_the_clients() -> None:
+def test_ignore_eos_ignores_eos_but_not_stop_tokens_of_the_client() -> None:
     prompt = [5, 4, 3]
     answer, _ = EngineWorld().alone(make_spec(prompt, max_tokens=8))
     eos, stop = answer[1], next(token for token in answer if token not in answer[:2])
@@ -61,7 +61,7 @@ def test_max_model_len_ends_a_request() -> None:
     assert world.finish_reason(name) is FinishReason.LENGTH
 
 
-def test_tokens_given_elsewhere_count_as_output() -> None:
+def test_prior_output_tokens_count_as_output() -> None:
     world = EngineWorld()
     name = world.add(3, prior=[1, 2], max_tokens=5)
 
@@ -71,7 +71,7 @@ def test_tokens_given_elsewhere_count_as_output() -> None:
     assert [output.first_index for output in outputs] == [2, 3, 4]
 
 
-def test_an_error_of_the_runner_ends_that_request_alone() -> None:
+def test_a_runner_error_of_one_request_ends_only_that_request() -> None:
     world = EngineWorld()
     bad, good = world.add([1, 2, 3], max_tokens=6), world.add([4, 5, 6], max_tokens=6)
     world.step()
@@ -86,7 +86,7 @@ def test_an_error_of_the_runner_ends_that_request_alone() -> None:
     assert world.finish_reason(good) is FinishReason.LENGTH
 
 
-def test_logprobs_go_out_with_their_tokens() -> None:
+def test_logprobs_are_emitted_with_their_tokens() -> None:
     world = EngineWorld()
     name = world.add(3, sampling=SamplingParams(max_tokens=3, logprobs=1))
 
@@ -97,7 +97,7 @@ def test_logprobs_go_out_with_their_tokens() -> None:
     assert named == world.tokens(name)
 
 
-def test_prompt_logprobs_go_out_chunk_by_chunk() -> None:
+def test_prompt_logprobs_are_emitted_chunk_by_chunk() -> None:
     world = EngineWorld(_config(max_num_batched_tokens=4))
     name = world.add(10, sampling=SamplingParams(max_tokens=1, prompt_logprobs=1))
 
@@ -111,7 +111,7 @@ def test_prompt_logprobs_go_out_chunk_by_chunk() -> None:
 # --- speculation ------------------------------------------------------------------
 
 
-def test_confirmed_tokens_come_at_once_and_rejected_slots_are_written_again() -> None:
+def test_accepted_tokens_are_emitted_at_once_and_rejected_slots_are_rewritten() -> None:
     world = EngineWorld(_config(num_lookahead_tokens=3), block_size=2)
     name = world.add(3, max_tokens=20)
 
@@ -121,7 +121,7 @@ def test_confirmed_tokens_come_at_once_and_rejected_slots_are_written_again() ->
     assert len(lengths) > 1
 
 
-def test_there_is_always_room_for_the_speculative_tokens() -> None:
+def test_slots_for_draft_tokens_are_always_allocated() -> None:
     world = EngineWorld(_config(num_lookahead_tokens=3), block_size=2)
     world.add(3, max_tokens=20)
 
@@ -133,7 +133,7 @@ def test_there_is_always_room_for_the_speculative_tokens() -> None:
     world.run_to_end()
 
 
-def test_lookahead_slots_end_where_the_request_must_end() -> None:
+def test_lookahead_slots_are_clipped_to_the_end_of_the_request() -> None:
     """Lookahead exceeds a block and the prompt is one token below the limit: no block too many."""
     config = _config(num_lookahead_tokens=9, max_model_len=16)
     world = EngineWorld(config, num_blocks=4, block_size=4)
@@ -151,7 +151,7 @@ def test_lookahead_slots_end_where_the_request_must_end() -> None:
     assert len(world.tokens(at_own_limit)) == 3
 
 
-def test_a_prompt_gets_all_of_the_budget_but_a_token_for_each_that_decodes() -> None:
+def test_a_prompt_gets_the_budget_minus_one_token_per_decoding_request() -> None:
     config = SchedulerConfig(max_num_batched_tokens=512, num_lookahead_tokens=8)
     world = EngineWorld(config, num_blocks=300)
     for number in range(20):
@@ -165,7 +165,7 @@ def test_a_prompt_gets_all_of_the_budget_but_a_token_for_each_that_decodes() -> 
     world.run_to_end()
 
 
-def test_drafts_get_what_is_left_of_the_budget() -> None:
+def test_drafts_get_the_remaining_budget() -> None:
     world = EngineWorld(_config(max_num_batched_tokens=7, num_lookahead_tokens=3))
     for _ in range(4):
         world.add(1, max_tokens=9)
@@ -176,7 +176,7 @@ def test_drafts_get_what_is_left_of_the_budget() -> None:
     world.run_to_end()
 
 
-def test_tokens_behind_the_one_that_ends_it_are_cut_off() -> None:
+def test_tokens_after_the_stop_token_are_dropped() -> None:
     scheduler = Scheduler(_config(num_lookahead_tokens=3), CacheConfig(8))
     sampling = SamplingParams(max_tokens=9, stop_token_ids=(7,))
     scheduler.add(make_spec(sampling=sampling))
@@ -206,7 +206,7 @@ def test_an_abort_in_the_waiting_queue_ends_the_request_at_once() -> None:
     assert world.finish_reason(running) is FinishReason.LENGTH
 
 
-def test_aborting_while_running_gives_the_blocks_back_and_drops_the_row() -> None:
+def test_aborting_a_running_request_releases_its_blocks_and_drops_its_row() -> None:
     world = EngineWorld()
     name = world.add(9)
     world.step()
@@ -220,7 +220,7 @@ def test_aborting_while_running_gives_the_blocks_back_and_drops_the_row() -> Non
     world.run_to_end()
 
 
-def test_aborting_in_the_middle_of_a_chunked_prefill() -> None:
+def test_aborting_during_chunked_prefill_releases_the_blocks() -> None:
     world = EngineWorld(_config(max_num_batched_tokens=4))
     name = world.add(10)
     world.step()

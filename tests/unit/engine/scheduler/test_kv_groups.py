@@ -12,7 +12,7 @@ NUM_TOKENS = 4096
 FULL_BLOCKS, WINDOW_BLOCKS = NUM_TOKENS // 16, 512 // 16
 
 
-def test_only_what_windows_need_is_granted() -> None:
+def test_only_blocks_within_windows_are_granted() -> None:
     world = _world()
     world.add(NUM_TOKENS, receives=True)
 
@@ -22,7 +22,7 @@ def test_only_what_windows_need_is_granted() -> None:
     world.run_to_end()
 
 
-def test_only_what_windows_need_is_sent() -> None:
+def test_only_blocks_within_windows_are_sent() -> None:
     world = _world()
     world.add(NUM_TOKENS, sends=True)
 
@@ -84,7 +84,7 @@ def test_the_hits_and_evictions_of_each_group_are_counted() -> None:
     assert sum(evictions) == 7 * (38 - (40 - 37))
 
 
-def test_more_conversations_fit_than_without_windows() -> None:
+def test_windows_let_more_conversations_fit() -> None:
     num_running = {}
     for groups in (GEMMA, tuple(KvGroup() for _ in GEMMA)):
         world = EngineWorld(

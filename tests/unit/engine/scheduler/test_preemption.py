@@ -13,7 +13,7 @@ from tests.support.engine_world import EngineWorld
 _config = partial(SchedulerConfig, max_num_batched_tokens=64, max_num_seqs=4, max_model_len=64)
 
 
-def test_the_last_to_arrive_gives_up_its_blocks() -> None:
+def test_the_request_that_arrived_last_is_preempted() -> None:
     world = EngineWorld(_config(), num_blocks=4, block_size=4)
     first, last = world.add(8, max_tokens=8), world.add([9] * 8, max_tokens=8)
     world.step()
@@ -26,7 +26,7 @@ def test_the_last_to_arrive_gives_up_its_blocks() -> None:
     world.run_to_end()
 
 
-def test_a_preempted_request_whose_kv_is_released_at_its_end_still_finds_it() -> None:
+def test_a_preempted_request_with_the_release_hint_finds_its_cached_blocks() -> None:
     config = _config(policy=SchedulingPolicy.PRIORITY, max_num_seqs=1)
     world = EngineWorld(config, num_blocks=12, block_size=4)
     world.add([9] * 16)
@@ -43,7 +43,7 @@ def test_a_preempted_request_whose_kv_is_released_at_its_end_still_finds_it() ->
     assert served.num_prefilled_tokens == 14 + 4  # behind three cached blocks
 
 
-def test_drafted_tokens_preempt_no_request() -> None:
+def test_draft_tokens_preempt_no_request() -> None:
     """Each has a free slot in its last block, but no block is free for three draft tokens."""
     world = EngineWorld(_config(num_lookahead_tokens=3), num_blocks=4, block_size=4)
     first, last = world.add(7, max_tokens=8), world.add([9] * 7, max_tokens=8)
@@ -56,7 +56,7 @@ def test_drafted_tokens_preempt_no_request() -> None:
     world.run_to_end()
 
 
-def test_of_the_running_the_least_urgent_gives_up_its_blocks() -> None:
+def test_the_running_request_of_lowest_priority_is_preempted() -> None:
     world = EngineWorld(_config(policy=SchedulingPolicy.PRIORITY), num_blocks=4, block_size=4)
     lax, urgent = world.add(8, priority=1, max_tokens=8), world.add([9] * 8, max_tokens=8)
     world.step()
@@ -80,7 +80,7 @@ def test_the_lowest_ranked_request_preempts_itself() -> None:
     world.run_to_end()
 
 
-def test_a_resumed_request_goes_before_those_that_never_ran() -> None:
+def test_a_resumed_request_is_scheduled_before_new_ones() -> None:
     world = EngineWorld(_config(max_num_seqs=2), num_blocks=4, block_size=4)
     first, last = world.add(8, max_tokens=3), world.add([9] * 8, max_tokens=8)
     newcomer = world.add([7], max_tokens=2)
@@ -95,7 +95,7 @@ def test_a_resumed_request_goes_before_those_that_never_ran() -> None:
     assert world.tokens(first)
 
 
-def test_no_newcomer_takes_what_a_victim_just_gave_up() -> None:
+def test_no_new_request_gets_blocks_of_a_request_preempted_in_the_same_step() -> None:
     world = EngineWorld(_config(policy=SchedulingPolicy.PRIORITY), num_blocks=4, block_size=4)
     world.add(8, priority=1, max_tokens=8)
     world.add([9] * 8, priority=1, max_tokens=8)
@@ -109,7 +109,7 @@ def test_no_newcomer_takes_what_a_victim_just_gave_up() -> None:
     world.run_to_end()
 
 
-def test_a_resumed_request_computes_its_own_output_again_unless_it_is_cached() -> None:
+def test_a_resumed_request_recomputes_its_uncached_output() -> None:
     world = EngineWorld(_config(), num_blocks=5, block_size=4, enable_prefix_caching=False)
     world.add(8, max_tokens=8)
     victim = world.add([9] * 7, max_tokens=8)
@@ -123,7 +123,7 @@ def test_a_resumed_request_computes_its_own_output_again_unless_it_is_cached() -
     world.run_to_end()
 
 
-def test_what_a_victim_computed_stays_cached_for_its_return() -> None:
+def test_blocks_of_a_preempted_request_stay_cached() -> None:
     world = EngineWorld(_config(), num_blocks=8, block_size=2)
     world.add([1] * 8, max_tokens=3)
     victim = world.add([9] * 7, max_tokens=3)
@@ -136,7 +136,7 @@ def test_what_a_victim_computed_stays_cached_for_its_return() -> None:
     world.run_to_end()
 
 
-def test_a_victim_can_be_aborted() -> None:
+def test_a_preempted_request_can_be_aborted() -> None:
     world = EngineWorld(_config(), num_blocks=4, block_size=4)
     world.add(8, max_tokens=8)
     victim = world.add([9] * 8, max_tokens=8)
@@ -147,7 +147,7 @@ def test_a_victim_can_be_aborted() -> None:
     world.run_to_end()
 
 
-def test_prompt_logprobs_are_handed_out_once_also_after_preemption() -> None:
+def test_prompt_logprobs_are_emitted_once_despite_preemption() -> None:
     world = EngineWorld(_config(), num_blocks=4, block_size=4)
     world.add(8, max_tokens=8)
     sampling = SamplingParams(max_tokens=8, prompt_logprobs=1)
@@ -164,7 +164,7 @@ def test_prompt_logprobs_are_handed_out_once_also_after_preemption() -> None:
     assert world.scheduler.stats().total_preemptions > 0
 
 
-def test_one_that_runs_alone_steps_back_when_the_rest_is_in_flight() -> None:
+def test_a_lone_running_request_is_preempted_while_the_other_blocks_are_in_flight() -> None:
     """The plan has no tokens, but the engine must not sleep."""
     config = _config(remote_headroom_blocks=0)
     world = EngineWorld(config, num_blocks=4, block_size=4)
@@ -179,7 +179,7 @@ def test_one_that_runs_alone_steps_back_when_the_rest_is_in_flight() -> None:
     world.run_to_end()
 
 
-def test_a_request_alone_in_a_cache_that_just_holds_it_is_never_preempted() -> None:
+def test_a_request_that_just_fits_into_the_cache_is_never_preempted() -> None:
     world = EngineWorld(_config(), num_blocks=4, block_size=4)
     world.add(8, max_tokens=9)
 

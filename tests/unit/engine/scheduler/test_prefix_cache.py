@@ -17,7 +17,7 @@ from tests.support.engine_world import EngineWorld
 _config = partial(SchedulerConfig, max_num_batched_tokens=64, max_num_seqs=4, max_model_len=64)
 
 
-def test_a_repeated_prompt_computes_only_what_is_not_cached() -> None:
+def test_a_repeated_prompt_computes_only_uncached_tokens() -> None:
     world = _world_that_served(list(range(10)))
 
     again = world.add(list(range(10)))
@@ -26,7 +26,7 @@ def test_a_repeated_prompt_computes_only_what_is_not_cached() -> None:
     assert world.runner.num_computed[again] == 2 + 3  # of the prompt, and while decoding
 
 
-def test_of_a_prompt_cached_to_its_end_the_last_block_is_computed_again() -> None:
+def test_a_fully_cached_prompt_recomputes_its_last_block() -> None:
     world = _world_that_served(list(range(8)), max_tokens=4)
 
     world.add(list(range(8)))
@@ -45,7 +45,7 @@ def test_a_prompt_one_token_longer_than_its_cached_blocks_computes_that_token() 
     world.run_to_end()
 
 
-def test_output_tokens_are_cached_as_well() -> None:
+def test_output_tokens_are_cached() -> None:
     world = _world_that_served([1, 2, 3], max_tokens=9)
     answer = world.tokens(RequestId("r0"))
 
@@ -56,7 +56,7 @@ def test_output_tokens_are_cached_as_well() -> None:
     world.run_to_end()
 
 
-def test_a_request_that_lacked_a_block_starts_once_its_prefix_is_cached() -> None:
+def test_a_request_short_of_a_block_starts_once_its_prefix_is_cached() -> None:
     """It needs 31 of 60 blocks and 30 are free; once the other prompt is cached it needs 2."""
     config = _config(max_num_batched_tokens=256, max_model_len=256)
     world = EngineWorld(config, num_blocks=60, block_size=4)
@@ -71,7 +71,7 @@ def test_a_request_that_lacked_a_block_starts_once_its_prefix_is_cached() -> Non
     world.run_to_end()
 
 
-def test_a_receiver_that_lacked_a_block_is_granted_once_its_prefix_is_cached() -> None:
+def test_a_receiver_short_of_a_block_is_granted_once_its_prefix_is_cached() -> None:
     config = _config(max_num_batched_tokens=256, max_model_len=256, remote_headroom_blocks=0)
     world = EngineWorld(config, num_blocks=60, block_size=4)
     world.add(120, max_tokens=100)
@@ -126,7 +126,7 @@ def test_a_prefix_that_another_request_uses_is_not_evicted_first() -> None:
     assert [_num_cached(world, [tail] * 12) for tail in (1, 2)] == [1, 3]
 
 
-def test_another_salt_never_shares() -> None:
+def test_prompts_with_different_salts_share_no_blocks() -> None:
     world = _world_that_served(list(range(10)))
 
     world.add(list(range(10)), cache_salt="tenant")
@@ -136,7 +136,7 @@ def test_another_salt_never_shares() -> None:
     world.run_to_end()
 
 
-def test_equal_tokens_behind_another_past_are_not_hit() -> None:
+def test_equal_tokens_after_a_different_prefix_are_no_prefix_hits() -> None:
     world = _world_that_served([1, 2, 3, 4, 5, 6, 7, 8])
 
     world.add([9, 9, 9, 9, 5, 6, 7, 8, 1])
@@ -159,7 +159,7 @@ def test_without_prefix_caching_there_are_no_hits_and_no_events() -> None:
     world.run_to_end()
 
 
-def test_prompt_logprobs_need_every_token_computed() -> None:
+def test_requests_with_prompt_logprobs_use_no_prefix_hits() -> None:
     world = _world_that_served(list(range(10)))
 
     world.add(list(range(10)), sampling=SamplingParams(prompt_logprobs=0))
@@ -169,7 +169,7 @@ def test_prompt_logprobs_need_every_token_computed() -> None:
     world.run_to_end()
 
 
-def test_after_a_reset_nothing_old_is_hit() -> None:
+def test_a_reset_removes_all_prefix_hits() -> None:
     world = _world_that_served(list(range(10)))
 
     world.scheduler.reset_prefix_cache()
@@ -180,7 +180,7 @@ def test_after_a_reset_nothing_old_is_hit() -> None:
     world.run_to_end()
 
 
-def test_a_request_under_way_at_a_reset_goes_on_but_is_not_cached() -> None:
+def test_a_running_request_continues_after_a_reset_but_is_not_cached() -> None:
     world = EngineWorld(_config(), block_size=4)
     world.add(6, max_tokens=9)
     world.step()
@@ -194,7 +194,7 @@ def test_a_request_under_way_at_a_reset_goes_on_but_is_not_cached() -> None:
     world.run_to_end()
 
 
-def test_what_a_failed_request_touched_is_not_hit_again() -> None:
+def test_blocks_of_a_failed_request_are_no_prefix_hits() -> None:
     world = _world_that_served(list(range(10)))
     bad = world.add(list(range(10)))
     world.fail_next_token(bad)
@@ -207,7 +207,7 @@ def test_what_a_failed_request_touched_is_not_hit_again() -> None:
     world.run_to_end()
 
 
-def test_hit_statistics_count_tokens_asked_for_and_found() -> None:
+def test_hit_statistics_count_queried_and_cached_tokens() -> None:
     world = _world_that_served(list(range(10)))
     world.add(list(range(10)))
     world.run_to_end()
@@ -217,7 +217,7 @@ def test_hit_statistics_count_tokens_asked_for_and_found() -> None:
     assert (stats.total_prefix_query_tokens, stats.total_prefix_hit_tokens) == (20, 8)
 
 
-def test_events_tell_what_can_be_hit_by_the_hashes_that_anyone_can_compute() -> None:
+def test_events_name_cached_blocks_by_reproducible_hashes() -> None:
     world = EngineWorld(_config(), block_size=4)
     world.add(list(range(9)), max_tokens=1)
     world.run_to_end()
@@ -228,7 +228,7 @@ def test_events_tell_what_can_be_hit_by_the_hashes_that_anyone_can_compute() -> 
     assert world.take_kv_events() == ()
 
 
-def test_events_chain_what_a_request_adds_to_what_it_had() -> None:
+def test_events_name_the_parent_of_the_added_blocks() -> None:
     world = EngineWorld(_config(max_num_batched_tokens=4), block_size=4)
     world.add(list(range(8)), max_tokens=1)
     world.run_to_end()
@@ -241,7 +241,7 @@ def test_events_chain_what_a_request_adds_to_what_it_had() -> None:
     assert second.token_ids == (4, 5, 6, 7)
 
 
-def test_events_tell_of_eviction_and_reset() -> None:
+def test_events_include_evictions_and_resets() -> None:
     world = EngineWorld(_config(), num_blocks=2, block_size=4)
     world.add([1] * 4, max_tokens=1)
     world.run_to_end()

@@ -19,7 +19,7 @@ _config = partial(
 
 
 @pytest.mark.parametrize("policy", SchedulingPolicy)
-def test_a_request_that_is_tried_again_keeps_its_place_by_arrival(policy: SchedulingPolicy) -> None:
+def test_a_retried_request_keeps_its_place_by_arrival_time(policy: SchedulingPolicy) -> None:
     world = EngineWorld(_config(policy=policy, max_num_seqs=1))
     world.add(4, arrival_s=1.0, max_tokens=2)
     newer = world.add([9] * 4, arrival_s=2.0, max_tokens=2)
@@ -30,7 +30,7 @@ def test_a_request_that_is_tried_again_keeps_its_place_by_arrival(policy: Schedu
     world.run_to_end()
 
 
-def test_an_urgent_request_takes_the_blocks_of_a_lax_one_that_runs() -> None:
+def test_a_request_of_higher_priority_takes_the_blocks_of_a_running_one() -> None:
     world = EngineWorld(_config(), num_blocks=8, block_size=4)
     kept = world.add(8, priority=1, max_tokens=9)
     lax = world.add([9] * 16, priority=2, max_tokens=9)
@@ -46,7 +46,7 @@ def test_an_urgent_request_takes_the_blocks_of_a_lax_one_that_runs() -> None:
     world.run_to_end()
 
 
-def test_an_urgent_request_takes_the_place_of_a_lax_one_that_runs() -> None:
+def test_a_request_of_higher_priority_takes_the_batch_slot_of_a_running_one() -> None:
     world = EngineWorld(_config(max_num_seqs=2))
     world.add(4, priority=1, max_tokens=20)
     lax = world.add([9] * 4, priority=2, max_tokens=20)
@@ -61,7 +61,7 @@ def test_an_urgent_request_takes_the_place_of_a_lax_one_that_runs() -> None:
     world.run_to_end()
 
 
-def test_blocks_for_a_peers_kv_are_made_free_as_well() -> None:
+def test_a_receive_of_higher_priority_preempts_running_requests() -> None:
     world = EngineWorld(_config(), num_blocks=8, block_size=4)
     lax = world.add([9] * 20, priority=2, max_tokens=9)
     world.step()
@@ -75,7 +75,7 @@ def test_blocks_for_a_peers_kv_are_made_free_as_well() -> None:
     world.run_to_end()
 
 
-def test_each_request_gives_way_at_most_once() -> None:
+def test_each_request_is_preempted_for_priority_at_most_once() -> None:
     world = EngineWorld(_config(max_num_seqs=1))
     lax = world.add(4, priority=2, max_tokens=40)
     world.step()
@@ -91,7 +91,7 @@ def test_each_request_gives_way_at_most_once() -> None:
     world.run_to_end()
 
 
-def test_no_request_is_preempted_without_benefit() -> None:
+def test_no_request_is_preempted_if_its_blocks_do_not_suffice() -> None:
     world = EngineWorld(_config(), num_blocks=8, block_size=4)
     world.add(16, max_tokens=12)
     world.add([9] * 4, priority=2, max_tokens=12)
@@ -114,7 +114,7 @@ def test_equal_priorities_and_fcfs_never_preempt() -> None:
         world.run_to_end()
 
 
-def test_a_sender_under_way_is_spared() -> None:
+def test_a_sender_that_has_sent_blocks_is_not_preempted() -> None:
     config = _config(max_num_seqs=1, max_num_batched_tokens=4)
     world = EngineWorld(config, num_blocks=8, block_size=4)
     world.add(16, priority=2, sends=True)

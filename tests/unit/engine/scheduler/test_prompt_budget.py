@@ -12,7 +12,7 @@ from tests.support.requests import make_request, make_spec
 PROMPT = make_request()
 
 
-def test_a_chunk_is_what_is_missing_what_is_left_or_the_threshold() -> None:
+def test_a_chunk_is_the_minimum_of_missing_tokens_budget_and_threshold() -> None:
     budget = _budget(9, long_prefill_token_threshold=5)
     nearly_spent = _budget(9, num_decoding=5, long_prefill_token_threshold=5)
 
@@ -44,7 +44,7 @@ def test_a_prompt_is_long_beyond_the_threshold_and_never_without_one() -> None:
     ]
 
 
-def test_long_ones_count_only_while_part_done() -> None:
+def test_long_prompts_count_as_partial_prefills_only_between_their_chunks() -> None:
     budget = _budget(long_prefill_token_threshold=5, max_long_partial_prefills=1)
     long = make_request()
     long.is_long = True
@@ -58,7 +58,7 @@ def test_long_ones_count_only_while_part_done() -> None:
     assert (after_its_end, while_part_done, budget.allows_long) == (True, False, True)
 
 
-def test_draft_tokens_get_what_prompts_leave_of_a_decoding_step() -> None:
+def test_draft_tokens_get_the_budget_that_prompts_leave() -> None:
     budget = _budget(20, num_decoding=2, num_lookahead_tokens=3)
     budget.give(PROMPT, 7, num_missing=9)
 
@@ -67,7 +67,7 @@ def test_draft_tokens_get_what_prompts_leave_of_a_decoding_step() -> None:
     assert _budget(20, num_lookahead_tokens=3).num_draft_tokens == 0
 
 
-def test_a_paced_prompt_leaves_the_rest_of_the_step_to_others() -> None:
+def test_a_paced_prompt_leaves_the_remaining_budget_to_others() -> None:
     budget = _budget(200, num_decoding=1)
     paced = _paced()
 
@@ -79,7 +79,7 @@ def test_a_paced_prompt_leaves_the_rest_of_the_step_to_others() -> None:
     assert budget.extension(paced, 100) == 0
 
 
-def test_look_ups_are_spent_at_their_limit_until_the_next_step() -> None:
+def test_prefix_look_ups_are_limited_per_step() -> None:
     budget = _budget()
     long = make_request(range(MAX_LOOKED_UP_TOKENS))
 

@@ -8,7 +8,7 @@ from baton.engine.scheduler.request import Request
 from tests.support.requests import make_request
 
 
-def test_the_lowest_key_comes_first_and_equals_in_order_of_arrival() -> None:
+def test_the_queue_is_ordered_by_key_and_then_by_arrival() -> None:
     queue = RankedQueue()
     late, first, second = (make_request(request_id=name) for name in ("late", "first", "second"))
     queue.push((2,), late)
@@ -18,7 +18,7 @@ def test_the_lowest_key_comes_first_and_equals_in_order_of_arrival() -> None:
     assert _drain(queue) == [first, second, late]
 
 
-def test_leaving_from_the_middle_keeps_the_others_in_order() -> None:
+def test_removing_a_request_keeps_the_order_of_the_others() -> None:
     queue = RankedQueue()
     requests = [make_request(request_id=str(n)) for n in range(200)]
     for number, request in enumerate(requests):
@@ -42,7 +42,7 @@ def test_a_request_removed_and_added_again_is_queued_once() -> None:
     assert queue.peek() == ((2,), request)
 
 
-def test_resumed_ones_stand_in_front_of_new_ones_of_their_priority_only() -> None:
+def test_resumed_requests_precede_new_ones_of_the_same_priority_only() -> None:
     line = WaitingQueue()
     resumed = make_request(request_id="resumed", priority=1, serial=9)
     new = make_request(request_id="new", priority=1, serial=1)
@@ -55,7 +55,7 @@ def test_resumed_ones_stand_in_front_of_new_ones_of_their_priority_only() -> Non
     assert _drain_line(line) == [urgent, resumed, new]
 
 
-def test_followers_return_to_their_places_with_their_fill_or_at_their_deadlines() -> None:
+def test_followers_return_to_the_queue_when_their_fill_ends_or_at_their_deadlines() -> None:
     line = WaitingQueue()
     first, second, third = (make_request(request_id=str(n), serial=n) for n in range(3))
     third.is_resumed = True
@@ -73,7 +73,7 @@ def test_followers_return_to_their_places_with_their_fill_or_at_their_deadlines(
     assert _drain_line(line) == [third, first, second]
 
 
-def test_a_long_one_that_stepped_aside_keeps_its_turn() -> None:
+def test_a_long_prompt_set_aside_keeps_its_queue_position() -> None:
     line = WaitingQueue()
     long, short = make_request(request_id="long", serial=1), make_request(request_id="s", serial=2)
     line.push(long)

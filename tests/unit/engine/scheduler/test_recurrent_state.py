@@ -27,7 +27,7 @@ INTERVAL = N * BLOCK_SIZE  # between snapshots
 _config = partial(SchedulerConfig, max_num_batched_tokens=64, max_num_seqs=4, max_model_len=64)
 
 
-def test_the_sides_swap_with_each_chunk_and_each_decoded_token() -> None:
+def test_the_state_sides_swap_with_each_chunk_and_each_decoded_token() -> None:
     world = _world(_config(max_num_batched_tokens=6))
     name = world.add(11, max_tokens=5)
     current = []
@@ -42,7 +42,7 @@ def test_the_sides_swap_with_each_chunk_and_each_decoded_token() -> None:
     world.run_to_end()
 
 
-def test_the_blocks_of_states_are_counted() -> None:
+def test_state_blocks_are_counted() -> None:
     world = _world()
     world.add(9, max_tokens=9)
     world.step()
@@ -52,7 +52,7 @@ def test_the_blocks_of_states_are_counted() -> None:
     world.run_to_end()
 
 
-def test_the_hits_and_evictions_of_snapshots_are_counted() -> None:
+def test_snapshot_hits_and_evictions_are_counted() -> None:
     world = _world(num_blocks=16)
     for _ in range(2):
         world.add(9, max_tokens=1)
@@ -70,7 +70,7 @@ def test_the_hits_and_evictions_of_snapshots_are_counted() -> None:
     assert evicted["0 full"].total_evictions
 
 
-def test_a_prompt_is_copied_at_intervals_and_at_its_last_whole_block_that_it_can_hit() -> None:
+def test_a_prompt_takes_snapshots_at_intervals_and_at_its_last_reusable_block() -> None:
     world = _world()
     name = world.add(24, max_tokens=1)
 
@@ -80,7 +80,7 @@ def test_a_prompt_is_copied_at_intervals_and_at_its_last_whole_block_that_it_can
     world.run_to_end()
 
 
-def test_each_chunk_takes_the_snapshots_at_its_own_tokens() -> None:
+def test_each_chunk_takes_the_snapshots_within_its_tokens() -> None:
     world = _world(_config(max_num_batched_tokens=9))
     name = world.add(22, max_tokens=1)
 
@@ -88,7 +88,7 @@ def test_each_chunk_takes_the_snapshots_at_its_own_tokens() -> None:
     world.run_to_end()
 
 
-def test_decoding_takes_a_snapshot_at_each_interval_and_none_where_it_ends() -> None:
+def test_decoding_takes_a_snapshot_at_each_interval_and_none_at_its_end() -> None:
     world = _world()
     name = world.add(6, max_tokens=20)
     positions = []
@@ -101,7 +101,7 @@ def test_decoding_takes_a_snapshot_at_each_interval_and_none_where_it_ends() -> 
     world.run_to_end()
 
 
-def test_the_last_token_that_is_computed_can_end_with_a_snapshot() -> None:
+def test_the_last_computed_token_can_take_a_snapshot() -> None:
     world = _world()
     name = world.add(INTERVAL - 3, max_tokens=4)  # the last token is never an input
 
@@ -122,7 +122,7 @@ def test_a_landed_request_takes_snapshots_at_intervals() -> None:
     world.run_to_end()
 
 
-def test_with_few_free_blocks_the_last_position_comes_first() -> None:
+def test_with_few_free_blocks_the_last_snapshot_position_has_precedence() -> None:
     world = _world(num_blocks=6 + 3 * N)
     name = world.add(24, max_tokens=1)
 
@@ -145,7 +145,7 @@ def test_without_free_blocks_a_request_runs_without_snapshots() -> None:
     world.run_to_end()
 
 
-def test_a_hit_ends_at_a_snapshot_and_its_source_is_held_until_the_first_pass_is_applied() -> None:
+def test_a_prefix_hit_holds_its_snapshot_until_the_first_pass_is_applied() -> None:
     world = _world()
     world.add(14, max_tokens=1)  # snapshots at 8 and 12
     world.run_to_end()
@@ -165,7 +165,7 @@ def test_a_hit_ends_at_a_snapshot_and_its_source_is_held_until_the_first_pass_is
     assert served.num_cached_tokens == 8
 
 
-def test_the_same_prompt_hits_all_its_whole_blocks() -> None:
+def test_a_repeated_prompt_hits_all_its_full_blocks() -> None:
     for num_tokens in (12, 13, 15):
         world = _world()
         names = []
@@ -179,7 +179,7 @@ def test_the_same_prompt_hits_all_its_whole_blocks() -> None:
 
 
 @pytest.mark.parametrize("budget", [64, 9])
-def test_the_third_prompt_with_a_prefix_hits_where_the_second_one_left_the_first(
+def test_the_third_prompt_hits_the_snapshot_where_the_second_diverged_from_the_first(
     budget: int,
 ) -> None:
     world = _world(_config(max_num_batched_tokens=budget))
@@ -211,7 +211,7 @@ def test_a_prefix_shorter_than_an_interval_is_hit_by_the_third_prompt() -> None:
     assert served.num_cached_tokens == BLOCK_SIZE
 
 
-def test_with_few_free_blocks_the_end_of_a_shared_prefix_comes_first() -> None:
+def test_with_few_free_blocks_the_snapshot_of_a_shared_prefix_has_precedence() -> None:
     world = _world(num_blocks=10 + 3 * N)
     world.add([7] * 13 + [1] * 9, max_tokens=1)
     world.run_to_end()
@@ -251,7 +251,7 @@ def test_a_request_that_fails_leaves_no_snapshot() -> None:
     assert world.finish_reason(again) is FinishReason.LENGTH
 
 
-def test_a_request_that_is_aborted_in_a_pass_drops_its_snapshots() -> None:
+def test_aborting_a_request_during_a_pass_drops_its_snapshots() -> None:
     world = _world()
     world.add(22, max_tokens=4)
     plan = world.scheduler.schedule(0.0)
@@ -266,7 +266,7 @@ def test_a_request_that_is_aborted_in_a_pass_drops_its_snapshots() -> None:
     assert world.scheduler.stats().num_free_blocks == world.scheduler.stats().num_blocks
 
 
-def test_a_reset_empties_the_cache_of_snapshots_and_those_under_way_are_not_cached() -> None:
+def test_a_reset_removes_snapshots_and_those_in_progress_are_not_cached() -> None:
     world = _world()
     world.add(9, max_tokens=1)
     world.run_to_end()
@@ -281,7 +281,7 @@ def test_a_reset_empties_the_cache_of_snapshots_and_those_under_way_are_not_cach
     assert world.num_snapshots == 0
 
 
-def test_a_reset_during_a_pass_keeps_its_snapshots_out_of_the_cache() -> None:
+def test_snapshots_of_a_pass_interrupted_by_a_reset_are_not_cached() -> None:
     world = _world()
     world.add(22, max_tokens=1)
     plan = world.scheduler.schedule(0.0)
@@ -296,7 +296,7 @@ def test_a_reset_during_a_pass_keeps_its_snapshots_out_of_the_cache() -> None:
 
 
 @pytest.mark.parametrize("place", CrashPlace)
-def test_a_repeated_pass_takes_the_snapshots_and_hits_of_the_failed_one(place: CrashPlace) -> None:
+def test_a_repeated_pass_uses_the_snapshots_and_hits_of_the_failed_one(place: CrashPlace) -> None:
     world = _world()
     world.add(14, max_tokens=1)
     world.run_to_end()
@@ -322,7 +322,7 @@ def test_a_repeated_pass_takes_the_snapshots_and_hits_of_the_failed_one(place: C
 # --- hand-offs -------------------------------------------------------------------------
 
 
-def test_the_state_is_granted_after_the_blocks_of_tokens_even_if_all_of_those_are_cached() -> None:
+def test_state_blocks_are_granted_even_if_all_token_blocks_are_cached() -> None:
     world = _world()
     orders = []
     for _ in range(2):
@@ -336,7 +336,9 @@ def test_the_state_is_granted_after_the_blocks_of_tokens_even_if_all_of_those_ar
 
 @pytest.mark.parametrize("push_layers", [False, True])
 @pytest.mark.parametrize("num_tokens", [5, 11, 12, 13])
-def test_the_current_side_is_sent_with_the_last_blocks(num_tokens: int, push_layers: bool) -> None:
+def test_the_current_state_side_is_sent_with_the_last_blocks(
+    num_tokens: int, push_layers: bool
+) -> None:
     world = _world(_config(max_num_batched_tokens=6, push_layers=push_layers))
     world.add(num_tokens, sends=True)
     sides: list[BlockIds] = []
@@ -360,7 +362,7 @@ def test_the_current_side_is_sent_with_the_last_blocks(num_tokens: int, push_lay
 CACHE = CacheConfig(12, BLOCK_SIZE, CacheLayout(num_state_blocks=N))
 
 
-def test_the_longest_request_leaves_room_for_its_state() -> None:
+def test_the_longest_request_includes_its_state_blocks() -> None:
     longest = max_sequence_length(_config(), CACHE)
     without_cache = replace(CACHE, enable_prefix_caching=False)
 
@@ -371,7 +373,7 @@ def test_the_longest_request_leaves_room_for_its_state() -> None:
         validate_request(make_spec([1], max_tokens=longest), _config(), CACHE)
 
 
-def test_the_longest_prompt_is_admitted_again_with_its_own_snapshot() -> None:
+def test_the_longest_prompt_is_admitted_again_while_its_snapshot_is_cached() -> None:
     world = _world(num_blocks=12)
     for _ in range(2):
         world.add((12 - 3 * N) * BLOCK_SIZE, max_tokens=1)
@@ -380,12 +382,12 @@ def test_the_longest_prompt_is_admitted_again_with_its_own_snapshot() -> None:
     assert world.scheduler.stats().total_prefix_hit_tokens > 0
 
 
-def test_a_cache_that_holds_no_request_is_refused() -> None:
+def test_a_cache_too_small_for_one_request_is_refused() -> None:
     with pytest.raises(InvalidConfig, match=r"at least 7: 6 for the recurrent state"):
         replace(CACHE, num_blocks=6)
 
 
-def test_speculation_is_refused() -> None:
+def test_speculation_with_recurrent_state_is_refused() -> None:
     with pytest.raises(InvalidConfig, match="--speculative cannot be used"):
         Scheduler(_config(num_lookahead_tokens=2), CACHE)
 
@@ -393,7 +395,7 @@ def test_speculation_is_refused() -> None:
 # --- events ----------------------------------------------------------------------------
 
 
-def test_routers_learn_of_the_blocks_at_whose_end_a_snapshot_is_cached() -> None:
+def test_cache_changes_name_the_blocks_that_end_at_a_snapshot() -> None:
     world = _world()
     world.add(22, max_tokens=1)
     world.run_to_end()
@@ -406,7 +408,7 @@ def test_routers_learn_of_the_blocks_at_whose_end_a_snapshot_is_cached() -> None
     assert len(events) == 3
 
 
-def test_routers_learn_of_snapshots_that_are_evicted_or_reset() -> None:
+def test_cache_changes_name_evicted_and_reset_snapshots() -> None:
     world = _world(num_blocks=16)
     world.add(13, max_tokens=1)
     world.run_to_end()

@@ -30,7 +30,7 @@ ALLOWED = {
 
 
 @pytest.mark.parametrize(("start", "end"), list(itertools.product(Status, Status)))
-def test_a_status_moves_only_along_the_table(start: Status, end: Status) -> None:
+def test_a_status_changes_only_by_the_transition_table(start: Status, end: Status) -> None:
     request = make_request()
     request.status = start
 

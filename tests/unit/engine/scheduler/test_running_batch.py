@@ -28,7 +28,7 @@ def test_a_full_table_is_due_in_the_next_step() -> None:
 
 
 @pytest.mark.parametrize("num_accepted", [1, 2, 3, 4])
-def test_with_speculation_it_is_due_before_its_room_is_short(num_accepted: int) -> None:
+def test_with_speculation_a_request_is_due_before_its_slots_run_out(num_accepted: int) -> None:
     batch = Batch(num_slots_per_decode=4)
     request = _decoding(batch, num_computed=3, capacity=32)
 
@@ -42,7 +42,7 @@ def test_with_speculation_it_is_due_before_its_room_is_short(num_accepted: int) 
     assert due == [request]
 
 
-def test_one_that_found_too_few_blocks_for_drafted_tokens_is_due_in_every_step() -> None:
+def test_a_request_short_of_draft_token_slots_is_due_in_every_step() -> None:
     batch = Batch(num_slots_per_decode=4)
     request = _decoding(batch, num_computed=7, capacity=8)
 
@@ -55,14 +55,14 @@ def test_one_that_found_too_few_blocks_for_drafted_tokens_is_due_in_every_step()
 
 
 @pytest.mark.parametrize("num_slots_per_decode", [1, 4, 40])
-def test_one_that_has_all_the_slots_it_can_need_is_never_due(num_slots_per_decode: int) -> None:
+def test_a_request_with_all_slots_allocated_is_never_due(num_slots_per_decode: int) -> None:
     batch = Batch(num_slots_per_decode)
     _decoding(batch, num_computed=13, capacity=16, max_tokens=4)
 
     assert [batch.begin_step() for _ in range(40)] == [[]] * 40
 
 
-def test_one_that_left_is_not_due() -> None:
+def test_a_removed_request_is_not_due() -> None:
     batch = Batch(num_slots_per_decode=1)
     request = _decoding(batch, num_computed=8, capacity=8)
 
@@ -71,7 +71,7 @@ def test_one_that_left_is_not_due() -> None:
     assert batch.begin_step() == []
 
 
-def test_one_that_left_and_came_back_is_due_once() -> None:
+def test_a_request_removed_and_added_again_is_due_once() -> None:
     batch = Batch(num_slots_per_decode=1)
     request = _decoding(batch, num_computed=8, capacity=8)
     batch.remove(request)
@@ -81,7 +81,7 @@ def test_one_that_left_and_came_back_is_due_once() -> None:
     assert batch.begin_step() == [request]
 
 
-def test_those_due_together_come_in_order_of_rank() -> None:
+def test_due_requests_are_ordered_by_rank() -> None:
     batch = Batch(num_slots_per_decode=1)
     late = _decoding(batch, num_computed=8, capacity=8, serial=2)
     early = _decoding(batch, num_computed=8, capacity=8, serial=1)
@@ -89,7 +89,7 @@ def test_those_due_together_come_in_order_of_rank() -> None:
     assert batch.begin_step() == [early, late]
 
 
-def test_changes_leave_with_one_plan() -> None:
+def test_changes_are_in_one_plan_only() -> None:
     batch = Batch(num_slots_per_decode=1)
     request = _decoding(batch, num_computed=8, capacity=8)
     batch.take_plan(KvOrders())

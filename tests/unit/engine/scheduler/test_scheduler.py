@@ -22,7 +22,7 @@ from tests.support.scheduler_state import is_idle
 _config = partial(SchedulerConfig, max_num_batched_tokens=64, max_num_seqs=4, max_model_len=64)
 
 
-def test_one_request_is_computed_and_decoded_to_its_end() -> None:
+def test_one_request_is_prefilled_and_decoded_to_its_end() -> None:
     world = EngineWorld()
     name = world.add(6, max_tokens=3)
 
@@ -34,7 +34,7 @@ def test_one_request_is_computed_and_decoded_to_its_end() -> None:
     world.run_to_end()
 
 
-def test_a_row_enters_with_all_that_is_known_and_later_plans_carry_changes_alone() -> None:
+def test_a_row_starts_with_its_full_state_and_later_plans_carry_deltas() -> None:
     world = EngineWorld(block_size=4)
     name = world.add([1, 2, 3, 4, 5], prior=[6], max_tokens=9)
 
@@ -67,7 +67,7 @@ def test_a_plan_does_not_change_after_it_was_made() -> None:
 # --- budget and limits ------------------------------------------------------------
 
 
-def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
+def test_a_long_prompt_is_prefilled_in_chunks_of_the_budget() -> None:
     world = EngineWorld(_config(max_num_batched_tokens=4))
     name = world.add(10)
 
@@ -78,7 +78,7 @@ def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
     world.run_to_end()
 
 
-def test_decoding_requests_are_served_before_any_prompt() -> None:
+def test_decoding_requests_are_scheduled_before_prompts() -> None:
     world = EngineWorld(_config(max_num_batched_tokens=5, max_num_seqs=3))
     decoding = world.add(2, max_tokens=9)
     world.step()
@@ -90,7 +90,7 @@ def test_decoding_requests_are_served_before_any_prompt() -> None:
     world.run_to_end()
 
 
-def test_what_a_prompt_leaves_of_the_budget_goes_to_the_next() -> None:
+def test_the_budget_left_by_a_prompt_goes_to_the_next() -> None:
     world = EngineWorld(_config(max_num_batched_tokens=8), enable_prefix_caching=False)
     first, second = world.add(5), world.add(6)
 
@@ -100,7 +100,7 @@ def test_what_a_prompt_leaves_of_the_budget_goes_to_the_next() -> None:
     world.run_to_end()
 
 
-def test_no_more_run_than_max_num_seqs() -> None:
+def test_at_most_max_num_seqs_requests_run() -> None:
     world = EngineWorld(_config(max_num_seqs=2))
     names = [world.add(3, max_tokens=2) for _ in range(3)]
 
@@ -122,7 +122,7 @@ def test_no_chunk_is_longer_than_the_long_prefill_threshold() -> None:
     world.run_to_end()
 
 
-def test_short_prompts_overtake_long_ones_that_wait_for_long_ones() -> None:
+def test_short_prompts_overtake_long_ones_beyond_the_limit_of_long_prefills() -> None:
     config = _config(long_prefill_token_threshold=3, max_long_partial_prefills=1)
     world = EngineWorld(config, enable_prefix_caching=False)
     first_long, second_long, short = world.add(6), world.add(6), world.add(2)
@@ -136,7 +136,7 @@ def test_short_prompts_overtake_long_ones_that_wait_for_long_ones() -> None:
     world.run_to_end()
 
 
-def test_long_prompts_get_the_budget_that_no_short_prompt_wants() -> None:
+def test_long_prompts_get_the_budget_that_short_prompts_leave() -> None:
     """Eight prompts of 4,096 tokens take steps of 2,048, minus the decoding requests' tokens."""
     config = SchedulerConfig(long_prefill_token_threshold=512, max_long_partial_prefills=1)
     world = EngineWorld(config, num_blocks=2100, block_size=16, enable_prefix_caching=False)
@@ -152,7 +152,7 @@ def test_long_prompts_get_the_budget_that_no_short_prompt_wants() -> None:
     world.run_to_end()
 
 
-def test_short_prompts_do_not_wait_for_long_ones_to_get_the_rest_of_the_budget() -> None:
+def test_short_prompts_get_the_budget_before_further_chunks_of_long_ones() -> None:
     config = _config(
         max_num_batched_tokens=12, long_prefill_token_threshold=4, max_long_partial_prefills=1
     )
@@ -169,7 +169,7 @@ def test_short_prompts_do_not_wait_for_long_ones_to_get_the_rest_of_the_budget()
     assert world.tokens(next_long)
 
 
-def test_steps_stay_small_for_a_while_after_a_short_prompt() -> None:
+def test_steps_stay_small_after_a_short_prompt() -> None:
     """The next short prompt may arrive during a step, and then waits for a small one."""
     config = _config(max_num_batched_tokens=8, long_prefill_token_threshold=1, max_model_len=90)
     world = EngineWorld(config, enable_prefix_caching=False)
@@ -186,7 +186,7 @@ def test_steps_stay_small_for_a_while_after_a_short_prompt() -> None:
 # --- order ------------------------------------------------------------------------
 
 
-def test_fcfs_does_not_look_at_priorities() -> None:
+def test_fcfs_ignores_priorities() -> None:
     world = EngineWorld(_config(max_num_seqs=1))
     first = world.add(3, priority=5)
     world.add(3, priority=0)
@@ -195,7 +195,7 @@ def test_fcfs_does_not_look_at_priorities() -> None:
     world.run_to_end()
 
 
-def test_priority_goes_before_arrival() -> None:
+def test_priority_precedes_arrival_time() -> None:
     world = EngineWorld(_config(max_num_seqs=1, policy=SchedulingPolicy.PRIORITY))
     late, urgent, urgent_too = (world.add(3, priority=p, max_tokens=1) for p in (1, 0, 0))
 
@@ -205,7 +205,7 @@ def test_priority_goes_before_arrival() -> None:
     world.run_to_end()
 
 
-def test_equal_priorities_go_by_arrival_time() -> None:
+def test_equal_priorities_are_ordered_by_arrival_time() -> None:
     scheduler = Scheduler(_config(max_num_seqs=1, policy=SchedulingPolicy.PRIORITY), CacheConfig(8))
     for name, arrival_s in (("late", 2.0), ("early", 1.0)):
         spec = make_spec(request_id=name)
@@ -239,7 +239,7 @@ def test_a_refused_request_leaves_no_trace() -> None:
     assert is_idle(world.scheduler)
 
 
-def test_a_plan_must_be_updated_before_the_next() -> None:
+def test_a_plan_must_be_applied_before_the_next() -> None:
     scheduler = Scheduler(_config(), CacheConfig(8))
     scheduler.schedule(0.0)
 
@@ -247,7 +247,7 @@ def test_a_plan_must_be_updated_before_the_next() -> None:
         scheduler.schedule(0.0)
 
 
-def test_a_plan_is_updated_once() -> None:
+def test_a_plan_is_applied_once() -> None:
     scheduler = Scheduler(_config(), CacheConfig(8))
     plan = scheduler.schedule(0.0)
     scheduler.update(plan, RunResult())
@@ -256,7 +256,7 @@ def test_a_plan_is_updated_once() -> None:
         scheduler.update(plan, RunResult())
 
 
-def test_a_runner_that_forgets_a_request_is_found_out() -> None:
+def test_a_result_without_a_prefilling_request_raises() -> None:
     scheduler = Scheduler(_config(), CacheConfig(8))
     scheduler.add(make_spec())
 
@@ -264,7 +264,7 @@ def test_a_runner_that_forgets_a_request_is_found_out() -> None:
         scheduler.update(scheduler.schedule(0.0), RunResult())
 
 
-def test_a_runner_that_forgets_a_decoding_request_is_found_out() -> None:
+def test_a_result_without_a_decoding_request_raises() -> None:
     scheduler = Scheduler(_config(), CacheConfig(8))
     scheduler.add(make_spec())
     _answer(scheduler, [5])
@@ -281,7 +281,7 @@ def test_an_idle_scheduler_makes_empty_plans() -> None:
     assert not scheduler.has_work
 
 
-def test_stats_say_where_requests_stand() -> None:
+def test_stats_count_requests_by_status() -> None:
     world = EngineWorld(_config(max_num_seqs=1), num_blocks=8, block_size=4)
     world.add(6)
     world.add(6)
@@ -294,7 +294,7 @@ def test_stats_say_where_requests_stand() -> None:
     world.run_to_end()
 
 
-def test_nothing_is_kept_of_what_has_ended() -> None:
+def test_no_state_of_finished_requests_is_kept() -> None:
     world = EngineWorld(_config(max_num_seqs=4), num_blocks=8)
     for number in range(200):
         world.add([number % 7, 1], sends=number % 3 == 0, receives=number % 3 == 1)

@@ -41,7 +41,7 @@ def chunks(pace: StepPace, machine: Machine, num_decoding: int, num_steps: int) 
 
 @pytest.mark.parametrize("machine", [Machine(0.04, 0.0022), Machine(0.001, 0.0001)])
 @pytest.mark.parametrize("num_decoding", [1, 8])
-def test_steps_come_to_take_the_target_and_no_longer(machine: Machine, num_decoding: int) -> None:
+def test_step_times_converge_to_the_target(machine: Machine, num_decoding: int) -> None:
     pace = StepPace(0.1)
     for _ in range(10):
         pace.record_step(machine.step_s(num_decoding, 0), num_decoding, 0)
@@ -54,7 +54,7 @@ def test_steps_come_to_take_the_target_and_no_longer(machine: Machine, num_decod
     assert min(machine.step_s(num_decoding, chunk) for chunk in settled) >= 0.05
 
 
-def test_a_machine_that_became_slow_is_given_less() -> None:
+def test_the_chunk_shrinks_when_the_machine_slows_down() -> None:
     pace = StepPace(0.1)
     before = chunks(pace, Machine(0.001, 0.0001), 4, 40)[-1]
 
@@ -63,7 +63,7 @@ def test_a_machine_that_became_slow_is_given_less() -> None:
     assert before / 12 <= after <= before / 8
 
 
-def test_a_prompt_comes_to_its_end_on_any_machine() -> None:
+def test_a_prompt_finishes_on_any_machine() -> None:
     pace = StepPace(0.001)
 
     given = chunks(pace, Machine(5.0, 0.5), 3, 10)
@@ -79,7 +79,7 @@ def test_without_decoding_requests_or_a_target_the_whole_budget_is_used() -> Non
 
 
 @pytest.mark.parametrize("wrong", [0.0, -1.0, float("nan")])
-def test_a_target_that_cannot_be_is_refused(wrong: float) -> None:
+def test_an_invalid_target_is_refused(wrong: float) -> None:
     with pytest.raises(InvalidConfig, match="target_step_s"):
         SchedulerConfig(target_step_s=wrong)
 

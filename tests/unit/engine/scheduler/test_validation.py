@@ -19,7 +19,7 @@ CONFIG = SchedulerConfig(max_num_batched_tokens=8, max_num_seqs=4, max_model_len
 CACHE = CacheConfig(num_blocks=4, block_size=4)
 
 
-def test_a_request_that_just_fits_is_let_in() -> None:
+def test_a_request_that_just_fits_is_accepted() -> None:
     validate_request(make_spec(range(10), max_tokens=7), CONFIG, CACHE)
 
 
@@ -54,7 +54,7 @@ def test_a_sampling_value_outside_the_vocabulary_is_refused(sampling: SamplingPa
     _assert_refused(make_spec(sampling=sampling), "token id 100 is outside")
 
 
-def test_without_a_vocabulary_a_token_must_still_fit_its_hash() -> None:
+def test_without_a_vocabulary_size_token_ids_must_fit_the_hash() -> None:
     unchecked = SchedulerConfig()
 
     validate_request(make_spec([2**32 - 1]), unchecked, CACHE)
@@ -67,15 +67,15 @@ def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused() -> None:
         validate_request(make_spec(range(20), max_tokens=1), CONFIG, CACHE)
 
 
-def test_tokens_given_elsewhere_count_towards_the_length() -> None:
+def test_prior_output_tokens_count_towards_the_length() -> None:
     _assert_refused(make_spec(range(15), prior=range(5), max_tokens=9), "the prompt has 20 tokens")
 
 
-def test_a_migrated_request_with_nothing_left_to_do_is_refused() -> None:
+def test_a_migrated_request_without_remaining_tokens_is_refused() -> None:
     _assert_refused(make_spec(prior=[1, 2], max_tokens=2), "leaves nothing to do")
 
 
-def test_more_kv_than_the_cache_can_ever_hold_is_refused() -> None:
+def test_a_request_larger_than_the_kv_cache_is_refused() -> None:
     _assert_refused(make_spec(range(10), max_tokens=8), "may need 5 KV blocks")
 
 
@@ -85,7 +85,7 @@ def test_speculation_needs_no_slot_past_the_end_of_the_answer() -> None:
     validate_request(make_spec(range(10), max_tokens=7), config, CACHE)
 
 
-def test_a_sender_needs_room_for_its_prompt_alone() -> None:
+def test_a_sender_needs_blocks_for_its_prompt_only() -> None:
     spec = make_spec(range(16), max_tokens=1000, send_to=HandoffId("r", 1))
 
     validate_request(spec, SchedulerConfig(), CACHE)
@@ -109,7 +109,7 @@ def test_the_limit_is_max_tokens_or_the_model_length() -> None:
 
 @pytest.mark.parametrize("num_lookahead", [0, 3])
 @pytest.mark.parametrize("num_blocks", [1, 4, 5, 6])
-def test_the_longest_sequence_is_the_longest_that_is_let_in(
+def test_the_longest_sequence_is_the_longest_that_is_accepted(
     num_blocks: int, num_lookahead: int
 ) -> None:
     config = replace(CONFIG, max_num_seqs=2, num_lookahead_tokens=num_lookahead)
@@ -125,7 +125,7 @@ def test_the_longest_sequence_is_the_longest_that_is_let_in(
             validate_request(make_spec([1], max_tokens=longest), config, cache)
 
 
-def test_a_refusal_for_want_of_blocks_says_what_would_fit() -> None:
+def test_a_refusal_for_missing_blocks_states_the_length_that_fits() -> None:
     with pytest.raises(InvalidRequest, match=r"at most 9, or start .* --kv-cache") as refused:
         validate_request(make_spec(range(8), max_tokens=10), CONFIG, CACHE)
     assert refused.value.field == "max_tokens"

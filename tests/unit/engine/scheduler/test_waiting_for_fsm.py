@@ -18,7 +18,7 @@ EOS, STOP, OTHER = 7, 8, 9
 GRAMMAR = AnyAnswer()
 
 
-def test_a_request_without_its_grammar_waits_and_later_ones_run() -> None:
+def test_a_request_waits_for_its_grammar_while_later_ones_run() -> None:
     scheduler = _scheduler()
     scheduler.add(_spec("slow"))
     scheduler.add(_spec("plain", is_ruled=False))
@@ -31,7 +31,7 @@ def test_a_request_without_its_grammar_waits_and_later_ones_run() -> None:
     scheduler.check()
 
 
-def test_a_lone_waiting_request_is_no_work() -> None:
+def test_a_scheduler_that_only_waits_for_a_grammar_has_no_work() -> None:
     scheduler = _scheduler()
     scheduler.add(_spec("slow"))
 
@@ -39,7 +39,7 @@ def test_a_lone_waiting_request_is_no_work() -> None:
     assert scheduler.schedule(0.0).is_empty
 
 
-def test_with_its_grammar_it_runs_and_the_runner_gets_the_grammar() -> None:
+def test_a_request_runs_with_its_grammar_once_it_is_compiled() -> None:
     scheduler = _scheduler()
     spec = _spec("slow")
     scheduler.add(spec)
@@ -51,7 +51,7 @@ def test_with_its_grammar_it_runs_and_the_runner_gets_the_grammar() -> None:
     assert scheduler.stats().num_waiting_for_fsm == 0
 
 
-def test_it_keeps_the_place_that_it_came_to() -> None:
+def test_a_request_that_waits_for_its_grammar_keeps_its_queue_position() -> None:
     scheduler = _scheduler(max_num_seqs=1)
     first = _spec("first")
     scheduler.add(first)
@@ -61,7 +61,7 @@ def test_it_keeps_the_place_that_it_came_to() -> None:
     assert _started(scheduler.schedule(0.0)) == ["first"]
 
 
-def test_a_receiver_lends_no_blocks_before_its_grammar_is_there() -> None:
+def test_a_receiver_grants_no_blocks_before_its_grammar_is_compiled() -> None:
     scheduler = _scheduler()
     spec = _spec("r", receives=True)
     scheduler.add(spec)
@@ -74,7 +74,7 @@ def test_a_receiver_lends_no_blocks_before_its_grammar_is_there() -> None:
     assert len(after.kv_orders.receives) == 1
 
 
-def test_a_grammar_that_cannot_be_had_ends_it_with_the_reason() -> None:
+def test_a_failed_grammar_ends_the_request_with_the_reason() -> None:
     scheduler = _scheduler()
     spec = _spec("bad")
     scheduler.add(spec)
@@ -104,7 +104,7 @@ def test_an_abort_ends_a_request_that_waits_for_its_grammar_and_late_ones_are_ig
     scheduler.check()
 
 
-def test_preempted_it_starts_again_with_its_grammar() -> None:
+def test_a_preempted_request_restarts_with_its_grammar() -> None:
     scheduler = _scheduler(num_blocks=4)
     spec = _spec("a", prompt_len=7, max_tokens=8)
     scheduler.add(_spec("b", prompt_len=7, max_tokens=8, is_ruled=False))
@@ -125,19 +125,19 @@ def test_preempted_it_starts_again_with_its_grammar() -> None:
     scheduler.check()
 
 
-def test_an_end_token_ends_what_is_whole_before_min_tokens() -> None:
+def test_an_end_token_ends_a_complete_answer_before_min_tokens() -> None:
     assert _reason_after(EOS, min_tokens=5, is_ruled=True) is FinishReason.STOP
 
 
-def test_without_a_grammar_min_tokens_stands() -> None:
+def test_without_a_grammar_min_tokens_applies() -> None:
     assert _reason_after(EOS, min_tokens=5, is_ruled=False) is None
 
 
-def test_another_stop_token_ends_nothing_before_min_tokens() -> None:
+def test_other_stop_tokens_are_ignored_before_min_tokens() -> None:
     assert _reason_after(STOP, min_tokens=5, is_ruled=True) is None
 
 
-def test_a_row_that_its_grammar_refuses_ends_by_its_own_fault() -> None:
+def test_a_row_rejected_by_its_grammar_is_an_error_of_the_request() -> None:
     scheduler = _scheduler()
     spec = _spec("a")
     scheduler.add(spec)

@@ -18,40 +18,38 @@ def index_of(tokens: Sequence[int], *, min_ngram: int = 2, max_ngram: int = 4) -
 
 
 @pytest.mark.parametrize("tokens", [(), (1,), (1, 2), (1, 2, 3, 4), (1, 2, 3, 2, 1)])
-def test_what_was_never_there_proposes_nothing(tokens: tuple[int, ...]) -> None:
+def test_unseen_ngrams_propose_nothing(tokens: tuple[int, ...]) -> None:
     assert index_of(tokens).proposal(5) == []
 
 
-def test_what_followed_is_proposed() -> None:
+def test_the_tokens_after_a_match_are_proposed() -> None:
     assert index_of((1, 2, 3, 4, 5, 1, 2)).proposal(2) == [3, 4]
 
 
-def test_a_longer_match_counts_more_than_a_newer_one() -> None:
+def test_a_longer_match_takes_precedence_over_a_newer_one() -> None:
     tokens = (9, 1, 2, 3, 7, 7, 8, 2, 3, 5, 9, 1, 2, 3)
 
     assert index_of(tokens).proposal(1) == [7]
 
 
-def test_of_equally_long_matches_the_newest_counts() -> None:
+def test_the_newest_of_equally_long_matches_is_used() -> None:
     assert index_of((1, 2, 3, 1, 2, 4, 1, 2)).proposal(1) == [4]
 
 
-def test_tokens_beyond_the_longest_ngram_are_not_looked_at() -> None:
+def test_matches_are_limited_to_the_longest_ngram() -> None:
     tokens = (9, 1, 2, 3, 8, 1, 2, 4, 9, 1, 2)
 
     assert index_of(tokens, max_ngram=2).proposal(1) == [4]
     assert index_of(tokens, max_ngram=3).proposal(1) == [3]
 
 
-def test_a_text_that_repeats_is_expected_to_go_on_so() -> None:
+def test_a_repeating_text_is_continued_periodically() -> None:
     assert index_of((5, 1, 2, 1, 2)).proposal(6) == [1, 2, 1, 2, 1, 2]
     assert index_of((7, 7, 7)).proposal(4) == [7, 7, 7, 7]
 
 
 @given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 3), st.integers(0, 3))
-def test_the_index_says_what_looking_through_all_tokens_says(
-    tokens: list[int], min_ngram: int, more: int
-) -> None:
+def test_the_index_equals_a_linear_search(tokens: list[int], min_ngram: int, more: int) -> None:
     index = NgramIndex(min_ngram, min_ngram + more)
     for place, token in enumerate(tokens):
         index.extend([token])

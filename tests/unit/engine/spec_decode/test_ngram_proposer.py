@@ -35,7 +35,7 @@ def drafted(proposer: NgramProposer, tokens: Sequence[int] = REPEATING, *, most:
     return len(draft(proposer, tokens, most=most))
 
 
-def test_as_much_is_guessed_as_is_allowed() -> None:
+def test_drafts_have_at_most_the_configured_length() -> None:
     proposer = NgramProposer(Speculation(num_tokens=4))
 
     assert draft(proposer, most=8) == [1, 2, 3, 4]
@@ -54,7 +54,7 @@ def test_drafts_grow_while_they_are_accepted() -> None:
     assert lengths == [2, 4, 6, 8]
 
 
-def test_drafts_become_rare_if_none_is_accepted() -> None:
+def test_drafts_become_rare_while_none_is_accepted() -> None:
     proposer = NgramProposer(Speculation(num_tokens=8))
     num_guessed = 0
 
@@ -67,7 +67,7 @@ def test_drafts_become_rare_if_none_is_accepted() -> None:
     assert num_guessed <= 8 + 4 + 1000 // MAX_PAUSE_STEPS + 6
 
 
-def test_the_first_right_guess_ends_the_pauses() -> None:
+def test_the_first_accepted_draft_ends_the_pauses() -> None:
     proposer = NgramProposer(Speculation(num_tokens=4))
     for _ in range(6):
         while not (length := drafted(proposer)):
@@ -81,7 +81,7 @@ def test_the_first_right_guess_ends_the_pauses() -> None:
     assert drafted(proposer) == 2
 
 
-def test_a_long_prompt_is_read_over_some_steps() -> None:
+def test_a_long_prompt_is_indexed_over_several_steps() -> None:
     proposer = NgramProposer(Speculation(num_tokens=4))
     prompt = [1, 2] * MAX_TOKENS_INDEXED_PER_STEP
 
@@ -97,7 +97,7 @@ def test_a_request_that_returns_to_the_batch_is_indexed_again() -> None:
     assert draft(proposer, [7, 8, 9, 6, 7, 8, 9], most=1) == [6]
 
 
-def test_how_speculation_is_written() -> None:
+def test_speculation_settings_are_parsed() -> None:
     assert parse_speculation("ngram:5") == Speculation(num_tokens=5)
     assert parse_speculation("") is None
     assert parse_speculation("none") is None
@@ -106,12 +106,12 @@ def test_how_speculation_is_written() -> None:
 @pytest.mark.parametrize(
     "written", ["ngram", "ngram:", "ngram:0", "ngram:33", "ngram:x", "eagle:3"]
 )
-def test_what_cannot_be_read_is_refused(written: str) -> None:
+def test_malformed_speculation_settings_are_refused(written: str) -> None:
     with pytest.raises(InvalidConfig):
         parse_speculation(written)
 
 
-def test_ngrams_of_no_length_are_refused() -> None:
+def test_ngrams_of_length_zero_are_refused() -> None:
     with pytest.raises(InvalidConfig):
         Speculation(4, min_ngram=0)
     with pytest.raises(InvalidConfig):

@@ -32,7 +32,7 @@ class Listener:
         return self._told.empty()
 
 
-def test_a_slow_one_holds_up_no_other() -> None:
+def test_a_slow_grammar_does_not_delay_others() -> None:
     library, listener = HeldLibrary(), Listener()
     with GrammarCompiler(library.compile) as compiler:
         compiler.start(SLOW, listener.hears("slow"))
@@ -46,7 +46,7 @@ def test_a_slow_one_holds_up_no_other() -> None:
     assert (first, second) == ("good", "slow")
 
 
-def test_those_that_ask_for_the_same_wait_for_the_same_work() -> None:
+def test_requests_for_the_same_grammar_share_one_compilation() -> None:
     library, listener = HeldLibrary(), Listener()
     with GrammarCompiler(library.compile) as compiler:
         compiler.start(SLOW, listener.hears("a"))
@@ -97,7 +97,7 @@ def test_a_library_exception_becomes_a_refusal_and_ends_no_thread(
     assert "unexpected exception" in caplog.text
 
 
-def test_only_so_many_are_remembered_and_the_one_used_longest_ago_goes() -> None:
+def test_the_grammar_cache_is_bounded_and_evicts_the_least_recently_used() -> None:
     library, listener = HeldLibrary(), Listener()
     one, two, three = (StructuredOutputs(regex=text) for text in ("1", "2", "3"))
     with GrammarCompiler(library.compile, num_threads=1, max_cached_grammars=2) as compiler:
@@ -108,7 +108,7 @@ def test_only_so_many_are_remembered_and_the_one_used_longest_ago_goes() -> None
     assert library.compiled == [one, two, three, two]
 
 
-def test_forms_of_large_texts_hold_up_no_small_ones() -> None:
+def test_large_grammars_do_not_delay_small_ones() -> None:
     library, listener = HeldLibrary(), Listener()
     large = [StructuredOutputs(json=f'"{number}{" " * LARGE_CHARACTERS}"') for number in range(4)]
     library.slow = frozenset(large)
@@ -125,7 +125,7 @@ def test_forms_of_large_texts_hold_up_no_small_ones() -> None:
     assert (first, others) == ("good", ["large"] * 4)
 
 
-def test_large_texts_leave_room_for_fewer_to_be_remembered() -> None:
+def test_large_grammars_reduce_the_number_of_cached_ones() -> None:
     library, listener = HeldLibrary(), Listener()
     forms = [StructuredOutputs(regex=text) for text in ("one", "two", "three", "more than all")]
     with GrammarCompiler(library.compile, num_threads=1, max_cached_characters=8) as compiler:
@@ -136,7 +136,7 @@ def test_large_texts_leave_room_for_fewer_to_be_remembered() -> None:
     assert library.compiled == [*forms, forms[-1], forms[2]]
 
 
-def test_at_the_end_no_thread_is_left_behind() -> None:
+def test_closing_the_compiler_leaves_no_thread() -> None:
     library, listener = HeldLibrary(), Listener()
     with GrammarCompiler(library.compile) as compiler:
         compiler.start(SLOW, listener.hears("slow"))

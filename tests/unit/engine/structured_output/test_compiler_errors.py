@@ -84,10 +84,10 @@ def test_a_refusal_names_the_cause_in_the_clients_text_and_the_remedy(
         "initial lexer configuration (grammar) too big (limit for this grammar: 500000)",
     ],
 )
-def test_a_limit_of_the_compiler_says_what_to_do(text: str) -> None:
+def test_an_exceeded_compiler_limit_states_the_remedy(text: str) -> None:
     assert reason_of(text) == "it exceeds the compiler's limits: make it simpler"
 
 
-def test_a_clients_own_words_are_not_taken_for_a_limit() -> None:
+def test_client_text_is_not_mistaken_for_an_exceeded_limit() -> None:
     with pytest.raises(InvalidRequest, match='unknown name: "fuel"'):
         validate_grammar(StructuredOutputs(grammar="start: fuel"))

@@ -97,7 +97,7 @@ FITTING: list[tuple[StructuredOutputs, list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize(("wanted", "good", "bad"), FITTING, ids=lambda one: str(one)[:40])
-def test_what_fits_may_be_written_to_its_end_and_nothing_else(
+def test_a_grammar_accepts_exactly_its_language(
     wanted: StructuredOutputs,
     good: list[str],
     bad: list[str],
@@ -169,7 +169,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("wanted", "reason"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_cannot_be_kept_to_is_refused_with_the_reason(
+def test_unenforceable_constraints_are_refused_with_the_reason(
     wanted: dict[str, Any], reason: str, library: GrammarLibrary
 ) -> None:
     with pytest.raises(InvalidRequest, match=reason) as refusal:
@@ -190,7 +190,7 @@ def test_unsupported_constraints_are_refused_without_a_tokenizer(name: str) -> N
 
 
 @pytest.mark.parametrize(("wanted", "good", "bad"), FITTING, ids=lambda one: str(one)[:40])
-def test_what_fits_is_not_refused_by_the_checks(
+def test_enforceable_constraints_pass_the_checks(
     wanted: StructuredOutputs, good: list[str], bad: list[str]
 ) -> None:
     validate_grammar(wanted)
@@ -208,12 +208,12 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("wanted", "reason"), WRONG.values(), ids=WRONG.keys())
-def test_what_makes_no_sense_is_refused(wanted: dict[str, Any], reason: str) -> None:
+def test_malformed_constraints_are_refused(wanted: dict[str, Any], reason: str) -> None:
     with pytest.raises(InvalidRequest, match=reason):
         validate_grammar(StructuredOutputs(**wanted))
 
 
-def test_a_chain_of_thousands_of_rules_does_not_exhaust_a_stack(folder: Path) -> None:
+def test_a_chain_of_thousands_of_rules_does_not_overflow_the_stack(folder: Path) -> None:
     """On a thread with a normal stack size, this grammar crashed the process."""
     rules = "".join(f"r{n}: r{n + 1}\n" for n in range(1300))
     wanted = StructuredOutputs(grammar=f'start: r0\n{rules}r1300: "a"')
@@ -227,7 +227,7 @@ def test_a_chain_of_thousands_of_rules_does_not_exhaust_a_stack(folder: Path) ->
     assert isinstance(outcome, CompiledGrammar)
 
 
-def test_what_goes_on_without_end_is_looked_at_one_token_at_a_time(
+def test_an_unbounded_repetition_is_matched_one_token_at_a_time(
     library: GrammarLibrary, tokenizer: Tokenizer
 ) -> None:
     """The first part matches everything, so lookahead for the second did not terminate."""
@@ -239,7 +239,7 @@ def test_what_goes_on_without_end_is_looked_at_one_token_at_a_time(
     assert EOS_TOKEN_ID not in allowed_by(matcher)
 
 
-def test_a_text_that_is_all_that_may_be_written_may_be_written_in_any_tokens(
+def test_a_forced_text_may_use_any_tokenization(
     library: GrammarLibrary, tokenizer: Tokenizer
 ) -> None:
     matcher = library.compile(StructuredOutputs(choice=("the quick",))).matcher()
@@ -248,14 +248,14 @@ def test_a_text_that_is_all_that_may_be_written_may_be_written_in_any_tokens(
     assert {"t", "the"} <= spelled
 
 
-def test_without_a_tokenizer_it_is_told_what_is_missing(tmp_path: Path) -> None:
+def test_without_a_tokenizer_the_error_names_the_missing_file(tmp_path: Path) -> None:
     library = GrammarLibrary(SafetensorsFolder(tmp_path), VOCAB_SIZE, (EOS_TOKEN_ID,))
 
     with pytest.raises(InvalidRequest, match=r"tokenizer\.json"):
         library.compile(StructuredOutputs(regex="a"))
 
 
-def test_where_an_answer_stands_follows_from_its_tokens_however_they_came(
+def test_the_matcher_state_does_not_depend_on_how_tokens_are_batched(
     library: GrammarLibrary, tokenizer: Tokenizer
 ) -> None:
     grammar = library.compile(StructuredOutputs(json=json.dumps(LINKED)))
@@ -269,14 +269,14 @@ def test_where_an_answer_stands_follows_from_its_tokens_however_they_came(
     assert allowed_by(at_once) == allowed_by(one_by_one) != allowed_by(grammar.matcher())
 
 
-def test_every_end_token_of_the_model_may_end_it(folder: Path) -> None:
+def test_every_end_token_of_the_model_may_end_an_answer(folder: Path) -> None:
     library = GrammarLibrary(SafetensorsFolder(folder), VOCAB_SIZE, (EOS_TOKEN_ID, 1))
     matcher = library.compile(StructuredOutputs(regex="")).matcher()
 
     assert allowed_by(matcher) == {1, EOS_TOKEN_ID}
 
 
-def test_tokens_that_do_not_fit_are_told_of(library: GrammarLibrary, tokenizer: Tokenizer) -> None:
+def test_tokens_outside_the_grammar_raise(library: GrammarLibrary, tokenizer: Tokenizer) -> None:
     matcher = library.compile(StructuredOutputs(regex="[0-9]+")).matcher()
 
     with pytest.raises(InvalidRequest, match="cannot be enforced"):

@@ -82,24 +82,24 @@ OVERLAPPING: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("schema", EXCLUSIVE.values(), ids=EXCLUSIVE.keys())
-def test_one_of_branches_that_exclude_each_other_is_any_of(schema: dict[str, Any]) -> None:
+def test_one_of_with_disjoint_branches_becomes_any_of(schema: dict[str, Any]) -> None:
     assert "oneOf" not in prepare_schema(schema)
 
     validate_grammar(StructuredOutputs(json=json.dumps(schema)))
 
 
 @pytest.mark.parametrize("schema", OVERLAPPING.values(), ids=OVERLAPPING.keys())
-def test_one_of_branches_that_may_both_match_stays(schema: dict[str, Any]) -> None:
+def test_one_of_with_overlapping_branches_is_kept(schema: dict[str, Any]) -> None:
     assert prepare_schema(schema) == schema
 
 
 @pytest.mark.parametrize("schema", [OVERLAPPING["either property"], OVERLAPPING["patterns"]])
-def test_one_of_that_stays_is_refused_by_name(schema: dict[str, Any]) -> None:
+def test_overlapping_one_of_is_refused_by_name(schema: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match="oneOf"):
         validate_grammar(StructuredOutputs(json=json.dumps(schema)))
 
 
-def test_a_format_that_is_not_known_is_an_annotation() -> None:
+def test_an_unknown_format_is_an_annotation() -> None:
     schema = {
         "$defs": {"format": {"type": "string", "format": "uri-reference", "maxLength": 3}},
         "type": "object",
@@ -117,7 +117,7 @@ def test_a_format_that_is_not_known_is_an_annotation() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(KNOWN_FORMATS))
-def test_formats_that_are_kept_to_are_those_that_the_library_knows(name: str) -> None:
+def test_enforced_formats_are_those_of_the_library(name: str) -> None:
     schema = {"type": "string", "format": name, "x-guidance": {"lenient": False}}
     grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
     assert llguidance.LLMatcher.validate_grammar(grammar, None) == ""
@@ -126,7 +126,7 @@ def test_formats_that_are_kept_to_are_those_that_the_library_knows(name: str) ->
 @pytest.mark.parametrize(
     "given", [{"maxItems": 1}, {"type": ["string", "null"]}, {"uniqueItems": False}]
 )
-def test_unique_items_that_hold_anyway_are_left_out(given: dict[str, Any]) -> None:
+def test_redundant_unique_items_are_removed(given: dict[str, Any]) -> None:
     assert "uniqueItems" not in prepare_schema({"uniqueItems": True, **given})
 
 
@@ -136,7 +136,7 @@ def test_other_unique_items_are_refused_by_name() -> None:
         validate_grammar(StructuredOutputs(json=json.dumps(schema)))
 
 
-def test_a_schema_of_200_kib_is_taken() -> None:
+def test_a_schema_of_200_kib_is_accepted() -> None:
     names = [f"property_{number:05d}_{'x' * 70}" for number in range(2000)]
     schema = {"type": "object", "properties": {name: {"type": "null"} for name in names}}
     text = json.dumps(schema)
@@ -145,7 +145,7 @@ def test_a_schema_of_200_kib_is_taken() -> None:
     validate_grammar(StructuredOutputs(json=text))
 
 
-def test_proofs_end_for_schemas_made_to_take_long() -> None:
+def test_disjointness_proofs_terminate_for_adversarial_schemas() -> None:
     names = [f"d{number}" for number in range(200)]
     ways = {
         name: {"oneOf": [{"$ref": f"#/$defs/{after}"}, {"$ref": f"#/$defs/{after}"}, NULL]}
