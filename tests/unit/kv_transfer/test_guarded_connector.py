@@ -68,7 +68,7 @@ def guarded(*failing: str) -> tuple[GuardedConnector, FlakyConnector]:
     return GuardedConnector("flaky", connector), connector
 
 
-def test_a_connector_that_works_is_passed_through() -> None:
+def test_calls_of_a_working_connector_are_passed_through() -> None:
     guard, connector = guarded()
     orders = ExternalOrders((LOAD,), (STORE,), (b"four",))
     guard.start(orders)
@@ -85,7 +85,7 @@ def test_a_connector_that_works_is_passed_through() -> None:
     assert guard.num_errors == 0
 
 
-def test_a_start_that_fails_ends_its_loads_and_stores(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_start_ends_its_loads_and_stores(caplog: pytest.LogCaptureFixture) -> None:
     guard, connector = guarded("start")
 
     guard.start(ExternalOrders((LOAD,), (STORE,)))
@@ -99,7 +99,7 @@ def test_a_start_that_fails_ends_its_loads_and_stores(caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize("kind", ["drop", "clear"])
-def test_a_connector_that_may_hold_wrong_kv_is_not_used_any_more(kind: str) -> None:
+def test_a_connector_that_may_hold_wrong_kv_is_disabled(kind: str) -> None:
     guard, connector = guarded("start", "clear")
 
     if kind == "drop":
@@ -116,7 +116,7 @@ def test_a_connector_that_may_hold_wrong_kv_is_not_used_any_more(kind: str) -> N
     assert not guard.holds(b"two")
 
 
-def test_questions_that_fail_are_answered_with_no() -> None:
+def test_failed_look_ups_count_as_misses() -> None:
     guard, _ = guarded("holds", "load_s", "poll", "exit")
 
     assert not guard.holds(b"one")
@@ -137,7 +137,7 @@ def test_only_the_first_error_of_a_kind_is_logged(caplog: pytest.LogCaptureFixtu
     assert len(caplog.records) == 1
 
 
-def test_reports_that_do_not_fit_are_ignored_or_count_as_failed() -> None:
+def test_inconsistent_reports_are_ignored_or_count_as_failed() -> None:
     guard, connector = guarded()
     guard.start(ExternalOrders((LOAD,), (STORE,)))
     end = Loaded(LoadId(1), ("shelf",))  # of two blocks

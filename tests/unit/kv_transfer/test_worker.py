@@ -36,7 +36,7 @@ def exchange_messages(world: World) -> None:
         world.turn_all()
 
 
-def test_a_hand_off_lands_and_leaves_a_record_on_both_sides() -> None:
+def test_a_hand_off_lands_and_is_recorded_on_both_sides() -> None:
     world = World()
     half_sent(world)
 
@@ -70,7 +70,7 @@ def test_nodes_pull_from_each_other_over_a_link_for_each_direction() -> None:
     world.check_all_free()
 
 
-def test_a_bad_byte_is_a_lost_pull_where_digests_are_verified() -> None:
+def test_a_corrupted_byte_is_a_lost_pull_if_digests_are_verified() -> None:
     world = World(config=replace(CONFIG, verify=True))
     world.cache(world.ps["p0"], b"cached")
     handoff_id = world.pull(world.d, "p0", (b"cached",))
@@ -88,7 +88,7 @@ def test_a_bad_byte_is_a_lost_pull_where_digests_are_verified() -> None:
     world.check_all_free()
 
 
-def test_a_pull_of_evicted_blocks_is_refused_and_its_blocks_come_back() -> None:
+def test_a_pull_of_evicted_blocks_is_refused_and_its_blocks_are_released() -> None:
     world = World()
 
     world.pull(world.d, "p0", (b"gone",))
@@ -99,7 +99,7 @@ def test_a_pull_of_evicted_blocks_is_refused_and_its_blocks_come_back() -> None:
     world.check_all_free()
 
 
-def test_a_pair_that_was_connected_ahead_needs_no_second_link_for_its_first_hand_off() -> None:
+def test_the_first_hand_off_of_a_warmed_up_pair_uses_the_existing_link() -> None:
     world = World()
     world.d.worker.connect("p0", world.now)
     exchange_messages(world)
@@ -136,7 +136,7 @@ def test_blocks_written_before_prefill_ended_are_the_overlap() -> None:
     assert world.ps["p0"].worker.take_records()[0].overlap == 0.75
 
 
-def test_a_bad_byte_is_a_lost_hand_off_where_digests_are_verified() -> None:
+def test_a_corrupted_byte_is_a_lost_hand_off_if_digests_are_verified() -> None:
     world = World(config=replace(CONFIG, verify=True))
     half_sent(world)
     flight = world.wire.flights[0]
@@ -177,7 +177,7 @@ def test_leading_blocks_of_a_lost_hand_off_are_kept_if_their_digest_matches(
     world.check_all_free()
 
 
-def test_a_stalled_peer_costs_its_blocks_only_until_our_end_is_closed() -> None:
+def test_blocks_of_a_stalled_peer_are_released_once_the_local_end_is_closed() -> None:
     world = World()
     half_sent(world)
     world.ps["p0"].is_stopped = True
@@ -191,7 +191,7 @@ def test_a_stalled_peer_costs_its_blocks_only_until_our_end_is_closed() -> None:
     world.check_all_free()
 
 
-def test_a_stalled_peer_with_direct_access_keeps_its_blocks_fenced_until_it_answers() -> None:
+def test_blocks_of_a_stalled_peer_with_direct_access_stay_fenced_until_it_responds() -> None:
     world = World(wire=Wire(is_direct=True))
     half_sent(world)
     world.ps["p0"].is_stopped = True
@@ -208,7 +208,7 @@ def test_a_stalled_peer_with_direct_access_keeps_its_blocks_fenced_until_it_answ
     assert world.d.worker.counters().num_fenced_blocks == 0
 
 
-def test_a_dead_peer_ends_its_fence_without_reconnecting() -> None:
+def test_the_fence_of_a_dead_peer_ends_without_reconnecting() -> None:
     world = World(wire=Wire(is_direct=True))
     half_sent(world)
 
@@ -221,7 +221,7 @@ def test_a_dead_peer_ends_its_fence_without_reconnecting() -> None:
     assert world.d.worker.counters().num_fenced_blocks == 0
 
 
-def test_a_second_process_of_a_node_id_ends_no_fence_of_the_first() -> None:
+def test_a_second_process_with_the_same_node_id_does_not_end_fences_of_the_first() -> None:
     world = World(wire=Wire(is_direct=True))
     half_sent(world)
 
@@ -239,7 +239,7 @@ def test_a_second_process_of_a_node_id_ends_no_fence_of_the_first() -> None:
     world.check_all_free()
 
 
-def test_a_second_process_of_a_node_id_is_refused_by_name_until_the_first_is_gone() -> None:
+def test_a_second_process_with_the_same_node_id_is_refused_until_the_first_has_ended() -> None:
     world = World(wire=Wire(is_direct=True))
     half_sent(world)
     world.double_p("p0")
@@ -262,7 +262,7 @@ def test_a_second_process_of_a_node_id_is_refused_by_name_until_the_first_is_gon
     world.check_all_free()
 
 
-def test_a_second_decode_node_of_an_id_is_refused_and_the_first_keeps_its_link() -> None:
+def test_a_second_decode_node_with_the_same_id_is_refused_and_the_first_keeps_its_link() -> None:
     world = World()
     half_sent(world)
     double = Node(world, "d", 4, CONFIG)
@@ -280,7 +280,7 @@ def test_a_second_decode_node_of_an_id_is_refused_and_the_first_keeps_its_link()
     world.check_all_free()
 
 
-def test_a_peer_that_leaves_our_hello_unanswered_is_dialled_again() -> None:
+def test_a_peer_that_does_not_answer_the_hello_is_dialled_again() -> None:
     world = World(wire=Wire(is_direct=True))
     half_sent(world)
     world.hub.cut(world.hub.link_ids[0])
@@ -296,7 +296,7 @@ def test_a_peer_that_leaves_our_hello_unanswered_is_dialled_again() -> None:
     assert ID in world.ended
 
 
-def test_a_pair_that_was_dialled_for_a_fence_serves_the_next_hand_off() -> None:
+def test_a_pair_dialled_for_a_fence_is_used_by_the_next_hand_off() -> None:
     world = World(wire=Wire(is_direct=True))
     half_sent(world)
     world.hub.cut(world.hub.link_ids[0])
@@ -365,7 +365,7 @@ def test_a_decode_node_in_a_layer_longer_than_its_leases_keeps_them() -> None:
     assert world.landed == {ID}
 
 
-def test_a_first_meeting_may_fall_into_a_layer_longer_than_the_silence_limit() -> None:
+def test_peers_can_connect_during_a_layer_longer_than_the_silence_limit() -> None:
     patient = replace(CONFIG.receiver, fence_age_s=60)
     world = World(config=replace(CONFIG, receiver=patient))
     world.receive(ID, "p0", 0, 4)
@@ -381,7 +381,7 @@ def test_a_first_meeting_may_fall_into_a_layer_longer_than_the_silence_limit() -
     assert world.d.worker.counters().num_cut_pairs == 0
 
 
-def test_a_node_that_is_stopped_at_a_first_meeting_is_given_up() -> None:
+def test_a_node_suspended_while_connecting_times_out() -> None:
     world = World()
     world.receive(ID, "p0", 0, 4)
     world.ps["p0"].is_stopped = True
@@ -403,7 +403,7 @@ def landed_whole(world: World) -> Flight:
 
 
 @pytest.mark.parametrize("busy", ["d", "p0"])
-def test_keepalives_for_a_stuck_engine_end(busy: str) -> None:
+def test_keepalives_stop_if_the_engine_is_stuck(busy: str) -> None:
     world = World(config=replace(CONFIG, busy_s=8))
     half_sent(world)
 
@@ -417,7 +417,7 @@ def test_keepalives_for_a_stuck_engine_end(busy: str) -> None:
     world.check_all_free()
 
 
-def test_a_notification_that_cannot_be_read_costs_the_pair() -> None:
+def test_an_unreadable_notification_closes_the_pair() -> None:
     world = World()
     half_sent(world)
     for flight in list(world.wire.flights):
@@ -436,7 +436,7 @@ def test_a_notification_that_cannot_be_read_costs_the_pair() -> None:
     world.check_all_free()
 
 
-def test_peers_that_do_not_fit_are_refused_by_name() -> None:
+def test_incompatible_peers_are_refused_by_name() -> None:
     world = World()
     other = replace(FINGERPRINT, dtype="bfloat16")
     memory = Memory(8)
@@ -491,7 +491,7 @@ def test_peers_that_do_not_fit_are_refused_by_name() -> None:
         ({}, None),
     ],
 )
-def test_a_mismatch_of_peers_is_reported_with_advice(
+def test_a_mismatch_between_peers_is_reported_with_the_remedy(
     change: dict[str, object], reason: str | None
 ) -> None:
     region = Memory(1).region
@@ -503,7 +503,7 @@ def test_a_mismatch_of_peers_is_reported_with_advice(
     assert refusal == reason
 
 
-def test_an_unreachable_peer_is_a_lost_receive_whose_blocks_come_back() -> None:
+def test_a_receive_from_an_unreachable_peer_is_lost_and_releases_its_blocks() -> None:
     world = World()
     world.hub.remove("p0")
 
@@ -516,7 +516,7 @@ def test_an_unreachable_peer_is_a_lost_receive_whose_blocks_come_back() -> None:
     assert sorted(world.d.free) == list(range(8))
 
 
-def test_an_idle_worker_asks_for_no_poll_and_a_busy_one_for_many() -> None:
+def test_only_a_busy_worker_requests_frequent_polls() -> None:
     world = World()
     idle = world.d.worker.next_poll_s(world.now)
     half_sent(world)

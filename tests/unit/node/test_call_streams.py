@@ -38,7 +38,7 @@ async def one_token(order: Order, context: CallContext) -> AsyncGenerator[node_p
     yield node_pb2.CallEvent(output=node_pb2.TokenOutput(token_ids=[1]))
 
 
-def test_a_call_counts_until_its_last_word_is_written() -> None:
+def test_a_call_counts_until_its_last_event_is_written() -> None:
     """A draining node closes its server as soon as no call counts."""
 
     async def scene() -> None:
@@ -65,7 +65,7 @@ async def _up_to_the_end(
             return
 
 
-def test_more_than_a_message_may_hold_goes_out_as_several() -> None:
+def test_events_beyond_the_message_size_are_split() -> None:
     part = "x" * (MAX_BATCH_BYTES // 3)
 
     async def long_winded(
@@ -85,7 +85,7 @@ def test_more_than_a_message_may_hold_goes_out_as_several() -> None:
     assert len(batches) < 9
 
 
-def test_a_stream_that_is_left_cancels_its_calls() -> None:
+def test_closing_a_stream_cancels_its_calls() -> None:
     ended = asyncio.Event()
 
     async def endless(

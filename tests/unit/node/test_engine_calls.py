@@ -42,7 +42,7 @@ async def serve_and_wait(*specs: EngineRequest) -> list[list[Output]]:
         return list(answers)
 
 
-def test_each_stream_gets_its_own_outputs_to_the_end() -> None:
+def test_each_stream_gets_its_own_outputs_until_the_end() -> None:
     first, second = asyncio.run(
         asyncio.wait_for(serve_and_wait(spec_of("a"), spec_of("b", prompt=(9,))), PATIENCE_S)
     )
@@ -53,7 +53,7 @@ def test_each_stream_gets_its_own_outputs_to_the_end() -> None:
     assert first[-1].finish_reason is not None
 
 
-def test_leaving_a_stream_aborts_its_request_and_frees_its_blocks() -> None:
+def test_closing_a_stream_aborts_its_request_and_frees_its_blocks() -> None:
     core = an_engine()
 
     alive: queue.SimpleQueue[tuple[RequestId, ...]] = queue.SimpleQueue()
@@ -71,7 +71,7 @@ def test_leaving_a_stream_aborts_its_request_and_frees_its_blocks() -> None:
     core.scheduler.check()
 
 
-def test_an_id_under_way_is_refused_and_the_one_under_way_goes_on() -> None:
+def test_an_id_in_use_is_refused_and_the_running_request_continues() -> None:
     async def twice() -> list[Output]:
         with EngineThread(an_engine()) as engine, EngineCalls(engine, NodeChanges()) as calls:
             async with aclosing(calls.stream_outputs(spec_of("a", max_tokens=LONG))) as outputs:
@@ -106,7 +106,7 @@ class LosesAll:
         return ()
 
 
-def test_without_recomputing_a_lost_prompt_is_left_to_other_nodes() -> None:
+def test_without_recomputation_a_lost_prompt_fails_as_retryable() -> None:
     handoff_id = HandoffId("a", 1)
     receive = ReceiveKv(handoff_id, Peer(NodeId("p"), "host:1"))
 
@@ -120,7 +120,7 @@ def test_without_recomputing_a_lost_prompt_is_left_to_other_nodes() -> None:
     asyncio.run(asyncio.wait_for(lose(), PATIENCE_S))
 
 
-def test_a_refused_request_leaves_nothing_under_way() -> None:
+def test_a_refused_request_leaves_no_request_running() -> None:
     async def refused() -> int:
         with EngineThread(an_engine()) as engine, EngineCalls(engine, NodeChanges()) as calls:
             with pytest.raises(InvalidRequest):

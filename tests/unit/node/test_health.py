@@ -63,7 +63,7 @@ class Clock:
         return self.now_s
 
 
-def test_a_long_step_is_ready_as_long_as_it_moves_and_a_stuck_one_is_not() -> None:
+def test_an_engine_in_a_long_step_is_ready_while_it_progresses() -> None:
     runner, clock, health = LayeredRunner(), Clock(), Health(())
 
     async def scene() -> None:
@@ -98,7 +98,7 @@ class Heart:
         return self.silence_s
 
 
-def test_the_end_of_the_engine_is_told_and_nothing_is_ready_any_more() -> None:
+def test_the_end_of_the_engine_is_reported_and_no_service_is_ready() -> None:
     async def scene() -> None:
         health, heart = Health(()), Heart()
         await health.set_ready(True)
@@ -111,7 +111,7 @@ def test_the_end_of_the_engine_is_told_and_nothing_is_ready_any_more() -> None:
 
 
 @pytest.mark.parametrize(("factor", "is_alive"), [(1, True), (DEAD_FACTOR, False)])
-def test_an_engine_that_stays_stuck_is_dead_in_the_end(factor: int, is_alive: bool) -> None:
+def test_an_engine_stuck_beyond_the_timeout_is_dead(factor: int, is_alive: bool) -> None:
     async def scene() -> None:
         health = Health(())
         await health.set_ready(True)
@@ -128,7 +128,7 @@ def test_an_engine_that_stays_stuck_is_dead_in_the_end(factor: int, is_alive: bo
     asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
 
 
-def test_a_server_that_is_not_ready_is_alive_all_the_same() -> None:
+def test_a_server_that_is_not_ready_is_still_alive() -> None:
     async def scene() -> tuple[int, int]:
         async with serving("127.0.0.1", 0, ()) as server, open_channel(server.address) as channel:
             stub = health_pb2_grpc.HealthStub(channel)

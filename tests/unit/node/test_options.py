@@ -25,14 +25,16 @@ from baton.node.options import NodeOptions
         ("127.0.0.1", "eth0", "eth0"),
     ],
 )
-def test_ucx_keeps_to_the_loopback_where_the_node_does(host: str, given: str, device: str) -> None:
+def test_ucx_is_limited_to_loopback_if_the_node_listens_there(
+    host: str, given: str, device: str
+) -> None:
     options = NodeOptions(RunnerConfig(model="m"), host=host, kv_net_device=given)
 
     assert options.kv_device == device
 
 
 @pytest.mark.parametrize("share", [0.0, -0.5, 1.5])
-def test_a_tenants_share_that_is_none_is_refused(share: float) -> None:
+def test_an_invalid_tenant_share_is_refused(share: float) -> None:
     with pytest.raises(InvalidConfig, match=r"--kv-tenant-share is .*; it must be above 0"):
         TiersConfig(tenant_share=share)
 
@@ -44,7 +46,7 @@ def test_a_tenants_share_that_is_none_is_refused(share: float) -> None:
         ({"kv_connector": "a"}, "--kv-connector cannot be used with --no-prefix-caching"),
     ],
 )
-def test_kv_outside_the_cache_needs_prefix_caching(settings: dict[str, Any], named: str) -> None:
+def test_kv_tiers_require_prefix_caching(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidConfig, match=named):
         NodeOptions(RunnerConfig(model="m"), enable_prefix_caching=False, **settings)
 
@@ -56,13 +58,13 @@ def test_kv_outside_the_cache_needs_prefix_caching(settings: dict[str, Any], nam
         ({"kv_staging_bytes": 1}, "--kv-staging-memory"),
     ],
 )
-def test_options_without_code_for_gpus_are_refused_there(
+def test_options_unsupported_on_gpus_are_refused_there(
     settings: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(InvalidConfig, match=f"{named}: blocks are .* on the CPU only"):
         NodeOptions(RunnerConfig(model="m", device="cuda"), **settings)
 
 
-def test_a_transport_that_does_not_exist_is_refused() -> None:
+def test_an_unknown_transport_is_refused() -> None:
     with pytest.raises(InvalidConfig, match="--kv-transport 'pigeon': choose one of nixl, ucxx"):
         NodeOptions(RunnerConfig(model="m"), kv_transport="pigeon")

@@ -40,7 +40,7 @@ def assert_refused(
         start(folder, **settings)
 
 
-def test_a_kv_folder_to_which_others_may_write(tmp_path: Path) -> None:
+def test_a_kv_folder_writable_by_others_is_refused(tmp_path: Path) -> None:
     (tmp_path / "kv").mkdir()
     (tmp_path / "kv").chmod(0o777)
     settings = {"tiers": TiersConfig(HOST_BYTES, str(tmp_path / "kv"))}
@@ -48,56 +48,56 @@ def test_a_kv_folder_to_which_others_may_write(tmp_path: Path) -> None:
     assert_refused(tmp_path / "model", InvalidConfig, r"--kv-folder .*; chmod go-w", settings)
 
 
-def test_a_kv_folder_that_does_not_work_is_not_refused(tmp_path: Path) -> None:
+def test_an_unusable_kv_folder_is_not_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     settings = {"tiers": TiersConfig(HOST_BYTES, str(tmp_path / "file" / "kv"))}
 
     assert_refused(tmp_path / "model", ModelError, "config.json", settings)
 
 
-def test_an_object_store_that_is_no_url(tmp_path: Path) -> None:
+def test_an_object_store_without_a_url_is_refused(tmp_path: Path) -> None:
     settings = {"tiers": TiersConfig(HOST_BYTES, object_store="bucket")}
 
     assert_refused(tmp_path / "model", InvalidConfig, "--kv-object-store bucket: give it", settings)
 
 
-def test_a_connector_that_is_not_installed(tmp_path: Path) -> None:
+def test_a_connector_that_is_not_installed_is_refused(tmp_path: Path) -> None:
     settings = {"kv_connector": "none-such"}
 
     assert_refused(tmp_path / "model", InvalidConfig, "--kv-connector none-such", settings)
 
 
-def test_settings_that_the_tiers_do_not_have(tmp_path: Path) -> None:
+def test_settings_unknown_to_the_tiers_are_refused(tmp_path: Path) -> None:
     settings = {"kv_connector": "tiers", "kv_connector_config": {"riddle": 1}}
 
     assert_refused(tmp_path / "model", InvalidConfig, "--kv-connector-config.*riddle", settings)
 
 
-def test_a_metrics_port_that_is_in_use(tmp_path: Path, port: int) -> None:
+def test_a_metrics_port_in_use_is_refused(tmp_path: Path, port: int) -> None:
     settings = {"telemetry": TelemetryOptions(metrics_port=port)}
 
     assert_refused(tmp_path / "model", AddressInUse, "choose another --metrics-port", settings)
 
 
-def test_an_endpoint_of_kv_events_that_is_in_use(tmp_path: Path, port: int) -> None:
+def test_a_kv_event_endpoint_in_use_is_refused(tmp_path: Path, port: int) -> None:
     settings = {"kv_events": KvEventsConfig(f"tcp://*:{port}")}
 
     assert_refused(tmp_path / "model", InvalidConfig, "--kv-events-endpoint.*in use", settings)
 
 
-def test_an_endpoint_of_replays_that_is_in_use(tmp_path: Path, port: int) -> None:
+def test_a_replay_endpoint_in_use_is_refused(tmp_path: Path, port: int) -> None:
     settings = {"kv_events": KvEventsConfig("tcp://*:0", f"tcp://127.0.0.1:{port}")}
 
     assert_refused(tmp_path / "model", InvalidConfig, "--kv-events-replay-endpoint", settings)
 
 
-def test_an_endpoint_of_kv_events_without_a_port(tmp_path: Path) -> None:
+def test_a_kv_event_endpoint_without_a_port_is_refused(tmp_path: Path) -> None:
     settings = {"kv_events": KvEventsConfig("tcp://router")}
 
     assert_refused(tmp_path / "model", InvalidConfig, "--kv-events-endpoint tcp://router", settings)
 
 
-def test_what_can_work_comes_to_the_model(tmp_path: Path) -> None:
+def test_valid_settings_pass_the_checks_up_to_the_model(tmp_path: Path) -> None:
     settings = {
         "tiers": TiersConfig(HOST_BYTES, str(tmp_path / "kv" / "files")),
         "telemetry": TelemetryOptions(metrics_port=0),

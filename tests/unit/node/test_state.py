@@ -100,7 +100,7 @@ def test_a_watcher_receives_single_changes_and_batches_of_simultaneous_ones() ->
     assert third == (NodeLoad(1), None)
 
 
-def test_kv_events_are_passed_on_as_well() -> None:
+def test_kv_events_are_forwarded() -> None:
     async def passed_on() -> list[KvEvent]:
         news, taken = FakeNews(), list[KvEvent]()
         async with followed(news, taken.extend) as state, aclosing(state.watch_updates()) as seen:
@@ -113,7 +113,7 @@ def test_kv_events_are_passed_on_as_well() -> None:
     assert events == [BlockStored((ONE, TWO), None, (), 16)]
 
 
-def test_a_drain_is_told_at_once() -> None:
+def test_a_drain_is_reported_at_once() -> None:
     async def drained() -> NodeLoad:
         async with followed(FakeNews()) as state, aclosing(state.watch_updates()) as reported:
             await anext(reported)
@@ -124,7 +124,7 @@ def test_a_drain_is_told_at_once() -> None:
     assert asyncio.run(asyncio.wait_for(drained(), PATIENCE_S)).is_draining
 
 
-def test_an_update_has_the_names_in_host_memory_of_the_first_group_alone() -> None:
+def test_an_update_names_host_memory_blocks_of_the_first_group_only() -> None:
     async def read() -> NodeUpdate:
         core, stored = an_engine(), threading.Event()
         made = TieredKv(OwnedMemory(4).blocks, host_tier(4), wake=stored.set)

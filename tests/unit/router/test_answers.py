@@ -92,7 +92,7 @@ def parts_of(
     return asyncio.run(asyncio.wait_for(run(), 30))
 
 
-def test_another_request_may_have_the_name_of_an_answer() -> None:
+def test_another_request_can_have_the_id_of_an_answer() -> None:
     """Answers are named after their request: `a-0` is also an id that a client may choose."""
 
     async def run() -> int:
@@ -134,7 +134,7 @@ def legs(nodes: FakeNodeCalls) -> tuple[int, int]:
     return num_prefills, len(nodes.received) - num_prefills
 
 
-def test_the_prompt_is_computed_for_the_first_and_the_others_go_where_it_is() -> None:
+def test_the_prompt_is_computed_once_and_the_other_answers_run_on_its_node() -> None:
     nodes = FakeNodeCalls()
     table = a_table(
         *(a_node(NodeRole.PREFILL, f"p{n}") for n in range(2)),
@@ -172,7 +172,7 @@ def test_a_shared_prompt_adds_only_its_last_block_to_the_load() -> None:
     assert seen == [0, 3]
 
 
-def test_the_others_do_not_wait_for_a_first_answer_that_ends_with_its_first_token() -> None:
+def test_other_answers_do_not_wait_if_the_first_ends_with_its_first_token() -> None:
     nodes = FakeNodeCalls()
 
     answers = answered(nodes, calls_of(3, max_tokens=1))
@@ -180,7 +180,7 @@ def test_the_others_do_not_wait_for_a_first_answer_that_ends_with_its_first_toke
     assert [tokens for tokens, _ in answers.values()] == [expected(nodes, 1)] * 3
 
 
-def test_a_first_answer_that_is_tried_again_takes_the_others_with_it() -> None:
+def test_a_retry_of_the_first_answer_moves_the_others_with_it() -> None:
     nodes = FakeNodeCalls(prefill_faults=[NodeFailed("gone")], decode_breaks_after=[0])
 
     answers = answered(nodes, calls_of(3))
@@ -190,7 +190,7 @@ def test_a_first_answer_that_is_tried_again_takes_the_others_with_it() -> None:
     assert legs(nodes) == (1, 4)
 
 
-def test_when_the_first_answer_is_refused_the_others_do_not_wait() -> None:
+def test_other_answers_do_not_wait_if_the_first_is_refused() -> None:
     nodes = FakeNodeCalls(prefill_faults=[InvalidRequest("too long")] * 3)
 
     with pytest.raises(InvalidRequest, match="too long"):
@@ -211,7 +211,7 @@ def with_room_for_one(node: Node) -> Node:
 
 
 @pytest.mark.parametrize("made", [without_prefixes, with_snapshots, with_room_for_one])
-def test_where_the_prompt_would_not_be_found_or_have_room_each_goes_its_own_way(
+def test_answers_are_routed_separately_if_the_prompt_cannot_be_shared(
     made: object,
 ) -> None:
     assert callable(made)
@@ -233,7 +233,7 @@ def test_where_the_prompt_would_not_be_found_or_have_room_each_goes_its_own_way(
     assert legs(nodes) == (2, 2)
 
 
-def test_prompts_are_shared_by_their_own_answers_alone() -> None:
+def test_prompts_are_shared_only_between_answers_of_one_request() -> None:
     nodes = FakeNodeCalls()
     calls = calls_of(2) + calls_of(2, prompt=PROMPT[::-1][:20], name="b")
 
@@ -247,7 +247,7 @@ def with_prompt_logprobs(calls: list[GenerateCall], count: int = 1) -> list[Gene
     return [replace(call, sampling=replace(call.sampling, prompt_logprobs=count)) for call in calls]
 
 
-def test_logprobs_of_the_prompt_are_computed_once_and_told_with_each_answer() -> None:
+def test_prompt_logprobs_are_computed_once_and_returned_with_each_answer() -> None:
     nodes = FakeNodeCalls()
 
     parts = [part for _, part in parts_of(nodes, with_prompt_logprobs(calls_of(3)))]
@@ -274,7 +274,7 @@ def test_all_answers_of_a_request_share_one_limit_on_prompt_logprobs() -> None:
     assert len(answered(nodes, one[:16])) == 16
 
 
-def test_all_answers_have_the_clients_deadline() -> None:
+def test_all_answers_have_the_deadline_of_the_client() -> None:
     nodes = FakeNodeCalls()
 
     answered(nodes, calls_of(3), remaining_s=1e6)
@@ -303,7 +303,7 @@ def test_a_failed_second_answer_continues_on_another_node() -> None:
     assert first == beside != again
 
 
-def test_the_other_answers_avoid_a_draining_decode_node() -> None:
+def test_other_answers_avoid_a_draining_decode_node() -> None:
     table = two_decodes()
 
     class Draining(FakeNodeCalls):
@@ -331,7 +331,7 @@ def test_all_answers_come_from_one_revision_of_the_model() -> None:
     assert [requested.node for requested in nodes.received] == ["d1"] * 4
 
 
-def test_answers_begin_with_another_revision_while_none_has_a_token() -> None:
+def test_answers_can_start_on_another_revision_before_any_token() -> None:
     other = replace(FINGERPRINT, model="the same in int8")
     p1, p2 = (
         a_node(NodeRole.PREFILL, "p1"),

@@ -174,7 +174,7 @@ def expected_tokens(nodes: FakeNodeCalls, count: int = 6) -> list[int]:
     return [token_at(nodes.received[0].request, index) for index in range(count)]
 
 
-def test_both_legs_start_under_one_hand_off_with_one_seed() -> None:
+def test_both_legs_start_with_one_hand_off_id_and_one_seed() -> None:
     nodes = FakeNodeCalls()
 
     token_ids, ending = asyncio.run(run(a_pipeline(nodes), a_call()))
@@ -201,7 +201,7 @@ def cached_on(*names: str) -> NodeTable:
     return table
 
 
-def test_the_node_that_computes_the_prompt_is_named_a_holder_of_its_prefix() -> None:
+def test_the_node_that_computes_the_prompt_gets_the_holder_of_its_prefix() -> None:
     nodes, alone = FakeNodeCalls(), FakeNodeCalls()
     table, decodes = cached_on("d1"), cached_on("d1")
     decodes.lose("p0:1")
@@ -226,7 +226,7 @@ def test_a_holder_that_has_just_failed_is_not_named_again() -> None:
     assert [call.request.prefix_source is None for call in prefills] == [False, True]
 
 
-def test_a_prefetch_goes_to_the_node_that_would_compute_the_prompt_and_gets_no_token() -> None:
+def test_a_prefetch_is_sent_to_the_node_that_would_compute_the_prompt_and_yields_no_token() -> None:
     nodes = FakeNodeCalls(num_cached_on_prefill=3)
     call = replace(a_call(), kv_hints=KvHints(prefetch=True, session_id="s"), tenant="t")
 
@@ -259,7 +259,7 @@ def test_a_given_seed_is_kept_and_drawn_ones_differ() -> None:
     assert seeds[1] != seeds[2]
 
 
-def test_a_decode_that_breaks_off_goes_on_elsewhere_without_gap_or_repeat() -> None:
+def test_a_failed_decode_continues_on_another_node_without_gap_or_repeat() -> None:
     nodes = FakeNodeCalls(decode_breaks_after=[3])
     table = a_table(
         a_node(NodeRole.PREFILL), a_node(NodeRole.DECODE, "d1"), a_node(NodeRole.DECODE, "d2")
@@ -277,7 +277,7 @@ def test_a_decode_that_breaks_off_goes_on_elsewhere_without_gap_or_repeat() -> N
     assert ending.served.attempts == 2
 
 
-def test_when_the_only_prefill_node_breaks_off_decode_does_it_alone() -> None:
+def test_decode_computes_the_prompt_if_the_only_prefill_node_fails() -> None:
     nodes = FakeNodeCalls(prefill_faults=[NodeFailed("gone")])
 
     token_ids, ending = asyncio.run(run(a_pipeline(nodes), a_call()))
@@ -288,7 +288,7 @@ def test_when_the_only_prefill_node_breaks_off_decode_does_it_alone() -> None:
     assert [requested.leg for requested in nodes.received].count(NodeRole.PREFILL) == 1
 
 
-def test_a_prefill_node_that_goes_when_decode_has_all_costs_no_second_try() -> None:
+def test_a_prefill_node_lost_after_the_hand_off_causes_no_retry() -> None:
     nodes = FakeNodeCalls(breaks_when_decoded=True, is_endless=True)
 
     async def three_pieces_of_an_endless_answer() -> None:
@@ -308,7 +308,7 @@ def test_a_prefill_node_that_goes_when_decode_has_all_costs_no_second_try() -> N
     assert [requested.handoff_id.attempt for requested in nodes.received] == [1, 1]
 
 
-def test_a_first_token_that_comes_after_all_others_is_waited_for() -> None:
+def test_a_first_token_that_arrives_last_is_awaited() -> None:
     nodes = FakeNodeCalls(is_prefill_late=True)
 
     token_ids, ending = asyncio.run(run(a_pipeline(nodes), a_call()))
@@ -346,7 +346,7 @@ def test_prompt_logprobs_are_sent_once_and_before_the_tokens(
     assert token_ids == expected_tokens(nodes)
 
 
-def test_tokens_that_wait_go_out_as_one_piece_and_a_failure_behind_them_takes_none_along() -> None:
+def test_buffered_tokens_are_emitted_as_one_chunk_before_a_later_failure() -> None:
     nodes = FakeNodeCalls(decode_breaks_after=[4])
 
     async def pieces() -> list[TokenChunk]:
@@ -363,7 +363,7 @@ def test_tokens_that_wait_go_out_as_one_piece_and_a_failure_behind_them_takes_no
     assert again[-1].request.prior_output_token_ids == tuple(token_ids[:4])
 
 
-def test_a_client_that_does_not_read_loses_its_request_and_gets_what_waited() -> None:
+def test_a_client_that_does_not_read_gets_the_buffered_tokens_and_an_error() -> None:
     nodes = FakeNodeCalls()
     decode = a_node(NodeRole.DECODE)
     decode = replace(decode, card=replace(decode.card, max_model_len=3 * MAX_WAITING))
@@ -395,7 +395,7 @@ def test_a_refusal_by_prefill_ends_the_decode_leg_and_reaches_the_client() -> No
     assert nodes.left == [NodeRole.DECODE]
 
 
-def test_nodes_that_drain_all_at_once_cost_no_try() -> None:
+def test_refusals_of_draining_nodes_do_not_count_as_attempts() -> None:
     names = [f"p{number}" for number in range(6)]
     nodes = FakeNodeCalls(prefill_faults=[NodeDraining("on its way out") for _ in names[1:]])
     table = a_table(a_node(NodeRole.DECODE), *(a_node(NodeRole.PREFILL, name) for name in names))
@@ -410,7 +410,7 @@ def test_nodes_that_drain_all_at_once_cost_no_try() -> None:
     )
 
 
-def test_when_every_try_fails_the_last_failure_is_told() -> None:
+def test_the_last_failure_is_reported_when_every_attempt_fails() -> None:
     nodes = FakeNodeCalls(decode_breaks_after=[0, 0, 0])
 
     with pytest.raises(NodeFailed):
@@ -429,7 +429,7 @@ def test_attempts_with_progress_do_not_count_against_the_limit() -> None:
     assert ending.served.attempts == 5
 
 
-def test_in_an_outage_few_requests_are_tried_again() -> None:
+def test_few_requests_are_retried_in_an_outage() -> None:
     nodes = FakeNodeCalls(decode_breaks_after=[0] * 1000)
     table = a_table(a_node(NodeRole.DECODE))
     pipeline = a_pipeline(nodes, table, max_in_flight=4)
@@ -444,7 +444,7 @@ def test_in_an_outage_few_requests_are_tried_again() -> None:
     assert len(nodes.received) == pytest.approx(100 + 4 + 20, abs=1)
 
 
-def test_a_node_that_fails_again_and_again_is_avoided_and_then_taken_back() -> None:
+def test_a_repeatedly_failing_node_is_avoided_and_later_used_again() -> None:
     nodes = FakeNodeCalls(prefill_faults=[NodeFailed("broken") for _ in range(3)])
     table = a_table(a_node(NodeRole.PREFILL), a_node(NodeRole.DECODE))
     now = [0.0]
@@ -488,7 +488,7 @@ def test_a_request_that_would_queue_past_its_deadline_is_refused_with_a_delay() 
     assert pipeline.num_waiting == 0
 
 
-def test_leaving_early_leaves_both_legs_and_frees_the_id() -> None:
+def test_closing_the_answer_early_closes_both_legs_and_frees_the_id() -> None:
     nodes = FakeNodeCalls(is_endless=True)
     pipeline = a_pipeline(nodes)
 
@@ -503,7 +503,7 @@ def test_leaving_early_leaves_both_legs_and_frees_the_id() -> None:
     assert nodes.left == [NodeRole.DECODE]
 
 
-def test_the_time_that_remains_of_the_deadline_goes_to_both_legs_of_every_try() -> None:
+def test_both_legs_of_every_attempt_get_the_remaining_deadline() -> None:
     nodes = FakeNodeCalls(decode_breaks_after=[1])
     table = a_table(
         a_node(NodeRole.PREFILL), a_node(NodeRole.DECODE, "d1"), a_node(NodeRole.DECODE, "d2")
@@ -536,7 +536,7 @@ def test_a_request_that_cannot_complete_by_its_deadline_is_refused() -> None:
     assert asyncio.run(scene()).retry_after_s > 0
 
 
-def test_a_request_that_queued_too_long_for_its_deadline_reaches_no_node() -> None:
+def test_a_request_queued_past_its_deadline_reaches_no_node() -> None:
     ticks, slept_s = itertools.count(), 0.0
     nodes = FakeNodeCalls()
     pipeline = a_pipeline(nodes, clock=lambda: slept_s + float(next(ticks)), max_in_flight=2)
@@ -579,7 +579,7 @@ def test_a_lone_request_runs_until_its_deadline() -> None:
     assert asyncio.run(scene()) == expected_tokens(nodes)
 
 
-def test_as_many_go_to_nodes_as_their_batches_hold() -> None:
+def test_concurrent_requests_are_limited_by_the_batches_of_the_nodes() -> None:
     prefill, decode = a_node(NodeRole.PREFILL), a_node(NodeRole.DECODE)
     table = a_table(prefill, replace(decode, card=replace(decode.card, max_num_seqs=2)))
     pipeline = a_pipeline(FakeNodeCalls(is_endless=True), table, max_in_flight=None)
@@ -597,7 +597,7 @@ def test_as_many_go_to_nodes_as_their_batches_hold() -> None:
     assert asyncio.run(scene()) == (2, 1)
 
 
-def test_without_time_left_no_node_is_asked() -> None:
+def test_a_request_without_remaining_time_reaches_no_node() -> None:
     nodes = FakeNodeCalls()
     pipeline = a_pipeline(nodes)
 
@@ -607,7 +607,7 @@ def test_without_time_left_no_node_is_asked() -> None:
     assert nodes.received == []
 
 
-def test_a_leg_that_runs_out_of_time_ends_the_other_one_and_is_not_tried_again() -> None:
+def test_a_leg_that_times_out_ends_the_other_leg_and_is_not_retried() -> None:
     nodes = FakeNodeCalls(prefill_faults=[DeadlineExceeded("over")], is_endless=True)
 
     with pytest.raises(DeadlineExceeded, match="over"):
@@ -631,7 +631,7 @@ def test_an_id_is_refused_only_while_it_is_in_use() -> None:
     asyncio.run(twice_at_once_then_again())
 
 
-def test_requests_that_clients_call_the_same_share_no_hand_off() -> None:
+def test_requests_with_the_same_client_id_share_no_hand_off_id() -> None:
     nodes = FakeNodeCalls()
 
     async def by_two_routers_and_again() -> None:
@@ -646,7 +646,7 @@ def test_requests_that_clients_call_the_same_share_no_hand_off() -> None:
     assert all(handoff_id.request_id.startswith("x.") for handoff_id in legs_by_handoff)
 
 
-def test_what_cannot_be_served_is_refused_before_any_node_is_asked() -> None:
+def test_unservable_requests_are_refused_before_any_node_is_called() -> None:
     nodes = FakeNodeCalls()
     pipeline = a_pipeline(nodes)
     text = GenerateCall("t", TextPrompt("hi"), SamplingParams())
@@ -664,7 +664,7 @@ def test_what_cannot_be_served_is_refused_before_any_node_is_asked() -> None:
     assert nodes.received == []
 
 
-def test_a_request_waits_for_the_only_decode_node_to_come_back_and_goes_on_there() -> None:
+def test_a_request_waits_for_the_only_decode_node_to_return_and_continues_there() -> None:
     nodes = FakeNodeCalls(decode_breaks_after=[3])
     table = a_table()
     decode = a_node(NodeRole.DECODE)
@@ -695,7 +695,7 @@ def test_a_request_waits_for_the_only_decode_node_to_come_back_and_goes_on_there
 OTHER = replace(FINGERPRINT, model="the same in int8")
 
 
-def test_an_answer_is_not_continued_by_other_weights() -> None:
+def test_an_answer_is_not_continued_on_another_revision() -> None:
     nodes = FakeNodeCalls(decode_breaks_after=[3])
     d1, d2 = a_node(NodeRole.DECODE, "d1"), a_node(NodeRole.DECODE, "d2", fingerprint=OTHER)
     table = a_table(d1, d2)
@@ -706,7 +706,7 @@ def test_an_answer_is_not_continued_by_other_weights() -> None:
     assert token_ids == expected_tokens(nodes)
 
 
-def test_an_answer_waits_for_its_own_revision_to_come_back() -> None:
+def test_an_answer_waits_for_its_revision_to_return() -> None:
     nodes = FakeNodeCalls(decode_breaks_after=[3])
     d1, d2 = a_node(NodeRole.DECODE, "d1"), a_node(NodeRole.DECODE, "d2", fingerprint=OTHER)
     table = a_table(d1, d2)
@@ -734,7 +734,7 @@ def test_an_answer_waits_for_its_own_revision_to_come_back() -> None:
     assert {requested.node for requested in nodes.received} == {"d1"}
 
 
-def test_an_answer_whose_revision_does_not_come_back_ends_by_name() -> None:
+def test_an_answer_whose_revision_does_not_return_ends_with_a_named_error() -> None:
     nodes = FakeNodeCalls(decode_breaks_after=[3])
     d1, d2 = a_node(NodeRole.DECODE, "d1"), a_node(NodeRole.DECODE, "d2", fingerprint=OTHER)
     table = a_table(d1, d2)
@@ -748,7 +748,7 @@ def test_an_answer_whose_revision_does_not_come_back_ends_by_name() -> None:
         asyncio.run(asyncio.wait_for(lost_under_way(), PATIENCE_S))
 
 
-def test_a_request_waits_for_a_prefill_node_that_fits() -> None:
+def test_a_request_waits_for_a_compatible_prefill_node() -> None:
     """The incompatible one may be the first node of a new revision."""
     table = a_table(a_node(NodeRole.PREFILL, "p2", fingerprint=OTHER), a_node(NodeRole.DECODE))
     prefill = a_node(NodeRole.PREFILL)
@@ -769,7 +769,7 @@ def test_a_request_waits_for_a_prefill_node_that_fits() -> None:
     assert is_remote
 
 
-def test_a_request_that_a_draining_node_refused_may_begin_with_another_revision() -> None:
+def test_a_request_refused_by_a_draining_node_can_start_on_another_revision() -> None:
     nodes = FakeNodeCalls(prefill_faults=[NodeDraining("on its way out")])
     p1, p2 = a_node(NodeRole.PREFILL, "p1"), a_node(NodeRole.PREFILL, "p2", fingerprint=OTHER)
     d1, d2 = a_node(NodeRole.DECODE, "d1"), a_node(NodeRole.DECODE, "d2", fingerprint=OTHER)
@@ -779,14 +779,14 @@ def test_a_request_that_a_draining_node_refused_may_begin_with_another_revision(
     assert {requested.node for requested in nodes.received[-2:]} == {"p2", "d2"}
 
 
-def test_the_wait_for_a_node_ends() -> None:
+def test_the_wait_for_a_node_times_out() -> None:
     table = a_table(a_node(NodeRole.PREFILL))
 
     with pytest.raises(NoNodes):
         asyncio.run(run(a_pipeline(FakeNodeCalls(), table, node_patience_s=0.01), a_call()))
 
 
-def test_a_draining_router_takes_nothing_new() -> None:
+def test_a_draining_router_refuses_new_requests() -> None:
     pipeline = a_pipeline(FakeNodeCalls())
 
     async def drain_then_ask() -> None:
@@ -810,7 +810,7 @@ class SlowText(TextBoundary):
         return super().token_ids(prompt, max_tokens)
 
 
-def test_a_request_whose_text_is_being_read_is_there_for_drain_and_for_its_id() -> None:
+def test_a_request_being_tokenized_counts_for_drain_and_holds_its_id() -> None:
     async def overtake() -> tuple[bool, list[int]]:
         text = SlowText()
         pipeline = a_pipeline(FakeNodeCalls(), text=text)
@@ -833,7 +833,7 @@ def test_a_request_whose_text_is_being_read_is_there_for_drain_and_for_its_id() 
     assert len(token_ids) == 6
 
 
-def test_the_event_loop_goes_on_while_outputs_with_logprobs_are_caught_up_with() -> None:
+def test_the_event_loop_runs_while_buffered_logprobs_are_processed() -> None:
     entry = TokenLogprobs(1, -0.5, 1)
     outputs = [Output(RequestId("a"), index, (1,), (entry,)) for index in range(3)]
 

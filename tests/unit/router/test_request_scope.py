@@ -25,7 +25,7 @@ def test_a_salt_is_bound_to_its_client_and_no_salt_is_shared() -> None:
     assert bind_salt("", "ann") == bind_salt("", "bob") == ""
 
 
-def test_all_salts_of_a_client_belong_to_one_tenant() -> None:
+def test_all_salts_of_a_client_have_one_tenant() -> None:
     ann = [("authorization", "Bearer ann")]
     scope = RequestScopes(by_token=True).begin("id", ann)
     calls = [
@@ -41,14 +41,14 @@ def test_all_salts_of_a_client_belong_to_one_tenant() -> None:
     assert tenants == [token_digest(ann), token_digest(ann), ""]
 
 
-def test_no_salt_of_a_client_can_spell_anothers() -> None:
+def test_no_salt_of_a_client_equals_that_of_another() -> None:
     ann = token_digest([("authorization", "Bearer ann")])
     bob = token_digest([("authorization", "Bearer bob")])
 
     assert bind_salt(bind_salt("s", ann), bob) != bind_salt("s", ann)
 
 
-def test_no_salt_without_a_token_can_spell_a_bound_one() -> None:
+def test_no_salt_without_a_token_equals_a_bound_salt() -> None:
     """Routers with and without authentication can share nodes."""
     ann = token_digest([("authorization", "Bearer ann")])
     bound = bind_salt("s", ann)

@@ -32,7 +32,7 @@ class Call:
         (30.0, 0.1, False),
     ],
 )
-def test_a_call_is_late_when_its_client_has_given_up_by_the_clock(
+def test_a_call_past_the_deadline_of_its_client_is_late(
     remaining_s: float | None, took_s: float, is_over: bool
 ) -> None:
     call = Call(remaining_s)
@@ -43,5 +43,5 @@ def test_a_call_is_late_when_its_client_has_given_up_by_the_clock(
 @pytest.mark.parametrize(
     ("is_over", "outcome"), [(True, SpanOutcome.DEADLINE_EXCEEDED), (False, SpanOutcome.CANCELLED)]
 )
-def test_a_call_that_was_cut_off_is_late_or_cancelled(is_over: bool, outcome: SpanOutcome) -> None:
+def test_an_interrupted_call_is_late_or_cancelled(is_over: bool, outcome: SpanOutcome) -> None:
     assert end_of(asyncio.CancelledError(), is_late=is_over).outcome is outcome

@@ -29,7 +29,7 @@ from baton.rpc.server import serving
         ("unix:///run/router", "unix:///run/router"),
     ],
 )
-def test_a_port_that_is_left_out_is_the_routers_and_not_443(written: str, target: str) -> None:
+def test_an_omitted_port_is_the_router_port_and_not_443(written: str, target: str) -> None:
     assert router_target(written) == target
 
 
@@ -46,14 +46,14 @@ def test_a_port_that_is_left_out_is_the_routers_and_not_443(written: str, target
         ("router:", "from 1 to 65535"),
     ],
 )
-def test_what_is_no_address_is_refused_before_anything_is_dialled(written: str, word: str) -> None:
+def test_an_invalid_address_is_refused_before_dialling(written: str, word: str) -> None:
     with pytest.raises(InvalidConfig, match=word):
         Client(written)
     with pytest.raises(InvalidConfig, match=word):
         ask(written, 1.0, PLAIN)
 
 
-def test_a_failed_connection_is_told_without_grpcs_own_words() -> None:
+def test_a_failed_connection_is_reported_without_grpc_internals() -> None:
     details = (
         "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:7: Failed to "
         "connect to remote host: connect: Connection refused (111)"

@@ -48,7 +48,7 @@ def test_a_refusal_keeps_its_kind_and_its_field_between_processes(refusal: Inval
     assert (str(received), received.field) == (str(refusal), refusal.field)
 
 
-def test_every_service_error_that_a_call_can_meet_is_in_the_table() -> None:
+def test_every_service_error_of_a_call_is_in_the_table() -> None:
     kinds = {
         kind
         for kind in vars(service_errors).values()
@@ -60,20 +60,20 @@ def test_every_service_error_that_a_call_can_meet_is_in_the_table() -> None:
     assert unlisted == {service_errors.ServiceError}
 
 
-def test_reasons_are_not_shared() -> None:
+def test_reasons_are_unique() -> None:
     reasons = [reason for _, reason in CODE_AND_REASON.values()]
 
     assert len(set(reasons)) == len(reasons)
 
 
-def test_a_special_case_of_a_named_error_is_told_as_that_error() -> None:
+def test_a_subclass_of_a_named_error_has_its_status() -> None:
     class TooLong(InvalidRequest):
         pass
 
     assert code_and_reason(TooLong("x")) == (StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
 
 
-def test_a_full_queue_tells_when_to_try_again() -> None:
+def test_a_full_queue_returns_a_retry_delay() -> None:
     status = status_of(service_errors.QueueFull("full", 1.5))
 
     retry = error_details_pb2.RetryInfo()

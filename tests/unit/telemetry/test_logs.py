@@ -39,7 +39,7 @@ def test_a_json_line_is_one_object_with_its_trace() -> None:
     assert reported["time"].endswith("Z")
 
 
-def test_a_failure_keeps_its_traceback_in_the_one_line() -> None:
+def test_an_exception_keeps_its_traceback_in_one_line() -> None:
     try:
         raise RuntimeError("a bug")
     except RuntimeError:
@@ -51,7 +51,7 @@ def test_a_failure_keeps_its_traceback_in_the_one_line() -> None:
     assert "RuntimeError: a bug" in json.loads(line)["exception"]
 
 
-def test_a_line_for_people_ends_with_the_fields() -> None:
+def test_a_text_line_ends_with_the_fields() -> None:
     line = TextFormatter(TEXT).format(a_record(outcome="failed", num_tries=2))
 
     assert line.endswith("INFO router: request ended outcome=failed num_tries=2")

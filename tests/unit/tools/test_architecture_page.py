@@ -23,7 +23,7 @@ def test_every_path_on_the_architecture_pages_exists() -> None:
     assert sorted(path for path in named if not _is_known(path, known)) == []
 
 
-def test_a_stale_path_is_found() -> None:
+def test_a_stale_path_is_detected() -> None:
     known = _tracked_paths()
 
     assert not _is_known("engine/runner/batch.py", known)

@@ -21,7 +21,7 @@ def test_the_same_numbers_are_equal() -> None:
     assert are_equal(tallies)
 
 
-def test_one_number_that_is_rounded_otherwise_is_a_difference() -> None:
+def test_one_number_rounded_differently_is_a_difference() -> None:
     tallies = compare(reported(0x3F80, *MANY), reported(0x3F81, *MANY))
 
     assert tallies == {"norm": KernelTally(2001, num_different=1, max_steps=1)}

@@ -40,7 +40,7 @@ def test_the_order_is_read_from_the_contract(tmp_path: Path) -> None:
     assert [layers.position(name) for name in ("app.cli", "router.x", "node")] == [0, 1, 1]
 
 
-def test_an_import_of_a_higher_layer_is_found_inside_a_function_too() -> None:
+def test_an_import_of_a_higher_layer_inside_a_function_is_detected() -> None:
     modules = modules_of(
         rpc__server="import router.pipeline\n",
         engine__core="def run():\n    from rpc.server import serve\n",
@@ -66,7 +66,7 @@ def test_a_module_without_a_layer_is_in_the_lowest_of_its_package() -> None:
     assert upward_packages(imports, LAYERS) == ["engine -> app", "router -> app"]
 
 
-def test_stubs_count_only_on_demand() -> None:
+def test_stubs_are_counted_only_on_request() -> None:
     modules = modules_of(app__v1="", rpc__server="from app.v1 import node_pb2\n")
 
     imports = imports_of(modules)
@@ -76,7 +76,7 @@ def test_stubs_count_only_on_demand() -> None:
     assert upward_packages(imports, LAYERS, with_generated=True) == ["rpc -> app"]
 
 
-def test_a_local_import_either_avoids_a_cycle_or_a_library_or_is_needless() -> None:
+def test_local_imports_that_avoid_neither_a_cycle_nor_a_library_are_found() -> None:
     modules = modules_of(
         engine__a="import engine.b\n",
         engine__b="def f():\n    import engine.a\n    import engine.c\n    import engine.d\n",

@@ -25,7 +25,7 @@ from tools.make_model import make_model, parse_args
 from tools.model_shapes import SHAPES
 
 
-def test_layers_and_experts_can_be_fewer_than_published() -> None:
+def test_layers_and_experts_can_be_reduced() -> None:
     shape = SHAPES["qwen3-30b-a3b"]
 
     assert shape.scale()["num_hidden_layers"] == 4
@@ -41,7 +41,7 @@ def test_layers_and_experts_can_be_fewer_than_published() -> None:
         SHAPES["qwen3-0.6b"].scale(experts=8)
 
 
-def test_a_count_is_above_zero() -> None:
+def test_counts_must_be_positive() -> None:
     assert parse_args(["--layers", "2", "out"]).layers == 2
     with pytest.raises(SystemExit):
         parse_args(["--layers", "0", "out"])
@@ -50,7 +50,9 @@ def test_a_count_is_above_zero() -> None:
 @pytest.mark.parametrize(
     ("name", "mean"), [("qwen3-30b-a3b", 1.0), ("gemma3-1b", 0.0), ("granite-4.0-h-tiny", 1.0)]
 )
-def test_norms_neither_grow_nor_shrink_their_input(name: str, mean: float, tmp_path: Path) -> None:
+def test_norms_preserve_the_magnitude_of_their_input(
+    name: str, mean: float, tmp_path: Path
+) -> None:
     norms = [
         tensor
         for name, tensor in tensors_of(small_folder(tmp_path, name)).items()
@@ -106,7 +108,7 @@ def test_a_large_tensor_is_written_in_parts(
     assert written[-1][0] == size
 
 
-def test_experts_of_gpt_oss_can_be_four_bit_floats(tmp_path: Path) -> None:
+def test_experts_of_gpt_oss_can_be_mxfp4(tmp_path: Path) -> None:
     make_model(tmp_path, small_config("gpt-oss-20b"), quantization="mxfp4")
 
     tensors = tensors_of(tmp_path)
@@ -129,7 +131,7 @@ def test_experts_of_gpt_oss_can_be_four_bit_floats(tmp_path: Path) -> None:
         check_tensors(read_model_config(SafetensorsFolder(tmp_path)), files)
 
 
-def test_no_other_model_has_four_bit_floats(tmp_path: Path) -> None:
+def test_no_other_model_has_mxfp4(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="only gpt-oss"):
         make_model(tmp_path, small_config("mixtral-8x7b"), quantization="mxfp4")
 

@@ -25,13 +25,13 @@ class Queue:
 OUTER, INNER = Place("router/a.py", "outer", 2), Place("router/a.py", "outer.<locals>.inner", 4)
 
 
-def test_calls_that_are_as_frequent_when_idle_are_background_work() -> None:
+def test_calls_equally_frequent_when_idle_are_background_work() -> None:
     beat, step = Place("a.py", "beat", 1), Place("a.py", "step", 5)
 
     assert request_path({step: 3, beat: 1}, [{beat: 1}, {step: 2}]) == [step]
 
 
-def test_files_count_whole_and_lines_of_functions_once() -> None:
+def test_whole_files_and_lines_of_functions_are_counted_once() -> None:
     sources = {"router/a.py": parse_module(Path("router/a.py"), SOURCE)}
     generated = Place("router/a.py", "__create_fn__.<locals>.__init__", 0)
     stub = Place("baton/v1/node_pb2.py", "f", 1)
@@ -42,7 +42,7 @@ def test_files_count_whole_and_lines_of_functions_once() -> None:
     assert (figures.functions, figures.function_lines) == (2, 5)
 
 
-def test_the_recorder_counts_functions_of_the_product_that_are_no_background_work(
+def test_the_recorder_counts_product_functions_without_background_work(
     tmp_path: Path,
 ) -> None:
     product = load(tmp_path / "product.py")

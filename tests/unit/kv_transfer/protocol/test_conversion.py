@@ -62,7 +62,9 @@ def order(first_block: int, num_blocks: int, num_tokens: int, number: int = 0) -
         (FULL, FULL, False),
     ],
 )
-def test_what_can_be_converted(source: Fingerprint, target: Fingerprint, *, is_good: bool) -> None:
+def test_convertible_layouts_are_recognised(
+    source: Fingerprint, target: Fingerprint, *, is_good: bool
+) -> None:
     assert is_convertible(source, target) is is_good
 
 
@@ -76,7 +78,7 @@ def test_what_can_be_converted(source: Fingerprint, target: Fingerprint, *, is_g
     ],
     ids=["no tokens", "other tokens", "small", "large"],
 )
-def test_a_sender_whose_blocks_have_another_size_than_it_says_is_not_converted(
+def test_a_sender_with_a_wrong_block_size_is_not_converted(
     change: dict[str, object],
 ) -> None:
     receiver = hello(replace(FULL, block_size=32), 1 << 16)
@@ -92,7 +94,7 @@ def test_a_sender_whose_blocks_have_another_size_than_it_says_is_not_converted(
     num_tokens=st.integers(1, 300),
     num_hits=st.integers(0, 10),
 )
-def test_the_blocks_that_are_sent_contain_all_missing_tokens_and_begin_with_the_first(
+def test_sent_blocks_cover_all_missing_tokens_from_the_first(
     sizes: tuple[int, int], num_tokens: int, num_hits: int
 ) -> None:
     source, target = sizes
@@ -112,7 +114,9 @@ def test_the_blocks_that_are_sent_contain_all_missing_tokens_and_begin_with_the_
 
 
 @given(steps=st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.sampled_from([4, 16, 24]))))
-def test_lent_blocks_never_overlap_and_all_come_back(steps: list[tuple[bool, int, int]]) -> None:
+def test_staging_blocks_never_overlap_and_are_all_returned(
+    steps: list[tuple[bool, int, int]],
+) -> None:
     area = StagingArea(Region(1 << 20, 1, 8 * 128 * 16), lambda _: None)
     lent: dict[HandoffId, range] = {}
     for number, (is_lend, count, size) in enumerate(steps):
@@ -167,7 +171,7 @@ class StagedReceiver:
         return list(self.receiver.take_actions())
 
 
-def test_a_receive_waits_for_room_and_lands_after_its_conversion() -> None:
+def test_a_receive_waits_for_staging_blocks_and_lands_after_its_conversion() -> None:
     world = StagedReceiver()
     first, second, third = (each.handoff_id for each in world.orders)
 
@@ -182,7 +186,7 @@ def test_a_receive_waits_for_room_and_lands_after_its_conversion() -> None:
     assert world.granted() == {third: (0, 1, 2, 3)}
 
 
-def test_a_receive_that_gets_no_room_in_time_is_lost_and_its_blocks_come_back() -> None:
+def test_a_receive_without_staging_blocks_in_time_is_lost_and_releases_its_blocks() -> None:
     world = StagedReceiver()
     world.granted()
     third = world.orders[2].handoff_id
@@ -201,7 +205,7 @@ def test_a_receive_that_gets_no_room_in_time_is_lost_and_its_blocks_come_back() 
     assert world.granted() == {}  # nor is a grant revoked that was never sent
 
 
-def test_receives_get_room_in_the_order_of_their_arrival_whatever_their_size() -> None:
+def test_staging_blocks_are_allocated_in_arrival_order_regardless_of_size() -> None:
     world = StagedReceiver()
     world.granted()
     first, second, third = (each.handoff_id for each in world.orders)
@@ -221,7 +225,7 @@ def test_receives_get_room_in_the_order_of_their_arrival_whatever_their_size() -
     assert world.granted().keys() == {small}
 
 
-def test_a_receive_that_stops_waiting_for_room_lets_the_next_one_in() -> None:
+def test_a_receive_that_stops_waiting_for_staging_blocks_unblocks_the_next() -> None:
     world = StagedReceiver()
     first = world.orders[0].handoff_id
     world.receiver.revoke(world.orders[2].handoff_id, 0.0)
@@ -237,7 +241,7 @@ def test_a_receive_that_stops_waiting_for_room_lets_the_next_one_in() -> None:
     assert world.granted().keys() == {small}
 
 
-def test_a_wrong_digest_is_not_converted() -> None:
+def test_blocks_with_a_wrong_digest_are_not_converted() -> None:
     world = StagedReceiver()
     world.granted()
     first, _, third = (each.handoff_id for each in world.orders)
@@ -265,7 +269,7 @@ def test_staged_blocks_of_a_revoked_receive_stay_fenced_until_no_write_can_land(
     assert world.granted() == {third: (0, 1, 2, 3)}
 
 
-def test_an_order_larger_than_the_staging_area_fails_by_name() -> None:
+def test_an_order_larger_than_the_staging_area_fails_with_a_named_error() -> None:
     world = StagedReceiver()
     world.granted()
 
@@ -275,7 +279,7 @@ def test_an_order_larger_than_the_staging_area_fails_by_name() -> None:
     assert "--kv-staging-memory is 16384 bytes" in lost.reason
 
 
-def test_an_order_that_never_fits_leaves_the_room_to_the_next_when_the_link_comes_up() -> None:
+def test_an_order_that_never_fits_does_not_block_the_next_once_the_link_is_up() -> None:
     world = StagedReceiver()
     for number in range(3):
         world.receiver.revoke(world.orders[number].handoff_id, 0.0)

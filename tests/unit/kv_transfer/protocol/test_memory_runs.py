@@ -18,7 +18,7 @@ def ids(*numbers: int) -> list[BlockId]:
     return [BlockId(number) for number in numbers]
 
 
-def test_neighbours_are_merged_in_the_order_they_come() -> None:
+def test_adjacent_blocks_are_merged_in_order() -> None:
     assert spans(HERE, ids(3, 4, 5, 1, 0)) == [
         BlockRun(1030, 30),
         BlockRun(1010, 10),
@@ -26,7 +26,7 @@ def test_neighbours_are_merged_in_the_order_they_come() -> None:
     ]
 
 
-def test_a_pair_of_runs_goes_on_only_while_both_sides_do() -> None:
+def test_a_pair_of_runs_extends_only_while_both_sides_are_contiguous() -> None:
     pairs = pair_spans(HERE, ids(0, 1, 2), THERE, ids(4, 5, 9))
 
     assert pairs == [BlockRunPair(1000, 5040, 20), BlockRunPair(1020, 5090, 10)]

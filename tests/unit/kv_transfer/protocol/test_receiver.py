@@ -58,7 +58,7 @@ def said(receiver: Receiver) -> list[LinkMessage]:
     return [action.message for action in receiver.take_actions() if isinstance(action, SendMessage)]
 
 
-def test_a_grant_waits_for_the_link_and_writes_are_expected_first() -> None:
+def test_a_grant_is_sent_once_the_link_is_up_and_writes_are_expected() -> None:
     receiver = Receiver(CONFIG, is_one_sided=True)
     receiver.receive(order(), LINK, 0.0)
     before = receiver.take_actions()
@@ -88,7 +88,7 @@ def test_a_link_that_was_up_before_its_first_receive_grants_at_once() -> None:
     assert [type(message) for message in said(receiver)] == [Grant]
 
 
-def test_it_lands_only_when_done_is_said_and_the_data_has_arrived() -> None:
+def test_a_receive_lands_only_after_done_and_the_arrival_of_its_data() -> None:
     receiver = granted()
 
     receiver.handle_message(LINK, done(), 1.0)
@@ -110,7 +110,7 @@ def test_data_that_arrives_before_done_does_not_land_by_itself() -> None:
     assert receiver.take_reports().finished_recving == (Landed(ID, 20, FIRST),)
 
 
-def test_done_that_comes_with_the_data_is_enough_and_lands_once() -> None:
+def test_done_attached_to_the_data_lands_the_receive_once() -> None:
     receiver = granted()
 
     receiver.arrived(LINK, 1, done())
@@ -123,7 +123,7 @@ def test_done_that_comes_with_the_data_is_enough_and_lands_once() -> None:
     assert receiver.num_dropped == 2
 
 
-def test_done_that_comes_with_the_data_of_another_hand_off_lands_nothing() -> None:
+def test_done_attached_to_the_data_of_another_hand_off_lands_nothing() -> None:
     receiver = granted()
 
     receiver.arrived(LINK, 1, done(HandoffId("r", 1)))
@@ -134,7 +134,7 @@ def test_done_that_comes_with_the_data_of_another_hand_off_lands_nothing() -> No
     assert receiver.num_dropped == 3
 
 
-def test_done_that_comes_with_the_data_after_a_revoke_lands_nothing() -> None:
+def test_done_attached_to_the_data_after_a_revoke_lands_nothing() -> None:
     receiver = granted()
     receiver.revoke(ID, 0.5)
 
@@ -146,7 +146,7 @@ def test_done_that_comes_with_the_data_after_a_revoke_lands_nothing() -> None:
     assert receiver.take_reports().released == (ID,)
 
 
-def test_a_doorbell_that_the_data_overtook_is_not_counted_as_dropped() -> None:
+def test_a_writing_message_that_arrives_after_its_data_is_not_counted_as_dropped() -> None:
     receiver = granted()
     receiver.arrived(LINK, 1, done())
 
@@ -168,7 +168,7 @@ def test_messages_of_another_link_or_attempt_are_dropped() -> None:
     assert receiver.num_dropped == 3
 
 
-def test_a_revoked_receive_keeps_its_blocks_until_p_says_that_nothing_is_in_flight() -> None:
+def test_a_revoked_receive_keeps_its_blocks_until_the_sender_confirms() -> None:
     receiver = granted()
 
     receiver.revoke(ID, 1.0)
@@ -183,7 +183,7 @@ def test_a_revoked_receive_keeps_its_blocks_until_p_says_that_nothing_is_in_flig
     assert receiver.take_reports().released == (ID,)
 
 
-def test_revoked_is_not_believed_for_a_grant_that_was_not_revoked() -> None:
+def test_revoked_is_ignored_for_a_grant_that_was_not_revoked() -> None:
     receiver = granted()
 
     receiver.handle_message(LINK, Revoked(ID), 1.0)
@@ -192,7 +192,7 @@ def test_revoked_is_not_believed_for_a_grant_that_was_not_revoked() -> None:
     assert receiver.num_dropped == 1
 
 
-def test_where_receives_are_posted_only_their_own_end_releases_the_blocks() -> None:
+def test_with_two_sided_transports_only_the_end_of_a_receive_releases_its_blocks() -> None:
     receiver = granted(is_one_sided=False)
     receiver.revoke(ID, 1.0)
 
@@ -247,7 +247,7 @@ def test_a_grant_is_renewed_at_a_third_of_its_lease() -> None:
     assert said_by_s == {0.9: [], 1.0: [renew], 1.9: [], 2.0: [renew]}
 
 
-def test_a_peer_is_asked_for_a_sign_of_life_for_as_long_as_blocks_are_fenced() -> None:
+def test_keepalives_are_requested_while_blocks_are_fenced() -> None:
     receiver = granted()
     receiver.revoke(ID, 0.5)
     receiver.take_actions()
@@ -257,13 +257,13 @@ def test_a_peer_is_asked_for_a_sign_of_life_for_as_long_as_blocks_are_fenced() -
     assert said(receiver) == [Renew((), 3)]
 
 
-def test_a_peer_is_asked_three_times_before_its_silence_counts_however_long_a_lease_is() -> None:
+def test_three_unanswered_keepalives_precede_a_timeout_regardless_of_the_lease() -> None:
     config = ReceiverConfig(lease_s=600, silence_s=6)
 
     assert config.renew_every_s == 2
 
 
-def test_a_silent_peer_costs_the_pair_and_one_that_answers_does_not() -> None:
+def test_a_silent_peer_closes_the_pair_and_a_responsive_peer_does_not() -> None:
     silent, answering = granted(), granted()
     answering.handle_message(LINK, Renewed((ID,)), 5.0)
 
@@ -274,7 +274,7 @@ def test_a_silent_peer_costs_the_pair_and_one_that_answers_does_not() -> None:
     assert not any(isinstance(action, BreakLink) for action in answering.take_actions())
 
 
-def test_a_link_that_does_not_come_up_is_given_up() -> None:
+def test_a_link_that_does_not_come_up_times_out() -> None:
     receiver = Receiver(CONFIG, is_one_sided=True)
     receiver.receive(order(), LINK, 0.0)
 
@@ -283,7 +283,7 @@ def test_a_link_that_does_not_come_up_is_given_up() -> None:
     assert any(isinstance(action, BreakLink) for action in receiver.take_actions())
 
 
-def test_whole_blocks_are_digested_while_others_come_and_not_once_they_are_fenced() -> None:
+def test_complete_blocks_are_digested_while_others_arrive_unless_they_are_fenced() -> None:
     receiver = granted(is_one_sided=False)
 
     receiver.landing(LINK, 1, 1)
@@ -297,7 +297,7 @@ def test_whole_blocks_are_digested_while_others_come_and_not_once_they_are_fence
     assert fenced == []
 
 
-def test_a_hello_without_answer_costs_the_pair_though_the_peer_gives_signs_of_life() -> None:
+def test_an_unanswered_hello_closes_the_pair_despite_keepalives() -> None:
     config = ReceiverConfig(lease_s=3, silence_s=7, fence_age_s=12)
     receiver = Receiver(config, is_one_sided=True)
     receiver.receive(order(), LINK, 0.0)
@@ -311,7 +311,7 @@ def test_a_hello_without_answer_costs_the_pair_though_the_peer_gives_signs_of_li
     assert broken == [12]
 
 
-def test_a_revoke_without_answer_costs_the_pair_though_the_peer_speaks() -> None:
+def test_an_unanswered_revoke_closes_the_pair_despite_other_messages() -> None:
     receiver = granted()
     receiver.revoke(ID, 0.0)
     receiver.take_actions()
@@ -323,7 +323,7 @@ def test_a_revoke_without_answer_costs_the_pair_though_the_peer_speaks() -> None
     assert receiver.take_reports().released == ()
 
 
-def test_a_receive_that_never_ends_is_given_up_however_alive_the_peer_is() -> None:
+def test_a_receive_that_never_ends_times_out_despite_keepalives() -> None:
     receiver = granted()
     receiver.handle_message(LINK, Renewed((ID,)), 59.0)
 
@@ -332,7 +332,7 @@ def test_a_receive_that_never_ends_is_given_up_however_alive_the_peer_is() -> No
     assert receiver.take_reports().failed_recving == (Lost(ID, "gave up after 60 s"),)
 
 
-def test_a_cut_releases_at_once_where_closing_stops_writes() -> None:
+def test_a_link_cut_that_stops_writes_releases_the_blocks_at_once() -> None:
     receiver = granted()
 
     receiver.handle_link_cut(LINK, "gone", 1.0, writes_stopped=True)
@@ -342,7 +342,7 @@ def test_a_cut_releases_at_once_where_closing_stops_writes() -> None:
     assert reports.released == (ID,)
 
 
-def test_a_cut_keeps_the_fence_where_the_peer_writes_past_us() -> None:
+def test_a_link_cut_keeps_the_fence_if_the_peer_can_still_write() -> None:
     receiver = granted()
     receiver.handle_peer_cut(LINK)
 
@@ -357,7 +357,7 @@ def test_a_cut_keeps_the_fence_where_the_peer_writes_past_us() -> None:
     assert receiver.take_reports().released == (ID,)
 
 
-def test_the_digest_is_checked_once_all_is_there_and_a_bad_one_is_a_loss_without_fence() -> None:
+def test_a_wrong_digest_after_all_data_arrived_is_a_loss_without_fence() -> None:
     receiver = granted()
     receiver.arrived(LINK, 1)
     receiver.handle_message(LINK, done(digest=77), 1.0)
@@ -372,7 +372,7 @@ def test_the_digest_is_checked_once_all_is_there_and_a_bad_one_is_a_loss_without
     assert reports.released == (ID,)
 
 
-def test_everything_ends_once() -> None:
+def test_each_receive_is_reported_once() -> None:
     receiver = granted()
     receiver.revoke(ID, 1.0)
     receiver.handle_message(LINK, Revoked(ID), 1.1)
@@ -387,7 +387,7 @@ def test_everything_ends_once() -> None:
     assert list(receiver.incoming()) == []
 
 
-def test_what_has_landed_is_digested_while_the_rest_is_on_its_way_each_block_once() -> None:
+def test_each_landed_block_is_digested_once_while_others_are_in_flight() -> None:
     receiver = granted()
     receiver.take_actions()
 

@@ -67,7 +67,7 @@ def said(sender: Sender) -> list[LinkMessage]:
     return [action.message for action in sender.take_actions() if isinstance(action, SendMessage)]
 
 
-def test_blocks_computed_before_the_grant_are_posted_when_it_comes() -> None:
+def test_blocks_computed_before_the_grant_are_posted_when_it_arrives() -> None:
     sender = linked()
     sender.send(Send(ID, 0, ids(1, 2)), 0.0)
     before = posts(sender)
@@ -88,7 +88,7 @@ def test_blocks_computed_after_the_grant_are_posted_chunk_by_chunk() -> None:
     assert posts(sender) == [Write(1, 1, 0, ids(1), ids(7)), Write(2, 1, 1, ids(2, 3), ids(8, 9))]
 
 
-def test_only_what_decode_lacks_is_sent() -> None:
+def test_only_blocks_missing_at_the_decode_node_are_sent() -> None:
     sender = linked()
     sender.send(Send(ID, 0, ids(1, 2, 3, 4)), 0.0)
 
@@ -97,7 +97,7 @@ def test_only_what_decode_lacks_is_sent() -> None:
     assert posts(sender) == [Write(1, 1, 0, ids(3), ids(9))]
 
 
-def test_what_is_in_flight_is_bounded_and_goes_on_when_there_is_room() -> None:
+def test_writes_in_flight_are_bounded_and_continue_as_writes_complete() -> None:
     sender = linked()
     sender.send(Send(ID, 0, ids(*range(7))), 0.0)
     sender.handle_message(LINK, grant(*range(10, 17)), 0.0)
@@ -109,7 +109,7 @@ def test_what_is_in_flight_is_bounded_and_goes_on_when_there_is_room() -> None:
     assert [write.first for write in posts(sender)] == [4]
 
 
-def test_nothing_is_posted_once_the_lease_is_over_by_our_own_clock() -> None:
+def test_no_write_is_posted_after_the_lease_expired_by_the_local_clock() -> None:
     sender = linked()
     sender.handle_message(LINK, grant(7, 8), 0.0)
 
@@ -119,7 +119,7 @@ def test_nothing_is_posted_once_the_lease_is_over_by_our_own_clock() -> None:
     assert [write.sources for write in posts(sender)] == [ids(1)]
 
 
-def test_a_renewed_lease_lets_it_go_on() -> None:
+def test_a_renewed_lease_continues_the_send() -> None:
     sender = linked()
     sender.handle_message(LINK, grant(7, 8), 0.0)
     sender.handle_message(LINK, Renew((ID,), 3), 2.0)
@@ -130,7 +130,7 @@ def test_a_renewed_lease_lets_it_go_on() -> None:
     assert len(posts(sender)) == 1
 
 
-def test_a_lease_that_ends_fails_the_send_and_says_so() -> None:
+def test_an_expired_lease_fails_the_send_and_notifies_the_peer() -> None:
     sender = linked()
     sender.handle_message(LINK, grant(7, 8), 0.0)
 
@@ -140,7 +140,7 @@ def test_a_lease_that_ends_fails_the_send_and_says_so() -> None:
     assert sender.take_finished() == ()  # unknown to the scheduler
 
 
-def test_done_is_announced_after_every_write_and_the_source_is_free_then() -> None:
+def test_done_is_sent_after_every_write_and_releases_the_source_blocks() -> None:
     sender = linked()
     sender.send(Send(ID, 0, ids(1, 2, 3)), 0.0)
     sender.handle_message(LINK, grant(7, 8, 9), 0.0)
@@ -156,7 +156,7 @@ def test_done_is_announced_after_every_write_and_the_source_is_free_then() -> No
     assert sender.take_finished() == (ID,)
 
 
-def test_nothing_is_announced_before_the_first_token_is_there() -> None:
+def test_done_is_not_sent_before_the_first_token() -> None:
     sender = pushing()
 
     sender.written(LINK, 1, 0.1)
@@ -167,7 +167,7 @@ def test_nothing_is_announced_before_the_first_token_is_there() -> None:
     assert sender.take_actions() == [SendDone(LINK, 1, complete())]
 
 
-def test_a_full_hit_on_decode_is_announced_without_a_write() -> None:
+def test_a_full_prefix_hit_on_the_decode_node_sends_done_without_a_write() -> None:
     sender = linked()
     sender.send(Send(ID, 0, ids(1, 2)), 0.0)
     sender.complete(complete(), 0.0)
@@ -188,7 +188,7 @@ def test_a_revoke_is_answered_when_the_last_write_has_ended() -> None:
     assert said(sender) == [Revoked(ID)]
 
 
-def test_after_a_revoke_nothing_more_is_posted_and_the_last_word_ends_it() -> None:
+def test_after_a_revoke_no_write_is_posted_and_the_last_completion_ends_the_send() -> None:
     sender = pushing()
     sender.handle_message(LINK, RevokeGrant(ID, 1), 0.1)
     sender.written(LINK, 1, 0.2)
@@ -202,7 +202,7 @@ def test_after_a_revoke_nothing_more_is_posted_and_the_last_word_ends_it() -> No
     assert sender.take_finished() == (ID,)
 
 
-def test_a_revoke_that_overtakes_its_grant_voids_it() -> None:
+def test_a_revoke_that_arrives_before_its_grant_voids_it() -> None:
     sender = linked()
     sender.send(Send(ID, 0, ids(1)), 0.0)
 
@@ -214,7 +214,7 @@ def test_a_revoke_that_overtakes_its_grant_voids_it() -> None:
     assert posts(sender) == []
 
 
-def test_a_grant_that_comes_twice_is_taken_once() -> None:
+def test_a_duplicate_grant_is_ignored() -> None:
     sender = pushing()
 
     sender.handle_message(LINK, grant(7, 8), 0.1)
@@ -223,7 +223,7 @@ def test_a_grant_that_comes_twice_is_taken_once() -> None:
     assert sender.num_dropped == 1
 
 
-def test_a_withdrawn_send_fails_at_once_and_frees_its_source_when_nothing_reads_it() -> None:
+def test_a_withdrawn_send_fails_at_once_and_releases_its_source_after_the_last_write() -> None:
     sender = pushing()
 
     sender.withdraw(Withdraw(ID, "aborted"), 0.1)
@@ -234,7 +234,7 @@ def test_a_withdrawn_send_fails_at_once_and_frees_its_source_when_nothing_reads_
     assert sender.take_finished() == (ID,)
 
 
-def test_a_grant_for_what_has_ended_is_refused_by_name() -> None:
+def test_a_grant_for_a_finished_send_is_refused_by_name() -> None:
     sender = linked()
     sender.withdraw(Withdraw(ID, "aborted"), 0.0)
 
@@ -243,7 +243,7 @@ def test_a_grant_for_what_has_ended_is_refused_by_name() -> None:
     assert said(sender) == [Failed(ID, "aborted")]
 
 
-def test_a_result_that_nobody_wants_is_held_for_a_while_only() -> None:
+def test_an_unclaimed_result_is_dropped_after_a_timeout() -> None:
     sender = linked()
     sender.send(Send(ID, 0, ids(1)), 0.0)
     sender.complete(complete(), 5.0)
@@ -256,7 +256,7 @@ def test_a_result_that_nobody_wants_is_held_for_a_while_only() -> None:
     assert sender.take_finished() == (ID,)
 
 
-def test_a_failed_write_costs_the_pair_and_is_never_taken_for_an_end() -> None:
+def test_a_failed_write_closes_the_pair_and_does_not_count_as_completed() -> None:
     sender = pushing()
     sender.complete(complete(), 0.1)
 
@@ -273,7 +273,7 @@ def test_a_failed_write_costs_the_pair_and_is_never_taken_for_an_end() -> None:
     assert sender.take_finished() == (ID,)
 
 
-def test_a_write_that_does_not_end_costs_the_pair() -> None:
+def test_a_write_that_does_not_complete_closes_the_pair() -> None:
     sender = pushing()
     sender.handle_message(LINK, Renew((ID,), 100), 2.0)
     sender.take_actions()
@@ -303,7 +303,7 @@ def test_a_decode_node_that_wants_more_than_was_computed_is_refused() -> None:
     assert Failed(HandoffId("s", 0), "fewer blocks were computed than granted") in said(sender)
 
 
-def test_chunks_must_follow_each_other() -> None:
+def test_chunks_must_be_contiguous() -> None:
     sender = pushing()
 
     with pytest.raises(ValueError, match="do not follow"):
@@ -342,7 +342,7 @@ def test_a_layer_is_sent_after_it_has_been_computed() -> None:
     ]
 
 
-def test_layers_unsent_by_a_pass_follow_with_the_send_and_none_is_sent_twice() -> None:
+def test_layers_not_sent_in_a_pass_are_sent_afterwards_and_none_twice() -> None:
     sender = in_pass(10, 11, 12, coming=(5, 6))
     sender.layer_done(3, now=0.0)
     parts(sender)
@@ -368,7 +368,7 @@ def test_blocks_whose_layers_are_all_sent_are_announced_without_more_writes() ->
     assert any(isinstance(action, SendDone) for action in actions)
 
 
-def test_layers_of_what_decode_has_already_stay_here() -> None:
+def test_layers_of_blocks_cached_at_the_decode_node_are_not_sent() -> None:
     sender = Sender(BLOCK_BYTES, CONFIG, num_layers=4)
     sender.link_up(LINK)
     sender.send_layers(Send(ID, 0, ids(5, 6, 7)), now=0.0)
@@ -379,7 +379,7 @@ def test_layers_of_what_decode_has_already_stay_here() -> None:
     assert [(write.sources, write.targets) for write in posts(sender)] == [(ids(6, 7), ids(11, 12))]
 
 
-def test_no_layer_leaves_without_a_live_lease_or_after_a_revoke() -> None:
+def test_no_layer_is_sent_without_a_valid_lease_or_after_a_revoke() -> None:
     late, revoked = in_pass(10, coming=(5,)), in_pass(10, coming=(5,))
 
     late.layer_done(1, now=3.0)
@@ -389,7 +389,7 @@ def test_no_layer_leaves_without_a_live_lease_or_after_a_revoke() -> None:
     assert parts(late) == parts(revoked) == []
 
 
-def test_a_layer_in_flight_holds_its_source_when_the_pass_came_to_nothing() -> None:
+def test_a_layer_in_flight_holds_its_source_blocks_after_a_failed_pass() -> None:
     sender = in_pass(10, coming=(5,))
     sender.layer_done(1, now=0.0)
     written = posts(sender)[0]
@@ -402,14 +402,14 @@ def test_a_layer_in_flight_holds_its_source_when_the_pass_came_to_nothing() -> N
     assert sender.take_finished() == (ID,)
 
 
-def test_a_send_must_begin_with_the_blocks_that_were_to_come() -> None:
+def test_a_send_must_begin_with_the_blocks_announced_by_send_layers() -> None:
     sender = in_pass(10, coming=(5,))
 
     with pytest.raises(ValueError, match="differ from those sent by layer"):
         sender.send(Send(ID, 0, ids(6)), now=0.0)
 
 
-def test_blocks_count_as_written_only_with_all_their_layers_and_all_before_them() -> None:
+def test_blocks_count_as_written_once_all_their_layers_and_earlier_blocks_are() -> None:
     sender = in_pass(10, 11, coming=(5,))
     sender.layer_done(2, now=0.0)
     sender.layer_done(4, now=0.0)
@@ -426,7 +426,7 @@ def test_blocks_count_as_written_only_with_all_their_layers_and_all_before_them(
     assert said(sender) == [Writing(ID, num_written=0), Writing(ID, num_written=1)]
 
 
-def test_decode_learns_once_of_blocks_that_landed_during_the_prefill() -> None:
+def test_progress_reports_blocks_written_during_the_prefill_once() -> None:
     """Decode can process those blocks while the next are computed or in flight."""
     sender = pushing()
 
@@ -440,7 +440,7 @@ def test_decode_learns_once_of_blocks_that_landed_during_the_prefill() -> None:
     assert said(sender) == [Writing(ID, num_written=2)]
 
 
-def test_decode_is_woken_when_the_last_of_it_is_under_way() -> None:
+def test_the_decode_node_is_notified_when_the_last_write_is_in_flight() -> None:
     sender = pushing()
     sender.report_progress()
     said(sender)
@@ -452,7 +452,7 @@ def test_decode_is_woken_when_the_last_of_it_is_under_way() -> None:
     assert said(sender) == [Writing(ID, num_written=0)]
 
 
-def test_of_what_landed_at_once_nothing_is_said_but_that_it_is_done() -> None:
+def test_a_send_that_completes_at_once_sends_only_done() -> None:
     sender = linked()
     sender.handle_message(LINK, grant(7), 0.0)
     sender.send(Send(ID, 0, ids(1)), 0.0)
@@ -464,7 +464,7 @@ def test_of_what_landed_at_once_nothing_is_said_but_that_it_is_done() -> None:
     assert said(sender) == []
 
 
-def test_layers_wait_for_blocks_before_them_that_found_no_room_in_flight() -> None:
+def test_layers_wait_for_earlier_blocks_beyond_the_limit_in_flight() -> None:
     sender = Sender(BLOCK_BYTES, replace(CONFIG, max_in_flight_bytes=12), num_layers=4)
     sender.link_up(LINK)
     sender.send(Send(ID, 0, ids(1, 2)), now=0.0)
@@ -500,7 +500,7 @@ def give(sender: Sender, now: float = 0.1) -> None:
     sender.complete(Complete(ID, 8, None), now)
 
 
-def test_a_pull_is_requested_once_and_its_blocks_are_sent_like_any_others() -> None:
+def test_a_pull_is_requested_once_and_its_blocks_are_sent_like_those_of_a_hand_off() -> None:
     sender = requested()
     sender.handle_message(LINK, pull_grant(ticket=2), 0.0)
     assert said(sender) == [Failed(ID, "the id is in use: it is no pull")]
@@ -520,7 +520,7 @@ def test_a_grant_without_names_requests_nothing() -> None:
     assert sender.take_requested() == ()
 
 
-def test_a_hand_off_that_is_computed_cannot_be_pulled() -> None:
+def test_a_pull_with_the_id_of_a_hand_off_is_refused() -> None:
     sender = linked()
     sender.send(Send(ID, 0, ids(1, 2)), 0.0)
 
@@ -541,7 +541,7 @@ def test_a_refused_pull_fails_at_once_and_ends() -> None:
 
 
 @pytest.mark.parametrize("how", ["revoked", "cut", "expired"])
-def test_orders_for_a_pull_that_has_ended_write_nothing_and_end_once(how: str) -> None:
+def test_orders_for_a_finished_pull_write_nothing_and_end_once(how: str) -> None:
     sender = requested()
     if how == "revoked":
         sender.handle_message(LINK, RevokeGrant(ID, 1), 0.1)

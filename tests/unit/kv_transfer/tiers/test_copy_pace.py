@@ -45,13 +45,13 @@ def decoding(it: PaceWorld) -> PaceWorld:
     return it
 
 
-def test_without_decoding_there_are_no_rests(it: PaceWorld) -> None:
+def test_copies_do_not_pause_without_decoding_requests(it: PaceWorld) -> None:
     it.work(cpu_s=1.0)
     it.pace.set_decoding(True)
     assert it.rest_s() <= 0  # what was done before does not count
 
 
-def test_rests_limit_the_share_of_a_core(decoding: PaceWorld) -> None:
+def test_pauses_limit_the_share_of_a_core(decoding: PaceWorld) -> None:
     decoding.work(cpu_s=0.01)
     assert decoding.rest_s() == pytest.approx(0.01 / MAX_SHARE)
     decoding.now_s += 0.1
@@ -65,7 +65,7 @@ def test_threads_that_work_at_the_same_time_share_the_limit(decoding: PaceWorld)
     assert decoding.rest_s() == pytest.approx(0.02 / MAX_SHARE)
 
 
-def test_work_that_fails_counts(decoding: PaceWorld) -> None:
+def test_failed_work_counts_towards_the_limit(decoding: PaceWorld) -> None:
     with suppress(OSError), decoding.pace.turn(PacedWork.WRITE_BEHIND, decoding.now_s):
         decoding.use_cpu(0.01)
         raise OSError("No space left on device")
@@ -73,7 +73,7 @@ def test_work_that_fails_counts(decoding: PaceWorld) -> None:
 
 
 @pytest.mark.parametrize("work", PacedWork)
-def test_old_work_goes_on_at_full_speed(decoding: PaceWorld, work: PacedWork) -> None:
+def test_overdue_work_runs_at_full_speed(decoding: PaceWorld, work: PacedWork) -> None:
     ordered_s, half_s = decoding.now_s, work.max_paced_s / 2
     decoding.now_s += half_s
     decoding.work(1e6, work)
@@ -84,7 +84,7 @@ def test_old_work_goes_on_at_full_speed(decoding: PaceWorld, work: PacedWork) ->
     assert decoding.rest_s(work) == pytest.approx(half_s)
 
 
-def test_what_the_engine_waits_for_does_not_rest_for_other_work(decoding: PaceWorld) -> None:
+def test_work_that_the_engine_waits_for_does_not_pause_for_other_work(decoding: PaceWorld) -> None:
     decoding.work(0.01, PacedWork.WRITE_BEHIND)
     assert decoding.rest_s(PacedWork.LOAD) <= 0
     decoding.work(0.001, PacedWork.LOAD)
@@ -97,7 +97,9 @@ def test_what_the_engine_waits_for_does_not_rest_for_other_work(decoding: PaceWo
     [lambda pace: pace.set_decoding(False), lambda pace: pace.set_short_of_room(True)],
     ids=["no decoding", "no room"],
 )
-def test_a_rest_ends_with_the_limit(decoding: PaceWorld, lift: Callable[[CopyPace], None]) -> None:
+def test_a_pause_ends_when_the_limit_is_lifted(
+    decoding: PaceWorld, lift: Callable[[CopyPace], None]
+) -> None:
     decoding.now_s += LONG_S
     decoding.work(cpu_s=1.0)
     ordered_s = decoding.now_s
@@ -116,7 +118,7 @@ def test_a_rest_ends_with_the_limit(decoding: PaceWorld, lift: Callable[[CopyPac
     thread.join()
 
 
-def test_copies_are_limited_again_once_there_is_room(decoding: PaceWorld) -> None:
+def test_copies_are_limited_again_once_space_is_free(decoding: PaceWorld) -> None:
     decoding.pace.set_short_of_room(True)
     decoding.work(cpu_s=0.01)
     assert decoding.rest_s() <= 0

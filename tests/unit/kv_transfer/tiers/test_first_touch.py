@@ -49,7 +49,7 @@ def test_all_pages_are_mapped_and_keep_their_content(is_decoding: bool) -> None:
         assert not any(content[5005:])
 
 
-def test_the_end_does_not_wait_for_a_rest() -> None:
+def test_closing_does_not_wait_for_a_pause() -> None:
     cpu_s = iter(range(1000))
     pace = CopyPace(cpu_clock=lambda: float(next(cpu_s)))  # each piece takes a second of CPU time
     pace.set_decoding(True)

@@ -26,7 +26,7 @@ def test_a_pinned_block_is_not_replaced() -> None:
     assert host.reserve() is not None
 
 
-def test_pinned_blocks_are_not_searched_for_room() -> None:
+def test_pinned_blocks_are_skipped_by_eviction() -> None:
     host = host_tier(100)
     blocks = [add(host, number) for number in range(100)]
     assert not list(host.order.victims(SHARED, 0.0))
@@ -34,7 +34,7 @@ def test_pinned_blocks_are_not_searched_for_room() -> None:
     assert list(host.order.victims(SHARED, 0.0)) == [name_of(60)]
 
 
-def test_room_is_announced_once_after_a_reservation_that_failed() -> None:
+def test_free_space_is_announced_once_after_a_failed_reservation() -> None:
     host = host_tier(2)
     announced: list[str] = []
     host.on_room = lambda: announced.append("room")
@@ -60,7 +60,7 @@ def test_a_block_that_was_removed_while_pinned_does_not_unpin_its_successor() ->
     assert host.reserve() is None
 
 
-def test_a_removed_block_keeps_its_slot_while_it_is_read() -> None:
+def test_a_removed_block_keeps_its_slot_during_a_read() -> None:
     host = host_tier(1)
     block = add(host, 1)
     host.clear()
@@ -72,7 +72,7 @@ def test_a_removed_block_keeps_its_slot_while_it_is_read() -> None:
     assert host.reserve() is None
 
 
-def test_a_second_block_of_a_name_is_dropped() -> None:
+def test_a_second_block_with_the_same_name_is_dropped() -> None:
     host = host_tier(2)
     first, second = add(host, 1), add(host, 1)
     host.unpin(first)
@@ -90,7 +90,7 @@ def test_an_abandoned_block_is_free() -> None:
     assert host.reserve() is not None
 
 
-def test_changes_are_taken_once_and_those_that_cancel_out_never() -> None:
+def test_changes_are_reported_once_and_those_that_cancel_out_never() -> None:
     host = host_tier(2)
     for number in (1, 2, 3):  # the third replaces the first
         host.unpin(add(host, number))
@@ -107,7 +107,7 @@ def test_changes_are_taken_once_and_those_that_cancel_out_never() -> None:
     assert set(third.removed) == {name_of(2), name_of(3)}
 
 
-def test_a_retained_block_is_replaced_only_after_its_time() -> None:
+def test_a_retained_block_is_replaced_only_after_its_retention_time() -> None:
     now_s = [0.0]
     host = host_tier(2, clock=lambda: now_s[0])
     for number, hints in ((1, BlockHints(retain_s=9.0)), (2, NO_HINTS), (3, NO_HINTS)):

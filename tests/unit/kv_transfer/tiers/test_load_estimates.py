@@ -101,7 +101,7 @@ def test_a_load_waits_for_one_piece_of_a_store_and_its_estimate_stays(slow_s: fl
         assert node.estimate_s(0) == pytest.approx(COPY_S)
 
 
-def test_a_load_that_is_ordered_while_a_store_rests_ends_the_rest() -> None:
+def test_a_load_ends_the_pause_of_a_store() -> None:
     with decoding_node() as node:
         node.it.store(0)
         ordered: list[tuple[int, float]] = []
@@ -139,7 +139,7 @@ def test_small_loads_from_files_while_requests_decode_do_not_raise_the_estimate(
         assert node.estimate_s(15) == pytest.approx(READ_S)
 
 
-def test_the_promotion_of_a_block_is_limited_as_a_part_of_its_load(tmp_path: Path) -> None:
+def test_promoting_a_block_is_limited_as_part_of_its_load(tmp_path: Path) -> None:
     disk = Disk(tmp_path, [1, 2])
     disk.operation_s["promote"] = READ_S
     with decoding_node(disk) as node:
@@ -147,7 +147,7 @@ def test_the_promotion_of_a_block_is_limited_as_a_part_of_its_load(tmp_path: Pat
         assert node.pace.rests_s == [pytest.approx(2 * READ_S / MAX_SHARE)]
 
 
-def test_a_load_that_is_ordered_while_a_write_rests_ends_the_rest(tmp_path: Path) -> None:
+def test_a_load_ends_the_pause_of_a_write(tmp_path: Path) -> None:
     disk = Disk(tmp_path, [9])
     with decoding_node(disk) as node:
         ordered: list[tuple[int, float]] = []
@@ -167,7 +167,7 @@ def test_a_load_that_is_ordered_while_a_write_rests_ends_the_rest(tmp_path: Path
         assert began_s - ordered_s < 10 * READ_S
 
 
-def test_a_write_that_rests_does_not_make_its_tier_look_stuck(tmp_path: Path) -> None:
+def test_a_paused_write_does_not_make_its_tier_look_stuck(tmp_path: Path) -> None:
     disk = Disk(tmp_path, [9])
     disk.operation_s["write"] = 1.0
     with decoding_node(disk) as node:
@@ -184,7 +184,7 @@ def test_a_write_that_rests_does_not_make_its_tier_look_stuck(tmp_path: Path) ->
         assert estimates_s == [pytest.approx(READ_S)]
 
 
-def test_one_slow_load_is_not_what_the_next_ones_are_expected_to_take() -> None:
+def test_one_slow_load_does_not_dominate_the_estimate() -> None:
     with decoding_node() as node:
         node.it.store(0)
         node.copies.block_s = 500 * COPY_S
@@ -192,7 +192,7 @@ def test_one_slow_load_is_not_what_the_next_ones_are_expected_to_take() -> None:
         assert node.estimate_s(0) < 2 * COPY_S
 
 
-def test_what_slow_loads_taught_is_forgotten() -> None:
+def test_the_effect_of_slow_loads_on_the_estimate_decays() -> None:
     with decoding_node() as node:
         node.it.store(0)
         node.copies.block_s = 500 * COPY_S

@@ -29,7 +29,7 @@ def test_blocks_of_a_tenant_are_taken_in_the_order_of_their_stores() -> None:
     assert not queue
 
 
-def test_a_store_without_hints_belongs_to_all() -> None:
+def test_a_store_without_hints_belongs_to_the_shared_tenant() -> None:
     queue = StoreQueue()
     queue.add(Storing(Store(StoreId(1), (name_of(1),), (BlockId(1),)), 0, 0.0, 1))
     assert list(queue.tenants) == [SHARED]
@@ -47,7 +47,7 @@ def test_tenants_take_turns() -> None:
     assert list(queue.tenants) == [A]
 
 
-def test_a_block_that_is_put_back_is_the_first_again() -> None:
+def test_a_block_put_back_is_first_in_the_queue() -> None:
     queue = StoreQueue()
     queue.add(storing((1, A), (2, A)))
     queue.put_back(queue.take(A))
@@ -56,7 +56,7 @@ def test_a_block_that_is_put_back_is_the_first_again() -> None:
     assert taken(queue, A) == [1]
 
 
-def test_dropped_blocks_are_taken_out() -> None:
+def test_dropped_blocks_are_removed_from_the_queue() -> None:
     queue = StoreQueue()
     queue.add(storing((1, A), (2, B), (3, A)))
     assert [block.block_id for block in queue.drop({name_of(2), name_of(3), name_of(9)})] == [3, 2]

@@ -102,7 +102,7 @@ def test_a_block_that_changed_in_host_memory_is_not_loaded() -> None:
         assert not it.holds(1)
 
 
-def test_a_bug_in_a_load_still_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_in_a_load_ends_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("a bug")
 
@@ -112,7 +112,7 @@ def test_a_bug_in_a_load_still_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
         assert it.load([1], into=5) == (None,)
 
 
-def test_loads_go_before_the_rest_of_a_long_store(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loads_precede_the_rest_of_a_long_store(monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[int] = []
     is_copying, may_copy = Event(), Event()
 
@@ -175,7 +175,7 @@ def test_two_nodes_write_the_same_block_at_the_same_time(backing: Backing) -> No
     assert backing.names() == hexes(1)
 
 
-def test_host_memory_and_the_tier_behind_serve_one_load(backing: Backing) -> None:
+def test_one_load_reads_host_memory_and_the_next_tier(backing: Backing) -> None:
     with backing.world() as it:
         it.store(1)
     with backing.world() as it:
@@ -183,7 +183,7 @@ def test_host_memory_and_the_tier_behind_serve_one_load(backing: Backing) -> Non
         assert it.load([1, 2], into=5) == (backing.tier, HOST)
 
 
-def test_cleared_tiers_hold_nothing(backing: Backing) -> None:
+def test_cleared_tiers_are_empty(backing: Backing) -> None:
     with backing.world() as it:
         it.store(1)
         it.tiers.clear()
@@ -196,7 +196,7 @@ def test_cleared_tiers_hold_nothing(backing: Backing) -> None:
 
 
 @pytest.mark.parametrize("is_host", [True, False])
-def test_a_single_tier_is_cleared(backing: Backing, is_host: bool) -> None:
+def test_a_single_tier_can_be_cleared(backing: Backing, is_host: bool) -> None:
     with backing.world() as it:
         it.store(1, 2)
     cleared, source = (HOST, backing.tier) if is_host else (backing.tier, HOST)
@@ -232,7 +232,7 @@ def test_a_second_store_of_a_block_applies_its_hints() -> None:
         assert it.num_retained(HOST) == 1
 
 
-def test_a_reset_of_one_tier_does_not_bring_back_what_another_one_failed_to_remove(
+def test_resetting_one_tier_does_not_restore_blocks_that_another_failed_to_remove(
     backing: Backing,
 ) -> None:
     store, fault = FaultyStore(backing.open()), Failing(("clear",))
@@ -311,7 +311,7 @@ def test_dropped_blocks_are_in_no_tier(backing: Backing) -> None:
     assert backing.names() == hexes(2)
 
 
-def test_a_store_that_waits_for_room_is_not_stored_once_it_is_dropped(files: Backing) -> None:
+def test_a_dropped_store_that_waits_for_space_is_not_stored(files: Backing) -> None:
     store, gate = FaultyStore(files.open()), Gate("write")
     store.before = gate
     with files.world(num_host=1, store=store) as it:
@@ -335,7 +335,7 @@ def test_stores_wait_for_files_while_host_memory_is_full(files: Backing) -> None
         assert len(it.host.order) == 2
 
 
-def test_a_store_that_waits_for_room_continues_as_soon_as_there_is_some(
+def test_a_store_that_waits_for_space_continues_once_space_is_free(
     files: Backing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tiered_kv, "ROOM_RETRY_S", 100 * WAIT_S)
@@ -344,7 +344,7 @@ def test_a_store_that_waits_for_room_continues_as_soon_as_there_is_some(
     assert files.names() == hexes(*range(12))
 
 
-def test_writes_that_a_store_waits_for_are_done_at_full_speed(files: Backing) -> None:
+def test_writes_that_a_store_waits_for_run_at_full_speed(files: Backing) -> None:
     store, gate = FaultyStore(files.open()), Gate("write")
     store.before = gate
     with files.world(num_host=2, store=store) as it:
@@ -376,7 +376,7 @@ def test_stores_of_a_tenant_at_its_quota_wait_for_files_and_delay_no_one_else(
     assert {stem.partition("-")[0] for stem in files.names()} == hexes(1, 2, 4, 5, 6)
 
 
-def test_one_store_of_several_tenants_is_copied_as_far_as_there_is_room(files: Backing) -> None:
+def test_a_store_waits_only_for_blocks_of_tenants_at_their_quota(files: Backing) -> None:
     store, gate = FaultyStore(files.open()), Gate("write")
     store.before = gate
     with files.world(num_host=8, store=store, tenant_share=0.25) as it:
@@ -413,7 +413,7 @@ def test_of_a_tenant_at_its_quota_only_some_blocks_wait_in_the_kv_cache(files: B
     assert len(files.names()) == 2 + MIN_AT_QUOTA + 1
 
 
-def test_all_is_written_when_the_node_ends_although_copies_were_limited(files: Backing) -> None:
+def test_closing_the_node_writes_everything_despite_limited_copies(files: Backing) -> None:
     with files.world() as it:
         it.tiers.pace.set_decoding(True)
         it.start_store(1, 2)
@@ -421,7 +421,7 @@ def test_all_is_written_when_the_node_ends_although_copies_were_limited(files: B
     assert files.names() == hexes(1, 2)
 
 
-def test_loads_stores_and_writes_have_limits_of_their_own(
+def test_loads_stores_and_writes_have_separate_limits(
     files: Backing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turns: dict[str, list[tuple[PacedWork, float]]] = {}
@@ -469,7 +469,7 @@ def test_a_damaged_file_is_loaded_from_the_object_store(files: Backing, objects:
         assert it.counters(FILE).num_failed_loads == 1
 
 
-def test_what_files_have_not_is_loaded_from_the_object_store(
+def test_blocks_missing_in_files_are_loaded_from_the_object_store(
     files: Backing, objects: Backing
 ) -> None:
     with objects.world() as it:
@@ -488,7 +488,7 @@ def test_what_files_have_not_is_loaded_from_the_object_store(
 @pytest.mark.parametrize(
     "error", [DISK_FULL, OSError(30, "Read-only file system"), OSError("unreachable")]
 )
-def test_a_store_that_cannot_be_written_to_pauses_writes_and_fails_no_load(
+def test_an_unwritable_store_pauses_writes_and_fails_no_load(
     backing: Backing, error: OSError, caplog: pytest.LogCaptureFixture
 ) -> None:
     store, fault = FaultyStore(backing.open()), Failing(("write",), error)
@@ -507,7 +507,7 @@ def test_a_store_that_cannot_be_written_to_pauses_writes_and_fails_no_load(
     assert fault.seen == ["write"]
 
 
-def test_a_store_that_cannot_be_read_is_not_asked_until_it_works(
+def test_an_unreadable_store_is_not_queried_until_it_works(
     backing: Backing, caplog: pytest.LogCaptureFixture
 ) -> None:
     with backing.world() as it:
@@ -682,7 +682,7 @@ def test_loads_go_before_writes(backing: Backing) -> None:
     assert changes == ["write", "read", "write", "write", "write"]
 
 
-def test_a_node_ends_although_its_store_fails(backing: Backing) -> None:
+def test_a_node_closes_although_its_store_fails(backing: Backing) -> None:
     store, fault = FaultyStore(backing.open()), Failing()
     store.before = fault
     with backing.world(store=store) as it:

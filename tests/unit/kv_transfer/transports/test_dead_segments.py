@@ -35,7 +35,7 @@ def opened(path: Path) -> Iterator[int]:
         os.close(file)
 
 
-def test_a_segment_without_a_process_is_removed(tmp_path: Path) -> None:
+def test_a_segment_of_a_dead_process_is_removed(tmp_path: Path) -> None:
     make_segment(tmp_path)
     make_segment(tmp_path, "ucx_shm_posix_2cc02791")
 
@@ -43,7 +43,7 @@ def test_a_segment_without_a_process_is_removed(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_an_open_segment_stays_until_it_is_closed(tmp_path: Path) -> None:
+def test_an_open_segment_is_kept_until_it_is_closed(tmp_path: Path) -> None:
     path = make_segment(tmp_path)
 
     with opened(path):
@@ -52,7 +52,7 @@ def test_an_open_segment_stays_until_it_is_closed(tmp_path: Path) -> None:
     assert remove_dead_segments(tmp_path) == 1
 
 
-def test_a_mapped_segment_stays_although_its_file_is_closed(tmp_path: Path) -> None:
+def test_a_mapped_segment_is_kept_although_its_file_is_closed(tmp_path: Path) -> None:
     path = make_segment(tmp_path)
     with opened(path) as file:
         memory = mmap.mmap(file, NUM_BYTES)
@@ -63,14 +63,14 @@ def test_a_mapped_segment_stays_although_its_file_is_closed(tmp_path: Path) -> N
     assert remove_dead_segments(tmp_path) == 1
 
 
-def test_a_segment_that_is_just_made_stays(tmp_path: Path) -> None:
+def test_a_new_segment_is_kept(tmp_path: Path) -> None:
     path = make_segment(tmp_path, age_s=0)
     set_age(path, -60)
 
     assert remove_dead_segments(tmp_path) == 0
 
 
-def test_other_files_stay(tmp_path: Path) -> None:
+def test_other_files_are_kept(tmp_path: Path) -> None:
     make_segment(tmp_path, "ucx_shm_posix_xyz")
     make_segment(tmp_path, "psm_4acdb")
     (tmp_path / "ucx_shm_posix_1").mkdir()
@@ -81,7 +81,7 @@ def test_other_files_stay(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_no_link_is_followed(tmp_path: Path) -> None:
+def test_symbolic_links_are_not_followed(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
     target = make_segment(tmp_path)
@@ -92,7 +92,7 @@ def test_no_link_is_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
-def test_segments_of_other_users_stay(tmp_path: Path) -> None:
+def test_segments_of_other_users_are_kept(tmp_path: Path) -> None:
     path = make_segment(tmp_path)
     os.chown(path, 12345, -1)
 
@@ -100,5 +100,5 @@ def test_segments_of_other_users_stay(tmp_path: Path) -> None:
     assert path.exists()
 
 
-def test_a_system_without_the_folder_has_none(tmp_path: Path) -> None:
+def test_a_system_without_the_folder_has_no_segments(tmp_path: Path) -> None:
     assert remove_dead_segments(tmp_path / "shm") == 0

@@ -32,7 +32,7 @@ def test_the_transport_of_writes_to_another_process_is_found() -> None:
     )
 
 
-def test_two_devices_are_reported_as_ucx_names_them() -> None:
+def test_multiple_devices_are_reported_with_their_ucx_names() -> None:
     chosen = find_write_transport(TCP, 32768)
 
     assert chosen is not None
@@ -40,7 +40,7 @@ def test_two_devices_are_reported_as_ucx_names_them() -> None:
     assert chosen.transport_description == "TCP"
 
 
-def test_the_last_choice_holds_and_other_operations_do_not_count() -> None:
+def test_the_last_selection_applies_and_other_operations_are_ignored() -> None:
     message = a_table(PEER, "active message by ucp_am_send* from host memory", "| 0 | short | x |")
 
     chosen = find_write_transport(TCP + CMA + message + SELF, 1)
@@ -52,7 +52,7 @@ def test_the_last_choice_holds_and_other_operations_do_not_count() -> None:
 @pytest.mark.parametrize(
     ("num_bytes", "transport"), [(0, "tcp/lo"), (8184, "tcp/lo"), (8185, "a"), (70_000, "b")]
 )
-def test_the_choice_is_the_one_for_the_size(num_bytes: int, transport: str) -> None:
+def test_the_transport_is_the_one_selected_for_the_size(num_bytes: int, transport: str) -> None:
     rows = ("| 0..8184 | short | tcp/lo |", "| 8185..64K | copy | a |", "| 65537..inf | copy | b |")
     chosen = find_write_transport(a_table(PEER, WRITE, *rows), num_bytes)
 
@@ -61,5 +61,5 @@ def test_the_choice_is_the_one_for_the_size(num_bytes: int, transport: str) -> N
 
 
 @pytest.mark.parametrize("log", ["", SELF, "hello\n", a_log("| cut", "off")])
-def test_a_log_without_a_transport_gives_none(log: str) -> None:
+def test_a_log_without_a_transport_yields_none(log: str) -> None:
     assert find_write_transport(log, 32768) is None

@@ -85,7 +85,7 @@ def whole_write(sources: tuple[BlockId, ...], targets: tuple[BlockId, ...]) -> W
     return Write(0, TICKET, 0, sources, targets)
 
 
-def test_small_scattered_blocks_travel_in_one_message_and_come_into_their_places() -> None:
+def test_small_scattered_blocks_are_sent_in_one_message_and_land_in_their_slots() -> None:
     channel = Channel(64, 4096)
     sources, targets = scattered(40, of=64)
     channel.receives.expect(TICKET, targets)
@@ -99,7 +99,7 @@ def test_small_scattered_blocks_travel_in_one_message_and_come_into_their_places
     assert not channel.d[sorted({*range(64)} - {*targets})].any()
 
 
-def test_layers_travel_together_and_large_blocks_by_themselves_without_a_copy() -> None:
+def test_layers_are_batched_and_large_blocks_are_sent_alone_without_a_copy() -> None:
     channel = Channel(8, 1 << 20)
     sources, targets = scattered(4, of=8)
     channel.receives.expect(TICKET, targets)
@@ -116,7 +116,7 @@ def test_layers_travel_together_and_large_blocks_by_themselves_without_a_copy() 
     assert (channel.d[list(targets)] == channel.p[list(sources)]).all()
 
 
-def test_decode_learns_which_blocks_are_complete_while_others_are_pending() -> None:
+def test_complete_blocks_are_reported_while_others_are_pending() -> None:
     channel = Channel(8, 1 << 20)
     sources, targets = scattered(4, of=8)
     channel.receives.expect(TICKET, targets)
@@ -136,7 +136,7 @@ def test_decode_learns_which_blocks_are_complete_while_others_are_pending() -> N
     assert events == [Arrived(TICKET), Written(3)]
 
 
-def test_bytes_that_come_twice_do_not_stand_for_others() -> None:
+def test_duplicate_bytes_do_not_count_for_missing_ones() -> None:
     channel = Channel(8, 1 << 20)
     sources, targets = scattered(2, of=8)
     channel.receives.expect(TICKET, targets)
@@ -148,7 +148,7 @@ def test_bytes_that_come_twice_do_not_stand_for_others() -> None:
     assert Arrived(TICKET) not in events
 
 
-def test_more_than_there_are_slots_for_waits_and_ends_once_all_of_it_is_taken() -> None:
+def test_a_write_beyond_the_slots_waits_and_completes_once_all_is_received() -> None:
     num = 2 * ucxx_sends.MAX_SLOTS * SLOT_BYTES // 65536
     channel = Channel(num, 65536)
     sources, targets = scattered(num, of=num)
@@ -167,7 +167,7 @@ def test_more_than_there_are_slots_for_waits_and_ends_once_all_of_it_is_taken() 
     assert (channel.d[list(targets)] == channel.p[list(sources)]).all()
 
 
-def test_slots_are_lent_again_and_again() -> None:
+def test_slots_are_reused() -> None:
     channel = Channel(64, 65536)
     taken = set()
     for ticket in range(1, 20):
@@ -180,7 +180,7 @@ def test_slots_are_lent_again_and_again() -> None:
     assert taken == {8 * SLOT_BYTES}
 
 
-def test_decode_takes_no_more_parcels_at_a_time_than_it_has_slots_for() -> None:
+def test_the_receiver_takes_at_most_as_many_parcels_as_it_has_slots() -> None:
     channel = Channel(16, 4096)
     for ticket in range(1, 11):
         channel.receives.expect(ticket, ids(ticket, ticket + 2))
@@ -192,7 +192,7 @@ def test_decode_takes_no_more_parcels_at_a_time_than_it_has_slots_for() -> None:
     assert channel.ucxx.num_probed == ucxx_receives.MAX_SLOTS
 
 
-def test_a_parcel_that_lands_after_its_ticket_was_cancelled_writes_no_block() -> None:
+def test_a_parcel_of_a_cancelled_ticket_writes_no_block() -> None:
     channel = Channel(16, 4096)
     channel.receives.expect(TICKET, ids(3, 5, 9))
     channel.sends.post(whole_write(ids(0, 2, 4), ids(3, 5, 9)))
@@ -207,7 +207,7 @@ def test_a_parcel_that_lands_after_its_ticket_was_cancelled_writes_no_block() ->
     assert not channel.d.any()
 
 
-def test_a_run_that_is_being_filled_keeps_its_cancelled_ticket_from_going_quiet() -> None:
+def test_a_cancelled_ticket_completes_only_after_the_run_being_filled() -> None:
     channel = Channel(4, 1 << 20)
     channel.receives.expect(TICKET, ids(2))
     channel.sends.post(whole_write(ids(0), ids(2)))
@@ -263,7 +263,7 @@ def test_a_parcel_that_contradicts_its_header_breaks_the_path_and_writes_nothing
     assert not channel.d.any()
 
 
-def test_a_send_that_fails_fails_its_write_once_nothing_of_it_is_under_way() -> None:
+def test_a_failed_send_fails_its_write_once_no_part_is_in_flight() -> None:
     num = 2 * ucxx_sends.MAX_SLOTS * SLOT_BYTES // 65536
     channel = Channel(num, 65536)
     sources, targets = scattered(num, of=num)
@@ -281,7 +281,7 @@ def test_a_send_that_fails_fails_its_write_once_nothing_of_it_is_under_way() -> 
     assert len(channel.ucxx.messages) == ucxx_sends.MAX_SLOTS
 
 
-def test_a_tag_says_the_same_on_both_sides_in_regions_of_any_size() -> None:
+def test_a_tag_round_trips_for_regions_of_any_size() -> None:
     for region in (Region(0, 4, 1), Region(0, 1 << 20, 1 << 20)):
         unit = max(1, region.num_bytes >> 32)
         label = Label((1 << 31) - 1, region.num_bytes // 2 // unit * unit)

@@ -52,7 +52,7 @@ def run(scene: Callable[[Nodes], Awaitable[None]]) -> None:
     asyncio.run(timed())
 
 
-def test_links_are_made_one_after_the_other() -> None:
+def test_links_are_established_one_at_a_time() -> None:
     async def scene(nodes: Nodes) -> None:
         warmup = PeerWarmup(nodes.role_of, nodes.link_up)
         await asyncio.gather(*(warmup.connect(f"p{number}") for number in range(20)))
@@ -63,7 +63,7 @@ def test_links_are_made_one_after_the_other() -> None:
     run(scene)
 
 
-def test_addresses_that_never_answer_are_given_up_and_cost_no_link() -> None:
+def test_unresponsive_addresses_time_out_and_do_not_use_up_links() -> None:
     async def scene(nodes: Nodes) -> None:
         warmup = PeerWarmup(nodes.role_of, nodes.link_up, timeout_s=0.01)
         with pytest.raises(PeerUnreachable, match="no link to x within"):
@@ -76,7 +76,7 @@ def test_addresses_that_never_answer_are_given_up_and_cost_no_link() -> None:
     run(scene)
 
 
-def test_more_than_may_be_in_flight_are_refused_by_name() -> None:
+def test_warm_ups_beyond_the_limit_are_refused_by_name() -> None:
     async def scene(nodes: Nodes) -> None:
         warmup = PeerWarmup(nodes.role_of, nodes.link_up, max_in_flight=2)
         waiting = [asyncio.ensure_future(warmup.connect(name)) for name in ("x0", "x1", "x1")]
@@ -94,7 +94,7 @@ def test_more_than_may_be_in_flight_are_refused_by_name() -> None:
     run(scene)
 
 
-def test_a_decode_node_is_no_peer_to_receive_from() -> None:
+def test_a_decode_node_does_not_connect_to_a_decode_node() -> None:
     async def scene(nodes: Nodes) -> None:
         with pytest.raises(PeerUnreachable, match="decode node"):
             await PeerWarmup(nodes.role_of, nodes.link_up).connect("d0")
@@ -104,7 +104,7 @@ def test_a_decode_node_is_no_peer_to_receive_from() -> None:
     run(scene)
 
 
-def test_a_server_that_is_no_node_is_found_out_over_grpc() -> None:
+def test_a_server_that_is_not_a_node_is_detected_over_grpc() -> None:
     async def scene(nodes: Nodes) -> None:
         async with serving("127.0.0.1", 0, ()) as server:
             with pytest.raises(PeerUnreachable, match="no prefill node answers"):

@@ -30,7 +30,7 @@ def an_end(
     return StepRecord(Plan(), (1.0, 1.1, 1.2, 1.3, 1.4, 1.5), reports, transfers)
 
 
-def test_received_kv_is_counted_when_its_record_is_taken() -> None:
+def test_received_kv_is_counted_when_its_record_is_read() -> None:
     ledger = RequestLedger(on_change=lambda: None)
     receive = Receive(
         HANDOFF,
@@ -53,7 +53,7 @@ def test_received_kv_is_counted_when_its_record_is_taken() -> None:
     assert entry.num_computed_prompt_tokens == 0
 
 
-def test_a_prompt_that_is_computed_again_counts_again_and_its_hits_do_not() -> None:
+def test_a_recomputed_prompt_counts_again_and_its_hits_do_not() -> None:
     ledger = RequestLedger(on_change=lambda: None)
     with ledger.open_entry(A) as entry:
         ledger.note_plan(Plan(started=(a_row(16, 4),)), 1.2)
@@ -63,7 +63,7 @@ def test_a_prompt_that_is_computed_again_counts_again_and_its_hits_do_not() -> N
     assert entry.num_computed_prompt_tokens == 12 + 8
 
 
-def test_a_pass_that_is_run_again_counts_its_prompts_once() -> None:
+def test_a_repeated_pass_counts_its_prompt_tokens_once() -> None:
     ledger = RequestLedger(on_change=lambda: None)
     runner = FakeRunner(KvTensor(64, BLOCK_SIZE), VOCAB_SIZE)
     runner.crashing = {RequestId("b"): CrashPlace.PASS}

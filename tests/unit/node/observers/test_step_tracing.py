@@ -105,7 +105,7 @@ def test_a_step_span_has_its_requests_and_computed_tokens() -> None:
     assert second.attributes[names.NODE] == "d0"
 
 
-def test_the_last_chunk_of_a_prompt_is_not_taken_for_a_token_of_an_answer() -> None:
+def test_the_last_chunk_of_a_prompt_is_not_counted_as_an_output_token() -> None:
     world = a_world(most_tokens=4)
     world.core.scheduler.add(a_spec("a", prompt=(1, 2, 3, 4, 5), max_tokens=2))
 
@@ -115,7 +115,7 @@ def test_the_last_chunk_of_a_prompt_is_not_taken_for_a_token_of_an_answer() -> N
     assert [tokens_of(span) for span in world.tracer.spans] == [(1, 4, 0), (1, 1, 0), (1, 0, 1)]
 
 
-def test_the_parts_of_a_step_are_all_of_it() -> None:
+def test_the_parts_of_a_step_add_up_to_the_step() -> None:
     world = a_world()
     world.core.scheduler.add(a_spec("a"))
 
@@ -140,7 +140,7 @@ def test_steps_that_run_nothing_are_not_traced() -> None:
     assert world.tracer.taken == []
 
 
-def test_only_a_share_of_the_steps_is_traced() -> None:
+def test_only_the_configured_share_of_steps_is_traced() -> None:
     world = a_world(ratio=0.2)
     world.runner.took_s = 0.0
     world.core.scheduler.add(a_spec("a", max_tokens=300))
@@ -153,7 +153,7 @@ def test_only_a_share_of_the_steps_is_traced() -> None:
     assert max(numbers) > 100  # those between are counted all the same
 
 
-def test_a_step_is_linked_to_no_more_requests_than_a_span_has_links() -> None:
+def test_links_to_requests_are_limited_by_the_link_limit_of_spans() -> None:
     everybody = tuple(f"r{number}" for number in range(MAX_LINKS + 20))
     world = a_world(traced=everybody, most_tokens=4096)
     for name in everybody:
@@ -176,7 +176,7 @@ def test_a_step_is_linked_to_no_more_requests_than_a_span_has_links() -> None:
     ],
     ids=["steps", "no steps", "no tracing"],
 )
-def test_nothing_observes_the_step_when_no_step_is_traced(
+def test_with_step_tracing_off_there_is_no_step_observer(
     tracer: Tracer, ratio: float, observers: list[type[StepObserver]]
 ) -> None:
     tracing = NodeTracing(tracer, FACTS, step_ratio=ratio)
@@ -185,7 +185,7 @@ def test_nothing_observes_the_step_when_no_step_is_traced(
 
 
 @pytest.mark.parametrize("ratio", [-0.1, 1.1])
-def test_a_share_of_steps_is_between_none_and_all(ratio: float) -> None:
+def test_the_share_of_traced_steps_is_between_zero_and_one(ratio: float) -> None:
     with pytest.raises(InvalidConfig, match="--trace-step-ratio"):
         NodeOptions(RunnerConfig("m"), trace_step_ratio=ratio)
 

@@ -50,7 +50,7 @@ def a_call(tracing: NodeTracing, name: str) -> Iterator[NodeTimeline]:
         yield timeline
 
 
-def test_a_pass_that_is_run_again_in_parts_is_a_chunk_of_those_that_succeed(
+def test_a_pass_repeated_in_parts_is_a_chunk_of_the_successful_requests(
     tracing: NodeTracing,
 ) -> None:
     runner = FakeRunner(KvTensor(64, 4), VOCAB_SIZE)
@@ -67,7 +67,9 @@ def test_a_pass_that_is_run_again_in_parts_is_a_chunk_of_those_that_succeed(
     assert tracing.num_steps == 1
 
 
-def test_a_pass_that_ends_the_engine_is_a_start_of_its_requests(tracing: NodeTracing) -> None:
+def test_a_pass_that_ends_the_engine_records_the_start_of_its_requests(
+    tracing: NodeTracing,
+) -> None:
     runner = FakeRunner(KvTensor(64, 4), VOCAB_SIZE)
     runner.crashing = {RequestId(f"{name}#1"): CrashPlace.PASS for name in "abcd"}
     engine = an_engine(runner=runner, observers=tracing.step_observers())
@@ -82,7 +84,7 @@ def test_a_pass_that_ends_the_engine_is_a_start_of_its_requests(tracing: NodeTra
     assert timeline.chunks == []
 
 
-def test_a_call_that_ended_gets_no_chunks_once_its_request_is_dropped(
+def test_an_ended_call_gets_no_further_chunks(
     tracing: NodeTracing,
 ) -> None:
     name = RequestId("a#1")
@@ -97,7 +99,7 @@ def test_a_call_that_ended_gets_no_chunks_once_its_request_is_dropped(
     assert [chunk.began_s for chunk in timeline.chunks] == [1.3]
 
 
-def test_pulls_are_events_of_the_wait_of_the_request_that_they_are_for(
+def test_pulls_are_span_events_of_the_wait_of_their_request(
     tracing: NodeTracing,
 ) -> None:
     handoff_id, peer = HandoffId("pull-p0-1", 7), Peer(NodeId("d0"), "host:1")
@@ -121,7 +123,7 @@ def test_pulls_are_events_of_the_wait_of_the_request_that_they_are_for(
     }
 
 
-def test_loads_are_events_of_the_wait_of_the_request_that_they_are_for() -> None:
+def test_loads_are_span_events_of_the_wait_of_their_request() -> None:
     tracing = NodeTracing(TakingTracer(), NodeFacts("prefill", "p0", "1", block_bytes=512))
     blocks = tuple(map(BlockId, (3, 4, 5)))
     order = Load(LoadId(7), (b"a", b"b", b"c"), blocks, request_id="a#1")
@@ -148,7 +150,7 @@ def test_loads_are_events_of_the_wait_of_the_request_that_they_are_for() -> None
     )
 
 
-def test_a_load_that_a_request_no_longer_waits_for_is_unfinished_in_its_trace(
+def test_a_load_that_timed_out_is_unfinished_in_the_trace(
     tracing: NodeTracing,
 ) -> None:
     order = Load(LoadId(7), (b"a",), (BlockId(3),), request_id="a#1")
@@ -170,7 +172,7 @@ def test_a_load_that_a_request_no_longer_waits_for_is_unfinished_in_its_trace(
         (TransferRole.GIVEN, TOO_MANY_PULLS, "refused"),
     ],
 )
-def test_pulls_are_counted_apart_from_hand_offs(
+def test_pulls_and_hand_offs_are_counted_separately(
     role: TransferRole, outcome: str, counted: str
 ) -> None:
     metrics = NodeMetrics("prefill")
@@ -184,7 +186,7 @@ def test_pulls_are_counted_apart_from_hand_offs(
     assert moved == (512 if counted == "done" else None)
 
 
-def test_passes_are_counted_with_the_parts_that_are_run_again() -> None:
+def test_pass_counts_include_repeated_parts() -> None:
     metrics = NodeMetrics("prefill")
     runner = FakeRunner(KvTensor(64, 4), VOCAB_SIZE)
     runner.crashing = {RequestId("b"): CrashPlace.PASS}

@@ -23,7 +23,7 @@ def a_line(max_in_flight: int = 1, max_queue: int = 2) -> AdmissionQueue[str]:
     return AdmissionQueue(AdmissionQueueConfig(max_in_flight, max_queue))
 
 
-def test_requests_go_ahead_while_there_is_room_then_wait_then_are_refused() -> None:
+def test_requests_are_admitted_then_queued_then_refused() -> None:
     line = a_line(max_in_flight=2, max_queue=1)
 
     admitted = [line.join(key, 0) for key in "abc"]
@@ -41,7 +41,7 @@ def test_the_queue_keeps_the_order_of_arrival() -> None:
     assert [line.leave("a", 1.0), line.leave("b", 2.0), line.leave("c", 3.0)] == ["b", "c", None]
 
 
-def test_a_lower_number_goes_first_whenever_it_came() -> None:
+def test_a_lower_priority_number_is_admitted_first_regardless_of_arrival() -> None:
     line = a_line(max_queue=3)
     line.join("a", 0)
     for key, priority in (("low", 5), ("high", -1), ("middle", 0)):
@@ -65,7 +65,7 @@ def test_a_request_that_leaves_the_queue_frees_its_place_and_is_never_admitted()
     assert line.leave("c", 0.0) == "d"
 
 
-def test_many_that_give_up_leave_no_trace() -> None:
+def test_many_cancelled_requests_leave_no_state() -> None:
     line = a_line()
     line.join("a", 0)
     for number in range(1000):
@@ -99,12 +99,12 @@ def test_the_retry_delay_is_bounded() -> None:
 
 
 @pytest.mark.parametrize(("in_flight", "queue"), [(0, 1), (1, -1)])
-def test_limits_that_serve_nobody_are_refused(in_flight: int, queue: int) -> None:
+def test_limits_that_admit_no_request_are_refused(in_flight: int, queue: int) -> None:
     with pytest.raises(InvalidConfig):
         AdmissionQueueConfig(in_flight, queue)
 
 
-def test_a_request_that_is_cancelled_just_when_it_was_admitted_passes_its_turn_on() -> None:
+def test_a_request_cancelled_while_being_admitted_passes_its_slot_on() -> None:
     async def three() -> None:
         admission = AdmissionControl(AdmissionQueueConfig(1, 5), clock=lambda: 0.0)
         call = GenerateCall("a", TokenPrompt((1,)), SamplingParams())
@@ -132,7 +132,7 @@ def an_open_line(max_queue: int = 9) -> AdmissionQueue[str]:
     return AdmissionQueue(AdmissionQueueConfig(max_queue=max_queue))
 
 
-def test_as_many_go_ahead_as_nodes_run_at_once() -> None:
+def test_the_limit_follows_the_concurrency_of_the_nodes() -> None:
     line = an_open_line()
     line.resize(2)
 
@@ -141,7 +141,7 @@ def test_as_many_go_ahead_as_nodes_run_at_once() -> None:
     assert (line.num_in_flight, line.num_waiting) == (3, 1)
 
 
-def test_a_lower_limit_evicts_nothing_and_admits_nothing_until_there_is_room() -> None:
+def test_a_lowered_limit_evicts_nothing_and_admits_nothing_until_slots_are_free() -> None:
     line = an_open_line()
     line.resize(3)
     for key in "abcd":
@@ -159,7 +159,7 @@ def test_without_decode_nodes_the_queue_is_unchanged() -> None:
     assert [line.join(key, 0) for key in "ab"] == [True, False]
 
 
-def test_a_limit_that_a_person_chose_holds_whatever_nodes_run() -> None:
+def test_a_configured_limit_overrides_the_concurrency_of_the_nodes() -> None:
     line = a_line(max_in_flight=1)
 
     line.resize(100)

@@ -16,14 +16,14 @@ def after(
     return forecast
 
 
-def test_nothing_is_foretold_before_there_was_an_answer() -> None:
+def test_there_is_no_forecast_before_the_first_answer() -> None:
     forecast = AnswerForecast()
     forecast.note_answer(0, 0.0, 3, is_whole=False)
 
     assert forecast.duration_s(100, 3) == 0.0
 
 
-def test_answers_are_at_least_as_long_as_what_came_of_those_that_broke_off() -> None:
+def test_interrupted_answers_are_a_lower_bound_of_the_length() -> None:
     forecast = AnswerForecast()
     forecast.note_answer(5, 2.0, 3, is_whole=False)
     forecast.note_answer(3, 1.2, 3, is_whole=False)
@@ -31,7 +31,7 @@ def test_answers_are_at_least_as_long_as_what_came_of_those_that_broke_off() -> 
     assert forecast.duration_s(100, 3) == pytest.approx(2.0)
 
 
-def test_an_answer_takes_as_long_as_the_last_ones_did() -> None:
+def test_the_forecast_follows_recent_answers() -> None:
     assert after(20).duration_s(None, 4) == pytest.approx(5.0)
 
 
@@ -51,7 +51,7 @@ def test_the_forecast_scales_with_fewer_concurrent_answers_only() -> None:
     assert forecast.duration_s(None, 100) == pytest.approx(5.0)
 
 
-def test_answers_that_broke_off_tell_how_fast_tokens_come() -> None:
+def test_interrupted_answers_count_for_the_token_rate() -> None:
     forecast = after(1)
     for _ in range(100):
         forecast.note_answer(5, 10.0, 4, is_whole=False)

@@ -19,14 +19,14 @@ def steady(interval_s: float, num: int = 200) -> tuple[FirstTokenForecast, float
     return forecast, now
 
 
-def test_nothing_is_foretold_before_anything_was_measured() -> None:
+def test_there_is_no_forecast_before_the_first_measurement() -> None:
     forecast = FirstTokenForecast()
     forecast.note_arrival(0, 0.0)
 
     assert forecast.wait_s(0) == 0.0
 
 
-def test_the_wait_is_an_interval_for_each_one_ahead_and_one_for_itself() -> None:
+def test_the_wait_is_one_interval_per_request_ahead_plus_one() -> None:
     forecast, _ = steady(0.5)
 
     assert forecast.wait_s(0) == pytest.approx(1.5)
@@ -53,7 +53,7 @@ def test_with_an_empty_queue_no_wait_is_forecast() -> None:
     assert forecast.wait_s(0) == 0.0
 
 
-def test_only_those_that_go_first_are_ahead() -> None:
+def test_only_requests_of_equal_or_higher_priority_are_ahead() -> None:
     forecast, _ = steady(0.5)
 
     assert forecast.wait_s(-1) == 0.0

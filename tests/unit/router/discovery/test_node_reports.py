@@ -37,7 +37,7 @@ def states(table: NodeTable) -> dict[str, NodeAvailability]:
     return {report.address: report.state for report in report_nodes(table)}
 
 
-def test_prefill_nodes_come_first_and_those_that_cannot_be_reached_are_told_of() -> None:
+def test_prefill_nodes_are_listed_first_and_unreachable_nodes_are_included() -> None:
     members = [Member(DECODE, "up2"), Member(DECODE, "away"), Member(PREFILL, "up1")]
 
     reports = report_nodes(a_table(*members))
@@ -50,7 +50,7 @@ def test_prefill_nodes_come_first_and_those_that_cannot_be_reached_are_told_of()
     assert not reports[1].node_id
 
 
-def test_each_reason_to_get_no_requests_is_a_state_of_its_own() -> None:
+def test_each_reason_to_get_no_requests_is_a_separate_state() -> None:
     table = a_table(*(Member(DECODE, f"up{number}") for number in range(5)))
     table.note_load("up1", NodeLoad(is_draining=True))
     table.note_ready("up2", is_ready=False)
@@ -100,7 +100,7 @@ def test_reported_node_status_reaches_the_caller() -> None:
     assert away.totals.hit_rate is None
 
 
-def test_rates_are_of_one_process_between_two_looks() -> None:
+def test_rates_compare_two_snapshots_of_the_same_process() -> None:
     totals = NodeTotals(num_prompt_tokens=10, num_sampled_tokens=5)
     there = NodeStatus(DECODE, "a", NodeAvailability.READY, "n", "1", totals=totals)
     other = replace(there, address="b", incarnation="2")

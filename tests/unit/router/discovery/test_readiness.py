@@ -10,7 +10,7 @@ from tests.support.node_calls import a_node
 PREFILL, DECODE = a_node(NodeRole.PREFILL), a_node(NodeRole.DECODE)
 
 
-def test_it_begins_with_both_roles_and_goes_on_with_decode_alone() -> None:
+def test_a_router_becomes_ready_with_both_roles_and_stays_ready_with_decode_alone() -> None:
     table, readiness = NodeTable(), Readiness(wants_prefill=True, now=0.0)
     reported = [readiness.is_ready(table, 1.0)]
     table.join(DECODE.address, DECODE.card)
@@ -27,7 +27,7 @@ def test_it_begins_with_both_roles_and_goes_on_with_decode_alone() -> None:
     assert reported == [False, False, True, True, False, True]
 
 
-def test_prefill_nodes_that_stay_away_are_not_waited_for_for_ever() -> None:
+def test_waiting_for_missing_prefill_nodes_times_out() -> None:
     table, readiness = NodeTable(), Readiness(wants_prefill=True, now=7.0)
     table.join(DECODE.address, DECODE.card)
 
@@ -35,7 +35,7 @@ def test_prefill_nodes_that_stay_away_are_not_waited_for_for_ever() -> None:
     assert readiness.is_ready(table, 7.0 + PREFILL_PATIENCE_S)
 
 
-def test_without_prefill_nodes_to_wait_for_decode_is_enough() -> None:
+def test_without_prefill_sources_decode_nodes_suffice() -> None:
     table, readiness = NodeTable(), Readiness(wants_prefill=False, now=0.0)
     table.join(DECODE.address, DECODE.card)
 

@@ -73,7 +73,7 @@ def find(source: NodeSource) -> frozenset[str]:
     return asyncio.run(asyncio.wait_for(find_addresses(source), PATIENCE_S))
 
 
-def test_the_systems_resolver_gives_every_address_with_the_port() -> None:
+def test_the_system_resolver_returns_every_address_with_the_port() -> None:
     assert "127.0.0.1:5" in find(DnsName("localhost", 5))
     assert find(DnsName("127.0.0.1", 5)) == {"127.0.0.1:5"}
     assert find(DnsName("::1", 5)) == {"[::1]:5"}
@@ -81,14 +81,14 @@ def test_the_systems_resolver_gives_every_address_with_the_port() -> None:
 
 
 @pytest.mark.parametrize("host", ["a" * 70, "a..b"])
-def test_a_name_that_cannot_be_resolved_is_named(host: str) -> None:
+def test_an_unresolvable_name_is_named(host: str) -> None:
     with pytest.raises(SourceFailed) as failure:
         find(DnsName(host, 5))
 
     assert host in str(failure.value)
 
 
-def test_a_list_file_is_read_and_what_is_wrong_with_it_is_named(tmp_path: Path) -> None:
+def test_a_list_file_is_read_and_its_errors_are_named(tmp_path: Path) -> None:
     listed = tmp_path / "nodes"
     source = ListFile(str(listed))
 

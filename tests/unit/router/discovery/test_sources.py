@@ -15,7 +15,7 @@ from baton.router.discovery.sources import (
 )
 
 
-def test_addresses_names_and_lists_may_stand_side_by_side() -> None:
+def test_addresses_names_and_lists_can_be_combined() -> None:
     written = "10.0.0.1:50061, [::1]:7,dns:///prefill:50061,dns:other:1,file:///run/nodes"
 
     assert parse_sources(written) == (
@@ -48,14 +48,14 @@ def test_addresses_names_and_lists_may_stand_side_by_side() -> None:
         "file://nodes",
     ],
 )
-def test_anything_else_is_refused_by_what_was_written(written: str) -> None:
+def test_invalid_sources_are_refused_with_their_text(written: str) -> None:
     with pytest.raises(InvalidConfig) as refusal:
         parse_sources(f"10.0.0.1:50061,{written}")
 
     assert repr(written) in str(refusal.value)
 
 
-def test_a_source_says_what_was_written() -> None:
+def test_a_source_is_shown_as_written() -> None:
     for written in ("a:1", "dns:///a:1", "file:///a"):
         assert [str(source) for source in parse_sources(written)] == [written]
 

@@ -30,5 +30,5 @@ from baton.rpc.status import RemoteError
     ],
     ids=lambda one: getattr(one, "message", None) or str(one),
 )
-def test_kinds(remote: RemoteError, kind: FailureKind) -> None:
+def test_remote_errors_have_failure_kinds(remote: RemoteError, kind: FailureKind) -> None:
     assert failure_kind(remote) is kind

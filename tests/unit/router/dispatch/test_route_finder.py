@@ -50,25 +50,25 @@ def holder_address(route: Route) -> str | None:
     return None if route.holder is None else route.holder.node.address
 
 
-def test_a_node_with_more_of_the_prefix_is_named() -> None:
+def test_a_node_with_a_longer_prefix_is_named_as_holder() -> None:
     assert holder_address(find(a_cluster())) == "d1:1"
 
 
-def test_a_node_that_breakers_avoid_is_not_named() -> None:
+def test_a_node_with_an_open_breaker_is_not_named_as_holder() -> None:
     breakers = CircuitBreakers(BreakerConfig(num_failures=1))
     breakers.note_failure(["d1:1"], 0.0)
 
     assert holder_address(find(a_cluster(), breakers=breakers)) is None
 
 
-def test_a_failed_node_is_not_named_even_if_every_node_has_failed() -> None:
+def test_a_failed_node_is_not_named_as_holder_even_if_every_node_has_failed() -> None:
     route = find(a_cluster(), failed=frozenset({"p0:1", "d0:1", "d1:1"}))
 
     assert route.prefill is not None
     assert holder_address(route) is None
 
 
-def test_a_node_that_breakers_avoid_is_not_named_even_if_they_avoid_every_decode_node() -> None:
+def test_a_node_with_an_open_breaker_is_not_named_even_if_all_decode_breakers_are_open() -> None:
     breakers = CircuitBreakers(BreakerConfig(num_failures=1))
     breakers.note_failure(["d0:1", "d1:1"], 0.0)
 
@@ -76,7 +76,7 @@ def test_a_node_that_breakers_avoid_is_not_named_even_if_they_avoid_every_decode
     assert holder_address(find(a_cluster(), breakers=breakers, failed=frozenset({"x:1"}))) is None
 
 
-def test_a_node_in_quarantine_is_not_named() -> None:
+def test_a_quarantined_node_is_not_named_as_holder() -> None:
     table, quarantine, suspicion = a_cluster(), Quarantine(lambda: None), Suspicion()
     suspicion.suspect()
     d1 = table.node_at("d1:1")

@@ -45,7 +45,7 @@ def weight_of(value: Any) -> int:
 
 
 @given(documents, st.booleans(), st.integers(1, 7))
-def test_a_gauge_sees_no_marks_in_strings_however_a_body_is_cut(
+def test_the_gauge_ignores_punctuation_in_strings_for_any_split_of_a_body(
     document: Any, is_ascii: bool, size: int
 ) -> None:
     body = json.dumps(document, ensure_ascii=is_ascii).encode()
@@ -57,14 +57,14 @@ def test_a_gauge_sees_no_marks_in_strings_however_a_body_is_cut(
     assert gauge.num_values == 1 + weight_of(document)
 
 
-def test_a_gauge_refuses_a_list_before_its_end() -> None:
+def test_the_gauge_refuses_a_list_before_its_end() -> None:
     gauge = JsonGauge(max_values=1000)
 
     with pytest.raises(MessageTooLarge, match="more than 1000 JSON values"):
         gauge.feed(b"[" + b"5," * 1000)
 
 
-def test_as_many_token_ids_fit_as_prompts_may_have() -> None:
+def test_the_largest_allowed_prompts_fit_into_a_body() -> None:
     assert max_values(1024) > 128 * 1024
     assert max_values(10**6) == max_values(None) == MAX_VALUES
 
@@ -90,7 +90,7 @@ def read(budget: BodyBudget, *pieces: bytes) -> bytes:
     return asyncio.run(run())
 
 
-def test_bodies_in_flight_are_limited_together_and_small_ones_are_free() -> None:
+def test_large_bodies_in_flight_share_a_limit_and_small_ones_are_exempt() -> None:
     budget = BodyBudget(2 * LARGE)
     held = LARGE + VALUE_BYTES
 
@@ -105,7 +105,7 @@ def test_bodies_in_flight_are_limited_together_and_small_ones_are_free() -> None
     assert len(read(budget, b"x" * LARGE)) == LARGE
 
 
-def test_values_count_for_what_they_take_once_they_are_parsed() -> None:
+def test_values_are_weighted_by_their_parsed_size() -> None:
     budget = BodyBudget(VALUE_BYTES * LARGE // 2)
 
     assert read(budget, b"x" * LARGE)
@@ -114,7 +114,7 @@ def test_values_count_for_what_they_take_once_they_are_parsed() -> None:
     assert budget.num_held == 0
 
 
-def test_a_body_that_does_not_come_is_not_waited_for_without_end() -> None:
+def test_waiting_for_a_body_times_out() -> None:
     async def never() -> AsyncIterator[bytes]:
         yield b"{"
         await asyncio.Event().wait()
@@ -127,7 +127,7 @@ def test_a_body_that_does_not_come_is_not_waited_for_without_end() -> None:
         asyncio.run(run())
 
 
-def test_large_bodies_are_worked_on_beside_the_event_loop() -> None:
+def test_large_bodies_are_parsed_outside_the_event_loop() -> None:
     bodies = Bodies(a_table())
 
     small = asyncio.run(bodies.run_for_body(b"x" * SMALL_BODY_BYTES, threading.get_ident))

@@ -37,7 +37,7 @@ def answer_of(num_positions: int) -> dict[str, Any]:
     return {"id": "a", "choices": LazyArray(iter(choices), has_long_items=True), "usage": None}
 
 
-def test_slices_are_the_same_json_as_the_whole() -> None:
+def test_json_encoded_in_slices_equals_the_whole() -> None:
     small = {**answer_of(3), "choices": list(answer_of(3)["choices"].items)}
 
     assert b"".join(asyncio.run(encode_in_slices(answer_of(3)))) == as_json(small)
@@ -52,7 +52,7 @@ def test_slices_are_the_same_json_as_the_whole() -> None:
     ]
 
 
-def test_the_event_loop_goes_on_while_a_large_answer_is_written() -> None:
+def test_the_event_loop_runs_while_a_large_answer_is_encoded() -> None:
     num_turns = 0
 
     async def write() -> list[bytes]:

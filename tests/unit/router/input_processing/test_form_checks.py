@@ -26,7 +26,7 @@ def compiler_of(library: HeldLibrary) -> GrammarCompiler[Checked]:
     return cast("GrammarCompiler[Checked]", GrammarCompiler(library.compile))
 
 
-def test_without_a_form_there_is_nothing_to_look_at() -> None:
+def test_requests_without_a_constraint_are_not_checked() -> None:
     library = HeldLibrary()
     with compiler_of(library) as compiler:
         checks = FormChecks(compiler)
@@ -38,7 +38,7 @@ def test_without_a_form_there_is_nothing_to_look_at() -> None:
     assert library.compiled == [GOOD]
 
 
-def test_the_loop_and_other_forms_go_on_while_one_is_looked_at() -> None:
+def test_a_slow_check_blocks_neither_the_event_loop_nor_other_checks() -> None:
     library = HeldLibrary()
 
     async def look(checks: FormChecks) -> None:
@@ -55,12 +55,12 @@ def test_the_loop_and_other_forms_go_on_while_one_is_looked_at() -> None:
     assert library.compiled == [GOOD, SLOW]
 
 
-def test_a_bad_one_is_refused_with_the_reason() -> None:
+def test_an_invalid_constraint_is_refused_with_the_reason() -> None:
     with compiler_of(HeldLibrary()) as compiler, pytest.raises(InvalidRequest, match="it is bad"):
         asyncio.run(FormChecks(compiler).check(BAD))
 
 
-def test_what_was_found_well_is_looked_at_once() -> None:
+def test_a_valid_constraint_is_compiled_once() -> None:
     library = HeldLibrary()
 
     async def look(checks: FormChecks) -> None:
@@ -73,7 +73,7 @@ def test_what_was_found_well_is_looked_at_once() -> None:
     assert library.compiled == [GOOD]
 
 
-def test_when_too_many_wait_the_next_is_sent_away() -> None:
+def test_a_check_beyond_the_queue_limit_is_refused() -> None:
     library = HeldLibrary()
     forms = [StructuredOutputs(regex=str(number)) for number in range(2)]
 
@@ -92,7 +92,7 @@ def test_when_too_many_wait_the_next_is_sent_away() -> None:
         asyncio.run(look(FormChecks(compiler, max_waiting=2)))
 
 
-def test_when_too_much_waits_a_small_one_may_still_come() -> None:
+def test_a_small_constraint_is_accepted_while_large_ones_fill_the_queue() -> None:
     library = HeldLibrary()
     large = StructuredOutputs(regex="large one")
 
@@ -110,7 +110,7 @@ def test_when_too_much_waits_a_small_one_may_still_come() -> None:
         asyncio.run(look(FormChecks(compiler, max_waiting_characters=10)))
 
 
-def test_a_grammar_compiled_after_the_loop_has_closed_raises_in_no_thread() -> None:
+def test_a_grammar_compiled_after_the_event_loop_closed_raises_in_no_thread() -> None:
     library = HeldLibrary()
 
     async def leave(checks: FormChecks) -> None:

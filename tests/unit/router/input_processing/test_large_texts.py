@@ -45,13 +45,13 @@ class Work:
             assert await asyncio.to_thread(self.began.acquire, timeout=PATIENCE_S)
 
 
-def test_a_small_text_is_read_where_it_is() -> None:
+def test_a_small_text_is_tokenized_on_the_event_loop() -> None:
     thread = asyncio.run(LargeTexts(CONFIG).run(SMALL, threading.get_ident))
 
     assert thread == threading.get_ident()
 
 
-def test_the_loop_goes_on_while_a_large_text_is_read() -> None:
+def test_the_event_loop_runs_while_a_large_text_is_tokenized() -> None:
     async def read() -> str:
         work = Work()
         reading = asyncio.ensure_future(LargeTexts(CONFIG).run(LARGE, work))
@@ -62,7 +62,7 @@ def test_the_loop_goes_on_while_a_large_text_is_read() -> None:
     assert asyncio.run(read()) == "done"
 
 
-def test_a_thread_that_nobody_waits_for_any_more_still_counts() -> None:
+def test_the_thread_of_a_cancelled_request_still_counts() -> None:
     async def cancel_two_of_three() -> tuple[list[str], list[str]]:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(3))
         texts, work = LargeTexts(CONFIG), Work()
@@ -83,7 +83,7 @@ def test_a_thread_that_nobody_waits_for_any_more_still_counts() -> None:
     assert asyncio.run(cancel_two_of_three()) == ([], ["read"])
 
 
-def test_no_more_texts_wait_than_may() -> None:
+def test_waiting_texts_are_limited() -> None:
     async def fill() -> list[str]:
         texts, work = LargeTexts(CONFIG), Work()
         readers = [asyncio.ensure_future(texts.run(LARGE, work)) for _ in range(2)]
@@ -99,7 +99,7 @@ def test_no_more_texts_wait_than_may() -> None:
     assert asyncio.run(fill()) == ["done"] * 5
 
 
-def test_what_the_work_raises_is_raised() -> None:
+def test_exceptions_of_the_work_are_raised() -> None:
     def refuse() -> None:
         raise InvalidRequest("too long")
 
@@ -124,7 +124,7 @@ def chat(text: str) -> Prompt:
 
 
 @pytest.mark.parametrize("prompt", [TextPrompt, chat])
-def test_more_text_than_the_model_could_take_is_refused_unread(
+def test_text_beyond_the_context_is_refused_before_tokenization(
     prompt: Callable[[str], Prompt],
 ) -> None:
     text = ModelText(cast("Tokenizer", Unread()))
@@ -147,7 +147,7 @@ def test_too_many_or_too_long_stop_strings_are_refused(stop: list[str], named: s
         check_request(_asking(stop), None)
 
 
-def test_as_many_and_as_long_stop_strings_as_may_be_are_taken() -> None:
+def test_stop_strings_at_the_limits_are_accepted() -> None:
     stop = ["x" * MAX_STOP_CHARACTERS] * MAX_STOP_STRINGS
 
     check_request(_asking([*stop, ""]), None)

@@ -118,7 +118,7 @@ REFUSED: list[tuple[Callable[..., None], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("ask", "fields", "field"), REFUSED)
-def test_what_is_too_long_or_too_much_is_refused_by_the_fields_name(
+def test_values_beyond_the_limits_are_refused_with_the_field_name(
     ask: Callable[..., None], fields: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(InvalidRequest) as refused:
@@ -127,7 +127,7 @@ def test_what_is_too_long_or_too_much_is_refused_by_the_fields_name(
     assert (refused.value.field or "").startswith(field)
 
 
-def test_as_much_as_may_be_is_taken() -> None:
+def test_values_at_the_limits_are_accepted() -> None:
     over_grpc(
         cache_salt="é" * MAX_NAME_CHARACTERS,
         kv_hints={"session_id": "é" * MAX_NAME_CHARACTERS, "retain_s": 86400, "priority": 100},

@@ -40,7 +40,7 @@ def test_limits_and_defaults_of_a_model_follow_its_nodes() -> None:
     assert table.served_model(tiny) == ServedModel()
 
 
-def test_a_node_whose_blocks_are_converted_is_paired_if_there_is_no_other() -> None:
+def test_a_node_that_requires_block_conversion_is_paired_if_there_is_no_other() -> None:
     table = NodeTable()
     prefill, decode = a_card(NodeRole.PREFILL, "p"), a_card(NodeRole.DECODE, "d")
     small = replace(decode.fingerprint, block_size=decode.fingerprint.block_size // 2)

@@ -48,7 +48,7 @@ def tell_prefix(table: NodeTable, name: str, token_ids: tuple[int, ...], salt: s
     table.note_prefixes(f"{name}:1", PrefixChanges(1, True, stored))
 
 
-def test_in_round_robin_nodes_of_a_role_take_turns() -> None:
+def test_round_robin_alternates_between_nodes_of_a_role() -> None:
     table = a_cluster(2, 3)
     routing = Routing(RoutingPolicy.ROUND_ROBIN)
 
@@ -61,7 +61,7 @@ def test_in_round_robin_nodes_of_a_role_take_turns() -> None:
 @pytest.mark.parametrize(
     "policy", [RoutingPolicy.LEAST_LOADED, RoutingPolicy.POWER_OF_TWO, RoutingPolicy.PREFIX_AWARE]
 )
-def test_a_node_with_less_to_do_is_preferred(policy: RoutingPolicy) -> None:
+def test_a_less_loaded_node_is_preferred(policy: RoutingPolicy) -> None:
     table = a_cluster()
     table.note_load("d0:1", NodeLoad(num_running=3))
     table.note_load("p1:1", NodeLoad(num_waiting=2))
@@ -72,7 +72,7 @@ def test_a_node_with_less_to_do_is_preferred(policy: RoutingPolicy) -> None:
 
 
 @pytest.mark.parametrize("policy", [RoutingPolicy.LEAST_LOADED, RoutingPolicy.PREFIX_AWARE])
-def test_equal_nodes_take_turns(policy: RoutingPolicy) -> None:
+def test_equally_good_nodes_alternate(policy: RoutingPolicy) -> None:
     table = a_cluster(1, 3)
 
     chosen = [
@@ -83,7 +83,7 @@ def test_equal_nodes_take_turns(policy: RoutingPolicy) -> None:
     assert chosen == ["d0", "d1", "d2"] * 2
 
 
-def test_sent_requests_count_until_they_end() -> None:
+def test_sent_requests_add_load_until_they_end() -> None:
     table = a_cluster(1, 2)
     routing = Routing(RoutingPolicy.LEAST_LOADED)
     first = choose(table, routing, REQUEST)
@@ -97,7 +97,7 @@ def test_sent_requests_count_until_they_end() -> None:
     assert names_of(second.decode) == "d1"
 
 
-def test_an_ended_request_has_no_weight_before_the_node_reports_it() -> None:
+def test_a_finished_request_adds_no_load_before_the_node_reports_it() -> None:
     table = a_cluster(2, 1)
     first = choose(table, Routing(), REQUEST)
     assignment = Assignment(table, first)
@@ -109,7 +109,7 @@ def test_an_ended_request_has_no_weight_before_the_node_reports_it() -> None:
     assert next_turn.prefill == first.prefill
 
 
-def test_two_are_drawn_evenly_and_alike_for_one_seed() -> None:
+def test_power_of_two_draws_are_uniform_and_reproducible() -> None:
     table = a_cluster(1, 5)
     asks = [replace(REQUEST, number=n) for n in range(2000)]
 
@@ -121,7 +121,7 @@ def test_two_are_drawn_evenly_and_alike_for_one_seed() -> None:
     assert all(320 < count < 480 for count in Counter(drawn(1)).values())
 
 
-def test_a_prompt_goes_where_its_prefix_is_for_prefill_and_for_decode() -> None:
+def test_a_prompt_is_routed_to_its_prefix_for_prefill_and_decode() -> None:
     table = a_cluster()
     tell_prefix(table, "p1", PROMPT[:64])
     tell_prefix(table, "d0", PROMPT[:32])
@@ -132,7 +132,7 @@ def test_a_prompt_goes_where_its_prefix_is_for_prefill_and_for_decode() -> None:
     assert chosen == {("p1", "d1")}
 
 
-def test_a_prefix_of_another_salt_is_no_hit() -> None:
+def test_a_prefix_with_another_salt_is_no_hit() -> None:
     table = a_cluster(1, 2)
     tell_prefix(table, "d1", PROMPT[:48], salt="tenant")
 
@@ -145,7 +145,7 @@ def test_a_prefix_of_another_salt_is_no_hit() -> None:
     assert [names_of(route.decode) for route in tenants] == ["d1", "d1"]
 
 
-def test_a_long_prompt_is_named_by_its_length_where_the_model_needs_that() -> None:
+def test_block_names_of_long_prompts_depend_on_the_length_if_the_model_requires_it() -> None:
     naming = PrefixNaming(16, "m", 0, max_shareable_prompt_len=50)
     decodes = [
         Node(f"d{n}:1", replace(a_node(NodeRole.DECODE, f"d{n}").card, prefix_naming=naming))
@@ -178,7 +178,7 @@ def test_with_recurrent_layers_a_hit_ends_at_the_last_snapshot() -> None:
     assert route.block_names == tuple(naming.names(PROMPT[:-1], len(PROMPT))[-1:])
 
 
-def test_the_last_token_is_missing_even_where_every_block_is_cached() -> None:
+def test_a_fully_cached_prompt_still_computes_its_last_token() -> None:
     table = a_cluster(1, 1)
     tell_prefix(table, "p0", PROMPT[:96])
 
@@ -196,7 +196,7 @@ def test_a_long_queue_outweighs_a_cached_prefix() -> None:
     assert names_of(route.prefill) == "p0"
 
 
-def test_a_match_of_less_than_a_twentieth_of_the_prompt_does_not_decide() -> None:
+def test_a_match_of_less_than_a_twentieth_of_the_prompt_is_ignored() -> None:
     table = a_cluster(2, 2)
     tell_prefix(table, "p0", tuple(range(16)))
     short, long = RoutingRequest(tuple(range(16 * 20))), RoutingRequest(tuple(range(16 * 20 + 1)))
@@ -209,7 +209,7 @@ def test_a_match_of_less_than_a_twentieth_of_the_prompt_does_not_decide() -> Non
     assert chosen(long) == {"p0", "p1"}
 
 
-def test_equal_nodes_are_used_in_turn_whatever_the_others_got_in_between() -> None:
+def test_equally_good_nodes_alternate_despite_requests_routed_by_prefix() -> None:
     table = a_cluster(2, 1)
     tell_prefix(table, "p1", PROMPT[:64])
     chosen = []
@@ -223,7 +223,7 @@ def test_equal_nodes_are_used_in_turn_whatever_the_others_got_in_between() -> No
     assert chosen == ["p0", "p1"] * 3
 
 
-def test_a_full_cache_pays_for_the_blocks_that_it_would_evict() -> None:
+def test_evictions_add_to_the_cost_of_a_full_cache() -> None:
     table = a_cluster(2, 2)  # ten blocks each
     for name in ("p0", "d1"):
         tell_prefix(table, name, tuple(range(1000, 1000 + 8 * 16)))
@@ -233,7 +233,7 @@ def test_a_full_cache_pays_for_the_blocks_that_it_would_evict() -> None:
     assert chosen == {("p1", "d0")}
 
 
-def test_a_long_match_is_worth_more_than_the_blocks_evicted_for_the_rest() -> None:
+def test_a_long_match_outweighs_the_evictions_for_the_rest() -> None:
     table = a_cluster(2, 1)
     others = NAMING.names(tuple(range(1000, 1000 + 7 * 16)), 7 * 16)
     stored = pack_names((*NAMING.names(PROMPT[:48], 48), *others))
@@ -245,7 +245,7 @@ def test_a_long_match_is_worth_more_than_the_blocks_evicted_for_the_rest() -> No
     assert chosen == {"p1"}
 
 
-def test_blocks_that_stay_in_host_memory_are_not_evicted() -> None:
+def test_blocks_kept_in_host_memory_do_not_count_as_evictions() -> None:
     table = a_table(
         a_node(NodeRole.PREFILL, "p0"),
         with_host_blocks(a_node(NodeRole.PREFILL, "p1"), 20),
@@ -260,7 +260,7 @@ def test_blocks_that_stay_in_host_memory_are_not_evicted() -> None:
     assert chosen == {"p1"}
 
 
-def test_a_node_with_more_blocks_than_places_costs_no_more_than_a_full_one() -> None:
+def test_a_node_that_holds_more_blocks_than_its_cache_costs_as_much_as_a_full_one() -> None:
     table = a_table(
         a_node(NodeRole.PREFILL, "p0"),
         with_host_blocks(a_node(NodeRole.PREFILL, "p1"), 20),
@@ -286,7 +286,7 @@ def test_a_burst_with_one_prefix_goes_to_one_node_before_the_node_reports_it() -
     assert second.num_missing_tokens == 103 - 96
 
 
-def test_a_prompt_that_was_given_up_is_expected_nowhere() -> None:
+def test_a_cancelled_prompt_is_not_an_expected_prefix() -> None:
     table = a_cluster(1, 3)
     first = choose(table, Routing(), RoutingRequest(PROMPT, 0))
     Assignment(table, first).close()
@@ -310,7 +310,7 @@ def test_few_missing_tokens_are_computed_on_decode_and_the_reason_is_reported() 
     assert many.prefill is not None
 
 
-def test_decode_computes_nothing_that_prefill_lacks_about_as_much_of() -> None:
+def test_decode_does_not_compute_a_prompt_that_prefill_lacks_about_equally() -> None:
     table = a_cluster(1, 1)
     routing = Routing(local_prefill_below=200)
     fresh = choose(table, routing, REQUEST)
@@ -340,7 +340,7 @@ def test_decode_computes_fewer_tokens_at_once_than_the_limit() -> None:
     assert choose(table, routing, REQUEST).prefill is None
 
 
-def test_only_what_a_node_has_for_sure_lets_it_compute_a_prompt_itself() -> None:
+def test_only_reported_blocks_let_a_decode_node_compute_a_prompt() -> None:
     table = a_cluster(1, 1)
     Assignment(table, choose(table, Routing(), REQUEST))
 
@@ -349,7 +349,7 @@ def test_only_what_a_node_has_for_sure_lets_it_compute_a_prompt_itself() -> None
     assert route.prefill is not None
 
 
-def test_only_nodes_whose_kv_means_the_same_are_paired() -> None:
+def test_only_nodes_with_compatible_kv_are_paired() -> None:
     other = replace(FINGERPRINT, block_size=32)
     table = a_table(
         a_node(NodeRole.PREFILL, "p-other", fingerprint=other),
@@ -363,14 +363,14 @@ def test_only_nodes_whose_kv_means_the_same_are_paired() -> None:
     assert chosen == {("p-same", "d")}
 
 
-def test_prefill_nodes_that_fit_no_decode_node_are_a_named_refusal_that_says_why() -> None:
+def test_incompatible_prefill_and_decode_nodes_are_refused_with_the_reason() -> None:
     other = a_node(NodeRole.PREFILL, fingerprint=replace(FINGERPRINT, dtype="bfloat16"))
 
     with pytest.raises(IncompatibleNodes, match="dtype bfloat16 and float32"):
         choose(a_table(other, a_node(NodeRole.DECODE)), Routing(), REQUEST)
 
 
-def test_when_the_prefill_node_that_fits_just_failed_decode_does_it_alone() -> None:
+def test_a_decode_node_computes_the_prompt_if_its_compatible_prefill_node_failed() -> None:
     other = a_node(NodeRole.PREFILL, "p-other", fingerprint=replace(FINGERPRINT, dtype="else"))
     fitting = a_node(NodeRole.PREFILL, "p")
     table = a_table(other, fitting, a_node(NodeRole.DECODE))
@@ -381,7 +381,7 @@ def test_when_the_prefill_node_that_fits_just_failed_decode_does_it_alone() -> N
     assert "failed" in route.local_reason
 
 
-def test_draining_failed_and_lost_nodes_are_passed_over() -> None:
+def test_draining_failed_and_lost_nodes_are_skipped() -> None:
     draining, failed, lost, left = (a_node(NodeRole.DECODE, f"d{n}") for n in range(4))
     table = a_table(draining, failed, lost, left)
     choose(table, Routing(), REQUEST)
@@ -393,12 +393,12 @@ def test_draining_failed_and_lost_nodes_are_passed_over() -> None:
     assert route.decode == left
 
 
-def test_no_decode_node_is_a_named_refusal() -> None:
+def test_a_request_without_a_decode_node_is_refused_by_name() -> None:
     with pytest.raises(NoNodes):
         choose(a_table(a_node(NodeRole.PREFILL)), Routing(), REQUEST)
 
 
-def test_an_unknown_policy_is_refused_with_those_that_there_are() -> None:
+def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
     with pytest.raises(InvalidConfig, match="prefix_aware"):
         build_config(Routing, {"policy": "best"})
 
@@ -406,7 +406,7 @@ def test_an_unknown_policy_is_refused_with_those_that_there_are() -> None:
 OTHER = replace(FINGERPRINT, model="the same in int8")
 
 
-def test_a_request_keeps_to_the_revision_that_began_it() -> None:
+def test_a_request_stays_on_the_model_revision_that_began_it() -> None:
     p1, p2 = a_node(NodeRole.PREFILL, "p1"), a_node(NodeRole.PREFILL, "p2", fingerprint=OTHER)
     d1, d2 = a_node(NodeRole.DECODE, "d1"), a_node(NodeRole.DECODE, "d2", fingerprint=OTHER)
     table = a_table(p1, p2, d1, d2)
@@ -420,7 +420,7 @@ def test_a_request_keeps_to_the_revision_that_began_it() -> None:
     assert new == {("p1", "d1"), ("p2", "d2")}
 
 
-def test_without_prefill_nodes_an_answer_does_not_go_on_with_other_weights() -> None:
+def test_without_prefill_nodes_an_answer_does_not_continue_on_another_revision() -> None:
     d1, d2 = a_node(NodeRole.DECODE, "d1"), a_node(NodeRole.DECODE, "d2", fingerprint=OTHER)
     table = a_table(d1, d2)
     begun = replace(REQUEST, revision=d1.revision)
@@ -432,7 +432,7 @@ def test_without_prefill_nodes_an_answer_does_not_go_on_with_other_weights() -> 
         choose(table, Routing(), begun, without=frozenset({d1.address}))
 
 
-def test_prefill_nodes_of_another_revision_are_none_to_an_answer_that_has_begun() -> None:
+def test_an_answer_in_progress_does_not_use_prefill_nodes_of_another_revision() -> None:
     d1, p2 = a_node(NodeRole.DECODE, "d1"), a_node(NodeRole.PREFILL, "p2", fingerprint=OTHER)
 
     route = choose(a_table(d1, p2), Routing(), replace(REQUEST, revision=d1.revision))
@@ -440,7 +440,7 @@ def test_prefill_nodes_of_another_revision_are_none_to_an_answer_that_has_begun(
     assert pair_of(route) == ("", "d1")
 
 
-def test_when_prefill_is_gone_new_requests_stay_with_the_revision_that_served() -> None:
+def test_without_prefill_nodes_new_requests_stay_on_the_serving_revision() -> None:
     p1, d1 = a_node(NodeRole.PREFILL, "p1"), a_node(NodeRole.DECODE, "d1")
     table = a_table(p1, d1, a_node(NodeRole.DECODE, "d2", fingerprint=OTHER))
     choose(table, Routing(), REQUEST)

@@ -42,7 +42,7 @@ def pulled(route: Route) -> int:
     return 0 if route.holder is None else route.holder.num_tokens
 
 
-def test_a_decode_node_with_the_answer_of_the_last_turn_is_named_to_the_prefill_node() -> None:
+def test_the_decode_node_with_the_last_answer_is_named_as_holder_to_the_prefill_node() -> None:
     table = a_cluster(1)
     report(table, "p0", 20)
     report(table, "d0", 50)
@@ -54,7 +54,7 @@ def test_a_decode_node_with_the_answer_of_the_last_turn_is_named_to_the_prefill_
     assert route.num_missing_tokens == 200
 
 
-def test_no_node_is_named_if_the_one_that_computes_has_as_much() -> None:
+def test_no_holder_is_named_if_the_computing_node_has_as_long_a_prefix() -> None:
     table = a_cluster(1)
     report(table, "p0", 50)
     report(table, "d0", 50)
@@ -62,7 +62,7 @@ def test_no_node_is_named_if_the_one_that_computes_has_as_much() -> None:
     assert choose(table, Routing(), ASK).holder is None
 
 
-def test_no_node_is_named_without_pulls() -> None:
+def test_no_holder_is_named_if_pulls_are_disabled() -> None:
     table = a_cluster(1)
     report(table, "d0", 50)
 
@@ -72,7 +72,7 @@ def test_no_node_is_named_without_pulls() -> None:
     assert route.num_missing_tokens == 1000
 
 
-def test_what_another_node_is_only_expected_to_have_is_not_pulled() -> None:
+def test_prefixes_expected_at_another_node_are_not_pulled() -> None:
     table = a_cluster(2)
     Assignment(table, choose(table, Routing(), ASK))
     table.note_load("p0:1", NodeLoad(num_waiting=5))
@@ -84,7 +84,7 @@ def test_what_another_node_is_only_expected_to_have_is_not_pulled() -> None:
     assert route.holder is None
 
 
-def test_what_the_node_itself_is_expected_to_have_is_not_pulled() -> None:
+def test_prefixes_expected_at_the_computing_node_are_not_pulled() -> None:
     table = a_cluster(1)
     report(table, "d0", 50)
     Assignment(table, choose(table, Routing(), ASK))
@@ -133,7 +133,7 @@ def test_a_prefix_is_pulled_up_to_the_last_snapshot_of_its_holder() -> None:
     assert holder_of(choose(table, Routing(), ASK)) == ("decode", 800)
 
 
-def test_a_decode_node_alone_pulls_from_another() -> None:
+def test_a_decode_node_that_computes_the_prompt_pulls_from_another() -> None:
     table = a_cluster(0, 2)
     report(table, "d0", 50)
     table.note_load("d0:1", NodeLoad(num_running=20))
@@ -144,7 +144,7 @@ def test_a_decode_node_alone_pulls_from_another() -> None:
     assert holder_of(route) == ("d0", 800)
 
 
-def test_equal_holders_are_pulled_from_in_turn() -> None:
+def test_equally_good_holders_alternate() -> None:
     table = a_cluster(3)
     for name in ("p0", "p1", "d0"):
         report(table, name, 50)
@@ -156,7 +156,7 @@ def test_equal_holders_are_pulled_from_in_turn() -> None:
     assert {holder_of(route) for route in routes} == {("p0", 800), ("p1", 800), ("d0", 800)}
 
 
-def test_load_balance_outweighs_a_prefix_that_can_be_pulled() -> None:
+def test_load_balance_outweighs_a_pullable_prefix() -> None:
     table = a_cluster(2)
     report(table, "p1", 50)
     busy = RoutingRequest(tuple(range(5000, 5300)))
@@ -172,7 +172,7 @@ def test_load_balance_outweighs_a_prefix_that_can_be_pulled() -> None:
     assert holder_of(pulling) == ("p1", 800)
 
 
-def test_a_prefix_stays_on_its_node_while_that_costs_nothing() -> None:
+def test_a_request_stays_at_its_prefix_on_an_idle_node() -> None:
     table = a_cluster(2)
     report(table, "p1", 50)
 
@@ -182,7 +182,7 @@ def test_a_prefix_stays_on_its_node_while_that_costs_nothing() -> None:
     assert {route.holder for route in routes} == {None}
 
 
-def test_any_policy_names_the_node_that_has_more() -> None:
+def test_every_policy_names_the_holder_of_the_longest_prefix() -> None:
     table = a_cluster(2)
     report(table, "p0", 50)
 
@@ -192,7 +192,7 @@ def test_any_policy_names_the_node_that_has_more() -> None:
     assert [holder_of(route) for route in routes] == [None, ("p0", 800)]
 
 
-def test_few_tokens_are_computed_on_decode_where_pulling_the_rest_to_prefill_costs_more() -> None:
+def test_few_tokens_are_computed_on_decode_if_pulling_the_rest_to_prefill_costs_more() -> None:
     table = a_cluster(1)
     report(table, "d0", 62)
     routing = Routing(local_prefill_below=256)

@@ -87,7 +87,7 @@ def test_a_cleared_cache_is_reported_as_a_snapshot() -> None:
     assert known(watcher.next()) == (2, True, {3}, set())
 
 
-def test_a_watcher_that_fell_far_behind_gets_the_whole_instead_of_a_long_log() -> None:
+def test_a_watcher_far_behind_receives_a_snapshot_instead_of_changes() -> None:
     cached = CachedPrefixes()
     watcher = PrefixWatcher(cached)
     watcher.next()
@@ -116,14 +116,14 @@ def test_large_changes_are_split() -> None:
     assert [part and len(part[3]) for part in changes] == [MAX_NAMES, 1]
 
 
-def test_changes_survive_the_wire() -> None:
+def test_changes_round_trip_through_protobuf() -> None:
     changes = PrefixChanges(9, False, names(1, 2), names(3))
 
     assert changes_from(update_to(NodeLoad(), changes)) == changes
     assert changes_from(update_to(NodeLoad())) is None
 
 
-def test_a_name_that_is_cut_off_is_ignored() -> None:
+def test_a_truncated_name_is_ignored() -> None:
     prefixes = NodePrefixes()
 
     prefixes.take("a", PrefixChanges(1, True, names(1, 2)[:-1], b"x"))
@@ -165,7 +165,7 @@ def test_a_missed_change_is_a_gap_until_the_next_snapshot() -> None:
     assert prefixes.match([name(5)]).reported == {"a": 1}
 
 
-def test_a_lost_node_has_nothing() -> None:
+def test_a_lost_node_has_no_prefixes() -> None:
     prefixes = NodePrefixes()
     prefixes.take("a", PrefixChanges(1, True, names(1)))
     prefixes.expect("a", [name(2)])
@@ -192,7 +192,7 @@ def test_an_expected_prefix_counts_as_likely_until_the_node_reports_it() -> None
     )
 
 
-def test_expectations_do_not_pile_up() -> None:
+def test_expected_prefixes_are_bounded() -> None:
     prefixes = NodePrefixes()
 
     prefixes.expect("a", [name(number) for number in range(MAX_EXPECTED + 1)])
@@ -201,7 +201,7 @@ def test_expectations_do_not_pile_up() -> None:
     assert prefixes.match([name(1)]).expected == {"a": 1}
 
 
-def test_names_are_those_that_the_cache_gives() -> None:
+def test_names_equal_those_of_the_kv_cache() -> None:
     naming, keys = PrefixNaming(4, "salt", 3, max_shareable_prompt_len=6), PrefixKeys("s")
 
     short, same = naming.names(range(6), 6, keys), naming.names((*range(6), 9), 6, keys)

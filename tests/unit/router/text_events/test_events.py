@@ -50,7 +50,7 @@ def test_events_keep_the_order_of_text_reasoning_and_calls() -> None:
     ]
 
 
-def test_the_arguments_of_a_call_are_joined_to_it() -> None:
+def test_the_argument_chunks_of_a_call_are_joined() -> None:
     first: list[TextEvent] = [ToolCall("f", "{"), ArgumentsDelta("}")]
 
     assert fold([*first, ToolCall("g"), ArgumentsDelta("{}")]).calls == (
@@ -59,7 +59,7 @@ def test_the_arguments_of_a_call_are_joined_to_it() -> None:
     )
 
 
-def test_each_answer_has_a_parser_of_its_own() -> None:
+def test_each_answer_has_its_own_parser() -> None:
     reader = EventReader(TextFormat(Parsing(reasoning="qwen3")).parser, 2)
 
     first = reader.read(0, TokenChunk(0, text="<think>a"))

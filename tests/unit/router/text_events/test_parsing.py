@@ -61,7 +61,7 @@ def test_reasoning_is_separated_from_the_answer(
         ),
     ],
 )
-def test_hermes_calls_are_read(text: str, expected: AnswerText) -> None:
+def test_hermes_calls_are_parsed(text: str, expected: AnswerText) -> None:
     assert read(Parsing(tools="hermes"), text) == expected
 
 
@@ -82,11 +82,11 @@ def test_hermes_calls_are_read(text: str, expected: AnswerText) -> None:
         ("plain {", AnswerText("plain {")),
     ],
 )
-def test_llama_calls_are_read(text: str, expected: AnswerText) -> None:
+def test_llama_calls_are_parsed(text: str, expected: AnswerText) -> None:
     assert read(Parsing(tools="llama3_json"), text) == expected
 
 
-def test_a_closing_mark_in_a_json_string_does_not_end_a_call() -> None:
+def test_a_closing_tag_in_a_json_string_does_not_end_a_call() -> None:
     call = ToolCall("f", '{"x": "a</tool_call>\\"</tool_call>"}')
 
     reported = read(Parsing(tools="hermes"), f"<tool_call>{MARKED}</tool_call>{CALLED}")
@@ -94,7 +94,7 @@ def test_a_closing_mark_in_a_json_string_does_not_end_a_call() -> None:
     assert reported == AnswerText(calls=(call, ToolCall("f", '{"x": "ü"}')))
 
 
-def test_a_string_without_an_end_does_not_hide_the_calls_behind_it() -> None:
+def test_an_unterminated_string_does_not_hide_later_calls() -> None:
     broken = '<tool_call>{"name: f}</tool_call>'
 
     reported = read(Parsing(tools="hermes"), broken + CALLED)
@@ -108,7 +108,7 @@ def test_whitespace_next_to_calls_is_no_content() -> None:
     assert reported == AnswerText("", "why", (ToolCall("f", '{"x": "ü"}'),) * 2)
 
 
-def test_a_last_call_may_lack_its_closing_mark() -> None:
+def test_the_last_call_can_lack_its_closing_tag() -> None:
     reported = read(Parsing(tools="hermes"), CALLED.removesuffix("</tool_call>"))
 
     assert reported == AnswerText(calls=(ToolCall("f", '{"x": "ü"}'),))
@@ -123,7 +123,7 @@ def test_a_last_call_may_lack_its_closing_mark() -> None:
     ],
 )
 @pytest.mark.parametrize("between", ["\n", "; "])
-def test_a_call_that_is_cut_off_takes_none_before_it_along(
+def test_a_truncated_call_does_not_drop_earlier_calls(
     parser: str, text: str, begun: str, between: str
 ) -> None:
     whole = AnswerText(calls=(ToolCall("f", '{"x": "ü"}'),))
@@ -140,7 +140,7 @@ def test_a_call_that_is_cut_off_takes_none_before_it_along(
     ("before", "expected"),
     [("", ""), ("I look.", "I look."), ("I look.\n", "I look."), ("a <|python_tag|>b ", None)],
 )
-def test_text_may_stand_before_the_python_tag(before: str, expected: str | None) -> None:
+def test_text_can_precede_the_python_tag(before: str, expected: str | None) -> None:
     text = before + '<|python_tag|>{"name": "f", "parameters": {}}'
 
     reported = read(Parsing(tools="llama3_json"), text)
@@ -176,10 +176,10 @@ def test_text_without_a_possible_tag_is_returned_at_once() -> None:
     ]
 
 
-def test_without_tools_no_call_is_looked_for() -> None:
+def test_without_tools_no_call_is_parsed() -> None:
     assert read(Parsing(tools="hermes"), CALLED, with_tools=False) == AnswerText(CALLED)
 
 
-def test_an_unknown_parser_is_refused_with_those_there_are() -> None:
+def test_an_unknown_parser_is_refused_with_the_known_ones() -> None:
     with pytest.raises(InvalidConfig, match="choose one of hermes, llama3_json"):
         Parsing(tools="other")

@@ -18,7 +18,7 @@ NUM_TOKENS = 20
 
 
 @pytest.mark.parametrize("num_logprobs", [0, 1, 7, MAX_LOGPROBS])
-def test_no_message_is_larger_than_reckoned(num_logprobs: int) -> None:
+def test_no_message_exceeds_the_estimated_size(num_logprobs: int) -> None:
     top = tuple((LARGEST_ID, -0.5) for _ in range(num_logprobs))
     reported = TokenLogprobs(LARGEST_ID, -0.5, LARGEST_ID, top)
     output = Output(RequestId("r"), 0, (LARGEST_ID,), prompt_logprobs=(reported,) * NUM_TOKENS)
@@ -29,7 +29,7 @@ def test_no_message_is_larger_than_reckoned(num_logprobs: int) -> None:
     assert reckoned / 2 < num_bytes <= reckoned
 
 
-def test_the_advice_in_a_refusal_is_the_most_that_fits() -> None:
+def test_a_refusal_states_the_largest_value_that_fits() -> None:
     num_tokens = 200_000
 
     with pytest.raises(InvalidRequest, match="ask for at most 17, or leave it out"):
@@ -40,6 +40,6 @@ def test_the_advice_in_a_refusal_is_the_most_that_fits() -> None:
         check_prompt_logprobs_fit(num_tokens, 18)
 
 
-def test_long_prompts_with_all_logprobs_fit_and_without_any_all_do() -> None:
+def test_logprobs_of_long_prompts_fit_into_messages() -> None:
     check_prompt_logprobs_fit(50_000, MAX_LOGPROBS)
     check_prompt_logprobs_fit(MAX_MESSAGE_BYTES, None)

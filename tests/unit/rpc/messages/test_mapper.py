@@ -51,7 +51,7 @@ def test_absent_numbers_and_texts_are_zero_whatever_the_default() -> None:
 
 
 @pytest.mark.parametrize("limit", [None, 0, 9])
-def test_optional_fields_are_none_or_what_was_sent(limit: int | None) -> None:
+def test_optional_fields_are_none_or_the_sent_value(limit: int | None) -> None:
     mapper = Mapper(Naming, node_pb2.PrefixNaming)
 
     message = mapper.to_message(Naming(16, max_shareable_prompt_len=limit))
@@ -95,7 +95,7 @@ def test_a_converter_replaces_the_rule_of_its_field() -> None:
     assert mapper.from_message(message).hash_seed == 4
 
 
-def test_a_field_of_one_side_only_is_an_error_unless_it_is_declared() -> None:
+def test_a_field_on_one_side_only_is_an_error_unless_declared() -> None:
     with pytest.raises(TypeError, match="fields of Writes and Revoked differ"):
         Mapper(Writes, kv_link_pb2.Revoked)
 

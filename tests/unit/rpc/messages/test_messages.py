@@ -111,7 +111,7 @@ SAMPLINGS = [
 
 
 @pytest.mark.parametrize("message", LINK_MESSAGES, ids=lambda message: type(message).__name__)
-def test_link_messages_survive_the_wire(message: LinkMessage) -> None:
+def test_link_messages_round_trip_through_protobuf(message: LinkMessage) -> None:
     wire = link_message_to(message).SerializeToString()
 
     assert link_message_from(kv_link_pb2.LinkMessage.FromString(wire)) == message
@@ -121,7 +121,7 @@ DONES = [message for message in LINK_MESSAGES if isinstance(message, Done)]
 
 
 @pytest.mark.parametrize("done", DONES, ids=lambda done: str(done.digest))
-def test_done_survives_a_notification(done: Done) -> None:
+def test_done_round_trips_through_a_notification(done: Done) -> None:
     assert decode_done(note_of(done)) == done
 
 
@@ -143,7 +143,7 @@ def test_done_survives_a_notification(done: Done) -> None:
     ],
     ids=range(12),
 )
-def test_a_notification_that_is_no_done_is_a_named_error(note: bytes) -> None:
+def test_a_notification_without_a_valid_done_is_a_named_error(note: bytes) -> None:
     with pytest.raises(PeerUnreachable, match="cannot be read"):
         decode_done(note)
 
@@ -164,38 +164,38 @@ def test_an_invalid_pull_is_a_named_error(
         Grant(HANDOFF, 1, first_block, (BlockId(5), BlockId(2)), 5.0, names)
 
 
-def test_every_kind_of_link_message_is_tried() -> None:
+def test_every_kind_of_link_message_is_tested() -> None:
     assert {type(message) for message in LINK_MESSAGES} == set(NAME_BY_KIND)
 
 
-def test_what_a_newer_peer_says_is_passed_over() -> None:
+def test_unknown_messages_of_a_newer_peer_are_ignored() -> None:
     assert link_message_from(kv_link_pb2.LinkMessage()) is None
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_sampling_survives_the_wire(sampling: SamplingParams) -> None:
+def test_sampling_params_round_trip_through_protobuf(sampling: SamplingParams) -> None:
     wire = SAMPLING.to_message(sampling).SerializeToString()
 
     assert sampling_from(sampling_pb2.SamplingParams.FromString(wire)) == sampling
 
 
-def test_what_a_client_leaves_out_takes_the_defaults() -> None:
+def test_omitted_fields_take_the_defaults() -> None:
     assert sampling_from(sampling_pb2.SamplingParams()) == SamplingParams()
 
 
-def test_a_bad_sampling_value_is_refused_by_name() -> None:
+def test_an_invalid_sampling_value_is_refused_by_name() -> None:
     with pytest.raises(InvalidRequest, match="top_p"):
         sampling_from(sampling_pb2.SamplingParams(top_p=0.0))
 
 
-def test_what_a_client_leaves_out_is_as_the_models_makers_advise() -> None:
+def test_omitted_sampling_params_take_the_model_defaults() -> None:
     advised = SamplingDefaults(temperature=0.6, top_k=20)
     chosen = sampling_pb2.SamplingParams(temperature=0.0, max_tokens=3)
 
     assert sampling_from(chosen, advised) == SamplingParams(3, temperature=0.0, top_k=20)
 
 
-def test_a_client_can_choose_some_and_leave_the_rest_to_the_model() -> None:
+def test_given_sampling_params_override_the_model_defaults() -> None:
     some = Generation({"max_tokens": 3, "temperature": 0.0, "allowed_token_ids": (1, 2)})
     request = request_from("a", some)
     wire = inference_pb2.GenerateRequest.FromString(request.SerializeToString())
@@ -225,7 +225,7 @@ def test_sampling_that_cannot_be_sent_is_refused_by_name(wrong: Any) -> None:
 
 
 @pytest.mark.parametrize("reason", [None, *FinishReason])
-def test_outputs_survive_the_wire(reason: FinishReason | None) -> None:
+def test_outputs_round_trip_through_protobuf(reason: FinishReason | None) -> None:
     output = Output(
         RequestId("r#3"),
         4,
@@ -280,7 +280,7 @@ def test_the_hand_off_of_a_request_is_in_its_id() -> None:
 
 
 @pytest.mark.parametrize("age_s", [-1.0, math.nan, math.inf])
-def test_an_age_that_is_none_upsets_no_order(age_s: float) -> None:
+def test_an_invalid_age_counts_as_zero(age_s: float) -> None:
     order = prefill_order(EngineRequest(RequestId("r#3"), (1,), SamplingParams(), 0, age_s=age_s))
 
     assert engine_request(order, 0.0).age_s == 0.0
@@ -294,7 +294,7 @@ def test_nodes_refuse_stop_strings() -> None:
         engine_request(order, 0.0)
 
 
-def test_cards_and_loads_survive_the_wire() -> None:
+def test_node_cards_and_loads_round_trip_through_protobuf() -> None:
     card = replace(a_card(NodeRole.DECODE), sampling_defaults=SamplingDefaults(0.0, top_k=5))
     load = NodeLoad(1, 2, 3, True)
 
@@ -335,7 +335,7 @@ def test_unusable_arguments_are_refused_by_name(value: Value) -> None:
     assert refused.value.field == "extra_args"
 
 
-def test_whole_numbers_are_whole_as_far_as_they_are_exact() -> None:
+def test_integral_floats_are_integers_up_to_the_exact_range() -> None:
     given = {"whole": 7.0, "large": 1e300, "half": 0.5}
     message = sampling_pb2.SamplingParams(
         extra_args={name: Value(number_value=value) for name, value in given.items()}
@@ -348,7 +348,7 @@ def test_whole_numbers_are_whole_as_far_as_they_are_exact() -> None:
     assert isinstance(taken["large"], float)
 
 
-def test_each_of_several_answers_has_a_name_and_a_seed_of_its_own() -> None:
+def test_each_of_several_answers_has_a_unique_id_and_seed() -> None:
     wire = request_from("a", Generation({"seed": 2**64 - 1}, n=3))
 
     calls = calls_from(wire, "r")
@@ -358,13 +358,13 @@ def test_each_of_several_answers_has_a_name_and_a_seed_of_its_own() -> None:
     assert {call.prompt for call in calls} == {TextPrompt("a")}
 
 
-def test_without_a_seed_each_answer_is_drawn_by_itself() -> None:
+def test_without_a_seed_each_answer_is_sampled_independently() -> None:
     calls = calls_from(request_from("a", Generation(n=2)), "r")
 
     assert [call.sampling.seed for call in calls] == [None, None]
 
 
-def test_one_answer_keeps_its_name() -> None:
+def test_a_single_answer_keeps_the_request_id() -> None:
     [call] = calls_from(request_from("a", Generation()), "r")
 
     assert call.request_id == "r"

@@ -22,7 +22,7 @@ def test_a_long_prompt_is_few_fields() -> None:
         check_num_fields(message.SerializeToString(), REQUEST, max_fields=8)
 
 
-def test_entries_of_lists_and_maps_count_however_deep_they_are() -> None:
+def test_nested_entries_of_lists_and_maps_are_counted() -> None:
     turns = [inference_pb2.ChatMessage()] * (SMALL_BYTES // 2)
     raw = inference_pb2.GenerateRequest(chat=inference_pb2.Chat(messages=turns)).SerializeToString()
 
@@ -31,12 +31,12 @@ def test_entries_of_lists_and_maps_count_however_deep_they_are() -> None:
         check_num_fields(raw, REQUEST, max_fields=len(turns))
 
 
-def test_what_would_hide_fields_is_refused() -> None:
+def test_wire_groups_are_refused() -> None:
     begin_group = b"\x0b"  # whose fields would not be seen
 
     with pytest.raises(Unreadable, match="wire type 3"):
         check_num_fields(begin_group + b"\x0a\x00" * SMALL_BYTES, REQUEST)
 
 
-def test_what_is_cut_off_is_left_to_the_parser() -> None:
+def test_truncated_messages_are_left_to_the_parser() -> None:
     check_num_fields(b"\x18\x01" * (SMALL_BYTES // 2) + b"\x80", REQUEST, max_fields=MAX_FIELDS)

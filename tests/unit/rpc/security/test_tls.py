@@ -19,7 +19,7 @@ def authority(tmp_path: Path) -> Authority:
     return make_authority(tmp_path)
 
 
-def test_files_that_belong_together_are_taken(authority: Authority) -> None:
+def test_matching_certificate_files_are_accepted(authority: Authority) -> None:
     tls = authority.mutual("node", "localhost")
 
     assert (tls.listens, tls.dials) == (True, True)
@@ -27,7 +27,7 @@ def test_files_that_belong_together_are_taken(authority: Authority) -> None:
     assert channel_credentials(tls) is not None
 
 
-def test_files_that_are_gone_later_on_are_not_missed(authority: Authority) -> None:
+def test_certificate_files_deleted_after_loading_are_not_needed(authority: Authority) -> None:
     tls = authority.mutual("node", "localhost")
 
     for path in authority.folder.iterdir():
@@ -37,7 +37,7 @@ def test_files_that_are_gone_later_on_are_not_missed(authority: Authority) -> No
     assert channel_credentials(tls) is not None
 
 
-def test_without_any_file_everything_is_plain_text() -> None:
+def test_without_certificate_files_connections_are_plain_text() -> None:
     tls = TlsConfig()
 
     assert (tls.listens, tls.dials) == (False, False)
@@ -59,7 +59,7 @@ def test_without_any_file_everything_is_plain_text() -> None:
         (lambda cert, key, ca: TlsConfig(cert, key, ca, key), "--tls-client-ca .* holds no"),
     ],
 )
-def test_files_that_cannot_work_are_refused_by_the_option_that_names_them(
+def test_unusable_certificate_files_are_refused_with_the_option_name(
     authority: Authority, make: Callable[[Path, Path, Path], TlsConfig], reported: str
 ) -> None:
     cert, key = authority.issue("node", "localhost")

@@ -22,7 +22,7 @@ def resets(server: socket.socket, num: int) -> None:
         connection.close()
 
 
-def test_a_peer_that_is_gone_at_once_leaves_no_socket_open() -> None:
+def test_a_peer_that_disconnects_at_once_leaves_no_socket_open() -> None:
     unraised: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as server, warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: unraised.append(str(message))

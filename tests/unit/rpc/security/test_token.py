@@ -11,7 +11,7 @@ from baton.rpc.errors import Unauthenticated
 from baton.rpc.security.token import AcceptedTokens, authorization, read_tokens
 
 
-def test_any_token_of_the_file_opens(tmp_path: Path) -> None:
+def test_every_token_of_the_file_is_accepted(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     path.write_text("first-one\n\n  second.one  \n", encoding="utf-8")
 

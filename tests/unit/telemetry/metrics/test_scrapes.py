@@ -39,7 +39,7 @@ class Owner:
         return {RUNNING: self.num_running}
 
 
-def test_an_owner_with_time_is_asked_at_each_scrape() -> None:
+def test_an_idle_owner_is_read_at_each_scrape() -> None:
     owner = Owner()
     ask = OwnerThreadReader(owner.post, owner.read)
 
@@ -64,7 +64,7 @@ def test_the_last_reading_is_returned_with_its_age_while_the_owner_is_busy() -> 
     assert age_s > 0
 
 
-def test_an_owner_without_time_is_asked_once() -> None:
+def test_a_busy_owner_gets_one_pending_read() -> None:
     owner = Owner()
     owner.is_busy = True
     ask = OwnerThreadReader(owner.post, owner.read, longest_wait_s=0.0)
@@ -75,7 +75,7 @@ def test_an_owner_without_time_is_asked_once() -> None:
     assert len(owner.waiting) == 1
 
 
-def test_an_answer_that_came_late_is_what_is_known_then() -> None:
+def test_a_late_reading_is_returned_by_the_next_scrape() -> None:
     owner = Owner()
     ask = OwnerThreadReader(owner.post, owner.read, longest_wait_s=0.0)
     owner.is_busy, owner.num_running = True, 3

@@ -11,7 +11,7 @@ from baton.telemetry.tracing.spans import Span
 from tests.support.spans import OneSpanTimeline, a_span
 
 
-def test_all_that_was_taken_goes_out_by_the_end() -> None:
+def test_all_accepted_spans_are_exported_when_the_exporter_closes() -> None:
     exported: list[Span] = []
     spans = [a_span(number) for number in range(1, 200)]
 
@@ -23,7 +23,7 @@ def test_all_that_was_taken_goes_out_by_the_end() -> None:
     assert outlet.num_dropped == 0
 
 
-def test_a_slow_exporter_costs_traces_and_not_time() -> None:
+def test_a_slow_exporter_drops_traces_and_does_not_block() -> None:
     may_go_on, is_busy = threading.Event(), threading.Event()
 
     def export(spans: Sequence[Span]) -> None:
@@ -40,7 +40,7 @@ def test_a_slow_exporter_costs_traces_and_not_time() -> None:
     assert outlet.num_dropped == 5
 
 
-def test_a_failure_is_counted_and_the_next_batch_is_tried() -> None:
+def test_a_failed_export_is_counted_and_the_next_batch_is_exported() -> None:
     failures = [ExportFailed("away")]
     exported: list[Span] = []
     has_failed = threading.Event()

@@ -12,7 +12,7 @@ from tests.support.traces import a_request, to_unix_ns
 
 
 @pytest.mark.parametrize("has_failed_try", [False, True])
-def test_each_instant_of_a_request_is_in_some_part_of_it(has_failed_try: bool) -> None:
+def test_the_spans_of_a_request_have_no_gap(has_failed_try: bool) -> None:
     timeline = a_request(has_failed_try=has_failed_try)
 
     spans = timeline.spans(to_unix_ns)
@@ -21,14 +21,14 @@ def test_each_instant_of_a_request_is_in_some_part_of_it(has_failed_try: bool) -
         assert_no_gap(parent, [one for one in spans if one.parent_id == parent.span_id])
 
 
-def test_each_span_tells_whose_it_is() -> None:
+def test_each_span_has_the_role_of_its_process() -> None:
     """Some viewers drop the resource, which contains the role too."""
     spans = a_request(has_failed_try=True).spans(to_unix_ns)
 
     assert {span.attributes.get(names.ROLE) for span in spans} == {"router"}
 
 
-def test_choosing_ends_with_the_call_of_the_first_node_and_says_when_the_choice_was_made() -> None:
+def test_the_route_span_ends_with_the_first_call_and_has_an_event_at_the_choice() -> None:
     spans = a_request().spans(to_unix_ns)
 
     route, prefill = the(spans, names.ROUTE), the(spans, names.PREFILL)
@@ -39,7 +39,7 @@ def test_choosing_ends_with_the_call_of_the_first_node_and_says_when_the_choice_
     assert route.attributes[names.PROMISED_TOKENS] == 32
 
 
-def test_a_try_goes_on_from_the_first_failure_of_the_one_before() -> None:
+def test_a_retry_starts_at_the_first_failure_of_the_previous_attempt() -> None:
     timeline = a_request(has_failed_try=True)
     for leg, at_s in zip(timeline.tries[0].legs, (10.39, 10.395), strict=True):
         leg.end = End(at_s, SpanOutcome.FAILED, "UNAVAILABLE")
@@ -49,7 +49,7 @@ def test_a_try_goes_on_from_the_first_failure_of_the_one_before() -> None:
     assert again.began_ns == to_unix_ns(10.39)
 
 
-def test_a_try_goes_on_from_the_last_leg_when_none_said_why() -> None:
+def test_a_retry_starts_at_the_end_of_the_last_leg_without_a_failure_reason() -> None:
     timeline = a_request(has_failed_try=True)
     for leg, at_s in zip(timeline.tries[0].legs, (10.3, 10.395), strict=True):
         leg.end = End(at_s)
@@ -59,7 +59,7 @@ def test_a_try_goes_on_from_the_last_leg_when_none_said_why() -> None:
     assert again.began_ns == to_unix_ns(10.395)
 
 
-def test_a_request_for_which_no_node_was_found_ends_while_choosing() -> None:
+def test_a_request_without_a_node_ends_in_its_route_span() -> None:
     timeline = a_request()
     timeline.tries = [AttemptTimeline(1, 0, 100, 109)]
     timeline.end = End(10.5, SpanOutcome.REFUSED, "NO_NODES")
@@ -71,7 +71,7 @@ def test_a_request_for_which_no_node_was_found_ends_while_choosing() -> None:
     assert route.attributes[names.ERROR_TYPE] == "NO_NODES"
 
 
-def test_a_request_that_never_had_its_turn_waited_until_its_end() -> None:
+def test_a_request_that_was_never_admitted_has_an_admit_span_until_its_end() -> None:
     timeline = RequestTimeline("r1", a_request().context, None, 10.0, end=End(10.7))
 
     admit = the(timeline.spans(to_unix_ns), names.ADMIT)
@@ -94,7 +94,7 @@ def assert_no_gap(parent: Span, children: list[Span]) -> None:
     assert reached >= parent.ended_ns
 
 
-def test_what_a_request_is_suspected_of_is_an_event_of_its_span_and_is_counted() -> None:
+def test_suspicions_of_a_request_are_counted_span_events() -> None:
     timeline, metrics = a_request(has_failed_try=True), RouterMetrics()
     timeline.judgements = [Judgement(10.4, "suspect", "h:2"), Judgement(10.9, "poison", "h:3")]
 

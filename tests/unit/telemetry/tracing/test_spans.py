@@ -12,7 +12,7 @@ from baton.telemetry.tracing.tracer import Tracer, new_trace_id
 
 
 @given(st.integers(1, 2**128 - 1), st.integers(1, 2**64 - 1), st.booleans())
-def test_a_traceparent_is_read_as_it_was_written(trace_id: int, span_id: int, is_on: bool) -> None:
+def test_a_traceparent_round_trips(trace_id: int, span_id: int, is_on: bool) -> None:
     context = TraceContext(trace_id, span_id, is_on)
 
     assert parse_traceparent(context.traceparent) == context
@@ -30,17 +30,17 @@ def test_a_traceparent_is_read_as_it_was_written(trace_id: int, span_id: int, is
         "00-" + "A" * 32 + "-" + "1" * 16 + "-01",  # in lower case only
     ],
 )
-def test_what_is_no_traceparent_is_as_if_none_had_come(written: str) -> None:
+def test_a_malformed_traceparent_is_ignored(written: str) -> None:
     assert parse_traceparent(written) is None
 
 
-def test_a_later_version_is_read_as_far_as_it_is_known() -> None:
+def test_a_traceparent_of_a_later_version_is_read_as_far_as_known() -> None:
     written = "01-" + "1" * 32 + "-" + "2" * 16 + "-03-more"
 
     assert parse_traceparent(written) == TraceContext(int("1" * 32, 16), int("2" * 16, 16))
 
 
-def test_the_ratio_is_the_share_of_traces_that_are_kept() -> None:
+def test_the_ratio_is_the_share_of_sampled_traces() -> None:
     outlet = BatchExporter("nowhere", lambda spans: None, lambda at_s: 0)
     trace_ids = [new_trace_id() for _ in range(4000)]
 
@@ -51,14 +51,14 @@ def test_the_ratio_is_the_share_of_traces_that_are_kept() -> None:
     assert kept[2] == 4000
 
 
-def test_without_an_outlet_no_call_is_looked_at() -> None:
+def test_without_an_exporter_no_context_is_extracted() -> None:
     metadata = (("traceparent", TraceContext(1, 2).traceparent),)
 
     assert Tracer(1.0).extract_context(metadata) is None
     assert not Tracer(1.0).draws(new_trace_id())
 
 
-def test_cancelled_is_neither_well_nor_an_error() -> None:
+def test_the_status_of_cancelled_is_unset() -> None:
     statuses = {outcome: outcome.status for outcome in SpanOutcome}
 
     assert statuses.pop(SpanOutcome.OK) is SpanStatus.OK

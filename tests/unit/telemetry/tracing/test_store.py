@@ -17,7 +17,7 @@ from baton.telemetry.tracing.store import TraceWriter, read_spans
 from tests.support.spans import RESOURCE, a_span
 
 
-def test_a_span_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+def test_a_span_round_trips_through_the_store(tmp_path: Path) -> None:
     root, child = a_span(), a_span(2, parent_id=1)
 
     TraceWriter(tmp_path, MIB, RESOURCE, "router").write([root, child])
@@ -39,7 +39,7 @@ VALUES = (
 
 
 @given(st.dictionaries(TEXTS, VALUES), TEXTS)
-def test_whatever_an_attribute_says_it_is_read_back(
+def test_any_attribute_value_round_trips_through_the_store(
     attributes: dict[str, AttributeValue], message: str
 ) -> None:
     event, link = SpanEvent("e", 7, attributes), SpanLink(1, 2)
@@ -58,7 +58,7 @@ def test_whatever_an_attribute_says_it_is_read_back(
     assert line.count("\n") == 1
 
 
-def test_the_folder_keeps_to_its_limit_and_the_newest_stay(tmp_path: Path) -> None:
+def test_the_folder_stays_within_its_limit_and_keeps_the_newest_spans(tmp_path: Path) -> None:
     writers = [TraceWriter(tmp_path, MIB, RESOURCE, name) for name in ("router", "decode")]
     big = "x" * 10_000
 
@@ -85,7 +85,7 @@ def test_a_file_deleted_by_another_process_is_created_again(tmp_path: Path) -> N
     assert [reported.span.span_id for reported in read_spans(tmp_path)] == [2]
 
 
-def test_lines_that_were_cut_off_do_not_hide_the_others(tmp_path: Path) -> None:
+def test_truncated_lines_do_not_hide_the_others(tmp_path: Path) -> None:
     whole = line_of([a_span(1)], RESOURCE)
     text = whole[: len(whole) // 2] + "\n" + whole + "{}\n" + whole.strip()
     (tmp_path / "router-1.otlp.jsonl").write_text(text)
@@ -94,6 +94,6 @@ def test_lines_that_were_cut_off_do_not_hide_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["", "[]", "{}", '{"resourceSpans": [{}]}', "null"])
-def test_what_is_no_batch_of_spans_is_named(line: str) -> None:
+def test_a_file_without_spans_is_named(line: str) -> None:
     with pytest.raises(MalformedSpans):
         spans_of(line)

@@ -11,7 +11,7 @@ PRIORITIES = st.integers(0, 100)
 
 
 @given(TIMES_S, PRIORITIES)
-def test_a_file_time_keeps_a_priority_and_the_second(used_s: float, priority: int) -> None:
+def test_a_file_time_encodes_the_priority_and_the_second(used_s: float, priority: int) -> None:
     kept = BlockTime.from_ns(BlockTime(used_s, priority).to_ns())
 
     assert kept.priority == priority
@@ -25,7 +25,7 @@ def test_file_systems_that_keep_microseconds_keep_priorities(used_s: float, prio
     assert BlockTime.from_ns(time_ns // 1000 * 1000).priority == priority
 
 
-def test_times_of_older_versions_mean_the_default_priority() -> None:
+def test_file_times_of_older_versions_have_the_default_priority() -> None:
     for time_ns in (
         0,
         1_700_000_000_000_000_000,

@@ -65,7 +65,7 @@ def test_other_users_cannot_read_the_files(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make folders of others")
 @pytest.mark.parametrize("name", ["kv", "kv/below"])
-def test_a_folder_that_another_user_made_first_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_folder_owned_by_another_user_is_refused(tmp_path: Path, name: str) -> None:
     tmp_path.chmod(0o1777)
     (tmp_path / name).mkdir(parents=True)
     os.chown(tmp_path / "kv", 4242, 4242)
@@ -74,7 +74,7 @@ def test_a_folder_that_another_user_made_first_is_refused(tmp_path: Path, name: 
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770])
-def test_a_folder_to_which_others_may_write_is_refused(tmp_path: Path, mode: int) -> None:
+def test_a_folder_writable_by_others_is_refused(tmp_path: Path, mode: int) -> None:
     tmp_path.chmod(mode)
     with pytest.raises(InvalidConfig, match=r"chmod go-w, or name a new folder in it"):
         tier(tmp_path)
@@ -112,7 +112,7 @@ def test_retention_survives_reads_and_a_restart_and_then_ends(tmp_path: Path) ->
     assert held(later, 1, 3, 5) == [False, True, True]
 
 
-def test_another_process_retains_a_block(tmp_path: Path) -> None:
+def test_a_block_retained_by_another_process_is_kept(tmp_path: Path) -> None:
     memory = OwnedMemory(4)
     one, other = tier(tmp_path), tier(tmp_path, max_bytes=2 * STORED_BYTES)
     write(one, memory, 1)
@@ -158,7 +158,7 @@ def test_priorities_survive_reads_and_a_restart(tmp_path: Path) -> None:
     assert [third.hints_of(name_of(number)).priority for number in (1, 2, 5)] == [80, 90, 35]
 
 
-def test_a_priority_that_is_the_default_again_survives_a_restart(tmp_path: Path) -> None:
+def test_a_priority_reset_to_the_default_survives_a_restart(tmp_path: Path) -> None:
     files = tier(tmp_path)
     write(files, OwnedMemory(2), 1, BlockHints(priority=80))
     files.use([name_of(1)], BlockHints(priority=35))
@@ -176,7 +176,7 @@ def test_a_retained_block_keeps_its_priority_over_a_restart(tmp_path: Path) -> N
     assert 3590.0 < hints.retain_s <= 3600.0
 
 
-def test_a_block_that_another_process_wrote_first_gets_the_hints_too(tmp_path: Path) -> None:
+def test_hints_apply_to_a_block_that_another_process_wrote_first(tmp_path: Path) -> None:
     memory = OwnedMemory(2)
     one, other = tier(tmp_path), tier(tmp_path)
     write(one, memory, 1)
@@ -185,7 +185,7 @@ def test_a_block_that_another_process_wrote_first_gets_the_hints_too(tmp_path: P
     assert tier(tmp_path).hints_of(name_of(1)).priority == 80
 
 
-def test_another_process_gives_a_block_a_higher_priority(tmp_path: Path) -> None:
+def test_a_priority_raised_by_another_process_applies(tmp_path: Path) -> None:
     memory = OwnedMemory(4)
     one, other = tier(tmp_path), tier(tmp_path, max_bytes=2 * STORED_BYTES)
     write(one, memory, 1)
@@ -220,7 +220,7 @@ def unopened(folder: Path) -> FileStore:
     return FileStore(str(folder), "model", BLOCK_BYTES, LIMIT)
 
 
-def test_a_folder_that_does_not_work_is_used_once_it_does(tmp_path: Path) -> None:
+def test_an_unusable_folder_is_used_once_it_works(tmp_path: Path) -> None:
     memory, path = OwnedMemory(2), tmp_path / "folder"
     path.touch()
     files = unopened(path)
@@ -242,7 +242,7 @@ def test_a_folder_that_does_not_work_is_used_once_it_does(tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make folders of others")
-def test_a_folder_that_another_user_makes_after_the_start_is_not_used(tmp_path: Path) -> None:
+def test_a_folder_created_by_another_user_after_the_start_is_not_used(tmp_path: Path) -> None:
     path = tmp_path / "folder"
     path.touch()
     files = unopened(path)
@@ -257,7 +257,7 @@ def test_a_folder_that_another_user_makes_after_the_start_is_not_used(tmp_path: 
 
 
 @pytest.mark.parametrize("num_bytes", [0, 7, STORED_BYTES - 1])
-def test_nothing_is_left_of_a_write_that_fails(tmp_path: Path, num_bytes: int) -> None:
+def test_a_failed_write_leaves_no_file(tmp_path: Path, num_bytes: int) -> None:
     memory = OwnedMemory(3)
     files = tier(tmp_path)
     write(files, memory, 2)
@@ -270,7 +270,9 @@ def test_nothing_is_left_of_a_write_that_fails(tmp_path: Path, num_bytes: int) -
     assert files.read(name_of(1), memory.blocks, 0) is not None
 
 
-def test_a_write_that_was_interrupted_is_no_block_and_is_deleted_later(tmp_path: Path) -> None:
+def test_the_file_of_an_interrupted_write_is_not_a_block_and_is_deleted_later(
+    tmp_path: Path,
+) -> None:
     write(tier(tmp_path), OwnedMemory(2), 1)
     folder = file_of(tmp_path, 1).parent
     old, new = folder / "1-killed.part", folder / "2-writing.part"
@@ -282,7 +284,7 @@ def test_a_write_that_was_interrupted_is_no_block_and_is_deleted_later(tmp_path:
     assert [path.name for path in folder.glob("*.part")] == ["2-writing.part"]
 
 
-def test_a_folder_that_was_emptied_is_used_again(tmp_path: Path) -> None:
+def test_an_emptied_folder_is_used_again(tmp_path: Path) -> None:
     memory = OwnedMemory(3)
     files = tier(tmp_path)
     write(files, memory, 1)
@@ -295,7 +297,7 @@ def test_a_folder_that_was_emptied_is_used_again(tmp_path: Path) -> None:
     assert tier(tmp_path).read(name_of(2), memory.blocks, 0) is not None
 
 
-def test_a_file_that_cannot_be_read_fails_only_once(tmp_path: Path) -> None:
+def test_an_unreadable_file_fails_only_once(tmp_path: Path) -> None:
     memory = OwnedMemory(2)
     files = tier(tmp_path)
     write(files, memory, 1)
@@ -318,7 +320,7 @@ def make_old(paths: Iterable[Path], days: float = 2.0) -> None:
         os.utime(path, (old_s, old_s))
 
 
-def test_nodes_see_each_others_blocks_after_a_quiet_day(tmp_path: Path) -> None:
+def test_nodes_see_each_others_blocks_after_a_day_without_changes(tmp_path: Path) -> None:
     memory, ahead_s = OwnedMemory(4), 0.0
     one = tier(tmp_path, clock=lambda: time() + ahead_s)
     other = tier(tmp_path)
@@ -337,7 +339,9 @@ def test_nodes_see_each_others_blocks_after_a_quiet_day(tmp_path: Path) -> None:
         assert held(each, 1, 2) == [True, True]
 
 
-def test_a_node_whose_journal_was_deleted_is_seen_when_it_writes_again(tmp_path: Path) -> None:
+def test_changes_of_a_node_with_a_deleted_journal_are_read_when_it_writes_again(
+    tmp_path: Path,
+) -> None:
     memory = OwnedMemory(4)
     one, other = tier(tmp_path), tier(tmp_path)
     write(one, memory, 1)
@@ -370,7 +374,7 @@ def test_journals_do_not_grow_without_limit_and_lose_no_change(
             assert sum(path.stat().st_size for path in journals_of(tmp_path)) <= 600
 
 
-def test_a_node_that_was_suspended_looks_for_blocks_whose_journals_are_gone(
+def test_a_resumed_node_lists_blocks_whose_journals_were_deleted(
     tmp_path: Path,
 ) -> None:
     memory, ahead_s = OwnedMemory(4), 0.0
@@ -388,7 +392,7 @@ def test_a_node_that_was_suspended_looks_for_blocks_whose_journals_are_gone(
     assert held(other, 1, 2) == [False, True]
 
 
-def test_changes_that_a_full_disk_keeps_from_the_journal_are_written_later(tmp_path: Path) -> None:
+def test_journal_changes_that_fail_on_a_full_disk_are_written_later(tmp_path: Path) -> None:
     memory = OwnedMemory(4)
     one, other = tier(tmp_path), tier(tmp_path)
     write(one, memory, 1)
@@ -402,7 +406,7 @@ def test_changes_that_a_full_disk_keeps_from_the_journal_are_written_later(tmp_p
     assert held(one, 1) == held(other, 1) == [False]
 
 
-def test_a_journal_that_ends_meanwhile_is_no_error(tmp_path: Path) -> None:
+def test_a_journal_deleted_while_reading_is_no_error(tmp_path: Path) -> None:
     """Processes come and go between the listing of the journals and their reading."""
     files = tier(tmp_path)
     (journals,) = tmp_path.glob("*/journals")

@@ -80,7 +80,7 @@ def list_others(files: FileStore, clock: Clock) -> None:
         files.refresh()
 
 
-def test_unused_blocks_of_another_version_make_room_the_oldest_first(tmp_path: Path) -> None:
+def test_the_oldest_unused_blocks_of_another_version_are_evicted_first(tmp_path: Path) -> None:
     before = unused(tmp_path, [3, 1, 2])
 
     write(tier(tmp_path, "after"), [4, 5, 6])
@@ -89,7 +89,7 @@ def test_unused_blocks_of_another_version_make_room_the_oldest_first(tmp_path: P
     assert [path.stem for path in before.glob("??/*.kv")] == [name_of(2).hex()]
 
 
-def test_unused_blocks_stay_while_there_is_room_for_a_rollback(tmp_path: Path) -> None:
+def test_unused_blocks_of_another_version_are_kept_while_space_is_free(tmp_path: Path) -> None:
     unused(tmp_path, [1, 2])
     write(tier(tmp_path, "after"), [4, 5])
 
@@ -109,7 +109,7 @@ def test_the_folder_of_a_version_is_removed_after_its_last_block(tmp_path: Path)
     assert held(after, [4, 5, 6, 7]) == [True] * 4
 
 
-def test_a_folder_that_a_process_has_just_made_is_not_removed(tmp_path: Path) -> None:
+def test_a_newly_created_folder_is_not_removed(tmp_path: Path) -> None:
     starting = tmp_path / ("0" * 32)
     starting.mkdir()
 
@@ -118,7 +118,7 @@ def test_a_folder_that_a_process_has_just_made_is_not_removed(tmp_path: Path) ->
     assert starting.exists()
 
 
-def test_the_blocks_of_a_model_that_is_in_use_are_not_touched(tmp_path: Path) -> None:
+def test_blocks_of_a_model_in_use_are_not_evicted(tmp_path: Path) -> None:
     other = tier(tmp_path, "other")
     write(other, [1, 2])
 
@@ -130,7 +130,7 @@ def test_the_blocks_of_a_model_that_is_in_use_are_not_touched(tmp_path: Path) ->
     assert num_blocks(tmp_path) == 4
 
 
-def test_two_models_share_the_folder_by_halves_whoever_came_first(tmp_path: Path) -> None:
+def test_two_models_share_the_folder_equally_regardless_of_order(tmp_path: Path) -> None:
     clock = Clock()
     first = tier(tmp_path, "first", clock)
     write(first, [1, 2, 3, 4])
@@ -165,7 +165,7 @@ def test_a_folder_that_cannot_be_listed_hides_no_other_blocks(tmp_path: Path) ->
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_the_blocks_of_another_user_are_not_touched(tmp_path: Path) -> None:
+def test_blocks_of_another_user_are_not_evicted(tmp_path: Path) -> None:
     before = unused(tmp_path, [1, 2])
     os.chown(before, 65534, -1)
 
@@ -174,7 +174,7 @@ def test_the_blocks_of_another_user_are_not_touched(tmp_path: Path) -> None:
     assert len(list(before.glob("??/*.kv"))) == 2
 
 
-def test_journals_that_are_a_link_are_not_followed(tmp_path: Path) -> None:
+def test_symbolic_links_in_place_of_journals_are_not_followed(tmp_path: Path) -> None:
     elsewhere, folder = tmp_path / "elsewhere", tmp_path / "kv"
     elsewhere.mkdir()
     before = folder / ("0" * 32)
@@ -188,7 +188,9 @@ def test_journals_that_are_a_link_are_not_followed(tmp_path: Path) -> None:
     assert list(elsewhere.iterdir())
 
 
-def test_files_that_are_not_blocks_survive_and_links_are_not_followed(tmp_path: Path) -> None:
+def test_files_that_are_not_blocks_are_kept_and_symbolic_links_are_not_followed(
+    tmp_path: Path,
+) -> None:
     elsewhere = tmp_path / "elsewhere"
     folder = tmp_path / "kv"
     before = unused(folder, [1])

@@ -31,7 +31,7 @@ def note(journals: JournalObjects, *changes: str) -> None:
     journals.publish()
 
 
-def test_the_journal_of_a_quiet_process_stays() -> None:
+def test_the_journal_of_an_idle_process_is_kept() -> None:
     bucket = Bucket()
     one = bucket.open()
     note(one, "+a")
@@ -45,7 +45,7 @@ def test_the_journal_of_a_quiet_process_stays() -> None:
     assert list(third.read()) == [(WRITTEN, "b")]
 
 
-def test_old_changes_of_a_process_that_was_frozen_are_not_new() -> None:
+def test_old_changes_of_a_resumed_process_are_not_repeated() -> None:
     bucket = Bucket()
     one = bucket.open()
     note(one, "+a", "-b", CLEARED)

@@ -69,7 +69,7 @@ def test_only_the_first_block_of_a_salted_sequence_has_a_key() -> None:
         (KvCacheSpec(), False, True, "mamba"),
     ],
 )
-def test_kinds_of_kv_have_the_names_of_vllm(
+def test_kv_cache_kinds_have_vllm_names(
     spec: KvCacheSpec, is_latent: bool, is_recurrent: bool, kind: str
 ) -> None:
     layout = CacheLayout((KvGroup(spec),), num_state_blocks=int(is_recurrent))

@@ -66,7 +66,7 @@ def publish_until_received(publisher: KvEventPublisher, follower: KvEventFollowe
     raise AssertionError("nothing was received")
 
 
-def test_a_subscriber_asks_for_what_it_has_missed(make_config: MakeConfig) -> None:
+def test_a_subscriber_can_replay_missed_batches(make_config: MakeConfig) -> None:
     config = make_config()
     with KvEventPublisher(config, FACTS) as publisher, following(config) as follower:
         count = publish_until_received(publisher, follower)
@@ -79,7 +79,7 @@ def test_a_subscriber_asks_for_what_it_has_missed(make_config: MakeConfig) -> No
         assert follower.next_sequence == count + 1
 
 
-def test_one_that_joins_late_gets_all_that_is_cached(make_config: MakeConfig) -> None:
+def test_a_late_subscriber_gets_the_cached_blocks(make_config: MakeConfig) -> None:
     config = make_config(buffer_steps=2)
     with KvEventPublisher(config, FACTS) as publisher, following(config) as follower:
         for number in range(6):
@@ -92,7 +92,7 @@ def test_one_that_joins_late_gets_all_that_is_cached(make_config: MakeConfig) ->
         assert follower.view.blocks[name_of(3)].token_ids == (3,)
 
 
-def test_a_replay_is_whole_however_many_went_before(make_config: MakeConfig) -> None:
+def test_a_replay_is_complete_regardless_of_earlier_replays(make_config: MakeConfig) -> None:
     config = make_config(buffer_steps=2)
     with KvEventPublisher(config, FACTS) as publisher, following(config) as follower:
         for number in range(4):
@@ -118,7 +118,9 @@ def test_only_the_topic_that_is_subscribed_to_arrives(make_config: MakeConfig) -
         assert other.receive(timeout_ms=0) == []
 
 
-def test_a_full_queue_drops_events_visibly_and_never_waits(make_config: MakeConfig) -> None:
+def test_a_full_queue_drops_events_with_a_visible_gap_and_never_blocks(
+    make_config: MakeConfig,
+) -> None:
     config = make_config(max_queue_size=2)
     publisher = KvEventPublisher(config, FACTS)
     for number in range(4):  # nothing takes them from the queue yet
@@ -173,7 +175,7 @@ def test_a_malformed_request_is_ignored_and_the_next_one_served(
     assert [frames[:3] for frames in answers] == [[b"", b"t", bytes(8)], [b"", b"", b"\xff" * 8]]
 
 
-def test_an_endpoint_that_is_taken_is_named(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_an_endpoint_in_use_is_named(make_config: MakeConfig, tmp_path: Path) -> None:
     (tmp_path / "replay").mkdir()
     config = make_config()
 
@@ -200,7 +202,7 @@ def test_a_subscriber_with_heartbeats_and_a_long_topic_is_served(make_config: Ma
         context.destroy(linger=0)
 
 
-def test_a_req_socket_can_ask_for_a_replay_over_tcp() -> None:
+def test_a_req_socket_can_request_a_replay_over_tcp() -> None:
     config = KvEventsConfig(f"tcp://*:{free_port()}", f"tcp://127.0.0.1:{free_port()}", "t")
     context = zmq.Context()
     asking = context.socket(zmq.REQ)
@@ -215,7 +217,7 @@ def test_a_req_socket_can_ask_for_a_replay_over_tcp() -> None:
         context.destroy(linger=0)
 
 
-def test_a_node_connects_to_a_subscriber_that_listens_also_again() -> None:
+def test_a_node_reconnects_to_a_listening_subscriber() -> None:
     endpoint = f"tcp://127.0.0.1:{free_port()}"
     with KvEventPublisher(KvEventsConfig(endpoint), FACTS) as publisher:
         for _ in range(2):
@@ -240,7 +242,9 @@ def listening_subscriber(endpoint: str) -> Iterator[zmq.Socket[bytes]]:
 
 
 @pytest.mark.parametrize(("host", "is_reached"), [("127.0.0.1", False), ("0.0.0.0", True)])
-def test_a_star_is_where_the_node_listens(host: str, *, is_reached: bool) -> None:
+def test_a_wildcard_endpoint_listens_on_the_host_of_the_node(
+    host: str, *, is_reached: bool
+) -> None:
     port = free_port()
     config = KvEventsConfig(f"tcp://*:{port}").for_node("n", host)
     with KvEventPublisher(config, FACTS), socket.socket() as client:
@@ -249,7 +253,7 @@ def test_a_star_is_where_the_node_listens(host: str, *, is_reached: bool) -> Non
         assert (client.connect_ex(("127.0.0.2", port)) == 0) == is_reached
 
 
-def test_the_end_closes_connections_that_have_just_arrived() -> None:
+def test_closing_the_publisher_closes_pending_connections() -> None:
     """A connection that is lost shows as a ResourceWarning."""
     for _ in range(50):
         port = free_port()
@@ -269,14 +273,14 @@ def test_the_end_closes_connections_that_have_just_arrived() -> None:
         ("tcp://*:5557", {"buffer_steps": 0}, "--kv-events-buffer-steps is 0"),
     ],
 )
-def test_settings_that_cannot_work_are_refused_by_name(
+def test_invalid_settings_are_refused_by_name(
     endpoint: str, options: dict[str, object], word: str
 ) -> None:
     with pytest.raises(InvalidConfig, match=word):
         KvEventsConfig(endpoint, **options)  # type: ignore[arg-type]
 
 
-def test_the_name_of_the_node_goes_into_endpoints_and_topic() -> None:
+def test_endpoints_and_topic_contain_the_node_name() -> None:
     config = KvEventsConfig("ipc:///{node_id}", "ipc:///r-{node_id}", "kv@{node_id}@m")
 
     named = config.for_node("decode-1", "127.0.0.1")

@@ -95,7 +95,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize(("schema", "good", "bad"), CASES.values(), ids=CASES.keys())
-def test_an_object_has_no_names_but_those_of_its_schema(
+def test_a_closed_object_has_only_the_properties_of_its_schema(
     schema: dict[str, Any], good: list[str], bad: list[str], folder: Path
 ) -> None:
     tokenizer = load_tokenizer(folder)
@@ -109,7 +109,7 @@ def test_an_object_has_no_names_but_those_of_its_schema(
     assert json.dumps(schema) == given
 
 
-def test_what_is_no_schema_stays_as_it_is_for_the_compiler_to_refuse() -> None:
+def test_an_invalid_schema_is_passed_through_to_the_compiler() -> None:
     wrong: dict[str, Any] = {
         "properties": 5,
         "allOf": [A, 5],
@@ -126,7 +126,7 @@ MANY_NAMES = {"c0": {"properties": {f"a{n}": INT for n in range(3000)}}}
 
 
 @pytest.mark.parametrize("shared", [LONG_CHAIN, MANY_NAMES], ids=["a long chain", "many names"])
-def test_the_work_for_combinations_of_shared_schemas_is_bounded(shared: dict[str, Any]) -> None:
+def test_closing_combinations_of_shared_schemas_is_bounded(shared: dict[str, Any]) -> None:
     both = [{"$ref": "#/$defs/c0"}, {"properties": {"a": INT}}]
     parts = {f"p{n}": {"allOf": both} for n in range(3000)}
 

@@ -23,7 +23,7 @@ def token_text(token_id: int) -> TokenText:
     return TokenText(f"<{token_id}>", bytes([token_id]))
 
 
-def test_logprobs_have_the_chosen_token_and_the_likeliest() -> None:
+def test_logprobs_contain_the_chosen_token_and_the_top_tokens() -> None:
     reported = completion_logprobs((3,), (CHOSEN_LAST,), 2, token_text, 10)
 
     assert reported == {
@@ -34,7 +34,7 @@ def test_logprobs_have_the_chosen_token_and_the_likeliest() -> None:
     }
 
 
-def test_the_first_token_of_a_prompt_has_none() -> None:
+def test_the_first_prompt_token_has_no_logprob() -> None:
     reported = completion_logprobs((7, 3), (None, CHOSEN_LAST), 1, token_text, 0)
 
     assert reported["token_logprobs"] == [None, -2.5]
@@ -53,7 +53,7 @@ def test_chat_logprobs_have_bytes_and_the_requested_number_of_tokens() -> None:
     }
 
 
-def test_a_prompts_logprobs_are_by_id_with_ranks() -> None:
+def test_prompt_logprobs_are_keyed_by_token_id_and_have_ranks() -> None:
     reported = prompt_logprobs((None, CHOSEN_LAST), 1, token_text)
 
     assert isinstance(reported, list)
@@ -64,7 +64,7 @@ def test_a_prompts_logprobs_are_by_id_with_ranks() -> None:
     }
 
 
-def test_all_of_it_is_json() -> None:
+def test_logprobs_are_valid_json() -> None:
     reported = [
         chat_logprobs((CHOSEN_LAST,), 2, token_text),
         prompt_logprobs((CHOSEN_LAST,), 2, token_text),
@@ -82,7 +82,7 @@ def test_all_of_it_is_json() -> None:
         ("\ufffd", "\ufffd", TokenText("\ufffd", "\ufffd".encode())),
     ],
 )
-def test_a_token_has_its_bytes_even_where_it_is_no_whole_character(
+def test_a_token_that_is_a_partial_character_has_its_bytes(
     name: str, text: str, expected: TokenText
 ) -> None:
     assert spelled(name, text) == expected

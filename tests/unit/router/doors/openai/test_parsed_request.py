@@ -46,7 +46,7 @@ def chat_prompt(*messages: dict[str, Any], **fields: Any) -> ChatPrompt:
     return call.prompt
 
 
-def test_every_field_of_sampling_arrives() -> None:
+def test_every_sampling_field_is_parsed() -> None:
     [call] = completion(
         max_tokens=9,
         min_tokens=2,
@@ -95,7 +95,7 @@ def test_every_field_of_sampling_arrives() -> None:
     assert call.kv_hints == KvHints("s", 30.0, 80)
 
 
-def test_what_is_left_out_or_null_is_as_the_models_makers_advise() -> None:
+def test_omitted_and_null_fields_take_the_model_defaults() -> None:
     fields = json_object(b'{"prompt": "hi", "temperature": null, "top_p": null, "stop": null}')
 
     [call] = completion_from(fields, "id", CONTEXT).calls
@@ -103,7 +103,7 @@ def test_what_is_left_out_or_null_is_as_the_models_makers_advise() -> None:
     assert call.sampling == SamplingParams(temperature=0.6, top_k=20)
 
 
-def test_each_prompt_has_its_answers_in_a_row_with_ids_and_seeds_of_their_own() -> None:
+def test_answers_are_grouped_by_prompt_and_have_unique_ids_and_seeds() -> None:
     requested = completion(prompt=["a", "b"], n=2, seed=2**64 - 1)
 
     prompts = [call.prompt for call in requested.calls]
@@ -129,17 +129,17 @@ def test_a_prompt_has_four_forms(given: object, prompts: list[object]) -> None:
 @pytest.mark.parametrize(
     "given", [5, {"a": 1}, ["a", 1], [1, "a"], [True], [-1], [1.0], [2**31], [[1], "a"], [[[1]]]]
 )
-def test_no_other_form_is_taken(given: object) -> None:
+def test_other_prompt_forms_are_refused(given: object) -> None:
     with pytest.raises(InvalidRequest, match="prompt must be"):
         parse_prompts(given)
 
 
-def test_an_empty_list_is_no_prompt() -> None:
+def test_an_empty_prompt_list_is_refused() -> None:
     with pytest.raises(EmptyPrompt):
         parse_prompts([])
 
 
-def test_a_chat_may_fill_the_models_length_unless_it_says_otherwise() -> None:
+def test_the_default_max_tokens_of_a_chat_is_the_remaining_context() -> None:
     assert chat().calls[0].sampling.max_tokens == 512
     assert chat(max_tokens=7).calls[0].sampling.max_tokens == 7
     assert chat(max_tokens=7, max_completion_tokens=8).calls[0].sampling.max_tokens == 8
@@ -168,19 +168,19 @@ def test_messages_reach_the_template_with_all_their_fields() -> None:
     assert not prompt.add_generation_prompt
 
 
-def test_tools_that_shall_not_be_called_are_not_shown() -> None:
+def test_tools_are_hidden_with_tool_choice_none() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert "tools" not in chat_prompt(tools=tools, tool_choice="none").variables
 
 
-def test_the_effort_of_reasoning_reaches_the_template() -> None:
+def test_reasoning_effort_reaches_the_template() -> None:
     kwargs = {"reasoning_effort": "high"}
 
     assert chat_prompt(reasoning_effort="low").variables == {"reasoning_effort": "low"}
     assert chat_prompt(reasoning_effort="low", chat_template_kwargs=kwargs).variables == kwargs
 
 
-def test_marks_of_calls_and_reasoning_are_shown_where_they_are_read() -> None:
+def test_tags_of_tool_calls_and_reasoning_are_decoded_if_they_are_parsed() -> None:
     context = replace(CONTEXT, parsing=Parsing("llama3_json", "qwen3"))
 
     def shown(**fields: Any) -> tuple[str, ...]:
@@ -199,7 +199,7 @@ def test_chat_top_logprobs_exclude_the_chosen_token() -> None:
     assert chat(logprobs=True, top_logprobs=4).calls[0].sampling.logprobs == 4
 
 
-def test_an_echo_needs_the_prompts_logprobs_and_may_be_all_that_is_wanted() -> None:
+def test_echo_requires_prompt_logprobs_and_can_be_the_whole_answer() -> None:
     requested = completion(echo=True, logprobs=2, max_tokens=0)
 
     assert requested.calls[0].sampling.prompt_logprobs == 2
@@ -235,7 +235,7 @@ def test_an_echo_needs_the_prompts_logprobs_and_may_be_all_that_is_wanted() -> N
         ({"no_such": 1}, "no_such"),
     ],
 )
-def test_a_field_that_is_wrong_is_named(fields: dict[str, Any], field: str) -> None:
+def test_an_invalid_field_is_named(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest) as refusal:
         completion(**fields)
 
@@ -269,7 +269,7 @@ def test_a_field_that_is_wrong_is_named(fields: dict[str, Any], field: str) -> N
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
     ],
 )
-def test_a_field_of_a_chat_that_is_wrong_is_named(fields: dict[str, Any], field: str) -> None:
+def test_an_invalid_chat_field_is_named(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest) as refusal:
         chat(**fields)
 
@@ -287,7 +287,7 @@ def test_a_field_of_a_chat_that_is_wrong_is_named(fields: dict[str, Any], field:
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None),
     ],
 )
-def test_what_is_not_done_is_refused_and_never_ignored(
+def test_unsupported_features_are_refused_and_never_ignored(
     fields: dict[str, Any], field: str | None
 ) -> None:
     with pytest.raises(UnsupportedInput) as refusal:
@@ -330,7 +330,7 @@ WRITTEN = json.dumps(SCHEMA, ensure_ascii=False)
         ({"guided_grammar": "start: A"}, StructuredOutputs(grammar="start: A")),
     ],
 )
-def test_a_form_is_read_by_all_its_names(
+def test_a_constraint_is_parsed_under_each_of_its_field_names(
     fields: dict[str, Any], form: StructuredOutputs | None
 ) -> None:
     for requested in (chat(**fields), completion(**fields)):
@@ -358,7 +358,7 @@ def test_a_form_is_read_by_all_its_names(
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
     ],
 )
-def test_a_form_that_makes_no_sense_is_refused_by_the_name_that_was_used(
+def test_a_malformed_constraint_is_refused_with_the_field_name_used(
     fields: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(InvalidRequest) as refusal:
@@ -393,17 +393,17 @@ def test_fields_without_effect_on_the_answer_are_accepted() -> None:
         b"{} {}",
     ],
 )
-def test_what_is_no_json_object_is_unreadable(body: bytes) -> None:
+def test_a_body_that_is_not_a_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(Unreadable):
         json_object(body)
 
 
-def test_a_body_is_read_as_it_was_written() -> None:
+def test_a_body_is_parsed_as_written() -> None:
     fields = {"prompt": "grün 🙂\u0000", "n": 2}
     assert json_object(json.dumps(fields).encode()) == fields
 
 
-def test_the_best_of_several_is_sought_among_as_many_with_seeds_of_their_own() -> None:
+def test_best_of_generates_as_many_candidates_with_unique_seeds() -> None:
     requested = completion(prompt=["one", "two"], n=2, best_of=3, seed=4)
 
     assert (requested.num_each, requested.num_returned) == (3, 2)
@@ -421,16 +421,14 @@ def test_the_best_of_several_is_sought_among_as_many_with_seeds_of_their_own() -
         ({"best_of": 2, "stream": True}, UnsupportedInput),
     ],
 )
-def test_a_best_of_that_cannot_be_is_refused(
-    fields: dict[str, Any], error: type[InvalidRequest]
-) -> None:
+def test_an_invalid_best_of_is_refused(fields: dict[str, Any], error: type[InvalidRequest]) -> None:
     with pytest.raises(error) as refused:
         completion(**fields)
 
     assert refused.value.field == "best_of"
 
 
-def test_a_best_of_as_many_as_are_told_may_be_streamed() -> None:
+def test_best_of_equal_to_n_can_be_streamed() -> None:
     requested = completion(n=2, best_of=2, stream=True)
 
     assert (requested.num_each, requested.num_returned) == (2, 2)

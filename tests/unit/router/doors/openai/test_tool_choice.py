@@ -116,7 +116,7 @@ CALL = '{"name": "look", "arguments": {"at": "it"}}'
         ),
     ],
 )
-def test_forced_calls_have_the_form_of_their_parameters(
+def test_forced_calls_follow_the_schema_of_their_parameters(
     fields: dict[str, Any], good: list[str], bad: list[str], folder: Path
 ) -> None:
     tokenizer = load_tokenizer(folder)
@@ -128,7 +128,7 @@ def test_forced_calls_have_the_form_of_their_parameters(
     assert [text for text in bad if is_whole(grammar, tokenizer, text)] == []
 
 
-def test_the_tools_are_shown_to_the_model_as_they_came() -> None:
+def test_tools_are_rendered_for_the_model_as_given() -> None:
     [call] = requested(tool_choice="required").calls
     assert isinstance(call.prompt, ChatPrompt)
     assert call.prompt.variables == {"tools": TOOLS}
@@ -148,9 +148,7 @@ def test_the_tools_are_shown_to_the_model_as_they_came() -> None:
         ({"tools": [function("f", {"title": "x" * (1 << 21)})]}, "tools"),
     ],
 )
-def test_calls_that_cannot_be_forced_are_refused_by_name(
-    fields: dict[str, Any], field: str
-) -> None:
+def test_unenforceable_tool_calls_are_refused_by_name(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest) as refusal:
         requested(**{"tool_choice": "required", **fields})
 
@@ -181,7 +179,7 @@ REGEX = "(?=a)"
         ),
     ],
 )
-def test_a_form_that_cannot_be_kept_to_is_the_fault_of_the_field_that_was_sent(
+def test_an_unenforceable_constraint_is_an_error_of_the_sent_field(
     fields: dict[str, Any], field: str, reason: str
 ) -> None:
     parsed = requested(**fields)
@@ -195,7 +193,7 @@ def test_a_form_that_cannot_be_kept_to_is_the_fault_of_the_field_that_was_sent(
     assert refusal.value.field == field
 
 
-def test_calls_are_passed_on_while_they_are_written() -> None:
+def test_tool_calls_are_streamed_while_they_are_generated() -> None:
     parser = RequiredCallsParser()
     pieces = ["[{", '"name": "look", "argu', 'ments": {"at": "i', 't"}}, ', '{"name": "now", ']
 
