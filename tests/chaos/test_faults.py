@@ -138,7 +138,7 @@ async def answers_of(cluster: ChaosCluster) -> Sequence[KnownAnswer]:
 
 
 @pytest.mark.parametrize(("kind", "role"), FAULTS, ids=lambda one: one.value)
-def test_no_answer_is_wrong_or_lost_and_nothing_is_left_behind(
+def test_faults_cause_no_wrong_or_lost_answer_and_no_leak(
     running: Running, kind: FaultKind, role: TargetRole
 ) -> None:
     if kind is FaultKind.JUMP and not has_compiler():
@@ -183,7 +183,7 @@ def test_an_overload_fills_the_caches(running: Running) -> None:
     assert running.total(TargetRole.DECODE, PREEMPTIONS) > before
 
 
-def test_the_streams_of_a_frozen_decode_node_go_on_elsewhere_and_it_is_taken_back(
+def test_streams_of_a_frozen_decode_node_migrate_and_the_node_is_used_again(
     running: Running,
 ) -> None:
     before = running.total(TargetRole.ROUTER, ATTEMPTS, MIGRATE)
@@ -197,7 +197,7 @@ def test_the_streams_of_a_frozen_decode_node_go_on_elsewhere_and_it_is_taken_bac
     assert running.total(TargetRole.ROUTER, ATTEMPTS, MIGRATE) > before
 
 
-def test_no_fault_of_files_and_objects_spoils_an_answer(running: Running) -> None:
+def test_faults_of_files_and_objects_cause_no_wrong_answer(running: Running) -> None:
     # The second fault resets the KV caches alone, so that all prompts are looked for in the tiers.
     first = (FaultKind.SPOIL, FaultKind.RESET)
     kinds = (*first, *sorted(TIER_FAULTS.difference(first), key=lambda kind: kind.value))
@@ -217,7 +217,7 @@ def test_no_fault_of_files_and_objects_spoils_an_answer(running: Running) -> Non
 
 
 @pytest.mark.parametrize("attack", [Attack.DEAD_PEERS, Attack.KV_EVENTS])
-def test_a_hostile_client_spoils_no_answer_and_leaves_nothing_behind(
+def test_a_hostile_client_causes_no_wrong_answer_and_no_leak(
     running: Running, attack: Attack
 ) -> None:
     report = running.under(attack)

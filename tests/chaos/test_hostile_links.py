@@ -75,7 +75,7 @@ def grant(block_id: int = 0, lease_s: float = 5.0) -> LinkMessage:
 
 
 @pytest.mark.parametrize("lease_s", [math.nan, math.inf, -1.0, 0.0, 1e300])
-def test_a_lease_that_is_none_ends_the_link_by_name(
+def test_an_invalid_lease_ends_the_link_with_a_named_error(
     cluster: LocalCluster,
     channel_of: dict[str, grpc.Channel],
     right_answer: tuple[int, ...],
@@ -152,7 +152,7 @@ def test_unusable_transport_metadata_is_refused_with_a_closed_message(
 
 
 @pytest.mark.parametrize("block_id", [8, 2**31, 2**32 - 1])
-def test_blocks_that_the_peer_does_not_have_end_the_link(
+def test_blocks_outside_the_region_of_the_peer_end_the_link(
     cluster: LocalCluster,
     channel_of: dict[str, grpc.Channel],
     right_answer: tuple[int, ...],

@@ -115,7 +115,7 @@ def test_every_request_is_served_or_gets_a_retry_delay(cluster: LocalCluster) ->
     assert len(requests.served) >= BATCH_SIZE + QUEUE_SIZE
 
 
-def test_urgent_requests_overtake_all_that_wait(cluster: LocalCluster) -> None:
+def test_high_priority_requests_overtake_all_queued_ones(cluster: LocalCluster) -> None:
     requests = asyncio.run(overtake(cluster))
 
     requests.check_outcomes()

@@ -104,7 +104,7 @@ def difference(answer: Answer, quiet: Answer) -> str:
     return f"token {place} is {found}, not {wanted}: {served[0]}; in quiet: {served[1]}"
 
 
-def test_kv_goes_from_container_to_container(cluster: ContainerCluster) -> None:
+def test_kv_is_transferred_between_containers(cluster: ContainerCluster) -> None:
     before = cluster.received_bytes("decode")
 
     with connected(cluster) as client:
@@ -123,7 +123,7 @@ def test_the_image_has_kernels_for_this_processor(cluster: ContainerCluster) -> 
     assert all("serves" in log and "plain torch" not in log for log in logs), logs
 
 
-def test_a_prefill_container_that_is_killed_costs_no_request(cluster: ContainerCluster) -> None:
+def test_killing_a_prefill_container_fails_no_request(cluster: ContainerCluster) -> None:
     def kill_a_busy_one(load: Load) -> None:
         finish = load.answers[-1][1].finish
         assert finish is not None
@@ -132,7 +132,7 @@ def test_a_prefill_container_that_is_killed_costs_no_request(cluster: ContainerC
     check_answers_while(cluster, kill_a_busy_one)
 
 
-def test_scaling_down_and_up_costs_no_request(cluster: ContainerCluster) -> None:
+def test_scaling_down_and_up_fails_no_request(cluster: ContainerCluster) -> None:
     def scale(load: Load) -> None:
         cluster.scale(prefill=2, decode=1)
         load.await_answers(NUM_AT_ONCE)
@@ -141,7 +141,7 @@ def test_scaling_down_and_up_costs_no_request(cluster: ContainerCluster) -> None
     check_answers_while(cluster, scale)
 
 
-def test_a_cluster_that_is_stopped_finishes_what_it_has(cluster: ContainerCluster) -> None:
+def test_a_stopped_cluster_finishes_its_requests(cluster: ContainerCluster) -> None:
     with connected(cluster) as client, ThreadPoolExecutor(NUM_AT_ONCE) as threads:
         streams = [
             client.stream(

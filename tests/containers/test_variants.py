@@ -49,7 +49,7 @@ def check_handed_over(answer: Answer, transport: str) -> None:
     assert transport in served.kv_transport
 
 
-def test_the_tls_overlay_serves_who_trusts_it_and_nobody_in_plain_text(tmp_path: Path) -> None:
+def test_the_tls_overlay_serves_trusted_clients_and_refuses_plain_text(tmp_path: Path) -> None:
     folder = tmp_path / "tls"
     run("tools/make_certificates.sh", str(folder))
     run("chmod", "-R", "a+rX", str(folder))  # for the user of the containers
@@ -63,7 +63,7 @@ def test_the_tls_overlay_serves_who_trusts_it_and_nobody_in_plain_text(tmp_path:
     assert refusal.value.code is grpc.StatusCode.UNAVAILABLE
 
 
-def test_kv_goes_over_ucxx_in_an_image_that_has_it() -> None:
+def test_kv_is_transferred_over_ucxx_in_an_image_with_ucxx() -> None:
     environment = {
         "BATON_EXTRAS": "ucxx",
         "BATON_IMAGE": "baton:ucxx",

@@ -44,7 +44,7 @@ def random_memory(block_bytes: int, offset: int, seed: int) -> tuple[BlockMemory
 @example(block_bytes=4096, offsets=(0, 0), pairs=[3, 1], seed=0)
 @example(block_bytes=1024, offsets=(5, 0), pairs=[0, 4], seed=1)
 @example(block_bytes=3136, offsets=(0, 0), pairs=[0, 1, 2, 3, 4], seed=2)
-def test_copies_are_whole_and_have_the_digests_of_xxhash(
+def test_copies_are_complete_and_have_xxhash_digests(
     copies: CopyBlocks, block_bytes: int, offsets: tuple[int, int], pairs: list[int], seed: int
 ) -> None:
     source, _kept = random_memory(block_bytes, offsets[0], seed)

@@ -92,7 +92,7 @@ def test_another_model_sees_no_block(stores: StoreWorld) -> None:
     assert not opened(stores, fingerprint="another").holds(name_of(1))
 
 
-def test_processes_see_what_others_write_and_remove(stores: StoreWorld) -> None:
+def test_processes_see_blocks_that_others_write_and_remove(stores: StoreWorld) -> None:
     memory = OwnedMemory(4)
     one, other = opened(stores), opened(stores)
     write(one, memory, 1)
@@ -108,7 +108,7 @@ def test_processes_see_what_others_write_and_remove(stores: StoreWorld) -> None:
     assert is_right(other, memory, 2, into=3)
 
 
-def test_what_a_process_wrote_before_it_ended_is_seen_by_others(stores: StoreWorld) -> None:
+def test_blocks_of_an_ended_process_are_seen_by_others(stores: StoreWorld) -> None:
     memory = OwnedMemory(3)
     one, other = opened(stores), opened(stores)
     write(one, memory, 1)
@@ -118,7 +118,7 @@ def test_what_a_process_wrote_before_it_ended_is_seen_by_others(stores: StoreWor
     assert is_right(other, memory, 1, into=2)
 
 
-def test_what_was_removed_before_a_start_is_not_found_by_old_journals(stores: StoreWorld) -> None:
+def test_blocks_removed_before_a_start_are_not_found_by_old_journals(stores: StoreWorld) -> None:
     memory = OwnedMemory(3)
     one, other = opened(stores), opened(stores)
     write(one, memory, 1)
@@ -167,7 +167,7 @@ def test_an_object_that_is_too_large_is_not_read(stores: StoreWorld) -> None:
     assert stores.objects.get("large", max_bytes=65) is not None
 
 
-def test_a_block_that_someone_deleted_is_a_miss(stores: StoreWorld) -> None:
+def test_an_externally_deleted_block_is_a_miss(stores: StoreWorld) -> None:
     memory = OwnedMemory(2)
     store = opened(stores)
     write(store, memory, 1)
@@ -232,7 +232,7 @@ def test_a_removal_that_failed_is_repeated(stores: StoreWorld) -> None:
     assert stores.stored() == set()
 
 
-def test_a_block_of_which_a_process_does_not_know_is_removed(stores: StoreWorld) -> None:
+def test_a_block_unknown_to_a_process_is_removed(stores: StoreWorld) -> None:
     memory = OwnedMemory(5)
     store, other = opened(stores), opened(stores)
     write(other, memory, 1, hints=BlockHints(tenant_of("a salt")))
@@ -326,7 +326,7 @@ def test_a_block_removed_by_one_process_can_be_written_by_another(stores: StoreW
     assert is_right(one, memory, 1, into=2)
 
 
-def test_names_of_other_groups_are_other_blocks(stores: StoreWorld) -> None:
+def test_equal_hashes_of_different_groups_are_different_blocks(stores: StoreWorld) -> None:
     memory = OwnedMemory(3)
     store = opened(stores)
     store.write(name_of(1, group=2), memory.blocks, 1, memory.blocks.digest(1))
@@ -334,7 +334,7 @@ def test_names_of_other_groups_are_other_blocks(stores: StoreWorld) -> None:
     assert opened(stores).read(name_of(1, group=2), memory.blocks, 2) is not None
 
 
-def test_what_is_not_ours_is_left_alone(stores: StoreWorld) -> None:
+def test_removing_an_absent_block_affects_no_other(stores: StoreWorld) -> None:
     memory = OwnedMemory(3)
     store = opened(stores)
     write(store, memory, 1)

@@ -51,7 +51,7 @@ async def ask(stream: NodeStream, node: ScriptedNode) -> tuple[RouterCall, Scrip
     return requested, await node.calls.get()
 
 
-def test_each_call_gets_its_own_events_in_order_to_its_own_end() -> None:
+def test_each_call_gets_its_own_events_in_order_until_its_end() -> None:
     async def scene() -> None:
         node = ScriptedNode()
         async with connected(node) as stream:
@@ -72,7 +72,7 @@ def test_each_call_gets_its_own_events_in_order_to_its_own_end() -> None:
     play(scene())
 
 
-def test_events_of_all_calls_at_one_moment_are_sent_in_one_message() -> None:
+def test_simultaneous_events_of_all_calls_are_sent_in_one_message() -> None:
     async def scene() -> None:
         node = ScriptedNode()
         async with connected(node) as stream:
@@ -89,7 +89,7 @@ def test_events_of_all_calls_at_one_moment_are_sent_in_one_message() -> None:
     play(scene())
 
 
-def test_cancelling_one_call_ends_it_on_the_node_and_no_other() -> None:
+def test_cancelling_a_call_ends_only_that_call_on_the_node() -> None:
     async def scene() -> None:
         node = ScriptedNode()
         async with connected(node) as stream:
@@ -147,7 +147,7 @@ def test_an_exception_in_one_call_is_reported_and_ends_no_other(
     assert "a call ended on a bug" in caplog.text
 
 
-def test_a_draining_node_refuses_a_new_call_and_finishes_the_old_one() -> None:
+def test_a_draining_node_refuses_new_calls_and_finishes_running_ones() -> None:
     async def scene() -> None:
         node = ScriptedNode()
         async with connected(node) as stream:
@@ -166,7 +166,7 @@ def test_a_draining_node_refuses_a_new_call_and_finishes_the_old_one() -> None:
     play(scene())
 
 
-def test_a_node_that_goes_away_fails_every_call_and_the_next_call_finds_it_again() -> None:
+def test_a_stopped_node_fails_every_call_and_the_next_call_reconnects() -> None:
     async def scene() -> None:
         node = ScriptedNode()
         async with serve_scripted_node(node) as address:
@@ -191,7 +191,7 @@ def test_a_node_that_goes_away_fails_every_call_and_the_next_call_finds_it_again
     play(scene())
 
 
-def test_a_router_that_goes_away_ends_every_call_on_the_node() -> None:
+def test_a_disconnected_router_ends_all_its_calls_on_the_node() -> None:
     async def scene() -> None:
         node = ScriptedNode()
         async with serve_scripted_node(node) as address:
@@ -210,7 +210,7 @@ def test_a_router_that_goes_away_ends_every_call_on_the_node() -> None:
     play(scene())
 
 
-def test_a_connection_that_is_given_up_closes_when_its_last_call_has_ended() -> None:
+def test_a_released_connection_closes_after_its_last_call() -> None:
     async def scene() -> None:
         node = ScriptedNode()
         async with serve_scripted_node(node) as address:

@@ -87,7 +87,7 @@ def test_a_disconnected_client_counts_as_cancelled() -> None:
     play(scene())
 
 
-def test_a_clients_deadline_that_passes_is_an_error_of_that_name() -> None:
+def test_an_expired_client_deadline_is_a_deadline_exceeded_error() -> None:
     async def scene() -> None:
         async with traced_router() as (_, client, tracer):
             with pytest.raises(BatonError):
@@ -195,7 +195,7 @@ async def stuck(timeout_s: float | None = None) -> AsyncIterator[Called]:
             runner.may_end.set()
 
 
-def test_a_call_that_the_router_gives_up_is_cancelled_on_the_node() -> None:
+def test_a_call_abandoned_by_the_router_is_cancelled_on_the_node() -> None:
     async def scene() -> None:
         async with stuck() as called:
             called.call.cancel()
@@ -208,7 +208,7 @@ def test_a_call_that_the_router_gives_up_is_cancelled_on_the_node() -> None:
     play(scene())
 
 
-def test_a_stream_that_breaks_cancels_its_calls_on_the_node() -> None:
+def test_a_broken_stream_cancels_its_calls_on_the_node() -> None:
     async def scene() -> None:
         async with stuck() as called:
             await called.calls.channel(called.server.address).close()
@@ -220,7 +220,7 @@ def test_a_stream_that_breaks_cancels_its_calls_on_the_node() -> None:
     play(scene())
 
 
-def test_a_deadline_that_passes_on_the_node_is_an_error_of_that_name() -> None:
+def test_a_deadline_that_expires_on_the_node_is_a_deadline_exceeded_error() -> None:
     async def scene() -> None:
         async with stuck(timeout_s=0.5) as called:
             span = await called.span()

@@ -62,7 +62,7 @@ def run(scene: Awaitable[None]) -> None:
 
 
 @both_clients
-def test_a_router_that_is_unavailable_at_first_is_asked_again(ask: Ask) -> None:
+def test_an_initially_unavailable_router_is_retried(ask: Ask) -> None:
     async def scene() -> None:
         async with a_router(GONE, GONE) as (router, address):
             answer = await ask(address, SOON)
@@ -74,7 +74,7 @@ def test_a_router_that_is_unavailable_at_first_is_asked_again(ask: Ask) -> None:
 
 
 @both_clients
-def test_the_last_refusal_is_told_when_no_try_is_left(ask: Ask) -> None:
+def test_the_last_error_is_raised_after_the_last_attempt(ask: Ask) -> None:
     async def scene() -> None:
         async with a_router(GONE, GONE, GONE) as (router, address):
             with pytest.raises(BatonError, match="no node yet") as refusal:
@@ -87,7 +87,7 @@ def test_the_last_refusal_is_told_when_no_try_is_left(ask: Ask) -> None:
 
 @both_clients
 @pytest.mark.parametrize("fault", [UnknownModel("no"), QueueFull("full", 0.0), RequestIdInUse("x")])
-def test_other_refusals_are_told_at_once(ask: Ask, fault: Exception) -> None:
+def test_other_errors_are_raised_at_once(ask: Ask, fault: Exception) -> None:
     async def scene() -> None:
         async with a_router(fault) as (router, address):
             with pytest.raises(BatonError):
@@ -113,7 +113,7 @@ def test_a_full_queue_is_retried_after_its_delay_if_enabled(ask: Ask) -> None:
 
 
 @both_clients
-def test_a_retry_waits_while_the_failed_attempt_holds_the_request_id(ask: Ask) -> None:
+def test_a_retry_waits_until_the_failed_attempt_releases_the_request_id(ask: Ask) -> None:
     async def scene() -> None:
         async with a_router(GONE, RequestIdInUse("in use")) as (router, address):
             answer = await ask(address, SOON)
@@ -125,7 +125,7 @@ def test_a_retry_waits_while_the_failed_attempt_holds_the_request_id(ask: Ask) -
 
 
 @both_clients
-def test_an_answer_that_has_begun_is_never_asked_for_again(ask: Ask) -> None:
+def test_a_request_with_a_started_answer_is_never_retried(ask: Ask) -> None:
     async def scene() -> None:
         breaks = FakeNodeCalls(decode_breaks_after=[2, 0, 0])
         async with a_router(node_calls=breaks) as (router, address):
@@ -138,7 +138,7 @@ def test_an_answer_that_has_begun_is_never_asked_for_again(ask: Ask) -> None:
 
 
 @both_clients
-def test_a_pause_that_would_outlast_the_time_limit_is_not_begun(ask: Ask) -> None:
+def test_a_backoff_beyond_the_timeout_is_not_started(ask: Ask) -> None:
     slow = Retries(first_pause_s=10 * PATIENCE_S, max_pause_s=10 * PATIENCE_S)
 
     async def scene() -> None:
@@ -162,7 +162,7 @@ async def close_async(client: AsyncClient) -> None:
 
 
 @pytest.mark.parametrize("leave", [leave_async, close_async])
-def test_leaving_the_loop_of_a_stream_cancels_its_request(
+def test_leaving_the_loop_over_a_stream_cancels_its_request(
     leave: Callable[[AsyncClient], Awaitable[None]],
 ) -> None:
     async def scene() -> None:
@@ -199,7 +199,7 @@ def test_omitted_sampling_parameters_take_the_model_defaults() -> None:
     run(scene())
 
 
-def test_leaving_the_loop_of_a_blocking_stream_cancels_its_request() -> None:
+def test_leaving_the_loop_over_a_blocking_stream_cancels_its_request() -> None:
     def leave(client: Client) -> None:
         for _ in client.stream(PROMPT, SIX):
             break
@@ -216,7 +216,7 @@ def test_leaving_the_loop_of_a_blocking_stream_cancels_its_request() -> None:
     run(scene())
 
 
-def test_a_time_limit_is_told_as_such_and_ends_the_request() -> None:
+def test_a_timeout_is_reported_and_cancels_the_request() -> None:
     async def scene() -> None:
         calls = FakeNodeCalls(is_endless=True)
         async with (
@@ -234,7 +234,7 @@ def test_a_time_limit_is_told_as_such_and_ends_the_request() -> None:
 
 
 @both_clients
-def test_a_prompt_that_is_larger_than_a_message_may_be_is_refused_by_name(ask: Ask) -> None:
+def test_a_prompt_beyond_the_message_size_is_refused_by_name(ask: Ask) -> None:
     async def scene() -> None:
         async with a_router() as (router, address), AsyncClient(address) as client:
             with pytest.raises(BatonError, match="ask for less") as refusal:
@@ -247,7 +247,7 @@ def test_a_prompt_that_is_larger_than_a_message_may_be_is_refused_by_name(ask: A
     run(scene())
 
 
-def test_a_message_of_too_many_entries_is_refused_before_it_is_parsed() -> None:
+def test_a_message_with_too_many_entries_is_refused_before_parsing() -> None:
     async def scene() -> None:
         async with a_router() as (router, address), AsyncClient(address) as client:
             with pytest.raises(BatonError, match="more than 65536 fields") as refusal:
@@ -260,7 +260,7 @@ def test_a_message_of_too_many_entries_is_refused_before_it_is_parsed() -> None:
 
 
 @pytest.mark.parametrize("request_id", ["x" * 257, "a\nb", "\u2028", "\x1b[2J"])
-def test_a_request_id_that_would_spoil_a_log_is_refused(request_id: str) -> None:
+def test_an_overlong_or_unprintable_request_id_is_refused(request_id: str) -> None:
     async def scene() -> None:
         async with a_router() as (_, address), AsyncClient(address) as client:
             with pytest.raises(BatonError, match="request_id has") as refusal:
@@ -276,7 +276,7 @@ GATE = TokenInterceptor(AcceptedTokens(("right", "also-right")))
 
 
 @pytest.mark.parametrize("token", ["right", "also-right"])
-def test_a_token_that_the_router_takes_opens_every_call(token: str) -> None:
+def test_a_valid_token_is_accepted_by_every_call(token: str) -> None:
     async def scene() -> None:
         async with (
             a_router(interceptors=[GATE]) as (_, address),
@@ -304,7 +304,7 @@ def test_without_a_valid_token_every_call_is_refused(token: str | None) -> None:
     run(scene())
 
 
-def test_health_needs_no_token_and_reflection_does() -> None:
+def test_health_requires_no_token_and_reflection_does() -> None:
     listing = reflection_pb2.ServerReflectionRequest(list_services="")
 
     async def scene() -> None:
@@ -332,7 +332,7 @@ def test_health_needs_no_token_and_reflection_does() -> None:
 
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
-def test_reflection_describes_every_service_itself_and_what_errors_carry(version: str) -> None:
+def test_reflection_describes_every_service_itself_and_error_details(version: str) -> None:
     own = f"grpc.reflection.{version}.ServerReflection"
     listing = reflection_pb2.ServerReflectionRequest(list_services="")
     details = reflection_pb2.ServerReflectionRequest(
@@ -367,7 +367,7 @@ def test_reflection_describes_every_service_itself_and_what_errors_carry(version
     run(scene())
 
 
-def test_a_token_in_plain_text_is_warned_of_and_never_shown(
+def test_sending_a_token_in_plain_text_logs_a_warning_without_the_token(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):

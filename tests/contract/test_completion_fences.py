@@ -103,7 +103,7 @@ def test_landed_kv_equals_the_computed_kv(waits_at_pass_end: bool) -> None:
     world.check_all_free()
 
 
-def test_the_end_of_a_pass_moves_each_layer_as_its_fence_is_passed() -> None:
+def test_layers_are_sent_at_the_end_of_a_pass_once_their_fences_have_passed() -> None:
     world, node, memory = in_a_pass()
     for _ in range(FINGERPRINT.num_layers):
         world.end_layer(node)
@@ -140,7 +140,7 @@ def test_no_block_is_granted_while_a_pass_may_still_write_it() -> None:
     assert node.memory.fence().is_passed
 
 
-def test_a_worker_that_ignores_fences_is_found_out() -> None:
+def test_a_worker_that_ignores_fences_is_detected() -> None:
     world, node, _ = in_a_pass(worker=FencelessWorker)
 
     world.end_layer(node)
@@ -151,7 +151,7 @@ def test_a_worker_that_ignores_fences_is_found_out() -> None:
         world.settle()
 
 
-def test_digests_find_bytes_that_left_too_early() -> None:
+def test_digests_detect_bytes_sent_before_their_fence() -> None:
     world, node, _ = in_a_pass(worker=FencelessWorker, verify=True)
 
     world.end_layer(node)
@@ -224,7 +224,7 @@ def a_plan(prompt: Sequence[int], block: int, num_tokens: int) -> Plan:
 
 
 @pytest.mark.parametrize("num_tokens", [8, 16])
-def test_each_layer_has_a_fence_behind_its_kv_and_a_pass_ends_with_the_device(
+def test_each_layer_has_a_fence_after_its_kv_and_a_pass_synchronizes_the_device(
     folder: Path, num_tokens: int
 ) -> None:
     """This includes a chunk in the middle of a prompt, for which no sampled token is waited for."""
@@ -271,7 +271,7 @@ class CudaEvent:
         self.is_over = True
 
 
-def test_a_fence_of_cuda_asks_and_awaits_its_event() -> None:
+def test_a_cuda_fence_queries_and_synchronizes_its_event() -> None:
     event = CudaEvent()
     fence = CudaFence(cast("torch.cuda.Event", event))
 

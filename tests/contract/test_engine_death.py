@@ -129,7 +129,7 @@ def ask_nodes(*engines: EngineCore) -> tuple[list[int], Finish]:
 
 
 @pytest.mark.parametrize("num_passes", [0, 1, 5])
-def test_a_stream_goes_on_elsewhere_when_an_engine_dies(num_passes: int) -> None:
+def test_a_stream_continues_on_another_node_when_an_engine_dies(num_passes: int) -> None:
     token_ids, ending = ask_nodes(*engines(2, Fate(num_passes, num_deaths=1)))
 
     assert token_ids == tokens_alone(PROMPT, SEED, NUM_TOKENS, VOCAB_SIZE)
@@ -148,7 +148,7 @@ def test_a_request_crashes_two_engines_at_most_and_its_client_gets_the_reason(
     assert fate.num_deaths == 1
 
 
-def test_a_request_whose_passes_fail_is_tried_on_two_nodes_which_live_on() -> None:
+def test_a_request_with_failing_passes_is_tried_on_two_nodes_which_survive() -> None:
     cores = [an_engine(runner=Failing(KvTensor(NUM_BLOCKS, BLOCK_SIZE))) for _ in range(3)]
 
     with pytest.raises(PoisonedRequest, match="INTERNAL: Bug: index out of range"):
@@ -158,7 +158,7 @@ def test_a_request_whose_passes_fail_is_tried_on_two_nodes_which_live_on() -> No
     assert sum(core.scheduler.stats().total_prefix_query_tokens > 0 for core in cores) == 2
 
 
-def test_an_error_of_the_request_alone_is_not_tried_again() -> None:
+def test_an_error_of_the_request_is_not_retried() -> None:
     class NotFinite(FakeRunner):
         def run(self, plan: Plan) -> RunResult:
             self.failing.update(plan.num_scheduled_tokens)

@@ -83,7 +83,7 @@ def in_time(scene: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(play())
 
 
-def test_messages_sent_before_the_stream_stands_arrive_first_and_in_order() -> None:
+def test_messages_sent_before_the_stream_is_open_arrive_first_and_in_order() -> None:
     async def scene() -> None:
         async with a_listening_side() as (p, address), a_side() as d:
             link_id = d.links.dial(address)
@@ -98,7 +98,7 @@ def test_messages_sent_before_the_stream_stands_arrive_first_and_in_order() -> N
     in_time(scene)
 
 
-def test_the_worker_gets_a_pulse_without_any_message() -> None:
+def test_the_worker_is_woken_periodically_without_messages() -> None:
     async def scene() -> None:
         async with a_side() as alone:
             await alone.heard.pulsed.wait()
@@ -124,7 +124,7 @@ def test_the_accepting_side_replies_on_the_same_link() -> None:
     in_time(scene)
 
 
-def test_a_closed_link_delivers_what_was_sent_and_is_lost_to_the_other_side_alone() -> None:
+def test_a_closed_link_delivers_sent_messages_and_is_lost_only_for_the_peer() -> None:
     async def scene() -> None:
         async with a_listening_side() as (p, address), a_side() as d:
             link_id = d.links.dial(address)
@@ -142,7 +142,7 @@ def test_a_closed_link_delivers_what_was_sent_and_is_lost_to_the_other_side_alon
     in_time(scene)
 
 
-def test_the_accepting_side_can_close_too() -> None:
+def test_the_accepting_side_can_close_the_link() -> None:
     async def scene() -> None:
         async with a_listening_side() as (p, address), a_side() as d:
             link_id = d.links.dial(address)
@@ -160,7 +160,7 @@ def test_the_accepting_side_can_close_too() -> None:
     in_time(scene)
 
 
-def test_dialling_where_nobody_listens_is_a_loss() -> None:
+def test_dialling_an_address_without_a_server_loses_the_link() -> None:
     async def scene() -> None:
         async with a_listening_side() as (_, address):
             pass  # the port is free again
@@ -174,7 +174,9 @@ def test_dialling_where_nobody_listens_is_a_loss() -> None:
     in_time(scene)
 
 
-def test_dialling_a_side_that_wants_a_certificate_is_a_loss_that_says_so(tmp_path: Path) -> None:
+def test_dialling_without_the_required_certificate_loses_the_link_with_the_reason(
+    tmp_path: Path,
+) -> None:
     authority = make_authority(tmp_path)
     both = authority.mutual("node", "127.0.0.1")
 
@@ -196,7 +198,7 @@ def test_dialling_a_side_that_wants_a_certificate_is_a_loss_that_says_so(tmp_pat
     in_time(scene)
 
 
-def test_a_side_that_ends_is_lost_to_its_peer_once() -> None:
+def test_a_closed_side_is_reported_lost_to_its_peer_once() -> None:
     async def scene() -> None:
         async with a_side() as d:
             async with a_listening_side() as (p, address):

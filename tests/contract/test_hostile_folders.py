@@ -83,7 +83,7 @@ def test_an_index_in_the_cache_of_the_hub_cannot_name_other_files(tmp_path: Path
 
 @pytest.mark.parametrize("name", JSON_FILES)
 @pytest.mark.parametrize("content", [DEEP, LONG_NUMBER, b"\xff"], ids=["deep", "long", "no text"])
-def test_a_file_that_python_cannot_parse_is_named(folder: Path, name: str, content: bytes) -> None:
+def test_an_unparsable_file_is_named(folder: Path, name: str, content: bytes) -> None:
     (folder / name).write_bytes(content)
 
     with pytest.raises(ModelError, match=rf"{name} (is nested too deeply|cannot be read)"):
@@ -92,7 +92,7 @@ def test_a_file_that_python_cannot_parse_is_named(folder: Path, name: str, conte
 
 @pytest.mark.parametrize("name", JSON_FILES)
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
-def test_what_is_no_file_is_not_read(folder: Path, name: str, kind: str) -> None:
+def test_special_files_are_not_read(folder: Path, name: str, kind: str) -> None:
     path = folder / name
     path.unlink(missing_ok=True)
     make: dict[str, Callable[[], None]] = {
@@ -121,7 +121,7 @@ def test_a_file_that_is_too_large_is_not_parsed(folder: Path) -> None:
         load(folder)
 
 
-def test_a_context_that_no_memory_holds_needs_max_model_len(folder: Path) -> None:
+def test_a_context_beyond_the_memory_requires_max_model_len(folder: Path) -> None:
     rewrite(folder / "config.json", {"max_position_embeddings": 2**31 - 1})
 
     with pytest.raises(InvalidConfig, match=r"2147483647 tokens.*set --max-model-len"):
@@ -140,7 +140,7 @@ def test_a_context_that_no_memory_holds_needs_max_model_len(folder: Path) -> Non
         ({"eos_token_id": [True]}, r"'eos_token_id' is \[True\]"),
     ],
 )
-def test_generation_defaults_that_no_request_can_have_are_named(
+def test_invalid_generation_defaults_are_named(
     folder: Path, change: Mapping[str, Any], named: str
 ) -> None:
     rewrite(folder / "generation_config.json", change)
@@ -150,7 +150,7 @@ def test_generation_defaults_that_no_request_can_have_are_named(
 
 
 @pytest.mark.parametrize("templates", [[1], [{"template": "x"}], [{"name": "default"}]])
-def test_a_list_that_holds_no_chat_templates_is_named(folder: Path, templates: list[Any]) -> None:
+def test_a_list_without_valid_chat_templates_is_named(folder: Path, templates: list[Any]) -> None:
     rewrite(folder / "tokenizer_config.json", {"chat_template": templates})
 
     with pytest.raises(ModelError, match=r"'chat_template' is .* must be a text, or list names"):
@@ -158,7 +158,7 @@ def test_a_list_that_holds_no_chat_templates_is_named(folder: Path, templates: l
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/rag.jinja"])
-def test_a_chat_template_that_is_no_text_is_named(folder: Path, name: str) -> None:
+def test_a_chat_template_that_is_not_text_is_named(folder: Path, name: str) -> None:
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_bytes(b"\xff")
 
@@ -174,9 +174,7 @@ def test_a_chat_template_that_is_no_text_is_named(folder: Path, name: str) -> No
     ],
     ids=["nested", "recursive"],
 )
-def test_a_chat_template_without_an_end_fails_its_request_alone(
-    folder: Path, template: str
-) -> None:
+def test_an_endless_chat_template_fails_only_its_request(folder: Path, template: str) -> None:
     rewrite(folder / "tokenizer_config.json", {"chat_template": template})
     tokenizer = load_tokenizer(folder)
 

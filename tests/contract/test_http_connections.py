@@ -58,7 +58,7 @@ async def health_of(router: HttpRouter) -> bytes:
         return await reading.readline()
 
 
-def test_a_new_connection_takes_the_place_of_the_one_that_has_waited_longest() -> None:
+def test_a_new_connection_replaces_the_longest_idle_one() -> None:
     async def scene(router: HttpRouter) -> None:
         async with a_connection(router) as (oldest, _), a_connection(router) as (_, second):
             second.write(b"GET /hea")  # half a head is no request
@@ -70,7 +70,7 @@ def test_a_new_connection_takes_the_place_of_the_one_that_has_waited_longest() -
     with_limits(ConnectionLimits(max_connections=2), scene)
 
 
-def test_over_tls_connections_without_a_handshake_hold_no_places(tmp_path: Path) -> None:
+def test_tls_connections_without_a_handshake_use_up_no_slots(tmp_path: Path) -> None:
     async def scene(router: HttpRouter) -> None:
         async with (
             a_connection(router) as (oldest, _),
@@ -84,7 +84,7 @@ def test_over_tls_connections_without_a_handshake_hold_no_places(tmp_path: Path)
     with_limits(ConnectionLimits(max_connections=2), scene, tls=TlsConfig(cert, key))
 
 
-def test_where_all_are_being_answered_a_new_one_is_refused_by_name() -> None:
+def test_a_new_connection_is_refused_by_name_if_all_others_are_active() -> None:
     async def scene(router: HttpRouter) -> None:
         async with a_connection(router) as (reading, writing):
             head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(ENDLESS)}"
@@ -100,7 +100,7 @@ def test_where_all_are_being_answered_a_new_one_is_refused_by_name() -> None:
     with_limits(ConnectionLimits(max_connections=1), scene, FakeNodeCalls(is_endless=True))
 
 
-def test_a_head_that_never_ends_is_cut_off() -> None:
+def test_an_endless_request_head_is_cut_off() -> None:
     async def scene(router: HttpRouter) -> None:
         async with a_connection(router) as (reading, writing):
             writing.write(HEALTH + b"GET /hea")
@@ -111,7 +111,7 @@ def test_a_head_that_never_ends_is_cut_off() -> None:
     with_limits(ConnectionLimits(head_s=SOON_S), scene)
 
 
-def test_a_connection_that_says_nothing_is_closed() -> None:
+def test_a_silent_connection_is_closed() -> None:
     async def scene(router: HttpRouter) -> None:
         async with a_connection(router) as (reading, _):
             assert await reading.read() == b""
@@ -119,7 +119,7 @@ def test_a_connection_that_says_nothing_is_closed() -> None:
     with_limits(ConnectionLimits(head_s=SOON_S), scene)
 
 
-def test_a_body_that_never_ends_is_cut_off() -> None:
+def test_an_endless_body_is_cut_off() -> None:
     async def scene(router: HttpRouter) -> None:
         async with a_connection(router) as (reading, writing):
             writing.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{")
@@ -129,7 +129,7 @@ def test_a_body_that_never_ends_is_cut_off() -> None:
     with_limits(ConnectionLimits(body_s=SOON_S), scene)
 
 
-def test_a_connection_that_is_answered_outlives_the_limits_for_silence() -> None:
+def test_a_connection_with_an_answer_in_progress_outlives_the_idle_limits() -> None:
     async def scene(router: HttpRouter) -> None:
         async with a_connection(router) as (reading, writing):
             head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(ENDLESS)}"
@@ -175,7 +175,7 @@ def no_descriptors() -> Iterator[None]:
             os.close(filler)
 
 
-def test_running_out_of_descriptors_is_survived_with_a_few_log_lines() -> None:
+def test_the_server_survives_descriptor_exhaustion_with_few_log_lines() -> None:
     async def scene(router: HttpRouter) -> None:
         host, _, port = router.address.rpartition(":")
         lines = Lines(enough=3)

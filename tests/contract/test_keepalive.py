@@ -90,7 +90,7 @@ class Watching:
         await self._channel.close()
 
 
-def test_a_peer_that_falls_silent_is_found_out() -> None:
+def test_a_silent_peer_is_detected() -> None:
     async def scene() -> None:
         async with (
             serving("127.0.0.1", 0, (), keepalive=WATCHFUL) as server,
@@ -129,7 +129,7 @@ def test_pings_at_the_agreed_rate_are_accepted_and_faster_ones_refused() -> None
     asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
 
 
-def test_connections_that_speak_no_http2_give_their_places_back() -> None:
+def test_connections_without_http2_release_their_slots() -> None:
     limits = ServerConnections(max_connections=2, handshake_s=0.2)
 
     async def run() -> None:

@@ -119,7 +119,7 @@ def test_stored_blocks_are_held_and_loaded_into_their_targets_alone(it: Connecto
     assert it.content() == expected
 
 
-def test_a_block_that_was_never_stored_has_no_source(it: ConnectorWorld) -> None:
+def test_an_unstored_block_has_no_source(it: ConnectorWorld) -> None:
     it.store(1)
 
     assert not it.holds(2)
@@ -150,7 +150,7 @@ def test_every_load_and_store_ends_once(it: ConnectorWorld) -> None:
     assert set(it.ends) >= set(numbers)
 
 
-def test_dropped_blocks_are_neither_held_nor_loaded(it: ConnectorWorld) -> None:
+def test_dropped_blocks_are_neither_reported_nor_loaded(it: ConnectorWorld) -> None:
     it.store(1, 2)
 
     it.drop(1)
@@ -170,7 +170,7 @@ def test_a_drop_reaches_stores_in_progress(it: ConnectorWorld) -> None:
     assert it.load([1], into=8) == (None,)
 
 
-def test_a_cleared_connector_holds_nothing_and_works_on(it: ConnectorWorld) -> None:
+def test_a_cleared_connector_is_empty_and_keeps_working(it: ConnectorWorld) -> None:
     it.store(1)
     number = it.start_store(2)
 
@@ -212,7 +212,7 @@ def test_orders_in_progress_do_not_outlive_the_connector(tmp_path: Path) -> None
         ("tiers", {"host_byte": 1}, "unexpected keyword argument 'host_byte'"),
     ],
 )
-def test_a_connector_that_cannot_be_made_is_named(
+def test_a_connector_that_cannot_be_created_is_named(
     name: str, config: dict[str, object], word: str
 ) -> None:
     with pytest.raises(InvalidConfig, match=word):

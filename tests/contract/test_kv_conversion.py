@@ -43,7 +43,7 @@ def test_each_token_is_written_into_its_slot(
 
 
 @pytest.mark.parametrize("scale", [1e-38, 1.0, 3e38])
-def test_a_quantized_number_is_off_by_at_most_half_of_its_scale(scale: float) -> None:
+def test_the_quantization_error_is_at_most_half_of_the_scale(scale: float) -> None:
     numbers = scale * (2 * torch.rand(50, 64, generator=torch.Generator().manual_seed(1)) - 1)
     numbers = numbers.bfloat16().float()
 

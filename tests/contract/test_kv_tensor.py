@@ -40,7 +40,7 @@ def shape_of(name: str, folder: Path) -> KvShape:
         ("DeepSeek-V3", 61 * (512 + 64) * 2),
     ],
 )
-def test_a_token_takes_the_bytes_of_its_keys_and_values_or_of_its_latent(
+def test_the_bytes_per_token_are_those_of_keys_and_values_or_of_the_latent(
     name: str, token_bytes: int, tmp_path: Path
 ) -> None:
     shape = shape_of(name, tmp_path)
@@ -63,7 +63,7 @@ def fingerprint_of(shape: KvShape) -> Fingerprint:
     return identify(options, NodeRole.DECODE, cast("TorchRunner", runner)).fingerprint
 
 
-def test_caches_with_and_without_values_do_not_fit_each_other(tmp_path: Path) -> None:
+def test_caches_with_and_without_values_are_incompatible(tmp_path: Path) -> None:
     latent = shape_of("DeepSeek-V2-Lite", tmp_path)
 
     apart = replace(latent, num_tensors=2)

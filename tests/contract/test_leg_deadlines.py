@@ -41,7 +41,7 @@ async def calls_to(
 
 
 @pytest.mark.parametrize("role", NodeRole)
-def test_a_node_knows_the_time_that_remains_and_gives_up_by_itself(role: NodeRole) -> None:
+def test_a_node_receives_the_remaining_time_and_enforces_the_deadline(role: NodeRole) -> None:
     async def scene() -> None:
         called = ScriptedNode()
         async with calls_to(called, role) as (calls, node):
@@ -60,7 +60,7 @@ def test_a_node_knows_the_time_that_remains_and_gives_up_by_itself(role: NodeRol
     asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
 
 
-def test_without_a_deadline_none_is_sent_to_the_node() -> None:
+def test_a_request_without_a_deadline_sends_none_to_the_node() -> None:
     async def scene() -> None:
         called = ScriptedNode()
         async with calls_to(called) as (calls, node):
@@ -75,7 +75,7 @@ def test_without_a_deadline_none_is_sent_to_the_node() -> None:
     asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
 
 
-def test_an_answer_that_is_too_large_to_send_is_not_taken_for_a_broken_node() -> None:
+def test_an_oversized_answer_is_not_a_node_failure() -> None:
     too_large = node_pb2.CallEvent(output=node_pb2.TokenOutput(error="x" * (MAX_MESSAGE_BYTES + 1)))
 
     async def scene() -> None:
@@ -97,7 +97,7 @@ def test_an_answer_that_is_too_large_to_send_is_not_taken_for_a_broken_node() ->
     asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
 
 
-def test_a_prompt_that_is_too_large_to_send_leaves_the_other_calls_alone() -> None:
+def test_an_oversized_prompt_does_not_affect_other_calls() -> None:
     too_large = replace(REQUEST, prompt_token_ids=(2**31,) * (MAX_MESSAGE_BYTES // 5))
 
     async def scene() -> None:

@@ -245,7 +245,7 @@ def test_outputs_and_states_are_near_the_torch_reference(
 @each_build
 @pytest.mark.parametrize(("num_tokens", "size"), [(1, 1), (3, 16), (5, 40), (300, 96)])
 @pytest.mark.parametrize("has_one_gate", [False, True])
-def test_sigmoid_gates_are_those_of_torch(
+def test_sigmoid_gates_equal_those_of_torch(
     kernels: Kernels, num_tokens: int, size: int, has_one_gate: bool
 ) -> None:
     generator = torch.Generator().manual_seed(size)

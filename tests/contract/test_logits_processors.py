@@ -84,7 +84,7 @@ def chosen(*rows: TokenRun) -> list[int | str]:
     return [one.reason if isinstance(one, Failure) else one for one in choices]
 
 
-def test_only_requests_that_give_its_argument_get_a_processor() -> None:
+def test_only_requests_with_its_argument_get_a_processor() -> None:
     assert chosen(row(favour=2), row(), row(favour=6)) == [2, 5, 6]
 
 
@@ -92,7 +92,7 @@ def test_a_processor_receives_the_tokens_so_far_and_the_prompt_length() -> None:
     assert chosen(row(1, 2, 3, 4, num_prompt=2, back=2)) == [3]
 
 
-def test_several_go_in_the_order_in_which_the_node_names_them() -> None:
+def test_processors_run_in_the_order_of_the_node_option() -> None:
     assert chosen(row(1, 3, num_prompt=1, favour=2, back=1)) == [2]  # equals: the lower id
 
 
@@ -106,7 +106,7 @@ def test_a_processor_cannot_allow_a_token_that_the_grammar_forbids() -> None:
 @pytest.mark.parametrize(
     ("how", "word"), [("raises", "no such thing"), ("nan", "NaN"), ("inf", "+inf")]
 )
-def test_one_that_fails_ends_its_request_by_name_and_no_other(how: str, word: str) -> None:
+def test_a_failing_processor_ends_only_its_request_with_a_named_error(how: str, word: str) -> None:
     failed, other = chosen(row(broken=how), row(favour=2))
 
     assert "broken" in str(failed)
@@ -146,7 +146,7 @@ def test_unknown_or_rejected_processor_arguments_are_an_invalid_request(
     assert refused.value.field == "extra_args"
 
 
-def test_two_that_take_the_same_argument_are_refused_at_start() -> None:
+def test_two_processors_with_the_same_argument_are_refused_at_start() -> None:
     with pytest.raises(InvalidConfig, match="both take 'favour'"):
         Processors({"one": Favour(MODEL), "other": Favour(MODEL)})
 
@@ -161,7 +161,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_they_are_found_by_entry_point_and_made_for_the_model() -> None:
+def test_processors_are_found_by_entry_point_and_created_for_the_model() -> None:
     found = load_processors(["echo", "favour"], MODEL)
 
     found.check({"favour": MODEL.vocab_size - 1, "back": 1})
@@ -171,7 +171,7 @@ def test_they_are_found_by_entry_point_and_made_for_the_model() -> None:
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(("name", "word"), [("absent", "installed: bad, echo"), ("bad", "nothing")])
-def test_one_that_is_not_there_or_cannot_be_made_is_named(name: str, word: str) -> None:
+def test_a_missing_or_failing_processor_is_named(name: str, word: str) -> None:
     with pytest.raises(InvalidConfig, match=word):
         load_processors([name], MODEL)
 

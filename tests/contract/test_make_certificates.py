@@ -42,16 +42,14 @@ async def model_of(server: TlsConfig, client: TlsConfig) -> str:
 
 
 @pytest.mark.parametrize("name", ["", "localhost", "router", "router.baton.svc", "llm.example"])
-def test_clients_reach_the_router_by_all_its_names(made: Path, name: str) -> None:
+def test_clients_verify_the_router_under_all_its_names(made: Path, name: str) -> None:
     client = TlsConfig(ca=made / "ca.crt", server_name=name)
 
     assert asyncio.run(model_of(identity(made, "router"), client)) == "tiny"
 
 
 @pytest.mark.parametrize("who", ["router", "node"])
-def test_nodes_let_in_routers_and_other_nodes_by_the_one_name_of_nodes(
-    made: Path, who: str
-) -> None:
+def test_nodes_accept_the_certificates_of_routers_and_other_nodes(made: Path, who: str) -> None:
     node = replace(identity(made, "node"), client_ca=made / "ca.crt")
 
     assert asyncio.run(model_of(node, identity(made, who))) == "tiny"
@@ -67,7 +65,7 @@ def test_nodes_refuse_clients_without_a_certificate(made: Path) -> None:
     assert refusal.value.reason == "TLS_FAILED"
 
 
-def test_keys_are_for_their_owner_alone(made: Path) -> None:
+def test_keys_are_readable_by_their_owner_only(made: Path) -> None:
     keys = sorted(made.glob("*.key"))
 
     assert [key.name for key in keys] == ["ca.key", "node.key", "router.key"]

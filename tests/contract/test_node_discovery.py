@@ -74,7 +74,7 @@ def run(scene: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(bounded())
 
 
-def test_nodes_come_when_they_are_named_and_go_when_they_are_named_no_more() -> None:
+def test_nodes_join_when_resolved_and_leave_when_no_longer_resolved() -> None:
     async def scene() -> None:
         async with a_node_server(name="d1") as one, a_view() as view:
             async with a_node_server(name="d2") as two:
@@ -97,7 +97,7 @@ def test_nodes_come_when_they_are_named_and_go_when_they_are_named_no_more() -> 
     run(scene)
 
 
-def test_a_node_that_restarts_where_it_was_is_taken_for_a_new_one() -> None:
+def test_a_node_restarted_at_the_same_address_is_a_new_node() -> None:
     async def scene() -> None:
         async with a_view() as view:
             async with a_node_server(name="d1") as node:
@@ -142,7 +142,7 @@ def test_a_failing_resolver_removes_no_node() -> None:
     run(scene)
 
 
-def test_a_node_that_is_not_well_gets_nothing_new_until_it_is() -> None:
+def test_an_unhealthy_node_gets_no_requests_until_it_recovers() -> None:
     async def scene() -> None:
         async with a_node_server(name="d1") as node, a_view(decode=node.address) as view:
             await view.until_open("d1")
@@ -156,7 +156,7 @@ def test_a_node_that_is_not_well_gets_nothing_new_until_it_is() -> None:
     run(scene)
 
 
-def test_a_node_that_has_never_been_well_is_not_known() -> None:
+def test_a_node_that_was_never_healthy_is_not_in_the_table() -> None:
     """A known but unready node would count as existing for its role: prompts would not wait."""
 
     async def scene() -> None:
@@ -175,7 +175,7 @@ def test_a_node_that_has_never_been_well_is_not_known() -> None:
     run(scene)
 
 
-def test_a_node_of_the_other_role_is_not_taken_and_does_no_harm_where_it_is_right() -> None:
+def test_a_node_of_the_wrong_role_is_rejected_and_kept_under_its_own_role() -> None:
     async def scene() -> None:
         async with (
             a_node_server(NodeRole.PREFILL, "p1") as node,
@@ -219,7 +219,7 @@ class ErrorHeard(logging.Handler):
         self.words.put_nowait(record.getMessage())
 
 
-def test_a_node_that_cannot_be_reached_by_tls_is_not_waited_for_in_silence(tmp_path: Path) -> None:
+def test_a_node_unreachable_over_tls_is_logged(tmp_path: Path) -> None:
     strict = TlsConfig(ca=make_authority(tmp_path).ca)
 
     async def scene() -> None:

@@ -80,7 +80,7 @@ def through_the_door(
     asyncio.run(run())
 
 
-def test_a_completion_has_the_tokens_the_ending_and_the_usage(text: TextBoundary) -> None:
+def test_a_completion_has_tokens_finish_reason_and_usage(text: TextBoundary) -> None:
     async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
         ids = {"return_token_ids": True}
         answer = await client.completions.create(
@@ -99,7 +99,7 @@ def test_a_completion_has_the_tokens_the_ending_and_the_usage(text: TextBoundary
     through_the_door(scene, text=text)
 
 
-def test_max_tokens_is_lowered_to_what_the_prompt_leaves_of_the_kv_caches(
+def test_max_tokens_is_lowered_to_the_remaining_kv_cache(
     text: TextBoundary,
 ) -> None:
     nodes = FakeNodeCalls()
@@ -133,7 +133,7 @@ def test_max_tokens_is_lowered_to_what_the_prompt_leaves_of_the_kv_caches(
     through_the_door(scene, nodes, text=text, table=table)
 
 
-def test_a_stream_joined_is_the_whole_answer(text: TextBoundary) -> None:
+def test_the_joined_chunks_of_a_stream_equal_the_whole_answer(text: TextBoundary) -> None:
     async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
         whole = await client.chat.completions.create(model="tiny", messages=CHAT, max_tokens=9)
         stream = await client.chat.completions.create(
@@ -180,7 +180,7 @@ def test_several_choices_have_indices_and_their_prompt_counts_once(text: TextBou
     through_the_door(scene, text=text)
 
 
-def test_each_choice_has_a_seed_of_its_own() -> None:
+def test_each_choice_has_its_own_seed() -> None:
     nodes = FakeNodeCalls()
 
     async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
@@ -209,7 +209,7 @@ def test_an_echo_repeats_the_prompt_as_it_was_given(text: TextBoundary) -> None:
     through_the_door(scene, text=text)
 
 
-def test_the_usage_so_far_comes_with_each_piece_for_those_who_want_it() -> None:
+def test_each_chunk_has_the_usage_so_far_if_requested() -> None:
     async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
         options: Any = {"include_usage": True, "continuous_usage_stats": True}
         stream = await client.completions.create(
@@ -246,7 +246,7 @@ def test_the_usage_has_the_prompt_tokens_that_came_from_a_cache() -> None:
     through_the_door(scene, FakeNodeCalls(num_cached_on_prefill=2, report=report))
 
 
-def test_the_usage_tells_which_cached_tokens_were_loaded_and_from_where() -> None:
+def test_the_usage_counts_loaded_tokens_by_their_source() -> None:
     async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
         ask: dict[str, Any] = {"model": "tiny", "prompt": [PROMPT, [7]], "n": 2, "max_tokens": 4}
         whole = await client.completions.create(**ask)
@@ -292,7 +292,7 @@ def test_the_stop_reason_is_a_token_only_if_the_request_asked_for_it(
     through_the_door(scene, nodes, text=text)
 
 
-def test_a_role_that_nobody_knows_is_refused_by_name(text: TextBoundary) -> None:
+def test_an_unknown_role_is_refused_by_name(text: TextBoundary) -> None:
     async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
         messages: Any = [*CHAT, {"role": "robot", "content": "hi"}]
         with pytest.raises(openai.BadRequestError, match="'robot': choose one of") as refusal:
@@ -365,7 +365,7 @@ def test_a_prefetch_is_an_answer_without_tokens(is_streamed: bool) -> None:
         ),
     ],
 )
-def test_what_is_refused_is_a_typed_error_that_names_the_field(
+def test_a_refusal_is_a_typed_error_that_names_the_field(
     fields: dict[str, Any], kind: type[openai.APIStatusError], param: str | None
 ) -> None:
     async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
@@ -385,7 +385,7 @@ LITELLM_RECOGNISES = "this model's maximum context length is 512 tokens"
 @pytest.mark.parametrize(
     "prompt", [[5] * 512, [5] * 513, [[5], [5] * 512], "the " * 600, "x" * 100_000]
 )
-def test_a_prompt_beyond_the_context_has_the_code_that_clients_wait_for(
+def test_a_prompt_beyond_the_context_has_the_code_context_length_exceeded(
     prompt: Any, text: TextBoundary
 ) -> None:
     async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
@@ -408,7 +408,7 @@ def test_a_prompt_beyond_the_context_has_the_code_that_clients_wait_for(
     through_the_door(scene, text=text)
 
 
-def test_a_nodes_refusal_of_a_prompt_for_its_kv_cache_has_the_same_code() -> None:
+def test_a_prompt_beyond_the_kv_cache_has_the_code_context_length_exceeded() -> None:
     too_long = ContextLengthExceeded("with this cache, this model's maximum context length is 9")
     nodes = FakeNodeCalls(prefill_faults=[too_long])
 
@@ -420,7 +420,7 @@ def test_a_nodes_refusal_of_a_prompt_for_its_kv_cache_has_the_same_code() -> Non
     through_the_door(scene, nodes)
 
 
-def test_an_unknown_model_has_the_code_that_clients_wait_for() -> None:
+def test_an_unknown_model_has_the_code_model_not_found() -> None:
     async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
         with pytest.raises(openai.NotFoundError) as refusal:
             await client.completions.create(model="other", prompt=PROMPT)
@@ -451,7 +451,7 @@ def test_a_full_queue_returns_a_retry_delay() -> None:
     )
 
 
-def test_a_poisoned_request_fails_by_name_and_clients_are_told_not_to_send_it_again() -> None:
+def test_a_poisonous_request_fails_with_a_named_error_that_is_not_retried() -> None:
     faults: list[Exception] = [NodeFailed("it broke", FailureKind.PASS_FAILED) for _ in range(9)]
     nodes = FakeNodeCalls(prefill_faults=faults)
     table = a_table(*(a_node(NodeRole.PREFILL, f"p{n}") for n in range(3)), a_node(NodeRole.DECODE))
@@ -477,7 +477,7 @@ def test_without_nodes_the_status_is_503() -> None:
     through_the_door(scene, table=NodeTable())
 
 
-def test_an_answer_that_breaks_off_ends_its_stream_with_an_error() -> None:
+def test_an_interrupted_answer_ends_its_stream_with_an_error() -> None:
     nodes = FakeNodeCalls(decode_breaks_after=[2, 0, 0, 0, 0])
 
     async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
@@ -496,7 +496,7 @@ def test_an_answer_that_breaks_off_ends_its_stream_with_an_error() -> None:
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
-def test_a_client_that_hangs_up_frees_the_nodes(is_streamed: bool) -> None:
+def test_a_disconnected_client_frees_the_nodes(is_streamed: bool) -> None:
     nodes = FakeNodeCalls(is_endless=True)
 
     async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
@@ -518,7 +518,7 @@ def test_a_client_that_hangs_up_frees_the_nodes(is_streamed: bool) -> None:
     through_the_door(scene, nodes)
 
 
-def test_a_router_that_drains_goes_on_with_its_streams_and_takes_nothing_new() -> None:
+def test_a_draining_router_finishes_its_streams_and_refuses_new_requests() -> None:
     nodes = FakeNodeCalls(is_endless=True)
 
     async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
@@ -542,7 +542,7 @@ def test_a_router_that_drains_goes_on_with_its_streams_and_takes_nothing_new() -
     through_the_door(scene, nodes)
 
 
-def test_only_those_with_a_token_come_in() -> None:
+def test_requests_without_a_valid_token_are_refused() -> None:
     async def scene(router: HttpRouter, stranger: AsyncOpenAI) -> None:
         with pytest.raises(openai.AuthenticationError) as refusal:
             await stranger.models.list()
@@ -577,7 +577,7 @@ def test_a_trace_continues_through_the_http_api_and_its_id_is_returned() -> None
     through_the_door(scene, tracing=Tracing(tracer))
 
 
-def test_a_body_beyond_the_limit_is_refused_as_such() -> None:
+def test_a_body_beyond_the_limit_is_refused_as_too_large() -> None:
     async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
         too_much = b" " * (MAX_BODY_BYTES + 1)
         refusal = await client._client.post(f"{router.url}/v1/completions", content=too_much)
@@ -588,7 +588,7 @@ def test_a_body_beyond_the_limit_is_refused_as_such() -> None:
     through_the_door(scene)
 
 
-def test_a_list_beyond_any_prompt_is_refused_before_its_end() -> None:
+def test_a_list_longer_than_any_prompt_is_refused_before_its_end() -> None:
     async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
         too_many = b'{"prompt":[' + b"5," * (max_values(512) + 1)  # and no end
         for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
@@ -613,7 +613,7 @@ def test_a_list_beyond_any_prompt_is_refused_before_its_end() -> None:
         ("OPTIONS", "/v1/completions", 200, "CORS"),
     ],
 )
-def test_paths_and_methods_that_are_not_served_are_answered_in_words(
+def test_unknown_paths_and_methods_are_refused_with_an_explanation(
     method: str, path: str, status: int, word: str
 ) -> None:
     async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
@@ -627,7 +627,7 @@ def test_paths_and_methods_that_are_not_served_are_answered_in_words(
     through_the_door(scene)
 
 
-def test_a_request_id_that_would_spoil_a_log_is_refused() -> None:
+def test_an_overlong_request_id_is_refused() -> None:
     async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
         ask: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 1}
         with pytest.raises(openai.BadRequestError, match="257 characters") as refusal:
@@ -638,7 +638,7 @@ def test_a_request_id_that_would_spoil_a_log_is_refused() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
-def test_a_client_that_disconnects_within_its_body_is_no_bug(
+def test_a_client_that_disconnects_within_its_body_is_not_logged_as_a_bug(
     path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     tracer = TakingTracer()
@@ -671,7 +671,7 @@ def test_grpc_clients_of_the_http_port_get_an_explanation() -> None:
     through_the_door(scene)
 
 
-def test_models_tokenize_and_detokenize_endpoints(text: TextBoundary) -> None:
+def test_models_tokenize_and_detokenize_endpoints_respond(text: TextBoundary) -> None:
     async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
         async def post(path: str, **fields: Any) -> Any:
             return (await client._client.post(router.url + path, json=fields)).json()
@@ -710,7 +710,7 @@ def test_a_request_id_in_use_is_a_conflict() -> None:
     through_the_door(scene, nodes)
 
 
-def test_over_tls_a_renewed_certificate_is_shown_from_then_on(tmp_path: Path) -> None:
+def test_over_tls_a_renewed_certificate_is_used_for_new_connections(tmp_path: Path) -> None:
     authority = make_authority(tmp_path)
     old, new = (authority.issue(name, f"{name}.example") for name in ("old", "new"))
     shown = tmp_path / "shown.pem", tmp_path / "shown.key"
@@ -733,7 +733,7 @@ def test_over_tls_a_renewed_certificate_is_shown_from_then_on(tmp_path: Path) ->
     asyncio.run(run())
 
 
-def test_over_mutual_tls_only_those_with_a_certificate_come_in(tmp_path: Path) -> None:
+def test_over_mutual_tls_clients_without_a_certificate_are_refused(tmp_path: Path) -> None:
     authority = make_authority(tmp_path)
     mine = authority.issue("client", "client.example")
 
@@ -792,7 +792,7 @@ class ScriptedSpeller:
         return ""
 
 
-def test_reasoning_and_tool_calls_are_separated_whole_and_streamed() -> None:
+def test_reasoning_and_tool_calls_are_separated_with_and_without_streaming() -> None:
     call = '<tool_call>{"name": "look", "arguments": {"for": "a fox"}}</tool_call>'
     script = f"<think>why not</think>I look.{call}{call}<end>"
     tools: Any = [{"type": "function", "function": {"name": "look"}}]
@@ -844,7 +844,7 @@ NAMED: Any = {"type": "function", "function": {"name": "look"}}
         ('{"for": "a fox"}', NAMED, ['{"for": "a fox"}'], "stop"),
     ],
 )
-def test_forced_calls_are_returned_whole_and_as_a_stream(
+def test_forced_calls_are_returned_with_and_without_streaming(
     script: str, choice: Any, arguments: list[str], finish_reason: str
 ) -> None:
     ask: dict[str, Any] = {"model": "tiny", "messages": CHAT, "tools": LOOK, "tool_choice": choice}

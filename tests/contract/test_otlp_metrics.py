@@ -73,7 +73,7 @@ def collector() -> Iterator[MetricsCollector]:
     server.stop(None).wait()
 
 
-def test_a_collector_gets_what_prometheus_would(collector: MetricsCollector) -> None:
+def test_a_collector_gets_the_same_metrics_as_prometheus(collector: MetricsCollector) -> None:
     metrics = NodeMetrics("prefill")
     metrics.note_pass(PLAN, 1.0, 1.003)
     metrics.take(RECORD, TRACE)

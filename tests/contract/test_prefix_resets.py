@@ -78,7 +78,7 @@ def ask(url: str, method: str, token: str, body: bytes | None = None) -> tuple[i
             return refusal.code, refusal.read()
 
 
-def test_every_node_forgets_its_prefixes() -> None:
+def test_a_reset_clears_the_prefixes_of_every_node() -> None:
     async def scene() -> None:
         async with two_nodes() as (table, servers):
             done = await PrefixResets(table, open_channel).reset_all()
@@ -92,7 +92,7 @@ def test_every_node_forgets_its_prefixes() -> None:
     run(scene)
 
 
-def test_a_node_that_does_not_is_named_and_the_others_still_do() -> None:
+def test_a_node_that_fails_to_reset_is_named_and_the_others_are_reset() -> None:
     async def scene() -> None:
         async with two_nodes(num_cached=(None, 9)) as (table, servers):
             with pytest.raises(NodeFailed, match=r"1 of 2 nodes .*prefill-0: UNAVAILABLE.*again"):
@@ -107,7 +107,7 @@ OPERATORS = Operators(AcceptedTokens(("secret",)))
 FILES = frozenset({"file", "object"})
 
 
-def test_over_http_it_takes_a_post_and_a_token() -> None:
+def test_a_reset_over_http_requires_post_and_a_token() -> None:
     async def scene() -> None:
         async with (
             two_nodes() as (table, servers),
@@ -126,7 +126,7 @@ def test_over_http_it_takes_a_post_and_a_token() -> None:
     run(scene)
 
 
-def test_over_http_it_takes_tiers() -> None:
+def test_a_reset_over_http_accepts_tiers() -> None:
     async def scene() -> None:
         async with (
             two_nodes() as (table, _),
@@ -147,7 +147,7 @@ def test_over_http_it_takes_tiers() -> None:
     run(scene)
 
 
-def test_over_grpc_it_takes_a_token() -> None:
+def test_a_reset_over_grpc_requires_a_token() -> None:
     async def scene() -> None:
         async with two_nodes() as (table, servers):
             gates = [TokenInterceptor(AcceptedTokens(("secret",)))]
@@ -179,7 +179,7 @@ def cluster_service(table: NodeTable, operators: Operators) -> Service:
 @pytest.mark.parametrize(
     "operators", [OPERATORS, Operators(is_open=False)], ids=["operators", "clients only"]
 )
-def test_a_client_that_may_send_requests_may_not_reset_anything(operators: Operators) -> None:
+def test_a_client_token_does_not_permit_resets(operators: Operators) -> None:
     async def scene() -> None:
         clients = AcceptedTokens(("client",))
         gates = [TokenInterceptor(clients.and_those_of(operators.tokens))]
@@ -261,7 +261,7 @@ def test_only_an_operator_drains_or_resets_a_node_itself() -> None:
     run(scene)
 
 
-def test_an_engine_forgets_between_two_steps_and_computes_again() -> None:
+def test_an_engine_resets_between_two_steps_and_computes_again() -> None:
     core = an_engine()
     prompt = tuple(range(9))
 

@@ -86,7 +86,7 @@ def respell(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
 
 
 @each_combination
-def test_a_quantized_family_answers_like_its_dequantized_weights(
+def test_a_quantized_family_generates_the_tokens_of_its_dequantized_weights(
     family: str, written: str, make_family: Callable[[str], Path], tmp_path: Path
 ) -> None:
     source = Path(shutil.copytree(make_family(family), tmp_path / "source"))
@@ -110,7 +110,7 @@ def test_a_quantized_family_answers_like_its_dequantized_weights(
         ("deepseek-v2-lite", "bytes"),
     ],
 )
-def test_native_kernels_read_quantized_families(family: str, written: str, write: Write) -> None:
+def test_native_kernels_support_quantized_families(family: str, written: str, write: Write) -> None:
     packed, plain = write(family, EVERY_FORMAT[written])
 
     found, wanted = logprobs_of(packed, kernels="native"), logprobs_of(plain, dtype="float32")
@@ -162,7 +162,7 @@ def test_mxfp4_tokens_are_the_same_for_any_chunks_and_any_batch(write: Write) ->
 
 
 @pytest.mark.parametrize("family", ["granite-moe", "phi3"])
-def test_loaded_weights_do_not_follow_changes_of_their_files(
+def test_loaded_weights_do_not_change_with_their_files(
     family: str, make_family: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(make_family(family), tmp_path / "changed"))
@@ -184,7 +184,7 @@ def test_loaded_weights_do_not_follow_changes_of_their_files(
 
 
 @needs_kernels
-def test_fp8_folders_are_quantized_like_plain_ones(write: Write) -> None:
+def test_fp8_folders_are_quantized_like_unquantized_ones(write: Write) -> None:
     folders = write("qwen3-moe", FORMATS["fp8"])
 
     found, wanted = (
@@ -251,7 +251,7 @@ def test_a_quantized_router_is_dequantized(write: Write) -> None:
     assert torch.equal(*(logprobs_of(each, dtype="float32") for each in (packed, plain)))
 
 
-def test_modules_that_are_not_quantized_are_read_as_they_are(write: Write) -> None:
+def test_modules_excluded_from_quantization_are_loaded_unchanged(write: Write) -> None:
     linears = r".*mlp\.experts.*_proj\.weight"
     packed, plain = write("qwen3-moe", replace(FORMATS["gptq"], linears=linears))
 
@@ -293,7 +293,7 @@ def pack_queries(tensors: dict[str, Tensor]) -> None:
         ("gpt-oss", MXFP4.config, pack_queries, "q_proj.weight of mxfp4 is not supported"),
     ],
 )
-def test_a_format_that_a_family_cannot_have_is_refused_by_name(
+def test_an_unsupported_format_of_a_family_is_refused_by_name(
     family: str,
     config: Mapping[str, Any],
     change: Callable[[dict[str, Tensor]], None],
@@ -323,7 +323,7 @@ def check_progress(seen: list[LoadProgress], *, num_numbers: int) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILY_VARIANTS)
-def test_progress_of_each_family_ends_at_the_whole(
+def test_load_progress_of_each_family_ends_at_100_percent(
     family: str, make_family: Callable[[str], Path]
 ) -> None:
     folder = make_family(family)
@@ -338,7 +338,7 @@ def test_progress_of_each_family_ends_at_the_whole(
 
 
 @pytest.mark.parametrize(("family", "written"), [("qwen3-moe", "fp8"), ("gpt-oss", "mxfp4")])
-def test_progress_of_quantized_folders_ends_at_the_whole(
+def test_load_progress_of_quantized_folders_ends_at_100_percent(
     family: str, written: str, write: Write
 ) -> None:
     packed, plain = write(family, EVERY_FORMAT[written])

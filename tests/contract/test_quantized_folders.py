@@ -41,7 +41,7 @@ def logprobs_of(model: Path, *prompts: tuple[int, ...], **settings: Any) -> torc
 
 
 @pytest.mark.parametrize("written", FORMATS.values(), ids=FORMATS.keys())
-def test_a_quantised_folder_answers_like_its_dequantised_weights(
+def test_a_quantized_folder_generates_the_tokens_of_its_dequantized_weights(
     source: Path, tmp_path: Path, written: Any
 ) -> None:
     packed, plain = write_quantized(source, tmp_path, written)
@@ -55,7 +55,7 @@ def test_a_quantised_folder_answers_like_its_dequantised_weights(
 
 @needs_kernels
 @pytest.mark.parametrize("written", FORMATS.values(), ids=FORMATS.keys())
-def test_native_kernels_read_quantised_folders_too(
+def test_native_kernels_support_quantized_folders(
     source: Path, tmp_path: Path, written: Any
 ) -> None:
     packed, plain = write_quantized(source, tmp_path, written)
@@ -115,7 +115,7 @@ def test_native_kernels_read_quantised_folders_too(
     ],
     ids=str,
 )
-def test_a_quantisation_that_is_not_known_is_named(
+def test_an_unknown_quantization_is_named(
     source: Path, tmp_path: Path, change: dict[str, Any], named: str
 ) -> None:
     packed, _ = write_quantized(source, tmp_path, FORMATS["gptq"])
@@ -127,12 +127,12 @@ def test_a_quantisation_that_is_not_known_is_named(
         load_runner(RunnerConfig(str(packed), kv_cache_bytes=1 << 20))
 
 
-def test_only_known_quantisations_are_made() -> None:
+def test_an_unknown_quantize_option_is_refused() -> None:
     with pytest.raises(InvalidConfig, match="quantize 'int3'"):
         RunnerConfig(str(DEMO), quantize="int3")
 
 
-def test_nodes_that_quantise_differently_do_not_share_kv(source: Path) -> None:
+def test_nodes_with_different_quantization_do_not_share_kv(source: Path) -> None:
     fingerprints = set()
     for quantize in ("none", "int8", "int4"):
         config = RunnerConfig(str(source), kv_cache_bytes=1 << 20, quantize=quantize)
@@ -144,7 +144,9 @@ def test_nodes_that_quantise_differently_do_not_share_kv(source: Path) -> None:
 
 @pytest.mark.parametrize("kernels", ["torch", pytest.param("native", marks=needs_kernels)])
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
-def test_the_demo_model_hardly_loses_by_quantisation(kernels: str, quantize: str) -> None:
+def test_quantization_hardly_changes_the_loss_of_the_demo_model(
+    kernels: str, quantize: str
+) -> None:
     found = logprobs_of(
         DEMO, *source_prompts(), kernels=kernels, dtype="bfloat16", quantize=quantize
     )

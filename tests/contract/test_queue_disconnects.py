@@ -61,7 +61,7 @@ async def hang_up(router: MoodyRouter, address: str) -> None:
 
 
 @pytest.mark.parametrize("leave", [cancel, run_out_of_time, hang_up])
-def test_a_request_that_leaves_the_queue_frees_its_place_and_reaches_no_node(leave: Leave) -> None:
+def test_a_request_cancelled_in_the_queue_frees_its_slot_and_reaches_no_node(leave: Leave) -> None:
     nodes = FakeNodeCalls(is_endless=True)
 
     async def scene() -> None:

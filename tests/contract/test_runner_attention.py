@@ -343,7 +343,7 @@ def test_keys_that_contain_their_values_equal_attention_token_by_token(
     ],
     ids=["first", "block", "prompt", "edge", "chunk", "mixed", "long"],
 )
-def test_edges_of_blocks_and_windows(
+def test_attention_is_correct_at_block_and_window_boundaries(
     implementation: Implementation, window: int | None, sequences: list[Part]
 ) -> None:
     shape = implementation.fit(Shape(windows=(window, None)))
@@ -352,7 +352,7 @@ def test_edges_of_blocks_and_windows(
 
 @each_implementation
 @pytest.mark.parametrize("chunk", [None, 16, 100, 300])
-def test_softcaps_sinks_and_chunks_in_contexts_of_several_tiles(
+def test_softcaps_sinks_and_chunks_are_correct_across_tiles(
     implementation: Implementation, chunk: int | None
 ) -> None:
     shape = Shape(
@@ -367,7 +367,7 @@ def test_softcaps_sinks_and_chunks_in_contexts_of_several_tiles(
 
 
 @each_implementation
-def test_a_sequence_of_nan_spoils_no_other(implementation: Implementation) -> None:
+def test_a_sequence_with_nan_affects_no_other(implementation: Implementation) -> None:
     sequences = [Part(6, 1), Part(9, 1), Part(5, 1), Part(2, 7)]
     shape = implementation.fit(Shape())
     sound, spoilt = (World(shape, sequences, seed=4) for _ in range(2))
@@ -384,9 +384,7 @@ def test_a_sequence_of_nan_spoils_no_other(implementation: Implementation) -> No
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
 @each_implementation
-def test_a_number_that_is_not_finite_is_not_hidden(
-    implementation: Implementation, number: float
-) -> None:
+def test_non_finite_numbers_are_propagated(implementation: Implementation, number: float) -> None:
     world = World(implementation.fit(Shape()), [Part(3, 1), Part(0, 9)], seed=5)
     world.keys_values[0][-1, :, :, 5, 3] = number
 

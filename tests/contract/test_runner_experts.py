@@ -128,7 +128,7 @@ def are_near(found: Tensor, wanted: Tensor) -> bool:
     config=moe_configs(), num_tokens=st.integers(1, 70), hidden_size=st.integers(1, 90), seed=SEEDS
 )
 @settings(max_examples=num_examples(60))
-def test_experts_are_chosen_as_torch_does_it(
+def test_experts_are_chosen_as_in_torch(
     kernels: Kernels, config: MoeConfig, num_tokens: int, hidden_size: int, seed: int
 ) -> None:
     router, hidden_states = router_of(config, hidden_size, seed), states(num_tokens, 1, hidden_size)
@@ -169,7 +169,7 @@ def test_of_equal_scores_the_lower_expert_id_comes_first(
     seed=SEEDS,
 )
 @settings(max_examples=num_examples(25))
-def test_experts_are_mixed_as_torch_does_it(
+def test_experts_are_mixed_as_in_torch(
     kernels: Kernels,
     config: MoeConfig,
     num_tokens: int,

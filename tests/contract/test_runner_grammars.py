@@ -81,7 +81,7 @@ def library(folder: Path) -> GrammarLibrary:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_greedy_takes_the_likeliest_of_the_tokens_that_fit_when_tried(
+def test_greedy_sampling_takes_the_most_likely_token_allowed_by_the_grammar(
     name: str, folder: Path, runner: TorchRunner, library: GrammarLibrary
 ) -> None:
     requested = drive(library, FORMS[name], num_tokens=64)
@@ -93,7 +93,7 @@ def test_greedy_takes_the_likeliest_of_the_tokens_that_fit_when_tried(
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_an_answer_is_the_same_in_a_batch_in_chunks_and_after_preemption(
+def test_a_constrained_answer_is_the_same_in_a_batch_in_chunks_and_after_preemption(
     name: str, runner: TorchRunner, library: GrammarLibrary
 ) -> None:
     alone = [
@@ -119,7 +119,7 @@ def test_an_answer_is_the_same_in_a_batch_in_chunks_and_after_preemption(
     assert [one.outputs for one in others] == [plain, plain]
 
 
-def test_an_answer_begun_elsewhere_goes_on_from_its_tokens(
+def test_a_migrated_answer_continues_from_its_tokens(
     runner: TorchRunner, library: GrammarLibrary
 ) -> None:
     """Covers hand-offs, whose first token comes from the peer, and migrations."""
@@ -133,7 +133,7 @@ def test_an_answer_begun_elsewhere_goes_on_from_its_tokens(
         assert answer == whole
 
 
-def test_each_token_is_taken_once(runner: TorchRunner, library: GrammarLibrary) -> None:
+def test_each_token_advances_the_matcher_once(runner: TorchRunner, library: GrammarLibrary) -> None:
     class Noted:
         """Grammar that records the tokens passed to its matcher."""
 
@@ -160,7 +160,7 @@ def test_each_token_is_taken_once(runner: TorchRunner, library: GrammarLibrary) 
     assert noted.taken == answer[:-1]
 
 
-def test_logprobs_are_the_models_own_whatever_the_grammar_forbids(
+def test_logprobs_are_those_of_the_model_before_the_grammar_mask(
     folder: Path, runner: TorchRunner, library: GrammarLibrary
 ) -> None:
     requested = drive(library, FORMS["regex"], logprobs=3)
@@ -175,7 +175,7 @@ def test_logprobs_are_the_models_own_whatever_the_grammar_forbids(
         assert reported.top[0][1] == pytest.approx(float(row.max()), abs=1e-3)
 
 
-def test_before_min_tokens_it_ends_only_if_nothing_else_may_follow(
+def test_before_min_tokens_an_answer_ends_only_if_the_grammar_allows_nothing_else(
     runner: TorchRunner, library: GrammarLibrary
 ) -> None:
     fixed = StructuredOutputs(regex="abc")
@@ -189,7 +189,7 @@ def test_before_min_tokens_it_ends_only_if_nothing_else_may_follow(
     assert EOS_TOKEN_ID not in long[:12]
 
 
-def test_a_form_that_the_other_settings_forbid_ends_with_their_names(
+def test_a_constraint_in_conflict_with_other_settings_fails_with_their_names(
     runner: TorchRunner, library: GrammarLibrary
 ) -> None:
     requested = drive(library, FORMS["choice"], allowed_token_ids=(EOS_TOKEN_ID,))
@@ -199,7 +199,7 @@ def test_a_form_that_the_other_settings_forbid_ends_with_their_names(
     assert requested.failure == Failure(GRAMMAR_TOKENS_FORBIDDEN, FailureCause.REQUEST)
 
 
-def test_tokens_from_elsewhere_that_do_not_fit_end_that_request_alone(
+def test_prior_tokens_outside_the_grammar_end_only_that_request(
     runner: TorchRunner, library: GrammarLibrary
 ) -> None:
     bad, good = drive(library, FORMS["regex"]), drive(library, FORMS["regex"])

@@ -129,7 +129,7 @@ def layout_of(sequences: Sequence[tuple[int, int]], num_groups: int = 1) -> Pass
 
 
 @pytest.mark.parametrize(("name", "quantize"), [*MODELS, *((name, "none") for name in FAMILIES)])
-def test_a_layer_in_one_call_has_the_bits_of_its_parts(
+def test_a_fused_layer_is_bitwise_equal_to_its_parts(
     name: str, quantize: str, tmp_path: Path
 ) -> None:
     folder = make_model_folder(tmp_path, replace(ALL_VARIANTS[name], dtype="bfloat16"))
@@ -143,7 +143,7 @@ def test_a_layer_in_one_call_has_the_bits_of_its_parts(
 
 
 @pytest.mark.parametrize("kernels", kernels_by_variant().values(), ids=kernels_by_variant().keys())
-def test_every_build_takes_layers_in_one_call(kernels: Kernels, tmp_path: Path) -> None:
+def test_every_build_supports_fused_layers(kernels: Kernels, tmp_path: Path) -> None:
     folder = make_model_folder(tmp_path, VARIANTS["qwen3-bf16"])
     parts = Parts(
         "this build",
@@ -160,7 +160,7 @@ def test_every_build_takes_layers_in_one_call(kernels: Kernels, tmp_path: Path) 
     assert all(map(torch.equal, whole, apart))
 
 
-def test_a_model_with_recurrent_layers_has_its_attention_in_one_call(tmp_path: Path) -> None:
+def test_a_model_with_recurrent_layers_has_fused_attention_layers(tmp_path: Path) -> None:
     """Its tokens are those of the reference: tests/golden/test_state_families.py."""
     variant = replace(FAMILY_VARIANTS["granite-4-moe"], dtype="bfloat16")
     folder = make_model_folder(tmp_path, variant)
@@ -202,7 +202,7 @@ def adapted(parts: Parts, scale: float) -> Parts:
     return replace(parts, make_layers=make_layers)
 
 
-def test_an_adapted_linear_costs_only_its_own_layer_the_single_call(tmp_path: Path) -> None:
+def test_an_adapted_linear_disables_fusion_of_its_own_layer_only(tmp_path: Path) -> None:
     folder = make_model_folder(tmp_path, VARIANTS["qwen3-bf16"])
     parts, made = recording(native_parts())
 
@@ -227,7 +227,7 @@ def at_ends(passed: Sequence[Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("name", "quantize"), [*MODELS, ("olmo2", "none"), ("gemma3", "none")])
-def test_the_last_tokens_alone_have_the_bits_that_they_have_among_all(
+def test_the_last_tokens_alone_are_bitwise_equal_to_those_among_all(
     name: str, quantize: str, tmp_path: Path
 ) -> None:
     folder = make_model_folder(tmp_path, replace(ALL_VARIANTS[name], dtype="bfloat16"))
@@ -240,9 +240,7 @@ def test_the_last_tokens_alone_have_the_bits_that_they_have_among_all(
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen3"])
-def test_in_torch_the_last_tokens_alone_are_what_they_are_among_all(
-    name: str, tmp_path: Path
-) -> None:
+def test_in_torch_the_last_tokens_alone_equal_those_among_all(name: str, tmp_path: Path) -> None:
     folder = make_model_folder(tmp_path, VARIANTS[name])
     alone = passes_through(folder, TORCH, "none", torch.float32, are_ends_alone=True)
     among_all = at_ends(passes_through(folder, TORCH, "none", torch.float32))

@@ -67,7 +67,7 @@ def respell(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> 
 # --- good folders ------------------------------------------------------------------------
 
 
-def test_progress_ends_at_the_whole(folder: Path) -> None:
+def test_load_progress_ends_at_100_percent(folder: Path) -> None:
     seen: list[LoadProgress] = []
 
     load_runner(RunnerConfig(str(folder), kv_cache_bytes=BUDGET), seen.append)
@@ -80,7 +80,9 @@ def test_progress_ends_at_the_whole(folder: Path) -> None:
     )
 
 
-def test_the_fingerprint_follows_the_content_not_the_files(folder: Path, tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_the_content_and_not_on_the_files(
+    folder: Path, tmp_path: Path
+) -> None:
     def fingerprint(at: Path, **settings: Any) -> str:
         return str(load(at, **settings).info.fingerprint)
 
@@ -104,7 +106,7 @@ def edit_one_matrix(tensors: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("quantize", ["none", "int8"])
 @pytest.mark.parametrize("edit", [edit_one_embedding, edit_one_matrix])
-def test_every_number_of_the_weights_is_part_of_the_fingerprint(
+def test_every_weight_is_part_of_the_fingerprint(
     folder: Path, edit: Callable[[dict[str, torch.Tensor]], None], quantize: str
 ) -> None:
     before = load(folder, quantize=quantize).info.fingerprint
@@ -114,7 +116,7 @@ def test_every_number_of_the_weights_is_part_of_the_fingerprint(
     assert load(folder, quantize=quantize).info.fingerprint != before
 
 
-def test_weights_that_change_while_they_are_loaded_are_refused(folder: Path) -> None:
+def test_weights_that_change_during_the_load_are_refused(folder: Path) -> None:
     changes = [partial(respell, folder, edit_one_embedding)]
 
     def change_once(_: LoadProgress) -> None:
@@ -147,7 +149,7 @@ def test_unused_tensors_of_old_folders_are_ignored(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_the_asked_dtype_is_that_of_the_cache(folder: Path, dtype: str) -> None:
+def test_the_kv_cache_has_the_requested_dtype(folder: Path, dtype: str) -> None:
     with load(folder, dtype=dtype) as runner:
         assert runner.info.dtype == dtype
         assert runner.kv_memory.dtype == dtype
@@ -226,7 +228,7 @@ def make_integers(tensors: dict[str, torch.Tensor]) -> None:
         (make_integers, r"model\.norm\.weight is I8"),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(
+def test_tensors_with_a_wrong_shape_are_named(
     folder: Path, change: Callable[[dict[str, torch.Tensor]], None], named: str
 ) -> None:
     respell(folder, change)
@@ -251,7 +253,7 @@ def test_a_weight_file_of_something_else_is_named(folder: Path) -> None:
         load(folder)
 
 
-def test_a_folder_without_safetensors_says_what_it_needs(folder: Path) -> None:
+def test_a_folder_without_safetensors_is_refused_with_the_required_files(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
     with pytest.raises(ModelError, match=r"neither model\.safetensors nor"):
@@ -317,7 +319,7 @@ def config_of(at: Path, **change: Any) -> ModelConfig:
     ],
     ids=str,
 )
-def test_both_spellings_of_rope_are_read(
+def test_both_spellings_of_rope_settings_are_read(
     tmp_path: Path, fields: Mapping[str, Any], rope: RopeConfig
 ) -> None:
     assert config_of(tmp_path, **fields).ropes == (rope,)
@@ -352,7 +354,7 @@ def test_both_spellings_of_rope_are_read(
     ],
     ids=str,
 )
-def test_sliding_windows_by_layer(
+def test_sliding_windows_are_read_by_layer(
     tmp_path: Path, fields: Mapping[str, Any], windows: tuple[int | None, ...]
 ) -> None:
     layers = config_of(tmp_path, **fields).layers
@@ -376,7 +378,7 @@ def test_sliding_windows_by_layer(
     ],
     ids=str,
 )
-def test_generation_defaults_and_end_tokens(
+def test_generation_defaults_and_end_tokens_are_read(
     tmp_path: Path, generation: Mapping[str, Any] | None, expected: GenerationDefaults
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**BASE, "eos_token_id": 2}))
@@ -404,7 +406,7 @@ def test_the_cache_is_within_one_percent_of_its_budget_and_never_above(
     assert memory.layer_bytes * memory.num_layers == memory.block_bytes
 
 
-def test_a_share_of_what_is_free_is_near_that_share(folder: Path) -> None:
+def test_the_kv_cache_takes_the_configured_share_of_free_memory(folder: Path) -> None:
     free = free_bytes(torch.device("cpu"))
 
     with load(folder, kv_cache_bytes=None, kv_cache_share=0.001) as runner:
@@ -431,9 +433,7 @@ def test_a_share_of_what_is_free_is_near_that_share(folder: Path) -> None:
     ],
     ids=str,
 )
-def test_settings_that_cannot_work_are_named(
-    folder: Path, settings: Mapping[str, Any], named: str
-) -> None:
+def test_invalid_settings_are_named(folder: Path, settings: Mapping[str, Any], named: str) -> None:
     with pytest.raises(InvalidConfig, match=named):
         load(folder, **settings)
 
@@ -467,7 +467,7 @@ def test_generation_defaults_are_checked_before_weights_are_read(folder: Path) -
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
-def test_a_device_that_is_not_there_is_named(folder: Path) -> None:
+def test_a_missing_device_is_named(folder: Path) -> None:
     with pytest.raises(InvalidConfig, match="no such CUDA device"):
         load(folder, device="cuda")
 
@@ -484,12 +484,12 @@ def test_a_folder_path_is_returned_unchanged(folder: Path) -> None:
     assert resolve_model_folder(str(folder)) == folder
 
 
-def test_offline_a_name_that_is_not_cached_says_where_it_was_looked_for() -> None:
+def test_offline_an_uncached_name_is_refused_with_the_searched_places() -> None:
     with pytest.raises(ModelError, match=r"no folder .*nobody/nothing.*cache.*offline"):
         resolve_model_folder("nobody/nothing", offline=True)
 
 
-def test_a_path_that_is_no_folder_is_no_hub_name_either(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_folder_is_not_taken_for_a_hub_name(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="neither a folder on this machine nor a model name"):
         resolve_model_folder(str(tmp_path / "nothing"))
 
@@ -510,7 +510,7 @@ def test_a_cached_hub_name_needs_no_network(snapshot: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("lost", ["config.json", "model.safetensors"])
-def test_a_download_cut_short_does_not_count_as_cached(
+def test_an_incomplete_download_does_not_count_as_cached(
     snapshot: Path, tmp_path: Path, lost: str
 ) -> None:
     (snapshot / lost).unlink()

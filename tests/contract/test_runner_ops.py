@@ -78,7 +78,7 @@ LOGITS = st.sampled_from([-2.0, -1.0, 0.0, 1.5, 2.0]) | st.sampled_from(STRANGE)
     )
 )
 @settings(max_examples=num_examples(60))
-def test_a_peak_is_the_first_of_the_largest_and_what_is_not_finite_is_seen(
+def test_a_peak_is_the_first_maximum_and_non_finite_rows_are_reported(
     kernels: Kernels, rows: list[list[float]]
 ) -> None:
     logits = torch.tensor(rows)
@@ -91,7 +91,7 @@ def test_a_peak_is_the_first_of_the_largest_and_what_is_not_finite_is_seen(
 
 
 @each_variant
-def test_peaks_of_a_whole_vocabulary_are_those_of_torch(
+def test_peaks_of_a_full_vocabulary_equal_those_of_torch(
     kernels: Kernels,
 ) -> None:
     logits = drawn(3, 9, 151_936).float()
@@ -108,7 +108,7 @@ def test_peaks_of_a_whole_vocabulary_are_those_of_torch(
 @each_variant
 @given(num_tokens=st.integers(1, 20), num_rows=st.integers(1, 200), columns=COLUMNS, seed=SEEDS)
 @settings(max_examples=num_examples(60))
-def test_a_product_is_that_of_float64_but_for_the_last_rounding(
+def test_a_product_equals_float64_except_for_the_last_rounding(
     kernels: Kernels, num_tokens: int, num_rows: int, columns: int, seed: int
 ) -> None:
     activations, weight = drawn(seed, num_tokens, columns), drawn(seed + 1, num_rows, columns)
@@ -167,9 +167,7 @@ def test_a_token_has_the_same_bits_in_any_batch_and_with_any_number_of_threads(
 
 @each_variant
 @pytest.mark.parametrize("num_tokens", [129, 255, 300])
-def test_tokens_that_do_not_fit_a_cache_at_once_are_all_multiplied(
-    kernels: Kernels, num_tokens: int
-) -> None:
+def test_tokens_beyond_the_cpu_cache_are_all_multiplied(kernels: Kernels, num_tokens: int) -> None:
     activations, weight = drawn(1, num_tokens, 4096), drawn(2, 70, 4096)
 
     found = NativeOps(kernels).linear(weight, None)(activations)
@@ -234,7 +232,7 @@ def quantized(
     seed=SEEDS,
 )
 @settings(max_examples=num_examples(60))
-def test_a_product_of_whole_numbers_is_that_of_what_they_stand_for(
+def test_a_product_of_int8_weights_equals_that_of_dequantized_ones(
     kernels: Kernels,
     bits: int,
     num_tokens: int,
@@ -322,7 +320,7 @@ def test_a_float16_scale_can_be_infinite_or_negative(kernels: Kernels) -> None:
 @each_variant
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
-def test_rows_of_whole_numbers_are_what_they_stand_for(
+def test_rows_of_int8_weights_equal_the_dequantized_ones(
     kernels: Kernels, bits: int, scale_dtype: torch.dtype
 ) -> None:
     weight = quantized(3, 150, 88, bits, 24, scale_dtype)
@@ -359,7 +357,7 @@ def test_int8_products_have_the_same_bits_in_any_batch(
     seed=SEEDS,
 )
 @settings(max_examples=num_examples(60))
-def test_a_product_of_mxfp4_is_that_of_what_it_stands_for(
+def test_a_product_of_mxfp4_weights_equals_that_of_dequantized_ones(
     kernels: Kernels, num_tokens: int, num_rows: int, num_columns: int, seed: int
 ) -> None:
     activations, bias = drawn(seed + 1, num_tokens, num_columns), drawn(seed + 2, num_rows)
@@ -376,7 +374,7 @@ def test_a_product_of_mxfp4_is_that_of_what_it_stands_for(
 
 @each_variant
 @pytest.mark.parametrize("exponents", [(-12, 4), (-127, -120), (118, 124)])
-def test_every_code_and_exponent_of_mxfp4_is_read(
+def test_every_code_and_exponent_of_mxfp4_is_decoded(
     kernels: Kernels, exponents: tuple[int, int]
 ) -> None:
     weight = random_mxfp4(3, 150, 88, exponents)
@@ -417,7 +415,7 @@ def test_rows_of_mxfp4_are_selected_and_stacked() -> None:
 
 
 @pytest.mark.parametrize("columns", [8, 33, 96])
-def test_a_quantised_matrix_is_off_by_half_a_step_at_most(columns: int) -> None:
+def test_the_quantization_error_is_at_most_half_a_step(columns: int) -> None:
     weight = drawn(11, 70, columns)
     weight[3] = 0
     wide = weight.float()
@@ -440,7 +438,7 @@ def test_a_quantised_matrix_is_off_by_half_a_step_at_most(columns: int) -> None:
     seed=SEEDS,
 )
 @settings(max_examples=num_examples(40))
-def test_heads_are_normed_and_turned_as_torch_does_it(
+def test_head_norms_and_rope_equal_those_of_torch(
     kernels: Kernels,
     num_tokens: int,
     num_heads: int,
@@ -468,7 +466,7 @@ def test_heads_are_normed_and_turned_as_torch_does_it(
     activation=st.sampled_from(Activation),
 )
 @settings(max_examples=num_examples(60))
-def test_norms_and_gates_are_those_of_torch(
+def test_norms_and_gates_equal_those_of_torch(
     kernels: Kernels,
     num_tokens: int,
     size: int,
@@ -490,7 +488,7 @@ def test_norms_and_gates_are_those_of_torch(
 @each_variant
 @pytest.mark.parametrize("scale", [1.0, 0.22])
 @pytest.mark.parametrize("num_tokens", [1, 3, 500])
-def test_sums_are_those_of_torch(kernels: Kernels, scale: float, num_tokens: int) -> None:
+def test_sums_equal_those_of_torch(kernels: Kernels, scale: float, num_tokens: int) -> None:
     hidden_states, output = drawn(5, num_tokens, 70), drawn(6, num_tokens, 70)
     wanted = REFERENCE.add(hidden_states, output, scale)
 
@@ -530,7 +528,7 @@ def test_the_best_build_is_the_first_that_the_processor_can_run() -> None:
     assert best_variant(frozenset()) is plain
 
 
-def test_without_a_compiler_torch_computes_and_one_line_says_what_that_costs(
+def test_without_a_compiler_torch_computes_and_one_log_line_states_the_cost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -545,9 +543,7 @@ def test_without_a_compiler_torch_computes_and_one_line_says_what_that_costs(
         choose_parts("native", torch.bfloat16, CPU)
 
 
-def test_a_library_that_was_built_elsewhere_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prebuilt_library_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not kernels_by_variant():
         pytest.skip("no compiler here")
     built = library(best_variant(cpu_features()))
@@ -561,7 +557,7 @@ def test_a_library_that_was_built_elsewhere_is_taken(
     assert library(best_variant(cpu_features())).parent == tmp_path
 
 
-def test_kernels_are_asked_for_by_name_only_where_they_fit() -> None:
+def test_requesting_unsupported_kernels_by_name_is_refused() -> None:
     assert choose_parts("auto", torch.float32, CPU) is TORCH
     assert choose_parts("torch", torch.bfloat16, CPU) is TORCH
     with pytest.raises(InvalidConfig, match="bfloat16 on the CPU"):

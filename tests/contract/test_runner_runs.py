@@ -118,7 +118,7 @@ class SeenLayers:
         self.reported.append((what, written))
 
 
-def test_the_hook_is_told_of_a_layer_once_its_kv_is_in_memory(folder: Path) -> None:
+def test_the_hook_is_called_for_a_layer_once_its_kv_is_in_memory(folder: Path) -> None:
     with load(folder) as runner:
         runner.hook = SeenLayers(runner.kv_memory, block=7)
 
@@ -133,7 +133,7 @@ def test_the_hook_is_told_of_a_layer_once_its_kv_is_in_memory(folder: Path) -> N
         ]
 
 
-def test_a_request_of_nan_ends_alone(poisoned_folder: Path) -> None:
+def test_a_request_with_nan_ends_alone(poisoned_folder: Path) -> None:
     prompts = [prompt_of(30), (5, POISON, 9), prompt_of(17)]
     prompts = [tuple(t if t != POISON or len(p) == 3 else 4 for t in p) for p in prompts]
     with load(poisoned_folder) as runner:
@@ -147,7 +147,7 @@ def test_a_request_of_nan_ends_alone(poisoned_folder: Path) -> None:
     assert together == [alone[0], [], alone[1]]
 
 
-def test_blocks_that_held_nan_serve_the_next_request_well(poisoned_folder: Path) -> None:
+def test_blocks_that_held_nan_can_be_reused(poisoned_folder: Path) -> None:
     prompt = tuple(t if t != POISON else 4 for t in prompt_of(21))
     with load(poisoned_folder) as runner:
         before = driver(runner).run(drive("before", prompt))[0]
@@ -170,7 +170,7 @@ def test_prompt_logprobs_of_nan_are_an_error_too(poisoned_folder: Path) -> None:
     assert requested.failure == Failure(NOT_FINITE)
 
 
-def test_a_plan_that_schedules_nothing_gives_nothing(folder: Path) -> None:
+def test_an_empty_plan_yields_no_result(folder: Path) -> None:
     with load(folder) as runner:
         result = run_plan(runner, Plan(started=(row("r", (1, 2), (0,)),)))
         run_plan(runner, Plan(dropped=(RequestId("r"),)))
@@ -190,7 +190,7 @@ def test_a_row_in_the_middle_of_its_prompt_is_not_sampled(folder: Path) -> None:
     assert len(last.token_ids[name]) == 1
 
 
-def test_a_slot_is_used_again_without_a_trace_of_its_last_row(folder: Path) -> None:
+def test_a_reused_slot_keeps_nothing_of_its_last_row(folder: Path) -> None:
     with load(folder, max_num_seqs=1) as runner:
         expected = [driver(runner).run(drive("x", prompt_of(n)))[0] for n in (50, 3)]
         shared = driver(runner)
@@ -213,7 +213,7 @@ def test_dynamic_rope_limits_the_shareable_prompt_length(
     assert info.max_model_len == 4 * trained
 
 
-def test_ten_thousand_requests_leave_no_memory_behind(folder: Path) -> None:
+def test_ten_thousand_requests_leak_no_memory(folder: Path) -> None:
     def serve(num_batches: int) -> None:
         for batch in range(num_batches):
             drives = [drive(f"{batch}.{i}", (3, 4 + i, 5), num_tokens=2) for i in range(32)]
@@ -262,7 +262,7 @@ def prompt_logprobs_in(outputs: list[Output]) -> list[TokenLogprobs | None]:
 
 
 @pytest.mark.parametrize("speculation", [None, Speculation(num_tokens=2)], ids=["plain", "drafts"])
-def test_a_pass_that_one_request_breaks_is_run_again_without_it(
+def test_a_pass_failed_by_one_request_is_repeated_without_it(
     folder: Path, speculation: Speculation | None
 ) -> None:
     """The other requests continue in the middle of their prompts, with logprobs across chunks."""
@@ -314,7 +314,7 @@ def test_a_retry_keeps_its_layers_until_the_pass_has_ended(folder: Path) -> None
     assert [what for what, _ in hook.reported] == [f"layer {NO_LAYER}"] * 2 + ["pass"]
 
 
-def test_a_hook_that_fails_is_told_apart_from_a_pass_that_fails(folder: Path) -> None:
+def test_a_failed_hook_is_distinguished_from_a_failed_pass(folder: Path) -> None:
     class Broken:
         def layer_done(self, layer: int, fence: Fence) -> None:
             raise ConnectionError("the wire broke")

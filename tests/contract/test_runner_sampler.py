@@ -82,7 +82,7 @@ def assert_drawn_by(probabilities: Tensor, drawn: Counter[int]) -> None:
 # --- the draw ---------------------------------------------------------------------------
 
 
-def test_greedy_takes_the_likeliest() -> None:
+def test_greedy_sampling_takes_the_most_likely_token() -> None:
     logits = random_logits(4, VOCAB_SIZE)
 
     tokens = choose(logits, *[row(temperature=0.0)] * 4)
@@ -128,7 +128,7 @@ def warped(logits: Tensor, *warpers: Any) -> Tensor:
     ],
     ids=["k1", "k5", "p0.7", "p-tiny", "min-p0.1", "min-p1", "all"],
 )
-def test_draws_follow_what_transformers_warpers_leave(
+def test_draws_follow_the_distribution_of_transformers_warpers(
     requested: dict[str, float], warpers: list[Any]
 ) -> None:
     logits = random_logits(VOCAB_SIZE, seed=3)
@@ -142,7 +142,7 @@ def test_draws_follow_what_transformers_warpers_leave(
 
 
 @pytest.mark.parametrize("top_p", [0.3, 0.9, 0.99])
-def test_top_p_of_a_flat_distribution_looks_at_the_whole_vocabulary(top_p: float) -> None:
+def test_top_p_of_a_flat_distribution_considers_the_whole_vocabulary(top_p: float) -> None:
     vocab_size = 4 * sampler_module.TOP_P_CANDIDATES
     logits = random_logits(vocab_size, seed=5, spread=0.1)
     probabilities = warped(logits, generation.TopPLogitsWarper(top_p))
@@ -167,7 +167,7 @@ def test_ties_at_the_top_k_limit_are_all_kept() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-5, 1e-40, 5e-324])
-def test_a_temperature_next_to_nothing_is_greedy(temperature: float) -> None:
+def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
     logits = random_logits(6, VOCAB_SIZE)
 
     tokens = choose(logits, *[row(temperature=temperature, seed=i) for i in range(6)])
@@ -256,7 +256,7 @@ def test_seed_and_position_decide_the_draw() -> None:
 # --- what a request forbids, favours and penalises -----------------------------------------
 
 
-def test_allowed_and_banned_tokens_leave_the_rest() -> None:
+def test_allowed_and_banned_tokens_mask_only_the_excluded_tokens() -> None:
     logits = random_logits(VOCAB_SIZE)
 
     allowed = draw_many(logits, 500, allowed_token_ids=(3, 9, 11), banned_token_ids=(9,))
@@ -264,7 +264,7 @@ def test_allowed_and_banned_tokens_leave_the_rest() -> None:
     assert set(allowed) == {3, 11}
 
 
-def test_a_request_that_allows_nothing_is_an_error_of_its_own() -> None:
+def test_a_request_that_allows_no_token_fails_alone() -> None:
     logits = random_logits(2, VOCAB_SIZE)
     nothing = row(allowed_token_ids=(4,), banned_token_ids=(4,))
 
@@ -312,7 +312,9 @@ def test_end_tokens_are_masked_until_min_tokens(
     penalty=st.sampled_from([0.5, 1.1, 2.0]),
 )
 @settings(max_examples=num_examples(60))
-def test_repetition_penalty_equals_that_of_transformers(tokens: list[int], penalty: float) -> None:
+def test_the_repetition_penalty_equals_that_of_transformers(
+    tokens: list[int], penalty: float
+) -> None:
     logits = random_logits(1, VOCAB_SIZE, seed=len(tokens))
     theirs = generation.RepetitionPenaltyLogitsProcessor(penalty)
 
@@ -330,7 +332,7 @@ def test_repetition_penalty_equals_that_of_transformers(tokens: list[int], penal
     frequency=st.sampled_from([-0.5, 0.0, 0.25]),
 )
 @settings(max_examples=num_examples(60))
-def test_presence_and_frequency_count_the_outputs_alone(
+def test_presence_and_frequency_penalties_count_output_tokens_only(
     tokens: list[int], num_prompt: int, presence: float, frequency: float
 ) -> None:
     logits = random_logits(1, VOCAB_SIZE)
@@ -352,7 +354,7 @@ def test_presence_and_frequency_count_the_outputs_alone(
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_that_is_not_finite_is_an_error_and_its_mates_are_not(
+def test_a_non_finite_row_is_an_error_and_the_other_rows_are_not(
     poison: float, temperature: float
 ) -> None:
     logits = random_logits(3, VOCAB_SIZE)
@@ -365,7 +367,7 @@ def test_a_row_that_is_not_finite_is_an_error_and_its_mates_are_not(
     assert choices == [sound[0], Failure(NOT_FINITE), sound[2]]
 
 
-def test_a_batch_of_nothing_but_broken_rows_is_all_errors() -> None:
+def test_a_batch_of_non_finite_rows_yields_only_errors() -> None:
     logits = torch.full((2, VOCAB_SIZE), math.nan)
 
     choices = Sampler(EOS).choose(logits, [row(), row(temperature=0.0)])
@@ -376,7 +378,7 @@ def test_a_batch_of_nothing_but_broken_rows_is_all_errors() -> None:
 # --- logprobs --------------------------------------------------------------------------------
 
 
-def test_logprobs_ranks_and_tops_by_row() -> None:
+def test_logprobs_ranks_and_top_tokens_are_computed_by_row() -> None:
     logits = random_logits(2, VOCAB_SIZE)
     least = int(logits[1].argmin())
 
@@ -388,7 +390,7 @@ def test_logprobs_ranks_and_tops_by_row() -> None:
     assert [token for token, _ in second.top] == logits[1].topk(3).indices.tolist()
 
 
-def test_equals_share_the_better_rank() -> None:
+def test_equal_logprobs_share_the_better_rank() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 0.0]])
 
     assert [token_logprobs(logits, [t], [0])[0].rank for t in range(4)] == [3, 1, 1, 4]
@@ -440,7 +442,7 @@ def test_logit_bias_equals_the_sequence_bias_of_transformers() -> None:
     assert torch.equal(constrained, theirs(torch.tensor([[1, 2, 3]]), logits.clone()))
 
 
-def test_without_a_form_min_tokens_is_never_given_up() -> None:
+def test_without_a_grammar_min_tokens_always_applies() -> None:
     requested = row(allowed_token_ids=EOS, min_tokens=2, max_tokens=4)
 
     assert Sampler(EOS).choose(random_logits(1, VOCAB_SIZE), [requested]) == [
@@ -448,7 +450,7 @@ def test_without_a_form_min_tokens_is_never_given_up() -> None:
     ]
 
 
-def test_with_a_form_min_tokens_is_given_up_where_nothing_else_may_come() -> None:
+def test_with_a_grammar_min_tokens_is_ignored_if_only_an_end_token_is_allowed() -> None:
     only_end = torch.tensor([token == EOS[0] for token in range(VOCAB_SIZE)])
     requested = row(min_tokens=2, max_tokens=4)._replace(allowed=only_end)
 

@@ -65,7 +65,7 @@ def plan(num_tokens: int, row: PlanRow | None = None, *snapshots: StateSnapshot)
     return Plan(started=started, num_scheduled_tokens={NAME: num_tokens}, state_copies=found)
 
 
-def test_each_pass_writes_the_other_side(runner: TorchRunner) -> None:
+def test_each_pass_writes_the_other_state_side(runner: TorchRunner) -> None:
     untouched = blocks_of(runner, FIRST)
 
     run_plan(runner, plan(24, ROW))
@@ -89,7 +89,7 @@ def test_a_repeated_pass_gives_the_same_result(runner: TorchRunner) -> None:
     assert blocks_of(runner, FIRST) == state
 
 
-def test_a_snapshot_is_the_state_at_its_place(runner: TorchRunner) -> None:
+def test_a_snapshot_is_the_state_at_its_position(runner: TorchRunner) -> None:
     inside, end = StateSnapshot(16, ids(SNAPSHOT)), StateSnapshot(32, ids((30, 31)))
     run_plan(runner, plan(32, ROW, end, inside))
     snapshot, after = blocks_of(runner, SNAPSHOT), blocks_of(runner, (30, 31))
@@ -110,7 +110,7 @@ def test_a_snapshot_is_the_state_at_its_place(runner: TorchRunner) -> None:
     assert blocks_of(runner, SNAPSHOT) == snapshot
 
 
-def test_blocks_that_held_nan_begin_at_zero(runner: TorchRunner) -> None:
+def test_reused_state_blocks_start_at_zero(runner: TorchRunner) -> None:
     expected = run_plan(runner, plan(40, ROW))
     runner._kv[[*FIRST, *SECOND, *KV_BLOCKS]] = torch.nan
 
@@ -138,7 +138,7 @@ def test_a_snapshot_outside_of_the_pass_is_refused(runner: TorchRunner, num_toke
         run_plan(runner, plan(32, ROW, StateSnapshot(num_tokens, ids(SNAPSHOT))))
 
 
-def test_the_memory_names_the_state(runner: TorchRunner) -> None:
+def test_the_kv_memory_describes_the_state(runner: TorchRunner) -> None:
     memory = runner.kv_memory
     assert memory.layout.num_state_blocks == 2
     assert memory.num_tokens == (memory.num_blocks - 4) * 16
@@ -154,7 +154,7 @@ def test_a_cache_without_room_for_a_state_is_refused(folder: Path) -> None:
         load_runner(RunnerConfig(str(folder), kv_cache_bytes=5 * num_bytes - 1))
 
 
-def test_a_block_smaller_than_a_row_is_refused_with_advice(tmp_path: Path) -> None:
+def test_a_block_smaller_than_a_state_row_is_refused_with_the_remedy(tmp_path: Path) -> None:
     variant = STATE_VARIANTS["qwen3.5"]
     wide = replace(variant, settings={**variant.settings, "linear_value_head_dim": 200})
     folder = make_model_folder(tmp_path / "wide", wide)
@@ -163,6 +163,6 @@ def test_a_block_smaller_than_a_row_is_refused_with_advice(tmp_path: Path) -> No
         load_runner(RunnerConfig(str(folder), block_size=1, kv_cache_bytes=1 << 20))
 
 
-def test_speculation_is_refused(folder: Path) -> None:
+def test_speculation_with_recurrent_state_is_refused(folder: Path) -> None:
     with pytest.raises(InvalidConfig, match="recurrent layers: speculation is not supported"):
         load_runner(RunnerConfig(str(folder), speculation=Speculation(4)))

@@ -149,7 +149,7 @@ def one(left: int) -> int:
     seed=st.integers(0, 2**32),
 )
 @settings(max_examples=num_examples(60))
-def test_attention_is_the_same_for_any_chunks_and_any_batch(
+def test_attention_is_bitwise_equal_for_any_chunks_and_any_batch(
     kernels: Kernels,
     lengths: list[int],
     heads: tuple[int, int],
@@ -177,7 +177,7 @@ def test_attention_is_the_same_for_any_chunks_and_any_batch(
 @pytest.mark.parametrize(("window", "chunk"), [(None, None), (70, None), (300, None), (None, 90)])
 @pytest.mark.parametrize(("heads", "is_capped"), [((2, 2), False), ((1, 7), False), ((1, 7), True)])
 @pytest.mark.parametrize("is_int8", [False, True])
-def test_attention_is_the_same_across_tile_boundaries(
+def test_attention_is_bitwise_equal_across_tile_boundaries(
     kernels: Kernels,
     window: int | None,
     chunk: int | None,
@@ -202,7 +202,7 @@ def test_attention_is_the_same_across_tile_boundaries(
 @pytest.mark.parametrize("kernels", kernels_by_variant().values(), ids=kernels_by_variant().keys())
 @pytest.mark.parametrize("gqa_group_size", [1, 3, 16])
 @pytest.mark.parametrize("is_int8", [False, True])
-def test_latent_attention_is_the_same_across_tile_boundaries(
+def test_latent_attention_is_bitwise_equal_across_tile_boundaries(
     kernels: Kernels, gqa_group_size: int, is_int8: bool
 ) -> None:
     """A single sequence, too: threads share its heads."""
@@ -222,7 +222,7 @@ def test_latent_attention_is_the_same_across_tile_boundaries(
 
 @pytest.mark.parametrize("kernels", kernels_by_variant().values(), ids=kernels_by_variant().keys())
 @pytest.mark.parametrize("is_int8", [False, True])
-def test_attention_to_subnormal_values_is_the_same_for_any_chunks(
+def test_attention_to_subnormal_values_is_bitwise_equal_for_any_chunks(
     kernels: Kernels, is_int8: bool
 ) -> None:
     """Some processors flush subnormals to zero, but only in some of their instructions."""
@@ -316,7 +316,7 @@ def test_tokens_and_logprobs_are_the_same_for_any_chunks_any_batch_and_when_reco
         assert one.logprobs == other.logprobs
 
 
-def test_the_angles_of_dynamic_rope_do_not_depend_on_how_many_are_asked_for() -> None:
+def test_the_angles_of_dynamic_rope_do_not_depend_on_the_number_of_positions() -> None:
     scaling = RopeConfig(kind="dynamic", factor=4.0)
     rope = Rope(scaling, 64, 64, 128, torch.device("cpu"), torch.float32)
     positions, seen = torch.arange(700), torch.arange(1, 701)

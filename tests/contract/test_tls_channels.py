@@ -51,11 +51,11 @@ async def ask(server: TlsConfig, client: TlsConfig, host: str = "") -> str:
 
 
 @pytest.mark.parametrize("host", ["", "localhost", "dns:///localhost"])
-def test_both_sides_show_their_certificates(mutual: TlsConfig, host: str) -> None:
+def test_mutual_tls_connects_with_certificates_on_both_sides(mutual: TlsConfig, host: str) -> None:
     assert asyncio.run(ask(mutual, mutual, host)) == "tiny"
 
 
-def test_a_server_that_asks_for_no_certificates_needs_only_an_authority(
+def test_a_server_without_client_certificates_requires_only_the_authority(
     mutual: TlsConfig, authority: Authority
 ) -> None:
     server = replace(mutual, client_ca=None)
@@ -63,7 +63,7 @@ def test_a_server_that_asks_for_no_certificates_needs_only_an_authority(
     assert asyncio.run(ask(server, TlsConfig(ca=authority.ca))) == "tiny"
 
 
-def test_a_certificate_for_another_name_does_when_that_name_is_given(
+def test_a_certificate_for_another_name_is_accepted_with_that_server_name(
     authority: Authority,
 ) -> None:
     cert, key = authority.issue("elsewhere", "router.example")
@@ -104,18 +104,20 @@ def the_refusal(server: TlsConfig, client: TlsConfig) -> str:
     return message
 
 
-def test_a_plain_client_of_a_secured_server_is_told_to_use_tls(mutual: TlsConfig) -> None:
+def test_a_plain_text_client_of_a_tls_server_gets_the_advice_to_use_tls(mutual: TlsConfig) -> None:
     assert "speaks TLS only; give --tls-ca" in the_refusal(replace(mutual, client_ca=None), PLAIN)
     assert "speaks TLS only; give --tls-ca" in the_refusal(mutual, PLAIN)
 
 
-def test_a_secured_client_of_a_plain_server_is_told_to_use_none(authority: Authority) -> None:
+def test_a_tls_client_of_a_plain_text_server_gets_the_advice_to_use_no_tls(
+    authority: Authority,
+) -> None:
     reported = the_refusal(PLAIN, TlsConfig(ca=authority.ca))
 
     assert "does not speak TLS; leave --tls-ca out" in reported
 
 
-def test_a_client_that_trusts_others_is_told_which_authority_is_missing(
+def test_a_client_with_another_authority_gets_the_missing_authority(
     mutual: TlsConfig, stranger: Authority
 ) -> None:
     reported = the_refusal(mutual, replace(mutual, ca=stranger.ca))
@@ -123,7 +125,7 @@ def test_a_client_that_trusts_others_is_told_which_authority_is_missing(
     assert f"is not signed by an authority in --tls-ca {stranger.ca}" in reported
 
 
-def test_a_client_without_a_certificate_is_told_to_show_one(
+def test_a_client_without_a_certificate_gets_the_advice_to_present_one(
     mutual: TlsConfig, authority: Authority
 ) -> None:
     reported = the_refusal(mutual, TlsConfig(ca=authority.ca))
@@ -131,7 +133,7 @@ def test_a_client_without_a_certificate_is_told_to_show_one(
     assert "wants a client certificate; give --tls-cert and --tls-key" in reported
 
 
-def test_a_client_with_a_strangers_certificate_is_told_so(
+def test_a_client_with_an_untrusted_certificate_gets_the_reason(
     mutual: TlsConfig, authority: Authority, stranger: Authority
 ) -> None:
     cert, key = stranger.issue("client", "client.example")
@@ -141,7 +143,7 @@ def test_a_client_with_a_strangers_certificate_is_told_so(
     assert f"does not take the certificate {cert}" in reported
 
 
-def test_a_certificate_for_another_host_is_told_with_the_way_round_it(
+def test_a_certificate_for_another_host_is_reported_with_the_remedy(
     authority: Authority,
 ) -> None:
     cert, key = authority.issue("elsewhere", "router.example")
@@ -152,7 +154,7 @@ def test_a_certificate_for_another_host_is_told_with_the_way_round_it(
     assert "--tls-server-name" in reported
 
 
-def test_where_nobody_listens_tls_is_not_blamed(mutual: TlsConfig) -> None:
+def test_an_address_without_a_server_gives_no_tls_diagnosis(mutual: TlsConfig) -> None:
     async def scene() -> BatonError:
         async with a_router() as (_, address):
             pass  # the port is free again
@@ -175,7 +177,7 @@ def test_a_client_certificate_without_an_authority_is_refused(
         Client("127.0.0.1:1", tls=TlsConfig(cert, key))
 
 
-def test_a_renewed_certificate_is_shown_to_those_who_connect_from_then_on(
+def test_a_renewed_certificate_is_used_for_new_connections(
     authority: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Covers a secret of the cluster that is renewed while the process runs."""

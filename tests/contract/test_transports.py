@@ -117,7 +117,7 @@ def ended(end: Endpoint) -> bool:
 
 @pytest.mark.parametrize("kind", EVERYWHERE)
 @pytest.mark.parametrize(("num", "block_bytes"), [(0, 64), (1, 1), (1, 4096), (7, 65536)])
-def test_blocks_of_any_size_arrive_whole_and_their_neighbours_stay_untouched(
+def test_blocks_of_any_size_arrive_complete_and_adjacent_blocks_are_unchanged(
     pool: EndpointPool, kind: str, num: int, block_bytes: int
 ) -> None:
     sources, targets = ids(*range(num)), ids(*range(num, 0, -1))
@@ -133,9 +133,7 @@ def test_blocks_of_any_size_arrive_whole_and_their_neighbours_stay_untouched(
 
 
 @pytest.mark.parametrize("kind", EVERYWHERE)
-def test_thousands_of_scattered_blocks_arrive_in_their_places(
-    pool: EndpointPool, kind: str
-) -> None:
+def test_thousands_of_scattered_blocks_arrive_in_their_slots(pool: EndpointPool, kind: str) -> None:
     num, draw = 2000, random.Random(1)
     sources, targets = (ids(*draw.sample(range(num), num)) for _ in range(2))
     with ends(pool, kind, num, 512) as pair:
@@ -150,7 +148,7 @@ def test_thousands_of_scattered_blocks_arrive_in_their_places(
 
 @pytest.mark.parametrize("kind", EVERYWHERE)
 @pytest.mark.parametrize("block_bytes", [4 * 256, 4 * 65536])
-def test_layers_come_into_their_blocks_and_the_last_of_them_completes_the_ticket(
+def test_layers_land_in_their_blocks_and_the_last_layer_completes_the_ticket(
     pool: EndpointPool, kind: str, block_bytes: int
 ) -> None:
     sources, targets = ids(0, 1, 2, 3), ids(9, 4, 5, 12)
@@ -194,7 +192,7 @@ def test_every_write_ends_once_and_every_ticket_arrives_once(pool: EndpointPool,
 
 
 @pytest.mark.parametrize("kind", TWO_SIDED)
-def test_decode_learns_of_complete_blocks_before_the_last_has_arrived(
+def test_complete_blocks_are_reported_before_the_last_has_arrived(
     pool: EndpointPool, kind: str
 ) -> None:
     with ends(pool, kind) as pair:
@@ -236,7 +234,7 @@ def test_a_cancelled_ticket_completes_once_and_its_late_writes_are_dropped(
 
 
 @pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
-def test_the_other_end_killed_during_a_write_leaves_d_able_to_serve_the_next(
+def test_d_receives_the_next_write_after_p_was_killed_during_a_write(
     pool: EndpointPool, kind: str
 ) -> None:
     num = 512
@@ -260,7 +258,7 @@ def test_the_other_end_killed_during_a_write_leaves_d_able_to_serve_the_next(
 
 
 @pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
-def test_d_killed_during_a_write_leaves_p_able_to_serve_the_next(
+def test_p_sends_the_next_write_after_d_was_killed_during_a_write(
     pool: EndpointPool, kind: str
 ) -> None:
     num = 512
@@ -286,7 +284,7 @@ def test_d_killed_during_a_write_leaves_p_able_to_serve_the_next(
 
 
 @pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
-def test_a_stopped_writer_cannot_write_through_an_end_that_stops_writes(
+def test_a_suspended_writer_cannot_write_after_the_end_was_closed(
     pool: EndpointPool, kind: str
 ) -> None:
     num = 2048
@@ -326,7 +324,7 @@ def test_d_detects_that_a_process_on_its_machine_has_ended(pool: EndpointPool, k
 
 
 @pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
-def test_closing_with_a_write_under_way_is_quiet_and_quick(
+def test_closing_during_a_write_is_fast_and_logs_nothing(
     pool: EndpointPool, kind: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with ends(pool, kind, 512, 65536) as pair:
@@ -374,7 +372,7 @@ def test_d_closes_with_unread_messages_and_leaks_nothing(
         ("ucxx", "transports.ucxx.UcxxTransport"),
     ],
 )
-def test_a_missing_library_is_one_line_that_says_what_to_install(
+def test_a_missing_library_is_reported_in_one_line_with_the_package(
     modules: str, transport: str
 ) -> None:
     file, name = transport.rsplit(".", 1)

@@ -71,7 +71,7 @@ def test_the_weights_are_those_that_the_card_describes() -> None:
     assert named[1] == hashlib.sha256((FOLDER / "model.safetensors").read_bytes()).hexdigest()
 
 
-def test_config_tokenizer_and_weights_agree(model: Any, tokenizer: Tokenizer) -> None:
+def test_config_tokenizer_and_weights_are_consistent(model: Any, tokenizer: Tokenizer) -> None:
     config = model.config
 
     assert (
@@ -89,14 +89,14 @@ def test_config_tokenizer_and_weights_agree(model: Any, tokenizer: Tokenizer) ->
     "text",
     [UNSEEN, "", "\n\n    \tx  \n", "naïve café, 你好, 🥖\r\n", "<not special>", "\x00\x7f"],
 )
-def test_any_text_comes_back_from_the_tokenizer(tokenizer: Tokenizer, text: str) -> None:
+def test_any_text_round_trips_through_the_tokenizer(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text).ids
 
     assert tokenizer.decode(ids) == text
     assert ids[0] == tokenizer.token_to_id("<|begin|>")
 
 
-def test_a_chat_becomes_one_text_that_begins_once() -> None:
+def test_a_chat_is_rendered_with_one_begin_token() -> None:
     chat = [
         {"role": "user", "content": "def f(x):\n"},
         {"role": "assistant", "content": "    return x\n"},
@@ -107,7 +107,7 @@ def test_a_chat_becomes_one_text_that_begins_once() -> None:
     assert rendered == "<|begin|>def f(x):\n    return x\n"
 
 
-def test_unseen_python_surprises_the_model_little(model: Any, tokenizer: Tokenizer) -> None:
+def test_the_perplexity_of_unseen_python_is_low(model: Any, tokenizer: Tokenizer) -> None:
     tokens = torch.tensor([tokenizer.encode(UNSEEN).ids])
 
     with torch.inference_mode():

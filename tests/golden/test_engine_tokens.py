@@ -87,7 +87,7 @@ def test_a_prefix_hit_changes_no_token(
     assert engine.scheduler.stats().total_prefix_hit_tokens == 48 + 48
 
 
-def test_long_prompts_of_dynamic_rope_share_blocks_with_their_own_length_alone(
+def test_long_prompts_of_dynamic_rope_share_blocks_only_with_the_same_length(
     engine_of: Callable[..., EngineCore], model_folder: FolderOf
 ) -> None:
     name = "llama-rope-dynamic"  # made for 64 positions; longer prompts turn all of theirs
@@ -121,7 +121,7 @@ def test_a_cache_too_small_for_all_preempts_and_changes_no_token(
     assert engine.scheduler.stats().total_preemptions > 0
 
 
-def test_seeded_tokens_survive_preemption_and_company(
+def test_seeded_tokens_do_not_change_by_preemption_or_batching(
     engine_of: Callable[..., EngineCore],
 ) -> None:
     specs = [spec(f"r{i}", prompt_of(20 + 9 * i), SEEDED) for i in range(5)]

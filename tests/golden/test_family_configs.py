@@ -53,7 +53,7 @@ def test_a_published_configuration_equals_the_one_that_transformers_writes(
 
 
 @pytest.mark.parametrize("name", NESTED)
-def test_fields_that_a_text_config_lacks_have_the_values_of_transformers(
+def test_fields_missing_in_a_text_config_have_the_defaults_of_transformers(
     name: str, tmp_path: Path
 ) -> None:
     for raw in without_one_field(name):

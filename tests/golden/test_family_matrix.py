@@ -96,7 +96,7 @@ def folder_of(family_folder: FolderOf, model_folder: FolderOf) -> FolderOf:
     return lambda name: model_folder(name) if name in PLAIN else family_folder(name)
 
 
-def test_the_matrix_of_the_models_page_is_true(
+def test_the_matrix_of_the_models_page_is_correct(
     folder_of: FolderOf, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
 ) -> None:
     rows, architectures = [], set()

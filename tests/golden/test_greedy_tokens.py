@@ -81,7 +81,7 @@ def test_tokens_do_not_depend_on_how_the_prompt_is_chunked(
 
 
 @pytest.mark.parametrize("name", FLOAT32)
-def test_a_preempted_request_goes_on_with_the_tokens_it_would_have_had(
+def test_a_preempted_request_continues_with_the_same_tokens(
     name: str, runner_of: RunnerOf, model_folder: FolderOf
 ) -> None:
     hit, other = (
@@ -102,7 +102,7 @@ def test_a_preempted_request_goes_on_with_the_tokens_it_would_have_had(
 
 
 @pytest.mark.parametrize("name", FLOAT32)
-def test_requests_that_come_and_go_leave_the_others_alone(
+def test_starting_and_ending_requests_changes_no_other_tokens(
     name: str, runner_of: RunnerOf, model_folder: FolderOf
 ) -> None:
     drives = [

@@ -43,7 +43,7 @@ def losses(kernels: str, kv_cache_dtype: str) -> Tensor:
 
 
 @each_kernels
-def test_the_perplexity_is_that_of_unquantized_kv_within_half_a_percent(kernels: str) -> None:
+def test_the_perplexity_is_within_half_a_percent_of_unquantized_kv(kernels: str) -> None:
     found, wanted = losses(kernels, "int8"), losses(kernels, "auto")
 
     assert len(found) == len(wanted) > 1900
@@ -52,7 +52,7 @@ def test_the_perplexity_is_that_of_unquantized_kv_within_half_a_percent(kernels:
 
 
 @each_kernels
-def test_greedy_answers_begin_like_those_with_unquantized_kv(kernels: str) -> None:
+def test_greedy_answers_start_like_those_with_unquantized_kv(kernels: str) -> None:
     sampling = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
     answers = []
     for kv_cache_dtype in ("auto", "int8"):
@@ -80,7 +80,7 @@ def test_a_family_with_int8_kv_finds_a_prompt_about_as_likely(
     assert (found[0] - found[1]).abs().median() < 0.05
 
 
-def test_a_block_of_int8_has_one_byte_a_number_and_two_a_scale() -> None:
+def test_an_int8_block_has_one_byte_per_number_and_two_per_scale() -> None:
     sizes = []
     for kv_cache_dtype in ("auto", "int8"):
         config = RunnerConfig(

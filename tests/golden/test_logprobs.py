@@ -124,7 +124,7 @@ def test_a_restarted_prompt_repeats_its_logprobs_from_the_start(runner_of: Runne
 
 
 @pytest.mark.parametrize("name", HALVES)
-def test_half_precision_is_close_and_chooses_alike_where_the_margin_allows(
+def test_half_precision_is_close_and_picks_the_same_tokens_at_clear_margins(
     name: str, runner_of: RunnerOf, model_folder: FolderOf
 ) -> None:
     prompt, tolerance = prompt_of(40), HALF_TOLERANCE[VARIANTS[name].dtype]

@@ -35,7 +35,7 @@ def logprobs_of(kernels: str) -> torch.Tensor:
 
 
 @needs_kernels
-def test_native_kernels_find_a_text_as_likely_as_torch_does() -> None:
+def test_logprobs_with_native_kernels_are_close_to_those_of_torch() -> None:
     native, plain = logprobs_of("native"), logprobs_of("torch")
 
     assert len(native) == len(plain) > 20
@@ -43,7 +43,7 @@ def test_native_kernels_find_a_text_as_likely_as_torch_does() -> None:
 
 
 @needs_kernels
-def test_greedy_answers_are_the_same_alone_in_a_batch_and_with_their_prefix_cached() -> None:
+def test_greedy_answers_are_the_same_alone_in_a_batch_and_with_a_cached_prefix() -> None:
     sampling = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
     with LLM(str(MODEL), dtype="bfloat16", kernels="native", kv_cache_memory="16MiB") as llm:
         alone = [llm.generate(prompt, sampling)[0].token_ids for prompt in PROMPTS]
@@ -53,7 +53,7 @@ def test_greedy_answers_are_the_same_alone_in_a_batch_and_with_their_prefix_cach
 
 
 @needs_kernels
-def test_an_answer_goes_on_the_same_when_what_there_is_of_it_has_become_prompt() -> None:
+def test_an_answer_continues_identically_from_a_prompt_with_its_tokens() -> None:
     """Covers an answer that continues on another node."""
     sampling = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True, logprobs=2)
     with LLM(str(MODEL), dtype="bfloat16", kernels="native", enable_prefix_caching=False) as llm:

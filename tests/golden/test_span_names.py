@@ -48,7 +48,7 @@ STEP = {
 }
 
 
-def test_the_tree_of_a_request_is_the_one_that_is_documented() -> None:
+def test_the_span_tree_of_a_request_is_as_documented() -> None:
     [trace] = traces_of(a_told_trace())
 
     assert "\n".join(f"{'  ' * row.depth}{row.span.name} {row.node}" for row in trace.rows) == TREE
@@ -60,14 +60,14 @@ LOAD = {
 }
 
 
-def test_a_load_from_a_tier_is_an_event_of_the_wait_for_it() -> None:
+def test_a_tier_load_is_a_span_event_of_the_wait() -> None:
     [wait] = [one for one in on_prefill().spans(to_unix_ns) if one.name == names.PREFILL_WAIT]
 
     [load] = wait.events
     assert (load.name, set(load.attributes)) == ("kv_load", LOAD)
 
 
-def test_every_name_is_one_of_the_names_file() -> None:
+def test_every_name_is_defined_in_the_names_module() -> None:
     known = {value for name, value in vars(names).items() if name.isupper()}
     reported = [one.span for one in (*a_told_trace(has_failed_try=True), *a_told_step())]
 
@@ -78,7 +78,7 @@ def test_every_name_is_one_of_the_names_file() -> None:
         assert {event.name for event in span.events} <= known
 
 
-def test_a_step_is_a_root_that_is_linked_to_the_legs_of_its_requests() -> None:
+def test_a_step_is_a_root_span_linked_to_the_legs_of_its_requests() -> None:
     [step] = a_step().spans(to_unix_ns)
     [leg] = [span for span in on_decode().spans(to_unix_ns) if span.name == names.DECODE]
     [trace] = traces_of(a_told_step())
@@ -90,7 +90,7 @@ def test_a_step_is_a_root_that_is_linked_to_the_legs_of_its_requests() -> None:
     assert trace.rows[-1].span.ended_ns == step.ended_ns
 
 
-def test_another_try_is_linked_to_what_failed_and_says_why() -> None:
+def test_a_retry_is_linked_to_the_failed_attempt_with_the_reason() -> None:
     spans = a_request(has_failed_try=True).spans(to_unix_ns)
 
     [again] = [span for span in spans if span.name == names.MIGRATE]
@@ -103,7 +103,7 @@ def test_another_try_is_linked_to_what_failed_and_says_why() -> None:
     assert second.parent_id == again.span_id
 
 
-def test_kv_that_was_lost_is_an_error_with_its_reason_and_no_link() -> None:
+def test_lost_kv_is_an_error_with_its_reason_and_no_link() -> None:
     spans = on_decode("the peer sent nothing for 10 s").spans(to_unix_ns)
 
     [wait] = [span for span in spans if span.name == names.KV_WAIT]

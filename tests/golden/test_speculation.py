@@ -189,7 +189,7 @@ def test_greedy_tokens_stay_the_same_on_every_family(name: str, engine_of: MakeE
 
 @needs_kernels
 @pytest.mark.parametrize("name", BFLOAT16)
-def test_with_the_native_kernels_every_bit_of_the_logprobs_stays_the_same(
+def test_with_native_kernels_logprobs_are_bitwise_equal_with_speculation(
     name: str, engine_of: MakeEngine
 ) -> None:
     specs = specs_of(SEEDED)
@@ -201,7 +201,7 @@ def test_with_the_native_kernels_every_bit_of_the_logprobs_stays_the_same(
     assert sum(one.num_accepted for one in speculated) > 0
 
 
-def test_a_run_of_tokens_comes_as_one_output(engine_of: MakeEngine) -> None:
+def test_accepted_tokens_are_one_output(engine_of: MakeEngine) -> None:
     [got] = run(engine_of("llama", SPECULATION), LOOPING)
 
     lengths = [len(output.token_ids) for output in got.outputs]
@@ -209,7 +209,7 @@ def test_a_run_of_tokens_comes_as_one_output(engine_of: MakeEngine) -> None:
     assert len(got.outputs) < NUM_TOKENS / 2
 
 
-def test_a_stop_token_inside_a_run_ends_it_there(engine_of: MakeEngine) -> None:
+def test_a_stop_token_among_accepted_tokens_ends_the_answer(engine_of: MakeEngine) -> None:
     speculating = engine_of("llama", SPECULATION)
     spec, free, inside = next(
         (spec, free, inside)
@@ -237,7 +237,7 @@ def new_token_inside_a_run(got: Got) -> int | None:
     return None
 
 
-def test_preempted_and_crowded_requests_get_the_same(engine_of: MakeEngine) -> None:
+def test_preempted_and_batched_requests_get_the_same_tokens(engine_of: MakeEngine) -> None:
     specs = [
         EngineRequest(RequestId(f"r{i}"), prompt_of(3 + i) * 5, SEEDED, seed=i) for i in range(6)
     ]
@@ -251,7 +251,7 @@ def test_preempted_and_crowded_requests_get_the_same(engine_of: MakeEngine) -> N
     assert crowded.scheduler.stats().total_accepted_tokens > 0
 
 
-def test_an_answer_that_goes_on_elsewhere_goes_on_alike(engine_of: MakeEngine) -> None:
+def test_a_migrated_answer_continues_with_the_same_tokens(engine_of: MakeEngine) -> None:
     spec = specs_of(SEEDED)[0]
     [whole] = run(engine_of("llama", None), spec)
     resumed = replace(spec, prior_output_token_ids=tuple(whole.token_ids[:20]))
@@ -262,7 +262,7 @@ def test_an_answer_that_goes_on_elsewhere_goes_on_alike(engine_of: MakeEngine) -
     assert rest.num_accepted > 0
 
 
-def test_a_draft_never_reaches_past_a_requests_own_blocks(engine_of: MakeEngine) -> None:
+def test_a_draft_stays_within_the_blocks_of_its_request(engine_of: MakeEngine) -> None:
     """A resumed request only has the blocks for its known tokens until its prompt is computed."""
     first = specs_of(SEEDED)[0]
     [alone] = run(engine_of("llama", None), first)
@@ -319,7 +319,7 @@ def test_the_longest_sequence_is_filled_to_its_end(num_drafted: int, engine_of: 
     assert len(spec.prompt_token_ids) + len(got.token_ids) == 512
 
 
-def test_a_name_used_again_begins_with_a_fresh_memory(engine_of: MakeEngine) -> None:
+def test_a_reused_request_id_starts_with_an_empty_ngram_index(engine_of: MakeEngine) -> None:
     engine = engine_of("llama", SPECULATION)
     [first] = run(engine, LOOPING)
 
@@ -328,7 +328,7 @@ def test_a_name_used_again_begins_with_a_fresh_memory(engine_of: MakeEngine) -> 
     assert again.num_accepted == first.num_accepted > 0
 
 
-def test_without_room_for_more_rows_nothing_is_proposed(engine_of: MakeEngine) -> None:
+def test_nothing_is_proposed_without_free_rows(engine_of: MakeEngine) -> None:
     engine = engine_of("llama", replace(SPECULATION, max_rows=4))
 
     run(engine, *specs_of(GREEDY))

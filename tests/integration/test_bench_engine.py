@@ -12,7 +12,7 @@ from baton.bench.engine.step_cost import Spent, step_cost
 MODEL = str(Path(__file__).resolve().parents[2] / "models" / "demo")
 
 
-def test_each_size_has_its_rate_and_its_steps() -> None:
+def test_each_batch_size_has_its_rate_and_its_steps() -> None:
     heard: list[Rate] = []
     bench = EngineBench(
         MODEL, prompt_lens=(20,), batch_sizes=(1, 4), num_decode_steps=3, num_runs=2
@@ -32,7 +32,7 @@ def test_each_size_has_its_rate_and_its_steps() -> None:
         assert min(parts) > 0
 
 
-def test_the_overhead_of_a_step_is_all_but_forward_pass_and_sampling() -> None:
+def test_the_overhead_of_a_step_excludes_forward_pass_and_sampling() -> None:
     steps = [Spent(0.001 * place, 0.002, 0.003, 0.004) for place in (1, 2, 9)]
 
     cost = step_cost("auto", "none", 32, steps)

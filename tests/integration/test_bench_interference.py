@@ -16,7 +16,7 @@ MODEL = str(Path(__file__).resolve().parents[2] / "models" / "demo")
 SMALL = Interference(num_streams=2, num_prompts=2, prompt_tokens=200, every_s=0.2, num_rounds=1)
 
 
-def test_both_ways_to_serve_are_measured_under_the_same_load() -> None:
+def test_both_deployments_are_measured_under_the_same_load() -> None:
     heard: list[Turn] = []
 
     run(
@@ -37,7 +37,7 @@ def test_both_ways_to_serve_are_measured_under_the_same_load() -> None:
     assert rows[0].itl_p99_ratio == 1.0
 
 
-def test_a_server_that_does_not_come_up_says_why(tmp_path: Path) -> None:
+def test_a_server_that_fails_to_start_is_reported_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     python = tmp_path / "bin" / "python"
     python.write_text("#!/bin/sh\necho no such model >&2\nexit 3\n")
@@ -47,6 +47,6 @@ def test_a_server_that_does_not_come_up_says_why(tmp_path: Path) -> None:
         pass
 
 
-def test_an_environment_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_environment_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig), vllm_colocated(MODEL, tmp_path, None):
         pass

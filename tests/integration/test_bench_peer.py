@@ -60,7 +60,7 @@ def test_each_setting_is_compared_with_each_peer(tmp_path: Path) -> None:
         assert one.worst_ratio <= one.ratio <= one.best_ratio
 
 
-def test_what_a_peer_started_ends_with_it(tmp_path: Path) -> None:
+def test_child_processes_of_a_peer_end_with_it(tmp_path: Path) -> None:
     child = tmp_path / "child"
     begins = f"#!/bin/sh\nsleep 1000 & echo $! > {child}\n"
     venv = environment(tmp_path, ANSWERS.replace("#!/bin/sh\n", begins))
@@ -83,7 +83,7 @@ def ends(pid: int) -> bool:
         os.close(process)
 
 
-def test_a_peer_process_is_stopped_between_measurements(tmp_path: Path) -> None:
+def test_a_peer_process_is_suspended_between_measurements(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     venv = environment(tmp_path, ANSWERS.replace("#!/bin/sh\n", f"#!/bin/sh\necho $$ > {pid}\n"))
     are_stopped: list[bool] = []
@@ -97,7 +97,7 @@ def test_a_peer_process_is_stopped_between_measurements(tmp_path: Path) -> None:
     assert are_stopped == [True] * 3
 
 
-def test_a_peer_that_ends_is_named(tmp_path: Path) -> None:
+def test_a_peer_that_exits_is_named(tmp_path: Path) -> None:
     venv = environment(tmp_path, DIES)
 
     with pytest.raises(PeerFailed, match="vllm ended with code 3: no such architecture"):
@@ -117,7 +117,7 @@ def test_the_others_are_measured_without_a_peer_that_cannot_run_the_model(tmp_pa
     assert {one.peer for one in compared} == {"llamacpp"}
 
 
-def test_the_weights_of_llamacpp_have_as_many_bits(tmp_path: Path) -> None:
+def test_the_weights_of_llamacpp_have_the_same_number_of_bits(tmp_path: Path) -> None:
     venv = environment(
         tmp_path, ANSWERS.replace("#!/bin/sh", f'#!/bin/sh\necho "$2" > {tmp_path}/args')
     )
@@ -161,7 +161,7 @@ def test_settings_before_a_peer_ended_are_kept(
     assert "broken off" in err
 
 
-def test_a_folder_that_is_no_environment_is_named(tmp_path: Path) -> None:
+def test_a_folder_without_an_environment_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match="not a virtual environment"):
         run(bench(None, tmp_path, tmp_path), lambda _: None)
 

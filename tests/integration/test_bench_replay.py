@@ -59,7 +59,7 @@ def test_every_prompt_token_of_a_replay_has_a_source(cluster: LocalCluster) -> N
     assert figures.reuse == pytest.approx(figures.ideal_reuse)
 
 
-def test_a_turn_waits_for_the_end_of_the_one_before(cluster: LocalCluster) -> None:
+def test_a_turn_waits_for_the_end_of_the_previous_turn(cluster: LocalCluster) -> None:
     what = ReplayBench(Replay(sessions_of("d", "e")), BLOCK_SIZE)
 
     run = bench_router(what, cluster.address, connect)
@@ -96,7 +96,7 @@ def test_turns_that_continue_answers_have_more_blocks_in_common(
     assert num_fewer == num_blocks * BLOCK_SIZE
 
 
-def test_ctrl_c_keeps_what_was_replayed(cluster: LocalCluster) -> None:
+def test_ctrl_c_keeps_the_completed_requests(cluster: LocalCluster) -> None:
     what = ReplayBench(Replay(sessions_of("h", num_turns=7)), BLOCK_SIZE)
 
     def interrupt(ended: ReplayedRequest) -> None:

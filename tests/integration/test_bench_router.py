@@ -27,7 +27,7 @@ SMALL = RouterBench(
 )
 
 
-def test_every_round_has_costs_and_the_router_comes_later_than_the_nodes() -> None:
+def test_every_round_has_all_figures() -> None:
     rounds: list[Round] = []
 
     figures = {figure.name: figure for figure in run(SMALL, rounds.append)}
@@ -40,9 +40,7 @@ def test_every_round_has_costs_and_the_router_comes_later_than_the_nodes() -> No
 
 
 @pytest.mark.parametrize(("peer", "first"), [(None, 0), (Peer(NodeId("p"), "p:1"), 1)])
-def test_a_canned_node_gives_as_many_tokens_as_were_asked_for(
-    peer: Peer | None, first: int
-) -> None:
+def test_a_canned_node_returns_max_tokens_tokens(peer: Peer | None, first: int) -> None:
     with server("benchmarks.router.canned_node", "--role", "decode") as node:
         reported = asyncio.run(_answer_of(node.address, peer))
 

@@ -57,7 +57,7 @@ def test_every_request_is_answered_with_its_served_summary(cluster: LocalCluster
     assert measured.run.lags_s
 
 
-def test_refusals_are_counted_by_their_reason_and_the_rest_is_answered(
+def test_refusals_are_counted_by_reason_and_other_requests_are_answered(
     cluster: LocalCluster,
 ) -> None:
     async def scene() -> list[Sample]:
@@ -94,7 +94,7 @@ def test_an_interrupt_prints_the_results_so_far(cluster: LocalCluster) -> None:
     assert measured.figures.ttft_ms is not None
 
 
-def test_prompts_that_come_at_their_own_times_tell_the_rate(cluster: LocalCluster) -> None:
+def test_the_rate_of_timed_prompts_is_reported(cluster: LocalCluster) -> None:
     lines = [PromptLine("a", 2, at_s=0.0), PromptLine((1, 2, 3), 2, at_s=0.5)]
     what = ServeBench(replace(LOAD, num_requests=2), lines=lines)
 
@@ -104,7 +104,7 @@ def test_prompts_that_come_at_their_own_times_tell_the_rate(cluster: LocalCluste
     assert [one.prompt for one in measured.requests] == ["a", (1, 2, 3)]
 
 
-def test_rates_are_run_one_after_the_other_and_drawn(cluster: LocalCluster, tmp_path: Path) -> None:
+def test_rates_are_run_in_sequence_and_plotted(cluster: LocalCluster, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     what = ServeBench(LOAD, rates=(20, 40))
 
@@ -118,7 +118,7 @@ def test_rates_are_run_one_after_the_other_and_drawn(cluster: LocalCluster, tmp_
 
 
 @pytest.mark.slow
-def test_two_clusters_get_the_same_requests_by_turns(cluster_options) -> None:  # type: ignore[no-untyped-def]
+def test_two_clusters_get_the_same_requests_in_alternation(cluster_options) -> None:  # type: ignore[no-untyped-def]
     options = {
         "disaggregated": cluster_options(),
         "colocated": cluster_options(is_colocated=True),

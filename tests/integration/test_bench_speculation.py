@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 
-def test_both_ways_are_timed_and_give_the_same_tokens(model_folder: Path, tmp_path: Path) -> None:
+def test_both_modes_are_timed_and_yield_the_same_tokens(model_folder: Path, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     size = ["--prompt", "40", "--answer", "20", "--runs", "1", "--batches", "1,3"]
     command = [sys.executable, "-m", "benchmarks", "speculation", "--model", str(model_folder)]
@@ -30,7 +30,7 @@ def test_both_ways_are_timed_and_give_the_same_tokens(model_folder: Path, tmp_pa
     assert "speed up" in done.stdout
 
 
-def test_nothing_to_compare_with_is_one_clear_line() -> None:
+def test_a_comparison_without_speculation_is_refused_in_one_line() -> None:
     command = [sys.executable, "-m", "benchmarks", "speculation", "--speculative", "none"]
 
     done = subprocess.run(command, capture_output=True, text=True)

@@ -14,7 +14,7 @@ MODEL = Path(__file__).resolve().parents[2] / "models" / "demo"
 TIMEOUT_S = 120.0
 
 
-def test_a_peer_does_not_outlive_the_bench_that_is_told_to_end(tmp_path: Path) -> None:
+def test_a_peer_does_not_outlive_a_terminated_bench(tmp_path: Path) -> None:
     reported = tmp_path / "told"
     os.mkfifo(reported)
     (tmp_path / "bin").mkdir()

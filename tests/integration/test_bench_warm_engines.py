@@ -35,7 +35,7 @@ def awaited(pid: int, options: int) -> int:
     return os.waitpid(pid, options)[1]
 
 
-def test_an_engine_is_started_once_and_frozen_between_its_turns() -> None:
+def test_an_engine_is_started_once_and_suspended_between_its_turns() -> None:
     waiting = Waiting()
     with ExitStack() as lifetime:
         turn = keep_warm(waiting.start, lifetime)
@@ -51,7 +51,7 @@ def test_an_engine_is_started_once_and_frozen_between_its_turns() -> None:
     assert [process.returncode for process in waiting.started] == [-signal.SIGKILL]
 
 
-def test_an_engine_that_ended_while_it_was_frozen_is_told() -> None:
+def test_an_engine_that_exited_while_suspended_is_reported() -> None:
     waiting = Waiting()
     with ExitStack() as lifetime:
         turn = keep_warm(waiting.start, lifetime)

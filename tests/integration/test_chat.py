@@ -20,7 +20,7 @@ from tests.support.terminal import CTRL_C, CTRL_D, Terminal
 NOBODY = "127.0.0.1:1"  # where no router is
 
 
-def test_ctrl_c_stops_the_answer_and_not_the_chat() -> None:
+def test_ctrl_c_cancels_the_answer_and_not_the_chat() -> None:
     with (
         scripted_router() as router,
         Terminal([*BATON, "chat", "--address", router.address]) as screen,
@@ -57,7 +57,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat() -> None:
         assert screen.process.returncode == 0
 
 
-def test_commands_of_the_chat_change_what_is_asked() -> None:
+def test_chat_commands_change_the_request() -> None:
     with (
         scripted_router("1", "2") as router,
         Terminal([*BATON, "chat", "--address", router.address]) as screen,
@@ -83,7 +83,7 @@ def test_commands_of_the_chat_change_what_is_asked() -> None:
         assert screen.process.returncode == 0
 
 
-def test_a_chat_goes_on_after_an_answer_that_failed(cluster: LocalCluster) -> None:
+def test_a_chat_continues_after_a_failed_answer(cluster: LocalCluster) -> None:
     with Terminal([*BATON, "chat", "--address", cluster.address, "--max-tokens", "2"]) as screen:
         screen.await_text("> ")
         screen.type("fox " * 700 + "\n")  # more than the model's context
@@ -95,7 +95,7 @@ def test_a_chat_goes_on_after_an_answer_that_failed(cluster: LocalCluster) -> No
         assert "error" not in screen.await_end()
 
 
-def test_through_a_pipe_each_line_is_a_turn_and_only_answers_are_written(
+def test_with_piped_input_each_line_is_a_turn_and_only_answers_are_printed(
     cluster: LocalCluster, client: Client
 ) -> None:
     arguments = ("chat", "--address", cluster.address, "--max-tokens", "5", "--temperature", "0")
@@ -108,7 +108,7 @@ def test_through_a_pipe_each_line_is_a_turn_and_only_answers_are_written(
     assert len(piped.stdout) > len(alone.stdout)
 
 
-def test_without_a_chat_template_the_chat_can_be_a_plain_dialogue() -> None:
+def test_a_model_without_a_chat_template_can_chat_in_plain_dialogue() -> None:
     with scripted_router(" hello", " again") as router:
         piped = run_baton(
             *("chat", "--address", router.address, "--plain", "--system", "S"), piped="hi\nho\n"
@@ -121,7 +121,7 @@ def test_without_a_chat_template_the_chat_can_be_a_plain_dialogue() -> None:
     assert list(first.sampling.stop) == ["\nUser:"]
 
 
-def test_a_piped_chat_ends_with_the_first_answer_that_failed() -> None:
+def test_a_piped_chat_ends_with_the_first_failed_answer() -> None:
     done = run_baton("chat", "--address", "127.0.0.1:1", piped="hi\nho\n")
 
     assert done.returncode == 1
@@ -130,7 +130,7 @@ def test_a_piped_chat_ends_with_the_first_answer_that_failed() -> None:
     assert line.startswith("baton: error: ")
 
 
-def test_ctrl_c_ends_generate_with_its_own_code_and_the_request_with_it() -> None:
+def test_ctrl_c_ends_generate_with_its_exit_code_and_cancels_the_request() -> None:
     command = [*BATON, "generate", "hi"]
     with scripted_router() as router, Terminal([*command, "--address", router.address]) as screen:
         requested = router.next_request()
@@ -144,9 +144,7 @@ def test_ctrl_c_ends_generate_with_its_own_code_and_the_request_with_it() -> Non
         assert requested.was_cancelled.wait(WAIT_S)
 
 
-def test_generate_reads_a_pipe_and_tells_all_it_knows_as_json(
-    cluster: LocalCluster, client: Client
-) -> None:
+def test_generate_reads_a_pipe_and_prints_json(cluster: LocalCluster, client: Client) -> None:
     done = run_baton(
         *("generate", "--address", cluster.address, "--json", "--max-tokens", "4", "--ignore-eos"),
         *("--logprobs", "2", "--prompt-logprobs", "0", "--timings"),
@@ -168,7 +166,7 @@ def test_generate_reads_a_pipe_and_tells_all_it_knows_as_json(
     assert "prefill-0 → decode-0" in done.stderr
 
 
-def test_a_disk_that_is_full_is_one_line_and_no_traceback() -> None:
+def test_a_full_disk_is_reported_in_one_line_without_traceback() -> None:
     with scripted_router("an answer") as router, open("/dev/full", "w", encoding="utf-8") as full:
         done = subprocess.run(
             [*BATON, "generate", "hi", "--address", router.address],
@@ -201,7 +199,7 @@ def test_input_in_another_encoding_is_refused_by_name(command: list[str]) -> Non
     )
 
 
-def test_generate_shows_each_token_with_its_likeliest_rivals(cluster: LocalCluster) -> None:
+def test_generate_shows_each_token_with_its_top_alternatives(cluster: LocalCluster) -> None:
     done = run_baton(
         *("generate", "the fox", "--address", cluster.address, "--max-tokens", "3"),
         *("--ignore-eos", "--logprobs", "1"),
@@ -218,7 +216,7 @@ def test_generate_shows_each_token_with_its_likeliest_rivals(cluster: LocalClust
         (["--model", "other"], "model 'other' is not served here", 1),
     ],
 )
-def test_generate_names_what_is_refused(
+def test_generate_names_the_refused_value(
     cluster: LocalCluster, arguments: list[str], complaint: str, code: int
 ) -> None:
     done = run_baton("generate", "hi", "--address", cluster.address, *arguments)
@@ -228,7 +226,7 @@ def test_generate_names_what_is_refused(
     assert line.startswith(f"baton: error: {complaint}")
 
 
-def test_a_model_without_a_chat_template_is_refused_with_the_way_around_it(
+def test_a_model_without_a_chat_template_is_refused_with_the_alternative(
     model_folder: Path, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(model_folder, tmp_path / "model")

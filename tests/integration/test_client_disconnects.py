@@ -81,7 +81,9 @@ def _the_next_one_is_served(
 
 
 @pytest.mark.parametrize("leave", [cancel, run_out_of_time])
-def test_a_client_leaves_while_decode_waits_for_kv(cluster: LocalCluster, leave: Leave) -> None:
+def test_a_client_disconnects_while_decode_waits_for_kv(
+    cluster: LocalCluster, leave: Leave
+) -> None:
     [prefill], [decode] = cluster.prefills, cluster.decodes
 
     with suspended(prefill):
@@ -93,7 +95,7 @@ def test_a_client_leaves_while_decode_waits_for_kv(cluster: LocalCluster, leave:
 
 
 @pytest.mark.parametrize("leave", [cancel, run_out_of_time])
-def test_a_client_leaves_while_prefill_waits_for_a_grant(
+def test_a_client_disconnects_while_prefill_waits_for_a_grant(
     cluster: LocalCluster, leave: Leave
 ) -> None:
     [prefill], [decode] = cluster.prefills, cluster.decodes
@@ -107,7 +109,7 @@ def test_a_client_leaves_while_prefill_waits_for_a_grant(
         await_all_free(prefill.address)  # it does not wait for decode to agree
 
 
-def test_clients_leave_while_prefill_computes_and_queues(
+def test_clients_disconnect_while_prefill_computes_and_queues(
     cluster: LocalCluster,
 ) -> None:
     [prefill] = cluster.prefills
@@ -125,7 +127,7 @@ def test_clients_leave_while_prefill_computes_and_queues(
     asyncio.run(scene())
 
 
-def test_many_that_leave_at_once_while_others_stay(
+def test_many_clients_disconnect_at_once_without_affecting_others(
     cluster: LocalCluster, model_folder: Path
 ) -> None:
     stay = [ClientRequest(prompt_of(20 + n, seed=64), SHORT) for n in range(8)]

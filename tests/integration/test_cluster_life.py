@@ -40,7 +40,7 @@ def sampling(max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
 
 
-def test_a_request_under_way_outlives_a_sigterm_to_every_process(
+def test_a_running_request_finishes_after_a_sigterm_to_every_process(
     cluster_options: MakeOptions, model_folder: Path
 ) -> None:
     prompt = prompt_of(33)
@@ -57,7 +57,7 @@ def test_a_request_under_way_outlives_a_sigterm_to_every_process(
     assert [child.process.returncode for child in cluster.children] == [0, 0, 0]
 
 
-def test_without_its_prefill_node_a_cluster_answers_from_decode_alone_and_says_so(
+def test_without_its_prefill_node_a_cluster_answers_from_decode_alone_and_reports_it(
     cluster_options: MakeOptions, model_folder: Path
 ) -> None:
     prompt = prompt_of(50)
@@ -78,7 +78,7 @@ def test_without_its_prefill_node_a_cluster_answers_from_decode_alone_and_says_s
     assert [child.process.returncode for child in (cluster.router, *cluster.decodes)] == [0, 0]
 
 
-def test_a_stream_goes_on_elsewhere_when_its_decode_node_is_killed(
+def test_a_stream_continues_on_another_node_when_its_decode_node_is_killed(
     cluster_options: MakeOptions, model_folder: Path
 ) -> None:
     prompt = prompt_of(40)
@@ -100,7 +100,7 @@ def test_a_stream_goes_on_elsewhere_when_its_decode_node_is_killed(
 
 
 @pytest.mark.slow
-def test_a_stream_waits_for_its_only_decode_node_to_restart_and_goes_on(
+def test_a_stream_waits_for_its_only_decode_node_to_restart_and_continues(
     cluster_options: MakeOptions, model_folder: Path
 ) -> None:
     prompt = prompt_of(40)
@@ -147,7 +147,7 @@ def test_a_decode_node_works_alone_and_without_any_a_request_is_refused_by_name(
     assert refusal.value.reason == "NO_NODES"
 
 
-def test_no_process_outlives_a_parent_that_was_killed(model_folder: Path) -> None:
+def test_no_process_outlives_a_killed_parent(model_folder: Path) -> None:
     command = [*BATON, "up", "--model", str(model_folder), "--port", "0"]
     with running_program(command, is_forked=False) as parent:
         assert parent.stdout is not None
@@ -166,7 +166,7 @@ def test_no_process_outlives_a_parent_that_was_killed(model_folder: Path) -> Non
     assert len(children) == 3
 
 
-def test_under_load_one_signal_lets_everything_finish_and_a_second_one_ends_at_once(
+def test_under_load_one_signal_drains_and_a_second_one_ends_at_once(
     cluster_options: MakeOptions, model_folder: Path
 ) -> None:
     asks = [ClientRequest(prompt_of(20 + number, seed=70), greedy(400)) for number in range(6)]
@@ -246,7 +246,7 @@ def a_decode_request(prefill: Child) -> node_pb2.DecodeRequest:
         ["decode", "--model", "not looked at before the port is"],
     ],
 )
-def test_a_busy_port_is_one_clear_line_and_exit_code_1(command: list[str]) -> None:
+def test_a_busy_port_is_reported_in_one_line_with_exit_code_1(command: list[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         arguments = ["serve", *command, "--port", port]
@@ -271,7 +271,7 @@ def test_unavailable_cores_are_refused_with_the_available_ones() -> None:
     )
 
 
-def test_an_address_of_another_machine_is_one_clear_line_too() -> None:
+def test_an_address_of_another_machine_is_reported_in_one_line() -> None:
     arguments = ["serve", "router", "--decode-nodes", "127.0.0.1:1", "--host", "192.0.2.1"]
 
     ended = run_baton(*arguments)

@@ -26,7 +26,7 @@ SAMPLING = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logpr
     ],
     ids=["block_size", "int8"],
 )
-def test_answers_name_the_conversion_and_have_the_receivers_tokens(
+def test_answers_report_the_conversion_and_have_the_tokens_of_the_receiver(
     cluster_options: Callable[..., ClusterOptions],
     local: LLM,
     decode_arguments: tuple[str, ...],

@@ -45,7 +45,7 @@ def kill_while_it_makes_a_segment() -> set[Path]:
     return segments() - before
 
 
-def test_a_node_removes_what_a_killed_process_left_in_shared_memory(
+def test_a_node_removes_shared_memory_segments_of_a_killed_process(
     cluster_options: Callable[..., ClusterOptions],
 ) -> None:
     left: set[Path] = set()

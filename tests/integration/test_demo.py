@@ -10,7 +10,7 @@ from tests.support.baton_command import BATON, run_baton
 from tests.support.child_programs import running_program
 
 
-def test_the_demo_hands_kv_over_and_ends_by_itself() -> None:
+def test_the_demo_hands_kv_over_and_exits() -> None:
     ended = run_baton("demo")
 
     assert ended.returncode == 0, ended.stderr
@@ -20,7 +20,7 @@ def test_the_demo_hands_kv_over_and_ends_by_itself() -> None:
     assert re.search(r"UCX wrote the KV over \S+/\S+", ended.stdout)
 
 
-def test_ctrl_c_in_the_middle_of_an_answer_ends_the_demo_and_all_its_processes() -> None:
+def test_ctrl_c_during_an_answer_ends_the_demo_and_all_its_processes() -> None:
     with running_program([*BATON, "demo"]) as demo:
         assert demo.stdout is not None
         shown = ""

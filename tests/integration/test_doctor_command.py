@@ -37,7 +37,7 @@ def doctor(
     return done, {finding["check"]: finding for finding in findings}
 
 
-def test_a_machine_that_runs_these_tests_has_nothing_that_fails(
+def test_a_machine_that_runs_these_tests_has_no_failures(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with s3_server() as server:
@@ -77,7 +77,7 @@ def test_a_transport_that_cannot_work_is_a_failure_with_exit_code_1() -> None:
     assert done.returncode == 1
 
 
-def test_a_check_that_takes_too_long_is_ended_and_reported() -> None:
+def test_a_check_that_times_out_is_terminated_and_reported() -> None:
     [finding] = check_transfer_rate(["nixl"], patience_s=0.0)
 
     assert finding.status is Status.FAIL
@@ -85,7 +85,7 @@ def test_a_check_that_takes_too_long_is_ended_and_reported() -> None:
     assert not multiprocessing.active_children()
 
 
-def test_a_model_that_is_not_there_fails() -> None:
+def test_a_missing_model_fails() -> None:
     done = run_baton("doctor", "--json", "--transports", "", "--model", "/no-such-folder")
 
     findings = {one["check"]: one for one in json.loads(done.stdout)["findings"]}
@@ -117,7 +117,7 @@ def test_a_complete_model_folder_is_reported_with_its_memory_use(tmp_path: Path)
         (shutil.rmtree, "model", "is neither a folder"),
     ],
 )
-def test_what_a_model_folder_lacks_fails_by_name(
+def test_missing_files_of_a_model_folder_fail_by_name(
     tmp_path: Path, spoil: object, check: str, found: str
 ) -> None:
     folder = make_model_folder(tmp_path / "model", VARIANTS["llama"])

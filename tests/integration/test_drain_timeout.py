@@ -48,7 +48,7 @@ def node(model_folder: Path) -> Iterator[EngineNode]:
 
 @pytest.mark.parametrize("tell", [by_signal, by_drain_call])
 @pytest.mark.parametrize("client_stays", [True, False])
-def test_a_node_whose_engine_hangs_ends_by_itself(
+def test_a_node_with_a_stuck_engine_exits_after_the_drain_timeout(
     node: EngineNode, tell: Tell, client_stays: bool
 ) -> None:
     node.hold_before_pass(1)
@@ -65,7 +65,7 @@ def test_a_node_whose_engine_hangs_ends_by_itself(
         assert node.exit_code(WAIT_S) == CUT_OFF
 
 
-def test_a_router_whose_requests_do_not_end_ends_by_itself(
+def test_a_router_with_endless_requests_exits_after_the_drain_timeout(
     cluster_options: Callable[..., ClusterOptions],
 ) -> None:
     options = cluster_options(num_prefill=0, router_arguments=("--drain-timeout-s", f"{GRACE_S:g}"))

@@ -84,7 +84,7 @@ def pair(lasting_pair: Pair) -> Iterator[Pair]:
 
 @pytest.mark.parametrize("phase", Phase, ids=lambda phase: phase.value)
 @pytest.mark.parametrize("victim", ["prefill", "decode"])
-def test_the_other_node_serves_on_and_every_block_comes_back(
+def test_the_other_node_keeps_serving_and_every_block_is_released(
     pair: Pair, model_folder: Path, victim: str, fault: str, phase: Phase
 ) -> None:
     prompt = prompt_of(LENGTH, seed=hash_of(victim, fault, phase))

@@ -44,7 +44,7 @@ def num_blocks_of(prompt: tuple[int, ...]) -> int:
         400,  # 17 chunks
     ],
 )
-def test_tokens_are_the_same_handed_over_at_home_and_from_transformers(
+def test_handed_over_tokens_equal_those_of_one_engine_and_of_transformers(
     pair: Pair, local: LLM, model_folder: Path, length: int
 ) -> None:
     prompt = prompt_of(length, seed=100)
@@ -62,7 +62,7 @@ def test_tokens_are_the_same_handed_over_at_home_and_from_transformers(
 # How many of the prompt's tokens either node has seen before. The prompt is 5 blocks and 7 tokens.
 @pytest.mark.parametrize("known_to_prefill", [0, 40, 87])
 @pytest.mark.parametrize("known_to_decode", [0, 40, 87])
-def test_only_blocks_that_decode_does_not_have_are_moved(
+def test_only_blocks_missing_at_the_decode_node_are_transferred(
     pair: Pair, model_folder: Path, known_to_decode: int, known_to_prefill: int
 ) -> None:
     prompt = prompt_of(87, seed=200 + 100 * known_to_decode + known_to_prefill)
@@ -82,7 +82,7 @@ def test_only_blocks_that_decode_does_not_have_are_moved(
     pair.await_all_free()
 
 
-def test_a_prompt_of_whole_blocks_that_decode_knows_moves_nothing(
+def test_a_prompt_of_full_blocks_cached_at_the_decode_node_transfers_nothing(
     pair: Pair, model_folder: Path
 ) -> None:
     prompt = prompt_of(4 * BLOCK_SIZE, seed=300)
@@ -99,7 +99,7 @@ def test_a_prompt_of_whole_blocks_that_decode_knows_moves_nothing(
 
 
 @pytest.mark.parametrize("length", [10, 90])
-def test_seeded_sampling_draws_the_tokens_that_one_engine_draws(
+def test_seeded_sampling_draws_the_tokens_of_one_engine(
     pair: Pair, local: LLM, length: int
 ) -> None:
     prompt = prompt_of(length, seed=400)
@@ -137,7 +137,7 @@ def test_a_first_token_that_ends_the_request_ends_the_hand_off(
 
 
 @pytest.mark.parametrize("kind", ["nixl", "ucxx"])
-def test_64_hand_offs_at_once_get_through_a_decode_cache_with_room_for_ten(
+def test_64_concurrent_hand_offs_finish_with_a_decode_cache_for_ten(
     model_folder: Path, kind: str
 ) -> None:
     # 40 tokens and 7 more to keep: 3 blocks each.

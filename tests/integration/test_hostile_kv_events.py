@@ -82,7 +82,7 @@ def parts_of_an_endless_message(num_bytes: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("pieces", [distinct_subscriptions, parts_of_an_endless_message])
-def test_what_one_connection_sends_does_not_pile_up(
+def test_data_of_one_connection_is_not_buffered_without_limit(
     node: KvEventProcess, pieces: Callable[[int], Sequence[bytes]]
 ) -> None:
     for endpoint, kind in ((node.endpoint, b"SUB"), (node.replay_endpoint, b"DEALER")):
@@ -92,7 +92,7 @@ def test_what_one_connection_sends_does_not_pile_up(
             assert node.growth_bytes < MAX_GROWTH_BYTES
 
 
-def test_replays_to_clients_that_never_read_take_no_memory(node: KvEventProcess) -> None:
+def test_replays_to_clients_that_never_read_use_no_memory(node: KvEventProcess) -> None:
     with ExitStack() as stack:
         for _ in range(NUM_SLOW):
             client = stack.enter_context(connected(node.replay_endpoint, b"DEALER"))
@@ -105,7 +105,7 @@ def test_replays_to_clients_that_never_read_take_no_memory(node: KvEventProcess)
         assert node.growth_bytes < MAX_GROWTH_BYTES
 
 
-def test_half_open_connections_keep_nobody_out_and_do_not_delay_the_end() -> None:
+def test_half_open_connections_block_neither_others_nor_the_end() -> None:
     with kv_event_process(MAX_DESCRIPTORS) as node, ExitStack() as stack:
         for endpoint in (node.endpoint, node.replay_endpoint):
             host, _, port = endpoint.removeprefix("tcp://").rpartition(":")

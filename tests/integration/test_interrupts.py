@@ -32,7 +32,7 @@ with Client(sys.argv[1]) as client:
 """
 
 
-def test_a_blocking_client_survives_every_ctrl_c_and_its_process_ends_as_it_will() -> None:
+def test_a_blocking_client_survives_every_ctrl_c_and_its_process_exits_normally() -> None:
     command = [sys.executable, "-c", SCRIPT]
     with (
         scripted_router() as router,

@@ -96,7 +96,7 @@ def hand_over(d: NodeProcess, p: NodeProcess, handoff_id: HandoffId) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_chunks_land_in_their_blocks_and_only_the_missing_bytes_move(
+def test_chunks_land_in_their_blocks_and_only_missing_bytes_are_transferred(
     nodes: Nodes, kind: str
 ) -> None:
     p, d = nodes.start("p", kind), nodes.start("d", kind)
@@ -118,7 +118,7 @@ def test_chunks_land_in_their_blocks_and_only_the_missing_bytes_move(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_full_prefix_hit_moves_nothing_and_still_lands(nodes: Nodes, kind: str) -> None:
+def test_a_full_prefix_hit_transfers_nothing_and_still_lands(nodes: Nodes, kind: str) -> None:
     p, d = nodes.start("p", kind), nodes.start("d", kind)
     handoff_id = HandoffId("r", 0)
 
@@ -132,7 +132,7 @@ def test_a_full_prefix_hit_moves_nothing_and_still_lands(nodes: Nodes, kind: str
 
 
 @pytest.mark.parametrize("kind", NIXL)
-def test_blocks_that_landed_before_prefill_gave_up_are_proved(nodes: Nodes, kind: str) -> None:
+def test_blocks_landed_before_the_prefill_failed_are_proved(nodes: Nodes, kind: str) -> None:
     p, d = nodes.start("p", kind), nodes.start("d", kind)
     sources, targets = blocks(*range(4)), blocks(*range(20, 28))
     p.ask("fill_all", DATA, sources)
@@ -226,7 +226,7 @@ def test_a_late_write_never_reaches_a_new_owner(nodes: Nodes, kind: str) -> None
 
 
 @pytest.mark.parametrize("kind", ["nixl default"])
-def test_a_second_process_with_the_id_of_a_frozen_one_serves_once_that_is_gone(
+def test_a_second_process_with_the_id_of_a_frozen_one_serves_once_the_first_has_ended(
     nodes: Nodes, kind: str
 ) -> None:
     p, d = nodes.start("p", kind, NUM_MANY), nodes.start("d", kind, NUM_MANY)
@@ -247,9 +247,7 @@ def test_a_second_process_with_the_id_of_a_frozen_one_serves_once_that_is_gone(
 
 
 @pytest.mark.parametrize("kind", NIXL)
-def test_without_the_fence_the_same_write_would_spoil_the_new_owner(
-    nodes: Nodes, kind: str
-) -> None:
+def test_without_the_fence_the_same_write_corrupts_the_new_owner(nodes: Nodes, kind: str) -> None:
     p, d = nodes.start("p", kind, NUM_MANY), nodes.start("d", kind, NUM_MANY)
     everything = blocks(*range(NUM_MANY))
     late = stop_half_way(d, p, everything)

@@ -144,7 +144,7 @@ def test_evicted_prefixes_are_loaded_from_host_memory(
     assert loaded == {"host": len(FIRST) // BLOCK_SIZE * BLOCK_SIZE}
 
 
-def test_an_installed_connector_is_loaded_from_and_a_broken_one_costs_only_its_hits(
+def test_an_installed_connector_serves_loads_and_a_broken_one_only_loses_its_hits(
     cluster_options: Callable[..., ClusterOptions], local: LLM, tmp_path: Path
 ) -> None:
     module = write_example("kv-connectors.md", tmp_path)
@@ -171,7 +171,7 @@ def test_an_installed_connector_is_loaded_from_and_a_broken_one_costs_only_its_h
     assert loaded == {"shelf": len(FIRST) // BLOCK_SIZE * BLOCK_SIZE}
 
 
-def test_retained_kv_outlasts_others_and_released_kv_is_evicted_first(
+def test_retained_kv_is_evicted_last_and_released_kv_first(
     cluster_options: Callable[..., ClusterOptions],
 ) -> None:
     """The KV cache of the prefill node has 32 blocks, its host memory 64, and a prompt 6."""
@@ -219,9 +219,7 @@ def finish_of(answer: Answer) -> Finish:
     return answer.finish
 
 
-def test_a_disk_that_is_full_and_then_read_only_costs_no_answer(
-    model_folder: Path, tmp_path: Path
-) -> None:
+def test_a_full_and_then_read_only_disk_fails_no_answer(model_folder: Path, tmp_path: Path) -> None:
     program = [sys.executable, "-m", "tests.support.small_disk", str(model_folder), str(tmp_path)]
     run = partial(subprocess.run, capture_output=True, text=True)
     if run(["unshare", "-rm", "mount", "-t", "tmpfs", "none", str(tmp_path)]).returncode:

@@ -62,7 +62,7 @@ def options(model: Path, kind: str, *, has_fence: bool) -> PairOptions:
 
 
 @pytest.mark.parametrize("kind", ["nixl", "nixl tcp"])
-def test_every_answer_is_exact_though_a_write_comes_late(large_model: Path, kind: str) -> None:
+def test_every_answer_is_exact_despite_late_writes(large_model: Path, kind: str) -> None:
     with Pair(options(large_model, kind, has_fence=True)) as pair:
         assert pair.d_card.block_bytes == MIB
         late = stop_between_two_writes(pair)
@@ -83,7 +83,7 @@ def test_every_answer_is_exact_though_a_write_comes_late(large_model: Path, kind
 
 
 @pytest.mark.parametrize("kind", ["nixl", "nixl tcp"])
-def test_without_the_fence_the_same_write_spoils_answers(large_model: Path, kind: str) -> None:
+def test_without_the_fence_the_same_write_corrupts_answers(large_model: Path, kind: str) -> None:
     with Pair(options(large_model, kind, has_fence=False)) as pair:
         late = stop_between_two_writes(pair)
 

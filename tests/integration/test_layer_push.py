@@ -28,7 +28,7 @@ def pair(model_folder: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 
 @pytest.mark.parametrize("length", [1, BLOCK_SIZE + 1, CHUNK, 4 * BLOCK_SIZE, 400])
-def test_tokens_are_those_of_transformers_and_no_byte_moves_twice(
+def test_tokens_equal_those_of_transformers_and_no_byte_is_sent_twice(
     pair: Pair, model_folder: Path, length: int
 ) -> None:
     prompt = prompt_of(length, seed=700)
@@ -43,7 +43,7 @@ def test_tokens_are_those_of_transformers_and_no_byte_moves_twice(
 
 
 @pytest.mark.parametrize("known_to", ["decode", "prefill"])
-def test_cached_prefixes_on_either_side_do_not_change_tokens(
+def test_cached_prefixes_at_either_node_do_not_change_tokens(
     pair: Pair, model_folder: Path, known_to: str
 ) -> None:
     prompt = prompt_of(200, seed=701 + len(known_to))
@@ -58,7 +58,7 @@ def test_cached_prefixes_on_either_side_do_not_change_tokens(
     pair.await_all_free()
 
 
-def test_many_at_once_each_get_their_own_tokens(pair: Pair, model_folder: Path) -> None:
+def test_concurrent_requests_get_their_own_tokens(pair: Pair, model_folder: Path) -> None:
     prompts = [prompt_of(40 + 9 * number, seed=720 + number) for number in range(12)]
 
     requested = [pair.ask(prompt, greedy(NUM_TOKENS)) for prompt in prompts]

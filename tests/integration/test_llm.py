@@ -35,14 +35,14 @@ def test_greedy_answers_equal_those_of_transformers(local: LLM, model_folder: Pa
     local.engine.scheduler.check()
 
 
-def test_text_goes_in_and_comes_out(local: LLM) -> None:
+def test_generate_accepts_and_returns_text(local: LLM) -> None:
     [answer] = local.generate("the quick brown fox", GREEDY)
 
     assert answer.prompt_token_ids == local.tokenizer.encode("the quick brown fox")
     assert answer.text == local.tokenizer.decode(answer.token_ids)
 
 
-def test_an_answer_ends_at_a_stop_string_and_others_go_on(local: LLM) -> None:
+def test_an_answer_ends_at_a_stop_string_and_others_continue(local: LLM) -> None:
     prompts = ["the quick brown fox", "über"]
     whole = local.generate(prompts, GREEDY)
     stop = whole[0].text[5:8]
@@ -75,7 +75,7 @@ def test_a_repeated_prompt_reports_its_cached_tokens_with_every_finish_reason(lo
     assert (cut.stop_string, cut.num_cached_tokens) == (whole.text[3:5], num_shared)
 
 
-def test_no_stop_string_counts_before_min_tokens(local: LLM) -> None:
+def test_stop_strings_are_ignored_before_min_tokens(local: LLM) -> None:
     [whole] = local.generate("the quick brown fox", GREEDY)
     patient = SamplingParams(max_tokens=24, min_tokens=24, temperature=0.0, ignore_eos=True)
 
@@ -90,7 +90,7 @@ def test_a_list_of_numbers_is_one_prompt(local: LLM) -> None:
     assert [answer.prompt_token_ids for answer in answers] == [[5, 6, 7]]
 
 
-def test_each_prompt_can_have_its_own_params(local: LLM) -> None:
+def test_each_prompt_can_have_its_own_sampling_params(local: LLM) -> None:
     params = [SamplingParams(max_tokens=n, seed=1, ignore_eos=True) for n in (1, 5, 9)]
 
     answers = local.generate([prompt_of(4)] * 3, params)
@@ -99,7 +99,7 @@ def test_each_prompt_can_have_its_own_params(local: LLM) -> None:
     assert answers[2].token_ids[:5] == answers[1].token_ids
 
 
-def test_logprobs_come_when_asked_for(local: LLM) -> None:
+def test_logprobs_are_returned_if_requested(local: LLM) -> None:
     params = SamplingParams(max_tokens=3, temperature=0.0, logprobs=2, prompt_logprobs=0)
 
     [answer] = local.generate([prompt_of(20)], params)
@@ -118,7 +118,7 @@ def test_logprobs_come_when_asked_for(local: LLM) -> None:
         ([5] * 10_000, "10000"),
     ],
 )
-def test_a_prompt_that_cannot_be_served_is_named_and_the_engine_goes_on(
+def test_an_unservable_prompt_is_named_and_the_engine_keeps_running(
     local: LLM, prompt: list[int], complaint: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=f"prompt 1: .*{complaint}"):
@@ -156,7 +156,7 @@ def test_ctrl_c_leaves_the_engine_ready_for_the_next_call(local: LLM) -> None:
     assert len(local.generate([prompt_of(3)], GREEDY)[0].token_ids) == 24
 
 
-def test_names_that_baton_does_not_have_are_an_error() -> None:
+def test_unknown_names_of_the_package_raise_attribute_errors() -> None:
     with pytest.raises(AttributeError, match="no attribute 'LLMM'"):
         baton.LLMM  # noqa: B018
 
@@ -166,7 +166,7 @@ def test_a_missing_folder_is_named() -> None:
         LLM("/no-such-folder/model")
 
 
-def test_run_prints_the_answer_and_tells_the_size_of_the_cache(model_folder: Path) -> None:
+def test_run_prints_the_answer_and_the_kv_cache_size(model_folder: Path) -> None:
     done = _baton("run", "--model", str(model_folder), "--max-tokens", "4", "the fox")
 
     assert done.returncode == 0, done.stderr
@@ -175,7 +175,7 @@ def test_run_prints_the_answer_and_tells_the_size_of_the_cache(model_folder: Pat
     assert "warning" not in done.stderr
 
 
-def test_run_prints_what_was_lowered(model_folder: Path) -> None:
+def test_run_prints_that_max_tokens_was_lowered(model_folder: Path) -> None:
     done = _baton("run", "--model", str(model_folder), "--max-tokens", "9999", "the fox")
 
     assert done.returncode == 0, done.stderr
@@ -194,7 +194,7 @@ def test_run_plans_the_kv_that_its_prompts_need(model_folder: Path) -> None:
     assert ", 6 blocks, 96 tokens" in planned.stderr
 
 
-def test_run_refuses_a_prompt_that_is_too_long_by_the_models_own_limit(model_folder: Path) -> None:
+def test_run_refuses_a_prompt_beyond_the_context_of_the_model(model_folder: Path) -> None:
     done = run_baton("run", "fox " * 2000, "--model", str(model_folder))
 
     assert "maximum context length is 512 tokens" in done.stderr
@@ -222,7 +222,7 @@ def test_the_tokenizer_is_checked_before_the_weights_are_read(
         LLM(str(folder))
 
 
-def test_run_names_a_bad_setting_in_one_line(model_folder: Path) -> None:
+def test_run_names_an_invalid_setting_in_one_line(model_folder: Path) -> None:
     done = _baton("run", "--model", str(model_folder), "--temperature", "-1", "the fox")
 
     assert done.returncode == 2
@@ -242,7 +242,7 @@ def _baton(*arguments: str) -> subprocess.CompletedProcess[str]:
     return run_baton(*arguments, "--kv-cache-memory", "4MiB")
 
 
-def test_what_ends_the_engine_is_what_the_caller_sees(model_folder: Path) -> None:
+def test_the_caller_gets_the_exception_that_ended_the_engine(model_folder: Path) -> None:
     def broken(*_: object) -> None:
         raise ZeroDivisionError("a bug")
 

@@ -124,7 +124,7 @@ def test_bad_words_are_not_in_the_answer(client: Client) -> None:
     assert word not in without.text
 
 
-def test_nodes_of_which_one_has_it_do_not_work_together(tmp_path: Path) -> None:
+def test_nodes_with_different_processors_are_not_paired(tmp_path: Path) -> None:
     options = ClusterOptions(
         MODEL,
         decode_arguments=("--logits-processors", "favour"),
@@ -141,7 +141,7 @@ def test_nodes_of_which_one_has_it_do_not_work_together(tmp_path: Path) -> None:
     assert refused.value.reason == "INCOMPATIBLE_NODES"
 
 
-def test_a_node_asked_for_one_that_is_not_installed_says_so() -> None:
+def test_a_node_with_a_missing_processor_reports_it() -> None:
     options = ClusterOptions(MODEL, node_arguments=("--logits-processors", "absent"))
 
     with pytest.raises(ClusterFailed, match="absent: no installed package"), LocalCluster(options):

@@ -32,7 +32,7 @@ def pair(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[Pair]:
         yield running
 
 
-def test_nodes_may_meet_while_prefill_is_in_a_layer_for_longer_than_decode_bears_silence(
+def test_nodes_can_connect_during_a_prefill_layer_longer_than_the_silence_limit(
     pair: Pair, model_folder: Path
 ) -> None:
     prompt = prompt_of(LENGTH, seed=899)
@@ -45,7 +45,7 @@ def test_nodes_may_meet_while_prefill_is_in_a_layer_for_longer_than_decode_bears
     pair.await_all_free()
 
 
-def test_prefill_may_be_in_a_layer_for_longer_than_decode_bears_silence(
+def test_a_prefill_layer_can_be_longer_than_the_silence_limit(
     pair: Pair, model_folder: Path
 ) -> None:
     prompt = prompt_of(LENGTH, seed=900)
@@ -58,9 +58,7 @@ def test_prefill_may_be_in_a_layer_for_longer_than_decode_bears_silence(
     pair.await_all_free()
 
 
-def test_decode_may_be_in_a_layer_for_longer_than_its_leases_last(
-    pair: Pair, model_folder: Path
-) -> None:
+def test_a_decode_layer_can_be_longer_than_its_leases(pair: Pair, model_folder: Path) -> None:
     prompt, handoff_id = prompt_of(LENGTH, seed=901), pair.new_id()
     decode = pair.decode(handoff_id, prompt, greedy(NUM_TOKENS))
     pair.await_granted()

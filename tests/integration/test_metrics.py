@@ -36,7 +36,7 @@ def counted(
         yield running
 
 
-def test_metrics_and_the_client_count_alike(counted: LocalCluster) -> None:
+def test_metrics_equal_the_counts_of_the_client(counted: LocalCluster) -> None:
     router_before = Scrape(counted.router)
     prefill_before, decode_before = map(Scrape, (*counted.prefills, *counted.decodes))
     with Client(counted.address, timeout_s=60) as client:
@@ -76,7 +76,7 @@ def test_metrics_and_the_client_count_alike(counted: LocalCluster) -> None:
     assert router.by_label("baton_attempts_total", "kind") == {"first": len(finishes) + 1}
 
 
-def test_a_cluster_at_rest_has_every_block_back(counted: LocalCluster) -> None:
+def test_an_idle_cluster_has_every_block_free(counted: LocalCluster) -> None:
     with Client(counted.address, timeout_s=60) as client:
         served(client, 40)
     for child in (*counted.prefills, *counted.decodes):
@@ -95,7 +95,9 @@ def test_a_cluster_at_rest_has_every_block_back(counted: LocalCluster) -> None:
         assert node.total("baton_requests_running") == 0
 
 
-def test_every_metric_is_told_by_its_documented_name_and_labels(counted: LocalCluster) -> None:
+def test_every_metric_is_exported_with_its_documented_name_and_labels(
+    counted: LocalCluster,
+) -> None:
     with Client(counted.address, timeout_s=60) as client:
         served(client, 50)
         refused(client, (5,), "other")
@@ -139,7 +141,7 @@ def test_the_exemplar_of_a_slow_request_is_its_trace(counted: LocalCluster) -> N
     assert scrape.exemplars[trace_id] == "gen_ai_server_request_duration_seconds_bucket"
 
 
-def test_a_refusal_is_one_log_line_with_its_trace_and_no_word_of_the_prompt(
+def test_a_refusal_is_one_log_line_with_its_trace_and_without_the_prompt(
     counted: LocalCluster,
 ) -> None:
     with Client(counted.address, timeout_s=60) as client:

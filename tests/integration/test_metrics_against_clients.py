@@ -50,7 +50,7 @@ def cluster(cluster_options: Callable[..., ClusterOptions]) -> Iterator[LocalClu
         running.decodes = [one for one in running.decodes if one.process.poll() is None]
 
 
-def test_the_router_and_the_client_agree_however_requests_end(cluster: LocalCluster) -> None:
+def test_router_metrics_equal_client_counts_for_every_outcome(cluster: LocalCluster) -> None:
     ledger = Ledger()
     with Client(cluster.address, timeout_s=120) as client:
         for number in range(3):

@@ -26,7 +26,9 @@ def number(node: dict[str, object], name: str) -> int:
     return value
 
 
-def test_nodes_tells_who_is_there_and_what_they_did(cluster: LocalCluster, client: Client) -> None:
+def test_the_nodes_command_lists_nodes_and_their_work(
+    cluster: LocalCluster, client: Client
+) -> None:
     before = look(cluster)
     client.generate(
         prompt_of(33), Generation(SamplingParams(max_tokens=9, ignore_eos=True), cache_salt="new")
@@ -52,7 +54,7 @@ def test_nodes_tells_who_is_there_and_what_they_did(cluster: LocalCluster, clien
     assert decode["num_sampled_tokens"] == 8
 
 
-def test_the_live_table_shows_each_node_and_ends_well_on_ctrl_c(cluster: LocalCluster) -> None:
+def test_the_live_table_shows_each_node_and_exits_cleanly_on_ctrl_c(cluster: LocalCluster) -> None:
     command = [*BATON, "nodes", "--interval", "0.2", "--address", cluster.address]
     with Terminal(command, {"COLUMNS": "200", "NO_COLOR": "1"}) as screen:
         screen.await_text("2 of 2 nodes ready")
@@ -66,7 +68,7 @@ def test_the_live_table_shows_each_node_and_ends_well_on_ctrl_c(cluster: LocalCl
         assert screen.process.returncode == 0
 
 
-def test_without_a_router_nodes_says_so_in_one_line() -> None:
+def test_the_nodes_command_reports_a_missing_router_in_one_line() -> None:
     done = run_baton("nodes", "--once", "--address", "127.0.0.1:1")
 
     [line] = done.stderr.splitlines()

@@ -34,7 +34,7 @@ def finish_of(answer: Answer) -> Finish:
 
 
 @pytest.mark.parametrize("length", [1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 100])
-def test_the_tokens_are_those_of_transformers_and_decode_computes_no_prompt(
+def test_tokens_equal_those_of_transformers_and_decode_computes_no_prompt(
     client: Client, cluster: LocalCluster, model_folder: Path, length: int
 ) -> None:
     prompt = prompt_of(length, seed=1)
@@ -59,7 +59,7 @@ def test_seeded_sampling_gives_the_tokens_of_a_local_engine(client: Client, loca
     assert answer.token_ids == local.generate(prompt, sampling)[0].token_ids
 
 
-def test_logprobs_come_with_every_token_the_first_one_included(client: Client) -> None:
+def test_every_token_has_logprobs_including_the_first(client: Client) -> None:
     sampling = SamplingParams(max_tokens=5, temperature=0.0, logprobs=2, ignore_eos=True)
 
     answer = client.generate(prompt_of(20, seed=3), Generation(sampling))
@@ -68,7 +68,7 @@ def test_logprobs_come_with_every_token_the_first_one_included(client: Client) -
     assert all(len(one.top) == 2 and one.rank == 1 for one in answer.logprobs)
 
 
-def test_a_repeated_prompt_moves_only_what_decode_does_not_have(client: Client) -> None:
+def test_a_repeated_prompt_transfers_only_blocks_missing_at_the_decode_node(client: Client) -> None:
     prompt = prompt_of(3 * BLOCK_SIZE + 5, seed=4)
     first = client.generate(prompt, Generation(greedy()))
 
@@ -85,7 +85,7 @@ def test_a_repeated_prompt_moves_only_what_decode_does_not_have(client: Client) 
     assert served.prompt_tokens_computed_on_decode == 0
 
 
-def test_an_answer_of_one_token_ends_with_it(client: Client, model_folder: Path) -> None:
+def test_an_answer_of_one_token_finishes(client: Client, model_folder: Path) -> None:
     prompt = prompt_of(30, seed=5)
 
     answer = client.generate(prompt, Generation(greedy(max_tokens=1)))
@@ -94,7 +94,7 @@ def test_an_answer_of_one_token_ends_with_it(client: Client, model_folder: Path)
     assert finish_of(answer).reason == "length"
 
 
-def test_text_streams_in_pieces_that_join_to_the_decoded_answer(client: Client, local: LLM) -> None:
+def test_streamed_text_chunks_join_to_the_decoded_answer(client: Client, local: LLM) -> None:
     chunks = list(client.stream("the quick brown fox", Generation(greedy(max_tokens=40))))
 
     token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
@@ -102,7 +102,7 @@ def test_text_streams_in_pieces_that_join_to_the_decoded_answer(client: Client, 
     assert "".join(chunk.text for chunk in chunks) == local.tokenizer.decode(token_ids)
 
 
-def test_a_stop_string_ends_the_answer_and_is_no_part_of_it(client: Client) -> None:
+def test_a_stop_string_ends_the_answer_and_is_not_part_of_it(client: Client) -> None:
     whole = client.generate("the lazy dog", Generation(greedy(max_tokens=40))).text
     stop = whole[len(whole) // 2 :][:3]
 
@@ -112,13 +112,13 @@ def test_a_stop_string_ends_the_answer_and_is_no_part_of_it(client: Client) -> N
     assert finish_of(answer).stop_string == stop
 
 
-def test_tokenize_and_detokenize_are_each_others_way_back(client: Client) -> None:
+def test_detokenize_inverts_tokenize(client: Client) -> None:
     text = "naïve café, 東京 🙂"
 
     assert client.detokenize(client.tokenize(text)) == text
 
 
-def test_both_kinds_of_client_tell_alike_of_tokens_and_model(
+def test_both_clients_return_the_same_tokens_and_model(
     client: Client, cluster: LocalCluster
 ) -> None:
     async def ask() -> tuple[list[int], str, Model]:
@@ -133,7 +133,7 @@ def test_both_kinds_of_client_tell_alike_of_tokens_and_model(
     assert (model.name, model.vocab_size) == ("tiny", VOCAB_SIZE)
 
 
-def test_prompts_at_the_same_time_never_get_each_others_answers(
+def test_concurrent_prompts_get_their_own_answers(
     cluster: LocalCluster, model_folder: Path
 ) -> None:
     prompts = [prompt_of(10 + 3 * number, seed=6) for number in range(16)]
@@ -162,7 +162,7 @@ def test_cancelling_frees_every_block_on_both_nodes(client: Client, cluster: Loc
         await_load(child.address, partial(is_all_free, num_blocks))
 
 
-def test_a_deadline_that_passes_ends_the_request_on_every_node(cluster: LocalCluster) -> None:
+def test_an_expired_deadline_ends_the_request_on_every_node(cluster: LocalCluster) -> None:
     with (
         Client(cluster.address, timeout_s=0.2) as hasty,
         pytest.raises(BatonError) as failure,
@@ -174,7 +174,7 @@ def test_a_deadline_that_passes_ends_the_request_on_every_node(cluster: LocalClu
     await_load(decode, partial(is_all_free, card_at(decode).num_blocks))
 
 
-def test_the_command_line_prints_the_text_that_a_client_gets(
+def test_the_command_line_prints_the_text_of_the_client(
     client: Client, cluster: LocalCluster
 ) -> None:
     text = client.generate("the quick brown", Generation(SamplingParams(8, temperature=0.0))).text
@@ -229,7 +229,7 @@ def is_all_free(num_blocks: int, load: NodeLoad) -> bool:
         ((5,), Generation(model="other"), grpc.StatusCode.NOT_FOUND, "UNKNOWN_MODEL"),
     ],
 )
-def test_a_bad_request_is_refused_by_name_and_the_next_one_is_served(
+def test_an_invalid_request_is_refused_by_name_and_the_next_one_is_served(
     client: Client,
     cluster: LocalCluster,
     prompt: tuple[int, ...] | str,
@@ -259,7 +259,7 @@ def test_an_id_in_use_is_refused(client: Client) -> None:
     assert refusal.value.reason == "REQUEST_ID_IN_USE"
 
 
-def test_health_and_reflection_tell_of_every_process(cluster: LocalCluster) -> None:
+def test_health_and_reflection_cover_every_process(cluster: LocalCluster) -> None:
     expected = {
         cluster.router: "baton.v1.InferenceService",
         cluster.prefills[0]: "baton.v1.PrefillService",

@@ -34,7 +34,7 @@ def door(cluster: LocalCluster) -> Iterator[OpenAI]:
         yield connected
 
 
-def test_a_greedy_completion_is_the_same_by_both_doors(door: OpenAI, client: Client) -> None:
+def test_a_greedy_completion_is_the_same_over_http_and_grpc(door: OpenAI, client: Client) -> None:
     prompt = prompt_of(40, seed=80)
     generation = Generation(
         SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=2)
@@ -71,7 +71,7 @@ def test_the_models_endpoint_names_the_folder(door: OpenAI, model_folder: Path) 
     assert (model.model_extra or {})["root"] == str(model_folder)
 
 
-def test_a_chat_is_the_same_by_both_doors(door: OpenAI, client: Client) -> None:
+def test_a_chat_is_the_same_over_http_and_grpc(door: OpenAI, client: Client) -> None:
     native = client.generate([{"role": "user", "content": "the quick brown"}], Generation(GREEDY))
 
     answer = door.chat.completions.create(
@@ -134,7 +134,7 @@ def test_a_model_without_tool_training_makes_forced_calls(
     assert whole.finish_reason == streamed.finish_reason == finish_reason
 
 
-def test_a_chat_ends_where_the_models_length_does(door: OpenAI) -> None:
+def test_a_chat_ends_at_the_context_length_of_the_model(door: OpenAI) -> None:
     answer = door.chat.completions.create(
         model="",
         messages=[{"role": "user", "content": "fox " * 100}],
@@ -147,7 +147,7 @@ def test_a_chat_ends_where_the_models_length_does(door: OpenAI) -> None:
     assert answer.usage.total_tokens == 512
 
 
-def test_each_of_several_choices_is_what_its_seed_gives(door: OpenAI) -> None:
+def test_each_choice_has_the_tokens_of_its_seed(door: OpenAI) -> None:
     ask: dict[str, Any] = {"model": "", "prompt": "the quick", "max_tokens": 8, "temperature": 1}
 
     several = door.completions.create(**ask, n=2, seed=11)
@@ -157,7 +157,7 @@ def test_each_of_several_choices_is_what_its_seed_gives(door: OpenAI) -> None:
     assert alone[0] != alone[1]
 
 
-def test_an_echo_has_the_prompts_logprobs_in_front(door: OpenAI, client: Client) -> None:
+def test_an_echo_starts_with_the_prompt_logprobs(door: OpenAI, client: Client) -> None:
     prompt = prompt_of(10, seed=81)
     sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, prompt_logprobs=1)
     native = client.generate(prompt, Generation(sampling))
@@ -184,7 +184,7 @@ def test_an_echo_has_the_prompts_logprobs_in_front(door: OpenAI, client: Client)
     assert [by_id[place][str(prompt[place])]["logprob"] for place in range(1, 10)] == expected
 
 
-def test_a_stop_text_ends_the_answer_and_is_told(door: OpenAI) -> None:
+def test_a_stop_string_ends_the_answer_and_is_reported(door: OpenAI) -> None:
     ask = {**ASK, "prompt": "the quick brown", "extra_body": {"ignore_eos": True}}
     whole = door.completions.create(**ask).choices[0].text
     stop = whole[3:5]
@@ -216,7 +216,7 @@ def test_the_routers_metrics_are_on_the_http_port(cluster: LocalCluster, door: O
     assert 'outcome="ok"' in reported
 
 
-def test_bytes_of_tokens_joined_are_the_text(model_folder: Path) -> None:
+def test_joined_token_bytes_equal_the_text(model_folder: Path) -> None:
     tokenizer = load_tokenizer(model_folder)
     text = "naïve 東京 🙂 fox\n"
 
@@ -226,7 +226,7 @@ def test_bytes_of_tokens_joined_are_the_text(model_folder: Path) -> None:
     assert any("\ufffd" in one.text for one in spelled)
 
 
-def test_a_busy_http_port_is_told_before_anything_is_loaded(model_folder: Path) -> None:
+def test_a_busy_http_port_is_reported_before_anything_is_loaded(model_folder: Path) -> None:
     command = ("up", "--model", str(model_folder), "--port", "0")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -251,7 +251,7 @@ def test_an_http_error_is_json(cluster: LocalCluster) -> None:
     assert (refusal.value.code, error["code"]) == (400, "UNREADABLE")
 
 
-def test_the_best_of_several_are_the_likeliest_of_them(door: OpenAI) -> None:
+def test_best_of_returns_the_most_likely_candidates(door: OpenAI) -> None:
     ask = {**ASK, "prompt": list(prompt_of(30, seed=83)), "temperature": 1.2, "seed": 5}
     every: Any = door.completions.create(**ask, n=5, logprobs=0, extra_body=AS_BATON)
     means = [statistics.fmean(one.logprobs.token_logprobs) for one in every.choices]

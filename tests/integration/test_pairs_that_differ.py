@@ -37,7 +37,7 @@ def pair(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[Pair]:
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 48, 90, 400])
-def test_tokens_with_other_block_sizes_are_the_same_as_at_home(
+def test_tokens_with_different_block_sizes_equal_those_of_one_engine(
     pair: Pair, local: LLM, length: int
 ) -> None:
     prompt = prompt_of(length, seed=300)
@@ -70,7 +70,7 @@ def test_a_prefix_that_ends_within_a_block_of_the_sender_is_kept(
     assert answer.decode.summary.kv_blocks == -(-87 // p_size) - num_cached // p_size
 
 
-def test_hand_offs_wait_for_room_in_the_staging_area(pair: Pair, local: LLM) -> None:
+def test_hand_offs_wait_for_staging_blocks(pair: Pair, local: LLM) -> None:
     prompts = [prompt_of(300 + number, seed=500 + number) for number in range(12)]
 
     calls = [pair.ask(prompt, greedy(NUM_TOKENS)) for prompt in prompts]
@@ -130,7 +130,7 @@ def converted_tokens(model: Path, sizes: tuple[int, int], prompt: tuple[int, ...
     return rest.outputs
 
 
-def test_int8_nodes_hand_over_about_half_of_the_bytes(model_folder: Path) -> None:
+def test_int8_nodes_transfer_about_half_of_the_bytes(model_folder: Path) -> None:
     prompt, summaries, tokens = prompt_of(200, seed=700), [], []
     for kv_cache_dtype in ("auto", "int8"):
         options = PairOptions(
@@ -159,7 +159,7 @@ def test_int8_nodes_hand_over_about_half_of_the_bytes(model_folder: Path) -> Non
     ],
     ids=["block_size", "dtype"],
 )
-def test_what_cannot_be_converted_is_refused_and_computed_by_the_decode_node(
+def test_inconvertible_kv_is_refused_and_computed_by_the_decode_node(
     model_folder: Path, local: LLM, options: dict[str, Any]
 ) -> None:
     prompt = prompt_of(60, seed=800)

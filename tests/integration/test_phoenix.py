@@ -84,7 +84,7 @@ def trace_id(phoenix: Phoenix, cluster_options: Callable[..., ClusterOptions]) -
     return finish.served.trace_id
 
 
-def test_phoenix_gives_back_the_tree_that_was_sent(phoenix: Phoenix, trace_id: str) -> None:
+def test_phoenix_returns_the_exported_span_tree(phoenix: Phoenix, trace_id: str) -> None:
     spans = read_whole(phoenix, trace_id)
 
     by_id = {one["context"]["span_id"]: one for one in spans}
@@ -102,7 +102,7 @@ def test_phoenix_gives_back_the_tree_that_was_sent(phoenix: Phoenix, trace_id: s
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="Chromium is not installed")
-def test_phoenix_shows_both_tries(phoenix: Phoenix, trace_id: str, tmp_path: Path) -> None:
+def test_phoenix_shows_both_attempts(phoenix: Phoenix, trace_id: str, tmp_path: Path) -> None:
     read_whole(phoenix, trace_id)
     page = phoenix.trace_page(trace_id)
 

@@ -51,7 +51,7 @@ def cluster(cluster_options: Callable[..., ClusterOptions]) -> Iterator[LocalClu
         yield running
 
 
-def test_every_panel_and_every_recorded_series_has_an_answer(
+def test_every_panel_and_every_recorded_series_has_data(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
     wanted = {one.replace("$__rate_interval", "30s") for one in EXPRESSIONS} | set(RECORDED)

@@ -86,7 +86,7 @@ def test_a_prefill_node_pulls_the_answer_that_a_decode_node_wrote(
     await_free(pair, other)
 
 
-def test_a_holder_that_is_killed_while_it_sends_costs_only_time(
+def test_a_holder_killed_while_sending_only_delays_the_answer(
     pair: Pair, other: EngineNode, local: LLM
 ) -> None:
     prompt = prompt_of(390, seed=204)

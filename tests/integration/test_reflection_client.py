@@ -52,7 +52,7 @@ def json_objects(written: str) -> list[Any]:
     return objects
 
 
-def test_it_streams_the_answer_that_a_client_of_ours_gets(
+def test_a_reflection_client_streams_the_answer_of_the_baton_client(
     cluster: LocalCluster, client: Client
 ) -> None:
     sampling = {"maxTokens": 12, "temperature": 0, "ignoreEos": True}
@@ -74,7 +74,7 @@ def test_it_streams_the_answer_that_a_client_of_ours_gets(
     assert finish["served"]["prefill"] == "PREFILL_PLACE_REMOTE"
 
 
-def test_a_foreign_client_reads_model_and_health(cluster: LocalCluster) -> None:
+def test_a_reflection_client_reads_model_and_health(cluster: LocalCluster) -> None:
     [model] = buf_curl(cluster.address, "baton.v1.InferenceService/GetModel", {})
     [health] = buf_curl(
         cluster.address, "grpc.health.v1.Health/Check", {"service": "baton.v1.InferenceService"}
@@ -85,7 +85,7 @@ def test_a_foreign_client_reads_model_and_health(cluster: LocalCluster) -> None:
     assert health == {"status": "SERVING"}
 
 
-def test_it_reads_the_reason_of_a_refusal(cluster: LocalCluster) -> None:
+def test_a_reflection_client_reads_the_reason_of_a_refusal(cluster: LocalCluster) -> None:
     requested = {"text": "a", "sampling": {"topP": 7}}
 
     refused = run_buf_curl(cluster.address, "baton.v1.InferenceService/Generate", requested)

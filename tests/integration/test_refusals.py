@@ -59,7 +59,7 @@ def _everybody_lives_on(cluster: LocalCluster, client: Client) -> Iterator[None]
         ),
     ],
 )
-def test_a_bad_sampling_value_is_refused_by_the_name_of_its_field(
+def test_an_invalid_sampling_value_is_refused_with_its_field_name(
     cluster: LocalCluster, sampling: sampling_pb2.SamplingParams, named: str
 ) -> None:
     request = inference_pb2.GenerateRequest(
@@ -75,7 +75,7 @@ def test_a_bad_sampling_value_is_refused_by_the_name_of_its_field(
     assert named in error.message
 
 
-def test_a_prompt_that_is_too_long_is_refused_with_the_numbers(client: Client) -> None:
+def test_a_prompt_that_is_too_long_is_refused_with_both_lengths(client: Client) -> None:
     with pytest.raises(BatonError) as refusal:
         client.generate(prompt_of(600), SHORT)
 
@@ -84,7 +84,7 @@ def test_a_prompt_that_is_too_long_is_refused_with_the_numbers(client: Client) -
     assert "512" in refusal.value.message
 
 
-def test_far_too_long_a_text_is_refused_with_the_numbers(client: Client) -> None:
+def test_a_text_that_is_far_too_long_is_refused_with_both_lengths(client: Client) -> None:
     with pytest.raises(BatonError) as refusal:
         client.generate("import os\n" * 700_000, SHORT)
 

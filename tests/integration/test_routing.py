@@ -45,7 +45,7 @@ def served_of(answer: Answer) -> Served:
     return answer.finish.served
 
 
-def test_a_session_stays_on_its_nodes_and_moves_only_what_decode_lacks(client: Client) -> None:
+def test_a_session_stays_on_its_nodes_and_transfers_only_missing_blocks(client: Client) -> None:
     others = [prompt_of(50, seed=20 + number) for number in range(3)]
     said = prompt_of(70, seed=10)
     turns: list[Served] = []
@@ -75,7 +75,7 @@ def test_sessions_spread_over_the_nodes(client: Client) -> None:
     assert len({one.decode_node for one in served}) == 2
 
 
-def test_what_decode_lacks_of_the_next_turn_is_computed_there_and_the_reason_told(
+def test_few_missing_tokens_of_the_next_turn_are_computed_on_decode_with_a_reason(
     client: Client, wide_cluster: LocalCluster
 ) -> None:
     said = prompt_of(3 * BLOCK_SIZE, seed=40)
@@ -126,7 +126,7 @@ def until(is_wanted: Callable[[Served], bool], ask: Callable[[], Served]) -> Ser
     raise AssertionError(f"it did not come to that: {served}")
 
 
-def test_a_full_queue_refuses_by_name_with_a_time_to_try_again_and_keeps_priorities(
+def test_a_full_queue_refuses_with_a_retry_delay_and_keeps_priorities(
     cluster_options: Callable[..., ClusterOptions],
 ) -> None:
     limits = ("--max-in-flight", "1", "--max-queue", "2")

@@ -15,7 +15,7 @@ from tests.support.models import prompt_of, reference_greedy
 PROMPTS = [prompt_of(length, seed=80) for length in (1, 15, 16, 17, 64, 130, 300)]
 
 
-def test_disaggregated_and_colocated_give_the_greedy_tokens_of_transformers(
+def test_disaggregated_and_colocated_greedy_tokens_equal_those_of_transformers(
     cluster: LocalCluster, colocated: LocalCluster, model_folder: Path
 ) -> None:
     greedy = Generation(SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True))
@@ -34,7 +34,7 @@ def test_disaggregated_and_colocated_give_the_greedy_tokens_of_transformers(
         assert served.prompt_tokens_computed_on_decode == len(prompt)
 
 
-def test_disaggregated_and_colocated_draw_the_same_seeded_tokens(
+def test_disaggregated_and_colocated_seeded_tokens_are_the_same(
     cluster: LocalCluster, colocated: LocalCluster
 ) -> None:
     sampling = SamplingParams(
@@ -57,5 +57,7 @@ def test_disaggregated_and_colocated_draw_the_same_seeded_tokens(
             assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
 
 
-def test_the_colocated_cluster_has_as_many_nodes(colocated: LocalCluster) -> None:
+def test_the_colocated_cluster_has_two_decode_nodes_and_no_prefill_node(
+    colocated: LocalCluster,
+) -> None:
     assert (len(colocated.prefills), len(colocated.decodes)) == (0, 2)

@@ -42,7 +42,7 @@ def cluster(cluster_options: Callable[..., ClusterOptions]) -> Iterator[LocalClu
 
 
 @pytest.mark.parametrize("num_prompts", [16, 128])
-def test_prompts_at_the_same_time_get_the_answers_they_would_get_alone(
+def test_concurrent_prompts_get_the_same_answers_as_alone(
     cluster: LocalCluster, local: LLM, num_prompts: int
 ) -> None:
     asks = [
@@ -61,7 +61,7 @@ def test_prompts_at_the_same_time_get_the_answers_they_would_get_alone(
 
 
 @pytest.mark.slow
-def test_nodes_come_go_and_come_back_under_load_and_every_answer_is_whole_and_right(
+def test_nodes_join_and_leave_under_load_and_every_answer_is_complete_and_correct(
     cluster: LocalCluster, model_folder: Path
 ) -> None:
     asks = [

@@ -72,7 +72,7 @@ def secured(
     assert set(codes.values()) == {0}, codes
 
 
-def test_kv_is_handed_over_between_nodes_that_show_each_other_certificates(
+def test_kv_is_handed_over_between_nodes_with_mutual_tls(
     secured: Secured, model_folder: Path
 ) -> None:
     prompt = prompt_of(40, seed=60)
@@ -104,7 +104,7 @@ def test_a_salt_is_bound_to_the_token_of_its_client(secured: Secured) -> None:
     assert num_cached(OTHER_TOKEN, "") > 0  # requests without a salt share their KV
 
 
-def test_no_process_talks_to_those_without_a_certificate(secured: Secured) -> None:
+def test_every_process_refuses_connections_without_a_certificate(secured: Secured) -> None:
     for child in secured.cluster.children:
         for tls in (PLAIN, TlsConfig(ca=secured.authority.ca, server_name=NAME)):
             with pytest.raises(ClusterFailed, match="--tls-"):
@@ -112,7 +112,7 @@ def test_no_process_talks_to_those_without_a_certificate(secured: Secured) -> No
         await_serving(child.address, 60, secured.process_tls)
 
 
-def test_nodes_take_no_clients_though_the_router_does(secured: Secured) -> None:
+def test_nodes_refuse_client_certificates_that_the_router_accepts(secured: Secured) -> None:
     cluster, tls = secured.cluster, secured.client_tls
     await_serving(cluster.address, 60, tls)
     for child in (*cluster.prefills, *cluster.decodes):
@@ -121,7 +121,7 @@ def test_nodes_take_no_clients_though_the_router_does(secured: Secured) -> None:
 
 
 @pytest.mark.parametrize("service", [kv_link_pb2, node_pb2], ids=["link", "node"])
-def test_no_call_of_a_node_is_there_for_those_without_its_authoritys_certificate(
+def test_every_call_of_a_node_requires_a_certificate_of_its_authority(
     secured: Secured, service: ModuleType
 ) -> None:
     methods = [
@@ -140,7 +140,7 @@ def test_no_call_of_a_node_is_there_for_those_without_its_authoritys_certificate
                 assert call.code() is grpc.StatusCode.UNAVAILABLE, method
 
 
-def test_a_certificate_does_not_stand_for_a_token(secured: Secured) -> None:
+def test_a_certificate_does_not_replace_a_token(secured: Secured) -> None:
     with (
         Client(secured.address, tls=secured.client_tls, timeout_s=60) as client,
         pytest.raises(BatonError, match="no token was sent") as refusal,
@@ -150,7 +150,7 @@ def test_a_certificate_does_not_stand_for_a_token(secured: Secured) -> None:
     assert refusal.value.code is grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_the_command_line_takes_the_same_files_and_says_in_one_line_what_is_missing(
+def test_the_command_line_accepts_the_same_files_and_names_a_missing_one_in_one_line(
     secured: Secured,
 ) -> None:
     tls = secured.client_tls
@@ -169,7 +169,7 @@ def test_the_command_line_takes_the_same_files_and_says_in_one_line_what_is_miss
     assert (served.returncode, served.stderr) == (0, "")
 
 
-def test_a_reset_takes_the_token_of_an_operator(secured: Secured) -> None:
+def test_a_reset_requires_an_operator_token(secured: Secured) -> None:
     tls = secured.client_tls
     command = [
         *("reset-prefix-cache", "--address", secured.address, f"--tls-server-name={NAME}"),

@@ -40,7 +40,7 @@ def tokens(answers: list[Answer]) -> list[list[int]]:
     return [answer.token_ids for answer in answers]
 
 
-def test_each_answer_is_what_its_seed_gives_and_the_prompt_is_moved_once(
+def test_each_answer_has_the_tokens_of_its_seed_and_the_prompt_is_transferred_once(
     cluster: LocalCluster, client: Client
 ) -> None:
     answers = client.generate_all(PROMPT, Generation(SEEDED, n=4, cache_salt="several"))
@@ -60,7 +60,7 @@ def test_each_answer_is_what_its_seed_gives_and_the_prompt_is_moved_once(
         assert one.kv_bytes == 0
 
 
-def test_answers_of_one_token_are_right_too(client: Client) -> None:
+def test_answers_of_one_token_are_correct(client: Client) -> None:
     one_token = replace(SEEDED, max_tokens=1)
 
     answers = client.generate_all(PROMPT, Generation(one_token, n=3, cache_salt="short"))
@@ -68,7 +68,7 @@ def test_answers_of_one_token_are_right_too(client: Client) -> None:
     assert tokens(answers) == alone(client, one_token, 3)
 
 
-def test_every_answer_tells_the_prompts_logprobs_when_asked(client: Client) -> None:
+def test_every_answer_has_prompt_logprobs_if_requested(client: Client) -> None:
     asking = replace(SEEDED, prompt_logprobs=0, max_tokens=3)
 
     answers = client.generate_all(PROMPT, Generation(asking, n=2, cache_salt="told"))
@@ -76,7 +76,7 @@ def test_every_answer_tells_the_prompts_logprobs_when_asked(client: Client) -> N
     assert [len(answer.prompt_logprobs) for answer in answers] == [70, 70]
 
 
-def test_leaving_the_stream_ends_all_answers(cluster: LocalCluster, client: Client) -> None:
+def test_closing_the_stream_ends_all_answers(cluster: LocalCluster, client: Client) -> None:
     stream = client.stream(
         PROMPT, Generation(replace(SEEDED, max_tokens=400), n=5, cache_salt="left")
     )
@@ -97,7 +97,7 @@ def test_too_few_and_too_many_are_refused_by_name(n: int, client: Client) -> Non
         list(client.stream(PROMPT, Generation(SEEDED, n=n)))
 
 
-def test_one_answer_is_not_taken_for_all(client: Client) -> None:
+def test_generate_refuses_more_than_one_answer(client: Client) -> None:
     with pytest.raises(InvalidRequest, match="generate_all"):
         client.generate(PROMPT, Generation(SEEDED, n=2))
 
@@ -145,7 +145,7 @@ def two_decodes(cluster_options: MakeOptions) -> Iterator[LocalCluster]:
         yield running
 
 
-def test_each_answer_goes_on_elsewhere_when_their_node_is_killed(
+def test_each_answer_continues_on_another_node_when_its_node_is_killed(
     two_decodes: LocalCluster, client: Client
 ) -> None:
     sampling = replace(SEEDED, max_tokens=200)

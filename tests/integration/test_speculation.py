@@ -53,7 +53,7 @@ def asks() -> list[ClientRequest]:
     return [ClientRequest(prompt, Generation(one)) for prompt in prompts for one in samplings]
 
 
-def test_every_answer_is_what_it_is_without_speculation(
+def test_answers_equal_those_without_speculation(
     cluster: LocalCluster, speculating: LocalCluster
 ) -> None:
     plain = answer_all(cluster.address, asks())
@@ -68,7 +68,7 @@ def test_every_answer_is_what_it_is_without_speculation(
     assert sum(one.finish.served.tokens_accepted for one in speculated) > 0
 
 
-def test_a_stop_string_inside_a_run_ends_the_answer_there(
+def test_a_stop_string_among_accepted_tokens_ends_the_answer(
     cluster: LocalCluster, speculating: LocalCluster
 ) -> None:
     # One repeated token: every draft is accepted, and the string ends inside of one.
@@ -87,7 +87,7 @@ def test_a_stop_string_inside_a_run_ends_the_answer_there(
     assert len(speculated.logprobs) == len(speculated.token_ids)
 
 
-def test_a_stream_that_speculates_goes_on_elsewhere_when_its_node_is_killed(
+def test_a_speculating_stream_continues_on_another_node_when_its_node_is_killed(
     cluster_options: MakeOptions, cluster: LocalCluster
 ) -> None:
     sampling = replace(SEEDED, max_tokens=300)
@@ -108,7 +108,7 @@ def test_a_stream_that_speculates_goes_on_elsewhere_when_its_node_is_killed(
     assert finish.served.attempts > 1
 
 
-def test_proposed_and_accepted_are_told_alike_by_answers_nodes_and_metrics(
+def test_proposed_and_accepted_tokens_agree_in_answers_nodes_and_metrics(
     speculating: LocalCluster,
 ) -> None:
     before = [Scrape(child) for child in speculating.decodes]

@@ -92,7 +92,7 @@ def test_disaggregated_colocated_and_local_tokens_are_the_same(
     assert reasons["stop"] > 8
 
 
-def test_a_first_token_that_is_the_whole_answer_ends_it_on_both_nodes(client: Client) -> None:
+def test_a_first_token_that_completes_the_answer_ends_it_on_both_nodes(client: Client) -> None:
     empty = StructuredOutputs(regex="")
 
     answer = client.generate((5, 6, 7), Generation({"structured_outputs": empty}))
@@ -102,7 +102,7 @@ def test_a_first_token_that_is_the_whole_answer_ends_it_on_both_nodes(client: Cl
     assert answer.finish.reason == "stop"
 
 
-def test_an_answer_keeps_its_form_when_its_decode_node_is_killed(
+def test_an_answer_follows_its_grammar_when_its_decode_node_is_killed(
     cluster_options: Callable[..., ClusterOptions], local: LLM
 ) -> None:
     prompt = prompt_of(40)
@@ -125,7 +125,7 @@ def test_an_answer_keeps_its_form_when_its_decode_node_is_killed(
     assert (finish.reason, finish.served.attempts) == ("stop", 2)
 
 
-def test_preempted_answers_keep_their_form(model_folder: Path, local: LLM) -> None:
+def test_preempted_answers_follow_their_grammar(model_folder: Path, local: LLM) -> None:
     prompts = [prompt_of(40, seed=seed) for seed in range(6)]
     samplings = [
         SamplingParams(max_tokens=200, temperature=1.0, seed=seed, structured_outputs=LONG)
@@ -171,7 +171,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("form", "reason"), REFUSED, ids=[str(form)[:30] for form, _ in REFUSED])
-def test_a_bad_form_is_refused_by_both_doors_with_the_reason(
+def test_an_invalid_constraint_is_refused_over_http_and_grpc_with_the_reason(
     form: dict[str, Any], reason: str, cluster: LocalCluster
 ) -> None:
     status, reported = _post(cluster, {"prompt": "a", "structured_outputs": form})
@@ -209,7 +209,7 @@ WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     ("fields", "param"), WRONG_TYPES, ids=[str(f)[:50] for f, _ in WRONG_TYPES]
 )
-def test_wrong_types_are_refused_by_the_fields_name(
+def test_wrong_types_are_refused_with_the_field_name(
     fields: dict[str, Any], param: str, cluster: LocalCluster
 ) -> None:
     status, reported = _post(cluster, {"prompt": "a", **fields})
@@ -217,7 +217,7 @@ def test_wrong_types_are_refused_by_the_fields_name(
     assert (status, reported["param"]) == (400, param)
 
 
-def test_a_client_is_told_by_name_and_can_go_on(client: Client) -> None:
+def test_a_client_gets_a_named_error_and_can_continue(client: Client) -> None:
     with pytest.raises(BatonError, match="never ends"):
         client.generate("a", Generation({"structured_outputs": {"json": ENDLESS}}))
 

@@ -184,7 +184,7 @@ def test_steps_of_nodes_are_traces_that_are_linked_to_their_requests(
     assert all(step.attributes[names.STEP_RUN] > 0 for step in steps)
 
 
-def test_a_caller_that_does_not_trace_is_not_traced(
+def test_a_request_with_an_unsampled_traceparent_is_not_traced(
     traced: LocalCluster, collector: Collector
 ) -> None:
     traceparent = TRACED.format(trace_id="e" * 32, parent_id="1" * 16)[:-1] + "0"

@@ -48,7 +48,7 @@ def is_gone(pid: int) -> bool:
 
 
 @pytest.mark.slow
-def test_up_shows_who_serves_and_ends_all_of_them_on_ctrl_c(up: Callable[..., Terminal]) -> None:
+def test_up_shows_its_processes_and_ends_them_on_ctrl_c(up: Callable[..., Terminal]) -> None:
     with up("--policy", "round_robin", "--kv-lease-s", "2", is_forked=False) as screen:
         screen.await_text("processes are up")
         shown = processes(screen)
@@ -70,7 +70,7 @@ def test_up_shows_who_serves_and_ends_all_of_them_on_ctrl_c(up: Callable[..., Te
 
 
 @pytest.mark.slow
-def test_up_shows_router_and_nodes_with_one_name_of_the_model(
+def test_up_shows_router_and_nodes_with_one_model_name(
     up: Callable[..., Terminal], model_folder: Path
 ) -> None:
     with up() as screen:
@@ -80,7 +80,7 @@ def test_up_shows_router_and_nodes_with_one_name_of_the_model(
 
 
 @pytest.mark.slow
-def test_a_stream_over_http_comes_to_its_end_before_up_does(up: Callable[..., Terminal]) -> None:
+def test_an_http_stream_finishes_before_up_exits(up: Callable[..., Terminal]) -> None:
     with up("--prefill", "0", "--http-port", "0") as screen:
         address = HTTP.search(screen.await_text("/v1; Ctrl-C ends"))
         assert address is not None
@@ -105,7 +105,7 @@ def test_a_stream_over_http_comes_to_its_end_before_up_does(up: Callable[..., Te
 
 
 @pytest.mark.slow
-def test_a_second_ctrl_c_ends_a_cluster_that_does_not_come_to_its_end(
+def test_a_second_ctrl_c_ends_a_cluster_that_does_not_drain(
     up: Callable[..., Terminal],
 ) -> None:
     with up("--prefill", "0", "--drain-timeout-s", "3600") as screen:
@@ -145,7 +145,7 @@ def test_ctrl_c_while_it_loads_ends_it_at_once(up: Callable[..., Terminal]) -> N
 
 
 @pytest.mark.slow
-def test_up_tells_of_a_node_that_is_gone_and_ends_when_nobody_can_serve(
+def test_up_reports_a_lost_node_and_exits_when_no_decode_node_is_left(
     up: Callable[..., Terminal],
 ) -> None:
     with up("--prefill", "0", "--decode", "2") as screen:
@@ -223,7 +223,7 @@ def test_a_node_that_dies_while_the_cluster_drains_is_not_restarted(
 
 
 @pytest.mark.slow
-def test_a_node_that_was_told_to_end_is_not_restarted(up: Callable[..., Terminal]) -> None:
+def test_a_node_stopped_by_sigterm_is_not_restarted(up: Callable[..., Terminal]) -> None:
     with up("--prefill", "0", "--decode", "2", "--restart") as screen:
         shown = processes(screen)
         os.kill(shown["decode-0"][0], signal.SIGTERM)
@@ -232,7 +232,7 @@ def test_a_node_that_was_told_to_end_is_not_restarted(up: Callable[..., Terminal
 
 
 @pytest.mark.slow
-def test_where_the_cluster_serves_is_the_last_line_once_all_have_joined(
+def test_the_serving_address_is_the_last_line_once_all_nodes_have_joined(
     up: Callable[..., Terminal],
 ) -> None:
     with up("--decode", "2") as screen:
@@ -244,7 +244,7 @@ def test_where_the_cluster_serves_is_the_last_line_once_all_have_joined(
         screen.await_text("serving on ")
 
 
-def test_a_busy_port_is_told_before_anything_is_loaded(model_folder: Path) -> None:
+def test_a_busy_port_is_reported_before_anything_is_loaded(model_folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         done = run_baton("up", "--model", str(model_folder), "--port", str(port))
@@ -265,7 +265,7 @@ def test_a_busy_port_is_told_before_anything_is_loaded(model_folder: Path) -> No
         (["--tool-parser", "other"], "--tool-parser 'other'"),
     ],
 )
-def test_wrong_options_of_nodes_and_router_are_told_before_anything_is_loaded(
+def test_wrong_options_of_nodes_and_router_are_reported_before_anything_is_loaded(
     arguments: list[str], complaint: str
 ) -> None:
     done = run_baton("up", "--model", "no-such-model", *arguments)
@@ -277,7 +277,7 @@ def test_wrong_options_of_nodes_and_router_are_told_before_anything_is_loaded(
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
-def test_a_broken_model_folder_is_told_before_anything_is_started(
+def test_a_broken_model_folder_is_reported_before_anything_is_started(
     model_folder: Path, tmp_path: Path, name: str
 ) -> None:
     folder = shutil.copytree(model_folder, tmp_path / "model")

@@ -90,7 +90,7 @@ def test_the_wheel_contains_the_packages_with_their_data_and_nothing_else(wheel:
 
 @pytest.mark.skipif(compiler_path() is None, reason="no compiler here")
 @pytest.mark.usefixtures("baton")
-def test_the_kernels_of_the_wheel_are_used_where_there_is_no_compiler(
+def test_the_kernels_of_the_wheel_are_used_without_a_compiler(
     environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -114,7 +114,7 @@ def test_packages_and_demo_model_are_those_of_the_wheel(environment: Path) -> No
     assert all(Path(path).is_relative_to(environment) for path in found)
 
 
-def test_the_installed_demo_hands_kv_over_and_ends_by_itself(baton: str) -> None:
+def test_the_installed_demo_hands_kv_over_and_exits(baton: str) -> None:
     ended = subprocess.run([baton, "demo"], capture_output=True, text=True, check=False)
 
     assert ended.returncode == 0, ended.stderr

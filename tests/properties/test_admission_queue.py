@@ -13,7 +13,7 @@ leaves = st.tuples(st.just("leave"), st.integers(0, 30))
 
 
 @given(st.integers(1, 3), st.integers(0, 4), st.lists(joins | leaves, max_size=80))
-def test_limits_hold_and_the_most_urgent_first_comer_is_always_next(
+def test_limits_hold_and_the_first_of_highest_priority_is_always_next(
     max_in_flight: int, max_queue: int, history: list[tuple[str, int]]
 ) -> None:
     line: AdmissionQueue[int] = AdmissionQueue(AdmissionQueueConfig(max_in_flight, max_queue))

@@ -52,7 +52,7 @@ def test_tokens_are_emitted_once_and_in_order_from_any_source(
 
 
 @given(st.lists(st.text(LETTERS, max_size=3)), STOPS, st.booleans())
-def test_text_in_pieces_stops_where_the_whole_text_would(
+def test_streamed_text_stops_where_the_whole_text_stops(
     pieces: list[str], stops: tuple[str, ...], is_included: bool
 ) -> None:
     watcher = StopWatcher(StopRule(stops, is_included))

@@ -67,12 +67,14 @@ def has_unnamed(value: Any) -> bool:
 
 
 @given(schemas("allOf", "anyOf", refs=True), values(*NAMES, UNNAMED))
-def test_what_a_closed_schema_accepts_its_original_accepts(schema: Schema, value: Any) -> None:
+def test_instances_of_a_closed_schema_are_instances_of_the_original(
+    schema: Schema, value: Any
+) -> None:
     assert accepts(schema, value) or not accepts(close_objects(schema), value)
 
 
 @given(schemas("allOf", "anyOf"), values(*NAMES, UNNAMED))
-def test_a_closed_schema_accepts_no_name_at_its_top_that_it_does_not_have(
+def test_a_closed_schema_accepts_no_additional_top_level_property(
     schema: Schema, value: Any
 ) -> None:
     is_open = not isinstance(value, dict) or UNNAMED not in value
@@ -80,7 +82,7 @@ def test_a_closed_schema_accepts_no_name_at_its_top_that_it_does_not_have(
 
 
 @given(schemas("allOf", refs=True), st.dictionaries(st.sampled_from(NAMES), st.just(1)))
-def test_the_names_that_a_schema_has_are_accepted_as_before(
+def test_closing_a_schema_keeps_its_own_properties_valid(
     schema: Schema, value: dict[str, int]
 ) -> None:
     has_all = value.keys() <= names_of(schema, schema)

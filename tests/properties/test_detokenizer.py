@@ -50,7 +50,7 @@ def word_tokenizer() -> Tokenizer:
 
 @pytest.mark.parametrize("make", [byte_level_tokenizer, word_tokenizer])
 @given(token_ids=TOKENS, sizes=st.lists(st.integers(1, 4), min_size=40, max_size=40))
-def test_pieces_joined_are_the_whole_decoded(
+def test_joined_chunks_equal_the_decoded_text(
     make: object, token_ids: list[int], sizes: list[int]
 ) -> None:
     assert callable(make)
@@ -66,7 +66,7 @@ def test_pieces_joined_are_the_whole_decoded(
 
 
 @given(text=st.text(max_size=60))
-def test_text_that_was_encoded_comes_back_without_a_broken_character(text: str) -> None:
+def test_encoded_text_round_trips_without_broken_characters(text: str) -> None:
     tokenizer = byte_level_tokenizer()
     detokenizer = tokenizer.detokenizer()
 

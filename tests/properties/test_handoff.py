@@ -332,7 +332,7 @@ WIRES: dict[str, Callable[[], Wire]] = {
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_no_write_lands_in_a_block_with_a_new_owner_and_all_ends_free(wire: str) -> None:
+def test_no_write_lands_in_a_reallocated_block_and_all_blocks_end_free(wire: str) -> None:
     for seed in range(NUM_HISTORIES):
         with told_apart(seed, wire):
             shape = draw_shape(seed)
@@ -345,7 +345,7 @@ def test_no_write_lands_in_a_block_with_a_new_owner_and_all_ends_free(wire: str)
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_blocks_of_lost_hand_offs_that_count_as_valid_are_and_stay_so(wire: str) -> None:
+def test_proved_blocks_of_lost_hand_offs_are_correct_and_stay_unchanged(wire: str) -> None:
     num_proved = 0
     for seed in range(NUM_PROVING_HISTORIES):
         with told_apart(seed, wire):
@@ -379,7 +379,7 @@ def test_asynchronously_computed_kv_lands_as_computed(wire: str, waits_at_pass_e
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_without_trouble_what_is_wanted_and_computed_lands_and_no_pair_is_given_up(
+def test_without_faults_every_computed_hand_off_lands_and_no_pair_is_closed(
     wire: str,
 ) -> None:
     for seed in range(NUM_QUIET_HISTORIES):

@@ -86,26 +86,26 @@ def library() -> GrammarLibrary:
 @example(schema={"anyOf": [{"$ref": "#"}, {"$ref": "#"}]}, draw=0)
 @example(schema={"$defs": {"a": {"$ref": "#/$defs/a"}}, "items": {"$ref": "#/$defs/a"}}, draw=0)
 @example(schema={"multipleOf": -292604186}, draw=0)
-def test_any_schema(schema: dict[str, Any], draw: int) -> None:
+def test_any_schema_compiles_or_is_refused(schema: dict[str, Any], draw: int) -> None:
     _try(StructuredOutputs(json=json.dumps(schema)), draw)
 
 
 @given(text=expressions | noise, draw=st.integers(0, 1 << 30))
-def test_any_expression(text: str, draw: int) -> None:
+def test_any_regex_compiles_or_is_refused(text: str, draw: int) -> None:
     _try(StructuredOutputs(regex=text), draw)
 
 
 @given(
     text=larks | gbnfs | noise | noise.map(lambda text: f"start: {text}"), draw=st.integers(0, 99)
 )
-def test_any_grammar(text: str, draw: int) -> None:
+def test_any_grammar_compiles_or_is_refused(text: str, draw: int) -> None:
     _try(StructuredOutputs(grammar=text), draw)
 
 
 @given(
     fields=st.dictionaries(st.sampled_from(["json", "regex", "choice", "x"]), values, max_size=3)
 )
-def test_any_fields(fields: dict[str, Any]) -> None:
+def test_any_constraint_fields_are_parsed_or_refused(fields: dict[str, Any]) -> None:
     with suppress(InvalidRequest):
         parse_structured_outputs(fields)
 

@@ -48,7 +48,7 @@ def view_after(payloads: list[bytes]) -> CacheView:
 
 
 @given(batches, st.integers(1, 6), st.data())
-def test_whoever_joins_has_the_content_of_the_cache(
+def test_a_late_subscriber_has_the_content_of_the_cache(
     updates: list[list[KvEvent]], buffer_steps: int, data: st.DataObject
 ) -> None:
     history = EventHistory(FACTS, buffer_steps)

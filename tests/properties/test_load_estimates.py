@@ -80,13 +80,13 @@ def run(actions: Actions, block_s: float = COPY_S, idle_s: float = 0.0) -> float
 
 @settings(max_examples=num_examples(60))
 @given(st.lists(st.one_of(stores, loads, loads, decoding, waits), max_size=25))
-def test_neither_rests_nor_stores_change_the_estimate(actions: Actions) -> None:
+def test_neither_pauses_nor_stores_change_the_estimate(actions: Actions) -> None:
     assert run(actions) == pytest.approx(COPY_S)
 
 
 @settings(max_examples=num_examples(30))
 @given(st.lists(st.one_of(stores, loads, decoding), max_size=25))
-def test_slow_loads_raise_the_estimate_step_by_step_and_are_forgotten(actions: Actions) -> None:
+def test_slow_loads_raise_the_estimate_gradually_and_their_effect_decays(actions: Actions) -> None:
     num_loads = sum(action == "load" for action, _ in actions)
     estimate_s = run(actions, SLOW_S)
     assert estimate_s <= min(SLOW_S, COPY_S * 2**num_loads) * 1.01

@@ -114,7 +114,7 @@ def refusal_of(read: Callable[[], ParsedRequest]) -> Exception | None:
 
 
 @given(completions)
-def test_a_completion_is_taken_or_refused_by_name(fields: dict[str, Any]) -> None:
+def test_a_completion_is_accepted_or_refused_by_name(fields: dict[str, Any]) -> None:
     body = json.dumps(fields).encode()
 
     refusal = refusal_of(lambda: completion_from(json_object(body), "id", CONTEXT))
@@ -123,7 +123,7 @@ def test_a_completion_is_taken_or_refused_by_name(fields: dict[str, Any]) -> Non
 
 
 @given(chats)
-def test_a_chat_is_taken_or_refused_by_name(fields: dict[str, Any]) -> None:
+def test_a_chat_is_accepted_or_refused_by_name(fields: dict[str, Any]) -> None:
     body = json.dumps(fields).encode()
 
     refusal = refusal_of(lambda: chat_completion_from(json_object(body), "id", CONTEXT))

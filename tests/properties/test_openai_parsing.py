@@ -70,7 +70,7 @@ def test_parsing_does_not_depend_on_how_the_text_is_split(
 
 
 @given(texts, parsings)
-def test_without_calls_nothing_is_lost_but_the_marks_around_reasoning(
+def test_text_without_calls_loses_only_the_reasoning_tags(
     fragments: list[str], parsing: Parsing
 ) -> None:
     text = "".join(fragments)
@@ -93,7 +93,7 @@ spaces = st.sampled_from([("", ""), (" ", ""), ("\n  ", " ")])
 
 
 @given(st.lists(st.tuples(names, arguments, st.booleans()), min_size=1), spaces, st.data())
-def test_however_forced_calls_are_cut_all_of_them_are_read(
+def test_forced_calls_are_parsed_for_any_split_of_the_text(
     calls: list[tuple[str, object, bool]], gaps: tuple[str, str], data: st.DataObject
 ) -> None:
     before, after = gaps
@@ -115,7 +115,7 @@ def test_however_forced_calls_are_cut_all_of_them_are_read(
 
 
 @given(texts)
-def test_without_parsers_all_is_content(fragments: list[str]) -> None:
+def test_without_parsers_all_text_is_content(fragments: list[str]) -> None:
     text = "".join(fragments)
     assert read(TextFormat(tool_calls=ToolCallMode.BY_MODEL).parser(), [text]) == AnswerText(text)
 

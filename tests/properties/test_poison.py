@@ -134,7 +134,7 @@ def check(requested: list[TimedRequest], outcome: Outcome, most_deaths: int) -> 
     st.integers(0, 2),
     st.integers(1, 3),
 )
-def test_a_poison_ends_at_most_two_engines_and_bystanders_finish(
+def test_a_poisonous_request_ends_at_most_two_engines_and_bystanders_finish(
     others: list[TimedRequest], poisonous: list[TimedRequest], num_prefill: int, num_decode: int
 ) -> None:
     requested = [*others, *poisonous]
@@ -152,7 +152,7 @@ def test_a_poison_ends_at_most_two_engines_and_bystanders_finish(
     st.integers(0, 2),
     st.integers(1, 3),
 )
-def test_a_poison_that_makes_nodes_vanish_takes_at_most_three_and_bystanders_finish(
+def test_a_request_that_makes_nodes_vanish_ends_at_most_three_and_bystanders_finish(
     others: list[TimedRequest], poisonous: list[TimedRequest], num_prefill: int, num_decode: int
 ) -> None:
     requested = [*others, *poisonous]
@@ -182,7 +182,7 @@ def test_progress_does_not_exempt_a_poisonous_request(num_tokens: int, num_other
     st.integers(0, 2),
     st.integers(1, 3),
 )
-def test_killed_nodes_make_no_request_suspect(
+def test_killing_nodes_makes_no_request_suspect(
     requested: list[TimedRequest], kills: list[int], num_prefill: int, num_decode: int
 ) -> None:
     outcome = serve(
@@ -209,7 +209,7 @@ def test_a_request_whose_two_nodes_vanish_at_once_is_judged_by_both() -> None:
     check(requested, outcome, most_deaths=3)
 
 
-def test_a_bystander_of_two_poisons_outlives_three_nodes_in_a_row() -> None:
+def test_a_bystander_of_two_poisonous_requests_survives_three_lost_nodes() -> None:
     bystander = TimedRequest(5, 6)
     poison = TimedRequest(30, 0, Poison(NodeRole.DECODE, 2))
     requested = [bystander, poison, LATER_PREFILL_POISON]

@@ -66,7 +66,7 @@ def change(host: HostTier, kind: str, name: BlockHash) -> None:
 
 
 @given(steps)
-def test_every_reading_router_knows_exactly_what_cache_and_host_memory_hold(
+def test_every_router_index_equals_the_content_of_cache_and_host_memory(
     history: list[tuple[list[KvEvent], list[HostChange], bool, set[int], int | None]],
 ) -> None:
     cached, host = CachedPrefixes(), host_tier(4)
@@ -101,7 +101,7 @@ def test_every_reading_router_knows_exactly_what_cache_and_host_memory_hold(
     st.dictionaries(st.sampled_from("abc"), st.sets(st.sampled_from(NAMES))),
     st.lists(st.sampled_from(NAMES), unique=True),
 )
-def test_a_match_is_the_longest_gapless_beginning_that_each_node_has(
+def test_a_match_is_the_longest_contiguous_prefix_of_each_node(
     held: dict[str, set[BlockHash]], requested: list[BlockHash]
 ) -> None:
     prefixes = NodePrefixes()

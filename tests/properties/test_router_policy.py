@@ -60,7 +60,7 @@ def table_of(nodes: list[tuple[Node, Known]]) -> NodeTable:
 
 
 @given(st.lists(knowns, max_size=6), routings, st.integers(0, 1000))
-def test_a_choice_is_open_and_fits_and_a_refusal_has_its_reason(
+def test_chosen_nodes_are_available_and_compatible_and_a_refusal_has_its_reason(
     known: list[Known], routing: Routing, number: int
 ) -> None:
     nodes = [
@@ -109,7 +109,7 @@ def _check_holder(route: Route, known: dict[Node, Known], fit: list[Node]) -> No
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=30))
-def test_when_every_request_has_ended_nothing_is_left_of_their_weight(
+def test_no_load_remains_after_every_request_has_ended(
     ends: list[tuple[int, bool]],
 ) -> None:
     nodes = [a_node(NodeRole.PREFILL, "p"), a_node(NodeRole.DECODE, "d")]
@@ -131,7 +131,7 @@ def test_when_every_request_has_ended_nothing_is_left_of_their_weight(
 
 
 @given(st.integers(1, 2000), st.integers(0, 125), st.integers(0, 125), st.integers(0, 125))
-def test_a_node_that_has_more_of_a_prompt_never_costs_more(
+def test_a_longer_cached_prefix_never_raises_the_cost(
     num_tokens: int, first: int, second: int, num_held_blocks: int
 ) -> None:
     less, more, num_held = (16 * each for each in (*sorted((first, second)), num_held_blocks))

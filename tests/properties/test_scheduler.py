@@ -234,13 +234,13 @@ TestScheduler = SchedulerMachine.TestCase
 
 
 @pytest.mark.parametrize("first", range(NUM_PARTS))
-def test_seeded_histories_lose_no_block_end_and_answer_as_if_alone(first: int) -> None:
+def test_random_histories_leak_no_block_and_every_answer_equals_that_alone(first: int) -> None:
     for seed in range(first, NUM_HISTORIES, NUM_PARTS):
         run_history(seed)
 
 
 @pytest.mark.parametrize("first", range(NUM_PARTS))
-def test_every_request_ends_in_bounded_time_however_many_and_slow_the_loads_of_others(
+def test_every_request_ends_in_bounded_time_despite_many_slow_loads_of_others(
     first: int,
 ) -> None:
     for seed in range(first, NUM_STREAMS, NUM_PARTS):

@@ -351,7 +351,7 @@ def _num_of_one_tenant(wanted: list[int]) -> int:
     return max((number for tenant, number in tenants.items() if tenant != SHARED), default=0)
 
 
-def test_loads_are_right_or_miss_whatever_happens() -> None:
+def test_loads_are_correct_or_miss_under_any_faults() -> None:
     run_state_machine_as_test(
         TwoNodes,
         settings=settings(max_examples=num_examples(50), stateful_step_count=30),
