@@ -61,17 +61,17 @@ class Running:
     answers: Sequence[KnownAnswer]
 
     def through(self, *faults: Fault, pause_s: float = PAUSE_S) -> Report:
-        async def scene() -> Report:
+        async def scenario() -> Report:
             async with AsyncClient(self.cluster.address, retries=ONCE) as client:
                 chaos = ChaosRun(self.cluster, client, self.answers, NUM_CLIENTS)
                 return await paced(chaos, faults, pause_s)
 
-        return self.runner.run(scene())
+        return self.runner.run(scenario())
 
     def under(self, attack: Attack) -> Report:
         """Run a hostile client in parallel to the load and two bystanders."""
 
-        async def scene() -> Report:
+        async def scenario() -> Report:
             target = self.cluster.hostile_target
             assert target is not None
             async with (
@@ -82,17 +82,17 @@ class Running:
                 fault = Fault(0, 0.3, FaultKind.HOSTILE, TargetRole.ROUTER, 0, Phase.SENT, LASTS_S)
                 return await paced(chaos, [fault], LONG_PAUSE_S)
 
-        return self.runner.run(scene())
+        return self.runner.run(scenario())
 
     def total(self, role: TargetRole, metric: Metric, label: str = "") -> float:
         """Return the sum of a counter over all processes of a role."""
 
-        async def scene() -> float:
+        async def scenario() -> float:
             places = range(self.cluster.num_by_role[role])
             found = [await self.cluster.scrape(self.cluster.child(role, place)) for place in places]
             return sum(one.total(metric, label) for one in found)
 
-        return self.runner.run(scene())
+        return self.runner.run(scenario())
 
 
 async def paced(chaos: ChaosRun, faults: Sequence[Fault], pause_s: float) -> Report:

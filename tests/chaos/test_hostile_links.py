@@ -41,26 +41,26 @@ def hello_to(channel: grpc.Channel) -> Hello:
 class Word:
     """Messages that the node sent before it ended the link, and the final status."""
 
-    heard: list[LinkMessage]
+    received: list[LinkMessage]
     code: grpc.StatusCode
     details: str
 
 
-def last_word(channel: grpc.Channel, *said: LinkMessage) -> Word:
+def last_word(channel: grpc.Channel, *sent: LinkMessage) -> Word:
     """Send these messages, keep the link open and return the node's reply."""
     is_over = threading.Event()
 
     def requests() -> Iterator[kv_link_pb2.LinkRequest]:
-        for one in said:
+        for one in sent:
             yield kv_link_pb2.LinkRequest(message=one)
         is_over.wait(PATIENCE_S)
 
     call = kv_link_pb2_grpc.KvLinkServiceStub(channel).Link(requests(), timeout=PATIENCE_S)
-    heard: list[LinkMessage] = []
+    received: list[LinkMessage] = []
     with suppress(grpc.RpcError):
-        heard += (response.message for response in call)
+        received += (response.message for response in call)
     is_over.set()
-    return Word(heard, call.code(), call.details() or "")
+    return Word(received, call.code(), call.details() or "")
 
 
 def grant(block_id: int = 0, lease_s: float = 5.0) -> LinkMessage:
@@ -148,7 +148,7 @@ def test_unusable_transport_metadata_is_refused_with_a_closed_message(
     with honest_client_undisturbed(cluster, right_answer):
         word = last_word(channel, LinkMessage(hello=hello))
 
-    assert [one.WhichOneof("message") for one in word.heard] == ["hello", "closed"]
+    assert [one.WhichOneof("message") for one in word.received] == ["hello", "closed"]
 
 
 @pytest.mark.parametrize("block_id", [8, 2**31, 2**32 - 1])
@@ -163,5 +163,5 @@ def test_blocks_outside_the_region_of_the_peer_end_the_link(
     with honest_client_undisturbed(cluster, right_answer):
         word = last_word(channel, LinkMessage(hello=hello_to(channel)), grant(block_id))
 
-    assert [one.WhichOneof("message") for one in word.heard] == ["hello", "closed"]
-    assert "blocks that it does not have" in word.heard[-1].closed.reason
+    assert [one.WhichOneof("message") for one in word.received] == ["hello", "closed"]
+    assert "blocks that it does not have" in word.received[-1].closed.reason

@@ -159,7 +159,7 @@ def test_every_random_request_gets_the_tokens_of_the_local_engine(
     expected: list[list[Completion]],
 ) -> None:
     with LocalCluster(options) as cluster:
-        answers, num_killed = asyncio.run(_ask_all(cluster, requests, kills))
+        answers, num_killed = asyncio.run(_answer_all(cluster, requests, kills))
 
     assert (num_killed > 0) is kills
     wrong = [
@@ -170,7 +170,7 @@ def test_every_random_request_gets_the_tokens_of_the_local_engine(
     assert not wrong, wrong
 
 
-async def _ask_all(
+async def _answer_all(
     cluster: LocalCluster, requests: Sequence[RandomRequest], kills: bool
 ) -> tuple[list[list[Answer]], int]:
     """Return the answers in the order of `requests`, and the number of nodes killed meanwhile."""
@@ -178,14 +178,14 @@ async def _ask_all(
     places = iter(range(len(requests)))
     num_answered = asyncio.Semaphore(0)
 
-    async def ask_on(client: AsyncClient) -> None:
+    async def send_on(client: AsyncClient) -> None:
         for place in places:
             request = requests[place]
             answers[place] = await client.generate_all(request.prompt, request.generation)
             num_answered.release()
 
     async with AsyncClient(cluster.address, timeout_s=240) as client, asyncio.TaskGroup() as tasks:
-        clients = [tasks.create_task(ask_on(client)) for _ in range(NUM_CLIENTS)]
+        clients = [tasks.create_task(send_on(client)) for _ in range(NUM_CLIENTS)]
         num_killed = 0
         if kills:
             num_killed = await _kill_in_turn(cluster, num_answered, len(requests))

@@ -30,7 +30,7 @@ DISTINCT = tuple(f"    value = {number}\n" * 20 for number in (0, 4, 6, 35, 36, 
 PROMPTS = (*NEAR_TIES, *DISTINCT)
 
 
-def ask(client: Client, prompt: str) -> Answer:
+def generate(client: Client, prompt: str) -> Answer:
     sampling = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True)
     return client.generate(prompt, Generation(sampling))
 
@@ -73,14 +73,14 @@ class Load:
     def _work(self) -> None:
         while not self._is_over.is_set():
             for prompt in PROMPTS:
-                self.answers.append((prompt, ask(self._client, prompt)))
+                self.answers.append((prompt, generate(self._client, prompt)))
                 self._answered.release()
 
 
 def check_answers_while(cluster: ContainerCluster, disturb: Callable[[Load], object]) -> None:
     """Check that every request is answered, and with the tokens of an undisturbed cluster."""
     with connected(cluster) as client:
-        quiet = {prompt: ask(client, prompt) for prompt in PROMPTS}
+        quiet = {prompt: generate(client, prompt) for prompt in PROMPTS}
         assert len({tuple(quiet[prompt].token_ids) for prompt in DISTINCT}) == len(DISTINCT)
         load = Load(client)
         with load.running():
@@ -108,7 +108,9 @@ def test_kv_is_transferred_between_containers(cluster: ContainerCluster) -> None
     before = cluster.received_bytes("decode")
 
     with connected(cluster) as client:
-        answers = [ask(client, f"# {number}\n" + prompt) for number, prompt in enumerate(PROMPTS)]
+        answers = [
+            generate(client, f"# {number}\n" + prompt) for number, prompt in enumerate(PROMPTS)
+        ]
 
     served = [answer.finish.served for answer in answers if answer.finish is not None]
     kv_bytes = sum(one.kv_bytes for one in served)
@@ -124,12 +126,12 @@ def test_the_image_has_kernels_for_this_processor(cluster: ContainerCluster) -> 
 
 
 def test_killing_a_prefill_container_fails_no_request(cluster: ContainerCluster) -> None:
-    def kill_a_busy_one(load: Load) -> None:
+    def kill_busy_node(load: Load) -> None:
         finish = load.answers[-1][1].finish
         assert finish is not None
         run("docker", "kill", cluster.container_of("prefill", finish.served.prefill_node))
 
-    check_answers_while(cluster, kill_a_busy_one)
+    check_answers_while(cluster, kill_busy_node)
 
 
 def test_scaling_down_and_up_fails_no_request(cluster: ContainerCluster) -> None:

@@ -22,8 +22,8 @@ from tests.support.scripted_node import ScriptedCall, ScriptedNode, serve_script
 PATIENCE_S = 30
 
 
-def play(scene: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scene, PATIENCE_S))
+def play(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, PATIENCE_S))
 
 
 @asynccontextmanager
@@ -46,20 +46,23 @@ class RouterCall:
         return [event.output.first_index for event in self.events]
 
 
-async def ask(stream: NodeStream, node: ScriptedNode) -> tuple[RouterCall, ScriptedCall]:
+async def start_call(stream: NodeStream, node: ScriptedNode) -> tuple[RouterCall, ScriptedCall]:
     requested = RouterCall(stream)
     return requested, await node.calls.get()
 
 
 def test_each_call_gets_its_own_events_in_order_until_its_end() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         node = ScriptedNode()
         async with connected(node) as stream:
-            (one, node_one), (two, node_two) = await ask(stream, node), await ask(stream, node)
+            (one, node_one), (two, node_two) = (
+                await start_call(stream, node),
+                await start_call(stream, node),
+            )
 
-            node_one.tell(0)
-            node_two.tell(5, 6)
-            node_one.tell(1, 2)
+            node_one.send_tokens(0)
+            node_two.send_tokens(5, 6)
+            node_one.send_tokens(1, 2)
             node_two.end()
             await two.task
             assert not one.task.done()
@@ -69,51 +72,57 @@ def test_each_call_gets_its_own_events_in_order_until_its_end() -> None:
             assert (one.places, two.places) == ([0, 1, 2], [5, 6])
             assert node.num_streams == 1
 
-    play(scene())
+    play(scenario())
 
 
 def test_simultaneous_events_of_all_calls_are_sent_in_one_message() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         node = ScriptedNode()
         async with connected(node) as stream:
-            calls = [await ask(stream, node) for _ in range(20)]
+            calls = [await start_call(stream, node) for _ in range(20)]
 
             for _, reported in calls:
-                reported.tell(0)
+                reported.send_tokens(0)
                 reported.end()
             await asyncio.gather(*(requested.task for requested, _ in calls))
 
             assert sum(node.messages) == 40
             assert len(node.messages) <= 3
 
-    play(scene())
+    play(scenario())
 
 
 def test_cancelling_a_call_ends_only_that_call_on_the_node() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         node = ScriptedNode()
         async with connected(node) as stream:
-            (one, node_one), (two, node_two) = await ask(stream, node), await ask(stream, node)
+            (one, node_one), (two, node_two) = (
+                await start_call(stream, node),
+                await start_call(stream, node),
+            )
 
             one.task.cancel()
             await node_one.left.wait()
 
             assert not node_two.left.is_set()
-            node_two.tell(0)
+            node_two.send_tokens(0)
             node_two.end()
             await two.task
             assert two.places == [0]
 
-    play(scene())
+    play(scenario())
 
 
 def test_a_failed_call_reports_its_reason_and_affects_no_other() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         node = ScriptedNode()
         async with connected(node) as stream:
-            (one, node_one), (two, node_two) = await ask(stream, node), await ask(stream, node)
+            (one, node_one), (two, node_two) = (
+                await start_call(stream, node),
+                await start_call(stream, node),
+            )
 
-            node_one.tell(0)
+            node_one.send_tokens(0)
             node_one.end(GenerationFailed("the engine says no"))
             with pytest.raises(RemoteFailure) as failure:
                 await one.task
@@ -125,16 +134,19 @@ def test_a_failed_call_reports_its_reason_and_affects_no_other() -> None:
             node_two.end()
             await two.task
 
-    play(scene())
+    play(scenario())
 
 
 def test_an_exception_in_one_call_is_reported_and_ends_no_other(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         node = ScriptedNode()
         async with connected(node) as stream:
-            (one, node_one), (two, node_two) = await ask(stream, node), await ask(stream, node)
+            (one, node_one), (two, node_two) = (
+                await start_call(stream, node),
+                await start_call(stream, node),
+            )
 
             node_one.end(ZeroDivisionError("oh"))
             with pytest.raises(RemoteFailure, match="ZeroDivisionError: oh"):
@@ -143,35 +155,35 @@ def test_an_exception_in_one_call_is_reported_and_ends_no_other(
             node_two.end()
             await two.task
 
-    play(scene())
+    play(scenario())
     assert "a call ended on a bug" in caplog.text
 
 
 def test_a_draining_node_refuses_new_calls_and_finishes_running_ones() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         node = ScriptedNode()
         async with connected(node) as stream:
-            old, told_old = await ask(stream, node)
+            old, old_on_node = await start_call(stream, node)
             node.is_draining = True
 
             with pytest.raises(RemoteFailure) as refusal:
                 await RouterCall(stream).task
 
             assert refusal.value.remote.reason == "DRAINING"
-            told_old.tell(0)
-            told_old.end()
+            old_on_node.send_tokens(0)
+            old_on_node.end()
             await old.task
             assert old.places == [0]
 
-    play(scene())
+    play(scenario())
 
 
 def test_a_stopped_node_fails_every_call_and_the_next_call_reconnects() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         node = ScriptedNode()
         async with serve_scripted_node(node) as address:
             connection = Connection(open_channel(address))
-            calls = [await ask(connection.streams[NodeRole.DECODE], node) for _ in range(3)]
+            calls = [await start_call(connection.streams[NodeRole.DECODE], node) for _ in range(3)]
         for requested, reported in calls:
             with pytest.raises(RemoteFailure) as failure:
                 await requested.task
@@ -181,22 +193,22 @@ def test_a_stopped_node_fails_every_call_and_the_next_call_reconnects() -> None:
         again = ScriptedNode()
         async with serve_scripted_node(again, port=int(address.rpartition(":")[2])):
             await connection.channel.channel_ready()
-            retry, reported = await ask(connection.streams[NodeRole.DECODE], again)
-            reported.tell(7)
+            retry, reported = await start_call(connection.streams[NodeRole.DECODE], again)
+            reported.send_tokens(7)
             reported.end()
             await retry.task
             assert retry.places == [7]
             await connection.close()
 
-    play(scene())
+    play(scenario())
 
 
 def test_a_disconnected_router_ends_all_its_calls_on_the_node() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         node = ScriptedNode()
         async with serve_scripted_node(node) as address:
             connection = Connection(open_channel(address))
-            calls = [await ask(connection.streams[NodeRole.DECODE], node) for _ in range(3)]
+            calls = [await start_call(connection.streams[NodeRole.DECODE], node) for _ in range(3)]
 
             await connection.close()
 
@@ -207,18 +219,18 @@ def test_a_disconnected_router_ends_all_its_calls_on_the_node() -> None:
             await node.stream_ended.wait()
             assert node.num_under_way == 0
 
-    play(scene())
+    play(scenario())
 
 
 def test_a_released_connection_closes_after_its_last_call() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         node = ScriptedNode()
         async with serve_scripted_node(node) as address:
             connection = Connection(open_channel(address))
-            requested, reported = await ask(connection.streams[NodeRole.DECODE], node)
+            requested, reported = await start_call(connection.streams[NodeRole.DECODE], node)
 
             closing = asyncio.ensure_future(connection.close(PATIENCE_S))
-            reported.tell(0)
+            reported.send_tokens(0)
             reported.end()
             await requested.task
             await closing
@@ -226,7 +238,7 @@ def test_a_released_connection_closes_after_its_last_call() -> None:
 
             assert requested.places == [0]
 
-    play(scene())
+    play(scenario())
 
 
 @pytest.mark.parametrize(
@@ -240,7 +252,7 @@ def test_a_released_connection_closes_after_its_last_call() -> None:
 def test_an_invalid_message_of_a_router_ends_its_stream(
     nonsense: node_pb2.DecodeRequest, reason: str
 ) -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         node = ScriptedNode()
         async with serve_scripted_node(node) as address, open_channel(address) as channel:
             stream = node_pb2_grpc.DecodeServiceStub(channel).Decode()
@@ -253,4 +265,4 @@ def test_an_invalid_message_of_a_router_ends_its_stream(
             assert reason in (await stream.details() or "")
             await under_way.left.wait()
 
-    play(scene())
+    play(scenario())

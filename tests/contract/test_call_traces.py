@@ -35,7 +35,7 @@ from tests.support.engines import VOCAB_SIZE, an_engine
 from tests.support.fake_runner import FakeRunner, KvTensor, SynchronousRunner
 from tests.support.node_calls import FakeNodeCalls, a_card
 from tests.support.node_servers import NodeServer, a_node_server
-from tests.support.routers import MoodyRouter, a_router
+from tests.support.routers import UnreliableRouter, a_router
 from tests.support.tracers import TakingTracer
 
 PATIENCE_S = 60
@@ -43,8 +43,8 @@ CALLER = TraceContext(0xABC, 0x1)
 ENDLESS = SamplingParams(max_tokens=6)
 
 
-def play(scene: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scene, PATIENCE_S))
+def play(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, PATIENCE_S))
 
 
 def assert_end(span: Span, status: SpanStatus, outcome: str, rpc: str, kind: str | None) -> None:
@@ -58,7 +58,7 @@ def assert_end(span: Span, status: SpanStatus, outcome: str, rpc: str, kind: str
 
 
 @asynccontextmanager
-async def traced_router() -> AsyncIterator[tuple[MoodyRouter, AsyncClient, TakingTracer]]:
+async def traced_router() -> AsyncIterator[tuple[UnreliableRouter, AsyncClient, TakingTracer]]:
     tracer, nodes = TakingTracer(), FakeNodeCalls(is_endless=True)
     async with (
         a_router(node_calls=nodes, tracing=Tracing(tracer)) as (router, address),
@@ -73,7 +73,7 @@ def requested() -> Generation:
 
 
 def test_a_disconnected_client_counts_as_cancelled() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with traced_router() as (router, client, tracer):
             asking = asyncio.ensure_future(client.generate((1,), requested()))
             await router.text.read.get()
@@ -84,11 +84,11 @@ def test_a_disconnected_client_counts_as_cancelled() -> None:
         assert (root.name, root.trace_id, root.parent_id) == (names.GENERATE, 0xABC, 0x1)
         assert_end(root, SpanStatus.UNSET, "cancelled", "CANCELLED", None)
 
-    play(scene())
+    play(scenario())
 
 
 def test_an_expired_client_deadline_is_a_deadline_exceeded_error() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with traced_router() as (_, client, tracer):
             with pytest.raises(BatonError):
                 await client.generate((1,), requested(), timeout_s=0.5)
@@ -98,11 +98,11 @@ def test_an_expired_client_deadline_is_a_deadline_exceeded_error() -> None:
         late = "DEADLINE_EXCEEDED"
         assert_end(root, SpanStatus.ERROR, "deadline_exceeded", late, late)
 
-    play(scene())
+    play(scenario())
 
 
 def test_a_bug_of_the_router_is_an_error_named_after_it() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with traced_router() as (router, client, tracer):
             router.text.token_ids = _broken  # type: ignore[method-assign]
             with pytest.raises(BatonError) as failure:
@@ -114,7 +114,7 @@ def test_a_bug_of_the_router_is_an_error_named_after_it() -> None:
         assert_end(root, SpanStatus.ERROR, "failed", "UNKNOWN", "ZeroDivisionError")
         assert root.status_message == "a bug"
 
-    play(scene())
+    play(scenario())
 
 
 def _broken(prompt: Prompt, max_tokens: int | None = None) -> tuple[int, ...]:
@@ -196,7 +196,7 @@ async def stuck(timeout_s: float | None = None) -> AsyncIterator[Called]:
 
 
 def test_a_call_abandoned_by_the_router_is_cancelled_on_the_node() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with stuck() as called:
             called.call.cancel()
 
@@ -205,11 +205,11 @@ def test_a_call_abandoned_by_the_router_is_cancelled_on_the_node() -> None:
         assert (span.name, span.trace_id, span.parent_id) == (names.DECODE, 0xABC, 0x1)
         assert_end(span, SpanStatus.UNSET, "cancelled", "CANCELLED", None)
 
-    play(scene())
+    play(scenario())
 
 
 def test_a_broken_stream_cancels_its_calls_on_the_node() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with stuck() as called:
             await called.calls.channel(called.server.address).close()
 
@@ -217,33 +217,33 @@ def test_a_broken_stream_cancels_its_calls_on_the_node() -> None:
 
         assert_end(span, SpanStatus.UNSET, "cancelled", "CANCELLED", None)
 
-    play(scene())
+    play(scenario())
 
 
 def test_a_deadline_that_expires_on_the_node_is_a_deadline_exceeded_error() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with stuck(timeout_s=0.5) as called:
             span = await called.span()
 
         late = "DEADLINE_EXCEEDED"
         assert_end(span, SpanStatus.ERROR, "deadline_exceeded", late, late)
 
-    play(scene())
+    play(scenario())
 
 
 def test_an_engine_failure_is_the_error_of_its_calls() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with calling(an_engine(runner=BrokenRunner())) as called:
             span = await called.span()
 
         assert_end(span, SpanStatus.ERROR, "failed", "UNAVAILABLE", "ENGINE_STOPPED")
         assert "a bug" in span.status_message
 
-    play(scene())
+    play(scenario())
 
 
 def test_a_bug_in_a_call_is_an_error_named_after_it() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         core = an_engine()
         core.scheduler.validate = _buggy  # type: ignore[method-assign]
         async with calling(core) as called:
@@ -251,7 +251,7 @@ def test_a_bug_in_a_call_is_an_error_named_after_it() -> None:
 
         assert_end(span, SpanStatus.ERROR, "failed", "UNKNOWN", "ZeroDivisionError")
 
-    play(scene())
+    play(scenario())
 
 
 def _buggy(request: EngineRequest) -> None:

@@ -34,7 +34,7 @@ SIX = Generation(SamplingParams(max_tokens=6))
 SOON = Retries(max_attempts=3, first_pause_s=0.0)
 GONE = NoNodes("no node yet")
 
-Ask = Callable[[str, Retries], Awaitable[Answer]]
+Generate = Callable[[str, Retries], Awaitable[Answer]]
 
 
 async def by_async_client(address: str, retries: Retries) -> Answer:
@@ -43,112 +43,112 @@ async def by_async_client(address: str, retries: Retries) -> Answer:
 
 
 async def by_blocking_client(address: str, retries: Retries) -> Answer:
-    def ask() -> Answer:
+    def generate() -> Answer:
         with Client(address, retries=retries, timeout_s=PATIENCE_S) as client:
             return client.generate(PROMPT, SIX)
 
-    return await asyncio.to_thread(ask)
+    return await asyncio.to_thread(generate)
 
 
-both_clients = pytest.mark.parametrize("ask", [by_async_client, by_blocking_client])
+both_clients = pytest.mark.parametrize("generate", [by_async_client, by_blocking_client])
 
 
-def run(scene: Awaitable[None]) -> None:
+def run(scenario: Awaitable[None]) -> None:
     async def play() -> None:
         async with asyncio.timeout(PATIENCE_S):
-            await scene
+            await scenario
 
     asyncio.run(play())
 
 
 @both_clients
-def test_an_initially_unavailable_router_is_retried(ask: Ask) -> None:
-    async def scene() -> None:
+def test_an_initially_unavailable_router_is_retried(generate: Generate) -> None:
+    async def scenario() -> None:
         async with a_router(GONE, GONE) as (router, address):
-            answer = await ask(address, SOON)
+            answer = await generate(address, SOON)
 
             assert len(answer.token_ids) == 6
             assert router.num_asked == 3
 
-    run(scene())
+    run(scenario())
 
 
 @both_clients
-def test_the_last_error_is_raised_after_the_last_attempt(ask: Ask) -> None:
-    async def scene() -> None:
+def test_the_last_error_is_raised_after_the_last_attempt(generate: Generate) -> None:
+    async def scenario() -> None:
         async with a_router(GONE, GONE, GONE) as (router, address):
             with pytest.raises(BatonError, match="no node yet") as refusal:
-                await ask(address, SOON)
+                await generate(address, SOON)
 
             assert (refusal.value.reason, router.num_asked) == ("NO_NODES", 3)
 
-    run(scene())
+    run(scenario())
 
 
 @both_clients
 @pytest.mark.parametrize("fault", [UnknownModel("no"), QueueFull("full", 0.0), RequestIdInUse("x")])
-def test_other_errors_are_raised_at_once(ask: Ask, fault: Exception) -> None:
-    async def scene() -> None:
+def test_other_errors_are_raised_at_once(generate: Generate, fault: Exception) -> None:
+    async def scenario() -> None:
         async with a_router(fault) as (router, address):
             with pytest.raises(BatonError):
-                await ask(address, SOON)
+                await generate(address, SOON)
 
             assert router.num_asked == 1
 
-    run(scene())
+    run(scenario())
 
 
 @both_clients
-def test_a_full_queue_is_retried_after_its_delay_if_enabled(ask: Ask) -> None:
+def test_a_full_queue_is_retried_after_its_delay_if_enabled(generate: Generate) -> None:
     patient = Retries(max_attempts=3, waits_when_full=True)
 
-    async def scene() -> None:
+    async def scenario() -> None:
         async with a_router(QueueFull("full", 0.01), GONE) as (router, address):
-            answer = await ask(address, patient)
+            answer = await generate(address, patient)
 
             assert len(answer.token_ids) == 6
             assert router.num_asked == 3
 
-    run(scene())
+    run(scenario())
 
 
 @both_clients
-def test_a_retry_waits_until_the_failed_attempt_releases_the_request_id(ask: Ask) -> None:
-    async def scene() -> None:
+def test_a_retry_waits_until_the_failed_attempt_releases_the_request_id(generate: Generate) -> None:
+    async def scenario() -> None:
         async with a_router(GONE, RequestIdInUse("in use")) as (router, address):
-            answer = await ask(address, SOON)
+            answer = await generate(address, SOON)
 
             assert len(answer.token_ids) == 6
             assert router.num_asked == 3
 
-    run(scene())
+    run(scenario())
 
 
 @both_clients
-def test_a_request_with_a_started_answer_is_never_retried(ask: Ask) -> None:
-    async def scene() -> None:
+def test_a_request_with_a_started_answer_is_never_retried(generate: Generate) -> None:
+    async def scenario() -> None:
         breaks = FakeNodeCalls(decode_breaks_after=[2, 0, 0])
         async with a_router(node_calls=breaks) as (router, address):
             with pytest.raises(BatonError) as failure:
-                await ask(address, SOON)
+                await generate(address, SOON)
 
             assert (failure.value.reason, router.num_asked) == ("NODE_FAILED", 1)
 
-    run(scene())
+    run(scenario())
 
 
 @both_clients
-def test_a_backoff_beyond_the_timeout_is_not_started(ask: Ask) -> None:
+def test_a_backoff_beyond_the_timeout_is_not_started(generate: Generate) -> None:
     slow = Retries(first_pause_s=10 * PATIENCE_S, max_pause_s=10 * PATIENCE_S)
 
-    async def scene() -> None:
+    async def scenario() -> None:
         async with a_router(GONE) as (router, address):
             with pytest.raises(BatonError) as refusal:
-                await ask(address, slow)
+                await generate(address, slow)
 
             assert (refusal.value.reason, router.num_asked) == ("NO_NODES", 1)
 
-    run(scene())
+    run(scenario())
 
 
 async def leave_async(client: AsyncClient) -> None:
@@ -165,7 +165,7 @@ async def close_async(client: AsyncClient) -> None:
 def test_leaving_the_loop_over_a_stream_cancels_its_request(
     leave: Callable[[AsyncClient], Awaitable[None]],
 ) -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         calls = FakeNodeCalls(is_endless=True)
         async with a_router(node_calls=calls) as (router, address):
             async with AsyncClient(address) as client:
@@ -174,7 +174,7 @@ def test_leaving_the_loop_over_a_stream_cancels_its_request(
 
             assert calls.left == [NodeRole.DECODE]
 
-    run(scene())
+    run(scenario())
 
 
 def test_omitted_sampling_parameters_take_the_model_defaults() -> None:
@@ -182,7 +182,7 @@ def test_omitted_sampling_parameters_take_the_model_defaults() -> None:
     node = a_node(NodeRole.DECODE)
     table = a_table(replace(node, card=replace(node.card, sampling_defaults=advised)))
 
-    async def scene() -> None:
+    async def scenario() -> None:
         calls = FakeNodeCalls()
         async with (
             a_router(node_calls=calls, table=table) as (_, address),
@@ -196,7 +196,7 @@ def test_omitted_sampling_parameters_take_the_model_defaults() -> None:
         assert left == SamplingParams(2, temperature=0.3, top_k=1)
         assert whole == SIX.sampling
 
-    run(scene())
+    run(scenario())
 
 
 def test_leaving_the_loop_over_a_blocking_stream_cancels_its_request() -> None:
@@ -204,7 +204,7 @@ def test_leaving_the_loop_over_a_blocking_stream_cancels_its_request() -> None:
         for _ in client.stream(PROMPT, SIX):
             break
 
-    async def scene() -> None:
+    async def scenario() -> None:
         calls = FakeNodeCalls(is_endless=True)
         async with a_router(node_calls=calls) as (router, address):
             with Client(address) as client:
@@ -213,11 +213,11 @@ def test_leaving_the_loop_over_a_blocking_stream_cancels_its_request() -> None:
 
             assert calls.left == [NodeRole.DECODE]
 
-    run(scene())
+    run(scenario())
 
 
 def test_a_timeout_is_reported_and_cancels_the_request() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         calls = FakeNodeCalls(is_endless=True)
         async with (
             a_router(node_calls=calls) as (router, address),
@@ -230,25 +230,25 @@ def test_a_timeout_is_reported_and_cancels_the_request() -> None:
         assert failure.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
         assert failure.value.reason == "DEADLINE_EXCEEDED"
 
-    run(scene())
+    run(scenario())
 
 
 @both_clients
-def test_a_prompt_beyond_the_message_size_is_refused_by_name(ask: Ask) -> None:
-    async def scene() -> None:
+def test_a_prompt_beyond_the_message_size_is_refused_by_name(generate: Generate) -> None:
+    async def scenario() -> None:
         async with a_router() as (router, address), AsyncClient(address) as client:
             with pytest.raises(BatonError, match="ask for less") as refusal:
                 await client.generate("x" * (MAX_REQUEST_BYTES + 1), SIX)
 
             assert refusal.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert (refusal.value.reason, router.num_asked) == ("MESSAGE_TOO_LARGE", 0)
-            assert len((await ask(address, SOON)).token_ids) == 6
+            assert len((await generate(address, SOON)).token_ids) == 6
 
-    run(scene())
+    run(scenario())
 
 
 def test_a_message_with_too_many_entries_is_refused_before_parsing() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with a_router() as (router, address), AsyncClient(address) as client:
             with pytest.raises(BatonError, match="more than 65536 fields") as refusal:
                 await client.generate([{"role": "", "content": ""}] * (MAX_FIELDS + 1), SIX)
@@ -256,12 +256,12 @@ def test_a_message_with_too_many_entries_is_refused_before_parsing() -> None:
             assert (refusal.value.reason, router.num_asked) == ("MESSAGE_TOO_LARGE", 0)
             assert len((await client.generate(PROMPT, SIX)).token_ids) == 6
 
-    run(scene())
+    run(scenario())
 
 
 @pytest.mark.parametrize("request_id", ["x" * 257, "a\nb", "\u2028", "\x1b[2J"])
 def test_an_overlong_or_unprintable_request_id_is_refused(request_id: str) -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with a_router() as (_, address), AsyncClient(address) as client:
             with pytest.raises(BatonError, match="request_id has") as refusal:
                 await client.generate(PROMPT, replace(SIX, request_id=request_id))
@@ -269,7 +269,7 @@ def test_an_overlong_or_unprintable_request_id_is_refused(request_id: str) -> No
             assert refusal.value.code is grpc.StatusCode.INVALID_ARGUMENT
             await client.generate(PROMPT, replace(SIX, request_id="é" * 256))
 
-    run(scene())
+    run(scenario())
 
 
 GATE = TokenInterceptor(AcceptedTokens(("right", "also-right")))
@@ -277,7 +277,7 @@ GATE = TokenInterceptor(AcceptedTokens(("right", "also-right")))
 
 @pytest.mark.parametrize("token", ["right", "also-right"])
 def test_a_valid_token_is_accepted_by_every_call(token: str) -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with (
             a_router(interceptors=[GATE]) as (_, address),
             AsyncClient(address, token=token) as client,
@@ -285,12 +285,12 @@ def test_a_valid_token_is_accepted_by_every_call(token: str) -> None:
             assert (await client.model()).name == "tiny"
             assert len((await client.generate(PROMPT, SIX)).token_ids) == 6
 
-    run(scene())
+    run(scenario())
 
 
 @pytest.mark.parametrize("token", [None, "wrong"])
 def test_without_a_valid_token_every_call_is_refused(token: str | None) -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with a_router(interceptors=[GATE]) as (router, address):
             async with AsyncClient(address, token=token) as client:
                 for call in (client.generate(PROMPT), client.model(), client.detokenize([1])):
@@ -301,13 +301,13 @@ def test_without_a_valid_token_every_call_is_refused(token: str | None) -> None:
                     assert "wrong" not in str(refusal.value)
             assert router.num_asked == 0
 
-    run(scene())
+    run(scenario())
 
 
 def test_health_requires_no_token_and_reflection_does() -> None:
     listing = reflection_pb2.ServerReflectionRequest(list_services="")
 
-    async def scene() -> None:
+    async def scenario() -> None:
         async with (
             a_router(interceptors=[GATE]) as (_, address),
             open_channel(address) as channel,
@@ -328,7 +328,7 @@ def test_health_requires_no_token_and_reflection_does() -> None:
             assert refusal.value.code() is grpc.StatusCode.UNAUTHENTICATED
             assert listed
 
-    run(scene())
+    run(scenario())
 
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
@@ -339,7 +339,7 @@ def test_reflection_describes_every_service_itself_and_error_details(version: st
         file_by_filename="google/rpc/error_details.proto"
     )
 
-    async def scene() -> None:
+    async def scenario() -> None:
         async with a_router() as (_, address), open_channel(address) as channel:
             call = channel.stream_stream(
                 f"/{own}/ServerReflectionInfo",
@@ -364,7 +364,7 @@ def test_reflection_describes_every_service_itself_and_error_details(version: st
             assert described.FindServiceByName(name).methods
         assert described.FindMessageTypeByName("google.rpc.ErrorInfo").name == "ErrorInfo"
 
-    run(scene())
+    run(scenario())
 
 
 def test_sending_a_token_in_plain_text_logs_a_warning_without_the_token(

@@ -90,7 +90,7 @@ def engines(num_engines: int, fate: Fate) -> list[EngineCore]:
     ]
 
 
-async def ask(pipeline: Pipeline) -> tuple[list[int], Finish]:
+async def generate(pipeline: Pipeline) -> tuple[list[int], Finish]:
     token_ids: list[int] = []
     sampling = SamplingParams(max_tokens=NUM_TOKENS, seed=SEED, ignore_eos=True)
     call = GenerateCall("r", TokenPrompt(PROMPT), sampling)
@@ -103,10 +103,10 @@ async def ask(pipeline: Pipeline) -> tuple[list[int], Finish]:
     raise AssertionError("the answer had no end")
 
 
-def ask_nodes(*engines: EngineCore) -> tuple[list[int], Finish]:
+def generate_on(*engines: EngineCore) -> tuple[list[int], Finish]:
     """Run one request on a router with one decode node per engine."""
 
-    async def scene() -> tuple[list[int], Finish]:
+    async def scenario() -> tuple[list[int], Finish]:
         async with AsyncExitStack() as running, asyncio.timeout(PATIENCE_S):
             nodes = []
             for number, core in enumerate(engines):
@@ -123,17 +123,17 @@ def ask_nodes(*engines: EngineCore) -> tuple[list[int], Finish]:
                 clock=time.monotonic,
                 config=config,
             )
-            return await ask(pipeline)
+            return await generate(pipeline)
 
-    return asyncio.run(scene())
+    return asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("num_passes", [0, 1, 5])
 def test_a_stream_continues_on_another_node_when_an_engine_dies(num_passes: int) -> None:
-    token_ids, ending = ask_nodes(*engines(2, Fate(num_passes, num_deaths=1)))
+    token_ids, finish = generate_on(*engines(2, Fate(num_passes, num_deaths=1)))
 
     assert token_ids == tokens_alone(PROMPT, SEED, NUM_TOKENS, VOCAB_SIZE)
-    assert ending.served.attempts == 2
+    assert finish.served.attempts == 2
 
 
 @pytest.mark.parametrize("num_passes", [0, 1, 5])
@@ -143,7 +143,7 @@ def test_a_request_crashes_two_engines_at_most_and_its_client_gets_the_reason(
     fate = Fate(num_passes, num_deaths=3)
 
     with pytest.raises(PoisonedRequest, match="the engine stopped: Bug"):
-        ask_nodes(*engines(3, fate))
+        generate_on(*engines(3, fate))
 
     assert fate.num_deaths == 1
 
@@ -152,7 +152,7 @@ def test_a_request_with_failing_passes_is_tried_on_two_nodes_which_survive() -> 
     cores = [an_engine(runner=Failing(KvTensor(NUM_BLOCKS, BLOCK_SIZE))) for _ in range(3)]
 
     with pytest.raises(PoisonedRequest, match="INTERNAL: Bug: index out of range"):
-        ask_nodes(*cores)
+        generate_on(*cores)
 
     assert [core.failure for core in cores] == [None] * 3
     assert sum(core.scheduler.stats().total_prefix_query_tokens > 0 for core in cores) == 2
@@ -167,6 +167,6 @@ def test_an_error_of_the_request_is_not_retried() -> None:
     runners = [NotFinite(KvTensor(NUM_BLOCKS, BLOCK_SIZE), VOCAB_SIZE) for _ in range(2)]
 
     with pytest.raises(GenerationFailed, match="not finite"):
-        ask_nodes(*(an_engine(runner=runner) for runner in runners))
+        generate_on(*(an_engine(runner=runner) for runner in runners))
 
     assert sum(bool(runner.num_computed) for runner in runners) == 1

@@ -38,7 +38,7 @@ async def a_connection(
 
 def with_limits(
     limits: ConnectionLimits,
-    scene: Callable[[HttpRouter], Awaitable[None]],
+    scenario: Callable[[HttpRouter], Awaitable[None]],
     nodes: FakeNodeCalls | None = None,
     tls: TlsConfig = PLAIN,
 ) -> None:
@@ -47,7 +47,7 @@ def with_limits(
             asyncio.timeout(LONGEST_S),  # rather than for ever
             an_http_router(nodes, limits=limits, tls=tls) as router,
         ):
-            await scene(router)
+            await scenario(router)
 
     asyncio.run(run())
 
@@ -59,7 +59,7 @@ async def health_of(router: HttpRouter) -> bytes:
 
 
 def test_a_new_connection_replaces_the_longest_idle_one() -> None:
-    async def scene(router: HttpRouter) -> None:
+    async def scenario(router: HttpRouter) -> None:
         async with a_connection(router) as (oldest, _), a_connection(router) as (_, second):
             second.write(b"GET /hea")  # half a head is no request
 
@@ -67,11 +67,11 @@ def test_a_new_connection_replaces_the_longest_idle_one() -> None:
 
             assert await oldest.read() == b""
 
-    with_limits(ConnectionLimits(max_connections=2), scene)
+    with_limits(ConnectionLimits(max_connections=2), scenario)
 
 
 def test_tls_connections_without_a_handshake_use_up_no_slots(tmp_path: Path) -> None:
-    async def scene(router: HttpRouter) -> None:
+    async def scenario(router: HttpRouter) -> None:
         async with (
             a_connection(router) as (oldest, _),
             a_connection(router),
@@ -81,11 +81,11 @@ def test_tls_connections_without_a_handshake_use_up_no_slots(tmp_path: Path) -> 
 
     authority = make_authority(tmp_path)
     cert, key = authority.issue("server", "a.example")
-    with_limits(ConnectionLimits(max_connections=2), scene, tls=TlsConfig(cert, key))
+    with_limits(ConnectionLimits(max_connections=2), scenario, tls=TlsConfig(cert, key))
 
 
 def test_a_new_connection_is_refused_by_name_if_all_others_are_active() -> None:
-    async def scene(router: HttpRouter) -> None:
+    async def scenario(router: HttpRouter) -> None:
         async with a_connection(router) as (reading, writing):
             head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(ENDLESS)}"
             writing.write(head.encode() + b"\r\n\r\n" + ENDLESS)
@@ -97,40 +97,40 @@ def test_a_new_connection_is_refused_by_name_if_all_others_are_active() -> None:
             assert reported.startswith(b"HTTP/1.1 503")
             assert b"TOO_MANY_CONNECTIONS" in reported
 
-    with_limits(ConnectionLimits(max_connections=1), scene, FakeNodeCalls(is_endless=True))
+    with_limits(ConnectionLimits(max_connections=1), scenario, FakeNodeCalls(is_endless=True))
 
 
 def test_an_endless_request_head_is_cut_off() -> None:
-    async def scene(router: HttpRouter) -> None:
+    async def scenario(router: HttpRouter) -> None:
         async with a_connection(router) as (reading, writing):
             writing.write(HEALTH + b"GET /hea")
             assert b"200" in await reading.readline()
 
             assert b"HTTP" not in await reading.read()
 
-    with_limits(ConnectionLimits(head_s=SOON_S), scene)
+    with_limits(ConnectionLimits(head_s=SOON_S), scenario)
 
 
 def test_a_silent_connection_is_closed() -> None:
-    async def scene(router: HttpRouter) -> None:
+    async def scenario(router: HttpRouter) -> None:
         async with a_connection(router) as (reading, _):
             assert await reading.read() == b""
 
-    with_limits(ConnectionLimits(head_s=SOON_S), scene)
+    with_limits(ConnectionLimits(head_s=SOON_S), scenario)
 
 
 def test_an_endless_body_is_cut_off() -> None:
-    async def scene(router: HttpRouter) -> None:
+    async def scenario(router: HttpRouter) -> None:
         async with a_connection(router) as (reading, writing):
             writing.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{")
 
             assert b"200" not in await reading.read()
 
-    with_limits(ConnectionLimits(body_s=SOON_S), scene)
+    with_limits(ConnectionLimits(body_s=SOON_S), scenario)
 
 
 def test_a_connection_with_an_answer_in_progress_outlives_the_idle_limits() -> None:
-    async def scene(router: HttpRouter) -> None:
+    async def scenario(router: HttpRouter) -> None:
         async with a_connection(router) as (reading, writing):
             head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(ENDLESS)}"
             writing.write(head.encode() + b"\r\n\r\n" + ENDLESS)
@@ -141,7 +141,7 @@ def test_a_connection_with_an_answer_in_progress_outlives_the_idle_limits() -> N
             assert not reading.at_eof()
 
     limits = ConnectionLimits(head_s=SOON_S, body_s=SOON_S)
-    with_limits(limits, scene, FakeNodeCalls(is_endless=True))
+    with_limits(limits, scenario, FakeNodeCalls(is_endless=True))
 
 
 class Lines(logging.Handler):
@@ -176,7 +176,7 @@ def no_descriptors() -> Iterator[None]:
 
 
 def test_the_server_survives_descriptor_exhaustion_with_few_log_lines() -> None:
-    async def scene(router: HttpRouter) -> None:
+    async def scenario(router: HttpRouter) -> None:
         host, _, port = router.address.rpartition(":")
         lines = Lines(enough=3)
         logging.getLogger().addHandler(lines)
@@ -196,4 +196,4 @@ def test_the_server_survives_descriptor_exhaustion_with_few_log_lines() -> None:
         assert len(lines.records) == 3
         assert all(record.exc_info is None for record in lines.records)
 
-    with_limits(ConnectionLimits(), scene)
+    with_limits(ConnectionLimits(), scenario)

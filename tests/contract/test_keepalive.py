@@ -91,7 +91,7 @@ class Watching:
 
 
 def test_a_silent_peer_is_detected() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with (
             serving("127.0.0.1", 0, (), keepalive=WATCHFUL) as server,
             a_wire_to(server.address) as wire,
@@ -106,11 +106,11 @@ def test_a_silent_peer_is_detected() -> None:
         assert failure.code() is grpc.StatusCode.UNAVAILABLE
         assert "timeout" in (failure.details() or "")
 
-    asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 
 
 def test_pings_at_the_agreed_rate_are_accepted_and_faster_ones_refused() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with (
             serving("127.0.0.1", 0, (), keepalive=OFTEN) as calm,
             serving("127.0.0.1", 0, (), keepalive=KEEPALIVE) as strict,
@@ -126,7 +126,7 @@ def test_pings_at_the_agreed_rate_are_accepted_and_faster_ones_refused() -> None
             await agreed.close()
             await too_often.close()
 
-    asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 
 
 def test_connections_without_http2_release_their_slots() -> None:

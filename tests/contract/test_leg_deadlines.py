@@ -42,7 +42,7 @@ async def calls_to(
 
 @pytest.mark.parametrize("role", NodeRole)
 def test_a_node_receives_the_remaining_time_and_enforces_the_deadline(role: NodeRole) -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         called = ScriptedNode()
         async with calls_to(called, role) as (calls, node):
             asked_s = time.monotonic()
@@ -57,11 +57,11 @@ def test_a_node_receives_the_remaining_time_and_enforces_the_deadline(role: Node
         assert reported.order.context.timeout_s == 0.3
         assert deadline_s >= asked_s + 0.3
 
-    asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 
 
 def test_a_request_without_a_deadline_sends_none_to_the_node() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         called = ScriptedNode()
         async with calls_to(called) as (calls, node):
             requested = asyncio.ensure_future(calls.call(node, REQUEST, ignore))
@@ -72,46 +72,46 @@ def test_a_request_without_a_deadline_sends_none_to_the_node() -> None:
             requested.cancel()
             await reported.left.wait()
 
-    asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 
 
 def test_an_oversized_answer_is_not_a_node_failure() -> None:
     too_large = node_pb2.CallEvent(output=node_pb2.TokenOutput(error="x" * (MAX_MESSAGE_BYTES + 1)))
 
-    async def scene() -> None:
+    async def scenario() -> None:
         called = ScriptedNode()
         async with calls_to(called) as (calls, node):
             other = calls.call(node, OTHER, ignore)
             going_on = asyncio.ensure_future(other)
-            told_other = await called.calls.get()
+            other_on_node = await called.calls.get()
             requested = asyncio.ensure_future(calls.call(node, REQUEST, ignore))
             (await called.calls.get()).script.put_nowait(too_large)
 
             with pytest.raises(MessageTooLarge, match="larger than max"):
                 await requested
 
-            told_other.tell(0)
-            told_other.end()
+            other_on_node.send_tokens(0)
+            other_on_node.end()
             await going_on  # it shares the stream
 
-    asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 
 
 def test_an_oversized_prompt_does_not_affect_other_calls() -> None:
     too_large = replace(REQUEST, prompt_token_ids=(2**31,) * (MAX_MESSAGE_BYTES // 5))
 
-    async def scene() -> None:
+    async def scenario() -> None:
         called = ScriptedNode()
         async with calls_to(called) as (calls, node):
             other = calls.call(node, OTHER, ignore)
             going_on = asyncio.ensure_future(other)
-            told_other = await called.calls.get()
+            other_on_node = await called.calls.get()
 
             with pytest.raises(MessageTooLarge, match="larger than max"):
                 await calls.call(node, too_large, ignore)
 
-            told_other.tell(0)
-            told_other.end()
+            other_on_node.send_tokens(0)
+            other_on_node.end()
             await going_on
 
-    asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))

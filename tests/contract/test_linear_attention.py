@@ -111,8 +111,8 @@ class RandomSequences:
                 for each in (self._projected, self._gates)
             ]
             output = running.mix(LAYER, self.weights, flat[0], flat[1])
-            for run, piece in zip(runs, output.split([n for _, n in takes]), strict=True):
-                outputs[run.slot].append(piece)
+            for run, chunk in zip(runs, output.split([n for _, n in takes]), strict=True):
+                outputs[run.slot].append(chunk)
                 tables.advance(run.slot)
                 computed[run.slot] = run.end
                 passes[run.slot] += 1
@@ -120,7 +120,7 @@ class RandomSequences:
         copies = [
             self._state(kv, i, 2) for i in range(count) if 0 < snapshot_at <= self._lengths[i]
         ]
-        return Outcome([torch.cat(pieces) for pieces in outputs], states, copies)
+        return Outcome([torch.cat(chunks) for chunks in outputs], states, copies)
 
     def prefix(self, length: int) -> RandomSequences:
         """Return the first tokens of all sequences that have so many."""

@@ -27,10 +27,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def identity(made: Path, who: str) -> TlsConfig:
+def identity(made: Path, role: str) -> TlsConfig:
     """Return the TLS settings of a cluster process."""
     ca = made / "ca.crt"
-    return TlsConfig(made / f"{who}.crt", made / f"{who}.key", ca, None, "node.baton")
+    return TlsConfig(made / f"{role}.crt", made / f"{role}.key", ca, None, "node.baton")
 
 
 async def model_of(server: TlsConfig, client: TlsConfig) -> str:
@@ -48,11 +48,11 @@ def test_clients_verify_the_router_under_all_its_names(made: Path, name: str) ->
     assert asyncio.run(model_of(identity(made, "router"), client)) == "tiny"
 
 
-@pytest.mark.parametrize("who", ["router", "node"])
-def test_nodes_accept_the_certificates_of_routers_and_other_nodes(made: Path, who: str) -> None:
+@pytest.mark.parametrize("role", ["router", "node"])
+def test_nodes_accept_the_certificates_of_routers_and_other_nodes(made: Path, role: str) -> None:
     node = replace(identity(made, "node"), client_ca=made / "ca.crt")
 
-    assert asyncio.run(model_of(node, identity(made, who))) == "tiny"
+    assert asyncio.run(model_of(node, identity(made, role))) == "tiny"
 
 
 def test_nodes_refuse_clients_without_a_certificate(made: Path) -> None:

@@ -67,15 +67,15 @@ async def a_view(tls: TlsConfig = PLAIN, **named: str) -> AsyncIterator[View]:
         yield view
 
 
-def run(scene: Callable[[], Awaitable[None]]) -> None:
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
     async def bounded() -> None:
-        await asyncio.wait_for(scene(), PATIENCE_S)
+        await asyncio.wait_for(scenario(), PATIENCE_S)
 
     asyncio.run(bounded())
 
 
 def test_nodes_join_when_resolved_and_leave_when_no_longer_resolved() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with a_node_server(name="d1") as one, a_view() as view:
             async with a_node_server(name="d2") as two:
                 view.named[DECODES] = frozenset({one.address})
@@ -94,11 +94,11 @@ def test_nodes_join_when_resolved_and_leave_when_no_longer_resolved() -> None:
                 await view.until_open("d1")
             await view.until(lambda: view.node_calls.addresses == {one.address})
 
-    run(scene)
+    run(scenario)
 
 
 def test_a_node_restarted_at_the_same_address_is_a_new_node() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with a_view() as view:
             async with a_node_server(name="d1") as node:
                 view.named[DECODES] = frozenset({node.address})
@@ -110,11 +110,11 @@ def test_a_node_restarted_at_the_same_address_is_a_new_node() -> None:
                 await view.until_open("d1")
                 assert [known.card.incarnation for known in view.table.nodes] == ["2"]
 
-    run(scene)
+    run(scenario)
 
 
 def test_a_name_that_moves_to_another_address_is_followed() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with a_node_server(name="d1") as old, a_view(decode=old.address) as view:
             await view.until_open("d1")
 
@@ -126,11 +126,11 @@ def test_a_name_that_moves_to_another_address_is_followed() -> None:
                     )
                 )
 
-    run(scene)
+    run(scenario)
 
 
 def test_a_failing_resolver_removes_no_node() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with a_node_server(name="d1") as node, a_view(decode=node.address) as view:
             await view.until_open("d1")
             del view.named[DECODES]  # from now on it fails
@@ -139,11 +139,11 @@ def test_a_failing_resolver_removes_no_node() -> None:
 
             assert [known.address for known in view.table.nodes] == [node.address]
 
-    run(scene)
+    run(scenario)
 
 
 def test_an_unhealthy_node_gets_no_requests_until_it_recovers() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with a_node_server(name="d1") as node, a_view(decode=node.address) as view:
             await view.until_open("d1")
 
@@ -153,13 +153,13 @@ def test_an_unhealthy_node_gets_no_requests_until_it_recovers() -> None:
 
             await view.until_open("d1")
 
-    run(scene)
+    run(scenario)
 
 
 def test_a_node_that_was_never_healthy_is_not_in_the_table() -> None:
     """A known but unready node would count as existing for its role: prompts would not wait."""
 
-    async def scene() -> None:
+    async def scenario() -> None:
         async with a_node_server(name="d1") as ill, a_node_server(name="d2") as well:
             await ill.health.set_ready(False)
             async with a_view() as view:
@@ -172,11 +172,11 @@ def test_a_node_that_was_never_healthy_is_not_in_the_table() -> None:
                 await ill.health.set_ready(True)
                 await view.until_open("d1")
 
-    run(scene)
+    run(scenario)
 
 
 def test_a_node_of_the_wrong_role_is_rejected_and_kept_under_its_own_role() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with (
             a_node_server(NodeRole.PREFILL, "p1") as node,
             a_view(prefill=node.address, decode=node.address) as view,
@@ -190,11 +190,11 @@ def test_a_node_of_the_wrong_role_is_rejected_and_kept_under_its_own_role() -> N
 
                 assert view.open_names(NodeRole.PREFILL) == ["p1"]
 
-    run(scene)
+    run(scenario)
 
 
 def test_joining_nodes_are_connected_in_either_order() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with (
             a_node_server(NodeRole.PREFILL, "p1") as first,
             a_node_server(NodeRole.PREFILL, "p2") as last,
@@ -207,10 +207,10 @@ def test_joining_nodes_are_connected_in_either_order() -> None:
             view.named[PREFILLS] = frozenset({first.address, last.address})
             assert await decode.connected.get() == last.address
 
-    run(scene)
+    run(scenario)
 
 
-class ErrorHeard(logging.Handler):
+class ErrorRecorder(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
         self.words: asyncio.Queue[str] = asyncio.Queue()
@@ -222,14 +222,14 @@ class ErrorHeard(logging.Handler):
 def test_a_node_unreachable_over_tls_is_logged(tmp_path: Path) -> None:
     strict = TlsConfig(ca=make_authority(tmp_path).ca)
 
-    async def scene() -> None:
-        heard = ErrorHeard()
-        logging.getLogger("baton.router.discovery.watcher").addHandler(heard)
+    async def scenario() -> None:
+        received = ErrorRecorder()
+        logging.getLogger("baton.router.discovery.watcher").addHandler(received)
         try:
             async with a_node_server(name="d1") as node, a_view(strict, decode=node.address):
-                reported = await heard.words.get()
+                reported = await received.words.get()
         finally:
-            logging.getLogger("baton.router.discovery.watcher").removeHandler(heard)
+            logging.getLogger("baton.router.discovery.watcher").removeHandler(received)
         assert reported.startswith(f"decode node: {node.address} does not speak TLS")
 
-    run(scene)
+    run(scenario)

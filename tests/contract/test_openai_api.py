@@ -65,7 +65,7 @@ async def a_client(router: HttpRouter, api_key: str = "any") -> AsyncIterator[As
 
 
 def through_the_door(
-    scene: Callable[[HttpRouter, AsyncOpenAI], Awaitable[None]],
+    scenario: Callable[[HttpRouter, AsyncOpenAI], Awaitable[None]],
     nodes: FakeNodeCalls | None = None,
     **around: Any,
 ) -> None:
@@ -75,13 +75,13 @@ def through_the_door(
             an_http_router(nodes, **around) as router,
             a_client(router) as client,
         ):
-            await scene(router, client)
+            await scenario(router, client)
 
     asyncio.run(run())
 
 
 def test_a_completion_has_tokens_finish_reason_and_usage(text: TextBoundary) -> None:
-    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
         ids = {"return_token_ids": True}
         answer = await client.completions.create(
             model="tiny", prompt=PROMPT, max_tokens=4, extra_body=ids
@@ -96,7 +96,7 @@ def test_a_completion_has_tokens_finish_reason_and_usage(text: TextBoundary) -> 
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 4)
         assert (answer.model, answer.object) == ("tiny", "text_completion")
 
-    through_the_door(scene, text=text)
+    through_the_door(scenario, text=text)
 
 
 def test_max_tokens_is_lowered_to_the_remaining_kv_cache(
@@ -107,7 +107,7 @@ def test_max_tokens_is_lowered_to_the_remaining_kv_cache(
     small = replace(small, card=replace(small.card, max_sequence_len=160))
     table = a_table(small, large, a_node(NodeRole.PREFILL))
 
-    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
         [model] = (await client.models.list()).data
         answer = await client.chat.completions.create(model="tiny", messages=CHAT)
         capped: Any = await client.chat.completions.create(
@@ -130,11 +130,11 @@ def test_max_tokens_is_lowered_to_the_remaining_kv_cache(
             )
         assert refusal.value.param == "min_tokens"
 
-    through_the_door(scene, nodes, text=text, table=table)
+    through_the_door(scenario, nodes, text=text, table=table)
 
 
 def test_the_joined_chunks_of_a_stream_equal_the_whole_answer(text: TextBoundary) -> None:
-    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
         whole = await client.chat.completions.create(model="tiny", messages=CHAT, max_tokens=9)
         stream = await client.chat.completions.create(
             model="tiny",
@@ -154,11 +154,11 @@ def test_the_joined_chunks_of_a_stream_equal_the_whole_answer(text: TextBoundary
         assert all(chunk.usage is None for chunk in reported)
         assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
 
-    through_the_door(scene, text=text)
+    through_the_door(scenario, text=text)
 
 
 def test_several_choices_have_indices_and_their_prompt_counts_once(text: TextBoundary) -> None:
-    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
         ids = {"return_token_ids": True}
         several: dict[str, Any] = {"model": "tiny", "prompt": [PROMPT, [7]], "n": 2}
         answer = await client.completions.create(**several, max_tokens=4, extra_body=ids)
@@ -177,27 +177,29 @@ def test_several_choices_have_indices_and_their_prompt_counts_once(text: TextBou
         assert answer.usage is not None
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, 16)
 
-    through_the_door(scene, text=text)
+    through_the_door(scenario, text=text)
 
 
 def test_each_choice_has_its_own_seed() -> None:
     nodes = FakeNodeCalls()
 
-    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
         await client.completions.create(model="tiny", prompt=PROMPT, max_tokens=2, n=3, seed=7)
 
         decoded = [requested for requested in nodes.received if requested.leg is NodeRole.DECODE]
         assert sorted(requested.request.seed for requested in decoded) == [7, 8, 9]
 
-    through_the_door(scene, nodes)
+    through_the_door(scenario, nodes)
 
 
 def test_an_echo_repeats_the_prompt_as_it_was_given(text: TextBoundary) -> None:
-    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
-        ask: dict[str, Any] = {"model": "tiny", "echo": True}
-        of_text = await client.completions.create(**ask, prompt="the quick", max_tokens=0)
-        of_ids = await client.completions.create(**ask, prompt=PROMPT, max_tokens=4)
-        stream = await client.completions.create(**ask, prompt=PROMPT, max_tokens=4, stream=True)
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
+        parameters: dict[str, Any] = {"model": "tiny", "echo": True}
+        of_text = await client.completions.create(**parameters, prompt="the quick", max_tokens=0)
+        of_ids = await client.completions.create(**parameters, prompt=PROMPT, max_tokens=4)
+        stream = await client.completions.create(
+            **parameters, prompt=PROMPT, max_tokens=4, stream=True
+        )
         streamed = "".join([chunk.choices[0].text async for chunk in stream])
 
         assert of_text.choices[0].text == "the quick"
@@ -206,11 +208,11 @@ def test_an_echo_repeats_the_prompt_as_it_was_given(text: TextBoundary) -> None:
         whole = text.text(tuple(PROMPT)) + text.text(tuple(ANSWER))
         assert of_ids.choices[0].text == streamed == whole
 
-    through_the_door(scene, text=text)
+    through_the_door(scenario, text=text)
 
 
 def test_each_chunk_has_the_usage_so_far_if_requested() -> None:
-    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
         options: Any = {"include_usage": True, "continuous_usage_stats": True}
         stream = await client.completions.create(
             model="tiny", prompt=PROMPT, max_tokens=4, stream=True, stream_options=options
@@ -223,15 +225,20 @@ def test_each_chunk_has_the_usage_so_far_if_requested() -> None:
         assert counts[-1] == 4
         assert {usage.prompt_tokens for usage in reported if usage is not None} == {3}
 
-    through_the_door(scene)
+    through_the_door(scenario)
 
 
 def test_the_usage_has_the_prompt_tokens_that_came_from_a_cache() -> None:
-    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
-        ask: dict[str, Any] = {"model": "tiny", "prompt": [PROMPT, [7]], "n": 2, "max_tokens": 4}
-        whole = await client.completions.create(**ask)
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
+        parameters: dict[str, Any] = {
+            "model": "tiny",
+            "prompt": [PROMPT, [7]],
+            "n": 2,
+            "max_tokens": 4,
+        }
+        whole = await client.completions.create(**parameters)
         stream = await client.completions.create(
-            **ask, stream=True, stream_options={"include_usage": True}
+            **parameters, stream=True, stream_options={"include_usage": True}
         )
         last = [chunk async for chunk in stream][-1]
 
@@ -243,15 +250,20 @@ def test_the_usage_has_the_prompt_tokens_that_came_from_a_cache() -> None:
 
     # The second answer finds on decode what the first one had computed.
     report = CallReport(kv_blocks=2, prompt_tokens_cached=3)
-    through_the_door(scene, FakeNodeCalls(num_cached_on_prefill=2, report=report))
+    through_the_door(scenario, FakeNodeCalls(num_cached_on_prefill=2, report=report))
 
 
 def test_the_usage_counts_loaded_tokens_by_their_source() -> None:
-    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
-        ask: dict[str, Any] = {"model": "tiny", "prompt": [PROMPT, [7]], "n": 2, "max_tokens": 4}
-        whole = await client.completions.create(**ask)
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
+        parameters: dict[str, Any] = {
+            "model": "tiny",
+            "prompt": [PROMPT, [7]],
+            "n": 2,
+            "max_tokens": 4,
+        }
+        whole = await client.completions.create(**parameters)
         stream = await client.completions.create(
-            **ask, stream=True, stream_options={"include_usage": True}
+            **parameters, stream=True, stream_options={"include_usage": True}
         )
         last = [chunk async for chunk in stream][-1]
 
@@ -267,7 +279,7 @@ def test_the_usage_counts_loaded_tokens_by_their_source() -> None:
         loaded_on_prefill=loaded,
         report=CallReport(kv_blocks=2, prompt_tokens_cached=3),
     )
-    through_the_door(scene, nodes)
+    through_the_door(scenario, nodes)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +288,7 @@ def test_the_usage_counts_loaded_tokens_by_their_source() -> None:
 def test_the_stop_reason_is_a_token_only_if_the_request_asked_for_it(
     stop_token_ids: list[int], stop_reason: int | None, text: TextBoundary
 ) -> None:
-    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
         extra = {"stop_token_ids": stop_token_ids}
         chat: Any = await client.chat.completions.create(
             model="tiny", messages=CHAT, max_tokens=4, extra_body=extra
@@ -289,53 +301,58 @@ def test_the_stop_reason_is_a_token_only_if_the_request_asked_for_it(
             assert answer.choices[0].stop_reason == stop_reason
 
     nodes = FakeNodeCalls(ends_by=FinishReason.STOP, stop_token_id=EOS_TOKEN_ID)
-    through_the_door(scene, nodes, text=text)
+    through_the_door(scenario, nodes, text=text)
 
 
 def test_an_unknown_role_is_refused_by_name(text: TextBoundary) -> None:
-    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
         messages: Any = [*CHAT, {"role": "robot", "content": "hi"}]
         with pytest.raises(openai.BadRequestError, match="'robot': choose one of") as refusal:
             await client.chat.completions.create(model="tiny", messages=messages)
         assert refusal.value.param == f"messages.{len(CHAT)}.role"
 
-    through_the_door(scene, text=text)
+    through_the_door(scenario, text=text)
 
 
 def test_an_unknown_count_of_cached_tokens_is_left_out() -> None:
-    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
         answer = await client.completions.create(model="tiny", prompt=PROMPT, max_tokens=4)
 
         assert answer.usage is not None
         assert answer.usage.prompt_tokens_details is None
 
-    through_the_door(scene, FakeNodeCalls(num_cached_on_prefill=None))
+    through_the_door(scenario, FakeNodeCalls(num_cached_on_prefill=None))
 
 
 def test_a_session_comes_from_the_header_unless_the_body_names_one() -> None:
     nodes = FakeNodeCalls()
 
-    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
-        ask: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4}
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
+        parameters: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4}
         header = {"x-session-id": "of the header"}
         for hints in ({"retain_s": 9}, {"session_id": "of the body"}):
             await client.completions.create(
-                **ask, extra_headers=header, extra_body={"kv_hints": hints}
+                **parameters, extra_headers=header, extra_body={"kv_hints": hints}
             )
         with pytest.raises(openai.BadRequestError, match="x-session-id"):
-            await client.completions.create(**ask, extra_headers={"x-session-id": "s" * 257})
+            await client.completions.create(**parameters, extra_headers={"x-session-id": "s" * 257})
 
-    through_the_door(scene, nodes)
+    through_the_door(scenario, nodes)
     hints = [each.request.kv_hints for each in nodes.received if each.leg is NodeRole.PREFILL]
     assert hints == [KvHints("of the header", 9.0), KvHints("of the body")]
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_a_prefetch_is_an_answer_without_tokens(is_streamed: bool) -> None:
-    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
-        ask: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4, "logprobs": 1}
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
+        parameters: dict[str, Any] = {
+            "model": "tiny",
+            "prompt": PROMPT,
+            "max_tokens": 4,
+            "logprobs": 1,
+        }
         answer = await client.completions.create(
-            **ask, stream=is_streamed, extra_body={"kv_hints": {"prefetch": True}}
+            **parameters, stream=is_streamed, extra_body={"kv_hints": {"prefetch": True}}
         )
         last = [chunk async for chunk in answer][-1] if is_streamed else answer
 
@@ -344,7 +361,7 @@ def test_a_prefetch_is_an_answer_without_tokens(is_streamed: bool) -> None:
             assert last.usage.completion_tokens == 0
             assert last.usage.prompt_tokens_details.cached_tokens == 2
 
-    through_the_door(scene, FakeNodeCalls(num_cached_on_prefill=2))
+    through_the_door(scenario, FakeNodeCalls(num_cached_on_prefill=2))
 
 
 @pytest.mark.parametrize(
@@ -368,15 +385,15 @@ def test_a_prefetch_is_an_answer_without_tokens(is_streamed: bool) -> None:
 def test_a_refusal_is_a_typed_error_that_names_the_field(
     fields: dict[str, Any], kind: type[openai.APIStatusError], param: str | None
 ) -> None:
-    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
         for is_streamed in (False, True):
-            ask: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, **fields}
+            parameters: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, **fields}
             with pytest.raises(kind) as refusal:
-                await client.completions.create(**ask, stream=is_streamed)
+                await client.completions.create(**parameters, stream=is_streamed)
             assert refusal.value.param == param
             assert refusal.value.type == "invalid_request_error"
 
-    through_the_door(scene)
+    through_the_door(scenario)
 
 
 LITELLM_RECOGNISES = "this model's maximum context length is 512 tokens"
@@ -388,7 +405,7 @@ LITELLM_RECOGNISES = "this model's maximum context length is 512 tokens"
 def test_a_prompt_beyond_the_context_has_the_code_context_length_exceeded(
     prompt: Any, text: TextBoundary
 ) -> None:
-    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
         for is_streamed in (False, True):
             with pytest.raises(openai.BadRequestError) as refusal:
                 await client.completions.create(model="tiny", prompt=prompt, stream=is_streamed)
@@ -405,23 +422,23 @@ def test_a_prompt_beyond_the_context_has_the_code_context_length_exceeded(
             assert refusal.value.code == "context_length_exceeded"
             assert refusal.value.param == "messages"
 
-    through_the_door(scene, text=text)
+    through_the_door(scenario, text=text)
 
 
 def test_a_prompt_beyond_the_kv_cache_has_the_code_context_length_exceeded() -> None:
     too_long = ContextLengthExceeded("with this cache, this model's maximum context length is 9")
     nodes = FakeNodeCalls(prefill_faults=[too_long])
 
-    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
         with pytest.raises(openai.BadRequestError) as refusal:
             await client.completions.create(model="tiny", prompt=PROMPT)
         assert refusal.value.code == "context_length_exceeded"
 
-    through_the_door(scene, nodes)
+    through_the_door(scenario, nodes)
 
 
 def test_an_unknown_model_has_the_code_model_not_found() -> None:
-    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
         with pytest.raises(openai.NotFoundError) as refusal:
             await client.completions.create(model="other", prompt=PROMPT)
         assert (refusal.value.code, refusal.value.param) == ("model_not_found", "model")
@@ -430,24 +447,24 @@ def test_an_unknown_model_has_the_code_model_not_found() -> None:
             await client.models.retrieve("other")
         assert refusal.value.code == "model_not_found"
 
-    through_the_door(scene)
+    through_the_door(scenario)
 
 
 def test_a_full_queue_returns_a_retry_delay() -> None:
     nodes = FakeNodeCalls(is_endless=True)
 
-    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
-        ask: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "stream": True}
-        async with await client.completions.create(**ask):
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
+        parameters: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "stream": True}
+        async with await client.completions.create(**parameters):
             with pytest.raises(openai.RateLimitError) as refusal:
-                await client.completions.create(**ask)
+                await client.completions.create(**parameters)
         assert refusal.value.code == "rate_limit_exceeded"
         assert refusal.value.type == "rate_limit_error"
         assert refusal.value.body["reason"] == "QUEUE_FULL"
         assert int(refusal.value.response.headers["retry-after"]) >= 1
 
     through_the_door(
-        scene, nodes, admission_queue=AdmissionQueueConfig(max_in_flight=1, max_queue=0)
+        scenario, nodes, admission_queue=AdmissionQueueConfig(max_in_flight=1, max_queue=0)
     )
 
 
@@ -456,31 +473,31 @@ def test_a_poisonous_request_fails_with_a_named_error_that_is_not_retried() -> N
     nodes = FakeNodeCalls(prefill_faults=faults)
     table = a_table(*(a_node(NodeRole.PREFILL, f"p{n}") for n in range(3)), a_node(NodeRole.DECODE))
 
-    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
         with pytest.raises(openai.InternalServerError) as refusal:
             await client.with_options(max_retries=2).completions.create(model="tiny", prompt=PROMPT)
         assert refusal.value.code == "POISONED_REQUEST"
         assert refusal.value.status_code == 500
 
-    through_the_door(scene, nodes, table=table)
+    through_the_door(scenario, nodes, table=table)
 
     assert len(faults) == 9 - 2
 
 
 def test_without_nodes_the_status_is_503() -> None:
-    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
         with pytest.raises(openai.InternalServerError) as refusal:
             await client.completions.create(model="tiny", prompt=PROMPT)
         assert refusal.value.status_code == 503
         assert refusal.value.code == "NO_NODES"
 
-    through_the_door(scene, table=NodeTable())
+    through_the_door(scenario, table=NodeTable())
 
 
 def test_an_interrupted_answer_ends_its_stream_with_an_error() -> None:
     nodes = FakeNodeCalls(decode_breaks_after=[2, 0, 0, 0, 0])
 
-    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
         ids = {"return_token_ids": True}
         stream = await client.completions.create(
             model="tiny", prompt=PROMPT, max_tokens=50, stream=True, extra_body=ids
@@ -492,14 +509,14 @@ def test_an_interrupted_answer_ends_its_stream_with_an_error() -> None:
         assert first.choices[0].token_ids[:1] == ANSWER[:1]
         assert failure.value.code == "NODE_FAILED"
 
-    through_the_door(scene, nodes)
+    through_the_door(scenario, nodes)
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
 def test_a_disconnected_client_frees_the_nodes(is_streamed: bool) -> None:
     nodes = FakeNodeCalls(is_endless=True)
 
-    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
         asking = asyncio.ensure_future(
             client.completions.create(
                 model="tiny", prompt=PROMPT, max_tokens=4, n=2, stream=is_streamed
@@ -515,20 +532,20 @@ def test_a_disconnected_client_frees_the_nodes(is_streamed: bool) -> None:
 
         assert nodes.left == [NodeRole.DECODE, NodeRole.DECODE]
 
-    through_the_door(scene, nodes)
+    through_the_door(scenario, nodes)
 
 
 def test_a_draining_router_finishes_its_streams_and_refuses_new_requests() -> None:
     nodes = FakeNodeCalls(is_endless=True)
 
-    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
-        ask: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4}
-        stream = await client.completions.create(**ask, stream=True)
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
+        parameters: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4}
+        stream = await client.completions.create(**parameters, stream=True)
         draining = asyncio.ensure_future(router.pipeline.drain())
         await asyncio.sleep(0)  # lets it begin
 
         with pytest.raises(openai.InternalServerError) as refusal:
-            await client.completions.create(**ask)
+            await client.completions.create(**parameters)
         ready, alive = [
             (await client._client.get(router.url + path)).status_code
             for path in ("/ready", "/health")
@@ -539,11 +556,11 @@ def test_a_draining_router_finishes_its_streams_and_refuses_new_requests() -> No
         await stream.close()
         await draining
 
-    through_the_door(scene, nodes)
+    through_the_door(scenario, nodes)
 
 
 def test_requests_without_a_valid_token_are_refused() -> None:
-    async def scene(router: HttpRouter, stranger: AsyncOpenAI) -> None:
+    async def scenario(router: HttpRouter, stranger: AsyncOpenAI) -> None:
         with pytest.raises(openai.AuthenticationError) as refusal:
             await stranger.models.list()
         assert refusal.value.code == "invalid_api_key"
@@ -556,7 +573,7 @@ def test_requests_without_a_valid_token_are_refused() -> None:
         }
         assert statuses == {"/health": 200, "/ready": 200, "/metrics": 401, "/nowhere": 401}
 
-    through_the_door(scene, tokens=AcceptedTokens(("sesame",)))
+    through_the_door(scenario, tokens=AcceptedTokens(("sesame",)))
 
 
 def test_a_trace_continues_through_the_http_api_and_its_id_is_returned() -> None:
@@ -564,7 +581,7 @@ def test_a_trace_continues_through_the_http_api_and_its_id_is_returned() -> None
     trace_id = "0af7651916cd43dd8448eb211c80319c"
     header = {"traceparent": f"00-{trace_id}-b7ad6b7169203331-01", "x-request-id": "mine"}
 
-    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
         raw = await client.completions.with_raw_response.create(
             model="tiny", prompt=PROMPT, max_tokens=2, n=2, extra_headers=header
         )
@@ -574,22 +591,22 @@ def test_a_trace_continues_through_the_http_api_and_its_id_is_returned() -> None
         assert raw.parse().id == "cmpl-mine"
         assert {f"{root.trace_id:032x}" for root in roots} == {trace_id}
 
-    through_the_door(scene, tracing=Tracing(tracer))
+    through_the_door(scenario, tracing=Tracing(tracer))
 
 
 def test_a_body_beyond_the_limit_is_refused_as_too_large() -> None:
-    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
         too_much = b" " * (MAX_BODY_BYTES + 1)
         refusal = await client._client.post(f"{router.url}/v1/completions", content=too_much)
 
         assert refusal.status_code == 413
         assert refusal.json()["error"]["code"] == "MESSAGE_TOO_LARGE"
 
-    through_the_door(scene)
+    through_the_door(scenario)
 
 
 def test_a_list_longer_than_any_prompt_is_refused_before_its_end() -> None:
-    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
         too_many = b'{"prompt":[' + b"5," * (max_values(512) + 1)  # and no end
         for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
             refusal = await client._client.post(router.url + path, content=too_many)
@@ -616,7 +633,7 @@ def test_a_list_longer_than_any_prompt_is_refused_before_its_end() -> None:
 def test_unknown_paths_and_methods_are_refused_with_an_explanation(
     method: str, path: str, status: int, word: str
 ) -> None:
-    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
         answer = await client._client.request(method, router.url + path)
 
         reported = answer.json()
@@ -624,14 +641,14 @@ def test_unknown_paths_and_methods_are_refused_with_an_explanation(
         assert word in (reported.get("error") or reported)["message"]
         assert ("POST" in answer.headers.get("allow", "")) == (status != 404)
 
-    through_the_door(scene)
+    through_the_door(scenario)
 
 
 def test_an_overlong_request_id_is_refused() -> None:
-    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
-        ask: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 1}
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
+        parameters: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 1}
         with pytest.raises(openai.BadRequestError, match="257 characters") as refusal:
-            await client.completions.create(**ask, extra_headers={"x-request-id": "x" * 257})
+            await client.completions.create(**parameters, extra_headers={"x-request-id": "x" * 257})
 
         assert refusal.value.param == "x-request-id"
         assert 0 < len(refusal.value.response.headers["x-request-id"]) <= 256
@@ -643,7 +660,7 @@ def test_a_client_that_disconnects_within_its_body_is_not_logged_as_a_bug(
 ) -> None:
     tracer = TakingTracer()
 
-    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
         host, _, port = router.address.rpartition(":")
         _, writer = await asyncio.open_connection(host, int(port))
         traced = f"traceparent: 00-{'a' * 32}-{'b' * 16}-01\r\n"
@@ -655,24 +672,24 @@ def test_a_client_that_disconnects_within_its_body_is_not_logged_as_a_bug(
             root, *_ = await tracer.next_spans()
             assert root.attributes[names.OUTCOME] == "cancelled"
 
-    through_the_door(scene, tracing=Tracing(tracer))
+    through_the_door(scenario, tracing=Tracing(tracer))
 
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 def test_grpc_clients_of_the_http_port_get_an_explanation() -> None:
-    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
         async with AsyncClient(router.address) as lost:
             with pytest.raises(BatonError, match="speaks HTTP and not gRPC"):
                 await lost.model()
         verdict = await asyncio.to_thread(ask, router.address, LONGEST_S, PLAIN)
         assert "speaks HTTP and not gRPC" in verdict.words
 
-    through_the_door(scene)
+    through_the_door(scenario)
 
 
 def test_models_tokenize_and_detokenize_endpoints_respond(text: TextBoundary) -> None:
-    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
         async def post(path: str, **fields: Any) -> Any:
             return (await client._client.post(router.url + path, json=fields)).json()
 
@@ -694,20 +711,20 @@ def test_models_tokenize_and_detokenize_endpoints_respond(text: TextBoundary) ->
         missing = await client._client.get(f"{router.url}/nowhere")
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "NOT_FOUND")
 
-    through_the_door(scene, text=text)
+    through_the_door(scenario, text=text)
 
 
 def test_a_request_id_in_use_is_a_conflict() -> None:
     nodes = FakeNodeCalls(is_endless=True)
 
-    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
-        ask: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "stream": True}
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
+        parameters: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "stream": True}
         named = {"x-request-id": "mine"}
-        async with await client.completions.create(**ask, extra_headers=named):
+        async with await client.completions.create(**parameters, extra_headers=named):
             with pytest.raises(openai.ConflictError):
-                await client.completions.create(**ask, extra_headers=named)
+                await client.completions.create(**parameters, extra_headers=named)
 
-    through_the_door(scene, nodes)
+    through_the_door(scenario, nodes)
 
 
 def test_over_tls_a_renewed_certificate_is_used_for_new_connections(tmp_path: Path) -> None:
@@ -796,7 +813,7 @@ def test_reasoning_and_tool_calls_are_separated_with_and_without_streaming() -> 
     call = '<tool_call>{"name": "look", "arguments": {"for": "a fox"}}</tool_call>'
     script = f"<think>why not</think>I look.{call}{call}<end>"
     tools: Any = [{"type": "function", "function": {"name": "look"}}]
-    ask: dict[str, Any] = {
+    parameters: dict[str, Any] = {
         "model": "tiny",
         "messages": CHAT,
         "tools": tools,
@@ -804,8 +821,8 @@ def test_reasoning_and_tool_calls_are_separated_with_and_without_streaming() -> 
         "stop": "<end>",
     }
 
-    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
-        whole: Any = (await client.chat.completions.create(**ask)).choices[0]
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
+        whole: Any = (await client.chat.completions.create(**parameters)).choices[0]
         message = whole.message
         assert (message.reasoning_content, message.content) == ("why not", "I look.")
         assert [one.function.name for one in message.tool_calls] == ["look", "look"]
@@ -813,7 +830,7 @@ def test_reasoning_and_tool_calls_are_separated_with_and_without_streaming() -> 
         assert len({one.id for one in message.tool_calls}) == 2
         assert whole.finish_reason == "tool_calls"
 
-        async with client.chat.completions.stream(**ask) as stream:
+        async with client.chat.completions.stream(**parameters) as stream:
             reported: Any = (await stream.get_final_completion()).choices[0]
         assert reported.message.content == "I look."
         assert [
@@ -821,11 +838,11 @@ def test_reasoning_and_tool_calls_are_separated_with_and_without_streaming() -> 
         ] == [(one.function.name, one.function.arguments) for one in message.tool_calls]
         assert reported.finish_reason == "tool_calls"
 
-        without: Any = await client.chat.completions.create(**{**ask, "tool_choice": "none"})
+        without: Any = await client.chat.completions.create(**{**parameters, "tool_choice": "none"})
         assert without.choices[0].message.content == f"I look.{call}{call}"
 
     parsing = Parsing(tools="hermes", reasoning="qwen3")
-    through_the_door(scene, text=Scripted(script), parsing=parsing)
+    through_the_door(scenario, text=Scripted(script), parsing=parsing)
 
 
 LOOK: Any = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
@@ -847,36 +864,46 @@ NAMED: Any = {"type": "function", "function": {"name": "look"}}
 def test_forced_calls_are_returned_with_and_without_streaming(
     script: str, choice: Any, arguments: list[str], finish_reason: str
 ) -> None:
-    ask: dict[str, Any] = {"model": "tiny", "messages": CHAT, "tools": LOOK, "tool_choice": choice}
-    ask["max_tokens"] = -(-len(script) // 3)
+    parameters: dict[str, Any] = {
+        "model": "tiny",
+        "messages": CHAT,
+        "tools": LOOK,
+        "tool_choice": choice,
+    }
+    parameters["max_tokens"] = -(-len(script) // 3)
 
-    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
-        whole: Any = (await client.chat.completions.create(**ask)).choices[0]
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
+        whole: Any = (await client.chat.completions.create(**parameters)).choices[0]
         assert [one.function.name for one in whole.message.tool_calls] == ["look"] * len(arguments)
         assert [one.function.arguments for one in whole.message.tool_calls] == arguments
         assert (whole.message.content, whole.finish_reason) == (None, finish_reason)
 
-        async with client.chat.completions.stream(**ask) as stream:
+        async with client.chat.completions.stream(**parameters) as stream:
             reported: Any = (await stream.get_final_completion()).choices[0]
         assert [one.function.arguments for one in reported.message.tool_calls] == arguments
         assert len({one.id for one in reported.message.tool_calls}) == len(arguments)
         assert (reported.message.content or "", reported.finish_reason) == ("", finish_reason)
 
     nodes = FakeNodeCalls(ends_by=FinishReason.STOP)
-    through_the_door(scene, nodes, text=Scripted(script), parsing=Parsing("hermes", "qwen3"))
+    through_the_door(scenario, nodes, text=Scripted(script), parsing=Parsing("hermes", "qwen3"))
 
 
 def test_unfulfilled_options_are_reported_as_warnings() -> None:
-    ask: dict[str, Any] = {"model": "tiny", "messages": CHAT, "tools": LOOK, "max_tokens": 600}
+    parameters: dict[str, Any] = {
+        "model": "tiny",
+        "messages": CHAT,
+        "tools": LOOK,
+        "max_tokens": 600,
+    }
 
-    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
-        whole: Any = await client.chat.completions.create(**ask, stop="e")
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
+        whole: Any = await client.chat.completions.create(**parameters, stop="e")
         [unseen, unread, capped] = whole.warnings
         assert "template does not show them" in unseen
         assert "without --tool-parser" in unread
         assert capped.startswith("max_tokens 600 was lowered to ")
 
-        stream: Any = await client.chat.completions.create(**ask, stop="e", stream=True)
+        stream: Any = await client.chat.completions.create(**parameters, stop="e", stream=True)
         warnings = [chunk.model_extra.get("warnings") async for chunk in stream]
         assert [reported for reported in warnings if reported] == [whole.warnings]
         assert warnings[-1] == whole.warnings
@@ -884,14 +911,14 @@ def test_unfulfilled_options_are_reported_as_warnings() -> None:
         plain: Any = await client.chat.completions.create(model="tiny", messages=CHAT, stop="e")
         assert "warnings" not in plain.model_extra
 
-    through_the_door(scene, text=Scripted("some"))
+    through_the_door(scenario, text=Scripted("some"))
 
 
 def test_grpc_and_http_share_one_admission_queue() -> None:
     """Requests over one protocol count against the limit for the other."""
     nodes = FakeNodeCalls(is_endless=True)
 
-    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
         by_grpc = GenerateCall("other", TokenPrompt((3,)), SamplingParams(max_tokens=2))
         parts = router.pipeline.generate(by_grpc, RequestContext(time.monotonic()))
         await anext(parts)
@@ -900,5 +927,5 @@ def test_grpc_and_http_share_one_admission_queue() -> None:
         await parts.aclose()
 
     through_the_door(
-        scene, nodes, admission_queue=AdmissionQueueConfig(max_in_flight=1, max_queue=0)
+        scenario, nodes, admission_queue=AdmissionQueueConfig(max_in_flight=1, max_queue=0)
     )

@@ -29,7 +29,7 @@ from baton.rpc.security.token import AcceptedTokens, authorization
 from baton.rpc.security.token_gate import TokenInterceptor
 from baton.rpc.server import Service, serving
 from baton.v1 import cluster_pb2_grpc, node_pb2, node_pb2_grpc
-from tests.support.engines import a_spec, an_engine
+from tests.support.engines import an_engine, an_engine_request
 from tests.support.http_routers import an_http_router
 from tests.support.node_calls import a_card
 from tests.support.node_servers import NodeServer, a_node_server
@@ -37,10 +37,10 @@ from tests.support.node_servers import NodeServer, a_node_server
 PATIENCE_S = 30
 
 
-def run(scene: Callable[[], Awaitable[None]]) -> None:
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
     async def within() -> None:
         async with asyncio.timeout(PATIENCE_S):
-            await scene()
+            await scenario()
 
     asyncio.run(within())
 
@@ -68,7 +68,7 @@ async def two_nodes(
         yield table, servers
 
 
-def ask(url: str, method: str, token: str, body: bytes | None = None) -> tuple[int, bytes]:
+def send_http(url: str, method: str, token: str, body: bytes | None = None) -> tuple[int, bytes]:
     headers = {"authorization": f"Bearer {token}", "content-type": "application/json"}
     try:
         with urlopen(Request(url, body, headers, method=method)) as response:
@@ -79,7 +79,7 @@ def ask(url: str, method: str, token: str, body: bytes | None = None) -> tuple[i
 
 
 def test_a_reset_clears_the_prefixes_of_every_node() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with two_nodes() as (table, servers):
             done = await PrefixResets(table, open_channel).reset_all()
 
@@ -89,18 +89,18 @@ def test_a_reset_clears_the_prefixes_of_every_node() -> None:
             }
             assert [server.resets for server in servers] == [[7], [9]]
 
-    run(scene)
+    run(scenario)
 
 
 def test_a_node_that_fails_to_reset_is_named_and_the_others_are_reset() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with two_nodes(num_cached=(None, 9)) as (table, servers):
             with pytest.raises(NodeFailed, match=r"1 of 2 nodes .*prefill-0: UNAVAILABLE.*again"):
                 await PrefixResets(table, open_channel).reset_all()
 
             assert servers[1].resets == [9]
 
-    run(scene)
+    run(scenario)
 
 
 OPERATORS = Operators(AcceptedTokens(("secret",)))
@@ -108,47 +108,47 @@ FILES = frozenset({"file", "object"})
 
 
 def test_a_reset_over_http_requires_post_and_a_token() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with (
             two_nodes() as (table, servers),
             an_http_router(table=table, operators=OPERATORS) as router,
         ):
             url = f"{router.url}/reset_prefix_cache"
-            refused, _ = await asyncio.to_thread(ask, url, "POST", "wrong")
-            misread, _ = await asyncio.to_thread(ask, url, "GET", "secret")
+            refused, _ = await asyncio.to_thread(send_http, url, "POST", "wrong")
+            misread, _ = await asyncio.to_thread(send_http, url, "GET", "secret")
             assert [server.resets for server in servers] == [[], []]
-            done, body = await asyncio.to_thread(ask, url, "POST", "secret")
+            done, body = await asyncio.to_thread(send_http, url, "POST", "secret")
 
             assert (refused, misread, done) == (403, 405, 200)
             nodes = {one["node_id"]: one["num_blocks"] for one in json.loads(body)["nodes"]}
             assert nodes == {"prefill-0": 7, "decode-0": 9}
 
-    run(scene)
+    run(scenario)
 
 
 def test_a_reset_over_http_accepts_tiers() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with (
             two_nodes() as (table, _),
             an_http_router(table=table, operators=OPERATORS) as router,
         ):
             url = f"{router.url}/reset_prefix_cache"
             done, body = await asyncio.to_thread(
-                ask, url, "POST", "secret", b'{"tiers": ["host", "file"]}'
+                send_http, url, "POST", "secret", b'{"tiers": ["host", "file"]}'
             )
             nodes = {one["node_id"]: one["num_blocks_by_tier"] for one in json.loads(body)["nodes"]}
             assert (done, nodes["prefill-0"]) == (200, {"host": 7, "file": 7})
 
             refused, body = await asyncio.to_thread(
-                ask, url, "POST", "secret", b'{"tiers": ["disk"]}'
+                send_http, url, "POST", "secret", b'{"tiers": ["disk"]}'
             )
             assert (refused, "choose from kv, host, file" in str(body)) == (400, True)
 
-    run(scene)
+    run(scenario)
 
 
 def test_a_reset_over_grpc_requires_a_token() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with two_nodes() as (table, servers):
             gates = [TokenInterceptor(AcceptedTokens(("secret",)))]
             service = cluster_service(table, NO_OPERATORS)
@@ -165,7 +165,7 @@ def test_a_reset_over_grpc_requires_a_token() -> None:
                     reset = await client.reset_prefix_caches(["host"])
                     assert reset["decode-0"] == {"host": 9}
 
-    run(scene)
+    run(scenario)
 
 
 def cluster_service(table: NodeTable, operators: Operators) -> Service:
@@ -180,7 +180,7 @@ def cluster_service(table: NodeTable, operators: Operators) -> Service:
     "operators", [OPERATORS, Operators(is_open=False)], ids=["operators", "clients only"]
 )
 def test_a_client_token_does_not_permit_resets(operators: Operators) -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         clients = AcceptedTokens(("client",))
         gates = [TokenInterceptor(clients.and_those_of(operators.tokens))]
         async with (
@@ -196,15 +196,15 @@ def test_a_client_token_does_not_permit_resets(operators: Operators) -> None:
                     await client.reset_prefix_caches(tiers)
                 assert refusal.value.reason == "NOT_AN_OPERATOR"
             url = f"{router.url}/reset_prefix_cache"
-            status, body = await asyncio.to_thread(ask, url, "POST", "client")
+            status, body = await asyncio.to_thread(send_http, url, "POST", "client")
             assert (status, json.loads(body)["error"]["code"]) == (403, "NOT_AN_OPERATOR")
             assert [one.resets for one in servers] == [[], []]
 
-    run(scene)
+    run(scenario)
 
 
 def test_an_operator_resets_shared_tiers_of_nodes_with_the_same_operators() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with (
             two_nodes(shared_tiers=FILES, operators=OPERATORS) as (table, servers),
             serving("127.0.0.1", 0, [cluster_service(table, OPERATORS)]) as server,
@@ -215,12 +215,12 @@ def test_an_operator_resets_shared_tiers_of_nodes_with_the_same_operators() -> N
             assert reset == {"prefill-0": {"file": 7}, "decode-0": {"file": 9}}
             assert all(one.resets for one in servers)
 
-    run(scene)
+    run(scenario)
 
 
 @pytest.mark.parametrize("router_operators", [NO_OPERATORS, OPERATORS])
 def test_shared_tiers_are_kept_without_operators_of_the_node(router_operators: Operators) -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with (
             two_nodes(shared_tiers=FILES) as (table, servers),
             serving("127.0.0.1", 0, [cluster_service(table, router_operators)]) as server,
@@ -234,11 +234,11 @@ def test_shared_tiers_are_kept_without_operators_of_the_node(router_operators: O
 
             assert set(await client.reset_prefix_caches(["kv"])) == {"prefill-0", "decode-0"}
 
-    run(scene)
+    run(scenario)
 
 
 def test_only_an_operator_drains_or_resets_a_node_itself() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with (
             a_node_server(operators=OPERATORS) as node,
             open_channel(node.address) as channel,
@@ -258,7 +258,7 @@ def test_only_an_operator_drains_or_resets_a_node_itself() -> None:
 
             assert node.state.is_draining
 
-    run(scene)
+    run(scenario)
 
 
 def test_an_engine_resets_between_two_steps_and_computes_again() -> None:
@@ -266,13 +266,13 @@ def test_an_engine_resets_between_two_steps_and_computes_again() -> None:
     prompt = tuple(range(9))
 
     async def num_cached(calls: EngineCalls, name: str) -> int:
-        spec = a_spec(name, prompt=prompt)
-        async with aclosing(calls.stream_outputs(spec)) as outputs:
+        request = an_engine_request(name, prompt=prompt)
+        async with aclosing(calls.stream_outputs(request)) as outputs:
             served = [output.served async for output in outputs][-1]
         assert served is not None
         return served.num_cached_tokens
 
-    async def scene() -> None:
+    async def scenario() -> None:
         with EngineThread(core) as engine, EngineCalls(engine, NodeChanges()) as calls:
             reset = partial(reset_prefix_cache, engine, core.scheduler)
             assert [await num_cached(calls, name) for name in "ab"] == [0, 8]
@@ -281,4 +281,4 @@ def test_an_engine_resets_between_two_steps_and_computes_again() -> None:
             assert await reset(()) == {"kv": 0}
             assert [await num_cached(calls, name) for name in "cd"] == [0, 8]
 
-    run(scene)
+    run(scenario)

@@ -214,17 +214,17 @@ def separate_experts(tensors: dict[str, Tensor]) -> None:
     for name in [name for name in tensors if ".experts." in name]:
         stacked = tensors.pop(name)
         prefix, part = name.rsplit(".", 1)
-        ending = "bias" if part.endswith("_bias") else "weight"
+        suffix = "bias" if part.endswith("_bias") else "weight"
         is_qwen3_vl = ".language_model." in name and ".mlp." in name
         is_interleaved = ".mlp." in name and not is_qwen3_vl  # that of gpt-oss
         for index, stored in enumerate(stacked):
-            rows = stored if ending == "bias" or is_qwen3_vl else stored.T
+            rows = stored if suffix == "bias" or is_qwen3_vl else stored.T
             parts = {"down": rows}
             if part.startswith("gate_up"):
                 halves = (rows[::2], rows[1::2]) if is_interleaved else rows.chunk(2)
                 parts = dict(zip(("gate", "up"), halves, strict=True))
             for which, matrix in parts.items():
-                tensors[f"{prefix}.{index}.{which}_proj.{ending}"] = matrix.contiguous()
+                tensors[f"{prefix}.{index}.{which}_proj.{suffix}"] = matrix.contiguous()
 
 
 def test_stacked_experts_of_qwen3_vl_can_be_stored_transposed(

@@ -246,9 +246,9 @@ def engine_of(runner: TorchRunner) -> EngineCore:
     return EngineCore(Scheduler(config, cache), runner, NoKvWorker())
 
 
-def answers(engine: EngineCore, specs: list[EngineRequest]) -> dict[str, list[Output]]:
-    for spec in specs:
-        engine.scheduler.add(spec)
+def answers(engine: EngineCore, requests: list[EngineRequest]) -> dict[str, list[Output]]:
+    for request in requests:
+        engine.scheduler.add(request)
     found: dict[str, list[Output]] = {}
     while engine.scheduler.has_work:
         for output in engine.step():

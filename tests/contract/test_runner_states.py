@@ -158,8 +158,8 @@ def test_a_block_smaller_than_a_state_row_is_refused_with_the_remedy(tmp_path: P
     variant = STATE_VARIANTS["qwen3.5"]
     wide = replace(variant, settings={**variant.settings, "linear_value_head_dim": 200})
     folder = make_model_folder(tmp_path / "wide", wide)
-    advice = "smaller than a row of this model's recurrent state .800 bytes.: use at least 2 tokens"
-    with pytest.raises(InvalidConfig, match=advice):
+    remedy = "smaller than a row of this model's recurrent state .800 bytes.: use at least 2 tokens"
+    with pytest.raises(InvalidConfig, match=remedy):
         load_runner(RunnerConfig(str(folder), block_size=1, kv_cache_bytes=1 << 20))
 
 

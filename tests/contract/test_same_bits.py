@@ -98,8 +98,8 @@ class Sequences:
             running = attention.begin(self._layout(parts))
             running.write(0, *flat[1:])
             answer = running.attend(0, flat[0])
-            for (i, part), piece in zip(parts, answer.split([n for _, n in takes]), strict=True):
-                answers[i][part] = piece
+            for (i, part), chunk in zip(parts, answer.split([n for _, n in takes]), strict=True):
+                answers[i][part] = chunk
                 computed[i] = part.stop
         return answers
 

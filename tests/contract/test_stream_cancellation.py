@@ -71,7 +71,7 @@ async def a_call(
 
 @pytest.mark.parametrize("is_waiting_inside", [True, False])
 def test_cancelling_ends_the_method_without_the_garbage_collector(is_waiting_inside: bool) -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         flood = Flood(is_waiting_inside)
         async with a_call(flood) as call:
             await call.read()
@@ -82,6 +82,6 @@ def test_cancelling_ends_the_method_without_the_garbage_collector(is_waiting_ins
 
     gc.disable()
     try:
-        asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
+        asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
     finally:
         gc.enable()

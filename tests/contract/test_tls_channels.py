@@ -39,7 +39,7 @@ def model_at(address: str, tls: TlsConfig) -> str:
         return client.model().name
 
 
-async def ask(server: TlsConfig, client: TlsConfig, host: str = "") -> str:
+async def model_over(server: TlsConfig, client: TlsConfig, host: str = "") -> str:
     """Return the model's name, requested by both kinds of client."""
     async with a_router(tls=server) as (_, address):
         address = address.replace("127.0.0.1", host) if host else address
@@ -52,7 +52,7 @@ async def ask(server: TlsConfig, client: TlsConfig, host: str = "") -> str:
 
 @pytest.mark.parametrize("host", ["", "localhost", "dns:///localhost"])
 def test_mutual_tls_connects_with_certificates_on_both_sides(mutual: TlsConfig, host: str) -> None:
-    assert asyncio.run(ask(mutual, mutual, host)) == "tiny"
+    assert asyncio.run(model_over(mutual, mutual, host)) == "tiny"
 
 
 def test_a_server_without_client_certificates_requires_only_the_authority(
@@ -60,7 +60,7 @@ def test_a_server_without_client_certificates_requires_only_the_authority(
 ) -> None:
     server = replace(mutual, client_ca=None)
 
-    assert asyncio.run(ask(server, TlsConfig(ca=authority.ca))) == "tiny"
+    assert asyncio.run(model_over(server, TlsConfig(ca=authority.ca))) == "tiny"
 
 
 def test_a_certificate_for_another_name_is_accepted_with_that_server_name(
@@ -69,7 +69,7 @@ def test_a_certificate_for_another_name_is_accepted_with_that_server_name(
     cert, key = authority.issue("elsewhere", "router.example")
     named = TlsConfig(ca=authority.ca, server_name="router.example")
 
-    assert asyncio.run(ask(TlsConfig(cert, key), named)) == "tiny"
+    assert asyncio.run(model_over(TlsConfig(cert, key), named)) == "tiny"
 
 
 def refusals(server: TlsConfig, client: TlsConfig) -> set[tuple[grpc.StatusCode, str, str]]:
@@ -83,7 +83,7 @@ def refusals(server: TlsConfig, client: TlsConfig) -> set[tuple[grpc.StatusCode,
         assert refusal.value.message in str(unhealthy.value)
         return refusal.value
 
-    async def scene() -> list[BatonError]:
+    async def scenario() -> list[BatonError]:
         async with a_router(tls=server) as (router, address):
             async with AsyncClient(address, tls=client, timeout_s=PATIENCE_S) as other:
                 with pytest.raises(BatonError) as refusal:
@@ -92,7 +92,7 @@ def refusals(server: TlsConfig, client: TlsConfig) -> set[tuple[grpc.StatusCode,
             assert router.num_asked == 0
         return [refusal.value, reported]
 
-    errors = asyncio.run(scene())
+    errors = asyncio.run(scenario())
     return {(one.code, one.reason, one.message.partition(" ")[2]) for one in errors}
 
 
@@ -155,7 +155,7 @@ def test_a_certificate_for_another_host_is_reported_with_the_remedy(
 
 
 def test_an_address_without_a_server_gives_no_tls_diagnosis(mutual: TlsConfig) -> None:
-    async def scene() -> BatonError:
+    async def scenario() -> BatonError:
         async with a_router() as (_, address):
             pass  # the port is free again
         async with AsyncClient(address, tls=mutual, timeout_s=PATIENCE_S) as client:
@@ -163,7 +163,7 @@ def test_an_address_without_a_server_gives_no_tls_diagnosis(mutual: TlsConfig) -
                 await client.model()
         return refusal.value
 
-    refusal = asyncio.run(scene())
+    refusal = asyncio.run(scenario())
 
     assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "UNREACHABLE")
 
@@ -190,7 +190,7 @@ def test_a_renewed_certificate_is_used_for_new_connections(
         shown.write_bytes(source_cert.read_bytes())
         key.write_bytes(source_key.read_bytes())
 
-    async def scene() -> None:
+    async def scenario() -> None:
         put(old_cert, old_key)
         by_name = {
             name: replace(trusting, server_name=f"{name}.example") for name in ("old", "new")
@@ -209,4 +209,4 @@ def test_a_renewed_certificate_is_used_for_new_connections(
                 await asyncio.to_thread(model_at, address, by_name["old"])
             assert (await early.model()).name == "tiny"  # by the connection that it has
 
-    asyncio.run(scene())
+    asyncio.run(scenario())

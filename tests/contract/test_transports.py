@@ -43,7 +43,7 @@ ONE_SIDED = [
 ]
 TICKET, NOTE = 5, b"{all of it}"
 FATES: dict[str, Callable[[ProcessEndpoint], object]] = {
-    "closed": lambda end: end.ask("close"),
+    "closed": lambda end: end.call("close"),
     "stopped": ProcessEndpoint.stop,
     "killed": ProcessEndpoint.kill,
 }
@@ -86,33 +86,33 @@ def content(place: int, block_bytes: int) -> bytes:
 
 def fill(end: Endpoint, block_ids: tuple[BlockId, ...], block_bytes: int = 4096) -> None:
     for place, block_id in enumerate(block_ids):
-        end.ask("fill", block_id, content(place, block_bytes))
+        end.call("fill", block_id, content(place, block_bytes))
 
 
 def push(pair: EndpointPair, sources: tuple[BlockId, ...], targets: tuple[BlockId, ...]) -> None:
     """Run a whole hand-off, in two writes if there is more than one block."""
-    pair.d.ask("expect", TICKET, targets)
+    pair.d.call("expect", TICKET, targets)
     half = len(sources) // 2
     spans = [(start, end) for start, end in [(0, half), (half, len(sources))] if start < end]
     for write_id, (start, end) in enumerate(spans):
         write = Write(write_id, TICKET, start, sources[start:end], targets[start:end])
-        pair.p.ask("post", write)
+        pair.p.call("post", write)
     wait_for(pair.p, *(Written(write_id) for write_id in range(len(spans))))
-    pair.p.ask("notify", TICKET, NOTE)
+    pair.p.call("notify", TICKET, NOTE)
     wait_until(lambda: arrivals(pair.d) == {TICKET}, "the arrival")
 
 
 def arrivals(d: Endpoint) -> set[int]:
-    return {event.ticket for event in d.ask("seen") if isinstance(event, Arrived)}
+    return {event.ticket for event in d.call("seen") if isinstance(event, Arrived)}
 
 
 def wait_for(end: Endpoint, *events: ChannelEvent) -> None:
-    wait_until(lambda: set(events) <= set(end.ask("seen")), f"{events}")
+    wait_until(lambda: set(events) <= set(end.call("seen")), f"{events}")
 
 
 def ended(end: Endpoint) -> bool:
     """Return whether a write or the data path has ended, successfully or not."""
-    return any(isinstance(one, Written | WriteFailed | ChannelBroken) for one in end.ask("seen"))
+    return any(isinstance(one, Written | WriteFailed | ChannelBroken) for one in end.call("seen"))
 
 
 @pytest.mark.parametrize("kind", EVERYWHERE)
@@ -127,9 +127,9 @@ def test_blocks_of_any_size_arrive_complete_and_adjacent_blocks_are_unchanged(
         push(pair, sources, targets)
 
         for place, target in enumerate(targets):
-            assert pair.d.ask("read", target) == content(place, block_bytes)
+            assert pair.d.call("read", target) == content(place, block_bytes)
         for untouched in {*range(16)} - {*targets}:
-            assert pair.d.ask("read", untouched) == bytes(block_bytes)
+            assert pair.d.call("read", untouched) == bytes(block_bytes)
 
 
 @pytest.mark.parametrize("kind", EVERYWHERE)
@@ -138,12 +138,12 @@ def test_thousands_of_scattered_blocks_arrive_in_their_slots(pool: EndpointPool,
     sources, targets = (ids(*draw.sample(range(num), num)) for _ in range(2))
     with ends(pool, kind, num, 512) as pair:
         for block_id in range(0, num, 97):
-            pair.p.ask("fill", sources[block_id], content(block_id, 512))
+            pair.p.call("fill", sources[block_id], content(block_id, 512))
 
         push(pair, sources, targets)
 
         for place in range(0, num, 97):
-            assert pair.d.ask("read", targets[place]) == content(place, 512)
+            assert pair.d.call("read", targets[place]) == content(place, 512)
 
 
 @pytest.mark.parametrize("kind", EVERYWHERE)
@@ -159,21 +159,21 @@ def test_layers_land_in_their_blocks_and_the_last_layer_completes_the_ticket(
     )
     with ends(pool, kind, 16, block_bytes) as pair:
         fill(pair.p, sources, block_bytes)
-        pair.d.ask("expect", TICKET, targets)
+        pair.d.call("expect", TICKET, targets)
 
-        pair.p.ask("post", whole)
-        pair.p.ask("post", first_layers)
+        pair.p.call("post", whole)
+        pair.p.call("post", first_layers)
         wait_for(pair.p, Written(0), Written(1))
-        assert Arrived(TICKET) not in pair.d.ask("seen")
-        pair.p.ask("post", last_layer)
+        assert Arrived(TICKET) not in pair.d.call("seen")
+        pair.p.call("post", last_layer)
         wait_for(pair.p, Written(2))
-        pair.p.ask("notify", TICKET)
+        pair.p.call("notify", TICKET)
         wait_for(pair.d, Arrived(TICKET))
 
         for place, target in enumerate(targets):
-            assert pair.d.ask("read", target) == content(place, block_bytes)
+            assert pair.d.call("read", target) == content(place, block_bytes)
         for untouched in {*range(16)} - {*targets}:
-            assert pair.d.ask("read", untouched) == bytes(block_bytes)
+            assert pair.d.call("read", untouched) == bytes(block_bytes)
 
 
 @pytest.mark.parametrize("kind", EVERYWHERE)
@@ -184,9 +184,9 @@ def test_every_write_ends_once_and_every_ticket_arrives_once(pool: EndpointPool,
         push(pair, ids(0, 1, 2, 3), ids(4, 5, 9, 10))
 
         for _ in range(20):
-            pair.p.ask("seen"), pair.d.ask("seen")
-        assert sorted(pair.p.ask("seen"), key=str) == [Written(0), Written(1)]
-        arrived = [event for event in pair.d.ask("seen") if not isinstance(event, BlocksLanded)]
+            pair.p.call("seen"), pair.d.call("seen")
+        assert sorted(pair.p.call("seen"), key=str) == [Written(0), Written(1)]
+        arrived = [event for event in pair.d.call("seen") if not isinstance(event, BlocksLanded)]
         assert [type(event) for event in arrived] == [Arrived]
         assert arrived[0].ticket == TICKET
 
@@ -197,12 +197,12 @@ def test_complete_blocks_are_reported_before_the_last_has_arrived(
 ) -> None:
     with ends(pool, kind) as pair:
         fill(pair.p, ids(0, 1))
-        pair.d.ask("expect", TICKET, ids(5, 9, 4))
+        pair.d.call("expect", TICKET, ids(5, 9, 4))
 
-        pair.p.ask("post", Write(0, TICKET, 0, ids(0, 1), ids(5, 9)))
+        pair.p.call("post", Write(0, TICKET, 0, ids(0, 1), ids(5, 9)))
         wait_for(pair.d, BlocksLanded(TICKET, 2))
 
-        assert pair.d.ask("read", BlockId(9)) == content(1, 4096)
+        assert pair.d.call("read", BlockId(9)) == content(1, 4096)
         assert not arrivals(pair.d)
 
 
@@ -210,7 +210,7 @@ def test_complete_blocks_are_reported_before_the_last_has_arrived(
 @pytest.mark.parametrize("note", [b"", NOTE, bytes(range(256)) * 16], ids=["none", "some", "4 KiB"])
 def test_the_note_of_a_notification_arrives(pool: EndpointPool, kind: str, note: bytes) -> None:
     with ends(pool, kind) as pair:
-        pair.p.ask("notify", TICKET, note)
+        pair.p.call("notify", TICKET, note)
 
         wait_for(pair.d, Arrived(TICKET, note))
 
@@ -221,16 +221,16 @@ def test_a_cancelled_ticket_completes_once_and_its_late_writes_are_dropped(
 ) -> None:
     with ends(pool, kind) as pair:
         fill(pair.p, ids(0, 1))
-        pair.d.ask("expect", TICKET, ids(7, 8))
+        pair.d.call("expect", TICKET, ids(7, 8))
 
-        pair.d.ask("cancel", TICKET)
+        pair.d.call("cancel", TICKET)
         wait_for(pair.d, CancelCompleted(TICKET))
-        pair.p.ask("post", Write(0, TICKET, 0, ids(0, 1), ids(7, 8)))
+        pair.p.call("post", Write(0, TICKET, 0, ids(0, 1), ids(7, 8)))
         if kind != "memory two-sided":
             wait_for(pair.p, Written(0))
 
-        assert pair.d.ask("seen") == [CancelCompleted(TICKET)]
-        assert pair.d.ask("read", BlockId(7)) == bytes(4096)
+        assert pair.d.call("seen") == [CancelCompleted(TICKET)]
+        assert pair.d.call("read", BlockId(7)) == bytes(4096)
 
 
 @pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
@@ -242,18 +242,18 @@ def test_d_receives_the_next_write_after_p_was_killed_during_a_write(
         with pool.end(kind, num, 65536) as p:
             EndpointPair(d, p).connect()
             blocks = ids(*range(num))
-            d.ask("expect", TICKET, blocks)
-            p.tell("post", Write(0, TICKET, 0, blocks, blocks))
+            d.call("expect", TICKET, blocks)
+            p.send("post", Write(0, TICKET, 0, blocks, blocks))
             p.kill()
-            d.ask("seen")
-            d.ask("reopen")
+            d.call("seen")
+            d.call("reopen")
 
         with pool.end(kind, num, 65536) as next_p:
             fill(next_p, ids(0, 1), 65536)
             pair = EndpointPair(d, next_p)
             pair.connect()
             push(pair, ids(0, 1), ids(3, 5))
-            assert d.ask("read", BlockId(5)) == content(1, 65536)
+            assert d.call("read", BlockId(5)) == content(1, 65536)
             assert TICKET in arrivals(d)
 
 
@@ -266,21 +266,21 @@ def test_p_sends_the_next_write_after_d_was_killed_during_a_write(
         with pool.end(kind, num, 65536) as d:
             EndpointPair(d, p).connect()
             blocks = ids(*range(num))
-            d.ask("expect", TICKET, blocks)
+            d.call("expect", TICKET, blocks)
             d.stop()
-            p.tell("post", Write(0, TICKET, 0, blocks, blocks))
+            p.send("post", Write(0, TICKET, 0, blocks, blocks))
             p.wait_for_answer()
             d.resume()
             d.kill()
             wait_until(lambda: ended(p), "an end of the write")
-            p.ask("reopen")
+            p.call("reopen")
 
         with pool.end(kind, num, 65536) as next_d:
             fill(p, ids(0, 1), 65536)
             pair = EndpointPair(next_d, p)
             pair.connect()
             push(pair, ids(0, 1), ids(3, 5))
-            assert next_d.ask("read", BlockId(5)) == content(1, 65536)
+            assert next_d.call("read", BlockId(5)) == content(1, 65536)
 
 
 @pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
@@ -291,22 +291,22 @@ def test_a_suspended_writer_cannot_write_after_the_end_was_closed(
     with ends(pool, kind, num, 65536) as pair:
         blocks = ids(*range(num))
         assert isinstance(pair.p, ProcessEndpoint)
-        pair.p.ask("fill", BlockId(num - 1), b"x" * 65536)
-        pair.d.ask("expect", TICKET, blocks)
-        pair.p.ask("post", Write(0, TICKET, 0, blocks[:1], blocks[:1]))
+        pair.p.call("fill", BlockId(num - 1), b"x" * 65536)
+        pair.d.call("expect", TICKET, blocks)
+        pair.p.call("post", Write(0, TICKET, 0, blocks[:1], blocks[:1]))
         wait_for(pair.p, Written(0))
-        pair.p.tell("post", Write(1, TICKET, 1, blocks[1:], blocks[1:]))
+        pair.p.send("post", Write(1, TICKET, 1, blocks[1:], blocks[1:]))
         pair.p.stop()
-        stops_writes = pair.d.ask("close_stops_writes")
+        stops_writes = pair.d.call("close_stops_writes")
 
-        pair.d.ask("close")
+        pair.d.call("close")
         for block_id in (1, num // 2, num - 1):
-            pair.d.ask("fill", BlockId(block_id), b"new user")
+            pair.d.call("fill", BlockId(block_id), b"new user")
         pair.p.resume()
         pair.p.wait_for_answer()
         wait_until(lambda: ended(pair.p), "an end of the write")
 
-        kept = [pair.d.ask("read", BlockId(b))[:8] == b"new user" for b in (1, num // 2, num - 1)]
+        kept = [pair.d.call("read", BlockId(b))[:8] == b"new user" for b in (1, num // 2, num - 1)]
         assert all(kept) or not stops_writes
         # Otherwise the peer writes directly, and only its message or its death ends the fence.
         assert stops_writes is (kind != "nixl default")
@@ -316,11 +316,11 @@ def test_a_suspended_writer_cannot_write_after_the_end_was_closed(
 def test_d_detects_that_a_process_on_its_machine_has_ended(pool: EndpointPool, kind: str) -> None:
     with ends(pool, kind) as pair:
         assert isinstance(pair.p, ProcessEndpoint)
-        assert pair.d.ask("is_peer_gone") is False
+        assert pair.d.call("is_peer_gone") is False
 
         pair.p.kill()
 
-        assert pair.d.ask("is_peer_gone") is True
+        assert pair.d.call("is_peer_gone") is True
 
 
 @pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
@@ -329,11 +329,11 @@ def test_closing_during_a_write_is_fast_and_logs_nothing(
 ) -> None:
     with ends(pool, kind, 512, 65536) as pair:
         blocks = ids(*range(512))
-        pair.d.ask("expect", TICKET, blocks)
-        pair.p.ask("post", Write(0, TICKET, 0, blocks, blocks))
+        pair.d.call("expect", TICKET, blocks)
+        pair.p.call("post", Write(0, TICKET, 0, blocks, blocks))
 
-        pair.p.ask("close")
-        pair.d.ask("close")
+        pair.p.call("close")
+        pair.d.call("close")
 
     assert "ERROR" not in capfd.readouterr().err
 
@@ -346,23 +346,23 @@ def test_d_closes_with_unread_messages_and_leaks_nothing(
     with ends(pool, kind, 512, 65536) as pair:
         assert isinstance(pair.d, ProcessEndpoint)
         assert isinstance(pair.p, ProcessEndpoint)
-        pair.d.ask("close")
-        num_open_files = pair.d.ask("num_open_files")
-        pair.d.ask("reopen")
-        pair.p.ask("reopen")
+        pair.d.call("close")
+        num_open_files = pair.d.call("num_open_files")
+        pair.d.call("reopen")
+        pair.p.call("reopen")
         pair.connect()
         push(pair, ids(0), ids(0))
         blocks = ids(*range(512))
-        pair.d.ask("expect", TICKET + 1, blocks)
+        pair.d.call("expect", TICKET + 1, blocks)
 
         pair.d.stop()
-        pair.p.ask("post", Write(2, TICKET + 1, 0, blocks, blocks[::-1]))
+        pair.p.call("post", Write(2, TICKET + 1, 0, blocks, blocks[::-1]))
         FATES[fate](pair.p)
-        pair.d.tell("close")
+        pair.d.send("close")
         pair.d.resume()
         pair.d.wait_for_answer()
 
-        assert pair.d.ask("num_open_files") == num_open_files
+        assert pair.d.call("num_open_files") == num_open_files
 
 
 @pytest.mark.parametrize(

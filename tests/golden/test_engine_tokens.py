@@ -53,21 +53,21 @@ def engine_of(model_folder: FolderOf) -> Iterator[Callable[..., EngineCore]]:
         runner.__exit__(None, None, None)
 
 
-def spec(
+def engine_request(
     name: str, prompt: Sequence[int], sampling: SamplingParams = GREEDY, *, salt: str = ""
 ) -> EngineRequest:
     return EngineRequest(RequestId(name), tuple(prompt), sampling, seed=11, cache_salt=salt)
 
 
-def run(engine: EngineCore, *specs: EngineRequest) -> list[list[int]]:
-    for each in specs:
+def run(engine: EngineCore, *requests: EngineRequest) -> list[list[int]]:
+    for each in requests:
         engine.scheduler.add(each)
-    tokens: dict[RequestId, list[int]] = {each.request_id: [] for each in specs}
+    tokens: dict[RequestId, list[int]] = {each.request_id: [] for each in requests}
     while engine.scheduler.has_work:
         for output in engine.step():
             assert output.finish_reason in (None, FinishReason.LENGTH), output
             tokens[output.request_id] += output.token_ids
-    return [tokens[each.request_id] for each in specs]
+    return [tokens[each.request_id] for each in requests]
 
 
 @pytest.mark.parametrize("name", FLOAT32)
@@ -77,9 +77,11 @@ def test_a_prefix_hit_changes_no_token(
     engine = engine_of(name)
     first = prompt_of(60)
     longer = (*first[:48], *prompt_of(9, seed=5))  # three whole blocks in common
-    run(engine, spec("first", first, replace(GREEDY, max_tokens=1)))
+    run(engine, engine_request("first", first, replace(GREEDY, max_tokens=1)))
 
-    again, branched = run(engine, spec("again", first), spec("branched", longer))
+    again, branched = run(
+        engine, engine_request("again", first), engine_request("branched", longer)
+    )
 
     folder = model_folder(name)
     assert again == reference_choices(folder, first, again, NUM_TOKENS)
@@ -93,9 +95,11 @@ def test_long_prompts_of_dynamic_rope_share_blocks_only_with_the_same_length(
     name = "llama-rope-dynamic"  # made for 64 positions; longer prompts turn all of theirs
     engine = engine_of(name)
     first, longer = prompt_of(90), (*prompt_of(90), *prompt_of(20, seed=5))
-    run(engine, spec("first", first))
+    run(engine, engine_request("first", first))
 
-    again, stretched = run(engine, spec("again", first), spec("stretched", longer))
+    again, stretched = run(
+        engine, engine_request("again", first), engine_request("stretched", longer)
+    )
 
     folder = model_folder(name)
     assert again == reference_choices(folder, first, again, NUM_TOKENS)
@@ -112,7 +116,7 @@ def test_a_cache_too_small_for_all_preempts_and_changes_no_token(
     engine = engine_of(name, num_blocks=9 if name.endswith("window") else 17)
     prompts = [prompt_of(length) for length in (1, 17, 40, 62)]
 
-    answers = run(engine, *(spec(f"r{i}", prompt) for i, prompt in enumerate(prompts)))
+    answers = run(engine, *(engine_request(f"r{i}", prompt) for i, prompt in enumerate(prompts)))
 
     assert answers == [
         reference_choices(model_folder(name), prompt, answer, NUM_TOKENS)
@@ -124,13 +128,13 @@ def test_a_cache_too_small_for_all_preempts_and_changes_no_token(
 def test_seeded_tokens_do_not_change_by_preemption_or_batching(
     engine_of: Callable[..., EngineCore],
 ) -> None:
-    specs = [spec(f"r{i}", prompt_of(20 + 9 * i), SEEDED) for i in range(5)]
+    requests = [engine_request(f"r{i}", prompt_of(20 + 9 * i), SEEDED) for i in range(5)]
     roomy = engine_of("llama")
-    alone = [run(roomy, each)[0] for each in specs]
+    alone = [run(roomy, each)[0] for each in requests]
     crowded = engine_of("llama", num_blocks=17)
 
-    together = run(crowded, *specs)
+    together = run(crowded, *requests)
 
     assert together == alone
     assert crowded.scheduler.stats().total_preemptions > 0
-    assert len({tuple(tokens) for tokens in together}) == len(specs)
+    assert len({tuple(tokens) for tokens in together}) == len(requests)

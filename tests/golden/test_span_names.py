@@ -8,8 +8,8 @@ from baton.telemetry.tracing.traces import traces_of
 from tests.support.traces import (
     a_request,
     a_step,
-    a_told_step,
-    a_told_trace,
+    an_exported_step,
+    an_exported_trace,
     on_decode,
     on_prefill,
     to_unix_ns,
@@ -49,7 +49,7 @@ STEP = {
 
 
 def test_the_span_tree_of_a_request_is_as_documented() -> None:
-    [trace] = traces_of(a_told_trace())
+    [trace] = traces_of(an_exported_trace())
 
     assert "\n".join(f"{'  ' * row.depth}{row.span.name} {row.node}" for row in trace.rows) == TREE
 
@@ -69,7 +69,7 @@ def test_a_tier_load_is_a_span_event_of_the_wait() -> None:
 
 def test_every_name_is_defined_in_the_names_module() -> None:
     known = {value for name, value in vars(names).items() if name.isupper()}
-    reported = [one.span for one in (*a_told_trace(has_failed_try=True), *a_told_step())]
+    reported = [one.span for one in (*an_exported_trace(has_failed_try=True), *an_exported_step())]
 
     assert {span.name for span in reported} <= set(names.SPANS)
     assert names.ENGINE_STEP in {span.name for span in reported}
@@ -81,7 +81,7 @@ def test_every_name_is_defined_in_the_names_module() -> None:
 def test_a_step_is_a_root_span_linked_to_the_legs_of_its_requests() -> None:
     [step] = a_step().spans(to_unix_ns)
     [leg] = [span for span in on_decode().spans(to_unix_ns) if span.name == names.DECODE]
-    [trace] = traces_of(a_told_step())
+    [trace] = traces_of(an_exported_step())
 
     assert (step.name, step.parent_id, set(step.attributes)) == ("engine_step", None, STEP)
     assert (step.links[0].trace_id, step.links[0].span_id) == (leg.trace_id, leg.span_id)

@@ -127,22 +127,22 @@ def engine_of(model_folder: FolderOf, block_bytes: dict[str, int]) -> Iterator[M
             assert stats.num_free_blocks == stats.num_blocks
 
 
-def run(engine: EngineCore, *specs: EngineRequest) -> list[Got]:
-    for spec in specs:
-        engine.scheduler.add(spec)
-    got = {spec.request_id: Got() for spec in specs}
+def run(engine: EngineCore, *requests: EngineRequest) -> list[Got]:
+    for request in requests:
+        engine.scheduler.add(request)
+    got = {request.request_id: Got() for request in requests}
     while engine.scheduler.has_work:
         for output in engine.step():
-            assert output.first_index == num_prior(specs, output) + len(
+            assert output.first_index == num_prior(requests, output) + len(
                 got[output.request_id].token_ids
             )
             got[output.request_id].take(output)
     return list(got.values())
 
 
-def num_prior(specs: Sequence[EngineRequest], output: Output) -> int:
-    [spec] = [one for one in specs if one.request_id == output.request_id]
-    return len(spec.prior_output_token_ids)
+def num_prior(requests: Sequence[EngineRequest], output: Output) -> int:
+    [request] = [one for one in requests if one.request_id == output.request_id]
+    return len(request.prior_output_token_ids)
 
 
 def specs_of(sampling: SamplingParams) -> list[EngineRequest]:
@@ -168,10 +168,10 @@ def assert_alike(plain: Sequence[Got], speculated: Sequence[Got]) -> None:
 def test_speculation_does_not_change_answers(
     name: str, requested: str, engine_of: MakeEngine
 ) -> None:
-    specs = specs_of(REQUESTED[requested])
-    plain = run(engine_of(name, None), *specs)
+    requests = specs_of(REQUESTED[requested])
+    plain = run(engine_of(name, None), *requests)
 
-    speculated = run(engine_of(name, SPECULATION), *specs)
+    speculated = run(engine_of(name, SPECULATION), *requests)
 
     assert_alike(plain, speculated)
     assert sum(one.num_accepted for one in speculated) > 0
@@ -180,11 +180,11 @@ def test_speculation_does_not_change_answers(
 
 @pytest.mark.parametrize("name", [name for name in FLOAT32 if name != "llama"])
 def test_greedy_tokens_stay_the_same_on_every_family(name: str, engine_of: MakeEngine) -> None:
-    specs = specs_of(GREEDY)
+    requests = specs_of(GREEDY)
 
-    speculated = run(engine_of(name, SPECULATION), *specs)
+    speculated = run(engine_of(name, SPECULATION), *requests)
 
-    assert_alike(run(engine_of(name, None), *specs), speculated)
+    assert_alike(run(engine_of(name, None), *requests), speculated)
 
 
 @needs_kernels
@@ -192,10 +192,10 @@ def test_greedy_tokens_stay_the_same_on_every_family(name: str, engine_of: MakeE
 def test_with_native_kernels_logprobs_are_bitwise_equal_with_speculation(
     name: str, engine_of: MakeEngine
 ) -> None:
-    specs = specs_of(SEEDED)
-    plain = run(engine_of(name, None), *specs)
+    requests = specs_of(SEEDED)
+    plain = run(engine_of(name, None), *requests)
 
-    speculated = run(engine_of(name, SPECULATION), *specs)
+    speculated = run(engine_of(name, SPECULATION), *requests)
 
     assert [one.logprobs for one in speculated] == [one.logprobs for one in plain]
     assert sum(one.num_accepted for one in speculated) > 0
@@ -211,13 +211,13 @@ def test_accepted_tokens_are_one_output(engine_of: MakeEngine) -> None:
 
 def test_a_stop_token_among_accepted_tokens_ends_the_answer(engine_of: MakeEngine) -> None:
     speculating = engine_of("llama", SPECULATION)
-    spec, free, inside = next(
-        (spec, free, inside)
-        for spec in (replace(COPYING, request_id=RequestId(f"s{n}"), seed=n) for n in range(50))
-        for free in run(speculating, spec)
+    request, free, inside = next(
+        (request, free, inside)
+        for request in (replace(COPYING, request_id=RequestId(f"s{n}"), seed=n) for n in range(50))
+        for free in run(speculating, request)
         if (inside := new_token_inside_a_run(free)) is not None
     )
-    stopping = replace(spec, sampling=replace(EVEN, stop_token_ids=(inside,)))
+    stopping = replace(request, sampling=replace(EVEN, stop_token_ids=(inside,)))
 
     [got] = run(speculating, stopping)
 
@@ -238,13 +238,13 @@ def new_token_inside_a_run(got: Got) -> int | None:
 
 
 def test_preempted_and_batched_requests_get_the_same_tokens(engine_of: MakeEngine) -> None:
-    specs = [
+    requests = [
         EngineRequest(RequestId(f"r{i}"), prompt_of(3 + i) * 5, SEEDED, seed=i) for i in range(6)
     ]
-    alone = [run(engine_of("llama", None), spec)[0] for spec in specs]
+    alone = [run(engine_of("llama", None), request)[0] for request in requests]
     crowded = engine_of("llama", SPECULATION, num_blocks=19)
 
-    together = run(crowded, *specs)
+    together = run(crowded, *requests)
 
     assert_alike(alone, together)
     assert crowded.scheduler.stats().total_preemptions > 0
@@ -252,9 +252,9 @@ def test_preempted_and_batched_requests_get_the_same_tokens(engine_of: MakeEngin
 
 
 def test_a_migrated_answer_continues_with_the_same_tokens(engine_of: MakeEngine) -> None:
-    spec = specs_of(SEEDED)[0]
-    [whole] = run(engine_of("llama", None), spec)
-    resumed = replace(spec, prior_output_token_ids=tuple(whole.token_ids[:20]))
+    request = specs_of(SEEDED)[0]
+    [whole] = run(engine_of("llama", None), request)
+    resumed = replace(request, prior_output_token_ids=tuple(whole.token_ids[:20]))
 
     [rest] = run(engine_of("llama", SPECULATION), resumed)
 
@@ -292,9 +292,9 @@ def step(engine: EngineCore) -> list[Output]:
 def test_rejected_drafts_are_never_cached_as_a_prefix(engine_of: MakeEngine) -> None:
     """Blocks of an answer are hit by a prompt that begins with it; they hold its KV alone."""
     engine = engine_of("llama", SPECULATION)
-    spec = specs_of(SEEDED)[0]
-    [first] = run(engine, spec)
-    longer = replace(spec, prompt_token_ids=(*spec.prompt_token_ids, *first.token_ids))
+    request = specs_of(SEEDED)[0]
+    [first] = run(engine, request)
+    longer = replace(request, prompt_token_ids=(*request.prompt_token_ids, *first.token_ids))
 
     [after_hit] = run(engine, replace(longer, request_id=RequestId("hit")))
 
@@ -308,15 +308,15 @@ def test_the_longest_sequence_is_filled_to_its_end(num_drafted: int, engine_of: 
     """Lookahead slots are less than a block, or more than one."""
     name = "llama"  # 512 positions
     speculation = replace(SPECULATION, num_tokens=num_drafted)
-    spec = EngineRequest(
+    request = EngineRequest(
         RequestId("long"), prompt_of(9) * 52, replace(GREEDY, max_tokens=400), seed=1
     )
 
-    [plain], [got] = run(engine_of(name, None), spec), run(engine_of(name, speculation), spec)
+    [plain], [got] = run(engine_of(name, None), request), run(engine_of(name, speculation), request)
 
     assert got.token_ids == plain.token_ids
     assert got.end == (FinishReason.LENGTH, None)
-    assert len(spec.prompt_token_ids) + len(got.token_ids) == 512
+    assert len(request.prompt_token_ids) + len(got.token_ids) == 512
 
 
 def test_a_reused_request_id_starts_with_an_empty_ngram_index(engine_of: MakeEngine) -> None:

@@ -13,19 +13,19 @@ MODEL = str(Path(__file__).resolve().parents[2] / "models" / "demo")
 
 
 def test_each_batch_size_has_its_rate_and_its_steps() -> None:
-    heard: list[Rate] = []
+    reported: list[Rate] = []
     bench = EngineBench(
         MODEL, prompt_lens=(20,), batch_sizes=(1, 4), num_decode_steps=3, num_runs=2
     )
 
-    found = run(bench, heard.append)
+    found = run(bench, reported.append)
 
     assert [(rate.phase, rate.size) for rate in found.rates] == [
         ("prefill", 20),
         ("decode", 1),
         ("decode", 4),
     ]
-    assert found.rates == heard
+    assert found.rates == reported
     assert [cost.batch for cost in found.steps] == [1, 4]
     for cost in found.steps:
         parts = (cost.scheduling_ms, cost.preparing_ms, cost.sampling_ms, cost.forward_ms)

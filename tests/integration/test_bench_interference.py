@@ -17,7 +17,7 @@ SMALL = Interference(num_streams=2, num_prompts=2, prompt_tokens=200, every_s=0.
 
 
 def test_both_deployments_are_measured_under_the_same_load() -> None:
-    heard: list[Turn] = []
+    reported: list[Turn] = []
 
     run(
         SMALL,
@@ -25,11 +25,13 @@ def test_both_deployments_are_measured_under_the_same_load() -> None:
             "apart": partial(baton_disaggregated, MODEL),
             "colocated": partial(baton_colocated, MODEL),
         },
-        heard.append,
+        reported.append,
     )
-    rows = rows_of(heard)
+    rows = rows_of(reported)
 
-    assert [turn.engine for turn in heard] == [row.engine for row in rows] == ["apart", "colocated"]
+    assert (
+        [turn.engine for turn in reported] == [row.engine for row in rows] == ["apart", "colocated"]
+    )
     for row in rows:
         found = row.figures
         assert 0 < found.itl_p50_ms <= found.itl_p99_ms <= found.itl_most_ms

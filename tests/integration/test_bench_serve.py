@@ -60,21 +60,21 @@ def test_every_request_is_answered_with_its_served_summary(cluster: LocalCluster
 def test_refusals_are_counted_by_reason_and_other_requests_are_answered(
     cluster: LocalCluster,
 ) -> None:
-    async def scene() -> list[Sample]:
+    async def scenario() -> list[Sample]:
         async with connect(cluster.address) as client:
             return (await send(client, requests_of(5, 100_000, 6))).samples
 
-    samples = sorted(asyncio.run(scene()), key=lambda one: one.number)
+    samples = sorted(asyncio.run(scenario()), key=lambda one: one.number)
 
     assert [one.error for one in samples] == [None, "INVALID_REQUEST", None]
 
 
 def test_waiting_time_counts_from_the_planned_start(cluster: LocalCluster) -> None:
-    async def scene() -> list[Sample]:
+    async def scenario() -> list[Sample]:
         async with connect(cluster.address) as client:
             return (await send(client, requests_of(5, 6, 7), concurrency=1)).samples
 
-    first, second, third = asyncio.run(scene())
+    first, second, third = asyncio.run(scenario())
 
     assert [one.planned_s for one in (first, second, third)] == [0, 0, 0]
     assert first.ended_s <= second.sent_s <= second.ended_s <= third.sent_s

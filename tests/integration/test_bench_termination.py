@@ -23,20 +23,20 @@ def test_a_peer_does_not_outlive_a_terminated_bench(tmp_path: Path) -> None:
     python.chmod(0o755)
     peer = ["--model", str(MODEL), "--vllm-venv", str(tmp_path)]
 
-    heard = os.open(reported, os.O_RDONLY | os.O_NONBLOCK)
+    pipe = os.open(reported, os.O_RDONLY | os.O_NONBLOCK)
     with running_program([sys.executable, "-m", "benchmarks", "peer", *peer]) as bench:
-        peer_pid = _next(heard)
+        peer_pid = _next(pipe)
         bench.send_signal(signal.SIGTERM)
         code = bench.wait(TIMEOUT_S)
-        rest = _next(heard)  # end of file when all writers have ended
-    os.close(heard)
+        rest = _next(pipe)  # end of file when all writers have ended
+    os.close(pipe)
 
     assert peer_pid
     assert code == 128 + signal.SIGTERM
     assert rest == b""
 
 
-def _next(heard: int) -> bytes:
-    ready, _, _ = select.select([heard], [], [], TIMEOUT_S)
+def _next(pipe: int) -> bytes:
+    ready, _, _ = select.select([pipe], [], [], TIMEOUT_S)
     assert ready, "the peer goes on"
-    return os.read(heard, 4096)
+    return os.read(pipe, 4096)

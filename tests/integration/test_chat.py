@@ -28,7 +28,7 @@ def test_ctrl_c_cancels_the_answer_and_not_the_chat() -> None:
         screen.await_text("> ")
         screen.type("first\n")
         first = router.next_request()
-        first.say("\x1b[2Ja long ")  # a screen that a model must not clear
+        first.send_text("\x1b[2Ja long ")  # a screen that a model must not clear
         assert "\x1b[2J" not in screen.await_text("a long")
 
         screen.type(CTRL_C)
@@ -38,7 +38,7 @@ def test_ctrl_c_cancels_the_answer_and_not_the_chat() -> None:
         assert first.was_cancelled.wait(WAIT_S)
         screen.type("second\n")
         second = router.next_request()
-        second.say("well")
+        second.send_text("well")
         second.end()
         screen.await_text("well")
         assert second.turns == [
@@ -134,7 +134,7 @@ def test_ctrl_c_ends_generate_with_its_exit_code_and_cancels_the_request() -> No
     command = [*BATON, "generate", "hi"]
     with scripted_router() as router, Terminal([*command, "--address", router.address]) as screen:
         requested = router.next_request()
-        requested.say("some text")
+        requested.send_text("some text")
         screen.await_text("some text")
 
         screen.type(CTRL_C)

@@ -28,32 +28,32 @@ SHORT = Generation(SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True
 Leave = Callable[[str, ClientRequest, Callable[[], None]], None]
 
 
-def cancel(address: str, ask: ClientRequest, until_it_stands_there: Callable[[], None]) -> None:
-    async def scene() -> None:
+def cancel(address: str, request: ClientRequest, until_reached: Callable[[], None]) -> None:
+    async def scenario() -> None:
         async with AsyncClient(address) as client:
-            asking = asyncio.ensure_future(stream_answer(client, ask))
-            await asyncio.to_thread(until_it_stands_there)
+            asking = asyncio.ensure_future(stream_answer(client, request))
+            await asyncio.to_thread(until_reached)
 
             asking.cancel()
 
             with pytest.raises(asyncio.CancelledError):
                 await asking
 
-    asyncio.run(scene())
+    asyncio.run(scenario())
 
 
 def run_out_of_time(
-    address: str, ask: ClientRequest, until_it_stands_there: Callable[[], None]
+    address: str, request: ClientRequest, until_reached: Callable[[], None]
 ) -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with AsyncClient(address, timeout_s=DEADLINE_S) as client:
-            asking = asyncio.ensure_future(stream_answer(client, ask))
-            await asyncio.to_thread(until_it_stands_there)
+            asking = asyncio.ensure_future(stream_answer(client, request))
+            await asyncio.to_thread(until_reached)
             with pytest.raises(BatonError) as late:
                 await asking
         assert late.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
 
-    asyncio.run(scene())
+    asyncio.run(scenario())
 
 
 def await_blocks_held_by_a_finished_request(address: str) -> None:
@@ -65,7 +65,7 @@ NEW_SEEDS = itertools.count(100)
 
 
 @pytest.fixture(autouse=True)
-def _the_next_one_is_served(
+def _next_request_is_served(
     cluster: LocalCluster, client: Client, model_folder: Path
 ) -> Iterator[None]:
     """Check after each test that all blocks are free and that the pair answers correctly."""
@@ -113,18 +113,18 @@ def test_clients_disconnect_while_prefill_computes_and_queues(
     cluster: LocalCluster,
 ) -> None:
     [prefill] = cluster.prefills
-    asks = [ClientRequest(prompt_of(400 + number, seed=66), SHORT) for number in range(24)]
+    requests = [ClientRequest(prompt_of(400 + number, seed=66), SHORT) for number in range(24)]
 
-    async def scene() -> None:
+    async def scenario() -> None:
         async with AsyncClient(cluster.address) as client:
-            asking = [asyncio.ensure_future(stream_answer(client, ask)) for ask in asks]
+            asking = [asyncio.ensure_future(stream_answer(client, request)) for request in requests]
             await asyncio.to_thread(await_load, prefill.address, is_busy)
             for one in asking:
                 one.cancel()
             ends = await asyncio.gather(*asking, return_exceptions=True)
         assert any(isinstance(end, asyncio.CancelledError) for end in ends)
 
-    asyncio.run(scene())
+    asyncio.run(scenario())
 
 
 def test_many_clients_disconnect_at_once_without_affecting_others(
@@ -133,10 +133,10 @@ def test_many_clients_disconnect_at_once_without_affecting_others(
     stay = [ClientRequest(prompt_of(20 + n, seed=64), SHORT) for n in range(8)]
     go = [ClientRequest(prompt_of(20 + n, seed=65), LONG) for n in range(24)]
 
-    async def scene() -> list[list[int]]:
+    async def scenario() -> list[list[int]]:
         async with AsyncClient(cluster.address) as client:
-            leaving = [asyncio.ensure_future(stream_answer(client, ask)) for ask in go]
-            staying = [asyncio.ensure_future(stream_answer(client, ask)) for ask in stay]
+            leaving = [asyncio.ensure_future(stream_answer(client, request)) for request in go]
+            staying = [asyncio.ensure_future(stream_answer(client, request)) for request in stay]
             for number, reported in enumerate(asyncio.as_completed(staying)):
                 await reported
                 for asking in leaving[3 * number : 3 * number + 3]:
@@ -144,6 +144,6 @@ def test_many_clients_disconnect_at_once_without_affecting_others(
             await asyncio.gather(*leaving, return_exceptions=True)
             return [list(asking.result().token_ids) for asking in staying]
 
-    answers = asyncio.run(scene())
+    answers = asyncio.run(scenario())
 
-    assert answers == [reference_greedy(model_folder, ask.prompt, 8) for ask in stay]
+    assert answers == [reference_greedy(model_folder, request.prompt, 8) for request in stay]

@@ -169,12 +169,14 @@ def test_no_process_outlives_a_killed_parent(model_folder: Path) -> None:
 def test_under_load_one_signal_drains_and_a_second_one_ends_at_once(
     cluster_options: MakeOptions, model_folder: Path
 ) -> None:
-    asks = [ClientRequest(prompt_of(20 + number, seed=70), greedy(400)) for number in range(6)]
+    requests = [ClientRequest(prompt_of(20 + number, seed=70), greedy(400)) for number in range(6)]
 
-    async def scene(cluster: LocalCluster) -> tuple[list[ClientAnswer], BatonError]:
+    async def scenario(cluster: LocalCluster) -> tuple[list[ClientAnswer], BatonError]:
         async with AsyncClient(cluster.address, timeout_s=PATIENCE_S) as client:
-            asking = [asyncio.ensure_future(stream_answer(client, ask)) for ask in asks]
-            await asyncio.to_thread(await_load, cluster.decodes[0].address, are_running(len(asks)))
+            asking = [asyncio.ensure_future(stream_answer(client, request)) for request in requests]
+            await asyncio.to_thread(
+                await_load, cluster.decodes[0].address, are_running(len(requests))
+            )
             with suspended(*cluster.decodes):  # or the answers, and the router, may end before
                 await asyncio.to_thread(drain_router, cluster)
                 with pytest.raises(BatonError) as refusal:
@@ -182,14 +184,14 @@ def test_under_load_one_signal_drains_and_a_second_one_ends_at_once(
             return await asyncio.gather(*asking), refusal.value
 
     with LocalCluster(cluster_options()) as cluster:
-        reported, refusal = asyncio.run(scene(cluster))
+        reported, refusal = asyncio.run(scenario(cluster))
         code = cluster.router.stop()
         health, code_of_second = end_by_two_signals(cluster.prefills[0], cluster.decodes[0])
 
     assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
     for one in reported:
         token_ids = list(one.token_ids)
-        assert token_ids == reference_choices(model_folder, one.ask.prompt, token_ids, 400)
+        assert token_ids == reference_choices(model_folder, one.request.prompt, token_ids, 400)
     assert code == 0
     assert (health, code_of_second) == (["SERVING", "NOT_SERVING"], -signal.SIGTERM)
 

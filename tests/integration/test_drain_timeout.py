@@ -27,7 +27,7 @@ from tests.support.suspended_processes import suspended
 GRACE_S = 1.0
 WAIT_S = 60.0
 
-Tell = Callable[[EngineNode], None]
+Drain = Callable[[EngineNode], None]
 
 
 def by_signal(node: EngineNode) -> None:
@@ -46,10 +46,10 @@ def node(model_folder: Path) -> Iterator[EngineNode]:
     one.kill()
 
 
-@pytest.mark.parametrize("tell", [by_signal, by_drain_call])
+@pytest.mark.parametrize("drain", [by_signal, by_drain_call])
 @pytest.mark.parametrize("client_stays", [True, False])
 def test_a_node_with_a_stuck_engine_exits_after_the_drain_timeout(
-    node: EngineNode, tell: Tell, client_stays: bool
+    node: EngineNode, drain: Drain, client_stays: bool
 ) -> None:
     node.hold_before_pass(1)
     with grpc.insecure_channel(node.address) as channel:
@@ -60,7 +60,7 @@ def test_a_node_with_a_stuck_engine_exits_after_the_drain_timeout(
         if not client_stays:
             call.cancel()
 
-        tell(node)
+        drain(node)
 
         assert node.exit_code(WAIT_S) == CUT_OFF
 

@@ -44,11 +44,11 @@ class Story:
     prefill: Call | None = None
     decode: Call | None = None
 
-    def ask_prefill(self) -> Call:
+    def start_prefill(self) -> Call:
         self.prefill = self.pair.prefill(self.handoff_id, self.prompt, self.sampling)
         return self.prefill
 
-    def ask_decode(self) -> Call:
+    def start_decode(self) -> Call:
         self.decode = self.pair.decode(self.handoff_id, self.prompt, self.sampling)
         return self.decode
 
@@ -109,7 +109,7 @@ def test_the_other_node_keeps_serving_and_every_block_is_released(
     if is_held or fault == "stopped":
         assert decoded(story) == expected
     if story.prefill is not None:
-        story.prefill.leave()
+        story.prefill.disconnect()
     pair.await_all_free(FREE_WITHIN_S)
     again = pair.answer(prompt, greedy(NUM_TOKENS))
     assert again.token_ids == expected
@@ -128,20 +128,20 @@ def bring_to(story: Story, phase: Phase) -> None:
     pair = story.pair
     assert pair.answer((5, 6, 7), greedy(2)).was_handed_over  # the pair is linked
     if phase is Phase.BEFORE_GRANT:
-        story.ask_prefill().until_tokens(1)
+        story.start_prefill().until_tokens(1)
         return
     if phase is Phase.DECODING:
         pair.d.hold_before_pass(5)
-        story.ask_prefill()
-        story.ask_decode().until_tokens(5)
+        story.start_prefill()
+        story.start_decode().until_tokens(5)
         pair.d.await_held()
         return
-    story.ask_decode()
+    story.start_decode()
     pair.await_granted()
     if phase is Phase.GRANTED:
         return
     pair.p.hold_before_pass(5)
-    story.ask_prefill()
+    story.start_prefill()
     pair.p.await_held()
     if phase is Phase.BEFORE_DONE:
         # The writes of P do not complete while D does not poll.
@@ -155,9 +155,9 @@ def go_on(story: Story, phase: Phase, ailing: EngineNode) -> None:
     """Release the healthy node from the state that the phase required."""
     pair = story.pair
     if phase is Phase.BEFORE_GRANT and ailing is pair.p:
-        story.ask_decode()
+        story.start_decode()
     if phase is Phase.GRANTED and ailing is pair.d:
-        story.ask_prefill().until_tokens(1)
+        story.start_prefill().until_tokens(1)
     if phase is Phase.BETWEEN_CHUNKS and pair.p.is_alive:
         pair.p.let_go()
     if phase is Phase.BEFORE_DONE and ailing is pair.p:
@@ -175,7 +175,7 @@ def revive(ailing: EngineNode, fault: str) -> None:
 
 
 def decoded(story: Story) -> list[int]:
-    decode = story.decode or story.ask_decode()
+    decode = story.decode or story.start_decode()
     return decode.to_its_end().token_ids
 
 
@@ -188,4 +188,4 @@ def assert_prefill_gives_up(story: Story, phase: Phase) -> None:
 
 def assert_prefill_serves(pair: Pair) -> None:
     call = pair.prefill(pair.new_id(), (9, 8, 7), greedy(1)).until_tokens(1)
-    call.leave()
+    call.disconnect()

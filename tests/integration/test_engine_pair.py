@@ -146,7 +146,7 @@ def test_64_concurrent_hand_offs_finish_with_a_decode_cache_for_ten(
     with Pair(room) as pair:
         assert (pair.d_card.num_blocks, pair.d_card.block_bytes) == (30, 8192)
 
-        requested = [pair.ask(prompt, greedy()) for prompt in prompts]
+        requested = [pair.start(prompt, greedy()) for prompt in prompts]
         answers = [Answered(p.to_its_end(), d.to_its_end()) for p, d in requested]
 
         for prompt, answer in zip(prompts, answers, strict=True):

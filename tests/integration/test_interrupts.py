@@ -41,7 +41,7 @@ def test_a_blocking_client_survives_every_ctrl_c_and_its_process_exits_normally(
         assert script.stdout is not None
         for number in range(NUM_ROUNDS):
             requested = router.next_request()
-            requested.say(f"piece {number}")
+            requested.send_text(f"piece {number}")
             assert script.stdout.readline() == f"piece {number}\n"
 
             script.send_signal(signal.SIGINT)
@@ -49,11 +49,11 @@ def test_a_blocking_client_survives_every_ctrl_c_and_its_process_exits_normally(
             assert script.stdout.readline() == "interrupted\n"
             assert requested.was_cancelled.wait(WAIT_S)
         whole = router.next_request()
-        whole.say("well")
+        whole.send_text("well")
         whole.end()
         assert script.stdout.readline() == "well\n"
         last = router.next_request()
-        last.say("bye")
+        last.send_text("bye")
         assert script.stdout.readline() == "bye\n"
         script.send_signal(signal.SIGINT)
         _, errors = script.communicate(timeout=WAIT_S)

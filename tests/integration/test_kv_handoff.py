@@ -86,13 +86,13 @@ def until_source_back(p: NodeProcess, handoff_id: HandoffId) -> KvReports:
 def hand_over(d: NodeProcess, p: NodeProcess, handoff_id: HandoffId) -> None:
     """Run a small hand-off, which must land."""
     sources, targets = blocks(3, 1, 2), blocks(7, 8, 5)
-    p.ask("fill_all", DATA, sources)
+    p.call("fill_all", DATA, sources)
     d.order(receive(handoff_id, p, targets))
     p.order(send(handoff_id, sources))
     p.order(complete(handoff_id))
     d.until(lambda seen: has_landed(handoff_id, seen), f"{handoff_id} on D")
     until_source_back(p, handoff_id)
-    assert d.ask("num_filled", DATA, targets) == len(targets)
+    assert d.call("num_filled", DATA, targets) == len(targets)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -101,7 +101,7 @@ def test_chunks_land_in_their_blocks_and_only_missing_bytes_are_transferred(
 ) -> None:
     p, d = nodes.start("p", kind), nodes.start("d", kind)
     handoff_id, sources, targets = HandoffId("r", 0), blocks(*range(10)), blocks(20, 22, 23, 24)
-    p.ask("fill_all", DATA, sources)
+    p.call("fill_all", DATA, sources)
 
     p.order(send(handoff_id, sources[:4]))
     d.order(receive(handoff_id, p, targets, first=6))
@@ -112,9 +112,9 @@ def test_chunks_land_in_their_blocks_and_only_missing_bytes_are_transferred(
     p.until(lambda seen: handoff_id in seen.finished_sending, "the end of the send")
 
     assert seen.finished_recving[0].first_token == FirstToken(42)
-    assert d.ask("num_filled", DATA, targets) == 4
-    assert d.ask("num_touched", DATA, blocks(*range(64))) == 4
-    assert [record.num_bytes for record in p.ask("records")] == [4 * 65536]
+    assert d.call("num_filled", DATA, targets) == 4
+    assert d.call("num_touched", DATA, blocks(*range(64))) == 4
+    assert [record.num_bytes for record in p.call("records")] == [4 * 65536]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -128,21 +128,21 @@ def test_a_full_prefix_hit_transfers_nothing_and_still_lands(nodes: Nodes, kind:
 
     d.until(lambda seen: has_landed(handoff_id, seen), "the hand-off")
     p.until(lambda seen: handoff_id in seen.finished_sending, "the end of the send")
-    assert [record.num_bytes for record in p.ask("records")] == [0]
+    assert [record.num_bytes for record in p.call("records")] == [0]
 
 
 @pytest.mark.parametrize("kind", NIXL)
 def test_blocks_landed_before_the_prefill_failed_are_proved(nodes: Nodes, kind: str) -> None:
     p, d = nodes.start("p", kind), nodes.start("d", kind)
     sources, targets = blocks(*range(4)), blocks(*range(20, 28))
-    p.ask("fill_all", DATA, sources)
+    p.call("fill_all", DATA, sources)
 
     for attempt in range(MAX_ATTEMPTS):
         handoff_id = HandoffId("r", attempt)
-        d.ask("fill_all", EMPTY, targets)
+        d.call("fill_all", EMPTY, targets)
         d.order(receive(handoff_id, p, targets))
         p.order(send(handoff_id, sources))
-        wait_until(lambda: d.ask("num_filled", DATA, targets) == len(sources), "the first blocks")
+        wait_until(lambda: d.call("num_filled", DATA, targets) == len(sources), "the first blocks")
         p.order(KvOrders(withdraws=(Withdraw(handoff_id, "aborted"),)))
         proved = until_released(d, handoff_id).proved
         if proved:  # else the writes were withdrawn before they were acknowledged
@@ -167,7 +167,7 @@ def test_three_restarts_of_prefill_on_the_same_address_leave_decode_serving(
         p.kill()
         assert doomed in {lost.handoff_id for lost in until_released(d, doomed).failed_recving}
 
-    assert d.ask("counters").num_fenced_blocks == 0
+    assert d.call("counters").num_fenced_blocks == 0
     assert d.pid == pid
     assert d.is_alive
 
@@ -188,7 +188,7 @@ def test_three_decode_nodes_killed_at_the_same_address_while_prefill_writes_leav
         d.kill()
         p.answer_late()
         p.order(complete(doomed))
-        p.ask("advance_clock", HOLD_S)  # without a grant, P holds the result for so long
+        p.call("advance_clock", HOLD_S)  # without a grant, P holds the result for so long
         until_source_back(p, doomed)
 
     hand_over(nodes.start("d", kind, NUM_MANY), p, HandoffId("small", 3))
@@ -204,24 +204,24 @@ def test_a_late_write_never_reaches_a_new_owner(nodes: Nodes, kind: str) -> None
     late = stop_half_way(d, p, everything)
 
     d.order(KvOrders(revokes=(late,)))
-    d.ask("advance_clock", SILENCE_S)
+    d.call("advance_clock", SILENCE_S)
     if kind == "nixl tcp":
         d.until(lambda seen: late in seen.released, "the release, P being stopped")
     else:
         # P reaches into D's memory by itself, so the fence holds for as long as P may go on.
-        wait_until(lambda: d.ask("counters").num_cut_pairs > 0, "the cut")
-        assert late not in d.ask("seen").released
-        assert d.ask("counters").num_fenced_blocks == NUM_MANY
+        wait_until(lambda: d.call("counters").num_cut_pairs > 0, "the cut")
+        assert late not in d.call("seen").released
+        assert d.call("counters").num_fenced_blocks == NUM_MANY
         p.resume()
         d.until(lambda seen: late in seen.released, "the release")
-    d.ask("fill_all", NEW_OWNER, everything)
+    d.call("fill_all", NEW_OWNER, everything)
     p.resume()
     p.answer_late()
     p.order(complete(late))
-    p.ask("advance_clock", HOLD_S)  # without a grant, P holds the result for so long
+    p.call("advance_clock", HOLD_S)  # without a grant, P holds the result for so long
     until_source_back(p, late)
 
-    assert d.ask("num_filled", NEW_OWNER, everything) == NUM_MANY
+    assert d.call("num_filled", NEW_OWNER, everything) == NUM_MANY
     hand_over(d, p, HandoffId("after", 0))
 
 
@@ -232,15 +232,15 @@ def test_a_second_process_with_the_id_of_a_frozen_one_serves_once_the_first_has_
     p, d = nodes.start("p", kind, NUM_MANY), nodes.start("d", kind, NUM_MANY)
     late = stop_half_way(d, p, blocks(*range(NUM_MANY)))
     d.order(KvOrders(revokes=(late,)))
-    d.ask("advance_clock", SILENCE_S)
-    wait_until(lambda: d.ask("counters").num_cut_pairs > 0, "the cut")
+    d.call("advance_clock", SILENCE_S)
+    wait_until(lambda: d.call("counters").num_cut_pairs > 0, "the cut")
 
     second = nodes.start("p", kind, NUM_MANY)  # at the same address, which D redials
-    d.ask("advance_clock", SILENCE_S)  # D may be waiting for a Hello of the first one
-    wait_until(lambda: d.ask("counters").num_cut_pairs > 10, "refusals of the second process")
+    d.call("advance_clock", SILENCE_S)  # D may be waiting for a Hello of the first one
+    wait_until(lambda: d.call("counters").num_cut_pairs > 10, "refusals of the second process")
 
-    assert late not in d.ask("seen").released
-    assert d.ask("counters").num_fenced_blocks == NUM_MANY
+    assert late not in d.call("seen").released
+    assert d.call("counters").num_fenced_blocks == NUM_MANY
     p.kill()
     until_released(d, late)
     hand_over(d, second, HandoffId("after", 0))
@@ -253,24 +253,24 @@ def test_without_the_fence_the_same_write_corrupts_the_new_owner(nodes: Nodes, k
     late = stop_half_way(d, p, everything)
 
     # A decode node that takes the blocks back when it has revoked them, and not when it may.
-    d.ask("fill_all", NEW_OWNER, everything)
+    d.call("fill_all", NEW_OWNER, everything)
     d.order(KvOrders(revokes=(late,)))
     p.resume()
     p.answer_late()
     d.until(lambda seen: late in seen.released, "the release")
 
-    assert d.ask("num_filled", NEW_OWNER, everything) < NUM_MANY
+    assert d.call("num_filled", NEW_OWNER, everything) < NUM_MANY
 
 
 def stop_half_way(d: NodeProcess, p: NodeProcess, block_ids: tuple[BlockId, ...]) -> HandoffId:
     """Stop P in the middle of a write. A hand-off that was stopped between writes is repeated."""
-    p.ask("fill_all", DATA, block_ids)
+    p.call("fill_all", DATA, block_ids)
     for attempt in range(MAX_ATTEMPTS):
         handoff_id = HandoffId("late", attempt)
-        d.ask("fill_all", EMPTY, block_ids)
+        d.call("fill_all", EMPTY, block_ids)
         d.order(receive(handoff_id, p, block_ids))
         p.order_blindly(send(handoff_id, block_ids))
-        wait_until(lambda: d.ask("num_touched", DATA, block_ids) > 0, "the first block")
+        wait_until(lambda: d.call("num_touched", DATA, block_ids) > 0, "the first block")
         p.stop()
         if num_landed(d, block_ids) % NUM_BLOCKS_PER_WRITE:
             return handoff_id
@@ -286,5 +286,5 @@ def num_landed(d: NodeProcess, block_ids: tuple[BlockId, ...]) -> int:
     """Return the number of blocks that a stopped P has begun, when D has received all of them."""
     before, now = -1, 0
     while before != now:
-        before, now = now, d.ask("num_touched", DATA, block_ids)
+        before, now = now, d.call("num_touched", DATA, block_ids)
     return now

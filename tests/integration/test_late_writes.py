@@ -102,7 +102,7 @@ def stop_between_two_writes(pair: Pair) -> Call:
     prefill = pair.prefill(late, LATE, greedy())
     pair.p.await_held()
     pair.p.stop()
-    given_up.leave()
+    given_up.disconnect()
     return prefill
 
 

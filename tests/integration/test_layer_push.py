@@ -61,7 +61,7 @@ def test_cached_prefixes_at_either_node_do_not_change_tokens(
 def test_concurrent_requests_get_their_own_tokens(pair: Pair, model_folder: Path) -> None:
     prompts = [prompt_of(40 + 9 * number, seed=720 + number) for number in range(12)]
 
-    requested = [pair.ask(prompt, greedy(NUM_TOKENS)) for prompt in prompts]
+    requested = [pair.start(prompt, greedy(NUM_TOKENS)) for prompt in prompts]
     answers = [Answered(p.to_its_end(), d.to_its_end()) for p, d in requested]
 
     for prompt, answer in zip(prompts, answers, strict=True):

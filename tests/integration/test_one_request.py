@@ -121,12 +121,12 @@ def test_detokenize_inverts_tokenize(client: Client) -> None:
 def test_both_clients_return_the_same_tokens_and_model(
     client: Client, cluster: LocalCluster
 ) -> None:
-    async def ask() -> tuple[list[int], str, Model]:
+    async def call_other_client() -> tuple[list[int], str, Model]:
         async with AsyncClient(cluster.address, timeout_s=60) as other:
             token_ids = await other.tokenize("the lazy dog")
             return token_ids, await other.detokenize(token_ids), await other.model()
 
-    token_ids, text, model = asyncio.run(ask())
+    token_ids, text, model = asyncio.run(call_other_client())
 
     assert (token_ids, text) == (client.tokenize("the lazy dog"), "the lazy dog")
     assert model == client.model()
@@ -138,12 +138,12 @@ def test_concurrent_prompts_get_their_own_answers(
 ) -> None:
     prompts = [prompt_of(10 + 3 * number, seed=6) for number in range(16)]
 
-    async def ask_all() -> list[Answer]:
+    async def generate_all() -> list[Answer]:
         async with AsyncClient(cluster.address, timeout_s=60) as client:
             requested = (client.generate(prompt, Generation(greedy())) for prompt in prompts)
             return list(await asyncio.gather(*requested))
 
-    answers = asyncio.run(ask_all())
+    answers = asyncio.run(generate_all())
 
     for prompt, answer in zip(prompts, answers, strict=True):
         choices = reference_choices(model_folder, prompt, answer.token_ids, 24)

@@ -42,10 +42,10 @@ def test_a_greedy_completion_is_the_same_over_http_and_grpc(door: OpenAI, client
     native = client.generate(prompt, generation)
     # By id: the older API can only return one of two tokens with the same text.
     extra = {**AS_BATON, "return_tokens_as_token_ids": True}
-    ask = {**ASK, "prompt": list(prompt), "logprobs": 2, "extra_body": extra}
+    parameters = {**ASK, "prompt": list(prompt), "logprobs": 2, "extra_body": extra}
 
-    whole: Any = door.completions.create(**ask)
-    stream = door.completions.create(**ask, stream=True)
+    whole: Any = door.completions.create(**parameters)
+    stream = door.completions.create(**parameters, stream=True)
     streamed: list[Any] = [chunk.choices[0] for chunk in stream]
 
     [choice] = whole.choices
@@ -109,7 +109,7 @@ TOOLS: Any = [
 def test_a_model_without_tool_training_makes_forced_calls(
     choice: Any, finish_reason: str, door: OpenAI
 ) -> None:
-    ask: dict[str, Any] = {
+    parameters: dict[str, Any] = {
         "model": "",
         "messages": [{"role": "user", "content": "fox"}],
         "tools": TOOLS,
@@ -120,8 +120,8 @@ def test_a_model_without_tool_training_makes_forced_calls(
         "max_tokens": 400,
     }
 
-    whole = door.chat.completions.create(**ask).choices[0]
-    with door.chat.completions.stream(**ask) as stream:
+    whole = door.chat.completions.create(**parameters).choices[0]
+    with door.chat.completions.stream(**parameters) as stream:
         streamed = stream.get_final_completion().choices[0]
 
     [call] = whole.message.tool_calls or []
@@ -148,10 +148,15 @@ def test_a_chat_ends_at_the_context_length_of_the_model(door: OpenAI) -> None:
 
 
 def test_each_choice_has_the_tokens_of_its_seed(door: OpenAI) -> None:
-    ask: dict[str, Any] = {"model": "", "prompt": "the quick", "max_tokens": 8, "temperature": 1}
+    parameters: dict[str, Any] = {
+        "model": "",
+        "prompt": "the quick",
+        "max_tokens": 8,
+        "temperature": 1,
+    }
 
-    several = door.completions.create(**ask, n=2, seed=11)
-    alone = [door.completions.create(**ask, seed=seed).choices[0].text for seed in (11, 12)]
+    several = door.completions.create(**parameters, n=2, seed=11)
+    alone = [door.completions.create(**parameters, seed=seed).choices[0].text for seed in (11, 12)]
 
     assert [choice.text for choice in several.choices] == alone
     assert alone[0] != alone[1]
@@ -185,11 +190,11 @@ def test_an_echo_starts_with_the_prompt_logprobs(door: OpenAI, client: Client) -
 
 
 def test_a_stop_string_ends_the_answer_and_is_reported(door: OpenAI) -> None:
-    ask = {**ASK, "prompt": "the quick brown", "extra_body": {"ignore_eos": True}}
-    whole = door.completions.create(**ask).choices[0].text
+    parameters = {**ASK, "prompt": "the quick brown", "extra_body": {"ignore_eos": True}}
+    whole = door.completions.create(**parameters).choices[0].text
     stop = whole[3:5]
 
-    answer: Any = door.completions.create(**ask, stop=[stop])
+    answer: Any = door.completions.create(**parameters, stop=[stop])
 
     [choice] = answer.choices
     assert choice.text == whole[: whole.index(stop)]
@@ -252,12 +257,12 @@ def test_an_http_error_is_json(cluster: LocalCluster) -> None:
 
 
 def test_best_of_returns_the_most_likely_candidates(door: OpenAI) -> None:
-    ask = {**ASK, "prompt": list(prompt_of(30, seed=83)), "temperature": 1.2, "seed": 5}
-    every: Any = door.completions.create(**ask, n=5, logprobs=0, extra_body=AS_BATON)
+    parameters = {**ASK, "prompt": list(prompt_of(30, seed=83)), "temperature": 1.2, "seed": 5}
+    every: Any = door.completions.create(**parameters, n=5, logprobs=0, extra_body=AS_BATON)
     means = [statistics.fmean(one.logprobs.token_logprobs) for one in every.choices]
     likeliest = sorted(range(5), key=means.__getitem__, reverse=True)
 
-    best: Any = door.completions.create(**ask, n=2, best_of=5, extra_body=AS_BATON)
+    best: Any = door.completions.create(**parameters, n=2, best_of=5, extra_body=AS_BATON)
 
     assert [one.index for one in best.choices] == [0, 1]
     assert [one.token_ids for one in best.choices] == [

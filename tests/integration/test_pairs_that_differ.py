@@ -73,7 +73,7 @@ def test_a_prefix_that_ends_within_a_block_of_the_sender_is_kept(
 def test_hand_offs_wait_for_staging_blocks(pair: Pair, local: LLM) -> None:
     prompts = [prompt_of(300 + number, seed=500 + number) for number in range(12)]
 
-    calls = [pair.ask(prompt, greedy(NUM_TOKENS)) for prompt in prompts]
+    calls = [pair.start(prompt, greedy(NUM_TOKENS)) for prompt in prompts]
 
     for prompt, (prefill, decode) in zip(prompts, calls, strict=True):
         prefill.to_its_end()
@@ -164,10 +164,10 @@ def test_inconvertible_kv_is_refused_and_computed_by_the_decode_node(
 ) -> None:
     prompt = prompt_of(60, seed=800)
     with Pair(PairOptions(model_folder, **options)) as pair:
-        prefill, decode = pair.ask(prompt, greedy(NUM_TOKENS))
+        prefill, decode = pair.start(prompt, greedy(NUM_TOKENS))
 
         assert (
             decode.to_its_end().token_ids == local.generate(prompt, greedy(NUM_TOKENS))[0].token_ids
         )
         assert decode.summary.prompt_tokens_computed == len(prompt)
-        prefill.leave()
+        prefill.disconnect()

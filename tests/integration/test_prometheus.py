@@ -62,7 +62,7 @@ def test_every_panel_and_every_recorded_series_has_data(
             unanswered = {one for one in wanted if not has_answer(address, one)}
             if not unanswered:
                 break
-        rules = ask(address, "/api/v1/rules")["groups"]
+        rules = query_prometheus(address, "/api/v1/rules")["groups"]
 
     assert not unanswered
     assert {rule["health"] for group in rules for rule in group["rules"]} == {"ok"}
@@ -83,11 +83,11 @@ def work(client: Client, number: int) -> None:
 def has_answer(address: str, expression: str) -> bool:
     """Return whether the expression has a number for at least one series."""
     query = urllib.parse.urlencode({"query": expression})
-    found = ask(address, f"/api/v1/query?{query}")["result"]
+    found = query_prometheus(address, f"/api/v1/query?{query}")["result"]
     return any(one["value"][1] != "NaN" for one in found)
 
 
-def ask(address: str, path: str) -> dict[str, Any]:
+def query_prometheus(address: str, path: str) -> dict[str, Any]:
     with urllib.request.urlopen(address + path, timeout=30) as response:
         reported: dict[str, Any] = json.load(response)
     assert reported["status"] == "success"

@@ -16,7 +16,7 @@ from tests.support.engine_nodes import EngineNode
 from tests.support.engine_pair import Pair, PairOptions, all_free, greedy, source_of
 from tests.support.families import STATE_VARIANTS
 from tests.support.models import make_model_folder, prompt_of, reference_greedy
-from tests.support.nodes import await_load, await_told, card_at
+from tests.support.nodes import await_load, await_reported, card_at
 
 BLOCK_SIZE = 16
 NUM_TOKENS = 24
@@ -118,7 +118,7 @@ def test_a_router_names_the_decode_node_that_wrote_the_answer_to_another_prefill
     sampling = Generation(greedy(NUM_TOKENS))
     with LocalCluster(options) as cluster, Client(cluster.address, timeout_s=60) as client:
         first = client.generate(prompt, sampling)
-        await_told(cluster.address, cluster.decodes[0].address)
+        await_reported(cluster.address, cluster.decodes[0].address)
         turn = (*prompt, *first.token_ids, *prompt_of(40, seed=206))
         second = client.generate(turn, sampling)
 
@@ -144,7 +144,7 @@ def test_a_snapshot_of_a_recurrent_state_is_pulled_with_its_prefix(
         Client(cluster.address, timeout_s=60) as client,
     ):
         client.generate(first, sampling)
-        await_told(cluster.address, cluster.decodes[0].address)
+        await_reported(cluster.address, cluster.decodes[0].address)
         answer = client.generate(second, sampling)
 
     assert answer.finish is not None

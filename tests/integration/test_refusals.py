@@ -24,7 +24,7 @@ INVALID = grpc.StatusCode.INVALID_ARGUMENT
 
 
 @pytest.fixture(autouse=True)
-def _everybody_lives_on(cluster: LocalCluster, client: Client) -> Iterator[None]:
+def _all_nodes_survive(cluster: LocalCluster, client: Client) -> Iterator[None]:
     pids = [child.process.pid for child in cluster.children]
     yield
     assert client.generate((7, 8, 9), SHORT).token_ids

@@ -13,7 +13,7 @@ from baton.client import Answer, AsyncClient, BatonError, Client, Generation, Se
 from baton.cluster import ClusterOptions, LocalCluster
 from baton.core.sampling import SamplingParams
 from tests.support.models import prompt_of
-from tests.support.nodes import await_told, card_at, prefixes_at
+from tests.support.nodes import await_reported, card_at, prefixes_at
 
 BLOCK_SIZE = 16
 THRESHOLD = 24
@@ -47,15 +47,15 @@ def served_of(answer: Answer) -> Served:
 
 def test_a_session_stays_on_its_nodes_and_transfers_only_missing_blocks(client: Client) -> None:
     others = [prompt_of(50, seed=20 + number) for number in range(3)]
-    said = prompt_of(70, seed=10)
+    history = prompt_of(70, seed=10)
     turns: list[Served] = []
     lengths: list[int] = []
 
     for number in range(4):
-        answer = client.generate(said, greedy(20))
+        answer = client.generate(history, greedy(20))
         turns.append(served_of(answer))
-        lengths.append(len(said))
-        said = (*said, *answer.token_ids, *prompt_of(40, seed=number))
+        lengths.append(len(history))
+        history = (*history, *answer.token_ids, *prompt_of(40, seed=number))
         for other in (number, number + 1):  # so that round robin would split the session
             client.generate(others[other % 3], greedy(2))
 
@@ -78,15 +78,15 @@ def test_sessions_spread_over_the_nodes(client: Client) -> None:
 def test_few_missing_tokens_of_the_next_turn_are_computed_on_decode_with_a_reason(
     client: Client, wide_cluster: LocalCluster
 ) -> None:
-    said = prompt_of(3 * BLOCK_SIZE, seed=40)
-    first = client.generate(said, greedy(3 * BLOCK_SIZE + 1))  # its last token has no KV
-    said = (*said, *first.token_ids[:-1])
+    history = prompt_of(3 * BLOCK_SIZE, seed=40)
+    first = client.generate(history, greedy(3 * BLOCK_SIZE + 1))  # its last token has no KV
+    history = (*history, *first.token_ids[:-1])
     short, long = prompt_of(THRESHOLD - 1, seed=41), prompt_of(THRESHOLD, seed=42)
     [decode] = [one for one in wide_cluster.decodes if one.name == served_of(first).decode_node]
-    await_told(wide_cluster.address, decode.address)
+    await_reported(wide_cluster.address, decode.address)
 
-    local = served_of(client.generate((*said, *short), greedy(3)))
-    handed_over = served_of(client.generate((*said, *long), greedy(3)))
+    local = served_of(client.generate((*history, *short), greedy(3)))
+    handed_over = served_of(client.generate((*history, *long), greedy(3)))
 
     assert local.kv_bytes == 0
     assert served_of(first).is_prefill_remote
@@ -117,10 +117,10 @@ def test_a_repeated_prompt_goes_to_the_node_that_reports_its_prefix(
     assert repeated.kv_blocks == 1
 
 
-def until(is_wanted: Callable[[Served], bool], ask: Callable[[], Served]) -> Served:
+def until(is_wanted: Callable[[Served], bool], generate: Callable[[], Served]) -> Served:
     """Repeat until the router has received the nodes' prefix updates."""
     for _ in range(100):
-        served = ask()
+        served = generate()
         if is_wanted(served):
             return served
     raise AssertionError(f"it did not come to that: {served}")
@@ -151,7 +151,7 @@ async def send_concurrently(address: str) -> tuple[list[int], BatonError, list[B
     served: list[int] = []
     refusals: list[BatonError] = []
 
-    async def ask(client: AsyncClient, priority: int) -> None:
+    async def generate(client: AsyncClient, priority: int) -> None:
         try:
             await client.generate(prompt_of(30), replace(greedy(4), priority=priority))
             served.append(priority)
@@ -163,7 +163,7 @@ async def send_concurrently(address: str) -> tuple[list[int], BatonError, list[B
         await anext(first)
         with pytest.raises(BatonError) as late:  # its time is over before its turn comes
             await hasty.generate(prompt_of(30), greedy(4))
-        requested = [asyncio.ensure_future(ask(client, priority)) for priority in (5, 1, 3)]
+        requested = [asyncio.ensure_future(generate(client, priority)) for priority in (5, 1, 3)]
         await asyncio.wait(requested, return_when=asyncio.FIRST_COMPLETED)
         await first.aclose()
         await asyncio.gather(*requested)

@@ -19,9 +19,9 @@ def test_disaggregated_and_colocated_greedy_tokens_equal_those_of_transformers(
     cluster: LocalCluster, colocated: LocalCluster, model_folder: Path
 ) -> None:
     greedy = Generation(SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True))
-    asks = [ClientRequest(prompt, greedy) for prompt in PROMPTS]
+    requests = [ClientRequest(prompt, greedy) for prompt in PROMPTS]
 
-    apart, together = answer_all(cluster.address, asks), answer_all(colocated.address, asks)
+    apart, together = answer_all(cluster.address, requests), answer_all(colocated.address, requests)
 
     expected = [reference_greedy(model_folder, prompt, 24) for prompt in PROMPTS]
     assert [list(one.token_ids) for one in apart] == expected

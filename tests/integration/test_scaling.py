@@ -45,16 +45,16 @@ def cluster(cluster_options: Callable[..., ClusterOptions]) -> Iterator[LocalClu
 def test_concurrent_prompts_get_the_same_answers_as_alone(
     cluster: LocalCluster, local: LLM, num_prompts: int
 ) -> None:
-    asks = [
+    requests = [
         ClientRequest(
             (3 + number, *prompt_of(20 + number % 40, seed=num_prompts)), Generation(greedy(12))
         )
         for number in range(num_prompts)
     ]
 
-    reported = answer_all(cluster.address, asks)
+    reported = answer_all(cluster.address, requests)
 
-    alone = [local.generate(ask.prompt, greedy(12))[0].token_ids for ask in asks]
+    alone = [local.generate(request.prompt, greedy(12))[0].token_ids for request in requests]
     assert [list(one.token_ids) for one in reported] == alone
     assert all(one.finish.served.is_prefill_remote for one in reported)
     assert all(one.finish.served.prompt_tokens_computed_on_decode == 0 for one in reported)
@@ -64,20 +64,22 @@ def test_concurrent_prompts_get_the_same_answers_as_alone(
 def test_nodes_join_and_leave_under_load_and_every_answer_is_complete_and_correct(
     cluster: LocalCluster, model_folder: Path
 ) -> None:
-    asks = [
+    requests = [
         ClientRequest(prompt_of(30 + 7 * number, seed=3), Generation(greedy()))
         for number in range(12)
     ]
     with ThreadPoolExecutor(2) as both:
         moved = list(both.map(partial(start_moved, cluster), ROLES))
-        with Load(cluster.address, asks, num_clients=2) as load:
+        with Load(cluster.address, requests, num_clients=2) as load:
             codes = list(both.map(partial(come_and_go, cluster, load), ROLES, moved))
 
     assert load.errors == []
     assert codes == [0, 0]
     for reported in load.answers:
         answer = list(reported.token_ids)
-        assert answer == reference_choices(model_folder, reported.ask.prompt, answer, NUM_TOKENS)
+        assert answer == reference_choices(
+            model_folder, reported.request.prompt, answer, NUM_TOKENS
+        )
 
 
 def start_moved(cluster: LocalCluster, role: str) -> Child:

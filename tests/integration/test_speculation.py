@@ -42,7 +42,7 @@ def speculating(cluster_options: MakeOptions) -> Iterator[LocalCluster]:
         yield running
 
 
-def asks() -> list[ClientRequest]:
+def requests() -> list[ClientRequest]:
     prompts = [prompt_of(9) * 3, prompt_of(40), (70, 71, 72) * 9, prompt_of(150)]
     samplings = [
         SEEDED,
@@ -56,8 +56,8 @@ def asks() -> list[ClientRequest]:
 def test_answers_equal_those_without_speculation(
     cluster: LocalCluster, speculating: LocalCluster
 ) -> None:
-    plain = answer_all(cluster.address, asks())
-    speculated = answer_all(speculating.address, asks())
+    plain = answer_all(cluster.address, requests())
+    speculated = answer_all(speculating.address, requests())
 
     for one, other in zip(plain, speculated, strict=True):
         assert other.token_ids == one.token_ids

@@ -55,9 +55,9 @@ FORMS = [
 ]
 
 
-def asks_for(num_each: int) -> list[ClientRequest]:
+def client_requests(num_each: int) -> list[ClientRequest]:
     """Return greedy and sampled requests, with and without constraints, of several lengths."""
-    asks = []
+    requests = []
     for place, form in enumerate(FORMS):
         for number in range(num_each):
             sampling = SamplingParams(
@@ -69,25 +69,27 @@ def asks_for(num_each: int) -> list[ClientRequest]:
                 structured_outputs=form,
             )
             prompt = prompt_of(10 + 30 * number, seed=70 + place)
-            asks.append(ClientRequest(prompt, Generation(sampling)))
-    return asks
+            requests.append(ClientRequest(prompt, Generation(sampling)))
+    return requests
 
 
 def test_disaggregated_colocated_and_local_tokens_are_the_same(
     cluster: LocalCluster, colocated: LocalCluster, local: LLM
 ) -> None:
-    asks = asks_for(3)
+    requests = client_requests(3)
 
-    apart, together = answer_all(cluster.address, asks), answer_all(colocated.address, asks)
+    apart, together = answer_all(cluster.address, requests), answer_all(colocated.address, requests)
 
-    here = local.generate([ask.prompt for ask in asks], [_sampling(ask) for ask in asks])
+    here = local.generate(
+        [request.prompt for request in requests], [_sampling(request) for request in requests]
+    )
     expected = [tuple(one.token_ids) for one in here]
     assert [one.token_ids for one in apart] == expected
     assert [one.token_ids for one in together] == expected
     for one in apart:
         assert one.finish.served.prompt_tokens_computed_on_decode == 0
     reasons: Counter[str] = Counter(
-        one.finish.reason for one in apart if _sampling(one.ask).structured_outputs
+        one.finish.reason for one in apart if _sampling(one.request).structured_outputs
     )
     assert reasons["stop"] > 8
 
@@ -243,8 +245,8 @@ def test_answers_to_random_schemas_parse_and_validate_on_a_cluster(
     chance = random.Random(1)
     counts: Counter[str] = Counter()
     schemas = [random_schema(chance) for _ in range(NUM_SCHEMAS)]
-    asks = [_ask_for(schema, place) for place, schema in enumerate(schemas)]
-    answers = answer_all(cluster.address, asks, num_at_once=50)
+    requests = [_client_request(schema, place) for place, schema in enumerate(schemas)]
+    answers = answer_all(cluster.address, requests, num_at_once=50)
     for schema, reported in zip(schemas, answers, strict=True):
         counts[_verdict(tokenizer.decode(reported.token_ids), reported.finish.reason, schema)] += 1
         assert reported.finish.served.prompt_tokens_computed_on_decode == 0
@@ -257,15 +259,17 @@ def test_answers_to_random_schemas_parse_and_validate_on_a_cluster(
 def _judged_here(local: LLM, *, num: int, seed: int) -> Counter[str]:
     chance = random.Random(seed)
     schemas = [random_schema(chance) for _ in range(num)]
-    asks = [_ask_for(schema, place) for place, schema in enumerate(schemas)]
-    answers = local.generate([ask.prompt for ask in asks], [_sampling(ask) for ask in asks])
+    requests = [_client_request(schema, place) for place, schema in enumerate(schemas)]
+    answers = local.generate(
+        [request.prompt for request in requests], [_sampling(request) for request in requests]
+    )
     return Counter(
         _verdict(one.text, "" if one.finish_reason is None else one.finish_reason.value, schema)
         for one, schema in zip(answers, schemas, strict=True)
     )
 
 
-def _ask_for(schema: Schema, place: int) -> ClientRequest:
+def _client_request(schema: Schema, place: int) -> ClientRequest:
     form = StructuredOutputs(json=json.dumps(schema), disable_any_whitespace=place % 2 == 0)
     sampling = SamplingParams(
         max_tokens=400, temperature=(0.0, 1.0)[place % 3 > 0], seed=place, structured_outputs=form
@@ -282,9 +286,9 @@ def _verdict(text: str, reason: str, schema: Schema) -> str:
         return "invalid"
 
 
-def _sampling(ask: ClientRequest) -> SamplingParams:
-    assert isinstance(ask.generation.sampling, SamplingParams)
-    return ask.generation.sampling
+def _sampling(request: ClientRequest) -> SamplingParams:
+    assert isinstance(request.generation.sampling, SamplingParams)
+    return request.generation.sampling
 
 
 def _post(cluster: LocalCluster, fields: dict[str, Any]) -> tuple[int, dict[str, Any]]:

@@ -15,7 +15,7 @@ from baton.telemetry import names
 from baton.telemetry.tracing.spans import SpanStatus
 from tests.support.collector import Collected, Collector, collecting
 from tests.support.models import Variant, make_model_folder, prompt_of
-from tests.support.nodes import await_told, kill_the_writer
+from tests.support.nodes import await_reported, kill_the_writer
 from tests.support.suspended_processes import suspended
 
 TRACED = "00-{trace_id}-{parent_id}-01"
@@ -79,7 +79,7 @@ def traced(
 def test_a_request_is_one_tree_over_three_processes(
     traced: LocalCluster, collector: Collector
 ) -> None:
-    finish = ask(traced, 100)
+    finish = generate(traced, 100)
 
     spans = collector.trace(finish.served.trace_id, is_whole)
 
@@ -94,7 +94,7 @@ def test_a_request_is_one_tree_over_three_processes(
 def test_the_push_and_the_wait_for_it_are_linked(
     traced: LocalCluster, collector: Collector
 ) -> None:
-    finish = ask(traced, 60)
+    finish = generate(traced, 60)
 
     spans = collector.trace(finish.served.trace_id, is_whole)
 
@@ -108,7 +108,7 @@ def test_the_push_and_the_wait_for_it_are_linked(
 def test_the_time_to_first_token_has_no_unnamed_gap(
     traced: LocalCluster, collector: Collector
 ) -> None:
-    finishes = [ask(traced, 40 + number) for number in range(5)]
+    finishes = [generate(traced, 40 + number) for number in range(5)]
 
     traces = [collector.trace(finish.served.trace_id, is_whole) for finish in finishes]
 
@@ -164,7 +164,7 @@ def test_steps_of_nodes_are_traces_that_are_linked_to_their_requests(
     with LocalCluster(
         replace(options, node_arguments=(*options.node_arguments, *every))
     ) as cluster:
-        finish = ask(cluster, 60)
+        finish = generate(cluster, 60)
 
     legs = {s.service: s for s in collector.trace(finish.served.trace_id, is_whole) if s.kind == 2}
     steps = collector.named(names.ENGINE_STEP)
@@ -237,13 +237,13 @@ def remote(cluster: LocalCluster, client: Client, trace_id: str, number: int) ->
 
 def local(cluster: LocalCluster, client: Client, trace_id: str, number: int) -> None:
     """Send the next turn of a conversation, whose KV only the decode node has."""
-    said = prompt_of(16, seed=100 + number)
-    first = client.generate(said, Generation(greedy(17)))  # two blocks; the last token has no KV
+    history = prompt_of(16, seed=100 + number)
+    first = client.generate(history, Generation(greedy(17)))  # two blocks; the last token has no KV
     assert first.finish is not None
     [decode] = [one for one in cluster.decodes if one.name == first.finish.served.decode_node]
-    await_told(cluster.address, decode.address)
-    said = (*said, *first.token_ids[:-1], *prompt_of(LOCAL_BELOW - 1, seed=number))
-    answer = client.generate(said, traced_by(trace_id))
+    await_reported(cluster.address, decode.address)
+    history = (*history, *first.token_ids[:-1], *prompt_of(LOCAL_BELOW - 1, seed=number))
+    answer = client.generate(history, traced_by(trace_id))
     assert answer.finish is not None
     assert not answer.finish.served.is_prefill_remote
 
@@ -295,7 +295,7 @@ def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
 
 
-def ask(cluster: LocalCluster, num_tokens: int) -> Finish:
+def generate(cluster: LocalCluster, num_tokens: int) -> Finish:
     with Client(cluster.address, timeout_s=60) as client:
         answer = client.generate(prompt_of(num_tokens, seed=num_tokens), Generation(greedy(6)))
     assert answer.finish is not None

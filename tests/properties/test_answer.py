@@ -42,10 +42,10 @@ def test_tokens_are_emitted_once_and_in_order_from_any_source(
 
     for start in range(0, len(outputs), num_at_once):
         assert (answer.finish is None) == (len(taken) < len(TOKENS))
-        piece = answer.take(*outputs[start : start + num_at_once])
-        if piece is not None:
-            assert piece.first_index == len(taken)
-            taken += piece.token_ids
+        chunk = answer.take(*outputs[start : start + num_at_once])
+        if chunk is not None:
+            assert chunk.first_index == len(taken)
+            taken += chunk.token_ids
 
     assert tuple(taken) == TOKENS
     assert answer.finish is not None
@@ -53,18 +53,18 @@ def test_tokens_are_emitted_once_and_in_order_from_any_source(
 
 @given(st.lists(st.text(LETTERS, max_size=3)), STOPS, st.booleans())
 def test_streamed_text_stops_where_the_whole_text_stops(
-    pieces: list[str], stops: tuple[str, ...], is_included: bool
+    chunks: list[str], stops: tuple[str, ...], is_included: bool
 ) -> None:
     watcher = StopWatcher(StopRule(stops, is_included))
     reported = ""
 
-    for number, piece in enumerate(pieces, start=1):
+    for number, chunk in enumerate(chunks, start=1):
         if watcher.found is None:
-            reported += watcher.push(piece, number)
+            reported += watcher.push(chunk, number)
     if watcher.found is None:
         reported += watcher.flush()
 
-    assert (reported, watcher.found) == cut_at_first_stop("".join(pieces), stops, is_included)
+    assert (reported, watcher.found) == cut_at_first_stop("".join(chunks), stops, is_included)
 
 
 def cut_at_first_stop(

@@ -65,16 +65,16 @@ class History:
             self.writes_are_acknowledged: 6,
             self.notices_come: 5,
             self.cancels_are_done: 3,
-            self.everyone_takes_a_turn: 10,
+            self.all_take_a_turn: 10,
         }
         if self.world.lags:
-            daily[self.a_device_goes_on] = 6
+            daily[self.a_device_continues] = 6
         choices: Steps = {self.decode_gives_up: 2, self.prefill_withdraws: 1}
         if self.draw.random() < PULLING_SHARE:
             daily |= {self.a_node_caches: 4, self.a_node_pulls: 5, self.a_holder_answers: 6}
             choices[self.a_block_is_evicted] = 4
         troubles: Steps = {
-            self.prefill_computes_for_nobody: 1,
+            self.prefill_computes_without_receiver: 1,
             self.deliver_message_late: 3,
             self.deliver_message_twice: 2,
             self.lose_message: 1,
@@ -88,7 +88,7 @@ class History:
             self.a_prefill_node_restarts: 1,
             self.a_second_process_answers: 1,
             self.the_decode_node_restarts: 1,
-            self.time_flies: 2,
+            self.advance_time: 2,
         }
         possible = {**choices, **troubles} if in_trouble else choices
         known = [step for step in possible if self.draw.random() < 0.35]
@@ -145,7 +145,7 @@ class History:
         num_state_blocks = self.shape.num_state_blocks
         return self.world.begin(handoff_id, p, len(labels), labels, num_state_blocks)
 
-    def prefill_computes_for_nobody(self) -> None:
+    def prefill_computes_without_receiver(self) -> None:
         """Compute a prompt that the decode node requests later or never."""
         request, num_blocks = self.draw.randrange(3), self.draw.randrange(5)
         handoff_id = HandoffId(f"r{request}", self.attempts[request])
@@ -174,7 +174,7 @@ class History:
     def a_pass_ends(self) -> None:
         self.world.end_pass(self.world.ps[self.draw.choice(sorted(self.world.ps))])
 
-    def a_device_goes_on(self) -> None:
+    def a_device_continues(self) -> None:
         memory = self.world.ps[self.draw.choice(sorted(self.world.ps))].memory
         if isinstance(memory, LaggingMemory):
             memory.catch_up(self.draw.randint(1, 4))
@@ -221,11 +221,11 @@ class History:
 
     # --- Turns and time ---------------------------------------------------------------------
 
-    def everyone_takes_a_turn(self) -> None:
+    def all_take_a_turn(self) -> None:
         self.world.turn_all()
         self.world.now += self.draw.choice(self.paces_s)
 
-    def time_flies(self) -> None:
+    def advance_time(self) -> None:
         self.world.now += self.draw.choice([1.5, 4.0, 9.0])
         self.world.turn(self.draw.choice(self.world.nodes))
 
@@ -334,7 +334,7 @@ WIRES: dict[str, Callable[[], Wire]] = {
 @pytest.mark.parametrize("wire", WIRES)
 def test_no_write_lands_in_a_reallocated_block_and_all_blocks_end_free(wire: str) -> None:
     for seed in range(NUM_HISTORIES):
-        with told_apart(seed, wire):
+        with note_history(seed, wire):
             shape = draw_shape(seed)
             world = World(wire=WIRES[wire](), num_blocks=shape.num_blocks)
             history = History(world, random.Random(seed), shape=shape)
@@ -348,7 +348,7 @@ def test_no_write_lands_in_a_reallocated_block_and_all_blocks_end_free(wire: str
 def test_proved_blocks_of_lost_hand_offs_are_correct_and_stay_unchanged(wire: str) -> None:
     num_proved = 0
     for seed in range(NUM_PROVING_HISTORIES):
-        with told_apart(seed, wire):
+        with note_history(seed, wire):
             world = World(wire=WIRES[wire](), num_blocks=24, config=replace(CONFIG, verify=True))
             history = History(world, random.Random(seed))
             history.play(in_trouble=True)
@@ -363,7 +363,7 @@ def test_proved_blocks_of_lost_hand_offs_are_correct_and_stay_unchanged(wire: st
 @pytest.mark.parametrize("waits_at_pass_end", [True, False])
 def test_asynchronously_computed_kv_lands_as_computed(wire: str, waits_at_pass_end: bool) -> None:
     for seed in range(NUM_LAGGING_HISTORIES):
-        with told_apart(seed, wire):
+        with note_history(seed, wire):
             shape = draw_shape(seed)
             world = World(
                 wire=WIRES[wire](),
@@ -383,7 +383,7 @@ def test_without_faults_every_computed_hand_off_lands_and_no_pair_is_closed(
     wire: str,
 ) -> None:
     for seed in range(NUM_QUIET_HISTORIES):
-        with told_apart(seed, wire):
+        with note_history(seed, wire):
             shape = draw_shape(seed)
             world = World(wire=WIRES[wire](), num_blocks=shape.num_blocks)
             history = History(world, random.Random(seed), paces_s=(0.01,), shape=shape)
@@ -411,7 +411,7 @@ def test_without_faults_every_computed_hand_off_lands_and_no_pair_is_closed(
 
 
 @contextmanager
-def told_apart(seed: int, wire: str) -> Iterator[None]:
+def note_history(seed: int, wire: str) -> Iterator[None]:
     try:
         yield
     except Exception as failure:

@@ -75,16 +75,16 @@ class Nodes(RuleBasedStateMachine):
         return frozenset().union(*self.last_answer.values())
 
     @invariant()
-    def everyone_named_or_there_is_watched_and_nobody_else(self) -> None:
+    def watched_nodes_are_those_named_or_present(self) -> None:
         watched = {one.address for one in self.membership.watched}
         assert watched == self.named | self.joined.keys()
 
     @invariant()
-    def whoever_is_there_is_known(self) -> None:
+    def present_nodes_are_known(self) -> None:
         assert {node.address for node in self.table.nodes} == self.joined.keys()
 
     @invariant()
-    def new_requests_go_to_those_that_are_named_well_staying_and_last_of_their_name(self) -> None:
+    def new_requests_go_to_named_healthy_nodes(self) -> None:
         newest = {name: address for address, name in self.joined.items()}
         expected = (self.named & set(newest.values())) - self.unready - self.draining
         groups = self.table.groups()

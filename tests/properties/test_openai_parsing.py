@@ -46,10 +46,10 @@ parsings = st.builds(
 )
 
 
-def read(parser: OutputParser, pieces: Sequence[str], *, is_cut_off: bool = False) -> AnswerText:
+def read(parser: OutputParser, chunks: Sequence[str], *, is_cut_off: bool = False) -> AnswerText:
     events: list[TextEvent] = []
-    for piece in pieces:
-        events += parser.push(piece)
+    for chunk in chunks:
+        events += parser.push(chunk)
     return fold([*events, *parser.finish(is_cut_off=is_cut_off)])
 
 
@@ -59,14 +59,14 @@ def test_parsing_does_not_depend_on_how_the_text_is_split(
 ) -> None:
     text = "".join(fragments)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
-    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    chunks = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
-    def read_as(pieces: list[str]) -> AnswerText:
+    def read_as(chunks: list[str]) -> AnswerText:
         return read(
-            TextFormat(parsing, ToolCallMode.BY_MODEL).parser(), pieces, is_cut_off=is_cut_off
+            TextFormat(parsing, ToolCallMode.BY_MODEL).parser(), chunks, is_cut_off=is_cut_off
         )
 
-    assert read_as(pieces) == read_as(list(text)) == read_as([text])
+    assert read_as(chunks) == read_as(list(text)) == read_as([text])
 
 
 @given(texts, parsings)
@@ -104,9 +104,9 @@ def test_forced_calls_are_parsed_for_any_split_of_the_text(
     ]
     text = f"[{before}" + f"{after}}}{before},{before}".join(bodies) + f"{after}}}{after}]"
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
-    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    chunks = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
-    reported = [read(RequiredCallsParser(), cut) for cut in ([text], pieces, list(text))]
+    reported = [read(RequiredCallsParser(), cut) for cut in ([text], chunks, list(text))]
 
     expected = [(name, value) for (name, _, _), value in zip(calls, written, strict=True)]
     for one in reported:

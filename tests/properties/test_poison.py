@@ -53,8 +53,8 @@ class Outcome:
     num_deaths: dict[int, int]  # that each request caused
 
 
-def serve(
-    requested: list[TimedRequest],
+def simulate(
+    requests: list[TimedRequest],
     *,
     num_prefill: int,
     num_decode: int,
@@ -66,7 +66,7 @@ def serve(
     decodes = [a_node(NodeRole.DECODE, f"d{n}") for n in range(num_decode)]
     table = a_table(*prefills, *decodes)
     by_number = {
-        number: one.poison for number, one in enumerate(requested) if one.poison is not None
+        number: one.poison for number, one in enumerate(requests) if one.poison is not None
     }
     nodes = CrashingNodes(table, by_number, kind)
     ticks = itertools.count()
@@ -88,7 +88,7 @@ def serve(
     tokens: dict[int, list[int]] = {}
     errors: dict[int, Exception] = {}
 
-    async def ask(number: int, one: TimedRequest) -> None:
+    async def send_request(number: int, one: TimedRequest) -> None:
         for _ in range(one.after_ticks):
             await asyncio.sleep(0)
         tokens[number] = []
@@ -103,21 +103,21 @@ def serve(
         except (PoisonedRequest, NodeFailed) as error:
             errors[number] = error
 
-    async def scene() -> None:
+    async def scenario() -> None:
         async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
-            for number, one in enumerate(requested):
-                group.create_task(ask(number, one))
+            for number, one in enumerate(requests):
+                group.create_task(send_request(number, one))
             for number in kills:
                 for _ in range(TICKS_BETWEEN_KILLS):
                     await asyncio.sleep(0)
                 nodes.end([*prefills, *decodes][number % (num_prefill + num_decode)])
 
-    asyncio.run(scene())
+    asyncio.run(scenario())
     return Outcome(tokens, errors, dict(nodes.num_deaths))
 
 
-def check(requested: list[TimedRequest], outcome: Outcome, most_deaths: int) -> None:
-    for number, one in enumerate(requested):
+def check(requests: list[TimedRequest], outcome: Outcome, most_deaths: int) -> None:
+    for number, one in enumerate(requests):
         if one.poison is None:
             assert number not in outcome.errors, outcome.errors[number]
             first = number + sum(PROMPT)
@@ -137,13 +137,13 @@ def check(requested: list[TimedRequest], outcome: Outcome, most_deaths: int) -> 
 def test_a_poisonous_request_ends_at_most_two_engines_and_bystanders_finish(
     others: list[TimedRequest], poisonous: list[TimedRequest], num_prefill: int, num_decode: int
 ) -> None:
-    requested = [*others, *poisonous]
+    requests = [*others, *poisonous]
 
-    outcome = serve(
-        requested, num_prefill=num_prefill, num_decode=num_decode, kind=FailureKind.ENGINE_FAILED
+    outcome = simulate(
+        requests, num_prefill=num_prefill, num_decode=num_decode, kind=FailureKind.ENGINE_FAILED
     )
 
-    check(requested, outcome, most_deaths=2)
+    check(requests, outcome, most_deaths=2)
 
 
 @given(
@@ -155,13 +155,13 @@ def test_a_poisonous_request_ends_at_most_two_engines_and_bystanders_finish(
 def test_a_request_that_makes_nodes_vanish_ends_at_most_three_and_bystanders_finish(
     others: list[TimedRequest], poisonous: list[TimedRequest], num_prefill: int, num_decode: int
 ) -> None:
-    requested = [*others, *poisonous]
+    requests = [*others, *poisonous]
 
-    outcome = serve(
-        requested, num_prefill=num_prefill, num_decode=num_decode, kind=FailureKind.VANISHED
+    outcome = simulate(
+        requests, num_prefill=num_prefill, num_decode=num_decode, kind=FailureKind.VANISHED
     )
 
-    check(requested, outcome, most_deaths=3)
+    check(requests, outcome, most_deaths=3)
 
 
 @pytest.mark.parametrize("num_tokens", [2, 10, 25])
@@ -169,11 +169,11 @@ def test_a_request_that_makes_nodes_vanish_ends_at_most_three_and_bystanders_fin
 def test_progress_does_not_exempt_a_poisonous_request(num_tokens: int, num_others: int) -> None:
     """Each attempt generates tokens before the engine crashes."""
     culprit = TimedRequest(1000, 3, Poison(NodeRole.DECODE, num_tokens))
-    requested = [culprit, *(TimedRequest(30, 2 * number) for number in range(num_others))]
+    requests = [culprit, *(TimedRequest(30, 2 * number) for number in range(num_others))]
 
-    outcome = serve(requested, num_prefill=1, num_decode=2, kind=FailureKind.ENGINE_FAILED)
+    outcome = simulate(requests, num_prefill=1, num_decode=2, kind=FailureKind.ENGINE_FAILED)
 
-    check(requested, outcome, most_deaths=2 if num_tokens < PROVEN_TOKENS or not num_others else 3)
+    check(requests, outcome, most_deaths=2 if num_tokens < PROVEN_TOKENS or not num_others else 3)
 
 
 @given(
@@ -183,17 +183,17 @@ def test_progress_does_not_exempt_a_poisonous_request(num_tokens: int, num_other
     st.integers(1, 3),
 )
 def test_killing_nodes_makes_no_request_suspect(
-    requested: list[TimedRequest], kills: list[int], num_prefill: int, num_decode: int
+    requests: list[TimedRequest], kills: list[int], num_prefill: int, num_decode: int
 ) -> None:
-    outcome = serve(
-        requested,
+    outcome = simulate(
+        requests,
         num_prefill=num_prefill,
         num_decode=num_decode,
         kind=FailureKind.VANISHED,
         kills=kills,
     )
 
-    check(requested, outcome, most_deaths=0)
+    check(requests, outcome, most_deaths=0)
 
 
 DECODE_POISON = TimedRequest(30, 0, Poison(NodeRole.DECODE, 1))
@@ -202,18 +202,18 @@ LATER_PREFILL_POISON = TimedRequest(30, 14, Poison(NodeRole.PREFILL, 0))
 
 def test_a_request_whose_two_nodes_vanish_at_once_is_judged_by_both() -> None:
     """Another poison ends the decode node while this one ends the prefill node."""
-    requested = [DECODE_POISON, LATER_PREFILL_POISON]
+    requests = [DECODE_POISON, LATER_PREFILL_POISON]
 
-    outcome = serve(requested, num_prefill=1, num_decode=1, kind=FailureKind.VANISHED)
+    outcome = simulate(requests, num_prefill=1, num_decode=1, kind=FailureKind.VANISHED)
 
-    check(requested, outcome, most_deaths=3)
+    check(requests, outcome, most_deaths=3)
 
 
 def test_a_bystander_of_two_poisonous_requests_survives_three_lost_nodes() -> None:
     bystander = TimedRequest(5, 6)
     poison = TimedRequest(30, 0, Poison(NodeRole.DECODE, 2))
-    requested = [bystander, poison, LATER_PREFILL_POISON]
+    requests = [bystander, poison, LATER_PREFILL_POISON]
 
-    outcome = serve(requested, num_prefill=1, num_decode=2, kind=FailureKind.VANISHED)
+    outcome = simulate(requests, num_prefill=1, num_decode=2, kind=FailureKind.VANISHED)
 
-    check(requested, outcome, most_deaths=3)
+    check(requests, outcome, most_deaths=3)

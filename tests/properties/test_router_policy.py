@@ -126,8 +126,8 @@ def test_no_load_remains_after_every_request_has_ended(
     for assignment in assignments:
         assignment.close()
 
-    burdens = [table.node_load(node) for node in nodes]
-    assert [(one.num_sent, one.num_sent_tokens) for one in burdens] == [(0, 0), (0, 0)]
+    loads = [table.node_load(node) for node in nodes]
+    assert [(one.num_sent, one.num_sent_tokens) for one in loads] == [(0, 0), (0, 0)]
 
 
 @given(st.integers(1, 2000), st.integers(0, 125), st.integers(0, 125), st.integers(0, 125))

@@ -24,40 +24,40 @@ class ClientRequest:
 class ClientAnswer:
     """Answer assembled from its chunks."""
 
-    ask: ClientRequest
+    request: ClientRequest
     token_ids: tuple[int, ...]
     finish: Finish
 
 
-async def stream_answer(client: AsyncClient, ask: ClientRequest) -> ClientAnswer:
+async def stream_answer(client: AsyncClient, request: ClientRequest) -> ClientAnswer:
     """Stream one answer, and check that each token comes once and in order. Raises BatonError."""
     token_ids: list[int] = []
     finish: Finish | None = None
-    async for chunk in client.stream(ask.prompt, ask.generation):
+    async for chunk in client.stream(request.prompt, request.generation):
         assert finish is None, "a piece came after the last one"
         assert chunk.first_index == len(token_ids), "a token came twice, or was left out"
         token_ids += chunk.token_ids
         finish = chunk.finish
     assert finish is not None, "the stream ended without its end"
-    return ClientAnswer(ask, tuple(token_ids), finish)
+    return ClientAnswer(request, tuple(token_ids), finish)
 
 
 def answer_all(
-    address: str, asks: Sequence[ClientRequest], *, num_at_once: int | None = None
+    address: str, requests: Sequence[ClientRequest], *, num_at_once: int | None = None
 ) -> list[ClientAnswer]:
     """Send all requests, at most `num_at_once` at the same time, and return their answers."""
 
-    async def ask_all() -> list[ClientAnswer]:
-        turns = asyncio.Semaphore(num_at_once or len(asks))
+    async def answer_each() -> list[ClientAnswer]:
+        turns = asyncio.Semaphore(num_at_once or len(requests))
         async with AsyncClient(address, timeout_s=PATIENCE_S) as client:
 
-            async def answer(ask: ClientRequest) -> ClientAnswer:
+            async def answer(request: ClientRequest) -> ClientAnswer:
                 async with turns:
-                    return await stream_answer(client, ask)
+                    return await stream_answer(client, request)
 
-            return list(await asyncio.gather(*map(answer, asks)))
+            return list(await asyncio.gather(*map(answer, requests)))
 
-    return asyncio.run(ask_all())
+    return asyncio.run(answer_each())
 
 
 class Load:
@@ -66,13 +66,13 @@ class Load:
     def __init__(
         self,
         address: str,
-        asks: Sequence[ClientRequest],
+        requests: Sequence[ClientRequest],
         num_clients: int,
         *,
         pause_s: float = 0.0,
     ) -> None:
         self._address = address
-        self._asks = itertools.cycle(asks)
+        self._requests = itertools.cycle(requests)
         self._num_clients = num_clients
         self._pause_s = pause_s
         self._is_over = False
@@ -108,12 +108,12 @@ class Load:
 
     async def _run(self) -> None:
         async with AsyncClient(self._address, timeout_s=PATIENCE_S) as client:
-            await asyncio.gather(*(self._ask_on(client) for _ in range(self._num_clients)))
+            await asyncio.gather(*(self._send_on(client) for _ in range(self._num_clients)))
 
-    async def _ask_on(self, client: AsyncClient) -> None:
+    async def _send_on(self, client: AsyncClient) -> None:
         while not self._is_over:
             try:
-                self._note(await stream_answer(client, next(self._asks)))
+                self._note(await stream_answer(client, next(self._requests)))
             except (BatonError, AssertionError) as error:
                 self._note(error)
                 return

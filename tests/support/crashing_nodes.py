@@ -63,7 +63,7 @@ class CrashingNodes:
         first = len(request.prior_output_token_ids)
         is_last = first == request.sampling.max_tokens - 1
         reason = FinishReason.LENGTH if is_last else FinishReason.HANDED_OFF
-        deliver(_told(NodeRole.PREFILL, request, first, reason))
+        deliver(_leg_output(NodeRole.PREFILL, request, first, reason))
 
     async def decode(
         self,
@@ -80,7 +80,7 @@ class CrashingNodes:
                 await self._tick(node, life, request, NodeRole.PREFILL, 0)
             await self._tick(node, life, request, NodeRole.DECODE, index - first)
             reason = FinishReason.LENGTH if index == last - 1 else None
-            deliver(_told(NodeRole.DECODE, request, index, reason))
+            deliver(_leg_output(NodeRole.DECODE, request, index, reason))
 
     def _begin(self, node: Node) -> int:
         """Return the number of the node's incarnation. Raises NodeFailed while it is down."""
@@ -122,7 +122,7 @@ class CrashingNodes:
             self.pipeline.handle_nodes_changed()
 
 
-def _told(
+def _leg_output(
     leg: NodeRole, request: EngineRequest, index: int, reason: FinishReason | None
 ) -> LegOutput:
     token_id = token_at(request, index)

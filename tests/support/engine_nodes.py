@@ -75,7 +75,7 @@ class Gate:
         self._orders = orders
         self._hold: Hold | None = None
 
-    def come_to(self, place: Place, hook: PassHook | None = None) -> None:
+    def advance_to(self, place: Place, hook: PassHook | None = None) -> None:
         if self._hold is None and self._orders.poll():
             self._hold = self._orders.recv()
         hold = self._hold
@@ -130,7 +130,7 @@ class GatedRunner:
 
     def launch(self, plan: Plan) -> Pending:
         if plan.num_scheduled_tokens:
-            self._gate.come_to(Place.PASS, self.hook)
+            self._gate.advance_to(Place.PASS, self.hook)
             self._num_tokens.value += sum(plan.num_scheduled_tokens.values())
         return self._runner.launch(plan)
 
@@ -284,7 +284,7 @@ def _put_gate_before_posts(gate: Gate) -> None:
 
     class GatedChannel(NixlChannel):
         def post(self, write: Write) -> None:
-            gate.come_to(Place.POST)
+            gate.advance_to(Place.POST)
             super().post(write)
 
     setattr(baton.kv_transfer.transports.nixl, "NixlChannel", GatedChannel)  # noqa: B010

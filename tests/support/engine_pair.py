@@ -136,7 +136,7 @@ class Call:
         except grpc.RpcError:
             return self
 
-    def leave(self) -> None:
+    def disconnect(self) -> None:
         self.responses.cancel()
 
     def _take(self, response: Any) -> None:
@@ -267,20 +267,20 @@ class Pair:
         decode = self.decode(handoff_id, prompt, sampling, node=node)
         return Answered(prefill.to_its_end(), decode.to_its_end())
 
-    def ask(self, prompt: Sequence[int], sampling: SamplingParams) -> tuple[Call, Call]:
+    def start(self, prompt: Sequence[int], sampling: SamplingParams) -> tuple[Call, Call]:
         """Start both calls of a request."""
         handoff_id = self.new_id()
         prefill = self.prefill(handoff_id, prompt, sampling)
         return prefill, self.decode(handoff_id, prompt, sampling)
 
     def answer(self, prompt: Sequence[int], sampling: SamplingParams) -> Answered:
-        prefill, decode = self.ask(prompt, sampling)
+        prefill, decode = self.start(prompt, sampling)
         return Answered(prefill.to_its_end(), decode.to_its_end())
 
     def heal(self) -> None:
         """Cancel all calls, and resume or restart both nodes."""
         for call in self._calls:
-            call.leave()
+            call.disconnect()
         self._calls.clear()
         for node in (self.p, self.d):
             if node.is_held:
@@ -301,7 +301,7 @@ class Pair:
         """Put the prompt into the prefix cache of the prefill node, without a hand-off."""
         if prompt:
             call = self.prefill(self.new_id(), prompt, greedy(1)).until_tokens(1)
-            call.leave()
+            call.disconnect()
             self.await_all_free()
 
     # --- Events -------------------------------------------------------------------------------

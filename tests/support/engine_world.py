@@ -61,13 +61,13 @@ OTHER_SOURCE = Peer(NodeId("prefill-1"), "127.0.0.1:2")
 class Receipt:
     """Outputs that one client received for one request."""
 
-    spec: EngineRequest
+    request: EngineRequest
     token_ids: list[int] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
     def take(self, output: Output) -> None:
-        num_prior = len(self.spec.prior_output_token_ids)
+        num_prior = len(self.request.prior_output_token_ids)
         assert self.finish_reason is None, f"{output} came after the end"
         assert output.first_index == num_prior + len(self.token_ids), "a gap or a repeat"
         self.token_ids += output.token_ids
@@ -173,7 +173,7 @@ class EngineWorld:
         """
         name = RequestId(request_id or f"r{len(self.receipts)}")
         handoff_id = HandoffId(name, 1)
-        spec = EngineRequest(
+        engine_request = EngineRequest(
             request_id=name,
             prompt_token_ids=_prompt(prompt),
             sampling=sampling or SamplingParams(max_tokens=max_tokens),
@@ -190,17 +190,19 @@ class EngineWorld:
             kv_hints=kv_hints,
         )
         self._is_at_rest = False
-        self.scheduler.add(spec)
-        self.receipts[name] = Receipt(spec)
-        self.wire.expect(spec)
-        self._let_peers_know(spec)
+        self.scheduler.add(engine_request)
+        self.receipts[name] = Receipt(engine_request)
+        self.wire.expect(engine_request)
+        self._cache_at_peers(engine_request)
         return name
 
-    def _let_peers_know(self, spec: EngineRequest) -> None:
+    def _cache_at_peers(self, engine_request: EngineRequest) -> None:
         """Let the peers have all blocks of a request and its answer."""
-        token_ids = [*context_of(spec), *self.alone(spec)[0]]
+        token_ids = [*context_of(engine_request), *self.alone(engine_request)[0]]
         naming = self.cache_config.naming
-        names = naming.names(token_ids, len(spec.prompt_token_ids), spec.prefix_keys)
+        names = naming.names(
+            token_ids, len(engine_request.prompt_token_ids), engine_request.prefix_keys
+        )
         size = self.cache_config.block_size
         content = empty_content(self.specs, self.num_state_blocks)
         for place, name in enumerate(names):
@@ -374,14 +376,14 @@ class EngineWorld:
     # --- invariants ---------------------------------------------------------------
 
     def check_receipt(self, receipt: Receipt) -> None:
-        if receipt.spec.kv_hints.prefetch:
+        if receipt.request.kv_hints.prefetch:
             self._check_prefetch(receipt)
             return
-        expected, reason = self.alone(receipt.spec)
+        expected, reason = self.alone(receipt.request)
         if receipt.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
             assert receipt.token_ids == expected[: len(receipt.token_ids)]
             return
-        assert receipt.token_ids == expected, f"{receipt.spec} got {receipt.token_ids}"
+        assert receipt.token_ids == expected, f"{receipt.request} got {receipt.token_ids}"
         assert receipt.finish_reason is reason
         self._check_account(receipt)
 
@@ -399,27 +401,27 @@ class EngineWorld:
         num_had = (
             served.num_cached_tokens + served.num_received_tokens + served.num_prefilled_tokens
         )
-        num_context = len(context_of(receipt.spec))
+        num_context = len(context_of(receipt.request))
         assert num_had == num_context or served.num_preemptions
         # The token that ends the answer may have cut off accepted drafts.
         num_more = sum(max(0, len(output.token_ids) - 1) for output in receipt.outputs)
         assert num_more <= served.num_accepted_tokens <= served.num_proposed_tokens
         num_seen = sum(len(output.prompt_logprobs) for output in receipt.outputs)
-        wants_all = receipt.spec.sampling.prompt_logprobs is not None
-        if receipt.spec.receive_from is None:
-            assert num_seen == wants_all * len(receipt.spec.prompt_token_ids)
+        wants_all = receipt.request.sampling.prompt_logprobs is not None
+        if receipt.request.receive_from is None:
+            assert num_seen == wants_all * len(receipt.request.prompt_token_ids)
 
-    def alone(self, spec: EngineRequest) -> tuple[list[int], FinishReason]:
+    def alone(self, engine_request: EngineRequest) -> tuple[list[int], FinishReason]:
         """Return the outputs and the finish reason of the request when it runs alone."""
-        sampling, context = spec.sampling, context_of(spec)
+        sampling, context = engine_request.sampling, context_of(engine_request)
         stops = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stops |= self.config.eos_token_ids
-        num_prior = len(spec.prior_output_token_ids)
+        num_prior = len(engine_request.prior_output_token_ids)
         room = self.config.max_model_len - len(context)
         count = min(sampling.max_tokens - num_prior, room)
         answer = tokens_alone(
-            context, spec.seed, count, VOCAB_SIZE, self.specs, self.num_state_blocks
+            context, engine_request.seed, count, VOCAB_SIZE, self.specs, self.num_state_blocks
         )
         for place, token_id in enumerate(answer):
             if token_id in stops and num_prior + place + 1 >= sampling.min_tokens:
@@ -427,7 +429,7 @@ class EngineWorld:
                 break
         else:
             reason = FinishReason.LENGTH
-        if spec.send_to is not None and len(answer) > 1:
+        if engine_request.send_to is not None and len(answer) > 1:
             return answer[:1], FinishReason.HANDED_OFF
         return answer, reason
 

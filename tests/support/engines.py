@@ -40,7 +40,7 @@ def an_engine(
     return EngineCore(scheduler, runner or fake, kv_worker or NoKvWorker(), observers=observers)
 
 
-def a_spec(
+def an_engine_request(
     name: str = "a",
     *,
     prompt: tuple[int, ...] = (1, 2, 3),

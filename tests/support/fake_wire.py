@@ -86,11 +86,11 @@ class FakeWire:
     def known_names(self) -> Sequence[bytes]:
         return tuple(self._slots_by_name)
 
-    def expect(self, spec: EngineRequest) -> None:
+    def expect(self, engine_request: EngineRequest) -> None:
         """Register a request with the peer."""
-        self._spec_by_id[spec.request_id] = spec
-        if spec.send_to is not None:
-            self.outgoing[spec.send_to] = Outgoing(spec.request_id)
+        self._spec_by_id[engine_request.request_id] = engine_request
+        if engine_request.send_to is not None:
+            self.outgoing[engine_request.send_to] = Outgoing(engine_request.request_id)
 
     def wanted(self) -> list[HandoffId]:
         """Return the receives that are waited for."""
@@ -114,9 +114,9 @@ class FakeWire:
         if order.names:
             self._land_pull(order)
             return
-        spec = self._spec_by_id[RequestId(handoff_id.request_id)]
+        request = self._spec_by_id[RequestId(handoff_id.request_id)]
         content = self._write(order, len(order.block_ids))
-        token = FirstToken(next_token(content, spec.seed, self._vocab_size, self._specs))
+        token = FirstToken(next_token(content, request.seed, self._vocab_size, self._specs))
         self._landed.append(Landed(handoff_id, order.num_tokens, token))
 
     def _write(self, order: Receive, num_blocks: int) -> Content:
@@ -243,8 +243,8 @@ class FakeWire:
         if outgoing.names:
             self._check_given(outgoing)
             return
-        spec = self._spec_by_id[outgoing.request_id]
-        context = context_of(spec)
+        request = self._spec_by_id[outgoing.request_id]
+        context = context_of(request)
         content = self._content_of(context)
         blocks = self._blocks(content, len(context))
         sent = blocks[: len(outgoing.block_ids)]
@@ -253,7 +253,7 @@ class FakeWire:
         if outgoing.first_token is not None:
             assert outgoing.num_tokens == len(context)
             assert len(sent) == len(blocks)
-            first_token = next_token(content, spec.seed, self._vocab_size, self._specs)
+            first_token = next_token(content, request.seed, self._vocab_size, self._specs)
             assert outgoing.first_token.token_id == first_token
 
     def _check_given(self, outgoing: Outgoing) -> None:
@@ -276,13 +276,13 @@ class FakeWire:
             *(
                 content.slots[group][first : first + block_size]
                 for first in range(0, num_tokens, block_size)
-                for group, spec in enumerate(self._specs)
-                if first + block_size > spec.num_unseen(num_tokens)
+                for group, request in enumerate(self._specs)
+                if first + block_size > request.num_unseen(num_tokens)
             ),
             *([part] * block_size for part in content.state),
         ]
 
 
-def context_of(spec: EngineRequest) -> tuple[int, ...]:
+def context_of(engine_request: EngineRequest) -> tuple[int, ...]:
     """Return the prompt and prior output tokens of a request."""
-    return (*spec.prompt_token_ids, *spec.prior_output_token_ids)
+    return (*engine_request.prompt_token_ids, *engine_request.prior_output_token_ids)

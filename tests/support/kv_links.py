@@ -72,7 +72,7 @@ class LinkHub:
             if self._spy is not None:
                 self._spy(message)
             node, there = end
-            node.say(there, message)
+            node.deliver(there, message)
 
     def close(self, link_id: LinkId) -> None:
         end = self._ends.pop(link_id, None)
@@ -114,7 +114,7 @@ class HubLink:
         for message in queued:
             self.pass_on(message)
 
-    def say(self, link_id: LinkId, message: LinkMessage) -> None:
+    def deliver(self, link_id: LinkId, message: LinkMessage) -> None:
         self._take(QueuedMessage(link_id, message))
 
     def lose(self, link_id: LinkId, reason: str) -> None:

@@ -134,12 +134,12 @@ class NodeProcess:
     def is_alive(self) -> bool:
         return self._process.is_alive()
 
-    def ask(self, command: str, *arguments: Any) -> Any:
+    def call(self, command: str, *arguments: Any) -> Any:
         self._connection.send((command, arguments))
         return self._answer()
 
     def order(self, orders: KvOrders) -> None:
-        self.ask("order", orders)
+        self.call("order", orders)
 
     def order_blindly(self, orders: KvOrders) -> None:
         """Send orders without waiting for the reply, which `answer_late` takes."""
@@ -173,7 +173,7 @@ class NodeProcess:
 
     def until(self, holds: Callable[[KvReports], bool], what: str) -> KvReports:
         deadline_s = time.monotonic() + WAIT_S
-        while not holds(reports := self.ask("seen")):
+        while not holds(reports := self.call("seen")):
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"did not come: {what}; seen {reports}")
         return reports  # type: ignore[no-any-return]

@@ -83,13 +83,13 @@ class Wire:
         if flight.missing:
             raise ValueError("blocks of this write are still missing")
         self.flights.remove(flight)
-        flight.source.tell(Written(flight.write.write_id))
+        flight.source.report(Written(flight.write.write_id))
         flight.target.complete(flight.write)
 
     def fail(self, flight: Flight, reason: str = "the wire broke") -> None:
         """Fail a write on P. Its missing blocks may still land."""
         flight.is_acknowledged = True
-        flight.source.tell(WriteFailed(flight.write.write_id, reason))
+        flight.source.report(WriteFailed(flight.write.write_id, reason))
 
     def lose(self, flight: Flight) -> None:
         """Drop the missing blocks of a write, without an event on either side."""
@@ -97,13 +97,13 @@ class Wire:
 
     def notice(self, channel: MemoryChannel, ticket: int, note: bytes) -> None:
         self.notices.remove((channel, ticket, note))
-        channel.tell(Arrived(ticket, note))
+        channel.report(Arrived(ticket, note))
 
     def quiet(self, channel: MemoryChannel, ticket: int) -> None:
         """Remove the cancelled receives of a ticket."""
         self.cancels.remove((channel, ticket))
         channel.posted.pop(ticket, None)
-        channel.tell(CancelCompleted(ticket))
+        channel.report(CancelCompleted(ticket))
 
     def deliver_all(self) -> None:
         for flight in list(self.flights):
@@ -188,7 +188,7 @@ class MemoryChannel:
             return
         self.posted[ticket] = dict.fromkeys(block_ids, self.region.block_bytes)
         if not block_ids:
-            self.tell(Arrived(ticket))
+            self.report(Arrived(ticket))
 
     def cancel(self, ticket: int) -> None:
         if not self._wire.is_one_sided:
@@ -229,7 +229,7 @@ class MemoryChannel:
 
     # --- Called by the Wire ----------------------------------------------------------------
 
-    def tell(self, event: ChannelEvent) -> None:
+    def report(self, event: ChannelEvent) -> None:
         if not self.is_closed:
             self._events.append(event)
 
@@ -242,10 +242,10 @@ class MemoryChannel:
             num_bytes = len(write.layers.byte_range(self.region.block_bytes))
             missing[target] = missing.get(target, num_bytes) - num_bytes
         num_whole = len(list(itertools.takewhile(lambda block: not missing[block], missing)))
-        self.tell(BlocksLanded(write.ticket, num_whole))
+        self.report(BlocksLanded(write.ticket, num_whole))
         if not any(missing.values()):
             del self.posted[write.ticket]
-            self.tell(Arrived(write.ticket))
+            self.report(Arrived(write.ticket))
 
     def get(self, block_id: BlockId, layers: LayerRange = WHOLE_BLOCK) -> bytes:
         part = layers.byte_range(self.region.block_bytes)

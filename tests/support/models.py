@@ -224,15 +224,15 @@ def prompt_of(length: int, *, seed: int = 0) -> tuple[int, ...]:
 
 def _new_model(variant: Variant, seed: int) -> Any:
     settings = {**SMALL, **variant.settings}
-    name, ending = variant.family, "ForCausalLM"
+    name, suffix = variant.family, "ForCausalLM"
     if variant.vision is not None:
         outer = {name: settings[name] for name in ("tie_word_embeddings",) if name in settings}
         settings = {"text_config": settings, "vision_config": dict(variant.vision), **outer}
-        ending = "ForConditionalGeneration"
+        suffix = "ForConditionalGeneration"
     transformers = import_transformers()
     config = getattr(transformers, f"{name}Config")(**settings)
     torch.manual_seed(seed)
-    model = getattr(transformers, variant.model_class or name + ending)(config)
+    model = getattr(transformers, variant.model_class or name + suffix)(config)
     _make_all_parameters_count(model)
     # Casting the complex buffers of Llama 4's image part warns.
     return model if variant.dtype == "float32" else model.to(getattr(torch, variant.dtype))

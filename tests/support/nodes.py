@@ -44,7 +44,7 @@ def prefixes_at(address: str) -> frozenset[BlockHash]:
     return unpack_names(changes.stored)
 
 
-def await_told(router_address: str, node_address: str) -> None:
+def await_reported(router_address: str, node_address: str) -> None:
     """Wait until the router has received the current load and prefixes of the node."""
     wanted = load_at(node_address).totals.num_sampled_tokens
     with grpc.insecure_channel(router_address) as channel:

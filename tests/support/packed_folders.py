@@ -159,21 +159,21 @@ def _as_float8(
     rows, columns = weight.shape
     if written.config["quant_method"] == "fp8":
         block = written.config["weight_block_size"] or (rows, columns)
-        ending = "_scale_inv"
+        suffix = "_scale_inv"
     else:
         weights = written.config["config_groups"]["group_0"]["weights"]
         by_strategy = {"channel": (1, columns), "tensor": (rows, columns)}
         block = by_strategy.get(weights["strategy"]) or weights["block_structure"]
-        ending = "_scale"
+        suffix = "_scale"
     scales = torch.rand(-(-rows // block[0]), -(-columns // block[1]), generator=generator) / 4
     every = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
     restored = numbers.float() * every[:rows, :columns]
     is_single = block == (rows, columns)
     if is_single:
-        scales = scales[0, 0] if ending == "_scale_inv" else scales[0]
-    parts = {".weight": numbers, f".weight{ending}": scales}
+        scales = scales[0, 0] if suffix == "_scale_inv" else scales[0]
+    parts = {".weight": numbers, f".weight{suffix}": scales}
     if is_single:
-        parts[".input_scale" if ending == "_scale" else ".activation_scale"] = torch.tensor(2.0)
+        parts[".input_scale" if suffix == "_scale" else ".activation_scale"] = torch.tensor(2.0)
     return parts, restored
 
 

@@ -301,10 +301,10 @@ def _continue(
     role = chance.choice(roles)
     with suppress(InvalidRequest):
         world.add(
-            [*context_of(earlier.spec), *earlier.token_ids, *draw_tokens(chance, 2)],
+            [*context_of(earlier.request), *earlier.token_ids, *draw_tokens(chance, 2)],
             receives=role == "receives",
             sends=role == "sends",
-            cache_salt=earlier.spec.cache_salt,
+            cache_salt=earlier.request.cache_salt,
             max_tokens=chance.choice([1, 4, 16]),
             num_promised=_draw_promise(pulls),
         )

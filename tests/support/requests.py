@@ -12,7 +12,7 @@ from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.scheduler.request import Request
 
 
-def make_spec(
+def make_engine_request(
     prompt: Sequence[int] = (1, 2, 3),
     *,
     request_id: str = "r",
@@ -40,9 +40,11 @@ def make_request(
     max_tokens: int = 4,
     send_to: HandoffId | None = None,
 ) -> Request:
-    spec = make_spec(prompt, request_id=request_id, max_tokens=max_tokens, send_to=send_to)
+    request = make_engine_request(
+        prompt, request_id=request_id, max_tokens=max_tokens, send_to=send_to
+    )
     rank = (priority, 0.0, serial)
-    return Request(spec, rank, PrefixNaming(16).root(), frozenset(), len(prompt) + max_tokens)
+    return Request(request, rank, PrefixNaming(16).root(), frozenset(), len(prompt) + max_tokens)
 
 
 def make_held(prompt: Sequence[int] = (1, 2, 3), *, request_id: str = "r") -> HeldKv:

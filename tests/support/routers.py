@@ -29,7 +29,7 @@ from tests.support.node_calls import FakeNodeCalls, a_table
 UNCROWDED = AdmissionQueueConfig()
 
 
-class ToldOfPrompts(TextBoundary):
+class PromptRecorder(TextBoundary):
     """Tokenization that records the prompts it reads, whose requests are queued or running."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class ToldOfPrompts(TextBoundary):
         return token_ids
 
 
-class MoodyRouter(InferenceServicer):
+class UnreliableRouter(InferenceServicer):
     """Router that fails its first calls, one per given fault."""
 
     def __init__(
@@ -52,7 +52,7 @@ class MoodyRouter(InferenceServicer):
         admission_queue: AdmissionQueueConfig,
         tracing: Tracing = NO_REQUEST_TRACING,
     ) -> None:
-        self.text = ToldOfPrompts()
+        self.text = PromptRecorder()
         self.pipeline = Pipeline(
             table=table,
             node_calls=node_calls,
@@ -101,10 +101,10 @@ async def a_router(
     admission_queue: AdmissionQueueConfig = UNCROWDED,
     port: int = 0,
     tracing: Tracing = NO_REQUEST_TRACING,
-) -> AsyncIterator[tuple[MoodyRouter, str]]:
+) -> AsyncIterator[tuple[UnreliableRouter, str]]:
     """Serve a router; yield it and its address."""
     nodes = node_calls or FakeNodeCalls()
-    router = MoodyRouter(nodes, faults, table or a_table(), admission_queue, tracing)
+    router = UnreliableRouter(nodes, faults, table or a_table(), admission_queue, tracing)
     service = Service(
         "baton.v1.InferenceService",
         lambda server: inference_pb2_grpc.add_InferenceServiceServicer_to_server(router, server),

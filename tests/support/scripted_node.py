@@ -29,7 +29,7 @@ class ScriptedCall:
     )
     left: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def tell(self, *indices: int) -> None:
+    def send_tokens(self, *indices: int) -> None:
         """Send one token at each of these indices."""
         for index in indices:
             self.script.put_nowait(a_token(index))
@@ -52,7 +52,7 @@ class ScriptedNode(node_pb2_grpc.PrefillServiceServicer, node_pb2_grpc.DecodeSer
         request_iterator: AsyncIterator[node_pb2.PrefillRequest],
         context: aio.ServicerContext[Any, Any],
     ) -> AsyncGenerator[node_pb2.PrefillResponse, None]:
-        async with aclosing(serve_calls(request_iterator, self._tell, self._count)) as calls:
+        async with aclosing(serve_calls(request_iterator, self._send_tokens, self._count)) as calls:
             async for events in calls:
                 yield node_pb2.PrefillResponse(events=events)
 
@@ -63,7 +63,7 @@ class ScriptedNode(node_pb2_grpc.PrefillServiceServicer, node_pb2_grpc.DecodeSer
     ) -> AsyncGenerator[node_pb2.DecodeResponse, None]:
         self.num_streams += 1
         try:
-            calls = serve_calls(request_iterator, self._tell, self._count, node_id="d")
+            calls = serve_calls(request_iterator, self._send_tokens, self._count, node_id="d")
             async with named_errors(context), aclosing(calls):
                 async for events in calls:
                     self.messages.append(len(events))
@@ -76,7 +76,7 @@ class ScriptedNode(node_pb2_grpc.PrefillServiceServicer, node_pb2_grpc.DecodeSer
     ) -> node_pb2.ConnectResponse:
         return node_pb2.ConnectResponse()
 
-    async def _tell(
+    async def _send_tokens(
         self, order: Order, context: CallContext
     ) -> AsyncGenerator[node_pb2.CallEvent, None]:
         reported = ScriptedCall(order, context)

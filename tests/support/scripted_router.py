@@ -25,20 +25,20 @@ class ScriptedAnswer:
     def __init__(self, request: inference_pb2.GenerateRequest) -> None:
         self.request = request
         self.was_cancelled = threading.Event()
-        self._pieces: queue.Queue[str | None] = queue.Queue()
+        self._texts: queue.Queue[str | None] = queue.Queue()
 
     @property
     def turns(self) -> list[tuple[str, str]]:
         return [(turn.role, turn.content) for turn in self.request.chat.messages]
 
-    def say(self, piece: str) -> None:
-        self._pieces.put(piece)
+    def send_text(self, text: str) -> None:
+        self._texts.put(text)
 
     def end(self) -> None:
-        self._pieces.put(None)
+        self._texts.put(None)
 
-    def pieces(self) -> Iterator[str]:
-        return iter(self._pieces.get, None)
+    def texts(self) -> Iterator[str]:
+        return iter(self._texts.get, None)
 
 
 class ScriptedRouter(inference_pb2_grpc.InferenceServiceServicer):
@@ -63,11 +63,11 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServiceServicer):
 
         context.add_callback(note_end)
         if self._answers:
-            reported.say(self._answers.pop(0))
+            reported.send_text(self._answers.pop(0))
             reported.end()
         self._asked.put(reported)
-        for piece in reported.pieces():
-            yield inference_pb2.GenerateResponse(request_id="1", text=piece)
+        for text in reported.texts():
+            yield inference_pb2.GenerateResponse(request_id="1", text=text)
         has_ended = True
         finish = inference_pb2.Finish(reason=sampling_pb2.FINISH_REASON_STOP)
         yield inference_pb2.GenerateResponse(request_id="1", finish=finish)

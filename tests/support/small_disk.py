@@ -39,13 +39,13 @@ def main() -> None:
     model, folder = sys.argv[1:]
     mount("-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", folder)
     with cluster_of(model, folder) as cluster, Client(cluster.address) as client:
-        full = ask_all(cluster, client)
+        full = answer_all_prompts(cluster, client)
         mount("-o", "remount,ro", folder)
-        read_only = ask_all(cluster, client)
+        read_only = answer_all_prompts(cluster, client)
     print(json.dumps([asdict(full), asdict(read_only)]))
 
 
-def ask_all(cluster: LocalCluster, client: Client) -> Seen:
+def answer_all_prompts(cluster: LocalCluster, client: Client) -> Seen:
     answers, num_loaded = [], 0
     for prompt in prompts():
         answer = client.generate(prompt, Generation(SAMPLING))

@@ -36,12 +36,12 @@ def a_request(*, has_failed_try: bool = False) -> RequestTimeline:
     timeline = RequestTimeline("r1", TraceContext(TRACE_ID, 1), None, 10.0)
     timeline.num_prompt_tokens, timeline.tokenized_s, timeline.admitted_s = 40, 10.001, 10.002
     if has_failed_try:
-        broken = a_try(1, 10.002, 100)
+        broken = an_attempt(1, 10.002, 100)
         broken.legs[1].end = End(10.4, SpanOutcome.FAILED, "UNAVAILABLE", "<gone> & away")
         broken.end = End(10.41, SpanOutcome.FAILED, "NODE_FAILED")
         timeline.tries.append(broken)
     began_s = 10.42 if has_failed_try else 10.002
-    timeline.tries.append(a_try(len(timeline.tries) + 1, began_s, 200))
+    timeline.tries.append(an_attempt(len(timeline.tries) + 1, began_s, 200))
     timeline.first_token_s = 10.1
     timeline.num_output_tokens = 9
     timeline.usage = TokenUsage("length", "remote", "", 4096, 3, "nixl")
@@ -49,7 +49,7 @@ def a_request(*, has_failed_try: bool = False) -> RequestTimeline:
     return timeline
 
 
-def a_try(number: int, began_s: float, span_id: int) -> AttemptTimeline:
+def an_attempt(number: int, began_s: float, span_id: int) -> AttemptTimeline:
     one = AttemptTimeline(number, 5 * (number - 1), span_id, span_id + 9)
     one.choice = RouteChoice(began_s + 0.001, "prefix_aware", "d0", "p0", "", 1, 1, 0, "d1", 32)
     one.legs = [
@@ -113,19 +113,19 @@ def a_step() -> StepTimeline:
     )
 
 
-def told_by(process: Process, spans: list[Span]) -> list[ExportedSpan]:
+def exported_by(process: Process, spans: list[Span]) -> list[ExportedSpan]:
     resource: Attributes = process.attributes
     return [ExportedSpan(span, resource) for span in spans]
 
 
-def a_told_trace(*, has_failed_try: bool = False) -> list[ExportedSpan]:
+def an_exported_trace(*, has_failed_try: bool = False) -> list[ExportedSpan]:
     request = a_request(has_failed_try=has_failed_try).spans(to_unix_ns)
     return [
-        *told_by(Process("router", "router-1", "i0"), request),
-        *told_by(Process("prefill", "p0", "i1"), on_prefill().spans(to_unix_ns)),
-        *told_by(Process("decode", "d0", "i2"), on_decode().spans(to_unix_ns)),
+        *exported_by(Process("router", "router-1", "i0"), request),
+        *exported_by(Process("prefill", "p0", "i1"), on_prefill().spans(to_unix_ns)),
+        *exported_by(Process("decode", "d0", "i2"), on_decode().spans(to_unix_ns)),
     ]
 
 
-def a_told_step() -> list[ExportedSpan]:
-    return told_by(Process("decode", "d0", "i2"), a_step().spans(to_unix_ns))
+def an_exported_step() -> list[ExportedSpan]:
+    return exported_by(Process("decode", "d0", "i2"), a_step().spans(to_unix_ns))

@@ -140,7 +140,7 @@ def make_endpoint(make: MakeTransport, num_blocks: int, block_bytes: int) -> End
 
 
 class Endpoint(Protocol):
-    def ask(self, command: str, *arguments: Any) -> Any: ...
+    def call(self, command: str, *arguments: Any) -> Any: ...
 
 
 class ProcessEndpoint:
@@ -154,11 +154,11 @@ class ProcessEndpoint:
         theirs.close()
         self.wait_for_answer()
 
-    def ask(self, command: str, *arguments: Any) -> Any:
-        self.tell(command, *arguments)
+    def call(self, command: str, *arguments: Any) -> Any:
+        self.send(command, *arguments)
         return self.wait_for_answer()
 
-    def tell(self, command: str, *arguments: Any) -> None:
+    def send(self, command: str, *arguments: Any) -> None:
         self._connection.send((command, arguments))
 
     def wait_for_answer(self) -> Any:
@@ -188,7 +188,7 @@ class ProcessEndpoint:
         """Close the channel and end the process, if it is alive."""
         if self.is_alive:
             self.resume()
-            self.ask("close")
+            self.call("close")
             self._connection.send(None)
             self._process.join(WAIT_S)
         self.kill()
@@ -221,11 +221,11 @@ class EndpointPool:
         idle = self._idle.setdefault(kind, [])
         end = idle.pop() if idle else ProcessEndpoint(MAKERS[kind])
         try:
-            end.ask("reshape", num_blocks, block_bytes)
+            end.call("reshape", num_blocks, block_bytes)
             yield end
             if end.is_alive:
                 end.resume()
-                end.ask("close")
+                end.call("close")
                 idle.append(end)
         finally:
             if end not in idle:
@@ -243,7 +243,7 @@ class LocalEndpoint:
     def __init__(self, state: EndpointState) -> None:
         self._state = state
 
-    def ask(self, command: str, *arguments: Any) -> Any:
+    def call(self, command: str, *arguments: Any) -> Any:
         self._state.poll()
         return getattr(self._state, command)(*arguments)
 
@@ -256,8 +256,8 @@ class EndpointPair:
     p: Endpoint
 
     def connect(self) -> None:
-        self.p.ask("connect", *self.d.ask("metadata"))
-        self.d.ask("connect", *self.p.ask("metadata"))
+        self.p.call("connect", *self.d.call("metadata"))
+        self.d.call("connect", *self.p.call("metadata"))
 
 
 def memory_endpoints(

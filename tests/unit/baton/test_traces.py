@@ -22,11 +22,11 @@ from baton.traces.lists import request_table
 from baton.traces.page import render_page
 from baton.traces.terminal import WIDE, show_related, show_waterfall
 from tests.support.collector import collecting
-from tests.support.traces import STEP_TRACE_ID, TRACE_ID, a_told_step, a_told_trace
+from tests.support.traces import STEP_TRACE_ID, TRACE_ID, an_exported_step, an_exported_trace
 
 
 def a_trace(*, has_failed_try: bool = False) -> Trace:
-    [trace] = traces_of(a_told_trace(has_failed_try=has_failed_try))
+    [trace] = traces_of(an_exported_trace(has_failed_try=has_failed_try))
     return trace
 
 
@@ -34,7 +34,7 @@ def a_trace(*, has_failed_try: bool = False) -> Trace:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Store one trace as three processes write it."""
     by_role: dict[str, list[Span]] = {}
-    for one in (*a_told_trace(), *a_told_step()):
+    for one in (*an_exported_trace(), *an_exported_step()):
         by_role.setdefault(str(one.resource["baton.role"]), []).append(one.span)
     for role, spans in by_role.items():
         TraceWriter(tmp_path, MIB, Process(role, role, "i").attributes, role).write(spans)
@@ -93,7 +93,7 @@ def test_a_failed_attempt_names_the_node_and_the_reason(width: int) -> None:
 
 
 def test_a_failed_node_without_spans_has_a_lane_on_the_page() -> None:
-    reported = a_told_trace(has_failed_try=True)
+    reported = an_exported_trace(has_failed_try=True)
     [trace] = traces_of(one for one in reported if one.resource["baton.role"] == "router")
 
     page = render_page(trace)
@@ -105,7 +105,7 @@ def test_a_failed_node_without_spans_has_a_lane_on_the_page() -> None:
 
 
 def test_a_long_note_does_not_shrink_the_bars() -> None:
-    reported = a_told_trace(has_failed_try=True)
+    reported = an_exported_trace(has_failed_try=True)
     long = [replace(one, span=replace(one.span, status_message="why " * 50)) for one in reported]
     [trace] = traces_of(long)
     drawn = io.StringIO()
@@ -197,7 +197,7 @@ def test_the_newest_trace_is_a_request_even_if_a_step_is_newer(
 
 
 def test_a_step_and_its_requests_refer_to_each_other() -> None:
-    kept = traces_of([*a_told_trace(), *a_told_step()])
+    kept = traces_of([*an_exported_trace(), *an_exported_step()])
     request, step = sorted(kept, key=lambda trace: trace.is_step)
 
     of_step, of_request = (related_lines(trace, kept) for trace in (step, request))
@@ -214,7 +214,7 @@ def test_a_step_and_its_requests_refer_to_each_other() -> None:
 
 @pytest.mark.parametrize("width", [60, 160])
 def test_a_step_is_drawn_with_its_parts(width: int) -> None:
-    [step] = traces_of(a_told_step())
+    [step] = traces_of(an_exported_step())
     drawn = io.StringIO()
 
     show_waterfall(Console(file=drawn, width=width), step)
@@ -233,7 +233,7 @@ def test_a_step_is_drawn_with_its_parts(width: int) -> None:
 
 
 def test_a_list_is_truncated_only_on_a_terminal() -> None:
-    [trace] = traces_of(a_told_trace())
+    [trace] = traces_of(an_exported_trace())
 
     narrow, wide = (drawn(request_table([trace], width), width) for width in (80, 160))
 
@@ -268,7 +268,7 @@ def test_the_list_shows_request_ids_as_clients_wrote_them() -> None:
                 },
             ),
         )
-        for one in a_told_trace()
+        for one in an_exported_trace()
     ]
 
     assert "[/b]" in drawn(request_table(traces_of(spans), WIDE), WIDE).split()

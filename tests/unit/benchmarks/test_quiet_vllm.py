@@ -18,7 +18,7 @@ class nixl_agent_config:
     def __init__(self, enable_prog_thread=True, num_threads=0):
         self.enable_pthread, self.num_threads = enable_prog_thread, num_threads
 """
-ASKS = """
+PROBE = """
 import os
 os.sched_setaffinity(0, [100_000])
 from nixl_cu12._api import nixl_agent_config
@@ -43,7 +43,7 @@ def test_the_patches_apply_if_their_folder_is_on_the_python_path(tmp_path: Path)
     paths = os.pathsep.join([str(PATCHES), str(tmp_path)])
 
     done = subprocess.run(
-        [sys.executable, "-c", ASKS],
+        [sys.executable, "-c", PROBE],
         env={**os.environ, "PYTHONPATH": paths},
         capture_output=True,
         text=True,

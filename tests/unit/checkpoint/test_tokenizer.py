@@ -172,11 +172,11 @@ def test_a_character_is_emitted_once_it_is_complete(folder: Path) -> None:
     token_ids = tokenizer.encode("\N{GRINNING FACE}!")
     detokenizer = tokenizer.detokenizer()
 
-    pieces = [detokenizer.push(token_id) for token_id in token_ids]
+    chunks = [detokenizer.push(token_id) for token_id in token_ids]
 
     assert len(token_ids) > 2
-    assert pieces[-2:] == ["\N{GRINNING FACE}", "!"]
-    assert "".join(pieces[:-2]) == ""
+    assert chunks[-2:] == ["\N{GRINNING FACE}", "!"]
+    assert "".join(chunks[:-2]) == ""
 
 
 def test_an_incomplete_character_at_the_end_becomes_a_replacement_character(folder: Path) -> None:
@@ -184,9 +184,9 @@ def test_an_incomplete_character_at_the_end_becomes_a_replacement_character(fold
     token_ids = tokenizer.encode("a\N{GRINNING FACE}")[:-1]
     detokenizer = tokenizer.detokenizer()
 
-    pieces = [detokenizer.push(token_id) for token_id in token_ids]
+    chunks = [detokenizer.push(token_id) for token_id in token_ids]
 
-    assert "".join(pieces) == "a"
+    assert "".join(chunks) == "a"
     assert detokenizer.finish() == tokenizer.decode(token_ids)[1:] != ""
 
 
@@ -194,9 +194,9 @@ def test_spaces_between_text_chunks_are_kept() -> None:
     tokenizer = metaspace_tokenizer()
     detokenizer = tokenizer.detokenizer()
 
-    pieces = [detokenizer.push(token_id) for token_id in (1, 3, 4, 5, 4)]
+    chunks = [detokenizer.push(token_id) for token_id in (1, 3, 4, 5, 4)]
 
-    assert pieces == ["", "hello", " world", " ", " world"]
+    assert chunks == ["", "hello", " world", " ", " world"]
 
 
 def metaspace_tokenizer() -> Tokenizer:

@@ -8,7 +8,7 @@ from baton.core.stop_strings import StopRule, StopWatcher
 def test_text_that_may_begin_a_stop_string_is_held_back() -> None:
     watcher = StopWatcher(StopRule(("END",)))
 
-    reported = [watcher.push(piece, 9) for piece in ("some E", "N", "x", "EN", "D")]
+    reported = [watcher.push(chunk, 9) for chunk in ("some E", "N", "x", "EN", "D")]
 
     assert reported == ["some ", "", "ENx", "", ""]
     assert watcher.found == "END"

@@ -73,8 +73,8 @@ def test_with_tls_every_process_and_its_probe_take_the_certificates(name: str) -
     assert not complaint_about(service["command"], service["environment"])
     assert not complaint_about(service["healthcheck"]["test"][2:], service["environment"])
     assert {str(file.parent) for file in files} == {folder}
-    who = "router" if role == "router" else "node"
-    assert {file.name for file in files} == {f"{who}.crt", f"{who}.key", "ca.crt"}
+    owner = "router" if role == "router" else "node"
+    assert {file.name for file in files} == {f"{owner}.crt", f"{owner}.key", "ca.crt"}
     asks_for_certificates = f"BATON_SERVE_{role.upper()}_TLS_CLIENT_CA" in service["environment"]
     assert asks_for_certificates == (role != "router")
 

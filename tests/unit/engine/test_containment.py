@@ -12,7 +12,7 @@ from baton.engine.errors import EngineStopped, PassHookFailed
 from baton.engine.plan import Plan, RunResult
 from baton.kv_transfer.types import KvReports
 from tests.support.engine_world import EngineWorld
-from tests.support.engines import VOCAB_SIZE, a_spec, an_engine
+from tests.support.engines import VOCAB_SIZE, an_engine, an_engine_request
 from tests.support.fake_runner import (
     Crash,
     CrashPlace,
@@ -56,7 +56,7 @@ def test_a_failed_pass_ends_only_the_requests_that_cause_it(
     runner.crashing = {RequestId(str(number)): place for number in culprits}
     engine = an_engine(runner=runner)
     for number in range(NUM_REQUESTS):
-        engine.scheduler.add(a_spec(str(number), prompt=prompt(number)))
+        engine.scheduler.add(an_engine_request(str(number), prompt=prompt(number)))
 
     found = outputs_of(engine)
 
@@ -102,7 +102,7 @@ class FailsOnce(SynchronousRunner):
 def test_a_temporary_failure_fails_no_request() -> None:
     engine = an_engine(runner=FailsOnce(a_fake()))
     for number in range(NUM_REQUESTS):
-        engine.scheduler.add(a_spec(str(number), prompt=prompt(number)))
+        engine.scheduler.add(an_engine_request(str(number), prompt=prompt(number)))
 
     found = outputs_of(engine)
 
@@ -115,7 +115,7 @@ def test_when_every_row_fails_the_engine_ends_with_the_first_failure() -> None:
     runner.crashing = {RequestId(str(n)): CrashPlace.PASS for n in range(NUM_REQUESTS)}
     engine = an_engine(runner=runner)
     for number in range(NUM_REQUESTS):
-        engine.scheduler.add(a_spec(str(number)))
+        engine.scheduler.add(an_engine_request(str(number)))
 
     with pytest.raises(Crash) as failure:
         engine.step()
@@ -130,8 +130,8 @@ def test_successful_passes_reset_the_crash_count() -> None:
     engine = an_engine(runner=runner)
     for number in range(2 * MAX_CRASHES_IN_A_ROW):
         runner.crashing[RequestId(f"bad {number}")] = CrashPlace.PASS
-        engine.scheduler.add(a_spec(f"bad {number}"))
-        engine.scheduler.add(a_spec(f"good {number}", prompt=prompt(number)))
+        engine.scheduler.add(an_engine_request(f"bad {number}"))
+        engine.scheduler.add(an_engine_request(f"good {number}", prompt=prompt(number)))
         found = outputs_of(engine)
         assert tokens(found[f"good {number}"]) == tokens_alone(prompt(number), 0, 4, VOCAB_SIZE)
 
@@ -143,7 +143,7 @@ class HookFails(SynchronousRunner):
 
 def test_a_failing_hook_ends_the_engine_instead_of_single_requests() -> None:
     engine = an_engine(runner=HookFails())
-    engine.scheduler.add(a_spec())
+    engine.scheduler.add(an_engine_request())
 
     with pytest.raises(ConnectionError, match="the wire broke"):
         engine.step()

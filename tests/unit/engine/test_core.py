@@ -12,7 +12,7 @@ from baton.engine.core import NoKvWorker
 from baton.engine.plan import Plan
 from baton.engine.scheduler.prompt_budget import MAX_LOOKED_UP_TOKENS
 from baton.kv_transfer.types import KvOrders
-from tests.support.engines import VOCAB_SIZE, a_spec, an_engine
+from tests.support.engines import VOCAB_SIZE, an_engine, an_engine_request
 from tests.support.fake_runner import tokens_alone
 from tests.support.scheduler_state import is_idle
 
@@ -26,7 +26,7 @@ class PatientKvWorker(NoKvWorker):
 
 def test_a_request_gets_one_token_per_step() -> None:
     engine = an_engine()
-    engine.scheduler.add(a_spec(prompt=(5, 6, 7), max_tokens=3))
+    engine.scheduler.add(an_engine_request(prompt=(5, 6, 7), max_tokens=3))
 
     steps = [engine.step() for _ in range(4)]
 
@@ -38,7 +38,7 @@ def test_a_request_gets_one_token_per_step() -> None:
 
 def test_a_step_with_work_is_followed_by_the_next_at_once() -> None:
     engine = an_engine()
-    engine.scheduler.add(a_spec())
+    engine.scheduler.add(an_engine_request())
 
     engine.step()
 
@@ -59,7 +59,9 @@ def test_an_engine_does_not_sleep_while_prefetches_are_pending() -> None:
     for number in range(num_prefetches):
         prompt = tuple([1] * (MAX_LOOKED_UP_TOKENS // 8))
         prefetch = KvHints(prefetch=True)
-        engine.scheduler.add(replace(a_spec(str(number), prompt=prompt), kv_hints=prefetch))
+        engine.scheduler.add(
+            replace(an_engine_request(str(number), prompt=prompt), kv_hints=prefetch)
+        )
     num_ended = 0
     while num_ended < num_prefetches:
         num_ended += len(engine.step())

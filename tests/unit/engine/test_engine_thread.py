@@ -16,7 +16,7 @@ from baton.engine.engine_thread import Compiler, EngineThread
 from baton.engine.errors import EngineStopped
 from baton.engine.plan import Plan, RunResult
 from baton.engine.structured_output.compiler import GrammarCompiler
-from tests.support.engines import VOCAB_SIZE, a_spec, an_engine
+from tests.support.engines import VOCAB_SIZE, an_engine, an_engine_request
 from tests.support.fake_runner import SynchronousRunner, tokens_alone
 from tests.support.grammars import BAD, GOOD, SLOW, HeldLibrary
 
@@ -67,7 +67,7 @@ def a_loop_with(library: HeldLibrary) -> Iterator[tuple[EngineThread, Client]]:
 
 def test_outputs_reach_the_client_in_order() -> None:
     with a_loop() as (loop, client):
-        loop.submit(a_spec(prompt=(4, 5), max_tokens=3))
+        loop.submit(an_engine_request(prompt=(4, 5), max_tokens=3))
 
         outputs = [client.next_output() for _ in range(3)]
 
@@ -79,16 +79,16 @@ def test_outputs_reach_the_client_in_order() -> None:
 
 def test_unservable_requests_are_refused_on_the_thread_of_the_caller() -> None:
     with a_loop() as (loop, client), pytest.raises(InvalidRequest):
-        loop.submit(a_spec(prompt=()))
+        loop.submit(an_engine_request(prompt=()))
 
     assert client.outputs.empty()
 
 
 def test_an_id_in_use_is_refused_through_the_outputs() -> None:
     with a_loop(an_engine(num_blocks=4096)) as (loop, client):
-        loop.submit(a_spec("a", max_tokens=LONG // 2))
+        loop.submit(an_engine_request("a", max_tokens=LONG // 2))
         client.next_output()
-        loop.submit(a_spec("a"))
+        loop.submit(an_engine_request("a"))
 
         refusal = client.last_output()
 
@@ -101,7 +101,7 @@ def test_an_id_in_use_is_refused_through_the_outputs() -> None:
 def test_an_aborted_request_ends_and_releases_its_blocks() -> None:
     engine = an_engine(num_blocks=4096)
     with a_loop(engine) as (loop, client):
-        loop.submit(a_spec("a", max_tokens=LONG // 2))
+        loop.submit(an_engine_request("a", max_tokens=LONG // 2))
         client.next_output()
         loop.abort(RequestId("a"))
 
@@ -114,7 +114,7 @@ def test_an_aborted_request_ends_and_releases_its_blocks() -> None:
 def test_detaching_aborts_all_requests() -> None:
     engine = an_engine(num_blocks=4096)
     with a_loop(engine) as (loop, client):
-        loop.submit(a_spec("a", max_tokens=LONG // 2))
+        loop.submit(an_engine_request("a", max_tokens=LONG // 2))
         client.next_output()
         loop.detach()
 
@@ -124,7 +124,7 @@ def test_detaching_aborts_all_requests() -> None:
 
 def test_an_engine_exception_fails_all_requests_and_refuses_new_ones() -> None:
     with a_loop(an_engine(runner=BrokenRunner())) as (loop, client):
-        loop.submit(a_spec("a"))
+        loop.submit(an_engine_request("a"))
 
         reported = client.last_output()
         loop.join(PATIENCE_S)
@@ -134,7 +134,7 @@ def test_an_engine_exception_fails_all_requests_and_refuses_new_ones() -> None:
         assert reported.failure.cause is FailureCause.ENGINE_STOPPED
         assert isinstance(loop.failure, ZeroDivisionError)
         with pytest.raises(EngineStopped):
-            loop.submit(a_spec("b"))
+            loop.submit(an_engine_request("b"))
 
 
 def test_a_request_submitted_in_the_failing_step_gets_an_error() -> None:
@@ -142,12 +142,12 @@ def test_a_request_submitted_in_the_failing_step_gets_an_error() -> None:
 
     class BreaksOnceAnotherCame(SynchronousRunner):
         def run(self, plan: Plan) -> RunResult:
-            loop.submit(a_spec("late"))
+            loop.submit(an_engine_request("late"))
             raise ZeroDivisionError("a bug")
 
     with EngineThread(an_engine(runner=BreaksOnceAnotherCame())) as loop:
         loop.attach(client.deliver)
-        loop.submit(a_spec("early"))
+        loop.submit(an_engine_request("early"))
 
         ends = [client.last_output(), client.last_output()]
 
@@ -169,9 +169,9 @@ def test_every_iteration_updates_the_heartbeat() -> None:
 def test_other_requests_are_answered_while_one_waits_for_its_grammar() -> None:
     library = HeldLibrary()
     with a_loop_with(library) as (loop, client):
-        loop.submit(a_spec("slow", form=SLOW, max_tokens=1))
-        loop.submit(a_spec("good", form=GOOD, max_tokens=1))
-        loop.submit(a_spec("plain", max_tokens=1))
+        loop.submit(an_engine_request("slow", form=SLOW, max_tokens=1))
+        loop.submit(an_engine_request("good", form=GOOD, max_tokens=1))
+        loop.submit(an_engine_request("plain", max_tokens=1))
         before = {client.last_output().request_id for _ in range(2)}
         library.may_end.set()
         after = client.last_output()
@@ -183,7 +183,7 @@ def test_other_requests_are_answered_while_one_waits_for_its_grammar() -> None:
 
 def test_a_grammar_that_does_not_compile_is_an_error_of_the_request() -> None:
     with a_loop_with(HeldLibrary()) as (loop, client):
-        loop.submit(a_spec("bad", form=BAD))
+        loop.submit(an_engine_request("bad", form=BAD))
 
         refusal = client.last_output()
 
@@ -193,7 +193,7 @@ def test_a_grammar_that_does_not_compile_is_an_error_of_the_request() -> None:
 def test_a_request_that_waits_for_its_grammar_can_be_aborted() -> None:
     library = HeldLibrary()
     with a_loop_with(library) as (loop, client):
-        loop.submit(a_spec("slow", form=SLOW))
+        loop.submit(an_engine_request("slow", form=SLOW))
         loop.abort(RequestId("slow"))
 
         ended = client.last_output()
@@ -204,4 +204,4 @@ def test_a_request_that_waits_for_its_grammar_can_be_aborted() -> None:
 
 def test_constraints_are_refused_on_the_thread_of_the_caller_without_a_compiler() -> None:
     with a_loop() as (loop, _), pytest.raises(InvalidRequest, match="not supported by this"):
-        loop.submit(a_spec(form=GOOD))
+        loop.submit(an_engine_request(form=GOOD))

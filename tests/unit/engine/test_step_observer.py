@@ -13,7 +13,7 @@ from baton.engine.step_observer import StepObserver, StepRecord
 from baton.kv_transfer.records import TransferRecord, TransferRole
 from baton.kv_transfer.types import KvOrders, KvReports
 from tests.support.engine_world import EngineWorld
-from tests.support.engines import VOCAB_SIZE, a_spec, an_engine
+from tests.support.engines import VOCAB_SIZE, an_engine, an_engine_request
 from tests.support.fake_runner import Crash, CrashPlace, FakeRunner, KvTensor, SynchronousRunner
 from tests.support.scheduler_state import is_idle
 
@@ -74,7 +74,7 @@ def test_a_step_is_observed_before_its_pass_after_its_pass_and_at_its_end() -> N
     observer = Noting(calls)
     runner, worker = CalledRunner(calls), CalledKvWorker(calls)
     engine = an_engine(runner=runner, kv_worker=worker, observers=[observer])
-    engine.scheduler.add(a_spec(prompt=(1, 2, 3)))
+    engine.scheduler.add(an_engine_request(prompt=(1, 2, 3)))
 
     engine.step()
 
@@ -110,7 +110,7 @@ def test_only_successful_parts_of_a_failed_pass_are_observed() -> None:
     runner.fake.crashing = {RequestId("c"): CrashPlace.PASS}
     engine = an_engine(runner=runner, observers=[observer])
     for name in "abc":
-        engine.scheduler.add(a_spec(name))
+        engine.scheduler.add(an_engine_request(name))
 
     engine.step()
 
@@ -127,7 +127,7 @@ def test_the_plan_of_a_pass_that_ends_the_engine_is_observed() -> None:
     runner.fake.crashing = {RequestId(name): CrashPlace.PASS for name in "abcd"}
     engine = an_engine(runner=runner, observers=[Noting(calls)])
     for name in "abcd":
-        engine.scheduler.add(a_spec(name))
+        engine.scheduler.add(an_engine_request(name))
 
     with pytest.raises(Crash):
         engine.step()
@@ -139,9 +139,9 @@ def test_the_plan_of_a_pass_that_ends_the_engine_is_observed() -> None:
 def test_a_plan_counts_the_prompt_tokens_among_its_tokens() -> None:
     observer = Noting([])
     engine = an_engine(observers=[observer])
-    engine.scheduler.add(a_spec("a", prompt=(1, 2, 3, 4, 5), max_tokens=3))
+    engine.scheduler.add(an_engine_request("a", prompt=(1, 2, 3, 4, 5), max_tokens=3))
     engine.step()
-    engine.scheduler.add(a_spec("b", prompt=(6, 7), max_tokens=2))
+    engine.scheduler.add(an_engine_request("b", prompt=(6, 7), max_tokens=2))
     for _ in range(2):
         engine.step()
 

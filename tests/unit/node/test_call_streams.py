@@ -41,7 +41,7 @@ async def one_token(order: Order, context: CallContext) -> AsyncGenerator[node_p
 def test_a_call_counts_until_its_last_event_is_written() -> None:
     """A draining node closes its server as soon as no call counts."""
 
-    async def scene() -> None:
+    async def scenario() -> None:
         counter = Counter()
         batches = serve_calls(starts(1), one_token, counter.count)
 
@@ -52,7 +52,7 @@ def test_a_call_counts_until_its_last_event_is_written() -> None:
         assert [event.HasField("end") for event in events] == [False, True]
         assert counter.number == 0
 
-    asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 
 
 async def _up_to_the_end(
@@ -73,10 +73,10 @@ def test_events_beyond_the_message_size_are_split() -> None:
     ) -> AsyncGenerator[node_pb2.CallEvent, None]:
         yield node_pb2.CallEvent(output=node_pb2.TokenOutput(error=part))
 
-    async def scene() -> list[list[node_pb2.CallEvent]]:
+    async def scenario() -> list[list[node_pb2.CallEvent]]:
         return [events async for events in serve_calls(starts(9), long_winded, Counter().count)]
 
-    batches = asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
+    batches = asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 
     assert (
         max(sum(event.ByteSize() for event in events[:-1]) for events in batches) < MAX_BATCH_BYTES
@@ -97,7 +97,7 @@ def test_closing_a_stream_cancels_its_calls() -> None:
         finally:
             ended.set()
 
-    async def scene() -> None:
+    async def scenario() -> None:
         counter = Counter()
         batches = serve_calls(starts(1), endless, counter.count)
         await anext(batches)
@@ -107,4 +107,4 @@ def test_closing_a_stream_cancels_its_calls() -> None:
         assert ended.is_set()
         assert counter.number == 0
 
-    asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))

@@ -21,30 +21,34 @@ from baton.kv_transfer.types import KvOrders, KvReports, Lost
 from baton.node.engine_calls import EngineCalls, NodeChanges
 from baton.rpc.errors import KvLoadFailed, RequestIdInUse
 from baton.rpc.status import status_of
-from tests.support.engines import a_spec, an_engine
+from tests.support.engines import an_engine, an_engine_request
 from tests.support.scheduler_state import is_idle
 
 PATIENCE_S = 30
 LONG = 100
 
 
-def spec_of(name: str, *, prompt: tuple[int, ...] = (1, 2), max_tokens: int = 3) -> EngineRequest:
-    return a_spec(name, prompt=prompt, max_tokens=max_tokens)
+def engine_request(
+    name: str, *, prompt: tuple[int, ...] = (1, 2), max_tokens: int = 3
+) -> EngineRequest:
+    return an_engine_request(name, prompt=prompt, max_tokens=max_tokens)
 
 
-async def collect(calls: EngineCalls, spec: EngineRequest) -> list[Output]:
-    return [output async for output in calls.stream_outputs(spec)]
+async def collect(calls: EngineCalls, request: EngineRequest) -> list[Output]:
+    return [output async for output in calls.stream_outputs(request)]
 
 
-async def serve_and_wait(*specs: EngineRequest) -> list[list[Output]]:
+async def serve_and_wait(*requests: EngineRequest) -> list[list[Output]]:
     with EngineThread(an_engine()) as engine, EngineCalls(engine, NodeChanges()) as calls:
-        answers = await asyncio.gather(*(collect(calls, spec) for spec in specs))
+        answers = await asyncio.gather(*(collect(calls, request) for request in requests))
         return list(answers)
 
 
 def test_each_stream_gets_its_own_outputs_until_the_end() -> None:
     first, second = asyncio.run(
-        asyncio.wait_for(serve_and_wait(spec_of("a"), spec_of("b", prompt=(9,))), PATIENCE_S)
+        asyncio.wait_for(
+            serve_and_wait(engine_request("a"), engine_request("b", prompt=(9,))), PATIENCE_S
+        )
     )
 
     assert {output.request_id for output in first} == {"a"}
@@ -60,7 +64,9 @@ def test_closing_a_stream_aborts_its_request_and_frees_its_blocks() -> None:
 
     async def leave() -> None:
         with EngineThread(core) as engine, EngineCalls(engine, NodeChanges()) as calls:
-            async with aclosing(calls.stream_outputs(spec_of("a", max_tokens=LONG))) as outputs:
+            async with aclosing(
+                calls.stream_outputs(engine_request("a", max_tokens=LONG))
+            ) as outputs:
                 await anext(outputs)
             engine.post(lambda: alive.put(core.scheduler.request_ids()))
 
@@ -74,10 +80,12 @@ def test_closing_a_stream_aborts_its_request_and_frees_its_blocks() -> None:
 def test_an_id_in_use_is_refused_and_the_running_request_continues() -> None:
     async def twice() -> list[Output]:
         with EngineThread(an_engine()) as engine, EngineCalls(engine, NodeChanges()) as calls:
-            async with aclosing(calls.stream_outputs(spec_of("a", max_tokens=LONG))) as outputs:
+            async with aclosing(
+                calls.stream_outputs(engine_request("a", max_tokens=LONG))
+            ) as outputs:
                 first = await anext(outputs)
                 with pytest.raises(RequestIdInUse):
-                    await collect(calls, spec_of("a"))
+                    await collect(calls, engine_request("a"))
                 return [first, *[output async for output in outputs]]
 
     outputs = asyncio.run(asyncio.wait_for(twice(), PATIENCE_S))
@@ -114,7 +122,7 @@ def test_without_recomputation_a_lost_prompt_fails_as_retryable() -> None:
         core = an_engine(kv_worker=LosesAll(), load_failure=LoadFailurePolicy.FAIL)
         with EngineThread(core) as engine, EngineCalls(engine, NodeChanges()) as calls:
             with pytest.raises(KvLoadFailed, match="the peer is gone") as failure:
-                await collect(calls, replace(spec_of("a"), receive_from=receive))
+                await collect(calls, replace(engine_request("a"), receive_from=receive))
             assert status_of(failure.value).code == StatusCode.UNAVAILABLE.value[0]
 
     asyncio.run(asyncio.wait_for(lose(), PATIENCE_S))
@@ -124,7 +132,7 @@ def test_a_refused_request_leaves_no_request_running() -> None:
     async def refused() -> int:
         with EngineThread(an_engine()) as engine, EngineCalls(engine, NodeChanges()) as calls:
             with pytest.raises(InvalidRequest):
-                await collect(calls, spec_of("a", prompt=()))
+                await collect(calls, engine_request("a", prompt=()))
             return calls.num_unfinished
 
     assert asyncio.run(refused()) == 0

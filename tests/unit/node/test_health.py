@@ -18,7 +18,7 @@ from baton.node.run import DEAD_FACTOR, follow_heartbeat
 from baton.rpc.channel import open_channel
 from baton.rpc.health import LIVENESS, Health
 from baton.rpc.server import serving
-from tests.support.engines import a_spec, an_engine
+from tests.support.engines import an_engine, an_engine_request
 from tests.support.fake_runner import SynchronousRunner
 
 PATIENCE_S = 30
@@ -26,7 +26,7 @@ STUCK_AFTER_S = 60.0
 
 
 def test_every_watcher_receives_every_change_after_another_has_disconnected() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         health = Health(("a.Service",))
         stays, leaves = health.changes(), health.changes()
         assert [await anext(stays), await anext(leaves)] == [False, False]
@@ -37,7 +37,7 @@ def test_every_watcher_receives_every_change_after_another_has_disconnected() ->
         await health.set_ready(False)
         assert await anext(stays) is False
 
-    asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 
 
 class LayeredRunner(SynchronousRunner):
@@ -66,7 +66,7 @@ class Clock:
 def test_an_engine_in_a_long_step_is_ready_while_it_progresses() -> None:
     runner, clock, health = LayeredRunner(), Clock(), Health(())
 
-    async def scene() -> None:
+    async def scenario() -> None:
         changes = health.changes()
         following = asyncio.ensure_future(follow_heartbeat(engine, health, STUCK_AFTER_S))
         assert [await anext(changes), await anext(changes)] == [False, True]
@@ -80,10 +80,10 @@ def test_an_engine_in_a_long_step_is_ready_while_it_progresses() -> None:
 
     with EngineThread(an_engine(runner=runner), clock=clock) as engine:
         runner.on_layer = engine.beat
-        engine.submit(a_spec())
+        engine.submit(an_engine_request())
         assert runner.is_inside.wait(PATIENCE_S)
         try:
-            asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
+            asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
         finally:
             engine.abort(RequestId("a"))
             runner.layers.put(False)
@@ -99,7 +99,7 @@ class Heart:
 
 
 def test_the_end_of_the_engine_is_reported_and_no_service_is_ready() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         health, heart = Health(()), Heart()
         await health.set_ready(True)
         heart.failure = ZeroDivisionError("a bug")
@@ -107,12 +107,12 @@ def test_the_end_of_the_engine_is_reported_and_no_service_is_ready() -> None:
         assert await follow_heartbeat(heart, health, STUCK_AFTER_S) is heart.failure
         assert not health.is_ready
 
-    asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 
 
 @pytest.mark.parametrize(("factor", "is_alive"), [(1, True), (DEAD_FACTOR, False)])
 def test_an_engine_stuck_beyond_the_timeout_is_dead(factor: int, is_alive: bool) -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         health = Health(())
         await health.set_ready(True)
         changes = health.changes()
@@ -125,18 +125,18 @@ def test_an_engine_stuck_beyond_the_timeout_is_dead(factor: int, is_alive: bool)
 
         following.cancel()
 
-    asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 
 
 def test_a_server_that_is_not_ready_is_still_alive() -> None:
-    async def scene() -> tuple[int, int]:
+    async def scenario() -> tuple[int, int]:
         async with serving("127.0.0.1", 0, ()) as server, open_channel(server.address) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             ready = await stub.Check(health_pb2.HealthCheckRequest())
             alive = await stub.Check(health_pb2.HealthCheckRequest(service=LIVENESS))
             return ready.status, alive.status
 
-    statuses = asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
+    statuses = asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 
     kinds = health_pb2.HealthCheckResponse
     assert statuses == (kinds.NOT_SERVING, kinds.SERVING)

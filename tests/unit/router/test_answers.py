@@ -115,13 +115,13 @@ def answered(
 ) -> dict[int, tuple[list[int], Finish]]:
     """Return the tokens and the summary of each answer."""
     token_ids: dict[int, list[int]] = {index: [] for index in range(len(calls))}
-    endings: dict[int, Finish] = {}
+    finishes: dict[int, Finish] = {}
     for index, part in parts_of(nodes, calls, table, num_each=num_each, remaining_s=remaining_s):
         if isinstance(part, Finish):
-            endings[index] = part
+            finishes[index] = part
         else:
             token_ids[index] += part.token_ids
-    return {index: (token_ids[index], ending) for index, ending in endings.items()}
+    return {index: (token_ids[index], finish) for index, finish in finishes.items()}
 
 
 def expected(nodes: FakeNodeCalls, count: int = 6) -> list[int]:
@@ -153,7 +153,7 @@ def test_the_prompt_is_computed_once_and_the_other_answers_run_on_its_node() -> 
     assert sorted(
         requested.request.seed for requested in nodes.received if requested.leg is NodeRole.DECODE
     ) == [*range(4)]
-    places = [ending.served.is_prefill_remote for _, ending in answers.values()]
+    places = [finish.served.is_prefill_remote for _, finish in answers.values()]
     assert places.count(True) == 1
 
 
@@ -383,13 +383,13 @@ def test_many_answers_to_a_poisonous_prompt_end_two_engines(num_prefill: int) ->
         config=PipelineConfig(DispatchConfig(node_patience_s=30, retry_pause_s=0.0)),
     )
 
-    async def scene(pipeline: Pipeline) -> None:
+    async def scenario(pipeline: Pipeline) -> None:
         scope = RequestScopes().begin("a", None)
         async with aclosing(generate_answers(pipeline, scope, calls_of(6), 6)) as parts:
             async for _ in parts:
                 pass
 
     with pytest.raises(PoisonedRequest):
-        asyncio.run(asyncio.wait_for(scene(nodes.pipeline), 30))
+        asyncio.run(asyncio.wait_for(scenario(nodes.pipeline), 30))
 
     assert nodes.num_deaths == {PROMPT[0]: 2}

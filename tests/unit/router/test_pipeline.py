@@ -121,20 +121,20 @@ async def run(
     pipeline: Pipeline, call: GenerateCall, context: RequestContext = NO_DEADLINE
 ) -> tuple[list[int], Finish]:
     token_ids: list[int] = []
-    ending = None
+    finish = None
     async for part in generated(pipeline, call, context):
         if isinstance(part, TokenChunk):
             assert part.first_index == len(token_ids)
             token_ids += part.token_ids
         else:
-            ending = part
-    assert ending is not None
-    return token_ids, ending
+            finish = part
+    assert finish is not None
+    return token_ids, finish
 
 
 def cached(nodes: FakeNodeCalls, table: NodeTable | None = None) -> int | None:
-    _, ending = asyncio.run(run(a_pipeline(nodes, table), a_call()))
-    return ending.num_cached_prompt_tokens
+    _, finish = asyncio.run(run(a_pipeline(nodes, table), a_call()))
+    return finish.num_cached_prompt_tokens
 
 
 def test_cached_tokens_are_those_of_the_node_that_computed_the_prompt() -> None:
@@ -151,7 +151,7 @@ def test_cached_tokens_are_those_of_the_node_that_computed_the_prompt() -> None:
 
 
 def test_statistics_of_prefill_that_arrive_after_the_last_token_are_awaited() -> None:
-    async def scene() -> tuple[int | None, int]:
+    async def scenario() -> tuple[int | None, int]:
         may_report = asyncio.Event()
         nodes = FakeNodeCalls(num_cached_on_prefill=3, may_prefill_report=may_report)
         num_tokens = 0
@@ -163,7 +163,7 @@ def test_statistics_of_prefill_that_arrive_after_the_last_token_are_awaited() ->
                 may_report.set()
         raise AssertionError("the answer did not complete")
 
-    assert asyncio.run(scene()) == (3, 6)
+    assert asyncio.run(scenario()) == (3, 6)
 
 
 def test_an_answer_completes_without_the_statistics_of_a_prefill_node_that_is_frozen() -> None:
@@ -177,7 +177,7 @@ def expected_tokens(nodes: FakeNodeCalls, count: int = 6) -> list[int]:
 def test_both_legs_start_with_one_hand_off_id_and_one_seed() -> None:
     nodes = FakeNodeCalls()
 
-    token_ids, ending = asyncio.run(run(a_pipeline(nodes), a_call()))
+    token_ids, finish = asyncio.run(run(a_pipeline(nodes), a_call()))
 
     prefill, decode = sorted(nodes.received, key=lambda requested: requested.leg is NodeRole.DECODE)
     source = Peer(NodeId("prefill"), "prefill:1")
@@ -186,8 +186,8 @@ def test_both_legs_start_with_one_hand_off_id_and_one_seed() -> None:
     assert decode.request.receive_from == ReceiveKv(prefill.handoff_id, source)
     assert prefill.request.seed == decode.request.seed
     assert token_ids == expected_tokens(nodes)
-    assert ending.served.is_prefill_remote
-    assert ending.served.kv_bytes == 2048
+    assert finish.served.is_prefill_remote
+    assert finish.served.kv_bytes == 2048
 
 
 def cached_on(*names: str) -> NodeTable:
@@ -230,15 +230,15 @@ def test_a_prefetch_is_sent_to_the_node_that_would_compute_the_prompt_and_yields
     nodes = FakeNodeCalls(num_cached_on_prefill=3)
     call = replace(a_call(), kv_hints=KvHints(prefetch=True, session_id="s"), tenant="t")
 
-    token_ids, ending = asyncio.run(run(a_pipeline(nodes), call))
+    token_ids, finish = asyncio.run(run(a_pipeline(nodes), call))
 
     (prefill,) = nodes.received
     assert prefill.leg is NodeRole.PREFILL
     assert prefill.request.send_to is None
     assert (prefill.request.kv_hints, prefill.request.tenant) == (call.kv_hints, "t")
-    assert (token_ids, ending.num_completion_tokens) == ([], 0)
-    assert ending.reason is FinishReason.LENGTH
-    assert ending.num_cached_prompt_tokens == 3
+    assert (token_ids, finish.num_completion_tokens) == ([], 0)
+    assert finish.reason is FinishReason.LENGTH
+    assert finish.num_cached_prompt_tokens == 3
 
 
 def test_a_given_seed_is_kept_and_drawn_ones_differ() -> None:
@@ -265,7 +265,7 @@ def test_a_failed_decode_continues_on_another_node_without_gap_or_repeat() -> No
         a_node(NodeRole.PREFILL), a_node(NodeRole.DECODE, "d1"), a_node(NodeRole.DECODE, "d2")
     )
 
-    token_ids, ending = asyncio.run(run(a_pipeline(nodes, table), a_call()))
+    token_ids, finish = asyncio.run(run(a_pipeline(nodes, table), a_call()))
 
     first, second = (requested for requested in nodes.received if requested.leg is NodeRole.DECODE)
     assert token_ids == expected_tokens(nodes)
@@ -274,17 +274,17 @@ def test_a_failed_decode_continues_on_another_node_without_gap_or_repeat() -> No
     assert second.request.prior_output_token_ids == tuple(token_ids[:3])
     assert second.request.seed == first.request.seed
     assert second.request.age_s > first.request.age_s > 0  # its place by arrival goes with it
-    assert ending.served.attempts == 2
+    assert finish.served.attempts == 2
 
 
 def test_decode_computes_the_prompt_if_the_only_prefill_node_fails() -> None:
     nodes = FakeNodeCalls(prefill_faults=[NodeFailed("gone")])
 
-    token_ids, ending = asyncio.run(run(a_pipeline(nodes), a_call()))
+    token_ids, finish = asyncio.run(run(a_pipeline(nodes), a_call()))
 
     assert token_ids == expected_tokens(nodes)
-    assert not ending.served.is_prefill_remote
-    assert ending.served.prefill_reason
+    assert not finish.served.is_prefill_remote
+    assert finish.served.prefill_reason
     assert [requested.leg for requested in nodes.received].count(NodeRole.PREFILL) == 1
 
 
@@ -311,10 +311,10 @@ def test_a_prefill_node_lost_after_the_hand_off_causes_no_retry() -> None:
 def test_a_first_token_that_arrives_last_is_awaited() -> None:
     nodes = FakeNodeCalls(is_prefill_late=True)
 
-    token_ids, ending = asyncio.run(run(a_pipeline(nodes), a_call()))
+    token_ids, finish = asyncio.run(run(a_pipeline(nodes), a_call()))
 
     assert token_ids == expected_tokens(nodes)
-    assert ending.served.attempts == 1
+    assert finish.served.attempts == 1
 
 
 @pytest.mark.parametrize(
@@ -334,29 +334,29 @@ def test_prompt_logprobs_are_sent_once_and_before_the_tokens(
     sampling = SamplingParams(max_tokens=6, prompt_logprobs=0)
     call = GenerateCall("a", TokenPrompt(PROMPT), sampling)
 
-    async def pieces() -> list[TokenChunk]:
+    async def chunks() -> list[TokenChunk]:
         parts = [part async for part in generated(a_pipeline(nodes), call, NO_DEADLINE)]
         return [part for part in parts if isinstance(part, TokenChunk)]
 
-    first, *others = asyncio.run(pieces())
+    first, *others = asyncio.run(chunks())
 
     assert list(first.prompt_logprobs) == prompt_logprobs_of(nodes.received[0].request)
-    assert [piece for piece in others if piece.prompt_logprobs] == []
-    token_ids = [token for piece in (first, *others) for token in piece.token_ids]
+    assert [chunk for chunk in others if chunk.prompt_logprobs] == []
+    token_ids = [token for chunk in (first, *others) for token in chunk.token_ids]
     assert token_ids == expected_tokens(nodes)
 
 
 def test_buffered_tokens_are_emitted_as_one_chunk_before_a_later_failure() -> None:
     nodes = FakeNodeCalls(decode_breaks_after=[4])
 
-    async def pieces() -> list[TokenChunk]:
+    async def chunks() -> list[TokenChunk]:
         call = a_call(max_tokens=8)
         parts = [part async for part in generated(a_pipeline(nodes), call, RequestContext(0.0))]
         return [part for part in parts if isinstance(part, TokenChunk)]
 
-    reported = asyncio.run(pieces())
+    reported = asyncio.run(chunks())
 
-    token_ids = [token_id for piece in reported for token_id in piece.token_ids]
+    token_ids = [token_id for chunk in reported for token_id in chunk.token_ids]
     assert token_ids == expected_tokens(nodes, 8)
     assert len(reported) < 8
     again = [requested for requested in nodes.received if requested.handoff_id.attempt == 2]
@@ -379,7 +379,7 @@ def test_a_client_that_does_not_read_gets_the_buffered_tokens_and_an_error() -> 
     with pytest.raises(ClientTooSlow):
         asyncio.run(read())
 
-    token_ids = [token_id for piece in reported for token_id in piece.token_ids]
+    token_ids = [token_id for chunk in reported for token_id in chunk.token_ids]
     # The first token of prefill, its end and both summaries wait there as well.
     assert MAX_WAITING - 4 <= len(token_ids) <= MAX_WAITING
     assert token_ids == expected_tokens(nodes, len(token_ids))
@@ -400,10 +400,10 @@ def test_refusals_of_draining_nodes_do_not_count_as_attempts() -> None:
     nodes = FakeNodeCalls(prefill_faults=[NodeDraining("on its way out") for _ in names[1:]])
     table = a_table(a_node(NodeRole.DECODE), *(a_node(NodeRole.PREFILL, name) for name in names))
 
-    token_ids, ending = asyncio.run(run(a_pipeline(nodes, table), a_call()))
+    token_ids, finish = asyncio.run(run(a_pipeline(nodes, table), a_call()))
 
     assert token_ids == expected_tokens(nodes)
-    assert ending.served.is_prefill_remote
+    assert finish.served.is_prefill_remote
     assert (
         sorted(requested.node for requested in nodes.received if requested.leg is NodeRole.PREFILL)
         == names
@@ -423,10 +423,10 @@ def test_attempts_with_progress_do_not_count_against_the_limit() -> None:
     nodes = FakeNodeCalls(decode_breaks_after=[2, 2, 2, 2])
     table = a_table(a_node(NodeRole.DECODE, "d1"), a_node(NodeRole.DECODE, "d2"))
 
-    token_ids, ending = asyncio.run(run(a_pipeline(nodes, table), a_call(max_tokens=12)))
+    token_ids, finish = asyncio.run(run(a_pipeline(nodes, table), a_call(max_tokens=12)))
 
     assert token_ids == expected_tokens(nodes, 12)
-    assert ending.served.attempts == 5
+    assert finish.served.attempts == 5
 
 
 def test_few_requests_are_retried_in_an_outage() -> None:
@@ -434,12 +434,12 @@ def test_few_requests_are_retried_in_an_outage() -> None:
     table = a_table(a_node(NodeRole.DECODE))
     pipeline = a_pipeline(nodes, table, max_in_flight=4)
 
-    async def ask_on() -> None:
+    async def generate_next() -> None:
         for number in range(100):
             with pytest.raises(NodeFailed):
                 await run(pipeline, a_call(str(number)))
 
-    asyncio.run(ask_on())
+    asyncio.run(generate_next())
 
     assert len(nodes.received) == pytest.approx(100 + 4 + 20, abs=1)
 
@@ -467,7 +467,7 @@ def test_a_request_that_would_queue_past_its_deadline_is_refused_with_a_delay() 
         FakeNodeCalls(is_endless=True), clock=lambda: float(next(ticks)), max_in_flight=1
     )
 
-    async def scene() -> TooLate:
+    async def scenario() -> TooLate:
         async with aclosing(generated(pipeline, a_call("first"), NO_DEADLINE)) as first:
             await anext(first)  # several ticks pass until its first token
             second = asyncio.ensure_future(run(pipeline, a_call("second")))
@@ -482,7 +482,7 @@ def test_a_request_that_would_queue_past_its_deadline_is_refused_with_a_delay() 
                 waiting.cancel()
         return refusal.value
 
-    refusal = asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
+    refusal = asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 
     assert refusal.retry_after_s > 0
     assert pipeline.num_waiting == 0
@@ -492,13 +492,13 @@ def test_closing_the_answer_early_closes_both_legs_and_frees_the_id() -> None:
     nodes = FakeNodeCalls(is_endless=True)
     pipeline = a_pipeline(nodes)
 
-    async def leave_then_drain() -> None:
+    async def close_then_drain() -> None:
         async with aclosing(generated(pipeline, a_call(), RequestContext(0.0))) as parts:
             async for _ in parts:
                 break
         await pipeline.drain()
 
-    asyncio.run(asyncio.wait_for(leave_then_drain(), timeout=30))
+    asyncio.run(asyncio.wait_for(close_then_drain(), timeout=30))
 
     assert nodes.left == [NodeRole.DECODE]
 
@@ -524,7 +524,7 @@ def test_a_request_that_cannot_complete_by_its_deadline_is_refused() -> None:
     ticks = itertools.count()
     pipeline = a_pipeline(FakeNodeCalls(), clock=lambda: float(next(ticks)))
 
-    async def scene() -> TooLate:
+    async def scenario() -> TooLate:
         await run(pipeline, a_call("shows how long an answer takes"))
         async with aclosing(generated(pipeline, a_call("under way"), NO_DEADLINE)) as under_way:
             await anext(under_way)
@@ -533,7 +533,7 @@ def test_a_request_that_cannot_complete_by_its_deadline_is_refused() -> None:
                 await run(pipeline, a_call("long"), hurried)
             return refusal.value
 
-    assert asyncio.run(scene()).retry_after_s > 0
+    assert asyncio.run(scenario()).retry_after_s > 0
 
 
 def test_a_request_queued_past_its_deadline_reaches_no_node() -> None:
@@ -541,7 +541,7 @@ def test_a_request_queued_past_its_deadline_reaches_no_node() -> None:
     nodes = FakeNodeCalls()
     pipeline = a_pipeline(nodes, clock=lambda: slept_s + float(next(ticks)), max_in_flight=2)
 
-    async def scene() -> None:
+    async def scenario() -> None:
         nonlocal slept_s
         async for _ in generated(pipeline, a_call("takes a hundred seconds"), NO_DEADLINE):
             slept_s += 100.0
@@ -558,7 +558,7 @@ def test_a_request_queued_past_its_deadline_reaches_no_node() -> None:
             await waiting
         await beside.aclose()
 
-    asyncio.run(scene())
+    asyncio.run(scenario())
 
     assert len({requested.handoff_id for requested in nodes.received}) == 3
 
@@ -569,14 +569,14 @@ def test_a_lone_request_runs_until_its_deadline() -> None:
     nodes = FakeNodeCalls()
     pipeline = a_pipeline(nodes, clock=lambda: slept_s + float(next(ticks)))
 
-    async def scene() -> list[int]:
+    async def scenario() -> list[int]:
         nonlocal slept_s
         async for _ in generated(pipeline, a_call("takes a hundred seconds"), NO_DEADLINE):
             slept_s += 100.0
         hurried = RequestContext(0.0, deadline_s=slept_s + next(ticks) + 50.0)
         return (await run(pipeline, a_call("alone"), hurried))[0]
 
-    assert asyncio.run(scene()) == expected_tokens(nodes)
+    assert asyncio.run(scenario()) == expected_tokens(nodes)
 
 
 def test_concurrent_requests_are_limited_by_the_batches_of_the_nodes() -> None:
@@ -585,7 +585,7 @@ def test_concurrent_requests_are_limited_by_the_batches_of_the_nodes() -> None:
     pipeline = a_pipeline(FakeNodeCalls(is_endless=True), table, max_in_flight=None)
     pipeline.handle_nodes_changed()
 
-    async def scene() -> tuple[int, int]:
+    async def scenario() -> tuple[int, int]:
         asking = [asyncio.ensure_future(run(pipeline, a_call(name))) for name in "abc"]
         await asyncio.sleep(0)
         counts = pipeline.num_in_flight, pipeline.num_waiting
@@ -594,7 +594,7 @@ def test_concurrent_requests_are_limited_by_the_batches_of_the_nodes() -> None:
         await asyncio.gather(*asking, return_exceptions=True)
         return counts
 
-    assert asyncio.run(scene()) == (2, 1)
+    assert asyncio.run(scenario()) == (2, 1)
 
 
 def test_a_request_without_remaining_time_reaches_no_node() -> None:
@@ -678,10 +678,10 @@ def test_a_request_waits_for_the_only_decode_node_to_return_and_continues_there(
                     token_ids += part.token_ids
                 if len(token_ids) == 3:
                     table.lose(decode.address)
-                    asyncio.get_running_loop().call_later(0.05, come_back)
+                    asyncio.get_running_loop().call_later(0.05, rejoin)
         return token_ids
 
-    def come_back() -> None:
+    def rejoin() -> None:
         pipeline.handle_nodes_changed()  # of which it is not yet
         table.join(decode.address, decode.card)
         pipeline.handle_nodes_changed()
@@ -720,10 +720,10 @@ def test_an_answer_waits_for_its_revision_to_return() -> None:
                     token_ids += part.token_ids
                 if len(token_ids) == 3:
                     table.lose(d1.address)
-                    asyncio.get_running_loop().call_later(0.05, come_back)
+                    asyncio.get_running_loop().call_later(0.05, rejoin)
         return token_ids
 
-    def come_back() -> None:
+    def rejoin() -> None:
         pipeline.handle_nodes_changed()
         table.join(d1.address, d1.card)
         pipeline.handle_nodes_changed()
@@ -755,7 +755,7 @@ def test_a_request_waits_for_a_compatible_prefill_node() -> None:
     nodes = FakeNodeCalls()
     pipeline = a_pipeline(nodes, table, node_patience_s=PATIENCE_S)
 
-    async def come_late() -> bool:
+    async def join_late() -> bool:
         asking = asyncio.ensure_future(run(pipeline, a_call()))
         for _ in range(10):
             await asyncio.sleep(0)
@@ -764,7 +764,7 @@ def test_a_request_waits_for_a_compatible_prefill_node() -> None:
         pipeline.handle_nodes_changed()
         return (await asking)[1].served.is_prefill_remote
 
-    is_remote = asyncio.run(asyncio.wait_for(come_late(), PATIENCE_S))
+    is_remote = asyncio.run(asyncio.wait_for(join_late(), PATIENCE_S))
 
     assert is_remote
 
@@ -789,12 +789,12 @@ def test_the_wait_for_a_node_times_out() -> None:
 def test_a_draining_router_refuses_new_requests() -> None:
     pipeline = a_pipeline(FakeNodeCalls())
 
-    async def drain_then_ask() -> None:
+    async def drain_then_generate() -> None:
         await pipeline.drain()
         await run(pipeline, a_call())
 
     with pytest.raises(Draining):
-        asyncio.run(drain_then_ask())
+        asyncio.run(drain_then_generate())
 
 
 class SlowText(TextBoundary):

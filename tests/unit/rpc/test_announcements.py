@@ -15,10 +15,10 @@ class WrittenPieces(io.StringIO):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pieces: list[str] = []
+        self.chunks: list[str] = []
 
     def write(self, text: str) -> int:
-        self.pieces.append(text)
+        self.chunks.append(text)
         return len(text)
 
 
@@ -28,6 +28,6 @@ def test_an_announcement_is_written_in_one_piece(monkeypatch: pytest.MonkeyPatch
 
     announce("decode", "127.0.0.1:50052")
 
-    [line] = output.pieces
+    [line] = output.chunks
     assert line.endswith("\n")
     assert parse_announcement(line) == ("decode", "127.0.0.1:50052")

@@ -66,13 +66,13 @@ def test_a_failed_connection_is_reported_without_grpc_internals() -> None:
 
 
 def test_a_server_that_is_not_a_router_is_an_error_with_advice() -> None:
-    async def scene() -> BatonError:
+    async def scenario() -> BatonError:
         async with serving("127.0.0.1", 0, ()) as server, AsyncClient(server.address) as client:
             with pytest.raises(BatonError) as refusal:
                 await client.model()
         return refusal.value
 
-    refusal = asyncio.run(scene())
+    refusal = asyncio.run(scenario())
 
     assert refusal.code is StatusCode.UNIMPLEMENTED
     assert "if it is a node, give the router's address" in refusal.message

@@ -47,26 +47,26 @@ async def a_server(*, is_ready: bool) -> AsyncIterator[Running]:
 
 
 def test_health_of_a_ready_server_exits_with_0() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with a_server(is_ready=True) as server:
             code, output = await health_of(server.address)
         assert (code, output) == (0, f"{server.address} is serving\n")
 
-    asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 
 
 def test_health_of_a_server_that_is_not_ready_exits_with_1() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with a_server(is_ready=False) as server:
             code, output = await health_of(server.address)
         assert code == 1  # Docker reserves 2
         assert "is not ready: NOT_SERVING" in output
 
-    asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 
 
 def test_the_liveness_probe_of_a_server_that_is_not_ready_succeeds() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with a_server(is_ready=False) as server:
             assert (await health_of(server.address, "--live"))[0] == 0
             server.health.is_alive = False
@@ -74,7 +74,7 @@ def test_the_liveness_probe_of_a_server_that_is_not_ready_succeeds() -> None:
         assert code == 1
         assert "is not alive: NOT_SERVING" in output
 
-    asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 
 
 def test_health_of_an_address_without_a_server_exits_with_1() -> None:
@@ -85,11 +85,11 @@ def test_health_of_an_address_without_a_server_exits_with_1() -> None:
 
 
 def test_the_health_command_does_not_import_torch() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with a_server(is_ready=True) as server:
             _, output = await health_of(server.address, python_options=("-X", "importtime"))
         loaded = {line.rpartition("|")[2].strip() for line in output.splitlines()}
         assert "baton.cli.health_check" in loaded
         assert not loaded & {"torch", "numpy", "tokenizers", "nixl_cu13"}
 
-    asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))

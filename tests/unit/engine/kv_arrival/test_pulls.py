@@ -451,7 +451,7 @@ def cached_names(it: EngineWorld, num_tokens: int = NUM_WHOLE) -> list[BlockHash
     return names_of(it, num_tokens)
 
 
-def asked(it: EngineWorld, names: Sequence[bytes]) -> tuple[HandoffId, Plan]:
+def requested_pull(it: EngineWorld, names: Sequence[bytes]) -> tuple[HandoffId, Plan]:
     """Let a peer pull. Returns the plan that answers it."""
     handoff_id = it.request_blocks(names)
     it.step()
@@ -462,7 +462,7 @@ def test_pulled_blocks_are_found_by_name_and_held_until_sent() -> None:
     it = world()
     names = cached_names(it)
 
-    handoff_id, plan = asked(it, names[1:3])
+    handoff_id, plan = requested_pull(it, names[1:3])
 
     (send,), (complete,) = plan.kv_orders.sends, plan.kv_orders.completes
     assert (send.handoff_id, len(send.block_ids)) == (handoff_id, 2)
@@ -479,7 +479,7 @@ def test_a_pull_of_partially_cached_blocks_is_refused() -> None:
     names = cached_names(it)
     it.wire.know({b"unknown": []})
 
-    handoff_id, plan = asked(it, [names[0], b"unknown"])
+    handoff_id, plan = requested_pull(it, [names[0], b"unknown"])
 
     (withdraw,) = plan.kv_orders.withdraws
     assert (withdraw.handoff_id, withdraw.reason) == (handoff_id, NOT_CACHED)
@@ -531,10 +531,10 @@ def step_until(it: EngineWorld, is_reached: Callable[[Plan], bool]) -> Plan:
 def test_pulls_beyond_half_of_the_cache_are_queued() -> None:
     it = world(num_blocks=8)
     names = cached_names(it, 12)
-    first, plan = asked(it, names)
+    first, plan = requested_pull(it, names)
     assert plan.kv_orders.sends
 
-    second, plan = asked(it, names[:2])
+    second, plan = requested_pull(it, names[:2])
     assert not plan.kv_orders.sends
     it.wire.end_sending(first)
     it.step()
@@ -547,7 +547,7 @@ def test_a_pull_of_more_than_half_of_the_cache_is_refused() -> None:
     it = world(num_blocks=8)
     names = cached_names(it, 12)
 
-    _, plan = asked(it, [*names, names[0], names[1]])
+    _, plan = requested_pull(it, [*names, names[0], names[1]])
 
     assert [each.reason for each in plan.kv_orders.withdraws] == [TOO_MANY_PULLS]
     it.run_to_end()
@@ -576,7 +576,7 @@ def test_blocks_being_sent_are_withdrawn_if_their_kv_may_be_wrong() -> None:
     name = it.add(PROMPT, max_tokens=8)
     it.step_until(lambda plan: it.tokens(name))
     names = names_of(it, 8)
-    handoff_id, _ = asked(it, names)
+    handoff_id, _ = requested_pull(it, names)
 
     it.fail_next_token(name)
     plan = it.step_until(lambda plan: plan.kv_orders.withdraws)

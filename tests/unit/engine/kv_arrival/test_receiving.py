@@ -18,7 +18,7 @@ from baton.engine.scheduler.config import LoadFailurePolicy, SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.kv_transfer.types import KvReports, Landed, Receive
 from tests.support.engine_world import SOURCE, EngineWorld
-from tests.support.requests import make_spec
+from tests.support.requests import make_engine_request
 from tests.support.scheduler_state import awaits_peers
 
 _config = partial(SchedulerConfig, max_num_batched_tokens=64, max_num_seqs=4, max_model_len=64)
@@ -67,7 +67,7 @@ def test_the_received_first_token_is_emitted_at_once_and_only_once() -> None:
 
 
 def test_a_received_first_token_can_finish_the_request() -> None:
-    answer, _ = EngineWorld().alone(make_spec([5, 4, 3]))
+    answer, _ = EngineWorld().alone(make_engine_request([5, 4, 3]))
     world = EngineWorld(_config(eos_token_ids=frozenset(answer[:1])))
     name = world.add([5, 4, 3], receives=True)
 
@@ -246,7 +246,7 @@ def test_the_blocks_of_a_lost_receive_stay_held_until_the_release() -> None:
 def test_landed_kv_of_another_length_counts_as_lost() -> None:
     scheduler = Scheduler(_config(), CacheConfig(8))
     handoff_id = HandoffId("r", 1)
-    scheduler.add(replace(make_spec(), receive_from=ReceiveKv(handoff_id, SOURCE)))
+    scheduler.add(replace(make_engine_request(), receive_from=ReceiveKv(handoff_id, SOURCE)))
     plan = scheduler.schedule(0.0)
 
     landed = Landed(handoff_id, num_tokens=2, first_token=FirstToken(7))
@@ -254,7 +254,7 @@ def test_landed_kv_of_another_length_counts_as_lost() -> None:
     (row,) = scheduler.schedule(0.0).started
 
     assert outputs == []
-    assert (row.token_ids, row.num_computed_tokens) == (make_spec().prompt_token_ids, 0)
+    assert (row.token_ids, row.num_computed_tokens) == (make_engine_request().prompt_token_ids, 0)
     scheduler.check()
 
 

@@ -15,7 +15,7 @@ from baton.engine.scheduler.config import SchedulerConfig
 from baton.kv_transfer.types import KvOrders, Send, Withdraw
 from tests.support.engine_world import EngineWorld
 from tests.support.fake_runner import logprob_of
-from tests.support.requests import make_spec
+from tests.support.requests import make_engine_request
 from tests.support.scheduler_state import awaits_peers
 
 _config = partial(SchedulerConfig, max_num_batched_tokens=64, max_num_seqs=4, max_model_len=64)
@@ -113,7 +113,7 @@ def test_a_sender_finishes_as_handed_off_with_its_first_token() -> None:
 
 def test_a_first_token_that_ends_the_request_still_completes_the_hand_off() -> None:
     """Decode ends by the same rule. A withdrawal would make it compute the prompt again."""
-    answer, _ = EngineWorld().alone(make_spec([5, 4, 3]))
+    answer, _ = EngineWorld().alone(make_engine_request([5, 4, 3]))
     world = EngineWorld(_config(eos_token_ids=frozenset(answer[:1])))
     name = world.add([5, 4, 3], sends=True)
     world.step()

@@ -16,7 +16,7 @@ from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.plan import RunResult
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler
-from tests.support.requests import make_spec
+from tests.support.requests import make_engine_request
 
 NUM_RUNNING = 8
 
@@ -85,7 +85,7 @@ def _decoding(
     )
     for number in range(num_running + num_waiting):
         prompt = (number, *range(num_prompt_tokens - 1))
-        scheduler.add(make_spec(prompt, request_id=f"r{number}", max_tokens=100))
+        scheduler.add(make_engine_request(prompt, request_id=f"r{number}", max_tokens=100))
     for _ in range(3):
         _step(scheduler)
     return scheduler

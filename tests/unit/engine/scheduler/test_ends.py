@@ -12,7 +12,7 @@ from baton.engine.plan import Plan, RunResult
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler
 from tests.support.engine_world import EngineWorld
-from tests.support.requests import make_spec
+from tests.support.requests import make_engine_request
 from tests.support.scheduler_state import is_idle
 
 _config = partial(SchedulerConfig, max_num_batched_tokens=64, max_num_seqs=4, max_model_len=64)
@@ -39,7 +39,7 @@ def test_stop_tokens_are_ignored_before_min_tokens() -> None:
 
 def test_ignore_eos_ignores_eos_but_not_stop_tokens_of_the_client() -> None:
     prompt = [5, 4, 3]
-    answer, _ = EngineWorld().alone(make_spec(prompt, max_tokens=8))
+    answer, _ = EngineWorld().alone(make_engine_request(prompt, max_tokens=8))
     eos, stop = answer[1], next(token for token in answer if token not in answer[:2])
     world = EngineWorld(_config(eos_token_ids=frozenset({eos})))
     sampling = SamplingParams(max_tokens=8, ignore_eos=True, stop_token_ids=(stop,))
@@ -179,7 +179,7 @@ def test_drafts_get_the_remaining_budget() -> None:
 def test_tokens_after_the_stop_token_are_dropped() -> None:
     scheduler = Scheduler(_config(num_lookahead_tokens=3), CacheConfig(8))
     sampling = SamplingParams(max_tokens=9, stop_token_ids=(7,))
-    scheduler.add(make_spec(sampling=sampling))
+    scheduler.add(make_engine_request(sampling=sampling))
     _answer(scheduler, [5])
 
     (output,) = _answer(scheduler, [6, 7, 8, 9])
@@ -233,19 +233,19 @@ def test_aborting_during_chunked_prefill_releases_the_blocks() -> None:
 
 def test_a_token_for_a_request_that_was_aborted_while_the_step_ran_is_dropped() -> None:
     scheduler = Scheduler(_config(), CacheConfig(8))
-    spec = make_spec()
-    scheduler.add(spec)
+    request = make_engine_request()
+    scheduler.add(request)
     plan = scheduler.schedule(0.0)
 
-    scheduler.abort(spec.request_id)
-    scheduler.add(spec)  # the same name again, at once
-    outputs = scheduler.update(plan, RunResult({spec.request_id: [1]}))
+    scheduler.abort(request.request_id)
+    scheduler.add(request)  # the same name again, at once
+    outputs = scheduler.update(plan, RunResult({request.request_id: [1]}))
 
     (output,) = outputs
     assert output.finish_reason is FinishReason.ABORT
     again = scheduler.schedule(0.0)
-    assert again.dropped == (spec.request_id,)
-    assert [row.token_ids for row in again.started] == [spec.prompt_token_ids]
+    assert again.dropped == (request.request_id,)
+    assert [row.token_ids for row in again.started] == [request.prompt_token_ids]
     scheduler.check()
 
 
@@ -259,9 +259,9 @@ def test_aborting_an_unknown_request_does_nothing() -> None:
 
 def test_abort_all_ends_running_and_waiting_requests() -> None:
     scheduler = Scheduler(_config(), CacheConfig(8))
-    scheduler.add(make_spec(request_id="a"))
+    scheduler.add(make_engine_request(request_id="a"))
     plan = scheduler.schedule(0.0)
-    scheduler.add(make_spec(request_id="b"))
+    scheduler.add(make_engine_request(request_id="b"))
 
     scheduler.abort_all()
 
@@ -277,7 +277,7 @@ def test_abort_all_ends_running_and_waiting_requests() -> None:
 def _world_stopping_at(place: int, min_tokens: int = 0) -> tuple[EngineWorld, RequestId]:
     """Return a world with one request, whose token at `place` is the end-of-text token."""
     prompt = [5, 4, 3]
-    answer, _ = EngineWorld().alone(make_spec(prompt, max_tokens=8))
+    answer, _ = EngineWorld().alone(make_engine_request(prompt, max_tokens=8))
     assert answer[place] not in answer[:place]
     world = EngineWorld(_config(eos_token_ids=frozenset({answer[place]})))
     return world, world.add(prompt, sampling=SamplingParams(max_tokens=8, min_tokens=min_tokens))

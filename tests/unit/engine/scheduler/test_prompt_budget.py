@@ -7,7 +7,7 @@ from dataclasses import replace
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.prompt_budget import MAX_LOOKED_UP_TOKENS, PromptBudget
 from baton.engine.scheduler.request import Request
-from tests.support.requests import make_request, make_spec
+from tests.support.requests import make_engine_request, make_request
 
 PROMPT = make_request()
 
@@ -104,5 +104,5 @@ def _budget(num_tokens: int = 2048, num_decoding: int = 0, **options: object) ->
 
 def _paced() -> Request:
     request = make_request()
-    request.submitted = replace(make_spec(), is_paced=True)
+    request.submitted = replace(make_engine_request(), is_paced=True)
     return request

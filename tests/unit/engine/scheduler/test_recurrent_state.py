@@ -19,7 +19,7 @@ from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.scheduler.validation import max_sequence_length, validate_request
 from tests.support.engine_world import EngineWorld
 from tests.support.fake_runner import CrashPlace
-from tests.support.requests import make_spec
+from tests.support.requests import make_engine_request
 
 N = 2  # state blocks
 BLOCK_SIZE = 4
@@ -368,9 +368,9 @@ def test_the_longest_request_includes_its_state_blocks() -> None:
 
     assert longest == (12 - 3 * N) * BLOCK_SIZE + 1
     assert max_sequence_length(_config(), without_cache) == (12 - 2 * N) * BLOCK_SIZE + 1
-    validate_request(make_spec([1], max_tokens=longest - 1), _config(), CACHE)
+    validate_request(make_engine_request([1], max_tokens=longest - 1), _config(), CACHE)
     with pytest.raises(InvalidRequest, match=r"13 KV blocks \(6 of them for the recurrent state"):
-        validate_request(make_spec([1], max_tokens=longest), _config(), CACHE)
+        validate_request(make_engine_request([1], max_tokens=longest), _config(), CACHE)
 
 
 def test_the_longest_prompt_is_admitted_again_while_its_snapshot_is_cached() -> None:

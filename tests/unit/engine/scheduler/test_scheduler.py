@@ -16,7 +16,7 @@ from baton.engine.scheduler.config import SchedulerConfig, SchedulingPolicy
 from baton.engine.scheduler.prompt_budget import NUM_STEPS_AFTER_SHORT
 from baton.engine.scheduler.scheduler import Scheduler
 from tests.support.engine_world import EngineWorld
-from tests.support.requests import make_spec
+from tests.support.requests import make_engine_request
 from tests.support.scheduler_state import is_idle
 
 _config = partial(SchedulerConfig, max_num_batched_tokens=64, max_num_seqs=4, max_model_len=64)
@@ -208,8 +208,8 @@ def test_priority_precedes_arrival_time() -> None:
 def test_equal_priorities_are_ordered_by_arrival_time() -> None:
     scheduler = Scheduler(_config(max_num_seqs=1, policy=SchedulingPolicy.PRIORITY), CacheConfig(8))
     for name, arrival_s in (("late", 2.0), ("early", 1.0)):
-        spec = make_spec(request_id=name)
-        scheduler.add(replace(spec, arrival_s=arrival_s))
+        request = make_engine_request(request_id=name)
+        scheduler.add(replace(request, arrival_s=arrival_s))
 
     plan = scheduler.schedule(3.0)
 
@@ -258,7 +258,7 @@ def test_a_plan_is_applied_once() -> None:
 
 def test_a_result_without_a_prefilling_request_raises() -> None:
     scheduler = Scheduler(_config(), CacheConfig(8))
-    scheduler.add(make_spec())
+    scheduler.add(make_engine_request())
 
     with pytest.raises(OutOfOrder, match="it got no token"):
         scheduler.update(scheduler.schedule(0.0), RunResult())
@@ -266,7 +266,7 @@ def test_a_result_without_a_prefilling_request_raises() -> None:
 
 def test_a_result_without_a_decoding_request_raises() -> None:
     scheduler = Scheduler(_config(), CacheConfig(8))
-    scheduler.add(make_spec())
+    scheduler.add(make_engine_request())
     _answer(scheduler, [5])
 
     with pytest.raises(OutOfOrder, match="fewer results"):

@@ -14,7 +14,7 @@ from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.scheduler.step_pace import LEAST_TOKENS, StepPace
 from tests.support.fake_runner import FakeRunner, KvTensor, SynchronousRunner
-from tests.support.requests import make_spec
+from tests.support.requests import make_engine_request
 
 MOST = 2048
 
@@ -105,10 +105,10 @@ def test_decoding_next_to_a_long_prompt_keeps_the_target_step_time() -> None:
         SchedulerConfig(target_step_s=0.1, max_num_batched_tokens=MOST), CacheConfig(num_blocks=512)
     )
     engine = EngineCore(scheduler, runner, NoKvWorker(), clock=lambda: runner.now_s)
-    scheduler.add(make_spec(request_id="short", max_tokens=500))
+    scheduler.add(make_engine_request(request_id="short", max_tokens=500))
     for _ in range(10):
         engine.step()
-    scheduler.add(make_spec(range(4000), request_id="long"))
+    scheduler.add(make_engine_request(range(4000), request_id="long"))
 
     for _ in range(40):
         engine.step()
@@ -142,11 +142,11 @@ def test_a_paced_prompt_is_computed_in_small_chunks_while_others_decode(
     scheduler = Scheduler(SchedulerConfig(), CacheConfig(num_blocks=512))
     engine = EngineCore(scheduler, runner, NoKvWorker(), clock=lambda: runner.now_s)
     for number in range(num_decoding):
-        scheduler.add(make_spec(request_id=f"decodes {number}", max_tokens=500))
+        scheduler.add(make_engine_request(request_id=f"decodes {number}", max_tokens=500))
     for _ in range(10):
         engine.step()
-    spec = make_spec(range(200), request_id="paced", max_tokens=1)
-    scheduler.add(replace(spec, is_paced=is_paced))
+    request = make_engine_request(range(200), request_id="paced", max_tokens=1)
+    scheduler.add(replace(request, is_paced=is_paced))
 
     for _ in range(20):
         engine.step()

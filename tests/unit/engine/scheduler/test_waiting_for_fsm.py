@@ -20,8 +20,8 @@ GRAMMAR = AnyAnswer()
 
 def test_a_request_waits_for_its_grammar_while_later_ones_run() -> None:
     scheduler = _scheduler()
-    scheduler.add(_spec("slow"))
-    scheduler.add(_spec("plain", is_ruled=False))
+    scheduler.add(_engine_request("slow"))
+    scheduler.add(_engine_request("plain", is_ruled=False))
 
     plan = scheduler.schedule(0.0)
 
@@ -33,7 +33,7 @@ def test_a_request_waits_for_its_grammar_while_later_ones_run() -> None:
 
 def test_a_scheduler_that_only_waits_for_a_grammar_has_no_work() -> None:
     scheduler = _scheduler()
-    scheduler.add(_spec("slow"))
+    scheduler.add(_engine_request("slow"))
 
     assert not scheduler.has_work
     assert scheduler.schedule(0.0).is_empty
@@ -41,9 +41,9 @@ def test_a_scheduler_that_only_waits_for_a_grammar_has_no_work() -> None:
 
 def test_a_request_runs_with_its_grammar_once_it_is_compiled() -> None:
     scheduler = _scheduler()
-    spec = _spec("slow")
-    scheduler.add(spec)
-    scheduler.add_grammar(spec, GRAMMAR)
+    request = _engine_request("slow")
+    scheduler.add(request)
+    scheduler.add_grammar(request, GRAMMAR)
 
     (row,) = scheduler.schedule(0.0).started
 
@@ -53,9 +53,9 @@ def test_a_request_runs_with_its_grammar_once_it_is_compiled() -> None:
 
 def test_a_request_that_waits_for_its_grammar_keeps_its_queue_position() -> None:
     scheduler = _scheduler(max_num_seqs=1)
-    first = _spec("first")
+    first = _engine_request("first")
     scheduler.add(first)
-    scheduler.add(_spec("second", is_ruled=False))
+    scheduler.add(_engine_request("second", is_ruled=False))
     scheduler.add_grammar(first, GRAMMAR)
 
     assert _started(scheduler.schedule(0.0)) == ["first"]
@@ -63,11 +63,11 @@ def test_a_request_that_waits_for_its_grammar_keeps_its_queue_position() -> None
 
 def test_a_receiver_grants_no_blocks_before_its_grammar_is_compiled() -> None:
     scheduler = _scheduler()
-    spec = _spec("r", receives=True)
-    scheduler.add(spec)
+    request = _engine_request("r", receives=True)
+    scheduler.add(request)
     before = scheduler.schedule(0.0)
     scheduler.update(before, RunResult())
-    scheduler.add_grammar(spec, GRAMMAR)
+    scheduler.add_grammar(request, GRAMMAR)
     after = scheduler.schedule(1.0)
 
     assert before.kv_orders.receives == ()
@@ -76,9 +76,9 @@ def test_a_receiver_grants_no_blocks_before_its_grammar_is_compiled() -> None:
 
 def test_a_failed_grammar_ends_the_request_with_the_reason() -> None:
     scheduler = _scheduler()
-    spec = _spec("bad")
-    scheduler.add(spec)
-    scheduler.reject_grammar(spec, "it never ends")
+    request = _engine_request("bad")
+    scheduler.add(request)
+    scheduler.reject_grammar(request, "it never ends")
 
     (output,) = _step(scheduler, {})
 
@@ -90,7 +90,7 @@ def test_a_failed_grammar_ends_the_request_with_the_reason() -> None:
 
 def test_an_abort_ends_a_request_that_waits_for_its_grammar_and_late_ones_are_ignored() -> None:
     scheduler = _scheduler()
-    old, new = _spec("a"), _spec("a")
+    old, new = _engine_request("a"), _engine_request("a")
     scheduler.add(old)
     scheduler.abort(RequestId("a"))
     scheduler.add_grammar(old, GRAMMAR)
@@ -106,11 +106,11 @@ def test_an_abort_ends_a_request_that_waits_for_its_grammar_and_late_ones_are_ig
 
 def test_a_preempted_request_restarts_with_its_grammar() -> None:
     scheduler = _scheduler(num_blocks=4)
-    spec = _spec("a", prompt_len=7, max_tokens=8)
-    scheduler.add(_spec("b", prompt_len=7, max_tokens=8, is_ruled=False))
+    request = _engine_request("a", prompt_len=7, max_tokens=8)
+    scheduler.add(_engine_request("b", prompt_len=7, max_tokens=8, is_ruled=False))
     _step(scheduler, {"b": OTHER})
-    scheduler.add(spec)
-    scheduler.add_grammar(spec, GRAMMAR)
+    scheduler.add(request)
+    scheduler.add_grammar(request, GRAMMAR)
     rows = []
     for _ in range(40):
         plan = scheduler.schedule(0.0)
@@ -139,9 +139,9 @@ def test_other_stop_tokens_are_ignored_before_min_tokens() -> None:
 
 def test_a_row_rejected_by_its_grammar_is_an_error_of_the_request() -> None:
     scheduler = _scheduler()
-    spec = _spec("a")
-    scheduler.add(spec)
-    scheduler.add_grammar(spec, GRAMMAR)
+    request = _engine_request("a")
+    scheduler.add(request)
+    scheduler.add_grammar(request, GRAMMAR)
     plan = scheduler.schedule(0.0)
 
     refused = RunResult(
@@ -156,10 +156,10 @@ def test_a_row_rejected_by_its_grammar_is_an_error_of_the_request() -> None:
 
 def _reason_after(token_id: int, *, min_tokens: int, is_ruled: bool) -> FinishReason | None:
     scheduler = _scheduler()
-    spec = _spec("a", min_tokens=min_tokens, is_ruled=is_ruled, max_tokens=9)
-    scheduler.add(spec)
+    request = _engine_request("a", min_tokens=min_tokens, is_ruled=is_ruled, max_tokens=9)
+    scheduler.add(request)
     if is_ruled:
-        scheduler.add_grammar(spec, GRAMMAR)
+        scheduler.add_grammar(request, GRAMMAR)
     (output,) = _step(scheduler, {"a": token_id})
     return output.finish_reason
 
@@ -174,7 +174,7 @@ def _scheduler(*, max_num_seqs: int = 4, num_blocks: int = 32) -> Scheduler:
     return Scheduler(config, CacheConfig(num_blocks=num_blocks, block_size=4))
 
 
-def _spec(
+def _engine_request(
     name: str,
     *,
     is_ruled: bool = True,

@@ -19,25 +19,25 @@ RecordedPopen = tuple[str, Outcome]
 
 class Listener:
     def __init__(self) -> None:
-        self._told: queue.SimpleQueue[RecordedPopen] = queue.SimpleQueue()
+        self._outcomes: queue.SimpleQueue[RecordedPopen] = queue.SimpleQueue()
 
-    def hears(self, name: str) -> Callable[[Outcome], None]:
-        return lambda outcome: self._told.put((name, outcome))
+    def callback(self, name: str) -> Callable[[Outcome], None]:
+        return lambda outcome: self._outcomes.put((name, outcome))
 
     def next(self) -> RecordedPopen:
-        return self._told.get(timeout=PATIENCE_S)
+        return self._outcomes.get(timeout=PATIENCE_S)
 
     @property
-    def has_heard_nothing(self) -> bool:
-        return self._told.empty()
+    def has_received_nothing(self) -> bool:
+        return self._outcomes.empty()
 
 
 def test_a_slow_grammar_does_not_delay_others() -> None:
     library, listener = HeldLibrary(), Listener()
     with GrammarCompiler(library.compile) as compiler:
-        compiler.start(SLOW, listener.hears("slow"))
+        compiler.start(SLOW, listener.callback("slow"))
         library.has_begun.wait(PATIENCE_S)
-        compiler.start(GOOD, listener.hears("good"))
+        compiler.start(GOOD, listener.callback("good"))
 
         first, _ = listener.next()
         library.may_end.set()
@@ -49,12 +49,12 @@ def test_a_slow_grammar_does_not_delay_others() -> None:
 def test_requests_for_the_same_grammar_share_one_compilation() -> None:
     library, listener = HeldLibrary(), Listener()
     with GrammarCompiler(library.compile) as compiler:
-        compiler.start(SLOW, listener.hears("a"))
+        compiler.start(SLOW, listener.callback("a"))
         library.has_begun.wait(PATIENCE_S)
-        compiler.start(SLOW, listener.hears("b"))
+        compiler.start(SLOW, listener.callback("b"))
         library.may_end.set()
         reported = dict([listener.next(), listener.next()])
-        compiler.start(SLOW, listener.hears("c"))
+        compiler.start(SLOW, listener.callback("c"))
         name, later = listener.next()
 
     assert library.compiled == [SLOW]
@@ -66,7 +66,7 @@ def test_a_refusal_is_returned_and_not_cached() -> None:
     library, listener = HeldLibrary(), Listener()
     with GrammarCompiler(library.compile) as compiler:
         for _ in range(2):
-            compiler.start(BAD, listener.hears("bad"))
+            compiler.start(BAD, listener.callback("bad"))
             _, outcome = listener.next()
             assert isinstance(outcome, InvalidRequest)
 
@@ -87,9 +87,9 @@ def test_a_library_exception_becomes_a_refusal_and_ends_no_thread(
 
     listener = Listener()
     with GrammarCompiler(BrokenLibrary().compile, num_threads=1) as compiler:
-        compiler.start(BAD, listener.hears("bad"))
+        compiler.start(BAD, listener.callback("bad"))
         _, refusal = listener.next()
-        compiler.start(GOOD, listener.hears("good"))
+        compiler.start(GOOD, listener.callback("good"))
         _, grammar = listener.next()
 
     assert isinstance(refusal, InvalidRequest)
@@ -102,7 +102,7 @@ def test_the_grammar_cache_is_bounded_and_evicts_the_least_recently_used() -> No
     one, two, three = (StructuredOutputs(regex=text) for text in ("1", "2", "3"))
     with GrammarCompiler(library.compile, num_threads=1, max_cached_grammars=2) as compiler:
         for wanted in (one, two, one, three, one, two):
-            compiler.start(wanted, listener.hears("it"))
+            compiler.start(wanted, listener.callback("it"))
             listener.next()
 
     assert library.compiled == [one, two, three, two]
@@ -114,9 +114,9 @@ def test_large_grammars_do_not_delay_small_ones() -> None:
     library.slow = frozenset(large)
     with GrammarCompiler(library.compile) as compiler:
         for wanted in large:
-            compiler.start(wanted, listener.hears("large"))
+            compiler.start(wanted, listener.callback("large"))
         library.has_begun.wait(PATIENCE_S)
-        compiler.start(GOOD, listener.hears("good"))
+        compiler.start(GOOD, listener.callback("good"))
 
         first, _ = listener.next()
         library.may_end.set()
@@ -130,7 +130,7 @@ def test_large_grammars_reduce_the_number_of_cached_ones() -> None:
     forms = [StructuredOutputs(regex=text) for text in ("one", "two", "three", "more than all")]
     with GrammarCompiler(library.compile, num_threads=1, max_cached_characters=8) as compiler:
         for wanted in (*forms, forms[-1], forms[2]):
-            compiler.start(wanted, listener.hears("it"))
+            compiler.start(wanted, listener.callback("it"))
             listener.next()
 
     assert library.compiled == [*forms, forms[-1], forms[2]]
@@ -139,7 +139,7 @@ def test_large_grammars_reduce_the_number_of_cached_ones() -> None:
 def test_closing_the_compiler_leaves_no_thread() -> None:
     library, listener = HeldLibrary(), Listener()
     with GrammarCompiler(library.compile) as compiler:
-        compiler.start(SLOW, listener.hears("slow"))
+        compiler.start(SLOW, listener.callback("slow"))
         library.has_begun.wait(PATIENCE_S)
         assert any(thread.name.startswith("grammars") for thread in threading.enumerate())
         library.may_end.set()

@@ -54,7 +54,7 @@ def granted(*, is_one_sided: bool = True, handoff_id: HandoffId = ID) -> Receive
     return receiver
 
 
-def said(receiver: Receiver) -> list[LinkMessage]:
+def sent_messages(receiver: Receiver) -> list[LinkMessage]:
     return [action.message for action in receiver.take_actions() if isinstance(action, SendMessage)]
 
 
@@ -76,7 +76,7 @@ def test_the_grant_of_a_pull_names_its_blocks() -> None:
 
     receiver.receive(replace(order(), names=(b"a", b"b")), LINK, 0.0)
 
-    assert said(receiver) == [Grant(ID, 1, 0, BLOCKS, 3, (b"a", b"b"))]
+    assert sent_messages(receiver) == [Grant(ID, 1, 0, BLOCKS, 3, (b"a", b"b"))]
 
 
 def test_a_link_that_was_up_before_its_first_receive_grants_at_once() -> None:
@@ -85,7 +85,7 @@ def test_a_link_that_was_up_before_its_first_receive_grants_at_once() -> None:
 
     receiver.receive(order(), LINK, 1.0)
 
-    assert [type(message) for message in said(receiver)] == [Grant]
+    assert [type(message) for message in sent_messages(receiver)] == [Grant]
 
 
 def test_a_receive_lands_only_after_done_and_the_arrival_of_its_data() -> None:
@@ -212,7 +212,7 @@ def test_a_failed_receive_is_lost_at_once_revoked_and_released_later() -> None:
     reports = receiver.take_reports()
     assert reports.failed_recving == (Lost(ID, "the peer: no room"),)
     assert reports.released == ()
-    assert said(receiver) == [RevokeGrant(ID, 1)]
+    assert sent_messages(receiver) == [RevokeGrant(ID, 1)]
 
 
 def test_a_receive_that_was_revoked_is_not_reported_as_lost() -> None:
@@ -232,7 +232,7 @@ def test_a_revoke_before_the_link_is_up_releases_at_once() -> None:
     receiver.link_up(LINK, 0.2)
 
     assert receiver.take_reports().released == (ID,)
-    assert said(receiver) == []
+    assert sent_messages(receiver) == []
 
 
 def test_a_grant_is_renewed_at_a_third_of_its_lease() -> None:
@@ -241,7 +241,7 @@ def test_a_grant_is_renewed_at_a_third_of_its_lease() -> None:
     said_by_s = {}
     for now in (0.9, 1.0, 1.9, 2.0):
         receiver.tick(now)
-        said_by_s[now] = said(receiver)
+        said_by_s[now] = sent_messages(receiver)
 
     renew = Renew((ID,), 3)
     assert said_by_s == {0.9: [], 1.0: [renew], 1.9: [], 2.0: [renew]}
@@ -254,7 +254,7 @@ def test_keepalives_are_requested_while_blocks_are_fenced() -> None:
 
     receiver.tick(1.0)
 
-    assert said(receiver) == [Renew((), 3)]
+    assert sent_messages(receiver) == [Renew((), 3)]
 
 
 def test_three_unanswered_keepalives_precede_a_timeout_regardless_of_the_lease() -> None:

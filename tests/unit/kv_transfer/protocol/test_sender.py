@@ -63,7 +63,7 @@ def posts(sender: Sender) -> list[Write]:
     return [action.write for action in sender.take_actions() if isinstance(action, PostWrite)]
 
 
-def said(sender: Sender) -> list[LinkMessage]:
+def sent_messages(sender: Sender) -> list[LinkMessage]:
     return [action.message for action in sender.take_actions() if isinstance(action, SendMessage)]
 
 
@@ -136,7 +136,7 @@ def test_an_expired_lease_fails_the_send_and_notifies_the_peer() -> None:
 
     sender.tick(3.0)
 
-    assert said(sender) == [Failed(ID, "the lease ended")]
+    assert sent_messages(sender) == [Failed(ID, "the lease ended")]
     assert sender.take_finished() == ()  # unknown to the scheduler
 
 
@@ -181,11 +181,11 @@ def test_a_revoke_is_answered_when_the_last_write_has_ended() -> None:
     sender = pushing()
 
     sender.handle_message(LINK, RevokeGrant(ID, 1), 0.1)
-    before = said(sender)
+    before = sent_messages(sender)
     sender.written(LINK, 1, 0.2)
 
     assert before == []
-    assert said(sender) == [Revoked(ID)]
+    assert sent_messages(sender) == [Revoked(ID)]
 
 
 def test_after_a_revoke_no_write_is_posted_and_the_last_completion_ends_the_send() -> None:
@@ -207,7 +207,7 @@ def test_a_revoke_that_arrives_before_its_grant_voids_it() -> None:
     sender.send(Send(ID, 0, ids(1)), 0.0)
 
     sender.handle_message(LINK, RevokeGrant(ID, 1), 0.1)
-    answers = said(sender)
+    answers = sent_messages(sender)
     sender.handle_message(LINK, grant(7), 0.2)
 
     assert answers == [Revoked(ID)]
@@ -227,7 +227,7 @@ def test_a_withdrawn_send_fails_at_once_and_releases_its_source_after_the_last_w
     sender = pushing()
 
     sender.withdraw(Withdraw(ID, "aborted"), 0.1)
-    before = (said(sender), sender.take_finished())
+    before = (sent_messages(sender), sender.take_finished())
     sender.written(LINK, 1, 0.2)
 
     assert before == ([Failed(ID, "aborted")], ())
@@ -240,7 +240,7 @@ def test_a_grant_for_a_finished_send_is_refused_by_name() -> None:
 
     sender.handle_message(LINK, grant(7), 0.1)
 
-    assert said(sender) == [Failed(ID, "aborted")]
+    assert sent_messages(sender) == [Failed(ID, "aborted")]
 
 
 def test_an_unclaimed_result_is_dropped_after_a_timeout() -> None:
@@ -289,7 +289,7 @@ def test_a_decode_node_that_wants_blocks_before_the_first_sent_is_refused() -> N
 
     sender.handle_message(LINK, grant(7, first=2), 0.1)
 
-    assert said(sender) == [Failed(ID, "granted blocks that were never computed")]
+    assert sent_messages(sender) == [Failed(ID, "granted blocks that were never computed")]
 
 
 def test_a_decode_node_that_wants_more_than_was_computed_is_refused() -> None:
@@ -300,7 +300,9 @@ def test_a_decode_node_that_wants_more_than_was_computed_is_refused() -> None:
 
     sender.complete(complete(HandoffId("s", 0)), 0.2)
 
-    assert Failed(HandoffId("s", 0), "fewer blocks were computed than granted") in said(sender)
+    assert Failed(HandoffId("s", 0), "fewer blocks were computed than granted") in sent_messages(
+        sender
+    )
 
 
 def test_chunks_must_be_contiguous() -> None:
@@ -423,7 +425,7 @@ def test_blocks_count_as_written_once_all_their_layers_and_earlier_blocks_are() 
     sender.report_progress()
 
     assert second not in (early, late)
-    assert said(sender) == [Writing(ID, num_written=0), Writing(ID, num_written=1)]
+    assert sent_messages(sender) == [Writing(ID, num_written=0), Writing(ID, num_written=1)]
 
 
 def test_progress_reports_blocks_written_during_the_prefill_once() -> None:
@@ -432,24 +434,24 @@ def test_progress_reports_blocks_written_during_the_prefill_once() -> None:
 
     sender.report_progress()
     sender.report_progress()
-    under_way = said(sender)
+    under_way = sent_messages(sender)
     sender.written(LINK, 1, 0.1)
     sender.report_progress()
 
     assert under_way == [Writing(ID, num_written=0)]
-    assert said(sender) == [Writing(ID, num_written=2)]
+    assert sent_messages(sender) == [Writing(ID, num_written=2)]
 
 
 def test_the_decode_node_is_notified_when_the_last_write_is_in_flight() -> None:
     sender = pushing()
     sender.report_progress()
-    said(sender)
+    sent_messages(sender)
 
     sender.complete(complete(), 0.1)
     sender.report_progress()
     sender.report_progress()
 
-    assert said(sender) == [Writing(ID, num_written=0)]
+    assert sent_messages(sender) == [Writing(ID, num_written=0)]
 
 
 def test_a_send_that_completes_at_once_sends_only_done() -> None:
@@ -461,7 +463,7 @@ def test_a_send_that_completes_at_once_sends_only_done() -> None:
     sender.written(LINK, 1, 0.0)
     sender.report_progress()
 
-    assert said(sender) == []
+    assert sent_messages(sender) == []
 
 
 def test_layers_wait_for_earlier_blocks_beyond_the_limit_in_flight() -> None:
@@ -503,7 +505,7 @@ def give(sender: Sender, now: float = 0.1) -> None:
 def test_a_pull_is_requested_once_and_its_blocks_are_sent_like_those_of_a_hand_off() -> None:
     sender = requested()
     sender.handle_message(LINK, pull_grant(ticket=2), 0.0)
-    assert said(sender) == [Failed(ID, "the id is in use: it is no pull")]
+    assert sent_messages(sender) == [Failed(ID, "the id is in use: it is no pull")]
     give(sender)
 
     assert posts(sender) == [Write(1, 1, 0, ids(1, 2), ids(7, 8))]
@@ -526,7 +528,7 @@ def test_a_pull_with_the_id_of_a_hand_off_is_refused() -> None:
 
     sender.handle_message(LINK, pull_grant(), 0.0)
 
-    assert said(sender) == [Failed(ID, "the id is in use: it is no pull")]
+    assert sent_messages(sender) == [Failed(ID, "the id is in use: it is no pull")]
     assert sender.take_requested() == ()
 
 
@@ -535,7 +537,7 @@ def test_a_refused_pull_fails_at_once_and_ends() -> None:
 
     sender.withdraw(Withdraw(ID, "not cached"), 0.1)
 
-    assert said(sender) == [Failed(ID, "not cached")]
+    assert sent_messages(sender) == [Failed(ID, "not cached")]
     assert sender.take_finished() == (ID,)
     assert not list(sender.outgoing())
 
@@ -545,12 +547,12 @@ def test_orders_for_a_finished_pull_write_nothing_and_end_once(how: str) -> None
     sender = requested()
     if how == "revoked":
         sender.handle_message(LINK, RevokeGrant(ID, 1), 0.1)
-        assert said(sender) == [Revoked(ID)]
+        assert sent_messages(sender) == [Revoked(ID)]
     elif how == "cut":
         sender.handle_link_cut(LINK, "the link broke")
     else:
         sender.tick(3.0)
-        assert said(sender) == [Failed(ID, "the lease ended")]
+        assert sent_messages(sender) == [Failed(ID, "the lease ended")]
     assert sender.take_finished() == ()
 
     give(sender, 3.1)

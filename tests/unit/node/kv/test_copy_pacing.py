@@ -3,7 +3,7 @@ from __future__ import annotations
 from baton.core.ids import RequestId
 from baton.kv_transfer.tiers.copy_pace import CopyPace
 from baton.node.kv.tiers import CopyPacing
-from tests.support.engines import a_spec, an_engine
+from tests.support.engines import an_engine, an_engine_request
 
 
 def test_copies_are_limited_while_requests_decode() -> None:
@@ -14,11 +14,11 @@ def test_copies_are_limited_while_requests_decode() -> None:
         engine.step()
         return pace.is_limited
 
-    engine.scheduler.add(a_spec("a", max_tokens=3))
+    engine.scheduler.add(an_engine_request("a", max_tokens=3))
     assert not is_limited_in_a_step()  # computes the prompt
     assert is_limited_in_a_step()
 
-    engine.scheduler.add(a_spec("b", max_tokens=3))
+    engine.scheduler.add(an_engine_request("b", max_tokens=3))
     assert is_limited_in_a_step()  # `a` decodes beside the prompt of `b`
 
     engine.scheduler.abort(RequestId("b"))

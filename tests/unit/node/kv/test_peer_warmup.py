@@ -44,27 +44,27 @@ class Nodes:
         self.linked.append(address)
 
 
-def run(scene: Callable[[Nodes], Awaitable[None]]) -> None:
+def run(scenario: Callable[[Nodes], Awaitable[None]]) -> None:
     async def timed() -> None:
         async with asyncio.timeout(PATIENCE_S):
-            await scene(Nodes())
+            await scenario(Nodes())
 
     asyncio.run(timed())
 
 
 def test_links_are_established_one_at_a_time() -> None:
-    async def scene(nodes: Nodes) -> None:
+    async def scenario(nodes: Nodes) -> None:
         warmup = PeerWarmup(nodes.role_of, nodes.link_up)
         await asyncio.gather(*(warmup.connect(f"p{number}") for number in range(20)))
 
         assert len(nodes.linked) == 20
         assert nodes.most_linking == 1
 
-    run(scene)
+    run(scenario)
 
 
 def test_unresponsive_addresses_time_out_and_do_not_use_up_links() -> None:
-    async def scene(nodes: Nodes) -> None:
+    async def scenario(nodes: Nodes) -> None:
         warmup = PeerWarmup(nodes.role_of, nodes.link_up, timeout_s=0.01)
         with pytest.raises(PeerUnreachable, match="no link to x within"):
             await warmup.connect("x")
@@ -73,11 +73,11 @@ def test_unresponsive_addresses_time_out_and_do_not_use_up_links() -> None:
 
         assert nodes.linked == ["p0"]
 
-    run(scene)
+    run(scenario)
 
 
 def test_warm_ups_beyond_the_limit_are_refused_by_name() -> None:
-    async def scene(nodes: Nodes) -> None:
+    async def scenario(nodes: Nodes) -> None:
         warmup = PeerWarmup(nodes.role_of, nodes.link_up, max_in_flight=2)
         waiting = [asyncio.ensure_future(warmup.connect(name)) for name in ("x0", "x1", "x1")]
         await waiting[2]  # that one is being made
@@ -91,34 +91,34 @@ def test_warm_ups_beyond_the_limit_are_refused_by_name() -> None:
 
         assert nodes.linked == ["p0"]
 
-    run(scene)
+    run(scenario)
 
 
 def test_a_decode_node_does_not_connect_to_a_decode_node() -> None:
-    async def scene(nodes: Nodes) -> None:
+    async def scenario(nodes: Nodes) -> None:
         with pytest.raises(PeerUnreachable, match="decode node"):
             await PeerWarmup(nodes.role_of, nodes.link_up).connect("d0")
 
         assert nodes.linked == []
 
-    run(scene)
+    run(scenario)
 
 
 def test_a_server_that_is_not_a_node_is_detected_over_grpc() -> None:
-    async def scene(nodes: Nodes) -> None:
+    async def scenario(nodes: Nodes) -> None:
         async with serving("127.0.0.1", 0, ()) as server:
             with pytest.raises(PeerUnreachable, match="no prefill node answers"):
                 await read_role(PLAIN, server.address)
 
-    run(scene)
+    run(scenario)
 
 
 @pytest.mark.parametrize(
     "address", ["", "prefill-0", ":50051", "prefill-0:port", "prefill-0:\u0665"]
 )
 def test_an_address_without_host_or_port_is_refused_before_it_is_dialled(address: str) -> None:
-    async def scene(_nodes: Nodes) -> None:
+    async def scenario(_nodes: Nodes) -> None:
         with pytest.raises(InvalidRequest, match="host:port"):
             await read_role(PLAIN, address)
 
-    run(scene)
+    run(scenario)

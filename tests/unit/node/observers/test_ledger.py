@@ -9,7 +9,7 @@ from baton.engine.step_observer import StepRecord
 from baton.kv_transfer.records import TransferRecord, TransferRole
 from baton.kv_transfer.types import NO_REPORTS, KvOrders, KvReports, Receive
 from baton.node.observers.ledger import RequestLedger
-from tests.support.engines import VOCAB_SIZE, a_spec, an_engine
+from tests.support.engines import VOCAB_SIZE, an_engine, an_engine_request
 from tests.support.fake_runner import CrashPlace, FakeRunner, KvTensor
 
 BLOCK_SIZE = 4
@@ -69,7 +69,7 @@ def test_a_repeated_pass_counts_its_prompt_tokens_once() -> None:
     runner.crashing = {RequestId("b"): CrashPlace.PASS}
     engine = an_engine(runner=runner, observers=[ledger])
     for name in "ab":
-        engine.scheduler.add(a_spec(name, prompt=(1, 2, 3)))
+        engine.scheduler.add(an_engine_request(name, prompt=(1, 2, 3)))
 
     with ledger.open_entry(RequestId("a")) as entry:
         engine.step()

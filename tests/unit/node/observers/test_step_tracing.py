@@ -25,7 +25,7 @@ from baton.telemetry.tracing.outlet import Timeline
 from baton.telemetry.tracing.spans import Span, TraceContext
 from baton.telemetry.tracing.step_timeline import StepTimeline
 from baton.telemetry.tracing.tracer import NO_TRACER, Tracer
-from tests.support.engines import VOCAB_SIZE, a_spec
+from tests.support.engines import VOCAB_SIZE, an_engine_request
 from tests.support.fake_runner import FakeRunner, KvTensor, SynchronousRunner
 from tests.support.traces import to_unix_ns
 
@@ -89,9 +89,9 @@ def a_world(*, ratio: float = 1.0, traced: tuple[str, ...] = (), most_tokens: in
 
 def test_a_step_span_has_its_requests_and_computed_tokens() -> None:
     world = a_world(traced=("a",))
-    world.core.scheduler.add(a_spec("a", prompt=(1, 2, 3, 4, 5)))
+    world.core.scheduler.add(an_engine_request("a", prompt=(1, 2, 3, 4, 5)))
     world.core.step()
-    world.core.scheduler.add(a_spec("b", prompt=(1, 2, 3)))
+    world.core.scheduler.add(an_engine_request("b", prompt=(1, 2, 3)))
 
     world.core.step()
 
@@ -107,7 +107,7 @@ def test_a_step_span_has_its_requests_and_computed_tokens() -> None:
 
 def test_the_last_chunk_of_a_prompt_is_not_counted_as_an_output_token() -> None:
     world = a_world(most_tokens=4)
-    world.core.scheduler.add(a_spec("a", prompt=(1, 2, 3, 4, 5), max_tokens=2))
+    world.core.scheduler.add(an_engine_request("a", prompt=(1, 2, 3, 4, 5), max_tokens=2))
 
     for _ in range(3):
         world.core.step()
@@ -117,7 +117,7 @@ def test_the_last_chunk_of_a_prompt_is_not_counted_as_an_output_token() -> None:
 
 def test_the_parts_of_a_step_add_up_to_the_step() -> None:
     world = a_world()
-    world.core.scheduler.add(a_spec("a"))
+    world.core.scheduler.add(an_engine_request("a"))
 
     world.core.step()
 
@@ -143,7 +143,7 @@ def test_steps_that_run_nothing_are_not_traced() -> None:
 def test_only_the_configured_share_of_steps_is_traced() -> None:
     world = a_world(ratio=0.2)
     world.runner.took_s = 0.0
-    world.core.scheduler.add(a_spec("a", max_tokens=300))
+    world.core.scheduler.add(an_engine_request("a", max_tokens=300))
 
     for _ in range(300):
         world.core.step()
@@ -157,7 +157,7 @@ def test_links_to_requests_are_limited_by_the_link_limit_of_spans() -> None:
     everybody = tuple(f"r{number}" for number in range(MAX_LINKS + 20))
     world = a_world(traced=everybody, most_tokens=4096)
     for name in everybody:
-        world.core.scheduler.add(a_spec(name))
+        world.core.scheduler.add(an_engine_request(name))
 
     world.core.step()
 

@@ -28,7 +28,7 @@ from baton.telemetry.metrics.instruments import NodeMetrics
 from baton.telemetry.tracing.node_timeline import NodeFacts, NodeTimeline
 from baton.telemetry.tracing.spans import TraceContext
 from baton.telemetry.tracing.traces import note_of
-from tests.support.engines import VOCAB_SIZE, a_spec, an_engine
+from tests.support.engines import VOCAB_SIZE, an_engine, an_engine_request
 from tests.support.fake_runner import Crash, CrashPlace, FakeRunner, KvTensor
 from tests.support.tracers import TakingTracer
 from tests.support.traces import to_unix_ns
@@ -45,7 +45,7 @@ def tracing() -> NodeTracing:
 @contextmanager
 def a_call(tracing: NodeTracing, name: str) -> Iterator[NodeTimeline]:
     """Record a call whose request is `name#1` in the engine."""
-    with tracing.record_call(CALLER, a_spec(f"{name}#1")) as timeline:
+    with tracing.record_call(CALLER, an_engine_request(f"{name}#1")) as timeline:
         assert timeline is not None
         yield timeline
 
@@ -59,7 +59,7 @@ def test_a_pass_repeated_in_parts_is_a_chunk_of_the_successful_requests(
 
     with a_call(tracing, "a") as a, a_call(tracing, "b") as b:
         for name in "ab":
-            engine.scheduler.add(a_spec(f"{name}#1", prompt=(1, 2, 3)))
+            engine.scheduler.add(an_engine_request(f"{name}#1", prompt=(1, 2, 3)))
         engine.step()
 
     assert [chunk.num_tokens for chunk in a.chunks] == [3]
@@ -76,7 +76,7 @@ def test_a_pass_that_ends_the_engine_records_the_start_of_its_requests(
 
     with a_call(tracing, "a") as timeline:
         for name in "abcd":
-            engine.scheduler.add(a_spec(f"{name}#1"))
+            engine.scheduler.add(an_engine_request(f"{name}#1"))
         with pytest.raises(Crash):
             engine.step()
 
@@ -192,10 +192,10 @@ def test_pass_counts_include_repeated_parts() -> None:
     runner.crashing = {RequestId("b"): CrashPlace.PASS}
     engine = an_engine(runner=runner, observers=[metrics])
     for name in "ab":
-        engine.scheduler.add(a_spec(name, prompt=(1, 2, 3)))
+        engine.scheduler.add(an_engine_request(name, prompt=(1, 2, 3)))
 
     engine.step()
-    engine.scheduler.add(a_spec("c", prompt=(1, 2, 3)))
+    engine.scheduler.add(an_engine_request("c", prompt=(1, 2, 3)))
     engine.step()
 
     sampled = metrics.registry.get_sample_value

@@ -32,7 +32,7 @@ class Resolver:
         return answer
 
 
-async def told_of(*answers: frozenset[str] | None) -> list[frozenset[str]]:
+async def reported_changes(*answers: frozenset[str] | None) -> list[frozenset[str]]:
     resolver, reported = Resolver(*answers), []
 
     async def note(source: NodeSource, found: frozenset[str]) -> None:
@@ -59,11 +59,11 @@ async def told_of(*answers: frozenset[str] | None) -> list[frozenset[str]]:
 def test_changes_are_reported_and_failures_are_not(
     answers: tuple[frozenset[str] | None, ...], reported: list[frozenset[str]]
 ) -> None:
-    assert asyncio.run(asyncio.wait_for(told_of(*answers), PATIENCE_S)) == reported
+    assert asyncio.run(asyncio.wait_for(reported_changes(*answers), PATIENCE_S)) == reported
 
 
 def test_a_failure_is_logged_once_until_it_is_over(caplog: pytest.LogCaptureFixture) -> None:
-    asyncio.run(asyncio.wait_for(told_of(None, None, ONE, None), PATIENCE_S))
+    asyncio.run(asyncio.wait_for(reported_changes(None, None, ONE, None), PATIENCE_S))
 
     kept = [record for record in caplog.records if "are kept" in record.message]
     assert len(kept) == 2

@@ -69,23 +69,23 @@ def test_the_largest_allowed_prompts_fit_into_a_body() -> None:
     assert max_values(10**6) == max_values(None) == MAX_VALUES
 
 
-def a_request(pieces: AsyncIterator[bytes]) -> Request:
+def a_request(chunks: AsyncIterator[bytes]) -> Request:
     async def receive() -> dict[str, Any]:
-        piece = await anext(pieces, None)
-        return {"type": "http.request", "body": piece or b"", "more_body": piece is not None}
+        chunk = await anext(chunks, None)
+        return {"type": "http.request", "body": chunk or b"", "more_body": chunk is not None}
 
     return Request({"type": "http", "method": "POST", "headers": []}, receive)
 
 
-async def pieces_of(*pieces: bytes) -> AsyncIterator[bytes]:
-    for piece in pieces:
-        yield piece
+async def chunks_of(*chunks: bytes) -> AsyncIterator[bytes]:
+    for chunk in chunks:
+        yield chunk
 
 
-def read(budget: BodyBudget, *pieces: bytes) -> bytes:
+def read(budget: BodyBudget, *chunks: bytes) -> bytes:
     async def run() -> bytes:
         with budget.lease() as lease:
-            return await read_body(a_request(pieces_of(*pieces)), lease, JsonGauge())
+            return await read_body(a_request(chunks_of(*chunks)), lease, JsonGauge())
 
     return asyncio.run(run())
 

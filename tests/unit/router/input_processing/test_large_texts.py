@@ -144,17 +144,17 @@ def test_text_beyond_the_context_is_refused_before_tokenization(
 )
 def test_too_many_or_too_long_stop_strings_are_refused(stop: list[str], named: str) -> None:
     with pytest.raises(InvalidRequest, match=named):
-        check_request(_asking(stop), None)
+        check_request(_with_stop(stop), None)
 
 
 def test_stop_strings_at_the_limits_are_accepted() -> None:
     stop = ["x" * MAX_STOP_CHARACTERS] * MAX_STOP_STRINGS
 
-    check_request(_asking([*stop, ""]), None)
-    assert calls_from(_asking([*stop, ""]), "a")[0].stop.strings == tuple(stop)
+    check_request(_with_stop([*stop, ""]), None)
+    assert calls_from(_with_stop([*stop, ""]), "a")[0].stop.strings == tuple(stop)
 
 
-def _asking(stop: list[str]) -> inference_pb2.GenerateRequest:
+def _with_stop(stop: list[str]) -> inference_pb2.GenerateRequest:
     return inference_pb2.GenerateRequest(
         text="import os", sampling=sampling_pb2.SamplingParams(stop=stop)
     )

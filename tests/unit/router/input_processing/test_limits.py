@@ -117,12 +117,12 @@ REFUSED: list[tuple[Callable[..., None], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("ask", "fields", "field"), REFUSED)
+@pytest.mark.parametrize(("parse", "fields", "field"), REFUSED)
 def test_values_beyond_the_limits_are_refused_with_the_field_name(
-    ask: Callable[..., None], fields: dict[str, Any], field: str
+    parse: Callable[..., None], fields: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        ask(**fields)
+        parse(**fields)
 
     assert (refused.value.field or "").startswith(field)
 

@@ -43,7 +43,7 @@ def pair_of(route: Route) -> tuple[str, str]:
     return ("" if route.prefill is None else names_of(route.prefill)), names_of(route.decode)
 
 
-def tell_prefix(table: NodeTable, name: str, token_ids: tuple[int, ...], salt: str = "") -> None:
+def report_prefix(table: NodeTable, name: str, token_ids: tuple[int, ...], salt: str = "") -> None:
     stored = pack_names(NAMING.names(token_ids, len(token_ids), PrefixKeys(salt)))
     table.note_prefixes(f"{name}:1", PrefixChanges(1, True, stored))
 
@@ -111,11 +111,11 @@ def test_a_finished_request_adds_no_load_before_the_node_reports_it() -> None:
 
 def test_power_of_two_draws_are_uniform_and_reproducible() -> None:
     table = a_cluster(1, 5)
-    asks = [replace(REQUEST, number=n) for n in range(2000)]
+    requests = [replace(REQUEST, number=n) for n in range(2000)]
 
     def drawn(seed: int) -> list[str]:
         routing = Routing(RoutingPolicy.POWER_OF_TWO, seed=seed)
-        return [names_of(choose(table, routing, ask).decode) for ask in asks]
+        return [names_of(choose(table, routing, request).decode) for request in requests]
 
     assert drawn(1) == drawn(1) != drawn(2)
     assert all(320 < count < 480 for count in Counter(drawn(1)).values())
@@ -123,9 +123,9 @@ def test_power_of_two_draws_are_uniform_and_reproducible() -> None:
 
 def test_a_prompt_is_routed_to_its_prefix_for_prefill_and_decode() -> None:
     table = a_cluster()
-    tell_prefix(table, "p1", PROMPT[:64])
-    tell_prefix(table, "d0", PROMPT[:32])
-    tell_prefix(table, "d1", PROMPT[:48])
+    report_prefix(table, "p1", PROMPT[:64])
+    report_prefix(table, "d0", PROMPT[:32])
+    report_prefix(table, "d1", PROMPT[:48])
 
     chosen = {pair_of(choose(table, Routing(), replace(REQUEST, number=n))) for n in range(4)}
 
@@ -134,7 +134,7 @@ def test_a_prompt_is_routed_to_its_prefix_for_prefill_and_decode() -> None:
 
 def test_a_prefix_with_another_salt_is_no_hit() -> None:
     table = a_cluster(1, 2)
-    tell_prefix(table, "d1", PROMPT[:48], salt="tenant")
+    report_prefix(table, "d1", PROMPT[:48], salt="tenant")
 
     mine = [choose(table, Routing(), replace(REQUEST, number=n)) for n in range(2)]
     tenants = [
@@ -180,14 +180,14 @@ def test_with_recurrent_layers_a_hit_ends_at_the_last_snapshot() -> None:
 
 def test_a_fully_cached_prompt_still_computes_its_last_token() -> None:
     table = a_cluster(1, 1)
-    tell_prefix(table, "p0", PROMPT[:96])
+    report_prefix(table, "p0", PROMPT[:96])
 
     assert choose(table, Routing(), RoutingRequest(PROMPT[:96])).num_missing_tokens == 16
 
 
 def test_a_long_queue_outweighs_a_cached_prefix() -> None:
     table = a_cluster(2, 1)
-    tell_prefix(table, "p1", PROMPT)
+    report_prefix(table, "p1", PROMPT)
     table.note_load("p1:1", NodeLoad(num_waiting=4))
 
     route = choose(table, Routing(), REQUEST)
@@ -198,11 +198,11 @@ def test_a_long_queue_outweighs_a_cached_prefix() -> None:
 
 def test_a_match_of_less_than_a_twentieth_of_the_prompt_is_ignored() -> None:
     table = a_cluster(2, 2)
-    tell_prefix(table, "p0", tuple(range(16)))
+    report_prefix(table, "p0", tuple(range(16)))
     short, long = RoutingRequest(tuple(range(16 * 20))), RoutingRequest(tuple(range(16 * 20 + 1)))
 
-    def chosen(ask: RoutingRequest) -> set[str]:
-        routes = [choose(table, Routing(), replace(ask, number=n)) for n in range(4)]
+    def chosen(request: RoutingRequest) -> set[str]:
+        routes = [choose(table, Routing(), replace(request, number=n)) for n in range(4)]
         return {pair_of(route)[0] for route in routes}
 
     assert chosen(short) == {"p0"}
@@ -211,12 +211,12 @@ def test_a_match_of_less_than_a_twentieth_of_the_prompt_is_ignored() -> None:
 
 def test_equally_good_nodes_alternate_despite_requests_routed_by_prefix() -> None:
     table = a_cluster(2, 1)
-    tell_prefix(table, "p1", PROMPT[:64])
+    report_prefix(table, "p1", PROMPT[:64])
     chosen = []
 
     for number in range(6):  # every other request belongs on p1
-        ask = RoutingRequest(PROMPT if number % 2 else (number, *PROMPT), number)
-        route = choose(table, Routing(), ask)
+        request = RoutingRequest(PROMPT if number % 2 else (number, *PROMPT), number)
+        route = choose(table, Routing(), request)
         chosen.append(pair_of(route)[0])
         Assignment(table, route).close()
 
@@ -226,7 +226,7 @@ def test_equally_good_nodes_alternate_despite_requests_routed_by_prefix() -> Non
 def test_evictions_add_to_the_cost_of_a_full_cache() -> None:
     table = a_cluster(2, 2)  # ten blocks each
     for name in ("p0", "d1"):
-        tell_prefix(table, name, tuple(range(1000, 1000 + 8 * 16)))
+        report_prefix(table, name, tuple(range(1000, 1000 + 8 * 16)))
 
     chosen = {pair_of(choose(table, Routing(), replace(REQUEST, number=n))) for n in range(4)}
 
@@ -253,7 +253,7 @@ def test_blocks_kept_in_host_memory_do_not_count_as_evictions() -> None:
         a_node(NodeRole.DECODE, "d0"),
     )
     for name, num_others in (("p0", 8), ("p1", 12), ("p2", 12)):  # caches of ten blocks
-        tell_prefix(table, name, tuple(range(1000, 1000 + num_others * 16)))
+        report_prefix(table, name, tuple(range(1000, 1000 + num_others * 16)))
 
     chosen = {pair_of(choose(table, Routing(), replace(REQUEST, number=n)))[0] for n in range(4)}
 
@@ -266,7 +266,7 @@ def test_a_node_that_holds_more_blocks_than_its_cache_costs_as_much_as_a_full_on
         with_host_blocks(a_node(NodeRole.PREFILL, "p1"), 20),
         a_node(NodeRole.DECODE, "d0"),
     )
-    tell_prefix(table, "p0", tuple(range(1000, 1000 + 10 * 16)))
+    report_prefix(table, "p0", tuple(range(1000, 1000 + 10 * 16)))
     names = NAMING.names(PROMPT[:16], 16)
     others = NAMING.names(tuple(range(1000, 1000 + 40 * 16)), 40 * 16)
     table.note_prefixes("p1:1", PrefixChanges(1, True, pack_names((*names, *others))))
@@ -298,7 +298,7 @@ def test_a_cancelled_prompt_is_not_an_expected_prefix() -> None:
 
 def test_few_missing_tokens_are_computed_on_decode_and_the_reason_is_reported() -> None:
     table = a_cluster(1, 1)
-    tell_prefix(table, "d0", PROMPT)
+    report_prefix(table, "d0", PROMPT)
     routing = Routing(local_prefill_below=10)
 
     few = choose(table, routing, REQUEST)
@@ -314,8 +314,8 @@ def test_decode_does_not_compute_a_prompt_that_prefill_lacks_about_equally() -> 
     table = a_cluster(1, 1)
     routing = Routing(local_prefill_below=200)
     fresh = choose(table, routing, REQUEST)
-    tell_prefix(table, "p0", PROMPT[:48])
-    tell_prefix(table, "d0", PROMPT[:64])
+    report_prefix(table, "p0", PROMPT[:48])
+    report_prefix(table, "d0", PROMPT[:64])
 
     follow_up = choose(table, routing, REQUEST)
 
@@ -326,7 +326,7 @@ def test_decode_does_not_compute_a_prompt_that_prefill_lacks_about_equally() -> 
 
 def test_decode_computes_fewer_tokens_at_once_than_the_limit() -> None:
     table = a_cluster(1, 1)
-    tell_prefix(table, "d0", PROMPT)
+    report_prefix(table, "d0", PROMPT)
     routing = Routing(local_prefill_below=10)  # it lacks four
     underway = []
 
@@ -413,8 +413,8 @@ def test_a_request_stays_on_the_model_revision_that_began_it() -> None:
 
     new = {pair_of(choose(table, Routing(), replace(REQUEST, number=n))) for n in range(6)}
     for node, pair in ((d1, ("p1", "d1")), (d2, ("p2", "d2"))):
-        ask = replace(REQUEST, revision=node.revision)
-        kept = {pair_of(choose(table, Routing(), replace(ask, number=n))) for n in range(6)}
+        request = replace(REQUEST, revision=node.revision)
+        kept = {pair_of(choose(table, Routing(), replace(request, number=n))) for n in range(6)}
         assert kept == {pair}
 
     assert new == {("p1", "d1"), ("p2", "d2")}
@@ -456,7 +456,7 @@ def test_without_prefill_nodes_new_requests_stay_on_the_serving_revision() -> No
 
 def test_a_request_with_an_adapter_hits_no_blocks_of_the_base_model() -> None:
     table = a_cluster()
-    tell_prefix(table, "p1", PROMPT)
+    report_prefix(table, "p1", PROMPT)
     base = RoutingRequest(PROMPT, model=ModelVariant("tiny"))
 
     on_base = choose(table, Routing(), base)

@@ -14,7 +14,7 @@ from baton.rpc.node_info import NodeLoad, NodeRole
 from tests.support.node_calls import FINGERPRINT, NAMING, a_node, a_table
 
 PROMPT = tuple(range(1000))  # 62 full blocks of 16, and 8 tokens
-ASK = RoutingRequest(PROMPT)
+REQUEST = RoutingRequest(PROMPT)
 OTHER_LAYOUT = replace(FINGERPRINT, dtype="bfloat16")
 
 
@@ -47,7 +47,7 @@ def test_the_decode_node_with_the_last_answer_is_named_as_holder_to_the_prefill_
     report(table, "p0", 20)
     report(table, "d0", 50)
 
-    route = choose(table, Routing(), ASK)
+    route = choose(table, Routing(), REQUEST)
 
     assert route.prefill is not None
     assert holder_of(route) == ("d0", 800)
@@ -59,14 +59,14 @@ def test_no_holder_is_named_if_the_computing_node_has_as_long_a_prefix() -> None
     report(table, "p0", 50)
     report(table, "d0", 50)
 
-    assert choose(table, Routing(), ASK).holder is None
+    assert choose(table, Routing(), REQUEST).holder is None
 
 
 def test_no_holder_is_named_if_pulls_are_disabled() -> None:
     table = a_cluster(1)
     report(table, "d0", 50)
 
-    route = choose(table, Routing(kv_pulls=False), ASK)
+    route = choose(table, Routing(kv_pulls=False), REQUEST)
 
     assert route.holder is None
     assert route.num_missing_tokens == 1000
@@ -74,10 +74,10 @@ def test_no_holder_is_named_if_pulls_are_disabled() -> None:
 
 def test_prefixes_expected_at_another_node_are_not_pulled() -> None:
     table = a_cluster(2)
-    Assignment(table, choose(table, Routing(), ASK))
+    Assignment(table, choose(table, Routing(), REQUEST))
     table.note_load("p0:1", NodeLoad(num_waiting=5))
 
-    route = choose(table, Routing(), replace(ASK, number=1))
+    route = choose(table, Routing(), replace(REQUEST, number=1))
 
     assert route.prefill is not None
     assert route.prefill.address == "p1:1"
@@ -87,9 +87,9 @@ def test_prefixes_expected_at_another_node_are_not_pulled() -> None:
 def test_prefixes_expected_at_the_computing_node_are_not_pulled() -> None:
     table = a_cluster(1)
     report(table, "d0", 50)
-    Assignment(table, choose(table, Routing(), ASK))
+    Assignment(table, choose(table, Routing(), REQUEST))
 
-    assert choose(table, Routing(), replace(ASK, number=1)).holder is None
+    assert choose(table, Routing(), replace(REQUEST, number=1)).holder is None
 
 
 def test_draining_unready_avoided_and_suspected_nodes_are_not_pulled_from() -> None:
@@ -103,7 +103,7 @@ def test_draining_unready_avoided_and_suspected_nodes_are_not_pulled_from() -> N
     for name in ("p3", "p4"):
         table.note_load(f"{name}:1", NodeLoad(num_waiting=5))
 
-    route = choose(table, Routing(), ASK, avoided, suspected)
+    route = choose(table, Routing(), REQUEST, avoided, suspected)
 
     assert route.prefill is not None
     assert holder_of(route) == ("p4", 320)
@@ -115,9 +115,9 @@ def test_kv_of_another_layout_is_not_pulled() -> None:
     table = a_table(fitting, other, with_room(a_node(NodeRole.DECODE, "d-fits")))
     report(table, "d-other", 50)
 
-    alone = choose(table, Routing(), ASK)
+    alone = choose(table, Routing(), REQUEST)
     report(table, "d-fits", 30)
-    both = choose(table, Routing(), ASK)
+    both = choose(table, Routing(), REQUEST)
 
     assert alone.holder is None
     assert alone.num_missing_tokens == 1000
@@ -130,7 +130,7 @@ def test_a_prefix_is_pulled_up_to_the_last_snapshot_of_its_holder() -> None:
     table = a_table(*(replace(n, card=replace(n.card, prefix_naming=naming)) for n in nodes))
     report(table, "decode", 50, naming)
 
-    assert holder_of(choose(table, Routing(), ASK)) == ("decode", 800)
+    assert holder_of(choose(table, Routing(), REQUEST)) == ("decode", 800)
 
 
 def test_a_decode_node_that_computes_the_prompt_pulls_from_another() -> None:
@@ -138,7 +138,7 @@ def test_a_decode_node_that_computes_the_prompt_pulls_from_another() -> None:
     report(table, "d0", 50)
     table.note_load("d0:1", NodeLoad(num_running=20))
 
-    route = choose(table, Routing(), ASK)
+    route = choose(table, Routing(), REQUEST)
 
     assert route.decode.address == "d1:1"
     assert holder_of(route) == ("d0", 800)
@@ -151,7 +151,7 @@ def test_equally_good_holders_alternate() -> None:
     for name in ("p0", "p1"):
         table.note_load(f"{name}:1", NodeLoad(num_waiting=5))
 
-    routes = [choose(table, Routing(), replace(ASK, number=n)) for n in range(3)]
+    routes = [choose(table, Routing(), replace(REQUEST, number=n)) for n in range(3)]
 
     assert {holder_of(route) for route in routes} == {("p0", 800), ("p1", 800), ("d0", 800)}
 
@@ -163,8 +163,8 @@ def test_load_balance_outweighs_a_pullable_prefix() -> None:
     other = choose(table, Routing(), busy)
     Assignment(table, replace(other, prefill=table.node_at("p1:1")))
 
-    pulling = choose(table, Routing(), ASK)
-    alone = choose(table, Routing(kv_pulls=False), ASK)
+    pulling = choose(table, Routing(), REQUEST)
+    alone = choose(table, Routing(kv_pulls=False), REQUEST)
 
     assert pulling.prefill is not None
     assert alone.prefill is not None
@@ -176,7 +176,7 @@ def test_a_request_stays_at_its_prefix_on_an_idle_node() -> None:
     table = a_cluster(2)
     report(table, "p1", 50)
 
-    routes = [choose(table, Routing(), replace(ASK, number=n)) for n in range(4)]
+    routes = [choose(table, Routing(), replace(REQUEST, number=n)) for n in range(4)]
 
     assert {route.prefill for route in routes} == {table.node_at("p1:1")}
     assert {route.holder for route in routes} == {None}
@@ -187,7 +187,7 @@ def test_every_policy_names_the_holder_of_the_longest_prefix() -> None:
     report(table, "p0", 50)
 
     routing = Routing(RoutingPolicy.ROUND_ROBIN)
-    routes = [choose(table, routing, replace(ASK, number=n)) for n in range(2)]
+    routes = [choose(table, routing, replace(REQUEST, number=n)) for n in range(2)]
 
     assert [holder_of(route) for route in routes] == [None, ("p0", 800)]
 
@@ -197,7 +197,7 @@ def test_few_tokens_are_computed_on_decode_if_pulling_the_rest_to_prefill_costs_
     report(table, "d0", 62)
     routing = Routing(local_prefill_below=256)
 
-    few = choose(table, routing, ASK)
+    few = choose(table, routing, REQUEST)
     more = choose(table, routing, RoutingRequest((*PROMPT, *range(100))))
 
     assert few.prefill is None

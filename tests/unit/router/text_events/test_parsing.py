@@ -171,7 +171,7 @@ def test_calls_may_follow_reasoning() -> None:
 
 def test_text_without_a_possible_tag_is_returned_at_once() -> None:
     parser = TextFormat(Parsing("hermes", "qwen3"), ToolCallMode.BY_MODEL).parser()
-    assert [parser.push(piece) for piece in ("a", " b", " <too", "th")] == [
+    assert [parser.push(chunk) for chunk in ("a", " b", " <too", "th")] == [
         *([TextDelta("a")], [TextDelta(" b")], [], [TextDelta(" <tooth")])
     ]
 

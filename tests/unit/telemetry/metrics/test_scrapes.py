@@ -41,10 +41,10 @@ class Owner:
 
 def test_an_idle_owner_is_read_at_each_scrape() -> None:
     owner = Owner()
-    ask = OwnerThreadReader(owner.post, owner.read)
+    read = OwnerThreadReader(owner.post, owner.read)
 
-    before, owner.num_running = ask(), 3
-    after = ask()
+    before, owner.num_running = read(), 3
+    after = read()
 
     assert before == {RUNNING: 0, READINGS_AGE: 0.0}
     assert after == {RUNNING: 3, READINGS_AGE: 0.0}
@@ -52,11 +52,11 @@ def test_an_idle_owner_is_read_at_each_scrape() -> None:
 
 def test_the_last_reading_is_returned_with_its_age_while_the_owner_is_busy() -> None:
     owner = Owner()
-    ask = OwnerThreadReader(owner.post, owner.read, longest_wait_s=0.0)
-    ask()
+    read = OwnerThreadReader(owner.post, owner.read, longest_wait_s=0.0)
+    read()
     owner.is_busy, owner.num_running = True, 3
 
-    reported = ask()
+    reported = read()
 
     assert reported[RUNNING] == 0
     age_s = reported[READINGS_AGE]
@@ -67,22 +67,22 @@ def test_the_last_reading_is_returned_with_its_age_while_the_owner_is_busy() -> 
 def test_a_busy_owner_gets_one_pending_read() -> None:
     owner = Owner()
     owner.is_busy = True
-    ask = OwnerThreadReader(owner.post, owner.read, longest_wait_s=0.0)
+    read = OwnerThreadReader(owner.post, owner.read, longest_wait_s=0.0)
 
     for _ in range(3):
-        assert ask() == {}
+        assert read() == {}
 
     assert len(owner.waiting) == 1
 
 
 def test_a_late_reading_is_returned_by_the_next_scrape() -> None:
     owner = Owner()
-    ask = OwnerThreadReader(owner.post, owner.read, longest_wait_s=0.0)
+    read = OwnerThreadReader(owner.post, owner.read, longest_wait_s=0.0)
     owner.is_busy, owner.num_running = True, 3
-    ask()
+    read()
     owner.catch_up()
 
-    reported = ask()
+    reported = read()
 
     assert reported[RUNNING] == 3
     assert len(owner.waiting) == 1

@@ -195,9 +195,9 @@ def test_an_unenforceable_constraint_is_an_error_of_the_sent_field(
 
 def test_tool_calls_are_streamed_while_they_are_generated() -> None:
     parser = RequiredCallsParser()
-    pieces = ["[{", '"name": "look", "argu', 'ments": {"at": "i', 't"}}, ', '{"name": "now", ']
+    chunks = ["[{", '"name": "look", "argu', 'ments": {"at": "i', 't"}}, ', '{"name": "now", ']
 
-    events = [parser.push(piece) for piece in [*pieces, '"arguments":{}}', "]"]]
+    events = [parser.push(chunk) for chunk in [*chunks, '"arguments":{}}', "]"]]
 
     assert events == [
         [],
@@ -214,7 +214,7 @@ def test_tool_calls_are_streamed_while_they_are_generated() -> None:
 def test_the_arguments_of_a_named_function_are_the_answer() -> None:
     parser = NamedCallParser("look")
 
-    events = [parser.push(piece) for piece in ("", '{"at":', ' "it"}')]
+    events = [parser.push(chunk) for chunk in ("", '{"at":', ' "it"}')]
 
     assert events == [[], [ToolCall("look", '{"at":')], [ArgumentsDelta(' "it"}')]]
 
