@@ -24,9 +24,6 @@ class UcxConfig:
     net_devices: str = ""  # such as "lo" or "eth0"; empty lets UCX choose
 
 
-DEFAULT_UCX = UcxConfig()
-
-
 @dataclass(frozen=True, slots=True)
 class LayerRange:
     """Layers `first` to `end` of a block of `of` layers, which are contiguous and of equal size."""

@@ -22,7 +22,6 @@ from baton.kv_transfer.errors import PeerUnreachable, TransportMissing
 from baton.kv_transfer.process_identity import ProcessIdentity, current_process_mark
 from baton.kv_transfer.protocol.messages import Region
 from baton.kv_transfer.transports.base import (
-    DEFAULT_UCX,
     Arrived,
     ChannelBroken,
     ChannelEvent,
@@ -46,7 +45,7 @@ class NixlTransport:
     def __init__(
         self,
         region: Region,
-        config: UcxConfig = DEFAULT_UCX,
+        config: UcxConfig,
         staging: Region | None = None,
     ) -> None:
         """Peers can write both regions. `staging` is memory for blocks that are converted."""

@@ -14,7 +14,7 @@ from baton.core.errors import InvalidConfig
 from baton.core.ids import BlockId
 from baton.kv_transfer.errors import PeerUnreachable
 from baton.kv_transfer.protocol.messages import Region
-from baton.kv_transfer.transports.base import DEFAULT_UCX, ChannelEvent, UcxConfig, Write
+from baton.kv_transfer.transports.base import ChannelEvent, UcxConfig, Write
 from baton.kv_transfer.transports.staging import Staging
 from baton.kv_transfer.transports.ucxx_library import Ucxx
 from baton.kv_transfer.transports.ucxx_receives import UcxxReceives
@@ -36,7 +36,7 @@ class UcxxTransport:
     name = "ucxx"
     is_one_sided = False
 
-    def __init__(self, region: Region, config: UcxConfig = DEFAULT_UCX) -> None:
+    def __init__(self, region: Region, config: UcxConfig) -> None:
         if region.device != "cpu":
             raise InvalidConfig(
                 f"the ucxx transport supports CPU memory only, not {region.device}; use nixl"

@@ -19,6 +19,7 @@ from baton.engine.scheduler.config import SchedulerConfig
 from baton.kv_transfer.fence import Fence
 from baton.kv_transfer.pairs import Identity
 from baton.kv_transfer.protocol.messages import Fingerprint, Region
+from baton.kv_transfer.transports.base import UcxConfig
 from baton.kv_transfer.transports.nixl import NixlTransport
 from baton.kv_transfer.worker import KvTransferWorker
 from tests.support.kv_links import LinkHub
@@ -69,7 +70,7 @@ class HandoffEngine:
         memory = runner.kv_memory
         region = Region(memory.address, memory.num_blocks, memory.block_bytes, memory.device)
         identity = Identity(NodeId(name), Incarnation(name), fingerprint_of(runner))
-        self._worker = KvTransferWorker(identity, region, NixlTransport(region), link)
+        self._worker = KvTransferWorker(identity, region, NixlTransport(region, UcxConfig()), link)
         link.events = self._worker.inbox
         self._runner = runner
         runner.hook = LayerHook(self._worker, memory.layout.groups)

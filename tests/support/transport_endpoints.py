@@ -37,7 +37,7 @@ def nixl_over_tcp(region: Region) -> Transport:
 
 
 def nixl_by_default(region: Region) -> Transport:
-    return NixlTransport(region)
+    return NixlTransport(region, UcxConfig())
 
 
 def ucxx_over_tcp(region: Region) -> Transport:
@@ -45,7 +45,7 @@ def ucxx_over_tcp(region: Region) -> Transport:
 
 
 def ucxx_by_default(region: Region) -> Transport:
-    return UcxxTransport(region)
+    return UcxxTransport(region, UcxConfig())
 
 
 MAKERS: dict[str, MakeTransport] = {
