@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import re
 from pathlib import Path
+from typing import Any
 
 from baton.engine.runner.kernels.build import SOURCES
 
@@ -28,7 +29,7 @@ _FUNCTION = re.compile(r"^([\w:]+) (baton_\w+)\(([^)]*)\);", re.MULTILINE)
 _DECLARATION = re.compile(r"\s*(?:const )?(?:baton::)?([\w:]+)([^;,]+(?:,[^;,]+)*)")
 
 
-def _read_header() -> tuple[dict[str, type[Struct]], dict[str, tuple[type | None, list[type]]]]:
+def _read_header() -> tuple[dict[str, type[Struct]], dict[str, tuple[type | None, list[Any]]]]:
     """Return the structs, whose pointers are addresses, and the types of the functions."""
     text = _COMMENT.sub("", (SOURCES / "abi.h").read_text(encoding="utf-8"))
     text = _METHOD.sub("", text)
@@ -42,9 +43,9 @@ def _read_header() -> tuple[dict[str, type[Struct]], dict[str, tuple[type | None
         ]
         structs[struct] = type(struct, (Struct,), {"__slots__": (), "_fields_": fields})
         types[struct] = structs[struct]
-    functions: dict[str, tuple[type | None, list[type]]] = {}
+    functions: dict[str, tuple[type | None, list[Any]]] = {}
     for result, function, parameters in _FUNCTION.findall(text):
-        arguments: list[type] = []
+        arguments: list[Any] = []
         for parameter in filter(None, parameters.split(",")):
             [(kind, name)] = _DECLARATION.findall(parameter)
             pointer = ctypes.POINTER(structs[kind]) if kind in structs else ctypes.c_void_p

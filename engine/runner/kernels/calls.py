@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.runner.host_memory import huge_page_memory
-from baton.engine.runner.kernels.abi import GateParams, NormParams, Struct, load_library
+from baton.engine.runner.kernels.abi import FUNCTIONS, GateParams, NormParams, Struct, load_library
 from baton.engine.runner.layout import Ints
 from baton.engine.runner.model.config import Activation
 from baton.engine.runner.model.ops import MlpGate, Norm
@@ -29,16 +29,20 @@ class Kernels:
         self.path = path
         self.library = load_library(path)
         self.num_threads = num_threads
+        self._functions = {
+            name: (getattr(self.library, name), arguments[0]._type_)
+            for name, (_, arguments) in FUNCTIONS.items()
+            if len(arguments) == 1
+        }
 
     def call(self, name: str, **fields: object) -> None:
         """Call a function with a struct of these fields and the number of threads."""
-        function = getattr(self.library, name)
-        values = {
-            field: value.data_ptr() if isinstance(value, Tensor) else value
-            for field, value in fields.items()
-        }
-        [pointer] = function.argtypes
-        function(pointer._type_(**values, num_threads=self.num_threads))
+        function, struct = self._functions[name]
+        for field, value in fields.items():
+            if type(value) is Tensor:  # isinstance takes 0.2 µs for each number
+                fields[field] = value.data_ptr()
+        fields["num_threads"] = self.num_threads
+        function(struct(**fields))
 
 
 class Workspace:
