@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 
 from baton.checkpoint.checkpoint import Checkpoint
-from baton.checkpoint.safetensors_folder import INDEX, SINGLE, SafetensorsFolder, read_shard_names
+from baton.checkpoint.model_files import INDEX, SINGLE, read_shard_names
+from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.core.errors import ModelError
 
 # Weights in other formats are not downloaded.

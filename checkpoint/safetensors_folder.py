@@ -8,15 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.checkpoint.checkpoint import GenerationDefaults, Tensors
-from baton.checkpoint.json_fields import MAX_INT, JsonFields, read_model_text, shorten
-from baton.core.errors import InvalidRequest, ModelError
-from baton.core.sampling import SamplingDefaults
+from baton.checkpoint.json_fields import JsonFields, read_model_text
+from baton.checkpoint.model_files import read_generation_defaults
 
 if TYPE_CHECKING:
     from baton.checkpoint.tokenizer import Tokenizer
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,62 +42,3 @@ class SafetensorsFolder:
 
     def num_weight_bytes(self) -> int:
         return sum(path.stat().st_size for path in self.path.glob("*.safetensors"))
-
-
-def read_generation_defaults(folder: Path) -> GenerationDefaults:
-    """Read generation_config.json. Without its EOS tokens, those of config.json are used."""
-    path = folder / "generation_config.json"
-    if not path.exists():
-        return GenerationDefaults(_eos_ids_of_model(folder))
-    raw = JsonFields.read(path)
-    defaults = SamplingDefaults(
-        temperature=raw.optional_number("temperature"),
-        top_p=raw.optional_number("top_p"),
-        top_k=raw.positive_int("top_k") if raw.optional_number("top_k") else None,
-        min_p=raw.optional_number("min_p"),
-        repetition_penalty=raw.optional_number("repetition_penalty"),
-    )
-    try:
-        defaults.params()
-    except InvalidRequest as error:
-        raise ModelError(f"{path}: {error}; correct it, or delete the file") from error
-    return GenerationDefaults(_eos_ids(raw) or _eos_ids_of_model(folder), defaults)
-
-
-def read_shard_names(index: Path) -> list[str]:
-    """Return the names of the weight files that an index lists, sorted. Raises ModelError.
-
-    All are files of the index's own folder: another path would read what is not the model's.
-    """
-    fields = JsonFields.read(index)
-    weight_map = fields.get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise fields.wrong("weight_map", "must map each tensor to its file")
-    names = sorted({str(name) for name in weight_map.values()})
-    for name in names:
-        if not is_plain_name(name):
-            raise ModelError(
-                f"{index}: {shorten(repr(name))} is not the name of a file in this folder; an "
-                "index can name no other. Fetch the model again, from a source that you trust"
-            )
-    return names
-
-
-def is_plain_name(name: str) -> bool:
-    return name.isprintable() and name not in ("", ".", "..") and not set(name) & {"/", "\\"}
-
-
-def _eos_ids_of_model(folder: Path) -> tuple[int, ...]:
-    raw = JsonFields.read(folder / "config.json")
-    is_within = raw.has("text_config") and not raw.has("eos_token_id")
-    return _eos_ids(raw.inner("text_config") if is_within else raw)
-
-
-def _eos_ids(raw: JsonFields) -> tuple[int, ...]:
-    found = raw.get("eos_token_id")
-    if found is None:
-        return ()
-    listed = found if isinstance(found, list) else [found]
-    if not all(type(token_id) is int and abs(token_id) <= MAX_INT for token_id in listed):
-        raise raw.wrong("eos_token_id", "must be a token id or a list of them")
-    return tuple(listed)

@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as FastTokenizer
 
 from baton.checkpoint.json_fields import JsonFields, read_model_text
-from baton.checkpoint.safetensors_folder import read_generation_defaults
+from baton.checkpoint.model_files import read_generation_defaults
 from baton.checkpoint.tokenizer import Clock, Tokenizer
 from baton.core.errors import ModelError
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from baton.checkpoint.checkpoint import Expected, Shape
-from baton.checkpoint.safetensors_folder import INDEX, SINGLE, read_shard_names
+from baton.checkpoint.model_files import INDEX, SINGLE, read_shard_names
 from baton.checkpoint.weight_digests import (
     DigestCache,
     FileIdentity,
