@@ -17,7 +17,8 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token",
 
 def load_tokenizer(folder: Path, *, clock: Clock = datetime.now) -> Tokenizer:
     """Load the tokenizer of a model folder. Raises ModelError, which names the faulty file."""
-    settings = _read_settings(folder)
+    path = folder / "tokenizer_config.json"
+    settings = JsonFields.read(path) if path.exists() else JsonFields(str(path), {})
     return Tokenizer(
         _load_fast(folder),
         named_tokens=_named_tokens(settings),
@@ -25,11 +26,6 @@ def load_tokenizer(folder: Path, *, clock: Clock = datetime.now) -> Tokenizer:
         eos_token_ids=read_generation_defaults(folder).eos_token_ids,
         clock=clock,
     )
-
-
-def _read_settings(folder: Path) -> JsonFields:
-    path = folder / "tokenizer_config.json"
-    return JsonFields.read(path) if path.exists() else JsonFields(str(path), {})
 
 
 def _named_tokens(settings: JsonFields) -> dict[str, str]:

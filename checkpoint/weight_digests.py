@@ -78,7 +78,9 @@ class DigestCache:
             kept = json.loads(self._path_of(self._folder, identity).read_text("utf-8"))
             digests = kept["digests"]
             is_valid = kept["identity"] == asdict(identity) and digests.keys() == set(names)
-            return dict(digests) if is_valid and all(map(_is_digest, digests.values())) else {}
+            return (
+                dict(digests) if is_valid and all(map(_DIGEST.fullmatch, digests.values())) else {}
+            )
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return {}  # there is none, or it is damaged
 
@@ -109,7 +111,3 @@ def user_digest_cache() -> DigestCache:
     except RuntimeError:
         return DigestCache(None)
     return DigestCache(folder / "baton" / "weights")
-
-
-def _is_digest(value: object) -> bool:
-    return isinstance(value, str) and _DIGEST.fullmatch(value) is not None

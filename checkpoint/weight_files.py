@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -26,24 +26,6 @@ FLOATS = ("F32", "F16", "BF16")
 WHOLE = ("I8", "I32", "I64")
 
 
-class TensorSlice(Protocol):
-    def get_shape(self) -> list[int]: ...
-
-    def get_dtype(self) -> str: ...
-
-    def __getitem__(self, rows: slice | tuple[slice, ...]) -> Tensor: ...
-
-
-class TensorFile(Protocol):
-    """One open safetensors file. The library's own stubs lack the types."""
-
-    def keys(self) -> list[str]: ...
-
-    def get_slice(self, name: str) -> TensorSlice: ...
-
-    def get_tensor(self, name: str) -> Tensor: ...
-
-
 class WeightFiles:
     """Implements `Tensors`: the open weight files of one folder.
 
@@ -53,7 +35,7 @@ class WeightFiles:
     def __init__(self, folder: Path, digests: DigestCache | None = None) -> None:
         self._folder = folder
         self._stack = ExitStack()
-        self._file_by_tensor: dict[str, TensorFile] = {}
+        self._file_by_tensor: dict[str, Any] = {}  # open files; `safe_open` has no types
         self._path_by_tensor: dict[str, Path] = {}
         self._identity_by_path: dict[Path, FileIdentity] = {}
         self._digests = user_digest_cache() if digests is None else digests
@@ -89,13 +71,14 @@ class WeightFiles:
             self._check_one(name, tensor)
 
     def tensor(self, name: str) -> Tensor:
-        found = self._file_by_tensor[name].get_tensor(name)
+        found: Tensor = self._file_by_tensor[name].get_tensor(name)
         if name not in self._digest_by_tensor:  # now, so that a tensor is read from disk once
             self._digest_by_tensor[name] = digest_of(found)
         return found
 
     def part(self, name: str, index: int) -> Tensor:
-        return self._file_by_tensor[name].get_slice(name)[index : index + 1][0]
+        part: Tensor = self._file_by_tensor[name].get_slice(name)[index : index + 1][0]
+        return part
 
     def copy_into(self, name: str, destination: Tensor) -> None:
         destination.copy_(self.tensor(name))
@@ -141,7 +124,7 @@ class WeightFiles:
     def _open(self, path: Path) -> None:
         identity = _identity_of(path)
         try:
-            opened: TensorFile = self._stack.enter_context(safe_open(path, framework="pt"))
+            opened = self._stack.enter_context(safe_open(path, framework="pt"))
             names = list(opened.keys())
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path} is corrupt or cut short ({error}); fetch it again") from error

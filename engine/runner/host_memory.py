@@ -21,8 +21,9 @@ def free_host_bytes(root: Path = ROOT) -> int:
 
     `root` is the folder under which proc and sys are mounted.
     """
-    available = _kib((root / "proc/meminfo").read_text(encoding="ascii"), "MemAvailable:") * 1024
-    return min([available, *_free_in_cgroups(root)])
+    meminfo = (root / "proc/meminfo").read_text(encoding="ascii")
+    [available_kib] = re.findall(r"^MemAvailable: *(\d+)", meminfo, re.MULTILINE)
+    return min([int(available_kib) * 1024, *_free_in_cgroups(root)])
 
 
 def huge_page_memory(num_bytes: int) -> mmap.mmap:
@@ -102,11 +103,6 @@ def _free_in_cgroup(
         return
     cache = re.search(rf"^{cache_name} (\d+)$", _text(folder / "memory.stat"), re.MULTILINE)
     yield max(int(limit) - int(used) + (int(cache[1]) if cache else 0), 0)
-
-
-def _kib(meminfo: str, name: str) -> int:
-    line = next(line for line in meminfo.splitlines() if line.startswith(name))
-    return int(line.split()[1])
 
 
 def _text(path: Path) -> str:

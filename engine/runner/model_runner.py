@@ -78,7 +78,7 @@ class TorchRunner:
         self._batch = batch
         self._attention = attention
         self._linear_attention = linear_attention
-        self.sampler = Sampler(info.eos_token_ids, processors, decoder.find_peaks)
+        self.sampler = Sampler(info.eos_token_ids, processors, decoder.ops.find_peaks)
         self._heads: tuple[OutputHead, ...] = (
             PromptLogprobs(decoder),
             SamplingHead(decoder, self.sampler, info.vocab_size),

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from baton.checkpoint.checkpoint import GenerationDefaults
 from baton.checkpoint.hub import resolve_model_folder
-from baton.checkpoint.safetensors_folder import SafetensorsFolder, read_generation_defaults
+from baton.checkpoint.model_files import read_generation_defaults
+from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.core.errors import InvalidConfig, ModelError
 from baton.core.sampling import SamplingDefaults
 from baton.engine.kv_cache.groups import CacheLayout

@@ -36,22 +36,22 @@ def native_layers(
     if parts:
         log.info("%s: torch computes the %s", config.architecture, ", the ".join(parts))
     made = list(unfused_layers(NativeOps(kernels), config, layers))
-    fused = [index for index, layer in enumerate(layers) if _can_fuse(config, layer)]
     places = layer_places(config.kv_groups())
-    numbers = {index: number for number, index in enumerate(config.attention_layers)}
-    args = {
-        index: _layer_args(config, index, layers[index], places[numbers[index]].place)
-        for index in fused
+    fused = {
+        number: _layer_args(config, index, layers[index], places[number].place)
+        for number, index in enumerate(config.attention_layers)
+        if _can_fuse(config, layers[index])
     }
-    passes = _FusedPasses(kernels, config, list(args.values()))
-    for index in fused:
-        made[index] = FusedLayer(passes, layers[index], args[index], numbers[index])
+    passes = _FusedPasses(kernels, config, list(fused.values()))
+    for number, args in fused.items():
+        index = config.attention_layers[number]
+        made[index] = FusedLayer(passes, layers[index], args, number)
     return made
 
 
 def _can_fuse(config: ModelConfig, layer: Layer) -> bool:
     """Return whether a layer has plain attention and no matrix with reordered columns."""
-    is_plain = layer.recurrent is None and layer.latent is None and not config.has_output_gate
+    is_plain = layer.latent is None and not config.has_output_gate
     return is_plain and None not in [native_matrix(linear) for linear in _linears(layer)]
 
 
@@ -68,7 +68,14 @@ class _FusedPasses:
         self.kernels = kernels
         self.config = config
         self.ops = NativeOps(kernels)
-        self._layer_args = layer_args
+        query_rows = config.num_heads * config.head_dim
+        wide = [max(each.qkv.num_rows, each.gate_up.num_rows) for each in layer_args]
+        gated = [each.down.num_columns for each in layer_args]
+        self._buffer_sizes = (  # per token: see PassArgs
+            max(config.hidden_size, query_rows),
+            max([config.hidden_size, *wide]),
+            max([query_rows, *gated]),
+        )
 
     def begin(self, forward_pass: ForwardPass) -> _FusedPass:
         running = forward_pass.attention
@@ -78,7 +85,10 @@ class _FusedPasses:
         angles = [(cos.contiguous(), sin.contiguous()) for cos, sin in forward_pass.angles]
         pointers = [RopeAngles(cos.data_ptr(), sin.data_ptr()) for cos, sin in angles]
         by_rope = (RopeAngles * len(angles))(*pointers)
-        buffers = self._allocate_buffers(len(angles[0][0]))
+        num_tokens = len(angles[0][0])
+        buffers = [
+            torch.empty(num_tokens, size, dtype=torch.bfloat16) for size in self._buffer_sizes
+        ]
         args_by_group = [
             PassArgs(
                 kv=attention.kv,
@@ -94,21 +104,6 @@ class _FusedPasses:
         ]
         args = [args_by_group[layer.kv_group] for layer in attention.layers]
         return _FusedPass(args, (angles, by_rope, buffers, running))
-
-    def _allocate_buffers(self, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-        config = self.config
-        query_rows = config.num_heads * config.head_dim
-        wide = max(max(each.qkv.num_rows, each.gate_up.num_rows) for each in self._layer_args)
-        heads = max(each.down.num_columns for each in self._layer_args)
-        sizes = (
-            max(config.hidden_size, query_rows),
-            max(config.hidden_size, wide),
-            max(query_rows, heads),
-        )
-        narrow_buf, wide_buf, heads_buf = (
-            torch.empty(num_tokens, size, dtype=torch.bfloat16) for size in sizes
-        )
-        return narrow_buf, wide_buf, heads_buf
 
 
 class _FusedPass(NamedTuple):

@@ -13,7 +13,7 @@ from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.layers import DecoderLayer
 from baton.engine.runner.model.linear import Linear
 from baton.engine.runner.model.mixers import Ends, ForwardPass
-from baton.engine.runner.model.ops import Norm, Ops, Peaks
+from baton.engine.runner.model.ops import Norm, Ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,3 @@ class Decoder:
             return embeddings
         # The scale is rounded to the dtype first, as the models were trained.
         return embeddings * torch.tensor(self.config.embedding_scale, dtype=embeddings.dtype)
-
-    def find_peaks(self, logits: Tensor) -> Peaks:
-        return self.ops.find_peaks(logits)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,6 +23,7 @@ from baton.engine.runner.weights.packed import (
     read_mxfp4,
     read_packed,
 )
+from baton.engine.runner.weights.quantization import Quantization
 from baton.engine.runner.weights.quantize import (
     Quantize,
     Quantized,
@@ -64,18 +65,21 @@ class TensorLoader:
         self._names = frozenset(files.names())
         self._target = target
         self._trimmer = HeapTrimmer()
-        self._progress = _Progress(target.dtype.itemsize, on_progress)
+        self._on_progress = on_progress
+        self._num_loaded = 0  # numbers
         sinks = tensors.names.sinks  # loaded with the attention
-        self._progress.add_expected(
-            size for name, size in self._sizes() if not name.endswith(sinks)
+        self._num_expected = sum(
+            torch.Size(shape).numel()
+            for name, shape in self._shapes.items()
+            if not name.endswith(sinks)
         )
 
     def vector(self, name: str) -> Tensor:
         """Load a small tensor in float32, dequantized if necessary."""
         linear = name.removesuffix(".weight")
-        if self._is_integer(linear):
-            matrix = replace(self._load_unpacked(linear), dtype=torch.float32)
-            return matrix.dequantize()
+        how = self._integer_format(linear)
+        if how is not None:
+            return replace(self._load_unpacked(linear, how), dtype=torch.float32).dequantize()
         vector = torch.empty(self._shapes[name])
         self._copy(name, vector)
         return vector.to(self._target.device)
@@ -140,8 +144,9 @@ class TensorLoader:
 
     def plain_matrix(self, name: str) -> Tensor:
         """Load a matrix in the target's dtype, dequantized if necessary."""
-        if self._is_integer(name):
-            return self._load_unpacked(name).dequantize()
+        how = self._integer_format(name)
+        if how is not None:
+            return self._load_unpacked(name, how).dequantize()
         return self._stacked([f"{name}.weight"])
 
     def head_linears(self, weights: Tensor) -> HeadLinears:
@@ -158,7 +163,7 @@ class TensorLoader:
         if has_bias:
             part = self._files.part(f"{name}_bias", expert)
             bias = self._place(_join_halves(part) if is_interleaved else part)
-            self._progress.add(bias.numel())
+            self._count(bias.numel())
         return self._make_linear(matrix, bias)
 
     def _make_linear(self, matrix: Tensor | Quantized, bias: Tensor | None) -> Linear:
@@ -170,7 +175,7 @@ class TensorLoader:
         self, name: str, expert: int, names: ExpertNames, is_interleaved: bool
     ) -> Tensor | Quantized:
         stored = f"{name}.weight" if names.has_weight_suffix else name
-        self._progress.add(torch.Size(self._shapes[stored][1:]).numel())
+        self._count(torch.Size(self._shapes[stored][1:]).numel())
         if self._is_packed(name):
             parts = (self._files.part(f"{name}_{part}", expert) for part in ("blocks", "scales"))
             blocks, scales = (_join_halves(part) if is_interleaved else part for part in parts)
@@ -210,10 +215,10 @@ class TensorLoader:
             dequantize_float8(destination, self._files.tensor(name), scale, self._how)
         else:
             self._files.copy_into(name, destination)
-        self._progress.add(destination.numel())
+        self._count(destination.numel())
 
     def _matrix(self, names: Sequence[str], quantize: Quantize | None) -> Tensor | Quantized:
-        if any(map(self._is_integer, names)):
+        if any(map(self._integer_format, names)):
             return self._load_packed(names)
         matrix = self._mapped(names, quantize)
         if matrix is None:
@@ -227,53 +232,41 @@ class TensorLoader:
         matrix = self._files.tensor(f"{names[0]}.weight")
         if not self._can_map(matrix, quantize):
             return None
-        self._progress.add(matrix.numel())
+        self._count(matrix.numel())
         return matrix
 
     def _load_packed(self, names: Sequence[str]) -> Quantized:
-        if not all(map(self._is_packed, names)):
+        formats = [self._integer_format(name) for name in names]
+        known = [how for how in formats if how is not None]
+        if len(known) < len(names):
             raise ModelError(f"{', '.join(names)}: some are quantized and some are not")
-        parts = [self._load_unpacked(name) for name in names]
+        parts = list(map(self._load_unpacked, names, known))
         if not have_same_order(parts):
             raise ModelError(f"{', '.join(names)}: their columns have different orders")
         return stacked(parts)
 
-    def _load_unpacked(self, name: str) -> Quantized:
-        assert self._how is not None
+    def _load_unpacked(self, name: str, how: Quantization) -> Quantized:
         shape = self._shapes[f"{name}.weight"]
         unpacked = read_packed(
-            name, shape, self._names, self._how, self._files.tensor, self._target.dtype
+            name, shape, self._names, how, self._files.tensor, self._target.dtype
         )
-        self._progress.add(torch.Size(shape).numel())
+        self._count(torch.Size(shape).numel())
         return unpacked.on(self._target.device)
 
     def _is_packed(self, name: str) -> bool:
         return self._how is not None and is_packed(name, self._names, self._how)
 
-    def _is_integer(self, name: str) -> bool:
-        return self._is_packed(name) and self._how is not None and not self._how.is_float8
+    def _integer_format(self, name: str) -> Quantization | None:
+        """Return the format of a matrix of packed integers, None for any other."""
+        is_float8 = self._how is not None and self._how.is_float8
+        return self._how if self._is_packed(name) and not is_float8 else None
 
-    def _sizes(self) -> Iterator[tuple[str, int]]:
-        for name, shape in self._shapes.items():
-            yield name, torch.Size(shape).numel()
-
-
-class _Progress:
-    """Counts loaded numbers in bytes of the target's dtype."""
-
-    def __init__(self, itemsize: int, on_progress: LoadProgressCallback | None) -> None:
-        self._itemsize = itemsize
-        self._on_progress = on_progress
-        self._loaded = 0
-        self._total = 0
-
-    def add_expected(self, sizes: Iterable[int]) -> None:
-        self._total += sum(sizes) * self._itemsize
-
-    def add(self, num_numbers: int) -> None:
-        self._loaded += num_numbers * self._itemsize
+    def _count(self, num_numbers: int) -> None:
+        """Report the progress, in bytes of the target's dtype."""
+        self._num_loaded += num_numbers
         if self._on_progress is not None:
-            self._on_progress(LoadProgress(self._loaded, self._total))
+            size = self._target.dtype.itemsize
+            self._on_progress(LoadProgress(self._num_loaded * size, self._num_expected * size))
 
 
 def _join_halves(interleaved: Tensor) -> Tensor:
