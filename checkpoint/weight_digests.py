@@ -77,10 +77,9 @@ class DigestCache:
         try:
             kept = json.loads(self._path_of(self._folder, identity).read_text("utf-8"))
             digests = kept["digests"]
-            is_valid = kept["identity"] == asdict(identity) and digests.keys() == set(names)
-            return (
-                dict(digests) if is_valid and all(map(_DIGEST.fullmatch, digests.values())) else {}
-            )
+            is_this = kept["identity"] == asdict(identity) and digests.keys() == set(names)
+            is_valid = is_this and all(map(_DIGEST.fullmatch, digests.values()))
+            return dict(digests) if is_valid else {}
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return {}  # there is none, or it is damaged
 

@@ -74,7 +74,7 @@ class GrammarCompiler(Generic[Compiled]):
 
     def start(
         self,
-        wanted: StructuredOutputs,
+        params: StructuredOutputs,
         on_compiled: Callable[[Compiled | InvalidRequest], None],
     ) -> None:
         """Compile a grammar and pass the result to `on_compiled`.
@@ -83,47 +83,47 @@ class GrammarCompiler(Generic[Compiled]):
         cached. Concurrent calls for the same grammar share one compilation.
         """
         with self._lock:
-            known = self._cache.get(wanted)
+            known = self._cache.get(params)
             if known is None:
-                callbacks = self._callbacks.setdefault(wanted, [])
+                callbacks = self._callbacks.setdefault(params, [])
                 callbacks.append(on_compiled)
                 if len(callbacks) == 1:
-                    is_large = len(wanted.text) > LARGE_CHARACTERS
-                    (self._large_jobs if is_large else self._jobs).put(wanted)
+                    is_large = len(params.text) > LARGE_CHARACTERS
+                    (self._large_jobs if is_large else self._jobs).put(params)
                 return
-            self._cache.move_to_end(wanted)
+            self._cache.move_to_end(params)
         on_compiled(known)
 
     def _work(self, jobs: _Jobs) -> None:
-        while (wanted := jobs.get()) is not None:
+        while (params := jobs.get()) is not None:
             with self._lock:
-                is_awaited = wanted in self._callbacks
+                is_awaited = params in self._callbacks
             if is_awaited:
-                self._publish(wanted, self._compile(wanted))
+                self._publish(params, self._compile(params))
 
-    def _publish(self, wanted: StructuredOutputs, outcome: Compiled | InvalidRequest) -> None:
+    def _publish(self, params: StructuredOutputs, outcome: Compiled | InvalidRequest) -> None:
         with self._lock:
             # Errors are not cached: a missing tokenizer can be there the next time.
             if not isinstance(outcome, InvalidRequest):
-                self._add_to_cache(wanted, outcome)
-            callbacks = self._callbacks.pop(wanted, [])
+                self._add_to_cache(params, outcome)
+            callbacks = self._callbacks.pop(params, [])
         for on_compiled in callbacks:
             on_compiled(outcome)
 
-    def _add_to_cache(self, wanted: StructuredOutputs, compiled: Compiled) -> None:
-        self._cache[wanted] = compiled
-        self._num_cached_characters += len(wanted.text)
+    def _add_to_cache(self, params: StructuredOutputs, compiled: Compiled) -> None:
+        self._cache[params] = compiled
+        self._num_cached_characters += len(params.text)
         while len(self._cache) > self._max_cached_grammars or (
             self._num_cached_characters > self._max_cached_characters
         ):
             oldest, _ = self._cache.popitem(last=False)
             self._num_cached_characters -= len(oldest.text)
 
-    def _compile(self, wanted: StructuredOutputs) -> Compiled | InvalidRequest:
+    def _compile(self, params: StructuredOutputs) -> Compiled | InvalidRequest:
         try:
-            return self._compile_grammar(wanted)
+            return self._compile_grammar(params)
         except InvalidRequest as refusal:
             return refusal
         except BaseException:
             log.exception("compiling a grammar failed with an unexpected exception")
-            return InvalidRequest(f"{FIELD}.{wanted.form}: compiling it failed", FIELD)
+            return InvalidRequest(f"{FIELD}.{params.form}: compiling it failed", FIELD)

@@ -54,17 +54,17 @@ class Checked:
     """A grammar that passed validation; it is not compiled."""
 
 
-def validate_grammar(wanted: StructuredOutputs) -> Checked:
+def validate_grammar(params: StructuredOutputs) -> Checked:
     """Validate a grammar without a tokenizer. Raises InvalidRequest if every node rejects it.
 
     Nodes check more.
     """
-    with _refuse_panics(wanted):
+    with _refuse_panics(params):
         is_wrong, messages = llguidance.LLMatcher.validate_grammar_with_warnings(
-            _definition(wanted), None, limits=LIMITS
+            _definition(params), None, limits=LIMITS
         )
     if is_wrong:
-        raise _error(wanted, messages[0])
+        raise _error(params, messages[0])
     return Checked()
 
 
@@ -83,18 +83,18 @@ class GrammarLibrary:
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._tokenizer_lock = threading.Lock()
 
-    def compile(self, wanted: StructuredOutputs) -> CompiledGrammar:
+    def compile(self, params: StructuredOutputs) -> CompiledGrammar:
         """Compile a grammar, for up to seconds, without the GIL. Raises InvalidRequest."""
         tokenizer = self._read_tokenizer()
         began_s = thread_time()
-        with _refuse_panics(wanted):
+        with _refuse_panics(params):
             matcher = llguidance.LLMatcher(
-                tokenizer, _definition(wanted), log_level=0, limits=LIMITS
+                tokenizer, _definition(params), log_level=0, limits=LIMITS
             )
-        grammar = CompiledGrammar(wanted, matcher)
+        grammar = CompiledGrammar(params, matcher)
         # The first mask is often the most expensive, and shows whether any output fits.
         grammar.matcher().fill(np.zeros(num_words(self._vocab_size), dtype=np.int32))
-        _check_cost(wanted, began_s, MAX_COMPILE_S)
+        _check_cost(params, began_s, MAX_COMPILE_S)
         return grammar
 
     def _read_tokenizer(self) -> llguidance.LLTokenizer:
@@ -118,19 +118,19 @@ class GrammarLibrary:
 class CompiledGrammar:
     """Compiled grammar. Its matchers share llguidance's caches, so later ones are faster."""
 
-    def __init__(self, wanted: StructuredOutputs, start: llguidance.LLMatcher) -> None:
-        self._wanted = wanted
+    def __init__(self, params: StructuredOutputs, start: llguidance.LLMatcher) -> None:
+        self._wanted = params
         self._start = start
         if start.is_error():
-            raise _error(wanted, start.get_error())
+            raise _error(params, start.get_error())
 
     def matcher(self) -> GrammarMatcher:
         return GrammarMatcher(self._wanted, self._start.deep_copy())
 
 
 class GrammarMatcher:
-    def __init__(self, wanted: StructuredOutputs, matcher: llguidance.LLMatcher) -> None:
-        self._wanted = wanted
+    def __init__(self, params: StructuredOutputs, matcher: llguidance.LLMatcher) -> None:
+        self._wanted = params
         self._matcher = matcher
 
     def advance(self, token_ids: Sequence[int]) -> None:
@@ -154,103 +154,103 @@ class GrammarMatcher:
 
 
 @contextmanager
-def _refuse_panics(wanted: StructuredOutputs) -> Iterator[None]:
+def _refuse_panics(params: StructuredOutputs) -> Iterator[None]:
     """Convert panics of llguidance into InvalidRequest, so that only the request fails."""
     try:
         yield
     except BaseException as error:
         if type(error).__name__ == "PanicException":  # from Rust; not an Exception
-            raise _error(wanted, PANIC) from error
+            raise _error(params, PANIC) from error
         raise
 
 
-def _definition(wanted: StructuredOutputs) -> str:
+def _definition(params: StructuredOutputs) -> str:
     """Return the grammar in llguidance's format. Raises InvalidRequest."""
-    return llguidance.LLMatcher.grammar_from_lark(f"{HEADER}\n{_lark(wanted)}")
+    return llguidance.LLMatcher.grammar_from_lark(f"{HEADER}\n{_lark(params)}")
 
 
-def _lark(wanted: StructuredOutputs) -> str:
-    if wanted.choice:
-        return f"start: {' | '.join(map(json.dumps, wanted.choice))}"
-    if wanted.regex is not None:
-        parsed = json.loads(llguidance.LLMatcher.grammar_from_regex(wanted.regex))
+def _lark(params: StructuredOutputs) -> str:
+    if params.choice:
+        return f"start: {' | '.join(map(json.dumps, params.choice))}"
+    if params.regex is not None:
+        parsed = json.loads(llguidance.LLMatcher.grammar_from_regex(params.regex))
         return str(parsed["grammars"][0]["lark_grammar"])
-    if wanted.grammar is not None:
-        return _lark_of_grammar(wanted, wanted.grammar)
-    return f"start: %json {_schema(wanted, ANY_OBJECT if wanted.json is None else wanted.json)}"
+    if params.grammar is not None:
+        return _lark_of_grammar(params, params.grammar)
+    return f"start: %json {_schema(params, ANY_OBJECT if params.json is None else params.json)}"
 
 
-def _lark_of_grammar(wanted: StructuredOutputs, text: str) -> str:
+def _lark_of_grammar(params: StructuredOutputs, text: str) -> str:
     if "%llguidance" in text:
-        raise _error(wanted, "%llguidance is not allowed: leave it out")
+        raise _error(params, "%llguidance is not allowed: leave it out")
     check_grammar_ends(text)
     try:
         for schema in embedded_schemas(text):
-            _check_schema_cost(wanted, schema)
+            _check_schema_cost(params, schema)
     except RecursionError:
-        raise _error(wanted, TOO_DEEP) from None
+        raise _error(params, TOO_DEEP) from None
     if not GBNF_RULE.search(text):
         return text
     try:
         return gbnf_to_lark(text).removeprefix("%llguidance {}")
     except RecursionError:
-        raise _error(wanted, TOO_DEEP) from None
+        raise _error(params, TOO_DEEP) from None
     except Exception as error:  # its parser has no exception class of its own
-        raise _error(wanted, f"it is not GBNF: {error}") from error
+        raise _error(params, f"it is not GBNF: {error}") from error
 
 
-def _schema(wanted: StructuredOutputs, text: str) -> str:
+def _schema(params: StructuredOutputs, text: str) -> str:
     """Return the rewritten schema with Baton's llguidance settings, which replace the client's."""
     try:
-        schema = _parse_schema(wanted, text)
+        schema = _parse_schema(params, text)
         check_schema_ends(schema)
-        _check_schema_cost(wanted, schema)
+        _check_schema_cost(params, schema)
         if schema is False:
-            raise _error(wanted, "no value matches the schema false")
+            raise _error(params, "no value matches the schema false")
         fields = {} if schema is True else prepare_schema(schema)
-        return json.dumps({**fields, "x-guidance": _json_settings(wanted)}, allow_nan=False)
+        return json.dumps({**fields, "x-guidance": _json_settings(params)}, allow_nan=False)
     except RecursionError:
-        raise _error(wanted, TOO_DEEP) from None
+        raise _error(params, TOO_DEEP) from None
     except ValueError as error:
-        raise _error(wanted, f"a number is out of range: {error}") from error
+        raise _error(params, f"a number is out of range: {error}") from error
 
 
-def _json_settings(wanted: StructuredOutputs) -> dict[str, Any]:
+def _json_settings(params: StructuredOutputs) -> dict[str, Any]:
     settings = {"lenient": False, "item_separator": ",", "key_separator": ":"}
-    if wanted.disable_any_whitespace:
+    if params.disable_any_whitespace:
         return {**settings, "whitespace_flexible": False}
     return {**settings, "whitespace_pattern": WHITESPACE}
 
 
-def _parse_schema(wanted: StructuredOutputs, text: str) -> dict[str, Any] | bool:
+def _parse_schema(params: StructuredOutputs, text: str) -> dict[str, Any] | bool:
     try:
         schema = json.loads(text, parse_constant=_refuse_constant)
     except ValueError as error:
-        raise _error(wanted, f"it is not JSON: {error}") from error
+        raise _error(params, f"it is not JSON: {error}") from error
     if not isinstance(schema, dict | bool):
         kind = "a list" if isinstance(schema, list) else type(schema).__name__
-        raise _error(wanted, f"a JSON schema is an object or a boolean; this is {kind}")
+        raise _error(params, f"a JSON schema is an object or a boolean; this is {kind}")
     return schema
 
 
-def _check_schema_cost(wanted: StructuredOutputs, schema: Any) -> None:
+def _check_schema_cost(params: StructuredOutputs, schema: Any) -> None:
     reason = expense_reason(schema)
     if reason is not None:
-        raise _error(wanted, reason)
+        raise _error(params, reason)
 
 
-def _check_cost(wanted: StructuredOutputs, began_s: float, max_s: float) -> None:
+def _check_cost(params: StructuredOutputs, began_s: float, max_s: float) -> None:
     took_s = thread_time() - began_s
     if took_s > max_s:
-        raise _error(wanted, f"one step took {took_s:.1f} s of CPU time; make it simpler")
+        raise _error(params, f"one step took {took_s:.1f} s of CPU time; make it simpler")
 
 
 def _refuse_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
-def _error(wanted: StructuredOutputs, text: str) -> InvalidRequest:
+def _error(params: StructuredOutputs, text: str) -> InvalidRequest:
     # The lines of GBNF differ from those of the Lark grammar that it is converted to.
-    has_lines = wanted.grammar is not None and not GBNF_RULE.search(wanted.grammar)
+    has_lines = params.grammar is not None and not GBNF_RULE.search(params.grammar)
     reason = reason_of(text, has_lines=has_lines)
-    return InvalidRequest(f"{FIELD}.{wanted.form} cannot be enforced: {reason}", FIELD)
+    return InvalidRequest(f"{FIELD}.{params.form} cannot be enforced: {reason}", FIELD)

@@ -37,10 +37,6 @@ from baton.engine.runner.state.state_shape import StateShape
 
 log = logging.getLogger(__name__)
 
-MakeAttention = Callable[[Tensor, Sequence[LayerAttention]], PagedAttention]
-MakeLinearAttention = Callable[[Tensor, StateShape], LinearAttention]
-MakeLayers = Callable[[ModelConfig, Sequence[Layer]], Sequence[DecoderLayer]]
-
 
 @dataclass(frozen=True, slots=True)
 class Parts:
@@ -48,31 +44,31 @@ class Parts:
 
     name: str
     ops: Ops
-    make_attention: MakeAttention
-    make_layers: MakeLayers
-    make_linear_attention: MakeLinearAttention = TorchLinearAttention
+    make_attention: Callable[[Tensor, Sequence[LayerAttention]], PagedAttention]
+    make_layers: Callable[[ModelConfig, Sequence[Layer]], Sequence[DecoderLayer]]
+    make_linear_attention: Callable[[Tensor, StateShape], LinearAttention] = TorchLinearAttention
 
 
 _TORCH_OPS = TorchOps()
 TORCH = Parts("torch", _TORCH_OPS, TorchPagedAttention, partial(unfused_layers, _TORCH_OPS))
 
 
-def choose_parts(wanted: str, dtype: torch.dtype, device: torch.device) -> Parts:
-    """Select the implementation for `wanted`: auto, native or torch.
+def choose_parts(name: str, dtype: torch.dtype, device: torch.device) -> Parts:
+    """Select the implementation by `name`: auto, native or torch.
 
     Raises InvalidConfig if native kernels are requested but not available.
     """
     fits = dtype is torch.bfloat16 and device.type == "cpu"
-    if wanted == "native" and not fits:
+    if name == "native" and not fits:
         raise InvalidConfig(
             f"kernels 'native' support bfloat16 on the CPU, not {dtype} on {device}"
         )
-    if wanted == "torch" or not fits:
+    if name == "torch" or not fits:
         return TORCH
     try:
         return native_parts()
     except KernelsUnavailable as error:
-        if wanted == "native":
+        if name == "native":
             raise InvalidConfig(f"kernels 'native' are not available: {error}") from error
         log.warning("Using plain torch, which is two to three times slower: %s", error)
         return TORCH

@@ -65,20 +65,20 @@ class GrammarMasks:
             return runs
         too_costly = self._budget.begin_step([runs[index].row.request_id for index in masked])
         for request_id, reason in too_costly.items():
-            failures.setdefault(request_id, _refusal(_too_ambiguous(reason)))
+            failures.setdefault(request_id, _request_failure(_too_ambiguous(reason)))
         bits = np.zeros((len(masked), num_words(self._vocab_size)), dtype=np.int32)
-        for line, (index, grammar) in enumerate(masked.items()):
+        for row, (index, grammar) in enumerate(masked.items()):
             request_id = runs[index].row.request_id
             if request_id in failures:
                 continue
             try:
-                self._fill_mask(runs[index], grammar, bits[line])
-            except InvalidRequest as refusal:
-                failures[request_id] = _refusal(refusal)
+                self._fill_mask(runs[index], grammar, bits[row])
+            except InvalidRequest as error:
+                failures[request_id] = _request_failure(error)
         allowed = unpack_bits(bits, self._vocab_size)
-        for line, index in enumerate(masked):
+        for row, index in enumerate(masked):
             if runs[index].row.request_id not in failures:
-                runs[index] = runs[index]._replace(allowed=allowed[line])
+                runs[index] = runs[index]._replace(allowed=allowed[row])
         return runs
 
     def _fill_mask(self, run: TokenRun, grammar: Grammar, bits: Bits) -> None:
@@ -161,7 +161,7 @@ class MaskBudget:
         self._average_s.pop(request_id, None)
 
 
-def _refusal(error: InvalidRequest) -> Failure:
+def _request_failure(error: InvalidRequest) -> Failure:
     return Failure(str(error), FailureCause.REQUEST)
 
 
