@@ -66,12 +66,6 @@ class KvArrivals:
         arrival.waits_until_s = until_s
         return fill.fill_id, min(until_s, fill.late_at_s)
 
-    def receive_token_s(self, arrival: Arrival, now: float) -> float:
-        """Return the time that each token more of a request's hand-off takes, if it is known."""
-        if arrival.handoff is None:
-            return 0.0
-        return self.pulls.receive_token_s(arrival.handoff.source, now)
-
     def forget(self) -> None:
         """Forget what was to be stored. What is being filled will not be cached."""
         self._cache.prefixes.forget_unstored()

@@ -74,7 +74,7 @@ class AdmissionRules:
             (
                 self._reject_known_failure,
                 # Before a place is free: fills need none, and run while the request waits for one.
-                self._await_prefix,
+                self._await_fill,
                 self._require_place,
                 self._find_prefix,
                 self._await_evicted,
@@ -89,12 +89,12 @@ class AdmissionRules:
                 self._reject_known_failure,
                 self._limit_receives,
                 self._find_prefix,
-                self._await_before_grant,
+                self._await_fill,
                 self._take_blocks,
             ),
             self._grant_to_peer,
         )
-        prefetch = _Way((self._await_prefix, self._find_prefix), self._end_prefetch)
+        prefetch = _Way((self._await_fill, self._find_prefix), self._end_prefetch)
         self._ways = {TaskOutput.TOKENS: compute, TaskOutput.KV: prefetch}
 
     def try_start(self, request: Request) -> Refusal | None:
@@ -150,42 +150,36 @@ class AdmissionRules:
         )
         return None
 
-    def _await_prefix(self, candidate: Candidate) -> Refusal | None:
+    def _await_fill(self, candidate: Candidate) -> Refusal | None:
         """Let a request wait, without blocks, for a fill that gets more of its prefix.
 
-        Fills begin for all requests that reach the head, also while the batch is full.
+        Fills begin for all requests that reach the head, also while the batch is full. A receiver
+        waits for blocks that its peer need not send then.
         """
-        state, token_s = self._state, self._budget.pace.token_s
-        spare = state.num_spare_blocks
-        need = PrefixNeed(candidate.max_num_hits, token_s, state.now_s, spare)
-        return self._await_fill(candidate.request, need)
+        state, arrival = self._state, candidate.request.arrival
+        token_s = self._budget.pace.token_s
+        if arrival.handoff is not None:
+            token_s = state.arrivals.pulls.receive_token_s(arrival.handoff.source, state.now_s)
+        need = PrefixNeed(
+            candidate.max_num_hits,
+            token_s,
+            state.now_s,
+            state.num_spare_blocks,
+            candidate.continues_at,
+            candidate.hit.num_blocks,
+        )
+        wait = state.arrivals.find_fill(arrival, need)
+        if wait is None:
+            return None
+        fill_id, until_s = wait
+        self._budget.note_look_up(candidate.request)
+        state.waiting.follow(candidate.request, fill_id, until_s)
+        return Refusal.SET_ASIDE
 
     def _await_evicted(self, candidate: Candidate) -> Refusal | None:
         """Wait once more if blocks were evicted that the request had found while it waited."""
         is_shorter = candidate.request.arrival.may_look_again(candidate.hit.num_blocks)
-        return self._await_prefix(candidate) if is_shorter else None
-
-    def _await_before_grant(self, candidate: Candidate) -> Refusal | None:
-        """Let a receiver wait for blocks that its peer need not send then."""
-        now, arrival = self._state.now_s, candidate.request.arrival
-        need = PrefixNeed(
-            candidate.max_num_hits,
-            self._state.arrivals.receive_token_s(arrival, now),
-            now,
-            candidate.num_spare,
-            candidate.continues_at,
-            candidate.hit.num_blocks,
-        )
-        return self._await_fill(candidate.request, need)
-
-    def _await_fill(self, request: Request, need: PrefixNeed) -> Refusal | None:
-        wait = self._state.arrivals.find_fill(request.arrival, need)
-        if wait is None:
-            return None
-        self._budget.note_look_up(request)
-        fill_id, until_s = wait
-        self._state.waiting.follow(request, fill_id, until_s)
-        return Refusal.SET_ASIDE
+        return self._await_fill(candidate) if is_shorter else None
 
     # --- rules: blocks ------------------------------------------------------------
 

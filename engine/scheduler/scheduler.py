@@ -136,7 +136,8 @@ class Scheduler:
         # KV reports first: no order may follow for a hand-off that is reported as over.
         self._output_processor.settle_kv(kv)
         self._output_processor.settle_run(run)
-        return self._state.take_outputs()
+        outputs, self._state.outbox = self._state.outbox, []
+        return outputs
 
     def running_rows(self) -> dict[RequestId, PlanRow]:
         """Return the running requests as rows, in the state before the pending plan is run."""

@@ -192,11 +192,7 @@ class SchedulerState:
     def held_kv(self) -> list[HeldKv]:
         return [request.kv for request in self.requests.values()]
 
-    # --- outputs and statistics --------------------------------------------------
-
-    def take_outputs(self) -> list[Output]:
-        taken, self.outbox = self.outbox, []
-        return taken
+    # --- statistics -------------------------------------------------------------
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
