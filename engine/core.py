@@ -16,8 +16,6 @@ from baton.kv_transfer.external_kv import ExternalKv
 from baton.kv_transfer.records import TransferRecord
 from baton.kv_transfer.types import NO_KV_ORDERS, NO_REPORTS, KvOrders, KvReports
 
-EXTERNAL_CHECK_S = 0.25  # interval of checks for overdue loads
-
 
 class EngineCore:
     """Owns the scheduler, the runner and the KV worker, and drives them one step at a time."""
@@ -102,11 +100,7 @@ class EngineCore:
         """
         if self._made_progress:
             return 0.0
-        poll_s = self._kv_worker.next_poll_s(self._clock())
-        if not self.scheduler.awaits_external:
-            return poll_s
-        # Its reports wake the engine. A load that takes too long does not.
-        return EXTERNAL_CHECK_S if poll_s is None else min(poll_s, EXTERNAL_CHECK_S)
+        return self._kv_worker.next_poll_s(self._clock())
 
 
 class NoKvWorker:

@@ -90,10 +90,6 @@ class KvArrivals:
     def has_orders(self) -> bool:
         return bool(self.orders) or self.stores.can_begin
 
-    @property
-    def awaits_external(self) -> bool:
-        return bool(self.loads or self.stores)
-
     # --- helpers --------------------------------------------------------------------
 
     def _fill_by_best_offer(self, arrival: Arrival, need: PrefixNeed) -> Fill | None:

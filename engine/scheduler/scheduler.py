@@ -160,11 +160,6 @@ class Scheduler:
         """True if the last plan left requests that the next one can look up at once."""
         return self._planner.is_cut_short
 
-    @property
-    def awaits_external(self) -> bool:
-        """True if an external KV cache loads or stores blocks."""
-        return self._state.arrivals.awaits_external
-
     def stats(self) -> SchedulerStats:
         return self._state.stats()
 

@@ -13,5 +13,6 @@ def awaits_peers(scheduler: Scheduler) -> bool:
 
 def is_idle(scheduler: Scheduler) -> bool:
     """Return whether there are no requests, hand-offs or pending outputs: every block is free."""
-    is_waiting = awaits_peers(scheduler) or scheduler.awaits_external
+    arrivals = scheduler._state.arrivals
+    is_waiting = awaits_peers(scheduler) or arrivals.loads or arrivals.stores
     return not (scheduler.has_work or is_waiting or scheduler.request_ids())
