@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from baton.core.ids import NO_BLOCK, BlockId
 from baton.engine.errors import BlocksUnaccounted
 from baton.engine.kv_cache.block_hashes import BlockHash
-from baton.engine.kv_cache.block_names import name_in_group
+from baton.engine.kv_cache.block_names import group_of, name_in_group
 from baton.engine.kv_cache.cache_group import CacheGroup, NamedBlock, PrefixHit, PrefixQuery
 from baton.engine.kv_cache.groups import KvCacheSpec
 from baton.engine.kv_cache.held_kv import HeldKv
@@ -112,7 +112,7 @@ class TokenGroup(CacheGroup):
         for block in blocks:
             if held is not None:
                 self.register_block(held, block.place, block.block_id)
-            else:
+            elif group_of(block.name) == self.number:  # not if a peer made up the name
                 self._cache.pool.register(block.block_id, block.name)
 
     def _report(self, held: HeldKv, start: int, end: int) -> None:

@@ -14,7 +14,7 @@ from baton.core.sampling import SamplingParams
 from baton.engine.kv_arrival.pull_times import AVOID_S, BYTE_S, FORGET_S, LATENCY_S, PullTimes
 from baton.engine.kv_arrival.pulls import PullConfig
 from baton.engine.kv_cache.block_hashes import HASH_BYTES, BlockHash
-from baton.engine.kv_cache.block_names import snapshot_names
+from baton.engine.kv_cache.block_names import name_in_group, snapshot_names
 from baton.engine.kv_cache.groups import FULL, ONE_GROUP, KvCacheSpec, KvGroup
 from baton.engine.plan import Plan
 from baton.engine.scheduler.config import SchedulerConfig
@@ -406,6 +406,25 @@ def test_a_snapshot_in_a_tier_is_loaded_and_then_sent_to_the_puller() -> None:
     assert it.num_snapshots == 1
     it.wire.end_sending(handoff_id)
     it.run_to_end()
+
+
+def test_a_name_that_no_group_gives_is_never_cached() -> None:
+    it = world(has_external=True)
+    assert it.external is not None
+    it.external._fails = False
+    it.add(PROMPT)
+    it.run_to_end()
+    it.evict_cached()
+    name, *_ = it.external.blocks
+    made_up = name_in_group(BlockHash(name), 200)
+    it.external.blocks[made_up] = it.external.blocks[name]
+    it.request_blocks([made_up])
+
+    plan = step_until(it, lambda plan: bool(plan.kv_orders.sends or plan.kv_orders.withdraws))
+
+    assert plan.kv_orders.withdraws
+    it.run_to_end()
+    it.evict_cached()
 
 
 def test_a_snapshot_whose_prefix_did_not_land_is_not_cached() -> None:
