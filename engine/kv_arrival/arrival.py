@@ -20,7 +20,7 @@ class Arrival:
     handoff: ReceiveKv | None = None  # None once its KV landed or was lost
     prefix_source: PrefixSource | None = None
     waits_until_s: float | None = None  # for all fills in sum; None: it has not waited yet
-    asked: frozenset[str] = frozenset()  # sources that it does not ask again
+    asked: set[str] = field(default_factory=set)  # sources that it does not ask again
     num_found_blocks: int = 0  # leading blocks that it found in the prefix cache while waiting
     num_looks: int = 0  # for its prefix, after the first one
     is_over: bool = False  # the request has ended
@@ -36,12 +36,9 @@ class Arrival:
     def may_wait(self, now: float) -> bool:
         return self.waits_until_s is None or now < self.waits_until_s
 
-    def note_asked(self, source: str) -> None:
-        self.asked |= {source}
-
     def restart(self) -> None:
         """Let a request that has lost its blocks wait for what was stored of it."""
-        self.asked = frozenset()
+        self.asked.clear()
         self.waits_until_s = None
 
     def may_look_again(self, num_hits: int) -> bool:
@@ -50,7 +47,7 @@ class Arrival:
         if num_hits >= num_found or self.num_looks >= MAX_LOOKS:
             return False
         self.num_looks += 1
-        self.asked = frozenset()
+        self.asked.clear()
         return True
 
     def note_filled(self, source: str, token_range: range) -> None:

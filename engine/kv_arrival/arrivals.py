@@ -102,7 +102,7 @@ class KvArrivals:
                 best = source.offer(arrival, need, min_saved_s) or best
         if best is None or best.follows is not None:
             return None if best is None else best.follows
-        arrival.note_asked(best.source.name)
+        arrival.asked.add(best.source.name)
         fill = self.fills.begin(best.prefix, need.now_s, arrival, best.peer)
         best.source.order(fill)
         return fill

@@ -54,7 +54,7 @@ class ExternalLoads:
             other_s = prefix.num_gained * self._cache.block_size * need.token_s
             saved_s = other_s - external.load_s(prefix.names)
         if not prefix.names or saved_s <= 0:
-            arrival.note_asked(self.name)
+            arrival.asked.add(self.name)
             return None
         if saved_s < min_saved_s:
             return None

@@ -83,7 +83,7 @@ class PeerPulls:
         follows = self._pulls_by_name.find(prefix.names)
         # A second pull of blocks whose pull is late would be no faster.
         if saved_s is None or (follows is not None and follows.late_at_s <= need.now_s):
-            arrival.note_asked(self.name)
+            arrival.asked.add(self.name)
             return None
         if saved_s < min_saved_s or (follows is None and not self._has_room(prefix, need)):
             return None

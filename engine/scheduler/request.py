@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
+from operator import attrgetter
 
 from baton.core.ids import RequestId
 from baton.core.output import RequestStats
@@ -17,6 +18,7 @@ from baton.engine.structured_output.grammar import Grammar
 
 # (priority, arrival time, serial number): lower is scheduled earlier. FCFS sets priority to zero.
 Rank = tuple[int, float, int]
+BY_RANK = attrgetter("rank")  # sort key of requests
 
 NOT_DUE = 0  # steps are numbered from one
 

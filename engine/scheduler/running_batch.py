@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from baton.core.ids import RequestId
 from baton.engine.plan import NO_STATE_COPIES, BlockTables, Plan, PlanRow, StateCopies
-from baton.engine.scheduler.request import NOT_DUE, Request
+from baton.engine.scheduler.request import BY_RANK, NOT_DUE, Request
 from baton.engine.step_calendar import StepCalendar
 from baton.kv_transfer.types import KvOrders
 
@@ -45,7 +45,7 @@ class Batch:
             if request.due_step == self._calendar.step:
                 request.due_step = NOT_DUE
                 short.append(request)
-        short.sort(key=_rank)
+        short.sort(key=BY_RANK)
         return short
 
     def start_prefill(self, request: Request, num_tokens: int) -> None:
@@ -147,7 +147,3 @@ def make_row(request: Request) -> PlanRow:
         grammar=request.grammar,
         state=request.kv.state_blocks,
     )
-
-
-def _rank(request: Request) -> tuple[int, float, int]:
-    return request.rank

@@ -11,7 +11,7 @@ from __future__ import annotations
 from baton.engine.plan import BlockTables, Plan
 from baton.engine.scheduler.admission import AdmissionRules, Refusal
 from baton.engine.scheduler.prompt_budget import PromptBudget
-from baton.engine.scheduler.request import Request, RequestStatus
+from baton.engine.scheduler.request import BY_RANK, Request, RequestStatus
 from baton.engine.scheduler.state import SchedulerState
 from baton.engine.scheduler.urgency import preempt_for
 
@@ -148,7 +148,7 @@ class StepPlanner:
     def _schedule_prefills(self) -> None:
         # By rank, not by start: a more urgent prompt that started later gets the tokens first.
         prefilling = self._state.batch.prefilling.values()
-        for request in sorted(prefilling, key=lambda request: request.rank):
+        for request in sorted(prefilling, key=BY_RANK):
             num_missing = request.num_tokens - request.kv.num_computed_tokens
             chunk = self.budget.next_chunk(request, num_missing)
             if chunk:

@@ -19,7 +19,7 @@ from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.scheduler.config import SchedulerConfig, SchedulingPolicy
 from baton.engine.scheduler.queues import RankedQueue, WaitingQueue
-from baton.engine.scheduler.request import Rank, Request, RequestStatus
+from baton.engine.scheduler.request import BY_RANK, Rank, Request, RequestStatus
 from baton.engine.scheduler.running_batch import Batch
 from baton.engine.scheduler.validation import max_num_tokens
 from baton.engine.structured_output.grammar import Grammar
@@ -176,7 +176,7 @@ class SchedulerState:
         candidates: list[Request] = [*self.batch.running.values(), *self.ready]
         return max(
             (r for r in candidates if not self.arrivals.sends.has_sent(r.submitted.send_to)),
-            key=_rank_of,
+            key=BY_RANK,
         )
 
     @property
@@ -272,7 +272,3 @@ class SchedulerState:
         for request in self.requests.values():
             yield from request.kv.block_ids
         yield from self.arrivals.holds.block_ids()
-
-
-def _rank_of(request: Request) -> Rank:
-    return request.rank

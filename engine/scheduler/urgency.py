@@ -9,7 +9,7 @@ the prefix cache until evicted.
 from __future__ import annotations
 
 from baton.engine.scheduler.config import SchedulingPolicy
-from baton.engine.scheduler.request import Request
+from baton.engine.scheduler.request import BY_RANK, Request
 from baton.engine.scheduler.state import SchedulerState
 
 
@@ -50,7 +50,7 @@ def _victims(state: SchedulerState, head: Request) -> list[Request]:
         and not request.was_preempted_for_priority
         and not state.arrivals.sends.has_sent(request.submitted.send_to)
     ]
-    return sorted(found, key=lambda request: request.rank, reverse=True)
+    return sorted(found, key=BY_RANK, reverse=True)
 
 
 def _shortage(state: SchedulerState, head: Request) -> int:

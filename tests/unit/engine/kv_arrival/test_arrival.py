@@ -20,7 +20,7 @@ def test_all_waits_of_a_request_share_one_deadline_until_it_loses_its_blocks() -
     arrival = Arrival(make_held(), rank=(0, 0.0, 0))
     before_any = arrival.may_wait(99.0)
     arrival.waits_until_s = 5.0
-    arrival.note_asked("external")
+    arrival.asked.add("external")
 
     assert (before_any, arrival.may_wait(4.9), arrival.may_wait(5.0)) == (True, True, False)
     arrival.restart()
