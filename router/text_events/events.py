@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from baton.core.finish import Finish
 from baton.core.output import FinishReason
 from baton.router.values import AnswerPart, TokenChunk
 
@@ -53,27 +52,18 @@ class OutputParser(Protocol):
         ...
 
 
-class AnswerEvents(NamedTuple):
-    """Events of the next part of an answer. A tuple because one is created per token."""
-
-    answer_index: int  # among the answers to a request
-    texts: Sequence[TextEvent]
-    tokens: TokenChunk = TokenChunk(0)  # for APIs that return ids or logprobs
-    end: Finish | None = None  # of the last part
-
-
 class EventReader:
     """Turns the parts of all answers to a request into events."""
 
     def __init__(self, new_parser: Callable[[], OutputParser], num_answers: int) -> None:
         self._parsers = [new_parser() for _ in range(num_answers)]
 
-    def read(self, index: int, part: AnswerPart) -> AnswerEvents:
+    def read(self, index: int, part: AnswerPart) -> Sequence[TextEvent]:
+        """Return the events of the next part of this answer."""
         parser = self._parsers[index]
         if isinstance(part, TokenChunk):
-            return AnswerEvents(index, parser.push(part.text), part)
-        is_cut_off = part.reason is FinishReason.LENGTH
-        return AnswerEvents(index, parser.finish(is_cut_off=is_cut_off), end=part)
+            return parser.push(part.text)
+        return parser.finish(is_cut_off=part.reason is FinishReason.LENGTH)
 
 
 class AnswerText(NamedTuple):

@@ -149,8 +149,8 @@ def test_the_chunks_of_a_chat_add_up_to_the_whole_message(
 
     parts = [reader.read(0, chunk) for chunk in tokens]
     last = reader.read(0, end)
-    chunks = [*map(streamed.chunk, parts), streamed.last_chunk(last.texts, end)]
-    text = fold([event for part in (*parts, last) for event in part.texts])
+    chunks = [*map(streamed.chunk, parts, tokens), streamed.last_chunk(last, end)]
+    text = fold([event for part in (*parts, last) for event in part])
     choice = whole.whole(text, join_chunks(tokens), end)
 
     message = choice["message"]

@@ -23,7 +23,6 @@ from baton.router.http.bodies import Bodies
 from baton.router.http.exchange import ReceivedRequest, Reply
 from baton.router.http.json_encoding import encode_in_slices
 from baton.router.pipeline import Pipeline
-from baton.router.text_events.events import EventReader
 from baton.router.text_events.parsing import Parsing
 from baton.router.values import TextPrompt
 
@@ -77,18 +76,17 @@ class AnswerHandler:
         reply: Reply,
     ) -> None:
         header = make_header(parsed, request.id, int(time.time()), self._model(parsed))
-        events = EventReader(parsed.options.text_format.parser, len(parsed.calls))
         answers = generate_answers(self.pipeline, request.scope, parsed.calls, parsed.num_each)
         async with aclosing(answers) as parts:
             if not parsed.options.is_streamed:
                 whole = WholeAnswer(parsed, header, prompts, self.pipeline.inputs)
                 async for index, part in parts:
-                    whole.add(events.read(index, part))
+                    whole.add(index, part)
                 await reply.send_body(await encode_in_slices(whole.body()))
                 return
             streamed = StreamedAnswer(parsed, header, prompts, self.pipeline.inputs)
             async for index, part in parts:
-                await reply.send_events(await streamed.chunk(events.read(index, part)))
+                await reply.send_events(await streamed.chunk(index, part))
             await reply.send_events(streamed.end(), is_last=True)
 
     def _model(self, parsed: ParsedRequest) -> str:

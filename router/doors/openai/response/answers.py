@@ -22,9 +22,9 @@ from baton.router.http.json_encoding import Json, LazyArray, encode_in_slices, s
 from baton.router.input_processing.input_processor import InputProcessor
 from baton.router.input_processing.limits import MAX_POSITIONS_PER_SLICE
 from baton.router.input_processing.tokenization import placeholder_text
-from baton.router.text_events.events import AnswerEvents, TextEvent, fold
+from baton.router.text_events.events import EventReader, TextEvent, fold
 from baton.router.text_events.parsing import TextFormat, ToolCallMode
-from baton.router.values import TokenChunk
+from baton.router.values import AnswerPart, TokenChunk
 
 DONE = b"data: [DONE]\n\n"
 
@@ -112,6 +112,7 @@ class _Response:
         self._prompts = prompts
         self._token_text = token_text
         self._warnings = tool_warnings(options.text_format, supports_tools=inputs.supports_tools)
+        self._events = EventReader(options.text_format.parser, len(prompts))
         self._usage = UsageTotals(parsed)
         self._choices: list[ResponseChoice] = [
             ChatChoice(index, options, token_text)
@@ -142,14 +143,13 @@ class WholeAnswer(_Response):
         self._chunks: list[list[TokenChunk]] = [[] for _ in prompts]
         self._ends: dict[int, Finish] = {}
 
-    def add(self, part: AnswerEvents) -> None:
-        index = part.answer_index
-        self._texts[index] += part.texts
-        if part.end is None:
-            self._chunks[index].append(part.tokens)
+    def add(self, index: int, part: AnswerPart) -> None:
+        self._texts[index] += self._events.read(index, part)
+        if isinstance(part, Finish):
+            self._ends[index] = part
+            self._usage.add(index, part)
         else:
-            self._ends[index] = part.end
-            self._usage.add(index, part.end)
+            self._chunks[index].append(part)
 
     def body(self) -> Json:
         """Return the response, to be encoded in slices."""
@@ -195,21 +195,20 @@ class WholeAnswer(_Response):
 class StreamedAnswer(_Response):
     """Converts the events of answers to those of a stream over HTTP."""
 
-    async def chunk(self, part: AnswerEvents) -> bytes:
+    async def chunk(self, index: int, part: AnswerPart) -> bytes:
         """Return the next chunk; empty if there is nothing to send yet."""
-        index, tokens, end = part.answer_index, part.tokens, part.end
-        choice = self._choices[index]
-        if end is not None:
-            self._usage.add(index, end)
-            last_chunk, warnings = choice.last_chunk(part.texts, end), self._warnings_field(end)
+        choice, texts = self._choices[index], self._events.read(index, part)
+        if isinstance(part, Finish):
+            self._usage.add(index, part)
+            last_chunk, warnings = choice.last_chunk(texts, part), self._warnings_field(part)
             return server_sent_event(
-                self._chunk(index, last_chunk, end.num_completion_tokens, **warnings)
+                self._chunk(index, last_chunk, part.num_completion_tokens, **warnings)
             )
-        choice_json = choice.chunk(part)
+        choice_json = choice.chunk(texts, part)
         if choice_json is None:
             return b""
-        chunk = self._chunk(index, choice_json, tokens.first_index + len(tokens.token_ids))
-        if len(tokens.logprobs) + len(tokens.prompt_logprobs) <= MAX_POSITIONS_PER_SLICE:
+        chunk = self._chunk(index, choice_json, part.first_index + len(part.token_ids))
+        if len(part.logprobs) + len(part.prompt_logprobs) <= MAX_POSITIONS_PER_SLICE:
             return server_sent_event(chunk)
         choices = LazyArray(chunk["choices"], has_long_items=True)
         return b"".join(

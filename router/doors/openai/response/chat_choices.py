@@ -11,7 +11,6 @@ from baton.router.doors.openai.response.choices import finish_fields
 from baton.router.doors.openai.response.logprobs import TokenToText, chat_logprobs
 from baton.router.http.json_encoding import Json
 from baton.router.text_events.events import (
-    AnswerEvents,
     AnswerText,
     ArgumentsDelta,
     ReasoningDelta,
@@ -33,9 +32,9 @@ class ChatChoice:
         self._num_calls = 0
         self._has_begun = False
 
-    def chunk(self, part: AnswerEvents) -> Json | None:
-        delta = self._delta(part.texts)
-        extra = self._extra_fields(part.tokens)
+    def chunk(self, texts: Sequence[TextEvent], tokens: TokenChunk) -> Json | None:
+        delta = self._delta(texts)
+        extra = self._extra_fields(tokens)
         if not self._has_begun:
             delta = {"role": "assistant", "content": "", **delta}
         elif not (delta or extra["logprobs"] or "token_ids" in extra):

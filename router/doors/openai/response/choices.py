@@ -15,7 +15,7 @@ from baton.router.doors.openai.response.logprobs import (
     prompt_logprobs,
 )
 from baton.router.http.json_encoding import Json
-from baton.router.text_events.events import AnswerEvents, AnswerText, TextEvent, fold
+from baton.router.text_events.events import AnswerText, TextEvent, fold
 from baton.router.values import TokenChunk
 
 
@@ -28,7 +28,7 @@ class EchoedPrompt:
 
 
 class ResponseChoice(Protocol):
-    def chunk(self, part: AnswerEvents) -> Json | None:
+    def chunk(self, texts: Sequence[TextEvent], tokens: TokenChunk) -> Json | None:
         """Return None if there is nothing to send yet."""
         ...
 
@@ -48,8 +48,8 @@ class CompletionChoice:
         self._offset = 0  # of the next token in the text
         self._has_begun = False
 
-    def chunk(self, part: AnswerEvents) -> Json | None:
-        fields = self._fields(fold(part.texts).content, part.tokens)
+    def chunk(self, texts: Sequence[TextEvent], tokens: TokenChunk) -> Json | None:
+        fields = self._fields(fold(texts).content, tokens)
         is_first, self._has_begun = not self._has_begun, True
         if not (is_first or fields["text"] or fields["logprobs"] or "token_ids" in fields):
             return None
