@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -39,28 +39,37 @@ NO_STRUCTURE = bytes(set(range(256)) - set(STRUCTURE))
 Result = TypeVar("Result")
 
 
+@dataclass(frozen=True, slots=True)
+class ReceivedBody:
+    raw: bytes
+    thread: LargeTexts  # for large bodies
+
+    async def fields(self) -> dict[str, Any]:
+        """Parse the body. Raises Unreadable, and QueueFull if too many bodies wait to be parsed."""
+        return await self.run(partial(json_object, self.raw))
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """Run `work`, whose time grows with the body. Raises what `work` raises, and QueueFull."""
+        return await self.thread.run(len(self.raw), work)
+
+
 class Bodies:
+    """Receives bodies, within the limits of the router."""
+
     def __init__(self, table: NodeTable) -> None:
         self._table = table
         self._budget = BodyBudget()
         self._thread = LargeTexts(ONE_AT_A_TIME)
 
-    def lease(self) -> AbstractContextManager[Lease]:
-        """Return a memory lease. Hold it as long as any part of the body is in memory."""
-        return self._budget.lease()
+    @asynccontextmanager
+    async def receive(self, request: Request) -> AsyncIterator[ReceivedBody]:
+        """Yield the body, which counts in the budget until the block ends.
 
-    async def read(self, request: Request, lease: Lease) -> bytes:
-        """Raises MessageTooLarge, QueueFull, BodyTimeout and ClientGone."""
-        max_model_len = self._table.served_model().max_model_len
-        return await read_body(request, lease, JsonGauge(max_values(max_model_len)))
-
-    async def fields(self, body: bytes) -> dict[str, Any]:
-        """Parse the body. Raises Unreadable, and QueueFull if too many bodies wait to be parsed."""
-        return await self.run_for_body(body, partial(json_object, body))
-
-    async def run_for_body(self, body: bytes, work: Callable[[], Result]) -> Result:
-        """Run `work`, whose time grows with the body. Raises what `work` raises, and QueueFull."""
-        return await self._thread.run(len(body), work)
+        Raises MessageTooLarge, QueueFull, BodyTimeout and ClientGone.
+        """
+        gauge = JsonGauge(max_values(self._table.served_model().max_model_len))
+        with self._budget.lease() as lease:
+            yield ReceivedBody(await read_body(request, lease, gauge), self._thread)
 
 
 class BodyBudget:

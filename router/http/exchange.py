@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from baton.core.errors import NamedError
-from baton.router.http.bodies import Bodies, run_while_connected
+from baton.router.http.bodies import Bodies, ReceivedBody, run_while_connected
 from baton.router.http.errors import ErrorFormat, failure_of
 from baton.router.input_processing.limits import check_name, is_valid_name
 from baton.router.request_scope import RequestScope, RequestScopes
@@ -32,7 +33,7 @@ class ReceivedRequest:
 
     id: str
     session_id: str  # of the header; empty: not given
-    body: bytes
+    body: ReceivedBody
     scope: RequestScope
 
 
@@ -112,13 +113,13 @@ class GenerationEndpoint:
         ids = {REQUEST_ID: request_id, TRACE_ID: request_scope.trace_id}
         headers = {name: value for name, value in ids.items() if value}
         reply = Reply(scope, receive, send, self._errors, headers)
-        with self._bodies.lease() as lease:
+        async with AsyncExitStack() as receiving:
             try:
                 with request_scope.ending_on_error():
                     check_name(REQUEST_ID, client_request_id)
                     session_id = request.headers.get(SESSION_ID, "")
                     check_name(SESSION_ID, session_id)
-                    body = await self._bodies.read(request, lease)
+                    body = await receiving.enter_async_context(self._bodies.receive(request))
             except NamedError as error:
                 await reply.send_error(error)
                 return

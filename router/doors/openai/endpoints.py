@@ -18,7 +18,7 @@ from baton.router.doors.openai.request.bodies import (
     openai_body,
 )
 from baton.router.doors.openai.request.prompts import chat_from
-from baton.router.http.bodies import Bodies
+from baton.router.http.bodies import Bodies, ReceivedBody
 from baton.router.http.json_encoding import Json, as_json
 from baton.router.pipeline import Pipeline
 from baton.router.prefix_resets import PrefixResets
@@ -70,18 +70,16 @@ class Tokens:
     bodies: Bodies
 
     async def tokenize(self, request: Request) -> Response:
-        with self.bodies.lease() as lease:
-            return await self._tokenize(await self.bodies.read(request, lease))
+        async with self.bodies.receive(request) as received:
+            return await self._tokenize(received)
 
-    async def _tokenize(self, raw: bytes) -> Response:
-        fields = await self.bodies.fields(raw)
+    async def _tokenize(self, received: ReceivedBody) -> Response:
+        fields = await received.fields()
         body: TokenizeTextBody | TokenizeChatBody
         prompt: Prompt
         if "messages" in fields:
-            body = await self.bodies.run_for_body(
-                raw, partial(openai_body, fields, TokenizeChatBody)
-            )
-            prompt = await self.bodies.run_for_body(raw, partial(chat_from, body, body.tools))
+            body = await received.run(partial(openai_body, fields, TokenizeChatBody))
+            prompt = await received.run(partial(chat_from, body, body.tools))
         else:
             body = openai_body(fields, TokenizeTextBody)
             prompt = TextPrompt(body.prompt, body.add_special_tokens)
@@ -94,29 +92,27 @@ class Tokens:
             "tokens": token_ids,
             "token_strs": None,
         }
-        if not body.return_token_strs:
-            return await self._response(raw, response)
 
         def spelled() -> list[str]:
             return [self.pipeline.inputs.token(token_id).text for token_id in token_ids]
 
-        return await self._response(
-            raw, {**response, "token_strs": await self.bodies.run_for_body(raw, spelled)}
-        )
+        if body.return_token_strs:
+            response["token_strs"] = await received.run(spelled)
+        return await _response(received, response)
 
     async def detokenize(self, request: Request) -> Response:
-        with self.bodies.lease() as lease:
-            raw = await self.bodies.read(request, lease)
-            fields = await self.bodies.fields(raw)
-            body = await self.bodies.run_for_body(raw, partial(openai_body, fields, DetokenizeBody))
+        async with self.bodies.receive(request) as received:
+            fields = await received.fields()
+            body = await received.run(partial(openai_body, fields, DetokenizeBody))
             self.pipeline.inputs.check_model(self.pipeline.table.find_model(body.model))
             text = await self.pipeline.inputs.text(tuple(body.tokens), skip_special_tokens=False)
-            return await self._response(raw, {"prompt": text})
+            return await _response(received, {"prompt": text})
 
-    async def _response(self, raw: bytes, response: Json) -> Response:
-        """Encode a response whose size is proportional to the request's."""
-        content = await self.bodies.run_for_body(raw, partial(as_json, response))
-        return Response(content, media_type="application/json")
+
+async def _response(received: ReceivedBody, response: Json) -> Response:
+    """Encode a response whose size is proportional to the request's."""
+    content = await received.run(partial(as_json, response))
+    return Response(content, media_type="application/json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +123,7 @@ class PrefixCacheEndpoint:
     async def reset(self, request: Request) -> Response:
         """Reset the prefix caches of all nodes. Without a body, all their tiers."""
         shown = request.headers.get(HEADER)
-        with self.bodies.lease() as lease:
-            raw = await self.bodies.read(request, lease)
-            body = openai_body(await self.bodies.fields(raw) if raw else {}, ResetBody)
+        async with self.bodies.receive(request) as received:
+            body = openai_body(await received.fields() if received.raw else {}, ResetBody)
         resets = await self.resets.reset_all(body.tiers, shown)
         return JSONResponse({"nodes": [asdict(reset) for reset in resets]})

@@ -19,7 +19,6 @@ from baton.router.doors.openai.response.answers import (
     make_header,
 )
 from baton.router.doors.openai.response.choices import EchoedPrompt
-from baton.router.http.bodies import Bodies
 from baton.router.http.exchange import ReceivedRequest, Reply
 from baton.router.http.json_encoding import encode_in_slices
 from baton.router.pipeline import Pipeline
@@ -33,7 +32,6 @@ Read = Callable[[Mapping[str, Any], str, ModelContext], ParsedRequest]
 class AnswerHandler:
     pipeline: Pipeline
     parsing: Parsing
-    bodies: Bodies
     read: Read
 
     async def answer(self, request: ReceivedRequest, reply: Reply) -> None:
@@ -44,14 +42,12 @@ class AnswerHandler:
             await self._answer(parsed, prompts, request, reply)
 
     async def _parse(self, request: ReceivedRequest) -> ParsedRequest:
-        fields = with_session(await self.bodies.fields(request.body), request.session_id)
+        fields = with_session(await request.body.fields(), request.session_id)
         name = fields.get("model")
         model = self.pipeline.table.find_model(name if isinstance(name, str) else "")
         served = self.pipeline.table.served_model(model)
         context = ModelContext(served.sampling_defaults, served.max_model_len, self.parsing, model)
-        return await self.bodies.run_for_body(
-            request.body, partial(self.read, fields, request.id, context)
-        )
+        return await request.body.run(partial(self.read, fields, request.id, context))
 
     async def _repeated_prompts(self, parsed: ParsedRequest) -> list[EchoedPrompt]:
         """Return the prompt of each call; empty unless the answer repeats it."""

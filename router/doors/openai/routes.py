@@ -27,7 +27,7 @@ def openai_routes(
     root: str,
 ) -> list[Route]:
     def generation(read: Read) -> GenerationEndpoint:
-        answer = AnswerHandler(pipeline, parsing, bodies, read).answer
+        answer = AnswerHandler(pipeline, parsing, read).answer
         return GenerationEndpoint(scopes, bodies, OPENAI_ERRORS, answer)
 
     models, texts = Models(pipeline.table, root), Tokens(pipeline, bodies)

@@ -15,16 +15,17 @@ from starlette.requests import Request
 
 from baton.router.http.bodies import (
     MAX_VALUES,
+    ONE_AT_A_TIME,
     SMALL_BODY_BYTES,
     VALUE_BYTES,
-    Bodies,
     BodyBudget,
     JsonGauge,
+    ReceivedBody,
     max_values,
     read_body,
 )
+from baton.router.input_processing.large_texts import LargeTexts
 from baton.rpc.errors import BodyTimeout, MessageTooLarge, QueueFull
-from tests.support.node_calls import a_table
 
 LARGE = SMALL_BODY_BYTES + 1
 marks = st.sampled_from(list('ab,:[{}]"\\é'))
@@ -128,9 +129,9 @@ def test_waiting_for_a_body_times_out() -> None:
 
 
 def test_large_bodies_are_parsed_outside_the_event_loop() -> None:
-    bodies = Bodies(a_table())
+    thread = LargeTexts(ONE_AT_A_TIME)
 
-    small = asyncio.run(bodies.run_for_body(b"x" * SMALL_BODY_BYTES, threading.get_ident))
-    large = asyncio.run(bodies.run_for_body(b"x" * LARGE, threading.get_ident))
+    small = asyncio.run(ReceivedBody(b"x" * SMALL_BODY_BYTES, thread).run(threading.get_ident))
+    large = asyncio.run(ReceivedBody(b"x" * LARGE, thread).run(threading.get_ident))
 
     assert small == threading.get_ident() != large
