@@ -96,25 +96,21 @@ def _check_sequence(sequence: node_pb2.Sequence, handoff_id: HandoffId) -> None:
 
 
 def prefill_order(request: EngineRequest) -> node_pb2.PrefillOrder:
-    return node_pb2.PrefillOrder(handoff_id=_handoff_id_to(request), sequence=_sequence_to(request))
+    return node_pb2.PrefillOrder(**_order_fields(request))
 
 
 def decode_order(request: EngineRequest) -> node_pb2.DecodeOrder:
     """Without `receive_from`, the decode node computes the prompt itself."""
     receive = request.receive_from
-    return node_pb2.DecodeOrder(
-        handoff_id=_handoff_id_to(request),
-        sequence=_sequence_to(request),
-        prefill=None if receive is None else PEER.to_message(receive.source),
-    )
+    prefill = None if receive is None else PEER.to_message(receive.source)
+    return node_pb2.DecodeOrder(prefill=prefill, **_order_fields(request))
 
 
-def _handoff_id_to(request: EngineRequest) -> node_pb2.HandoffId:
-    return HANDOFF.to_message(handoff_id_of(request.request_id))
-
-
-def _sequence_to(request: EngineRequest) -> node_pb2.Sequence:
-    return SEQUENCE.to_message(request, cache_hints=_cache_hints_to(request))
+def _order_fields(request: EngineRequest) -> dict[str, Any]:
+    return {
+        "handoff_id": HANDOFF.to_message(handoff_id_of(request.request_id)),
+        "sequence": SEQUENCE.to_message(request, cache_hints=_cache_hints_to(request)),
+    }
 
 
 def _cache_hints_to(request: EngineRequest) -> node_pb2.CacheHints | None:

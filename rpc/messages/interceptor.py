@@ -15,17 +15,10 @@ from google.protobuf.message import DecodeError
 from grpc import aio
 
 from baton.rpc.errors import MessageTooLarge, ServiceError, Unreadable
-from baton.rpc.security.token_gate import Continuation, Handler
+from baton.rpc.security.token_gate import KINDS, Continuation, Handler
 from baton.rpc.status import named_errors
 
 Context = aio.ServicerContext[Any, Any]
-# Fields of a handler's method. Keys: requests are a stream, responses are a stream.
-KINDS = {
-    (False, False): "unary_unary",
-    (False, True): "unary_stream",
-    (True, False): "stream_unary",
-    (True, True): "stream_stream",
-}
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,12 @@ from baton.rpc.status import reason_of, status_of
 # In quotes, since gRPC's class is not generic at run time.
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]"
-# Keys: requests are a stream, responses are a stream.
-HANDLER_FACTORIES = {
-    (False, False): grpc.unary_unary_rpc_method_handler,
-    (False, True): grpc.unary_stream_rpc_method_handler,
-    (True, False): grpc.stream_unary_rpc_method_handler,
-    (True, True): grpc.stream_stream_rpc_method_handler,
+# Fields of a handler's method. Keys: requests are a stream, responses are a stream.
+KINDS = {
+    (False, False): "unary_unary",
+    (False, True): "unary_stream",
+    (True, False): "stream_unary",
+    (True, True): "stream_stream",
 }
 
 
@@ -63,10 +63,14 @@ def sent_token(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | None
     return None
 
 
-def _refusing_handler(handler: Handler, refusal: Unauthenticated) -> Handler:
+def _refusing_handler(handler: Any, refusal: Unauthenticated) -> Handler:
+    """Return a handler that refuses every call without reading its requests."""
     status = rpc_status.to_status(status_of(refusal))
 
     async def refuse(_request: object, context: aio.ServicerContext[Any, Any]) -> None:
         await context.abort_with_status(status)
 
-    return HANDLER_FACTORIES[handler.request_streaming, handler.response_streaming](refuse)
+    method = {KINDS[handler.request_streaming, handler.response_streaming]: refuse}
+    return handler._replace(  # type: ignore[no-any-return]
+        request_deserializer=None, response_serializer=None, **method
+    )
