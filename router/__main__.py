@@ -188,8 +188,8 @@ async def _http_server(
 
 def _read_metrics(router: RouterComponents) -> Reading:
     return {
-        metric_names.QUEUE_DEPTH: router.pipeline.num_waiting,
-        metric_names.IN_FLIGHT: router.pipeline.num_in_flight,
+        metric_names.QUEUE_DEPTH: router.pipeline.admission.queue.num_waiting,
+        metric_names.IN_FLIGHT: router.pipeline.admission.queue.num_in_flight,
         metric_names.OPEN_NODES: {
             role.value: len(router.table.open_nodes(role)) for role in NodeRole
         },
@@ -213,7 +213,8 @@ async def _until_drained(server: Running, pipeline: Pipeline, timeout_s: float) 
         announce("router", server.address)
         await stopped.wait()
         with ShutdownDeadline(timeout_s) as grace:
-            grace.begin(lambda: pipeline.num_in_flight + pipeline.num_waiting)
+            queue = pipeline.admission.queue
+            grace.begin(lambda: queue.num_in_flight + queue.num_waiting)
             await server.health.set_ready(False)
             await pipeline.drain()
 

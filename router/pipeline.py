@@ -42,7 +42,7 @@ class Pipeline:
     ) -> None:
         self.table = table
         self.inputs = InputProcessor(table, text, forms)
-        self._admission = AdmissionControl(config.admission_queue, clock)
+        self.admission = AdmissionControl(config.admission_queue, clock)
         self._dispatcher = Dispatcher(
             table=table,
             node_calls=node_calls,
@@ -58,16 +58,8 @@ class Pipeline:
 
     def handle_nodes_changed(self) -> None:
         """Handle a change of the table: admit up to the new capacity, wake waiting requests."""
-        self._admission.resize(self.table.num_batch_slots)
+        self.admission.resize(self.table.num_batch_slots)
         self._dispatcher.wake()
-
-    @property
-    def num_waiting(self) -> int:
-        return self._admission.num_waiting
-
-    @property
-    def num_in_flight(self) -> int:
-        return self._admission.num_in_flight
 
     async def drain(self) -> None:
         """Refuse new requests, and return when all current ones have ended."""
@@ -104,7 +96,7 @@ class Pipeline:
         """
         call = await self.inputs.process(call, context)
         answer = self._dispatcher.run(call, context)
-        async with self._admission.turn(call, context) as note_part, aclosing(answer) as parts:
+        async with self.admission.turn(call, context) as note_part, aclosing(answer) as parts:
             async for part in parts:
                 note_part(part)
                 if isinstance(part, Finish):

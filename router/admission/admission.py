@@ -58,22 +58,14 @@ class AnswerMeter:
 
 class AdmissionControl:
     def __init__(self, config: AdmissionQueueConfig, clock: Callable[[], float]) -> None:
-        self._queue: AdmissionQueue[asyncio.Event] = AdmissionQueue(config)
+        self.queue: AdmissionQueue[asyncio.Event] = AdmissionQueue(config)
         self._clock = clock
         self._first_token_forecast = FirstTokenForecast()
         self._answer_forecast = AnswerForecast()
 
-    @property
-    def num_waiting(self) -> int:
-        return self._queue.num_waiting
-
-    @property
-    def num_in_flight(self) -> int:
-        return self._queue.num_in_flight
-
     def resize(self, num_batch_slots: int) -> None:
         """Set how many requests the nodes run at once, and admit more if there is room."""
-        for turn in self._queue.resize(num_batch_slots):
+        for turn in self.queue.resize(num_batch_slots):
             turn.set()
 
     @asynccontextmanager
@@ -86,23 +78,23 @@ class AdmissionControl:
         leaves the queue at once. Yields a callback for each part of the answer. Raises TooLate and
         QueueFull.
         """
-        context.trace.note_queued(self.num_waiting)
+        context.trace.note_queued(self.queue.num_waiting)
         wait_s = self._first_token_forecast.wait_s(call.priority)
-        self._refuse_if_too_late(call, context, wait_s, self.num_in_flight)
+        self._refuse_if_too_late(call, context, wait_s, self.queue.num_in_flight)
         turn = asyncio.Event()
-        is_admitted = self._queue.join(turn, call.priority)
+        is_admitted = self.queue.join(turn, call.priority)
         meter = AnswerMeter(self._first_token_forecast, call.priority, self._clock)
         try:
             if not is_admitted:
                 await turn.wait()
             # The wait may have exceeded the forecast: do not start work that is too late.
-            self._refuse_if_too_late(call, context, 0.0, self.num_in_flight - 1)
+            self._refuse_if_too_late(call, context, 0.0, self.queue.num_in_flight - 1)
             context.trace.note_admitted()
             meter.admit()
             yield meter.note_part
         finally:
-            meter.close(self._answer_forecast, self.num_in_flight)
-            admitted = self._queue.leave(turn, self._clock())
+            meter.close(self._answer_forecast, self.queue.num_in_flight)
+            admitted = self.queue.leave(turn, self._clock())
             if admitted is not None:
                 admitted.set()
 

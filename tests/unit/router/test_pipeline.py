@@ -474,7 +474,7 @@ def test_a_request_that_would_queue_past_its_deadline_is_refused_with_a_delay() 
             patient = RequestContext(0.0, deadline_s=1e6)
             third = asyncio.ensure_future(run(pipeline, a_call("third"), patient))
             await asyncio.sleep(0)
-            assert pipeline.num_waiting == 2
+            assert pipeline.admission.queue.num_waiting == 2
             hurried = RequestContext(0.0, deadline_s=next(ticks) + 2.5)
             with pytest.raises(TooLate) as refusal:
                 await run(pipeline, a_call("fourth"), hurried)
@@ -485,7 +485,7 @@ def test_a_request_that_would_queue_past_its_deadline_is_refused_with_a_delay() 
     refusal = asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 
     assert refusal.retry_after_s > 0
-    assert pipeline.num_waiting == 0
+    assert pipeline.admission.queue.num_waiting == 0
 
 
 def test_closing_the_answer_early_closes_both_legs_and_frees_the_id() -> None:
@@ -552,7 +552,7 @@ def test_a_request_queued_past_its_deadline_reaches_no_node() -> None:
             patient = RequestContext(0.0, deadline_s=10_000.0)
             waiting = asyncio.ensure_future(run(pipeline, a_call("waits"), patient))
             await asyncio.sleep(0)
-            assert pipeline.num_waiting == 1
+            assert pipeline.admission.queue.num_waiting == 1
             slept_s = 9950.0 - next(ticks)
         with pytest.raises(TooLate):
             await waiting
@@ -588,7 +588,7 @@ def test_concurrent_requests_are_limited_by_the_batches_of_the_nodes() -> None:
     async def scenario() -> tuple[int, int]:
         asking = [asyncio.ensure_future(run(pipeline, a_call(name))) for name in "abc"]
         await asyncio.sleep(0)
-        counts = pipeline.num_in_flight, pipeline.num_waiting
+        counts = pipeline.admission.queue.num_in_flight, pipeline.admission.queue.num_waiting
         for one in asking:
             one.cancel()
         await asyncio.gather(*asking, return_exceptions=True)

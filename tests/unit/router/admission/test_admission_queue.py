@@ -123,7 +123,7 @@ def test_a_request_cancelled_while_being_admitted_passes_its_slot_on() -> None:
         await asyncio.wait([first])  # second is admitted now, and has not run since
         second.cancel()
         await asyncio.wait_for(third, timeout=30)
-        assert (admission.num_in_flight, admission.num_waiting) == (0, 0)
+        assert (admission.queue.num_in_flight, admission.queue.num_waiting) == (0, 0)
 
     asyncio.run(three())
 
