@@ -138,19 +138,19 @@ class KvEventFollower:
         if sequence < self.next_sequence - 1:  # the node has restarted
             self.view.blocks.clear()
             self.next_sequence = 0
-        taken = self.catch_up() if sequence > self.next_sequence else []
+        applied = self.catch_up() if sequence > self.next_sequence else []
         if sequence >= self.next_sequence:
-            taken.append(self._take(sequence, payload))
-        return taken
+            applied.append(self._apply(sequence, payload))
+        return applied
 
     def catch_up(self) -> list[KvMessage]:
-        """Ask for all messages from the next sequence number on, and take them."""
+        """Request all messages from the next sequence number on, and apply them."""
         if self._replay is None:
             return []
         self.num_replays += 1
         wanted = self.next_sequence.to_bytes(SEQUENCE_BYTES, "big")
         self._replay.send_multipart([b"", wanted])
-        return [self._take(*message) for message in self._replayed(self._replay)]
+        return [self._apply(*message) for message in self._replayed(self._replay)]
 
     def _replayed(self, replay: zmq.Socket[bytes]) -> Iterator[tuple[int, bytes]]:
         while replay.poll(REPLAY_TIMEOUT_MS):
@@ -160,7 +160,7 @@ class KvEventFollower:
             yield int.from_bytes(packed, "big"), payload
         raise TimeoutError("the node did not answer a request for a replay")
 
-    def _take(self, sequence: int, payload: bytes) -> KvMessage:
+    def _apply(self, sequence: int, payload: bytes) -> KvMessage:
         self.num_skipped += sequence - self.next_sequence
         self.next_sequence = sequence + 1
         message = KvMessage(sequence, self._decode(payload))

@@ -52,24 +52,24 @@ class ChaosProgress:
 OnProgress = Callable[[ChaosProgress], None]
 
 
-async def run(what: ChaosBench, stop: asyncio.Event, on_progress: OnProgress) -> Report:
+async def run(bench: ChaosBench, stop: asyncio.Event, on_progress: OnProgress) -> Report:
     """Run until done or until `stop` is set. Raises named errors."""
-    script = what.script
-    drawn = faults(script, what.setting.num_by_role)
+    script = bench.script
+    drawn = faults(script, bench.setting.num_by_role)
     async with (
-        ChaosCluster(what.setting) as cluster,
+        ChaosCluster(bench.setting) as cluster,
         AsyncClient(cluster.address, retries=ONCE) as client,
     ):
-        requests = await draw_requests(client, script.seed, what.num_requests)
+        requests = await draw_requests(client, script.seed, bench.num_requests)
         answers = await _unless(stop, reference_answers(client, requests))
         await cluster.begin()
         async with AsyncExitStack() as lifetime:
             hostile: HostileProcesses | None = None
             target = cluster.hostile_target
             if target is not None:
-                hostile = HostileProcesses(target, script.seed, what.attacks)
+                hostile = HostileProcesses(target, script.seed, bench.attacks)
                 await lifetime.enter_async_context(hostile)
-            chaos = ChaosRun(cluster, client, answers, what.num_clients, script.seed, hostile)
+            chaos = ChaosRun(cluster, client, answers, bench.num_clients, script.seed, hostile)
             return await chaos.run(drawn, script.duration_s, stop, on_progress)
 
 

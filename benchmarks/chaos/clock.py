@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.chaos.preloading import build_library
+from benchmarks.chaos.preloading import PreloadedLibrary, build_library
 
 SOURCE = Path(__file__).with_name("clock.c")
-FOLDER_VARIABLE = "CHAOS_CLOCKS"
 NS_PER_S = 1_000_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class Clocks:
-    """Clocks of all processes started with this environment, by pid."""
-
-    folder: Path
-    library: Path
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """Return the variables of a process that preloads the library."""
-        return {FOLDER_VARIABLE: str(self.folder)}
+class Clocks(PreloadedLibrary):
+    """Clocks of all processes that preload the library, by pid."""
 
     def shift(self, pid: int, by_s: float) -> None:
         """Shift the clock of a process. Raises OSError if it has none."""
-        with (self.folder / str(pid)).open("r+b") as clock:
+        with (self.control / str(pid)).open("r+b") as clock:
             clock.write(round(by_s * NS_PER_S).to_bytes(8, "little", signed=True))
 
 
@@ -36,4 +25,4 @@ def build(folder: Path) -> Clocks:
     library = build_library(SOURCE, folder, "jump")
     clocks = folder / "clocks"
     os.mkdir(clocks)
-    return Clocks(clocks, library)
+    return Clocks(library, clocks, "CHAOS_CLOCKS")

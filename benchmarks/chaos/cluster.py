@@ -244,15 +244,15 @@ class ChaosCluster:
                 *self._operator_arguments(),
                 *setting.router_arguments,
             ),
-            on_line=self._take_line,
+            on_line=self._handle_line,
             router_target_of=self._found_at,
         )
 
     def _environment(self) -> dict[str, str]:
-        preloaded = [one for one in (self._clocks, self.slow_disk) if one is not None]
-        environment = preload(*(one.library for one in preloaded))
-        for one in (*preloaded, self.tier_storage):
-            environment |= {} if one is None else one.environment
+        libraries = (self._clocks, self.slow_disk)
+        environment = preload([library for library in libraries if library is not None])
+        if self.tier_storage is not None:
+            environment |= self.tier_storage.environment
         return environment
 
     def _tier_arguments(self) -> tuple[str, ...]:
@@ -281,7 +281,7 @@ class ChaosCluster:
     def _kv_events_of(self, node_id: str) -> str:
         return f"ipc://{self._folder}/{node_id}-events"
 
-    def _take_line(self, child: Child, line: str) -> None:
+    def _handle_line(self, child: Child, line: str) -> None:
         found = METRICS_AT.search(line)
         if found is not None:
             self._metrics_by_pid[child.process.pid] = found[1]

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 from baton.core.errors import InvalidConfig
+
+
+@dataclass(frozen=True, slots=True)
+class PreloadedLibrary:
+    """Library that injects a fault, and the path through which the fault is controlled."""
+
+    library: Path
+    control: Path
+    variable: str  # names `control` to the processes
 
 
 def has_compiler() -> bool:
@@ -26,6 +37,9 @@ def build_library(source: Path, folder: Path, fault: str) -> Path:
     return library
 
 
-def preload(*libraries: Path) -> dict[str, str]:
+def preload(libraries: Collection[PreloadedLibrary]) -> dict[str, str]:
     """Return the environment in which a process loads these libraries."""
-    return {"LD_PRELOAD": ":".join(map(str, libraries))} if libraries else {}
+    environment = {one.variable: str(one.control) for one in libraries}
+    if environment:
+        environment["LD_PRELOAD"] = ":".join(str(one.library) for one in libraries)
+    return environment

@@ -5,34 +5,23 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.chaos.preloading import build_library
+from benchmarks.chaos.preloading import PreloadedLibrary, build_library
 
 SOURCE = Path(__file__).with_name("slow_disk.c")
-VARIABLE = "CHAOS_DISK"
 STATE = struct.Struct("<qq")  # delay in nanoseconds, and the number of delayed files
 DELAY = struct.Struct("<q")
 NS_PER_S = 1_000_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class SlowDisk:
+class SlowDisk(PreloadedLibrary):
     """Delay of each KV file that a process writes, for all that preload the library."""
-
-    state: Path
-    library: Path
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """Return the variables of a process that preloads the library."""
-        return {VARIABLE: str(self.state)}
 
     @property
     def num_delayed(self) -> int:
         """The number of files so far."""
-        _, num_delayed = STATE.unpack(self.state.read_bytes())
+        _, num_delayed = STATE.unpack(self.control.read_bytes())
         return int(num_delayed)
 
     @contextmanager
@@ -44,7 +33,7 @@ class SlowDisk:
             self._set(0.0)
 
     def _set(self, delay_s: float) -> None:
-        with self.state.open("r+b") as state:
+        with self.control.open("r+b") as state:
             state.write(DELAY.pack(round(delay_s * NS_PER_S)))
 
 
@@ -53,4 +42,4 @@ def build(folder: Path) -> SlowDisk:
     library = build_library(SOURCE, folder, "slow-disk")
     state = folder / "disk"
     state.write_bytes(STATE.pack(0, 0))
-    return SlowDisk(state, library)
+    return SlowDisk(library, state, "CHAOS_DISK")

@@ -118,7 +118,7 @@ def chaos(
         chosen = tuple(kind for kind in chosen if kind not in STORAGE_FAULTS | TIER_LOAD)
     if logs is not None:
         logs.mkdir(parents=True, exist_ok=True)
-    what = ChaosBench(
+    bench = ChaosBench(
         setting=ChaosClusterConfig(
             model,
             prefill,
@@ -152,10 +152,10 @@ def chaos(
         if real_blocks:
             from benchmarks.chaos.real_blocks import with_real_blocks
 
-            what = replace(what, setting=stack.enter_context(with_real_blocks(what.setting)))
-        report = _run(what)
-    _show(report, what)
-    write_json(json_file, {"what": asdict(what), **report_values(report)})
+            bench = replace(bench, setting=stack.enter_context(with_real_blocks(bench.setting)))
+        report = _run(bench)
+    _show(report, bench)
+    write_json(json_file, {"what": asdict(bench), **report_values(report)})
     if not report.is_good:
         raise typer.Exit(1)
 
@@ -170,7 +170,7 @@ def _named(enum: type[Enum], text: str, option: str) -> tuple[Any, ...]:
         raise InvalidConfig(f"{option} {text}: choose from {names}") from None
 
 
-def _run(what: ChaosBench) -> Report:
+def _run(bench: ChaosBench) -> Report:
     import asyncio
 
     from benchmarks.chaos.benchmark import run
@@ -179,8 +179,8 @@ def _run(what: ChaosBench) -> Report:
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, stop.set)
         try:
-            with _progress(what) as on_progress:
-                return await run(what, stop, on_progress)
+            with _progress(bench) as on_progress:
+                return await run(bench, stop, on_progress)
         finally:
             loop.remove_signal_handler(signal.SIGINT)
 
@@ -188,22 +188,22 @@ def _run(what: ChaosBench) -> Report:
 
 
 @contextmanager
-def _progress(what: ChaosBench) -> Iterator[OnProgress]:
+def _progress(bench: ChaosBench) -> Iterator[OnProgress]:
     """Show one status line on a terminal; print nothing elsewhere."""
     with console(stderr=True).status("starting the cluster; running without faults") as status:
 
         def on_progress(now: ChaosProgress) -> None:
             counts = Counter(one.outcome.value for one in now.outcomes)
             outcomes = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
-            clock = f"{now.elapsed_s:.0f}/{what.script.duration_s:.0f} s"
+            clock = f"{now.elapsed_s:.0f}/{bench.script.duration_s:.0f} s"
             status.update(f"{clock}, {now.num_injected} faults ({now.latest}): {outcomes}")
 
         yield on_progress
 
 
-def _show(found: Report, what: ChaosBench) -> None:
+def _show(found: Report, bench: ChaosBench) -> None:
     rows = [{"what": name, "count": count} for name, count in found.counts.items()]
-    took = f"{found.num_faults} faults in {found.elapsed_s:.0f} s, seed {what.script.seed}"
+    took = f"{found.num_faults} faults in {found.elapsed_s:.0f} s, seed {bench.script.seed}"
     console().print(took)
     show_table("", rows)
     if found.num_by_fault:

@@ -22,9 +22,9 @@ def forms(
     from benchmarks.engine.structured_output import FormBench, run
 
     with Console(stderr=True).status("compiling") as status:
-        what = FormBench(model, runs, tokens)
-        costs, applied = run(what, lambda done: status.update(f"measured {done}"))
+        bench = FormBench(model, runs, tokens)
+        costs, applied = run(bench, lambda done: status.update(f"measured {done}"))
     rows, steps = [asdict(cost) for cost in costs], [asdict(cost) for cost in applied]
     show_table(f"CPU time, {runs} runs of up to {tokens} tokens", rows)
     show_table("applying masks to a step's logits", steps)
-    write_json(json_file, {"what": asdict(what), "forms": rows, "applied": steps})
+    write_json(json_file, {"what": asdict(bench), "forms": rows, "applied": steps})

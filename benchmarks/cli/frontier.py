@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from baton.cli.options.output import JsonFile, check_writable_file
+from baton.cli.options.output import JsonFile
 from baton.cli.show import console, show_table, write_json
 from baton.core.errors import InvalidConfig
 from benchmarks.partial_results import report_on_exit
 from benchmarks.peers.engine_options import (
     BatonSteps,
     BenchModel,
+    PlotFile,
     VllmApart,
     VllmChunks,
     VllmVenv,
@@ -58,10 +59,7 @@ def frontier(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the requests and their arrival times.")] = 0,
-    plot: Annotated[
-        Path | None,
-        typer.Option(help="Also draw the result to this PNG.", callback=check_writable_file),
-    ] = None,
+    plot: PlotFile = None,
     json_file: JsonFile = None,
 ) -> None:
     """Find the highest rate at which Baton, colocated or not, and vLLM meet latency limits.
@@ -81,53 +79,52 @@ def frontier(
     if plot is not None:
         need_matplotlib()
     if measured is None:
-        what = replace(Sweep(_decimals(rates), seconds, prompt, answer, seed=seed), **limits)
+        bench = replace(Sweep(_decimals(rates), seconds, prompt, answer, seed=seed), **limits)
         engines = chosen_engines(model, baton_steps, vllm_venv, vllm_chunks, vllm_apart)
-        measure(what, engines, plot, json_file)
+        measure(bench, engines, plot, json_file)
     else:
         then = read_sweep(measured)
         if not then.is_whole:
             print(f"baton: warning: {measured} is from an interrupted sweep", file=sys.stderr)
-        _report(replace(then, what=replace(then.what, **limits)), plot, json_file)
+        _report(replace(then, bench=replace(then.bench, **limits)), plot, json_file)
 
 
 def measure(
-    what: Sweep, engines: dict[str, Start], plot: Path | None, json_file: Path | None
+    bench: Sweep, engines: dict[str, Start], plot: Path | None, json_file: Path | None
 ) -> None:
     """Run the sweep and report the results, also partial ones after an interruption."""
     from benchmarks.peers.frontier import SweepResult, run
 
     runs: list[RateRun] = []
-    screen = console(stderr=True)
 
     def report(is_whole: bool) -> None:
-        _report(SweepResult(what, runs, is_whole), plot, json_file)
+        _report(SweepResult(bench, runs, is_whole), plot, json_file)
 
-    with report_on_exit(runs, report), screen.status("starting") as status:
+    with report_on_exit(runs, report), console(stderr=True).status("starting") as status:
 
         def on_run(one: RateRun) -> None:
             runs.append(one)
             counts = f"{len(one.answers)} answers, {len(one.errors)} failed"
-            screen.print(f"{one.engine}, {one.rate:g} requests/s: {counts}")
+            status.console.print(f"{one.engine}, {one.rate:g} requests/s: {counts}")
 
-        run(what, announced(engines, status.update), on_run)
+        run(bench, announced(engines, status.update), on_run)
 
 
 def _report(measured: SweepResult, plot: Path | None, json_file: Path | None) -> None:
     from benchmarks.peers.frontier import frontier as frontier_of
     from benchmarks.plots.frontier import draw
 
-    found = frontier_of(measured.what, measured.runs)
+    found = frontier_of(measured.bench, measured.runs)
     values = {
-        "what": asdict(measured.what),
+        "what": asdict(measured.bench),
         "is_whole": measured.is_whole,
         "goodput": [asdict(one) for one in found],
         "runs": [asdict(one) for one in measured.runs],
     }
     write_json(json_file, values)
-    _show(found, measured.what.itl)
+    _show(found, measured.bench.itl)
     if plot is not None:
-        draw(measured.what, found, plot)
+        draw(measured.bench, found, plot)
 
 
 def _show(found: list[Goodput], kind: str) -> None:

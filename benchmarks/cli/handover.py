@@ -44,7 +44,7 @@ def handover(
 
 
 def measure(
-    what: Handover, together: Start, apart: Start, num_cpus: int, json_file: Path | None
+    bench: Handover, together: Start, apart: Start, num_cpus: int, json_file: Path | None
 ) -> None:
     """Run the pairs and report the results, also partial ones after an interruption."""
     from benchmarks.peers.handover import run
@@ -52,7 +52,7 @@ def measure(
     pairs: list[TimedPair] = []
 
     def report(is_whole: bool) -> None:
-        _report(what, pairs, is_whole, num_cpus, json_file)
+        _report(bench, pairs, is_whole, num_cpus, json_file)
 
     with (
         report_on_exit(pairs, report),
@@ -64,11 +64,11 @@ def measure(
             one, two = pair.together.first_token_ms, pair.apart.first_token_ms
             status.update(f"pair {len(pairs)}: {one:.0f} ms together, {two:.0f} ms apart")
 
-        run(what, together, apart, on_pair)
+        run(bench, together, apart, on_pair)
 
 
 def _report(
-    what: Handover,
+    bench: Handover,
     pairs: Sequence[TimedPair],
     is_whole: bool,
     num_cpus: int,
@@ -78,12 +78,12 @@ def _report(
 
     found = [asdict(one) for one in added(pairs)]
     values = {
-        "what": asdict(what),
+        "what": asdict(bench),
         "cpus": num_cpus,
         "is_whole": is_whole,
         "added": found,
         "pairs": [asdict(one) for one in pairs],
     }
     write_json(json_file, values)
-    tokens = f"{what.prompt_tokens} tokens, one prompt at a time"
+    tokens = f"{bench.prompt_tokens} tokens, one prompt at a time"
     show_table(f"{tokens}, medians of {len(pairs)} pairs", found)

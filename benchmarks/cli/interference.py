@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.cli.options.output import JsonFile, check_writable_file
+from baton.cli.options.output import JsonFile
 from baton.cli.show import console, show_table, write_json
 from benchmarks.partial_results import report_on_exit
 from benchmarks.peers.engine_options import (
     OWN,
     BatonSteps,
     BenchModel,
+    PlotFile,
     VllmApart,
     VllmChunks,
     VllmVenv,
@@ -50,10 +51,7 @@ def interference(
     prompt: Annotated[int, typer.Option(help="Tokens of a long prompt.")] = 512,
     every: Annotated[float, typer.Option(help="Seconds between long prompts.")] = 5.0,
     rounds: Annotated[int, typer.Option(help="Number of rounds; medians are shown.")] = 3,
-    plot: Annotated[
-        Path | None,
-        typer.Option(help="Also draw the result to this PNG.", callback=check_writable_file),
-    ] = None,
+    plot: PlotFile = None,
     json_file: JsonFile = None,
 ) -> None:
     """Measure how long prompts disturb running streams: Baton, colocated or not, and vLLM.
@@ -64,7 +62,7 @@ def interference(
     from baton.bench.plotting import need_matplotlib
     from benchmarks.peers.interference import Interference
 
-    what = Interference(
+    bench = Interference(
         num_streams=streams,
         num_prompts=prompts,
         prompt_tokens=prompt,
@@ -76,34 +74,33 @@ def interference(
         need_matplotlib()
     with ExitStack() as lifetime:
         measure(
-            what, keep_engines_warm(engines, model, lifetime) if keep else engines, plot, json_file
+            bench, keep_engines_warm(engines, model, lifetime) if keep else engines, plot, json_file
         )
 
 
 def measure(
-    what: Interference, engines: dict[str, Start], plot: Path | None, json_file: Path | None
+    bench: Interference, engines: dict[str, Start], plot: Path | None, json_file: Path | None
 ) -> None:
     """Run the rounds and report the results, also partial ones after an interruption."""
     from benchmarks.peers.interference import run
 
     turns: list[Turn] = []
-    screen = console(stderr=True)
 
     def report(is_whole: bool) -> None:
-        _report(what, turns, is_whole, plot, json_file)
+        _report(bench, turns, is_whole, plot, json_file)
 
-    with report_on_exit(turns, report), screen.status("starting") as status:
+    with report_on_exit(turns, report), console(stderr=True).status("starting") as status:
 
         def on_turn(turn: Turn) -> None:
             turns.append(turn)
             figure = f"ITL p99 {turn.figures.itl_p99_ms:.0f} ms"
-            screen.print(f"round {turn.round + 1}, {turn.engine}: {figure}")
+            status.console.print(f"round {turn.round + 1}, {turn.engine}: {figure}")
 
-        run(what, announced(engines, status.update), on_turn)
+        run(bench, announced(engines, status.update), on_turn)
 
 
 def _report(
-    what: Interference,
+    bench: Interference,
     turns: Sequence[Turn],
     is_whole: bool,
     plot: Path | None,
@@ -114,16 +111,16 @@ def _report(
 
     rows, rounds = rows_of(turns), num_whole_rounds(turns)
     values = {
-        "what": asdict(what),
+        "what": asdict(bench),
         "is_whole": is_whole,
         "rounds": rounds,
         "engines": [asdict(row) for row in rows],
     }
     write_json(json_file, values)
-    load = f"{what.num_streams} streams, {what.prompt_tokens} tokens every {what.every_s:g} s"
+    load = f"{bench.num_streams} streams, {bench.prompt_tokens} tokens every {bench.every_s:g} s"
     show_table(f"{load}, medians of {rounds} rounds", [_flat(row) for row in rows])
     if plot is not None:
-        draw(what, rows, plot)
+        draw(bench, rows, plot)
 
 
 def _flat(row: FigureRow) -> dict[str, object]:

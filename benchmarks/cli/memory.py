@@ -58,8 +58,8 @@ def memory(
         ),
         router_arguments=quiet,
     )
-    what = MemoryBench(cluster, requests, clients, answer_tokens=answer)
-    held = _run(what)
+    bench = MemoryBench(cluster, requests, clients, answer_tokens=answer)
+    held = _run(bench)
     rate = held.num_ended / held.elapsed_s
     console().print(
         f"{held.num_ended} requests in {held.elapsed_s:.0f} s ({rate:.0f}/s), "
@@ -67,11 +67,11 @@ def memory(
     )
     growths = [asdict(one) for one in held.growths]
     show_table("memory, MiB; growth fitted to the second half", growths)
-    values = {"what": asdict(what), "growths": growths, "run": asdict(held)}
+    values = {"what": asdict(bench), "growths": growths, "run": asdict(held)}
     write_json(json_file, values)
 
 
-def _run(what: MemoryBench) -> MemoryRun:
+def _run(bench: MemoryBench) -> MemoryRun:
     import asyncio
 
     from benchmarks.cluster.memory import run
@@ -83,9 +83,9 @@ def _run(what: MemoryBench) -> MemoryRun:
             with console(stderr=True).status("starting the cluster") as status:
 
                 def on_look(look: MemorySample) -> None:
-                    status.update(f"{look.num_ended}/{what.num_requests} requests")
+                    status.update(f"{look.num_ended}/{bench.num_requests} requests")
 
-                return await run(what, stop, on_look)
+                return await run(bench, stop, on_look)
         finally:
             loop.remove_signal_handler(signal.SIGINT)
 

@@ -53,7 +53,7 @@ def overload(
         node_arguments=("--kv-cache-memory", kv_cache_memory, "--threads", "1", *apart, *quiet),
         router_arguments=quiet,
     )
-    what = OverloadBench(
+    bench = OverloadBench(
         cluster,
         factor=factor,
         seconds=seconds,
@@ -65,7 +65,7 @@ def overload(
         node_cpus=parse_cpus(node_cpus) if node_cpus else (),
     )
     with console(stderr=True).status("measuring the peak, then overload"):
-        found = asyncio.run(run(what))
+        found = asyncio.run(run(bench))
     console().print(
         f"peak {found.peak_per_s:.1f} requests/s; of {found.sent_per_s:.1f} sent, "
         f"{found.served_per_s:.1f} were served: {found.share_of_peak:.0%} of the peak"
@@ -74,5 +74,5 @@ def overload(
     if found.reasons:
         show_table("not served", [{"why": n, "times": c} for n, c in found.reasons.items()])
     show_table("cores used", [asdict(one) for one in found.cores])
-    values = {"what": asdict(what), "share_of_peak": found.share_of_peak, **asdict(found)}
+    values = {"what": asdict(bench), "share_of_peak": found.share_of_peak, **asdict(found)}
     write_json(json_file, values)

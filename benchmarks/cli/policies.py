@@ -46,11 +46,11 @@ def policies(
     if plot_file is not None:
         need_matplotlib()
     cluster = SimCluster(num_prefill=nodes // 2, num_decode=nodes - nodes // 2, block_size=64)
-    what = PolicyBench(cluster, Sessions(skew=skew), requests, load, seed)
+    bench = PolicyBench(cluster, Sessions(skew=skew), requests, load, seed)
     with Console(stderr=True).status("simulating") as status:
-        figures = run(what, lambda done: status.update(f"simulated {done.policy}"))
+        figures = run(bench, lambda done: status.update(f"simulated {done.policy}"))
     rows = [asdict(figure) for figure in figures]
     show_table(f"{nodes} simulated nodes, {requests} requests, seed {seed}", rows)
-    write_json(json_file, {"cluster": asdict(what), "policies": rows})
+    write_json(json_file, {"cluster": asdict(bench), "policies": rows})
     if plot_file is not None:
         draw(figures, plot_file)

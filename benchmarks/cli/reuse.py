@@ -49,7 +49,7 @@ def reuse(
     from benchmarks.router.workloads import recorded
 
     cluster = SimCluster()
-    what = ReuseBench(cluster, cache_share, host_factor, local_prefill_below)
+    bench = ReuseBench(cluster, cache_share, host_factor, local_prefill_below)
     tokens_per_s = load * cluster.num_prefill * cluster.prefill_tokens_per_s
     if trace is None:
         served = chats(requests, tokens_per_s, seed)
@@ -59,7 +59,7 @@ def reuse(
         served = recorded(first, tokens_per_s, cluster.block_size)
     ideal = ideal_reuse(served, PrefixNaming(cluster.block_size))
     with Console(stderr=True).status("simulating") as status:
-        figures = run(what, served, lambda done: status.update(f"simulated {done}"))
+        figures = run(bench, served, lambda done: status.update(f"simulated {done}"))
     rows = [asdict(figure) for figure in figures]
     show_table(f"2 nodes of each role, {len(served)} requests, ideal reuse {ideal:.3f}", rows)
-    write_json(json_file, {"cluster": asdict(what), "ideal_reuse": ideal, "variants": rows})
+    write_json(json_file, {"cluster": asdict(bench), "ideal_reuse": ideal, "variants": rows})

@@ -32,7 +32,7 @@ def router(
     """
     from benchmarks.router.cpu_time import Round, RouterBench, run
 
-    what = RouterBench(
+    bench = RouterBench(
         model=model,
         num_streams=streams,
         answer_tokens=answer,
@@ -46,6 +46,6 @@ def router(
             bare = f"{one.bare_us_per_token:.0f} in a bare server"
             status.update(f"{one.cpu_us_per_token:.0f} µs per token, {bare}")
 
-        figures = [asdict(figure) for figure in run(what, on_round)]
+        figures = [asdict(figure) for figure in run(bench, on_round)]
     show_table(f"{streams} streams, medians of {rounds} rounds", figures)
-    write_json(json_file, {"what": asdict(what), "figures": figures})
+    write_json(json_file, {"what": asdict(bench), "figures": figures})

@@ -37,7 +37,7 @@ def speculation(
         raise InvalidConfig("nothing to measure: --speculative is empty")
     from benchmarks.engine.speculation import SpeculationBench, SpeedUp, run
 
-    what = SpeculationBench(
+    bench = SpeculationBench(
         model,
         chosen,
         dtype=dtype,
@@ -55,7 +55,7 @@ def speculation(
                 f"temperature {one.temperature}, batch {one.batch}: {one.speed_up:.2f} times"
             )
 
-        figures = [asdict(one) for one in run(what, on_figure)]
+        figures = [asdict(one) for one in run(bench, on_figure)]
     show_table(f"{model}, {speculative}, medians of {runs} runs", figures)
     values = {"model": model, "speculative": speculative, "figures": figures}
     write_json(json_file, values)

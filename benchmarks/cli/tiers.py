@@ -102,8 +102,8 @@ def _prompts(
     kv_cache_memory, host_memory, small_host_memory = memories
     nodes = ("--kv-cache-memory", kv_cache_memory, "--trace-dir", "off")
     cluster = ClusterOptions(model, node_arguments=nodes)
-    what = TiersBench(cluster, host_memory, small_host_memory, tokens, rounds)
-    rows = [asdict(row) for row in run(what)]
+    bench = TiersBench(cluster, host_memory, small_host_memory, tokens, rounds)
+    rows = [asdict(row) for row in run(bench)]
     title = f"time to the first token of {tokens} tokens, medians of {rounds} rounds"
     _show(title, rows, ["tier", "computed_s", "loaded_s", "gain", "loaded_tokens"])
     return rows
@@ -123,10 +123,10 @@ def _turns(
     kv_cache_memory, host_memory, small_host_memory = memories
     nodes = ("--kv-cache-memory", kv_cache_memory, "--block-size", str(block_size))
     cluster = ClusterOptions(model, node_arguments=(*nodes, "--trace-dir", "off"))
-    what = TurnsBench(
+    bench = TurnsBench(
         cluster, host_memory, small_host_memory, block_size, tokens, num_long, num_streams
     )
-    results = list(run(what))
+    results = list(run(bench))
     rows = [asdict(each.row) for each in results]
     title = f"second turns of {tokens} tokens while {num_streams} requests decode"
     _show(title, rows, list(rows[0]))

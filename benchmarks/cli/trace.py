@@ -23,7 +23,7 @@ def trace(
     """Measure the overhead of tracing at 0, 1 and 100 % of the requests, alternately."""
     from benchmarks.cluster.tracing import TraceBench, run
 
-    what = TraceBench(
+    bench = TraceBench(
         model, num_streams=streams, num_requests=requests, answer_tokens=answer, num_rounds=rounds
     )
     with Console(stderr=True).status("starting two clusters") as status:
@@ -31,6 +31,6 @@ def trace(
         def on_round(name: str, tokens_per_s: float) -> None:
             status.update(f"{name}: {tokens_per_s:.0f} tokens/s")
 
-        figures = [asdict(figure) for figure in run(what, on_round)]
+        figures = [asdict(figure) for figure in run(bench, on_round)]
     show_table(f"{streams} streams, {rounds} rounds of {requests} requests", figures)
-    write_json(json_file, {"what": asdict(what), "figures": figures})
+    write_json(json_file, {"what": asdict(bench), "figures": figures})

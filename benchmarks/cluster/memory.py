@@ -78,19 +78,19 @@ class MemoryRun:
 OnLook = Callable[[MemorySample], None]
 
 
-async def run(what: MemoryBench, stop: asyncio.Event, on_look: OnLook) -> MemoryRun:
+async def run(bench: MemoryBench, stop: asyncio.Event, on_look: OnLook) -> MemoryRun:
     """Run until done or until `stop` is set. Raises named errors."""
-    cluster = LocalCluster(what.cluster)
+    cluster = LocalCluster(bench.cluster)
     await asyncio.to_thread(cluster.__enter__)
     try:
         async with AsyncClient(cluster.address) as client:
-            return await _measure(what, cluster, client, stop, on_look)
+            return await _measure(bench, cluster, client, stop, on_look)
     finally:
         await asyncio.to_thread(cluster.__exit__, None, None, None)
 
 
 async def _measure(
-    what: MemoryBench,
+    bench: MemoryBench,
     cluster: LocalCluster,
     client: AsyncClient,
     stop: asyncio.Event,
@@ -99,13 +99,13 @@ async def _measure(
     held, numbers = MemoryRun(), itertools.count()
     plain = range(FIRST_PLAIN_TOKEN, (await client.model()).vocab_size)
     draw = random.Random(0)
-    sampling = SamplingParams(max_tokens=what.answer_tokens, temperature=0.0, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=bench.answer_tokens, temperature=0.0, ignore_eos=True)
     pids = {child.name: child.process.pid for child in cluster.children}
     pids["this client"] = os.getpid()
 
     async def send_requests() -> None:
-        while next(numbers) < what.num_requests and not stop.is_set():
-            prompt = tuple(draw.choices(plain, k=what.prompt_tokens))
+        while next(numbers) < bench.num_requests and not stop.is_set():
+            prompt = tuple(draw.choices(plain, k=bench.prompt_tokens))
             try:
                 await client.generate(prompt, Generation(sampling))
             except BatonError:
@@ -113,8 +113,8 @@ async def _measure(
             held.num_ended += 1
 
     began_s = time.monotonic()
-    async with _sampled(held, pids, what.every_s, on_look), asyncio.TaskGroup() as group:
-        for _ in range(what.num_clients):
+    async with _sampled(held, pids, bench.every_s, on_look), asyncio.TaskGroup() as group:
+        for _ in range(bench.num_clients):
             group.create_task(send_requests())
     held.elapsed_s = time.monotonic() - began_s
     return held

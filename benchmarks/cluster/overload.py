@@ -95,20 +95,20 @@ class Overloaded:
 @dataclass(slots=True)
 class _OverloadLoad:
     client: AsyncClient
-    what: OverloadBench
+    bench: OverloadBench
     vocab_size: int
     requests: list[OverloadRequest] = field(default_factory=list)
     draw: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
-        self.draw = random.Random(self.what.seed)
+        self.draw = random.Random(self.bench.seed)
 
     async def send(self, priority: int, timeout_s: float | None) -> None:
-        what = self.what
-        sampling = SamplingParams(max_tokens=what.answer_tokens, temperature=0.0, ignore_eos=True)
+        bench = self.bench
+        sampling = SamplingParams(max_tokens=bench.answer_tokens, temperature=0.0, ignore_eos=True)
         generation = Generation(sampling, priority=priority)
         plain = range(FIRST_PLAIN_TOKEN, self.vocab_size)
-        prompt = tuple(self.draw.choices(plain, k=what.prompt_tokens))
+        prompt = tuple(self.draw.choices(plain, k=bench.prompt_tokens))
         request = OverloadRequest(priority, time.monotonic())
         self.requests.append(request)
         try:
@@ -123,10 +123,10 @@ class _OverloadLoad:
         request.ended_s = time.monotonic()
 
 
-async def run(what: OverloadBench) -> Overloaded:
+async def run(bench: OverloadBench) -> Overloaded:
     """Run the benchmark. Raises named errors."""
-    with _avoiding(what.node_cpus):
-        return await _run(what)
+    with _avoiding(bench.node_cpus):
+        return await _run(bench)
 
 
 @contextmanager
@@ -145,19 +145,19 @@ def _avoiding(cpus: Collection[int]) -> Iterator[None]:
         os.sched_setaffinity(0, allowed)
 
 
-async def _run(what: OverloadBench) -> Overloaded:
-    cluster = LocalCluster(what.cluster)
+async def _run(bench: OverloadBench) -> Overloaded:
+    cluster = LocalCluster(bench.cluster)
     await asyncio.to_thread(cluster.__enter__)
     try:
         async with AsyncClient(cluster.address, retries=Retries(max_attempts=1)) as client:
             vocab_size = (await client.model()).vocab_size
-            await _peak(_OverloadLoad(client, what, vocab_size), what.seconds / 4)  # warm-up
-            async with _cores_used(cluster, what.seconds) as at_peak:
-                peak_per_s = await _peak(_OverloadLoad(client, what, vocab_size), what.seconds)
-            load = _OverloadLoad(client, what, vocab_size)
-            async with _cores_used(cluster, what.seconds) as beyond:
-                began_s = await _beyond(load, what.factor * peak_per_s)
-            found = overloaded(load.requests, began_s, what.seconds, peak_per_s)
+            await _peak(_OverloadLoad(client, bench, vocab_size), bench.seconds / 4)  # warm-up
+            async with _cores_used(cluster, bench.seconds) as at_peak:
+                peak_per_s = await _peak(_OverloadLoad(client, bench, vocab_size), bench.seconds)
+            load = _OverloadLoad(client, bench, vocab_size)
+            async with _cores_used(cluster, bench.seconds) as beyond:
+                began_s = await _beyond(load, bench.factor * peak_per_s)
+            found = overloaded(load.requests, began_s, bench.seconds, peak_per_s)
             uses = [CoreUse(name, at_peak[name], beyond[name]) for name in at_peak]
             return replace(found, cores=uses)
     finally:
@@ -194,20 +194,20 @@ async def _peak(load: _OverloadLoad, seconds: float) -> float:
             await load.send(ORDINARY, None)
 
     async with asyncio.TaskGroup() as group:
-        for _ in range(load.what.num_clients):
+        for _ in range(load.bench.num_clients):
             group.create_task(send_requests())
     return _served_per_s(load.requests, began_s, seconds)
 
 
 async def _beyond(load: _OverloadLoad, per_s: float) -> float:
     """Send requests open-loop at a rate; return the time of the first."""
-    what, began_s = load.what, time.monotonic()
+    bench, began_s = load.bench, time.monotonic()
     due_s = began_s
     async with asyncio.TaskGroup() as group:
-        while due_s < began_s + what.seconds:
+        while due_s < began_s + bench.seconds:
             await asyncio.sleep(max(0.0, due_s - time.monotonic()))
-            priority = URGENT if load.draw.random() < what.urgent_share else ORDINARY
-            group.create_task(load.send(priority, what.patience_s))
+            priority = URGENT if load.draw.random() < bench.urgent_share else ORDINARY
+            group.create_task(load.send(priority, bench.patience_s))
             due_s += load.draw.expovariate(per_s)
     return began_s
 

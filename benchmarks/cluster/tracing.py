@@ -57,61 +57,61 @@ class TraceFigure:
 OnRound = Callable[[str, float], None]
 
 
-def run(what: TraceBench, on_round: OnRound) -> list[TraceFigure]:
+def run(bench: TraceBench, on_round: OnRound) -> list[TraceFigure]:
     loads = {name: TraceLoad() for name in RATIOS}
     with ExitStack() as lifetime:
         folder = lifetime.enter_context(TemporaryDirectory(prefix="baton-bench-"))
-        off = lifetime.enter_context(LocalCluster(_options(what, "off")))
-        on = lifetime.enter_context(LocalCluster(_options(what, folder)))
+        off = lifetime.enter_context(LocalCluster(_options(bench, "off")))
+        on = lifetime.enter_context(LocalCluster(_options(bench, folder)))
         addresses = {name: (off if ratio is None else on).address for name, ratio in RATIOS.items()}
         for address in (off.address, on.address):
-            asyncio.run(_round(what, address, None, TraceLoad(), seed=0))  # warms up
-        for number in range(what.num_rounds):
+            asyncio.run(_round(bench, address, None, TraceLoad(), seed=0))  # warms up
+        for number in range(bench.num_rounds):
             # Rotate the order, so that drift of the machine affects all ratios alike.
             first = number % len(RATIOS)
             names = list(RATIOS)[first:] + list(RATIOS)[:first]
             for place, name in enumerate(names, start=1):
                 load, seed = loads[name], number * len(names) + place
-                asyncio.run(_round(what, addresses[name], RATIOS[name], load, seed=seed))
+                asyncio.run(_round(bench, addresses[name], RATIOS[name], load, seed=seed))
                 on_round(name, load.tokens_per_s[-1])
     return [figure(name, load, loads[OFF]) for name, load in loads.items()]
 
 
-def _options(what: TraceBench, trace_dir: str) -> ClusterOptions:
+def _options(bench: TraceBench, trace_dir: str) -> ClusterOptions:
     traces = ("--trace-dir", trace_dir)
     return ClusterOptions(
-        model=what.model,
-        node_arguments=(*what.node_arguments, *traces),
+        model=bench.model,
+        node_arguments=(*bench.node_arguments, *traces),
         router_arguments=traces,
     )
 
 
 async def _round(
-    what: TraceBench, address: str, ratio: float | None, load: TraceLoad, *, seed: int
+    bench: TraceBench, address: str, ratio: float | None, load: TraceLoad, *, seed: int
 ) -> None:
     """Send one round with new prompts of equal length, so that no prefix cache hits."""
     draw = random.Random(seed)
     prompts = [
-        [draw.randrange(5, 500) for _ in range(what.prompt_tokens)]
-        for _ in range(what.num_requests)
+        [draw.randrange(5, 500) for _ in range(bench.prompt_tokens)]
+        for _ in range(bench.num_requests)
     ]
     is_traced = [draw.random() < (ratio or 0) for _ in prompts]
-    waiting = asyncio.Semaphore(what.num_streams)
+    waiting = asyncio.Semaphore(bench.num_streams)
     async with AsyncClient(address, timeout_s=120) as client:
 
         async def send(number: int) -> int:
             async with waiting:
-                return await _stream(client, what, prompts[number], is_traced[number], load)
+                return await _stream(client, bench, prompts[number], is_traced[number], load)
 
         began_s = time.perf_counter()
-        counts = await asyncio.gather(*(send(number) for number in range(what.num_requests)))
+        counts = await asyncio.gather(*(send(number) for number in range(bench.num_requests)))
         load.tokens_per_s.append(sum(counts) / (time.perf_counter() - began_s))
 
 
 async def _stream(
-    client: AsyncClient, what: TraceBench, prompt: list[int], is_traced: bool, load: TraceLoad
+    client: AsyncClient, bench: TraceBench, prompt: list[int], is_traced: bool, load: TraceLoad
 ) -> int:
-    sampling = SamplingParams(max_tokens=what.answer_tokens, temperature=0.0, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=bench.answer_tokens, temperature=0.0, ignore_eos=True)
     context = TraceContext(new_trace_id(), new_span_id(), is_traced)
     num_tokens, last_s = 0, None
     async for chunk in client.stream(prompt, Generation(sampling, traceparent=context.traceparent)):

@@ -98,21 +98,21 @@ FORMS: Mapping[str, StructuredOutputs] = {
 }
 
 
-def run(what: FormBench, on_done: Callable[[str], None]) -> tuple[list[FormCost], list[ApplyCost]]:
-    checkpoint = open_checkpoint(what.model)
+def run(bench: FormBench, on_done: Callable[[str], None]) -> tuple[list[FormCost], list[ApplyCost]]:
+    checkpoint = open_checkpoint(bench.model)
     vocab_size = read_model_config(checkpoint).vocab_size
     eos_token_ids = checkpoint.read_generation_defaults().eos_token_ids
     library = GrammarLibrary(checkpoint, vocab_size, eos_token_ids)
     library.compile(StructuredOutputs(regex=""))  # warm-up: loads the tokenizer
     costs = []
     for name, form in FORMS.items():
-        costs.append(_cost(what, name, form, library, vocab_size, frozenset(eos_token_ids)))
+        costs.append(_cost(bench, name, form, library, vocab_size, frozenset(eos_token_ids)))
         on_done(name)
-    return costs, [_apply_cost(size, vocab_size) for size in what.batch_sizes]
+    return costs, [_apply_cost(size, vocab_size) for size in bench.batch_sizes]
 
 
 def _cost(
-    what: FormBench,
+    bench: FormBench,
     name: str,
     form: StructuredOutputs,
     library: GrammarLibrary,
@@ -120,11 +120,11 @@ def _cost(
     eos_token_ids: frozenset[int],
 ) -> FormCost:
     compile_s, mask_s = [], []
-    for seed in range(what.num_runs):
+    for seed in range(bench.num_runs):
         began_s = thread_time()
         grammar = library.compile(form)
         compile_s.append(thread_time() - began_s)
-        walk = _walk(grammar, vocab_size, eos_token_ids, what.num_tokens, random.Random(seed))
+        walk = _walk(grammar, vocab_size, eos_token_ids, bench.num_tokens, random.Random(seed))
         mask_s += list(walk)
     mask_us = sorted(1e6 * seconds for seconds in mask_s)
     return FormCost(

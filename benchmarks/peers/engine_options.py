@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from baton.cli.options.output import check_writable_file
 from baton.core.errors import InvalidConfig
 
 if TYPE_CHECKING:
@@ -33,6 +34,10 @@ VllmChunks = Annotated[
     typer.Option(
         help="Token budgets of vLLM's steps, comma-separated; default: its own; empty: none."
     ),
+]
+PlotFile = Annotated[
+    Path | None,
+    typer.Option("--plot", help="Also draw the result to this PNG.", callback=check_writable_file),
 ]
 VllmApart = Annotated[
     str,

@@ -110,27 +110,27 @@ class Goodput:
 class SweepResult:
     """Sweep with its runs, or those before an interruption."""
 
-    what: Sweep
+    bench: Sweep
     runs: Sequence[RateRun]
     is_whole: bool
 
 
-def run(what: Sweep, engines: Mapping[str, Start], on_run: Callable[[RateRun], None]) -> None:
+def run(bench: Sweep, engines: Mapping[str, Start], on_run: Callable[[RateRun], None]) -> None:
     """Run the sweep; `on_run` is called with each run. Raises EngineFailed."""
     for name, start in engines.items():
         with start() as api:
-            for one in _swept(what, name, api):
+            for one in _swept(bench, name, api):
                 on_run(one)
-                if _is_overloaded(what, one):
+                if _is_overloaded(bench, one):
                     break  # higher rates would miss the limits, too
 
 
-def _swept(what: Sweep, name: str, api: CompletionsApi) -> Iterator[RateRun]:
+def _swept(bench: Sweep, name: str, api: CompletionsApi) -> Iterator[RateRun]:
     model = api.model().name
-    for request in warm_up(what.load(what.rates[0]), VOCAB_SIZE):
+    for request in warm_up(bench.load(bench.rates[0]), VOCAB_SIZE):
         api.stream(model, _ids(request), request.max_tokens)
-    for rate in sorted(what.rates):
-        outcomes = _sent(api, model, plan(what.load(rate), VOCAB_SIZE))
+    for rate in sorted(bench.rates):
+        outcomes = _sent(api, model, plan(bench.load(rate), VOCAB_SIZE))
         answers = [one for one in outcomes if isinstance(one, AnswerLatencies)]
         errors = [one for one in outcomes if isinstance(one, str)]
         if not answers:
@@ -138,9 +138,9 @@ def _swept(what: Sweep, name: str, api: CompletionsApi) -> Iterator[RateRun]:
         yield RateRun(name, rate, answers, errors)
 
 
-def _is_overloaded(what: Sweep, one: RateRun) -> bool:
-    limits = max(what.first_token_limits_s), max(what.itl_limits_ms)
-    return one.kept(*limits, what.itl) < what.share
+def _is_overloaded(bench: Sweep, one: RateRun) -> bool:
+    limits = max(bench.first_token_limits_s), max(bench.itl_limits_ms)
+    return one.kept(*limits, bench.itl) < bench.share
 
 
 def _sent(
@@ -183,19 +183,19 @@ def seen(streamed: StreamedCompletion, due_s: float) -> AnswerLatencies:
     )
 
 
-def frontier(what: Sweep, runs: Sequence[RateRun]) -> list[Goodput]:
+def frontier(bench: Sweep, runs: Sequence[RateRun]) -> list[Goodput]:
     """Return the goodput for each engine and each pair of limits."""
     names = dict.fromkeys(one.engine for one in runs)
-    limits = product(what.first_token_limits_s, what.itl_limits_ms)
+    limits = product(bench.first_token_limits_s, bench.itl_limits_ms)
     return [
-        Goodput(name, *pair, _highest(what, [one for one in runs if one.engine == name], *pair))
+        Goodput(name, *pair, _highest(bench, [one for one in runs if one.engine == name], *pair))
         for pair in limits
         for name in names
     ]
 
 
-def _highest(what: Sweep, runs: Sequence[RateRun], first_token_s: float, itl_ms: float) -> float:
-    kept = (one.rate for one in runs if one.kept(first_token_s, itl_ms, what.itl) >= what.share)
+def _highest(bench: Sweep, runs: Sequence[RateRun], first_token_s: float, itl_ms: float) -> float:
+    kept = (one.rate for one in runs if one.kept(first_token_s, itl_ms, bench.itl) >= bench.share)
     return max(kept, default=0.0)
 
 

@@ -65,16 +65,16 @@ class Added:
 
 
 def run(
-    what: Handover, together: Start, apart: Start, on_pair: Callable[[TimedPair], None]
+    bench: Handover, together: Start, apart: Start, on_pair: Callable[[TimedPair], None]
 ) -> None:
     """Run both setups and call `on_pair` with each pair. Raises EngineFailed."""
-    draw = random.Random(what.seed)
+    draw = random.Random(bench.seed)
     with together() as one_node, apart() as two_nodes:
         apis = [(api, api.model()) for api in (one_node, two_nodes)]
         for api, model in apis * NUM_WARM_UP:
-            _timed(api, model, random_prompt(draw, what.prompt_tokens))
-        for number in range(what.num_pairs):
-            prompt = random_prompt(draw, what.prompt_tokens)
+            _timed(api, model, random_prompt(draw, bench.prompt_tokens))
+        for number in range(bench.num_pairs):
+            prompt = random_prompt(draw, bench.prompt_tokens)
             on_pair(_pair(apis, prompt, is_reversed=number % 2 == 1))
 
 

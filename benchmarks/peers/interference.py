@@ -83,17 +83,17 @@ class Turn:
     figures: Figures
 
 
-def run(what: Interference, engines: Mapping[str, Start], on_turn: Callable[[Turn], None]) -> None:
+def run(bench: Interference, engines: Mapping[str, Start], on_turn: Callable[[Turn], None]) -> None:
     """Run each engine once per round, one at a time; `on_turn` is called with each turn."""
-    for number in range(what.num_rounds):
+    for number in range(bench.num_rounds):
         for name, start in engines.items():
             with start() as api:
-                on_turn(Turn(name, number, measured(what, api)))
+                on_turn(Turn(name, number, measured(bench, api)))
 
 
-def measured(what: Interference, api: CompletionsApi) -> Figures:
+def measured(bench: Interference, api: CompletionsApi) -> Figures:
     """Put load on an engine and return its figures. Raises EngineFailed."""
-    load = _InterferenceLoad(what, api)
+    load = _InterferenceLoad(bench, api)
     load.warm_up()
     with load.steady():
         began_s = time.monotonic()
@@ -104,7 +104,7 @@ def measured(what: Interference, api: CompletionsApi) -> Figures:
 
 @dataclass(slots=True)
 class _InterferenceLoad:
-    what: Interference
+    bench: Interference
     api: CompletionsApi
     model: ServedModel = field(init=False)
     streams: list[StreamedCompletion] = field(default_factory=list)
@@ -114,20 +114,20 @@ class _InterferenceLoad:
 
     def __post_init__(self) -> None:
         self.model = self.api.model()
-        self.draw = random.Random(self.what.seed)
+        self.draw = random.Random(self.bench.seed)
 
     def warm_up(self) -> None:
         """Send one prompt of each kind, for page faults and compiled shapes."""
-        for num_tokens in (self.what.stream_prompt_tokens, self.what.prompt_tokens):
+        for num_tokens in (self.bench.stream_prompt_tokens, self.bench.prompt_tokens):
             prompt = random_prompt(self.draw, num_tokens)
             self.api.stream(self.model.name, prompt, ANSWER_TOKENS)
 
     @contextmanager
     def steady(self) -> Iterator[None]:
         """Keep all streams decoding within the block."""
-        num_streams = self.what.num_streams
+        num_streams = self.bench.num_streams
         starts = [
-            random_prompt(self.draw, self.what.stream_prompt_tokens) for _ in range(num_streams)
+            random_prompt(self.draw, self.bench.stream_prompt_tokens) for _ in range(num_streams)
         ]
         with ThreadPoolExecutor(num_streams) as threads:
             running = [threads.submit(self._stream_repeatedly, start) for start in starts]
@@ -143,7 +143,7 @@ class _InterferenceLoad:
 
     def _stream_repeatedly(self, prompt: Sequence[int]) -> None:
         num_messages = 0
-        num_tokens = min(self.what.stream_tokens, self.model.max_len - len(prompt))
+        num_tokens = min(self.bench.stream_tokens, self.model.max_len - len(prompt))
 
         def is_over() -> bool:
             nonlocal num_messages
@@ -161,12 +161,12 @@ class _InterferenceLoad:
 
     def arrivals(self, began_s: float) -> list[StreamedCompletion]:
         """Send the prompts open-loop at their times."""
-        what, name = self.what, self.model.name
-        drawn = [random_prompt(self.draw, what.prompt_tokens) for _ in range(what.num_prompts)]
-        with detached_threads(what.num_prompts) as threads:
+        bench, name = self.bench, self.model.name
+        drawn = [random_prompt(self.draw, bench.prompt_tokens) for _ in range(bench.num_prompts)]
+        with detached_threads(bench.num_prompts) as threads:
             sent: list[Future[StreamedCompletion]] = []
             for number, prompt in enumerate(drawn):
-                time.sleep(max(0.0, began_s + number * what.every_s - time.monotonic()))
+                time.sleep(max(0.0, began_s + number * bench.every_s - time.monotonic()))
                 sent.append(threads.submit(self.api.stream, name, prompt, ANSWER_TOKENS))
             return [one.result() for one in sent]
 

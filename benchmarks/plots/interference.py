@@ -15,11 +15,11 @@ MILLIS = 1e3
 TICKS = (20, 50, 100, 200, 500, 1000, 2000)
 
 
-def draw(what: Interference, rows: Sequence[FigureRow], path: Path) -> None:
+def draw(bench: Interference, rows: Sequence[FigureRow], path: Path) -> None:
     """Draw the token gaps, and next to them the times to first token."""
     with picture(path, 10, 1.2 + 0.42 * len(rows), columns=2) as [[gaps, first]]:
         draw_gaps(gaps, rows)
-        _draw_first_tokens(first, what, rows)
+        _draw_first_tokens(first, bench, rows)
 
 
 def draw_gaps(axes: Any, rows: Sequence[FigureRow]) -> None:
@@ -40,12 +40,12 @@ def draw_gaps(axes: Any, rows: Sequence[FigureRow]) -> None:
     axes.minorticks_off()
 
 
-def _draw_first_tokens(axes: Any, what: Interference, rows: Sequence[FigureRow]) -> None:
+def _draw_first_tokens(axes: Any, bench: Interference, rows: Sequence[FigureRow]) -> None:
     for place, row in enumerate(rows):
         first_ms = row.figures.first_token_p50_s * MILLIS
         axes.barh(place, first_ms, color=_colour(row), height=0.45)
         _annotate(axes, first_ms, place, 4)
-    axes.set(title=f"first token of a {what.prompt_tokens}-token prompt, ms")
+    axes.set(title=f"first token of a {bench.prompt_tokens}-token prompt, ms")
     axes.set_yticks([])
     axes.margins(x=0.15)
     axes.invert_yaxis()

@@ -87,22 +87,24 @@ FIGURES = (
 )
 
 
-def run(what: RouterBench, on_round: Callable[[Round], None]) -> list[RouterFigure]:
+def run(bench: RouterBench, on_round: Callable[[Round], None]) -> list[RouterFigure]:
     """Run the benchmark; `on_round` is called with each round."""
-    canned = "benchmarks.router.canned_node", "--interval-ms", str(what.interval_ms), "--role"
+    canned = "benchmarks.router.canned_node", "--interval-ms", str(bench.interval_ms), "--role"
     with (
         server(*canned, "prefill") as prefill,
         server(*canned, "decode") as decode,
-        server(*_router_command(what, prefill, decode)) as router,
-        server("benchmarks.router.bare_server", "--interval-ms", str(what.interval_ms)) as bare,
+        server(*_router_command(bench, prefill, decode)) as router,
+        server("benchmarks.router.bare_server", "--interval-ms", str(bench.interval_ms)) as bare,
     ):
         await_serving(router.address, START_TIMEOUT_S)
-        rounds = asyncio.run(_rounds(what, BenchProcesses(router, prefill, decode, bare), on_round))
+        rounds = asyncio.run(
+            _rounds(bench, BenchProcesses(router, prefill, decode, bare), on_round)
+        )
     return [_figure(name, [getattr(one, name) for one in rounds]) for name in FIGURES]
 
 
-def _router_command(what: RouterBench, prefill: ServerProcess, decode: ServerProcess) -> list[str]:
-    text = ["--model", what.model] if what.model else []
+def _router_command(bench: RouterBench, prefill: ServerProcess, decode: ServerProcess) -> list[str]:
+    text = ["--model", bench.model] if bench.model else []
     nodes = ["--prefill-nodes", prefill.address, "--decode-nodes", decode.address]
     return ["baton", "serve", "router", "--port", "0", *text, *nodes]
 
@@ -116,12 +118,12 @@ class BenchProcesses:
 
 
 async def _rounds(
-    what: RouterBench, cluster: BenchProcesses, on_round: Callable[[Round], None]
+    bench: RouterBench, cluster: BenchProcesses, on_round: Callable[[Round], None]
 ) -> list[Round]:
-    async with RouterMeter(what, cluster) as meter:
+    async with RouterMeter(bench, cluster) as meter:
         await meter.round()  # warm-up
         rounds = []
-        for _ in range(what.num_rounds):
+        for _ in range(bench.num_rounds):
             rounds.append(await meter.round())
             on_round(rounds[-1])
     return rounds
@@ -139,8 +141,8 @@ class ProcessCost:
 class RouterMeter:
     """Measures router, nodes and bare server alternately, so that noise affects them alike."""
 
-    def __init__(self, what: RouterBench, cluster: BenchProcesses) -> None:
-        self._what = what
+    def __init__(self, bench: RouterBench, cluster: BenchProcesses) -> None:
+        self._bench = bench
         self._cluster = cluster
         self._numbers = itertools.count()
         self._lifetime = AsyncExitStack()
@@ -166,9 +168,9 @@ class RouterMeter:
         await self._lifetime.aclose()
 
     async def round(self) -> Round:
-        what = self._what
+        bench = self._bench
         direct, routed = [], []
-        for _ in range(what.num_first_tokens):
+        for _ in range(bench.num_first_tokens):
             direct.append(await self._direct_ttft_s())
             routed.append(await self._ttft_s())
         bare = await self._cost(self._bare, self._cluster.bare)
@@ -183,7 +185,7 @@ class RouterMeter:
         )
 
     async def _cost(self, stub: Stub, process: ServerProcess) -> ProcessCost:
-        num_streams, answer_tokens = self._what.num_streams, self._what.answer_tokens
+        num_streams, answer_tokens = self._bench.num_streams, self._bench.answer_tokens
         short_s, _ = await self._cpu_s(stub, process, SHORT_ANSWER)
         whole_s, elapsed_s = await self._cpu_s(stub, process, answer_tokens)
         token_s = (whole_s - short_s) / (num_streams * (answer_tokens - SHORT_ANSWER))
@@ -198,7 +200,7 @@ class RouterMeter:
     ) -> tuple[float, float]:
         """Return the CPU time of a process for all concurrent streams, and the elapsed time."""
         before_s, began_s = process.cpu_s(), perf_counter()
-        streams = (self._stream(stub, answer_tokens) for _ in range(self._what.num_streams))
+        streams = (self._stream(stub, answer_tokens) for _ in range(self._bench.num_streams))
         await asyncio.gather(*streams)
         return process.cpu_s() - before_s, perf_counter() - began_s
 
@@ -244,7 +246,7 @@ class RouterMeter:
     def _prompt(self) -> tuple[int, ...]:
         """Return a new prompt each time, so that no cache hits."""
         number = next(self._numbers)
-        return tuple((number + place * place) % 8192 for place in range(self._what.prompt_tokens))
+        return tuple((number + place * place) % 8192 for place in range(self._bench.prompt_tokens))
 
 
 def _ignore(event: object) -> None:

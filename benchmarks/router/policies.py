@@ -35,29 +35,29 @@ class PolicyFigures:
     busiest_prefill: float  # largest share of prompt tokens on one node
 
 
-def run(what: PolicyBench, on_done: Callable[[PolicyFigures], None]) -> list[PolicyFigures]:
-    requests = make_requests(what)
+def run(bench: PolicyBench, on_done: Callable[[PolicyFigures], None]) -> list[PolicyFigures]:
+    requests = make_requests(bench)
     figures = []
     for policy in RoutingPolicy:
-        figures.append(simulate(what, policy, requests))
+        figures.append(simulate(bench, policy, requests))
         on_done(figures[-1])
     return figures
 
 
-def make_requests(what: PolicyBench) -> list[SimRequest]:
-    capacity = what.cluster.num_prefill * what.cluster.prefill_tokens_per_s
-    return draw_sessions(what.sessions, what.num_requests, what.load * capacity, what.seed)
+def make_requests(bench: PolicyBench) -> list[SimRequest]:
+    capacity = bench.cluster.num_prefill * bench.cluster.prefill_tokens_per_s
+    return draw_sessions(bench.sessions, bench.num_requests, bench.load * capacity, bench.seed)
 
 
 def simulate(
-    what: PolicyBench, policy: RoutingPolicy, requests: Sequence[SimRequest]
+    bench: PolicyBench, policy: RoutingPolicy, requests: Sequence[SimRequest]
 ) -> PolicyFigures:
     """Serve requests on nodes that have nothing but their KV caches."""
-    simulation = Simulation(what.cluster, Routing(policy, seed=what.seed, kv_pulls=False))
+    simulation = Simulation(bench.cluster, Routing(policy, seed=bench.seed, kv_pulls=False))
     served = simulation.run(requests)
     counted = served[len(requests) // 3 :]
     num_tokens = sum(each.num_tokens for each in counted)
-    num_hit = sum(each.sources.num_blocks for each in counted) * what.cluster.block_size
+    num_hit = sum(each.sources.num_blocks for each in counted) * bench.cluster.block_size
     nodes = simulation.nodes.values()
     prefills = [node for node in nodes if node.node.card.role is NodeRole.PREFILL]
     decodes = [node for node in nodes if node.node.card.role is NodeRole.DECODE]

@@ -75,18 +75,18 @@ def chats(num_requests: int, tokens_per_s: float, seed: int = 0) -> list[SimRequ
 
 
 def run(
-    what: ReuseBench,
+    bench: ReuseBench,
     requests: Sequence[SimRequest],
     on_done: Callable[[ReuseFigures], None],
     variants: Sequence[Variant] = VARIANTS,
 ) -> list[ReuseFigures]:
-    naming = PrefixNaming(what.cluster.block_size)
+    naming = PrefixNaming(bench.cluster.block_size)
     num_blocks = len({name for each in requests for name in block_names(naming, each.sequence)})
     ideal = ideal_reuse(requests, naming)
     figures = []
     for variant in variants:
-        cluster = _cluster(what, variant, num_blocks)
-        routing = Routing(local_prefill_below=what.local_prefill_below, kv_pulls=variant.has_pulls)
+        cluster = _cluster(bench, variant, num_blocks)
+        routing = Routing(local_prefill_below=bench.local_prefill_below, kv_pulls=variant.has_pulls)
         served = Simulation(cluster, routing).run(requests)
         figures.append(_figures(variant, served, cluster.block_size, ideal))
         on_done(figures[-1])
@@ -107,12 +107,12 @@ def ideal_reuse(requests: Sequence[SimRequest], naming: PrefixNaming) -> float:
     return num_seen / num_tokens
 
 
-def _cluster(what: ReuseBench, variant: Variant, num_blocks: int) -> SimCluster:
-    per_node = int(num_blocks * what.cache_share / what.cluster.num_prefill)
+def _cluster(bench: ReuseBench, variant: Variant, num_blocks: int) -> SimCluster:
+    per_node = int(num_blocks * bench.cache_share / bench.cluster.num_prefill)
     return replace(
-        what.cluster,
+        bench.cluster,
         num_blocks=per_node,
-        num_host_blocks=int(per_node * what.host_factor) if variant.has_host else 0,
+        num_host_blocks=int(per_node * bench.host_factor) if variant.has_host else 0,
         has_files=variant.has_files,
         num_routers=variant.num_routers,
     )

@@ -47,21 +47,21 @@ class Sessions:
 
 
 def draw_sessions(
-    what: Sessions, num_requests: int, tokens_per_s: float, seed: int
+    bench: Sessions, num_requests: int, tokens_per_s: float, seed: int
 ) -> list[SimRequest]:
     """Return requests in order of time, whose prompts have so many tokens a second."""
     draw = random.Random(seed)
-    systems = [_tokens(draw, what.system_tokens) for _ in range(what.num_system_prompts)]
-    weights = [1 / place**what.skew for place in range(1, len(systems) + 1)]
-    mean_turns = (1 + what.max_turns) / 2
-    per_s = tokens_per_s / what.mean_prompt_tokens
+    systems = [_tokens(draw, bench.system_tokens) for _ in range(bench.num_system_prompts)]
+    weights = [1 / place**bench.skew for place in range(1, len(systems) + 1)]
+    mean_turns = (1 + bench.max_turns) / 2
+    per_s = tokens_per_s / bench.mean_prompt_tokens
     # Start before time 0, so that sessions of every age exist at the start.
-    now, end_s = -what.max_turns * what.mean_pause_s, num_requests / per_s
+    now, end_s = -bench.max_turns * bench.mean_pause_s, num_requests / per_s
     requests: list[SimRequest] = []
     while now < end_s:
         now += draw.expovariate(per_s / mean_turns)
         [system] = draw.choices(systems, weights)
-        requests += _session(what, draw, now, system)
+        requests += _session(bench, draw, now, system)
     timely = (request for request in requests if 0 <= request.at_s < end_s)
     return sorted(timely, key=lambda request: request.at_s)
 
@@ -90,16 +90,16 @@ def _at_rate(requests: Sequence[SimRequest], tokens_per_s: float) -> list[SimReq
 
 
 def _session(
-    what: Sessions, draw: random.Random, at_s: float, history: tuple[int, ...]
+    bench: Sessions, draw: random.Random, at_s: float, history: tuple[int, ...]
 ) -> list[SimRequest]:
     turns = []
-    for _ in range(draw.randint(1, what.max_turns)):
-        history += _tokens(draw, what.turn_tokens)
-        answer = _tokens(draw, what.answer_tokens) if what.has_answers else ()
-        turns.append(SimRequest(at_s, history, answer, what.answer_tokens))
+    for _ in range(draw.randint(1, bench.max_turns)):
+        history += _tokens(draw, bench.turn_tokens)
+        answer = _tokens(draw, bench.answer_tokens) if bench.has_answers else ()
+        turns.append(SimRequest(at_s, history, answer, bench.answer_tokens))
         history += answer
-        at_s += what.least_pause_s
-        at_s += draw.expovariate(1 / (what.mean_pause_s - what.least_pause_s))
+        at_s += bench.least_pause_s
+        at_s += draw.expovariate(1 / (bench.mean_pause_s - bench.least_pause_s))
     return turns
 
 

@@ -41,28 +41,28 @@ class TierRow:
     gains: tuple[float, ...]
 
 
-def run(what: TiersBench) -> Iterator[TierRow]:
+def run(bench: TiersBench) -> Iterator[TierRow]:
     """Measure one source after the other, each in a cluster of its own."""
     for tier in (HOST, FILE, PEER):
-        yield _measure(what, tier)
+        yield _measure(bench, tier)
 
 
-def _measure(what: TiersBench, tier: str) -> TierRow:
+def _measure(bench: TiersBench, tier: str) -> TierRow:
     chance = random.Random(tier)
     computed: list[float] = []
     loaded: list[float] = []
     num_loaded: list[int] = []
     with (
-        _cluster(what, tier) as (cluster, folder),
+        _cluster(bench, tier) as (cluster, folder),
         Client(cluster.address, timeout_s=600) as client,
     ):
         vocabulary = range(FIRST_PLAIN_TOKEN, client.model().vocab_size)
-        for _ in range(what.rounds):
-            prompt, other = (chance.choices(vocabulary, k=what.num_tokens) for _ in range(2))
-            computed.append(_ask(client, prompt).first_token_s)
-            _ask(client, other)  # evicts the prompt from the KV cache
-            _leave_page_cache(folder)
-            finish = _ask(client, prompt)
+        for _ in range(bench.rounds):
+            prompt, other = (chance.choices(vocabulary, k=bench.num_tokens) for _ in range(2))
+            computed.append(_generate(client, prompt).first_token_s)
+            _generate(client, other)  # evicts the prompt from the KV cache
+            _drop_from_page_cache(folder)
+            finish = _generate(client, prompt)
             loaded.append(finish.first_token_s)
             num_loaded.append(finish.served.prompt_tokens_loaded.get(tier, 0))
             if not num_loaded[-1]:
@@ -75,28 +75,28 @@ def _measure(what: TiersBench, tier: str) -> TierRow:
 
 
 @contextmanager
-def _cluster(what: TiersBench, tier: str) -> Iterator[tuple[LocalCluster, Path]]:
+def _cluster(bench: TiersBench, tier: str) -> Iterator[tuple[LocalCluster, Path]]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        host = ("--kv-host-memory", what.host_memory)
+        host = ("--kv-host-memory", bench.host_memory)
         files = ("--kv-folder", name, "--kv-folder-size", "64GiB")
         options = ClusterOptions(
-            what.cluster.model,
-            node_arguments=what.cluster.node_arguments,
+            bench.cluster.model,
+            node_arguments=bench.cluster.node_arguments,
             prefill_arguments={
                 HOST: host,
-                FILE: ("--kv-host-memory", what.small_host_memory, *files),
+                FILE: ("--kv-host-memory", bench.small_host_memory, *files),
                 PEER: (),
             }[tier],
             # The decode node keeps what it received, and the prefill node pulls it back.
-            decode_arguments=("--kv-cache-memory", what.host_memory) if tier == PEER else (),
+            decode_arguments=("--kv-cache-memory", bench.host_memory) if tier == PEER else (),
             router_arguments=("--trace-dir", "off", "--local-prefill-below", "0"),
         )
         with LocalCluster(options) as cluster:
             yield cluster, folder
 
 
-def _ask(client: Client, prompt: Sequence[int]) -> Finish:
+def _generate(client: Client, prompt: Sequence[int]) -> Finish:
     sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
     finish = client.generate(prompt, Generation(sampling)).finish
     if finish is None:
@@ -104,7 +104,7 @@ def _ask(client: Client, prompt: Sequence[int]) -> Finish:
     return finish
 
 
-def _leave_page_cache(folder: Path) -> None:
+def _drop_from_page_cache(folder: Path) -> None:
     """Write files to the disk and drop them from the page cache, so that they are read from it."""
     for path in folder.rglob("*.kv"):
         descriptor = os.open(path, os.O_RDONLY)

@@ -42,26 +42,26 @@ class TurnsResult:
     seconds: Sequence[SecondTurn]
 
 
-def run(what: TurnsBench) -> Iterator[TurnsResult]:
+def run(bench: TurnsBench) -> Iterator[TurnsResult]:
     """Replay the sessions with host memory alone, and with files behind little of it."""
     for tier in (HOST, FILE):
-        with _cluster(what, tier) as cluster:
-            replay = asyncio.run(_replay(what, cluster.address))
+        with _cluster(bench, tier) as cluster:
+            replay = asyncio.run(_replay(bench, cluster.address))
         yield TurnsResult(turns_row(tier, replay.seconds, replay.gaps_s), replay.seconds)
 
 
 @contextmanager
-def _cluster(what: TurnsBench, tier: str) -> Iterator[LocalCluster]:
+def _cluster(bench: TurnsBench, tier: str) -> Iterator[LocalCluster]:
     with tempfile.TemporaryDirectory() as folder:
-        host = ("--kv-host-memory", what.host_memory)
+        host = ("--kv-host-memory", bench.host_memory)
         files = ("--kv-folder", folder, "--kv-folder-size", "64GiB")
-        behind = ("--kv-host-memory", what.small_host_memory, *files)
+        behind = ("--kv-host-memory", bench.small_host_memory, *files)
         options = ClusterOptions(
-            what.cluster.model,
+            bench.cluster.model,
             num_prefill=0,
             num_decode=1,
             is_colocated=True,
-            node_arguments=(*what.cluster.node_arguments, *(host if tier == HOST else behind)),
+            node_arguments=(*bench.cluster.node_arguments, *(host if tier == HOST else behind)),
             router_arguments=("--trace-dir", "off"),
         )
         with LocalCluster(options) as cluster:
@@ -77,7 +77,7 @@ class _Session:
 
 @dataclass(slots=True)
 class _Replay:
-    what: TurnsBench
+    bench: TurnsBench
     client: AsyncClient
     vocabulary: range
     draw: random.Random = field(default_factory=lambda: random.Random(0))
@@ -88,16 +88,16 @@ class _Replay:
     def tokens(self, count: int) -> list[int]:
         return self.draw.choices(self.vocabulary, k=count)
 
-    async def take(self, turn: Turn) -> None:
+    async def run(self, turn: Turn) -> None:
         key = turn.session, turn.is_long
         if turn.is_second:
-            await self._take_second(self.sessions.pop(key), is_long=turn.is_long)
+            await self._run_second(self.sessions.pop(key), is_long=turn.is_long)
             return
-        short = int(SHORT_BLOCKS * self.what.block_size)
-        self.sessions[key] = await self._take_first(self.what.num_tokens if turn.is_long else short)
+        short = int(SHORT_BLOCKS * self.bench.block_size)
+        self.sessions[key] = await self._run_first(self.bench.num_tokens if turn.is_long else short)
 
-    async def _take_first(self, length: int) -> _Session:
-        block_size = self.what.block_size
+    async def _run_first(self, length: int) -> _Session:
+        block_size = self.bench.block_size
         session = _Session(self.tokens(length))
         answer, session.first_s = await self._generate(session.prompt)
         # The KV of an answer's last token is never computed.
@@ -106,7 +106,7 @@ class _Replay:
         session.prompt += answer.token_ids
         return session
 
-    async def _take_second(self, session: _Session, *, is_long: bool) -> None:
+    async def _run_second(self, session: _Session, *, is_long: bool) -> None:
         answer, ttft_s = await self._generate([*session.prompt, *self.tokens(NEW_TOKENS)])
         if answer.finish is None:
             raise RuntimeError("the answer has no end")
@@ -146,13 +146,13 @@ class _Replay:
                     last_s = now_s
 
 
-async def _replay(what: TurnsBench, address: str) -> _Replay:
+async def _replay(bench: TurnsBench, address: str) -> _Replay:
     async with AsyncClient(address) as client:
         vocabulary = range(FIRST_PLAIN_TOKEN, (await client.model()).vocab_size)
-        replay = _Replay(what, client, vocabulary)
+        replay = _Replay(bench, client, vocabulary)
         async with _decoding(replay):
-            for turn in turn_order(what.num_long):
-                await replay.take(turn)
+            for turn in turn_order(bench.num_long):
+                await replay.run(turn)
         return replay
 
 
@@ -160,7 +160,7 @@ async def _replay(what: TurnsBench, address: str) -> _Replay:
 async def _decoding(replay: _Replay) -> AsyncIterator[None]:
     """Decode within the block. A failed request ends it."""
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(replay.decode()) for _ in range(replay.what.num_streams)]
+        tasks = [group.create_task(replay.decode()) for _ in range(replay.bench.num_streams)]
         yield
         for task in tasks:
             task.cancel()

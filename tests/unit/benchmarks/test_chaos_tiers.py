@@ -136,7 +136,7 @@ RENAME += "print(time.monotonic() - began)"
 @pytest.mark.skipif(not has_compiler(), reason="no C compiler builds the library")
 def test_a_slow_disk_delays_and_counts_operations_on_kv_files_only(tmp_path: Path) -> None:
     disk = slow_disk.build(tmp_path)
-    environment = {**os.environ, **preload(disk.library), **disk.environment}
+    environment = {**os.environ, **preload([disk])}
 
     def rename(name: str) -> float:
         (tmp_path / "part").touch()

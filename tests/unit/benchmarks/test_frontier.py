@@ -261,8 +261,8 @@ def test_a_saved_sweep_can_be_plotted_again(tmp_path: Path) -> None:
 
     assert found.runs == runs
     assert found.is_whole
-    assert found.what.prompt_tokens == SMALL.prompt_tokens
-    assert found.what.seconds == SMALL.seconds
+    assert found.bench.prompt_tokens == SMALL.prompt_tokens
+    assert found.bench.seconds == SMALL.seconds
 
 
 def test_a_file_without_a_sweep_is_refused_by_name(tmp_path: Path) -> None:
