@@ -51,7 +51,7 @@ class Outgoing:
 class FakeWire:
     """KV worker whose peers compute correct KV. A test drives the transfers.
 
-    A peer has every block that `know` was told of, and pulls such blocks.
+    A peer has every block passed to `know`, and pulls such blocks.
     """
 
     def __init__(

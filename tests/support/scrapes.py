@@ -31,7 +31,7 @@ def scraped(child: Child, is_wanted: Callable[[Scrape], bool]) -> Scrape:
         scrape = Scrape(child)
         if is_wanted(scrape):
             return scrape
-    raise AssertionError(f"{child.name} never told what was wanted")
+    raise AssertionError(f"{child.name} never reported what was expected")
 
 
 class Scrape:

@@ -12,7 +12,7 @@ from baton.core.sampling import SamplingParams, fit_max_tokens
     ("max_tokens", "num_prompt_tokens", "fitted"),
     [(9, 11, 9), (10, 10, 10), (11, 10, 10), (10**6, 19, 1), (5, 20, 5), (5, 30, 5)],
 )
-def test_max_tokens_is_what_the_prompt_leaves_at_most(
+def test_max_tokens_is_limited_by_the_remaining_context(
     max_tokens: int, num_prompt_tokens: int, fitted: int
 ) -> None:
     sampling, warning = fit_max_tokens(SamplingParams(max_tokens), num_prompt_tokens, 20)
@@ -21,7 +21,7 @@ def test_max_tokens_is_what_the_prompt_leaves_at_most(
     assert bool(warning) == (fitted < max_tokens)
 
 
-def test_the_warning_has_the_numbers() -> None:
+def test_the_warning_states_both_numbers() -> None:
     _, warning = fit_max_tokens(SamplingParams(100), 15, 20)
 
     assert warning == (
@@ -30,7 +30,7 @@ def test_the_warning_has_the_numbers() -> None:
     )
 
 
-def test_min_tokens_that_cannot_be_reached_are_refused_by_name() -> None:
+def test_unreachable_min_tokens_are_refused_by_name() -> None:
     assert fit_max_tokens(SamplingParams(100, min_tokens=5), 15, 20)[0].max_tokens == 5
     with pytest.raises(InvalidRequest, match="lower it to at most 5") as refusal:
         fit_max_tokens(SamplingParams(100, min_tokens=6), 15, 20)

@@ -64,7 +64,7 @@ def test_every_process_is_started_with_options_that_exist(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", of_baton())
-def test_with_tls_every_process_and_its_probe_take_the_certificates(name: str) -> None:
+def test_with_tls_every_process_and_its_probe_use_the_certificates(name: str) -> None:
     service = with_tls()[name]
     role = service["command"][1]
     [folder] = {one["target"] for one in service["volumes"] if isinstance(one, dict)}

@@ -23,7 +23,7 @@ def test_the_soft_limit_is_raised_to_the_hard_one() -> None:
 
 
 @pytest.mark.parametrize("num_descriptors", [256, 1024, 4096, 1 << 20])
-def test_all_servers_together_leave_a_reserve(num_descriptors: int) -> None:
+def test_all_servers_together_leave_a_reserve_of_descriptors(num_descriptors: int) -> None:
     share = max_connections(num_descriptors)
 
     assert share >= MIN_CONNECTIONS

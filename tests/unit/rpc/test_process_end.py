@@ -14,7 +14,7 @@ print("went on")
 """
 
 
-def test_sigterm_before_it_serves_ends_a_process_by_a_handler_of_its_own() -> None:
+def test_sigterm_before_serving_ends_a_process_by_its_own_handler() -> None:
     # The kernel drops signals without a handler for the first process of a container; anywhere
     # else only the exit code shows that the handler ran.
     ended = subprocess.run([sys.executable, "-c", TOLD_WHILE_IT_LOADS], capture_output=True)

@@ -32,7 +32,7 @@ def test_commands_without_constraint_options_have_no_structured_output() -> None
     assert form_of() is None
 
 
-def test_schemas_and_grammars_come_from_files(tmp_path: Path) -> None:
+def test_schemas_and_grammars_are_read_from_files(tmp_path: Path) -> None:
     path = written(tmp_path, 'start: "é"'.encode())
 
     assert form_of(json_schema=path) == StructuredOutputs(json='start: "é"')

@@ -293,7 +293,7 @@ def test_aborting_mid_load_ends_the_request_and_keeps_the_blocks_until_the_relea
     world.run_to_end()
 
 
-def test_a_transfer_that_lands_as_it_is_revoked_gives_its_blocks_back() -> None:
+def test_a_transfer_that_lands_while_revoked_releases_its_blocks() -> None:
     world = EngineWorld(_config())
     name = world.add(10, receives=True)
     world.step()

@@ -35,7 +35,7 @@ def test_a_store_without_hints_belongs_to_the_shared_tenant() -> None:
     assert list(queue.tenants) == [SHARED]
 
 
-def test_tenants_take_turns() -> None:
+def test_stores_alternate_between_tenants() -> None:
     queue = StoreQueue()
     queue.add(storing((1, A), (2, A), (3, B)))
     assert list(queue.tenants) == [A, B]

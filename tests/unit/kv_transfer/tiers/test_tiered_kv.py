@@ -658,7 +658,7 @@ def test_blocks_that_are_evicted_during_a_load_are_misses(backing: Backing) -> N
         assert it.end_of(number) == (backing.tier, None, backing.tier)
 
 
-def test_loads_go_before_writes(backing: Backing) -> None:
+def test_loads_precede_writes(backing: Backing) -> None:
     with backing.world() as it:
         it.store(9)
     store, gate = FaultyStore(backing.open()), Gate("write")

@@ -52,7 +52,7 @@ def test_a_lower_priority_number_is_admitted_first_regardless_of_arrival() -> No
     assert order == ["high", "middle", "low"]
 
 
-def test_a_request_that_leaves_the_queue_frees_its_place_and_is_never_admitted() -> None:
+def test_a_request_cancelled_in_the_queue_frees_its_slot_and_is_never_admitted() -> None:
     line = a_line()
     for key in "abc":
         line.join(key, 0)

@@ -17,7 +17,7 @@ def failed(times: int, at_s: float = 0.0) -> CircuitBreakers:
     return breakers
 
 
-def test_a_node_is_avoided_after_failures_in_a_row_and_no_other_one_is() -> None:
+def test_consecutive_failures_open_the_breaker_of_that_node_only() -> None:
     assert failed(1).avoided_addresses(0.0) == frozenset()
     assert failed(2).avoided_addresses(0.0) == {NODE}
 
@@ -31,7 +31,7 @@ def test_a_success_resets_the_count_of_failures() -> None:
     assert breakers.avoided_addresses(0.0) == frozenset()
 
 
-def test_after_its_pause_one_request_probes_it_while_the_others_keep_away() -> None:
+def test_after_its_pause_one_request_probes_a_node_while_others_avoid_it() -> None:
     breakers = failed(2)
     assert breakers.avoided_addresses(1.0) == frozenset()
 
@@ -40,7 +40,7 @@ def test_after_its_pause_one_request_probes_it_while_the_others_keep_away() -> N
     assert breakers.avoided_addresses(1.0) == {NODE}
 
 
-def test_a_successful_probe_reopens_the_node() -> None:
+def test_a_successful_probe_closes_the_breaker() -> None:
     breakers = failed(2)
     breakers.note_sent([NODE], 1.0)
 
@@ -60,7 +60,7 @@ def test_an_unanswered_probe_is_followed_by_another() -> None:
 @pytest.mark.parametrize(
     ("times", "pause_s"), [(2, 1.0), (3, 2.0), (4, 4.0), (5, 4.0), (5000, 4.0)]
 )
-def test_pauses_double_up_to_the_longest(times: int, pause_s: float) -> None:
+def test_pauses_double_up_to_a_maximum(times: int, pause_s: float) -> None:
     breakers = failed(times, at_s=10.0)
 
     assert breakers.avoided_addresses(10.0 + pause_s - 0.01) == {NODE}
