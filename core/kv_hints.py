@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import NewType
+from typing import Annotated, NewType
 
 from baton.core.errors import InvalidRequest
+from baton.core.options import KV_HINTS, Option
 
 Tenant = NewType("Tenant", bytes)
 
@@ -54,11 +55,34 @@ NO_HINTS = BlockHints()
 class KvHints:
     """Validated on construction. Raises InvalidRequest, which names the field."""
 
-    session_id: str = ""  # of a conversation or an agent; empty: none
-    retain_s: float = 0.0  # how long tiers keep the KV after the request
-    priority: int | None = None  # of the KV in tiers, 0 to 100: higher is kept longer
-    release: bool = False  # evict the KV first once the request has ended
-    prefetch: bool = False  # load the prompt's KV into the KV cache, and generate nothing
+    session_id: Annotated[
+        str, Option("Id of the conversation: its KV is stored in files at once.", KV_HINTS)
+    ] = ""
+    retain_s: Annotated[
+        float,
+        Option(
+            "Seconds for which tiers below the KV cache keep the KV of prompt and answer.", KV_HINTS
+        ),
+    ] = 0.0
+    priority: Annotated[
+        int | None,
+        Option(
+            "Priority of the KV in tiers, 0 to 100: lower ones are evicted first. Default: 35.",
+            KV_HINTS,
+            name="kv_priority",
+        ),
+    ] = None
+    release: Annotated[
+        bool, Option("Evict the KV first after the request.", KV_HINTS, flags=("--release",))
+    ] = False
+    prefetch: Annotated[
+        bool,
+        Option(
+            "Load the KV of the prompt into the KV cache, and generate nothing.",
+            KV_HINTS,
+            flags=("--prefetch",),
+        ),
+    ] = False
 
     def __post_init__(self) -> None:
         num_characters = len(self.session_id)

@@ -10,7 +10,8 @@
             check_options(self)
 
 Commands take their options from these fields (`baton.cli.signatures`) and make the configs by
-`build_config`. A field that holds another such config adds the options of that one.
+`build_config`. A field that holds another such config adds the options of that one. Parameters of a
+command declare the options that no config has in the same way.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ ROUTING = "Routing"
 SECURITY = "Security"
 TELEMETRY = "Telemetry"
 KV_EVENTS = "KV events"
+KV_HINTS = "KV hints"
+OUTPUT = "Output"
 
 LIMITS = (("above", operator.gt), ("at least", operator.ge), ("at most", operator.le))
 
@@ -46,8 +49,9 @@ class Option:
     """Command-line option. Limits and choices apply to the value as it is written."""
 
     help: str
-    panel: str
+    panel: str | None = None  # None: that of options without one
     name: str = ""  # with underscores; empty: the name of the field
+    flags: tuple[str, ...] = ()  # empty: from the name, and --no-… for a truth value
     default: Any = None  # on the command line; None: that of the field
     above: float | None = None
     at_least: float | None = None

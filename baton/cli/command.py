@@ -16,6 +16,7 @@ from baton.cli.examples import examples_of
 from baton.cli.help_page import show_help_all, write_commands, write_examples, write_options
 from baton.cli.settings_file import CommandOptions, FileOption, GroupOptions, Node, read_settings
 from baton.cli.show import show_table
+from baton.cli.signatures import inherit_options
 
 SETTINGS_PANEL = "Settings"
 ENVIRONMENT_PREFIX = "BATON"
@@ -130,6 +131,7 @@ def use_command_class(app: typer.Typer, groups: tuple[str, ...] = ()) -> None:
     for command in app.registered_commands:
         name = command.name or getattr(command.callback, "__name__", "").replace("_", "-")
         command.cls = Command
+        command.callback = inherit_options()(command.callback) if command.callback else None
         command.epilog = command.epilog or examples_of(" ".join([*groups, name]))
     for group in app.registered_groups:
         if group.typer_instance is not None and isinstance(group.name, str):

@@ -1,4 +1,7 @@
-"""Results of commands: console tables, plain and never truncated in a pipe, and JSON files."""
+"""Results of commands: console tables, plain and never truncated in a pipe, and JSON files.
+
+Help pages are plain text, so rich is imported on first use.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,11 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 # Control characters move the cursor, change colours or ring the bell: never pass on a model's.
 CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
@@ -20,6 +25,8 @@ def console(*, stderr: bool = False, wide: int = WIDE) -> Console:
 
     Tokens, paths and names contain brackets and colons, which rich would take for markup and emoji.
     """
+    from rich.console import Console
+
     terminal = Console(stderr=stderr, markup=False, emoji=False)
     if not terminal.is_terminal:
         terminal.width = wide
@@ -44,6 +51,8 @@ def write_json(path: Path | None, values: object) -> None:
 
 def table_of(title: str, rows: Sequence[Mapping[str, object]]) -> Table:
     """Make a table with one column per key of the first row; numbers are right-aligned."""
+    from rich.table import Table
+
     table = Table(title=title, title_justify="left")
     for name, cell in rows[0].items() if rows else ():
         is_number = isinstance(cell, int | float)

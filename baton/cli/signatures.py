@@ -5,18 +5,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator
 from functools import cache
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar, get_args
 
 import typer
 
-from baton.core.options import OptionField, options_of
+from baton.core.options import Option, build_config, options_of
 
 Command = Callable[..., Any]  # or the class of a config
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def option_of(config: type, name: str) -> Any:
     """Return an option of a config, for a command that takes only some of them."""
-    return _typer_option(options_of(config)[name])
+    return options_of(config)[name].option
 
 
 def parameters_of(source: Command) -> list[inspect.Parameter]:
@@ -28,28 +29,15 @@ def parameters_of(source: Command) -> list[inspect.Parameter]:
 
 @cache
 def _parameters_of_config(config: type) -> list[inspect.Parameter]:
-    return [_parameter(option) for option in options_of(config).values()]
-
-
-def _parameter(option: OptionField) -> inspect.Parameter:
-    return inspect.Parameter(
-        option.name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=inspect.Parameter.empty if option.is_required else option.default,
-        annotation=Annotated[option.kind, _typer_option(option)],
-    )
-
-
-def _typer_option(field: OptionField) -> Any:
-    option = field.option
-    shows_range = option.above is None  # typer has no ranges without their lower end
-    return typer.Option(
-        help=option.help,
-        rich_help_panel=option.panel,
-        min=option.at_least,
-        max=option.at_most if shows_range else None,
-        envvar=option.variable,
-    )
+    return [
+        inspect.Parameter(
+            one.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if one.is_required else one.default,
+            annotation=Annotated[one.kind, _typer_option(one.option)],
+        )
+        for one in options_of(config).values()
+    ]
 
 
 def _parameters_of_function(function: Command) -> list[inspect.Parameter]:
@@ -59,19 +47,41 @@ def _parameters_of_function(function: Command) -> list[inspect.Parameter]:
     """
     names = function.__globals__
     return [
-        one.replace(annotation=eval(one.annotation, names))
+        one.replace(annotation=_for_typer(eval(one.annotation, names)))
         if isinstance(one.annotation, str)
         else one
         for one in inspect.signature(function).parameters.values()
     ]
 
 
+def _for_typer(annotation: Any) -> Any:
+    kind, *notes = get_args(annotation) or (annotation,)
+    if not notes or not isinstance(notes[0], Option):
+        return annotation
+    return Annotated[kind, _typer_option(notes[0])]
+
+
+def _typer_option(option: Option) -> Any:
+    shows_range = option.above is None  # typer has no ranges without their lower end
+    return typer.Option(
+        *option.flags,
+        help=option.help,
+        rich_help_panel=option.panel,
+        min=option.at_least,
+        max=option.at_most if shows_range else None,
+        envvar=option.variable,
+    )
+
+
 def inherit_options(
     *others: Command, without: Collection[str] = ()
-) -> Callable[[Command], Command]:
-    """Add the options of `others` to the function's signature; it gets them by `**name`."""
+) -> Callable[[Function], Function]:
+    """Add the options of `others` to the function's signature; it gets them by `**name`.
 
-    def decorate(function: Command) -> Command:
+    Without `others`, make the function's own options known to typer.
+    """
+
+    def decorate(function: Function) -> Function:
         own = [one for one in parameters_of(function) if one.kind is not one.VAR_KEYWORD]
         taken = {one.name: one for one in own}
         for one in (one for other in others for one in parameters_of(other)):
@@ -112,7 +122,8 @@ def _arguments(option: Any, value: object) -> Iterator[str]:
         yield f"{option.opts[0]}={one}"
 
 
-def split(given: dict[str, Any], *takers: Command) -> list[dict[str, Any]]:
-    """Return for each taker the values of its parameters."""
-    wanted = [{one.name for one in parameters_of(taker)} for taker in takers]
-    return [{name: value for name, value in given.items() if name in names} for names in wanted]
+def make(source: Command, given: dict[str, Any]) -> Any:
+    """Make the config, or call the function, with its own options among those `given`."""
+    names = {one.name for one in parameters_of(source)}
+    own = {name: value for name, value in given.items() if name in names}
+    return build_config(source, own) if isinstance(source, type) else source(**own)

@@ -6,7 +6,7 @@ import os
 import platform
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -60,7 +60,7 @@ def package_findings(nixl: str | None, ucxx: str | None) -> Iterator[Finding]:
     yield ok("UCXX", ucxx or "not installed; only --kv-transport ucxx needs it")
 
 
-def port_findings(host: str, ports: list[int]) -> Iterator[Finding]:
+def port_findings(host: str, ports: Sequence[int]) -> Iterator[Finding]:
     for port in ports:
         try:
             socket.create_server((host, port)).close()

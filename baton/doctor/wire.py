@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -34,7 +34,7 @@ class MeasuredPath:
         return f"{self.transport} over {self.tls or 'what UCX chooses'}"
 
 
-def check_transfer_rate(transports: list[str], patience_s: float) -> Iterator[Finding]:
+def check_transfer_rate(transports: Sequence[str], patience_s: float) -> Iterator[Finding]:
     """Measure each transport with UCX's choice and over TCP, within `patience_s` per transport."""
     for transport in transports:
         ways = [MeasuredPath(transport, tls) for tls in TLS]

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.replay.benchmark import ReplayBench, bench_router
+from baton.bench.replay.config import ReplayBench
 from baton.bench.replay.figures import ReplayFigures, summarise
-from baton.bench.replay.run import Replay, ReplayedRequest
-from baton.bench.replay.trace import Trace, TraceRequest, ordered_trace
+from baton.bench.replay.run import bench_router
+from baton.bench.replay.trace import RecordedTrace, TraceRequest, ordered_trace
 from baton.bench.serve.figures import Slo
 from baton.client import AsyncClient, Retries
 from baton.cluster import LocalCluster
@@ -26,7 +26,7 @@ def connect(address: str) -> AsyncClient:
     return AsyncClient(address, timeout_s=60, retries=Retries(max_attempts=1))
 
 
-def sessions_of(*names: str, num_turns: int = 4, num_own_tokens: int = 100) -> Trace:
+def sessions_of(*names: str, num_turns: int = 4, num_own_tokens: int = 100) -> RecordedTrace:
     """Return sessions whose turns add two blocks each. All are due at once, so turns must wait."""
     requests = [
         TraceRequest(
@@ -42,9 +42,9 @@ def sessions_of(*names: str, num_turns: int = 4, num_own_tokens: int = 100) -> T
     return ordered_trace("weka", 512, requests)
 
 
-def replayed(trace: Trace, address: str, *, use_answers: bool = False) -> ReplayFigures:
-    what = ReplayBench(Replay(trace, use_answers=use_answers), block_tokens=BLOCK_SIZE)
-    return summarise(bench_router(what, address, connect), Slo())
+def replayed(trace: RecordedTrace, address: str, *, use_answers: bool = False) -> ReplayFigures:
+    what = ReplayBench(block_tokens=BLOCK_SIZE, use_answers=use_answers)
+    return summarise(bench_router(what, trace, address, connect), Slo())
 
 
 def test_every_prompt_token_of_a_replay_has_a_source(cluster: LocalCluster) -> None:
@@ -60,9 +60,9 @@ def test_every_prompt_token_of_a_replay_has_a_source(cluster: LocalCluster) -> N
 
 
 def test_a_turn_waits_for_the_end_of_the_previous_turn(cluster: LocalCluster) -> None:
-    what = ReplayBench(Replay(sessions_of("d", "e")), BLOCK_SIZE)
+    what = ReplayBench(block_tokens=BLOCK_SIZE)
 
-    run = bench_router(what, cluster.address, connect)
+    run = bench_router(what, sessions_of("d", "e"), cluster.address, connect)
 
     for session in ("d", "e"):
         turns = [one.sample for one in run.requests if one.session == session]
@@ -97,13 +97,13 @@ def test_turns_that_continue_answers_have_more_blocks_in_common(
 
 
 def test_ctrl_c_keeps_the_completed_requests(cluster: LocalCluster) -> None:
-    what = ReplayBench(Replay(sessions_of("h", num_turns=7)), BLOCK_SIZE)
+    what = ReplayBench(block_tokens=BLOCK_SIZE)
 
-    def interrupt(ended: ReplayedRequest) -> None:
-        if ended.sample.number == 1:
+    def interrupt(_name: str, num_ended: int, _num_planned: int) -> None:
+        if num_ended == 2:
             os.kill(os.getpid(), signal.SIGINT)
 
-    run = bench_router(what, cluster.address, connect, interrupt)
+    run = bench_router(what, sessions_of("h", num_turns=7), cluster.address, connect, interrupt)
 
     assert run.is_cut_short
     assert 2 <= len(run.requests) < 7

@@ -7,10 +7,11 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from baton.bench.serve.benchmark import ServeBench, ServeProgress, bench_clusters, bench_router
+from baton.bench.serve.benchmark import ServeBench, bench_clusters, bench_router
 from baton.bench.serve.client import Sample, send
 from baton.bench.serve.load import (
     Arrivals,
@@ -44,16 +45,19 @@ def requests_of(*prompt_lens: int) -> list[PlannedRequest]:
 
 
 def test_every_request_is_answered_with_its_served_summary(cluster: LocalCluster) -> None:
-    reported: list[ServeProgress] = []
+    reported: list[tuple[str, int, int]] = []
 
-    [measured] = bench_router(ServeBench(LOAD), cluster.address, connect, reported.append)
+    def on_progress(*progress: Any) -> None:
+        reported.append(progress)
+
+    [measured] = bench_router(ServeBench(LOAD), cluster.address, connect, on_progress)
 
     figures = measured.figures
     assert (figures.num_answered, figures.errors) == (8, {})
     assert figures.num_remote == 8
     assert figures.kv_bytes > 0
     assert sum(count for one in measured.run.samples for _, count in one.arrivals) == 8 * 6
-    assert [one.num_ended for one in reported] == list(range(9))
+    assert [num_ended for _, num_ended, _ in reported] == list(range(9))
     assert measured.run.lags_s
 
 
@@ -83,8 +87,8 @@ def test_waiting_time_counts_from_the_planned_start(cluster: LocalCluster) -> No
 def test_an_interrupt_prints_the_results_so_far(cluster: LocalCluster) -> None:
     load = replace(LOAD, num_requests=100_000, arrivals=Arrivals.CONSTANT)
 
-    def interrupt(now: ServeProgress) -> None:
-        if now.num_ended == 3:
+    def interrupt(_name: str, num_ended: int, _num_planned: int) -> None:
+        if num_ended == 3:
             os.kill(os.getpid(), signal.SIGINT)
 
     [measured] = bench_router(ServeBench(load), cluster.address, connect, interrupt)
@@ -98,7 +102,7 @@ def test_the_rate_of_timed_prompts_is_reported(cluster: LocalCluster) -> None:
     lines = [PromptLine("a", 2, at_s=0.0), PromptLine((1, 2, 3), 2, at_s=0.5)]
     what = ServeBench(replace(LOAD, num_requests=2), lines=lines)
 
-    [measured] = bench_router(what, cluster.address, connect, lambda _: None)
+    [measured] = bench_router(what, cluster.address, connect, lambda *_: None)
 
     assert measured.rate == 4
     assert [one.prompt for one in measured.requests] == ["a", (1, 2, 3)]
@@ -108,7 +112,7 @@ def test_rates_are_run_in_sequence_and_plotted(cluster: LocalCluster, tmp_path: 
     pytest.importorskip("matplotlib")
     what = ServeBench(LOAD, rates=(20, 40))
 
-    measured = bench_router(what, cluster.address, connect, lambda _: None)
+    measured = bench_router(what, cluster.address, connect, lambda *_: None)
 
     assert [one.rate for one in measured] == [20, 40]
     assert measured[0].requests[0].prompt != measured[1].requests[0].prompt
@@ -125,7 +129,7 @@ def test_two_clusters_get_the_same_requests_in_alternation(cluster_options) -> N
     }
     what = ServeBench(LOAD, num_rounds=2)
 
-    measured = bench_clusters(what, options, connect, lambda _: None)
+    measured = bench_clusters(what, options, connect, lambda *_: None)
 
     names = ["disaggregated", "colocated", "colocated", "disaggregated"]
     assert [one.name for one in measured] == names

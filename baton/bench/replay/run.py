@@ -1,13 +1,14 @@
-"""Replay of a trace against a router, open loop: one task per request."""
+"""Replay of a recorded trace against a running router, open loop: one task per request."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from baton.bench.replay.config import ReplayBench
 from baton.bench.replay.prefix_tree import Holders, PrefixTree
 from baton.bench.replay.sources import (
     holders_of,
@@ -15,22 +16,12 @@ from baton.bench.replay.sources import (
     num_reused,
     tokens_by_source,
 )
-from baton.bench.replay.trace import Trace, TraceRequest
-from baton.bench.replay.workload import PromptBuilder, ReplayPrompt, Turn
+from baton.bench.replay.trace import RecordedTrace, TraceRequest
+from baton.bench.replay.workload import PromptBuilder, ReplayPrompt, Scaling, Turn
+from baton.bench.running import Connect, OnProgress, run_until, stop_on_interrupt
 from baton.bench.serve.client import Sample, send_one
 from baton.bench.serve.load import PlannedRequest
 from baton.client import AsyncClient
-
-
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """A trace and how it is replayed."""
-
-    trace: Trace
-    time_scale: float = 1.0  # 0.1: ten times as fast
-    use_answers: bool = False
-    max_in_flight: int = 1000
-    block_size: int = 16  # of the nodes' KV caches
 
 
 @dataclass(slots=True)
@@ -57,30 +48,35 @@ class ReplayRun:
     is_cut_short: bool = False
 
 
-OnEnded = Callable[[ReplayedRequest], None]
-
-
-async def replay(
-    client: AsyncClient,
-    what: Replay,
-    builder: PromptBuilder,
-    *,
-    stop: asyncio.Event | None = None,
-    on_ended: OnEnded = lambda _: None,
+def bench_router(
+    what: ReplayBench,
+    trace: RecordedTrace,
+    address: str,
+    connect: Connect,
+    on_progress: OnProgress = lambda *_: None,
 ) -> ReplayRun:
-    """Replay a trace. Requests unfinished when `stop` is set are not part of the run."""
-    replayer = _Replayer(client, what, builder, on_ended)
-    sending = asyncio.ensure_future(replayer.send_all())
-    stopping = asyncio.ensure_future((stop or asyncio.Event()).wait())
-    await asyncio.wait([sending, stopping], return_when=asyncio.FIRST_COMPLETED)
-    replayer.run.is_cut_short = not sending.done()
-    for task in (sending, stopping):
-        task.cancel()
-    ended = await asyncio.gather(sending, stopping, return_exceptions=True)
-    if isinstance(ended[0], Exception):
-        raise ended[0]
-    replayer.finish()
-    return replayer.run
+    """Replay the trace against a running router, until its end or Ctrl-C.
+
+    Requests that have not ended by then are not part of the run.
+    """
+    return asyncio.run(_measure(what, trace, address, connect, on_progress))
+
+
+async def _measure(
+    what: ReplayBench, trace: RecordedTrace, address: str, connect: Connect, on_progress: OnProgress
+) -> ReplayRun:
+    async with stop_on_interrupt() as stop, connect(address) as client:
+        model = await client.model()
+        scaling = Scaling(
+            trace.block_tokens,
+            trace.block_tokens if what.block_tokens is None else what.block_tokens,
+            what.max_output_tokens,
+            model.max_sequence_len,
+        )
+        builder = PromptBuilder(scaling, model.vocab_size, what.seed)
+        replayer = _Replayer(client, what, trace, builder, on_progress)
+        replayer.run.is_cut_short = await run_until(stop, replayer.send_all())
+        return replayer.finish()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +87,19 @@ class _EndedTurn:
 
 class _Replayer:
     def __init__(
-        self, client: AsyncClient, what: Replay, builder: PromptBuilder, on_ended: OnEnded
+        self,
+        client: AsyncClient,
+        what: ReplayBench,
+        trace: RecordedTrace,
+        builder: PromptBuilder,
+        on_progress: OnProgress,
     ) -> None:
-        self.run = ReplayRun(len(what.trace.requests))
+        self.run = ReplayRun(len(trace.requests))
         self._client = client
         self._what = what
+        self._trace = trace
         self._builder = builder
-        self._on_ended = on_ended
+        self._on_progress = on_progress
         self._free = asyncio.Semaphore(what.max_in_flight)
         self._tree = PrefixTree(what.block_size)
         self._last_turns: dict[str, asyncio.Task[_EndedTurn]] = {}  # by session
@@ -108,7 +110,7 @@ class _Replayer:
 
     async def send_all(self) -> None:
         async with asyncio.TaskGroup() as group:
-            for number, request in enumerate(self._what.trace.requests):
+            for number, request in enumerate(self._trace.requests):
                 at_s = request.at_s * self._what.time_scale
                 await asyncio.sleep(max(0.0, at_s - self._since_start_s()))
                 before = self._last_turns.get(request.session)
@@ -116,9 +118,10 @@ class _Replayer:
                 if request.session:
                     self._last_turns[request.session] = task
 
-    def finish(self) -> None:
+    def finish(self) -> ReplayRun:
         self.run.duration_s = self._since_start_s()
         self.run.num_distinct_tokens = self._tree.num_blocks * self._what.block_size
+        return self.run
 
     async def _send(
         self,
@@ -165,4 +168,4 @@ class _Replayer:
             lost,
         )
         self.run.requests.append(ended)
-        self._on_ended(ended)
+        self._on_progress(self._trace.format, len(self.run.requests), self.run.num_planned)

@@ -20,7 +20,7 @@ class TraceRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class RecordedTrace:
     """A recorded trace, ordered by time."""
 
     format: str
@@ -28,9 +28,11 @@ class Trace:
     requests: tuple[TraceRequest, ...]
 
 
-def ordered_trace(format_name: str, block_tokens: int, requests: Sequence[TraceRequest]) -> Trace:
+def ordered_trace(
+    format_name: str, block_tokens: int, requests: Sequence[TraceRequest]
+) -> RecordedTrace:
     """Return a trace whose requests are in the order of time and start at 0."""
     ordered = sorted(requests, key=lambda request: request.at_s)
     start_s = ordered[0].at_s if ordered else 0.0
     moved = tuple(replace(request, at_s=request.at_s - start_s) for request in ordered)
-    return Trace(format_name, block_tokens, moved)
+    return RecordedTrace(format_name, block_tokens, moved)

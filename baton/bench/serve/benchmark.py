@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
-from baton.bench.interrupt import stop_on_interrupt
-from baton.bench.serve.client import LoadRun, Sample, send
+from baton.bench.running import Connect, OnProgress, stop_on_interrupt
+from baton.bench.serve.client import LoadRun, send
 from baton.bench.serve.figures import ServeFigures, Slo, summarise
 from baton.bench.serve.load import PlannedRequest, PromptLine, ServeLoad, plan, warm_up
-from baton.client import AsyncClient
 from baton.cluster import ClusterOptions, LocalCluster
-
-Connect = Callable[[str], AsyncClient]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,20 +37,6 @@ class MeasuredRun:
     requests: Sequence[PlannedRequest]
     run: LoadRun
     figures: ServeFigures
-
-
-@dataclass(frozen=True, slots=True)
-class ServeProgress:
-    """State of the run for a progress bar."""
-
-    name: str
-    rate: float
-    num_ended: int
-    num_planned: int
-    sample: Sample | None
-
-
-OnProgress = Callable[[ServeProgress], None]
 
 
 def bench_router(
@@ -94,13 +78,14 @@ async def _measure(
                 break
             requests = plan(load, vocab_size, what.lines)
             rate = _true_rate(load, what.lines, requests)
-            progress = _ProgressReporter(name, rate, len(requests), on_progress)
+            report = partial(on_progress, f"{name}, {rate:g}/s")
+            report(0, len(requests))
             run = await send(
                 clients[name],
                 requests,
                 concurrency=what.concurrency,
                 stop=stop,
-                on_sample=progress.add,
+                on_progress=report,
             )
             figures = summarise(run, what.slo)
             measured.append(MeasuredRun(name, rate, requests, run, figures))
@@ -126,24 +111,6 @@ def _runs(what: ServeBench, names: Sequence[str]) -> list[tuple[str, ServeLoad]]
             order = names if number % 2 == 0 else names[::-1]
             runs += [(name, load) for name in order]
     return runs
-
-
-@dataclass(slots=True)
-class _ProgressReporter:
-    name: str
-    rate: float
-    num_planned: int
-    on_progress: OnProgress
-    num_ended: int = 0
-
-    def __post_init__(self) -> None:
-        self.on_progress(ServeProgress(self.name, self.rate, 0, self.num_planned, None))
-
-    def add(self, sample: Sample) -> None:
-        self.num_ended += 1
-        self.on_progress(
-            ServeProgress(self.name, self.rate, self.num_ended, self.num_planned, sample)
-        )
 
 
 @dataclass(frozen=True, slots=True)

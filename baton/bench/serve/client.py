@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from baton.bench.running import run_until
 from baton.bench.serve.load import PlannedRequest
 from baton.client import AsyncClient, BatonError, Finish, Generation
 from baton.core.sampling import SamplingParams
@@ -47,31 +48,21 @@ class LoadRun:
     is_cut_short: bool = False
 
 
-OnSample = Callable[[Sample], None]
-
-
 async def send(
     client: AsyncClient,
     requests: Sequence[PlannedRequest],
     *,
     concurrency: int | None = None,
     stop: asyncio.Event | None = None,
-    on_sample: OnSample = lambda _: None,
+    on_progress: Callable[[int, int], None] = lambda _ended, _planned: None,
 ) -> LoadRun:
     """Send the requests. Those unfinished when `stop` is set are not part of the run."""
     run = LoadRun(num_planned=len(requests))
     sender = _Sender(client, asyncio.Semaphore(concurrency or max(1, len(requests))))
     cpu_before_s = time.process_time()
     async with _lag_noted(run.lags_s):
-        sending = asyncio.ensure_future(sender.send_all(requests, run, on_sample))
-        stopping = asyncio.ensure_future((stop or asyncio.Event()).wait())
-        await asyncio.wait([sending, stopping], return_when=asyncio.FIRST_COMPLETED)
-        run.is_cut_short = not sending.done()
-        for task in (sending, stopping):
-            task.cancel()
-        ended = await asyncio.gather(sending, stopping, return_exceptions=True)
-    if isinstance(ended[0], Exception):
-        raise ended[0]
+        sending = sender.send_all(requests, run, on_progress)
+        run.is_cut_short = await run_until(stop or asyncio.Event(), sending)
     run.duration_s = sender.since_start_s()
     run.cpu_s = time.process_time() - cpu_before_s
     return run
@@ -87,13 +78,16 @@ class _Sender:
         return time.perf_counter() - self._began_s
 
     async def send_all(
-        self, requests: Sequence[PlannedRequest], run: LoadRun, on_sample: OnSample
+        self,
+        requests: Sequence[PlannedRequest],
+        run: LoadRun,
+        on_progress: Callable[[int, int], None],
     ) -> None:
         async def one(request: PlannedRequest) -> None:
             async with self._free:
                 sample = await send_one(self._client, request, self.since_start_s)
             run.samples.append(sample)
-            on_sample(sample)
+            on_progress(len(run.samples), len(requests))
 
         async with asyncio.TaskGroup() as group:
             for request in requests:

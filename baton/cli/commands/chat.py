@@ -8,23 +8,22 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from baton.cli.commands.generate import timing_line
 from baton.cli.conversation import PLAIN_STOP, Conversation
 from baton.cli.errors import print_error
 from baton.cli.options.connection import connect
 from baton.cli.options.sampling import MaxTokens, StopStrings, sampling
 from baton.cli.show import for_terminal
-from baton.cli.signatures import inherit_options, split
+from baton.cli.signatures import inherit_options, make
 from baton.core.errors import NamedError
+from baton.core.options import Option
 
 if TYPE_CHECKING:
     import asyncio
 
     from baton.client import AsyncClient, BatonError, Finish, Generation
 
-CHAT_PANEL = "Chat"
+CHAT = "Chat"
 CUT_OFF = "length"  # the finish reason of an answer that reached a limit
 HELP = """\
 /system TEXT  set the system message; without TEXT, show it
@@ -36,23 +35,19 @@ Ctrl-C stops an answer; its text so far stays in the conversation."""
 
 @inherit_options(sampling, connect)
 def chat(
-    system: Annotated[
-        str, typer.Option(help="The system message.", rich_help_panel=CHAT_PANEL)
-    ] = "",
+    system: Annotated[str, Option("The system message.", CHAT)] = "",
     plain: Annotated[
         bool,
-        typer.Option(
-            "--plain",
-            help="Do not use the model's chat template but a dialogue of User and Assistant.",
-            rich_help_panel=CHAT_PANEL,
+        Option(
+            "Do not use the model's chat template but a dialogue of User and Assistant.",
+            CHAT,
+            flags=("--plain",),
         ),
     ] = False,
     timings: Annotated[
         bool,
-        typer.Option(
-            "--timings",
-            help="Print timings and the serving nodes after each answer.",
-            rich_help_panel=CHAT_PANEL,
+        Option(
+            "Print timings and the serving nodes after each answer.", CHAT, flags=("--timings",)
         ),
     ] = False,
     max_tokens: MaxTokens = 512,
@@ -67,12 +62,10 @@ def chat(
 
     from baton.client import Generation
 
-    for_sampling, for_connection = split(given, sampling, connect)
-    chosen = sampling(max_tokens=max_tokens, **for_sampling)
     stops = (*(stop or ()), *([PLAIN_STOP] if plain else ()))
-    generation = Generation(chosen, stop=stops)
+    generation = Generation(make(sampling, given | {"max_tokens": max_tokens}), stop=stops)
     with asyncio.Runner() as runner:
-        client = runner.run(_open_client(for_connection))
+        client = runner.run(_open_client(given))
         try:
             talk = ChatSession(
                 runner, client, generation, max_tokens, Conversation(system), plain, timings
@@ -85,9 +78,9 @@ def chat(
             runner.run(client.__aexit__(None, None, None))
 
 
-async def _open_client(for_connection: dict[str, Any]) -> AsyncClient:
+async def _open_client(given: dict[str, Any]) -> AsyncClient:
     """Open the client inside the event loop: a gRPC channel belongs to the loop that made it."""
-    client: AsyncClient = connect(**for_connection)
+    client: AsyncClient = make(connect, given)
     return client
 
 

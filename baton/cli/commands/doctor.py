@@ -5,89 +5,107 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
 from baton.cli.errors import FAILED
+from baton.cli.options.lists import parse_names
 from baton.cli.options.model import KvDtype, KvFolder, KvObjectStore
-from baton.cli.options.network import Host, TraceDir
-from baton.cli.options.output import OUTPUT_PANEL
+from baton.cli.options.network import Host
 from baton.cli.show import console
+from baton.cli.signatures import inherit_options, option_of
 from baton.core.errors import InvalidConfig
-from baton.core.options import KV_CACHE, MODEL, NETWORK
+from baton.core.options import KV_CACHE, MODEL, NETWORK, OUTPUT, Option, build_config
 from baton.core.units import AUTO, parse_kv_memory
-from baton.telemetry.options import trace_folder
+from baton.telemetry.options import TelemetryOptions
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from baton.doctor.findings import Finding
 
 STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 TRANSPORTS = ("nixl", "ucxx")
 
 
-def doctor(
-    model: Annotated[
-        str,
-        typer.Option(
-            help="Also check this model folder; nothing is downloaded.",
-            rich_help_panel=MODEL,
+def _transports(written: str) -> tuple[str, ...]:
+    names = tuple(filter(None, parse_names(written)))
+    for name in names:
+        if name not in TRANSPORTS:
+            raise InvalidConfig(f"--transports {name!r}: choose among {', '.join(TRANSPORTS)}")
+    return names
+
+
+def _ports(written: str) -> tuple[int, ...]:
+    try:
+        ports = tuple(int(one) for one in filter(None, parse_names(written)))
+    except ValueError:
+        ports = (-1,)
+    if not all(0 <= port < 1 << 16 for port in ports):
+        raise InvalidConfig(f"--ports {written!r}: write it like 50051,50061, each at most 65535")
+    return ports
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorOptions:
+    """What is checked besides the machine and its software."""
+
+    model: Annotated[str, Option("Also check this model folder; nothing is downloaded.", MODEL)] = (
+        ""
+    )
+    kv_bytes: Annotated[
+        int | None,
+        Option(
+            "KV cache of a node, such as 2GiB; auto: the size `baton up` picks for two nodes.",
+            KV_CACHE,
+            name="kv_cache_memory",
+            default=AUTO,
+            parse=parse_kv_memory,
         ),
-    ] = "",
-    kv_cache_memory: Annotated[
-        str,
-        typer.Option(
-            help="KV cache of a node, such as 2GiB; auto: the size `baton up` picks for two nodes.",
-            rich_help_panel=KV_CACHE,
-        ),
-    ] = AUTO,
-    kv_cache_dtype: KvDtype = "auto",
+    ] = None
+    kv_cache_dtype: KvDtype = "auto"
     transports: Annotated[
-        str,
-        typer.Option(
-            help="Comma-separated KV transports to test with a transfer; empty: none.",
-            rich_help_panel=KV_CACHE,
+        tuple[str, ...],
+        Option(
+            "Comma-separated KV transports to test with a transfer; empty: none.",
+            KV_CACHE,
+            default="nixl,ucxx",
+            parse=_transports,
         ),
-    ] = "nixl,ucxx",
+    ] = TRANSPORTS
     patience_s: Annotated[
-        float,
-        typer.Option(
-            min=0.1, help="Timeout in seconds for each transport.", rich_help_panel=KV_CACHE
-        ),
-    ] = 10.0,
-    kv_folder: KvFolder = "",
-    kv_object_store: KvObjectStore = "",
-    host: Host = "127.0.0.1",
+        float, Option("Timeout in seconds for each transport.", KV_CACHE, at_least=0.1)
+    ] = 10.0
+    kv_folder: KvFolder = ""
+    kv_object_store: KvObjectStore = ""
+    host: Host = "127.0.0.1"
     ports: Annotated[
-        str,
-        typer.Option(help="Comma-separated ports that should be free.", rich_help_panel=NETWORK),
-    ] = "50051",
-    trace_dir: TraceDir = "",
+        tuple[int, ...],
+        Option(
+            "Comma-separated ports that should be free.", NETWORK, default="50051", parse=_ports
+        ),
+    ] = (50051,)
+    trace_dir: Annotated[Path | None, option_of(TelemetryOptions, "trace_dir")] = None
+
+
+@inherit_options(DoctorOptions)
+def doctor(
     as_json: Annotated[
-        bool,
-        typer.Option("--json", help="Print JSON instead of a table.", rich_help_panel=OUTPUT_PANEL),
+        bool, Option("Print JSON instead of a table.", OUTPUT, flags=("--json",))
     ] = False,
+    **given: Any,
 ) -> None:
     """Check machine, software, KV transports, tiers and model; exit code 1 if a check fails."""
+    from rich.text import Text
+
     os.environ.setdefault("UCX_LOG_FILE", "stderr")  # keep standard output for the findings
-    checks = _checks(
-        model,
-        parse_kv_memory(kv_cache_memory),
-        kv_cache_dtype,
-        _transports(transports),
-        patience_s,
-        host,
-        _ports(ports),
-        trace_folder(trace_dir),
-        (kv_folder, kv_object_store),
-    )
+    options = build_config(DoctorOptions, given)
     findings: list[Finding] = []
     with console(stderr=True).status("checking the machine") as status:
-        for finding in checks:
+        for finding in _checks(options):
             status.update(Text(f"{finding.check}: {finding.found}"))
             findings.append(finding)
     if as_json:
@@ -99,38 +117,30 @@ def doctor(
         raise typer.Exit(FAILED)
 
 
-def _checks(
-    model: str,
-    kv_bytes: int | None,
-    kv_cache_dtype: str,
-    transports: list[str],
-    patience_s: float,
-    host: str,
-    ports: list[int],
-    trace_dir: Path | None,
-    tiers: tuple[str, str],
-) -> Iterator[Finding]:
+def _checks(options: DoctorOptions) -> Iterator[Finding]:
     from baton.doctor.folders import check_folders
     from baton.doctor.machine import check_machine
+    from baton.doctor.model import check_model_folder, kv_shape_of
     from baton.doctor.software import check_software, port_findings
     from baton.doctor.tiers import TYPICAL, check_tiers
     from baton.doctor.wire import check_transfer_rate
 
     yield from check_machine()
     yield from check_software()
-    yield from check_folders(trace_dir)
-    yield from port_findings(host, ports)
-    yield from check_transfer_rate(transports, patience_s)
-    if model:
-        from baton.doctor.model import check_model_folder, kv_shape_of
-
-        yield from check_model_folder(model, kv_bytes, kv_cache_dtype)
-        yield from check_tiers(*tiers, kv_shape_of(model, kv_cache_dtype) or TYPICAL)
-    else:
-        yield from check_tiers(*tiers)
+    yield from check_folders(options.trace_dir)
+    yield from port_findings(options.host, options.ports)
+    yield from check_transfer_rate(options.transports, options.patience_s)
+    kv = TYPICAL
+    if options.model:
+        yield from check_model_folder(options.model, options.kv_bytes, options.kv_cache_dtype)
+        kv = kv_shape_of(options.model, options.kv_cache_dtype) or kv
+    yield from check_tiers(options.kv_folder, options.kv_object_store, kv)
 
 
 def _table(findings: list[Finding]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table()
     for name in ("", "what", "found", "what to do"):
         table.add_column(name, overflow="fold")
@@ -138,21 +148,3 @@ def _table(findings: list[Finding]) -> Table:
         status = one.status.value
         table.add_row(Text(status, style=STYLES[status]), one.check, Text(one.found), one.advice)
     return table
-
-
-def _transports(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    for name in names:
-        if name not in TRANSPORTS:
-            raise InvalidConfig(f"--transports {name!r}: choose among {', '.join(TRANSPORTS)}")
-    return names
-
-
-def _ports(text: str) -> list[int]:
-    try:
-        ports = [int(one) for one in text.split(",") if one.strip()]
-    except ValueError:
-        ports = [-1]
-    if not all(0 <= port < 1 << 16 for port in ports):
-        raise InvalidConfig(f"--ports {text!r}: write it like 50051,50061, each at most 65535")
-    return ports

@@ -6,128 +6,118 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from baton.cli.errors import print_warning
 from baton.cli.options.connection import connect
-from baton.cli.options.kv_hints import kv_hints
-from baton.cli.options.output import OUTPUT_PANEL
-from baton.cli.options.sampling import BadWords, IncludeStop, StopStrings, sampling
+from baton.cli.options.sampling import SAMPLING, IncludeStop, StopStrings, sampling
 from baton.cli.show import console, for_terminal, table_of
-from baton.cli.signatures import inherit_options, split
+from baton.cli.signatures import inherit_options, make
 from baton.core.errors import InvalidRequest
-from baton.core.options import MODEL
+from baton.core.kv_hints import KvHints
+from baton.core.options import MODEL, OUTPUT, Option
 from baton.core.units import format_bytes
 
 if TYPE_CHECKING:
-    from baton.client import Answer, AsyncClient, Finish
-
-Logprobs = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        help="Show the logprob of each token and those of the N most likely ones.",
-        rich_help_panel=OUTPUT_PANEL,
-    ),
-]
+    from baton.client import Answer, AsyncClient, Finish, Generation
 
 
-@inherit_options(sampling, kv_hints, connect)
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """Parameters of a request that only this command has."""
+
+    logprobs: Annotated[
+        int | None,
+        Option(
+            "Show the logprob of each token and those of the N most likely ones.",
+            OUTPUT,
+            at_least=0,
+        ),
+    ] = None
+    prompt_logprobs: Annotated[
+        int | None, Option("Logprobs of the prompt's tokens; needs --json.", OUTPUT, at_least=0)
+    ] = None
+    model: Annotated[str, Option("Fail unless the cluster serves this model.", MODEL)] = ""
+    n: Annotated[int, Option("Number of answers.", OUTPUT, flags=("-n", "--n"), at_least=1)] = 1
+    stop: StopStrings = None
+    include_stop_in_output: IncludeStop = False
+    bad_words: Annotated[
+        list[str] | None,
+        Option(
+            "Text that the answer must not contain; may be repeated.",
+            SAMPLING,
+            flags=("--bad-word",),
+        ),
+    ] = None
+    request_id: Annotated[str, Option("Request id in logs and traces.")] = ""
+    priority: Annotated[int, Option("Priority; lower values run earlier.")] = 0
+    cache_salt: Annotated[str, Option("Prompts with different salts never share cached KV.")] = ""
+
+
+@inherit_options(RequestOptions, sampling, KvHints, connect)
 def generate(
     prompt: Annotated[
         str | None, typer.Argument(help="Prompt to continue. Default or -: standard input.")
     ] = None,
     as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json", help="Print one JSON object instead of text.", rich_help_panel=OUTPUT_PANEL
-        ),
+        bool, Option("Print one JSON object instead of text.", OUTPUT, flags=("--json",))
     ] = False,
-    logprobs: Logprobs = None,
-    prompt_logprobs: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Logprobs of the prompt's tokens; needs --json.",
-            rich_help_panel=OUTPUT_PANEL,
-        ),
-    ] = None,
     timings: Annotated[
         bool,
-        typer.Option(
-            "--timings",
-            help="Print timings and the serving nodes to standard error.",
-            rich_help_panel=OUTPUT_PANEL,
+        Option(
+            "Print timings and the serving nodes to standard error.", OUTPUT, flags=("--timings",)
         ),
     ] = False,
-    model: Annotated[
-        str,
-        typer.Option(help="Fail unless the cluster serves this model.", rich_help_panel=MODEL),
-    ] = "",
-    n: Annotated[
-        int,
-        typer.Option("-n", "--n", min=1, help="Number of answers.", rich_help_panel=OUTPUT_PANEL),
-    ] = 1,
-    stop: StopStrings = None,
-    include_stop_in_output: IncludeStop = False,
-    bad_words: BadWords = None,
-    request_id: Annotated[str, typer.Option(help="Request id in logs and traces.")] = "",
-    priority: Annotated[int, typer.Option(help="Priority; lower values run earlier.")] = 0,
-    cache_salt: Annotated[
-        str, typer.Option(help="Prompts with different salts never share cached KV.")
-    ] = "",
     **given: Any,
 ) -> None:
     """Continue a prompt on a running cluster."""
     import asyncio
 
-    from baton.client import Answer, Generation
-
-    for_sampling, for_hints, for_connection = split(given, sampling, kv_hints, connect)
-    chosen = sampling(**for_sampling)
-    if logprobs is not None:
-        chosen["logprobs"] = logprobs
-    if prompt_logprobs is not None:
-        chosen["prompt_logprobs"] = prompt_logprobs
-    generation = Generation(
-        chosen,
-        stop=tuple(stop or ()),
-        include_stop_in_output=include_stop_in_output,
-        bad_words=tuple(bad_words or ()),
-        request_id=request_id,
-        model=model,
-        priority=priority,
-        cache_salt=cache_salt,
-        kv_hints=kv_hints(**for_hints),
-        n=n,
-    )
-    prompt_text = _prompt(prompt)
-
-    async def stream() -> list[Answer]:
-        answers = [Answer() for _ in range(n)]
-        async with (
-            connect(**for_connection) as client,
-            aclosing(client.stream(prompt_text, generation)) as chunks,
-        ):
-            # Several answers cannot be streamed to one terminal: they are printed at the end.
-            shows = n == 1 and not as_json
-            async for chunk in chunks:
-                answers[chunk.index].take(chunk)
-                print(for_terminal(chunk.text) if shows else "", end="", flush=True)
-            print(_format_end(answers, as_json=as_json))
-            if logprobs is not None and not as_json:
-                for answer in answers:
-                    await _show_logprobs(client, answer)
-        return answers
-
-    finishes = [each.finish for each in asyncio.run(stream()) if each.finish is not None]
+    generation = _generation(given)
+    answers = asyncio.run(_stream(given, _prompt(prompt), generation, as_json=as_json))
+    finishes = [each.finish for each in answers if each.finish is not None]
     for warning in dict.fromkeys(each for finish in finishes for each in finish.warnings):
         print_warning(warning)
     for finish in finishes if timings else ():
         print(timing_line(finish), file=sys.stderr)
+
+
+def _generation(given: dict[str, Any]) -> Generation:
+    """Raises InvalidRequest."""
+    from baton.client import Generation
+
+    chosen, request = make(sampling, given), asdict(make(RequestOptions, given))
+    for name in ("logprobs", "prompt_logprobs"):
+        number = request.pop(name)
+        chosen |= {} if number is None else {name: number}
+    for name in ("stop", "bad_words"):
+        request[name] = tuple(request[name] or ())
+    return Generation(chosen, kv_hints=make(KvHints, given), **request)
+
+
+async def _stream(
+    given: dict[str, Any], prompt: str, generation: Generation, *, as_json: bool
+) -> list[Answer]:
+    """Print the answers; several cannot be streamed to one terminal, and come at the end."""
+    from baton.client import Answer
+
+    answers = [Answer() for _ in range(generation.n)]
+    async with (
+        make(connect, given) as client,
+        aclosing(client.stream(prompt, generation)) as chunks,
+    ):
+        shows = generation.n == 1 and not as_json
+        async for chunk in chunks:
+            answers[chunk.index].take(chunk)
+            print(for_terminal(chunk.text) if shows else "", end="", flush=True)
+        print(_format_end(answers, as_json=as_json))
+        for answer in answers if not as_json else ():
+            if answer.logprobs:
+                await _show_logprobs(client, answer)
+    return answers
 
 
 def _format_end(answers: Sequence[Answer], *, as_json: bool) -> str:

@@ -9,15 +9,15 @@ import typer
 
 from baton.cli.options.security import client_tls
 from baton.cli.signatures import inherit_options
+from baton.core.options import Option
 
 
 @inherit_options(client_tls)
 def health(
     address: Annotated[str, typer.Argument(help="host:port of a router or a node.")],
-    timeout: Annotated[float, typer.Option(min=0, help="Timeout in seconds.")] = 3.0,
+    timeout: Annotated[float, Option("Timeout in seconds.", at_least=0)] = 3.0,
     live: Annotated[
-        bool,
-        typer.Option("--live", help="Check liveness only: whether the process needs a restart."),
+        bool, Option("Check liveness only: whether the process needs a restart.", flags=("--live",))
     ] = False,
     **for_tls: Any,
 ) -> None:

@@ -9,19 +9,16 @@ from contextlib import aclosing, contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-from rich.console import Group
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
-
 from baton.cli.options.connection import connect
-from baton.cli.options.output import OUTPUT_PANEL
 from baton.cli.show import console
 from baton.cli.signatures import inherit_options
+from baton.core.options import OUTPUT, Option
 from baton.core.units import format_bytes
 
 if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
     from baton.client.node_status import NodeRates, Snapshot
     from baton.rpc.node_info import NodeStatus, TierReport
 
@@ -37,18 +34,10 @@ Draw = Callable[["Snapshot", Mapping[str, "NodeRates"]], None]
 
 @inherit_options(connect)
 def nodes(
-    interval: Annotated[
-        float,
-        typer.Option(min=0.1, help="Seconds between refreshes.", rich_help_panel=OUTPUT_PANEL),
-    ] = 1.0,
-    once: Annotated[
-        bool, typer.Option("--once", help="Print once and exit.", rich_help_panel=OUTPUT_PANEL)
-    ] = False,
+    interval: Annotated[float, Option("Seconds between refreshes.", OUTPUT, at_least=0.1)] = 1.0,
+    once: Annotated[bool, Option("Print once and exit.", OUTPUT, flags=("--once",))] = False,
     as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json", help="Print one JSON object per refresh.", rich_help_panel=OUTPUT_PANEL
-        ),
+        bool, Option("Print one JSON object per refresh.", OUTPUT, flags=("--json",))
     ] = False,
     **given: Any,
 ) -> None:
@@ -85,6 +74,9 @@ def _drawing(as_json: bool, once: bool) -> Iterator[Draw]:
     if once or not screen.is_terminal:
         yield lambda seen, rates: screen.print(*tables_of(seen, rates))
         return
+    from rich.console import Group
+    from rich.live import Live
+
     with Live(console=screen, auto_refresh=False) as live:
         yield lambda seen, rates: live.update(Group(*tables_of(seen, rates)), refresh=True)
 
@@ -118,6 +110,8 @@ def table_of_tiers(seen: Snapshot) -> Table:
 
 
 def _table(title: str, rows: Sequence[Mapping[str, str | Text]]) -> Table:
+    from rich.table import Table
+
     table = Table(title=title, title_justify="left")
     for name in rows[0] if rows else ():
         justify: Any = "right" if name in TO_THE_RIGHT else "left"
@@ -143,6 +137,8 @@ def _tier_row(node: NodeStatus, tier: TierReport) -> dict[str, str | Text]:
 
 
 def _row(node: NodeStatus, rates: NodeRates | None) -> dict[str, str | Text]:
+    from rich.text import Text
+
     is_known = bool(node.node_id)
     hit_rate, acceptance_rate = node.totals.hit_rate, node.totals.acceptance_rate
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,12 +12,13 @@ from baton.cli.errors import FAILED, print_error, print_warning
 from baton.cli.options.model import Device, Dtype, KvDtype, ModelOrDemo, Speculative, Threads
 from baton.cli.options.sampling import IncludeStop, StopStrings, sampling
 from baton.cli.signatures import inherit_options
-from baton.core.options import KV_CACHE
+from baton.core.options import KV_CACHE, Option
 from baton.core.units import format_bytes
 from baton.demo_model import demo_model
 from baton.encoding import reject_invalid_text
 
 if TYPE_CHECKING:
+    from baton.completion import Completion
     from baton.engine.runner.model.config import ModelConfig
 
 BLOCK_SIZE, MAX_NUM_SEQS = 16, 128  # the defaults of LLM
@@ -34,10 +36,10 @@ def run(
     speculative: Speculative = "",
     kv_cache_memory: Annotated[
         str | None,
-        typer.Option(
-            help="Size of the KV cache, such as 512MiB. Default: what prompts and answers need, at "
-            "most half of the free memory.",
-            rich_help_panel=KV_CACHE,
+        Option(
+            "Size of the KV cache, such as 512MiB. Default: what prompts and answers need, at most "
+            "half of the free memory.",
+            KV_CACHE,
         ),
     ] = None,
     kv_cache_dtype: KvDtype = "auto",
@@ -79,6 +81,10 @@ def run(
             stop=stop or (),
             include_stop_in_output=include_stop_in_output,
         )
+    _print_answers(texts, answers)
+
+
+def _print_answers(texts: Sequence[str], answers: Sequence[Completion]) -> None:
     for prompt, answer in zip(texts, answers, strict=True):
         print(prompt + answer.text)
         for warning in answer.warnings:

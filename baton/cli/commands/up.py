@@ -34,16 +34,14 @@ ENDING = (signal.SIGINT, signal.SIGTERM)
 JOINED = re.compile(r"node (\S+) joined from ")  # in the log of the router
 
 
-def run_cluster(
-    options: ClusterOptions, num_processes: int, model: RunnerConfig, *, restarts: bool
-) -> None:
+def run_cluster(options: ClusterOptions, model: RunnerConfig, *, restarts: bool) -> None:
     """Run the cluster until a signal ends it. Raises ClusterFailed and ModelError."""
     exit_on_sigterm()
     checkpoint = open_checkpoint(options.model)  # download once, before every process would
     read_model_config(checkpoint)
     checkpoint.load_tokenizer()  # the router needs it, and starts after the nodes
     build_missing_kernels(model, checkpoint, console(stderr=True))
-    runner = ClusterRunner(options, num_processes, restarts=restarts)
+    runner = ClusterRunner(options, restarts=restarts)
     with runner.listening():
         try:
             runner.run()
@@ -57,12 +55,12 @@ def run_cluster(
 class ClusterRunner:
     """One cluster from start to end, with its signal handlers."""
 
-    def __init__(self, options: ClusterOptions, num_processes: int, *, restarts: bool) -> None:
+    def __init__(self, options: ClusterOptions, *, restarts: bool) -> None:
         self._options = replace(
             options, on_up=self._note_up, on_end=self._note_end, on_line=self._note_line
         )
         self._cluster = LocalCluster(self._options)
-        self._num_processes = num_processes
+        self._num_processes = options.num_prefill + options.num_decode + 1
         self._num_up = 0
         self._screen = console(stderr=True)
         self._status = self._screen.status("") if self._screen.is_terminal else None

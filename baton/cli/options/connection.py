@@ -2,45 +2,47 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
 
 from baton.cli.options.security import ClientTokenFile, client_tls
 from baton.cli.signatures import inherit_options
-from baton.core.options import NETWORK
+from baton.core.options import NETWORK, Option
+from baton.rpc.security.token import read_tokens
 
 if TYPE_CHECKING:
+    from baton.bench.running import Connect
     from baton.client import AsyncClient
-
-Address = Annotated[
-    str,
-    typer.Option(
-        help="host:port of the router (gRPC). Default port: 50051.",
-        rich_help_panel=NETWORK,
-    ),
-]
-Timeout = Annotated[
-    float | None,
-    typer.Option(
-        "--timeout",
-        min=0.001,
-        help="Timeout of a request in seconds.",
-        rich_help_panel=NETWORK,
-    ),
-]
 
 
 @inherit_options(client_tls)
 def connect(
-    address: Address = "127.0.0.1:50051",
-    timeout_s: Timeout = None,
+    address: Annotated[
+        str, Option("host:port of the router (gRPC). Default port: 50051.", NETWORK)
+    ] = "127.0.0.1:50051",
+    timeout_s: Annotated[
+        float | None,
+        Option("Timeout of a request in seconds.", NETWORK, flags=("--timeout",), at_least=0.001),
+    ] = None,
     token_file: ClientTokenFile = None,
     **given: Any,
 ) -> AsyncClient:
     """Open an async client: Ctrl-C in a blocking gRPC call can leave its locks inconsistent."""
     from baton.client import AsyncClient
-    from baton.rpc.security.token import read_tokens
 
-    token = None if token_file is None else read_tokens(token_file)[0]
-    return AsyncClient(address, timeout_s=timeout_s, tls=client_tls(**given), token=token)
+    tls, token = client_tls(**given), _token(token_file)
+    return AsyncClient(address, timeout_s=timeout_s, tls=tls, token=token)
+
+
+@inherit_options(client_tls)
+def connect_to_measure(token_file: ClientTokenFile = None, **given: Any) -> Connect:
+    """Return a factory of clients that do not retry: failures are part of the measurement."""
+    from baton.client import AsyncClient, Retries
+
+    tls, token = client_tls(**given), _token(token_file)
+    retries = Retries(max_attempts=1)
+    return lambda address: AsyncClient(address, tls=tls, token=token, retries=retries)
+
+
+def _token(file: Path | None) -> str | None:
+    return None if file is None else read_tokens(file)[0]

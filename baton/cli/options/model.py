@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from baton.cli.signatures import option_of
-from baton.core.options import MODEL
+from baton.core.options import MODEL, Option
 from baton.engine.runner.config import RunnerConfig
 from baton.node.kv.tiers_config import TiersConfig
 
 ModelOrDemo = Annotated[
     str,
-    typer.Option(
-        help="Model folder, or a name on the Hugging Face hub. Default: the demo model.",
-        rich_help_panel=MODEL,
-    ),
+    Option("Model folder, or a name on the Hugging Face hub. Default: the demo model.", MODEL),
 ]
 Dtype = Annotated[str, option_of(RunnerConfig, "dtype")]
 Device = Annotated[str, option_of(RunnerConfig, "device")]

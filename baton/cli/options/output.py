@@ -7,23 +7,14 @@ from typing import Annotated
 
 import typer
 
+from baton.core.options import OUTPUT, Option
 from baton.writable import file_error, folder_error
 
-OUTPUT_PANEL = "Output"
-
 LogFormat = Annotated[
-    str,
-    typer.Option(
-        help="auto, text or json; auto: text on a terminal, JSON elsewhere.",
-        rich_help_panel=OUTPUT_PANEL,
-    ),
+    str, Option("auto, text or json; auto: text on a terminal, JSON elsewhere.", OUTPUT)
 ]
 LogLevel = Annotated[
-    str,
-    typer.Option(
-        help="debug, info or warning; debug also logs each successful request.",
-        rich_help_panel=OUTPUT_PANEL,
-    ),
+    str, Option("debug, info or warning; debug also logs each successful request.", OUTPUT)
 ]
 
 
@@ -49,6 +40,6 @@ JsonFile = Annotated[
         "--json",
         help="Also write the figures to this JSON file.",
         callback=check_writable_file,
-        rich_help_panel=OUTPUT_PANEL,
+        rich_help_panel=OUTPUT,
     ),
 ]

@@ -5,15 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from baton.cli.signatures import inherit_options
-from baton.core.options import SECURITY, build_config
+from baton.core.options import SECURITY, Option, build_config
 from baton.rpc.security.tls import TlsConfig
 
 ClientTokenFile = Annotated[
-    Path | None,
-    typer.Option(help="File with the token to send, in its first line.", rich_help_panel=SECURITY),
+    Path | None, Option("File with the token to send, in its first line.", SECURITY)
 ]
 
 

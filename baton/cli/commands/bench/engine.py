@@ -6,12 +6,11 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from baton.cli.options.lists import parse_names, parse_numbers
 from baton.cli.options.model import KvDtype
 from baton.cli.options.output import JsonFile
-from baton.cli.show import show_table, write_json
+from baton.cli.show import console, show_table, write_json
 
 
 def engine(
@@ -44,7 +43,7 @@ def engine(
     made = parse_names(kernels), parse_names(quantize)
     sizes = parse_numbers(prompts), parse_numbers(batches)
     what = EngineBench(model, dtype, threads, *made, *sizes, steps, runs, kv_cache_dtype)
-    with Console(stderr=True).status("measuring") as status:
+    with console(stderr=True).status("measuring") as status:
 
         def on_rate(rate: Rate) -> None:
             status.update(f"{rate.phase} {rate.size}: {rate.median_tokens_per_s:.1f} tokens/s")

@@ -6,10 +6,9 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from baton.cli.options.output import JsonFile
-from baton.cli.show import show_table, write_json
+from baton.cli.show import console, show_table, write_json
 from baton.core.errors import InvalidConfig
 from baton.core.units import parse_bytes
 
@@ -46,7 +45,7 @@ def kv(
         chunk_s=chunk_ms / 1e3,
         num_runs=runs,
     )
-    with Console(stderr=True).status("starting") as status:
+    with console(stderr=True).status("starting") as status:
         figures, tails = run(what, lambda done: status.update(f"measured {done}"))
     rows = [asdict(figure) for figure in figures]
     show_table(

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from baton.cli.show import console
 
-OnRequests = Callable[[str, int, int], None]  # label, ended and planned requests
+if TYPE_CHECKING:
+    from baton.bench.running import OnProgress
 
 
 @contextmanager
-def requests_bar() -> Iterator[OnRequests]:
+def requests_bar() -> Iterator[OnProgress]:
     """Yield a function that updates the bar; without a terminal, it does nothing."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     screen = console(stderr=True)
     if not screen.is_terminal:
-        yield lambda _label, _ended, _planned: None
+        yield lambda _name, _ended, _planned: None
         return
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     with Progress(*columns, TimeElapsedColumn(), console=screen, transient=True) as bar:
         task = bar.add_task("starting", total=None)
-        yield lambda label, ended, planned: bar.update(
-            task, description=label, completed=ended, total=planned
+        yield lambda name, ended, planned: bar.update(
+            task, description=name, completed=ended, total=planned
         )

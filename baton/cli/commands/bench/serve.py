@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,71 +12,55 @@ import typer
 from baton.bench.serve.load import LOAD, ServeLoad, read_prompts
 from baton.cli.commands.bench.progress import requests_bar
 from baton.cli.commands.bench.serve_tables import name_of_run, show_runs
-from baton.cli.commands.cluster import SET_PER_PROCESS, shared_memory
-from baton.cli.options.output import OUTPUT_PANEL, JsonFile, check_creatable_folder
-from baton.cli.options.security import ClientTokenFile, client_tls
+from baton.cli.commands.cluster import SET_PER_PROCESS, ClusterSize, cluster_options
+from baton.cli.options.connection import connect_to_measure
+from baton.cli.options.output import JsonFile, check_creatable_folder
+from baton.cli.options.security import client_tls
 from baton.cli.show import console, show_table, write_json
-from baton.cli.signatures import forwarded_arguments, inherit_options, parameters_of, split
+from baton.cli.signatures import inherit_options, make, parameters_of
 from baton.core.errors import InvalidConfig
-from baton.core.options import build_config
+from baton.core.options import OUTPUT, Option
 from baton.node.options import NodeOptions
 from baton.router.options import RouterOptions
 
 if TYPE_CHECKING:
-    from baton.bench.serve.benchmark import (
-        Connect,
-        MeasuredRun,
-        ServeBench,
-        ServeProgress,
-    )
+    from baton.bench.serve.benchmark import MeasuredRun, ServeBench
     from baton.cluster import ClusterOptions
 
-TARGET_PANEL = "Target"
+TARGET = "Target"
 DISAGGREGATED, COLOCATED = "disaggregated", "colocated"
 UNFIT = {*SET_PER_PROCESS, "served_model_name", "tls_client_ca"}
 
 
-def _load(help: str, **given: Any) -> Any:  # noqa: A002
-    return typer.Option(help=help, rich_help_panel=LOAD, **given)
-
-
-def _target(help: str, *names: str, **given: Any) -> Any:  # noqa: A002
-    return typer.Option(*names, help=help, rich_help_panel=TARGET_PANEL, **given)
-
-
 @inherit_options(
-    ServeLoad,
-    client_tls,
-    NodeOptions,
-    RouterOptions,
-    without=UNFIT,
+    ClusterSize, ServeLoad, connect_to_measure, NodeOptions, RouterOptions, without=UNFIT
 )
 def serve(
     context: typer.Context,
     address: Annotated[
-        str, _target("host:port of a running router (gRPC).", "--address", "--router")
+        str,
+        Option("host:port of a running router (gRPC).", TARGET, flags=("--address", "--router")),
     ] = "",
-    model: Annotated[str, _target("Without --address: start a cluster with this model.")] = "",
-    prefill: Annotated[int, _target("Prefill nodes of the cluster.", min=0)] = 1,
-    decode: Annotated[int, _target("Decode nodes of the cluster.", min=1)] = 1,
-    colocated: Annotated[
-        bool, _target("Start as many nodes that prefill and decode.", "--colocated")
-    ] = False,
+    model: Annotated[
+        str, Option("Without --address: start a cluster with this model.", TARGET)
+    ] = "",
     compare: Annotated[
-        str, _target("colocated: compare with a cluster of such nodes, alternately.")
+        str, Option("colocated: compare with a cluster of such nodes, alternately.", TARGET)
     ] = "",
-    rounds: Annotated[int, _target("Rounds of a comparison.", min=1)] = 3,
-    token_file: ClientTokenFile = None,
-    rates: Annotated[str, _load("Run once at each of these rates, such as 1,2,4.")] = "",
+    rounds: Annotated[int, Option("Rounds of a comparison.", TARGET, at_least=1)] = 3,
+    rates: Annotated[str, Option("Run once at each of these rates, such as 1,2,4.", LOAD)] = "",
     concurrency: Annotated[
         int | None,
-        _load("Maximum requests in flight; waiting for a slot counts as latency.", min=1),
+        Option(
+            "Maximum requests in flight; waiting for a slot counts as latency.", LOAD, at_least=1
+        ),
     ] = None,
     prompts: Annotated[
-        Path | None, _load('JSONL: {"prompt": text or ids, "max_tokens": …, "at_s": …}.')
+        Path | None,
+        Option('JSONL: {"prompt": text or ids, "max_tokens": …, "at_s": …}.', LOAD),
     ] = None,
     slo: Annotated[
-        str, _load("Objectives of a good answer: ttft, itl (p99 of the answer), tpot, e2e.")
+        str, Option("Objectives of a good answer: ttft, itl (p99 of the answer), tpot, e2e.", LOAD)
     ] = "ttft=500ms,itl=50ms",
     json_file: JsonFile = None,
     plots: Annotated[
@@ -85,7 +68,7 @@ def serve(
         typer.Option(
             help="Draw plots to this folder.",
             callback=check_creatable_folder,
-            rich_help_panel=OUTPUT_PANEL,
+            rich_help_panel=OUTPUT,
         ),
     ] = None,
     **given: Any,
@@ -96,29 +79,27 @@ def serve(
     and router. Ctrl-C ends the run and reports the requests completed so far.
     """
     from baton.bench.plotting import need_matplotlib
-    from baton.bench.serve.benchmark import ServeBench
+    from baton.bench.serve.benchmark import ServeBench, bench_clusters, bench_router
     from baton.bench.serve.figures import parse_slo
 
-    for_load, for_tls, for_nodes = split(given, ServeLoad, client_tls, NodeOptions)
     _check_target(address, model, compare)
     if plots is not None:
         need_matplotlib()
     what = ServeBench(
-        load=build_config(ServeLoad, for_load),
+        load=make(ServeLoad, given),
         rates=_rates(rates),
         slo=parse_slo(slo),
         concurrency=concurrency,
         num_rounds=rounds if compare else 1,
         lines=read_prompts(prompts) if prompts is not None else (),
     )
-    clusters = {}
-    if not address:
-        selected = [COLOCATED] if colocated else [DISAGGREGATED]
-        # Validate the options before the start.
-        build_config(NodeOptions, {**for_nodes, "model": model})
-        clusters = _clusters(context, model, prefill, decode)
-        clusters = {name: clusters[name] for name in (clusters if compare else selected)}
-    measured = _run(what, address, clusters, _connect(for_tls, token_file))
+    clients = make(connect_to_measure, given)
+    clusters = {} if address else _clusters(context, model, given, is_comparison=bool(compare))
+    with requests_bar() as update:
+        if address:
+            measured = bench_router(what, address, clients, update)
+        else:
+            measured = bench_clusters(what, clusters, clients, update)
     _report(measured, what, is_comparison=bool(compare), json_file=json_file, plots=plots)
 
 
@@ -144,57 +125,18 @@ def _rates(written: str) -> tuple[float, ...]:
 
 
 def _clusters(
-    context: typer.Context, model: str, prefill: int, decode: int
+    context: typer.Context, model: str, given: dict[str, Any], *, is_comparison: bool
 ) -> dict[str, ClusterOptions]:
-    """Return both kinds of cluster, with equal numbers of processes and threads."""
-    from baton.cluster import ClusterOptions
-
+    """Return the cluster, or both kinds, with equal numbers of processes and threads."""
+    size = make(ClusterSize, given)
+    make(NodeOptions, given | {"model": model})  # validates the options before the start
     without = {*SET_PER_PROCESS, *(one.name for one in parameters_of(client_tls))}
-    chosen = forwarded_arguments(context, NodeOptions, without=without)
-    threads = max(1, len(os.sched_getaffinity(0)) // (prefill + decode))
-    has_threads = any(one.startswith("--threads") for one in chosen)
+    cluster = cluster_options(context, model, size, without=without)
     return {
-        name: ClusterOptions(
-            model=model,
-            num_prefill=prefill,
-            num_decode=decode,
-            is_colocated=is_both,
-            node_arguments=(
-                *([] if has_threads else [f"--threads={threads}"]),
-                *shared_memory(context, prefill + decode),
-                *chosen,
-            ),
-            router_arguments=forwarded_arguments(context, RouterOptions, without=without),
-        )
-        for name, is_both in ((DISAGGREGATED, False), (COLOCATED, True))
+        name: replace(cluster, is_colocated=is_colocated)
+        for name, is_colocated in ((DISAGGREGATED, False), (COLOCATED, True))
+        if is_comparison or is_colocated is size.colocated
     }
-
-
-def _connect(for_tls: dict[str, Any], token_file: Path | None) -> Connect:
-    """Return a factory of clients that do not retry: failures are part of the measurement."""
-    from baton.client import AsyncClient, Retries
-    from baton.rpc.security.token import read_tokens
-
-    tls = client_tls(**for_tls)
-    token = None if token_file is None else read_tokens(token_file)[0]
-    return lambda address: AsyncClient(
-        address, tls=tls, token=token, retries=Retries(max_attempts=1)
-    )
-
-
-def _run(
-    what: ServeBench, address: str, clusters: dict[str, ClusterOptions], connect: Connect
-) -> list[MeasuredRun]:
-    from baton.bench.serve.benchmark import bench_clusters, bench_router
-
-    with requests_bar() as update:
-
-        def on_progress(now: ServeProgress) -> None:
-            update(f"{now.name}, {now.rate:g}/s", now.num_ended, now.num_planned)
-
-        if address:
-            return bench_router(what, address, connect, on_progress)
-        return bench_clusters(what, clusters, connect, on_progress)
 
 
 def _report(
