@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import TypeVar
 
 import grpc
@@ -24,15 +23,20 @@ from baton.client.generation import (
     single_answer,
 )
 from baton.client.messages import CHUNK, model_from, request_from, tokenize_request_from
-from baton.client.retries import DEFAULT_RETRIES, Retries
+from baton.client.retries import DEFAULT_RETRIES, Retries, Tries
 from baton.rpc.channel import open_channel
 from baton.rpc.node_info import STATUS, NodeStatus
 from baton.rpc.router_address import router_target
 from baton.rpc.security.tls import PLAIN, TlsConfig
+from baton.telemetry.tracing.spans import Metadata
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
+
+CALL = "_AioCall"  # of gRPC; each call has a task that waits for its end
+MAX_CALL_END_S = 0.2  # calls of other channels may not end
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
+Item = TypeVar("Item")
 
 
 class AsyncClient:
@@ -51,19 +55,17 @@ class AsyncClient:
         self._access = Access(address, timeout_s, tls, token, retries)
         self._channel = open_channel(address, tls)
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._has_cancelled_calls = False
 
     async def __aenter__(self) -> AsyncClient:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._channel.close()
+        if self._has_cancelled_calls:
+            await _await_ends_of_calls()
 
-    async def stream(
+    def stream(
         self,
         prompt: Prompt,
         generation: Generation = DEFAULT_GENERATION,
@@ -75,24 +77,13 @@ class AsyncClient:
         Leaving the loop cancels the request, unless a variable still refers to the generator:
         such a generator runs until its `aclose`, so use `contextlib.aclosing` for it.
         """
-        request = request_from(prompt, generation)
-        tries = self._access.tries(timeout_s)
-        while True:
-            call = self._stub.Generate(
-                request,
-                timeout=tries.remaining_s,
-                metadata=(*self._access.metadata, *generation.metadata),
-            )
-            try:
-                async for response in call:
-                    tries.is_begun = True
-                    yield CHUNK.from_message(response)
-                return
-            except grpc.RpcError as error:
-                pause_s = await asyncio.to_thread(tries.failed, error)
-            finally:
-                call.cancel()
-            await asyncio.sleep(pause_s)
+        return self._stream(
+            self._stub.Generate,
+            request_from(prompt, generation),
+            CHUNK.from_message,
+            self._access.tries(timeout_s),
+            generation.metadata,
+        )
 
     async def generate(
         self,
@@ -130,25 +121,16 @@ class AsyncClient:
         request = inference_pb2.GetModelRequest()
         return model_from(await self._unary(self._stub.GetModel, request))
 
-    async def nodes(self, interval_s: float = 0.0) -> AsyncGenerator[tuple[NodeStatus, ...], None]:
+    def nodes(self, interval_s: float = 0.0) -> AsyncGenerator[tuple[NodeStatus, ...], None]:
         """Yield the status of all nodes: once, or again after every interval if it is above 0."""
         stub = cluster_pb2_grpc.ClusterServiceStub(self._channel)
         request = cluster_pb2.WatchNodesRequest(interval_s=interval_s)
-        tries = self._access.tries()
-        while True:
-            call = stub.WatchNodes(
-                request, timeout=tries.remaining_s, metadata=self._access.metadata
-            )
-            try:
-                async for response in call:
-                    tries.is_begun = True
-                    yield tuple(map(STATUS.from_message, response.nodes))
-                return
-            except grpc.RpcError as error:
-                pause_s = await asyncio.to_thread(tries.failed, error)
-            finally:
-                call.cancel()
-            await asyncio.sleep(pause_s)
+        return self._stream(
+            stub.WatchNodes,
+            request,
+            lambda response: tuple(map(STATUS.from_message, response.nodes)),
+            self._access.tries(),
+        )
 
     async def reset_prefix_caches(
         self, tiers: Sequence[str] = (), operator_token: str | None = None
@@ -164,6 +146,31 @@ class AsyncClient:
         response = await self._unary(stub.ResetPrefixCaches, request, operator_token)
         return {node.node_id: dict(node.num_blocks_by_tier) for node in response.nodes}
 
+    async def _stream(
+        self,
+        method: aio.UnaryStreamMultiCallable[Request, Response],
+        request: Request,
+        convert: Callable[[Response], Item],
+        tries: Tries,
+        metadata: Metadata = (),
+    ) -> AsyncGenerator[Item, None]:
+        while True:
+            call = method(
+                request,
+                timeout=tries.remaining_s,
+                metadata=(*self._access.metadata, *metadata),
+            )
+            try:
+                async for response in call:
+                    tries.is_begun = True
+                    yield convert(response)
+                return
+            except grpc.RpcError as error:
+                pause_s = await asyncio.to_thread(tries.failed, error)
+            finally:
+                self._has_cancelled_calls |= call.cancel()
+            await asyncio.sleep(pause_s)
+
     async def _unary(
         self,
         method: aio.UnaryUnaryMultiCallable[Request, Response],
@@ -178,3 +185,13 @@ class AsyncClient:
             except grpc.RpcError as error:
                 pause_s = await asyncio.to_thread(tries.failed, error)
             await asyncio.sleep(pause_s)
+
+
+async def _await_ends_of_calls() -> None:
+    """Wait until gRPC has received the ends of cancelled calls.
+
+    One that arrives when its event loop is closed makes the next loop report an exception.
+    """
+    watching = [task for task in asyncio.all_tasks() if CALL in repr(task)]
+    if watching:
+        await asyncio.wait(watching, timeout=MAX_CALL_END_S)

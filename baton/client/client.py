@@ -6,7 +6,6 @@ import time
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
 from functools import partial
-from types import TracebackType
 from typing import TypeVar
 
 import grpc
@@ -62,12 +61,7 @@ class Client:
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._channel.close()
 
     def stream(

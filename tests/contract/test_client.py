@@ -177,6 +177,19 @@ def test_leaving_the_loop_over_a_stream_cancels_its_request(
     run(scenario())
 
 
+def test_no_call_of_a_closed_client_is_still_ending() -> None:
+    """Its end would arrive in the next event loop, which then reports an exception."""
+
+    async def scenario() -> None:
+        async with a_router(node_calls=FakeNodeCalls(is_endless=True)) as (_, address):
+            async with AsyncClient(address) as client:
+                await close_async(client)
+
+            assert not [task for task in asyncio.all_tasks() if "_AioCall" in repr(task)]
+
+    run(scenario())
+
+
 def test_omitted_sampling_parameters_take_the_model_defaults() -> None:
     advised = SamplingDefaults(temperature=0.3, top_k=7)
     node = a_node(NodeRole.DECODE)
