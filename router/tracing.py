@@ -22,8 +22,6 @@ from baton.telemetry.tracing.request_timeline import (
     Judgement,
     NodeRpcTimeline,
     RequestTimeline,
-    RouteChoice,
-    TokenUsage,
 )
 from baton.telemetry.tracing.spans import End, Metadata, SpanOutcome, TraceContext
 from baton.telemetry.tracing.tracer import NO_TRACER, Received, Tracer, new_span_id, new_trace_id
@@ -130,18 +128,19 @@ class RecordedTrace(RequestTrace):
     def note_routed(self, route: Route, policy: RoutingPolicy, table: NodeTable) -> None:
         num_tokens, groups = self._timeline.num_prompt_tokens or 0, table.groups()
         self._timeline.request_attributes.setdefault(names.RESPONSE_MODEL, route.decode.card.model)
-        self._timeline.tries[-1].choice = RouteChoice(
-            at_s=time.monotonic(),
-            policy=policy.value,
-            decode_node=route.decode.card.node_id,
-            prefill_node="" if route.prefill is None else route.prefill.card.node_id,
-            reason=route.local_reason,
-            num_decode_candidates=sum(len(group.decodes) for group in groups),
-            num_prefill_candidates=sum(len(group.prefills) for group in groups),
-            num_predicted_hit_tokens=max(0, num_tokens - route.num_missing_tokens),
-            holder="" if route.holder is None else route.holder.node.card.node_id,
-            num_promised_tokens=0 if route.holder is None else route.holder.num_tokens,
-        )
+        attempt, holder = self._timeline.tries[-1], route.holder
+        attempt.chosen_s = time.monotonic()
+        attempt.choice = {
+            names.POLICY: policy.value,
+            names.CANDIDATES_PREFILL: sum(len(group.prefills) for group in groups),
+            names.CANDIDATES_DECODE: sum(len(group.decodes) for group in groups),
+            names.CHOSEN_PREFILL: None if route.prefill is None else route.prefill.card.node_id,
+            names.CHOSEN_DECODE: route.decode.card.node_id,
+            names.CHOSEN_HOLDER: None if holder is None else holder.node.card.node_id,
+            names.PROMISED_TOKENS: None if holder is None else holder.num_tokens or None,
+            names.PREDICTED_HIT_TOKENS: max(0, num_tokens - route.num_missing_tokens),
+            names.ROUTE_REASON: route.local_reason or None,
+        }
 
     def note_attempt_failed(self) -> None:
         self._timeline.tries[-1].end = End(time.monotonic(), SpanOutcome.FAILED, "NODE_FAILED")
@@ -156,18 +155,7 @@ class RecordedTrace(RequestTrace):
             timeline.first_token_s = time.monotonic()
 
     def note_completed(self, finish: Finish) -> None:
-        served = finish.served
-        place = "remote" if served.is_prefill_remote else "local"
-        is_migrated = any(attempt.num_prior_tokens for attempt in self._timeline.tries)
-        self._timeline.usage = TokenUsage(
-            finish_reason=finish.reason,
-            served="migrated" if is_migrated else place,
-            served_reason=served.prefill_reason,
-            kv_bytes=served.kv_bytes,
-            kv_blocks=served.kv_blocks,
-            kv_transport=served.kv_transport,
-            kv_conversion=served.kv_conversion,
-        )
+        self._timeline.finish = finish
 
     @contextmanager
     def leg(self, name: str, node: Node) -> Iterator[LegTrace]:
@@ -241,7 +229,7 @@ class Tracing:
 
 def log_end(timeline: RequestTimeline, trace_id: str) -> None:
     """Log the end of a request; successful ones at debug level only."""
-    end, usage = timeline.end, timeline.usage
+    end = timeline.end
     if end is None:
         return
     level = LOG_LEVELS.get(end.outcome, logging.WARNING)
@@ -254,7 +242,7 @@ def log_end(timeline: RequestTimeline, trace_id: str) -> None:
         "error_type": end.error_type,
         "num_prompt_tokens": timeline.num_prompt_tokens,
         "num_output_tokens": timeline.num_output_tokens,
-        "served": None if usage is None else usage.served,
+        "served": timeline.served,
         "num_tries": len(timeline.tries),
         "first_token_s": None if first_s is None else round(first_s - timeline.received_s, 6),
         "duration_s": round(end.at_s - timeline.received_s, 6),

@@ -25,13 +25,6 @@ DECODE_WAIT = "decode_wait"  # for free blocks, or for a place in the batch
 DECODE_COMPUTE = "decode_compute"
 ENGINE_STEP = "engine_step"  # root of its own trace, linked to the requests in the step
 
-SPANS = (
-    GENERATE, ADMIT, ROUTE, RETRY, MIGRATE,
-    PREFILL, PREFILL_WAIT, PREFILL_COMPUTE, KV_PUSH,
-    DECODE, KV_WAIT, DECODE_WAIT, DECODE_COMPUTE,
-    ENGINE_STEP,
-)  # fmt: skip
-
 # --- Events inside spans ---------------------------------------------------------------------
 
 TOKENIZED = "tokenized"

@@ -59,11 +59,11 @@ class RouterMetrics:
 
     def take(self, timeline: RequestTimeline) -> None:
         """Count a request. Called once, when it has ended."""
-        end, usage = timeline.end, timeline.usage
+        end = timeline.end
         if end is None:
             return
         exemplar = _exemplar(timeline.context)
-        self._requests.labels(end.outcome.name.lower(), usage.served if usage else "").inc()
+        self._requests.labels(end.outcome.name.lower(), timeline.served).inc()
         duration = self._duration.labels(*_call(timeline), end.error_type)
         duration.observe(end.at_s - timeline.received_s, exemplar)
         if end.outcome is SpanOutcome.REFUSED:
@@ -87,12 +87,12 @@ class RouterMetrics:
     def _observe_times(
         self, timeline: RequestTimeline, ended_s: float, exemplar: dict[str, str] | None
     ) -> None:
-        usage, first_s, call = timeline.usage, timeline.first_token_s, _call(timeline)
+        finish, first_s, call = timeline.finish, timeline.first_token_s, _call(timeline)
         if first_s is not None:
             self._ttft.labels(*call).observe(first_s - timeline.received_s, exemplar)
-        if usage is None:
+        if finish is None:
             return
-        self._kv_bytes.inc(usage.kv_bytes)
+        self._kv_bytes.inc(finish.served.kv_bytes)
         if first_s is not None and timeline.num_output_tokens > 1:
             per_token_s = (ended_s - first_s) / (timeline.num_output_tokens - 1)
             self._per_token.labels(*call).observe(per_token_s, exemplar)

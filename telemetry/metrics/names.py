@@ -137,12 +137,6 @@ TRACES_LOST = _counter(
     "baton.traces.lost", "Traces lost because the queue was full or the export failed."
 )
 
-ROUTER_METRICS = (
-    DURATION, TIME_TO_FIRST_TOKEN, TIME_PER_TOKEN, QUEUE_WAIT, REQUESTS, REFUSALS, TOKENS,
-    ATTEMPTS, SUSPECTS, REQUEST_KV_BYTES, QUEUE_DEPTH, IN_FLIGHT, OPEN_NODES, TRACES_LOST,
-    READINGS_AGE,
-)  # fmt: skip
-
 # --- Nodes --------------------------------------------------------------------------------------
 
 STEP = _histogram("baton.step", "Time that the model ran in a step.", "s", STEP_BUCKETS)
@@ -273,19 +267,5 @@ PULL_BLOCKS = _counter(
 )
 TRANSPORT = _gauge("baton.kv.transport", "1 for the KV transport in use.", "transport")
 
-NODE_METRICS = (
-    STEP, BATCH, SILENCE, PROMPT_TOKENS_COMPUTED, SAMPLED_TOKENS, SPECULATED_TOKENS, HANDOFFS,
-    KV_BYTES, TRANSFER,
-    RATE, OVERLAP, RUNNING, WAITING, BLOCKS, PREEMPTIONS, PREFIX_TOKENS, OPEN_HANDOFFS,
-    DIGEST_MISMATCHES, LINKS, LINKS_CUT, MESSAGES_DROPPED, TRANSPORT, TRACES_LOST,
-    TIER_BYTES, TIER_LIMIT, TIER_LOAD, TIER_TOKENS,
-    GROUP_BLOCKS, GROUP_HITS, GROUP_EVICTIONS,
-    TIER_BLOCKS, TIER_LOADED, TIER_STORED, TIER_EVICTED, TIER_FAILED,
-    TIER_RETAINED, TIER_REFUSED, TIER_USABLE,
-    PULL_BLOCKS,
-    CONNECTOR_ERRORS,
-    READINGS_AGE,
-)  # fmt: skip
-
-METRICS = tuple(dict.fromkeys((*ROUTER_METRICS, *NODE_METRICS)))
+METRICS = tuple(value for value in globals().values() if isinstance(value, Metric))
 BY_PROMETHEUS_NAME = {metric.prometheus: metric for metric in METRICS}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from baton.core.finish import Finish
 from baton.telemetry import names
 from baton.telemetry.tracing.spans import (
     AttributeValue,
@@ -24,22 +25,6 @@ LEG_METHODS = {
     names.PREFILL: "baton.v1.PrefillService/Prefill",
     names.DECODE: "baton.v1.DecodeService/Decode",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class RouteChoice:
-    """Nodes chosen for an attempt: from how many candidates, and why."""
-
-    at_s: float
-    policy: str
-    decode_node: str
-    prefill_node: str  # empty: decode computes the prompt
-    reason: str
-    num_decode_candidates: int
-    num_prefill_candidates: int
-    num_predicted_hit_tokens: int
-    holder: str = ""  # to pull a prefix from
-    num_promised_tokens: int = 0  # of that prefix
 
 
 @dataclass(slots=True)
@@ -67,7 +52,8 @@ class AttemptTimeline:
     num_prior_tokens: int
     span_id: int  # of its retry or migrate span; unused by the first attempt
     kv_push_span_id: int
-    choice: RouteChoice | None = None
+    chosen_s: float | None = None
+    choice: Mapping[str, AttributeValue | None] = field(default_factory=dict)  # its attributes
     legs: list[NodeRpcTimeline] = field(default_factory=list)
     end: End | None = None
 
@@ -83,19 +69,6 @@ class AttemptTimeline:
         if not ends:
             return None if self.end is None else self.end.at_s
         return min(ends) if self.ended_by[0].has_failed else max(ends)
-
-
-@dataclass(frozen=True, slots=True)
-class TokenUsage:
-    """Finish reason and resources of a complete answer."""
-
-    finish_reason: str
-    served: str  # remote, local or migrated
-    served_reason: str
-    kv_bytes: int
-    kv_blocks: int
-    kv_transport: str
-    kv_conversion: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +95,22 @@ class RequestTimeline:
     judgements: list[Judgement] = field(default_factory=list)
     num_output_tokens: int = 0  # sent to the client, each counted once
     first_token_s: float | None = None
-    usage: TokenUsage | None = None
+    finish: Finish | None = None  # of a complete answer
     end: End | None = None
 
     @property
     def was_dispatched(self) -> bool:
         """True if any node was called."""
         return any(attempt.legs for attempt in self.tries)
+
+    @property
+    def served(self) -> str:
+        """Place where the prompt was computed (remote, local), or migrated; empty: no answer."""
+        if self.finish is None:
+            return ""
+        if any(attempt.num_prior_tokens for attempt in self.tries):
+            return "migrated"
+        return "remote" if self.finish.served.is_prefill_remote else "local"
 
     def spans(self, to_unix_ns: ToUnixNs) -> list[Span]:
         """Return the spans of an ended request."""
@@ -151,7 +133,7 @@ class _RequestSpans:
             previous = attempt
 
     def _generate(self) -> Span:
-        timeline, usage = self._timeline, self._timeline.usage
+        timeline = self._timeline
         first_s = timeline.first_token_s
         attributes = {
             names.PROVIDER: "baton",
@@ -173,13 +155,27 @@ class _RequestSpans:
             {
                 **timeline.request_attributes,
                 **attributes,
-                **_usage_attributes(usage),
+                **self._finish_attributes(),
                 **_rpc(GENERATE_METHOD, self._end),
             },
             span_id=self._root_id,
             kind=SpanKind.SERVER,
             events=tuple(events),
         )
+
+    def _finish_attributes(self) -> dict[str, AttributeValue | None]:
+        finish = self._timeline.finish
+        if finish is None:
+            return {}
+        return {
+            names.FINISH_REASONS: (finish.reason,),
+            names.SERVED: self._timeline.served,
+            names.SERVED_REASON: finish.served.prefill_reason or None,
+            names.KV_BYTES: finish.served.kv_bytes,
+            names.KV_BLOCKS: finish.served.kv_blocks,
+            names.KV_TRANSPORT: finish.served.kv_transport or None,
+            names.KV_CONVERSION: finish.served.kv_conversion or None,
+        }
 
     def _admit(self) -> Span:
         timeline = self._timeline
@@ -243,12 +239,11 @@ class _RequestSpans:
 
     def _route(self, attempt: AttemptTimeline, began_s: float, parent_id: int) -> Span:
         """The route span, up to the first call of a node; its event is the time of the choice."""
-        choice, end = attempt.choice, attempt.end or self._end
+        chosen_s, end = attempt.chosen_s, attempt.end or self._end
         if attempt.legs:
             end = End(min(leg.began_s for leg in attempt.legs))
-        chosen = {} if choice is None else _choice_attributes(choice)
-        events = () if choice is None else (self._make.event(names.CHOSEN, choice.at_s),)
-        attributes = {names.ATTEMPT: attempt.number, **chosen}
+        events = () if chosen_s is None else (self._make.event(names.CHOSEN, chosen_s),)
+        attributes = {names.ATTEMPT: attempt.number, **attempt.choice}
         return self._make.span(names.ROUTE, parent_id, began_s, end, attributes, events=events)
 
     def _leg(
@@ -279,32 +274,4 @@ def _rpc(method: str, end: End) -> dict[str, AttributeValue | None]:
         names.RPC_SYSTEM: "grpc",
         names.RPC_METHOD: method,
         names.RPC_STATUS: end.rpc_status or None,
-    }
-
-
-def _choice_attributes(choice: RouteChoice) -> dict[str, AttributeValue | None]:
-    return {
-        names.POLICY: choice.policy,
-        names.CANDIDATES_PREFILL: choice.num_prefill_candidates,
-        names.CANDIDATES_DECODE: choice.num_decode_candidates,
-        names.CHOSEN_PREFILL: choice.prefill_node or None,
-        names.CHOSEN_DECODE: choice.decode_node,
-        names.CHOSEN_HOLDER: choice.holder or None,
-        names.PROMISED_TOKENS: choice.num_promised_tokens or None,
-        names.PREDICTED_HIT_TOKENS: choice.num_predicted_hit_tokens,
-        names.ROUTE_REASON: choice.reason or None,
-    }
-
-
-def _usage_attributes(usage: TokenUsage | None) -> dict[str, AttributeValue | None]:
-    if usage is None:
-        return {}
-    return {
-        names.FINISH_REASONS: (usage.finish_reason,),
-        names.SERVED: usage.served,
-        names.SERVED_REASON: usage.served_reason or None,
-        names.KV_BYTES: usage.kv_bytes,
-        names.KV_BLOCKS: usage.kv_blocks,
-        names.KV_TRANSPORT: usage.kv_transport or None,
-        names.KV_CONVERSION: usage.kv_conversion or None,
     }

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from baton.core.finish import Finish, Served
 from baton.core.ids import HandoffId, NodeId
+from baton.core.output import FinishReason
 from baton.kv_transfer.records import TransferRecord, TransferRole
+from baton.telemetry import names
 from baton.telemetry.resource import Process
 from baton.telemetry.tracing.node_timeline import (
     KvLoad,
@@ -17,8 +20,6 @@ from baton.telemetry.tracing.request_timeline import (
     AttemptTimeline,
     NodeRpcTimeline,
     RequestTimeline,
-    RouteChoice,
-    TokenUsage,
 )
 from baton.telemetry.tracing.spans import Attributes, End, Span, SpanOutcome, TraceContext
 from baton.telemetry.tracing.step_timeline import StepTimeline
@@ -44,14 +45,25 @@ def a_request(*, has_failed_try: bool = False) -> RequestTimeline:
     timeline.tries.append(an_attempt(len(timeline.tries) + 1, began_s, 200))
     timeline.first_token_s = 10.1
     timeline.num_output_tokens = 9
-    timeline.usage = TokenUsage("length", "remote", "", 4096, 3, "nixl")
+    served = Served("p0", "d0", True, "", 4096, 3, "nixl", 0, 0, 1)
+    timeline.finish = Finish(FinishReason.LENGTH, 40, 9, 10.002, 10.1, 10.2, 11.0, served)
     timeline.end = End(11.0, rpc_status="OK")
     return timeline
 
 
 def an_attempt(number: int, began_s: float, span_id: int) -> AttemptTimeline:
     one = AttemptTimeline(number, 5 * (number - 1), span_id, span_id + 9)
-    one.choice = RouteChoice(began_s + 0.001, "prefix_aware", "d0", "p0", "", 1, 1, 0, "d1", 32)
+    one.chosen_s = began_s + 0.001
+    one.choice = {
+        names.POLICY: "prefix_aware",
+        names.CANDIDATES_PREFILL: 1,
+        names.CANDIDATES_DECODE: 1,
+        names.CHOSEN_PREFILL: "p0",
+        names.CHOSEN_DECODE: "d0",
+        names.CHOSEN_HOLDER: "d1",
+        names.PROMISED_TOKENS: 32,
+        names.PREDICTED_HIT_TOKENS: 0,
+    }
     one.legs = [
         NodeRpcTimeline("prefill", span_id + 1, "p0", "i1", "h:1", began_s + 0.002, End(10.3)),
         NodeRpcTimeline("decode", span_id + 2, "d0", "i2", "h:2", began_s + 0.002, End(11.0)),

@@ -63,7 +63,7 @@ def test_a_request_without_a_node_ends_in_its_route_span() -> None:
     timeline = a_request()
     timeline.tries = [AttemptTimeline(1, 0, 100, 109)]
     timeline.end = End(10.5, SpanOutcome.REFUSED, "NO_NODES")
-    timeline.first_token_s = timeline.usage = None
+    timeline.first_token_s = timeline.finish = None
 
     route = the(timeline.spans(to_unix_ns), names.ROUTE)
 
