@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from typing import TYPE_CHECKING
 
 from baton.checkpoint.checkpoint import Checkpoint
@@ -11,6 +12,9 @@ from baton.core.errors import ModelError
 from baton.core.units import format_bytes
 from baton.doctor.findings import Finding, fail, ok, warn
 from baton.doctor.tiers import KvShapeFacts
+from baton.engine.runner.attention.kv_budget import auto_kv_bytes
+from baton.engine.runner.config import RunnerConfig
+from baton.engine.runner.families.read_config import read_model_config
 
 if TYPE_CHECKING:
     from baton.engine.runner.model.config import ModelConfig
@@ -39,7 +43,6 @@ def check_model_folder(
 def kv_shape_of(model: str, kv_cache_dtype: str = "auto") -> KvShapeFacts | None:
     """Return the size of the model's KV, or None if the model cannot be read."""
     from baton.engine.runner.attention.kv_tensor import KvShape
-    from baton.engine.runner.families.read_config import read_model_config
     from baton.engine.runner.load import DTYPES, kv_dtype
 
     try:
@@ -66,7 +69,6 @@ def _tokenizer(checkpoint: Checkpoint) -> Finding:
 def _weights(
     checkpoint: Checkpoint, kv_bytes: int | None, kv_cache_dtype: str
 ) -> Iterator[Finding]:
-    from baton.engine.runner.families.read_config import read_model_config
     from baton.engine.runner.load import DTYPES
     from baton.engine.runner.weights.tensor_names import check_tensors, expected_tensors
 
@@ -77,7 +79,7 @@ def _weights(
     except ModelError as error:
         yield fail("weights", str(error), "fetch the folder again, or choose a supported model")
         return
-    num_parameters = sum(_product(shape) for shape in expected_tensors(config).values())
+    num_parameters = sum(prod(shape) for shape in expected_tensors(config).values())
     yield ok("weights", _describe(config, num_parameters))
     weight_bytes = num_parameters * DTYPES[config.dtype].itemsize
     if config.quantization is not None:
@@ -95,9 +97,7 @@ def _room(
     """Compare the memory that weights and KV take, and the longest request, with what there is."""
     import torch
 
-    from baton.engine.runner.attention.kv_budget import auto_kv_bytes
     from baton.engine.runner.attention.kv_tensor import KvShape, free_bytes
-    from baton.engine.runner.config import RunnerConfig
     from baton.engine.runner.load import DTYPES, kv_dtype
     from baton.engine.runner.state.state_shape import cache_layout, state_shape
 
@@ -159,10 +159,3 @@ def length_finding(num_tokens: int, max_model_len: int) -> Finding:
     if longest < max_model_len:
         return warn("longest request", found, "a larger --kv-cache-memory allows longer ones")
     return ok("longest request", found)
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product

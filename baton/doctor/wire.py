@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import Any
 
 from baton.doctor.findings import Finding, fail, ok, warn
-from baton.doctor.wire_end import BLOCK_BYTES, NUM_BLOCKS, EndReply, serve_end
+from baton.doctor.wire_end import BLOCK_BYTES, NUM_BLOCKS, serve_end
+from baton.measured_process import MeasuredProcess, MeasurementFailed
 
 NUM_RUNS = 5
 TLS = ("", "tcp")  # UCX_TLS: UCX's choice (shared memory on one machine), and TCP
 SLOW_GB_PER_S = 0.2
-END_S = 2.0
-
-
-class MeasurementFailed(Exception):
-    """A process of the measurement failed, ended or timed out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +57,7 @@ def failure_finding(transport: str, reason: str) -> Finding:
 
 
 class _EndPair:
-    def __init__(self, decode: _EndHandle, prefill: _EndHandle) -> None:
+    def __init__(self, decode: MeasuredProcess, prefill: MeasuredProcess) -> None:
         self._decode, self._prefill = decode, prefill
         self._num_tickets = 0
         self.names: list[str] = []  # transports that UCX has here; empty until an end reported them
@@ -94,59 +87,16 @@ class _EndPair:
         return seconds
 
 
-class _EndHandle:
-    """Handle of one process of the measurement."""
-
-    def __init__(self, deadline_s: float) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe: Connection
-        self._pipe, child_pipe = context.Pipe()
-        self._deadline_s = deadline_s
-        self._process = context.Process(target=serve_end, args=(child_pipe,), daemon=True)
-        self._process.start()
-        child_pipe.close()
-
-    def send(self, command: str, *arguments: object) -> None:
-        try:
-            self._pipe.send((command, arguments))
-        except OSError as error:
-            raise MeasurementFailed(self._exit_message()) from error
-
-    def receive(self) -> Any:
-        try:
-            if not self._pipe.poll(max(0.0, self._deadline_s - time.monotonic())):
-                raise MeasurementFailed("it took too long")
-            reply: EndReply = self._pipe.recv()
-        except (EOFError, OSError):
-            raise MeasurementFailed(self._exit_message()) from None
-        if reply.error is not None:
-            raise MeasurementFailed(reply.error)
-        return reply.value
-
-    def call(self, command: str, *arguments: object) -> Any:
-        self.send(command, *arguments)
-        return self.receive()
-
-    def close(self) -> None:
-        """End the process. It is killed only if it hangs: UCX frees its shared memory at exit."""
-        self._pipe.close()
-        self._process.join(END_S)
-        self._process.kill()
-        self._process.join()
-
-    def _exit_message(self) -> str:
-        self._process.join(1)
-        return f"a process of the measurement ended with code {self._process.exitcode}"
-
-
 @contextmanager
 def _pair(deadline_s: float) -> Iterator[_EndPair]:
-    handles: list[_EndHandle] = []
-    try:
-        handles += [_EndHandle(deadline_s), _EndHandle(deadline_s)]
-        for handle in handles:
-            handle.receive()
-        yield _EndPair(*handles)
-    finally:
-        for handle in handles:
-            handle.close()
+    def remaining_s() -> float:
+        return max(0.0, deadline_s - time.monotonic())
+
+    with ExitStack() as stack:
+        ends = [
+            stack.enter_context(closing(MeasuredProcess(serve_end, remaining_s=remaining_s)))
+            for _ in range(2)
+        ]
+        for end in ends:
+            end.receive()
+        yield _EndPair(*ends)

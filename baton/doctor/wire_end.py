@@ -7,9 +7,7 @@ import mmap
 import os
 import signal
 import time
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
 
 from baton.core.errors import NamedError
 from baton.core.ids import BlockId
@@ -19,25 +17,16 @@ from baton.kv_transfer.transports.base import (
     Channel,
     ChannelBroken,
     Transport,
-    UcxConfig,
     Write,
     WriteFailed,
     Written,
 )
-from baton.kv_transfer.transports.nixl import NixlTransport
 from baton.kv_transfer.transports.ucxx import UcxxTransport
+from baton.measured_process import MeasurementFailed, open_transport
 
 BLOCK_BYTES = 1 << 20
 NUM_BLOCKS = 32
 BLOCKS = tuple(BlockId(number) for number in range(NUM_BLOCKS))
-
-
-@dataclass(frozen=True, slots=True)
-class EndReply:
-    """Result of a command, or its error."""
-
-    value: Any = None
-    error: str | None = None
 
 
 def serve_end(pipe: Connection) -> None:
@@ -45,7 +34,7 @@ def serve_end(pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     memory = mmap.mmap(-1, NUM_BLOCKS * BLOCK_BYTES)
     end = _TransferEnd(memory, pipe)
-    pipe.send(EndReply())
+    pipe.send("ready")
     while True:
         try:
             command, arguments = pipe.recv()
@@ -53,9 +42,9 @@ def serve_end(pipe: Connection) -> None:
             end.close()
             os._exit(0)  # skip destructors: the memory is still registered
         try:
-            pipe.send(EndReply(getattr(end, command)(*arguments)))
+            pipe.send(getattr(end, command)(*arguments))
         except (NamedError, TransferFailed) as error:
-            pipe.send(EndReply(error=str(error)))
+            pipe.send(MeasurementFailed(str(error)))
 
 
 class TransferFailed(RuntimeError):
@@ -72,7 +61,7 @@ class _TransferEnd:
 
     def open(self, name: str, tls: str) -> tuple[bytes, Region]:
         """Open a channel and return the metadata that the other end needs to connect."""
-        self._transport = _transport(name, tls, self._region)
+        self._transport = open_transport(name, tls, self._region)
         self._channel = self._transport.open()
         return self._channel.metadata, self._region
 
@@ -127,10 +116,3 @@ class _TransferEnd:
 def _raise_on_failure(event: object) -> None:
     if isinstance(event, WriteFailed | ChannelBroken):
         raise TransferFailed(event.reason)
-
-
-def _transport(name: str, tls: str, region: Region) -> Transport:
-    devices = "lo" if tls == "tcp" else ""
-    if name == "nixl":
-        return NixlTransport(region, UcxConfig(tls, devices))
-    return UcxxTransport(region, UcxConfig(f"{tls},self" if tls else "", devices))

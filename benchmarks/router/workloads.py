@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from baton.bench.replay.trace import RecordedTrace, TraceRequest
+from baton.bench.replay.trace import ReplayTrace, TraceRequest
 from baton.bench.replay.workload import PromptBuilder, Scaling
 
 VOCAB_SIZE = 50_000
@@ -66,7 +66,7 @@ def draw_sessions(
     return sorted(timely, key=lambda request: request.at_s)
 
 
-def recorded(trace: RecordedTrace, tokens_per_s: float, block_size: int) -> list[SimRequest]:
+def recorded(trace: ReplayTrace, tokens_per_s: float, block_size: int) -> list[SimRequest]:
     """Return the requests of a trace, with a block for each block of the recording.
 
     Time is scaled so that prompts have so many tokens a second.

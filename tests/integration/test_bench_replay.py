@@ -13,7 +13,7 @@ import pytest
 from baton.bench.replay.config import ReplayBench
 from baton.bench.replay.figures import ReplayFigures, summarise
 from baton.bench.replay.run import bench_router
-from baton.bench.replay.trace import RecordedTrace, TraceRequest, ordered_trace
+from baton.bench.replay.trace import ReplayTrace, TraceRequest, ordered_trace
 from baton.bench.serve.figures import Slo
 from baton.client import AsyncClient, Retries
 from baton.cluster import LocalCluster
@@ -26,7 +26,7 @@ def connect(address: str) -> AsyncClient:
     return AsyncClient(address, timeout_s=60, retries=Retries(max_attempts=1))
 
 
-def sessions_of(*names: str, num_turns: int = 4, num_own_tokens: int = 100) -> RecordedTrace:
+def sessions_of(*names: str, num_turns: int = 4, num_own_tokens: int = 100) -> ReplayTrace:
     """Return sessions whose turns add two blocks each. All are due at once, so turns must wait."""
     requests = [
         TraceRequest(
@@ -42,7 +42,7 @@ def sessions_of(*names: str, num_turns: int = 4, num_own_tokens: int = 100) -> R
     return ordered_trace("weka", 512, requests)
 
 
-def replayed(trace: RecordedTrace, address: str, *, use_answers: bool = False) -> ReplayFigures:
+def replayed(trace: ReplayTrace, address: str, *, use_answers: bool = False) -> ReplayFigures:
     what = ReplayBench(block_tokens=BLOCK_SIZE, use_answers=use_answers)
     return summarise(bench_router(what, trace, address, connect), Slo())
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from baton.bench.serve.benchmark import ServeBench, bench_clusters, bench_router
+from baton.bench.serve.benchmark import bench_clusters, bench_router
 from baton.bench.serve.client import Sample, send
 from baton.bench.serve.load import (
     Arrivals,
     PlannedRequest,
     PromptLine,
+    ServeBench,
     ServeLoad,
     parse_lengths,
 )

@@ -8,36 +8,28 @@ memory much larger than a hand-off, so that CPU caches favour none of them.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from baton.bench.kv.endpoint import EndPlan, HandOffTimes, serve_end
-from baton.bench.kv.figures import MIB, KvFigure, KvRound, TailFigure, figure_of
+from baton.bench.kv.figures import MIB, KvRound, TailFigure, figure_of
 from baton.bench.kv.prefill import Prefill, PrefillTimes
-from baton.core.errors import NamedError
 from baton.core.ids import BlockId, HandoffId
 from baton.kv_transfer.transports.base import Write
+from baton.measured_process import MeasuredProcess
 
 MEMORY_BYTES = 256 * MIB
 TAIL_BYTES = 64 * MIB
 MIN_LAYER_BYTES = 8192
 ANSWER_S = 60.0
-END_S = 5.0
 
 OnFigure = Callable[[str], None]
-
-
-class BenchEndLost(NamedError):
-    """A benchmark process ended early or does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +45,8 @@ class KvBench:
     num_runs: int
 
 
-def run(bench: KvBench, on_figure: OnFigure) -> tuple[list[KvFigure], list[TailFigure]]:
-    figures: list[KvFigure] = []
+def run(bench: KvBench, on_figure: OnFigure) -> tuple[list[dict[str, Any]], list[TailFigure]]:
+    figures: list[dict[str, Any]] = []
     tails: list[TailFigure] = []
     for transport, tls in bench.paths:
         for block_bytes in bench.block_bytes:
@@ -70,8 +62,8 @@ def run(bench: KvBench, on_figure: OnFigure) -> tuple[list[KvFigure], list[TailF
 def _pair(bench: KvBench, transport: str, tls: str, block_bytes: int) -> Iterator[_BenchPair]:
     cpus = sorted(os.sched_getaffinity(0))
     each = [(cpus[0],), (cpus[1],)] if len(cpus) > 1 else [(), ()]
-    ends = []
-    try:
+    with ExitStack() as stack:
+        ends = []
         for name, its_cpus in zip("dp", each, strict=True):
             plan = EndPlan(
                 name,
@@ -83,11 +75,9 @@ def _pair(bench: KvBench, transport: str, tls: str, block_bytes: int) -> Iterato
                 cpus=its_cpus,
                 whole_bytes=tuple(bench.handoff_bytes),
             )
-            ends.append(_EndProcess(plan))
+            end = MeasuredProcess(serve_end, plan, remaining_s=lambda: ANSWER_S)
+            ends.append(stack.enter_context(closing(end)))
         yield _BenchPair(bench, f"{transport} {tls or 'shared memory'}", block_bytes, *ends)
-    finally:
-        for end in ends:
-            end.close()
 
 
 def _num_layers(bench: KvBench, block_bytes: int) -> int:
@@ -104,47 +94,11 @@ class RawTimes:
     noticed_s: float  # until D has the notification
 
 
-class _EndProcess:
-    """Handle of the parent process on one side."""
-
-    def __init__(self, plan: EndPlan) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._connection: Connection
-        self._connection, child_end = context.Pipe()
-        self._process: SpawnProcess = context.Process(
-            target=serve_end, args=(child_end, plan), daemon=True
-        )
-        self._process.start()
-        child_end.close()
-
-    def send(self, command: str, *arguments: object) -> None:
-        self._connection.send((command, arguments))
-
-    def receive(self) -> Any:
-        try:
-            if self._connection.poll(ANSWER_S):
-                return self._connection.recv()
-        except EOFError:
-            raise BenchEndLost("a benchmark process ended early") from None
-        raise BenchEndLost(f"a benchmark process did not answer for {ANSWER_S:g} s")
-
-    def call(self, command: str, *arguments: object) -> Any:
-        self.send(command, *arguments)
-        return self.receive()
-
-    def close(self) -> None:
-        self._connection.close()
-        self._process.join(END_S)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
-
-
 class _BenchPair:
     """Decode side and prefill side, and the measurements between them."""
 
     def __init__(
-        self, bench: KvBench, path: str, block_bytes: int, d: _EndProcess, p: _EndProcess
+        self, bench: KvBench, path: str, block_bytes: int, d: MeasuredProcess, p: MeasuredProcess
     ) -> None:
         self.path = path
         self._bench = bench
@@ -161,7 +115,7 @@ class _BenchPair:
             p.call("connect", size, *ours)
             d.call("connect", size, *theirs)
 
-    def measure(self) -> list[KvFigure]:
+    def measure(self) -> list[dict[str, Any]]:
         """Measure all sizes in each round, so that a slow phase affects their ratios little."""
         num_blocks_by_size = {
             size: max(1, size // self._block_bytes) for size in self._bench.handoff_bytes

@@ -35,16 +35,13 @@ from baton.kv_transfer.records import TransferRecord, TransferRole
 from baton.kv_transfer.transports.base import (
     Arrived,
     Channel,
-    Transport,
-    UcxConfig,
     Write,
     WriteFailed,
     Written,
 )
-from baton.kv_transfer.transports.nixl import NixlTransport
-from baton.kv_transfer.transports.ucxx import UcxxTransport
 from baton.kv_transfer.types import Complete, KvOrders, Receive, Send
 from baton.kv_transfer.worker import KvTransferWorker
+from baton.measured_process import open_transport
 from baton.node.kv.link import GrpcLinks
 from baton.node.servicer import KvLinkServicer
 from baton.rpc.server import Service, serving
@@ -137,15 +134,6 @@ async def _station(
     )
     async with serving(HOST, 0, (service,)) as server, links:
         yield _Station(worker, Peer(node_id, server.address))
-
-
-def open_transport(name: str, tls: str, region: Region) -> Transport:
-    devices = "lo" if tls.startswith("tcp") else ""
-    if name == "ucxx":
-        return UcxxTransport(
-            region, UcxConfig(tls=f"{tls},self" if tls else "", net_devices=devices)
-        )
-    return NixlTransport(region, UcxConfig(tls=tls, net_devices=devices))
 
 
 class _Memory:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 MIB = 1 << 20
 
@@ -14,29 +15,6 @@ class KvRound:
     """Seconds of the consecutive parts of one round."""
 
     memcpy: float
-    contiguous: float
-    noticed: float
-    scattered: float
-    written: float
-    landed: float
-    verified_written: float
-    verified_landed: float
-    handoff: float
-    handoff_verified: float
-
-
-@dataclass(frozen=True, slots=True)
-class KvFigure:
-    """Medians of one size over one path, rates in GB/s.
-
-    A ratio compares a rate with the contiguous write of the same round, so that temporary slowness
-    of the machine cancels out.
-    """
-
-    path: str
-    block_kib: float
-    handoff_mib: float
-    memcpy: float
     contiguous: float  # one NIXL write, both sides only poll
     noticed: float  # the same, until the other side has the notification
     scattered: float  # scattered blocks over the bare channel
@@ -44,13 +22,12 @@ class KvFigure:
     landed: float  # first post until D has seen data and Done and may decode
     verified_written: float  # the same, including the digest on P
     verified_landed: float  # the same, including the digests on P and D
-    scattered_ratio: float
-    written_ratio: float
-    landed_ratio: float
-    verified_written_ratio: float
-    verified_landed_ratio: float
-    handoff_us: float  # order on D until landed, with all KV computed before
-    handoff_verified_us: float
+    handoff: float  # order on D until landed, with all KV computed before
+    handoff_verified: float
+
+
+REFERENCES = ("memcpy", "contiguous", "noticed")
+TRANSFERS = ("scattered", "written", "landed", "verified_written", "verified_landed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,38 +48,29 @@ class TailFigure:
 
 def figure_of(
     path: str, block_bytes: int, num_blocks: int, size: int, rounds: Sequence[KvRound]
-) -> KvFigure:
-    """Return the medians. References move `size` bytes, the others as many whole blocks."""
+) -> dict[str, Any]:
+    """Return the medians of one size over one path: rates in GB/s, and times in µs.
+
+    References move `size` bytes, the others as many whole blocks. A ratio compares a rate with the
+    contiguous write of the same round, so that temporary slowness of the machine cancels out.
+    """
     moved = num_blocks * block_bytes
 
-    def rate(part: str, num_bytes: int = moved) -> float:
+    def rate(part: str, num_bytes: int) -> float:
         seconds: float = statistics.median(getattr(one, part) for one in rounds)
         return num_bytes / seconds / 1e9
 
     def ratio(part: str) -> float:
-        scale = moved / size
-        share: float = statistics.median(
-            scale * one.contiguous / getattr(one, part) for one in rounds
-        )
-        return share
+        share: float = statistics.median(one.contiguous / getattr(one, part) for one in rounds)
+        return moved / size * share
 
-    return KvFigure(
-        path=path,
-        block_kib=block_bytes / 1024,
-        handoff_mib=moved / MIB,
-        memcpy=rate("memcpy", size),
-        contiguous=rate("contiguous", size),
-        noticed=rate("noticed", size),
-        scattered=rate("scattered"),
-        written=rate("written"),
-        landed=rate("landed"),
-        verified_written=rate("verified_written"),
-        verified_landed=rate("verified_landed"),
-        scattered_ratio=ratio("scattered"),
-        written_ratio=ratio("written"),
-        landed_ratio=ratio("landed"),
-        verified_written_ratio=ratio("verified_written"),
-        verified_landed_ratio=ratio("verified_landed"),
-        handoff_us=statistics.median(one.handoff for one in rounds) * 1e6,
-        handoff_verified_us=statistics.median(one.handoff_verified for one in rounds) * 1e6,
-    )
+    return {
+        "path": path,
+        "block_kib": block_bytes / 1024,
+        "handoff_mib": moved / MIB,
+        **{part: rate(part, size) for part in REFERENCES},
+        **{part: rate(part, moved) for part in TRANSFERS},
+        **{f"{part}_ratio": ratio(part) for part in TRANSFERS},
+        "handoff_us": statistics.median(one.handoff for one in rounds) * 1e6,
+        "handoff_verified_us": statistics.median(one.handoff_verified for one in rounds) * 1e6,
+    }

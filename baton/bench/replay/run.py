@@ -16,7 +16,7 @@ from baton.bench.replay.sources import (
     num_reused,
     tokens_by_source,
 )
-from baton.bench.replay.trace import RecordedTrace, TraceRequest
+from baton.bench.replay.trace import ReplayTrace, TraceRequest
 from baton.bench.replay.workload import PromptBuilder, ReplayPrompt, Scaling, Turn
 from baton.bench.running import Connect, OnProgress, run_until, stop_on_interrupt
 from baton.bench.serve.client import Sample, send_one
@@ -50,7 +50,7 @@ class ReplayRun:
 
 def bench_router(
     what: ReplayBench,
-    trace: RecordedTrace,
+    trace: ReplayTrace,
     address: str,
     connect: Connect,
     on_progress: OnProgress = lambda *_: None,
@@ -63,7 +63,7 @@ def bench_router(
 
 
 async def _measure(
-    what: ReplayBench, trace: RecordedTrace, address: str, connect: Connect, on_progress: OnProgress
+    what: ReplayBench, trace: ReplayTrace, address: str, connect: Connect, on_progress: OnProgress
 ) -> ReplayRun:
     async with stop_on_interrupt() as stop, connect(address) as client:
         model = await client.model()
@@ -90,7 +90,7 @@ class _Replayer:
         self,
         client: AsyncClient,
         what: ReplayBench,
-        trace: RecordedTrace,
+        trace: ReplayTrace,
         builder: PromptBuilder,
         on_progress: OnProgress,
     ) -> None:

@@ -20,7 +20,7 @@ class TraceRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedTrace:
+class ReplayTrace:
     """A recorded trace, ordered by time."""
 
     format: str
@@ -30,9 +30,9 @@ class RecordedTrace:
 
 def ordered_trace(
     format_name: str, block_tokens: int, requests: Sequence[TraceRequest]
-) -> RecordedTrace:
+) -> ReplayTrace:
     """Return a trace whose requests are in the order of time and start at 0."""
     ordered = sorted(requests, key=lambda request: request.at_s)
     start_s = ordered[0].at_s if ordered else 0.0
     moved = tuple(replace(request, at_s=request.at_s - start_s) for request in ordered)
-    return RecordedTrace(format_name, block_tokens, moved)
+    return ReplayTrace(format_name, block_tokens, moved)

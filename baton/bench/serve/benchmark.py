@@ -11,21 +11,16 @@ from functools import partial
 
 from baton.bench.running import Connect, OnProgress, stop_on_interrupt
 from baton.bench.serve.client import LoadRun, send
-from baton.bench.serve.figures import ServeFigures, Slo, summarise
-from baton.bench.serve.load import PlannedRequest, PromptLine, ServeLoad, plan, warm_up
+from baton.bench.serve.figures import ServeFigures, summarise
+from baton.bench.serve.load import (
+    PlannedRequest,
+    PromptLine,
+    ServeBench,
+    ServeLoad,
+    plan,
+    warm_up,
+)
 from baton.cluster import ClusterOptions, LocalCluster
-
-
-@dataclass(frozen=True, slots=True)
-class ServeBench:
-    """Settings of the benchmark."""
-
-    load: ServeLoad
-    rates: Sequence[float] = ()  # one run for each; else the load's own rate
-    slo: Slo = Slo()
-    concurrency: int | None = None
-    num_rounds: int = 1  # of a comparison
-    lines: Sequence[PromptLine] = ()
 
 
 @dataclass(frozen=True, slots=True)

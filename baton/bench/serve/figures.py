@@ -12,9 +12,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-from baton.bench.serve.client import LoadRun, Sample
 from baton.core.errors import InvalidConfig
+
+if TYPE_CHECKING:
+    from baton.bench.serve.client import LoadRun, Sample
 
 SLO_UNITS = {"ms": 1e-3, "s": 1.0}
 

@@ -12,10 +12,13 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
+from baton.bench.serve.figures import Slo, parse_slo
 from baton.core.errors import InvalidConfig
 from baton.core.options import Option, check_options
 
-LOAD = "Load"  # panel of the help page
+# Panels of the help page.
+TARGET = "Target"
+LOAD = "Load"
 
 # Lower ids are often special tokens.
 FIRST_PLAIN_TOKEN = 10
@@ -203,11 +206,13 @@ def random_tokens(draw: random.Random, vocab_size: int, count: int) -> tuple[int
     return tuple(draw.choices(range(min(FIRST_PLAIN_TOKEN, vocab_size - 1), vocab_size), k=count))
 
 
-def read_prompts(path: Path) -> list[PromptLine]:
+def read_prompts(path: Path | None) -> Sequence[PromptLine]:
     """Read lines of {"prompt": text or token ids, "max_tokens": …, "at_s": …}.
 
     The last two are optional. Raises InvalidConfig.
     """
+    if path is None:
+        return ()
     try:
         texts = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -234,3 +239,54 @@ def _line(where: str, text: str) -> PromptLine:
         raise InvalidConfig(
             f'{where}: write it like {{"prompt": "text", "max_tokens": 64}} ({error})'
         ) from error
+
+
+def parse_rates(written: str) -> tuple[float, ...]:
+    try:
+        rates = tuple(float(one) for one in filter(None, written.split(",")))
+    except ValueError:
+        raise InvalidConfig(f"--rates {written}: write it like 1,2,4") from None
+    if any(not rate > 0 for rate in rates):
+        raise InvalidConfig(f"--rates {written}: every rate must be above 0")
+    return rates
+
+
+@dataclass(frozen=True, slots=True)
+class ServeBench:
+    """Settings of the benchmark."""
+
+    load: ServeLoad
+    rates: Annotated[  # one run for each; else the load's own rate
+        Sequence[float],
+        Option(
+            "Run once at each of these rates, such as 1,2,4.", LOAD, default="", parse=parse_rates
+        ),
+    ] = ()
+    slo: Annotated[
+        Slo,
+        Option(
+            "Objectives of a good answer: ttft, itl (p99 of the answer), tpot, e2e.",
+            LOAD,
+            default="ttft=500ms,itl=50ms",
+            parse=parse_slo,
+        ),
+    ] = Slo()
+    concurrency: Annotated[
+        int | None,
+        Option(
+            "Maximum requests in flight; waiting for a slot counts as latency.", LOAD, at_least=1
+        ),
+    ] = None
+    num_rounds: Annotated[
+        int, Option("Rounds of a comparison.", TARGET, name="rounds", default=3, at_least=1)
+    ] = 1
+    lines: Annotated[
+        Sequence[PromptLine],
+        Option(
+            'JSONL: {"prompt": text or ids, "max_tokens": …, "at_s": …}.',
+            LOAD,
+            name="prompts",
+            kind=Path | None,
+            parse=read_prompts,
+        ),
+    ] = ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from baton.bench.replay.trace import RecordedTrace, TraceRequest
+from baton.bench.replay.trace import ReplayTrace, TraceRequest
 from baton.engine.kv_cache.block_hashes import BlockHash, PrefixNaming
 from baton.router.routing.node_table import Node
 from baton.router.routing.prefix_index import NodePrefixes
@@ -85,7 +85,7 @@ def test_a_recorded_trace_keeps_its_blocks_and_has_the_requested_load() -> None:
         for n, length in enumerate((1024, 700))
     ]
 
-    trace = RecordedTrace("mooncake", 512, tuple(requests))
+    trace = ReplayTrace("mooncake", 512, tuple(requests))
     first, second = recorded(trace, tokens_per_s=53.0, block_size=16)
 
     assert (len(first.token_ids), len(second.token_ids)) == (32, 21)

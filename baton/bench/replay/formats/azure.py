@@ -8,14 +8,14 @@ from datetime import UTC, datetime
 from typing import Any
 
 from baton.bench.replay.formats.source import InvalidTrace, TextFile
-from baton.bench.replay.trace import RecordedTrace, TraceRequest, ordered_trace
+from baton.bench.replay.trace import ReplayTrace, TraceRequest, ordered_trace
 
 # The recording has no blocks. Lengths are scaled as in Mooncake's traces.
 BLOCK_TOKENS = 512
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
-def read_azure(files: Sequence[TextFile]) -> RecordedTrace:
+def read_azure(files: Sequence[TextFile]) -> ReplayTrace:
     """Read CSV files with the columns TIMESTAMP, ContextTokens and GeneratedTokens."""
     requests = [request for file in files for request in _requests(file)]
     return ordered_trace("azure", BLOCK_TOKENS, requests)

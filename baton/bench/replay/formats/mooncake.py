@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from baton.bench.replay.formats.fields import block_names_of, number_of, parse_object, tokens_of
 from baton.bench.replay.formats.source import TextFile
-from baton.bench.replay.trace import RecordedTrace, TraceRequest, ordered_trace
+from baton.bench.replay.trace import ReplayTrace, TraceRequest, ordered_trace
 
 BLOCK_TOKENS = 512
 
 
-def read_mooncake(files: Sequence[TextFile]) -> RecordedTrace:
+def read_mooncake(files: Sequence[TextFile]) -> ReplayTrace:
     """Read lines with `timestamp` (ms), `input_length`, `output_length` and `hash_ids`."""
     requests = [_request(*line) for file in files for line in file.lines()]
     return ordered_trace("mooncake", BLOCK_TOKENS, requests)

@@ -9,16 +9,16 @@ from baton.bench.replay.formats.azure import COLUMNS, read_azure
 from baton.bench.replay.formats.mooncake import read_mooncake
 from baton.bench.replay.formats.source import InvalidTrace, TextFile, read_files
 from baton.bench.replay.formats.weka import read_weka
-from baton.bench.replay.trace import RecordedTrace
+from baton.bench.replay.trace import ReplayTrace
 
-FORMATS: Mapping[str, Callable[[Sequence[TextFile]], RecordedTrace]] = {
+FORMATS: Mapping[str, Callable[[Sequence[TextFile]], ReplayTrace]] = {
     "mooncake": read_mooncake,
     "weka": read_weka,
     "azure": read_azure,
 }
 
 
-def read_trace(path: Path, format_name: str = "") -> RecordedTrace:
+def read_trace(path: Path, format_name: str = "") -> ReplayTrace:
     """Read a trace; without a name, the format is detected. Raises InvalidTrace."""
     files = read_files(path)
     name = format_name or _detect(path, files)

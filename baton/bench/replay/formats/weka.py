@@ -7,12 +7,12 @@ from typing import Any
 
 from baton.bench.replay.formats.fields import block_names_of, number_of, parse_object, tokens_of
 from baton.bench.replay.formats.source import InvalidTrace, TextFile
-from baton.bench.replay.trace import RecordedTrace, TraceRequest, ordered_trace
+from baton.bench.replay.trace import ReplayTrace, TraceRequest, ordered_trace
 
 SUBAGENT = "subagent"
 
 
-def read_weka(files: Sequence[TextFile]) -> RecordedTrace:
+def read_weka(files: Sequence[TextFile]) -> ReplayTrace:
     """Read sessions: one per file, or one per line. All start at the same time."""
     sessions = [session for file in files for session in _sessions(file)]
     sizes = {where: tokens_of(where, values, "block_size") for where, values in sessions}

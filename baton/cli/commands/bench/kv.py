@@ -47,14 +47,13 @@ def kv(
     )
     with console(stderr=True).status("starting") as status:
         figures, tails = run(what, lambda done: status.update(f"measured {done}"))
-    rows = [asdict(figure) for figure in figures]
     show_table(
         f"GB/s (share of the contiguous write) and µs, medians of {runs} rounds",
-        [_with_shares(row) for row in rows],
+        [_with_shares(row) for row in figures],
     )
     tail_rows = [asdict(tail) for tail in tails]
     show_table("KV transfer left after the last chunk", tail_rows)
-    write_json(json_file, {"transfers": rows, "tails": tail_rows})
+    write_json(json_file, {"transfers": figures, "tails": tail_rows})
 
 
 def _with_shares(row: dict[str, object]) -> dict[str, object]:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from baton.bench.plotting import need_matplotlib
 from baton.bench.replay.config import TRACE, ReplayBench
+from baton.bench.serve.figures import Slo
 from baton.cli.commands.bench.progress import requests_bar
 from baton.cli.commands.bench.replay_tables import show_figures
 from baton.cli.options.connection import connect_to_measure
@@ -19,7 +21,6 @@ from baton.core.options import OUTPUT, Option
 
 if TYPE_CHECKING:
     from baton.bench.replay.run import ReplayRun
-    from baton.bench.serve.figures import Slo
 
 TARGET = "Target"
 OBJECTIVES = "Objectives"
@@ -73,10 +74,8 @@ def replay(
     Prompts have random tokens, and equal ones where the trace has equal blocks. Ctrl-C ends the
     replay and reports the requests completed so far.
     """
-    from baton.bench.plotting import need_matplotlib
     from baton.bench.replay.formats import read_trace
     from baton.bench.replay.run import bench_router
-    from baton.bench.serve.figures import Slo
 
     if plot is not None:
         need_matplotlib()

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from baton.bench.serve.load import LOAD, ServeLoad, read_prompts
+from baton.bench.plotting import need_matplotlib
+from baton.bench.serve.load import TARGET, ServeBench
 from baton.cli.commands.bench.progress import requests_bar
 from baton.cli.commands.bench.serve_tables import name_of_run, show_runs
 from baton.cli.commands.cluster import SET_PER_PROCESS, ClusterSize, cluster_options
@@ -24,16 +25,15 @@ from baton.node.options import NodeOptions
 from baton.router.options import RouterOptions
 
 if TYPE_CHECKING:
-    from baton.bench.serve.benchmark import MeasuredRun, ServeBench
+    from baton.bench.serve.benchmark import MeasuredRun
     from baton.cluster import ClusterOptions
 
-TARGET = "Target"
 DISAGGREGATED, COLOCATED = "disaggregated", "colocated"
 UNFIT = {*SET_PER_PROCESS, "served_model_name", "tls_client_ca"}
 
 
 @inherit_options(
-    ClusterSize, ServeLoad, connect_to_measure, NodeOptions, RouterOptions, without=UNFIT
+    ClusterSize, ServeBench, connect_to_measure, NodeOptions, RouterOptions, without=UNFIT
 )
 def serve(
     context: typer.Context,
@@ -47,21 +47,6 @@ def serve(
     compare: Annotated[
         str, Option("colocated: compare with a cluster of such nodes, alternately.", TARGET)
     ] = "",
-    rounds: Annotated[int, Option("Rounds of a comparison.", TARGET, at_least=1)] = 3,
-    rates: Annotated[str, Option("Run once at each of these rates, such as 1,2,4.", LOAD)] = "",
-    concurrency: Annotated[
-        int | None,
-        Option(
-            "Maximum requests in flight; waiting for a slot counts as latency.", LOAD, at_least=1
-        ),
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        Option('JSONL: {"prompt": text or ids, "max_tokens": …, "at_s": …}.', LOAD),
-    ] = None,
-    slo: Annotated[
-        str, Option("Objectives of a good answer: ttft, itl (p99 of the answer), tpot, e2e.", LOAD)
-    ] = "ttft=500ms,itl=50ms",
     json_file: JsonFile = None,
     plots: Annotated[
         Path | None,
@@ -78,21 +63,14 @@ def serve(
     The target is a running router, or a cluster that is started with the given options of nodes
     and router. Ctrl-C ends the run and reports the requests completed so far.
     """
-    from baton.bench.plotting import need_matplotlib
-    from baton.bench.serve.benchmark import ServeBench, bench_clusters, bench_router
-    from baton.bench.serve.figures import parse_slo
+    from baton.bench.serve.benchmark import bench_clusters, bench_router
 
     _check_target(address, model, compare)
     if plots is not None:
         need_matplotlib()
-    what = ServeBench(
-        load=make(ServeLoad, given),
-        rates=_rates(rates),
-        slo=parse_slo(slo),
-        concurrency=concurrency,
-        num_rounds=rounds if compare else 1,
-        lines=read_prompts(prompts) if prompts is not None else (),
-    )
+    what = make(ServeBench, given)
+    if not compare:
+        what = replace(what, num_rounds=1)
     clients = make(connect_to_measure, given)
     clusters = {} if address else _clusters(context, model, given, is_comparison=bool(compare))
     with requests_bar() as update:
@@ -112,16 +90,6 @@ def _check_target(address: str, model: str, compare: str) -> None:
         raise InvalidConfig(f"--compare {compare}: only {COLOCATED} is supported")
     if compare and address:
         raise InvalidConfig("--compare starts both clusters itself: pass --model, not --address")
-
-
-def _rates(written: str) -> tuple[float, ...]:
-    try:
-        rates = tuple(float(one) for one in filter(None, written.split(",")))
-    except ValueError:
-        raise InvalidConfig(f"--rates {written}: write it like 1,2,4") from None
-    if any(not rate > 0 for rate in rates):
-        raise InvalidConfig(f"--rates {written}: every rate must be above 0")
-    return rates
 
 
 def _clusters(
