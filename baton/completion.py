@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.checkpoint.tokenizer import Detokenizer
 from baton.core.logprobs import TokenLogprobs
 from baton.core.output import FinishReason, Output
-from baton.core.stop_strings import StopRule, StopWatcher
+from baton.core.request import EngineRequest
+from baton.core.stop_strings import StopRule
+from baton.router.answer import AnswerAssembler
 
 
 @dataclass(slots=True)
@@ -29,14 +30,13 @@ class Completion:
 
 
 class CompletionBuilder:
-    """Assembles a completion from the engine's token outputs: detokenizes, applies stop strings."""
+    """Assembles a completion from the outputs of the engine, like an answer of the router."""
 
-    def __init__(
-        self, prompt_token_ids: Sequence[int], detokenizer: Detokenizer, stop: StopRule
-    ) -> None:
-        self.completion = Completion(list(prompt_token_ids))
-        self._detokenizer = detokenizer
-        self._stops = StopWatcher(stop)
+    def __init__(self, request: EngineRequest, detokenizer: Detokenizer, stop: StopRule) -> None:
+        prompt = list(request.prompt_token_ids)
+        has_prompt_logprobs = request.sampling.prompt_logprobs is not None
+        self.completion = Completion(prompt)
+        self._answer = AnswerAssembler(detokenizer, stop, len(prompt) if has_prompt_logprobs else 0)
 
     @property
     def has_ended(self) -> bool:
@@ -46,37 +46,24 @@ class CompletionBuilder:
         """Return whether `output` ended the completion. It must not be called after the end."""
         completion = self.completion
         self.take_usage(output)
-        completion.prompt_logprobs.extend(output.prompt_logprobs)
-        num_taken = self._take_tokens(output.token_ids)
-        completion.logprobs.extend(output.logprobs[:num_taken])
-        if output.finish_reason is not None and self._stops.found is None:
-            self._append_text(self._detokenizer.finish())
-        if self._stops.found is not None:
-            completion.finish_reason = FinishReason.STOP
-            completion.stop_string = self._stops.found
-        elif output.finish_reason is not None:
-            self._finish(output)
+        part = self._answer.take(output)
+        if part is not None:
+            completion.token_ids += part.token_ids
+            completion.text += part.text
+            completion.logprobs += part.logprobs
+            completion.prompt_logprobs += part.prompt_logprobs
+        finish = self._answer.finish
+        if finish is not None:
+            completion.finish_reason = finish.reason
+            completion.stop_token_id = finish.stop_token_id
+            completion.stop_string = finish.stop_string
+        elif output.failure is not None:  # perhaps before the logprobs of the prompt
+            completion.finish_reason = output.finish_reason
+        if output.failure is not None:
+            completion.error = output.failure.reason
         return self.has_ended
 
     def take_usage(self, output: Output) -> None:
         """Take the usage from the request's last output; after a stop string, that of its abort."""
         if output.served is not None:
             self.completion.num_cached_tokens = output.served.num_cached_tokens
-
-    def _take_tokens(self, token_ids: Sequence[int]) -> int:
-        for index, token_id in enumerate(token_ids):
-            self.completion.token_ids.append(token_id)
-            self._append_text(self._detokenizer.push(token_id))
-            if self._stops.found is not None:
-                return index + 1
-        return len(token_ids)
-
-    def _append_text(self, text: str) -> None:
-        self.completion.text += self._stops.push(text, len(self.completion.token_ids))
-
-    def _finish(self, output: Output) -> None:
-        self.completion.text += self._stops.flush()
-        self.completion.finish_reason = output.finish_reason
-        self.completion.stop_token_id = output.stop_token_id
-        if output.failure is not None:
-            self.completion.error = output.failure.reason

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from types import TracebackType
 
 from rich.console import Console
 
@@ -102,12 +101,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -199,7 +193,7 @@ class LLM:
 
     def _new_builder(self, request: EngineRequest, stop: StopRule) -> CompletionBuilder:
         rule = replace(stop, min_tokens=request.sampling.min_tokens)
-        return CompletionBuilder(request.prompt_token_ids, self.tokenizer.detokenizer(), rule)
+        return CompletionBuilder(request, self.tokenizer.detokenizer(), rule)
 
     def _run_steps(
         self, builders: dict[RequestId, CompletionBuilder], raise_if_interrupted: Callable[[], None]
@@ -208,7 +202,7 @@ class LLM:
         with generation_bar(num_unfinished, self._shows_progress) as advance:
             while num_unfinished:
                 raise_if_interrupted()
-                outputs = self._step()
+                outputs = self.engine.step()
                 num_ended = sum(
                     self._take_output(output, builders[output.request_id]) for output in outputs
                 )
@@ -226,9 +220,6 @@ class LLM:
             self.engine.scheduler.abort(output.request_id)
         return has_ended
 
-    def _step(self) -> list[Output]:
-        return self.engine.step()
-
     def _abort_all(self, builders: Mapping[RequestId, CompletionBuilder]) -> None:
         """Abort what is unfinished and drain the engine, also after Ctrl-C."""
         if self.engine.failure is not None:
@@ -236,7 +227,7 @@ class LLM:
         for request_id in builders:
             self.engine.scheduler.abort(request_id)
         while self.engine.scheduler.has_work:
-            for output in self._step():
+            for output in self.engine.step():
                 builders[output.request_id].take_usage(output)
 
 
