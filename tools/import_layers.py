@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ class Import(NamedTuple):
     line: int
     is_local: bool = False  # inside a function
     is_generated: bool = False  # a stub
+    is_for_typing: bool = False  # below TYPE_CHECKING
 
     def __str__(self) -> str:
         return f"{self.importer}:{self.line} -> {self.imported}"
@@ -179,17 +180,29 @@ def import_cycles(imports: Mapping[str, set[str]]) -> list[list[str]]:
 
 
 def _imports(module: Module, names: set[str]) -> Iterator[Import]:
-    local = {
-        id(node)
-        for function in ast.walk(module.tree)
-        if isinstance(function, FUNCTIONS)
-        for node in ast.walk(function)
-    }
+    functions = (one for one in ast.walk(module.tree) if isinstance(one, FUNCTIONS))
+    local = _nodes_below(functions)
+    for_typing = _nodes_below(
+        one
+        for one in ast.walk(module.tree)
+        if isinstance(one, ast.If) and ast.unparse(one.test) == "TYPE_CHECKING"
+    )
     for node in ast.walk(module.tree):
         for name, is_generated in _imported_names(node, names):
             if name != module.name:
                 line = getattr(node, "lineno", 0)
-                yield Import(module.name, name, line, id(node) in local, is_generated)
+                yield Import(
+                    module.name,
+                    name,
+                    line,
+                    is_local=id(node) in local,
+                    is_generated=is_generated,
+                    is_for_typing=id(node) in for_typing,
+                )
+
+
+def _nodes_below(tops: Iterable[ast.AST]) -> set[int]:
+    return {id(node) for top in tops for node in ast.walk(top)}
 
 
 def _imported_names(node: ast.AST, names: set[str]) -> Iterator[tuple[str, bool]]:
@@ -216,7 +229,7 @@ def _heavy_libraries(module: Module) -> Iterator[str]:
 def _module_level_graph(imports: Sequence[Import]) -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
     for each in imports:
-        if not each.is_local:
+        if not (each.is_local or each.is_for_typing):
             graph.setdefault(each.importer, set()).add(each.imported)
     return graph
 

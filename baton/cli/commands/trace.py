@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from baton.cli.command import Group
 from baton.cli.examples import examples
 from baton.cli.options.output import check_writable_file
+from baton.cli.show import console
 from baton.core.errors import InvalidConfig, NamedError
+from baton.core.options import Option
 from baton.telemetry.options import TRACE_DIR_VARIABLE, trace_folder
 from baton.telemetry.tracing.store import read_spans
 from baton.telemetry.tracing.traces import Trace, find_trace, traces_of
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 UNCUT = 160  # columns if there is no terminal
 
@@ -25,10 +24,9 @@ trace = typer.Typer(cls=Group, help="Show the timeline of requests.", no_args_is
 
 Folder = Annotated[
     str,
-    typer.Option(
-        "--trace-dir",
-        envvar=TRACE_DIR_VARIABLE,
-        help="Folder of stored traces. Default: in the user's cache folder.",
+    Option(
+        "Folder of stored traces. Default: in the user's cache folder.",
+        variable=TRACE_DIR_VARIABLE,
     ),
 ]
 Wanted = Annotated[
@@ -48,13 +46,11 @@ class NoSuchTrace(NamedError):
     ),
 )
 def list_traces(
-    limit: Annotated[
-        int, typer.Option(min=1, help="Maximum number of traces; the newest is last.")
-    ] = 20,
-    failed: Annotated[bool, typer.Option("--failed", help="List only failed requests.")] = False,
+    limit: Annotated[int, Option("Maximum number of traces; the newest is last.", at_least=1)] = 20,
+    failed: Annotated[bool, Option("List only failed requests.", flags=("--failed",))] = False,
     steps: Annotated[
         bool,
-        typer.Option("--steps", help="List engine steps (--trace-step-ratio) instead of requests."),
+        Option("List engine steps (--trace-step-ratio) instead of requests.", flags=("--steps",)),
     ] = False,
     trace_dir: Folder = "",
 ) -> None:
@@ -67,8 +63,8 @@ def list_traces(
         print(f"no matching trace in {_folder(trace_dir)}", file=sys.stderr)
         return
     table_of = step_table if steps else request_table
-    console = _console()
-    console.print(table_of(found, console.width))
+    screen = console(wide=UNCUT)
+    screen.print(table_of(found, screen.width))
 
 
 @trace.command(
@@ -94,9 +90,9 @@ def show(
     kept = _kept(trace_dir)
     found = _find_trace(kept, trace_dir, wanted)
     if html is None:
-        console = _console()
-        show_waterfall(console, found)
-        show_related(console, found, kept)
+        screen = console(wide=UNCUT)
+        show_waterfall(screen, found)
+        show_related(screen, found, kept)
         return
     html.write_text(render_page(found, kept), encoding="utf-8")
     print(f"wrote {html}")
@@ -106,10 +102,7 @@ def show(
 def export(
     otlp_endpoint: Annotated[
         str,
-        typer.Option(
-            envvar="OTEL_EXPORTER_OTLP_ENDPOINT",
-            help="OTLP/gRPC endpoint of the collector.",
-        ),
+        Option("OTLP/gRPC endpoint of the collector.", variable="OTEL_EXPORTER_OTLP_ENDPOINT"),
     ],
     wanted: Annotated[
         str,
@@ -124,12 +117,6 @@ def export(
     found = [_find_trace(kept, trace_dir, wanted)] if wanted else kept
     num_spans = send_all(otlp_endpoint, [span for trace in found for span in trace.exported_spans])
     print(f"sent {len(found)} traces, {num_spans} spans, to {otlp_endpoint}")
-
-
-def _console() -> Console:
-    from baton.cli.show import console
-
-    return console(wide=UNCUT)
 
 
 def _folder(trace_dir: str) -> Path:
