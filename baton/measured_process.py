@@ -9,7 +9,14 @@ from typing import Any
 
 from baton.core.errors import NamedError
 from baton.kv_transfer.protocol.messages import Region
-from baton.kv_transfer.transports.base import Transport, UcxConfig
+from baton.kv_transfer.transports.base import (
+    Channel,
+    ChannelBroken,
+    ChannelEvent,
+    Transport,
+    UcxConfig,
+    WriteFailed,
+)
 from baton.kv_transfer.transports.nixl import NixlTransport
 from baton.kv_transfer.transports.ucxx import UcxxTransport
 
@@ -78,3 +85,13 @@ def open_transport(name: str, tls: str, region: Region) -> Transport:
     if name == "nixl":
         return NixlTransport(region, UcxConfig(tls=tls, net_devices=devices))
     return UcxxTransport(region, UcxConfig(tls=f"{tls},self" if tls else "", net_devices=devices))
+
+
+def poll_until(channel: Channel, awaited: ChannelEvent) -> None:
+    """Poll until this event. Raises MeasurementFailed."""
+    while True:
+        for event in channel.poll():
+            if event == awaited:
+                return
+            if isinstance(event, WriteFailed | ChannelBroken):
+                raise MeasurementFailed(event.reason)

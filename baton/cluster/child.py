@@ -23,14 +23,6 @@ class ClusterFailed(NamedError):
     """A process of the cluster did not start, or ended too early."""
 
 
-def _ignore(_child: Child) -> None:
-    """Default of `on_up` and `on_end`."""
-
-
-def _ignore_line(_child: Child, _line: str) -> None:
-    """Default of `on_line`."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildOptions:
     """Programs, environment, logs and callbacks of the processes."""
@@ -40,10 +32,10 @@ class ChildOptions:
     drain_timeout_s: float = 30.0
     show_logs: bool = False  # if not, the last lines are kept for the error of a failed process
     environment: dict[str, str] = field(default_factory=dict)
-    on_up: Callable[[Child], None] = _ignore  # called once it listens
+    on_up: Callable[[Child], None] = lambda _child: None  # called once it listens
     # Called on the reader thread: at the end of the output, and for each line of the log.
-    on_end: Callable[[Child], None] = _ignore
-    on_line: Callable[[Child, str], None] = _ignore_line
+    on_end: Callable[[Child], None] = lambda _child: None
+    on_line: Callable[[Child, str], None] = lambda _child, _line: None
 
     def command(self, role: str) -> list[str]:
         """Return the command that serves this role, without its arguments."""
@@ -60,7 +52,7 @@ class Child:
         name: str,
         arguments: Sequence[str],
         options: ChildOptions,
-        on_settled: Callable[[Child], None] = _ignore,
+        on_settled: Callable[[Child], None] = lambda _child: None,
     ) -> None:
         """`on_settled` is called when the process listens, or has ended without listening."""
         self.name = name
@@ -68,12 +60,10 @@ class Child:
         self.address = ""
         self.http_address = ""  # of a router with --http-port
         self._lines: deque[str] = deque(maxlen=MAX_LOG_LINES)
-        self._show_logs = options.show_logs
+        self._options = options
         self._announced = threading.Event()
-        self._on_up, self._on_end, self._on_line = options.on_up, options.on_end, options.on_line
         self._on_settled = on_settled
         self._is_stopping = False
-        self._drain_timeout_s = options.drain_timeout_s
         command = [*options.command(arguments[0]), *arguments, "--parent-pid", str(os.getpid())]
         environment = {**os.environ, **options.environment}
         started: Future[None] = Future()
@@ -84,10 +74,7 @@ class Child:
         started.result()
 
     def _run_process(
-        self,
-        started: Future[None],
-        command: Sequence[str],
-        environment: dict[str, str],
+        self, started: Future[None], command: Sequence[str], environment: dict[str, str]
     ) -> None:
         """Start the process and read its output, on the reader thread.
 
@@ -109,7 +96,7 @@ class Child:
         if not self.address:
             code = self.process.wait()
             raise ClusterFailed(self.end_message(code))
-        self._on_up(self)
+        self._options.on_up(self)
         return self.address
 
     def start_timeout_error(self, timeout_s: float) -> ClusterFailed:
@@ -138,7 +125,7 @@ class Child:
         """Drain the process, kill it if that takes too long, and return its exit code."""
         self.request_stop()
         try:
-            code = self.process.wait(self._drain_timeout_s)
+            code = self.process.wait(self._options.drain_timeout_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
             code = self.process.wait()
@@ -155,7 +142,7 @@ class Child:
                 self._take_line(line)
         if not self._announced.is_set():
             self._settle()
-        self._on_end(self)
+        self._options.on_end(self)
 
     def _take_line(self, line: str) -> None:
         announced = parse_announcement(line)
@@ -165,9 +152,9 @@ class Child:
         self._lines.append(line)
         # Start errors are reported by ClusterFailed: once, rather than once per node.
         is_start_error = not self.address and line.startswith(ERROR_PREFIX)
-        if self._show_logs and not is_start_error:
+        if self._options.show_logs and not is_start_error:
             print(f"[{self.name}] {line}", end="", file=sys.stderr)
-        self._on_line(self, line)
+        self._options.on_line(self, line)
 
     def _note_address(self, protocol: str, address: str) -> None:
         """Store an announced address. A router announces gRPC last, when it is complete."""

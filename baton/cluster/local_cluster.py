@@ -24,10 +24,6 @@ from baton.rpc.status import remote_error
 TEXT_LOGS = ("--log-format", "text")  # shown, or part of the error when a process fails
 
 
-def _listen_address(child: Child) -> str:
-    return child.address
-
-
 @dataclass(frozen=True, slots=True)
 class ClusterOptions(ChildOptions):
     """Model, size and addresses of a cluster, and the arguments of its processes."""
@@ -46,23 +42,8 @@ class ClusterOptions(ChildOptions):
     router_arguments: tuple[str, ...] = ()
     tls: TlsConfig = PLAIN  # of every process
     start_timeout_s: float = 120.0
-    router_target_of: Callable[[Child], str] = _listen_address  # where the router finds a node
-
-
-class NodeLists:
-    """Node list files, one per role, which the router polls."""
-
-    def __init__(self, folder: str) -> None:
-        self._folder = Path(folder)
-
-    def source(self, role: str) -> str:
-        return f"file://{self._folder / role}"
-
-    def write(self, role: str, addresses: Sequence[str]) -> None:
-        """Replace the list atomically, so that the router never reads half a list."""
-        new = self._folder / f"{role}.new"
-        new.write_text("".join(f"{address}\n" for address in addresses), encoding="utf-8")
-        new.replace(self._folder / role)
+    # Where the router finds a node.
+    router_target_of: Callable[[Child], str] = lambda child: child.address
 
 
 class LocalCluster:
@@ -71,7 +52,7 @@ class LocalCluster:
     def __init__(self, options: ClusterOptions) -> None:
         self._options = options
         self._lifetime = ExitStack()
-        self._lists: NodeLists | None = None
+        self._lists: Path | None = None  # folder of a file per role, which the router polls
         self._numbers = {"prefill": itertools.count(), "decode": itertools.count()}
         self._spawned: list[Child] = []
         self._successors: dict[Child, Child] = {}  # of processes that were restarted
@@ -169,7 +150,7 @@ class LocalCluster:
         self._lifetime.callback(self._ask_nodes_to_stop)
         self._await_all((*self.prefills, *self.decodes))
         if options.can_change:
-            self._lists = NodeLists(self._lifetime.enter_context(TemporaryDirectory()))
+            self._lists = Path(self._lifetime.enter_context(TemporaryDirectory()))
             for role in self._numbers:
                 self._write_list(role)
         self.router = self._spawn_router()
@@ -195,9 +176,9 @@ class LocalCluster:
     def _write_list(self, role: str) -> None:
         """Write the list file of `role`. Without list files, the nodes are fixed."""
         if self._lists is not None:
-            self._lists.write(
-                role, [self._options.router_target_of(node) for node in self._nodes(role)]
-            )
+            new = self._lists / f"{role}.new"
+            new.write_text("".join(f"{target}\n" for target in self._targets(role)))
+            new.replace(self._lists / role)  # the router never reads half a list
 
     def _ask_nodes_to_stop(self) -> None:
         """Send SIGTERM to all nodes at once, after the router has ended; `stop` then waits."""
@@ -219,8 +200,11 @@ class LocalCluster:
     def _nodes_option(self, role: str) -> str:
         """Return the value of the router's option for the nodes of this role."""
         if self._lists is not None:
-            return self._lists.source(role)
-        return ",".join(self._options.router_target_of(node) for node in self._nodes(role))
+            return f"file://{self._lists / role}"
+        return ",".join(self._targets(role))
+
+    def _targets(self, role: str) -> list[str]:
+        return [self._options.router_target_of(node) for node in self._nodes(role)]
 
     def _spawn_node(
         self, role: str, name: str = "", port: int = 0, arguments: tuple[str, ...] = ()
@@ -233,11 +217,9 @@ class LocalCluster:
         return self._spawn(name, [*common, *options.node_arguments, *by_role, *arguments])
 
     def _spawn(self, name: str, arguments: Sequence[str]) -> Child:
-        return self._start_child(name, [*arguments, *_tls_arguments(self._options.tls)])
-
-    def _start_child(self, name: str, arguments: Sequence[str]) -> Child:
         if self._is_killed:
             raise ClusterFailed("stopped before all processes had started")
+        arguments = [*arguments, *_tls_arguments(self._options.tls)]
         child = Child(name, arguments, self._options, self._settled.put)
         self._lifetime.callback(self._stop, child)
         self._spawned.append(child)

@@ -15,14 +15,12 @@ from baton.kv_transfer.protocol.messages import Region
 from baton.kv_transfer.transports.base import (
     Arrived,
     Channel,
-    ChannelBroken,
     Transport,
     Write,
-    WriteFailed,
     Written,
 )
 from baton.kv_transfer.transports.ucxx import UcxxTransport
-from baton.measured_process import MeasurementFailed, open_transport
+from baton.measured_process import MeasurementFailed, open_transport, poll_until
 
 BLOCK_BYTES = 1 << 20
 NUM_BLOCKS = 32
@@ -43,12 +41,8 @@ def serve_end(pipe: Connection) -> None:
             os._exit(0)  # skip destructors: the memory is still registered
         try:
             pipe.send(getattr(end, command)(*arguments))
-        except (NamedError, TransferFailed) as error:
+        except NamedError as error:
             pipe.send(MeasurementFailed(str(error)))
-
-
-class TransferFailed(RuntimeError):
-    """The transport reported that a write failed."""
 
 
 class _TransferEnd:
@@ -75,20 +69,14 @@ class _TransferEnd:
     def receive(self, ticket: int) -> None:
         channel = self._open_channel
         channel.expect(ticket, BLOCKS)
-        while True:
-            for event in channel.poll():
-                if event == Arrived(ticket):
-                    return
-                _raise_on_failure(event)
+        poll_until(channel, Arrived(ticket))
 
     def write(self, ticket: int) -> float:
         """Write all blocks. Return the seconds from the post to the end of the last write."""
         channel = self._open_channel
         began_s = time.perf_counter()
         channel.post(Write(ticket, ticket, 0, BLOCKS, BLOCKS))
-        while Written(ticket) not in (events := channel.poll()):
-            for event in events:
-                _raise_on_failure(event)
+        poll_until(channel, Written(ticket))
         took_s = time.perf_counter() - began_s
         channel.notify(ticket, b"")
         return took_s
@@ -109,10 +97,5 @@ class _TransferEnd:
     @property
     def _open_channel(self) -> Channel:
         if self._channel is None:
-            raise TransferFailed("no channel is open")
+            raise MeasurementFailed("no channel is open")
         return self._channel
-
-
-def _raise_on_failure(event: object) -> None:
-    if isinstance(event, WriteFailed | ChannelBroken):
-        raise TransferFailed(event.reason)

@@ -36,12 +36,11 @@ from baton.kv_transfer.transports.base import (
     Arrived,
     Channel,
     Write,
-    WriteFailed,
     Written,
 )
 from baton.kv_transfer.types import Complete, KvOrders, Receive, Send
 from baton.kv_transfer.worker import KvTransferWorker
-from baton.measured_process import open_transport
+from baton.measured_process import open_transport, poll_until
 from baton.node.kv.link import GrpcLinks
 from baton.node.servicer import KvLinkServicer
 from baton.rpc.server import Service, serving
@@ -289,8 +288,7 @@ class _KvEnd:
         """D: poll until the write has arrived."""
         channel = self._raw(size)
         channel.expect(ticket, blocks)
-        while Arrived(ticket) not in channel.poll():
-            pass
+        poll_until(channel, Arrived(ticket))
         return time.monotonic()
 
     def write(self, size: int | None, write: Write) -> HandOffTimes:
@@ -298,7 +296,7 @@ class _KvEnd:
         channel = self._raw(size)
         began_s = time.monotonic()
         channel.post(write)
-        self._poll_until_written(channel, write)
+        poll_until(channel, Written(write.write_id))
         times = HandOffTimes(began_s, time.monotonic())
         channel.notify(write.ticket, b"")
         while not self._mail.qsize():  # polling drives the notification until D has it
@@ -308,14 +306,6 @@ class _KvEnd:
     def rest(self) -> bool:
         """P: return from `write`, since D has received everything."""
         return True
-
-    def _poll_until_written(self, channel: Channel, write: Write) -> None:
-        while True:
-            for event in channel.poll():
-                if isinstance(event, WriteFailed):
-                    raise BenchFailed(event.reason)
-                if event == Written(write.write_id):
-                    return
 
     def _raw(self, size: int | None) -> Channel:
         return self._scattered if size is None else self._raw_by_bytes[size]

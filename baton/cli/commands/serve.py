@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import typer
 
@@ -14,7 +14,7 @@ from baton.cli.command import Group
 from baton.cli.options.network import ParentPid
 from baton.cli.options.output import LogFormat, LogLevel
 from baton.cli.signatures import inherit_options
-from baton.core.options import build_config
+from baton.core.options import Config, build_config
 from baton.node.cpus import pin_to_cpus
 from baton.node.options import NodeOptions
 from baton.router.options import RouterOptions
@@ -26,19 +26,31 @@ serve = typer.Typer(cls=Group, help="Run one process of a cluster.", no_args_is_
 
 
 def node_command(role: str, run: Callable[[NodeOptions], None]) -> Callable[..., None]:
-    @inherit_options(NodeOptions)
+    def start(options: NodeOptions) -> None:
+        check_port(options.host, options.port)  # before torch is imported
+        pin_to_cpus(options.cpus)
+        run(options)
+
+    return _command(role, NodeOptions, start)
+
+
+def _command(role: str, config: type[Config], run: Callable[[Config], None]) -> Callable[..., None]:
+    """Return the command that runs a process with its config."""
+
+    @inherit_options(config)
     def command(
         parent_pid: ParentPid = 0,
         log_format: LogFormat = "auto",
         log_level: LogLevel = "info",
         **given: Any,
     ) -> None:
-        options = build_config(NodeOptions, given)
+        options = build_config(config, given)
         _begin(role, parent_pid, log_format, log_level)
-        check_port(options.host, options.port)  # before torch is imported
-        pin_to_cpus(options.cpus)
         run(options)
-        _end_process()
+        # End the process without the half second that unloading torch takes.
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(0)
 
     return command
 
@@ -55,6 +67,12 @@ def _run_decode(options: NodeOptions) -> None:
     main(options)
 
 
+def _run_router(options: RouterOptions) -> None:
+    from baton.router.__main__ import main
+
+    main(options)
+
+
 serve.command(
     "prefill",
     help="Run a prefill node, which computes prompts and pushes their KV to decode nodes.",
@@ -63,23 +81,10 @@ serve.command(
     "decode",
     help="Run a decode node, which receives KV from prefill nodes and generates the answers.",
 )(node_command("decode", _run_decode))
-
-
-@serve.command()
-@inherit_options(RouterOptions)
-def router(
-    parent_pid: ParentPid = 0,
-    log_format: LogFormat = "auto",
-    log_level: LogLevel = "info",
-    **given: Any,
-) -> None:
-    """Run the router, which clients connect to. Without --model it accepts only token ids."""
-    from baton.router.__main__ import main
-
-    options = build_config(RouterOptions, given)
-    _begin("router", parent_pid, log_format, log_level)
-    main(options)
-    _end_process()
+serve.command(
+    "router",
+    help="Run the router, which clients connect to. Without --model it accepts only token ids.",
+)(_command("router", RouterOptions, _run_router))
 
 
 def _begin(role: str, parent_pid: int, log_format: str, log_level: str) -> None:
@@ -88,10 +93,3 @@ def _begin(role: str, parent_pid: int, log_format: str, log_level: str) -> None:
         end_with_parent(parent_pid)
     configure_logging(role, log_format, log_level)
     raise_descriptor_limit()
-
-
-def _end_process() -> NoReturn:
-    """End the process with exit code 0, without the half second that unloading torch takes."""
-    logging.shutdown()
-    sys.stdout.flush()
-    os._exit(0)
