@@ -35,8 +35,7 @@ from baton.rpc.process_end import ShutdownDeadline
 from baton.rpc.security.token_gate import TokenInterceptor, ignore_refusal
 from baton.rpc.server import Running, Service, announce, serving, stop_signal
 from baton.telemetry.metrics import names as metric_names
-from baton.telemetry.metrics.exposition import exposition
-from baton.telemetry.metrics.instruments import Reading, RouterMetrics
+from baton.telemetry.metrics.instruments import Reading, RouterMetrics, exposition
 from baton.telemetry.metrics.readers import export_metrics
 from baton.telemetry.metrics.scrapes import OwnerThreadReader
 from baton.telemetry.resource import Process

@@ -7,20 +7,18 @@ from typing import Any
 
 import typer
 
+OF_NODES = (
+    "model", "host", "port", "node_id", "threads", "cpus",
+    "kv_cache_memory", "max_num_seqs", "max_model_len", "quantize", "metrics_port",
+)  # fmt: skip
 # Options on the first page of a command. Commands that are not here show all of theirs.
 FIRST_OPTIONS = {
     "up": (
         "model", "prefill", "decode", "restart", "port", "http_port",
         "kv_cache_memory", "kv_host_memory", "kv_folder", "max_model_len", "quantize",
     ),
-    "serve prefill": (
-        "model", "host", "port", "node_id", "threads", "cpus",
-        "kv_cache_memory", "max_num_seqs", "max_model_len", "quantize", "metrics_port",
-    ),
-    "serve decode": (
-        "model", "host", "port", "node_id", "threads", "cpus",
-        "kv_cache_memory", "max_num_seqs", "max_model_len", "quantize", "metrics_port",
-    ),
+    "serve prefill": OF_NODES,
+    "serve decode": OF_NODES,
     "serve router": (
         "model", "prefill_nodes", "decode_nodes", "host", "port", "http_port", "policy",
         "token_file", "tls_cert", "tls_key", "metrics_port",

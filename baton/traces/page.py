@@ -10,8 +10,14 @@ from pathlib import Path
 from baton.telemetry import names
 from baton.telemetry.tracing.related import related_to
 from baton.telemetry.tracing.spans import AttributeValue, SpanEvent, SpanStatus
-from baton.telemetry.tracing.steps import PART_NAMES
-from baton.telemetry.tracing.traces import Trace, TraceRow, failed_node_of, failures_of, note_of
+from baton.telemetry.tracing.traces import (
+    PART_NAMES,
+    Trace,
+    TraceRow,
+    failed_node_of,
+    failures_of,
+    note_of,
+)
 from baton.traces.terminal import FAILED, headline
 
 STYLE = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")

@@ -42,7 +42,7 @@ def reuse(
     json_file: JsonFile = None,
 ) -> None:
     """Simulate the reuse of KV with host memory, files, pulls and two routers."""
-    from baton.bench.replay.formats.reading import read_trace
+    from baton.bench.replay.formats import read_trace
     from baton.engine.kv_cache.block_hashes import PrefixNaming
     from benchmarks.router.reuse import ReuseBench, chats, ideal_reuse, run
     from benchmarks.router.simulation import SimCluster

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as Family
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from baton.core.ids import HandoffId
@@ -167,6 +168,12 @@ class ScrapeCollector(Collector):
     def describe(self) -> tuple[Family, ...]:
         """Return nothing: registration must not read values before the process is ready."""
         return ()
+
+
+def exposition(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
+    """Return body and content type: OpenMetrics if the client accepts it, else Prometheus text."""
+    encode, content_type = choose_encoder(accept)
+    return encode(registry), content_type
 
 
 def _counter(registry: CollectorRegistry, metric: Metric) -> Counter:

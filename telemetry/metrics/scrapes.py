@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 
 from baton.telemetry.metrics import names as counted
@@ -16,12 +15,7 @@ LONGEST_WAIT_S = 1.0
 Post = Callable[[Callable[[], None]], object]
 
 
-@dataclass(frozen=True, slots=True)
-class KnownReading:
-    """A reading with its time."""
-
-    reading: Reading
-    at_s: float
+KnownReading = tuple[Reading, float]  # and its time
 
 
 class OwnerThreadReader:
@@ -32,7 +26,7 @@ class OwnerThreadReader:
         self._read = read
         self._longest_wait_s = longest_wait_s
         self._pending: Future[KnownReading] = Future()
-        self._pending.set_result(KnownReading({}, 0.0))
+        self._pending.set_result(({}, 0.0))
         self._known: KnownReading | None = None
 
     def __call__(self) -> Reading:
@@ -42,13 +36,15 @@ class OwnerThreadReader:
             pending = self._pending = Future()
             self._post(partial(self._answer, pending))
         try:
-            return {**pending.result(self._longest_wait_s).reading, counted.READINGS_AGE: 0.0}
+            reading, _ = pending.result(self._longest_wait_s)
+            return {**reading, counted.READINGS_AGE: 0.0}
         except TimeoutError:
             known = self._known
         if known is None:
             return {}
-        return {**known.reading, counted.READINGS_AGE: time.monotonic() - known.at_s}
+        reading, at_s = known
+        return {**reading, counted.READINGS_AGE: time.monotonic() - at_s}
 
     def _answer(self, pending: Future[KnownReading]) -> None:
-        self._known = KnownReading(self._read(), time.monotonic())
+        self._known = self._read(), time.monotonic()
         pending.set_result(self._known)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any
+from contextlib import closing
 
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
@@ -12,11 +13,14 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
+from baton.core.errors import NamedError
 from baton.telemetry.names import SCOPE
 from baton.telemetry.tracing import spans as ours
+from baton.telemetry.tracing.otlp_json import ExportedSpan
 from baton.telemetry.tracing.outlet import ExportFailed
 
 TIMEOUT_S = 10
+MAX_BATCH = 512  # of stored spans
 SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 KINDS = {
     ours.SpanKind.INTERNAL: SpanKind.INTERNAL,
@@ -30,6 +34,13 @@ STATUSES = {
 }
 
 
+ResourceKey = tuple[tuple[str, ours.AttributeValue], ...]
+
+
+class CollectorUnreachable(NamedError):
+    """The collector did not accept the spans."""
+
+
 class OtlpExport:
     """OTLP exporter. OTEL_EXPORTER_OTLP_* set its headers, certificates and compression."""
 
@@ -37,26 +48,33 @@ class OtlpExport:
         insecure = None if endpoint.startswith(("https://", "http://")) else True
         self._exporter = OTLPSpanExporter(endpoint=endpoint, insecure=insecure, timeout=TIMEOUT_S)
 
-    def send(self, spans: Iterable[ReadableSpan]) -> None:
+    def send(self, spans: Iterable[ours.Span], resource: Resource) -> None:
         """Raises ExportFailed."""
-        if self._exporter.export(tuple(spans)) is not SpanExportResult.SUCCESS:
+        batch = tuple(_readable(span, resource) for span in spans)
+        if self._exporter.export(batch) is not SpanExportResult.SUCCESS:
             raise ExportFailed("the collector did not accept the spans")
-
-    def sender_for(self, resource: Resource) -> Any:
-        def send(spans: Sequence[ours.Span]) -> None:
-            self.send(readable(span, resource) for span in spans)
-
-        return send
 
     def close(self) -> None:
         self._exporter.shutdown()
 
 
-def resource_of(attributes: ours.Attributes) -> Resource:
-    return Resource.create(dict(attributes))
+def send_all(endpoint: str, spans: Sequence[ExportedSpan]) -> int:
+    """Send stored spans and return their number. Raises CollectorUnreachable."""
+    by_resource: dict[ResourceKey, list[ours.Span]] = defaultdict(list)
+    for exported in spans:
+        by_resource[tuple(sorted(exported.resource.items()))].append(exported.span)
+    with closing(OtlpExport(endpoint)) as otlp:
+        for key, group in by_resource.items():
+            resource = Resource.create(dict(key))
+            for first in range(0, len(group), MAX_BATCH):
+                try:
+                    otlp.send(group[first : first + MAX_BATCH], resource)
+                except ExportFailed as error:
+                    raise CollectorUnreachable(f"{endpoint}: {error}") from error
+    return len(spans)
 
 
-def readable(span: ours.Span, resource: Resource) -> ReadableSpan:
+def _readable(span: ours.Span, resource: Resource) -> ReadableSpan:
     """Convert a span to the SDK's type of an ended span."""
     parent = None if span.parent_id is None else _context(span.trace_id, span.parent_id)
     message = span.status_message or None if span.status is ours.SpanStatus.ERROR else None

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 from baton.telemetry import names
 from baton.telemetry.options import TelemetryOptions
@@ -95,11 +96,14 @@ def _exports(
             log.warning("no traces are stored in %s: %s", options.trace_dir, error)
     if options.otlp_endpoint:
         # Imported lazily: the import is slow, and most processes have no collector.
-        from baton.telemetry.tracing.otlp import OtlpExport, resource_of
+        from opentelemetry.sdk.resources import Resource
+
+        from baton.telemetry.tracing.otlp import OtlpExport
 
         otlp = OtlpExport(options.otlp_endpoint)
         lifetime.callback(otlp.close)
-        yield options.otlp_endpoint, otlp.sender_for(resource_of(process.attributes))
+        resource = Resource.create(dict(process.attributes))
+        yield options.otlp_endpoint, partial(otlp.send, resource=resource)
 
 
 def _unix_ns_converter() -> Callable[[float], int]:

@@ -10,10 +10,10 @@ from typing import Any
 
 from baton.telemetry import names
 from baton.telemetry.tracing.otlp_json import ExportedSpan
-from baton.telemetry.tracing.spans import AttributeValue, Span, SpanEvent, SpanStatus
-from baton.telemetry.tracing.steps import step_parts
+from baton.telemetry.tracing.spans import AttributeValue, Span, SpanEvent, SpanStatus, child_id
 
 ROOTS = (names.GENERATE, names.ENGINE_STEP)
+PART_NAMES = {part: part.removeprefix("baton.step.") for part in names.STEP_PARTS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +101,21 @@ def traces_of(spans: Iterable[ExportedSpan]) -> list[Trace]:
         by_trace[exported.span.trace_id][exported.span.span_id] = exported
     traces = [Trace(trace_id, tuple(by_id.values())) for trace_id, by_id in by_trace.items()]
     return sorted(traces, key=lambda trace: trace.began_ns)
+
+
+def step_parts(step_span: ExportedSpan) -> Iterator[ExportedSpan]:
+    """Yield the parts of a step as child spans, in order."""
+    step, at_ns = step_span.span, step_span.span.began_ns
+    for part, name in PART_NAMES.items():
+        duration_s = step.attributes.get(part)
+        if not isinstance(duration_s, float):
+            continue
+        ended_ns = min(step.ended_ns, at_ns + round(duration_s * 1e9))
+        own_id = child_id(step.span_id, name)
+        role = {names.ROLE: step.attributes.get(names.ROLE, "")}
+        span = Span(name, step.trace_id, own_id, step.span_id, at_ns, ended_ns, attributes=role)
+        yield ExportedSpan(span, step_span.resource)
+        at_ns = ended_ns
 
 
 def note_of(span: Span) -> str:

@@ -29,7 +29,7 @@ from baton.rpc.health import Health
 from baton.rpc.security.operators import Operators
 from baton.rpc.security.tls import PLAIN, TlsConfig
 from baton.rpc.security.token import AcceptedTokens
-from baton.telemetry.metrics.exposition import exposition
+from baton.telemetry.metrics.instruments import exposition
 from tests.support.node_calls import FakeNodeCalls, a_table
 from tests.support.routers import UNCROWDED
 

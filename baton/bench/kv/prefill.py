@@ -38,7 +38,6 @@ class PrefillTimes:
 
     began_s: float
     last_chunk_s: float  # end of the last layer of the last chunk
-    ended_s: float  # all writes complete
 
 
 def compute(
@@ -59,12 +58,12 @@ def compute(
         place += len(blocks)
     last_chunk_s = time.monotonic()
     if prefill.push == "none":
-        return PrefillTimes(began_s, last_chunk_s, last_chunk_s)
+        return PrefillTimes(began_s, last_chunk_s)
     complete = Complete(prefill.handoff_id, NUM_TOKENS, FirstToken(0))
     worker.start(KvOrders(sends=orders, completes=(complete,)), last_chunk_s)
     while prefill.handoff_id not in worker.poll(time.monotonic()).finished_sending:
         time.sleep(worker.next_poll_s(time.monotonic()) or 0)
-    return PrefillTimes(began_s, last_chunk_s, time.monotonic())
+    return PrefillTimes(began_s, last_chunk_s)
 
 
 def _multiply_for(seconds: float) -> None:

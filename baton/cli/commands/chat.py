@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 from baton.cli.commands.generate import timing_line
-from baton.cli.conversation import PLAIN_STOP, Conversation
 from baton.cli.errors import print_error
 from baton.cli.options.connection import connect
 from baton.cli.options.sampling import MaxTokens, StopStrings, sampling
@@ -23,6 +22,11 @@ if TYPE_CHECKING:
 
     from baton.client import AsyncClient, BatonError, Finish, Generation
 
+Message = Mapping[str, str]  # role and content
+
+NAMES = {"user": "User", "assistant": "Assistant"}
+# Stop string for models without a chat template, which would go on with the user's turn.
+PLAIN_STOP = "\nUser:"
 CHAT = "Chat"
 CUT_OFF = "length"  # the finish reason of an answer that reached a limit
 HELP = """\
@@ -82,6 +86,37 @@ async def _open_client(given: dict[str, Any]) -> AsyncClient:
     """Open the client inside the event loop: a gRPC channel belongs to the loop that made it."""
     client: AsyncClient = make(connect, given)
     return client
+
+
+@dataclass(slots=True)
+class Conversation:
+    system: str = ""
+    turns: list[Message] = field(default_factory=list)
+
+    @property
+    def messages(self) -> list[Message]:
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, *self.turns]
+
+    @property
+    def plain_text(self) -> str:
+        """The chat as a plain text dialogue, for models without a chat template."""
+        lines = [f"{NAMES[turn['role']]}: {turn['content'].strip()}" for turn in self.turns]
+        return "\n".join(([self.system, ""] if self.system else []) + lines) + "\nAssistant:"
+
+    def ask(self, content: str) -> None:
+        self.turns.append({"role": "user", "content": content})
+
+    def answer(self, content: str) -> None:
+        """Append the answer of the model, which may be incomplete."""
+        self.turns.append({"role": "assistant", "content": content})
+
+    def remove_question(self) -> None:
+        """Remove a question without an answer: templates require alternating roles."""
+        self.turns.pop()
+
+    def reset(self) -> None:
+        self.turns.clear()
 
 
 class TurnFailed(NamedError):

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from baton.cli.options.security import client_tls
+from baton.cli.options.connection import client_tls
 from baton.cli.signatures import inherit_options
 from baton.core.options import Option
 

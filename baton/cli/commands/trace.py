@@ -111,7 +111,7 @@ def export(
     trace_dir: Folder = "",
 ) -> None:
     """Send stored traces to a collector."""
-    from baton.telemetry.tracing.export import send_all
+    from baton.telemetry.tracing.otlp import send_all
 
     kept = _kept(trace_dir)
     found = [_find_trace(kept, trace_dir, wanted)] if wanted else kept

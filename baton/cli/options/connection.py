@@ -1,18 +1,28 @@
-"""Connection options of the commands that call a router."""
+"""Connection options of the commands that call a router, or another server."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from baton.cli.options.security import ClientTokenFile, client_tls
 from baton.cli.signatures import inherit_options
-from baton.core.options import NETWORK, Option
+from baton.core.options import NETWORK, SECURITY, Option, build_config
+from baton.rpc.security.tls import TlsConfig
 from baton.rpc.security.token import read_tokens
 
 if TYPE_CHECKING:
     from baton.bench.running import Connect
     from baton.client import AsyncClient
+
+ClientTokenFile = Annotated[
+    Path | None, Option("File with the token to send, in its first line.", SECURITY)
+]
+
+
+@inherit_options(TlsConfig, without=("tls_client_ca",))
+def client_tls(**given: Any) -> TlsConfig:
+    """TLS settings of a process that is only a client. Raises InvalidConfig."""
+    return build_config(TlsConfig, given)
 
 
 @inherit_options(client_tls)

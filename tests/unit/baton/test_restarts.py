@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.cluster.restarts import MAX_DELAY_S, MAX_RESTARTS, STABLE_S, RestartBackoff
+from baton.cli.commands.node_restarts import MAX_DELAY_S, MAX_RESTARTS, STABLE_S, RestartBackoff
 
 
 def test_the_restart_delay_grows_until_the_limit_of_restarts() -> None:

@@ -5,32 +5,29 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated
 
-import typer
-
 from baton.cli.options.lists import parse_names, parse_numbers
 from baton.cli.options.model import KvDtype
 from baton.cli.options.output import JsonFile
 from baton.cli.show import console, show_table, write_json
+from baton.core.options import Option
 
 
 def engine(
     model: Annotated[
-        str, typer.Option(help="Model folder, or a name on the Hugging Face hub.")
+        str, Option("Model folder, or a name on the Hugging Face hub.")
     ] = "models/demo",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    threads: Annotated[int | None, typer.Option(help="Number of torch threads.")] = None,
+    dtype: Annotated[str, Option("auto, float32, bfloat16 or float16.")] = "auto",
+    threads: Annotated[int | None, Option("Number of torch threads.")] = None,
     kernels: Annotated[
-        str,
-        typer.Option(help="auto, native or torch; a comma-separated list is measured alternately."),
+        str, Option("auto, native or torch; a comma-separated list is measured alternately.")
     ] = "auto",
     quantize: Annotated[
-        str,
-        typer.Option(help="none, int8 or int4; a comma-separated list is measured alternately."),
+        str, Option("none, int8 or int4; a comma-separated list is measured alternately.")
     ] = "none",
-    prompts: Annotated[str, typer.Option(help="Prompt lengths, for prefill.")] = "128,512",
-    batches: Annotated[str, typer.Option(help="Batch sizes, for decode.")] = "1,4,16,32",
-    steps: Annotated[int, typer.Option(help="Decode steps in one run.")] = 16,
-    runs: Annotated[int, typer.Option(help="Runs of each setting; medians are shown.")] = 5,
+    prompts: Annotated[str, Option("Prompt lengths, for prefill.")] = "128,512",
+    batches: Annotated[str, Option("Batch sizes, for decode.")] = "1,4,16,32",
+    steps: Annotated[int, Option("Decode steps in one run.")] = 16,
+    runs: Annotated[int, Option("Runs of each setting; medians are shown.")] = 5,
     kv_cache_dtype: KvDtype = "auto",
     json_file: JsonFile = None,
 ) -> None:

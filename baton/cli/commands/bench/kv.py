@@ -5,27 +5,23 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated
 
-import typer
-
 from baton.cli.options.output import JsonFile
 from baton.cli.show import console, show_table, write_json
 from baton.core.errors import InvalidConfig
+from baton.core.options import Option
 from baton.core.units import parse_bytes
 
 
 def kv(
     paths: Annotated[
-        str,
-        typer.Option(help="Comma-separated transports, each with an optional UCX_TLS: nixl:tcp."),
+        str, Option("Comma-separated transports, each with an optional UCX_TLS: nixl:tcp.")
     ] = "nixl,nixl:tcp,ucxx,ucxx:tcp",
-    blocks: Annotated[str, typer.Option(help="Block sizes.")] = (
-        "16KiB,32KiB,64KiB,256KiB,1MiB,1792KiB"
-    ),
-    sizes: Annotated[str, typer.Option(help="Hand-off sizes.")] = "1MiB,8MiB,32MiB,64MiB",
-    layers: Annotated[int, typer.Option(help="Layers in a block.")] = 28,
-    chunks: Annotated[int, typer.Option(help="Prefill chunks in the measurement of the tail.")] = 4,
-    chunk_ms: Annotated[float, typer.Option(help="Milliseconds that a chunk computes.")] = 50.0,
-    runs: Annotated[int, typer.Option(help="Runs of each setting; medians are shown.")] = 7,
+    blocks: Annotated[str, Option("Block sizes.")] = ("16KiB,32KiB,64KiB,256KiB,1MiB,1792KiB"),
+    sizes: Annotated[str, Option("Hand-off sizes.")] = "1MiB,8MiB,32MiB,64MiB",
+    layers: Annotated[int, Option("Layers in a block.")] = 28,
+    chunks: Annotated[int, Option("Prefill chunks in the measurement of the tail.")] = 4,
+    chunk_ms: Annotated[float, Option("Milliseconds that a chunk computes.")] = 50.0,
+    runs: Annotated[int, Option("Runs of each setting; medians are shown.")] = 7,
     json_file: JsonFile = None,
 ) -> None:
     """Measure KV transfer between two processes, with a contiguous NIXL write and memcpy.

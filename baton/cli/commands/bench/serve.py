@@ -14,9 +14,8 @@ from baton.bench.serve.load import TARGET, ServeBench
 from baton.cli.commands.bench.progress import requests_bar
 from baton.cli.commands.bench.serve_tables import name_of_run, show_runs
 from baton.cli.commands.cluster import SET_PER_PROCESS, ClusterSize, cluster_options
-from baton.cli.options.connection import connect_to_measure
+from baton.cli.options.connection import client_tls, connect_to_measure
 from baton.cli.options.output import JsonFile, check_creatable_folder
-from baton.cli.options.security import client_tls
 from baton.cli.show import console, show_table, write_json
 from baton.cli.signatures import inherit_options, make, parameters_of
 from baton.core.errors import InvalidConfig
