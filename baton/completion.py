@@ -14,8 +14,6 @@ from baton.router.answer import AnswerAssembler
 
 @dataclass(slots=True)
 class Completion:
-    """Completion of one prompt."""
-
     prompt_token_ids: list[int]
     token_ids: list[int] = field(default_factory=list)
     text: str = ""

@@ -52,7 +52,8 @@ class Option:
     panel: str | None = None  # None: that of options without one
     name: str = ""  # with underscores; empty: the name of the field
     flags: tuple[str, ...] = ()  # empty: from the name, and --no-… for a truth value
-    default: Any = None  # on the command line; None: that of the field
+    # On the command line; None: that of the field, or None if `parse` takes it.
+    default: Any = None
     above: float | None = None
     at_least: float | None = None
     at_most: float | None = None
@@ -169,7 +170,8 @@ def _parts(config: type) -> Mapping[str, OptionField | type]:
 
 def _option_field(field: Field[Any], kind: Any, option: Option) -> OptionField:
     name, parse, default = option.name or field.name, option.parse, option.default
-    if default is None and field.default is not MISSING:
+    is_none_unless_given = parse is not None and type(None) in get_args(option.kind)
+    if default is None and field.default is not MISSING and not is_none_unless_given:
         default = field.default
     if parse is not None:
         kind = option.kind

@@ -69,8 +69,6 @@ INFO_LIMIT, WARNING_LIMIT = RepeatLimit(1000, 100.0), RepeatLimit(20, 1.0)
 
 @dataclass(slots=True)
 class _TokenBucket:
-    """A token bucket for lines of one kind."""
-
     num_left: float
     filled_s: float
     num_suppressed: int = 0

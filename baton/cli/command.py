@@ -6,6 +6,7 @@ import inspect
 import os
 import sys
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -82,6 +83,7 @@ def _of_every_command(
     """Signature from which the options of every command are made."""
 
 
+@cache
 def _options_of_every_command() -> list[Any]:
     app = typer.Typer(add_completion=False)
     app.command()(_of_every_command)
@@ -212,7 +214,6 @@ def _shown(param: Any, context: Any) -> str:
 
 
 def _source(param: Any, context: Any) -> str:
-    """Return the source of an option's value as text."""
     source = context.get_parameter_source(param.name)
     return {
         "COMMANDLINE": "command line",

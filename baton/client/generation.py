@@ -85,8 +85,6 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The served model and its limits."""
-
     name: str
     max_model_len: int
     vocab_size: int

@@ -60,8 +60,6 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Entry of the request into the batch."""
-
     at_s: float
     num_cached_tokens: int  # with KV present: prefix hits and received tokens
     num_missing_tokens: int

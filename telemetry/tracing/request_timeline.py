@@ -29,8 +29,6 @@ LEG_METHODS = {
 
 @dataclass(slots=True)
 class NodeRpcTimeline:
-    """One call to a node."""
-
     name: str  # prefill or decode
     span_id: int
     node_id: str
@@ -100,7 +98,6 @@ class RequestTimeline:
 
     @property
     def was_dispatched(self) -> bool:
-        """True if any node was called."""
         return any(attempt.legs for attempt in self.tries)
 
     @property

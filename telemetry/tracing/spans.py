@@ -62,8 +62,6 @@ class SpanStatus(IntEnum):
 
 
 class SpanOutcome(IntEnum):
-    """Outcome of a call to the router or to a node."""
-
     OK = 0
     CANCELLED = 1  # by the caller; not an error
     FAILED = 2

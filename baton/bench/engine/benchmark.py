@@ -40,8 +40,6 @@ DECODE_PROMPT_LEN = 32
 
 @dataclass(frozen=True, slots=True)
 class EngineBench:
-    """Settings of the benchmark."""
-
     model: str
     dtype: str = "auto"
     num_threads: int | None = None
@@ -122,7 +120,6 @@ def _config(bench: EngineBench, kernels: str, quantize: str) -> RunnerConfig:
 
 
 def longest(bench: EngineBench) -> int:
-    """Return the length of the longest measured sequence in tokens."""
     decoding = DECODE_PROMPT_LEN + NUM_WARM_UP_STEPS + bench.num_decode_steps
     return max(*bench.prompt_lens, decoding) + 2
 

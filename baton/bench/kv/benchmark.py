@@ -34,8 +34,6 @@ OnFigure = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class KvBench:
-    """Settings of the benchmark."""
-
     paths: Sequence[tuple[str, str]]  # transport and UCX_TLS; empty: UCX chooses
     block_bytes: Sequence[int]
     handoff_bytes: Sequence[int]

@@ -52,8 +52,6 @@ NUM_TOKENS = 16  # arbitrary: nothing is decoded
 
 @dataclass(frozen=True, slots=True)
 class EndPlan:
-    """Settings of one side of a measurement."""
-
     name: str
     transport: str  # nixl or ucxx
     tls: str  # UCX_TLS; empty: UCX chooses

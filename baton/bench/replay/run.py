@@ -26,8 +26,6 @@ from baton.client import AsyncClient
 
 @dataclass(slots=True)
 class ReplayedRequest:
-    """One request after its end."""
-
     session: str
     sample: Sample
     num_prompt_tokens: int

@@ -25,8 +25,6 @@ from baton.cluster import ClusterOptions, LocalCluster
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
-    """One run with its requests and figures."""
-
     name: str  # of the cluster
     rate: float
     requests: Sequence[PlannedRequest]

@@ -73,8 +73,6 @@ def parse_slo(written: str) -> Slo:
 
 @dataclass(frozen=True, slots=True)
 class ServeFigures:
-    """Figures of one run."""
-
     duration_s: float
     num_planned: int
     num_answered: int

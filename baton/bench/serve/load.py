@@ -80,8 +80,6 @@ class Arrivals(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ServeLoad:
-    """Load of a serving benchmark."""
-
     rate: Annotated[float, Option("Requests per second.", LOAD, above=0)] = 2.0
     num_requests: Annotated[
         int, Option("Number of requests.", LOAD, name="requests", at_least=1)
@@ -132,8 +130,6 @@ class ServeLoad:
 
 @dataclass(frozen=True, slots=True)
 class PromptLine:
-    """One line of a prompt file."""
-
     prompt: str | tuple[int, ...]
     max_tokens: int | None = None
     at_s: float | None = None  # since the start; None: by the rate
@@ -253,8 +249,6 @@ def parse_rates(written: str) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ServeBench:
-    """Settings of the benchmark."""
-
     load: ServeLoad
     rates: Annotated[  # one run for each; else the load's own rate
         Sequence[float],

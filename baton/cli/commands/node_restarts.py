@@ -26,7 +26,6 @@ class RestartBackoff:
         self._up_s: float | None = None
 
     def note_up(self, now: float) -> None:
-        """Note that the process serves."""
         self._up_s = now
 
     def next_delay_s(self, now: float) -> float | None:

@@ -22,8 +22,6 @@ class InvalidTrace(InvalidConfig):
 
 @dataclass(frozen=True, slots=True)
 class TextFile:
-    """One file of a trace."""
-
     name: str
     text: str
 
