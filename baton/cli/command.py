@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from baton.cli.examples import examples_of
-from baton.cli.help_page import show_help_all, write_commands, write_examples, write_options
+from baton.cli.help_page import show_help_all, write_commands, write_options
 from baton.cli.settings_file import CommandOptions, FileOption, GroupOptions, Node, read_settings
 from baton.cli.show import show_table
 from baton.cli.signatures import inherit_options
@@ -106,7 +106,7 @@ class Command(TyperCommand):
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         if self.epilog:
-            write_examples(formatter, self.epilog)
+            formatter.write(f"\n{self.epilog}\n")  # a wrapped command line cannot be copied
 
     def invoke(self, ctx: Any) -> Any:
         if ctx.meta.get(SHOW):
@@ -124,7 +124,7 @@ class Group(TyperGroup):
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         if self.epilog:
-            write_examples(formatter, self.epilog)
+            formatter.write(f"\n{self.epilog}\n")  # a wrapped command line cannot be copied
 
 
 def use_command_class(app: typer.Typer, groups: tuple[str, ...] = ()) -> None:

@@ -77,11 +77,6 @@ def write_commands(context: Any, formatter: Any) -> None:
     _write_rows(formatter, "Commands", [(name, one.help.split("\n")[0]) for name, one in commands])
 
 
-def write_examples(formatter: Any, examples: str) -> None:
-    """Write the examples line by line: a command that is wrapped cannot be copied."""
-    formatter.write(f"\n{examples}\n")
-
-
 def _panel(option: Any) -> str:
     return option.rich_help_panel or "Options"
 

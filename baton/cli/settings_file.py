@@ -10,7 +10,6 @@ from pathlib import Path
 
 from baton.core.errors import InvalidConfig
 
-Values = dict[str, object]
 DefaultMap = dict[str, object]  # values by option for a command; such maps by name for a group
 
 

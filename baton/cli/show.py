@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+    from baton.bench.running import OnProgress
 
 # Control characters move the cursor, change colours or ring the bell: never pass on a model's.
 CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
@@ -62,6 +65,23 @@ def table_of(title: str, rows: Sequence[Mapping[str, object]]) -> Table:
     for row in rows:
         table.add_row(*(_text(cell) for cell in row.values()))
     return table
+
+
+@contextmanager
+def requests_bar() -> Iterator[OnProgress]:
+    """Yield a function that updates the bar; without a terminal, it does nothing."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    screen = console(stderr=True)
+    if not screen.is_terminal:
+        yield lambda _name, _ended, _planned: None
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    with Progress(*columns, TimeElapsedColumn(), console=screen, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda name, ended, planned: bar.update(
+            task, description=name, completed=ended, total=planned
+        )
 
 
 def _text(cell: object) -> str:

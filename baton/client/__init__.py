@@ -1,6 +1,5 @@
 """Typed streaming clients of a Baton router, blocking and asyncio."""
 
-from baton.client.access import Access
 from baton.client.async_client import AsyncClient
 from baton.client.client import Client
 from baton.client.generation import (
@@ -12,7 +11,7 @@ from baton.client.generation import (
     Prompt,
     Sampling,
 )
-from baton.client.retries import BatonError, Retries
+from baton.client.retries import Access, BatonError, Retries
 from baton.core.finish import Finish, Served
 from baton.core.kv_hints import KvHints
 from baton.rpc.security.tls import TlsConfig

@@ -10,7 +10,6 @@ from typing import TypeVar
 import grpc
 from grpc import aio
 
-from baton.client.access import Access
 from baton.client.generation import (
     DEFAULT_GENERATION,
     Answer,
@@ -19,11 +18,11 @@ from baton.client.generation import (
     Message,
     Model,
     Prompt,
+    check_single,
     new_answers,
-    single_answer,
 )
 from baton.client.messages import CHUNK, model_from, request_from, tokenize_request_from
-from baton.client.retries import DEFAULT_RETRIES, Retries, Tries
+from baton.client.retries import DEFAULT_RETRIES, Access, Retries, Tries
 from baton.rpc.channel import open_channel
 from baton.rpc.node_info import STATUS, NodeStatus
 from baton.rpc.router_address import router_target
@@ -92,7 +91,7 @@ class AsyncClient:
         *,
         timeout_s: float | None = None,
     ) -> Answer:
-        single_answer(new_answers(generation))
+        check_single(generation)
         return (await self.generate_all(prompt, generation, timeout_s=timeout_s))[0]
 
     async def generate_all(

@@ -10,7 +10,6 @@ from typing import TypeVar
 
 import grpc
 
-from baton.client.access import Access
 from baton.client.generation import (
     DEFAULT_GENERATION,
     Answer,
@@ -19,12 +18,12 @@ from baton.client.generation import (
     Message,
     Model,
     Prompt,
+    check_single,
     new_answers,
-    single_answer,
 )
 from baton.client.interruptible_stream import stream_interruptibly
 from baton.client.messages import CHUNK, model_from, request_from, tokenize_request_from
-from baton.client.retries import DEFAULT_RETRIES, Retries
+from baton.client.retries import DEFAULT_RETRIES, Access, Retries
 from baton.rpc.channel import open_blocking_channel
 from baton.rpc.router_address import router_target
 from baton.rpc.security.tls import PLAIN, TlsConfig
@@ -101,7 +100,7 @@ class Client:
         *,
         timeout_s: float | None = None,
     ) -> Answer:
-        single_answer(new_answers(generation))
+        check_single(generation)
         return self.generate_all(prompt, generation, timeout_s=timeout_s)[0]
 
     def generate_all(

@@ -119,8 +119,7 @@ def new_answers(generation: Generation) -> list[Answer]:
     return [Answer() for _ in range(generation.n)]
 
 
-def single_answer(answers: Sequence[Answer]) -> Answer:
-    """Return the answer of a request with n = 1. Raises InvalidRequest for a larger n."""
-    if len(answers) > 1:
-        raise InvalidRequest(f"n is {len(answers)}: use generate_all to get all the answers", "n")
-    return answers[0]
+def check_single(generation: Generation) -> None:
+    """Raises InvalidRequest unless n is 1."""
+    if len(new_answers(generation)) > 1:
+        raise InvalidRequest(f"n is {generation.n}: use generate_all to get all the answers", "n")

@@ -8,23 +8,12 @@ the call, and its channel never closes. Waiting on a SimpleQueue can be interrup
 from __future__ import annotations
 
 import _thread
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Generic, Protocol, TypeVar
+from typing import Any
 
 from baton.interrupts import get_interruptibly
-
-T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
-
-
-class StreamingCall(Protocol[T_co]):
-    """Server-streaming gRPC call."""
-
-    def __iter__(self) -> Iterator[T_co]: ...
-
-    def cancel(self) -> object: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +21,7 @@ class EndOfStream:
     error: Exception | None = None
 
 
-def stream_interruptibly(start: Callable[[], StreamingCall[T]]) -> Generator[T, None, None]:
+def stream_interruptibly(start: Callable[[], Any]) -> Generator[Any, None, None]:
     """Yield the messages of a call that `start` begins. Raises RpcError.
 
     The call is cancelled if the generator is closed early, also by a signal.
@@ -49,13 +38,13 @@ def stream_interruptibly(start: Callable[[], StreamingCall[T]]) -> Generator[T, 
         raise message.error
 
 
-class _StreamReader(Generic[T]):
+class _StreamReader:
     """Thread that starts and reads one call: an interrupted start would leak the channel."""
 
-    def __init__(self, start: Callable[[], StreamingCall[T]]) -> None:
-        self.messages: SimpleQueue[T | EndOfStream] = SimpleQueue()
+    def __init__(self, start: Callable[[], Any]) -> None:
+        self.messages: SimpleQueue[Any] = SimpleQueue()
         self._start = start
-        self._call: StreamingCall[T] | None = None
+        self._call: Any = None  # a call with a streamed response
         self._is_closed = False
 
     def run(self) -> None:

@@ -1,10 +1,11 @@
-"""Retries of client calls: backoff, time limit and the final error."""
+"""Connection settings of a client, and the retries of its calls: backoff, time limit, error."""
 
 from __future__ import annotations
 
+import logging
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import grpc
 from grpc import StatusCode
@@ -13,7 +14,10 @@ from baton.core.errors import InvalidConfig, NamedError
 from baton.rpc.router_address import unreachable
 from baton.rpc.security.tls import TlsConfig
 from baton.rpc.security.tls_diagnosis import PROBE_TIMEOUT_S, tls_trouble
+from baton.rpc.security.token import authorization, check_token
 from baton.rpc.status import RemoteError, remote_error
+
+log = logging.getLogger(__name__)
 
 
 class BatonError(NamedError):
@@ -70,15 +74,37 @@ class Retries:
 DEFAULT_RETRIES = Retries()
 
 
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Address, deadline, TLS, token and retries of a client."""
+
+    address: str
+    timeout_s: float | None
+    tls: TlsConfig
+    token: str | None = field(repr=False)
+    retries: Retries
+
+    def __post_init__(self) -> None:
+        if self.tls.cert is not None and not self.tls.dials:
+            raise InvalidConfig("a client with tls.cert also needs tls.ca, to verify the server")
+        if self.token is not None:
+            check_token(self.token, "the token")
+            if not self.tls.dials:
+                log.warning("the token is sent to %s in plain text; set tls.ca", self.address)
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        return () if self.token is None else (authorization(self.token),)
+
+    def tries(self, timeout_s: float | None = None) -> Tries:
+        return Tries(self, self.timeout_s if timeout_s is None else timeout_s)
+
+
 class Tries:
     """Attempts of one call, with a common time limit."""
 
-    def __init__(
-        self, address: str, tls: TlsConfig, retries: Retries, timeout_s: float | None
-    ) -> None:
-        self._address = address
-        self._tls = tls
-        self._retries = retries
+    def __init__(self, access: Access, timeout_s: float | None) -> None:
+        self._access = access
         self._timeout_s = timeout_s
         self._end_s = None if timeout_s is None else time.monotonic() + timeout_s
         self._num_failed = 0
@@ -99,7 +125,7 @@ class Tries:
         tls_error = self._diagnose_tls(failure)
         if tls_error is not None:
             raise BatonError(failure.code, "TLS_FAILED", tls_error) from error
-        pause_s = self._retries.pause_s(failure, self._num_failed, random.random())
+        pause_s = self._access.retries.pause_s(failure, self._num_failed, random.random())
         remaining_s = self.remaining_s
         is_too_late = remaining_s is not None and pause_s is not None and pause_s >= remaining_s
         if pause_s is None or is_too_late or self.is_begun:
@@ -110,12 +136,12 @@ class Tries:
         if failure.reason is not None:
             return BatonError(failure.code, failure.reason, failure.message, failure.retry_after_s)
         if failure.code is StatusCode.UNAVAILABLE:
-            message = unreachable(self._address, failure.message)
+            message = unreachable(self._access.address, failure.message)
             return BatonError(failure.code, "UNREACHABLE", message)
         if failure.code is StatusCode.UNIMPLEMENTED:
             message = (
-                f"{self._address} has no such RPC ({failure.message}); if it is a node, give the "
-                "router's address"
+                f"{self._access.address} has no such RPC ({failure.message}); if it is a node, "
+                "give the router's address"
             )
             return BatonError(failure.code, failure.code.name, message)
         if failure.code is StatusCode.DEADLINE_EXCEEDED and self._timeout_s is not None:
@@ -130,4 +156,4 @@ class Tries:
             return None
         remaining_s = self.remaining_s
         limit_s = PROBE_TIMEOUT_S if remaining_s is None else min(PROBE_TIMEOUT_S, remaining_s)
-        return tls_trouble(self._address, self._tls, limit_s) if limit_s > 0 else None
+        return tls_trouble(self._access.address, self._access.tls, limit_s) if limit_s > 0 else None

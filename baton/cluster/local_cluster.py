@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from typing import Self
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -33,7 +32,6 @@ class ClusterOptions(ChildOptions):
     num_decode: int = 1
     # No prefill nodes: num_prefill + num_decode decode nodes, which also compute the prompts.
     is_colocated: bool = False
-    can_change: bool = False  # nodes can be added and removed while it runs
     host: str = "127.0.0.1"
     port: int = 0  # of the router; 0 takes any free port
     node_arguments: tuple[str, ...] = ()  # passed to every node
@@ -52,7 +50,6 @@ class LocalCluster:
     def __init__(self, options: ClusterOptions) -> None:
         self._options = options
         self._lifetime = ExitStack()
-        self._lists: Path | None = None  # folder of a file per role, which the router polls
         self._numbers = {"prefill": itertools.count(), "decode": itertools.count()}
         self._spawned: list[Child] = []
         self._successors: dict[Child, Child] = {}  # of processes that were restarted
@@ -62,7 +59,7 @@ class LocalCluster:
         self.prefills: list[Child] = []
         self.decodes: list[Child] = []
 
-    def __enter__(self) -> LocalCluster:
+    def __enter__(self) -> Self:
         try:
             self._start()
         except BaseException:
@@ -95,18 +92,6 @@ class LocalCluster:
         child = self._spawn_node(role, name, port, arguments)
         child.await_address(self._options.start_timeout_s)
         return child
-
-    def add_node(self, role: str, child: Child) -> None:
-        """List a started node, so that the router connects to it."""
-        self._nodes(role).append(child)
-        self._write_list(role)
-
-    def remove_node(self, child: Child) -> int:
-        """Unlist a node, drain it and return its exit code."""
-        role = "prefill" if child in self.prefills else "decode"
-        self._nodes(role).remove(child)
-        self._write_list(role)
-        return child.stop()
 
     def restart(self, ended: Child) -> Child:
         """Start a new process at the addresses of one that has ended. Raises ClusterFailed."""
@@ -149,10 +134,6 @@ class LocalCluster:
         self.decodes = [self._spawn_node("decode") for _ in range(num_decode)]
         self._lifetime.callback(self._ask_nodes_to_stop)
         self._await_all((*self.prefills, *self.decodes))
-        if options.can_change:
-            self._lists = Path(self._lifetime.enter_context(TemporaryDirectory()))
-            for role in self._numbers:
-                self._write_list(role)
         self.router = self._spawn_router()
         address = self.router.await_address(options.start_timeout_s)
         await_serving(address, options.start_timeout_s, options.tls)
@@ -173,13 +154,6 @@ class LocalCluster:
     def _nodes(self, role: str) -> list[Child]:
         return self.prefills if role == "prefill" else self.decodes
 
-    def _write_list(self, role: str) -> None:
-        """Write the list file of `role`. Without list files, the nodes are fixed."""
-        if self._lists is not None:
-            new = self._lists / f"{role}.new"
-            new.write_text("".join(f"{target}\n" for target in self._targets(role)))
-            new.replace(self._lists / role)  # the router never reads half a list
-
     def _ask_nodes_to_stop(self) -> None:
         """Send SIGTERM to all nodes at once, after the router has ended; `stop` then waits."""
         for node in (*self.prefills, *self.decodes):
@@ -192,19 +166,14 @@ class LocalCluster:
             argument
             for role in self._numbers
             if self._nodes(role)
-            for argument in (f"--{role}-nodes", self._nodes_option(role))
+            for argument in (f"--{role}-nodes", self._source_of(role))
         ]
         common = ["router", *TEXT_LOGS, "--model", options.model, *listen, *nodes]
         return self._spawn("router", [*common, *options.router_arguments])
 
-    def _nodes_option(self, role: str) -> str:
-        """Return the value of the router's option for the nodes of this role."""
-        if self._lists is not None:
-            return f"file://{self._lists / role}"
-        return ",".join(self._targets(role))
-
-    def _targets(self, role: str) -> list[str]:
-        return [self._options.router_target_of(node) for node in self._nodes(role)]
+    def _source_of(self, role: str) -> str:
+        """Return where the router finds the nodes of this role."""
+        return ",".join(self._options.router_target_of(node) for node in self._nodes(role))
 
     def _spawn_node(
         self, role: str, name: str = "", port: int = 0, arguments: tuple[str, ...] = ()

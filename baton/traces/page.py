@@ -172,9 +172,7 @@ def _fall_row(row: TraceRow, window: Window) -> str:
 
 def _render_related(trace: Trace, kept: Sequence[Trace]) -> Iterator[str]:
     heading, found = related_to(trace, kept)
-    rows = "".join(
-        f"<tr><th>{related.trace_id:032x}<td>{escape(related.what)}</tr>" for related in found
-    )
+    rows = "".join(f"<tr><th>{trace_id:032x}<td>{escape(what)}</tr>" for trace_id, what in found)
     if found:
         yield f"<h2>{heading.capitalize()}</h2><table class=related>{rows}</table>"
 

@@ -48,8 +48,8 @@ def show_related(console: Console, trace: Trace, kept: Sequence[Trace]) -> None:
     heading, found = related_to(trace, kept)
     if found:
         console.print(Text(heading, style="dim"))
-    for related in found:
-        console.print(Text(f"  {related.trace_id:032x}  {related.what}"), soft_wrap=True)
+    for trace_id, what in found:
+        console.print(Text(f"  {trace_id:032x}  {what}"), soft_wrap=True)
 
 
 def _show_fetches(console: Console, trace: Trace) -> None:

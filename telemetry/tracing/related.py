@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from baton.telemetry import names
 from baton.telemetry.tracing.traces import Trace
@@ -11,12 +10,7 @@ from baton.telemetry.tracing.traces import Trace
 MAX_STEPS = 10
 
 
-@dataclass(frozen=True, slots=True)
-class Related:
-    """Linked trace and its description."""
-
-    trace_id: int
-    what: str
+Related = tuple[int, str]  # id of a linked trace, and its description
 
 
 def related_to(trace: Trace, kept: Sequence[Trace]) -> tuple[str, list[Related]]:
@@ -25,7 +19,7 @@ def related_to(trace: Trace, kept: Sequence[Trace]) -> tuple[str, list[Related]]
         return "traced requests in it", _requests_in(trace, kept)
     steps = [step for step in kept if step.is_step and trace.trace_id in _links(step)]
     steps.sort(key=lambda step: step.duration_s, reverse=True)
-    found = [Related(step.trace_id, _step_name(step)) for step in steps[:MAX_STEPS]]
+    found = [(step.trace_id, _step_name(step)) for step in steps[:MAX_STEPS]]
     shown = "" if len(steps) <= MAX_STEPS else f", the {MAX_STEPS} longest of {len(steps)}"
     return f"its traced steps{shown}", found
 
@@ -33,8 +27,7 @@ def related_to(trace: Trace, kept: Sequence[Trace]) -> tuple[str, list[Related]]
 def _requests_in(step: Trace, kept: Sequence[Trace]) -> list[Related]:
     by_id = {request.trace_id: request for request in kept}
     return [
-        Related(trace_id, _request_name(by_id.get(trace_id)))
-        for trace_id in dict.fromkeys(_links(step))
+        (trace_id, _request_name(by_id.get(trace_id))) for trace_id in dict.fromkeys(_links(step))
     ]
 
 

@@ -40,14 +40,12 @@ def cluster_options(model_folder: Path) -> Callable[..., ClusterOptions]:
         num_decode: int = 1,
         router_arguments: tuple[str, ...] = (),
         is_colocated: bool = False,
-        can_change: bool = False,
     ) -> ClusterOptions:
         return ClusterOptions(
             str(model_folder),
             num_prefill,
             num_decode,
             is_colocated,
-            can_change,
             node_arguments=NODE_ARGUMENTS,
             router_arguments=router_arguments,
         )

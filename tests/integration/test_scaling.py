@@ -24,12 +24,41 @@ def greedy(max_tokens: int = NUM_TOKENS) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
 
 
+class ChangingCluster(LocalCluster):
+    """Cluster whose router polls lists of nodes, so that nodes can be added and removed."""
+
+    def __init__(self, options: ClusterOptions, folder: Path) -> None:
+        super().__init__(options)
+        self._folder = folder
+
+    def add_node(self, role: str, child: Child) -> None:
+        nodes_of(self, role).append(child)
+        self._write_list(role)
+
+    def remove_node(self, child: Child) -> int:
+        """Unlist a node, drain it and return its exit code."""
+        role = "prefill" if child in self.prefills else "decode"
+        nodes_of(self, role).remove(child)
+        self._write_list(role)
+        return child.stop()
+
+    def _source_of(self, role: str) -> str:
+        return f"file://{self._write_list(role)}"
+
+    def _write_list(self, role: str) -> Path:
+        """Replace the list atomically, so that the router never reads half a list."""
+        new = self._folder / f"{role}.new"
+        new.write_text("".join(f"{node.address}\n" for node in nodes_of(self, role)))
+        return new.replace(self._folder / role)
+
+
 @pytest.fixture(scope="module")
-def cluster(cluster_options: Callable[..., ClusterOptions]) -> Iterator[LocalCluster]:
+def cluster(
+    cluster_options: Callable[..., ClusterOptions], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ChangingCluster]:
     options = cluster_options(
         num_prefill=2,
         num_decode=2,
-        can_change=True,
         # Every node gets its share of the requests, wherever their prefixes are cached.
         router_arguments=(
             *("--find-every-s", "0.1"),
@@ -37,7 +66,7 @@ def cluster(cluster_options: Callable[..., ClusterOptions]) -> Iterator[LocalClu
             *("--local-prefill-below", "0"),
         ),
     )
-    with LocalCluster(options) as running:
+    with ChangingCluster(options, tmp_path_factory.mktemp("lists")) as running:
         yield running
 
 
@@ -62,7 +91,7 @@ def test_concurrent_prompts_get_the_same_answers_as_alone(
 
 @pytest.mark.slow
 def test_nodes_join_and_leave_under_load_and_every_answer_is_complete_and_correct(
-    cluster: LocalCluster, model_folder: Path
+    cluster: ChangingCluster, model_folder: Path
 ) -> None:
     requests = [
         ClientRequest(prompt_of(30 + 7 * number, seed=3), Generation(greedy()))
@@ -88,7 +117,7 @@ def start_moved(cluster: LocalCluster, role: str) -> Child:
     return cluster.start_node(role, name=second.name)
 
 
-def come_and_go(cluster: LocalCluster, load: Load, role: str, moved: Child) -> int:
+def come_and_go(cluster: ChangingCluster, load: Load, role: str, moved: Child) -> int:
     """Kill and restart the first node at its address; drain the second one and replace it."""
     first, second = nodes_of(cluster, role)
     load.until(served_by(second))

@@ -84,14 +84,6 @@ def _num_layers(bench: KvBench, block_bytes: int) -> int:
     return next(number for number in range(largest, 0, -1) if block_bytes % number == 0)
 
 
-@dataclass(frozen=True, slots=True)
-class RawTimes:
-    """Seconds from the post of one bare write, with both sides otherwise idle."""
-
-    written_s: float  # until P sees it complete
-    noticed_s: float  # until D has the notification
-
-
 class _BenchPair:
     """Decode side and prefill side, and the measurements between them."""
 
@@ -137,16 +129,16 @@ class _BenchPair:
         num_slots = MEMORY_BYTES // size
         places = [self._draw.randrange(num_slots) for _ in range(4)]
         memcpy = self._p.call("copy", places[0] * size, places[1] * size, size)
-        contiguous = self._write(size, (BlockId(places[2]),), (BlockId(places[3]),))
-        scattered = self._write(None, self._blocks(num_blocks), self._blocks(num_blocks))
+        contiguous, noticed = self._write(size, (BlockId(places[2]),), (BlockId(places[3]),))
+        scattered, _ = self._write(None, self._blocks(num_blocks), self._blocks(num_blocks))
         (sent, landed), (sent_verified, landed_verified) = (
             self._hand_over(num_blocks, verify) for verify in (False, True)
         )
         return KvRound(
             memcpy,
-            contiguous.written_s,
-            contiguous.noticed_s,
-            scattered.written_s,
+            contiguous,
+            noticed,
+            scattered,
             written=sent.ended_s - sent.began_s,
             landed=landed.ended_s - sent.began_s,
             verified_written=sent_verified.ended_s - sent_verified.began_s,
@@ -164,7 +156,8 @@ class _BenchPair:
 
     def _write(
         self, size: int | None, sources: tuple[BlockId, ...], targets: tuple[BlockId, ...]
-    ) -> RawTimes:
+    ) -> tuple[float, float]:
+        """Return the seconds of a bare write until P sees it complete, and until D is notified."""
         ticket = self._next_ticket()
         self._d.send("take_write", size, ticket, targets)
         self._p.send("write", size, Write(ticket, ticket, 0, sources, targets))
@@ -172,7 +165,7 @@ class _BenchPair:
         self._p.send("rest")
         times: HandOffTimes = self._p.receive()
         self._p.receive()
-        return RawTimes(times.ended_s - times.began_s, noticed_s - times.began_s)
+        return times.ended_s - times.began_s, noticed_s - times.began_s
 
     def _tail(self, push: str, verify: bool) -> TailFigure:
         num_blocks = max(self._bench.num_chunks, TAIL_BYTES // self._block_bytes)

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from baton.cli.command import FILE, SETTINGS
-from baton.cli.options.model import ModelOrDemo
-from baton.cli.options.network import Host, Port, TraceDir
+from baton.cli.options.model import Host, ModelOrDemo, Port, TraceDir
 from baton.cli.signatures import forwarded_arguments, inherit_options, is_set, make
 from baton.core.errors import InvalidConfig
 from baton.core.options import Option, options_of

@@ -13,8 +13,7 @@ import typer
 
 from baton.cli.errors import FAILED
 from baton.cli.options.lists import parse_names
-from baton.cli.options.model import KvDtype, KvFolder, KvObjectStore
-from baton.cli.options.network import Host
+from baton.cli.options.model import Host, KvDtype, KvFolder, KvObjectStore
 from baton.cli.show import console
 from baton.cli.signatures import inherit_options, option_of
 from baton.core.errors import InvalidConfig

@@ -6,15 +6,13 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from baton.cli.command import Group
-from baton.cli.options.network import ParentPid
-from baton.cli.options.output import LogFormat, LogLevel
 from baton.cli.signatures import inherit_options
-from baton.core.options import Config, build_config
+from baton.core.options import OUTPUT, Config, Option, build_config
 from baton.node.cpus import pin_to_cpus
 from baton.node.options import NodeOptions
 from baton.router.options import RouterOptions
@@ -39,9 +37,15 @@ def _command(role: str, config: type[Config], run: Callable[[Config], None]) -> 
 
     @inherit_options(config)
     def command(
-        parent_pid: ParentPid = 0,
-        log_format: LogFormat = "auto",
-        log_level: LogLevel = "info",
+        parent_pid: Annotated[
+            int, typer.Option(hidden=True, help="End when this process ends.")
+        ] = 0,
+        log_format: Annotated[
+            str, Option("auto, text or json; auto: text on a terminal, JSON elsewhere.", OUTPUT)
+        ] = "auto",
+        log_level: Annotated[
+            str, Option("debug, info or warning; debug also logs each successful request.", OUTPUT)
+        ] = "info",
         **given: Any,
     ) -> None:
         options = build_config(config, given)

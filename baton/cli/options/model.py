@@ -1,4 +1,4 @@
-"""Options of model, machine and KV cache of the commands that load a model, or check for one."""
+"""Options of configs for the commands that take only some of them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from baton.cli.signatures import option_of
 from baton.core.options import MODEL, Option
 from baton.engine.runner.config import RunnerConfig
 from baton.node.kv.tiers_config import TiersConfig
+from baton.node.options import NodeOptions
+from baton.telemetry.options import TelemetryOptions
 
 ModelOrDemo = Annotated[
     str,
@@ -21,3 +23,6 @@ KvDtype = Annotated[str, option_of(RunnerConfig, "kv_cache_dtype")]
 Speculative = Annotated[str, option_of(RunnerConfig, "speculative")]
 KvFolder = Annotated[str, option_of(TiersConfig, "kv_folder")]
 KvObjectStore = Annotated[str, option_of(TiersConfig, "kv_object_store")]
+Host = Annotated[str, option_of(NodeOptions, "host")]
+Port = Annotated[int, option_of(NodeOptions, "port")]
+TraceDir = Annotated[str, option_of(TelemetryOptions, "trace_dir")]

@@ -1,4 +1,4 @@
-"""Options of logs and result files."""
+"""Options of result files."""
 
 from __future__ import annotations
 
@@ -7,15 +7,8 @@ from typing import Annotated
 
 import typer
 
-from baton.core.options import OUTPUT, Option
+from baton.core.options import OUTPUT
 from baton.writable import file_error, folder_error
-
-LogFormat = Annotated[
-    str, Option("auto, text or json; auto: text on a terminal, JSON elsewhere.", OUTPUT)
-]
-LogLevel = Annotated[
-    str, Option("debug, info or warning; debug also logs each successful request.", OUTPUT)
-]
 
 
 def check_writable_file(path: Path | None) -> Path | None:
