@@ -19,8 +19,11 @@ class Feature(Enum):
     GPU = auto()
     RECURRENT_LAYERS = auto()
     SPECULATION = auto()
+    NO_CHUNKED_PREFILL = auto()
+    LONG_PREFILL_THRESHOLD = auto()
     NO_LONG_PREFILL_THRESHOLD = auto()
     MAX_LONG_PREFILLS = auto()
+    TARGET_STEP_TIME = auto()
     NO_PREFIX_CACHING = auto()
     KV_EVENTS = auto()
     NO_KV_EVENTS = auto()
@@ -47,6 +50,16 @@ EXCLUSIONS = (
         Feature.RECURRENT_LAYERS,
         "--speculative cannot be used with this model: its recurrent layers cannot take back a "
         "rejected draft token",
+    ),
+    Exclusion(
+        Feature.LONG_PREFILL_THRESHOLD,
+        Feature.NO_CHUNKED_PREFILL,
+        "long_prefill_token_threshold needs enable_chunked_prefill",
+    ),
+    Exclusion(
+        Feature.TARGET_STEP_TIME,
+        Feature.NO_CHUNKED_PREFILL,
+        "target_step_s needs enable_chunked_prefill",
     ),
     Exclusion(
         Feature.MAX_LONG_PREFILLS,

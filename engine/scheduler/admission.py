@@ -35,6 +35,7 @@ class Candidate:
     num_spare: int  # blocks to leave free for requests that hold some
     hit: PrefixHit = NO_HIT
     num_missing: int = 0  # prompt tokens that are not cached
+    chunk: int = 0  # prompt tokens of the first step
 
 
 Rule = Callable[[Candidate], Refusal | None]
@@ -80,6 +81,7 @@ class AdmissionRules:
                 self._await_evicted,
                 # After the lookup: a long prompt whose prefix is cached counts as short.
                 self._limit_long_prompts,
+                self._require_tokens,
                 self._take_blocks,
             ),
             self._start_prefill,
@@ -141,6 +143,10 @@ class AdmissionRules:
             return None
         self._state.waiting.set_aside(request)
         return Refusal.SET_ASIDE
+
+    def _require_tokens(self, candidate: Candidate) -> Refusal | None:
+        candidate.chunk = self._budget.first_chunk(candidate.request, candidate.num_missing)
+        return None if candidate.chunk else Refusal.BLOCKS
 
     # --- rules: the prefix --------------------------------------------------------
 
@@ -212,13 +218,12 @@ class AdmissionRules:
     def _start_prefill(self, candidate: Candidate) -> None:
         """Move a request into the batch, with a first chunk of tokens."""
         state, request = self._state, candidate.request
-        chunk = self._budget.next_chunk(request, candidate.num_missing)
         state.waiting.remove(request)
         request.move(RequestStatus.RUNNING)
-        state.batch.start_prefill(request, chunk)
+        state.batch.start_prefill(request, candidate.chunk)
         # A sender's cached blocks need not be computed: the peer can have them at once.
         state.arrivals.sends.send(request.submitted.send_to, request.kv, candidate.hit.num_blocks)
-        self._budget.give(request, chunk, candidate.num_missing)
+        self._budget.give(request, candidate.chunk, candidate.num_missing)
         self._budget.note_start(request)
 
     def _grant_to_peer(self, candidate: Candidate) -> None:

@@ -31,9 +31,15 @@ class LoadFailurePolicy(Enum):
     FAIL = "fail"  # end the request here; the router can retry it on another node
 
 
+def default_threshold(given: Mapping[str, Any]) -> int:
+    """Return the default of --long-prefill-token-threshold for these options."""
+    return DEFAULT_LONG_PREFILL_THRESHOLD if given.get("chunked_prefill", True) else 0
+
+
 def default_long_prefills(given: Mapping[str, Any]) -> int | None:
     """Return the default of --max-long-partial-prefills for these options."""
-    return 1 if given.get("long_prefill_token_threshold", DEFAULT_LONG_PREFILL_THRESHOLD) else None
+    threshold = given.get("long_prefill_token_threshold")
+    return 1 if (default_threshold(given) if threshold is None else threshold) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +64,24 @@ class SchedulerConfig:
             default=SchedulingPolicy.PRIORITY,
         ),
     ] = SchedulingPolicy.FCFS
+    enable_chunked_prefill: Annotated[
+        bool,
+        Option(
+            "Compute a prompt in chunks over several steps. Without it, a prompt longer than "
+            "--max-num-batched-tokens is refused.",
+            BATCHING,
+            name="chunked_prefill",
+        ),
+    ] = True
     # Prompts with more tokens are long.
     long_prefill_token_threshold: Annotated[
         int,
         Option(
             "Maximum tokens of one prompt in a step while short prompts arrive, so that they are "
-            "not delayed by long ones; 0: no limit.",
+            "not delayed by long ones; 0: no limit. Default: 512, or 0 with --no-chunked-prefill.",
             BATCHING,
             at_least=0,
-            default=DEFAULT_LONG_PREFILL_THRESHOLD,
+            default_from=default_threshold,
         ),
     ] = 0
     max_long_partial_prefills: Annotated[  # incomplete ones after a step; short ones overtake
@@ -137,8 +152,11 @@ class SchedulerConfig:
         self._check_prefill_limits()
         check_exclusions(
             {
+                Feature.NO_CHUNKED_PREFILL: not self.enable_chunked_prefill,
+                Feature.LONG_PREFILL_THRESHOLD: self.long_prefill_token_threshold,
                 Feature.NO_LONG_PREFILL_THRESHOLD: not self.long_prefill_token_threshold,
                 Feature.MAX_LONG_PREFILLS: self.max_long_partial_prefills is not None,
+                Feature.TARGET_STEP_TIME: self.target_step_s is not None,
             }
         )
 

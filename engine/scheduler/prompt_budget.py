@@ -24,6 +24,8 @@ class PromptBudget:
     - if it is paced: what takes about as long as the decoding requests
     - `long_prefill_token_threshold`. What is left at the end of a step goes to the prompts that
       this limited, unless short prompts are arriving
+
+    A waiting prompt gets nothing, and waits, if prompts must not be split and it does not fit.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -57,12 +59,17 @@ class PromptBudget:
         return self._num_left < 1
 
     def next_chunk(self, request: Request, num_missing: int) -> int:
-        """Return the next chunk of a prompt, in tokens; at least one unless the budget is spent."""
-        num_left = self._num_left
-        if request.submitted.is_paced:
-            # At least a few tokens, so that it does not block the requests behind it.
-            num_left = min(num_left, max(LEAST_TOKENS, self._num_paced_left))
+        """Return the next chunk of a prefill in progress, in tokens."""
+        num_left = self._left_for(request)
         return min(num_missing, num_left, self._config.long_prefill_token_threshold or num_left)
+
+    def first_chunk(self, request: Request, num_missing: int) -> int:
+        """Return the first chunk of a waiting prompt, in tokens; 0 if it must wait."""
+        config = self._config
+        # A resumed request can have outgrown the budget: it is chunked nevertheless.
+        if not config.enable_chunked_prefill and num_missing <= config.max_num_batched_tokens:
+            return num_missing if num_missing <= self._num_left else 0
+        return self.next_chunk(request, num_missing)
 
     def extension(self, request: Request, num_missing: int) -> int:
         """Return the tokens by which a chunk of this step can grow beyond the threshold."""
@@ -86,6 +93,12 @@ class PromptBudget:
         if not self._config.num_lookahead_tokens or not self._num_decoding:
             return 0
         return self._config.max_num_batched_tokens - self._num_decoding - self._num_given
+
+    def _left_for(self, request: Request) -> int:
+        if not (request.submitted.is_paced and self._config.enable_chunked_prefill):
+            return self._num_left
+        # At least a few tokens, so that it does not block the requests behind it.
+        return min(self._num_left, max(LEAST_TOKENS, self._num_paced_left))
 
     # --- what a prompt was given --------------------------------------------------
 

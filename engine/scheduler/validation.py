@@ -75,6 +75,14 @@ def _check_lengths(request: EngineRequest, config: SchedulerConfig) -> None:
             f"{len(request.prior_output_token_ids)} tokens were generated already: "
             f"max_tokens {request.sampling.max_tokens} leaves nothing to do"
         )
+    # KV from a peer needs no budget here. If it is lost, it is recomputed in chunks.
+    is_computed_here = request.receive_from is None
+    budget = config.max_num_batched_tokens
+    if is_computed_here and not config.enable_chunked_prefill and num_context > budget:
+        raise InvalidRequest(
+            f"the prompt has {num_context} tokens; without chunked prefill at most "
+            f"max_num_batched_tokens ({budget}) can be computed"
+        )
 
 
 def _check_fits_cache(request: EngineRequest, config: SchedulerConfig, cache: CacheConfig) -> None:

@@ -46,6 +46,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         max_model_len=draw(st.sampled_from([7, 12, 16, 30])),
         eos_token_ids=frozenset(draw(st.sampled_from([(), (1,)]))),
         policy=draw(st.sampled_from(SchedulingPolicy)),
+        enable_chunked_prefill=bool(threshold) or draw(st.booleans()),
         long_prefill_token_threshold=threshold,
         max_long_partial_prefills=draw(st.sampled_from([None, 1])) if threshold else None,
         num_lookahead_tokens=num_lookahead_tokens,

@@ -175,6 +175,7 @@ def draw_config(chance: random.Random, *, has_state: bool = False) -> SchedulerC
         max_model_len=chance.choice([7, 12, 16, 30, 30]),
         eos_token_ids=frozenset(chance.choice([(), (), (1,)])),
         policy=chance.choice(list(SchedulingPolicy)),
+        enable_chunked_prefill=bool(threshold) or chance.random() < 0.7,
         long_prefill_token_threshold=threshold,
         max_long_partial_prefills=chance.choice([None, 1]) if threshold else None,
         num_lookahead_tokens=num_lookahead_tokens,

@@ -207,6 +207,7 @@ def test_every_scheduler_feature_has_an_option() -> None:
         remote_headroom_blocks=0,
         max_long_partial_prefills=2,
     ).scheduling
+    whole = node_options("m", chunked_prefill=False).scheduling
 
     assert as_it_is.kv_load_failure_policy is LoadFailurePolicy.RECOMPUTE
     assert as_it_is.remote_headroom_blocks == 1
@@ -217,6 +218,8 @@ def test_every_scheduler_feature_has_an_option() -> None:
     assert (
         node_options("m", max_long_partial_prefills=0).scheduling.max_long_partial_prefills is None
     )
+    assert not whole.enable_chunked_prefill
+    assert (whole.long_prefill_token_threshold, whole.max_long_partial_prefills) == (0, None)
 
 
 @pytest.mark.parametrize(
@@ -227,6 +230,8 @@ def test_every_scheduler_feature_has_an_option() -> None:
             "--kv-load-failure-policy 'retry': .*recompute, fail",
         ),
         ({"remote_headroom_blocks": -1}, "--remote-headroom-blocks is -1"),
+        ({"chunked_prefill": False, "long_prefill_token_threshold": 8}, "enable_chunked_prefill"),
+        ({"chunked_prefill": False, "target_step_ms": 9.0}, "enable_chunked_prefill"),
         ({"long_prefill_token_threshold": 0, "max_long_partial_prefills": 1}, "threshold"),
     ],
 )

@@ -367,6 +367,18 @@ def test_a_migrated_request_receives_the_kv_of_its_earlier_output() -> None:
     assert [output.first_index for output in world.receipts[name].outputs] == [2, 3, 4]
 
 
+def test_a_prompt_too_long_to_compute_whole_may_still_be_received() -> None:
+    config = _config(max_num_batched_tokens=4, enable_chunked_prefill=False)
+    world = EngineWorld(config)
+    name = world.add(12, receives=True)
+    world.step()
+
+    world.wire.lose(_handoff(name))
+    world.run_to_end()
+
+    assert world.finish_reason(name) is FinishReason.LENGTH
+
+
 def test_kv_in_flight_at_a_reset_is_not_cached() -> None:
     world = EngineWorld(_config(), block_size=4)
     name = world.add(9, receives=True)

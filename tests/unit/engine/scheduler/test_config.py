@@ -40,6 +40,11 @@ def test_the_token_budget_must_cover_one_token_per_request_without_drafts() -> N
         SchedulerConfig(max_num_batched_tokens=8, max_num_seqs=9)
 
 
+def test_a_long_prefill_threshold_needs_chunks() -> None:
+    with pytest.raises(InvalidConfig, match="needs enable_chunked_prefill"):
+        SchedulerConfig(long_prefill_token_threshold=8, enable_chunked_prefill=False)
+
+
 def test_a_limit_on_long_prefills_requires_a_threshold() -> None:
     with pytest.raises(InvalidConfig, match="needs long_prefill_token_threshold"):
         SchedulerConfig(max_long_partial_prefills=1)

@@ -136,6 +136,20 @@ def test_blocks_of_a_preempted_request_stay_cached() -> None:
     world.run_to_end()
 
 
+def test_without_chunks_one_that_outgrew_the_budget_is_resumed_in_chunks() -> None:
+    config = _config(max_num_batched_tokens=8, enable_chunked_prefill=False)
+    world = EngineWorld(config, num_blocks=5, block_size=4, enable_prefix_caching=False)
+    world.add(4, max_tokens=12)
+    victim = world.add([9] * 4, max_tokens=12)
+    world.step_until(lambda plan: plan.dropped)
+    plan = world.step_until(lambda plan: plan.started)
+
+    (row,) = plan.started
+    assert len(row.token_ids) > 8
+    assert plan.num_scheduled_tokens == {victim: 8}
+    world.run_to_end()
+
+
 def test_a_preempted_request_can_be_aborted() -> None:
     world = EngineWorld(_config(), num_blocks=4, block_size=4)
     world.add(8, max_tokens=8)

@@ -25,13 +25,22 @@ def test_a_chunk_is_the_minimum_of_missing_tokens_budget_and_threshold() -> None
     assert chunks == [3, 4, 5]
 
 
+def test_without_chunks_a_prompt_is_taken_whole_or_not_at_all() -> None:
+    empty = _budget(8, enable_chunked_prefill=False)
+    with_decoding = _budget(8, num_decoding=1, enable_chunked_prefill=False)
+
+    assert [empty.first_chunk(PROMPT, 8), with_decoding.first_chunk(PROMPT, 8)] == [8, 0]
+    # More than any step can take: it would wait for ever.
+    assert with_decoding.first_chunk(PROMPT, 9) == 7
+
+
 def test_each_step_starts_a_new_count() -> None:
     budget = _budget(8)
     budget.give(PROMPT, 8, num_missing=9)
 
     budget.begin_step(num_decoding=0)
 
-    assert budget.next_chunk(PROMPT, 9) == 8
+    assert budget.first_chunk(PROMPT, 9) == 8
 
 
 def test_a_prompt_is_long_beyond_the_threshold_and_never_without_one() -> None:
@@ -71,11 +80,11 @@ def test_a_paced_prompt_leaves_the_remaining_budget_to_others() -> None:
     budget = _budget(200, num_decoding=1)
     paced = _paced()
 
-    chunk = budget.next_chunk(paced, 150)
+    chunk = budget.first_chunk(paced, 150)
     budget.give(paced, chunk, num_missing=150)
 
     assert chunk == 32
-    assert budget.next_chunk(PROMPT, 150) == 150
+    assert budget.first_chunk(PROMPT, 150) == 150
     assert budget.extension(paced, 100) == 0
 
 

@@ -112,6 +112,17 @@ def test_at_most_max_num_seqs_requests_run() -> None:
     world.run_to_end()
 
 
+def test_without_chunked_prefill_a_prompt_waits_for_a_step_that_takes_it_whole() -> None:
+    config = _config(max_num_batched_tokens=6, enable_chunked_prefill=False)
+    world = EngineWorld(config, enable_prefix_caching=False)
+    first, second = world.add(4, max_tokens=2), world.add(5)
+
+    plans = [world.step().num_scheduled_tokens for _ in range(2)]
+
+    assert plans == [{first: 4}, {first: 1, second: 5}]
+    world.run_to_end()
+
+
 def test_no_chunk_is_longer_than_the_long_prefill_threshold() -> None:
     world = EngineWorld(_config(long_prefill_token_threshold=3))
     long, short = world.add(8), world.add([9, 9])

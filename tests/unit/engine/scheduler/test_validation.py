@@ -95,6 +95,14 @@ def test_a_sender_needs_blocks_for_its_prompt_only() -> None:
     validate_request(request, SchedulerConfig(), CACHE)
 
 
+def test_without_chunks_a_prompt_must_fit_one_step() -> None:
+    whole = SchedulerConfig(max_num_batched_tokens=8, max_num_seqs=4, enable_chunked_prefill=False)
+
+    validate_request(make_engine_request(range(8)), whole, CACHE)
+    with pytest.raises(InvalidRequest, match="without chunked prefill at most"):
+        validate_request(make_engine_request(range(9)), whole, CACHE)
+
+
 def test_a_request_is_not_both_sender_and_receiver() -> None:
     source = ReceiveKv(HandoffId("r", 1), Peer(NodeId("p"), "host:1"))
     sends = HandoffId("r", 1)
