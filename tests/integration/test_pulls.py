@@ -144,7 +144,8 @@ def test_a_snapshot_of_a_recurrent_state_is_pulled_with_its_prefix(
         Client(cluster.address, timeout_s=60) as client,
     ):
         client.generate(first, sampling)
-        await_reported(cluster.address, cluster.decodes[0].address)
+        for node in cluster.prefills:  # one of them has the snapshot
+            await_reported(cluster.address, node.address)
         answer = client.generate(second, sampling)
 
     assert answer.finish is not None
