@@ -14,7 +14,7 @@ from baton.bench.replay.config import ReplayBench
 from baton.bench.replay.figures import ReplayFigures, summarise
 from baton.bench.replay.run import bench_router
 from baton.bench.replay.trace import ReplayTrace, TraceRequest, ordered_trace
-from baton.bench.serve.figures import Slo
+from baton.bench.serve.objectives import Slo
 from baton.client import AsyncClient, Retries
 from baton.cluster import LocalCluster
 from tests.support.baton_command import call_baton

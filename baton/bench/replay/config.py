@@ -12,7 +12,7 @@ TRACE = "Trace"  # panel of the help page
 
 @dataclass(frozen=True, slots=True)
 class ReplayBench:
-    """How a trace is replayed."""
+    """Settings of a replay of a trace."""
 
     time_scale: Annotated[
         float,

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from baton.bench.replay.run import ReplayedRequest, ReplayRun
 from baton.bench.replay.sources import num_reused
-from baton.bench.serve.figures import Quantiles, Slo, gaps_of, quantiles_ms, ttft_of
+from baton.bench.serve.figures import Quantiles, gaps_of, meets, quantiles_ms, ttft_of
+from baton.bench.serve.objectives import Slo
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class ReplayFigures:
 def summarise(run: ReplayRun, slo: Slo) -> ReplayFigures:
     answered = answered_requests(run)
     samples = [one.sample for one in answered]
-    good = [one for one in samples if slo.is_met(one)]
+    good = [one for one in samples if meets(one, slo)]
     span_s = max((one.sample.ended_s for one in run.requests), default=0.0) or 1.0
     cut = [one.num_cut_tokens for one in run.requests if one.num_cut_tokens]
     errors = Counter(one.sample.error for one in run.requests if one.sample.error is not None)

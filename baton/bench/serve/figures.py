@@ -12,14 +12,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
-from baton.core.errors import InvalidConfig
-
-if TYPE_CHECKING:
-    from baton.bench.serve.client import LoadRun, Sample
-
-SLO_UNITS = {"ms": 1e-3, "s": 1.0}
+from baton.bench.serve.client import LoadRun, Sample
+from baton.bench.serve.objectives import NO_OBJECTIVES, Slo
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,46 +24,6 @@ class Quantiles:
     p90: float
     p99: float
     most: float
-
-
-@dataclass(frozen=True, slots=True)
-class Slo:
-    """Latency objectives of a good answer. None: no objective."""
-
-    ttft: float | None = None  # seconds
-    itl: float | None = None  # 99th percentile of the answer's gaps
-    tpot: float | None = None  # mean time per token after the first
-    e2e: float | None = None
-
-    def is_met(self, sample: Sample) -> bool:
-        if sample.error is not None or not sample.arrivals:
-            return False
-        gaps = gaps_of(sample)
-        values = {
-            "ttft": ttft_of(sample),
-            "itl": quantile(gaps, 0.99) if gaps else 0.0,
-            "tpot": tpot_of(sample) or 0.0,
-            "e2e": sample.ended_s - sample.planned_s,
-        }
-        return all(
-            getattr(self, name) is None or values[name] <= getattr(self, name) for name in values
-        )
-
-
-def parse_slo(written: str) -> Slo:
-    """Parse objectives such as `ttft=500ms,itl=50ms`. Raises InvalidConfig."""
-    limits: dict[str, float] = {}
-    for part in filter(None, written.split(",")):
-        name, _, limit = part.strip().partition("=")
-        unit = "ms" if limit.endswith("ms") else "s"
-        try:
-            limits[name] = float(limit.removesuffix(unit)) * SLO_UNITS[unit]
-            Slo(**limits)
-        except (ValueError, TypeError):
-            raise InvalidConfig(
-                f"{part!r} is not an objective; write it like ttft=500ms,itl=50ms,tpot=40ms,e2e=5s"
-            ) from None
-    return Slo(**limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +53,11 @@ class ServeFigures:
     is_cut_short: bool
 
 
-def summarise(run: LoadRun, slo: Slo = Slo()) -> ServeFigures:
+def summarise(run: LoadRun, slo: Slo = NO_OBJECTIVES) -> ServeFigures:
     answered = [one for one in run.samples if one.error is None and one.finish is not None]
     finishes = [one.finish for one in answered if one.finish is not None]
     span_s = max((one.ended_s for one in run.samples), default=0.0) or 1.0
-    num_good = sum(slo.is_met(one) for one in answered)
+    num_good = sum(meets(one, slo) for one in answered)
     num_remote = sum(finish.served.is_prefill_remote for finish in finishes)
     errors = Counter(one.error for one in run.samples if one.error is not None)
     tpots = [tpot for one in answered if (tpot := tpot_of(one)) is not None]
@@ -163,3 +118,17 @@ def quantile(values: Sequence[float], share: float) -> float:
     """Return the smallest value that at least `share` of the values do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def meets(sample: Sample, slo: Slo) -> bool:
+    """Return whether an answer was complete and kept all objectives."""
+    if sample.error is not None or not sample.arrivals:
+        return False
+    gaps = gaps_of(sample)
+    values = {
+        "ttft": ttft_of(sample),
+        "itl": quantile(gaps, 0.99) if gaps else 0.0,
+        "tpot": tpot_of(sample) or 0.0,
+        "e2e": sample.ended_s - sample.planned_s,
+    }
+    return all(getattr(slo, name) is None or values[name] <= getattr(slo, name) for name in values)

@@ -12,7 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
-from baton.bench.serve.figures import Slo, parse_slo
+from baton.bench.serve.objectives import Slo, parse_slo
 from baton.core.errors import InvalidConfig
 from baton.core.options import Option, check_options
 

@@ -50,7 +50,7 @@ def _ports(written: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class DoctorOptions:
-    """What is checked besides the machine and its software."""
+    """Optional checks, besides those of the machine and its software."""
 
     model: Annotated[str, Option("Also check this model folder; nothing is downloaded.", MODEL)] = (
         ""

@@ -11,7 +11,7 @@ import typer
 
 from baton.bench.plotting import need_matplotlib
 from baton.bench.replay.config import TRACE, ReplayBench
-from baton.bench.serve.figures import Slo
+from baton.bench.serve.objectives import Slo
 from baton.cli.options.connection import connect_to_measure
 from baton.cli.options.output import JsonFile, check_writable_file
 from baton.cli.show import console, requests_bar, show_table, write_json

@@ -17,7 +17,7 @@ from baton.bench.replay.sources import lost_by_reason, num_reused, tokens_by_sou
 from baton.bench.replay.trace import TraceRequest
 from baton.bench.replay.workload import PromptBuilder, ReplayPrompt, Scaling, Turn
 from baton.bench.serve.client import Sample
-from baton.bench.serve.figures import Slo
+from baton.bench.serve.objectives import Slo
 from baton.client import Finish, Served
 from baton.core.errors import InvalidConfig
 from baton.core.output import FinishReason

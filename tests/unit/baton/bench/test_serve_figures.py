@@ -9,7 +9,8 @@ import pytest
 
 from baton.bench.serve.benchmark import MeasuredRun, compare
 from baton.bench.serve.client import LoadRun, Sample
-from baton.bench.serve.figures import Quantiles, Slo, gaps_of, parse_slo, quantile, summarise
+from baton.bench.serve.figures import Quantiles, gaps_of, quantile, summarise
+from baton.bench.serve.objectives import Slo, parse_slo
 from baton.bench.serve.plots import draw
 from baton.client import Finish, Served
 from baton.core.errors import InvalidConfig
