@@ -84,7 +84,18 @@ class SchedulerConfig:
             default_from=default_threshold,
         ),
     ] = 0
-    max_long_partial_prefills: Annotated[  # incomplete ones after a step; short ones overtake
+    max_num_partial_prefills: Annotated[  # incomplete prefills after a step
+        int | None,
+        Option(
+            "Maximum number of partially computed prompts; 0: no limit.",
+            BATCHING,
+            at_least=0,
+            default=0,
+            kind=int,
+            parse=lambda limit: limit or None,
+        ),
+    ] = None
+    max_long_partial_prefills: Annotated[  # long ones among them; short ones overtake
         int | None,
         Option(
             "Maximum number of partially computed prompts longer than "
@@ -176,9 +187,9 @@ class SchedulerConfig:
         require_setting("max_num_batched_tokens", budget, budget >= self.max_num_seqs, expected)
 
     def _check_prefill_limits(self) -> None:
-        limit, expected = self.max_long_partial_prefills, "at least 1, or left out"
-        is_valid = limit is None or limit >= 1
-        require_setting("max_long_partial_prefills", limit, is_valid, expected)
+        for name in ("max_num_partial_prefills", "max_long_partial_prefills"):
+            limit = getattr(self, name)
+            require_setting(name, limit, limit is None or limit >= 1, "at least 1, or left out")
         wait_s = self.max_fill_wait_s
         require_setting("max_fill_wait_s", wait_s, wait_s >= 0, "at least 0")
         target_s = self.target_step_s

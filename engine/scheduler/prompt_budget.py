@@ -25,7 +25,8 @@ class PromptBudget:
     - `long_prefill_token_threshold`. What is left at the end of a step goes to the prompts that
       this limited, unless short prompts are arriving
 
-    A waiting prompt gets nothing, and waits, if prompts must not be split and it does not fit.
+    A waiting prompt gets nothing, and waits, if it would be one incomplete prefill too many, or if
+    prompts must not be split and it does not fit.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -69,7 +70,10 @@ class PromptBudget:
         # A resumed request can have outgrown the budget: it is chunked nevertheless.
         if not config.enable_chunked_prefill and num_missing <= config.max_num_batched_tokens:
             return num_missing if num_missing <= self._num_left else 0
-        return self.next_chunk(request, num_missing)
+        chunk = self.next_chunk(request, num_missing)
+        limit = config.max_num_partial_prefills
+        is_full = limit is not None and self._num_partial >= limit
+        return 0 if is_full and chunk < num_missing else chunk
 
     def extension(self, request: Request, num_missing: int) -> int:
         """Return the tokens by which a chunk of this step can grow beyond the threshold."""

@@ -48,6 +48,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         policy=draw(st.sampled_from(SchedulingPolicy)),
         enable_chunked_prefill=bool(threshold) or draw(st.booleans()),
         long_prefill_token_threshold=threshold,
+        max_num_partial_prefills=draw(st.sampled_from([None, 1, 2])),
         max_long_partial_prefills=draw(st.sampled_from([None, 1])) if threshold else None,
         num_lookahead_tokens=num_lookahead_tokens,
         kv_load_failure_policy=draw(st.sampled_from(LoadFailurePolicy)),

@@ -177,6 +177,7 @@ def draw_config(chance: random.Random, *, has_state: bool = False) -> SchedulerC
         policy=chance.choice(list(SchedulingPolicy)),
         enable_chunked_prefill=bool(threshold) or chance.random() < 0.7,
         long_prefill_token_threshold=threshold,
+        max_num_partial_prefills=chance.choice([None, 1, 2]),
         max_long_partial_prefills=chance.choice([None, 1]) if threshold else None,
         num_lookahead_tokens=num_lookahead_tokens,
         kv_load_failure_policy=chance.choice(list(LoadFailurePolicy)),

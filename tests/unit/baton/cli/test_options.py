@@ -205,15 +205,16 @@ def test_every_scheduler_feature_has_an_option() -> None:
         "m",
         kv_load_failure_policy="fail",
         remote_headroom_blocks=0,
+        max_num_partial_prefills=3,
         max_long_partial_prefills=2,
     ).scheduling
     whole = node_options("m", chunked_prefill=False).scheduling
 
     assert as_it_is.kv_load_failure_policy is LoadFailurePolicy.RECOMPUTE
-    assert as_it_is.remote_headroom_blocks == 1
+    assert (as_it_is.remote_headroom_blocks, as_it_is.max_num_partial_prefills) == (1, None)
     assert (as_it_is.long_prefill_token_threshold, as_it_is.max_long_partial_prefills) == (512, 1)
     assert changed.kv_load_failure_policy is LoadFailurePolicy.FAIL
-    assert changed.remote_headroom_blocks == 0
+    assert (changed.remote_headroom_blocks, changed.max_num_partial_prefills) == (0, 3)
     assert changed.max_long_partial_prefills == 2
     assert (
         node_options("m", max_long_partial_prefills=0).scheduling.max_long_partial_prefills is None

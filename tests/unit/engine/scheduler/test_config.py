@@ -23,6 +23,7 @@ def test_the_default_config_is_valid() -> None:
         ("num_lookahead_tokens", -1),
         ("remote_headroom_blocks", -1),
         ("long_prefill_token_threshold", -1),
+        ("max_num_partial_prefills", 0),
         ("max_long_partial_prefills", 0),
         ("max_num_batched_tokens", 127),
     ],

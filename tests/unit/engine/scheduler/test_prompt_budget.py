@@ -34,9 +34,16 @@ def test_without_chunks_a_prompt_is_taken_whole_or_not_at_all() -> None:
     assert with_decoding.first_chunk(PROMPT, 9) == 7
 
 
+def test_at_the_partial_prefill_limit_only_prompts_of_one_chunk_start() -> None:
+    budget = _budget(9, max_num_partial_prefills=1)
+    budget.give(PROMPT, 1, num_missing=2)
+
+    assert [budget.first_chunk(PROMPT, 9), budget.first_chunk(PROMPT, 8)] == [0, 8]
+
+
 def test_each_step_starts_a_new_count() -> None:
-    budget = _budget(8)
-    budget.give(PROMPT, 8, num_missing=9)
+    budget = _budget(8, max_num_partial_prefills=1)
+    budget.give(PROMPT, 1, num_missing=2)
 
     budget.begin_step(num_decoding=0)
 

@@ -133,6 +133,30 @@ def test_no_chunk_is_longer_than_the_long_prefill_threshold() -> None:
     world.run_to_end()
 
 
+def test_partial_prefills_stay_within_their_limit() -> None:
+    config = _config(
+        max_num_batched_tokens=6, long_prefill_token_threshold=3, max_num_partial_prefills=1
+    )
+    world = EngineWorld(config, enable_prefix_caching=False)
+    first, second = world.add(7), world.add(7)
+
+    plans = [world.step().num_scheduled_tokens for _ in range(3)]
+
+    assert plans == [{first: 6}, {first: 1, second: 5}, {first: 1, second: 2}]
+    world.run_to_end()
+
+
+def test_a_prompt_that_is_done_in_one_step_is_no_partial_prefill() -> None:
+    config = _config(long_prefill_token_threshold=3, max_num_partial_prefills=1)
+    world = EngineWorld(config, enable_prefix_caching=False)
+    long, short = world.add(7), world.add(3)
+
+    plan = world.step()
+
+    assert plan.num_scheduled_tokens == {long: 3, short: 3}
+    world.run_to_end()
+
+
 def test_short_prompts_overtake_long_ones_beyond_the_limit_of_long_prefills() -> None:
     config = _config(long_prefill_token_threshold=3, max_long_partial_prefills=1)
     world = EngineWorld(config, enable_prefix_caching=False)
