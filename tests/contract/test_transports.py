@@ -378,9 +378,10 @@ def test_a_missing_library_is_reported_in_one_line_with_the_package(
     file, name = transport.rsplit(".", 1)
     program = (
         f"import sys; sys.modules.update(dict.fromkeys({modules.split()}))\n"
-        f"from kv_transfer.protocol.messages import Region\n"
-        f"from kv_transfer.{file} import {name}\n"
-        f"{name}(Region(0, 1, 1))"
+        f"from baton.kv_transfer.protocol.messages import Region\n"
+        f"from baton.kv_transfer.transports.base import UcxConfig\n"
+        f"from baton.kv_transfer.{file} import {name}\n"
+        f"{name}(Region(0, 1, 1), UcxConfig())"
     )
 
     result = subprocess.run(
