@@ -245,6 +245,7 @@ class BackingTier:
             self._reading.note_error(error)
             self._unfinished.append(self._scan_again)
         if is_found:
+            self._refresh_at_s = self._clock() + self._config.refresh_s  # all is known now
             self.is_scanned.set()
         return is_found
 

@@ -117,6 +117,8 @@ def test_a_router_names_the_decode_node_that_wrote_the_answer_to_another_prefill
     prompt = prompt_of(100, seed=205)
     sampling = Generation(greedy(NUM_TOKENS))
     with LocalCluster(options) as cluster, Client(cluster.address, timeout_s=60) as client:
+        for node in cluster.prefills:  # the turns are those of all nodes that are ready
+            await_reported(cluster.address, node.address)
         first = client.generate(prompt, sampling)
         await_reported(cluster.address, cluster.decodes[0].address)
         turn = (*prompt, *first.token_ids, *prompt_of(40, seed=206))

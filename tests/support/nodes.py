@@ -52,7 +52,8 @@ def await_reported(router_address: str, node_address: str) -> None:
         watch = stub.WatchNodes(cluster_pb2.WatchNodesRequest(interval_s=0.1), timeout=30)
         for message in watch:
             [node] = [one for one in message.nodes if one.address == node_address]
-            if node.totals.num_sampled_tokens >= wanted:
+            is_ready = node.state == cluster_pb2.NODE_STATE_READY
+            if is_ready and node.totals.num_sampled_tokens >= wanted:
                 watch.cancel()
                 return
 
