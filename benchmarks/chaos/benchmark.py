@@ -28,6 +28,7 @@ from benchmarks.chaos.tier_load import TierLoad
 from benchmarks.chaos.workload import KnownAnswer, draw_requests, reference_answers
 
 LOOK_EVERY_S = 0.2
+WARM_UP_SHARE = 0.4  # of a run: memory is measured of processes that have started by then
 ONCE = Retries(max_attempts=1)  # no retries, so that every failure is visible
 
 
@@ -131,8 +132,15 @@ class ChaosRun:
 
         async def sample_middle() -> None:
             nonlocal middle_rss
-            await asyncio.sleep(duration_s / 2)
-            middle_rss = self._cluster.rss()
+            await asyncio.sleep(WARM_UP_SHARE * duration_s)
+            before = self._cluster.rss()
+            await asyncio.sleep((0.5 - WARM_UP_SHARE) * duration_s)
+            # A process that has just started has not touched all of its KV memory yet.
+            middle_rss = {
+                name: (pid, num_bytes)
+                for name, (pid, num_bytes) in self._cluster.rss().items()
+                if name in before and before[name][0] == pid
+            }
 
         async with asyncio.TaskGroup() as group:
             load = group.create_task(self.load.run(self._num_clients, load_end))
