@@ -19,7 +19,15 @@ from benchmarks.chaos import clock, slow_disk
 from benchmarks.chaos.faults import TargetRole
 from benchmarks.chaos.faulty_transport import FaultSwitch
 from benchmarks.chaos.hostile.client import REPLAY_SUFFIX, AttackTarget
-from benchmarks.chaos.leaks import Footprint, Rss, Scrape, footprint, num_links, scrape
+from benchmarks.chaos.leaks import (
+    Footprint,
+    Rss,
+    Scrape,
+    footprint,
+    num_links,
+    resident_bytes,
+    scrape,
+)
 from benchmarks.chaos.preloading import preload
 from benchmarks.chaos.proxy import NodeProxy
 from benchmarks.chaos.tier_storage import TierStorage, tier_storage
@@ -204,12 +212,13 @@ class ChaosCluster:
         return AttackTarget(self._cluster.router.http_address, self.address, decodes, kv_events)
 
     def rss(self) -> Rss:
-        """Return the resident memory of the running processes."""
-        return {
-            child.name: (child.process.pid, self.footprint(child).rss_bytes)
+        """Return the resident memory of the running processes. A fault can end one meanwhile."""
+        found = {
+            child.name: (child.process.pid, resident_bytes(child.process.pid))
             for child in self.children
             if child.process.poll() is None
         }
+        return {name: memory for name, memory in found.items() if memory[1]}
 
     def footprint(self, child: Child) -> Footprint:
         """Return the resources of a process, without the pool of connections to the objects."""

@@ -84,12 +84,20 @@ class Footprint:
 def footprint(pid: int, pooled_ports: Collection[int] = ()) -> Footprint:
     """Return the resources of a process, without its connections to these ports."""
     process = Path(f"/proc/{pid}")
-    pages = int((process / "statm").read_text(encoding="ascii").split()[1])
     return Footprint(
         _descriptors(process, pooled_ports),
         len(os.listdir(process / "task")),
-        pages * os.sysconf("SC_PAGE_SIZE"),
+        resident_bytes(pid),
     )
+
+
+def resident_bytes(pid: int) -> int:
+    """Return the resident memory of a process; 0 if it has just ended."""
+    try:
+        pages = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _descriptors(process: Path, pooled_ports: Collection[int]) -> Counter[str]:

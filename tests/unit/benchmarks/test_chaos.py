@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import socket
+import subprocess
 from collections import Counter
 from dataclasses import replace
 from itertools import islice
@@ -39,6 +40,7 @@ from benchmarks.chaos.leaks import (
     held,
     memory_growth,
     parse,
+    resident_bytes,
 )
 from benchmarks.chaos.load import AnswerOutcome, RequestOutcome
 from benchmarks.chaos.report import Attempts, Report, report
@@ -337,6 +339,14 @@ def test_a_failed_bystander_misses_the_latency_bound() -> None:
     [missed] = found.missed
     assert "/health: 503" in missed
     assert "nothing" in missed
+
+
+def test_a_process_that_has_ended_has_no_memory() -> None:
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+
+    assert resident_bytes(ended.pid) == 0
+    assert resident_bytes(os.getpid()) > 0
 
 
 def test_memory_growth_is_measured_for_processes_alive_in_the_whole_second_half() -> None:
