@@ -1,4 +1,4 @@
-"""What a scheduler still waits for, read from its state."""
+"""Work that a scheduler still waits for, read from its state."""
 
 from __future__ import annotations
 
