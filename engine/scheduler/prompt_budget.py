@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.request import Request
-from baton.engine.scheduler.step_pace import LEAST_TOKENS, StepPace
+from baton.engine.scheduler.step_pace import StepPace
 
 # Short prompts arrive in groups. After one, chunks stay within the threshold for this many steps,
 # so that the next one waits for a small step at most.
@@ -101,8 +101,8 @@ class PromptBudget:
     def _left_for(self, request: Request) -> int:
         if not (request.submitted.is_paced and self._config.enable_chunked_prefill):
             return self._num_left
-        # At least a few tokens, so that it does not block the requests behind it.
-        return min(self._num_left, max(LEAST_TOKENS, self._num_paced_left))
+        # At least one token, so that it does not block the requests behind it.
+        return min(self._num_left, max(1, self._num_paced_left))
 
     # --- what a prompt was given --------------------------------------------------
 

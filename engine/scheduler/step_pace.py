@@ -6,6 +6,9 @@ from __future__ import annotations
 LEAST_TOKENS = 16
 FIRST_TOKENS = 64  # until the cost of a token is known
 FIRST_PACED_TOKENS = 32
+# Duration of a step of paced prompts while no request decodes. A request whose KV lands meanwhile,
+# and whose client has its first token, waits for the end of the step.
+PACED_STEP_S = 0.2
 SMOOTHING = 0.25
 
 
@@ -27,12 +30,14 @@ class StepPace:
         return min(budget, max(LEAST_TOKENS, int(room_s / self.token_s)))
 
     def paced_tokens(self, num_decoding: int, budget: int) -> int:
-        """Return the limit for paced prompts, which take about as long as decoding."""
-        if not num_decoding:
-            return budget
-        if self.token_s is None or self._decoding_s is None:
+        """Return the limit for paced prompts.
+
+        They take about as long as decoding, or PACED_STEP_S if no request decodes.
+        """
+        allowed_s = self._decoding_s if num_decoding else PACED_STEP_S
+        if self.token_s is None or allowed_s is None:
             return min(budget, FIRST_PACED_TOKENS)
-        return min(budget, max(LEAST_TOKENS, int(self._decoding_s / self.token_s)))
+        return min(budget, max(LEAST_TOKENS, int(allowed_s / self.token_s)))
 
     def record_step(self, seconds: float, num_decoding: int, num_prompt_tokens: int) -> None:
         """Record the duration of a step."""
