@@ -77,7 +77,7 @@ class PromptBudget:
 
     def extension(self, request: Request, num_missing: int) -> int:
         """Return the tokens by which a chunk of this step can grow beyond the threshold."""
-        return 0 if request.submitted.is_paced else min(num_missing, self._num_left)
+        return 0 if request.is_paced else min(num_missing, self._num_left)
 
     def releases_leftover(self) -> bool:
         """Return whether chunks can grow by what this step leaves over.
@@ -99,7 +99,7 @@ class PromptBudget:
         return self._config.max_num_batched_tokens - self._num_decoding - self._num_given
 
     def _left_for(self, request: Request) -> int:
-        if not (request.submitted.is_paced and self._config.enable_chunked_prefill):
+        if not (request.is_paced and self._config.enable_chunked_prefill):
             return self._num_left
         # At least one token, so that it does not block the requests behind it.
         return min(self._num_left, max(1, self._num_paced_left))
@@ -123,7 +123,7 @@ class PromptBudget:
     def _spend(self, request: Request, num_tokens: int) -> None:
         self._num_given += num_tokens
         self._num_left -= num_tokens
-        if request.submitted.is_paced:
+        if request.is_paced:
             self._num_paced_left -= num_tokens
 
     # --- long and short prompts ---------------------------------------------------

@@ -106,6 +106,14 @@ class Request:
         return self.num_tokens - 1
 
     @property
+    def is_paced(self) -> bool:
+        """Return whether its prompt is computed in small chunks, so that decoding is not delayed.
+
+        So is what a decode node computes after it has lost the KV of a hand-off, or its own.
+        """
+        return self.submitted.is_paced or self.submitted.receive_from is not None
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 

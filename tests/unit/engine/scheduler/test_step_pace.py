@@ -7,12 +7,15 @@ from dataclasses import dataclass, replace
 import pytest
 
 from baton.core.errors import InvalidConfig
+from baton.core.ids import HandoffId, NodeId, Peer
+from baton.core.request import ReceiveKv
 from baton.engine.core import EngineCore, NoKvWorker
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.plan import Plan, RunResult
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.scheduler.step_pace import LEAST_TOKENS, PACED_STEP_S, StepPace
+from baton.kv_transfer.types import KvOrders, KvReports, Lost
 from tests.support.fake_runner import FakeRunner, KvTensor, SynchronousRunner
 from tests.support.requests import make_engine_request
 
@@ -148,6 +151,38 @@ def test_paced_prompts_keep_steps_short_while_no_request_decodes() -> None:
     assert max(runner.took) <= 1.1 * PACED_STEP_S
     assert sum(runner.took) <= 1.1 * 3 * 512 * 0.003
 
+
+class LosingWorker(NoKvWorker):
+    """KV worker whose hand-offs fail."""
+
+    def __init__(self) -> None:
+        self._ids: list[HandoffId] = []
+
+    def start(self, orders: KvOrders, now: float) -> None:
+        self._ids = [order.handoff_id for order in orders.receives]
+
+    def poll(self, now: float) -> KvReports:
+        return KvReports(
+            failed_recving=tuple(Lost(handoff_id, "gave up") for handoff_id in self._ids),
+            released=tuple(self._ids),
+        )
+
+
+def test_a_prompt_whose_hand_off_failed_does_not_delay_decoding() -> None:
+    runner = TimedRunner(Machine(0.02, 0.003))
+    scheduler = Scheduler(SchedulerConfig(), CacheConfig(num_blocks=512))
+    engine = EngineCore(scheduler, runner, LosingWorker(), clock=lambda: runner.now_s)
+    scheduler.add(make_engine_request(request_id="decodes", max_tokens=500))
+    for _ in range(10):
+        engine.step()
+    request = make_engine_request(range(1000, 1512), request_id="lost", max_tokens=1)
+    source = ReceiveKv(HandoffId(request.request_id, 1), Peer(NodeId("prefill"), "there"))
+    scheduler.add(replace(request, receive_from=source))
+
+    while len(scheduler.request_ids()) > 1:
+        engine.step()
+
+    assert max(runner.took) <= 0.1
 
 
 @pytest.mark.parametrize("is_paced", [True, False])
