@@ -8,7 +8,7 @@ FIRST_TOKENS = 64  # until the cost of a token is known
 FIRST_PACED_TOKENS = 32
 # Duration of a step of paced prompts while no request decodes. A request whose KV lands meanwhile,
 # and whose client has its first token, waits for the end of the step.
-PACED_STEP_S = 0.2
+PACED_STEP_S = 0.1
 SMOOTHING = 0.25
 
 

@@ -204,5 +204,5 @@ def test_a_paced_prompt_is_computed_in_small_chunks_while_others_decode(
         engine.step()
 
     is_cut = is_paced and num_decoding
-    assert max(runner.took) <= 0.05 if is_cut else max(runner.took) >= 0.16
+    assert max(runner.took) <= 0.05 if is_cut else max(runner.took) >= 0.09
     assert len(scheduler.request_ids()) == num_decoding
