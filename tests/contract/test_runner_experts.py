@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from baton.checkpoint.quantized import MXFP4_GROUP, Quantized
 from baton.engine.runner.kernels.calls import Kernels
 from baton.engine.runner.kernels.native import NativeOps, native_experts
 from baton.engine.runner.model.config import Activation, MoeConfig, Scoring
 from baton.engine.runner.model.linear import ExpertChoice, Mlp, Moe, Router
 from baton.engine.runner.model.ops import MlpGate, Ops
 from baton.engine.runner.model.torch_ops import TorchOps
-from baton.engine.runner.weights.quantize import MXFP4_GROUP, Quantize, Quantized, to_int4, to_int8
+from baton.engine.runner.weights.quantize import Quantize, to_int4, to_int8
 from tests.support.hypothesis_profiles import num_examples
 from tests.support.kernels import kernels_by_variant
 

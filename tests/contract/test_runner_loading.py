@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.checkpoint.checkpoint import GenerationDefaults
-from baton.checkpoint.hub import resolve_model_folder
+from baton.checkpoint.hub import resolve_model
 from baton.checkpoint.model_files import read_generation_defaults
 from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.core.errors import InvalidConfig, ModelError
@@ -482,17 +482,17 @@ def test_a_budget_is_filled_up_to_the_last_whole_block() -> None:
 
 
 def test_a_folder_path_is_returned_unchanged(folder: Path) -> None:
-    assert resolve_model_folder(str(folder)) == folder
+    assert resolve_model(str(folder)) == folder
 
 
 def test_offline_an_uncached_name_is_refused_with_the_searched_places() -> None:
     with pytest.raises(ModelError, match=r"no folder .*nobody/nothing.*cache.*offline"):
-        resolve_model_folder("nobody/nothing", offline=True)
+        resolve_model("nobody/nothing", offline=True)
 
 
 def test_a_path_that_is_not_a_folder_is_not_taken_for_a_hub_name(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="neither a folder on this machine nor a model name"):
-        resolve_model_folder(str(tmp_path / "nothing"))
+    with pytest.raises(ModelError, match="neither a folder or GGUF file on this machine"):
+        resolve_model(str(tmp_path / "nothing"))
 
 
 @pytest.fixture
@@ -505,7 +505,7 @@ def snapshot(folder: Path, tmp_path: Path) -> Path:
 
 
 def test_a_cached_hub_name_needs_no_network(snapshot: Path, tmp_path: Path) -> None:
-    found = resolve_model_folder("maker/model", offline=True, cache=tmp_path / "hub")
+    found = resolve_model("maker/model", offline=True, cache=tmp_path / "hub")
 
     assert found == snapshot
 
@@ -517,4 +517,4 @@ def test_an_incomplete_download_does_not_count_as_cached(
     (snapshot / lost).unlink()
 
     with pytest.raises(ModelError, match=r"no model 'maker/model' in the Hugging Face cache"):
-        resolve_model_folder("maker/model", offline=True, cache=tmp_path / "hub")
+        resolve_model("maker/model", offline=True, cache=tmp_path / "hub")

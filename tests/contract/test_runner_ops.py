@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from baton.checkpoint.quantized import Quantized, stacked
 from baton.core.errors import InvalidConfig
 from baton.engine.runner.kernels.build import (
     VARIANTS,
@@ -26,14 +27,7 @@ from baton.engine.runner.kernels.native import NativeOps
 from baton.engine.runner.model.config import Activation
 from baton.engine.runner.model.ops import MlpGate, Norm
 from baton.engine.runner.model.torch_ops import TorchOps
-from baton.engine.runner.weights.quantize import (
-    Quantize,
-    Quantized,
-    select_rows,
-    stacked,
-    to_int4,
-    to_int8,
-)
+from baton.engine.runner.weights.quantize import Quantize, select_rows, to_int4, to_int8
 from tests.support.hypothesis_profiles import num_examples
 from tests.support.kernels import kernels_by_variant
 from tests.support.random_mxfp4 import random_mxfp4
@@ -220,6 +214,12 @@ def quantized(
     return Quantized(numbers, scales, zeros, bits, group, torch.bfloat16)
 
 
+def with_offsets(weight: Quantized) -> Quantized:
+    """Return a matrix with offsets in place of its zero points."""
+    offsets = -(weight.zeros * weight.scales.float()).to(weight.scales.dtype)
+    return replace(weight, zeros=weight.zeros[:, :0], offsets=offsets)
+
+
 @each_variant
 @pytest.mark.parametrize("bits", [4, 8])
 @given(
@@ -228,6 +228,7 @@ def quantized(
     num_columns=st.integers(1, 150),
     eights=st.integers(0, 5),
     scale_dtype=st.sampled_from(SCALE_DTYPES),
+    has_offsets=st.booleans(),
     has_order=st.booleans(),
     seed=SEEDS,
 )
@@ -240,12 +241,14 @@ def test_a_product_of_int8_weights_equals_that_of_dequantized_ones(
     num_columns: int,
     eights: int,
     scale_dtype: torch.dtype,
+    has_offsets: bool,
     has_order: bool,
     seed: int,
 ) -> None:
     activations, bias = drawn(seed + 1, num_tokens, num_columns), drawn(seed + 2, num_rows)
     group = 8 * eights or num_columns
     weight = quantized(seed, num_rows, num_columns, bits, group, scale_dtype)
+    weight = with_offsets(weight) if has_offsets else weight
     if has_order:
         order = torch.randperm(num_columns, generator=torch.Generator().manual_seed(seed))
         weight = replace(weight, order=order)
@@ -257,6 +260,9 @@ def test_a_product_of_int8_weights_equals_that_of_dequantized_ones(
     # A state is off by a 32512th of half the token's largest, an answer by half a rounding.
     most = activations.double().abs().amax(dim=1, keepdim=True)
     bound = most / 65024 * exact.abs().sum(dim=1) + wanted.abs() * 2**-8
+    if has_offsets:  # their products cancel most of those of the numbers
+        largest = (weight.numbers.amax() * weight.scales.float().amax()).double()
+        bound += most * num_columns * largest * 2**-23
     assert ((found.double() - wanted).abs() <= bound * 1.01 + 1e-5).all()
 
 
@@ -326,13 +332,13 @@ def test_rows_of_int8_weights_equal_the_dequantized_ones(
     weight = quantized(3, 150, 88, bits, 24, scale_dtype)
     row_ids = torch.tensor([149, 0, 64, 63, 64])
 
-    rows = NativeOps(kernels).linear(weight, None).rows(row_ids)
-
-    assert torch.equal(rows, weight.dequantize()[row_ids])
+    for each in (weight, with_offsets(weight)):
+        rows = NativeOps(kernels).linear(each, None).rows(row_ids)
+        assert torch.equal(rows, each.dequantize()[row_ids])
 
 
 @each_variant
-@pytest.mark.parametrize("make", [to_int8, to_int4])
+@pytest.mark.parametrize("make", [to_int8, to_int4, lambda weight: with_offsets(to_int4(weight))])
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 7, 33])
 def test_int8_products_have_the_same_bits_in_any_batch(
     kernels: Kernels, make: Quantize, num_tokens: int

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from baton.engine.runner.weights.quantize import Quantized
+from baton.checkpoint.quantized import Quantized
 
 
 @dataclass(frozen=True, slots=True)

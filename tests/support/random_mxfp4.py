@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from baton.engine.runner.weights.quantize import MXFP4_GROUP, Quantized
+from baton.checkpoint.quantized import MXFP4_GROUP, Quantized
 
 
 def random_mxfp4(

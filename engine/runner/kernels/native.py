@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from baton.checkpoint.quantized import Quantized
 from baton.engine.runner.host_memory import huge_page_memory
 from baton.engine.runner.kernels.abi import PackedMatrix, RopeAngles, Struct
 from baton.engine.runner.kernels.calls import Kernels, Workspace, gate_params, norm_params
@@ -18,7 +19,6 @@ from baton.engine.runner.model.linear import ExpertChoice, Linear, Mlp, Moe, Rou
 from baton.engine.runner.model.mlp import mix_experts
 from baton.engine.runner.model.ops import MlpGate, Norm, Peaks
 from baton.engine.runner.model.rope import Angles
-from baton.engine.runner.weights.quantize import Quantized
 
 Matrices = ctypes.Array[Struct]  # PackedMatrix of the same shape and format
 Experts = tuple[Matrices, Matrices]  # gate and up, and down of all experts of a layer
@@ -26,7 +26,10 @@ Experts = tuple[Matrices, Matrices]  # gate and up, and down of all experts of a
 _SCALE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MAX_GROUP = 256  # with 16-bit scales: sums of a group are 32-bit integers
 _SCORINGS = {Scoring.SOFTMAX: 0, Scoring.SOFTMAX_OF_TOP: 1, Scoring.SIGMOID: 2}
-_FORMAT_FIELDS = ("bits", "num_rows", "num_columns", "group_size", "is_mxfp4", "scale_type")
+_FORMAT_FIELDS = (
+    *("bits", "num_rows", "num_columns", "group_size"),
+    *("is_mxfp4", "scale_type", "has_offsets"),
+)
 
 
 class NativeOps:
@@ -45,6 +48,8 @@ class NativeOps:
             scales = weight.scales.float() if weight.group > _MAX_GROUP else weight.scales
             tensors = {"weights": weight.numbers, "scales": scales, "zeros": weight.zeros}
             bits, group_size, column_order = weight.bits, weight.group, weight.order
+            if weight.offsets is not None:
+                tensors["offsets"] = weight.offsets.to(scales.dtype)
             is_mxfp4, scale_type = weight.is_mxfp4, _SCALE_TYPES[scales.dtype]
         else:
             tensors = {"weights": weight}
@@ -62,6 +67,7 @@ class NativeOps:
             group_size=group_size,
             is_mxfp4=is_mxfp4,
             scale_type=scale_type,
+            has_offsets="offsets" in tensors,
         )
         memory = huge_page_memory(self._kernels.library.baton_packed_bytes(matrix))
         packed = torch.frombuffer(memory, dtype=torch.uint8)

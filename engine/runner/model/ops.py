@@ -7,10 +7,10 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from baton.checkpoint.quantized import Quantized
 from baton.engine.runner.model.config import Activation
 from baton.engine.runner.model.linear import ExpertChoice, HeadLinears, Linear, Moe, Router
 from baton.engine.runner.model.rope import Angles
-from baton.engine.runner.weights.quantize import Quantized
 
 
 class Peaks(NamedTuple):

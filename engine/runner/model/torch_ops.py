@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from baton.checkpoint.quantized import Quantized
 from baton.engine.runner.model.config import Activation, MoeConfig, Scoring
 from baton.engine.runner.model.linear import ExpertChoice, Moe, Router
 from baton.engine.runner.model.mlp import mix_experts
 from baton.engine.runner.model.ops import MlpGate, Norm, Peaks
 from baton.engine.runner.model.rope import Angles, rotate
-from baton.engine.runner.weights.quantize import Quantized
 
 
 class TorchOps:

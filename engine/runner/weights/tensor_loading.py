@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from baton.checkpoint.checkpoint import Shape, Tensors
+from baton.checkpoint.quantized import Quantized, have_same_order, stacked
 from baton.core.errors import ModelError
 from baton.engine.runner.families.family import ExpertNames
 from baton.engine.runner.host_memory import HeapTrimmer
@@ -24,15 +25,7 @@ from baton.engine.runner.weights.packed import (
     read_packed,
 )
 from baton.engine.runner.weights.quantization import Quantization
-from baton.engine.runner.weights.quantize import (
-    Quantize,
-    Quantized,
-    have_same_order,
-    select_rows,
-    stacked,
-    to_int4,
-    to_int8,
-)
+from baton.engine.runner.weights.quantize import Quantize, select_rows, to_int4, to_int8
 from baton.engine.runner.weights.tensor_names import TensorMap
 
 QUANTIZERS: Mapping[str, Quantize | None] = {"none": None, "int8": to_int8, "int4": to_int4}

@@ -51,9 +51,10 @@ struct PackedMatrix {
     const Bf16* bias;   // or null
     std::int64_t bits;  // 16 for bf16, 8 or 4 if quantized
     std::int64_t num_rows, num_columns;
-    std::int64_t group_size;  // columns with a common scale, if quantized
-    std::int64_t is_mxfp4;    // 1: numbers are FP4 codes, scales are powers of two, no zero points
-    ScaleType scale_type;     // if quantized; float32 if is_mxfp4, or if group_size > 256
+    std::int64_t group_size;   // columns with a common scale, if quantized
+    std::int64_t is_mxfp4;     // 1: numbers are FP4 codes, scales are powers of two, no zero points
+    ScaleType scale_type;      // if quantized; float32 if is_mxfp4, or if group_size > 256
+    std::int32_t has_offsets;  // 1: numbers * scales + offsets, without zero points
 };
 
 struct PackArgs {
@@ -61,6 +62,7 @@ struct PackArgs {
     const void* weights;        // [rows, columns]: bf16, or one byte each if quantized
     const void* scales;         // [rows, groups] of the matrix's scale type, or null
     const std::uint8_t* zeros;  // [rows, groups], or null
+    const void* offsets;        // [rows, groups] of scale_type, or null
     std::int32_t num_threads;
 };
 

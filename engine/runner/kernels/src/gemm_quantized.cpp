@@ -37,6 +37,12 @@ constexpr MultiplyPanel kMultiplyPanel[][3] = {
     {kMultiplyInt4<ScaleType::kFloat32>, kMultiplyInt4<ScaleType::kBfloat16>,
      kMultiplyInt4<ScaleType::kFloat16>},
     {multiply_panel<NumberFormat::kMxfp4, ScaleType::kFloat32>},
+    {multiply_panel<NumberFormat::kInt8Offsets, ScaleType::kFloat32>,
+     multiply_panel<NumberFormat::kInt8Offsets, ScaleType::kBfloat16>,
+     multiply_panel<NumberFormat::kInt8Offsets, ScaleType::kFloat16>},
+    {multiply_panel<NumberFormat::kInt4Offsets, ScaleType::kFloat32>,
+     multiply_panel<NumberFormat::kInt4Offsets, ScaleType::kBfloat16>,
+     multiply_panel<NumberFormat::kInt4Offsets, ScaleType::kFloat16>},
 };
 
 }  // namespace

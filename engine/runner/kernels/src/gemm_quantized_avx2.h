@@ -18,7 +18,7 @@ struct Weights {
 template <NumberFormat FORMAT, int PART>
 BATON_INLINE __m256i unpack(const std::uint8_t* words) {
     const __m256i numbers = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words));
-    if constexpr (FORMAT == NumberFormat::kInt4) {
+    if constexpr (bits_of(FORMAT) == 4 && FORMAT != NumberFormat::kMxfp4) {
         constexpr int kShift = PART % 2 * 8 + PART / 2 * 4;
         const __m256i shifted = _mm256_srli_epi16(numbers, kShift);
         return kShift == 12 ? shifted : _mm256_and_si256(shifted, _mm256_set1_epi16(15));
@@ -32,10 +32,10 @@ BATON_INLINE __m256i unpack(const std::uint8_t* words) {
                          : _mm256_srli_epi16(bytes, 8);
 }
 
-// Scales and zero points of a group, for sixteen rows of a panel.
+// Scales, and zero points or offsets, of a group, for sixteen rows of a panel.
 template <NumberFormat FORMAT, ScaleType SCALE>
 struct GroupHeader {
-    __m256 scales[2];
+    __m256 scales[2], offsets[2];
     __m256i zeros[2];
 
     GroupHeader(const std::uint8_t* group, int v) {
@@ -47,13 +47,22 @@ struct GroupHeader {
                 scales[i] = _mm256_mul_ps(_mm256_max_ps(powers, _mm256_set1_ps(0x1p-127f)),
                                           _mm256_set1_ps(0.5f));
             } else {
+                constexpr std::int64_t kZeros = zeros_offset_of(FORMAT, SCALE);
                 scales[i] = load_scales(group, row);
-                zeros[i] = widen(group + zeros_offset_of(FORMAT, SCALE) + row);
+                if constexpr (has_offsets(FORMAT)) {
+                    offsets[i] = load_scales(group + kZeros, row);
+                } else {
+                    zeros[i] = widen(group + kZeros + row);
+                }
             }
         }
     }
 
     __m256 dequantize(__m256i dots, std::int32_t activation_sum, int i, __m256 total) const {
+        if constexpr (has_offsets(FORMAT)) {
+            total = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dots), scales[i], total);
+            return _mm256_fmadd_ps(_mm256_set1_ps(float(activation_sum)), offsets[i], total);
+        }
         const __m256i offset =
             FORMAT == NumberFormat::kMxfp4
                 ? _mm256_set1_epi32(kFp4Zero * activation_sum)

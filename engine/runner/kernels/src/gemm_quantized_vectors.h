@@ -17,7 +17,7 @@ using IntSums = I32x16[ROWS][kVectors];
 // The unsigned bytes of four columns out of a vector of packed numbers.
 template <NumberFormat FORMAT, typename Words>
 inline Words unpack(Words numbers, int part) {
-    if (FORMAT == NumberFormat::kInt8) return numbers;
+    if (bits_of(FORMAT) == 8) return numbers;
     const Words halves = numbers >> (4 * part) & 0x0f0f0f0fu;
     return FORMAT == NumberFormat::kMxfp4 ? fp4_bytes(halves) : halves;
 }
@@ -76,6 +76,38 @@ class Dequantizer {
   private:
     F32x16 scales_;
     I32x16 zeros_;
+};
+
+// Integers with offsets: the sum of a token's activations times the offset of a row is added.
+template <ScaleType SCALE>
+class OffsetDequantizer {
+  public:
+    OffsetDequantizer(const std::uint8_t* group, int v, std::int64_t offsets)
+        : scales_(load_scales<SCALE>(group, v)), offsets_(load_scales<SCALE>(group + offsets, v)) {}
+
+    F32x16 operator()(I32x16 high, I32x16 low, std::int32_t high_sum, std::int32_t low_sum) const {
+        const F32x16 highs = __builtin_convertvector(high, F32x16);
+        const F32x16 both = highs * 256.0f + __builtin_convertvector(low, F32x16);
+        const float sum = float(high_sum) * 256.0f + float(low_sum);
+        return both * scales_ + offsets_ * sum;
+    }
+
+  private:
+    F32x16 scales_, offsets_;
+};
+
+template <ScaleType SCALE>
+class Dequantizer<NumberFormat::kInt8Offsets, SCALE> : public OffsetDequantizer<SCALE> {
+  public:
+    Dequantizer(const std::uint8_t* group, int v)
+        : OffsetDequantizer<SCALE>(group, v, zeros_offset_of(NumberFormat::kInt8Offsets, SCALE)) {}
+};
+
+template <ScaleType SCALE>
+class Dequantizer<NumberFormat::kInt4Offsets, SCALE> : public OffsetDequantizer<SCALE> {
+  public:
+    Dequantizer(const std::uint8_t* group, int v)
+        : OffsetDequantizer<SCALE>(group, v, zeros_offset_of(NumberFormat::kInt4Offsets, SCALE)) {}
 };
 
 // A group of MXFP4 has 32 columns, so that the sum of both rows of bytes is below 2^24: exact.

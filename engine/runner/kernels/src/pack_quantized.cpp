@@ -10,7 +10,7 @@ using namespace baton;
 
 namespace {
 
-// Writes the scale and zero point of a row into the header of a group.
+// Writes the scale of a row, and its zero point or offset, into the header of a group.
 void pack_header(const PackArgs& args, const QuantizedLayout& layout, std::uint8_t* group,
                  std::int64_t within, std::int64_t scale_at) {
     const auto* const scales = static_cast<const std::uint8_t*>(args.scales);
@@ -22,7 +22,12 @@ void pack_header(const PackArgs& args, const QuantizedLayout& layout, std::uint8
     }
     const std::int64_t size = layout.zeros_offset() / kPanelRows;
     std::memcpy(group + within * size, scales + scale_at * size, size);
-    group[layout.zeros_offset() + within] = args.zeros[scale_at];
+    if (has_offsets(layout.format)) {
+        const auto* const offsets = static_cast<const std::uint8_t*>(args.offsets);
+        std::memcpy(group + layout.zeros_offset() + within * size, offsets + scale_at * size, size);
+    } else {
+        group[layout.zeros_offset() + within] = args.zeros[scale_at];
+    }
 }
 
 float scale_of(const QuantizedLayout& layout, const std::uint8_t* group, std::int64_t within) {
@@ -57,6 +62,8 @@ float dequantize_number(const QuantizedLayout& layout, const std::uint8_t* group
     if (layout.format == NumberFormat::kMxfp4)
         return float(kFp4Bytes[byte & 15] - kFp4Zero) * scale;
     const int number = layout.bits == 4 ? byte & 15 : byte;
+    if (has_offsets(layout.format))
+        return float(number) * scale + scale_of(layout, group + layout.zeros_offset(), within);
     return float(number - group[layout.zeros_offset() + within]) * scale;
 }
 

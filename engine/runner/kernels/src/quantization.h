@@ -10,22 +10,31 @@ namespace baton {
 
 constexpr float kMaxActivation = 32512;  // 127 * 256: the rounded high byte fits into int8
 
-// Format of the numbers and of a group's header. Integers have a scale and a zero point per row.
-// MXFP4 has 4-bit floats (E2M1) and one byte per row, the exponent of its scale.
-enum class NumberFormat { kInt8, kInt4, kMxfp4 };
+// Format of the numbers and of a group's header. Integers have a scale per row, and a zero point or
+// an offset. MXFP4 has 4-bit floats (E2M1) and one byte per row, the exponent of its scale.
+enum class NumberFormat { kInt8, kInt4, kMxfp4, kInt8Offsets, kInt4Offsets };
 
-constexpr int bits_of(NumberFormat format) { return format == NumberFormat::kInt8 ? 8 : 4; }
+constexpr bool has_offsets(NumberFormat format) {
+    return format == NumberFormat::kInt8Offsets || format == NumberFormat::kInt4Offsets;
+}
+
+constexpr int bits_of(NumberFormat format) {
+    return format == NumberFormat::kInt8 || format == NumberFormat::kInt8Offsets ? 8 : 4;
+}
 
 constexpr std::int64_t kSegmentColumns = 128;
 
-// Offset of a group's zero points, after its scales. A zero point is a byte.
+// Place of a group's zero points or offsets, after its scales. A zero point is a byte, an offset
+// has the type of a scale.
 constexpr std::int64_t zeros_offset_of(NumberFormat format, ScaleType type) {
     if (format == NumberFormat::kMxfp4) return kPanelRows;
     return kPanelRows * (type == ScaleType::kFloat32 ? sizeof(float) : sizeof(std::uint16_t));
 }
 
 constexpr std::int64_t header_bytes_of(NumberFormat format, ScaleType type) {
-    return zeros_offset_of(format, type) + (format == NumberFormat::kMxfp4 ? 0 : kPanelRows);
+    const std::int64_t zeros = zeros_offset_of(format, type);
+    if (format == NumberFormat::kMxfp4) return zeros;
+    return zeros + (has_offsets(format) ? zeros : kPanelRows);
 }
 
 // Scale of doubled FP4 values with an E8M0 exponent: 2^(exponent - 127) / 2.
@@ -45,11 +54,16 @@ struct QuantizedLayout {
 
     QuantizedLayout() = default;
     explicit QuantizedLayout(const PackedMatrix& matrix)
-        : format(matrix.is_mxfp4    ? NumberFormat::kMxfp4
-                 : matrix.bits == 4 ? NumberFormat::kInt4
-                                    : NumberFormat::kInt8),
-          scale_type(matrix.scale_type), bits(matrix.bits), num_rows(matrix.num_rows),
-          num_columns(matrix.num_columns), group_size(matrix.group_size) {}
+        : format(format_of(matrix)), scale_type(matrix.scale_type), bits(matrix.bits),
+          num_rows(matrix.num_rows), num_columns(matrix.num_columns),
+          group_size(matrix.group_size) {}
+
+    static NumberFormat format_of(const PackedMatrix& matrix) {
+        if (matrix.is_mxfp4) return NumberFormat::kMxfp4;
+        if (matrix.has_offsets)
+            return matrix.bits == 4 ? NumberFormat::kInt4Offsets : NumberFormat::kInt8Offsets;
+        return matrix.bits == 4 ? NumberFormat::kInt4 : NumberFormat::kInt8;
+    }
 
     std::int64_t num_groups() const { return (num_columns + group_size - 1) / group_size; }
     std::int64_t padded_group() const { return (group_size + 7) / 8 * 8; }

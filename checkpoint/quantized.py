@@ -1,0 +1,156 @@
+"""A quantized matrix as the kernels pack it: numbers of 4 or 8 bits, scaled by group."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MXFP4_GROUP = 32
+FP4_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FP4_VALUES = torch.tensor((*FP4_MAGNITUDES, *(-value for value in FP4_MAGNITUDES)))  # by code
+CHUNK_NUMBERS = 1 << 19  # intermediates of that many numbers stay in the CPU caches
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """Quantized matrix: (numbers - zeros) * scales, with scale and zero point per row and group.
+
+    With offsets it is numbers * scales + offsets, and `zeros` has no columns. Numbers of MXFP4 are
+    codes of 4-bit floats: FP4_VALUES[numbers] * scales. Their scales are powers of two, and `zeros`
+    has no columns either.
+    """
+
+    numbers: Tensor  # uint8 [rows, columns]
+    scales: Tensor  # [rows, groups]: float32, bfloat16 or float16; float32 for MXFP4
+    zeros: Tensor  # uint8 [rows, groups]: zero points
+    bits: int  # per number: 4 or 8
+    group: int  # group size in columns: all columns, or a multiple of eight
+    dtype: torch.dtype  # for activations
+    order: Tensor | None = None  # activation column of each of these columns (GPTQ act-order)
+    is_mxfp4: bool = False
+    offsets: Tensor | None = None  # [rows, groups], in the dtype of the scales
+
+    @property
+    def format(self) -> tuple[object, ...]:
+        """Return what matrices must have in common to be stacked."""
+        has_offsets = self.offsets is not None
+        return self.bits, self.group, self.scales.dtype, self.is_mxfp4, has_offsets
+
+    def on(self, device: torch.device) -> Quantized:
+        return self._with(lambda tensor: tensor.to(device), "order")
+
+    def rows(self, rows: Tensor) -> Quantized:
+        """Return these rows of the matrix."""
+        return self._with(lambda tensor: tensor[rows])
+
+    def with_half_scales(self) -> Quantized:
+        """Return the matrix with scales and offsets of 16 bits, off by at most a 2048th."""
+        if self.is_mxfp4 or self.scales.dtype != torch.float32:
+            return self
+        offsets = None if self.offsets is None else self.offsets.half()
+        return replace(self, scales=self.scales.half(), offsets=offsets)
+
+    def dequantize(self) -> Tensor:
+        """Return the dequantized matrix, rounded to `dtype`."""
+        restored = torch.empty_like(self.numbers, dtype=self.dtype)
+        for rows in row_chunks(self.numbers):
+            scaled = self._unscaled(rows) * self._by_column(self.scales[rows].float())
+            if self.offsets is not None:
+                scaled += self._by_column(self.offsets[rows].float())
+            restored[rows] = scaled
+        if self.order is None:
+            return restored
+        return restored[:, self.order.argsort()]
+
+    def _with(self, change: Callable[[Tensor], Tensor], *others: str) -> Quantized:
+        """Return a matrix whose tensors are changed, `others` among them."""
+        names = ("numbers", "scales", "zeros", "offsets", *others)
+        found: dict[str, Any] = {name: getattr(self, name) for name in names}
+        changed: dict[str, Any] = {
+            name: change(each) for name, each in found.items() if each is not None
+        }
+        return replace(self, **changed)
+
+    def _unscaled(self, rows: slice) -> Tensor:
+        numbers = self.numbers[rows]
+        if self.is_mxfp4:
+            return FP4_VALUES.to(numbers.device)[numbers.int()]
+        if self.offsets is not None:
+            return numbers.float()
+        return numbers.float() - self._by_column(self.zeros[rows].float())
+
+    def _by_column(self, by_group: Tensor) -> Tensor:
+        return by_group.repeat_interleave(self.group, dim=1)[:, : self.numbers.shape[1]]
+
+
+def in_one_format(parts: Sequence[Quantized]) -> list[Quantized]:
+    """Return matrices in one format that is exact for all of them, but for float32 rounding."""
+    if len({part.format for part in parts}) == 1:
+        return list(parts)
+    plain = [_without_codes(part) for part in parts]
+    bits, group = max(part.bits for part in plain), math.gcd(*(part.group for part in plain))
+    has_offsets = any(part.offsets is not None for part in plain)
+    return [_refined(part, bits, group, has_offsets=has_offsets) for part in plain]
+
+
+def _without_codes(matrix: Quantized) -> Quantized:
+    """Return MXFP4 as integers: twice the values are whole numbers from -12 to 12."""
+    if not matrix.is_mxfp4:
+        return matrix
+    values = FP4_VALUES.mul(2).add(12).to(torch.uint8)
+    return replace(
+        matrix,
+        numbers=values[matrix.numbers.int()],
+        scales=matrix.scales / 2,
+        zeros=torch.full(matrix.scales.shape, 12, dtype=torch.uint8),
+        bits=8,
+        is_mxfp4=False,
+    )
+
+
+def _refined(matrix: Quantized, bits: int, group: int, *, has_offsets: bool) -> Quantized:
+    """Return a matrix in a format with more bits, smaller groups or offsets."""
+    times = matrix.group // group
+    scales = matrix.scales.float().repeat_interleave(times, dim=1)
+    zeros = matrix.zeros.repeat_interleave(times, dim=1)
+    offsets = None
+    if has_offsets:
+        if matrix.offsets is None:
+            offsets = -(zeros.float() * scales)
+        else:
+            offsets = matrix.offsets.float().repeat_interleave(times, dim=1)
+        zeros = zeros[:, :0]
+    return replace(matrix, scales=scales, zeros=zeros, bits=bits, group=group, offsets=offsets)
+
+
+def stacked(parts: Sequence[Quantized]) -> Quantized:
+    """Concatenate matrices by row. All must have the same format and column order."""
+    offsets = [part.offsets for part in parts if part.offsets is not None]
+    return replace(
+        parts[0],
+        numbers=torch.cat([part.numbers for part in parts]),
+        scales=torch.cat([part.scales for part in parts]),
+        zeros=torch.cat([part.zeros for part in parts]),
+        offsets=torch.cat(offsets) if offsets else None,
+    )
+
+
+def have_same_order(parts: Sequence[Quantized]) -> bool:
+    """Return whether all parts have the same column order, so that they can be stacked."""
+    first = parts[0].order
+    if first is None:
+        return all(part.order is None for part in parts)
+    return all(part.order is not None and torch.equal(part.order, first) for part in parts)
+
+
+def row_chunks(matrix: Tensor) -> Iterator[slice]:
+    """Split the rows of a matrix into chunks of about CHUNK_NUMBERS."""
+    num_rows, num_columns = matrix.shape
+    step = max(1, CHUNK_NUMBERS // max(1, num_columns))
+    for first in range(0, num_rows, step):
+        yield slice(first, min(first + step, num_rows))
