@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from baton.checkpoint.quantized import Quantized
     from baton.checkpoint.tokenizer import Tokenizer
 
 Shape = tuple[int, ...]
@@ -57,6 +58,14 @@ class Tensors(Protocol):
         ...
 
     def copy_into(self, name: str, destination: Tensor) -> None: ...
+
+    def quantized(self, name: str, index: int | None = None) -> Sequence[Quantized] | None:
+        """Return a matrix, or one element of a tensor's first dimension, as the file quantizes it.
+
+        Parts follow each other by row, and may have different formats. None: `tensor` and `part`
+        return all that is stored.
+        """
+        ...
 
     def digest(self) -> str:
         """Hash names, shapes, dtypes and all bytes of all tensors, however files divide them."""

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+from glob import escape
 from pathlib import Path
 
 from baton.checkpoint.checkpoint import Checkpoint
+from baton.checkpoint.gguf.file_choice import choose_files
+from baton.checkpoint.gguf.gguf_checkpoint import GgufCheckpoint
+from baton.checkpoint.gguf.gguf_file import is_later_part, list_parts
 from baton.checkpoint.model_files import INDEX, SINGLE, read_shard_names
 from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.core.errors import ModelError
@@ -14,39 +18,39 @@ from baton.core.errors import ModelError
 # Weights in other formats are not downloaded.
 WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 GGUF_MAGIC = b"GGUF"
-NO_GGUF = (
-    "GGUF is not supported yet. Use the folder or hub name of the original model, which has "
-    "config.json and *.safetensors; --quantize int8 or int4 makes its weights as small"
-)
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")  # and a quantization of GGUF
 
 
 def open_checkpoint(model: str, *, offline: bool = False) -> Checkpoint:
     """Return the checkpoint of a path or a name of the hub, which is downloaded if needed."""
-    return SafetensorsFolder(resolve_model_folder(model, offline=offline))
+    path = resolve_model(model, offline=offline)
+    return SafetensorsFolder(path) if path.is_dir() else GgufCheckpoint(path)
 
 
-def resolve_model_folder(model: str, *, offline: bool = False, cache: Path | None = None) -> Path:
-    """Return the path of a local folder or of a snapshot in the Hugging Face cache.
+def resolve_model(model: str, *, offline: bool = False, cache: Path | None = None) -> Path:
+    """Return a model's folder, or its GGUF file: local ones, or those in the Hugging Face cache.
 
     Downloads the model into the cache if needed, unless `offline`. `cache` defaults to
     huggingface_hub's own.
     """
-    folder = Path(model).expanduser()
-    if _is_gguf(folder):
-        raise ModelError(f"{model}: {NO_GGUF}")
-    if folder.is_dir():
-        return folder
-    if folder.is_file():
-        raise ModelError(f"{model} is a file; name its folder: {folder.absolute().parent}")
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _gguf_of(path) or path
+    if path.is_file():
+        if _is_gguf(path):
+            return path
+        raise ModelError(f"{model} is a file; name its folder: {path.absolute().parent}")
     if not HUB_NAME.fullmatch(model):
-        raise ModelError(f"{model} is neither a folder on this machine nor a model name of the hub")
-    cached = _find_cached(model, cache)
+        raise ModelError(
+            f"{model} is neither a folder or GGUF file on this machine nor a model name of the hub"
+        )
+    name, _, quantization = model.partition(":")
+    cached = _find_cached(name, quantization, cache)
     if cached is not None:
         return cached
     if offline:
         raise ModelError(f"{_not_found(model)}; no download was tried (offline)")
-    return _download(model, cache)
+    return _download(name, quantization, cache)
 
 
 def served_name(model: str) -> str:
@@ -54,45 +58,58 @@ def served_name(model: str) -> str:
 
     It is the last name of a folder's path, or the name of the hub.
     """
-    folder = Path(model).expanduser()
-    return os.path.basename(os.path.abspath(folder)) if folder.is_dir() else model
+    path = Path(model).expanduser()
+    return os.path.basename(os.path.abspath(path)) if path.exists() else model
 
 
 def model_root(model: str) -> str:
-    """Return where the model comes from: the absolute path of a folder, or the name of the hub."""
-    folder = Path(model).expanduser()
-    return os.path.abspath(folder) if folder.is_dir() else model
+    """Return where the model comes from: an absolute path, or the name of the hub."""
+    path = Path(model).expanduser()
+    return os.path.abspath(path) if path.exists() else model
 
 
 def _is_gguf(path: Path) -> bool:
-    """Return whether this is a GGUF file, a folder of such files alone, or named like one."""
-    if path.is_dir():
-        return any(path.glob("*.gguf")) and not any(path.glob("*.safetensors"))
+    """Return whether a file is named or begins like GGUF. Ollama names files by their digest."""
     if path.suffix.lower() == ".gguf":
         return True
-    if not path.is_file():
-        return False
     with path.open("rb") as file:
         return file.read(len(GGUF_MAGIC)) == GGUF_MAGIC
+
+
+def _gguf_of(folder: Path) -> Path | None:
+    """Return the GGUF file of a folder that has no other weights, the first of its parts."""
+    if any(folder.glob("*.safetensors")):
+        return None
+    files = sorted(path for path in folder.glob("*.gguf") if not is_later_part(path))
+    if len(files) > 1:
+        raise ModelError(
+            f"{folder} has {len(files)} models: name one of {', '.join(map(str, files))}"
+        )
+    return files[0] if files else None
 
 
 # huggingface_hub is imported on use: the import is slow, and local folders do not need it.
 
 
-def _find_cached(model: str, cache: Path | None) -> Path | None:
+def _find_cached(name: str, quantization: str, cache: Path | None) -> Path | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        found = snapshot_download(
-            model,
-            cache_dir=cache,
-            allow_patterns=list(WANTED_FILES),
-            local_files_only=True,
-        )
+        found = Path(snapshot_download(name, cache_dir=cache, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError):
         return None
-    return Path(found) if _is_complete(Path(found)) else None
+    if not quantization and _is_complete(found):
+        return found
+    try:
+        files = choose_files(name, _list_files(found), quantization)
+        return list_parts(found / files[0])[0]
+    except ModelError:
+        return None  # another quantization, or a part of this one
+
+
+def _list_files(folder: Path) -> list[str]:
+    return [path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf")]
 
 
 def _is_complete(snapshot: Path) -> bool:
@@ -102,20 +119,22 @@ def _is_complete(snapshot: Path) -> bool:
     return all((snapshot / name).exists() for name in ("config.json", *weights))
 
 
-def _download(model: str, cache: Path | None) -> Path:
-    from huggingface_hub import snapshot_download
+def _download(name: str, quantization: str, cache: Path | None) -> Path:
+    from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        found = snapshot_download(model, cache_dir=cache, allow_patterns=list(WANTED_FILES))
+        names = HfApi().list_repo_files(name)
+        is_folder = not quantization and any(each.endswith(".safetensors") for each in names)
+        files = None if is_folder else choose_files(name, names, quantization)
+        wanted = list(WANTED_FILES) if files is None else [escape(file) for file in files]
+        found = Path(snapshot_download(name, cache_dir=cache, allow_patterns=wanted))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = next(iter(str(error).strip().splitlines()), repr(error))
-        raise ModelError(f"{_not_found(model)}; the download failed: {reason}") from error
-    return Path(found)
+        raise ModelError(f"{_not_found(name)}; the download failed: {reason}") from error
+    return found if files is None else found / files[0]
 
 
 def _not_found(model: str) -> str:
-    if model.lower().endswith("gguf"):
-        return f"{model}: {NO_GGUF}"
     folder = Path(model).expanduser().absolute()
     return f"no folder {folder}, and no model {model!r} in the Hugging Face cache"

@@ -83,6 +83,9 @@ class WeightFiles:
     def copy_into(self, name: str, destination: Tensor) -> None:
         destination.copy_(self.tensor(name))
 
+    def quantized(self, name: str, index: int | None = None) -> None:
+        """Return nothing: the parts of a quantized matrix are tensors of their own."""
+
     def digest(self) -> str:
         """Hash all tensors. Raises ModelError if a file has changed since it was opened."""
         digest = hashlib.sha256()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from baton.checkpoint.hub import resolve_model_folder
+from baton.checkpoint.hub import resolve_model
 from baton.checkpoint.tokenizer_files import load_tokenizer
 from baton.core.errors import InvalidConfig, InvalidRequest, ModelError
 from baton.engine.runner.load import RunnerConfig, load_runner
@@ -78,7 +78,7 @@ def test_an_index_in_the_cache_of_the_hub_cannot_name_other_files(tmp_path: Path
     (refs / "main").write_text("1234")
 
     with pytest.raises(ModelError, match="'/etc/passwd' is not the name"):
-        resolve_model_folder("maker/model", offline=True, cache=tmp_path)
+        resolve_model("maker/model", offline=True, cache=tmp_path)
 
 
 @pytest.mark.parametrize("name", JSON_FILES)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from baton.checkpoint.checkpoint import Shape, Tensors
-from baton.checkpoint.quantized import Quantized, have_same_order, stacked
+from baton.checkpoint.quantized import Quantized, have_same_order, in_one_format, stacked
 from baton.core.errors import ModelError
 from baton.engine.runner.families.family import ExpertNames
 from baton.engine.runner.host_memory import HeapTrimmer
@@ -173,6 +173,9 @@ class TensorLoader:
             parts = (self._files.part(f"{name}_{part}", expert) for part in ("blocks", "scales"))
             blocks, scales = (_join_halves(part) if is_interleaved else part for part in parts)
             return read_mxfp4(blocks, scales, self._target.dtype).on(self._target.device)
+        quantized = self._files.quantized(stored, expert)
+        if quantized is not None and not (names.is_transposed or is_interleaved):
+            return self._join(quantized)
         part = self._files.part(stored, expert)
         matrix = part.T if names.is_transposed else part
         matrix = _join_halves(matrix) if is_interleaved else matrix
@@ -213,10 +216,30 @@ class TensorLoader:
     def _matrix(self, names: Sequence[str], quantize: Quantize | None) -> Tensor | Quantized:
         if any(map(self._integer_format, names)):
             return self._load_packed(names)
+        stored = self._stored_quantized(names)
+        if stored is not None:
+            return stored
         matrix = self._mapped(names, quantize)
         if matrix is None:
             matrix = self._stacked([f"{name}.weight" for name in names])
         return matrix if quantize is None else quantize(matrix)
+
+    def _stored_quantized(self, names: Sequence[str]) -> Tensor | Quantized | None:
+        """Return a matrix in the formats of its file, or None if a part of it is not quantized."""
+        found = [self._files.quantized(f"{name}.weight") for name in names]
+        parts = [part for parts in found for part in parts or ()]
+        if not all(found):
+            return None
+        matrix = self._join(parts)
+        self._count(matrix.numbers.numel() if isinstance(matrix, Quantized) else matrix.numel())
+        return matrix
+
+    def _join(self, parts: Sequence[Quantized]) -> Tensor | Quantized:
+        """Join parts by row, in one format where their formats differ."""
+        placed = [replace(part, dtype=self._target.dtype).on(self._target.device) for part in parts]
+        if self._target.parts.ops.copies_weights:
+            return stacked([part.with_half_scales() for part in in_one_format(placed)])
+        return torch.cat([part.dequantize() for part in placed])
 
     def _mapped(self, names: Sequence[str], quantize: Quantize | None) -> Tensor | None:
         """Return a matrix without copying it, or None where it needs a copy."""

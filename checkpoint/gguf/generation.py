@@ -1,0 +1,65 @@
+"""Defaults of generation in GGUF metadata: tokens that end an answer, sampling parameters."""
+
+from __future__ import annotations
+
+from baton.checkpoint.checkpoint import GenerationDefaults
+from baton.checkpoint.gguf.gguf_file import GgufFile
+from baton.core.errors import InvalidRequest, ModelError
+from baton.core.sampling import SamplingDefaults
+
+# Names of tokens that end a turn, in models whose metadata names only another EOS token.
+ENDS_OF_TURN = frozenset(
+    {
+        "<|im_end|>",
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|end|>",
+        "<|eot|>",
+        "<end_of_turn>",
+        "<|endoftext|>",
+        "<|return|>",
+        "<|call|>",
+        "<|end_of_text|>",
+        "<EOT>",
+        "<|end_of_sentence|>",
+    }
+)
+CONTROL = 3
+IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+SAMPLING = "general.sampling"
+
+
+def read_generation_defaults(file: GgufFile) -> GenerationDefaults:
+    defaults = SamplingDefaults(
+        temperature=_number(file, "temp"),
+        top_p=_number(file, "top_p"),
+        top_k=file.get(f"{SAMPLING}.top_k", int, 0) or None,
+        min_p=_number(file, "min_p"),
+        repetition_penalty=_number(file, "penalty_repeat"),
+    )
+    try:
+        defaults.params()
+    except InvalidRequest as error:
+        raise ModelError(f"{file.path}: {SAMPLING}: {error}") from error
+    return GenerationDefaults(_eos_ids(file), defaults)
+
+
+def _number(file: GgufFile, name: str) -> float | None:
+    full = f"{SAMPLING}.{name}"
+    return file.require(full, float) if file.has(full) else None
+
+
+def _eos_ids(file: GgufFile) -> tuple[int, ...]:
+    tokens = file.list_of("tokenizer.ggml.tokens", str)
+    names = [f"tokenizer.ggml.{name}" for name in IDS]
+    found = [file.require(name, int) for name in names if file.has(name)]
+    for name, token_id in zip(names, found, strict=False):
+        if token_id >= len(tokens):
+            raise file.wrong(name, f"must be below {len(tokens)}, the number of tokens")
+    types = file.list_of("tokenizer.ggml.token_type", int)
+    ends = (
+        token_id
+        for token_id, (name, kind) in enumerate(zip(tokens, types, strict=False))
+        if kind == CONTROL and name in ENDS_OF_TURN
+    )
+    return tuple(dict.fromkeys((*found, *ends)))

@@ -1,0 +1,54 @@
+"""GGUF file: configuration, tokenizer and weights in one. Imports torch only for tensors."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from baton.checkpoint.checkpoint import GenerationDefaults, Tensors
+from baton.checkpoint.gguf.architectures import read_config, read_tensors
+from baton.checkpoint.gguf.gguf_file import GgufFile
+from baton.checkpoint.json_fields import JsonFields
+
+if TYPE_CHECKING:
+    from baton.checkpoint.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class GgufCheckpoint:
+    """Implements `Checkpoint`."""
+
+    path: Path
+
+    def read_config(self) -> JsonFields:
+        return read_config(self._file)
+
+    def read_generation_defaults(self) -> GenerationDefaults:
+        from baton.checkpoint.gguf.generation import read_generation_defaults
+
+        return read_generation_defaults(self._file)
+
+    def load_tokenizer(self) -> Tokenizer:
+        from baton.checkpoint.gguf.gguf_tokenizer import load_tokenizer  # nodes do not need jinja
+
+        return load_tokenizer(self._file)
+
+    def read_tokenizer_json(self) -> str:
+        from baton.checkpoint.gguf.gguf_tokenizer import tokenizer_json
+
+        return tokenizer_json(self._file)
+
+    def open_tensors(self) -> AbstractContextManager[Tensors]:
+        from baton.checkpoint.gguf.gguf_tensors import GgufTensors  # imports torch
+
+        return GgufTensors(self._file, read_tensors(self._file))
+
+    def num_weight_bytes(self) -> int:
+        return self._file.num_bytes
+
+    @cached_property
+    def _file(self) -> GgufFile:
+        return GgufFile.read(self.path)

@@ -1,0 +1,45 @@
+"""Every type of GGUF tensors, dequantized: the same bits as by llama.cpp's own package."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from baton.checkpoint.gguf.blocks import DECODERS, decode_blocks
+from baton.checkpoint.gguf.types import BLOCK_TYPES, BlockType
+
+QUANTIZED = [kind for kind in BLOCK_TYPES.values() if not kind.is_plain]
+ROWS = 24
+
+
+@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: kind.name)
+def test_random_blocks_have_the_bits_of_the_reference(kind: BlockType) -> None:
+    drawn = np.random.default_rng(3)
+    rows = drawn.integers(0, 256, (ROWS, 6 * kind.num_bytes), dtype=np.uint8)
+    if kind.name == "MXFP4":
+        rows[rows == 255] = 254  # as an exponent it means NaN, which llama.cpp ignores
+    with np.errstate(all="ignore"):  # some random scales are infinite or NaN
+        expected = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind.name])
+
+    found = decode_blocks(kind, torch.tensor(rows)).dequantize().numpy()
+
+    is_nan = np.isnan(expected)
+    assert (~is_nan).sum() > 0
+    assert np.array_equal(np.isnan(found), is_nan)
+    # MXFP4 has a negative zero, which llama.cpp makes positive: adding zero does, too.
+    bits, expected_bits = ((each[~is_nan] + 0.0).view("u4") for each in (found, expected))
+    assert np.array_equal(bits, expected_bits)
+
+
+def test_every_quantized_type_has_a_decoder() -> None:
+    assert {kind.name for kind in QUANTIZED} == DECODERS.keys()
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES.values(), ids=lambda kind: kind.name)
+def test_sizes_of_blocks_are_those_of_the_reference(kind: BlockType) -> None:
+    name = gguf.GGMLQuantizationType[kind.name]
+
+    assert gguf.GGML_QUANT_SIZES[name] == (kind.numbers, kind.num_bytes)
+    assert BLOCK_TYPES[name.value] == kind

@@ -1,0 +1,218 @@
+"""GGUF files of small model folders, written with llama.cpp's own `gguf` package."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+Config = Mapping[str, Any]
+# Architecture in GGUF, by that of config.json.
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3moe",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
+    "Phi3ForCausalLM": "phi3",
+    "MistralForCausalLM": "llama",
+    "MixtralForCausalLM": "llama",
+    "GraniteForCausalLM": "granite",
+    "SmolLM3ForCausalLM": "smollm3",
+    "Olmo2ForCausalLM": "olmo2",
+    "Olmo3ForCausalLM": "olmo2",
+    "OlmoeForCausalLM": "olmoe",
+    "SeedOssForCausalLM": "seed_oss",
+    "Glm4ForCausalLM": "glm4",
+    "Qwen2MoeForCausalLM": "qwen2moe",
+}
+PAIRED = ("llama", "granite", "smollm3")  # llama.cpp stores the rows of rotated heads in pairs
+OFFSET_NORMS = ("gemma2", "gemma3")
+NORMAL, UNKNOWN, CONTROL = 1, 2, 3
+EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A file, and its tensors as it stores them: under names of the hub, dequantized."""
+
+    path: Path
+    tensors: Mapping[str, Tensor]
+
+
+def write_gguf(folder: Path, path: Path, kind: str = "F32") -> Written:
+    """Write a folder as one file, its matrices in `kind`."""
+    config = json.loads((folder / "config.json").read_text())
+    name = ARCHITECTURES[config["architectures"][0]]
+    writer = gguf.GGUFWriter(path, name)
+    _write_config(writer, name, config)
+    _write_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()))
+    stored: dict[str, Tensor] = {}
+    names = gguf.get_tensor_name_map(_arch(name), config["num_hidden_layers"])
+    for hub_name, tensor in sorted(_with_stacked_experts(_tensors(folder)).items()):
+        target = names.get_name(hub_name, (".weight", ".bias"))
+        if target is None:
+            raise ValueError(f"gguf has no name for {hub_name}")
+        numbers = _as_stored(name, config, hub_name, tensor.float()).numpy()
+        if hub_name.endswith("shared_expert_gate.weight"):
+            numbers = numbers[0]
+        stored_as = _kind(kind if numbers.shape[-1] % 32 == 0 else "F16")
+        if numbers.ndim < 2:
+            writer.add_tensor(target, numbers)
+            back = numbers
+        else:
+            quantized = gguf.quants.quantize(numbers, stored_as)
+            writer.add_tensor(target, quantized, raw_dtype=stored_as)
+            back = gguf.quants.dequantize(quantized, stored_as)
+        stored |= _by_expert(
+            hub_name, _as_stored(name, config, hub_name, torch.tensor(back), reverse=True)
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return Written(path, stored)
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+def _with_stacked_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the matrices of all experts of a layer as one, as llama.cpp stores them."""
+    found: dict[str, list[Tensor]] = {}
+    for name in sorted(tensors, key=lambda each: (len(each), each)):
+        found.setdefault(EXPERT.sub(".experts.", name), []).append(tensors[name])
+    return {
+        name: torch.stack(parts) if ".experts." in name else parts[0]
+        for name, parts in found.items()
+    }
+
+
+def _by_expert(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    if ".experts." not in name:
+        is_row = name.endswith("shared_expert_gate.weight")
+        return {name: tensor[None] if is_row else tensor}
+    return {
+        name.replace(".experts.", f".experts.{expert}."): part for expert, part in enumerate(tensor)
+    }
+
+
+def _as_stored(
+    name: str, config: Config, hub_name: str, tensor: Tensor, *, reverse: bool = False
+) -> Tensor:
+    """Return a tensor as llama.cpp stores it, or the reverse."""
+    if name in OFFSET_NORMS and hub_name.endswith("norm.weight"):
+        return tensor - 1 if reverse else tensor + 1
+    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+    for part, count in heads.items():
+        if name in PAIRED and f"{part}." in hub_name:
+            shape = (config[count], -1, 2) if reverse else (config[count], 2, -1)
+            by_head = tensor.unflatten(0, shape)
+            joined: Tensor = by_head.transpose(1, 2).flatten(0, 2).contiguous()
+            return joined
+    return tensor
+
+
+def _write_config(writer: gguf.GGUFWriter, name: str, config: Config) -> None:
+    heads = config["num_attention_heads"]
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_vocab_size(config["vocab_size"])
+    _write_rope(writer, config, head_dim)
+    for field, add in _optional(writer):
+        if config.get(field) is not None:
+            add(config[field])
+
+
+def _write_rope(writer: gguf.GGUFWriter, config: Config, head_dim: int) -> None:
+    rope = config["rope_parameters"]
+    rope = rope.get("full_attention", rope)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1))
+    writer.add_rope_dimension_count(int(head_dim * share))
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if "original_max_position_embeddings" in rope:
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope["rope_type"] == "llama3":
+        writer.add_tensor("rope_freqs.weight", _llama3_factors(rope, head_dim))
+
+
+def _llama3_factors(rope: Config, head_dim: int) -> np.ndarray:
+    """Return the divisors of the frequencies, as llama.cpp's converter writes them."""
+    places = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    wavelengths = 2 * torch.pi * rope["rope_theta"] ** places
+    low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
+    length = rope["original_max_position_embeddings"]
+    smooth = (length / wavelengths - low) / (high - low)
+    between = 1 / ((1 - smooth) / factor + smooth)
+    factors = torch.where(wavelengths > length / low, torch.tensor(factor), between)
+    return torch.where(wavelengths < length / high, torch.tensor(1.0), factors).numpy()
+
+
+def _optional(writer: gguf.GGUFWriter) -> Iterator[tuple[str, Callable[[Any], None]]]:
+    yield "sliding_window", writer.add_sliding_window
+    yield (
+        "layer_types",
+        lambda types: writer.add_sliding_window_pattern(
+            [each == "sliding_attention" for each in types]
+        ),
+    )
+    yield "attn_logit_softcapping", writer.add_attn_logit_softcapping
+    yield "final_logit_softcapping", writer.add_final_logit_softcapping
+    yield "num_experts", writer.add_expert_count
+    yield "num_local_experts", writer.add_expert_count
+    yield "moe_intermediate_size", writer.add_expert_feed_forward_length
+    yield "shared_expert_intermediate_size", writer.add_expert_shared_feed_forward_length
+    yield "attention_multiplier", writer.add_attention_scale
+    yield "embedding_multiplier", writer.add_embedding_scale
+    yield "residual_multiplier", writer.add_residual_scale
+    yield "logits_scaling", writer.add_logit_scale
+    yield "num_experts_per_tok", writer.add_expert_used_count
+
+
+def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: Config) -> None:
+    """Write a byte-level BPE."""
+    vocabulary = tokenizer["model"]["vocab"]
+    added = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
+    by_id = {token_id: token for token, token_id in vocabulary.items()} | added
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([by_id[token_id] for token_id in sorted(by_id)])
+    writer.add_token_types([CONTROL if i in added else NORMAL for i in sorted(by_id)])
+    merges = tokenizer["model"]["merges"]
+    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_add_bos_token(False)
+
+
+def _arch(name: str) -> gguf.MODEL_ARCH:
+    return next(arch for arch, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
+
+
+def _kind(name: str) -> gguf.GGMLQuantizationType:
+    return gguf.GGMLQuantizationType[name]
