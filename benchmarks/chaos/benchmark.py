@@ -19,7 +19,7 @@ from benchmarks.chaos.faults import Fault, Script, TargetRole, faults
 from benchmarks.chaos.hostile.latencies import BystanderLatencies, bystander_latencies
 from benchmarks.chaos.hostile.processes import HostileProcesses
 from benchmarks.chaos.hostile.requests import Attack
-from benchmarks.chaos.injection import FaultInjector
+from benchmarks.chaos.injection import MAX_DELAY_S, FaultInjector
 from benchmarks.chaos.leaks import grown, held, memory_growth, num_links
 from benchmarks.chaos.load import AnswerOutcome, ChaosLoad
 from benchmarks.chaos.report import Attempts, Report, report
@@ -124,8 +124,12 @@ class ChaosRun:
         duration_s: float,
         stop: asyncio.Event,
         on_progress: OnProgress = ignore_progress,
+        max_delay_s: float = MAX_DELAY_S,
     ) -> Report:
-        """Run the faults, once. It ends when all victims have recovered, if after `duration_s`."""
+        """Run the faults, once. It ends when all victims have recovered, if after `duration_s`.
+
+        Faults that others delay by more than `max_delay_s` are left out.
+        """
         load_end = asyncio.Event()
         self._began_s = time.monotonic()
         start_rss, middle_rss = self._cluster.rss(), self._cluster.rss()
@@ -146,7 +150,7 @@ class ChaosRun:
             load = group.create_task(self.load.run(self._num_clients, load_end))
             progress = group.create_task(self._report_progress(on_progress))
             sampling = group.create_task(sample_middle())
-            await self._injector.play(faults, duration_s, stop)
+            await self._injector.play(faults, duration_s, stop, max_delay_s)
             load_end.set()
             await load
             progress.cancel()

@@ -69,17 +69,23 @@ class FaultInjector:
         self._began_s = 0.0
         self.injected: list[InjectedFault] = []
 
-    async def play(self, faults: Sequence[Fault], duration_s: float, stop: asyncio.Event) -> None:
+    async def play(
+        self,
+        faults: Sequence[Fault],
+        duration_s: float,
+        stop: asyncio.Event,
+        max_delay_s: float = MAX_DELAY_S,
+    ) -> None:
         """Inject the faults at their times; return when all victims have recovered.
 
-        Faults that second turns delay by more than `MAX_DELAY_S` are left out.
+        Faults that second turns delay by more than `max_delay_s` are left out.
         """
         self._began_s = time.monotonic()
         async with asyncio.TaskGroup() as recoveries:
             for fault in faults:
                 if not await self._wait_until(fault.at_s, stop):
                     return
-                if time.monotonic() - self._began_s > fault.at_s + MAX_DELAY_S:
+                if time.monotonic() - self._began_s > fault.at_s + max_delay_s:
                     continue
                 await self._load.reached(fault.phase, PHASE_PATIENCE_S)
                 victim = self._victim(fault)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -102,7 +103,9 @@ async def paced(chaos: ChaosRun, faults: Sequence[Fault], pause_s: float) -> Rep
         if progress.num_injected:
             chaos.load.pause_s = pause_s
 
-    return await chaos.run(faults, faults[-1].at_s, asyncio.Event(), slow_down)
+    return await chaos.run(
+        faults, faults[-1].at_s, asyncio.Event(), slow_down, max_delay_s=math.inf
+    )
 
 
 @pytest.fixture(scope="module")
