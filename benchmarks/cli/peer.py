@@ -18,12 +18,16 @@ from benchmarks.partial_results import report_on_exit
 
 
 def peer(
-    model: Annotated[str, typer.Option(help="Model folder, used by all engines.")],
+    model: Annotated[str, typer.Option(help="Model folder or GGUF file, used by all engines.")],
     vllm_venv: Annotated[
         Path | None, typer.Option(help="Virtual environment with vLLM for the CPU.")
     ] = None,
     llamacpp_venv: Annotated[
         Path | None, typer.Option(help="Virtual environment with llama-cpp-python, gguf and torch.")
+    ] = None,
+    openvino_venv: Annotated[
+        Path | None,
+        typer.Option(help="Virtual environment with openvino-genai, for GGUF files."),
     ] = None,
     threads: Threads = 2,
     quantize: Quantize = "none",
@@ -42,14 +46,15 @@ def peer(
     """Compare Baton with other engines on the same model and load, in tokens per second.
 
     The engines alternate. With --quantize int8, llama.cpp uses its Q8_0, and with int4 its Q4_0;
-    vLLM always uses bfloat16. A peer that cannot run the model is named and left out.
+    vLLM always uses bfloat16. Of a GGUF file, all use the weights that it has. A peer that cannot
+    run the model is named and left out.
     """
     from baton.bench.engine.benchmark import EngineBench
     from baton.cli.options.lists import parse_numbers
     from benchmarks.peers.peer import Comparison, PeerBench, PeerFailed, run
 
-    if vllm_venv is None and llamacpp_venv is None:
-        raise InvalidConfig("no peer: pass --vllm-venv, --llamacpp-venv or both")
+    if not any((vllm_venv, llamacpp_venv, openvino_venv)):
+        raise InvalidConfig("no peer: pass --vllm-venv, --llamacpp-venv or --openvino-venv")
     engine = EngineBench(
         model=model,
         dtype="bfloat16",
@@ -60,7 +65,8 @@ def peer(
         num_decode_steps=steps,
         num_runs=runs,
     )
-    weights = _llamacpp_weights(llamacpp_weights, quantize)
+    is_file = Path(model).is_file()
+    weights = "those of the file" if is_file else _llamacpp_weights(llamacpp_weights, quantize)
     compared: list[dict[str, object]] = []
     failed: list[str] = []
 
@@ -86,7 +92,7 @@ def peer(
             failed.append(str(failure))
             status.console.print(f"baton: warning: {failure}")
 
-        bench = PeerBench(engine, vllm_venv, llamacpp_venv, Path(scratch), weights)
+        bench = PeerBench(engine, vllm_venv, llamacpp_venv, Path(scratch), weights, openvino_venv)
         run(bench, on_comparison, on_failure)
 
 

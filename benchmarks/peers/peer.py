@@ -38,6 +38,7 @@ class PeerBench:
     llamacpp_venv: Path | None
     scratch: Path  # for logs, and for the copy of the weights for llama.cpp
     llamacpp_weights: str = "bf16"  # or a quantized type of LLAMACPP_WEIGHTS
+    openvino_venv: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +192,8 @@ def _starts(bench: PeerBench) -> Iterator[tuple[str, StartPeer]]:
         yield "vllm", partial(_started, bench.vllm_venv, "vllm_worker.py", settings, environment)
     if bench.llamacpp_venv is not None:
         yield "llamacpp", partial(_started, bench.llamacpp_venv, "llamacpp_worker.py", settings, {})
+    if bench.openvino_venv is not None:
+        yield "openvino", partial(_started, bench.openvino_venv, "openvino_worker.py", settings, {})
 
 
 def _cpus(num_threads: int | None) -> Sequence[int]:

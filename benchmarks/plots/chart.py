@@ -18,8 +18,13 @@ from benchmarks.peers.interference import FigureRow, Figures
 from benchmarks.peers.peer import Comparison
 from benchmarks.plots.interference import draw_gaps
 
-COLOURS = {"baton": "tab:blue", "vllm": "tab:orange", "llamacpp": "tab:grey"}
-NAMES = {"baton": "Baton", "vllm": "vLLM", "llamacpp": "llama.cpp"}
+COLOURS = {
+    "baton": "tab:blue",
+    "vllm": "tab:orange",
+    "llamacpp": "tab:grey",
+    "openvino": "tab:purple",
+}
+NAMES = {"baton": "Baton", "vllm": "vLLM", "llamacpp": "llama.cpp", "openvino": "OpenVINO"}
 SIZES = {"decode": "requests in the batch", "prefill": "tokens of the prompt"}
 BAR_WIDTH = 0.8 / len(NAMES)  # leaves a gap between the groups of sizes
 MIN_SIZES = 4  # minimum room of a panel

@@ -44,15 +44,18 @@ def test_each_setting_is_compared_with_each_peer(tmp_path: Path) -> None:
     venv = environment(tmp_path, ANSWERS)
     compared: list[Comparison] = []
 
-    run(bench(venv, venv, tmp_path), compared.append)
+    run(replace(bench(venv, venv, tmp_path), openvino_venv=venv), compared.append)
 
     assert [(one.peer, one.phase, one.size) for one in compared] == [
         ("vllm", "decode", 1),
         ("llamacpp", "decode", 1),
+        ("openvino", "decode", 1),
         ("vllm", "decode", 2),
         ("llamacpp", "decode", 2),
+        ("openvino", "decode", 2),
         ("vllm", "prefill", 20),
         ("llamacpp", "prefill", 20),
+        ("openvino", "prefill", 20),
     ]
     for one in compared:
         assert one.peer_tokens_per_s == 10

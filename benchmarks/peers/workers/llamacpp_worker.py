@@ -1,7 +1,7 @@
 """llama.cpp process of the benchmark `peer`: runs in the environment of llama-cpp-python.
 
-It supports folders of Qwen3 and Qwen3-MoE with one weight file. The weights are converted to GGUF
-in bf16 once, and llama.cpp quantizes them if so requested.
+It supports GGUF files, and folders of Qwen3 and Qwen3-MoE with one weight file. The weights of a
+folder are converted to GGUF in bf16 once, and llama.cpp quantizes them if so requested.
 """
 
 import json
@@ -139,7 +139,9 @@ class Llama:
 
 
 def gguf_file(settings: dict[str, Any]) -> Path:
-    """Convert the folder if that was not done before; return the file."""
+    """Return the model's file. A folder is converted if that was not done before."""
+    if Path(settings["model"]).is_file():
+        return Path(settings["model"])
     scratch, weights = Path(settings["scratch"]), settings["weights"]
     plain, path = (scratch / f"model-{kind}.gguf" for kind in ("bf16", weights))
     if not plain.exists():

@@ -13,7 +13,12 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from benchmarks.peers.workers.llamacpp_worker import gguf_name, gguf_sources, write_gguf
+from benchmarks.peers.workers.llamacpp_worker import (
+    gguf_file,
+    gguf_name,
+    gguf_sources,
+    write_gguf,
+)
 from tests.support.random_folders import small_folder
 
 BF16 = "BF16"
@@ -52,6 +57,13 @@ def gguf(monkeypatch: pytest.MonkeyPatch) -> None:
     types = SimpleNamespace(BF16=BF16)
     module = SimpleNamespace(GGUFWriter=FakeGgufWriter, GGMLQuantizationType=types)
     monkeypatch.setitem(sys.modules, "gguf", module)
+
+
+def test_a_gguf_file_is_used_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF")
+
+    assert gguf_file({"model": str(path), "scratch": str(tmp_path), "weights": "q4_0"}) == path
 
 
 def test_the_expert_matrices_are_stacked_into_one_tensor_in_order() -> None:
