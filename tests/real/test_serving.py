@@ -18,6 +18,7 @@ from baton.llm import LLM
 from tests.real.conftest import NODE_ARGUMENTS
 from tests.support.nodes import kill_the_writer
 from tests.support.real_prompts import long_text
+from tests.support.scrapes import Scrape
 
 pytestmark = pytest.mark.slow
 QUESTION = [{"role": "user", "content": "What is the capital of France? Answer briefly."}]
@@ -161,9 +162,30 @@ def test_a_prompt_is_loaded_from_files_after_a_restart(model_file: Path, tmp_pat
     assert sum(finish_of(second).served.prompt_tokens_loaded.values()) >= 1000
 
 
-def test_int8_kv_answers_too(model_file: Path) -> None:
-    with LLM(str(model_file), kv_cache_dtype="int8", kv_cache_memory="64MiB", num_threads=1) as llm:
-        prompt = llm.tokenizer.render_chat(QUESTION)
-        [answer] = llm.generate([prompt], SamplingParams(max_tokens=24, temperature=0.0))
+def test_int8_kv_speculation_and_pulls_give_the_tokens_of_one_engine(model_file: Path) -> None:
+    prompt = long_text()
+    sampling = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)
+    int8 = ("--kv-cache-dtype", "int8")
+    options = ClusterOptions(
+        str(model_file),
+        node_arguments=(*NODE_ARGUMENTS, *int8, "--kv-host-memory", "64MiB"),
+        decode_arguments=("--speculative", "ngram:4", "--metrics-port", "0"),
+        router_arguments=("--local-prefill-below", "0"),
+    )
+    with LLM(
+        str(model_file), kv_cache_dtype="int8", kv_cache_memory="128MiB", num_threads=1
+    ) as llm:
+        [alone] = llm.generate([prompt], sampling)
+        turn = [*alone.prompt_token_ids, *alone.token_ids, *alone.prompt_token_ids[:40]]
+        [alone_again] = llm.generate([turn], sampling)
 
-    assert "Paris" in answer.text
+    with LocalCluster(options) as running, Client(running.address, timeout_s=120) as connected:
+        first = connected.generate(prompt, Generation(sampling))
+        second = connected.generate(turn, Generation(sampling))
+        [decode] = [child for child in running.children if "decode" in child.name]
+        metrics = Scrape(decode)
+
+    assert first.token_ids == alone.token_ids
+    assert second.token_ids == alone_again.token_ids
+    assert finish_of(second).served.prompt_tokens_loaded.get("peer", 0) > 0
+    assert metrics.total("baton_tokens_speculated_total", kind="accepted") > 0
