@@ -48,6 +48,23 @@ class Quantized:
         """Return these rows of the matrix."""
         return self._with(lambda tensor: tensor[rows])
 
+    def columns(self, order: Tensor) -> Quantized | None:
+        """Return the matrix with its columns in this order, None if that divides a group."""
+        groups = order.unflatten(0, (-1, self.group)) if len(order) % self.group == 0 else None
+        if groups is None or not torch.equal(groups, groups[:, :1] + torch.arange(self.group)):
+            return None
+        firsts = groups[:, 0] // self.group
+        if not torch.equal(firsts * self.group, groups[:, 0]):
+            return None
+        offsets = None if self.offsets is None else self.offsets[:, firsts]
+        return replace(
+            self,
+            numbers=self.numbers[:, order],
+            scales=self.scales[:, firsts],
+            zeros=self.zeros[:, firsts] if self.zeros.shape[1] else self.zeros,
+            offsets=offsets,
+        )
+
     def with_half_scales(self) -> Quantized:
         """Return the matrix with scales and offsets of 16 bits, off by at most a 2048th."""
         if self.is_mxfp4 or self.scales.dtype != torch.float32:

@@ -9,45 +9,49 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from baton.checkpoint.gguf.family_fields import (
+    biases,
+    deepseek,
+    gemma,
+    gemma3,
+    glm4,
+    glm4_moe,
+    gpt_oss,
+    granite,
+    granite_hybrid,
+    llama4,
+    mistral3,
+    phi3,
+    qkv_bias,
+    qwen3_linear,
+)
 from baton.checkpoint.gguf.gguf_file import GgufFile
 from baton.checkpoint.gguf.hub_tensors import (
     LAYER_NAMES,
-    SANDWICH_NAMES,
+    Change,
     HubTensor,
     NameRules,
+    as_row,
+    flat,
+    groups_from_parts,
+    groups_from_rounds,
+    halves_from_pairs,
     hub_tensors,
+    with_channel,
+)
+from baton.checkpoint.gguf.metadata_fields import (
+    Fields,
+    count_predictors,
+    read_common_fields,
+    read_floats,
+    read_integer,
+    read_integers,
 )
 from baton.checkpoint.json_fields import JsonFields
 from baton.core.errors import ModelError
 
-Fields = dict[str, object]
-# Metadata fields of all architectures, by their names in config.json.
-INTEGERS = {
-    "hidden_size": "embedding_length",
-    "num_hidden_layers": "block_count",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "intermediate_size": "feed_forward_length",
-    "max_position_embeddings": "context_length",
-    "head_dim": "attention.key_length",
-}
-FLOATS = {"rms_norm_eps": "attention.layer_norm_rms_epsilon", "rope_theta": "rope.freq_base"}
-WINDOW = {"sliding_window": "attention.sliding_window"}
-EXPERTS = {
-    "num_experts": "expert_count",
-    "num_experts_per_tok": "expert_used_count",
-    "moe_intermediate_size": "expert_feed_forward_length",
-}
-GRANITE = {
-    "attention_multiplier": "attention.scale",
-    "embedding_multiplier": "embedding_scale",
-    "residual_multiplier": "residual_scale",
-    "logits_scaling": "logit_scale",
-}
-SOFT_CAPS = {
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
-}
+Changes = Mapping[str, Change]
+NO_CHANGES: Changes = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +64,17 @@ class Architecture:
     fixed: Mapping[str, object] = field(default_factory=dict)  # fields that no metadata has
     more: Callable[[GgufFile], Fields] | None = None
     layer_names: Mapping[str, str] = field(default_factory=lambda: LAYER_NAMES)
-    has_paired_heads: bool = False  # see NameRules
-    norm_offset: float = 0.0
+    has_paired_heads: bool = False  # rows of queries and keys in pairs; the hub has two halves
+    norm_offset: float = 0.0  # see NameRules
+    changes: Callable[[GgufFile], Changes] | Changes = field(default_factory=lambda: NO_CHANGES)
 
     def rules(self, file: GgufFile) -> NameRules:
-        paired = {}
+        changes = self.changes(file) if callable(self.changes) else self.changes
         if self.has_paired_heads:
-            counts = _integers(file, INTEGERS)
-            heads = int(str(counts["num_attention_heads"]))
-            paired = {"attn_q": heads, "attn_k": int(str(counts.get("num_key_value_heads", heads)))}
-        return NameRules(self.layer_names, paired, self.norm_offset)
+            changes = {**changes, **_paired_heads(file)}
+        num_layers = read_integer(file, "block_count")
+        ignored = range(num_layers - count_predictors(file), num_layers)
+        return NameRules(self.layer_names, changes, self.norm_offset, ignored)
 
 
 def find_architecture(file: GgufFile) -> Architecture:
@@ -92,13 +97,9 @@ def read_config(file: GgufFile) -> JsonFields:
     fields: Fields = {
         "architectures": [found.hub_name],
         **found.fixed,
-        **_integers(file, {**INTEGERS, **found.integers}),
-        **_floats(file, {**FLOATS, **found.floats}),
-        **_rope_scaling(file),
-        **_window_pattern(file),
-        "vocab_size": _embedding_rows(file),
-        "tie_word_embeddings": "output.weight" not in file.tensors,
-        "dtype": _dtype(file),
+        **read_common_fields(file),
+        **read_integers(file, found.integers),
+        **read_floats(file, found.floats),
     }
     if found.more is not None:
         fields |= found.more(file)
@@ -109,153 +110,226 @@ def read_tensors(file: GgufFile) -> dict[str, HubTensor]:
     return hub_tensors(file, find_architecture(file).rules(file))
 
 
-def _integers(file: GgufFile, names: Mapping[str, str]) -> Fields:
-    found: Fields = {}
-    for hub_name, name in names.items():
-        full = f"{file.architecture}.{name}"
-        if not file.has(full):
-            continue
-        value = file.metadata[full]
-        if isinstance(value, list) and len(set(value)) == 1:
-            value = value[0]  # the same in all layers
-        if type(value) is not int:
-            raise file.wrong(full, "must be a whole number, the same in all layers")
-        found[hub_name] = value
-    return found
+def _paired_heads(file: GgufFile) -> Changes:
+    names = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
+    counts = read_integers(file, names)
+    counts = {"attn_k": counts.get("attn_q", 0), **counts}
+    return {name: Change(halves_from_pairs(int(str(count)))) for name, count in counts.items()}
 
 
-def _floats(file: GgufFile, names: Mapping[str, str]) -> Fields:
-    prefix = file.architecture
+def _delta_changes(file: GgufFile) -> Changes:
+    """Linear attention of Qwen3-Next: the hub has its rows by key head."""
+    groups, inner, key = (
+        read_integer(file, f"ssm.{name}") for name in ("group_count", "inner_size", "state_size")
+    )
+    keys = groups * key
+    rows = groups_from_parts(groups, keys, keys, inner, inner)
+    return {**LINEAR_CHANGES, "attn_qkv": Change(rows)}
+
+
+def _tiled_changes(file: GgufFile) -> Changes:
+    """Linear attention of Qwen3.5: llama.cpp has one value head of each key head, then the next."""
+    groups, heads, key = (
+        read_integer(file, f"ssm.{name}")
+        for name in ("group_count", "time_step_rank", "state_size")
+    )
+    keys = groups * key
+    all_rows, values = (
+        groups_from_rounds(groups, heads),
+        groups_from_rounds(groups, heads, 2 * keys),
+    )
     return {
-        hub_name: file.require(f"{prefix}.{name}", float)
-        for hub_name, name in names.items()
-        if file.has(f"{prefix}.{name}")
+        **LINEAR_CHANGES,
+        "attn_qkv": Change(values),
+        "attn_gate": Change(all_rows),
+        "ssm_alpha": Change(all_rows),
+        "ssm_beta": Change(all_rows),
+        "ssm_conv1d": Change(values, shape=with_channel),
+        "ssm_a": Change(all_rows, is_rate=True),
+        "ssm_dt": Change(all_rows),
+        "ssm_out": Change(columns=all_rows),
     }
 
 
-def _window_pattern(file: GgufFile) -> Fields:
-    """Return which layers have a window, where the file says it."""
-    name = f"{file.architecture}.attention.sliding_window_pattern"
-    pattern = file.metadata.get(name)
-    if type(pattern) is int:
-        return {"sliding_window_pattern": pattern}
-    flags = file.list_of(name, bool)
-    types = ["sliding_attention" if flag else "full_attention" for flag in flags]
-    return {"layer_types": types} if any(flags) else {}
-
-
-def _embedding_rows(file: GgufFile) -> int:
-    if "token_embd.weight" not in file.tensors:
-        raise ModelError(f"{file.path} lacks the tensor 'token_embd.weight'; fetch it again")
-    return file.tensors["token_embd.weight"].shape[0]
-
-
-def _dtype(file: GgufFile) -> str:
-    types = {entry.type.name for entry in file.tensors.values()}
-    return "float32" if types == {"F32"} else "bfloat16"
-
-
-def _rope_scaling(file: GgufFile) -> Fields:
-    """Return how RoPE is scaled. Factors by dimension are tensors of their own."""
-    prefix = f"{file.architecture}.rope.scaling"
-    kind = file.get(f"{prefix}.type", str, "none")
-    factors = [
-        name for name in ("rope_freqs", "rope_factors_long") if f"{name}.weight" in file.tensors
-    ]
-    if factors:
-        return _rope_factors(file, prefix)
-    if kind == "none" or not file.has(f"{prefix}.factor"):
-        return {}
-    if kind not in ("linear", "yarn"):
-        raise file.wrong(f"{prefix}.type", "must be linear, yarn or longrope with its factors")
-    scaling: Fields = {"rope_type": kind, "factor": file.require(f"{prefix}.factor", float)}
-    if file.has(f"{prefix}.original_context_length"):
-        length = file.require(f"{prefix}.original_context_length", int)
-        scaling["original_max_position_embeddings"] = length
-    return {"rope_scaling": scaling}
-
-
-def _rope_factors(file: GgufFile, prefix: str) -> Fields:
-    """Return factors as those of LongRoPE. Llama 3 has the same ones for all lengths."""
-    if "rope_freqs.weight" in file.tensors:
-        factors = file.read_floats("rope_freqs.weight")
-        scaling: Fields = {"short_factor": factors, "long_factor": factors, "attention_factor": 1.0}
-    else:
-        scaling = {
-            "short_factor": file.read_floats("rope_factors_short.weight"),
-            "long_factor": file.read_floats("rope_factors_long.weight"),
-        }
-        if file.has(f"{prefix}.attn_factor"):
-            scaling["attention_factor"] = file.require(f"{prefix}.attn_factor", float)
-    if file.has(f"{prefix}.original_context_length"):
-        length = file.require(f"{prefix}.original_context_length", int)
-        scaling["original_max_position_embeddings"] = length
-    return {"rope_scaling": {"rope_type": "longrope", **scaling}}
-
-
-def _qwen_bias(file: GgufFile) -> Fields:
-    return {"attention_bias": "blk.0.attn_q.bias" in file.tensors}
-
-
-def _gemma(file: GgufFile) -> Fields:
-    """The scale of queries is not in the metadata: in the 27B models alone it is another."""
-    fields = _integers(file, INTEGERS)
-    hidden, heads, layers = (
-        int(str(fields[name]))
-        for name in ("hidden_size", "num_attention_heads", "num_hidden_layers")
-    )
-    is_27b = layers == (46 if file.architecture == "gemma2" else 62)
-    return {"query_pre_attn_scalar": hidden // heads if is_27b else fields["head_dim"]}
-
-
-def _gemma3(file: GgufFile) -> Fields:
-    local = file.get("gemma3.rope.freq_base_swa", float, 10_000.0)
-    return {**_gemma(file), "rope_local_base_freq": local}
-
-
-def _partial_rotation(file: GgufFile) -> Fields:
-    rotated = file.get(f"{file.architecture}.rope.dimension_count", int, 0)
-    fields = _integers(file, INTEGERS)
-    heads, hidden = (int(str(fields[name])) for name in ("num_attention_heads", "hidden_size"))
-    head_dim = int(str(fields.get("head_dim", hidden // heads)))
-    return {"partial_rotary_factor": rotated / head_dim} if rotated else {}
-
-
-def _phi3(file: GgufFile) -> Fields:
-    window = file.get("phi3.attention.sliding_window", int, 0)
-    return {**_partial_rotation(file), "sliding_window": window or None}
-
-
-def _biases(file: GgufFile) -> Fields:
-    return {**_qwen_bias(file), "attention_out_bias": "blk.0.attn_output.bias" in file.tensors}
-
-
-def _glm4(file: GgufFile) -> Fields:
-    return {**_qwen_bias(file), **_partial_rotation(file)}
-
-
 # Architectures of llama.cpp that stand for two of the hub: the other one, and the field it has.
-VARIANTS = {"llama": ("mixtral", "expert_count"), "olmo2": ("olmo3", "attention.sliding_window")}
+VARIANTS = {
+    "llama": ("mixtral", "expert_count"),
+    "olmo2": ("olmo3", "attention.sliding_window"),
+    "mistral3": ("ministral3", "attention.temperature_scale"),
+}
+WINDOW = {"sliding_window": "attention.sliding_window"}
+EXPERTS = {
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+}
+SHARED_EXPERT = {
+    **EXPERTS,
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+}
 LOCAL_EXPERTS = {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
+ROUTED_EXPERTS = {
+    "n_routed_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "n_shared_experts": "expert_shared_count",
+    "first_k_dense_replace": "leading_dense_block_count",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+}
+EXPERT_SCALE = {"routed_scaling_factor": "expert_weights_scale"}
+GRANITE = {
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
+SOFT_CAPS = {
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+GEMMA_FIXED = {"hidden_activation": "gelu_pytorch_tanh"}
+LATENT = {"kv_lora_rank": "attention.kv_lora_rank"}
+LINEAR = {
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
+}
+MAMBA = {
+    "mamba_d_conv": "ssm.conv_kernel",
+    "mamba_d_state": "ssm.state_size",
+    "mamba_n_groups": "ssm.group_count",
+    "mamba_n_heads": "ssm.time_step_rank",
+}
+SANDWICH_NAMES = {
+    **LAYER_NAMES,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 POST_NORMS = {
     **LAYER_NAMES,
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-GEMMA_FIXED = {"hidden_activation": "gelu_pytorch_tanh"}
+POST_ATTENTION = {**LAYER_NAMES, "post_attention_norm": "post_attention_layernorm"}
+FUSED_MLP = {**LAYER_NAMES, "ffn_up": "mlp.gate_up_proj"}
+SHARED_EXPERT_NAMES = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+SHARED_EXPERTS_NAMES = {
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+STACKED_EXPERTS_NAMES = {
+    "ffn_gate_exps.weight": "mlp.experts.gate_up_proj",
+    "ffn_up_exps.weight": "mlp.experts.gate_up_proj",
+    "ffn_down_exps.weight": "mlp.experts.down_proj",
+}
+LATENT_NAMES = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",  # of early files
+    "attn_k_b": "self_attn.kv_b_proj",
+    "attn_v_b": "self_attn.kv_b_proj",
+}
+GRANITE_NAMES = {
+    **LAYER_NAMES,
+    "ffn_gate_inp": "block_sparse_moe.router.layer",
+    "ffn_gate_exps": "block_sparse_moe.input_linear",
+    "ffn_up_exps": "block_sparse_moe.input_linear",
+    "ffn_down_exps": "block_sparse_moe.output_linear",
+}
+GRANITE_HYBRID_NAMES = {
+    **GRANITE_NAMES,
+    "ffn_gate": "shared_mlp.input_linear",
+    "ffn_up": "shared_mlp.input_linear",
+    "ffn_down": "shared_mlp.output_linear",
+    "ffn_gate_shexp": "shared_mlp.input_linear",
+    "ffn_up_shexp": "shared_mlp.input_linear",
+    "ffn_down_shexp": "shared_mlp.output_linear",
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_dt.bias": "mamba.dt_bias",
+    "ssm_a": "mamba.A_log",
+    "ssm_d": "mamba.D",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
+}
+LINEAR_NAMES = {
+    **POST_ATTENTION,
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+QWEN3_NEXT_NAMES = {
+    **LINEAR_NAMES,
+    **SHARED_EXPERT_NAMES,
+    "ssm_in": "linear_attn.in_proj_qkvz",  # of early files
+    "attn_qkv": "linear_attn.in_proj_qkvz",
+    "attn_gate": "linear_attn.in_proj_qkvz",
+    "ssm_ba": "linear_attn.in_proj_ba",
+}
+QWEN3_5_NAMES = {
+    **LINEAR_NAMES,
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+}
+LLAMA4_NAMES = {
+    **{name: each.replace("mlp.", "feed_forward.") for name, each in LAYER_NAMES.items()},
+    "ffn_gate_inp": "feed_forward.router",
+    "ffn_gate_shexp": "feed_forward.shared_expert.gate_proj",
+    "ffn_up_shexp": "feed_forward.shared_expert.up_proj",
+    "ffn_down_shexp": "feed_forward.shared_expert.down_proj",
+}
+SHARED_GATE = {"ffn_gate_inp_shexp": Change(shape=as_row)}
+BY_HEAD = {
+    "attn_k_b": Change(is_by_head=True, is_transposed=True),
+    "attn_v_b": Change(is_by_head=True),
+}
+LINEAR_CHANGES = {
+    **SHARED_GATE,
+    "ssm_conv1d": Change(shape=with_channel),
+    "ssm_a": Change(is_rate=True),
+    "ssm_norm": Change(),  # without the offset of other norms
+}
+MAMBA_CHANGES = {
+    "ssm_conv1d": Change(shape=with_channel),
+    "ssm_conv1d.bias": Change(),
+    "ssm_a": Change(shape=flat, is_rate=True),
+    "ssm_d": Change(shape=flat),
+    "ssm_norm": Change(shape=flat),
+}
+QWEN3_MOE = Architecture(
+    "Qwen3MoeForCausalLM", EXPERTS, fixed={"norm_topk_prob": True}, more=qkv_bias
+)
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture("LlamaForCausalLM", has_paired_heads=True, more=_qwen_bias),
+    "llama": Architecture("LlamaForCausalLM", has_paired_heads=True, more=qkv_bias),
     "qwen2": Architecture("Qwen2ForCausalLM"),
-    "qwen3": Architecture("Qwen3ForCausalLM", more=_qwen_bias),
-    "qwen3moe": Architecture(
-        "Qwen3MoeForCausalLM", EXPERTS, fixed={"norm_topk_prob": True}, more=_qwen_bias
-    ),
+    "qwen3": Architecture("Qwen3ForCausalLM", more=qkv_bias),
+    "qwen3moe": QWEN3_MOE,
+    "qwen2vl": Architecture("Qwen2ForCausalLM"),  # the text models of Qwen2.5-VL and Qwen3-VL
+    "qwen3vl": Architecture("Qwen3ForCausalLM", more=qkv_bias),
+    "qwen3vlmoe": QWEN3_MOE,
     "gemma2": Architecture(
         "Gemma2ForCausalLM",
         WINDOW,
         SOFT_CAPS,
         GEMMA_FIXED,
-        _gemma,
+        gemma,
         layer_names=SANDWICH_NAMES,
         norm_offset=1.0,
     ),
@@ -264,7 +338,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         WINDOW,
         SOFT_CAPS,
         GEMMA_FIXED,
-        _gemma3,
+        gemma3,
         layer_names=SANDWICH_NAMES,
         norm_offset=1.0,
     ),
@@ -281,42 +355,109 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         },
         has_paired_heads=True,
     ),
-    "granite": Architecture(
-        "GraniteForCausalLM", floats=GRANITE, more=_qwen_bias, has_paired_heads=True
+    "mistral3": Architecture(
+        "MistralForCausalLM", fixed={"sliding_window": None}, has_paired_heads=True
     ),
-    "smollm3": Architecture("SmolLM3ForCausalLM", more=_qwen_bias, has_paired_heads=True),
+    "ministral3": Architecture("Ministral3ForCausalLM", more=mistral3, has_paired_heads=True),
+    "granite": Architecture(
+        "GraniteForCausalLM", floats=GRANITE, more=granite, has_paired_heads=True
+    ),
+    "granitemoe": Architecture(
+        "GraniteMoeForCausalLM",
+        LOCAL_EXPERTS,
+        GRANITE,
+        more=granite,
+        layer_names=GRANITE_NAMES,
+        has_paired_heads=True,
+    ),
+    "granitehybrid": Architecture(
+        "GraniteMoeHybridForCausalLM",
+        {**LOCAL_EXPERTS, **MAMBA},
+        GRANITE,
+        more=granite_hybrid,
+        layer_names=GRANITE_HYBRID_NAMES,
+        has_paired_heads=True,
+        changes=MAMBA_CHANGES,
+    ),
+    "smollm3": Architecture("SmolLM3ForCausalLM", more=qkv_bias, has_paired_heads=True),
     "olmo2": Architecture("Olmo2ForCausalLM", layer_names=POST_NORMS),
     "olmo3": Architecture("Olmo3ForCausalLM", WINDOW, layer_names=POST_NORMS),
     "olmoe": Architecture("OlmoeForCausalLM", EXPERTS),
-    "seed_oss": Architecture(
-        "SeedOssForCausalLM",
-        more=_biases,
-        layer_names={**LAYER_NAMES, "post_attention_norm": "post_attention_layernorm"},
-    ),
+    "seed_oss": Architecture("SeedOssForCausalLM", more=biases, layer_names=POST_ATTENTION),
     "glm4": Architecture(
         "Glm4ForCausalLM",
-        more=_glm4,
+        more=glm4,
         layer_names={
-            **LAYER_NAMES,
+            **FUSED_MLP,
             "post_attention_norm": "post_self_attn_layernorm",
             "post_ffw_norm": "post_mlp_layernorm",
-            "ffn_up": "mlp.gate_up_proj",
         },
+    ),
+    "glm4moe": Architecture(
+        "Glm4MoeForCausalLM",
+        ROUTED_EXPERTS,
+        EXPERT_SCALE,
+        more=glm4_moe,
+        layer_names={**POST_ATTENTION, **SHARED_EXPERTS_NAMES},
+    ),
+    "deepseek2": Architecture(
+        "DeepseekV2ForCausalLM",
+        {**ROUTED_EXPERTS, **LATENT},
+        EXPERT_SCALE,
+        more=deepseek,
+        layer_names={**LAYER_NAMES, **LATENT_NAMES, **SHARED_EXPERTS_NAMES},
+        changes=BY_HEAD,
+    ),
+    "gpt-oss": Architecture(
+        "GptOssForCausalLM",
+        {**LOCAL_EXPERTS, **WINDOW},
+        more=gpt_oss,
+        layer_names={
+            **POST_ATTENTION,
+            "attn_sinks.weight": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+        },
+    ),
+    "llama4": Architecture(
+        "Llama4ForCausalLM",
+        {
+            **LOCAL_EXPERTS,
+            "intermediate_size": "expert_feed_forward_length",
+            "intermediate_size_mlp": "feed_forward_length",
+            "interleave_moe_layer_step": "interleave_moe_layer_step",
+        },
+        more=llama4,
+        layer_names=LLAMA4_NAMES,
     ),
     "qwen2moe": Architecture(
         "Qwen2MoeForCausalLM",
-        {**EXPERTS, "shared_expert_intermediate_size": "expert_shared_feed_forward_length"},
-        layer_names={
-            **LAYER_NAMES,
-            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-            "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-            "ffn_up_shexp": "mlp.shared_expert.up_proj",
-            "ffn_down_shexp": "mlp.shared_expert.down_proj",
-        },
+        SHARED_EXPERT,
+        layer_names={**LAYER_NAMES, **SHARED_EXPERT_NAMES},
+        changes=SHARED_GATE,
     ),
-    "phi3": Architecture(
-        "Phi3ForCausalLM",
-        more=_phi3,
-        layer_names={**LAYER_NAMES, "ffn_up": "mlp.gate_up_proj"},
+    "qwen3next": Architecture(
+        "Qwen3NextForCausalLM",
+        {**SHARED_EXPERT, **LINEAR},
+        more=qwen3_linear,
+        layer_names=QWEN3_NEXT_NAMES,
+        norm_offset=1.0,
+        changes=_delta_changes,
     ),
+    "qwen35": Architecture(
+        "Qwen3_5ForCausalLM",
+        LINEAR,
+        more=qwen3_linear,
+        layer_names=QWEN3_5_NAMES,
+        norm_offset=1.0,
+        changes=_tiled_changes,
+    ),
+    "qwen35moe": Architecture(
+        "Qwen3_5MoeForCausalLM",
+        {**SHARED_EXPERT, **LINEAR},
+        more=qwen3_linear,
+        layer_names={**QWEN3_5_NAMES, **SHARED_EXPERT_NAMES, **STACKED_EXPERTS_NAMES},
+        norm_offset=1.0,
+        changes=_tiled_changes,
+    ),
+    "phi3": Architecture("Phi3ForCausalLM", more=phi3, layer_names=FUSED_MLP),
 }

@@ -17,7 +17,7 @@ from baton.checkpoint.checkpoint import Expected, Shape
 from baton.checkpoint.gguf.blocks import decode_blocks
 from baton.checkpoint.gguf.gguf_file import GgufFile
 from baton.checkpoint.gguf.hub_tensors import HubTensor, Source
-from baton.checkpoint.quantized import Quantized
+from baton.checkpoint.quantized import Quantized, in_one_format, stacked
 from baton.checkpoint.weight_digests import DigestCache, FileIdentity, user_digest_cache
 from baton.core.errors import ModelError
 
@@ -87,11 +87,18 @@ class GgufTensors:
     def quantized(self, name: str, index: int | None = None) -> Sequence[Quantized] | None:
         tensor = self._tensors[name]
         tensor = tensor if index is None else tensor.element(index)
-        if tensor.is_row or any(source.entry.type.is_plain for source in tensor.sources):
+        if tensor.change.is_of_numbers:
+            return None
+        if any(each.entry.type.is_plain or each.is_transposed for each in tensor.sources):
             return None
         parts = [self._decode(source) for source in tensor.sources]
-        order = tensor.row_order()
-        return parts if order is None else [part.rows(torch.tensor(order)) for part in parts]
+        rows, columns = tensor.row_order(), tensor.column_order()
+        if rows is not None:
+            parts = [stacked(in_one_format(parts)).rows(torch.tensor(rows))]
+        if columns is None:
+            return parts
+        moved = [part.columns(torch.tensor(columns)) for part in parts]
+        return None if None in moved else [part for part in moved if part is not None]
 
     def digest(self) -> str:
         """Hash names, shapes, types and bytes. Raises ModelError if a file has changed."""
@@ -116,21 +123,29 @@ class GgufTensors:
 
     def _join(self, tensor: HubTensor) -> Tensor:
         parts = [self._plain(source) for source in tensor.sources]
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-        order = tensor.row_order()
-        whole = whole if order is None else whole[torch.tensor(order)]
-        whole = whole[None] if tensor.is_row else whole
-        return whole - tensor.offset if tensor.offset else whole
+        change, dimension = tensor.change, -2 if parts[0].ndim > 1 else 0
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts, dimension)
+        rows, columns = tensor.row_order(), tensor.column_order()
+        whole = whole if rows is None else whole[torch.tensor(rows)]
+        whole = whole if columns is None else whole[..., torch.tensor(columns)]
+        whole = whole.reshape(tensor.shape)
+        if change.is_rate:
+            return (-whole).log()
+        return whole - change.offset if change.offset else whole
 
     def _plain(self, source: Source) -> Tensor:
         """Return a tensor of numbers, dequantized if necessary."""
         kind = source.entry.type
-        if not kind.is_plain:
-            return self._decode(source).dequantize().reshape(source.shape)
-        return self._raw(source).view(PLAIN[kind.name]).reshape(source.shape)
+        shape = source.shape[::-1] if source.is_transposed else source.shape
+        if kind.is_plain:
+            numbers = self._raw(source).view(PLAIN[kind.name])
+        else:
+            numbers = self._decode(source).dequantize()
+        numbers = numbers.reshape(shape)
+        return numbers.T if source.is_transposed else numbers
 
     def _decode(self, source: Source) -> Quantized:
-        num_columns, kind = source.shape[-1], source.entry.type
+        num_columns, kind = source.entry.shape[-1], source.entry.type
         row_bytes = num_columns // kind.numbers * kind.num_bytes
         return decode_blocks(kind, self._raw(source).reshape(-1, row_bytes))
 
@@ -138,9 +153,9 @@ class GgufTensors:
         """Return the bytes of a source, mapped."""
         entry, path = source.entry, self._file.path_of[source.entry.name]
         first, size = entry.offset, entry.num_bytes
-        if source.expert is not None:
+        if source.part is not None:
             size //= entry.shape[0]
-            first += source.expert * size
+            first += source.part * size
         return self._bytes[path][first : first + size]
 
     def _refuse(self, fault: str, names: set[str]) -> None:

@@ -2,18 +2,58 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from baton.checkpoint.gguf.gguf_file import GgufFile
 from baton.checkpoint.gguf.header import TensorEntry
 from baton.core.errors import ModelError
 
-IN_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+IN_LAYER = re.compile(r"blk\.(\d{1,9})\.(.+)")
 # Read as a part of the configuration, or only used by llama.cpp.
 IGNORED = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
-# Names without `.weight` and `.bias`; those of a layer are relative to it.
+MAX_PARTS = 1 << 14  # experts or heads of a layer
+
+Shape = tuple[int, ...]
+Order = Callable[[int], list[int]]  # of so many rows or columns
+
+
+def flat(shape: Shape) -> Shape:
+    return (math.prod(shape),)
+
+
+def as_row(shape: Shape) -> Shape:
+    """A list of numbers, which the hub has as a matrix of one row."""
+    return 1, shape[-1]
+
+
+def with_channel(shape: Shape) -> Shape:
+    """A convolution, each row for a channel of its own."""
+    return shape[0], 1, shape[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """How llama.cpp's form of a tensor differs from that of the hub."""
+
+    rows: Order | None = None  # for each row of the hub, the one of llama.cpp
+    columns: Order | None = None
+    shape: Callable[[Shape], Shape] | None = None  # that of the hub, from that of llama.cpp
+    offset: float = 0.0  # added by llama.cpp
+    is_rate: bool = False  # llama.cpp has -exp() of the hub's numbers
+    is_by_head: bool = False  # the hub has the rows of all tensors of a head one after another
+    is_transposed: bool = False  # by head
+
+    @property
+    def is_of_numbers(self) -> bool:
+        """Return whether rows of quantized numbers cannot be taken as they are."""
+        return self.shape is not None or self.is_rate or bool(self.offset)
+
+
+UNCHANGED = Change()
+# Names without `.weight` and `.bias`, or whole; those of a layer are relative to it.
 GLOBAL_NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -37,12 +77,7 @@ LAYER_NAMES = {
     "ffn_up_exps": "mlp.experts.{expert}.up_proj",
     "ffn_down_exps": "mlp.experts.{expert}.down_proj",
 }
-SANDWICH_NAMES = {
-    **LAYER_NAMES,
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
+SHARED_ROW = {"ffn_gate_inp_shexp": Change(shape=as_row)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,21 +85,30 @@ class NameRules:
     """How an architecture's tensors differ from those of the hub."""
 
     layer_names: Mapping[str, str] = field(default_factory=lambda: LAYER_NAMES)
-    # Rows of a head that llama.cpp stores in pairs, where the hub has two halves: (stem, count).
-    paired_heads: Mapping[str, int] = field(default_factory=dict)
+    changes: Mapping[str, Change] = field(default_factory=dict)  # by the same names
     norm_offset: float = 0.0  # that llama.cpp has added to the weights of norms
+    ignored_layers: range = range(0)  # those that predict several tokens at once
+
+    def change_of(self, stem: str, kind: str) -> Change:
+        for name in (f"{stem}.{kind}", stem):
+            if name in self.changes:
+                return self.changes[name]
+        is_norm = stem.endswith("norm") and kind == "weight"
+        return Change(offset=self.norm_offset) if is_norm else UNCHANGED
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A tensor of a file, or one expert's part of it."""
+    """A tensor of a file, or one part of it: that of an expert or of a head."""
 
     entry: TensorEntry
-    expert: int | None = None
+    part: int | None = None
+    is_transposed: bool = False
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return self.entry.shape if self.expert is None else self.entry.shape[1:]
+    def shape(self) -> Shape:
+        shape = self.entry.shape if self.part is None else self.entry.shape[1:]
+        return shape[::-1] if self.is_transposed else shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,71 +116,152 @@ class HubTensor:
     """A tensor under its name of the hub: rows of one source after those of the other."""
 
     sources: tuple[Source, ...]
-    num_paired_heads: int = 0  # 0: the rows are in order
-    offset: float = 0.0  # to subtract
-    is_row: bool = False  # a list of numbers that the hub has as a matrix of one row
+    change: Change = UNCHANGED
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def stored_shape(self) -> Shape:
         """Shape of all sources: their rows are joined, the last but one dimension of a matrix."""
         shapes = [source.shape for source in self.sources]
-        if self.is_row:
-            return 1, *shapes[0]
-        *outer, columns = shapes[0]
-        if not outer:
+        if len(shapes[0]) == 1:
             return (sum(shape[0] for shape in shapes),)
-        return *outer[:-1], sum(shape[-2] for shape in shapes), columns
+        return *shapes[0][:-2], sum(shape[-2] for shape in shapes), shapes[0][-1]
+
+    @property
+    def shape(self) -> Shape:
+        stored = self.stored_shape
+        return stored if self.change.shape is None else self.change.shape(stored)
 
     def element(self, index: int) -> HubTensor:
         """Return one element of the first dimension, if the sources are stacks of experts."""
         return replace(self, sources=tuple(Source(each.entry, index) for each in self.sources))
 
     def row_order(self) -> list[int] | None:
-        """Return the order in which rows of pairs become those of two halves, by head."""
-        if not self.num_paired_heads:
-            return None
-        num_rows = self.shape[0]
-        size = num_rows // self.num_paired_heads
+        rows, shape = self.change.rows, self.stored_shape
+        return None if rows is None else rows(shape[0])
+
+    def column_order(self) -> list[int] | None:
+        columns, shape = self.change.columns, self.stored_shape
+        return None if columns is None else columns(shape[-1])
+
+
+def halves_from_pairs(num_heads: int) -> Order:
+    """Heads whose rows llama.cpp stores in pairs, where the hub has two halves."""
+
+    def order(num_rows: int) -> list[int]:
+        size = num_rows // num_heads
         heads = range(0, num_rows, size)
         return [head + at for head in heads for half in (0, 1) for at in range(half, size, 2)]
+
+    return order
+
+
+def groups_from_parts(num_groups: int, *sizes: int) -> Order:
+    """Groups of parts, of which llama.cpp stores all first ones, then all second ones, and so on.
+
+    The sizes are those of the parts of all groups.
+    """
+
+    def order(_: int) -> list[int]:
+        firsts = [sum(sizes[:index]) for index in range(len(sizes))]
+        return [
+            first + row
+            for group in range(num_groups)
+            for first, size in zip(firsts, sizes, strict=True)
+            for row in range(group * size // num_groups, (group + 1) * size // num_groups)
+        ]
+
+    return order
+
+
+def groups_from_rounds(num_groups: int, num_heads: int, first: int = 0) -> Order:
+    """Heads of all groups, of which llama.cpp stores one of each group, then the next ones.
+
+    The rows before `first` are those of others.
+    """
+
+    def order(num_rows: int) -> list[int]:
+        size, rounds = (num_rows - first) // num_heads, num_heads // num_groups
+        starts = (
+            first + (each * num_groups + group) * size
+            for group in range(num_groups)
+            for each in range(rounds)
+        )
+        return [*range(first), *(start + row for start in starts for row in range(size))]
+
+    return order
 
 
 def hub_tensors(file: GgufFile, rules: NameRules) -> dict[str, HubTensor]:
     """Return the model's tensors by their names of the hub. Raises ModelError for unknown ones."""
-    found: dict[str, HubTensor] = {}
-    for name, entry in file.tensors.items():
-        if name in IGNORED:
+    places = {name: place for place, name in enumerate(rules.layer_names)}
+    found: dict[str, list[tuple[int, int, HubTensor]]] = {}
+    for entry in file.tensors.values():
+        layer, stem, kind = _split_name(entry.name)
+        if entry.name in IGNORED or layer in rules.ignored_layers:
             continue
-        for hub_name, tensor in _translate(file, entry, rules):
-            before = found[hub_name].sources if hub_name in found else ()
-            found[hub_name] = replace(tensor, sources=(*before, *tensor.sources))
-    return found
+        hub_name, change = _hub_name(file, entry, rules), rules.change_of(stem, kind)
+        place = places.get(stem, places.get(f"{stem}.{kind}", 0))
+        for name, source in _parts(file, entry, hub_name, change):
+            part = source.part or 0
+            found.setdefault(name, []).append((part, place, HubTensor((source,), change)))
+    return {
+        name: _joined(file, [tensor for _, _, tensor in sorted(each, key=lambda part: part[:2])])
+        for name, each in found.items()
+    }
 
 
-def _translate(
-    file: GgufFile, entry: TensorEntry, rules: NameRules
-) -> Iterator[tuple[str, HubTensor]]:
-    stem, _, kind = entry.name.rpartition(".")
-    match = IN_LAYER.fullmatch(stem)
-    names: Mapping[str, str] = GLOBAL_NAMES
-    prefix = ""
-    if match is not None:
-        names, prefix, stem = rules.layer_names, f"model.layers.{match[1]}.", match[2]
-    if stem not in names or kind not in ("weight", "bias"):
-        raise ModelError(
-            f"{file.path_of[entry.name]} has the tensor {entry.name!r}, which Baton does not know "
-            f"in the architecture {file.architecture!r}"
-        )
-    hub_name = f"{prefix}{names[stem]}.{kind}".replace("sinks.weight", "sinks")
-    is_norm = stem.endswith("norm") and kind == "weight"
-    tensor = HubTensor(
-        (Source(entry),),
-        rules.paired_heads.get(stem, 0),
-        rules.norm_offset if is_norm else 0.0,
-        is_row=stem == "ffn_gate_inp_shexp",
+def _split_name(name: str) -> tuple[int | None, str, str]:
+    """Return a tensor's layer, its name within it, and whether it is a weight or a bias."""
+    match = IN_LAYER.fullmatch(name)
+    layer, name = (None, name) if match is None else (int(match[1]), match[2])
+    stem, _, kind = name.rpartition(".")
+    return (layer, stem, kind) if stem else (layer, name, "")
+
+
+def _hub_name(file: GgufFile, entry: TensorEntry, rules: NameRules) -> str:
+    layer, stem, kind = _split_name(entry.name)
+    names = GLOBAL_NAMES if layer is None else rules.layer_names
+    prefix = "" if layer is None else f"model.layers.{layer}."
+    whole = f"{stem}.{kind}" if kind else stem
+    if whole in names:
+        return prefix + names[whole]
+    if stem in names and kind in ("weight", "bias"):
+        return f"{prefix}{names[stem]}.{kind}"
+    raise ModelError(
+        f"{file.path_of[entry.name]} has the tensor {entry.name!r}, which Baton does not know "
+        f"in the architecture {file.architecture!r}"
     )
-    if "{expert}" not in hub_name:
-        yield hub_name, tensor
+
+
+def _parts(
+    file: GgufFile, entry: TensorEntry, hub_name: str, change: Change
+) -> Iterator[tuple[str, Source]]:
+    """Yield a tensor, or its parts: those of experts under names of their own."""
+    has_parts = "{expert}" in hub_name or change.is_by_head
+    if not has_parts:
+        yield hub_name, Source(entry)
         return
-    for expert in range(entry.shape[0]):
-        yield hub_name.format(expert=expert), replace(tensor, sources=(Source(entry, expert),))
+    if len(entry.shape) < 2 or entry.shape[0] > MAX_PARTS:
+        raise ModelError(
+            f"{file.path_of[entry.name]}: {entry.name!r} has the shape {entry.shape}; it must have "
+            f"a first dimension of experts or heads, at most {MAX_PARTS}"
+        )
+    for part in range(entry.shape[0]):
+        yield hub_name.format(expert=part), Source(entry, part, change.is_transposed)
+
+
+def _joined(file: GgufFile, parts: list[HubTensor]) -> HubTensor:
+    """Join the rows of tensors, which may differ only in their number of rows."""
+    first, sources = parts[0].sources[0], [source for part in parts for source in part.sources]
+    for source in sources:
+        if _without_rows(source.shape) != _without_rows(first.shape):
+            raise ModelError(
+                f"{file.path_of[source.entry.name]}: {source.entry.name!r} has the shape "
+                f"{source.entry.shape}, which does not fit {first.entry.name!r}: "
+                f"{first.entry.shape}"
+            )
+    return replace(parts[0], sources=tuple(sources))
+
+
+def _without_rows(shape: Shape) -> Shape:
+    return (*shape[:-2], 0, *shape[-1:]) if len(shape) > 1 else ()

@@ -35,6 +35,7 @@ NAMES = (
     "llama-tied-mqa",
     "llama-rope-llama3",
     "llama-rope-linear",
+    "llama-rope-yarn",
     "mistral",
     "mixtral",
     "qwen2",

@@ -56,10 +56,10 @@ def write_gguf(folder: Path, path: Path, kind: str = "F32") -> Written:
     name = ARCHITECTURES[config["architectures"][0]]
     writer = gguf.GGUFWriter(path, name)
     _write_config(writer, name, config)
-    _write_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()))
+    write_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()))
     stored: dict[str, Tensor] = {}
-    names = gguf.get_tensor_name_map(_arch(name), config["num_hidden_layers"])
-    for hub_name, tensor in sorted(_with_stacked_experts(_tensors(folder)).items()):
+    names = gguf.get_tensor_name_map(find_arch(name), config["num_hidden_layers"])
+    for hub_name, tensor in sorted(with_stacked_experts(folder_tensors(folder)).items()):
         target = names.get_name(hub_name, (".weight", ".bias"))
         if target is None:
             raise ValueError(f"gguf has no name for {hub_name}")
@@ -84,22 +84,20 @@ def write_gguf(folder: Path, path: Path, kind: str = "F32") -> Written:
     return Written(path, stored)
 
 
-def _tensors(folder: Path) -> dict[str, Tensor]:
+def folder_tensors(folder: Path) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         found |= load_file(file)
     return found
 
 
-def _with_stacked_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def with_stacked_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the matrices of all experts of a layer as one, as llama.cpp stores them."""
-    found: dict[str, list[Tensor]] = {}
-    for name in sorted(tensors, key=lambda each: (len(each), each)):
-        found.setdefault(EXPERT.sub(".experts.", name), []).append(tensors[name])
-    return {
-        name: torch.stack(parts) if ".experts." in name else parts[0]
-        for name, parts in found.items()
-    }
+    experts: dict[str, list[Tensor]] = {}
+    for name in filter(EXPERT.search, sorted(tensors, key=lambda each: (len(each), each))):
+        experts.setdefault(EXPERT.sub(".experts.", name), []).append(tensors[name])
+    others = {name: tensors[name] for name in tensors if not EXPERT.search(name)}
+    return {**others, **{name: torch.stack(parts) for name, parts in experts.items()}}
 
 
 def _by_expert(name: str, tensor: Tensor) -> dict[str, Tensor]:
@@ -158,10 +156,10 @@ def _write_rope(writer: gguf.GGUFWriter, config: Config, head_dim: int) -> None:
     if "original_max_position_embeddings" in rope:
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if rope["rope_type"] == "llama3":
-        writer.add_tensor("rope_freqs.weight", _llama3_factors(rope, head_dim))
+        writer.add_tensor("rope_freqs.weight", llama3_factors(rope, head_dim))
 
 
-def _llama3_factors(rope: Config, head_dim: int) -> np.ndarray:
+def llama3_factors(rope: Config, head_dim: int) -> np.ndarray:
     """Return the divisors of the frequencies, as llama.cpp's converter writes them."""
     places = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     wavelengths = 2 * torch.pi * rope["rope_theta"] ** places
@@ -194,7 +192,7 @@ def _optional(writer: gguf.GGUFWriter) -> Iterator[tuple[str, Callable[[Any], No
     yield "num_experts_per_tok", writer.add_expert_used_count
 
 
-def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: Config) -> None:
+def write_tokenizer(writer: gguf.GGUFWriter, tokenizer: Config) -> None:
     """Write a byte-level BPE."""
     vocabulary = tokenizer["model"]["vocab"]
     added = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
@@ -210,7 +208,7 @@ def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: Config) -> None:
     writer.add_add_bos_token(False)
 
 
-def _arch(name: str) -> gguf.MODEL_ARCH:
+def find_arch(name: str) -> gguf.MODEL_ARCH:
     return next(arch for arch, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
 
 
