@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, lru_cache
-from typing import NoReturn
 
 import jinja2
-import jinja2.ext
 import jinja2.meta
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
+from baton.checkpoint.template_environment import TemplateEnvironment
 from baton.checkpoint.token_text import UNFINISHED, TokenText, spelled
 from baton.core.errors import InvalidRequest, ModelError
 
@@ -23,8 +20,10 @@ ROLES = ("assistant", "developer", "function", "system", "tool", "user")
 # Errors of templates that get other messages than they expect, or too deeply nested ones.
 TEMPLATE_ERRORS = (
     *(jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError),
-    RecursionError,
+    *(AttributeError, AssertionError, RuntimeError),
 )
+# Errors of templates that Python does not compile, such as 21 nested loops.
+BROKEN_TEMPLATES = (jinja2.TemplateSyntaxError, SyntaxError, MemoryError)
 
 Message = Mapping[str, object]  # role, content and further variables of the template
 Clock = Callable[[], datetime]
@@ -47,6 +46,7 @@ class Tokenizer:
         self._chat_templates = dict(chat_templates)
         self._clock = clock
         self.eos_token_ids = eos_token_ids
+        self._compile = lru_cache(self._compile_uncached)
         # Text of a single token, cached: every answer needs it.
         self.decode_one = lru_cache(MAX_CACHED_TOKENS)(self._decode_one)
         # Text and bytes of a single token, special ones by name; cached.
@@ -71,7 +71,7 @@ class Tokenizer:
         """True if the chat template used with tools refers to `tools`."""
         try:
             parsed = self._environment.parse(self._template_source(has_tools=True))
-        except (InvalidRequest, jinja2.TemplateSyntaxError, RecursionError):
+        except (InvalidRequest, RecursionError, *BROKEN_TEMPLATES):
             return False
         return "tools" in jinja2.meta.find_undeclared_variables(parsed)
 
@@ -109,20 +109,22 @@ class Tokenizer:
         self._check_roles(messages)
         try:
             source = self._template_source(has_tools=bool(extra.get("tools")))
-            return self._environment.from_string(source).render(
-                **{
-                    **self._named_tokens,
-                    "messages": [dict(message) for message in messages],
-                    "add_generation_prompt": add_generation_prompt,
-                    "tools": None,
-                    "documents": None,
-                    **extra,
-                }
-            )
-        except jinja2.TemplateSyntaxError as error:
+            values = {
+                **self._named_tokens,
+                "messages": [dict(message) for message in messages],
+                "add_generation_prompt": add_generation_prompt,
+                "tools": None,
+                "documents": None,
+                **extra,
+            }
+            return self._environment.render(self._compile(source), values)
+        except BROKEN_TEMPLATES as error:
             raise ModelError(f"the model's chat template is broken: {error}") from error
         except TEMPLATE_ERRORS as error:
             raise InvalidRequest(f"the chat template refuses these messages: {error}") from error
+
+    def _compile_uncached(self, source: str) -> jinja2.Template:
+        return self._environment.from_string(source)
 
     def is_byte(self, token_id: int) -> bool:
         """Return whether the token is a byte-fallback token, such as `<0x0A>`."""
@@ -151,7 +153,7 @@ class Tokenizer:
         for source in self._chat_templates.values():
             try:
                 constants = self._environment.parse(source).find_all(jinja2.nodes.Const)
-            except jinja2.TemplateSyntaxError:
+            except (RecursionError, *BROKEN_TEMPLATES):
                 continue  # reported when it is rendered
             words.update(node.value for node in constants if isinstance(node.value, str))
         return frozenset(words)
@@ -178,17 +180,8 @@ class Tokenizer:
         return frozenset(token_id for token_id in ids if token_id is not None)
 
     @cached_property
-    def _environment(self) -> jinja2.Environment:
-        """Sandboxed and immutable Jinja environment: templates are untrusted code of the model."""
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[jinja2.ext.loopcontrols, _GenerationBlocks],
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda form: self._clock().strftime(form)
-        return environment
+    def _environment(self) -> TemplateEnvironment:
+        return TemplateEnvironment(self._clock)
 
 
 class Detokenizer:
@@ -240,32 +233,3 @@ class Detokenizer:
         if len(token_ids) == 1:
             return self._tokenizer.decode_one(token_ids[0], self._skip_special_tokens)
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
-
-
-class _GenerationBlocks(jinja2.ext.Extension):
-    """The `{% generation %}` block, which marks assistant text and renders only its content."""
-
-    def __init__(self, environment: jinja2.Environment) -> None:
-        super().__init__(environment)
-        self.tags = {"generation"}
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # jinja's own filter escapes HTML, which models are not trained on.
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)

@@ -171,8 +171,9 @@ def test_a_chat_template_that_is_not_text_is_named(folder: Path, name: str) -> N
     [
         "{{" + "(" * 5000 + "1" + ")" * 5000 + "}}",
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{% for a in range(99999) %}" * 9 + "{% endfor %}" * 9,
     ],
-    ids=["nested", "recursive"],
+    ids=["nested", "recursive", "endless"],
 )
 def test_an_endless_chat_template_fails_only_its_request(folder: Path, template: str) -> None:
     rewrite(folder / "tokenizer_config.json", {"chat_template": template})
@@ -180,4 +181,14 @@ def test_an_endless_chat_template_fails_only_its_request(folder: Path, template:
 
     assert not tokenizer.supports_tools
     with pytest.raises(InvalidRequest, match="the chat template refuses these messages"):
+        tokenizer.render_chat([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize("template", ["{% for a in [1] %}" * 30 + "{% endfor %}" * 30, "x" * 65537])
+def test_a_chat_template_that_cannot_be_compiled_is_named(folder: Path, template: str) -> None:
+    rewrite(folder / "tokenizer_config.json", {"chat_template": template})
+    tokenizer = load_tokenizer(folder)
+
+    assert not tokenizer.supports_tools
+    with pytest.raises(ModelError, match="chat template is broken"):
         tokenizer.render_chat([{"role": "user", "content": "hi"}])
