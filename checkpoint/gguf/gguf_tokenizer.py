@@ -69,6 +69,8 @@ def _byte_level(file: GgufFile, vocabulary: Mapping[str, int]) -> Json:
     """Return a BPE whose tokens are bytes, as GPT-2's."""
     pre = _pre_tokenizer(file)
     merges = file.list_of(f"{PREFIX}.merges", str)
+    if not merges:
+        raise ModelError(f"{file.path} lacks the metadata field '{PREFIX}.merges'; fetch it again")
     pairs = [merge.split(" ") for merge in merges]
     if any(len(pair) != 2 for pair in pairs):
         raise ModelError(f"{file.path}: '{PREFIX}.merges' must hold pairs of tokens")
