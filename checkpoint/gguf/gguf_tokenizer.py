@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from baton.checkpoint.gguf.generation import read_generation_defaults
 from baton.checkpoint.gguf.gguf_file import GgufFile
 from baton.checkpoint.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from baton.checkpoint.json_fields import shorten
 from baton.checkpoint.token_text import SPACE
 from baton.checkpoint.tokenizer import Clock, Tokenizer
 from baton.core.errors import ModelError
@@ -26,6 +27,9 @@ NAMED_TOKENS = {
     "cls_token": "cls_token_id",
 }
 TEMPLATE = "tokenizer.chat_template"
+# No model comes near these limits. They bound the time that a vocabulary takes.
+MAX_ADDED_TOKENS = 1 << 15
+MAX_SQUARED_CHARS = 1 << 26  # all tokens' numbers of characters, squared
 Json = dict[str, object]
 
 
@@ -35,7 +39,9 @@ def load_tokenizer(file: GgufFile, *, clock: Clock = datetime.now) -> Tokenizer:
         fast = FastTokenizer.from_str(tokenizer_json(file))
     except ModelError:
         raise
-    except Exception as error:  # the library raises nothing narrower
+    except BaseException as error:  # the library raises nothing narrower; Rust may panic
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
         raise ModelError(f"{file.path}: its tokenizer cannot be used: {error}") from error
     return Tokenizer(
         fast,
@@ -52,10 +58,17 @@ def tokenizer_json(file: GgufFile) -> str:
     builders = {"gpt2": _byte_level, "llama": _sentence_piece}
     if kind not in builders:
         raise file.wrong(f"{PREFIX}.model", f"must be one of {', '.join(builders)}")
-    tokens = file.list_of(f"{PREFIX}.tokens", str)
+    # Empty tokens get the names that llama.cpp gives them.
+    tokens = [
+        token or f"[EMPTY_{token_id}]"
+        for token_id, token in enumerate(file.list_of(f"{PREFIX}.tokens", str))
+    ]
     if not tokens:
         raise ModelError(f"{file.path} lacks the metadata field '{PREFIX}.tokens'; fetch it again")
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    if len(vocabulary) != len(tokens):
+        twice = next(token for place, token in enumerate(tokens) if vocabulary[token] != place)
+        raise ModelError(f"{file.path}: '{PREFIX}.tokens' has {shorten(repr(twice))} twice")
     return json.dumps(
         {
             "version": "1.0",
@@ -137,19 +150,20 @@ def _merges_of_scores(file: GgufFile, vocabulary: Mapping[str, int]) -> list[tup
     types = _types(file, len(vocabulary))
     if len(scores) != len(vocabulary):
         raise ModelError(f"{file.path}: '{PREFIX}.scores' must have a number for each token")
-    merges: list[tuple[float, int, int, int, int]] = []
-    for token, token_id in vocabulary.items():
+    if sum(len(token) ** 2 for token in vocabulary) > MAX_SQUARED_CHARS:
+        raise ModelError(f"{file.path}: '{PREFIX}.tokens' has tokens that are too long")
+    names, merges = list(vocabulary), list[tuple[str, str]]()
+    for token_id in sorted(range(len(names)), key=lambda token_id: -scores[token_id]):
         if types[token_id] in (UNKNOWN, CONTROL, USER_DEFINED):
             continue
-        pairs = (
-            (vocabulary[token[:at]], vocabulary[token[at:]], at)
+        token = names[token_id]
+        pairs = [
+            (vocabulary[left], vocabulary[right], left, right)
             for at in range(1, len(token))
-            if token[:at] in vocabulary and token[at:] in vocabulary
-        )
-        merges.extend((-scores[token_id], token_id, *pair) for pair in pairs)
-    merges.sort()
-    names = list(vocabulary)
-    return [(names[left], names[right]) for _, _, left, right, _ in merges]
+            if (left := token[:at]) in vocabulary and (right := token[at:]) in vocabulary
+        ]
+        merges += [(left, right) for _, _, left, right in sorted(pairs)]
+    return merges
 
 
 def _specials(file: GgufFile, *, adds_bos: bool) -> Json | None:
@@ -184,18 +198,25 @@ def _specials(file: GgufFile, *, adds_bos: bool) -> Json | None:
 def _added_tokens(file: GgufFile, tokens: list[str]) -> list[Json]:
     """Return the tokens that are found in a text before it is split."""
     types = _types(file, len(tokens))
+    added = [
+        token_id for token_id, kind in enumerate(types) if kind in (UNKNOWN, CONTROL, USER_DEFINED)
+    ]
+    if len(added) > MAX_ADDED_TOKENS:
+        raise ModelError(
+            f"{file.path}: '{PREFIX}.token_type' has {len(added)} control and user-defined tokens; "
+            f"at most {MAX_ADDED_TOKENS} are supported"
+        )
     return [
         {
             "id": token_id,
-            "content": token,
+            "content": tokens[token_id],
             "single_word": False,
             "lstrip": False,
             "rstrip": False,
             "normalized": False,
             "special": types[token_id] != USER_DEFINED,
         }
-        for token_id, token in enumerate(tokens)
-        if types[token_id] in (UNKNOWN, CONTROL, USER_DEFINED)
+        for token_id in added
     ]
 
 

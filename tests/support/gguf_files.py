@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ ARCHITECTURES = {
 }
 PAIRED = ("llama", "granite", "smollm3")  # llama.cpp stores the rows of rotated heads in pairs
 OFFSET_NORMS = ("gemma2", "gemma3")
-NORMAL, UNKNOWN, CONTROL = 1, 2, 3
+NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6
 EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -50,13 +50,13 @@ class Written:
     tensors: Mapping[str, Tensor]
 
 
-def write_gguf(folder: Path, path: Path, kind: str = "F32") -> Written:
-    """Write a folder as one file, its matrices in `kind`."""
+def write_gguf(folder: Path, path: Path, kind: str = "F32", *, tokenizer: str = "gpt2") -> Written:
+    """Write a folder as one file, its matrices in `kind`, its tokenizer as bytes or pieces."""
     config = json.loads((folder / "config.json").read_text())
     name = ARCHITECTURES[config["architectures"][0]]
     writer = gguf.GGUFWriter(path, name)
     _write_config(writer, name, config)
-    write_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()))
+    _write_any_tokenizer(writer, folder, tokenizer, config["vocab_size"])
     stored: dict[str, Tensor] = {}
     names = gguf.get_tensor_name_map(find_arch(name), config["num_hidden_layers"])
     for hub_name, tensor in sorted(with_stacked_experts(folder_tensors(folder)).items()):
@@ -192,6 +192,15 @@ def _optional(writer: gguf.GGUFWriter) -> Iterator[tuple[str, Callable[[Any], No
     yield "num_experts_per_tok", writer.add_expert_used_count
 
 
+def _write_any_tokenizer(writer: gguf.GGUFWriter, folder: Path, kind: str, vocab_size: int) -> None:
+    if kind == "gpt2":
+        write_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()))
+    else:
+        write_pieces(writer, [f"▁{number}" for number in range(vocab_size - 260)])
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    writer.add_chat_template(settings["chat_template"])
+
+
 def write_tokenizer(writer: gguf.GGUFWriter, tokenizer: Config) -> None:
     """Write a byte-level BPE."""
     vocabulary = tokenizer["model"]["vocab"]
@@ -206,6 +215,20 @@ def write_tokenizer(writer: gguf.GGUFWriter, tokenizer: Config) -> None:
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_add_bos_token(False)
+
+
+def write_pieces(writer: gguf.GGUFWriter, pieces: Sequence[str], **flags: bool) -> None:
+    """Write a SentencePiece vocabulary: three special tokens, all bytes, and pieces."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *pieces]
+    types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * (1 + len(pieces))]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([-float(max(0, place - 258)) for place in range(len(tokens))])
+    writer.add_token_types(types)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_add_space_prefix(flags.get("add_space_prefix", True))
 
 
 def find_arch(name: str) -> gguf.MODEL_ARCH:
