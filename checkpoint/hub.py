@@ -96,7 +96,10 @@ def _find_cached(name: str, quantization: str, cache: Path | None) -> Path | Non
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        found = Path(snapshot_download(name, cache_dir=cache, local_files_only=True))
+        # No patterns: whether the files of this model are there is decided below.
+        found = Path(
+            snapshot_download(name, cache_dir=cache, local_files_only=True, allow_patterns=[])
+        )
     except (LocalEntryNotFoundError, HFValidationError):
         return None
     if not quantization and _is_complete(found):
