@@ -182,7 +182,7 @@ class _Reader:
                 raise self._error(f"has {entry.name!r} overlapping {last!r}")
             end, last = placed.offset + placed.num_bytes, entry.name
             tensors[entry.name] = placed
-        if end > len(self._data):
+        if tensors and end > len(self._data):
             raise self._error(f"ends within {last!r}: {end - len(self._data)} bytes are missing")
         return tensors
 

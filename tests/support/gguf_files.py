@@ -38,7 +38,7 @@ ARCHITECTURES = {
 }
 PAIRED = ("llama", "granite", "smollm3")  # llama.cpp stores the rows of rotated heads in pairs
 OFFSET_NORMS = ("gemma2", "gemma3")
-NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6
+NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 3, 4, 6
 EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -217,18 +217,28 @@ def write_tokenizer(writer: gguf.GGUFWriter, tokenizer: Config) -> None:
     writer.add_add_bos_token(False)
 
 
-def write_pieces(writer: gguf.GGUFWriter, pieces: Sequence[str], **flags: bool) -> None:
-    """Write a SentencePiece vocabulary: three special tokens, all bytes, and pieces."""
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *pieces]
-    types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * (1 + len(pieces))]
+def write_pieces(
+    writer: gguf.GGUFWriter,
+    pieces: Sequence[str],
+    user_defined: Sequence[str] = (),
+    *,
+    add_space_prefix: bool = True,
+) -> None:
+    """Write a SentencePiece vocabulary: special tokens, all bytes, pieces, user-defined tokens."""
+    kinds = {
+        **dict.fromkeys(["<unk>", "<s>", "</s>"], CONTROL),
+        **{f"<0x{byte:02X}>": BYTE for byte in range(256)},
+        **dict.fromkeys(["▁", *pieces], NORMAL),
+        **dict.fromkeys(user_defined, USER_DEFINED),
+    }
     writer.add_tokenizer_model("llama")
-    writer.add_token_list(tokens)
-    writer.add_token_scores([-float(max(0, place - 258)) for place in range(len(tokens))])
-    writer.add_token_types(types)
+    writer.add_token_list(list(kinds))
+    writer.add_token_scores([-float(max(0, place - 258)) for place in range(len(kinds))])
+    writer.add_token_types([*kinds.values()])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_unk_token_id(0)
-    writer.add_add_space_prefix(flags.get("add_space_prefix", True))
+    writer.add_add_space_prefix(add_space_prefix)
 
 
 def find_arch(name: str) -> gguf.MODEL_ARCH:
