@@ -37,10 +37,13 @@ DIGESTS = {
     "smollm2": "bd599c27d823bafe0e5b368572d0da5ed3b5b017b266ba2ed418063e0f2f9f6f",
     "gemma3": "439f7b14765399a8fe76a4f166fdff9fe41552f5333fce53e720920837fb47f8",
 }
-# Where transformers and llama.cpp differ, Baton is as llama.cpp: Gemma's vocabulary has tokens of
-# spaces, which transformers also finds in texts with U+2581, and merges instead of matching the
-# longest one.
+# Where transformers and llama.cpp differ in spaces, Baton is as llama.cpp: Gemma's vocabulary has
+# tokens of spaces, which transformers also finds in texts with U+2581, and merges instead of
+# matching the longest one.
 SPACES = re.compile("[ \u2581]{32}|\u2581\u2581|\u2581 | \u2581")
+# SmolLM2's vocabulary lacks some bytes: llama.cpp does not merge what is around them, as
+# transformers does, and so does Baton.
+LACKING = re.compile("[\x04\x06\x13\x14\x16\x1d\U00040000-\U000bffff]")
 needs_lines = pytest.mark.skipif(not NUM_LINES, reason="BATON_TOKENIZER_LINES is not set")
 needs_llama = pytest.mark.skipif(not LLAMA_PYTHON, reason="BATON_LLAMA_PYTHON is not set")
 
@@ -110,11 +113,12 @@ def test_tokens_and_texts_are_those_of_transformers(tokenizer: Tokenizer, model_
 @needs_lines
 @needs_llama
 def test_tokens_and_texts_are_those_of_llama_cpp(tokenizer: Tokenizer, model_file: Path) -> None:
-    texts = lines()
+    texts = [text for text in lines() if "Smol" not in model_file.name or not LACKING.search(text)]
 
     found = tokens_and_texts(tokenizer, texts)
 
     assert not differences(found, of_llama_cpp(model_file, texts), texts)
+    assert len(texts) > 0.8 * NUM_LINES
 
 
 @needs_lines
