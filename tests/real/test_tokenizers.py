@@ -1,4 +1,4 @@
-"""Tokenizers of real GGUF files, and of all pre-tokenizers: the tokens of others, and back.
+"""Tokenizers of real GGUF files: the tokens of transformers and of llama.cpp, and back.
 
 `make test` compares digests of tokens that were those of transformers and of llama.cpp.
 `BATON_TOKENIZER_LINES=10000` compares so many lines with transformers, and with llama.cpp if
@@ -15,13 +15,10 @@ import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import gguf
 import pytest
-from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import models, pre_tokenizers, trainers
+from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
 
-from baton.checkpoint.gguf.pre_tokenizers import PRE_TOKENIZERS
 from baton.checkpoint.hub import open_checkpoint
 from baton.checkpoint.tokenizer import Tokenizer
 from tests.support.mixed_text import mixed_lines, real_lines
@@ -119,45 +116,6 @@ def test_tokens_and_texts_are_those_of_llama_cpp(tokenizer: Tokenizer, model_fil
 
     assert not differences(found, of_llama_cpp(model_file, texts), texts)
     assert len(texts) > 0.8 * NUM_LINES
-
-
-@needs_lines
-@needs_llama
-def test_words_are_those_of_llama_cpp(tmp_path: Path) -> None:
-    """Tokens do not reach beyond words, so they show where words begin."""
-    texts = mixed_lines(NUM_LINES // 10, seed=38)
-    wrong = {}
-    for name in PRE_TOKENIZERS:
-        path = write_vocabulary(tmp_path / f"{name}.gguf", name, texts)
-        found = tokens_and_texts(open_checkpoint(str(path)).load_tokenizer(), texts)
-        if different := differences(found, of_llama_cpp(path, texts), texts):
-            wrong[name] = different
-
-    assert not wrong
-
-
-def write_vocabulary(path: Path, pre: str, texts: Sequence[str]) -> Path:
-    """Write a vocabulary that is trained on texts without words."""
-    fast = FastTokenizer(models.BPE())
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=4000, initial_alphabet=alphabet, show_progress=False, min_frequency=2
-    )
-    fast.train_from_iterator(texts, trainer)
-    model = json.loads(fast.to_str())["model"]
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(sorted(model["vocab"], key=model["vocab"].__getitem__))
-    writer.add_token_types([1] * len(model["vocab"]))
-    writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    return path
 
 
 def differences(
