@@ -74,7 +74,8 @@ class Quantized:
 
     def dequantize(self) -> Tensor:
         """Return the dequantized matrix, rounded to `dtype`."""
-        restored = torch.empty_like(self.numbers, dtype=self.dtype)
+        # Contiguous even where the numbers are not: products depend on the layout.
+        restored = torch.empty(self.numbers.shape, dtype=self.dtype, device=self.numbers.device)
         for rows in row_chunks(self.numbers):
             scaled = self._unscaled(rows) * self._by_column(self.scales[rows].float())
             if self.offsets is not None:
@@ -147,6 +148,8 @@ def _refined(matrix: Quantized, bits: int, group: int, *, has_offsets: bool) -> 
 
 def stacked(parts: Sequence[Quantized]) -> Quantized:
     """Concatenate matrices by row. All must have the same format and column order."""
+    if len(parts) == 1:
+        return parts[0]
     offsets = [part.offsets for part in parts if part.offsets is not None]
     return replace(
         parts[0],

@@ -124,14 +124,17 @@ def _float16(numbers: Tensor) -> Tensor:
 
 
 def _halves(numbers: Tensor) -> Tensor:
-    """[blocks, bytes] → [blocks, 2 * bytes]: the lower halves, then the upper ones."""
-    return torch.cat((numbers & 15, numbers >> 4), dim=1)
+    """[…, bytes] → […, 2 * bytes]: the lower halves, then the upper ones."""
+    both = torch.empty(*numbers.shape[:-1], 2 * numbers.shape[-1], dtype=torch.uint8)
+    lower, upper = both.chunk(2, dim=-1)
+    torch.bitwise_and(numbers, 15, out=lower)
+    torch.bitwise_right_shift(numbers, 4, out=upper)
+    return both
 
 
 def _halves_by_group(numbers: Tensor) -> Tensor:
     """Do the same for each 32 bytes."""
-    by_group = numbers.unflatten(1, (-1, 32))
-    return torch.cat((by_group & 15, by_group >> 4), dim=2).flatten(1)
+    return _halves(numbers.unflatten(1, (-1, 32))).flatten(1)
 
 
 def _fifth_bits(words: Tensor) -> Tensor:
