@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import secrets
 import sys
 import time
@@ -25,6 +26,7 @@ from baton.core.structured_outputs import StructuredOutputs
 from baton.core.units import AUTO, parse_kv_memory
 from baton.engine.config import EngineOptions
 from baton.engine.factory import build_engine, build_grammars
+from baton.engine.runner.config import WEIGHT_CACHE_VARIABLE, weight_cache_folder
 from baton.engine.runner.load import RunnerConfig, load_runner
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.validation import max_sequence_length
@@ -63,6 +65,7 @@ class LLM:
         kernels: str = "auto",
         quantize: str = "none",
         speculative: str = "",
+        weight_cache_dir: str = "",  # as --weight-cache-dir
         show_progress: bool | None = None,
         tokenizer: Tokenizer | None = None,  # None: that of the model folder
     ) -> None:
@@ -80,6 +83,9 @@ class LLM:
             num_threads=num_threads,
             kernels=kernels,
             quantize=quantize,
+            weight_cache_dir=weight_cache_folder(
+                weight_cache_dir or os.environ.get(WEIGHT_CACHE_VARIABLE, "")
+            ),
             speculation=parse_speculation(speculative),
         )
         scheduling = SchedulerConfig(

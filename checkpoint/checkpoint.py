@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from baton.checkpoint.quantized import Quantized
     from baton.checkpoint.tokenizer import Tokenizer
+    from baton.checkpoint.weight_digests import FileIdentity
 
 Shape = tuple[int, ...]
 
@@ -65,6 +66,10 @@ class Tensors(Protocol):
         Parts follow each other by row, and may have different formats. None: `tensor` and `part`
         return all that is stored.
         """
+        ...
+
+    def identities(self) -> Sequence[FileIdentity]:
+        """Return the identities of the files when they were opened."""
         ...
 
     def digest(self) -> str:

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
+from baton.core.user_cache import user_cache_folder
+
 MIN_CACHED_BYTES = 16 << 20  # smaller files are hashed in milliseconds
 # A later change of a younger file might leave its times as they are, on file systems with coarse
 # ones.
@@ -104,9 +106,5 @@ class DigestCache:
 
 def user_digest_cache() -> DigestCache:
     """Return the cache of this user. A user without a home has none."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    try:
-        folder = Path(home) if home else Path.home() / ".cache"
-    except RuntimeError:
-        return DigestCache(None)
-    return DigestCache(folder / "baton" / "weights")
+    folder = user_cache_folder()
+    return DigestCache(None if folder is None else folder / "weights")

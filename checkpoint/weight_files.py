@@ -86,6 +86,9 @@ class WeightFiles:
     def quantized(self, name: str, index: int | None = None) -> None:
         """Return nothing: the parts of a quantized matrix are tensors of their own."""
 
+    def identities(self) -> list[FileIdentity]:
+        return list(self._identity_by_path.values())
+
     def digest(self) -> str:
         """Hash all tensors. Raises ModelError if a file has changed since it was opened."""
         digest = hashlib.sha256()

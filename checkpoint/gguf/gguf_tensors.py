@@ -100,6 +100,9 @@ class GgufTensors:
         moved = [part.columns(torch.tensor(columns)) for part in parts]
         return None if None in moved else [part for part in moved if part is not None]
 
+    def identities(self) -> list[FileIdentity]:
+        return list(self._identities.values())
+
     def digest(self) -> str:
         """Hash names, shapes, types and bytes. Raises ModelError if a file has changed."""
         digest = hashlib.sha256()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from baton.core.errors import InvalidConfig
 from baton.core.options import BATCHING, KV_CACHE, MACHINE, MODEL, Option, check_options
-from baton.core.units import AUTO, parse_kv_memory
+from baton.core.units import AUTO, GIB, parse_bytes, parse_kv_memory
+from baton.core.user_cache import user_cache_folder
 from baton.engine.spec_decode.config import Speculation, parse_speculation
 
 if TYPE_CHECKING:
@@ -18,7 +20,19 @@ DTYPE_NAMES = ("float32", "bfloat16", "float16")
 KERNEL_NAMES = ("auto", "native", "torch")
 KV_DTYPE_NAMES = ("auto", "int8")
 QUANTIZE_NAMES = ("none", "int8", "int4")
+NOWHERE = ("off", "none")
+WEIGHT_CACHE_VARIABLE = "BATON_WEIGHT_CACHE_DIR"
 DEVICE_NAME = re.compile(r"cpu|cuda(:\d+)?")
+
+
+def weight_cache_folder(text: str) -> Path | None:
+    """Return the folder of packed weights, or None for `none` and `off`; `./none` names one."""
+    if text.strip().lower() in NOWHERE:
+        return None
+    if text:
+        return Path(text).expanduser()
+    cache = user_cache_folder()
+    return None if cache is None else cache / "packed"
 
 
 MaxNumSeqs = Annotated[int, Option("Maximum number of requests in a batch.", BATCHING, at_least=1)]
@@ -57,6 +71,27 @@ class RunnerConfig:
         str,
         Option("Weight quantization at load: none, int8 or int4.", MODEL, choices=QUANTIZE_NAMES),
     ] = "none"
+    weight_cache_dir: Annotated[
+        Path | None,
+        Option(
+            "Folder of packed weights, which later starts read; none or off keeps none. Default: "
+            "in the user's cache folder.",
+            MODEL,
+            default="",
+            parse=weight_cache_folder,
+            variable=WEIGHT_CACHE_VARIABLE,
+        ),
+    ] = None
+    weight_cache_bytes: Annotated[
+        int,
+        Option(
+            "Maximum size of the folder of packed weights; the least recently used are deleted.",
+            MODEL,
+            name="weight_cache_limit",
+            default="32GiB",
+            parse=parse_bytes,
+        ),
+    ] = 32 * GIB
     kv_cache_bytes: Annotated[
         int | None,
         Option(
@@ -117,6 +152,8 @@ class RunnerConfig:
         share, num_bytes = self.kv_cache_share, self.kv_cache_bytes
         check(share is None or 0 < share < 1, f"kv_cache_share {share}: from 0 to 1")
         check(num_bytes is None or num_bytes >= 1, f"kv_cache_bytes {num_bytes}: at least 1")
+        limit = self.weight_cache_bytes
+        check(limit >= 0, f"--weight-cache-limit {limit}: at least 0")
         is_device = DEVICE_NAME.fullmatch(self.device) is not None
         check(is_device, f"--device {self.device!r}: cpu, cuda or cuda:N")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -17,16 +19,18 @@ from baton.engine.runner.config import RunnerConfig as RunnerConfig
 from baton.engine.runner.config import check, dtype_name
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.input_batch import PersistentBatch
-from baton.engine.runner.kernels.choose import choose_parts
+from baton.engine.runner.kernels.choose import Parts, choose_parts
 from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.rope import Ropes
-from baton.engine.runner.model_info import LoadProgressCallback, ModelInfo
+from baton.engine.runner.model_info import LoadProgress, LoadProgressCallback, ModelInfo
 from baton.engine.runner.model_runner import TorchRunner
 from baton.engine.runner.sampling.logits_processors import ModelView, load_processors, versions
 from baton.engine.runner.state.state_shape import StateShape, cache_layout, state_shape
 from baton.engine.runner.weights.decoder_loading import attention_of, load_decoder
+from baton.engine.runner.weights.packing_key import are_cacheable, are_quantized, packing_key
 from baton.engine.runner.weights.quantize import QUANTIZE_REVISION
 from baton.engine.runner.weights.tensor_loading import LoadTarget
+from baton.engine.runner.weights.weight_cache import CachedWeights, WeightCache
 
 MAX_CONTEXT_LEN = 1 << 24
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -55,15 +59,20 @@ def load_runner(
     sizes = shape.block_bytes, layout, max_model_len
     if config.kv_cache_bytes is not None:
         _num_blocks(config, *sizes, device)
-    with checkpoint.open_tensors() as tensors:
-        target = LoadTarget(dtype, device, parts, config.quantize)
+    with (
+        checkpoint.open_tensors() as tensors,
+        _open_cache(config, model, parts, tensors, on_progress) as cached,
+    ):
+        target = LoadTarget(dtype, device, parts, config.quantize, cached)
         decoder = load_decoder(model, tensors, target, on_progress)
         attention = attention_of(model, tensors, device)
-        fingerprint = _fingerprint(model, config, tensors)
+        digest = tensors.digest()
+        if cached is not None:
+            cached.digest = digest
     kv = shape.allocate(_num_blocks(config, *sizes, device), device)
     info = ModelInfo(
         checkpoint=checkpoint,
-        fingerprint=fingerprint,
+        fingerprint=_fingerprint(model, config, digest),
         vocab_size=model.vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=defaults.eos_token_ids,
@@ -153,9 +162,38 @@ def _num_blocks(
     return num_blocks_within(budget, layout, block_bytes)
 
 
-def _fingerprint(model: ModelConfig, config: RunnerConfig, tensors: Tensors) -> str:
+@contextmanager
+def _open_cache(
+    config: RunnerConfig,
+    model: ModelConfig,
+    parts: Parts,
+    tensors: Tensors,
+    on_progress: LoadProgressCallback | None,
+) -> Iterator[CachedWeights | None]:
+    """Yield the packed weights of an earlier start, or None if none are kept for this model."""
+    folder, files = config.weight_cache_dir, tensors.identities()
+    is_quantized = (
+        config.quantize != "none" or model.quantization is not None or are_quantized(files, tensors)
+    )
+    # Packing of bfloat16 is little more than a copy.
+    is_worthwhile = is_quantized and are_cacheable(files)
+    if folder is None or parts.packer is None or not is_worthwhile:
+        yield None
+        return
+
+    def report(finished: int, whole: int) -> None:
+        if on_progress is not None:
+            on_progress(LoadProgress(finished, whole))
+
+    cache = WeightCache(folder, config.weight_cache_bytes, torch.get_num_threads())
+    key = packing_key(files, str(model), config.quantize, parts.packer.layout)
+    with cache.open(key, tensors.digest, report) as cached:
+        yield cached
+
+
+def _fingerprint(model: ModelConfig, config: RunnerConfig, digest: str) -> str:
     quantize = [config.quantize, QUANTIZE_REVISION]
-    parts = [str(model), quantize, tensors.digest(), versions(config.logits_processors)]
+    parts = [str(model), quantize, digest, versions(config.logits_processors)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 

@@ -15,6 +15,7 @@ from baton.checkpoint.checkpoint import Checkpoint, Expected, GenerationDefaults
 from baton.checkpoint.json_fields import JsonFields
 from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.checkpoint.tokenizer import Tokenizer
+from baton.checkpoint.weight_digests import FileIdentity
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.kernels.choose import TORCH
 from baton.engine.runner.weights.decoder_loading import load_decoder
@@ -48,6 +49,9 @@ class MemoryTensors:
 
     def quantized(self, name: str, index: int | None = None) -> None:
         return None
+
+    def identities(self) -> list[FileIdentity]:
+        return []
 
     def digest(self) -> str:
         return "in memory"

@@ -27,6 +27,7 @@ from baton.engine.runner.kernels.native import NativeOps
 from baton.engine.runner.kernels.native_attention import NativePagedAttention
 from baton.engine.runner.kernels.native_layers import native_layers
 from baton.engine.runner.kernels.native_linear_attention import NativeLinearAttention
+from baton.engine.runner.kernels.packed_weight import Packer
 from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.layer_weights import Layer
 from baton.engine.runner.model.layers import DecoderLayer, unfused_layers
@@ -47,6 +48,7 @@ class Parts:
     make_attention: Callable[[Tensor, Sequence[LayerAttention]], PagedAttention]
     make_layers: Callable[[ModelConfig, Sequence[Layer]], Sequence[DecoderLayer]]
     make_linear_attention: Callable[[Tensor, StateShape], LinearAttention] = TorchLinearAttention
+    packer: Packer | None = None  # None: matrices are used as they are loaded
 
 
 _TORCH_OPS = TorchOps()
@@ -78,10 +80,12 @@ def native_parts() -> Parts:
     """Load the native kernels. Raises KernelsUnavailable."""
     variant = best_variant(cpu_features())
     kernels = Kernels(library(variant), torch.get_num_threads())
+    ops = NativeOps(kernels)
     return Parts(
         variant.name,
-        NativeOps(kernels),
+        ops,
         partial(NativePagedAttention, kernels),
         partial(native_layers, kernels),
         partial(NativeLinearAttention, kernels),
+        ops,
     )

@@ -14,6 +14,7 @@ from baton.checkpoint.quantized import Quantized
 from baton.engine.runner.host_memory import huge_page_memory
 from baton.engine.runner.kernels.abi import PackedMatrix, RopeAngles, Struct
 from baton.engine.runner.kernels.calls import Kernels, Workspace, gate_params, norm_params
+from baton.engine.runner.kernels.packed_weight import PackedWeight
 from baton.engine.runner.model.config import Scoring
 from baton.engine.runner.model.linear import ExpertChoice, Linear, Mlp, Moe, Router
 from baton.engine.runner.model.mlp import mix_experts
@@ -33,7 +34,7 @@ _FORMAT_FIELDS = (
 
 
 class NativeOps:
-    """Implements `Ops`."""
+    """Implements `Ops` and `Packer`."""
 
     copies_weights = True
 
@@ -42,7 +43,16 @@ class NativeOps:
         self._workspace = Workspace()
         self._experts: WeakKeyDictionary[Moe, Experts | None] = WeakKeyDictionary()
 
+    @property
+    def layout(self) -> str:
+        """Return the name of the library, which has a digest of its sources and flags."""
+        return self._kernels.path.name
+
     def linear(self, weight: Tensor | Quantized, bias: Tensor | None) -> NativeLinear:
+        """Pack a copy of the weight."""
+        return self.packed_linear(self.pack(weight), bias)
+
+    def pack(self, weight: Tensor | Quantized) -> PackedWeight:
         """Pack a copy of the weight, on huge pages where available."""
         if isinstance(weight, Quantized):
             scales = weight.scales.float() if weight.group > _MAX_GROUP else weight.scales
@@ -60,7 +70,7 @@ class NativeOps:
             raise ValueError(f"a matrix of {num_columns} columns: the kernels need an even number")
         matrix = PackedMatrix(
             packed=None,
-            bias=None if bias is None else bias.data_ptr(),
+            bias=None,
             bits=bits,
             num_rows=num_rows,
             num_columns=num_columns,
@@ -73,7 +83,16 @@ class NativeOps:
         packed = torch.frombuffer(memory, dtype=torch.uint8)
         matrix.packed = packed.data_ptr()
         self._kernels.call("baton_pack", matrix=matrix, **tensors)
-        return NativeLinear(self._kernels, matrix, (packed, bias), column_order)
+        fields = {name: int(getattr(matrix, name)) for name in _FORMAT_FIELDS}
+        return PackedWeight(fields, packed, column_order)
+
+    def packed_linear(self, packed: PackedWeight, bias: Tensor | None) -> NativeLinear:
+        matrix = PackedMatrix(
+            packed=packed.data.data_ptr(),
+            bias=None if bias is None else bias.data_ptr(),
+            **packed.fields,
+        )
+        return NativeLinear(self._kernels, matrix, (packed.data, bias), packed.column_order)
 
     def head_linears(self, weights: Tensor) -> NativeHeadLinears:
         linears = [self.linear(weight, None) for weight in weights]

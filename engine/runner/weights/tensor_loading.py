@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,6 +28,7 @@ from baton.engine.runner.weights.packed import (
 from baton.engine.runner.weights.quantization import Quantization
 from baton.engine.runner.weights.quantize import Quantize, select_rows, to_int4, to_int8
 from baton.engine.runner.weights.tensor_names import TensorMap
+from baton.engine.runner.weights.weight_cache import CachedWeights
 
 QUANTIZERS: Mapping[str, Quantize | None] = {"none": None, "int8": to_int8, "int4": to_int4}
 
@@ -39,6 +41,7 @@ class LoadTarget:
     device: torch.device
     parts: Parts
     quantize: str = "none"
+    cached: CachedWeights | None = None  # packed matrices, if the parts pack them
 
 
 class TensorLoader:
@@ -58,7 +61,9 @@ class TensorLoader:
         self._names = frozenset(files.names())
         self._target = target
         self._trimmer = HeapTrimmer()
-        self._on_progress = on_progress
+        is_read = target.cached is not None and target.cached.is_found  # with its own progress
+        self._on_progress = None if is_read else on_progress
+        self._num_linears = 0
         self._num_loaded = 0  # numbers
         sinks = tensors.names.sinks  # loaded with the attention
         self._num_expected = sum(
@@ -99,7 +104,7 @@ class TensorLoader:
     def embedding(self, name: str) -> Linear:
         """Load the embedding or LM head. int4 is too inexact for them, so they use int8."""
         quantize = None if self._target.quantize == "none" else to_int8
-        return self._make_linear(self._matrix([name], quantize), None)
+        return self._make_linear(name, lambda: self._matrix([name], quantize), None)
 
     def linear(
         self,
@@ -113,27 +118,36 @@ class TensorLoader:
 
         `order` permutes its first rows. With `keeps_dtype` it is not quantized at load.
         """
-        matrix = self._matrix(names, QUANTIZERS["none" if keeps_dtype else self._target.quantize])
+        quantize = QUANTIZERS["none" if keeps_dtype else self._target.quantize]
         bias = self._stacked([f"{name}.bias" for name in names]) if has_bias else None
-        if order is not None:
-            rows = torch.arange(sum(self._shapes[f"{name}.weight"][0] for name in names))
-            rows[: len(order)] = torch.tensor(order)
-            matrix = select_rows(matrix, rows.to(self._target.device))
-            bias = None if bias is None else bias[rows]
-        return self._make_linear(matrix, bias)
+        if order is None:
+            return self._make_linear("+".join(names), lambda: self._matrix(names, quantize), bias)
+        rows = torch.arange(sum(self._shapes[f"{name}.weight"][0] for name in names))
+        rows[: len(order)] = torch.tensor(order)
+
+        def load() -> Tensor | Quantized:
+            return select_rows(self._matrix(names, quantize), rows.to(self._target.device))
+
+        return self._make_linear("+".join(names), load, None if bias is None else bias[rows])
 
     def split_linear(
         self, name: str, rows: Sequence[int], plain_rows: Sequence[int]
     ) -> tuple[Linear, Linear]:
         """Load two parts of a matrix. The second one is not quantized at load."""
-        matrix, quantize = self._matrix([name], None), QUANTIZERS[self._target.quantize]
-        first, second = (
-            select_rows(matrix, torch.tensor(part, device=self._target.device))
-            for part in (rows, plain_rows)
+        matrix = functools.cache(lambda: self._matrix([name], None))
+        quantize = QUANTIZERS[self._target.quantize]
+
+        def load(part: Sequence[int]) -> Tensor | Quantized:
+            return select_rows(matrix(), torch.tensor(part, device=self._target.device))
+
+        def load_first() -> Tensor | Quantized:
+            first = load(rows)
+            return first if quantize is None or isinstance(first, Quantized) else quantize(first)
+
+        return (
+            self._make_linear(name, load_first, None),
+            self._make_linear(name, lambda: load(plain_rows), None),
         )
-        if quantize is not None and isinstance(first, Tensor):
-            first = quantize(first)
-        return self._make_linear(first, None), self._make_linear(second, None)
 
     def plain_matrix(self, name: str) -> Tensor:
         """Load a matrix in the target's dtype, dequantized if necessary."""
@@ -151,18 +165,36 @@ class TensorLoader:
     ) -> Linear:
         """Load one expert's matrix out of a tensor that stacks those of all experts."""
         is_interleaved = is_gate_up and names.is_interleaved
-        matrix = self._expert_matrix(name, expert, names, is_interleaved)
         bias = None
         if has_bias:
             part = self._files.part(f"{name}_bias", expert)
             bias = self._place(_join_halves(part) if is_interleaved else part)
             self._count(bias.numel())
-        return self._make_linear(matrix, bias)
+        return self._make_linear(
+            f"{name}.{expert}",
+            lambda: self._expert_matrix(name, expert, names, is_interleaved),
+            bias,
+        )
 
-    def _make_linear(self, matrix: Tensor | Quantized, bias: Tensor | None) -> Linear:
+    def _make_linear(
+        self, name: str, load: Callable[[], Tensor | Quantized], bias: Tensor | None
+    ) -> Linear:
+        """Make a linear layer of a cached matrix, or of the one that `load` returns."""
+        packer, cached = self._target.parts.packer, self._target.cached
+        if packer is None or cached is None:
+            return self._target.parts.ops.linear(self._trimmed(load()), bias)
+        name = f"{self._num_linears} {name}"
+        self._num_linears += 1
+        packed = cached.find(name)
+        if packed is None:
+            packed = packer.pack(self._trimmed(load()))
+            cached.add(name, packed)
+        return packer.packed_linear(packed, bias)
+
+    def _trimmed(self, matrix: Tensor | Quantized) -> Tensor | Quantized:
         size = matrix.numbers.numel() if isinstance(matrix, Quantized) else matrix.nbytes
         self._trimmer.count(size)
-        return self._target.parts.ops.linear(matrix, bias)
+        return matrix
 
     def _expert_matrix(
         self, name: str, expert: int, names: ExpertNames, is_interleaved: bool

@@ -1,0 +1,15 @@
+"""Folder of this user for what can be made again."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def user_cache_folder() -> Path | None:
+    """Return Baton's folder in the user's cache. A user without a home has none."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(home) if home else Path.home() / ".cache") / "baton"
+    except RuntimeError:
+        return None
