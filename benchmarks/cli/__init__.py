@@ -21,6 +21,7 @@ from benchmarks.cli.interference import interference
 from benchmarks.cli.memory import memory
 from benchmarks.cli.overload import overload
 from benchmarks.cli.peer import peer
+from benchmarks.cli.perplexity import perplexity
 from benchmarks.cli.policies import policies
 from benchmarks.cli.reuse import reuse
 from benchmarks.cli.router import router
@@ -47,6 +48,10 @@ EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
     peer: ("peer --model ~/models/Qwen3-0.6B --vllm-venv ~/vllm",),
     interference: ("interference --model ~/models/Qwen3-0.6B --vllm-venv ~/vllm",),
     frontier: ("frontier --model ~/models/Qwen3-0.6B --rates 0.1,0.2 --plot f.png",),
+    perplexity: (
+        "perplexity models/demo --text README.md",
+        "perplexity model-Q4_K_M.gguf --text text.txt --llamacpp-venv ~/llamacpp",
+    ),
     handover: ("handover --model ~/models/Qwen3-0.6B --pairs 30",),
     tiers: ("tiers --model ~/models/Qwen3-0.6B --tokens 8192 --kv-cache-memory 1GiB",),
     chart: ("chart --peer peer.json --interference load.json engines.png",),

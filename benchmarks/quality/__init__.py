@@ -1,0 +1,1 @@
+"""Benchmarks of quality: what quantization loses."""
