@@ -56,7 +56,7 @@ NO_CHANGES: Changes = {}
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What is particular to an architecture."""
+    """Entry of an architecture: its name on the hub, metadata fields and tensor names."""
 
     hub_name: str  # in config.json
     integers: Mapping[str, str] = field(default_factory=dict)  # further fields

@@ -29,7 +29,7 @@ def biases(file: GgufFile) -> Fields:
 
 
 def gemma(file: GgufFile) -> Fields:
-    """The scale of queries is not in the metadata: in the 27B models alone it is another."""
+    """Return the scale of queries, which the metadata lacks: in the 27B models it is another."""
     hidden, heads, layers = (
         read_integer(file, name)
         for name in ("embedding_length", "attention.head_count", "block_count")
@@ -79,7 +79,10 @@ def mistral3(file: GgufFile) -> Fields:
 
 
 def deepseek(file: GgufFile) -> Fields:
-    """Latent attention: llama.cpp has it as attention of one key head, except in early files."""
+    """Return the fields of latent attention.
+
+    llama.cpp stores it as attention with one key head, except in early files.
+    """
     rope = read_integer(file, "rope.dimension_count")
     key, value = (
         file.get(f"deepseek2.attention.{name}_mla", int, read_integer(file, f"attention.{name}"))
@@ -121,7 +124,7 @@ def granite(file: GgufFile) -> Fields:
 
 
 def granite_hybrid(file: GgufFile) -> Fields:
-    """Layers without key heads have a Mamba2 state."""
+    """Return the fields of Mamba2, the state of layers without key heads, and of experts."""
     name = "granitehybrid.attention.head_count_kv"
     heads = file.list_of(name, int)
     hidden, inner, size = (
@@ -156,7 +159,7 @@ def qwen3_linear(file: GgufFile) -> Fields:
 
 
 def llama4(file: GgufFile) -> Fields:
-    """What llama.cpp knows of the models is not in the metadata."""
+    """Return fields that the metadata lacks, with the values that llama.cpp uses."""
     if file.get("llama4.attention.sliding_window", int, LLAMA4_CHUNK) != LLAMA4_CHUNK:
         raise file.wrong("llama4.attention.sliding_window", f"must be {LLAMA4_CHUNK}")
     experts = read_integer(file, "expert_count")

@@ -1,4 +1,4 @@
-"""Which GGUF file of a repository a name means: `USER/REPO:Q4_K_M`. Pure."""
+"""Selects the GGUF file of a repository that a name means: `USER/REPO:Q4_K_M`. Pure."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 
@@ -80,7 +80,7 @@ class GgufFile:
         # One check by types is fast for the lists of a vocabulary.
         if not isinstance(found, list) or not set(map(type, found)) <= {kind}:
             raise self.wrong(name, f"must be a list of {kind.__name__}")
-        return found  # type: ignore[return-value]
+        return cast("list[T]", found)
 
     def wrong(self, name: str, expected: str) -> ModelError:
         found = shorten(repr(self.metadata.get(name)))

@@ -214,10 +214,9 @@ class _Reader:
 
     def _alignment(self, metadata: Mapping[str, Value]) -> int:
         found = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-        is_valid = type(found) is int and 0 < found <= MAX_ALIGNMENT and found & found - 1 == 0
-        if not is_valid:
+        if type(found) is not int or not 0 < found <= MAX_ALIGNMENT or found & found - 1:
             raise self._error(f"has the alignment {shorten(repr(found))}, not a power of two")
-        return int(found)  # type: ignore[arg-type]
+        return found
 
     def _text(self, what: str, max_bytes: int) -> str:
         size = self._integer("<Q")

@@ -25,18 +25,18 @@ def flat(shape: Shape) -> Shape:
 
 
 def as_row(shape: Shape) -> Shape:
-    """A list of numbers, which the hub has as a matrix of one row."""
+    """Return the shape of a matrix of one row, which the hub has for a list of numbers."""
     return 1, shape[-1]
 
 
 def with_channel(shape: Shape) -> Shape:
-    """A convolution, each row for a channel of its own."""
+    """Return the shape of a convolution in which each row has a channel of its own."""
     return shape[0], 1, shape[-1]
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """How llama.cpp's form of a tensor differs from that of the hub."""
+    """Difference between llama.cpp's form of a tensor and that of the hub."""
 
     rows: Order | None = None  # for each row of the hub, the one of llama.cpp
     columns: Order | None = None
@@ -82,7 +82,7 @@ SHARED_ROW = {"ffn_gate_inp_shexp": Change(shape=as_row)}
 
 @dataclass(frozen=True, slots=True)
 class NameRules:
-    """How an architecture's tensors differ from those of the hub."""
+    """Names and forms of an architecture's tensors, where they differ from those of the hub."""
 
     layer_names: Mapping[str, str] = field(default_factory=lambda: LAYER_NAMES)
     changes: Mapping[str, Change] = field(default_factory=dict)  # by the same names

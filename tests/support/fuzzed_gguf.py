@@ -48,7 +48,7 @@ class Place:
 
 @dataclass(slots=True)
 class Report:
-    """What became of the files, by number."""
+    """Results by the number of the file."""
 
     num_loaded: int = 0
     num_refused: int = 0
