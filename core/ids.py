@@ -40,12 +40,39 @@ class ModelVariant:
 ANY_MODEL = ModelVariant()
 
 
+DIGEST_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class MediaSegment:
+    """A run of placeholder tokens in a prompt that stands for an image or other media.
+
+    All other tokens of a prompt are text. No node serves media yet.
+    """
+
+    start: int  # position of its first token
+    num_tokens: int
+    digest: bytes  # of the content, since the placeholders of all media are the same token
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or self.num_tokens < 1 or len(self.digest) != DIGEST_BYTES:
+            raise ValueError(
+                f"a segment of {self.num_tokens} tokens from {self.start} with a digest of "
+                f"{len(self.digest)} bytes: it needs a token, and {DIGEST_BYTES} bytes"
+            )
+
+    def overlaps(self, start: int, end: int) -> bool:
+        """Return whether a token from `start` up to `end` is in the segment."""
+        return self.start < end and start < self.start + self.num_tokens
+
+
 @dataclass(frozen=True, slots=True)
 class PrefixKeys:
-    """Keys of a request besides its tokens: prompts share KV only if all of them are equal."""
+    """Keys of a request besides its tokens: prompts share KV only where all of them are equal."""
 
     cache_salt: str = ""  # empty: shared by all clients
     adapter: str = ""  # that computes the KV; empty: none
+    media: tuple[MediaSegment, ...] = ()  # differ only from their first tokens on
 
 
 NO_PREFIX_KEYS = PrefixKeys()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from baton.core.finish import Finish
-from baton.core.ids import ANY_MODEL, ModelVariant
+from baton.core.ids import ANY_MODEL, MediaSegment, ModelVariant
 from baton.core.kv_hints import NO_KV_HINTS, KvHints
 from baton.core.logprobs import TokenLogprobs
 from baton.core.sampling import SamplingParams
@@ -52,6 +52,7 @@ class ChatPrompt:
 @dataclass(frozen=True, slots=True)
 class TokenPrompt:
     token_ids: tuple[int, ...]
+    media: tuple[MediaSegment, ...] = ()
 
     @property
     def num_characters(self) -> int:
@@ -87,11 +88,15 @@ class GenerateCall:
         return task_of(self.kv_hints)
 
     @property
-    def prompt_token_ids(self) -> tuple[int, ...]:
-        """Token ids of a prompt that has been tokenised."""
+    def token_prompt(self) -> TokenPrompt:
+        """Prompt that has been tokenised."""
         if not isinstance(self.prompt, TokenPrompt):
             raise TypeError(f"request {self.request_id!r} has not been tokenised")
-        return self.prompt.token_ids
+        return self.prompt
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        return self.token_prompt.token_ids
 
 
 class TokenChunk(NamedTuple):

@@ -15,7 +15,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import NewType
 
-from baton.core.ids import NO_PREFIX_KEYS, PrefixKeys
+from baton.core.ids import NO_PREFIX_KEYS, MediaSegment, PrefixKeys
 
 BlockHash = NewType("BlockHash", bytes)
 
@@ -38,10 +38,10 @@ class PrefixNaming:
     needs_snapshot: bool = False
 
     def root(self, keys: PrefixKeys = NO_PREFIX_KEYS, num_prompt_tokens: int = 0) -> BlockHash:
-        """Return the parent hash of first blocks, the only place where a request's keys enter.
+        """Return the parent hash of first blocks, where the keys of whole requests enter.
 
         All blocks descend from it, so requests with different keys never share one. The fields are
-        hashed as JSON, so that no key can spell the other fields.
+        hashed as JSON, so that no key can spell the other fields. Media enter in `extend_hashes`.
         """
         limit = self.max_shareable_prompt_len
         is_shared = limit is None or num_prompt_tokens <= limit
@@ -58,11 +58,16 @@ class PrefixNaming:
         keys: PrefixKeys = NO_PREFIX_KEYS,
     ) -> list[BlockHash]:
         """Return the hashes of the full blocks of `token_ids`, a prompt and any output after it."""
-        return block_hashes(token_ids, self.block_size, self.root(keys, num_prompt_tokens))
+        root = self.root(keys, num_prompt_tokens)
+        return block_hashes(token_ids, self.block_size, root, keys.media)
 
 
 def extend_hashes(
-    hashes: list[BlockHash], root: BlockHash, token_ids: Sequence[int], block_size: int
+    hashes: list[BlockHash],
+    root: BlockHash,
+    token_ids: Sequence[int],
+    block_size: int,
+    media: Sequence[MediaSegment] = (),
 ) -> None:
     """Append the hashes of the full blocks of `token_ids` that `hashes` lacks."""
     pack = _packer(block_size).pack
@@ -70,15 +75,31 @@ def extend_hashes(
     full = len(token_ids) // block_size * block_size
     for start in range(len(hashes) * block_size, full, block_size):
         packed = pack(*token_ids[start : start + block_size])
+        if media:
+            packed += _pack_media(media, start, start + block_size)
         parent = BlockHash(blake2b(parent + packed, digest_size=HASH_BYTES).digest())
         hashes.append(parent)
 
 
-def block_hashes(token_ids: Sequence[int], block_size: int, root: BlockHash) -> list[BlockHash]:
+def block_hashes(
+    token_ids: Sequence[int],
+    block_size: int,
+    root: BlockHash,
+    media: Sequence[MediaSegment] = (),
+) -> list[BlockHash]:
     """Return the hashes of all full blocks of a sequence."""
     hashes: list[BlockHash] = []
-    extend_hashes(hashes, root, token_ids, block_size)
+    extend_hashes(hashes, root, token_ids, block_size, media)
     return hashes
+
+
+def _pack_media(media: Sequence[MediaSegment], start: int, end: int) -> bytes:
+    """Return the digests and places of the segments in a block: blocks without keep their names."""
+    return b"".join(
+        struct.pack("<QQ", segment.start, segment.num_tokens) + segment.digest
+        for segment in media
+        if segment.overlaps(start, end)
+    )
 
 
 @lru_cache(maxsize=16)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton.core.ids import BlockId, RequestId, existing_blocks
+from baton.core.ids import BlockId, MediaSegment, RequestId, existing_blocks
 from baton.core.kv_hints import BlockHints
 from baton.engine.kv_cache.block_hashes import BlockHash, extend_hashes
 from baton.engine.plan import BlockIds, StateBlocks
@@ -49,6 +49,7 @@ class HeldKv:
     token_ids: Sequence[int]  # shared with the request, which appends the output
     root_hash: BlockHash
     block_hints: BlockHints
+    media: tuple[MediaSegment, ...] = ()  # in the prompt
     num_context_tokens: int = field(init=False)  # prompt and prior output
     block_hashes: list[BlockHash] = field(default_factory=list)  # of the leading full blocks
     num_computed_tokens: int = 0  # leading tokens whose KV is in the blocks
@@ -66,7 +67,7 @@ class HeldKv:
 
     def extend_hashes(self, block_size: int) -> None:
         """Compute the hashes of the full blocks that have none yet."""
-        extend_hashes(self.block_hashes, self.root_hash, self.token_ids, block_size)
+        extend_hashes(self.block_hashes, self.root_hash, self.token_ids, block_size, self.media)
 
     @property
     def num_blocks(self) -> int:

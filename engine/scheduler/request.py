@@ -93,7 +93,9 @@ class Request:
         self.token_ids = [*submitted.prompt_token_ids, *submitted.prior_output_token_ids]
         self.num_prompt_tokens = len(submitted.prompt_token_ids)
         block_hints = submitted.kv_hints.block_hints(submitted.tenant or submitted.cache_salt)
-        self.kv = HeldKv(submitted.request_id, self.token_ids, root_hash, block_hints)
+        self.kv = HeldKv(
+            submitted.request_id, self.token_ids, root_hash, block_hints, submitted.media
+        )
         self.arrival = Arrival(self.kv, self.rank, submitted.receive_from, submitted.prefix_source)
 
     @property

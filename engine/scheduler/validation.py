@@ -17,6 +17,8 @@ def validate_request(request: EngineRequest, config: SchedulerConfig, cache: Cac
     """Raise InvalidRequest if the request can never complete on this engine."""
     if request.adapter:
         raise InvalidRequest(f"the adapter {request.adapter!r} is not served by this node")
+    if request.media:
+        raise InvalidRequest("media are not served by this node: send text only")
     _check_tokens(request, config)
     _check_lengths(request, config)
     _check_fits_cache(request, config, cache)

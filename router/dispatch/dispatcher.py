@@ -74,6 +74,7 @@ class DispatchedRequest:
             age_s=max(0.0, now - self.context.received_s),
             priority=call.priority,
             adapter=call.model.adapter,
+            media=call.token_prompt.media,
             cache_salt=call.cache_salt,
             tenant=call.tenant,
             kv_hints=call.kv_hints,
@@ -141,6 +142,7 @@ class Dispatcher:
             prompt_token_ids=request.call.prompt_token_ids,
             prior_output_token_ids=request.answer.token_ids,
             model=request.call.model,
+            media=request.call.token_prompt.media,
             cache_salt=request.call.cache_salt,
             revision=request.revision,
         )

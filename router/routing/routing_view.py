@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from math import ceil
 
-from baton.core.ids import ANY_MODEL, ModelVariant, PrefixKeys
+from baton.core.ids import ANY_MODEL, MediaSegment, ModelVariant, PrefixKeys
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.router.routing.node_table import Node, NodeTable, Revision
 from baton.rpc.node_info import NodeRole
@@ -36,6 +36,7 @@ class RoutingRequest:
     number: int = 0  # counts the decisions: index for round robin and random draws
     prior_output_token_ids: tuple[int, ...] = ()
     model: ModelVariant = ANY_MODEL
+    media: tuple[MediaSegment, ...] = ()  # in the prompt
     cache_salt: str = ""
     revision: Revision | None = None  # that started the answer and alone may continue it
 
@@ -132,7 +133,7 @@ def build_view(table: NodeTable, request: RoutingRequest) -> RoutingView:
     expected: dict[str, int] = {}
     names: list[BlockHash] = []
     token_ids = request.prompt_token_ids + request.prior_output_token_ids
-    keys = PrefixKeys(request.cache_salt, request.model.adapter)
+    keys = PrefixKeys(request.cache_salt, request.model.adapter, request.media)
     for naming in table.namings:
         block_size = naming.block_size
         # The last token is always computed: its logits give the next one.

@@ -54,6 +54,7 @@ SEQUENCE = Mapper(
         "receive_from",
         "send_to",
         "adapter",
+        "media",
         "tenant",
         "kv_hints",
         "cache_hints",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from itertools import product
 
-from baton.core.ids import PrefixKeys
+import pytest
+
+from baton.core.ids import MediaSegment, PrefixKeys
 from baton.engine.kv_cache.block_hashes import (
     BlockHash,
     PrefixNaming,
@@ -55,6 +57,37 @@ def test_adapters_share_no_blocks_with_each_other_or_with_the_base_model() -> No
     roots = {naming.root(PrefixKeys(*keys)) for keys in product(("", "a"), ("", "a", "b"))}
 
     assert len(roots) == 6
+
+
+PLACEHOLDERS = [1, 2, 9, 9, 9, 9, 9, 3, 4, 5]  # an image from 2 up to 7, in blocks of two
+
+
+def _names(*images: MediaSegment) -> list[BlockHash]:
+    return PrefixNaming(2).names(PLACEHOLDERS, 10, PrefixKeys(media=images))
+
+
+def test_prompts_share_the_blocks_in_front_of_their_first_different_image() -> None:
+    cat, dog = (_names(MediaSegment(2, 5, bytes([content]) * 32)) for content in b"cd")
+
+    assert cat[:1] == dog[:1] == _names()[:1]
+    assert not set(cat[1:]) & set(dog[1:]) & set(_names()[1:])
+    assert len(set(cat[1:] + dog[1:] + _names()[1:])) == 3 * 4
+
+
+def test_images_at_other_places_have_other_names() -> None:
+    digest = bytes(32)
+    places = [(2, 5), (2, 4), (3, 4)]
+
+    seconds = {_names(MediaSegment(*place, digest))[1] for place in places}
+    two = _names(MediaSegment(2, 2, digest), MediaSegment(4, 3, digest))[1:]
+
+    assert len(seconds) == 3
+    assert not set(two) & set(_names(MediaSegment(2, 5, digest)))
+
+
+def test_a_segment_without_a_whole_digest_is_refused() -> None:
+    with pytest.raises(ValueError, match="a digest of 31 bytes: it needs a token, and 32 bytes"):
+        MediaSegment(0, 1, bytes(31))
 
 
 def test_no_salt_yields_the_hashes_of_a_prompt_of_another_length() -> None:

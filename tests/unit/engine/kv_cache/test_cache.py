@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from baton.core.ids import MediaSegment
 from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored
+from baton.engine.kv_cache.block_hashes import PrefixNaming
 from baton.engine.kv_cache.cache import KvCache
 from baton.engine.kv_cache.cache_group import PrefixHit
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.held_kv import HeldKv
-from tests.support.requests import make_held
+from baton.engine.scheduler.request import Request
+from tests.support.requests import make_engine_request, make_held
 
 NO_HIT = PrefixHit(0, ([],))
 
@@ -133,6 +138,20 @@ def test_uncached_blocks_are_no_prefix_hits() -> None:
     cache.pool.check([])
 
 
+def test_a_hit_ends_in_front_of_an_image_that_the_cache_has_not_seen() -> None:
+    cache = _cache()
+    _serve(cache, range(8))
+    cat, dog = (_held_with_image(content) for content in b"cd")
+
+    hits = [cache.find_prefix(cat, 8).num_blocks]
+    cache.admit(cat, cache.find_prefix(cat, 8))
+    cat.num_computed_tokens = cat.num_tokens
+    cache.release(cat)
+    hits += [cache.find_prefix(held, 8).num_blocks for held in (_held_with_image(b"c"[0]), dog)]
+
+    assert hits == [2, 4, 2]
+
+
 def test_events_have_token_ids_only_if_they_are_collected() -> None:
     cache = _cache(collect_token_ids=False)
     request = _serve(cache, range(6))
@@ -166,6 +185,13 @@ def _cache(num_blocks: int = 8, *, collect_token_ids: bool = True) -> KvCache:
             collect_token_ids=collect_token_ids,
         )
     )
+
+
+def _held_with_image(content: int) -> HeldKv:
+    """Return the KV of a prompt of eight tokens, of which 5 and 6 stand for an image."""
+    image = MediaSegment(5, 2, bytes([content]) * 32)
+    submitted = replace(make_engine_request(range(8)), media=(image,))
+    return Request(submitted, (0, 0.0, 0), PrefixNaming(16).root(), frozenset(), 12).kv
 
 
 def _serve(cache: KvCache, prompt: range) -> HeldKv:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from baton.core.errors import ContextLengthExceeded, InvalidRequest
-from baton.core.ids import HandoffId, NodeId, Peer, RequestId
+from baton.core.ids import HandoffId, MediaSegment, NodeId, Peer, RequestId
 from baton.core.request import EngineRequest, ReceiveKv
 from baton.core.sampling import SamplingParams
 from baton.engine.kv_cache.config import CacheConfig
@@ -25,6 +25,12 @@ def test_a_request_that_just_fits_is_accepted() -> None:
 
 def test_an_empty_prompt_is_refused() -> None:
     _assert_refused(make_engine_request([]), "the prompt is empty")
+
+
+def test_media_are_refused() -> None:
+    image = MediaSegment(0, 1, bytes(32))
+
+    _assert_refused(replace(make_engine_request([1]), media=(image,)), "media are not served")
 
 
 def test_an_adapter_is_refused() -> None:

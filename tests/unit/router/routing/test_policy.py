@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from baton.core.errors import InvalidConfig
-from baton.core.ids import ModelVariant, PrefixKeys
+from baton.core.ids import MediaSegment, ModelVariant, PrefixKeys
 from baton.core.options import build_config
 from baton.engine.kv_cache.block_hashes import PrefixNaming
 from baton.router.routing.config import Routing, RoutingPolicy
@@ -452,6 +452,15 @@ def test_without_prefill_nodes_new_requests_stay_on_the_serving_revision() -> No
 
     assert chosen == {("", "d1")}
     assert left == ("", "d2")
+
+
+def test_a_prompt_with_an_image_hits_only_the_blocks_in_front_of_it() -> None:
+    table = a_cluster()
+    report_prefix(table, "p1", PROMPT)
+    with_image = replace(REQUEST, media=(MediaSegment(40, 20, bytes(32)),))
+
+    assert choose(table, Routing(), REQUEST).num_missing_tokens == 100 - 96
+    assert choose(table, Routing(), with_image).num_missing_tokens == 100 - 32
 
 
 def test_a_request_with_an_adapter_hits_no_blocks_of_the_base_model() -> None:
