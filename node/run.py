@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from typing import Protocol
 
 from baton.engine.errors import EngineStopped
 from baton.engine.runner.load import load_runner
+from baton.engine.runner.model_info import LoadProgress
 from baton.engine.runner.model_runner import TorchRunner
 from baton.kv_transfer.pairs import Identity
 from baton.kv_transfer.transports.nixl import import_nixl
@@ -37,6 +39,7 @@ from baton.v1 import kv_link_pb2_grpc, node_pb2_grpc
 
 log = logging.getLogger(__name__)
 
+LOAD_LOG_S = 2.0
 HEARTBEAT_CHECK_S = 0.5
 # Multiple of `stuck_after_s` without a heartbeat after which the process counts as dead.
 DEAD_FACTOR = 5
@@ -56,11 +59,26 @@ def run(role: Role, options: NodeOptions, around: Around = NO_NODE_DECORATORS) -
     """Serve until SIGTERM or a Drain call. Raise a named error if the options cannot work."""
     _check_start(options)
     config = options.runner if role.speculates else replace(options.runner, speculation=None)
-    with load_runner(config) as runner:
+    with load_runner(config, LoadLog(time.monotonic)) as runner:
         identity = identify(options, role.name, runner)
         process = _process_of(role, identity)
         with tracing(options.telemetry, process) as tracer:
             asyncio.run(serve(role, options, runner, identity, tracer, around))
+
+
+class LoadLog:
+    """Logs how much of the weights is loaded, a line every `LOAD_LOG_S` seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._next_s = clock() + LOAD_LOG_S
+
+    def __call__(self, load: LoadProgress) -> None:
+        now = self._clock()
+        if now >= self._next_s:
+            self._next_s = now + LOAD_LOG_S
+            percent = 100 * load.loaded_bytes // max(1, load.total_bytes)
+            log.info("loaded %d %% of the weights", percent)
 
 
 def _check_start(options: NodeOptions) -> None:

@@ -32,6 +32,7 @@ from baton.v1 import node_pb2, node_pb2_grpc
 INTERRUPTED = 130
 ENDING = (signal.SIGINT, signal.SIGTERM)
 JOINED = re.compile(r"node (\S+) joined from ")  # in the log of the router
+LOADED = re.compile(r"loaded \d+ % of the weights")  # in the logs of nodes
 
 
 def run_cluster(options: ClusterOptions, model: RunnerConfig, *, restarts: bool) -> None:
@@ -143,7 +144,10 @@ class ClusterRunner:
         _report(f"{what}; {advice}")
 
     def _note_line(self, child: Child, line: str) -> None:
-        """Show again where the cluster serves, below the router's lines about late nodes."""
+        """Show progress, and again where the cluster serves, below lines about late nodes."""
+        loaded = LOADED.search(line)
+        if loaded is not None and not self.is_up:
+            self._show_progress(f"; {child.name} has {loaded[0]}")
         found = JOINED.search(line) if child.name == "router" else None
         if found is not None:
             self._joined.add(found[1])
@@ -174,10 +178,10 @@ class ClusterRunner:
         else:
             self._show_progress()
 
-    def _show_progress(self) -> None:
+    def _show_progress(self, detail: str = "") -> None:
         if self._status is not None:
             self._status.update(
-                f"loading: {self._num_up} of {self._num_processes} processes are up"
+                f"loading: {self._num_up} of {self._num_processes} processes are up{detail}"
             )
 
 
