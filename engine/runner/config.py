@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from baton.checkpoint.user_cache import user_cache_folder
 from baton.core.errors import InvalidConfig
 from baton.core.options import BATCHING, KV_CACHE, MACHINE, MODEL, Option, check_options
 from baton.core.units import AUTO, GIB, parse_bytes, parse_kv_memory
-from baton.core.user_cache import user_cache_folder
 from baton.engine.spec_decode.config import Speculation, parse_speculation
 
 if TYPE_CHECKING:
