@@ -22,6 +22,7 @@ import sys
 import termios
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -312,12 +313,19 @@ def _adopt_streams(fds: Sequence[int]) -> None:
         fcntl.ioctl(sys.stdout, termios.TIOCSCTTY, 0)
 
 
+def _leave_out_finalizers() -> None:
+    """Make the exit of a fork skip the finalizers of imports, which copy thousands of pages."""
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
+
+
 def main() -> None:
     quick_exit = QuickExit()
     connection = socket.socket(fileno=int(sys.argv[1]))
     prepare()
     for name in (*PRELOADED, *PROGRAMS.values()):
         import_module(name)
+    _leave_out_finalizers()
     gc.freeze()
     quick_exit.run(lambda: serve_and_run(connection))
 
