@@ -22,7 +22,7 @@ from baton.rpc.messages.calls import decode_order, node_request_id
 from baton.rpc.node_info import NodeLoad
 from baton.v1 import node_pb2, node_pb2_grpc
 from tests.support.baton_command import BATON, run_baton
-from tests.support.child_programs import children_of, running_program
+from tests.support.child_programs import cluster_processes_of, running_program
 from tests.support.client_load import PATIENCE_S, ClientAnswer, ClientRequest, stream_answer
 from tests.support.health import health_of
 from tests.support.models import prompt_of, reference_choices
@@ -149,10 +149,10 @@ def test_a_decode_node_works_alone_and_without_any_a_request_is_refused_by_name(
 
 def test_no_process_outlives_a_killed_parent(model_folder: Path) -> None:
     command = [*BATON, "up", "--model", str(model_folder), "--port", "0"]
-    with running_program(command, is_forked=False) as parent:
+    with running_program(command) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline().startswith("serving on")
-        children = [os.pidfd_open(pid) for pid in children_of(parent.pid)]
+        children = [os.pidfd_open(pid) for pid in cluster_processes_of(parent.pid)]
 
         parent.kill()
 

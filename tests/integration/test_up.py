@@ -18,7 +18,7 @@ from openai import OpenAI
 from baton.client import BatonError, Client, Generation
 from baton.core.sampling import SamplingParams
 from tests.support.baton_command import BATON, run_baton
-from tests.support.child_programs import children_of
+from tests.support.child_programs import cluster_processes_of
 from tests.support.models import prompt_of
 from tests.support.terminal import CTRL_C, Terminal
 
@@ -165,7 +165,7 @@ def test_up_reports_a_lost_node_and_exits_when_no_decode_node_is_left(
 
 @pytest.mark.slow
 def test_a_node_that_dies_is_restarted_at_its_address(up: Callable[..., Terminal]) -> None:
-    with up("--prefill", "0", "--restart", is_forked=False) as screen:
+    with up("--prefill", "0", "--restart") as screen:
         shown = processes(screen)
         pid, address = shown["decode-0"]
         os.kill(pid, signal.SIGKILL)
@@ -177,7 +177,7 @@ def test_a_node_that_dies_is_restarted_at_its_address(up: Callable[..., Terminal
 
         with Client(shown["router"][1], timeout_s=60) as client:
             client.generate(prompt_of(20), Generation(SamplingParams(max_tokens=2)))
-        children = children_of(screen.process.pid)
+        children = cluster_processes_of(screen.process.pid)
         screen.type(CTRL_C)
         screen.await_end()
         assert screen.process.returncode == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,7 +32,11 @@ def running_program(
             program.kill()
 
 
-def children_of(pid: int) -> list[int]:
-    """Return the children of all threads of a process."""
+def cluster_processes_of(pid: int) -> list[int]:
+    """Return the children of all threads of a process, without its fork server.
+
+    Router and nodes have sessions of their own.
+    """
     lists = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for listed in lists for child in listed.read_text(encoding="ascii").split()]
+    children = [int(child) for each in lists for child in each.read_text(encoding="ascii").split()]
+    return [child for child in children if os.getsid(child) == child]
