@@ -7,17 +7,19 @@ it saw as JSON.
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
 
+import baton.cluster.child
 from baton.client import Client, Generation
 from baton.cluster import ClusterOptions, LocalCluster
 from baton.core.sampling import SamplingParams
-from tests.support.models import prompt_of
+from tests.support.fork_server import SERVERS, start_process
 
 DISK_BYTES = 96 << 10
-NUM_PROMPTS = 12
+NUM_PROMPTS, VOCAB_SIZE = 12, 320
 SAMPLING = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 NO_STORES = "no KV is stored in the file tier"
 
@@ -32,16 +34,19 @@ class Seen:
 
 
 def prompts() -> list[tuple[int, ...]]:
-    return [prompt_of(120, seed=500 + number) for number in range(NUM_PROMPTS)]
+    draw = random.Random(500)
+    return [tuple(draw.choices(range(3, VOCAB_SIZE), k=120)) for _ in range(NUM_PROMPTS)]
 
 
 def main() -> None:
     model, folder = sys.argv[1:]
     mount("-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", folder)
+    baton.cluster.child.start_process = start_process  # one import of torch for all processes
     with cluster_of(model, folder) as cluster, Client(cluster.address) as client:
         full = answer_all_prompts(cluster, client)
         mount("-o", "remount,ro", folder)
         read_only = answer_all_prompts(cluster, client)
+    SERVERS.close()
     print(json.dumps([asdict(full), asdict(read_only)]))
 
 
