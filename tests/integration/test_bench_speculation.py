@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.support.baton_command import run_benchmark
 
 
 def test_both_modes_are_timed_and_yield_the_same_tokens(model_folder: Path, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     size = ["--prompt", "40", "--answer", "20", "--runs", "1", "--batches", "1,3"]
-    command = [sys.executable, "-m", "benchmarks", "speculation", "--model", str(model_folder)]
+    output = ["--json", str(figures)]
 
-    done = subprocess.run(
-        [*command, *size, "--temperatures", "0,0.9", "--json", str(figures)],
-        capture_output=True,
-        text=True,
-        check=True,
+    done = run_benchmark(
+        "speculation", "--model", str(model_folder), *size, "--temperatures", "0,0.9", *output
     )
 
+    assert done.returncode == 0, done.stderr
     rows = json.loads(figures.read_text())["figures"]
     assert [(row["temperature"], row["batch"]) for row in rows] == [
         *((0.0, 1), (0.0, 3)),
@@ -31,9 +29,7 @@ def test_both_modes_are_timed_and_yield_the_same_tokens(model_folder: Path, tmp_
 
 
 def test_a_comparison_without_speculation_is_refused_in_one_line() -> None:
-    command = [sys.executable, "-m", "benchmarks", "speculation", "--speculative", "none"]
-
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run_benchmark("speculation", "--speculative", "none")
 
     assert done.returncode == 2
     assert "Traceback" not in done.stderr

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import select
 import signal
-import sys
 from pathlib import Path
 
+from tests.support.baton_command import BENCHMARKS
 from tests.support.child_programs import running_program
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "demo"
@@ -24,7 +24,7 @@ def test_a_peer_does_not_outlive_a_terminated_bench(tmp_path: Path) -> None:
     peer = ["--model", str(MODEL), "--vllm-venv", str(tmp_path)]
 
     pipe = os.open(reported, os.O_RDONLY | os.O_NONBLOCK)
-    with running_program([sys.executable, "-m", "benchmarks", "peer", *peer]) as bench:
+    with running_program([*BENCHMARKS, "peer", *peer], is_forked=False) as bench:
         peer_pid = _next(pipe)
         bench.send_signal(signal.SIGTERM)
         code = bench.wait(TIMEOUT_S)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.baton_command import run_benchmark
 
 pytestmark = pytest.mark.slow
 
@@ -19,10 +19,11 @@ def test_second_turns_are_loaded_from_host_memory_and_files_while_others_decode(
     tmp_path: Path,
 ) -> None:
     figures = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "benchmarks", "tiers", "--parts", "turns", *SIZES, *MEMORIES]
+    output = ("--json", str(figures))
 
-    subprocess.run([*command, "--json", str(figures)], capture_output=True, text=True, check=True)
+    done = run_benchmark("tiers", "--parts", "turns", *SIZES, *MEMORIES, *output)
 
+    assert done.returncode == 0, done.stderr
     rows = json.loads(figures.read_text())["turns"]
     assert [row["tier"] for row in rows] == ["host", "file"]
     for row in rows:

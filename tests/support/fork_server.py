@@ -46,11 +46,15 @@ PRELOADED = (
     "typer._adapters",
 )
 # Programs that can be forked, with the module of `main`.
-PROGRAMS = {"baton": "baton.__main__", "benchmarks.chaos.node": "benchmarks.chaos.node"}
+PROGRAMS = {
+    "baton": "baton.__main__",
+    "benchmarks": "benchmarks.__main__",
+    "benchmarks.chaos.node": "benchmarks.chaos.node",
+}
 PACKAGE_PATH = "PYTHONPATH"
 # Variables that nothing reads while the packages are imported.
 READ_LATE = (PACKAGE_PATH, "BATON_", "_BATON_", "COMP_", "COLUMNS", "NO_COLOR", "TERM")
-CLUSTER_COMMANDS = (["up"], ["demo"])
+CLUSTER_COMMANDS = {("baton", "up"), ("baton", "demo"), ("benchmarks", "tiers")}
 PR_SET_CHILD_SUBREAPER = 36
 MAX_REQUEST_BYTES = 1 << 17
 REPARENT_POLL_S = 0.0005
@@ -189,7 +193,7 @@ class ForkOrder:
 
     @property
     def starts_cluster(self) -> bool:
-        return self.program == "baton" and self.arguments[:1] in CLUSTER_COMMANDS
+        return (self.program, *self.arguments[:1]) in CLUSTER_COMMANDS
 
 
 @dataclass(frozen=True, slots=True)
