@@ -70,20 +70,20 @@ def cluster(
         yield running
 
 
-@pytest.mark.parametrize("num_prompts", [16, 128])
+@pytest.mark.parametrize("num_prompts", [16, 80])
 def test_concurrent_prompts_get_the_same_answers_as_alone(
     cluster: LocalCluster, local: LLM, num_prompts: int
 ) -> None:
     requests = [
         ClientRequest(
-            (3 + number, *prompt_of(20 + number % 40, seed=num_prompts)), Generation(greedy(12))
+            (3 + number, *prompt_of(20 + number % 40, seed=num_prompts)), Generation(greedy(6))
         )
         for number in range(num_prompts)
     ]
 
     reported = answer_all(cluster.address, requests)
 
-    alone = [local.generate(request.prompt, greedy(12))[0].token_ids for request in requests]
+    alone = [local.generate(request.prompt, greedy(6))[0].token_ids for request in requests]
     assert [list(one.token_ids) for one in reported] == alone
     assert all(one.finish.served.is_prefill_remote for one in reported)
     assert all(one.finish.served.prompt_tokens_computed_on_decode == 0 for one in reported)
