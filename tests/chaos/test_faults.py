@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from baton.client import AsyncClient
+from baton.core.sampling import SamplingParams
 from baton.telemetry.metrics.names import (
     ATTEMPTS,
     DIGEST_MISMATCHES,
@@ -18,6 +19,7 @@ from baton.telemetry.metrics.names import (
     Metric,
 )
 from baton.telemetry.names import MIGRATE
+from benchmarks.chaos import tier_load
 from benchmarks.chaos.benchmark import ONCE, ChaosProgress, ChaosRun
 from benchmarks.chaos.cluster import ChaosCluster, ChaosClusterConfig
 from benchmarks.chaos.faults import (
@@ -33,14 +35,19 @@ from benchmarks.chaos.hostile.processes import HostileProcesses
 from benchmarks.chaos.hostile.requests import Attack
 from benchmarks.chaos.preloading import has_compiler
 from benchmarks.chaos.report import Report
-from benchmarks.chaos.workload import KnownAnswer, draw_requests, reference_answers
+from benchmarks.chaos.workload import (
+    ChaosRequest,
+    KnownAnswer,
+    draw_requests,
+    reference_answers,
+)
 from tests.support.models import VARIANTS, make_model_folder
 
-NUM_ASKS = 15
+NUM_ASKS, MAX_TOKENS = 15, 40
 NUM_CLIENTS = 4
 LASTS_S = 1.0
 # Of each client after an answer, once the fault has struck: it leaves the cores to other tests.
-PAUSE_S, LONG_PAUSE_S = 0.3, 3.0
+PAUSE_S, LONG_PAUSE_S = 0.5, 3.0
 OWN_TESTS = {
     *(FaultKind.FREEZE, FaultKind.CORRUPT, FaultKind.OVERLOAD, FaultKind.HOSTILE),
     *TIER_FAULTS,
@@ -135,9 +142,16 @@ async def entered(setting: ChaosClusterConfig) -> ChaosCluster:
 
 async def answers_of(cluster: ChaosCluster) -> Sequence[KnownAnswer]:
     async with AsyncClient(cluster.address) as client:
-        answers = await reference_answers(client, await draw_requests(client, 0, NUM_ASKS))
+        drawn = await draw_requests(client, 0, 3 * NUM_ASKS)
+        short = [one for one in drawn if max_tokens_of(one) <= MAX_TOKENS][:NUM_ASKS]
+        answers = await reference_answers(client, short)
     await cluster.begin()
     return answers
+
+
+def max_tokens_of(request: ChaosRequest) -> int:
+    assert isinstance(request.generation.sampling, SamplingParams)
+    return request.generation.sampling.max_tokens
 
 
 @pytest.mark.parametrize(("kind", "role"), FAULTS, ids=lambda one: one.value)
@@ -200,7 +214,11 @@ def test_streams_of_a_frozen_decode_node_migrate_and_the_node_is_used_again(
     assert running.total(TargetRole.ROUTER, ATTEMPTS, MIGRATE) > before
 
 
-def test_faults_of_files_and_objects_cause_no_wrong_answer(running: Running) -> None:
+def test_faults_of_files_and_objects_cause_no_wrong_answer(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_load, "FILLING_S", 1.5)
+    monkeypatch.setattr(tier_load, "MEASURED_S", 1.0)
     # The second fault resets the KV caches alone, so that all prompts are looked for in the tiers.
     first = (FaultKind.SPOIL, FaultKind.RESET)
     kinds = (*first, *sorted(TIER_FAULTS.difference(first), key=lambda kind: kind.value))
@@ -210,7 +228,7 @@ def test_faults_of_files_and_objects_cause_no_wrong_answer(running: Running) -> 
     ]
     before = [running.total(role, TIER_TOKENS) for role in (TargetRole.PREFILL, TargetRole.DECODE)]
 
-    report = running.through(*faults)
+    report = running.through(*faults, pause_s=LONG_PAUSE_S)
 
     assert report.is_good, report
     assert report.counts["right"] > 0
