@@ -13,9 +13,9 @@ from tests.support.models import prompt_of
 from tests.support.nodes import await_all_free
 
 HONEST_REQUEST = ClientRequest(
-    prompt_of(40), Generation(SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True))
+    prompt_of(40), Generation(SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True))
 )
-PAUSE_S = 0.2  # leaves the cores to the attacks
+PAUSE_S = 0.4  # leaves the cores to the attacks
 
 
 @contextmanager
