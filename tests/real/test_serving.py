@@ -159,12 +159,12 @@ def test_a_prompt_is_loaded_from_files_after_a_restart(model_file: Path, tmp_pat
 
     first, second = answers
     assert second.token_ids == first.token_ids
-    assert sum(finish_of(second).served.prompt_tokens_loaded.values()) >= 1000
+    assert sum(finish_of(second).served.prompt_tokens_loaded.values()) >= 512
 
 
 def test_int8_kv_speculation_and_pulls_give_the_tokens_of_one_engine(model_file: Path) -> None:
     prompt = long_text()
-    sampling = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
     int8 = ("--kv-cache-dtype", "int8")
     options = ClusterOptions(
         str(model_file),

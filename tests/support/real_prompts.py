@@ -30,6 +30,7 @@ PASSAGE = (
 )
 
 
-def long_text() -> str:
-    """Return a text of more than 1,000 tokens."""
-    return "".join(f"{number}. {PASSAGE}" for number in range(1, 26)) + "In one sentence:"
+def long_text(num_passages: int = 14) -> str:
+    """Return a text of more than 40 tokens for each passage: by default longer than a window."""
+    passages = (f"{number}. {PASSAGE}" for number in range(1, num_passages + 1))
+    return "".join(passages) + "In one sentence:"
