@@ -213,7 +213,7 @@ def test_dynamic_rope_limits_the_shareable_prompt_length(
     assert info.max_model_len == 4 * trained
 
 
-def test_ten_thousand_requests_leak_no_memory(folder: Path) -> None:
+def test_thousands_of_requests_leak_no_memory(folder: Path) -> None:
     def serve(num_batches: int) -> None:
         for batch in range(num_batches):
             drives = [drive(f"{batch}.{i}", (3, 4 + i, 5), num_tokens=2) for i in range(32)]
@@ -224,10 +224,10 @@ def test_ten_thousand_requests_leak_no_memory(folder: Path) -> None:
     with load(folder) as runner:
         serve(40)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        serve(313)
+        serve(130)
         after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
-    assert after - before < 4 * 1024, f"the peak grew by {after - before} KiB"
+    assert after - before < 2 * 1024, f"the peak grew by {after - before} KiB"
 
 
 NO_TOKEN = 10**6  # beyond the vocabulary: the embedding has no such row

@@ -13,7 +13,7 @@ from tests.support.models import VARIANTS, prompt_of, reference_choices
 from tests.support.runner_drivers import Drive, Driver, drives_of
 
 BLOCK_SIZE = 16
-NUM_TOKENS = 48
+NUM_TOKENS = 32
 FLOAT32 = [name for name, variant in VARIANTS.items() if variant.dtype == "float32"]
 # One token, a block less one, a block, one more, and several chunks of 24.
 PROMPT_LENGTHS = (1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 100)

@@ -25,7 +25,7 @@ from baton.llm import LLM
 from tests.support.kernels import kernels_by_variant
 from tests.support.models import VARIANTS, prompt_of
 
-NUM_TOKENS = 64
+NUM_TOKENS = 40
 NUM_DRAFTED = 5
 SPECULATION = Speculation(NUM_DRAFTED, min_ngram=2, max_rows=64)
 FLOAT32 = [name for name, variant in VARIANTS.items() if variant.dtype == "float32"]
