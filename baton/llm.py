@@ -64,6 +64,7 @@ class LLM:
         num_threads: int | None = None,
         kernels: str = "auto",
         quantize: str = "none",
+        quantize_importance: str = "",
         speculative: str = "",
         weight_cache_dir: str = "",  # as --weight-cache-dir
         show_progress: bool | None = None,
@@ -83,6 +84,7 @@ class LLM:
             num_threads=num_threads,
             kernels=kernels,
             quantize=quantize,
+            quantize_importance=quantize_importance,
             weight_cache_dir=weight_cache_folder(
                 weight_cache_dir or os.environ.get(WEIGHT_CACHE_VARIABLE, "")
             ),

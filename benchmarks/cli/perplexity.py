@@ -25,6 +25,10 @@ def perplexity(
             "first one."
         ),
     ] = "bfloat16,bfloat16/int8,bfloat16/int4,bfloat16/none/int8",
+    quantize_importance: Annotated[
+        Path | None,
+        typer.Option(help="File of tools.measure_importance; int4 is measured with it too."),
+    ] = None,
     window: Annotated[int, typer.Option(min=4, help="Tokens of a window.")] = 512,
     windows: Annotated[
         int | None, typer.Option(min=1, help="Maximum number of windows. Default: the whole text.")
@@ -48,9 +52,12 @@ def perplexity(
         Score,
         parse_variants,
         run,
+        with_importance,
     )
 
     parsed = parse_variants(variants)
+    if quantize_importance is not None:
+        parsed = with_importance(parsed, str(quantize_importance))
     bench = PerplexityBench(
         model,
         _read_text(text),

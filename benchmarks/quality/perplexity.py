@@ -11,7 +11,7 @@ import math
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from baton import LLM, SamplingParams
@@ -35,6 +35,7 @@ class Variant:
     dtype: str
     quantize: str = "none"
     kv_cache_dtype: str = "auto"
+    quantize_importance: str = ""  # file
 
     @property
     def name(self) -> str:
@@ -43,7 +44,7 @@ class Variant:
         for default in ("auto", "none"):
             if fields[-1] == default:
                 fields.pop()
-        return "/".join(fields)
+        return "/".join(fields) + (" with importance" if self.quantize_importance else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,12 @@ def parse_variants(written: str) -> list[Variant]:
             )
         variants.append(Variant(*fields))
     return variants
+
+
+def with_importance(variants: Sequence[Variant], path: str) -> list[Variant]:
+    """Return the variants, and those in int4 again with the importance in a file."""
+    weighted = [each for each in variants if each.quantize == "int4"]
+    return [*variants, *(replace(each, quantize_importance=path) for each in weighted)]
 
 
 def run(bench: PerplexityBench, on_score: Callable[[Score], None]) -> list[Score]:
@@ -134,6 +141,7 @@ def _measure(bench: PerplexityBench, variant: Variant, windows: Windows) -> floa
         bench.model,
         dtype=variant.dtype,
         quantize=variant.quantize,
+        quantize_importance=variant.quantize_importance,
         kv_cache_dtype=variant.kv_cache_dtype,
         max_model_len=bench.window + 1,
         max_num_seqs=WINDOWS_PER_CALL,

@@ -71,6 +71,14 @@ class RunnerConfig:
         str,
         Option("Weight quantization at load: none, int8 or int4.", MODEL, choices=QUANTIZE_NAMES),
     ] = "none"
+    quantize_importance: Annotated[
+        str,
+        Option(
+            "File of tools.measure_importance, by which --quantize int4 rounds important columns "
+            "more exactly; the same on all nodes.",
+            MODEL,
+        ),
+    ] = ""
     weight_cache_dir: Annotated[
         Path | None,
         Option(
@@ -154,6 +162,8 @@ class RunnerConfig:
         check(num_bytes is None or num_bytes >= 1, f"kv_cache_bytes {num_bytes}: at least 1")
         limit = self.weight_cache_bytes
         check(limit >= 0, f"--weight-cache-limit {limit}: at least 0")
+        is_used = self.quantize == "int4" or not self.quantize_importance
+        check(is_used, "--quantize-importance is for --quantize int4")
         is_device = DEVICE_NAME.fullmatch(self.device) is not None
         check(is_device, f"--device {self.device!r}: cpu, cuda or cuda:N")
 

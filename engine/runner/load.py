@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -27,6 +27,7 @@ from baton.engine.runner.model_runner import TorchRunner
 from baton.engine.runner.sampling.logits_processors import ModelView, load_processors, versions
 from baton.engine.runner.state.state_shape import StateShape, cache_layout, state_shape
 from baton.engine.runner.weights.decoder_loading import attention_of, load_decoder
+from baton.engine.runner.weights.importance import read_importance
 from baton.engine.runner.weights.packing_key import are_cacheable, are_quantized, packing_key
 from baton.engine.runner.weights.quantize import QUANTIZE_REVISION
 from baton.engine.runner.weights.tensor_loading import LoadTarget
@@ -59,20 +60,21 @@ def load_runner(
     sizes = shape.block_bytes, layout, max_model_len
     if config.kv_cache_bytes is not None:
         _num_blocks(config, *sizes, device)
-    with (
-        checkpoint.open_tensors() as tensors,
-        _open_cache(config, model, parts, tensors, on_progress) as cached,
-    ):
-        target = LoadTarget(dtype, device, parts, config.quantize, cached)
-        decoder = load_decoder(model, tensors, target, on_progress)
-        attention = attention_of(model, tensors, device)
-        digest = tensors.digest()
-        if cached is not None:
-            cached.digest = digest
+    with checkpoint.open_tensors() as tensors:
+        importance = read_importance(config.quantize_importance, tensors.shapes())
+        quantize = [config.quantize, importance.digest]
+        with _open_cache(config, model, quantize, parts, tensors, on_progress) as cached:
+            columns = importance.columns
+            target = LoadTarget(dtype, device, parts, config.quantize, cached, columns)
+            decoder = load_decoder(model, tensors, target, on_progress)
+            attention = attention_of(model, tensors, device)
+            digest = tensors.digest()
+            if cached is not None:
+                cached.digest = digest
     kv = shape.allocate(_num_blocks(config, *sizes, device), device)
     info = ModelInfo(
         checkpoint=checkpoint,
-        fingerprint=_fingerprint(model, config, digest),
+        fingerprint=_fingerprint(model, config, quantize, digest),
         vocab_size=model.vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=defaults.eos_token_ids,
@@ -166,6 +168,7 @@ def _num_blocks(
 def _open_cache(
     config: RunnerConfig,
     model: ModelConfig,
+    quantize: Sequence[str],
     parts: Parts,
     tensors: Tensors,
     on_progress: LoadProgressCallback | None,
@@ -186,14 +189,15 @@ def _open_cache(
             on_progress(LoadProgress(finished, whole))
 
     cache = WeightCache(folder, config.weight_cache_bytes, torch.get_num_threads())
-    key = packing_key(files, str(model), config.quantize, parts.packer.layout)
+    key = packing_key(files, str(model), quantize, parts.packer.layout)
     with cache.open(key, tensors.digest, report) as cached:
         yield cached
 
 
-def _fingerprint(model: ModelConfig, config: RunnerConfig, digest: str) -> str:
-    quantize = [config.quantize, QUANTIZE_REVISION]
-    parts = [str(model), quantize, digest, versions(config.logits_processors)]
+def _fingerprint(
+    model: ModelConfig, config: RunnerConfig, quantize: Sequence[str], digest: str
+) -> str:
+    parts = [str(model), [*quantize, QUANTIZE_REVISION], digest, versions(config.logits_processors)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 

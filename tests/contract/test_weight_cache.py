@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from baton.core.errors import InvalidConfig, ModelError
 from baton.engine.runner.config import weight_cache_folder
@@ -197,6 +199,20 @@ def test_each_quantization_and_each_variant_of_the_kernels_has_its_entry(
     monkeypatch.setattr(choose, "best_variant", lambda _: plain)
     answers(folder, cache, "int4")
     assert len(entries(cache)) == 3
+
+
+def test_each_importance_has_its_entry(folder: Path, cache: Path, tmp_path: Path) -> None:
+    name, path = "model.layers.0.self_attn.q_proj", tmp_path / "importance.safetensors"
+    found = [answers(folder, cache)]
+
+    for powers in (torch.arange(64), -torch.arange(64)):
+        save_file({name: 2.0 ** (powers / 4)}, path)
+        settings = {"quantize_importance": str(path)}
+        found.append(answers(folder, cache, **settings))
+        assert found[-1] == answers(folder, cache, **settings) == answers(folder, None, **settings)
+
+    assert len(entries(cache)) == 3
+    assert found[0] != found[1] != found[2]
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,9 @@ def are_quantized(files: Sequence[FileIdentity], tensors: Tensors) -> bool:
     return sum(each.num_bytes for each in files) < 1.9 * num_numbers
 
 
-def packing_key(files: Sequence[FileIdentity], model: str, quantize: str, layout: str) -> str:
+def packing_key(
+    files: Sequence[FileIdentity], model: str, quantize: Sequence[str], layout: str
+) -> str:
     """Return the key of a model's packed weights, as part of a file name.
 
     It changes with each source file of loader and checkpoint: none of them has to be known as one

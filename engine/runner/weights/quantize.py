@@ -12,6 +12,8 @@ from baton.checkpoint.quantized import Quantized, row_chunks
 
 INT4_GROUP = 32
 MIN_SCALE = 1e-12
+MIN_IMPORTANCE = 1e-3  # of a column, relative to the mean
+NUM_FITS = 3  # of a line to the numbers of a group
 QUANTIZE_REVISION = 2  # results of to_int8 and to_int4; part of fingerprints
 
 
@@ -51,6 +53,59 @@ def to_int4(weight: Tensor) -> Quantized:
         numbers[chunk] = rounded.flatten(1)[:, :columns].to(torch.uint8)
         scales[chunk], zeros[chunk] = scale, zero.to(torch.uint8)
     return Quantized(numbers, scales, zeros, 4, group, weight.dtype)
+
+
+def to_weighted_int4(weight: Tensor, importance: Tensor) -> Quantized:
+    """Quantize to 4 bits with a bfloat16 scale and offset per group.
+
+    They are fitted for the least squared error, weighted by the importance of each column.
+    """
+    rows, columns, group = *weight.shape, INT4_GROUP
+    num_groups = -(-columns // group)
+    numbers = torch.empty(rows, columns, dtype=torch.uint8, device=weight.device)
+    scales, offsets = torch.empty(2, rows, num_groups, dtype=torch.bfloat16, device=weight.device)
+    relative = importance.float() / importance.float().mean().clamp_min(MIN_SCALE)
+    by_group = _by_group(relative.clamp_min(MIN_IMPORTANCE)[None].to(weight.device))
+    by_group /= by_group.sum(dim=0)
+    for chunk in row_chunks(weight):
+        grouped = _by_group(weight[chunk].float())
+        scale, offset = _fit_lines(grouped, by_group.repeat(1, len(weight[chunk])))
+        found = _nearest_numbers(grouped, scale, offset).to(torch.uint8)
+        numbers[chunk] = found.T.reshape(-1, num_groups * group)[:, :columns]
+        scales[chunk], offsets[chunk] = (each.view(-1, num_groups) for each in (scale, offset))
+    no_zeros = torch.empty(rows, 0, dtype=torch.uint8, device=weight.device)
+    return Quantized(numbers, scales, no_zeros, 4, group, weight.dtype, offsets=offsets)
+
+
+def _by_group(rows: Tensor) -> Tensor:
+    """Return rows as [columns of a group, groups], padded with zeros: long runs of memory."""
+    padded = functional.pad(rows, (0, -rows.shape[1] % INT4_GROUP))
+    return padded.view(-1, INT4_GROUP).T.contiguous()
+
+
+def _nearest_numbers(grouped: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+    return ((grouped - offset) / scale).round_().clamp_(0, 15)
+
+
+def _fit_lines(grouped: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scale and offset of each group, rounded to bfloat16. Importance adds up to 1.
+
+    Weights are rounded in the range from minimum to maximum of their group. Then, several times, a
+    line is fitted to the numbers (linear regression), and weights are rounded to that line.
+    """
+    offset, highest = grouped.amin(dim=0), grouped.amax(dim=0)
+    scale = ((highest - offset) / 15).clamp_min_(MIN_SCALE)
+    mean = (grouped * importance).sum(dim=0)
+    centered = (grouped - mean).mul_(importance)
+    for _ in range(NUM_FITS):
+        numbers = _nearest_numbers(grouped, scale, offset)
+        number_mean = (numbers * importance).sum(dim=0)
+        numbers -= number_mean
+        covariance = (numbers * centered).sum(dim=0)
+        variance = numbers.square_().mul_(importance).sum(dim=0).clamp_min_(MIN_SCALE)
+        scale = (covariance / variance).clamp_min_(MIN_SCALE).bfloat16().float()
+        offset = mean - scale * number_mean
+    return scale, offset.bfloat16().float()
 
 
 def _round_up_to_bfloat16(numbers: Tensor) -> Tensor:

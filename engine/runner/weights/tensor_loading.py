@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -26,7 +26,13 @@ from baton.engine.runner.weights.packed import (
     read_packed,
 )
 from baton.engine.runner.weights.quantization import Quantization
-from baton.engine.runner.weights.quantize import Quantize, select_rows, to_int4, to_int8
+from baton.engine.runner.weights.quantize import (
+    Quantize,
+    select_rows,
+    to_int4,
+    to_int8,
+    to_weighted_int4,
+)
 from baton.engine.runner.weights.tensor_names import TensorMap
 from baton.engine.runner.weights.weight_cache import CachedWeights
 
@@ -42,6 +48,7 @@ class LoadTarget:
     parts: Parts
     quantize: str = "none"
     cached: CachedWeights | None = None  # packed matrices, if the parts pack them
+    importance: Mapping[str, Tensor] = field(default_factory=dict)  # of columns, by matrix
 
 
 class TensorLoader:
@@ -118,7 +125,7 @@ class TensorLoader:
 
         `order` permutes its first rows. With `keeps_dtype` it is not quantized at load.
         """
-        quantize = QUANTIZERS["none" if keeps_dtype else self._target.quantize]
+        quantize = None if keeps_dtype else self._quantizer(names[0])
         bias = self._stacked([f"{name}.bias" for name in names]) if has_bias else None
         if order is None:
             return self._make_linear("+".join(names), lambda: self._matrix(names, quantize), bias)
@@ -135,7 +142,7 @@ class TensorLoader:
     ) -> tuple[Linear, Linear]:
         """Load two parts of a matrix. The second one is not quantized at load."""
         matrix = functools.cache(lambda: self._matrix([name], None))
-        quantize = QUANTIZERS[self._target.quantize]
+        quantize = self._quantizer(name)
 
         def load(part: Sequence[int]) -> Tensor | Quantized:
             return select_rows(matrix(), torch.tensor(part, device=self._target.device))
@@ -175,6 +182,13 @@ class TensorLoader:
             lambda: self._expert_matrix(name, expert, names, is_interleaved),
             bias,
         )
+
+    def _quantizer(self, name: str) -> Quantize | None:
+        """Return the quantization at load of matrices that have the same inputs as this one."""
+        importance = self._target.importance.get(name)
+        if importance is None:
+            return QUANTIZERS[self._target.quantize]
+        return functools.partial(to_weighted_int4, importance=importance)
 
     def _make_linear(
         self, name: str, load: Callable[[], Tensor | Quantized], bias: Tensor | None

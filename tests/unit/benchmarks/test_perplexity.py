@@ -18,6 +18,7 @@ from benchmarks.quality.perplexity import (
     negative_log_likelihood,
     parse_variants,
     run,
+    with_importance,
 )
 
 TEXT = "def add(first, second):\n    return first + second\n" * 3
@@ -57,6 +58,13 @@ def test_variants_are_parsed_and_named_as_they_are_written() -> None:
     for wrong in ("", "bfloat16/", "a/b/c/d"):
         with pytest.raises(InvalidConfig, match="is not a variant"):
             parse_variants(wrong)
+
+
+def test_importance_adds_the_variants_in_int4_again() -> None:
+    variants = with_importance(parse_variants("bfloat16,bfloat16/int8,bfloat16/int4"), "file")
+
+    assert variants[3:] == [Variant("bfloat16", "int4", quantize_importance="file")]
+    assert variants[3].name == "bfloat16/int4 with importance"
 
 
 def test_the_perplexity_of_the_demo_model_is_that_of_its_prompt_logprobs() -> None:

@@ -1,0 +1,129 @@
+"""Rounding to 4 bits by the importance of columns: error by group, range and determinism."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional
+
+from baton.checkpoint.quantized import Quantized
+from baton.engine.runner.weights.quantize import INT4_GROUP, to_int4, to_weighted_int4
+from tests.support.hypothesis_profiles import num_examples
+
+SIZES = st.integers(1, 100)
+
+
+def drawn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def restored(matrix: Quantized) -> Tensor:
+    return replace(matrix, dtype=torch.float32).dequantize()
+
+
+def by_group(rows: Tensor) -> Tensor:
+    """Return rows as [rows, groups, columns of a group], padded with zeros."""
+    padded = functional.pad(rows, (0, -rows.shape[-1] % INT4_GROUP))
+    return padded.view(*rows.shape[:-1], -1, INT4_GROUP)
+
+
+@st.composite
+def matrices(draw: st.DrawFn) -> Tensor:
+    """Draw matrices with outliers, constant and zero groups, and ragged last groups."""
+    seed, rows, columns = draw(st.integers(0, 2**32)), draw(st.integers(1, 12)), draw(SIZES)
+    weight = drawn(seed, rows, columns)
+    weight *= drawn(seed + 1, columns).mul(draw(st.sampled_from([0, 2]))).exp()
+    weight = (weight + draw(st.sampled_from([0.0, 3.0, -3.0]))) * 10.0 ** draw(st.integers(-6, 4))
+    weight[draw(st.integers(0, rows - 1))] = draw(st.sampled_from([0.0, 0.7, -1e-3]))
+    return weight.bfloat16()
+
+
+@given(weight=matrices(), seed=st.integers(0, 2**32))
+@settings(max_examples=num_examples(60), deadline=None)
+def test_a_weighted_error_is_at_most_that_of_half_a_step(weight: Tensor, seed: int) -> None:
+    importance = drawn(seed, weight.shape[1]).mul(2).exp()
+
+    quantized = to_weighted_int4(weight, importance)
+
+    assert quantized.numbers.max() <= 15
+    grouped = by_group(weight.float())
+    lowest, highest = grouped.amin(-1), grouped.amax(-1)
+    # Half a step, and the rounding of scale and offset to bfloat16.
+    bound = (highest - lowest) / 15 * 0.53 + torch.maximum(-lowest, highest) * 2**-7
+    # Columns of little importance are rounded with at least a thousandth of the mean.
+    relative = by_group((importance / importance.mean()).clamp_min(1e-3))
+    error = by_group(weight.float() - restored(quantized)).square().mul(relative).sum(-1)
+    assert (error <= relative.sum(-1) * bound.square() + 1e-30).all()
+
+
+def test_zeros_and_equal_weights_are_exact() -> None:
+    weight = torch.zeros(3, 64)
+    weight[1], weight[2, 32:] = 0.75, -3.0
+
+    assert torch.equal(restored(to_weighted_int4(weight, torch.rand(64))), weight)
+
+
+@pytest.mark.parametrize("num_inputs", [0, 32])
+def test_columns_without_any_inputs_are_rounded_alike(num_inputs: int) -> None:
+    weight, importance = drawn(2, 3, 64), torch.zeros(64)
+    importance[:num_inputs] = 1
+
+    found = restored(to_weighted_int4(weight, importance))
+
+    assert torch.equal(found, restored(to_weighted_int4(weight, torch.ones(64))))
+
+
+def test_important_columns_are_rounded_more_exactly() -> None:
+    weight = drawn(3, 64, 512).bfloat16()
+    importance = torch.ones(512)
+    importance[7::32] = 1000
+
+    plain, weighted = restored(to_int4(weight)), restored(to_weighted_int4(weight, importance))
+
+    error = (plain - weight.float()).square(), (weighted - weight.float()).square()
+    assert error[1][:, 7::32].mean() < error[0][:, 7::32].mean() / 50
+    assert error[1].mean() < error[0].mean() * 1.3
+
+
+def test_equal_importance_loses_less_than_the_whole_range() -> None:
+    weight = drawn(3, 64, 512).bfloat16()
+
+    plain, searched = to_int4(weight), to_weighted_int4(weight, torch.full((512,), 7.0))
+
+    losses = [(restored(each) - weight.float()).square().mean() for each in (plain, searched)]
+    assert losses[1] < losses[0] * 0.85
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_not_finite_spoil_their_group_only(wrong: float) -> None:
+    weight, importance = drawn(4, 4, 96), torch.rand(96)
+    good = restored(to_weighted_int4(weight, importance))
+    weight[1, 40] = wrong
+
+    found = restored(to_weighted_int4(weight, importance))
+
+    spoiled = torch.zeros(4, 96, dtype=torch.bool)
+    spoiled[1, 32:64] = True
+    assert torch.equal(found[~spoiled], good[~spoiled])
+    assert not found[spoiled].isfinite().any()
+
+
+def test_the_rounding_depends_on_neither_threads_nor_other_rows() -> None:
+    weight, importance = drawn(5, 700, 1000).bfloat16(), drawn(6, 1000).exp()
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for num_threads in (1, 2):
+            torch.set_num_threads(num_threads)
+            results.append(restored(to_weighted_int4(weight, importance)))
+    finally:
+        torch.set_num_threads(before)
+
+    assert torch.equal(*results)
+    assert torch.equal(results[0][100:300], restored(to_weighted_int4(weight[100:300], importance)))
