@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import lru_cache
 
 from baton.core.ids import NO_BLOCK, BlockId, RequestId
 from baton.core.logprobs import TokenLogprobs
@@ -49,16 +50,28 @@ class Content:
     def append(self, token_id: int, specs: Specs) -> None:
         """Append what each group keeps of a token: a function of what it sees before itself."""
         position = len(self.slots[0])
+        if len(self.slots) == 1 and not self.state:
+            (its,), (spec,) = self.slots, specs
+            seen: object = _last_seen(its, spec, position)
+            its.append((token_id, position, hash((seen, token_id, position))))
+            return
         before = tuple(
-            tuple(its[max(spec.num_unseen(position), position - 1) :])
-            for its, spec in zip(self.slots, specs, strict=True)
+            [_last_seen(its, spec, position) for its, spec in zip(self.slots, specs, strict=True)]
         )
-        seen = (before, tuple(self.state)) if self.state else _of_one(before)
+        seen = (before, tuple(self.state)) if self.state else before
         for part, (_, _, old) in enumerate(self.state):
             self.state[part] = (part, position + 1, hash((old, part, seen, token_id)))
         for group, its in enumerate(self.slots):
             content = seen if len(self.slots) == 1 else (seen, group)
             its.append((token_id, position, hash((content, token_id, position))))
+
+    def copy(self) -> Content:
+        return Content([its.copy() for its in self.slots], self.state.copy())
+
+
+def _last_seen(slots: Sequence[Slot], spec: KvCacheSpec, position: int) -> tuple[Slot, ...]:
+    """Return the slot before `position` if the token at `position` sees it."""
+    return (slots[-1],) if spec.num_unseen(position) < position else ()
 
 
 def empty_content(specs: Specs, num_state_blocks: int) -> Content:
@@ -69,6 +82,11 @@ def content_of(
     token_ids: Sequence[int], specs: Specs = ONE_FULL, num_state_blocks: int = 0
 ) -> Content:
     """Return the expected cache content for these tokens."""
+    return _known_content(tuple(token_ids), specs, num_state_blocks).copy()
+
+
+@lru_cache(maxsize=256)  # a wire compares what it sends at each step
+def _known_content(token_ids: tuple[int, ...], specs: Specs, num_state_blocks: int) -> Content:
     content = empty_content(specs, num_state_blocks)
     for token_id in token_ids:
         content.append(token_id, specs)
@@ -94,12 +112,24 @@ def tokens_alone(
     num_state_blocks: int = 0,
 ) -> list[int]:
     """Return the outputs of a request that runs alone."""
+    return list(_known_answer(tuple(token_ids), seed, count, vocab_size, specs, num_state_blocks))
+
+
+@lru_cache(maxsize=256)  # a world compares when a request is added and when it has ended
+def _known_answer(
+    token_ids: tuple[int, ...],
+    seed: int,
+    count: int,
+    vocab_size: int,
+    specs: Specs,
+    num_state_blocks: int,
+) -> tuple[int, ...]:
     content = content_of(token_ids, specs, num_state_blocks)
     answer: list[int] = []
     for _ in range(count):
         answer.append(next_token(content, seed, vocab_size, specs))
         content.append(answer[-1], specs)
-    return answer
+    return tuple(answer)
 
 
 class KvTensor:
@@ -110,7 +140,14 @@ class KvTensor:
         self.blocks = [[GARBAGE] * block_size for _ in range(num_blocks)]
 
     def read(self, block_ids: Sequence[BlockId], positions: range) -> list[Slot]:
-        return [self._block(block_ids, n)[n % self.block_size] for n in positions]
+        slots: list[Slot] = []
+        start = positions.start
+        while start < positions.stop:
+            place = start % self.block_size
+            end = min(positions.stop, start - place + self.block_size)
+            slots += self._block(block_ids, start)[place : place + end - start]
+            start = end
+        return slots
 
     def write(self, block_ids: Sequence[BlockId], position: int, slot: Slot) -> None:
         self._block(block_ids, position)[position % self.block_size] = slot
