@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from baton.core.ids import HandoffId
 from baton.kv_transfer.action_executor import ActionExecutor, PollInterval
@@ -179,8 +179,7 @@ class KvTransferWorker:
 
     def poll(self, now: float) -> KvReports:
         self.progress(now)
-        reports = replace(
-            self._receiver.take_reports(),
+        reports = self._receiver.take_reports(
             finished_sending=self._sender.take_finished(),
             requested=self._sender.take_requested(),
         )

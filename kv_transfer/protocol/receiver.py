@@ -43,7 +43,7 @@ from baton.kv_transfer.protocol.messages import (
     RevokeGrant,
     Writing,
 )
-from baton.kv_transfer.types import KvReports, Landed, Lost, Proved, Receive
+from baton.kv_transfer.types import KvReports, Landed, Lost, Proved, Receive, Requested
 
 
 class Receiver:
@@ -277,12 +277,19 @@ class Receiver:
         actions, self._actions = self._actions, []
         return actions
 
-    def take_reports(self) -> KvReports:
+    def take_reports(
+        self,
+        finished_sending: tuple[HandoffId, ...] = (),
+        requested: tuple[Requested, ...] = (),
+    ) -> KvReports:
+        """Return the events since the last call, with those of the sender."""
         reports = KvReports(
             finished_recving=tuple(self._landed),
             failed_recving=tuple(self._failed),
             proved=tuple(self._proved),
             released=tuple(self._released),
+            finished_sending=finished_sending,
+            requested=requested,
         )
         self._landed, self._failed, self._proved, self._released = [], [], [], []
         return reports
