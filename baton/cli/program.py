@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+from functools import cache
+from typing import Any
 
 import typer
 
@@ -26,12 +28,18 @@ def prepare() -> None:
     defer_stdin_errors()
 
 
-def run_program(app: typer.Typer, name: str, variable_prefix: str) -> int:
-    """Run a command line; return its exit code. A bug keeps its traceback."""
+@cache
+def command_of(app: typer.Typer) -> Any:
+    """Build the command of an app, with all of its subcommands."""
     command = typer.main.get_command(app)
     hide_variables(command)
+    return command
+
+
+def run_program(app: typer.Typer, name: str, variable_prefix: str) -> int:
+    """Run a command line; return its exit code. A bug keeps its traceback."""
     try:
-        code = command.main(
+        code = command_of(app).main(
             prog_name=name, standalone_mode=False, auto_envvar_prefix=variable_prefix
         )
     except NamedError as error:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+
+from tests.support.yaml_files import parse_yaml, read_yaml
 
 ROOT = Path(__file__).parents[2] / "deploy/kubernetes"
 OVERLAYS = sorted(path.name for path in (ROOT / "overlays").iterdir())
@@ -24,7 +25,7 @@ def kustomizations() -> list[Path]:
 
 def listed(kustomization: Path) -> list[Path]:
     """Return the files and folders that a kustomization lists."""
-    reported = yaml.safe_load(kustomization.read_text())
+    reported = read_yaml(kustomization)
     generated = [file for one in reported.get("configMapGenerator", []) for file in one["files"]]
     patches = [one["path"] for one in reported.get("patches", []) if "path" in one]
     taken = [*reported.get("resources", []), *reported.get("components", []), *generated, *patches]
@@ -34,14 +35,14 @@ def listed(kustomization: Path) -> list[Path]:
 @cache
 def written() -> list[Manifest]:
     """Return the manifests of base and components, without overlays."""
-    lists = {path.parent: yaml.safe_load(path.read_text()) for path in kustomizations()}
+    lists = {path.parent: read_yaml(path) for path in kustomizations()}
     files = [
         folder / name
         for folder, reported in lists.items()
         for name in reported.get("resources", [])
         if name.endswith(".yaml")
     ]
-    return [one for file in files for one in yaml.safe_load_all(file.read_text())]
+    return [one for file in files for one in parse_yaml(file.read_text())]
 
 
 def find(kind: str, name: str) -> Manifest:
@@ -64,6 +65,7 @@ def container(component: str) -> Manifest:
     return one
 
 
+@cache
 def rendered(overlay: str) -> list[Manifest]:
     """Return the rendered manifests. Skips the test without kubectl and kustomize."""
     if shutil.which("kustomize"):
@@ -75,4 +77,4 @@ def rendered(overlay: str) -> list[Manifest]:
     folder = ROOT / "overlays" / overlay
     ended = subprocess.run([*command, str(folder)], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
-    return list(yaml.safe_load_all(ended.stdout))
+    return parse_yaml(ended.stdout)

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from benchmarks.cli import VARIABLE_PREFIX, app
+from tests.support.command_lines import invoke
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_the_plot_file_is_checked_before_the_measurement(
 ) -> None:
     arguments = ["policies", "--plot", str(tmp_path / path)]
 
-    ended = CliRunner().invoke(app, arguments, env={"COLUMNS": "1000"})
+    ended = invoke(app, arguments, env={"COLUMNS": "1000"})
 
     assert ended.exit_code == 2
     assert complaint in ended.output
@@ -37,7 +37,7 @@ def test_variables_and_a_file_set_options(tmp_path: Path) -> None:
     file.write_text("[scheduler]\nwaiting = 7\n")
     variables = {"BATON_BENCH_SCHEDULER_RUNNING": "3,4", "COLUMNS": "200"}
 
-    shown = CliRunner().invoke(
+    shown = invoke(
         app,
         ["--config", str(file), "scheduler", "--show-config"],
         auto_envvar_prefix=VARIABLE_PREFIX,

@@ -6,13 +6,14 @@ import re
 import shutil
 import subprocess
 import tomllib
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from tests.support.command_lines import complaint_about, option
+from tests.support.yaml_files import parse_yaml, read_yaml
 
 ROOT = Path(__file__).parents[3]
 COMPOSE = ROOT / "docker-compose.yml"
@@ -27,11 +28,11 @@ def with_defaults(text: str) -> str:
     return text
 
 
+@cache
 def services() -> dict[str, dict[str, Any]]:
     """Return the services, each merged with the one that it extends."""
-    found: dict[str, dict[str, Any]] = yaml.safe_load(with_defaults(COMPOSE.read_text()))[
-        "services"
-    ]
+    [document] = parse_yaml(with_defaults(COMPOSE.read_text()))
+    found: dict[str, dict[str, Any]] = document["services"]
     bases = {
         name: found[one["extends"]["service"]] for name, one in found.items() if "extends" in one
     }
@@ -41,7 +42,8 @@ def services() -> dict[str, dict[str, Any]]:
 def with_tls() -> dict[str, dict[str, Any]]:
     """Merge deploy/compose.tls.yaml into the services, as Compose does."""
     text = with_defaults((ROOT / "deploy/compose.tls.yaml").read_text())
-    added = yaml.safe_load(text)["services"]
+    [document] = parse_yaml(text)
+    added = document["services"]
     return {
         name: one
         | {
@@ -130,7 +132,7 @@ def test_every_file_that_is_mounted_exists() -> None:
 
 
 def test_the_collector_sends_traces_to_a_service_that_exists() -> None:
-    collector = yaml.safe_load((ROOT / "deploy/collector.yaml").read_text())
+    collector = read_yaml(ROOT / "deploy/collector.yaml")
     known = collector["receivers"] | collector["processors"] | collector["exporters"]
 
     assert collector["exporters"]["otlp_grpc"]["endpoint"].split(":")[0] in services()

@@ -9,7 +9,6 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
-import yaml
 
 from baton.router.options import RouterOptions
 from baton.rpc.health import LIVENESS
@@ -27,6 +26,7 @@ from tests.support.manifests import (
     workload,
     written,
 )
+from tests.support.yaml_files import read_yaml
 
 # The oldest that knows every field here without a feature gate, and the newest with a schema.
 VERSIONS = ("1.30", kubernetes_validate.latest_version())
@@ -255,6 +255,6 @@ def test_no_overlay_changes_options_that_hooks_depend_on() -> None:
 
 
 def test_kustomizations_use_known_kinds() -> None:
-    kinds = {yaml.safe_load(path.read_text())["kind"] for path in manifests.kustomizations()}
+    kinds = {read_yaml(path)["kind"] for path in manifests.kustomizations()}
 
     assert kinds == {"Kustomization", "Component"}

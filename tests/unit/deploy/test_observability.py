@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from tests.support.command_lines import option
+from tests.support.yaml_files import read_yaml
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "deploy/observability"
@@ -30,7 +30,7 @@ def golden() -> dict[str, set[str]]:
 
 
 def rules() -> list[dict[str, Any]]:
-    groups = yaml.safe_load((FOLDER / "rules.yaml").read_text())["groups"]
+    groups = read_yaml(FOLDER / "rules.yaml")["groups"]
     return [rule for group in groups for rule in group["rules"]]
 
 
@@ -114,9 +114,9 @@ def test_dashboard_panels_do_not_overlap() -> None:
 
 @pytest.mark.parametrize("role", ["router", "prefill", "decode"])
 def test_prometheus_scrapes_each_process_at_its_metrics_port(role: str) -> None:
-    jobs = yaml.safe_load((FOLDER / "prometheus.yaml").read_text())["scrape_configs"]
+    jobs = read_yaml(FOLDER / "prometheus.yaml")["scrape_configs"]
     [requested] = [job["dns_sd_configs"][0] for job in jobs if job["job_name"] == role]
-    command = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"][role]["command"]
+    command = read_yaml(ROOT / "docker-compose.yml")["services"][role]["command"]
 
     assert requested["names"] == [role, f"{role}-gpu"]
     assert option(command, "metrics-port") == str(requested["port"])
@@ -125,13 +125,9 @@ def test_prometheus_scrapes_each_process_at_its_metrics_port(role: str) -> None:
 
 def test_grafana_finds_its_provisioned_files() -> None:
     provisioning = FOLDER / "grafana/provisioning"
-    [source] = yaml.safe_load((provisioning / "datasources/prometheus.yaml").read_text())[
-        "datasources"
-    ]
-    [provider] = yaml.safe_load((provisioning / "dashboards/baton.yaml").read_text())["providers"]
-    mounts = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]["grafana"][
-        "volumes"
-    ]
+    [source] = read_yaml(provisioning / "datasources/prometheus.yaml")["datasources"]
+    [provider] = read_yaml(provisioning / "dashboards/baton.yaml")["providers"]
+    mounts = read_yaml(ROOT / "docker-compose.yml")["services"]["grafana"]["volumes"]
 
     assert {target["datasource"]["uid"] for _, target in targets()} == {source["uid"]}
     assert provider["options"]["path"] in {mount.split(":")[1] for mount in mounts}

@@ -1,4 +1,4 @@
-"""`baton health` as a real process, against a real server."""
+"""`baton health` against a real server, in this process and as a process of its own."""
 
 from __future__ import annotations
 
@@ -9,15 +9,22 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from baton.rpc.server import Running, serving
+from tests.support.baton_command import call_baton
 
 PATIENCE_S = 60
 UNUSED_ADDRESS = "127.0.0.1:1"  # a port that only root can bind
 
 
-async def health_of(
-    address: str, *options: str, python_options: tuple[str, ...] = ()
+async def health_of(address: str, *options: str) -> tuple[int, str]:
+    """Return the exit code and all output of the command in this process."""
+    ended = await asyncio.to_thread(call_baton, "health", address, *options, "--timeout", "30")
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+async def health_of_a_process(
+    address: str, *, python_options: tuple[str, ...] = ()
 ) -> tuple[int, str]:
-    """Return the exit code and all output."""
+    """Return the exit code and all output of a real process."""
     process = await asyncio.create_subprocess_exec(
         *(
             sys.executable,
@@ -26,7 +33,6 @@ async def health_of(
             "baton",
             "health",
             address,
-            *options,
             "--timeout",
             "30",
         ),
@@ -49,7 +55,7 @@ async def a_server(*, is_ready: bool) -> AsyncIterator[Running]:
 def test_health_of_a_ready_server_exits_with_0() -> None:
     async def scenario() -> None:
         async with a_server(is_ready=True) as server:
-            code, output = await health_of(server.address)
+            code, output = await health_of_a_process(server.address)
         assert (code, output) == (0, f"{server.address} is serving\n")
 
     asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
@@ -87,7 +93,9 @@ def test_health_of_an_address_without_a_server_exits_with_1() -> None:
 def test_the_health_command_does_not_import_torch() -> None:
     async def scenario() -> None:
         async with a_server(is_ready=True) as server:
-            _, output = await health_of(server.address, python_options=("-X", "importtime"))
+            _, output = await health_of_a_process(
+                server.address, python_options=("-X", "importtime")
+            )
         loaded = {line.rpartition("|")[2].strip() for line in output.splitlines()}
         assert "baton.cli.health_check" in loaded
         assert not loaded & {"torch", "numpy", "tokenizers", "nixl_cu13"}

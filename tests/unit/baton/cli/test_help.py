@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import typer
 
 from baton.cli import app
 from baton.cli.help_page import ALWAYS, FIRST_OPTIONS
+from baton.cli.program import command_of
 from benchmarks.cli import app as benchmarks_app
 from tests.support.baton_command import call_baton
 
@@ -29,7 +26,7 @@ def commands(group: Any, *path: str) -> Iterator[tuple[str, Any]]:
 COMMANDS = {
     f"{program} {name}": command
     for program, one in (("baton", app), ("python -m benchmarks", benchmarks_app))
-    for name, command in commands(typer.main.get_command(one))
+    for name, command in commands(command_of(one))
 }
 
 
@@ -81,14 +78,7 @@ def complete(words: str) -> list[str]:
         "COMP_WORDS": words,
         "COMP_CWORD": str(len(words.split()) - 1),
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "baton"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
-        check=True,
-    )
-    return done.stdout.split()
+    return call_baton(**environment).stdout.split()
 
 
 def test_shell_completion_offers_commands_and_options() -> None:
@@ -97,9 +87,7 @@ def test_shell_completion_offers_commands_and_options() -> None:
 
 
 def test_help_without_a_terminal_is_plain_text() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "baton", "up", "--help"], capture_output=True, text=True, check=True
-    )
+    page = call_baton("up", "--help").stdout
 
-    assert "\x1b" not in done.stdout
-    assert "Examples" in done.stdout
+    assert "\x1b" not in page
+    assert "Examples" in page
