@@ -29,6 +29,7 @@ WORD_BITS = 64
 PAGE_SLOTS = 512
 MIN_SLOTS = 1024
 MAX_LOAD = 0.75
+FEW_KEYS = 16  # so few are found faster one by one
 PREPARE_LOAD = 0.6  # from here on, memory of the next table is prepared
 # For each key that is stored. The next table is ready before this one is full, and everything has
 # been moved to it before it is full itself.
@@ -75,7 +76,7 @@ class _Slots:
         at = (keys >> self._shift).view(np.int64)
         entries = self.entries[at]
         pending = np.flatnonzero((entries != 0) & ((entries ^ keys) >> NUMBER_BITS != 0))
-        while len(pending):
+        while len(pending) > FEW_KEYS:
             these = keys[pending]
             steps = (these >> NUMBER_BITS | np.uint64(1)).view(np.int64)
             tried = (at[pending] + steps) & (self.size - 1)
@@ -83,7 +84,19 @@ class _Slots:
             stored = self.entries[tried]
             entries[pending] = stored
             pending = pending[(stored != 0) & ((stored ^ these) >> NUMBER_BITS != 0)]
+        for place in pending.tolist():
+            at[place], entries[place] = self._find_one(int(keys[place]), int(at[place]))
         return Found(keys, _numbers(entries), at, entries != 0)
+
+    def _find_one(self, key: int, at: int) -> tuple[int, int]:
+        """Return the slot of a key, or else the free one for it, after `at`, and its entry."""
+        last, number_bits = self.size - 1, int(NUMBER_BITS)
+        step = key >> number_bits | 1
+        while True:
+            at = (at + step) & last
+            entry = self.entries.item(at)
+            if not entry or not (entry ^ key) >> number_bits:
+                return at, entry
 
     def put(self, found: Found, numbers: Numbers) -> None:
         """Store numbers of keys that differ from each other, and were just found."""
