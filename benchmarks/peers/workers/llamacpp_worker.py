@@ -254,17 +254,17 @@ def gguf_values(name: str, parts: Iterator[Any]) -> Any:
 
 
 def write_vocabulary(writer: Any, size: int) -> None:
-    """Write a dummy vocabulary, which llama.cpp requires."""
-    tokens = [b"<unk>", b"<s>", b"</s>", *(b"<0x%02X>" % byte for byte in range(256))]
-    num_known = len(tokens)
-    tokens += [b"t%d" % place for place in range(size - num_known)]
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(tokens)
-    writer.add_token_scores([0.0] * size)
-    writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * (size - num_known)])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
+    """Write a dummy vocabulary of bytes and one merge, which llama.cpp and OpenVINO require."""
+    unprinted = [byte for byte in range(256) if not (33 <= byte <= 126 or 161 <= byte != 173)]
+    letters = [chr(256 + unprinted.index(n)) if n in unprinted else chr(n) for n in range(256)]
+    names = [*letters, *(f"t{place}" for place in range(size - 257)), "<end>"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(names)
+    writer.add_token_types([*[1] * (size - 1), 3])
+    writer.add_token_merges(["t 0"])
+    for add in (writer.add_bos_token_id, writer.add_eos_token_id, writer.add_pad_token_id):
+        add(size - 1)
 
 
 if __name__ == "__main__":
