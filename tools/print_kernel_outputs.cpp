@@ -85,7 +85,7 @@ AlignedBuffer pack_weights(PackedMatrix& matrix, int threads) {
     const std::int64_t count = matrix.num_rows * matrix.num_columns;
     if (matrix.bits == 16) {
         Numbers weights = random_numbers(count, 0.1f);
-        const PackArgs pack{matrix, weights.buffer.as<void>(), nullptr, nullptr, threads};
+        const PackArgs pack{matrix, weights.buffer.as<void>(), nullptr, nullptr, nullptr, threads};
         baton_pack(&pack);
         return packed;
     }
@@ -100,9 +100,18 @@ AlignedBuffer pack_weights(PackedMatrix& matrix, int threads) {
             matrix.is_mxfp4 ? std::ldexp(1.0f, -3 - int(uniform() * 5)) : 0.01f * (1 + uniform());
     std::vector<std::uint16_t> halves(zeros.size());
     for (auto& half : halves) half = std::uint16_t(0x2000 + uniform() * 0x100);
+    std::vector<std::uint16_t> offsets(zeros.size());
+    for (auto& offset : offsets) offset = std::uint16_t(0xa200 + uniform() * 0x100);
     const bool is_float32 = matrix.scale_type == ScaleType::kFloat32;
     const void* const stored = is_float32 ? static_cast<const void*>(scales.data()) : halves.data();
-    const PackArgs pack{matrix, weights.data(), stored, zeros.data(), threads};
+    const PackArgs pack{
+        matrix,
+        weights.data(),
+        stored,
+        matrix.has_offsets ? nullptr : zeros.data(),
+        matrix.has_offsets ? offsets.data() : nullptr,
+        threads,
+    };
     baton_pack(&pack);
     return packed;
 }
@@ -429,8 +438,12 @@ int main() {
             multiply("linear", bf16_matrix(130, 258), tokens, threads);
             multiply("int8", {nullptr, nullptr, 8, 130, 256, 256, 0}, tokens, threads);
             multiply("int4", {nullptr, nullptr, 4, 200, 96, 32, 0}, tokens, threads);
-            for (const auto type : {ScaleType::kBfloat16, ScaleType::kFloat16})
+            for (const auto type : {ScaleType::kBfloat16, ScaleType::kFloat16}) {
                 multiply("int4", {nullptr, nullptr, 4, 200, 96, 32, 0, type}, tokens, threads);
+                for (const std::int64_t bits : {4, 8})
+                    multiply("offsets", {nullptr, nullptr, bits, 200, 96, 32, 0, type, 1}, tokens,
+                             threads);
+            }
             multiply("mxfp4", mxfp4_matrix(200, 96), tokens, threads);
             multiply("mxfp4", mxfp4_matrix(130, 80), tokens, threads);
             run_elementwise(tokens, 96, threads);
