@@ -95,7 +95,8 @@ def _fit_lines(grouped: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
     """
     offset, highest = grouped.amin(dim=0), grouped.amax(dim=0)
     scale = ((highest - offset) / 15).clamp_min_(MIN_SCALE)
-    mean = (grouped * importance).sum(dim=0)
+    # Limited, so that rounding errors of the sum leave groups of equal weights exact.
+    mean = (grouped * importance).sum(dim=0).clamp_(offset, highest)
     centered = (grouped - mean).mul_(importance)
     for _ in range(NUM_FITS):
         numbers = _nearest_numbers(grouped, scale, offset)
