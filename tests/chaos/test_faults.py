@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import pytest
 
 from baton.client import AsyncClient
-from baton.core.sampling import SamplingParams
 from baton.telemetry.metrics.names import (
     ATTEMPTS,
     DIGEST_MISMATCHES,
@@ -35,15 +34,10 @@ from benchmarks.chaos.hostile.processes import HostileProcesses
 from benchmarks.chaos.hostile.requests import Attack
 from benchmarks.chaos.preloading import has_compiler
 from benchmarks.chaos.report import Report
-from benchmarks.chaos.workload import (
-    ChaosRequest,
-    KnownAnswer,
-    draw_requests,
-    reference_answers,
-)
+from benchmarks.chaos.workload import KnownAnswer, draw_requests, reference_answers
 from tests.support.models import VARIANTS, make_model_folder
 
-NUM_ASKS, MAX_TOKENS = 15, 40
+NUM_ASKS = 15
 NUM_CLIENTS = 4
 LASTS_S = 1.0
 # Of each client after an answer, once the fault has struck: it leaves the cores to other tests.
@@ -142,16 +136,9 @@ async def entered(setting: ChaosClusterConfig) -> ChaosCluster:
 
 async def answers_of(cluster: ChaosCluster) -> Sequence[KnownAnswer]:
     async with AsyncClient(cluster.address) as client:
-        drawn = await draw_requests(client, 0, 3 * NUM_ASKS)
-        short = [one for one in drawn if max_tokens_of(one) <= MAX_TOKENS][:NUM_ASKS]
-        answers = await reference_answers(client, short)
+        answers = await reference_answers(client, await draw_requests(client, 0, NUM_ASKS))
     await cluster.begin()
     return answers
-
-
-def max_tokens_of(request: ChaosRequest) -> int:
-    assert isinstance(request.generation.sampling, SamplingParams)
-    return request.generation.sampling.max_tokens
 
 
 @pytest.mark.parametrize(("kind", "role"), FAULTS, ids=lambda one: one.value)
