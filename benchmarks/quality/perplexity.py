@@ -19,6 +19,7 @@ from baton.checkpoint.hub import open_checkpoint
 from baton.checkpoint.tokenizer import Tokenizer
 from baton.core.errors import InvalidConfig
 from baton.core.logprobs import TokenLogprobs
+from baton.engine.runner.config import RunnerConfig
 from benchmarks.peers.settings import clean_environment, python_of
 from benchmarks.processes import external_process
 
@@ -80,7 +81,14 @@ def parse_variants(written: str) -> list[Variant]:
                 f"{each!r} is not a variant; write DTYPE/QUANTIZE/KV_CACHE_DTYPE, such as "
                 "bfloat16, bfloat16/int4 or bfloat16/none/int8"
             )
-        variants.append(Variant(*fields))
+        variant = Variant(*fields)
+        RunnerConfig(
+            "model",
+            dtype=variant.dtype,
+            quantize=variant.quantize,
+            kv_cache_dtype=variant.kv_cache_dtype,
+        )  # raises InvalidConfig for other names, before any model is loaded
+        variants.append(variant)
     return variants
 
 

@@ -60,6 +60,12 @@ def test_variants_are_parsed_and_named_as_they_are_written() -> None:
             parse_variants(wrong)
 
 
+@pytest.mark.parametrize("wrong", ["bfloat17", "bfloat16/int3", "bfloat16/none/int4"])
+def test_a_variant_with_an_unknown_name_is_refused_before_a_model_is_loaded(wrong: str) -> None:
+    with pytest.raises(InvalidConfig, match=f"'{wrong.rpartition('/')[2]}'"):
+        parse_variants(f"float32,{wrong}")
+
+
 def test_importance_adds_the_variants_in_int4_again() -> None:
     variants = with_importance(parse_variants("bfloat16,bfloat16/int8,bfloat16/int4"), "file")
 
