@@ -72,7 +72,7 @@ class PrefixKeys:
 
     cache_salt: str = ""  # empty: shared by all clients
     adapter: str = ""  # that computes the KV; empty: none
-    media: tuple[MediaSegment, ...] = ()  # differ only from their first tokens on
+    media: tuple[MediaSegment, ...] = ()  # enter the names of the blocks that they touch
 
 
 NO_PREFIX_KEYS = PrefixKeys()

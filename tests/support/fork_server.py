@@ -318,7 +318,10 @@ def _adopt_streams(fds: Sequence[int]) -> None:
 
 
 def _leave_out_finalizers() -> None:
-    """Make the exit of a fork skip the finalizers of imports, which copy thousands of pages."""
+    """Make the exit of a fork skip the finalizers of imports, which copy thousands of pages.
+
+    They belong to the server. `weakref` has no public way to reach those of others.
+    """
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
 
