@@ -227,7 +227,7 @@ def test_thousands_of_requests_leak_no_memory(folder: Path) -> None:
         serve(130)
         after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
-    assert after - before < 2 * 1024, f"the peak grew by {after - before} KiB"
+    assert after - before < 1700, f"the peak grew by {after - before} KiB"
 
 
 NO_TOKEN = 10**6  # beyond the vocabulary: the embedding has no such row

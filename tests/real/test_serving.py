@@ -159,7 +159,9 @@ def test_a_prompt_is_loaded_from_files_after_a_restart(model_file: Path, tmp_pat
 
     first, second = answers
     assert second.token_ids == first.token_ids
-    assert sum(finish_of(second).served.prompt_tokens_loaded.values()) >= 512
+    finish = finish_of(second)
+    assert finish.num_prompt_tokens > 512
+    assert sum(finish.served.prompt_tokens_loaded.values()) >= 0.9 * finish.num_prompt_tokens
 
 
 def test_int8_kv_speculation_and_pulls_give_the_tokens_of_one_engine(model_file: Path) -> None:
