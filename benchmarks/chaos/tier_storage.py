@@ -93,12 +93,20 @@ class TierStorage:
         """Put a file in the place of the folder until the block ends."""
         kept = self._folder.with_suffix(".kept")
         self._folder.rename(kept)
-        self._folder.touch()
+        while not self._put_file():  # a node has created the folder again
+            shutil.rmtree(self._folder)
         try:
             yield
         finally:
             self._folder.unlink()
             kept.rename(self._folder)
+
+    def _put_file(self) -> bool:
+        try:
+            self._folder.touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
 
     @contextmanager
     def _down(self) -> Iterator[None]:
