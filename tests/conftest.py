@@ -13,6 +13,7 @@ from hypothesis import settings
 import baton.cluster.child
 from baton.telemetry.options import TRACE_DIR_VARIABLE
 from tests.support.fork_server import SERVERS, start_process
+from tests.support.forked_workers import fork_workers
 from tests.support.hypothesis_profiles import PROFILE
 
 # Idle torch threads spin otherwise, on cores that other processes need. OpenMP reads the variable
@@ -45,6 +46,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Exclude all that was imported from garbage collections, which took 0.2 s each."""
     gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    """Fork the workers, which saves them the imports."""
+    fork_workers(config)
 
 
 @pytest.fixture(scope="session", autouse=True)

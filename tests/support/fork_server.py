@@ -72,7 +72,10 @@ Server = tuple[ServerProcess, socket.socket]
 class ForkServers:
     """Starts each server process on first use. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str = "tests.support.fork_server", *arguments: str) -> None:
+        """`module` is the main module of the servers. `arguments` follow the descriptor."""
+        self._module = module
+        self._arguments = arguments
         self._lock = threading.Lock()
         # By the variables that differ from those of the test process.
         self._servers: dict[frozenset[tuple[str, str]], Server] = {}
@@ -99,7 +102,7 @@ class ForkServers:
         own = frozenset((name, changed[name]) for name in changed if not _is_read_late(name))
         with self._lock:
             if own not in self._servers:
-                self._servers[own] = _start_server({**os.environ, **dict(own)})
+                self._servers[own] = self._start_server({**os.environ, **dict(own)})
             _, connection = self._servers[own]
             _set_subreaper(True)
             try:
@@ -110,6 +113,20 @@ class ForkServers:
         if not reply:
             raise ChildProcessError("the fork server has ended")
         return int(reply)
+
+    def _start_server(self, environment: dict[str, str]) -> Server:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [sys.executable, "-m", self._module, str(theirs.fileno()), *self._arguments]
+            process = subprocess.Popen(
+                command,
+                cwd=Path(__file__).parents[2],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        return process, ours
 
 
 class ForkedProcess(subprocess.Popen[str]):
@@ -158,21 +175,6 @@ def can_fork(command: Sequence[str]) -> bool:
 
 def _is_read_late(variable: str) -> bool:
     return variable.startswith(READ_LATE)
-
-
-def _start_server(environment: dict[str, str]) -> Server:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        command = [sys.executable, "-m", "tests.support.fork_server", str(theirs.fileno())]
-        process = subprocess.Popen(
-            command,
-            cwd=Path(__file__).parents[2],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-        )
-    return process, ours
 
 
 def _set_subreaper(is_on: bool) -> None:
@@ -290,7 +292,7 @@ def serve_and_run(connection: socket.socket) -> None:
     if order is not None:
         _adopt_streams(order.fds)
         sys.argv[1:] = order.arguments
-        import_module(PROGRAMS[order.program]).main()
+        import_module(PROGRAMS.get(order.program, order.program)).main()
 
 
 def _use_server(process: ServerProcess, connection: socket.socket) -> None:
@@ -326,16 +328,21 @@ def _leave_out_finalizers() -> None:
         finalizer.atexit = False
 
 
-def main() -> None:
+def run_server(preload: Callable[[], object]) -> None:
+    """Import what the forks need, and serve the connection that the command line names."""
     quick_exit = QuickExit()
     connection = socket.socket(fileno=int(sys.argv[1]))
-    prepare()
-    for name in (*PRELOADED, *PROGRAMS.values()):
-        import_module(name)
+    preload()
     _leave_out_finalizers()
     gc.freeze()
     quick_exit.run(lambda: serve_and_run(connection))
 
 
+def _preload() -> None:
+    prepare()
+    for name in (*PRELOADED, *PROGRAMS.values()):
+        import_module(name)
+
+
 if __name__ == "__main__":
-    main()
+    run_server(_preload)

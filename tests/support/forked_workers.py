@@ -1,0 +1,52 @@
+"""Workers of pytest-xdist that are forks of one process, which has collected the tests before.
+
+Each worker would spend ten seconds of CPU time on imports otherwise.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from contextlib import redirect_stdout
+
+import pytest
+from execnet import gateway_base, gateway_io
+from execnet.gateway_base import ExecModel
+
+from tests.support.fork_server import ForkedProcess, ForkServers, run_server
+
+MODULE = "tests.support.forked_workers"
+
+
+def fork_workers(config: pytest.Config) -> None:
+    """Fork the workers of this controller from a server that collects the same tests."""
+    folder, arguments = str(config.invocation_params.dir), config.invocation_params.args
+    servers = ForkServers(MODULE, folder, *map(str, arguments))
+    config.add_cleanup(servers.close)
+
+    class ForkedIO(gateway_io.Popen2IOMaster):
+        def __init__(self, _: object, execmodel: ExecModel) -> None:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            self.popen = ForkedProcess(servers, [sys.executable, "-m", MODULE], **pipes)
+            gateway_base.Popen2IO.__init__(self, self.popen.stdin, self.popen.stdout, execmodel)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(gateway_io, "Popen2IOMaster", ForkedIO)
+    config.add_cleanup(patch.undo)
+
+
+def main() -> None:
+    """Run what execnet's command line of a worker runs."""
+    exec(eval(sys.stdin.readline()), {"__name__": "__main__"})
+
+
+def _collect() -> None:
+    os.chdir(sys.argv[2])
+    with redirect_stdout(io.StringIO()):
+        pytest.main([*sys.argv[3:], "--collect-only", "-qq", "-n0", "--dist=no"])
+
+
+if __name__ == "__main__":
+    run_server(_collect)
