@@ -109,6 +109,8 @@ class World:
         self.queries = self._random(shape.num_layers, total, shape.num_heads, shape.head_dim)
         self.queries = self.queries.to(shape.dtype)
         self.sinks = 2 * self._random(shape.num_layers, shape.num_heads)
+        # As the cache holds them: [tensors, layers, kv_heads, tokens, ..].
+        self._slots = [shape.stored(each.transpose(-1, -2)) for each in self.keys_values]
         self.tables = self._tables()
         self.kv = self._cache()
 
@@ -152,8 +154,7 @@ class World:
 
     def _kept(self) -> list[Tensor]:
         """Return keys and values as the cache holds them, in float64."""
-        slots = [self.shape.stored(each.transpose(-1, -2)) for each in self.keys_values]
-        return [self.shape.read(each).transpose(-1, -2) for each in slots]
+        return [self.shape.read(each).transpose(-1, -2) for each in self._slots]
 
     def _attention(self, layer: int) -> LayerAttention:
         shape = self.shape
@@ -174,17 +175,17 @@ class World:
         first = 0 if window is None else max(0, position - window + 1)
         first = first if chunk is None else max(first, position // chunk * chunk)
         seen = keys_values[:, layer, :, :, first : position + 1]
-        heads = []
-        for head in range(shape.num_heads):
-            slots = seen[:, head // (shape.num_heads // shape.num_kv_heads)]
-            keys, values = slots[0], slots[-1, : shape.value_dim]
-            scores = query[head].double() @ keys / math.sqrt(shape.head_dim)
-            if shape.softcap is not None:
-                scores = shape.softcap * torch.tanh(scores / shape.softcap)
-            if shape.has_sinks:
-                scores = torch.cat((scores, self.sinks[layer, head].double()[None]))
-            heads.append(values @ scores.softmax(dim=0)[: values.shape[1]])
-        return torch.stack(heads)
+        keys, values = seen[0], seen[-1, :, : shape.value_dim]
+        # By KV head: [kv_heads, heads of one, ..].
+        grouped = query.double().unflatten(0, (shape.num_kv_heads, -1))
+        scores = grouped @ keys / math.sqrt(shape.head_dim)
+        if shape.softcap is not None:
+            scores = shape.softcap * torch.tanh(scores / shape.softcap)
+        if shape.has_sinks:
+            sinks = self.sinks[layer].double().view(*scores.shape[:2], 1)
+            scores = torch.cat((scores, sinks), dim=-1)
+        weights = scores.softmax(dim=-1)[..., : keys.shape[-1]]
+        return (weights @ values.transpose(-1, -2)).flatten(0, 1)
 
     def _fresh(self, layer: int) -> tuple[Tensor, Tensor | None]:
         """Return the keys of the pass's new tokens, and their values if stored, in flat order."""
@@ -216,12 +217,12 @@ class World:
                 dtype=shape.dtype,
             )
         )
-        for each, table, keys_values in zip(
-            self.sequences, self.tables, self.keys_values, strict=True
-        ):
-            for position in range(self._first_seen(each), each.computed):
-                block, slot = table[position // shape.block_size], position % shape.block_size
-                kv[block, :, :, :, slot] = shape.stored(keys_values[..., position].transpose(0, 1))
+        for each, table, stored in zip(self.sequences, self.tables, self._slots, strict=True):
+            positions = torch.arange(self._first_seen(each), each.computed)
+            blocks = torch.tensor(table)[positions // shape.block_size]
+            kv[blocks, :, :, :, positions % shape.block_size] = stored[..., positions, :].permute(
+                3, 1, 0, 2, 4
+            )
         return kv
 
     def _first_seen(self, part: Part) -> int:
