@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from contextlib import redirect_stdout
+from types import ModuleType
 
 import pytest
 from execnet import gateway_base, gateway_io
@@ -38,8 +39,12 @@ def fork_workers(config: pytest.Config) -> None:
 
 
 def main() -> None:
-    """Run what execnet's command line of a worker runs."""
-    exec(eval(sys.stdin.readline()), {"__name__": "__main__"})
+    """Run what execnet's command line of a worker runs, which has a main module without a file.
+
+    Processes of `multiprocessing` would import the file.
+    """
+    sys.modules["__main__"] = ModuleType("__main__")
+    exec(eval(sys.stdin.readline()), vars(sys.modules["__main__"]))
 
 
 def _collect() -> None:
