@@ -47,10 +47,33 @@ def main() -> None:
     exec(eval(sys.stdin.readline()), vars(sys.modules["__main__"]))
 
 
+class CollectReports:
+    """Plugin that notes whether each file and folder could be collected."""
+
+    is_complete = True
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self.is_complete &= report.passed
+
+
 def _collect() -> None:
     os.chdir(sys.argv[2])
+    arguments = [*sys.argv[3:], "--collect-only", "-qq", "-n0", "--dist=no"]
+    reports = CollectReports()
     with redirect_stdout(io.StringIO()):
-        pytest.main([*sys.argv[3:], "--collect-only", "-qq", "-n0", "--dist=no"])
+        code = pytest.main(arguments, [reports])
+    if not reports.is_complete or code not in (
+        pytest.ExitCode.OK,
+        pytest.ExitCode.NO_TESTS_COLLECTED,
+    ):
+        _forget_tests()
+
+
+def _forget_tests() -> None:
+    """Have the workers import the tests, since half imported modules would seem to be complete."""
+    for name in list(sys.modules):
+        if name.startswith("tests.") and not name.startswith("tests.support."):
+            del sys.modules[name]
 
 
 if __name__ == "__main__":
