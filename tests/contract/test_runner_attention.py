@@ -185,7 +185,7 @@ class World:
             sinks = self.sinks[layer].double().view(*scores.shape[:2], 1)
             scores = torch.cat((scores, sinks), dim=-1)
         weights = scores.softmax(dim=-1)[..., : keys.shape[-1]]
-        return (weights @ values.transpose(-1, -2)).flatten(0, 1)
+        return torch.flatten(weights @ values.transpose(-1, -2), 0, 1)
 
     def _fresh(self, layer: int) -> tuple[Tensor, Tensor | None]:
         """Return the keys of the pass's new tokens, and their values if stored, in flat order."""
