@@ -32,6 +32,16 @@ void linear(const GroupedLinear& args);
 
 }  // namespace baton::bf16
 
+#if defined(__AMX_BF16__)
+
+namespace baton::dequantized {
+
+void linear(const GroupedLinear& args);
+
+}  // namespace baton::dequantized
+
+#endif
+
 namespace baton::quantized {
 
 std::int64_t packed_bytes(const PackedMatrix& matrix);

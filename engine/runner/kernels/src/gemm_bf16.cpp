@@ -6,6 +6,7 @@
 #include "gemm.h"
 #include "microkernel.h"
 #include "panels.h"
+#include "streaming.h"
 #include "thread_pool.h"
 
 #include <algorithm>
@@ -27,35 +28,13 @@ struct Gemm {
     }
 };
 
-#if defined(__AVX512BF16__)
-
-// Large outputs use non-temporal stores: they are evicted from the caches before they are read, and
-// normal stores would load each cache line before they write it.
-bool uses_streaming_stores(const GroupedLinear& args) {
-    constexpr std::int64_t kBytes = 1 << 20;
-    const std::int64_t num_rows = args.matrices[0].num_rows;
-    const bool has_whole_lines = num_rows % kPanelRows == 0 && std::uintptr_t(args.dst) % 64 == 0;
-    return has_whole_lines && args.num_rows() * num_rows * std::int64_t(sizeof(Bf16)) >= kBytes;
-}
-
 void stream_row(const F32x16 (&acc)[kVectors], const Bf16* bias, Bf16* row, std::int64_t panel) {
     for (std::int64_t v = 0, at = panel * kPanelRows; v < kVectors; v += 2, at += 2 * kLanes) {
         F32x16 low = acc[v], high = acc[v + 1];
         if (bias != nullptr) low += bf16_to_f32(bias + at), high += bf16_to_f32(bias + at + kLanes);
-        const auto both = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
-        _mm512_stream_si512(reinterpret_cast<__m512i*>(row + at), both);
+        stream(row + at, low, high);
     }
 }
-
-void streaming_fence() { _mm_sfence(); }  // makes the stores visible to other threads
-
-#else
-
-bool uses_streaming_stores(const GroupedLinear&) { return false; }
-void stream_row(const F32x16 (&)[kVectors], const Bf16*, Bf16*, std::int64_t) {}
-void streaming_fence() {}
-
-#endif
 
 // Stores a panel's columns of a token's output row.
 void store_dst(const Gemm& p, const F32x16 (&acc)[kVectors], std::int64_t panel,

@@ -19,31 +19,39 @@ namespace {
 
 using MultiplyPanel = void (*)(const Gemm&, QuantizedActivations&, std::int64_t);
 
-template <ScaleType SCALE>
-constexpr MultiplyPanel kMultiplyInt8 =
+template <NumberFormat FORMAT, ScaleType SCALE>
+constexpr MultiplyPanel kMultiplyAny =
 #if defined(__AMX_INT8__)
-    multiply_bytes<SCALE>;
+    multiply_many<FORMAT, SCALE>;
 #else
-    multiply_panel<NumberFormat::kInt8, SCALE>;
+    multiply_panel<FORMAT, SCALE>;
 #endif
 
-template <ScaleType SCALE>
-constexpr MultiplyPanel kMultiplyInt4 = multiply_panel<NumberFormat::kInt4, SCALE>;
+// By ScaleType.
+template <NumberFormat FORMAT>
+constexpr MultiplyPanel kMultiplyFormat[] = {kMultiplyAny<FORMAT, ScaleType::kFloat32>,
+                                             kMultiplyAny<FORMAT, ScaleType::kBfloat16>,
+                                             kMultiplyAny<FORMAT, ScaleType::kFloat16>};
 
-// By NumberFormat and ScaleType.
-constexpr MultiplyPanel kMultiplyPanel[][3] = {
-    {kMultiplyInt8<ScaleType::kFloat32>, kMultiplyInt8<ScaleType::kBfloat16>,
-     kMultiplyInt8<ScaleType::kFloat16>},
-    {kMultiplyInt4<ScaleType::kFloat32>, kMultiplyInt4<ScaleType::kBfloat16>,
-     kMultiplyInt4<ScaleType::kFloat16>},
-    {multiply_panel<NumberFormat::kMxfp4, ScaleType::kFloat32>},
-    {multiply_panel<NumberFormat::kInt8Offsets, ScaleType::kFloat32>,
-     multiply_panel<NumberFormat::kInt8Offsets, ScaleType::kBfloat16>,
-     multiply_panel<NumberFormat::kInt8Offsets, ScaleType::kFloat16>},
-    {multiply_panel<NumberFormat::kInt4Offsets, ScaleType::kFloat32>,
-     multiply_panel<NumberFormat::kInt4Offsets, ScaleType::kBfloat16>,
-     multiply_panel<NumberFormat::kInt4Offsets, ScaleType::kFloat16>},
-};
+MultiplyPanel multiply_of(const QuantizedLayout& layout) {
+    const int scale = int(layout.scale_type);
+    switch (layout.format) {
+        case NumberFormat::kInt8:
+            return kMultiplyFormat<NumberFormat::kInt8>[scale];
+        case NumberFormat::kInt8Offsets:
+            return kMultiplyFormat<NumberFormat::kInt8Offsets>[scale];
+#if !defined(__AMX_BF16__)  // which dequantizes weights of 4 bits
+        case NumberFormat::kInt4:
+            return kMultiplyFormat<NumberFormat::kInt4>[scale];
+        case NumberFormat::kInt4Offsets:
+            return kMultiplyFormat<NumberFormat::kInt4Offsets>[scale];
+        case NumberFormat::kMxfp4:
+            return kMultiplyAny<NumberFormat::kMxfp4, ScaleType::kFloat32>;
+#endif
+        default:
+            return nullptr;
+    }
+}
 
 }  // namespace
 
@@ -57,6 +65,7 @@ void linear(const GroupedLinear& args) {
         for (; row < end; ++row) quantized.quantize(row, args.src + row * layout.num_columns);
     };
     parallel_for(args.num_rows(), layout.num_columns, args.num_threads, quantize);
+    const MultiplyPanel multiply = multiply_of(layout);
     const std::int64_t panels = layout.num_panels();
     WorkQueue queue(args.num_matrices * panels, 1, args.num_threads);
     ThreadPool::instance().run(args.num_threads, [&](int i, int) {
@@ -69,7 +78,7 @@ void linear(const GroupedLinear& args) {
                             args.dst,
                             args.row_offsets[index],
                             args.row_offsets[index + 1]};
-            kMultiplyPanel[int(layout.format)][int(layout.scale_type)](gemm, quantized, panel);
+            multiply(gemm, quantized, panel);
         }
     });
 }

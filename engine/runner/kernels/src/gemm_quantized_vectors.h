@@ -41,16 +41,6 @@ inline void add_group(IntSums<ROWS>& dots, const std::uint32_t* const (&rows)[RO
     }
 }
 
-template <ScaleType SCALE>
-inline F32x16 load_scales(const std::uint8_t* group, int v) {
-    const auto* const halves = reinterpret_cast<const std::uint16_t*>(group) + v * kLanes;
-    if constexpr (SCALE == ScaleType::kBfloat16) return bf16_to_f32(halves);
-    if constexpr (SCALE == ScaleType::kFloat16) return f16_to_f32(halves);
-    F32x16 scales;
-    std::memcpy(&scales, group + v * sizeof scales, sizeof scales);
-    return scales;
-}
-
 // Dequantizes the integer sums of a group, for sixteen rows of a panel.
 template <NumberFormat FORMAT, ScaleType SCALE>
 class Dequantizer {
@@ -114,10 +104,7 @@ class Dequantizer<NumberFormat::kInt4Offsets, SCALE> : public OffsetDequantizer<
 template <>
 class Dequantizer<NumberFormat::kMxfp4, ScaleType::kFloat32> {
   public:
-    Dequantizer(const std::uint8_t* group, int v) {
-        const U32x16 bits = zero_extend(group + v * kLanes) << 23;
-        scales_ = lane_max((F32x16)bits, splat(0x1p-127f)) * 0.5f;
-    }
+    Dequantizer(const std::uint8_t* group, int v) : scales_(load_mxfp4_scales(group, v)) {}
 
     F32x16 operator()(I32x16 high, I32x16 low, std::int32_t high_sum, std::int32_t low_sum) const {
         const I32x16 both = high * 256 + low - kFp4Zero * (high_sum * 256 + low_sum);

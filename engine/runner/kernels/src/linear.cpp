@@ -9,6 +9,9 @@ using namespace baton;
 namespace baton {
 
 void linear(const GroupedLinear& args) {
+#if defined(__AMX_BF16__)
+    if (args.matrices[0].bits == 4) return dequantized::linear(args);
+#endif
     args.matrices[0].bits == 16 ? bf16::linear(args) : quantized::linear(args);
 }
 

@@ -26,32 +26,13 @@ inline void compiler_barrier() { asm volatile("" ::: "memory"); }
 // cause is not documented.
 inline void insert_nops() { asm volatile(".rept 16\n\tnop\n\t.endr"); }
 
-// Tile configuration of a thread. Tiles 0 to 3 accumulate, 4 and 5 hold rows, 6 and 7 the panel.
-// Tiles 0, 1 and 4 belong to the upper rows, 2, 3 and 5 to the lower ones.
-class TileConfig {
+// The tiles of a thread: their numbers of rows, and of bytes per row.
+class Tiles {
   public:
-    TileConfig() = default;
-    TileConfig(const TileConfig&) = delete;
-    ~TileConfig() {
-        if (upper_ != 0) _tile_release();  // else each context switch saves the tiles
-    }
-
-    // Configures the tiles. `columns`: of the sums, and words per row of the panel.
-    void configure(int upper, int lower, int columns = kLanes) {
-        if (upper == upper_ && lower == lower_ && columns == columns_) return;
-        struct alignas(64) {
-            std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
-            std::uint16_t row_bytes[16] = {};
-            std::uint8_t rows[16] = {};
-        } config;
-        for (int tile = 0; tile < 8; ++tile) {
-            const bool is_upper = tile == 0 || tile == 1 || tile == 4;
-            config.row_bytes[tile] = tile == 4 || tile == 5 ? 64 : columns * sizeof(float);
-            config.rows[tile] = tile >= 6 ? kTileRows : is_upper ? upper : lower;
-        }
-        compiler_barrier();
-        _tile_loadconfig(&config);
-        upper_ = upper, lower_ = lower, columns_ = columns;
+    Tiles() = default;
+    Tiles(const Tiles&) = delete;
+    ~Tiles() {
+        if (is_configured_) _tile_release();  // else each context switch saves the tiles
     }
 
     // Stores a tile into unused memory, once per interval. A tile store takes 0.3 us long after the
@@ -62,9 +43,43 @@ class TileConfig {
             _tile_stored(6, scratch_, sizeof(U32x16));
     }
 
+  protected:
+    struct alignas(64) Shapes {
+        std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
+        std::uint16_t row_bytes[16] = {};
+        std::uint8_t rows[16] = {};
+    };
+
+    void load(const Shapes& shapes) {
+        compiler_barrier();
+        _tile_loadconfig(&shapes);
+        is_configured_ = true;
+    }
+
+  private:
+    bool is_configured_ = false;
+    alignas(64) U32x16 scratch_[kTileRows];
+};
+
+// Tiles 0 to 3 accumulate, 4 and 5 hold rows, 6 and 7 the panel. Tiles 0, 1 and 4 belong to the
+// upper rows, 2, 3 and 5 to the lower ones.
+class TileConfig : public Tiles {
+  public:
+    // Configures the tiles. `columns`: of the sums, and words per row of the panel.
+    void configure(int upper, int lower, int columns = kLanes) {
+        if (upper == upper_ && lower == lower_ && columns == columns_) return;
+        Shapes shapes;
+        for (int tile = 0; tile < 8; ++tile) {
+            const bool is_upper = tile == 0 || tile == 1 || tile == 4;
+            shapes.row_bytes[tile] = tile == 4 || tile == 5 ? 64 : columns * sizeof(float);
+            shapes.rows[tile] = tile >= 6 ? kTileRows : is_upper ? upper : lower;
+        }
+        load(shapes);
+        upper_ = upper, lower_ = lower, columns_ = columns;
+    }
+
   private:
     int upper_ = 0, lower_ = 0, columns_ = 0;
-    alignas(64) U32x16 scratch_[kTileRows];
 };
 
 // Adds the pairs beyond the last multiple of kPairsPerTile.

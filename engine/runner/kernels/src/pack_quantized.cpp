@@ -42,9 +42,17 @@ float scale_of(const QuantizedLayout& layout, const std::uint8_t* group, std::in
     return layout.scale_type == ScaleType::kBfloat16 ? bf16_to_f32(half) : f16_to_f32(half);
 }
 
-// Writes `columns` numbers of a row into their group: as words of four or eight numbers.
+// Writes `columns` numbers of a row into their group: as words of four or eight numbers, or one by
+// one if tiled. Then four rows share bytes.
 void pack_group(const QuantizedLayout& layout, std::uint8_t* group, std::int64_t within,
                 const std::uint8_t* numbers, std::int64_t columns) {
+    if (is_tiled(layout.bits)) {
+        for (std::int64_t column = 0; column < columns; ++column) {
+            std::uint8_t& byte = group[layout.byte_at(within, column)];
+            byte = within % 2 == 0 ? numbers[column] : byte | numbers[column] << 4;
+        }
+        return;
+    }
     const std::int64_t step = 32 / layout.bits;
     for (std::int64_t column = 0; column < columns; column += step) {
         std::uint32_t words[2] = {};
@@ -57,7 +65,7 @@ void pack_group(const QuantizedLayout& layout, std::uint8_t* group, std::int64_t
 // A number of a row, dequantized. `group` points to the number's group.
 float dequantize_number(const QuantizedLayout& layout, const std::uint8_t* group,
                         std::int64_t within, std::int64_t column) {
-    const int byte = group[layout.byte_at(within, column)] >> layout.shift(column);
+    const int byte = group[layout.byte_at(within, column)] >> layout.shift(within, column);
     const float scale = scale_of(layout, group, within);
     if (layout.format == NumberFormat::kMxfp4)
         return float(kFp4Bytes[byte & 15] - kFp4Zero) * scale;
@@ -78,8 +86,10 @@ void pack(const PackArgs& args) {
     const auto* const weights = static_cast<const std::uint8_t*>(args.weights);
     auto* const packed = static_cast<std::uint8_t*>(args.matrix.packed);
     ThreadPool::instance().run(args.num_threads, [&](int i, int count) {
-        const Slice slice(layout.num_rows, i, count);
-        for (std::int64_t row = slice.first; row < slice.end; ++row) {
+        constexpr std::int64_t kSharedRows = 4;
+        const Slice slice((layout.num_rows + kSharedRows - 1) / kSharedRows, i, count);
+        const std::int64_t end = std::min(kSharedRows * slice.end, layout.num_rows);
+        for (std::int64_t row = kSharedRows * slice.first; row < end; ++row) {
             const std::int64_t panel = row / kPanelRows, within = row % kPanelRows;
             for (std::int64_t group = 0; group < layout.num_groups(); ++group) {
                 std::uint8_t* at = packed + layout.group_at(panel, group);

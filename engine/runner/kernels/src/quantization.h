@@ -24,6 +24,17 @@ constexpr int bits_of(NumberFormat format) {
 
 constexpr std::int64_t kSegmentColumns = 128;
 
+// Columns per tile of weights of 4 bits, if the processor multiplies dequantized weights in tiles.
+constexpr std::int64_t kTiledColumns = 32;
+
+constexpr bool is_tiled([[maybe_unused]] std::int64_t bits) {
+#if defined(__AMX_BF16__)
+    return bits == 4;
+#else
+    return false;
+#endif
+}
+
 // Place of a group's zero points or offsets, after its scales. A zero point is a byte, an offset
 // has the type of a scale.
 constexpr std::int64_t zeros_offset_of(NumberFormat format, ScaleType type) {
@@ -45,8 +56,27 @@ inline float mxfp4_scale(std::uint8_t exponent) {
     return scale * 0.5f;
 }
 
+// Scales of sixteen rows of a panel. `group` points to those of the panel's first row.
+template <ScaleType SCALE>
+inline F32x16 load_scales(const std::uint8_t* group, int v) {
+    const auto* const halves = reinterpret_cast<const std::uint16_t*>(group) + v * kLanes;
+    if constexpr (SCALE == ScaleType::kBfloat16) return bf16_to_f32(halves);
+    if constexpr (SCALE == ScaleType::kFloat16) return f16_to_f32(halves);
+    F32x16 scales;
+    std::memcpy(&scales, group + v * sizeof scales, sizeof scales);
+    return scales;
+}
+
+inline F32x16 load_mxfp4_scales(const std::uint8_t* group, int v) {
+    const U32x16 bits = zero_extend(group + v * kLanes) << 23;
+    return lane_max((F32x16)bits, splat(0x1p-127f)) * 0.5f;
+}
+
 // Packed layout: by panel of rows, then by group of columns. A group begins with the scales and
 // zero points of its rows, so that a thread reads one sequential stream.
+//
+// Four columns of a row are contiguous bytes, or eight columns of 4 bits. If tiled, 32 words hold
+// 32 columns of four rows.
 struct QuantizedLayout {
     NumberFormat format;
     ScaleType scale_type;
@@ -66,7 +96,10 @@ struct QuantizedLayout {
     }
 
     std::int64_t num_groups() const { return (num_columns + group_size - 1) / group_size; }
-    std::int64_t padded_group() const { return (group_size + 7) / 8 * 8; }
+    std::int64_t padded_group() const {
+        const std::int64_t step = is_tiled(bits) ? kTiledColumns : 8;
+        return (group_size + step - 1) / step * step;
+    }
     std::int64_t padded_columns() const { return num_groups() * padded_group(); }
     // Segments divide groups, for sums that fit into 32 bits.
     std::int64_t segments_per_group() const {
@@ -84,13 +117,20 @@ struct QuantizedLayout {
     std::int64_t group_at(std::int64_t panel, std::int64_t group) const {
         return (panel * num_groups() + group) * group_bytes();
     }
-    // Offset of a number in its group; `column` dots within the group. Four columns of a row are
-    // contiguous.
+    // Offset of a number in its group; row and column are those in the panel and in the group.
     std::int64_t byte_at(std::int64_t row, std::int64_t column) const {
+        if (is_tiled(bits)) {
+            const std::int64_t tile = column / kTiledColumns, within = column % kTiledColumns;
+            const std::int64_t word = (tile * kPanelRows + row) / 4 * kTiledColumns + within;
+            return header_bytes() + 2 * word + row % 4 / 2;
+        }
         const std::int64_t quad = bits == 8 ? column / 4 : column / 8;
         return header_bytes() + (quad * kPanelRows + row) * 4 + column % 4;
     }
-    int shift(std::int64_t column) const { return bits == 4 && column % 8 >= 4 ? 4 : 0; }
+    int shift(std::int64_t row, std::int64_t column) const {
+        if (is_tiled(bits)) return row % 2 * 4;
+        return bits == 4 && column % 8 >= 4 ? 4 : 0;
+    }
 };
 
 // Quantized activations. Reused from one GEMM to the next, to reuse its buffers.
