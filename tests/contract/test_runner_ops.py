@@ -214,15 +214,15 @@ def quantized(
     return Quantized(numbers, scales, zeros, bits, group, torch.bfloat16)
 
 
-def dequantizes(kernels: Kernels, bits: int) -> bool:
+def dequantizes(kernels: Kernels, bits: int, group: int) -> bool:
     """Return whether the kernels multiply weights rounded to bfloat16, not their integers."""
-    return bits == 4 and "-amx-" in kernels.path.name
+    return "-amx-" in kernels.path.name and (bits == 4 or group in {16, 32})
 
 
 def multiplied(kernels: Kernels, weight: Quantized) -> Tensor:
     """Return the weights that the kernels multiply."""
     exact = replace(weight, dtype=torch.float64).dequantize()
-    return exact.bfloat16().double() if dequantizes(kernels, weight.bits) else exact
+    return exact.bfloat16().double() if dequantizes(kernels, weight.bits, weight.group) else exact
 
 
 def with_offsets(weight: Quantized) -> Quantized:
@@ -271,7 +271,7 @@ def test_a_product_of_int8_weights_equals_that_of_dequantized_ones(
     # A state is off by a 32512th of half the token's largest, an answer by half a rounding.
     most = activations.double().abs().amax(dim=1, keepdim=True)
     bound = most / 65024 * exact.abs().sum(dim=1) + wanted.abs() * 2**-8
-    if dequantizes(kernels, bits):  # in float32: a weight may be rounded to the other side
+    if dequantizes(kernels, bits, group):  # in float32: a weight may be rounded to the other side
         bound += most * exact.abs().amax(dim=1) * 2**-8
     if has_offsets:  # their products cancel most of those of the numbers
         largest = (weight.numbers.amax() * weight.scales.float().amax()).double()
@@ -333,7 +333,7 @@ def test_a_float16_scale_can_be_infinite_or_negative(kernels: Kernels) -> None:
     wanted = (2 * scales.float()).bfloat16()
     torch.testing.assert_close(rows, wanted[:, None].expand(6, 8), rtol=0, atol=0, equal_nan=True)
     wanted = (16 * scales.float()).bfloat16()
-    if dequantizes(kernels, bits=4):
+    if dequantizes(kernels, bits=4, group=8):
         wanted[wanted.isinf()] = torch.nan  # zero times infinity, in padded columns
     torch.testing.assert_close(outputs, wanted[None], rtol=0, atol=0, equal_nan=True)
 
@@ -353,7 +353,14 @@ def test_rows_of_int8_weights_equal_the_dequantized_ones(
 
 
 @each_variant
-@pytest.mark.parametrize("make", [to_int8, to_int4, lambda weight: with_offsets(to_int4(weight))])
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(to_int8, to_int4, lambda weight: with_offsets(to_int4(weight))),
+        lambda weight: quantized(5, *weight.shape, 8, 16, torch.float16),
+        lambda weight: with_offsets(quantized(5, *weight.shape, 8, 32, torch.float16)),
+    ],
+)
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 7, 33])
 def test_int8_products_have_the_same_bits_in_any_batch(
     kernels: Kernels, make: Quantize, num_tokens: int

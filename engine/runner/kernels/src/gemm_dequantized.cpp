@@ -1,8 +1,9 @@
-// GEMM with weights of 4 bits on AMX: dequantized to bf16, and multiplied by tiles as bf16 weights.
+// GEMM with weights of 4 bits, or of 8 bits in small groups, on AMX: dequantized to bf16, and
+// multiplied by tiles as bf16 weights.
 //
-// The tiles of a panel hold 16 rows by 32 columns of weights, those of the activations 16 pairs of
-// columns by 16 tokens, so sums are stored by row of weights. A token's sums accumulate in the
-// order of the columns, for any number of tokens.
+// The tiles of a panel hold 16 rows by 32 columns of weights (16 columns if a group has no more),
+// those of the activations as many pairs of columns by 16 tokens, so sums are stored by row of
+// weights. A token's sums accumulate in the order of the columns, for any number of tokens.
 
 #include "gemm.h"
 #include "quantization.h"
@@ -17,37 +18,35 @@ namespace baton::dequantized {
 
 namespace {
 
-constexpr int kBlockVectors = kPanelRows;  // a vector holds a row of a block's weights
-
-using Block = U32x16[kBlockVectors];
-
 // Tiles 0 to 3 are sums, 4 and 5 hold activations, 6 and 7 weights. Tiles 0, 1 and 4 belong to the
 // first tokens, 2, 3 and 5 to the second ones.
 class RunTiles : public Tiles {
   public:
-    void configure(int first, int second) {
-        if (first == first_ && second == second_) return;
+    void configure(std::int64_t columns, int first, int second) {
+        if (columns == columns_ && first == first_ && second == second_) return;
         Shapes shapes;
         for (int tile = 0; tile < 8; ++tile) {
             const bool is_first = tile == 0 || tile == 1 || tile == 4;
-            shapes.row_bytes[tile] = tile >= 6 ? 64 : 4 * (is_first ? first : second);
-            shapes.rows[tile] = kTileRows;
+            shapes.row_bytes[tile] = tile >= 6 ? 2 * columns : 4 * (is_first ? first : second);
+            shapes.rows[tile] = tile == 4 || tile == 5 ? columns / 2 : kTileRows;
         }
         load(shapes);
-        first_ = first, second_ = second;
+        columns_ = columns, first_ = first, second_ = second;
     }
 
   private:
+    std::int64_t columns_ = 0;
     int first_ = 0, second_ = 0;
 };
 
 // The activations of up to sixteen tokens, packed: by pair of columns, then by token.
 struct Run {
     const std::uint32_t* pairs;
+    std::int64_t block_pairs;
     int num_tokens;
 
     const std::uint32_t* block(std::int64_t index) const {
-        return pairs + index * kTileRows * num_tokens;
+        return pairs + index * block_pairs * num_tokens;
     }
     std::int64_t stride() const { return num_tokens * std::int64_t(sizeof(std::uint32_t)); }
 };
@@ -82,6 +81,7 @@ class PackedActivations {
   public:
     void pack(const GroupedLinear& args, const QuantizedLayout& layout) {
         padded_pairs_ = layout.padded_columns() / 2;
+        block_pairs_ = layout.tile_columns() / 2;
         pairs_.resize(std::size_t(args.num_rows() * padded_pairs_));
         runs_.clear();
         for (std::int64_t i = 0; i < args.num_matrices; ++i)
@@ -96,7 +96,7 @@ class PackedActivations {
 
     // The run of tokens from `first` up to at most `end`.
     Run run(std::int64_t first, std::int64_t end) const {
-        return {pairs_.data() + first * padded_pairs_,
+        return {pairs_.data() + first * padded_pairs_, block_pairs_,
                 int(std::min<std::int64_t>(end - first, kTileRows))};
     }
 
@@ -111,30 +111,31 @@ class PackedActivations {
         const Bf16* first = src + rows.first * layout.num_columns;
         for (std::int64_t left = layout.num_columns; left > 0; left -= layout.group_size) {
             const std::int64_t columns = std::min(layout.group_size, left);
-            for (std::int64_t at = 0; at < layout.padded_group(); at += kTiledColumns) {
-                const std::int64_t count = std::clamp<std::int64_t>(columns - at, 0, kTiledColumns);
+            for (std::int64_t at = 0; at < layout.padded_group(); at += 2 * block_pairs_) {
+                const std::int64_t count =
+                    std::clamp<std::int64_t>(columns - at, 0, 2 * block_pairs_);
                 pack_block(target, first + at, layout.num_columns, num_tokens, count);
-                target += kTileRows * num_tokens;
+                target += block_pairs_ * num_tokens;
             }
             first += columns;
         }
     }
 
-    static void pack_block(std::uint32_t* target, const Bf16* src, std::int64_t stride,
-                           std::int64_t num_tokens, std::int64_t num_columns) {
+    void pack_block(std::uint32_t* target, const Bf16* src, std::int64_t stride,
+                    std::int64_t num_tokens, std::int64_t num_columns) const {
         F32x16 rows[kTileRows] = {};
         for (std::int64_t t = 0; t < num_tokens; ++t)
             std::memcpy(&rows[t], src + t * stride, num_columns * sizeof(Bf16));
         if (num_tokens == 1) {
-            std::memcpy(target, rows, sizeof rows[0]);
+            std::memcpy(target, rows, block_pairs_ * sizeof *target);
             return;
         }
         transpose(rows);
-        for (int pair = 0; pair < kTileRows; ++pair, target += num_tokens)
+        for (std::int64_t pair = 0; pair < block_pairs_; ++pair, target += num_tokens)
             std::memcpy(target, &rows[pair], num_tokens * sizeof *target);
     }
 
-    std::int64_t padded_pairs_ = 0;
+    std::int64_t padded_pairs_ = 0, block_pairs_ = 0;
     AlignedVector<std::uint32_t> pairs_;
     std::vector<Rows> runs_;
 };
@@ -154,26 +155,26 @@ struct GroupHeader {
                 scale = load_scales<SCALE>(group, v);
             if constexpr (has_offsets(FORMAT))
                 zero = load_scales<SCALE>(after, v);
-            else if constexpr (FORMAT == NumberFormat::kInt4)
+            else if constexpr (kHasZeros)
                 zero = __builtin_convertvector((I32x16)zero_extend(after + v * kLanes), F32x16);
-            if constexpr (FORMAT == NumberFormat::kInt4 && !kSubtractsFirst) zero *= -scale;
+            if constexpr (kHasZeros && !kSubtractsFirst) zero *= -scale;
             std::memcpy(scales + v * kLanes, &scale, sizeof scale);
             std::memcpy(zeros + v * kLanes, &zero, sizeof zero);
         }
     }
 
-    // The values of the sixteen codes in a row.
-    __m512 values(__m512 codes, int row) const {
+    // The values of sixteen numbers in a row.
+    __m512 values(__m512 numbers, int row) const {
         const __m512 scale = _mm512_set1_ps(scales[row]), zero = _mm512_set1_ps(zeros[row]);
-        if constexpr (FORMAT == NumberFormat::kMxfp4) return _mm512_mul_ps(codes, scale);
-        if constexpr (kSubtractsFirst) return _mm512_mul_ps(_mm512_sub_ps(codes, zero), scale);
-        return _mm512_fmadd_ps(codes, scale, zero);
+        if constexpr (FORMAT == NumberFormat::kMxfp4) return _mm512_mul_ps(numbers, scale);
+        if constexpr (kSubtractsFirst) return _mm512_mul_ps(_mm512_sub_ps(numbers, zero), scale);
+        return _mm512_fmadd_ps(numbers, scale, zero);
     }
 
   private:
+    static constexpr bool kHasZeros = !has_offsets(FORMAT) && FORMAT != NumberFormat::kMxfp4;
     // Zero points times scales of 16 bits are exact, those of 32 bits are not.
-    static constexpr bool kSubtractsFirst =
-        FORMAT == NumberFormat::kInt4 && SCALE == ScaleType::kFloat32;
+    static constexpr bool kSubtractsFirst = kHasZeros && SCALE == ScaleType::kFloat32;
 };
 
 template <NumberFormat FORMAT>
@@ -184,11 +185,13 @@ __m512 code_values() {
     return _mm512_load_ps(codes);
 }
 
-// Dequantizes 64 rows by 32 columns. A table of two rows' values is looked up by 32 codes at once.
+// Dequantizes 64 rows by 32 columns of 4 bits. A table of two rows' values is looked up by 32 codes
+// at once.
 template <NumberFormat FORMAT, ScaleType SCALE>
-inline void dequantize(Block& block, const GroupHeader<FORMAT, SCALE>& header, __m512 codes,
-                       const std::uint8_t* numbers) {
+inline void dequantize_codes(Bf16* block, const GroupHeader<FORMAT, SCALE>& header, __m512 codes,
+                             const std::uint8_t* numbers) {
     const __m512i code_bits = _mm512_set1_epi16(15), second_row = _mm512_set1_epi16(16);
+    auto* const rows = reinterpret_cast<U32x16*>(block);
     for (int row = 0; row < kPanelRows; row += 4, numbers += sizeof(U32x16)) {
         prefetch_ahead(reinterpret_cast<const U32x16*>(numbers), 1);
         const __m512i words = _mm512_loadu_si512(numbers);  // each has the codes of four rows
@@ -198,28 +201,51 @@ inline void dequantize(Block& block, const GroupHeader<FORMAT, SCALE>& header, _
             const __m512i first = _mm512_and_si512(_mm512_srli_epi16(words, 4 * i), code_bits);
             const __m512i second = _mm512_or_si512(
                 _mm512_and_si512(_mm512_srli_epi16(words, 4 * i + 4), code_bits), second_row);
-            block[row + i] = (U32x16)_mm512_permutexvar_epi16(first, table);
-            block[row + i + 1] = (U32x16)_mm512_permutexvar_epi16(second, table);
+            rows[row + i] = (U32x16)_mm512_permutexvar_epi16(first, table);
+            rows[row + i + 1] = (U32x16)_mm512_permutexvar_epi16(second, table);
         }
     }
 }
 
-// Calls step(index, block) for each block of 32 columns of a panel, after dequantizing it.
+// Dequantizes 64 rows by 16 or 32 columns of 8 bits.
+template <NumberFormat FORMAT, ScaleType SCALE, int COLUMNS>
+inline void dequantize_bytes(Bf16* block, const GroupHeader<FORMAT, SCALE>& header,
+                             const std::uint8_t* numbers) {
+    const auto load = [](const std::uint8_t* bytes) {
+        return (__m512) __builtin_convertvector((I32x16)zero_extend(bytes), F32x16);
+    };
+    for (int row = 0; row < kPanelRows; ++row, block += COLUMNS, numbers += COLUMNS) {
+        if (row * COLUMNS % int(sizeof(U32x16)) == 0)
+            prefetch_ahead(reinterpret_cast<const U32x16*>(numbers), 1);
+        const auto low = (F32x16)header.values(load(numbers), row);
+        if constexpr (COLUMNS == kLanes)
+            store(block, low);
+        else
+            store(block, low, (F32x16)header.values(load(numbers + kLanes), row));
+    }
+}
+
+// Dequantizes the blocks of columns of a panel, each to target(index), and calls step(index).
 template <NumberFormat FORMAT, ScaleType SCALE, typename Target, typename Step>
-inline void for_each_block(const QuantizedLayout& layout, const std::uint8_t* packed,
-                           std::int64_t panel, Target target, Step step) {
+inline void dequantize_panel(const QuantizedLayout& layout, const void* packed, std::int64_t panel,
+                             Target target, Step step) {
     constexpr std::int64_t kHeaderBytes = header_bytes_of(FORMAT, SCALE);
-    const std::int64_t blocks = layout.padded_group() / kTiledColumns;
+    const std::int64_t columns = layout.tile_columns(), blocks = layout.padded_group() / columns;
     const __m512 codes = code_values<FORMAT>();
     for (std::int64_t group = 0; group < layout.num_groups(); ++group) {
-        const std::uint8_t* at = packed + layout.group_at(panel, group);
+        const auto* at = static_cast<const std::uint8_t*>(packed) + layout.group_at(panel, group);
         prefetch_ahead(reinterpret_cast<const U32x16*>(at), kHeaderBytes / sizeof(U32x16));
         const GroupHeader<FORMAT, SCALE> header(at);
         at += kHeaderBytes;
-        for (std::int64_t i = 0; i < blocks; ++i, at += kBlockVectors * kTiledColumns / 2) {
-            Block& block = target(group * blocks + i);
-            dequantize<FORMAT, SCALE>(block, header, codes, at);
-            step(group * blocks + i, block);
+        for (std::int64_t i = 0; i < blocks; ++i, at += kPanelRows * columns * layout.bits / 8) {
+            const std::int64_t index = group * blocks + i;
+            if constexpr (bits_of(FORMAT) == 4)
+                dequantize_codes<FORMAT, SCALE>(target(index), header, codes, at);
+            else if (columns == kLanes)
+                dequantize_bytes<FORMAT, SCALE, kLanes>(target(index), header, at);
+            else
+                dequantize_bytes<FORMAT, SCALE, 2 * kLanes>(target(index), header, at);
+            step(index);
         }
     }
 }
@@ -235,6 +261,8 @@ struct Gemm {
     Bf16* dst;  // [tokens, rows]
     std::int64_t first, end;
     bool is_streamed;
+
+    std::int64_t num_blocks() const { return layout.padded_columns() / layout.tile_columns(); }
 };
 
 // Rounds and stores 32 columns of the tokens' output rows, from column `at` on.
@@ -267,17 +295,17 @@ void store_sums(const Gemm& p, std::int64_t panel, std::int64_t first, int num_t
 }
 
 // Multiplies all rows of a block by one run. Tiles 0 to 3 accumulate.
-inline void add_block(const Block& block, const Run& run, std::int64_t index) {
-    constexpr std::int64_t kNext = sizeof(U32x16);
+inline void add_block(const Bf16* block, const Run& run, std::int64_t index) {
+    const std::int64_t columns = 2 * run.block_pairs, next = columns * sizeof(Bf16);
     compiler_barrier();
     _tile_loadd(4, run.block(index), run.stride());
-    _tile_loadd(6, block, kNext);
+    _tile_loadd(6, block, next);
     _tile_dpbf16ps(0, 6, 4);
-    _tile_loadd(7, block + kTileRows, kNext);
+    _tile_loadd(7, block + kTileRows * columns, next);
     _tile_dpbf16ps(1, 7, 4);
-    _tile_loadd(6, block + 2 * kTileRows, kNext);
+    _tile_loadd(6, block + 2 * kTileRows * columns, next);
     _tile_dpbf16ps(2, 6, 4);
-    _tile_loadd(7, block + 3 * kTileRows, kNext);
+    _tile_loadd(7, block + 3 * kTileRows * columns, next);
     _tile_dpbf16ps(3, 7, 4);
 }
 
@@ -301,17 +329,15 @@ inline void store_run(Sums& sums) {
 template <NumberFormat FORMAT, ScaleType SCALE>
 void multiply_run(const Gemm& p, RunTiles& tiles, std::int64_t panel) {
     const Run run = p.activations.run(p.first, p.end);
-    tiles.configure(run.num_tokens, run.num_tokens);
-    alignas(64) Block blocks[2];
+    tiles.configure(p.layout.tile_columns(), run.num_tokens, run.num_tokens);
+    alignas(64) Bf16 blocks[2][kPanelRows * 2 * kLanes];
     zero_sums();
-    std::int64_t last = -1;
-    for_each_block<FORMAT, SCALE>(
-        p.layout, static_cast<const std::uint8_t*>(p.matrix.packed), panel,
-        [&](std::int64_t index) -> Block& { return blocks[index % 2]; },
-        [&](std::int64_t index, const Block&) {
+    dequantize_panel<FORMAT, SCALE>(
+        p.layout, p.matrix.packed, panel, [&](std::int64_t index) { return blocks[index % 2]; },
+        [&](std::int64_t index) {
             if (index > 0) add_block(blocks[(index - 1) % 2], run, index - 1);
-            last = index;
         });
+    const std::int64_t last = p.num_blocks() - 1;
     add_block(blocks[last % 2], run, last);
     alignas(64) Sums sums;
     store_run(sums);
@@ -320,19 +346,20 @@ void multiply_run(const Gemm& p, RunTiles& tiles, std::int64_t panel) {
 
 // Multiplies half of a panel by two runs. Tiles 0 and 1 are sums of the first run, 2 and 3 those of
 // the second run.
-inline void multiply_half(RunTiles& tiles, const Block* blocks, std::int64_t num_blocks, int half,
+inline void multiply_half(RunTiles& tiles, const Bf16* blocks, std::int64_t num_blocks, int half,
                           const Run& first, const Run& second, Sums& first_sums,
                           Sums& second_sums) {
-    constexpr std::int64_t kNext = sizeof(U32x16), kNextSums = sizeof first_sums[0];
+    constexpr std::int64_t kNextSums = sizeof first_sums[0];
+    const std::int64_t columns = 2 * first.block_pairs, next = columns * sizeof(Bf16);
     const int row = half * 2 * kTileRows;
     zero_sums();
     for (std::int64_t index = 0; index < num_blocks; ++index) {
-        const U32x16* const rows = blocks[index] + row;
+        const Bf16* const rows = blocks + (index * kPanelRows + row) * columns;
         _tile_loadd(4, first.block(index), first.stride());
-        _tile_loadd(6, rows, kNext);
+        _tile_loadd(6, rows, next);
         insert_nops();
         _tile_dpbf16ps(0, 6, 4);
-        _tile_loadd(7, rows + kTileRows, kNext);
+        _tile_loadd(7, rows + kTileRows * columns, next);
         insert_nops();
         _tile_dpbf16ps(1, 7, 4);
         _tile_loadd(5, second.block(index), second.stride());
@@ -351,26 +378,24 @@ inline void multiply_half(RunTiles& tiles, const Block* blocks, std::int64_t num
 
 template <NumberFormat FORMAT, ScaleType SCALE>
 void multiply_runs(const Gemm& p, RunTiles& tiles, std::int64_t panel) {
-    thread_local AlignedVector<U32x16> dequantized;
-    const std::int64_t num_blocks = p.layout.padded_columns() / kTiledColumns;
-    dequantized.resize(std::size_t(num_blocks * kBlockVectors));
-    auto* const blocks = reinterpret_cast<Block*>(dequantized.data());
-    for_each_block<FORMAT, SCALE>(
-        p.layout, static_cast<const std::uint8_t*>(p.matrix.packed), panel,
-        [&](std::int64_t index) -> Block& { return blocks[index]; },
-        [](std::int64_t, const Block&) {});
+    thread_local AlignedVector<Bf16> dequantized;
+    const std::int64_t columns = p.layout.tile_columns(), num_blocks = p.num_blocks();
+    dequantized.resize(std::size_t(num_blocks * kPanelRows * columns));
+    Bf16* const blocks = dequantized.data();
+    const auto block = [&](std::int64_t index) { return blocks + index * kPanelRows * columns; };
+    dequantize_panel<FORMAT, SCALE>(p.layout, p.matrix.packed, panel, block, [](std::int64_t) {});
     alignas(64) Sums sums[2];
     for (std::int64_t first = p.first; first < p.end; first += 2 * kTileRows) {
         const std::int64_t middle = first + kTileRows;
         const Run upper = p.activations.run(first, p.end);
         if (middle >= p.end) {
-            tiles.configure(upper.num_tokens, upper.num_tokens);
+            tiles.configure(columns, upper.num_tokens, upper.num_tokens);
             zero_sums();
-            for (std::int64_t i = 0; i < num_blocks; ++i) add_block(blocks[i], upper, i);
+            for (std::int64_t i = 0; i < num_blocks; ++i) add_block(block(i), upper, i);
             store_run(sums[0]);
         } else {
             const Run lower = p.activations.run(middle, p.end);
-            tiles.configure(upper.num_tokens, lower.num_tokens);
+            tiles.configure(columns, upper.num_tokens, lower.num_tokens);
             for (int half = 0; half < 2; ++half)
                 multiply_half(tiles, blocks, num_blocks, half, upper, lower, sums[0], sums[1]);
             store_sums(p, panel, middle, lower.num_tokens, sums[1]);
@@ -395,10 +420,19 @@ constexpr MultiplyPanel kMultiply[] = {multiply_panel<FORMAT, ScaleType::kFloat3
 
 MultiplyPanel multiply_of(const QuantizedLayout& layout) {
     const int scale = int(layout.scale_type);
-    if (layout.format == NumberFormat::kInt4) return kMultiply<NumberFormat::kInt4>[scale];
-    if (layout.format == NumberFormat::kInt4Offsets)
-        return kMultiply<NumberFormat::kInt4Offsets>[scale];
-    return multiply_panel<NumberFormat::kMxfp4, ScaleType::kFloat32>;
+    switch (layout.format) {
+        case NumberFormat::kInt8:
+            return kMultiply<NumberFormat::kInt8>[scale];
+        case NumberFormat::kInt4:
+            return kMultiply<NumberFormat::kInt4>[scale];
+        case NumberFormat::kMxfp4:
+            return multiply_panel<NumberFormat::kMxfp4, ScaleType::kFloat32>;
+        case NumberFormat::kInt8Offsets:
+            return kMultiply<NumberFormat::kInt8Offsets>[scale];
+        case NumberFormat::kInt4Offsets:
+            return kMultiply<NumberFormat::kInt4Offsets>[scale];
+    }
+    return nullptr;
 }
 
 // Tokens per pass: as many as fit into L2 together with a panel, in whole pairs of runs. Each pass

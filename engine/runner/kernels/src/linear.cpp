@@ -1,6 +1,7 @@
 // Linear layers and embedding tables, in bf16 or quantized.
 
 #include "gemm.h"
+#include "quantization.h"
 
 #include <vector>
 
@@ -10,7 +11,8 @@ namespace baton {
 
 void linear(const GroupedLinear& args) {
 #if defined(__AMX_BF16__)
-    if (args.matrices[0].bits == 4) return dequantized::linear(args);
+    if (is_tiled(args.matrices[0].bits, args.matrices[0].group_size))
+        return dequantized::linear(args);
 #endif
     args.matrices[0].bits == 16 ? bf16::linear(args) : quantized::linear(args);
 }

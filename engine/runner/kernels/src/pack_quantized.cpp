@@ -43,13 +43,14 @@ float scale_of(const QuantizedLayout& layout, const std::uint8_t* group, std::in
 }
 
 // Writes `columns` numbers of a row into their group: as words of four or eight numbers, or one by
-// one if tiled. Then four rows share bytes.
+// one if tiled. Then rows share bytes if a number has 4 bits.
 void pack_group(const QuantizedLayout& layout, std::uint8_t* group, std::int64_t within,
                 const std::uint8_t* numbers, std::int64_t columns) {
-    if (is_tiled(layout.bits)) {
+    if (layout.is_tiled()) {
         for (std::int64_t column = 0; column < columns; ++column) {
             std::uint8_t& byte = group[layout.byte_at(within, column)];
-            byte = within % 2 == 0 ? numbers[column] : byte | numbers[column] << 4;
+            const int shift = layout.shift(within, column);
+            byte = shift == 0 ? numbers[column] : byte | numbers[column] << shift;
         }
         return;
     }

@@ -24,12 +24,12 @@ constexpr int bits_of(NumberFormat format) {
 
 constexpr std::int64_t kSegmentColumns = 128;
 
-// Columns per tile of weights of 4 bits, if the processor multiplies dequantized weights in tiles.
-constexpr std::int64_t kTiledColumns = 32;
-
-constexpr bool is_tiled([[maybe_unused]] std::int64_t bits) {
+// Whether dequantized weights are multiplied in tiles: where sums of integers would cost more,
+// since groups are small.
+constexpr bool is_tiled([[maybe_unused]] std::int64_t bits,
+                        [[maybe_unused]] std::int64_t group_size) {
 #if defined(__AMX_BF16__)
-    return bits == 4;
+    return bits == 4 || (bits == 8 && (group_size == 16 || group_size == 32));
 #else
     return false;
 #endif
@@ -75,8 +75,8 @@ inline F32x16 load_mxfp4_scales(const std::uint8_t* group, int v) {
 // Packed layout: by panel of rows, then by group of columns. A group begins with the scales and
 // zero points of its rows, so that a thread reads one sequential stream.
 //
-// Four columns of a row are contiguous bytes, or eight columns of 4 bits. If tiled, 32 words hold
-// 32 columns of four rows.
+// Four columns of a row are contiguous bytes, or eight columns of 4 bits. If tiled, the columns of
+// a tile are contiguous; with 4 bits, 32 words hold those of four rows.
 struct QuantizedLayout {
     NumberFormat format;
     ScaleType scale_type;
@@ -95,9 +95,11 @@ struct QuantizedLayout {
         return matrix.bits == 4 ? NumberFormat::kInt4 : NumberFormat::kInt8;
     }
 
+    bool is_tiled() const { return baton::is_tiled(bits, group_size); }
+    std::int64_t tile_columns() const { return bits == 8 ? group_size : 32; }
     std::int64_t num_groups() const { return (num_columns + group_size - 1) / group_size; }
     std::int64_t padded_group() const {
-        const std::int64_t step = is_tiled(bits) ? kTiledColumns : 8;
+        const std::int64_t step = is_tiled() ? tile_columns() : 8;
         return (group_size + step - 1) / step * step;
     }
     std::int64_t padded_columns() const { return num_groups() * padded_group(); }
@@ -119,17 +121,19 @@ struct QuantizedLayout {
     }
     // Offset of a number in its group; row and column are those in the panel and in the group.
     std::int64_t byte_at(std::int64_t row, std::int64_t column) const {
-        if (is_tiled(bits)) {
-            const std::int64_t tile = column / kTiledColumns, within = column % kTiledColumns;
-            const std::int64_t word = (tile * kPanelRows + row) / 4 * kTiledColumns + within;
-            return header_bytes() + 2 * word + row % 4 / 2;
+        if (is_tiled()) {
+            const std::int64_t columns = tile_columns();
+            const std::int64_t tile_row = column / columns * kPanelRows + row;
+            const std::int64_t within = column % columns;
+            if (bits == 8) return header_bytes() + tile_row * columns + within;
+            return header_bytes() + 2 * (tile_row / 4 * columns + within) + row % 4 / 2;
         }
         const std::int64_t quad = bits == 8 ? column / 4 : column / 8;
         return header_bytes() + (quad * kPanelRows + row) * 4 + column % 4;
     }
     int shift(std::int64_t row, std::int64_t column) const {
-        if (is_tiled(bits)) return row % 2 * 4;
-        return bits == 4 && column % 8 >= 4 ? 4 : 0;
+        if (bits == 8) return 0;
+        return is_tiled() ? row % 2 * 4 : column % 8 >= 4 ? 4 : 0;
     }
 };
 
