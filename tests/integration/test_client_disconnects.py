@@ -61,7 +61,7 @@ def await_blocks_held_by_a_finished_request(address: str) -> None:
     await_load(address, lambda load: not is_busy(load) and load.num_free_blocks < num_blocks)
 
 
-NEW_SEEDS = itertools.count(100)
+NEW_SEEDS = itertools.count(100)  # of prompts that no node has in its caches
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +72,6 @@ def _next_request_is_served(
     yield
     for child in (*cluster.prefills, *cluster.decodes):
         await_all_free(child.address)
-    # A new prompt: nodes can have lost the blocks of another one in their caches.
     prompt = prompt_of(37, seed=next(NEW_SEEDS))
     answer = client.generate(prompt, SHORT)
     assert answer.token_ids == reference_choices(model_folder, prompt, answer.token_ids, 8)
@@ -89,7 +88,7 @@ def test_a_client_disconnects_while_decode_waits_for_kv(
     with suspended(prefill):
         leave(
             cluster.address,
-            ClientRequest(prompt_of(NOT_LOCAL, seed=61), LONG),
+            ClientRequest(prompt_of(NOT_LOCAL, seed=next(NEW_SEEDS)), LONG),
             partial(await_load, decode.address, is_busy),
         )
 
@@ -103,7 +102,7 @@ def test_a_client_disconnects_while_prefill_waits_for_a_grant(
     with suspended(decode):
         leave(
             cluster.address,
-            ClientRequest(prompt_of(NOT_LOCAL, seed=62), LONG),
+            ClientRequest(prompt_of(NOT_LOCAL, seed=next(NEW_SEEDS)), LONG),
             partial(await_blocks_held_by_a_finished_request, prefill.address),
         )
         await_all_free(prefill.address)  # it does not wait for decode to agree
