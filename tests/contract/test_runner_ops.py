@@ -357,8 +357,8 @@ def test_rows_of_int8_weights_equal_the_dequantized_ones(
     "make",
     [
         *(to_int8, to_int4, lambda weight: with_offsets(to_int4(weight))),
-        lambda weight: quantized(5, *weight.shape, 8, 16, torch.float16),
-        lambda weight: with_offsets(quantized(5, *weight.shape, 8, 32, torch.float16)),
+        lambda weight: quantized(5, weight.shape[0], weight.shape[1], 8, 16),
+        lambda weight: with_offsets(quantized(5, weight.shape[0], weight.shape[1], 8, 32)),
     ],
 )
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 7, 33])
@@ -375,6 +375,26 @@ def test_int8_products_have_the_same_bits_in_any_batch(
         together, torch.cat([alone(activations[i : i + 1]) for i in range(num_tokens)])
     )
     assert torch.equal(together, linear(activations))
+
+
+@each_variant
+@pytest.mark.parametrize(
+    ("num_tokens", "num_rows", "num_columns"),
+    [(200, 64, 4096), (64, 8256, 64)],
+    ids=["activations", "outputs"],
+)
+def test_int4_products_larger_than_the_cpu_caches_have_the_same_bits(
+    kernels: Kernels, num_tokens: int, num_rows: int, num_columns: int
+) -> None:
+    activations, weight = (
+        drawn(1, num_tokens, num_columns),
+        to_int4(drawn(2, num_rows, num_columns)),
+    )
+    linear = NativeOps(kernels).linear(weight, None)
+
+    parts = torch.cat([linear(some) for some in activations.split(7)])
+
+    assert torch.equal(linear(activations), parts)
 
 
 @each_variant

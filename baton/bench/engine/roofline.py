@@ -140,7 +140,7 @@ def work_of(checkpoint: Checkpoint, quantize: str, kv_cache_dtype: str = "auto")
         head_numbers=config.vocab_size * config.hidden_size,
         number_bytes=stored.of_attention(),
         expert_number_bytes=stored.of_experts(),
-        head_number_bytes=HEAD_BYTES_OF_NUMBER[quantize],
+        head_number_bytes=stored.of_head(HEAD_BYTES_OF_NUMBER[quantize]),
         slot_numbers=config.num_kv_tensors * config.num_kv_heads * config.head_dim,
         pair_products=config.num_heads * (config.head_dim + config.kv_value_dim),
         kv_number_bytes=KV_NUMBER_BYTES if kv_cache_dtype == "auto" else 1 + 2 / config.head_dim,
@@ -148,11 +148,15 @@ def work_of(checkpoint: Checkpoint, quantize: str, kv_cache_dtype: str = "auto")
 
 
 class _StoredBytes:
-    """Bytes of a number in the matrices of a folder, which can be quantized already."""
+    """Bytes of a number in the matrices of a checkpoint, which can be quantized already.
+
+    One matrix stands for all of its kind.
+    """
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, unquantized: float) -> None:
         self._unquantized = unquantized
         self._config = config
+        self._checkpoint = checkpoint
         with checkpoint.open_tensors() as tensors:
             shapes = tensors.shapes()
         self._names = frozenset(shapes)
@@ -161,6 +165,12 @@ class _StoredBytes:
     def of_attention(self) -> float:
         layer = self._config.attention_layers[0]
         return self._of(self._tensors.in_layer(layer, self._tensors.names.output))
+
+    def of_head(self, unquantized: float) -> float:
+        name = self._tensors.head
+        if self._config.ties_embeddings:
+            name = f"{self._tensors.model}.embed_tokens"
+        return self._in_file(name) or unquantized
 
     def of_experts(self) -> float:
         experts = self._tensors.names.experts
@@ -171,9 +181,20 @@ class _StoredBytes:
 
     def _of(self, linear: str) -> float:
         how = self._config.quantization
-        if how is None or how.is_float8 or not is_packed(linear, self._names, how):
+        if how is None:
+            return self._in_file(linear) or self._unquantized
+        if how.is_float8 or not is_packed(linear, self._names, how):
             return self._unquantized  # FP8 is dequantized when it is loaded
         return how.bits / 8
+
+    def _in_file(self, linear: str) -> float | None:
+        """Return the bytes of a number in a GGUF file, or None if the matrix is not quantized."""
+        name = f"{linear}.weight"
+        if name not in self._names:
+            return None
+        with self._checkpoint.open_tensors() as tensors:
+            parts = tensors.quantized(name)
+        return parts[0].bits / 8 if parts else None
 
 
 def _layer_work(config: ModelConfig, layer: LayerConfig) -> LayerWork:

@@ -18,6 +18,7 @@ from baton.bench.engine.roofline import (
     work_of,
 )
 from baton.bench.engine.routing import RoutingMeter
+from baton.checkpoint.gguf.gguf_checkpoint import GgufCheckpoint
 from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.model.config import LayerConfig, MoeConfig
@@ -25,7 +26,8 @@ from baton.engine.runner.model.linear import Router
 from baton.engine.runner.model.torch_ops import TorchOps
 from baton.engine.runner.weights.tensor_names import expected_tensors
 from tests.support.families import FAMILY_VARIANTS
-from tests.support.models import make_model_folder
+from tests.support.gguf_files import write_gguf
+from tests.support.models import VARIANTS, make_model_folder
 from tests.support.random_folders import small_config, small_folder
 from tools.make_model import make_model
 
@@ -214,3 +216,10 @@ def test_the_parameter_count_of_the_demo_model_equals_that_of_its_files() -> Non
     assert read_bytes(work_of(SafetensorsFolder(DEMO), "none"), batch_of(1, 0)) == pytest.approx(
         stored, rel=0.01
     )
+
+
+def test_the_matrices_of_a_gguf_file_have_their_own_bits(tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path / "folder", VARIANTS["llama"])
+    work = work_of(GgufCheckpoint(write_gguf(folder, tmp_path / "q4.gguf", "Q4_0").path), "none")
+
+    assert (work.number_bytes, work.head_number_bytes) == (0.5, 0.5)
