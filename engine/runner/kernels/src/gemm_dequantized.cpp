@@ -1,4 +1,4 @@
-// GEMM with weights of 4 bits, or of 8 bits in small groups, on AMX: dequantized to bf16, and
+// GEMM with weights of 4 bits, or of 8 bits in small groups, with AMX: dequantized to bf16, and
 // multiplied by tiles as bf16 weights.
 //
 // The tiles of a panel hold 16 rows by 32 columns of weights (16 columns if a group has no more),
@@ -412,27 +412,10 @@ void multiply_panel(const Gemm& p, RunTiles& tiles, std::int64_t panel) {
 
 using MultiplyPanel = void (*)(const Gemm&, RunTiles&, std::int64_t);
 
-// By ScaleType.
-template <NumberFormat FORMAT>
-constexpr MultiplyPanel kMultiply[] = {multiply_panel<FORMAT, ScaleType::kFloat32>,
-                                       multiply_panel<FORMAT, ScaleType::kBfloat16>,
-                                       multiply_panel<FORMAT, ScaleType::kFloat16>};
-
 MultiplyPanel multiply_of(const QuantizedLayout& layout) {
-    const int scale = int(layout.scale_type);
-    switch (layout.format) {
-        case NumberFormat::kInt8:
-            return kMultiply<NumberFormat::kInt8>[scale];
-        case NumberFormat::kInt4:
-            return kMultiply<NumberFormat::kInt4>[scale];
-        case NumberFormat::kMxfp4:
-            return multiply_panel<NumberFormat::kMxfp4, ScaleType::kFloat32>;
-        case NumberFormat::kInt8Offsets:
-            return kMultiply<NumberFormat::kInt8Offsets>[scale];
-        case NumberFormat::kInt4Offsets:
-            return kMultiply<NumberFormat::kInt4Offsets>[scale];
-    }
-    return nullptr;
+    return choose_by_format(layout, []<NumberFormat FORMAT, ScaleType SCALE>() -> MultiplyPanel {
+        return multiply_panel<FORMAT, SCALE>;
+    });
 }
 
 // Tokens per pass: as many as fit into L2 together with a panel, in whole pairs of runs. Each pass
@@ -461,6 +444,7 @@ void linear(const GroupedLinear& args) {
     const std::int64_t passes = (max_tokens + pass_tokens - 1) / pass_tokens;
     const std::int64_t panels = layout.num_panels();
     const bool is_streamed = uses_streaming_stores(args);
+    const MultiplyPanel multiply = multiply_of(layout);
     WorkQueue queue(args.num_matrices * panels, passes, args.num_threads);
     ThreadPool::instance().run(args.num_threads, [&](int i, int) {
         RunTiles tiles;
@@ -471,7 +455,7 @@ void linear(const GroupedLinear& args) {
             if (first >= end) continue;
             const Gemm gemm{layout, args.matrices[index], activations, args.dst, first,
                             end,    is_streamed};
-            multiply_of(layout)(gemm, tiles, unit.index % panels);
+            multiply(gemm, tiles, unit.index % panels);
         }
         if (is_streamed) streaming_fence();
     });

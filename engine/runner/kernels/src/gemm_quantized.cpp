@@ -20,37 +20,17 @@ namespace {
 using MultiplyPanel = void (*)(const Gemm&, QuantizedActivations&, std::int64_t);
 
 template <NumberFormat FORMAT, ScaleType SCALE>
-constexpr MultiplyPanel kMultiplyAny =
+void multiply_any(const Gemm& p, QuantizedActivations& activations, std::int64_t panel) {
 #if defined(__AMX_INT8__)
-    multiply_many<FORMAT, SCALE>;
-#else
-    multiply_panel<FORMAT, SCALE>;
+    if constexpr (bits_of(FORMAT) == 8) return multiply_many<FORMAT, SCALE>(p, activations, panel);
 #endif
-
-// By ScaleType.
-template <NumberFormat FORMAT>
-constexpr MultiplyPanel kMultiplyFormat[] = {kMultiplyAny<FORMAT, ScaleType::kFloat32>,
-                                             kMultiplyAny<FORMAT, ScaleType::kBfloat16>,
-                                             kMultiplyAny<FORMAT, ScaleType::kFloat16>};
+    multiply_panel<FORMAT, SCALE>(p, activations, panel);
+}
 
 MultiplyPanel multiply_of(const QuantizedLayout& layout) {
-    const int scale = int(layout.scale_type);
-    switch (layout.format) {
-        case NumberFormat::kInt8:
-            return kMultiplyFormat<NumberFormat::kInt8>[scale];
-        case NumberFormat::kInt8Offsets:
-            return kMultiplyFormat<NumberFormat::kInt8Offsets>[scale];
-#if !defined(__AMX_BF16__)  // which dequantizes weights of 4 bits
-        case NumberFormat::kInt4:
-            return kMultiplyFormat<NumberFormat::kInt4>[scale];
-        case NumberFormat::kInt4Offsets:
-            return kMultiplyFormat<NumberFormat::kInt4Offsets>[scale];
-        case NumberFormat::kMxfp4:
-            return kMultiplyAny<NumberFormat::kMxfp4, ScaleType::kFloat32>;
-#endif
-        default:
-            return nullptr;
-    }
+    return choose_by_format(layout, []<NumberFormat FORMAT, ScaleType SCALE>() -> MultiplyPanel {
+        return multiply_any<FORMAT, SCALE>;
+    });
 }
 
 }  // namespace

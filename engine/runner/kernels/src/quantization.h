@@ -24,12 +24,13 @@ constexpr int bits_of(NumberFormat format) {
 
 constexpr std::int64_t kSegmentColumns = 128;
 
-// Whether dequantized weights are multiplied in tiles: where sums of integers would cost more,
-// since groups are small.
+// Whether dequantized weights are multiplied in tiles. Groups are whole tiles then, and, with 8
+// bits, small: sums of integers cost more.
 constexpr bool is_tiled([[maybe_unused]] std::int64_t bits,
                         [[maybe_unused]] std::int64_t group_size) {
 #if defined(__AMX_BF16__)
-    return bits == 4 || (bits == 8 && (group_size == 16 || group_size == 32));
+    if (bits == 4) return group_size % 32 == 0;
+    return bits == 8 && (group_size == 16 || group_size == 32);
 #else
     return false;
 #endif
@@ -98,10 +99,7 @@ struct QuantizedLayout {
     bool is_tiled() const { return baton::is_tiled(bits, group_size); }
     std::int64_t tile_columns() const { return bits == 8 ? group_size : 32; }
     std::int64_t num_groups() const { return (num_columns + group_size - 1) / group_size; }
-    std::int64_t padded_group() const {
-        const std::int64_t step = is_tiled() ? tile_columns() : 8;
-        return (group_size + step - 1) / step * step;
-    }
+    std::int64_t padded_group() const { return (group_size + 7) / 8 * 8; }
     std::int64_t padded_columns() const { return num_groups() * padded_group(); }
     // Segments divide groups, for sums that fit into 32 bits.
     std::int64_t segments_per_group() const {
@@ -136,6 +134,33 @@ struct QuantizedLayout {
         return is_tiled() ? row % 2 * 4 : column % 8 >= 4 ? 4 : 0;
     }
 };
+
+// Returns choose<FORMAT, SCALE>() for the format of a matrix.
+template <typename Choose>
+auto choose_by_format(const QuantizedLayout& layout, Choose choose) {
+    const auto by_scale = [&]<NumberFormat FORMAT>() {
+        switch (layout.scale_type) {
+            case ScaleType::kBfloat16:
+                return choose.template operator()<FORMAT, ScaleType::kBfloat16>();
+            case ScaleType::kFloat16:
+                return choose.template operator()<FORMAT, ScaleType::kFloat16>();
+            default:
+                return choose.template operator()<FORMAT, ScaleType::kFloat32>();
+        }
+    };
+    switch (layout.format) {
+        case NumberFormat::kInt4:
+            return by_scale.template operator()<NumberFormat::kInt4>();
+        case NumberFormat::kInt8Offsets:
+            return by_scale.template operator()<NumberFormat::kInt8Offsets>();
+        case NumberFormat::kInt4Offsets:
+            return by_scale.template operator()<NumberFormat::kInt4Offsets>();
+        case NumberFormat::kMxfp4:
+            return choose.template operator()<NumberFormat::kMxfp4, ScaleType::kFloat32>();
+        default:
+            return by_scale.template operator()<NumberFormat::kInt8>();
+    }
+}
 
 // Quantized activations. Reused from one GEMM to the next, to reuse its buffers.
 class QuantizedActivations {
