@@ -13,23 +13,41 @@ import re
 import signal
 import stat
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
 MIN_AGE_S = 1.0  # a process that has just created a file may not have opened it yet
+LOCK_TRIES, LOCK_RETRY_S = 100, 0.01  # bounded: any user may lock the folder for ever
 _SEGMENT = re.compile(r"ucx_shm_posix_[0-9a-f]{1,15}")
 
 
 def remove_dead_segments(folder: Path = SHARED_MEMORY) -> int:
     """Remove the segments of this user that no process has open. Returns their number."""
     num_removed = 0
-    with suppress(OSError), os.scandir(folder) as entries:  # none on other systems
+    with suppress(OSError), _locked(folder), os.scandir(folder) as entries:  # none on other systems
         for entry in entries:
             if _SEGMENT.fullmatch(entry.name):
                 with suppress(OSError):  # another process has just removed it
                     num_removed += _remove_if_dead(entry.path)
     return num_removed
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Make other nodes wait: a segment that one of them has open would look used."""
+    folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for _ in range(LOCK_TRIES):
+            try:
+                fcntl.flock(folder_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(LOCK_RETRY_S)
+        yield
+    finally:
+        os.close(folder_fd)
 
 
 def _remove_if_dead(path: str) -> bool:

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -27,8 +28,8 @@ def set_age(path: Path, age_s: float) -> None:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[int]:
-    file = os.open(path, os.O_RDWR)
+def opened(path: Path, flags: int = os.O_RDWR) -> Iterator[int]:
+    file = os.open(path, flags)
     try:
         yield file
     finally:
@@ -68,6 +69,29 @@ def test_a_new_segment_is_kept(tmp_path: Path) -> None:
     set_age(path, -60)
 
     assert remove_dead_segments(tmp_path) == 0
+
+
+def test_a_node_waits_while_another_one_checks_segments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_segment(tmp_path)
+    with ExitStack() as other_node:
+        fcntl.flock(other_node.enter_context(opened(tmp_path, os.O_RDONLY)), fcntl.LOCK_EX)
+        other_node.enter_context(opened(path))
+        monkeypatch.setattr(time, "sleep", lambda _: other_node.close())
+
+        assert remove_dead_segments(tmp_path) == 1
+
+
+def test_a_folder_that_stays_locked_does_not_block_a_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_segment(tmp_path)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+
+    with opened(tmp_path, os.O_RDONLY) as folder:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        assert remove_dead_segments(tmp_path) == 1
 
 
 def test_other_files_are_kept(tmp_path: Path) -> None:
