@@ -57,16 +57,28 @@ class CollectReports:
 
 
 def _collect() -> None:
+    import torch  # noqa: F401 - it starts threads that do not matter
+
     os.chdir(sys.argv[2])
+    num_threads = _count_threads()
     arguments = [*sys.argv[3:], "--collect-only", "-qq", "-n0", "--dist=no"]
     reports = CollectReports()
     with redirect_stdout(io.StringIO()):
         code = pytest.main(arguments, [reports])
+    if _count_threads() > num_threads:
+        sys.exit(
+            "Tests computed with several threads while they were collected. A fork would wait for "
+            "them for ever: compute in tests and fixtures."
+        )
     if not reports.is_complete or code not in (
         pytest.ExitCode.OK,
         pytest.ExitCode.NO_TESTS_COLLECTED,
     ):
         _forget_tests()
+
+
+def _count_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
 
 
 def _forget_tests() -> None:
