@@ -65,6 +65,7 @@ class LLM:
         kernels: str = "auto",
         quantize: str = "none",
         quantize_importance: str = "",
+        activation_dtype: str = "auto",
         speculative: str = "",
         weight_cache_dir: str = "",  # as --weight-cache-dir
         show_progress: bool | None = None,
@@ -85,6 +86,7 @@ class LLM:
             kernels=kernels,
             quantize=quantize,
             quantize_importance=quantize_importance,
+            activation_dtype=activation_dtype,
             weight_cache_dir=weight_cache_folder(
                 weight_cache_dir or os.environ.get(WEIGHT_CACHE_VARIABLE, "")
             ),

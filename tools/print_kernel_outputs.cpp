@@ -443,7 +443,14 @@ int main() {
                 for (const std::int64_t bits : {4, 8})
                     multiply("offsets", {nullptr, nullptr, bits, 200, 96, 32, 0, type, 1}, tokens,
                              threads);
+                for (const std::int32_t has_offsets : {0, 1})
+                    multiply("activations8",
+                             {nullptr, nullptr, 4, 200, 96, 32, 0, type, has_offsets, 8}, tokens,
+                             threads);
             }
+            PackedMatrix by_bytes = mxfp4_matrix(200, 96);
+            by_bytes.activation_bits = 8;
+            multiply("activations8", by_bytes, tokens, threads);
             multiply("mxfp4", mxfp4_matrix(200, 96), tokens, threads);
             multiply("mxfp4", mxfp4_matrix(130, 80), tokens, threads);
             run_elementwise(tokens, 96, threads);

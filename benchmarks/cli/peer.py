@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from baton.cli.options.model import Quantize, Threads
+from baton.cli.options.model import ActivationDtype, Quantize, Threads
 from baton.cli.options.output import JsonFile
 from baton.cli.show import show_table, write_json
 from baton.core.errors import InvalidConfig
@@ -31,6 +31,7 @@ def peer(
     ] = None,
     threads: Threads = 2,
     quantize: Quantize = "none",
+    activation_dtype: ActivationDtype = "auto",
     llamacpp_weights: Annotated[
         str,
         typer.Option(
@@ -60,6 +61,7 @@ def peer(
         dtype="bfloat16",
         num_threads=threads,
         quantize=(quantize,),
+        activation_dtypes=(activation_dtype,),
         prompt_lens=parse_numbers(prompts),
         batch_sizes=parse_numbers(batches),
         num_decode_steps=steps,
@@ -72,6 +74,7 @@ def peer(
 
     def report(is_whole: bool) -> None:
         settings = {"model": model, "threads": threads, "quantize": quantize}
+        settings["activation_dtype"] = activation_dtype
         if llamacpp_venv is not None:
             settings["llamacpp_weights"] = weights
         values = {**settings, "is_whole": is_whole, "compared": compared, "failed": failed}

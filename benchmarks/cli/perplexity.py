@@ -21,8 +21,8 @@ def perplexity(
     variants: Annotated[
         str,
         typer.Option(
-            help="DTYPE[/QUANTIZE[/KV_CACHE_DTYPE]] of each variant; losses are relative to the "
-            "first one."
+            help="DTYPE[/QUANTIZE[/KV_CACHE_DTYPE[/ACTIVATION_DTYPE]]] of each variant; losses are "
+            "relative to the first one."
         ),
     ] = "bfloat16,bfloat16/int8,bfloat16/int4,bfloat16/none/int8",
     quantize_importance: Annotated[

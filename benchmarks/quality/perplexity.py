@@ -36,15 +36,17 @@ class Variant:
     dtype: str
     quantize: str = "none"
     kv_cache_dtype: str = "auto"
+    activation_dtype: str = "auto"
     quantize_importance: str = ""  # file
 
     @property
     def name(self) -> str:
         """Return the variant as it is written, without defaults at its end."""
-        fields = [self.dtype, self.quantize, self.kv_cache_dtype]
-        for default in ("auto", "none"):
-            if fields[-1] == default:
-                fields.pop()
+        fields = [self.dtype, self.quantize, self.kv_cache_dtype, self.activation_dtype]
+        for default in ("auto", "auto", "none"):
+            if fields[-1] != default:
+                break
+            fields.pop()
         return "/".join(fields) + (" with importance" if self.quantize_importance else "")
 
 
@@ -72,14 +74,17 @@ class Score:
 
 
 def parse_variants(written: str) -> list[Variant]:
-    """Parse DTYPE[/QUANTIZE[/KV_CACHE_DTYPE]], separated by commas. Raises InvalidConfig."""
+    """Parse DTYPE[/QUANTIZE[/KV_CACHE_DTYPE[/ACTIVATION_DTYPE]]], separated by commas.
+
+    Raises InvalidConfig.
+    """
     variants = []
     for each in written.split(","):
         fields = each.strip().split("/")
-        if len(fields) > 3 or not all(fields):
+        if len(fields) > 4 or not all(fields):
             raise InvalidConfig(
-                f"{each!r} is not a variant; write DTYPE/QUANTIZE/KV_CACHE_DTYPE, such as "
-                "bfloat16, bfloat16/int4 or bfloat16/none/int8"
+                f"{each!r} is not a variant; write DTYPE/QUANTIZE/KV_CACHE_DTYPE/"
+                "ACTIVATION_DTYPE, such as bfloat16, bfloat16/int4 or bfloat16/none/int8"
             )
         variant = Variant(*fields)
         RunnerConfig(
@@ -87,6 +92,7 @@ def parse_variants(written: str) -> list[Variant]:
             dtype=variant.dtype,
             quantize=variant.quantize,
             kv_cache_dtype=variant.kv_cache_dtype,
+            activation_dtype=variant.activation_dtype,
         )  # raises InvalidConfig for other names, before any model is loaded
         variants.append(variant)
     return variants
@@ -151,6 +157,7 @@ def _measure(bench: PerplexityBench, variant: Variant, windows: Windows) -> floa
         quantize=variant.quantize,
         quantize_importance=variant.quantize_importance,
         kv_cache_dtype=variant.kv_cache_dtype,
+        activation_dtype=variant.activation_dtype,
         max_model_len=bench.window + 1,
         max_num_seqs=WINDOWS_PER_CALL,
         num_threads=bench.num_threads,

@@ -51,7 +51,8 @@ def load_runner(
     model = read_model_config(checkpoint)
     device, dtype = _device(config.device), DTYPES[dtype_name(config, model)]
     shape, state, layout = _plan_memory(config, model, dtype)
-    parts = choose_parts(config.kernels, dtype, device)
+    is_int8 = config.activation_dtype == "int8"
+    parts = choose_parts(config.kernels, dtype, device, int8_activations=is_int8)
     # Everything that can be wrong is found before the weights are loaded, which takes long.
     view = ModelView(str(checkpoint.path), model.vocab_size)
     processors = load_processors(config.logits_processors, view)
@@ -62,7 +63,7 @@ def load_runner(
         _num_blocks(config, *sizes, device)
     with checkpoint.open_tensors() as tensors:
         importance = read_importance(config.quantize_importance, tensors.shapes())
-        quantize = [config.quantize, importance.digest]
+        quantize = [config.quantize, importance.digest, config.activation_dtype]
         with _open_cache(config, model, quantize, parts, tensors, on_progress) as cached:
             columns = importance.columns
             target = LoadTarget(dtype, device, parts, config.quantize, cached, columns)

@@ -31,6 +31,7 @@ from baton.engine.runner.weights.quantize import Quantize, select_rows, to_int4,
 from tests.support.hypothesis_profiles import num_examples
 from tests.support.kernels import kernels_by_variant
 from tests.support.random_mxfp4 import random_mxfp4
+from tests.support.random_quantized import random_quantized, with_offsets
 
 EPSILON = 1e-6
 REFERENCE = TorchOps()
@@ -193,27 +194,6 @@ def test_outputs_larger_than_the_cpu_caches_have_the_same_bits(
     assert torch.equal(linear(activations), parts)
 
 
-def quantized(
-    seed: int,
-    num_rows: int,
-    num_columns: int,
-    bits: int,
-    group: int,
-    scale_dtype: torch.dtype = torch.float32,
-) -> Quantized:
-    """Return random numbers, scales and zero points, as a quantized folder may contain them."""
-    generator = torch.Generator().manual_seed(seed)
-    num_groups = -(-num_columns // group)
-
-    def whole(num: int) -> Tensor:
-        drawn = torch.randint(0, 1 << bits, (num_rows, num), generator=generator)
-        return drawn.to(torch.uint8)
-
-    scales = (torch.rand(num_rows, num_groups, generator=generator) + 0.01).to(scale_dtype)
-    numbers, zeros = whole(num_columns), whole(num_groups)
-    return Quantized(numbers, scales, zeros, bits, group, torch.bfloat16)
-
-
 def dequantizes(kernels: Kernels, bits: int, group: int) -> bool:
     """Return whether the kernels multiply weights rounded to bfloat16, not their integers."""
     is_tiled = group % 32 == 0 if bits == 4 else group in {16, 32}
@@ -228,12 +208,6 @@ def multiplied(kernels: Kernels, weight: Quantized) -> Tensor:
         if dequantizes(kernels, weight.bits, weight.group)
         else exact
     )
-
-
-def with_offsets(weight: Quantized) -> Quantized:
-    """Return a matrix with offsets in place of its zero points."""
-    offsets = -(weight.zeros * weight.scales.float()).to(weight.scales.dtype)
-    return replace(weight, zeros=weight.zeros[:, :0], offsets=offsets)
 
 
 @each_variant
@@ -263,7 +237,7 @@ def test_a_product_of_int8_weights_equals_that_of_dequantized_ones(
 ) -> None:
     activations, bias = drawn(seed + 1, num_tokens, num_columns), drawn(seed + 2, num_rows)
     group = 8 * eights or num_columns
-    weight = quantized(seed, num_rows, num_columns, bits, group, scale_dtype)
+    weight = random_quantized(seed, num_rows, num_columns, bits, group, scale_dtype)
     weight = with_offsets(weight) if has_offsets else weight
     if has_order:
         order = torch.randperm(num_columns, generator=torch.Generator().manual_seed(seed))
@@ -289,7 +263,7 @@ def test_a_product_of_int8_weights_equals_that_of_dequantized_ones(
 def test_sums_of_the_largest_products_are_exact(
     kernels: Kernels, bits: int, group: int, extreme: str
 ) -> None:
-    weight = quantized(3, 70, group, bits, group, torch.bfloat16)
+    weight = random_quantized(3, 70, group, bits, group, torch.bfloat16)
     number = {"largest": (1 << bits) - 1, "smallest": 0}[extreme]
     weight.numbers.fill_(number)
     weight.zeros.fill_(255 - number if bits == 8 else 0 if number else 16)
@@ -307,7 +281,7 @@ def test_sums_of_the_largest_products_are_exact(
 def test_scales_of_16_bits_are_read_exactly(
     kernels: Kernels, scale_dtype: torch.dtype, num_tokens: int
 ) -> None:
-    weight = quantized(3, 150, 88, 4, 8, scale_dtype)
+    weight = random_quantized(3, 150, 88, 4, 8, scale_dtype)
     every = torch.arange(weight.scales.numel()).to(torch.int16).view(scale_dtype)
     weight.scales.copy_(every.view_as(weight.scales))  # from zero and subnormal numbers on
     wide = replace(weight, scales=weight.scales.float())
@@ -325,7 +299,7 @@ def test_scales_of_16_bits_are_read_exactly(
 @each_variant
 def test_a_float16_scale_can_be_infinite_or_negative(kernels: Kernels) -> None:
     scales = torch.tensor([-0.5, torch.inf, -torch.inf, torch.nan, -6e-8, 65504.0]).half()
-    weight = quantized(3, 6, 8, 4, 8, torch.float16)
+    weight = random_quantized(3, 6, 8, 4, 8, torch.float16)
     weight.scales.copy_(scales[:, None])
     weight.zeros.fill_(0)
     weight.numbers.fill_(2)
@@ -345,7 +319,7 @@ def test_a_float16_scale_can_be_infinite_or_negative(kernels: Kernels) -> None:
 def test_rows_of_int8_weights_equal_the_dequantized_ones(
     kernels: Kernels, bits: int, scale_dtype: torch.dtype
 ) -> None:
-    weight = quantized(3, 150, 88, bits, 24, scale_dtype)
+    weight = random_quantized(3, 150, 88, bits, 24, scale_dtype)
     row_ids = torch.tensor([149, 0, 64, 63, 64])
 
     for each in (weight, with_offsets(weight)):
@@ -358,8 +332,8 @@ def test_rows_of_int8_weights_equal_the_dequantized_ones(
     "make",
     [
         *(to_int8, to_int4, lambda weight: with_offsets(to_int4(weight))),
-        lambda weight: quantized(5, weight.shape[0], weight.shape[1], 8, 16),
-        lambda weight: with_offsets(quantized(5, weight.shape[0], weight.shape[1], 8, 32)),
+        lambda weight: random_quantized(5, weight.shape[0], weight.shape[1], 8, 16),
+        lambda weight: with_offsets(random_quantized(5, weight.shape[0], weight.shape[1], 8, 32)),
     ],
 )
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 7, 33])

@@ -35,7 +35,7 @@ def test_each_batch_size_has_its_rate_and_its_steps() -> None:
 def test_the_overhead_of_a_step_excludes_forward_pass_and_sampling() -> None:
     steps = [Spent(0.001 * place, 0.002, 0.003, 0.004) for place in (1, 2, 9)]
 
-    cost = step_cost("auto", "none", 32, steps)
+    cost = step_cost("auto", "none", "auto", 32, steps)
 
     assert cost.overhead_ms == pytest.approx(4)
     assert cost.scheduling_ms == pytest.approx(2)

@@ -164,10 +164,10 @@ def test_a_prompt_is_loaded_from_files_after_a_restart(model_file: Path, tmp_pat
     assert sum(finish.served.prompt_tokens_loaded.values()) >= 0.9 * finish.num_prompt_tokens
 
 
-def test_int8_kv_speculation_and_pulls_give_the_tokens_of_one_engine(model_file: Path) -> None:
+def test_int8_numbers_speculation_and_pulls_give_the_tokens_of_one_engine(model_file: Path) -> None:
     prompt = long_text()
     sampling = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
-    int8 = ("--kv-cache-dtype", "int8")
+    int8 = ("--kv-cache-dtype", "int8", "--activation-dtype", "int8")
     options = ClusterOptions(
         str(model_file),
         node_arguments=(*NODE_ARGUMENTS, *int8, "--kv-host-memory", "64MiB"),
@@ -175,7 +175,11 @@ def test_int8_kv_speculation_and_pulls_give_the_tokens_of_one_engine(model_file:
         router_arguments=("--local-prefill-below", "0"),
     )
     with LLM(
-        str(model_file), kv_cache_dtype="int8", kv_cache_memory="128MiB", num_threads=1
+        str(model_file),
+        kv_cache_dtype="int8",
+        activation_dtype="int8",
+        kv_cache_memory="128MiB",
+        num_threads=1,
     ) as llm:
         [alone] = llm.generate([prompt], sampling)
         turn = [*alone.prompt_token_ids, *alone.token_ids, *alone.prompt_token_ids[:40]]

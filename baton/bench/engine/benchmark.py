@@ -32,7 +32,7 @@ from baton.engine.runner.load import RunnerConfig, load_runner
 from baton.engine.runner.model_runner import TorchRunner
 from baton.engine.scheduler.config import SchedulerConfig
 
-Made = tuple[str, str]  # kernels and quantization
+Made = tuple[str, str, str]  # kernels, quantization and dtype of activations
 
 NUM_WARM_UP_STEPS = 2
 DECODE_PROMPT_LEN = 32
@@ -50,6 +50,7 @@ class EngineBench:
     num_decode_steps: int = 16
     num_runs: int = 5
     kv_cache_dtype: str = "auto"
+    activation_dtypes: Sequence[str] = ("auto",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class Rate:
 
     kernels: str  # as requested
     quantize: str
+    activation_dtype: str
     phase: str  # prefill or decode
     size: int  # tokens of the prompt, or requests in the batch
     median_tokens_per_s: float
@@ -79,7 +81,7 @@ def run(bench: EngineBench, on_rate: Callable[[Rate], None]) -> EngineFigures:
             made: _Meter(
                 stack.enter_context(load_runner(_config(bench, *made))), bench, quantize=made[1]
             )
-            for made in itertools.product(bench.kernels, bench.quantize)
+            for made in itertools.product(bench.kernels, bench.quantize, bench.activation_dtypes)
         }
         limits = _limit_meter()
         rates = []
@@ -100,12 +102,13 @@ def run(bench: EngineBench, on_rate: Callable[[Rate], None]) -> EngineFigures:
 
 @contextmanager
 def engine_meter(bench: EngineBench) -> Iterator[_Meter]:
-    """Yield a meter with the first of the requested kernels and quantizations."""
-    with load_runner(_config(bench, bench.kernels[0], bench.quantize[0])) as runner:
+    """Yield a meter with the first of the requested settings."""
+    made = bench.kernels[0], bench.quantize[0], bench.activation_dtypes[0]
+    with load_runner(_config(bench, *made)) as runner:
         yield _Meter(runner, bench, bench.quantize[0])
 
 
-def _config(bench: EngineBench, kernels: str, quantize: str) -> RunnerConfig:
+def _config(bench: EngineBench, kernels: str, quantize: str, activation_dtype: str) -> RunnerConfig:
     return RunnerConfig(
         model=bench.model,
         dtype=bench.dtype,
@@ -115,6 +118,7 @@ def _config(bench: EngineBench, kernels: str, quantize: str) -> RunnerConfig:
         max_model_len=longest(bench),
         kernels=kernels,
         quantize=quantize,
+        activation_dtype=activation_dtype,
         kv_cache_dtype=bench.kv_cache_dtype,
     )
 

@@ -37,6 +37,7 @@ class StepCost:
 
     kernels: str  # as requested
     quantize: str
+    activation_dtype: str
     batch: int
     overhead_ms: float  # scheduling and preparing
     scheduling_ms: float
@@ -101,13 +102,16 @@ class StepMeter:
         )
 
 
-def step_cost(kernels: str, quantize: str, batch: int, steps: Sequence[Spent]) -> StepCost:
+def step_cost(
+    kernels: str, quantize: str, activation_dtype: str, batch: int, steps: Sequence[Spent]
+) -> StepCost:
     def median_ms(of: Callable[[Spent], float]) -> float:
         return statistics.median(of(one) for one in steps) * 1e3
 
     return StepCost(
         kernels,
         quantize,
+        activation_dtype,
         batch,
         overhead_ms=median_ms(lambda one: one.scheduling_s + one.preparing_s),
         scheduling_ms=median_ms(lambda one: one.scheduling_s),

@@ -17,6 +17,7 @@ ModelOrDemo = Annotated[
 ]
 Dtype = Annotated[str, option_of(RunnerConfig, "dtype")]
 Device = Annotated[str, option_of(RunnerConfig, "device")]
+ActivationDtype = Annotated[str, option_of(RunnerConfig, "activation_dtype")]
 Quantize = Annotated[str, option_of(RunnerConfig, "quantize")]
 Threads = Annotated[int | None, option_of(RunnerConfig, "threads")]
 KvDtype = Annotated[str, option_of(RunnerConfig, "kv_cache_dtype")]

@@ -55,10 +55,12 @@ _TORCH_OPS = TorchOps()
 TORCH = Parts("torch", _TORCH_OPS, TorchPagedAttention, partial(unfused_layers, _TORCH_OPS))
 
 
-def choose_parts(name: str, dtype: torch.dtype, device: torch.device) -> Parts:
+def choose_parts(
+    name: str, dtype: torch.dtype, device: torch.device, *, int8_activations: bool = False
+) -> Parts:
     """Select the implementation by `name`: auto, native or torch.
 
-    Raises InvalidConfig if native kernels are requested but not available.
+    Raises InvalidConfig if native kernels are requested or needed, but not available.
     """
     fits = dtype is torch.bfloat16 and device.type == "cpu"
     if name == "native" and not fits:
@@ -66,21 +68,26 @@ def choose_parts(name: str, dtype: torch.dtype, device: torch.device) -> Parts:
             f"kernels 'native' support bfloat16 on the CPU, not {dtype} on {device}"
         )
     if name == "torch" or not fits:
+        if int8_activations:
+            raise InvalidConfig(
+                "--activation-dtype int8 needs the native kernels, which compute bfloat16 on the "
+                f"CPU, not {dtype} on {device} with kernels {name!r}"
+            )
         return TORCH
     try:
-        return native_parts()
+        return native_parts(int8_activations=int8_activations)
     except KernelsUnavailable as error:
-        if name == "native":
+        if name == "native" or int8_activations:
             raise InvalidConfig(f"kernels 'native' are not available: {error}") from error
         log.warning("Using plain torch, which is two to three times slower: %s", error)
         return TORCH
 
 
-def native_parts() -> Parts:
+def native_parts(*, int8_activations: bool = False) -> Parts:
     """Load the native kernels. Raises KernelsUnavailable."""
     variant = best_variant(cpu_features())
     kernels = Kernels(library(variant), torch.get_num_threads())
-    ops = NativeOps(kernels)
+    ops = NativeOps(kernels, int8_activations=int8_activations)
     return Parts(
         variant.name,
         ops,

@@ -25,11 +25,12 @@ Matrices = ctypes.Array[Struct]  # PackedMatrix of the same shape and format
 Experts = tuple[Matrices, Matrices]  # gate and up, and down of all experts of a layer
 
 _SCALE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_ACTIVATION_BLOCK = 32  # columns with a common scale, if activations have 8 bits
 _MAX_GROUP = 256  # with 16-bit scales: sums of a group are 32-bit integers
 _SCORINGS = {Scoring.SOFTMAX: 0, Scoring.SOFTMAX_OF_TOP: 1, Scoring.SIGMOID: 2}
 _FORMAT_FIELDS = (
     *("bits", "num_rows", "num_columns", "group_size"),
-    *("is_mxfp4", "scale_type", "has_offsets"),
+    *("is_mxfp4", "scale_type", "has_offsets", "activation_bits"),
 )
 
 
@@ -38,15 +39,18 @@ class NativeOps:
 
     copies_weights = True
 
-    def __init__(self, kernels: Kernels) -> None:
+    def __init__(self, kernels: Kernels, *, int8_activations: bool = False) -> None:
+        """`int8_activations`: 4-bit weights multiply activations rounded to 8 bits."""
         self._kernels = kernels
+        self._int8_activations = int8_activations
         self._workspace = Workspace()
         self._experts: WeakKeyDictionary[Moe, Experts | None] = WeakKeyDictionary()
 
     @property
     def layout(self) -> str:
         """Return the name of the library, which has a digest of its sources and flags."""
-        return self._kernels.path.name
+        activations = " int8" if self._int8_activations else ""
+        return f"{self._kernels.path.name}{activations}"
 
     def linear(self, weight: Tensor | Quantized, bias: Tensor | None) -> NativeLinear:
         """Pack a copy of the weight."""
@@ -78,6 +82,7 @@ class NativeOps:
             is_mxfp4=is_mxfp4,
             scale_type=scale_type,
             has_offsets="offsets" in tensors,
+            activation_bits=self._activation_bits(bits, group_size),
         )
         memory = huge_page_memory(self._kernels.library.baton_packed_bytes(matrix))
         packed = torch.frombuffer(memory, dtype=torch.uint8)
@@ -85,6 +90,10 @@ class NativeOps:
         self._kernels.call("baton_pack", matrix=matrix, **tensors)
         fields = {name: int(getattr(matrix, name)) for name in _FORMAT_FIELDS}
         return PackedWeight(fields, packed, column_order)
+
+    def _activation_bits(self, bits: int, group_size: int) -> int:
+        fits = bits == 4 and group_size % _ACTIVATION_BLOCK == 0 and group_size <= _MAX_GROUP
+        return 8 if self._int8_activations and fits else 16
 
     def packed_linear(self, packed: PackedWeight, bias: Tensor | None) -> NativeLinear:
         matrix = PackedMatrix(

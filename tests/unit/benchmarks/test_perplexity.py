@@ -40,7 +40,7 @@ def test_the_second_half_of_a_window_is_scored() -> None:
 
 
 def test_variants_are_parsed_and_named_as_they_are_written() -> None:
-    written = "float32,bfloat16/int4, bfloat16/none/int8"
+    written = "float32,bfloat16/int4, bfloat16/none/int8,bfloat16/int4/auto/int8"
 
     variants = parse_variants(written)
 
@@ -48,19 +48,23 @@ def test_variants_are_parsed_and_named_as_they_are_written() -> None:
         Variant("float32"),
         Variant("bfloat16", "int4"),
         Variant("bfloat16", "none", "int8"),
+        Variant("bfloat16", "int4", "auto", "int8"),
     ]
     assert [variant.name for variant in variants] == [
         "float32",
         *written.split(",")[1:2],
         "bfloat16/none/int8",
+        "bfloat16/int4/auto/int8",
     ]
     assert Variant("bfloat16", "none", "auto").name == "bfloat16"
-    for wrong in ("", "bfloat16/", "a/b/c/d"):
+    for wrong in ("", "bfloat16/", "a/b/c/d/e"):
         with pytest.raises(InvalidConfig, match="is not a variant"):
             parse_variants(wrong)
 
 
-@pytest.mark.parametrize("wrong", ["bfloat17", "bfloat16/int3", "bfloat16/none/int4"])
+@pytest.mark.parametrize(
+    "wrong", ["bfloat17", "bfloat16/int3", "bfloat16/none/int4", "bfloat16/int4/auto/int4"]
+)
 def test_a_variant_with_an_unknown_name_is_refused_before_a_model_is_loaded(wrong: str) -> None:
     with pytest.raises(InvalidConfig, match=f"'{wrong.rpartition('/')[2]}'"):
         parse_variants(f"float32,{wrong}")

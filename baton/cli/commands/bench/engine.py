@@ -29,6 +29,9 @@ def engine(
     steps: Annotated[int, Option("Decode steps in one run.")] = 16,
     runs: Annotated[int, Option("Runs of each setting; medians are shown.")] = 5,
     kv_cache_dtype: KvDtype = "auto",
+    activation_dtype: Annotated[
+        str, Option("auto or int8; a comma-separated list is measured alternately.")
+    ] = "auto",
     json_file: JsonFile = None,
 ) -> None:
     """Measure prefill and decode throughput of the engine, and the overhead of a step.
@@ -39,7 +42,10 @@ def engine(
 
     made = parse_names(kernels), parse_names(quantize)
     sizes = parse_numbers(prompts), parse_numbers(batches)
-    what = EngineBench(model, dtype, threads, *made, *sizes, steps, runs, kv_cache_dtype)
+    activations = parse_names(activation_dtype)
+    what = EngineBench(
+        model, dtype, threads, *made, *sizes, steps, runs, kv_cache_dtype, activations
+    )
     with console(stderr=True).status("measuring") as status:
 
         def on_rate(rate: Rate) -> None:

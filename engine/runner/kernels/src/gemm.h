@@ -42,6 +42,12 @@ void linear(const GroupedLinear& args);
 
 #endif
 
+namespace baton::int8_activations {
+
+void linear(const GroupedLinear& args);
+
+}  // namespace baton::int8_activations
+
 namespace baton::quantized {
 
 std::int64_t packed_bytes(const PackedMatrix& matrix);

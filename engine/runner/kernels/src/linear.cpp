@@ -10,11 +10,13 @@ using namespace baton;
 namespace baton {
 
 void linear(const GroupedLinear& args) {
+    const PackedMatrix& first = args.matrices[0];
+    if (first.bits == 16) return bf16::linear(args);
+    if (first.activation_bits == 8) return int8_activations::linear(args);
 #if defined(__AMX_BF16__)
-    if (is_tiled(args.matrices[0].bits, args.matrices[0].group_size))
-        return dequantized::linear(args);
+    if (QuantizedLayout(first).is_tiled()) return dequantized::linear(args);
 #endif
-    args.matrices[0].bits == 16 ? bf16::linear(args) : quantized::linear(args);
+    quantized::linear(args);
 }
 
 }  // namespace baton

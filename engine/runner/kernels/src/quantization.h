@@ -23,18 +23,7 @@ constexpr int bits_of(NumberFormat format) {
 }
 
 constexpr std::int64_t kSegmentColumns = 128;
-
-// Whether dequantized weights are multiplied in tiles. Groups are whole tiles then, and, with 8
-// bits, small: sums of integers cost more.
-constexpr bool is_tiled([[maybe_unused]] std::int64_t bits,
-                        [[maybe_unused]] std::int64_t group_size) {
-#if defined(__AMX_BF16__)
-    if (bits == 4) return group_size % 32 == 0;
-    return bits == 8 && (group_size == 16 || group_size == 32);
-#else
-    return false;
-#endif
-}
+constexpr std::int64_t kActivationBlock = 32;  // activations of 8 bits with a common scale
 
 // Place of a group's zero points or offsets, after its scales. A zero point is a byte, an offset
 // has the type of a scale.
@@ -81,13 +70,13 @@ inline F32x16 load_mxfp4_scales(const std::uint8_t* group, int v) {
 struct QuantizedLayout {
     NumberFormat format;
     ScaleType scale_type;
-    std::int64_t bits, num_rows, num_columns, group_size;
+    std::int64_t bits, num_rows, num_columns, group_size, activation_bits;
 
     QuantizedLayout() = default;
     explicit QuantizedLayout(const PackedMatrix& matrix)
         : format(format_of(matrix)), scale_type(matrix.scale_type), bits(matrix.bits),
-          num_rows(matrix.num_rows), num_columns(matrix.num_columns),
-          group_size(matrix.group_size) {}
+          num_rows(matrix.num_rows), num_columns(matrix.num_columns), group_size(matrix.group_size),
+          activation_bits(matrix.activation_bits) {}
 
     static NumberFormat format_of(const PackedMatrix& matrix) {
         if (matrix.is_mxfp4) return NumberFormat::kMxfp4;
@@ -96,7 +85,17 @@ struct QuantizedLayout {
         return matrix.bits == 4 ? NumberFormat::kInt4 : NumberFormat::kInt8;
     }
 
-    bool is_tiled() const { return baton::is_tiled(bits, group_size); }
+    // Whether dequantized weights are multiplied in tiles. Groups are whole tiles then, and, with 8
+    // bits, small: sums of integers cost more.
+    bool is_tiled() const {
+#if defined(__AMX_BF16__)
+        if (activation_bits == 8) return false;
+        if (bits == 4) return group_size % 32 == 0;
+        return bits == 8 && (group_size == 16 || group_size == 32);
+#else
+        return false;
+#endif
+    }
     std::int64_t tile_columns() const { return bits == 8 ? group_size : 32; }
     std::int64_t num_groups() const { return (num_columns + group_size - 1) / group_size; }
     std::int64_t padded_group() const { return (group_size + 7) / 8 * 8; }

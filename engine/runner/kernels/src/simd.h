@@ -134,6 +134,13 @@ inline U32x16 zero_extend(const Bf16* values) {
 inline U32x16 zero_extend(const std::uint8_t* bytes) {
 #if defined(__AVX512BF16__)
     return (U32x16)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)bytes));
+#elif defined(__AVX2__)
+    U32x16 wider;
+    for_each_reg([&](int i) {
+        const auto narrow = _mm_loadl_epi64((const __m128i*)(bytes + i * kRegLanes));
+        reg(wider, i) = (U32Reg)_mm256_cvtepu8_epi32(narrow);
+    });
+    return wider;
 #else
     typedef std::uint8_t Bytes __attribute__((vector_size(kLanes)));
     Bytes narrow;
@@ -164,8 +171,13 @@ inline F32x16 f16_to_f32(const std::uint16_t* values) {
 #else
     F32x16 numbers;
     for_each_reg([&](int i) {
+#if defined(__AVX2__)
+        const auto halves = _mm_loadu_si128((const __m128i*)(values + i * kRegLanes));
+        reg(numbers, i) = (F32Reg)_mm256_cvtph_ps(halves);
+#else
         for (int lane = 0; lane < kRegLanes; ++lane)
             reg(numbers, i)[lane] = f16_to_f32(values[i * kRegLanes + lane]);
+#endif
     });
     return numbers;
 #endif

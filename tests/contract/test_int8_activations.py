@@ -1,0 +1,223 @@
+"""Products of 4-bit weights and activations that are rounded to 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from baton.checkpoint.quantized import Quantized
+from baton.core.errors import InvalidConfig
+from baton.engine.runner.config import RunnerConfig
+from baton.engine.runner.kernels.calls import Kernels
+from baton.engine.runner.kernels.choose import choose_parts
+from baton.engine.runner.kernels.native import NativeOps
+from baton.engine.runner.load import load_runner
+from baton.engine.runner.weights.quantize import to_int4, to_int8
+from tests.support.hypothesis_profiles import num_examples
+from tests.support.kernels import kernels_by_variant
+from tests.support.models import VARIANTS, make_model_folder
+from tests.support.random_mxfp4 import random_mxfp4
+from tests.support.random_quantized import random_quantized, with_offsets
+
+BLOCK = 32  # activations with a common scale
+CPU = torch.device("cpu")
+each_variant = pytest.mark.parametrize(
+    "kernels", kernels_by_variant().values(), ids=kernels_by_variant().keys()
+)
+
+
+def drawn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def rounded(activations: Tensor) -> Tensor:
+    """Return activations after rounding to 8 bits, by blocks."""
+    num_tokens, num_columns = activations.shape
+    padded = torch.nn.functional.pad(activations.float(), (0, -num_columns % BLOCK))
+    blocks = padded.view(num_tokens, -1, BLOCK)
+    largest = blocks.abs().amax(dim=2, keepdim=True)
+    # torch divides a number by a tensor with two roundings.
+    factors = torch.full_like(largest, 127) / largest
+    whole = torch.where(largest > 0, (blocks * factors).round(), 0)
+    return (whole.double() * (largest / 127)).view(num_tokens, -1)[:, :num_columns]
+
+
+def products(weight: Quantized, activations: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the exact products with rounded activations, and a bound of the error."""
+    exact = replace(weight, dtype=torch.float64).dequantize()
+    states = rounded(activations)
+    wanted = states @ exact.T
+    # Numbers and offsets are multiplied apart, and mostly cancel.
+    parts = 16 * weight.scales.double().abs().amax() * states.abs().sum(dim=1, keepdim=True)
+    return wanted, parts * 2**-20 + wanted.abs() * 2**-8
+
+
+@each_variant
+@given(
+    num_tokens=st.integers(1, 40),
+    num_rows=st.integers(1, 200),
+    num_columns=st.integers(1, 300),
+    blocks=st.sampled_from([1, 2, 3, 4, 8]),
+    scale_dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    kind=st.sampled_from(["zeros", "offsets", "mxfp4"]),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=num_examples(60))
+def test_a_product_equals_that_of_rounded_activations(
+    kernels: Kernels,
+    num_tokens: int,
+    num_rows: int,
+    num_columns: int,
+    blocks: int,
+    scale_dtype: torch.dtype,
+    kind: str,
+    seed: int,
+) -> None:
+    activations, bias = drawn(seed + 1, num_tokens, num_columns), drawn(seed + 2, num_rows)
+    activations[0] *= 1000
+    weight = random_quantized(seed, num_rows, num_columns, 4, BLOCK * blocks, scale_dtype)
+    if kind == "offsets":
+        weight = with_offsets(weight)
+    if kind == "mxfp4":
+        weight = random_mxfp4(seed, num_rows, num_columns)
+
+    found = NativeOps(kernels, int8_activations=True).linear(weight, bias)(activations)
+
+    wanted, bound = products(weight, activations)
+    wanted += bias.double()
+    assert ((found.double() - wanted).abs() <= bound + bias.double().abs() * 2**-8 + 1e-5).all()
+
+
+@each_variant
+@pytest.mark.parametrize("number", [0, 15])
+@pytest.mark.parametrize("activation", [1.0, -1.0])
+@pytest.mark.parametrize("is_mxfp4", [False, True])
+def test_sums_of_the_largest_products_are_exact(
+    kernels: Kernels, number: int, activation: float, is_mxfp4: bool
+) -> None:
+    weight = random_mxfp4(3, 70, 64) if is_mxfp4 else random_quantized(3, 70, 64, 4, 64)
+    weight.scales.fill_(1)
+    weight.zeros.fill_(0)
+    weight.numbers.fill_(7 if is_mxfp4 and number else number)  # 7 is the largest FP4 number
+    activations = torch.full((3, 64), activation, dtype=torch.bfloat16)
+
+    found = NativeOps(kernels, int8_activations=True).linear(weight, None)(activations)
+
+    wanted = activations.double() @ weight.dequantize().double().T
+    assert torch.equal(found, wanted.bfloat16())
+
+
+@each_variant
+@pytest.mark.parametrize(
+    "make",
+    [
+        to_int4,
+        lambda weight: with_offsets(to_int4(weight)),
+        lambda weight: random_quantized(5, len(weight), weight.shape[1], 4, 96, torch.float16),
+        lambda weight: random_mxfp4(5, len(weight), weight.shape[1]),
+    ],
+    ids=["int4", "offsets", "groups of 96", "mxfp4"],
+)
+@pytest.mark.parametrize("num_tokens", [2, 3, 7, 31, 32, 33, 70])
+def test_a_token_has_the_same_bits_in_any_batch(
+    kernels: Kernels, make: Callable[[Tensor], Quantized], num_tokens: int
+) -> None:
+    activations, weight = drawn(1, num_tokens, 200), make(drawn(2, 300, 200))
+    linear = NativeOps(kernels, int8_activations=True).linear(weight, None)
+    one_thread = NativeOps(Kernels(kernels.path, 1), int8_activations=True).linear(weight, None)
+
+    together = linear(activations)
+
+    alone = [one_thread(activations[i : i + 1]) for i in range(num_tokens)]
+    assert torch.equal(together, torch.cat(alone))
+
+
+@each_variant
+def test_a_non_finite_activation_stays_in_its_own_row(kernels: Kernels) -> None:
+    activations = drawn(8, 4, 64)
+    activations[1, 5], activations[2, 40] = torch.nan, torch.inf
+    for weight in (to_int4(drawn(9, 70, 64)), random_mxfp4(9, 70, 64)):
+        answer = NativeOps(kernels, int8_activations=True).linear(weight, None)(activations)
+
+        is_finite = answer.isfinite()
+        assert is_finite.all(dim=1).tolist() == [True, False, False, True]
+        assert not is_finite[1:3].any()
+
+
+@each_variant
+def test_activations_of_zero_give_the_bias(kernels: Kernels) -> None:
+    bias = drawn(2, 70)
+    linear = NativeOps(kernels, int8_activations=True).linear(to_int4(drawn(1, 70, 64)), bias)
+
+    found = linear(torch.zeros(2, 64, dtype=torch.bfloat16))
+
+    assert torch.equal(found, bias.expand(2, 70))
+
+
+@each_variant
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: drawn(1, 70, 128),
+        lambda: to_int8(drawn(1, 70, 128)),
+        lambda: random_quantized(1, 70, 128, 8, 32),
+        lambda: random_quantized(1, 70, 128, 4, 24),
+    ],
+    ids=["bfloat16", "int8", "8 bits in groups", "4 bits in groups of 24"],
+)
+def test_other_weights_multiply_exact_activations(
+    kernels: Kernels, make: Callable[[], Tensor | Quantized]
+) -> None:
+    weight, activations = make(), drawn(2, 3, 128)
+    found, wanted = (
+        NativeOps(kernels, int8_activations=is_int8).linear(weight, None)(activations)
+        for is_int8 in (True, False)
+    )
+
+    assert torch.equal(found, wanted)
+
+
+@each_variant
+def test_rows_are_those_of_exact_activations(kernels: Kernels) -> None:
+    """Covers embedding tables."""
+    row_ids = torch.tensor([149, 0, 64, 63, 64])
+    for weight in (to_int4(drawn(1, 150, 96)), random_mxfp4(1, 150, 96)):
+        rows = NativeOps(kernels, int8_activations=True).linear(weight, None).rows(row_ids)
+
+        assert torch.equal(rows, weight.dequantize()[row_ids])
+
+
+def test_a_node_with_int8_activations_has_its_own_fingerprint(tmp_path: Path) -> None:
+    make_model_folder(tmp_path, replace(VARIANTS["llama"], dtype="bfloat16"))
+    fingerprints = set()
+    for activation_dtype in ("auto", "int8"):
+        config = RunnerConfig(
+            str(tmp_path),
+            kv_cache_bytes=1 << 20,
+            quantize="int4",
+            activation_dtype=activation_dtype,
+        )
+        with load_runner(config) as runner:
+            fingerprints.add(runner.info.fingerprint)
+
+    assert len(fingerprints) == 2
+
+
+@pytest.mark.parametrize(("kernels", "dtype"), [("torch", torch.bfloat16), ("auto", torch.float32)])
+def test_int8_activations_without_native_kernels_are_refused(
+    kernels: str, dtype: torch.dtype
+) -> None:
+    with pytest.raises(InvalidConfig, match="--activation-dtype int8 needs the native kernels"):
+        choose_parts(kernels, dtype, CPU, int8_activations=True)
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match="--activation-dtype 'int4': choose one of auto, int8"):
+        RunnerConfig("model", activation_dtype="int4")
