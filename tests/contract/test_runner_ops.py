@@ -203,11 +203,19 @@ def dequantizes(kernels: Kernels, bits: int, group: int) -> bool:
 def multiplied(kernels: Kernels, weight: Quantized) -> Tensor:
     """Return the weights that the kernels multiply."""
     exact = replace(weight, dtype=torch.float64).dequantize()
-    return (
-        exact.float().bfloat16().double()
-        if dequantizes(kernels, weight.bits, weight.group)
-        else exact
-    )
+    if not dequantizes(kernels, weight.bits, weight.group):
+        return exact
+    if weight.offsets is not None:
+        exact = multiply_add(weight, weight.offsets)
+    return exact.float().bfloat16().double()
+
+
+def multiply_add(weight: Quantized, offsets: Tensor) -> Tensor:
+    """Return numbers * scales + offsets, which `dequantize` rounds to float32 twice."""
+    groups = torch.arange(weight.numbers.shape[1]) // weight.group
+    scales, offsets = weight.scales.double()[:, groups], offsets.double()[:, groups]
+    exact = weight.numbers.double() * scales + offsets
+    return exact if weight.order is None else exact[:, weight.order.argsort()]
 
 
 @each_variant
