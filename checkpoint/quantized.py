@@ -1,4 +1,4 @@
-"""A quantized matrix as the kernels pack it: numbers of 4 or 8 bits, scaled by group."""
+"""A quantized matrix as the kernels pack it: numbers of 4, 6 or 8 bits, scaled by group."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Quantized:
     numbers: Tensor  # uint8 [rows, columns]
     scales: Tensor  # [rows, groups]: float32, bfloat16 or float16; float32 for MXFP4
     zeros: Tensor  # uint8 [rows, groups]: zero points
-    bits: int  # per number: 4 or 8
+    bits: int  # per number: 4, 6 or 8
     group: int  # group size in columns: all columns, or a multiple of eight
     dtype: torch.dtype  # for activations
     order: Tensor | None = None  # activation column of each of these columns (GPTQ act-order)
@@ -126,7 +126,7 @@ def _without_codes(matrix: Quantized) -> Quantized:
         numbers=values[matrix.numbers.int()],
         scales=matrix.scales / 2,
         zeros=torch.full(matrix.scales.shape, 12, dtype=torch.uint8),
-        bits=8,
+        bits=6,
         is_mxfp4=False,
     )
 

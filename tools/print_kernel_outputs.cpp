@@ -89,7 +89,8 @@ AlignedBuffer pack_weights(PackedMatrix& matrix, int threads) {
         baton_pack(&pack);
         return packed;
     }
-    const int num_codes = 1 << matrix.bits;
+    // With activations of 8 bits, weights of 8 bits have at most 6.
+    const int num_codes = matrix.bits == 8 && matrix.activation_bits == 8 ? 64 : 1 << matrix.bits;
     const std::int64_t row_groups =
         (matrix.num_columns + matrix.group_size - 1) / matrix.group_size;
     std::vector<std::uint8_t> weights(count), zeros(matrix.num_rows * row_groups, num_codes / 2);
@@ -443,6 +444,8 @@ int main() {
                 for (const std::int64_t bits : {4, 8})
                     multiply("offsets", {nullptr, nullptr, bits, 200, 96, 32, 0, type, 1}, tokens,
                              threads);
+                multiply("activations8", {nullptr, nullptr, 8, 200, 96, 16, 0, type, 0, 8}, tokens,
+                         threads);
                 for (const std::int32_t has_offsets : {0, 1})
                     multiply("activations8",
                              {nullptr, nullptr, 4, 200, 96, 32, 0, type, has_offsets, 8}, tokens,

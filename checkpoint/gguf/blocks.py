@@ -107,12 +107,12 @@ def _q6_k(blocks: Tensor) -> _Decoded:
 DECODERS: Mapping[str, tuple[int, Callable[[Tensor], _Decoded]]] = {
     "Q4_0": (4, _q4_0),
     "Q4_1": (4, _q4_1),
-    "Q5_0": (8, _q5_0),
-    "Q5_1": (8, _q5_1),
+    "Q5_0": (6, _q5_0),
+    "Q5_1": (6, _q5_1),
     "Q8_0": (8, _q8_0),
     "Q4_K": (4, _q4_k),
-    "Q5_K": (8, _q5_k),
-    "Q6_K": (8, _q6_k),
+    "Q5_K": (6, _q5_k),
+    "Q6_K": (6, _q6_k),
     "IQ4_NL": (8, _iq4_nl),
     "MXFP4": (4, _mxfp4),
 }

@@ -83,8 +83,8 @@ class RunnerConfig:
     activation_dtype: Annotated[
         str,
         Option(
-            "Numbers that 4-bit weights multiply: auto, as the model computes; or int8, rounded to "
-            "8 bits: less exact, faster on most CPUs; the same on all nodes.",
+            "Numbers that weights of 4 to 6 bits multiply: auto, as the model computes; or int8, "
+            "rounded to 8 bits: less exact, faster on most CPUs; the same on all nodes.",
             MODEL,
             choices=ACTIVATION_DTYPE_NAMES,
         ),

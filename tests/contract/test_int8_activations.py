@@ -1,4 +1,4 @@
-"""Products of 4-bit weights and activations that are rounded to 8 bits."""
+"""Products of weights of 4 and 6 bits and activations that are rounded to 8 bits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.models import VARIANTS, make_model_folder
 from tests.support.random_mxfp4 import random_mxfp4
 from tests.support.random_quantized import random_quantized, with_offsets
 
-BLOCK = 32  # activations with a common scale
+FORMATS = [(4, 32), (4, 64), (4, 96), (4, 256), (6, 16), (6, 32), (6, 64), (6, 256)]
 CPU = torch.device("cpu")
 each_variant = pytest.mark.parametrize(
     "kernels", kernels_by_variant().values(), ids=kernels_by_variant().keys()
@@ -37,11 +37,11 @@ def drawn(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def rounded(activations: Tensor) -> Tensor:
-    """Return activations after rounding to 8 bits, by blocks."""
+def rounded(activations: Tensor, block: int) -> Tensor:
+    """Return activations after rounding to 8 bits, by blocks with a common scale."""
     num_tokens, num_columns = activations.shape
-    padded = torch.nn.functional.pad(activations.float(), (0, -num_columns % BLOCK))
-    blocks = padded.view(num_tokens, -1, BLOCK)
+    padded = torch.nn.functional.pad(activations.float(), (0, -num_columns % block))
+    blocks = padded.view(num_tokens, -1, block)
     largest = blocks.abs().amax(dim=2, keepdim=True)
     # torch divides a number by a tensor with two roundings.
     factors = torch.full_like(largest, 127) / largest
@@ -52,10 +52,14 @@ def rounded(activations: Tensor) -> Tensor:
 def products(weight: Quantized, activations: Tensor) -> tuple[Tensor, Tensor]:
     """Return the exact products with rounded activations, and a bound of the error."""
     exact = replace(weight, dtype=torch.float64).dequantize()
-    states = rounded(activations)
+    states = rounded(activations, min(32, weight.group))
     wanted = states @ exact.T
     # Numbers and offsets are multiplied apart, and mostly cancel.
-    parts = 16 * weight.scales.double().abs().amax() * states.abs().sum(dim=1, keepdim=True)
+    parts = (
+        (1 << weight.bits)
+        * weight.scales.double().abs().amax()
+        * states.abs().sum(dim=1, keepdim=True)
+    )
     return wanted, parts * 2**-20 + wanted.abs() * 2**-8
 
 
@@ -64,7 +68,7 @@ def products(weight: Quantized, activations: Tensor) -> tuple[Tensor, Tensor]:
     num_tokens=st.integers(1, 40),
     num_rows=st.integers(1, 200),
     num_columns=st.integers(1, 300),
-    blocks=st.sampled_from([1, 2, 3, 4, 8]),
+    bits_and_group=st.sampled_from(FORMATS),
     scale_dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     kind=st.sampled_from(["zeros", "offsets", "mxfp4"]),
     seed=st.integers(0, 2**32),
@@ -75,14 +79,14 @@ def test_a_product_equals_that_of_rounded_activations(
     num_tokens: int,
     num_rows: int,
     num_columns: int,
-    blocks: int,
+    bits_and_group: tuple[int, int],
     scale_dtype: torch.dtype,
     kind: str,
     seed: int,
 ) -> None:
     activations, bias = drawn(seed + 1, num_tokens, num_columns), drawn(seed + 2, num_rows)
     activations[0] *= 1000
-    weight = random_quantized(seed, num_rows, num_columns, 4, BLOCK * blocks, scale_dtype)
+    weight = random_quantized(seed, num_rows, num_columns, *bits_and_group, scale_dtype)
     if kind == "offsets":
         weight = with_offsets(weight)
     if kind == "mxfp4":
@@ -96,16 +100,29 @@ def test_a_product_equals_that_of_rounded_activations(
 
 
 @each_variant
-@pytest.mark.parametrize("number", [0, 15])
 @pytest.mark.parametrize("activation", [1.0, -1.0])
-@pytest.mark.parametrize("is_mxfp4", [False, True])
+@pytest.mark.parametrize(
+    ("make", "numbers"),
+    [
+        (lambda: random_quantized(3, 70, 64, 4, 64), (0, 15)),
+        (lambda: random_quantized(3, 70, 64, 6, 16), (0, 63)),
+        (lambda: random_quantized(3, 70, 64, 6, 32), (0, 63)),
+        (lambda: random_mxfp4(3, 70, 64), (7, 15)),  # codes of 6 and -6
+    ],
+    ids=["4 bits", "6 bits in groups of 16", "6 bits", "mxfp4"],
+)
+@pytest.mark.parametrize("at", [0, 1])
 def test_sums_of_the_largest_products_are_exact(
-    kernels: Kernels, number: int, activation: float, is_mxfp4: bool
+    kernels: Kernels,
+    make: Callable[[], Quantized],
+    numbers: tuple[int, int],
+    at: int,
+    activation: float,
 ) -> None:
-    weight = random_mxfp4(3, 70, 64) if is_mxfp4 else random_quantized(3, 70, 64, 4, 64)
+    weight = make()
     weight.scales.fill_(1)
     weight.zeros.fill_(0)
-    weight.numbers.fill_(7 if is_mxfp4 and number else number)  # 7 is the largest FP4 number
+    weight.numbers.fill_(numbers[at])
     activations = torch.full((3, 64), activation, dtype=torch.bfloat16)
 
     found = NativeOps(kernels, int8_activations=True).linear(weight, None)(activations)
@@ -122,8 +139,10 @@ def test_sums_of_the_largest_products_are_exact(
         lambda weight: with_offsets(to_int4(weight)),
         lambda weight: random_quantized(5, len(weight), weight.shape[1], 4, 96, torch.float16),
         lambda weight: random_mxfp4(5, len(weight), weight.shape[1]),
+        lambda weight: random_quantized(5, len(weight), weight.shape[1], 6, 16),
+        lambda weight: with_offsets(random_quantized(5, len(weight), weight.shape[1], 6, 32)),
     ],
-    ids=["int4", "offsets", "groups of 96", "mxfp4"],
+    ids=["int4", "offsets", "groups of 96", "mxfp4", "6 bits in groups of 16", "6 bits"],
 )
 @pytest.mark.parametrize("num_tokens", [2, 3, 7, 31, 32, 33, 70])
 def test_a_token_has_the_same_bits_in_any_batch(
@@ -169,8 +188,10 @@ def test_activations_of_zero_give_the_bias(kernels: Kernels) -> None:
         lambda: to_int8(drawn(1, 70, 128)),
         lambda: random_quantized(1, 70, 128, 8, 32),
         lambda: random_quantized(1, 70, 128, 4, 24),
+        lambda: random_quantized(1, 70, 128, 4, 16),
+        lambda: random_quantized(1, 70, 128, 6, 24),
     ],
-    ids=["bfloat16", "int8", "8 bits in groups", "4 bits in groups of 24"],
+    ids=["bfloat16", "int8", "8 in 32", "4 in 24", "4 in 16", "6 in 24"],
 )
 def test_other_weights_multiply_exact_activations(
     kernels: Kernels, make: Callable[[], Tensor | Quantized]
@@ -188,7 +209,8 @@ def test_other_weights_multiply_exact_activations(
 def test_rows_are_those_of_exact_activations(kernels: Kernels) -> None:
     """Covers embedding tables."""
     row_ids = torch.tensor([149, 0, 64, 63, 64])
-    for weight in (to_int4(drawn(1, 150, 96)), random_mxfp4(1, 150, 96)):
+    weights = to_int4(drawn(1, 150, 96)), random_mxfp4(1, 150, 96)
+    for weight in (*weights, random_quantized(1, 150, 96, 6, 16)):
         rows = NativeOps(kernels, int8_activations=True).linear(weight, None).rows(row_ids)
 
         assert torch.equal(rows, weight.dequantize()[row_ids])

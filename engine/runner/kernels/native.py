@@ -40,7 +40,7 @@ class NativeOps:
     copies_weights = True
 
     def __init__(self, kernels: Kernels, *, int8_activations: bool = False) -> None:
-        """`int8_activations`: 4-bit weights multiply activations rounded to 8 bits."""
+        """`int8_activations`: weights of 4 and 6 bits multiply activations rounded to 8 bits."""
         self._kernels = kernels
         self._int8_activations = int8_activations
         self._workspace = Workspace()
@@ -62,12 +62,14 @@ class NativeOps:
             scales = weight.scales.float() if weight.group > _MAX_GROUP else weight.scales
             tensors = {"weights": weight.numbers, "scales": scales, "zeros": weight.zeros}
             bits, group_size, column_order = weight.bits, weight.group, weight.order
+            activation_bits = self._activation_bits(weight)
             if weight.offsets is not None:
                 tensors["offsets"] = weight.offsets.to(scales.dtype)
             is_mxfp4, scale_type = weight.is_mxfp4, _SCALE_TYPES[scales.dtype]
         else:
             tensors = {"weights": weight}
             bits, group_size, column_order, is_mxfp4, scale_type = 16, 0, None, False, 0
+            activation_bits = 16
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
         num_rows, num_columns = tensors["weights"].shape
         if bits == 16 and num_columns % 2:
@@ -75,14 +77,14 @@ class NativeOps:
         matrix = PackedMatrix(
             packed=None,
             bias=None,
-            bits=bits,
+            bits=8 if bits == 6 else bits,
             num_rows=num_rows,
             num_columns=num_columns,
             group_size=group_size,
             is_mxfp4=is_mxfp4,
             scale_type=scale_type,
             has_offsets="offsets" in tensors,
-            activation_bits=self._activation_bits(bits, group_size),
+            activation_bits=activation_bits,
         )
         memory = huge_page_memory(self._kernels.library.baton_packed_bytes(matrix))
         packed = torch.frombuffer(memory, dtype=torch.uint8)
@@ -91,8 +93,9 @@ class NativeOps:
         fields = {name: int(getattr(matrix, name)) for name in _FORMAT_FIELDS}
         return PackedWeight(fields, packed, column_order)
 
-    def _activation_bits(self, bits: int, group_size: int) -> int:
-        fits = bits == 4 and group_size % _ACTIVATION_BLOCK == 0 and group_size <= _MAX_GROUP
+    def _activation_bits(self, weight: Quantized) -> int:
+        has_blocks = weight.group % _ACTIVATION_BLOCK == 0 and weight.group <= _MAX_GROUP
+        fits = (has_blocks and weight.bits < 8) or (weight.group == 16 and weight.bits == 6)
         return 8 if self._int8_activations and fits else 16
 
     def packed_linear(self, packed: PackedWeight, bias: Tensor | None) -> NativeLinear:

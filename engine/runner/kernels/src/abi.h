@@ -55,7 +55,8 @@ struct PackedMatrix {
     std::int64_t is_mxfp4;     // 1: numbers are FP4 codes, scales are powers of two, no zero points
     ScaleType scale_type;      // if quantized; float32 if is_mxfp4, or if group_size > 256
     std::int32_t has_offsets;  // 1: numbers * scales + offsets, without zero points
-    // 8: activations are rounded to 8 bits; only with 4-bit weights in groups of whole blocks.
+    // 8: activations are rounded to 8 bits. Weights have 4 bits in groups of whole blocks of 32, or
+    // numbers up to 63 stored in 8 bits, in groups of 16 or whole blocks.
     std::int64_t activation_bits;  // 16 or 8
 };
 

@@ -23,7 +23,6 @@ constexpr int bits_of(NumberFormat format) {
 }
 
 constexpr std::int64_t kSegmentColumns = 128;
-constexpr std::int64_t kActivationBlock = 32;  // activations of 8 bits with a common scale
 
 // Place of a group's zero points or offsets, after its scales. A zero point is a byte, an offset
 // has the type of a scale.
