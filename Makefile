@@ -8,6 +8,7 @@
 #   make dist         wheel and sdist in dist/, tested in an empty environment
 #   make constraints  writes the versions in .venv to constraints.txt
 #   make bench        benchmarks of scheduler and engine
+#   make test-triton  the Triton kernels in the interpreter, and compiled; installs Triton, 1 GB
 #   make sanitize     the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer, a minute
 #   make arm64        compares emulated arm64 kernels with the host's; needs a cross compiler
 #   make soak         a cluster under load and faults for MINUTES (20), with every answer checked
@@ -28,15 +29,18 @@ CPP_FILES = $(shell find benchmarks engine tools -name '*.cpp' -o -name '*.h' -o
 export PYTHONDONTWRITEBYTECODE :=
 
 .DELETE_ON_ERROR:
-.PHONY: demo test check lint fast-tests sanitize arm64 soak containers breaking docs dist constraints bench format clean
+.PHONY: demo test test-triton check lint fast-tests sanitize arm64 soak containers breaking docs dist constraints bench format clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/baton demo
 
 test: WORKERS := 4
 test: $(VENV)/.dev $(STUBS)
-	$(PYTEST) -m "not gpu and not containers" -n $(WORKERS) --max-worker-restart 0 \
+	$(PYTEST) -m "not gpu and not containers and not triton" -n $(WORKERS) --max-worker-restart 0 \
 		--dist loadfile --no-loadscope-reorder
+
+test-triton: $(VENV)/.triton $(STUBS)
+	$(PYTEST) -k triton -m "not gpu and not containers" -n $(WORKERS) --dist worksteal
 
 # At the same time; each prints its output when it has ended.
 check: $(VENV)/.dev $(STUBS)
@@ -107,6 +111,10 @@ $(VENV)/.runtime: pyproject.toml setup.py constraints.txt tools/install.sh $(PRO
 $(VENV)/.dev: pyproject.toml setup.py constraints.txt tools/install.sh
 	tools/install.sh dev
 	touch $@ $(VENV)/.runtime
+
+$(VENV)/.triton: $(VENV)/.dev
+	tools/install.sh dev,gpu
+	touch $@
 
 $(STUBS): $(VENV)/.dev protos/generate.py $(PROTOS)
 	$(BIN)/python protos/generate.py

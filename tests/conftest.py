@@ -19,6 +19,8 @@ from tests.support.hypothesis_profiles import PROFILE
 # Idle torch threads spin otherwise, on cores that other processes need. OpenMP reads the variable
 # when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Triton reads the variable when it is imported. Nothing but tests of its kernels imports it.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 settings.load_profile(PROFILE)
 
 # Files that take longest, which start first so that parallel workers end at about the same time.

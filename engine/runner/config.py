@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 ACTIVATION_DTYPE_NAMES = ("auto", "int8")
-KERNEL_NAMES = ("auto", "native", "torch")
+KERNEL_NAMES = ("auto", "native", "triton", "torch")
 KV_DTYPE_NAMES = ("auto", "int8")
 QUANTIZE_NAMES = ("none", "int8", "int4")
 NOWHERE = ("off", "none")
@@ -63,7 +63,8 @@ class RunnerConfig:
     kernels: Annotated[
         str,
         Option(
-            "auto, native or torch; native kernels compute bfloat16 on the CPU.",
+            "auto, native, triton or torch; native kernels compute bfloat16 on the CPU, those in "
+            "Triton compute on GPUs.",
             MODEL,
             choices=KERNEL_NAMES,
         ),
@@ -191,7 +192,7 @@ def dtype_name(config: RunnerConfig, model: ModelConfig) -> str:
 def fits_kernels(config: RunnerConfig, model: ModelConfig) -> bool:
     """Return whether the model would compute with the native kernels."""
     is_fitting = config.device == "cpu" and dtype_name(config, model) == "bfloat16"
-    return is_fitting and config.kernels != "torch"
+    return is_fitting and config.kernels in ("auto", "native")
 
 
 def check(is_good: bool, message: str) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,13 +27,14 @@ from baton.engine.runner.kernels.calls import Kernels
 from baton.engine.runner.kernels.choose import TORCH, choose_parts
 from baton.engine.runner.kernels.native import NativeOps
 from baton.engine.runner.model.config import Activation
-from baton.engine.runner.model.ops import MlpGate, Norm
+from baton.engine.runner.model.ops import MlpGate, Norm, Ops
 from baton.engine.runner.model.torch_ops import TorchOps
 from baton.engine.runner.weights.quantize import Quantize, select_rows, to_int4, to_int8
 from tests.support.hypothesis_profiles import num_examples
 from tests.support.kernels import kernels_by_variant
 from tests.support.random_mxfp4 import random_mxfp4
 from tests.support.random_quantized import random_quantized, with_offsets
+from tests.support.triton_parts import triton_ops
 
 EPSILON = 1e-6
 REFERENCE = TorchOps()
@@ -41,6 +44,21 @@ SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 each_variant = pytest.mark.parametrize(
     "kernels", kernels_by_variant().values(), ids=kernels_by_variant().keys()
 )
+
+
+def parametrize_ops(*triton_marks: pytest.MarkDecorator) -> pytest.MarkDecorator:
+    """Run a test with each implementation of the elementwise operations."""
+    native = [
+        pytest.param(partial(NativeOps, kernels), id=name)
+        for name, kernels in kernels_by_variant().items()
+    ]
+    triton = pytest.param(triton_ops, id="triton", marks=triton_marks)
+    return pytest.mark.parametrize("make_ops", [*native, triton])
+
+
+each_ops = parametrize_ops()
+# Takes the interpreter of Triton long.
+each_ops_at_length = parametrize_ops(pytest.mark.triton)
 COLUMNS = st.integers(1, 70).map(lambda pairs: 2 * pairs)
 SEEDS = st.integers(0, 2**32)
 
@@ -64,7 +82,7 @@ STRANGE = (float("nan"), float("inf"), float("-inf"))
 LOGITS = st.sampled_from([-2.0, -1.0, 0.0, 1.5, 2.0]) | st.sampled_from(STRANGE)
 
 
-@each_variant
+@each_ops
 @given(
     rows=st.integers(1, 70).flatmap(
         lambda size: st.lists(
@@ -74,26 +92,26 @@ LOGITS = st.sampled_from([-2.0, -1.0, 0.0, 1.5, 2.0]) | st.sampled_from(STRANGE)
 )
 @settings(max_examples=num_examples(60))
 def test_a_peak_is_the_first_maximum_and_non_finite_rows_are_reported(
-    kernels: Kernels, rows: list[list[float]]
+    make_ops: Callable[[], Ops], rows: list[list[float]]
 ) -> None:
     logits = torch.tensor(rows)
 
-    found, wanted = NativeOps(kernels).find_peaks(logits), REFERENCE.find_peaks(logits)
+    found, wanted = make_ops().find_peaks(logits), REFERENCE.find_peaks(logits)
 
     assert found.are_finite.tolist() == wanted.are_finite.tolist()
     has_order = ~logits.isnan().any(dim=-1)
     assert found.token_ids[has_order].tolist() == wanted.token_ids[has_order].tolist()
 
 
-@each_variant
+@each_ops
 def test_peaks_of_a_full_vocabulary_equal_those_of_torch(
-    kernels: Kernels,
+    make_ops: Callable[[], Ops],
 ) -> None:
     logits = drawn(3, 9, 151_936).float()
     logits[4, 151_935] = logits[7, 151_935] = 99.0
     logits[8, 77_777] = float("inf")
 
-    found = NativeOps(kernels).find_peaks(logits)
+    found = make_ops().find_peaks(logits)
 
     wanted = REFERENCE.find_peaks(logits)
     assert found.token_ids.tolist() == wanted.token_ids.tolist()
@@ -460,7 +478,7 @@ def test_the_quantization_error_is_at_most_half_a_step(columns: int) -> None:
     assert torch.equal(four.dequantize()[3], torch.zeros(columns))
 
 
-@each_variant
+@each_ops_at_length
 @given(
     num_tokens=st.integers(1, 5),
     num_heads=st.integers(1, 40),
@@ -470,7 +488,7 @@ def test_the_quantization_error_is_at_most_half_a_step(columns: int) -> None:
 )
 @settings(max_examples=num_examples(40))
 def test_head_norms_and_rope_equal_those_of_torch(
-    kernels: Kernels,
+    make_ops: Callable[[], Ops],
     num_tokens: int,
     num_heads: int,
     half: int,
@@ -483,12 +501,12 @@ def test_head_norms_and_rope_equal_those_of_torch(
     angles = drawn(seed + 1, num_tokens, 1, size), drawn(seed + 2, num_tokens, 1, size)
     norm = None if rounds_once is None else make_norm(size, rounds_once)
 
-    rotated = NativeOps(kernels).apply_rope(heads, norm, angles)
+    rotated = make_ops().apply_rope(heads, norm, angles)
 
     assert is_near(rotated, REFERENCE.apply_rope(heads, norm, angles))
 
 
-@each_variant
+@each_ops
 @given(
     num_tokens=st.integers(1, 6),
     size=st.integers(1, 100),
@@ -498,7 +516,7 @@ def test_head_norms_and_rope_equal_those_of_torch(
 )
 @settings(max_examples=num_examples(60))
 def test_norms_and_gates_equal_those_of_torch(
-    kernels: Kernels,
+    make_ops: Callable[[], Ops],
     num_tokens: int,
     size: int,
     scale: float,
@@ -509,30 +527,32 @@ def test_norms_and_gates_equal_those_of_torch(
     activations = (drawn(5, num_tokens, size + 3) * scale)[:, 2 : 2 + size]
     norm, gate = make_norm(size, rounds_once), MlpGate(activation, alpha=1.702, limit=7.0)
     gate_up = drawn(7, num_tokens, 2 * size) * scale
-    ops = NativeOps(kernels)
+    ops = make_ops()
 
     assert is_near(ops.rms_norm(activations, norm), REFERENCE.rms_norm(activations, norm))
     found, wanted = ops.apply_gate(gate_up, gate), REFERENCE.apply_gate(gate_up, gate)
     assert torch.allclose(found.float(), wanted.float(), rtol=2**-6, atol=2**-7 * scale)
 
 
-@each_variant
+@each_ops
 @pytest.mark.parametrize("scale", [1.0, 0.22])
 @pytest.mark.parametrize("num_tokens", [1, 3, 500])
-def test_sums_equal_those_of_torch(kernels: Kernels, scale: float, num_tokens: int) -> None:
+def test_sums_equal_those_of_torch(
+    make_ops: Callable[[], Ops], scale: float, num_tokens: int
+) -> None:
     hidden_states, output = drawn(5, num_tokens, 70), drawn(6, num_tokens, 70)
     wanted = REFERENCE.add(hidden_states, output, scale)
 
-    found = NativeOps(kernels).add(hidden_states, output, scale)
+    found = make_ops().add(hidden_states, output, scale)
 
     assert torch.equal(found, wanted)
 
 
-@each_variant
-def test_nan_stays_in_its_own_row(kernels: Kernels) -> None:
+@each_ops
+def test_nan_stays_in_its_own_row(make_ops: Callable[[], Ops]) -> None:
     activations = drawn(8, 3, 64)
     activations[1, 5] = float("nan")
-    ops = NativeOps(kernels)
+    ops = make_ops()
     plain = ops.linear(drawn(9, 70, 64), None)
     whole = ops.linear(to_int8(drawn(9, 70, 64)), None)
     gates = [MlpGate(activation, alpha=1.702, limit=7.0) for activation in Activation]

@@ -1,4 +1,4 @@
-"""Selects native kernels or plain torch for a model."""
+"""Selects native kernels, Triton kernels or plain torch for a model."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from baton.engine.runner.model.ops import Ops
 from baton.engine.runner.model.torch_ops import TorchOps
 from baton.engine.runner.state.linear_attention import LinearAttention, TorchLinearAttention
 from baton.engine.runner.state.state_shape import StateShape
+from baton.engine.runner.triton.availability import require_triton, uses_interpreter
 
 log = logging.getLogger(__name__)
 
@@ -58,21 +59,24 @@ TORCH = Parts("torch", _TORCH_OPS, TorchPagedAttention, partial(unfused_layers, 
 def choose_parts(
     name: str, dtype: torch.dtype, device: torch.device, *, int8_activations: bool = False
 ) -> Parts:
-    """Select the implementation by `name`: auto, native or torch.
+    """Select the implementation by `name`: auto, native, triton or torch.
 
-    Raises InvalidConfig if native kernels are requested or needed, but not available.
+    Raises InvalidConfig if kernels are requested by name or needed, but not available.
     """
     fits = dtype is torch.bfloat16 and device.type == "cpu"
     if name == "native" and not fits:
         raise InvalidConfig(
             f"kernels 'native' support bfloat16 on the CPU, not {dtype} on {device}"
         )
-    if name == "torch" or not fits:
+    if name in ("torch", "triton") or not fits:
         if int8_activations:
             raise InvalidConfig(
                 "--activation-dtype int8 needs the native kernels, which compute bfloat16 on the "
                 f"CPU, not {dtype} on {device} with kernels {name!r}"
             )
+        if name == "triton":
+            require_triton(device)
+            return triton_parts()
         return TORCH
     try:
         return native_parts(int8_activations=int8_activations)
@@ -96,3 +100,15 @@ def native_parts(*, int8_activations: bool = False) -> Parts:
         partial(NativeLinearAttention, kernels),
         ops,
     )
+
+
+def triton_parts() -> Parts:
+    """Import the Triton kernels, which takes a second."""
+    from baton.engine.runner.triton.triton_ops import TritonOps
+
+    if uses_interpreter():
+        from baton.engine.runner.triton.interpreter import correct_bfloat16
+
+        correct_bfloat16()
+    ops = TritonOps()
+    return Parts("triton", ops, TorchPagedAttention, partial(unfused_layers, ops))

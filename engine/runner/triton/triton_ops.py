@@ -1,0 +1,145 @@
+"""Operations of a decoder in Triton. Products and routing are those of torch."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from baton.engine.runner.model.ops import MlpGate, Norm, Peaks
+from baton.engine.runner.model.rope import Angles
+from baton.engine.runner.model.torch_ops import TorchOps
+from baton.engine.runner.triton.elementwise_kernels import (
+    add_kernel,
+    find_peaks_kernel,
+    gate_kernel,
+    multiply_sigmoid_kernel,
+    rms_norm_kernel,
+    rope_kernel,
+)
+from baton.engine.runner.triton.launching import launch, row_contiguous
+
+PIECE_COLUMNS = 1024  # of a row, that one program of an elementwise kernel computes
+PEAK_COLUMNS = 4096  # of logits, that a program reads at a time
+
+
+class TritonOps(TorchOps):
+    """Implements `Ops`: elementwise kernels, and products by torch, which calls the vendor's."""
+
+    def rms_norm(self, hidden_states: Tensor, norm: Norm) -> Tensor:
+        src = row_contiguous(hidden_states)
+        num_rows, size = src.shape
+        dst = torch.empty_like(src, memory_format=torch.contiguous_format)
+        launch(
+            rms_norm_kernel,
+            (num_rows,),
+            dst,
+            src,
+            norm.weight,
+            src.stride(0),
+            size,
+            norm.epsilon,
+            rounds_once=norm.rounds_once,
+            padded_size=triton.next_power_of_2(size),
+        )
+        return dst
+
+    def apply_rope(self, heads: Tensor, norm: Norm | None, angles: Angles) -> Tensor:
+        src = row_contiguous(heads)
+        cos, sin = (row_contiguous(each) for each in angles)
+        num_tokens, num_heads, head_dim = src.shape
+        dst = torch.empty_like(src, memory_format=torch.contiguous_format)
+        launch(
+            rope_kernel,
+            (num_tokens, num_heads),
+            dst,
+            src,
+            src if norm is None else norm.weight,
+            cos,
+            sin,
+            *src.stride()[:2],
+            cos.stride(0),
+            sin.stride(0),
+            num_heads,
+            head_dim // 2,
+            0.0 if norm is None else norm.epsilon,
+            has_norm=norm is not None,
+            rounds_once=norm is not None and norm.rounds_once,
+            padded_half=triton.next_power_of_2(head_dim // 2),
+            num_warps=1,
+        )
+        return dst
+
+    def apply_gate(self, gate_up: Tensor, gate: MlpGate) -> Tensor:
+        gate_up = row_contiguous(gate_up)
+        num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        dst = gate_up.new_empty(num_rows, size)
+        launch(
+            gate_kernel,
+            _pieces(dst),
+            dst,
+            gate_up,
+            gate_up.stride(0),
+            size,
+            gate.alpha,
+            gate.limit,
+            activation=gate.activation.value,
+            num_columns=PIECE_COLUMNS,
+        )
+        return dst
+
+    def multiply_sigmoid(self, hidden_states: Tensor, gates: Tensor) -> Tensor:
+        src, gates = row_contiguous(hidden_states), row_contiguous(gates)
+        dst = torch.empty_like(src, memory_format=torch.contiguous_format)
+        launch(
+            multiply_sigmoid_kernel,
+            _pieces(dst),
+            dst,
+            src,
+            gates,
+            src.stride(0),
+            gates.stride(0),
+            src.shape[1],
+            is_scalar=gates.shape[1] == 1,
+            num_columns=PIECE_COLUMNS,
+        )
+        return dst
+
+    def add(self, hidden_states: Tensor, output: Tensor, scale: float) -> Tensor:
+        src, output = row_contiguous(hidden_states), row_contiguous(output)
+        dst = torch.empty_like(src, memory_format=torch.contiguous_format)
+        launch(
+            add_kernel,
+            _pieces(dst),
+            dst,
+            src,
+            output,
+            src.stride(0),
+            output.stride(0),
+            src.shape[1],
+            scale,
+            num_columns=PIECE_COLUMNS,
+        )
+        return dst
+
+    def find_peaks(self, logits: Tensor) -> Peaks:
+        logits = row_contiguous(logits)
+        num_rows, size = logits.shape
+        token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+        are_finite = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
+        launch(
+            find_peaks_kernel,
+            (num_rows,),
+            token_ids,
+            are_finite,
+            logits,
+            logits.stride(0),
+            size,
+            num_columns=PEAK_COLUMNS,
+        )
+        return Peaks(token_ids, are_finite)
+
+
+def _pieces(rows: Tensor) -> tuple[int, int]:
+    """Return the grid of programs that each compute a piece of a row."""
+    return rows.shape[0], -(-rows.shape[1] // PIECE_COLUMNS)
