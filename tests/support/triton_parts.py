@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
 import torch
+from torch import Tensor
 
+from baton.engine.runner.attention.paged_attention import LayerAttention, PagedAttention
 from baton.engine.runner.kernels.choose import Parts, choose_parts
 from baton.engine.runner.model.ops import Ops
 
@@ -25,3 +28,8 @@ def interpreted_parts() -> Parts:
 def triton_ops() -> Ops:
     require_triton()
     return interpreted_parts().ops
+
+
+def triton_attention(kv: Tensor, layers: Sequence[LayerAttention]) -> PagedAttention:
+    require_triton()
+    return interpreted_parts().make_attention(kv, layers)

@@ -104,6 +104,7 @@ def native_parts(*, int8_activations: bool = False) -> Parts:
 
 def triton_parts() -> Parts:
     """Import the Triton kernels, which takes a second."""
+    from baton.engine.runner.triton.triton_attention import TritonPagedAttention
     from baton.engine.runner.triton.triton_ops import TritonOps
 
     if uses_interpreter():
@@ -111,4 +112,4 @@ def triton_parts() -> Parts:
 
         correct_bfloat16()
     ops = TritonOps()
-    return Parts("triton", ops, TorchPagedAttention, partial(unfused_layers, ops))
+    return Parts("triton", ops, TritonPagedAttention, partial(unfused_layers, ops))

@@ -1,0 +1,97 @@
+"""Greedy tokens of Triton kernels, under Triton's interpreter, equal those of torch in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.core.ids import RequestId
+from baton.core.sampling import SamplingParams
+from baton.engine.runner.model_runner import TorchRunner
+from baton.llm import LLM
+from tests.support.families import FAMILY_VARIANTS, RECURRENT
+from tests.support.models import prompt_of
+from tests.support.runner_drivers import Drive, Driver, drives_of
+from tests.support.triton_parts import require_triton
+
+MODEL = Path(__file__).resolve().parents[2] / "models" / "demo"
+# Median difference between two computations in bfloat16, in nats; see test_families.py.
+HALF_TOLERANCE = 0.1
+PROMPTS = ["import os\n", "class Queue:\n    def __init__(self):\n        self."]
+
+LoadRunner = Callable[..., TorchRunner]
+
+
+@pytest.fixture(autouse=True)
+def _with_triton() -> None:
+    require_triton()
+
+
+def demo_tokens(kernels: str, num_tokens: int, kv_cache_dtype: str = "auto") -> list[list[int]]:
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
+    with LLM(
+        str(MODEL),
+        dtype="float32",
+        kernels=kernels,
+        kv_cache_dtype=kv_cache_dtype,
+        kv_cache_memory="16MiB",
+    ) as llm:
+        return [answer.token_ids for answer in llm.generate(PROMPTS, sampling)]
+
+
+def family_tokens(runner: TorchRunner) -> list[list[int]]:
+    prompts = [prompt_of(40), prompt_of(1)]
+    return family_driver(runner, chunk=23).run(*drives_of(prompts, num_tokens=8))
+
+
+def family_driver(runner: TorchRunner, chunk: int) -> Driver:
+    blocks = runner.kv_memory.num_blocks
+    return Driver(runner, num_blocks=blocks, block_size=16, chunk=chunk)
+
+
+def prompt_logprobs(runner: TorchRunner) -> Tensor:
+    sampling = SamplingParams(temperature=0.0, prompt_logprobs=0)
+    drive = Drive(RequestId("r"), prompt_of(40), sampling=sampling, num_tokens=1)
+    family_driver(runner, chunk=9).run(drive)
+    return torch.tensor([each.logprob for each in drive.prompt_logprobs if each is not None])
+
+
+def test_tokens_of_the_demo_model_equal_those_of_torch() -> None:
+    assert demo_tokens("triton", num_tokens=3) == demo_tokens("torch", num_tokens=3)
+
+
+@pytest.mark.triton
+def test_longer_answers_of_the_demo_model_equal_those_of_torch() -> None:
+    assert demo_tokens("triton", num_tokens=32) == demo_tokens("torch", num_tokens=32)
+
+
+@pytest.mark.triton
+def test_tokens_with_int8_kv_equal_those_of_torch() -> None:
+    assert demo_tokens("triton", 8, "int8") == demo_tokens("torch", 8, "int8")
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("name", sorted(FAMILY_VARIANTS.keys() | RECURRENT))
+def test_tokens_of_each_family_equal_those_of_torch(name: str, family_runner: LoadRunner) -> None:
+    runners = [family_runner(name, dtype="float32", kernels=each) for each in ("triton", "torch")]
+
+    found, wanted = map(family_tokens, runners)
+
+    assert found == wanted
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "deepseek-v3", "llama4", "qwen3-next"])
+def test_logprobs_in_bfloat16_are_close_to_those_of_torch(
+    name: str, family_runner: LoadRunner
+) -> None:
+    runners = [family_runner(name, dtype="bfloat16", kernels=each) for each in ("triton", "torch")]
+
+    found, wanted = map(prompt_logprobs, runners)
+
+    assert len(found) == 39
+    assert (found - wanted).abs().median() < HALF_TOLERANCE
