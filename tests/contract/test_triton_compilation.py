@@ -1,0 +1,54 @@
+"""Triton kernels compile for NVIDIA GPUs, without one, and attention spills no registers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from baton.engine.runner.triton.availability import INTERPRETER_VARIABLE
+from tests.support.triton_parts import require_triton
+
+TOOL = "tools.report_triton_kernels"
+CAPABILITIES = [80, 90, 100]
+MAX_SHARED_BYTES = 99 * 1024  # of a program on the smallest of them: sm_86 and sm_89
+
+
+def compiled(folder: Path, *options: str) -> Sequence[dict[str, int | str]]:
+    """Return the resources of the compiled kernels."""
+    require_triton()
+    environment = os.environ | {"TRITON_CACHE_DIR": str(folder)}
+    environment.pop(INTERPRETER_VARIABLE, None)
+    command = [sys.executable, "-W", "ignore", "-m", TOOL, "--json", *options]
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    found: list[dict[str, int | str]] = json.loads(done.stdout)
+    return found
+
+
+def check_resources(found: Sequence[dict[str, int | str]]) -> None:
+    assert [each["name"] for each in found if each["stack_bytes"]] == []
+    assert max(int(each["shared_bytes"]) for each in found) <= MAX_SHARED_BYTES
+
+
+def test_attention_of_usual_heads_compiles_without_spills(tmp_path: Path) -> None:
+    found = compiled(tmp_path, "--capability", "90", "--only", "attention 128 bfloat16")
+
+    assert len(found) == 3
+    check_resources(found)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_every_kernel_compiles_without_spills(capability: int, tmp_path: Path) -> None:
+    found = compiled(tmp_path, "--capability", str(capability))
+
+    names = {str(each["name"]).split()[0] for each in found}
+    assert names == {
+        "rms_norm", "rope", "gate", "multiply_sigmoid", "add", "find_peaks", "write", "attention"
+    }  # fmt: skip
+    check_resources(found)
