@@ -164,7 +164,9 @@ def test_a_prompt_is_loaded_from_files_after_a_restart(model_file: Path, tmp_pat
     assert sum(finish.served.prompt_tokens_loaded.values()) >= 0.9 * finish.num_prompt_tokens
 
 
-def test_int8_numbers_speculation_and_pulls_give_the_tokens_of_one_engine(model_file: Path) -> None:
+def test_int8_kv_and_activations_speculation_and_pulls_give_the_tokens_of_one_engine(
+    model_file: Path,
+) -> None:
     prompt = long_text()
     sampling = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
     int8 = ("--kv-cache-dtype", "int8", "--activation-dtype", "int8")

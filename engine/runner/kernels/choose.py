@@ -68,15 +68,16 @@ def choose_parts(
         raise InvalidConfig(
             f"kernels 'native' support bfloat16 on the CPU, not {dtype} on {device}"
         )
-    if name in ("torch", "triton") or not fits:
-        if int8_activations:
-            raise InvalidConfig(
-                "--activation-dtype int8 needs the native kernels, which compute bfloat16 on the "
-                f"CPU, not {dtype} on {device} with kernels {name!r}"
-            )
-        if name == "triton":
-            require_triton(device)
-            return triton_parts()
+    is_native = fits and name in ("auto", "native")
+    if int8_activations and not is_native:
+        raise InvalidConfig(
+            "--activation-dtype int8 needs the native kernels, which compute bfloat16 on the CPU, "
+            f"not {dtype} on {device} with kernels {name!r}"
+        )
+    if name == "triton":
+        require_triton(device)
+        return triton_parts()
+    if not is_native:
         return TORCH
     try:
         return native_parts(int8_activations=int8_activations)

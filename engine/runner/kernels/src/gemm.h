@@ -1,4 +1,4 @@
-// The two formats of packed matrices. `linear.cpp` selects one by `PackedMatrix::bits`.
+// GEMMs with packed matrices, by format and by what the processor multiplies. `linear.cpp` selects.
 #pragma once
 
 #include "abi.h"
