@@ -14,6 +14,7 @@ from baton.checkpoint.gguf.family_fields import (
     deepseek,
     gemma,
     gemma3,
+    glm,
     glm4,
     glm4_moe,
     gpt_oss,
@@ -44,6 +45,7 @@ from baton.checkpoint.gguf.metadata_fields import (
     count_predictors,
     read_common_fields,
     read_floats,
+    read_head_dim,
     read_integer,
     read_integers,
 )
@@ -74,7 +76,11 @@ class Architecture:
             changes = {**changes, **_paired_heads(file)}
         num_layers = read_integer(file, "block_count")
         ignored = range(num_layers - count_predictors(file), num_layers)
-        return NameRules(self.layer_names, changes, self.norm_offset, ignored)
+        is_joined = "attn_qkv" not in self.layer_names and any(
+            ".attn_qkv." in name for name in file.tensors
+        )
+        joined = {"attn_qkv": _rows_of_heads(file)} if is_joined else {}
+        return NameRules(self.layer_names, changes, joined, self.norm_offset, ignored)
 
 
 def find_architecture(file: GgufFile) -> Architecture:
@@ -115,6 +121,15 @@ def _paired_heads(file: GgufFile) -> Changes:
     counts = read_integers(file, names)
     counts = {"attn_k": counts.get("attn_q", 0), **counts}
     return {name: Change(halves_from_pairs(int(str(count)))) for name, count in counts.items()}
+
+
+def _rows_of_heads(file: GgufFile) -> Mapping[str, int]:
+    """Return the number of rows of queries, keys and values that are joined in one tensor."""
+    names = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
+    counts, head_dim = read_integers(file, names), read_head_dim(file)
+    queries = int(str(counts.get("attn_q", 0))) * head_dim
+    keys = int(str(counts["attn_k"])) * head_dim if "attn_k" in counts else queries
+    return {"attn_q": queries, "attn_k": keys, "attn_v": keys}
 
 
 def _delta_changes(file: GgufFile) -> Changes:
@@ -215,6 +230,7 @@ POST_NORMS = {
 }
 POST_ATTENTION = {**LAYER_NAMES, "post_attention_norm": "post_attention_layernorm"}
 FUSED_MLP = {**LAYER_NAMES, "ffn_up": "mlp.gate_up_proj"}
+FUSED = {**FUSED_MLP, "attn_qkv": "self_attn.qkv_proj"}
 SHARED_EXPERT_NAMES = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
@@ -384,6 +400,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "olmo3": Architecture("Olmo3ForCausalLM", WINDOW, layer_names=POST_NORMS),
     "olmoe": Architecture("OlmoeForCausalLM", EXPERTS),
     "seed_oss": Architecture("SeedOssForCausalLM", more=biases, layer_names=POST_ATTENTION),
+    "chatglm": Architecture("GlmForCausalLM", more=glm, layer_names=FUSED_MLP),  # GLM-4 9B
     "glm4": Architecture(
         "Glm4ForCausalLM",
         more=glm4,
@@ -459,5 +476,5 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         norm_offset=1.0,
         changes=_tiled_changes,
     ),
-    "phi3": Architecture("Phi3ForCausalLM", more=phi3, layer_names=FUSED_MLP),
+    "phi3": Architecture("Phi3ForCausalLM", more=phi3, layer_names=FUSED),
 }

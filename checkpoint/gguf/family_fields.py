@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from baton.checkpoint.gguf.gguf_file import GgufFile
 from baton.checkpoint.gguf.metadata_fields import (
-    INTEGERS,
     Fields,
     count_predictors,
+    read_head_dim,
     read_integer,
-    read_integers,
     read_rope_scaling,
 )
 
@@ -21,7 +20,8 @@ MAVERICK_EXPERTS = 128
 
 
 def qkv_bias(file: GgufFile) -> Fields:
-    return {"attention_bias": "blk.0.attn_q.bias" in file.tensors}
+    names = ("blk.0.attn_q.bias", "blk.0.attn_qkv.bias")
+    return {"attention_bias": any(name in file.tensors for name in names)}
 
 
 def biases(file: GgufFile) -> Fields:
@@ -46,15 +46,16 @@ def gemma3(file: GgufFile) -> Fields:
 
 def partial_rotation(file: GgufFile) -> Fields:
     rotated = file.get(f"{file.architecture}.rope.dimension_count", int, 0)
-    fields = read_integers(file, INTEGERS)
-    heads, hidden = (int(str(fields[name])) for name in ("num_attention_heads", "hidden_size"))
-    head_dim = int(str(fields.get("head_dim", hidden // heads)))
-    return {"partial_rotary_factor": rotated / head_dim} if rotated else {}
+    return {"partial_rotary_factor": rotated / max(1, read_head_dim(file))} if rotated else {}
 
 
 def phi3(file: GgufFile) -> Fields:
     window = file.get("phi3.attention.sliding_window", int, 0)
     return {**partial_rotation(file), "sliding_window": window or None}
+
+
+def glm(file: GgufFile) -> Fields:
+    return {**glm4(file), "head_dim": read_head_dim(file)}
 
 
 def glm4(file: GgufFile) -> Fields:

@@ -159,6 +159,10 @@ class GgufTensors:
         if source.part is not None:
             size //= entry.shape[0]
             first += source.part * size
+        if source.rows is not None:
+            row_size = size // entry.shape[0]
+            first += source.rows.start * row_size
+            size = len(source.rows) * row_size
         return self._bytes[path][first : first + size]
 
     def _refuse(self, fault: str, names: set[str]) -> None:

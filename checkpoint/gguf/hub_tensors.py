@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from baton.checkpoint.gguf.gguf_file import GgufFile
 from baton.checkpoint.gguf.header import TensorEntry
@@ -18,6 +19,7 @@ MAX_PARTS = 1 << 14  # experts or heads of a layer
 
 Shape = tuple[int, ...]
 Order = Callable[[int], list[int]]  # of so many rows or columns
+Rows = Mapping[str, int]  # number of rows of each tensor, by its name
 
 
 def flat(shape: Shape) -> Shape:
@@ -64,7 +66,6 @@ LAYER_NAMES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
-    "attn_qkv": "self_attn.qkv_proj",
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
@@ -86,6 +87,7 @@ class NameRules:
 
     layer_names: Mapping[str, str] = field(default_factory=lambda: LAYER_NAMES)
     changes: Mapping[str, Change] = field(default_factory=dict)  # by the same names
+    joined: Mapping[str, Rows] = field(default_factory=dict)  # tensors that hold several of them
     norm_offset: float = 0.0  # that llama.cpp has added to the weights of norms
     ignored_layers: range = range(0)  # those that predict several tokens at once
 
@@ -99,15 +101,18 @@ class NameRules:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A tensor of a file, or one part of it: that of an expert or of a head."""
+    """A tensor of a file, or one part of it: that of an expert or of a head, or a range of rows."""
 
     entry: TensorEntry
     part: int | None = None
     is_transposed: bool = False
+    rows: range | None = None
 
     @property
     def shape(self) -> Shape:
         shape = self.entry.shape if self.part is None else self.entry.shape[1:]
+        if self.rows is not None:
+            shape = (len(self.rows), *shape[1:])
         return shape[::-1] if self.is_transposed else shape
 
 
@@ -199,11 +204,13 @@ def hub_tensors(file: GgufFile, rules: NameRules) -> dict[str, HubTensor]:
         layer, stem, kind = _split_name(entry.name)
         if entry.name in IGNORED or layer in rules.ignored_layers:
             continue
-        hub_name, change = _hub_name(file, entry, rules), rules.change_of(stem, kind)
-        place = places.get(stem, places.get(f"{stem}.{kind}", 0))
-        for name, source in _parts(file, entry, hub_name, change):
-            part = source.part or 0
-            found.setdefault(name, []).append((part, place, HubTensor((source,), change)))
+        for each, rows in _separated(file, entry, rules.joined.get(stem, {}), stem):
+            hub_name = _hub_name(file, entry, rules, (layer, each, kind))
+            change = rules.change_of(each, kind)
+            place = places.get(each, places.get(f"{each}.{kind}", 0))
+            for name, source in _parts(file, entry, hub_name, change, rows):
+                part = source.part or 0
+                found.setdefault(name, []).append((part, place, HubTensor((source,), change)))
     return {
         name: _joined(file, [tensor for _, _, tensor in sorted(each, key=lambda part: part[:2])])
         for name, each in found.items()
@@ -218,8 +225,29 @@ def _split_name(name: str) -> tuple[int | None, str, str]:
     return (layer, stem, kind) if stem else (layer, name, "")
 
 
-def _hub_name(file: GgufFile, entry: TensorEntry, rules: NameRules) -> str:
-    layer, stem, kind = _split_name(entry.name)
+def _separated(
+    file: GgufFile, entry: TensorEntry, parts: Rows, stem: str
+) -> list[tuple[str, range | None]]:
+    """Return the tensors that this one joins, each with its rows; or this one, with all."""
+    if not parts:
+        return [(stem, None)]
+    sizes = list(parts.values())
+    if min(sizes) < 1 or sum(sizes) != entry.shape[0]:
+        raise ModelError(
+            f"{file.path_of[entry.name]}: {entry.name!r} has {entry.shape[0]} rows; the metadata "
+            f"requires {' + '.join(map(str, sizes))}"
+        )
+    ends = accumulate(sizes)
+    return [
+        (name, range(end - size, end))
+        for (name, size), end in zip(parts.items(), ends, strict=True)
+    ]
+
+
+def _hub_name(
+    file: GgufFile, entry: TensorEntry, rules: NameRules, place: tuple[int | None, str, str]
+) -> str:
+    layer, stem, kind = place
     names = GLOBAL_NAMES if layer is None else rules.layer_names
     prefix = "" if layer is None else f"model.layers.{layer}."
     whole = f"{stem}.{kind}" if kind else stem
@@ -234,12 +262,12 @@ def _hub_name(file: GgufFile, entry: TensorEntry, rules: NameRules) -> str:
 
 
 def _parts(
-    file: GgufFile, entry: TensorEntry, hub_name: str, change: Change
+    file: GgufFile, entry: TensorEntry, hub_name: str, change: Change, rows: range | None
 ) -> Iterator[tuple[str, Source]]:
     """Yield a tensor, or its parts: those of experts under names of their own."""
     has_parts = "{expert}" in hub_name or change.is_by_head
     if not has_parts:
-        yield hub_name, Source(entry)
+        yield hub_name, Source(entry, rows=rows)
         return
     if len(entry.shape) < 2 or entry.shape[0] > MAX_PARTS:
         raise ModelError(

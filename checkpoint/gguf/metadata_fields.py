@@ -76,6 +76,14 @@ def read_integer(file: GgufFile, name: str) -> int:
     return file.require(f"{file.architecture}.{name}", int)
 
 
+def read_head_dim(file: GgufFile) -> int:
+    fields = read_integers(file, INTEGERS)
+    heads, hidden = (
+        int(str(fields.get(name, 0))) for name in ("num_attention_heads", "hidden_size")
+    )
+    return int(str(fields.get("head_dim", hidden // max(1, heads))))
+
+
 def read_rope_scaling(file: GgufFile) -> Fields:
     """Return how RoPE is scaled. Factors by dimension are tensors of their own."""
     prefix = f"{file.architecture}.rope.scaling"

@@ -51,6 +51,7 @@ NAMES = (
     "olmo3",
     "olmoe",
     "seed-oss",
+    "glm",
     "glm4",
 )
 PROMPT = prompt_of(57, seed=3)

@@ -33,10 +33,12 @@ ARCHITECTURES = {
     "Olmo3ForCausalLM": "olmo2",
     "OlmoeForCausalLM": "olmoe",
     "SeedOssForCausalLM": "seed_oss",
+    "GlmForCausalLM": "chatglm",
     "Glm4ForCausalLM": "glm4",
     "Qwen2MoeForCausalLM": "qwen2moe",
 }
 PAIRED = ("llama", "granite", "smollm3")  # llama.cpp stores the rows of rotated heads in pairs
+JOINED = ("chatglm",)  # llama.cpp stores queries, keys and values as one
 OFFSET_NORMS = ("gemma2", "gemma3")
 NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 3, 4, 6
 EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -59,7 +61,7 @@ def write_gguf(folder: Path, path: Path, kind: str = "F32", *, tokenizer: str = 
     _write_any_tokenizer(writer, folder, tokenizer, config["vocab_size"])
     stored: dict[str, Tensor] = {}
     names = gguf.get_tensor_name_map(find_arch(name), config["num_hidden_layers"])
-    for hub_name, tensor in sorted(with_stacked_experts(folder_tensors(folder)).items()):
+    for hub_name, tensor in sorted(_as_joined(name, folder_tensors(folder)).items()):
         target = names.get_name(hub_name, (".weight", ".bias"))
         if target is None:
             raise ValueError(f"gguf has no name for {hub_name}")
@@ -74,9 +76,8 @@ def write_gguf(folder: Path, path: Path, kind: str = "F32", *, tokenizer: str = 
             quantized = gguf.quants.quantize(numbers, stored_as)
             writer.add_tensor(target, quantized, raw_dtype=stored_as)
             back = gguf.quants.dequantize(quantized, stored_as)
-        stored |= _by_expert(
-            hub_name, _as_stored(name, config, hub_name, torch.tensor(back), reverse=True)
-        )
+        read_back = _as_stored(name, config, hub_name, torch.tensor(back), reverse=True)
+        stored |= _as_separate(name, config, hub_name, read_back)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -98,6 +99,37 @@ def with_stacked_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         experts.setdefault(EXPERT.sub(".experts.", name), []).append(tensors[name])
     others = {name: tensors[name] for name in tensors if not EXPERT.search(name)}
     return {**others, **{name: torch.stack(parts) for name, parts in experts.items()}}
+
+
+def _as_joined(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    joined = with_stacked_experts(tensors)
+    return with_joined_heads(joined) if name in JOINED else joined
+
+
+def _as_separate(name: str, config: Config, hub_name: str, tensor: Tensor) -> dict[str, Tensor]:
+    if name in JOINED and ".qkv_proj." in hub_name:
+        return _by_projection(config, hub_name, tensor)
+    return _by_expert(hub_name, tensor)
+
+
+def with_joined_heads(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return queries, keys and values of a layer as one tensor."""
+    joined = dict(tensors)
+    for name in tensors:
+        if ".q_proj." in name:
+            parts = [joined.pop(name.replace(".q_proj.", f".{each}_proj.")) for each in "qkv"]
+            joined[name.replace(".q_proj.", ".qkv_proj.")] = torch.cat(parts)
+    return joined
+
+
+def _by_projection(config: Config, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    keys = config["num_key_value_heads"] * head_dim
+    sizes = [config["num_attention_heads"] * head_dim, keys, keys]
+    return {
+        name.replace(".qkv_proj.", f".{each}_proj."): part.contiguous()
+        for each, part in zip("qkv", tensor.split(sizes), strict=True)
+    }
 
 
 def _by_expert(name: str, tensor: Tensor) -> dict[str, Tensor]:

@@ -39,6 +39,20 @@ def test_keys_and_values_of_a_head_follow_each_other() -> None:
     assert parts == [("attn_k_b", 0), ("attn_v_b", 0), ("attn_k_b", 1), ("attn_v_b", 1)]
 
 
+def test_joined_queries_keys_and_values_are_separated() -> None:
+    tensors = {"blk.0.attn_qkv.weight": (16, 8), "blk.0.attn_qkv.bias": (16,)}
+    fields = {"attention.head_count_kv": 1}
+
+    found = read_tensors(file_with("llama", tensors, **fields))
+
+    names = [f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv"]
+    rows = [found[name].sources[0].rows for name in names]
+    assert rows == [range(8), range(8, 12), range(12, 16)]
+    assert found[names[0]].shape == (8, 8)
+    assert found[names[0]].row_order() == [0, 2, 1, 3, 4, 6, 5, 7]
+    assert found[names[2].replace("weight", "bias")].shape == (4,)
+
+
 def test_rounds_of_heads_become_groups() -> None:
     order = groups_from_rounds(2, 6, first=1)
 
@@ -57,7 +71,8 @@ def test_rounds_of_heads_become_groups() -> None:
             "'blk.0.attn_v_b.weight' has the shape .*, which does not fit 'blk.0.attn_k_b.weight'",
         ),
         ("llama", {"blk.1.nextn.eh_proj.weight": (8, 8)}, "which Baton does not know"),
-        ("chatglm", {}, "has the architecture 'chatglm', which Baton does not read from GGUF"),
+        ("chatglm", {"blk.0.attn_qkv.weight": (23, 8)}, "has 23 rows; .* requires 8 \\+ 8 \\+ 8"),
+        ("bert", {}, "has the architecture 'bert', which Baton does not read from GGUF"),
     ],
 )
 def test_what_does_not_fit_is_refused(architecture: str, tensors: Shapes, match: str) -> None:
