@@ -15,7 +15,7 @@ from dataclasses import fields
 
 from baton.core.ids import RequestId
 from baton.core.output import Failure, FailureCause
-from baton.engine.errors import PassHookFailed
+from baton.engine.errors import PassHookFailed, PassSkipped
 from baton.engine.plan import Plan, RunResult
 from baton.engine.scheduler.scheduler import Scheduler
 
@@ -34,28 +34,35 @@ class Containment:
         self._scheduler = scheduler
         self._num_crashes_in_a_row = 0
 
-    def run(self, plan: Plan) -> RunResult:
+    def run(self, plan: Plan, collect: Callable[[], RunResult] | None = None) -> RunResult:
+        """Return the result of a plan. `collect` returns that of its pass, if it is launched."""
         try:
-            result = self._run_pass(plan)
+            result = self._run_pass(plan) if collect is None else collect()
         except PassHookFailed as failure:
             raise failure.root from None
+        except PassSkipped as skipped:
+            request_ids = tuple(self._scheduler.running_rows())
+            return self._run_in_parts(plan, [request_ids] if request_ids else [], skipped)
         except Exception as failure:
             rows = self._scheduler.running_rows()
-            if not rows:
+            # None may be left if the plan was made before the result of the one before it.
+            if not rows and not plan.num_scheduled_tokens:
                 raise
             log.exception(
                 "a pass over %d requests failed; running it again in parts",
                 len(plan.num_scheduled_tokens),
             )
-            return self._run_in_parts(plan, failure)
+            return self._run_in_parts(plan, _halves(tuple(rows)), failure)
         if plan.num_scheduled_tokens:
             self._num_crashes_in_a_row = 0
         return result
 
-    def _run_in_parts(self, plan: Plan, failure: Exception) -> RunResult:
+    def _run_in_parts(
+        self, plan: Plan, parts: list[Sequence[RequestId]], failure: Exception
+    ) -> RunResult:
+        """Run the rows of a plan again, the last part first. Splits those that fail."""
         rows, result = self._scheduler.running_rows(), RunResult()
         self._remove_rows((*plan.dropped, *rows), failure)
-        parts: list[Sequence[RequestId]] = _halves(tuple(rows))
         while parts:
             part = parts.pop()
             try:

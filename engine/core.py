@@ -5,16 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from baton.core.output import Output
 from baton.engine.containment import Containment
 from baton.engine.errors import EngineStopped
+from baton.engine.pass_thread import LaunchedPass, PassThread
 from baton.engine.plan import KvWorker, Plan, Runner, RunResult
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.step_observer import StepObserver, StepRecord
 from baton.kv_transfer.external_kv import ExternalKv
 from baton.kv_transfer.records import TransferRecord
 from baton.kv_transfer.types import NO_KV_ORDERS, NO_REPORTS, KvOrders, KvReports
+
+PROGRESS_INTERVAL_S = 0.001  # at which KV transfers are driven while a pass is computed
 
 
 class EngineCore:
@@ -30,6 +34,8 @@ class EngineCore:
         observers: Sequence[StepObserver] = (),
     ) -> None:
         self.scheduler = scheduler
+        self._passes = PassThread(runner) if scheduler.config.async_scheduling else None
+        self._ahead: tuple[Plan, LaunchedPass] | None = None
         self._runner = runner
         self._containment = Containment(self._run_pass, scheduler)
         self._kv_worker = kv_worker
@@ -59,15 +65,15 @@ class EngineCore:
 
     def _step(self) -> list[Output]:
         began_s = self._clock()
-        plan = self.scheduler.schedule(began_s)
-        scheduled_s = self._clock()
-        self._kv_worker.start(plan.kv_orders, scheduled_s)
-        if self._external is not None:
-            self._external.start(plan.kv_orders.external)
+        if self._ahead is None:
+            plan, launched = self.scheduler.schedule(began_s), None
+            scheduled_s = self._start_orders(plan)
+        else:
+            (plan, launched), self._ahead, scheduled_s = self._ahead, None, began_s
         ordered_s = self._clock()
         for observer in self._observers:
             observer.note_plan(plan, ordered_s)
-        run = self._containment.run(plan) if plan.concerns_runner else RunResult()
+        run = self._run(plan, launched)
         now = self._clock()  # the pass may have taken seconds
         reports = self._kv_worker.poll(now)
         if self._external is not None:
@@ -84,13 +90,53 @@ class EngineCore:
                 observer.note_end(step)
         return outputs
 
+    def _start_orders(self, plan: Plan) -> float:
+        """Start the KV orders of a plan. Returns the time before."""
+        now = self._clock()
+        self._kv_worker.start(plan.kv_orders, now)
+        if self._external is not None:
+            self._external.start(plan.kv_orders.external)
+        return now
+
+    def _run(self, plan: Plan, launched: LaunchedPass | None) -> RunResult:
+        if not plan.concerns_runner:
+            return RunResult()
+        if self._passes is None or plan.has_chunks:
+            return self._containment.run(plan)
+        launched = launched or self._passes.launch(plan)
+        self._launch_ahead(self._passes, launched)
+        return self._containment.run(plan, partial(self._collect, plan, launched))
+
+    def _launch_ahead(self, passes: PassThread, launched: LaunchedPass) -> None:
+        """Plan the next step, if it does not depend on the result of the pass, and launch it."""
+        plan = self.scheduler.schedule_ahead(self._clock())
+        if plan is not None:
+            self._start_orders(plan)
+            self._ahead = plan, passes.launch(plan, launched)
+
+    def _collect(self, plan: Plan, launched: LaunchedPass) -> RunResult:
+        began_s = self._clock()
+        while not launched.wait(PROGRESS_INTERVAL_S):
+            self._kv_worker.progress(self._clock())
+        result = launched.collect()
+        self._note_pass(plan, began_s)
+        return result
+
     def _run_pass(self, plan: Plan) -> RunResult:
         began_s = self._clock()
         result = self._runner.launch(plan).collect()
+        self._note_pass(plan, began_s)
+        return result
+
+    def _note_pass(self, plan: Plan, began_s: float) -> None:
         ended_s = self._clock()
         for observer in self._observers:
             observer.note_pass(plan, began_s, ended_s)
-        return result
+
+    def close(self) -> None:
+        """Wait for the passes that are launched. No step may follow."""
+        if self._passes is not None:
+            self._passes.close()
 
     def max_idle_s(self) -> float | None:
         """Return the time for which no step is needed unless an action is posted; None: no limit.
@@ -98,13 +144,16 @@ class EngineCore:
         After a step without progress, the next one makes none either until an action is posted or
         the KV worker has something to report.
         """
-        if self._made_progress:
+        if self._made_progress or self._ahead is not None:
             return 0.0
         return self._kv_worker.next_poll_s(self._clock())
 
 
 class NoKvWorker:
     """KV worker of an engine without KV transfer."""
+
+    def progress(self, now: float) -> None:
+        """Do nothing: nothing is in progress."""
 
     def start(self, orders: KvOrders, now: float) -> None:
         if orders != NO_KV_ORDERS:

@@ -134,6 +134,8 @@ class EngineThread:
                 self._failure = failure
             reason = f"the engine stopped: {failure!r}"
             self._fail_all(Failure(reason, FailureCause.ENGINE_STOPPED))
+        finally:
+            self._core.close()
 
     def _run_once(self) -> None:
         self._run_posted_actions()

@@ -29,6 +29,10 @@ class PassHookFailed(EngineError):
         self.root = root
 
 
+class PassSkipped(EngineError):
+    """A pass was launched after one that then failed, and was not run."""
+
+
 class OutOfOrder(EngineError):
     """An operation was out of order, such as a plan made before the last one was updated."""
 

@@ -84,6 +84,9 @@ class Plan:
     max_draft_tokens: int = 0
     kv_orders: KvOrders = NO_KV_ORDERS
     state_copies: StateCopies = field(default_factory=dict)
+    has_chunks: bool = False  # rows of prompts, or of what preempted requests compute again
+    # Runs beside the engine thread, which must not be told of its layers.
+    is_detached: bool = False
     # Repeats a part of a failed pass. The runner first removes all rows that the plan names,
     # known or not. No layer of KV is sent to a peer before the pass has ended.
     is_retry: bool = False
@@ -157,6 +160,10 @@ class KvWorker(Protocol):
     def start(self, orders: KvOrders, now: float) -> None: ...
 
     def poll(self, now: float) -> KvReports: ...
+
+    def progress(self, now: float) -> None:
+        """Drive transfers during a pass. `poll` reports what has ended."""
+        ...
 
     def next_poll_s(self, now: float) -> float | None:
         """Return the time until the next `poll` is needed; None: not before the engine is woken."""

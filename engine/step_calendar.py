@@ -24,6 +24,10 @@ class StepCalendar(Generic[Entry]):
         self.step += 1
         return self._entries.pop(self.step, [])
 
+    def next_entries(self) -> list[Entry]:
+        """Return the entries of the next step, which does not begin."""
+        return self._entries.get(self.step + 1, [])
+
     def add(self, step: int, entry: Entry) -> None:
         """Add an entry that is due in a later step."""
         self._entries.setdefault(step, []).append(entry)

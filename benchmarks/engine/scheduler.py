@@ -60,13 +60,13 @@ def measure_steps(
     num_running: int, num_waiting: int, num_prompt_tokens: int, *, kv_events: bool
 ) -> SchedulerStepCost:
     """Measure steps. With `kv_events`, the changes of the prefix cache are taken after each."""
-    scheduler = _fill(num_running, num_waiting, num_prompt_tokens, kv_events=kv_events)
+    scheduler = full_scheduler(num_running, num_waiting, num_prompt_tokens, kv_events=kv_events)
     schedule_s, update_s = [], []
     for _ in range(NUM_STEPS):
         before = thread_time()
         plan = scheduler.schedule(0.0)
         planned = thread_time()
-        result = _answer(plan)
+        result = answer(plan)
         answered = thread_time()
         scheduler.update(plan, result)
         scheduler.take_kv_events()
@@ -84,7 +84,7 @@ def measure_steps(
     )
 
 
-def _fill(
+def full_scheduler(
     num_running: int, num_waiting: int, num_prompt_tokens: int, *, kv_events: bool
 ) -> Scheduler:
     """Return a scheduler with `num_running` decoding and `num_waiting` queued requests."""
@@ -112,11 +112,12 @@ def _fill(
         scheduler.add(EngineRequest(RequestId(f"request-{number}"), prompt, sampling, seed=0))
     for _ in range(NUM_WARM_UP_STEPS):
         plan = scheduler.schedule(0.0)
-        scheduler.update(plan, _answer(plan))
+        scheduler.update(plan, answer(plan))
     if scheduler.stats().num_running != num_running:
         raise RuntimeError(f"not all run: {scheduler.stats()}")
     return scheduler
 
 
-def _answer(plan: Plan) -> RunResult:
+def answer(plan: Plan) -> RunResult:
+    """Give every request of a plan the same token."""
     return RunResult({request_id: [7] for request_id in plan.num_scheduled_tokens})

@@ -10,7 +10,7 @@ occasionally in half precision.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from mmap import mmap
 from typing import NamedTuple
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.core.ids import BlockId
+from baton.core.ids import BlockId, RequestId
 from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.plan import Pending, Plan, RunResult
 from baton.engine.runner.attention.kv_conversion import view_blocks, write_converted
@@ -83,6 +83,7 @@ class TorchRunner:
             PromptLogprobs(decoder),
             SamplingHead(decoder, self.sampler, info.vocab_size),
         )
+        self._failed: frozenset[RequestId] = frozenset()  # rows without a token in the last pass
         self._spec_decoder = None
         if speculation is not None:
             self._spec_decoder = SpecDecoder(batch, speculation, NgramProposer(speculation))
@@ -104,9 +105,12 @@ class TorchRunner:
         self._batch.apply(plan)
         if not plan.num_scheduled_tokens:
             return _LaunchedPass(self._drain)
-        step = self._batch.step(plan.num_scheduled_tokens, self._draft(plan), plan.state_copies)
+        scheduled = self._without_failed(plan)
+        if not scheduled:
+            return _LaunchedPass(self._drain)
+        step = self._batch.step(scheduled, self._draft(plan), plan.state_copies)
         with torch.inference_mode():
-            hidden_states = self._forward(step, plan.is_retry)
+            hidden_states = self._forward(step, self._fenced_hook(plan))
         self._batch.advance(step)
         return _LaunchedPass(partial(self._collect, step, hidden_states))
 
@@ -136,7 +140,24 @@ class TorchRunner:
             return NO_DRAFTS
         return self._spec_decoder.drafts(plan.num_scheduled_tokens, plan.max_draft_tokens)
 
-    def _forward(self, step: Step, is_retry: bool) -> HiddenStates:
+    def _without_failed(self, plan: Plan) -> Mapping[RequestId, int]:
+        """Return the scheduled tokens without rows that got no token in the last pass.
+
+        A plan contains them if it was made before the result of that pass was known.
+        """
+        failed, self._failed = self._failed, frozenset()
+        if not failed:
+            return plan.num_scheduled_tokens
+        failed -= {row.request_id for row in plan.started}  # a later request of the same id
+        scheduled = plan.num_scheduled_tokens
+        return {key: scheduled[key] for key in scheduled if key not in failed}
+
+    def _fenced_hook(self, plan: Plan) -> FencedHook | None:
+        if self.hook is None or plan.is_detached:
+            return None
+        return FencedHook(self.hook, self.fences, plan.is_retry)
+
+    def _forward(self, step: Step, hook: FencedHook | None) -> HiddenStates:
         """Launch the decoder. If no head needs all tokens, its last layer computes only some."""
         needs_all = any(head.needs_all_tokens(step) for head in self._heads)
         all_are_sampled = len(step.sampled) == len(step.token_ids)
@@ -151,7 +172,7 @@ class TorchRunner:
                 self._attention.begin(step.layout),
                 linear_attention,
             ),
-            None if self.hook is None else FencedHook(self.hook, self.fences, is_retry),
+            hook,
             None if needs_all else self._ends(step, ends, tensors.ends),
         )
         if not needs_all:
@@ -185,6 +206,7 @@ class TorchRunner:
             self._spec_decoder.note_results(step, hidden_states.sampled, result)
         for head in self._heads:
             head.commit()
+        self._failed = frozenset(result.failures)
         self.fences.drain()
         return result
 

@@ -121,6 +121,15 @@ class SchedulerConfig:
             parse=lambda step_ms: step_ms / 1e3 if step_ms else None,
         ),
     ] = None
+    async_scheduling: Annotated[
+        bool,
+        Option(
+            "Plan the next tokens of decoding requests while the model computes the ones before "
+            "them, on another thread. Saves time between passes on GPUs; not with speculation or "
+            "recurrent layers.",
+            BATCHING,
+        ),
+    ] = False
     num_lookahead_tokens: int = 0  # slots beyond the next token, for speculation
     kv_load_failure_policy: Annotated[
         LoadFailurePolicy,

@@ -48,6 +48,10 @@ class Batch:
         short.sort(key=BY_RANK)
         return short
 
+    def num_due_next(self) -> int:
+        """Return the number of decoding requests that need blocks for the next step, at most."""
+        return len(self._calendar.next_entries())
+
     def start_prefill(self, request: Request, num_tokens: int) -> None:
         self._start(request)
         self.prefilling[request.request_id] = request
@@ -68,11 +72,22 @@ class Batch:
         self._decode_tokens[request.request_id] = 1
         self._set_due(request, capacity, self._calendar.step + 1)
 
-    def grow(self, request: Request, block_ids: BlockTables, capacity: int) -> None:
+    def grow(
+        self, request: Request, block_ids: BlockTables, capacity: int, num_pending: int = 0
+    ) -> None:
+        """Add blocks of a decoding request, of which a pass computes `num_pending` tokens now."""
         # With speculation, a request can be due while its last block has room.
         if block_ids[0]:
             self._new_block_ids[request.request_id] = block_ids
-        self._set_due(request, capacity, self._calendar.step)
+        self._set_due(request, capacity, self._calendar.step - num_pending)
+
+    def decodes_after(self, num_pending: int) -> dict[RequestId, int]:
+        """Return the decodes of a plan, without those that so many more tokens end."""
+        return {
+            request_id: 1
+            for request_id, request in self.running.items()
+            if len(request.token_ids) + num_pending < request.max_num_tokens
+        }
 
     def remove(self, request: Request) -> None:
         request_id = request.request_id
@@ -89,8 +104,9 @@ class Batch:
         kv_orders: KvOrders,
         max_draft_tokens: int = 0,
         state_copies: StateCopies = NO_STATE_COPIES,
+        decodes: dict[RequestId, int] | None = None,  # None: of all requests that decode
     ) -> Plan:
-        num_scheduled_tokens = self._decode_tokens.copy()
+        num_scheduled_tokens = self._decode_tokens.copy() if decodes is None else decodes
         num_prompt_tokens = 0
         for request, num_tokens in self.chunks:
             num_scheduled_tokens[request.request_id] = num_tokens
@@ -103,6 +119,7 @@ class Batch:
             new_block_ids=self._new_block_ids,
             num_scheduled_tokens=num_scheduled_tokens,
             num_prompt_tokens=num_prompt_tokens,
+            has_chunks=bool(self.chunks),
             max_draft_tokens=max_draft_tokens,
             kv_orders=kv_orders,
             state_copies=state_copies,
@@ -118,6 +135,8 @@ class Batch:
 
     def _set_due(self, request: Request, capacity: int, step: int) -> None:
         """Record the first step from `step` on in which the request's tokens might not fit.
+
+        `step` is the one that computes the token after `num_computed_tokens`.
 
         A request advances by at most `num_slots_per_decode` per step. Without speculation the
         step is exact; with it, the request may be checked early. A request that has all the

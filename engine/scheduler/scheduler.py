@@ -1,11 +1,13 @@
 """The scheduler: turns requests into plans, and results of plans into outputs.
 
 Pure: it owns the requests and their block tables, and depends on no torch, clock, network or
-thread. Each plan must be updated with its result before the next one is made.
+thread. Each plan must be updated with its result before the next one is made, except by
+`schedule_ahead`.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection
 
 from baton.core.exclusions import Feature, check_exclusions
@@ -46,9 +48,10 @@ class Scheduler:
         self.config = config
         self.cache_config = cache_config
         self._state = SchedulerState(config, cache_config, external, pulls)
-        self._planner = StepPlanner(self._state)
+        self._planner = StepPlanner(self._state, has_state=cache_config.layout.has_state)
         self._output_processor = OutputProcessor(self._state)
-        self._plan: Plan | None = None  # the plan that awaits its result
+        self._plans: deque[Plan] = deque()  # those that await their results: at most two
+        self._began_s = 0.0  # the first one of them
 
     # --- requests -----------------------------------------------------------------
 
@@ -113,11 +116,26 @@ class Scheduler:
 
     def schedule(self, now: float) -> Plan:
         """Plan the next step. The plan is empty if all requests wait for KV or for blocks."""
-        if self._plan is not None:
+        if self._plans:
             raise OutOfOrder("the last plan was not updated with its result")
+        self._state.now_s = self._began_s = now
+        self._plans.append(self._planner.plan())
+        return self._plans[0]
+
+    def schedule_ahead(self, now: float) -> Plan | None:
+        """Plan the step after the pending plan, which contains only decodes: each gets a token.
+
+        None: its result must come first. The runner must run the plans one after the other. If a
+        request ends in the first one, its result in the second one is ignored. Its blocks are free
+        at once: until the second plan is updated, only passes after it can get them.
+        """
+        if len(self._plans) != 1:
+            raise OutOfOrder("no single plan awaits its result")
         self._state.now_s = now
-        self._plan = self._planner.plan()
-        return self._plan
+        plan = self._planner.plan_ahead()
+        if plan is not None:
+            self._plans.append(plan)
+        return plan
 
     def update(
         self,
@@ -127,12 +145,15 @@ class Scheduler:
         now: float | None = None,
     ) -> list[Output]:
         """Apply the result of a plan. Without `now`, the time is that of the plan."""
-        if plan is not self._plan:
+        if not self._plans or plan is not self._plans[0]:
             raise OutOfOrder("this plan is not the one that awaits its result")
-        self._plan = None
+        self._plans.popleft()
         if now is not None:
-            self._planner.budget.record_step(now - self._state.now_s)
+            self._planner.budget.record_step(now - self._began_s)
             self._state.now_s = now
+        if self._plans:
+            self._planner.budget.begin_step(len(self._plans[0].num_scheduled_tokens))
+            self._began_s = self._state.now_s
         # KV reports first: no order may follow for a hand-off that is reported as over.
         self._output_processor.settle_kv(kv)
         self._output_processor.settle_run(run)

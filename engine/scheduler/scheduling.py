@@ -8,6 +8,7 @@ waiting requests.
 
 from __future__ import annotations
 
+from baton.engine.errors import OutOfOrder
 from baton.engine.plan import BlockTables, Plan
 from baton.engine.scheduler.admission import AdmissionRules, Refusal
 from baton.engine.scheduler.prompt_budget import PromptBudget
@@ -19,10 +20,11 @@ from baton.engine.scheduler.urgency import preempt_for
 class StepPlanner:
     """Plans steps: changes the scheduler's state and returns a Plan for the runner."""
 
-    def __init__(self, state: SchedulerState) -> None:
+    def __init__(self, state: SchedulerState, *, has_state: bool) -> None:
         self._state = state
         self._config = state.config
         self._num_slots_per_decode = state.config.num_slots_per_decode
+        self._has_state = has_state
         self.budget = PromptBudget(state.config)
         self._admission = AdmissionRules(state, self.budget)
         self.is_cut_short = False  # the last plan left requests for the next one to look up
@@ -50,6 +52,43 @@ class StepPlanner:
             self._schedule_waiting()
         self._spend_leftover(can_admit)
         return self._take_plan()
+
+    def plan_ahead(self) -> Plan | None:
+        """Plan the decodes after those of the pending plan, whose tokens are not known yet.
+
+        Returns None, changing nothing, if the next step may do more than that.
+        """
+        self._state.stop_overdue_waits()
+        decodes = self._state.batch.decodes_after(1) if self._can_plan_ahead() else {}
+        if not decodes:
+            return None
+        self._state.arrivals.stores.store_new()
+        for request in self._state.batch.begin_step():
+            self._grow_ahead(request)
+        return self._state.batch.take_plan(self._state.arrivals.orders.take(), decodes=decodes)
+
+    def _can_plan_ahead(self) -> bool:
+        state, batch = self._state, self._state.batch
+        # A pass with draft tokens or recurrent states depends on the result of the one before it.
+        if self._num_slots_per_decode > 1 or self._has_state:
+            return False
+        if batch.chunks or batch.prefilling or len(state.waiting) > state.waiting.num_followers:
+            return False
+        if len(state.ready) and len(batch) < self._config.max_num_seqs:
+            return False
+        num_blocks = batch.num_due_next() * state.cache.num_groups
+        return num_blocks <= state.cache.pool.num_free
+
+    def _grow_ahead(self, request: Request) -> None:
+        """Allocate the block that a token after the pending one needs. It must be free."""
+        cache = self._state.cache
+        cache.register(request.kv)
+        cache.release_unseen(request.kv)
+        num_slots = min(request.kv.num_computed_tokens + 2, request.max_num_slots)
+        added = cache.grow(request.kv, num_slots)
+        if added is None:
+            raise OutOfOrder(f"there are too few blocks for {request.request_id}")
+        self._state.batch.grow(request, added, cache.capacity(request.kv), num_pending=1)
 
     def _preempt_for_head(self) -> None:
         """Preempt running requests for a more urgent head that the last step left waiting."""

@@ -234,13 +234,14 @@ NO_TOKEN = 10**6  # beyond the vocabulary: the embedding has no such row
 CHUNK = 24
 
 
-def engine_of(runner: TorchRunner) -> EngineCore:
+def engine_of(runner: TorchRunner, *, async_scheduling: bool = False) -> EngineCore:
     """Return an engine whose limits never restrict the runner."""
     config = SchedulerConfig(
         max_num_seqs=8,
         max_num_batched_tokens=CHUNK,
         max_model_len=runner.info.max_model_len,
         num_lookahead_tokens=runner.speculation.num_tokens if runner.speculation else 0,
+        async_scheduling=async_scheduling,
     )
     cache = CacheConfig(NUM_BLOCKS, BLOCK_SIZE, enable_prefix_caching=False)
     return EngineCore(Scheduler(config, cache), runner, NoKvWorker())
@@ -253,6 +254,7 @@ def answers(engine: EngineCore, requests: list[EngineRequest]) -> dict[str, list
     while engine.scheduler.has_work:
         for output in engine.step():
             found.setdefault(output.request_id, []).append(output)
+    engine.close()
     engine.scheduler.check()
     return found
 
@@ -296,6 +298,30 @@ def test_a_pass_failed_by_one_request_is_repeated_without_it(
         assert [one and one.token_id for one in reported] == [
             one and one.token_id for one in prompt_logprobs_in(outputs)
         ]
+
+
+def test_asynchronous_scheduling_changes_no_output(poisoned_folder: Path) -> None:
+    """Requests end in different steps, by length, by a stop token, and by NaN while they decode."""
+    some = SamplingParams(max_tokens=20, temperature=0.8, top_p=0.9, ignore_eos=True)
+    samplings = (
+        replace(some, stop_token_ids=tuple(range(0, POISON, 9))),
+        replace(some, repetition_penalty=1.3, frequency_penalty=0.5, logprobs=2),
+        replace(some, temperature=0.0, min_tokens=3, max_tokens=4),
+        replace(some, allowed_token_ids=(POISON,)),
+    )
+    requests = [
+        EngineRequest(RequestId(str(n)), (5, 6 + n, 7), replace(sampling), seed=n)
+        for n, sampling in enumerate(samplings)
+    ]
+    with load(poisoned_folder) as runner:
+        expected = answers(engine_of(runner), requests)
+        found = answers(engine_of(runner, async_scheduling=True), requests)
+
+    failure = found["3"][-1].failure
+    assert failure is not None
+    assert NOT_FINITE in failure.reason
+    assert len(found["3"]) == 2
+    assert found == expected
 
 
 def test_a_retry_keeps_its_layers_until_the_pass_has_ended(folder: Path) -> None:

@@ -89,6 +89,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         enable_prefix_caching=st.booleans(),
         has_external=st.booleans(),
         prices=st.sampled_from([None, None, (0.01, 0.001), (0.01, 0.2), (0.001, 5.0)]),
+        runs_ahead=st.booleans(),
     )
     def start(
         self,
@@ -100,6 +101,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         enable_prefix_caching: bool,
         has_external: bool,
         prices: tuple[float, float] | None,
+        runs_ahead: bool,
     ) -> None:
         self.world = EngineWorld(
             replace(config, num_lookahead_tokens=0) if num_state_blocks else config,
@@ -110,6 +112,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_prefix_caching=enable_prefix_caching,
             chance=random.Random(0),
             external_chance=random.Random(0) if has_external else None,
+            runs_ahead=runs_ahead,
         )
         if has_external and prices is not None:
             errors = random.Random(1)

@@ -18,7 +18,7 @@ from baton.core.output import FinishReason, Output
 from baton.core.request import EngineRequest, PrefixSource, ReceiveKv
 from baton.core.sampling import SamplingParams
 from baton.engine.containment import Containment
-from baton.engine.errors import PassHookFailed
+from baton.engine.errors import PassHookFailed, PassSkipped
 from baton.engine.events import KvEvent
 from baton.engine.kv_arrival.pulls import PullConfig
 from baton.engine.kv_cache.block_names import (
@@ -76,7 +76,7 @@ class Receipt:
 
 
 class _Strict:
-    """Containment that re-raises all errors except injected crashes."""
+    """Runner that reports all errors except injected crashes as faults of the engine."""
 
     def __init__(self, runner: FakeRunner) -> None:
         self._runner = runner
@@ -88,6 +88,36 @@ class _Strict:
             raise
         except Exception as bug:
             raise PassHookFailed(bug) from bug
+
+
+class _LaunchedPass:
+    """Pass that runs when it must, or earlier, after the pass before it and unless that fails."""
+
+    def __init__(self, runner: _Strict, plan: Plan, after: _LaunchedPass | None) -> None:
+        self.plan = plan
+        self._runner = runner
+        self._after = after
+        self._result: RunResult | None = None
+        self._error: Exception | None = None
+
+    def run(self) -> Exception | None:
+        """Run it, unless that has been done. Returns the error, if any."""
+        if self._result is None and self._error is None:
+            try:
+                if self._after is not None and self._after.run() is not None:
+                    raise PassSkipped("the pass before it has failed")
+                self._result = self._runner.run(self.plan)
+            except Exception as error:  # noqa: BLE001 - `collect` raises it
+                self._error = error
+            self._after = None
+        return self._error
+
+    def collect(self) -> RunResult:
+        self.run()
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
 
 
 class EngineWorld:
@@ -105,7 +135,12 @@ class EngineWorld:
         chance: random.Random | None = None,
         external_chance: random.Random | None = None,  # None: without an external KV cache
         external_fails: bool = True,
+        runs_ahead: bool = False,  # plans the next step before the result of a pass is known
     ) -> None:
+        self.runs_ahead = runs_ahead
+        self._ahead: _LaunchedPass | None = None
+        self._pass_chance = random.Random(0)  # of whether a pass runs early
+        self.num_ahead = 0  # plans that were made so
         self.config = config or SchedulerConfig()
         self.specs = tuple(group.spec for group in groups)
         self.num_state_blocks = num_state_blocks
@@ -134,7 +169,8 @@ class EngineWorld:
             self.config.max_model_len,
             chance or random.Random(0),
         )
-        self.containment = Containment(_Strict(self.runner).run, self.scheduler)
+        self._passes = _Strict(self.runner)
+        self.containment = Containment(self._passes.run, self.scheduler)
         self.wire = FakeWire(self.kv, VOCAB_SIZE, self.specs, num_state_blocks)
         self.receipts: dict[RequestId, Receipt] = {}
         self.cached = CachedPrefixes()
@@ -281,14 +317,12 @@ class EngineWorld:
     # --- the engine ---------------------------------------------------------------
 
     def step(self) -> Plan:
-        plan = self.scheduler.schedule(self.now_s)
-        self._check_waits()
-        self.wire.start(plan.kv_orders)
-        self.wire.misbehave()
-        if self._connector is not None and self.external is not None:
-            self._connector.start(plan.kv_orders.external)
-            self.external.misbehave()
-        run = self.containment.run(plan)
+        launched = self._ahead or self._launch(self.scheduler.schedule(self.now_s))
+        plan, self._ahead = launched.plan, None
+        next_plan = self.scheduler.schedule_ahead(self.now_s) if self.runs_ahead else None
+        if next_plan is not None:
+            self._ahead = self._launch_ahead(next_plan, launched)
+        run = self.containment.run(plan, launched.collect)
         if plan.num_scheduled_tokens and not run.failures:
             self._forget_ended_crashes()
         reports = self.wire.poll()
@@ -303,6 +337,22 @@ class EngineWorld:
         self._check_limits(plan, run)
         self._check_rest(plan, reports != KvReports())
         return plan
+
+    def _launch_ahead(self, plan: Plan, after: _LaunchedPass) -> _LaunchedPass:
+        self.num_ahead += 1
+        launched = self._launch(plan, after)
+        if self._pass_chance.random() < 0.5:
+            launched.run()
+        return launched
+
+    def _launch(self, plan: Plan, after: _LaunchedPass | None = None) -> _LaunchedPass:
+        self._check_waits()
+        self.wire.start(plan.kv_orders)
+        self.wire.misbehave()
+        if self._connector is not None and self.external is not None:
+            self._connector.start(plan.kv_orders.external)
+            self.external.misbehave()
+        return _LaunchedPass(self._passes, plan, after)
 
     def _forget_ended_crashes(self) -> None:
         """Forget the crashes of requests that have ended: a pass without any is between them."""
@@ -352,7 +402,8 @@ class EngineWorld:
     def run_to_end(self, max_steps: int = 2000) -> None:
         """Run until all requests have ended, and check that all blocks are free."""
         for _ in range(max_steps):
-            if is_idle(self.scheduler) and not self.wire.open_requests():
+            is_all_done = is_idle(self.scheduler) and self._ahead is None
+            if is_all_done and not self.wire.open_requests():
                 break
             self.wire.settle()
             if self.step() == Plan() and self._token_s is not None:

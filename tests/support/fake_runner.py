@@ -234,6 +234,7 @@ class FakeRunner(SynchronousRunner):
     _num_drafts_left: int = 0  # in this step
     _rows: dict[RequestId, _Row] = field(default_factory=dict)
     _forgotten: set[RequestId] = field(default_factory=set)  # after a pass that failed
+    _failed: set[RequestId] = field(default_factory=set)  # they got no token in the last pass
 
     def run(self, plan: Plan) -> RunResult:
         result = RunResult()
@@ -265,9 +266,12 @@ class FakeRunner(SynchronousRunner):
         return result
 
     def _run_rows(self, plan: Plan, result: RunResult) -> None:
-        written = self._state_written_by(plan)
+        written, failed = self._state_written_by(plan), self._failed
+        self._failed = set()
         try:
             for request_id, num_tokens in plan.num_scheduled_tokens.items():
+                if request_id in failed:  # the scheduler did not know that
+                    continue
                 snapshots = plan.state_copies.get(request_id, ())
                 self._run_row(self._rows[request_id], num_tokens, snapshots, result)
         except Crash:
@@ -301,6 +305,7 @@ class FakeRunner(SynchronousRunner):
             self.failing.discard(request_id)
             self._spoil(row, range(end - num_tokens, end))
             self._spoil_state(row, snapshots)
+            self._failed.add(request_id)
             result.failures[request_id] = Failure("the logits are not finite")
             return
         num_drafts = self._num_drafts(row, num_tokens)

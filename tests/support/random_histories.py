@@ -41,13 +41,15 @@ def run_history(seed: int) -> EngineWorld:
     """Run one history to its end. Raises at the first violated invariant."""
     chance = random.Random(seed)
     pulls = random.Random(seed) if seed % 3 == 0 else None
+    runs_ahead = bool(seed & 4)
     groups, num_state_blocks = draw_groups(chance), chance.choice([0, 0, 1, 2, 3])
+    num_state_blocks = 0 if runs_ahead and seed & 8 else num_state_blocks
     num_blocks = chance.randint(5, 16) * len(groups) - chance.randrange(len(groups))
     # Some caches hold little more than the state of one request.
     num_blocks += num_state_blocks * chance.choice([3, 3, 6, 12])
     evictions = random.Random(seed) if seed % 2 else None
     world = EngineWorld(
-        draw_config(chance, has_state=num_state_blocks > 0),
+        draw_config(chance, can_draft=not (num_state_blocks or (runs_ahead and seed & 8))),
         num_blocks=num_blocks,
         groups=groups,
         num_state_blocks=num_state_blocks,
@@ -55,6 +57,7 @@ def run_history(seed: int) -> EngineWorld:
         enable_prefix_caching=chance.random() < 0.8 or pulls is not None,
         chance=chance,
         external_chance=evictions,
+        runs_ahead=runs_ahead,
     )
     world.wire.num_proved_if_revoked = seed % 4
     roles = chance.choice([("local",), ("receives",), ("sends",), ALL_ROLES, ALL_ROLES])
@@ -165,10 +168,10 @@ def _distinct_prompt(number: int, length: int) -> list[int]:
     return (digits * length)[:2] + [(number + place) % VOCAB_SIZE for place in range(length - 2)]
 
 
-def draw_config(chance: random.Random, *, has_state: bool = False) -> SchedulerConfig:
+def draw_config(chance: random.Random, *, can_draft: bool = True) -> SchedulerConfig:
     threshold = chance.choice([0, 0, 2, 5])
     max_num_seqs = chance.randint(1, 6)
-    num_lookahead_tokens = 0 if has_state else chance.choice([0, 0, 0, 1, 3, 6])
+    num_lookahead_tokens = chance.choice([0, 0, 0, 1, 3, 6]) if can_draft else 0
     return SchedulerConfig(
         max_num_batched_tokens=max_num_seqs + chance.choice([0, 1, 3, 8, 40]),
         max_num_seqs=max_num_seqs,
@@ -209,7 +212,7 @@ def act(
         partial(_add, roles=roles, pulls=pulls): 4,
         partial(_continue, roles=roles, pulls=pulls): 1.5,
         **({} if pulls is None else {_request_blocks: 2}),
-        _step: 12,
+        _step: 40 if world.runs_ahead else 12,
         _abort: 0.6,
         _wire_in: 4,
         _wire_out: 2,

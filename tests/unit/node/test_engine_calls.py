@@ -14,9 +14,9 @@ from baton.core.errors import InvalidRequest
 from baton.core.ids import HandoffId, NodeId, Peer, RequestId
 from baton.core.output import Output
 from baton.core.request import EngineRequest, ReceiveKv
+from baton.engine.core import NoKvWorker
 from baton.engine.engine_thread import EngineThread
 from baton.engine.scheduler.config import LoadFailurePolicy
-from baton.kv_transfer.records import TransferRecord
 from baton.kv_transfer.types import KvOrders, KvReports, Lost
 from baton.node.engine_calls import EngineCalls, NodeChanges
 from baton.rpc.errors import KvLoadFailed, RequestIdInUse
@@ -93,7 +93,7 @@ def test_an_id_in_use_is_refused_and_the_running_request_continues() -> None:
     assert sum(len(output.token_ids) for output in outputs) == LONG
 
 
-class LosesAll:
+class LosesAll(NoKvWorker):
     """KV worker that loses every receive."""
 
     def __init__(self) -> None:
@@ -106,12 +106,6 @@ class LosesAll:
         lost, self._lost = tuple(self._lost), []
         failed = tuple(Lost(handoff_id, "the peer is gone") for handoff_id in lost)
         return KvReports(failed_recving=failed, released=lost)
-
-    def next_poll_s(self, now: float) -> float | None:
-        return None
-
-    def take_records(self) -> tuple[TransferRecord, ...]:
-        return ()
 
 
 def test_without_recomputation_a_lost_prompt_fails_as_retryable() -> None:

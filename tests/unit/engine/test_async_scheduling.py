@@ -1,0 +1,225 @@
+"""Asynchronous scheduling: the next decodes are planned while a pass is computed."""
+
+from __future__ import annotations
+
+import random
+import threading
+from dataclasses import replace
+
+import pytest
+
+from baton.core.ids import RequestId
+from baton.core.output import FinishReason
+from baton.core.sampling import SamplingParams
+from baton.engine.core import EngineCore, NoKvWorker
+from baton.engine.errors import OutOfOrder, PassSkipped
+from baton.engine.kv_cache.config import CacheConfig
+from baton.engine.pass_thread import PassThread
+from baton.engine.plan import Plan, RunResult
+from baton.engine.scheduler.config import SchedulerConfig
+from baton.engine.scheduler.scheduler import Scheduler
+from tests.support.engine_world import EngineWorld
+from tests.support.engines import VOCAB_SIZE, an_engine_request
+from tests.support.fake_runner import (
+    CrashPlace,
+    FakeRunner,
+    KvTensor,
+    SynchronousRunner,
+    run_plan,
+    tokens_alone,
+)
+
+ASYNC = SchedulerConfig(max_num_seqs=8, vocab_size=VOCAB_SIZE, async_scheduling=True)
+PATIENCE_S = 30
+
+
+def world(config: SchedulerConfig | None = None, num_state_blocks: int = 0) -> EngineWorld:
+    return EngineWorld(config, num_state_blocks=num_state_blocks, runs_ahead=True)
+
+
+def an_engine(runner: SynchronousRunner, worker: NoKvWorker | None = None) -> EngineCore:
+    scheduler = Scheduler(ASYNC, CacheConfig(num_blocks=64, block_size=4))
+    return EngineCore(scheduler, runner, worker or NoKvWorker())
+
+
+def a_fake() -> FakeRunner:
+    return FakeRunner(KvTensor(64, 4), VOCAB_SIZE)
+
+
+def tokens_of(engine: EngineCore, num_requests: int) -> dict[str, list[int]]:
+    """Run requests to their end."""
+    for number in range(num_requests):
+        engine.scheduler.add(an_engine_request(str(number), prompt=(1, number), max_tokens=9))
+    found: dict[str, list[int]] = {str(number): [] for number in range(num_requests)}
+    while engine.scheduler.request_ids():
+        for output in engine.step():
+            found[output.request_id] += output.token_ids
+    engine.close()
+    engine.scheduler.check()
+    return found
+
+
+def test_all_decodes_but_the_first_and_the_last_are_planned_ahead() -> None:
+    it = world()
+    it.add(6, max_tokens=9)
+
+    it.run_to_end()
+
+    # The prompt's pass gives a token, and then the first decode, which is planned when it is known.
+    assert it.num_ahead == 7
+
+
+@pytest.mark.parametrize("config", [SchedulerConfig(num_lookahead_tokens=2), None])
+def test_passes_that_depend_on_the_result_before_them_are_not_planned_ahead(
+    config: SchedulerConfig | None,
+) -> None:
+    it = world(config, num_state_blocks=0 if config else 1)
+    it.add(6, max_tokens=9)
+
+    it.run_to_end()
+
+    assert it.num_ahead == 0
+
+
+def test_a_new_request_is_not_delayed_by_plans_ahead() -> None:
+    it = world()
+    it.add(6, max_tokens=30)
+    for _ in range(4):
+        it.step()
+
+    late = it.add(7)
+
+    assert late not in it.step().num_scheduled_tokens  # planned before it came
+    assert late in it.step().num_scheduled_tokens
+
+
+def test_a_token_after_the_end_of_a_request_is_never_seen() -> None:
+    it = world()
+    answer = tokens_alone(tuple(range(6)), 0, 12, 11)
+    stop = answer[4]
+    it.add(6, sampling=SamplingParams(max_tokens=12, stop_token_ids=(stop,)))
+
+    it.run_to_end()
+
+    (receipt,) = it.receipts.values()
+    assert receipt.finish_reason is FinishReason.STOP
+    assert receipt.token_ids == answer[: answer.index(stop) + 1]
+    assert it.runner.num_computed[RequestId("r0")] == 6 + len(receipt.token_ids)
+
+
+def test_an_aborted_request_in_flight_ends_at_once() -> None:
+    it = world()
+    name = it.add(6, max_tokens=30)
+    for _ in range(4):
+        it.step()
+
+    it.abort(name)
+    it.step()
+
+    assert it.finish_reason(name) is FinishReason.ABORT
+    it.run_to_end()
+
+
+def test_a_second_plan_needs_a_first_one() -> None:
+    scheduler = Scheduler(ASYNC, CacheConfig(num_blocks=64, block_size=4))
+
+    with pytest.raises(OutOfOrder, match="no single plan"):
+        scheduler.schedule_ahead(0.0)
+
+
+def test_an_engine_with_a_pass_thread_gives_the_same_tokens() -> None:
+    found = tokens_of(an_engine(a_fake()), 5)
+
+    for number in range(5):
+        assert found[str(number)] == tokens_alone((1, number), 0, 9, VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("place", CrashPlace)
+def test_a_request_that_fails_passes_ends_alone(place: CrashPlace) -> None:
+    runner = a_fake()
+    runner.crashing = {RequestId("3"): place}
+
+    found = tokens_of(an_engine(runner), 5)
+
+    assert found.pop("3") == []
+    for name, token_ids in found.items():
+        assert token_ids == tokens_alone((1, int(name)), 0, 9, VOCAB_SIZE)
+
+
+class FailsInDecode(FakeRunner):
+    """Runner of which one decode fails, as by a temporary lack of memory."""
+
+    num_decodes = 0
+
+    def run(self, plan: Plan) -> RunResult:
+        self.num_decodes += plan.is_detached
+        if self.num_decodes == 3:
+            self.num_decodes += 1
+            raise MemoryError
+        return super().run(plan)
+
+
+def test_passes_after_one_that_failed_are_run_again() -> None:
+    found = tokens_of(an_engine(FailsInDecode(KvTensor(64, 4), VOCAB_SIZE)), 2)
+
+    for name, token_ids in found.items():
+        assert token_ids == tokens_alone((1, int(name)), 0, 9, VOCAB_SIZE)
+
+
+class WaitsInDecode(FakeRunner):
+    """Runner whose decodes wait until the engine drives transfers."""
+
+    may_end = threading.Event()
+
+    def run(self, plan: Plan) -> RunResult:
+        if plan.is_detached:
+            assert self.may_end.wait(PATIENCE_S)
+        return super().run(plan)
+
+
+def test_the_next_step_is_planned_and_transfers_go_on_while_a_pass_is_computed() -> None:
+    class Worker(NoKvWorker):
+        def progress(self, now: float) -> None:
+            num_plans.append(len(engine.scheduler._plans))
+            runner.may_end.set()
+
+    num_plans: list[int] = []
+    runner = WaitsInDecode(KvTensor(64, 4), VOCAB_SIZE)
+    engine = an_engine(runner, Worker())
+
+    tokens_of(engine, 1)
+
+    assert num_plans[0] == 2
+
+
+def test_a_pass_after_one_that_failed_is_skipped() -> None:
+    runner = a_fake()
+    runner.crashing = {RequestId("a"): CrashPlace.START}
+    it = world()
+    it.add(6, request_id="a")
+    plan = it.step()
+    passes = PassThread(runner)
+
+    first = passes.launch(plan)
+    second = passes.launch(replace(plan, started=()), after=first)
+
+    with pytest.raises(PassSkipped):
+        second.collect()
+    passes.close()
+    assert first.has_failed
+    assert run_plan(runner, Plan()) == RunResult()
+
+
+def test_histories_with_and_without_plans_ahead_give_the_same_tokens() -> None:
+    for seed in range(20):
+        answers = []
+        for runs_ahead in (False, True):
+            chance = random.Random(seed)
+            it = EngineWorld(num_blocks=12, block_size=2, runs_ahead=runs_ahead)
+            for _ in range(30):
+                if chance.random() < 0.2:
+                    it.add(chance.randint(1, 8), max_tokens=chance.randint(1, 9))
+                it.step()
+            it.run_to_end()
+            answers.append({name: it.tokens(name) for name in it.receipts})
+        assert answers[0] == answers[1]
