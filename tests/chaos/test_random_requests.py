@@ -31,6 +31,7 @@ NUM_CLIENTS = 8
 ANSWERS_PER_KILL = 20
 MAX_MODEL_LEN = 1024
 SPECULATION = ("--speculative", "ngram:4")
+ASYNC = ("--async-scheduling",)
 NODE = ("--kv-cache-memory", "8MiB", "--threads", "1", "--max-num-seqs", "32")
 
 FORMS = (
@@ -144,7 +145,7 @@ def _answers_of(llm: LLM, requests: Sequence[RandomRequest]) -> list[list[Comple
             False,
             id="colocated-speculation",
         ),
-        pytest.param(ClusterOptions(MODEL, node_arguments=NODE), False, id="1P1D"),
+        pytest.param(ClusterOptions(MODEL, node_arguments=NODE + ASYNC), False, id="1P1D-async"),
         pytest.param(
             ClusterOptions(MODEL, 2, 2, node_arguments=NODE + SPECULATION),
             True,
