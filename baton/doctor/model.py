@@ -95,16 +95,15 @@ def _room(
     kv_cache_dtype: str,
 ) -> Iterator[Finding]:
     """Compare the memory that weights and KV take, and the longest request, with what there is."""
-    import torch
-
-    from baton.engine.runner.attention.kv_tensor import KvShape, free_bytes
+    from baton.engine.runner.attention.kv_tensor import KvShape
+    from baton.engine.runner.host_memory import free_host_bytes
     from baton.engine.runner.load import DTYPES, kv_dtype
     from baton.engine.runner.state.state_shape import cache_layout, state_shape
 
     dtype = DTYPES[config.dtype]
     shape = KvShape.of(config, BLOCK_SIZE, kv_dtype(kv_cache_dtype, config, dtype))
     layout = cache_layout(config, state_shape(config, shape, dtype))
-    free, max_model_len = free_bytes(torch.device("cpu")), config.max_context_len()
+    free, max_model_len = free_host_bytes(), config.max_context_len()
     if kv_bytes is None:
         node = RunnerConfig(str(checkpoint.path), max_num_seqs=MAX_NUM_SEQS)
         rest = max(free - weight_bytes, 0)

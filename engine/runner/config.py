@@ -69,6 +69,14 @@ class RunnerConfig:
             choices=KERNEL_NAMES,
         ),
     ] = "auto"  # native if available for this dtype and device, else torch
+    enforce_eager: Annotated[
+        bool,
+        Option(
+            "Launch every operation of a decode step instead of replaying graphs, which GPUs "
+            "capture at start.",
+            MACHINE,
+        ),
+    ] = False
     quantize: Annotated[
         str,
         Option("Weight quantization at load: none, int8 or int4.", MODEL, choices=QUANTIZE_NAMES),

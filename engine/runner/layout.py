@@ -43,7 +43,8 @@ class PassLayout:
 
     num_queries: Ints  # tokens in this pass
     context_lens: Ints  # tokens with KV once this pass has written its own
-    # [KV groups, sequences, blocks]; entries of blocks that no token attends to are undefined.
+    # [KV groups, sequences, blocks]; entries of blocks that no token attends to are undefined. The
+    # number of blocks is the bound of context lengths on which the sizes of launches may depend.
     block_tables: Ints
     positions: Ints  # by token
     write_blocks: Ints  # [KV groups, tokens]: the block that a token's KV is written to
@@ -79,3 +80,40 @@ class PassLayout:
             write_blocks=self.write_blocks[:, last],
             write_offsets=self.write_offsets[last],
         )
+
+    def pad(self, num_rows: int, num_blocks: int, scratch_block: int) -> PassLayout:
+        """Return this batch of single tokens with more rows, and block tables of `num_blocks`.
+
+        An added row has one token, which is written into the scratch block and sees only itself.
+        """
+        num_groups, num_own, width = self.block_tables.shape
+        num_added = num_rows - num_own
+        tables = np.full((num_groups, num_rows, num_blocks), scratch_block, dtype=np.int64)
+        tables[:, :num_own, :width] = self.block_tables
+        blocks = np.full((num_groups, num_rows), scratch_block, dtype=np.int64)
+        blocks[:, :num_own] = self.write_blocks
+        return PassLayout(
+            num_queries=np.ones(num_rows, dtype=np.int64),
+            context_lens=_append(self.context_lens, num_added, 1),
+            block_tables=tables,
+            positions=_append(self.positions, num_added, 0),
+            write_blocks=blocks,
+            write_offsets=_append(self.write_offsets, num_added, 0),
+        )
+
+
+def empty_layout(num_groups: int) -> PassLayout:
+    """Return the layout of no sequence."""
+    nothing = np.zeros(0, dtype=np.int64)
+    return PassLayout(
+        num_queries=nothing,
+        context_lens=nothing,
+        block_tables=np.zeros((num_groups, 0, 0), dtype=np.int64),
+        positions=nothing,
+        write_blocks=np.zeros((num_groups, 0), dtype=np.int64),
+        write_offsets=nothing,
+    )
+
+
+def _append(numbers: Ints, count: int, number: int) -> Ints:
+    return np.concatenate((numbers, np.full(count, number, dtype=np.int64)))

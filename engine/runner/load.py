@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,9 +15,11 @@ from baton.checkpoint.hub import open_checkpoint
 from baton.core.errors import InvalidConfig
 from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.runner.attention.kv_budget import auto_kv_bytes
-from baton.engine.runner.attention.kv_tensor import KvShape, free_bytes, num_blocks_within
+from baton.engine.runner.attention.kv_tensor import KvShape, num_blocks_within
 from baton.engine.runner.config import RunnerConfig as RunnerConfig
 from baton.engine.runner.config import check, dtype_name
+from baton.engine.runner.device.device import Device, GraphPool, open_device
+from baton.engine.runner.device.graphs import graph_sizes
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.input_batch import PersistentBatch
 from baton.engine.runner.kernels.choose import Parts, choose_parts
@@ -33,14 +36,19 @@ from baton.engine.runner.weights.quantize import QUANTIZE_REVISION
 from baton.engine.runner.weights.tensor_loading import LoadTarget
 from baton.engine.runner.weights.weight_cache import CachedWeights, WeightCache
 
+log = logging.getLogger(__name__)
+
 MAX_CONTEXT_LEN = 1 << 24
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def load_runner(
-    config: RunnerConfig, on_progress: LoadProgressCallback | None = None
+    config: RunnerConfig,
+    on_progress: LoadProgressCallback | None = None,
+    make_device: Callable[[str], Device] = open_device,
+    make_parts: Callable[..., Parts] = choose_parts,
 ) -> TorchRunner:
-    """Find, check and load the model, and allocate the KV cache.
+    """Find, check and load the model, allocate the KV cache, and capture graphs.
 
     Raises ModelError for errors in the model folder and InvalidConfig for errors in the settings.
     Sets the number of torch threads of the whole process if the settings name one.
@@ -49,13 +57,14 @@ def load_runner(
         torch.set_num_threads(config.num_threads)
     checkpoint = open_checkpoint(config.model)
     model = read_model_config(checkpoint)
-    device, dtype = _device(config.device), DTYPES[dtype_name(config, model)]
+    device, dtype = make_device(config.device), DTYPES[dtype_name(config, model)]
     shape, state, layout = _plan_memory(config, model, dtype)
     is_int8 = config.activation_dtype == "int8"
-    parts = choose_parts(config.kernels, dtype, device, int8_activations=is_int8)
+    parts = make_parts(config.kernels, dtype, device.place, int8_activations=is_int8)
     # Everything that can be wrong is found before the weights are loaded, which takes long.
-    view = ModelView(str(checkpoint.path), model.vocab_size)
-    processors = load_processors(config.logits_processors, view)
+    processors = load_processors(
+        config.logits_processors, ModelView(str(checkpoint.path), model.vocab_size)
+    )
     defaults, max_model_len = checkpoint.read_generation_defaults(), _max_model_len(config, model)
     batch = _make_batch(config, max_model_len, layout)
     sizes = shape.block_bytes, layout, max_model_len
@@ -65,14 +74,18 @@ def load_runner(
         importance = read_importance(config.quantize_importance, tensors.shapes())
         quantize = [config.quantize, importance.digest, config.activation_dtype]
         with _open_cache(config, model, quantize, parts, tensors, on_progress) as cached:
-            columns = importance.columns
-            target = LoadTarget(dtype, device, parts, config.quantize, cached, columns)
+            target = LoadTarget(
+                dtype, device.place, parts, config.quantize, cached, importance.columns
+            )
             decoder = load_decoder(model, tensors, target, on_progress)
-            attention = attention_of(model, tensors, device)
+            attention = attention_of(model, tensors, device.place)
             digest = tensors.digest()
             if cached is not None:
                 cached.digest = digest
-    kv = shape.allocate(_num_blocks(config, *sizes, device), device)
+    num_blocks = _num_blocks(config, *sizes, device)
+    pool = _make_graph_pool(config, model, parts, device)
+    # Padding rows of graphs write into one block more, which belongs to no request.
+    kv = shape.allocate(num_blocks if pool is None else num_blocks + 1, device.place)
     info = ModelInfo(
         checkpoint=checkpoint,
         fingerprint=_fingerprint(model, config, quantize, digest),
@@ -83,18 +96,20 @@ def load_runner(
         dtype=dtype_name(config, model),
         max_shareable_prompt_len=model.max_shareable_prompt_len(),
     )
-    return TorchRunner(
+    runner = TorchRunner(
         info,
         decoder,
-        Ropes(model, device, dtype),
-        kv,
+        Ropes(model, device.place, dtype),
+        kv[:num_blocks],
         layout,
         batch,
         parts.make_attention(kv, attention),
         config.speculation,
         processors,
         None if state is None else parts.make_linear_attention(kv, state),
+        device,
     )
+    return runner if pool is None else _capture_graphs(config, runner, pool)
 
 
 def _plan_memory(
@@ -152,9 +167,9 @@ def _num_blocks(
     block_bytes: int,
     layout: CacheLayout,
     max_model_len: int,
-    device: torch.device,
+    device: Device,
 ) -> int:
-    free = free_bytes(device)
+    free = device.free_bytes()
     budget = config.kv_cache_bytes
     if budget is not None:
         check(budget <= free, f"kv_cache_bytes {budget}: at most the {free} bytes that are free")
@@ -202,8 +217,31 @@ def _fingerprint(
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def _device(name: str) -> torch.device:
-    device = torch.device(name)
-    is_there = device.type == "cpu" or (device.index or 0) < torch.cuda.device_count()
-    check(is_there, f"device {name!r}: this torch build or machine has no such CUDA device")
-    return device
+def _make_graph_pool(
+    config: RunnerConfig, model: ModelConfig, parts: Parts, device: Device
+) -> GraphPool | None:
+    """Return a pool for graphs of decode steps, or None, and log why if the device has graphs."""
+    pool, cause = device.make_graph_pool(), ""
+    if config.enforce_eager:
+        cause = "--enforce-eager"
+    elif not parts.has_static_launches:
+        cause = f"launches of the kernels {parts.name!r} depend on the lengths of sequences"
+    elif model.depends_on_length:
+        cause = "angles of this model depend on the lengths of prompts"
+    elif model.moe is not None:
+        cause = "the CPU reads which experts are chosen"
+    if pool is not None and cause:
+        log.info("decode steps are launched without graphs: %s", cause)
+    return None if cause else pool
+
+
+def _capture_graphs(config: RunnerConfig, runner: TorchRunner, pool: GraphPool) -> TorchRunner:
+    max_blocks = -(-runner.info.max_model_len // config.block_size)
+    try:
+        runner.capture_graphs(pool, graph_sizes(config.max_num_seqs, max_blocks))
+    except torch.OutOfMemoryError as error:
+        raise InvalidConfig(
+            "no memory for graphs of decode steps: lower --kv-cache-memory or --max-num-seqs, or "
+            f"use --enforce-eager: {error}"
+        ) from error
+    return runner

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from mmap import mmap
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,10 +23,14 @@ from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.plan import Pending, Plan, RunResult
 from baton.engine.runner.attention.kv_conversion import view_blocks, write_converted
 from baton.engine.runner.attention.kv_tensor import describe
-from baton.engine.runner.attention.paged_attention import PagedAttention
-from baton.engine.runner.device import FencedHook, make_fences, to_device
+from baton.engine.runner.attention.paged_attention import AttentionPass, PagedAttention
+from baton.engine.runner.device.decode_graphs import DecodeBatch, DecodeGraphs
+from baton.engine.runner.device.device import CpuDevice, Device, GraphPool
+from baton.engine.runner.device.fenced_hook import FencedHook
+from baton.engine.runner.device.graphs import GraphSize, StepShape
+from baton.engine.runner.device.step_inputs import StepInputs, make_inputs
 from baton.engine.runner.input_batch import NO_DRAFTS, PersistentBatch, Step
-from baton.engine.runner.layout import Ints
+from baton.engine.runner.layout import Ints, PassLayout, empty_layout
 from baton.engine.runner.model.decoder import Decoder
 from baton.engine.runner.model.mixers import Ends, ForwardPass
 from baton.engine.runner.model.rope import Ropes
@@ -41,10 +44,12 @@ from baton.engine.runner.sampling.output_heads import (
 )
 from baton.engine.runner.sampling.sampler import Sampler
 from baton.engine.runner.sampling.spec_decode import SpecDecoder
-from baton.engine.runner.state.linear_attention import LinearAttention
+from baton.engine.runner.state.linear_attention import LinearAttention, LinearAttentionPass
+from baton.engine.runner.state.state_tables import StateLayout, empty_states
 from baton.engine.spec_decode.config import Speculation
 from baton.engine.spec_decode.ngram_proposer import NgramProposer
 from baton.engine.spec_decode.proposer import Drafts
+from baton.kv_transfer.fence import Fence
 from baton.kv_transfer.protocol.conversion import StagedBlocks
 
 READ_CHUNK_BLOCKS = 32
@@ -65,16 +70,19 @@ class TorchRunner:
         speculation: Speculation | None = None,
         processors: Processors = NO_PROCESSORS,
         linear_attention: LinearAttention | None = None,
+        device: Device | None = None,  # None: the CPU
     ) -> None:
         self.info = info
         self.kv_memory: KvMemory = describe(kv, layout, info.dtype)
         self.speculation = speculation
         self.processors = processors
         self.hook: PassHook | None = None
-        self.fences = make_fences(kv.device)
+        self.device = CpuDevice() if device is None else device
+        self.graphs: DecodeGraphs | None = None
         self.decoder = decoder
         self._ropes = ropes
         self._kv = kv
+        self._inputs = make_inputs(self.device)
         self._batch = batch
         self._attention = attention
         self._linear_attention = linear_attention
@@ -94,7 +102,24 @@ class TorchRunner:
     def __exit__(self, *error: object) -> None:
         # A reference to the runner that outlives the block must not keep the memory alive.
         del self.decoder, self._kv, self._attention, self._batch, self._heads
-        del self._linear_attention
+        del self._linear_attention, self._inputs, self.graphs
+
+    def capture_graphs(self, pool: GraphPool, sizes: Sequence[GraphSize]) -> None:
+        """Capture decode steps of these sizes, the largest first.
+
+        Padding rows write into the block after those of requests, which the mixers must have.
+        """
+        layout = self.kv_memory.layout
+        nothing = DecodeBatch(
+            np.zeros(0, dtype=np.int64),
+            empty_layout(len(layout.groups)),
+            empty_states(layout.num_state_blocks) if layout.has_state else None,
+        )
+        scratch_block = self.kv_memory.num_blocks
+        graphs = DecodeGraphs(self.device, pool, self._prepare_decode, scratch_block)
+        with torch.inference_mode():
+            graphs.capture(sizes, nothing)
+        self.graphs = graphs
 
     def launch(self, plan: Plan) -> Pending:
         """Launch one flat forward pass over everything the plan schedules."""
@@ -110,9 +135,9 @@ class TorchRunner:
             return _LaunchedPass(self._drain)
         step = self._batch.step(scheduled, self._draft(plan), plan.state_copies)
         with torch.inference_mode():
-            hidden_states = self._forward(step, self._fenced_hook(plan))
+            hidden_states = self._forward(step, plan)
         self._batch.advance(step)
-        return _LaunchedPass(partial(self._collect, step, hidden_states))
+        return _LaunchedPass(partial(self._collect, step, hidden_states, self.device.record()))
 
     def read_blocks(self, block_ids: Sequence[BlockId]) -> Iterator[memoryview]:
         """Yield the bytes of these blocks in order, copied after all work launched so far.
@@ -155,47 +180,73 @@ class TorchRunner:
     def _fenced_hook(self, plan: Plan) -> FencedHook | None:
         if self.hook is None or plan.is_detached:
             return None
-        return FencedHook(self.hook, self.fences, plan.is_retry)
+        return FencedHook(self.hook, self.device, plan.is_retry)
 
-    def _forward(self, step: Step, hook: FencedHook | None) -> HiddenStates:
-        """Launch the decoder. If no head needs all tokens, its last layer computes only some."""
+    def _forward(self, step: Step, plan: Plan) -> HiddenStates:
+        """Launch the decoder, as a graph if one fits."""
         needs_all = any(head.needs_all_tokens(step) for head in self._heads)
+        hook, size = self._fenced_hook(plan), None
+        if self.graphs is not None:
+            size = self.graphs.choose(_shape_of(step, needs_all, plan.is_retry))
+        if self.graphs is None or size is None:
+            return self._forward_eagerly(step, hook, needs_all)
+        batch = DecodeBatch(step.token_ids, step.layout, step.states)
+        hidden_states = self.graphs.replay(size, batch)
+        if hook is not None:
+            hook.layers_done(len(self.decoder.layers))
+            hook.pass_done()
+        return HiddenStates(hidden_states)
+
+    def _forward_eagerly(
+        self, step: Step, hook: FencedHook | None, needs_all: bool
+    ) -> HiddenStates:
+        """Launch the decoder. If no head needs all tokens, its last layer computes only some."""
         all_are_sampled = len(step.sampled) == len(step.token_ids)
-        ends = None if all_are_sampled else np.array(step.sampled, dtype=np.int64)
-        tensors, linear_attention = self._to_device(step, ends), None
-        if self._linear_attention is not None and step.states is not None:
-            linear_attention = self._linear_attention.begin(step.states)
-        hidden_states = self.decoder.forward(
-            tensors.token_ids,
-            ForwardPass(
-                self._ropes.angles(tensors.positions, tensors.seen_lens, step.max_len),
-                self._attention.begin(step.layout),
-                linear_attention,
-            ),
-            hook,
-            None if needs_all else self._ends(step, ends, tensors.ends),
-        )
+        sampled = None if all_are_sampled else np.array(step.sampled, dtype=np.int64)
+        inputs = self._inputs
+        inputs.begin()
+        token_ids, positions = inputs.put(step.token_ids), inputs.put(step.layout.positions)
+        seen_lens = inputs.put(step.seen_lens) if self._ropes.depends_on_length else None
+        indices = None if sampled is None else inputs.put(step.layout.last_token_indices(sampled))
+        ends = None if needs_all else self._ends(step, sampled, indices)
+        attention, linear_attention = self._begin_mixers(step.layout, step.states, inputs)
+        inputs.send()
+        angles = self._ropes.angles(positions, seen_lens, step.max_len)
+        forward_pass = ForwardPass(angles, attention, linear_attention)
+        hidden_states = self.decoder.forward(token_ids, forward_pass, hook, ends)
         if not needs_all:
             return HiddenStates(hidden_states)
-        sampled = hidden_states if tensors.ends is None else hidden_states[tensors.ends]
-        return HiddenStates(sampled, hidden_states)
-
-    def _to_device(self, step: Step, ends: Ints | None) -> _StepTensors:
-        arrays = [step.token_ids, step.layout.positions]
-        if self._ropes.depends_on_length:
-            arrays.append(step.seen_lens)
-        if ends is not None:
-            arrays.append(step.layout.last_token_indices(ends))
-        token_ids, positions, *others = to_device(arrays, self._kv.device)
-        seen_lens = others.pop(0) if self._ropes.depends_on_length else None
-        return _StepTensors(token_ids, positions, seen_lens, others[0] if others else None)
+        wanted = hidden_states if indices is None else hidden_states[indices]
+        return HiddenStates(wanted, hidden_states)
 
     def _ends(self, step: Step, sequences: Ints | None, indices: Tensor | None) -> Ends | None:
         if sequences is None or indices is None:
             return None
-        return Ends(indices, self._attention.begin(step.layout.restrict_to_last_tokens(sequences)))
+        layout = step.layout.restrict_to_last_tokens(sequences)
+        return Ends(indices, self._attention.begin(layout, self._inputs))
 
-    def _collect(self, step: Step, hidden_states: HiddenStates) -> RunResult:
+    def _begin_mixers(
+        self, layout: PassLayout, states: StateLayout | None, inputs: StepInputs
+    ) -> tuple[AttentionPass, LinearAttentionPass | None]:
+        linear_attention = None
+        if self._linear_attention is not None and states is not None:
+            linear_attention = self._linear_attention.begin(states, inputs)
+        return self._attention.begin(layout, inputs), linear_attention
+
+    def _prepare_decode(self, batch: DecodeBatch, inputs: StepInputs) -> Callable[[], Tensor]:
+        """Put the arrays of a batch; return the function that launches its pass."""
+        token_ids, positions = inputs.put(batch.token_ids), inputs.put(batch.layout.positions)
+        attention, linear_attention = self._begin_mixers(batch.layout, batch.states, inputs)
+
+        def launch() -> Tensor:
+            # A graph keeps the table of angles, so that it must have all positions.
+            angles = self._ropes.angles(positions, None, self.info.max_model_len)
+            forward_pass = ForwardPass(angles, attention, linear_attention)
+            return self.decoder.forward(token_ids, forward_pass, None)
+
+        return launch
+
+    def _collect(self, step: Step, hidden_states: HiddenStates, fence: Fence) -> RunResult:
         result = RunResult()
         with torch.inference_mode():
             for head in self._heads:
@@ -207,11 +258,11 @@ class TorchRunner:
         for head in self._heads:
             head.commit()
         self._failed = frozenset(result.failures)
-        self.fences.drain()
+        fence.wait()  # of the pass: a step that samples nothing has not waited for it yet
         return result
 
     def _drain(self) -> RunResult:
-        self.fences.drain()
+        self.device.drain()
         return RunResult()
 
 
@@ -222,10 +273,14 @@ class _LaunchedPass:
         self.collect = collect
 
 
-class _StepTensors(NamedTuple):
-    """Input of a step on the device."""
-
-    token_ids: Tensor
-    positions: Tensor
-    seen_lens: Tensor | None  # if a RoPE depends on them
-    ends: Tensor | None  # flat indices of the sampled tokens, unless all are sampled
+def _shape_of(step: Step, needs_all_tokens: bool, is_retry: bool) -> StepShape:
+    num_runs, states = len(step.runs), step.states
+    return StepShape(
+        num_rows=num_runs,
+        num_tokens=len(step.token_ids),
+        num_sampled=len(step.sampled),
+        num_blocks=step.layout.block_tables.shape[2],
+        needs_all_tokens=needs_all_tokens,
+        has_snapshots=states is not None and len(states.num_tokens) != num_runs,
+        is_retry=is_retry,
+    )

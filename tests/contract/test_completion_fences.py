@@ -18,7 +18,8 @@ from baton.core.ids import BlockId, HandoffId, RequestId
 from baton.core.sampling import SamplingParams
 from baton.engine.plan import Plan, PlanRow
 from baton.engine.runner.config import RunnerConfig
-from baton.engine.runner.device import CudaFence, CudaFences, make_fences
+from baton.engine.runner.device.cuda import CudaFence
+from baton.engine.runner.device.device import CpuDevice
 from baton.engine.runner.load import load_runner
 from baton.engine.runner.model_info import KvMemory
 from baton.engine.runner.model_runner import TorchRunner
@@ -172,13 +173,17 @@ class SnapshotFence:
     """Fence that records which layers of a block were launched before it."""
 
     written: list[bool]
+    events: list[str]
     is_passed: bool = False
 
     def wait(self) -> None:
+        self.events.append(f"wait for {sum(self.written)} layers")
         self.is_passed = True
 
 
-class SnapshotFences:
+class SnapshotDevice(CpuDevice):
+    """CPU whose fences are not passed when they are recorded."""
+
     def __init__(self, runner: TorchRunner, block: int) -> None:
         self._runner = runner
         self._block = BlockId(block)
@@ -186,7 +191,7 @@ class SnapshotFences:
 
     def record(self) -> Fence:
         self.events.append("fence")
-        return SnapshotFence(layers_written(self._runner, self._block))
+        return SnapshotFence(layers_written(self._runner, self._block), self.events)
 
     def drain(self) -> None:
         self.events.append("drain")
@@ -224,19 +229,19 @@ def a_plan(prompt: Sequence[int], block: int, num_tokens: int) -> Plan:
 
 
 @pytest.mark.parametrize("num_tokens", [8, 16])
-def test_each_layer_has_a_fence_after_its_kv_and_a_pass_synchronizes_the_device(
+def test_each_layer_has_a_fence_after_its_kv_and_a_pass_waits_for_the_last_one(
     folder: Path, num_tokens: int
 ) -> None:
     """This includes a chunk in the middle of a prompt, for which no sampled token is waited for."""
     with load_runner(RunnerConfig(str(folder), kv_cache_bytes=1 << 20)) as runner:
         runner.hook = hook = TakesFences()
-        runner.fences = fences = SnapshotFences(runner, block=3)
+        runner.device = device = SnapshotDevice(runner, block=3)
 
         run_plan(runner, a_plan(prompt_of(16), 3, num_tokens))
         run_plan(runner, Plan(dropped=(RequestId("r"),)))
 
         assert hook.fences == [(0, [True, False]), (1, [True, True])]
-        assert fences.events == ["fence", "fence", "drain", "drain"]
+        assert device.events == ["fence"] * 3 + ["wait for 2 layers", "drain"]
 
 
 def test_a_copy_of_the_blocks_has_the_digest_of_the_blocks(folder: Path) -> None:
@@ -279,5 +284,4 @@ def test_a_cuda_fence_queries_and_synchronizes_its_event() -> None:
     fence.wait()
 
     assert (before, fence.is_passed) == (False, True)
-    assert make_fences(torch.device("cpu")).record() is PASSED
-    assert isinstance(make_fences(torch.device("cuda")), CudaFences)
+    assert CpuDevice().record() is PASSED

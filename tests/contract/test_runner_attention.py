@@ -217,3 +217,31 @@ def test_non_finite_numbers_are_propagated(implementation: Implementation, numbe
 
     assert not first[0].isfinite().all(dim=-1).any()
     assert first[1:].isfinite().all()
+
+
+@each_implementation
+def test_padding_rows_write_into_the_scratch_block_and_change_no_other_row(
+    implementation: Implementation,
+) -> None:
+    shape = implementation.fit(Shape(num_layers=1, windows=(None,), chunks=(None,)))
+    world, padded = (World(shape, [Part(3, 1), Part(9, 1)], seed=5) for _ in range(2))
+    scratch = next(iter(set(range(len(world.kv))) - {b for table in world.tables for b in table}))
+
+    [expected] = world.attend(implementation.make)
+    layout = padded.layout()
+    layout = layout.pad(4, layout.block_tables.shape[2] + 2, scratch)
+    running = implementation.make(padded.kv, [padded.attention(0)]).begin(layout)
+    key, value = padded.fresh(0)
+    assert value is not None
+    running.write(0, with_zeros(key), with_zeros(value))
+    found = running.attend(0, with_zeros(padded.queries[0]))
+
+    assert found.isfinite().all()
+    assert torch.allclose(found[:2], expected, atol=TOLERANCE[shape.dtype])
+    padded.kv[scratch] = world.kv[scratch]
+    assert torch.equal(padded.kv.nan_to_num(nan=9e9), world.kv.nan_to_num(nan=9e9))
+
+
+def with_zeros(rows: Tensor) -> Tensor:
+    """Append two rows of zeros."""
+    return torch.cat((rows, torch.zeros_like(rows)))[:4]

@@ -20,8 +20,9 @@ from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.core.errors import InvalidConfig, ModelError
 from baton.core.sampling import SamplingDefaults
 from baton.engine.kv_cache.groups import CacheLayout
-from baton.engine.runner.attention.kv_tensor import free_bytes, num_blocks_within
+from baton.engine.runner.attention.kv_tensor import num_blocks_within
 from baton.engine.runner.families.read_config import read_model_config
+from baton.engine.runner.host_memory import free_host_bytes
 from baton.engine.runner.load import RunnerConfig, load_runner
 from baton.engine.runner.model.config import ModelConfig, RopeConfig
 from baton.engine.runner.model_info import LoadProgress
@@ -408,7 +409,7 @@ def test_the_cache_is_within_one_percent_of_its_budget_and_never_above(
 
 
 def test_the_kv_cache_takes_the_configured_share_of_free_memory(folder: Path) -> None:
-    free = free_bytes(torch.device("cpu"))
+    free = free_host_bytes()
 
     with load(folder, kv_cache_bytes=None, kv_cache_share=0.001) as runner:
         num_bytes = runner.kv_memory.num_bytes

@@ -11,7 +11,7 @@ from torch import Tensor
 from baton.core.errors import InvalidConfig
 from baton.engine.kv_cache.groups import CacheLayout, layers_per_block
 from baton.engine.runner.attention.int8_kv import SCALE_BYTES
-from baton.engine.runner.host_memory import free_host_bytes, huge_page_memory
+from baton.engine.runner.host_memory import huge_page_memory
 from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model_info import KvMemory
 
@@ -96,11 +96,3 @@ def num_blocks_within(budget_bytes: int, layout: CacheLayout, block_bytes: int) 
             f"one takes {num_needed * block_bytes} bytes"
         )
     return num_blocks
-
-
-def free_bytes(device: torch.device) -> int:
-    """Return the free memory of the device, on the CPU within the container's limits."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free)
-    return free_host_bytes()

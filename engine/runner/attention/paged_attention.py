@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.engine.runner.attention.int8_kv import dequantize, quantize
-from baton.engine.runner.device import Array, to_device
+from baton.engine.runner.device.step_inputs import SHARED_INPUTS, Array, StepInputs
 from baton.engine.runner.layout import Ints, PassLayout
 
 
@@ -42,7 +42,9 @@ class AttentionPass(Protocol):
 class PagedAttention(Protocol):
     """Attention over one KV tensor. Nothing else reads or writes the tensor by layer."""
 
-    def begin(self, layout: PassLayout) -> AttentionPass: ...
+    def begin(self, layout: PassLayout, inputs: StepInputs = SHARED_INPUTS) -> AttentionPass:
+        """Put the arrays of a pass. It reads their tensors only after `inputs` are sent."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +68,17 @@ class TorchPagedAttention:
         self._kv = kv
         self._layers = tuple(layers)
 
-    def begin(self, layout: PassLayout) -> AttentionPass:
+    def begin(self, layout: PassLayout, inputs: StepInputs = SHARED_INPUTS) -> AttentionPass:
         ranges = [_Range(layer.kv_group, layer.window, layer.chunk) for layer in self._layers]
-        planned = {each: _plan_groups(layout, each, self._kv.shape[4]) for each in set(ranges)}
-        arrays = [layout.write_blocks, layout.write_offsets]
-        for groups in planned.values():
-            arrays += itertools.chain.from_iterable(group.arrays for group in groups)
-        write_blocks, write_offsets, *copied = to_device(arrays, self._kv.device)
-        tensors = iter(copied)
-        by_range = {
-            each: [_place_group(group, each, tensors, self._kv.dtype) for group in groups]
-            for each, groups in planned.items()
+        planned = {
+            each: [
+                (group, [inputs.put(array) for array in group.arrays])
+                for group in _plan_groups(layout, each, self._kv.shape[4])
+            ]
+            for each in set(ranges)
         }
-        groups_by_layer = [by_range[each] for each in ranges]
-        return _TorchPass(self._kv, self._layers, groups_by_layer, write_blocks, write_offsets)
+        writes = inputs.put(layout.write_blocks), inputs.put(layout.write_offsets)
+        return _TorchPass(self._kv, self._layers, ranges, planned, *writes)
 
 
 class _Range(NamedTuple):
@@ -93,7 +92,7 @@ class _Range(NamedTuple):
 class _PlannedGroup(NamedTuple):
     """Sequences with the same number of tokens, padded to the same number of blocks.
 
-    The arrays are not on the device yet: a block table, [sequences, blocks]; flat indices into it
+    The arrays are those of the host: a block table, [sequences, blocks]; flat indices into it
     of blocks with slots past the context; a mask of those slots, [padded blocks, block_size]; and
     positions in the sequence of queries and slots, each [sequences, any].
     """
@@ -116,10 +115,10 @@ class _Group(NamedTuple):
 
 
 def _place_group(
-    group: _PlannedGroup, attended: _Range, tensors: Iterator[Tensor], dtype: torch.dtype
+    group: _PlannedGroup, attended: _Range, tensors: Sequence[Tensor], dtype: torch.dtype
 ) -> _Group:
     """Take the tensors of the group's arrays, and build its mask for a KV tensor of this dtype."""
-    block_table, padded_blocks, padding, queries, slots = itertools.islice(tensors, 5)
+    block_table, padded_blocks, padding, queries, slots = tensors
     mask = None
     if not group.is_causal:
         query, slot = queries[None, :, :, None], slots[None, :, None, :]
@@ -139,9 +138,11 @@ def _place_group(
 class _TorchPass:
     kv: Tensor
     layers: tuple[LayerAttention, ...]
-    groups_by_layer: Sequence[Sequence[_Group]]
+    ranges: Sequence[_Range]  # by layer
+    planned: Mapping[_Range, Sequence[tuple[_PlannedGroup, Sequence[Tensor]]]]
     write_blocks: Tensor
     write_offsets: Tensor
+    _placed: dict[_Range, list[_Group]] = field(default_factory=dict)
 
     def write(self, layer: int, key: Tensor, value: Tensor | None) -> None:
         self._write(layer, 0, key)
@@ -156,7 +157,7 @@ class _TorchPass:
 
     def attend(self, layer: int, query: Tensor) -> Tensor:
         output = query.new_empty(*query.shape[:2], self.layers[layer].value_dim or query.shape[2])
-        for group in self.groups_by_layer[layer]:
+        for group in self._groups(self.ranges[layer]):
             keys, values = self._gather(layer, group, query.dtype)
             attend = _attend_decodes if group.num_queries == 1 else _attend_chunk
             mask = None if group.mask is None else group.mask.to(query.dtype)
@@ -164,6 +165,15 @@ class _TorchPass:
                 query[group.tokens], keys, values, mask, self.layers[layer]
             )
         return output
+
+    def _groups(self, attended: _Range) -> list[_Group]:
+        """Return the groups of a range. They are placed when the first layer attends."""
+        if attended not in self._placed:
+            self._placed[attended] = [
+                _place_group(group, attended, tensors, self.kv.dtype)
+                for group, tensors in self.planned[attended]
+            ]
+        return self._placed[attended]
 
     def _gather(self, layer: int, group: _Group, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the group's keys and values, each [kv_heads, sequences, slots, size]."""

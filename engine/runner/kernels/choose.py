@@ -50,6 +50,8 @@ class Parts:
     make_layers: Callable[[ModelConfig, Sequence[Layer]], Sequence[DecoderLayer]]
     make_linear_attention: Callable[[Tensor, StateShape], LinearAttention] = TorchLinearAttention
     packer: Packer | None = None  # None: matrices are used as they are loaded
+    # Whether a decode's launches depend on its numbers of rows and blocks only, as graphs need.
+    has_static_launches: bool = False
 
 
 _TORCH_OPS = TorchOps()
@@ -113,4 +115,10 @@ def triton_parts() -> Parts:
 
         correct_bfloat16()
     ops = TritonOps()
-    return Parts("triton", ops, TritonPagedAttention, partial(unfused_layers, ops))
+    return Parts(
+        "triton",
+        ops,
+        TritonPagedAttention,
+        partial(unfused_layers, ops),
+        has_static_launches=True,
+    )

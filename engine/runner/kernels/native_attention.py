@@ -10,6 +10,7 @@ from torch import Tensor
 
 from baton.engine.runner.attention.kv_tensor import scale_bytes
 from baton.engine.runner.attention.paged_attention import AttentionPass, LayerAttention
+from baton.engine.runner.device.step_inputs import SHARED_INPUTS, StepInputs
 from baton.engine.runner.kernels.abi import AttentionParams, BatchLayout, PagedKv, Struct
 from baton.engine.runner.kernels.calls import Kernels, PassArrays
 from baton.engine.runner.layout import PassLayout
@@ -30,7 +31,7 @@ class NativePagedAttention:
         num_groups = 1 + max(layer.kv_group for layer in layers)
         self.params = [_params_of_group(layers, group) for group in range(num_groups)]
 
-    def begin(self, layout: PassLayout) -> AttentionPass:
+    def begin(self, layout: PassLayout, inputs: StepInputs = SHARED_INPUTS) -> AttentionPass:
         return NativePass(self, layout)
 
 

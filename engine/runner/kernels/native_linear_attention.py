@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from baton.engine.runner.device.step_inputs import SHARED_INPUTS, StepInputs
 from baton.engine.runner.kernels.abi import StateRows, StateRuns
 from baton.engine.runner.kernels.calls import Kernels, PassArrays, Workspace, norm_params
 from baton.engine.runner.model.recurrent import MambaWeights, RecurrentWeights
@@ -24,7 +25,7 @@ class NativeLinearAttention:
         )
         self.workspace = Workspace()
 
-    def begin(self, layout: StateLayout) -> LinearAttentionPass:
+    def begin(self, layout: StateLayout, inputs: StepInputs = SHARED_INPUTS) -> LinearAttentionPass:
         return _NativePass(self, layout)
 
 

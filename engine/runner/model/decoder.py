@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baton.engine.runner.device import FencedHook
+from baton.engine.runner.device.fenced_hook import FencedHook
 from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.layers import DecoderLayer
 from baton.engine.runner.model.linear import Linear

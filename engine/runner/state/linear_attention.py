@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton.engine.runner.device import to_device
-from baton.engine.runner.layout import Ints
+from baton.engine.runner.device.step_inputs import SHARED_INPUTS, StepInputs
 from baton.engine.runner.model.recurrent import RecurrentWeights, convolve, split_heads
 from baton.engine.runner.state.state_shape import StateShape
 from baton.engine.runner.state.state_tables import ZEROS, StateLayout
@@ -34,7 +33,9 @@ class LinearAttentionPass(Protocol):
 class LinearAttention(Protocol):
     """Recurrent layers over the states in one KV tensor."""
 
-    def begin(self, layout: StateLayout) -> LinearAttentionPass: ...
+    def begin(self, layout: StateLayout, inputs: StepInputs = SHARED_INPUTS) -> LinearAttentionPass:
+        """Put the arrays of a pass. It reads their tensors only after `inputs` are sent."""
+        ...
 
 
 class TorchLinearAttention:
@@ -44,8 +45,8 @@ class TorchLinearAttention:
         self._kv = kv
         self._shape = shape
 
-    def begin(self, layout: StateLayout) -> LinearAttentionPass:
-        return _TorchStatePass(self._kv, self._shape, layout)
+    def begin(self, layout: StateLayout, inputs: StepInputs = SHARED_INPUTS) -> LinearAttentionPass:
+        return _TorchStatePass(self._kv, self._shape, layout, inputs)
 
 
 class _Batch(NamedTuple):
@@ -57,14 +58,16 @@ class _Batch(NamedTuple):
 
 
 class _TorchStatePass:
-    def __init__(self, kv: Tensor, shape: StateShape, layout: StateLayout) -> None:
+    def __init__(
+        self, kv: Tensor, shape: StateShape, layout: StateLayout, inputs: StepInputs
+    ) -> None:
         self._shape = shape
         self._dtype = kv.dtype
         row_numbers = shape.config.value_dim
         flat = kv.view(len(kv), -1).view(torch.float32)
         used = flat[:, : shape.rows_per_block * row_numbers]
         self._rows = used.unflatten(1, (shape.rows_per_block, row_numbers))
-        self._batches = list(_batches(layout, kv.device))
+        self._batches = list(_batches(layout, inputs))
 
     def mix(
         self, layer: int, weights: RecurrentWeights, projected: Tensor, gates: Tensor
@@ -112,18 +115,15 @@ class _TorchStatePass:
         self._rows[tables[:, rows // self._shape.rows_per_block], offsets] = numbers
 
 
-def _batches(layout: StateLayout, device: torch.device) -> Iterator[_Batch]:
+def _batches(layout: StateLayout, inputs: StepInputs) -> Iterator[_Batch]:
     """Yield single tokens together, other runs one by one, and each sequence's runs in order."""
     singles, others = _split_runs(layout)
-    arrays: list[Ints] = []
     for runs in (singles, *([run] for run in others)):
         if runs:
             num_tokens = int(layout.num_tokens[runs[0]])
             tokens = layout.first_tokens[runs][:, None] + np.arange(num_tokens)
-            arrays += (tokens, layout.reads[runs], layout.writes[runs])
-    tensors = to_device(arrays, device)
-    for first in range(0, len(tensors), 3):
-        yield _Batch(*tensors[first : first + 3])
+            arrays = (tokens, layout.reads[runs], layout.writes[runs])
+            yield _Batch(*(inputs.put(array) for array in arrays))
 
 
 def _split_runs(layout: StateLayout) -> tuple[list[int], list[int]]:

@@ -32,6 +32,28 @@ class StateLayout:
     writes: Ints  # [runs, blocks]
     first_runs: Ints  # by sequence
 
+    def pad(self, num_runs: int, scratch_block: int) -> StateLayout:
+        """Return this batch of single tokens with more runs.
+
+        An added one begins with zeros and writes into the scratch block.
+        """
+        num_own, num_blocks = self.reads.shape
+        added = (num_runs - num_own, num_blocks)
+        order = np.arange(num_runs)
+        return StateLayout(
+            first_tokens=order,
+            num_tokens=np.ones(num_runs, dtype=np.int64),
+            reads=np.concatenate((self.reads, np.full(added, ZEROS))),
+            writes=np.concatenate((self.writes, np.full(added, scratch_block))),
+            first_runs=order,
+        )
+
+
+def empty_states(num_blocks: int) -> StateLayout:
+    """Return the layout of no sequence."""
+    nothing, no_blocks = np.zeros(0, dtype=np.int64), np.zeros((0, num_blocks), dtype=np.int64)
+    return StateLayout(nothing, nothing, no_blocks, no_blocks, nothing)
+
 
 class StateTables:
     """State blocks by slot. A pass reads one side and writes the other one."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from baton.engine.runner.device.device import on_device_of
 
 
 def launch(
@@ -15,7 +16,7 @@ def launch(
 
     Multiplications and additions are not fused, so that numbers are rounded as in torch.
     """
-    with torch.cuda.device_of(dst):
+    with on_device_of(dst):
         kernel[grid](dst, *arguments, enable_fp_fusion=False, **options)
 
 

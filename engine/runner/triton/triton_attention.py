@@ -13,7 +13,7 @@ from torch import Tensor
 
 from baton.engine.runner.attention.int8_kv import quantize
 from baton.engine.runner.attention.paged_attention import AttentionPass, LayerAttention
-from baton.engine.runner.device import to_device
+from baton.engine.runner.device.step_inputs import SHARED_INPUTS, StepInputs
 from baton.engine.runner.layout import PassLayout
 from baton.engine.runner.triton.attention_kernels import attention_kernel, write_kernel
 from baton.engine.runner.triton.launching import launch, row_contiguous
@@ -58,7 +58,7 @@ class TritonPagedAttention:
         self._kv = kv
         self._layers = tuple(layers)
 
-    def begin(self, layout: PassLayout) -> AttentionPass:
+    def begin(self, layout: PassLayout, inputs: StepInputs = SHARED_INPUTS) -> AttentionPass:
         num_tokens = len(layout.positions)
         query_starts = np.append(layout.query_starts, num_tokens)
         arrays = [
@@ -68,7 +68,8 @@ class TritonPagedAttention:
             layout.write_blocks,
             layout.write_offsets,
         ]
-        return TritonPass(self._kv, self._layers, *to_device(arrays, self._kv.device))
+        tensors = [inputs.put(array) for array in arrays]
+        return TritonPass(self._kv, self._layers, *tensors)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,76 @@
+"""CUDA devices: the only module that calls torch.cuda."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from baton.engine.runner.device.device import Graph, GraphPool
+from baton.kv_transfer.fence import Fence
+
+
+class CudaFence:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    @property
+    def is_passed(self) -> bool:
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+class CudaDevice:
+    """Implements `Device` by the current stream, on which the runner launches everything."""
+
+    shares_host_memory = False
+
+    def __init__(self, place: torch.device) -> None:
+        self.place = place
+
+    def pin(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def record(self) -> Fence:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.place))
+        return CudaFence(event)
+
+    def drain(self) -> None:
+        torch.cuda.current_stream(self.place).synchronize()
+
+    def free_bytes(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self.place)
+        return int(free)
+
+    def make_graph_pool(self) -> GraphPool | None:
+        return CudaGraphPool(self.place)
+
+
+class CudaGraphPool:
+    def __init__(self, place: torch.device) -> None:
+        self._place = place
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self._place), torch.cuda.graph(graph, pool=self._pool):
+            run()
+        return CudaGraph(graph, self._place)
+
+
+class CudaGraph:
+    def __init__(self, graph: torch.cuda.CUDAGraph, place: torch.device) -> None:
+        self._graph = graph
+        self._place = place
+
+    def replay(self) -> None:
+        with torch.cuda.device(self._place):
+            self._graph.replay()
+
+
+def count_devices() -> int:
+    return torch.cuda.device_count()

@@ -1,0 +1,112 @@
+"""Decode steps as graphs: a padded batch of single tokens, captured once and replayed."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from baton.engine.runner.device.device import Device, Graph, GraphPool
+from baton.engine.runner.device.graphs import EagerCause, GraphSize, StepShape, choose_graph
+from baton.engine.runner.device.step_inputs import PackedInputs, StepInputs
+from baton.engine.runner.layout import Ints, PassLayout
+from baton.engine.runner.state.state_tables import StateLayout
+
+log = logging.getLogger(__name__)
+
+
+class DecodeBatch(NamedTuple):
+    """Arrays of a step in which every sequence has one token."""
+
+    token_ids: Ints
+    layout: PassLayout
+    states: StateLayout | None  # if the model has recurrent layers
+
+    def pad(self, size: GraphSize, scratch_block: int) -> DecodeBatch:
+        """Return the batch with more rows, which write into the scratch block only."""
+        num_added = size.num_rows - len(self.token_ids)
+        return DecodeBatch(
+            np.concatenate((self.token_ids, np.zeros(num_added, dtype=np.int64))),
+            self.layout.pad(*size, scratch_block),
+            None if self.states is None else self.states.pad(size.num_rows, scratch_block),
+        )
+
+
+# Puts the arrays of a batch, and returns the function that launches its pass once they are sent.
+Prepare = Callable[[DecodeBatch, StepInputs], Callable[[], Tensor]]
+
+
+class DecodeGraphs:
+    """Graphs by size. A replay reads and writes only the memory of its capture.
+
+    The inputs are its own, because the memory of those of other steps can be replaced by more.
+    """
+
+    def __init__(
+        self, device: Device, pool: GraphPool, prepare: Prepare, scratch_block: int
+    ) -> None:
+        self._device = device
+        self._pool = pool
+        self._prepare = prepare
+        self._scratch_block = scratch_block
+        self._inputs = PackedInputs(device)
+        self._captured: dict[GraphSize, _Captured] = {}
+        self._sizes: tuple[GraphSize, ...] = ()
+        self.num_steps: Counter[GraphSize | EagerCause] = Counter()
+
+    def capture(self, sizes: Sequence[GraphSize], nothing: DecodeBatch) -> None:
+        """Capture a pass over padding rows alone for each size, the largest first."""
+        free_before = self._device.free_bytes()
+        self._begin(sizes[0], nothing)  # after which the inputs have room for all sizes
+        for size in sizes:
+            self._captured[size] = self._capture(self._begin(size, nothing))
+        self._sizes = tuple(self._captured)
+        self._device.drain()
+        used = free_before - self._device.free_bytes()
+        log.info("captured %d graphs of decode steps: %.1f MiB", len(sizes), used / (1 << 20))
+
+    def choose(self, step: StepShape) -> GraphSize | None:
+        """Return the graph that fits, or None."""
+        choice = choose_graph(step, self._sizes)
+        self.num_steps[choice] += 1
+        return choice if isinstance(choice, GraphSize) else None
+
+    def replay(self, size: GraphSize, batch: DecodeBatch) -> Tensor:
+        """Launch the pass of a batch; return its hidden states, which the next replay overwrites.
+
+        All other passes are launched after it has read the batch.
+        """
+        captured = self._captured[size]
+        self._begin(size, batch)
+        if self._inputs.num_packed_bytes != captured.num_packed_bytes:
+            raise RuntimeError(
+                f"inputs of {self._inputs.num_packed_bytes} bytes for the graph of {size}, which"
+                f" reads {captured.num_packed_bytes}"
+            )
+        captured.graph.replay()
+        return captured.hidden_states[: len(batch.token_ids)]
+
+    def _capture(self, run: Callable[[], Tensor]) -> _Captured:
+        outputs = [run()]  # what happens only once, such as compilation, is not captured
+
+        def launch() -> None:
+            outputs[:] = [run()]
+
+        graph = self._pool.capture(launch)
+        return _Captured(graph, outputs[0], self._inputs.num_packed_bytes)
+
+    def _begin(self, size: GraphSize, batch: DecodeBatch) -> Callable[[], Tensor]:
+        self._inputs.begin()
+        run = self._prepare(batch.pad(size, self._scratch_block), self._inputs)
+        self._inputs.send()
+        return run
+
+
+class _Captured(NamedTuple):
+    graph: Graph
+    hidden_states: Tensor
+    num_packed_bytes: int

@@ -1,0 +1,109 @@
+"""The runner's device: the Protocol of what differs between kinds of devices, and the CPU.
+
+torch computes on any device; this covers the rest: memory that the device copies from, fences,
+graphs and free memory. Another kind of device is another class here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from baton.core.errors import InvalidConfig
+from baton.engine.runner.host_memory import free_host_bytes
+from baton.kv_transfer.fence import PASSED, Fence
+
+
+class Graph(Protocol):
+    """Captured launches."""
+
+    def replay(self) -> None:
+        """Launch all of them again, with the memory that they had when they were captured."""
+        ...
+
+
+class GraphPool(Protocol):
+    """Graphs that share the memory of their intermediate results: one is replayed at a time."""
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        """Capture the launches of `run` without computing anything.
+
+        It must not wait for the device. Tensors that it makes are in the memory of the pool.
+        """
+        ...
+
+
+class Device(Protocol):
+    """Where the runner computes. Work is done in the order of its launch."""
+
+    @property
+    def place(self) -> torch.device: ...
+
+    @property
+    def shares_host_memory(self) -> bool:
+        """Return whether the device computes on arrays of the CPU without a copy."""
+        ...
+
+    def pin(self, num_bytes: int) -> Tensor:
+        """Allocate host memory from which the device copies while the CPU goes on."""
+        ...
+
+    def record(self) -> Fence:
+        """Record a fence after all work launched so far."""
+        ...
+
+    def drain(self) -> None:
+        """Wait until all work launched so far is done."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Return the free memory, on the CPU within the container's limits."""
+        ...
+
+    def make_graph_pool(self) -> GraphPool | None:
+        """Return an empty pool, or None if the device has no graphs."""
+        ...
+
+
+class CpuDevice:
+    """Implements `Device`: an operation is done when its call returns."""
+
+    place = torch.device("cpu")
+    shares_host_memory = True
+
+    def pin(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def record(self) -> Fence:
+        return PASSED
+
+    def drain(self) -> None:
+        """Return at once: all work is already done."""
+
+    def free_bytes(self) -> int:
+        return free_host_bytes()
+
+    def make_graph_pool(self) -> GraphPool | None:
+        return None
+
+
+def open_device(name: str) -> Device:
+    """Return the device with this name: cpu, or that of an accelerator. Raises InvalidConfig."""
+    place = torch.device(name)
+    if place.type == "cpu":
+        return CpuDevice()
+    from baton.engine.runner.device.cuda import CudaDevice, count_devices
+
+    if (place.index or 0) >= count_devices():
+        raise InvalidConfig(f"device {name!r}: this torch build or machine has no such CUDA device")
+    return CudaDevice(place)
+
+
+def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """Make the tensor's accelerator the one on which kernels are launched."""
+    is_host = tensor.device.type == "cpu"
+    return torch.accelerator.device_index(None if is_host else tensor.get_device())

@@ -1,0 +1,354 @@
+"""Steps of a runner on a simulated asynchronous device: copies, waits, and graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from baton.core.errors import InvalidConfig
+from baton.core.ids import BlockId, RequestId
+from baton.core.sampling import SamplingParams
+from baton.engine.runner.config import RunnerConfig
+from baton.engine.runner.device.decode_graphs import DecodeBatch, DecodeGraphs
+from baton.engine.runner.device.graphs import EagerCause, GraphSize
+from baton.engine.runner.device.step_inputs import StepInputs
+from baton.engine.runner.kernels.choose import TORCH, Parts
+from baton.engine.runner.layout import empty_layout
+from baton.engine.runner.load import load_runner
+from baton.engine.runner.model_runner import TorchRunner
+from baton.kv_transfer.fence import Fence
+from tests.support.fake_device import Costs, FakeDevice
+from tests.support.families import STATE_VARIANTS
+from tests.support.models import VARIANTS, make_model_folder, prompt_of
+from tests.support.runner_drivers import Drive, Driver
+from tests.support.static_attention import StaticPagedAttention
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 200
+GRAPHABLE = replace(TORCH, make_attention=StaticPagedAttention, has_static_launches=True)
+LENGTHS = (5, 17, 33)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("llama"), VARIANTS["llama"])
+
+
+@pytest.fixture(scope="module")
+def recurrent_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("qwen3.5"), STATE_VARIANTS["qwen3.5"])
+
+
+def config_of(folder: Path, **settings: Any) -> RunnerConfig:
+    defaults = {"kv_cache_bytes": 4 << 20, "max_model_len": 128, "max_num_seqs": 8}
+    return RunnerConfig(str(folder), **(defaults | settings))
+
+
+@contextmanager
+def runner_on(
+    device: FakeDevice, folder: Path, parts: Parts = GRAPHABLE, **settings: Any
+) -> Iterator[TorchRunner]:
+    with (
+        device,
+        load_runner(
+            config_of(folder, **settings),
+            make_device=lambda _: device,
+            make_parts=lambda *_, **__: parts,
+        ) as runner,
+    ):
+        yield runner
+
+
+def driver_of(runner: TorchRunner, **settings: Any) -> Driver:
+    num_blocks = min(NUM_BLOCKS, runner.kv_memory.num_blocks)
+    return Driver(runner, num_blocks=num_blocks, block_size=BLOCK_SIZE, **settings)
+
+
+def drives(num_tokens: int = 6, lengths: tuple[int, ...] = LENGTHS, **sampling: Any) -> list[Drive]:
+    params = SamplingParams(temperature=0.0, max_tokens=64, **sampling)
+    return [
+        Drive(RequestId(f"r{number}"), prompt_of(length), params, num_tokens=num_tokens)
+        for number, length in enumerate(lengths)
+    ]
+
+
+def outputs_on_the_cpu(folder: Path, **settings: Any) -> list[list[int]]:
+    with load_runner(config_of(folder)) as runner:
+        return driver_of(runner, **settings).run(*drives())
+
+
+# --- eager steps ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [1 << 30, 8])
+def test_tokens_equal_those_of_the_cpu(folder: Path, chunk: int) -> None:
+    with runner_on(FakeDevice(), folder, TORCH) as runner:
+        outputs = driver_of(runner, chunk=chunk).run(*drives())
+
+    assert outputs == outputs_on_the_cpu(folder, chunk=chunk)
+
+
+def test_tokens_of_a_model_with_recurrent_layers_equal_those_of_the_cpu(
+    recurrent_folder: Path,
+) -> None:
+    with runner_on(FakeDevice(), recurrent_folder, TORCH) as runner:
+        outputs = driver_of(runner, chunk=8, snapshot_every=16).run(*drives())
+
+    assert outputs == outputs_on_the_cpu(recurrent_folder, chunk=8, snapshot_every=16)
+
+
+def test_a_step_with_64_decodes_makes_one_copy_and_does_not_wait_before_sampling(
+    folder: Path,
+) -> None:
+    device = FakeDevice()
+    with runner_on(device, folder, TORCH, max_num_seqs=64) as runner:
+        driver = driver_of(runner)
+        for drive in drives(num_tokens=64, lengths=(5,) * 64):
+            driver.add(drive)
+        for _ in range(3):
+            driver.step()
+        before = replace(device.counts, copies_in=[], copies_out=[], synchronizations=[])
+        device.counts = before
+
+        driver.step()
+
+    assert device.counts.copies_in == ["runner/device/step_inputs.py:send"]
+    outside = [where for where in device.counts.synchronizations if "sampling/" not in where]
+    assert not outside
+
+
+def test_a_chunk_that_samples_nothing_is_waited_for_once(folder: Path) -> None:
+    device = FakeDevice()
+    with runner_on(device, folder, TORCH) as runner:
+        driver = driver_of(runner, chunk=8)
+        driver.add(drives(lengths=(33,))[0])
+        device.counts.copies_in, device.counts.synchronizations = [], []
+
+        driver.step()
+
+        assert device.is_idle
+    assert device.counts.copies_in == ["runner/device/step_inputs.py:send"]
+    assert device.counts.synchronizations == ["runner/model_runner.py:_collect"]
+
+
+def test_a_failing_launch_leaves_the_runner_usable(folder: Path) -> None:
+    device = FakeDevice()
+    with runner_on(device, folder) as runner:
+        driver_of(runner).run(*drives(num_tokens=1))
+        device.fails_at_launch = device.counts.launches + 20
+        with pytest.raises(RuntimeError, match="launch failed"):
+            driver_of(runner).run(*drives())
+        runner_again = driver_of(runner)
+
+        outputs = runner_again.run(*drives_named("s"))
+
+    assert outputs == outputs_on_the_cpu(folder)
+
+
+def drives_named(prefix: str) -> list[Drive]:
+    return [replace(each, request_id=RequestId(prefix + each.request_id)) for each in drives()]
+
+
+# --- graphs ---------------------------------------------------------------------------------------
+
+
+def test_decodes_replay_graphs_and_give_the_tokens_of_eager_steps(folder: Path) -> None:
+    device = FakeDevice()
+    with runner_on(device, folder) as runner:
+        outputs = driver_of(runner).run(*drives())
+        assert runner.graphs is not None
+        num_steps = dict(runner.graphs.num_steps)
+    with runner_on(FakeDevice(), folder, enforce_eager=True) as runner:
+        assert runner.graphs is None
+        eager = driver_of(runner).run(*drives())
+
+    assert outputs == eager == outputs_on_the_cpu(folder)
+    assert num_steps == {EagerCause.PROMPT: 1, GraphSize(4, 8): 5}
+    assert device.counts.replays == 5
+
+
+def test_a_replay_is_one_copy_and_no_launch_but_those_of_sampling(folder: Path) -> None:
+    device = FakeDevice()
+    with runner_on(device, folder) as runner:
+        driver = driver_of(runner)
+        for drive in drives():
+            driver.add(drive)
+        driver.step()
+        device.counts.copies_in, device.counts.synchronizations = [], []
+
+        driver.step()
+
+    assert device.counts.copies_in == ["runner/device/step_inputs.py:send"]
+    assert all("sampling/" in where for where in device.counts.synchronizations)
+
+
+def test_recurrent_layers_replay_graphs(recurrent_folder: Path) -> None:
+    device = FakeDevice()
+    with runner_on(device, recurrent_folder) as runner:
+        outputs = driver_of(runner).run(*drives())
+
+    assert outputs == outputs_on_the_cpu(recurrent_folder)
+    assert device.counts.replays == 5
+
+
+def test_snapshots_are_taken_by_eager_steps(recurrent_folder: Path) -> None:
+    with runner_on(FakeDevice(), recurrent_folder) as runner:
+        outputs = driver_of(runner, snapshot_every=16).run(*drives(num_tokens=14))
+        assert runner.graphs is not None
+        num_steps = runner.graphs.num_steps
+
+    assert [each[:6] for each in outputs] == outputs_on_the_cpu(recurrent_folder)
+    assert num_steps[EagerCause.SNAPSHOT]
+    assert num_steps[GraphSize(4, 8)]
+
+
+@pytest.mark.parametrize("is_recurrent", [False, True])
+def test_padding_rows_change_no_block_of_a_request(
+    folder: Path, recurrent_folder: Path, is_recurrent: bool
+) -> None:
+    """A batch of one row replays in a graph of two, whose other row is padding."""
+    own = recurrent_folder if is_recurrent else folder
+    with runner_on(FakeDevice(), own, max_num_seqs=2) as runner:
+        driver = driver_of(runner)
+        for drive in drives(lengths=(5, 9)):
+            driver.add(drive)
+        driver.step()
+        assert runner.graphs is not None
+        everything = [BlockId(block) for block in range(runner.kv_memory.num_blocks)]
+        before = b"".join(map(bytes, runner.read_blocks(everything)))
+        size = GraphSize(2, 8)
+        layout = runner.kv_memory.layout
+        nothing = DecodeBatch(np.zeros(0, np.int64), empty_layout(len(layout.groups)), None)
+        if is_recurrent:
+            from baton.engine.runner.state.state_tables import empty_states
+
+            nothing = nothing._replace(states=empty_states(layout.num_state_blocks))
+
+        with torch.inference_mode():
+            runner.graphs.replay(size, nothing)
+
+        assert b"".join(map(bytes, runner.read_blocks(everything))) == before
+
+
+def test_prompt_logprobs_and_retries_are_computed_eagerly(folder: Path) -> None:
+    with runner_on(FakeDevice(), folder) as runner:
+        driver_of(runner).run(*drives(num_tokens=2, prompt_logprobs=1))
+        assert runner.graphs is not None
+        causes = set(runner.graphs.num_steps)
+
+    assert EagerCause.ALL_TOKENS in causes
+
+
+def test_a_replay_reports_all_layers_with_a_fence_behind_it(folder: Path) -> None:
+    class TakesFences:
+        def __init__(self) -> None:
+            self.layers: list[tuple[int, bool]] = []
+            self.num_passes = 0
+
+        def layer_done(self, layer: int, fence: Fence) -> None:
+            self.layers.append((layer, fence.is_passed))
+
+        def pass_done(self) -> None:
+            self.num_passes += 1
+
+    device = FakeDevice(costs=Costs(replay_s=1.0))
+    with runner_on(device, folder) as runner:
+        driver = driver_of(runner)
+        driver.add(drives(lengths=(5,))[0])
+        driver.step()
+        runner.hook = hook = TakesFences()
+
+        driver.step()
+
+    assert device.counts.replays == 1
+    assert hook.layers == [(0, False), (1, False)]
+    assert hook.num_passes == 1
+
+
+def test_graphs_survive_larger_inputs_of_other_steps(folder: Path) -> None:
+    """A step that needs more memory for its inputs must not move the inputs of graphs."""
+    with runner_on(FakeDevice(), folder) as runner:
+        driver = driver_of(runner)
+        driver.add(drives(lengths=(5,))[0])
+        for _ in range(3):
+            driver.step()
+        runner_inputs = runner._inputs
+        for _ in range(2):
+            runner_inputs.begin()
+            runner_inputs.put(np.zeros(1 << 18))
+            runner_inputs.send()
+
+        outputs = driver.run()
+
+    assert outputs == []
+
+
+def test_a_graph_that_reads_freed_memory_is_detected(folder: Path) -> None:
+    """The memory of inputs that a capture read must live as long as the graph."""
+    device = FakeDevice()
+
+    def prepare(batch: DecodeBatch, inputs: StepInputs) -> Any:
+        moved = inputs.put(batch.token_ids).clone()  # of this step alone
+        return partial(torch.add, moved, 1)
+
+    with device, torch.inference_mode():
+        pool = device.make_graph_pool()
+        assert pool is not None
+        graphs = DecodeGraphs(device, pool, prepare, scratch_block=0)
+        nothing = DecodeBatch(np.zeros(0, np.int64), empty_layout(1), None)
+        graphs.capture([GraphSize(2, 1)], nothing)
+
+        with pytest.raises(RuntimeError, match="freed after its capture"):
+            graphs.replay(GraphSize(2, 1), nothing)
+
+
+def test_a_capture_must_not_wait_for_the_device(folder: Path) -> None:
+    def prepare(batch: DecodeBatch, inputs: StepInputs) -> Any:
+        tokens = inputs.put(batch.token_ids)
+        return lambda: tokens + int(tokens.sum())
+
+    device = FakeDevice()
+    with device, torch.inference_mode():
+        pool = device.make_graph_pool()
+        assert pool is not None
+        graphs = DecodeGraphs(device, pool, prepare, scratch_block=0)
+        nothing = DecodeBatch(np.zeros(0, np.int64), empty_layout(1), None)
+
+        with pytest.raises(RuntimeError, match="not permitted while a graph is captured"):
+            graphs.capture([GraphSize(2, 1)], nothing)
+
+
+def test_a_device_without_memory_for_graphs_is_named(folder: Path) -> None:
+    with runner_on(FakeDevice(), folder, enforce_eager=True) as runner:
+        used = runner.device.free_bytes()
+    device = FakeDevice(memory_bytes=(1 << 30) - used + (64 << 10))
+
+    with (
+        pytest.raises(InvalidConfig, match=r"no memory for graphs.*--enforce-eager"),
+        runner_on(device, folder),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("parts", [TORCH, GRAPHABLE])
+def test_graphs_need_kernels_with_static_launches(folder: Path, parts: Parts) -> None:
+    with runner_on(FakeDevice(), folder, parts) as runner:
+        has_graphs = runner.graphs is not None
+
+    assert has_graphs is parts.has_static_launches
