@@ -81,6 +81,7 @@ class LLM:
             kv_cache_bytes=parse_kv_memory(AUTO if kv_cache_memory is None else kv_cache_memory),
             nodes_per_machine=1,
             max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             num_threads=num_threads,
             kernels=kernels,

@@ -10,7 +10,9 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from baton.core.units import format_bytes
 from baton.doctor.findings import Finding, fail, ok, warn
+from baton.engine.runner.config import RunnerConfig
 from baton.engine.runner.kernels.build import (
     best_variant,
     build_folder,
@@ -85,13 +87,15 @@ def _torch() -> Iterator[Finding]:
         "torch",
         f"{torch.__version__}, {build}, {torch.get_num_threads()} threads{limit}, {capability}",
     )
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    names = [f"{gpu.name}, {format_bytes(gpu.total_memory)}" for gpu in gpus]
     yield gpu_finding(names, has_driver=NVIDIA.exists(), torch_cuda=torch.version.cuda)
 
 
 def gpu_finding(names: list[str], *, has_driver: bool, torch_cuda: str | None) -> Finding:
     if names:
-        return ok("GPU", ", ".join(names))
+        share = RunnerConfig("").gpu_memory_utilization
+        return ok("GPU", f"{'; '.join(names)}; a node uses {share:.0%} (--gpu-memory-utilization)")
     if not has_driver:
         return ok("GPU", "none; nodes compute on the CPU")
     if torch_cuda is None:

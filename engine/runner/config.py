@@ -37,6 +37,7 @@ def weight_cache_folder(text: str) -> Path | None:
 
 
 MaxNumSeqs = Annotated[int, Option("Maximum number of requests in a batch.", BATCHING, at_least=1)]
+MaxNumBatchedTokens = Annotated[int, Option("Maximum number of tokens in a step.", BATCHING)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +123,25 @@ class RunnerConfig:
     kv_cache_bytes: Annotated[
         int | None,
         Option(
-            "Size of the KV cache, such as 512MiB. auto: half of the CPU's or 80 % of the GPU's "
-            "free memory, divided by --nodes-per-machine, and at most what full batches need.",
+            "Size of the KV cache, such as 512MiB. auto: half of the CPU's free memory, divided by "
+            "--nodes-per-machine, or what --gpu-memory-utilization leaves of the GPU's; at most "
+            "what full batches need.",
             KV_CACHE,
             name="kv_cache_memory",
             default=AUTO,
             parse=parse_kv_memory,
         ),
     ] = None
+    gpu_memory_utilization: Annotated[
+        float,
+        Option(
+            "Share of a GPU's memory for weights, the largest step, which is run at start to "
+            "measure it, and the KV cache, which gets the rest; divided by --nodes-per-machine.",
+            KV_CACHE,
+            above=0,
+            at_most=1,
+        ),
+    ] = 0.9
     nodes_per_machine: Annotated[
         int | None,
         Option(
@@ -152,6 +164,7 @@ class RunnerConfig:
         ),
     ] = "auto"  # int8: with a scale for each token and KV head
     max_num_seqs: MaxNumSeqs = 128
+    max_num_batched_tokens: MaxNumBatchedTokens = 2048
     speculation: Annotated[  # the scheduler needs as many lookahead slots
         Speculation | None,
         Option(

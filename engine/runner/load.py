@@ -7,15 +7,16 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
-from baton.checkpoint.checkpoint import Tensors
+from baton.checkpoint.checkpoint import Checkpoint, Tensors
 from baton.checkpoint.hub import open_checkpoint
 from baton.core.errors import InvalidConfig
 from baton.engine.kv_cache.groups import CacheLayout
-from baton.engine.runner.attention.kv_budget import auto_kv_bytes
-from baton.engine.runner.attention.kv_tensor import KvShape, num_blocks_within
+from baton.engine.runner.attention.kv_tensor import KvShape
+from baton.engine.runner.attention.paged_attention import LayerAttention
 from baton.engine.runner.config import RunnerConfig as RunnerConfig
 from baton.engine.runner.config import check, dtype_name
 from baton.engine.runner.device.device import Device, GraphPool, open_device
@@ -23,7 +24,9 @@ from baton.engine.runner.device.graphs import graph_sizes
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.input_batch import PersistentBatch
 from baton.engine.runner.kernels.choose import Parts, choose_parts
+from baton.engine.runner.kv_size import CacheShape, choose_num_blocks, num_blocks_in
 from baton.engine.runner.model.config import ModelConfig
+from baton.engine.runner.model.decoder import Decoder
 from baton.engine.runner.model.rope import Ropes
 from baton.engine.runner.model_info import LoadProgress, LoadProgressCallback, ModelInfo
 from baton.engine.runner.model_runner import TorchRunner
@@ -67,9 +70,60 @@ def load_runner(
     )
     defaults, max_model_len = checkpoint.read_generation_defaults(), _max_model_len(config, model)
     batch = _make_batch(config, max_model_len, layout)
-    sizes = shape.block_bytes, layout, max_model_len
+    cache = CacheShape(shape.block_bytes, max_model_len, layout)
     if config.kv_cache_bytes is not None:
-        _num_blocks(config, *sizes, device)
+        num_blocks_in(config.kv_cache_bytes, cache, device)
+    weights = _load_weights(config, checkpoint, model, dtype, device, parts, on_progress)
+    info = ModelInfo(
+        checkpoint=checkpoint,
+        fingerprint=weights.fingerprint,
+        vocab_size=model.vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=defaults.eos_token_ids,
+        defaults=defaults,
+        dtype=dtype_name(config, model),
+        max_shareable_prompt_len=model.max_shareable_prompt_len(),
+    )
+
+    def make_runner(num_blocks: int, num_scratch_blocks: int = 0) -> TorchRunner:
+        kv = shape.allocate(num_blocks + num_scratch_blocks, device.place)
+        return TorchRunner(
+            info,
+            weights.decoder,
+            Ropes(model, device.place, dtype),
+            kv[:num_blocks],
+            layout,
+            batch,
+            parts.make_attention(kv, weights.attention),
+            config.speculation,
+            processors,
+            None if state is None else parts.make_linear_attention(kv, state),
+            device,
+        )
+
+    num_blocks = choose_num_blocks(config, cache, device, make_runner)
+    pool = _make_graph_pool(config, model, parts, device)
+    if pool is None:
+        return make_runner(num_blocks)
+    # Padding rows of graphs write into one block more, which belongs to no request.
+    return _capture_graphs(config, make_runner(num_blocks, num_scratch_blocks=1), pool)
+
+
+class _Weights(NamedTuple):
+    decoder: Decoder
+    attention: Sequence[LayerAttention]
+    fingerprint: str
+
+
+def _load_weights(
+    config: RunnerConfig,
+    checkpoint: Checkpoint,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: Device,
+    parts: Parts,
+    on_progress: LoadProgressCallback | None,
+) -> _Weights:
     with checkpoint.open_tensors() as tensors:
         importance = read_importance(config.quantize_importance, tensors.shapes())
         quantize = [config.quantize, importance.digest, config.activation_dtype]
@@ -82,34 +136,7 @@ def load_runner(
             digest = tensors.digest()
             if cached is not None:
                 cached.digest = digest
-    num_blocks = _num_blocks(config, *sizes, device)
-    pool = _make_graph_pool(config, model, parts, device)
-    # Padding rows of graphs write into one block more, which belongs to no request.
-    kv = shape.allocate(num_blocks if pool is None else num_blocks + 1, device.place)
-    info = ModelInfo(
-        checkpoint=checkpoint,
-        fingerprint=_fingerprint(model, config, quantize, digest),
-        vocab_size=model.vocab_size,
-        max_model_len=max_model_len,
-        eos_token_ids=defaults.eos_token_ids,
-        defaults=defaults,
-        dtype=dtype_name(config, model),
-        max_shareable_prompt_len=model.max_shareable_prompt_len(),
-    )
-    runner = TorchRunner(
-        info,
-        decoder,
-        Ropes(model, device.place, dtype),
-        kv[:num_blocks],
-        layout,
-        batch,
-        parts.make_attention(kv, attention),
-        config.speculation,
-        processors,
-        None if state is None else parts.make_linear_attention(kv, state),
-        device,
-    )
-    return runner if pool is None else _capture_graphs(config, runner, pool)
+    return _Weights(decoder, attention, _fingerprint(model, config, quantize, digest))
 
 
 def _plan_memory(
@@ -160,24 +187,6 @@ def _max_model_len(config: RunnerConfig, model: ModelConfig) -> int:
         "--max-model-len",
     )
     return requested
-
-
-def _num_blocks(
-    config: RunnerConfig,
-    block_bytes: int,
-    layout: CacheLayout,
-    max_model_len: int,
-    device: Device,
-) -> int:
-    free = device.free_bytes()
-    budget = config.kv_cache_bytes
-    if budget is not None:
-        check(budget <= free, f"kv_cache_bytes {budget}: at most the {free} bytes that are free")
-    elif config.kv_cache_share is not None:
-        budget = int(free * config.kv_cache_share)
-    else:
-        budget = auto_kv_bytes(config, free, block_bytes, max_model_len, layout)
-    return num_blocks_within(budget, layout, block_bytes)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from baton.core.errors import require_setting
 from baton.core.exclusions import Feature, check_exclusions
 from baton.core.extra_args import Check, reject_extra_args
 from baton.core.options import BATCHING, KV_CACHE, Option, check_options
-from baton.engine.runner.config import MaxNumSeqs
+from baton.engine.runner.config import MaxNumBatchedTokens, MaxNumSeqs
 
 DEFAULT_LONG_PREFILL_THRESHOLD = 512
 LAYER = "layer"
@@ -46,9 +46,7 @@ def default_long_prefills(given: Mapping[str, Any]) -> int | None:
 class SchedulerConfig:
     """Settings of the scheduler. Names and meanings follow vLLM V1 where it has them."""
 
-    max_num_batched_tokens: Annotated[
-        int, Option("Maximum number of tokens in a step.", BATCHING)
-    ] = 2048
+    max_num_batched_tokens: MaxNumBatchedTokens = 2048
     max_num_seqs: MaxNumSeqs = 128
     max_model_len: int = 8192
     vocab_size: int | None = None  # None: token ids are not checked

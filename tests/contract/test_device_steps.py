@@ -15,7 +15,11 @@ import torch
 
 from baton.core.errors import InvalidConfig
 from baton.core.ids import BlockId, RequestId
+from baton.core.output import Output
+from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
+from baton.engine.core import EngineCore, NoKvWorker
+from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.runner.device.decode_graphs import DecodeBatch, DecodeGraphs
 from baton.engine.runner.device.graphs import EagerCause, GraphSize
@@ -24,6 +28,8 @@ from baton.engine.runner.kernels.choose import TORCH, Parts
 from baton.engine.runner.layout import empty_layout
 from baton.engine.runner.load import load_runner
 from baton.engine.runner.model_runner import TorchRunner
+from baton.engine.scheduler.config import SchedulerConfig
+from baton.engine.scheduler.scheduler import Scheduler
 from baton.kv_transfer.fence import Fence
 from tests.support.fake_device import Costs, FakeDevice
 from tests.support.families import STATE_VARIANTS
@@ -352,3 +358,88 @@ def test_graphs_need_kernels_with_static_launches(folder: Path, parts: Parts) ->
         has_graphs = runner.graphs is not None
 
     assert has_graphs is parts.has_static_launches
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "memory_bytes"), [("folder", 3_400_000), ("recurrent_folder", 5_200_000)]
+)
+def test_the_kv_cache_gets_what_weights_and_the_largest_step_leave(
+    model: str,
+    memory_bytes: int,
+    request: pytest.FixtureRequest,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = request.getfixturevalue(model)
+    settings = {"kv_cache_bytes": None, "max_num_seqs": 16, "max_num_batched_tokens": 96}
+    needed: list[int] = []
+    device = FakeDevice(memory_bytes=memory_bytes)
+    caplog.set_level("INFO")
+
+    with runner_on(device, path, TORCH, gpu_memory_utilization=0.8, **settings) as runner:
+        kv_bytes = runner.kv_memory.num_blocks * runner.kv_memory.block_bytes
+        weights = memory_bytes - device.free_bytes() - kv_bytes
+        driver = driver_of(runner)
+
+        def serve() -> None:
+            for number in range(16):
+                driver.add(Drive(RequestId(f"r{number}"), prompt_of(6), num_tokens=2))
+            driver.step()
+
+        profile = device.profile(serve)
+        needed.append(profile.run_bytes if profile is not None else 0)
+
+    memory = runner.kv_memory
+    assert memory.num_blocks < 16 * memory.layout.num_blocks(128 // BLOCK_SIZE)  # a full batch
+    assert weights + kv_bytes + needed[0] <= 0.8 * memory_bytes
+    assert "largest step" in caplog.text
+
+
+def test_a_largest_step_that_does_not_fit_is_refused(folder: Path) -> None:
+    settings = {"kv_cache_bytes": None, "max_num_seqs": 64, "max_num_batched_tokens": 4096}
+
+    with (
+        pytest.raises(InvalidConfig, match="no memory for a step of 4096 tokens and 64 requests"),
+        runner_on(FakeDevice(memory_bytes=3 << 20), folder, TORCH, **settings),
+    ):
+        pass
+
+
+def bytes_of_prompt(device: FakeDevice, runner: TorchRunner, length: int) -> int:
+    """Return the memory that the pass of a prompt takes."""
+    driver = driver_of(runner)
+    drive = Drive(RequestId("measured"), prompt_of(length), num_tokens=1)
+
+    def run() -> None:
+        driver.run(drive)
+
+    memory = device.profile(run)
+    assert memory is not None
+    return memory.run_bytes
+
+
+def test_a_pass_without_memory_fails_alone(folder: Path) -> None:
+    device = FakeDevice()
+    with runner_on(device, folder, TORCH, max_num_seqs=4) as runner:
+        config = SchedulerConfig(max_num_seqs=4, max_model_len=128)
+        cache = CacheConfig(runner.kv_memory.num_blocks, BLOCK_SIZE)
+        engine = EngineCore(Scheduler(config, cache), runner, NoKvWorker())
+        sampling = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+        for name, length in (("short", 5), ("long", 100)):
+            engine.scheduler.add(
+                EngineRequest(RequestId(name), prompt_of(length), sampling, seed=0)
+            )
+        needed = [bytes_of_prompt(device, runner, length) for length in (5, 105)]
+        used = device.memory_bytes - device.free_bytes()
+        device.memory_bytes = used + (needed[0] + needed[1]) // 2
+        found: dict[str, list[Output]] = {"short": [], "long": []}
+        while engine.scheduler.has_work:
+            for output in engine.step():
+                found[output.request_id].append(output)
+
+    failure = found["long"][-1].failure
+    assert failure is not None
+    assert "OutOfMemoryError" in failure.reason
+    assert len(found["short"]) == 3

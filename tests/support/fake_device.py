@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from baton.engine.runner.device.device import Graph, GraphPool
+from baton.engine.runner.device.device import Graph, GraphPool, MemoryProfile
 from baton.kv_transfer.fence import Fence
 
 PLACE = torch.device("meta")  # the only device besides the CPU that torch always has
@@ -122,8 +122,8 @@ class FakeDevice(TorchDispatchMode):
         self.now_s = 0.0
         self.fails_at_launch: int | None = None  # counted from one
         self.has_graphs = True
-        self._memory_bytes = memory_bytes
-        self._used_bytes = 0
+        self.memory_bytes = memory_bytes
+        self._used_bytes = self._most_used_bytes = 0
         self._free_at_s = 0.0  # when all launched work is done
         self._queue: deque[Work] = deque()
         self._num_launched = self._num_landed = 0
@@ -164,7 +164,14 @@ class FakeDevice(TorchDispatchMode):
         self.synchronize()
 
     def free_bytes(self) -> int:
-        return self._memory_bytes - self._used_bytes
+        return self.memory_bytes - self._used_bytes
+
+    def profile(self, run: Callable[[], None]) -> MemoryProfile | None:
+        own = self._most_used_bytes = self._used_bytes
+        run()
+        self.synchronize()
+        added = self._most_used_bytes - own
+        return MemoryProfile(self.memory_bytes, self.free_bytes(), own, added)
 
     def make_graph_pool(self) -> GraphPool | None:
         return FakeGraphPool(self) if self.has_graphs else None
@@ -229,6 +236,7 @@ class FakeDevice(TorchDispatchMode):
         fill_with_garbage(hidden)
         allocation = Allocation()
         self._used_bytes += num_bytes
+        self._most_used_bytes = max(self._most_used_bytes, self._used_bytes)
         weakref.finalize(allocation, self._release, num_bytes)
         if self._recorded is not None:
             self._captured.append(allocation)

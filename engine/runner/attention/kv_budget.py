@@ -1,26 +1,26 @@
 """Automatic size of the KV cache (`--kv-cache-memory auto`). Pure.
 
-The size is a share of the memory that is free after the weights are loaded. On the CPU, free memory
-is bounded by the limits of the container, and the rest is left for activations, other processes and
-the page cache; KV pages are allocated when they are first written, not at start.
+On the CPU it is a share of the memory that is free after the weights are loaded. That is bounded by
+the limits of the container, and the rest is left for activations, other processes and the page
+cache; KV pages are allocated when they are first written, not at start. On a GPU it is what weights
+and the largest step leave of the share that the node may use.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from baton.core.errors import InvalidConfig
+from baton.core.units import format_bytes
 from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.runner.config import RunnerConfig
 
+if TYPE_CHECKING:
+    from baton.engine.runner.device.device import MemoryProfile
+
 CPU_SHARE = 0.5  # divided by the nodes that share the machine
-GPU_SHARE = 0.8  # divided by the nodes that share the device; the rest is for activations
 CPU_NODES_PER_MACHINE = 2  # a prefill and a decode node
 MIN_BYTES = 256 << 20
-
-
-def kv_share(config: RunnerConfig) -> float:
-    """Return the share of free memory that one node takes."""
-    if config.device == "cpu":
-        return CPU_SHARE / (config.nodes_per_machine or CPU_NODES_PER_MACHINE)
-    return GPU_SHARE / (config.nodes_per_machine or 1)
 
 
 def auto_kv_bytes(
@@ -30,13 +30,46 @@ def auto_kv_bytes(
     max_model_len: int,
     layout: CacheLayout,
 ) -> int:
-    """Return the node's share of `free_bytes`, clipped.
+    """Return the node's share of a CPU's `free_bytes`, clipped.
 
     It is at least 256 MiB or half of the free memory, whichever is smaller, and at most the KV of
     `max_num_seqs` sequences of `max_model_len` tokens.
     """
-    share_bytes = int(free_bytes * kv_share(config))
+    share = CPU_SHARE / (config.nodes_per_machine or CPU_NODES_PER_MACHINE)
     floor_bytes = min(MIN_BYTES, free_bytes // 2)
+    share_bytes = max(int(free_bytes * share), floor_bytes)
+    return min(share_bytes, _most_bytes(config, block_bytes, max_model_len, layout))
+
+
+def profiled_kv_bytes(
+    config: RunnerConfig,
+    memory: MemoryProfile,
+    block_bytes: int,
+    max_model_len: int,
+    layout: CacheLayout,
+) -> int:
+    """Return what is left of the node's share of a GPU, clipped. Raises InvalidConfig if nothing.
+
+    What other processes use counts as used, but not what other nodes will use.
+    """
+    utilization = config.gpu_memory_utilization
+    share_bytes = int(memory.total_bytes * utilization) // (config.nodes_per_machine or 1)
+    reserve_bytes = int(memory.total_bytes * (1 - utilization))
+    left_bytes = min(share_bytes - memory.own_bytes, memory.free_bytes - reserve_bytes)
+    left_bytes -= memory.run_bytes
+    if left_bytes < block_bytes:
+        raise InvalidConfig(
+            f"no memory is left for the KV cache: the node may use {format_bytes(share_bytes)} of "
+            f"the GPU, its weights take {format_bytes(memory.own_bytes)}, its largest step "
+            f"{format_bytes(memory.run_bytes)}, and {format_bytes(memory.free_bytes)} are free: "
+            "lower --max-num-batched-tokens or --max-num-seqs, or raise --gpu-memory-utilization"
+        )
+    return min(left_bytes, _most_bytes(config, block_bytes, max_model_len, layout))
+
+
+def _most_bytes(
+    config: RunnerConfig, block_bytes: int, max_model_len: int, layout: CacheLayout
+) -> int:
+    """Return the size of the KV of a full batch of the longest sequences."""
     num_blocks_per_sequence = layout.num_blocks(-(-max_model_len // config.block_size))
-    cap_bytes = config.max_num_seqs * num_blocks_per_sequence * block_bytes
-    return min(max(share_bytes, floor_bytes), cap_bytes)
+    return config.max_num_seqs * num_blocks_per_sequence * block_bytes

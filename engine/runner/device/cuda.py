@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from baton.engine.runner.device.device import Graph, GraphPool
+from baton.engine.runner.device.device import Graph, GraphPool, MemoryProfile
 from baton.kv_transfer.fence import Fence
 
 
@@ -45,6 +45,22 @@ class CudaDevice:
     def free_bytes(self) -> int:
         free, _ = torch.cuda.mem_get_info(self.place)
         return int(free)
+
+    def profile(self, run: Callable[[], None]) -> MemoryProfile | None:
+        self._release_unused()
+        torch.cuda.reset_peak_memory_stats(self.place)
+        own = torch.cuda.memory_reserved(self.place)
+        run()
+        torch.cuda.synchronize(self.place)
+        most = torch.cuda.max_memory_reserved(self.place)
+        self._release_unused()
+        # Now, with what libraries have allocated for themselves.
+        free, total = torch.cuda.mem_get_info(self.place)
+        return MemoryProfile(total, free, own, most - own)
+
+    def _release_unused(self) -> None:
+        torch.cuda.synchronize(self.place)
+        torch.cuda.empty_cache()
 
     def make_graph_pool(self) -> GraphPool | None:
         return CudaGraphPool(self.place)

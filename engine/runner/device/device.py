@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -35,6 +35,15 @@ class GraphPool(Protocol):
         It must not wait for the device. Tensors that it makes are in the memory of the pool.
         """
         ...
+
+
+class MemoryProfile(NamedTuple):
+    """Memory of a device in bytes, and the most that was taken while something ran on it."""
+
+    total_bytes: int
+    free_bytes: int  # after it had run, for all processes
+    own_bytes: int  # taken by this process before
+    run_bytes: int  # taken in addition while it ran
 
 
 class Device(Protocol):
@@ -64,6 +73,13 @@ class Device(Protocol):
         """Return the free memory, on the CPU within the container's limits."""
         ...
 
+    def profile(self, run: Callable[[], None]) -> MemoryProfile | None:
+        """Run it and return the memory that it takes, or None, without running it, on a CPU.
+
+        Memory of a CPU is taken when it is first written.
+        """
+        ...
+
     def make_graph_pool(self) -> GraphPool | None:
         """Return an empty pool, or None if the device has no graphs."""
         ...
@@ -86,6 +102,9 @@ class CpuDevice:
 
     def free_bytes(self) -> int:
         return free_host_bytes()
+
+    def profile(self, run: Callable[[], None]) -> MemoryProfile | None:
+        return None
 
     def make_graph_pool(self) -> GraphPool | None:
         return None

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from baton.core.errors import InvalidConfig
 from baton.engine.kv_cache.groups import CacheLayout
-from baton.engine.runner.attention.kv_budget import auto_kv_bytes
+from baton.engine.runner.attention.kv_budget import auto_kv_bytes, profiled_kv_bytes
 from baton.engine.runner.config import RunnerConfig
+from baton.engine.runner.device.device import MemoryProfile
+from baton.engine.runner.device.memory_profile import prompt_lengths
 from baton.engine.runner.host_memory import free_host_bytes
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -19,14 +22,11 @@ QWEN_LEN = 40_960
 ONE_FULL = CacheLayout()
 
 
-@pytest.mark.parametrize(
-    ("device", "nodes_per_machine", "share"),
-    [("cpu", None, 1 / 4), ("cpu", 1, 1 / 2), ("cpu", 3, 1 / 6), ("cuda:0", None, 0.8)],
-)
+@pytest.mark.parametrize(("nodes_per_machine", "share"), [(None, 1 / 4), (1, 1 / 2), (3, 1 / 6)])
 def test_the_kv_cache_takes_its_share_of_free_memory(
-    device: str, nodes_per_machine: int | None, share: float
+    nodes_per_machine: int | None, share: float
 ) -> None:
-    node = replace(NODE, device=device, nodes_per_machine=nodes_per_machine)
+    node = replace(NODE, nodes_per_machine=nodes_per_machine)
 
     num_bytes = auto_kv_bytes(node, 24 * GIB, QWEN_BLOCK_BYTES, QWEN_LEN, ONE_FULL)
 
@@ -48,6 +48,58 @@ def test_the_kv_cache_of_an_ordinary_machine_holds_a_full_context_of_a_small_mod
     num_bytes = auto_kv_bytes(NODE, 20 * GIB, QWEN_BLOCK_BYTES, QWEN_LEN, ONE_FULL)
 
     assert num_bytes // QWEN_BLOCK_BYTES * 16 > QWEN_LEN
+
+
+# --- GPUs -----------------------------------------------------------------------------------------
+
+GPU = replace(NODE, device="cuda", gpu_memory_utilization=0.75)
+
+
+@pytest.mark.parametrize(
+    ("nodes_per_machine", "free_gib", "expected_gib"),
+    [
+        (None, 70, 80 * 0.75 - 10 - 4),  # of the share
+        (None, 30, 30 - 80 * 0.25 - 4),  # another process has 40 GiB
+        (2, 70, 80 * 0.75 / 2 - 10 - 4),
+    ],
+)
+def test_the_kv_cache_of_a_gpu_gets_what_weights_and_the_largest_step_leave(
+    nodes_per_machine: int | None, free_gib: int, expected_gib: float
+) -> None:
+    node = replace(GPU, nodes_per_machine=nodes_per_machine)
+    memory = MemoryProfile(80 * GIB, free_gib * GIB, 10 * GIB, 4 * GIB)
+
+    num_bytes = profiled_kv_bytes(node, memory, QWEN_BLOCK_BYTES, QWEN_LEN, ONE_FULL)
+
+    assert num_bytes == expected_gib * GIB
+
+
+def test_a_gpu_without_room_for_a_kv_cache_is_refused() -> None:
+    memory = MemoryProfile(16 * GIB, 4 * GIB, 11 * GIB, 2 * GIB)
+
+    with pytest.raises(InvalidConfig, match=r"weights take 11\.0 GiB.*raise --gpu-memory-util"):
+        profiled_kv_bytes(GPU, memory, QWEN_BLOCK_BYTES, QWEN_LEN, ONE_FULL)
+
+
+def test_the_kv_cache_of_a_gpu_is_limited_to_what_the_largest_batch_can_fill() -> None:
+    memory = MemoryProfile(80 * GIB, 70 * GIB, 10 * GIB, 4 * GIB)
+
+    assert profiled_kv_bytes(GPU, memory, 32 << 10, 1000, ONE_FULL) == 128 * 63 * (32 << 10)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_seqs", "max_len", "expected"),
+    [
+        (2048, 4, 8191, [2045, 1, 1, 1]),
+        (2048, 4, 1000, [1000, 1000, 47, 1]),
+        (3, 8, 100, [1, 1, 1]),
+        (2048, 2, 100, [100, 100]),
+    ],
+)
+def test_the_largest_step_has_all_rows_and_prompts_as_long_as_possible(
+    num_tokens: int, num_seqs: int, max_len: int, expected: list[int]
+) -> None:
+    assert prompt_lengths(num_tokens, num_seqs, max_len) == expected
 
 
 # --- what is free ---------------------------------------------------------------------------------

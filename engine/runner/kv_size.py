@@ -1,0 +1,79 @@
+"""Number of blocks of the KV cache, from the settings and the memory of the device."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+from baton.core.units import format_bytes
+from baton.engine.kv_cache.groups import CacheLayout
+from baton.engine.plan import Runner
+from baton.engine.runner.attention.kv_budget import auto_kv_bytes, profiled_kv_bytes
+from baton.engine.runner.attention.kv_tensor import num_blocks_within
+from baton.engine.runner.config import RunnerConfig, check
+from baton.engine.runner.device.device import Device, MemoryProfile
+from baton.engine.runner.device.memory_profile import largest_plans, num_blocks_of, profile_steps
+from baton.engine.runner.model_runner import TorchRunner
+
+log = logging.getLogger(__name__)
+
+
+class CacheShape(NamedTuple):
+    """Shape of a KV cache of any number of blocks."""
+
+    block_bytes: int
+    max_model_len: int
+    layout: CacheLayout
+
+
+def choose_num_blocks(
+    config: RunnerConfig,
+    cache: CacheShape,
+    device: Device,
+    make_runner: Callable[[int], TorchRunner],
+) -> int:
+    """Return the number of blocks, once the weights are loaded. Raises InvalidConfig.
+
+    `make_runner` makes a runner with so many blocks, with which the largest steps are measured.
+    """
+    kv_bytes = config.kv_cache_bytes
+    if kv_bytes is not None:
+        return num_blocks_in(kv_bytes, cache, device)
+    if config.kv_cache_share is not None:
+        kv_bytes = int(device.free_bytes() * config.kv_cache_share)
+    elif (memory := _measure(config, cache, device, make_runner)) is not None:
+        kv_bytes = profiled_kv_bytes(config, memory, *cache)
+        sizes = memory.total_bytes, memory.own_bytes, memory.run_bytes, kv_bytes
+        text = "%s of %s: weights %s, largest step %s, KV cache %s"
+        log.info(text, device.place, *map(format_bytes, sizes))
+    else:
+        kv_bytes = auto_kv_bytes(config, device.free_bytes(), *cache)
+    return num_blocks_within(kv_bytes, cache.layout, cache.block_bytes)
+
+
+def num_blocks_in(kv_bytes: int, cache: CacheShape, device: Device) -> int:
+    """Return the number of blocks of a given size. Raises InvalidConfig if it is not free."""
+    free = device.free_bytes()
+    check(kv_bytes <= free, f"kv_cache_bytes {kv_bytes}: at most the {free} bytes that are free")
+    return num_blocks_within(kv_bytes, cache.layout, cache.block_bytes)
+
+
+def _measure(
+    config: RunnerConfig,
+    cache: CacheShape,
+    device: Device,
+    make_runner: Callable[[int], TorchRunner],
+) -> MemoryProfile | None:
+    limits = config.max_num_batched_tokens, config.max_num_seqs, cache.max_model_len
+    plans = largest_plans(*limits, config.block_size, cache.layout)
+    num_blocks = num_blocks_of(plans[0])
+
+    def use_runner(run: Callable[[Runner], None]) -> None:
+        with make_runner(num_blocks) as runner:
+            run(runner)
+
+    memory = profile_steps(device, plans, use_runner)
+    if memory is None:
+        return None
+    return memory._replace(run_bytes=memory.run_bytes - num_blocks * cache.block_bytes)
