@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from baton.core.errors import InvalidConfig
 from baton.core.ids import BlockId, RequestId
@@ -21,17 +22,18 @@ from baton.core.sampling import SamplingParams
 from baton.engine.core import EngineCore, NoKvWorker
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.runner.config import RunnerConfig
-from baton.engine.runner.device.decode_graphs import DecodeBatch, DecodeGraphs
+from baton.engine.runner.device.decode_graphs import DecodeBatch, DecodeGraphs, Prepare
 from baton.engine.runner.device.graphs import EagerCause, GraphSize
 from baton.engine.runner.device.step_inputs import StepInputs
 from baton.engine.runner.kernels.choose import TORCH, Parts
 from baton.engine.runner.layout import empty_layout
 from baton.engine.runner.load import load_runner
 from baton.engine.runner.model_runner import TorchRunner
+from baton.engine.runner.state.state_tables import empty_states
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.kv_transfer.fence import Fence
-from tests.support.fake_device import Costs, FakeDevice
+from tests.support.fake_device import Costs, Counts, FakeDevice
 from tests.support.families import STATE_VARIANTS
 from tests.support.models import VARIANTS, make_model_folder, prompt_of
 from tests.support.runner_drivers import Drive, Driver
@@ -40,7 +42,9 @@ from tests.support.static_attention import StaticPagedAttention
 BLOCK_SIZE = 16
 NUM_BLOCKS = 200
 GRAPHABLE = replace(TORCH, make_attention=StaticPagedAttention, has_static_launches=True)
-LENGTHS = (5, 17, 33)
+NOTHING = DecodeBatch(np.zeros(0, np.int64), empty_layout(1), None)
+LENGTHS = (3, 9, 17)
+NUM_TOKENS = 4
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,7 +66,7 @@ def recurrent_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(folder: Path, **settings: Any) -> RunnerConfig:
-    defaults = {"kv_cache_bytes": 4 << 20, "max_model_len": 128, "max_num_seqs": 8}
+    defaults = {"kv_cache_bytes": 4 << 20, "max_model_len": 128, "max_num_seqs": 4}
     return RunnerConfig(str(folder), **(defaults | settings))
 
 
@@ -86,7 +90,9 @@ def driver_of(runner: TorchRunner, **settings: Any) -> Driver:
     return Driver(runner, num_blocks=num_blocks, block_size=BLOCK_SIZE, **settings)
 
 
-def drives(num_tokens: int = 6, lengths: tuple[int, ...] = LENGTHS, **sampling: Any) -> list[Drive]:
+def drives(
+    num_tokens: int = NUM_TOKENS, lengths: tuple[int, ...] = LENGTHS, **sampling: Any
+) -> list[Drive]:
     params = SamplingParams(temperature=0.0, max_tokens=64, **sampling)
     return [
         Drive(RequestId(f"r{number}"), prompt_of(length), params, num_tokens=num_tokens)
@@ -94,9 +100,9 @@ def drives(num_tokens: int = 6, lengths: tuple[int, ...] = LENGTHS, **sampling: 
     ]
 
 
-def outputs_on_the_cpu(folder: Path, **settings: Any) -> list[list[int]]:
+def outputs_on_the_cpu(folder: Path, *requests: Any) -> list[list[int]]:
     with load_runner(config_of(folder)) as runner:
-        return driver_of(runner, **settings).run(*drives())
+        return driver_of(runner).run(*drives(*requests))
 
 
 # --- eager steps ----------------------------------------------------------------------------------
@@ -107,16 +113,17 @@ def test_tokens_equal_those_of_the_cpu(folder: Path, chunk: int) -> None:
     with runner_on(FakeDevice(), folder, TORCH) as runner:
         outputs = driver_of(runner, chunk=chunk).run(*drives())
 
-    assert outputs == outputs_on_the_cpu(folder, chunk=chunk)
+    assert outputs == outputs_on_the_cpu(folder)
 
 
+@pytest.mark.triton  # long, as the tests of Triton's kernels
 def test_tokens_of_a_model_with_recurrent_layers_equal_those_of_the_cpu(
     recurrent_folder: Path,
 ) -> None:
     with runner_on(FakeDevice(), recurrent_folder, TORCH) as runner:
-        outputs = driver_of(runner, chunk=8, snapshot_every=16).run(*drives())
+        outputs = driver_of(runner, chunk=12, snapshot_every=16).run(*drives(2))
 
-    assert outputs == outputs_on_the_cpu(recurrent_folder, chunk=8, snapshot_every=16)
+    assert outputs == outputs_on_the_cpu(recurrent_folder, 2)
 
 
 def test_a_step_with_64_decodes_makes_one_copy_and_does_not_wait_before_sampling(
@@ -125,12 +132,10 @@ def test_a_step_with_64_decodes_makes_one_copy_and_does_not_wait_before_sampling
     device = FakeDevice()
     with runner_on(device, folder, TORCH, max_num_seqs=64) as runner:
         driver = driver_of(runner)
-        for drive in drives(num_tokens=64, lengths=(5,) * 64):
+        for drive in drives(lengths=(3,) * 64):
             driver.add(drive)
-        for _ in range(3):
-            driver.step()
-        before = replace(device.counts, copies_in=[], copies_out=[], synchronizations=[])
-        device.counts = before
+        driver.step()
+        device.counts = Counts()
 
         driver.step()
 
@@ -144,7 +149,7 @@ def test_a_chunk_that_samples_nothing_is_waited_for_once(folder: Path) -> None:
     with runner_on(device, folder, TORCH) as runner:
         driver = driver_of(runner, chunk=8)
         driver.add(drives(lengths=(33,))[0])
-        device.counts.copies_in, device.counts.synchronizations = [], []
+        device.counts = Counts()
 
         driver.step()
 
@@ -155,20 +160,17 @@ def test_a_chunk_that_samples_nothing_is_waited_for_once(folder: Path) -> None:
 
 def test_a_failing_launch_leaves_the_runner_usable(folder: Path) -> None:
     device = FakeDevice()
-    with runner_on(device, folder) as runner:
-        driver_of(runner).run(*drives(num_tokens=1))
+    [failing] = drives(lengths=(5,))
+    with runner_on(device, folder, TORCH) as runner:
+        driver = driver_of(runner)
+        driver.add(replace(failing, request_id=RequestId("fails")))
         device.fails_at_launch = device.counts.launches + 20
         with pytest.raises(RuntimeError, match="launch failed"):
-            driver_of(runner).run(*drives())
-        runner_again = driver_of(runner)
+            driver.step()
 
-        outputs = runner_again.run(*drives_named("s"))
+        outputs = driver_of(runner).run(*drives())
 
     assert outputs == outputs_on_the_cpu(folder)
-
-
-def drives_named(prefix: str) -> list[Drive]:
-    return [replace(each, request_id=RequestId(prefix + each.request_id)) for each in drives()]
 
 
 # --- graphs ---------------------------------------------------------------------------------------
@@ -185,8 +187,8 @@ def test_decodes_replay_graphs_and_give_the_tokens_of_eager_steps(folder: Path) 
         eager = driver_of(runner).run(*drives())
 
     assert outputs == eager == outputs_on_the_cpu(folder)
-    assert num_steps == {EagerCause.PROMPT: 1, GraphSize(4, 8): 5}
-    assert device.counts.replays == 5
+    assert num_steps == {EagerCause.PROMPT: 1, GraphSize(4, 8): NUM_TOKENS - 1}
+    assert device.counts.replays == NUM_TOKENS - 1
 
 
 def test_a_replay_is_one_copy_and_no_launch_but_those_of_sampling(folder: Path) -> None:
@@ -196,7 +198,7 @@ def test_a_replay_is_one_copy_and_no_launch_but_those_of_sampling(folder: Path) 
         for drive in drives():
             driver.add(drive)
         driver.step()
-        device.counts.copies_in, device.counts.synchronizations = [], []
+        device.counts = Counts()
 
         driver.step()
 
@@ -206,20 +208,21 @@ def test_a_replay_is_one_copy_and_no_launch_but_those_of_sampling(folder: Path) 
 
 def test_recurrent_layers_replay_graphs(recurrent_folder: Path) -> None:
     device = FakeDevice()
-    with runner_on(device, recurrent_folder) as runner:
-        outputs = driver_of(runner).run(*drives())
+    with runner_on(device, recurrent_folder, max_num_seqs=2) as runner:
+        outputs = driver_of(runner).run(*drives(3, (3, 9)))
 
-    assert outputs == outputs_on_the_cpu(recurrent_folder)
-    assert device.counts.replays == 5
+    assert outputs == outputs_on_the_cpu(recurrent_folder, 3, (3, 9))
+    assert device.counts.replays == 2
 
 
+@pytest.mark.triton  # long, as the tests of Triton's kernels
 def test_snapshots_are_taken_by_eager_steps(recurrent_folder: Path) -> None:
     with runner_on(FakeDevice(), recurrent_folder) as runner:
-        outputs = driver_of(runner, snapshot_every=16).run(*drives(num_tokens=14))
+        outputs = driver_of(runner, snapshot_every=16).run(*drives(9))
         assert runner.graphs is not None
         num_steps = runner.graphs.num_steps
 
-    assert [each[:6] for each in outputs] == outputs_on_the_cpu(recurrent_folder)
+    assert outputs == outputs_on_the_cpu(recurrent_folder, 9)
     assert num_steps[EagerCause.SNAPSHOT]
     assert num_steps[GraphSize(4, 8)]
 
@@ -228,7 +231,7 @@ def test_snapshots_are_taken_by_eager_steps(recurrent_folder: Path) -> None:
 def test_padding_rows_change_no_block_of_a_request(
     folder: Path, recurrent_folder: Path, is_recurrent: bool
 ) -> None:
-    """A batch of one row replays in a graph of two, whose other row is padding."""
+    """The graph replays with padding rows alone."""
     own = recurrent_folder if is_recurrent else folder
     with runner_on(FakeDevice(), own, max_num_seqs=2) as runner:
         driver = driver_of(runner)
@@ -238,21 +241,16 @@ def test_padding_rows_change_no_block_of_a_request(
         assert runner.graphs is not None
         everything = [BlockId(block) for block in range(runner.kv_memory.num_blocks)]
         before = b"".join(map(bytes, runner.read_blocks(everything)))
-        size = GraphSize(2, 8)
-        layout = runner.kv_memory.layout
-        nothing = DecodeBatch(np.zeros(0, np.int64), empty_layout(len(layout.groups)), None)
-        if is_recurrent:
-            from baton.engine.runner.state.state_tables import empty_states
-
-            nothing = nothing._replace(states=empty_states(layout.num_state_blocks))
+        num_state_blocks = runner.kv_memory.layout.num_state_blocks
+        states = empty_states(num_state_blocks) if is_recurrent else None
 
         with torch.inference_mode():
-            runner.graphs.replay(size, nothing)
+            runner.graphs.replay(GraphSize(2, 8), NOTHING._replace(states=states))
 
         assert b"".join(map(bytes, runner.read_blocks(everything))) == before
 
 
-def test_prompt_logprobs_and_retries_are_computed_eagerly(folder: Path) -> None:
+def test_prompt_logprobs_are_computed_eagerly(folder: Path) -> None:
     with runner_on(FakeDevice(), folder) as runner:
         driver_of(runner).run(*drives(num_tokens=2, prompt_logprobs=1))
         assert runner.graphs is not None
@@ -287,57 +285,68 @@ def test_a_replay_reports_all_layers_with_a_fence_behind_it(folder: Path) -> Non
     assert hook.num_passes == 1
 
 
-def test_graphs_survive_larger_inputs_of_other_steps(folder: Path) -> None:
-    """A step that needs more memory for its inputs must not move the inputs of graphs."""
-    with runner_on(FakeDevice(), folder) as runner:
-        driver = driver_of(runner)
-        driver.add(drives(lengths=(5,))[0])
-        for _ in range(3):
-            driver.step()
-        runner_inputs = runner._inputs
-        for _ in range(2):
-            runner_inputs.begin()
-            runner_inputs.put(np.zeros(1 << 18))
-            runner_inputs.send()
-
-        outputs = driver.run()
-
-    assert outputs == []
+def graphs_of(device: FakeDevice, prepare: Prepare, *sizes: GraphSize) -> DecodeGraphs:
+    pool = device.make_graph_pool()
+    assert pool is not None
+    graphs = DecodeGraphs(device, pool, prepare, scratch_block=0)
+    graphs.capture(sizes, NOTHING)
+    return graphs
 
 
-def test_a_graph_that_reads_freed_memory_is_detected(folder: Path) -> None:
-    """The memory of inputs that a capture read must live as long as the graph."""
-    device = FakeDevice()
+def test_inputs_have_room_for_all_graphs_before_the_first_is_captured() -> None:
+    def prepare(batch: DecodeBatch, inputs: StepInputs) -> Callable[[], Tensor]:
+        token_ids, tables = inputs.put(batch.token_ids), inputs.put(batch.layout.block_tables)
+        return lambda: token_ids + tables[0, :, -1]
 
-    def prepare(batch: DecodeBatch, inputs: StepInputs) -> Any:
+    sizes = GraphSize(64, 4096), GraphSize(2, 3)  # of 2 MiB and 64 bytes
+    layout = empty_layout(1).pad(2, 3, 5)
+    with FakeDevice() as device:
+        graphs = graphs_of(device, prepare, *sizes)
+
+        found = [
+            graphs.replay(size, DecodeBatch(np.array([7, 8]), layout, None)).tolist()
+            for size in sizes
+        ]
+
+    assert found == [[7, 8], [12, 13]]  # of table entries: padding of the width, and the last one
+
+
+def test_a_graph_that_reads_freed_memory_is_detected() -> None:
+    def prepare(batch: DecodeBatch, inputs: StepInputs) -> Callable[[], Tensor]:
         moved = inputs.put(batch.token_ids).clone()  # of this step alone
         return partial(torch.add, moved, 1)
 
-    with device, torch.inference_mode():
-        pool = device.make_graph_pool()
-        assert pool is not None
-        graphs = DecodeGraphs(device, pool, prepare, scratch_block=0)
-        nothing = DecodeBatch(np.zeros(0, np.int64), empty_layout(1), None)
-        graphs.capture([GraphSize(2, 1)], nothing)
+    with FakeDevice() as device:
+        graphs = graphs_of(device, prepare, GraphSize(2, 1))
 
         with pytest.raises(RuntimeError, match="freed after its capture"):
-            graphs.replay(GraphSize(2, 1), nothing)
+            graphs.replay(GraphSize(2, 1), NOTHING)
 
 
-def test_a_capture_must_not_wait_for_the_device(folder: Path) -> None:
-    def prepare(batch: DecodeBatch, inputs: StepInputs) -> Any:
+def test_a_capture_must_not_wait_for_the_device() -> None:
+    def prepare(batch: DecodeBatch, inputs: StepInputs) -> Callable[[], Tensor]:
         tokens = inputs.put(batch.token_ids)
         return lambda: tokens + int(tokens.sum())
 
-    device = FakeDevice()
-    with device, torch.inference_mode():
-        pool = device.make_graph_pool()
-        assert pool is not None
-        graphs = DecodeGraphs(device, pool, prepare, scratch_block=0)
-        nothing = DecodeBatch(np.zeros(0, np.int64), empty_layout(1), None)
+    with (
+        FakeDevice() as device,
+        pytest.raises(RuntimeError, match="not permitted while a graph is captured"),
+    ):
+        graphs_of(device, prepare, GraphSize(2, 1))
 
-        with pytest.raises(RuntimeError, match="not permitted while a graph is captured"):
-            graphs.capture([GraphSize(2, 1)], nothing)
+
+def test_inputs_of_another_size_than_the_graph_reads_are_refused() -> None:
+    sizes = iter((8, 8, 9))
+
+    def prepare(batch: DecodeBatch, inputs: StepInputs) -> Callable[[], Tensor]:
+        token_ids = inputs.put(np.zeros(8 * next(sizes)))
+        return lambda: token_ids + 1
+
+    with FakeDevice() as device:
+        graphs = graphs_of(device, prepare, GraphSize(2, 1))
+
+        with pytest.raises(RuntimeError, match=r"inputs of 576 bytes .* reads 512"):
+            graphs.replay(GraphSize(2, 1), NOTHING)
 
 
 def test_a_device_without_memory_for_graphs_is_named(folder: Path) -> None:
