@@ -111,9 +111,9 @@ def triton_parts() -> Parts:
     from baton.engine.runner.triton.triton_ops import TritonOps
 
     if uses_interpreter():
-        from baton.engine.runner.triton.interpreter import correct_bfloat16
+        from baton.engine.runner.triton.interpreter import correct_interpreter
 
-        correct_bfloat16()
+        correct_interpreter()
     ops = TritonOps()
     return Parts(
         "triton",
