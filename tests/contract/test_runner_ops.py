@@ -549,6 +549,23 @@ def test_sums_equal_those_of_torch(
 
 
 @each_ops
+@pytest.mark.parametrize("rounds_once", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 0.22])
+def test_a_sum_and_its_norm_have_the_bits_of_both_operations(
+    make_ops: Callable[[], Ops], scale: float, rounds_once: bool
+) -> None:
+    # Columns of wider tensors.
+    hidden_states, output = (drawn(seed, 3, 75)[:, 2:72] for seed in (5, 6))
+    ops, norm = make_ops(), make_norm(70, rounds_once)
+    wanted = ops.add(hidden_states.clone(), output, scale)
+
+    added, normed = ops.add_and_norm(hidden_states.clone(), output, scale, norm)
+
+    assert torch.equal(added, wanted)
+    assert torch.equal(normed, ops.rms_norm(wanted, norm))
+
+
+@each_ops
 def test_nan_stays_in_its_own_row(make_ops: Callable[[], Ops]) -> None:
     activations = drawn(8, 3, 64)
     activations[1, 5] = float("nan")

@@ -189,6 +189,12 @@ class NativeOps:
         )
         return hidden_states
 
+    def add_and_norm(
+        self, hidden_states: Tensor, output: Tensor, scale: float, norm: Norm
+    ) -> tuple[Tensor, Tensor]:
+        hidden_states = self.add(hidden_states, output, scale)
+        return hidden_states, self.rms_norm(hidden_states, norm)
+
     def route(self, hidden_states: Tensor, router: Router) -> ExpertChoice:
         hidden_states = hidden_states.contiguous()
         config, num_tokens = router.config, len(hidden_states)

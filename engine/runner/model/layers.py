@@ -48,10 +48,17 @@ class UnfusedLayer:
             hidden_states = hidden_states[ends.indices]
             if not len(hidden_states):
                 return hidden_states
-        output = layer.output(mixed)
-        hidden_states = _add(config, ops, hidden_states, output, layer.attention_norm)
-        mlp_input = _apply_norm(ops, hidden_states, layer.mlp_norm)
+        hidden_states, mlp_input = self._add_and_norm(hidden_states, layer.output(mixed))
         return add_mlp(config, ops, layer, hidden_states, mlp_input)
+
+    def _add_and_norm(self, hidden_states: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `hidden_states` plus the output of the mixer, and the input of the MLP."""
+        layer, config, ops = self.layer, self.config, self.ops
+        if layer.mlp_norm is None:
+            added = _add(config, ops, hidden_states, output, layer.attention_norm)
+            return added, added
+        output = _apply_norm(ops, output, layer.attention_norm)
+        return ops.add_and_norm(hidden_states, output, config.residual_scale, layer.mlp_norm)
 
 
 def unfused_layers(

@@ -74,6 +74,12 @@ class Ops(Protocol):
         """Return `hidden_states` + `output` * `scale`. Can overwrite `hidden_states`."""
         ...
 
+    def add_and_norm(
+        self, hidden_states: Tensor, output: Tensor, scale: float, norm: Norm
+    ) -> tuple[Tensor, Tensor]:
+        """Return what `add` does, and its RMS norm. Can overwrite `hidden_states`."""
+        ...
+
     def route(self, hidden_states: Tensor, router: Router) -> ExpertChoice:
         """Choose the experts of each token. A token's choice depends only on the token."""
         ...

@@ -56,6 +56,12 @@ class TorchOps:
     def add(self, hidden_states: Tensor, output: Tensor, scale: float) -> Tensor:
         return hidden_states + (output if scale == 1.0 else output * scale)
 
+    def add_and_norm(
+        self, hidden_states: Tensor, output: Tensor, scale: float, norm: Norm
+    ) -> tuple[Tensor, Tensor]:
+        hidden_states = self.add(hidden_states, output, scale)
+        return hidden_states, self.rms_norm(hidden_states, norm)
+
     def route(self, hidden_states: Tensor, router: Router) -> ExpertChoice:
         config = router.config
         logits = functional.linear(hidden_states.float(), router.weight, router.bias)

@@ -30,6 +30,19 @@ def tanh(wide):
 
 
 @triton.jit
+def load_wide(numbers, is_inside):
+    return tl.load(numbers, mask=is_inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def norm_row(wide, weight, columns, size, epsilon, dtype: tl.constexpr, rounds_once: tl.constexpr):
+    """Return the RMS norm of a row of float32 numbers, which are zeros from `size` on."""
+    weights = load_wide(weight + columns, columns < size)
+    normed = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / size + epsilon)
+    return apply_weight(normed, weights, dtype, rounds_once)
+
+
+@triton.jit
 def rms_norm_kernel(
     dst,
     src,
@@ -44,17 +57,69 @@ def rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, padded_size)
     is_inside = columns < size
-    wide = tl.load(src + row * src_stride + columns, mask=is_inside, other=0.0).to(tl.float32)
-    weights = tl.load(weight + columns, mask=is_inside, other=0.0).to(tl.float32)
-    normed = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / size + epsilon)
-    output = apply_weight(normed, weights, src.dtype.element_ty, rounds_once)
+    wide = load_wide(src + row * src_stride + columns, is_inside)
+    output = norm_row(wide, weight, columns, size, epsilon, src.dtype.element_ty, rounds_once)
     tl.store(dst + row * size + columns, output, mask=is_inside)
+
+
+@triton.jit
+def add_scaled(src, output, is_inside, scale):
+    """Return a piece of a row plus a scaled output, in float32."""
+    added = load_wide(output, is_inside)
+    return load_wide(src, is_inside) + rounded(added * scale, output.dtype.element_ty)
+
+
+@triton.jit
+def add_and_norm_kernel(
+    dst,
+    normed,
+    src,
+    output,
+    weight,
+    src_stride,
+    output_stride,
+    size,
+    scale,
+    epsilon,
+    rounds_once: tl.constexpr,
+    padded_size: tl.constexpr,
+):
+    """Sum of a row and of a scaled output, and the RMS norm of the sum."""
+    row = tl.program_id(0).to(tl.int64)
+    dtype: tl.constexpr = src.dtype.element_ty
+    columns = tl.arange(0, padded_size)
+    is_inside = columns < size
+    src, output = src + row * src_stride + columns, output + row * output_stride + columns
+    wide = rounded(add_scaled(src, output, is_inside, scale), dtype)
+    tl.store(dst + row * size + columns, wide, mask=is_inside)
+    output = norm_row(wide, weight, columns, size, epsilon, dtype, rounds_once)
+    tl.store(normed + row * size + columns, output, mask=is_inside)
 
 
 @triton.jit
 def rotate_half(own, other, cos, sin, dtype: tl.constexpr):
     """Return own * cos + other * sin, each product rounded."""
     return rounded(own * cos, dtype) + rounded(other * sin, dtype)
+
+
+@triton.jit
+def norm_heads(
+    first,
+    second,
+    weight,
+    columns,
+    half,
+    epsilon,
+    dtype: tl.constexpr,
+    rounds_once: tl.constexpr,
+):
+    """RMS norm of heads, each [heads, half] for their first and second halves."""
+    squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+    factors = tl.rsqrt(squares / (2 * half) + epsilon)[:, None]
+    weights = load_wide(weight + columns, columns < half)[None, :]
+    first = apply_weight(first * factors, weights, dtype, rounds_once)
+    weights = load_wide(weight + half + columns, columns < half)[None, :]
+    return first, apply_weight(second * factors, weights, dtype, rounds_once)
 
 
 @triton.jit
@@ -73,29 +138,27 @@ def rope_kernel(
     epsilon,
     has_norm: tl.constexpr,
     rounds_once: tl.constexpr,
+    tile_heads: tl.constexpr,
     padded_half: tl.constexpr,
 ):
-    """RoPE of a head of [tokens, heads, 2 * half], with an RMS norm before it."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """RoPE of some heads of [tokens, heads, 2 * half], with an RMS norm of each before it."""
+    token = tl.program_id(0).to(tl.int64)
     dtype: tl.constexpr = src.dtype.element_ty
     columns = tl.arange(0, padded_half)
-    is_inside = columns < half
-    start = src + token * token_stride + head * head_stride + columns
-    first = tl.load(start, mask=is_inside, other=0.0).to(tl.float32)
-    second = tl.load(start + half, mask=is_inside, other=0.0).to(tl.float32)
+    heads = tl.program_id(1) * tile_heads + tl.arange(0, tile_heads)
+    is_inside = (heads < num_heads)[:, None] & (columns < half)[None, :]
+    start = src + token * token_stride + heads[:, None] * head_stride + columns[None, :]
+    first, second = load_wide(start, is_inside), load_wide(start + half, is_inside)
     if has_norm:
-        squares = tl.sum(first * first, axis=0) + tl.sum(second * second, axis=0)
-        factor = tl.rsqrt(squares / (2 * half) + epsilon)
-        weights = tl.load(weight + columns, mask=is_inside, other=0.0).to(tl.float32)
-        first = apply_weight(first * factor, weights, dtype, rounds_once)
-        weights = tl.load(weight + half + columns, mask=is_inside, other=0.0).to(tl.float32)
-        second = apply_weight(second * factor, weights, dtype, rounds_once)
+        first, second = norm_heads(
+            first, second, weight, columns, half, epsilon, dtype, rounds_once
+        )
     cosines, sines = cos + token * cos_stride + columns, sin + token * sin_stride + columns
-    cos_first = tl.load(cosines, mask=is_inside, other=0.0).to(tl.float32)
-    sin_first = tl.load(sines, mask=is_inside, other=0.0).to(tl.float32)
-    cos_second = tl.load(cosines + half, mask=is_inside, other=0.0).to(tl.float32)
-    sin_second = tl.load(sines + half, mask=is_inside, other=0.0).to(tl.float32)
-    output = dst + (token * num_heads + head) * (2 * half) + columns
+    cos_first = load_wide(cosines, columns < half)[None, :]
+    sin_first = load_wide(sines, columns < half)[None, :]
+    cos_second = load_wide(cosines + half, columns < half)[None, :]
+    sin_second = load_wide(sines + half, columns < half)[None, :]
+    output = dst + (token * num_heads + heads[:, None]) * (2 * half) + columns[None, :]
     tl.store(output, rotate_half(first, -second, cos_first, sin_first, dtype), mask=is_inside)
     second = rotate_half(second, first, cos_second, sin_second, dtype)
     tl.store(output + half, second, mask=is_inside)
@@ -133,8 +196,7 @@ def gate_kernel(
     columns = tl.program_id(1) * num_columns + tl.arange(0, num_columns)
     is_inside = columns < size
     start = gate_up + row * row_stride + columns
-    first = tl.load(start, mask=is_inside, other=0.0).to(tl.float32)
-    up = tl.load(start + size, mask=is_inside, other=0.0).to(tl.float32)
+    first, up = load_wide(start, is_inside), load_wide(start + size, is_inside)
     if activation == "silu":
         output = rounded(first * tl.sigmoid(first), dtype) * up
     elif activation == "gelu_pytorch_tanh":
@@ -159,10 +221,10 @@ def multiply_sigmoid_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * num_columns + tl.arange(0, num_columns)
     is_inside = columns < size
-    wide = tl.load(src + row * src_stride + columns, mask=is_inside, other=0.0).to(tl.float32)
+    wide = load_wide(src + row * src_stride + columns, is_inside)
     gate_columns = columns * 0 if is_scalar else columns
-    gate = tl.load(gates + row * gate_stride + gate_columns, mask=is_inside, other=0.0)
-    factor = rounded(tl.sigmoid(gate.to(tl.float32)), gates.dtype.element_ty)
+    gate = load_wide(gates + row * gate_stride + gate_columns, is_inside)
+    factor = rounded(tl.sigmoid(gate), gates.dtype.element_ty)
     tl.store(dst + row * size + columns, wide * factor, mask=is_inside)
 
 
@@ -172,10 +234,8 @@ def add_kernel(dst, src, output, src_stride, output_stride, size, scale, num_col
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * num_columns + tl.arange(0, num_columns)
     is_inside = columns < size
-    wide = tl.load(src + row * src_stride + columns, mask=is_inside, other=0.0).to(tl.float32)
-    added = tl.load(output + row * output_stride + columns, mask=is_inside, other=0.0)
-    scaled = rounded(added.to(tl.float32) * scale, output.dtype.element_ty)
-    tl.store(dst + row * size + columns, wide + scaled, mask=is_inside)
+    src, output = src + row * src_stride + columns, output + row * output_stride + columns
+    tl.store(dst + row * size + columns, add_scaled(src, output, is_inside, scale), mask=is_inside)
 
 
 @triton.jit

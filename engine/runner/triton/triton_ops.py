@@ -10,6 +10,7 @@ from baton.engine.runner.model.ops import MlpGate, Norm, Peaks
 from baton.engine.runner.model.rope import Angles
 from baton.engine.runner.model.torch_ops import TorchOps
 from baton.engine.runner.triton.elementwise_kernels import (
+    add_and_norm_kernel,
     add_kernel,
     find_peaks_kernel,
     gate_kernel,
@@ -21,6 +22,8 @@ from baton.engine.runner.triton.launching import launch, row_contiguous
 
 PIECE_COLUMNS = 1024  # of a row, that one program of an elementwise kernel computes
 PEAK_COLUMNS = 4096  # of logits, that a program reads at a time
+THREAD_COLUMNS = 32  # of a row that one program computes, per thread
+MAX_ROPE_NUMBERS = 2048  # of half the heads in a program
 
 
 class TritonOps(TorchOps):
@@ -41,17 +44,46 @@ class TritonOps(TorchOps):
             norm.epsilon,
             rounds_once=norm.rounds_once,
             padded_size=triton.next_power_of_2(size),
+            num_warps=_row_warps(size),
         )
         return dst
+
+    def add_and_norm(
+        self, hidden_states: Tensor, output: Tensor, scale: float, norm: Norm
+    ) -> tuple[Tensor, Tensor]:
+        src, output = row_contiguous(hidden_states), row_contiguous(output)
+        num_rows, size = src.shape
+        dst = torch.empty_like(src, memory_format=torch.contiguous_format)
+        normed = torch.empty_like(dst)
+        launch(
+            add_and_norm_kernel,
+            (num_rows,),
+            dst,
+            normed,
+            src,
+            output,
+            norm.weight,
+            src.stride(0),
+            output.stride(0),
+            size,
+            scale,
+            norm.epsilon,
+            rounds_once=norm.rounds_once,
+            padded_size=triton.next_power_of_2(size),
+            num_warps=_row_warps(size),
+        )
+        return dst, normed
 
     def apply_rope(self, heads: Tensor, norm: Norm | None, angles: Angles) -> Tensor:
         src = row_contiguous(heads)
         cos, sin = (row_contiguous(each) for each in angles)
         num_tokens, num_heads, head_dim = src.shape
+        padded_half = triton.next_power_of_2(head_dim // 2)
+        tile_heads = min(triton.next_power_of_2(num_heads), max(1, MAX_ROPE_NUMBERS // padded_half))
         dst = torch.empty_like(src, memory_format=torch.contiguous_format)
         launch(
             rope_kernel,
-            (num_tokens, num_heads),
+            (num_tokens, triton.cdiv(num_heads, tile_heads)),
             dst,
             src,
             src if norm is None else norm.weight,
@@ -65,8 +97,8 @@ class TritonOps(TorchOps):
             0.0 if norm is None else norm.epsilon,
             has_norm=norm is not None,
             rounds_once=norm is not None and norm.rounds_once,
-            padded_half=triton.next_power_of_2(head_dim // 2),
-            num_warps=1,
+            tile_heads=tile_heads,
+            padded_half=padded_half,
         )
         return dst
 
@@ -143,3 +175,9 @@ class TritonOps(TorchOps):
 def _pieces(rows: Tensor) -> tuple[int, int]:
     """Return the grid of programs that each compute a piece of a row."""
     return rows.shape[0], -(-rows.shape[1] // PIECE_COLUMNS)
+
+
+def _row_warps(size: int) -> int:
+    """Return the warps of a program that computes a row of this size."""
+    num_warps: int = triton.next_power_of_2(size) // (32 * THREAD_COLUMNS)
+    return min(max(4, num_warps), 16)
