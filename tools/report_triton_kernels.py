@@ -1,7 +1,8 @@
-"""Compile the Triton kernels for NVIDIA GPUs, and report registers, shared memory and spills.
+"""Compile the Triton kernels for GPUs, and report registers, shared memory and spills.
 
 Needs the package triton, but no GPU: `python -m tools.report_triton_kernels` records the launches
-of the runner's parts for typical sizes and compiles each kernel ahead of time.
+of the runner's parts for typical sizes and compiles each kernel ahead of time. The programs and
+warps that a multiprocessor runs at the same time are computed from them.
 """
 
 from __future__ import annotations
@@ -9,14 +10,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
-import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,46 +25,22 @@ from baton.engine.runner.layout import PassLayout
 from baton.engine.runner.model.config import Activation
 from baton.engine.runner.model.ops import MlpGate, Norm
 from baton.engine.runner.triton.availability import INTERPRETER_VARIABLE
+from tools.gpu_occupancy import occupancy
+from tools.triton_compilation import KernelResources, Launch, compile_kernel
 
-CAPABILITIES = (80, 90, 100)
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 HEAD_DIMS = (64, 128, 256)
 LATENT_DIMS = 576, 512  # of keys and of values, as in DeepSeek V3
-DTYPES = (torch.bfloat16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE = 8, 2, 16
 LATENT_HEADS = 128  # with one KV head
+LONG_CONTEXT = 4096  # that several programs share
 HIDDEN_SIZE, VOCAB_SIZE = 4096, 128_256
-TYPE_NAMES = {
-    torch.bfloat16: "*bf16",
-    torch.float32: "*fp32",
-    torch.int8: "*i8",
-    torch.int64: "*i64",
-    torch.bool: "*i1",
-}
-RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+)")
-
-
-class Launch(NamedTuple):
-    """A kernel, its arguments and its options, as the runner launches it."""
-
-    kernel: Any
-    arguments: dict[str, Any]
-    options: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class KernelResources:
-    """Resources of a compiled kernel."""
-
-    name: str
-    capability: int  # 90: sm_90
-    registers: int  # per thread
-    shared_bytes: int  # per program
-    stack_bytes: int  # per thread; spilled registers are there
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--capability", type=int, action="append", help="90: sm_90; repeatable")
+    parser.add_argument("--target", action="append", help="sm_90, gfx942; repeatable")
     parser.add_argument("--only", default="", help="kernels whose name contains this")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     options = parser.parse_args()
@@ -75,9 +48,9 @@ def main() -> None:
         parser.error(f"{INTERPRETER_VARIABLE} must not be set")
     launches = {name: launch for name, launch in all_launches().items() if options.only in name}
     found = [
-        compile_kernel(name, launch, capability)
+        compile_kernel(name, launch, target)
         for name, launch in launches.items()
-        for capability in options.capability or CAPABILITIES
+        for target in options.target or TARGETS
     ]
     if options.json:
         print(json.dumps([asdict(each) for each in found]))
@@ -86,12 +59,19 @@ def main() -> None:
 
 
 def print_table(found: Sequence[KernelResources]) -> None:
-    print(f"{'kernel':42} {'sm':>4} {'registers':>9} {'shared':>7} {'stack':>5}")
+    header = f"{'kernel':42} {'target':6} {'registers':>9} {'shared':>7} {'stack':>5}"
+    print(f"{header} {'warps':>5} {'programs':>8} {'occupancy':>9}")
     for each in found:
         print(
-            f"{each.name:42} {each.capability:4} {each.registers:9} {each.shared_bytes:7} "
-            f"{each.stack_bytes:5}"
+            f"{each.name:42} {each.target:6} {each.registers:9} {each.shared_bytes:7} "
+            f"{each.stack_bytes:5} {each.num_warps:5} {describe_occupancy(each)}"
         )
+
+
+def describe_occupancy(kernel: KernelResources) -> str:
+    sizes = kernel.registers, kernel.shared_bytes, kernel.num_warps
+    found = occupancy(kernel.target, *sizes)
+    return f"{'-':>8} {'-':>9}" if found is None else f"{found.programs:8} {found.percent:8}%"
 
 
 def all_launches() -> dict[str, Launch]:
@@ -104,14 +84,13 @@ def all_launches() -> dict[str, Launch]:
             for kv_dtype in (dtype, torch.int8):
                 name = f"attention {head_dim} {suffix}" + (" int8-kv" * (kv_dtype != dtype))
                 launches |= attention_launches(name, dtype, kv_dtype, head_dim)
+        for kv_dtype in (dtype, torch.int8):
+            head_dim, value_dim = LATENT_DIMS
+            name = f"attention {head_dim}/{value_dim} {suffix}" + (" int8-kv" * (kv_dtype != dtype))
+            launches |= attention_launches(name, dtype, kv_dtype, head_dim, value_dim=value_dim)
     options = {"window": 512, "softcap": 30.0, "sinks": torch.zeros(8)}
     name = "attention 128 bfloat16 softcap sinks"
-    launches |= attention_launches(name, torch.bfloat16, torch.bfloat16, 128, **options)
-    head_dim, value_dim = LATENT_DIMS
-    name = f"attention {head_dim}/{value_dim} bfloat16"
-    return launches | attention_launches(
-        name, torch.bfloat16, torch.bfloat16, head_dim, value_dim=value_dim
-    )
+    return launches | attention_launches(name, torch.bfloat16, torch.bfloat16, 128, **options)
 
 
 def ops_launches(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
@@ -129,6 +108,7 @@ def ops_launches(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
         ops.multiply_sigmoid(rows, gates)
         ops.multiply_sigmoid(rows, rows)
         ops.add(rows, rows, 0.5)
+        ops.add_and_norm(rows, rows, 0.5, norm)
         if dtype is torch.float32:
             ops.find_peaks(torch.zeros(2, VOCAB_SIZE))
     for launch in launches:
@@ -140,7 +120,10 @@ def ops_launches(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
 def attention_launches(
     name: str, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, **options: Any
 ) -> dict[str, Launch]:
-    """Return the launches of a pass with a prompt of 32 tokens."""
+    """Return the launches of a pass with a prompt of 32 tokens.
+
+    In bfloat16, there are also those of a pass with a token that has a long context.
+    """
     is_latent = "value_dim" in options
     num_tensors, num_kv_heads = (1, 1) if is_latent else (2, NUM_KV_HEADS)
     slots = num_kv_heads, BLOCK_SIZE, head_dim + scale_bytes(kv_dtype)
@@ -149,20 +132,28 @@ def attention_launches(
     keys = torch.zeros(32, num_kv_heads, head_dim, dtype=dtype)
     num_heads = LATENT_HEADS if is_latent else NUM_HEADS
     query = torch.zeros(32, num_heads, head_dim, dtype=dtype)
+    attention = triton_parts().make_attention(kv, [layer])
     with recorded_launches() as launches:
-        attention_pass = triton_parts().make_attention(kv, [layer]).begin(prompt_layout())
+        attention_pass = attention.begin(make_layout(num_tokens=32, context_len=32))
         attention_pass.write(0, keys, None)
         attention_pass.attend(0, query)
-    write, attend = launches
-    return {name.replace("attention", "write"): write, name: attend}
+        if dtype is torch.bfloat16:
+            decodes = attention.begin(make_layout(num_tokens=1, context_len=LONG_CONTEXT))
+            decodes.attend(0, query[:1])
+    kinds = [launch.kernel.__name__.removesuffix("_kernel") for launch in launches]
+    return {
+        name.replace("attention", kind): launch
+        for kind, launch in zip(kinds, launches, strict=True)
+    }
 
 
-def prompt_layout() -> PassLayout:
-    positions = np.arange(32)
+def make_layout(num_tokens: int, context_len: int) -> PassLayout:
+    """Return the layout of a sequence in the first blocks of the cache."""
+    positions = np.arange(context_len - num_tokens, context_len)
     return PassLayout(
-        num_queries=np.array([32]),
-        context_lens=np.array([32]),
-        block_tables=np.array([[[0, 1]]]),
+        num_queries=np.array([num_tokens]),
+        context_lens=np.array([context_len]),
+        block_tables=np.arange(-(-context_len // BLOCK_SIZE))[None, None],
         positions=positions,
         write_blocks=(positions // BLOCK_SIZE)[None],
         write_offsets=positions % BLOCK_SIZE,
@@ -187,74 +178,6 @@ def recorded_launches() -> Iterator[list[Launch]]:
         yield launches
     finally:
         JITFunction.run = run
-
-
-def compile_kernel(name: str, launch: Launch, capability: int) -> KernelResources:
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    source = make_source(launch)
-    target = GPUTarget("cuda", capability, 32)
-    compiled = triton.compile(source, target=target, options=launch.options)
-    registers, stack_bytes = read_resources(compiled.asm["cubin"])
-    return KernelResources(name, capability, registers, compiled.metadata.shared, stack_bytes)
-
-
-def make_source(launch: Launch) -> Any:
-    """Return the source with types and hints as a launch on a GPU would specialise them."""
-    from triton.compiler import ASTSource
-
-    kernel, arguments = launch.kernel, launch.arguments
-    constants = {
-        parameter.name: arguments[parameter.name]
-        for parameter in kernel.params
-        if parameter.is_constexpr or is_one(parameter, arguments[parameter.name])
-    }
-    types = {
-        name: "constexpr" if name in constants else type_name(arguments[name])
-        for name in kernel.arg_names
-    }
-    hints = {
-        (parameter.num,): [["tt.divisibility", 16]]
-        for parameter in kernel.params
-        if parameter.name not in constants and is_aligned(parameter, arguments[parameter.name])
-    }
-    return ASTSource(kernel, types, constants, hints)
-
-
-def type_name(argument: object) -> str:
-    if isinstance(argument, torch.Tensor):
-        return TYPE_NAMES[argument.dtype]
-    return "fp32" if isinstance(argument, float) else "i32"
-
-
-def is_one(parameter: Any, argument: object) -> bool:
-    is_special = not parameter.do_not_specialize and isinstance(argument, int)
-    return is_special and argument == 1
-
-
-def is_aligned(parameter: Any, argument: object) -> bool:
-    if parameter.do_not_specialize or parameter.do_not_specialize_on_alignment:
-        return False
-    if isinstance(argument, torch.Tensor):
-        return argument.data_ptr() % 16 == 0
-    return isinstance(argument, int) and argument % 16 == 0
-
-
-def read_resources(cubin: bytes) -> tuple[int, int]:
-    """Return registers and bytes of stack per thread."""
-    import triton
-
-    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(cuobjdump), "--dump-resource-usage", file.name]
-        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    found = RESOURCES.search(output)
-    if found is None:
-        raise ValueError(f"cuobjdump printed no registers: {output}")
-    return int(found[1]), int(found[2])
 
 
 if __name__ == "__main__":

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,15 +14,23 @@ import torch
 from torch import Tensor
 
 from baton.core.errors import InvalidConfig
+from baton.engine.runner.attention.paged_attention import LayerAttention, PagedAttention
 from baton.engine.runner.kernels.choose import choose_parts
 from baton.engine.runner.model.ops import Norm
 from baton.engine.runner.triton import availability
 from baton.engine.runner.triton.availability import INTERPRETER_VARIABLE
 from tests.support.attention_world import Part, Shape, World
-from tests.support.triton_parts import require_triton, triton_attention, triton_ops
+from tests.support.triton_parts import (
+    interpreted_parts,
+    require_triton,
+    triton_attention,
+    triton_ops,
+)
 
 CPU = torch.device("cpu")
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+# Contexts that end before, at and after the end of a segment, and a chunk across one.
+LONG = [Part(790, 1), Part(255, 1), Part(256, 1), Part(0, 1), Part(510, 3)]
 
 
 def drawn(*shape: int) -> Tensor:
@@ -75,6 +86,49 @@ def test_attention_has_the_same_bits_in_a_chunk_in_a_batch_and_alone(dtype: torc
         for layer, outputs in enumerate(together):
             tokens = last[torch.from_numpy(sequences)]
             assert torch.equal(decodes.attend(layer, world.queries[layer][tokens]), outputs[tokens])
+
+
+ONE_LAYER = Shape(num_heads=2, num_kv_heads=1, num_layers=1, windows=(None,), chunks=(None,))
+SPLIT_SHAPES = {
+    "window": replace(ONE_LAYER, windows=(400,), softcap=30.0, has_sinks=True),
+    "chunk": replace(ONE_LAYER, chunks=(300,), dtype=torch.bfloat16),
+    "int8": replace(ONE_LAYER, num_heads=6, num_kv_heads=2, dtype=torch.bfloat16, is_int8=True),
+    "latent": replace(ONE_LAYER, head_dim=40, value_dim=32, dtype=torch.float16),
+    "many heads": replace(ONE_LAYER, num_heads=20),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "sequences"),
+    [
+        ("window", [Part(530, 1), Part(0, 3)]),
+        *(pytest.param(each, LONG, marks=pytest.mark.triton) for each in SPLIT_SHAPES),
+    ],
+)
+def test_attention_has_the_same_bits_whether_its_context_is_split_or_not(
+    name: str, sequences: list[Part]
+) -> None:
+    worlds = [World(SPLIT_SHAPES[name], sequences, seed=7) for _ in range(2)]
+
+    split, whole = (
+        world.attend(partial(attention_with, num_processors))
+        for world, num_processors in zip(worlds, (132, 1), strict=True)
+    )
+
+    assert torch.equal(split[0], whole[0])
+    tolerance = TOLERANCE[worlds[0].shape.dtype]
+    assert torch.allclose(split[0].double(), worlds[0].expected(0), atol=tolerance)
+
+
+def attention_with(
+    num_processors: int, kv: Tensor, layers: Sequence[LayerAttention]
+) -> PagedAttention:
+    """Return the attention of a GPU with so many processors: few of them do not split it."""
+    require_triton()
+    interpreted_parts()  # corrects the interpreter
+    from baton.engine.runner.triton.triton_attention import TritonPagedAttention
+
+    return TritonPagedAttention(kv, layers, num_processors)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -90,3 +90,8 @@ class CudaGraph:
 
 def count_devices() -> int:
     return torch.cuda.device_count()
+
+
+def count_processors(place: torch.device) -> int:
+    """Return the streaming multiprocessors of a device."""
+    return int(torch.cuda.get_device_properties(place).multi_processor_count)

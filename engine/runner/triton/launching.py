@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from baton.engine.runner.device import cuda
 from baton.engine.runner.device.device import on_device_of
+
+INTERPRETED_PROCESSORS = 132
 
 
 def launch(
@@ -23,3 +27,8 @@ def launch(
 def row_contiguous(tensor: Tensor) -> Tensor:
     """Return the tensor, or a copy if the numbers of a row are not consecutive."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def count_processors(device: torch.device) -> int:
+    """Return the streaming multiprocessors of a GPU. The interpreter takes itself for an H100."""
+    return INTERPRETED_PROCESSORS if device.type == "cpu" else cuda.count_processors(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,28 +16,42 @@ from baton.engine.runner.attention.int8_kv import quantize
 from baton.engine.runner.attention.paged_attention import AttentionPass, LayerAttention
 from baton.engine.runner.device.step_inputs import SHARED_INPUTS, StepInputs
 from baton.engine.runner.layout import PassLayout
-from baton.engine.runner.triton.attention_kernels import attention_kernel, write_kernel
-from baton.engine.runner.triton.launching import launch, row_contiguous
+from baton.engine.runner.triton.attention_arguments import Batch, Cache, Partials, Scores, Sizes
+from baton.engine.runner.triton.attention_kernels import (
+    attention_kernel,
+    merge_kernel,
+    segments_kernel,
+    write_kernel,
+)
+from baton.engine.runner.triton.context_split import (
+    NUM_ROWS,
+    NUM_SUMS,
+    SEGMENT_KEYS,
+    ContextSplit,
+    count_segments,
+    count_tiles,
+    round_context,
+    split_context,
+)
+from baton.engine.runner.triton.launching import count_processors, launch, row_contiguous
 
-NUM_ROWS = 16  # of a tile, tokens times query heads: the fewest that tensor cores multiply
-# Of int8 KV. Without a limit, ptxas spills some to fit one more program on a processor.
+MIN_COLUMNS = 16  # of a matrix that they multiply
+MERGED_COLUMNS = 32  # of values, in a program of the merge kernel
+# Of large programs. Without a limit, ptxas spills some to fit one more on a processor.
 MAX_REGISTERS = 248
 UNLIMITED = 1 << 30  # tokens, as a window or a chunk
 
 
 class AttentionTile(NamedTuple):
-    """Sizes of a program of the attention kernel.
+    """Sizes of a program of the attention kernels.
 
     They are the same for prompts and decodes, so that a token has the same bits in both.
     """
 
     num_heads: int  # of one KV head
     num_keys: int  # read at a time
+    num_warps: int
     max_registers: int | None
-
-    @property
-    def num_tokens(self) -> int:
-        return NUM_ROWS // self.num_heads
 
 
 def attention_tile(head_dim: int, gqa_group_size: int, kv_dtype: torch.dtype) -> AttentionTile:
@@ -44,19 +59,25 @@ def attention_tile(head_dim: int, gqa_group_size: int, kv_dtype: torch.dtype) ->
 
     `python -m tools.report_triton_kernels` reports the registers.
     """
+    is_large = kv_dtype is torch.int8 or head_dim > 128
     return AttentionTile(
         num_heads=min(gqa_group_size, NUM_ROWS),
         num_keys=32 if kv_dtype.itemsize == 2 and head_dim <= 256 else 16,
-        max_registers=MAX_REGISTERS if kv_dtype is torch.int8 else None,
+        num_warps=4 if head_dim * kv_dtype.itemsize <= 512 else 8,
+        max_registers=MAX_REGISTERS if is_large else None,
     )
 
 
 class TritonPagedAttention:
     """Implements `PagedAttention`. A token's output depends only on its own context."""
 
-    def __init__(self, kv: Tensor, layers: Sequence[LayerAttention]) -> None:
+    def __init__(
+        self, kv: Tensor, layers: Sequence[LayerAttention], num_processors: int | None = None
+    ) -> None:
+        """`num_processors` is that of the GPU by default."""
         self._kv = kv
         self._layers = tuple(layers)
+        self._num_processors = num_processors or count_processors(kv.device)
 
     def begin(self, layout: PassLayout, inputs: StepInputs = SHARED_INPUTS) -> AttentionPass:
         num_tokens = len(layout.positions)
@@ -68,8 +89,14 @@ class TritonPagedAttention:
             layout.write_blocks,
             layout.write_offsets,
         ]
-        tensors = [inputs.put(array) for array in arrays]
-        return TritonPass(self._kv, self._layers, *tensors)
+        return TritonPass(
+            self._kv,
+            self._layers,
+            self._num_processors,
+            # The width of the tables, in which a graph has room for longer contexts.
+            round_context(layout.block_tables.shape[2] * self._kv.shape[4]),
+            *[inputs.put(array) for array in arrays],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +105,8 @@ class TritonPass:
 
     kv: Tensor
     layers: tuple[LayerAttention, ...]
+    num_processors: int
+    max_context: int  # no sequence is longer
     block_tables: Tensor
     query_starts: Tensor  # and, last, the number of tokens
     context_lens: Tensor
@@ -112,58 +141,141 @@ class TritonPass:
     def attend(self, layer: int, query: Tensor) -> Tensor:
         own, query = self.layers[layer], query.contiguous()
         num_tokens, num_heads, head_dim = query.shape
-        num_kv_heads, num_sequences = self.kv.shape[3], len(self.context_lens)
-        gqa_group_size = num_heads // num_kv_heads
-        tile = attention_tile(head_dim, gqa_group_size, self.kv.dtype)
-        head_tiles = triton.cdiv(gqa_group_size, tile.num_heads)
+        tile = attention_tile(head_dim, num_heads // self.kv.shape[3], self.kv.dtype)
+        sizes = self._sizes(own, tile, query)
         table = row_contiguous(self.block_tables[own.kv_group])
-        output = query.new_empty(num_tokens, num_heads, own.value_dim or head_dim)
-        launch(
-            attention_kernel,
-            (num_tokens // tile.num_tokens + num_sequences, num_kv_heads * head_tiles),
-            output,
+        call = _Call(
             query,
-            self.kv,
             query if own.sinks is None else own.sinks,
-            table,
-            self.query_starts,
-            self.context_lens,
-            num_sequences,
-            table.stride(0),
-            num_heads,
-            self.kv.stride(0),
-            self.kv.stride(3),
-            self._place(own, 0),
-            self._place(own, 0 if own.value_dim is not None else 1),
-            own.scale,
-            own.softcap or 0.0,
-            own.window or UNLIMITED,
-            own.chunk or UNLIMITED,
-            gqa_group_size=gqa_group_size,
-            has_softcap=own.softcap is not None,
-            has_sinks=own.sinks is not None,
-            is_int8=self.kv.dtype is torch.int8,
-            num_warps=4,
-            **self._sizes(tile, head_dim, own.value_dim or head_dim),
+            Batch(
+                table, self.query_starts, self.context_lens, len(self.context_lens), table.stride(0)
+            ),
+            self._cache(own),
+            Scores(own.scale, own.softcap or 0.0, own.window or UNLIMITED, own.chunk or UNLIMITED),
+            sizes,
+            tile,
         )
+        split = split_context(
+            math.prod(call.grid),
+            count_segments(self.max_context, own.window, own.chunk, sizes.tile_tokens),
+            num_tokens * num_heads * (sizes.value_dim + NUM_SUMS),
+            self.num_processors,
+        )
+        output = query.new_empty(num_tokens, num_heads, sizes.value_dim)
+        if split is None:
+            call.attend(output)
+        else:
+            call.attend_in_parts(output, split)
         return output
 
-    def _sizes(self, tile: AttentionTile, head_dim: int, value_dim: int) -> dict[str, int | None]:
-        """Return the constants of the kernel that are sizes."""
-        block_size, slot_size = self.kv.shape[4:]
-        return {
-            "tile_heads": tile.num_heads,
-            "head_dim": head_dim,
-            "value_dim": value_dim,
-            "slot_size": slot_size,
-            "block_size": block_size,
-            "padded_dim": max(NUM_ROWS, triton.next_power_of_2(head_dim)),
-            "padded_value_dim": max(NUM_ROWS, triton.next_power_of_2(value_dim)),
-            "num_rows": NUM_ROWS,
-            "num_keys": tile.num_keys,
-            "maxnreg": tile.max_registers,
-        }
+    def _cache(self, layer: LayerAttention) -> Cache:
+        kv, is_latent = self.kv, layer.value_dim is not None
+        places = self._place(layer, 0), self._place(layer, 0 if is_latent else 1)
+        return Cache(kv, kv.stride(0), kv.stride(3), *places)
+
+    def _sizes(self, layer: LayerAttention, tile: AttentionTile, query: Tensor) -> Sizes:
+        num_kv_heads, block_size, slot_size = self.kv.shape[3:]
+        _, num_heads, head_dim = query.shape
+        value_dim = layer.value_dim or head_dim
+        return Sizes(
+            num_kv_heads=num_kv_heads,
+            gqa_group_size=num_heads // num_kv_heads,
+            tile_heads=tile.num_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            slot_size=slot_size,
+            block_size=block_size,
+            padded_value_dim=_padded(value_dim),
+            padded_rest_dim=_padded(head_dim - value_dim),
+            num_rows=NUM_ROWS,
+            num_keys=tile.num_keys,
+            segment_keys=SEGMENT_KEYS,
+            has_softcap=layer.softcap is not None,
+            has_sinks=layer.sinks is not None,
+            is_int8=self.kv.dtype is torch.int8,
+            is_latent=layer.value_dim is not None,
+        )
 
     def _place(self, layer: LayerAttention, tensor: int) -> int:
         """Return the index of the layer's keys (0) or values (1) in a block."""
         return layer.index_in_block * self.kv.stride(1) + tensor * self.kv.stride(2)
+
+
+class _Call(NamedTuple):
+    """Arguments of the kernels for one layer."""
+
+    queries: Tensor
+    sinks: Tensor
+    batch: Batch
+    cache: Cache
+    scores: Scores
+    sizes: Sizes
+    tile: AttentionTile
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Return the numbers of tiles of a KV head, and of heads and their tiles."""
+        sizes = self.sizes
+        num_tiles = count_tiles(len(self.queries), self.batch.num_sequences, sizes.tile_tokens)
+        return num_tiles, sizes.num_kv_heads * sizes.head_tiles
+
+    def attend(self, output: Tensor) -> None:
+        launch(
+            attention_kernel,
+            self.grid,
+            output,
+            self.queries,
+            self.sinks,
+            self.batch,
+            self.cache,
+            self.scores,
+            sizes=self.sizes,
+            **self._options,
+        )
+
+    def attend_in_parts(self, output: Tensor, split: ContextSplit) -> None:
+        partials = self._empty_partials(split.num_segments)
+        launch(
+            segments_kernel,
+            (*self.grid, split.num_programs),
+            self.queries,
+            partials,
+            split,
+            self.batch,
+            self.cache,
+            self.scores,
+            sizes=self.sizes,
+            **self._options,
+        )
+        launch(
+            merge_kernel,
+            (*self.grid, triton.cdiv(self.sizes.value_dim, MERGED_COLUMNS)),
+            output,
+            self.sinks,
+            partials,
+            split,
+            self.batch,
+            self.scores,
+            num_columns=MERGED_COLUMNS,
+            sizes=self.sizes,
+            num_warps=2,
+        )
+
+    @property
+    def _options(self) -> dict[str, int]:
+        options = {"num_warps": self.tile.num_warps}
+        if self.tile.max_registers is not None and torch.version.hip is None:
+            options["maxnreg"] = self.tile.max_registers
+        return options
+
+    def _empty_partials(self, num_segments: int) -> Partials:
+        rows, dtype = (*self.queries.shape[:2], num_segments), torch.float32
+        return Partials(
+            self.queries.new_empty((*rows, self.sizes.value_dim), dtype=dtype),
+            self.queries.new_empty((*rows, NUM_SUMS), dtype=dtype),
+        )
+
+
+def _padded(size: int) -> int:
+    """Return the width of a matrix with so many columns, or 0 without any."""
+    return max(MIN_COLUMNS, triton.next_power_of_2(size)) if size else 0
