@@ -129,6 +129,25 @@ SHAPES: Mapping[str, ModelShape] = {
             },
         }
     ),
+    "llama3.1-8b": ModelShape(
+        {
+            **LLAMA3,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "head_dim": 128,
+            "tie_word_embeddings": False,
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        },
+        layers=4,
+    ),
     "gemma3-1b": ModelShape(
         {
             "architectures": ["Gemma3ForCausalLM"],
