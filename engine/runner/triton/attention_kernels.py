@@ -233,7 +233,7 @@ def merge_kernel(
     sums = first_sums(sinks, tile, sizes, num_columns)
     segment_keys: tl.constexpr = sizes.segment_keys
     num_segments = tl.cdiv(tile.end, segment_keys) - tile.start // segment_keys
-    for segment in tl.range(num_segments, loop_unroll_factor=4):
+    for segment in tl.range(num_segments, loop_unroll_factor=2):
         places = tile.query_rows * split.num_segments + segment
         outputs = (partials.outputs + places * sizes.value_dim)[:, None] + columns[None, :]
         added = Sums(

@@ -15,7 +15,7 @@ from typing import NamedTuple
 NUM_ROWS = 16  # of a tile, tokens times query heads: the fewest that tensor cores multiply
 SEGMENT_KEYS = 256
 PROGRAMS_PER_PROCESSOR = 4  # that a split leads to, if there are enough segments
-MAX_SCRATCH_BYTES = 128 << 20  # of sums over segments; with more, attention is not split
+MAX_SCRATCH_BYTES = 256 << 20  # of sums over segments; with more, attention is not split
 FLOAT_BYTES = 4
 NUM_SUMS = 2  # of a row besides its values: the highest score, and the sum of the weights
 

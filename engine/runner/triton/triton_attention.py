@@ -35,9 +35,10 @@ from baton.engine.runner.triton.context_split import (
 )
 from baton.engine.runner.triton.launching import count_processors, launch, row_contiguous
 
-MIN_COLUMNS = 16  # of a matrix that they multiply
+MIN_COLUMNS = 16  # of a matrix that tensor cores multiply
 MERGED_COLUMNS = 32  # of values, in a program of the merge kernel
-# Of large programs. Without a limit, ptxas spills some to fit one more on a processor.
+# Of large programs with four warps. Without a limit, ptxas spills some to fit one more on a
+# processor.
 MAX_REGISTERS = 248
 UNLIMITED = 1 << 30  # tokens, as a window or a chunk
 
@@ -59,12 +60,13 @@ def attention_tile(head_dim: int, gqa_group_size: int, kv_dtype: torch.dtype) ->
 
     `python -m tools.report_triton_kernels` reports the registers.
     """
-    is_large = kv_dtype is torch.int8 or head_dim > 128
+    num_warps = 4 if head_dim * kv_dtype.itemsize <= 512 else 8
+    is_limited = num_warps == 4 and (kv_dtype is torch.int8 or head_dim > 128)
     return AttentionTile(
         num_heads=min(gqa_group_size, NUM_ROWS),
         num_keys=32 if kv_dtype.itemsize == 2 and head_dim <= 256 else 16,
-        num_warps=4 if head_dim * kv_dtype.itemsize <= 512 else 8,
-        max_registers=MAX_REGISTERS if is_large else None,
+        num_warps=num_warps,
+        max_registers=MAX_REGISTERS if is_limited else None,
     )
 
 

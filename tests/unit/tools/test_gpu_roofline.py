@@ -32,16 +32,14 @@ from tests.support.random_folders import small_folder
 from tools.gpu_roofline import (
     GPUS,
     STEPS,
-    Kind,
     Row,
-    Step,
-    Work,
     fits,
+    limit_s,
     make_rows,
     read_config,
     read_measured,
-    step_works,
 )
+from tools.step_work import Kind, Step, Work, step_works
 
 LLAMA, QWEN = "llama3.1-8b", "qwen3-0.6b"
 LLAMA_PARAMETERS, QWEN_PARAMETERS = 8_030_261_248, 596_049_920  # as published
@@ -96,8 +94,8 @@ def test_a_prompt_attends_to_half_of_the_pairs_and_its_last_layer_to_those_of_on
 def test_the_limit_is_the_longer_of_memory_and_compute_time() -> None:
     work = Work("qkv", Kind.PRODUCT, weight_bytes=670_000_000, flops=10**9)
 
-    assert work.limit_s(GPUS["h100-sxm"]) == pytest.approx(0.2e-3)
-    assert Work("qkv", Kind.PRODUCT, flops=989 * 10**9).limit_s(GPUS["h100-sxm"]) == 1e-3
+    assert limit_s(work, GPUS["h100-sxm"]) == pytest.approx(0.2e-3)
+    assert limit_s(Work("qkv", Kind.PRODUCT, flops=989 * 10**9), GPUS["h100-sxm"]) == 1e-3
 
 
 def test_a_single_sequence_is_split_over_its_context_and_many_are_not() -> None:
