@@ -22,8 +22,12 @@ from baton.engine.runner.attention.kv_tensor import scale_bytes
 from baton.engine.runner.attention.paged_attention import LayerAttention
 from baton.engine.runner.kernels.choose import triton_parts
 from baton.engine.runner.layout import PassLayout
-from baton.engine.runner.model.config import Activation
+from baton.engine.runner.model.config import Activation, Recurrence, RecurrentConfig
 from baton.engine.runner.model.ops import MlpGate, Norm
+from baton.engine.runner.model.recurrent import DeltaWeights, MambaWeights, RecurrentWeights
+from baton.engine.runner.model.torch_ops import TorchOps
+from baton.engine.runner.state.state_shape import StateShape
+from baton.engine.runner.state.state_tables import StateLayout
 from baton.engine.runner.triton.availability import INTERPRETER_VARIABLE
 from tools.gpu_occupancy import occupancy
 from tools.triton_compilation import KernelResources, Launch, compile_kernel
@@ -36,6 +40,12 @@ NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE = 8, 2, 16
 LATENT_HEADS = 128  # with one KV head
 LONG_CONTEXT = 4096  # that several programs share
 HIDDEN_SIZE, VOCAB_SIZE = 4096, 128_256
+RECURRENT_CONFIGS = {
+    "qwen3-next": RecurrentConfig(16, 32, 128, 128, 4),
+    "granite-4-h-tiny": RecurrentConfig(1, 48, 128, 64, 4, Recurrence.MAMBA2),
+    "granite-4-h-small": RecurrentConfig(1, 128, 128, 64, 4, Recurrence.MAMBA2),
+}
+STATE_BLOCK_BYTES = 393_216  # a block of Qwen3-Next
 
 
 def main() -> None:
@@ -88,6 +98,9 @@ def all_launches() -> dict[str, Launch]:
             head_dim, value_dim = LATENT_DIMS
             name = f"attention {head_dim}/{value_dim} {suffix}" + (" int8-kv" * (kv_dtype != dtype))
             launches |= attention_launches(name, dtype, kv_dtype, head_dim, value_dim=value_dim)
+        for model, config in RECURRENT_CONFIGS.items():
+            found = recurrent_launches(config, dtype)
+            launches |= {f"{name} {model} {suffix}": each for name, each in found}
     options = {"window": 512, "softcap": 30.0, "sinks": torch.zeros(8)}
     name = "attention 128 bfloat16 softcap sinks"
     return launches | attention_launches(name, torch.bfloat16, torch.bfloat16, 128, **options)
@@ -158,6 +171,31 @@ def make_layout(num_tokens: int, context_len: int) -> PassLayout:
         write_blocks=(positions // BLOCK_SIZE)[None],
         write_offsets=positions % BLOCK_SIZE,
     )
+
+
+def recurrent_launches(config: RecurrentConfig, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
+    """Yield the launches of a recurrent layer in a pass with a prompt of 32 tokens."""
+    name = str(dtype).removeprefix("torch.")
+    shape = StateShape(config, 36, name, dtype.itemsize, STATE_BLOCK_BYTES)
+    kv = torch.zeros(2, STATE_BLOCK_BYTES // dtype.itemsize, dtype=dtype)
+    tables = np.zeros((1, shape.num_blocks), dtype=np.int64)
+    layout = StateLayout(np.array([0]), np.array([32]), tables, tables, np.array([0]))
+    projected = torch.zeros(32, config.num_channels + config.num_values, dtype=dtype)
+    gates = torch.zeros(32, config.num_gates, dtype=dtype)
+    with recorded_launches() as launches:
+        state_pass = triton_parts().make_linear_attention(kv, shape).begin(layout)
+        state_pass.mix(1, recurrent_weights(config, dtype), projected, gates)
+    for launch in launches:
+        yield launch.kernel.__name__.removesuffix("_kernel"), launch
+
+
+def recurrent_weights(config: RecurrentConfig, dtype: torch.dtype) -> RecurrentWeights:
+    by_head, conv = torch.zeros(config.num_value_heads), torch.zeros(4, config.num_channels)
+    norm = Norm(torch.zeros(config.num_values, dtype=dtype), 1e-6)
+    gates = TorchOps().linear(torch.zeros(1, 1), None)
+    if config.rule is Recurrence.GATED_DELTA:
+        return DeltaWeights(gates, conv, by_head, by_head, norm)
+    return MambaWeights(gates, conv, conv[0], by_head, by_head, by_head, norm)
 
 
 @contextmanager

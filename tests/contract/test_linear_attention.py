@@ -1,4 +1,4 @@
-"""Native linear attention: near the torch reference, and the same bits however it is computed."""
+"""Kernels of linear attention: near the torch reference, with bits that are always the same."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from baton.engine.runner.state.state_shape import StateShape
 from baton.engine.runner.state.state_tables import StateTables
 from tests.support.hypothesis_profiles import num_examples
 from tests.support.kernels import kernels_by_variant
+from tests.support.triton_parts import triton_linear_attention
 
-pytestmark = pytest.mark.skipif(not kernels_by_variant(), reason="no C++ compiler here")
 each_build = pytest.mark.parametrize(
     "kernels", kernels_by_variant().values(), ids=kernels_by_variant().keys()
 )
@@ -49,15 +49,18 @@ class Outcome(NamedTuple):
     outputs: list[Tensor]  # by sequence
     states: list[Tensor]  # rows of the layer
     snapshots: list[Tensor]
+    is_nan: Tensor  # of all blocks as float32
 
 
-def random_weights(config: RecurrentConfig, drawn: Callable[..., Tensor]) -> RecurrentWeights:
+def random_weights(
+    config: RecurrentConfig, dtype: torch.dtype, drawn: Callable[..., Tensor]
+) -> RecurrentWeights:
     gates, num_heads = TorchOps().linear(drawn(2, 2), None), config.num_value_heads
     conv = drawn(config.conv_size, config.num_channels).bfloat16().float()
     decay_bias, decay_rate = drawn(num_heads), drawn(num_heads).exp()
     is_delta = config.rule is Recurrence.GATED_DELTA
     norm_size = config.value_dim if is_delta else config.num_values
-    norm = Norm((1 + 0.2 * drawn(norm_size)).bfloat16(), 1e-6)
+    norm = Norm((1 + 0.2 * drawn(norm_size)).to(dtype), 1e-6)
     if is_delta:
         return DeltaWeights(gates, conv, decay_bias, decay_rate, norm)
     conv_bias, skip = drawn(config.num_channels), drawn(num_heads)
@@ -68,26 +71,32 @@ class RandomSequences:
     """Projected tokens of some sequences, whose states are in a cache of NaN."""
 
     def __init__(
-        self, config: RecurrentConfig, lengths: Sequence[int], block_bytes: int, seed: int
+        self,
+        config: RecurrentConfig,
+        lengths: Sequence[int],
+        block_bytes: int,
+        seed: int,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
 
         def drawn(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator)
 
-        self.shape = StateShape(config, 2, "bfloat16", 2, block_bytes)
+        name = str(dtype).removeprefix("torch.")
+        self.shape = StateShape(config, 2, name, dtype.itemsize, block_bytes)
         self._lengths = lengths
         width = config.num_channels + config.num_values
-        self._projected = [drawn(n, width).bfloat16() for n in lengths]
-        self._gates = [drawn(n, config.num_gates).bfloat16() for n in lengths]
-        self.weights = random_weights(config, drawn)
+        self._projected = [drawn(n, width).to(dtype) for n in lengths]
+        self._gates = [drawn(n, config.num_gates).to(dtype) for n in lengths]
+        self.weights = random_weights(config, dtype, drawn)
         ids = torch.randperm(3 * len(lengths) * self.shape.num_blocks, generator=generator)
         self._blocks = ids.view(len(lengths), 3, -1)
 
     def mixed(self, make: MakeAttention, cut: Cut, snapshot_at: int = 0) -> Outcome:
         shape, count = self.shape, len(self._lengths)
-        kv = torch.full((3 * count * shape.num_blocks, shape.block_bytes // 2), torch.nan)
-        kv = kv.bfloat16()
+        bits = torch.full((3 * count * shape.num_blocks, shape.block_bytes), 0xFF).to(torch.uint8)
+        kv = bits.view(self._projected[0].dtype)  # NaN
         attention, tables = make(kv, shape), StateTables(count, shape.num_blocks)
         rows = [self._row(i) for i in range(count)]
         for slot, row in enumerate(rows):
@@ -120,7 +129,8 @@ class RandomSequences:
         copies = [
             self._state(kv, i, 2) for i in range(count) if 0 < snapshot_at <= self._lengths[i]
         ]
-        return Outcome([torch.cat(chunks) for chunks in outputs], states, copies)
+        is_nan = kv.view(torch.float32).isnan()
+        return Outcome([torch.cat(chunks) for chunks in outputs], states, copies, is_nan)
 
     def prefix(self, length: int) -> RandomSequences:
         """Return the first tokens of all sequences that have so many."""
@@ -142,10 +152,10 @@ class RandomSequences:
 
     def _state(self, kv: Tensor, index: int, side: int) -> Tensor:
         shape = self.shape
-        used = shape.rows_per_block * shape.row_bytes // 2
-        rows = kv[self._blocks[index, side], :used].reshape(-1, shape.row_bytes // 2)
+        used = shape.rows_per_block * shape.row_bytes
+        blocks = kv.view(torch.uint8)[self._blocks[index, side], :used]
         first = LAYER * shape.layer_rows
-        return rows[first : first + shape.layer_rows].view(torch.int16)
+        return blocks.reshape(-1, shape.row_bytes)[first : first + shape.layer_rows]
 
 
 def native(kernels: Kernels, num_threads: int = 1) -> MakeAttention:
@@ -160,6 +170,44 @@ def native(kernels: Kernels, num_threads: int = 1) -> MakeAttention:
 
 def whole(left: int) -> int:
     return left
+
+
+def check_bits(
+    make: MakeAttention,
+    make_other: MakeAttention,
+    sequences: RandomSequences,
+    cut: Cut,
+    snapshot_at: int,
+) -> None:
+    """Compare a pass over all tokens with passes over chunks, which take snapshots."""
+    at_once = sequences.mixed(make, whole)
+    chunks = sequences.mixed(make_other, cut, snapshot_at)
+
+    assert all(map(torch.equal, at_once.outputs, chunks.outputs))
+    assert all(map(torch.equal, at_once.states, chunks.states))
+    if chunks.snapshots:
+        expected = sequences.prefix(snapshot_at).mixed(make, whole)
+        assert all(map(torch.equal, expected.states, chunks.snapshots))
+        inside = sequences.mixed(make, whole, snapshot_at)
+        assert all(map(torch.equal, inside.snapshots, chunks.snapshots))
+        assert all(map(torch.equal, inside.states, chunks.states))
+
+
+def check_accuracy(make: MakeAttention, sequences: RandomSequences, tolerance: float) -> None:
+    """Compare with the torch reference. The tolerance is for errors relative to the mean."""
+    found = sequences.mixed(make, whole)
+    expected = sequences.mixed(TorchLinearAttention, whole)
+
+    num_rows = sequences.shape.matrix_rows
+    for one, other in zip(found.states, expected.states, strict=True):
+        matrix, wanted = (each[:num_rows].view(torch.float32) for each in (one, other))
+        scale = wanted.abs().max()
+        assert (matrix - wanted).abs().max() < min(1e-3, tolerance) * scale
+        assert torch.equal(one[num_rows:], other[num_rows:])  # inputs of the convolution
+    for one, other in zip(found.outputs, expected.outputs, strict=True):
+        errors = (one.float() - other.float()).abs()
+        assert errors.mean() < tolerance * other.float().abs().mean() + 1e-6
+    assert torch.equal(found.is_nan, expected.is_nan)
 
 
 configs = st.builds(
@@ -199,19 +247,10 @@ def test_bits_depend_on_neither_chunks_nor_batch_nor_threads(
     sequences = RandomSequences(config, lengths, rows_per_block * 4 * config.value_dim + 8, seed)
     draw = random.Random(seed)
 
-    at_once = sequences.mixed(native(kernels), whole)
-    cut = sequences.mixed(
-        native(kernels, 3), lambda left: draw.randint(1, min(left, most)), snapshot_at
-    )
+    def cut(left: int) -> int:
+        return draw.randint(1, min(left, most))
 
-    assert all(map(torch.equal, at_once.outputs, cut.outputs))
-    assert all(map(torch.equal, at_once.states, cut.states))
-    if cut.snapshots:
-        expected = sequences.prefix(snapshot_at).mixed(native(kernels), whole)
-        assert all(map(torch.equal, expected.states, cut.snapshots))
-        inside = sequences.mixed(native(kernels), whole, snapshot_at)
-        assert all(map(torch.equal, inside.snapshots, cut.snapshots))
-        assert all(map(torch.equal, inside.states, cut.states))
+    check_bits(native(kernels), native(kernels, 3), sequences, cut, snapshot_at)
 
 
 @each_build
@@ -228,18 +267,65 @@ def test_outputs_and_states_are_near_the_torch_reference(
     config = replace(config, rule=rule)
     sequences = RandomSequences(config, lengths, 16 * 4 * config.value_dim, seed)
 
-    found = sequences.mixed(native(kernels), whole)
-    expected = sequences.mixed(TorchLinearAttention, whole)
+    check_accuracy(native(kernels), sequences, tolerance=0.01)
 
-    num_numbers = sequences.shape.matrix_rows
-    for one, other in zip(found.states, expected.states, strict=True):
-        matrix, wanted = (each[:num_numbers].view(torch.float32) for each in (one, other))
-        scale = wanted.abs().max()
-        assert (matrix - wanted).abs().max() < 1e-3 * scale
-        assert torch.equal(one[num_numbers:], other[num_numbers:])  # inputs of the convolution
-    for one, other in zip(found.outputs, expected.outputs, strict=True):
-        errors = (one.float() - other.float()).abs()
-        assert errors.mean() < 0.01 * other.float().abs().mean() + 1e-6
+
+TRITON_TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.01, torch.float16: 0.002}
+
+
+class TritonExample(NamedTuple):
+    config: RecurrentConfig
+    lengths: Sequence[int]
+    snapshot_at: int
+
+
+TRITON_EXAMPLES = {
+    "small": TritonExample(RecurrentConfig(1, 1, 8, 4, 3), (3, 1), 2),
+    "groups": TritonExample(RecurrentConfig(2, 4, 12, 20, 4), (9, 1, 4), 4),
+    # Heads of several tiles, the last one not full, and kept inputs that fill no row.
+    "tiles": TritonExample(RecurrentConfig(1, 3, 33, 40, 3), (7, 5), 7),
+    "wide": TritonExample(RecurrentConfig(1, 1, 128, 128, 4), (2, 3), 1),
+}
+
+
+def parametrize_triton(*quick: str) -> pytest.MarkDecorator:
+    """Run a test with each example and rule, by `make test` only with some of the small ones."""
+    return pytest.mark.parametrize(
+        ("example", "rule"),
+        [
+            pytest.param(
+                example,
+                rule,
+                id=f"{name}-{rule.name.lower()}",
+                marks=() if name == "small" and rule.name in quick else pytest.mark.triton,
+            )
+            for name, example in TRITON_EXAMPLES.items()
+            for rule in Recurrence
+        ],
+    )
+
+
+@parametrize_triton("GATED_DELTA")
+def test_triton_bits_depend_on_neither_chunks_nor_batch(
+    example: TritonExample, rule: Recurrence
+) -> None:
+    config = replace(example.config, rule=rule)
+    sequences = RandomSequences(config, example.lengths, 5 * 4 * config.value_dim + 8, seed=1)
+    make = triton_linear_attention
+
+    check_bits(make, make, sequences, lambda left: min(left, 3), example.snapshot_at)
+
+
+@parametrize_triton("GATED_DELTA", "MAMBA2")
+def test_triton_outputs_and_states_are_near_the_torch_reference(
+    example: TritonExample, rule: Recurrence
+) -> None:
+    config = replace(example.config, rule=rule)
+    for dtype, tolerance in TRITON_TOLERANCES.items():
+        sequences = RandomSequences(
+            config, example.lengths, 16 * 4 * config.value_dim, seed=2, dtype=dtype
+        )
+        check_accuracy(triton_linear_attention, sequences, tolerance)
 
 
 @each_build

@@ -20,6 +20,7 @@ from baton.engine.spec_decode.config import Speculation
 from tests.support.fake_runner import run_plan
 from tests.support.families import STATE_VARIANTS
 from tests.support.models import make_model_folder, prompt_of
+from tests.support.triton_parts import require_triton
 
 NAME = RequestId("r")
 PROMPT = prompt_of(40)
@@ -50,9 +51,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def runner(folder: Path) -> Iterator[TorchRunner]:
-    with load_runner(RunnerConfig(str(folder), kv_cache_bytes=1 << 20)) as runner:
+def runner(folder: Path, request: pytest.FixtureRequest) -> Iterator[TorchRunner]:
+    kernels = getattr(request, "param", "auto")
+    if kernels == "triton":
+        require_triton()
+    with load_runner(RunnerConfig(str(folder), kv_cache_bytes=1 << 20, kernels=kernels)) as runner:
         yield runner
+
+
+each_kernels = pytest.mark.parametrize(
+    "runner", ["auto", pytest.param("triton", marks=pytest.mark.triton)], indirect=True
+)
 
 
 def blocks_of(runner: TorchRunner, blocks: tuple[int, ...]) -> bytes:
@@ -65,6 +74,7 @@ def plan(num_tokens: int, row: PlanRow | None = None, *snapshots: StateSnapshot)
     return Plan(started=started, num_scheduled_tokens={NAME: num_tokens}, state_copies=found)
 
 
+@each_kernels
 def test_each_pass_writes_the_other_state_side(runner: TorchRunner) -> None:
     untouched = blocks_of(runner, FIRST)
 
@@ -77,6 +87,7 @@ def test_each_pass_writes_the_other_state_side(runner: TorchRunner) -> None:
     assert blocks_of(runner, FIRST) != untouched
 
 
+@each_kernels
 def test_a_repeated_pass_gives_the_same_result(runner: TorchRunner) -> None:
     """After a pass whose result was lost, too: its sides were swapped in the runner alone."""
     run_plan(runner, plan(24, ROW))
@@ -89,6 +100,7 @@ def test_a_repeated_pass_gives_the_same_result(runner: TorchRunner) -> None:
     assert blocks_of(runner, FIRST) == state
 
 
+@each_kernels
 def test_a_snapshot_is_the_state_at_its_position(runner: TorchRunner) -> None:
     inside, end = StateSnapshot(16, ids(SNAPSHOT)), StateSnapshot(32, ids((30, 31)))
     run_plan(runner, plan(32, ROW, end, inside))
@@ -110,6 +122,7 @@ def test_a_snapshot_is_the_state_at_its_position(runner: TorchRunner) -> None:
     assert blocks_of(runner, SNAPSHOT) == snapshot
 
 
+@each_kernels
 def test_reused_state_blocks_start_at_zero(runner: TorchRunner) -> None:
     expected = run_plan(runner, plan(40, ROW))
     runner._kv[[*FIRST, *SECOND, *KV_BLOCKS]] = torch.nan

@@ -50,6 +50,6 @@ def test_every_kernel_compiles_without_spills(target: str, tmp_path: Path) -> No
     names = {str(each["name"]).split()[0] for each in found}
     assert names == {
         "rms_norm", "rope", "gate", "multiply_sigmoid", "add", "add_and_norm", "find_peaks",
-        "write", "attention", "segments", "merge",
+        "write", "attention", "segments", "merge", "convolve", "recur", "gated_norm",
     }  # fmt: skip
     check_resources(found)

@@ -12,6 +12,8 @@ from torch import Tensor
 from baton.engine.runner.attention.paged_attention import LayerAttention, PagedAttention
 from baton.engine.runner.kernels.choose import Parts, choose_parts
 from baton.engine.runner.model.ops import Ops
+from baton.engine.runner.state.linear_attention import LinearAttention
+from baton.engine.runner.state.state_shape import StateShape
 
 
 def require_triton() -> None:
@@ -33,3 +35,8 @@ def triton_ops() -> Ops:
 def triton_attention(kv: Tensor, layers: Sequence[LayerAttention]) -> PagedAttention:
     require_triton()
     return interpreted_parts().make_attention(kv, layers)
+
+
+def triton_linear_attention(kv: Tensor, shape: StateShape) -> LinearAttention:
+    require_triton()
+    return interpreted_parts().make_linear_attention(kv, shape)

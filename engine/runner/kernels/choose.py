@@ -108,6 +108,7 @@ def native_parts(*, int8_activations: bool = False) -> Parts:
 def triton_parts() -> Parts:
     """Import the Triton kernels, which takes a second."""
     from baton.engine.runner.triton.triton_attention import TritonPagedAttention
+    from baton.engine.runner.triton.triton_linear_attention import TritonLinearAttention
     from baton.engine.runner.triton.triton_ops import TritonOps
 
     if uses_interpreter():
@@ -120,5 +121,6 @@ def triton_parts() -> Parts:
         ops,
         TritonPagedAttention,
         partial(unfused_layers, ops),
+        TritonLinearAttention,
         has_static_launches=True,
     )

@@ -1,0 +1,214 @@
+"""Recurrent layers in Triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from baton.engine.runner.device.step_inputs import SHARED_INPUTS, StepInputs
+from baton.engine.runner.model.recurrent import (
+    NORM_EPSILON,
+    DeltaWeights,
+    MambaWeights,
+    RecurrentWeights,
+)
+from baton.engine.runner.state.linear_attention import LinearAttentionPass
+from baton.engine.runner.state.state_shape import StateShape
+from baton.engine.runner.state.state_tables import StateLayout
+from baton.engine.runner.triton.launching import launch, row_contiguous
+from baton.engine.runner.triton.recurrent_kernels import (
+    convolve_kernel,
+    gated_norm_kernel,
+    recur_kernel,
+)
+
+STATE_NUMBERS = 1024  # of a head's state, in the registers of a warp
+NORM_NUMBERS = 1024  # of a group, that a warp of the norm computes
+
+
+class TritonLinearAttention:
+    """Implements `LinearAttention`. A token's output depends only on its own sequence."""
+
+    def __init__(self, kv: Tensor, shape: StateShape) -> None:
+        self._blocks = kv.view(len(kv), -1)
+        self._shape = shape
+
+    def begin(self, layout: StateLayout, inputs: StepInputs = SHARED_INPUTS) -> LinearAttentionPass:
+        num_runs = len(layout.num_tokens)
+        first_runs = np.append(layout.first_runs, num_runs)
+        sequence_by_run = np.repeat(np.arange(len(layout.first_runs)), np.diff(first_runs))
+        sequence_by_token = np.repeat(sequence_by_run, layout.num_tokens)
+        arrays = [
+            np.concatenate((sequence_by_token, sequence_by_run)),
+            first_runs,
+            layout.first_tokens,
+            layout.num_tokens,
+            layout.reads,
+            layout.writes,
+        ]
+        runs = _Runs(*[inputs.put(array) for array in arrays])
+        return TritonStatePass(self._blocks, self._shape, runs)
+
+
+class _Runs(NamedTuple):
+    """Arrays of a state layout on the device."""
+
+    sequences: Tensor  # of each token, then of each run
+    first_runs: Tensor  # of each sequence, then the number of runs
+    first_tokens: Tensor
+    num_tokens: Tensor
+    reads: Tensor
+    writes: Tensor
+
+
+class _Vectors(NamedTuple):
+    """Vectors of a layer. The kernels of the delta rule do not read the last two."""
+
+    bias: Tensor  # of decays or steps
+    conv_bias: Tensor
+    skip: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TritonStatePass:
+    """Implements `LinearAttentionPass`."""
+
+    blocks: Tensor  # [blocks, numbers]
+    shape: StateShape
+    runs: _Runs
+
+    def mix(
+        self, layer: int, weights: RecurrentWeights, projected: Tensor, gates: Tensor
+    ) -> Tensor:
+        projected = row_contiguous(projected)
+        mixed, factors = self._convolve(layer, weights, projected, row_contiguous(gates))
+        read = self._recur(layer, weights, mixed, factors, projected.dtype)
+        return self._finish(weights, read, projected[:, self.shape.config.num_channels :])
+
+    def _convolve(
+        self, layer: int, weights: RecurrentWeights, projected: Tensor, gates: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return queries, keys and values of each token, and two factors of each value head."""
+        shape, config, runs = self.shape, self.shape.config, self.runs
+        num_tokens, own = len(projected), _vectors(weights)
+        mixed = projected.new_empty(num_tokens, config.num_channels, dtype=torch.float32)
+        factors = mixed.new_empty(num_tokens, config.num_value_heads, 2)
+        launch(
+            convolve_kernel,
+            (len(runs.sequences), 2 * config.num_key_heads + config.num_value_heads),
+            mixed,
+            factors,
+            projected,
+            gates,
+            self.blocks,
+            weights.conv,
+            own.conv_bias,
+            own.bias,
+            weights.decay_rate,
+            *runs,
+            num_tokens,
+            layer * shape.layer_rows + shape.matrix_rows,
+            projected.stride(0),
+            gates.stride(0),
+            runs.reads.stride(0),
+            self.blocks.stride(0),
+            NORM_EPSILON,
+            config.key_dim**-0.5,
+            num_kept=config.conv_size - 1,
+            num_kept_rows=shape.conv_rows,
+            row_size=shape.row_bytes // self.blocks.itemsize,
+            padded_dim=triton.next_power_of_2(max(config.key_dim, config.value_dim)),
+            padded_taps=triton.next_power_of_2(config.conv_size),
+            num_warps=1,
+            **self._sizes(weights),
+        )
+        return mixed, factors
+
+    def _recur(
+        self,
+        layer: int,
+        weights: RecurrentWeights,
+        mixed: Tensor,
+        factors: Tensor,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Return what the tokens read from the state, [tokens, values], and write the states."""
+        shape, config, runs = self.shape, self.shape.config, self.runs
+        matrices = self.blocks.view(torch.float32)
+        # The norm of the delta rule rounds what it gets.
+        read_dtype = dtype if isinstance(weights, DeltaWeights) else torch.float32
+        read = mixed.new_empty(len(mixed), config.num_values, dtype=read_dtype)
+        padded_key_dim = triton.next_power_of_2(config.key_dim)
+        num_columns = min(
+            triton.next_power_of_2(config.value_dim), max(STATE_NUMBERS // padded_key_dim, 1)
+        )
+        grid = (
+            triton.cdiv(config.value_dim, num_columns),
+            config.num_value_heads,
+            len(runs.first_runs) - 1,
+        )
+        launch(
+            recur_kernel,
+            grid,
+            read,
+            matrices,
+            mixed,
+            factors,
+            _vectors(weights).skip,
+            *runs[1:],
+            layer * shape.layer_rows,
+            runs.reads.stride(0),
+            matrices.stride(0),
+            padded_key_dim=padded_key_dim,
+            num_columns=num_columns,
+            num_warps=1,
+            **self._sizes(weights),
+        )
+        return read
+
+    def _finish(self, weights: RecurrentWeights, read: Tensor, gates: Tensor) -> Tensor:
+        """Return the norm of each head (delta rule) or of each group of heads, with its gates."""
+        config, is_delta = self.shape.config, isinstance(weights, DeltaWeights)
+        num_groups = config.num_value_heads if is_delta else config.num_key_heads
+        size = config.num_values // num_groups
+        output = torch.empty_like(read, dtype=gates.dtype)
+        padded_size = triton.next_power_of_2(size)
+        launch(
+            gated_norm_kernel,
+            (len(read), num_groups),
+            output,
+            read,
+            gates,
+            weights.norm.weight,
+            gates.stride(0),
+            0 if is_delta else size,
+            size,
+            weights.norm.epsilon,
+            is_delta=is_delta,
+            padded_size=padded_size,
+            num_warps=min(max(padded_size // NORM_NUMBERS, 1), 8),
+        )
+        return output
+
+    def _sizes(self, weights: RecurrentWeights) -> dict[str, int]:
+        """Return the constants that both kernels of the states have."""
+        config = self.shape.config
+        return {
+            "is_delta": isinstance(weights, DeltaWeights),
+            "num_key_heads": config.num_key_heads,
+            "num_value_heads": config.num_value_heads,
+            "key_dim": config.key_dim,
+            "value_dim": config.value_dim,
+            "rows_per_block": self.shape.rows_per_block,
+        }
+
+
+def _vectors(weights: RecurrentWeights) -> _Vectors:
+    if isinstance(weights, MambaWeights):
+        return _Vectors(weights.step_bias, weights.conv_bias, weights.skip)
+    return _Vectors(weights.decay_bias, weights.conv, weights.decay_rate)
