@@ -228,26 +228,33 @@ def test_snapshots_are_taken_by_eager_steps(recurrent_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("is_recurrent", [False, True])
-def test_padding_rows_change_no_block_of_a_request(
+def test_padding_rows_change_no_block(
     folder: Path, recurrent_folder: Path, is_recurrent: bool
 ) -> None:
-    """The graph replays with padding rows alone."""
     own = recurrent_folder if is_recurrent else folder
     with runner_on(FakeDevice(), own, max_num_seqs=2) as runner:
-        driver = driver_of(runner)
-        for drive in drives(lengths=(5, 9)):
-            driver.add(drive)
-        driver.step()
-        assert runner.graphs is not None
-        everything = [BlockId(block) for block in range(runner.kv_memory.num_blocks)]
-        before = b"".join(map(bytes, runner.read_blocks(everything)))
         num_state_blocks = runner.kv_memory.layout.num_state_blocks
+        num_used = 1 + 2 * num_state_blocks
+        driver = Driver(runner, num_blocks=num_used, block_size=BLOCK_SIZE)
+        driver.add(drives(lengths=(9,))[0])
+        for _ in range(3):
+            driver.step()
+        before = blocks_of(runner)
         states = empty_states(num_state_blocks) if is_recurrent else None
+        assert runner.graphs is not None
 
         with torch.inference_mode():
             runner.graphs.replay(GraphSize(2, 8), NOTHING._replace(states=states))
 
-        assert b"".join(map(bytes, runner.read_blocks(everything))) == before
+        assert all(map(any, before[:num_used]))  # so that zeros would be seen
+        assert blocks_of(runner) == before
+
+
+def blocks_of(runner: TorchRunner) -> list[bytes]:
+    size = runner.kv_memory.block_bytes
+    block_ids = [BlockId(block) for block in range(runner.kv_memory.num_blocks)]
+    held = b"".join(map(bytes, runner.read_blocks(block_ids)))
+    return [held[first : first + size] for first in range(0, len(held), size)]
 
 
 def test_prompt_logprobs_are_computed_eagerly(folder: Path) -> None:
