@@ -18,6 +18,7 @@ from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.engine.runner.attention.paged_attention import (
     AttentionPass,
 )
+from baton.engine.runner.device.step_inputs import SHARED_INPUTS, StepInputs
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.kernels.choose import Parts
 from baton.engine.runner.layout import PassLayout
@@ -228,7 +229,7 @@ class CountingAttention:
     def __init__(self, counted: Counter[str]) -> None:
         self._counted = counted
 
-    def begin(self, layout: PassLayout) -> AttentionPass:
+    def begin(self, layout: PassLayout, inputs: StepInputs = SHARED_INPUTS) -> AttentionPass:
         return self
 
     def write(self, layer: int, key: Tensor, value: Tensor | None) -> None:

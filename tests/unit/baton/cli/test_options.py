@@ -192,6 +192,11 @@ def test_the_kv_cache_is_sized_by_free_memory_by_default(device: str) -> None:
     assert reported.kv_cache_bytes == 2 << 30
 
 
+def test_graphs_are_captured_unless_eager_steps_are_enforced() -> None:
+    assert not node_options("m").runner.enforce_eager
+    assert node_options("m", enforce_eager=True).runner.enforce_eager
+
+
 def test_nodes_schedule_by_priority_by_default() -> None:
     assert node_options("m").scheduling.policy is SchedulingPolicy.PRIORITY
     assert node_options("m", scheduling_policy="fcfs").scheduling.policy is SchedulingPolicy.FCFS
