@@ -18,14 +18,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from baton.core.ids import RequestId
+from baton.core.sampling import SamplingParams
+from baton.engine.plan import PlanRow
 from baton.engine.runner.attention.kv_tensor import scale_bytes
 from baton.engine.runner.attention.paged_attention import LayerAttention
+from baton.engine.runner.device.step_inputs import SHARED_INPUTS
 from baton.engine.runner.kernels.choose import triton_parts
-from baton.engine.runner.layout import PassLayout
+from baton.engine.runner.layout import PassLayout, TokenRun
 from baton.engine.runner.model.config import Activation, Recurrence, RecurrentConfig
 from baton.engine.runner.model.ops import MlpGate, Norm
 from baton.engine.runner.model.recurrent import DeltaWeights, MambaWeights, RecurrentWeights
 from baton.engine.runner.model.torch_ops import TorchOps
+from baton.engine.runner.sampling.sampling import SampledRows
 from baton.engine.runner.state.state_shape import StateShape
 from baton.engine.runner.state.state_tables import StateLayout
 from baton.engine.runner.triton.availability import INTERPRETER_VARIABLE
@@ -86,7 +91,7 @@ def describe_occupancy(kernel: KernelResources) -> str:
 
 def all_launches() -> dict[str, Launch]:
     """Return a launch of each kernel in each variant, by name."""
-    launches: dict[str, Launch] = {}
+    launches = sampling_launches()
     for dtype in DTYPES:
         suffix = str(dtype).removeprefix("torch.")
         launches |= {f"{name} {suffix}": each for name, each in ops_launches(dtype)}
@@ -128,6 +133,21 @@ def ops_launches(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
         variant = launch.arguments.get("activation", launch.arguments.get("is_scalar", ""))
         name = launch.kernel.__name__.removesuffix("_kernel")
         yield f"{name} {variant}".strip(), launch
+
+
+def sampling_launches() -> dict[str, Launch]:
+    """Return the launches of a row with constraints of all kinds, and of its draw."""
+    params = SamplingParams(
+        banned_token_ids=(1,), logit_bias={1: 1.0}, repetition_penalty=1.1, top_k=50, top_p=0.9
+    )
+    row = PlanRow(RequestId("sampled"), (0,), 1, 0, ((),), params, 0)
+    run = TokenRun(row, 0, 1, 1, np.zeros(1, dtype=np.int64))
+    logits = torch.zeros(1, VOCAB_SIZE)
+    rows = SampledRows([run], (), VOCAB_SIZE, logits.device)
+    step = triton_parts().sampling.begin(rows, SHARED_INPUTS)
+    with recorded_launches() as launches:
+        step.draw(step.constrain(logits), torch.zeros(1, dtype=torch.int64))
+    return {each.kernel.__name__.removesuffix("_kernel"): each for each in launches}
 
 
 def attention_launches(

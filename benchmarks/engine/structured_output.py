@@ -22,10 +22,11 @@ from baton.core.ids import RequestId
 from baton.core.sampling import SamplingParams
 from baton.core.structured_outputs import StructuredOutputs
 from baton.engine.plan import PlanRow
+from baton.engine.runner.device.step_inputs import SHARED_INPUTS
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.layout import TokenRun
-from baton.engine.runner.sampling.constraints import constrain
-from baton.engine.runner.sampling.grammar_masks import unpack_bits
+from baton.engine.runner.sampling.sampling import SampledRows
+from baton.engine.runner.sampling.torch_sampling import TORCH_SAMPLING
 from baton.engine.structured_output.grammar import Bits, Grammar, num_words
 from baton.engine.structured_output.llguidance_backend import GrammarLibrary
 
@@ -173,7 +174,8 @@ def _apply_cost(num_rows: int, vocab_size: int) -> ApplyCost:
     took_s = []
     for _ in range(NUM_TIMES_APPLIED):
         began_s = thread_time()
-        masks = unpack_bits(bits, vocab_size)
-        constrain(logits, [TokenRun(row, 0, 1, len(known), known, mask) for mask in masks], ())
+        runs = [TokenRun(row, 0, 1, len(known), known, mask) for mask in bits]
+        rows = SampledRows(runs, (), vocab_size, logits.device)
+        TORCH_SAMPLING.begin(rows, SHARED_INPUTS).constrain(logits)
         took_s.append(thread_time() - began_s)
     return ApplyCost(num_rows, 1e6 * statistics.median(took_s))

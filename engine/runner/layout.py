@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from baton.engine.plan import PlanRow
+from baton.engine.structured_output.grammar import Bits
 
 Ints = npt.NDArray[np.int64]
 
@@ -22,7 +22,7 @@ class TokenRun(NamedTuple):
     num_tokens: int
     end: int  # sequence length up to and including the last of them
     tokens: Ints  # all tokens of the slot
-    allowed: Tensor | None = None  # grammar mask: [vocab_size] booleans
+    allowed: Bits | None = None  # grammar mask
 
     @property
     def known_tokens(self) -> Ints:

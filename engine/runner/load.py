@@ -98,6 +98,7 @@ def load_runner(
             config.speculation,
             processors,
             None if state is None else parts.make_linear_attention(kv, state),
+            parts.sampling,
             device,
         )
 

@@ -43,7 +43,9 @@ from baton.engine.runner.sampling.output_heads import (
     SamplingHead,
 )
 from baton.engine.runner.sampling.sampler import Sampler
+from baton.engine.runner.sampling.sampling import Sampling
 from baton.engine.runner.sampling.spec_decode import SpecDecoder
+from baton.engine.runner.sampling.torch_sampling import TORCH_SAMPLING
 from baton.engine.runner.state.linear_attention import LinearAttention, LinearAttentionPass
 from baton.engine.runner.state.state_tables import StateLayout, empty_states
 from baton.engine.spec_decode.config import Speculation
@@ -70,6 +72,7 @@ class TorchRunner:
         speculation: Speculation | None = None,
         processors: Processors = NO_PROCESSORS,
         linear_attention: LinearAttention | None = None,
+        sampling: Sampling = TORCH_SAMPLING,
         device: Device | None = None,  # None: the CPU
     ) -> None:
         self.info = info
@@ -86,9 +89,11 @@ class TorchRunner:
         self._batch = batch
         self._attention = attention
         self._linear_attention = linear_attention
-        self.sampler = Sampler(info.eos_token_ids, processors, decoder.ops.find_peaks)
+        self.sampler = Sampler(
+            info.eos_token_ids, processors, decoder.ops.find_peaks, sampling, self._inputs
+        )
         self._heads: tuple[OutputHead, ...] = (
-            PromptLogprobs(decoder),
+            PromptLogprobs(decoder, self._inputs),
             SamplingHead(decoder, self.sampler, info.vocab_size),
         )
         self._failed: frozenset[RequestId] = frozenset()  # rows without a token in the last pass

@@ -140,8 +140,28 @@ def test_a_step_with_64_decodes_makes_one_copy_and_does_not_wait_before_sampling
         driver.step()
 
     assert device.counts.copies_in == ["runner/device/step_inputs.py:send"]
-    outside = [where for where in device.counts.synchronizations if "sampling/" not in where]
-    assert not outside
+    assert device.counts.copies_out == ["runner/device/step_outputs.py:to_host"]
+    assert device.counts.synchronizations == ["runner/device/step_outputs.py:to_host"]
+
+
+def test_random_rows_take_one_more_copy_to_the_device(folder: Path) -> None:
+    params = SamplingParams(top_p=0.9, top_k=20, presence_penalty=1.0, logprobs=2, max_tokens=64)
+
+    def requests() -> list[Drive]:
+        return [replace(drive, sampling=params) for drive in drives()]
+
+    device = FakeDevice()
+    with runner_on(device, folder, TORCH) as runner:
+        device.counts = Counts()
+        outputs = driver_of(runner).run(*requests())
+    with load_runner(config_of(folder)) as runner:
+        expected = driver_of(runner).run(*requests())
+
+    assert outputs == expected
+    assert len(device.counts.copies_in) == 2 * NUM_TOKENS
+    assert len(device.counts.copies_out) == NUM_TOKENS
+    waits = ["runner/device/step_outputs.py:to_host"] * NUM_TOKENS
+    assert device.counts.synchronizations == [*waits, "runner/model_runner.py:_drain"]
 
 
 def test_a_chunk_that_samples_nothing_is_waited_for_once(folder: Path) -> None:
@@ -203,7 +223,7 @@ def test_a_replay_is_one_copy_and_no_launch_but_those_of_sampling(folder: Path) 
         driver.step()
 
     assert device.counts.copies_in == ["runner/device/step_inputs.py:send"]
-    assert all("sampling/" in where for where in device.counts.synchronizations)
+    assert device.counts.synchronizations == ["runner/device/step_outputs.py:to_host"]
 
 
 def test_recurrent_layers_replay_graphs(recurrent_folder: Path) -> None:

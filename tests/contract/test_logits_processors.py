@@ -22,7 +22,7 @@ from baton.engine.runner.sampling.logits_processors import (
     versions,
 )
 from baton.engine.runner.sampling.sampler import Sampler
-from tests.support.token_runs import make_run
+from tests.support.token_runs import allow_only, make_run
 
 MODEL = ModelView("somewhere", 8)
 EOS = (7,)
@@ -80,7 +80,7 @@ def chosen(*rows: TokenRun) -> list[int | str]:
     """Return token ids or errors; without a processor, token 5 is chosen."""
     logits = torch.zeros(len(rows), MODEL.vocab_size)
     logits[:, 5] = 1.0
-    choices = Sampler(EOS, all_of_them()).choose(logits, rows)
+    choices = Sampler(EOS, all_of_them()).sample(logits, rows).choices
     return [one.reason if isinstance(one, Failure) else one for one in choices]
 
 
@@ -97,10 +97,8 @@ def test_processors_run_in_the_order_of_the_node_option() -> None:
 
 
 def test_a_processor_cannot_allow_a_token_that_the_grammar_forbids() -> None:
-    allowed = torch.tensor([token in (3, 4) for token in range(MODEL.vocab_size)])
-
-    assert chosen(row(favour=2)._replace(allowed=allowed)) == [3]
-    assert chosen(row(favour=4)._replace(allowed=allowed)) == [4]
+    assert chosen(allow_only(row(favour=2), (3, 4), MODEL.vocab_size)) == [3]
+    assert chosen(allow_only(row(favour=4), (3, 4), MODEL.vocab_size)) == [4]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +117,7 @@ def test_a_processor_cannot_allow_a_banned_token() -> None:
     banned = SamplingParams(temperature=0.0, banned_token_ids=(2,), extra_args={"favour": 2})
     requested = make_run([1], banned)
 
-    (choice,) = Sampler(EOS, all_of_them()).choose(logits, [requested])
+    (choice,) = Sampler(EOS, all_of_them()).sample(logits, [requested]).choices
 
     assert isinstance(choice, int)
     assert choice != 2
@@ -127,11 +125,8 @@ def test_a_processor_cannot_allow_a_banned_token() -> None:
 
 
 def test_a_processor_cannot_extend_the_tokens_of_the_grammar() -> None:
-    allowed = torch.zeros(MODEL.vocab_size, dtype=torch.bool)
-    allowed[[4, 6]] = True
-
-    assert chosen(row(favour=2)._replace(allowed=allowed)) == [4]
-    assert chosen(row(favour=6)._replace(allowed=allowed)) == [6]
+    assert chosen(allow_only(row(favour=2), (4, 6), MODEL.vocab_size)) == [4]
+    assert chosen(allow_only(row(favour=6), (4, 6), MODEL.vocab_size)) == [6]
 
 
 @pytest.mark.parametrize(

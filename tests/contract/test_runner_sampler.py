@@ -14,21 +14,24 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.generation import logits_process as generation
 
+from baton.core.logprobs import TokenLogprobs
 from baton.core.output import Failure, FailureCause
 from baton.core.sampling import SamplingParams
+from baton.engine.runner.device.step_inputs import SHARED_INPUTS
 from baton.engine.runner.layout import TokenRun
-from baton.engine.runner.sampling import sampler as sampler_module
-from baton.engine.runner.sampling.constraints import constrain
-from baton.engine.runner.sampling.output_heads import token_logprobs
-from baton.engine.runner.sampling.randomness import exponential_numbers
+from baton.engine.runner.sampling.logprobs import compute_logprobs, read_logprobs
+from baton.engine.runner.sampling.randomness import draw_keys, exponential_numbers
 from baton.engine.runner.sampling.sampler import (
     ALL_TOKENS_FORBIDDEN,
     NOT_FINITE,
     Choice,
     Sampler,
 )
+from baton.engine.runner.sampling.sampling import SampledRows, Sampling
+from baton.engine.runner.sampling.torch_sampling import TOP_P_CANDIDATES, TORCH_SAMPLING
 from tests.support.hypothesis_profiles import num_examples
-from tests.support.token_runs import make_run
+from tests.support.token_runs import allow_only, make_run
+from tests.support.triton_parts import triton_sampling
 
 VOCAB_SIZE = 50
 EOS = (7, 8)
@@ -44,8 +47,20 @@ def row(
     return make_run(known, SamplingParams(**requested), num_prompt_tokens=num_prompt, seed=seed)
 
 
-def constrained_logits(logits: Tensor, rows: Sequence[TokenRun], eos: tuple[int, ...]) -> Tensor:
-    return constrain(logits, rows, eos).logits
+@pytest.fixture(scope="module", params=["torch", "triton"])
+def sampling(request: pytest.FixtureRequest) -> Sampling:
+    return TORCH_SAMPLING if request.param == "torch" else triton_sampling()
+
+
+@pytest.fixture(scope="module", params=["torch", pytest.param("triton", marks=pytest.mark.triton)])
+def sampling_at_length(request: pytest.FixtureRequest) -> Sampling:
+    """Return each implementation, for tests that take Triton's interpreter long."""
+    return TORCH_SAMPLING if request.param == "torch" else triton_sampling()
+
+
+def constrained_logits(sampling: Sampling, logits: Tensor, *rows: TokenRun) -> Tensor:
+    sampled = SampledRows(rows, EOS, logits.shape[1], logits.device)
+    return sampling.begin(sampled, SHARED_INPUTS).constrain(logits)
 
 
 def random_logits(*shape: int, seed: int = 0, spread: float = 2.0) -> Tensor:
@@ -53,8 +68,8 @@ def random_logits(*shape: int, seed: int = 0, spread: float = 2.0) -> Tensor:
     return torch.randn(*shape, generator=generator) * spread
 
 
-def choose(logits: Tensor, *rows: TokenRun) -> list[Choice]:
-    return Sampler(EOS).choose(logits, rows)
+def choose(logits: Tensor, *rows: TokenRun, sampling: Sampling = TORCH_SAMPLING) -> list[Choice]:
+    return Sampler(EOS, sampling=sampling).sample(logits, rows).choices
 
 
 def draw_many(logits: Tensor, num: int, **requested: Any) -> Counter[int]:
@@ -82,10 +97,10 @@ def assert_drawn_by(probabilities: Tensor, drawn: Counter[int]) -> None:
 # --- the draw ---------------------------------------------------------------------------
 
 
-def test_greedy_sampling_takes_the_most_likely_token() -> None:
+def test_greedy_sampling_takes_the_most_likely_token(sampling: Sampling) -> None:
     logits = random_logits(4, VOCAB_SIZE)
 
-    tokens = choose(logits, *[row(temperature=0.0)] * 4)
+    tokens = choose(logits, *[row(temperature=0.0)] * 4, sampling=sampling)
 
     assert tokens == logits.argmax(dim=-1).tolist()
 
@@ -143,11 +158,11 @@ def test_draws_follow_the_distribution_of_transformers_warpers(
 
 @pytest.mark.parametrize("top_p", [0.3, 0.9, 0.99])
 def test_top_p_of_a_flat_distribution_considers_the_whole_vocabulary(top_p: float) -> None:
-    vocab_size = 4 * sampler_module.TOP_P_CANDIDATES
+    vocab_size = 4 * TOP_P_CANDIDATES
     logits = random_logits(vocab_size, seed=5, spread=0.1)
     probabilities = warped(logits, generation.TopPLogitsWarper(top_p))
     further = probabilities.clone()
-    further[logits.topk(sampler_module.TOP_P_CANDIDATES).indices] = 0.0
+    further[logits.topk(TOP_P_CANDIDATES).indices] = 0.0
 
     drawn = draw_many(logits, 600, top_p=top_p)
 
@@ -166,26 +181,45 @@ def test_ties_at_the_top_k_limit_are_all_kept() -> None:
     assert set(drawn) == {0, 1, 2, 3}
 
 
+def test_equal_tokens_at_the_top_p_limit_are_kept_in_the_order_of_their_ids(
+    sampling: Sampling,
+) -> None:
+    seeds = range(28, 33)  # which draw different tokens
+    rows = [row(seed=seed, top_p=0.55) for seed in seeds]
+
+    choices = choose(torch.zeros(len(rows), 8), *rows, sampling=sampling)
+
+    assert set(choices) == {0, 1, 2, 3, 4}
+
+
 @pytest.mark.parametrize("temperature", [1e-5, 1e-40, 5e-324])
-def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
+def test_a_tiny_temperature_is_greedy(sampling: Sampling, temperature: float) -> None:
     logits = random_logits(6, VOCAB_SIZE)
 
-    tokens = choose(logits, *[row(temperature=temperature, seed=i) for i in range(6)])
+    tokens = choose(
+        logits, *[row(temperature=temperature, seed=i) for i in range(6)], sampling=sampling
+    )
 
     assert tokens == logits.argmax(dim=-1).tolist()
 
 
+def random_times(seeds: Sequence[int], positions: Sequence[int], token_ids: Tensor) -> Tensor:
+    keys = torch.from_numpy(draw_keys(seeds, positions))[:, None]
+    return exponential_numbers(keys, token_ids.expand(len(keys), -1))
+
+
 def test_the_random_numbers_of_draws_are_exponential() -> None:
-    times = exponential_numbers(range(50), [3] * 50, torch.arange(2_000).expand(50, -1)).double()
+    token_ids = torch.arange(2_000)
+    times = random_times(range(50), [3] * 50, token_ids).double()
 
     assert times.min() > 0
     assert float(times.mean()) == pytest.approx(1.0, abs=0.02)
     assert float(times.var()) == pytest.approx(1.0, abs=0.05)
     # Neighbours in each of the three keys are independent.
     for other in (
-        exponential_numbers(range(1, 51), [3] * 50, torch.arange(2_000).expand(50, -1)),
-        exponential_numbers(range(50), [4] * 50, torch.arange(2_000).expand(50, -1)),
-        exponential_numbers(range(50), [3] * 50, torch.arange(1, 2_001).expand(50, -1)),
+        random_times(range(1, 51), [3] * 50, token_ids),
+        random_times(range(50), [4] * 50, token_ids),
+        random_times(range(50), [3] * 50, token_ids + 1),
     ):
         together = torch.stack([times.flatten(), other.double().flatten()])
         assert abs(float(together.corrcoef()[0, 1])) < 0.02
@@ -193,9 +227,7 @@ def test_the_random_numbers_of_draws_are_exponential() -> None:
 
 def test_the_random_numbers_of_draws_never_change() -> None:
     """A request that migrates to another node or build keeps its tokens."""
-    times = exponential_numbers(
-        [0, 1, 2**63 - 1, -5], [0, 1, 10**6, 7], torch.arange(2).expand(4, -1)
-    )
+    times = random_times([0, 1, 2**63 - 1, -5], [0, 1, 10**6, 7], torch.arange(2))
 
     assert times.flatten().tolist() == pytest.approx(GOLDEN_TIMES, rel=1e-6)
 
@@ -253,6 +285,87 @@ def test_seed_and_position_decide_the_draw() -> None:
     assert len({drawn(seed, num) for seed in range(5) for num in range(5)}) == 25
 
 
+# --- implementations agree ----------------------------------------------------------------
+
+# No top-p is a sum of equal probabilities: rounding would decide about a token.
+DRAWN = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.0, 0.3, 1.0, 1.0, 2.0]),
+        "top_k": st.sampled_from([0, 0, 1, 5, 40, 2**31 - 1]),
+        "top_p": st.sampled_from([1.0, 1e-6, 0.37, 0.901, 0.991]),
+        "min_p": st.sampled_from([0.0, 0.0, 0.1, 1.0]),
+    }
+)
+
+
+FILTERS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.8},
+    {"top_k": 50},
+    {"top_p": 0.9},
+    {"top_k": 40, "top_p": 0.8, "min_p": 0.01},
+)
+
+
+@pytest.mark.parametrize("vocab_size", [130, pytest.param(151_936, marks=pytest.mark.triton)])
+def test_triton_draws_the_tokens_of_torch(vocab_size: int) -> None:
+    rows = [row(seed=seed, **each) for seed, each in enumerate(FILTERS)]
+    logits = random_logits(len(rows), vocab_size)
+
+    assert choose(logits, *rows, sampling=triton_sampling()) == choose(logits, *rows)
+
+
+@pytest.mark.triton
+@given(
+    requested=st.lists(DRAWN, min_size=1, max_size=4),
+    has_ties=st.booleans(),
+    seed=st.integers(0, 2**20),
+)
+@settings(max_examples=num_examples(25))
+def test_triton_draws_the_tokens_of_torch_with_any_filters(
+    requested: list[dict[str, Any]], has_ties: bool, seed: int
+) -> None:
+    logits = random_logits(len(requested), VOCAB_SIZE, seed=seed)
+    logits = logits.round() if has_ties else logits
+    rows = [row(seed=seed + i, **each) for i, each in enumerate(requested)]
+
+    together = choose(logits, *rows, sampling=triton_sampling())
+
+    assert together == choose(logits, *rows)
+    assert together[-1:] == choose(logits[-1:], rows[-1], sampling=triton_sampling())
+
+
+@given(requested=st.lists(REQUESTED, min_size=1, max_size=4), seed=st.integers(0, 2**20))
+@settings(max_examples=num_examples(10))
+def test_triton_constrains_to_the_bits_of_torch(requested: list[dict[str, Any]], seed: int) -> None:
+    logits = random_logits(2 * len(requested), VOCAB_SIZE, seed=seed)
+    rows = [row((1, 3, 3, 5, 7), num_prompt=2, **each) for each in requested]
+    rows += [allow_only(each, (3, 7, 9, 40), VOCAB_SIZE) for each in rows]
+
+    found = constrained_logits(triton_sampling(), logits, *rows)
+
+    assert torch.equal(found, constrained_logits(TORCH_SAMPLING, logits, *rows))
+
+
+def test_triton_counts_a_long_history_and_applies_many_biases() -> None:
+    known = torch.randint(0, 3000, (5000,), generator=torch.Generator().manual_seed(1)).tolist()
+    biases = {token_id: token_id / 100 for token_id in range(0, 3000, 2)}
+    penalties: dict[str, Any] = {
+        "repetition_penalty": 1.2,
+        "presence_penalty": -0.5,
+        "frequency_penalty": 0.1,
+    }
+    rows = [
+        row(known, num_prompt=2500, **penalties, logit_bias=biases, allowed_token_ids=known[:900]),
+        row(known[:70], num_prompt=69, frequency_penalty=1.0),
+        row(),
+    ]
+    logits = random_logits(len(rows), 3000)
+
+    found = constrained_logits(triton_sampling(), logits, *rows)
+
+    assert torch.equal(found, constrained_logits(TORCH_SAMPLING, logits, *rows))
+
+
 # --- what a request forbids, favours and penalises -----------------------------------------
 
 
@@ -264,11 +377,11 @@ def test_allowed_and_banned_tokens_mask_only_the_excluded_tokens() -> None:
     assert set(allowed) == {3, 11}
 
 
-def test_a_request_that_allows_no_token_fails_alone() -> None:
+def test_a_request_that_allows_no_token_fails_alone(sampling: Sampling) -> None:
     logits = random_logits(2, VOCAB_SIZE)
     nothing = row(allowed_token_ids=(4,), banned_token_ids=(4,))
 
-    choices = Sampler(EOS).choose(logits, [nothing, row(temperature=0.0)])
+    choices = choose(logits, nothing, row(temperature=0.0), sampling=sampling)
 
     assert choices == [
         Failure(ALL_TOKENS_FORBIDDEN, FailureCause.REQUEST),
@@ -276,10 +389,10 @@ def test_a_request_that_allows_no_token_fails_alone() -> None:
     ]
 
 
-def test_logit_bias_is_added() -> None:
+def test_logit_bias_is_added(sampling: Sampling) -> None:
     logits = random_logits(1, VOCAB_SIZE)
 
-    constrained = constrained_logits(logits, [row(logit_bias={4: 2.5, 6: -3.0})], EOS)
+    constrained = constrained_logits(sampling, logits, row(logit_bias={4: 2.5, 6: -3.0}))
 
     expected = logits.clone()
     expected[0, 4] += 2.5
@@ -292,7 +405,7 @@ def test_logit_bias_is_added() -> None:
     [(0, False, {7, 8, 20}), (2, False, {7, 8, 20}), (3, False, set()), (0, True, {20})],
 )
 def test_end_tokens_are_masked_until_min_tokens(
-    num_outputs: int, ignore_eos: bool, masked: set[int]
+    sampling: Sampling, num_outputs: int, ignore_eos: bool, masked: set[int]
 ) -> None:
     requested = row(
         [1] * (2 + num_outputs),
@@ -302,7 +415,7 @@ def test_end_tokens_are_masked_until_min_tokens(
         ignore_eos=ignore_eos,
     )
 
-    constrained = constrained_logits(random_logits(1, VOCAB_SIZE), [requested], EOS)
+    constrained = constrained_logits(sampling, random_logits(1, VOCAB_SIZE), requested)
 
     assert set(constrained[0].isneginf().nonzero().flatten().tolist()) == masked
 
@@ -313,13 +426,13 @@ def test_end_tokens_are_masked_until_min_tokens(
 )
 @settings(max_examples=num_examples(60))
 def test_the_repetition_penalty_equals_that_of_transformers(
-    tokens: list[int], penalty: float
+    sampling_at_length: Sampling, tokens: list[int], penalty: float
 ) -> None:
     logits = random_logits(1, VOCAB_SIZE, seed=len(tokens))
     theirs = generation.RepetitionPenaltyLogitsProcessor(penalty)
 
     constrained = constrained_logits(
-        logits, [row(tokens, num_prompt=1, repetition_penalty=penalty)], EOS
+        sampling_at_length, logits, row(tokens, num_prompt=1, repetition_penalty=penalty)
     )
 
     assert torch.equal(constrained, theirs(torch.tensor([tokens]), logits.clone()))
@@ -333,7 +446,11 @@ def test_the_repetition_penalty_equals_that_of_transformers(
 )
 @settings(max_examples=num_examples(60))
 def test_presence_and_frequency_penalties_count_output_tokens_only(
-    tokens: list[int], num_prompt: int, presence: float, frequency: float
+    sampling_at_length: Sampling,
+    tokens: list[int],
+    num_prompt: int,
+    presence: float,
+    frequency: float,
 ) -> None:
     logits = random_logits(1, VOCAB_SIZE)
     num_prompt = min(num_prompt, len(tokens))
@@ -341,7 +458,7 @@ def test_presence_and_frequency_penalties_count_output_tokens_only(
         tokens, num_prompt=num_prompt, presence_penalty=presence, frequency_penalty=frequency
     )
 
-    constrained = constrained_logits(logits, [requested], EOS)
+    constrained = constrained_logits(sampling_at_length, logits, requested)
 
     expected = logits.clone()
     for token_id, count in Counter(tokens[num_prompt:]).items():
@@ -355,27 +472,34 @@ def test_presence_and_frequency_penalties_count_output_tokens_only(
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_non_finite_row_is_an_error_and_the_other_rows_are_not(
-    poison: float, temperature: float
+    sampling: Sampling, poison: float, temperature: float
 ) -> None:
     logits = random_logits(3, VOCAB_SIZE)
     rows = [row(temperature=temperature, seed=i) for i in range(3)]
-    sound = Sampler(EOS).choose(logits, rows)
+    sound = choose(logits, *rows, sampling=sampling)
     logits[1, 13] = poison
 
-    choices = Sampler(EOS).choose(logits, rows)
+    choices = choose(logits, *rows, sampling=sampling)
 
     assert choices == [sound[0], Failure(NOT_FINITE), sound[2]]
 
 
-def test_a_batch_of_non_finite_rows_yields_only_errors() -> None:
+def test_a_batch_of_non_finite_rows_yields_only_errors(sampling: Sampling) -> None:
     logits = torch.full((2, VOCAB_SIZE), math.nan)
 
-    choices = Sampler(EOS).choose(logits, [row(), row(temperature=0.0)])
+    choices = choose(logits, row(), row(temperature=0.0), sampling=sampling)
 
     assert choices == [Failure(NOT_FINITE)] * 2
 
 
 # --- logprobs --------------------------------------------------------------------------------
+
+
+def token_logprobs(
+    logits: Tensor, token_ids: Sequence[int], num_tops: Sequence[int]
+) -> list[TokenLogprobs]:
+    computed = compute_logprobs(logits, torch.tensor(token_ids), max(num_tops))
+    return read_logprobs([tensor.numpy() for tensor in computed], num_tops)
 
 
 def test_logprobs_ranks_and_top_tokens_are_computed_by_row() -> None:
@@ -404,13 +528,13 @@ def test_equal_logprobs_share_the_better_rank() -> None:
 )
 @settings(max_examples=num_examples(200))
 def test_banned_sequences_equal_the_bad_words_of_transformers(
-    tokens: list[int], sequences: list[tuple[int, ...]]
+    sampling_at_length: Sampling, tokens: list[int], sequences: list[tuple[int, ...]]
 ) -> None:
     logits = random_logits(1, VOCAB_SIZE, seed=len(tokens))
     theirs = generation.NoBadWordsLogitsProcessor([list(one) for one in sequences])
 
     constrained = constrained_logits(
-        logits, [row(tokens, num_prompt=1, banned_sequences=tuple(sequences))], EOS
+        sampling_at_length, logits, row(tokens, num_prompt=1, banned_sequences=tuple(sequences))
     )
 
     assert torch.equal(constrained, theirs(torch.tensor([tokens]), logits.clone()))
@@ -419,39 +543,40 @@ def test_banned_sequences_equal_the_bad_words_of_transformers(
 @given(num_outputs=st.integers(0, 6), min_tokens=st.integers(0, 6))
 @settings(max_examples=num_examples(40))
 def test_min_tokens_equal_the_min_new_tokens_of_transformers(
-    num_outputs: int, min_tokens: int
+    sampling_at_length: Sampling, num_outputs: int, min_tokens: int
 ) -> None:
     logits = random_logits(1, VOCAB_SIZE)
     tokens = [1] * (3 + num_outputs)
     theirs = generation.MinNewTokensLengthLogitsProcessor(3, min_tokens, list(EOS))
 
     constrained = constrained_logits(
-        logits, [row(tokens, num_prompt=3, min_tokens=min_tokens)], EOS
+        sampling_at_length, logits, row(tokens, num_prompt=3, min_tokens=min_tokens)
     )
 
     assert torch.equal(constrained, theirs(torch.tensor([tokens]), logits.clone()))
 
 
-def test_logit_bias_equals_the_sequence_bias_of_transformers() -> None:
+def test_logit_bias_equals_the_sequence_bias_of_transformers(sampling: Sampling) -> None:
     logits = random_logits(1, VOCAB_SIZE)
     bias = {4: 2.5, 6: -3.0, 9: 100.0}
     theirs = generation.SequenceBiasLogitsProcessor([[[token], by] for token, by in bias.items()])
 
-    constrained = constrained_logits(logits, [row(logit_bias=bias)], EOS)
+    constrained = constrained_logits(sampling, logits, row(logit_bias=bias))
 
     assert torch.equal(constrained, theirs(torch.tensor([[1, 2, 3]]), logits.clone()))
 
 
-def test_without_a_grammar_min_tokens_always_applies() -> None:
+def test_without_a_grammar_min_tokens_always_applies(sampling: Sampling) -> None:
     requested = row(allowed_token_ids=EOS, min_tokens=2, max_tokens=4)
 
-    assert Sampler(EOS).choose(random_logits(1, VOCAB_SIZE), [requested]) == [
+    assert choose(random_logits(1, VOCAB_SIZE), requested, sampling=sampling) == [
         Failure(ALL_TOKENS_FORBIDDEN, FailureCause.REQUEST)
     ]
 
 
-def test_with_a_grammar_min_tokens_is_ignored_if_only_an_end_token_is_allowed() -> None:
-    only_end = torch.tensor([token == EOS[0] for token in range(VOCAB_SIZE)])
-    requested = row(min_tokens=2, max_tokens=4)._replace(allowed=only_end)
+def test_with_a_grammar_min_tokens_is_ignored_if_only_an_end_token_is_allowed(
+    sampling: Sampling,
+) -> None:
+    requested = allow_only(row(min_tokens=2, max_tokens=4), EOS[:1], VOCAB_SIZE)
 
-    assert choose(random_logits(1, VOCAB_SIZE), requested) == [EOS[0]]
+    assert choose(random_logits(1, VOCAB_SIZE), requested, sampling=sampling) == [EOS[0]]

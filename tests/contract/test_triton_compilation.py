@@ -51,5 +51,6 @@ def test_every_kernel_compiles_without_spills(target: str, tmp_path: Path) -> No
     assert names == {
         "rms_norm", "rope", "gate", "multiply_sigmoid", "add", "add_and_norm", "find_peaks",
         "write", "attention", "segments", "merge", "convolve", "recur", "gated_norm",
+        "scatter_bias", "count_tokens", "constrain", "draw",
     }  # fmt: skip
     check_resources(found)

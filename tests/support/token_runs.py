@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -10,6 +10,13 @@ from baton.core.ids import RequestId
 from baton.core.sampling import SamplingParams
 from baton.engine.plan import PlanRow
 from baton.engine.runner.layout import TokenRun
+from baton.engine.structured_output.grammar import num_words
+
+
+def allow_only(run: TokenRun, token_ids: Collection[int], vocab_size: int) -> TokenRun:
+    """Return the run with a grammar mask that allows these tokens."""
+    flags = np.isin(np.arange(num_words(vocab_size) * 32), list(token_ids))
+    return run._replace(allowed=np.packbits(flags, bitorder="little").view(np.int32))
 
 
 def make_run(

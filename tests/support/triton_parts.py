@@ -12,6 +12,7 @@ from torch import Tensor
 from baton.engine.runner.attention.paged_attention import LayerAttention, PagedAttention
 from baton.engine.runner.kernels.choose import Parts, choose_parts
 from baton.engine.runner.model.ops import Ops
+from baton.engine.runner.sampling.sampling import Sampling
 from baton.engine.runner.state.linear_attention import LinearAttention
 from baton.engine.runner.state.state_shape import StateShape
 
@@ -40,3 +41,8 @@ def triton_attention(kv: Tensor, layers: Sequence[LayerAttention]) -> PagedAtten
 def triton_linear_attention(kv: Tensor, shape: StateShape) -> LinearAttention:
     require_triton()
     return interpreted_parts().make_linear_attention(kv, shape)
+
+
+def triton_sampling() -> Sampling:
+    require_triton()
+    return interpreted_parts().sampling

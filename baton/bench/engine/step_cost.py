@@ -86,7 +86,7 @@ class StepMeter:
         runner.launch = lambda plan: _TimedPass(launch(plan), self._running)  # type: ignore[method-assign]
         decoder.forward = self._forward.wrap(decoder.forward)  # type: ignore[method-assign]
         decoder.logits = self._forward.wrap(decoder.logits)  # type: ignore[method-assign]
-        sampler.choose = self._sampling.wrap(sampler.choose)  # type: ignore[method-assign]
+        sampler.sample = self._sampling.wrap(sampler.sample)  # type: ignore[method-assign]
 
     def step(self) -> Spent:
         began_s = thread_time()

@@ -33,6 +33,8 @@ from baton.engine.runner.model.layer_weights import Layer
 from baton.engine.runner.model.layers import DecoderLayer, unfused_layers
 from baton.engine.runner.model.ops import Ops
 from baton.engine.runner.model.torch_ops import TorchOps
+from baton.engine.runner.sampling.sampling import Sampling
+from baton.engine.runner.sampling.torch_sampling import TORCH_SAMPLING
 from baton.engine.runner.state.linear_attention import LinearAttention, TorchLinearAttention
 from baton.engine.runner.state.state_shape import StateShape
 from baton.engine.runner.triton.availability import require_triton, uses_interpreter
@@ -42,7 +44,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Implementation of a model's operations, attention and layers."""
+    """Implementation of a model's operations, attention, layers and sampling."""
 
     name: str
     ops: Ops
@@ -50,6 +52,7 @@ class Parts:
     make_layers: Callable[[ModelConfig, Sequence[Layer]], Sequence[DecoderLayer]]
     make_linear_attention: Callable[[Tensor, StateShape], LinearAttention] = TorchLinearAttention
     packer: Packer | None = None  # None: matrices are used as they are loaded
+    sampling: Sampling = TORCH_SAMPLING
     # Whether a decode's launches depend on its numbers of rows and blocks only, as graphs need.
     has_static_launches: bool = False
 
@@ -110,6 +113,7 @@ def triton_parts() -> Parts:
     from baton.engine.runner.triton.triton_attention import TritonPagedAttention
     from baton.engine.runner.triton.triton_linear_attention import TritonLinearAttention
     from baton.engine.runner.triton.triton_ops import TritonOps
+    from baton.engine.runner.triton.triton_sampling import TritonSampling
 
     if uses_interpreter():
         from baton.engine.runner.triton.interpreter import correct_interpreter
@@ -122,5 +126,6 @@ def triton_parts() -> Parts:
         TritonPagedAttention,
         partial(unfused_layers, ops),
         TritonLinearAttention,
+        sampling=TritonSampling(),
         has_static_launches=True,
     )

@@ -1,78 +1,65 @@
-"""Applies a request's constraints, logit bias and penalties to its row of logits."""
+"""Constraints, logit bias and penalties of requests, applied to rows of logits by torch."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from baton.core.sampling import SamplingParams
+from baton.engine.runner.device.step_inputs import StepInputs
 from baton.engine.runner.layout import Ints, TokenRun
-from baton.engine.runner.sampling.logits_processors import NEVER, NO_PROCESSORS, Processors
+from baton.engine.runner.sampling.logits_processors import NEVER
+from baton.engine.runner.sampling.sampling import SampledRows
 
 
-@dataclass(frozen=True, slots=True)
-class Constrained:
-    """Constrained logits. A row whose logits processor failed has only -inf."""
+class Constraints:
+    """Constraints of a step's rows. They are applied once the inputs have been sent."""
 
-    logits: Tensor
-    failures: Mapping[int, str]  # reasons by row
+    def __init__(self, rows: SampledRows, inputs: StepInputs) -> None:
+        runs, eos_token_ids = rows.runs, rows.eos_token_ids
+        masked = [index for index, run in enumerate(runs) if run.allowed is not None]
+        self._grammar_mask = _GrammarMask.of(runs, masked, inputs) if masked else None
+        self._edits = [
+            (index, _RowEdits.of(run, eos_token_ids, inputs))
+            for index, run in enumerate(runs)
+            if is_constrained(run)
+        ]
 
-
-def constrain(
-    logits: Tensor,
-    runs: Sequence[TokenRun],
-    eos_token_ids: tuple[int, ...],
-    processors: Processors = NO_PROCESSORS,
-) -> Constrained:
-    """Return a modified copy if any row has constraints, else the logits themselves."""
-    masked = [index for index, run in enumerate(runs) if run.allowed is not None]
-    constrained = [index for index, run in enumerate(runs) if _is_constrained(run)]
-    if not (masked or constrained):
-        return Constrained(logits, {})
-    logits = logits.clone()
-    if masked:
-        _apply_grammar_masks(logits, runs, masked)
-    failures = {}
-    for index in constrained:
-        run, scores = runs[index], logits[index]
-        _forbid(scores, run, eos_token_ids)
-        for token_id, bias in run.row.sampling.logit_bias.items():
-            scores[token_id] += bias
-        _penalise(scores, run)
-        extra_args, num_prompt_tokens = run.row.sampling.extra_args, run.row.num_prompt_tokens
-        failure = processors.apply(scores, run.known_tokens, num_prompt_tokens, extra_args)
-        if failure:
-            failures[index] = failure
-            scores.fill_(NEVER)
-    return Constrained(logits, failures)
+    def apply(self, logits: Tensor) -> Tensor:
+        """Return a modified copy if any row has constraints, else the logits themselves."""
+        if not (self._grammar_mask or self._edits):
+            return logits
+        scores = logits.clone()
+        if self._grammar_mask is not None:
+            self._grammar_mask.apply(scores)
+        for index, edits in self._edits:
+            edits.apply(scores[index])
+        return scores
 
 
-def _apply_grammar_masks(logits: Tensor, runs: Sequence[TokenRun], indices: list[int]) -> None:
-    allowed = torch.stack([mask for index in indices if (mask := runs[index].allowed) is not None])
-    logits[indices] = logits[indices].masked_fill(~allowed.to(logits.device), NEVER)
-
-
-def _is_constrained(run: TokenRun) -> bool:
+def is_constrained(run: TokenRun) -> bool:
+    """Return whether the row's logits are modified, except by a grammar mask."""
     sampling = run.row.sampling
     return bool(
         sampling.allowed_token_ids is not None
         or sampling.banned_token_ids
         or sampling.banned_sequences
         or sampling.logit_bias
-        or _num_outputs(run) < sampling.min_tokens
-        or _has_penalty(sampling)
+        or is_below_min_tokens(run)
+        or has_penalty(sampling)
         or sampling.extra_args
     )
 
 
-def _num_outputs(run: TokenRun) -> int:
-    return run.end - run.row.num_prompt_tokens
+def is_below_min_tokens(run: TokenRun) -> bool:
+    return run.end - run.row.num_prompt_tokens < run.row.sampling.min_tokens
 
 
-def _has_penalty(sampling: SamplingParams) -> bool:
+def has_penalty(sampling: SamplingParams) -> bool:
     return (
         sampling.repetition_penalty != 1.0
         or sampling.presence_penalty != 0.0
@@ -80,20 +67,11 @@ def _has_penalty(sampling: SamplingParams) -> bool:
     )
 
 
-def _forbid(scores: Tensor, run: TokenRun, eos_token_ids: tuple[int, ...]) -> None:
+def forbidden_tokens(run: TokenRun) -> Sequence[int]:
+    """Return the banned tokens, and the last tokens of banned sequences that have begun."""
     sampling = run.row.sampling
-    if sampling.allowed_token_ids is not None:
-        allowed = _indices(sampling.allowed_token_ids, scores)
-        kept = scores[allowed]
-        scores.fill_(NEVER)
-        scores[allowed] = kept
-    scores[_indices(sampling.banned_token_ids, scores)] = NEVER
     banned = _last_tokens_of_banned(sampling.banned_sequences, run.known_tokens)
-    scores[_indices(banned, scores)] = NEVER
-    if _num_outputs(run) < sampling.min_tokens:
-        # Tokens that would end the generation; with ignore_eos, eos tokens do not end it.
-        stops = (*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids))
-        _forbid_stops(scores, _indices(stops, scores), has_grammar=run.allowed is not None)
+    return (*sampling.banned_token_ids, *banned)
 
 
 def _last_tokens_of_banned(sequences: Sequence[tuple[int, ...]], known_tokens: Ints) -> list[int]:
@@ -103,27 +81,144 @@ def _last_tokens_of_banned(sequences: Sequence[tuple[int, ...]], known_tokens: I
     return [last for *before, last in sequences if not before or known[-len(before) :] == before]
 
 
-def _forbid_stops(scores: Tensor, stops: Tensor, *, has_grammar: bool) -> None:
-    """Forbid tokens that end the generation, unless the grammar allows no other token."""
-    kept = scores[stops]
-    scores[stops] = NEVER
-    if has_grammar and scores.max() == NEVER:
-        scores[stops] = kept
-
-
-def _penalise(scores: Tensor, run: TokenRun) -> None:
-    """Apply penalties: repetition to prompt and outputs, presence and frequency to outputs only."""
+def stop_tokens(run: TokenRun, eos_token_ids: tuple[int, ...]) -> Sequence[int]:
+    """Return the tokens that would end the generation before it has `min_tokens`."""
+    if not is_below_min_tokens(run):
+        return ()
     sampling = run.row.sampling
-    if not _has_penalty(sampling):
-        return
-    known = torch.from_numpy(run.known_tokens).to(scores.device)
-    if sampling.repetition_penalty != 1.0:
-        seen = known.unique()
-        before, penalty = scores[seen], sampling.repetition_penalty
-        scores[seen] = torch.where(before > 0, before / penalty, before * penalty)
-    outputs, counts = known[run.row.num_prompt_tokens :].unique(return_counts=True)
-    scores[outputs] -= sampling.frequency_penalty * counts + sampling.presence_penalty
+    # With ignore_eos, eos tokens do not end it.
+    return (*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids))
 
 
-def _indices(token_ids: Collection[int], scores: Tensor) -> Tensor:
-    return torch.tensor(list(token_ids), dtype=torch.int64, device=scores.device)
+class _GrammarMask(NamedTuple):
+    rows: Tensor
+    bits: Tensor  # [masked rows, words]
+
+    @classmethod
+    def of(cls, runs: Sequence[TokenRun], masked: list[int], inputs: StepInputs) -> _GrammarMask:
+        bits = np.stack([mask for index in masked if (mask := runs[index].allowed) is not None])
+        return cls(inputs.put(np.array(masked, dtype=np.int64)), inputs.put(bits))
+
+    def apply(self, scores: Tensor) -> None:
+        rows = self.rows
+        allowed = unpack_bits(self.bits, scores.shape[1])
+        scores[rows] = scores[rows].masked_fill(~allowed, NEVER)
+
+
+def unpack_bits(bits: Tensor, vocab_size: int) -> Tensor:
+    """Unpack bit masks, [rows, words], into booleans, [rows, vocab_size]."""
+    if bits.device.type == "cpu":
+        # Ten times faster than torch.
+        unpacked = np.unpackbits(bits.numpy().view(np.uint8), axis=-1, bitorder="little")
+        return torch.from_numpy(unpacked[:, :vocab_size].view(np.bool_))
+    places = torch.arange(32, dtype=torch.int32, device=bits.device)
+    flags = (bits[:, :, None] >> places).bitwise_and_(1).flatten(1)
+    return flags[:, :vocab_size] != 0
+
+
+class _RowEdits(NamedTuple):
+    """Changes to a row of logits, in this order."""
+
+    allowed: Tensor | None
+    forbidden: Tensor | None
+    stops: _Stops | None
+    bias: _Bias | None
+    penalties: _Penalties | None
+
+    @classmethod
+    def of(cls, run: TokenRun, eos_token_ids: tuple[int, ...], inputs: StepInputs) -> _RowEdits:
+        sampling = run.row.sampling
+        stops = _token_ids(stop_tokens(run, eos_token_ids), inputs)
+        return cls(
+            _token_ids(sampling.allowed_token_ids or (), inputs),
+            _token_ids(forbidden_tokens(run), inputs),
+            None if stops is None else _Stops(stops, has_grammar=run.allowed is not None),
+            _Bias.of(sampling, inputs) if sampling.logit_bias else None,
+            _Penalties.of(run, inputs) if has_penalty(sampling) else None,
+        )
+
+    def apply(self, scores: Tensor) -> None:
+        if self.allowed is not None:
+            kept = scores[self.allowed]
+            scores.fill_(NEVER)
+            scores[self.allowed] = kept
+        if self.forbidden is not None:
+            scores.index_fill_(0, self.forbidden, NEVER)
+        for edit in (self.stops, self.bias, self.penalties):
+            if edit is not None:
+                edit.apply(scores)
+
+
+class _Stops(NamedTuple):
+    """Tokens that end the generation, forbidden unless the grammar allows no other token."""
+
+    token_ids: Tensor
+    has_grammar: bool
+
+    def apply(self, scores: Tensor) -> None:
+        stops = self.token_ids
+        if not self.has_grammar:
+            scores.index_fill_(0, stops, NEVER)
+            return
+        kept = scores[stops]
+        scores.index_fill_(0, stops, NEVER)
+        is_empty = scores.amax() == NEVER
+        scores[stops] = kept.masked_fill(~is_empty, NEVER)
+
+
+class _Bias(NamedTuple):
+    token_ids: Tensor
+    values: Tensor
+
+    @classmethod
+    def of(cls, sampling: SamplingParams, inputs: StepInputs) -> _Bias:
+        biases = sampling.logit_bias
+        token_ids = np.fromiter(biases, dtype=np.int64, count=len(biases))
+        values = np.fromiter(biases.values(), dtype=np.float32, count=len(biases))
+        return cls(inputs.put(token_ids), inputs.put(values))
+
+    def apply(self, scores: Tensor) -> None:
+        token_ids = self.token_ids
+        scores[token_ids] = scores[token_ids] + self.values
+
+
+class _Penalties(NamedTuple):
+    """Penalties: repetition for prompt and outputs, presence and frequency for outputs only."""
+
+    sampling: SamplingParams
+    seen: Tensor | None
+    outputs: _Counts | None
+
+    @classmethod
+    def of(cls, run: TokenRun, inputs: StepInputs) -> _Penalties:
+        sampling, known = run.row.sampling, run.known_tokens
+        seen = None
+        if sampling.repetition_penalty != 1.0:
+            seen = inputs.put(np.unique(known))
+        outputs = None
+        if sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0:
+            token_ids, counts = np.unique(known[run.row.num_prompt_tokens :], return_counts=True)
+            outputs = _Counts(inputs.put(token_ids), inputs.put(counts))
+        return cls(sampling, seen, outputs)
+
+    def apply(self, scores: Tensor) -> None:
+        sampling = self.sampling
+        if self.seen is not None:
+            seen = self.seen
+            before, penalty = scores[seen], sampling.repetition_penalty
+            scores[seen] = torch.where(before > 0, before / penalty, before * penalty)
+        if self.outputs is not None:
+            outputs, counts = self.outputs.token_ids, self.outputs.counts
+            penalties = sampling.frequency_penalty * counts + sampling.presence_penalty
+            scores[outputs] = scores[outputs] - penalties
+
+
+class _Counts(NamedTuple):
+    token_ids: Tensor
+    counts: Tensor
+
+
+def _token_ids(token_ids: Collection[int], inputs: StepInputs) -> Tensor | None:
+    if not token_ids:
+        return None
+    return inputs.put(np.array(list(token_ids), dtype=np.int64))

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from time import thread_time
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from baton.core.errors import InvalidRequest
 from baton.core.ids import RequestId
@@ -75,10 +73,9 @@ class GrammarMasks:
                 self._fill_mask(runs[index], grammar, bits[row])
             except InvalidRequest as error:
                 failures[request_id] = _request_failure(error)
-        allowed = unpack_bits(bits, self._vocab_size)
         for row, index in enumerate(masked):
             if runs[index].row.request_id not in failures:
-                runs[index] = runs[index]._replace(allowed=allowed[row])
+                runs[index] = runs[index]._replace(allowed=bits[row])
         return runs
 
     def _fill_mask(self, run: TokenRun, grammar: Grammar, bits: Bits) -> None:
@@ -171,9 +168,3 @@ def _too_ambiguous(reason: str) -> InvalidRequest:
         'such as `s: s "a" | "a"` instead of `s: s s | "a"`',
         FIELD,
     )
-
-
-def unpack_bits(bits: Bits, vocab_size: int) -> Tensor:
-    """Unpack bit masks, [rows, words], into booleans, [rows, vocab_size]."""
-    flags = np.unpackbits(bits.view(np.uint8), axis=-1, bitorder="little")
-    return torch.from_numpy(flags[:, :vocab_size].view(np.bool_))

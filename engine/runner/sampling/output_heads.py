@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from baton.core.ids import RequestId
 from baton.core.logprobs import TokenLogprobs
 from baton.core.output import Failure
-from baton.engine.plan import Plan, RunResult
+from baton.engine.plan import Plan, PlanRow, RunResult
+from baton.engine.runner.device.step_inputs import SHARED_INPUTS, Array, StepInputs
+from baton.engine.runner.device.step_outputs import to_host
 from baton.engine.runner.input_batch import Step
-from baton.engine.runner.layout import TokenRun
+from baton.engine.runner.layout import Ints
 from baton.engine.runner.model.decoder import Decoder
 from baton.engine.runner.sampling.grammar_masks import GrammarMasks
-from baton.engine.runner.sampling.sampler import NOT_FINITE, Choice, Sampler
+from baton.engine.runner.sampling.logprobs import (
+    LogprobTensors,
+    compute_logprobs,
+    read_logprobs,
+)
+from baton.engine.runner.sampling.sampler import NOT_FINITE, Sampler
 from baton.engine.runner.sampling.spec_decode import accepted_indices
 
 # Rows of logits for prompt logprobs that are in memory at once, whatever the chunk's length.
@@ -73,11 +80,11 @@ class SamplingHead:
         logits = self._decoder.logits(hidden_states.sampled)
         runs = [step.runs[index] for index in step.sampled]
         runs = self._grammar_masks.apply_masks(runs, result.failures)
-        choices = self._sampler.choose(logits, runs)
-        accepted = accepted_indices(runs, choices, step.drafts)
-        _add_logprobs(logits, runs, choices, accepted, result)
-        for index in accepted:
+        choices, logprobs = self._sampler.sample(logits, runs)
+        for index in accepted_indices(runs, choices, step.drafts):
             request_id, choice = runs[index].row.request_id, choices[index]
+            if index in logprobs and not isinstance(choice, Failure):
+                result.logprobs.setdefault(request_id, []).append(logprobs[index])
             if request_id in result.failures:
                 continue
             if isinstance(choice, Failure):
@@ -96,8 +103,9 @@ class PromptLogprobs:
     carries one logprob over to the next.
     """
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, inputs: StepInputs = SHARED_INPUTS) -> None:
         self._decoder = decoder
+        self._inputs = inputs
         self._carried: dict[RequestId, TokenLogprobs] = {}
         self._next: dict[RequestId, TokenLogprobs] = {}  # carried out of the current pass
         self._done: list[RequestId] = []  # reported in the current pass
@@ -115,75 +123,83 @@ class PromptLogprobs:
         """Add one entry for each prompt token of this step; a prompt's first token has None."""
         self._next.clear()  # a failed pass left them: its retry reports them
         self._done.clear()
-        by_token = hidden_states.by_token
-        if by_token is None:
+        if hidden_states.by_token is None:
             return
-        first = 0
-        for run in step.runs:
-            is_prompt = run.end - run.num_tokens < run.row.num_prompt_tokens
-            if run.row.wants_prompt_logprobs and is_prompt:
-                self._add_run(run, by_token[first : first + run.num_tokens], result)
-            first += run.num_tokens
+        parts = list(_prompt_parts(step))
+        for part, predicted in zip(
+            parts, self._predict(parts, hidden_states.by_token), strict=True
+        ):
+            if predicted is None:
+                result.failures[part.row.request_id] = Failure(NOT_FINITE)
+            else:
+                self._add(part, predicted, result)
 
     def commit(self) -> None:
         for request_id in self._done:
             self._carried.pop(request_id, None)
         self._carried |= self._next
 
-    def _add_run(self, run: TokenRun, hidden_states: Tensor, result: RunResult) -> None:
-        row, start = run.row, run.end - run.num_tokens
-        known = row.token_ids[start + 1 : run.end + 1]
-        predicted: list[TokenLogprobs] = []
-        for rows in range(0, len(known), LOGITS_CHUNK_ROWS):
-            targets = known[rows : rows + LOGITS_CHUNK_ROWS]
-            logits = self._decoder.logits(hidden_states[rows : rows + len(targets)])
-            if not torch.isfinite(logits).all():
-                result.failures[row.request_id] = Failure(NOT_FINITE)
-                return
-            num_tops = [row.sampling.prompt_logprobs or 0] * len(targets)
-            predicted += token_logprobs(logits, targets, num_tops)
-        entries = [self._carried.get(row.request_id), *predicted]
-        self._done.append(row.request_id)
-        if len(predicted) == len(hidden_states):  # the last one is of the next chunk's first token
-            self._next[row.request_id] = predicted[-1]
+    def _predict(
+        self, parts: Sequence[_PromptPart], by_token: Tensor
+    ) -> Iterator[list[TokenLogprobs] | None]:
+        """Yield the logprobs of each part's targets, or None if a logit is not finite.
+
+        Targets and results are copied to and from the device together.
+        """
+        self._inputs.begin()
+        targets = [self._inputs.put(part.targets) for part in parts]
+        self._inputs.send()
+        tensors: list[Tensor] = []
+        for part, token_ids in zip(parts, targets, strict=True):
+            hidden_states = by_token[part.first : part.first + len(part.targets)]
+            for chunk in range(0, len(part.targets), LOGITS_CHUNK_ROWS):
+                rows = slice(chunk, chunk + LOGITS_CHUNK_ROWS)
+                logits = self._decoder.logits(hidden_states[rows])
+                num_tops = part.row.sampling.prompt_logprobs or 0
+                tensors += (
+                    logits.isfinite().all(),
+                    *compute_logprobs(logits, token_ids[rows], num_tops),
+                )
+        arrays = iter(to_host(tensors))
+        for part in parts:
+            yield part.read(arrays)
+
+    def _add(self, part: _PromptPart, predicted: list[TokenLogprobs], result: RunResult) -> None:
+        request_id = part.row.request_id
+        entries = [self._carried.get(request_id), *predicted]
+        self._done.append(request_id)
+        if len(predicted) == part.num_tokens:  # the last one is of the next chunk's first token
+            self._next[request_id] = predicted[-1]
             entries.pop()
-        result.prompt_logprobs[row.request_id] = entries
+        result.prompt_logprobs[request_id] = entries
 
 
-def token_logprobs(
-    logits: Tensor, token_ids: Sequence[int], num_tops: Sequence[int]
-) -> list[TokenLogprobs]:
-    """Compute logprobs of chosen and top tokens from raw logits, [rows, vocab_size] in float32.
+class _PromptPart(NamedTuple):
+    """Prompt tokens of a row in a step, and the tokens that follow them in the prompt."""
 
-    The rank of a token is one plus the number of tokens with a higher logprob.
-    """
-    logprobs = logits.log_softmax(dim=-1)
-    chosen_ids = torch.tensor(list(token_ids), dtype=torch.int64, device=logits.device)[:, None]
-    chosen = logprobs.gather(1, chosen_ids)
-    ranks = (logprobs > chosen).sum(dim=-1) + 1
-    max_tops = min(max(num_tops, default=0), logits.shape[1])
-    top_values, top_ids = logprobs.topk(max_tops, dim=-1)
-    columns = (token_ids, chosen.flatten().tolist(), ranks.tolist())
-    tops = zip(num_tops, top_ids.tolist(), top_values.tolist(), strict=True)
-    return [
-        TokenLogprobs(token_id, logprob, rank, tuple(zip(ids[:num], values[:num], strict=True)))
-        for token_id, logprob, rank, (num, ids, values) in zip(*columns, tops, strict=True)
-    ]
+    row: PlanRow
+    first: int  # index of the first token in the flat batch
+    num_tokens: int
+    targets: Ints  # one fewer at the end of the prompt
+
+    def read(self, arrays: Iterator[Array]) -> list[TokenLogprobs] | None:
+        """Read the logprobs of the targets from the results, chunk after chunk."""
+        predicted: list[TokenLogprobs] = []
+        is_finite = True
+        for _ in range(0, len(self.targets), LOGITS_CHUNK_ROWS):
+            is_finite = bool(next(arrays)) and is_finite
+            columns = [next(arrays) for _ in LogprobTensors._fields]
+            num_tops = [self.row.sampling.prompt_logprobs or 0] * len(columns[0])
+            predicted += read_logprobs(columns, num_tops)
+        return predicted if is_finite else None
 
 
-def _add_logprobs(
-    logits: Tensor,
-    runs: Sequence[TokenRun],
-    choices: list[Choice],
-    accepted: Sequence[int],
-    result: RunResult,
-) -> None:
-    requested = [(i, choices[i]) for i in accepted if runs[i].row.sampling.logprobs is not None]
-    chosen = [(i, choice) for i, choice in requested if not isinstance(choice, Failure)]
-    if not chosen:
-        return
-    indices = [index for index, _ in chosen]
-    num_tops = [runs[index].row.sampling.logprobs or 0 for index in indices]
-    found = token_logprobs(logits[indices], [token for _, token in chosen], num_tops)
-    for index, logprobs in zip(indices, found, strict=True):
-        result.logprobs.setdefault(runs[index].row.request_id, []).append(logprobs)
+def _prompt_parts(step: Step) -> Iterator[_PromptPart]:
+    """Yield the runs that compute prompt tokens and request their logprobs."""
+    first = 0
+    for run in step.runs:
+        row, start = run.row, run.end - run.num_tokens
+        if row.wants_prompt_logprobs and start < row.num_prompt_tokens:
+            targets = np.array(row.token_ids[start + 1 : run.end + 1], dtype=np.int64)
+            yield _PromptPart(row, first, run.num_tokens, targets)
+        first += run.num_tokens

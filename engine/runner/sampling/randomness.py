@@ -4,27 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from baton.engine.runner.layout import Ints
 
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 FIRST, SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
-def exponential_numbers(
-    seeds: Sequence[int], positions: Sequence[int], token_ids: Tensor
-) -> Tensor:
+def draw_keys(seeds: Sequence[int], positions: Sequence[int]) -> Ints:
+    """Return a key of the random numbers of each row."""
+    pairs = zip(seeds, positions, strict=True)
+    keys = [_to_signed(_mix(_mix(seed) + position)) for seed, position in pairs]
+    return np.array(keys, dtype=np.int64)
+
+
+def exponential_numbers(keys: Tensor, token_ids: Tensor) -> Tensor:
     """Return Exponential(1) numbers for each row's tokens, [rows, tokens] in float32.
 
     The argmax of weight / number is a draw by weight (Gumbel-max trick). A token's number
     depends neither on the other rows nor on the other tokens of the row, and a small error in
-    the weights changes the result only in a near tie.
+    the weights changes the result only in a near tie. `keys`: [rows, 1].
     """
-    pairs = zip(seeds, positions, strict=True)
-    keys = [_to_signed(_mix(_mix(seed) + position)) for seed, position in pairs]
-    key = torch.tensor(keys, dtype=torch.int64, device=token_ids.device)[:, None]
-    bits = _mix_in_place(((token_ids + 1) * _to_signed(GOLDEN)).add_(key))
+    bits = _mix_in_place(((token_ids + 1) * _to_signed(GOLDEN)).add_(keys))
     bits.bitwise_right_shift_(1).bitwise_and_(MASK >> 1)
     # 63 bits keep the precision near zero, where it matters; adding a half avoids zero.
     uniform = bits.to(torch.float32).add_(0.5).mul_(2.0**-63)

@@ -1,0 +1,45 @@
+"""Constraints and random draws of a step: the Protocols of their implementations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from baton.engine.runner.device.step_inputs import StepInputs
+from baton.engine.runner.layout import TokenRun
+
+
+class SampledRows(NamedTuple):
+    """Rows of a step. Each row of logits belongs to one run."""
+
+    runs: Sequence[TokenRun]
+    eos_token_ids: tuple[int, ...]
+    vocab_size: int
+    device: torch.device
+
+
+class SamplingPass(Protocol):
+    """Sampling of one step, whose parameters are on the device. Nothing is read from there."""
+
+    def constrain(self, logits: Tensor) -> Tensor:
+        """Apply grammar masks, allowed and banned tokens, min_tokens, logit bias and penalties.
+
+        Returns a modified copy if any row has them or a logits processor, else the logits.
+        """
+        ...
+
+    def draw(self, scores: Tensor, token_ids: Tensor) -> None:
+        """Replace the argmax of each random row by a draw. `scores`: constrained logits.
+
+        The token of a row that is not finite, or forbids all tokens, is undefined.
+        """
+        ...
+
+
+class Sampling(Protocol):
+    def begin(self, rows: SampledRows, inputs: StepInputs) -> SamplingPass:
+        """Put the arrays of a step. The pass can be used once the inputs have been sent."""
+        ...

@@ -1,0 +1,222 @@
+"""Sampling with torch.
+
+On the CPU, where reading a tensor costs nothing, top-p considers the likeliest tokens first and
+sorts the whole vocabulary only if they are not enough. On a GPU it always sorts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baton.core.sampling import SamplingParams
+from baton.engine.runner.device.step_inputs import StepInputs
+from baton.engine.runner.layout import TokenRun
+from baton.engine.runner.sampling.constraints import Constraints
+from baton.engine.runner.sampling.logits_processors import NEVER
+from baton.engine.runner.sampling.randomness import draw_keys, exponential_numbers
+from baton.engine.runner.sampling.sampling import SampledRows, SamplingPass
+
+# Candidates that top-p considers before it sorts the whole vocabulary.
+TOP_P_CANDIDATES = 1024
+# Candidates drawn at once: as many as fit into the CPU's private cache.
+DRAW_CHUNK_CANDIDATES = 1 << 17
+MIN_TEMPERATURE = 1e-30  # smaller ones can underflow to zero in float32
+
+
+class TorchSampling:
+    """Implements `Sampling`."""
+
+    def begin(self, rows: SampledRows, inputs: StepInputs) -> SamplingPass:
+        return TorchSamplingPass(rows, inputs)
+
+
+class TorchSamplingPass:
+    """Implements `SamplingPass`. Rows with the same number of candidates are drawn together."""
+
+    def __init__(self, rows: SampledRows, inputs: StepInputs) -> None:
+        self._constraints = Constraints(rows, inputs)
+        runs = rows.runs
+        is_on_cpu = rows.device.type == "cpu"
+        by_count: dict[int, list[int]] = {}
+        for index, run in enumerate(runs):
+            if not run.row.sampling.is_greedy:
+                count = _num_candidates(run.row.sampling, rows.vocab_size, is_on_cpu)
+                by_count.setdefault(count, []).append(index)
+        self._draws = [
+            _Draw.of(count, indices, runs, inputs) for count, indices in by_count.items()
+        ]
+
+    def constrain(self, logits: Tensor) -> Tensor:
+        return self._constraints.apply(logits)
+
+    def draw(self, scores: Tensor, token_ids: Tensor) -> None:
+        for draw in self._draws:
+            draw.apply(scores, token_ids)
+
+
+def _num_candidates(sampling: SamplingParams, vocab_size: int, is_on_cpu: bool) -> int:
+    """Return the number of likeliest tokens to consider, with room for ties at the last rank."""
+    if sampling.top_k:
+        return min(1 << (sampling.top_k + 15).bit_length(), vocab_size)
+    return min(TOP_P_CANDIDATES, vocab_size) if sampling.top_p < 1 and is_on_cpu else vocab_size
+
+
+class _Draw(NamedTuple):
+    """Draw of the rows with the same number of candidates. Arrays are [rows, 1]."""
+
+    num_candidates: int
+    rows: Tensor | None  # None: all rows of the step
+    temperatures: Tensor
+    keys: Tensor  # of random numbers
+    min_p: Tensor | None  # if a row has it; the same holds for the others
+    top_k: Tensor | None
+    top_p: Tensor | None
+    all_have_top_k: bool
+
+    @classmethod
+    def of(
+        cls, num_candidates: int, indices: list[int], runs: Sequence[TokenRun], inputs: StepInputs
+    ) -> _Draw:
+        drawn = [runs[index] for index in indices]
+        params = [run.row.sampling for run in drawn]
+        temperatures = [max(each.temperature, MIN_TEMPERATURE) for each in params]
+        keys = draw_keys([run.row.seed for run in drawn], [run.end for run in drawn])
+        min_p = [each.min_p for each in params]
+        top_k = [min(each.top_k, num_candidates) for each in params]
+        top_p = [each.top_p for each in params]
+
+        def column(values: Sequence[float], dtype: type) -> Tensor:
+            return inputs.put(np.array(values, dtype=dtype)[:, None])
+
+        return cls(
+            num_candidates,
+            None if len(drawn) == len(runs) else inputs.put(np.array(indices, dtype=np.int64)),
+            column(temperatures, np.float32),
+            inputs.put(keys[:, None]),
+            column(min_p, np.float32) if any(min_p) else None,
+            column(top_k, np.int64) if any(top_k) else None,
+            column(top_p, np.float32) if min(top_p) < 1 else None,
+            all(top_k),
+        )
+
+    def apply(self, scores: Tensor, token_ids: Tensor) -> None:
+        logits = scores if self.rows is None else scores[self.rows]
+        # Distances to the largest logit cannot overflow, however small the temperature.
+        distances = logits - logits.amax(dim=-1, keepdim=True)
+        scaled = distances / self.temperatures
+        if self.min_p is not None:
+            # log 0 = -inf keeps all tokens.
+            floor = scaled.amax(dim=-1, keepdim=True) + self.min_p.log()
+            scaled = scaled.masked_fill(scaled < floor, NEVER)
+        filters = _Filters(
+            self.keys,
+            None if self.top_k is None else self.top_k,
+            None if self.top_p is None else self.top_p,
+            self.all_have_top_k,
+        )
+        chosen = filters.draw(scaled, self.num_candidates)
+        if self.rows is None:
+            token_ids.copy_(chosen)
+        else:
+            token_ids[self.rows] = chosen
+
+
+class _Filters(NamedTuple):
+    """Filters of some rows, and keys of their random numbers. Tensors are [rows, 1]."""
+
+    keys: Tensor
+    top_k: Tensor | None  # 0 keeps all
+    top_p: Tensor | None
+    all_have_top_k: bool
+
+    def draw(self, scaled: Tensor, num_candidates: int) -> Tensor:
+        """Draw one token for each row, among so many of its likeliest tokens."""
+        if self.top_k is None and self.top_p is None:
+            every = torch.arange(scaled.shape[1], device=scaled.device).expand_as(scaled)
+            return _gumbel_max(scaled, every, self.keys)
+        values, token_ids = _likeliest(scaled, num_candidates)
+        if self.top_k is not None:
+            values = _apply_top_k(values, self.top_k)
+        if self.top_p is None:
+            return _gumbel_max(values, token_ids, self.keys)
+        mass = self._mass(values, scaled)
+        chosen = _gumbel_max(_apply_top_p(values, mass, self.top_p), token_ids, self.keys)
+        if num_candidates == scaled.shape[1] or self.all_have_top_k:
+            return chosen
+        # On the CPU only.
+        short = (mass[:, -1:] < self.top_p).flatten().nonzero().flatten()
+        if len(short):
+            chosen[short] = self._select(short).draw(scaled[short], scaled.shape[1])
+        return chosen
+
+    def _mass(self, values: Tensor, scaled: Tensor) -> Tensor:
+        """Return the probability of the tokens up to each candidate."""
+        if self.all_have_top_k:
+            whole = values.logsumexp(dim=-1, keepdim=True)
+        elif self.top_k is None:
+            whole = scaled.logsumexp(dim=-1, keepdim=True)
+        else:
+            whole = torch.where(
+                self.top_k > 0,
+                values.logsumexp(dim=-1, keepdim=True),
+                scaled.logsumexp(dim=-1, keepdim=True),
+            )
+        return (values - whole).exp().cumsum(dim=-1, dtype=torch.float64)
+
+    def _select(self, rows: Tensor) -> _Filters:
+        """Return the filters of rows without top-k."""
+        return _Filters(
+            self.keys[rows], None, None if self.top_p is None else self.top_p[rows], False
+        )
+
+
+def _likeliest(scaled: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the top `count` values and token ids in an order that does not depend on torch.
+
+    Largest values come first; equal values are ordered by token id.
+    """
+    if count < scaled.shape[1]:
+        _, token_ids = scaled.topk(count, dim=-1, sorted=False)
+        token_ids = token_ids.sort(dim=-1).values
+        values = scaled.gather(1, token_ids)
+        values, order = values.sort(dim=-1, descending=True, stable=True)
+        return values, token_ids.gather(1, order)
+    return scaled.sort(dim=-1, descending=True, stable=True)
+
+
+def _apply_top_k(values: Tensor, top_k: Tensor) -> Tensor:
+    """Mask all but the top k values; ties with the k-th value are kept."""
+    floor = values.gather(1, (top_k - 1).clamp_(min=0))
+    return values.masked_fill((values < floor) & (top_k > 0), NEVER)
+
+
+def _apply_top_p(values: Tensor, mass: Tensor, top_p: Tensor) -> Tensor:
+    """Mask all but the shortest prefix that holds top_p."""
+    before = torch.cat((torch.zeros_like(mass[:, :1]), mass[:, :-1]), dim=-1)
+    return values.masked_fill((before >= top_p) & (top_p < 1), NEVER)
+
+
+def _gumbel_max(values: Tensor, token_ids: Tensor, keys: Tensor) -> Tensor:
+    """Draw a token by weight exp(value); `values` and `token_ids` are [rows, candidates].
+
+    Divides probabilities by Exponential(1) numbers and takes the largest (Gumbel-max trick).
+    """
+    num_rows, num_candidates = values.shape
+    at_once = num_rows
+    if values.device.type == "cpu":
+        at_once = max(1, DRAW_CHUNK_CANDIDATES // num_candidates)
+    winners = []
+    for start in range(0, num_rows, at_once):
+        part = slice(start, start + at_once)
+        times = exponential_numbers(keys[part], token_ids[part])
+        ratios = values[part].softmax(dim=-1).div_(times)
+        winners.append(token_ids[part].gather(1, ratios.argmax(dim=-1, keepdim=True)))
+    return torch.cat(winners).squeeze(1)
+
+
+TORCH_SAMPLING = TorchSampling()

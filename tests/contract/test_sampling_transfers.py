@@ -1,0 +1,165 @@
+"""Copies between host and device in a step's sampling: one each way, and no other wait."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.core.ids import BlockId, RequestId
+from baton.core.output import Failure
+from baton.core.sampling import SamplingParams
+from baton.engine.plan import Plan, PlanRow, RunResult
+from baton.engine.runner.device.step_inputs import SHARED_INPUTS, PackedInputs, StepInputs
+from baton.engine.runner.input_batch import PersistentBatch
+from baton.engine.runner.layout import TokenRun
+from baton.engine.runner.sampling.output_heads import (
+    LOGITS_CHUNK_ROWS,
+    HiddenStates,
+    PromptLogprobs,
+)
+from baton.engine.runner.sampling.sampler import NOT_FINITE, Sampler
+from baton.engine.runner.sampling.sampling import Sampling
+from baton.engine.runner.sampling.torch_sampling import TORCH_SAMPLING
+from tests.support.token_runs import allow_only, make_run
+from tests.support.transfer_counter import HostRead, TransferCounter, on_plain_tensors
+from tests.support.triton_parts import triton_sampling
+
+VOCAB_SIZE = 50
+EOS = (7, 8)
+KNOWN = (1, 3, 3, 5)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "random": {},
+    "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.7},
+    "all filters": {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.02},
+    "repetition": {"temperature": 0.0, "repetition_penalty": 1.3},
+    "counts": {"presence_penalty": 0.5, "frequency_penalty": 0.2},
+    "bias": {"logit_bias": {3: 5.0, 9: -1.0}},
+    "allowed": {"allowed_token_ids": (3, 9, 11), "banned_token_ids": (9,)},
+    "sequences": {"temperature": 0.0, "banned_sequences": ((5, 2), (3, 4), (6,))},
+    "min_tokens": {"min_tokens": 9, "stop_token_ids": (20,)},
+    "logprobs": {"temperature": 0.0, "logprobs": 3},
+    "drawn logprobs": {"logprobs": 0},
+    "forbidden": {"allowed_token_ids": (4,), "banned_token_ids": (4,)},
+}
+
+
+def row(seed: int = 0, **requested: Any) -> TokenRun:
+    return make_run(KNOWN, SamplingParams(**requested), num_prompt_tokens=2, seed=seed)
+
+
+def random_logits(num_rows: int) -> Tensor:
+    return torch.randn(num_rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(num_rows))
+
+
+@pytest.fixture(params=["torch", pytest.param("triton", marks=pytest.mark.triton)])
+def sampling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sampling:
+    if request.param == "torch":
+        return TORCH_SAMPLING
+    found = triton_sampling()
+    module = sys.modules[type(found).__module__]
+    monkeypatch.setattr(module, "launch", on_plain_tensors(module.launch))
+    return found
+
+
+def check(
+    sampling: Sampling, logits: Tensor, runs: Sequence[TokenRun], num_to_device: int = 1
+) -> None:
+    """Check the copies of a step, and that its samples are those of the CPU."""
+    expected = Sampler(EOS).sample(logits, runs)
+
+    with TransferCounter() as counter:
+        sampler = Sampler(EOS, sampling=sampling, inputs=PackedInputs(counter))
+        samples = sampler.sample(counter.put(logits), runs)
+
+    assert (counter.num_to_device, counter.num_to_host) == (num_to_device, 1)
+    assert samples.choices == expected.choices
+    assert list(samples.logprobs) == list(expected.logprobs)
+    for index, logprobs in samples.logprobs.items():
+        assert logprobs.top == expected.logprobs[index].top
+        assert logprobs == expected.logprobs[index]
+
+
+def test_a_greedy_step_copies_nothing_to_the_device(sampling: Sampling) -> None:
+    check(sampling, random_logits(3), [row(temperature=0.0)] * 3, num_to_device=0)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_row_takes_one_copy_each_way(sampling: Sampling, name: str) -> None:
+    runs = [row(1, **SETTINGS[name]), row(temperature=0.0), row(2, **SETTINGS[name])]
+
+    check(sampling, random_logits(3), runs)
+
+
+def test_rows_of_all_kinds_take_one_copy_each_way_together(sampling: Sampling) -> None:
+    runs = [row(seed, **each) for seed, each in enumerate(SETTINGS.values())]
+    runs += [allow_only(run, (2, 7, 40), VOCAB_SIZE) for run in runs]
+    logits = random_logits(len(runs))
+    logits[3, 5] = torch.nan
+
+    check(sampling, logits, runs)
+
+
+def test_a_grammar_that_allows_only_an_end_token_takes_one_copy_each_way(
+    sampling: Sampling,
+) -> None:
+    check(sampling, random_logits(2), [allow_only(row(min_tokens=9), EOS, VOCAB_SIZE), row()])
+
+
+class OneLayer:
+    """Decoder whose logits are the hidden states."""
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states * 2
+
+
+def collect_prompt_logprobs(hidden_states: Tensor, inputs: StepInputs) -> RunResult:
+    """Compute the prompt logprobs of two requests, one of them not finite, and of no third."""
+    batch, result = PersistentBatch(4, 512, 256), RunResult()
+    sampling = [SamplingParams(prompt_logprobs=num) for num in (2, 0, None)]
+    lengths = [2 * LOGITS_CHUNK_ROWS - 1, 3, 4]
+    rows = []
+    for num, each in zip(lengths, sampling, strict=True):
+        token_ids = tuple(index % VOCAB_SIZE for index in range(num))
+        rows.append(PlanRow(RequestId(str(num)), token_ids, num, 0, ((BlockId(0),),), each, 0))
+    batch.apply(Plan(started=tuple(rows)))
+    step = batch.step({row.request_id: row.num_prompt_tokens for row in rows})
+    head = PromptLogprobs(OneLayer(), inputs)  # type: ignore[arg-type]
+    head.collect(step, HiddenStates(hidden_states, hidden_states), result)
+    return result
+
+
+def test_prompt_logprobs_of_all_requests_take_one_copy_each_way() -> None:
+    hidden_states = random_logits(2 * LOGITS_CHUNK_ROWS - 1 + 3 + 4)
+    hidden_states[1, 3] = torch.inf  # of the second request: shorter prompts come first
+    expected = collect_prompt_logprobs(hidden_states, SHARED_INPUTS)
+
+    with TransferCounter() as counter:
+        result = collect_prompt_logprobs(counter.put(hidden_states), PackedInputs(counter))
+
+    assert (counter.num_to_device, counter.num_to_host) == (1, 1)
+    assert result == expected
+    assert list(result.failures.values()) == [Failure(NOT_FINITE)]
+    assert [len(entries) for entries in result.prompt_logprobs.values()] == [255]
+
+
+def test_the_counter_refuses_reads_outside_a_copy_and_counts_hidden_copies() -> None:
+    numbers = torch.arange(3.0)
+    with TransferCounter() as counter:
+        on_device = counter.put(numbers)
+        for read in (Tensor.tolist, Tensor.numpy, Tensor.nonzero, bool):
+            with pytest.raises(HostRead):
+                read(on_device[:1])
+        with pytest.raises(HostRead):
+            on_device[on_device > 1]
+        assert (counter.num_to_device, counter.num_to_host) == (0, 0)
+        assert on_device[[0, 2]].cpu().tolist() == [0, 2]
+        assert (counter.num_to_device, counter.num_to_host) == (1, 1)
+        assert torch.tensor([1.0], device=on_device.device).device == on_device.device
+        assert (on_device + torch.ones(3)).cpu().tolist() == [1, 2, 3]
+        assert (counter.num_to_device, counter.num_to_host) == (3, 2)
