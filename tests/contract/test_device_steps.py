@@ -38,6 +38,7 @@ from tests.support.families import STATE_VARIANTS
 from tests.support.models import VARIANTS, make_model_folder, prompt_of
 from tests.support.runner_drivers import Drive, Driver
 from tests.support.static_attention import StaticPagedAttention
+from tests.support.triton_parts import interpreted_parts, kernels_on, require_triton
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 200
@@ -233,6 +234,25 @@ def test_recurrent_layers_replay_graphs(recurrent_folder: Path) -> None:
 
     assert outputs == outputs_on_the_cpu(recurrent_folder, 3, (3, 9))
     assert device.counts.replays == 2
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+def test_graphs_of_interpreted_triton_kernels_give_the_tokens_of_the_cpu(
+    name: str, tmp_path: Path
+) -> None:
+    require_triton()
+    own, device = make_model_folder(tmp_path, VARIANTS[name]), FakeDevice()
+    with (
+        kernels_on(device),
+        runner_on(device, own, interpreted_parts(), max_num_seqs=3) as runner,
+    ):
+        outputs = driver_of(runner).run(*drives())
+        assert runner.graphs is not None
+        num_steps = dict(runner.graphs.num_steps)
+
+    assert outputs == outputs_on_the_cpu(own)
+    assert num_steps == {EagerCause.PROMPT: 1, GraphSize(3, 8): NUM_TOKENS - 1}
 
 
 @pytest.mark.triton  # long, as the tests of Triton's kernels

@@ -21,10 +21,6 @@ def cuda_device() -> AbstractContextManager[Device]:
     return nullcontext(CudaDevice(torch.device("cuda:0")))
 
 
-def fake_device() -> AbstractContextManager[Device]:
-    return cast("AbstractContextManager[Device]", FakeDevice())
-
-
 CUDA = pytest.param(
     cuda_device,
     id="cuda",
@@ -35,7 +31,7 @@ CUDA = pytest.param(
 )
 
 
-@pytest.fixture(params=[pytest.param(fake_device, id="fake"), CUDA])
+@pytest.fixture(params=[pytest.param(FakeDevice, id="fake"), CUDA])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     make = cast("Callable[[], AbstractContextManager[Device]]", request.param)
     with make() as device:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.fake_device import PLACE, Costs, FakeDevice
+from tests.support.device_tensors import PLACE
+from tests.support.fake_device import Costs, FakeDevice
 
 
 @pytest.fixture

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from baton.engine.runner.model.ops import Ops
 from baton.engine.runner.sampling.sampling import Sampling
 from baton.engine.runner.state.linear_attention import LinearAttention
 from baton.engine.runner.state.state_shape import StateShape
+from tests.support.device_tensors import change_all, device_tensors, reveal
+from tests.support.fake_device import FakeDevice
 
 
 def require_triton() -> None:
@@ -46,3 +50,25 @@ def triton_linear_attention(kv: Tensor, shape: StateShape) -> LinearAttention:
 def triton_sampling() -> Sampling:
     require_triton()
     return interpreted_parts().sampling
+
+
+@contextmanager
+def kernels_on(device: FakeDevice) -> Iterator[None]:
+    """Launch interpreted kernels on a simulated device if they are given tensors of it."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    interpret = InterpretedFunction.run
+
+    def run(kernel: Any, *args: Any, **named: Any) -> None:
+        plain_args, plain_named = change_all((args, named), reveal)
+        device.launch(
+            lambda: interpret(kernel, *plain_args, **plain_named),
+            device_tensors((args, named)),
+            device.costs.launch_s,
+        )
+
+    InterpretedFunction.run = run
+    try:
+        yield
+    finally:
+        InterpretedFunction.run = interpret

@@ -124,5 +124,5 @@ def open_device(name: str) -> Device:
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
     """Make the tensor's accelerator the one on which kernels are launched."""
-    is_host = tensor.device.type == "cpu"
-    return torch.accelerator.device_index(None if is_host else tensor.get_device())
+    index = tensor.get_device()  # -1 on the CPU
+    return torch.accelerator.device_index(None if index < 0 else index)
