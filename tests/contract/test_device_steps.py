@@ -332,6 +332,21 @@ def test_a_replay_reports_all_layers_with_a_fence_behind_it(folder: Path) -> Non
     assert hook.num_passes == 1
 
 
+@pytest.mark.triton  # long, as the tests of Triton's kernels
+def test_graphs_keep_the_angles_of_all_positions(tmp_path: Path) -> None:
+    """A long prompt must not replace the table of angles that graphs read."""
+    variant = replace(VARIANTS["llama"], settings={"max_position_embeddings": 2048})
+    own, device = make_model_folder(tmp_path, variant), FakeDevice()
+    requests = drives(2, (3, 1100))
+    with runner_on(device, own, max_num_seqs=1, max_model_len=1200) as runner:
+        driver = driver_of(runner)
+
+        outputs = [driver.run(request) for request in requests]
+
+    assert device.counts.replays == 2
+    assert all(len(tokens) == 2 for [tokens] in outputs)
+
+
 def graphs_of(device: FakeDevice, prepare: Prepare, *sizes: GraphSize) -> DecodeGraphs:
     pool = device.make_graph_pool()
     assert pool is not None
