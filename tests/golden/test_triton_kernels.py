@@ -85,7 +85,9 @@ def test_tokens_of_each_family_equal_those_of_torch(name: str, family_runner: Lo
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "deepseek-v3", "llama4", "qwen3-next"])
+@pytest.mark.parametrize(
+    "name", ["gemma3", "gpt-oss", "deepseek-v3", "llama4", "qwen3-next", "granite-4-moe"]
+)
 def test_logprobs_in_bfloat16_are_close_to_those_of_torch(
     name: str, family_runner: LoadRunner
 ) -> None:
