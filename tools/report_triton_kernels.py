@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -24,7 +23,6 @@ from baton.engine.plan import PlanRow
 from baton.engine.runner.attention.kv_tensor import scale_bytes
 from baton.engine.runner.attention.paged_attention import LayerAttention
 from baton.engine.runner.device.step_inputs import SHARED_INPUTS
-from baton.engine.runner.kernels.choose import triton_parts
 from baton.engine.runner.layout import PassLayout, TokenRun
 from baton.engine.runner.model.config import Activation, Recurrence, RecurrentConfig
 from baton.engine.runner.model.ops import MlpGate, Norm
@@ -35,7 +33,14 @@ from baton.engine.runner.state.state_shape import StateShape
 from baton.engine.runner.state.state_tables import StateLayout
 from baton.engine.runner.triton.availability import INTERPRETER_VARIABLE
 from tools.gpu_occupancy import occupancy
-from tools.triton_compilation import KernelResources, Launch, compile_kernel
+from tools.triton_compilation import (
+    KernelResources,
+    Launch,
+    compile_kernel,
+    parts,
+    recorded_launches,
+)
+from tools.triton_product_launches import expert_launches, product_launches
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 HEAD_DIMS = (64, 128, 256)
@@ -95,6 +100,8 @@ def all_launches() -> dict[str, Launch]:
     for dtype in DTYPES:
         suffix = str(dtype).removeprefix("torch.")
         launches |= {f"{name} {suffix}": each for name, each in ops_launches(dtype)}
+        launches |= {f"{name} {suffix}": each for name, each in product_launches(dtype)}
+        launches |= {f"{name} {suffix}": each for name, each in expert_launches(dtype)}
         for head_dim in HEAD_DIMS:
             for kv_dtype in (dtype, torch.int8):
                 name = f"attention {head_dim} {suffix}" + (" int8-kv" * (kv_dtype != dtype))
@@ -113,7 +120,7 @@ def all_launches() -> dict[str, Launch]:
 
 def ops_launches(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
     """Yield the launches of the elementwise operations."""
-    ops = triton_parts().ops
+    ops = parts().ops
     rows, gates = torch.zeros(2, HIDDEN_SIZE, dtype=dtype), torch.zeros(2, 1, dtype=dtype)
     heads = torch.zeros(2, 8, 128, dtype=dtype)
     angles = (heads[:, :1].contiguous(), heads[:, :1].contiguous())
@@ -144,7 +151,7 @@ def sampling_launches() -> dict[str, Launch]:
     run = TokenRun(row, 0, 1, 1, np.zeros(1, dtype=np.int64))
     logits = torch.zeros(1, VOCAB_SIZE)
     rows = SampledRows([run], (), VOCAB_SIZE, logits.device)
-    step = triton_parts().sampling.begin(rows, SHARED_INPUTS)
+    step = parts().sampling.begin(rows, SHARED_INPUTS)
     with recorded_launches() as launches:
         step.draw(step.constrain(logits), torch.zeros(1, dtype=torch.int64))
     return {each.kernel.__name__.removesuffix("_kernel"): each for each in launches}
@@ -165,7 +172,7 @@ def attention_launches(
     keys = torch.zeros(32, num_kv_heads, head_dim, dtype=dtype)
     num_heads = LATENT_HEADS if is_latent else NUM_HEADS
     query = torch.zeros(32, num_heads, head_dim, dtype=dtype)
-    attention = triton_parts().make_attention(kv, [layer])
+    attention = parts().make_attention(kv, [layer])
     with recorded_launches() as launches:
         attention_pass = attention.begin(make_layout(num_tokens=32, context_len=32))
         attention_pass.write(0, keys, None)
@@ -203,7 +210,7 @@ def recurrent_launches(config: RecurrentConfig, dtype: torch.dtype) -> Iterator[
     projected = torch.zeros(32, config.num_channels + config.num_values, dtype=dtype)
     gates = torch.zeros(32, config.num_gates, dtype=dtype)
     with recorded_launches() as launches:
-        state_pass = triton_parts().make_linear_attention(kv, shape).begin(layout)
+        state_pass = parts().make_linear_attention(kv, shape).begin(layout)
         state_pass.mix(1, recurrent_weights(config, dtype), projected, gates)
     for launch in launches:
         yield launch.kernel.__name__.removesuffix("_kernel"), launch
@@ -216,26 +223,6 @@ def recurrent_weights(config: RecurrentConfig, dtype: torch.dtype) -> RecurrentW
     if config.rule is Recurrence.GATED_DELTA:
         return DeltaWeights(gates, conv, by_head, by_head, norm)
     return MambaWeights(gates, conv, conv[0], by_head, by_head, by_head, norm)
-
-
-@contextmanager
-def recorded_launches() -> Iterator[list[Launch]]:
-    """Collect launches instead of running them."""
-    from triton.runtime.jit import JITFunction
-
-    launches: list[Launch] = []
-
-    def record(kernel: Any, *args: Any, **named: Any) -> None:
-        options = {name: named.pop(name) for name in set(named) - set(kernel.arg_names)}
-        del options["grid"], options["warmup"]
-        arguments = dict(zip(kernel.arg_names, args, strict=False)) | named
-        launches.append(Launch(kernel, arguments, options))
-
-    run, JITFunction.run = JITFunction.run, record
-    try:
-        yield launches
-    finally:
-        JITFunction.run = run
 
 
 if __name__ == "__main__":

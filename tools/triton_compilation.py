@@ -5,12 +5,20 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
+from baton.engine.runner.kernels.choose import Parts, triton_parts
+
 NVIDIA_RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+)")
 AMD_WAVE = 64  # threads
+PRODUCTS = re.compile(r"(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)[\w.:]*")
 
 
 class Launch(NamedTuple):
@@ -31,6 +39,7 @@ class KernelResources:
     registers: int  # per thread; of AMD's, vector registers
     shared_bytes: int  # per program
     stack_bytes: int  # per thread; spilled registers are there
+    products: tuple[str, ...]  # instructions of NVIDIA's tensor cores
 
 
 def compile_kernel(name: str, launch: Launch, target: str) -> KernelResources:
@@ -45,9 +54,10 @@ def compile_kernel(name: str, launch: Launch, target: str) -> KernelResources:
     compiled = triton.compile(source, target=gpu, options=options)
     read = read_amd_resources if gpu.backend == "hip" else read_nvidia_resources
     registers, stack_bytes = read(compiled.asm)
+    products = tuple(sorted(set(PRODUCTS.findall(compiled.asm.get("ptx", "")))))
     metadata = compiled.metadata
     return KernelResources(
-        name, target, metadata.num_warps, registers, metadata.shared, stack_bytes
+        name, target, metadata.num_warps, registers, metadata.shared, stack_bytes, products
     )
 
 
@@ -110,3 +120,28 @@ def _read_field(assembly: str, name: str) -> int:
     if found is None:
         raise ValueError(f"the assembly has no field {name}")
     return int(found[1])
+
+
+@contextmanager
+def recorded_launches() -> Iterator[list[Launch]]:
+    """Collect launches instead of running them."""
+    from triton.runtime.jit import JITFunction
+
+    launches: list[Launch] = []
+
+    def record(kernel: Any, *args: Any, **named: Any) -> None:
+        options = {name: named.pop(name) for name in set(named) - set(kernel.arg_names)}
+        del options["grid"], options["warmup"]
+        arguments = dict(zip(kernel.arg_names, args, strict=False)) | named
+        launches.append(Launch(kernel, arguments, options))
+
+    run, JITFunction.run = JITFunction.run, record
+    try:
+        yield launches
+    finally:
+        JITFunction.run = run
+
+
+@cache
+def parts() -> Parts:
+    return triton_parts(torch.bfloat16, torch.device("cpu"))

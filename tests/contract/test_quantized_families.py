@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from baton.checkpoint.weight_files import WeightFiles
 from baton.core.errors import ModelError
 from baton.core.sampling import SamplingParams
 from baton.engine.runner.families.read_config import read_model_config
-from baton.engine.runner.kernels.choose import native_parts
+from baton.engine.runner.kernels.choose import Parts, native_parts
 from baton.engine.runner.kernels.native import NativeLinear
 from baton.engine.runner.load import RunnerConfig, load_runner
 from baton.engine.runner.model.config import ModelConfig
@@ -43,6 +43,7 @@ from tests.support.packed_folders import (
     write_quantized,
 )
 from tests.support.runner_drivers import Driver, RandomChunkDriver, drives_of
+from tests.support.triton_parts import interpreted_parts, require_triton
 
 CPU = torch.device("cpu")
 BUDGET = 1 << 20
@@ -121,8 +122,24 @@ def test_native_kernels_support_quantized_families(family: str, written: str, wr
 
 @needs_kernels
 def test_mxfp4_stays_packed_with_native_kernels(write: Write) -> None:
-    packed, _ = write("gpt-oss", MXFP4)
-    parts, loaded = native_parts(), list[Layer]()
+    for linear in experts_of(write("gpt-oss", MXFP4)[0], native_parts()):
+        assert isinstance(linear, NativeLinear)
+        assert (linear.matrix.bits, linear.matrix.is_mxfp4) == (4, 1)
+
+
+def test_mxfp4_stays_packed_with_triton_kernels(write: Write) -> None:
+    require_triton()
+
+    for linear in experts_of(write("gpt-oss", MXFP4)[0], interpreted_parts()):
+        layout = linear.layout
+        num_numbers = layout.padded_rows * layout.num_pieces * layout.piece
+        assert (layout.bits, layout.kind) == (4, "mxfp4")
+        assert linear.packed.nbytes == 4.5 / 8 * num_numbers
+
+
+def experts_of(packed: Path, parts: Parts) -> list[Any]:
+    """Load a model and return the matrices of its experts."""
+    loaded = list[Layer]()
 
     def make_layers(config: ModelConfig, layers: Sequence[Layer]) -> Sequence[DecoderLayer]:
         loaded.extend(layers)
@@ -132,12 +149,8 @@ def test_mxfp4_stays_packed_with_native_kernels(write: Write) -> None:
     with WeightFiles(packed) as files:
         load_decoder(read_model_config(SafetensorsFolder(packed)), files, target)
 
-    for layer in loaded:
-        assert isinstance(layer.mlp, Moe)
-        for expert in layer.mlp.experts:
-            for linear in (expert.gate_up, expert.down):
-                assert isinstance(linear, NativeLinear)
-                assert (linear.matrix.bits, linear.matrix.is_mxfp4) == (4, 1)
+    experts = [expert for layer in loaded for expert in cast("Moe", layer.mlp).experts]
+    return [linear for expert in experts for linear in (expert.gate_up, expert.down)]
 
 
 @needs_kernels

@@ -1,9 +1,10 @@
-"""Mixture of experts on native kernels: against plain torch, and the same bits in any batch."""
+"""Mixture of experts on each implementation: against torch, and the same bits in any batch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from baton.engine.runner.model.torch_ops import TorchOps
 from baton.engine.runner.weights.quantize import Quantize, to_int4, to_int8
 from tests.support.hypothesis_profiles import num_examples
 from tests.support.kernels import kernels_by_variant
+from tests.support.triton_parts import triton_ops
 
 REFERENCE = TorchOps()
 HIDDEN_SIZE, EXPERT_SIZE = 70, 50
@@ -51,6 +53,19 @@ FORMATS = ("none", *QUANTIZERS)
 each_variant = pytest.mark.parametrize(
     "kernels", kernels_by_variant().values(), ids=kernels_by_variant().keys()
 )
+
+
+def parametrize_ops() -> pytest.MarkDecorator:
+    """Run a test with each implementation. The interpreter of Triton takes long."""
+    native = [
+        pytest.param(partial(NativeOps, kernels), id=name)
+        for name, kernels in kernels_by_variant().items()
+    ]
+    triton = pytest.param(triton_ops, id="triton", marks=pytest.mark.triton)
+    return pytest.mark.parametrize("make_ops", [*native, triton])
+
+
+each_ops = parametrize_ops()
 each_format = pytest.mark.parametrize("quantize", FORMATS)
 SEEDS = st.integers(0, 2**32)
 
@@ -180,7 +195,36 @@ def test_experts_are_mixed_as_in_torch(
     seed: int,
 ) -> None:
     config = replace(config, scales_input=scales_input)
-    ops, hidden_states = NativeOps(kernels), states(num_tokens, seed + 1)
+    check_mixing(NativeOps(kernels), config, states(num_tokens, seed + 1), quantize, gate, seed)
+
+
+@pytest.mark.triton
+@each_format
+@pytest.mark.parametrize("num_tokens", [1, 29])
+@pytest.mark.parametrize(
+    ("config", "gate"),
+    [
+        (MoeConfig(7, 2, EXPERT_SIZE, has_bias=True), GATES[2]),
+        (MoeConfig(40, 3, EXPERT_SIZE), GATES[1]),
+        (MoeConfig(3, 1, EXPERT_SIZE, scales_input=True), GATES[0]),
+    ],
+    ids=["biases", "many", "scaled inputs"],
+)
+def test_experts_are_mixed_by_triton_as_in_torch(
+    config: MoeConfig, gate: MlpGate, num_tokens: int, quantize: str
+) -> None:
+    check_mixing(triton_ops(), config, states(num_tokens, 3), quantize, gate)
+
+
+def check_mixing(
+    ops: Ops,
+    config: MoeConfig,
+    hidden_states: Tensor,
+    quantize: str,
+    gate: MlpGate,
+    seed: int = 0,
+) -> None:
+    """Compare a mixture of experts with that of torch."""
     moe = moe_of(config, ops, quantize, seed)
     routing = ops.route(hidden_states, moe.router)
 
@@ -223,12 +267,14 @@ def test_weights_and_choices_have_the_same_bits_in_any_batch(kernels: Kernels) -
             assert torch.equal(torch.cat(found), wanted)
 
 
-@each_variant
+@each_ops
 @each_format
-def test_many_tokens_of_one_expert_are_all_computed(kernels: Kernels, quantize: str) -> None:
+def test_many_tokens_of_one_expert_are_all_computed(
+    make_ops: Callable[[], Ops], quantize: str
+) -> None:
     """One expert gets more tokens than fit into a cache, another gets none."""
     config = MoeConfig(3, 1, EXPERT_SIZE)
-    ops, hidden_states = NativeOps(kernels), states(450, 6)
+    ops, hidden_states = make_ops(), states(450, 6)
     moe = moe_of(config, ops, quantize)
     expert_ids = torch.tensor([2] * 430 + [0] * 20)[:, None]
     weights = torch.ones(450, 1)
@@ -249,25 +295,29 @@ def taken(
     return hidden_states[rows], ExpertChoice(expert_ids[rows], weights[rows])
 
 
-@each_variant
+@each_ops
 @each_format
 @pytest.mark.parametrize("scoring", Scoring)
-def test_nan_stays_in_its_own_row(kernels: Kernels, quantize: str, scoring: Scoring) -> None:
+def test_nan_stays_in_its_own_row(
+    make_ops: Callable[[], Ops], quantize: str, scoring: Scoring
+) -> None:
     config = MoeConfig(8, 3, EXPERT_SIZE, scoring, num_groups=2, top_groups=1)
-    ops, hidden_states = NativeOps(kernels), states(4, 8)
+    ops, hidden_states = make_ops(), states(4, 8)
     hidden_states[1, 5] = float("nan")
     hidden_states[2, 6] = float("inf")
     moe = moe_of(config, ops, quantize)
 
-    found = compute(ops, moe, hidden_states)
+    routing, rows = ops.route(hidden_states, moe.router), torch.tensor([0, 3])
+    found = ops.mix_experts(moe, GATES[0], hidden_states, routing)
 
     assert found.isfinite().all(dim=1).tolist() == [True, False, False, True]
-    assert torch.equal(found[[0, 3]], compute(ops, moe, hidden_states[[0, 3]]))
+    others = ExpertChoice(*(each[rows] for each in routing))
+    assert torch.equal(found[rows], ops.mix_experts(moe, GATES[0], hidden_states[rows], others))
 
 
-@each_variant
-def test_experts_with_reordered_columns_are_computed(kernels: Kernels) -> None:
-    config, ops = MoeConfig(4, 2, EXPERT_SIZE), NativeOps(kernels)
+@each_ops
+def test_experts_with_reordered_columns_are_computed(make_ops: Callable[[], Ops]) -> None:
+    config, ops = MoeConfig(4, 2, EXPERT_SIZE), make_ops()
     hidden_states = states(9, 10)
 
     def moe_with(ops: Ops) -> Moe:
@@ -280,5 +330,4 @@ def test_experts_with_reordered_columns_are_computed(kernels: Kernels) -> None:
     moe = moe_with(ops)
     found = compute(ops, moe, hidden_states)
 
-    assert native_experts(moe.experts) is None
     assert are_near(found, compute(REFERENCE, moe_with(REFERENCE), hidden_states))

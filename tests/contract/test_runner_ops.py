@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -236,7 +237,27 @@ def multiply_add(weight: Quantized, offsets: Tensor) -> Tensor:
     return exact if weight.order is None else exact[:, weight.order.argsort()]
 
 
-@each_variant
+class Products(NamedTuple):
+    """An implementation of products with quantized matrices."""
+
+    make_ops: Callable[[], Ops]
+    multiplied: Callable[[Quantized], Tensor]  # the weights that it multiplies, in float64
+
+
+def parametrize_products() -> pytest.MarkDecorator:
+    native = [
+        pytest.param(Products(partial(NativeOps, kernels), partial(multiplied, kernels)), id=name)
+        for name, kernels in kernels_by_variant().items()
+    ]
+    rounded = Products(triton_ops, lambda weight: weight.dequantize().double())
+    triton = pytest.param(rounded, id="triton", marks=pytest.mark.triton)
+    return pytest.mark.parametrize("products", [*native, triton])
+
+
+each_products = parametrize_products()
+
+
+@each_products
 @pytest.mark.parametrize("bits", [4, 8])
 @given(
     num_tokens=st.integers(1, 8),
@@ -250,7 +271,7 @@ def multiply_add(weight: Quantized, offsets: Tensor) -> Tensor:
 )
 @settings(max_examples=num_examples(60))
 def test_a_product_of_int8_weights_equals_that_of_dequantized_ones(
-    kernels: Kernels,
+    products: Products,
     bits: int,
     num_tokens: int,
     num_rows: int,
@@ -269,9 +290,9 @@ def test_a_product_of_int8_weights_equals_that_of_dequantized_ones(
         order = torch.randperm(num_columns, generator=torch.Generator().manual_seed(seed))
         weight = replace(weight, order=order)
 
-    found = NativeOps(kernels).linear(weight, bias)(activations)
+    found = products.make_ops().linear(weight, bias)(activations)
 
-    exact = multiplied(kernels, weight)
+    exact = products.multiplied(weight)
     wanted = activations.double() @ exact.T + bias.double()
     # A state is off by a 32512th of half the token's largest, an answer by half a rounding.
     most = activations.double().abs().amax(dim=1, keepdim=True)
@@ -282,12 +303,12 @@ def test_a_product_of_int8_weights_equals_that_of_dequantized_ones(
     assert ((found.double() - wanted).abs() <= bound * 1.01 + 1e-5).all()
 
 
-@each_variant
+@each_products
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("group", [24, 256, 264])
 @pytest.mark.parametrize("extreme", ["largest", "smallest"])
 def test_sums_of_the_largest_products_are_exact(
-    kernels: Kernels, bits: int, group: int, extreme: str
+    products: Products, bits: int, group: int, extreme: str
 ) -> None:
     weight = random_quantized(3, 70, group, bits, group, torch.bfloat16)
     number = {"largest": (1 << bits) - 1, "smallest": 0}[extreme]
@@ -295,17 +316,17 @@ def test_sums_of_the_largest_products_are_exact(
     weight.zeros.fill_(255 - number if bits == 8 else 0 if number else 16)
     activations = torch.full((3, group), 1.0, dtype=torch.bfloat16)
 
-    found = NativeOps(kernels).linear(weight, None)(activations)
+    found = products.make_ops().linear(weight, None)(activations)
 
-    wanted = activations.double() @ multiplied(kernels, weight).T
+    wanted = activations.double() @ products.multiplied(weight).T
     assert torch.equal(found, wanted.bfloat16())
 
 
-@each_variant
+@each_ops_at_length
 @pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 7, 33])
 def test_scales_of_16_bits_are_read_exactly(
-    kernels: Kernels, scale_dtype: torch.dtype, num_tokens: int
+    make_ops: Callable[[], Ops], scale_dtype: torch.dtype, num_tokens: int
 ) -> None:
     weight = random_quantized(3, 150, 88, 4, 8, scale_dtype)
     every = torch.arange(weight.scales.numel()).to(torch.int16).view(scale_dtype)
@@ -314,9 +335,7 @@ def test_scales_of_16_bits_are_read_exactly(
     activations = drawn(4, num_tokens, 88)
     row_ids = torch.arange(150)
 
-    short_scales, float32_scales = (
-        NativeOps(kernels).linear(each, None) for each in (weight, wide)
-    )
+    short_scales, float32_scales = (make_ops().linear(each, None) for each in (weight, wide))
 
     assert torch.equal(short_scales.rows(row_ids), float32_scales.rows(row_ids))
     assert torch.equal(short_scales(activations), float32_scales(activations))
@@ -339,17 +358,17 @@ def test_a_float16_scale_can_be_infinite_or_negative(kernels: Kernels) -> None:
     torch.testing.assert_close(outputs, wanted[None], rtol=0, atol=0, equal_nan=True)
 
 
-@each_variant
+@each_ops_at_length
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
 def test_rows_of_int8_weights_equal_the_dequantized_ones(
-    kernels: Kernels, bits: int, scale_dtype: torch.dtype
+    make_ops: Callable[[], Ops], bits: int, scale_dtype: torch.dtype
 ) -> None:
     weight = random_quantized(3, 150, 88, bits, 24, scale_dtype)
     row_ids = torch.tensor([149, 0, 64, 63, 64])
 
     for each in (weight, with_offsets(weight)):
-        rows = NativeOps(kernels).linear(each, None).rows(row_ids)
+        rows = make_ops().linear(each, None).rows(row_ids)
         assert torch.equal(rows, each.dequantize()[row_ids])
 
 
@@ -398,7 +417,7 @@ def test_int4_products_larger_than_the_cpu_caches_have_the_same_bits(
     assert torch.equal(linear(activations), parts)
 
 
-@each_variant
+@each_products
 @given(
     num_tokens=st.integers(1, 8),
     num_rows=st.integers(1, 200),
@@ -407,30 +426,30 @@ def test_int4_products_larger_than_the_cpu_caches_have_the_same_bits(
 )
 @settings(max_examples=num_examples(60))
 def test_a_product_of_mxfp4_weights_equals_that_of_dequantized_ones(
-    kernels: Kernels, num_tokens: int, num_rows: int, num_columns: int, seed: int
+    products: Products, num_tokens: int, num_rows: int, num_columns: int, seed: int
 ) -> None:
     activations, bias = drawn(seed + 1, num_tokens, num_columns), drawn(seed + 2, num_rows)
     weight = random_mxfp4(seed, num_rows, num_columns)
 
-    found = NativeOps(kernels).linear(weight, bias)(activations)
+    found = products.make_ops().linear(weight, bias)(activations)
 
-    exact = multiplied(kernels, weight)
+    exact = products.multiplied(weight)
     wanted = activations.double() @ exact.T + bias.double()
     most = activations.double().abs().amax(dim=1, keepdim=True)
     bound = most / 65024 * exact.abs().sum(dim=1) + wanted.abs() * 2**-8
     assert ((found.double() - wanted).abs() <= bound * 1.01 + 1e-5).all()
 
 
-@each_variant
+@each_ops_at_length
 @pytest.mark.parametrize("exponents", [(-12, 4), (-127, -120), (118, 124)])
 def test_every_code_and_exponent_of_mxfp4_is_decoded(
-    kernels: Kernels, exponents: tuple[int, int]
+    make_ops: Callable[[], Ops], exponents: tuple[int, int]
 ) -> None:
     weight = random_mxfp4(3, 150, 88, exponents)
     weight.numbers[:16] = torch.arange(16)[:, None]
     row_ids = torch.tensor([*range(16), 149, 0, 64, 63, 64])
 
-    rows = NativeOps(kernels).linear(weight, None).rows(row_ids)
+    rows = make_ops().linear(weight, None).rows(row_ids)
 
     assert torch.equal(rows, weight.dequantize()[row_ids])
     values = [0, 0.5, 1, 1.5, 2, 3, 4, 6]

@@ -13,13 +13,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.checkpoint.quantized import Quantized
 from baton.core.errors import InvalidConfig
 from baton.engine.runner.attention.paged_attention import LayerAttention, PagedAttention
 from baton.engine.runner.kernels.choose import choose_parts
-from baton.engine.runner.model.ops import Norm
+from baton.engine.runner.model.config import MoeConfig
+from baton.engine.runner.model.linear import ExpertChoice, Mlp, Moe, Router
+from baton.engine.runner.model.ops import MlpGate, Norm, Ops
+from baton.engine.runner.model.torch_ops import TorchOps
 from baton.engine.runner.triton import availability
 from baton.engine.runner.triton.availability import INTERPRETER_VARIABLE
 from tests.support.attention_world import Part, Shape, World
+from tests.support.random_mxfp4 import random_mxfp4
+from tests.support.random_quantized import random_quantized, with_offsets
 from tests.support.triton_parts import (
     interpreted_parts,
     require_triton,
@@ -144,3 +150,99 @@ def test_rows_have_the_same_bits_in_a_batch_and_alone(dtype: torch.dtype) -> Non
         assert torch.equal(normed[one], ops.rms_norm(rows[one], norm))
         cos, sin = (each[one] for each in angles)
         assert torch.equal(rotated[one], ops.apply_rope(heads[one], norm, (cos, sin)))
+
+
+FORMATS = {
+    "zeros": random_quantized(1, 70, 96, 4, 32, torch.bfloat16),
+    "offsets": with_offsets(random_quantized(2, 70, 96, 4, 16, torch.float16)),
+    "rows": random_quantized(3, 70, 300, 8, 300),
+    "mxfp4": random_mxfp4(4, 70, 96),
+}
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weight", FORMATS.values(), ids=FORMATS.keys())
+def test_products_have_the_same_bits_in_a_batch_and_alone(
+    weight: Quantized, dtype: torch.dtype
+) -> None:
+    """Batches of more than 16 tokens use another tile."""
+    linear = triton_ops().linear(weight, drawn(70).to(dtype))
+    tokens = drawn(41, weight.numbers.shape[1]).to(dtype)
+
+    together = linear(tokens)
+
+    for part in (slice(40, 41), slice(3, 10), slice(24, 40), slice(9, 26)):
+        assert torch.equal(linear(tokens[part]), together[part])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("weight", FORMATS.values(), ids=FORMATS.keys())
+def test_products_of_other_dtypes_equal_float64(weight: Quantized, dtype: torch.dtype) -> None:
+    weight = replace(weight, dtype=dtype)
+    tokens = drawn(3, weight.numbers.shape[1]).to(dtype)
+
+    linear = triton_ops().linear(weight, None)
+
+    exact = weight.dequantize()
+    wanted = tokens.double() @ exact.double().T
+    tolerance = TOLERANCE[dtype] * wanted.abs().max().item()
+    assert torch.allclose(linear(tokens).double(), wanted, rtol=0, atol=tolerance)
+    assert torch.equal(linear.rows(torch.tensor([69, 0])), exact[[69, 0]])
+
+
+def test_rows_of_a_matrix_with_reordered_columns_are_in_the_order_of_activations() -> None:
+    order = torch.randperm(96, generator=torch.Generator().manual_seed(1))
+    weight = replace(FORMATS["zeros"], order=order)
+
+    rows = triton_ops().linear(weight, None).rows(torch.tensor([3, 69]))
+
+    assert torch.equal(rows, weight.dequantize()[[3, 69]])
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("is_quantized", [False, True])
+def test_experts_have_the_same_bits_in_a_batch_and_alone(is_quantized: bool) -> None:
+    """In the batch an expert has 41 tokens, others have none, and tiles are larger."""
+    ops = triton_ops()
+    weights = [random_quantized(seed, 96, 64, 4, 32) for seed in range(6)]
+    gate_up_bias, down_bias = drawn(96).bfloat16(), drawn(64).bfloat16()
+    experts = []
+    for index, weight in enumerate(weights):
+        gate_up = ops.linear(weight if is_quantized else weight.dequantize(), gate_up_bias)
+        experts.append(Mlp(gate_up, ops.linear(drawn(64, 48).bfloat16() + index, down_bias)))
+    moe = make_moe(experts)
+    tokens = drawn(82, 64).bfloat16()
+    expert_ids = torch.stack([torch.full((82,), 2), torch.arange(82) % 2 * 5], dim=1)
+    routing = ExpertChoice(expert_ids, drawn(82, 2).abs())
+
+    together = ops.mix_experts(moe, MlpGate(), tokens, routing)
+
+    for part in (slice(81, 82), slice(3, 12), slice(40, 80)):
+        choice = ExpertChoice(*(each[part] for each in routing))
+        assert torch.equal(ops.mix_experts(moe, MlpGate(), tokens[part], choice), together[part])
+
+
+@pytest.mark.triton
+def test_experts_of_different_formats_are_computed_one_by_one() -> None:
+    hidden_states, gate = drawn(3, 96), MlpGate()
+    routing = ExpertChoice(torch.tensor([[0, 1], [1, 0], [1, 1]]), drawn(3, 2).abs())
+    formats = [
+        random_quantized(1, 64, 96, 4, 32),
+        random_quantized(2, 64, 96, 8, 96),
+    ]
+
+    def mixed(ops: Ops) -> Tensor:
+        matrices = [replace(each, dtype=torch.float32) for each in formats]
+        down = ops.linear(drawn(96, 32), None)
+        moe = make_moe([Mlp(ops.linear(each, None), down) for each in matrices])
+        return ops.mix_experts(moe, gate, hidden_states, routing)
+
+    found, wanted = mixed(triton_ops()), mixed(TorchOps())
+
+    assert torch.allclose(found, wanted, rtol=0, atol=1e-5 * wanted.abs().max().item())
+
+
+def make_moe(experts: list[Mlp]) -> Moe:
+    config = MoeConfig(len(experts), 2, 48)
+    return Moe(config, Router(config, torch.zeros(0), None, None), experts, None, None)

@@ -35,6 +35,7 @@ from tests.support.models import VARIANTS, make_model_folder, prompt_of
 from tests.support.packed_folders import FORMATS, write_quantized
 from tests.support.random_folders import small_folder
 from tests.support.runner_drivers import Driver, drives_of
+from tests.support.triton_parts import require_triton
 
 Answers = tuple[list[int], list[Any]]
 NUM_TOKENS = 8
@@ -155,6 +156,19 @@ def test_the_second_start_reads_no_matrix_and_computes_the_same_bits(
     with reads_no_matrix(monkeypatch):
         assert answers(models[name], cache, quantize) == expected
     assert entries(cache) == [entry]
+
+
+@pytest.mark.triton
+def test_the_second_start_with_triton_kernels_reads_no_matrix_and_computes_the_same_bits(
+    models: dict[str, Path], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_triton()
+    expected = answers(models["gptq"], cache, "none", kernels="triton")
+
+    with reads_no_matrix(monkeypatch):
+        assert answers(models["gptq"], cache, "none", kernels="triton") == expected
+
+    assert len(entries(cache)) == 1
 
 
 def test_changed_weights_are_packed_again(folder: Path, cache: Path) -> None:

@@ -11,10 +11,13 @@ from torch import Tensor
 
 from baton.core.ids import RequestId
 from baton.core.sampling import SamplingParams
+from baton.engine.runner.load import RunnerConfig, load_runner
 from baton.engine.runner.model_runner import TorchRunner
 from baton.llm import LLM
 from tests.support.families import FAMILY_VARIANTS, RECURRENT
-from tests.support.models import prompt_of
+from tests.support.gguf_files import write_gguf
+from tests.support.models import VARIANTS, make_model_folder, prompt_of
+from tests.support.packed_folders import EVERY_FORMAT, write_quantized
 from tests.support.runner_drivers import Drive, Driver, drives_of
 from tests.support.triton_parts import require_triton
 
@@ -75,6 +78,19 @@ def test_tokens_with_int8_kv_equal_those_of_torch() -> None:
 
 
 @pytest.mark.triton
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_tokens_of_weights_quantized_at_load_equal_those_of_torch(
+    quantize: str, family_runner: LoadRunner
+) -> None:
+    settings = {"dtype": "float32", "quantize": quantize}
+    runners = [family_runner("phi3", kernels=each, **settings) for each in ("triton", "torch")]
+
+    found, wanted = map(family_tokens, runners)
+
+    assert found == wanted
+
+
+@pytest.mark.triton
 @pytest.mark.parametrize("name", sorted(FAMILY_VARIANTS.keys() | RECURRENT))
 def test_tokens_of_each_family_equal_those_of_torch(name: str, family_runner: LoadRunner) -> None:
     runners = [family_runner(name, dtype="float32", kernels=each) for each in ("triton", "torch")]
@@ -97,3 +113,50 @@ def test_logprobs_in_bfloat16_are_close_to_those_of_torch(
 
     assert len(found) == 39
     assert (found - wanted).abs().median() < HALF_TOLERANCE
+
+
+QUANTIZED = [
+    ("glm4", "gptq-v2-ordered"),
+    ("qwen3-moe", "gptq-v2-ordered"),
+    ("deepseek-v2-lite", "bytes"),
+    ("gpt-oss", "mxfp4"),
+    ("llama4-vision", "packed"),
+]
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(("family", "written"), QUANTIZED)
+def test_tokens_of_a_quantized_folder_equal_those_of_torch_on_its_dequantized_weights(
+    family: str, written: str, family_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    packed, plain = write_quantized(family_folder(family), tmp_path, EVERY_FORMAT[written])
+
+    found, wanted = folder_tokens(packed, "triton"), folder_tokens(plain, "torch")
+
+    assert found == wanted
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_1", "Q8_0"])
+def test_logprobs_of_gguf_files_in_bfloat16_are_close_to_those_of_torch(
+    kind: str, tmp_path: Path
+) -> None:
+    folder = make_model_folder(tmp_path / "llama", VARIANTS["llama"])
+    file = write_gguf(folder, tmp_path / "model.gguf", kind).path
+
+    found, wanted = (file_logprobs(file, each) for each in ("triton", "torch"))
+
+    assert (found - wanted).abs().median() < HALF_TOLERANCE
+
+
+def folder_tokens(folder: Path, kernels: str) -> list[list[int]]:
+    settings = RunnerConfig(str(folder), dtype="float32", kernels=kernels, kv_cache_bytes=4 << 20)
+    with load_runner(settings) as runner:
+        drives = drives_of([prompt_of(20), prompt_of(1)], num_tokens=4)
+        return family_driver(runner, chunk=18).run(*drives)
+
+
+def file_logprobs(file: Path, kernels: str) -> Tensor:
+    settings = RunnerConfig(str(file), dtype="bfloat16", kernels=kernels, kv_cache_bytes=4 << 20)
+    with load_runner(settings) as runner:
+        return prompt_logprobs(runner)

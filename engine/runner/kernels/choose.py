@@ -81,7 +81,7 @@ def choose_parts(
         )
     if name == "triton":
         require_triton(device)
-        return triton_parts()
+        return triton_parts(dtype, device)
     if not is_native:
         return TORCH
     try:
@@ -108,17 +108,19 @@ def native_parts(*, int8_activations: bool = False) -> Parts:
     )
 
 
-def triton_parts() -> Parts:
+def triton_parts(dtype: torch.dtype, device: torch.device) -> Parts:
     """Import the Triton kernels, which takes a second."""
     from baton.engine.runner.triton.triton_attention import TritonPagedAttention
+    from baton.engine.runner.triton.triton_linear import TritonPacker
     from baton.engine.runner.triton.triton_linear_attention import TritonLinearAttention
     from baton.engine.runner.triton.triton_ops import TritonOps
     from baton.engine.runner.triton.triton_sampling import TritonSampling
 
     if uses_interpreter():
-        from baton.engine.runner.triton.interpreter import correct_interpreter
+        from baton.engine.runner.triton.interpreter import correct_interpreter, speed_up_calls
 
         correct_interpreter()
+        speed_up_calls()
     ops = TritonOps()
     return Parts(
         "triton",
@@ -126,6 +128,7 @@ def triton_parts() -> Parts:
         TritonPagedAttention,
         partial(unfused_layers, ops),
         TritonLinearAttention,
+        TritonPacker(dtype, device),
         sampling=TritonSampling(),
         has_static_launches=True,
     )

@@ -38,6 +38,7 @@ class NativeOps:
     """Implements `Ops` and `Packer`."""
 
     copies_weights = True
+    keeps_quantized = True
 
     def __init__(self, kernels: Kernels, *, int8_activations: bool = False) -> None:
         """`int8_activations`: weights of 4 and 6 bits multiply activations rounded to 8 bits."""

@@ -42,6 +42,7 @@ class Ops(Protocol):
     """Operations of a decoder. Each rounds to the dtype of its input where torch does."""
 
     copies_weights: bool  # `linear` copies the weight, so that it can be a mapped file
+    keeps_quantized: bool  # quantized matrices are multiplied as they are
 
     def linear(self, weight: Tensor | Quantized, bias: Tensor | None) -> Linear:
         """Make a linear layer. It owns the tensors from then on, and can keep or copy them."""

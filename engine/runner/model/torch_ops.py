@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from baton.checkpoint.quantized import Quantized
 from baton.engine.runner.model.config import Activation, MoeConfig, Scoring
-from baton.engine.runner.model.linear import ExpertChoice, Moe, Router
+from baton.engine.runner.model.linear import ExpertChoice, Linear, Moe, Router
 from baton.engine.runner.model.mlp import mix_experts
 from baton.engine.runner.model.ops import MlpGate, Norm, Peaks
 from baton.engine.runner.model.rope import Angles, rotate
@@ -20,8 +20,9 @@ class TorchOps:
     """Reference implementation in plain torch."""
 
     copies_weights = False
+    keeps_quantized = False
 
-    def linear(self, weight: Tensor | Quantized, bias: Tensor | None) -> TorchLinear:
+    def linear(self, weight: Tensor | Quantized, bias: Tensor | None) -> Linear:
         plain = weight.dequantize() if isinstance(weight, Quantized) else weight
         return TorchLinear(plain, bias)
 

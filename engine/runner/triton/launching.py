@@ -11,6 +11,7 @@ from baton.engine.runner.device import cuda
 from baton.engine.runner.device.device import on_device_of
 
 INTERPRETED_PROCESSORS = 132
+PIECE_COLUMNS = 1024  # of a row, that one program of an elementwise kernel computes
 
 
 def launch(
@@ -32,3 +33,8 @@ def row_contiguous(tensor: Tensor) -> Tensor:
 def count_processors(device: torch.device) -> int:
     """Return the streaming multiprocessors of a GPU. The interpreter takes itself for an H100."""
     return INTERPRETED_PROCESSORS if device.type == "cpu" else cuda.count_processors(device)
+
+
+def pieces(rows: Tensor) -> tuple[int, int]:
+    """Return the grid of programs that each compute a piece of a row."""
+    return rows.shape[0], -(-rows.shape[1] // PIECE_COLUMNS)

@@ -1,11 +1,16 @@
-"""Operations of a decoder in Triton. Products and routing are those of torch."""
+"""Operations of a decoder in Triton. Products of plain matrices and routing are those of torch."""
 
 from __future__ import annotations
+
+from weakref import WeakKeyDictionary
 
 import torch
 import triton
 from torch import Tensor
 
+from baton.checkpoint.quantized import Quantized
+from baton.engine.runner.model.linear import ExpertChoice, Linear, Moe
+from baton.engine.runner.model.mlp import mix_experts
 from baton.engine.runner.model.ops import MlpGate, Norm, Peaks
 from baton.engine.runner.model.rope import Angles
 from baton.engine.runner.model.torch_ops import TorchOps
@@ -18,16 +23,34 @@ from baton.engine.runner.triton.elementwise_kernels import (
     rms_norm_kernel,
     rope_kernel,
 )
-from baton.engine.runner.triton.launching import launch, row_contiguous
+from baton.engine.runner.triton.launching import PIECE_COLUMNS, launch, pieces, row_contiguous
+from baton.engine.runner.triton.matrix_layout import pack
+from baton.engine.runner.triton.triton_experts import (
+    Experts,
+    join_experts,
+    multiply_experts,
+    sort_rows,
+    sum_experts,
+)
+from baton.engine.runner.triton.triton_linear import make_linear
 
-PIECE_COLUMNS = 1024  # of a row, that one program of an elementwise kernel computes
 PEAK_COLUMNS = 4096  # of logits, that a program reads at a time
 THREAD_COLUMNS = 32  # of a row that one program computes, per thread
 MAX_ROPE_NUMBERS = 2048  # of half the heads in a program
 
 
 class TritonOps(TorchOps):
-    """Implements `Ops`: elementwise kernels, and products by torch, which calls the vendor's."""
+    """Implements `Ops`. Torch multiplies plain matrices, with the library of the GPU's vendor."""
+
+    keeps_quantized = True
+
+    def __init__(self) -> None:
+        self._experts: WeakKeyDictionary[Moe, Experts | None] = WeakKeyDictionary()
+
+    def linear(self, weight: Tensor | Quantized, bias: Tensor | None) -> Linear:
+        if isinstance(weight, Tensor):
+            return super().linear(weight, bias)
+        return make_linear(pack(weight), bias, weight.numbers.device)
 
     def rms_norm(self, hidden_states: Tensor, norm: Norm) -> Tensor:
         src = row_contiguous(hidden_states)
@@ -108,7 +131,7 @@ class TritonOps(TorchOps):
         dst = gate_up.new_empty(num_rows, size)
         launch(
             gate_kernel,
-            _pieces(dst),
+            pieces(dst),
             dst,
             gate_up,
             gate_up.stride(0),
@@ -125,7 +148,7 @@ class TritonOps(TorchOps):
         dst = torch.empty_like(src, memory_format=torch.contiguous_format)
         launch(
             multiply_sigmoid_kernel,
-            _pieces(dst),
+            pieces(dst),
             dst,
             src,
             gates,
@@ -142,7 +165,7 @@ class TritonOps(TorchOps):
         dst = torch.empty_like(src, memory_format=torch.contiguous_format)
         launch(
             add_kernel,
-            _pieces(dst),
+            pieces(dst),
             dst,
             src,
             output,
@@ -153,6 +176,22 @@ class TritonOps(TorchOps):
             num_columns=PIECE_COLUMNS,
         )
         return dst
+
+    def mix_experts(
+        self, moe: Moe, gate: MlpGate, hidden_states: Tensor, routing: ExpertChoice
+    ) -> Tensor:
+        if moe not in self._experts:
+            self._experts[moe] = join_experts(moe.experts)
+        experts = self._experts[moe]
+        if experts is None:
+            return mix_experts(self, moe, gate, hidden_states, routing)
+        rows = sort_rows(experts, routing, hidden_states.dtype)
+        weights, scales_input = routing.weights.contiguous(), moe.config.scales_input
+        scales = weights if scales_input else None
+        gate_up = multiply_experts(experts.gate_up, hidden_states, rows, scales)
+        gated = self.apply_gate(gate_up, gate)
+        outputs = multiply_experts(experts.down, gated, rows, is_down=True)
+        return sum_experts(outputs, weights, weighs=not scales_input)
 
     def find_peaks(self, logits: Tensor) -> Peaks:
         logits = row_contiguous(logits)
@@ -170,11 +209,6 @@ class TritonOps(TorchOps):
             num_columns=PEAK_COLUMNS,
         )
         return Peaks(token_ids, are_finite)
-
-
-def _pieces(rows: Tensor) -> tuple[int, int]:
-    """Return the grid of programs that each compute a piece of a row."""
-    return rows.shape[0], -(-rows.shape[1] // PIECE_COLUMNS)
 
 
 def _row_warps(size: int) -> int:

@@ -71,7 +71,7 @@ def write_packed(
 
     def write(piece: tuple[_Region, Tensor]) -> str:
         region, data = piece
-        view = data[: region.num_bytes].numpy().data
+        view = data[: region.num_bytes].cpu().numpy().data
         written = 0
         while written < len(view):  # a part of it before the disk is full
             written += os.pwrite(file.fileno(), view[written:], region.first + written)

@@ -283,7 +283,7 @@ class TensorLoader:
     def _join(self, parts: Sequence[Quantized]) -> Tensor | Quantized:
         """Join parts by row, in one format where their formats differ."""
         placed = [replace(part, dtype=self._target.dtype).on(self._target.device) for part in parts]
-        if self._target.parts.ops.copies_weights:
+        if self._target.parts.ops.keeps_quantized:
             return stacked([part.with_half_scales() for part in in_one_format(placed)])
         return torch.cat([part.dequantize() for part in placed])
 

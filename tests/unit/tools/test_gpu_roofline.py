@@ -185,6 +185,7 @@ class CountingOps(TorchOps):
 
     def linear(self, weight: Tensor | Quantized, bias: Tensor | None) -> CountingLinear:
         linear = self._ops.linear(weight, bias)
+        assert isinstance(linear, TorchLinear)
         return CountingLinear(linear.weight, linear.bias, self._counted)
 
     def rms_norm(self, hidden_states: Tensor, norm: Norm) -> Tensor:

@@ -1,0 +1,130 @@
+"""Linear layers of quantized matrices in Triton, and their packing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from baton.checkpoint.quantized import Quantized
+from baton.engine.runner.kernels.packed_weight import PackedWeight
+from baton.engine.runner.model.linear import Linear
+from baton.engine.runner.model.torch_ops import TorchLinear
+from baton.engine.runner.triton.launching import launch, row_contiguous
+from baton.engine.runner.triton.matrix_layout import (
+    Kind,
+    MatrixLayout,
+    dtype_of,
+    layout_of,
+    pack,
+)
+from baton.engine.runner.triton.product_kernels import linear_kernel, rows_kernel
+
+NUM_STAGES = 3  # steps that a program loads ahead
+
+
+class ProductTile(NamedTuple):
+    """Sizes of a program of the product kernels. A token's bits do not depend on them."""
+
+    num_tokens: int
+    num_rows: int
+
+
+# Tensor cores multiply tiles of 64 tokens by other instructions than smaller ones.
+FEW_TOKENS = ProductTile(16, 32)
+MANY_TOKENS = ProductTile(32, 64)
+
+
+def product_tile(num_tokens: float, dtype: torch.dtype) -> ProductTile:
+    """Return the tile for that many tokens of a matrix. Large ones of float32 spill registers."""
+    is_large = num_tokens > FEW_TOKENS.num_tokens and dtype.itemsize == 2
+    return MANY_TOKENS if is_large else FEW_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class TritonLinear:
+    """Implements `Linear` with a packed matrix of 4 or 8 bits."""
+
+    layout: MatrixLayout
+    packed: Tensor
+    dtype: torch.dtype  # of dequantized rows
+    bias: Tensor | None
+    column_order: Tensor | None  # int32: permutes the activations
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        src = row_contiguous(hidden_states)
+        num_tokens, num_rows = len(src), self.layout.num_rows
+        dst = src.new_empty(num_tokens, num_rows)
+        tile = product_tile(num_tokens, src.dtype)
+        launch(
+            linear_kernel,
+            (triton.cdiv(num_tokens, tile.num_tokens), triton.cdiv(num_rows, tile.num_rows)),
+            dst,
+            src,
+            self.packed,
+            dst if self.bias is None else self.bias,
+            self._order_or(dst),
+            num_tokens,
+            src.stride(0),
+            matrix=self.layout,
+            tile_tokens=tile.num_tokens,
+            tile_rows=tile.num_rows,
+            has_bias=self.bias is not None,
+            has_order=self.column_order is not None,
+            num_warps=4,
+            num_stages=NUM_STAGES,
+        )
+        return dst
+
+    def rows(self, row_ids: Tensor) -> Tensor:
+        row_ids = row_ids.contiguous()
+        num_columns = self.layout.num_columns
+        dst = torch.empty(len(row_ids), num_columns, dtype=self.dtype, device=row_ids.device)
+        launch(
+            rows_kernel,
+            (len(row_ids), self.layout.num_pieces),
+            dst,
+            row_ids,
+            self.packed,
+            self._order_or(dst),
+            matrix=self.layout,
+            has_order=self.column_order is not None,
+            num_warps=1,
+        )
+        return dst
+
+    def _order_or(self, unused: Tensor) -> Tensor:
+        return unused if self.column_order is None else self.column_order
+
+
+class TritonPacker:
+    """Implements `Packer` for matrices on a device. Plain ones are kept for torch's products."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        self._device = device
+
+    @property
+    def layout(self) -> str:
+        """Return the dtype, to which plain matrices are rounded. Others differ with the sources."""
+        return f"triton {self._dtype}"
+
+    def pack(self, weight: Tensor | Quantized) -> PackedWeight:
+        return pack(weight)
+
+    def packed_linear(self, packed: PackedWeight, bias: Tensor | None) -> Linear:
+        """Copy the matrix to the device, unless it is there."""
+        return make_linear(packed, bias, self._device)
+
+
+def make_linear(packed: PackedWeight, bias: Tensor | None, device: torch.device) -> Linear:
+    data, dtype, layout = packed.data.to(device), dtype_of(packed.fields), layout_of(packed.fields)
+    if layout.kind == Kind.PLAIN.value:
+        return TorchLinear(data.view(dtype).view(layout.num_rows, layout.num_columns), bias)
+    order = packed.column_order
+    if order is not None:
+        order = order.to(device, torch.int32)
+    return TritonLinear(layout, data, dtype, bias, order)

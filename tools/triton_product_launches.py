@@ -1,0 +1,96 @@
+"""Launches of the Triton kernels of linear layers and experts, in the formats of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from baton.checkpoint.quantized import Quantized
+from baton.engine.runner.model.config import MoeConfig
+from baton.engine.runner.model.linear import ExpertChoice, Linear, Mlp, Moe, Router
+from baton.engine.runner.model.ops import MlpGate
+from tools.triton_compilation import Launch, parts, recorded_launches
+
+HIDDEN_SIZE = 4096
+# Bits, columns of a group and dtype of the scales of quantized matrices.
+FORMATS = {
+    "int8": (8, HIDDEN_SIZE, torch.float32),
+    "int4 group 32": (4, 32, torch.bfloat16),
+    "int4 group 128": (4, 128, torch.float16),
+    "q4_k": (4, 32, torch.float16),
+    "q6_k": (8, 16, torch.float16),
+    "mxfp4": (4, 32, torch.float32),
+}
+EXPERT_FORMATS = ("plain", "int4 group 128", "q4_k", "mxfp4")
+NUM_EXPERTS, TOP_K, EXPERT_SIZE = 8, 2, 256
+
+
+def product_launches(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
+    """Yield the launches of linear layers of quantized matrices, and of their rows."""
+    ids = torch.arange(2)
+    for name in FORMATS:
+        matrix = quantized(name, 512, HIDDEN_SIZE, dtype)
+        for num_tokens in (1, 64):
+            src = torch.zeros(num_tokens, HIDDEN_SIZE, dtype=dtype)
+            with recorded_launches() as launches:
+                parts().ops.linear(matrix, torch.zeros(512, dtype=dtype))(src)
+            yield f"linear {name} tokens {num_tokens}", launches[0]
+        with recorded_launches() as launches:
+            parts().ops.linear(matrix, None).rows(ids)
+        yield f"rows {name}", launches[0]
+    name = "int4 group 128"
+    matrix = quantized(name, 512, HIDDEN_SIZE, dtype)
+    ordered = replace(matrix, order=torch.arange(HIDDEN_SIZE))
+    with recorded_launches() as launches:
+        parts().ops.linear(ordered, None)(src)
+    yield f"linear {name} ordered", launches[0]
+
+
+def expert_launches(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
+    """Yield the launches of a mixture of experts."""
+    ops, gate = parts().ops, MlpGate()
+    for name in EXPERT_FORMATS:
+        mlp = Mlp(
+            biased_linear(name, 2 * EXPERT_SIZE, HIDDEN_SIZE, dtype),
+            biased_linear(name, HIDDEN_SIZE, EXPERT_SIZE, dtype),
+        )
+        for num_tokens, scales_input in ((1, False), (512, False), (512, True)):
+            config = MoeConfig(NUM_EXPERTS, TOP_K, EXPERT_SIZE, scales_input=scales_input)
+            router = Router(config, torch.zeros(NUM_EXPERTS, HIDDEN_SIZE), None, None)
+            moe = Moe(config, router, [mlp] * NUM_EXPERTS, None, None)
+            choice = torch.zeros(num_tokens, TOP_K)
+            src = torch.zeros(num_tokens, HIDDEN_SIZE, dtype=dtype)
+            with recorded_launches() as launches:
+                ops.mix_experts(moe, gate, src, ExpertChoice(choice.long(), choice))
+            plan, gate_up, _, down, total = launches
+            suffix = f"{name} tokens {num_tokens}" + " scaled" * scales_input
+            yield f"experts up {suffix}", gate_up
+            yield f"experts down {suffix}", down
+            yield f"plan_tiles {num_tokens}", plan
+            yield "sum_experts" + " scaled" * scales_input, total
+
+
+def biased_linear(name: str, num_rows: int, num_columns: int, dtype: torch.dtype) -> Linear:
+    bias = torch.zeros(num_rows, dtype=dtype)
+    if name == "plain":
+        return parts().ops.linear(torch.zeros(num_rows, num_columns, dtype=dtype), bias)
+    return parts().ops.linear(quantized(name, num_rows, num_columns, dtype), bias)
+
+
+def quantized(name: str, num_rows: int, num_columns: int, dtype: torch.dtype) -> Quantized:
+    """Return a matrix of zeros in a format."""
+    bits, group, scale_dtype = FORMATS[name]
+    scales = torch.zeros(num_rows, -(-num_columns // group), dtype=scale_dtype)
+    has_zeros = name not in ("q4_k", "mxfp4")
+    return Quantized(
+        torch.zeros(num_rows, num_columns, dtype=torch.uint8),
+        scales,
+        scales.to(torch.uint8) if has_zeros else scales[:, :0].to(torch.uint8),
+        bits,
+        group,
+        dtype,
+        is_mxfp4=name == "mxfp4",
+        offsets=scales if name == "q4_k" else None,
+    )
