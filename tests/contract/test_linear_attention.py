@@ -280,9 +280,10 @@ class TritonExample(NamedTuple):
 
 
 TRITON_EXAMPLES = {
-    "small": TritonExample(RecurrentConfig(1, 1, 8, 4, 3), (3, 1), 2),
+    # Kept inputs that fill no row, and a tile that is not full.
+    "small": TritonExample(RecurrentConfig(1, 1, 8, 5, 3), (3, 1), 2),
     "groups": TritonExample(RecurrentConfig(2, 4, 12, 20, 4), (9, 1, 4), 4),
-    # Heads of several tiles, the last one not full, and kept inputs that fill no row.
+    # Heads of several tiles, the last one not full.
     "tiles": TritonExample(RecurrentConfig(1, 3, 33, 40, 3), (7, 5), 7),
     "wide": TritonExample(RecurrentConfig(1, 1, 128, 128, 4), (2, 3), 1),
 }
