@@ -9,6 +9,7 @@
 #   make constraints  writes the versions in .venv to constraints.txt
 #   make bench        benchmarks of scheduler and engine
 #   make test-triton  the Triton kernels in the interpreter, and compiled; installs Triton, 1 GB
+#   make gpu          all of it on a GPU, and a report in gpu-report.md; needs an NVIDIA GPU
 #   make sanitize     the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer, a minute
 #   make arm64        compares emulated arm64 kernels with the host's; needs a cross compiler
 #   make soak         a cluster under load and faults for MINUTES (20), with every answer checked
@@ -29,7 +30,7 @@ CPP_FILES = $(shell find benchmarks engine tools -name '*.cpp' -o -name '*.h' -o
 export PYTHONDONTWRITEBYTECODE :=
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-triton check lint fast-tests sanitize arm64 soak containers breaking docs dist constraints bench format clean
+.PHONY: demo test test-triton gpu check lint fast-tests sanitize arm64 soak containers breaking docs dist constraints bench format clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/baton demo
@@ -41,6 +42,9 @@ test: $(VENV)/.dev $(STUBS)
 
 test-triton: $(VENV)/.triton $(STUBS)
 	$(PYTEST) -k triton -m "not gpu and not containers" -n $(WORKERS) --dist worksteal
+
+gpu: $(VENV)/.triton $(STUBS)
+	$(BIN)/python -m tools.gpu_report
 
 # At the same time; each prints its output when it has ended.
 check: $(VENV)/.dev $(STUBS)

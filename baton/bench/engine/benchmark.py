@@ -51,6 +51,7 @@ class EngineBench:
     num_runs: int = 5
     kv_cache_dtype: str = "auto"
     activation_dtypes: Sequence[str] = ("auto",)
+    device: str = "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class Rate:
     median_tokens_per_s: float
     worst_tokens_per_s: float
     best_tokens_per_s: float
-    share_of_limit: float | None  # median of the rounds; None without native kernels
+    share_of_limit: float | None  # median of the rounds; None without native kernels, or on a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ def run(bench: EngineBench, on_rate: Callable[[Rate], None]) -> EngineFigures:
             )
             for made in itertools.product(bench.kernels, bench.quantize, bench.activation_dtypes)
         }
-        limits = _limit_meter()
+        limits = _limit_meter() if bench.device == "cpu" else None
         rates = []
         for prompt_len in bench.prompt_lens:
             rates += _rates("prefill", prompt_len, bench.num_runs, meters, _Meter.prefill, limits)
@@ -112,6 +113,7 @@ def _config(bench: EngineBench, kernels: str, quantize: str, activation_dtype: s
     return RunnerConfig(
         model=bench.model,
         dtype=bench.dtype,
+        device=bench.device,
         num_threads=bench.num_threads,
         max_num_seqs=max(bench.batch_sizes),
         kv_cache_share=0.1,

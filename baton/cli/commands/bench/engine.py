@@ -17,9 +17,11 @@ def engine(
         str, Option("Model folder, or a name on the Hugging Face hub.")
     ] = "models/demo",
     dtype: Annotated[str, Option("auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, Option("cpu, cuda or cuda:N.")] = "cpu",
     threads: Annotated[int | None, Option("Number of torch threads.")] = None,
     kernels: Annotated[
-        str, Option("auto, native or torch; a comma-separated list is measured alternately.")
+        str,
+        Option("auto, native, triton or torch; a comma-separated list is measured alternately."),
     ] = "auto",
     quantize: Annotated[
         str, Option("none, int8 or int4; a comma-separated list is measured alternately.")
@@ -44,7 +46,7 @@ def engine(
     sizes = parse_numbers(prompts), parse_numbers(batches)
     activations = parse_names(activation_dtype)
     what = EngineBench(
-        model, dtype, threads, *made, *sizes, steps, runs, kv_cache_dtype, activations
+        model, dtype, threads, *made, *sizes, steps, runs, kv_cache_dtype, activations, device
     )
     with console(stderr=True).status("measuring") as status:
 

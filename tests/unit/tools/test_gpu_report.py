@@ -1,0 +1,52 @@
+"""Report of a GPU: failing, slow and missing commands are part of it."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tools.gpu_report import MAX_SHOWN_LINES, Check, checks, report, run
+
+
+def python(program: str, limit_s: float = 60.0) -> Check:
+    return Check("check", (sys.executable, "-c", program), limit_s)
+
+
+@pytest.mark.parametrize(
+    ("check", "status", "output"),
+    [
+        (python("print('hello')"), "ok", "hello"),
+        (python("import sys; print('why'); sys.exit(3)"), "failed with exit code 3", "why"),
+        (python("import os; print(os.environ['TRITON_INTERPRET'])"), "ok", "0"),
+        (Check("check", ("/no/such/command",)), "did not start: ", ""),
+    ],
+)
+def test_an_outcome_has_status_and_output(check: Check, status: str, output: str) -> None:
+    outcome = run(check)
+
+    assert outcome.status.startswith(status)
+    assert outcome.output.strip() == output
+
+
+def test_a_command_ends_at_its_limit() -> None:
+    outcome = run(python("import time; print('begun', flush=True); time.sleep(60)", limit_s=3.0))
+
+    assert outcome.status == "ended after 3 s"
+    assert outcome.output.startswith("begun")
+
+
+def test_the_report_has_a_table_and_the_last_lines_of_each_output() -> None:
+    long = run(python(f"print(*range({MAX_SHOWN_LINES + 5}), sep='\\n')"))
+
+    text = report([long])
+
+    assert "| check | ok | " in text
+    assert "(5 lines are left out)\n5\n6\n" in text
+
+
+def test_each_check_names_the_device_and_the_model_where_it_can() -> None:
+    commands = [" ".join(check.command) for check in checks("cuda:1", "some/model")]
+
+    assert sum("--device cuda:1" in command for command in commands) == 4
+    assert sum("--model some/model" in command for command in commands) == 3
