@@ -6,7 +6,8 @@ all segments, or several do and another kernel merges their sums. A segment, or 
 a row does not see leaves the row's sums as they are: an output depends on its own context only,
 not on the batch or on the tile.
 
-Arguments that differ from pass to pass are not specialised: each variant would be compiled.
+Arguments that differ from pass to pass are not specialised: each variant would be compiled. So they
+are no fields of tuples, which Triton always specialises.
 """
 
 # Triton reads the annotations, which must not be strings.
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from baton.engine.runner.triton.attention_arguments import Batch
 from baton.engine.runner.triton.attention_sums import (
     Sums,
     add_piece,
@@ -190,9 +192,25 @@ def store_output(dst, sums, tile, first, num_columns: tl.constexpr, sizes: tl.co
     tl.store(rows[:, None] + columns[None, :], output, mask=is_inside)
 
 
-@triton.jit(do_not_specialize=["batch"], do_not_specialize_on_alignment=["sinks"])
-def attention_kernel(dst, queries, sinks, batch, cache, scores, sizes: tl.constexpr):
+@triton.jit(
+    do_not_specialize=["num_sequences", "table_stride"],
+    do_not_specialize_on_alignment=["sinks", "block_table", "query_starts", "context_lens"],
+)
+def attention_kernel(
+    dst,
+    queries,
+    sinks,
+    block_table,
+    query_starts,
+    context_lens,
+    num_sequences,
+    table_stride,
+    cache,
+    scores,
+    sizes: tl.constexpr,
+):
     """Attention of a tile over all of its keys."""
+    batch = Batch(block_table, query_starts, context_lens, num_sequences, table_stride)
     tile = locate_tile(batch, scores, sizes)
     query = load_query(queries, tile, sizes)
     sums = first_sums(sinks, tile, sizes, sizes.padded_value_dim)
@@ -203,38 +221,70 @@ def attention_kernel(dst, queries, sinks, batch, cache, scores, sizes: tl.conste
     store_output(dst, sums, tile, 0, sizes.padded_value_dim, sizes)
 
 
-@triton.jit(do_not_specialize=["split", "batch"])
-def segments_kernel(queries, partials, split, batch, cache, scores, sizes: tl.constexpr):
+@triton.jit(
+    do_not_specialize=["num_sequences", "table_stride", "num_segments", "program_segments"],
+    do_not_specialize_on_alignment=["block_table", "query_starts", "context_lens"],
+)
+def segments_kernel(
+    queries,
+    partials,
+    num_segments,
+    program_segments,
+    block_table,
+    query_starts,
+    context_lens,
+    num_sequences,
+    table_stride,
+    cache,
+    scores,
+    sizes: tl.constexpr,
+):
     """Sums of a tile over each of the program's segments."""
+    batch = Batch(block_table, query_starts, context_lens, num_sequences, table_stride)
     tile = locate_tile(batch, scores, sizes)
     query = load_query(queries, tile, sizes)
     segment_keys: tl.constexpr = sizes.segment_keys
     first = tile.start // segment_keys
-    begin = first + tl.program_id(2) * split.program_segments
-    end = tl.minimum(begin + split.program_segments, tl.cdiv(tile.end, segment_keys))
+    begin = first + tl.program_id(2) * program_segments
+    end = tl.minimum(begin + program_segments, tl.cdiv(tile.end, segment_keys))
     for segment in range(begin, end):
         sums = attend_segment(segment, query, tile, batch, cache, scores, sizes)
-        places = tile.query_rows * split.num_segments + segment - first
+        places = tile.query_rows * num_segments + segment - first
         rows = partials.outputs + places * sizes.value_dim
         store_rows(rows, sums.output, tile.is_row, sizes.value_dim, sizes.padded_value_dim)
         tl.store(partials.sums + 2 * places, sums.highest, mask=tile.is_row)
         tl.store(partials.sums + 2 * places + 1, sums.total, mask=tile.is_row)
 
 
-@triton.jit(do_not_specialize=["split", "batch"], do_not_specialize_on_alignment=["sinks"])
+@triton.jit(
+    do_not_specialize=["num_sequences", "table_stride", "num_segments"],
+    do_not_specialize_on_alignment=["sinks", "block_table", "query_starts", "context_lens"],
+)
 def merge_kernel(
-    dst, sinks, partials, split, batch, scores, num_columns: tl.constexpr, sizes: tl.constexpr
+    dst,
+    sinks,
+    partials,
+    num_segments,
+    block_table,
+    query_starts,
+    context_lens,
+    num_sequences,
+    table_stride,
+    scores,
+    num_columns: tl.constexpr,
+    sizes: tl.constexpr,
 ):
     """Attention of a tile, some columns of it, from the sums over its segments."""
+    batch = Batch(block_table, query_starts, context_lens, num_sequences, table_stride)
     tile = locate_tile(batch, scores, sizes)
     first_column = tl.program_id(2) * num_columns
     columns = first_column + tl.arange(0, num_columns)
     is_inside = tile.is_row[:, None] & (columns < sizes.value_dim)[None, :]
     sums = first_sums(sinks, tile, sizes, num_columns)
     segment_keys: tl.constexpr = sizes.segment_keys
-    num_segments = tl.cdiv(tile.end, segment_keys) - tile.start // segment_keys
-    for segment in tl.range(num_segments, loop_unroll_factor=2):
-        places = tile.query_rows * split.num_segments + segment
+    num_own = tl.cdiv(tile.end, segment_keys) - tile.start // segment_keys
+    for segment in tl.range(num_own, loop_unroll_factor=2):
+        places = tile.query_rows * num_segments + segment
         outputs = (partials.outputs + places * sizes.value_dim)[:, None] + columns[None, :]
         added = Sums(
             tl.load(partials.sums + 2 * places, mask=tile.is_row, other=0.0),
