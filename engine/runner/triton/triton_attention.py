@@ -61,7 +61,7 @@ def attention_tile(head_dim: int, gqa_group_size: int, kv_dtype: torch.dtype) ->
     `python -m tools.report_triton_kernels` reports the registers.
     """
     num_warps = 4 if head_dim * kv_dtype.itemsize <= 512 else 8
-    is_limited = num_warps == 4 and (kv_dtype is torch.int8 or head_dim > 128)
+    is_limited = num_warps == 4 and (kv_dtype.itemsize != 2 or head_dim > 128)
     return AttentionTile(
         num_heads=min(gqa_group_size, NUM_ROWS),
         num_keys=32 if kv_dtype.itemsize == 2 and head_dim <= 256 else 16,
