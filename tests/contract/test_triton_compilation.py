@@ -65,6 +65,7 @@ def test_tiles_of_few_and_of_many_tokens_multiply_by_the_same_instruction(
     assert products == {"['mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32']"}
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_kernel_compiles_without_spills(target: str, tmp_path: Path) -> None:
     found = compiled(tmp_path, "--target", target)
