@@ -34,10 +34,10 @@ LENGTH = 40
 # Operations that compute nothing new: memory, indices, comparisons.
 MOVES = frozenset(
     {
-        *("arange", "cat", "clone", "contiguous", "detach_", "empty", "empty_like", "eq"),
-        *("flatten", "gather", "gt", "index", "index_select", "isneginf", "item", "lift_fresh"),
-        *("max", "new_ones", "randint", "resolve_conj", "resolve_neg", "split_with_sizes", "to"),
-        *("transpose", "unsqueeze", "view", "where", "zeros_like"),
+        *("arange", "cat", "clone", "contiguous", "detach", "detach_", "empty", "empty_like"),
+        *("eq", "flatten", "gather", "gt", "index", "index_select", "isneginf", "item"),
+        *("lift_fresh", "max", "new_ones", "randint", "resolve_conj", "resolve_neg"),
+        *("split_with_sizes", "to", "transpose", "unsqueeze", "view", "where", "zeros_like"),
     }
 )
 ARITHMETIC: Mapping[str, frozenset[str]] = {
