@@ -222,7 +222,8 @@ def test_a_broken_stream_cancels_its_calls_on_the_node() -> None:
 
 def test_a_deadline_that_expires_on_the_node_is_a_deadline_exceeded_error() -> None:
     async def scenario() -> None:
-        async with stuck(timeout_s=0.5) as called:
+        # A busy machine may deliver the call late, for which a part of the deadline is allowed.
+        async with stuck(timeout_s=4.0) as called:
             span = await called.span()
 
         late = "DEADLINE_EXCEEDED"
