@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from baton.checkpoint.checkpoint import Checkpoint, Tensors
+from baton.checkpoint.checkpoint import Checkpoint, GenerationDefaults, Tensors
 from baton.checkpoint.hub import open_checkpoint
 from baton.core.errors import InvalidConfig
 from baton.engine.kv_cache.groups import CacheLayout
@@ -65,25 +65,15 @@ def load_runner(
     is_int8 = config.activation_dtype == "int8"
     parts = make_parts(config.kernels, dtype, device.place, int8_activations=is_int8)
     # Everything that can be wrong is found before the weights are loaded, which takes long.
-    processors = load_processors(
-        config.logits_processors, ModelView(str(checkpoint.path), model.vocab_size)
-    )
+    view = ModelView(str(checkpoint.path), model.vocab_size)
+    processors = load_processors(config.logits_processors, view)
     defaults, max_model_len = checkpoint.read_generation_defaults(), _max_model_len(config, model)
     batch = _make_batch(config, max_model_len, layout)
     cache = CacheShape(shape.block_bytes, max_model_len, layout)
     if config.kv_cache_bytes is not None:
         num_blocks_in(config.kv_cache_bytes, cache, device)
     weights = _load_weights(config, checkpoint, model, dtype, device, parts, on_progress)
-    info = ModelInfo(
-        checkpoint=checkpoint,
-        fingerprint=weights.fingerprint,
-        vocab_size=model.vocab_size,
-        max_model_len=max_model_len,
-        eos_token_ids=defaults.eos_token_ids,
-        defaults=defaults,
-        dtype=dtype_name(config, model),
-        max_shareable_prompt_len=model.max_shareable_prompt_len(),
-    )
+    info = _describe(config, checkpoint, model, weights.fingerprint, defaults)
 
     def make_runner(num_blocks: int, num_scratch_blocks: int = 0) -> TorchRunner:
         kv = shape.allocate(num_blocks + num_scratch_blocks, device.place)
@@ -104,10 +94,9 @@ def load_runner(
 
     num_blocks = choose_num_blocks(config, cache, device, make_runner)
     pool = _make_graph_pool(config, model, parts, device)
-    if pool is None:
-        return make_runner(num_blocks)
     # Padding rows of graphs write into one block more, which belongs to no request.
-    return _capture_graphs(config, make_runner(num_blocks, num_scratch_blocks=1), pool)
+    runner = make_runner(num_blocks, num_scratch_blocks=0 if pool is None else 1)
+    return runner if pool is None else _capture_graphs(config, runner, pool)
 
 
 class _Weights(NamedTuple):
@@ -138,6 +127,25 @@ def _load_weights(
             if cached is not None:
                 cached.digest = digest
     return _Weights(decoder, attention, _fingerprint(model, config, quantize, digest))
+
+
+def _describe(
+    config: RunnerConfig,
+    checkpoint: Checkpoint,
+    model: ModelConfig,
+    fingerprint: str,
+    defaults: GenerationDefaults,
+) -> ModelInfo:
+    return ModelInfo(
+        checkpoint=checkpoint,
+        fingerprint=fingerprint,
+        vocab_size=model.vocab_size,
+        max_model_len=_max_model_len(config, model),
+        eos_token_ids=defaults.eos_token_ids,
+        defaults=defaults,
+        dtype=dtype_name(config, model),
+        max_shareable_prompt_len=model.max_shareable_prompt_len(),
+    )
 
 
 def _plan_memory(
@@ -239,7 +247,7 @@ def _make_graph_pool(
     elif model.depends_on_length:
         cause = "angles of this model depend on the lengths of prompts"
     elif model.moe is not None:
-        cause = "the CPU reads which experts are chosen"
+        cause = "the CPU may have to read which experts are chosen"
     if pool is not None and cause:
         log.info("decode steps are launched without graphs: %s", cause)
     return None if cause else pool

@@ -47,7 +47,7 @@ class MemoryProfile(NamedTuple):
 
 
 class Device(Protocol):
-    """Where the runner computes. Work is done in the order of its launch."""
+    """A device that the runner computes on. Work is done in the order of its launch."""
 
     @property
     def place(self) -> torch.device: ...
