@@ -23,20 +23,21 @@ from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.plan import Pending, Plan, RunResult
 from baton.engine.runner.attention.kv_conversion import view_blocks, write_converted
 from baton.engine.runner.attention.kv_tensor import describe
-from baton.engine.runner.attention.paged_attention import AttentionPass, PagedAttention
+from baton.engine.runner.attention.paged_attention import PagedAttention
 from baton.engine.runner.device.decode_graphs import DecodeBatch, DecodeGraphs
-from baton.engine.runner.device.device import CpuDevice, Device, GraphPool
+from baton.engine.runner.device.device import CPU, Device, GraphPool
 from baton.engine.runner.device.fenced_hook import FencedHook
 from baton.engine.runner.device.graphs import GraphSize, StepShape
 from baton.engine.runner.device.step_inputs import StepInputs, make_inputs
+from baton.engine.runner.forward_passes import ForwardPasses
 from baton.engine.runner.input_batch import NO_DRAFTS, PersistentBatch, Step
-from baton.engine.runner.layout import Ints, PassLayout, empty_layout
+from baton.engine.runner.layout import empty_layout
 from baton.engine.runner.model.decoder import Decoder
-from baton.engine.runner.model.mixers import Ends, ForwardPass
 from baton.engine.runner.model.rope import Ropes
 from baton.engine.runner.model_info import KvMemory, ModelInfo, PassHook
 from baton.engine.runner.sampling.logits_processors import NO_PROCESSORS, Processors
 from baton.engine.runner.sampling.output_heads import (
+    HeadPass,
     HiddenStates,
     OutputHead,
     PromptLogprobs,
@@ -46,8 +47,8 @@ from baton.engine.runner.sampling.sampler import Sampler
 from baton.engine.runner.sampling.sampling import Sampling
 from baton.engine.runner.sampling.spec_decode import SpecDecoder
 from baton.engine.runner.sampling.torch_sampling import TORCH_SAMPLING
-from baton.engine.runner.state.linear_attention import LinearAttention, LinearAttentionPass
-from baton.engine.runner.state.state_tables import StateLayout, empty_states
+from baton.engine.runner.state.linear_attention import LinearAttention
+from baton.engine.runner.state.state_tables import empty_states
 from baton.engine.spec_decode.config import Speculation
 from baton.engine.spec_decode.ngram_proposer import NgramProposer
 from baton.engine.spec_decode.proposer import Drafts
@@ -73,28 +74,27 @@ class TorchRunner:
         processors: Processors = NO_PROCESSORS,
         linear_attention: LinearAttention | None = None,
         sampling: Sampling = TORCH_SAMPLING,
-        device: Device | None = None,  # None: the CPU
+        device: Device = CPU,
     ) -> None:
         self.info = info
         self.kv_memory: KvMemory = describe(kv, layout, info.dtype)
         self.speculation = speculation
         self.processors = processors
         self.hook: PassHook | None = None
-        self.device = CpuDevice() if device is None else device
+        self.device = device
         self.graphs: DecodeGraphs | None = None
         self.decoder = decoder
-        self._ropes = ropes
         self._kv = kv
         self._inputs = make_inputs(self.device)
         self._batch = batch
-        self._attention = attention
-        self._linear_attention = linear_attention
-        self.sampler = Sampler(
-            info.eos_token_ids, processors, decoder.ops.find_peaks, sampling, self._inputs
+        self._passes = ForwardPasses(
+            decoder, ropes, attention, linear_attention, info.max_model_len
         )
+        find_peaks = decoder.ops.find_peaks
+        self.sampler = Sampler(info.eos_token_ids, processors, find_peaks, sampling, self.device)
         self._heads: tuple[OutputHead, ...] = (
-            PromptLogprobs(decoder, self._inputs),
-            SamplingHead(decoder, self.sampler, info.vocab_size),
+            PromptLogprobs(decoder, self.device),
+            SamplingHead(decoder, self.sampler, info.vocab_size, self.device),
         )
         self._failed: frozenset[RequestId] = frozenset()  # rows without a token in the last pass
         self._spec_decoder = None
@@ -106,8 +106,8 @@ class TorchRunner:
 
     def __exit__(self, *error: object) -> None:
         # A reference to the runner that outlives the block must not keep the memory alive.
-        del self.decoder, self._kv, self._attention, self._batch, self._heads
-        del self._linear_attention, self._inputs, self.graphs
+        del self.decoder, self._kv, self._passes, self._batch, self._heads
+        del self.sampler, self._inputs, self.graphs
 
     def capture_graphs(self, pool: GraphPool, sizes: Sequence[GraphSize]) -> None:
         """Capture decode steps of these sizes, the largest first.
@@ -121,7 +121,7 @@ class TorchRunner:
             empty_states(layout.num_state_blocks) if layout.has_state else None,
         )
         scratch_block = self.kv_memory.num_blocks
-        graphs = DecodeGraphs(self.device, pool, self._prepare_decode, scratch_block)
+        graphs = DecodeGraphs(self.device, pool, self._passes.prepare_decode, scratch_block)
         with torch.inference_mode():
             graphs.capture(sizes, nothing)
         self.graphs = graphs
@@ -140,9 +140,10 @@ class TorchRunner:
             return _LaunchedPass(self._drain)
         step = self._batch.step(scheduled, self._draft(plan), plan.state_copies)
         with torch.inference_mode():
-            hidden_states = self._forward(step, plan)
+            hidden_states, heads = self._launch(step, plan)
         self._batch.advance(step)
-        return _LaunchedPass(partial(self._collect, step, hidden_states, self.device.record()))
+        fence = self.device.record()
+        return _LaunchedPass(partial(self._collect, step, hidden_states, heads, fence))
 
     def read_blocks(self, block_ids: Sequence[BlockId]) -> Iterator[memoryview]:
         """Yield the bytes of these blocks in order, copied after all work launched so far.
@@ -187,80 +188,52 @@ class TorchRunner:
             return None
         return FencedHook(self.hook, self.device, plan.is_retry)
 
-    def _forward(self, step: Step, plan: Plan) -> HiddenStates:
-        """Launch the decoder, as a graph if one fits."""
+    def _launch(self, step: Step, plan: Plan) -> tuple[HiddenStates, list[HeadPass]]:
+        """Launch the decoder, as a graph if one fits, and the heads."""
         needs_all = any(head.needs_all_tokens(step) for head in self._heads)
-        hook, size = self._fenced_hook(plan), None
-        if self.graphs is not None:
-            size = self.graphs.choose(_shape_of(step, needs_all, plan.is_retry))
-        if self.graphs is None or size is None:
-            return self._forward_eagerly(step, hook, needs_all)
-        batch = DecodeBatch(step.token_ids, step.layout, step.states)
-        hidden_states = self.graphs.replay(size, batch)
+        inputs, forward = self._prepare(step, plan, needs_all)
+        begun = [head.begin(step, inputs) for head in self._heads]
+        heads = [head for head in begun if head is not None]
+        inputs.send()
+        hidden_states = forward()
+        for head in heads:
+            head.launch(hidden_states)
+        return hidden_states, heads
+
+    def _prepare(
+        self, step: Step, plan: Plan, needs_all: bool
+    ) -> tuple[StepInputs, Callable[[], HiddenStates]]:
+        """Put the arrays of a pass, and return the function that launches it."""
+        hook, graphs = self._fenced_hook(plan), self.graphs
+        size = None
+        if graphs is not None:
+            size = graphs.choose(_shape_of(step, needs_all, plan.is_retry))
+        if graphs is None or size is None:
+            self._inputs.begin()
+            launch = self._passes.prepare(step, self._inputs, hook, needs_all=needs_all)
+            return self._inputs, launch
+        replay = graphs.prepare(size, DecodeBatch(step.token_ids, step.layout, step.states))
+        return graphs.inputs, partial(self._replay, replay, hook)
+
+    def _replay(self, replay: Callable[[], Tensor], hook: FencedHook | None) -> HiddenStates:
+        hidden_states = replay()
         if hook is not None:
             hook.layers_done(len(self.decoder.layers))
             hook.pass_done()
         return HiddenStates(hidden_states)
 
-    def _forward_eagerly(
-        self, step: Step, hook: FencedHook | None, needs_all: bool
-    ) -> HiddenStates:
-        """Launch the decoder. If no head needs all tokens, its last layer computes only some."""
-        all_are_sampled = len(step.sampled) == len(step.token_ids)
-        sampled = None if all_are_sampled else np.array(step.sampled, dtype=np.int64)
-        inputs = self._inputs
-        inputs.begin()
-        token_ids, positions = inputs.put(step.token_ids), inputs.put(step.layout.positions)
-        seen_lens = inputs.put(step.seen_lens) if self._ropes.depends_on_length else None
-        indices = None if sampled is None else inputs.put(step.layout.last_token_indices(sampled))
-        ends = None if needs_all else self._ends(step, sampled, indices)
-        attention, linear_attention = self._begin_mixers(step.layout, step.states, inputs)
-        inputs.send()
-        angles = self._ropes.angles(positions, seen_lens, step.max_len)
-        forward_pass = ForwardPass(angles, attention, linear_attention)
-        hidden_states = self.decoder.forward(token_ids, forward_pass, hook, ends)
-        if not needs_all:
-            return HiddenStates(hidden_states)
-        wanted = hidden_states if indices is None else hidden_states[indices]
-        return HiddenStates(wanted, hidden_states)
-
-    def _ends(self, step: Step, sequences: Ints | None, indices: Tensor | None) -> Ends | None:
-        if sequences is None or indices is None:
-            return None
-        layout = step.layout.restrict_to_last_tokens(sequences)
-        return Ends(indices, self._attention.begin(layout, self._inputs))
-
-    def _begin_mixers(
-        self, layout: PassLayout, states: StateLayout | None, inputs: StepInputs
-    ) -> tuple[AttentionPass, LinearAttentionPass | None]:
-        linear_attention = None
-        if self._linear_attention is not None and states is not None:
-            linear_attention = self._linear_attention.begin(states, inputs)
-        return self._attention.begin(layout, inputs), linear_attention
-
-    def _prepare_decode(self, batch: DecodeBatch, inputs: StepInputs) -> Callable[[], Tensor]:
-        """Put the arrays of a batch; return the function that launches its pass."""
-        token_ids, positions = inputs.put(batch.token_ids), inputs.put(batch.layout.positions)
-        attention, linear_attention = self._begin_mixers(batch.layout, batch.states, inputs)
-
-        def launch() -> Tensor:
-            # A graph keeps the table of angles, so that it must have all positions.
-            angles = self._ropes.angles(positions, None, self.info.max_model_len)
-            forward_pass = ForwardPass(angles, attention, linear_attention)
-            return self.decoder.forward(token_ids, forward_pass, None)
-
-        return launch
-
-    def _collect(self, step: Step, hidden_states: HiddenStates, fence: Fence) -> RunResult:
+    def _collect(
+        self, step: Step, hidden_states: HiddenStates, heads: Sequence[HeadPass], fence: Fence
+    ) -> RunResult:
         result = RunResult()
-        with torch.inference_mode():
-            for head in self._heads:
-                head.collect(step, hidden_states, result)
+        for head in heads:
+            head.collect(result)
         for request_id, token_ids in result.token_ids.items():
             self._batch.append(request_id, token_ids)
         if self._spec_decoder is not None:
-            self._spec_decoder.note_results(step, hidden_states.sampled, result)
-        for head in self._heads:
+            with torch.inference_mode():
+                self._spec_decoder.note_results(step, hidden_states.sampled, result)
+        for head in heads:
             head.commit()
         self._failed = frozenset(result.failures)
         fence.wait()  # of the pass: a step that samples nothing has not waited for it yet

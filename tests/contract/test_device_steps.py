@@ -46,6 +46,18 @@ GRAPHABLE = replace(TORCH, make_attention=StaticPagedAttention, has_static_launc
 NOTHING = DecodeBatch(np.zeros(0, np.int64), empty_layout(1), None)
 LENGTHS = (3, 9, 17)
 NUM_TOKENS = 4
+SAMPLING = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=64),
+    "random": SamplingParams(
+        temperature=0.7,
+        top_p=0.9,
+        top_k=20,
+        repetition_penalty=1.1,
+        presence_penalty=1.0,
+        logprobs=2,
+        max_tokens=64,
+    ),
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -127,29 +139,30 @@ def test_tokens_of_a_model_with_recurrent_layers_equal_those_of_the_cpu(
     assert outputs == outputs_on_the_cpu(recurrent_folder, 2)
 
 
-def test_a_step_with_64_decodes_makes_one_copy_and_does_not_wait_before_sampling(
-    folder: Path,
+@pytest.mark.parametrize("name", ["greedy", "random"])
+@pytest.mark.parametrize("parts", [TORCH, GRAPHABLE], ids=["eager", "graphs"])
+def test_a_step_with_64_decodes_makes_a_copy_each_way_and_waits_once(
+    folder: Path, parts: Parts, name: str
 ) -> None:
-    device = FakeDevice()
-    with runner_on(device, folder, TORCH, max_num_seqs=64) as runner:
+    device, params = FakeDevice(), SAMPLING[name]
+    with runner_on(device, folder, parts, max_num_seqs=64) as runner:
         driver = driver_of(runner)
         for drive in drives(lengths=(3,) * 64):
-            driver.add(drive)
+            driver.add(replace(drive, sampling=params))
         driver.step()
         device.counts = Counts()
 
         driver.step()
 
+    assert device.counts.replays == (parts is GRAPHABLE)
     assert device.counts.copies_in == ["runner/device/step_inputs.py:send"]
-    assert device.counts.copies_out == ["runner/device/step_outputs.py:to_host"]
-    assert device.counts.synchronizations == ["runner/device/step_outputs.py:to_host"]
+    assert device.counts.copies_out == ["runner/device/step_outputs.py:send"]
+    assert device.counts.synchronizations == ["runner/device/step_outputs.py:read"]
 
 
-def test_random_rows_take_one_more_copy_to_the_device(folder: Path) -> None:
-    params = SamplingParams(top_p=0.9, top_k=20, presence_penalty=1.0, logprobs=2, max_tokens=64)
-
+def test_random_rows_take_one_copy_each_way_in_each_step(folder: Path) -> None:
     def requests() -> list[Drive]:
-        return [replace(drive, sampling=params) for drive in drives()]
+        return [replace(drive, sampling=SAMPLING["random"]) for drive in drives()]
 
     device = FakeDevice()
     with runner_on(device, folder, TORCH) as runner:
@@ -159,9 +172,9 @@ def test_random_rows_take_one_more_copy_to_the_device(folder: Path) -> None:
         expected = driver_of(runner).run(*requests())
 
     assert outputs == expected
-    assert len(device.counts.copies_in) == 2 * NUM_TOKENS
+    assert len(device.counts.copies_in) == NUM_TOKENS
     assert len(device.counts.copies_out) == NUM_TOKENS
-    waits = ["runner/device/step_outputs.py:to_host"] * NUM_TOKENS
+    waits = ["runner/device/step_outputs.py:read"] * NUM_TOKENS
     assert device.counts.synchronizations == [*waits, "runner/model_runner.py:_drain"]
 
 
@@ -224,7 +237,7 @@ def test_a_replay_is_one_copy_and_no_launch_but_those_of_sampling(folder: Path) 
         driver.step()
 
     assert device.counts.copies_in == ["runner/device/step_inputs.py:send"]
-    assert device.counts.synchronizations == ["runner/device/step_outputs.py:to_host"]
+    assert device.counts.synchronizations == ["runner/device/step_outputs.py:read"]
 
 
 def test_recurrent_layers_replay_graphs(recurrent_folder: Path) -> None:
@@ -284,7 +297,7 @@ def test_padding_rows_change_no_block(
         assert runner.graphs is not None
 
         with torch.inference_mode():
-            runner.graphs.replay(GraphSize(2, 8), NOTHING._replace(states=states))
+            replay(runner.graphs, GraphSize(2, 8), NOTHING._replace(states=states))
 
         assert all(map(any, before[:num_used]))  # so that zeros would be seen
         assert blocks_of(runner) == before
@@ -347,6 +360,12 @@ def test_graphs_keep_the_angles_of_all_positions(tmp_path: Path) -> None:
     assert all(len(tokens) == 2 for [tokens] in outputs)
 
 
+def replay(graphs: DecodeGraphs, size: GraphSize, batch: DecodeBatch) -> Tensor:
+    launch = graphs.prepare(size, batch)
+    graphs.inputs.send()
+    return launch()
+
+
 def graphs_of(device: FakeDevice, prepare: Prepare, *sizes: GraphSize) -> DecodeGraphs:
     pool = device.make_graph_pool()
     assert pool is not None
@@ -366,7 +385,7 @@ def test_inputs_have_room_for_all_graphs_before_the_first_is_captured() -> None:
         graphs = graphs_of(device, prepare, *sizes)
 
         found = [
-            graphs.replay(size, DecodeBatch(np.array([7, 8]), layout, None)).tolist()
+            replay(graphs, size, DecodeBatch(np.array([7, 8]), layout, None)).tolist()
             for size in sizes
         ]
 
@@ -382,7 +401,7 @@ def test_a_graph_that_reads_freed_memory_is_detected() -> None:
         graphs = graphs_of(device, prepare, GraphSize(2, 1))
 
         with pytest.raises(RuntimeError, match="freed after its capture"):
-            graphs.replay(GraphSize(2, 1), NOTHING)
+            replay(graphs, GraphSize(2, 1), NOTHING)
 
 
 def test_a_capture_must_not_wait_for_the_device() -> None:
@@ -408,7 +427,7 @@ def test_inputs_of_another_size_than_the_graph_reads_are_refused() -> None:
         graphs = graphs_of(device, prepare, GraphSize(2, 1))
 
         with pytest.raises(RuntimeError, match=r"inputs of 576 bytes .* reads 512"):
-            graphs.replay(GraphSize(2, 1), NOTHING)
+            replay(graphs, GraphSize(2, 1), NOTHING)
 
 
 def test_a_device_without_memory_for_graphs_is_named(folder: Path) -> None:

@@ -22,7 +22,7 @@ from baton.engine.runner.sampling.logits_processors import (
     versions,
 )
 from baton.engine.runner.sampling.sampler import Sampler
-from tests.support.token_runs import allow_only, make_run
+from tests.support.token_runs import allow_only, make_run, sample
 
 MODEL = ModelView("somewhere", 8)
 EOS = (7,)
@@ -80,7 +80,7 @@ def chosen(*rows: TokenRun) -> list[int | str]:
     """Return token ids or errors; without a processor, token 5 is chosen."""
     logits = torch.zeros(len(rows), MODEL.vocab_size)
     logits[:, 5] = 1.0
-    choices = Sampler(EOS, all_of_them()).sample(logits, rows).choices
+    choices = sample(Sampler(EOS, all_of_them()), logits, rows).choices
     return [one.reason if isinstance(one, Failure) else one for one in choices]
 
 
@@ -117,7 +117,7 @@ def test_a_processor_cannot_allow_a_banned_token() -> None:
     banned = SamplingParams(temperature=0.0, banned_token_ids=(2,), extra_args={"favour": 2})
     requested = make_run([1], banned)
 
-    (choice,) = Sampler(EOS, all_of_them()).sample(logits, [requested]).choices
+    (choice,) = sample(Sampler(EOS, all_of_them()), logits, [requested]).choices
 
     assert isinstance(choice, int)
     assert choice != 2

@@ -30,7 +30,7 @@ from baton.engine.runner.sampling.sampler import (
 from baton.engine.runner.sampling.sampling import SampledRows, Sampling
 from baton.engine.runner.sampling.torch_sampling import TOP_P_CANDIDATES, TORCH_SAMPLING
 from tests.support.hypothesis_profiles import num_examples
-from tests.support.token_runs import allow_only, make_run
+from tests.support.token_runs import allow_only, make_run, sample
 from tests.support.triton_parts import triton_sampling
 
 VOCAB_SIZE = 50
@@ -69,7 +69,7 @@ def random_logits(*shape: int, seed: int = 0, spread: float = 2.0) -> Tensor:
 
 
 def choose(logits: Tensor, *rows: TokenRun, sampling: Sampling = TORCH_SAMPLING) -> list[Choice]:
-    return Sampler(EOS, sampling=sampling).sample(logits, rows).choices
+    return sample(Sampler(EOS, sampling=sampling), logits, rows).choices
 
 
 def draw_many(logits: Tensor, num: int, **requested: Any) -> Counter[int]:

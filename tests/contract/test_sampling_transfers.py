@@ -14,7 +14,8 @@ from baton.core.ids import BlockId, RequestId
 from baton.core.output import Failure
 from baton.core.sampling import SamplingParams
 from baton.engine.plan import Plan, PlanRow, RunResult
-from baton.engine.runner.device.step_inputs import SHARED_INPUTS, PackedInputs, StepInputs
+from baton.engine.runner.device.device import CPU, Device
+from baton.engine.runner.device.step_inputs import PackedInputs, make_inputs
 from baton.engine.runner.input_batch import PersistentBatch
 from baton.engine.runner.layout import TokenRun
 from baton.engine.runner.sampling.output_heads import (
@@ -26,7 +27,7 @@ from baton.engine.runner.sampling.sampler import NOT_FINITE, Sampler
 from baton.engine.runner.sampling.sampling import Sampling
 from baton.engine.runner.sampling.torch_sampling import TORCH_SAMPLING
 from tests.support.fake_device import Counts, FakeDevice
-from tests.support.token_runs import allow_only, make_run
+from tests.support.token_runs import allow_only, make_run, sample
 from tests.support.triton_parts import kernels_on, triton_sampling
 
 VOCAB_SIZE = 50
@@ -72,21 +73,21 @@ def device_for(sampling: Sampling) -> Iterator[FakeDevice]:
 def check_copies(device: FakeDevice, num_to_device: int) -> None:
     """Check the copies to the device, and that the one back is what the CPU waits for."""
     assert device.counts.copies_in == ["runner/device/step_inputs.py:send"] * num_to_device
-    assert device.counts.copies_out == ["runner/device/step_outputs.py:to_host"]
-    assert device.counts.synchronizations == device.counts.copies_out
+    assert device.counts.copies_out == ["runner/device/step_outputs.py:send"]
+    assert device.counts.synchronizations == ["runner/device/step_outputs.py:read"]
 
 
 def check(
     sampling: Sampling, logits: Tensor, runs: Sequence[TokenRun], num_to_device: int = 1
 ) -> None:
     """Check the copies of a step, and that its samples are those of the CPU."""
-    expected = Sampler(EOS).sample(logits, runs)
+    expected = sample(Sampler(EOS), logits, runs)
 
     with device_for(sampling) as device:
-        sampler = Sampler(EOS, sampling=sampling, inputs=PackedInputs(device))
+        sampler, inputs = Sampler(EOS, sampling=sampling, device=device), PackedInputs(device)
         on_device = logits.to(device.place)
         device.counts = Counts()
-        samples = sampler.sample(on_device, runs)
+        samples = sample(sampler, on_device, runs, inputs)
 
     check_copies(device, num_to_device)
     assert samples == expected
@@ -125,7 +126,7 @@ class OneLayer:
         return hidden_states * 2
 
 
-def collect_prompt_logprobs(hidden_states: Tensor, inputs: StepInputs) -> RunResult:
+def collect_prompt_logprobs(hidden_states: Tensor, device: Device = CPU) -> RunResult:
     """Compute the prompt logprobs of two requests, one of them not finite, and of no third."""
     batch, result = PersistentBatch(4, 512, 256), RunResult()
     sampling = [SamplingParams(prompt_logprobs=num) for num in (2, 0, None)]
@@ -136,20 +137,25 @@ def collect_prompt_logprobs(hidden_states: Tensor, inputs: StepInputs) -> RunRes
         rows.append(PlanRow(RequestId(str(num)), token_ids, num, 0, ((BlockId(0),),), each, 0))
     batch.apply(Plan(started=tuple(rows)))
     step = batch.step({row.request_id: row.num_prompt_tokens for row in rows})
-    head = PromptLogprobs(OneLayer(), inputs)  # type: ignore[arg-type]
-    head.collect(step, HiddenStates(hidden_states, hidden_states), result)
+    head, inputs = PromptLogprobs(OneLayer(), device), make_inputs(device)  # type: ignore[arg-type]
+    inputs.begin()
+    head_pass = head.begin(step, inputs)
+    inputs.send()
+    assert head_pass is not None
+    head_pass.launch(HiddenStates(hidden_states, hidden_states))
+    head_pass.collect(result)
     return result
 
 
 def test_prompt_logprobs_of_all_requests_take_one_copy_each_way() -> None:
     hidden_states = random_logits(2 * LOGITS_CHUNK_ROWS - 1 + 3 + 4)
     hidden_states[1, 3] = torch.inf  # of the second request: shorter prompts come first
-    expected = collect_prompt_logprobs(hidden_states, SHARED_INPUTS)
+    expected = collect_prompt_logprobs(hidden_states)
 
     with FakeDevice() as device:
-        inputs, on_device = PackedInputs(device), hidden_states.to(device.place)
+        on_device = hidden_states.to(device.place)
         device.counts = Counts()
-        result = collect_prompt_logprobs(on_device, inputs)
+        result = collect_prompt_logprobs(on_device, device)
 
     check_copies(device, 1)
     assert result == expected

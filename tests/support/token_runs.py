@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import numpy as np
+from torch import Tensor
 
 from baton.core.ids import RequestId
 from baton.core.sampling import SamplingParams
 from baton.engine.plan import PlanRow
+from baton.engine.runner.device.step_inputs import SHARED_INPUTS, StepInputs
 from baton.engine.runner.layout import TokenRun
+from baton.engine.runner.sampling.sampler import Sampler, Samples
 from baton.engine.structured_output.grammar import num_words
 
 
@@ -31,3 +34,16 @@ def make_run(
     num_prompt = len(tokens) if num_prompt_tokens is None else num_prompt_tokens
     row = PlanRow(RequestId("r"), tokens, num_prompt, 0, ((),), sampling, seed)
     return TokenRun(row, 0, 1, len(tokens), np.array(tokens, dtype=np.int64))
+
+
+def sample(
+    sampler: Sampler,
+    logits: Tensor,
+    runs: Sequence[TokenRun],
+    inputs: StepInputs = SHARED_INPUTS,
+) -> Samples:
+    """Sample rows of logits in a step of their own."""
+    inputs.begin()
+    step = sampler.begin(runs, logits.shape[1], inputs)
+    inputs.send()
+    return sampler.read(sampler.launch(step, logits))

@@ -86,7 +86,9 @@ class StepMeter:
         runner.launch = lambda plan: _TimedPass(launch(plan), self._running)  # type: ignore[method-assign]
         decoder.forward = self._forward.wrap(decoder.forward)  # type: ignore[method-assign]
         decoder.logits = self._forward.wrap(decoder.logits)  # type: ignore[method-assign]
-        sampler.sample = self._sampling.wrap(sampler.sample)  # type: ignore[method-assign]
+        sampler.begin = self._sampling.wrap(sampler.begin)  # type: ignore[method-assign]
+        sampler.launch = self._sampling.wrap(sampler.launch)  # type: ignore[method-assign]
+        sampler.read = self._sampling.wrap(sampler.read)  # type: ignore[method-assign]
 
     def step(self) -> Spent:
         began_s = thread_time()

@@ -53,7 +53,7 @@ class DecodeGraphs:
         self._pool = pool
         self._prepare = prepare
         self._scratch_block = scratch_block
-        self._inputs = PackedInputs(device)
+        self.inputs = PackedInputs(device)
         self._captured: dict[GraphSize, _Captured] = {}
         self._sizes: tuple[GraphSize, ...] = ()
         self.num_steps: Counter[GraphSize | EagerCause] = Counter()
@@ -61,9 +61,10 @@ class DecodeGraphs:
     def capture(self, sizes: Sequence[GraphSize], nothing: DecodeBatch) -> None:
         """Capture a pass over padding rows alone for each size, the largest first."""
         free_before = self._device.free_bytes()
-        self._begin(sizes[0], nothing)  # after which the inputs have room for all sizes
+        self._put(sizes[0], nothing)
+        self.inputs.fix()
         for size in sizes:
-            self._captured[size] = self._capture(self._begin(size, nothing))
+            self._captured[size] = self._capture(self._put(size, nothing))
         self._sizes = tuple(self._captured)
         self._device.drain()
         used = free_before - self._device.free_bytes()
@@ -75,35 +76,38 @@ class DecodeGraphs:
         self.num_steps[choice] += 1
         return choice if isinstance(choice, GraphSize) else None
 
-    def replay(self, size: GraphSize, batch: DecodeBatch) -> Tensor:
-        """Launch the pass of a batch; return its hidden states, which the next replay overwrites.
+    def prepare(self, size: GraphSize, batch: DecodeBatch) -> Callable[[], Tensor]:
+        """Put the arrays of a batch into `inputs`, and return the function that launches its pass.
 
-        All other passes are launched after it has read the batch.
+        That returns the hidden states, which the next replay overwrites.
         """
         captured = self._captured[size]
-        self._begin(size, batch)
-        if self._inputs.num_packed_bytes != captured.num_packed_bytes:
+        self._put(size, batch)
+        if self.inputs.num_packed_bytes != captured.num_packed_bytes:
             raise RuntimeError(
-                f"inputs of {self._inputs.num_packed_bytes} bytes for the graph of {size}, which"
+                f"inputs of {self.inputs.num_packed_bytes} bytes for the graph of {size}, which"
                 f" reads {captured.num_packed_bytes}"
             )
-        captured.graph.replay()
-        return captured.hidden_states[: len(batch.token_ids)]
+
+        def replay() -> Tensor:
+            captured.graph.replay()
+            return captured.hidden_states[: len(batch.token_ids)]
+
+        return replay
+
+    def _put(self, size: GraphSize, batch: DecodeBatch) -> Callable[[], Tensor]:
+        self.inputs.begin()
+        return self._prepare(batch.pad(size, self._scratch_block), self.inputs)
 
     def _capture(self, run: Callable[[], Tensor]) -> _Captured:
+        self.inputs.send()
         outputs = [run()]  # what happens only once, such as compilation, is not captured
 
         def launch() -> None:
             outputs[:] = [run()]
 
         graph = self._pool.capture(launch)
-        return _Captured(graph, outputs[0], self._inputs.num_packed_bytes)
-
-    def _begin(self, size: GraphSize, batch: DecodeBatch) -> Callable[[], Tensor]:
-        self._inputs.begin()
-        run = self._prepare(batch.pad(size, self._scratch_block), self._inputs)
-        self._inputs.send()
-        return run
+        return _Captured(graph, outputs[0], self.inputs.num_packed_bytes)
 
 
 class _Captured(NamedTuple):

@@ -110,11 +110,14 @@ class CpuDevice:
         return None
 
 
+CPU = CpuDevice()
+
+
 def open_device(name: str) -> Device:
     """Return the device with this name: cpu, or that of an accelerator. Raises InvalidConfig."""
     place = torch.device(name)
     if place.type == "cpu":
-        return CpuDevice()
+        return CPU
     from baton.engine.runner.device.cuda import CudaDevice, count_devices
 
     if (place.index or 0) >= count_devices():

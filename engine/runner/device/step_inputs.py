@@ -65,6 +65,7 @@ class PackedInputs:
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        self._apart: PackedInputs | None = None  # for what a fixed buffer has no room for
         self._num_packed = 0
         self._step_bytes = 0
         self._reserve(FIRST_BYTES)
@@ -79,11 +80,24 @@ class PackedInputs:
             self._reserve(2 * self._step_bytes)
         self._hosts[0].fence.wait()
         self._num_packed = self._step_bytes = 0
+        if self._apart is not None:
+            self._apart.begin()
+
+    def fix(self) -> None:
+        """Drop the step, and never move arrays of its size again: graphs read them.
+
+        There is room for FIRST_BYTES more. Other arrays take a copy of their own.
+        """
+        self._reserve(self._step_bytes + FIRST_BYTES)
+        self._num_packed = self._step_bytes = 0
+        self._apart = PackedInputs(self._device)
 
     def put(self, array: Array) -> Tensor:
         num_bytes = array.nbytes
         size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
         if self._num_packed + size > len(self._buffer):
+            if self._apart is not None:
+                return self._apart.put(array)
             self._overflow(size)
         start = self._num_packed
         self._num_packed += size
@@ -94,6 +108,8 @@ class PackedInputs:
         return self._buffer[start : start + num_bytes].view(dtype).view(array.shape)
 
     def send(self) -> None:
+        if self._apart is not None:
+            self._apart.send()
         if not self._num_packed:
             return
         host, packed = self._hosts[0], slice(self._num_packed)

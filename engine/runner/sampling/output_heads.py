@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -12,10 +14,11 @@ from baton.core.ids import RequestId
 from baton.core.logprobs import TokenLogprobs
 from baton.core.output import Failure
 from baton.engine.plan import Plan, PlanRow, RunResult
-from baton.engine.runner.device.step_inputs import SHARED_INPUTS, Array, StepInputs
-from baton.engine.runner.device.step_outputs import to_host
+from baton.engine.runner.device.device import CPU, Device
+from baton.engine.runner.device.step_inputs import Array, StepInputs, make_inputs
+from baton.engine.runner.device.step_outputs import Received, make_outputs
 from baton.engine.runner.input_batch import Step
-from baton.engine.runner.layout import Ints
+from baton.engine.runner.layout import Ints, TokenRun
 from baton.engine.runner.model.decoder import Decoder
 from baton.engine.runner.sampling.grammar_masks import GrammarMasks
 from baton.engine.runner.sampling.logprobs import (
@@ -23,8 +26,14 @@ from baton.engine.runner.sampling.logprobs import (
     compute_logprobs,
     read_logprobs,
 )
-from baton.engine.runner.sampling.sampler import NOT_FINITE, Sampler
+from baton.engine.runner.sampling.sampler import (
+    NOT_FINITE,
+    LaunchedSamples,
+    SampledStep,
+    Sampler,
+)
 from baton.engine.runner.sampling.spec_decode import accepted_indices
+from baton.engine.spec_decode.proposer import Drafts
 
 # Rows of logits for prompt logprobs that are in memory at once, whatever the chunk's length.
 LOGITS_CHUNK_ROWS = 128
@@ -37,10 +46,27 @@ class HiddenStates(NamedTuple):
     by_token: Tensor | None = None  # [tokens, hidden_size], if a head needs all of them
 
 
+class HeadPass(Protocol):
+    """Work of an output head in one pass."""
+
+    def launch(self, hidden_states: HiddenStates) -> None:
+        """Launch what turns hidden states into results."""
+        ...
+
+    def collect(self, result: RunResult) -> None:
+        """Wait for the results of this head's rows, and add them."""
+        ...
+
+    def commit(self) -> None:
+        """Keep the state of the collected pass: all heads have added their results."""
+        ...
+
+
 class OutputHead(Protocol):
     """Turns the hidden states of a pass into results of its rows.
 
-    A pass can fail at any point and is then repeated: state that outlives it changes in `commit`.
+    A pass can fail at any point and is then repeated: state that outlives it changes in the
+    `commit` of its pass.
     """
 
     def drop_rows(self, plan: Plan) -> None:
@@ -51,38 +77,77 @@ class OutputHead(Protocol):
         """Return whether hidden states of more than the sampled tokens are needed."""
         ...
 
-    def collect(self, step: Step, hidden_states: HiddenStates, result: RunResult) -> None:
-        """Add the results of this head's rows."""
-        ...
-
-    def commit(self) -> None:
-        """Keep the state of the collected pass: all heads have added their results."""
+    def begin(self, step: Step, inputs: StepInputs) -> HeadPass | None:
+        """Put the arrays of a step. Returns None if no row of it concerns this head."""
         ...
 
 
 class SamplingHead:
     """Samples the next tokens of rows whose scheduled tokens reach their last known one."""
 
-    def __init__(self, decoder: Decoder, sampler: Sampler, vocab_size: int) -> None:
-        self._decoder = decoder
-        self._sampler = sampler
-        self._grammar_masks = GrammarMasks(vocab_size)
+    def __init__(
+        self, decoder: Decoder, sampler: Sampler, vocab_size: int, device: Device = CPU
+    ) -> None:
+        self.decoder = decoder
+        self.sampler = sampler
+        self.vocab_size = vocab_size
+        self.grammar_masks = GrammarMasks(vocab_size)
+        self._device = device
+
+    @cached_property
+    def late_inputs(self) -> StepInputs:
+        """Inputs for steps with grammars, whose memory is taken by the first of them."""
+        return make_inputs(self._device)
 
     def drop_rows(self, plan: Plan) -> None:
-        self._grammar_masks.forget(plan.dropped)
+        self.grammar_masks.forget(plan.dropped)
 
     def needs_all_tokens(self, step: Step) -> bool:
         return False
 
-    def collect(self, step: Step, hidden_states: HiddenStates, result: RunResult) -> None:
+    def begin(self, step: Step, inputs: StepInputs) -> HeadPass | None:
         if not step.sampled:
-            return
-        logits = self._decoder.logits(hidden_states.sampled)
+            return None
         runs = [step.runs[index] for index in step.sampled]
-        runs = self._grammar_masks.apply_masks(runs, result.failures)
-        choices, logprobs = self._sampler.sample(logits, runs)
-        for index in accepted_indices(runs, choices, step.drafts):
-            request_id, choice = runs[index].row.request_id, choices[index]
+        has_grammar = any(run.row.grammar is not None for run in runs)
+        sampled = None if has_grammar else self.sampler.begin(runs, self.vocab_size, inputs)
+        return _SampledPass(self, step.drafts, runs, sampled)
+
+
+@dataclass(slots=True, eq=False)
+class _SampledPass:
+    """Implements `HeadPass`."""
+
+    head: SamplingHead
+    drafts: Drafts
+    runs: list[TokenRun]
+    sampled: SampledStep | None  # None: masks of grammars are missing
+    failures: dict[RequestId, Failure] = field(default_factory=dict)
+    launched: LaunchedSamples | None = None
+
+    def launch(self, hidden_states: HiddenStates) -> None:
+        head, sampled = self.head, self.sampled
+        logits = head.decoder.logits(hidden_states.sampled)
+        if sampled is None:
+            sampled = self._begin_late()
+        self.launched = head.sampler.launch(sampled, logits)
+
+    def _begin_late(self) -> SampledStep:
+        """Fill the masks of grammars while the device computes, and put them into a copy apart."""
+        head, inputs = self.head, self.head.late_inputs
+        self.runs = head.grammar_masks.apply_masks(self.runs, self.failures)
+        inputs.begin()
+        sampled = head.sampler.begin(self.runs, head.vocab_size, inputs)
+        inputs.send()
+        return sampled
+
+    def collect(self, result: RunResult) -> None:
+        if self.launched is None:
+            return
+        choices, logprobs = self.head.sampler.read(self.launched)
+        result.failures.update(self.failures)
+        for index in accepted_indices(self.runs, choices, self.drafts):
+            request_id, choice = self.runs[index].row.request_id, choices[index]
             if index in logprobs and not isinstance(choice, Failure):
                 result.logprobs.setdefault(request_id, []).append(logprobs[index])
             if request_id in result.failures:
@@ -103,73 +168,78 @@ class PromptLogprobs:
     carries one logprob over to the next.
     """
 
-    def __init__(self, decoder: Decoder, inputs: StepInputs = SHARED_INPUTS) -> None:
-        self._decoder = decoder
-        self._inputs = inputs
-        self._carried: dict[RequestId, TokenLogprobs] = {}
-        self._next: dict[RequestId, TokenLogprobs] = {}  # carried out of the current pass
-        self._done: list[RequestId] = []  # reported in the current pass
+    def __init__(self, decoder: Decoder, device: Device = CPU) -> None:
+        self.decoder = decoder
+        self.outputs = make_outputs(device)
+        self.carried: dict[RequestId, TokenLogprobs] = {}
 
     def drop_rows(self, plan: Plan) -> None:
         if plan.is_retry:
             return  # rows dropped by a failed pass are added again
         for request_id in plan.dropped:
-            self._carried.pop(request_id, None)
+            self.carried.pop(request_id, None)
 
     def needs_all_tokens(self, step: Step) -> bool:
         return any(run.row.wants_prompt_logprobs for run in step.runs)
 
-    def collect(self, step: Step, hidden_states: HiddenStates, result: RunResult) -> None:
-        """Add one entry for each prompt token of this step; a prompt's first token has None."""
-        self._next.clear()  # a failed pass left them: its retry reports them
-        self._done.clear()
-        if hidden_states.by_token is None:
-            return
+    def begin(self, step: Step, inputs: StepInputs) -> HeadPass | None:
         parts = list(_prompt_parts(step))
-        for part, predicted in zip(
-            parts, self._predict(parts, hidden_states.by_token), strict=True
-        ):
-            if predicted is None:
-                result.failures[part.row.request_id] = Failure(NOT_FINITE)
-            else:
-                self._add(part, predicted, result)
+        if not parts:
+            return None
+        return _PredictedPrompts(self, parts, [inputs.put(part.targets) for part in parts])
 
-    def commit(self) -> None:
-        for request_id in self._done:
-            self._carried.pop(request_id, None)
-        self._carried |= self._next
 
-    def _predict(
-        self, parts: Sequence[_PromptPart], by_token: Tensor
-    ) -> Iterator[list[TokenLogprobs] | None]:
-        """Yield the logprobs of each part's targets, or None if a logit is not finite.
+@dataclass(slots=True, eq=False)
+class _PredictedPrompts:
+    """Implements `HeadPass`. Targets and results are copied together."""
 
-        Targets and results are copied to and from the device together.
-        """
-        self._inputs.begin()
-        targets = [self._inputs.put(part.targets) for part in parts]
-        self._inputs.send()
+    head: PromptLogprobs
+    parts: Sequence[_PromptPart]
+    targets: Sequence[Tensor]
+    received: Received | None = None
+    reported: list[RequestId] = field(default_factory=list)
+    carried: dict[RequestId, TokenLogprobs] = field(default_factory=dict)  # out of this pass
+
+    def launch(self, hidden_states: HiddenStates) -> None:
+        by_token = hidden_states.by_token
+        if by_token is None:
+            return
         tensors: list[Tensor] = []
-        for part, token_ids in zip(parts, targets, strict=True):
-            hidden_states = by_token[part.first : part.first + len(part.targets)]
+        for part, token_ids in zip(self.parts, self.targets, strict=True):
+            own = by_token[part.first : part.first + len(part.targets)]
             for chunk in range(0, len(part.targets), LOGITS_CHUNK_ROWS):
                 rows = slice(chunk, chunk + LOGITS_CHUNK_ROWS)
-                logits = self._decoder.logits(hidden_states[rows])
+                logits = self.head.decoder.logits(own[rows])
                 num_tops = part.row.sampling.prompt_logprobs or 0
                 tensors += (
                     logits.isfinite().all(),
                     *compute_logprobs(logits, token_ids[rows], num_tops),
                 )
-        arrays = iter(to_host(tensors))
-        for part in parts:
-            yield part.read(arrays)
+        self.received = self.head.outputs.send(tensors)
+
+    def collect(self, result: RunResult) -> None:
+        if self.received is None:
+            return
+        arrays = iter(self.received.read())
+        for part in self.parts:
+            predicted = part.read(arrays)
+            if predicted is None:  # a logit is not finite
+                result.failures[part.row.request_id] = Failure(NOT_FINITE)
+            else:
+                self._add(part, predicted, result)
+
+    def commit(self) -> None:
+        for request_id in self.reported:
+            self.head.carried.pop(request_id, None)
+        self.head.carried |= self.carried
 
     def _add(self, part: _PromptPart, predicted: list[TokenLogprobs], result: RunResult) -> None:
+        """Add one entry for each prompt token of this step; a prompt's first token has None."""
         request_id = part.row.request_id
-        entries = [self._carried.get(request_id), *predicted]
-        self._done.append(request_id)
+        entries = [self.head.carried.get(request_id), *predicted]
+        self.reported.append(request_id)
         if len(predicted) == part.num_tokens:  # the last one is of the next chunk's first token
-            self._next[request_id] = predicted[-1]
+            self.carried[request_id] = predicted[-1]
             entries.pop()
         result.prompt_logprobs[request_id] = entries
 

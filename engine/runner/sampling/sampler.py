@@ -5,8 +5,8 @@ mask: logprobs, grammar mask, allowed and banned tokens, min_tokens, logit bias,
 logits processors. Greedy rows end here. Random rows go on with temperature, min-p, top-k and top-p
 (renormalised after each), and the draw.
 
-The parameters of a step are copied to the device together, if a row has any, and its results come
-back together. Only custom logits processors read from the device in between.
+The parameters of a step are put into its inputs before it is launched, and its results come back
+in one copy. Only custom logits processors read from the device in between.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from torch import Tensor
 
 from baton.core.logprobs import TokenLogprobs
 from baton.core.output import Failure, FailureCause
-from baton.engine.runner.device.step_inputs import SHARED_INPUTS, Array, StepInputs
-from baton.engine.runner.device.step_outputs import to_host
+from baton.engine.runner.device.device import CPU, Device
+from baton.engine.runner.device.step_inputs import Array, StepInputs
+from baton.engine.runner.device.step_outputs import Received, make_outputs
 from baton.engine.runner.layout import TokenRun
 from baton.engine.runner.model.ops import Peaks
 from baton.engine.runner.model.torch_ops import TorchOps
 from baton.engine.runner.sampling.logits_processors import NEVER, NO_PROCESSORS, Processors
 from baton.engine.runner.sampling.logprobs import compute_logprobs, read_logprobs
-from baton.engine.runner.sampling.sampling import SampledRows, Sampling
+from baton.engine.runner.sampling.sampling import SampledRows, Sampling, SamplingPass
 from baton.engine.runner.sampling.torch_sampling import TORCH_SAMPLING
 
 TORCH = TorchOps()
@@ -47,46 +48,74 @@ class Samples(NamedTuple):
     logprobs: dict[int, TokenLogprobs]  # of the rows that request them, if they have a token
 
 
+class SampledStep(NamedTuple):
+    """Rows of a step, and their parameters on the device."""
+
+    runs: Sequence[TokenRun]
+    sampling: SamplingPass
+    logprobs: _RequestedLogprobs | None
+
+
+class LaunchedSamples(NamedTuple):
+    """Samples on their way to the host."""
+
+    step: SampledStep
+    failures: dict[int, str]  # of logits processors, by row
+    is_constrained: bool
+    received: Received
+
+
 class Sampler:
+    """Samples a step in three parts: before its pass, after it, and once results are needed."""
+
     def __init__(
         self,
         eos_token_ids: tuple[int, ...],
         processors: Processors = NO_PROCESSORS,
         find_peaks: Callable[[Tensor], Peaks] = TORCH.find_peaks,
         sampling: Sampling = TORCH_SAMPLING,
-        inputs: StepInputs = SHARED_INPUTS,
+        device: Device = CPU,
     ) -> None:
         self._eos_token_ids = eos_token_ids
         self._processors = processors
         self._find_peaks = find_peaks
         self._sampling = sampling
-        self._inputs = inputs
+        self._place = device.place
+        self._outputs = make_outputs(device)
 
-    def sample(self, logits: Tensor, runs: Sequence[TokenRun]) -> Samples:
+    def begin(self, runs: Sequence[TokenRun], vocab_size: int, inputs: StepInputs) -> SampledStep:
+        """Put the parameters of the rows."""
+        rows = SampledRows(runs, self._eos_token_ids, vocab_size, self._place)
+        sampling = self._sampling.begin(rows, inputs)
+        return SampledStep(runs, sampling, _RequestedLogprobs.of(runs, inputs))
+
+    def launch(self, step: SampledStep, logits: Tensor) -> LaunchedSamples:
         """Choose a token for each row of `logits`, [rows, vocab_size] in float32, not modified."""
-        self._inputs.begin()
-        rows = SampledRows(runs, self._eos_token_ids, logits.shape[1], logits.device)
-        step = self._sampling.begin(rows, self._inputs)
-        logprobs = _RequestedLogprobs.of(runs, self._inputs)
-        self._inputs.send()
         token_ids, are_finite = self._find_peaks(logits)
-        scores = step.constrain(logits)
+        scores = step.sampling.constrain(logits)
         failures: dict[int, str] = {}
         flags = [are_finite]
         if scores is not logits:
-            failures = self._apply_processors(scores, runs, are_finite)
+            failures = self._apply_processors(scores, step.runs, are_finite)
             token_ids = self._find_peaks(scores).token_ids
             best = scores.gather(1, token_ids[:, None]).squeeze(1)
             flags.append(best.isneginf())  # all tokens are forbidden
-        step.draw(scores, token_ids)
-        requested = () if logprobs is None else logprobs.compute(logits, token_ids)
-        drawn, is_finite, *others = to_host([token_ids, *flags, *requested])
-        is_empty = others.pop(0) if scores is not logits else np.zeros_like(is_finite)
+        step.sampling.draw(scores, token_ids)
+        requested = () if step.logprobs is None else step.logprobs.compute(logits, token_ids)
+        received = self._outputs.send([token_ids, *flags, *requested])
+        return LaunchedSamples(step, failures, scores is not logits, received)
+
+    def read(self, launched: LaunchedSamples) -> Samples:
+        """Wait for the samples of a step, and return them."""
+        runs, failures = launched.step.runs, launched.failures
+        drawn, is_finite, *others = launched.received.read()
+        is_empty = others.pop(0) if launched.is_constrained else np.zeros_like(is_finite)
         columns = runs, drawn.tolist(), is_finite.tolist(), is_empty.tolist()
         choices = [
             _choice(run, token_id, finite, empty, failures.get(index))
             for index, (run, token_id, finite, empty) in enumerate(zip(*columns, strict=True))
         ]
+        logprobs = launched.step.logprobs
         return Samples(choices, {} if logprobs is None else logprobs.read(others))
 
     def _apply_processors(
@@ -100,7 +129,7 @@ class Sampler:
         if not custom:
             return {}
         failures = {}
-        (is_finite,) = to_host([are_finite])
+        is_finite = are_finite.tolist()
         for index in custom:
             row, known = runs[index].row, runs[index].known_tokens
             if not is_finite[index]:

@@ -113,6 +113,29 @@ def test_a_step_beyond_the_buffer_takes_more_copies_once(device: FakeDevice) -> 
     assert num_copies == [3, 1]
 
 
+def test_fixed_arrays_stay_at_their_place_when_others_take_a_copy_apart(
+    device: FakeDevice,
+) -> None:
+    inputs = PackedInputs(device)
+    inputs.begin()
+    inputs.put(ARRAYS[0])
+    inputs.fix()
+    small, large = np.arange(8), np.arange(FIRST_BYTES // 4)
+    places, found, num_copies = [], [], []
+    for more in (small, large, large):
+        before = len(device.counts.copies_in)
+        inputs.begin()
+        tensors = [inputs.put(array) for array in (ARRAYS[0], more)]
+        inputs.send()
+        num_copies.append(len(device.counts.copies_in) - before)
+        places.append(tensors[0].data_ptr())
+        found.append([int(tensor.sum()) for tensor in tensors])
+
+    assert len(set(places)) == 1
+    assert num_copies == [1, 2, 2]
+    assert found == [[15, int(more.sum())] for more in (small, large, large)]
+
+
 def test_arrays_on_the_cpu_are_not_copied() -> None:
     inputs, array = make_inputs(CpuDevice()), np.arange(4)
 

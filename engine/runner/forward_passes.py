@@ -1,0 +1,91 @@
+"""Forward passes of the decoder: puts their arrays, and returns functions that launch them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from torch import Tensor
+
+from baton.engine.runner.attention.paged_attention import AttentionPass, PagedAttention
+from baton.engine.runner.device.decode_graphs import DecodeBatch
+from baton.engine.runner.device.fenced_hook import FencedHook
+from baton.engine.runner.device.step_inputs import StepInputs
+from baton.engine.runner.input_batch import Step
+from baton.engine.runner.layout import Ints, PassLayout
+from baton.engine.runner.model.decoder import Decoder
+from baton.engine.runner.model.mixers import Ends, ForwardPass
+from baton.engine.runner.model.rope import Ropes
+from baton.engine.runner.sampling.output_heads import HiddenStates
+from baton.engine.runner.state.linear_attention import LinearAttention, LinearAttentionPass
+from baton.engine.runner.state.state_tables import StateLayout
+
+
+class ForwardPasses:
+    """Decoder with the memory that its passes read and write."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        ropes: Ropes,
+        attention: PagedAttention,
+        linear_attention: LinearAttention | None,
+        max_model_len: int,
+    ) -> None:
+        self._decoder = decoder
+        self._ropes = ropes
+        self._attention = attention
+        self._linear_attention = linear_attention
+        self._max_model_len = max_model_len
+
+    def prepare(
+        self, step: Step, inputs: StepInputs, hook: FencedHook | None, *, needs_all: bool
+    ) -> Callable[[], HiddenStates]:
+        """Prepare a step. If no head needs all tokens, the last layer computes only some."""
+        all_are_sampled = len(step.sampled) == len(step.token_ids)
+        sampled = None if all_are_sampled else np.array(step.sampled, dtype=np.int64)
+        token_ids, positions = inputs.put(step.token_ids), inputs.put(step.layout.positions)
+        seen_lens = inputs.put(step.seen_lens) if self._ropes.depends_on_length else None
+        indices = None if sampled is None else inputs.put(step.layout.last_token_indices(sampled))
+        ends = None if needs_all else self._ends(step, sampled, indices, inputs)
+        attention, linear_attention = self._begin_mixers(step.layout, step.states, inputs)
+
+        def launch() -> HiddenStates:
+            angles = self._ropes.angles(positions, seen_lens, step.max_len)
+            forward_pass = ForwardPass(angles, attention, linear_attention)
+            hidden_states = self._decoder.forward(token_ids, forward_pass, hook, ends)
+            if not needs_all:
+                return HiddenStates(hidden_states)
+            wanted = hidden_states if indices is None else hidden_states[indices]
+            return HiddenStates(wanted, hidden_states)
+
+        return launch
+
+    def prepare_decode(self, batch: DecodeBatch, inputs: StepInputs) -> Callable[[], Tensor]:
+        """Prepare a step whose launches a graph can capture."""
+        token_ids, positions = inputs.put(batch.token_ids), inputs.put(batch.layout.positions)
+        attention, linear_attention = self._begin_mixers(batch.layout, batch.states, inputs)
+
+        def launch() -> Tensor:
+            # A graph keeps the table of angles, so that it must have all positions.
+            angles = self._ropes.angles(positions, None, self._max_model_len)
+            forward_pass = ForwardPass(angles, attention, linear_attention)
+            return self._decoder.forward(token_ids, forward_pass, None)
+
+        return launch
+
+    def _ends(
+        self, step: Step, sequences: Ints | None, indices: Tensor | None, inputs: StepInputs
+    ) -> Ends | None:
+        if sequences is None or indices is None:
+            return None
+        layout = step.layout.restrict_to_last_tokens(sequences)
+        return Ends(indices, self._attention.begin(layout, inputs))
+
+    def _begin_mixers(
+        self, layout: PassLayout, states: StateLayout | None, inputs: StepInputs
+    ) -> tuple[AttentionPass, LinearAttentionPass | None]:
+        linear_attention = None
+        if self._linear_attention is not None and states is not None:
+            linear_attention = self._linear_attention.begin(states, inputs)
+        return self._attention.begin(layout, inputs), linear_attention
