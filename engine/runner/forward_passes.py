@@ -17,6 +17,7 @@ from baton.engine.runner.model.decoder import Decoder
 from baton.engine.runner.model.mixers import Ends, ForwardPass
 from baton.engine.runner.model.rope import Ropes
 from baton.engine.runner.sampling.output_heads import HiddenStates
+from baton.engine.runner.sampling.packed_peaks import PackedPeaks
 from baton.engine.runner.state.linear_attention import LinearAttention, LinearAttentionPass
 from baton.engine.runner.state.state_tables import StateLayout
 
@@ -61,16 +62,21 @@ class ForwardPasses:
 
         return launch
 
-    def prepare_decode(self, batch: DecodeBatch, inputs: StepInputs) -> Callable[[], Tensor]:
-        """Prepare a step whose launches a graph can capture."""
+    def prepare_decode(
+        self, logits: Tensor, batch: DecodeBatch, inputs: StepInputs
+    ) -> Callable[[], HiddenStates]:
+        """Prepare a step whose launches a graph can capture. `logits`: memory for those of it."""
         token_ids, positions = inputs.put(batch.token_ids), inputs.put(batch.layout.positions)
         attention, linear_attention = self._begin_mixers(batch.layout, batch.states, inputs)
 
-        def launch() -> Tensor:
+        def launch() -> HiddenStates:
             # A graph keeps the table of angles, so that it must have all positions.
             angles = self._ropes.angles(positions, None, self._max_model_len)
             forward_pass = ForwardPass(angles, attention, linear_attention)
-            return self._decoder.forward(token_ids, forward_pass, None)
+            hidden_states = self._decoder.forward(token_ids, forward_pass, None)
+            own = self._decoder.logits(hidden_states, logits[: len(token_ids)])
+            peaks = PackedPeaks.of(self._decoder.ops.find_peaks(own))
+            return HiddenStates(hidden_states, logits=own, peaks=peaks)
 
         return launch
 

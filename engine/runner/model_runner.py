@@ -82,7 +82,7 @@ class TorchRunner:
         self.processors = processors
         self.hook: PassHook | None = None
         self.device = device
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: DecodeGraphs[HiddenStates] | None = None
         self.decoder = decoder
         self._kv = kv
         self._inputs = make_inputs(self.device)
@@ -121,8 +121,11 @@ class TorchRunner:
             empty_states(layout.num_state_blocks) if layout.has_state else None,
         )
         scratch_block = self.kv_memory.num_blocks
-        graphs = DecodeGraphs(self.device, pool, self._passes.prepare_decode, scratch_block)
         with torch.inference_mode():
+            shape = sizes[0].num_rows, self.info.vocab_size
+            logits = torch.empty(shape, dtype=torch.float32, device=self.device.place)
+            prepare = partial(self._passes.prepare_decode, logits)
+            graphs = DecodeGraphs(self.device, pool, prepare, scratch_block)
             graphs.capture(sizes, nothing)
         self.graphs = graphs
 
@@ -213,14 +216,16 @@ class TorchRunner:
             launch = self._passes.prepare(step, self._inputs, hook, needs_all=needs_all)
             return self._inputs, launch
         replay = graphs.prepare(size, DecodeBatch(step.token_ids, step.layout, step.states))
-        return graphs.inputs, partial(self._replay, replay, hook)
+        return graphs.inputs, partial(self._replay, replay, len(step.runs), hook)
 
-    def _replay(self, replay: Callable[[], Tensor], hook: FencedHook | None) -> HiddenStates:
-        hidden_states = replay()
+    def _replay(
+        self, replay: Callable[[], HiddenStates], num_rows: int, hook: FencedHook | None
+    ) -> HiddenStates:
+        hidden_states = replay().first_rows(num_rows)
         if hook is not None:
             hook.layers_done(len(self.decoder.layers))
             hook.pass_done()
-        return HiddenStates(hidden_states)
+        return hidden_states
 
     def _collect(
         self, step: Step, hidden_states: HiddenStates, heads: Sequence[HeadPass], fence: Fence

@@ -18,17 +18,19 @@ from baton.engine.runner.device.device import CPU, Device
 from baton.engine.runner.device.step_inputs import PackedInputs, make_inputs
 from baton.engine.runner.input_batch import PersistentBatch
 from baton.engine.runner.layout import TokenRun
+from baton.engine.runner.model.torch_ops import TorchOps
 from baton.engine.runner.sampling.output_heads import (
     LOGITS_CHUNK_ROWS,
     HiddenStates,
     PromptLogprobs,
 )
+from baton.engine.runner.sampling.packed_peaks import PackedPeaks
 from baton.engine.runner.sampling.sampler import NOT_FINITE, Sampler
 from baton.engine.runner.sampling.sampling import Sampling
 from baton.engine.runner.sampling.torch_sampling import TORCH_SAMPLING
 from tests.support.fake_device import Counts, FakeDevice
 from tests.support.token_runs import allow_only, make_run, sample
-from tests.support.triton_parts import kernels_on, triton_sampling
+from tests.support.triton_parts import kernels_on, require_triton, triton_sampling
 
 VOCAB_SIZE = 50
 EOS = (7, 8)
@@ -117,6 +119,30 @@ def test_a_grammar_that_allows_only_an_end_token_takes_one_copy_each_way(
     sampling: Sampling,
 ) -> None:
     check(sampling, random_logits(2), [allow_only(row(min_tokens=9), EOS, VOCAB_SIZE), row()])
+
+
+@pytest.mark.triton
+def test_random_rows_behind_a_graph_are_one_launch_between_two_copies() -> None:
+    """The peaks of a padded batch are found by its graph, and its rows are drawn in their place."""
+    require_triton()
+    logits = random_logits(4)
+    runs = [row(seed, temperature=0.8, top_k=9 * (seed % 2), top_p=0.9) for seed in range(3)]
+    expected = sample(Sampler(EOS), logits[:3], runs)
+
+    sampling = triton_sampling()
+    with device_for(sampling) as device:
+        sampler, inputs = Sampler(EOS, sampling=sampling, device=device), PackedInputs(device)
+        on_device = logits.to(device.place)
+        for _ in range(2):  # the first step allocates the buffers of the host
+            peaks = PackedPeaks.of(TorchOps().find_peaks(on_device))
+            device.counts = Counts()
+            inputs.begin()
+            step = sampler.begin(runs, VOCAB_SIZE, inputs)
+            inputs.send()
+            samples = sampler.read(sampler.launch(step, on_device[:3], peaks))
+
+    assert samples == expected
+    assert (device.counts.launches, device.counts.allocations) == (3, 0)
 
 
 class OneLayer:

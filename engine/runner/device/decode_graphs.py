@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
-from torch import Tensor
 
 from baton.engine.runner.device.device import Device, Graph, GraphPool
 from baton.engine.runner.device.graphs import EagerCause, GraphSize, StepShape, choose_graph
@@ -37,24 +37,25 @@ class DecodeBatch(NamedTuple):
 
 
 # Puts the arrays of a batch, and returns the function that launches its pass once they are sent.
-Prepare = Callable[[DecodeBatch, StepInputs], Callable[[], Tensor]]
+T = TypeVar("T")
+Prepare = Callable[[DecodeBatch, StepInputs], Callable[[], T]]
 
 
-class DecodeGraphs:
+class DecodeGraphs(Generic[T]):
     """Graphs by size. A replay reads and writes only the memory of its capture.
 
     The inputs are its own, because the memory of those of other steps can be replaced by more.
     """
 
     def __init__(
-        self, device: Device, pool: GraphPool, prepare: Prepare, scratch_block: int
+        self, device: Device, pool: GraphPool, prepare: Prepare[T], scratch_block: int
     ) -> None:
         self._device = device
         self._pool = pool
         self._prepare = prepare
         self._scratch_block = scratch_block
         self.inputs = PackedInputs(device)
-        self._captured: dict[GraphSize, _Captured] = {}
+        self._captured: dict[GraphSize, _Captured[T]] = {}
         self._sizes: tuple[GraphSize, ...] = ()
         self.num_steps: Counter[GraphSize | EagerCause] = Counter()
 
@@ -76,10 +77,10 @@ class DecodeGraphs:
         self.num_steps[choice] += 1
         return choice if isinstance(choice, GraphSize) else None
 
-    def prepare(self, size: GraphSize, batch: DecodeBatch) -> Callable[[], Tensor]:
+    def prepare(self, size: GraphSize, batch: DecodeBatch) -> Callable[[], T]:
         """Put the arrays of a batch into `inputs`, and return the function that launches its pass.
 
-        That returns the hidden states, which the next replay overwrites.
+        That returns what the pass returned when it was captured, which the next replay overwrites.
         """
         captured = self._captured[size]
         self._put(size, batch)
@@ -89,17 +90,17 @@ class DecodeGraphs:
                 f" reads {captured.num_packed_bytes}"
             )
 
-        def replay() -> Tensor:
+        def replay() -> T:
             captured.graph.replay()
-            return captured.hidden_states[: len(batch.token_ids)]
+            return captured.outputs
 
         return replay
 
-    def _put(self, size: GraphSize, batch: DecodeBatch) -> Callable[[], Tensor]:
+    def _put(self, size: GraphSize, batch: DecodeBatch) -> Callable[[], T]:
         self.inputs.begin()
         return self._prepare(batch.pad(size, self._scratch_block), self.inputs)
 
-    def _capture(self, run: Callable[[], Tensor]) -> _Captured:
+    def _capture(self, run: Callable[[], T]) -> _Captured[T]:
         self.inputs.send()
         outputs = [run()]  # what happens only once, such as compilation, is not captured
 
@@ -110,7 +111,8 @@ class DecodeGraphs:
         return _Captured(graph, outputs[0], self.inputs.num_packed_bytes)
 
 
-class _Captured(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Captured(Generic[T]):
     graph: Graph
-    hidden_states: Tensor
+    outputs: T  # in the memory of the graph
     num_packed_bytes: int

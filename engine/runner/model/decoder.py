@@ -48,13 +48,15 @@ class Decoder:
             hook.pass_done()
         return self.ops.rms_norm(hidden_states, self.norm)
 
-    def logits(self, hidden_states: Tensor) -> Tensor:
-        """[rows, hidden_size] → [rows, vocab_size] in float32."""
-        logits = self.head(hidden_states).float()
+    def logits(self, hidden_states: Tensor, dst: Tensor | None = None) -> Tensor:
+        """[rows, hidden_size] → [rows, vocab_size] in float32, in `dst` if it is given."""
+        logits = self.head(hidden_states)
+        logits = logits.float() if dst is None else dst.copy_(logits)
         if self.config.logits_scale != 1.0:
-            logits = logits * self.config.logits_scale
-        if self.config.logits_softcap is not None:
-            logits = torch.tanh(logits / self.config.logits_softcap) * self.config.logits_softcap
+            logits.mul_(self.config.logits_scale)
+        softcap = self.config.logits_softcap
+        if softcap is not None:
+            logits.div_(softcap).tanh_().mul_(softcap)
         return logits
 
     def _embed(self, token_ids: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from baton.engine.runner.sampling.logprobs import (
     compute_logprobs,
     read_logprobs,
 )
+from baton.engine.runner.sampling.packed_peaks import PackedPeaks
 from baton.engine.runner.sampling.sampler import (
     NOT_FINITE,
     LaunchedSamples,
@@ -44,6 +45,14 @@ class HiddenStates(NamedTuple):
 
     sampled: Tensor  # [sampled runs, hidden_size], of the last token of each
     by_token: Tensor | None = None  # [tokens, hidden_size], if a head needs all of them
+    # Of the sampled tokens, if they are computed with the pass. The next pass overwrites them.
+    logits: Tensor | None = None
+    peaks: PackedPeaks | None = None
+
+    def first_rows(self, num_rows: int) -> HiddenStates:
+        """Return these results of a padded pass without those of padding rows."""
+        logits = None if self.logits is None else self.logits[:num_rows]
+        return self._replace(sampled=self.sampled[:num_rows], logits=logits)
 
 
 class HeadPass(Protocol):
@@ -127,10 +136,12 @@ class _SampledPass:
 
     def launch(self, hidden_states: HiddenStates) -> None:
         head, sampled = self.head, self.sampled
-        logits = head.decoder.logits(hidden_states.sampled)
+        logits = hidden_states.logits
+        if logits is None:
+            logits = head.decoder.logits(hidden_states.sampled)
         if sampled is None:
             sampled = self._begin_late()
-        self.launched = head.sampler.launch(sampled, logits)
+        self.launched = head.sampler.launch(sampled, logits, hidden_states.peaks)
 
     def _begin_late(self) -> SampledStep:
         """Fill the masks of grammars while the device computes, and put them into a copy apart."""

@@ -27,6 +27,7 @@ from baton.engine.runner.model.ops import Peaks
 from baton.engine.runner.model.torch_ops import TorchOps
 from baton.engine.runner.sampling.logits_processors import NEVER, NO_PROCESSORS, Processors
 from baton.engine.runner.sampling.logprobs import compute_logprobs, read_logprobs
+from baton.engine.runner.sampling.packed_peaks import PackedPeaks
 from baton.engine.runner.sampling.sampling import SampledRows, Sampling, SamplingPass
 from baton.engine.runner.sampling.torch_sampling import TORCH_SAMPLING
 
@@ -62,7 +63,15 @@ class LaunchedSamples(NamedTuple):
     step: SampledStep
     failures: dict[int, str]  # of logits processors, by row
     is_constrained: bool
+    peaks: PackedPeaks | None  # which come first, if they were sent as they are
     received: Received
+
+    def read(self) -> tuple[Array, Array, list[Array]]:
+        """Return the tokens, whether logits were finite, and the other results."""
+        first, *others = self.received.read()
+        if self.peaks is not None:
+            return *self.peaks.read(first, len(self.step.runs)), others
+        return first, others.pop(0), others
 
 
 class Sampler:
@@ -89,26 +98,37 @@ class Sampler:
         sampling = self._sampling.begin(rows, inputs)
         return SampledStep(runs, sampling, _RequestedLogprobs.of(runs, inputs))
 
-    def launch(self, step: SampledStep, logits: Tensor) -> LaunchedSamples:
-        """Choose a token for each row of `logits`, [rows, vocab_size] in float32, not modified."""
-        token_ids, are_finite = self._find_peaks(logits)
+    def launch(
+        self, step: SampledStep, logits: Tensor, peaks: PackedPeaks | None = None
+    ) -> LaunchedSamples:
+        """Choose a token for each row of `logits`, [rows, vocab_size] in float32, not modified.
+
+        `peaks` are those of the logits, if they were found before. They are overwritten.
+        """
+        if peaks is None:
+            token_ids, are_finite = self._find_peaks(logits)
+        else:
+            token_ids, are_finite = peaks.first_rows(len(step.runs))
         scores = step.sampling.constrain(logits)
-        failures: dict[int, str] = {}
-        flags = [are_finite]
-        if scores is not logits:
+        is_constrained, failures = scores is not logits, {}
+        chosen = [token_ids, are_finite]
+        if is_constrained:
             failures = self._apply_processors(scores, step.runs, are_finite)
             token_ids = self._find_peaks(scores).token_ids
             best = scores.gather(1, token_ids[:, None]).squeeze(1)
-            flags.append(best.isneginf())  # all tokens are forbidden
+            chosen = [token_ids, are_finite, best.isneginf()]  # -inf: all tokens are forbidden
+            peaks = None
+        elif peaks is not None:
+            chosen = [peaks.packed]
         step.sampling.draw(scores, token_ids)
         requested = () if step.logprobs is None else step.logprobs.compute(logits, token_ids)
-        received = self._outputs.send([token_ids, *flags, *requested])
-        return LaunchedSamples(step, failures, scores is not logits, received)
+        received = self._outputs.send([*chosen, *requested])
+        return LaunchedSamples(step, failures, is_constrained, peaks, received)
 
     def read(self, launched: LaunchedSamples) -> Samples:
         """Wait for the samples of a step, and return them."""
         runs, failures = launched.step.runs, launched.failures
-        drawn, is_finite, *others = launched.received.read()
+        drawn, is_finite, others = launched.read()
         is_empty = others.pop(0) if launched.is_constrained else np.zeros_like(is_finite)
         columns = runs, drawn.tolist(), is_finite.tolist(), is_empty.tolist()
         choices = [
