@@ -93,7 +93,7 @@ def load_runner(
         )
 
     num_blocks = choose_num_blocks(config, cache, device, make_runner)
-    pool = _make_graph_pool(config, model, parts, device)
+    pool = _make_graph_pool(config, weights.decoder, parts, device)
     # Padding rows of graphs write into one block more, which belongs to no request.
     runner = make_runner(num_blocks, num_scratch_blocks=0 if pool is None else 1)
     return runner if pool is None else _capture_graphs(config, runner, pool)
@@ -236,7 +236,7 @@ def _fingerprint(
 
 
 def _make_graph_pool(
-    config: RunnerConfig, model: ModelConfig, parts: Parts, device: Device
+    config: RunnerConfig, decoder: Decoder, parts: Parts, device: Device
 ) -> GraphPool | None:
     """Return a pool for graphs of decode steps, or None, and log why if the device has graphs."""
     pool, cause = device.make_graph_pool(), ""
@@ -244,10 +244,10 @@ def _make_graph_pool(
         cause = "--enforce-eager"
     elif not parts.has_static_launches:
         cause = f"launches of the kernels {parts.name!r} depend on the lengths of sequences"
-    elif model.depends_on_length:
+    elif decoder.config.depends_on_length:
         cause = "angles of this model depend on the lengths of prompts"
-    elif model.moe is not None:
-        cause = "the CPU may have to read which experts are chosen"
+    elif decoder.waits_for_experts:
+        cause = "the CPU reads which experts are chosen, because they are computed one by one"
     if pool is not None and cause:
         log.info("decode steps are launched without graphs: %s", cause)
     return None if cause else pool
@@ -262,4 +262,10 @@ def _capture_graphs(config: RunnerConfig, runner: TorchRunner, pool: GraphPool) 
             "no memory for graphs of decode steps: lower --kv-cache-memory or --max-num-seqs, or "
             f"use --enforce-eager: {error}"
         ) from error
+    except RuntimeError as error:
+        # The error of what cannot be captured comes before that of ending the capture.
+        log.warning(
+            "decode steps are launched without graphs: the capture failed: %s",
+            error.__context__ or error,
+        )
     return runner

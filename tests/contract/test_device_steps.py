@@ -34,7 +34,7 @@ from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.kv_transfer.fence import Fence
 from tests.support.fake_device import Costs, Counts, FakeDevice
-from tests.support.families import STATE_VARIANTS
+from tests.support.families import FAMILY_VARIANTS, STATE_VARIANTS
 from tests.support.models import VARIANTS, make_model_folder, prompt_of
 from tests.support.runner_drivers import Drive, Driver
 from tests.support.static_attention import StaticPagedAttention
@@ -257,12 +257,12 @@ def test_recurrent_layers_replay_graphs(recurrent_folder: Path) -> None:
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen3-moe"])
 def test_graphs_of_interpreted_triton_kernels_give_the_tokens_of_the_cpu(
     name: str, tmp_path: Path
 ) -> None:
     require_triton()
-    own, device = make_model_folder(tmp_path, VARIANTS[name]), FakeDevice()
+    own, device = make_model_folder(tmp_path, {**VARIANTS, **FAMILY_VARIANTS}[name]), FakeDevice()
     with (
         kernels_on(device),
         runner_on(device, own, interpreted_parts(), max_num_seqs=3) as runner,
@@ -455,6 +455,33 @@ def test_graphs_need_kernels_with_static_launches(folder: Path, parts: Parts) ->
         has_graphs = runner.graphs is not None
 
     assert has_graphs is parts.has_static_launches
+
+
+def test_a_mixture_whose_experts_wait_for_the_cpu_is_computed_without_graphs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    own = make_model_folder(tmp_path, FAMILY_VARIANTS["qwen3-moe"])
+    with runner_on(FakeDevice(), own) as runner:
+        has_graphs = runner.graphs is not None
+
+    assert not has_graphs
+    assert "without graphs: the CPU reads which experts are chosen" in caplog.text
+
+
+def test_after_a_failed_capture_steps_are_launched_without_graphs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The torch reference reads which experts are chosen, whatever these parts claim."""
+    own = make_model_folder(tmp_path, FAMILY_VARIANTS["qwen3-moe"])
+    parts = replace(GRAPHABLE, waits_for_experts=lambda moe: False)
+    with runner_on(FakeDevice(), own, parts) as runner:
+        has_graphs = runner.graphs is not None
+        outputs = driver_of(runner).run(*drives(2))
+
+    assert not has_graphs
+    assert "capture failed: synchronisation not permitted" in caplog.text
+    assert outputs == outputs_on_the_cpu(own, 2)
 
 
 # --- memory ---------------------------------------------------------------------------------------

@@ -232,15 +232,18 @@ def test_experts_of_different_formats_are_computed_one_by_one() -> None:
         random_quantized(2, 64, 96, 8, 96),
     ]
 
-    def mixed(ops: Ops) -> Tensor:
+    def mixture(ops: Ops) -> Moe:
         matrices = [replace(each, dtype=torch.float32) for each in formats]
         down = ops.linear(drawn(96, 32), None)
-        moe = make_moe([Mlp(ops.linear(each, None), down) for each in matrices])
-        return ops.mix_experts(moe, gate, hidden_states, routing)
+        return make_moe([Mlp(ops.linear(each, None), down) for each in matrices])
 
-    found, wanted = mixed(triton_ops()), mixed(TorchOps())
+    found, wanted = (
+        ops.mix_experts(mixture(ops), gate, hidden_states, routing)
+        for ops in (triton_ops(), TorchOps())
+    )
 
     assert torch.allclose(found, wanted, rtol=0, atol=1e-5 * wanted.abs().max().item())
+    assert interpreted_parts().waits_for_experts(mixture(triton_ops()))
 
 
 def make_moe(experts: list[Mlp]) -> Moe:

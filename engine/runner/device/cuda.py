@@ -73,8 +73,12 @@ class CudaGraphPool:
 
     def capture(self, run: Callable[[], None]) -> Graph:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self._place), torch.cuda.graph(graph, pool=self._pool):
-            run()
+        own_stream = torch.cuda.current_stream(self._place)
+        try:
+            with torch.cuda.device(self._place), torch.cuda.graph(graph, pool=self._pool):
+                run()
+        finally:
+            torch.cuda.set_stream(own_stream)  # torch does not, if the capture cannot be ended
         return CudaGraph(graph, self._place)
 
 

@@ -31,6 +31,7 @@ from baton.engine.runner.kernels.packed_weight import Packer
 from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.layer_weights import Layer
 from baton.engine.runner.model.layers import DecoderLayer, unfused_layers
+from baton.engine.runner.model.linear import Moe
 from baton.engine.runner.model.ops import Ops
 from baton.engine.runner.model.torch_ops import TorchOps
 from baton.engine.runner.sampling.sampling import Sampling
@@ -40,6 +41,10 @@ from baton.engine.runner.state.state_shape import StateShape
 from baton.engine.runner.triton.availability import require_triton, uses_interpreter
 
 log = logging.getLogger(__name__)
+
+
+def _wait_always(_: Moe) -> bool:
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,8 @@ class Parts:
     sampling: Sampling = TORCH_SAMPLING
     # Whether a decode's launches depend on its numbers of rows and blocks only, as graphs need.
     has_static_launches: bool = False
+    # Whether the CPU reads which experts of a mixture are chosen. Called once they are loaded.
+    waits_for_experts: Callable[[Moe], bool] = _wait_always
 
 
 _TORCH_OPS = TorchOps()
@@ -131,4 +138,5 @@ def triton_parts(dtype: torch.dtype, device: torch.device) -> Parts:
         TritonPacker(dtype, device),
         sampling=TritonSampling(),
         has_static_launches=True,
+        waits_for_experts=ops.waits_for_experts,
     )

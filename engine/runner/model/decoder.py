@@ -26,6 +26,7 @@ class Decoder:
     layers: Sequence[DecoderLayer]
     norm: Norm
     head: Linear
+    waits_for_experts: bool = False  # the CPU reads which experts are chosen
 
     def forward(
         self,

@@ -180,9 +180,7 @@ class TritonOps(TorchOps):
     def mix_experts(
         self, moe: Moe, gate: MlpGate, hidden_states: Tensor, routing: ExpertChoice
     ) -> Tensor:
-        if moe not in self._experts:
-            self._experts[moe] = join_experts(moe.experts)
-        experts = self._experts[moe]
+        experts = self._join(moe)
         if experts is None:
             return mix_experts(self, moe, gate, hidden_states, routing)
         rows = sort_rows(experts, routing, hidden_states.dtype)
@@ -192,6 +190,15 @@ class TritonOps(TorchOps):
         gated = self.apply_gate(gate_up, gate)
         outputs = multiply_experts(experts.down, gated, rows, is_down=True)
         return sum_experts(outputs, weights, weighs=not scales_input)
+
+    def waits_for_experts(self, moe: Moe) -> bool:
+        """Return whether experts are computed one by one, so that the CPU reads their ids."""
+        return self._join(moe) is None
+
+    def _join(self, moe: Moe) -> Experts | None:
+        if moe not in self._experts:
+            self._experts[moe] = join_experts(moe.experts)
+        return self._experts[moe]
 
     def find_peaks(self, logits: Tensor) -> Peaks:
         logits = row_contiguous(logits)

@@ -38,8 +38,10 @@ def load_decoder(
     layers = [_LayerLoader(tensors, loader, i).load() for i in range(config.num_layers)]
     norm = loader.norm(f"{tensors.model}.norm")
     head = embedding if config.ties_embeddings else loader.embedding(tensors.head)
-    parts = target.parts
-    return Decoder(config, parts.ops, embedding, parts.make_layers(config, layers), norm, head)
+    parts, mixtures = target.parts, [layer.mlp for layer in layers if isinstance(layer.mlp, Moe)]
+    made = parts.make_layers(config, layers)
+    waits = any(list(map(parts.waits_for_experts, mixtures)))  # of all: this joins the experts
+    return Decoder(config, parts.ops, embedding, made, norm, head, waits)
 
 
 def attention_of(config: ModelConfig, files: Tensors, device: torch.device) -> list[LayerAttention]:
