@@ -24,6 +24,7 @@ from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.runner.device.decode_graphs import DecodeBatch, DecodeGraphs, Prepare
 from baton.engine.runner.device.graphs import EagerCause, GraphSize
+from baton.engine.runner.device.launch_count import LaunchCounter
 from baton.engine.runner.device.step_inputs import StepInputs
 from baton.engine.runner.kernels.choose import TORCH, Parts
 from baton.engine.runner.layout import empty_layout
@@ -182,6 +183,23 @@ def test_random_rows_take_one_copy_each_way_in_each_step(folder: Path, parts: Pa
     assert device.counts.synchronizations == [*waits, "runner/model_runner.py:_drain"]
 
 
+@pytest.mark.parametrize("name", SAMPLING)
+def test_launches_of_a_step_are_counted(folder: Path, name: str) -> None:
+    device = FakeDevice()
+    with runner_on(device, folder, TORCH) as runner:
+        driver = driver_of(runner)
+        for drive in drives():
+            driver.add(replace(drive, sampling=SAMPLING[name]))
+        driver.step()
+        device.counts = Counts()
+
+        with LaunchCounter(device.place) as counter:
+            driver.step()
+
+    assert counter.num_launches == device.counts.launches - 2  # copies
+    assert counter.num_launches > 50
+
+
 def test_a_chunk_that_samples_nothing_is_waited_for_once(folder: Path) -> None:
     device = FakeDevice()
     with runner_on(device, folder, TORCH) as runner:
@@ -214,17 +232,22 @@ def test_a_failing_launch_leaves_the_runner_usable(folder: Path) -> None:
 # --- graphs ---------------------------------------------------------------------------------------
 
 
-def test_decodes_replay_graphs_and_give_the_tokens_of_eager_steps(folder: Path) -> None:
+def test_decodes_replay_graphs_and_give_the_tokens_of_eager_steps(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     device = FakeDevice()
     with runner_on(device, folder) as runner:
         outputs = driver_of(runner).run(*drives())
         assert runner.graphs is not None
         num_steps = dict(runner.graphs.num_steps)
+        num_launches = runner.graphs.num_launches[GraphSize(4, 8)]
     with runner_on(FakeDevice(), folder, enforce_eager=True) as runner:
         assert runner.graphs is None
         eager = driver_of(runner).run(*drives())
 
     assert outputs == eager == outputs_on_the_cpu(folder)
+    assert f"a pass of 4 rows is {num_launches} launches without them" in caplog.text
     assert num_steps == {EagerCause.PROMPT: 1, GraphSize(4, 8): NUM_TOKENS - 1}
     assert device.counts.replays == NUM_TOKENS - 1
 

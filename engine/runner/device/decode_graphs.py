@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from baton.core.units import format_bytes
 from baton.engine.runner.device.device import Device, Graph, GraphPool
 from baton.engine.runner.device.graphs import EagerCause, GraphSize, StepShape, choose_graph
+from baton.engine.runner.device.launch_count import LaunchCounter
 from baton.engine.runner.device.step_inputs import PackedInputs, StepInputs
 from baton.engine.runner.layout import Ints, PassLayout
 from baton.engine.runner.state.state_tables import StateLayout
@@ -68,8 +70,18 @@ class DecodeGraphs(Generic[T]):
             self._captured[size] = self._capture(self._put(size, nothing))
         self._sizes = tuple(self._captured)
         self._device.drain()
-        used = free_before - self._device.free_bytes()
-        log.info("captured %d graphs of decode steps: %.1f MiB", len(sizes), used / (1 << 20))
+        log.info(
+            "captured %d graphs of decode steps: %s; a pass of %d rows is %d launches without them",
+            len(sizes),
+            format_bytes(free_before - self._device.free_bytes()),
+            sizes[0].num_rows,
+            self.num_launches[sizes[0]],
+        )
+
+    @property
+    def num_launches(self) -> Mapping[GraphSize, int]:
+        """Number of launches that each graph replaces."""
+        return {size: each.num_launches for size, each in self._captured.items()}
 
     def choose(self, step: StepShape) -> GraphSize | None:
         """Return the graph that fits, or None."""
@@ -103,12 +115,14 @@ class DecodeGraphs(Generic[T]):
     def _capture(self, run: Callable[[], T]) -> _Captured[T]:
         self.inputs.send()
         outputs = [run()]  # what happens only once, such as compilation, is not captured
+        counter = LaunchCounter(self._device.place)
 
         def launch() -> None:
-            outputs[:] = [run()]
+            with counter:
+                outputs[:] = [run()]
 
         graph = self._pool.capture(launch)
-        return _Captured(graph, outputs[0], self.inputs.num_packed_bytes)
+        return _Captured(graph, outputs[0], self.inputs.num_packed_bytes, counter.num_launches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,3 +130,4 @@ class _Captured(Generic[T]):
     graph: Graph
     outputs: T  # in the memory of the graph
     num_packed_bytes: int
+    num_launches: int

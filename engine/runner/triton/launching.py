@@ -9,6 +9,7 @@ from torch import Tensor
 
 from baton.engine.runner.device import cuda
 from baton.engine.runner.device.device import on_device_of
+from baton.engine.runner.device.launch_count import count_kernel
 from baton.engine.runner.triton.availability import uses_interpreter
 
 INTERPRETED_PROCESSORS = 132
@@ -22,6 +23,7 @@ def launch(
 
     Multiplications and additions are not fused, so that numbers are rounded as in torch.
     """
+    count_kernel()
     with on_device_of(dst):
         kernel[grid](dst, *arguments, enable_fp_fusion=False, **options)
 
