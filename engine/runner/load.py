@@ -21,6 +21,7 @@ from baton.engine.runner.config import RunnerConfig as RunnerConfig
 from baton.engine.runner.config import check, dtype_name
 from baton.engine.runner.device.device import Device, GraphPool, open_device
 from baton.engine.runner.device.graphs import graph_sizes
+from baton.engine.runner.device.warm_up import warm_up
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.input_batch import PersistentBatch
 from baton.engine.runner.kernels.choose import Parts, choose_parts
@@ -96,6 +97,8 @@ def load_runner(
     pool = _make_graph_pool(config, weights.decoder, parts, device)
     # Padding rows of graphs write into one block more, which belongs to no request.
     runner = make_runner(num_blocks, num_scratch_blocks=0 if pool is None else 1)
+    if not device.shares_host_memory:
+        warm_up(runner, num_blocks, config.block_size, max_model_len, layout)
     return runner if pool is None else _capture_graphs(config, runner, pool)
 
 

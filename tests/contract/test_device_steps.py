@@ -298,6 +298,26 @@ def test_graphs_of_interpreted_triton_kernels_give_the_tokens_of_the_cpu(
     assert num_steps == {EagerCause.PROMPT: 1, GraphSize(3, 8): NUM_TOKENS - 1}
 
 
+@pytest.mark.triton
+def test_all_kernels_are_launched_at_start(folder: Path) -> None:
+    """Later, the first request would wait until they are compiled."""
+    require_triton()
+    device = FakeDevice()
+    random = replace(SAMPLING["random"], logit_bias={3: 1.0}, banned_token_ids=(5,))
+    with (
+        kernels_on(device) as names,
+        runner_on(device, folder, interpreted_parts(), max_num_seqs=2) as runner,
+    ):
+        at_start = set(names)
+        driver = driver_of(runner)
+        driver.add(replace(drives(lengths=(9,))[0], sampling=random))
+        for _ in range(2):
+            driver.step()
+
+    assert names == at_start
+    assert {"draw_kernel", "constrain_kernel", "count_tokens_kernel"} < names
+
+
 @pytest.mark.triton  # long, as the tests of Triton's kernels
 def test_snapshots_are_taken_by_eager_steps(recurrent_folder: Path) -> None:
     with runner_on(FakeDevice(), recurrent_folder) as runner:
@@ -460,13 +480,16 @@ def test_inputs_of_another_size_than_the_graph_reads_are_refused() -> None:
             replay(graphs, GraphSize(2, 1), NOTHING)
 
 
-def test_a_device_without_memory_for_graphs_is_named(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("spare_bytes", "lacking"), [(16 << 10, "the first steps"), (512 << 10, "graphs")]
+)
+def test_a_device_without_memory_is_named(folder: Path, spare_bytes: int, lacking: str) -> None:
     with runner_on(FakeDevice(), folder, enforce_eager=True) as runner:
         used = runner.device.free_bytes()
-    device = FakeDevice(memory_bytes=(1 << 30) - used + (64 << 10))
+    device = FakeDevice(memory_bytes=(1 << 30) - used + spare_bytes)
 
     with (
-        pytest.raises(InvalidConfig, match=r"no memory for graphs.*--enforce-eager"),
+        pytest.raises(InvalidConfig, match=f"no memory for {lacking}.*lower --kv-cache-memory"),
         runner_on(device, folder),
     ):
         pass

@@ -53,13 +53,14 @@ def triton_sampling() -> Sampling:
 
 
 @contextmanager
-def kernels_on(device: FakeDevice) -> Iterator[None]:
-    """Launch interpreted kernels on a simulated device if they are given tensors of it."""
+def kernels_on(device: FakeDevice) -> Iterator[set[str]]:
+    """Launch interpreted kernels on a simulated device; yields the names of those launched."""
     from triton.runtime.interpreter import InterpretedFunction
 
-    interpret = InterpretedFunction.run
+    interpret, names = InterpretedFunction.run, set[str]()
 
     def run(kernel: Any, *args: Any, **named: Any) -> None:
+        names.add(kernel.fn.__name__)
         plain_args, plain_named = change_all((args, named), reveal)
         device.launch(
             lambda: interpret(kernel, *plain_args, **plain_named),
@@ -69,6 +70,6 @@ def kernels_on(device: FakeDevice) -> Iterator[None]:
 
     InterpretedFunction.run = run
     try:
-        yield
+        yield names
     finally:
         InterpretedFunction.run = interpret
