@@ -98,7 +98,8 @@ def load_runner(
     # Padding rows of graphs write into one block more, which belongs to no request.
     runner = make_runner(num_blocks, num_scratch_blocks=0 if pool is None else 1)
     if not device.shares_host_memory:
-        warm_up(runner, num_blocks, config.block_size, max_model_len, layout)
+        sizes = num_blocks, config.block_size, config.max_num_seqs, max_model_len
+        warm_up(runner, *sizes, layout)
     return runner if pool is None else _capture_graphs(config, runner, pool)
 
 
