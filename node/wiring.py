@@ -58,6 +58,7 @@ class NodeComponents:
     ) -> None:
         memory = runner.kv_memory
         self.options = options
+        self.num_passes = runner.num_passes
         self.tracing = _build_tracing(role, options, identity, tracer, memory.block_bytes)
         self.metrics = (
             NodeMetrics(role.value, self.tracing.handoff_context)

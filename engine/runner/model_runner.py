@@ -10,6 +10,7 @@ occasionally in half precision.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from mmap import mmap
@@ -27,7 +28,7 @@ from baton.engine.runner.attention.paged_attention import PagedAttention
 from baton.engine.runner.device.decode_graphs import DecodeBatch, DecodeGraphs
 from baton.engine.runner.device.device import CPU, Device, GraphPool
 from baton.engine.runner.device.fenced_hook import FencedHook
-from baton.engine.runner.device.graphs import GraphSize, StepShape
+from baton.engine.runner.device.graphs import EagerCause, GraphSize, StepShape
 from baton.engine.runner.device.step_inputs import StepInputs, make_inputs
 from baton.engine.runner.forward_passes import ForwardPasses
 from baton.engine.runner.input_batch import NO_DRAFTS, PersistentBatch, Step
@@ -83,6 +84,7 @@ class TorchRunner:
         self.hook: PassHook | None = None
         self.device = device
         self.graphs: DecodeGraphs[HiddenStates] | None = None
+        self.num_passes: Counter[GraphSize | EagerCause] = Counter()  # by graph, or why eager
         self.decoder = decoder
         self._kv = kv
         self._inputs = make_inputs(self.device)
@@ -128,6 +130,7 @@ class TorchRunner:
             graphs = DecodeGraphs(self.device, pool, prepare, scratch_block)
             graphs.capture(sizes, nothing)
         self.graphs = graphs
+        self.num_passes.clear()
 
     def launch(self, plan: Plan) -> Pending:
         """Launch one flat forward pass over everything the plan schedules."""
@@ -208,10 +211,11 @@ class TorchRunner:
     ) -> tuple[StepInputs, Callable[[], HiddenStates]]:
         """Put the arrays of a pass, and return the function that launches it."""
         hook, graphs = self._fenced_hook(plan), self.graphs
-        size = None
+        size: GraphSize | EagerCause = EagerCause.NO_GRAPHS
         if graphs is not None:
             size = graphs.choose(_shape_of(step, needs_all, plan.is_retry))
-        if graphs is None or size is None:
+        self.num_passes[size] += 1
+        if graphs is None or isinstance(size, EagerCause):
             self._inputs.begin()
             launch = self._passes.prepare(step, self._inputs, hook, needs_all=needs_all)
             return self._inputs, launch

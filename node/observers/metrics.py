@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from baton.engine.events import SchedulerStats
+from baton.engine.runner.device.graphs import EagerCause, GraphSize
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.kv_transfer.kv_connector import GuardedConnector
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
@@ -27,7 +28,11 @@ def export_node_metrics(process: Process, node: NodeComponents) -> Iterator[None
         return
     facts = {counted.TRANSPORT: {node.options.kv_transport: 1.0}}
     read_on_engine = OwnerThreadReader(
-        node.engine.post, lambda: read_gauges(node.scheduler, node.worker, node.connector)
+        node.engine.post,
+        lambda: {
+            **read_gauges(node.scheduler, node.worker, node.connector),
+            counted.PASSES: passes_by_launch(node.num_passes),
+        },
     )
 
     def read() -> Reading:
@@ -78,6 +83,15 @@ def read_gauges(
         counted.MESSAGES_DROPPED: counters.num_dropped,
         **({} if connector is None else _connector_gauges(connector, stats)),
     }
+
+
+def passes_by_launch(num_passes: Mapping[GraphSize | EagerCause, int]) -> dict[str, float]:
+    """Return the passes that replayed a graph, whatever its size, and the others by reason."""
+    by_launch: dict[str, float] = {"graph": 0}
+    for choice, number in dict(num_passes).items():
+        launch = choice.name.lower() if isinstance(choice, EagerCause) else "graph"
+        by_launch[launch] = by_launch.get(launch, 0) + number
+    return by_launch
 
 
 def blocks_by_state(stats: SchedulerStats, num_fenced: int) -> dict[str, float]:

@@ -148,6 +148,11 @@ PROMPT_TOKENS_COMPUTED = _counter(
     "role",
 )
 SAMPLED_TOKENS = _counter("baton.tokens.sampled", "Sampled tokens.")
+PASSES = _counter(
+    "baton.passes",
+    "Forward passes. launch: graph, or the reason why no graph of a GPU was replayed.",
+    "launch",
+)
 SPECULATED_TOKENS = _counter(
     "baton.tokens.speculated",
     "Tokens proposed by speculative decoding, and those accepted.",

@@ -240,7 +240,7 @@ def test_decodes_replay_graphs_and_give_the_tokens_of_eager_steps(
     with runner_on(device, folder) as runner:
         outputs = driver_of(runner).run(*drives())
         assert runner.graphs is not None
-        num_steps = dict(runner.graphs.num_steps)
+        num_steps = dict(runner.num_passes)
         num_launches = runner.graphs.num_launches[GraphSize(4, 8)]
     with runner_on(FakeDevice(), folder, enforce_eager=True) as runner:
         assert runner.graphs is None
@@ -292,7 +292,7 @@ def test_graphs_of_interpreted_triton_kernels_give_the_tokens_of_the_cpu(
     ):
         outputs = driver_of(runner).run(*drives())
         assert runner.graphs is not None
-        num_steps = dict(runner.graphs.num_steps)
+        num_steps = dict(runner.num_passes)
 
     assert outputs == outputs_on_the_cpu(own)
     assert num_steps == {EagerCause.PROMPT: 1, GraphSize(3, 8): NUM_TOKENS - 1}
@@ -323,7 +323,7 @@ def test_snapshots_are_taken_by_eager_steps(recurrent_folder: Path) -> None:
     with runner_on(FakeDevice(), recurrent_folder) as runner:
         outputs = driver_of(runner, snapshot_every=16).run(*drives(9))
         assert runner.graphs is not None
-        num_steps = runner.graphs.num_steps
+        num_steps = runner.num_passes
 
     assert outputs == outputs_on_the_cpu(recurrent_folder, 9)
     assert num_steps[EagerCause.SNAPSHOT]
@@ -364,7 +364,7 @@ def test_prompt_logprobs_are_computed_eagerly(folder: Path) -> None:
     with runner_on(FakeDevice(), folder) as runner:
         driver_of(runner).run(*drives(num_tokens=2, prompt_logprobs=1))
         assert runner.graphs is not None
-        causes = set(runner.graphs.num_steps)
+        causes = set(runner.num_passes)
 
     assert EagerCause.ALL_TOKENS in causes
 

@@ -27,7 +27,8 @@ ROUTER_METRICS = (
 )  # fmt: skip
 NODE_METRICS = (
     metrics.STEP, metrics.BATCH, metrics.SILENCE, metrics.PROMPT_TOKENS_COMPUTED,
-    metrics.SAMPLED_TOKENS, metrics.SPECULATED_TOKENS, metrics.HANDOFFS, metrics.KV_BYTES,
+    metrics.SAMPLED_TOKENS, metrics.PASSES, metrics.SPECULATED_TOKENS, metrics.HANDOFFS,
+    metrics.KV_BYTES,
     metrics.TRANSFER, metrics.RATE, metrics.OVERLAP, metrics.RUNNING, metrics.WAITING,
     metrics.BLOCKS, metrics.PREEMPTIONS, metrics.PREFIX_TOKENS, metrics.OPEN_HANDOFFS,
     metrics.DIGEST_MISMATCHES, metrics.LINKS, metrics.LINKS_CUT, metrics.MESSAGES_DROPPED,

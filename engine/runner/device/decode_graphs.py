@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
@@ -59,7 +58,6 @@ class DecodeGraphs(Generic[T]):
         self.inputs = PackedInputs(device)
         self._captured: dict[GraphSize, _Captured[T]] = {}
         self._sizes: tuple[GraphSize, ...] = ()
-        self.num_steps: Counter[GraphSize | EagerCause] = Counter()
 
     def capture(self, sizes: Sequence[GraphSize], nothing: DecodeBatch) -> None:
         """Capture a pass over padding rows alone for each size, the largest first."""
@@ -83,11 +81,9 @@ class DecodeGraphs(Generic[T]):
         """Number of launches that each graph replaces."""
         return {size: each.num_launches for size, each in self._captured.items()}
 
-    def choose(self, step: StepShape) -> GraphSize | None:
-        """Return the graph that fits, or None."""
-        choice = choose_graph(step, self._sizes)
-        self.num_steps[choice] += 1
-        return choice if isinstance(choice, GraphSize) else None
+    def choose(self, step: StepShape) -> GraphSize | EagerCause:
+        """Return the graph that fits, or the reason why none does."""
+        return choose_graph(step, self._sizes)
 
     def prepare(self, size: GraphSize, batch: DecodeBatch) -> Callable[[], T]:
         """Put the arrays of a batch into `inputs`, and return the function that launches its pass.

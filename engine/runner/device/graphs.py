@@ -27,6 +27,7 @@ class GraphSize(NamedTuple):
 class EagerCause(Enum):
     """Reason why a step cannot replay a graph."""
 
+    NO_GRAPHS = "there are none"
     PROMPT = "it computes several tokens of a sequence, or samples not all of them"
     ALL_TOKENS = "an output head needs the hidden states of all tokens"
     SNAPSHOT = "it copies a recurrent state"

@@ -75,6 +75,7 @@ def test_every_metric_is_in_a_dashboard_or_an_alert() -> None:
     left_out = {
         "baton_handoffs_open",
         "baton_kv_transport",
+        "baton_passes",
         "baton_queue_wait_seconds",
         "baton_request_kv_bytes",
         "baton_tokens_sampled",
