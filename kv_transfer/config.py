@@ -62,10 +62,10 @@ class SenderConfig:
 class KvWorkerConfig:
     """Limits of the KV worker as a whole."""
 
-    verify: Annotated[  # compare digests of sent and landed blocks; GPUs need `read_blocks`
+    verify: Annotated[  # compare digests of sent and landed blocks; GPUs need `hash_blocks`
         bool,
         Option(
-            "Verify transferred KV by digest; on a GPU, both sides copy it to the host for that.",
+            "Verify transferred KV by digest; GPUs without --kernels triton copy it to the host for that.",
             KV_CACHE,
             name="kv_verify",
         ),

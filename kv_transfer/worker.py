@@ -20,7 +20,7 @@ from baton.kv_transfer.fence import PASSED, Fence
 from baton.kv_transfer.link import Inbox, Link, LinkId
 from baton.kv_transfer.pairs import Identity, Pairs, PeerPair
 from baton.kv_transfer.protocol.conversion import StagingArea
-from baton.kv_transfer.protocol.digest import Digests, ReadBlocks
+from baton.kv_transfer.protocol.digest import Digests, HashBlocks
 from baton.kv_transfer.protocol.incoming import IncomingState
 from baton.kv_transfer.protocol.messages import (
     Closed,
@@ -73,7 +73,7 @@ class KvTransferWorker:
         link: Link,
         config: KvWorkerConfig | None = None,
         clock: Callable[[], float] = time.monotonic,  # for records and for other threads
-        read_blocks: ReadBlocks | None = None,  # required if the CPU cannot read the region
+        hash_blocks: HashBlocks | None = None,  # required if the CPU cannot read the region
         staging: StagingArea | None = None,  # without it, peers with other blocks are refused
     ) -> None:
         config = config or KvWorkerConfig()
@@ -97,7 +97,7 @@ class KvTransferWorker:
         )
         self._ledger = TransferLedger(transport.name, region.block_bytes, clock)
         self._digests = Digests(
-            region, is_on=config.verify, read_blocks=read_blocks, staging=staging
+            region, is_on=config.verify, hash_blocks=hash_blocks, staging=staging
         )
         self.inbox = Inbox(link, config, clock)
         self._poll_interval = PollInterval(config, self._receiver, self._sender)

@@ -96,7 +96,7 @@ def describe_occupancy(kernel: KernelResources) -> str:
 
 def all_launches() -> dict[str, Launch]:
     """Return a launch of each kernel in each variant, by name."""
-    launches = sampling_launches()
+    launches = sampling_launches() | hash_launches()
     for dtype in DTYPES:
         suffix = str(dtype).removeprefix("torch.")
         launches |= {f"{name} {suffix}": each for name, each in ops_launches(dtype)}
@@ -154,6 +154,15 @@ def sampling_launches() -> dict[str, Launch]:
     step = parts().sampling.begin(rows, SHARED_INPUTS)
     with recorded_launches() as launches:
         step.draw(step.constrain(logits), torch.zeros(1, dtype=torch.int64))
+    return {each.kernel.__name__.removesuffix("_kernel"): each for each in launches}
+
+
+def hash_launches() -> dict[str, Launch]:
+    """Return the launches of hashes of KV blocks."""
+    hashes = parts().make_block_hashes(torch.zeros(2, 1, 2, 2, BLOCK_SIZE, 128))
+    assert hashes is not None
+    with recorded_launches() as launches:
+        hashes(torch.zeros(2, dtype=torch.int64))
     return {each.kernel.__name__.removesuffix("_kernel"): each for each in launches}
 
 

@@ -91,6 +91,7 @@ def load_runner(
             None if state is None else parts.make_linear_attention(kv, state),
             parts.sampling,
             device,
+            parts.make_block_hashes(kv),
         )
 
     num_blocks = choose_num_blocks(config, cache, device, make_runner)

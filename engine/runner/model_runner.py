@@ -11,18 +11,16 @@ occasionally in half precision.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from mmap import mmap
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from baton.core.ids import BlockId, RequestId
+from baton.core.ids import RequestId
 from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.plan import Pending, Plan, RunResult
-from baton.engine.runner.attention.kv_conversion import view_blocks, write_converted
 from baton.engine.runner.attention.kv_tensor import describe
 from baton.engine.runner.attention.paged_attention import PagedAttention
 from baton.engine.runner.device.decode_graphs import DecodeBatch, DecodeGraphs
@@ -32,6 +30,7 @@ from baton.engine.runner.device.graphs import EagerCause, GraphSize, StepShape
 from baton.engine.runner.device.step_inputs import StepInputs, make_inputs
 from baton.engine.runner.forward_passes import ForwardPasses
 from baton.engine.runner.input_batch import NO_DRAFTS, PersistentBatch, Step
+from baton.engine.runner.kv_blocks import BlockHashes, KvBlocks
 from baton.engine.runner.layout import empty_layout
 from baton.engine.runner.model.decoder import Decoder
 from baton.engine.runner.model.rope import Ropes
@@ -54,9 +53,6 @@ from baton.engine.spec_decode.config import Speculation
 from baton.engine.spec_decode.ngram_proposer import NgramProposer
 from baton.engine.spec_decode.proposer import Drafts
 from baton.kv_transfer.fence import Fence
-from baton.kv_transfer.protocol.conversion import StagedBlocks
-
-READ_CHUNK_BLOCKS = 32
 
 
 class TorchRunner:
@@ -76,6 +72,7 @@ class TorchRunner:
         linear_attention: LinearAttention | None = None,
         sampling: Sampling = TORCH_SAMPLING,
         device: Device = CPU,
+        block_hashes: BlockHashes | None = None,
     ) -> None:
         self.info = info
         self.kv_memory: KvMemory = describe(kv, layout, info.dtype)
@@ -86,7 +83,7 @@ class TorchRunner:
         self.graphs: DecodeGraphs[HiddenStates] | None = None
         self.num_passes: Counter[GraphSize | EagerCause] = Counter()  # by graph, or why eager
         self.decoder = decoder
-        self._kv = kv
+        self.blocks = KvBlocks(kv, self.device, block_hashes)
         self._inputs = make_inputs(self.device)
         self._batch = batch
         self._passes = ForwardPasses(
@@ -108,7 +105,7 @@ class TorchRunner:
 
     def __exit__(self, *error: object) -> None:
         # A reference to the runner that outlives the block must not keep the memory alive.
-        del self.decoder, self._kv, self._passes, self._batch, self._heads
+        del self.decoder, self.blocks, self._passes, self._batch, self._heads
         del self.sampler, self._inputs, self.graphs
 
     def capture_graphs(self, pool: GraphPool, sizes: Sequence[GraphSize]) -> None:
@@ -150,27 +147,6 @@ class TorchRunner:
         self._batch.advance(step)
         fence = self.device.record()
         return _LaunchedPass(partial(self._collect, step, hidden_states, heads, fence))
-
-    def read_blocks(self, block_ids: Sequence[BlockId]) -> Iterator[memoryview]:
-        """Yield the bytes of these blocks in order, copied after all work launched so far.
-
-        Used for digests of memory that the CPU cannot read.
-        """
-        for start in range(0, len(block_ids), READ_CHUNK_BLOCKS):
-            ids = torch.tensor(block_ids[start : start + READ_CHUNK_BLOCKS])
-            copied = self._kv[ids.to(self._kv.device)].flatten().view(torch.uint8).cpu()
-            yield copied.numpy().data
-
-    def convert_blocks(self, memory: mmap, staged: StagedBlocks) -> None:
-        """Convert blocks of a peer, in the staging area's memory, into those of an order."""
-        conversion, block_ids = staged.conversion, staged.block_ids
-        if block_ids:
-            size = conversion.region.block_bytes
-            first, count = block_ids[0] * size, len(block_ids) * size
-            own = torch.frombuffer(memory, dtype=torch.uint8, offset=first, count=count)
-            blocks = view_blocks(own, self._kv, conversion.source)
-            skipped = conversion.num_skipped_tokens(staged.order)
-            write_converted(blocks, self._kv, staged.order.block_ids, skipped)
 
     def _draft(self, plan: Plan) -> Drafts:
         if self._spec_decoder is None:

@@ -18,7 +18,7 @@ from baton.core.logprobs import FirstToken, TokenLogprobs
 from baton.kv_transfer.errors import InvalidMessage, PeerUnreachable
 
 # Part of the fingerprint: a node of another version is refused before it can be misunderstood.
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 # A transport allocates descriptors in proportion to the number of blocks of the peer.
 MAX_REGION_BLOCKS = 1 << 24
 MAX_ADDRESS = 1 << 64
@@ -129,7 +129,7 @@ class Writing:
 
     handoff_id: HandoffId
     num_written: int = 0  # leading blocks of the grant whose writes have completed on P
-    digest: int | None = None  # xxh3-64 of these blocks in order
+    digest: int | None = None  # of these blocks (`protocol/digest.py`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class Done:
     handoff_id: HandoffId
     num_tokens: int
     first_token: FirstToken | None  # None: a pull
-    digest: int | None = None  # xxh3-64 of the blocks in order; None if P does not compute it
+    digest: int | None = None  # of the blocks; None if P does not compute it
 
 
 @dataclass(frozen=True, slots=True)

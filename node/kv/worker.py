@@ -51,14 +51,14 @@ def make_kv_worker(
     staging = _make_staging(options, runner)
     config = replace(options.kv_worker, busy_s=options.stuck_after_s)
     transport = around.transport(_open_transport(options, region, staging), region)
-    read = None if region.device == "cpu" else runner.read_blocks
+    hash_blocks = None if region.device == "cpu" else runner.blocks.hash
     return KvTransferWorker(
         identity,
         region,
         transport,
         around.link(link),
         config,
-        read_blocks=read,
+        hash_blocks=hash_blocks,
         staging=staging,
     )
 
@@ -70,7 +70,7 @@ def _make_staging(options: NodeOptions, runner: TorchRunner) -> StagingArea | No
     memory = huge_page_memory(num_bytes)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     region = Region(address, num_blocks=1, block_bytes=num_bytes)
-    return StagingArea(region, partial(runner.convert_blocks, memory))
+    return StagingArea(region, partial(runner.blocks.convert, memory))
 
 
 def _open_transport(options: NodeOptions, region: Region, staging: StagingArea | None) -> Transport:

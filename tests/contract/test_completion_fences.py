@@ -24,7 +24,7 @@ from baton.engine.runner.load import load_runner
 from baton.engine.runner.model_info import KvMemory
 from baton.engine.runner.model_runner import TorchRunner
 from baton.kv_transfer.fence import PASSED, Fence
-from baton.kv_transfer.protocol.digest import BlockDigest
+from baton.kv_transfer.protocol.digest import BlockDigest, hash_region
 from baton.kv_transfer.protocol.messages import Region
 from baton.kv_transfer.types import KvOrders
 from baton.kv_transfer.worker import KvTransferWorker
@@ -198,7 +198,7 @@ class SnapshotDevice(CpuDevice):
 
 
 def layers_written(runner: TorchRunner, block: BlockId) -> list[bool]:
-    held = b"".join(runner.read_blocks([block]))
+    held = b"".join(runner.blocks.read([block]))
     size = runner.kv_memory.layer_bytes
     return [any(held[start : start + size]) for start in range(0, len(held), size)]
 
@@ -250,7 +250,8 @@ def test_a_copy_of_the_blocks_has_the_digest_of_the_blocks(folder: Path) -> None
     with load_runner(config) as runner:
         run_plan(runner, a_plan(prompt_of(16), 3, 16))
         here, copied = (
-            BlockDigest(region_of(runner.kv_memory), read) for read in (None, runner.read_blocks)
+            BlockDigest(each)
+            for each in (hash_region(region_of(runner.kv_memory)), runner.blocks.hash)
         )
 
         here.add(block_ids)

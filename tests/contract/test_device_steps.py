@@ -356,7 +356,7 @@ def test_padding_rows_change_no_block(
 def blocks_of(runner: TorchRunner) -> list[bytes]:
     size = runner.kv_memory.block_bytes
     block_ids = [BlockId(block) for block in range(runner.kv_memory.num_blocks)]
-    held = b"".join(map(bytes, runner.read_blocks(block_ids)))
+    held = b"".join(map(bytes, runner.blocks.read(block_ids)))
     return [held[first : first + size] for first in range(0, len(held), size)]
 
 

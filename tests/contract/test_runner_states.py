@@ -65,7 +65,7 @@ each_kernels = pytest.mark.parametrize(
 
 
 def blocks_of(runner: TorchRunner, blocks: tuple[int, ...]) -> bytes:
-    return b"".join(map(bytes, runner.read_blocks(ids(blocks))))
+    return b"".join(map(bytes, runner.blocks.read(ids(blocks))))
 
 
 def plan(num_tokens: int, row: PlanRow | None = None, *snapshots: StateSnapshot) -> Plan:
@@ -125,7 +125,7 @@ def test_a_snapshot_is_the_state_at_its_position(runner: TorchRunner) -> None:
 @each_kernels
 def test_reused_state_blocks_start_at_zero(runner: TorchRunner) -> None:
     expected = run_plan(runner, plan(40, ROW))
-    runner._kv[[*FIRST, *SECOND, *KV_BLOCKS]] = torch.nan
+    runner.blocks.kv[[*FIRST, *SECOND, *KV_BLOCKS]] = torch.nan
 
     assert run_plan(runner, replace(plan(40, ROW), dropped=(NAME,))) == expected
 

@@ -125,7 +125,9 @@ def converted_tokens(model: Path, sizes: tuple[int, int], prompt: tuple[int, ...
         num_blocks = -(-len(prompt) // sizes[1])
         rest.block_tables = [[BlockId(20 + number) for number in range(num_blocks)]]
         rest.outputs, rest.num_computed = list(first.outputs), len(prompt)
-        write_converted(sender._kv[first.block_tables[0]], receiver._kv, rest.block_tables[0], 0)
+        write_converted(
+            sender.blocks.kv[first.block_tables[0]], receiver.blocks.kv, rest.block_tables[0], 0
+        )
         Driver(receiver, num_blocks=20, block_size=sizes[1]).run(rest)
     return rest.outputs
 

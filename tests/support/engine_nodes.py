@@ -15,7 +15,6 @@ import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from enum import Enum
-from mmap import mmap
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
@@ -27,13 +26,13 @@ from baton.cluster import await_serving
 from baton.core.ids import HandoffId
 from baton.decode_node.__main__ import DECODE
 from baton.engine.plan import Pending, Plan
+from baton.engine.runner.kv_blocks import KvBlocks
 from baton.engine.runner.load import load_runner
 from baton.engine.runner.model_info import KvMemory, ModelInfo, PassHook
 from baton.engine.runner.model_runner import TorchRunner
 from baton.engine.runner.sampling.logits_processors import Processors
 from baton.engine.spec_decode.config import Speculation
 from baton.kv_transfer.fence import PASSED
-from baton.kv_transfer.protocol.conversion import StagedBlocks
 from baton.kv_transfer.transports.base import Write
 from baton.kv_transfer.transports.nixl import NixlChannel
 from baton.kv_transfer.types import KvOrders, KvReports
@@ -134,8 +133,9 @@ class GatedRunner:
             self._num_tokens.value += sum(plan.num_scheduled_tokens.values())
         return self._runner.launch(plan)
 
-    def convert_blocks(self, memory: mmap, staged: StagedBlocks) -> None:
-        self._runner.convert_blocks(memory, staged)
+    @property
+    def blocks(self) -> KvBlocks:
+        return self._runner.blocks
 
 
 class UnfencedWorker(KvTransferWorker):

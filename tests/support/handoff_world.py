@@ -13,14 +13,17 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import xxhash
 
 from baton.core.ids import BlockId, HandoffId, Incarnation, NodeId, Peer
 from baton.core.logprobs import FirstToken
 from baton.kv_transfer.config import KvWorkerConfig, ReceiverConfig, SenderConfig
 from baton.kv_transfer.fence import PASSED, Fence
 from baton.kv_transfer.pairs import Identity
+from baton.kv_transfer.protocol.digest import AwaitHashes
 from baton.kv_transfer.protocol.messages import Fingerprint, Grant, LinkMessage, Region
 from baton.kv_transfer.types import (
     Complete,
@@ -107,10 +110,10 @@ class LaggingMemory(Memory):
     def drain(self) -> None:
         self.catch_up()
 
-    def read(self, block_ids: Sequence[BlockId]) -> Iterator[memoryview]:
-        """Read the blocks after all launched writes."""
-        self.drain()
-        return (memoryview(self.get(block)) for block in block_ids)
+    def hash(self, block_ids: Sequence[BlockId]) -> AwaitHashes:
+        """Hash the blocks after the writes launched so far, which is later."""
+        hashes = b"".join(xxhash.xxh3_64_digest(self.computed(block)) for block in block_ids)
+        return lambda: hashes
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +146,7 @@ class Node:
             self.link,
             config,
             clock=lambda: world.now,
-            read_blocks=self.memory.read if isinstance(self.memory, LaggingMemory) else None,
+            hash_blocks=self.memory.hash if isinstance(self.memory, LaggingMemory) else None,
         )
         self.link.events = self.worker.inbox
         self.free = [BlockId(block) for block in range(num_blocks)]

@@ -28,6 +28,7 @@ from baton.engine.runner.kernels.native_attention import NativePagedAttention
 from baton.engine.runner.kernels.native_layers import native_layers
 from baton.engine.runner.kernels.native_linear_attention import NativeLinearAttention
 from baton.engine.runner.kernels.packed_weight import Packer
+from baton.engine.runner.kv_blocks import MakeBlockHashes, no_block_hashes
 from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.layer_weights import Layer
 from baton.engine.runner.model.layers import DecoderLayer, unfused_layers
@@ -62,6 +63,7 @@ class Parts:
     has_static_launches: bool = False
     # Whether the CPU reads which experts of a mixture are chosen. Called once they are loaded.
     waits_for_experts: Callable[[Moe], bool] = _wait_always
+    make_block_hashes: MakeBlockHashes = no_block_hashes
 
 
 _TORCH_OPS = TorchOps()
@@ -118,6 +120,7 @@ def native_parts(*, int8_activations: bool = False) -> Parts:
 def triton_parts(dtype: torch.dtype, device: torch.device) -> Parts:
     """Import the Triton kernels, which takes a second."""
     from baton.engine.runner.triton.triton_attention import TritonPagedAttention
+    from baton.engine.runner.triton.triton_hashes import make_block_hashes
     from baton.engine.runner.triton.triton_linear import TritonPacker
     from baton.engine.runner.triton.triton_linear_attention import TritonLinearAttention
     from baton.engine.runner.triton.triton_ops import TritonOps
@@ -139,4 +142,5 @@ def triton_parts(dtype: torch.dtype, device: torch.device) -> Parts:
         sampling=TritonSampling(),
         has_static_launches=True,
         waits_for_experts=ops.waits_for_experts,
+        make_block_hashes=make_block_hashes,
     )

@@ -9,7 +9,7 @@ import pytest
 from baton.core.ids import HandoffId, Incarnation, NodeId
 from baton.kv_transfer.pairs import MAX_LINKS_WITHOUT_HELLO, Identity
 from baton.kv_transfer.process_identity import ProcessIdentity, current_process_mark
-from baton.kv_transfer.protocol.messages import Hello, find_mismatch
+from baton.kv_transfer.protocol.messages import WIRE_VERSION, Hello, find_mismatch
 from baton.kv_transfer.records import TransferRole
 from baton.kv_transfer.worker import KvTransferWorker
 from tests.support.handoff_world import CONFIG, FINGERPRINT, Memory, Node, World
@@ -471,7 +471,10 @@ def test_incompatible_peers_are_refused_by_name() -> None:
         ),
         (
             {"fingerprint": replace(FINGERPRINT, wire_version=1)},
-            "wire_version differs: 4 and 1 on a and b; run one version of baton on all nodes",
+            (
+                f"wire_version differs: {WIRE_VERSION} and 1 on a and b; "
+                "run one version of baton on all nodes"
+            ),
         ),
         (
             {"fingerprint": replace(FINGERPRINT, dtype="int8/float32")},
