@@ -65,7 +65,8 @@ class KvWorkerConfig:
     verify: Annotated[  # compare digests of sent and landed blocks; GPUs need `hash_blocks`
         bool,
         Option(
-            "Verify transferred KV by digest; GPUs without --kernels triton copy it to the host for that.",
+            "Verify transferred KV by digest. GPUs without --kernels triton copy it to the host "
+            "for that.",
             KV_CACHE,
             name="kv_verify",
         ),

@@ -23,6 +23,7 @@ from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.plan import Pending, Plan, RunResult
 from baton.engine.runner.attention.kv_tensor import describe
 from baton.engine.runner.attention.paged_attention import PagedAttention
+from baton.engine.runner.device.block_copies import BlockCopies
 from baton.engine.runner.device.decode_graphs import DecodeBatch, DecodeGraphs
 from baton.engine.runner.device.device import CPU, Device, GraphPool
 from baton.engine.runner.device.fenced_hook import FencedHook
@@ -147,6 +148,11 @@ class TorchRunner:
         self._batch.advance(step)
         fence = self.device.record()
         return _LaunchedPass(partial(self._collect, step, hidden_states, heads, fence))
+
+    def make_block_copies(self) -> BlockCopies | None:
+        """Return copies between the KV cache and pinned memory; None if the CPU can access it."""
+        stream = self.device.make_copy_stream()
+        return None if stream is None else BlockCopies(self.blocks.kv, stream, self.device.record)
 
     def _draft(self, plan: Plan) -> Drafts:
         if self._spec_decoder is None:

@@ -43,6 +43,9 @@ class DeviceTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if func is torch.ops.aten.slice.Tensor:  # a view: of other threads, which make copies
+            [own, *numbers] = args
+            return cls(func(own.hidden, *numbers), own.allocation)
         raise RuntimeError(f"{func} on memory of the device, outside of its `with` block")
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]

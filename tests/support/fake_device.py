@@ -12,19 +12,20 @@ doing it, and then reads and writes the memory of its capture, whatever became o
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import RLock
 from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from baton.engine.runner.device.device import Graph, GraphPool, MemoryProfile
+from baton.engine.runner.device.device import CopyStream, Graph, GraphPool, MemoryProfile
 from baton.kv_transfer.fence import Fence
 from tests.support.device_operations import CAPTURING, DeviceOperations, caller
 from tests.support.device_tensors import PLACE, Allocation, DeviceTensor, fill_with_garbage
+from tests.support.fake_streams import FakeCopyStream, FakeFence, WorkQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class Costs:
     launch_s: float = 1e-6
     copy_s: float = 1e-5
     replay_s: float = 1e-6
+    block_copy_s: float = 1e-5  # of a stream of copies
 
 
 @dataclass(slots=True)
@@ -46,11 +48,6 @@ class Counts:
     synchronizations: list[str] = field(default_factory=list)
 
 
-class Work(NamedTuple):
-    end_s: float
-    run: Callable[[], object]
-
-
 class Recorded(NamedTuple):
     """Work of a graph."""
 
@@ -59,7 +56,10 @@ class Recorded(NamedTuple):
 
 
 class FakeDevice:
-    """Implements `Device`. Computes inside of its `with` block."""
+    """Implements `Device`. Computes inside of its `with` block, on one thread.
+
+    Other threads may use its fences and its streams of copies.
+    """
 
     place = PLACE
     shares_host_memory = False
@@ -73,9 +73,10 @@ class FakeDevice:
         self.has_graphs = True
         self.memory_bytes = memory_bytes
         self._used_bytes = self._most_used_bytes = 0
-        self._free_at_s = 0.0  # when all launched work is done
-        self._queue: deque[Work] = deque()
-        self._num_launched = self._num_landed = 0
+        self._lock = RLock()
+        self._queue = WorkQueue()  # of launches
+        self._queues = [self._queue]
+        self.copy_streams: list[FakeCopyStream] = []
         self._recorded: list[Recorded] | None = None
         self._captured: list[Allocation] = []
         self._pinned_ranges: list[tuple[int, int]] = []
@@ -95,7 +96,8 @@ class FakeDevice:
         return made
 
     def record(self) -> Fence:
-        return FakeFence(self, self._num_launched, self._free_at_s)
+        with self._lock:
+            return FakeFence(self, self._queue)
 
     def drain(self) -> None:
         self.synchronize()
@@ -113,15 +115,25 @@ class FakeDevice:
     def make_graph_pool(self) -> GraphPool | None:
         return FakeGraphPool(self) if self.has_graphs else None
 
+    def make_copy_stream(self) -> CopyStream | None:
+        queue = WorkQueue()
+        self._queues.append(queue)
+        self.copy_streams.append(FakeCopyStream(self, queue))
+        return self.copy_streams[-1]
+
     # --- the clock --------------------------------------------------------------------------------
 
     def advance(self, seconds: float) -> None:
         """Let time pass, and land the work that is done by then."""
-        self.now_s += seconds
-        with torch.inference_mode(mode=False), torch.no_grad():
-            while self._queue and self._queue[0].end_s <= self.now_s:
-                self._queue.popleft().run()
-                self._num_landed += 1
+        with self._lock, torch.inference_mode(mode=False), torch.no_grad():
+            self.now_s += seconds
+            while (first := min(self._queues, key=_next_end_s)).next_end_s <= self.now_s:
+                first.land()
+
+    def advance_to(self, end_s: float) -> None:
+        with self._lock:
+            self.now_s = max(self.now_s, end_s)
+            self.advance(0.0)
 
     def synchronize(self) -> None:
         """Let the CPU wait for all launched work."""
@@ -132,15 +144,11 @@ class FakeDevice:
 
     def wait(self) -> None:
         """Let the time pass that all launched work takes."""
-        self.advance(max(0.0, self._free_at_s - self.now_s))
+        self.advance_to(self._queue.free_at_s)
 
     @property
     def is_idle(self) -> bool:
-        return not self._queue
-
-    def has_landed(self, num_launched: int) -> bool:
-        self.advance(0.0)
-        return self._num_landed >= num_launched
+        return self._queue.is_idle
 
     def read(self, tensor: Tensor) -> Tensor:
         """Return a copy of what is in the memory now, for a test."""
@@ -153,7 +161,17 @@ class FakeDevice:
 
     def is_pinned(self, tensor: Tensor) -> bool:
         first = tensor.data_ptr()
-        return any(begin <= first < end for begin, end in self._pinned_ranges)
+        last = first + max(1, tensor.nbytes) - 1
+        return any(begin <= first and last < end for begin, end in self._pinned_ranges)
+
+    @contextmanager
+    def pinned(self, memory: Tensor) -> Iterator[None]:
+        pinned = memory.data_ptr(), memory.data_ptr() + memory.nbytes
+        self._pinned_ranges.append(pinned)
+        try:
+            yield
+        finally:
+            self._pinned_ranges.remove(pinned)
 
     # --- launches ---------------------------------------------------------------------------------
 
@@ -170,10 +188,12 @@ class FakeDevice:
             return
         self.enqueue(run, cost_s)
 
-    def enqueue(self, run: Callable[[], object], cost_s: float) -> None:
-        self._free_at_s = max(self.now_s, self._free_at_s) + cost_s
-        self._queue.append(Work(self._free_at_s, run))
-        self._num_launched += 1
+    def enqueue(
+        self, run: Callable[[], object], cost_s: float, queue: WorkQueue | None = None
+    ) -> None:
+        """Add work to a queue, or to that of launches."""
+        with self._lock:
+            (queue or self._queue).add(run, self.now_s, cost_s)
 
     def allocate(self, like: Tensor) -> DeviceTensor:
         """Return garbage in the shape of a tensor."""
@@ -204,23 +224,6 @@ class FakeDevice:
             self._recorded, self._captured = None, []
 
 
-class FakeFence:
-    def __init__(self, device: FakeDevice, num_launched: int, end_s: float) -> None:
-        self._device = device
-        self._num_launched = num_launched
-        self._end_s = end_s
-
-    @property
-    def is_passed(self) -> bool:
-        return self._device.has_landed(self._num_launched)
-
-    def wait(self) -> None:
-        """Wait; a fence that has passed costs no synchronisation."""
-        if not self.is_passed:
-            self._device.counts.synchronizations.append(caller())
-            self._device.advance(max(0.0, self._end_s - self._device.now_s))
-
-
 class FakeGraphPool:
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
@@ -248,3 +251,7 @@ class FakeGraph:
         self._device.counts.replays += 1
         for work in self._recorded:
             self._device.enqueue(work.run, self._device.costs.replay_s)
+
+
+def _next_end_s(queue: WorkQueue) -> float:
+    return queue.next_end_s

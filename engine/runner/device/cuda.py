@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from baton.engine.runner.device.device import Graph, GraphPool, MemoryProfile
+from baton.core.errors import InvalidConfig
+from baton.engine.runner.device.device import CopyStream, Graph, GraphPool, MemoryProfile
 from baton.kv_transfer.fence import Fence
 
 
@@ -64,6 +66,49 @@ class CudaDevice:
 
     def make_graph_pool(self) -> GraphPool | None:
         return CudaGraphPool(self.place)
+
+    def make_copy_stream(self) -> CopyStream | None:
+        return CudaCopyStream(self.place)
+
+
+class CudaCopyStream:
+    """Implements `CopyStream` by a stream that does not wait for the default one."""
+
+    def __init__(self, place: torch.device) -> None:
+        self._place = place
+        self._stream = torch.cuda.Stream(place)
+
+    @contextmanager
+    def pinned(self, memory: Tensor) -> Iterator[None]:
+        """Register memory rather than allocate it, as torch does.
+
+        It keeps its huge pages and its size. torch may round sizes up to a power of two.
+        """
+        runtime, address = torch.cuda.cudart(), memory.data_ptr()
+        with torch.cuda.device(self._place):
+            error = int(runtime.cudaHostRegister(address, memory.nbytes, 0))
+        if error:
+            raise InvalidConfig(
+                f"no memory of {memory.nbytes} bytes that CUDA can copy from and to: "
+                f"cudaHostRegister returned error {error}"
+            )
+        try:
+            yield
+        finally:
+            with torch.cuda.device(self._place):
+                runtime.cudaHostUnregister(address)
+
+    def copy(self, dst: Tensor, src: Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            dst.copy_(src, non_blocking=True)
+
+    def record(self) -> Fence:
+        event = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps
+        event.record(self._stream)
+        return CudaFence(event)
+
+    def drain(self) -> None:
+        self._stream.synchronize()
 
 
 class CudaGraphPool:

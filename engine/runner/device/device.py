@@ -1,7 +1,7 @@
 """The runner's device: the Protocol of what differs between kinds of devices, and the CPU.
 
 torch computes on any device; this covers the rest: memory that the device copies from, fences,
-graphs and free memory. Another kind of device is another class here.
+graphs, streams of copies and free memory. Another kind of device is another class here.
 """
 
 from __future__ import annotations
@@ -34,6 +34,33 @@ class GraphPool(Protocol):
 
         It must not wait for the device. Tensors that it makes are in the memory of the pool.
         """
+        ...
+
+
+class CopyStream(Protocol):
+    """Copies between pinned memory and the device, in the order in which they begin.
+
+    Nothing orders them and the launches of the runner, or those of other streams. Any thread may
+    use it.
+    """
+
+    def pinned(self, memory: Tensor) -> AbstractContextManager[None]:
+        """Pin host memory that exists already within a `with` block.
+
+        Raises InvalidConfig if that fails.
+        """
+        ...
+
+    def copy(self, dst: Tensor, src: Tensor) -> None:
+        """Begin a copy. One of the tensors is in pinned memory, both are contiguous."""
+        ...
+
+    def record(self) -> Fence:
+        """Record a fence after all copies begun so far. The CPU is not busy while it waits."""
+        ...
+
+    def drain(self) -> None:
+        """Wait until all copies begun so far are done."""
         ...
 
 
@@ -84,6 +111,10 @@ class Device(Protocol):
         """Return an empty pool, or None if the device has no graphs."""
         ...
 
+    def make_copy_stream(self) -> CopyStream | None:
+        """Return a stream of its own, or None on the CPU, which needs no copies."""
+        ...
+
 
 class CpuDevice:
     """Implements `Device`: an operation is done when its call returns."""
@@ -107,6 +138,9 @@ class CpuDevice:
         return None
 
     def make_graph_pool(self) -> GraphPool | None:
+        return None
+
+    def make_copy_stream(self) -> CopyStream | None:
         return None
 
 
