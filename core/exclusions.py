@@ -28,7 +28,6 @@ class Feature(Enum):
     KV_EVENTS = auto()
     NO_KV_EVENTS = auto()
     KV_EVENTS_REPLAY = auto()
-    KV_STAGING = auto()
     HOST_MEMORY_TIER = auto()
     NO_HOST_MEMORY_TIER = auto()
     FOLDER_TIER = auto()
@@ -111,11 +110,6 @@ EXCLUSIONS = (
         Feature.HOST_MEMORY_TIER,
         Feature.GPU,
         "--kv-host-memory: blocks are copied on the CPU only",
-    ),
-    Exclusion(
-        Feature.KV_STAGING,
-        Feature.GPU,
-        "--kv-staging-memory: blocks are converted on the CPU only",
     ),
 )
 

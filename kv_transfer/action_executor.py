@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from baton.core.ids import HandoffId
 from baton.kv_transfer.config import KvWorkerConfig
+from baton.kv_transfer.fence import Fence
 from baton.kv_transfer.link import Link
 from baton.kv_transfer.pairs import Pairs, PeerPair
 from baton.kv_transfer.protocol.actions import (
@@ -91,10 +93,12 @@ class ActionExecutor:
         self._poll_interval = poll_interval
         self._is_one_sided = is_one_sided
         self._staging = staging
+        self._converting: list[tuple[HandoffId, Fence]] = []
 
     def execute_all(self, now: float) -> None:
         """Execute actions until the state machines request no more."""
         while True:
+            self._report_converted()
             actions = [*self._receiver.take_actions(), *self._sender.take_actions()]
             if not actions:
                 return
@@ -112,7 +116,7 @@ class ActionExecutor:
                 if self._digests.value_after(handoff_id, num_blocks) == digest:
                     self._receiver.proved(handoff_id, num_blocks)
             case ConvertStaged(staged):
-                self._convert(staged)
+                self._convert(staged, now)
             case BreakLink(link_id, reason):
                 self._pairs.cut(link_id, reason, now)
             case _:
@@ -140,12 +144,27 @@ class ActionExecutor:
             case SendDone():
                 self._announce(pair, action, now)
 
-    def _convert(self, staged: StagedBlocks) -> None:
+    def _convert(self, staged: StagedBlocks, now: float) -> None:
         handoff_id = staged.order.handoff_id
         if self._staging is not None and self._receiver.awaits_conversion(handoff_id):
             self._ledger.note_staged(handoff_id, staged)
-            self._staging.convert(staged)
-            self._receiver.converted(handoff_id)
+            self._converting.append((handoff_id, self._staging.convert(staged)))
+            self._poll_interval.burst(now)
+
+    def _report_converted(self) -> None:
+        """Report receives whose conversion is done.
+
+        Those that have ended meanwhile are waited for: their blocks are about to be reused.
+        """
+        for handoff_id, fence in list(self._converting):
+            is_awaited = self._receiver.awaits_conversion(handoff_id)
+            if not is_awaited:
+                fence.wait()
+            elif not fence.is_passed:
+                continue
+            self._converting.remove((handoff_id, fence))
+            if is_awaited:
+                self._receiver.converted(handoff_id)
 
     def _announce(self, pair: PeerPair, announce: SendDone, now: float) -> None:
         """Send Done. On a one-sided transport it follows the data, and a Writing wakes D."""

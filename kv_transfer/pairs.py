@@ -88,6 +88,7 @@ class Pairs:
             transport.name,
             metadata=b"",
             staging=staging,
+            moves_device_memory=transport.moves_device_memory,
         )
         self._transport = transport
         self._link = link
@@ -245,4 +246,9 @@ class Pairs:
             if is_convertible(sender.fingerprint, receiver.fingerprint):
                 reason += ", or decode nodes more --kv-staging-memory"
             raise PeerUnreachable(reason)
+        if conversion is None and not sender.can_write(receiver):
+            raise PeerUnreachable(
+                f"{sender.node_id} cannot write to {receiver.region.device} of "
+                f"{receiver.node_id}, whose --kv-staging-memory has no room for a block"
+            )
         return conversion

@@ -46,7 +46,7 @@ class TransferRecord:
     computed_s: float | None = None  # end of prefill
     ended_s: float | None = None
     num_bytes_written_early: int = 0  # written before the end of prefill
-    conversion: str = ""  # of the peer's blocks, on the receiver
+    conversion: str = ""  # of the peer's blocks, on the receiver; on the sender, of its own
 
     @property
     def overlap(self) -> float:
@@ -63,8 +63,15 @@ class TransferRecord:
 
 
 class TransferLedger:
-    def __init__(self, transport: str, block_bytes: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        transport: str,
+        block_bytes: int,
+        clock: Callable[[], float],
+        sent_conversion: str = "",  # of all blocks that are sent
+    ) -> None:
         self._transport = transport
+        self._sent_conversion = sent_conversion
         self._clock = clock
         self._block_bytes = block_bytes
         self._open: dict[HandoffId, TransferRecord] = {}
@@ -97,8 +104,15 @@ class TransferLedger:
         peer: NodeId | None = None,
     ) -> None:
         if handoff_id not in self._open:
+            is_sent = role in (TransferRole.SENT, TransferRole.GIVEN)
             self._open[handoff_id] = TransferRecord(
-                handoff_id, role, self._transport, self._clock(), peer, num_blocks=num_blocks
+                handoff_id,
+                role,
+                self._transport,
+                self._clock(),
+                peer,
+                num_blocks=num_blocks,
+                conversion=self._sent_conversion if is_sent else "",
             )
 
     def note_computed(self, handoff_id: HandoffId) -> None:

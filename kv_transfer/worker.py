@@ -19,7 +19,7 @@ from baton.kv_transfer.errors import PeerUnreachable
 from baton.kv_transfer.fence import PASSED, Fence
 from baton.kv_transfer.link import Inbox, Link, LinkId
 from baton.kv_transfer.pairs import Identity, Pairs, PeerPair
-from baton.kv_transfer.protocol.conversion import StagingArea
+from baton.kv_transfer.protocol.conversion import StagingArea, describe_copy
 from baton.kv_transfer.protocol.digest import Digests, HashBlocks
 from baton.kv_transfer.protocol.incoming import IncomingState
 from baton.kv_transfer.protocol.messages import (
@@ -95,7 +95,9 @@ class KvTransferWorker:
             config,
             None if staging is None else staging.region,
         )
-        self._ledger = TransferLedger(transport.name, region.block_bytes, clock)
+        is_staged = region.device != "cpu" and not transport.moves_device_memory
+        sent_conversion = describe_copy(region.device, "cpu") if is_staged else ""
+        self._ledger = TransferLedger(transport.name, region.block_bytes, clock, sent_conversion)
         self._digests = Digests(
             region, is_on=config.verify, hash_blocks=hash_blocks, staging=staging
         )

@@ -25,6 +25,8 @@ from baton.rpc.security.operators import OperatorTokens
 from baton.rpc.security.tls import PLAIN, TlsConfig
 from baton.telemetry.options import TelemetryOptions
 
+GPU_STAGING_BYTES = 1 << 30
+
 
 def _parse_connector_config(written: str) -> dict[str, object]:
     """Parse a JSON object; empty for an empty text. Raises InvalidConfig."""
@@ -71,7 +73,8 @@ class NodeOptions:
         Option(
             "Memory in which a decode node takes the KV of prefill nodes with another "
             "--block-size, or without --kv-cache-dtype int8, to convert it; 0: such nodes are "
-            "refused.",
+            "refused. A node on a GPU takes all KV there that cannot be written to the GPU, and "
+            "has 1 GiB by default.",
             KV_CACHE,
             name="kv_staging_memory",
             default="0",
@@ -161,7 +164,6 @@ class NodeOptions:
                 Feature.NO_KV_CONNECTOR: not self.kv_connector,
                 Feature.KV_CONNECTOR_CONFIG: self.kv_connector_config,
                 Feature.KV_EVENTS: self.kv_events.is_on,
-                Feature.KV_STAGING: self.kv_staging_bytes,
             }
         )
 
@@ -172,6 +174,11 @@ class NodeOptions:
         if self.tiers.host_bytes:
             return ChosenConnector("tiers", asdict(self.tiers))
         return None
+
+    @property
+    def staging_bytes(self) -> int:
+        """Size of the staging area. A node on a GPU needs one for peers that cannot write to it."""
+        return self.kv_staging_bytes or (GPU_STAGING_BYTES * (self.runner.device != "cpu"))
 
     @property
     def kv_device(self) -> str:

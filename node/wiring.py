@@ -157,7 +157,7 @@ def _build_card(
         sampling_defaults=runner.info.defaults.sampling,
         max_num_seqs=options.scheduling.max_num_seqs,
         max_sequence_len=max_sequence_length(scheduler.config, scheduler.cache_config),
-        kv_staging_bytes=options.kv_staging_bytes,
+        kv_staging_bytes=options.staging_bytes,
         num_host_blocks=0 if tiers is None else tiers.host.memory.num_blocks,
     )
 

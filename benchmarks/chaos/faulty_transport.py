@@ -105,6 +105,10 @@ class FaultyTransport:
     def is_one_sided(self) -> bool:
         return self._inner.is_one_sided
 
+    @property
+    def moves_device_memory(self) -> bool:
+        return self._inner.moves_device_memory
+
     def open(self) -> FaultyChannel:
         return FaultyChannel(self._inner.open(), self._region.num_blocks, self._fault_switch)
 

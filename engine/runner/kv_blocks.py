@@ -1,4 +1,4 @@
-"""Blocks of a runner's KV cache as the KV worker accesses them: read, hashed and converted."""
+"""Blocks of a runner's KV cache as the KV worker accesses them: hashed, copied and converted."""
 
 from __future__ import annotations
 
@@ -13,10 +13,16 @@ from torch import Tensor
 
 from baton.core.ids import BlockId
 from baton.engine.runner.attention.kv_conversion import view_blocks, write_converted
-from baton.engine.runner.device.device import Device
+from baton.engine.runner.device.block_copies import BlockCopies
+from baton.engine.runner.device.device import CopyStream, Device
 from baton.engine.runner.device.step_inputs import make_inputs
+from baton.kv_transfer.fence import PASSED, Fence
 from baton.kv_transfer.protocol.conversion import StagedBlocks
-from baton.kv_transfer.protocol.digest import AwaitHashes
+from baton.kv_transfer.protocol.digest import HASH_BYTES, AwaitHashes
+from baton.kv_transfer.protocol.messages import Region
+from baton.kv_transfer.tiers.block_memory import BlockMemory
+from baton.kv_transfer.transports.base import LayerRange
+from baton.kv_transfer.transports.staging import layer_places
 
 READ_CHUNK_BLOCKS = 32
 
@@ -38,12 +44,21 @@ def no_block_hashes(_: Tensor) -> BlockHashes | None:
 
 
 class KvBlocks:
+    """On the CPU the KV worker reads the blocks itself, and only converts others into them."""
+
     def __init__(self, kv: Tensor, device: Device, hashes: BlockHashes | None = None) -> None:
         """Without `hashes`, blocks are copied to the host to be hashed."""
         self.kv = kv
         self._device = device
         self._hashes = hashes
         self._inputs = make_inputs(device)
+        self._copies_by_parts: dict[int, BlockCopies] = {}
+        self._stream: CopyStream | None = None  # made at the first copy
+
+    def close(self) -> None:
+        """Wait for all copies, and release the pinned memory."""
+        for copies in self._copies_by_parts.values():
+            copies.close()
 
     def read(self, block_ids: Sequence[BlockId]) -> Iterator[memoryview]:
         """Yield the bytes of these blocks in order, copied after all work launched so far."""
@@ -60,7 +75,7 @@ class KvBlocks:
         self._inputs.begin()
         ids = self._inputs.put(np.array(block_ids, dtype=np.int64))
         self._inputs.send()
-        host = self._device.pin(8 * len(block_ids)).view(torch.int64)
+        host = self._device.pin(HASH_BYTES * len(block_ids)).view(torch.int64)
         host.copy_(self._hashes(ids), non_blocking=True)
         fence = self._device.record()
 
@@ -70,19 +85,66 @@ class KvBlocks:
 
         return await_hashes
 
-    def convert(self, memory: mmap, staged: StagedBlocks) -> None:
-        """Convert blocks of a peer, in the staging area's memory, into those of an order."""
-        conversion, block_ids = staged.conversion, staged.block_ids
-        if block_ids:
-            size = conversion.region.block_bytes
-            first, count = block_ids[0] * size, len(block_ids) * size
-            own = torch.frombuffer(memory, dtype=torch.uint8, offset=first, count=count)
-            blocks = view_blocks(own, self.kv, conversion.source)
-            skipped = conversion.num_skipped_tokens(staged.order)
-            write_converted(blocks, self.kv, staged.order.block_ids, skipped)
+    def pin(self, memory: mmap) -> None:
+        """Pin host memory for copies, until `close`."""
+        self._copies(num_parts=1).pin(memory)
+
+    def copy_out(
+        self,
+        target: Region,
+        block_ids: Sequence[BlockId],
+        layers: LayerRange,
+        slots: Sequence[BlockId],
+    ) -> Fence:
+        """Begin to copy layers of blocks into the same layers of blocks in pinned memory.
+
+        They are read at once: a pass that writes them must be over.
+        """
+        memory = BlockMemory(
+            target.base, target.num_blocks * layers.of, target.block_bytes // layers.of
+        )
+        places = layer_places(block_ids, layers).tolist()
+        into = layer_places(slots, layers).tolist()
+        return self._copies(layers.of).copy_out(places, memory, into)
+
+    def convert(self, memory: mmap, staged: StagedBlocks) -> Fence:
+        """Convert blocks of a peer, in the staging area's memory, into those of an order.
+
+        The memory is read until the fence has passed.
+        """
+        conversion, block_ids, order = staged.conversion, staged.block_ids, staged.order
+        if not block_ids:
+            return PASSED
+        region = conversion.region
+        if not conversion.changes_layout:
+            area = BlockMemory(region.base, region.num_blocks, region.block_bytes)
+            return self._copies(num_parts=1).copy_in(area, block_ids, order.block_ids)
+        first, count = block_ids[0] * region.block_bytes, len(block_ids) * region.block_bytes
+        own = torch.frombuffer(memory, dtype=torch.uint8, offset=first, count=count)
+        blocks = view_blocks(self._send(own), self.kv, conversion.source)
+        self._inputs.begin()
+        targets = self._inputs.put(np.array(order.block_ids, dtype=np.int64))
+        self._inputs.send()
+        write_converted(blocks, self.kv, targets, conversion.num_skipped_tokens(order))
+        return self._device.record()
 
     def _hash_copies(self, block_ids: Sequence[BlockId]) -> Iterator[bytes]:
         size = self.kv[0].numel() * self.kv.element_size()
         for copied in self.read(block_ids):
             for start in range(0, len(copied), size):
                 yield xxhash.xxh3_64_digest(copied[start : start + size])
+
+    def _send(self, pinned: Tensor) -> Tensor:
+        return pinned.to(self._device.place, non_blocking=True)
+
+    def _copies(self, num_parts: int) -> BlockCopies:
+        """Return copies of the blocks split into `num_parts`, all on the same stream."""
+        copies = self._copies_by_parts.get(num_parts)
+        if copies is None:
+            self._stream = self._stream or self._device.make_copy_stream()
+            if self._stream is None:
+                raise RuntimeError("memory of the CPU is not copied")
+            parts = self.kv.flatten(1).view(len(self.kv) * num_parts, -1)
+            copies = BlockCopies(parts, self._stream, self._device.record)
+            self._copies_by_parts[num_parts] = copies
+        return copies

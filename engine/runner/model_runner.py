@@ -105,6 +105,7 @@ class TorchRunner:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.blocks.close()
         # A reference to the runner that outlives the block must not keep the memory alive.
         del self.decoder, self.blocks, self._passes, self._batch, self._heads
         del self.sampler, self._inputs, self.graphs

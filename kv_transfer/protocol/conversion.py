@@ -1,6 +1,7 @@
 """Pairs whose blocks differ: which of them fit, and which of the sender's blocks a receive needs.
 
-The receiver takes the blocks in the sender's layout into a staging area and converts them. Pure.
+The receiver takes the blocks in the sender's layout into a staging area and converts them. So does
+a receiver on a device that the data path cannot write, which only copies equal blocks. Pure.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from baton.core.ids import BlockId, HandoffId
+from baton.kv_transfer.fence import Fence
 from baton.kv_transfer.protocol.messages import MAX_REGION_BLOCKS, Fingerprint, Hello, Region
 from baton.kv_transfer.types import Receive
 
@@ -61,22 +63,34 @@ class Conversion:
     source: Fingerprint
     target: Fingerprint
     region: Region  # staging area, in blocks of the sender
+    device: str = "cpu"  # of this node's blocks
 
     @classmethod
     def between(cls, sender: Hello, receiver: Hello) -> Conversion | None:
-        """Return the conversion of a pair; None if its blocks are equal or cannot be converted."""
+        """Return the conversion of a pair; None if it needs none or cannot have one."""
         source, target, staging = sender.fingerprint, receiver.fingerprint, receiver.staging
-        if staging is None or not is_convertible(source, target):
-            return None
         block_bytes = sender.region.block_bytes
-        if staging.num_bytes < block_bytes or not _has_expected_size(sender, receiver):
+        if source == target:
+            is_good = block_bytes == receiver.region.block_bytes
+            is_needed = not sender.can_write(receiver)
+        else:
+            is_good = _has_expected_size(sender, receiver)
+            is_needed = is_convertible(source, target)
+        if staging is None or staging.num_bytes < block_bytes or not (is_needed and is_good):
             return None
         num_blocks = min(staging.num_bytes // block_bytes, MAX_REGION_BLOCKS)
         region = Region(staging.base, num_blocks, block_bytes, staging.device)
-        return cls(source, target, region)
+        return cls(source, target, region, receiver.region.device)
+
+    @property
+    def changes_layout(self) -> bool:
+        """Return whether blocks differ; otherwise they are only copied to the device."""
+        return self.source != self.target
 
     def __str__(self) -> str:
         names = []
+        if self.device != self.region.device:
+            names.append(describe_copy(self.region.device, self.device))
         for name in ("dtype", "block_size"):
             sent, kept = getattr(self.source, name), getattr(self.target, name)
             if sent != kept:
@@ -102,6 +116,11 @@ class Conversion:
         return order.first_block * self.target.block_size
 
 
+def describe_copy(source: str, target: str) -> str:
+    """Describe that blocks pass through other memory than that of the cache they come from."""
+    return f"device {source} to {target}"
+
+
 @dataclass(frozen=True, slots=True)
 class StagedBlocks:
     """Blocks of a sender in the staging area, to convert into those of an order."""
@@ -112,7 +131,8 @@ class StagedBlocks:
     block_ids: tuple[BlockId, ...]  # of the staging area, adjacent
 
 
-ConvertBlocks = Callable[[StagedBlocks], None]
+# Begins a conversion, which is done once the fence has passed.
+ConvertBlocks = Callable[[StagedBlocks], Fence]
 
 
 class StagingArea:

@@ -43,6 +43,7 @@ class IncomingHandoff:
     num_proved: int = 0  # of these, the ones whose digest is that of P
     has_arrived: bool = False
     done: Done | None = None
+    is_landing: bool = False  # it is checked, and then converted, after which it has landed
     staged: StagedBlocks | None = None  # blocks that P writes, if they are converted
 
     @property

@@ -77,7 +77,13 @@ class Hello:
     region: Region
     transport: str  # "nixl", "ucxx" or "memory"
     metadata: bytes  # connection data of the transport
-    staging: Region | None = None  # of D, one block: memory for blocks that it converts
+    staging: Region | None = None  # of D, one block: host memory for blocks that it converts
+    moves_device_memory: bool = False  # its transport reads and writes memory of GPUs
+
+    def can_write(self, receiver: Hello) -> bool:
+        """Return whether the data path can reach the memory of the receiver's blocks."""
+        is_moved = self.moves_device_memory and receiver.moves_device_memory
+        return receiver.region.device == "cpu" or is_moved
 
 
 @dataclass(frozen=True, slots=True)

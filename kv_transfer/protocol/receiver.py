@@ -340,7 +340,7 @@ class Receiver:
         """Borrow blocks of the sender's layout. Returns False while, or if, there is no room."""
         staging, order = self._staging, incoming.order
         # Names are of blocks of one layout: P holds none of these names.
-        if order.names:
+        if order.names and conversion.changes_layout:
             self._report_failed(incoming, "a pull needs a peer with blocks of the same layout")
             self._release(incoming)
             return False
@@ -374,8 +374,9 @@ class Receiver:
                 return
 
     def _land_if_complete(self, incoming: IncomingHandoff) -> None:
-        if incoming.done is None or not incoming.has_arrived:
+        if incoming.done is None or not incoming.has_arrived or incoming.is_landing:
             return
+        incoming.is_landing = True
         # P does not verify. With digests, `_land` waits for the result of CheckDigest.
         if incoming.done.digest is None:
             self._land(incoming)

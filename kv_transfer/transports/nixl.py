@@ -6,11 +6,13 @@ NIXL's progress thread is off because it would occupy a core. UCX makes progress
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import logging
 import os
 import sys
 from itertools import chain
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -32,6 +34,8 @@ from baton.kv_transfer.transports.base import (
 )
 from baton.kv_transfer.transports.staging import layer_places
 
+CUDA_DRIVER = "libcuda.so.1"
+UCX_FOLDERS = Path("/usr/lib/ucx"), Path("/usr/local/lib/ucx"), Path("/usr/lib64/ucx")
 _TICKET_BYTES = 8
 _SEPARATOR = b"\0"
 
@@ -53,6 +57,7 @@ class NixlTransport:
         self._region = region
         self._staging = staging
         self._config = config
+        self.moves_device_memory = ucx_has_cuda(self._nixl, config)
         # Warm-up: the first agent of a process takes half a second to create.
         self.open().close()
 
@@ -78,8 +83,10 @@ class NixlChannel:
         self._mark = current_process_mark()
         self._agent: Any = nixl.nixlAgent(os.urandom(12).hex(), _agent_config(nixl))
         self._agent.createBackend("UCX", _backend_parameters(config))
-        self._registered = _registration(nixl, *filter(None, (region, staging)))
-        self._agent.registerMem(self._registered, [])
+        # One for each: they can be on different devices.
+        self._registered = [_registration(nixl, each) for each in (region, staging) if each]
+        for registered in self._registered:
+            self._agent.registerMem(registered, [])
         self._metadata: bytes = self._mark.to_bytes() + _SEPARATOR + self._agent.getLocalMD()
         self._peer_mark: ProcessIdentity | None = None
         self._peer_region: Region | None = None
@@ -220,7 +227,8 @@ class NixlChannel:
             self._agent.releasedDlistH(descriptors)
         if self._peer_name:
             self._agent.invalidateRemoteMD(self._peer_name)
-        self._agent.deregisterMem(self._registered, [])
+        for registered in self._registered:
+            self._agent.deregisterMem(registered, [])
         self._agent = None
 
 
@@ -275,10 +283,9 @@ def _backend_parameters(config: UcxConfig) -> dict[str, str]:
     return {"engine_config": chosen} if chosen else {}
 
 
-def _registration(nixl: ModuleType, *regions: Region) -> Any:
-    """Describe regions, which are all on the same device."""
-    entries = [(each.base, each.num_bytes, _device_number(each), "") for each in regions]
-    return nixl.nixlRegDList(_memory_kind(nixl, regions[0]), entries)
+def _registration(nixl: ModuleType, region: Region) -> Any:
+    entry = region.base, region.num_bytes, _device_number(region), ""
+    return nixl.nixlRegDList(_memory_kind(nixl, region), [entry])
 
 
 def _memory_kind(nixl: ModuleType, region: Region) -> Any:
@@ -287,6 +294,40 @@ def _memory_kind(nixl: ModuleType, region: Region) -> Any:
 
 def _device_number(region: Region) -> int:
     return int(region.device.partition(":")[2] or 0)
+
+
+def moves_device_memory(config: UcxConfig) -> bool:
+    """Raises TransportMissing."""
+    return ucx_has_cuda(import_nixl(), config)
+
+
+def ucx_has_cuda(nixl: ModuleType, config: UcxConfig) -> bool:
+    """Return whether the UCX of NIXL can be expected to read and write memory of GPUs.
+
+    NIXL registers such memory without CUDA, too, and fails when it is accessed.
+    """
+    tls = os.environ.get("UCX_TLS", config.tls)
+    listed = set(tls.lstrip("^").split(",")) - {""}
+    is_listed = bool(listed & {"cuda", "cuda_copy"})
+    is_allowed = (
+        not is_listed if tls.startswith("^") else not listed or is_listed or "all" in listed
+    )
+    return is_allowed and _has_cuda_module(nixl) and _has_driver()
+
+
+def _has_cuda_module(nixl: ModuleType) -> bool:
+    """Look for UCX's module next to the wheel's package, or where the system has it."""
+    package = Path(nixl.__file__ or "").parent
+    folders = (package.with_name(f"{package.name}.libs") / "ucx", *UCX_FOLDERS)
+    return any(any(folder.glob("libuct_cuda.so*")) for folder in folders)
+
+
+def _has_driver() -> bool:
+    try:
+        ctypes.CDLL(CUDA_DRIVER)
+    except OSError:
+        return False
+    return True
 
 
 def _direct_transports(region: Region) -> set[str]:

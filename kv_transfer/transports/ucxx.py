@@ -35,6 +35,7 @@ class UcxxTransport:
 
     name = "ucxx"
     is_one_sided = False
+    moves_device_memory = False
 
     def __init__(self, region: Region, config: UcxConfig) -> None:
         if region.device != "cpu":

@@ -8,9 +8,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from mmap import mmap
 
+from baton.core.units import format_bytes
 from baton.engine.kv_cache.groups import KvGroup, places_done
 from baton.engine.runner.host_memory import huge_page_memory
+from baton.engine.runner.kv_blocks import KvBlocks
 from baton.engine.runner.model_runner import TorchRunner
 from baton.kv_transfer.fence import Fence
 from baton.kv_transfer.link import Link
@@ -19,12 +22,15 @@ from baton.kv_transfer.protocol.conversion import StagingArea
 from baton.kv_transfer.protocol.messages import Region
 from baton.kv_transfer.transports.base import Transport, UcxConfig
 from baton.kv_transfer.transports.dead_segments import SHARED_MEMORY, remove_dead_segments
-from baton.kv_transfer.transports.nixl import NixlTransport
+from baton.kv_transfer.transports.nixl import NixlTransport, moves_device_memory
+from baton.kv_transfer.transports.pinned import PinnedTransport
 from baton.kv_transfer.transports.ucxx import UcxxTransport
 from baton.kv_transfer.worker import KvTransferWorker
 from baton.node.options import NodeOptions
 
 logger = logging.getLogger(__name__)
+
+SLOT_BYTES, MIN_SLOTS = 128 << 20, 2  # of pinned memory out of which a device's blocks are sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +54,10 @@ def make_kv_worker(
     """Raises TransportMissing if the transport's library is not installed."""
     memory = runner.kv_memory
     region = Region(memory.address, memory.num_blocks, memory.block_bytes, memory.device)
-    staging = _make_staging(options, runner)
+    staging = _make_staging(options.staging_bytes, runner)
     config = replace(options.kv_worker, busy_s=options.stuck_after_s)
-    transport = around.transport(_open_transport(options, region, staging), region)
+    area = None if staging is None else staging.region
+    transport = around.transport(_open_transport(options, region, area, runner.blocks), region)
     hash_blocks = None if region.device == "cpu" else runner.blocks.hash
     return KvTransferWorker(
         identity,
@@ -63,24 +70,54 @@ def make_kv_worker(
     )
 
 
-def _make_staging(options: NodeOptions, runner: TorchRunner) -> StagingArea | None:
-    num_bytes = options.kv_staging_bytes
+def _make_staging(num_bytes: int, runner: TorchRunner) -> StagingArea | None:
     if not num_bytes:
         return None
     memory = huge_page_memory(num_bytes)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    region = Region(address, num_blocks=1, block_bytes=num_bytes)
+    if runner.kv_memory.device != "cpu":
+        runner.blocks.pin(memory)
+    region = Region(_address_of(memory), num_blocks=1, block_bytes=num_bytes)
     return StagingArea(region, partial(runner.blocks.convert, memory))
 
 
-def _open_transport(options: NodeOptions, region: Region, staging: StagingArea | None) -> Transport:
+def _open_transport(
+    options: NodeOptions, region: Region, staging: Region | None, blocks: KvBlocks
+) -> Transport:
     num_removed = remove_dead_segments()
     if num_removed:
         logger.info("removed %d UCX segments of dead processes in %s", num_removed, SHARED_MEMORY)
-    config = UcxConfig(options.kv_tls, options.kv_device)
-    if options.kv_transport == "nixl":
-        return NixlTransport(region, config, None if staging is None else staging.region)
+    config, kind = UcxConfig(options.kv_tls, options.kv_device), options.kv_transport
+    if region.device == "cpu" or (kind == "nixl" and moves_device_memory(config)):
+        return _open(kind, region, config, staging)
+    slots = _make_slots(region, blocks)
+    logger.info(
+        "KV of %s is sent and received through %s of pinned host memory: %s cannot read or write "
+        "the device here",
+        region.device,
+        format_bytes(slots.num_bytes + (staging.num_bytes if staging else 0)),
+        "UCX has no CUDA, so nixl" if kind == "nixl" else kind,
+    )
+    return PinnedTransport(
+        _open(kind, slots, config, staging), slots, partial(blocks.copy_out, slots)
+    )
+
+
+def _make_slots(region: Region, blocks: KvBlocks) -> Region:
+    """Return pinned memory for blocks that are sent."""
+    num_slots = max(MIN_SLOTS, SLOT_BYTES // region.block_bytes)
+    memory = huge_page_memory(num_slots * region.block_bytes)
+    blocks.pin(memory)
+    return Region(_address_of(memory), num_slots, region.block_bytes)
+
+
+def _open(kind: str, region: Region, config: UcxConfig, staging: Region | None) -> Transport:
+    if kind == "nixl":
+        return NixlTransport(region, config, staging)
     return UcxxTransport(region, config)
+
+
+def _address_of(memory: mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 class KvPassHook:

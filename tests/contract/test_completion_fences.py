@@ -29,15 +29,8 @@ from baton.kv_transfer.protocol.messages import Region
 from baton.kv_transfer.types import KvOrders
 from baton.kv_transfer.worker import KvTransferWorker
 from tests.support.fake_runner import run_plan
-from tests.support.handoff_world import (
-    BLOCK_BYTES,
-    CONFIG,
-    FINGERPRINT,
-    BrokenPromise,
-    LaggingMemory,
-    Node,
-    World,
-)
+from tests.support.handoff_world import CONFIG, FINGERPRINT, BrokenPromise, Node, World
+from tests.support.lagging_memory import BLOCK_BYTES, LaggingMemory
 from tests.support.models import VARIANTS, make_model_folder, prompt_of
 
 ID = HandoffId("r", 0)

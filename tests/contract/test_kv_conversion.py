@@ -31,7 +31,7 @@ def test_each_token_is_written_into_its_slot(
     kv = quantize(kv) if is_int8 else kv
     block_ids = torch.randperm(len(kv))[:num_blocks].tolist()
 
-    write_converted(staged, kv, block_ids, first_token)
+    write_converted(staged, kv, torch.tensor(block_ids), first_token)
 
     for token in range(num_tokens):
         place = first_token + token

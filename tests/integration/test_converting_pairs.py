@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from baton.core.ids import BlockId, RequestId
 from baton.engine.runner.attention.kv_conversion import write_converted
@@ -125,9 +126,8 @@ def converted_tokens(model: Path, sizes: tuple[int, int], prompt: tuple[int, ...
         num_blocks = -(-len(prompt) // sizes[1])
         rest.block_tables = [[BlockId(20 + number) for number in range(num_blocks)]]
         rest.outputs, rest.num_computed = list(first.outputs), len(prompt)
-        write_converted(
-            sender.blocks.kv[first.block_tables[0]], receiver.blocks.kv, rest.block_tables[0], 0
-        )
+        sent, targets = sender.blocks.kv[first.block_tables[0]], torch.tensor(rest.block_tables[0])
+        write_converted(sent, receiver.blocks.kv, targets, 0)
         Driver(receiver, num_blocks=20, block_size=sizes[1]).run(rest)
     return rest.outputs
 

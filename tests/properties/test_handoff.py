@@ -15,13 +15,15 @@ import pytest
 
 from baton.core.ids import HandoffId
 from tests.support.handoff_shapes import BLOCK_SIZE, Shape, draw_shape
-from tests.support.handoff_world import CONFIG, FINGERPRINT, LaggingMemory, Node, World
+from tests.support.handoff_world import CONFIG, FINGERPRINT, Node, World
 from tests.support.hypothesis_profiles import num_examples
+from tests.support.lagging_memory import LaggingMemory
 from tests.support.memory_transport import Wire
 
 NUM_HISTORIES = num_examples(500)  # for each kind of wire
 NUM_QUIET_HISTORIES = num_examples(150)
 NUM_LAGGING_HISTORIES = num_examples(120)
+NUM_STAGED_HISTORIES = num_examples(60)
 NUM_PROVING_HISTORIES = num_examples(150)
 QUIET_END_S = 25.0  # duration of a hold: decode gave up before it could report it
 NUM_STEPS = 120
@@ -69,6 +71,8 @@ class History:
         }
         if self.world.lags:
             daily[self.a_device_continues] = 6
+        if self.world.stages:
+            daily[self.copies_land] = 8
         choices: Steps = {self.decode_gives_up: 2, self.prefill_withdraws: 1}
         if self.draw.random() < PULLING_SHARE:
             daily |= {self.a_node_caches: 4, self.a_node_pulls: 5, self.a_holder_answers: 6}
@@ -178,6 +182,9 @@ class History:
         memory = self.world.ps[self.draw.choice(sorted(self.world.ps))].memory
         if isinstance(memory, LaggingMemory):
             memory.catch_up(self.draw.randint(1, 4))
+
+    def copies_land(self) -> None:
+        self.draw.choice(self.world.staged_memories).land_copies(self.draw.randint(1, 6))
 
     def prefill_completes(self) -> None:
         if self.world.sending:
@@ -379,13 +386,47 @@ def test_asynchronously_computed_kv_lands_as_computed(wire: str, waits_at_pass_e
 
 
 @pytest.mark.parametrize("wire", WIRES)
+def test_kv_that_passes_through_host_memory_lands_as_computed(wire: str) -> None:
+    """No copy is made before its fence, and no slot or block is reused while one can land."""
+    num_landed = 0
+    for seed in range(NUM_STAGED_HISTORIES):
+        with note_history(seed, wire):
+            shape = draw_shape(seed)
+            verify = bool(seed & 2)
+            world = staged_world(wire, shape, verify=verify, waits_at_pass_end=bool(seed & 1))
+            history = History(world, random.Random(seed), shape=shape)
+            history.play(in_trouble=True)
+            history.end_prefill()
+            history.world.settle()
+            history.world.check_all_free()
+            num_landed += len(world.landed)
+            mismatches = [node.worker.counters().num_digest_mismatches for node in world.nodes]
+            assert not any(mismatches)
+    assert num_landed
+
+
+def staged_world(wire: str, shape: Shape, *, waits_at_pass_end: bool, verify: bool = True) -> World:
+    return World(
+        wire=WIRES[wire](),
+        num_blocks=shape.num_blocks,
+        config=replace(CONFIG, verify=verify),
+        lags=True,
+        stages=True,
+        waits_at_pass_end=waits_at_pass_end,
+    )
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("stages", [False, True])
 def test_without_faults_every_computed_hand_off_lands_and_no_pair_is_closed(
-    wire: str,
+    wire: str, stages: bool
 ) -> None:
-    for seed in range(NUM_QUIET_HISTORIES):
+    for seed in range(NUM_STAGED_HISTORIES if stages else NUM_QUIET_HISTORIES):
         with note_history(seed, wire):
             shape = draw_shape(seed)
             world = World(wire=WIRES[wire](), num_blocks=shape.num_blocks)
+            if stages:
+                world = staged_world(wire, shape, waits_at_pass_end=bool(seed % 2))
             history = History(world, random.Random(seed), paces_s=(0.01,), shape=shape)
             history.play(in_trouble=False)
             expected = {

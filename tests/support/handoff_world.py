@@ -10,21 +10,18 @@ free) and watches every byte that lands.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import xxhash
 
 from baton.core.ids import BlockId, HandoffId, Incarnation, NodeId, Peer
 from baton.core.logprobs import FirstToken
 from baton.kv_transfer.config import KvWorkerConfig, ReceiverConfig, SenderConfig
-from baton.kv_transfer.fence import PASSED, Fence
 from baton.kv_transfer.pairs import Identity
-from baton.kv_transfer.protocol.digest import AwaitHashes
-from baton.kv_transfer.protocol.messages import Fingerprint, Grant, LinkMessage, Region
+from baton.kv_transfer.protocol.messages import Fingerprint, Grant, LinkMessage
+from baton.kv_transfer.transports.base import Transport
+from baton.kv_transfer.transports.pinned import PinnedTransport
 from baton.kv_transfer.types import (
     Complete,
     KvOrders,
@@ -37,9 +34,10 @@ from baton.kv_transfer.types import (
 )
 from baton.kv_transfer.worker import KvTransferWorker
 from tests.support.kv_links import HubLink, LinkHub
+from tests.support.lagging_memory import BLOCK_BYTES, LaggingMemory, Memory
 from tests.support.memory_transport import MemoryChannel, MemoryTransport, Wire
+from tests.support.staged_memory import StagedMemory
 
-BLOCK_BYTES = 8
 MAX_SETTLE_STEPS, SETTLE_STEP_S = 100, 2.0
 FINGERPRINT = Fingerprint("model", "float32", "layers-first", 16, 2, 2, 8)
 CONFIG = KvWorkerConfig(
@@ -54,99 +52,30 @@ CONFIG = KvWorkerConfig(
 )
 
 
-class Memory:
-    """Blocks of a node. Each holds one number."""
-
-    def __init__(self, num_blocks: int, block_bytes: int = BLOCK_BYTES) -> None:
-        self._buffer = (ctypes.c_char * (num_blocks * block_bytes))()
-        self.region = Region(ctypes.addressof(self._buffer), num_blocks, block_bytes)
-
-    def get(self, block_id: BlockId) -> bytes:
-        size = self.region.block_bytes
-        return ctypes.string_at(self.region.base + block_id * size, size)
-
-    def computed(self, block_id: BlockId) -> bytes:
-        """Return the contents after all launched work has completed."""
-        return self.get(block_id)
-
-    def fence(self) -> Fence:
-        return PASSED
-
-    def drain(self) -> None:
-        """Land all writes at once."""
-
-    def put(self, block_id: BlockId, content: bytes) -> None:
-        size = self.region.block_bytes
-        ctypes.memmove(self.region.base + block_id * size, content, size)
-
-
-class LaggingMemory(Memory):
-    """Blocks on a device that computes asynchronously: writes land in order, and only when it is
-    waited for or catches up.
-    """
-
-    def __init__(self, num_blocks: int, block_bytes: int = BLOCK_BYTES) -> None:
-        super().__init__(num_blocks, block_bytes)
-        self._launched: deque[tuple[BlockId, bytes]] = deque()
-        self.num_landed = 0
-
-    def put(self, block_id: BlockId, content: bytes) -> None:
-        self._launched.append((block_id, content))
-
-    def computed(self, block_id: BlockId) -> bytes:
-        launched = dict(self._launched)
-        return launched[block_id] if block_id in launched else self.get(block_id)
-
-    def fence(self) -> Fence:
-        return LaggingFence(self, self.num_landed + len(self._launched))
-
-    def catch_up(self, num_writes: int | None = None) -> None:
-        """Land this number of writes; by default all."""
-        most = len(self._launched)
-        for _ in range(most if num_writes is None else min(num_writes, most)):
-            super().put(*self._launched.popleft())
-            self.num_landed += 1
-
-    def drain(self) -> None:
-        self.catch_up()
-
-    def hash(self, block_ids: Sequence[BlockId]) -> AwaitHashes:
-        """Hash the blocks after the writes launched so far, which is later."""
-        hashes = b"".join(xxhash.xxh3_64_digest(self.computed(block)) for block in block_ids)
-        return lambda: hashes
-
-
-@dataclass(frozen=True, slots=True)
-class LaggingFence:
-    memory: LaggingMemory
-    num_writes: int  # that must have landed
-
-    @property
-    def is_passed(self) -> bool:
-        return self.memory.num_landed >= self.num_writes
-
-    def wait(self) -> None:
-        self.memory.catch_up(max(0, self.num_writes - self.memory.num_landed))
-
-
 class Node:
     """Simulated process: memory, KV worker and free blocks."""
 
     def __init__(self, world: World, name: str, num_blocks: int, config: KvWorkerConfig) -> None:
         self.name = self.address = name
-        lags = world.lags and name != "d"
+        lags, staging = world.lags and name != "d", None
         self.memory = LaggingMemory(num_blocks) if lags else Memory(num_blocks)
+        transport: Transport = MemoryTransport(self.memory.region, world.wire)
+        if world.stages:
+            self.memory = memory = StagedMemory(num_blocks, lags=lags)
+            slots, staging = memory.slots.region, memory.staging
+            transport = PinnedTransport(MemoryTransport(slots, world.wire), slots, memory.copy_out)
         self.link: HubLink = world.hub.link(name)
         self.link.is_held = True
         incarnation = Incarnation(f"{name}/{next(world.numbers)}")
         self.worker = world.worker(
             Identity(NodeId(name), incarnation, FINGERPRINT),
             self.memory.region,
-            MemoryTransport(self.memory.region, world.wire),
+            transport,
             self.link,
             config,
             clock=lambda: world.now,
             hash_blocks=self.memory.hash if isinstance(self.memory, LaggingMemory) else None,
+            staging=staging,
         )
         self.link.events = self.worker.inbox
         self.free = [BlockId(block) for block in range(num_blocks)]
@@ -155,6 +84,19 @@ class Node:
         self.cached: dict[bytes, BlockId] = {}
         self.num_given: Counter[BlockId] = Counter()  # cached blocks that are sent to peers
         self.requested: list[Requested] = []  # that are not answered yet
+
+    @property
+    def target_base(self) -> int:
+        """Address of the memory that peers write."""
+        memory = self.memory.staged if isinstance(self.memory, StagedMemory) else self.memory
+        return memory.region.base
+
+    @property
+    def bases(self) -> set[int]:
+        """Addresses of the memories of its channels."""
+        memory = self.memory
+        own = [memory.slots] if isinstance(memory, StagedMemory) else []
+        return {self.target_base, *(each.region.base for each in own)}
 
 
 @dataclass(slots=True)
@@ -203,6 +145,7 @@ class World:
     num_blocks: int = 8
     config: KvWorkerConfig = CONFIG
     lags: bool = False  # whether the prefill nodes' devices compute asynchronously
+    stages: bool = False  # whether all nodes are on devices that no data path reaches
     waits_at_pass_end: bool = True  # else the fences are checked at the next orders
     worker: type[KvTransferWorker] = KvTransferWorker
     hub: LinkHub = field(init=False)
@@ -218,6 +161,7 @@ class World:
     begun: set[HandoffId] = field(default_factory=set)
     # Tickets are numbered by each node, whose memory has an address of its own.
     handoff_by_ticket: dict[tuple[int, int], HandoffId] = field(default_factory=dict)
+    granted: dict[HandoffId, tuple[BlockId, ...]] = field(default_factory=dict)
     giving: dict[HandoffId, tuple[Node, tuple[BlockId, ...]]] = field(default_factory=dict)
     requested: set[HandoffId] = field(default_factory=set)
     landed: set[HandoffId] = field(default_factory=set)
@@ -458,19 +402,22 @@ class World:
         lost = {h for h, receiving in self.receiving.items() if receiving.node is dead}
         self.ended |= lost
         self.receiving = {h: r for h, r in self.receiving.items() if h not in lost}
-        base = dead.memory.region.base
+        base = dead.target_base
         self.handoff_by_ticket = {k: h for k, h in self.handoff_by_ticket.items() if k[0] != base}
         self.giving = {h: given for h, given in self.giving.items() if given[0] is not dead}
 
     def _channels_of(self, node: Node) -> list[MemoryChannel]:
-        region = node.memory.region
-        return [one for one in self.wire.channels.values() if one.region == region]
+        return [one for one in self.wire.channels.values() if one.region.base in node.bases]
 
     # --- Turns -------------------------------------------------------------------------
 
     @property
     def nodes(self) -> list[Node]:
         return [self.d, *self.ps.values(), *self.doubles]
+
+    @property
+    def staged_memories(self) -> list[StagedMemory]:
+        return [node.memory for node in self.nodes if isinstance(node.memory, StagedMemory)]
 
     def turn(self, node: Node) -> None:
         if not node.is_stopped:
@@ -498,8 +445,12 @@ class World:
             for node in self.nodes:
                 node.link.pass_all()
             self.wire.deliver_all()
+            for memory in self.staged_memories:
+                memory.land_copies()
             self.turn_all()
-            if self.wire.is_idle and not any(node.link.queued for node in self.nodes):
+            is_copying = any(memory.is_copying for memory in self.staged_memories)
+            is_queued = any(node.link.queued for node in self.nodes)
+            if self.wire.is_idle and not (is_queued or is_copying):
                 return
 
     def _open_handoffs(self) -> list[HandoffId]:
@@ -613,15 +564,17 @@ class World:
     def _witness(self, channel: MemoryChannel, ticket: int, block: BlockId) -> None:
         handoff_id = self.handoff_by_ticket[channel.region.base, ticket]
         receiving = self.receiving.get(handoff_id)
-        if receiving is None or block not in receiving.block_ids:
+        granted = self.granted[handoff_id]
+        if receiving is None or block not in granted:
             raise BrokenPromise(f"a write of {handoff_id} landed in block {block} of a new owner")
-        if block in receiving.block_ids[: receiving.num_proved]:
+        if block in granted[: receiving.num_proved]:
             raise BrokenPromise(f"a write of {handoff_id} landed in block {block}, which was final")
 
     def _see(self, message: LinkMessage) -> None:
         if isinstance(message, Grant):
-            base = self.receiving[message.handoff_id].node.memory.region.base
+            base = self.receiving[message.handoff_id].node.target_base
             self.handoff_by_ticket[base, message.ticket] = message.handoff_id
+            self.granted[message.handoff_id] = message.block_ids
 
 
 def content_of(handoff_id: HandoffId, label: int) -> bytes:

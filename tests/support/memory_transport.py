@@ -135,6 +135,7 @@ class Wire:
 
 class MemoryTransport:
     name = "memory"
+    moves_device_memory = False
 
     def __init__(self, region: Region, wire: Wire) -> None:
         self._region = region

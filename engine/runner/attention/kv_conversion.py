@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -22,7 +20,7 @@ def view_blocks(memory: Tensor, kv: Tensor, layout: Fingerprint) -> Tensor:
     return memory.view(dtype).view(-1, *shape)
 
 
-def write_converted(staged: Tensor, kv: Tensor, block_ids: Sequence[int], first_token: int) -> None:
+def write_converted(staged: Tensor, kv: Tensor, block_ids: Tensor, first_token: int) -> None:
     """Write the tokens of `staged` from `first_token` on into blocks of `kv`, in order.
 
     Both are [blocks, layers, tensors, kv_heads, block_size, slot]. The last block is filled as far
@@ -31,7 +29,7 @@ def write_converted(staged: Tensor, kv: Tensor, block_ids: Sequence[int], first_
     size, staged_size = kv.shape[4], staged.shape[4]
     at_once = max(1, MAX_TOKENS_AT_ONCE // size)
     for first in range(0, len(block_ids), at_once):
-        targets = torch.tensor(block_ids[first : first + at_once])
+        targets = block_ids[first : first + at_once]
         begin = first_token + first * size
         end = min(begin + len(targets) * size, staged.shape[0] * staged_size)
         some = staged[begin // staged_size : -(-end // staged_size)]

@@ -12,7 +12,8 @@ from baton.kv_transfer.process_identity import ProcessIdentity, current_process_
 from baton.kv_transfer.protocol.messages import WIRE_VERSION, Hello, find_mismatch
 from baton.kv_transfer.records import TransferRole
 from baton.kv_transfer.worker import KvTransferWorker
-from tests.support.handoff_world import CONFIG, FINGERPRINT, Memory, Node, World
+from tests.support.handoff_world import CONFIG, FINGERPRINT, Node, World
+from tests.support.lagging_memory import Memory
 from tests.support.memory_transport import Flight, MemoryTransport, Wire
 
 ID, NEXT_ID = HandoffId("r", 0), HandoffId("r", 1)

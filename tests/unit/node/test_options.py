@@ -55,7 +55,6 @@ def test_kv_tiers_require_prefix_caching(settings: dict[str, Any], named: str) -
     ("settings", "named"),
     [
         ({"tiers": TiersConfig(1)}, "--kv-host-memory"),
-        ({"kv_staging_bytes": 1}, "--kv-staging-memory"),
     ],
 )
 def test_options_unsupported_on_gpus_are_refused_there(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from baton.core.ids import BlockId, HandoffId, Incarnation, NodeId, Peer
 from baton.core.logprobs import FirstToken
 from baton.kv_transfer.config import ReceiverConfig
+from baton.kv_transfer.fence import PASSED
 from baton.kv_transfer.link import LinkId
 from baton.kv_transfer.protocol.actions import CheckDigest, ConvertStaged, SendMessage
 from baton.kv_transfer.protocol.conversion import Conversion, StagingArea, is_convertible
@@ -117,7 +118,7 @@ def test_sent_blocks_cover_all_missing_tokens_from_the_first(
 def test_staging_blocks_never_overlap_and_are_all_returned(
     steps: list[tuple[bool, int, int]],
 ) -> None:
-    area = StagingArea(Region(1 << 20, 1, 8 * 128 * 16), lambda _: None)
+    area = StagingArea(Region(1 << 20, 1, 8 * 128 * 16), lambda _: PASSED)
     lent: dict[HandoffId, range] = {}
     for number, (is_lend, count, size) in enumerate(steps):
         if not is_lend and lent:
@@ -146,7 +147,7 @@ class StagedReceiver:
     """Receiver of one link whose blocks are converted, with room for two orders of 64 tokens."""
 
     def __init__(self) -> None:
-        self.staging = StagingArea(Region(1 << 20, 1, 8 * 128 * 16), lambda _: None)
+        self.staging = StagingArea(Region(1 << 20, 1, 8 * 128 * 16), lambda _: PASSED)
         self.receiver = Receiver(ReceiverConfig(), is_one_sided=True, staging=self.staging)
         self.orders = [order(0, 2, 64, number) for number in range(3)]
         for each in self.orders:
