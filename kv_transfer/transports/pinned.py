@@ -165,15 +165,15 @@ class PinnedChannel:
         self._part_by_write.clear()
 
     def _move(self) -> None:
-        """Post what is copied, and begin copies into free slots."""
-        while self._copying and self._copying[0].copied.is_passed:
-            part = self._copying.popleft()
-            self._part_by_write[part.write.write_id] = part
-            self._inner.post(part.write)
+        """Begin copies into free slots, and post what is copied."""
         while self._waiting and (self._slots.num_free or not self._waiting[0].num_blocks):
             self._begin_copy(self._waiting[0])
             if self._waiting[0].num_copied == self._waiting[0].num_blocks:
                 self._waiting.popleft()
+        while self._copying and self._copying[0].copied.is_passed:
+            part = self._copying.popleft()
+            self._part_by_write[part.write.write_id] = part
+            self._inner.post(part.write)
 
     def _begin_copy(self, posted: _Posted) -> None:
         write, first = posted.write, posted.num_copied

@@ -34,11 +34,13 @@ from tests.support.transport_endpoints import (
 )
 
 BETWEEN_PROCESSES = [pytest.param(kind, marks=skip_if_missing(kind)) for kind in MAKERS]
-EVERYWHERE = ["memory", "memory two-sided", *BETWEEN_PROCESSES]
+IN_MEMORY = ["memory", "memory two-sided", "memory pinned", "memory pinned two-sided"]
+EVERYWHERE = [*IN_MEMORY, *BETWEEN_PROCESSES]
 UCXX = [pytest.param(kind, marks=skip_if_missing(kind)) for kind in MAKERS if "ucxx" in kind]
-TWO_SIDED = ["memory two-sided", *UCXX]
+TWO_SIDED = ["memory two-sided", "memory pinned two-sided", *UCXX]
 ONE_SIDED = [
     "memory",
+    "memory pinned",
     *(pytest.param(kind, marks=skip_if_missing(kind)) for kind in MAKERS if "nixl" in kind),
 ]
 TICKET, NOTE = 5, b"{all of it}"
@@ -63,7 +65,12 @@ def ends(
     pool: EndpointPool, kind: str, num_blocks: int = 16, block_bytes: int = 4096
 ) -> Iterator[EndpointPair]:
     if kind.startswith("memory"):
-        pair = memory_endpoints(num_blocks, block_bytes, is_one_sided=kind == "memory")
+        pair = memory_endpoints(
+            num_blocks,
+            block_bytes,
+            is_one_sided="two-sided" not in kind,
+            is_pinned="pinned" in kind,
+        )
         pair.connect()
         yield pair
         return

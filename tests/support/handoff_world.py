@@ -62,6 +62,7 @@ class Node:
         transport: Transport = MemoryTransport(self.memory.region, world.wire)
         if world.stages:
             self.memory = memory = StagedMemory(num_blocks, lags=lags)
+            memory.witness = world.witness_copy
             slots, staging = memory.slots.region, memory.staging
             transport = PinnedTransport(MemoryTransport(slots, world.wire), slots, memory.copy_out)
         self.link: HubLink = world.hub.link(name)
@@ -560,6 +561,11 @@ class World:
             is_reading = is_same_node and not flight.source.is_closed and not flight.is_acknowledged
             if is_reading and set(flight.write.sources) & set(block_ids):
                 raise BrokenPromise("a source block was given back while a write reads it")
+
+    def witness_copy(self, handoff_id: HandoffId, block: BlockId) -> None:
+        receiving = self.receiving.get(handoff_id)
+        if receiving is None or block not in receiving.block_ids:
+            raise BrokenPromise(f"a copy of {handoff_id} landed in block {block} of a new owner")
 
     def _witness(self, channel: MemoryChannel, ticket: int, block: BlockId) -> None:
         handoff_id = self.handoff_by_ticket[channel.region.base, ticket]

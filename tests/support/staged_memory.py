@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from baton.core.ids import BlockId
+from baton.core.ids import BlockId, HandoffId
 from baton.kv_transfer.fence import Fence
 from baton.kv_transfer.protocol.conversion import StagedBlocks, StagingArea
 from baton.kv_transfer.protocol.messages import Region
@@ -30,6 +30,7 @@ class StagedMemory(LaggingMemory):
         self._lags = lags
         self._copies: deque[Callable[[], object]] = deque()
         self.num_copied = 0
+        self.witness: Callable[[HandoffId, BlockId], None] | None = None  # of copies that land
 
     def put(self, block_id: BlockId, content: bytes) -> None:
         super().put(block_id, content)
@@ -53,6 +54,8 @@ class StagedMemory(LaggingMemory):
         """Copy blocks that have arrived."""
         base, part = staged.conversion.region.base, range(BLOCK_BYTES)
         for slot, block in zip(staged.block_ids, staged.order.block_ids, strict=True):
+            if self.witness is not None:
+                self._copies.append(partial(self.witness, staged.order.handoff_id, block))
             self._begin(self.region.base + block * BLOCK_BYTES, base + slot * BLOCK_BYTES, part)
         return self._fence()
 

@@ -11,24 +11,36 @@ import importlib.util
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 import pytest
 
 from baton.core.ids import BlockId
+from baton.kv_transfer.fence import PASSED, Fence
 from baton.kv_transfer.protocol.messages import Region
-from baton.kv_transfer.transports.base import Channel, ChannelEvent, Transport, UcxConfig, Write
+from baton.kv_transfer.transports.base import (
+    Channel,
+    ChannelEvent,
+    LayerRange,
+    Transport,
+    UcxConfig,
+    Write,
+)
 from baton.kv_transfer.transports.nixl import NixlTransport
+from baton.kv_transfer.transports.pinned import PinnedTransport
 from baton.kv_transfer.transports.ucxx import UcxxTransport
 from tests.support.fork_server import fork_context
+from tests.support.lagging_memory import Memory
 from tests.support.memory_transport import MemoryTransport, Wire
 
 WAIT_S = 60.0  # for what must come
 POLL_S = 0.001
+NUM_SLOTS = 3  # of pinned memory
 MakeTransport = Callable[[Region], Transport]
 
 
@@ -261,15 +273,41 @@ class EndpointPair:
 
 
 def memory_endpoints(
-    num_blocks: int, block_bytes: int, *, is_one_sided: bool = True
+    num_blocks: int, block_bytes: int, *, is_one_sided: bool = True, is_pinned: bool = False
 ) -> EndpointPair:
+    """With `is_pinned`, P sends through a few slots of host memory."""
     wire = Wire(is_prompt=True, is_one_sided=is_one_sided)
 
     def make(region: Region) -> Transport:
         return MemoryTransport(region, wire)
 
-    d, p = (LocalEndpoint(make_endpoint(make, num_blocks, block_bytes)) for _ in range(2))
+    def make_pinned(region: Region) -> Transport:
+        slots = Memory(NUM_SLOTS, region.block_bytes)
+        transport = MemoryTransport(slots.region, wire)
+        return PinnedTransport(transport, slots.region, partial(copy_at_once, region, slots))
+
+    d, p = (
+        LocalEndpoint(make_endpoint(each, num_blocks, block_bytes))
+        for each in (make, make_pinned if is_pinned else make)
+    )
     return EndpointPair(d, p)
+
+
+def copy_at_once(
+    region: Region,
+    slots: Memory,
+    block_ids: Sequence[BlockId],
+    layers: LayerRange,
+    into: Sequence[BlockId],
+) -> Fence:
+    part = layers.byte_range(region.block_bytes)
+    for block, slot in zip(block_ids, into, strict=True):
+        to, source = (
+            each.base + number * each.block_bytes + part.start
+            for each, number in ((slots.region, slot), (region, block))
+        )
+        ctypes.memmove(to, source, len(part))
+    return PASSED
 
 
 def wait_until(holds: Callable[[], bool], what: str) -> None:

@@ -90,6 +90,53 @@ def test_a_sender_with_a_wrong_block_size_is_not_converted(
     assert Conversion.between(sender, replace(receiver, staging=None)) is None
 
 
+@pytest.mark.parametrize(
+    ("sender", "receiver", "conversion"),
+    [
+        (("cpu", False), ("cpu", False), None),
+        (("cuda:0", False), ("cpu", False), None),
+        (("cuda:0", True), ("cuda:1", True), None),
+        (("cpu", True), ("cuda:1", True), None),
+        (("cpu", False), ("cuda:1", True), "device cpu to cuda:1"),
+        (("cuda:0", True), ("cuda:1", False), "device cpu to cuda:1"),
+    ],
+)
+def test_equal_blocks_are_staged_if_the_data_path_cannot_write_to_the_receiver(
+    sender: tuple[str, bool], receiver: tuple[str, bool], conversion: str | None
+) -> None:
+    p, d = (on_device(*each) for each in (sender, receiver))
+
+    found = Conversion.between(p, d)
+
+    assert (None if found is None else str(found)) == conversion
+    assert found is None or not found.changes_layout
+
+
+def on_device(device: str, moves_device_memory: bool) -> Hello:
+    said = hello(FULL, 1 << 16)
+    region = replace(said.region, device=device)
+    return replace(said, region=region, moves_device_memory=moves_device_memory)
+
+
+def test_unequal_blocks_for_a_device_are_converted_there() -> None:
+    receiver = on_device("cuda:0", False)
+    receiver = replace(receiver, fingerprint=replace(FULL, block_size=32))
+    receiver = replace(receiver, region=replace(receiver.region, block_bytes=8 * 32 * 16))
+
+    found = Conversion.between(hello(FULL), receiver)
+
+    assert str(found) == "device cpu to cuda:0, block_size 16 to 32"
+
+
+@pytest.mark.parametrize("block_bytes", [1 << 10, 1 << 30])
+def test_blocks_of_another_size_are_not_staged(block_bytes: int) -> None:
+    sender, receiver = hello(FULL), on_device("cuda:0", False)
+
+    assert Conversion.between(sender, receiver) is not None
+    changed = replace(sender, region=replace(sender.region, block_bytes=block_bytes))
+    assert Conversion.between(changed, receiver) is None
+
+
 @given(
     sizes=st.tuples(st.integers(1, 40), st.integers(1, 40)),
     num_tokens=st.integers(1, 300),
@@ -185,6 +232,23 @@ def test_a_receive_waits_for_staging_blocks_and_lands_after_its_conversion() -> 
     world.receiver.converted(first)
     assert [each.handoff_id for each in world.receiver.take_reports().finished_recving] == [first]
     assert world.granted() == {third: (0, 1, 2, 3)}
+
+
+def test_a_notice_that_comes_again_during_the_conversion_changes_nothing() -> None:
+    world = StagedReceiver()
+    first = world.orders[0].handoff_id
+    world.granted()
+    [check] = world.arrive(0, 7)
+    assert isinstance(check, CheckDigest)
+    before = world.arrive(0, 7)
+    world.receiver.checked(first, is_good=True)
+    [convert] = world.receiver.take_actions()
+    assert isinstance(convert, ConvertStaged)
+
+    after = world.arrive(0, 7)
+
+    assert before == after == []
+    assert world.receiver.awaits_conversion(first)
 
 
 def test_a_receive_without_staging_blocks_in_time_is_lost_and_releases_its_blocks() -> None:
