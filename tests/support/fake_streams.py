@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
 
 from tests.support.device_operations import caller
@@ -99,7 +100,12 @@ class FakeCopyStream:
         to, source = (
             each.hidden if isinstance(each, DeviceTensor) else each for each in (dst, src)
         )
-        self._device.enqueue(lambda: to.copy_(source), self._device.costs.block_copy_s, self._queue)
+
+        def land() -> None:
+            with torch.inference_mode():  # one of them may have been made in a pass
+                to.copy_(source)
+
+        self._device.enqueue(land, self._device.costs.block_copy_s, self._queue)
 
     def record(self) -> FakeFence:
         return FakeFence(self._device, self._queue)

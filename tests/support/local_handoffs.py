@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 
@@ -14,14 +14,16 @@ from baton.core.sampling import SamplingParams
 from baton.engine.config import EngineOptions
 from baton.engine.factory import build_engine
 from baton.engine.kv_cache.groups import KvGroup, places_done
+from baton.engine.runner.config import RunnerConfig
 from baton.engine.runner.model_runner import TorchRunner
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.kv_transfer.fence import Fence
 from baton.kv_transfer.pairs import Identity
-from baton.kv_transfer.protocol.messages import Fingerprint, Region
-from baton.kv_transfer.transports.base import UcxConfig
-from baton.kv_transfer.transports.nixl import NixlTransport
+from baton.kv_transfer.protocol.messages import Fingerprint
+from baton.kv_transfer.records import TransferRecord
 from baton.kv_transfer.worker import KvTransferWorker
+from baton.node.kv.worker import make_kv_worker
+from baton.node.options import NodeOptions
 from tests.support.kv_links import LinkHub
 
 WAIT_S = 60.0
@@ -65,15 +67,16 @@ class LayerHook:
 class HandoffEngine:
     """An engine with a KV worker over NIXL. A step computes at most `chunk` tokens."""
 
-    def __init__(self, hub: LinkHub, name: str, runner: TorchRunner, chunk: int) -> None:
+    def __init__(
+        self, hub: LinkHub, name: str, runner: TorchRunner, chunk: int, staging_bytes: int = 0
+    ) -> None:
         link = hub.link(name)
-        memory = runner.kv_memory
-        region = Region(memory.address, memory.num_blocks, memory.block_bytes, memory.device)
         identity = Identity(NodeId(name), Incarnation(name), fingerprint_of(runner))
-        self._worker = KvTransferWorker(identity, region, NixlTransport(region, UcxConfig()), link)
+        options = NodeOptions(RunnerConfig("any"), kv_staging_bytes=staging_bytes)
+        self._worker = make_kv_worker(options, identity, runner, link)
         link.events = self._worker.inbox
         self._runner = runner
-        runner.hook = LayerHook(self._worker, memory.layout.groups)
+        runner.hook = LayerHook(self._worker, runner.kv_memory.layout.groups)
         scheduling = SchedulerConfig(max_num_batched_tokens=chunk, max_num_seqs=4, push_layers=True)
         self._engine = build_engine(runner, EngineOptions(scheduling), self._worker)
         self.peer = Peer(NodeId(name), name)
@@ -87,9 +90,12 @@ class HandoffEngine:
         for output in self._engine.step():
             self._requests[output.request_id].take(output)
 
+    def take_records(self) -> tuple[TransferRecord, ...]:
+        return self._worker.take_records()
+
     def sends_before_the_end(self) -> bool:
         """Return whether each hand-off since the last call sent before its prefill ended."""
-        records = self._worker.take_records()
+        records = self.take_records()
         times = [(record.first_post_s, record.computed_s) for record in records]
         return bool(times) and all(
             post and computed and post < computed for post, computed in times
@@ -103,11 +109,21 @@ class HandoffEngine:
 class LocalHandoffs:
     """One prefill engine and some decode engines. Decode engines can die."""
 
-    def __init__(self, prefill: TorchRunner, decodes: Sequence[TorchRunner], *, chunk: int) -> None:
+    def __init__(
+        self,
+        prefill: TorchRunner,
+        decodes: Sequence[TorchRunner],
+        *,
+        chunk: int,
+        staging_bytes: int = 0,
+        wait: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`wait` is called between steps, to let the time of a simulated device pass."""
         self._hub = LinkHub()
-        self.prefill = HandoffEngine(self._hub, "prefill", prefill, chunk)
+        self._wait = wait
+        self.prefill = HandoffEngine(self._hub, "prefill", prefill, chunk, staging_bytes)
         self.decodes = [
-            HandoffEngine(self._hub, f"decode-{number}", runner, chunk)
+            HandoffEngine(self._hub, f"decode-{number}", runner, chunk, staging_bytes)
             for number, runner in enumerate(decodes)
         ]
         self._num_requests = 0
@@ -155,6 +171,7 @@ class LocalHandoffs:
             assert time.monotonic() < deadline_s, "the request does not end"
             self.prefill.step()
             receiver.step()
+            self._wait()
         assert sent.token_ids == answer.token_ids[:1]
         return answer
 

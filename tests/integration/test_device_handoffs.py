@@ -1,0 +1,181 @@
+"""Hand-offs between a simulated device and the CPU, over NIXL and through pinned host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.engine.runner.config import RunnerConfig
+from baton.engine.runner.kernels.choose import TORCH, Parts
+from baton.engine.runner.load import load_runner
+from baton.engine.runner.model_runner import TorchRunner
+from tests.support.fake_device import Costs, FakeDevice
+from tests.support.local_handoffs import LocalHandoffs
+from tests.support.models import VARIANTS, make_model_folder, prompt_of
+from tests.support.static_attention import StaticPagedAttention
+from tests.support.triton_parts import interpreted_parts, kernels_on, require_triton
+
+CHUNK, NUM_TOKENS = 24, 4
+LENGTHS = (1, 16, 100)
+STAGING_BYTES = 1 << 20
+STEP_S = 1e-5  # of simulated time, in which a block is copied or 10 operations are launched
+SENT, RECEIVED = "device meta to cpu", "device cpu to meta"
+GRAPHABLE = replace(TORCH, make_attention=StaticPagedAttention, has_static_launches=True)
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("llama"), VARIANTS["llama"])
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """Place of a runner and its settings."""
+
+    place: str
+    settings: dict[str, Any]
+
+
+def sides(prefill: str, decode: str, **of_decode: Any) -> tuple[Side, Side]:
+    return Side(prefill, {}), Side(decode, of_decode)
+
+
+@contextmanager
+def pair(
+    folder: Path, *both: Side, parts: Parts = GRAPHABLE, dtype: str = "auto"
+) -> Iterator[LocalHandoffs]:
+    """Yield a prefill and a decode engine. Those on a GPU share a simulated one."""
+    device = FakeDevice(costs=Costs(copy_s=STEP_S, block_copy_s=STEP_S))
+
+    def load(side: Side) -> TorchRunner:
+        config = RunnerConfig(
+            str(folder),
+            dtype=dtype,
+            kv_cache_bytes=1 << 20,
+            max_model_len=128,
+            max_num_seqs=4,
+            **side.settings,
+        )
+        if side.place == "cpu":
+            return load_runner(config)
+        return load_runner(config, make_device=lambda _: device, make_parts=lambda *_, **__: parts)
+
+    with device, ExitStack() as stack:
+        if parts.make_block_hashes is not TORCH.make_block_hashes:
+            stack.enter_context(kernels_on(device))
+        prefill, decode = (stack.enter_context(load(side)) for side in both)
+        engines = LocalHandoffs(
+            prefill,
+            [decode],
+            chunk=CHUNK,
+            staging_bytes=STAGING_BYTES,
+            wait=lambda: device.advance(STEP_S),
+        )
+        yield stack.enter_context(engines)
+
+
+def tokens_of(engines: LocalHandoffs, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    """Return the tokens of prompts whose KV comes from the prefill engine."""
+    tokens = []
+    for length in lengths:
+        answer = engines.answer(prompt_of(length, seed=length), NUM_TOKENS)
+        assert answer.num_received == length
+        tokens.append(answer.token_ids)
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def tokens_on_the_cpu(folder: Path) -> Callable[..., list[list[int]]]:
+    @cache
+    def compute(dtype: str = "auto", **settings: Any) -> list[list[int]]:
+        with pair(folder, *sides("cpu", "cpu", **settings), dtype=dtype) as engines:
+            return tokens_of(engines)
+
+    return compute
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [("gpu", "cpu"), ("cpu", "gpu"), ("gpu", "gpu")])
+def test_tokens_equal_those_of_the_cpu(
+    folder: Path, tokens_on_the_cpu: Callable[..., list[list[int]]], prefill: str, decode: str
+) -> None:
+    expected = tokens_on_the_cpu()
+
+    with pair(folder, *sides(prefill, decode)) as engines:
+        found = tokens_of(engines)
+        sent, received = (
+            {each.conversion for each in engine.take_records()}
+            for engine in (engines.prefill, engines.decodes[0])
+        )
+
+    assert found == expected
+    assert sent == {SENT if prefill == "gpu" else ""}
+    assert received == {RECEIVED if decode == "gpu" else ""}
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [("gpu", "cpu"), ("cpu", "gpu")])
+@pytest.mark.parametrize(
+    ("settings", "conversion"),
+    [
+        ({"block_size": 32}, "block_size 16 to 32"),
+        ({"kv_cache_dtype": "int8"}, "dtype bfloat16 to int8/bfloat16"),
+    ],
+    ids=["block size", "int8"],
+)
+def test_tokens_of_unlike_pairs_equal_those_of_unlike_pairs_on_the_cpu(
+    folder: Path,
+    tokens_on_the_cpu: Callable[..., list[list[int]]],
+    prefill: str,
+    decode: str,
+    settings: dict[str, Any],
+    conversion: str,
+) -> None:
+    expected = tokens_on_the_cpu(dtype="bfloat16", **settings)
+
+    both = sides(prefill, decode, **settings)
+    with pair(folder, *both, parts=TORCH, dtype="bfloat16") as engines:
+        found = tokens_of(engines)
+        received = {each.conversion for each in engines.decodes[0].take_records()}
+
+    assert found == expected
+    assert received == {f"{RECEIVED}, {conversion}" if decode == "gpu" else conversion}
+
+
+def test_layers_are_sent_while_a_device_computes(folder: Path) -> None:
+    with pair(folder, *sides("gpu", "cpu")) as engines:
+        tokens_of(engines, (100,))
+
+        [record] = engines.prefill.take_records()
+
+    assert record.overlap > 0
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(("prefill", "decode"), [("gpu", "cpu"), ("cpu", "gpu")])
+def test_tokens_of_blocks_that_are_hashed_on_the_device_equal_those_of_the_cpu(
+    folder: Path, tokens_on_the_cpu: Callable[..., list[list[int]]], prefill: str, decode: str
+) -> None:
+    require_triton()
+    expected = tokens_on_the_cpu()
+
+    parts = replace(GRAPHABLE, make_block_hashes=interpreted_parts().make_block_hashes)
+    with pair(folder, *sides(prefill, decode), parts=parts) as engines:
+        found = tokens_of(engines, LENGTHS[:2])
+
+    assert found == expected[:2]
