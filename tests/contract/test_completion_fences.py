@@ -32,6 +32,7 @@ from tests.support.fake_runner import run_plan
 from tests.support.handoff_world import CONFIG, FINGERPRINT, BrokenPromise, Node, World
 from tests.support.lagging_memory import BLOCK_BYTES, LaggingMemory
 from tests.support.models import VARIANTS, make_model_folder, prompt_of
+from tests.support.staged_memory import StagedMemory
 
 ID = HandoffId("r", 0)
 ROOM = replace(CONFIG, sender=replace(CONFIG.sender, max_in_flight_bytes=64 * BLOCK_BYTES))
@@ -156,6 +157,30 @@ def test_digests_detect_bytes_sent_before_their_fence() -> None:
 
     assert world.landed == set()
     assert world.d.worker.counters().num_digest_mismatches == 1
+
+
+def test_blocks_are_released_after_their_copy_if_the_link_is_cut_during_it() -> None:
+    world = World(config=ROOM, stages=True)
+    memory = world.d.memory
+    assert isinstance(memory, StagedMemory)
+    world.receive(ID, "p0", 0, 2)
+    world.begin(ID, "p0", 2)
+    world.complete(ID)
+    while not memory.is_copying:
+        for each in world.staged_memories:
+            each.land_copies()
+        for node in world.nodes:
+            node.link.pass_all()
+            world.turn(node)
+        world.wire.deliver_all()
+    assert ID not in world.landed | world.ended
+
+    world.hub.cut(world.hub.link_ids[-1])
+    world.d.link.pass_all()
+    world.turn(world.d)
+
+    assert ID in world.ended - world.landed
+    assert not memory.is_copying
 
 
 # --- the runner -----------------------------------------------------------------------------------

@@ -573,8 +573,18 @@ class World:
         granted = self.granted[handoff_id]
         if receiving is None or block not in granted:
             raise BrokenPromise(f"a write of {handoff_id} landed in block {block} of a new owner")
+        if self.stages:
+            self._check_staging_block(handoff_id, receiving.node, block)
         if block in granted[: receiving.num_proved]:
             raise BrokenPromise(f"a write of {handoff_id} landed in block {block}, which was final")
+
+    def _check_staging_block(self, handoff_id: HandoffId, node: Node, block: BlockId) -> None:
+        """Check that a block of the staging area has not been lent to a later receive."""
+        later = list(self.granted)[list(self.granted).index(handoff_id) + 1 :]
+        for other in later:
+            receiving = self.receiving.get(other)
+            if receiving and receiving.node is node and block in self.granted[other]:
+                raise BrokenPromise(f"a write of {handoff_id} landed in a block of {other}")
 
     def _see(self, message: LinkMessage) -> None:
         if isinstance(message, Grant):
