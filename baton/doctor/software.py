@@ -20,6 +20,8 @@ from baton.engine.runner.kernels.build import (
     compiler_path,
     cpu_features,
 )
+from baton.kv_transfer.transports.base import UcxConfig
+from baton.kv_transfer.transports.nixl import moves_device_memory
 from baton.writable import folder_error
 
 NVIDIA = Path("/proc/driver/nvidia/version")
@@ -31,6 +33,8 @@ def check_software() -> Iterator[Finding]:
     variant = best_variant(cpu_features())
     yield kernels_finding(variant.name, built(variant), compiler_path(), build_folder())
     yield from package_findings(_version("nixl"), _version("ucxx-cu12"))
+    if NVIDIA.exists() and _version("nixl") is not None:
+        yield device_memory_finding(has_cuda=moves_device_memory(UcxConfig()))
 
 
 def kernels_finding(
@@ -60,6 +64,14 @@ def package_findings(nixl: str | None, ucxx: str | None) -> Iterator[Finding]:
     else:
         yield ok("NIXL", nixl)
     yield ok("UCXX", ucxx or "not installed; only --kv-transport ucxx needs it")
+
+
+def device_memory_finding(*, has_cuda: bool) -> Finding:
+    """Report how KV of GPUs is transferred."""
+    if has_cuda:
+        return ok("KV of GPUs", "NIXL reads and writes it directly")
+    advice = "UCX of NIXL lacks CUDA: check UCX_TLS and that libcuda.so.1 can be loaded"
+    return warn("KV of GPUs", "NIXL moves it through pinned host memory", advice)
 
 
 def port_findings(host: str, ports: Sequence[int]) -> Iterator[Finding]:

@@ -6,7 +6,6 @@ NIXL's progress thread is off because it would occupy a core. UCX makes progress
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import logging
 import os
@@ -33,9 +32,8 @@ from baton.kv_transfer.transports.base import (
     Written,
 )
 from baton.kv_transfer.transports.staging import layer_places
+from baton.kv_transfer.transports.ucx_cuda import ucx_has_cuda
 
-CUDA_DRIVER = "libcuda.so.1"
-UCX_FOLDERS = Path("/usr/lib/ucx"), Path("/usr/local/lib/ucx"), Path("/usr/lib64/ucx")
 _TICKET_BYTES = 8
 _SEPARATOR = b"\0"
 
@@ -57,7 +55,7 @@ class NixlTransport:
         self._region = region
         self._staging = staging
         self._config = config
-        self.moves_device_memory = ucx_has_cuda(self._nixl, config)
+        self.moves_device_memory = _has_cuda(self._nixl, config)
         # Warm-up: the first agent of a process takes half a second to create.
         self.open().close()
 
@@ -297,37 +295,12 @@ def _device_number(region: Region) -> int:
 
 
 def moves_device_memory(config: UcxConfig) -> bool:
-    """Raises TransportMissing."""
-    return ucx_has_cuda(import_nixl(), config)
+    """Return whether it reads and writes memory of GPUs. Raises TransportMissing."""
+    return _has_cuda(import_nixl(), config)
 
 
-def ucx_has_cuda(nixl: ModuleType, config: UcxConfig) -> bool:
-    """Return whether the UCX of NIXL can be expected to read and write memory of GPUs.
-
-    NIXL registers such memory without CUDA, too, and fails when it is accessed.
-    """
-    tls = os.environ.get("UCX_TLS", config.tls)
-    listed = set(tls.lstrip("^").split(",")) - {""}
-    is_listed = bool(listed & {"cuda", "cuda_copy"})
-    is_allowed = (
-        not is_listed if tls.startswith("^") else not listed or is_listed or "all" in listed
-    )
-    return is_allowed and _has_cuda_module(nixl) and _has_driver()
-
-
-def _has_cuda_module(nixl: ModuleType) -> bool:
-    """Look for UCX's module next to the wheel's package, or where the system has it."""
-    package = Path(nixl.__file__ or "").parent
-    folders = (package.with_name(f"{package.name}.libs") / "ucx", *UCX_FOLDERS)
-    return any(any(folder.glob("libuct_cuda.so*")) for folder in folders)
-
-
-def _has_driver() -> bool:
-    try:
-        ctypes.CDLL(CUDA_DRIVER)
-    except OSError:
-        return False
-    return True
+def _has_cuda(nixl: ModuleType, config: UcxConfig) -> bool:
+    return ucx_has_cuda(Path(nixl.__file__ or "").parent, config)
 
 
 def _direct_transports(region: Region) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -157,13 +158,16 @@ def test_tokens_of_unlike_pairs_equal_those_of_unlike_pairs_on_the_cpu(
     assert received == {f"{RECEIVED}, {conversion}" if decode == "gpu" else conversion}
 
 
-def test_layers_are_sent_while_a_device_computes(folder: Path) -> None:
-    with pair(folder, *sides("gpu", "cpu")) as engines:
+def test_layers_are_sent_while_a_device_computes(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO), pair(folder, *sides("gpu", "cpu")) as engines:
         tokens_of(engines, (100,))
 
         [record] = engines.prefill.take_records()
 
     assert record.overlap > 0
+    assert "pinned host memory: UCX has no CUDA, so nixl cannot" in caplog.text
 
 
 @pytest.mark.triton

@@ -25,7 +25,13 @@ from baton.doctor.machine import (
     shm_finding,
 )
 from baton.doctor.model import check_model_folder, count_active, length_finding, room_finding
-from baton.doctor.software import gpu_finding, kernels_finding, package_findings, port_findings
+from baton.doctor.software import (
+    device_memory_finding,
+    gpu_finding,
+    kernels_finding,
+    package_findings,
+    port_findings,
+)
 from baton.doctor.tiers import KvShapeFacts, check_tiers, rate_finding
 from baton.doctor.wire import MeasuredPath, failure_finding, speed_finding
 from baton.engine.runner.families.read_config import read_model_config
@@ -158,6 +164,13 @@ def test_without_a_compiler_kernels_must_be_prebuilt() -> None:
 def test_missing_nixl_is_a_failure_and_missing_ucxx_is_not() -> None:
     assert [one.status for one in package_findings(None, None)] == [Status.FAIL, Status.OK]
     assert [one.status for one in package_findings("1.5", "0.52")] == [Status.OK, Status.OK]
+
+
+def test_staging_of_the_kv_of_gpus_is_reported() -> None:
+    staged = device_memory_finding(has_cuda=False)
+
+    assert (staged.status, "pinned host memory" in staged.found) == (Status.WARN, True)
+    assert device_memory_finding(has_cuda=True).status is Status.OK
 
 
 def test_a_busy_port_is_a_warning_and_a_free_port_is_not() -> None:

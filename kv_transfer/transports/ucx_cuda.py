@@ -1,0 +1,40 @@
+"""Check whether a UCX can read and write memory of GPUs. NIXL fails only when it is accessed."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+from baton.kv_transfer.transports.base import UcxConfig
+
+CUDA_DRIVER = "libcuda.so.1"
+MODULES = "libuct_cuda.so*"
+SYSTEM_FOLDERS = Path("/usr/lib/ucx"), Path("/usr/lib64/ucx"), Path("/usr/local/lib/ucx")
+
+
+def ucx_has_cuda(package: Path, config: UcxConfig, driver: str = CUDA_DRIVER) -> bool:
+    """Return whether UCX has CUDA: its module, the driver, and UCX_TLS allow it.
+
+    The module is next to the package of a wheel, or where the system has it.
+    """
+    folders = (package.with_name(f"{package.name}.libs") / "ucx", *SYSTEM_FOLDERS)
+    has_module = any(any(folder.glob(MODULES)) for folder in folders)
+    return has_module and allows_cuda(os.environ.get("UCX_TLS", config.tls)) and _loads(driver)
+
+
+def allows_cuda(tls: str) -> bool:
+    """Return whether a UCX_TLS value allows copies from and to GPUs."""
+    listed = set(tls.lstrip("^").split(",")) - {""}
+    is_named = bool(listed & {"cuda", "cuda_copy"})
+    if tls.startswith("^"):
+        return not is_named
+    return not listed or is_named or "all" in listed
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
