@@ -16,7 +16,6 @@ from baton.core.errors import InvalidConfig
 class Feature(Enum):
     """Feature that is in use, or an expected one that is not (NO_...)."""
 
-    GPU = auto()
     RECURRENT_LAYERS = auto()
     SPECULATION = auto()
     NO_CHUNKED_PREFILL = auto()
@@ -104,12 +103,6 @@ EXCLUSIONS = (
         Feature.HOST_MEMORY_TIER,
         Feature.NO_PREFIX_CACHING,
         "--kv-host-memory cannot be used with --no-prefix-caching",
-    ),
-    # There is no code yet for these on a GPU.
-    Exclusion(
-        Feature.HOST_MEMORY_TIER,
-        Feature.GPU,
-        "--kv-host-memory: blocks are copied on the CPU only",
     ),
 )
 

@@ -6,7 +6,6 @@ import mmap
 from collections.abc import Sequence
 from typing import Protocol
 
-from baton.core.ids import BlockId
 from baton.kv_transfer.fence import Fence
 from baton.kv_transfer.tiers.block_memory import BlockMemory
 
@@ -33,14 +32,12 @@ class DeviceBlocks(Protocol):
         """Record a fence after all passes launched so far."""
         ...
 
-    def copy_out(
-        self, block_ids: Sequence[BlockId], target: BlockMemory, into: Sequence[int]
-    ) -> Fence:
+    def copy_out(self, block_ids: Sequence[int], target: BlockMemory, into: Sequence[int]) -> Fence:
         """Begin to copy blocks into pinned memory. They are there once the fence has passed."""
         ...
 
     def copy_in(
-        self, source: BlockMemory, blocks: Sequence[int], block_ids: Sequence[BlockId]
+        self, source: BlockMemory, blocks: Sequence[int], block_ids: Sequence[int]
     ) -> Fence:
         """Begin to copy blocks from pinned memory. They are there once the fence has passed."""
         ...

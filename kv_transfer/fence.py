@@ -2,8 +2,8 @@
 
 A device such as a GPU computes asynchronously: when the kernels that write a layer's KV are
 launched, the KV is not in its memory yet. A fence is recorded after them, as a CUDA event is.
-Once the fence has passed, the KV can be read and sent. Fences of a device pass in the order in
-which they were recorded.
+Once the fence has passed, the KV can be read and sent. Fences after passes pass in the order in
+which they were recorded, and those after copies of a stream do, too.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from baton.core.ids import BlockName
+from baton.kv_transfer.device_blocks import DeviceBlocks
 from baton.kv_transfer.external_kv import (
     ExternalKv,
     ExternalOrders,
@@ -37,6 +38,8 @@ class KvConnectorContext:
     num_blocks: int
     block_bytes: int
     device: str  # "cpu", or that of the memory at `address`
+    # Copies between the blocks and host memory; None: the CPU can access the blocks.
+    device_blocks: DeviceBlocks | None
     # Equal on all nodes whose blocks of one name have the same bytes. Keep others apart.
     fingerprint: str
     wake: Callable[[], None]  # lets the engine poll soon; from any thread

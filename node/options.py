@@ -157,7 +157,6 @@ class NodeOptions:
         check_options(self)
         check_exclusions(
             {
-                Feature.GPU: self.runner.device != "cpu",
                 Feature.NO_PREFIX_CACHING: not self.enable_prefix_caching,
                 Feature.HOST_MEMORY_TIER: self.tiers.host_bytes,
                 Feature.KV_CONNECTOR: self.kv_connector,

@@ -27,6 +27,7 @@ from baton.engine.scheduler.config import SchedulerConfig
 from baton.kv_transfer.tiers.bandwidth import TierDriver
 from baton.kv_transfer.tiers.block_memory import BlockMemory
 from baton.kv_transfer.tiers.host_tier import HostTier
+from baton.kv_transfer.tiers.kv_access import CpuKvAccess
 from baton.kv_transfer.tiers.stores.file_store import FileStore
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
 from baton.node.kv.tiers import CopyPacing
@@ -203,8 +204,8 @@ def _traffic(runner: TorchRunner, bench: DecodeBench) -> Iterator[_Traffic]:
         limit = 4 * num_moved * (kv.block_bytes + 64)
         files = FileStore(folder, "bench", kv.block_bytes, limit) if bench.with_files else None
         memory = BlockMemory(kv.address, kv.num_blocks, kv.block_bytes)
-        copy, woken = fastest_copies(kv.block_bytes), Event()
-        with TieredKv(memory, host, files, copy=copy, wake=woken.set) as tiers:
+        copies, woken = CpuKvAccess(memory, fastest_copies(kv.block_bytes)), Event()
+        with TieredKv(copies, host, files, wake=woken.set) as tiers:
             block_ids = range(kv.num_blocks - num_moved, kv.num_blocks)
             traffic = _Traffic(tiers, woken, block_ids, kv.block_bytes, bench.gb_per_s)
             traffic.touch_memory()

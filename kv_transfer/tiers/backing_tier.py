@@ -22,9 +22,11 @@ from typing import TypeVar
 from baton.core.ids import BlockName
 from baton.core.kv_hints import BlockHints
 from baton.kv_transfer.external_kv import FILE, OBJECT, Load
-from baton.kv_transfer.tiers.block_memory import BlockMemory, CopyBlocks, copy_block
+from baton.kv_transfer.fence import Fence
+from baton.kv_transfer.tiers.block_memory import copy_block
 from baton.kv_transfer.tiers.copy_pace import CopyPace, PacedWork
 from baton.kv_transfer.tiers.host_tier import HostBlock, HostTier
+from baton.kv_transfer.tiers.kv_access import KvAccess, ReadTarget
 from baton.kv_transfer.tiers.stores.block_store import BlockStore
 from baton.kv_transfer.tiers.tier_status import LoadTimes, Outage, TierCounters, TierStatus
 
@@ -60,10 +62,9 @@ OBJECTS = BackingConfig(OBJECT, 2e8, refresh_s=1.0, num_parallel=8, max_waiting_
 class TierParts:
     """Parts that all tiers of a node share."""
 
-    kv_memory: BlockMemory
+    kv: KvAccess
     host: HostTier
     pace: CopyPace
-    copy: CopyBlocks
     clock: Callable[[], float]
     # The number of resets so far. The engine thread increments it, all threads compare it.
     generation: int = 0
@@ -76,6 +77,7 @@ class PendingLoad:
     load: Load
     generation: int
     began_s: float
+    fence: Fence  # after the passes that use its blocks
     sources: list[str | None]  # by block
 
     @property
@@ -96,9 +98,7 @@ class BackingTier:
     def __init__(self, config: BackingConfig, store: BlockStore, parts: TierParts) -> None:
         self.name = config.name
         self.counters = TierCounters()
-        self._times = LoadTimes(
-            parts.kv_memory.block_bytes / config.bytes_per_s, config.num_parallel
-        )
+        self._times = LoadTimes(parts.kv.block_bytes / config.bytes_per_s, config.num_parallel)
         self.dropping: set[BlockName] = set()  # ordered to be dropped, and perhaps still stored
         self._config = config
         self._store = store
@@ -342,12 +342,14 @@ class BackingTier:
         if is_late or not self._reading.is_over or not self._may_load(pending, name):
             return None
         try:
-            with self._turn(PacedWork.LOAD, pending.began_s):
+            kv = self._parts.kv
+            with self._turn(PacedWork.LOAD, pending.began_s), kv.reading(block_id) as target:
                 began_s = self._clock()
-                digest = self._store.read(name, self._parts.kv_memory, block_id)
+                digest = self._store.read(name, *target)
                 if digest is None or not self._may_load(pending, name):  # dropped meanwhile
                     return None
-                self._promote(pending, name, block_id, digest)
+                kv.fill(block_id, target)
+                self._promote(pending, name, target, digest)
                 return self._clock() - began_s
         except OSError as error:
             self._reading.note_error(error)
@@ -359,13 +361,15 @@ class BackingTier:
     def _may_load(self, pending: PendingLoad, name: BlockName) -> bool:
         return pending.generation == self._parts.generation and name not in self.dropping
 
-    def _promote(self, pending: PendingLoad, name: BlockName, block_id: int, digest: bytes) -> None:
+    def _promote(
+        self, pending: PendingLoad, name: BlockName, target: ReadTarget, digest: bytes
+    ) -> None:
         """Keep a block that was read in host memory as well."""
         hints = self._store.hints_of(name)
         block = None if self._host.holds(name) else self._host.reserve(hints.tenant)
         if block is None:
             return
-        copy_block(self._parts.kv_memory, block_id, self._host.memory, block.slot)
+        copy_block(*target, self._host.memory, block.slot)
         self._host.publish(name, block, digest, hints)
         self._host.unpin(block)
         if not self._may_load(pending, name):  # dropped meanwhile, also from host memory

@@ -13,6 +13,7 @@ from baton.core.ids import BlockId
 from baton.kv_transfer.external_kv import HOST, ExternalOrders, Load, LoadId, Store, StoreId
 from baton.kv_transfer.tiers.block_memory import BlockMemory, CopyBlocks, copy_block
 from baton.kv_transfer.tiers.host_tier import HostTier
+from baton.kv_transfer.tiers.kv_access import CpuKvAccess
 from baton.kv_transfer.tiers.stores.block_store import BlockStore
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
 
@@ -73,7 +74,7 @@ def measure_host(
     names = _names(kv.num_blocks)
     block_ids = random.Random(seed).sample(range(kv.num_blocks), kv.num_blocks)
     woken = Event()
-    with TieredKv(kv, HostTier(host), copy=copy, wake=woken.set) as tiers:
+    with TieredKv(CpuKvAccess(kv, copy), HostTier(host), wake=woken.set) as tiers:
         driver = TierDriver(tiers, woken)
         began_s = clock()
         driver.store(names, block_ids)

@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from enum import Enum
 from threading import Condition
 
-from baton.kv_transfer.tiers.block_memory import BlockMemory, CopyBlocks
-
 MAX_SHARE = 0.05  # of the time of one core, for each kind of work
 # Sizes of a copy, at least a block: a fraction of a millisecond, and a few of them at full speed.
 PACED_BYTES, FULL_SPEED_BYTES = 2 << 20, 8 << 20
 
 Clock = Callable[[], float]
+# Copies blocks into others, and returns their digests. Other Python threads run meanwhile.
+CopyPiece = Callable[[Sequence[int], Sequence[int]], list[bytes]]
 
 
 class PacedWork(Enum):
@@ -102,10 +102,9 @@ class CopyPace:
 
     def copy_blocks(
         self,
-        copy: CopyBlocks,
-        source: BlockMemory,
+        copy: CopyPiece,
+        block_bytes: int,
         blocks: Sequence[int],
-        target: BlockMemory,
         into: Sequence[int],
         work: PacedWork,
         ordered_s: float,
@@ -116,10 +115,10 @@ class CopyPace:
         copy_s = 0.0
         while len(digests) < len(blocks):
             first = len(digests)
-            end = first + self.piece_blocks(source.block_bytes)
+            end = first + self.piece_blocks(block_bytes)
             with self.turn(work, ordered_s, is_urgent):
                 began_s = self._clock()
-                digests += copy(source, blocks[first:end], target, into[first:end])
+                digests += copy(blocks[first:end], into[first:end])
                 copy_s += self._clock() - began_s
         return digests, copy_s
 

@@ -16,6 +16,7 @@ from enum import Enum, auto
 from baton.core.ids import BlockId, BlockName
 from baton.core.kv_hints import NO_HINTS, BlockHints, Tenant
 from baton.kv_transfer.external_kv import Store, StoreId, Use
+from baton.kv_transfer.fence import Fence
 from baton.kv_transfer.tiers.backing_tier import BackingTier, TierParts
 from baton.kv_transfer.tiers.copy_pace import PacedWork
 from baton.kv_transfer.tiers.host_tier import HostBlock
@@ -37,6 +38,7 @@ class Storing:
     store: Store
     generation: int
     ordered_s: float
+    fence: Fence  # after the passes that write its blocks
     num_left: int  # blocks
 
 
@@ -133,7 +135,7 @@ class HostStores:
         self._is_urgent = is_urgent
         self._on_end = on_end
         self._stores = StoreQueue()
-        self._max_at_quota = max(MIN_AT_QUOTA, int(parts.kv_memory.num_blocks * MAX_AT_QUOTA_SHARE))
+        self._max_at_quota = max(MIN_AT_QUOTA, int(parts.kv.num_blocks * MAX_AT_QUOTA_SHARE))
         self._ended: deque[StoreId] = deque()
 
     @property
@@ -207,7 +209,7 @@ class HostStores:
         Adds the blocks that are taken from the queue to `ended`, also those that need no room.
         """
         copies: list[tuple[StoringBlock, HostBlock]] = []
-        most = min(COPY_BLOCKS, self._pace.piece_blocks(self._parts.kv_memory.block_bytes))
+        most = min(COPY_BLOCKS, self._pace.piece_blocks(self._parts.kv.block_bytes))
         while self._stores.num_waiting(tenant) and len(copies) < most:
             each = self._stores.take(tenant)
             ended.append(each)
@@ -237,13 +239,14 @@ class HostStores:
         self._on_end()
 
     def _copy_to_host(self, copies: Sequence[tuple[StoringBlock, HostBlock]]) -> None:
-        blocks = [block for _, block in copies]
+        blocks, kv, host = [block for _, block in copies], self._parts.kv, self._host
         try:
+            # That of the last one passes last. Loads that are ordered meanwhile have later ones.
+            copies[-1][0].storing.fence.wait()
             digests, _ = self._pace.copy_blocks(
-                self._parts.copy,
-                source=self._parts.kv_memory,
+                lambda block_ids, slots: kv.store(block_ids, host.memory, slots),
+                kv.block_bytes,
                 blocks=[each.block_id for each, _ in copies],
-                target=self._host.memory,
                 into=[block.slot for block in blocks],
                 work=PacedWork.STORE,
                 ordered_s=copies[0][0].storing.ordered_s,

@@ -18,6 +18,7 @@ from threading import Thread
 
 from baton.core.ids import BlockName
 from baton.kv_transfer.external_kv import HOST, ExternalOrders, ExternalReports, Loaded
+from baton.kv_transfer.fence import PASSED
 from baton.kv_transfer.tiers.backing_tier import (
     FILES,
     OBJECTS,
@@ -26,11 +27,11 @@ from baton.kv_transfer.tiers.backing_tier import (
     PendingLoad,
     TierParts,
 )
-from baton.kv_transfer.tiers.block_memory import BlockMemory, CopyBlocks, copy_blocks
 from baton.kv_transfer.tiers.copy_pace import CopyPace, PacedWork
 from baton.kv_transfer.tiers.first_touch import FirstTouch
 from baton.kv_transfer.tiers.host_stores import HostStores, Storing
 from baton.kv_transfer.tiers.host_tier import HostTier
+from baton.kv_transfer.tiers.kv_access import KvAccess
 from baton.kv_transfer.tiers.stores.block_store import BlockStore
 from baton.kv_transfer.tiers.tier_status import LoadTimes, TierCounters, TierStatus
 
@@ -47,12 +48,11 @@ class TieredKv:
 
     def __init__(
         self,
-        kv_memory: BlockMemory,
+        kv: KvAccess,
         host: HostTier,
         files: BlockStore | None = None,
         objects: BlockStore | None = None,
         clock: Callable[[], float] = time.monotonic,
-        copy: CopyBlocks = copy_blocks,
         object_refresh_s: float = OBJECTS.refresh_s,
         pace: CopyPace | None = None,
         wake: Callable[[], None] = lambda: None,
@@ -64,8 +64,8 @@ class TieredKv:
         self._wake = wake
         self.pace = pace or CopyPace(clock)
         self._host_counters = TierCounters()
-        self._host_times = LoadTimes(kv_memory.block_bytes / HOST_BYTES_PER_S)
-        self._parts = TierParts(kv_memory, host, self.pace, copy, clock)
+        self._host_times = LoadTimes(kv.block_bytes / HOST_BYTES_PER_S)
+        self._parts = TierParts(kv, host, self.pace, clock)
         self._cleared = 0  # the generation that host memory is in
         self._dropping: set[BlockName] = set()
         stores = ((FILES, files), (replace(OBJECTS, refresh_s=object_refresh_s), objects))
@@ -103,13 +103,17 @@ class TieredKv:
         self._copies.put(None)
         ends_s = time.monotonic() + FLUSH_S
         self._thread.join(FLUSH_S)
+        has_ended = not self._thread.is_alive()
         for tier in self._backing:
             if not tier.join(max(0.0, ends_s - time.monotonic())):
                 logger.warning("the last KV blocks were not stored in the %s tier", tier.name)
+                has_ended = False
+        if has_ended:
+            self._parts.kv.close()
 
     def status(self) -> tuple[TierStatus, ...]:
         """Return what each tier holds and has done, from the fastest on. Any thread may call it."""
-        block_bytes = self._parts.kv_memory.block_bytes
+        block_bytes = self._parts.kv.block_bytes
         host = TierStatus(HOST, self.host.order, block_bytes, self._host_counters)
         return (host, *(tier.status() for tier in self._backing))
 
@@ -132,12 +136,14 @@ class TieredKv:
 
     def start(self, orders: ExternalOrders) -> None:
         generation = self._parts.generation
+        has_copies = bool(orders.stores or orders.loads)
+        fence = self._parts.kv.record() if has_copies else PASSED
         for store in orders.stores:
-            storing = Storing(store, generation, self._clock(), len(store.names))
+            storing = Storing(store, generation, self._clock(), fence, len(store.names))
             self._copies.put(partial(self._stores.add, storing))
         for load in orders.loads:
             sources: list[str | None] = [None] * len(load.names)
-            self._loads.append(PendingLoad(load, generation, self._clock(), sources))
+            self._loads.append(PendingLoad(load, generation, self._clock(), fence, sources))
             self._copies.put(self._load_next)
             self.pace.recheck_rests()
         if orders.drops:
@@ -187,12 +193,15 @@ class TieredKv:
 
     def _load_next(self) -> None:
         pending = self._loads.popleft()
-        began_s = self._clock()
+        tiers: Sequence[BackingTier] = ()
         try:
+            pending.fence.wait()
+            tiers = self._backing
+            began_s = self._clock()
             num_copied = self._copy_from_host(pending)
             self._host_counters.note_load(self._clock() - began_s, num_copied)
         finally:
-            self._load_behind(pending, self._backing)
+            self._load_behind(pending, tiers)
 
     def _load_behind(self, pending: PendingLoad, tiers: Sequence[BackingTier]) -> None:
         """Load what is missing from the tiers behind, one after the other, and end the load."""
@@ -204,15 +213,14 @@ class TieredKv:
 
     def _copy_from_host(self, pending: PendingLoad) -> int:
         """Copy what is in host memory. Returns the number of blocks."""
-        load = pending.load
+        load, kv, host = pending.load, self._parts.kv, self.host
         pinned = dict(enumerate(self.host.pin_all(load.names)))
         found = {place: block for place, block in pinned.items() if block is not None}
         try:
             digests, copy_s = self.pace.copy_blocks(
-                self._parts.copy,
-                source=self.host.memory,
+                lambda slots, block_ids: kv.load(host.memory, slots, block_ids),
+                kv.block_bytes,
                 blocks=[block.slot for block in found.values()],
-                target=self._parts.kv_memory,
                 into=[load.block_ids[place] for place in found],
                 work=PacedWork.LOAD,
                 ordered_s=pending.began_s,

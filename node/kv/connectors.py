@@ -35,6 +35,7 @@ def make_connector(
         num_blocks=memory.num_blocks,
         block_bytes=memory.block_bytes,
         device=memory.device,
+        device_blocks=runner.make_block_copies(),
         fingerprint=repr(identity.fingerprint),
         wake=wake,
         config=chosen.config,

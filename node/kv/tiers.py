@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
+from mmap import mmap
 
 from baton.core.errors import InvalidConfig
 from baton.engine.plan import Plan
@@ -11,15 +12,18 @@ from baton.engine.runner.host_memory import huge_page_memory
 from baton.engine.runner.kernels.native_copies import fastest_copies
 from baton.engine.step_observer import StepObserver
 from baton.kv_transfer.kv_connector import KvConnectorContext
+from baton.kv_transfer.tiers.backing_tier import FILES, OBJECTS
 from baton.kv_transfer.tiers.block_memory import BlockMemory
 from baton.kv_transfer.tiers.copy_pace import CopyPace
+from baton.kv_transfer.tiers.device_kv_access import DeviceKvAccess
 from baton.kv_transfer.tiers.host_tier import HostTier
+from baton.kv_transfer.tiers.kv_access import CpuKvAccess, KvAccess
 from baton.kv_transfer.tiers.stores.file_store import FileStore
 from baton.kv_transfer.tiers.stores.folder_checks import check_folder
 from baton.kv_transfer.tiers.stores.object_store import ObjectStore
 from baton.kv_transfer.tiers.stores.objects import open_bucket
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
-from baton.node.kv.tiers_config import parse_tiers
+from baton.node.kv.tiers_config import TiersConfig, parse_tiers
 
 
 def make_tiers(context: KvConnectorContext) -> TieredKv:
@@ -27,14 +31,13 @@ def make_tiers(context: KvConnectorContext) -> TieredKv:
     config = parse_tiers(context.config)
     fingerprint, block_bytes = context.fingerprint, context.block_bytes
     share = config.tenant_share
-    if context.device != "cpu":
-        raise InvalidConfig("--kv-host-memory: blocks are copied on the CPU only")
     num_blocks = config.host_bytes // block_bytes
     if not num_blocks:
         raise InvalidConfig(
             f"--kv-host-memory is {config.host_bytes} bytes; a block takes {block_bytes}"
         )
-    memory = huge_page_memory(num_blocks * block_bytes)
+    num_reads = 0 if context.device_blocks is None else _num_parallel_reads(config)
+    memory = huge_page_memory((num_blocks + num_reads) * block_bytes)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     host = HostTier(BlockMemory(address, num_blocks, block_bytes), memory, share)
     files, objects = None, None
@@ -43,14 +46,25 @@ def make_tiers(context: KvConnectorContext) -> TieredKv:
     if config.object_store:
         bucket = open_bucket(config.object_store)
         objects = ObjectStore(bucket, fingerprint, block_bytes, config.object_store_bytes, share)
+    staging = BlockMemory(address + num_blocks * block_bytes, num_reads, block_bytes)
     return TieredKv(
-        BlockMemory(context.address, context.num_blocks, block_bytes),
-        host,
-        files,
-        objects,
-        copy=fastest_copies(block_bytes),
-        wake=context.wake,
+        _make_kv_access(context, memory, staging), host, files, objects, wake=context.wake
     )
+
+
+def _num_parallel_reads(config: TiersConfig) -> int:
+    files, objects = config.folder, config.object_store
+    return (FILES.num_parallel if files else 0) + (OBJECTS.num_parallel if objects else 0)
+
+
+def _make_kv_access(context: KvConnectorContext, memory: mmap, staging: BlockMemory) -> KvAccess:
+    """Return the blocks of the KV cache. `memory` is that of the host tier and of `staging`."""
+    device = context.device_blocks
+    if device is None:
+        kv = BlockMemory(context.address, context.num_blocks, context.block_bytes)
+        return CpuKvAccess(kv, fastest_copies(context.block_bytes))
+    device.pin(memory)
+    return DeviceKvAccess(device, staging)
 
 
 def check_tiers(given: Mapping[str, object]) -> None:

@@ -123,3 +123,26 @@ def test_a_replay_repeats_its_launches_in_the_memory_of_its_capture(device: Fake
 
     assert captured == [0.0, 0.0]
     assert total.tolist() == [7.0, 7.0]
+
+
+def test_streams_of_copies_and_launches_do_not_wait_for_each_other() -> None:
+    with FakeDevice(costs=Costs(launch_s=1.0, block_copy_s=0.1)) as device:
+        stream, host = device.make_copy_stream(), torch.zeros(4, dtype=torch.uint8)
+        numbers = torch.ones(4, dtype=torch.uint8, device=PLACE)
+        with stream.pinned(host):
+            stream.copy(host, numbers)
+            stream.record().wait()
+            before = host.tolist()
+            device.drain()
+            stream.copy(host, numbers)
+            stream.record().wait()
+
+    assert before != [1] * 4
+    assert host.tolist() == [1] * 4
+
+
+def test_a_copy_of_pageable_memory_in_a_stream_is_refused(device: FakeDevice) -> None:
+    numbers = torch.ones(4, dtype=torch.uint8, device=PLACE)
+
+    with pytest.raises(RuntimeError, match="pageable"):
+        device.make_copy_stream().copy(torch.zeros(4, dtype=torch.uint8), numbers)

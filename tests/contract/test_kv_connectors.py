@@ -1,4 +1,7 @@
-"""Contract of KV connectors: the built-in tiers, and the example in docs/kv-connectors.md."""
+"""Contract of KV connectors: the built-in tiers, and the example in docs/kv-connectors.md.
+
+The tiers also work with a KV cache in memory of a simulated device.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from baton.kv_transfer.external_kv import ExternalOrders, Load, LoadId, Store, S
 from baton.kv_transfer.kv_connector import KvConnector, KvConnectorContext
 from baton.node.kv import connectors as kv_connectors
 from baton.node.kv.connectors import load_connector
+from tests.support.device_kv import DeviceMemory
 from tests.support.doc_examples import write_example
 from tests.support.tier_memory import BLOCK_BYTES, OwnedMemory, name_of
 
@@ -42,8 +46,10 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 class ConnectorWorld:
     """A connector with KV memory, and an engine that polls it when it is woken."""
 
-    def __init__(self, name: str, config: Mapping[str, object]) -> None:
-        self.memory = OwnedMemory(NUM_BLOCKS)
+    def __init__(
+        self, name: str, config: Mapping[str, object], memory: OwnedMemory | DeviceMemory
+    ) -> None:
+        self.memory = memory
         self.woken = Event()
         self.connector: KvConnector = load_connector(name, self.context(config))
         self.ends: Counter[int] = Counter()
@@ -51,9 +57,17 @@ class ConnectorWorld:
         self._number = 0
 
     def context(self, config: Mapping[str, object]) -> KvConnectorContext:
-        blocks = self.memory.blocks
+        memory = self.memory
+        copies = memory.copies if isinstance(memory, DeviceMemory) else None
         return KvConnectorContext(
-            blocks.address, NUM_BLOCKS, BLOCK_BYTES, "cpu", "model", self.woken.set, config
+            address=0 if isinstance(memory, DeviceMemory) else memory.blocks.address,
+            num_blocks=NUM_BLOCKS,
+            block_bytes=BLOCK_BYTES,
+            device="cpu" if copies is None else "cuda:0",
+            device_blocks=copies,
+            fingerprint="model",
+            wake=self.woken.set,
+            config=config,
         )
 
     def start_store(self, *blocks: int) -> int:
@@ -96,15 +110,25 @@ class ConnectorWorld:
         return [self.memory[block] for block in range(NUM_BLOCKS)]
 
 
-@pytest.fixture(params=["tiers", "tiers with files", "shelf"])
+@pytest.fixture(
+    params=[
+        "tiers",
+        "tiers with files",
+        "tiers of a device",
+        "tiers with files of a device",
+        "shelf",
+    ]
+)
 def it(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ConnectorWorld]:
     name, config = request.param, dict[str, object]()
     if name.startswith("tiers"):
         folder = str(tmp_path / "kv") if "files" in name else ""
         config = {"host_bytes": 16 * BLOCK_BYTES, "folder": folder, "folder_bytes": 1 << 20}
-    world = ConnectorWorld(name.partition(" ")[0], config)
+    memory = DeviceMemory if name.endswith("device") else OwnedMemory
+    world = ConnectorWorld(name.partition(" ")[0], config, memory(NUM_BLOCKS))
     with world.connector:
         yield world
+    world.memory.check()
 
 
 def test_stored_blocks_are_held_and_loaded_into_their_targets_alone(it: ConnectorWorld) -> None:
@@ -194,8 +218,12 @@ def test_a_load_has_an_estimate(it: ConnectorWorld) -> None:
 
 def test_orders_in_progress_do_not_outlive_the_connector(tmp_path: Path) -> None:
     config = {"host_bytes": 16 * BLOCK_BYTES, "folder": "", "folder_bytes": 0}
-    for name, settings in (("tiers", config), ("shelf", {})):
-        world = ConnectorWorld(name, settings)
+    for name, settings, memory in (
+        ("tiers", config, OwnedMemory(NUM_BLOCKS)),
+        ("tiers", config, DeviceMemory(NUM_BLOCKS)),
+        ("shelf", {}, OwnedMemory(NUM_BLOCKS)),
+    ):
+        world = ConnectorWorld(name, settings, memory)
         with world.connector:
             world.store(1)
             world.start_load([1] * 8, into=8)
@@ -216,4 +244,9 @@ def test_a_connector_that_cannot_be_created_is_named(
     name: str, config: dict[str, object], word: str
 ) -> None:
     with pytest.raises(InvalidConfig, match=word):
-        ConnectorWorld(name, config)
+        ConnectorWorld(name, config, OwnedMemory(NUM_BLOCKS))
+
+
+def test_a_connector_that_needs_the_cpu_refuses_a_device() -> None:
+    with pytest.raises(InvalidConfig, match="the shelf copies blocks on the CPU only"):
+        ConnectorWorld("shelf", {}, DeviceMemory(NUM_BLOCKS))

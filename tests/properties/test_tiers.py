@@ -1,5 +1,7 @@
 """Tiers of two nodes that share files and objects, under random use, damage and restarts.
 
+The KV caches are in memory of the CPU, or of simulated devices whose passes and copies land late.
+
 Blocks belong to several tenants, and stores fail before, during and after their changes. A load
 returns the right bytes or a miss, never wrong bytes, not those of a dropped block either, and a
 node finds what it has just stored. Limits hold, and no slot of host memory is lost.
@@ -35,10 +37,18 @@ from baton.kv_transfer.tiers.stores.file_store import FileStore
 from baton.kv_transfer.tiers.stores.object_store import ObjectStore
 from baton.kv_transfer.tiers.tier_status import PAUSE_S
 from tests.support.block_stores import STORED_BYTES, FolderWorld, ObjectWorld, StoreWorld
+from tests.support.device_kv import DeviceMemory
 from tests.support.hypothesis_profiles import num_examples
 from tests.support.memory_objects import FaultyObjects, MemoryObjects
-from tests.support.tier_memory import BLOCK_BYTES, name_of
-from tests.support.tier_world import WAIT_S, FaultyStore, TierWorld, tier_world
+from tests.support.tier_memory import BLOCK_BYTES, OwnedMemory, name_of
+from tests.support.tier_world import (
+    NUM_KV_BLOCKS,
+    WAIT_S,
+    FaultyStore,
+    KvMemory,
+    TierWorld,
+    tier_world,
+)
 
 NUM_NAMES = 8  # the others of the KV memory are to load into
 NUM_HOST = 4
@@ -72,7 +82,7 @@ many_blocks = st.lists(blocks, min_size=1, max_size=NUM_NAMES, unique=True)
 class Node:
     """Tiers of one process, whose stores fail on order."""
 
-    def __init__(self, folder: Path, objects: MemoryObjects) -> None:
+    def __init__(self, folder: Path, objects: MemoryObjects, memory: KvMemory) -> None:
         files = FileStore(str(folder), "model", BLOCK_BYTES, MAX_FILES * STORED_BYTES, TENANT_SHARE)
         self.objects = FaultyObjects(objects)
         limits = (BLOCK_BYTES, MAX_OBJECTS * STORED_BYTES, TENANT_SHARE)
@@ -87,7 +97,7 @@ class Node:
             store.after = partial(self._end, number)
             store.used = partial(self._note_use, number)
         self._stack = ExitStack()
-        world = tier_world(NUM_HOST, *self.stores, tenant_share=TENANT_SHARE)
+        world = tier_world(NUM_HOST, *self.stores, tenant_share=TENANT_SHARE, memory=memory)
         self.world: TierWorld = self._stack.enter_context(world)
         self._sentinels = (b"sentinel %d" % number for number in count())
 
@@ -125,6 +135,8 @@ class Node:
 
 
 class TwoNodes(RuleBasedStateMachine):
+    memory: type[OwnedMemory | DeviceMemory] = OwnedMemory
+
     @initialize()
     def start(self) -> None:
         self.stack = ExitStack()
@@ -140,7 +152,7 @@ class TwoNodes(RuleBasedStateMachine):
         self.undeleted: dict[int, set[int]] = {}  # the nodes, by block
 
     def _start(self) -> Node:
-        return Node(self.folder, self.objects)
+        return Node(self.folder, self.objects, self.memory(NUM_KV_BLOCKS))
 
     def teardown(self) -> None:
         if hasattr(self, "nodes"):
@@ -184,12 +196,12 @@ class TwoNodes(RuleBasedStateMachine):
         self._settle()
         it = self.nodes[node]
         right = it.world.memory[block]
-        it.world.memory.blocks.view(block)[:] = self._wrong(block)
+        it.world.memory.write(block, self._wrong(block))
         it.world.store(block, hints=HINTS[block])
         if broken is not None:
             self.break_store(node, *broken)
         it.world.drop(block)
-        it.world.memory.blocks.view(block)[:] = right
+        it.world.memory.write(block, right)
         assert self._load(it, [block]) == (None,)
         it.settle()
         if it.faults:
@@ -355,4 +367,15 @@ def test_loads_are_correct_or_miss_under_any_faults() -> None:
     run_state_machine_as_test(
         TwoNodes,
         settings=settings(max_examples=num_examples(50), stateful_step_count=30),
+    )
+
+
+class TwoDeviceNodes(TwoNodes):
+    memory = DeviceMemory
+
+
+def test_loads_into_devices_are_correct_or_miss_under_any_faults() -> None:
+    run_state_machine_as_test(
+        TwoDeviceNodes,
+        settings=settings(max_examples=num_examples(15), stateful_step_count=30),
     )

@@ -43,9 +43,10 @@ class DeviceTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.ops.aten.slice.Tensor:  # a view: of other threads, which make copies
-            [own, *numbers] = args
-            return cls(func(own.hidden, *numbers), own.allocation)
+        if is_view(func):  # for threads that make copies
+            [viewed] = device_tensors((args, kwargs or {}))
+            args, kwargs = change_all((args, kwargs or {}), reveal)
+            return cls(func(*args, **kwargs), viewed.allocation)
         raise RuntimeError(f"{func} on memory of the device, outside of its `with` block")
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
@@ -63,6 +64,12 @@ def is_composite(func: Any) -> bool:
     """Return whether an operation consists of others."""
     key = "CompositeImplicitAutograd"
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))
+
+
+def is_view(func: Any) -> bool:
+    """Return whether an operation only describes the memory of a tensor in another way."""
+    [*returns] = func._schema.returns
+    return not func._schema.is_mutable and len(returns) == 1 and returns[0].alias_info is not None
 
 
 def change_all(value: Any, change: Callable[[Any], Any]) -> Any:

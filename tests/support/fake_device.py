@@ -21,7 +21,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from baton.engine.runner.device.device import CopyStream, Graph, GraphPool, MemoryProfile
+from baton.engine.runner.device.device import Graph, GraphPool, MemoryProfile
 from baton.kv_transfer.fence import Fence
 from tests.support.device_operations import CAPTURING, DeviceOperations, caller
 from tests.support.device_tensors import PLACE, Allocation, DeviceTensor, fill_with_garbage
@@ -76,7 +76,6 @@ class FakeDevice:
         self._lock = RLock()
         self._queue = WorkQueue()  # of launches
         self._queues = [self._queue]
-        self.copy_streams: list[FakeCopyStream] = []
         self._recorded: list[Recorded] | None = None
         self._captured: list[Allocation] = []
         self._pinned_ranges: list[tuple[int, int]] = []
@@ -115,11 +114,10 @@ class FakeDevice:
     def make_graph_pool(self) -> GraphPool | None:
         return FakeGraphPool(self) if self.has_graphs else None
 
-    def make_copy_stream(self) -> CopyStream | None:
+    def make_copy_stream(self) -> FakeCopyStream:
         queue = WorkQueue()
         self._queues.append(queue)
-        self.copy_streams.append(FakeCopyStream(self, queue))
-        return self.copy_streams[-1]
+        return FakeCopyStream(self, queue)
 
     # --- the clock --------------------------------------------------------------------------------
 

@@ -77,6 +77,7 @@ class FakeCopyStream:
         self._queue = queue
         self.num_copies = 0
         self.fails_at_copy: int | None = None  # counted from one
+        self.on_copy: Callable[[], None] = lambda: None  # called after a copy began
         self.num_pinned = 0  # memories
 
     @property
@@ -106,6 +107,7 @@ class FakeCopyStream:
                 to.copy_(source)
 
         self._device.enqueue(land, self._device.costs.block_copy_s, self._queue)
+        self.on_copy()
 
     def record(self) -> FakeFence:
         return FakeFence(self._device, self._queue)

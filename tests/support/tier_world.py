@@ -15,20 +15,37 @@ from baton.kv_transfer.external_kv import ExternalOrders, Load, LoadId, Store, S
 from baton.kv_transfer.tiers.block_memory import BlockMemory, CopyBlocks, copy_blocks
 from baton.kv_transfer.tiers.copy_pace import CopyPace
 from baton.kv_transfer.tiers.host_tier import HostTier
+from baton.kv_transfer.tiers.kv_access import KvAccess
 from baton.kv_transfer.tiers.stores.block_store import BlockStore
 from baton.kv_transfer.tiers.tier_status import TierCounters, TierStatus
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
-from tests.support.tier_memory import OwnedMemory, host_tier, name_of
+from tests.support.tier_memory import OwnedMemory, host_tier_in, name_of
 
 WAIT_S = 30.0
 NUM_KV_BLOCKS = 16
 REFRESH_S = 0.01  # of objects
+
+make_memory: Callable[[int], KvMemory] = OwnedMemory  # tests can replace it
 
 
 class TierClock(Protocol):
     def __call__(self) -> float: ...
 
     def advance(self, seconds: float) -> None: ...
+
+
+class KvMemory(Protocol):
+    """KV cache of a world, and what a pass does with it."""
+
+    def __getitem__(self, block: int) -> bytes: ...
+
+    def write(self, block: int, content: bytes) -> None: ...
+
+    def wipe(self, block: int) -> None: ...
+
+    def kv_access(self, host: OwnedMemory, copy: CopyBlocks = copy_blocks) -> KvAccess: ...
+
+    def check(self) -> None: ...
 
 
 class Clock:
@@ -163,7 +180,7 @@ class TierWorld:
     def __init__(
         self,
         tiers: TieredKv,
-        memory: OwnedMemory,
+        memory: KvMemory,
         host: HostTier,
         clock: TierClock,
         woken: Event,  # by the tiers
@@ -265,20 +282,22 @@ def tier_world(
     pace: CopyPace | None = None,
     tenant_share: float = 1.0,
     num_kv_blocks: int = NUM_KV_BLOCKS,
+    memory: KvMemory | None = None,
 ) -> Iterator[TierWorld]:
     """Run tiers. At the end everything is written, and no block of host memory is lost."""
-    memory, host = OwnedMemory(num_kv_blocks), host_tier(num_host, tenant_share)
+    memory, host_memory = memory or make_memory(num_kv_blocks), OwnedMemory(num_host, seed=1)
+    host = host_tier_in(host_memory, tenant_share)
     clock, woken = clock or Clock(), Event()
     with TieredKv(
-        memory.blocks,
+        memory.kv_access(host_memory, copy),
         host,
         files,
         objects,
         clock,
-        copy=copy,
         object_refresh_s=REFRESH_S,
         pace=pace,
         wake=woken.set,
     ) as tiers:
         yield TierWorld(tiers, memory, host, clock, woken)
     host.check()
+    memory.check()

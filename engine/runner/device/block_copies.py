@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from baton.core.ids import BlockId
 from baton.engine.runner.device.device import CopyStream
 from baton.kv_transfer.fence import Fence
 from baton.kv_transfer.tiers.block_memory import BlockMemory
@@ -36,9 +35,7 @@ class BlockCopies:
     def pin(self, memory: mmap.mmap) -> None:
         self._pinned.enter_context(self._stream.pinned(torch.frombuffer(memory, dtype=torch.uint8)))
 
-    def copy_out(
-        self, block_ids: Sequence[BlockId], target: BlockMemory, into: Sequence[int]
-    ) -> Fence:
+    def copy_out(self, block_ids: Sequence[int], target: BlockMemory, into: Sequence[int]) -> Fence:
         for run in _runs(block_ids, into):
             self._stream.copy(
                 _on_host(target, run.second, run.length), self._on_device(run.first, run.length)
@@ -46,7 +43,7 @@ class BlockCopies:
         return self._stream.record()
 
     def copy_in(
-        self, source: BlockMemory, blocks: Sequence[int], block_ids: Sequence[BlockId]
+        self, source: BlockMemory, blocks: Sequence[int], block_ids: Sequence[int]
     ) -> Fence:
         for run in _runs(block_ids, blocks):
             self._stream.copy(

@@ -89,8 +89,8 @@ class CudaCopyStream:
             error = int(runtime.cudaHostRegister(address, memory.nbytes, 0))
         if error:
             raise InvalidConfig(
-                f"no memory of {memory.nbytes} bytes that CUDA can copy from and to: "
-                f"cudaHostRegister returned error {error}"
+                f"CUDA cannot pin {memory.nbytes} bytes of host memory: cudaHostRegister returned "
+                f"error {error}; use less of it"
             )
         try:
             yield

@@ -51,17 +51,10 @@ def test_kv_tiers_require_prefix_caching(settings: dict[str, Any], named: str) -
         NodeOptions(RunnerConfig(model="m"), enable_prefix_caching=False, **settings)
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"tiers": TiersConfig(1)}, "--kv-host-memory"),
-    ],
-)
-def test_options_unsupported_on_gpus_are_refused_there(
-    settings: dict[str, Any], named: str
-) -> None:
-    with pytest.raises(InvalidConfig, match=f"{named}: blocks are .* on the CPU only"):
-        NodeOptions(RunnerConfig(model="m", device="cuda"), **settings)
+def test_nodes_with_gpus_have_kv_tiers() -> None:
+    options = NodeOptions(RunnerConfig(model="m", device="cuda"), tiers=TiersConfig(1))
+
+    assert options.chosen_connector is not None
 
 
 def test_an_unknown_transport_is_refused() -> None:

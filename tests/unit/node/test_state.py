@@ -13,6 +13,7 @@ from baton.engine.engine_thread import EngineThread
 from baton.engine.events import BlockStored, KvEvent
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.kv_transfer.external_kv import ExternalOrders, HeldChanges, Store, StoreId
+from baton.kv_transfer.tiers.kv_access import CpuKvAccess
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
 from baton.node.engine_calls import EngineCalls, NodeChanges
 from baton.node.state import NodeState, NodeUpdate, TakeKvEvents, update_reader
@@ -127,7 +128,7 @@ def test_a_drain_is_reported_at_once() -> None:
 def test_an_update_names_host_memory_blocks_of_the_first_group_only() -> None:
     async def read() -> NodeUpdate:
         core, stored = an_engine(), threading.Event()
-        made = TieredKv(OwnedMemory(4).blocks, host_tier(4), wake=stored.set)
+        made = TieredKv(CpuKvAccess(OwnedMemory(4).blocks), host_tier(4), wake=stored.set)
         with EngineThread(core) as engine, made as tiers:
             names = (name_of(1), name_of(1, group=1), name_of(2))
             store = Store(StoreId(1), names, (BlockId(0), BlockId(1), BlockId(2)))

@@ -6,7 +6,7 @@ from threading import Event, Thread
 
 import pytest
 
-from baton.kv_transfer.tiers.block_memory import BlockMemory, copy_blocks
+from baton.kv_transfer.tiers.block_memory import copy_blocks
 from baton.kv_transfer.tiers.copy_pace import MAX_SHARE, PACED_BYTES, CopyPace, PacedWork
 from tests.support.tier_memory import BLOCK_BYTES, OwnedMemory
 
@@ -137,16 +137,14 @@ def test_blocks_are_copied_in_small_pieces_while_requests_decode(
     source, target = OwnedMemory(NUM_BLOCKS), OwnedMemory(NUM_BLOCKS, seed=1)
     copied_bytes = []
 
-    def copy(
-        source: BlockMemory, blocks: Sequence[int], target: BlockMemory, into: Sequence[int]
-    ) -> list[bytes]:
-        copied_bytes.append(len(blocks) * source.block_bytes)
-        return copy_blocks(source, blocks, target, into)
+    def copy(blocks: Sequence[int], into: Sequence[int]) -> list[bytes]:
+        copied_bytes.append(len(blocks) * BLOCK_BYTES)
+        return copy_blocks(source.blocks, blocks, target.blocks, into)
 
     it.pace.set_decoding(is_decoding)
     blocks, into = range(NUM_BLOCKS), range(NUM_BLOCKS - 1, -1, -1)
     digests, _ = it.pace.copy_blocks(
-        *(copy, source.blocks, blocks, target.blocks, into), work=PacedWork.LOAD, ordered_s=it.now_s
+        copy, BLOCK_BYTES, blocks, into, work=PacedWork.LOAD, ordered_s=it.now_s
     )
 
     assert copied_bytes == sizes
@@ -155,15 +153,14 @@ def test_blocks_are_copied_in_small_pieces_while_requests_decode(
 
 
 def test_blocks_larger_than_a_piece_are_copied_one_by_one(it: PaceWorld) -> None:
-    memory, copied = OwnedMemory(4 * PACED_BYTES // BLOCK_BYTES), []
-    large = BlockMemory(memory.blocks.address, 2, 2 * PACED_BYTES)
+    copied = []
 
-    def copy(
-        source: BlockMemory, blocks: Sequence[int], target: BlockMemory, into: Sequence[int]
-    ) -> list[bytes]:
+    def copy(blocks: Sequence[int], into: Sequence[int]) -> list[bytes]:
         copied.append(list(blocks))
         return [b""] * len(blocks)
 
     it.pace.set_decoding(True)
-    it.pace.copy_blocks(copy, large, [0, 1], large, [1, 0], work=PacedWork.LOAD, ordered_s=it.now_s)
+    it.pace.copy_blocks(
+        copy, 2 * PACED_BYTES, [0, 1], [1, 0], work=PacedWork.LOAD, ordered_s=it.now_s
+    )
     assert copied == [[0], [1]]

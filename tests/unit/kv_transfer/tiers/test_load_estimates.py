@@ -38,7 +38,7 @@ class DecodingNode:
 
     def loads_began_s(self) -> list[float]:
         """Return when the copies from host memory to the KV cache began."""
-        return [began_s for target, began_s in self.copies.log if target == self.it.memory.blocks]
+        return [began_s for target, began_s in self.copies.log if target != self.it.host.memory]
 
 
 class Disk(FaultyStore):

@@ -3,6 +3,7 @@ from __future__ import annotations
 from baton.core.ids import BlockId
 from baton.core.kv_hints import SHARED, BlockHints, Tenant
 from baton.kv_transfer.external_kv import Store, StoreId
+from baton.kv_transfer.fence import PASSED
 from baton.kv_transfer.tiers.host_stores import StoreQueue, Storing
 from tests.support.tier_memory import name_of
 
@@ -13,7 +14,7 @@ def storing(*blocks: tuple[int, Tenant]) -> Storing:
     names = tuple(name_of(number) for number, _ in blocks)
     block_ids = tuple(BlockId(number) for number, _ in blocks)
     hints = tuple(BlockHints(tenant) for _, tenant in blocks)
-    return Storing(Store(StoreId(1), names, block_ids, hints), 0, 0.0, len(blocks))
+    return Storing(Store(StoreId(1), names, block_ids, hints), 0, 0.0, PASSED, len(blocks))
 
 
 def taken(queue: StoreQueue, tenant: Tenant) -> list[int]:
@@ -31,7 +32,7 @@ def test_blocks_of_a_tenant_are_taken_in_the_order_of_their_stores() -> None:
 
 def test_a_store_without_hints_belongs_to_the_shared_tenant() -> None:
     queue = StoreQueue()
-    queue.add(Storing(Store(StoreId(1), (name_of(1),), (BlockId(1),)), 0, 0.0, 1))
+    queue.add(Storing(Store(StoreId(1), (name_of(1),), (BlockId(1),)), 0, 0.0, PASSED, 1))
     assert list(queue.tenants) == [SHARED]
 
 

@@ -19,8 +19,10 @@ from baton.kv_transfer.tiers.host_stores import MIN_AT_QUOTA
 from baton.kv_transfer.tiers.stores.block_store import BlockStore
 from baton.kv_transfer.tiers.tier_status import PAUSE_S
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
+from tests.support import tier_world as tier_world_module
 from tests.support.block_stores import FolderWorld, StoreWorld, memory_world, scan_all
-from tests.support.tier_memory import name_of
+from tests.support.device_kv import DeviceMemory
+from tests.support.tier_memory import OwnedMemory, name_of
 from tests.support.tier_world import WAIT_S, Failing, FaultyStore, Gate, TierWorld, tier_world
 
 TENANT = BlockHints(tenant_of("a salt"))
@@ -51,6 +53,12 @@ class Backing:
 
     def names(self) -> set[str]:
         return self.stores.stored()
+
+
+@pytest.fixture(autouse=True, params=[OwnedMemory, DeviceMemory], ids=["cpu", "device"])
+def _memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run each test with a KV cache in memory of the CPU, and of a device."""
+    monkeypatch.setattr(tier_world_module, "make_memory", request.param)
 
 
 @pytest.fixture(params=[FILE, OBJECT])
@@ -112,6 +120,7 @@ def test_an_exception_in_a_load_ends_the_load(monkeypatch: pytest.MonkeyPatch) -
         assert it.load([1], into=5) == (None,)
 
 
+@pytest.mark.parametrize("_memory", [OwnedMemory], indirect=True)  # whose copies a test can replace
 def test_loads_precede_the_rest_of_a_long_store(monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[int] = []
     is_copying, may_copy = Event(), Event()
