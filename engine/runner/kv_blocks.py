@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from mmap import mmap
 from typing import Protocol
 
@@ -15,7 +16,7 @@ from baton.core.ids import BlockId
 from baton.engine.runner.attention.kv_conversion import view_blocks, write_converted
 from baton.engine.runner.device.block_copies import BlockCopies
 from baton.engine.runner.device.device import CopyStream, Device
-from baton.engine.runner.device.step_inputs import make_inputs
+from baton.engine.runner.device.step_inputs import StepInputs, make_inputs
 from baton.kv_transfer.fence import PASSED, Fence
 from baton.kv_transfer.protocol.conversion import StagedBlocks
 from baton.kv_transfer.protocol.digest import HASH_BYTES, AwaitHashes
@@ -51,9 +52,13 @@ class KvBlocks:
         self.kv = kv
         self._device = device
         self._hashes = hashes
-        self._inputs = make_inputs(device)
         self._copies_by_parts: dict[int, BlockCopies] = {}
         self._stream: CopyStream | None = None  # made at the first copy
+
+    @cached_property
+    def _inputs(self) -> StepInputs:
+        """Ids of blocks. Most runners never need their memory on the device."""
+        return make_inputs(self._device)
 
     def close(self) -> None:
         """Wait for all copies, and release the pinned memory."""
