@@ -16,6 +16,8 @@ from baton.core.errors import InvalidConfig
 class Feature(Enum):
     """Feature that is in use, or an expected one that is not (NO_...)."""
 
+    BATCH_INVARIANT = auto()
+    TORCH_KERNELS = auto()
     RECURRENT_LAYERS = auto()
     SPECULATION = auto()
     NO_CHUNKED_PREFILL = auto()
@@ -48,6 +50,12 @@ EXCLUSIONS = (
         Feature.RECURRENT_LAYERS,
         "--speculative cannot be used with this model: its recurrent layers cannot take back a "
         "rejected draft token",
+    ),
+    Exclusion(
+        Feature.BATCH_INVARIANT,
+        Feature.TORCH_KERNELS,
+        "--batch-invariant: plain torch rounds sums by the size of the batch; use --kernels triton "
+        "on a GPU, or native on a CPU",
     ),
     Exclusion(
         Feature.LONG_PREFILL_THRESHOLD,

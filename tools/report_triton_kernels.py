@@ -40,7 +40,12 @@ from tools.triton_compilation import (
     parts,
     recorded_launches,
 )
-from tools.triton_product_launches import expert_launches, product_launches
+from tools.triton_product_launches import (
+    expert_launches,
+    plain_launches,
+    product_launches,
+    routing_launches,
+)
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 HEAD_DIMS = (64, 128, 256)
@@ -96,11 +101,12 @@ def describe_occupancy(kernel: KernelResources) -> str:
 
 def all_launches() -> dict[str, Launch]:
     """Return a launch of each kernel in each variant, by name."""
-    launches = sampling_launches() | hash_launches()
+    launches = sampling_launches() | hash_launches() | dict(routing_launches())
     for dtype in DTYPES:
         suffix = str(dtype).removeprefix("torch.")
         launches |= {f"{name} {suffix}": each for name, each in ops_launches(dtype)}
         launches |= {f"{name} {suffix}": each for name, each in product_launches(dtype)}
+        launches |= {f"{name} {suffix}": each for name, each in plain_launches(dtype)}
         launches |= {f"{name} {suffix}": each for name, each in expert_launches(dtype)}
         for head_dim in HEAD_DIMS:
             for kv_dtype in (dtype, torch.int8):
@@ -143,7 +149,7 @@ def ops_launches(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
 
 
 def sampling_launches() -> dict[str, Launch]:
-    """Return the launches of a row with constraints of all kinds, and of its draw."""
+    """Return the launches of a row with constraints of all kinds, of its draw and its logprobs."""
     params = SamplingParams(
         banned_token_ids=(1,), logit_bias={1: 1.0}, repetition_penalty=1.1, top_k=50, top_p=0.9
     )
@@ -151,9 +157,10 @@ def sampling_launches() -> dict[str, Launch]:
     run = TokenRun(row, 0, 1, 1, np.zeros(1, dtype=np.int64))
     logits = torch.zeros(1, VOCAB_SIZE)
     rows = SampledRows([run], (), VOCAB_SIZE, logits.device)
-    step = parts().sampling.begin(rows, SHARED_INPUTS)
+    step, token_ids = parts().sampling.begin(rows, SHARED_INPUTS), torch.zeros(1, dtype=torch.int64)
     with recorded_launches() as launches:
-        step.draw(step.constrain(logits), torch.zeros(1, dtype=torch.int64))
+        step.draw(step.constrain(logits), token_ids)
+        parts().sampling.compute_logprobs(logits, token_ids, 0)
     return {each.kernel.__name__.removesuffix("_kernel"): each for each in launches}
 
 

@@ -1,4 +1,7 @@
-"""Launches of the Triton kernels of linear layers and experts, in the formats of weights."""
+"""Launches of the Triton kernels of linear layers and experts, in the formats of weights.
+
+Those of plain matrices are launched with `--batch-invariant`.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,10 @@ from dataclasses import replace
 import torch
 
 from baton.checkpoint.quantized import Quantized
-from baton.engine.runner.model.config import MoeConfig
+from baton.engine.runner.model.config import MoeConfig, Scoring
 from baton.engine.runner.model.linear import ExpertChoice, Linear, Mlp, Moe, Router
 from baton.engine.runner.model.ops import MlpGate
-from tools.triton_compilation import Launch, parts, recorded_launches
+from tools.triton_compilation import Launch, batch_invariant_parts, parts, recorded_launches
 
 HIDDEN_SIZE = 4096
 # Bits, columns of a group and dtype of the scales of quantized matrices.
@@ -25,6 +28,7 @@ FORMATS = {
 }
 EXPERT_FORMATS = ("plain", "int4 group 128", "q4_k", "mxfp4")
 NUM_EXPERTS, TOP_K, EXPERT_SIZE = 8, 2, 256
+NUM_HEADS, HEAD_DIM, LATENT_DIM = 8, 128, 512
 
 
 def product_launches(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
@@ -46,6 +50,42 @@ def product_launches(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
     with recorded_launches() as launches:
         parts().ops.linear(ordered, None)(src)
     yield f"linear {name} ordered", launches[0]
+
+
+def plain_launches(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
+    """Yield the launches of linear layers of plain matrices, and of one matrix for each head."""
+    ops = batch_invariant_parts().ops
+    linear = ops.linear(torch.zeros(512, HIDDEN_SIZE, dtype=dtype), torch.zeros(512, dtype=dtype))
+    heads = ops.head_linears(torch.zeros(NUM_HEADS, LATENT_DIM, HEAD_DIM, dtype=dtype))
+    for num_tokens in (1, 64):
+        with recorded_launches() as launches:
+            linear(torch.zeros(num_tokens, HIDDEN_SIZE, dtype=dtype))
+            heads(torch.zeros(num_tokens, NUM_HEADS, HEAD_DIM, dtype=dtype))
+        yield f"linear plain tokens {num_tokens}", launches[0]
+        yield f"heads plain tokens {num_tokens}", launches[1]
+
+
+def routing_launches() -> Iterator[tuple[str, Launch]]:
+    """Yield the launches of routing: by softmax, and by groups as in DeepSeek V3."""
+    configs = {
+        "softmax": MoeConfig(128, 8, EXPERT_SIZE, normalizes=True),
+        "groups": MoeConfig(
+            256,
+            8,
+            EXPERT_SIZE,
+            Scoring.SIGMOID,
+            normalizes=True,
+            num_groups=8,
+            top_groups=4,
+            has_correction_bias=True,
+        ),
+    }
+    for name, config in configs.items():
+        correction = torch.zeros(config.num_experts) if config.has_correction_bias else None
+        router = Router(config, torch.zeros(config.num_experts, HIDDEN_SIZE), None, correction)
+        with recorded_launches() as launches:
+            parts().ops.route(torch.zeros(1, HIDDEN_SIZE), router)
+        yield f"choose_experts {name}", launches[0]
 
 
 def expert_launches(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:

@@ -63,8 +63,13 @@ def load_runner(
     model = read_model_config(checkpoint)
     device, dtype = make_device(config.device), DTYPES[dtype_name(config, model)]
     shape, state, layout = _plan_memory(config, model, dtype)
-    is_int8 = config.activation_dtype == "int8"
-    parts = make_parts(config.kernels, dtype, device.place, int8_activations=is_int8)
+    parts = make_parts(
+        config.kernels,
+        dtype,
+        device.place,
+        int8_activations=config.activation_dtype == "int8",
+        batch_invariant=config.batch_invariant,
+    )
     # Everything that can be wrong is found before the weights are loaded, which takes long.
     view = ModelView(str(checkpoint.path), model.vocab_size)
     processors = load_processors(config.logits_processors, view)

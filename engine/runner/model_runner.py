@@ -1,11 +1,11 @@
 """Model runner: turns plans into tokens. Owns the weights, the KV tensor and the batch.
 
 Sampling is batch-invariant: random numbers are keyed by (seed, position, token), and no row of
-logits depends on another. The native kernels are batch-invariant too: a request's logits, and so
-its tokens, are bit-identical alone, in a batch, after preemption, with a prefix hit and on another
-node with the same kernels. Torch sums in an order that depends on the number of rows. There the
-tokens are the same unless two logits differ by no more than rounding: almost never in float32,
-occasionally in half precision.
+logits depends on another. The native kernels are batch-invariant too, and those in Triton with
+`--batch-invariant`: a request's logits, and so its tokens, are bit-identical alone, in a batch,
+after preemption, with a prefix hit and on another node with the same kernels. Torch sums in an
+order that depends on the number of rows. There the tokens are the same unless two logits differ by
+no more than rounding: almost never in float32, occasionally in half precision.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class TorchRunner:
         find_peaks = decoder.ops.find_peaks
         self.sampler = Sampler(info.eos_token_ids, processors, find_peaks, sampling, self.device)
         self._heads: tuple[OutputHead, ...] = (
-            PromptLogprobs(decoder, self.device),
+            PromptLogprobs(decoder, self.device, sampling),
             SamplingHead(decoder, self.sampler, info.vocab_size, self.device),
         )
         self._failed: frozenset[RequestId] = frozenset()  # rows without a token in the last pass

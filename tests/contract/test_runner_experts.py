@@ -159,18 +159,65 @@ def test_experts_are_chosen_as_in_torch(
     assert (ids.diff(dim=1) > 0).all()
 
 
+ROUTINGS = {
+    "softmax": MoeConfig(21, 4, EXPERT_SIZE, has_bias=True),
+    "normalized": MoeConfig(8, 8, EXPERT_SIZE, Scoring.SOFTMAX, normalizes=True, scale=2.5),
+    "softmax of top": MoeConfig(33, 5, EXPERT_SIZE, Scoring.SOFTMAX_OF_TOP, has_bias=True),
+    "one": MoeConfig(1, 1, EXPERT_SIZE, Scoring.SIGMOID),
+    "groups": MoeConfig(
+        24,
+        5,
+        EXPERT_SIZE,
+        Scoring.SIGMOID,
+        normalizes=True,
+        num_groups=3,
+        top_groups=2,
+        has_correction_bias=True,
+    ),
+    "small groups": MoeConfig(7, 2, EXPERT_SIZE, num_groups=7, top_groups=3),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "groups" else pytest.param(name, marks=pytest.mark.triton)
+        for name in ROUTINGS
+    ],
+)
+def test_experts_are_chosen_by_triton_as_in_torch(name: str) -> None:
+    config, hidden_states = ROUTINGS[name], states(9, 1)
+    router = router_of(config, HIDDEN_SIZE, 2)
+
+    found, wanted = (
+        triton_ops().route(hidden_states, router),
+        REFERENCE.route(hidden_states, router),
+    )
+
+    assert found.expert_ids.tolist() == wanted.expert_ids.tolist()
+    torch.testing.assert_close(found.weights, wanted.weights, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("scoring", Scoring)
+def test_of_equal_scores_triton_chooses_the_lower_expert_id_first(scoring: Scoring) -> None:
+    check_ties(triton_ops(), scoring)
+
+
 @each_variant
 @pytest.mark.parametrize("scoring", Scoring)
 def test_of_equal_scores_the_lower_expert_id_comes_first(
     kernels: Kernels, scoring: Scoring
 ) -> None:
+    check_ties(NativeOps(kernels), scoring)
+
+
+def check_ties(ops: Ops, scoring: Scoring) -> None:
     config = MoeConfig(24, 5, EXPERT_SIZE, scoring)
     weight = torch.zeros(24, HIDDEN_SIZE)
     weight[[7, 20]] = 1.0
 
-    found = NativeOps(kernels).route(
-        torch.ones(2, HIDDEN_SIZE).bfloat16(), Router(config, weight, None, None)
-    )
+    found = ops.route(torch.ones(2, HIDDEN_SIZE).bfloat16(), Router(config, weight, None, None))
 
     assert found.expert_ids.tolist() == [[7, 20, 0, 1, 2]] * 2
 

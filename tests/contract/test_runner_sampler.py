@@ -19,7 +19,7 @@ from baton.core.output import Failure, FailureCause
 from baton.core.sampling import SamplingParams
 from baton.engine.runner.device.step_inputs import SHARED_INPUTS
 from baton.engine.runner.layout import TokenRun
-from baton.engine.runner.sampling.logprobs import compute_logprobs, read_logprobs
+from baton.engine.runner.sampling.logprobs import read_logprobs
 from baton.engine.runner.sampling.randomness import draw_keys, exponential_numbers
 from baton.engine.runner.sampling.sampler import (
     ALL_TOKENS_FORBIDDEN,
@@ -496,17 +496,17 @@ def test_a_batch_of_non_finite_rows_yields_only_errors(sampling: Sampling) -> No
 
 
 def token_logprobs(
-    logits: Tensor, token_ids: Sequence[int], num_tops: Sequence[int]
+    sampling: Sampling, logits: Tensor, token_ids: Sequence[int], num_tops: Sequence[int]
 ) -> list[TokenLogprobs]:
-    computed = compute_logprobs(logits, torch.tensor(token_ids), max(num_tops))
+    computed = sampling.compute_logprobs(logits, torch.tensor(token_ids), max(num_tops))
     return read_logprobs([tensor.numpy() for tensor in computed], num_tops)
 
 
-def test_logprobs_ranks_and_top_tokens_are_computed_by_row() -> None:
+def test_logprobs_ranks_and_top_tokens_are_computed_by_row(sampling: Sampling) -> None:
     logits = random_logits(2, VOCAB_SIZE)
     least = int(logits[1].argmin())
 
-    first, second = token_logprobs(logits, [int(logits[0].argmax()), least], [0, 3])
+    first, second = token_logprobs(sampling, logits, [int(logits[0].argmax()), least], [0, 3])
 
     assert (first.rank, first.top) == (1, ())
     assert second.rank == VOCAB_SIZE
@@ -514,10 +514,46 @@ def test_logprobs_ranks_and_top_tokens_are_computed_by_row() -> None:
     assert [token for token, _ in second.top] == logits[1].topk(3).indices.tolist()
 
 
-def test_equal_logprobs_share_the_better_rank() -> None:
+def test_equal_logprobs_share_the_better_rank(sampling: Sampling) -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 0.0]])
 
-    assert [token_logprobs(logits, [t], [0])[0].rank for t in range(4)] == [3, 1, 1, 4]
+    ranks = [token_logprobs(sampling, logits, [t], [0])[0].rank for t in range(4)]
+
+    assert ranks == [3, 1, 1, 4]
+
+
+def test_logprobs_of_a_vocabulary_in_pieces_equal_float64(sampling: Sampling) -> None:
+    logits = random_logits(3, 5003, spread=8.0)
+    logits[1] -= 1e4
+    logits[2, 7] = 1e4
+
+    computed = sampling.compute_logprobs(logits, torch.tensor([5002, 1, 7]), 5003)
+
+    wanted = logits.double().log_softmax(dim=-1)
+    found = torch.zeros_like(wanted).scatter_(
+        1, computed.top_token_ids, computed.top_logprobs.double()
+    )
+    assert torch.allclose(found, wanted, rtol=1e-6, atol=1e-5)
+    assert torch.equal(computed.logprobs.double(), found[[0, 1, 2], [5002, 1, 7]])
+
+
+def test_equal_top_tokens_are_listed_by_id_and_a_row_has_the_same_bits_alone() -> None:
+    logits = random_logits(6, 70)
+    logits[:, 20:] = logits[:, 20:].round()  # many are equal
+    chosen, own = torch.arange(6), triton_sampling()
+
+    together = own.compute_logprobs(logits, chosen, 40)
+
+    by_rank = together.top_logprobs.tolist()
+    ordered = [
+        sorted(range(40), key=lambda at: (-values[at], ids[at]))
+        for values, ids in zip(by_rank, together.top_token_ids.tolist(), strict=True)
+    ]
+    assert ordered == [list(range(40))] * 6
+    for row_id in range(6):
+        part = slice(row_id, row_id + 1)
+        alone = own.compute_logprobs(logits[part], chosen[part], 40)
+        assert all(torch.equal(one, all_[part]) for one, all_ in zip(alone, together, strict=True))
 
 
 @given(

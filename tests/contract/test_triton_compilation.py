@@ -59,6 +59,8 @@ def test_tiles_of_few_and_of_many_tokens_multiply_by_the_same_instruction(
     found = [
         *compiled(tmp_path, *options, "linear int4 group 128 tokens"),
         *compiled(tmp_path, *options, "experts up plain tokens"),
+        *compiled(tmp_path, *options, "linear plain tokens"),
+        *compiled(tmp_path, *options, "heads plain tokens"),
     ]
 
     products = {str(each["products"]) for each in found if "bfloat16" in str(each["name"])}
@@ -74,8 +76,8 @@ def test_every_kernel_compiles_without_spills(target: str, tmp_path: Path) -> No
     assert names == {
         "rms_norm", "rope", "gate", "multiply_sigmoid", "add", "add_and_norm", "find_peaks",
         "write", "attention", "segments", "merge", "convolve", "recur", "gated_norm",
-        "scatter_bias", "count_tokens", "constrain", "draw",
-        "linear", "rows", "plan_tiles", "experts", "sum_experts",
+        "scatter_bias", "count_tokens", "constrain", "draw", "log_softmax",
+        "linear", "rows", "plan_tiles", "experts", "sum_experts", "heads", "choose_experts",
         "sum_pieces", "merge_pieces",
     }  # fmt: skip
     check_resources(found)

@@ -100,6 +100,46 @@ def test_tokens_of_each_family_equal_those_of_torch(name: str, family_runner: Lo
     assert found == wanted
 
 
+INVARIANT_FAMILIES = ["gemma3", "deepseek-v3", "granite-4-moe"]
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("name", INVARIANT_FAMILIES)
+def test_batch_invariant_tokens_equal_those_of_torch(name: str, family_runner: LoadRunner) -> None:
+    invariant = family_runner(name, dtype="float32", kernels="triton", batch_invariant=True)
+    torch_runner = family_runner(name, dtype="float32", kernels="torch")
+
+    found, wanted = (
+        family_driver(runner, chunk=5).run(*drives_of([prompt_of(8), prompt_of(1)], num_tokens=3))
+        for runner in (invariant, torch_runner)
+    )
+
+    assert found == wanted
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", INVARIANT_FAMILIES)
+def test_with_batch_invariance_logprobs_have_the_same_bits_alone_in_a_batch_and_in_chunks(
+    name: str, dtype: str, family_runner: LoadRunner
+) -> None:
+    runner = family_runner(name, dtype=dtype, kernels="triton", batch_invariant=True)
+    sampling = SamplingParams(temperature=0.0, logprobs=2, prompt_logprobs=2)
+
+    def logprobs(chunk: int, *lengths: int) -> list[object]:
+        drives = [
+            Drive(RequestId(f"r{length}"), prompt_of(length), sampling, num_tokens=2)
+            for length in lengths
+        ]
+        family_driver(runner, chunk).run(*drives)
+        return [drives[0].prompt_logprobs, drives[0].logprobs]
+
+    alone = logprobs(64, 9)
+
+    assert logprobs(64, 9, 8, 1) == alone
+    assert logprobs(4, 9) == alone
+
+
 @pytest.mark.triton
 @pytest.mark.parametrize(
     "name", ["gemma3", "gpt-oss", "deepseek-v3", "llama4", "qwen3-next", "granite-4-moe"]

@@ -32,6 +32,17 @@ def interpreted_parts() -> Parts:
     return choose_parts("triton", torch.float32, torch.device("cpu"))
 
 
+@cache
+def batch_invariant_parts() -> Parts:
+    return choose_parts("triton", torch.float32, torch.device("cpu"), batch_invariant=True)
+
+
+def batch_invariant_ops() -> Ops:
+    """Return operations that multiply plain matrices in Triton, too."""
+    require_triton()
+    return batch_invariant_parts().ops
+
+
 def triton_ops() -> Ops:
     require_triton()
     return interpreted_parts().ops
@@ -50,6 +61,25 @@ def triton_linear_attention(kv: Tensor, shape: StateShape) -> LinearAttention:
 def triton_sampling() -> Sampling:
     require_triton()
     return interpreted_parts().sampling
+
+
+@contextmanager
+def launched_kernels() -> Iterator[list[str]]:
+    """Collect the names of interpreted kernels as they are launched."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    names: list[str] = []
+    interpret = InterpretedFunction.run
+
+    def run(kernel: Any, *args: Any, **named: Any) -> None:
+        names.append(kernel.fn.__name__)
+        interpret(kernel, *args, **named)
+
+    InterpretedFunction.run = run
+    try:
+        yield names
+    finally:
+        InterpretedFunction.run = interpret
 
 
 @contextmanager

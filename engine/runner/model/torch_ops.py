@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from baton.checkpoint.quantized import Quantized
 from baton.engine.runner.model.config import Activation, MoeConfig, Scoring
-from baton.engine.runner.model.linear import ExpertChoice, Linear, Moe, Router
+from baton.engine.runner.model.linear import ExpertChoice, HeadLinears, Linear, Moe, Router
 from baton.engine.runner.model.mlp import mix_experts
 from baton.engine.runner.model.ops import MlpGate, Norm, Peaks
 from baton.engine.runner.model.rope import Angles, rotate
@@ -26,7 +26,7 @@ class TorchOps:
         plain = weight.dequantize() if isinstance(weight, Quantized) else weight
         return TorchLinear(plain, bias)
 
-    def head_linears(self, weights: Tensor) -> TorchHeadLinears:
+    def head_linears(self, weights: Tensor) -> HeadLinears:
         return TorchHeadLinears(weights)
 
     def rms_norm(self, hidden_states: Tensor, norm: Norm) -> Tensor:

@@ -21,15 +21,11 @@ class LogprobTensors(NamedTuple):
     top_logprobs: Tensor
 
 
-def compute_logprobs(logits: Tensor, token_ids: Tensor, num_tops: int) -> LogprobTensors:
-    """Compute logprobs of these and of the top tokens from [rows, vocab_size] in float32.
-
-    The rank of a token is one plus the number of tokens with a higher logprob.
-    """
-    logprobs = logits.log_softmax(dim=-1)
+def gather_logprobs(logprobs: Tensor, token_ids: Tensor, top_token_ids: Tensor) -> LogprobTensors:
+    """Gather the logprobs of these tokens from [rows, vocab_size], and their ranks."""
     chosen = logprobs.gather(1, token_ids[:, None])
     ranks = (logprobs > chosen).sum(dim=-1) + 1
-    top_logprobs, top_token_ids = logprobs.topk(min(num_tops, logits.shape[1]), dim=-1)
+    top_logprobs = logprobs.gather(1, top_token_ids)
     return LogprobTensors(token_ids, chosen.squeeze(1), ranks, top_token_ids, top_logprobs)
 
 

@@ -21,11 +21,7 @@ from baton.engine.runner.input_batch import Step
 from baton.engine.runner.layout import Ints, TokenRun
 from baton.engine.runner.model.decoder import Decoder
 from baton.engine.runner.sampling.grammar_masks import GrammarMasks
-from baton.engine.runner.sampling.logprobs import (
-    LogprobTensors,
-    compute_logprobs,
-    read_logprobs,
-)
+from baton.engine.runner.sampling.logprobs import LogprobTensors, read_logprobs
 from baton.engine.runner.sampling.packed_peaks import PackedPeaks
 from baton.engine.runner.sampling.sampler import (
     NOT_FINITE,
@@ -33,7 +29,9 @@ from baton.engine.runner.sampling.sampler import (
     SampledStep,
     Sampler,
 )
+from baton.engine.runner.sampling.sampling import Sampling
 from baton.engine.runner.sampling.spec_decode import accepted_indices
+from baton.engine.runner.sampling.torch_sampling import TORCH_SAMPLING
 from baton.engine.spec_decode.proposer import Drafts
 
 # Rows of logits for prompt logprobs that are in memory at once, whatever the chunk's length.
@@ -179,8 +177,11 @@ class PromptLogprobs:
     carries one logprob over to the next.
     """
 
-    def __init__(self, decoder: Decoder, device: Device = CPU) -> None:
+    def __init__(
+        self, decoder: Decoder, device: Device = CPU, sampling: Sampling = TORCH_SAMPLING
+    ) -> None:
         self.decoder = decoder
+        self.sampling = sampling
         self.outputs = make_outputs(device)
         self.carried: dict[RequestId, TokenLogprobs] = {}
 
@@ -224,7 +225,7 @@ class _PredictedPrompts:
                 num_tops = part.row.sampling.prompt_logprobs or 0
                 tensors += (
                     logits.isfinite().all(),
-                    *compute_logprobs(logits, token_ids[rows], num_tops),
+                    *self.head.sampling.compute_logprobs(logits, token_ids[rows], num_tops),
                 )
         self.received = self.head.outputs.send(tensors)
 

@@ -26,7 +26,7 @@ from baton.engine.runner.layout import TokenRun
 from baton.engine.runner.model.ops import Peaks
 from baton.engine.runner.model.torch_ops import TorchOps
 from baton.engine.runner.sampling.logits_processors import NEVER, NO_PROCESSORS, Processors
-from baton.engine.runner.sampling.logprobs import compute_logprobs, read_logprobs
+from baton.engine.runner.sampling.logprobs import read_logprobs
 from baton.engine.runner.sampling.packed_peaks import PackedPeaks
 from baton.engine.runner.sampling.sampling import SampledRows, Sampling, SamplingPass
 from baton.engine.runner.sampling.torch_sampling import TORCH_SAMPLING
@@ -121,7 +121,9 @@ class Sampler:
         elif peaks is not None:
             chosen = [peaks.packed]
         step.sampling.draw(scores, token_ids)
-        requested = () if step.logprobs is None else step.logprobs.compute(logits, token_ids)
+        requested: Sequence[Tensor] = ()
+        if step.logprobs is not None:
+            requested = step.logprobs.compute(logits, token_ids, self._sampling)
         received = self._outputs.send([*chosen, *requested])
         return LaunchedSamples(step, failures, is_constrained, peaks, received)
 
@@ -180,10 +182,10 @@ class _RequestedLogprobs(NamedTuple):
         rows = None if is_all else inputs.put(np.array(indices, dtype=np.int64))
         return cls(indices, num_tops, rows)
 
-    def compute(self, logits: Tensor, token_ids: Tensor) -> Sequence[Tensor]:
+    def compute(self, logits: Tensor, token_ids: Tensor, sampling: Sampling) -> Sequence[Tensor]:
         if self.rows is not None:
             logits, token_ids = logits[self.rows], token_ids[self.rows]
-        return compute_logprobs(logits, token_ids, max(self.num_tops))
+        return sampling.compute_logprobs(logits, token_ids, max(self.num_tops))
 
     def read(self, arrays: Sequence[Array]) -> dict[int, TokenLogprobs]:
         return dict(zip(self.indices, read_logprobs(arrays, self.num_tops), strict=True))

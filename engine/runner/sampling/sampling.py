@@ -1,4 +1,4 @@
-"""Constraints and random draws of a step: the Protocols of their implementations."""
+"""Constraints, random draws and logprobs: the Protocols of their implementations."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from baton.engine.runner.device.step_inputs import StepInputs
 from baton.engine.runner.layout import TokenRun
+from baton.engine.runner.sampling.logprobs import LogprobTensors
 
 
 class SampledRows(NamedTuple):
@@ -42,4 +43,11 @@ class SamplingPass(Protocol):
 class Sampling(Protocol):
     def begin(self, rows: SampledRows, inputs: StepInputs) -> SamplingPass:
         """Put the arrays of a step. The pass can be used once the inputs have been sent."""
+        ...
+
+    def compute_logprobs(self, logits: Tensor, token_ids: Tensor, num_tops: int) -> LogprobTensors:
+        """Compute logprobs of these and of the top tokens from [rows, vocab_size] in float32.
+
+        The rank of a token is one plus the number of tokens with a higher logprob.
+        """
         ...

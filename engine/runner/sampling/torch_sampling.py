@@ -18,6 +18,7 @@ from baton.engine.runner.device.step_inputs import StepInputs
 from baton.engine.runner.layout import TokenRun
 from baton.engine.runner.sampling.constraints import Constraints
 from baton.engine.runner.sampling.logits_processors import NEVER
+from baton.engine.runner.sampling.logprobs import LogprobTensors, gather_logprobs
 from baton.engine.runner.sampling.randomness import draw_keys, exponential_numbers
 from baton.engine.runner.sampling.sampling import SampledRows, SamplingPass
 
@@ -33,6 +34,11 @@ class TorchSampling:
 
     def begin(self, rows: SampledRows, inputs: StepInputs) -> SamplingPass:
         return TorchSamplingPass(rows, inputs)
+
+    def compute_logprobs(self, logits: Tensor, token_ids: Tensor, num_tops: int) -> LogprobTensors:
+        logprobs = logits.log_softmax(dim=-1)
+        num_tops = min(num_tops, logits.shape[1])
+        return gather_logprobs(logprobs, token_ids, logprobs.topk(num_tops, dim=-1).indices)
 
 
 class TorchSamplingPass:

@@ -1,7 +1,7 @@
-"""Triton kernels of sampling: constraints of rows of logits, and random draws.
+"""Triton kernels of sampling: constraints of rows of logits, random draws, and logprobs.
 
-A program of the draw computes one row, in an order that depends on the size of the row only. Counts
-and probabilities are summed as integers, so that their sums do not depend on an order at all.
+A program of a draw or of logprobs computes one row, in an order that depends on the size of the row
+only. A draw sums counts and probabilities as integers, which need no order at all.
 """
 
 # Triton reads the annotations, which must not be strings. Arrays that were copied together are
@@ -261,3 +261,22 @@ def draw_kernel(token_ids, scores, integers, floats, row_stride, size, num_colum
         num_columns,
     )
     tl.store(token_ids + row, chosen.to(tl.int64))
+
+
+@triton.jit
+def log_softmax_kernel(dst, logits, row_stride, size, num_columns: tl.constexpr):
+    """Logprobs of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * row_stride
+    peaks = tl.full((num_columns,), float("-inf"), tl.float32)
+    for start in range(0, size, num_columns):
+        columns = start + tl.arange(0, num_columns)
+        numbers = tl.load(logits + columns, mask=columns < size, other=float("-inf"))
+        peaks = tl.maximum(peaks, numbers)
+    highest = tl.max(peaks, axis=0)
+    log_total = log_total_weight(logits, size, highest, 1.0, float("inf"), num_columns)
+    for start in range(0, size, num_columns):
+        columns = start + tl.arange(0, num_columns)
+        numbers = tl.load(logits + columns, mask=columns < size, other=0.0)
+        logprobs = numbers - highest - log_total
+        tl.store(dst + row * size + columns, logprobs, mask=columns < size)

@@ -1,4 +1,4 @@
-"""Mixture of experts in Triton: rows are sorted by expert on the device, which nobody waits for."""
+"""Mixture of experts in Triton: routing, and products of rows sorted by expert on the device."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ import torch
 import triton
 from torch import Tensor
 
-from baton.engine.runner.model.linear import ExpertChoice, Linear, Mlp
+from baton.engine.runner.model.linear import ExpertChoice, Linear, Mlp, Router
 from baton.engine.runner.model.torch_ops import TorchLinear
 from baton.engine.runner.triton.launching import PIECE_COLUMNS, launch, pieces, row_contiguous
 from baton.engine.runner.triton.matrix_layout import MatrixLayout, plain_layout
+from baton.engine.runner.triton.plain_linear import PlainLinear
 from baton.engine.runner.triton.product_kernels import (
     experts_kernel,
     plan_tiles_kernel,
     sum_experts_kernel,
 )
+from baton.engine.runner.triton.routing_kernels import choose_experts_kernel
 from baton.engine.runner.triton.triton_linear import (
     NUM_STAGES,
     ProductTile,
@@ -59,6 +61,35 @@ class ExpertRows:
     @property
     def max_tiles(self) -> int:
         return len(self.tiles) // 2
+
+
+def choose_experts(logits: Tensor, router: Router) -> ExpertChoice:
+    """Choose the experts of each token from contiguous logits, [tokens, experts], in float32."""
+    config, bias = router.config, router.correction_bias
+    expert_ids = torch.empty(len(logits), config.top_k, dtype=torch.int64, device=logits.device)
+    weights = torch.empty_like(expert_ids, dtype=torch.float32)
+    launch(
+        choose_experts_kernel,
+        (len(logits),),
+        expert_ids,
+        weights,
+        logits,
+        logits if bias is None else bias,
+        num_experts=config.num_experts,
+        top_k=config.top_k,
+        num_groups=config.num_groups,
+        top_groups=config.top_groups,
+        group_best=min(config.group_best, config.num_experts // config.num_groups),
+        scoring=config.scoring.value,
+        scale=config.scale,
+        normalizes=config.normalizes,
+        has_correction=bias is not None,
+        padded_groups=triton.next_power_of_2(config.num_groups),
+        padded_experts=triton.next_power_of_2(config.num_experts // config.num_groups),
+        padded_k=triton.next_power_of_2(config.top_k),
+        num_warps=1,
+    )
+    return ExpertChoice(expert_ids, weights)
 
 
 def join_experts(experts: Sequence[Mlp]) -> Experts | None:
@@ -172,7 +203,7 @@ def _join(linears: Sequence[Linear]) -> ExpertMatrices | None:
 
 def _matrix(linear: Linear) -> tuple[MatrixLayout, Tensor, Tensor | None, Tensor | None] | None:
     """Return layout, memory, bias and column order, None for other implementations."""
-    if isinstance(linear, TorchLinear):
+    if isinstance(linear, TorchLinear | PlainLinear):
         return plain_layout(*linear.weight.shape), linear.weight.contiguous(), linear.bias, None
     if isinstance(linear, TritonLinear):
         return linear.layout, linear.packed, linear.bias, linear.column_order

@@ -1,7 +1,8 @@
-"""Linear layers of quantized matrices in Triton, and their packing."""
+"""Linear layers of quantized matrices in Triton, and the packing of matrices."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +23,8 @@ from baton.engine.runner.triton.matrix_layout import (
     pack,
 )
 from baton.engine.runner.triton.product_kernels import linear_kernel, rows_kernel
+
+MakeLinear = Callable[[Tensor, Tensor | None], Linear]  # from weight and bias
 
 NUM_STAGES = 3  # steps that a program loads ahead
 
@@ -44,6 +47,39 @@ def product_tile(num_tokens: float, dtype: torch.dtype) -> ProductTile:
     return MANY_TOKENS if is_large else FEW_TOKENS
 
 
+def multiply_rows(
+    hidden_states: Tensor,
+    matrix: Tensor,
+    layout: MatrixLayout,
+    bias: Tensor | None,
+    order: Tensor | None,
+) -> Tensor:
+    """[tokens, columns] → [tokens, rows]. `order` permutes the activations."""
+    src = row_contiguous(hidden_states)
+    num_tokens, num_rows = len(src), layout.num_rows
+    dst = src.new_empty(num_tokens, num_rows)
+    tile = product_tile(num_tokens, src.dtype)
+    launch(
+        linear_kernel,
+        (triton.cdiv(num_tokens, tile.num_tokens), triton.cdiv(num_rows, tile.num_rows)),
+        dst,
+        src,
+        matrix,
+        dst if bias is None else bias,
+        dst if order is None else order,
+        num_tokens,
+        src.stride(0),
+        matrix=layout,
+        tile_tokens=tile.num_tokens,
+        tile_rows=tile.num_rows,
+        has_bias=bias is not None,
+        has_order=order is not None,
+        num_warps=4,
+        num_stages=NUM_STAGES,
+    )
+    return dst
+
+
 @dataclass(frozen=True, slots=True)
 class TritonLinear:
     """Implements `Linear` with a packed matrix of 4 or 8 bits."""
@@ -55,29 +91,7 @@ class TritonLinear:
     column_order: Tensor | None  # int32: permutes the activations
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
-        src = row_contiguous(hidden_states)
-        num_tokens, num_rows = len(src), self.layout.num_rows
-        dst = src.new_empty(num_tokens, num_rows)
-        tile = product_tile(num_tokens, src.dtype)
-        launch(
-            linear_kernel,
-            (triton.cdiv(num_tokens, tile.num_tokens), triton.cdiv(num_rows, tile.num_rows)),
-            dst,
-            src,
-            self.packed,
-            dst if self.bias is None else self.bias,
-            self._order_or(dst),
-            num_tokens,
-            src.stride(0),
-            matrix=self.layout,
-            tile_tokens=tile.num_tokens,
-            tile_rows=tile.num_rows,
-            has_bias=self.bias is not None,
-            has_order=self.column_order is not None,
-            num_warps=4,
-            num_stages=NUM_STAGES,
-        )
-        return dst
+        return multiply_rows(hidden_states, self.packed, self.layout, self.bias, self.column_order)
 
     def rows(self, row_ids: Tensor) -> Tensor:
         row_ids = row_ids.contiguous()
@@ -89,23 +103,24 @@ class TritonLinear:
             dst,
             row_ids,
             self.packed,
-            self._order_or(dst),
+            dst if self.column_order is None else self.column_order,
             matrix=self.layout,
             has_order=self.column_order is not None,
             num_warps=1,
         )
         return dst
 
-    def _order_or(self, unused: Tensor) -> Tensor:
-        return unused if self.column_order is None else self.column_order
-
 
 class TritonPacker:
-    """Implements `Packer` for matrices on a device. Plain ones are kept for torch's products."""
+    """Implements `Packer` for matrices on a device."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, make_plain: MakeLinear = TorchLinear
+    ) -> None:
+        """`make_plain` makes the linear layers of matrices that are not quantized."""
         self._dtype = dtype
         self._device = device
+        self._make_plain = make_plain
 
     @property
     def layout(self) -> str:
@@ -117,13 +132,18 @@ class TritonPacker:
 
     def packed_linear(self, packed: PackedWeight, bias: Tensor | None) -> Linear:
         """Copy the matrix to the device, unless it is there."""
-        return make_linear(packed, bias, self._device)
+        return make_linear(packed, bias, self._device, self._make_plain)
 
 
-def make_linear(packed: PackedWeight, bias: Tensor | None, device: torch.device) -> Linear:
+def make_linear(
+    packed: PackedWeight,
+    bias: Tensor | None,
+    device: torch.device,
+    make_plain: MakeLinear = TorchLinear,
+) -> Linear:
     data, dtype, layout = packed.data.to(device), dtype_of(packed.fields), layout_of(packed.fields)
     if layout.kind == Kind.PLAIN.value:
-        return TorchLinear(data.view(dtype).view(layout.num_rows, layout.num_columns), bias)
+        return make_plain(data.view(dtype).view(layout.num_rows, layout.num_columns), bias)
     order = packed.column_order
     if order is not None:
         order = order.to(device, torch.int32)

@@ -1,4 +1,4 @@
-"""Operations of a decoder in Triton. Products of plain matrices and routing are those of torch."""
+"""Operations of a decoder in Triton. Products of plain matrices are torch's, or batch-invariant."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from baton.checkpoint.quantized import Quantized
-from baton.engine.runner.model.linear import ExpertChoice, Linear, Moe
+from baton.engine.runner.model.linear import ExpertChoice, HeadLinears, Linear, Moe, Router
 from baton.engine.runner.model.mlp import mix_experts
 from baton.engine.runner.model.ops import MlpGate, Norm, Peaks
 from baton.engine.runner.model.rope import Angles
@@ -25,8 +25,10 @@ from baton.engine.runner.triton.elementwise_kernels import (
 )
 from baton.engine.runner.triton.launching import PIECE_COLUMNS, launch, pieces, row_contiguous
 from baton.engine.runner.triton.matrix_layout import pack
+from baton.engine.runner.triton.plain_linear import PlainHeadLinears, PlainLinear
 from baton.engine.runner.triton.triton_experts import (
     Experts,
+    choose_experts,
     join_experts,
     multiply_experts,
     sort_rows,
@@ -177,6 +179,10 @@ class TritonOps(TorchOps):
         )
         return dst
 
+    def route(self, hidden_states: Tensor, router: Router) -> ExpertChoice:
+        logits = self.linear(router.weight, router.bias)(hidden_states.float())
+        return choose_experts(logits, router)
+
     def mix_experts(
         self, moe: Moe, gate: MlpGate, hidden_states: Tensor, routing: ExpertChoice
     ) -> Tensor:
@@ -216,6 +222,18 @@ class TritonOps(TorchOps):
             num_columns=PEAK_COLUMNS,
         )
         return Peaks(token_ids, are_finite)
+
+
+class BatchInvariantOps(TritonOps):
+    """Implements `Ops` with products whose bits do not depend on the other tokens."""
+
+    def linear(self, weight: Tensor | Quantized, bias: Tensor | None) -> Linear:
+        if isinstance(weight, Tensor):
+            return PlainLinear(weight.contiguous(), bias)
+        return super().linear(weight, bias)
+
+    def head_linears(self, weights: Tensor) -> HeadLinears:
+        return PlainHeadLinears(weights.contiguous())
 
 
 def _row_warps(size: int) -> int:

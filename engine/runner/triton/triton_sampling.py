@@ -1,4 +1,4 @@
-"""Sampling in Triton: constraints and draws of a step."""
+"""Sampling in Triton: constraints, draws and logprobs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import triton
 from torch import Tensor
 
 from baton.engine.runner.device.step_inputs import StepInputs
@@ -18,6 +17,7 @@ from baton.engine.runner.sampling.constraints import (
     is_constrained,
     stop_tokens,
 )
+from baton.engine.runner.sampling.logprobs import LogprobTensors, gather_logprobs
 from baton.engine.runner.sampling.randomness import draw_keys
 from baton.engine.runner.sampling.sampling import SampledRows, SamplingPass
 from baton.engine.runner.sampling.torch_sampling import MIN_TEMPERATURE
@@ -28,11 +28,15 @@ from baton.engine.runner.triton.sampling_kernels import (
     draw_kernel,
     scatter_bias_kernel,
 )
+from baton.engine.runner.triton.triton_logprobs import (
+    ROW_WARPS,
+    find_tops,
+    log_softmax,
+    row_columns,
+)
 from baton.engine.structured_output.grammar import Bits, num_words
 
 PIECE_COLUMNS = 1024  # of a row or a list, that one program computes
-DRAW_COLUMNS = 2048  # of a row, that the program of a draw reads at a time
-DRAW_WARPS = 16
 
 
 class TritonSampling:
@@ -40,6 +44,10 @@ class TritonSampling:
 
     def begin(self, rows: SampledRows, inputs: StepInputs) -> SamplingPass:
         return TritonSamplingPass(rows, inputs)
+
+    def compute_logprobs(self, logits: Tensor, token_ids: Tensor, num_tops: int) -> LogprobTensors:
+        logprobs = log_softmax(row_contiguous(logits))
+        return gather_logprobs(logprobs, token_ids, find_tops(logprobs, num_tops))
 
 
 class TritonSamplingPass:
@@ -259,8 +267,8 @@ class _Draws(NamedTuple):
             self.floats,
             scores.stride(0),
             scores.shape[1],
-            num_columns=min(DRAW_COLUMNS, triton.next_power_of_2(scores.shape[1])),
-            num_warps=DRAW_WARPS,
+            num_columns=row_columns(scores.shape[1]),
+            num_warps=ROW_WARPS,
         )
 
 
