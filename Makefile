@@ -9,7 +9,8 @@
 #   make constraints  writes the versions in .venv to constraints.txt
 #   make bench        benchmarks of scheduler and engine
 #   make test-triton  the Triton kernels in the interpreter, and compiled; installs Triton, 1 GB
-#   make gpu          all of it on a GPU, and a report in gpu-report.md; needs an NVIDIA GPU
+#   make gpu          all of it on a GPU, and a report in gpu-report.md; needs an NVIDIA GPU. vLLM in the
+#                     environment VLLM_VENV is measured, too
 #   make sanitize     the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer, a minute
 #   make arm64        compares emulated arm64 kernels with the host's; needs a cross compiler
 #   make soak         a cluster under load and faults for MINUTES (20), with every answer checked
@@ -44,7 +45,7 @@ test-triton: $(VENV)/.triton $(STUBS)
 	$(PYTEST) -k triton -m "not gpu and not containers" -n $(WORKERS) --dist worksteal
 
 gpu: $(VENV)/.triton $(STUBS)
-	$(BIN)/python -m tools.gpu_report
+	$(BIN)/python -m tools.gpu_report $(if $(VLLM_VENV),--vllm-venv $(VLLM_VENV))
 
 # At the same time; each prints its output when it has ended.
 check: $(VENV)/.dev $(STUBS)

@@ -1,7 +1,8 @@
 """Run Baton's tests and benchmarks on a GPU, and write one report to attach to an issue.
 
 `make gpu` installs what it needs and runs this. Each check is a command with a time limit; one that
-fails does not keep the others from running.
+fails does not keep the others from running. vLLM is measured, too, if it is installed here or in
+the environment that `--vllm-venv` names.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 
 MODEL = Path(__file__).resolve().parents[1] / "models" / "demo"
 MAX_SHOWN_LINES = 60  # the last ones of a command's output
+PRINT_VLLM = "import vllm; print(vllm.__version__)"
 PATIENCE_S = 20.0  # after Ctrl-C
 ENVIRONMENT = {"TRITON_INTERPRET": "0", "COLUMNS": "160"}
 
@@ -33,34 +36,92 @@ class Check:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     check: Check
-    status: str  # ok, failed with its exit code, or why it has none
+    status: str  # ok, skipped, failed with its exit code, or why it has none
     seconds: float
     output: str
 
+    @property
+    def has_failed(self) -> bool:
+        return self.status != "ok" and not self.status.startswith("skipped")
 
-def checks(device: str, model: str) -> list[Check]:
+
+def checks(
+    device: str, model: str, kernels: str = "triton", vllm_venv: Path | None = None
+) -> list[Check]:
     """Return all checks, the quickest and most basic ones first."""
-    python, on_device = sys.executable, ("--device", device)
-    baton = (python, "-m", "baton")
-    bench = ("--model", model, *on_device, "--kernels", "torch,triton", "--runs", "3")
-    cluster = (*on_device, "--kernels", "triton", "--requests", "32", "--rates", "8")
+    python = sys.executable
     return [
         Check("GPU", ("nvidia-smi",), 60),
         Check("torch", (python, "-m", "torch.utils.collect_env"), 120),
-        Check("doctor", (*baton, "doctor"), 120),
-        Check("device", (python, "-m", "pytest", "-q", "-m", "gpu", "tests"), 600),
-        Check("compiled kernels", (python, "-m", "tools.report_triton_kernels"), 1800),
-        Check("greedy tokens", (python, "-m", "tools.compare_devices", *on_device), 900),
-        Check("engine", (*baton, "bench", "engine", *bench), 1800),
-        Check("limits on paper", (python, "-m", "tools.gpu_roofline"), 120),
-        Check("gaps between passes", (python, "-m", "benchmarks", "scheduler"), 600),
-        Check("1P1D", (*baton, "bench", "serve", "--model", model, *cluster), 900),
-        Check(
-            "1P1D, asynchronous",
-            (*baton, "bench", "serve", "--model", model, *cluster, "--async-scheduling"),
-            900,
-        ),
+        Check("doctor", (python, "-m", "baton", "doctor"), 120),
+        *tests(device, kernels),
+        *benchmarks(device, model, kernels),
+        *comparisons(device, model, kernels, vllm_venv),
     ]
+
+
+def tests(device: str, kernels: str) -> list[Check]:
+    """Return the tests that need a GPU, by suite, and what is compiled and compared for it."""
+    python = sys.executable
+    pytest = (python, "-m", "pytest", "-q", "-m", "gpu")
+    tokens = ("--device", device, "--kernels", names_of(kernels))
+    return [
+        Check("contract", (*pytest, "tests/contract"), 600),
+        Check("compiled kernels", (python, "-m", "tools.report_triton_kernels"), 1800),
+        Check("greedy tokens", (python, "-m", "tools.compare_devices", *tokens), 900),
+        Check("golden", (*pytest, "tests/golden"), 1800),
+        Check("integration", (*pytest, "tests/integration"), 900),
+    ]
+
+
+def benchmarks(device: str, model: str, kernels: str) -> list[Check]:
+    """Return the benchmarks of Baton alone, and the limits on paper."""
+    python, on_device = sys.executable, ("--device", device)
+    bench = (python, "-m", "baton", "bench")
+    engine = ("--model", model, *on_device, "--kernels", names_of(kernels), "--runs", "3")
+    serve = ("--model", model, *on_device, "--kernels", kernels, "--requests", "32", "--rates", "8")
+    return [
+        Check("engine", (*bench, "engine", *engine), 1800),
+        Check("limits on paper", (python, "-m", "tools.gpu_roofline"), 120),
+        Check("gaps between launches", (python, "-m", "tools.gpu_launch_gaps", *engine[:-2]), 600),
+        Check("gaps between passes", (python, "-m", "benchmarks", "scheduler"), 600),
+        Check("1P1D", (*bench, "serve", *serve), 900),
+        Check("1P1D, asynchronous", (*bench, "serve", *serve, "--async-scheduling"), 900),
+    ]
+
+
+def comparisons(device: str, model: str, kernels: str, vllm_venv: Path | None) -> list[Check]:
+    """Return the measurements that have a place for vLLM, which is left empty without it."""
+    python = sys.executable
+    settings = ("--model", model, "--device", device, "--kernels", kernels)
+    venv = () if vllm_venv is None else ("--vllm-venv", str(vllm_venv))
+    apart = () if vllm_venv is None else ("--vllm-apart", "shipped")
+    colocated = ("--baton-steps", "", "--vllm-chunks", "")
+    streams = (*settings, *colocated, *venv, *apart)
+    return [
+        Check("beside vLLM", (python, "-m", "tools.gpu_peers", *settings, *venv), 3600),
+        Check("1P1D beside vLLM", (python, "-m", "benchmarks", "interference", *streams), 3600),
+    ]
+
+
+def names_of(kernels: str) -> str:
+    """Return the kernels that are compared with each other."""
+    return kernels if kernels == "torch" else f"torch,{kernels}"
+
+
+def find_vllm(venv: Path | None) -> Path | None:
+    """Return an environment with vLLM: the given one, or that of this process."""
+    if venv is None and find_spec("vllm") is not None:
+        return Path(sys.prefix)
+    return venv
+
+
+def vllm_outcome(venv: Path | None) -> Outcome:
+    """Return the version of vLLM, or that there is none."""
+    if venv is None:
+        status = "skipped: not installed here, and no --vllm-venv is given"
+        return Outcome(Check("vLLM", ()), status, 0.0, "")
+    return run(Check("vLLM", (str(venv / "bin" / "python"), "-c", PRINT_VLLM), 300))
 
 
 def main() -> None:
@@ -68,16 +129,22 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("gpu-report.md"))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--model", default=str(MODEL), help="for benchmarks")
+    parser.add_argument("--kernels", default="triton", help="torch, for a trial on a CPU")
+    parser.add_argument("--vllm-venv", type=Path, help="virtual environment with vLLM")
+    parser.add_argument("--only", default="", help="checks whose name contains this")
     options = parser.parse_args()
-    outcomes = []
-    for check in checks(options.device, options.model):
+    venv = find_vllm(options.vllm_venv)
+    outcomes = [vllm_outcome(venv)]
+    for check in checks(options.device, options.model, options.kernels, venv):
+        if options.only not in check.name:
+            continue
         print(f"{check.name}: {' '.join(check.command)}", flush=True)
         outcomes.append(run(check))
         print(f"  {outcomes[-1].status}, {outcomes[-1].seconds:.0f} s", flush=True)
         # After each check, so that a crash of the machine leaves a report.
         options.output.write_text(report(outcomes), "utf-8")
     print(f"wrote {options.output}")
-    sys.exit(any(outcome.status != "ok" for outcome in outcomes))
+    sys.exit(any(outcome.has_failed for outcome in outcomes))
 
 
 def run(check: Check) -> Outcome:

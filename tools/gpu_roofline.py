@@ -38,9 +38,10 @@ class Gpu:
 
 GPUS: Mapping[str, Gpu] = {
     "h100-sxm": Gpu(3.35e12, 989e12, 132, 80e9),
+    "h200-sxm": Gpu(4.8e12, 989e12, 132, 141e9),
     "l4": Gpu(300e9, 121e12, 58, 24e9),
 }
-
+DEFAULT_GPUS = ("h100-sxm", "l4")
 
 STEPS = (
     Step("decode-1", 1, 1, 2048),
@@ -86,7 +87,7 @@ def all_rows(options: argparse.Namespace) -> list[Row]:
     return [
         row
         for model in options.model or MODELS
-        for gpu in options.gpu or GPUS
+        for gpu in options.gpu or DEFAULT_GPUS
         for step in STEPS
         if not options.step or step.name in options.step
         for row in make_rows(model, gpu, step, measured, splits=not options.batch_invariant)

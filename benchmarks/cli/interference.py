@@ -15,6 +15,8 @@ from benchmarks.partial_results import report_on_exit
 from benchmarks.peers.engine_options import (
     OWN,
     BatonSteps,
+    BenchDevice,
+    BenchKernels,
     BenchModel,
     PlotFile,
     VllmApart,
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 
 def interference(
     model: BenchModel,
+    device: BenchDevice = "cpu",
+    kernels: BenchKernels = "auto",
     baton_steps: BatonSteps = OWN,
     vllm_venv: VllmVenv = None,
     vllm_chunks: VllmChunks = f"{OWN},64,128,256",
@@ -69,7 +73,9 @@ def interference(
         every_s=every,
         num_rounds=rounds,
     )
-    engines = chosen_engines(model, baton_steps, vllm_venv, vllm_chunks, vllm_apart)
+    engines = chosen_engines(
+        model, baton_steps, vllm_venv, vllm_chunks, vllm_apart, device, kernels
+    )
     if plot is not None:
         need_matplotlib()
     with ExitStack() as lifetime:

@@ -22,6 +22,10 @@ SHIPPED, PATCHED = "shipped", "patched"
 
 BenchModel = Annotated[str, typer.Option("--model", help="Model folder, used by all engines.")]
 VllmVenv = Annotated[Path | None, typer.Option(help="Virtual environment with vLLM for the CPU.")]
+BenchDevice = Annotated[
+    str, typer.Option("--device", help="cpu, or cuda for prefill and decode nodes, which share it.")
+]
+BenchKernels = Annotated[str, typer.Option("--kernels", help="Kernels of Baton's nodes.")]
 BatonSteps = Annotated[
     str,
     typer.Option(
@@ -49,7 +53,13 @@ VllmApart = Annotated[
 
 
 def chosen_engines(
-    model: str, steps: str, venv: Path | None, chunks: str, apart: str
+    model: str,
+    steps: str,
+    venv: Path | None,
+    chunks: str,
+    apart: str,
+    device: str = "cpu",
+    kernels: str = "auto",
 ) -> dict[str, Start]:
     """Return the selected engines, those of Baton first. Raises InvalidConfig."""
     from benchmarks.peers import engines
@@ -57,14 +67,18 @@ def chosen_engines(
 
     engines.core_halves()
     starts: dict[str, Start] = {
-        "baton, prefill and decode": partial(engines.baton_disaggregated, model)
+        "baton, prefill and decode": partial(engines.baton_disaggregated, model, device, kernels)
     }
+    if device != "cpu" and (steps or chunks):
+        raise InvalidConfig(
+            "--device: colocated engines run on the CPU; pass --baton-steps '' --vllm-chunks ''"
+        )
     starts |= _baton_colocated(model, steps)
     if venv is None and apart:
         raise InvalidConfig("--vllm-apart needs --vllm-venv")
     if venv is not None:
         python_of(venv)  # raises before anything is measured
-        starts |= _vllm_engines(model, venv, chunks, apart)
+        starts |= _vllm_engines(model, venv, chunks, apart, device)
     return starts
 
 
@@ -80,7 +94,9 @@ def _baton_colocated(model: str, steps: str) -> Iterator[tuple[str, Start]]:
             yield f"baton, colocated, steps of {step} ms", start
 
 
-def _vllm_engines(model: str, venv: Path, chunks: str, apart: str) -> Iterator[tuple[str, Start]]:
+def _vllm_engines(
+    model: str, venv: Path, chunks: str, apart: str, device: str
+) -> Iterator[tuple[str, Start]]:
     from baton.cli.options.lists import parse_numbers
     from benchmarks.peers import engines
 
@@ -92,7 +108,8 @@ def _vllm_engines(model: str, venv: Path, chunks: str, apart: str) -> Iterator[t
         if kind not in (SHIPPED, PATCHED):
             raise InvalidConfig(f"--vllm-apart {kind!r}: write shipped, patched or both")
         name = f"vllm, prefill and decode, {kind}"
-        yield name, partial(engines.vllm_disaggregated, model, venv, is_patched=kind == PATCHED)
+        start = partial(engines.vllm_disaggregated, model, venv, device=device)
+        yield name, partial(start, is_patched=kind == PATCHED)
 
 
 def _parts(written: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -17,7 +18,7 @@ from baton.cluster import ClusterOptions, LocalCluster
 from baton.core.errors import InvalidConfig
 from baton.core.units import GIB
 from benchmarks.peers.completions_api import CompletionsApi, EngineFailed
-from benchmarks.peers.settings import clean_environment, python_of, vllm_settings
+from benchmarks.peers.settings import GPU_SHARE, clean_environment, python_of, vllm_settings
 from benchmarks.processes import external_process
 
 START_TIMEOUT_S = 600.0
@@ -27,9 +28,10 @@ MAX_NUM_SEQS = ("--max-num-seqs", "32")
 # The KV cache holds the whole load, and no engine caches prefixes.
 BATON = ("--kv-cache-memory", "2GiB", "--no-prefix-caching", "--trace-dir", "off", *MAX_NUM_SEQS)
 PATCHES = Path(__file__).resolve().parent / "workers" / "quiet_vllm"
-OVER_NIXL = '{"kv_connector":"NixlConnector","kv_role":"kv_both","kv_buffer_device":"cpu"}'
+OVER_NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
 VLLM_KV_GIB = 2
-VLLM = ("--max-model-len", "4096", "--no-enable-prefix-caching", *MAX_NUM_SEQS)
+VLLM = ("--no-enable-prefix-caching", *MAX_NUM_SEQS)
+VLLM_ON_CPU = ("--max-model-len", "4096")  # its KV cache must hold one request
 
 
 def core_halves() -> tuple[Sequence[int], Sequence[int]]:
@@ -44,11 +46,19 @@ def core_halves() -> tuple[Sequence[int], Sequence[int]]:
 
 
 @contextmanager
-def baton_disaggregated(model: str) -> Iterator[CompletionsApi]:
-    """Start a prefill node on one half of the cores, a decode node on the other."""
+def baton_disaggregated(
+    model: str, device: str = "cpu", kernels: str = "auto"
+) -> Iterator[CompletionsApi]:
+    """Start a prefill node on one half of the cores, a decode node on the other.
+
+    Nodes on a GPU share it.
+    """
     prefill, decode = core_halves()
+    computes = ("--device", device, "--kernels", kernels)
     options = replace(
-        _options(model), prefill_arguments=_on_cores(prefill), decode_arguments=_on_cores(decode)
+        _options(model),
+        prefill_arguments=(*_on_cores(prefill), *computes),
+        decode_arguments=(*_on_cores(decode), *computes),
     )
     with LocalCluster(options) as cluster:
         yield CompletionsApi(f"http://{cluster.router.http_address}")
@@ -70,6 +80,7 @@ def baton_colocated(
 def vllm_colocated(model: str, venv: Path, chunk: int | None) -> Iterator[CompletionsApi]:
     """Start one server on all cores. `chunk`: token budget of a step; None: vLLM's default."""
     more = () if chunk is None else ("--max-num-batched-tokens", str(chunk))
+    more = (*VLLM_ON_CPU, *more)
     cpus = [*core_halves()[0], *core_halves()[1]]
     with (
         TemporaryDirectory(prefix="baton-vllm-") as logs,
@@ -79,15 +90,23 @@ def vllm_colocated(model: str, venv: Path, chunk: int | None) -> Iterator[Comple
 
 
 @contextmanager
-def vllm_disaggregated(model: str, venv: Path, *, is_patched: bool) -> Iterator[CompletionsApi]:
-    """Start a prefill and a decode server, each on half of the cores, with KV over NIXL."""
+def vllm_disaggregated(
+    model: str, venv: Path, *, is_patched: bool, device: str = "cpu"
+) -> Iterator[CompletionsApi]:
+    """Start a prefill and a decode server, each on half of the cores, with KV over NIXL.
+
+    Servers on a GPU share it.
+    """
+    is_on_cpu = device == "cpu"
+    transfer = {**OVER_NIXL, "kv_buffer_device": "cpu" if is_on_cpu else "cuda"}
+    memory = VLLM_ON_CPU if is_on_cpu else ("--gpu-memory-utilization", str(GPU_SHARE))
+    more = (*memory, "--kv-transfer-config", json.dumps(transfer))
     patches = {"PYTHONPATH": str(PATCHES)} if is_patched else {}
     with ExitStack() as stack:
         logs = Path(stack.enter_context(TemporaryDirectory(prefix="baton-vllm-")))
         servers = []
         for name, cpus in zip(("prefill", "decode"), core_halves(), strict=True):
             settings = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(_free_port()), **patches}
-            more = ("--kv-transfer-config", OVER_NIXL)
             server = _vllm(model, venv, cpus, logs / name, more, settings)
             servers.append(stack.enter_context(server))
         # Both start at the same time.

@@ -20,7 +20,13 @@ from typing import Protocol
 
 from baton.bench.engine.benchmark import DECODE_PROMPT_LEN, EngineBench, engine_meter, longest
 from baton.core.errors import InvalidConfig, NamedError
-from benchmarks.peers.settings import clean_environment, python_of, vllm_settings
+from benchmarks.peers.settings import (
+    GPU_SHARE,
+    PATIENT,
+    clean_environment,
+    python_of,
+    vllm_settings,
+)
 from benchmarks.processes import external_process
 
 ENDS = Path(__file__).resolve().parent / "workers"
@@ -188,7 +194,12 @@ def _starts(bench: PeerBench) -> Iterator[tuple[str, StartPeer]]:
         "weights": bench.llamacpp_weights,
     }
     if bench.vllm_venv is not None:
-        environment = vllm_settings(bench.vllm_venv, cpus, kv_gib=4)
+        is_on_cpu = bench.engine.device == "cpu"
+        environment = vllm_settings(bench.vllm_venv, cpus, kv_gib=4) if is_on_cpu else PATIENT
+        settings |= {
+            "max_num_seqs": max(64, *bench.engine.batch_sizes),
+            "gpu_share": None if is_on_cpu else GPU_SHARE,
+        }
         yield "vllm", partial(_started, bench.vllm_venv, "vllm_worker.py", settings, environment)
     if bench.llamacpp_venv is not None:
         yield "llamacpp", partial(_started, bench.llamacpp_venv, "llamacpp_worker.py", settings, {})

@@ -26,13 +26,18 @@ def clean_environment() -> dict[str, str]:
     }
 
 
+# Share of a GPU's memory for a vLLM process, which leaves room for Baton or for a second one.
+GPU_SHARE = 0.4
+# A step that is interrupted by freezing may end much later.
+PATIENT = {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(24 * 3600)}
+
+
 def vllm_settings(venv: Path, cpus: Sequence[int], kv_gib: int) -> dict[str, str]:
     """Return the fastest CPU settings of vLLM: one core per thread, and Intel OpenMP."""
     settings = {
         "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cpus)),
-        # A step that is interrupted by freezing may end much later.
-        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(24 * 3600),
+        **PATIENT,
     }
     openmp = venv.absolute() / "lib" / "libiomp5.so"
     return settings | ({"LD_PRELOAD": str(openmp)} if openmp.exists() else {})

@@ -27,6 +27,10 @@ HALF_TOLERANCE = 0.1
 PROMPTS = ["import os\n", "class Queue:\n    def __init__(self):\n        self."]
 
 LoadRunner = Callable[..., TorchRunner]
+ON_A_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -90,14 +94,17 @@ def test_tokens_of_weights_quantized_at_load_equal_those_of_torch(
     assert found == wanted
 
 
-@pytest.mark.triton
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.triton), pytest.param("cuda", marks=ON_A_GPU)]
+)
 @pytest.mark.parametrize("name", sorted(FAMILY_VARIANTS.keys() | RECURRENT))
-def test_tokens_of_each_family_equal_those_of_torch(name: str, family_runner: LoadRunner) -> None:
-    runners = [family_runner(name, dtype="float32", kernels=each) for each in ("triton", "torch")]
+def test_tokens_of_each_family_equal_those_of_torch_on_the_cpu(
+    name: str, device: str, family_runner: LoadRunner
+) -> None:
+    triton = family_runner(name, dtype="float32", kernels="triton", device=device)
+    torch_runner = family_runner(name, dtype="float32", kernels="torch")
 
-    found, wanted = map(family_tokens, runners)
-
-    assert found == wanted
+    assert family_tokens(triton) == family_tokens(torch_runner)
 
 
 INVARIANT_FAMILIES = ["gemma3", "deepseek-v3", "granite-4-moe"]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from baton.client import Client, Generation
-from baton.cluster import LocalCluster
+from baton.cluster import ClusterOptions, LocalCluster
 from baton.core.sampling import SamplingParams
 from tests.support.client_load import ClientRequest, answer_all
 from tests.support.models import prompt_of, reference_greedy
@@ -32,6 +35,25 @@ def test_disaggregated_and_colocated_greedy_tokens_equal_those_of_transformers(
         served = one.finish.served
         assert (served.prefill_node, served.kv_bytes) == ("", 0)
         assert served.prompt_tokens_computed_on_decode == len(prompt)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_disaggregated_greedy_tokens_on_a_gpu_equal_those_of_transformers(
+    cluster_options: Callable[..., ClusterOptions], model_folder: Path, kernels: str
+) -> None:
+    options = cluster_options()
+    arguments = (*options.node_arguments, "--device", "cuda", "--kernels", kernels)
+    greedy = Generation(SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True))
+    requests = [ClientRequest(prompt, greedy) for prompt in PROMPTS]
+
+    with LocalCluster(replace(options, node_arguments=arguments)) as cluster:
+        answers = answer_all(cluster.address, requests)
+
+    expected = [reference_greedy(model_folder, prompt, 24) for prompt in PROMPTS]
+    assert [list(one.token_ids) for one in answers] == expected
+    assert {one.finish.served.prompt_tokens_computed_on_decode for one in answers} == {0}
 
 
 def test_disaggregated_and_colocated_seeded_tokens_are_the_same(

@@ -118,6 +118,7 @@ def _config(bench: EngineBench, kernels: str, quantize: str, activation_dtype: s
         max_num_seqs=max(bench.batch_sizes),
         kv_cache_share=0.1,
         max_model_len=longest(bench),
+        max_num_batched_tokens=_max_step(bench),
         kernels=kernels,
         quantize=quantize,
         activation_dtype=activation_dtype,
@@ -128,6 +129,16 @@ def _config(bench: EngineBench, kernels: str, quantize: str, activation_dtype: s
 def longest(bench: EngineBench) -> int:
     decoding = DECODE_PROMPT_LEN + NUM_WARM_UP_STEPS + bench.num_decode_steps
     return max(*bench.prompt_lens, decoding) + 2
+
+
+def context_of(bench: EngineBench) -> int:
+    """Return the context of a sequence in the middle of a measured decode."""
+    return DECODE_PROMPT_LEN + NUM_WARM_UP_STEPS + bench.num_decode_steps // 2
+
+
+def _max_step(bench: EngineBench) -> int:
+    """Return the tokens of a step: one prompt, or those of the largest batch."""
+    return max(2048, *bench.prompt_lens, DECODE_PROMPT_LEN * max(bench.batch_sizes))
 
 
 def _limit_meter() -> LimitMeter | None:
@@ -181,7 +192,7 @@ class _Meter:
         self._random = random.Random(0)
         scheduling = SchedulerConfig(
             max_num_seqs=max(bench.batch_sizes),
-            max_num_batched_tokens=max(2048, *bench.prompt_lens),
+            max_num_batched_tokens=_max_step(bench),
         )
         self._runner = runner
         self._engine = build_engine(runner, EngineOptions(scheduling, enable_prefix_caching=False))
@@ -217,8 +228,8 @@ class _Meter:
 
     def limit(self, phase: str, size: int, bytes_per_s: float, flops_per_s: float) -> float:
         """Return the roofline in tokens per second: a step only reads and multiplies."""
-        context_len = DECODE_PROMPT_LEN + NUM_WARM_UP_STEPS + self._bench.num_decode_steps // 2
-        load = prompt_of(size) if phase == "prefill" else batch_of(size, context_len)
+        is_prompt = phase == "prefill"
+        load = prompt_of(size) if is_prompt else batch_of(size, context_of(self._bench))
         seconds = self._work.seconds(load, self.routing.num_experts, bytes_per_s, flops_per_s)
         return size / seconds
 

@@ -15,14 +15,17 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
     from vllm import LLM, SamplingParams
 
+    # A CPU's share is not set.
+    share = settings["gpu_share"]
     llm = LLM(
         model=settings["model"],
         dtype="bfloat16",
         max_model_len=settings["max_model_len"],
-        max_num_seqs=64,
+        max_num_seqs=settings["max_num_seqs"],
         max_num_batched_tokens=max(4096, settings["max_model_len"]),
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
+        **({} if share is None else {"gpu_memory_utilization": share}),
     )
     drawn = random.Random(0)
 

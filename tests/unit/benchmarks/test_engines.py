@@ -48,6 +48,15 @@ def test_vllm_is_left_out_without_its_environment() -> None:
 
 
 @two_cores
+def test_on_a_gpu_only_prefill_and_decode_nodes_are_compared(venv: Path) -> None:
+    chosen = chosen_engines("model", "", venv, "", "shipped", "cuda", "triton")
+
+    assert list(chosen) == ["baton, prefill and decode", "vllm, prefill and decode, shipped"]
+    with pytest.raises(InvalidConfig, match="colocated engines run on the CPU"):
+        chosen_engines("model", "default", venv, "", "shipped", "cuda")
+
+
+@two_cores
 def test_invalid_engines_are_refused_before_the_start(venv: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match="painted"):
         chosen_engines("model", "default", venv, "", "painted")

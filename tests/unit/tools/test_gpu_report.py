@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
-from tools.gpu_report import MAX_SHOWN_LINES, Check, checks, report, run
+from tools.gpu_report import MAX_SHOWN_LINES, Check, checks, report, run, vllm_outcome
 
 
 def python(program: str, limit_s: float = 60.0) -> Check:
@@ -48,5 +49,20 @@ def test_the_report_has_a_table_and_the_last_lines_of_each_output() -> None:
 def test_each_check_names_the_device_and_the_model_where_it_can() -> None:
     commands = [" ".join(check.command) for check in checks("cuda:1", "some/model")]
 
-    assert sum("--device cuda:1" in command for command in commands) == 4
-    assert sum("--model some/model" in command for command in commands) == 3
+    assert sum("--device cuda:1" in command for command in commands) == 7
+    assert sum("--model some/model" in command for command in commands) == 6
+    assert not [command for command in commands if "vllm-venv" in command]
+
+
+def test_vllm_is_measured_where_it_is_installed(tmp_path: Path) -> None:
+    commands = [" ".join(check.command) for check in checks("cuda", "m", vllm_venv=tmp_path)]
+
+    assert sum(f"--vllm-venv {tmp_path}" in command for command in commands) == 2
+    assert sum("--vllm-apart shipped" in command for command in commands) == 1
+
+
+def test_a_missing_vllm_is_skipped_and_a_broken_one_fails(tmp_path: Path) -> None:
+    missing, broken = vllm_outcome(None), vllm_outcome(tmp_path)
+
+    assert missing.status.startswith("skipped: not installed here")
+    assert (missing.has_failed, broken.has_failed) == (False, True)
