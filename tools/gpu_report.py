@@ -143,6 +143,7 @@ def main() -> None:
         print(f"  {outcomes[-1].status}, {outcomes[-1].seconds:.0f} s", flush=True)
         # After each check, so that a crash of the machine leaves a report.
         options.output.write_text(report(outcomes), "utf-8")
+    options.output.write_text(report(outcomes), "utf-8")
     print(f"wrote {options.output}")
     sys.exit(any(outcome.has_failed for outcome in outcomes))
 
