@@ -14,62 +14,39 @@ differ from pass to pass are not specialised: each variant would be compiled.
 import triton
 import triton.language as tl
 
-from baton.engine.runner.triton.convolution_kernels import RUN_ARRAYS, find_rows
+from baton.engine.runner.triton.convolution_kernels import RUN_ARRAYS, State, find_rows
 from baton.engine.runner.triton.elementwise_kernels import rounded
 
 
 @triton.jit
-def find_matrix(
-    matrices,
-    table,
-    first_row,
-    columns,
-    block_stride,
-    key_dim: tl.constexpr,
-    value_dim: tl.constexpr,
-    rows_per_block: tl.constexpr,
-    padded_key_dim: tl.constexpr,
-):
+def find_matrix(state, columns, sizes: tl.constexpr):
     """Return pointers to columns of a head's state, and which exist."""
-    keys = tl.arange(0, padded_key_dim)
-    rows, exist = find_rows(
-        matrices, table, first_row + keys, keys < key_dim, block_stride, rows_per_block, value_dim
-    )
-    return rows[:, None] + columns[None, :], exist[:, None] & (columns < value_dim)[None, :]
+    keys = tl.arange(0, sizes.padded_key_dim)
+    rows, exist = find_rows(state, keys, keys < sizes.key_dim, sizes.value_dim, sizes)
+    return rows[:, None] + columns[None, :], exist[:, None] & (columns < sizes.value_dim)[None, :]
 
 
 @triton.jit
-def apply_token(
-    state,
-    heads,
-    factors,
-    head,
-    columns,
-    skip,
-    is_delta: tl.constexpr,
-    num_key_heads: tl.constexpr,
-    num_value_heads: tl.constexpr,
-    key_dim: tl.constexpr,
-    value_dim: tl.constexpr,
-    padded_key_dim: tl.constexpr,
-):
+def apply_token(state, heads, factors, head, columns, skip, sizes: tl.constexpr):
     """Return the state after a token and what the token reads. `heads` are its mixed numbers."""
-    keys = tl.arange(0, padded_key_dim)
-    is_key = keys < key_dim
-    queries = heads + head // (num_value_heads // num_key_heads) * key_dim + keys
+    num_keys: tl.constexpr = sizes.num_key_heads * sizes.key_dim
+    keys = tl.arange(0, sizes.padded_key_dim)
+    is_key = keys < sizes.key_dim
+    key_head = head // (sizes.num_value_heads // sizes.num_key_heads)
+    queries = heads + key_head * sizes.key_dim + keys
     query = tl.load(queries, mask=is_key, other=0.0)
-    key = tl.load(queries + num_key_heads * key_dim, mask=is_key, other=0.0)
-    values = heads + 2 * num_key_heads * key_dim + head * value_dim + columns
-    value = tl.load(values, mask=columns < value_dim, other=0.0)
+    key = tl.load(queries + num_keys, mask=is_key, other=0.0)
+    values = heads + 2 * num_keys + head * sizes.value_dim + columns
+    value = tl.load(values, mask=columns < sizes.value_dim, other=0.0)
     decay, factor = tl.load(factors + 2 * head), tl.load(factors + 2 * head + 1)
     state *= decay
-    if is_delta:
+    if sizes.is_delta:
         written = (value - tl.sum(key[:, None] * state, axis=0)) * factor
     else:
         written = value * factor
     state += key[:, None] * written[None, :]
     output = tl.sum(query[:, None] * state, axis=0)
-    if not is_delta:
+    if not sizes.is_delta:
         output += skip * value
     return state, output
 
@@ -89,64 +66,29 @@ def recur_kernel(
     first_row,
     table_stride,
     block_stride,
-    is_delta: tl.constexpr,
-    num_key_heads: tl.constexpr,
-    num_value_heads: tl.constexpr,
-    key_dim: tl.constexpr,
-    value_dim: tl.constexpr,
-    rows_per_block: tl.constexpr,
-    padded_key_dim: tl.constexpr,
-    num_columns: tl.constexpr,
+    sizes: tl.constexpr,
 ):
     """Compute some columns of a head's state over the runs of a sequence, and what is read."""
-    num_channels: tl.constexpr = 2 * num_key_heads * key_dim + num_value_heads * value_dim
-    columns = tl.program_id(0) * num_columns + tl.arange(0, num_columns)
+    columns = tl.program_id(0) * sizes.num_columns + tl.arange(0, sizes.num_columns)
     head, sequence = tl.program_id(1), tl.program_id(2)
-    first_row += head * key_dim
+    first_row += head * sizes.key_dim
     first_run, end_run = tl.load(first_runs + sequence), tl.load(first_runs + sequence + 1)
-    head_skip = 0.0 if is_delta else tl.load(skip + head)
-    places, is_read = find_matrix(
-        matrices,
-        reads + first_run * table_stride,
-        first_row,
-        columns,
-        block_stride,
-        key_dim,
-        value_dim,
-        rows_per_block,
-        padded_key_dim,
-    )
+    head_skip = 0.0 if sizes.is_delta else tl.load(skip + head)
+    read_state = State(matrices, reads + first_run * table_stride, first_row, block_stride)
+    places, is_read = find_matrix(read_state, columns, sizes)
     state = tl.load(places, mask=is_read, other=0.0)
     for run in range(first_run, end_run):
         first_token = tl.load(first_tokens + run)
         for token in range(first_token, first_token + tl.load(num_tokens + run)):
+            heads = mixed + token * sizes.num_channels
+            token_factors = factors + token * (2 * sizes.num_value_heads)
             state, output = apply_token(
-                state,
-                mixed + token * num_channels,
-                factors + token * (2 * num_value_heads),
-                head,
-                columns,
-                head_skip,
-                is_delta,
-                num_key_heads,
-                num_value_heads,
-                key_dim,
-                value_dim,
-                padded_key_dim,
+                state, heads, token_factors, head, columns, head_skip, sizes
             )
-            read = dst + (token * num_value_heads + head) * value_dim + columns
-            tl.store(read, output, mask=columns < value_dim)
-        places, is_written = find_matrix(
-            matrices,
-            writes + run * table_stride,
-            first_row,
-            columns,
-            block_stride,
-            key_dim,
-            value_dim,
-            rows_per_block,
-            padded_key_dim,
-        )
+            read = dst + (token * sizes.num_value_heads + head) * sizes.value_dim + columns
+            tl.store(read, output, mask=columns < sizes.value_dim)
+        written = State(matrices, writes + run * table_stride, first_row, block_stride)
+        places, is_written = find_matrix(written, columns, sizes)
         tl.store(places, state, mask=is_written)
 
 

@@ -23,6 +23,7 @@ from baton.engine.runner.state.state_tables import StateLayout
 from baton.engine.runner.triton.convolution_kernels import convolve_kernel
 from baton.engine.runner.triton.launching import launch, row_contiguous
 from baton.engine.runner.triton.recurrent_kernels import gated_norm_kernel, recur_kernel
+from baton.engine.runner.triton.state_arguments import ConvWeights, StateSizes, Strides
 
 STATE_NUMBERS = 1024  # of a head's state, in the registers of a warp
 NORM_NUMBERS = 1024  # of a group, that a warp of the norm computes
@@ -103,26 +104,17 @@ class TritonStatePass:
             projected,
             gates,
             self.blocks,
-            weights.conv,
-            own.conv_bias,
-            own.bias,
-            weights.decay_rate,
+            ConvWeights(weights.conv, own.conv_bias, own.bias, weights.decay_rate),
             *runs,
             num_tokens,
             layer * shape.layer_rows + shape.matrix_rows,
-            projected.stride(0),
-            gates.stride(0),
-            runs.reads.stride(0),
-            self.blocks.stride(0),
+            Strides(
+                projected.stride(0), gates.stride(0), runs.reads.stride(0), self.blocks.stride(0)
+            ),
             NORM_EPSILON,
             config.key_dim**-0.5,
-            num_kept=config.conv_size - 1,
-            num_kept_rows=shape.conv_rows,
-            row_size=shape.row_bytes // self.blocks.itemsize,
-            padded_dim=triton.next_power_of_2(max(config.key_dim, config.value_dim)),
-            padded_taps=triton.next_power_of_2(config.conv_size),
+            sizes=self._sizes(weights),
             num_warps=1,
-            **self._sizes(weights),
         )
         return mixed, factors
 
@@ -140,12 +132,9 @@ class TritonStatePass:
         # The norm of the delta rule rounds what it gets.
         read_dtype = dtype if isinstance(weights, DeltaWeights) else torch.float32
         read = mixed.new_empty(len(mixed), config.num_values, dtype=read_dtype)
-        padded_key_dim = triton.next_power_of_2(config.key_dim)
-        num_columns = min(
-            triton.next_power_of_2(config.value_dim), max(STATE_NUMBERS // padded_key_dim, 1)
-        )
+        sizes = self._sizes(weights)
         grid = (
-            triton.cdiv(config.value_dim, num_columns),
+            triton.cdiv(config.value_dim, sizes.num_columns),
             config.num_value_heads,
             len(runs.first_runs) - 1,
         )
@@ -161,10 +150,8 @@ class TritonStatePass:
             layer * shape.layer_rows,
             runs.reads.stride(0),
             matrices.stride(0),
-            padded_key_dim=padded_key_dim,
-            num_columns=num_columns,
+            sizes=sizes,
             num_warps=1,
-            **self._sizes(weights),
         )
         return read
 
@@ -192,17 +179,27 @@ class TritonStatePass:
         )
         return output
 
-    def _sizes(self, weights: RecurrentWeights) -> dict[str, int]:
-        """Return the constants that both kernels of the states have."""
-        config = self.shape.config
-        return {
-            "is_delta": isinstance(weights, DeltaWeights),
-            "num_key_heads": config.num_key_heads,
-            "num_value_heads": config.num_value_heads,
-            "key_dim": config.key_dim,
-            "value_dim": config.value_dim,
-            "rows_per_block": self.shape.rows_per_block,
-        }
+    def _sizes(self, weights: RecurrentWeights) -> StateSizes:
+        config, shape = self.shape.config, self.shape
+        padded_key_dim: int = triton.next_power_of_2(config.key_dim)
+        padded_value_dim: int = triton.next_power_of_2(config.value_dim)
+        return StateSizes(
+            is_delta=isinstance(weights, DeltaWeights),
+            num_key_heads=config.num_key_heads,
+            num_value_heads=config.num_value_heads,
+            num_heads=2 * config.num_key_heads + config.num_value_heads,
+            num_channels=config.num_channels,
+            key_dim=config.key_dim,
+            value_dim=config.value_dim,
+            num_kept=config.conv_size - 1,
+            num_kept_rows=shape.conv_rows,
+            row_size=shape.row_bytes // self.blocks.itemsize,
+            rows_per_block=shape.rows_per_block,
+            num_columns=min(padded_value_dim, max(STATE_NUMBERS // padded_key_dim, 1)),
+            padded_dim=max(padded_key_dim, padded_value_dim),
+            padded_key_dim=padded_key_dim,
+            padded_taps=triton.next_power_of_2(config.conv_size),
+        )
 
 
 def _vectors(weights: RecurrentWeights) -> _Vectors:
