@@ -21,6 +21,18 @@ from pathlib import Path
 
 MODEL = Path(__file__).resolve().parents[1] / "models" / "demo"
 MAX_SHOWN_LINES = 60  # the last ones of a command's output
+# Suites of kernels whose arguments are copied to the GPU, and back. Experts have addresses instead.
+SUITES = tuple(
+    f"tests/contract/test_{name}.py"
+    for name in (
+        "runner_ops",
+        "runner_attention",
+        "linear_attention",
+        "runner_sampler",
+        "triton_parts",
+    )
+)
+ON_A_GPU = "triton and not experts"
 PRINT_VLLM = "import vllm; print(vllm.__version__)"
 PATIENCE_S = 20.0  # after Ctrl-C
 ENVIRONMENT = {"TRITON_INTERPRET": "0", "COLUMNS": "160"}
@@ -66,7 +78,8 @@ def tests(device: str, kernels: str) -> list[Check]:
     pytest = (python, "-m", "pytest", "-q", "-m", "gpu")
     tokens = ("--device", device, "--kernels", names_of(kernels))
     return [
-        Check("contract", (*pytest, "tests/contract"), 600),
+        Check("devices", (*pytest, "tests/contract"), 600),
+        Check("contract", (python, "-m", "pytest", "-q", "-k", ON_A_GPU, *SUITES), 3600),
         Check("compiled kernels", (python, "-m", "tools.report_triton_kernels"), 1800),
         Check("greedy tokens", (python, "-m", "tools.compare_devices", *tokens), 900),
         Check("golden", (*pytest, "tests/golden"), 1800),

@@ -30,6 +30,7 @@ from tests.support.triton_parts import (
     batch_invariant_ops,
     batch_invariant_parts,
     interpreted_parts,
+    kernels_on_copies,
     launched_kernels,
     require_triton,
     triton_attention,
@@ -138,6 +139,19 @@ def attention_with(
     from baton.engine.runner.triton.triton_attention import TritonPagedAttention
 
     return TritonPagedAttention(kv, layers, num_processors)
+
+
+def test_kernels_on_copies_change_the_tensors_that_they_are_given() -> None:
+    """As on a GPU, whose kernels cannot read the memory of the CPU."""
+    world = World(ONE_LAYER, [Part(5, 1), Part(0, 3)], seed=9)
+    wide, bits = drawn(4, 40), []
+    with launched_kernels() as launched, kernels_on_copies(CPU):
+        outputs = world.attend(triton_attention)[0]
+        bits.append(triton_ops().add(wide[:, 3:20], wide[:, 20:37], 1.0))
+
+    assert torch.allclose(outputs.double(), world.expected(0), atol=TOLERANCE[torch.float32])
+    assert torch.equal(bits[0], wide[:, 3:20] + wide[:, 20:37])
+    assert launched == ["write_kernel", "write_kernel", "attention_kernel", "add_kernel"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,8 +1,11 @@
-"""Triton parts of the runner on the CPU, under Triton's interpreter."""
+"""Triton parts of the runner for tensors on the CPU, under Triton's interpreter.
+
+Without the interpreter, `kernels_on_copies` launches the same kernels on a GPU.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -12,13 +15,16 @@ import torch
 from torch import Tensor
 
 from baton.engine.runner.attention.paged_attention import LayerAttention, PagedAttention
-from baton.engine.runner.kernels.choose import Parts, choose_parts
+from baton.engine.runner.kernels.choose import Parts, triton_parts
 from baton.engine.runner.model.ops import Ops
 from baton.engine.runner.sampling.sampling import Sampling
 from baton.engine.runner.state.linear_attention import LinearAttention
 from baton.engine.runner.state.state_shape import StateShape
+from baton.engine.runner.triton.availability import uses_interpreter
 from tests.support.device_tensors import change_all, device_tensors, reveal
 from tests.support.fake_device import FakeDevice
+
+Run = Callable[..., None]  # method of a kernel that launches it
 
 
 def require_triton() -> None:
@@ -29,12 +35,12 @@ def require_triton() -> None:
 
 @cache
 def interpreted_parts() -> Parts:
-    return choose_parts("triton", torch.float32, torch.device("cpu"))
+    return triton_parts(torch.float32, torch.device("cpu"))
 
 
 @cache
 def batch_invariant_parts() -> Parts:
-    return choose_parts("triton", torch.float32, torch.device("cpu"), batch_invariant=True)
+    return triton_parts(torch.float32, torch.device("cpu"), batch_invariant=True)
 
 
 def batch_invariant_ops() -> Ops:
@@ -65,21 +71,73 @@ def triton_sampling() -> Sampling:
 
 @contextmanager
 def launched_kernels() -> Iterator[list[str]]:
-    """Collect the names of interpreted kernels as they are launched."""
-    from triton.runtime.interpreter import InterpretedFunction
-
+    """Collect the names of kernels as they are launched."""
     names: list[str] = []
-    interpret = InterpretedFunction.run
 
-    def run(kernel: Any, *args: Any, **named: Any) -> None:
+    def note(run: Run, kernel: Any, *args: Any, **named: Any) -> None:
         names.append(kernel.fn.__name__)
-        interpret(kernel, *args, **named)
+        run(kernel, *args, **named)
 
-    InterpretedFunction.run = run
-    try:
+    with _launched_by(note):
         yield names
+
+
+@contextmanager
+def kernels_on_copies(place: torch.device) -> Iterator[None]:
+    """Launch kernels on copies of CPU tensors at this place, and copy back what they change.
+
+    Tensors that contain addresses of CPU tensors, as those of experts, cannot be copied.
+    """
+
+    def launch(run: Run, kernel: Any, *args: Any, **named: Any) -> None:
+        copies = _Copies(place)
+        moved_args, moved_named = change_all((args, named), copies.move)
+        run(kernel, *moved_args, **moved_named)
+        copies.store()
+
+    with _launched_by(launch):
+        yield
+
+
+class _Copies:
+    """Copies of the memory of tensors, one of what several tensors share."""
+
+    def __init__(self, place: torch.device) -> None:
+        self._place = place
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # by address: bytes, and their copy
+
+    def move(self, value: Any) -> Any:
+        """Return a tensor of the copied memory for a CPU tensor, and other values as they are."""
+        if not isinstance(value, Tensor) or value.device.type != "cpu":
+            return value
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in self._copies:
+            own = torch.empty(0, dtype=torch.uint8).set_(storage)
+            self._copies[storage.data_ptr()] = own, own.to(self._place, copy=True)
+        memory = self._copies[storage.data_ptr()][1].untyped_storage()
+        moved = torch.empty(0, dtype=value.dtype, device=self._place)
+        return moved.set_(memory, value.storage_offset(), value.shape, value.stride())
+
+    def store(self) -> None:
+        for own, copy in self._copies.values():
+            stored = copy.cpu()
+            if not torch.equal(own, stored):  # others can be read-only
+                own.copy_(stored)
+
+
+@contextmanager
+def _launched_by(launch: Callable[..., None]) -> Iterator[None]:
+    """Call this function for each launch, with the method that launches and its arguments."""
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    kind = InterpretedFunction if uses_interpreter() else JITFunction
+    run = kind.run
+    kind.run = lambda kernel, *args, **named: launch(run, kernel, *args, **named)
+    try:
+        yield
     finally:
-        InterpretedFunction.run = interpret
+        kind.run = run
 
 
 @contextmanager
