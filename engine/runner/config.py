@@ -76,7 +76,7 @@ class RunnerConfig:
         Option(
             "Compute each token with the same bits in any batch, or refuse to start. Native "
             "kernels always do; on a GPU, it needs --kernels triton, which then multiplies plain "
-            "matrices with slower kernels of its own.",
+            "matrices with slower kernels of its own; the same on all nodes.",
             MODEL,
         ),
     ] = False

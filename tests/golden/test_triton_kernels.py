@@ -31,6 +31,9 @@ ON_A_GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
 ]
+each_device = pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.triton), pytest.param("cuda", marks=ON_A_GPU)]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -94,9 +97,7 @@ def test_tokens_of_weights_quantized_at_load_equal_those_of_torch(
     assert found == wanted
 
 
-@pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=pytest.mark.triton), pytest.param("cuda", marks=ON_A_GPU)]
-)
+@each_device
 @pytest.mark.parametrize("name", sorted(FAMILY_VARIANTS.keys() | RECURRENT))
 def test_tokens_of_each_family_equal_those_of_torch_on_the_cpu(
     name: str, device: str, family_runner: LoadRunner
@@ -121,13 +122,14 @@ def test_batch_invariant_tokens_equal_those_of_torch(name: str, family_runner: L
     assert found == wanted
 
 
-@pytest.mark.triton
+@each_device
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["gemma3", "deepseek-v3"])
 def test_with_batch_invariance_logprobs_have_the_same_bits_alone_in_a_batch_and_in_chunks(
-    name: str, dtype: str, family_runner: LoadRunner
+    name: str, dtype: str, device: str, family_runner: LoadRunner
 ) -> None:
-    runner = family_runner(name, dtype=dtype, kernels="triton", batch_invariant=True)
+    settings = {"dtype": dtype, "kernels": "triton", "device": device}
+    runner = family_runner(name, **settings, batch_invariant=True)
     sampling = SamplingParams(temperature=0.0, logprobs=2, prompt_logprobs=2)
 
     def logprobs(chunk: int, *lengths: int) -> list[object]:
