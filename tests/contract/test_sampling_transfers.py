@@ -92,7 +92,14 @@ def check(
         samples = sample(sampler, on_device, runs, inputs)
 
     check_copies(device, num_to_device)
-    assert samples == expected
+    assert samples.choices == expected.choices
+    assert samples.logprobs.keys() == expected.logprobs.keys()
+    for index, wanted in expected.logprobs.items():
+        found = samples.logprobs[index]
+        assert (found.token_id, found.rank) == (wanted.token_id, wanted.rank)
+        assert [each for each, _ in found.top] == [each for each, _ in wanted.top]
+        values = [found.logprob, *dict(found.top).values()]
+        assert values == pytest.approx([wanted.logprob, *dict(wanted.top).values()], abs=1e-5)
 
 
 def test_a_greedy_step_copies_nothing_to_the_device(sampling: Sampling) -> None:
