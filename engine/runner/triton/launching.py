@@ -10,7 +10,6 @@ from torch import Tensor
 from baton.engine.runner.device import cuda
 from baton.engine.runner.device.device import on_device_of
 from baton.engine.runner.device.launch_count import count_kernel
-from baton.engine.runner.triton.availability import uses_interpreter
 
 INTERPRETED_PROCESSORS = 132
 PIECE_COLUMNS = 1024  # of a row, that one program of an elementwise kernel computes
@@ -35,8 +34,7 @@ def row_contiguous(tensor: Tensor) -> Tensor:
 
 def count_processors(device: torch.device) -> int:
     """Return the streaming multiprocessors of a GPU. The interpreter takes itself for an H100."""
-    is_interpreted = device.type == "cpu" or uses_interpreter()
-    return INTERPRETED_PROCESSORS if is_interpreted else cuda.count_processors(device)
+    return cuda.count_processors(device) if device.type == "cuda" else INTERPRETED_PROCESSORS
 
 
 def pieces(rows: Tensor) -> tuple[int, int]:
