@@ -9,7 +9,7 @@ from functools import partial
 
 from baton.core.output import Output
 from baton.engine.containment import Containment
-from baton.engine.errors import EngineStopped
+from baton.engine.errors import EngineStopped, PassHookFailed
 from baton.engine.pass_thread import LaunchedPass, PassThread
 from baton.engine.plan import KvWorker, Plan, Runner, RunResult
 from baton.engine.scheduler.scheduler import Scheduler
@@ -67,7 +67,7 @@ class EngineCore:
         began_s = self._clock()
         if self._ahead is None:
             plan, launched = self.scheduler.schedule(began_s), None
-            scheduled_s = self._start_orders(plan)
+            scheduled_s = self._start_orders(plan.kv_orders)
         else:
             (plan, launched), self._ahead, scheduled_s = self._ahead, None, began_s
         ordered_s = self._clock()
@@ -90,39 +90,46 @@ class EngineCore:
                 observer.note_end(step)
         return outputs
 
-    def _start_orders(self, plan: Plan) -> float:
-        """Start the KV orders of a plan. Returns the time before."""
+    def _start_orders(self, orders: KvOrders) -> float:
+        """Start KV orders. Returns the time before."""
         now = self._clock()
-        self._kv_worker.start(plan.kv_orders, now)
+        self._kv_worker.start(orders, now)
         if self._external is not None:
-            self._external.start(plan.kv_orders.external)
+            self._external.start(orders.external)
         return now
 
     def _run(self, plan: Plan, launched: LaunchedPass | None) -> RunResult:
         if not plan.concerns_runner:
             return RunResult()
-        if self._passes is None or plan.has_chunks:
+        if self._passes is None:
             return self._containment.run(plan)
         launched = launched or self._passes.launch(plan)
-        self._launch_ahead(self._passes, launched)
+        self._plan_ahead(self._passes, launched)
         return self._containment.run(plan, partial(self._collect, plan, launched))
 
-    def _launch_ahead(self, passes: PassThread, launched: LaunchedPass) -> None:
-        """Plan the next step, if it does not depend on the result of the pass, and launch it."""
+    def _plan_ahead(self, passes: PassThread, launched: LaunchedPass) -> None:
+        """Plan the next step and launch it, unless it depends on the result of the pass."""
         plan = self.scheduler.schedule_ahead(self._clock())
-        if plan is not None:
-            self._start_orders(plan)
+        if plan is None:
+            self._start_orders(self.scheduler.take_kv_orders())
+        else:
+            self._start_orders(plan.kv_orders)
             self._ahead = plan, passes.launch(plan, launched)
 
     def _collect(self, plan: Plan, launched: LaunchedPass) -> RunResult:
         began_s = self._clock()
-        while not launched.wait(PROGRESS_INTERVAL_S):
-            self._kv_worker.progress(self._clock())
+        try:
+            while not launched.wait(PROGRESS_INTERVAL_S):
+                self._kv_worker.progress(self._clock())
+        except Exception as root:
+            raise PassHookFailed(root) from root
         result = launched.collect()
         self._note_pass(plan, began_s)
         return result
 
     def _run_pass(self, plan: Plan) -> RunResult:
+        if self._passes is not None:
+            return self._collect(plan, self._passes.launch(plan))
         began_s = self._clock()
         result = self._runner.launch(plan).collect()
         self._note_pass(plan, began_s)
@@ -132,6 +139,16 @@ class EngineCore:
         ended_s = self._clock()
         for observer in self._observers:
             observer.note_pass(plan, began_s, ended_s)
+
+    def post_from_pass(self, call: Callable[[], None]) -> None:
+        """Make a call of a pass on the engine thread.
+
+        If passes have a thread of their own, the engine thread makes it while it waits for them.
+        """
+        if self._passes is None:
+            call()
+        else:
+            self._passes.post(call)
 
     def close(self) -> None:
         """Wait for the passes that are launched. No step may follow."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 from baton.core.ids import BlockId, RequestId
@@ -84,9 +84,6 @@ class Plan:
     max_draft_tokens: int = 0
     kv_orders: KvOrders = NO_KV_ORDERS
     state_copies: StateCopies = field(default_factory=dict)
-    has_chunks: bool = False  # rows of prompts, or of what preempted requests compute again
-    # Runs beside the engine thread, which must not be told of its layers.
-    is_detached: bool = False
     # Repeats a part of a failed pass. The runner first removes all rows that the plan names,
     # known or not. No layer of KV is sent to a peer before the pass has ended.
     is_retry: bool = False
@@ -128,6 +125,13 @@ class RunResult:
     failures: dict[RequestId, Failure] = field(default_factory=dict)  # instead of a token
     # With speculation: number of proposed tokens. The accepted ones are in `token_ids`.
     num_proposed: dict[RequestId, int] = field(default_factory=dict)
+
+    def without(self, request_ids: Collection[RequestId]) -> RunResult:
+        """Return the results of all other requests."""
+        parts = (getattr(self, part.name) for part in fields(self))
+        return RunResult(
+            *({key: part[key] for key in part if key not in request_ids} for part in parts)
+        )
 
 
 class Pending(Protocol):

@@ -82,7 +82,6 @@ class NodeComponents:
         self.scheduler = build_scheduler(runner, engine_options, self.connector, pulls)
         self.compiler: Compiler = GrammarCompiler(build_grammars(runner).compile)
         self.engine = self._build_engine(runner, identity)
-        runner.hook = KvPassHook(self.worker, memory.layout.groups, self.engine.beat)
         tiers = tiers_in(self.connector)
         if tiers is not None and self.metrics is not None:
             for tier in tiers.status():
@@ -103,7 +102,10 @@ class NodeComponents:
         pacing = () if tiers is None else (CopyPacing(tiers.pace),)
         observers = (self.ledger, *counters, *self.tracing.step_observers(), *pacing)
         core = EngineCore(self.scheduler, runner, self.worker, self.connector, observers=observers)
-        return EngineThread(core, name=identity.node_id, compiler=self.compiler, inbox=self._inbox)
+        name, groups = identity.node_id, runner.kv_memory.layout.groups
+        engine = EngineThread(core, name=name, compiler=self.compiler, inbox=self._inbox)
+        runner.hook = KvPassHook(self.worker, groups, engine.beat, core.post_from_pass)
+        return engine
 
     def _wake(self) -> None:
         """On any thread: let the engine poll the connector, and the node report what it holds."""

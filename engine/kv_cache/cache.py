@@ -16,7 +16,7 @@ from baton.core.ids import BlockId
 from baton.engine.errors import BlocksUnaccounted
 from baton.engine.events import GroupStats
 from baton.engine.kv_cache.block_hashes import BlockHash
-from baton.engine.kv_cache.cache_group import CacheGroup, PrefixHit
+from baton.engine.kv_cache.cache_group import CacheGroup, Chunk, PrefixHit
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.external_prefix import ExternalPrefixes
 from baton.engine.kv_cache.held_kv import HeldKv
@@ -174,13 +174,16 @@ class KvCache:
         self.pool.hold(hit.block_ids)
         self.pool.release(hit.block_ids)
 
-    def start_decode(self, held: HeldKv, max_num_slots: int) -> None:
-        """Note that the next pass computes one token of the request, and so do those after it."""
-        for group in self._groups:
-            group.start_decode(held, max_num_slots)
+    def start_decode(self, held: HeldKv, position: int, max_num_slots: int) -> None:
+        """Note that the next pass to be planned computes the token at this position.
 
-    def plan_pass(self, chunks: Sequence[tuple[HeldKv, int]]) -> StateCopies:
-        """Return what the coming pass copies for the prefix cache, given its prefill chunks."""
+        Each pass after it computes the next one.
+        """
+        for group in self._groups:
+            group.start_decode(held, position, max_num_slots)
+
+    def plan_pass(self, chunks: Sequence[Chunk]) -> StateCopies:
+        """Return what the pass copies for the prefix cache, given its prefill chunks."""
         # At most one group has states. The others copy nothing.
         return self._groups[-1].plan_pass(chunks)
 

@@ -53,6 +53,18 @@ class PrefixHit:
         return list(existing_blocks(self.blocks))
 
 
+class Chunk(NamedTuple):
+    """A run of tokens of a request that a pass computes, the last of a prompt or not."""
+
+    held: HeldKv
+    start: int  # position of its first token
+    num_tokens: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+
 class CacheGroup(ABC):
     """Memory of some layers of a model: full attention, a window or chunk, or recurrent state.
 
@@ -126,11 +138,14 @@ class CacheGroup(ABC):
 
     # --- a pass -------------------------------------------------------------------
 
-    def start_decode(self, held: HeldKv, max_num_slots: int) -> None:  # noqa: B027
-        """Note that the next pass computes one token of the request, and so do those after it."""
+    def start_decode(self, held: HeldKv, position: int, max_num_slots: int) -> None:  # noqa: B027
+        """Note that the next pass to be planned computes the token at this position.
 
-    def plan_pass(self, chunks: Iterable[tuple[HeldKv, int]]) -> StateCopies:
-        """Return what the coming pass copies for the prefix cache, given its prefill chunks."""
+        Each pass after it computes the next one.
+        """
+
+    def plan_pass(self, chunks: Iterable[Chunk]) -> StateCopies:
+        """Return what the pass copies for the prefix cache, given its prefill chunks."""
         return NO_STATE_COPIES
 
     def end_chunk(self, held: HeldKv) -> None:  # noqa: B027

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from baton.engine.kv_cache.cache_group import Chunk
 from baton.engine.kv_cache.held_kv import HeldKv, RecurrentState
 from baton.engine.step_calendar import StepCalendar
 
@@ -17,6 +18,7 @@ class _Decoding(NamedTuple):
     held: HeldKv
     state: RecurrentState  # the request has another one, or none, once it was preempted or ended
     max_num_slots: int  # the request ends at this number of tokens
+    position: int  # of its next snapshot
 
 
 class SnapshotCalendar:
@@ -25,40 +27,38 @@ class SnapshotCalendar:
         self._block_size = block_size
         self._calendar: StepCalendar[_Decoding] = StepCalendar()
 
-    def start_decode(self, held: HeldKv, max_num_slots: int) -> None:
-        """Track a request whose next token is computed by the next pass to be planned."""
+    def start_decode(self, held: HeldKv, position: int, max_num_slots: int) -> None:
+        """Track a request. The next pass to be planned computes its token at this position."""
         if held.state is not None:
-            decoding = _Decoding(held, held.state, max_num_slots)
-            self._set_due(decoding, held.num_computed_tokens)
+            self._set_due(_Decoding(held, held.state, max_num_slots, position))
 
-    def begin_pass(
-        self, chunks: Iterable[tuple[HeldKv, int]]
-    ) -> Iterator[tuple[HeldKv, list[int]]]:
+    def begin_pass(self, chunks: Iterable[Chunk]) -> Iterator[tuple[HeldKv, list[int]]]:
         """Yield the positions of snapshots by request, the most useful ones first."""
-        for held, num_tokens in chunks:
-            yield held, self._positions(held, num_tokens)
+        for chunk in chunks:
+            yield chunk.held, self._positions(chunk)
         for decoding in self._calendar.begin_step():
             if decoding.held.state is decoding.state:
-                position = decoding.held.num_computed_tokens + 1
-                yield decoding.held, [position]
-                self._set_due(decoding, position)
+                yield decoding.held, [decoding.position]
+                self._set_due(decoding)
 
-    def _positions(self, held: HeldKv, num_tokens: int) -> list[int]:
+    def _positions(self, chunk: Chunk) -> list[int]:
         """Return the positions in a prefill chunk.
 
         The prompt leaves an earlier one where the KV that both share ends: a third prompt may do
         the same. The same prompt can hit the last whole block before its last token.
         """
-        start = held.num_computed_tokens
-        end = start + num_tokens
+        held, start, end = chunk.held, chunk.start, chunk.end
         shared = held.state.num_shared_tokens if held.state is not None else 0
         last = (held.num_tokens - 1) // self._block_size * self._block_size
         first = start - start % self._interval + self._interval
         positions = dict.fromkeys([shared, last, *range(first, end + 1, self._interval)])
         return [position for position in positions if start < position <= end]
 
-    def _set_due(self, decoding: _Decoding, num_computed: int) -> None:
-        """Record the pass that computes the token before the next position."""
-        num_ahead = self._interval - num_computed % self._interval
-        if num_computed + num_ahead <= decoding.max_num_slots:
-            self._calendar.add(self._calendar.step + num_ahead, decoding)
+    def _set_due(self, decoding: _Decoding) -> None:
+        """Record the pass that computes the token before the position after `decoding`'s."""
+        num_ahead = self._interval - decoding.position % self._interval
+        position = decoding.position + num_ahead
+        if position <= decoding.max_num_slots:
+            self._calendar.add(
+                self._calendar.step + num_ahead, decoding._replace(position=position)
+            )

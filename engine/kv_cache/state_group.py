@@ -9,7 +9,7 @@ from baton.core.ids import BlockId
 from baton.engine.errors import BlocksUnaccounted
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.block_names import snapshot_end
-from baton.engine.kv_cache.cache_group import CacheGroup, NamedBlock, PrefixHit, PrefixQuery
+from baton.engine.kv_cache.cache_group import CacheGroup, Chunk, NamedBlock, PrefixHit, PrefixQuery
 from baton.engine.kv_cache.groups import NUM_STATE_COPIES, CacheLayout
 from baton.engine.kv_cache.held_kv import HeldKv, RecurrentState
 from baton.engine.kv_cache.prefix_cache import PrefixCache
@@ -135,10 +135,10 @@ class StateGroup(CacheGroup):
 
     # --- a pass -------------------------------------------------------------------
 
-    def start_decode(self, held: HeldKv, max_num_slots: int) -> None:
-        self._calendar.start_decode(held, max_num_slots)
+    def start_decode(self, held: HeldKv, position: int, max_num_slots: int) -> None:
+        self._calendar.start_decode(held, position, max_num_slots)
 
-    def plan_pass(self, chunks: Iterable[tuple[HeldKv, int]]) -> StateCopies:
+    def plan_pass(self, chunks: Iterable[Chunk]) -> StateCopies:
         for held, positions in self._calendar.begin_pass(chunks):
             found = [self._allocate_snapshot(held, position) for position in positions]
             taken = sorted(snapshot for snapshot in found if snapshot is not None)

@@ -143,9 +143,16 @@ class PersistentBatch:
         """Return the number of draft tokens that fit after the newest token."""
         slot = self._slots[row.request_id]
         known = self._num_tokens[slot]
-        max_len = min(row.num_prompt_tokens + row.sampling.max_tokens, self._max_model_len)
         num_slots = self._num_blocks[slot] * self._block_size
-        return max(0, min(max_len - known - 1, num_slots - known))
+        return max(0, min(self._max_len(row) - known - 1, num_slots - known))
+
+    def is_full(self, request_id: RequestId) -> bool:
+        """Return whether a row has all tokens that it can get: its request ends."""
+        row, slot = self._rows[request_id], self._slots[request_id]
+        return self._num_tokens[slot] >= self._max_len(row)
+
+    def _max_len(self, row: PlanRow) -> int:
+        return min(row.num_prompt_tokens + row.sampling.max_tokens, self._max_model_len)
 
     def _forget(self, request_ids: Sequence[RequestId]) -> None:
         """Remove rows and free their slots. Unknown ids, as after a failed pass, are ignored."""

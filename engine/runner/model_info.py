@@ -71,7 +71,7 @@ NO_LAYER = -1
 
 
 class PassHook(Protocol):
-    """Callbacks during a forward pass, on the engine thread."""
+    """Callbacks during a forward pass, on the thread that runs it."""
 
     def layer_done(self, layer: int, fence: Fence) -> None:
         """Report a layer. Once `fence` is passed its KV is in the KV tensor and can be sent.

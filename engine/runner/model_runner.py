@@ -96,7 +96,8 @@ class TorchRunner:
             PromptLogprobs(decoder, self.device, sampling),
             SamplingHead(decoder, self.sampler, info.vocab_size, self.device),
         )
-        self._failed: frozenset[RequestId] = frozenset()  # rows without a token in the last pass
+        # Rows that have ended with the last pass, which a plan made before its end contains.
+        self._ended: frozenset[RequestId] = frozenset()
         self._spec_decoder = None
         if speculation is not None:
             self._spec_decoder = SpecDecoder(batch, speculation, NgramProposer(speculation))
@@ -140,7 +141,7 @@ class TorchRunner:
         self._batch.apply(plan)
         if not plan.num_scheduled_tokens:
             return _LaunchedPass(self._drain)
-        scheduled = self._without_failed(plan)
+        scheduled = self._without_ended(plan)
         if not scheduled:
             return _LaunchedPass(self._drain)
         step = self._batch.step(scheduled, self._draft(plan), plan.state_copies)
@@ -160,22 +161,20 @@ class TorchRunner:
             return NO_DRAFTS
         return self._spec_decoder.drafts(plan.num_scheduled_tokens, plan.max_draft_tokens)
 
-    def _without_failed(self, plan: Plan) -> Mapping[RequestId, int]:
-        """Return the scheduled tokens without rows that got no token in the last pass.
+    def _without_ended(self, plan: Plan) -> Mapping[RequestId, int]:
+        """Return the scheduled tokens without rows that have ended with the last pass.
 
         A plan contains them if it was made before the result of that pass was known.
         """
-        failed, self._failed = self._failed, frozenset()
-        if not failed:
+        ended, self._ended = self._ended, frozenset()
+        if not ended:
             return plan.num_scheduled_tokens
-        failed -= {row.request_id for row in plan.started}  # a later request of the same id
+        ended -= {row.request_id for row in plan.started}  # a later request of the same id
         scheduled = plan.num_scheduled_tokens
-        return {key: scheduled[key] for key in scheduled if key not in failed}
+        return {key: scheduled[key] for key in scheduled if key not in ended}
 
     def _fenced_hook(self, plan: Plan) -> FencedHook | None:
-        if self.hook is None or plan.is_detached:
-            return None
-        return FencedHook(self.hook, self.device, plan.is_retry)
+        return None if self.hook is None else FencedHook(self.hook, self.device, plan.is_retry)
 
     def _launch(self, step: Step, plan: Plan) -> tuple[HiddenStates, list[HeadPass]]:
         """Launch the decoder, as a graph if one fits, and the heads."""
@@ -227,7 +226,8 @@ class TorchRunner:
                 self._spec_decoder.note_results(step, hidden_states.sampled, result)
         for head in heads:
             head.commit()
-        self._failed = frozenset(result.failures)
+        full = filter(self._batch.is_full, result.num_proposed)
+        self._ended = frozenset((*result.failures, *full))
         fence.wait()  # of the pass: a step that samples nothing has not waited for it yet
         return result
 

@@ -10,6 +10,7 @@ from baton.core.output import Failure, FailureCause, FinishReason, Output
 from baton.engine.errors import OutOfOrder
 from baton.engine.plan import RunResult
 from baton.engine.scheduler.config import LoadFailurePolicy
+from baton.engine.scheduler.planned_step import PlannedStep
 from baton.engine.scheduler.request import Request, RequestStatus
 from baton.engine.scheduler.state import SchedulerState
 from baton.kv_transfer.types import NO_REPORTS, KvReports, Landed, Lost
@@ -21,26 +22,24 @@ class OutputProcessor:
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
 
-    def settle_run(self, run: RunResult) -> None:
-        batch = self._state.batch
-        if len(run.token_ids) + len(run.failures) < batch.num_decoding:
-            raise OutOfOrder(f"{batch.num_decoding} requests decode; the run has fewer results")
-        completed_prefills = [
-            request
-            for request, num_tokens in batch.chunks
-            if request.status is RequestStatus.RUNNING and request.request_id not in run.failures
-            if self._advance_prefill(request, num_tokens, run)
-        ]
+    def settle_run(self, step: PlannedStep, run: RunResult) -> None:
+        """Apply the result of a step, which is not pending any more."""
+        if step.ended:
+            run = run.without(step.ended)
+        if len(run.token_ids) + len(run.failures) < step.num_decodes - len(step.ended):
+            raise OutOfOrder(f"{step.num_decodes} requests decode; the run has fewer results")
+        for request, num_tokens in step.chunks:
+            if request.status is RequestStatus.RUNNING and request.request_id not in run.failures:
+                self._advance_prefill(request, num_tokens, run)
+        running = self._state.batch.running
         for request_id, failure in run.failures.items():
-            failed = batch.running.get(request_id)
-            if failed is not None:
-                self._end_failed_run(failed, failure)
+            self._end_failed_run(running[request_id], failure)
         if run.num_proposed:
             self._count_draft_tokens(run)
+        for held in step.written:
+            self._state.cache.release(held)
         self._state.cache.end_pass()  # before requests end with their last token
         self._append_tokens(run)
-        for request in completed_prefills:
-            self._start_decoding(request)
 
     def settle_kv(self, reports: KvReports) -> None:
         if reports == NO_REPORTS:
@@ -61,13 +60,15 @@ class OutputProcessor:
 
     # --- the run ------------------------------------------------------------------
 
-    def _advance_prefill(self, request: Request, num_tokens: int, run: RunResult) -> bool:
-        """Advance a prefill by `num_tokens`. Returns True if all its tokens are computed."""
+    def _advance_prefill(self, request: Request, num_tokens: int, run: RunResult) -> None:
+        """Advance a prefill by `num_tokens`."""
         start = request.kv.num_computed_tokens
         request.kv.num_computed_tokens += num_tokens
         request.num_prefilled_tokens += num_tokens
         self._state.cache.end_chunk(request.kv)
         is_complete = request.kv.num_computed_tokens == request.num_tokens
+        if is_complete and request.request_id not in run.token_ids:
+            raise OutOfOrder(f"the prefill of {request.request_id} is complete; it got no token")
         num_whole = request.kv.num_computed_tokens // self._state.cache.block_size
         # The last block, full or not, is final: a sender ends with its first token.
         num_blocks = request.kv.num_blocks if is_complete else num_whole
@@ -76,7 +77,6 @@ class OutputProcessor:
         prompt_logprobs = run.prompt_logprobs.get(request.request_id)
         if prompt_logprobs:
             self._emit_prompt_logprobs(request, start, prompt_logprobs)
-        return is_complete
 
     def _emit_prompt_logprobs(
         self, request: Request, start: int, logprobs: list[TokenLogprobs | None]
@@ -100,10 +100,9 @@ class OutputProcessor:
             num_accepted = max(0, len(run.token_ids.get(request_id, ())) - 1)
             state.total_proposed_tokens += num_proposed
             state.total_accepted_tokens += num_accepted
-            request = state.batch.running.get(request_id)
-            if request is not None:
-                request.num_proposed_tokens += num_proposed
-                request.num_accepted_tokens += num_accepted
+            request = state.batch.running[request_id]
+            request.num_proposed_tokens += num_proposed
+            request.num_accepted_tokens += num_accepted
 
     def _append_tokens(self, run: RunResult) -> None:
         """Append the sampled tokens. The fast path, for nearly all rows, is kept minimal."""
@@ -111,9 +110,7 @@ class OutputProcessor:
         self._state.total_sampled_tokens += sum(map(len, run.token_ids.values()))
         outbox = self._state.outbox
         for request_id, token_ids in run.token_ids.items():
-            request = running.get(request_id)
-            if request is None:
-                continue  # aborted while the step ran
+            request = running[request_id]
             known = request.token_ids
             num_tokens = len(known) + 1
             token_id = token_ids[0]
@@ -180,15 +177,6 @@ class OutputProcessor:
         if is_long_enough or request.num_tokens >= self._state.config.max_model_len:
             return FinishReason.LENGTH
         return FinishReason.HANDED_OFF if request.submitted.send_to is not None else None
-
-    def _start_decoding(self, request: Request) -> None:
-        if request.status is not RequestStatus.RUNNING:
-            return
-        if request.kv.num_computed_tokens == request.num_tokens:
-            raise OutOfOrder(f"the prefill of {request.request_id} is complete; it got no token")
-        request.is_long = False
-        self._state.batch.turn_to_decode(request, self._state.cache.capacity(request.kv))
-        self._state.cache.start_decode(request.kv, request.max_num_slots)
 
     def _end_failed_run(self, request: Request, failure: Failure) -> None:
         """End a request whose row failed. Its KV may be wrong, unless the request is at fault."""

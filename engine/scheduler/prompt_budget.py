@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.request import Request
-from baton.engine.scheduler.step_pace import StepPace
+from baton.engine.scheduler.step_pace import StepLoad, StepPace
 
 # Short prompts arrive in groups. After one, chunks stay within the threshold for this many steps,
 # so that the next one waits for a small step at most.
@@ -49,9 +49,10 @@ class PromptBudget:
         self._num_paced_left = self.pace.paced_tokens(num_decoding, self._num_left)
         self._num_looked_up = self._num_partial = self._num_long = 0
 
-    def record_step(self, seconds: float) -> None:
-        """Record the duration of the step."""
-        self.pace.record_step(seconds, self._num_decoding, self._num_given)
+    @property
+    def load(self) -> StepLoad:
+        """The work of the step, as far as it is planned."""
+        return StepLoad(self._num_decoding, self._num_given)
 
     # --- what a prompt may get ----------------------------------------------------
 

@@ -2,13 +2,20 @@
 
 Decoding requests cost no work per step here: they stay in a table of scheduled tokens, and a
 calendar lists the step in which each needs its next block.
+
+The batch is that of the next plan, while `num_computed_tokens` and the tokens of a request are
+those before the plan that awaits its result, if there is one.
 """
 
 from __future__ import annotations
 
+from collections import deque
+
 from baton.core.ids import RequestId
 from baton.engine.plan import NO_STATE_COPIES, BlockTables, Plan, PlanRow, StateCopies
+from baton.engine.scheduler.planned_step import PlannedStep
 from baton.engine.scheduler.request import BY_RANK, NOT_DUE, Request
+from baton.engine.scheduler.step_pace import StepLoad
 from baton.engine.step_calendar import StepCalendar
 from baton.kv_transfer.types import KvOrders
 
@@ -21,6 +28,7 @@ class Batch:
         self.chunks: list[tuple[Request, int]] = []  # prefill tokens in the current plan
         self._decode_tokens: dict[RequestId, int] = {}
         self._calendar: StepCalendar[Request] = StepCalendar()
+        self.pending: deque[PlannedStep] = deque()  # they await their results: at most two
         self._dropped: list[RequestId] = []
         self._started: list[PlanRow] = []
         self._new_block_ids: dict[RequestId, BlockTables] = {}
@@ -39,18 +47,39 @@ class Batch:
     def begin_step(self) -> list[Request]:
         """Begin a step. Returns the decoding requests that need blocks for it, in rank order."""
         self.chunks = []
-        short = []
-        for request in self._calendar.begin_step():
-            # Entries of removed requests stay behind, and a resumed request can have two.
-            if request.due_step == self._calendar.step:
-                request.due_step = NOT_DUE
-                short.append(request)
-        short.sort(key=BY_RANK)
+        short = self.due_next()
+        self._calendar.begin_step()
+        for request in short:
+            request.due_step = NOT_DUE
         return short
 
-    def num_due_next(self) -> int:
-        """Return the number of decoding requests that need blocks for the next step, at most."""
-        return len(self._calendar.next_entries())
+    def due_next(self) -> list[Request]:
+        """Return the decoding requests that need blocks for the next step, in rank order."""
+        step = self._calendar.step + 1
+        # Entries of removed requests stay behind, and a resumed request can have two.
+        found = dict.fromkeys(
+            each for each in self._calendar.next_entries() if each.due_step == step
+        )
+        return sorted(found, key=BY_RANK)
+
+    # --- positions after the pending steps ----------------------------------------
+
+    def position(self, request: Request) -> int:
+        """Return the number of tokens that are computed once the pending steps have ended.
+
+        With speculation, this is the least of a decoding request.
+        """
+        position = request.kv.num_computed_tokens
+        for step in self.pending:
+            position += step.num_tokens_of(request)
+        return position
+
+    def max_position(self, request: Request) -> int:
+        """Return the most tokens that are computed then: all drafts may be accepted."""
+        num_steps = sum(1 for step in self.pending if step.num_tokens_of(request))
+        return self.position(request) + num_steps * (self._num_slots_per_decode - 1)
+
+    # --- requests of the batch ----------------------------------------------------
 
     def start_prefill(self, request: Request, num_tokens: int) -> None:
         self._start(request)
@@ -67,51 +96,65 @@ class Batch:
         self._set_due(request, capacity, self._calendar.step)
 
     def turn_to_decode(self, request: Request, capacity: int) -> None:
-        """Move a request from prefill to decode. It decodes from the next step on."""
+        """Move a request whose prefill the last plan completes. It decodes from the next one on."""
         del self.prefilling[request.request_id]
         self._decode_tokens[request.request_id] = 1
         self._set_due(request, capacity, self._calendar.step + 1)
 
-    def grow(
-        self, request: Request, block_ids: BlockTables, capacity: int, num_pending: int = 0
-    ) -> None:
-        """Add blocks of a decoding request, of which a pass computes `num_pending` tokens now."""
+    def grow(self, request: Request, block_ids: BlockTables, capacity: int) -> None:
+        """Add blocks of a decoding request."""
         # With speculation, a request can be due while its last block has room.
         if block_ids[0]:
             self._new_block_ids[request.request_id] = block_ids
-        self._set_due(request, capacity, self._calendar.step - num_pending)
+        self._set_due(request, capacity, self._calendar.step)
 
-    def decodes_after(self, num_pending: int) -> dict[RequestId, int]:
-        """Return the decodes of a plan, without those that so many more tokens end."""
-        return {
-            request_id: 1
-            for request_id, request in self.running.items()
-            if len(request.token_ids) + num_pending < request.max_num_tokens
-        }
+    def remove(self, request: Request) -> bool:
+        """Remove a request. Returns whether a pending pass may still write its blocks.
 
-    def remove(self, request: Request) -> None:
+        They are then kept, to be released with the result of that pass.
+        """
         request_id = request.request_id
         del self.running[request_id]
         self.prefilling.pop(request_id, None)
         self._decode_tokens.pop(request_id, None)
         self._new_block_ids.pop(request_id, None)
-        # Its entries in the calendar stay: `begin_step` skips them.
+        # Its entries in the calendar stay: `due_next` skips them.
         request.due_step = NOT_DUE
         self._dropped.append(request_id)
+        writing = [step for step in self.pending if step.end(request)]
+        if writing:
+            writing[-1].written.append(request.kv)
+        return bool(writing)
+
+    # --- the plan -----------------------------------------------------------------
+
+    def decodes(self) -> dict[RequestId, int]:
+        """Return the decodes of this step, without requests that the pending one ends for sure."""
+        if not self.pending:
+            return self._decode_tokens.copy()
+        pending, running = self.pending[0], self.running
+        scheduled = pending.plan.num_scheduled_tokens.keys() - pending.ended
+        return {
+            request_id: 1
+            for request_id in self._decode_tokens
+            if len(running[request_id].token_ids) + (request_id in scheduled)
+            < running[request_id].max_num_tokens
+        }
 
     def take_plan(
         self,
+        decodes: dict[RequestId, int],
+        load: StepLoad,
         kv_orders: KvOrders,
         max_draft_tokens: int = 0,
         state_copies: StateCopies = NO_STATE_COPIES,
-        decodes: dict[RequestId, int] | None = None,  # None: of all requests that decode
     ) -> Plan:
-        num_scheduled_tokens = self._decode_tokens.copy() if decodes is None else decodes
-        num_prompt_tokens = 0
+        """Return the plan of this step, which is pending from now on."""
+        num_scheduled_tokens, num_prompt_tokens = decodes, 0
         for request, num_tokens in self.chunks:
             num_scheduled_tokens[request.request_id] = num_tokens
             # The others are output tokens of a resumed request.
-            num_missing = max(0, request.num_prompt_tokens - request.kv.num_computed_tokens)
+            num_missing = max(0, request.num_prompt_tokens - self.position(request))
             num_prompt_tokens += min(num_missing, num_tokens)
         plan = Plan(
             dropped=tuple(self._dropped),
@@ -119,7 +162,6 @@ class Batch:
             new_block_ids=self._new_block_ids,
             num_scheduled_tokens=num_scheduled_tokens,
             num_prompt_tokens=num_prompt_tokens,
-            has_chunks=bool(self.chunks),
             max_draft_tokens=max_draft_tokens,
             kv_orders=kv_orders,
             state_copies=state_copies,
@@ -127,6 +169,7 @@ class Batch:
         self._dropped.clear()
         self._started.clear()
         self._new_block_ids = {}
+        self.pending.append(PlannedStep(plan, self.chunks, load))
         return plan
 
     def _start(self, request: Request) -> None:
@@ -136,7 +179,7 @@ class Batch:
     def _set_due(self, request: Request, capacity: int, step: int) -> None:
         """Record the first step from `step` on in which the request's tokens might not fit.
 
-        `step` is the one that computes the token after `num_computed_tokens`.
+        `step` is the one that computes the token after `max_position`.
 
         A request advances by at most `num_slots_per_decode` per step. Without speculation the
         step is exact; with it, the request may be checked early. A request that has all the
@@ -145,7 +188,7 @@ class Batch:
         if capacity >= request.max_num_slots:
             request.due_step = NOT_DUE
             return
-        room = capacity - request.kv.num_computed_tokens - self._num_slots_per_decode
+        room = capacity - self.max_position(request) - self._num_slots_per_decode
         due_step = step + room // self._num_slots_per_decode + 1
         if due_step <= self._calendar.step:  # too few blocks for draft tokens
             due_step = self._calendar.step + 1

@@ -7,7 +7,6 @@ thread. Each plan must be updated with its result before the next one is made, e
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection
 
 from baton.core.exclusions import Feature, check_exclusions
@@ -28,7 +27,7 @@ from baton.engine.scheduler.state import SchedulerState
 from baton.engine.scheduler.validation import validate_request
 from baton.engine.structured_output.grammar import Grammar
 from baton.kv_transfer.external_kv import KV, ExternalKv
-from baton.kv_transfer.types import NO_REPORTS, KvReports
+from baton.kv_transfer.types import NO_REPORTS, KvOrders, KvReports
 
 
 class Scheduler:
@@ -48,10 +47,9 @@ class Scheduler:
         self.config = config
         self.cache_config = cache_config
         self._state = SchedulerState(config, cache_config, external, pulls)
-        self._planner = StepPlanner(self._state, has_state=cache_config.layout.has_state)
+        self._planner = StepPlanner(self._state)
         self._output_processor = OutputProcessor(self._state)
-        self._plans: deque[Plan] = deque()  # those that await their results: at most two
-        self._began_s = 0.0  # the first one of them
+        self._began_s = 0.0  # the first of the pending steps
 
     # --- requests -----------------------------------------------------------------
 
@@ -116,26 +114,26 @@ class Scheduler:
 
     def schedule(self, now: float) -> Plan:
         """Plan the next step. The plan is empty if all requests wait for KV or for blocks."""
-        if self._plans:
+        if self._state.batch.pending:
             raise OutOfOrder("the last plan was not updated with its result")
         self._state.now_s = self._began_s = now
-        self._plans.append(self._planner.plan())
-        return self._plans[0]
+        return self._planner.plan()
 
     def schedule_ahead(self, now: float) -> Plan | None:
-        """Plan the step after the pending plan, which contains only decodes: each gets a token.
+        """Plan the step after the pending plan, whose tokens are not known yet.
 
         None: its result must come first. The runner must run the plans one after the other. If a
-        request ends in the first one, its result in the second one is ignored. Its blocks are free
-        at once: until the second plan is updated, only passes after it can get them.
+        request ends in the first one, its result in the second one is ignored, and its blocks are
+        released with that result.
         """
-        if len(self._plans) != 1:
+        if len(self._state.batch.pending) != 1:
             raise OutOfOrder("no single plan awaits its result")
         self._state.now_s = now
-        plan = self._planner.plan_ahead()
-        if plan is not None:
-            self._plans.append(plan)
-        return plan
+        return self._planner.plan_ahead()
+
+    def take_kv_orders(self) -> KvOrders:
+        """Return the KV orders since the last plan, which need not wait for the next one."""
+        return self._state.arrivals.orders.take()
 
     def update(
         self,
@@ -145,25 +143,32 @@ class Scheduler:
         now: float | None = None,
     ) -> list[Output]:
         """Apply the result of a plan. Without `now`, the time is that of the plan."""
-        if not self._plans or plan is not self._plans[0]:
+        pending = self._state.batch.pending
+        if not pending or plan is not pending[0].plan:
             raise OutOfOrder("this plan is not the one that awaits its result")
-        self._plans.popleft()
+        step = pending[0]
         if now is not None:
-            self._planner.budget.record_step(now - self._began_s)
+            self._planner.budget.pace.record_step(now - self._began_s, *step.load)
             self._state.now_s = now
-        if self._plans:
-            self._planner.budget.begin_step(len(self._plans[0].num_scheduled_tokens))
-            self._began_s = self._state.now_s
+        self._began_s = self._state.now_s
         # KV reports first: no order may follow for a hand-off that is reported as over.
         self._output_processor.settle_kv(kv)
-        self._output_processor.settle_run(run)
+        pending.popleft()
+        self._output_processor.settle_run(step, run)
+        if pending:
+            self._planner.order_layers(pending[0].chunks)
         outputs, self._state.outbox = self._state.outbox, []
         return outputs
 
     def running_rows(self) -> dict[RequestId, PlanRow]:
-        """Return the running requests as rows, in the state before the pending plan is run."""
-        running = self._state.batch.running
-        return {request_id: make_row(request) for request_id, request in running.items()}
+        """Return the requests of the pending plan's batch, in the state before it is run."""
+        running, pending = self._state.batch.running, self._state.batch.pending
+        later = {row.request_id for step in list(pending)[1:] for row in step.plan.started}
+        return {
+            request_id: make_row(request)
+            for request_id, request in running.items()
+            if request_id not in later
+        }
 
     # --- queries ------------------------------------------------------------------
 

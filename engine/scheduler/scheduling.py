@@ -8,30 +8,67 @@ waiting requests.
 
 from __future__ import annotations
 
-from baton.engine.errors import OutOfOrder
+from collections.abc import Iterable
+
+from baton.core.ids import RequestId
+from baton.engine.kv_cache.cache_group import Chunk
 from baton.engine.plan import BlockTables, Plan
 from baton.engine.scheduler.admission import AdmissionRules, Refusal
 from baton.engine.scheduler.prompt_budget import PromptBudget
 from baton.engine.scheduler.request import BY_RANK, Request, RequestStatus
 from baton.engine.scheduler.state import SchedulerState
-from baton.engine.scheduler.urgency import preempt_for
+from baton.engine.scheduler.urgency import victims_for
 
 
 class StepPlanner:
     """Plans steps: changes the scheduler's state and returns a Plan for the runner."""
 
-    def __init__(self, state: SchedulerState, *, has_state: bool) -> None:
+    def __init__(self, state: SchedulerState) -> None:
         self._state = state
         self._config = state.config
         self._num_slots_per_decode = state.config.num_slots_per_decode
-        self._has_state = has_state
         self.budget = PromptBudget(state.config)
         self._admission = AdmissionRules(state, self.budget)
         self.is_cut_short = False  # the last plan left requests for the next one to look up
         self._blocked_head: Request | None = None  # the head that the last step left waiting
 
     def plan(self) -> Plan:
-        """Plan a step. The order decides who gets blocks and tokens when they are short."""
+        """Plan a step."""
+        self._assign()
+        return self._take_plan(self._state.batch.decodes())
+
+    def plan_ahead(self) -> Plan | None:
+        """Plan the step after the pending one, whose tokens are not known yet.
+
+        Returns None if that takes blocks from running requests, or if there is nothing to compute.
+        """
+        if not self._can_plan_ahead():
+            return None
+        self._assign()
+        decodes = self._state.batch.decodes()
+        # Otherwise, the next plan contains what has changed.
+        return self._take_plan(decodes) if decodes or self._state.batch.chunks else None
+
+    def order_layers(self, chunks: Iterable[tuple[Request, int]]) -> None:
+        """Order the layer-wise transfer of the blocks that these chunks of the next pass complete.
+
+        The pass before it, if there is one, must have ended.
+        """
+        state = self._state
+        for request, num_tokens in chunks if self._config.push_layers else ():
+            if request.status is not RequestStatus.RUNNING:
+                continue  # it has ended since the pass was planned
+            num_computed = request.kv.num_computed_tokens + num_tokens
+            is_complete = num_computed == request.num_tokens
+            # A block that this chunk only begins is sent with the chunk that completes it.
+            num_whole = num_computed // state.cache.block_size
+            num_blocks = request.kv.num_blocks if is_complete else num_whole
+            state.arrivals.sends.send(
+                request.submitted.send_to, request.kv, num_blocks, by_layer=True
+            )
+
+    def _assign(self) -> None:
+        """Assign tokens and blocks. The order decides who gets them when they are short."""
         self.is_cut_short = False
         # Before this step takes blocks: those that it evicts would be lost.
         self._state.arrivals.stores.store_new()
@@ -51,63 +88,58 @@ class StepPlanner:
         if can_admit:
             self._schedule_waiting()
         self._spend_leftover(can_admit)
-        return self._take_plan()
-
-    def plan_ahead(self) -> Plan | None:
-        """Plan the decodes after those of the pending plan, whose tokens are not known yet.
-
-        Returns None, changing nothing, if the next step may do more than that.
-        """
-        self._state.stop_overdue_waits()
-        decodes = self._state.batch.decodes_after(1) if self._can_plan_ahead() else {}
-        if not decodes:
-            return None
-        self._state.arrivals.stores.store_new()
-        for request in self._state.batch.begin_step():
-            self._grow_ahead(request)
-        return self._state.batch.take_plan(self._state.arrivals.orders.take(), decodes=decodes)
 
     def _can_plan_ahead(self) -> bool:
+        """Return whether the pending pass computes something, and the next one preempts none."""
         state, batch = self._state, self._state.batch
-        # A pass with draft tokens or recurrent states depends on the result of the one before it.
-        if self._num_slots_per_decode > 1 or self._has_state:
+        if not batch.pending[0].plan.num_scheduled_tokens or state.cache.prefixes.has_state:
             return False
-        if batch.chunks or batch.prefilling or len(state.waiting) > state.waiting.num_followers:
+        if batch.pending[0].chunks or batch.prefilling or len(state.ready):
             return False
-        if len(state.ready) and len(batch) < self._config.max_num_seqs:
+        if len(state.waiting) > state.waiting.num_followers:
             return False
-        num_blocks = batch.num_due_next() * state.cache.num_groups
-        return num_blocks <= state.cache.pool.num_free
+        # Before blocks are counted: those that are to be stored cannot be taken.
+        state.arrivals.stores.store_new()
+        head = self._blocked_head
+        if head is not None and head is state.waiting.head() and victims_for(state, head):
+            return False
+        num_missing = sum(map(self._num_missing_places, batch.due_next()))
+        return num_missing * state.cache.num_groups <= state.cache.pool.num_free
 
-    def _grow_ahead(self, request: Request) -> None:
-        """Allocate the block that a token after the pending one needs. It must be free."""
-        cache = self._state.cache
-        cache.register(request.kv)
-        cache.release_unseen(request.kv)
-        num_slots = min(request.kv.num_computed_tokens + 2, request.max_num_slots)
-        added = cache.grow(request.kv, num_slots)
-        if added is None:
-            raise OutOfOrder(f"there are too few blocks for {request.request_id}")
-        self._state.batch.grow(request, added, cache.capacity(request.kv), num_pending=1)
+    def _num_missing_places(self, request: Request) -> int:
+        """Return how many blocks the table of a decoding request lacks for its next step."""
+        num_blocks = self._state.cache.num_blocks_for(self._num_slots(request))
+        return max(0, num_blocks - request.kv.num_blocks)
 
     def _preempt_for_head(self) -> None:
         """Preempt running requests for a more urgent head that the last step left waiting."""
         head, self._blocked_head = self._blocked_head, None
         if head is not None and head is self._state.waiting.head():
-            preempt_for(self._state, head)
+            for victim in victims_for(self._state, head):
+                # Once only: two urgent streams of requests could keep it from ever ending.
+                victim.was_preempted_for_priority = True
+                self._state.preempt(victim)
 
-    def _take_plan(self) -> Plan:
+    def _take_plan(self, decodes: dict[RequestId, int]) -> Plan:
         state, batch = self._state, self._state.batch
-        if self._config.push_layers:
-            self._send_layers()
+        if not batch.pending:
+            self.order_layers(batch.chunks)
+        chunks = [
+            Chunk(request.kv, batch.position(request), num_tokens)
+            for request, num_tokens in batch.chunks
+        ]
         # Last of all, from the blocks that no request needs: copies of states are optional.
-        chunks = [(request.kv, num_tokens) for request, num_tokens in batch.chunks]
         state_copies = state.cache.plan_pass(chunks)
         # Blocks that became full since the last step were registered in this one.
         state.arrivals.stores.store_new()
-        return batch.take_plan(
-            state.arrivals.orders.take(), self.budget.num_draft_tokens, state_copies
-        )
+        budget, orders = self.budget, state.arrivals.orders.take()
+        plan = batch.take_plan(decodes, budget.load, orders, budget.num_draft_tokens, state_copies)
+        for chunk, (request, _) in zip(chunks, batch.chunks, strict=True):
+            if chunk.end == request.num_tokens:
+                request.is_long = False
+                batch.turn_to_decode(request, state.cache.capacity(request.kv))
+                state.cache.start_decode(request.kv, chunk.end, request.max_num_slots)
+        return plan
 
     # --- running ------------------------------------------------------------------
 
@@ -137,15 +169,21 @@ class StepPlanner:
         """Allocate blocks for one more step. Returns None if there are too few for one token.
 
         With speculation, slots for draft tokens are allocated only from free blocks, without
-        preemption. The number of slots is clipped to the length of the request's block table.
+        preemption.
         """
-        num_slots = request.kv.num_computed_tokens + self._num_slots_per_decode
-        if num_slots > request.max_num_slots:
-            num_slots = request.max_num_slots
-        added = self._state.cache.grow(request.kv, num_slots)
+        added = self._state.cache.grow(request.kv, self._num_slots(request))
         if added is None and self._num_slots_per_decode > 1:
-            added = self._state.cache.grow(request.kv, request.kv.num_computed_tokens + 1)
+            num_slots = request.kv.num_computed_tokens + 1
+            added = self._state.cache.grow(request.kv, num_slots)
         return added
+
+    def _num_slots(self, request: Request) -> int:
+        """Return the KV slots of a request up to the next step, with all drafts.
+
+        They are clipped to the length of its block table.
+        """
+        num_slots = self._state.batch.max_position(request) + self._num_slots_per_decode
+        return min(num_slots, request.max_num_slots)
 
     # --- ready --------------------------------------------------------------------
 
@@ -166,7 +204,9 @@ class StepPlanner:
             state.ready.remove(request)
             request.move(RequestStatus.RUNNING)
             state.batch.start_decode(request, state.cache.capacity(request.kv))
-            state.cache.start_decode(request.kv, request.max_num_slots)
+            state.cache.start_decode(
+                request.kv, request.kv.num_computed_tokens, request.max_num_slots
+            )
         return True
 
     def _allocate_for_ready(self, request: Request) -> bool:
@@ -188,7 +228,7 @@ class StepPlanner:
         # By rank, not by start: a more urgent prompt that started later gets the tokens first.
         prefilling = self._state.batch.prefilling.values()
         for request in sorted(prefilling, key=BY_RANK):
-            num_missing = request.num_tokens - request.kv.num_computed_tokens
+            num_missing = request.num_tokens - self._state.batch.position(request)
             chunk = self.budget.next_chunk(request, num_missing)
             if chunk:
                 self._state.batch.continue_prefill(request, chunk)
@@ -211,7 +251,7 @@ class StepPlanner:
         is_any_extended = False
         chunks = self._state.batch.chunks
         for index, (request, chunk) in enumerate(chunks):
-            num_missing = request.num_tokens - request.kv.num_computed_tokens - chunk
+            num_missing = request.num_tokens - self._state.batch.position(request) - chunk
             more = self.budget.extension(request, num_missing)
             if more:
                 is_any_extended = True
@@ -219,19 +259,6 @@ class StepPlanner:
                 chunks[index] = (request, chunk + more)
                 self.budget.extend(request, more, num_missing)
         return is_any_extended
-
-    def _send_layers(self) -> None:
-        """Order the layer-wise transfer of the blocks that this plan's chunks complete."""
-        state = self._state
-        for request, num_tokens in state.batch.chunks:
-            num_computed = request.kv.num_computed_tokens + num_tokens
-            is_complete = num_computed == request.num_tokens
-            # A block that this chunk only begins is sent with the chunk that completes it.
-            num_whole = num_computed // state.cache.block_size
-            num_blocks = request.kv.num_blocks if is_complete else num_whole
-            state.arrivals.sends.send(
-                request.submitted.send_to, request.kv, num_blocks, by_layer=True
-            )
 
     # --- waiting ------------------------------------------------------------------
 

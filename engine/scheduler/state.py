@@ -132,15 +132,18 @@ class SchedulerState:
     def finish(self, request: Request, reason: str) -> None:
         """Release the blocks of a request that has its last output.
 
-        Blocks that a hand-off references stay held.
+        Blocks that a hand-off references stay held, and so do those that a pass may still write.
         """
         # What a peer may still write or read stays held by its hand-off, until that is reported.
         self.end_receive(request, revokes=True)
         self.arrivals.sends.withdraw(request.submitted.send_to, reason)
-        self._dequeue(request)
+        is_written = self._dequeue(request)
         request.arrival.is_over = True  # others no longer wait behind it for room to load
         self.arrivals.stores.note_end(request.kv, request.num_cached_tokens)
-        self.cache.release(request.kv)
+        if is_written:
+            self.cache.register(request.kv)
+        else:
+            self.cache.release(request.kv)
         request.move(RequestStatus.FINISHED)
         del self.requests[request.request_id]
 
@@ -190,7 +193,8 @@ class SchedulerState:
         return num_holders * self.num_headroom_blocks
 
     def held_kv(self) -> list[HeldKv]:
-        return [request.kv for request in self.requests.values()]
+        ended = [held for step in self.batch.pending for held in step.written]
+        return [*(request.kv for request in self.requests.values()), *ended]
 
     # --- statistics -------------------------------------------------------------
 
@@ -254,7 +258,8 @@ class SchedulerState:
         priority = submitted.priority if self.config.policy is SchedulingPolicy.PRIORITY else 0
         return (priority, submitted.arrival_s - submitted.age_s, self._num_added)
 
-    def _dequeue(self, request: Request) -> None:
+    def _dequeue(self, request: Request) -> bool:
+        """Remove a request from its place. Returns whether a pass may still write its blocks."""
         self.num_changes += 1
         match request.status:
             case RequestStatus.WAITING | RequestStatus.PREEMPTED:
@@ -266,9 +271,10 @@ class SchedulerState:
             case RequestStatus.READY:
                 self.ready.remove(request)
             case RequestStatus.RUNNING:
-                self.batch.remove(request)
+                return self.batch.remove(request)
+        return False
 
     def _held_blocks(self) -> Iterator[BlockId]:
-        for request in self.requests.values():
-            yield from request.kv.block_ids
+        for held in self.held_kv():
+            yield from held.block_ids
         yield from self.arrivals.holds.block_ids()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 # Computed in any step, so that prefills make progress.
 LEAST_TOKENS = 16
 FIRST_TOKENS = 64  # until the cost of a token is known
@@ -10,6 +12,13 @@ FIRST_PACED_TOKENS = 32
 # and whose client has its first token, waits for the end of the step.
 PACED_STEP_S = 0.1
 SMOOTHING = 0.25
+
+
+class StepLoad(NamedTuple):
+    """Work of a step."""
+
+    num_decoding: int
+    num_prompt_tokens: int
 
 
 class StepPace:

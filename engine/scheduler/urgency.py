@@ -13,33 +13,33 @@ from baton.engine.scheduler.request import BY_RANK, Request
 from baton.engine.scheduler.state import SchedulerState
 
 
-def preempt_for(state: SchedulerState, head: Request) -> None:
-    """Preempt running requests so that `head` gets a place in the batch and its blocks.
+def victims_for(state: SchedulerState, head: Request) -> list[Request]:
+    """Return the running requests to preempt so that `head` gets a place and its blocks.
 
-    `head` is the head of the waiting queue. Must be called before a step is planned, since
-    scheduled requests are not preempted.
+    `head` is the head of the waiting queue. They must be preempted before a step is planned, since
+    scheduled requests are not.
     """
-    victims = _victims(state, head)
-    if not victims:
-        return
+    candidates = _candidates(state, head)
+    if not candidates:
+        return []
     shortage = _shortage(state, head)
-    num_freed = [state.cache.pool.num_held_once(victim.kv.block_ids) for victim in victims]
+    num_freed = [state.cache.pool.num_held_once(each.kv.block_ids) for each in candidates]
     # All or nothing: preempting some would cost their progress, and the head would still wait.
     if sum(num_freed) < shortage:
-        return
+        return []
     lacks_place = head.arrival.handoff is None and len(state.batch) >= state.config.max_num_seqs
     num_missing_places = int(lacks_place)
-    for victim, num_blocks in zip(victims, num_freed, strict=True):
+    victims: list[Request] = []
+    for candidate, num_blocks in zip(candidates, num_freed, strict=True):
         if shortage <= 0 and num_missing_places <= 0:
-            return
-        # Once only: two urgent streams of requests could keep it from ever ending.
-        victim.was_preempted_for_priority = True
-        state.preempt(victim)
+            break
+        victims.append(candidate)
         shortage -= num_blocks
         num_missing_places -= 1
+    return victims
 
 
-def _victims(state: SchedulerState, head: Request) -> list[Request]:
+def _candidates(state: SchedulerState, head: Request) -> list[Request]:
     """Return the running requests that can be preempted for `head`, the lowest-ranked first."""
     if state.config.policy is not SchedulingPolicy.PRIORITY:
         return []

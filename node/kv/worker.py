@@ -124,17 +124,28 @@ class KvPassHook:
     """Forward-pass hook that drives KV transfers and the heartbeat during long steps."""
 
     def __init__(
-        self, worker: KvTransferWorker, groups: Sequence[KvGroup], beat: Callable[[], None]
+        self,
+        worker: KvTransferWorker,
+        groups: Sequence[KvGroup],
+        beat: Callable[[], None],
+        post: Callable[[Callable[[], None]], None],  # calls something on the engine thread
     ) -> None:
         self._worker = worker
         self._groups = groups
         self._beat = beat
+        self._post = post
 
     def layer_done(self, layer: int, fence: Fence) -> None:
+        self._post(partial(self._note_layer, layer, fence))
+
+    def pass_done(self) -> None:
+        self._post(self._note_pass)
+
+    def _note_layer(self, layer: int, fence: Fence) -> None:
         self._beat()
         last_place = places_done(self._groups, layer + 1) - 1
         self._worker.layer_done(last_place, time.monotonic(), fence)
 
-    def pass_done(self) -> None:
+    def _note_pass(self) -> None:
         self._beat()
         self._worker.pass_done(time.monotonic())

@@ -247,6 +247,17 @@ def engine_of(runner: TorchRunner, *, async_scheduling: bool = False) -> EngineC
     return EngineCore(Scheduler(config, cache), runner, NoKvWorker())
 
 
+def config_of(folder: Path, speculation: Speculation | None) -> RunnerConfig:
+    return RunnerConfig(
+        str(folder),
+        block_size=BLOCK_SIZE,
+        kv_cache_bytes=NUM_BLOCKS * 2 * 2 * 2 * 16 * BLOCK_SIZE * 4,
+        max_num_seqs=8,
+        kernels="torch",
+        speculation=speculation,
+    )
+
+
 def answers(engine: EngineCore, requests: list[EngineRequest]) -> dict[str, list[Output]]:
     for request in requests:
         engine.scheduler.add(request)
@@ -274,15 +285,7 @@ def test_a_pass_failed_by_one_request_is_repeated_without_it(
         for n, length in enumerate((60, 7, 33))
     ]
     bad = EngineRequest(RequestId("bad"), (5, NO_TOKEN, 9), GREEDY, seed=0)
-    config = RunnerConfig(
-        str(folder),
-        block_size=BLOCK_SIZE,
-        kv_cache_bytes=NUM_BLOCKS * 2 * 2 * 2 * 16 * BLOCK_SIZE * 4,
-        max_num_seqs=8,
-        kernels="torch",
-        speculation=speculation,
-    )
-    with load_runner(config) as runner:
+    with load_runner(config_of(folder, speculation)) as runner:
         expected = answers(engine_of(runner), good)
         found = answers(engine_of(runner), [good[0], bad, *good[1:]])
 
@@ -322,6 +325,29 @@ def test_asynchronous_scheduling_changes_no_output(poisoned_folder: Path) -> Non
     assert NOT_FINITE in failure.reason
     assert len(found["3"]) == 2
     assert found == expected
+
+
+@pytest.mark.parametrize("speculation", [None, Speculation(num_tokens=2)], ids=["plain", "drafts"])
+def test_asynchronous_steps_with_prompts_and_drafts_change_no_token(
+    folder: Path, speculation: Speculation | None
+) -> None:
+    # Of few tokens, so that drafts are accepted.
+    few = replace(GREEDY, ignore_eos=True, allowed_token_ids=(5, 9))
+    requests = [
+        EngineRequest(RequestId(str(n)), prompt_of(length), replace(few, max_tokens=count), 0)
+        for n, (length, count) in enumerate(((60, 24), (7, 1), (33, 9), (5, 30)))
+    ]
+    with load_runner(config_of(folder, speculation)) as runner:
+        synchronous, asynchronous = [
+            answers(engine_of(runner, async_scheduling=is_async), requests)
+            for is_async in (False, True)
+        ]
+
+    for name, outputs in synchronous.items():
+        expected = [token for output in outputs for token in output.token_ids]
+        assert [t for output in asynchronous[name] for t in output.token_ids] == expected
+    if speculation is not None:
+        assert any(len(output.token_ids) > 1 for its in asynchronous.values() for output in its)
 
 
 def test_a_retry_keeps_its_layers_until_the_pass_has_ended(folder: Path) -> None:

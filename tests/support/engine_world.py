@@ -8,8 +8,8 @@ what it would have got alone.
 from __future__ import annotations
 
 import random
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from baton.core.ids import HandoffId, NodeId, Peer, RequestId
@@ -35,7 +35,7 @@ from baton.engine.scheduler.request import Request
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.kv_transfer.external_kv import Load, LoadId
 from baton.kv_transfer.kv_connector import GuardedConnector
-from baton.kv_transfer.types import KvReports
+from baton.kv_transfer.types import KvOrders, KvReports
 from baton.rpc.cached_prefixes import CachedPrefixes
 from tests.support.fake_external import FakeExternal
 from tests.support.fake_runner import (
@@ -140,7 +140,7 @@ class EngineWorld:
         self.runs_ahead = runs_ahead
         self._ahead: _LaunchedPass | None = None
         self._pass_chance = random.Random(0)  # of whether a pass runs early
-        self.num_ahead = 0  # plans that were made so
+        self.num_ahead: Counter[str] = Counter()  # plans that were made so, by what they contain
         self.config = config or SchedulerConfig()
         self.specs = tuple(group.spec for group in groups)
         self.num_state_blocks = num_state_blocks
@@ -167,6 +167,7 @@ class EngineWorld:
             num_state_blocks,
             self.config.num_lookahead_tokens,
             self.config.max_model_len,
+            self.config.max_num_seqs,
             chance or random.Random(0),
         )
         self._passes = _Strict(self.runner)
@@ -322,6 +323,10 @@ class EngineWorld:
         next_plan = self.scheduler.schedule_ahead(self.now_s) if self.runs_ahead else None
         if next_plan is not None:
             self._ahead = self._launch_ahead(next_plan, launched)
+        elif self.runs_ahead:
+            self._start_orders(self.scheduler.take_kv_orders())
+        if self.runs_ahead:
+            self._land_during_pass()
         run = self.containment.run(plan, launched.collect)
         if plan.num_scheduled_tokens and not run.failures:
             self._forget_ended_crashes()
@@ -338,21 +343,30 @@ class EngineWorld:
         self._check_rest(plan, reports != KvReports())
         return plan
 
+    def _land_during_pass(self) -> None:
+        """Let transfers make progress before a pass that may still write its blocks."""
+        wanted = self.wire.wanted()
+        if wanted and self._pass_chance.random() < 0.5:
+            self.wire.land(wanted[0])
+
     def _launch_ahead(self, plan: Plan, after: _LaunchedPass) -> _LaunchedPass:
-        self.num_ahead += 1
+        self.num_ahead.update(_kinds(plan, self))
         launched = self._launch(plan, after)
         if self._pass_chance.random() < 0.5:
             launched.run()
         return launched
 
     def _launch(self, plan: Plan, after: _LaunchedPass | None = None) -> _LaunchedPass:
+        self._start_orders(plan.kv_orders)
+        return _LaunchedPass(self._passes, plan, after)
+
+    def _start_orders(self, orders: KvOrders) -> None:
         self._check_waits()
-        self.wire.start(plan.kv_orders)
+        self.wire.start(orders)
         self.wire.misbehave()
         if self._connector is not None and self.external is not None:
-            self._connector.start(plan.kv_orders.external)
+            self._connector.start(orders.external)
             self.external.misbehave()
-        return _LaunchedPass(self._passes, plan, after)
 
     def _forget_ended_crashes(self) -> None:
         """Forget the crashes of requests that have ended: a pass without any is between them."""
@@ -501,6 +515,28 @@ class EngineWorld:
         assert plan == Plan() or not self._is_at_rest, f"it would have slept over {plan}"
         is_done = not has_reports and not self.scheduler.is_cut_short
         self._is_at_rest = plan == Plan() and is_done
+
+
+def _kinds(plan: Plan, world: EngineWorld) -> Iterator[str]:
+    """Yield the kinds of work in a plan, and `all`."""
+    pending = world.scheduler._state.batch.pending
+    yield "all"
+    if pending[1].num_decodes:
+        yield "drafts" if plan.max_draft_tokens else "decodes"
+    if pending[1].chunks:
+        yield "prompts"
+    if pending[0].chunks:
+        yield "after prompts"
+    if plan.started:
+        yield "admissions"
+    if plan.kv_orders.receives:
+        yield "grants"
+    if plan.kv_orders.external.loads:
+        yield "loads"
+    if world.num_state_blocks:
+        yield "states"
+    if plan.state_copies:
+        yield "snapshots"
 
 
 def _life_of(request: Request) -> tuple[RequestId, int, bool]:

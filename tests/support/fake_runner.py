@@ -227,6 +227,7 @@ class FakeRunner(SynchronousRunner):
     num_lookahead_tokens: int = 0
     # The real runner's block tables are this long, and not a block longer. None: any length.
     max_model_len: int | None = None
+    max_num_seqs: int | None = None  # rows; None: any number
     chance: random.Random = field(default_factory=lambda: random.Random(0))
     failing: set[RequestId] = field(default_factory=set)  # their next token is an error
     crashing: dict[RequestId, CrashPlace] = field(default_factory=dict)  # their pass fails
@@ -234,7 +235,7 @@ class FakeRunner(SynchronousRunner):
     _num_drafts_left: int = 0  # in this step
     _rows: dict[RequestId, _Row] = field(default_factory=dict)
     _forgotten: set[RequestId] = field(default_factory=set)  # after a pass that failed
-    _failed: set[RequestId] = field(default_factory=set)  # they got no token in the last pass
+    _ended: set[RequestId] = field(default_factory=set)  # with the last pass, by the runner's rules
 
     def run(self, plan: Plan) -> RunResult:
         result = RunResult()
@@ -256,6 +257,8 @@ class FakeRunner(SynchronousRunner):
             self._rows[row.request_id] = _Row(
                 row, list(row.token_ids), row.num_computed_tokens, tables, row.state
             )
+            if self.max_num_seqs is not None and len(self._rows) > self.max_num_seqs:
+                raise AssertionError(f"there is no room for {row.request_id}")
         for request_id, added in plan.new_block_ids.items():
             for table, block_ids in zip(self._rows[request_id].block_tables, added, strict=True):
                 table += block_ids
@@ -266,11 +269,11 @@ class FakeRunner(SynchronousRunner):
         return result
 
     def _run_rows(self, plan: Plan, result: RunResult) -> None:
-        written, failed = self._state_written_by(plan), self._failed
-        self._failed = set()
+        written, ended = self._state_written_by(plan), self._ended
+        self._ended = set()
         try:
             for request_id, num_tokens in plan.num_scheduled_tokens.items():
-                if request_id in failed:  # the scheduler did not know that
+                if request_id in ended:  # the scheduler did not know that
                     continue
                 snapshots = plan.state_copies.get(request_id, ())
                 self._run_row(self._rows[request_id], num_tokens, snapshots, result)
@@ -305,13 +308,15 @@ class FakeRunner(SynchronousRunner):
             self.failing.discard(request_id)
             self._spoil(row, range(end - num_tokens, end))
             self._spoil_state(row, snapshots)
-            self._failed.add(request_id)
+            self._ended.add(request_id)
             result.failures[request_id] = Failure("the logits are not finite")
             return
         num_drafts = self._num_drafts(row, num_tokens)
         result.token_ids[request_id] = self._sample(row, content, num_drafts)
         if num_drafts:
             result.num_proposed[request_id] = num_drafts
+            if len(row.token_ids) >= self._max_len(row):
+                self._ended.add(request_id)
         if row.row.sampling.logprobs is not None:
             result.logprobs[request_id] = [logprob_of(t) for t in result.token_ids[request_id]]
 
@@ -359,14 +364,15 @@ class FakeRunner(SynchronousRunner):
         known = len(row.token_ids)
         if num_tokens != 1 or known <= row.row.num_prompt_tokens:
             return 0
-        longest = row.row.num_prompt_tokens + row.row.sampling.max_tokens
-        if self.max_model_len is not None:
-            longest = min(longest, self.max_model_len)
         most = min(self.num_lookahead_tokens, self._num_drafts_left)
         num_slots = len(row.block_tables[0]) * self.kv.block_size
-        num_drafts = max(0, min(most, longest - known - 1, num_slots - known))
+        num_drafts = max(0, min(most, self._max_len(row) - known - 1, num_slots - known))
         self._num_drafts_left -= num_drafts
         return num_drafts
+
+    def _max_len(self, row: _Row) -> int:
+        longest = row.row.num_prompt_tokens + row.row.sampling.max_tokens
+        return longest if self.max_model_len is None else min(longest, self.max_model_len)
 
     def _check_table(self, row: _Row) -> None:
         if self.max_model_len is None:

@@ -41,6 +41,7 @@ class Incoming:
 class Outgoing:
     request_id: RequestId  # unused for a pull
     block_ids: list[BlockId] = field(default_factory=list)
+    coming: tuple[BlockId, ...] = ()  # those that the pass in progress completes
     is_ended: bool = False
     is_withdrawn: bool = False
     num_tokens: int | None = None  # from Complete
@@ -201,7 +202,15 @@ class FakeWire:
             outgoing = self.outgoing[send.handoff_id]
             assert send.first_block == len(outgoing.block_ids), "a gap or a repeat"
             assert not outgoing.is_ended
+            assert send.block_ids[: len(outgoing.coming)] == outgoing.coming
             outgoing.block_ids += send.block_ids
+            outgoing.coming = ()
+        for send in orders.layer_sends:
+            if send.handoff_id not in self._sent:
+                outgoing = self.outgoing[send.handoff_id]
+                assert send.first_block == len(outgoing.block_ids), "a gap or a repeat"
+                assert not outgoing.coming, "the pass before it has not ended"
+                outgoing.coming = send.block_ids
         ends: tuple[Complete | Withdraw, ...] = (*orders.completes, *orders.withdraws)
         for end in ends:
             if end.handoff_id not in self._sent:

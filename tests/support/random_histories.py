@@ -49,7 +49,7 @@ def run_history(seed: int) -> EngineWorld:
     num_blocks += num_state_blocks * chance.choice([3, 3, 6, 12])
     evictions = random.Random(seed) if seed % 2 else None
     world = EngineWorld(
-        draw_config(chance, can_draft=not (num_state_blocks or (runs_ahead and seed & 8))),
+        draw_config(chance, can_draft=not num_state_blocks),
         num_blocks=num_blocks,
         groups=groups,
         num_state_blocks=num_state_blocks,

@@ -77,7 +77,6 @@ def _plan(lengths: Sequence[int], block_size: int, layout: CacheLayout) -> Plan:
         started=tuple(rows),
         num_scheduled_tokens={row.request_id: row.num_prompt_tokens for row in rows},
         num_prompt_tokens=sum(lengths),
-        has_chunks=True,
     )
 
 

@@ -59,26 +59,37 @@ def tokens_of(engine: EngineCore, num_requests: int) -> dict[str, list[int]]:
     return found
 
 
-def test_all_decodes_but_the_first_and_the_last_are_planned_ahead() -> None:
+def test_all_decodes_but_the_first_are_planned_ahead() -> None:
     it = world()
     it.add(6, max_tokens=9)
 
     it.run_to_end()
 
-    # The prompt's pass gives a token, and then the first decode, which is planned when it is known.
-    assert it.num_ahead == 7
+    assert it.num_ahead["all"] == it.num_ahead["decodes"] == 7
 
 
-@pytest.mark.parametrize("config", [SchedulerConfig(num_lookahead_tokens=2), None])
-def test_passes_that_depend_on_the_result_before_them_are_not_planned_ahead(
-    config: SchedulerConfig | None,
-) -> None:
-    it = world(config, num_state_blocks=0 if config else 1)
-    it.add(6, max_tokens=9)
+def test_drafts_are_planned_ahead_for_positions_that_are_not_known_yet() -> None:
+    it = world(SchedulerConfig(num_lookahead_tokens=2))
+    it.add(6, max_tokens=30)
 
     it.run_to_end()
 
-    assert it.num_ahead == 0
+    assert it.num_ahead["drafts"] > 8
+    assert it.scheduler.stats().total_accepted_tokens > 0
+
+
+def test_blocks_that_a_pass_may_still_write_are_not_free() -> None:
+    it = world()
+    name = it.add(6, max_tokens=30)
+    it.step()
+    it.step()
+    num_free = it.scheduler.stats().num_free_blocks
+
+    it.abort(name)
+
+    assert it.scheduler.stats().num_free_blocks == num_free
+    it.step()
+    assert it.scheduler.stats().num_free_blocks == it.scheduler.stats().num_blocks
 
 
 def test_a_new_request_is_not_delayed_by_plans_ahead() -> None:
@@ -152,7 +163,7 @@ class FailsInDecode(FakeRunner):
     num_decodes = 0
 
     def run(self, plan: Plan) -> RunResult:
-        self.num_decodes += plan.is_detached
+        self.num_decodes += not plan.num_prompt_tokens
         if self.num_decodes == 3:
             self.num_decodes += 1
             raise MemoryError
@@ -172,7 +183,7 @@ class WaitsInDecode(FakeRunner):
     may_end = threading.Event()
 
     def run(self, plan: Plan) -> RunResult:
-        if plan.is_detached:
+        if not plan.num_prompt_tokens:
             assert self.may_end.wait(PATIENCE_S)
         return super().run(plan)
 
@@ -180,7 +191,7 @@ class WaitsInDecode(FakeRunner):
 def test_the_next_step_is_planned_and_transfers_go_on_while_a_pass_is_computed() -> None:
     class Worker(NoKvWorker):
         def progress(self, now: float) -> None:
-            num_plans.append(len(engine.scheduler._plans))
+            num_plans.append(len(engine.scheduler._state.batch.pending))
             runner.may_end.set()
 
     num_plans: list[int] = []

@@ -250,7 +250,9 @@ def test_a_load_that_would_take_longer_than_computing_is_not_started(
 ) -> None:
     it = world()
     cached_outside(it)
-    it.scheduler._planner.budget.record_step(0.1)  # no step with prompt tokens: nothing is learnt
+    it.scheduler._planner.budget.pace.record_step(
+        0.1, 0, 0
+    )  # no step with prompt tokens: nothing is learnt
     it.scheduler._planner.budget.pace.record_step(12.0, 0, 12)  # a second for a token
     monkeypatch.setattr(external(it), "load_s", lambda _: 12.1)
     again = it.add(14)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from baton.core.ids import BlockId
+from baton.engine.plan import Plan
 from baton.engine.scheduler.request import Request
 from baton.engine.scheduler.running_batch import Batch
+from baton.engine.scheduler.step_pace import StepLoad
 from baton.kv_transfer.types import KvOrders
 from tests.support.requests import make_request
 
@@ -92,11 +94,11 @@ def test_due_requests_are_ordered_by_rank() -> None:
 def test_changes_are_in_one_plan_only() -> None:
     batch = Batch(num_slots_per_decode=1)
     request = _decoding(batch, num_computed=8, capacity=8)
-    batch.take_plan(KvOrders())
+    _end_plan(batch)
     batch.begin_step()
     batch.grow(request, ((BlockId(5),),), capacity=12)
 
-    first, second = batch.take_plan(KvOrders()), batch.take_plan(KvOrders())
+    first, second = _end_plan(batch), _end_plan(batch)
 
     assert first.new_block_ids == {request.request_id: ((5,),)}
     assert second.new_block_ids == {}
@@ -112,6 +114,13 @@ def _decoding(
     request.kv.num_computed_tokens = num_computed
     batch.turn_to_decode(request, capacity)
     return request
+
+
+def _end_plan(batch: Batch) -> Plan:
+    """Take the plan of a step, and apply its result."""
+    plan = batch.take_plan(batch.decodes(), StepLoad(1, 0), KvOrders())
+    batch.pending.clear()
+    return plan
 
 
 def _step(batch: Batch, request: Request) -> list[Request]:
