@@ -183,7 +183,10 @@ class KvCache:
             group.start_decode(held, position, max_num_slots)
 
     def plan_pass(self, chunks: Sequence[Chunk]) -> StateCopies:
-        """Return what the pass copies for the prefix cache, given its prefill chunks."""
+        """Return what the pass copies for the prefix cache, given its prefill chunks.
+
+        Passes end in the order in which they are planned.
+        """
         # At most one group has states. The others copy nothing.
         return self._groups[-1].plan_pass(chunks)
 
@@ -194,7 +197,7 @@ class KvCache:
         self.register(held)
 
     def end_pass(self) -> None:
-        """Cache what the pass has copied."""
+        """Cache what the first of the planned passes has copied."""
         for group in self._groups:
             group.end_pass()
 
@@ -244,8 +247,8 @@ class KvCache:
 
         Also checks the block tables of the requests, group by group.
         """
-        of_pass = itertools.chain.from_iterable(each.blocks_of_pass() for each in self._groups)
-        self.pool.check([*held, *of_pass])
+        of_passes = itertools.chain.from_iterable(each.blocks_of_passes() for each in self._groups)
+        self.pool.check([*held, *of_passes])
         self.prefixes.check()
         for each in requests:
             lengths = {len(table) for table in each.block_tables}

@@ -145,17 +145,20 @@ class CacheGroup(ABC):
         """
 
     def plan_pass(self, chunks: Iterable[Chunk]) -> StateCopies:
-        """Return what the pass copies for the prefix cache, given its prefill chunks."""
+        """Return what the pass copies for the prefix cache, given its prefill chunks.
+
+        Passes end in the order in which they are planned.
+        """
         return NO_STATE_COPIES
 
     def end_chunk(self, held: HeldKv) -> None:  # noqa: B027
         """Note that a pass has computed a prefill chunk of the request."""
 
     def end_pass(self) -> None:  # noqa: B027
-        """Cache what the pass has copied."""
+        """Cache what the first of the planned passes has copied."""
 
-    def blocks_of_pass(self) -> Iterable[BlockId]:
-        """Return the blocks that are held for the pass in progress."""
+    def blocks_of_passes(self) -> Iterable[BlockId]:
+        """Return the blocks that are held for the planned passes."""
         return ()
 
     # --- invariants ---------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -18,7 +20,7 @@ from baton.engine.plan import NO_STATE_COPIES, BlockIds, StateCopies, StateSnaps
 
 
 class _PendingCopies(NamedTuple):
-    """Snapshots that the pass in progress takes of a request's state."""
+    """Snapshots that a pass takes of a request's state."""
 
     held: HeldKv
     state: RecurrentState
@@ -36,8 +38,8 @@ class StateGroup(CacheGroup):
     32 tokens in blocks 8 and 9 is named by the hash of the block that ends with the 32nd token. A
     later request with these tokens holds 8 and 9 until its first pass has read them.
 
-    A snapshot is optional: it is taken from free blocks, held while the pass runs, and cached and
-    evictable once the pass has been applied.
+    A snapshot is optional: it is taken from free blocks, held until the pass has ended, and cached
+    and evictable once the pass has been applied.
     """
 
     is_all_or_nothing = True
@@ -50,7 +52,7 @@ class StateGroup(CacheGroup):
         self._block_size = cache.block_size
         # At this distance, snapshots take as much memory as the blocks of one KV group.
         self._calendar = SnapshotCalendar(self._num_blocks * cache.block_size, cache.block_size)
-        self._pending: list[_PendingCopies] = []
+        self._pending: deque[list[_PendingCopies]] = deque()  # by pass, in the order of the plans
 
     # --- prefix hits --------------------------------------------------------------
 
@@ -139,14 +141,16 @@ class StateGroup(CacheGroup):
         self._calendar.start_decode(held, position, max_num_slots)
 
     def plan_pass(self, chunks: Iterable[Chunk]) -> StateCopies:
+        pending: list[_PendingCopies] = []
         for held, positions in self._calendar.begin_pass(chunks):
             found = [self._allocate_snapshot(held, position) for position in positions]
             taken = sorted(snapshot for snapshot in found if snapshot is not None)
             if taken and held.state is not None:
-                self._pending.append(_PendingCopies(held, held.state, tuple(taken)))
-        if not self._pending:  # most steps
+                pending.append(_PendingCopies(held, held.state, tuple(taken)))
+        self._pending.append(pending)
+        if not pending:  # most steps
             return NO_STATE_COPIES
-        return {each.held.request_id: each.snapshots for each in self._pending}
+        return {each.held.request_id: each.snapshots for each in pending}
 
     def end_chunk(self, held: HeldKv) -> None:
         if held.state is not None:
@@ -155,16 +159,16 @@ class StateGroup(CacheGroup):
                 self._cache.pool.release(read)
 
     def end_pass(self) -> None:
-        for held, state, snapshots in self._pending:
+        for held, state, snapshots in self._pending.popleft():
             for num_tokens, block_ids in snapshots:
                 # Those of requests that were preempted or have ended are dropped.
                 if held.state is state and held.is_registering:
+                    held.extend_hashes(self._block_size)
                     self._register_snapshot(held, num_tokens // self._block_size, block_ids)
                 self._cache.pool.release(block_ids)
-        self._pending.clear()
 
-    def blocks_of_pass(self) -> Iterator[BlockId]:
-        for each in self._pending:
+    def blocks_of_passes(self) -> Iterator[BlockId]:
+        for each in itertools.chain.from_iterable(self._pending):
             for snapshot in each.snapshots:
                 yield from snapshot.block_ids
 
@@ -176,8 +180,12 @@ class StateGroup(CacheGroup):
         if not held.is_registering or self._cache.pool.num_free < self._num_blocks:
             return None
         held.extend_hashes(self._block_size)
-        end = held.block_hashes[num_tokens // self._block_size - 1]
-        return None if end in self._cache.ends else StateSnapshot(num_tokens, self._allocate())
+        place = num_tokens // self._block_size - 1
+        # Its last token may be that of a pass which has not ended. Then it has no name yet.
+        is_named = place < len(held.block_hashes)
+        if is_named and held.block_hashes[place] in self._cache.ends:
+            return None
+        return StateSnapshot(num_tokens, self._allocate())
 
     def _allocate(self) -> BlockIds:
         return tuple(self._cache.allocate(self._num_blocks))

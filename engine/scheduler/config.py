@@ -123,8 +123,7 @@ class SchedulerConfig:
         bool,
         Option(
             "Plan the next tokens of decoding requests while the model computes the ones before "
-            "them, on another thread. Saves time between passes on GPUs; not with recurrent "
-            "layers.",
+            "them, on another thread. Saves time between passes on GPUs.",
             BATCHING,
         ),
     ] = False

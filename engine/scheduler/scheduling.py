@@ -92,7 +92,7 @@ class StepPlanner:
     def _can_plan_ahead(self) -> bool:
         """Return whether the pending pass computes something, and the next one preempts none."""
         state, batch = self._state, self._state.batch
-        if not batch.pending[0].plan.num_scheduled_tokens or state.cache.prefixes.has_state:
+        if not batch.pending[0].plan.num_scheduled_tokens:
             return False
         if batch.pending[0].chunks or batch.prefilling or len(state.ready):
             return False

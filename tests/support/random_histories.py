@@ -43,7 +43,6 @@ def run_history(seed: int) -> EngineWorld:
     pulls = random.Random(seed) if seed % 3 == 0 else None
     runs_ahead = bool(seed & 4)
     groups, num_state_blocks = draw_groups(chance), chance.choice([0, 0, 1, 2, 3])
-    num_state_blocks = 0 if runs_ahead and seed & 8 else num_state_blocks
     num_blocks = chance.randint(5, 16) * len(groups) - chance.randrange(len(groups))
     # Some caches hold little more than the state of one request.
     num_blocks += num_state_blocks * chance.choice([3, 3, 6, 12])

@@ -92,6 +92,20 @@ def test_blocks_that_a_pass_may_still_write_are_not_free() -> None:
     assert it.scheduler.stats().num_free_blocks == it.scheduler.stats().num_blocks
 
 
+def test_snapshots_of_states_are_planned_before_their_names_are_known() -> None:
+    it = world(num_state_blocks=1)
+    it.add(6, max_tokens=9)
+
+    it.run_to_end()
+
+    assert it.num_ahead["snapshots"] > 0
+    longer = it.add([*range(6), *it.tokens(RequestId("r0"))], max_tokens=1)
+    it.run_to_end()
+    served = it.receipts[longer].outputs[-1].served
+    assert served is not None
+    assert served.num_cached_tokens == 12
+
+
 def test_a_new_request_is_not_delayed_by_plans_ahead() -> None:
     it = world()
     it.add(6, max_tokens=30)
