@@ -122,8 +122,8 @@ class SchedulerConfig:
     async_scheduling: Annotated[
         bool,
         Option(
-            "Plan the next tokens of decoding requests while the model computes the ones before "
-            "them, on another thread. Saves time between passes on GPUs.",
+            "Plan the next step while the model computes the one before it, on another thread. "
+            "Saves time between passes on GPUs.",
             BATCHING,
         ),
     ] = False

@@ -94,10 +94,6 @@ class StepPlanner:
         state, batch = self._state, self._state.batch
         if not batch.pending[0].plan.num_scheduled_tokens:
             return False
-        if batch.pending[0].chunks or batch.prefilling or len(state.ready):
-            return False
-        if len(state.waiting) > state.waiting.num_followers:
-            return False
         # Before blocks are counted: those that are to be stored cannot be taken.
         state.arrivals.stores.store_new()
         head = self._blocked_head

@@ -48,9 +48,8 @@ each_family = pytest.mark.parametrize("name", FAMILY_VARIANTS)
 # The others are driven without a scheduler in test_state_families.py.
 each_scheduled_family = pytest.mark.parametrize("name", sorted(FAMILY_VARIANTS.keys() | RECURRENT))
 # Windows, sinks with windows, latent attention, chunks, and recurrent states.
-each_kind_of_cache = pytest.mark.parametrize(
-    "name", ["gemma3", "gpt-oss", "deepseek-v3", "llama4", *RECURRENT]
-)
+KINDS_OF_CACHES = ("gemma3", "gpt-oss", "deepseek-v3", "llama4", *RECURRENT)
+each_kind_of_cache = pytest.mark.parametrize("name", KINDS_OF_CACHES)
 
 
 def driver(runner: TorchRunner, chunk: int) -> Driver:
@@ -190,12 +189,17 @@ def test_a_cache_too_small_for_all_preempts_and_changes_no_token(
     assert engine.scheduler.stats().total_preemptions > 0
 
 
-@each_scheduled_family
+@pytest.mark.parametrize(
+    ("name", "async_scheduling"),
+    [(name, False) for name in sorted(FAMILY_VARIANTS.keys() | RECURRENT)]
+    + [(name, True) for name in KINDS_OF_CACHES],
+)
 def test_hand_offs_and_the_death_of_a_decode_engine_change_no_token(
-    name: str, family_runner: LoadRunner, family_folder: FolderOf
+    name: str, family_runner: LoadRunner, family_folder: FolderOf, *, async_scheduling: bool
 ) -> None:
     decodes = [family_runner(name, copy=copy) for copy in ("decode-0", "decode-1")]
-    with LocalHandoffs(family_runner(name), decodes, chunk=CHUNK) as engines:
+    prefill = family_runner(name)
+    with LocalHandoffs(prefill, decodes, chunk=CHUNK, async_scheduling=async_scheduling) as engines:
         whole = engines.answer(PROMPT, 16)
         pushes_layers = engines.prefill.sends_before_the_end()
 

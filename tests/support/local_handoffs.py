@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import TracebackType
 
 from baton.core.ids import HandoffId, Incarnation, NodeId, Peer, RequestId
@@ -13,16 +14,13 @@ from baton.core.request import EngineRequest, ReceiveKv
 from baton.core.sampling import SamplingParams
 from baton.engine.config import EngineOptions
 from baton.engine.factory import build_engine
-from baton.engine.kv_cache.groups import KvGroup, places_done
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.runner.model_runner import TorchRunner
 from baton.engine.scheduler.config import SchedulerConfig
-from baton.kv_transfer.fence import Fence
 from baton.kv_transfer.pairs import Identity
 from baton.kv_transfer.protocol.messages import Fingerprint
 from baton.kv_transfer.records import TransferRecord
-from baton.kv_transfer.worker import KvTransferWorker
-from baton.node.kv.worker import make_kv_worker
+from baton.node.kv.worker import KvPassHook, make_kv_worker
 from baton.node.options import NodeOptions
 from tests.support.kv_links import LinkHub
 
@@ -49,26 +47,18 @@ class Continuation:
         self.served = output.served
 
 
-class LayerHook:
-    """Sends layers as they end, as a node's hook does."""
-
-    def __init__(self, worker: KvTransferWorker, groups: tuple[KvGroup, ...]) -> None:
-        self._worker = worker
-        self._groups = groups
-
-    def layer_done(self, layer: int, fence: Fence) -> None:
-        last_place = places_done(self._groups, layer + 1) - 1
-        self._worker.layer_done(last_place, time.monotonic(), fence)
-
-    def pass_done(self) -> None:
-        self._worker.pass_done(time.monotonic())
-
-
 class HandoffEngine:
     """An engine with a KV worker over NIXL. A step computes at most `chunk` tokens."""
 
     def __init__(
-        self, hub: LinkHub, name: str, runner: TorchRunner, chunk: int, staging_bytes: int = 0
+        self,
+        hub: LinkHub,
+        name: str,
+        runner: TorchRunner,
+        chunk: int,
+        staging_bytes: int = 0,
+        *,
+        async_scheduling: bool = False,
     ) -> None:
         link = hub.link(name)
         identity = Identity(NodeId(name), Incarnation(name), fingerprint_of(runner))
@@ -76,9 +66,15 @@ class HandoffEngine:
         self._worker = make_kv_worker(options, identity, runner, link)
         link.events = self._worker.inbox
         self._runner = runner
-        runner.hook = LayerHook(self._worker, runner.kv_memory.layout.groups)
-        scheduling = SchedulerConfig(max_num_batched_tokens=chunk, max_num_seqs=4, push_layers=True)
+        scheduling = SchedulerConfig(
+            max_num_batched_tokens=chunk,
+            max_num_seqs=4,
+            push_layers=True,
+            async_scheduling=async_scheduling,
+        )
         self._engine = build_engine(runner, EngineOptions(scheduling), self._worker)
+        post = self._engine.post_from_pass
+        runner.hook = KvPassHook(self._worker, runner.kv_memory.layout.groups, lambda: None, post)
         self.peer = Peer(NodeId(name), name)
         self._requests: dict[RequestId, Continuation] = {}
 
@@ -102,6 +98,7 @@ class HandoffEngine:
         )
 
     def close(self) -> None:
+        self._engine.close()
         self._runner.hook = None
         self._worker.__exit__(None, None, None)
 
@@ -117,14 +114,20 @@ class LocalHandoffs:
         chunk: int,
         staging_bytes: int = 0,
         wait: Callable[[], None] = lambda: None,
+        async_scheduling: bool = False,
     ) -> None:
         """`wait` is called between steps, to let the time of a simulated device pass."""
         self._hub = LinkHub()
         self._wait = wait
-        self.prefill = HandoffEngine(self._hub, "prefill", prefill, chunk, staging_bytes)
+        make = partial(
+            HandoffEngine,
+            chunk=chunk,
+            staging_bytes=staging_bytes,
+            async_scheduling=async_scheduling,
+        )
+        self.prefill = make(self._hub, "prefill", prefill)
         self.decodes = [
-            HandoffEngine(self._hub, f"decode-{number}", runner, chunk, staging_bytes)
-            for number, runner in enumerate(decodes)
+            make(self._hub, f"decode-{number}", runner) for number, runner in enumerate(decodes)
         ]
         self._num_requests = 0
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.ids import RequestId
+from baton.core.ids import HandoffId, RequestId
 from baton.core.output import FinishReason
 from baton.core.sampling import SamplingParams
 from baton.engine.core import EngineCore, NoKvWorker
@@ -18,6 +18,7 @@ from baton.engine.pass_thread import PassThread
 from baton.engine.plan import Plan, RunResult
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler
+from baton.kv_transfer.types import NO_KV_ORDERS
 from tests.support.engine_world import EngineWorld
 from tests.support.engines import VOCAB_SIZE, an_engine_request
 from tests.support.fake_runner import (
@@ -59,13 +60,13 @@ def tokens_of(engine: EngineCore, num_requests: int) -> dict[str, list[int]]:
     return found
 
 
-def test_all_decodes_but_the_first_are_planned_ahead() -> None:
+def test_all_steps_but_the_first_are_planned_ahead() -> None:
     it = world()
     it.add(6, max_tokens=9)
 
     it.run_to_end()
 
-    assert it.num_ahead["all"] == it.num_ahead["decodes"] == 7
+    assert it.num_ahead["all"] == it.num_ahead["decodes"] == 8
 
 
 def test_drafts_are_planned_ahead_for_positions_that_are_not_known_yet() -> None:
@@ -76,20 +77,6 @@ def test_drafts_are_planned_ahead_for_positions_that_are_not_known_yet() -> None
 
     assert it.num_ahead["drafts"] > 8
     assert it.scheduler.stats().total_accepted_tokens > 0
-
-
-def test_blocks_that_a_pass_may_still_write_are_not_free() -> None:
-    it = world()
-    name = it.add(6, max_tokens=30)
-    it.step()
-    it.step()
-    num_free = it.scheduler.stats().num_free_blocks
-
-    it.abort(name)
-
-    assert it.scheduler.stats().num_free_blocks == num_free
-    it.step()
-    assert it.scheduler.stats().num_free_blocks == it.scheduler.stats().num_blocks
 
 
 def test_snapshots_of_states_are_planned_before_their_names_are_known() -> None:
@@ -104,6 +91,41 @@ def test_snapshots_of_states_are_planned_before_their_names_are_known() -> None:
     served = it.receipts[longer].outputs[-1].served
     assert served is not None
     assert served.num_cached_tokens == 12
+
+
+def test_prompts_are_planned_ahead_while_others_wait() -> None:
+    it = world(SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=6))
+    for length in (20, 9, 7):
+        it.add(length, max_tokens=5)
+
+    it.run_to_end()
+
+    assert it.num_ahead["prompts"] >= 3
+    assert it.num_ahead["admissions"] >= 1
+
+
+def test_a_step_that_preempts_waits_for_the_result_before_it() -> None:
+    it = EngineWorld(num_blocks=4, block_size=2, runs_ahead=True)
+    it.add(2, max_tokens=6)
+    it.add(2, max_tokens=6)
+
+    it.run_to_end()
+
+    assert it.scheduler.stats().total_preemptions > 0
+
+
+def test_blocks_that_a_pass_may_still_write_are_not_free() -> None:
+    it = world()
+    name = it.add(6, max_tokens=30)
+    it.step()
+    it.step()
+    num_free = it.scheduler.stats().num_free_blocks
+
+    it.abort(name)
+
+    assert it.scheduler.stats().num_free_blocks == num_free
+    it.step()
+    assert it.scheduler.stats().num_free_blocks == it.scheduler.stats().num_blocks
 
 
 def test_a_new_request_is_not_delayed_by_plans_ahead() -> None:
@@ -143,6 +165,80 @@ def test_an_aborted_request_in_flight_ends_at_once() -> None:
 
     assert it.finish_reason(name) is FinishReason.ABORT
     it.run_to_end()
+
+
+def test_blocks_of_an_ended_request_are_not_granted_while_a_pass_may_write_them() -> None:
+    it = EngineWorld(num_blocks=4, block_size=2, runs_ahead=True)
+    name = it.add(4, max_tokens=5)
+    it.step()
+    it.step()
+    late = it.add(5, receives=True, max_tokens=2)
+
+    it.abort(name)
+
+    it.step()
+    assert it.scheduler.stats().num_waiting == 1
+    it.run_to_end()
+    assert it.finish_reason(late) is FinishReason.LENGTH
+
+
+def test_a_token_of_an_aborted_request_does_not_go_to_a_new_one_with_its_id() -> None:
+    it = Scheduler(ASYNC, CacheConfig(num_blocks=64, block_size=4))
+    runner = a_fake()
+    old = an_engine_request("r", prompt=(1, 2, 3), max_tokens=9)
+    new = an_engine_request("r", prompt=(7, 8, 9, 4), max_tokens=9)
+    it.add(old)
+    first = it.schedule(0.0)
+    second = it.schedule_ahead(0.0)
+    assert second is not None
+    it.update(first, runner.run(first))
+    it.abort(old.request_id)
+    it.add(new)
+    third = it.schedule_ahead(0.0)
+    assert third is not None
+    assert [row.token_ids for row in third.started] == [new.prompt_token_ids]
+
+    outputs = it.update(second, runner.run(second))
+
+    assert [(output.token_ids, output.finish_reason) for output in outputs] == [
+        ((), FinishReason.ABORT)
+    ]
+    (output,) = it.update(third, runner.run(third))
+    assert list(output.token_ids) == tokens_alone(new.prompt_token_ids, 0, 1, VOCAB_SIZE)
+    it.check()
+
+
+@pytest.mark.parametrize("num_steps", range(2, 7))
+def test_a_pass_is_run_again_without_requests_that_start_after_it(num_steps: int) -> None:
+    it = world(SchedulerConfig(max_num_seqs=3))
+    other, failing, ended = [it.add(length, max_tokens=30) for length in (5, 6, 7)]
+    for _ in range(num_steps):
+        it.step()
+    it.abort(ended)  # the pass in progress computes it, and the runner has no room for more
+    later = it.add(8, max_tokens=4)
+    it.crash(failing, CrashPlace.PASS)
+
+    it.run_to_end()
+
+    reasons = [it.finish_reason(name) for name in (other, failing, later)]
+    assert reasons == [FinishReason.LENGTH, FinishReason.ERROR, FinishReason.LENGTH]
+
+
+def test_kv_orders_do_not_wait_for_the_next_plan() -> None:
+    it = Scheduler(ASYNC, CacheConfig(num_blocks=64, block_size=4))
+    runner = a_fake()
+    it.add(an_engine_request("a", prompt=(1, 2, 3), max_tokens=9))
+    handoff_id = HandoffId("s", 1)
+    sender = an_engine_request("s", prompt=(4, 5), max_tokens=9)
+    it.add(replace(sender, send_to=handoff_id))
+    first = it.schedule(0.0)
+    assert it.schedule_ahead(0.0) is not None
+
+    it.update(first, runner.run(first))
+
+    orders = it.take_kv_orders()
+    assert [order.handoff_id for order in orders.completes] == [handoff_id]
+    assert it.take_kv_orders() == NO_KV_ORDERS
 
 
 def test_a_second_plan_needs_a_first_one() -> None:
