@@ -1,4 +1,4 @@
-"""Completions of the in-process engine: tokens, text and stop strings."""
+"""Results of the in-process engine: completions with text and stop strings, and vectors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from baton.checkpoint.tokenizer import Detokenizer
 from baton.core.logprobs import TokenLogprobs
-from baton.core.output import FinishReason, Output
+from baton.core.output import Failure, FinishReason, Output
 from baton.core.request import EngineRequest
 from baton.core.stop_strings import StopRule
 from baton.router.answer import AnswerAssembler
@@ -65,3 +65,21 @@ class CompletionBuilder:
         """Take the usage from the request's last output; after a stop string, that of its abort."""
         if output.served is not None:
             self.completion.num_cached_tokens = output.served.num_cached_tokens
+
+
+class VectorBuilder:
+    """Takes the vector of a text from the outputs of the engine."""
+
+    def __init__(self) -> None:
+        self.vector = b""
+        self.failure: Failure | None = None
+        self.has_ended = False
+
+    def take_output(self, output: Output) -> bool:
+        """Return whether `output` ended the request."""
+        self.has_ended = output.finish_reason is not None
+        self.vector, self.failure = output.vector, output.failure
+        return self.has_ended
+
+    def take_usage(self, output: Output) -> None:
+        """Do nothing: a vector has no statistics."""

@@ -7,23 +7,26 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
+import numpy as np
 from rich.console import Console
 
 from baton.checkpoint.hub import open_checkpoint
 from baton.checkpoint.tokenizer import Tokenizer
-from baton.completion import Completion, CompletionBuilder
-from baton.core.errors import InvalidRequest
+from baton.completion import Completion, CompletionBuilder, VectorBuilder
+from baton.core.errors import EmbeddingFailed, InvalidRequest
 from baton.core.ids import RequestId
 from baton.core.output import Output
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams, fit_max_tokens
 from baton.core.stop_strings import StopRule
 from baton.core.structured_outputs import StructuredOutputs
+from baton.core.task import EMBED
 from baton.core.units import AUTO, parse_kv_memory
+from baton.core.vectors import Floats, decode_vector, shorten
 from baton.engine.config import EngineOptions
 from baton.engine.factory import build_engine, build_grammars
 from baton.engine.runner.config import WEIGHT_CACHE_VARIABLE, weight_cache_folder
@@ -37,6 +40,7 @@ from baton.kernels import build_missing_kernels
 from baton.progress import generation_bar, loading_bar
 
 Prompt = str | Sequence[int]
+Builder = CompletionBuilder | VectorBuilder
 
 
 class LLM:
@@ -68,6 +72,7 @@ class LLM:
         quantize: str = "none",
         quantize_importance: str = "",
         activation_dtype: str = "auto",
+        pooling: str = "auto",
         speculative: str = "",
         weight_cache_dir: str = "",  # as --weight-cache-dir
         show_progress: bool | None = None,
@@ -92,6 +97,7 @@ class LLM:
             quantize=quantize,
             quantize_importance=quantize_importance,
             activation_dtype=activation_dtype,
+            pooling=pooling,
             weight_cache_dir=weight_cache_folder(
                 weight_cache_dir or os.environ.get(WEIGHT_CACHE_VARIABLE, "")
             ),
@@ -142,10 +148,35 @@ class LLM:
         fitted = [self._fit(index, request) for index, request in enumerate(requests)]
         stop_strings = (stop,) if isinstance(stop, str) else tuple(stop)
         rule = StopRule(tuple(filter(None, stop_strings)), include_stop_in_output)
-        completions = self._run([request for request, _ in fitted], rule)
+        completions = self._complete([request for request, _ in fitted], rule)
         for completion, (_, warning) in zip(completions, fitted, strict=True):
             completion.warnings += [warning] if warning else []
         return completions
+
+    def embed(
+        self, texts: Prompt | Sequence[Prompt], *, dimensions: int | None = None
+    ) -> list[Floats]:
+        """Return the embedding of each text, in order. The texts are batched.
+
+        `dimensions` keeps the first ones of models that were trained for it (Matryoshka).
+
+        Raises InvalidRequest, before anything runs, if the model does not embed or a text is too
+        long, and EmbeddingFailed if the model computed no finite numbers.
+        """
+        shorten(np.empty(self.info.hidden_size, np.float32), dimensions)  # raises
+        sampling = EMBED.sampling or SamplingParams()
+        requests = [
+            replace(self._make_request(text, sampling), is_pooled=True) for text in _as_list(texts)
+        ]
+        for index, request in enumerate(requests):
+            with _naming_prompt(index):
+                self.engine.scheduler.validate(request)
+        builders = {request.request_id: VectorBuilder() for request in requests}
+        self._run(requests, builders, {})
+        for index, builder in enumerate(builders.values()):
+            if builder.failure is not None:
+                raise EmbeddingFailed(f"text {index}: {builder.failure.reason}")
+        return [shorten(decode_vector(each.vector), dimensions) for each in builders.values()]
 
     def _requests(
         self, prompts: list[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None
@@ -175,14 +206,12 @@ class LLM:
         """Return the request as it can be served, and a warning if that is less than requested."""
         scheduler = self.engine.scheduler
         longest = max_sequence_length(scheduler.config, scheduler.cache_config)
-        try:
+        with _naming_prompt(index):
             sampling, warning = fit_max_tokens(
                 request.sampling, len(request.prompt_token_ids), longest
             )
             fitted = replace(request, sampling=sampling)
             scheduler.validate(fitted)
-        except InvalidRequest as error:
-            raise InvalidRequest(f"prompt {index}: {error}") from None
         return fitted, warning
 
     def _compile_grammars(self, requests: list[EngineRequest]) -> dict[StructuredOutputs, Grammar]:
@@ -190,10 +219,21 @@ class LLM:
         formats = {request.sampling.structured_outputs for request in requests}
         return {each: self._grammars.compile(each) for each in formats if each is not None}
 
-    def _run(self, requests: list[EngineRequest], stop: StopRule) -> list[Completion]:
+    def _complete(self, requests: list[EngineRequest], stop: StopRule) -> list[Completion]:
         self.engine.raise_if_stopped()
         grammars = self._compile_grammars(requests)
         builders = {request.request_id: self._new_builder(request, stop) for request in requests}
+        self._run(requests, builders, grammars)
+        return [builder.completion for builder in builders.values()]
+
+    def _run(
+        self,
+        requests: Sequence[EngineRequest],
+        builders: Mapping[RequestId, Builder],
+        grammars: Mapping[StructuredOutputs, Grammar],
+    ) -> None:
+        """Run requests to their ends, and give the outputs to their builders."""
+        self.engine.raise_if_stopped()
         for request in requests:
             self.engine.scheduler.enqueue(request)
             structured_outputs = request.sampling.structured_outputs
@@ -204,14 +244,13 @@ class LLM:
                 self._run_steps(builders, raise_if_interrupted)
             finally:
                 self._abort_all(builders)
-        return [builder.completion for builder in builders.values()]
 
     def _new_builder(self, request: EngineRequest, stop: StopRule) -> CompletionBuilder:
         rule = replace(stop, min_tokens=request.sampling.min_tokens)
         return CompletionBuilder(request, self.tokenizer.detokenizer(), rule)
 
     def _run_steps(
-        self, builders: dict[RequestId, CompletionBuilder], raise_if_interrupted: Callable[[], None]
+        self, builders: Mapping[RequestId, Builder], raise_if_interrupted: Callable[[], None]
     ) -> None:
         num_unfinished = len(builders)
         with generation_bar(num_unfinished, self._shows_progress) as advance:
@@ -224,8 +263,8 @@ class LLM:
                 num_unfinished -= num_ended
                 advance(num_ended, sum(len(output.token_ids) for output in outputs))
 
-    def _take_output(self, output: Output, builder: CompletionBuilder) -> bool:
-        """Return whether `output` ended the completion."""
+    def _take_output(self, output: Output, builder: Builder) -> bool:
+        """Return whether `output` ended the completion or the embedding."""
         if builder.has_ended:
             builder.take_usage(output)
             return False
@@ -235,7 +274,7 @@ class LLM:
             self.engine.scheduler.abort(output.request_id)
         return has_ended
 
-    def _abort_all(self, builders: Mapping[RequestId, CompletionBuilder]) -> None:
+    def _abort_all(self, builders: Mapping[RequestId, Builder]) -> None:
         """Abort what is unfinished and drain the engine, also after Ctrl-C."""
         if self.engine.failure is not None:
             return  # the engine cannot step, and its failure is being raised to the caller
@@ -244,6 +283,15 @@ class LLM:
         while self.engine.scheduler.has_work:
             for output in self.engine.step():
                 builders[output.request_id].take_usage(output)
+
+
+@contextmanager
+def _naming_prompt(index: int) -> Iterator[None]:
+    """Name the prompt in an InvalidRequest."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise InvalidRequest(f"prompt {index}: {error}") from None
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from baton.checkpoint.json_fields import JsonFields
+from baton.core.pooling import Pooling
 from baton.core.sampling import NO_SAMPLING_DEFAULTS, SamplingDefaults
 
 if TYPE_CHECKING:
@@ -93,6 +94,10 @@ class Checkpoint(Protocol):
         ...
 
     def read_generation_defaults(self) -> GenerationDefaults: ...
+
+    def read_pooling(self) -> Pooling | None:
+        """Return how an embedder pools, or None for a model that is no embedder."""
+        ...
 
     def load_tokenizer(self) -> Tokenizer: ...
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from baton.checkpoint.checkpoint import GenerationDefaults, Tensors
 from baton.checkpoint.json_fields import JsonFields, read_model_text
 from baton.checkpoint.model_files import read_generation_defaults
+from baton.checkpoint.pooling_files import read_pooling
+from baton.core.pooling import Pooling
 
 if TYPE_CHECKING:
     from baton.checkpoint.tokenizer import Tokenizer
@@ -26,6 +28,9 @@ class SafetensorsFolder:
 
     def read_generation_defaults(self) -> GenerationDefaults:
         return read_generation_defaults(self.path)
+
+    def read_pooling(self) -> Pooling | None:
+        return read_pooling(self.path)
 
     def load_tokenizer(self) -> Tokenizer:
         from baton.checkpoint.tokenizer_files import load_tokenizer  # nodes do not need jinja

@@ -34,9 +34,23 @@ class ContextLengthExceeded(InvalidRequest):
             field,
         )
 
+    @classmethod
+    def of_text(
+        cls, num_tokens: int, max_model_len: int, field: str | None = None
+    ) -> ContextLengthExceeded:
+        return cls(
+            f"the text has {num_tokens} tokens; this model's maximum context length is "
+            f"{max_model_len} tokens (max_model_len): shorten it, or set truncate_prompt_tokens",
+            field,
+        )
+
 
 class InvalidConfig(NamedError):
     """A setting or an argument is invalid. A process that starts with it exits."""
+
+
+class EmbeddingFailed(NamedError):
+    """A text has no embedding: the model computed no finite numbers, or every pass failed."""
 
 
 class ModelError(NamedError):

@@ -12,7 +12,7 @@ from baton.core.task import Task, task_of
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """A request as submitted to the engine: one sequence to continue."""
+    """A request as submitted to the engine: one sequence to continue, or to embed."""
 
     request_id: RequestId
     prompt_token_ids: tuple[int, ...]
@@ -34,6 +34,7 @@ class EngineRequest:
     prefix_source: PrefixSource | None = None
     # Limits its prefill chunks to about the time that decoding takes in the same step.
     is_paced: bool = False
+    is_pooled: bool = False  # it ends with a vector instead of tokens
 
     @property
     def prefix_keys(self) -> PrefixKeys:
@@ -41,7 +42,7 @@ class EngineRequest:
 
     @property
     def task(self) -> Task:
-        return task_of(self.kv_hints)
+        return task_of(self.kv_hints, is_pooled=self.is_pooled)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ class TaskOutput(Enum):
 
     TOKENS = "tokens"
     KV = "kv"  # in the KV cache of its node; no token is computed
+    VECTOR = "vector"  # pooled from the hidden states of the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +34,14 @@ GENERATE = Task("generate", TaskOutput.TOKENS, has_decode_leg=True)
 PREFETCH = Task(
     "prefetch", TaskOutput.KV, has_decode_leg=False, sampling=SamplingParams(max_tokens=1)
 )
+# `max_tokens` must be positive, and nothing of the rest applies.
+EMBED = Task(
+    "embed", TaskOutput.VECTOR, has_decode_leg=False, sampling=SamplingParams(max_tokens=1)
+)
 
 
-def task_of(hints: KvHints) -> Task:
-    """Return the task of a request with these hints, which clients use to ask for a prefetch."""
+def task_of(hints: KvHints, *, is_pooled: bool = False) -> Task:
+    """Return the task of a request. Clients ask for a prefetch by its hints."""
+    if is_pooled:
+        return EMBED
     return PREFETCH if hints.prefetch else GENERATE

@@ -67,5 +67,7 @@ def _scheduling_for(runner: TorchRunner, config: SchedulerConfig) -> SchedulerCo
         max_model_len=runner.info.max_model_len,
         vocab_size=runner.info.vocab_size,
         eos_token_ids=frozenset(runner.info.eos_token_ids),
+        pooling=runner.info.pooling,
+        can_generate=runner.info.can_generate,
         check_extra_args=runner.processors.check,
     )

@@ -58,6 +58,7 @@ class PlanRow:
     seed: int
     grammar: Grammar | None = None  # restricts the tokens that can be sampled
     state: StateBlocks | None = None  # of a model with recurrent layers
+    is_pooled: bool = False  # ends with a vector instead of a token
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -123,6 +124,7 @@ class RunResult:
     # Logprobs of the prompt tokens scheduled in this step; None for the first of a prompt.
     prompt_logprobs: dict[RequestId, list[TokenLogprobs | None]] = field(default_factory=dict)
     failures: dict[RequestId, Failure] = field(default_factory=dict)  # instead of a token
+    vectors: dict[RequestId, bytes] = field(default_factory=dict)  # of pooled requests, see Output
     # With speculation: number of proposed tokens. The accepted ones are in `token_ids`.
     num_proposed: dict[RequestId, int] = field(default_factory=dict)
 

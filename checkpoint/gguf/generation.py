@@ -1,10 +1,11 @@
-"""Defaults of generation in GGUF metadata: tokens that end an answer, sampling parameters."""
+"""GGUF metadata about results: tokens that end an answer, sampling parameters, pooling."""
 
 from __future__ import annotations
 
 from baton.checkpoint.checkpoint import GenerationDefaults
 from baton.checkpoint.gguf.gguf_file import GgufFile
 from baton.core.errors import InvalidRequest, ModelError
+from baton.core.pooling import Pooling, PoolingKind
 from baton.core.sampling import SamplingDefaults
 
 # Names of tokens that end a turn, in models whose metadata names only another EOS token.
@@ -27,6 +28,7 @@ ENDS_OF_TURN = frozenset(
 CONTROL = 3
 IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 SAMPLING = "general.sampling"
+POOLING_TYPES = {1: PoolingKind.MEAN, 2: PoolingKind.CLS, 3: PoolingKind.LAST}
 
 
 def read_generation_defaults(file: GgufFile) -> GenerationDefaults:
@@ -42,6 +44,17 @@ def read_generation_defaults(file: GgufFile) -> GenerationDefaults:
     except InvalidRequest as error:
         raise ModelError(f"{file.path}: {SAMPLING}: {error}") from error
     return GenerationDefaults(_eos_ids(file), defaults)
+
+
+def read_pooling(file: GgufFile) -> Pooling | None:
+    """Return the pooling of an embedder. GGUF has no flag for it: vectors are normalised."""
+    name = f"{file.architecture}.pooling_type"
+    number = file.get(name, int, 0)
+    if not number:
+        return None
+    if number not in POOLING_TYPES:
+        raise file.wrong(name, f"must be one of {', '.join(map(str, POOLING_TYPES))}")
+    return Pooling(POOLING_TYPES[number])
 
 
 def _number(file: GgufFile, name: str) -> float | None:

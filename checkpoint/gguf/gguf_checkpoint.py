@@ -12,6 +12,7 @@ from baton.checkpoint.checkpoint import GenerationDefaults, Tensors
 from baton.checkpoint.gguf.architectures import read_config, read_tensors
 from baton.checkpoint.gguf.gguf_file import GgufFile
 from baton.checkpoint.json_fields import JsonFields
+from baton.core.pooling import Pooling
 
 if TYPE_CHECKING:
     from baton.checkpoint.tokenizer import Tokenizer
@@ -30,6 +31,11 @@ class GgufCheckpoint:
         from baton.checkpoint.gguf.generation import read_generation_defaults
 
         return read_generation_defaults(self._file)
+
+    def read_pooling(self) -> Pooling | None:
+        from baton.checkpoint.gguf.generation import read_pooling
+
+        return read_pooling(self._file)
 
     def load_tokenizer(self) -> Tokenizer:
         from baton.checkpoint.gguf.gguf_tokenizer import load_tokenizer  # nodes do not need jinja

@@ -11,6 +11,7 @@ from baton.checkpoint.user_cache import user_cache_folder
 from baton.core.errors import InvalidConfig
 from baton.core.exclusions import Feature, check_exclusions
 from baton.core.options import BATCHING, KV_CACHE, MACHINE, MODEL, Option, check_options
+from baton.core.pooling import PoolingKind
 from baton.core.units import AUTO, GIB, parse_bytes, parse_kv_memory
 from baton.engine.spec_decode.config import Speculation, parse_speculation
 
@@ -21,6 +22,7 @@ DTYPE_NAMES = ("float32", "bfloat16", "float16")
 ACTIVATION_DTYPE_NAMES = ("auto", "int8")
 KERNEL_NAMES = ("auto", "native", "triton", "torch")
 KV_DTYPE_NAMES = ("auto", "int8")
+POOLING_NAMES = ("auto", "none", *PoolingKind)
 QUANTIZE_NAMES = ("none", "int8", "int4")
 NOWHERE = ("off", "none")
 WEIGHT_CACHE_VARIABLE = "BATON_WEIGHT_CACHE_DIR"
@@ -195,6 +197,15 @@ class RunnerConfig:
             parse=lambda names: tuple(filter(None, names.split(","))),
         ),
     ] = ()
+    pooling: Annotated[
+        str,
+        Option(
+            "Tokens of a text whose hidden states become its embedding: auto, as the model's "
+            "folder says (modules.json); last, mean or cls for any model; none: do not embed.",
+            MODEL,
+            choices=POOLING_NAMES,
+        ),
+    ] = "auto"
     kv_cache_share: float | None = None
 
     def __post_init__(self) -> None:

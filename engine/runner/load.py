@@ -31,6 +31,7 @@ from baton.engine.runner.model.decoder import Decoder
 from baton.engine.runner.model.rope import Ropes
 from baton.engine.runner.model_info import LoadProgress, LoadProgressCallback, ModelInfo
 from baton.engine.runner.model_runner import TorchRunner
+from baton.engine.runner.pooling.choose import choose_pooling
 from baton.engine.runner.sampling.logits_processors import ModelView, load_processors, versions
 from baton.engine.runner.state.state_shape import StateShape, cache_layout, state_shape
 from baton.engine.runner.weights.decoder_loading import attention_of, load_decoder
@@ -155,6 +156,9 @@ def _describe(
         defaults=defaults,
         dtype=dtype_name(config, model),
         max_shareable_prompt_len=model.max_shareable_prompt_len(),
+        hidden_size=model.hidden_size,
+        can_generate=model.can_generate,
+        pooling=choose_pooling(config.pooling, checkpoint, model.num_labels),
     )
 
 

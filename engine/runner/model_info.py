@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton.checkpoint.checkpoint import Checkpoint, GenerationDefaults
+from baton.core.pooling import Pooling
 from baton.engine.kv_cache.groups import CacheLayout
 from baton.kv_transfer.fence import Fence
 
@@ -25,6 +26,9 @@ class ModelInfo:
     # Prompts longer than this share KV only with prompts of the same length, because the angles of
     # dynamic RoPE depend on the length. So their length is part of the prefix-cache salt.
     max_shareable_prompt_len: int | None
+    hidden_size: int = 0
+    pooling: Pooling | None = None  # None: the model embeds nothing
+    can_generate: bool = True
 
 
 @dataclass(frozen=True, slots=True)

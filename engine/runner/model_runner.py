@@ -36,6 +36,7 @@ from baton.engine.runner.layout import empty_layout
 from baton.engine.runner.model.decoder import Decoder
 from baton.engine.runner.model.rope import Ropes
 from baton.engine.runner.model_info import KvMemory, ModelInfo, PassHook
+from baton.engine.runner.pooling.pooling_head import PoolingHead
 from baton.engine.runner.sampling.logits_processors import NO_PROCESSORS, Processors
 from baton.engine.runner.sampling.output_heads import (
     HeadPass,
@@ -96,6 +97,8 @@ class TorchRunner:
             PromptLogprobs(decoder, self.device, sampling),
             SamplingHead(decoder, self.sampler, info.vocab_size, self.device),
         )
+        if info.pooling is not None:
+            self._heads += (PoolingHead(info.pooling, decoder.classifier, self.device),)
         # Rows that have ended with the last pass, which a plan made before its end contains.
         self._ended: frozenset[RequestId] = frozenset()
         self._spec_decoder = None

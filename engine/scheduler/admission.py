@@ -97,7 +97,11 @@ class AdmissionRules:
             self._grant_to_peer,
         )
         prefetch = _Way((self._await_fill, self._find_prefix), self._end_prefetch)
-        self._ways = {TaskOutput.TOKENS: compute, TaskOutput.KV: prefetch}
+        self._ways = {
+            TaskOutput.TOKENS: compute,
+            TaskOutput.VECTOR: compute,
+            TaskOutput.KV: prefetch,
+        }
 
     def try_start(self, request: Request) -> Refusal | None:
         """Start the head of the waiting queue, or return why not."""

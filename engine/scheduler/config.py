@@ -11,6 +11,7 @@ from baton.core.errors import require_setting
 from baton.core.exclusions import Feature, check_exclusions
 from baton.core.extra_args import Check, reject_extra_args
 from baton.core.options import BATCHING, KV_CACHE, Option, check_options
+from baton.core.pooling import Pooling
 from baton.engine.runner.config import MaxNumBatchedTokens, MaxNumSeqs
 
 DEFAULT_LONG_PREFILL_THRESHOLD = 512
@@ -160,6 +161,8 @@ class SchedulerConfig:
             parse=lambda unit: unit == LAYER,
         ),
     ] = False
+    pooling: Pooling | None = None  # of the model; None: it embeds nothing
+    can_generate: bool = True
     # Raises InvalidRequest for arguments that no logits processor accepts.
     check_extra_args: Check = reject_extra_args
 
@@ -181,6 +184,10 @@ class SchedulerConfig:
     def num_slots_per_decode(self) -> int:
         """The number of KV slots that a decoding request can write in one step."""
         return 1 + self.num_lookahead_tokens
+
+    @property
+    def pooling_needs_all_tokens(self) -> bool:
+        return self.pooling is not None and self.pooling.needs_all_tokens
 
     def _check_sizes(self) -> None:
         require_setting("max_model_len", self.max_model_len, self.max_model_len >= 2, "at least 2")

@@ -40,6 +40,7 @@ class OutputProcessor:
             self._state.cache.release(held)
         self._state.cache.end_pass()  # before requests end with their last token
         self._append_tokens(run)
+        self._end_pooled(run)
 
     def settle_kv(self, reports: KvReports) -> None:
         if reports == NO_REPORTS:
@@ -67,7 +68,8 @@ class OutputProcessor:
         request.num_prefilled_tokens += num_tokens
         self._state.cache.end_chunk(request.kv)
         is_complete = request.kv.num_computed_tokens == request.num_tokens
-        if is_complete and request.request_id not in run.token_ids:
+        results = run.vectors if request.submitted.is_pooled else run.token_ids
+        if is_complete and request.request_id not in results:
             raise OutOfOrder(f"the prefill of {request.request_id} is complete; it got no token")
         num_whole = request.kv.num_computed_tokens // self._state.cache.block_size
         # The last block, full or not, is final: a sender ends with its first token.
@@ -163,6 +165,12 @@ class OutputProcessor:
         )
         self._state.finish(request, reason.value)
         return False
+
+    def _end_pooled(self, run: RunResult) -> None:
+        """End the requests whose vectors are computed."""
+        for request_id, vector in run.vectors.items():
+            request = self._state.batch.running[request_id]
+            self._state.end(request, FinishReason.STOP, vector=vector)
 
     def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
         """Return the reason for which the request ends with this newest token, or None."""

@@ -58,6 +58,7 @@ class Request:
     root_hash: InitVar[BlockHash]
     stop_token_ids: frozenset[int]
     max_num_tokens: int  # the request ends at this length
+    takes_no_prefix: bool = False  # its result needs hidden states of all of its tokens
     # Upper bound of the KV slots it needs: its last token is never an input.
     max_num_slots: int = field(init=False)
     # Copied because every step reads them.
@@ -104,6 +105,8 @@ class Request:
         wants_logprobs = self.submitted.sampling.prompt_logprobs is not None
         if wants_logprobs and self.num_prompt_logprobs < self.num_prompt_tokens:
             return 0  # logprobs exist only for computed tokens
+        if self.takes_no_prefix:
+            return 0
         # At least one token is computed: the next one is sampled from its logits.
         return self.num_tokens - 1
 

@@ -208,4 +208,5 @@ def make_row(request: Request) -> PlanRow:
         seed=request.submitted.seed,
         grammar=request.grammar,
         state=request.kv.state_blocks,
+        is_pooled=request.submitted.is_pooled,
     )

@@ -71,6 +71,7 @@ class SchedulerState:
             eos_token_ids.union(sampling.stop_token_ids),
             # A sender ends with the first token, which the peer continues from.
             limit if submitted.send_to is None else min(limit, num_context + 1),
+            takes_no_prefix=submitted.is_pooled and self.config.pooling_needs_all_tokens,
         )
         self.requests[submitted.request_id] = request
         if submitted.receive_from is not None:
@@ -116,7 +117,13 @@ class SchedulerState:
         request.arrival.restart()  # what was not worth it may be better than computing
         self.waiting.push(request)
 
-    def end(self, request: Request, reason: FinishReason, failure: Failure | None = None) -> None:
+    def end(
+        self,
+        request: Request,
+        reason: FinishReason,
+        failure: Failure | None = None,
+        vector: bytes = b"",
+    ) -> None:
         """End a request in any state, without a last token."""
         self.outbox.append(
             Output(
@@ -125,6 +132,7 @@ class SchedulerState:
                 finish_reason=reason,
                 failure=failure,
                 served=request.served(),
+                vector=vector,
             )
         )
         self.finish(request, reason.value if failure is None else failure.reason)

@@ -19,6 +19,10 @@ def validate_request(request: EngineRequest, config: SchedulerConfig, cache: Cac
         raise InvalidRequest(f"the adapter {request.adapter!r} is not served by this node")
     if request.media:
         raise InvalidRequest("media are not served by this node: send text only")
+    if request.is_pooled:
+        _check_pooled(request, config)
+    elif not config.can_generate:
+        raise InvalidRequest("this model generates no text: it embeds or scores texts only")
     _check_tokens(request, config)
     _check_lengths(request, config)
     _check_fits_cache(request, config, cache)
@@ -32,8 +36,20 @@ def validate_request(request: EngineRequest, config: SchedulerConfig, cache: Cac
         raise InvalidRequest("receive_from and send_to exclude each other: KV is passed on once")
 
 
+def _check_pooled(request: EngineRequest, config: SchedulerConfig) -> None:
+    if config.pooling is None:
+        raise InvalidRequest(
+            "this model does not embed: its folder has no pooling (modules.json); start its nodes "
+            "with --pooling last, mean or cls to embed with it all the same"
+        )
+    if request.send_to is not None or request.receive_from is not None:
+        raise InvalidRequest("an embedding takes no part in a hand-off")
+
+
 def max_num_tokens(request: EngineRequest, config: SchedulerConfig) -> int:
     """Return the number of tokens, prompt included, at which a limit ends the request."""
+    if request.is_pooled:
+        return len(request.prompt_token_ids) + 1  # the token that is not sampled
     return min(len(request.prompt_token_ids) + request.sampling.max_tokens, config.max_model_len)
 
 
@@ -70,7 +86,10 @@ def _named_token_ids(request: EngineRequest) -> Iterator[tuple[str, tuple[int, .
 
 def _check_lengths(request: EngineRequest, config: SchedulerConfig) -> None:
     num_context = len(request.prompt_token_ids) + len(request.prior_output_token_ids)
-    if num_context >= config.max_model_len:
+    if request.is_pooled:
+        if num_context > config.max_model_len:
+            raise ContextLengthExceeded.of_text(num_context, config.max_model_len)
+    elif num_context >= config.max_model_len:
         raise ContextLengthExceeded.of_prompt(num_context, config.max_model_len)
     if len(request.prior_output_token_ids) >= request.sampling.max_tokens:
         raise InvalidRequest(

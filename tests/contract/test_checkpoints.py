@@ -69,6 +69,9 @@ class MemoryCheckpoint:
     def read_generation_defaults(self) -> GenerationDefaults:
         return GenerationDefaults()
 
+    def read_pooling(self) -> None:
+        return None
+
     def load_tokenizer(self) -> Tokenizer:
         raise NotImplementedError
 

@@ -169,7 +169,7 @@ class _StoredBytes:
     def of_head(self, unquantized: float) -> float:
         name = self._tensors.head
         if self._config.ties_embeddings:
-            name = f"{self._tensors.model}.embed_tokens"
+            name = f"{self._tensors.prefix}embed_tokens"
         return self._in_file(name) or unquantized
 
     def of_experts(self) -> float:

@@ -31,6 +31,9 @@ from baton.engine.runner.model.config import (
 from baton.engine.runner.weights.quantization import read_quantization
 
 MAX_LAYERS = 10_000
+MAX_LABELS = 1 << 16
+# Endings of the names of architectures.
+GENERATES, CLASSIFIES = "ForCausalLM", "ForSequenceClassification"
 MAX_EXPERTS = 1 << 17  # in all layers: their tensors are looked for one by one
 NO_ROPE = RopeConfig(kind="none")
 
@@ -38,13 +41,18 @@ NO_ROPE = RopeConfig(kind="none")
 def read_model_config(checkpoint: Checkpoint) -> ModelConfig:
     """Read and check the fields. Raises ModelError for an unsupported architecture or field."""
     raw = checkpoint.read_config()
-    name = _read_architecture(raw)
+    name, kind = _read_architecture(raw)
     family = FAMILIES[name]
     fields = _read_text_fields(family, raw)
     text_defaults = family.text_defaults.get(str(fields.get("model_type")), {})
     fields = fields.with_defaults({**family.defaults, **text_defaults})
     check_fields(fields, family)
-    return _read(name, family, fields, raw)
+    config = _read(name, family, fields, raw)
+    if kind == GENERATES:
+        return config
+    # Without a head for tokens, that of the embedding stands in.
+    num_labels = _read_num_labels(raw) if kind == CLASSIFIES else 0
+    return replace(config, ties_embeddings=True, can_generate=False, num_labels=num_labels)
 
 
 def _read_text_fields(family: Family, raw: JsonFields) -> JsonFields:
@@ -107,11 +115,31 @@ def _read(name: str, family: Family, fields: JsonFields, raw: JsonFields) -> Mod
     return config
 
 
-def _read_architecture(raw: JsonFields) -> str:
+def _read_architecture(raw: JsonFields) -> tuple[str, str]:
+    """Return the architecture of the family that generates, and the ending of the one named."""
     names = raw.get("architectures")
-    if isinstance(names, list) and len(names) == 1 and str(names[0]) in FAMILIES:
-        return str(names[0])
-    raise raw.wrong("architectures", f"must name one of {', '.join(FAMILIES)}")
+    if isinstance(names, list) and len(names) == 1:
+        name = str(names[0])
+        if name in FAMILIES:
+            return name, GENERATES
+        for ending in (CLASSIFIES, "TextModel", "Model"):
+            generating = f"{name.removesuffix(ending)}{GENERATES}"
+            if name.endswith(ending) and generating in FAMILIES:
+                return generating, ending
+    raise raw.wrong(
+        "architectures",
+        f"must name one of {', '.join(FAMILIES)}, or one that ends with {CLASSIFIES} or Model "
+        f"instead of {GENERATES}",
+    )
+
+
+def _read_num_labels(raw: JsonFields) -> int:
+    labels = raw.get("id2label")
+    if not isinstance(labels, dict):
+        return raw.positive_int("num_labels", 2)
+    if not 1 <= len(labels) <= MAX_LABELS:
+        raise raw.wrong("id2label", f"must have 1 to {MAX_LABELS} labels")
+    return len(labels)
 
 
 def _read_layers(

@@ -220,6 +220,8 @@ class ModelConfig:
     latent: LatentConfig | None = None
     recurrent: RecurrentConfig | None = None  # the same for all recurrent layers
     has_output_gate: bool = False  # attention's output times the sigmoid of a gate
+    can_generate: bool = True  # it has a head for tokens
+    num_labels: int = 0  # of a classifier of texts
 
     @property
     def attention_layers(self) -> tuple[int, ...]:

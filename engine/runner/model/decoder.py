@@ -27,6 +27,7 @@ class Decoder:
     norm: Norm
     head: Linear
     waits_for_experts: bool = False  # the CPU reads which experts are chosen
+    classifier: Tensor | None = None  # [num_labels, hidden_size] in float32
 
     def forward(
         self,

@@ -52,6 +52,10 @@ class HiddenStates(NamedTuple):
         logits = None if self.logits is None else self.logits[:num_rows]
         return self._replace(sampled=self.sampled[:num_rows], logits=logits)
 
+    def select(self, rows: Tensor) -> HiddenStates:
+        """Return the results of these sampled tokens."""
+        return HiddenStates(self.sampled[rows], self.by_token)
+
 
 class HeadPass(Protocol):
     """Work of an output head in one pass."""
@@ -113,12 +117,17 @@ class SamplingHead:
         return False
 
     def begin(self, step: Step, inputs: StepInputs) -> HeadPass | None:
-        if not step.sampled:
-            return None
         runs = [step.runs[index] for index in step.sampled]
+        places = [place for place, run in enumerate(runs) if not run.row.is_pooled]
+        if not places:
+            return None
+        rows = None
+        if len(places) < len(runs):
+            runs = [runs[place] for place in places]
+            rows = inputs.put(np.array(places, dtype=np.int64))
         has_grammar = any(run.row.grammar is not None for run in runs)
         sampled = None if has_grammar else self.sampler.begin(runs, self.vocab_size, inputs)
-        return _SampledPass(self, step.drafts, runs, sampled)
+        return _SampledPass(self, step.drafts, runs, sampled, rows)
 
 
 @dataclass(slots=True, eq=False)
@@ -129,11 +138,14 @@ class _SampledPass:
     drafts: Drafts
     runs: list[TokenRun]
     sampled: SampledStep | None  # None: masks of grammars are missing
+    rows: Tensor | None  # of the hidden states; None: all
     failures: dict[RequestId, Failure] = field(default_factory=dict)
     launched: LaunchedSamples | None = None
 
     def launch(self, hidden_states: HiddenStates) -> None:
         head, sampled = self.head, self.sampled
+        if self.rows is not None:
+            hidden_states = hidden_states.select(self.rows)
         logits = hidden_states.logits
         if logits is None:
             logits = head.decoder.logits(hidden_states.sampled)

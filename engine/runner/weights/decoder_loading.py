@@ -21,7 +21,7 @@ from baton.engine.runner.model_info import LoadProgressCallback
 from baton.engine.runner.weights.latent_loading import LatentLoader
 from baton.engine.runner.weights.recurrent_loading import load_recurrent
 from baton.engine.runner.weights.tensor_loading import LoadTarget, TensorLoader
-from baton.engine.runner.weights.tensor_names import TensorMap, check_tensors
+from baton.engine.runner.weights.tensor_names import CLASSIFIER, TensorMap, check_tensors
 
 
 def load_decoder(
@@ -34,14 +34,15 @@ def load_decoder(
     check_tensors(config, files)
     tensors = TensorMap(config, files.shapes())
     loader = TensorLoader(tensors, files, target, on_progress)
-    embedding = loader.embedding(f"{tensors.model}.embed_tokens")
+    embedding = loader.embedding(f"{tensors.prefix}embed_tokens")
     layers = [_LayerLoader(tensors, loader, i).load() for i in range(config.num_layers)]
-    norm = loader.norm(f"{tensors.model}.norm")
+    norm = loader.norm(f"{tensors.prefix}norm")
     head = embedding if config.ties_embeddings else loader.embedding(tensors.head)
     parts, mixtures = target.parts, [layer.mlp for layer in layers if isinstance(layer.mlp, Moe)]
     made = parts.make_layers(config, layers)
     waits = any(list(map(parts.waits_for_experts, mixtures)))  # of all: this joins the experts
-    return Decoder(config, parts.ops, embedding, made, norm, head, waits)
+    classifier = loader.vector(f"{CLASSIFIER}.weight") if config.num_labels else None
+    return Decoder(config, parts.ops, embedding, made, norm, head, waits, classifier)
 
 
 def attention_of(config: ModelConfig, files: Tensors, device: torch.device) -> list[LayerAttention]:

@@ -28,6 +28,7 @@ from baton.engine.runner.weights.packed import (
 from baton.engine.runner.weights.quantization import Packing
 
 Shapes = Iterator[tuple[str, Shape]]
+CLASSIFIER = "score"
 
 
 class TensorMap:
@@ -37,13 +38,14 @@ class TensorMap:
         self.config = config
         found = found or {}
         self.names: TensorNames = _choose_experts(config, found)
-        prefixes = zip(self.names.models, self.names.heads, strict=True)
-        present = [pair for pair in prefixes if f"{pair[0]}.embed_tokens.weight" in found]
-        default = self.names.models[0], self.names.heads[0]
-        self.model, self.head = present[0] if present else default
+        names = zip(self.names.models, self.names.heads, strict=True)
+        prefixes = [(f"{model}.", head) for model, head in names]
+        prefixes.append(("", "lm_head"))  # saved without the class that has the head
+        present = [pair for pair in prefixes if f"{pair[0]}embed_tokens.weight" in found]
+        self.prefix, self.head = (present or prefixes)[0]
 
     def in_layer(self, index: int, name: str) -> str:
-        return f"{self.model}.layers.{index}.{name}"
+        return f"{self.prefix}layers.{index}.{name}"
 
     def in_layers(self, index: int, names: Sequence[str]) -> list[str]:
         return [self.in_layer(index, name) for name in names]
@@ -59,14 +61,16 @@ class TensorMap:
         if self.config.quantization is not None and name.endswith(UNUSED):
             return True
         # Layers after the last one predict several tokens at once.
-        predictor = f"{self.model}.layers.{self.config.num_layers}."
+        predictor = f"{self.prefix}layers.{self.config.num_layers}."
         return name.startswith((predictor, *self.names.ignored))
 
     def _shapes(self) -> Shapes:
         config = self.config
-        yield f"{self.model}.embed_tokens.weight", (config.vocab_size, config.hidden_size)
-        yield f"{self.model}.norm.weight", (config.hidden_size,)
-        if not config.ties_embeddings:
+        yield f"{self.prefix}embed_tokens.weight", (config.vocab_size, config.hidden_size)
+        yield f"{self.prefix}norm.weight", (config.hidden_size,)
+        if config.num_labels:
+            yield f"{CLASSIFIER}.weight", (config.num_labels, config.hidden_size)
+        elif not config.ties_embeddings:
             yield f"{self.head}.weight", (config.vocab_size, config.hidden_size)
         for index in range(config.num_layers):
             for name, shape in self._layer_shapes(index):

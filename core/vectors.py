@@ -1,0 +1,32 @@
+"""Vectors of texts: decoding, and shortening of embeddings (Matryoshka)."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.core.errors import InvalidRequest
+
+Floats = npt.NDArray[np.float32]
+
+
+def decode_vector(vector: bytes) -> Floats:
+    """Return the numbers of `Output.vector`."""
+    return np.frombuffer(vector, "<f4").astype(np.float32)
+
+
+def shorten(vector: Floats, num_dimensions: int | None) -> Floats:
+    """Return the first dimensions of an embedding, scaled to length one; None: all as they are.
+
+    Raises InvalidRequest if it has fewer.
+    """
+    if num_dimensions is None:
+        return vector
+    if not 1 <= num_dimensions <= len(vector):
+        raise InvalidRequest(
+            f"dimensions is {num_dimensions}; this model's embeddings have {len(vector)}",
+            "dimensions",
+        )
+    first = vector[:num_dimensions]
+    length = np.linalg.norm(first)
+    return first / length if length else first

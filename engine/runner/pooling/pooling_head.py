@@ -1,0 +1,142 @@
+"""Output head that turns the hidden states of a text into one vector."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baton.core.ids import RequestId
+from baton.core.output import Failure
+from baton.core.pooling import Pooling, PoolingKind
+from baton.engine.errors import OutOfOrder
+from baton.engine.plan import Plan, RunResult
+from baton.engine.runner.device.device import CPU, Device
+from baton.engine.runner.device.step_inputs import StepInputs
+from baton.engine.runner.device.step_outputs import Received, make_outputs
+from baton.engine.runner.input_batch import Step
+from baton.engine.runner.layout import TokenRun
+from baton.engine.runner.sampling.output_heads import HeadPass, HiddenStates
+from baton.engine.runner.sampling.sampler import NOT_FINITE
+
+
+class PoolingHead:
+    """Implements `OutputHead` for pooled rows.
+
+    A text can be computed in several chunks: the sum of its hidden states, or the one of its first
+    token, is carried from one to the next.
+    """
+
+    def __init__(
+        self, pooling: Pooling, classifier: Tensor | None = None, device: Device = CPU
+    ) -> None:
+        self.pooling = pooling
+        self.outputs = make_outputs(device)
+        self.carried: dict[RequestId, Tensor] = {}
+        self._classifier = classifier
+
+    def drop_rows(self, plan: Plan) -> None:
+        if plan.is_retry:
+            return  # rows dropped by a failed pass are added again
+        for request_id in plan.dropped:
+            self.carried.pop(request_id, None)
+
+    def needs_all_tokens(self, step: Step) -> bool:
+        return self.pooling.needs_all_tokens and any(run.row.is_pooled for run in step.runs)
+
+    def begin(self, step: Step, inputs: StepInputs) -> HeadPass | None:
+        texts = list(_texts(step))
+        return _PooledPass(self, texts) if texts else None
+
+    def finish(self, vectors: Tensor) -> Tensor:
+        """Return embeddings of length one, or the scores of a classifier."""
+        if self._classifier is not None:
+            logits = vectors @ self._classifier.T
+            return logits.sigmoid() if len(self._classifier) == 1 else logits.softmax(-1)
+        if self.pooling.normalizes:
+            return torch.nn.functional.normalize(vectors, dim=-1)
+        return vectors
+
+
+@dataclass(slots=True, eq=False)
+class _PooledPass:
+    """Implements `HeadPass`."""
+
+    head: PoolingHead
+    texts: Sequence[_Text]
+    ended: list[_Text] = field(default_factory=list)
+    received: Received | None = None
+    carried: dict[RequestId, Tensor] = field(default_factory=dict)  # out of this pass
+
+    def launch(self, hidden_states: HiddenStates) -> None:
+        vectors = [
+            vector
+            for text in self.texts
+            if (vector := self._reduce(text, hidden_states)) is not None
+        ]
+        if vectors:
+            finished = self.head.finish(torch.stack(vectors).float())
+            self.received = self.head.outputs.send([finished])
+
+    def collect(self, result: RunResult) -> None:
+        if self.received is None:
+            return
+        [array] = self.received.read()
+        for text, vector in zip(self.ended, array, strict=True):
+            if np.isfinite(vector).all():
+                result.vectors[text.request_id] = vector.astype("<f4").tobytes()
+            else:
+                result.failures[text.request_id] = Failure(NOT_FINITE)
+
+    def commit(self) -> None:
+        for text in self.ended:
+            self.head.carried.pop(text.request_id, None)
+        self.head.carried |= self.carried
+
+    def _reduce(self, text: _Text, hidden_states: HiddenStates) -> Tensor | None:
+        """Return the vector of a text that ends in this pass; carry over that of another one."""
+        kind = self.head.pooling.kind
+        if text.sampled is not None:
+            self.ended.append(text)
+        if kind is PoolingKind.LAST:
+            return None if text.sampled is None else hidden_states.sampled[text.sampled]
+        if hidden_states.by_token is None:
+            raise OutOfOrder("a pass with texts to pool has no hidden states of all tokens")
+        rows = hidden_states.by_token[text.first : text.first + text.run.num_tokens]
+        reduced = self._reduce_chunk(text, rows)
+        if text.sampled is None:
+            self.carried[text.request_id] = reduced
+            return None
+        return reduced / text.run.end if kind is PoolingKind.MEAN else reduced
+
+    def _reduce_chunk(self, text: _Text, rows: Tensor) -> Tensor:
+        carried = self.head.carried.get(text.request_id)
+        if self.head.pooling.kind is PoolingKind.CLS:
+            return rows[0] if carried is None else carried
+        total = rows.sum(0, dtype=torch.float32)
+        return total if carried is None else carried + total
+
+
+class _Text(NamedTuple):
+    """A pooled row's tokens in a step."""
+
+    run: TokenRun
+    first: int  # index of the first token in the flat batch
+    sampled: int | None  # index of its last token among the sampled ones, if its text ends here
+
+    @property
+    def request_id(self) -> RequestId:
+        return self.run.row.request_id
+
+
+def _texts(step: Step) -> Iterator[_Text]:
+    sampled = {index: place for place, index in enumerate(step.sampled)}
+    first = 0
+    for index, run in enumerate(step.runs):
+        if run.row.is_pooled:
+            yield _Text(run, first, sampled.get(index))
+        first += run.num_tokens
