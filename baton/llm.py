@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
-import numpy as np
 from rich.console import Console
 
 from baton.checkpoint.hub import open_checkpoint
@@ -26,7 +25,7 @@ from baton.core.stop_strings import StopRule
 from baton.core.structured_outputs import StructuredOutputs
 from baton.core.task import EMBED
 from baton.core.units import AUTO, parse_kv_memory
-from baton.core.vectors import Floats, decode_vector, shorten
+from baton.core.vectors import Floats, check_dimensions, decode_vector, shorten
 from baton.engine.config import EngineOptions
 from baton.engine.factory import build_engine, build_grammars
 from baton.engine.runner.config import WEIGHT_CACHE_VARIABLE, weight_cache_folder
@@ -163,7 +162,7 @@ class LLM:
         Raises InvalidRequest, before anything runs, if the model does not embed or a text is too
         long, and EmbeddingFailed if the model computed no finite numbers.
         """
-        shorten(np.empty(self.info.hidden_size, np.float32), dimensions)  # raises
+        check_dimensions(dimensions, self.info.hidden_size)
         sampling = EMBED.sampling or SamplingParams()
         requests = [
             replace(self._make_request(text, sampling), is_pooled=True) for text in _as_list(texts)

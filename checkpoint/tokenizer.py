@@ -75,8 +75,11 @@ class Tokenizer:
             return False
         return "tools" in jinja2.meta.find_undeclared_variables(parsed)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
+    def encode(
+        self, text: str, second: str | None = None, *, add_special_tokens: bool = True
+    ) -> list[int]:
+        """Return the token ids of a text, or of two together, as the model takes pairs."""
+        return list(self._fast.encode(text, second, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return str(self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens))

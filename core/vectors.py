@@ -15,6 +15,14 @@ def decode_vector(vector: bytes) -> Floats:
     return np.frombuffer(vector, "<f4").astype(np.float32)
 
 
+def check_dimensions(num_dimensions: int | None, size: int) -> None:
+    """Raise InvalidRequest unless an embedding of this size has so many; None: all of them."""
+    if num_dimensions is not None and not 1 <= num_dimensions <= size:
+        raise InvalidRequest(
+            f"dimensions is {num_dimensions}; this model's embeddings have {size}", "dimensions"
+        )
+
+
 def shorten(vector: Floats, num_dimensions: int | None) -> Floats:
     """Return the first dimensions of an embedding, scaled to length one; None: all as they are.
 
@@ -22,11 +30,7 @@ def shorten(vector: Floats, num_dimensions: int | None) -> Floats:
     """
     if num_dimensions is None:
         return vector
-    if not 1 <= num_dimensions <= len(vector):
-        raise InvalidRequest(
-            f"dimensions is {num_dimensions}; this model's embeddings have {len(vector)}",
-            "dimensions",
-        )
+    check_dimensions(num_dimensions, len(vector))
     first = vector[:num_dimensions]
     length = np.linalg.norm(first)
     return first / length if length else first

@@ -161,6 +161,9 @@ def _build_card(
         max_sequence_len=max_sequence_length(scheduler.config, scheduler.cache_config),
         kv_staging_bytes=options.staging_bytes,
         num_host_blocks=0 if tiers is None else tiers.host.memory.num_blocks,
+        vector_size=runner.info.vector_size,
+        has_labels=runner.info.has_labels,
+        generates=runner.info.can_generate,
     )
 
 

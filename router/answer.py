@@ -84,9 +84,10 @@ class AnswerAssembler:
         text, logprobs = self._advance()
         token_ids = tuple(self._token_ids[first_index:])
         prompt_logprobs = self._pop_prompt_logprobs()
-        if not (token_ids or text or prompt_logprobs):
+        vector = outputs[-1].vector
+        if not (token_ids or text or prompt_logprobs or vector):
             return None
-        return TokenChunk(first_index, token_ids, text, logprobs, prompt_logprobs)
+        return TokenChunk(first_index, token_ids, text, logprobs, prompt_logprobs, vector)
 
     def _is_plain_next(self, output: Output) -> bool:
         """True if the output is only the next token, as nearly all outputs are."""

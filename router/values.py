@@ -60,7 +60,19 @@ class TokenPrompt:
         return 0
 
 
-Prompt = TextPrompt | ChatPrompt | TokenPrompt
+@dataclass(frozen=True, slots=True)
+class PairPrompt:
+    """Two texts that a model scores together, such as a query and a document."""
+
+    first: str
+    second: str
+
+    @property
+    def num_characters(self) -> int:
+        return len(self.first) + len(self.second)
+
+
+Prompt = TextPrompt | ChatPrompt | TokenPrompt | PairPrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +93,13 @@ class GenerateCall:
     # The client set no max_tokens: the answer is limited only by the model's context length and
     # the KV caches, less the prompt.
     fills_context: bool = False
+    is_pooled: bool = False  # it asks for a vector instead of an answer
+    max_prompt_tokens: int | None = None  # a longer prompt is cut; None: it is refused
     warnings: tuple[str, ...] = ()  # what is done only in part
 
     @property
     def task(self) -> Task:
-        return task_of(self.kv_hints)
+        return task_of(self.kv_hints, is_pooled=self.is_pooled)
 
     @property
     def token_prompt(self) -> TokenPrompt:
@@ -107,6 +121,7 @@ class TokenChunk(NamedTuple):
     text: str = ""
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    vector: bytes = b""  # of a pooled prompt, see Output
 
 
 AnswerPart = TokenChunk | Finish  # a Finish is the last part

@@ -40,6 +40,9 @@ class NodeCard:
     max_sequence_len: int = 0  # limit by max_model_len and KV cache; 0: not reported
     kv_staging_bytes: int = 0  # in which a decode node takes blocks that it converts
     num_host_blocks: int = 0  # that fit into its host memory tier
+    vector_size: int = 0  # of a pooled prompt; 0: the model does not pool
+    has_labels: bool = False  # the vector has scores of labels; otherwise it is an embedding
+    generates: bool = True
 
     @property
     def max_sequence_length(self) -> int:

@@ -30,6 +30,17 @@ class ModelInfo:
     pooling: Pooling | None = None  # None: the model embeds nothing
     can_generate: bool = True
 
+    @property
+    def vector_size(self) -> int:
+        """Return the numbers of a pooled text; 0: the model does not pool."""
+        if self.pooling is None:
+            return 0
+        return self.pooling.num_labels or self.hidden_size
+
+    @property
+    def has_labels(self) -> bool:
+        return self.pooling is not None and self.pooling.num_labels > 0
+
 
 @dataclass(frozen=True, slots=True)
 class KvMemory:

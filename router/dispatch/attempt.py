@@ -105,7 +105,7 @@ class Attempt:
 
         computed = replace(request, prefix_source=_prefix_source(route))
         if route.prefill is None:
-            return {NodeRole.DECODE: call(route.decode, computed)}
+            return {route.decode.card.role: call(route.decode, computed)}
         if not request.task.has_decode_leg:
             return {NodeRole.PREFILL: call(route.prefill, computed)}
         source = Peer(route.prefill.card.node_id, route.prefill.address)
@@ -141,9 +141,10 @@ class Attempt:
         """
         self._under_way.discard(leg)
         if not self._under_way:
-            address = self._route.decode.address
-            failure = NodeFailed(f"decode node {address} ended without finishing the answer")
-            self._blame(NodeRole.DECODE, failure)
+            node = self._route.decode
+            role = node.card.role
+            failure = NodeFailed(f"{role} node {node.address} ended without finishing the answer")
+            self._blame(role, failure)
             raise failure
 
     def _take_output(self, event: LegOutput) -> TokenChunk | None:
@@ -167,7 +168,7 @@ class Attempt:
             self._on_decoded()
 
     def _blame(self, leg: NodeRole, failure: Exception) -> None:
-        node = self._route.prefill if leg is NodeRole.PREFILL else self._route.decode
+        node = self._route.node_of(leg)
         if node is not None and isinstance(failure, NodeFailed):
             self.failure_by_address[node.address] = failure
 

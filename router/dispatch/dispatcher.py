@@ -80,6 +80,7 @@ class DispatchedRequest:
             kv_hints=call.kv_hints,
             prior_output_token_ids=self.answer.token_ids,
             is_paced=is_paced,
+            is_pooled=call.is_pooled,
         )
 
 
@@ -145,6 +146,7 @@ class Dispatcher:
             media=request.call.token_prompt.media,
             cache_salt=request.call.cache_salt,
             revision=request.revision,
+            is_pooled=request.call.is_pooled,
         )
         placement, prompt_node = request.context.placement, None
         if number == 1 and placement is not None and placement.has_kv:

@@ -26,12 +26,9 @@ NO_CORS = (
 REASONS = {
     "/v1/responses": f"the Responses API is not implemented; {USE_CHAT}",
     "/v1/messages": f"Anthropic's Messages API is not implemented; {USE_CHAT}",
-    "/v1/embeddings": "embeddings are not implemented; Baton generates text only",
     "/v1/moderations": "moderation is not implemented; Baton generates text only",
     "/v1/images": "images are not implemented; Baton generates text only",
     "/v1/audio": "audio is not implemented; Baton generates text only",
-    "/v1/rerank": "reranking is not implemented; Baton generates text only",
-    "/v1/score": "scoring is not implemented; Baton generates text only",
     "/v1/realtime": f"the Realtime API is not implemented; {USE_CHAT}",
     "/v1/assistants": f"the Assistants API is not implemented; {USE_CHAT}",
     "/v1/threads": f"the Assistants API is not implemented; {USE_CHAT}",

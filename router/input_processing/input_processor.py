@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 
 from baton.checkpoint.token_text import TokenText
-from baton.core.errors import ContextLengthExceeded
+from baton.core.errors import ContextLengthExceeded, InvalidRequest
 from baton.core.ids import ANY_MODEL, ModelVariant
 from baton.core.sampling import fit_max_tokens
 from baton.router.context import RequestContext
@@ -41,10 +41,13 @@ class InputProcessor:
         Raises UnknownModel, EmptyPrompt, InvalidRequest, UnsupportedInput and QueueFull.
         """
         self.check_model(call.model)
+        self._check_task(call)
         if call.task.sampling is not None:
             call = replace(call, sampling=call.task.sampling, bad_words=(), fills_context=False)
         call = self._ban_bad_words(call)
         token_ids = await self.token_ids(call.prompt, call.model)
+        if call.max_prompt_tokens is not None:
+            token_ids = token_ids[: call.max_prompt_tokens]
         context.trace.note_tokenized(len(token_ids))
         self._check_prompt(call, len(token_ids), context.logprob_budget or LogprobBudget())
         if self._forms is not None and call.sampling.structured_outputs is not None:
@@ -57,6 +60,20 @@ class InputProcessor:
         if model != ANY_MODEL and served and model not in served.values():
             names = ", ".join(sorted(served))
             raise UnknownModel(f"model {model.name!r} is not served here; served: {names}")
+
+    def _check_task(self, call: GenerateCall) -> None:
+        """Raise InvalidRequest if the model cannot do what the request asks for."""
+        if not self._table.models:
+            return
+        served, name = self._table.served_model(call.model), call.model.name
+        if call.is_pooled and not served.vector_size:
+            raise InvalidRequest(
+                f"model {name!r} does not embed: its nodes need --pooling last, mean or cls, or a "
+                "model folder with modules.json",
+                "model",
+            )
+        if not call.is_pooled and not served.generates:
+            raise InvalidRequest(f"model {name!r} generates no text: it only embeds", "model")
 
     async def token_ids(self, prompt: Prompt, model: ModelVariant = ANY_MODEL) -> tuple[int, ...]:
         """Tokenise a prompt. Raises ContextLengthExceeded if its text exceeds the context."""
@@ -83,7 +100,10 @@ class InputProcessor:
         if num_prompt_tokens == 0:
             raise EmptyPrompt("the prompt has no tokens; there is nothing to continue")
         max_model_len = self._table.served_model(call.model).max_model_len
-        if max_model_len is not None and num_prompt_tokens >= max_model_len:
+        if call.is_pooled:
+            if max_model_len is not None and num_prompt_tokens > max_model_len:
+                raise ContextLengthExceeded.of_text(num_prompt_tokens, max_model_len, "input")
+        elif max_model_len is not None and num_prompt_tokens >= max_model_len:
             field = "messages" if isinstance(call.prompt, ChatPrompt) else "prompt"
             raise ContextLengthExceeded.of_prompt(num_prompt_tokens, max_model_len, field)
         budget.spend(num_prompt_tokens, call.sampling.prompt_logprobs)

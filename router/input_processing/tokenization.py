@@ -8,7 +8,7 @@ from baton.checkpoint.token_text import TokenText
 from baton.checkpoint.tokenizer import Tokenizer
 from baton.core.errors import ContextLengthExceeded
 from baton.router.answer import IncrementalDetokenizer, NoDetokenizer
-from baton.router.values import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from baton.router.values import ChatPrompt, PairPrompt, Prompt, TextPrompt, TokenPrompt
 from baton.rpc.errors import UnsupportedInput
 
 
@@ -58,6 +58,9 @@ class ModelText(TextBoundary):
             case TextPrompt(text, add_special_tokens):
                 self._check_length(text, max_tokens, "prompt")
                 return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+            case PairPrompt(first, second):
+                self._check_length(first + second, max_tokens, "input")
+                return tuple(self._tokenizer.encode(first, second))
             case ChatPrompt(messages, add_generation_prompt, variables):
                 text = self._tokenizer.render_chat(
                     [

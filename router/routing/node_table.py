@@ -96,6 +96,9 @@ class ServedModel:
     sampling_defaults: SamplingDefaults = NO_SAMPLING_DEFAULTS  # of the first node
     max_model_len: int | None = None  # largest context length of decode nodes; None without any
     max_sequence_len: int | None = None  # that fits on every decode node; None without any
+    generates: bool = True
+    vector_size: int = 0  # of a pooled prompt; 0: the model does not pool
+    has_labels: bool = False  # the vector has scores of labels
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,8 +233,10 @@ class NodeTable:
 
     @property
     def num_batch_slots(self) -> int:
-        """Batch slots of all open decode nodes."""
-        return sum(node.card.max_num_seqs for group in self.groups() for node in group.decodes)
+        """Batch slots of all open decode nodes, and of prefill nodes that only embed."""
+        decodes = [node for group in self.groups() for node in group.decodes]
+        embedding = [node for node in self.open_nodes(NodeRole.PREFILL) if not node.card.generates]
+        return sum(node.card.max_num_seqs for node in (*decodes, *embedding))
 
     def partners(self, node: Node) -> list[Node]:
         """Return the open nodes of the other role with compatible KV."""
@@ -273,11 +278,15 @@ class NodeTable:
 
 
 def _served_model(cards: Sequence[NodeCard]) -> ServedModel:
-    decodes = [card for card in cards if card.role is NodeRole.DECODE]
+    # A model that only embeds needs no decode nodes.
+    limiting = [card for card in cards if card.role is NodeRole.DECODE or not card.generates]
     return ServedModel(
         cards[0].sampling_defaults if cards else NO_SAMPLING_DEFAULTS,
-        max((card.max_model_len for card in decodes), default=None),
-        min((card.max_sequence_length for card in decodes), default=None),
+        max((card.max_model_len for card in limiting), default=None),
+        min((card.max_sequence_length for card in limiting), default=None),
+        generates=not cards or any(card.generates for card in cards),
+        vector_size=max((card.vector_size for card in cards), default=0),
+        has_labels=any(card.has_labels for card in cards),
     )
 
 

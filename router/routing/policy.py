@@ -26,7 +26,10 @@ UINT64 = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Nodes of one attempt. Without a prefill node, the decode node computes the prompt too."""
+    """Nodes of one attempt. Without a prefill node, the decode node computes the prompt too.
+
+    Of a pooled prompt, `decode` is the only node, whatever its role.
+    """
 
     decode: Node
     prefill: Node | None
@@ -44,6 +47,11 @@ class Route:
             return (self.decode.address,)
         return self.decode.address, self.prefill.address
 
+    def node_of(self, leg: NodeRole) -> Node | None:
+        if self.decode.card.role is leg:
+            return self.decode
+        return self.prefill
+
 
 def choose(
     table: NodeTable,
@@ -58,6 +66,8 @@ def choose(
 
     Raises NoNodes and IncompatibleNodes.
     """
+    if request.is_pooled:
+        return _choose_for_pooling(table, routing, request, without)
     groups = [_filter_by_model(group, request.model) for group in table.groups(without)]
     groups = _filter_by_revision([group for group in groups if group.decodes], request.revision)
     if not groups:
@@ -84,6 +94,26 @@ def choose(
         return Route(decode, None, reason, view.missing_from_reported(decode), names, is_paced=True)
     holder = view.holder_for(prefill)
     return Route(decode, prefill, "", view.missing(prefill), names, holder=holder)
+
+
+def _choose_for_pooling(
+    table: NodeTable, routing: Routing, request: RoutingRequest, without: frozenset[str]
+) -> Route:
+    """Choose the node of a pooled prompt: a prefill node, or a decode node if there is none."""
+    for role in (NodeRole.PREFILL, NodeRole.DECODE):
+        nodes = [
+            node
+            for node in table.open_nodes(role)
+            if node.card.vector_size
+            and request.model in (ANY_MODEL, table.find_model(node.card.model))
+            and request.revision in (None, node.revision)
+            and node.address not in without
+        ]
+        if nodes:
+            view = replace(_build_view(table, routing, request, without), holders={})
+            node = pick(routing, view, nodes)
+            return Route(node, None, "", view.missing(node), view.names)
+    raise NoNodes("no node that embeds is reachable and open; start one, or try again later")
 
 
 def _local_reason(routing: Routing, view: RoutingView, decode: Node, prefill: Node) -> str:

@@ -39,6 +39,7 @@ class RoutingRequest:
     media: tuple[MediaSegment, ...] = ()  # in the prompt
     cache_salt: str = ""
     revision: Revision | None = None  # that started the answer and alone may continue it
+    is_pooled: bool = False  # one node computes all of it
 
     @property
     def num_tokens(self) -> int:

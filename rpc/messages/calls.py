@@ -69,7 +69,7 @@ def engine_request(order: Order, now: float) -> EngineRequest:
     _check_sequence(sequence, handoff_id)
     hints = KV_HINTS.from_message(sequence.cache_hints.hints)
     receive_from = send_to = None
-    if task_of(hints).has_decode_leg:
+    if task_of(hints, is_pooled=sequence.is_pooled).has_decode_leg:
         if isinstance(order, node_pb2.PrefillOrder):
             send_to = handoff_id
         elif order.HasField("prefill"):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from baton.core.ids import HandoffId, Incarnation, NodeId
 from baton.core.logprobs import TokenLogprobs
 from baton.core.output import FinishReason, Output
 from baton.core.request import EngineRequest
+from baton.core.vectors import Floats
 from baton.engine.kv_cache.block_hashes import PrefixNaming
 from baton.kv_transfer.protocol.messages import Fingerprint
 from baton.router.dispatch.node_rpcs import Deliver, LegEvent, LegOutput
@@ -114,6 +117,9 @@ class FakeNodeCalls:
         self.received.append(ReceivedCall(NodeRole.PREFILL, node.card.node_id, request, timeout_s))
         if self.prefill_faults:
             raise self.prefill_faults.pop(0)
+        if request.is_pooled:
+            deliver(LegOutput(NodeRole.PREFILL, (_pooled(request),)))
+            return
         if self.is_prefill_late:
             await self.decode_told_all.wait()
         if self.may_prefill_report is not None:
@@ -155,6 +161,9 @@ class FakeNodeCalls:
     ) -> None:
         self.received.append(ReceivedCall(NodeRole.DECODE, node.card.node_id, request, timeout_s))
         breaks_after = self.decode_breaks_after.pop(0) if self.decode_breaks_after else None
+        if request.is_pooled:
+            deliver(LegOutput(NodeRole.DECODE, (_pooled(request),)))
+            return
         try:
             for event in self._decoded(request, breaks_after):
                 deliver(event)
@@ -180,6 +189,17 @@ class FakeNodeCalls:
             if is_last:
                 output = output._replace(stop_token_id=self.stop_token_id)
             yield LegOutput(NodeRole.DECODE, (output,), self.report if count == 0 else None)
+
+
+def vector_of(token_ids: Sequence[int]) -> Floats:
+    """Return the vector that every node gives."""
+    numbers = np.array([1, len(token_ids), sum(token_ids) % 10, token_ids[0] % 10], np.float32)
+    return numbers / np.linalg.norm(numbers)
+
+
+def _pooled(request: EngineRequest) -> Output:
+    vector = vector_of(request.prompt_token_ids).astype("<f4").tobytes()
+    return Output(request.request_id, 0, finish_reason=FinishReason.STOP, vector=vector)
 
 
 def prompt_logprobs_of(request: EngineRequest) -> list[TokenLogprobs | None]:

@@ -72,6 +72,10 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServiceServicer):
         finish = inference_pb2.Finish(reason=sampling_pb2.FINISH_REASON_STOP)
         yield inference_pb2.GenerateResponse(request_id="1", finish=finish)
 
+    def Embed(self, request: Any, context: Any) -> inference_pb2.EmbedResponse:
+        embeddings = [inference_pb2.Embedding(values=[1.0]) for _ in request.inputs]
+        return inference_pb2.EmbedResponse(request_id="1", embeddings=embeddings)
+
     def Tokenize(self, request: Any, context: Any) -> inference_pb2.TokenizeResponse:
         return inference_pb2.TokenizeResponse(token_ids=request.text.encode())
 

@@ -9,14 +9,17 @@ from typing import Any
 
 from grpc import aio
 
+from baton.core.vectors import check_dimensions, shorten
 from baton.router.answers import generate_answers
 from baton.router.doors.grpc.translate import (
     ResponseBuilder,
     calls_from,
     check_chat,
     check_request,
+    embed_calls_from,
     tokenize_input_from,
 )
+from baton.router.embeddings import embed_texts
 from baton.router.input_processing.limits import (
     MAX_TOKENS_TO_DETOKENIZE,
     check_count,
@@ -60,6 +63,28 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                         yield await builders[index].build_in_slices(part)
                     else:
                         yield builders[index].next(part)
+
+    async def Embed(
+        self, request: inference_pb2.EmbedRequest, context: aio.ServicerContext[Any, Any]
+    ) -> inference_pb2.EmbedResponse:
+        client_id = request.request_id
+        request_id = client_id if is_valid_name(client_id) else secrets.token_hex(ID_BYTES)
+        scope = self._scopes.begin(request_id, context.invocation_metadata(), context)
+        async with named_errors(context, request_id=request_id, trace_id=scope.trace_id):
+            with scope.ending_on_error():
+                model = self._table.find_model(request.model)
+                calls = embed_calls_from(request, request_id, model)
+                num_dimensions = request.dimensions if request.HasField("dimensions") else None
+                check_dimensions(num_dimensions, self._table.served_model(model).vector_size)
+            texts = await embed_texts(self._pipeline, scope, calls)
+        embeddings = [
+            inference_pb2.Embedding(
+                values=shorten(text.vector, num_dimensions).tolist(), prompt_tokens=text.num_tokens
+            )
+            for text in texts
+        ]
+        name = model.name or next(iter(sorted(self._table.models)), "")
+        return inference_pb2.EmbedResponse(request_id=request_id, embeddings=embeddings, model=name)
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: aio.ServicerContext[Any, Any]

@@ -23,6 +23,7 @@ from baton.core.sampling import (
 from baton.core.stop_strings import StopRule
 from baton.core.structured_outputs import MAX_CHOICES
 from baton.router.input_processing.answer_calls import calls_for_answers
+from baton.router.input_processing.embedding_calls import MAX_INPUTS, calls_for_texts
 from baton.router.input_processing.limits import (
     MAX_ANSWERS,
     MAX_CHAT_MESSAGES,
@@ -96,6 +97,32 @@ def prompt_from(message: inference_pb2.GenerateRequest) -> Prompt:
     raise EmptyPrompt("no prompt: set one of text, token_ids and chat")
 
 
+def embed_calls_from(
+    message: inference_pb2.EmbedRequest, request_id: str, model: ModelVariant = ANY_MODEL
+) -> list[GenerateCall]:
+    """Convert a request to one call for each of its texts. Raises InvalidRequest, EmptyPrompt."""
+    check_name("request_id", message.request_id)
+    check_count("inputs", len(message.inputs), MAX_INPUTS)
+    is_cut = message.HasField("truncate_prompt_tokens")
+    return calls_for_texts(
+        request_id,
+        [_embed_input_from(each) for each in message.inputs],
+        model,
+        max_tokens=message.truncate_prompt_tokens if is_cut else None,
+        priority=message.priority,
+        cache_salt=message.cache_salt,
+    )
+
+
+def _embed_input_from(message: inference_pb2.EmbedInput) -> Prompt:
+    match message.WhichOneof("input"):
+        case "text":
+            return TextPrompt(message.text)
+        case "token_ids":
+            return TokenPrompt(tuple(message.token_ids.ids))
+    raise EmptyPrompt("an input is empty: set one of text and token_ids")
+
+
 def tokenize_input_from(message: inference_pb2.TokenizeRequest) -> Prompt:
     match message.WhichOneof("input"):
         case "text":
@@ -113,7 +140,7 @@ CHUNK = Mapper(
     TokenChunk,
     inference_pb2.GenerateResponse,
     converters={"logprobs": LOGPROBS, "prompt_logprobs": PROMPT_LOGPROBS},
-    unmapped=("request_id", "index", "finish"),
+    unmapped=("request_id", "index", "finish", "vector"),
 )
 
 

@@ -6,16 +6,19 @@ from collections.abc import Callable
 
 from starlette.routing import Route
 
+from baton.router.doors.openai.embeddings import Vectors
 from baton.router.doors.openai.endpoints import Models, PrefixCacheEndpoint, Tokens
 from baton.router.doors.openai.errors import OPENAI_ERRORS
 from baton.router.doors.openai.generation import AnswerHandler, Read
 from baton.router.doors.openai.request.parsed_request import chat_completion_from, completion_from
 from baton.router.http.bodies import Bodies
-from baton.router.http.exchange import GenerationEndpoint
+from baton.router.http.exchange import Answer, GenerationEndpoint
 from baton.router.pipeline import Pipeline
 from baton.router.prefix_resets import PrefixResets
 from baton.router.request_scope import RequestScopes
 from baton.router.text_events.parsing import Parsing
+
+RERANK_PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")  # of vLLM, and of Cohere's API
 
 
 def openai_routes(
@@ -27,13 +30,19 @@ def openai_routes(
     root: str,
 ) -> list[Route]:
     def generation(read: Read) -> GenerationEndpoint:
-        answer = AnswerHandler(pipeline, parsing, read).answer
+        return endpoint(AnswerHandler(pipeline, parsing, read).answer)
+
+    def endpoint(answer: Answer) -> GenerationEndpoint:
         return GenerationEndpoint(scopes, bodies, OPENAI_ERRORS, answer)
 
     models, texts = Models(pipeline.table, root), Tokens(pipeline, bodies)
+    vectors = Vectors(pipeline)
     return [
         _post("/v1/completions", generation(completion_from)),
         _post("/v1/chat/completions", generation(chat_completion_from)),
+        _post("/v1/embeddings", endpoint(vectors.embed)),
+        *(_post(path, endpoint(vectors.score)) for path in ("/v1/score", "/score")),
+        *(_post(path, endpoint(vectors.rerank)) for path in RERANK_PATHS),
         Route("/v1/models", models.list_all),
         Route("/v1/models/{model:path}", models.show),
         _post("/tokenize", texts.tokenize),

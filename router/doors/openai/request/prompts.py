@@ -19,28 +19,33 @@ RESERVED = ("messages", "tools", "add_generation_prompt")
 
 
 def parse_prompts(
-    value: object, *, add_special_tokens: bool = True, max_model_len: int | None = None
+    value: object,
+    *,
+    add_special_tokens: bool = True,
+    max_model_len: int | None = None,
+    field: str = "prompt",
+    max_prompts: int = MAX_ANSWERS,
 ) -> list[Prompt]:
     """Return one or several prompts. Raises InvalidRequest and EmptyPrompt."""
     if isinstance(value, str):
         return [TextPrompt(value, add_special_tokens)]
     if isinstance(value, list):
         if not value:
-            raise EmptyPrompt("prompt is an empty list; there is nothing to continue")
+            raise EmptyPrompt(f"{field} is an empty list; send at least one text")
         if type(value[0]) is int:
-            return [_token_prompt(value, max_model_len)]
-        check_count("prompt", len(value), MAX_ANSWERS)
+            return [_token_prompt(value, max_model_len, field)]
+        check_count(field, len(value), max_prompts)
         if all(isinstance(prompt, str) for prompt in value):
             return [TextPrompt(text, add_special_tokens) for text in value]
         if all(isinstance(prompt, list) for prompt in value):
-            return [_token_prompt(ids, max_model_len) for ids in value]
-    raise InvalidRequest(f"prompt must be {EXPECTED}", "prompt")
+            return [_token_prompt(ids, max_model_len, field) for ids in value]
+    raise InvalidRequest(f"{field} must be {EXPECTED}", field)
 
 
-def _token_prompt(token_ids: list[Any], max_model_len: int | None) -> TokenPrompt:
+def _token_prompt(token_ids: list[Any], max_model_len: int | None, field: str) -> TokenPrompt:
     check_prompt_length(len(token_ids), max_model_len)
     if not _are_token_ids(token_ids):
-        raise InvalidRequest(f"prompt must be {EXPECTED}", "prompt")
+        raise InvalidRequest(f"{field} must be {EXPECTED}", field)
     return TokenPrompt(tuple(token_ids))
 
 

@@ -1,0 +1,204 @@
+"""Embeddings, scores and reranking: OpenAI's API, with those of vLLM and Cohere."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from baton.core.errors import InvalidRequest
+from baton.core.vectors import Floats, check_dimensions, shorten
+from baton.router.doors.openai.request.bodies import openai_body
+from baton.router.doors.openai.request.embedding_bodies import (
+    EmbeddingBody,
+    PoolingBody,
+    RerankBody,
+    ScoreBody,
+)
+from baton.router.doors.openai.request.prompts import parse_prompts
+from baton.router.embeddings import EmbeddedText, embed_texts
+from baton.router.http.exchange import ReceivedRequest, Reply
+from baton.router.http.json_encoding import Json, LazyArray, encode_in_slices
+from baton.router.input_processing.embedding_calls import MAX_INPUTS, calls_for_texts
+from baton.router.input_processing.limits import check_count
+from baton.router.pipeline import Pipeline
+from baton.router.values import PairPrompt, Prompt, TextPrompt
+
+Item = TypeVar("Item")
+WHOLE_CONTEXT = -1  # value of truncate_prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Vectors:
+    """Endpoints for a model that embeds or classifies texts."""
+
+    pipeline: Pipeline
+
+    async def embed(self, request: ReceivedRequest, reply: Reply) -> None:
+        with request.scope.ending_on_error():
+            fields = await request.body.fields()
+            body = await request.body.run(partial(openai_body, fields, EmbeddingBody))
+            texts = await request.body.run(partial(_texts_of, body))
+            self._check_dimensions(body)
+        found = await self._run(request, body, texts)
+        encode = _encode_base64 if body.encoding_format == "base64" else _encode_numbers
+        data = (
+            {
+                "object": "embedding",
+                "index": index,
+                "embedding": encode(shorten(text.vector, body.dimensions)),
+            }
+            for index, text in enumerate(found)
+        )
+        await self._send(reply, request, body, "embd", {"data": LazyArray(data)}, found)
+
+    async def score(self, request: ReceivedRequest, reply: Reply) -> None:
+        """Score pairs of texts, in order; a single first text is paired with all second ones."""
+        with request.scope.ending_on_error():
+            fields = await request.body.fields()
+            body = await request.body.run(partial(openai_body, fields, ScoreBody))
+            firsts, seconds = _as_list(body.text_1), _as_list(body.text_2)
+            if len(firsts) not in (1, len(seconds)):
+                raise InvalidRequest(
+                    f"text_1 has {len(firsts)} texts and text_2 {len(seconds)}: send one text_1, "
+                    "or as many of each",
+                    "text_1",
+                )
+        scores, found = await self._score(request, body, firsts, seconds)
+        data = [
+            {"object": "score", "index": index, "score": score}
+            for index, score in enumerate(scores)
+        ]
+        await self._send(reply, request, body, "score", {"data": data}, found)
+
+    async def rerank(self, request: ReceivedRequest, reply: Reply) -> None:
+        """Return the documents with the highest scores first."""
+        with request.scope.ending_on_error():
+            fields = await request.body.fields()
+            body = await request.body.run(partial(openai_body, fields, RerankBody))
+            documents = [_text_of(document) for document in body.documents]
+        scores, found = await self._score(request, body, [body.query], documents)
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])
+        results: list[Json] = []
+        for index in order[: body.top_n or None]:
+            result: Json = {"index": index, "relevance_score": scores[index]}
+            if body.return_documents:
+                result["document"] = {"text": documents[index]}
+            results.append(result)
+        await self._send(reply, request, body, "rerank", {"results": results}, found)
+
+    async def _score(
+        self,
+        request: ReceivedRequest,
+        body: PoolingBody,
+        firsts: Sequence[str],
+        seconds: Sequence[str],
+    ) -> tuple[list[float], list[EmbeddedText]]:
+        """Return a score of each pair: that of a classifier, or else the embeddings' cosine."""
+        served = self.pipeline.table.served_model(self.pipeline.table.find_model(body.model))
+        if served.has_labels:
+            if served.vector_size != 1:
+                raise InvalidRequest(
+                    f"this model has scores for {served.vector_size} labels; scores of pairs need "
+                    "a model with one, or an embedder",
+                    "model",
+                )
+            pairs = zip(_repeated(firsts, len(seconds)), seconds, strict=True)
+            found = await self._run(request, body, [PairPrompt(*pair) for pair in pairs])
+            return [float(text.vector[0]) for text in found], found
+        found = await self._run(request, body, [TextPrompt(text) for text in (*firsts, *seconds)])
+        left, right = found[: len(firsts)], found[len(firsts) :]
+        vectors = zip(_repeated(left, len(right)), right, strict=True)
+        return [_cosine(one.vector, other.vector) for one, other in vectors], found
+
+    async def _run(
+        self, request: ReceivedRequest, body: PoolingBody, texts: Sequence[Prompt]
+    ) -> list[EmbeddedText]:
+        table = self.pipeline.table
+        with request.scope.ending_on_error():
+            model = table.find_model(body.model)
+            max_tokens = body.truncate_prompt_tokens
+            if max_tokens == WHOLE_CONTEXT:
+                max_tokens = table.served_model(model).max_model_len
+            calls = calls_for_texts(
+                request.id,
+                texts,
+                model,
+                max_tokens=max_tokens,
+                priority=body.priority,
+                cache_salt=body.cache_salt,
+            )
+        return await embed_texts(self.pipeline, request.scope, calls)
+
+    def _check_dimensions(self, body: EmbeddingBody) -> None:
+        """Refuse `dimensions` before anything is computed."""
+        table = self.pipeline.table
+        size = table.served_model(table.find_model(body.model)).vector_size
+        if size:
+            check_dimensions(body.dimensions, size)
+
+    async def _send(
+        self,
+        reply: Reply,
+        request: ReceivedRequest,
+        body: PoolingBody,
+        prefix: str,
+        result: Json,
+        found: Sequence[EmbeddedText],
+    ) -> None:
+        num_tokens = sum(text.num_tokens for text in found)
+        response = {
+            "id": f"{prefix}-{request.id}",
+            "object": "list",
+            "created": int(time.time()),
+            "model": body.model or next(iter(sorted(self.pipeline.table.models)), ""),
+            **result,
+            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+        }
+        await reply.send_body(await encode_in_slices(response))
+
+
+def _texts_of(body: EmbeddingBody) -> list[Prompt]:
+    return parse_prompts(
+        body.input,
+        add_special_tokens=body.add_special_tokens,
+        field="input",
+        max_prompts=MAX_INPUTS,
+    )
+
+
+def _as_list(texts: str | list[str]) -> list[str]:
+    listed = [texts] if isinstance(texts, str) else texts
+    check_count("text_2", len(listed), MAX_INPUTS)
+    return listed
+
+
+def _repeated(items: Sequence[Item], count: int) -> list[Item]:
+    """Return the items, a single one repeated."""
+    return [*items] * count if len(items) == 1 else [*items]
+
+
+def _text_of(document: str | dict[str, Any]) -> str:
+    if isinstance(document, str):
+        return document
+    text = document.get("text")
+    if not isinstance(text, str):
+        raise InvalidRequest("documents must be texts, or objects with the field text", "documents")
+    return text
+
+
+def _cosine(one: Floats, other: Floats) -> float:
+    lengths = float((one @ one) * (other @ other)) ** 0.5
+    return float(one @ other) / lengths if lengths else 0.0
+
+
+def _encode_numbers(vector: Floats) -> list[float]:
+    numbers: list[float] = vector.tolist()
+    return numbers
+
+
+def _encode_base64(vector: Floats) -> str:
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode()

@@ -1,0 +1,297 @@
+"""Embeddings, scores and reranking over HTTP and gRPC, with fake nodes and OpenAI's client."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from grpc import aio
+from openai import AsyncOpenAI
+
+from baton.checkpoint.tokenizer_files import load_tokenizer
+from baton.router.embeddings import MAX_IN_PIPELINE
+from baton.router.input_processing.tokenization import ModelText, TextBoundary
+from baton.router.routing.node_table import NodeTable
+from baton.router.values import TextPrompt
+from baton.rpc.errors import FailureKind, NodeFailed
+from baton.rpc.node_info import NodeRole
+from baton.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
+from tests.support.http_routers import HttpRouter, an_http_router
+from tests.support.models import EOS_TOKEN_ID, save_tokenizer
+from tests.support.node_calls import FakeNodeCalls, a_node, a_table, vector_of
+from tests.support.routers import a_router
+
+LONGEST_S = 60
+SIZE = 4  # of the vectors of fake nodes
+TEXTS = ["the quick", "brown fox jumps", "lazy"]
+Body = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> TextBoundary:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder)
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": EOS_TOKEN_ID}))
+    return ModelText(load_tokenizer(folder))
+
+
+def embedders(*roles: NodeRole, size: int = SIZE, **card: Any) -> NodeTable:
+    nodes = [a_node(role) for role in roles or (NodeRole.PREFILL,)]
+    return a_table(
+        *(replace(node, card=replace(node.card, vector_size=size, **card)) for node in nodes)
+    )
+
+
+ONLY_EMBEDDER = {"generates": False}
+
+
+def run(
+    check: Callable[[AsyncOpenAI, HttpRouter], Awaitable[None]],
+    text: TextBoundary | None = None,
+    *,
+    nodes: FakeNodeCalls | None = None,
+    table: NodeTable | None = None,
+) -> None:
+    async def main() -> None:
+        async with (
+            asyncio.timeout(LONGEST_S),
+            an_http_router(nodes, table=table or embedders(**ONLY_EMBEDDER), text=text) as router,
+            AsyncOpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0) as client,
+        ):
+            await check(client, router)
+
+    asyncio.run(main())
+
+
+async def post(client: AsyncOpenAI, router: HttpRouter, path: str, body: Body) -> Any:
+    response = await client._client.post(router.url + path, json=body)
+    return response.raise_for_status().json()
+
+
+async def error_of(
+    client: AsyncOpenAI, router: HttpRouter, path: str, body: Body
+) -> tuple[int, str]:
+    response = await client._client.post(router.url + path, json=body)
+    return response.status_code, response.json()["error"]["message"]
+
+
+def vectors_of(text: TextBoundary) -> list[Any]:
+    return [vector_of(text.token_ids(TextPrompt(each))) for each in TEXTS]
+
+
+@pytest.mark.parametrize("encoding", ["float", "base64"])
+def test_openai_client_gets_embeddings_in_order(text: TextBoundary, encoding: Any) -> None:
+    async def check(client: AsyncOpenAI, router: HttpRouter) -> None:
+        found = await client.embeddings.create(model="tiny", input=TEXTS, encoding_format=encoding)
+        vectors = [_decoded(each.embedding) for each in found.data]
+        assert np.allclose(vectors, vectors_of(text))
+        assert [each.index for each in found.data] == [0, 1, 2]
+        assert found.model == "tiny"
+        assert found.usage.prompt_tokens == found.usage.total_tokens > len(TEXTS)
+
+    run(check, text)
+
+
+def _decoded(embedding: Any) -> Any:
+    if isinstance(embedding, str):
+        return np.frombuffer(base64.b64decode(embedding), "<f4")
+    return np.array(embedding, np.float32)
+
+
+def test_token_ids_and_dimensions() -> None:
+    async def check(client: AsyncOpenAI, router: HttpRouter) -> None:
+        one = await client.embeddings.create(model="tiny", input=[3, 4, 5])
+        two = await client.embeddings.create(model="tiny", input=[[3, 4, 5], [6]], dimensions=2)
+        whole = vector_of([3, 4, 5])
+        assert np.allclose(one.data[0].embedding, whole)
+        assert np.allclose(two.data[0].embedding, whole[:2] / np.linalg.norm(whole[:2]))
+        with pytest.raises(openai.BadRequestError, match="embeddings have 4"):
+            await client.embeddings.create(model="tiny", input=[3], dimensions=5)
+
+    run(check)
+
+
+@pytest.mark.parametrize(
+    ("roles", "chosen"),
+    [
+        ((NodeRole.PREFILL,), NodeRole.PREFILL),
+        ((NodeRole.DECODE,), NodeRole.DECODE),
+        ((NodeRole.PREFILL, NodeRole.DECODE), NodeRole.PREFILL),
+    ],
+)
+def test_prefill_nodes_embed_and_decode_nodes_without_them(
+    roles: tuple[NodeRole, ...], chosen: NodeRole
+) -> None:
+    nodes = FakeNodeCalls()
+
+    async def check(client: AsyncOpenAI, router: HttpRouter) -> None:
+        await client.embeddings.create(model="tiny", input=[3, 4])
+
+    run(check, nodes=nodes, table=embedders(*roles))
+    [received] = nodes.received
+    assert received.leg is chosen
+    assert received.request.is_pooled
+    assert received.request.send_to is None
+    assert received.request.receive_from is None
+
+
+def test_a_node_that_fails_is_replaced() -> None:
+    nodes = FakeNodeCalls(prefill_faults=[NodeFailed("gone", kind=FailureKind.VANISHED)])
+
+    async def check(client: AsyncOpenAI, router: HttpRouter) -> None:
+        found = await client.embeddings.create(model="tiny", input=[3, 4])
+        assert np.allclose(found.data[0].embedding, vector_of([3, 4]))
+
+    two = [a_node(NodeRole.PREFILL, name) for name in ("one", "two")]
+    table = a_table(
+        *(replace(node, card=replace(node.card, vector_size=SIZE, generates=False)) for node in two)
+    )
+    run(check, nodes=nodes, table=table)
+    assert [received.node for received in nodes.received] in (["one", "two"], ["two", "one"])
+
+
+def test_scores_of_an_embedder_are_cosines(text: TextBoundary) -> None:
+    one, two, three = vectors_of(text)
+
+    async def check(client: AsyncOpenAI, router: HttpRouter) -> None:
+        for path in ("/v1/score", "/score"):
+            body = {"model": "tiny", "text_1": TEXTS[0], "text_2": TEXTS[1:]}
+            found = await post(client, router, path, body)
+            assert np.allclose([each["score"] for each in found["data"]], [one @ two, one @ three])
+
+    run(check, text)
+
+
+def test_reranking_orders_documents(text: TextBoundary) -> None:
+    one, two, three = vectors_of(text)
+    scores = [float(one @ two), float(one @ three), 1.0]
+
+    async def check(client: AsyncOpenAI, router: HttpRouter) -> None:
+        documents: list[Any] = [TEXTS[1], {"text": TEXTS[2]}, TEXTS[0]]
+        body = {"model": "tiny", "query": TEXTS[0], "documents": documents}
+        for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
+            results = (await post(client, router, path, body))["results"]
+            order = sorted(range(3), key=lambda index: -scores[index])
+            assert [each["index"] for each in results] == order
+            assert results[0]["document"] == {"text": TEXTS[0]}
+            relevances = [each["relevance_score"] for each in results]
+            assert np.allclose(relevances, sorted(scores, reverse=True))
+        body = {**body, "top_n": 1, "return_documents": False}
+        short = await post(client, router, "/rerank", body)
+        assert [set(each) for each in short["results"]] == [{"index", "relevance_score"}]
+
+    run(check, text)
+
+
+def test_classifiers_score_pairs_together(text: TextBoundary) -> None:
+    nodes = FakeNodeCalls()
+
+    async def check(client: AsyncOpenAI, router: HttpRouter) -> None:
+        body = {"text_1": TEXTS[0], "text_2": TEXTS[1:]}
+        assert len((await post(client, router, "/v1/score", body))["data"]) == 2
+
+    run(check, text, nodes=nodes, table=embedders(size=1, has_labels=True, generates=False))
+    assert len(nodes.received) == 2
+
+
+ERRORS: list[tuple[str, Body, str]] = [
+    ("/v1/embeddings", {"input": []}, "input is an empty list"),
+    ("/v1/embeddings", {"input": ["a"] * 2049}, "at most 2048"),
+    ("/v1/embeddings", {"input": {"a": 1}}, "input must be a text"),
+    ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format"),
+    ("/v1/embeddings", {"input": "a", "dimensions": 0}, "dimensions"),
+    ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 0}, "at least 1"),
+    ("/v1/embeddings", {"input": "a", "colour": 1}, "colour is not a known field"),
+    ("/v1/embeddings", {"input": "a", "model": "other"}, "'other' is not served here"),
+    ("/v1/embeddings", {"input": ""}, "no tokens"),
+    ("/v1/embeddings", {"input": list(range(3, 99)) * 6}, "the text has 576 tokens"),
+    ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c", "d", "e"]}, "text_1 has 2 texts"),
+    ("/v1/rerank", {"query": "a", "documents": []}, "documents"),
+    ("/v1/rerank", {"query": "a", "documents": [{"body": "b"}]}, "documents must be texts"),
+    ("/v1/completions", {"prompt": [3, 4]}, "generates no text"),
+]
+
+
+def test_errors_name_the_field_and_the_remedy(text: TextBoundary) -> None:
+    async def check(client: AsyncOpenAI, router: HttpRouter) -> None:
+        for path, body, expected in ERRORS:
+            status, message = await error_of(client, router, path, body)
+            assert (400 <= status < 500, expected in message) == (True, True), (path, message)
+
+    run(check, text)
+
+
+def test_a_model_that_does_not_embed() -> None:
+    async def check(client: AsyncOpenAI, router: HttpRouter) -> None:
+        with pytest.raises(openai.BadRequestError, match="--pooling"):
+            await client.embeddings.create(model="tiny", input=[3])
+
+    run(check, table=a_table())
+
+
+def test_long_texts_are_cut_on_request() -> None:
+    nodes = FakeNodeCalls()
+
+    async def check(client: AsyncOpenAI, router: HttpRouter) -> None:
+        for limit, num_tokens in ((5, 5), (-1, 512), (1000, None)):
+            body = {"input": [3] * 600, "truncate_prompt_tokens": limit}
+            if num_tokens is None:
+                assert (await error_of(client, router, "/v1/embeddings", body))[0] == 400
+            else:
+                found = await post(client, router, "/v1/embeddings", body)
+                assert found["usage"]["prompt_tokens"] == num_tokens
+
+    run(check, nodes=nodes)
+
+
+def test_a_large_request_leaves_places_for_others() -> None:
+    """Of 300 texts, only some are in the pipeline at once."""
+    nodes, most = FakeNodeCalls(), 0
+
+    async def check(client: AsyncOpenAI, router: HttpRouter) -> None:
+        nonlocal most
+        queue, texts = router.pipeline.admission.queue, [[3, 4]] * 300
+        large = asyncio.ensure_future(client.embeddings.create(model="tiny", input=texts))
+        while not large.done():
+            most = max(most, queue.num_in_flight + queue.num_waiting)
+            await asyncio.sleep(0)
+        assert len((await large).data) == 300
+
+    run(check, nodes=nodes)
+    assert 1 < most <= MAX_IN_PIPELINE
+
+
+def test_grpc() -> None:
+    async def main() -> None:
+        async with (
+            asyncio.timeout(LONGEST_S),
+            a_router(table=embedders(**ONLY_EMBEDDER)) as (_, address),
+            aio.insecure_channel(address) as channel,
+        ):
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            inputs = [
+                inference_pb2.EmbedInput(token_ids=sampling_pb2.TokenIds(ids=ids))
+                for ids in ([3, 4, 5], [6])
+            ]
+            found = await stub.Embed(inference_pb2.EmbedRequest(inputs=inputs, dimensions=3))
+            first = vector_of([3, 4, 5])[:3]
+            assert np.allclose(found.embeddings[0].values, first / np.linalg.norm(first))
+            assert [each.prompt_tokens for each in found.embeddings] == [3, 1]
+            assert found.model == "tiny"
+            for request, reason in (
+                (inference_pb2.EmbedRequest(), "input is empty"),
+                (inference_pb2.EmbedRequest(inputs=[inference_pb2.EmbedInput()]), "set one of"),
+                (inference_pb2.EmbedRequest(inputs=inputs, dimensions=9), "embeddings have 4"),
+                (inference_pb2.EmbedRequest(inputs=inputs, model="other"), "not served"),
+            ):
+                with pytest.raises(aio.AioRpcError, match=reason):
+                    await stub.Embed(request)
+
+    asyncio.run(main())
