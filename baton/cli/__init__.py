@@ -12,6 +12,7 @@ from baton.cli.commands.bench import bench
 from baton.cli.commands.chat import chat
 from baton.cli.commands.cluster import demo, up
 from baton.cli.commands.doctor import doctor
+from baton.cli.commands.embed import embed
 from baton.cli.commands.generate import generate
 from baton.cli.commands.health import health
 from baton.cli.commands.nodes import nodes
@@ -56,7 +57,7 @@ def _baton(
 ) -> None: ...
 
 
-for command in (up, demo, generate, chat, nodes, run, health, doctor, reset_prefix_cache):
+for command in (up, demo, generate, chat, embed, nodes, run, health, doctor, reset_prefix_cache):
     app.command()(command)
 app.add_typer(serve, name="serve")
 app.add_typer(trace, name="trace")

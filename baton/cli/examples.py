@@ -13,6 +13,10 @@ EXAMPLES = {
         "cat question.txt | baton generate --json --logprobs 5 --seed 7",
     ),
     "chat": ('baton chat --system "Be brief."', "cat questions.txt | baton chat --temperature 0"),
+    "embed": (
+        'baton embed "the quick brown fox" "a slow dog"',
+        "baton embed --dimensions 256 < texts.txt > vectors.jsonl",
+    ),
     "nodes": ("baton nodes", "baton nodes --once --json | jq '.nodes[].state'"),
     "reset-prefix-cache": ("baton reset-prefix-cache --address 127.0.0.1:50051",),
     "run": (

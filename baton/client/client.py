@@ -22,7 +22,14 @@ from baton.client.generation import (
     new_answers,
 )
 from baton.client.interruptible_stream import stream_interruptibly
-from baton.client.messages import CHUNK, model_from, request_from, tokenize_request_from
+from baton.client.messages import (
+    CHUNK,
+    embed_request_from,
+    embeddings_from,
+    model_from,
+    request_from,
+    tokenize_request_from,
+)
 from baton.client.retries import DEFAULT_RETRIES, Access, Retries
 from baton.rpc.channel import open_blocking_channel
 from baton.rpc.router_address import router_target
@@ -115,6 +122,22 @@ class Client:
         for chunk in self.stream(prompt, generation, timeout_s=timeout_s):
             answers[chunk.index].take(chunk)
         return answers
+
+    def embed(
+        self,
+        texts: Sequence[str | Sequence[int]],
+        *,
+        model: str = "",
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[list[float]]:
+        """Return the embedding of each text, or a classifier's scores, in order.
+
+        `dimensions` keeps the first ones, for models that were trained for it. Longer texts than
+        the model's context are refused, unless `truncate_prompt_tokens` cuts them.
+        """
+        request = embed_request_from(texts, model, dimensions, truncate_prompt_tokens)
+        return embeddings_from(self._unary(self._stub.Embed, request))
 
     def tokenize(self, prompt: str | Sequence[Message]) -> list[int]:
         """Return the token ids that Generate would use for a text or a chat."""

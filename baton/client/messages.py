@@ -87,6 +87,31 @@ def tokenize_request_from(prompt: str | Sequence[Message]) -> inference_pb2.Toke
         return inference_pb2.TokenizeRequest(chat=_chat(prompt))
 
 
+def embed_request_from(
+    texts: Sequence[str | Sequence[int]],
+    model: str,
+    dimensions: int | None,
+    truncate_prompt_tokens: int | None,
+) -> inference_pb2.EmbedRequest:
+    with reject_invalid_text():
+        inputs = [
+            inference_pb2.EmbedInput(text=text)
+            if isinstance(text, str)
+            else inference_pb2.EmbedInput(token_ids=sampling_pb2.TokenIds(ids=text))
+            for text in texts
+        ]
+    return inference_pb2.EmbedRequest(
+        model=model,
+        inputs=inputs,
+        dimensions=dimensions,
+        truncate_prompt_tokens=truncate_prompt_tokens,
+    )
+
+
+def embeddings_from(response: inference_pb2.EmbedResponse) -> list[list[float]]:
+    return [list(each.values) for each in response.embeddings]
+
+
 def _chat(messages: Sequence[Message]) -> inference_pb2.Chat:
     return inference_pb2.Chat(
         messages=[inference_pb2.ChatMessage(**message) for message in messages]

@@ -175,7 +175,7 @@ def test_reranking_orders_documents(text: TextBoundary) -> None:
 
     async def check(client: AsyncOpenAI, router: HttpRouter) -> None:
         documents: list[Any] = [TEXTS[1], {"text": TEXTS[2]}, TEXTS[0]]
-        body = {"model": "tiny", "query": TEXTS[0], "documents": documents}
+        body: Body = {"model": "tiny", "query": TEXTS[0], "documents": documents}
         for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
             results = (await post(client, router, path, body))["results"]
             order = sorted(range(3), key=lambda index: -scores[index])

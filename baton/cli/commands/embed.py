@@ -1,0 +1,52 @@
+"""`baton embed`: vectors of texts, one JSON array per line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from baton.cli.options.connection import connect
+from baton.cli.signatures import inherit_options, make
+from baton.core.errors import InvalidRequest
+from baton.core.options import MODEL, Option
+
+
+@inherit_options(connect)
+def embed(
+    texts: Annotated[
+        list[str] | None, typer.Argument(help="Texts to embed. Default: lines of standard input.")
+    ] = None,
+    model: Annotated[str, Option("Model to embed with. Default: the served one.", MODEL)] = "",
+    dimensions: Annotated[
+        int | None, Option("Keep the first N numbers of each embedding.", MODEL, at_least=1)
+    ] = None,
+    truncate: Annotated[
+        int | None,
+        Option("Use at most N tokens of each text; longer ones are refused otherwise.", at_least=1),
+    ] = None,
+    **given: Any,
+) -> None:
+    """Embed texts on a running cluster, or score them if its model is a classifier."""
+    import asyncio
+
+    async def run() -> list[list[float]]:
+        async with make(connect, given) as client:
+            vectors: list[list[float]] = await client.embed(
+                _texts(texts), model=model, dimensions=dimensions, truncate_prompt_tokens=truncate
+            )
+            return vectors
+
+    for vector in asyncio.run(run()):
+        print(json.dumps(vector))
+
+
+def _texts(arguments: list[str] | None) -> list[str]:
+    """Raises InvalidRequest."""
+    if arguments:
+        return arguments
+    if sys.stdin.isatty():
+        raise InvalidRequest("no text: pass texts as arguments, or pipe in one per line")
+    return sys.stdin.read().splitlines()
