@@ -13,7 +13,16 @@ from baton.cluster import ClusterOptions, LocalCluster
 from baton.llm import LLM
 from tests.support.models import VARIANTS, make_model_folder
 
-NODE_ARGUMENTS = ("--kv-cache-memory", "4MiB", "--threads", "1", "--max-num-seqs", "32")
+NODE_ARGUMENTS = (
+    "--kv-cache-memory",
+    "4MiB",
+    "--threads",
+    "1",
+    "--max-num-seqs",
+    "32",
+    "--pooling",
+    "mean",
+)
 
 StartCluster = Callable[..., LocalCluster]
 
