@@ -1,0 +1,92 @@
+"""Pooling of model folders and GGUF files: forms that are read, and hostile ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.checkpoint.gguf.generation import read_pooling as read_gguf_pooling
+from baton.checkpoint.gguf.gguf_file import GgufFile
+from baton.checkpoint.gguf.header import Header
+from baton.checkpoint.pooling_files import read_pooling
+from baton.core.errors import ModelError
+from baton.core.pooling import Pooling, PoolingKind
+
+TRANSFORMER = {"type": "sentence_transformers.models.Transformer", "path": ""}
+POOLING = {"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}
+NORMALIZE = {"type": "sentence_transformers.models.Normalize", "path": "2_Normalize"}
+
+
+def write(folder: Path, modules: object, config: object = None) -> Path:
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, PoolingKind.MEAN),
+        ({"pooling_mode_cls_token": True, "word_embedding_dimension": 384}, PoolingKind.CLS),
+        ({"pooling_mode_lasttoken": True, "include_prompt": True}, PoolingKind.LAST),
+        ({"pooling_mode": "lasttoken"}, PoolingKind.LAST),
+    ],
+)
+@pytest.mark.parametrize("normalizes", [True, False])
+def test_forms(tmp_path: Path, config: dict[str, Any], kind: PoolingKind, normalizes: bool) -> None:
+    modules = [TRANSFORMER, POOLING, *([NORMALIZE] if normalizes else [])]
+
+    assert read_pooling(write(tmp_path, modules, config)) == Pooling(kind, normalizes)
+
+
+def test_a_folder_without_modules_is_no_embedder(tmp_path: Path) -> None:
+    assert read_pooling(tmp_path) is None
+
+
+MEAN = {"pooling_mode_mean_tokens": True}
+
+
+@pytest.mark.parametrize(
+    ("modules", "config", "expected"),
+    [
+        ({"0": TRANSFORMER}, MEAN, "not a JSON list"),
+        ([1], MEAN, "not a JSON list"),
+        ([TRANSFORMER], MEAN, "no module of the type Pooling"),
+        ([TRANSFORMER, POOLING, {"type": "a.Dense", "path": "2"}], MEAN, "Dense"),
+        ([{**POOLING, "path": "../1_Pooling"}], MEAN, "path"),
+        ([{**POOLING, "path": ""}], MEAN, "path"),
+        ([{**POOLING, "path": "none"}], MEAN, "missing"),
+        ([POOLING], [], "not a JSON object"),
+        ([POOLING], {}, "missing"),
+        ([POOLING], {"pooling_mode_max_tokens": True}, "pooling_mode_max_tokens"),
+        ([POOLING], {**MEAN, "pooling_mode_cls_token": True}, "pooling_mode_cls_token"),
+        ([POOLING], {"pooling_mode": "max"}, "pooling_mode"),
+        ([POOLING], {"pooling_mode_mean_tokens": 1}, "pooling_mode_mean_tokens"),
+        ([POOLING], {**MEAN, "include_prompt": False}, "include_prompt"),
+    ],
+)
+def test_faulty_folders(tmp_path: Path, modules: object, config: object, expected: str) -> None:
+    with pytest.raises(ModelError, match=expected):
+        read_pooling(write(tmp_path, modules, config))
+
+
+@pytest.mark.parametrize(("number", "kind"), [(1, "mean"), (2, "cls"), (3, "last")])
+def test_gguf(number: int, kind: str) -> None:
+    assert read_gguf_pooling(gguf(number)) == Pooling(PoolingKind(kind))
+
+
+def test_gguf_without_pooling_and_with_an_unknown_one() -> None:
+    assert read_gguf_pooling(gguf(None)) is None
+    assert read_gguf_pooling(gguf(0)) is None
+    with pytest.raises(ModelError, match=r"qwen3.pooling_type.*is 4"):
+        read_gguf_pooling(gguf(4))
+
+
+def gguf(number: int | None) -> GgufFile:
+    pooling: dict[str, Any] = {} if number is None else {"qwen3.pooling_type": number}
+    metadata: dict[str, Any] = {"general.architecture": "qwen3", **pooling}
+    return GgufFile([Header(Path("a.gguf"), metadata, {})])
