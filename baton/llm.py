@@ -10,10 +10,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 from rich.console import Console
 
 from baton.checkpoint.hub import open_checkpoint
+from baton.checkpoint.peft_folder import PeftFolder
 from baton.checkpoint.tokenizer import Tokenizer
 from baton.completion import Completion, CompletionBuilder, VectorBuilder
 from baton.core.errors import EmbeddingFailed, InvalidRequest
@@ -72,6 +74,8 @@ class LLM:
         quantize_importance: str = "",
         activation_dtype: str = "auto",
         pooling: str = "auto",
+        lora: Mapping[str, str] | None = None,  # folders of adapters, by name
+        max_lora_rank: int = 64,
         speculative: str = "",
         weight_cache_dir: str = "",  # as --weight-cache-dir
         show_progress: bool | None = None,
@@ -97,6 +101,8 @@ class LLM:
             quantize_importance=quantize_importance,
             activation_dtype=activation_dtype,
             pooling=pooling,
+            max_loras=len(lora or ()),
+            max_lora_rank=max_lora_rank,
             weight_cache_dir=weight_cache_folder(
                 weight_cache_dir or os.environ.get(WEIGHT_CACHE_VARIABLE, "")
             ),
@@ -113,10 +119,12 @@ class LLM:
         build_missing_kernels(config, checkpoint, screen)
         with loading_bar(self._shows_progress) as on_progress:
             runner = self._lifetime.enter_context(load_runner(config, on_progress))
+        self._runner = runner
         self.info = runner.info
         self.kv_memory = runner.kv_memory
         self.engine = build_engine(runner, EngineOptions(scheduling, enable_prefix_caching))
         self._grammars = build_grammars(runner)
+        self._adapters = {name: self._load_adapter(folder) for name, folder in (lora or {}).items()}
 
     def __enter__(self) -> LLM:
         return self
@@ -135,15 +143,18 @@ class LLM:
         *,
         stop: str | Sequence[str] = (),
         include_stop_in_output: bool = False,
+        lora: str | Sequence[str] = "",
     ) -> list[Completion]:
         """Return a completion for each prompt, in order. The prompts are batched.
+
+        `lora` names the adapter of all prompts, or that of each; empty: none.
 
         A completion ends at the first of the `stop` strings that it contains.
 
         Raises InvalidRequest, before anything runs, if one of the prompts can never be served.
         An exception that ends the engine is raised unchanged; later calls raise EngineStopped.
         """
-        requests = self._requests(_as_list(prompts), sampling)
+        requests = self._with_adapters(self._requests(_as_list(prompts), sampling), lora)
         fitted = [self._fit(index, request) for index, request in enumerate(requests)]
         stop_strings = (stop,) if isinstance(stop, str) else tuple(stop)
         rule = StopRule(tuple(filter(None, stop_strings)), include_stop_in_output)
@@ -176,6 +187,26 @@ class LLM:
             if builder.failure is not None:
                 raise EmbeddingFailed(f"text {index}: {builder.failure.reason}")
         return [shorten(decode_vector(each.vector), dimensions) for each in builders.values()]
+
+    def _load_adapter(self, folder: str) -> str:
+        """Load an adapter and return its id."""
+        files, table = PeftFolder(Path(folder)), self._runner.adapters
+        assert table is not None
+        adapter_id = files.digest()
+        table.add(adapter_id, table.load(files))
+        self.engine.scheduler.adapters.add(adapter_id)
+        return adapter_id
+
+    def _with_adapters(
+        self, requests: list[EngineRequest], lora: str | Sequence[str]
+    ) -> list[EngineRequest]:
+        names = [lora] * len(requests) if isinstance(lora, str) else lora
+        for name in {*names} - {""} - self._adapters.keys():
+            raise InvalidRequest(f"there is no adapter {name!r}: pass its folder in LLM(lora=)")
+        return [
+            replace(request, adapter=self._adapters[name]) if name else request
+            for request, name in zip(requests, names, strict=True)
+        ]
 
     def _requests(
         self, prompts: list[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None

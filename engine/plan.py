@@ -59,6 +59,7 @@ class PlanRow:
     grammar: Grammar | None = None  # restricts the tokens that can be sampled
     state: StateBlocks | None = None  # of a model with recurrent layers
     is_pooled: bool = False  # ends with a vector instead of a token
+    adapter: str = ""  # id of the adapter that computes it; empty: none
 
     @property
     def wants_prompt_logprobs(self) -> bool:

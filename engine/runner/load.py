@@ -15,6 +15,7 @@ from baton.checkpoint.checkpoint import Checkpoint, GenerationDefaults, Tensors
 from baton.checkpoint.hub import open_checkpoint
 from baton.core.errors import InvalidConfig
 from baton.engine.kv_cache.groups import CacheLayout
+from baton.engine.runner.adapters.adapters import ActiveAdapters, AdapterTable
 from baton.engine.runner.attention.kv_tensor import KvShape
 from baton.engine.runner.attention.paged_attention import LayerAttention
 from baton.engine.runner.config import RunnerConfig as RunnerConfig
@@ -79,7 +80,20 @@ def load_runner(
     cache = CacheShape(shape.block_bytes, max_model_len, layout)
     if config.kv_cache_bytes is not None:
         num_blocks_in(config.kv_cache_bytes, cache, device)
-    weights = _load_weights(config, checkpoint, model, dtype, device, parts, on_progress)
+    adapters = None
+    if config.max_loras:
+        active = ActiveAdapters(parts.low_rank)
+        adapters = AdapterTable(active, model, dtype, device.place, config.max_lora_rank)
+    weights = _load_weights(
+        config,
+        checkpoint,
+        model,
+        dtype,
+        device,
+        parts,
+        on_progress,
+        None if adapters is None else adapters.active,
+    )
     info = _describe(config, checkpoint, model, weights.fingerprint, defaults)
 
     def make_runner(num_blocks: int, num_scratch_blocks: int = 0) -> TorchRunner:
@@ -98,6 +112,7 @@ def load_runner(
             parts.sampling,
             device,
             parts.make_block_hashes(kv),
+            adapters,
         )
 
     num_blocks = choose_num_blocks(config, cache, device, make_runner)
@@ -124,6 +139,7 @@ def _load_weights(
     device: Device,
     parts: Parts,
     on_progress: LoadProgressCallback | None,
+    active: ActiveAdapters | None,
 ) -> _Weights:
     with checkpoint.open_tensors() as tensors:
         importance = read_importance(config.quantize_importance, tensors.shapes())
@@ -132,7 +148,7 @@ def _load_weights(
             target = LoadTarget(
                 dtype, device.place, parts, config.quantize, cached, importance.columns
             )
-            decoder = load_decoder(model, tensors, target, on_progress)
+            decoder = load_decoder(model, tensors, target, on_progress, active)
             attention = attention_of(model, tensors, device.place)
             digest = tensors.digest()
             if cached is not None:

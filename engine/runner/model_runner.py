@@ -21,6 +21,7 @@ from torch import Tensor
 from baton.core.ids import RequestId
 from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.plan import Pending, Plan, RunResult
+from baton.engine.runner.adapters.adapters import AdapterTable
 from baton.engine.runner.attention.kv_tensor import describe
 from baton.engine.runner.attention.paged_attention import PagedAttention
 from baton.engine.runner.device.block_copies import BlockCopies
@@ -75,6 +76,7 @@ class TorchRunner:
         sampling: Sampling = TORCH_SAMPLING,
         device: Device = CPU,
         block_hashes: BlockHashes | None = None,
+        adapters: AdapterTable | None = None,
     ) -> None:
         self.info = info
         self.kv_memory: KvMemory = describe(kv, layout, info.dtype)
@@ -84,6 +86,7 @@ class TorchRunner:
         self.device = device
         self.graphs: DecodeGraphs[HiddenStates] | None = None
         self.num_passes: Counter[GraphSize | EagerCause] = Counter()  # by graph, or why eager
+        self.adapters = adapters
         self.decoder = decoder
         self.blocks = KvBlocks(kv, self.device, block_hashes)
         self._inputs = make_inputs(self.device)
@@ -181,7 +184,9 @@ class TorchRunner:
 
     def _launch(self, step: Step, plan: Plan) -> tuple[HiddenStates, list[HeadPass]]:
         """Launch the decoder, as a graph if one fits, and the heads."""
-        needs_all = any(head.needs_all_tokens(step) for head in self._heads)
+        # Adapters know only the tokens of a whole pass.
+        is_adapted = self.adapters is not None and self.adapters.select(step.runs)
+        needs_all = is_adapted or any(head.needs_all_tokens(step) for head in self._heads)
         inputs, forward = self._prepare(step, plan, needs_all)
         begun = [head.begin(step, inputs) for head in self._heads]
         heads = [head for head in begun if head is not None]

@@ -209,4 +209,5 @@ def make_row(request: Request) -> PlanRow:
         grammar=request.grammar,
         state=request.kv.state_blocks,
         is_pooled=request.submitted.is_pooled,
+        adapter=request.submitted.adapter,
     )

@@ -46,6 +46,7 @@ class Scheduler:
         )
         self.config = config
         self.cache_config = cache_config
+        self.adapters: set[str] = set()  # ids of those that requests can use
         self._state = SchedulerState(config, cache_config, external, pulls)
         self._planner = StepPlanner(self._state)
         self._output_processor = OutputProcessor(self._state)
@@ -55,7 +56,7 @@ class Scheduler:
 
     def validate(self, request: EngineRequest) -> None:
         """Raise InvalidRequest if it can never be served. Reads only settings: thread-safe."""
-        validate_request(request, self.config, self.cache_config)
+        validate_request(request, self.config, self.cache_config, self.adapters)
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises InvalidRequest, changing nothing, if it can never be served."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import chain
 
 from baton.core.errors import ContextLengthExceeded, InvalidRequest
@@ -13,9 +13,14 @@ from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.scheduler.config import SchedulerConfig
 
 
-def validate_request(request: EngineRequest, config: SchedulerConfig, cache: CacheConfig) -> None:
+def validate_request(
+    request: EngineRequest,
+    config: SchedulerConfig,
+    cache: CacheConfig,
+    adapters: Collection[str] = (),
+) -> None:
     """Raise InvalidRequest if the request can never complete on this engine."""
-    if request.adapter:
+    if request.adapter and request.adapter not in adapters:
         raise InvalidRequest(f"the adapter {request.adapter!r} is not served by this node")
     if request.media:
         raise InvalidRequest("media are not served by this node: send text only")

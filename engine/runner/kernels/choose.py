@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from baton.core.errors import InvalidConfig
+from baton.engine.runner.adapters.low_rank import TORCH_LOW_RANK, LowRankProducts
 from baton.engine.runner.attention.paged_attention import (
     LayerAttention,
     PagedAttention,
@@ -59,6 +60,7 @@ class Parts:
     make_linear_attention: Callable[[Tensor, StateShape], LinearAttention] = TorchLinearAttention
     packer: Packer | None = None  # None: matrices are used as they are loaded
     sampling: Sampling = TORCH_SAMPLING
+    low_rank: LowRankProducts = TORCH_LOW_RANK
     # Whether a decode's launches depend on its numbers of rows and blocks only, as graphs need.
     has_static_launches: bool = False
     # Whether the CPU reads which experts of a mixture are chosen. Called once they are loaded.

@@ -9,6 +9,8 @@ import torch
 from baton.checkpoint.checkpoint import Tensors
 from baton.core.errors import ModelError
 from baton.engine.kv_cache.groups import layer_places
+from baton.engine.runner.adapters.adapted_layers import adaptable_layers
+from baton.engine.runner.adapters.adapters import ActiveAdapters
 from baton.engine.runner.attention.paged_attention import LayerAttention
 from baton.engine.runner.families.family import ExpertNames
 from baton.engine.runner.model.config import ModelConfig, MoeConfig, QkNorm
@@ -20,6 +22,7 @@ from baton.engine.runner.model.rope import head_order, repeat_order
 from baton.engine.runner.model_info import LoadProgressCallback
 from baton.engine.runner.weights.latent_loading import LatentLoader
 from baton.engine.runner.weights.recurrent_loading import load_recurrent
+from baton.engine.runner.weights.row_orders import joined_order
 from baton.engine.runner.weights.tensor_loading import LoadTarget, TensorLoader
 from baton.engine.runner.weights.tensor_names import CLASSIFIER, TensorMap, check_tensors
 
@@ -29,8 +32,12 @@ def load_decoder(
     files: Tensors,
     target: LoadTarget,
     on_progress: LoadProgressCallback | None = None,
+    adapters: ActiveAdapters | None = None,
 ) -> Decoder:
-    """Check all tensors before the first one is read, then copy each to its place once."""
+    """Check all tensors before the first one is read, then copy each to its place once.
+
+    With `adapters`, these can change the layers of a pass.
+    """
     check_tensors(config, files)
     tensors = TensorMap(config, files.shapes())
     loader = TensorLoader(tensors, files, target, on_progress)
@@ -40,6 +47,8 @@ def load_decoder(
     head = embedding if config.ties_embeddings else loader.embedding(tensors.head)
     parts, mixtures = target.parts, [layer.mlp for layer in layers if isinstance(layer.mlp, Moe)]
     made = parts.make_layers(config, layers)
+    if adapters is not None:
+        made = adaptable_layers(parts.ops, config, layers, made, adapters)
     waits = any(list(map(parts.waits_for_experts, mixtures)))  # of all: this joins the experts
     classifier = loader.vector(f"{CLASSIFIER}.weight") if config.num_labels else None
     return Decoder(config, parts.ops, embedding, made, norm, head, waits, classifier)
@@ -109,7 +118,7 @@ class _LayerLoader:
         if config.latent is not None:
             return LatentLoader(config.latent, self._tensors, self._loader, self._index).load()
         return (
-            self._linear(names.qkv, config.has_qkv_bias, self._order_of_heads()),
+            self._linear(names.qkv, config.has_qkv_bias, joined_order(config)),
             self._qk_norm(names.q_norm, config.num_heads),
             self._qk_norm(names.k_norm, config.num_kv_heads),
             None,
@@ -127,13 +136,6 @@ class _LayerLoader:
         count = num_heads if kind is QkNorm.ALL_HEADS else 1
         order = None if self._order is None else repeat_order(self._order, count)
         return self._loader.norm(self._tensors.in_layer(self._index, name), order)
-
-    def _order_of_heads(self) -> list[int] | None:
-        """Return the order of the rows of queries and keys."""
-        if self._config.has_output_gate:
-            return _gated_order(self._config, self._order)
-        num_heads = self._config.num_heads + self._config.num_kv_heads
-        return None if self._order is None else repeat_order(self._order, num_heads)
 
     def _linear(
         self, names: Sequence[str], has_bias: bool, order: Sequence[int] | None = None
@@ -180,21 +182,3 @@ class _LayerLoader:
             read(gate_up_name, expert, names, has_bias, is_gate_up=True),
             read(down_name, expert, names, has_bias, is_gate_up=False),
         )
-
-
-def _gated_order(config: ModelConfig, order: list[int] | None) -> list[int]:
-    """Return the order of rows of queries, keys, values and gates.
-
-    A query's rows are stored before those of its gate, head by head.
-    """
-    num_heads, head_dim = config.num_heads, config.head_dim
-    plain = list(range(head_dim))
-    keys = repeat_order(order or plain, config.num_kv_heads)
-    stored = [2 * head_dim * head for head in range(num_heads)]
-    first_key, num_keys = 2 * head_dim * num_heads, config.num_kv_heads * head_dim
-    return [
-        *(start + dimension for start in stored for dimension in order or plain),
-        *(first_key + row for row in keys),
-        *(first_key + num_keys + row for row in range(num_keys)),
-        *(start + head_dim + dimension for start in stored for dimension in plain),
-    ]

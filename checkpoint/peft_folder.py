@@ -1,0 +1,177 @@
+"""Folder of a low-rank adapter (LoRA), as PEFT saves it. Imports torch only for tensors."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from baton.checkpoint.json_fields import JsonFields, shorten
+from baton.core.errors import ModelError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MAX_BYTES = 8 << 30
+# Settings that change the weights or the computation, and the values that Baton supports.
+SUPPORTED: Mapping[str, tuple[object, ...]] = {
+    "peft_type": ("LORA",),
+    "use_dora": (None, False),
+    "modules_to_save": (None, []),
+    "trainable_token_indices": (None, []),
+    "layer_replication": (None, []),
+    "fan_in_fan_out": (None, False),
+    "lora_bias": (None, False),
+    "bias": (None, "none"),
+    "use_qalora": (None, False),
+    "alora_invocation_tokens": (None, []),
+}
+# They initialise the adapter by changing the base model, which must then be saved with it.
+CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "eva")
+TENSOR = re.compile(
+    r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight", re.ASCII
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """Ranks and scales of an adapter's matrices."""
+
+    rank: int
+    alpha: float
+    uses_rank_root: bool  # rsLoRA: alpha is divided by the root of the rank
+    rank_pattern: Mapping[str, float]
+    alpha_pattern: Mapping[str, float]
+
+    @classmethod
+    def read(cls, folder: Path) -> AdapterConfig:
+        """Raises ModelError for what is not supported."""
+        fields = JsonFields.read(folder / CONFIG)
+        for name, values in SUPPORTED.items():
+            if fields.get(name) not in values:
+                expected = " or ".join(map(repr, values))
+                raise fields.wrong(name, f"must be {expected}: other adapters are not supported")
+        how = fields.get("init_lora_weights")
+        if isinstance(how, str) and how.lower().startswith(CHANGES_BASE):
+            raise fields.wrong(
+                "init_lora_weights", "must leave the base model as it is: convert the adapter"
+            )
+        return cls(
+            rank=fields.positive_int("r"),
+            alpha=fields.number("lora_alpha", 8),
+            uses_rank_root=fields.flag("use_rslora", False),
+            rank_pattern=_pattern(fields, "rank_pattern"),
+            alpha_pattern=_pattern(fields, "alpha_pattern"),
+        )
+
+    def scale(self, module: str, rank: int) -> float:
+        """Return the factor of a module's product."""
+        alpha = _matching(self.alpha_pattern, module, self.alpha)
+        return alpha / (rank**0.5 if self.uses_rank_root else rank)
+
+    def rank_of(self, module: str) -> int:
+        return int(_matching(self.rank_pattern, module, self.rank))
+
+
+def _pattern(fields: JsonFields, name: str) -> Mapping[str, float]:
+    found = fields.get(name)
+    if found is None:
+        return {}
+    if not isinstance(found, dict) or not all(
+        type(number) in (int, float) and number > 0 for number in found.values()
+    ):
+        raise fields.wrong(name, "must map modules to positive numbers")
+    return {str(module): number for module, number in found.items()}
+
+
+def _matching(pattern: Mapping[str, float], module: str, default: float) -> float:
+    """Return the number of the first pattern, a regular expression, that a module ends with."""
+    for key, number in pattern.items():
+        if module == key or module.endswith(f".{key}") or _matches(key, module):
+            return number
+    return default
+
+
+def _matches(key: str, module: str) -> bool:
+    try:
+        return re.fullmatch(rf"(.*\.)?({key})", module) is not None
+    except re.error:
+        return False
+
+
+class LowRank(NamedTuple):
+    """Low-rank change of one matrix: up @ down is added to it."""
+
+    down: Tensor  # [rank, columns]
+    up: Tensor  # [rows, rank], scaled
+
+
+class PeftFolder:
+    """An adapter's files. Raises ModelError, which names file and tensor."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder
+        self.config = AdapterConfig.read(folder)
+        self._weights = folder / WEIGHTS
+        if not self._weights.is_file():
+            raise ModelError(
+                f"{self._weights} is missing: adapters are read from {WEIGHTS} alone; save this "
+                "one with safe_serialization=True"
+            )
+        if self._weights.stat().st_size > MAX_BYTES:
+            raise ModelError(f"{self._weights} has more than {MAX_BYTES >> 30} GiB")
+
+    def digest(self) -> str:
+        """Hash the configuration and all bytes of the weights: equal adapters have equal ones."""
+        found = hashlib.blake2b(repr(self.config).encode(), digest_size=16)
+        with self._weights.open("rb") as file:
+            while piece := file.read(1 << 20):
+                found.update(piece)
+        return found.hexdigest()
+
+    def matrices(self, max_rank: int) -> Iterator[tuple[str, LowRank]]:
+        """Yield each module's name and its matrices, in float32."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(self._weights, "pt") as file:
+                names = {name: self._parse(name) for name in file.keys()}  # noqa: SIM118
+                for module in dict.fromkeys(module for module, _ in names.values()):
+                    sides = {
+                        side: file.get_tensor(name).float()
+                        for name, (of, side) in names.items()
+                        if of == module
+                    }
+                    yield module, self._low_rank(module, sides, max_rank)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{self._weights} cannot be read: {error}") from error
+
+    def _parse(self, name: str) -> tuple[str, str]:
+        found = TENSOR.fullmatch(name)
+        if found is None:
+            raise ModelError(
+                f"{self._weights}: {shorten(repr(name))} is not a low-rank matrix of a linear layer"
+            )
+        return found["module"], found["side"]
+
+    def _low_rank(self, module: str, sides: Mapping[str, Tensor], max_rank: int) -> LowRank:
+        if set(sides) != {"A", "B"} or any(side.dim() != 2 for side in sides.values()):
+            raise ModelError(f"{self._weights}: {module} must have lora_A and lora_B, two matrices")
+        down, up = sides["A"], sides["B"]
+        rank = self.config.rank_of(module)
+        if down.shape[0] != rank or up.shape[1] != rank:
+            raise ModelError(
+                f"{self._weights}: {module} has the shapes {[*down.shape]} and {[*up.shape]}; "
+                f"{CONFIG} says rank {rank}"
+            )
+        if rank > max_rank:
+            raise ModelError(
+                f"{self._weights}: {module} has rank {rank}; --max-lora-rank is {max_rank}"
+            )
+        if not (down.isfinite().all() and up.isfinite().all()):
+            raise ModelError(f"{self._weights}: {module} has numbers that are not finite")
+        return LowRank(down, up * self.config.scale(module, rank))

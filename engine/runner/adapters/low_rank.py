@@ -1,0 +1,60 @@
+"""Products of adapters: their Protocol and the torch reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from baton.engine.runner.adapters.place import Part, Place
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A loaded adapter."""
+
+    parts: Mapping[Place, Sequence[Part]]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(
+            part.down.nbytes + part.up.nbytes for parts in self.parts.values() for part in parts
+        )
+
+
+class Group(NamedTuple):
+    """Tokens of a pass with the same adapter."""
+
+    adapter: Adapter
+    tokens: Tensor  # int64, in the order of the flat batch
+
+
+class LowRankProducts(Protocol):
+    """Adds the products of adapters to the outputs of linear layers."""
+
+    def prepare(self, part: Part, like: Tensor) -> Part:
+        """Return a part as `add` needs it, for a model that computes in the dtype of `like`."""
+        ...
+
+    def add(self, place: Place, groups: Sequence[Group], inputs: Tensor, outputs: Tensor) -> None:
+        """Add to the outputs of each group's tokens what its adapter has for this place."""
+        ...
+
+
+class TorchLowRankProducts:
+    """Implements `LowRankProducts` in the dtype of the model."""
+
+    def prepare(self, part: Part, like: Tensor) -> Part:
+        return Part(part.down.to(like), part.up.to(like), part.first_row)
+
+    def add(self, place: Place, groups: Sequence[Group], inputs: Tensor, outputs: Tensor) -> None:
+        for adapter, tokens in groups:
+            for part in adapter.parts.get(place, ()):
+                added = inputs[tokens] @ part.down.T @ part.up
+                end = part.first_row + part.up.shape[1]
+                outputs[tokens, part.first_row : end] += added
+
+
+TORCH_LOW_RANK = TorchLowRankProducts()

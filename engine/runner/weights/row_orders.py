@@ -1,0 +1,33 @@
+"""Order of the rows of a layer's joined matrices, which can differ from that of the files."""
+
+from __future__ import annotations
+
+from baton.engine.runner.model.config import ModelConfig
+from baton.engine.runner.model.rope import head_order, repeat_order
+
+
+def joined_order(config: ModelConfig) -> list[int] | None:
+    """Return the order of the rows of queries and keys; None: that of the files."""
+    order = head_order(config)
+    if config.has_output_gate:
+        return _gated_order(config, order)
+    num_heads = config.num_heads + config.num_kv_heads
+    return None if order is None else repeat_order(order, num_heads)
+
+
+def _gated_order(config: ModelConfig, order: list[int] | None) -> list[int]:
+    """Return the order of rows of queries, keys, values and gates.
+
+    A query's rows are stored before those of its gate, head by head.
+    """
+    num_heads, head_dim = config.num_heads, config.head_dim
+    plain = list(range(head_dim))
+    keys = repeat_order(order or plain, config.num_kv_heads)
+    stored = [2 * head_dim * head for head in range(num_heads)]
+    first_key, num_keys = 2 * head_dim * num_heads, config.num_kv_heads * head_dim
+    return [
+        *(start + dimension for start in stored for dimension in order or plain),
+        *(first_key + row for row in keys),
+        *(first_key + num_keys + row for row in range(num_keys)),
+        *(start + head_dim + dimension for start in stored for dimension in plain),
+    ]

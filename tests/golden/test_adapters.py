@@ -1,0 +1,58 @@
+"""Tokens of LoRA adapters equal those of base models into which they are merged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.core.sampling import SamplingParams
+from baton.llm import LLM
+from tests.support.adapters import merge, write_adapter
+from tests.support.models import VARIANTS, prompt_of, reference_choices
+
+FolderOf = Callable[[str], Path]
+NUM_TOKENS = 16
+FAMILIES = ("llama", "llama-mha-biased-sharded", "qwen3", "gemma3", "phi3", "glm4", "olmo2")
+GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+PROMPTS = [prompt_of(length, seed=length) for length in (1, 17, 60)]
+SOME = ("q_proj", "v_proj")
+
+
+@pytest.fixture(scope="session")
+def folder_of(
+    model_folder: Callable[[str], Path], family_folder: Callable[[str], Path]
+) -> FolderOf:
+    return lambda name: (model_folder if name in VARIANTS else family_folder)(name)
+
+
+def open_llm(folder: Path, **settings: Any) -> LLM:
+    settings = {"dtype": "float32", "max_num_seqs": 16, "max_num_batched_tokens": 24, **settings}
+    return LLM(str(folder), show_progress=False, **settings)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "glm4", "olmo2"])
+def test_tokens_equal_those_of_merged_weights(
+    name: str, folder_of: FolderOf, tmp_path: Path
+) -> None:
+    base = folder_of(name)
+    first = write_adapter(base, tmp_path / "first", seed=1)
+    second = write_adapter(base, tmp_path / "second", seed=2, rank=3, names=SOME, use_rslora=True)
+    merged = [merge(base, each, tmp_path / f"merged-{each.name}") for each in (first, second)]
+    names = ["", "first", "second"] * 3
+    prompts = [prompt for prompt in PROMPTS for _ in range(3)]
+    with open_llm(base, lora={"first": str(first), "second": str(second)}) as llm:
+        together = [each.token_ids for each in llm.generate(prompts, GREEDY, lora=names)]
+        alone = [
+            llm.generate(prompt, GREEDY, lora=each)[0].token_ids
+            for prompt, each in zip(prompts, names, strict=True)
+        ]
+        llm.engine.scheduler.check()
+
+    folders = {"": base, "first": merged[0], "second": merged[1]}
+    for prompt, each, answer in zip(prompts, names, together, strict=True):
+        assert answer == reference_choices(folders[each], prompt, answer, NUM_TOKENS)
+    assert alone == together
+    assert len({tuple(answer) for answer in together}) > 2 * len(PROMPTS)
