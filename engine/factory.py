@@ -68,6 +68,7 @@ def _scheduling_for(runner: TorchRunner, config: SchedulerConfig) -> SchedulerCo
         vocab_size=runner.info.vocab_size,
         eos_token_ids=frozenset(runner.info.eos_token_ids),
         pooling=runner.info.pooling,
+        max_loras=0 if runner.adapters is None else runner.adapters.max_loras,
         can_generate=runner.info.can_generate,
         check_extra_args=runner.processors.check,
     )

@@ -83,7 +83,8 @@ def load_runner(
     adapters = None
     if config.max_loras:
         active = ActiveAdapters(parts.low_rank)
-        adapters = AdapterTable(active, model, dtype, device.place, config.max_lora_rank)
+        limits = config.max_lora_rank, config.max_loras
+        adapters = AdapterTable(active, model, dtype, device.place, *limits)
     weights = _load_weights(
         config,
         checkpoint,

@@ -12,6 +12,7 @@ from baton.engine.kv_arrival.kv_source import PrefixNeed
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.cache_group import PrefixHit
 from baton.engine.scheduler.prompt_budget import PromptBudget
+from baton.engine.scheduler.queues import ADAPTER_PLACE
 from baton.engine.scheduler.request import Request, RequestStatus
 from baton.engine.scheduler.state import SchedulerState
 
@@ -77,6 +78,7 @@ class AdmissionRules:
                 # Before a place is free: fills need none, and run while the request waits for one.
                 self._await_fill,
                 self._require_place,
+                self._require_adapter_place,
                 self._find_prefix,
                 self._await_evicted,
                 # After the lookup: a long prompt whose prefix is cached counts as short.
@@ -90,6 +92,7 @@ class AdmissionRules:
             (
                 self._reject_known_failure,
                 self._limit_receives,
+                self._require_adapter_place,
                 self._find_prefix,
                 self._await_fill,
                 self._take_blocks,
@@ -132,6 +135,18 @@ class AdmissionRules:
     def _require_place(self, candidate: Candidate) -> Refusal | None:
         is_full = len(self._state.batch) >= self._config.max_num_seqs
         return Refusal.BLOCKS if is_full or self._budget.is_spent else None
+
+    def _require_adapter_place(self, candidate: Candidate) -> Refusal | None:
+        """Let others pass while other adapters take all places, but not for ever."""
+        state, request = self._state, candidate.request
+        if state.adapters.has_place(request.submitted.adapter):
+            return None
+        if request.adapter_wait_until_s is None:
+            request.adapter_wait_until_s = state.now_s + self._config.max_adapter_wait_s
+        if state.now_s >= request.adapter_wait_until_s:
+            return Refusal.BLOCKS
+        state.waiting.follow(request, ADAPTER_PLACE, request.adapter_wait_until_s)
+        return Refusal.SET_ASIDE
 
     def _limit_receives(self, candidate: Candidate) -> Refusal | None:
         """Grants need neither tokens nor a place in the batch. They hold blocks until they do."""
@@ -210,6 +225,7 @@ class AdmissionRules:
         cache, request, hit = self._state.cache, candidate.request, candidate.hit
         if cache.admit(request.kv, hit, spare=candidate.num_spare):
             request.note_admission()
+            self._state.adapters.take(request.submitted)
             return None
         missing_hash = cache.missing_hash(request.kv, hit.num_blocks, candidate.max_num_hits)
         self._last_failure = _AllocationFailure(

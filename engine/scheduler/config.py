@@ -161,6 +161,9 @@ class SchedulerConfig:
             parse=lambda unit: unit == LAYER,
         ),
     ] = False
+    max_loras: int = 0  # different adapters in a batch
+    # A request whose adapter gets no place lets others pass for so long, and then none.
+    max_adapter_wait_s: float = 5.0
     pooling: Pooling | None = None  # of the model; None: it embeds nothing
     can_generate: bool = True
     # Raises InvalidRequest for arguments that no logits processor accepts.

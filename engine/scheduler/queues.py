@@ -9,6 +9,8 @@ from baton.core.ids import RequestId
 from baton.engine.kv_arrival.fills import FillId
 from baton.engine.scheduler.request import Request
 
+# Followed by requests that wait for a place for their adapter. Fills have positive ids.
+ADAPTER_PLACE = FillId(-1)
 Key = tuple[float, ...]
 
 
@@ -65,7 +67,7 @@ class WaitingQueue:
     request never iterates over them.
 
     A request that waits for a fill follows it: it is out of the queue until the fill has ended, or
-    its own time for this is over.
+    its own time for this is over. In the same way it follows `ADAPTER_PLACE`.
     """
 
     def __init__(self) -> None:

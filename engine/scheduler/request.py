@@ -58,6 +58,7 @@ class Request:
     root_hash: InitVar[BlockHash]
     stop_token_ids: frozenset[int]
     max_num_tokens: int  # the request ends at this length
+    adapter_wait_until_s: float | None = None  # then it lets no others pass any more
     takes_no_prefix: bool = False  # its result needs hidden states of all of its tokens
     # Upper bound of the KV slots it needs: its last token is never an input.
     max_num_slots: int = field(init=False)

@@ -17,8 +17,9 @@ from baton.engine.kv_cache.cache import KvCache
 from baton.engine.kv_cache.cache_group import PrefixHit
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.held_kv import HeldKv
+from baton.engine.scheduler.adapter_places import AdapterPlaces
 from baton.engine.scheduler.config import SchedulerConfig, SchedulingPolicy
-from baton.engine.scheduler.queues import RankedQueue, WaitingQueue
+from baton.engine.scheduler.queues import ADAPTER_PLACE, RankedQueue, WaitingQueue
 from baton.engine.scheduler.request import BY_RANK, Rank, Request, RequestStatus
 from baton.engine.scheduler.running_batch import Batch
 from baton.engine.scheduler.validation import max_num_tokens
@@ -45,6 +46,7 @@ class SchedulerState:
         self.waiting = WaitingQueue()
         self.ready = RankedQueue()
         self.batch = Batch(config.num_slots_per_decode)
+        self.adapters = AdapterPlaces(config.max_loras)
         self.num_waiting_for_remote_kvs = 0
         self.num_waiting_for_fsm = 0
         self.total_preemptions = 0
@@ -93,6 +95,7 @@ class SchedulerState:
     def preempt(self, request: Request) -> None:
         """Release the blocks of a request and queue it in front of requests that never ran."""
         self._dequeue(request)
+        self._release_adapter(request)
         self.cache.release(request.kv, is_over=False)
         request.move(RequestStatus.PREEMPTED)
         request.is_resumed = True
@@ -111,6 +114,7 @@ class SchedulerState:
     def restart(self, request: Request) -> None:
         """Queue a request whose KV was lost. It restarts without blocks: none are reused."""
         self._dequeue(request)
+        self._release_adapter(request)
         self.cache.release(request.kv, is_over=False)
         request.move(RequestStatus.WAITING)
         request.is_resumed = True
@@ -146,6 +150,7 @@ class SchedulerState:
         self.end_receive(request, revokes=True)
         self.arrivals.sends.withdraw(request.submitted.send_to, reason)
         is_written = self._dequeue(request)
+        self._release_adapter(request)
         request.arrival.is_over = True  # others no longer wait behind it for room to load
         self.arrivals.stores.note_end(request.kv, request.num_cached_tokens)
         if is_written:
@@ -281,6 +286,11 @@ class SchedulerState:
             case RequestStatus.RUNNING:
                 return self.batch.remove(request)
         return False
+
+    def _release_adapter(self, request: Request) -> None:
+        """Give up the place of a request's adapter, and let those look again that wait for one."""
+        if self.adapters.release(request.submitted):
+            self.waiting.release_followers(ADAPTER_PLACE)
 
     def _held_blocks(self) -> Iterator[BlockId]:
         for held in self.held_kv():

@@ -203,6 +203,7 @@ class EngineWorld:
         is_paced: bool = False,
         num_promised: int | None = None,
         kv_hints: KvHints = NO_KV_HINTS,
+        adapter: str = "",
     ) -> RequestId:
         """Add a request. An integer prompt is a prompt of that length with a common prefix.
 
@@ -225,7 +226,9 @@ class EngineWorld:
             is_paced=is_paced,
             prefix_source=None if num_promised is None else PrefixSource(source, num_promised),
             kv_hints=kv_hints,
+            adapter=adapter,
         )
+        self.scheduler.adapters.add(adapter)
         self._is_at_rest = False
         self.scheduler.add(engine_request)
         self.receipts[name] = Receipt(engine_request)

@@ -38,8 +38,10 @@ class AdapterTable:
         dtype: torch.dtype,
         device: torch.device,
         max_rank: int,
+        max_loras: int,
     ) -> None:
         self.active = active
+        self.max_loras = max_loras
         self._places = AdapterPlaces(config)
         self._like = torch.empty(0, dtype=dtype, device=device)
         self._max_rank = max_rank

@@ -68,6 +68,7 @@ PassArgs = STRUCTS["PassArgs"]
 StateRows = STRUCTS["StateRows"]
 StateRuns = STRUCTS["StateRuns"]
 CopyArgs = STRUCTS["CopyArgs"]
+LowRankPart = STRUCTS["LowRankPart"]
 
 
 def load_library(path: Path) -> ctypes.CDLL:

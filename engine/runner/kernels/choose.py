@@ -28,6 +28,7 @@ from baton.engine.runner.kernels.native import NativeOps
 from baton.engine.runner.kernels.native_attention import NativePagedAttention
 from baton.engine.runner.kernels.native_layers import native_layers
 from baton.engine.runner.kernels.native_linear_attention import NativeLinearAttention
+from baton.engine.runner.kernels.native_low_rank import NativeLowRankProducts
 from baton.engine.runner.kernels.packed_weight import Packer
 from baton.engine.runner.kv_blocks import MakeBlockHashes, no_block_hashes
 from baton.engine.runner.model.config import ModelConfig
@@ -126,6 +127,7 @@ def native_parts(*, int8_activations: bool = False) -> Parts:
         partial(native_layers, kernels),
         partial(NativeLinearAttention, kernels),
         ops,
+        low_rank=NativeLowRankProducts(kernels),
     )
 
 

@@ -86,6 +86,25 @@ struct HeadLinearArgs {
     std::int32_t num_threads;
 };
 
+// Low-rank change of neighbouring rows of a matrix.
+struct LowRankPart {
+    const Bf16* down;  // [rank, columns]
+    const Bf16* up;    // [rank, rows]
+    std::int64_t rank, first_row, num_rows;
+};
+
+// Groups of tokens, each with the parts of its adapter.
+struct LowRankArgs {
+    const LowRankPart* parts;
+    const std::int64_t *first_parts, *first_tokens;  // [groups + 1]
+    const std::int64_t* tokens;                      // of all groups
+    const Bf16* src;                                 // [tokens, columns]
+    Bf16* dst;                                       // [tokens, rows]
+    float* hidden_buf;                               // for each part, [tokens, rank]
+    std::int64_t num_groups, num_columns, num_rows;
+    std::int32_t num_threads;
+};
+
 // RMS norm. A bf16 weight multiplies rounded numbers; with a float32 weight only the product is
 // rounded.
 struct NormParams {
@@ -318,6 +337,9 @@ void baton_rms_norm(const baton::RmsNormArgs* args);
 
 // Rotary position embedding, after the norm of each head.
 void baton_rope(const baton::RopeArgs* args);
+
+// Adds the products of adapters to the outputs of a linear layer.
+void baton_add_low_rank(const baton::LowRankArgs* args);
 
 // Gate of an MLP.
 void baton_gate(const baton::GateArgs* args);
