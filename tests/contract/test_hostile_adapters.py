@@ -1,0 +1,169 @@
+"""Adapter folders that do not fit, are not supported or are damaged: named errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from baton.checkpoint.peft_folder import AdapterConfig, PeftFolder
+from baton.checkpoint.safetensors_folder import SafetensorsFolder
+from baton.core.errors import ModelError
+from baton.engine.runner.adapters.places import AdapterPlaces
+from baton.engine.runner.families.read_config import read_model_config
+from tests.support.adapters import write_adapter
+from tests.support.families import FAMILY_VARIANTS
+from tests.support.models import VARIANTS, make_model_folder
+
+Change = Callable[[dict[str, torch.Tensor]], None]
+FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("base"), VARIANTS["llama"])
+
+
+def load(base: Path, adapter: Path, max_rank: int = 16) -> int:
+    places = AdapterPlaces(read_model_config(SafetensorsFolder(base)))
+    return len(list(places.parts(PeftFolder(adapter), max_rank)))
+
+
+def test_a_good_adapter(base: Path, tmp_path: Path) -> None:
+    assert load(base, write_adapter(base, tmp_path)) == 2 * 7
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"bias": "all"}, "bias"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"peft_type": "IA3"}, "peft_type"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),
+        ({"r": 0}, "r"),
+        ({"r": 5}, "rank 5"),
+        ({"r": "4"}, "r"),
+        ({"lora_alpha": "x"}, "lora_alpha"),
+        ({"rank_pattern": [1]}, "rank_pattern"),
+        ({"alpha_pattern": {"q_proj": -1}}, "alpha_pattern"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank 2"),
+    ],
+)
+def test_settings(base: Path, tmp_path: Path, settings: dict[str, Any], expected: str) -> None:
+    adapter = write_adapter(base, tmp_path, rank=4)
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+
+    with pytest.raises(ModelError, match=expected):
+        load(base, adapter)
+
+
+def _renamed(name: str) -> Change:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name] = tensors.pop(FIRST)
+
+    return change
+
+
+def _replaced(tensor: torch.Tensor) -> Change:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[FIRST] = tensor
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda tensors: tensors.clear(), "has no matrices"),
+        (lambda tensors: tensors.pop(FIRST), "lora_A and lora_B"),
+        (_replaced(torch.zeros(4, 65)), "64 x 65"),
+        (_replaced(torch.zeros(3, 64)), "rank 4"),
+        (_replaced(torch.zeros(4)), "two matrices"),
+        (_replaced(torch.full((4, 64), torch.nan)), "not finite"),
+        (_replaced(torch.full((4, 64), torch.inf)), "not finite"),
+        (_renamed("base_model.model.lm_head.lora_A.weight"), "lm_head"),
+        (_renamed("base_model.model.model.embed_tokens.lora_embedding_A"), "not a low-rank"),
+        (_renamed("model.layers.0.self_attn.q_proj.weight"), "not a low-rank"),
+        (_renamed(FIRST.replace("layers.0", "layers.7")), "lora_A and lora_B|not a linear"),
+        (
+            _renamed(FIRST.replace("model.layers", "vision.layers")),
+            "lora_A and lora_B|not a linear",
+        ),
+    ],
+)
+def test_tensors(base: Path, tmp_path: Path, change: Change, expected: str) -> None:
+    adapter = write_adapter(base, tmp_path)
+    path = adapter / "adapter_model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+    with pytest.raises(ModelError, match=expected):
+        load(base, adapter)
+
+
+def test_ranks_above_the_limit(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="--max-lora-rank is 2"):
+        load(base, write_adapter(base, tmp_path), max_rank=2)
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 100, b"\xff" * 64])
+def test_damaged_weights(base: Path, tmp_path: Path, content: bytes) -> None:
+    adapter = write_adapter(base, tmp_path)
+    (adapter / "adapter_model.safetensors").write_bytes(content)
+
+    with pytest.raises(ModelError, match="cannot be read"):
+        load(base, adapter)
+
+
+def test_pickled_weights_are_not_read(base: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(base, tmp_path)
+    (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
+
+    with pytest.raises(ModelError, match="safe_serialization"):
+        load(base, adapter)
+
+
+def test_an_adapter_of_another_model(base: Path, tmp_path: Path) -> None:
+    other = make_model_folder(tmp_path / "other", VARIANTS["qwen3"])
+    with pytest.raises(ModelError, match="this model is"):
+        load(base, write_adapter(other, tmp_path / "adapter"))
+
+
+def test_experts_are_refused_by_name(tmp_path: Path) -> None:
+    moe = make_model_folder(tmp_path / "moe", FAMILY_VARIANTS["qwen3-moe"])
+    with pytest.raises(ModelError, match="not a linear layer that adapters can change"):
+        load(moe, write_adapter(moe, tmp_path / "adapter", names=("gate_proj",)))
+
+
+def test_digests_depend_on_content_alone(base: Path, tmp_path: Path) -> None:
+    digests = {
+        PeftFolder(write_adapter(base, tmp_path / str(index), seed=seed, alpha=alpha)).digest()
+        for index, (seed, alpha) in enumerate([(1, 8), (1, 8), (2, 8), (1, 16)])
+    }
+    assert len(digests) == 3
+
+
+def test_patterns_of_ranks_and_scales(base: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(
+        base,
+        tmp_path,
+        rank_pattern={"q_proj": 2, "layers.1.mlp.down_proj": 8, "(": 3},
+        alpha_pattern={r".*\.v_proj": 32},
+    )
+    config = AdapterConfig.read(adapter)
+    assert config.rank_of("model.layers.0.self_attn.q_proj") == 2
+    assert config.rank_of("model.layers.1.mlp.down_proj") == 8
+    assert config.rank_of("model.layers.0.mlp.down_proj") == 4
+    assert config.scale("model.layers.0.self_attn.v_proj", 4) == 8.0
+    assert config.scale("model.layers.0.self_attn.k_proj", 4) == 2.0
