@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from baton.core.errors import InvalidRequest
 from baton.core.sampling import SamplingParams
 from baton.llm import LLM
 from tests.support.adapters import merge, write_adapter
@@ -15,7 +16,7 @@ from tests.support.models import VARIANTS, prompt_of, reference_choices
 
 FolderOf = Callable[[str], Path]
 NUM_TOKENS = 16
-FAMILIES = ("llama", "llama-mha-biased-sharded", "qwen3", "gemma3", "phi3", "glm4", "olmo2")
+FAMILIES = ("llama", "qwen3", "gemma3", "glm4", "olmo2")
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
 PROMPTS = [prompt_of(length, seed=length) for length in (1, 17, 60)]
 SOME = ("q_proj", "v_proj")
@@ -33,7 +34,7 @@ def open_llm(folder: Path, **settings: Any) -> LLM:
     return LLM(str(folder), show_progress=False, **settings)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "glm4", "olmo2"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_tokens_equal_those_of_merged_weights(
     name: str, folder_of: FolderOf, tmp_path: Path
 ) -> None:
@@ -56,3 +57,49 @@ def test_tokens_equal_those_of_merged_weights(
         assert answer == reference_choices(folders[each], prompt, answer, NUM_TOKENS)
     assert alone == together
     assert len({tuple(answer) for answer in together}) > 2 * len(PROMPTS)
+
+
+@pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
+def test_native_kernels_give_a_request_the_same_tokens_in_any_batch(
+    quantize: str, folder_of: FolderOf, tmp_path: Path
+) -> None:
+    base = folder_of("qwen3")
+    adapters = {
+        str(seed): str(write_adapter(base, tmp_path / str(seed), seed=seed)) for seed in range(3)
+    }
+    names = ["", *adapters] * 2
+    prompts = [prompt_of(10 + index, seed=index) for index in range(len(names))]
+    settings = {"dtype": "bfloat16", "quantize": quantize, "kernels": "native"}
+    with open_llm(base, lora=adapters, **settings) as llm:
+        together = [each.token_ids for each in llm.generate(prompts, GREEDY, lora=names)]
+        alone = [
+            llm.generate(prompt, GREEDY, lora=name)[0].token_ids
+            for prompt, name in zip(prompts, names, strict=True)
+        ]
+    with open_llm(base, **settings) as llm:
+        plain = [each.token_ids for each in llm.generate(prompts, GREEDY)]
+
+    assert together == alone
+    for name, answer, other in zip(names, together, plain, strict=True):
+        assert (answer == other) is (not name)
+
+
+def test_cached_prefixes_belong_to_an_adapter(folder_of: FolderOf, tmp_path: Path) -> None:
+    base = folder_of("qwen3")
+    folder = write_adapter(base, tmp_path / "first", seed=1)
+    prompt = prompt_of(60)
+    with open_llm(base, lora={"first": str(folder), "again": str(folder)}) as llm:
+        stats = llm.engine.scheduler.stats
+        llm.generate(prompt, GREEDY)
+        llm.generate(prompt, GREEDY, lora="first")
+        assert stats().total_prefix_hit_tokens == 0
+        llm.generate(prompt, GREEDY, lora="again")  # the same weights under another name
+        assert stats().total_prefix_hit_tokens > 0
+
+
+def test_an_unknown_adapter_is_refused(folder_of: FolderOf) -> None:
+    with (
+        open_llm(folder_of("qwen3")) as llm,
+        pytest.raises(InvalidRequest, match="there is no adapter 'other'"),
+    ):
+        llm.generate("a", GREEDY, lora="other")

@@ -1,0 +1,100 @@
+"""Products of adapters: the implementations, and that a token's bits do not depend on others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.engine.runner.adapters.low_rank import (
+    TORCH_LOW_RANK,
+    Adapter,
+    Group,
+    LowRankProducts,
+)
+from baton.engine.runner.adapters.place import Part, Place
+from baton.engine.runner.kernels.choose import native_parts
+
+PLACE, OTHER = Place(0, "qkv"), Place(1, "qkv")
+ROWS = (70, 33, 17)  # of the parts
+SHAPES = [(1, 32), (9, 100), (40, 72)]  # tokens and columns
+
+
+@pytest.fixture(params=["torch", "native"], scope="module")
+def products(request: pytest.FixtureRequest) -> LowRankProducts:
+    return TORCH_LOW_RANK if request.param == "torch" else native_parts().low_rank
+
+
+def an_adapter(products: LowRankProducts, rank: int, columns: int, seed: int) -> Adapter:
+    generator = torch.Generator().manual_seed(seed)
+    like, parts, first = torch.empty(0, dtype=torch.bfloat16), [], 0
+    for rows in ROWS:
+        down, up = (
+            torch.randn(rank, size, generator=generator) / size**0.5 for size in (columns, rows)
+        )
+        parts.append(products.prepare(Part(down, up, first), like))
+        first += rows
+    return Adapter({PLACE: parts[: 1 + seed % 3]})
+
+
+def added(
+    products: LowRankProducts, groups: Sequence[Group], inputs: Tensor, base: Tensor
+) -> Tensor:
+    outputs = base.clone()
+    products.add(PLACE, groups, inputs, outputs)
+    return outputs
+
+
+def exact(groups: Sequence[Group], inputs: Tensor, base: Tensor) -> Tensor:
+    outputs = base.double()
+    for adapter, tokens in groups:
+        for part in adapter.parts[PLACE]:
+            end = part.first_row + part.up.shape[1]
+            product = inputs[tokens].double() @ part.down.double().T @ part.up.double()
+            outputs[tokens, part.first_row : end] += product
+    return outputs
+
+
+@pytest.mark.parametrize(("num_tokens", "columns"), SHAPES)
+@pytest.mark.parametrize("num_groups", [1, 3])
+def test_sums_of_all_groups(
+    products: LowRankProducts, num_tokens: int, columns: int, num_groups: int
+) -> None:
+    torch.manual_seed(num_tokens)
+    inputs = torch.randn(num_tokens, columns).bfloat16()
+    base = torch.randn(num_tokens, sum(ROWS)).bfloat16()
+    tokens = [torch.arange(num_tokens)[first :: num_groups + 1] for first in range(num_groups)]
+    groups = [
+        Group(an_adapter(products, 1 + 5 * index, columns, index), chosen)
+        for index, chosen in enumerate(tokens)
+        if len(chosen)
+    ]
+    found = added(products, groups, inputs, base)
+
+    assert torch.allclose(found.double(), exact(groups, inputs, base), atol=3e-2, rtol=2e-2)
+    others = sorted({*range(num_tokens)} - {int(each) for each in torch.cat(tokens)})
+    assert torch.equal(found[others], base[others])
+
+
+def test_a_place_without_parts_is_unchanged(products: LowRankProducts) -> None:
+    groups = [Group(an_adapter(products, 2, 32, 0), torch.arange(3))]
+    outputs = torch.ones(3, sum(ROWS)).bfloat16()
+    products.add(OTHER, groups, torch.ones(3, 32).bfloat16(), outputs)
+
+    assert bool((outputs == 1).all())
+
+
+def test_the_bits_of_a_token_do_not_depend_on_its_batch() -> None:
+    products = native_parts().low_rank
+    torch.manual_seed(1)
+    inputs, base = torch.randn(12, 100).bfloat16(), torch.randn(12, sum(ROWS)).bfloat16()
+    adapters = [an_adapter(products, 4 + index, 100, 2 + 3 * index) for index in range(3)]
+    together = [Group(each, torch.arange(index, 12, 3)) for index, each in enumerate(adapters)]
+    found = added(products, together, inputs, base)
+
+    for token in range(12):
+        alone = [Group(adapters[token % 3], torch.tensor([0]))]
+        row = slice(token, token + 1)
+        assert torch.equal(added(products, alone, inputs[row], base[row])[0], found[token])
