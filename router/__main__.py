@@ -13,7 +13,6 @@ from functools import partial
 
 from grpc import aio
 
-from baton.checkpoint.hub import model_root, open_checkpoint
 from baton.engine.structured_output.compiler import GrammarCompiler
 from baton.engine.structured_output.llguidance_backend import validate_grammar
 from baton.router.discovery.readiness import PREFILL_PATIENCE_S, Readiness
@@ -22,7 +21,8 @@ from baton.router.dispatch.node_calls import GrpcNodeCalls
 from baton.router.doors.grpc.cluster_servicer import ClusterServicer
 from baton.router.doors.grpc.servicer import InferenceServicer
 from baton.router.input_processing.form_checks import FormChecks
-from baton.router.input_processing.tokenization import ModelText, TextBoundary
+from baton.router.input_processing.model_profiles import ModelProfile, ModelProfiles
+from baton.router.loading import load_profiles
 from baton.router.options import RouterOptions
 from baton.router.pipeline import Pipeline, PipelineConfig
 from baton.router.prefix_resets import PrefixResets
@@ -49,18 +49,19 @@ log = logging.getLogger(__name__)
 
 def main(options: RouterOptions) -> None:
     """Serve until SIGTERM. Raises named errors for options that cannot work."""
-    text = TextBoundary()
-    if options.model:
-        text = ModelText(open_checkpoint(options.model).load_tokenizer())
+    profiles = load_profiles(options.models)
     process = Process("router", f"router-{os.getpid()}", secrets.token_hex(ID_BYTES))
     with tracing(options.telemetry, process) as tracer:
-        asyncio.run(serve(options, text, process, tracer))
+        asyncio.run(serve(options, profiles, process, tracer))
 
 
 async def serve(
-    options: RouterOptions, text: TextBoundary, process: Process, tracer: Tracer = NO_TRACER
+    options: RouterOptions,
+    profiles: Sequence[ModelProfile],
+    process: Process,
+    tracer: Tracer = NO_TRACER,
 ) -> None:
-    router = RouterComponents(options, text, tracer)
+    router = RouterComponents(options, profiles, tracer)
     async with (
         serving(
             options.host,
@@ -91,13 +92,15 @@ async def serve(
 class RouterComponents:
     """Parts of a router that its servers share."""
 
-    def __init__(self, options: RouterOptions, text: TextBoundary, tracer: Tracer) -> None:
+    def __init__(
+        self, options: RouterOptions, profiles: Sequence[ModelProfile], tracer: Tracer
+    ) -> None:
         self.table, self.node_calls = NodeTable(), GrpcNodeCalls(options.tls)
         self.compiler = GrammarCompiler(validate_grammar)
         self.pipeline = Pipeline(
             table=self.table,
             node_calls=self.node_calls,
-            text=text,
+            profiles=ModelProfiles(self.table, profiles, options.models.parsing_of()),
             clock=time.monotonic,
             config=PipelineConfig(options.dispatch, options.admission_queue),
             forms=FormChecks(self.compiler),
@@ -174,8 +177,6 @@ async def _http_server(
         health=health,
         resets=router.resets,
         scrape=partial(exposition, metrics.registry),
-        parsing=options.parsing,
-        root=model_root(options.model) if options.model else "",
         tokens=options.client_tokens,
         on_refusal=metrics.refused,
     )
@@ -187,8 +188,8 @@ async def _http_server(
 
 def _read_metrics(router: RouterComponents) -> Reading:
     return {
-        metric_names.QUEUE_DEPTH: router.pipeline.admission.queue.num_waiting,
-        metric_names.IN_FLIGHT: router.pipeline.admission.queue.num_in_flight,
+        metric_names.QUEUE_DEPTH: router.pipeline.traffic.num_waiting,
+        metric_names.IN_FLIGHT: router.pipeline.traffic.num_in_flight,
         metric_names.OPEN_NODES: {
             role.value: len(router.table.open_nodes(role)) for role in NodeRole
         },
@@ -212,8 +213,8 @@ async def _until_drained(server: Running, pipeline: Pipeline, timeout_s: float) 
         announce("router", server.address)
         await stopped.wait()
         with ShutdownDeadline(timeout_s) as grace:
-            queue = pipeline.admission.queue
-            grace.begin(lambda: queue.num_in_flight + queue.num_waiting)
+            traffic = pipeline.traffic
+            grace.begin(lambda: traffic.num_in_flight + traffic.num_waiting)
             await server.health.set_ready(False)
             await pipeline.drain()
 

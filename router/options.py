@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Annotated
 
 from baton.core.errors import InvalidConfig
-from baton.core.options import MODEL, NETWORK, SECURITY, Option, check_options
+from baton.core.options import NETWORK, SECURITY, Option, check_options
 from baton.router.admission.admission_queue import AdmissionQueueConfig
 from baton.router.discovery.sources import NodeSource, check_single_role, parse_sources
 from baton.router.dispatch.config import DispatchConfig
-from baton.router.text_events.parsing import NO_PARSING, Parsing
+from baton.router.model_options import ModelOptions
 from baton.rpc.listening import MAX_PORT, ListenHost, ListenPort
 from baton.rpc.process_end import DRAIN_TIMEOUT_S, DrainTimeout
 from baton.rpc.security.operators import Operators, OperatorTokens
@@ -42,9 +42,7 @@ class RouterOptions:
         Option("Seconds between two resolutions of names and reads of lists.", NETWORK, above=0),
     ] = 5.0
     drain_timeout_s: DrainTimeout = DRAIN_TIMEOUT_S
-    model: Annotated[  # of the tokenizer; empty: accept token ids only
-        str, Option("Model folder, or a name on the Hugging Face hub.", MODEL)
-    ] = ""
+    models: ModelOptions = ModelOptions()
     host: ListenHost = "127.0.0.1"
     port: ListenPort = 50051
     http_port: Annotated[
@@ -59,7 +57,6 @@ class RouterOptions:
     http_host: Annotated[
         str, Option("Address to serve HTTP on. Default: that of --host.", NETWORK)
     ] = ""
-    parsing: Parsing = NO_PARSING
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
     admission_queue: AdmissionQueueConfig = field(default_factory=AdmissionQueueConfig)
     tokens: Annotated[  # None: no authentication

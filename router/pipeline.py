@@ -8,16 +8,15 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 
 from baton.core.finish import Finish
-from baton.router.admission.admission import AdmissionControl
-from baton.router.admission.admission_queue import INITIAL_CAPACITY, AdmissionQueueConfig
+from baton.router.admission.admission_queue import AdmissionQueueConfig
+from baton.router.admission.model_traffic import TrafficByModel
 from baton.router.context import RequestContext
 from baton.router.dispatch.config import DispatchConfig
 from baton.router.dispatch.dispatcher import Dispatcher
 from baton.router.dispatch.node_rpcs import NodeCalls
-from baton.router.dispatch.retries import RetryBudget
 from baton.router.input_processing.form_checks import FormChecks
 from baton.router.input_processing.input_processor import InputProcessor
-from baton.router.input_processing.tokenization import TextBoundary
+from baton.router.input_processing.model_profiles import ModelProfiles
 from baton.router.routing.node_table import NodeTable
 from baton.router.values import AnswerPart, GenerateCall
 from baton.rpc.errors import Draining, RequestIdInUse
@@ -35,19 +34,19 @@ class Pipeline:
         *,
         table: NodeTable,
         node_calls: NodeCalls,
-        text: TextBoundary,
+        profiles: ModelProfiles,
         clock: Callable[[], float],
         config: PipelineConfig,
         forms: FormChecks | None = None,
     ) -> None:
         self.table = table
-        self.inputs = InputProcessor(table, text, forms)
-        self.admission = AdmissionControl(config.admission_queue, clock)
+        self.profiles = profiles
+        self.inputs = InputProcessor(table, profiles, forms)
+        self.traffic = TrafficByModel(config.admission_queue, clock)
         self._dispatcher = Dispatcher(
             table=table,
             node_calls=node_calls,
-            text=text,
-            retry_budget=RetryBudget(config.admission_queue.max_in_flight or INITIAL_CAPACITY),
+            profiles=profiles,
             clock=clock,
             config=config.dispatch,
         )
@@ -58,7 +57,7 @@ class Pipeline:
 
     def handle_nodes_changed(self) -> None:
         """Handle a change of the table: admit up to the new capacity, wake waiting requests."""
-        self.admission.resize(self.table.num_batch_slots)
+        self.traffic.resize(self.table.batch_slots())
         self._dispatcher.wake()
 
     async def drain(self) -> None:
@@ -95,8 +94,10 @@ class Pipeline:
         Closing the generator early cancels the request on all nodes. Use it within `accept`.
         """
         call = await self.inputs.process(call, context)
-        answer = self._dispatcher.run(call, context)
-        async with self.admission.turn(call, context) as note_part, aclosing(answer) as parts:
+        traffic = self.traffic.of(call.model)
+        answer = self._dispatcher.run(call, context, traffic.retry_budget)
+        turn = traffic.admission.turn(call, context)
+        async with turn as note_part, aclosing(answer) as parts:
             async for part in parts:
                 note_part(part)
                 if isinstance(part, Finish):

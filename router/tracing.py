@@ -126,8 +126,9 @@ class RecordedTrace(RequestTrace):
         self._timeline.tries.append(attempt)
 
     def note_routed(self, route: Route, policy: RoutingPolicy, table: NodeTable) -> None:
-        num_tokens, groups = self._timeline.num_prompt_tokens or 0, table.groups()
-        self._timeline.request_attributes.setdefault(names.RESPONSE_MODEL, route.decode.card.model)
+        num_tokens, model = self._timeline.num_prompt_tokens or 0, route.decode.card.model
+        groups = [group for group in table.groups() if group.model == model]
+        self._timeline.request_attributes.setdefault(names.RESPONSE_MODEL, model)
         attempt, holder = self._timeline.tries[-1], route.holder
         attempt.chosen_s = time.monotonic()
         attempt.choice = {

@@ -72,6 +72,15 @@ class PairPrompt:
         return len(self.first) + len(self.second)
 
 
+@dataclass(frozen=True, slots=True)
+class Parsing:
+    """Names of the parsers of a model's answers; empty: all text is content."""
+
+    tools: str = ""
+    reasoning: str = ""
+
+
+NO_PARSING = Parsing()
 Prompt = TextPrompt | ChatPrompt | TokenPrompt | PairPrompt
 
 

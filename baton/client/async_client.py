@@ -130,17 +130,18 @@ class AsyncClient:
         request = embed_request_from(texts, model, dimensions, truncate_prompt_tokens)
         return embeddings_from(await self._unary(self._stub.Embed, request))
 
-    async def tokenize(self, prompt: str | Sequence[Message]) -> list[int]:
+    async def tokenize(self, prompt: str | Sequence[Message], *, model: str = "") -> list[int]:
         """Return the token ids that Generate would use for a text or a chat."""
-        request = tokenize_request_from(prompt)
+        request = tokenize_request_from(prompt, model)
         return list((await self._unary(self._stub.Tokenize, request)).token_ids)
 
-    async def detokenize(self, token_ids: Iterable[int]) -> str:
-        request = inference_pb2.DetokenizeRequest(token_ids=token_ids)
+    async def detokenize(self, token_ids: Iterable[int], *, model: str = "") -> str:
+        request = inference_pb2.DetokenizeRequest(token_ids=token_ids, model=model)
         return (await self._unary(self._stub.Detokenize, request)).text
 
-    async def model(self) -> Model:
-        request = inference_pb2.GetModelRequest()
+    async def model(self, name: str = "") -> Model:
+        """Return a served model: without a name, the only one that generates."""
+        request = inference_pb2.GetModelRequest(model=name)
         return model_from(await self._unary(self._stub.GetModel, request))
 
     def nodes(self, interval_s: float = 0.0) -> AsyncGenerator[tuple[NodeStatus, ...], None]:

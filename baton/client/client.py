@@ -139,17 +139,19 @@ class Client:
         request = embed_request_from(texts, model, dimensions, truncate_prompt_tokens)
         return embeddings_from(self._unary(self._stub.Embed, request))
 
-    def tokenize(self, prompt: str | Sequence[Message]) -> list[int]:
+    def tokenize(self, prompt: str | Sequence[Message], *, model: str = "") -> list[int]:
         """Return the token ids that Generate would use for a text or a chat."""
-        request = tokenize_request_from(prompt)
+        request = tokenize_request_from(prompt, model)
         return list(self._unary(self._stub.Tokenize, request).token_ids)
 
-    def detokenize(self, token_ids: Iterable[int]) -> str:
-        request = inference_pb2.DetokenizeRequest(token_ids=token_ids)
+    def detokenize(self, token_ids: Iterable[int], *, model: str = "") -> str:
+        request = inference_pb2.DetokenizeRequest(token_ids=token_ids, model=model)
         return self._unary(self._stub.Detokenize, request).text
 
-    def model(self) -> Model:
-        return model_from(self._unary(self._stub.GetModel, inference_pb2.GetModelRequest()))
+    def model(self, name: str = "") -> Model:
+        """Return a served model: without a name, the only one that generates."""
+        request = inference_pb2.GetModelRequest(model=name)
+        return model_from(self._unary(self._stub.GetModel, request))
 
     def _unary(
         self, method: grpc.UnaryUnaryMultiCallable[Request, Response], request: Request

@@ -90,6 +90,7 @@ class Model:
     vocab_size: int
     sampling_defaults: SamplingDefaults
     max_sequence_len: int  # max_model_len, or less if the KV caches of the nodes are smaller
+    tasks: tuple[str, ...] = ()  # of generate, embed and classify
 
 
 @dataclass(slots=True)

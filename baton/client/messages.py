@@ -80,11 +80,13 @@ def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
     request.token_ids.CopyFrom(sampling_pb2.TokenIds(ids=token_ids))
 
 
-def tokenize_request_from(prompt: str | Sequence[Message]) -> inference_pb2.TokenizeRequest:
+def tokenize_request_from(
+    prompt: str | Sequence[Message], model: str
+) -> inference_pb2.TokenizeRequest:
     with reject_invalid_text():
         if isinstance(prompt, str):
-            return inference_pb2.TokenizeRequest(text=prompt)
-        return inference_pb2.TokenizeRequest(chat=_chat(prompt))
+            return inference_pb2.TokenizeRequest(text=prompt, model=model)
+        return inference_pb2.TokenizeRequest(chat=_chat(prompt), model=model)
 
 
 def embed_request_from(
@@ -125,6 +127,7 @@ def model_from(response: inference_pb2.GetModelResponse) -> Model:
         vocab_size=response.vocab_size,
         sampling_defaults=SAMPLING_DEFAULTS.from_message(response.sampling_defaults),
         max_sequence_len=response.max_sequence_len or response.max_model_len,
+        tasks=tuple(response.tasks),
     )
 
 

@@ -10,15 +10,17 @@ PREFILL_PATIENCE_S = 60.0
 
 
 class Readiness:
-    """Requires nodes of both roles at start; after that, decode nodes alone suffice."""
+    """Requires nodes of both roles of a model at start; after that, decode nodes alone suffice."""
 
     def __init__(self, *, wants_prefill: bool, now: float) -> None:
         self._has_begun = not wants_prefill
         self._prefill_deadline_s = now + PREFILL_PATIENCE_S
 
     def is_ready(self, table: NodeTable, now: float) -> bool:
-        if not table.open_nodes(NodeRole.DECODE):
+        models = {node.card.model for node in table.open_nodes(NodeRole.DECODE)}
+        if not models:
             return False
-        if table.open_nodes(NodeRole.PREFILL) or now >= self._prefill_deadline_s:
+        has_prefill = any(node.card.model in models for node in table.open_nodes(NodeRole.PREFILL))
+        if has_prefill or now >= self._prefill_deadline_s:
             self._has_begun = True
         return self._has_begun

@@ -23,7 +23,7 @@ from baton.router.dispatch.quarantine import (
 )
 from baton.router.dispatch.retries import AttemptFailures, CircuitBreakers, RetryBudget
 from baton.router.dispatch.route_finder import RouteFinder
-from baton.router.input_processing.tokenization import TextBoundary
+from baton.router.input_processing.model_profiles import ModelProfiles
 from baton.router.routing.node_table import NodeTable, Revision
 from baton.router.routing.policy import Assignment, Route
 from baton.router.routing.routing_view import RoutingRequest
@@ -90,15 +90,13 @@ class Dispatcher:
         *,
         table: NodeTable,
         node_calls: NodeCalls,
-        text: TextBoundary,
-        retry_budget: RetryBudget,
+        profiles: ModelProfiles,
         clock: Callable[[], float],
         config: DispatchConfig,
     ) -> None:
         self._table = table
         self._node_calls = node_calls
-        self._text = text
-        self._retry_budget = retry_budget
+        self._profiles = profiles
         self._clock = clock
         self._config = config
         self._breakers = CircuitBreakers(config.breakers)
@@ -109,10 +107,10 @@ class Dispatcher:
         self._routes.wake()
 
     async def run(
-        self, call: GenerateCall, context: RequestContext
+        self, call: GenerateCall, context: RequestContext, retry_budget: RetryBudget
     ) -> AsyncGenerator[AnswerPart, None]:
         """Run attempts until one completes. Each continues the answer where the last one failed."""
-        self._retry_budget.note_request()
+        retry_budget.note_request()
         request = DispatchedRequest(call, context, self._create_answer(call))
         for number in itertools.count(1):
             context.trace.note_attempt_began(number, len(request.answer.token_ids))
@@ -129,11 +127,13 @@ class Dispatcher:
                     return
                 except NodeFailed as failure:
                     self._note_failure(request, attempt, tracked, failure)
-                    if number == MAX_TOTAL_ATTEMPTS or not self._may_retry(request.failures):
+                    is_last = number == MAX_TOTAL_ATTEMPTS
+                    if is_last or not self._may_retry(request.failures, retry_budget):
                         raise
 
     def _create_answer(self, call: GenerateCall) -> AnswerAssembler:
-        detokenizer = self._text.create_detokenizer(call.shown_tokens)
+        text = self._profiles.of(call.model).text
+        detokenizer = text.create_detokenizer(call.shown_tokens)
         wants_prompt = call.sampling.prompt_logprobs is not None
         return AnswerAssembler(detokenizer, call.stop, len(call.prompt_token_ids) * wants_prompt)
 
@@ -245,7 +245,7 @@ class Dispatcher:
             ) from cause
         return verdict
 
-    def _may_retry(self, failures: AttemptFailures) -> bool:
+    def _may_retry(self, failures: AttemptFailures, retry_budget: RetryBudget) -> bool:
         """Return whether another attempt is allowed.
 
         Retries after progress, and those caused by draining or by an engine's end, do not count
@@ -253,4 +253,4 @@ class Dispatcher:
         """
         if failures.num >= self._config.max_attempts:
             return False
-        return failures.is_paid or self._retry_budget.spend()
+        return failures.is_paid or retry_budget.spend()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
@@ -34,7 +35,8 @@ class RouteFinder:
         self._breakers = breakers
         self._quarantine = quarantine
         self._clock = clock
-        self._numbers = itertools.count()
+        # By model: those of one must not decide whose turn it is at another's nodes.
+        self._numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         self._changed = asyncio.Event()
 
     def wake(self) -> None:
@@ -57,7 +59,9 @@ class RouteFinder:
         route = None if prompt_node is None else self._route_to(prompt_node, request)
         if route is not None and self._is_allowed(route, suspicion):
             return route
-        request = replace(request, number=next(self._numbers))
+        # Names that are not served are the clients' own, and have no numbers of theirs.
+        name = request.model.base if request.model.base in self._table.models else ""
+        request = replace(request, number=next(self._numbers[name]))
         return await self._find_open(request, failed, suspicion)
 
     def _route_to(self, decode: Node, request: RoutingRequest) -> Route | None:

@@ -14,7 +14,6 @@ from baton.router.http.bodies import Bodies
 from baton.router.pipeline import Pipeline
 from baton.router.prefix_resets import PrefixResets
 from baton.router.request_scope import RequestScopes
-from baton.router.text_events.parsing import NO_PARSING, Parsing
 from baton.rpc.health import Health
 from baton.rpc.security.token import AcceptedTokens
 from baton.rpc.security.token_gate import ignore_refusal
@@ -29,14 +28,12 @@ def http_app(
     health: Health,
     resets: PrefixResets,
     scrape: Scrape,
-    parsing: Parsing = NO_PARSING,
-    root: str = "",
     tokens: AcceptedTokens | None = None,
     on_refusal: Callable[[str], None] = ignore_refusal,
 ) -> ASGIApp:
     bodies = Bodies(pipeline.table)
     routes = [
-        *openai_routes(pipeline, scopes, parsing, bodies, resets, root),
+        *openai_routes(pipeline, scopes, bodies, resets),
         *Probes(health, pipeline, scrape).routes,
     ]
     return asgi_app(routes, DEFAULT_ERRORS, handle_http_exception, tokens, on_refusal)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache, partial
 
-from baton.checkpoint.token_text import TokenText
 from baton.core.errors import ContextLengthExceeded, InvalidRequest
 from baton.core.ids import ANY_MODEL, ModelVariant
 from baton.core.sampling import fit_max_tokens
@@ -13,6 +12,7 @@ from baton.router.context import RequestContext
 from baton.router.input_processing.form_checks import FormChecks
 from baton.router.input_processing.large_texts import LargeTexts
 from baton.router.input_processing.limits import LogprobBudget, check_prompt_logprobs_fit
+from baton.router.input_processing.model_profiles import ModelProfiles
 from baton.router.input_processing.tokenization import TextBoundary
 from baton.router.routing.node_table import NodeTable
 from baton.router.values import ChatPrompt, GenerateCall, Prompt, TokenPrompt
@@ -25,21 +25,22 @@ class InputProcessor:
     def __init__(
         self,
         table: NodeTable,
-        text: TextBoundary,
+        profiles: ModelProfiles,
         forms: FormChecks | None,  # None: only nodes check forms
     ) -> None:
         self._table = table
-        self._text = text
+        self._profiles = profiles
         self._forms = forms
         self._large_texts = LargeTexts()
         # All answers of a request look up the same words.
-        self._spellings = lru_cache(MAX_REMEMBERED_BAD_WORDS)(self._compute_spellings)
+        self._spellings = lru_cache(MAX_REMEMBERED_BAD_WORDS)(_compute_spellings)
 
     async def process(self, call: GenerateCall, context: RequestContext) -> GenerateCall:
         """Return the call as nodes run it: with a TokenPrompt and final sampling parameters.
 
         Raises UnknownModel, EmptyPrompt, InvalidRequest, UnsupportedInput and QueueFull.
         """
+        call = replace(call, model=self._known_model(call))
         self.check_model(call.model)
         self._check_task(call)
         if call.task.sampling is not None:
@@ -53,6 +54,18 @@ class InputProcessor:
         if self._forms is not None and call.sampling.structured_outputs is not None:
             await self._forms.check(call.sampling.structured_outputs)
         return self._fit_max_tokens(replace(call, prompt=TokenPrompt(token_ids)), len(token_ids))
+
+    def _known_model(self, call: GenerateCall) -> ModelVariant:
+        """Return the model of a call, which may have arrived before any node did.
+
+        Raises InvalidRequest if it names none and there are several.
+        """
+        if call.model != ANY_MODEL:
+            return call.model
+        names = self._profiles.names
+        if not self._table.models and len(names) > 1:
+            raise InvalidRequest(f"set model to one of: {', '.join(names)}", "model")
+        return self._table.find_model("", is_pooled=call.is_pooled)
 
     def check_model(self, model: ModelVariant) -> None:
         """Raises UnknownModel if nodes are known and none of them serves `model`."""
@@ -77,21 +90,20 @@ class InputProcessor:
 
     async def token_ids(self, prompt: Prompt, model: ModelVariant = ANY_MODEL) -> tuple[int, ...]:
         """Tokenise a prompt. Raises ContextLengthExceeded if its text exceeds the context."""
-        tokenize = partial(
-            self._text.token_ids, prompt, self._table.served_model(model).max_model_len
-        )
+        text = self._profiles.of(model).text
+        tokenize = partial(text.token_ids, prompt, self._table.served_model(model).max_model_len)
         return await self._large_texts.run(prompt.num_characters, tokenize)
 
-    async def text(self, token_ids: tuple[int, ...], *, skip_special_tokens: bool = True) -> str:
-        decode = partial(self._text.text, token_ids, skip_special_tokens=skip_special_tokens)
+    async def text(
+        self,
+        token_ids: tuple[int, ...],
+        model: ModelVariant = ANY_MODEL,
+        *,
+        skip_special_tokens: bool = True,
+    ) -> str:
+        text = self._profiles.of(model).text
+        decode = partial(text.text, token_ids, skip_special_tokens=skip_special_tokens)
         return await self._large_texts.run(len(token_ids), decode)
-
-    def token(self, token_id: int) -> TokenText:
-        return self._text.token(token_id)
-
-    @property
-    def supports_tools(self) -> bool:
-        return self._text.supports_tools
 
     def _check_prompt(
         self, call: GenerateCall, num_prompt_tokens: int, budget: LogprobBudget
@@ -113,12 +125,9 @@ class InputProcessor:
         """Replace `bad_words` by banned token sequences: nodes have no tokenizer."""
         if not call.bad_words:
             return call
-        banned = (*call.sampling.banned_sequences, *self._spellings(call.bad_words))
+        text = self._profiles.of(call.model).text
+        banned = (*call.sampling.banned_sequences, *self._spellings(text, call.bad_words))
         return replace(call, sampling=replace(call.sampling, banned_sequences=banned))
-
-    def _compute_spellings(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        sequences = {tokens for word in words for tokens in self._text.spellings(word)}
-        return tuple(sorted(sequences))
 
     def _fit_max_tokens(self, call: GenerateCall, num_prompt_tokens: int) -> GenerateCall:
         """Lower `max_tokens` to what the model and the KV cache of every decode node can hold."""
@@ -128,3 +137,7 @@ class InputProcessor:
         sampling, warning = fit_max_tokens(call.sampling, num_prompt_tokens, longest)
         is_unexpected = warning and not call.fills_context
         return replace(call, sampling=sampling, warnings=(warning,) if is_unexpected else ())
+
+
+def _compute_spellings(text: TextBoundary, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    return tuple(sorted({tokens for word in words for tokens in text.spellings(word)}))

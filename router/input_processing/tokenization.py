@@ -15,6 +15,9 @@ from baton.rpc.errors import UnsupportedInput
 class TextBoundary:
     """Text boundary of the pipeline. Without a tokenizer, as here, it accepts token ids only."""
 
+    def __init__(self, model: str = "") -> None:
+        self._model = model  # the one without a tokenizer; empty: any
+
     @property
     def supports_tools(self) -> bool:
         """True if the chat template reads `tools`."""
@@ -27,14 +30,14 @@ class TextBoundary:
         """
         if isinstance(prompt, TokenPrompt):
             return prompt.token_ids
-        raise _no_tokenizer_error()
+        raise _no_tokenizer_error(self._model)
 
     def spellings(self, word: str) -> frozenset[tuple[int, ...]]:
         """Return the token sequences of `word`, inside and at the beginning of a word."""
-        raise _no_tokenizer_error()
+        raise _no_tokenizer_error(self._model)
 
     def text(self, token_ids: tuple[int, ...], *, skip_special_tokens: bool = True) -> str:
-        raise _no_tokenizer_error()
+        raise _no_tokenizer_error(self._model)
 
     def token(self, token_id: int) -> TokenText:
         """Return the text of a single token, or the name of a special token."""
@@ -49,6 +52,7 @@ class ModelText(TextBoundary):
     """Text boundary of a router with the model's tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
         self._tokenizer = tokenizer
 
     def token_ids(self, prompt: Prompt, max_tokens: int | None = None) -> tuple[int, ...]:
@@ -109,5 +113,8 @@ def placeholder_text(token_id: int) -> TokenText:
     return TokenText(name, name.encode())
 
 
-def _no_tokenizer_error() -> UnsupportedInput:
-    return UnsupportedInput("this router has no tokenizer: send token ids, or give it --model")
+def _no_tokenizer_error(model: str) -> UnsupportedInput:
+    whose, folder = (f" for model {model!r}", f" {model}=FOLDER") if model else ("", "")
+    return UnsupportedInput(
+        f"this router has no tokenizer{whose}: send token ids, or give it --model{folder}"
+    )

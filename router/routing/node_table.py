@@ -8,12 +8,12 @@ from itertools import groupby
 from typing import NamedTuple
 
 from baton.core.ids import ANY_MODEL, ModelVariant, NodeId
-from baton.core.sampling import NO_SAMPLING_DEFAULTS, SamplingDefaults
 from baton.engine.kv_cache.block_hashes import PrefixNaming
 from baton.kv_transfer.protocol.conversion import is_convertible
 from baton.kv_transfer.protocol.messages import Fingerprint
 from baton.router.discovery.sources import Member
 from baton.router.routing.prefix_index import NodePrefixes
+from baton.router.routing.served_models import ServedModel, ServedModels
 from baton.rpc.cached_prefixes import PrefixChanges
 from baton.rpc.node_info import NodeCard, NodeLoad, NodeRole
 
@@ -90,26 +90,15 @@ class LoadEstimate:
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
-    """Limits and defaults of a model, from the nodes that serve it."""
-
-    sampling_defaults: SamplingDefaults = NO_SAMPLING_DEFAULTS  # of the first node
-    max_model_len: int | None = None  # largest context length of decode nodes; None without any
-    max_sequence_len: int | None = None  # that fits on every decode node; None without any
-    generates: bool = True
-    vector_size: int = 0  # of a pooled prompt; 0: the model does not pool
-    has_labels: bool = False  # the vector has scores of labels
-
-
-@dataclass(frozen=True, slots=True)
 class NodeGroup:
-    """Open nodes with compatible KV, in a stable order."""
+    """Open nodes of one model with compatible KV, in a stable order."""
 
     prefills: tuple[Node, ...]
     decodes: tuple[Node, ...]
 
-
-UNSERVED = ServedModel()
+    @property
+    def model(self) -> str:
+        return (self.decodes or self.prefills)[0].card.model
 
 
 class NodeTable:
@@ -125,10 +114,11 @@ class NodeTable:
         self._kind_by_address: dict[str, int] = {}
         self._number_by_kind: dict[KvKind, int] = {}
         self._groups: tuple[NodeGroup, ...] | None = ()  # None: out of date
-        self._kinds_in_service: set[KvKind] = set()  # that have had open nodes of both roles
-        self._served_models: dict[ModelVariant, ServedModel] = {}
-        self.models: Mapping[str, ModelVariant] = {}  # by name
-        self.namings: frozenset[PrefixNaming] = frozenset()  # one, unless models differ
+        # That have had open nodes of both roles, by model.
+        self._kinds_in_service: set[tuple[str, KvKind]] = set()
+        self._with_decode_nodes: set[str] = set()  # models that have, or have had, some
+        self.served = ServedModels()
+        self._namings: Mapping[str, frozenset[PrefixNaming]] = {}  # by model
         self.prefixes = NodePrefixes()
         self._num_uses = 0
 
@@ -198,16 +188,28 @@ class NodeTable:
     def num_kinds(self) -> int:
         return len(self._number_by_kind)
 
-    def find_model(self, name: str) -> ModelVariant:
+    @property
+    def models(self) -> Mapping[str, ModelVariant]:
+        """Served models by name."""
+        return self.served.variants
+
+    def find_model(self, name: str, *, is_pooled: bool = False) -> ModelVariant:
         """Resolve a name that a client sent: once per request, when it is parsed.
 
-        An unknown name stands for a base model that is not served.
+        An unknown name stands for a base model that is not served, an empty one for the only model
+        that can do the task. Raises InvalidRequest if there are several.
         """
-        return self.models.get(name) or ModelVariant(name)
+        return self.served.find(name, is_pooled=is_pooled)
 
     def served_model(self, model: ModelVariant = ANY_MODEL) -> ServedModel:
         """Return a model's limits and defaults, or those over all models."""
-        return self._served_models.get(model, UNSERVED)
+        return self.served.of(model)
+
+    def namings(self, model: ModelVariant) -> frozenset[PrefixNaming]:
+        """Return how a model's nodes name blocks: in one way, unless its revisions differ."""
+        if model != ANY_MODEL:
+            return self._namings.get(model.base, frozenset())
+        return frozenset().union(*self._namings.values())
 
     def is_open(self, node: Node) -> bool:
         """Return whether the node accepts new requests. Of equal names, the last to join does."""
@@ -231,23 +233,30 @@ class NodeTable:
         ]
         return sorted(found, key=_address)
 
-    @property
-    def num_batch_slots(self) -> int:
-        """Batch slots of all open decode nodes, and of prefill nodes that only embed."""
+    def batch_slots(self) -> Mapping[str, int]:
+        """Return the batch slots of each model's open nodes.
+
+        They are those of decode nodes, and of prefill nodes that only embed.
+        """
+        slots = dict.fromkeys(self.models, 0)
         decodes = [node for group in self.groups() for node in group.decodes]
         embedding = [node for node in self.open_nodes(NodeRole.PREFILL) if not node.card.generates]
-        return sum(node.card.max_num_seqs for node in (*decodes, *embedding))
+        for node in (*decodes, *embedding):
+            slots[node.card.model] += node.card.max_num_seqs
+        return slots
 
     def partners(self, node: Node) -> list[Node]:
-        """Return the open nodes of the other role with compatible KV."""
+        """Return the open nodes of the other role and the same model with compatible KV."""
         return [
             other
             for other in self._all_open()
-            if other.card.role is not node.card.role and other.is_kv_compatible_with(node)
+            if other.card.role is not node.card.role
+            and other.card.model == node.card.model
+            and other.is_kv_compatible_with(node)
         ]
 
     def groups(self, without: frozenset[str] = frozenset()) -> Sequence[NodeGroup]:
-        """Return the open nodes, except those addresses, grouped by compatible KV."""
+        """Return the open nodes, except those addresses, grouped by model and compatible KV."""
         if without:
             return _group_by_kind(
                 [node for node in self._all_open() if node.address not in without]
@@ -255,39 +264,30 @@ class NodeTable:
         if self._groups is None:
             self._groups = _group_by_kind(self._all_open())
             pairs = [group for group in self._groups if group.prefills and group.decodes]
-            self._kinds_in_service.update(group.decodes[0].kv_kind for group in pairs)
+            self._kinds_in_service.update(
+                (group.model, group.decodes[0].kv_kind) for group in pairs
+            )
         return self._groups
 
     def was_paired(self, group: NodeGroup) -> bool:
         """Return whether this kind of KV has ever had open nodes of both roles."""
-        return any(node.kv_kind in self._kinds_in_service for node in group.decodes)
+        return any((group.model, node.kv_kind) in self._kinds_in_service for node in group.decodes)
 
     def _rebuild(self) -> None:
         self._groups = None
         self._last_of_name = {node.card.node_id: address for address, node in self._nodes.items()}
         cards = [node.card for node in self._nodes.values()]
-        self.namings = frozenset(card.prefix_naming for card in cards if card.prefix_naming)
-        self.models = {card.model: ModelVariant(card.model) for card in cards}
-        self._served_models = {
-            model: _served_model([card for card in cards if model.base in ("", card.model)])
-            for model in (ANY_MODEL, *self.models.values())
+        self._with_decode_nodes |= {card.model for card in cards if card.role is NodeRole.DECODE}
+        self.served = ServedModels(cards, self._with_decode_nodes)
+        self._namings = {
+            name: frozenset(
+                card.prefix_naming for card in cards if card.model == name and card.prefix_naming
+            )
+            for name in self.models
         }
 
     def _all_open(self) -> list[Node]:
         return [node for role in NodeRole for node in self.open_nodes(role)]
-
-
-def _served_model(cards: Sequence[NodeCard]) -> ServedModel:
-    # A model that only embeds needs no decode nodes.
-    limiting = [card for card in cards if card.role is NodeRole.DECODE or not card.generates]
-    return ServedModel(
-        cards[0].sampling_defaults if cards else NO_SAMPLING_DEFAULTS,
-        max((card.max_model_len for card in limiting), default=None),
-        min((card.max_sequence_length for card in limiting), default=None),
-        generates=not cards or any(card.generates for card in cards),
-        vector_size=max((card.vector_size for card in cards), default=0),
-        has_labels=any(card.has_labels for card in cards),
-    )
 
 
 def _group_by_kind(nodes: list[Node]) -> tuple[NodeGroup, ...]:
@@ -300,7 +300,11 @@ def _with_converted(group: NodeGroup, nodes: list[Node]) -> NodeGroup:
     """Add prefill nodes whose KV all decode nodes of the group convert, if it has no others."""
     if group.prefills or not group.decodes:
         return group
-    prefills = [node for node in nodes if node.card.role is NodeRole.PREFILL]
+    prefills = [
+        node
+        for node in nodes
+        if node.card.role is NodeRole.PREFILL and node.card.model == group.model
+    ]
     fitting = (
         node for node in prefills if all(each.converts_kv_of(node) for each in group.decodes)
     )
@@ -314,8 +318,8 @@ def _group(nodes: tuple[Node, ...]) -> NodeGroup:
     )
 
 
-def _kind(node: Node) -> str:
-    return repr(node.kv_kind)
+def _kind(node: Node) -> tuple[str, str]:
+    return node.card.model, repr(node.kv_kind)
 
 
 def _address(node: Node) -> str:

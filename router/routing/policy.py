@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from baton.core.ids import ANY_MODEL, ModelVariant
+from baton.core.ids import ANY_MODEL
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import Node, NodeGroup, NodeTable, Revision
@@ -64,12 +64,20 @@ def choose(
 
     KV is pulled neither from these nor from those in `unfit_holders`.
 
-    Raises NoNodes and IncompatibleNodes.
+    Raises NoNodes and IncompatibleNodes, and InvalidRequest if no model is named where several
+    could do the task.
     """
+    if request.model == ANY_MODEL:  # it arrived before any node did
+        model = table.find_model("", is_pooled=request.is_pooled)
+        request = replace(request, model=model)
     if request.is_pooled:
         return _choose_for_pooling(table, routing, request, without)
-    groups = [_filter_by_model(group, request.model) for group in table.groups(without)]
-    groups = _filter_by_revision([group for group in groups if group.decodes], request.revision)
+    groups = [
+        group
+        for group in table.groups(without)
+        if group.decodes and group.model == request.model.base
+    ]
+    groups = _filter_by_revision(groups, request.revision)
     if not groups:
         raise NoNodes("no decode node is reachable and open; start one, or try again later")
     paired = [group for group in groups if group.prefills]
@@ -105,7 +113,7 @@ def _choose_for_pooling(
             node
             for node in table.open_nodes(role)
             if node.card.vector_size
-            and request.model in (ANY_MODEL, table.find_model(node.card.model))
+            and node.card.model == request.model.base
             and request.revision in (None, node.revision)
             and node.address not in without
         ]
@@ -181,13 +189,6 @@ def _build_view(
         return RoutingView(table, request)
     view = build_view(table, request)
     return replace(view, holders=find_holders(view, unfit_holders)) if routing.kv_pulls else view
-
-
-def _filter_by_model(group: NodeGroup, model: ModelVariant) -> NodeGroup:
-    if model == ANY_MODEL:
-        return group
-    decodes = tuple(node for node in group.decodes if node.card.model == model.base)
-    return NodeGroup(group.prefills, decodes)
 
 
 def _filter_by_revision(groups: list[NodeGroup], revision: Revision | None) -> list[NodeGroup]:

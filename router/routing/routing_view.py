@@ -135,7 +135,7 @@ def build_view(table: NodeTable, request: RoutingRequest) -> RoutingView:
     names: list[BlockHash] = []
     token_ids = request.prompt_token_ids + request.prior_output_token_ids
     keys = PrefixKeys(request.cache_salt, request.model.adapter, request.media)
-    for naming in table.namings:
+    for naming in table.namings(request.model):
         block_size = naming.block_size
         # The last token is always computed: its logits give the next one.
         usable = naming.names(token_ids[:-1], len(request.prompt_token_ids), keys)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Annotated
 
-from baton.core.options import MODEL, Option, check_options
 from baton.router.text_events.events import (
     ArgumentsDelta,
     OutputParser,
@@ -28,6 +26,7 @@ from baton.router.text_events.tool_parsers import (
     HermesToolParser,
     LlamaToolParser,
 )
+from baton.router.values import NO_PARSING, Parsing
 
 TOOL_PARSERS: dict[str, Callable[[], OutputParser]] = {
     "hermes": HermesToolParser,
@@ -69,38 +68,6 @@ class FirstCallFilter:
     def _is_kept(self, event: TextEvent) -> bool:
         self._num_calls += isinstance(event, ToolCall)
         return self._num_calls <= 1 or not isinstance(event, ToolCall | ArgumentsDelta)
-
-
-@dataclass(frozen=True, slots=True)
-class Parsing:
-    """Formats of the model's tool calls and reasoning; empty: all text is content."""
-
-    tools: Annotated[
-        str,
-        Option(
-            "Parser of tool calls for the OpenAI API: hermes (also for Qwen) or llama3_json. "
-            "Default: tool calls stay text.",
-            MODEL,
-            name="tool_parser",
-            choices=tuple(TOOL_PARSERS),
-        ),
-    ] = ""
-    reasoning: Annotated[
-        str,
-        Option(
-            "Parser of reasoning for the OpenAI API: qwen3, or deepseek_r1 if the chat template "
-            "opens the reasoning. Default: reasoning stays text.",
-            MODEL,
-            name="reasoning_parser",
-            choices=tuple(REASONING_BEGINS_INSIDE),
-        ),
-    ] = ""
-
-    def __post_init__(self) -> None:
-        check_options(self)
-
-
-NO_PARSING = Parsing()
 
 
 @dataclass(frozen=True, slots=True)

@@ -257,7 +257,7 @@ def test_a_large_request_leaves_places_for_others() -> None:
 
     async def check(client: AsyncOpenAI, router: HttpRouter) -> None:
         nonlocal most
-        queue, texts = router.pipeline.admission.queue, [[3, 4]] * 300
+        queue, texts = router.pipeline.traffic, [[3, 4]] * 300
         large = asyncio.ensure_future(client.embeddings.create(model="tiny", input=texts))
         while not large.done():
             most = max(most, queue.num_in_flight + queue.num_waiting)

@@ -16,7 +16,6 @@ from baton.engine.plan import Plan, RunResult
 from baton.router.context import RequestContext
 from baton.router.dispatch.config import DispatchConfig
 from baton.router.dispatch.node_calls import GrpcNodeCalls
-from baton.router.input_processing.tokenization import TextBoundary
 from baton.router.pipeline import Pipeline, PipelineConfig
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import Node
@@ -27,6 +26,7 @@ from tests.support.engines import VOCAB_SIZE, an_engine
 from tests.support.fake_runner import FakeRunner, KvTensor, SynchronousRunner, tokens_alone
 from tests.support.node_calls import a_card, a_table
 from tests.support.node_servers import a_node_server
+from tests.support.profiles import profiles_of
 
 PATIENCE_S = 30
 NUM_BLOCKS, BLOCK_SIZE = 64, 4  # of an_engine
@@ -116,10 +116,11 @@ def generate_on(*engines: EngineCore) -> tuple[list[int], Finish]:
             node_calls = await running.enter_async_context(GrpcNodeCalls())
             routing = Routing(RoutingPolicy.ROUND_ROBIN)
             config = PipelineConfig(DispatchConfig(retry_pause_s=0.0, routing=routing))
+            table = a_table(*nodes)
             pipeline = Pipeline(
-                table=a_table(*nodes),
+                table=table,
                 node_calls=node_calls,
-                text=TextBoundary(),
+                profiles=profiles_of(table),
                 clock=time.monotonic,
                 config=config,
             )

@@ -29,9 +29,8 @@ from baton.router.context import RequestContext
 from baton.router.http.bodies import MAX_BODY_BYTES, max_values
 from baton.router.input_processing.tokenization import ModelText, TextBoundary
 from baton.router.routing.node_table import NodeTable
-from baton.router.text_events.parsing import Parsing
 from baton.router.tracing import Tracing
-from baton.router.values import GenerateCall, Prompt, TokenPrompt
+from baton.router.values import GenerateCall, Parsing, Prompt, TokenPrompt
 from baton.rpc.errors import FailureKind, NodeFailed
 from baton.rpc.messages.calls import CallReport
 from baton.rpc.node_info import NodeRole
@@ -787,6 +786,7 @@ class Scripted(TextBoundary):
     """Tokenizer with a fixed prompt and a fixed answer of three characters per token."""
 
     def __init__(self, script: str) -> None:
+        super().__init__()
         self._script = script
 
     def token_ids(self, prompt: Prompt, max_tokens: int | None = None) -> tuple[int, ...]:

@@ -26,11 +26,11 @@ from baton.router.text_events.forced_calls import RequiredCallsParser
 from baton.router.text_events.parsing import (
     REASONING_BEGINS_INSIDE,
     TOOL_PARSERS,
-    Parsing,
     TextFormat,
     ToolCallMode,
 )
 from baton.router.values import (
+    Parsing,
     TokenChunk,
 )
 

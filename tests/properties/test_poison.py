@@ -16,7 +16,6 @@ from baton.router.admission.admission_queue import AdmissionQueueConfig
 from baton.router.context import RequestContext
 from baton.router.dispatch.config import DispatchConfig
 from baton.router.dispatch.quarantine import PROVEN_TOKENS
-from baton.router.input_processing.tokenization import TextBoundary
 from baton.router.pipeline import Pipeline, PipelineConfig
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.values import GenerateCall, TokenChunk, TokenPrompt
@@ -24,6 +23,7 @@ from baton.rpc.errors import FailureKind, NodeFailed, PoisonedRequest
 from baton.rpc.node_info import NodeRole
 from tests.support.crashing_nodes import CrashingNodes, Poison
 from tests.support.node_calls import a_node, a_table
+from tests.support.profiles import profiles_of
 
 PATIENCE_S = 60
 PROMPT = (3, 4, 5)
@@ -73,7 +73,7 @@ def simulate(
     pipeline = nodes.pipeline = Pipeline(
         table=table,
         node_calls=nodes,
-        text=TextBoundary(),
+        profiles=profiles_of(table),
         clock=lambda: float(next(ticks)),
         config=PipelineConfig(
             DispatchConfig(

@@ -16,14 +16,15 @@ from baton.router.dispatch.config import DispatchConfig
 from baton.router.doors.http_app import DEFAULT_ERRORS, http_app
 from baton.router.http.connections import ConnectionLimits
 from baton.router.http.server import http_serving
+from baton.router.input_processing.model_profiles import ModelProfiles
 from baton.router.input_processing.tokenization import TextBoundary
 from baton.router.pipeline import Pipeline, PipelineConfig
 from baton.router.prefix_resets import PrefixResets
 from baton.router.request_scope import RequestScopes
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import NodeTable
-from baton.router.text_events.parsing import NO_PARSING, Parsing
 from baton.router.tracing import NO_REQUEST_TRACING, Tracing
+from baton.router.values import NO_PARSING, Parsing
 from baton.rpc.channel import open_channel
 from baton.rpc.health import Health
 from baton.rpc.security.operators import Operators
@@ -31,6 +32,7 @@ from baton.rpc.security.tls import PLAIN, TlsConfig
 from baton.rpc.security.token import AcceptedTokens
 from baton.telemetry.metrics.instruments import exposition
 from tests.support.node_calls import FakeNodeCalls, a_table
+from tests.support.profiles import profiles_of
 from tests.support.routers import UNCROWDED
 
 
@@ -51,6 +53,7 @@ async def an_http_router(
     *,
     table: NodeTable | None = None,
     text: TextBoundary | None = None,
+    profiles: ModelProfiles | None = None,  # instead of `text` and `parsing`
     admission_queue: AdmissionQueueConfig = UNCROWDED,
     tls: TlsConfig = PLAIN,
     tokens: AcceptedTokens | None = None,
@@ -64,7 +67,7 @@ async def an_http_router(
     pipeline = Pipeline(
         table=table,
         node_calls=node_calls or FakeNodeCalls(),
-        text=text or TextBoundary(),
+        profiles=profiles or profiles_of(table, text, parsing),
         clock=time.monotonic,
         config=PipelineConfig(
             DispatchConfig(routing=Routing(RoutingPolicy.ROUND_ROBIN)), admission_queue
@@ -80,7 +83,6 @@ async def an_http_router(
             table, channel or open_channel, operators or Operators(is_open=tokens is None)
         ),
         scrape=partial(exposition, CollectorRegistry()),
-        parsing=parsing,
         tokens=tokens,
     )
     async with http_serving(app, "127.0.0.1", 0, tls, DEFAULT_ERRORS, limits) as address:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -45,6 +46,19 @@ def a_card(role: NodeRole, name: str = "", *, fingerprint: Fingerprint = FINGERP
 def a_node(role: NodeRole, name: str = "", *, fingerprint: Fingerprint = FINGERPRINT) -> Node:
     card = a_card(role, name, fingerprint=fingerprint)
     return Node(f"{card.node_id}:1", card)
+
+
+def a_node_of(model: str, role: NodeRole, name: str = "", **fields: Any) -> Node:
+    """Return a node of a model with weights of its own, unless `fingerprint` says otherwise."""
+    name = name or f"{model}-{role.value}"
+    fingerprint = replace(FINGERPRINT, model=model)
+    naming = PrefixNaming(16, model)
+    card = replace(a_card(role, name, fingerprint=fingerprint), model=model, prefix_naming=naming)
+    return Node(f"{name}:1", replace(card, **fields))
+
+
+def an_embedder(model: str = "embedder", name: str = "", *, size: int = 4, **fields: Any) -> Node:
+    return a_node_of(model, NodeRole.PREFILL, name, generates=False, vector_size=size, **fields)
 
 
 def a_table(*nodes: Node) -> NodeTable:

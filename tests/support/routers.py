@@ -25,6 +25,7 @@ from baton.rpc.server import Service, serving
 from baton.rpc.status import named_errors
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from tests.support.node_calls import FakeNodeCalls, a_table
+from tests.support.profiles import profiles_of
 
 UNCROWDED = AdmissionQueueConfig()
 
@@ -33,6 +34,7 @@ class PromptRecorder(TextBoundary):
     """Tokenization that records the prompts it reads, whose requests are queued or running."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.read: asyncio.Queue[Prompt] = asyncio.Queue()
 
     def token_ids(self, prompt: Prompt, max_tokens: int | None = None) -> tuple[int, ...]:
@@ -56,7 +58,7 @@ class UnreliableRouter(InferenceServicer):
         self.pipeline = Pipeline(
             table=table,
             node_calls=node_calls,
-            text=self.text,
+            profiles=profiles_of(table, self.text),
             clock=time.monotonic,
             config=PipelineConfig(
                 DispatchConfig(routing=Routing(RoutingPolicy.ROUND_ROBIN)), admission_queue

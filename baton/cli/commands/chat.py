@@ -54,6 +54,7 @@ def chat(
             "Print timings and the serving nodes after each answer.", CHAT, flags=("--timings",)
         ),
     ] = False,
+    model: Annotated[str, Option("Model to use. Default: the only one that generates.", CHAT)] = "",
     max_tokens: MaxTokens = 512,
     stop: StopStrings = None,
     **given: Any,
@@ -67,7 +68,8 @@ def chat(
     from baton.client import Generation
 
     stops = (*(stop or ()), *([PLAIN_STOP] if plain else ()))
-    generation = Generation(make(sampling, given | {"max_tokens": max_tokens}), stop=stops)
+    chosen = make(sampling, given | {"max_tokens": max_tokens})
+    generation = Generation(chosen, model=model, stop=stops)
     with asyncio.Runner() as runner:
         client = runner.run(_open_client(given))
         try:

@@ -94,7 +94,7 @@ def up(context: typer.Context, **given: Any) -> None:
     # Validate the options before three processes load a model.
     given["model"] = options.model or demo_model()
     nodes = make(NodeOptions, given)
-    router = make(RouterOptions, given | {"decode_nodes": f"{host}:1"})
+    router = make(RouterOptions, given | {"model": [given["model"]], "decode_nodes": f"{host}:1"})
     if size.prefill + size.decode > 1:
         nodes.kv_events.check_shared()
     check_port(host, options.port)

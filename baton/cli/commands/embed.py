@@ -19,7 +19,9 @@ def embed(
     texts: Annotated[
         list[str] | None, typer.Argument(help="Texts to embed. Default: lines of standard input.")
     ] = None,
-    model: Annotated[str, Option("Model to embed with. Default: the served one.", MODEL)] = "",
+    model: Annotated[
+        str, Option("Model to embed with. Default: the only one that embeds.", MODEL)
+    ] = "",
     dimensions: Annotated[
         int | None, Option("Keep the first N numbers of each embedding.", MODEL, at_least=1)
     ] = None,

@@ -40,7 +40,7 @@ class RequestOptions:
     prompt_logprobs: Annotated[
         int | None, Option("Logprobs of the prompt's tokens; needs --json.", OUTPUT, at_least=0)
     ] = None
-    model: Annotated[str, Option("Fail unless the cluster serves this model.", MODEL)] = ""
+    model: Annotated[str, Option("Model to use. Default: the only one that generates.", MODEL)] = ""
     n: Annotated[int, Option("Number of answers.", OUTPUT, flags=("-n", "--n"), at_least=1)] = 1
     stop: StopStrings = None
     include_stop_in_output: IncludeStop = False
@@ -116,7 +116,7 @@ async def _stream(
         print(_format_end(answers, as_json=as_json))
         for answer in answers if not as_json else ():
             if answer.logprobs:
-                await _show_logprobs(client, answer)
+                await _show_logprobs(client, answer, generation.model)
     return answers
 
 
@@ -173,10 +173,10 @@ def _prompt(argument: str | None) -> str:
     return sys.stdin.read()
 
 
-async def _show_logprobs(client: AsyncClient, answer: Answer) -> None:
+async def _show_logprobs(client: AsyncClient, answer: Answer, model: str) -> None:
     named = {token.token_id for token in answer.logprobs}
     named |= {token_id for token in answer.logprobs for token_id, _ in token.top}
-    text = {token_id: repr(await client.detokenize([token_id])) for token_id in named}
+    text = {token_id: repr(await client.detokenize([token_id], model=model)) for token_id in named}
     rows = [
         {
             "token": text[token.token_id],

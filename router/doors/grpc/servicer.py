@@ -9,6 +9,7 @@ from typing import Any
 
 from grpc import aio
 
+from baton.core.ids import ModelVariant
 from baton.core.vectors import check_dimensions, shorten
 from baton.router.answers import generate_answers
 from baton.router.doors.grpc.translate import (
@@ -23,6 +24,7 @@ from baton.router.embeddings import embed_texts
 from baton.router.input_processing.limits import (
     MAX_TOKENS_TO_DETOKENIZE,
     check_count,
+    check_name,
     is_valid_name,
 )
 from baton.router.pipeline import Pipeline
@@ -30,7 +32,7 @@ from baton.router.request_scope import RequestScopes
 from baton.router.values import TokenChunk
 from baton.rpc.errors import NoNodes
 from baton.rpc.messages.conversion import SAMPLING_DEFAULTS
-from baton.rpc.node_info import NodeRole
+from baton.rpc.node_info import NodeCard, NodeRole
 from baton.rpc.status import named_errors
 from baton.v1 import inference_pb2, inference_pb2_grpc
 
@@ -72,7 +74,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         scope = self._scopes.begin(request_id, context.invocation_metadata(), context)
         async with named_errors(context, request_id=request_id, trace_id=scope.trace_id):
             with scope.ending_on_error():
-                model = self._table.find_model(request.model)
+                model = self._table.find_model(request.model, is_pooled=True)
                 calls = embed_calls_from(request, request_id, model)
                 num_dimensions = request.dimensions if request.HasField("dimensions") else None
                 check_dimensions(num_dimensions, self._table.served_model(model).vector_size)
@@ -83,7 +85,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             )
             for text in texts
         ]
-        name = model.name or next(iter(sorted(self._table.models)), "")
+        name = model.name or next(iter(self._table.served.names), "")
         return inference_pb2.EmbedResponse(request_id=request_id, embeddings=embeddings, model=name)
 
     async def Tokenize(
@@ -91,7 +93,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.TokenizeResponse:
         async with named_errors(context):
             check_chat(request.chat)
-            token_ids = await self._pipeline.inputs.token_ids(tokenize_input_from(request))
+            model = self._checked_model(request.model)
+            prompt = tokenize_input_from(request)
+            token_ids = await self._pipeline.inputs.token_ids(prompt, model)
         return inference_pb2.TokenizeResponse(token_ids=token_ids)
 
     async def Detokenize(
@@ -99,22 +103,38 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.DetokenizeResponse:
         async with named_errors(context):
             check_count("token_ids", len(request.token_ids), MAX_TOKENS_TO_DETOKENIZE)
-            text = await self._pipeline.inputs.text(tuple(request.token_ids))
+            model = self._checked_model(request.model)
+            text = await self._pipeline.inputs.text(tuple(request.token_ids), model)
         return inference_pb2.DetokenizeResponse(text=text)
 
     async def GetModel(
         self, request: inference_pb2.GetModelRequest, context: aio.ServicerContext[Any, Any]
     ) -> inference_pb2.GetModelResponse:
         async with named_errors(context):
-            nodes = self._table.open_nodes(NodeRole.DECODE)
-            if not nodes:
-                raise NoNodes("no decode node is reachable, so the served model is unknown")
-        card = nodes[0].card
-        model = self._table.find_model(card.model)
+            model = self._checked_model(request.model)
+            served, card = self._table.served_model(model), self._card_of(model)
         return inference_pb2.GetModelResponse(
             model=card.model,
             max_model_len=card.max_model_len,
             vocab_size=card.vocab_size,
             sampling_defaults=SAMPLING_DEFAULTS.to_message(card.sampling_defaults),
-            max_sequence_len=self._table.served_model(model).max_sequence_len or 0,
+            max_sequence_len=served.max_sequence_len or 0,
+            tasks=served.tasks,
         )
+
+    def _checked_model(self, name: str) -> ModelVariant:
+        """Return a served model. Raises UnknownModel, and InvalidRequest if it must be named."""
+        check_name("model", name)
+        model = self._table.find_model(name)
+        self._pipeline.inputs.check_model(model)
+        return model
+
+    def _card_of(self, model: ModelVariant) -> NodeCard:
+        """Return the card of a decode node, or of a prefill node if the model only embeds."""
+        roles = [NodeRole.DECODE]
+        if not self._table.served_model(model).generates:
+            roles.append(NodeRole.PREFILL)
+        for node in (node for role in roles for node in self._table.open_nodes(role)):
+            if node.card.model == model.base:
+                return node.card
+        raise NoNodes("no decode node is reachable, so the served model is unknown")

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from baton.core.errors import InvalidRequest
+from baton.core.ids import ModelVariant
 from baton.core.vectors import Floats, check_dimensions, shorten
 from baton.router.doors.openai.request.bodies import openai_body
 from baton.router.doors.openai.request.embedding_bodies import (
@@ -42,8 +43,9 @@ class Vectors:
             fields = await request.body.fields()
             body = await request.body.run(partial(openai_body, fields, EmbeddingBody))
             texts = await request.body.run(partial(_texts_of, body))
-            self._check_dimensions(body)
-        found = await self._run(request, body, texts)
+            model = self._model(body)
+            self._check_dimensions(body, model)
+        found = await self._run(request, body, model, texts)
         encode = _encode_base64 if body.encoding_format == "base64" else _encode_numbers
         data = (
             {
@@ -53,13 +55,14 @@ class Vectors:
             }
             for index, text in enumerate(found)
         )
-        await self._send(reply, request, body, "embd", {"data": LazyArray(data)}, found)
+        await self._send(reply, request, model, "embd", {"data": LazyArray(data)}, found)
 
     async def score(self, request: ReceivedRequest, reply: Reply) -> None:
         """Score pairs of texts, in order; a single first text is paired with all second ones."""
         with request.scope.ending_on_error():
             fields = await request.body.fields()
             body = await request.body.run(partial(openai_body, fields, ScoreBody))
+            model = self._model(body)
             firsts, seconds = _as_list(body.text_1), _as_list(body.text_2)
             if len(firsts) not in (1, len(seconds)):
                 raise InvalidRequest(
@@ -67,20 +70,21 @@ class Vectors:
                     "or as many of each",
                     "text_1",
                 )
-        scores, found = await self._score(request, body, firsts, seconds)
+        scores, found = await self._score(request, body, model, firsts, seconds)
         data = [
             {"object": "score", "index": index, "score": score}
             for index, score in enumerate(scores)
         ]
-        await self._send(reply, request, body, "score", {"data": data}, found)
+        await self._send(reply, request, model, "score", {"data": data}, found)
 
     async def rerank(self, request: ReceivedRequest, reply: Reply) -> None:
         """Return the documents with the highest scores first."""
         with request.scope.ending_on_error():
             fields = await request.body.fields()
             body = await request.body.run(partial(openai_body, fields, RerankBody))
+            model = self._model(body)
             documents = [_text_of(document) for document in body.documents]
-        scores, found = await self._score(request, body, [body.query], documents)
+        scores, found = await self._score(request, body, model, [body.query], documents)
         order = sorted(range(len(scores)), key=lambda index: -scores[index])
         results: list[Json] = []
         for index in order[: body.top_n or None]:
@@ -88,17 +92,18 @@ class Vectors:
             if body.return_documents:
                 result["document"] = {"text": documents[index]}
             results.append(result)
-        await self._send(reply, request, body, "rerank", {"results": results}, found)
+        await self._send(reply, request, model, "rerank", {"results": results}, found)
 
     async def _score(
         self,
         request: ReceivedRequest,
         body: PoolingBody,
+        model: ModelVariant,
         firsts: Sequence[str],
         seconds: Sequence[str],
     ) -> tuple[list[float], list[EmbeddedText]]:
         """Return a score of each pair: that of a classifier, or else the embeddings' cosine."""
-        served = self.pipeline.table.served_model(self.pipeline.table.find_model(body.model))
+        served = self.pipeline.table.served_model(model)
         if served.has_labels:
             if served.vector_size != 1:
                 raise InvalidRequest(
@@ -107,22 +112,25 @@ class Vectors:
                     "model",
                 )
             pairs = zip(_repeated(firsts, len(seconds)), seconds, strict=True)
-            found = await self._run(request, body, [PairPrompt(*pair) for pair in pairs])
+            found = await self._run(request, body, model, [PairPrompt(*pair) for pair in pairs])
             return [float(text.vector[0]) for text in found], found
-        found = await self._run(request, body, [TextPrompt(text) for text in (*firsts, *seconds)])
+        texts = [TextPrompt(text) for text in (*firsts, *seconds)]
+        found = await self._run(request, body, model, texts)
         left, right = found[: len(firsts)], found[len(firsts) :]
         vectors = zip(_repeated(left, len(right)), right, strict=True)
         return [_cosine(one.vector, other.vector) for one, other in vectors], found
 
     async def _run(
-        self, request: ReceivedRequest, body: PoolingBody, texts: Sequence[Prompt]
+        self,
+        request: ReceivedRequest,
+        body: PoolingBody,
+        model: ModelVariant,
+        texts: Sequence[Prompt],
     ) -> list[EmbeddedText]:
-        table = self.pipeline.table
         with request.scope.ending_on_error():
-            model = table.find_model(body.model)
             max_tokens = body.truncate_prompt_tokens
             if max_tokens == WHOLE_CONTEXT:
-                max_tokens = table.served_model(model).max_model_len
+                max_tokens = self.pipeline.table.served_model(model).max_model_len
             calls = calls_for_texts(
                 request.id,
                 texts,
@@ -133,10 +141,13 @@ class Vectors:
             )
         return await embed_texts(self.pipeline, request.scope, calls)
 
-    def _check_dimensions(self, body: EmbeddingBody) -> None:
+    def _model(self, body: PoolingBody) -> ModelVariant:
+        """Return the model of a request: the only one that embeds if it names none."""
+        return self.pipeline.table.find_model(body.model, is_pooled=True)
+
+    def _check_dimensions(self, body: EmbeddingBody, model: ModelVariant) -> None:
         """Refuse `dimensions` before anything is computed."""
-        table = self.pipeline.table
-        size = table.served_model(table.find_model(body.model)).vector_size
+        size = self.pipeline.table.served_model(model).vector_size
         if size:
             check_dimensions(body.dimensions, size)
 
@@ -144,7 +155,7 @@ class Vectors:
         self,
         reply: Reply,
         request: ReceivedRequest,
-        body: PoolingBody,
+        model: ModelVariant,
         prefix: str,
         result: Json,
         found: Sequence[EmbeddedText],
@@ -154,7 +165,7 @@ class Vectors:
             "id": f"{prefix}-{request.id}",
             "object": "list",
             "created": int(time.time()),
-            "model": body.model or next(iter(sorted(self.pipeline.table.models)), ""),
+            "model": model.name or next(iter(self.pipeline.table.served.names), ""),
             **result,
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         }

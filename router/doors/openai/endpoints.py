@@ -22,7 +22,6 @@ from baton.router.http.bodies import Bodies, ReceivedBody
 from baton.router.http.json_encoding import Json, as_json
 from baton.router.pipeline import Pipeline
 from baton.router.prefix_resets import PrefixResets
-from baton.router.routing.node_table import NodeTable
 from baton.router.values import Prompt, TextPrompt
 from baton.rpc.errors import UnknownModel
 from baton.rpc.security.token import HEADER
@@ -30,37 +29,38 @@ from baton.rpc.security.token import HEADER
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """`/v1/models`: the models that the decode nodes serve."""
+    """`/v1/models`: the models that nodes serve."""
 
-    table: NodeTable
-    root: str  # folder or hub name of the tokenizer; empty: the router has none
+    pipeline: Pipeline
     since: int = field(default_factory=lambda: int(time.time()))
 
     async def list_all(self, _request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._card(name) for name in self._names]})
 
     async def show(self, request: Request) -> Response:
-        name = request.path_params["model"]
-        if name not in self._names:
-            served = ", ".join(self._names) or "none yet"
+        name, names = request.path_params["model"], self._names
+        if name not in names:
+            served = ", ".join(names) or "none yet"
             raise UnknownModel(f"model {name!r} is not served here; served: {served}")
         return JSONResponse(self._card(name))
 
     @property
     def _names(self) -> list[str]:
-        return sorted(self.table.models)
+        return self.pipeline.table.served.names
 
     def _card(self, name: str) -> Json:
-        model = self.table.served_model(self.table.find_model(name))
+        variant = self.pipeline.table.find_model(name)
+        model = self.pipeline.table.served_model(variant)
         return {
             "id": name,
             "object": "model",
             "created": self.since,
             "owned_by": "baton",
-            "root": self.root or name,
+            "root": self.pipeline.profiles.of(variant).root or name,
             "parent": None,
             "max_model_len": model.max_model_len,
             "max_sequence_len": model.max_sequence_len,  # limit of the KV caches
+            "tasks": model.tasks,
         }
 
 
@@ -93,8 +93,10 @@ class Tokens:
             "token_strs": None,
         }
 
+        text = self.pipeline.profiles.of(model).text
+
         def spelled() -> list[str]:
-            return [self.pipeline.inputs.token(token_id).text for token_id in token_ids]
+            return [text.token(token_id).text for token_id in token_ids]
 
         if body.return_token_strs:
             response["token_strs"] = await received.run(spelled)
@@ -104,8 +106,9 @@ class Tokens:
         async with self.bodies.receive(request) as received:
             fields = await received.fields()
             body = await received.run(partial(openai_body, fields, DetokenizeBody))
-            self.pipeline.inputs.check_model(self.pipeline.table.find_model(body.model))
-            text = await self.pipeline.inputs.text(tuple(body.tokens), skip_special_tokens=False)
+            model, inputs = self.pipeline.table.find_model(body.model), self.pipeline.inputs
+            inputs.check_model(model)
+            text = await inputs.text(tuple(body.tokens), model, skip_special_tokens=False)
             return await _response(received, {"prompt": text})
 
 

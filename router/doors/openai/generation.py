@@ -22,7 +22,6 @@ from baton.router.doors.openai.response.choices import EchoedPrompt
 from baton.router.http.exchange import ReceivedRequest, Reply
 from baton.router.http.json_encoding import encode_in_slices
 from baton.router.pipeline import Pipeline
-from baton.router.text_events.parsing import Parsing
 from baton.router.values import TextPrompt
 
 Read = Callable[[Mapping[str, Any], str, ModelContext], ParsedRequest]
@@ -31,7 +30,6 @@ Read = Callable[[Mapping[str, Any], str, ModelContext], ParsedRequest]
 @dataclass(frozen=True, slots=True)
 class AnswerHandler:
     pipeline: Pipeline
-    parsing: Parsing
     read: Read
 
     async def answer(self, request: ReceivedRequest, reply: Reply) -> None:
@@ -46,7 +44,8 @@ class AnswerHandler:
         name = fields.get("model")
         model = self.pipeline.table.find_model(name if isinstance(name, str) else "")
         served = self.pipeline.table.served_model(model)
-        context = ModelContext(served.sampling_defaults, served.max_model_len, self.parsing, model)
+        parsing = self.pipeline.profiles.of(model).parsing
+        context = ModelContext(served.sampling_defaults, served.max_model_len, parsing, model)
         return await request.body.run(partial(self.read, fields, request.id, context))
 
     async def _repeated_prompts(self, parsed: ParsedRequest) -> list[EchoedPrompt]:
@@ -60,7 +59,7 @@ class AnswerHandler:
             if isinstance(call.prompt, TextPrompt):
                 text = call.prompt.text
             else:
-                text = await inputs.text(token_ids) if parsed.options.echoes else ""
+                text = await inputs.text(token_ids, call.model) if parsed.options.echoes else ""
             prompts += [EchoedPrompt(token_ids, text)] * parsed.num_each
         return prompts
 
@@ -72,18 +71,19 @@ class AnswerHandler:
         reply: Reply,
     ) -> None:
         header = make_header(parsed, request.id, int(time.time()), self._model(parsed))
+        text = self.pipeline.profiles.of(parsed.calls[0].model).text
         answers = generate_answers(self.pipeline, request.scope, parsed.calls, parsed.num_each)
         async with aclosing(answers) as parts:
             if not parsed.options.is_streamed:
-                whole = WholeAnswer(parsed, header, prompts, self.pipeline.inputs)
+                whole = WholeAnswer(parsed, header, prompts, text)
                 async for index, part in parts:
                     whole.add(index, part)
                 await reply.send_body(await encode_in_slices(whole.body()))
                 return
-            streamed = StreamedAnswer(parsed, header, prompts, self.pipeline.inputs)
+            streamed = StreamedAnswer(parsed, header, prompts, text)
             async for index, part in parts:
                 await reply.send_events(await streamed.chunk(index, part))
             await reply.send_events(streamed.end(), is_last=True)
 
     def _model(self, parsed: ParsedRequest) -> str:
-        return parsed.calls[0].model.name or next(iter(sorted(self.pipeline.table.models)), "")
+        return parsed.calls[0].model.name or next(iter(self.pipeline.table.served.names), "")

@@ -16,7 +16,6 @@ from baton.router.http.exchange import Answer, GenerationEndpoint
 from baton.router.pipeline import Pipeline
 from baton.router.prefix_resets import PrefixResets
 from baton.router.request_scope import RequestScopes
-from baton.router.text_events.parsing import Parsing
 
 RERANK_PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")  # of vLLM, and of Cohere's API
 
@@ -24,18 +23,16 @@ RERANK_PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")  # of vLLM, and of Cohere
 def openai_routes(
     pipeline: Pipeline,
     scopes: RequestScopes,
-    parsing: Parsing,
     bodies: Bodies,
     resets: PrefixResets,
-    root: str,
 ) -> list[Route]:
     def generation(read: Read) -> GenerationEndpoint:
-        return endpoint(AnswerHandler(pipeline, parsing, read).answer)
+        return endpoint(AnswerHandler(pipeline, read).answer)
 
     def endpoint(answer: Answer) -> GenerationEndpoint:
         return GenerationEndpoint(scopes, bodies, OPENAI_ERRORS, answer)
 
-    models, texts = Models(pipeline.table, root), Tokens(pipeline, bodies)
+    models, texts = Models(pipeline), Tokens(pipeline, bodies)
     vectors = Vectors(pipeline)
     return [
         _post("/v1/completions", generation(completion_from)),

@@ -14,7 +14,6 @@ from baton.core.finish import Finish
 from baton.core.sampling import MAX_LOGPROBS, SamplingParams
 from baton.router.answers import generate_answers
 from baton.router.dispatch.config import DispatchConfig
-from baton.router.input_processing.tokenization import TextBoundary
 from baton.router.pipeline import Pipeline, PipelineConfig
 from baton.router.request_scope import RequestScopes
 from baton.router.routing.config import Routing, RoutingPolicy
@@ -36,6 +35,7 @@ from tests.support.node_calls import (
     prompt_logprobs_of,
     token_at,
 )
+from tests.support.profiles import profiles_of
 
 PROMPT = tuple(range(1, 36))  # two blocks of 16, and three tokens
 
@@ -66,7 +66,7 @@ def a_pipeline(nodes: FakeNodeCalls, table: NodeTable) -> Pipeline:
     return Pipeline(
         table=table,
         node_calls=nodes,
-        text=TextBoundary(),
+        profiles=profiles_of(table),
         clock=lambda: float(next(ticks)),
         config=PipelineConfig(dispatch),
     )
@@ -378,7 +378,7 @@ def test_many_answers_to_a_poisonous_prompt_end_two_engines(num_prefill: int) ->
     nodes.pipeline = Pipeline(
         table=table,
         node_calls=nodes,
-        text=TextBoundary(),
+        profiles=profiles_of(table),
         clock=lambda: float(next(ticks)),
         config=PipelineConfig(DispatchConfig(node_patience_s=30, retry_pause_s=0.0)),
     )

@@ -61,6 +61,7 @@ from tests.support.node_calls import (
     prompt_logprobs_of,
     token_at,
 )
+from tests.support.profiles import profiles_of
 
 PROMPT = (3, 4, 5)
 LONG_PROMPT = tuple(range(100))  # six full blocks of 16
@@ -78,10 +79,11 @@ def a_pipeline(
     text: TextBoundary | None = None,
 ) -> Pipeline:
     ticks = itertools.count()
+    table = table or a_table()
     return Pipeline(
-        table=table or a_table(),
+        table=table,
         node_calls=nodes,
-        text=text or TextBoundary(),
+        profiles=profiles_of(table, text),
         clock=clock or (lambda: float(next(ticks))),
         config=PipelineConfig(
             DispatchConfig(
@@ -474,7 +476,7 @@ def test_a_request_that_would_queue_past_its_deadline_is_refused_with_a_delay() 
             patient = RequestContext(0.0, deadline_s=1e6)
             third = asyncio.ensure_future(run(pipeline, a_call("third"), patient))
             await asyncio.sleep(0)
-            assert pipeline.admission.queue.num_waiting == 2
+            assert pipeline.traffic.num_waiting == 2
             hurried = RequestContext(0.0, deadline_s=next(ticks) + 2.5)
             with pytest.raises(TooLate) as refusal:
                 await run(pipeline, a_call("fourth"), hurried)
@@ -485,7 +487,7 @@ def test_a_request_that_would_queue_past_its_deadline_is_refused_with_a_delay() 
     refusal = asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 
     assert refusal.retry_after_s > 0
-    assert pipeline.admission.queue.num_waiting == 0
+    assert pipeline.traffic.num_waiting == 0
 
 
 def test_closing_the_answer_early_closes_both_legs_and_frees_the_id() -> None:
@@ -552,7 +554,7 @@ def test_a_request_queued_past_its_deadline_reaches_no_node() -> None:
             patient = RequestContext(0.0, deadline_s=10_000.0)
             waiting = asyncio.ensure_future(run(pipeline, a_call("waits"), patient))
             await asyncio.sleep(0)
-            assert pipeline.admission.queue.num_waiting == 1
+            assert pipeline.traffic.num_waiting == 1
             slept_s = 9950.0 - next(ticks)
         with pytest.raises(TooLate):
             await waiting
@@ -588,7 +590,7 @@ def test_concurrent_requests_are_limited_by_the_batches_of_the_nodes() -> None:
     async def scenario() -> tuple[int, int]:
         asking = [asyncio.ensure_future(run(pipeline, a_call(name))) for name in "abc"]
         await asyncio.sleep(0)
-        counts = pipeline.admission.queue.num_in_flight, pipeline.admission.queue.num_waiting
+        counts = pipeline.traffic.num_in_flight, pipeline.traffic.num_waiting
         for one in asking:
             one.cancel()
         await asyncio.gather(*asking, return_exceptions=True)
@@ -801,6 +803,7 @@ class SlowText(TextBoundary):
     """Tokenizer that blocks on a text until it is released."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.may_end = threading.Event()
 
     def token_ids(self, prompt: Prompt, max_tokens: int | None = None) -> tuple[int, ...]:

@@ -35,8 +35,8 @@ from baton.router.input_processing.limits import (
     check_texts,
     max_tokens_with_logprobs,
 )
-from baton.router.text_events.parsing import NO_PARSING, PLAIN_TEXT, Parsing, TextFormat
-from baton.router.values import GenerateCall, Prompt
+from baton.router.text_events.parsing import PLAIN_TEXT, TextFormat
+from baton.router.values import NO_PARSING, GenerateCall, Parsing, Prompt
 from baton.rpc.errors import UnsupportedInput
 
 MAX_TOP_LOGPROBS = 20

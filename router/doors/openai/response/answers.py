@@ -19,9 +19,8 @@ from baton.router.doors.openai.response.choices import (
 )
 from baton.router.doors.openai.response.logprobs import prompt_logprobs
 from baton.router.http.json_encoding import Json, LazyArray, encode_in_slices, server_sent_event
-from baton.router.input_processing.input_processor import InputProcessor
 from baton.router.input_processing.limits import MAX_POSITIONS_PER_SLICE
-from baton.router.input_processing.tokenization import placeholder_text
+from baton.router.input_processing.tokenization import TextBoundary, placeholder_text
 from baton.router.text_events.events import EventReader, TextEvent, fold
 from baton.router.text_events.parsing import TextFormat, ToolCallMode
 from baton.router.values import AnswerPart, TokenChunk
@@ -101,17 +100,17 @@ class _Response:
         parsed: ParsedRequest,
         header: Json,
         prompts: Sequence[EchoedPrompt],
-        inputs: InputProcessor,
+        text: TextBoundary,
     ) -> None:
         """`prompts` has one entry per call."""
         options = parsed.options
-        token_text = placeholder_text if options.tokens_by_id else inputs.token
+        token_text = placeholder_text if options.tokens_by_id else text.token
         self._parsed = parsed
         self._options = options
         self._header = header
         self._prompts = prompts
         self._token_text = token_text
-        self._warnings = tool_warnings(options.text_format, supports_tools=inputs.supports_tools)
+        self._warnings = tool_warnings(options.text_format, supports_tools=text.supports_tools)
         self._events = EventReader(options.text_format.parser, len(prompts))
         self._usage = UsageTotals(parsed)
         self._choices: list[ResponseChoice] = [
@@ -136,9 +135,9 @@ class WholeAnswer(_Response):
         parsed: ParsedRequest,
         header: Json,
         prompts: Sequence[EchoedPrompt],
-        inputs: InputProcessor,
+        text: TextBoundary,
     ) -> None:
-        super().__init__(parsed, header, prompts, inputs)
+        super().__init__(parsed, header, prompts, text)
         self._texts: list[list[TextEvent]] = [[] for _ in prompts]
         self._chunks: list[list[TokenChunk]] = [[] for _ in prompts]
         self._ends: dict[int, Finish] = {}

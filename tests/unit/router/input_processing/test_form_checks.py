@@ -15,11 +15,11 @@ from baton.engine.structured_output.llguidance_backend import Checked
 from baton.router.context import RequestContext
 from baton.router.input_processing.form_checks import FormChecks
 from baton.router.input_processing.input_processor import InputProcessor
-from baton.router.input_processing.tokenization import TextBoundary
 from baton.router.values import GenerateCall, TokenPrompt
 from baton.rpc.errors import QueueFull
 from tests.support.grammars import BAD, GOOD, PATIENCE_S, SLOW, HeldLibrary
 from tests.support.node_calls import a_table
+from tests.support.profiles import profiles_of
 
 
 def compiler_of(library: HeldLibrary) -> GrammarCompiler[Checked]:
@@ -30,7 +30,8 @@ def test_requests_without_a_constraint_are_not_checked() -> None:
     library = HeldLibrary()
     with compiler_of(library) as compiler:
         checks = FormChecks(compiler)
-        inputs = InputProcessor(a_table(), TextBoundary(), checks)
+        table = a_table()
+        inputs = InputProcessor(table, profiles_of(table), checks)
         for form in (None, GOOD):
             call = GenerateCall("a", TokenPrompt((1,)), SamplingParams(structured_outputs=form))
             asyncio.run(inputs.process(call, RequestContext(0.0)))

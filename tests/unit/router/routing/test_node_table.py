@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from baton.core.ids import ModelVariant, NodeId
 from baton.core.sampling import NO_SAMPLING_DEFAULTS, SamplingDefaults
-from baton.router.routing.node_table import NodeTable, ServedModel
+from baton.router.routing.node_table import NodeTable
+from baton.router.routing.served_models import ServedModel
 from baton.rpc.node_info import NodeRole
 from tests.support.node_calls import a_card
 
@@ -25,15 +26,17 @@ def test_limits_and_defaults_of_a_model_follow_its_nodes() -> None:
     table.join("o:1", other)
     assert set(table.models) == {"tiny", "other"}
     assert table.find_model("tiny") == tiny
-    assert table.served_model(tiny) == ServedModel(cool, 100, 40)
+    assert table.served_model(tiny) == ServedModel(cool, 100, 40, has_decode_nodes=True)
     assert table.served_model(table.find_model("other")) == ServedModel(
-        NO_SAMPLING_DEFAULTS, 200, 20
+        NO_SAMPLING_DEFAULTS, 200, 20, has_decode_nodes=True
     )
     assert table.served_model() == ServedModel(cool, 200, 20)
 
     table.lose("d:2")
     table.lose("p:1")
-    assert table.served_model(tiny) == ServedModel(NO_SAMPLING_DEFAULTS, 100, 50)
+    assert table.served_model(tiny) == ServedModel(
+        NO_SAMPLING_DEFAULTS, 100, 50, has_decode_nodes=True
+    )
 
     table.join("d:1", other)  # the address serves another model now
     assert set(table.models) == {"other"}

@@ -11,8 +11,8 @@ from baton.router.text_events.events import (
     ToolCall,
     fold,
 )
-from baton.router.text_events.parsing import Parsing, TextFormat, ToolCallMode
-from baton.router.values import TokenChunk
+from baton.router.text_events.parsing import TextFormat, ToolCallMode
+from baton.router.values import Parsing, TokenChunk
 
 TEXT = '<think>why</think>so <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call> done'
 

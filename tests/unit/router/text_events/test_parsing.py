@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from baton.core.errors import InvalidConfig
 from baton.router.text_events.events import AnswerText, TextDelta, ToolCall, fold
-from baton.router.text_events.parsing import Parsing, TextFormat, ToolCallMode
+from baton.router.text_events.parsing import TextFormat, ToolCallMode
+from baton.router.values import Parsing
 
 CALLED = '<tool_call>\n{"name": "f", "arguments": {"x": "ü"}}\n</tool_call>'
 
@@ -178,8 +178,3 @@ def test_text_without_a_possible_tag_is_returned_at_once() -> None:
 
 def test_without_tools_no_call_is_parsed() -> None:
     assert read(Parsing(tools="hermes"), CALLED, with_tools=False) == AnswerText(CALLED)
-
-
-def test_an_unknown_parser_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(InvalidConfig, match="choose one of hermes, llama3_json"):
-        Parsing(tools="other")

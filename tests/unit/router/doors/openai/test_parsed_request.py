@@ -22,8 +22,7 @@ from baton.router.doors.openai.request.parsed_request import (
 from baton.router.doors.openai.request.prompts import parse_prompts
 from baton.router.http.bodies import json_object
 from baton.router.input_processing.limits import MAX_ANSWERS, MAX_LOGPROBS_PER_REQUEST
-from baton.router.text_events.parsing import Parsing
-from baton.router.values import ChatPrompt, TextPrompt, TokenPrompt
+from baton.router.values import ChatPrompt, Parsing, TextPrompt, TokenPrompt
 from baton.rpc.errors import EmptyPrompt, Unreadable, UnsupportedInput
 
 CONTEXT = ModelContext(

@@ -22,8 +22,8 @@ from baton.router.doors.openai.request.parsed_request import (
 from baton.router.doors.openai.request.structured_outputs import errors_of_field
 from baton.router.text_events.events import ArgumentsDelta, ToolCall, fold
 from baton.router.text_events.forced_calls import NamedCallParser, RequiredCallsParser
-from baton.router.text_events.parsing import Parsing, TextFormat, ToolCallMode
-from baton.router.values import ChatPrompt
+from baton.router.text_events.parsing import TextFormat, ToolCallMode
+from baton.router.values import ChatPrompt, Parsing
 from tests.support.grammars import is_whole
 from tests.support.models import EOS_TOKEN_ID, VOCAB_SIZE, save_tokenizer
 

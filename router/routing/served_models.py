@@ -1,0 +1,101 @@
+"""Models that nodes serve: names, limits, and the one that a request without a name uses. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from baton.core.errors import InvalidRequest
+from baton.core.ids import ANY_MODEL, ModelVariant
+from baton.core.sampling import NO_SAMPLING_DEFAULTS, SamplingDefaults
+from baton.rpc.node_info import NodeCard, NodeRole
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """Limits and defaults of a model, from the nodes that serve it."""
+
+    sampling_defaults: SamplingDefaults = NO_SAMPLING_DEFAULTS  # of the first node
+    max_model_len: int | None = None  # largest context length of decode nodes; None without any
+    max_sequence_len: int | None = None  # that fits on every decode node; None without any
+    generates: bool = True
+    vector_size: int = 0  # of a pooled prompt; 0: the model does not pool
+    has_labels: bool = False  # the vector has scores of labels
+    # Now or before. A decoder that only embeds has prefill nodes alone.
+    has_decode_nodes: bool = False
+
+    def can(self, *, is_pooled: bool) -> bool:
+        """Return whether the model embeds, or generates text."""
+        return self.vector_size > 0 if is_pooled else self.generates
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Names of the tasks, as vLLM has them."""
+        pooling = ("classify" if self.has_labels else "embed",) if self.vector_size else ()
+        generating = ("generate",) if self.generates and self.has_decode_nodes else ()
+        return (*generating, *pooling)
+
+
+UNSERVED = ServedModel()
+
+
+class ServedModels:
+    """Models of all known nodes."""
+
+    def __init__(
+        self, cards: Sequence[NodeCard] = (), with_decode_nodes: Collection[str] = ()
+    ) -> None:
+        """`with_decode_nodes` names the models that have had decode nodes."""
+        self.variants: Mapping[str, ModelVariant] = {
+            card.model: ModelVariant(card.model) for card in cards
+        }  # by name
+        self._served = {
+            model: _served_model(
+                [card for card in cards if model.base in ("", card.model)],
+                has_decode_nodes=model.base in with_decode_nodes,
+            )
+            for model in (ANY_MODEL, *self.variants.values())
+        }
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self.variants)
+
+    def of(self, model: ModelVariant) -> ServedModel:
+        """Return a model's limits and defaults, or those over all models."""
+        return self._served.get(model, UNSERVED)
+
+    def find(self, name: str, *, is_pooled: bool = False) -> ModelVariant:
+        """Return the model of a name, which need not be served.
+
+        Without a name, return the only model that can do the task, or ANY_MODEL if none is served.
+        Raises InvalidRequest if there are several.
+        """
+        if name:
+            return self.variants.get(name) or ModelVariant(name)
+        models = list(self.variants.values())
+        able = [model for model in models if self.of(model).can(is_pooled=is_pooled)]
+        if not is_pooled:
+            able = [model for model in able if self.of(model).has_decode_nodes] or able
+        found = able or models
+        if len(found) > 1:
+            which = "several models" if able else "no model"
+            verb = "embed" if is_pooled else "generate text"
+            names = ", ".join(sorted(model.name for model in found))
+            raise InvalidRequest(f"{which} can {verb} here; set model to one of: {names}", "model")
+        return found[0] if found else ANY_MODEL
+
+
+def _served_model(cards: Sequence[NodeCard], *, has_decode_nodes: bool) -> ServedModel:
+    # A model that only embeds needs no decode nodes.
+    limiting = [card for card in cards if card.role is NodeRole.DECODE or not card.generates]
+    limiting = limiting or [card for card in cards if card.vector_size]
+    return ServedModel(
+        cards[0].sampling_defaults if cards else NO_SAMPLING_DEFAULTS,
+        max((card.max_model_len for card in limiting), default=None),
+        min((card.max_sequence_length for card in limiting), default=None),
+        generates=not cards or any(card.generates for card in cards),
+        vector_size=max((card.vector_size for card in cards), default=0),
+        has_labels=any(card.has_labels for card in cards),
+        has_decode_nodes=has_decode_nodes,
+    )

@@ -1,0 +1,142 @@
+"""Several models behind one router: names, nodes, prefixes and revisions do not mix."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from baton.core.errors import InvalidRequest
+from baton.core.ids import ANY_MODEL, ModelVariant
+from baton.router.routing.config import Routing, RoutingPolicy
+from baton.router.routing.node_table import Node, NodeTable
+from baton.router.routing.policy import choose
+from baton.router.routing.routing_view import RoutingRequest
+from baton.rpc.errors import NoNodes
+from baton.rpc.node_info import NodeRole
+from tests.support.node_calls import FINGERPRINT, NAMING, a_node_of, a_table, an_embedder
+
+PROMPT = tuple(range(100))
+A, B = ModelVariant("a"), ModelVariant("b")
+
+
+def a_pair_of(model: str, **fields: Any) -> tuple[Node, Node]:
+    return (
+        a_node_of(model, NodeRole.PREFILL, **fields),
+        a_node_of(model, NodeRole.DECODE, **fields),
+    )
+
+
+def test_a_request_without_a_model_goes_to_the_only_one_that_can_do_its_task() -> None:
+    table = a_table(*a_pair_of("chat"), an_embedder())
+
+    assert table.find_model("") == ModelVariant("chat")
+    assert table.find_model("", is_pooled=True) == ModelVariant("embedder")
+    assert table.find_model("embedder") == ModelVariant("embedder")
+    assert NodeTable().find_model("") == ANY_MODEL
+
+
+def test_a_decoder_on_prefill_nodes_alone_only_embeds() -> None:
+    prefill, decode = a_pair_of("chat")
+    decoder = an_embedder("decoder", size=8)
+    decoder = replace(decoder, card=replace(decoder.card, generates=True, max_model_len=64))
+    table = a_table(prefill, decoder, decode)
+
+    assert table.find_model("") == ModelVariant("chat")
+    served = table.served_model(ModelVariant("decoder"))
+    assert (served.tasks, served.max_model_len) == (("embed",), 64)
+
+    table.lose(decode.address)  # a request waits for its return instead of being refused
+    assert table.find_model("") == ModelVariant("chat")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "is_pooled", "expected"),
+    [
+        ((*a_pair_of("b"), *a_pair_of("a")), False, "several models can generate text .*: a, b$"),
+        ((*a_pair_of("a"), *a_pair_of("b")), True, "no model can embed here; .*: a, b$"),
+        ((an_embedder("x"), an_embedder("y"), *a_pair_of("a")), True, "can embed here; .*: x, y$"),
+    ],
+)
+def test_a_request_that_must_name_a_model_is_refused_with_the_list(
+    nodes: tuple[Node, ...], is_pooled: bool, expected: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=expected) as refusal:
+        a_table(*nodes).find_model("", is_pooled=is_pooled)
+    assert refusal.value.field == "model"
+
+
+def test_tasks_of_models() -> None:
+    labels = an_embedder("labels", has_labels=True)
+    both = [replace(node, card=replace(node.card, vector_size=4)) for node in a_pair_of("both")]
+    table = a_table(*a_pair_of("chat"), an_embedder(), labels, *both)
+
+    tasks = {name: table.served_model(table.find_model(name)).tasks for name in table.models}
+    assert tasks == {
+        "chat": ("generate",),
+        "embedder": ("embed",),
+        "labels": ("classify",),
+        "both": ("generate", "embed"),
+    }
+
+
+def test_each_model_has_the_batch_slots_of_its_own_nodes() -> None:
+    prefill, decode = a_pair_of("chat", max_num_seqs=8)
+    more = a_node_of("chat", NodeRole.DECODE, "more", max_num_seqs=4)
+    table = a_table(prefill, decode, more, an_embedder(max_num_seqs=16))
+
+    assert table.batch_slots() == {"chat": 12, "embedder": 16}
+    table.note_ready(decode.address, is_ready=False)
+    table.note_ready(more.address, is_ready=False)
+    assert table.batch_slots() == {"chat": 0, "embedder": 16}
+
+
+@pytest.mark.parametrize("policy", RoutingPolicy)
+def test_nodes_of_equal_weights_but_another_name_do_not_serve(policy: RoutingPolicy) -> None:
+    same = {"fingerprint": FINGERPRINT, "prefix_naming": NAMING}
+    table = a_table(*a_pair_of("a", **same), *a_pair_of("b", **same))
+
+    for number in range(4):
+        for model in (A, B):
+            request = RoutingRequest(PROMPT, number=number, model=model)
+            route = choose(table, Routing(policy), request)
+            assert route.prefill is not None
+            assert {route.prefill.card.model, route.decode.card.model} == {model.name}
+    assert {group.model for group in table.groups()} == {"a", "b"}
+    [partner] = table.partners(table.nodes[0])
+    assert partner.card.model == "a"
+
+
+def test_a_revision_is_not_continued_by_another_model() -> None:
+    same = {"fingerprint": FINGERPRINT}
+    prefill, decode = a_pair_of("a", **same)
+    table = a_table(prefill, decode, *a_pair_of("b", **same))
+    request = RoutingRequest(PROMPT, model=A, revision=decode.revision)
+    assert choose(table, Routing(), request).decode == decode
+
+    table.lose(decode.address)
+
+    with pytest.raises(NoNodes):
+        choose(table, Routing(), request)
+    assert choose(table, Routing(), replace(request, model=B)).decode.card.model == "b"
+
+
+def test_prompts_are_named_only_as_the_nodes_of_their_model_do() -> None:
+    table = a_table(*a_pair_of("a"), *a_pair_of("b"))
+
+    routes = [choose(table, Routing(), RoutingRequest(PROMPT, model=model)) for model in (A, B)]
+
+    num_blocks = (len(PROMPT) - 1) // FINGERPRINT.block_size
+    assert [len(route.block_names) for route in routes] == [num_blocks] * 2
+    assert not set(routes[0].block_names) & set(routes[1].block_names)
+
+
+def test_a_request_from_before_any_node_must_name_a_model_when_there_are_several() -> None:
+    request = RoutingRequest(PROMPT)
+
+    assert (
+        choose(a_table(*a_pair_of("a"), an_embedder()), Routing(), request).decode.card.model == "a"
+    )
+    with pytest.raises(InvalidRequest, match="set model to one of: a, b"):
+        choose(a_table(*a_pair_of("a"), *a_pair_of("b")), Routing(), request)
