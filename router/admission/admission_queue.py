@@ -27,8 +27,8 @@ class AdmissionQueueConfig:
     max_in_flight: Annotated[
         int | None,
         Option(
-            "Maximum number of requests in flight on the nodes. Default: as many as the decode "
-            "nodes' batches hold.",
+            "Maximum number of requests in flight on the nodes of a model. Default: as many as the "
+            "decode nodes' batches hold.",
             ROUTING,
             at_least=1,
         ),
@@ -36,7 +36,7 @@ class AdmissionQueueConfig:
     max_queue: Annotated[
         int,
         Option(
-            "Maximum number of queued requests; more are refused (QUEUE_FULL).",
+            "Maximum number of queued requests for a model; more are refused (QUEUE_FULL).",
             ROUTING,
             at_least=0,
         ),

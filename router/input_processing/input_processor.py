@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from functools import lru_cache, partial
 
@@ -31,7 +32,8 @@ class InputProcessor:
         self._table = table
         self._profiles = profiles
         self._forms = forms
-        self._large_texts = LargeTexts()
+        # By model: many large texts to embed must not keep chats waiting.
+        self._large_texts: defaultdict[str, LargeTexts] = defaultdict(LargeTexts)
         # All answers of a request look up the same words.
         self._spellings = lru_cache(MAX_REMEMBERED_BAD_WORDS)(_compute_spellings)
 
@@ -92,7 +94,7 @@ class InputProcessor:
         """Tokenise a prompt. Raises ContextLengthExceeded if its text exceeds the context."""
         text = self._profiles.of(model).text
         tokenize = partial(text.token_ids, prompt, self._table.served_model(model).max_model_len)
-        return await self._large_texts.run(prompt.num_characters, tokenize)
+        return await self._large_texts_of(model).run(prompt.num_characters, tokenize)
 
     async def text(
         self,
@@ -103,7 +105,11 @@ class InputProcessor:
     ) -> str:
         text = self._profiles.of(model).text
         decode = partial(text.text, token_ids, skip_special_tokens=skip_special_tokens)
-        return await self._large_texts.run(len(token_ids), decode)
+        return await self._large_texts_of(model).run(len(token_ids), decode)
+
+    def _large_texts_of(self, model: ModelVariant) -> LargeTexts:
+        # Names that are not served are the clients' own.
+        return self._large_texts[model.base if model.base in self._table.models else ""]
 
     def _check_prompt(
         self, call: GenerateCall, num_prompt_tokens: int, budget: LogprobBudget

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from baton.core.finish import Finish
 from baton.core.ids import ModelVariant
 from baton.core.sampling import SamplingParams
 from baton.router.admission.admission_queue import AdmissionQueueConfig
+from baton.router.answer import IncrementalDetokenizer, NoDetokenizer
 from baton.router.context import RequestContext
 from baton.router.dispatch.config import DispatchConfig
 from baton.router.dispatch.node_rpcs import Deliver, NodeCalls
@@ -30,7 +32,7 @@ from baton.router.routing.node_table import Node, NodeTable
 from baton.router.routing.policy import Route
 from baton.router.routing.routing_view import RoutingRequest
 from baton.router.tracing import UNTRACED, RequestTrace
-from baton.router.values import GenerateCall, TokenChunk, TokenPrompt
+from baton.router.values import GenerateCall, Prompt, TextPrompt, TokenChunk, TokenPrompt
 from baton.rpc.errors import FailureKind, NodeFailed, TooLate, UnknownModel
 from baton.rpc.node_info import NodeRole
 from tests.support.node_calls import FakeNodeCalls, a_node_of, a_table, an_embedder
@@ -69,6 +71,37 @@ class TickingClock:
     def __call__(self) -> float:
         self._now_s += not self.is_stopped
         return self._now_s
+
+
+class HeldText(TextBoundary):
+    """Tokenizer that takes until it is released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_end = threading.Event()
+
+    def token_ids(self, prompt: Prompt, max_tokens: int | None = None) -> tuple[int, ...]:
+        assert self.may_end.wait(PATIENCE_S)
+        return (3, 4)
+
+
+class Letter(TextBoundary):
+    """Tokenizer for which every token is the same letter."""
+
+    def __init__(self, letter: str) -> None:
+        super().__init__()
+        self._letter = letter
+
+    def create_detokenizer(self, shown: Collection[str] = ()) -> IncrementalDetokenizer:
+        return LetterDetokenizer(self._letter)
+
+
+class LetterDetokenizer(NoDetokenizer):
+    def __init__(self, letter: str) -> None:
+        self._letter = letter
+
+    def push(self, *token_ids: int) -> str:
+        return self._letter * len(token_ids)
 
 
 def pairs_of(*models: str, **fields: Any) -> list[Node]:
@@ -152,6 +185,36 @@ def test_a_full_queue_of_one_model_does_not_delay_another() -> None:
 
     asyncio.run(scenario())
     assert (pipeline.traffic.num_waiting, pipeline.traffic.num_in_flight) == (0, 0)
+
+
+def test_answers_have_the_text_of_their_model() -> None:
+    profiles = (ModelProfile(Letter("x"), "a"), ModelProfile(Letter("y"), "b"))
+    pipeline = a_pipeline(FakeNodeCalls(), profiles=profiles)
+
+    async def text_of(model: ModelVariant) -> str:
+        async with aclosing(pipeline.generate(a_call(model), NO_DEADLINE)) as parts:
+            return "".join([part.text async for part in parts if isinstance(part, TokenChunk)])
+
+    assert [asyncio.run(text_of(model)) for model in (A, B)] == ["xxxxxx", "yyyyyy"]
+
+
+def test_large_texts_of_one_model_leave_another_its_threads() -> None:
+    slow, fast = HeldText(), HeldText()
+    profiles = (ModelProfile(slow, "a"), ModelProfile(fast, "b"))
+    pipeline = a_pipeline(FakeNodeCalls(), profiles=profiles)
+    large = TextPrompt("a" * 10_000)
+    fast.may_end.set()
+
+    async def scenario() -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            held = [asyncio.ensure_future(pipeline.inputs.token_ids(large, A)) for _ in range(20)]
+            await asyncio.sleep(0)
+            assert await pipeline.inputs.token_ids(large, B) == (3, 4)
+            assert not any(task.done() for task in held)
+            slow.may_end.set()
+            await asyncio.gather(*held)
+
+    asyncio.run(scenario())
 
 
 def test_forecasts_of_a_slow_model_refuse_no_requests_to_another() -> None:
